@@ -1,0 +1,1 @@
+"""The names a user meets, nothing else."""
