@@ -1,0 +1,64 @@
+"""The machine is asked once, late, and its facts are plain values."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from foci.core import device
+from foci.core.device import Platform, machine, platform, version_of
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [("2.13.0+cu126", (2, 13, 0)), ("2.14.0a0+git12ab", (2, 14, 0)), ("12.9", (12, 9)), (None, ()), ("nightly", ())],
+)
+def test_version_of(text: str | None, version: tuple[int, ...]) -> None:
+    assert version_of(text) == version
+
+
+def test_machine_is_asked_once_and_survives_json() -> None:
+    assert machine() is machine()
+    facts = json.loads(json.dumps(machine().as_dict()))
+    assert facts["torch"] == torch.__version__
+    assert facts["threads"] == torch.get_num_threads()
+    assert facts["cores"] >= 1
+    assert facts["packages"]["numpy"]
+
+
+def test_threads_follow_the_setting() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert machine().threads == 1
+        assert "1 threads" in machine().line
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_platform_of_the_cpu_carries_no_gpu_versions() -> None:
+    assert platform(torch.device("cpu")) == Platform("cpu", version_of(torch.__version__))
+
+
+@pytest.mark.parametrize(("number", "version"), [(91002, (9, 10, 2)), (92600, (9, 26, 0)), (8907, (8, 9, 7))])
+def test_cudnn_numbers(monkeypatch, number: int, version: tuple[int, ...]) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: number)
+    assert device._cudnn() == version
+
+
+def test_facts_do_not_break_a_graph() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x + len(platform(x.device).torch) + machine().cores
+
+    assert torch.compile(f, backend="eager", fullgraph=True)(torch.zeros(1)) == f(torch.zeros(1))
+
+
+def test_importing_asks_nothing() -> None:
+    code = "import foci.core.device as d, sys; assert d._machine.cache_info().currsize == 0; "
+    code += "import torch; assert not torch.cuda.is_initialized(); assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
