@@ -1,0 +1,131 @@
+"""The mask half of the pair that transformers looks up under the name `foci`: masks kept as structure, not as T x S tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.ops.masks import Causal, Dense, Lengths, Mask, Window
+
+
+@dataclass(frozen=True, eq=False)
+class ModelMask:
+    """What a model carries from its mask creation to its attention: a foci mask and the [B, 1, T, S] it stands for.
+
+    `ndim`, `shape` and `contiguous` are what transformers asks of a prepared mask. `mask=None` hides nothing, which is said
+    outright: to an attention function a bare None would mean causal.
+    """
+
+    mask: Mask | None
+    shape: tuple[int, int, int, int]
+    ndim = 4
+
+    def contiguous(self) -> ModelMask:
+        return self
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Tensor] | None = None,
+    attention_mask: Tensor | ModelMask | None = None,
+    **options: Any,
+) -> ModelMask | Tensor | None:
+    """The function transformers calls once per forward and kind of layer; its signature is theirs.
+
+    `mask_function(b, h, i, j)` says whether query i + q_offset may see key j + kv_offset, `attention_mask` [B, S'] which keys
+    are no padding. Causal, bidirectional and sliding-window functions become foci masks. Any other (packed documents,
+    chunks, blocks, a user's own) is evaluated by transformers itself, so that it is right whatever it is.
+    While torch.compile traces, the mask is what transformers' own `sdpa` would get: values may not be read there.
+    """
+    from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
+
+    if isinstance(attention_mask, ModelMask):
+        return attention_mask
+    mask_function = mask_function or causal_mask_function
+    shape = (batch_size, 1, q_length, kv_length)
+    theirs = partial(
+        sdpa_mask,
+        *shape[::2],
+        kv_length,
+        q_offset,
+        kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+    )
+    if torch.compiler.is_compiling():
+        # Their shortcut for an empty static cache is a None that means top-left; ours only ever means T == S.
+        options["allow_is_causal_skip"] = options.get("allow_is_causal_skip", False) and q_length == kv_length
+        return theirs(**options)
+    structure = _structure(mask_function, q_offset, kv_offset, shape, options.get("device"))
+    if structure is None:
+        options.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        return ModelMask(Dense(theirs(**options)), shape)
+    mask = structure[0]
+    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        padding = padding[:, kv_offset : kv_offset + kv_length]
+        if not padding.all():
+            keys = Dense(padding[:, None, None, :])
+            mask = keys if mask is None else mask & keys
+    return ModelMask(mask, shape)
+
+
+def _structure(
+    mask_function: Callable[..., Tensor],
+    q_offset: int | Tensor,
+    kv_offset: int,
+    shape: tuple[int, int, int, int],
+    device: torch.device | str | None,
+) -> tuple[Mask | None] | None:
+    """The foci mask of one of transformers' own mask functions, in a tuple since it may be None; None if not recognised."""
+    from transformers.masking_utils import bidirectional_mask_function
+
+    B, _, T, S = shape
+    if mask_function is bidirectional_mask_function:
+        return (None,)
+    pattern = _causal_pattern(mask_function)
+    if pattern is None:
+        return None
+    ahead = q_offset - kv_offset  # key position of the first query
+    if isinstance(ahead, Tensor):
+        if kv_offset != 0:
+            return None
+        # A static cache counts in a tensor; its unwritten tail is no key.
+        return (Lengths((ahead + T).to(device).reshape(1).expand(B)) & pattern,)
+    if ahead == S - T:
+        return (pattern,)
+    if not 0 <= ahead <= S - T:
+        return None
+    return (Lengths(torch.full((B,), ahead + T, device=device)) & pattern,)
+
+
+def _causal_pattern(mask_function: Callable[..., Tensor]) -> Mask | None:
+    """Causal or a causal window, recognised by the very functions transformers makes them from."""
+    from transformers import masking_utils as theirs
+
+    if mask_function is theirs.causal_mask_function:
+        return Causal()
+    if not _made_by(mask_function, theirs.and_masks()):
+        return None
+    parts = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
+    if len(parts) != 2 or parts[1] is not theirs.causal_mask_function:
+        return None
+    if not _made_by(parts[0], theirs.sliding_window_overlay(1)):
+        return None
+    window = inspect.getclosurevars(parts[0]).nonlocals["sliding_window"]
+    return Causal() & Window(window - 1, 0)
+
+
+def _made_by(function: Callable[..., Any], sibling: Callable[..., Any]) -> bool:
+    """Whether both closures come from one factory: then they share their code object."""
+    return getattr(function, "__code__", None) is sibling.__code__  # type: ignore[attr-defined]
