@@ -1,1 +1,30 @@
 """The names a user meets, nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foci.core.errors import MissingExtra, ShapeError, Unsupported
+from foci.core.select import Explanation
+from foci.core.select import explain as _explain
+from foci.merge.algebra import fold, scan
+from foci.merge.partial import Partial
+from foci.ops import SPECS
+from foci.ops.masks import Causal, Dense, Lengths, Mask, Packed, Window
+from foci.ops.softmax.api import attention, attention_with_lse
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Causal", "Dense", "Explanation", "Lengths", "Mask", "MissingExtra", "Packed", "Partial", "ShapeError", "Unsupported", "Window",
+    "attention", "attention_with_lse", "explain", "fold", "scan",
+]  # fmt: skip
+
+
+def explain(operator: str, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
+    """Which backend would run this call, and every other backend's reasons. Tensors may be on the meta device."""
+    if operator not in SPECS:
+        raise ValueError(f"explain: unknown operator {operator!r}; expected one of {', '.join(map(repr, SPECS))}")
+    spec = SPECS[operator]
+    assert spec.bind is not None
+    return _explain(spec, spec.bind(*args, **kwargs), backend)

@@ -1,0 +1,199 @@
+"""The only door to torch.library: forward op, backward op, fake and one autograd.Function, all from a Spec."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.core.errors import Unsupported
+from foci.core.spec import Backend, Outputs, Spec
+
+_SCHEMA_TYPES = {Tensor: "Tensor", float: "float", bool: "bool", int: "int", str: "str"}
+_LIBRARY = torch.library.Library("foci", "DEF")
+
+
+class Runner:
+    """Runs calls of one Spec on any of its backends.
+
+    A backend with its own `backward` becomes the op pair `foci::<operator>_<backend>_fwd` and `_bwd`, opaque to the compiler
+    and wired once to an autograd.Function (setup_context and vmap, so that torch.func works). One without runs as plain torch.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self._forward = {
+            backend.name: _opaque(spec, backend) if _brings_gradient(backend) else _transparent(backend)
+            for backend in spec.backends
+        }
+
+    def __call__(self, backend: Backend, call: Any) -> Outputs:
+        return self._forward[backend.name](call)
+
+
+def _brings_gradient(backend: Backend) -> bool:
+    # A backend whose package is absent is never chosen, but its ops exist: saved programs name them.
+    return bool(backend.missing()) or hasattr(backend.load(), "backward")
+
+
+def _transparent(backend: Backend) -> Callable[[Any], Outputs]:
+    forward: Callable[[Any], Outputs] = backend.load().forward
+    return forward
+
+
+def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
+    forward_op, backward_op = _define(spec, backend)
+    function = _function(spec, backend, forward_op, backward_op)
+
+    def run(call: Any) -> Outputs:
+        # With nothing to differentiate the op is called directly: the Function costs 15 us, as much as a tiny attention.
+        if torch.compiler.is_compiling() or _transformed() or _wants_gradient(call):
+            result: Outputs = function.apply(*call)
+            return result
+        direct: Outputs = forward_op(*call)
+        return direct
+
+    return run
+
+
+def _wants_gradient(call: Any) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    for value in call:
+        if isinstance(value, Tensor) and value.requires_grad:
+            return True
+    return False
+
+
+def _transformed() -> bool:
+    """Under vmap, torch.func.grad or forward-mode: a bare op would lose tangents without a word."""
+    return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def _define(spec: Spec, backend: Backend) -> tuple[Any, Any]:
+    assert spec.call is not None and spec.outputs is not None
+    arguments = _schema(spec.call)
+    results = ", ".join("Tensor" for _ in spec.output_names)
+    gradients = ", ".join(f"Tensor? grad_{name}" for name in spec.output_names)
+    saved = ", ".join(f"Tensor {name}" for name in spec.output_names)
+    returned = ", ".join("Tensor?" for _ in spec.differentiable)
+    name = f"{spec.name}_{backend.name}"
+    count, call_type, declared = len(spec.output_names), spec.call, spec.outputs
+    _LIBRARY.define(f"{name}_fwd({arguments}) -> ({results})")
+    _LIBRARY.define(f"{name}_bwd({gradients}, {saved}, bool[] needs, {arguments}) -> ({returned})")
+
+    def forward(*values: Any) -> Outputs:
+        outputs: Outputs = backend.load().forward(call_type(*values))
+        return outputs
+
+    def forward_fake(*values: Any) -> Outputs:
+        return tuple(output.empty(values[0]) for output in declared(call_type(*values)))
+
+    def backward(*values: Any) -> tuple[Tensor | None, ...]:
+        grads, outputs, needs = values[:count], values[count : 2 * count], values[2 * count]
+        found: tuple[Tensor | None, ...] = backend.load().backward(
+            call_type(*values[2 * count + 1 :]), outputs, grads, needs
+        )
+        return found
+
+    def backward_fake(*values: Any) -> tuple[Tensor | None, ...]:
+        call, needs = call_type(*values[2 * count + 1 :]), values[2 * count]
+        wanted = ((getattr(call, argument), need) for argument, need in zip(spec.differentiable, needs, strict=True))
+        return tuple(tensor.new_empty(tensor.shape) if need else None for tensor, need in wanted)
+
+    for suffix, real, fake in (("fwd", forward, forward_fake), ("bwd", backward, backward_fake)):
+        _LIBRARY.impl(f"{name}_{suffix}", real, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"foci::{name}_{suffix}", fake, lib=_LIBRARY)
+    ops = torch.ops.foci
+    return getattr(ops, f"{name}_fwd").default, getattr(ops, f"{name}_bwd").default
+
+
+def _function(spec: Spec, backend: Backend, forward_op: Any, backward_op: Any) -> Any:
+    """The one autograd.Function of a backend. What its backward reads is exactly what setup_context saves."""
+    fields = tuple(typing.get_type_hints(spec.call))
+    places = tuple(fields.index(name) for name in spec.differentiable)
+    count = len(spec.output_names)
+    title = f"{spec.name}_{backend.name}"
+
+    class Gradient(torch.autograd.Function):
+        """The backward op, guarded: a second derivative through an opaque op would be zero without a word."""
+
+        @staticmethod
+        def forward(*values: Any) -> tuple[Tensor | None, ...]:
+            gradients: tuple[Tensor | None, ...] = backward_op(*values)
+            return gradients
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            return None
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            raise Unsupported(
+                f"{spec.name}: backend {backend.name!r} has no second derivative",
+                ["its backward is an opaque op"],
+                "use backend='reference' for double backward",
+            )
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, *values: Any) -> Any:
+            return _one_by_one(Gradient.apply, info, in_dims, values)
+
+    class Forward(torch.autograd.Function):
+        @staticmethod
+        def forward(*values: Any) -> Outputs:
+            outputs: Outputs = forward_op(*values)
+            return outputs
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            tensors = [value for value in inputs if isinstance(value, Tensor)]
+            ctx.save_for_backward(*output, *tensors)
+            ctx.rest = tuple(None if isinstance(value, Tensor) else value for value in inputs)
+            ctx.holes = tuple(isinstance(value, Tensor) for value in inputs)
+            ctx.set_materialize_grads(False)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            saved = iter(ctx.saved_tensors)
+            outputs = [next(saved) for _ in range(count)]
+            call = [next(saved) if hole else value for hole, value in zip(ctx.holes, ctx.rest, strict=True)]
+            needs = [ctx.needs_input_grad[place] for place in places]
+            run = Gradient.apply if torch.is_grad_enabled() or _transformed() else backward_op
+            found = run(*grads, *outputs, needs, *call)
+            gradients: list[Tensor | None] = [None] * len(call)
+            for place, gradient in zip(places, found, strict=True):
+                gradients[place] = gradient
+            return tuple(gradients)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, *values: Any) -> Any:
+            return _one_by_one(Forward.apply, info, in_dims, values)
+
+    Forward.__name__ = Forward.__qualname__ = f"{title}_fwd"
+    Gradient.__name__ = Gradient.__qualname__ = f"{title}_bwd"
+    return Forward
+
+
+def _one_by_one(apply: Callable[..., Any], info: Any, in_dims: Any, values: Any) -> Any:
+    """vmap by a loop over the mapped dimension: right for every mask, which folding it into the batch would not be."""
+    runs = [
+        apply(*(v if d is None else v.select(d, place) for v, d in zip(values, in_dims, strict=True)))
+        for place in range(info.batch_size)
+    ]
+    stacked = tuple(None if run[0] is None else torch.stack(run) for run in zip(*runs, strict=True))
+    return stacked, tuple(None if value is None else 0 for value in stacked)
+
+
+def _schema(call_type: type) -> str:
+    """The op schema of a Call: its field annotations in torch's words."""
+    parts = []
+    for name, hint in typing.get_type_hints(call_type).items():
+        options = [option for option in (typing.get_args(hint) or (hint,)) if option is not type(None)]
+        optional = "?" if type(None) in typing.get_args(hint) else ""
+        kind = "Tensor" if hasattr(options[0], "dim_str") else _SCHEMA_TYPES[options[0]]
+        parts.append(f"{kind}{optional} {name}")
+    return ", ".join(parts)

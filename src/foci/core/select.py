@@ -1,0 +1,65 @@
+"""Choose a backend; on refusal list every backend's reasons; an explicit choice never falls back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from foci.core.errors import Unsupported
+from foci.core.spec import Backend, Spec
+
+
+def choose(spec: Spec, call: Any, backend: str | None = None) -> Backend:
+    """The first backend of the Spec (fastest first) that has no reason against the call, or the named one, or Unsupported."""
+    if backend is None:
+        for candidate in spec.backends:
+            if not candidate.reasons(call):
+                return candidate
+        reasons = [f"{b.name}: {reason}" for b in spec.backends for reason in b.reasons(call)]
+        raise Unsupported(f"{spec.name}: no backend can run this call", reasons)
+    chosen = spec.backend(backend)
+    reasons = chosen.reasons(call)
+    if reasons:
+        others = [b.name for b in spec.backends if not b.reasons(call)]
+        hint = (
+            f"use backend=None to let foci choose ({others[0]} would run)" if others else "no other backend can either"
+        )
+        raise Unsupported(f"{spec.name}: backend {backend!r} cannot run this call", reasons, hint)
+    return chosen
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend would run a call, and what speaks against each other one."""
+
+    operator: str
+    chosen: str | None
+    refused: dict[str, list[str]]
+    also: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"chosen   {self.chosen or 'none: every backend refuses'}"]
+        for name, reasons in self.refused.items():
+            for place, reason in enumerate(reasons):
+                head = "refused  " if name == next(iter(self.refused)) and place == 0 else " " * 9
+                lines.append(f"{head}{name if place == 0 else '':<11}{reason}")
+        if self.also:
+            lines.append(
+                "also ok  " + ", ".join(f"{name} ({note})" if note else name for name, note in self.also.items())
+            )
+        return "\n".join(lines)
+
+
+def explain(spec: Spec, call: Any, backend: str | None = None) -> Explanation:
+    """The Explanation of one call; `backend` is the explicit choice a caller would make."""
+    verdicts = {b.name: b.reasons(call) for b in spec.backends}
+    able = [name for name, reasons in verdicts.items() if not reasons]
+    chosen = spec.backend(backend).name if backend else next(iter(able), None)
+    if chosen is not None and verdicts[chosen]:
+        chosen = None
+    return Explanation(
+        operator=spec.name,
+        chosen=chosen,
+        refused={name: reasons for name, reasons in verdicts.items() if reasons},
+        also={b.name: b.note for b in spec.backends if b.name in able and b.name != chosen},
+    )

@@ -1,0 +1,88 @@
+"""bind "B T H K" to real tensors, or name the tensor, the letter and the two sizes."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from foci.core.errors import ShapeError
+
+Sizes = dict[str, int]
+
+
+class Signature:
+    """The letters of every tensor argument of one operator, read once from the jaxtyping annotations of its call.
+
+    A plain letter names a size that must agree everywhere it stands. `#T` marks a size that broadcasts: it is T or 1, and
+    leading `#` letters may be absent altogether, by the ordinary broadcasting rule.
+    """
+
+    def __init__(self, call: Callable[..., Any], name: str) -> None:
+        self.name = name
+        self.exact: list[tuple[str, tuple[str, ...]]] = []
+        self.broadcast: list[tuple[str, tuple[str, ...]]] = []
+        for argument, hint in typing.get_type_hints(call).items():
+            letters = _letters(hint) if argument != "return" else None
+            if letters is None:
+                continue
+            kind = self.broadcast if letters[0].startswith("#") else self.exact
+            kind.append((argument, tuple(letter.removeprefix("#") for letter in letters)))
+
+    def bind(self, tensors: Mapping[str, Tensor | None]) -> Sizes:
+        """Sizes by letter; raises ShapeError naming the tensor, the letter and both sizes. Absent tensors are passed over."""
+        sizes: Sizes = {}
+        for argument, letters in self.exact:
+            tensor = tensors[argument]
+            if tensor is None:
+                continue
+            shape = tensor.shape
+            if len(shape) != len(letters):
+                raise ShapeError(
+                    f"{self.name}: {argument} has {len(shape)} dimensions, shape {list(shape)}; "
+                    f"expected {len(letters)}: [{', '.join(letters)}]"
+                )
+            for letter, size in zip(letters, shape, strict=True):
+                if sizes.setdefault(letter, size) != size:
+                    raise ShapeError(self._disagreement(argument, letters, letter, tensors, sizes))
+        for argument, letters in self.broadcast:
+            tensor = tensors[argument]
+            if tensor is not None:
+                self._check_broadcast(argument, letters, tensor, sizes)
+        return sizes
+
+    def _check_broadcast(self, argument: str, letters: tuple[str, ...], tensor: Tensor, sizes: Sizes) -> None:
+        if tensor.dim() > len(letters):
+            raise ShapeError(
+                f"{self.name}: {argument} has {tensor.dim()} dimensions, shape {list(tensor.shape)}; "
+                f"expected at most {len(letters)}, broadcastable to [{', '.join(letters)}]"
+            )
+        aligned = letters[len(letters) - tensor.dim() :]
+        for letter, size in zip(aligned, tensor.shape, strict=True):
+            if size != 1 and size != sizes[letter]:
+                raise ShapeError(
+                    f"{self.name}: {argument} has shape {list(tensor.shape)}, so {letter} would be {size}; "
+                    f"expected 1 or {letter}={sizes[letter]} (broadcastable to [{', '.join(letters)}])"
+                )
+
+    def _disagreement(
+        self, argument: str, letters: tuple[str, ...], letter: str, tensors: Mapping[str, Tensor | None], sizes: Sizes
+    ) -> str:
+        tensor = tensors[argument]
+        assert tensor is not None
+        first = next(name for name, used in self.exact if letter in used and tensors[name] is not None)
+        return (
+            f"{self.name}: {argument} has shape {list(tensor.shape)} for [{', '.join(letters)}], so {letter} would be "
+            f"{tensor.shape[letters.index(letter)]}; {first} says {letter}={sizes[letter]}"
+        )
+
+
+def _letters(hint: Any) -> list[str] | None:
+    """The dimension letters of `Float[Tensor, "B T"]` or of `Float[Tensor, "B T"] | None`; None for anything else."""
+    for option in (hint, *typing.get_args(hint)):
+        letters = getattr(option, "dim_str", None)
+        if letters is not None:
+            return str(letters).split()
+    return None

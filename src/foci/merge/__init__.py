@@ -1,0 +1,1 @@
+"""The algebra of summaries that merge; imports torch only."""

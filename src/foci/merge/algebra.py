@@ -1,0 +1,39 @@
+"""fold, and inclusive/exclusive scan, over anything that has `combine` and `neutral`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol, Self, TypeVar
+
+
+class Mergeable(Protocol):
+    """A summary of a stretch of tokens: `a.combine(b)` summarises a's stretch followed by b's; `neutral` an empty one."""
+
+    def combine(self, later: Self) -> Self: ...
+
+    def neutral(self) -> Self: ...
+
+
+M = TypeVar("M", bound=Mergeable)
+
+
+def fold(parts: Iterable[M]) -> M:
+    """All parts combined, in order; raises ValueError when there is none."""
+    iterator = iter(parts)
+    total = next(iterator, None)
+    if total is None:
+        raise ValueError("fold: parts is empty; expected at least one part to merge")
+    for part in iterator:
+        total = total.combine(part)
+    return total
+
+
+def scan(parts: Sequence[M], inclusive: bool = True) -> list[M]:
+    """Entry i combines parts 0..i (inclusive), or 0..i-1 (exclusive, entry 0 neutral)."""
+    found: list[M] = []
+    running: M | None = None
+    for part in parts:
+        before = part.neutral() if running is None else running
+        running = part if running is None else running.combine(part)
+        found.append(running if inclusive else before)
+    return found

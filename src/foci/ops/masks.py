@@ -1,0 +1,360 @@
+"""Causal, Window, Packed, Lengths, Dense: composable with `&`, each can `materialize`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foci.core.errors import ShapeError
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+class Mask:
+    """What a query may see. Masks compose with `&`; `materialize(T, S)` is the definition.
+
+    `Packed` and `Lengths` give every row (or document) its own end, and `Causal` and `Window` measure from that end:
+    the last real query stands at the last real key.
+    """
+
+    def __and__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            raise TypeError(f"mask: cannot combine a {type(self).__name__} with {other!r}; expected another mask")
+        return _merge(_parts(self), _parts(other))
+
+    def materialize(self, T: int, S: int) -> Tensor:
+        """The boolean tensor, broadcastable to [B, H, T, S], that is True where query t may see key s."""
+        return materialize(lower(self), T, S)
+
+
+@dataclass(frozen=True)
+class Causal(Mask):
+    """No key after the query. bottom-right: the last query sees the last key; top-left: the first sees only the first."""
+
+    align: str = "bottom-right"
+
+    def __post_init__(self) -> None:
+        if self.align not in ("bottom-right", "top-left"):
+            raise ValueError(f"Causal: align must be 'bottom-right' or 'top-left', got {self.align!r}")
+
+
+@dataclass(frozen=True)
+class Window(Mask):
+    """At most `left` keys before the query's position and `right` after it; None leaves a side open."""
+
+    left: int | None
+    right: int | None
+
+    def __post_init__(self) -> None:
+        for name in ("left", "right"):
+            reach = getattr(self, name)
+            if reach is not None and (
+                isinstance(reach, bool) or not isinstance(reach, int | torch.SymInt) or reach < 0
+            ):
+                raise ValueError(f"Window: {name} must be a non-negative int or None, got {reach!r}")
+
+
+@dataclass(frozen=True, eq=False)
+class Packed(Mask):
+    """Documents end to end in a batch of one: document n holds queries q_offsets[n]:q_offsets[n+1] and the keys alike.
+
+    Offsets are int32 or int64 [N+1], start at 0 and never decrease; what lies behind the last one sees nothing.
+    `kv_offsets` defaults to `q_offsets`.
+    """
+
+    q_offsets: Tensor
+    kv_offsets: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("q_offsets", "kv_offsets"):
+            _require_integers("Packed", name, getattr(self, name))
+        if self.kv_offsets is not None and self.kv_offsets.shape != self.q_offsets.shape:
+            raise ShapeError(
+                f"Packed: kv_offsets has {self.kv_offsets.numel()} entries, q_offsets has {self.q_offsets.numel()}; "
+                "expected one more than there are documents in both"
+            )
+        if self.q_offsets.numel() < 1:
+            raise ShapeError("Packed: q_offsets is empty; expected [0, ...], one more entry than there are documents")
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths(Mask):
+    """Row b holds `kv_lengths[b]` real keys, the rest is padding or unwritten cache. int32 or int64 [B] (or [N] documents).
+
+    `q_lengths` marks padded queries the same way: they see nothing. Without it every query is computed, and query i of row b
+    stands at key position i + max(kv_lengths[b] - T, min(S - T, 0)): padded keys are matched by padded queries, and new tokens
+    at the end of a cache stand at its end.
+    """
+
+    kv_lengths: Tensor
+    q_lengths: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("kv_lengths", "q_lengths"):
+            _require_integers("Lengths", name, getattr(self, name))
+        if self.q_lengths is not None and self.q_lengths.shape != self.kv_lengths.shape:
+            raise ShapeError(
+                f"Lengths: q_lengths has {self.q_lengths.numel()} rows, kv_lengths has {self.kv_lengths.numel()}; expected equal"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Mask):
+    """Any pattern: boolean [B or 1, H or 1, T or 1, S or 1] (leading dimensions may be absent), True where a key may be seen."""
+
+    allowed: Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.allowed, Tensor) or self.allowed.dtype != torch.bool:
+            got = getattr(self.allowed, "dtype", type(self.allowed).__name__)
+            raise ValueError(f"Dense: allowed must be a boolean tensor, got {got}; an additive mask is `bias=`")
+        if self.allowed.dim() > 4:
+            raise ShapeError(f"Dense: allowed has {self.allowed.dim()} dimensions; expected at most 4: [B, H, T, S]")
+
+
+@dataclass(frozen=True, eq=False)
+class All(Mask):
+    """Several masks at once, one of each kind; what `&` makes."""
+
+    parts: tuple[Mask, ...]
+
+
+class Visible(NamedTuple):
+    """A mask in the flat form that ops take: at most one of each kind, no mask at all by default."""
+
+    dense: Tensor | None = None
+    q_offsets: Tensor | None = None
+    kv_offsets: Tensor | None = None
+    kv_lengths: Tensor | None = None
+    q_lengths: Tensor | None = None
+    causal_end: bool = False
+    causal_start: bool = False
+    left: int | None = None
+    right: int | None = None
+
+
+NOTHING_HIDDEN = Visible()
+
+
+def lower(mask: Mask | None) -> Visible:
+    """The flat form of a mask."""
+    if mask is None:
+        return NOTHING_HIDDEN
+    found: dict[str, object] = {}
+    for part in _parts(mask):
+        if isinstance(part, Causal):
+            found["causal_end" if part.align == "bottom-right" else "causal_start"] = True
+        elif isinstance(part, Window):
+            found.update(left=part.left, right=part.right)
+        elif isinstance(part, Packed):
+            kv_offsets = part.q_offsets if part.kv_offsets is None else part.kv_offsets
+            found.update(q_offsets=part.q_offsets, kv_offsets=kv_offsets)
+        elif isinstance(part, Lengths):
+            found.update(kv_lengths=part.kv_lengths, q_lengths=part.q_lengths)
+        elif isinstance(part, Dense):
+            found["dense"] = part.allowed
+        else:
+            raise TypeError(f"mask: {part!r} is no mask of foci; expected Causal, Window, Packed, Lengths or Dense")
+    return Visible(**found)  # type: ignore[arg-type]
+
+
+class Segment(NamedTuple):
+    """A stretch of queries and the stretch of keys it may see: one document, one padded row, or the whole batch.
+
+    Query i and key j count from the segment's start; i may see j when i + low <= j <= i + high (an absent bound is open).
+    """
+
+    rows: slice
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    low: int | None
+    high: int | None
+
+
+def segments(visible: Visible, B: int, T: int, S: int) -> list[Segment]:
+    """The mask without its Dense part, as segments. Reads the values of offsets and lengths, and checks them."""
+    if visible.q_offsets is not None:
+        assert visible.kv_offsets is not None
+        q_offsets = _checked_offsets("q_offsets", visible.q_offsets, "T", T)
+        kv_offsets = _checked_offsets("kv_offsets", visible.kv_offsets, "S", S)
+        starts = list(zip(q_offsets[:-1], kv_offsets[:-1], strict=True))
+        sizes = [
+            (q1 - q0, k1 - k0)
+            for q0, q1, k0, k1 in zip(q_offsets[:-1], q_offsets[1:], kv_offsets[:-1], kv_offsets[1:], strict=True)
+        ]
+        rows = [slice(0, 1)] * len(starts)
+    elif visible.kv_lengths is not None:
+        starts, sizes, rows = [(0, 0)] * B, [(T, S)] * B, [slice(b, b + 1) for b in range(B)]
+    else:
+        starts, sizes, rows = [(0, 0)], [(T, S)], [slice(0, B)]
+    kv_lengths = _checked_lengths("kv_lengths", visible.kv_lengths, [s for _, s in sizes])
+    q_lengths = _checked_lengths("q_lengths", visible.q_lengths, [t for t, _ in sizes])
+    found = []
+    for place, ((q0, k0), (t, s), row) in enumerate(zip(starts, sizes, rows, strict=True)):
+        keys = s if kv_lengths is None else kv_lengths[place]
+        queries = t if q_lengths is None else q_lengths[place]
+        shift = keys - queries if q_lengths is not None else max(keys - t, min(s - t, 0))
+        low, high = _band(visible, shift)
+        found.append(Segment(row, q0, q0 + queries, k0, k0 + keys, low, high))
+    return found
+
+
+def _band(visible: Visible, shift: int) -> tuple[int | None, int | None]:
+    highs = [shift] if visible.causal_end else []
+    if visible.causal_start:
+        highs.append(0)
+    if visible.right is not None:
+        highs.append(shift + visible.right)
+    return (None if visible.left is None else shift - visible.left), (min(highs) if highs else None)
+
+
+def live_keys(segment: Segment, start: int, stop: int) -> tuple[int, int]:
+    """The keys j0:j1 of a segment that any of its queries start:stop may see (j0 >= j1: none)."""
+    keys = segment.k_stop - segment.k_start
+    first = 0 if segment.low is None else max(0, start + segment.low)
+    last = keys if segment.high is None else min(keys, stop - 1 + segment.high + 1)
+    return first, last
+
+
+def materialize(visible: Visible, T: int, S: int) -> Tensor:
+    """The definition of a mask, by comparing positions; shape broadcastable to [B, H, T, S]."""
+    device = next((t.device for t in visible[:5] if t is not None), torch.device("cpu"))  # type: ignore[union-attr]
+    frame = _frame(visible, T, S, device)
+    allowed = frame.together
+    if visible.causal_end:
+        allowed = allowed & (frame.key <= frame.query + frame.shift)
+    if visible.causal_start:
+        allowed = allowed & (frame.key <= frame.query)
+    if visible.right is not None:
+        allowed = allowed & (frame.key <= frame.query + frame.shift + visible.right)
+    if visible.left is not None:
+        allowed = allowed & (frame.key >= frame.query + frame.shift - visible.left)
+    allowed = allowed[:, None]
+    return allowed if visible.dense is None else allowed & visible.dense
+
+
+def existing(visible: Visible, T: int, S: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Which queries [B or 1, T] and keys [B or 1, S] Packed and Lengths include at all; None when they include everything."""
+    if visible.q_offsets is None and visible.kv_lengths is None:
+        return None
+    together = _frame(visible, T, S, device).together
+    if visible.kv_lengths is not None and visible.q_offsets is None:
+        queries = torch.ones(1, T, dtype=torch.bool, device=device)
+        if visible.q_lengths is not None:
+            queries = torch.arange(T, device=device) < visible.q_lengths[:, None]
+        return queries, torch.arange(S, device=device) < visible.kv_lengths[:, None]
+    return together.any(-1), together.any(-2)
+
+
+class _Frame(NamedTuple):
+    query: Tensor  # [B|1, T, 1] place of a query in its document or row
+    key: Tensor  # [B|1, 1, S]
+    shift: Tensor  # [B|1, T, 1] from a query's place to its key position
+    together: Tensor  # [B|1, T, S] both real and of one document
+
+
+def _frame(visible: Visible, T: int, S: int, device: torch.device) -> _Frame:
+    t, s = torch.arange(T, device=device)[None, :, None], torch.arange(S, device=device)[None, None, :]
+    if visible.q_offsets is not None:
+        assert visible.kv_offsets is not None
+        documents = visible.q_offsets.numel() - 1
+        q_document = torch.searchsorted(visible.q_offsets.long(), t, right=True) - 1
+        k_document = torch.searchsorted(visible.kv_offsets.long(), s, right=True) - 1
+        inside = (q_document < documents) & (k_document < documents) & (q_document == k_document)
+        # One sentinel document behind the last gathers the tokens that belong to none.
+        q_sizes = torch.nn.functional.pad(visible.q_offsets.long().diff(), (0, 1))
+        k_sizes = torch.nn.functional.pad(visible.kv_offsets.long().diff(), (0, 1))
+        query, key = t - visible.q_offsets.long()[q_document], s - visible.kv_offsets.long()[k_document]
+        queries, keys, full = q_sizes[q_document], k_sizes[q_document], k_sizes[q_document]
+        of_query, of_key = q_document, k_document
+    else:
+        inside, query, key = torch.ones(1, T, S, dtype=torch.bool, device=device), t, s
+        queries, keys = torch.full((1, 1, 1), T, device=device), torch.full((1, 1, 1), S, device=device)
+        full, of_query, of_key = keys, None, None
+    shift = keys - queries
+    if visible.kv_lengths is not None:
+        keys = _per_row(visible.kv_lengths, of_query)
+        inside = inside & (key < _per_row(visible.kv_lengths, of_key))
+        shift = torch.maximum(keys - queries, (full - queries).clamp(max=0))
+        if visible.q_lengths is not None:
+            real = _per_row(visible.q_lengths, of_query)
+            inside, shift = inside & (query < real), keys - real
+    return _Frame(query, key, shift, inside)
+
+
+def _per_row(lengths: Tensor, document: Tensor | None) -> Tensor:
+    if document is None:
+        return lengths.long()[:, None, None]
+    return torch.nn.functional.pad(lengths.long(), (0, 1))[document]
+
+
+def _parts(mask: Mask) -> tuple[Mask, ...]:
+    return mask.parts if isinstance(mask, All) else (mask,)
+
+
+def _merge(first: tuple[Mask, ...], second: tuple[Mask, ...]) -> Mask:
+    merged = list(first)
+    for new in second:
+        place = next((i for i, old in enumerate(merged) if type(old) is type(new) and not _coexist(old, new)), None)
+        if place is None:
+            merged.append(new)
+        else:
+            merged[place] = _both(merged[place], new)
+    return merged[0] if len(merged) == 1 else All(tuple(merged))
+
+
+def _coexist(old: Mask, new: Mask) -> bool:
+    return isinstance(old, Causal) and old != new
+
+
+def _both(old: Mask, new: Mask) -> Mask:
+    """One mask that hides what either of two of the same kind hides."""
+    if isinstance(old, Window) and isinstance(new, Window):
+        return Window(_closer(old.left, new.left), _closer(old.right, new.right))
+    if isinstance(old, Dense) and isinstance(new, Dense):
+        return Dense(old.allowed & new.allowed)
+    if isinstance(old, Causal):
+        return old
+    raise ValueError(
+        f"mask: two {type(old).__name__} masks cannot be combined, since each says where the rows end; expected one of them"
+    )
+
+
+def _closer(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else min(a, b)
+
+
+def _require_integers(owner: str, name: str, value: object) -> None:
+    if value is None and name in ("kv_offsets", "q_lengths"):
+        return
+    if not isinstance(value, Tensor) or value.dtype not in _INTEGERS or value.dim() != 1:
+        got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"{owner}: {name} must be a one-dimensional int32 or int64 tensor, got {got}")
+
+
+def _checked_offsets(name: str, offsets: Tensor, letter: str, size: int) -> list[int]:
+    values: list[int] = offsets.tolist()
+    if values[0] != 0:
+        raise ValueError(f"Packed: {name} must start at 0, got {values[0]}")
+    for place, (before, after) in enumerate(zip(values, values[1:], strict=False)):
+        if after < before:
+            raise ValueError(f"Packed: {name} must never decrease, got {before} then {after} at entry {place + 1}")
+    if values[-1] > size:
+        raise ValueError(f"Packed: {name} ends at {values[-1]}, past the {size} tokens there are ({letter}={size})")
+    return values
+
+
+def _checked_lengths(name: str, lengths: Tensor | None, limits: list[int]) -> list[int] | None:
+    if lengths is None:
+        return None
+    values: list[int] = lengths.tolist()
+    for row, (value, limit) in enumerate(zip(values, limits, strict=True)):
+        if not 0 <= value <= limit:
+            raise ValueError(f"Lengths: {name}[{row}] is {value}; expected 0 to {limit}, the tokens of that row")
+    return values

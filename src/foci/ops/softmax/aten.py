@@ -1,0 +1,250 @@
+"""torch's fused kernels with their LSE conventions normalised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from foci.ops.masks import Visible, segments
+from foci.ops.softmax.aten_cuda import CUDA_KERNELS
+from foci.ops.softmax.call import Call
+
+_aten = torch.ops.aten
+
+
+class Kernel(Protocol):
+    """A fused kernel of torch behind one contract: tensors [B, H, T, D] with one D, GQA, additive mask, top-left causal, true lse.
+
+    `backward` recomputes p = exp(z - lse) and takes delta from sum(dout * out); an empty row comes with lse = +inf, so p = 0.
+    """
+
+    name: str
+
+    def reasons(self, call: Call) -> list[str]: ...
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        mask: Tensor | None, causal: bool, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+
+
+class FlashOnCpu:
+    """torch's CPU flash attention. Its lse is 0.0 for an empty row, which would merge as a real one: made -inf by the caller."""
+
+    name = "cpu flash"
+
+    def reasons(self, call: Call) -> list[str]:
+        return []
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        mask: Tensor | None, causal: bool, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        grads: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        return grads
+
+
+_CPU_KERNELS: tuple[Kernel, ...] = (FlashOnCpu(),)
+
+
+def _kernels(call: Call) -> tuple[Kernel, ...]:
+    device = call.q.device.type
+    return _CPU_KERNELS if device in ("cpu", "meta") else CUDA_KERNELS if device == "cuda" else ()
+
+
+def _kernel(call: Call) -> Kernel:
+    return next(kernel for kernel in _kernels(call) if not kernel.reasons(call))
+
+
+def reasons(call: Call) -> list[str]:
+    """Why no fused kernel of torch can run this call. A sink, V != K, documents and lengths are decomposed, not refused."""
+    found = []
+    if call.softcap is not None:
+        found.append("softcap is not supported by torch's fused kernels")
+    if call.dropout:
+        found.append("dropout follows torch's own random stream there, not foci's positions")
+    if call.left is not None or call.right is not None:
+        found.append("a window is not supported by torch's fused kernels (a dense mask would compute what it hides)")
+    if call.bias is not None and call.bias.requires_grad and torch.is_grad_enabled():
+        found.append("bias needs a gradient, which torch's fused kernels do not compute")
+    if (call.causal_end or call.causal_start) and not _causal_fits(call):
+        found.append("torch's fused kernels align causal top-left; here the last query must see the last key")
+    kernels = _kernels(call)
+    if not kernels:
+        found.append(f"torch has no fused kernel on device {call.q.device.type!r}")
+    if found:
+        return found
+    refused = {kernel.name: kernel.reasons(call) for kernel in kernels}
+    if all(refused.values()):
+        return [f"{name}: {reason}" for name, against in refused.items() for reason in against]
+    return []
+
+
+def _causal_fits(call: Call) -> bool:
+    """Whether causal is top-left in every segment, or hides nothing because there is a single query at the end."""
+    if not call.causal_end:
+        return True
+    _, T, S, *_ = call.sizes
+    if call.q_lengths is not None:
+        return False
+    if call.q_offsets is not None:
+        return call.kv_lengths is None and call.q_offsets is call.kv_offsets
+    return T == S or (T == 1 and not call.causal_start)
+
+
+class Piece(NamedTuple):
+    """One fused call: a view of some rows, queries and keys."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+    mask: Tensor | None
+    causal: bool
+
+
+def _pieces(call: Call) -> Iterator[Piece]:
+    B, T, S, *_ = call.sizes
+    mask = _additive(call)
+    for segment in segments(call.visible, B, T, S):
+        queries, keys = slice(segment.q_start, segment.q_stop), slice(segment.k_start, segment.k_stop)
+        if queries.start >= queries.stop or keys.start >= keys.stop:
+            continue
+        causal = segment.high is not None and segment.high < keys.stop - keys.start - 1
+        yield Piece(segment.rows, queries, keys, _cut(mask, segment.rows, queries, keys), causal)
+
+
+def _additive(call: Call) -> Tensor | None:
+    """Bias and Dense as the one additive mask, 4-dimensional, that the kernels take."""
+    mask = call.bias
+    if call.dense is not None:
+        zero = torch.zeros((), dtype=call.q.dtype, device=call.q.device) if mask is None else mask
+        mask = torch.where(call.dense, zero, -torch.inf)
+    if mask is None:
+        return None
+    return mask.detach().to(call.q.dtype)[(None,) * (4 - mask.dim())]
+
+
+def _cut(mask: Tensor | None, rows: slice, queries: slice, keys: slice) -> Tensor | None:
+    if mask is None:
+        return None
+    for dim, part in ((0, rows), (2, queries), (3, keys)):
+        if mask.shape[dim] != 1:
+            mask = mask.narrow(dim, part.start, part.stop - part.start)
+    return mask
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """out and lse of the first kernel that takes the call, piece by piece; a sink joins afterwards as one more key."""
+    B, T, _, H, _, K, V = call.sizes
+    kernel = _kernel(call)
+    width = max(K, V)
+    q, k, v = (_heads_first(x, width) for x in (call.q, call.k, call.v))
+    pieces = list(_pieces(call))
+    whole = len(pieces) == 1 and pieces[0].queries == slice(0, T) and pieces[0].rows == slice(0, B)
+    if not whole:
+        out, lse = q.new_zeros(B, H, T, V), q.new_full((B, H, T), -torch.inf, dtype=call.accumulator)
+    for piece in pieces:
+        rows, queries, keys = piece.rows, piece.queries, piece.keys
+        o, e = kernel.forward(
+            q[rows, :, queries], k[rows, :, keys], v[rows, :, keys], piece.mask, piece.causal, call.scale
+        )
+        o = o[..., :V]
+        if piece.mask is not None:
+            empty = _empty_rows(piece.mask, piece.causal, queries.stop - queries.start)
+            o, e = o.masked_fill(empty[..., None], 0.0), e.masked_fill(empty, -torch.inf)
+        if whole:
+            out, lse = o, e
+        else:
+            out[rows, :, queries], lse[rows, :, queries] = o, e
+    if call.sink is not None:
+        total = torch.logaddexp(lse, call.sink.to(lse.dtype)[:, None])
+        out, lse = out * torch.exp(lse - _never_empty(total))[..., None], total
+    return out.transpose(1, 2).to(call.v.dtype).contiguous(), lse.transpose(1, 2).contiguous()
+
+
+def backward(
+    call: Call, outputs: tuple[Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None], needs: list[bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v and sink. With the merged lse, p is already the share beside the sink.
+
+    A gradient of lse adds p * dlse to dz. It rides along as one more column: v gains a 1 and dout gains dlse, so that
+    dp becomes dout v + dlse, while out gains a 0, so that delta = sum(dout * out) stays what it was.
+    """
+    kernel = _kernel(call)
+    out, lse = outputs
+    dout, dlse = grads
+    *_, K, V = call.sizes
+    dout = torch.zeros_like(out) if dout is None else dout
+    dsink = None
+    if call.sink is not None and needs[4]:
+        pull = (dout.to(lse.dtype) * out).sum(-1)
+        pull = -pull if dlse is None else dlse - pull
+        dsink = (torch.exp(call.sink.to(lse.dtype) - _never_empty(lse)) * pull).sum((0, 1)).to(call.sink.dtype)
+    # Kernels like widths that fill vectors: one column more means eight.
+    width = max(K, V) if dlse is None else -(-(V + 1) // 8) * 8 if V + 1 > K else K
+    width = max(width, K)
+    q, k, v, o, do = (_heads_first(x, width) for x in (call.q, call.k, call.v, out, dout))
+    if dlse is not None:
+        v, do = v.clone(), do.clone()
+        v[..., V], do[..., V] = 1.0, dlse.transpose(1, 2).to(do.dtype)
+    steady = _never_empty(lse).transpose(1, 2)
+    dq, dk, dv = _backward_pieces(kernel, call, (do, q, k, v, o, steady))
+    return (
+        dq[..., :K].transpose(1, 2).to(call.q.dtype).contiguous() if needs[0] else None,
+        dk[..., :K].transpose(1, 2).to(call.k.dtype).contiguous() if needs[1] else None,
+        dv[..., :V].transpose(1, 2).to(call.v.dtype).contiguous() if needs[2] else None,
+        None,
+        dsink,
+    )
+
+
+def _backward_pieces(kernel: Kernel, call: Call, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    do, q, k, v, o, lse = tensors
+    B, T, S, *_ = call.sizes
+    pieces = list(_pieces(call))
+    if len(pieces) == 1 and pieces[0][:3] == (slice(0, B), slice(0, T), slice(0, S)):
+        return kernel.backward(do, q, k, v, o, lse, pieces[0].mask, pieces[0].causal, call.scale)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for piece in pieces:
+        here, there = (piece.rows, slice(None), piece.queries), (piece.rows, slice(None), piece.keys)
+        dq[here], dk[there], dv[there] = kernel.backward(
+            do[here], q[here], k[there], v[there], o[here], lse[here], piece.mask, piece.causal, call.scale
+        )
+    return dq, dk, dv
+
+
+def _heads_first(x: Tensor, width: int) -> Tensor:
+    """[B, T, H, D] as [B, H, T, width], zeros behind D. torch's float16 CPU matmul is emulated: float32 is faster and exact."""
+    x = x.transpose(1, 2)
+    if x.dtype == torch.float16 and x.device.type == "cpu":
+        x = x.float()
+    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
+
+
+def _empty_rows(mask: Tensor, causal: bool, T: int) -> Tensor:
+    """Rows [B|1, H|1, T] that see nothing: no key open, or under causal none before the first open one."""
+    opened = mask > -torch.inf
+    if not causal:
+        return ~opened.any(-1).expand(-1, -1, T)
+    first = torch.where(opened.any(-1), opened.to(torch.int8).argmax(-1), opened.shape[-1])
+    return first > torch.arange(T, device=mask.device)
+
+
+def _never_empty(lse: Tensor) -> Tensor:
+    return lse.masked_fill(lse == -torch.inf, torch.inf)

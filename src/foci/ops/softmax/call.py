@@ -1,0 +1,167 @@
+"""Call: the validated arguments of softmax attention, and the one place its shapes are written."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from foci.core.errors import ShapeError
+from foci.core.shapes import Signature
+from foci.core.spec import accumulator
+from foci.ops.masks import Mask, Visible, lower
+
+Query = Float[Tensor, "B T H K"]
+Key = Float[Tensor, "B S G K"]
+Value = Float[Tensor, "B S G V"]
+Bias = Float[Tensor, "#B #H #T #S"]
+Sink = Float[Tensor, "H"]
+Out = Float[Tensor, "B T H V"]
+Lse = Float[Tensor, "B T H"]
+
+
+class Call(NamedTuple):
+    """One call, flat, in the order its ops take it. The fields from `dense` to `right` are a mask (ops/masks.py: Visible)."""
+
+    q: Query
+    k: Key
+    v: Value
+    bias: Bias | None
+    sink: Sink | None
+    seed: Tensor | None
+    dense: Bool[Tensor, "#B #H #T #S"] | None
+    q_offsets: Tensor | None
+    kv_offsets: Tensor | None
+    kv_lengths: Tensor | None
+    q_lengths: Tensor | None
+    causal_end: bool
+    causal_start: bool
+    left: int | None
+    right: int | None
+    softcap: float | None
+    scale: float
+    dropout: float
+
+    @property
+    def visible(self) -> Visible:
+        return Visible(*self[6:15])
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int, int]:
+        """B, T, S, H, G, K, V."""
+        B, T, H, K = self.q.shape
+        _, S, G, V = self.v.shape
+        return B, T, S, H, G, K, V
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        return accumulator(self.q.dtype)
+
+    def features(self) -> list[str]:
+        """What this call asks for beyond plain attention, in the words of the public signature."""
+        present = {
+            "bias": self.bias is not None,
+            "softcap": self.softcap is not None,
+            "sink": self.sink is not None,
+            "dropout": self.dropout > 0,
+            "Dense": self.dense is not None,
+            "Packed": self.q_offsets is not None,
+            "Lengths": self.kv_lengths is not None,
+            "Causal": self.causal_end or self.causal_start,
+            "Window": self.left is not None or self.right is not None,
+        }
+        return [name for name, there in present.items() if there]
+
+
+SIGNATURE = Signature(Call, "attention")
+_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+
+
+def bind(
+    q: Query,
+    k: Key,
+    v: Value,
+    *,
+    mask: Mask | None = None,
+    bias: Bias | None = None,
+    softcap: float | None = None,
+    sink: Sink | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Call:
+    """The Call of these arguments; raises ShapeError, ValueError or TypeError naming the argument, its value, what was expected.
+
+    Under autocast q, k and v take its dtype, as torch's own attention does; otherwise they must share one.
+    """
+    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
+        common = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(common), k.to(common), v.to(common)
+    visible = lower(mask)
+    tensors = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink, "dense": visible.dense}
+    sizes = SIGNATURE.bind(tensors)
+    if sizes["G"] == 0 or sizes["H"] % sizes["G"]:
+        raise ShapeError(
+            f"attention: k has {sizes['G']} heads but q has {sizes['H']}; "
+            f"q heads must be a multiple of k heads (G={sizes['G']}, H={sizes['H']})"
+        )
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES and q.device == k.device == v.device):
+        _refuse_dtypes(q, k, v)
+    if bias is not None or sink is not None or mask is not None:
+        _check_rest(visible, bias, sink, q, sizes)
+    if softcap is not None:
+        softcap = _number("softcap", softcap)
+        if softcap <= 0:
+            raise ValueError(f"attention: softcap must be a positive finite number, got {softcap}")
+    scale = sizes["K"] ** -0.5 if scale is None and sizes["K"] else _number("scale", 1.0 if scale is None else scale)
+    seed = None
+    if dropout:
+        dropout = _number("dropout", dropout)
+        if not 0 <= dropout < 1:
+            raise ValueError(f"attention: dropout must be a probability in [0, 1), got {dropout}")
+        seed = torch.randint(2**62, (), dtype=torch.int64, device=q.device)
+    return Call(q, k, v, bias, sink, seed, *visible, softcap, scale, float(dropout))
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
+        raise TypeError(f"attention: {name} must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(
+            f"attention: {name} must be a {'positive ' if name == 'softcap' else ''}finite number, got {value}"
+        )
+    return float(value)
+
+
+def _refuse_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.device == k.device == v.device:
+        raise ValueError(
+            f"attention: q, k, v have dtypes {_short(q.dtype)}, {_short(k.dtype)}, {_short(v.dtype)}; "
+            "expected one of float64, float32, bfloat16, float16 for all three"
+        )
+    raise ValueError(f"attention: q, k, v are on {q.device}, {k.device}, {v.device}; expected one device")
+
+
+def _check_rest(visible: Visible, bias: Tensor | None, sink: Tensor | None, q: Tensor, sizes: dict[str, int]) -> None:
+    for name, tensor in (("bias", bias), ("sink", sink)):
+        if tensor is not None and tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"attention: {name} must be a floating tensor, got {_short(tensor.dtype)}"
+                + ("; a boolean mask is `mask=Dense(...)`" if name == "bias" and tensor.dtype == torch.bool else "")
+            )
+    for name, tensor in (("bias", bias), ("sink", sink), *zip(Visible._fields[:5], visible[:5], strict=True)):
+        if isinstance(tensor, Tensor) and tensor.device != q.device:
+            raise ValueError(f"attention: {name} is on {tensor.device}, q is on {q.device}; expected one device")
+    rows, word = sizes["B"], "rows in the batch"
+    if visible.q_offsets is not None:
+        if sizes["B"] != 1:
+            raise ShapeError(f"attention: Packed needs a batch of 1 (documents stand end to end), got B={sizes['B']}")
+        rows, word = visible.q_offsets.shape[0] - 1, "packed documents"
+    if visible.kv_lengths is not None and visible.kv_lengths.shape[0] != rows:
+        raise ShapeError(f"attention: Lengths has {visible.kv_lengths.shape[0]} entries; expected {rows}, the {word}")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,275 @@
+"""Plain torch in chunks: the CPU backend, O(T) memory, its own backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foci.ops.masks import Segment, live_keys, segments
+from foci.ops.softmax.call import Call
+from foci.ops.softmax.dropout import keep
+
+# Logits held at once. Small enough to stay in a core's cache between the passes over them, large enough to amortise a call.
+_TILE = 1 << 19
+
+
+def reasons(call: Call) -> list[str]:
+    return []
+
+
+class Tile(NamedTuple):
+    """A block of queries i0:i1 against all keys j0:j1 that any of them may see, for some batch rows and key heads.
+
+    i and j are places in the tensors; `row` and `column` are the same places counted from the segment's start.
+    """
+
+    b0: int
+    b1: int
+    g0: int
+    g1: int
+    i0: int
+    i1: int
+    j0: int
+    j1: int
+    row: int
+    column: int
+    segment: Segment
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """One pass over the tiles. A tile holds every key of its rows, so its softmax is final and needs no rescaling.
+
+    out = exp(m - lse) * sum_s exp(z - m) v_s with m = max_s z; lse = log(sum_s exp(z - m) + exp(sink - m)) + m
+    """
+    heads = _Heads(call)
+    B, T, _, H, _, _, V = call.sizes
+    out = call.v.new_zeros(B, T, H, V)
+    lse = _initial_lse(call)
+    for tile in _tiles(call):
+        z, _ = heads.logits(tile)
+        m = z.amax(-1, keepdim=True)
+        m.masked_fill_(m == -torch.inf, 0.0)  # an empty row: exp(-inf - 0) = 0 where exp(-inf + inf) would be NaN
+        p = z.sub_(m).exp_()
+        total = p.sum(-1, keepdim=True).log_().add_(m)
+        if call.sink is not None:
+            total = torch.logaddexp(total, call.sink.to(p.dtype)[tile.g0 * heads.R : tile.g1 * heads.R, None, None])
+        if call.seed is not None:
+            p.mul_(_kept(call, tile, heads.R))
+        weighted = heads.unfold(torch.bmm(heads.fold(p), heads.values(tile)), tile)
+        weighted.mul_(torch.exp(m - _never_empty(total)))
+        _place(out, tile, heads.R).copy_(weighted)
+        _place(lse, tile, heads.R).copy_(total[..., 0])
+    return out, lse
+
+
+def backward(
+    call: Call, outputs: tuple[Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None], needs: list[bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, bias, sink, with p recomputed per tile from the saved lse.
+
+    dp = dout v^T;  dz = p * (dp - delta + dlse)  with  delta[t] = sum_v dout out;  dsink = sum exp(sink - lse) (dlse - delta)
+    """
+    heads = _Heads(call)
+    B, T, S, H, G, K, V = call.sizes
+    dtype = call.accumulator
+    out, lse = outputs
+    dout, correction = _row_terms(out, grads, dtype)
+    steady = _never_empty(lse)
+    dq = torch.zeros(B, T, H, K, dtype=dtype, device=out.device)
+    dk, dv = (torch.zeros(B, G, S, n, dtype=dtype, device=out.device) for n in (K, V))
+    dbias = torch.zeros(call.bias.shape, dtype=dtype, device=out.device) if call.bias is not None and needs[3] else None
+    for tile in _tiles(call):
+        z, capped = heads.logits(tile, keep_cap=True)
+        p = z.sub_(_place(steady, tile, heads.R)[..., None]).exp_()
+        do = heads.fold(_place(dout, tile, heads.R).contiguous())
+        dp = heads.unfold(torch.bmm(do, heads.values(tile).transpose(1, 2), out=heads.scratch(tile)), tile)
+        seen = p
+        if call.seed is not None:
+            kept = _kept(call, tile, heads.R)
+            seen, dp = p * kept, dp.mul_(kept)
+        _keys(dv, tile).baddbmm_(heads.fold(seen).transpose(1, 2), do)
+        dz = dp.sub_(_place(correction, tile, heads.R)[..., None]).mul_(p)
+        if dbias is not None:
+            _add_reduced(dbias, dz, tile, heads.R)
+        if capped is not None:  # d cap(x) / dx = 1 - tanh(x/c)^2
+            dz.mul_(capped.square_().neg_().add_(1.0))
+        folded = heads.fold(dz)
+        _place(dq, tile, heads.R).copy_(heads.unfold(torch.bmm(folded, heads.keys(tile)), tile))
+        _keys(dk, tile).baddbmm_(folded.transpose(1, 2), heads.queries(tile))
+    dsink = None
+    if call.sink is not None and needs[4]:
+        share = torch.exp(call.sink.to(dtype) - steady)
+        dsink = share.mul_(correction).sum((0, 1)).neg_().to(call.sink.dtype)
+    # queries(tile) carried the scale (over the cap, if any), so dk has it already.
+    chain = heads.chain
+    return (
+        dq.mul_(call.scale).to(call.q.dtype) if needs[0] else None,
+        dk.mul_(chain).transpose(1, 2).to(call.k.dtype).contiguous() if needs[1] else None,
+        dv.transpose(1, 2).to(call.v.dtype).contiguous() if needs[2] else None,
+        None if dbias is None else dbias.to(call.bias.dtype),  # type: ignore[union-attr]
+        dsink,
+    )
+
+
+class _Heads:
+    """q, k, v with heads first and in the accumulator's dtype, and the tile products they take part in."""
+
+    def __init__(self, call: Call) -> None:
+        B, T, S, H, G, K, V = call.sizes
+        self.call, self.R = call, H // G
+        dtype = call.accumulator
+        # tanh wants z / c: the division rides on q's scale. A half-precision matmul would round z and break the LSE budget.
+        inner = call.scale if call.softcap is None else call.scale / call.softcap
+        self.chain = call.softcap if call.softcap is not None else 1.0
+        self.q = (call.q.transpose(1, 2).to(dtype) * inner).contiguous()
+        self.k = call.k.transpose(1, 2).to(dtype).contiguous()
+        self.v = call.v.transpose(1, 2).to(dtype).contiguous()
+        self._buffers: dict[str, Tensor] = {}
+
+    def queries(self, tile: Tile) -> Tensor:
+        part = self.q[tile.b0 : tile.b1, tile.g0 * self.R : tile.g1 * self.R, tile.i0 : tile.i1]
+        return self.fold(part)
+
+    def keys(self, tile: Tile) -> Tensor:
+        return _keys(self.k, tile)
+
+    def values(self, tile: Tile) -> Tensor:
+        return _keys(self.v, tile)
+
+    def fold(self, x: Tensor) -> Tensor:
+        """[rows, heads, i, n] -> [rows * key heads, (H/G) * i, n]: the query heads of a key head share one matrix product."""
+        rows, heads, i, n = x.shape
+        return x.reshape(rows * heads // self.R, self.R * i, n)
+
+    def unfold(self, x: Tensor, tile: Tile) -> Tensor:
+        return x.view(tile.b1 - tile.b0, (tile.g1 - tile.g0) * self.R, tile.i1 - tile.i0, x.shape[-1])
+
+    def scratch(self, tile: Tile, name: str = "dp") -> Tensor:
+        """Memory for one tile of logits, taken once and used again: fresh pages for every tile would cost as much as the work."""
+        shape = ((tile.b1 - tile.b0) * (tile.g1 - tile.g0), self.R * (tile.i1 - tile.i0), tile.j1 - tile.j0)
+        count = shape[0] * shape[1] * shape[2]
+        held = self._buffers.get(name)
+        if held is None or held.numel() < count:
+            held = self._buffers[name] = self.q.new_empty(count)
+        return held[:count].view(shape)
+
+    def logits(self, tile: Tile, keep_cap: bool = False) -> tuple[Tensor, Tensor | None]:
+        """z of one tile, masked, and tanh(x / c) when the backward will want it."""
+        call = self.call
+        z = torch.bmm(self.queries(tile), self.keys(tile).transpose(1, 2), out=self.scratch(tile, "z"))
+        capped = None
+        if call.softcap is not None:
+            z.tanh_()
+            if keep_cap:
+                capped = self.unfold(z, tile)
+                z = torch.mul(z, call.softcap, out=self.scratch(tile, "capped"))
+            else:
+                z.mul_(call.softcap)
+        z = self.unfold(z, tile)
+        if call.bias is not None:
+            z.add_(_pairs(call.bias, tile, self.R, call))
+        _hide(z, tile)
+        if call.dense is not None:
+            z.masked_fill_(~_pairs(call.dense, tile, self.R, call), -torch.inf)
+        return z, capped
+
+
+def _tiles(call: Call) -> Iterator[Tile]:
+    B, T, S, H, G, _, _ = call.sizes
+    R = H // G
+    for segment in segments(call.visible, B, T, S):
+        rows, length = range(B)[segment.rows], segment.q_stop - segment.q_start
+        reach = segment.k_stop - segment.k_start
+        if segment.low is not None and segment.high is not None:
+            reach = min(reach, max(0, segment.high - segment.low) + 1)
+        block = max(1, min(length, 256, max(32, _TILE // max(1, R * reach)) if R * reach else 256))
+        group = max(1, _TILE // max(1, R * block * min(reach + block, segment.k_stop - segment.k_start)))
+        b_step, g_step = (max(1, group // G), G) if group >= G else (1, group)
+        for i in range(0, length, block):
+            stop = min(i + block, length)
+            first, last = live_keys(segment, i, stop)
+            if first >= last:
+                continue
+            for b in range(rows.start, rows.stop, b_step):
+                for g in range(0, G, g_step):
+                    yield Tile(
+                        b, min(b + b_step, rows.stop), g, min(g + g_step, G),
+                        segment.q_start + i, segment.q_start + stop,
+                        segment.k_start + first, segment.k_start + last,
+                        i, first, segment,
+                    )  # fmt: skip
+
+
+def _hide(z: Tensor, tile: Tile) -> None:
+    """Mask the corners of a tile that the segment's band cuts off; the columns between them are seen by every row."""
+    rows, columns = z.shape[-2:]
+    low, high = tile.segment.low, tile.segment.high
+    if high is not None:
+        start = max(0, tile.row + high + 1 - tile.column)
+        if start < columns:
+            corner = z[..., start:]
+            hidden = torch.ones(rows, columns - start, dtype=torch.bool, device=z.device)
+            corner.masked_fill_(hidden.triu_(tile.row + high + 1 - tile.column - start), -torch.inf)
+    if low is not None:
+        stop = min(columns, tile.row + rows - 1 + low - tile.column)
+        if stop > 0:
+            hidden = torch.ones(rows, stop, dtype=torch.bool, device=z.device)
+            z[..., :stop].masked_fill_(hidden.tril_(tile.row + low - tile.column - 1), -torch.inf)
+
+
+def _pairs(x: Tensor, tile: Tile, R: int, call: Call) -> Tensor:
+    """The part of a bias or mask, broadcastable to [B, H, T, S], that meets a tile; dimensions of size 1 stay 1."""
+    bounds = ((tile.b0, tile.b1), (tile.g0 * R, tile.g1 * R), (tile.i0, tile.i1), (tile.j0, tile.j1))
+    for dim, (start, stop) in zip(range(-x.dim(), 0), bounds[4 - x.dim() :], strict=True):
+        if x.shape[dim] != 1:
+            x = x.narrow(dim, start, stop - start)
+    return x
+
+
+def _add_reduced(total: Tensor, part: Tensor, tile: Tile, R: int) -> None:
+    """Add a tile of dz to the gradient of a broadcast bias: summed over every dimension that was broadcast."""
+    place = _pairs(total, tile, R, None)  # type: ignore[arg-type]
+    place.add_(part.sum_to_size(place.shape) if place.shape != part.shape else part)
+
+
+def _place(x: Tensor, tile: Tile, R: int) -> Tensor:
+    """The [rows, heads, i, ...] view of a [B, T, H, ...] tensor that a tile writes or reads."""
+    return x[tile.b0 : tile.b1, tile.i0 : tile.i1, tile.g0 * R : tile.g1 * R].transpose(1, 2)
+
+
+def _keys(x: Tensor, tile: Tile) -> Tensor:
+    """The [rows * key heads, j, n] view of a contiguous [B, G, S, n] tensor; a tile takes all key heads or one row's."""
+    return x[tile.b0 : tile.b1, tile.g0 : tile.g1, tile.j0 : tile.j1].flatten(0, 1)
+
+
+def _row_terms(out: Tensor, grads: tuple[Tensor | None, Tensor | None], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """dout in `dtype`, and delta - dlse: what the softmax subtracts from every dp of a row."""
+    dout, dlse = grads
+    dout = torch.zeros_like(out, dtype=dtype) if dout is None else dout.to(dtype)
+    delta = (dout * out).sum(-1, dtype=dtype)
+    return dout, delta if dlse is None else delta - dlse
+
+
+def _initial_lse(call: Call) -> Tensor:
+    B, T, _, H, *_ = call.sizes
+    lse = torch.full((B, T, H), -torch.inf, dtype=call.accumulator, device=call.q.device)
+    return lse if call.sink is None else lse.copy_(call.sink)
+
+
+def _never_empty(lse: Tensor) -> Tensor:
+    """+inf for -inf: exp(z - lse) of an empty row is then 0, not NaN."""
+    return lse.masked_fill(lse == -torch.inf, torch.inf)
+
+
+def _kept(call: Call, tile: Tile, R: int) -> Tensor:
+    """The dropout factor of a tile: 1 / (1 - p) where the probability is kept, else 0."""
+    assert call.seed is not None
+    bounds = ((tile.b0, tile.b1), (tile.g0 * R, tile.g1 * R), (tile.i0, tile.i1), (tile.j0, tile.j1))
+    index = [
+        torch.arange(*bound, device=call.q.device).view([-1 if dim == place else 1 for place in range(4)])
+        for dim, bound in enumerate(bounds)
+    ]
+    return keep(call.seed, call.dropout, *index).to(call.accumulator).div_(1 - call.dropout)

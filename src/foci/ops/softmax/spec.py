@@ -1,0 +1,61 @@
+"""Equation, shapes, outputs, gradients, merge type, cases, work, backends by module name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from foci.core.spec import Backend, Output, Spec, Work
+from foci.merge.partial import Partial
+from foci.ops.softmax import reference
+from foci.ops.softmax.call import Call, bind
+from foci.ops.softmax.cases import CASES
+from foci.ops.softmax.conventions import adapt
+from foci.ops.softmax.mistakes import MISTAKES
+
+
+def outputs(call: Call) -> tuple[Output, ...]:
+    B, T, _, H, _, _, V = call.sizes
+    return Output("out", (B, T, H, V), call.v.dtype), Output("lse", (B, T, H), call.accumulator)
+
+
+def work(call: Call) -> Work:
+    """Without a mask: 2 T S (K + V) multiply-adds a head; q, k, v read and out, lse written once."""
+    B, T, S, H, _, K, V = call.sizes
+    size = call.q.element_size()
+    moved = sum(x.numel() for x in (call.q, call.k, call.v)) * size + B * T * H * (V * size + 4)
+    return Work(flops=2 * B * H * T * S * (K + V), bytes=moved)
+
+
+def _reference(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    return reference.forward(bind(*args, **kwargs))
+
+
+def _plain(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    call = bind(*args, **kwargs)
+    return reference.equation(call, call.q.dtype)
+
+
+SPEC = Spec(
+    name="softmax",
+    equation="lse[t] = log sum_s exp z[t,s];  out[t] = sum_s exp(z[t,s] - lse[t]) v_s;  z = cap(scale q k) + bias",
+    paper="arXiv:1706.03762",
+    reference=_reference,
+    plain=_plain,
+    output_names=("out", "lse"),
+    differentiable=("q", "k", "v", "bias", "sink"),
+    cases=CASES,
+    call=Call,
+    bind=bind,
+    outputs=outputs,
+    backends=(
+        Backend("aten", "foci.ops.softmax.aten", note="torch's fused kernels"),
+        Backend("chunked", "foci.ops.softmax.chunked", note="slower, takes everything, O(T) memory"),
+        Backend("reference", "foci.ops.softmax.reference", note="O(T S) memory"),
+    ),
+    mistakes=MISTAKES,
+    merge=Partial,
+    work=work,
+    adapt=adapt,
+)
