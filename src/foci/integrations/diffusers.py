@@ -1,0 +1,308 @@
+"""Route the attention of one Diffusers model or pipeline through foci, exactly undoable.
+
+It is the attention call inside the model's processors that is routed, so projections, norms, rotary embedding, masks
+and the joining of text and image stay the model's own code.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import FunctionType, TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from foci.core.errors import require
+from foci.integrations.processors import ProcessorError, check, only_forward
+from foci.integrations.reroute import CannotReroute, Rerouter, derive
+from foci.integrations.sdpa import sdpa, sdpa_bthd
+from foci.ops.softmax.spec import SPEC
+
+__all__ = ["Handle", "ProcessorError", "Site", "install"]
+
+
+class Site(NamedTuple):
+    """A routed attention module: its qualified name, the backend asked for, and the attention calls its code makes."""
+
+    name: str
+    backend: str | None
+    calls: int
+
+
+@dataclass
+class Handle:
+    """What `install` did: `sites` were routed, `skipped` were left as they were, each with the reason."""
+
+    sites: tuple[Site, ...]
+    skipped: tuple[tuple[str, str], ...]
+    _undo: list[tuple[nn.Module, Any, Any]] = field(repr=False)
+
+    def restore(self) -> None:
+        """Give every site its own processor back, the very object. A site given another one since keeps that."""
+        for module, routed, original in self._undo:
+            if module.processor is routed:
+                module.processor = original
+        self._undo.clear()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+
+def install(model: Any, plan: Mapping[str, str | None] | None = None) -> Handle:
+    """Route the attention sites of `model`, an `nn.Module` or a pipeline of them, through `foci.attention`.
+
+    `plan` maps a site's qualified name to a backend's name, or to None to leave it; sites it does not name are left
+    too. Without a plan every site is routed and foci chooses the backend of each call. Other models, the library's
+    classes and its modules are untouched; a copy or a pickle of the model is of the original. Nothing changes unless
+    all checks pass.
+
+    Raises ProcessorError for a custom processor that the model could not call, ValueError for a plan that names an
+    unknown site or backend, or a model without attention sites, and MissingExtra without Diffusers.
+    """
+    require("diffusers", extra="diffusers")
+    found = list(attention_sites(model))
+    if not found:
+        raise ValueError(
+            f"install: {type(model).__name__} has no attention site: no module in it has an attention processor"
+        )
+    _check_plan(plan, [name for name, _, _ in found])
+    router = _Router()
+    sites: list[Site] = []
+    skipped: list[tuple[str, str]] = []
+    undo: list[tuple[nn.Module, Any, Any]] = []
+    for name, module, parent in found:
+        backend = None if plan is None else plan.get(name)
+        if plan is not None and backend is None:
+            skipped.append((name, "the plan leaves it"))
+            continue
+        if hasattr(module.processor, "_foci_routes"):
+            raise ValueError(
+                f"install: {name} is already routed by foci; call restore() of the handle that did it first"
+            )
+        if not type(module.processor).__module__.startswith("diffusers."):
+            check(module.processor, name, module, parent)
+        routed, calls, reason = router.route(module.processor, backend)
+        if routed is not None:
+            undo.append((module, routed, module.processor))
+        if reason:
+            skipped.append((name, reason))
+        else:
+            sites.append(Site(name, backend, calls))
+    skipped.extend(_without_processor(model, router))
+    for module, routed, _ in undo:
+        module.processor = routed
+    return Handle(tuple(sites), tuple(skipped), undo)
+
+
+def attention_sites(model: Any) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
+    """Each module with an attention processor: its qualified name, itself, and the module that holds it."""
+    for prefix, component in _components(model):
+        modules = dict(component.named_modules())
+        for name, module in modules.items():
+            if getattr(module, "processor", None) is not None:
+                yield _site_name(prefix, name), module, modules.get(name.rpartition(".")[0]) if name else None
+
+
+class _Router:
+    """Builds routed processors; sites that share a processor and a backend go on sharing one."""
+
+    def __init__(self) -> None:
+        self.rerouters: dict[str | None, Rerouter] = {}
+        self.classes: dict[tuple[type, str | None], tuple[type | None, int, str]] = {}
+        self.twins: dict[tuple[int, str | None], Any] = {}
+
+    def rerouter(self, backend: str | None) -> Rerouter:
+        if backend not in self.rerouters:
+            self.rerouters[backend] = Rerouter(_swaps(backend))
+        return self.rerouters[backend]
+
+    def route(self, processor: Any, backend: str | None) -> tuple[Any, int, str]:
+        """The routed processor or None, how many calls it routes, and the reason when it routes none."""
+        if reason := _users_choice(processor):
+            return None, 0, reason
+        if isinstance(processor, FunctionType):
+            return self._function(processor, backend)
+        cls, calls, reason = self._class(type(processor), backend, only_forward(processor))
+        if cls is None:
+            return None, 0, reason
+        key = (id(processor), backend)
+        if key not in self.twins:
+            self.twins[key] = _twin(processor, cls)
+        return self.twins[key], calls, reason
+
+    def _function(self, processor: FunctionType, backend: str | None) -> tuple[Any, int, str]:
+        rerouter = self.rerouter(backend)
+        if not (reach := rerouter.reach(processor)):
+            return None, 0, _own_arithmetic(processor.__name__)
+        try:
+            routed = rerouter.function(processor)
+        except CannotReroute as error:
+            return None, 0, str(error)
+        routed.__dict__["_foci_routes"] = processor
+        return routed, rerouter.calls(reach), ""
+
+    def _class(self, cls: type, backend: str | None, lacks_call: bool) -> tuple[type | None, int, str]:
+        if (cls, backend) not in self.classes:
+            reason, made = "", None
+            try:
+                if any(vars(one).get("__slots__") for one in cls.__mro__) or not cls.__dictoffset__:
+                    raise CannotReroute(f"{cls.__name__} keeps its state in __slots__, which two objects cannot share")
+                made = self.rerouter(backend).subclass(cls)
+            except CannotReroute as error:
+                reason = str(error)
+            extra = {"_foci_routes": cls, "__reduce_ex__": _reduce_as_original}
+            extra |= {"__call__": _call_forward(cls)} if lacks_call else {}
+            if made is not None:
+                routed, calls = made
+                self.classes[cls, backend] = derive(cls, (routed,), extra), calls, ""
+            else:
+                reason = reason or _own_arithmetic(cls.__name__)
+                # Diffusers needs the __call__ even where nothing can be routed.
+                self.classes[cls, backend] = derive(cls, (cls,), extra) if lacks_call else None, 0, reason
+        return self.classes[cls, backend]
+
+
+def _swaps(backend: str | None) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """The two calls by which Diffusers' code reaches attention, and ours with the same conventions."""
+    dispatch = require("diffusers.models.attention_dispatch", extra="diffusers").dispatch_attention_fn
+
+    def routed_sdpa(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend=backend)
+
+    asked = backend
+
+    def routed_dispatch(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        attention_kwargs: dict[str, Any] | None = None,
+        *,
+        backend: Any = None,
+        parallel_config: Any = None,
+    ) -> Any:
+        arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if backend is not None or parallel_config is not None or attention_kwargs:
+            # Chosen after installation, by set_attention_backend or by the model's own code: it stays theirs.
+            return dispatch(*arguments, attention_kwargs, backend=backend, parallel_config=parallel_config)
+        if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
+            attn_mask = attn_mask[:, None, None]  # Diffusers reads a matrix of this shape as [B, S], SDPA as [T, S]
+        return sdpa_bthd(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend=asked)
+
+    return {torch.nn.functional.scaled_dot_product_attention: routed_sdpa, dispatch: routed_dispatch}
+
+
+def _users_choice(processor: Any) -> str:
+    if (chosen := getattr(processor, "_attention_backend", None)) is not None:
+        return f"set_attention_backend chose {getattr(chosen, 'value', chosen)!r} for it"
+    if getattr(processor, "_parallel_config", None) is not None:
+        return "it runs under Diffusers' own context parallelism"
+    return ""
+
+
+def _own_arithmetic(kind: str) -> str:
+    return f"{kind} calls neither scaled_dot_product_attention nor dispatch_attention_fn: it does its own arithmetic"
+
+
+def _twin(processor: Any, cls: type) -> Any:
+    """An object of class `cls` with the processor's state: the same dictionary, so neither falls behind the other."""
+    twin: Any = object.__new__(cls)
+    object.__setattr__(twin, "__dict__", processor.__dict__)
+    return twin
+
+
+def _reduce_as_original(self: Any, protocol: Any) -> Any:
+    # A copy or a pickle of the model belongs to nobody's handle: it holds the processor as it was.
+    return _twin(self, type(self)._foci_routes).__reduce_ex__(protocol)
+
+
+def _call_forward(cls: type) -> Callable[..., Any]:
+    """The `__call__` that a processor with only `forward` lacks. Diffusers reads the parameters from its signature."""
+    if issubclass(cls, nn.Module):
+
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return nn.Module.__call__(self, *args, **kwargs)
+    else:
+
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.forward(*args, **kwargs)
+
+    __call__.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+    return __call__
+
+
+def _components(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(model, nn.Module):
+        yield "", model
+        return
+    components = getattr(model, "components", None)
+    if not isinstance(components, Mapping):
+        raise TypeError(f"install: model is a {type(model).__name__}; expected an nn.Module or a Diffusers pipeline")
+    for name, component in components.items():
+        if isinstance(component, nn.Module):
+            yield name, component
+
+
+def _site_name(prefix: str, name: str) -> str:
+    # A compiled model holds the model it was made from as `_orig_mod`; the plan of one is the plan of the other.
+    parts = [part for part in (prefix, *name.split(".")) if part and part != "_orig_mod"]
+    return ".".join(parts)
+
+
+def _check_plan(plan: Mapping[str, str | None] | None, names: list[str]) -> None:
+    backends = [backend.name for backend in SPEC.backends]
+    for site, backend in (plan or {}).items():
+        if site not in names:
+            raise ValueError(
+                f"install: plan names {site!r}, which is no attention site of the model; it has {_some(names)}"
+            )
+        if backend is not None and backend not in backends:
+            raise ValueError(
+                f"install: plan[{site!r}] is {backend!r}; expected None or one of {', '.join(map(repr, backends))}"
+            )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _without_processor(model: Any, router: _Router) -> Iterator[tuple[str, str]]:
+    """Attention that no processor holds, so that the list of what was skipped is whole."""
+    for prefix, component in _components(model):
+        sited = False
+        for name, module in component.named_modules():
+            forward = getattr(type(module), "forward", None)
+            if getattr(module, "processor", None) is not None:
+                sited = True
+            elif isinstance(forward, FunctionType) and router.rerouter(None).reach(forward):
+                sited = True
+                yield (
+                    _site_name(prefix, name),
+                    f"{type(module).__name__} calls attention in its own forward, without a processor",
+                )
+        if prefix and not sited:
+            yield (
+                prefix,
+                "no attention processor in it (foci.integrations.transformers is the door for transformers' models)",
+            )

@@ -1,0 +1,208 @@
+"""Give one object its own copy of the methods that call attention, with those calls going elsewhere.
+
+A Python function finds what it calls in its globals and its closure. A copy of the function over other globals, that
+hold only the names it uses, is the same code with other callees: its class, its module and every other instance never
+notice, and the compiler traces it like any function.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+_FOREIGN = {"torch", "foci", *sys.stdlib_module_names}
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_NOTHING = object()
+
+
+class CannotReroute(Exception):
+    """Code that a copy would not run as the original does; the text is the reason."""
+
+
+class Load(NamedTuple):
+    """A name that code looks up, the attributes it follows from there through modules, and the object it ends at."""
+
+    name: str
+    path: tuple[str, ...]
+    value: Any
+
+
+class Rerouter:
+    """Copies functions and classes so that each callable of `swaps` (by identity) is replaced by its partner."""
+
+    def __init__(self, swaps: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+        self._swaps = {id(old): new for old, new in swaps.items()}
+        self._loaded: dict[FunctionType, list[Load]] = {}
+        self._reached: dict[FunctionType, frozenset[FunctionType]] = {}
+        self._copies: dict[FunctionType, FunctionType] = {}
+
+    def calls(self, functions: frozenset[FunctionType]) -> int:
+        """How many calls written in these functions would go elsewhere."""
+        return sum(id(value) in self._swaps for one in functions for _, _, value in self._loads(one))
+
+    def reach(self, function: FunctionType) -> frozenset[FunctionType]:
+        """The functions between this one and the replaced calls, itself included; empty when it leads to none."""
+        if function not in self._reached:
+            callers: dict[FunctionType, list[FunctionType]] = {function: []}
+            queue = [function]
+            for one in queue:  # grows while it is read
+                for callee in self._callees(one):
+                    if callee not in callers:
+                        queue.append(callee)
+                    callers.setdefault(callee, []).append(one)
+            leading = [one for one in queue if self.calls(frozenset([one]))]
+            for one in leading:
+                leading.extend(caller for caller in callers[one] if caller not in leading)
+            self._reached[function] = frozenset(leading) if function in leading else frozenset()
+        return self._reached[function]
+
+    def function(self, function: FunctionType) -> FunctionType:
+        """A copy whose calls go elsewhere; raises CannotReroute where a copy would not be faithful."""
+        if function in self._copies:
+            return self._copies[function]
+        names = _names(function)
+        _require_faithful(function, names)
+        # Without __name__ the compiler guards this very dictionary, not the module that the code was written in.
+        scope: dict[str, Any] = {
+            name: function.__globals__[name] for name in ("__builtins__", "__package__") if name in function.__globals__
+        }
+        cells = tuple(CellType() for _ in function.__closure__ or ())
+        copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, cells or None)
+        self._copies[function] = copy  # before its callees, which may call it back
+        for name in ("__kwdefaults__", "__annotations__", "__doc__", "__module__", "__qualname__"):
+            setattr(copy, name, getattr(function, name))
+        copy.__dict__.update(function.__dict__)
+        instead = self._instead(function, names)
+        free = dict(zip(function.__code__.co_freevars, cells, strict=True))
+        for name, value in names.items():
+            if name in free:
+                free[name].cell_contents = instead.get(name, value)
+            else:
+                scope[name] = instead.get(name, value)
+        return copy
+
+    def subclass(self, cls: type) -> tuple[type, int] | None:
+        """A subclass of `cls` whose methods call elsewhere, and how many calls that are; None when there are none.
+
+        A parent's method goes into a class of its own just before that parent in the resolution order, where `super()`
+        finds it.
+        """
+        found: frozenset[FunctionType] = frozenset()
+        layers: list[tuple[type, dict[str, Any]]] = []
+        overridden: set[str] = set()
+        for one in cls.__mro__:
+            methods: dict[str, Any] = {}
+            for name, attribute in vars(one).items():
+                function = attribute.__func__ if isinstance(attribute, staticmethod | classmethod) else attribute
+                if not isinstance(function, FunctionType) or name in overridden:
+                    continue
+                if "__class__" not in function.__code__.co_freevars:
+                    overridden.add(name)  # without super() nothing leads to what lies behind it
+                if _root(one) not in _FOREIGN and (reach := self.reach(function)):
+                    found |= reach
+                    copy = self.function(function)
+                    methods[name] = copy if function is attribute else type(attribute)(copy)
+            layers.append((one, methods))
+        if not found:
+            return None
+        parents = tuple(derive(one, (one,), methods) for one, methods in layers[1:] if methods)
+        return derive(cls, (cls, *parents), layers[0][1]), self.calls(found)
+
+    def _instead(self, function: FunctionType, names: Mapping[str, Any]) -> dict[str, Any]:
+        """What the names of a function mean in its copy, where that is something else."""
+        instead: dict[str, Any] = {}
+        for name, path, value in self._loads(function):
+            if id(value) in self._swaps:
+                new: Any = self._swaps[id(value)]
+            elif isinstance(value, FunctionType) and value in self._callees(function) and self.reach(value):
+                new = self.function(value)
+            else:
+                continue
+            instead[name] = _seen(instead.get(name, names[name]), path, new)
+        return instead
+
+    def _callees(self, function: FunctionType) -> list[FunctionType]:
+        return [
+            value
+            for _, _, value in self._loads(function)
+            if isinstance(value, FunctionType) and id(value) not in self._swaps and _root(value) not in _FOREIGN
+        ]
+
+    def _loads(self, function: FunctionType) -> list[Load]:
+        """Every look-up in the code of a function, the steps on the way to a module's attribute included."""
+        if function not in self._loaded:
+            names = _names(function)
+            found: list[Load] = []
+            name, path, value = Load("", (), _NOTHING)
+            for instruction in _instructions(function.__code__):
+                if instruction.opname in _LOADS:
+                    name, path, value = instruction.argval, (), names.get(instruction.argval, _NOTHING)
+                elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, ModuleType):
+                    path, value = (*path, instruction.argval), getattr(value, instruction.argval, _NOTHING)
+                else:
+                    value = _NOTHING
+                if value is not _NOTHING:
+                    found.append(Load(name, path, value))
+            self._loaded[function] = found
+        return self._loaded[function]
+
+
+def derive(cls: type, bases: tuple[type, ...], namespace: Mapping[str, Any]) -> type:
+    """A class that goes by the name of `cls`."""
+    known = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    try:
+        return type(cls)(cls.__name__, bases, {**known, **namespace})
+    except TypeError as error:
+        raise CannotReroute(f"{cls.__name__} cannot be subclassed ({error})") from error
+
+
+def _names(function: FunctionType) -> dict[str, Any]:
+    """The globals and closure variables the code uses, with their present values."""
+    read = {i.argval for i in _instructions(function.__code__) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    names = {name: function.__globals__[name] for name in sorted(read) if name in function.__globals__}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            names[name] = cell.cell_contents
+        except ValueError:  # a variable that has no value yet; the copy's cell stays empty too
+            continue
+    return names
+
+
+def _require_faithful(function: FunctionType, names: Mapping[str, Any]) -> None:
+    where = f"{function.__module__}.{function.__qualname__}"
+    for instruction in _instructions(function.__code__):
+        if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            raise CannotReroute(f"{where} sets the global {instruction.argval}, which a copy would set for itself only")
+        if instruction.opname == "STORE_DEREF" and instruction.argval in function.__code__.co_freevars:
+            raise CannotReroute(
+                f"{where} sets {instruction.argval} outside itself, which a copy would set for itself only"
+            )
+    for name, value in names.items():
+        if name not in function.__code__.co_freevars and isinstance(value, _PLAIN):
+            raise CannotReroute(f"{where} reads the global {name} = {value!r}; a copy would not notice it change")
+
+
+def _seen(value: Any, path: tuple[str, ...], new: Any) -> Any:
+    """`value` itself, or a view of the module `value` in which `path` leads to `new`."""
+    if not path:
+        return new
+    view = ModuleType(value.__name__, value.__doc__)
+    view.__dict__.update(vars(value))
+    view.__dict__[path[0]] = _seen(getattr(value, path[0]), path[1:], new)
+    return view
+
+
+def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
+    """Of a function and of the functions, lambdas and comprehensions inside it."""
+    yield from dis.get_instructions(code)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _instructions(constant)
+
+
+def _root(thing: Any) -> str:
+    return str(getattr(thing, "__module__", None)).partition(".")[0]
