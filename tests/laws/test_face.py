@@ -1,0 +1,55 @@
+"""`import foci` needs nothing optional, touches no device and costs next to nothing; its names are documented."""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+import foci
+
+BLOCK = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"No module named {name!r} (blocked)", name=name.partition(".")[0])
+sys.meta_path.insert(0, Blocker())
+"""
+OPTIONAL = ["triton", "diffusers", "transformers", "safetensors", "rich", "typer", "plotly", "jinja2", "PIL", "sklearn"]
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_and_a_call_need_nothing_optional() -> None:
+    call = "import foci, torch\nx = torch.ones(1, 3, 2, 4)\nprint(foci.attention(x, x, x).sum().item())"
+    assert run(f"BLOCKED = {OPTIONAL}\n{BLOCK}\n{call}") == "24.0\n"
+
+
+def test_the_blocker_blocks() -> None:
+    with pytest.raises(AssertionError, match="blocked"):
+        run(f"BLOCKED = ['numpy']\n{BLOCK}\nimport numpy")
+
+
+def test_import_touches_no_device() -> None:
+    loaded = "'triton', 'diffusers', 'transformers', 'typer', 'torch._dynamo', 'torch._inductor'"
+    code = "import torch, sys; before = set(sys.modules); import foci; "
+    code += f"print(torch.cuda.is_initialized(), [m for m in ({loaded}) if m in set(sys.modules) - before])"
+    assert run(code).split() == ["False", "[]"]
+
+
+def test_import_costs_under_a_third_of_a_second() -> None:
+    code = "import torch, time; start = time.perf_counter(); import foci; print(time.perf_counter() - start)"
+    assert statistics.median(float(run(code)) for _ in range(5)) < 0.3
+
+
+@pytest.mark.parametrize("name", foci.__all__)
+def test_every_name_of_the_face_is_documented(name: str) -> None:
+    assert inspect.getdoc(getattr(foci, name))
