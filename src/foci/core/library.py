@@ -50,7 +50,7 @@ def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
 
     def run(call: Any) -> Outputs:
         # With nothing to differentiate the op is called directly: the Function costs 15 us, as much as a tiny attention.
-        if torch.compiler.is_compiling() or _transformed() or _wants_gradient(call):
+        if _transformed() or _wants_gradient(call):
             result: Outputs = function.apply(*call)
             return result
         direct: Outputs = forward_op(*call)
