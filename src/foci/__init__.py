@@ -16,8 +16,8 @@ from foci.ops.softmax.api import attention, attention_with_lse
 __version__ = "0.1.0"
 
 __all__ = [
-    "Causal", "Dense", "Explanation", "Lengths", "Mask", "MissingExtra", "Packed", "Partial", "ShapeError", "Unsupported", "Window",
-    "attention", "attention_with_lse", "explain", "fold", "scan",
+    "Causal", "Dense", "Explanation", "Lengths", "Mask", "MissingExtra", "Packed", "Partial", "ShapeError",
+    "Unsupported", "Window", "attention", "attention_with_lse", "explain", "fold", "scan",
 ]  # fmt: skip
 
 

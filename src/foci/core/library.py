@@ -19,8 +19,9 @@ _LIBRARY = torch.library.Library("foci", "DEF")
 class Runner:
     """Runs calls of one Spec on any of its backends.
 
-    A backend with its own `backward` becomes the op pair `foci::<operator>_<backend>_fwd` and `_bwd`, opaque to the compiler
-    and wired once to an autograd.Function (setup_context and vmap, so that torch.func works). One without runs as plain torch.
+    A backend with its own `backward` becomes the op pair `foci::<operator>_<backend>_fwd` and `_bwd`, opaque to the
+    compiler and wired once to an autograd.Function (setup_context and vmap, so that torch.func works). One without runs
+    as plain torch.
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -49,7 +50,8 @@ def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
     function = _function(spec, backend, forward_op, backward_op)
 
     def run(call: Any) -> Outputs:
-        # With nothing to differentiate the op is called directly: the Function costs 15 us, as much as a tiny attention.
+        # With nothing to differentiate the op is called directly: the Function costs 15 us, as much as a tiny
+        # attention.
         if _transformed() or _wants_gradient(call):
             result: Outputs = function.apply(*call)
             return result

@@ -10,7 +10,7 @@ from foci.core.spec import Backend, Spec
 
 
 def choose(spec: Spec, call: Any, backend: str | None = None) -> Backend:
-    """The first backend of the Spec (fastest first) that has no reason against the call, or the named one, or Unsupported."""
+    """The first backend of the Spec (fastest first) without a reason against the call, or the named one."""
     if backend is None:
         for candidate in spec.backends:
             if not candidate.reasons(call):

@@ -16,8 +16,8 @@ Sizes = dict[str, int]
 class Signature:
     """The letters of every tensor argument of one operator, read once from the jaxtyping annotations of its call.
 
-    A plain letter names a size that must agree everywhere it stands. `#T` marks a size that broadcasts: it is T or 1, and
-    leading `#` letters may be absent altogether, by the ordinary broadcasting rule.
+    A plain letter names a size that must agree everywhere it stands. `#T` marks a size that broadcasts: it is T or 1,
+    and leading `#` letters may be absent altogether, by the ordinary broadcasting rule.
     """
 
     def __init__(self, call: Callable[..., Any], name: str) -> None:
@@ -32,7 +32,7 @@ class Signature:
             kind.append((argument, tuple(letter.removeprefix("#") for letter in letters)))
 
     def bind(self, tensors: Mapping[str, Tensor | None]) -> Sizes:
-        """Sizes by letter; raises ShapeError naming the tensor, the letter and both sizes. Absent tensors are passed over."""
+        """Sizes by letter, absent tensors passed over; raises ShapeError naming tensor, letter and both sizes."""
         sizes: Sizes = {}
         for argument, letters in self.exact:
             tensor = tensors[argument]

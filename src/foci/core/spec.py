@@ -92,7 +92,8 @@ class Mistake:
 class Candidate:
     """Something that claims to be an operator: ours, a peer's or a user's, behind the operator's own argument names.
 
-    `refuses(case)` lists why a case does not apply (empty: run it); `not_tested` names what its signature does not offer.
+    `refuses(case)` lists why a case does not apply (empty: run it); `not_tested` names what its signature does not
+    offer.
     """
 
     name: str
@@ -113,10 +114,11 @@ class Work:
 class Spec:
     """An operator as a value: the dispatcher, the checker and the benchmark are functions of it.
 
-    `call` is the operator's validated argument list, a NamedTuple whose annotations are the shapes of its tensors and the
-    schema of its ops; `bind(*args, **kwargs)` makes one from a user's arguments or raises what is wrong with them.
-    `outputs(call)` declares shapes and dtypes. `reference(**inputs)` is the equation, differentiable, and run in float64 it
-    is the truth; `plain(**inputs)` is the same equation in the working dtype throughout, the yardstick of half precision.
+    `call` is the operator's validated argument list, a NamedTuple whose annotations are the shapes of its tensors and
+    the schema of its ops; `bind(*args, **kwargs)` makes one from a user's arguments or raises what is wrong with them.
+    `outputs(call)` declares shapes and dtypes. `reference(**inputs)` is the equation, differentiable, and run in
+    float64 it is the truth; `plain(**inputs)` is the same equation in the working dtype throughout, the yardstick of
+    half precision.
     """
 
     name: str

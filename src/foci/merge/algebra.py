@@ -7,7 +7,7 @@ from typing import Protocol, Self, TypeVar
 
 
 class Mergeable(Protocol):
-    """A summary of a stretch of tokens: `a.combine(b)` summarises a's stretch followed by b's; `neutral` an empty one."""
+    """A summary of some tokens: `a.combine(b)` summarises a's followed by b's; `neutral` none at all."""
 
     def combine(self, later: Self) -> Self: ...
 

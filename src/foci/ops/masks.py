@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Causal(Mask):
-    """No key after the query. bottom-right: the last query sees the last key; top-left: the first sees only the first."""
+    """No key after the query. bottom-right: the last query sees the last key; top-left: the first sees the first."""
 
     align: str = "bottom-right"
 
@@ -83,11 +83,12 @@ class Packed(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Lengths(Mask):
-    """Row b holds `kv_lengths[b]` real keys, the rest is padding or unwritten cache. int32 or int64 [B] (or [N] documents).
+    """Row b holds `kv_lengths[b]` real keys, the rest is padding or unwritten cache. int32 or int64 [B] (or [N]
+    documents).
 
-    `q_lengths` marks padded queries the same way: they see nothing. Without it every query is computed, and query i of row b
-    stands at key position i + max(kv_lengths[b] - T, min(S - T, 0)): padded keys are matched by padded queries, and new tokens
-    at the end of a cache stand at its end.
+    `q_lengths` marks padded queries the same way: they see nothing. Without it every query is computed, and query i of
+    row b stands at key position i + max(kv_lengths[b] - T, min(S - T, 0)): padded keys are matched by padded queries,
+    and new tokens at the end of a cache stand at its end.
     """
 
     kv_lengths: Tensor
@@ -98,13 +99,13 @@ class Lengths(Mask):
             _require_integers("Lengths", name, getattr(self, name))
         if self.q_lengths is not None and self.q_lengths.shape != self.kv_lengths.shape:
             raise ShapeError(
-                f"Lengths: q_lengths has {self.q_lengths.numel()} rows, kv_lengths has {self.kv_lengths.numel()}; expected equal"
+                f"Lengths: q_lengths has {self.q_lengths.numel()} rows, kv_lengths has {self.kv_lengths.numel()}"
             )
 
 
 @dataclass(frozen=True, eq=False)
 class Dense(Mask):
-    """Any pattern: boolean [B or 1, H or 1, T or 1, S or 1] (leading dimensions may be absent), True where a key may be seen."""
+    """Any pattern: boolean, broadcastable to [B, H, T, S], True where a key may be seen."""
 
     allowed: Tensor
 
@@ -165,7 +166,8 @@ def lower(mask: Mask | None) -> Visible:
 class Segment(NamedTuple):
     """A stretch of queries and the stretch of keys it may see: one document, one padded row, or the whole batch.
 
-    Query i and key j count from the segment's start; i may see j when i + low <= j <= i + high (an absent bound is open).
+    Query i and key j count from the segment's start; i may see j when i + low <= j <= i + high (an absent bound is
+    open).
     """
 
     rows: slice
@@ -224,7 +226,7 @@ def live_keys(segment: Segment, start: int, stop: int) -> tuple[int, int]:
 
 def materialize(visible: Visible, T: int, S: int) -> Tensor:
     """The definition of a mask, by comparing positions; shape broadcastable to [B, H, T, S]."""
-    device = next((t.device for t in visible[:5] if t is not None), torch.device("cpu"))  # type: ignore[union-attr]
+    device = next((t.device for t in visible[:5] if t is not None), torch.device("cpu"))
     frame = _frame(visible, T, S, device)
     allowed = frame.together
     if visible.causal_end:
@@ -240,7 +242,7 @@ def materialize(visible: Visible, T: int, S: int) -> Tensor:
 
 
 def existing(visible: Visible, T: int, S: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Which queries [B or 1, T] and keys [B or 1, S] Packed and Lengths include at all; None when they include everything."""
+    """Which queries [B or 1, T] and keys [B or 1, S] Packed and Lengths include at all; None: all of them."""
     if visible.q_offsets is None and visible.kv_lengths is None:
         return None
     together = _frame(visible, T, S, device).together
@@ -322,7 +324,7 @@ def _both(old: Mask, new: Mask) -> Mask:
     if isinstance(old, Causal):
         return old
     raise ValueError(
-        f"mask: two {type(old).__name__} masks cannot be combined, since each says where the rows end; expected one of them"
+        f"mask: two {type(old).__name__} masks cannot be combined, as each says where rows end; expected one"
     )
 
 
@@ -342,7 +344,7 @@ def _checked_offsets(name: str, offsets: Tensor, letter: str, size: int) -> list
     values: list[int] = offsets.tolist()
     if values[0] != 0:
         raise ValueError(f"Packed: {name} must start at 0, got {values[0]}")
-    for place, (before, after) in enumerate(zip(values, values[1:], strict=False)):
+    for place, (before, after) in enumerate(pairwise(values)):
         if after < before:
             raise ValueError(f"Packed: {name} must never decrease, got {before} then {after} at entry {place + 1}")
     if values[-1] > size:

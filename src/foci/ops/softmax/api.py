@@ -30,13 +30,14 @@ def attention(
         lse[t] = log(sum_s exp(z[t,s]) + exp(sink_h))      a masked pair has z = -inf; no sink: no second term
         out[t] = sum_s exp(z[t,s] - lse[t]) v_s
 
-    Head h of H query heads reads key head h // (H/G). A row that may see nothing gives out = 0. Differentiable in q, k, v,
-    bias and sink. float64, float32, bfloat16 and float16; sums are kept in float32 (float64 for float64). Any strides.
+    Head h of H query heads reads key head h // (H/G). A row that may see nothing gives out = 0. Differentiable in q, k,
+    v, bias and sink. float64, float32, bfloat16 and float16; sums are kept in float32 (float64 for float64). Any
+    strides.
 
     q [B,T,H,K], k [B,S,G,K], v [B,S,G,V]: one dtype, H a multiple of G, V may differ from K.
     mask: Causal, Window, Packed, Lengths, Dense, or several joined by `&`.
-    bias: added to the logits, broadcastable to [B,H,T,S]. softcap: c > 0. sink [H]: one more logit per head, without a value.
-    scale: K**-0.5 by default. dropout: probability of dropping a probability, from torch's generator.
+    bias: added to the logits, broadcastable to [B,H,T,S]. softcap: c > 0. sink [H]: one more logit per head, without a
+    value. scale: K**-0.5 by default. dropout: probability of dropping a probability, from torch's generator.
     backend: a name that must run the call; None lets foci choose (`foci.explain` tells which and why).
 
     Raises ShapeError, ValueError or TypeError for arguments that do not fit, Unsupported when the named backend cannot.
@@ -61,9 +62,9 @@ def attention_with_lse(
 ) -> tuple[Out, Lse]:
     """`attention` and its log-sum-exp: (out [B,T,H,V], lse [B,T,H]).
 
-    lse is in natural log, float32 (float64 for float64), -inf for a row that may see nothing, and differentiable: a gradient
-    that reaches it flows on to q, k, bias and sink. `foci.Partial(out, lse)` merges such pairs over disjoint sets of keys.
-    Arguments and errors are those of `attention`. Paper: Dao et al. 2022 (arXiv 2205.14135).
+    lse is in natural log, float32 (float64 for float64), -inf for a row that may see nothing, and differentiable: a
+    gradient that reaches it flows on to q, k, bias and sink. `foci.Partial(out, lse)` merges such pairs over disjoint
+    sets of keys. Arguments and errors are those of `attention`. Paper: Dao et al. 2022 (arXiv 2205.14135).
     """
     call = bind(q, k, v, mask=mask, bias=bias, softcap=softcap, sink=sink, scale=scale, dropout=dropout)
     out, lse = _run(choose(SPEC, call, backend), call)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foci.ops.masks import Visible, segments
+from foci.ops.masks import segments
 from foci.ops.softmax.aten_cuda import CUDA_KERNELS
 from foci.ops.softmax.call import Call
 
@@ -17,9 +17,11 @@ _aten = torch.ops.aten
 
 
 class Kernel(Protocol):
-    """A fused kernel of torch behind one contract: tensors [B, H, T, D] with one D, GQA, additive mask, top-left causal, true lse.
+    """A fused kernel of torch behind one contract: tensors [B, H, T, D] with one D, GQA, additive mask, top-left
+    causal, true lse.
 
-    `backward` recomputes p = exp(z - lse) and takes delta from sum(dout * out); an empty row comes with lse = +inf, so p = 0.
+    `backward` recomputes p = exp(z - lse) and takes delta from sum(dout * out); an empty row comes with lse = +inf, so
+    p = 0.
     """
 
     name: str
@@ -37,7 +39,7 @@ class Kernel(Protocol):
 
 
 class FlashOnCpu:
-    """torch's CPU flash attention. Its lse is 0.0 for an empty row, which would merge as a real one: made -inf by the caller."""
+    """torch's CPU flash attention. Its lse is 0.0 for an empty row, which would merge as a real one."""
 
     name = "cpu flash"
 
@@ -73,7 +75,7 @@ def _kernel(call: Call) -> Kernel:
 
 
 def reasons(call: Call) -> list[str]:
-    """Why no fused kernel of torch can run this call. A sink, V != K, documents and lengths are decomposed, not refused."""
+    """Why no fused kernel of torch can run this call. Sink, V != K, documents, lengths are decomposed instead."""
     found = []
     if call.softcap is not None:
         found.append("softcap is not supported by torch's fused kernels")
@@ -151,8 +153,13 @@ def _cut(mask: Tensor | None, rows: slice, queries: slice, keys: slice) -> Tenso
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """out and lse of the first kernel that takes the call, piece by piece; a sink joins afterwards as one more key."""
-    B, T, _, H, _, K, V = call.sizes
     kernel = _kernel(call)
+    if _bare(call):
+        causal = call.causal_start or (call.causal_end and call.q.shape[1] > 1)
+        q, k, v = call.q.transpose(1, 2), call.k.transpose(1, 2), call.v.transpose(1, 2)
+        out, lse = kernel.forward(q, k, v, None, causal, call.scale)
+        return out.transpose(1, 2).contiguous(), lse.transpose(1, 2).contiguous()
+    B, T, _, H, _, K, V = call.sizes
     width = max(K, V)
     q, k, v = (_heads_first(x, width) for x in (call.q, call.k, call.v))
     pieces = list(_pieces(call))
@@ -176,6 +183,19 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         total = torch.logaddexp(lse, call.sink.to(lse.dtype)[:, None])
         out, lse = out * torch.exp(lse - _never_empty(total))[..., None], total
     return out.transpose(1, 2).to(call.v.dtype).contiguous(), lse.transpose(1, 2).contiguous()
+
+
+def _bare(call: Call) -> bool:
+    """Nothing to normalise, so that a tiny attention need not pay for the general case."""
+    return (
+        call.bias is None
+        and call.sink is None
+        and call[6:11] == (None,) * 5
+        and call.q.shape[-1] == call.v.shape[-1]
+        and call.q.dtype != torch.float16
+        and call.q.numel() > 0
+        and call.k.numel() > 0
+    )
 
 
 def backward(
@@ -230,7 +250,7 @@ def _backward_pieces(kernel: Kernel, call: Call, tensors: tuple[Tensor, ...]) ->
 
 
 def _heads_first(x: Tensor, width: int) -> Tensor:
-    """[B, T, H, D] as [B, H, T, width], zeros behind D. torch's float16 CPU matmul is emulated: float32 is faster and exact."""
+    """[B, T, H, D] as [B, H, T, width], zeros behind D; float16 as float32, since its CPU matmul is emulated."""
     x = x.transpose(1, 2)
     if x.dtype == torch.float16 and x.device.type == "cpu":
         x = x.float()

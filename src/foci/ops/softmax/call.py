@@ -24,7 +24,7 @@ Lse = Float[Tensor, "B T H"]
 
 
 class Call(NamedTuple):
-    """One call, flat, in the order its ops take it. The fields from `dense` to `right` are a mask (ops/masks.py: Visible)."""
+    """One call, flat, in the order its ops take it; `dense` to `right` are a mask (ops/masks.py: Visible)."""
 
     q: Query
     k: Key
@@ -92,7 +92,8 @@ def bind(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Call:
-    """The Call of these arguments; raises ShapeError, ValueError or TypeError naming the argument, its value, what was expected.
+    """The Call of these arguments; raises ShapeError, ValueError or TypeError naming the argument, its value, what was
+    expected.
 
     Under autocast q, k and v take its dtype, as torch's own attention does; otherwise they must share one.
     """

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from foci.core.spec import Case
-from foci.ops.masks import Causal, Dense, Lengths, Mask, Packed, Window
-
-Maker = Callable[["Draw"], dict[str, Any]]
+from foci.ops.masks import Causal, Dense, Lengths, Packed, Window
 
 
 class Draw:
@@ -22,49 +20,107 @@ class Draw:
         self.generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype).to(self.device)
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.device, self.dtype)
 
-    def boolean(self, *shape: int, share: float = 0.7) -> Tensor:
-        return (torch.rand(shape, generator=self.generator) < share).to(self.device)
+    def boolean(self, *shape: int) -> Tensor:
+        """About two thirds True."""
+        return (torch.rand(shape, generator=self.generator) < 0.67).to(self.device)
 
     def integers(self, *values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
-    def qkv(
-        self,
-        B: int = 2,
-        T: int = 19,
-        S: int | None = None,
-        H: int = 4,
-        G: int | None = None,
-        K: int = 16,
-        V: int | None = None,
-    ) -> dict[str, Any]:
-        S, G, V = S or T, G or H, V or K
-        return {"q": self.normal(B, T, H, K), "k": self.normal(B, S, G, K), "v": self.normal(B, S, G, V)}
+
+def _none(draw: Draw) -> dict[str, Any]:
+    return {}
 
 
-def _case(name: str, *features: str) -> Callable[[Maker], Case]:
-    def wrap(maker: Maker) -> Case:
-        return Case(name, frozenset(features), lambda dtype, device, seed: maker(Draw(dtype, device, seed)))
+def case(
+    name: str,
+    *features: str,
+    extra: Callable[[Draw], dict[str, Any]] = _none,
+    B: int = 2,
+    T: int = 19,
+    S: int | None = None,
+    H: int = 4,
+    G: int | None = None,
+    K: int = 16,
+    V: int | None = None,
+) -> Case:
+    """q, k, v of these sizes (S, G and V follow T, H and K), and whatever `extra` draws beside them."""
 
-    return wrap
+    def make(dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Any]:
+        draw = Draw(dtype, device, seed)
+        keys, heads = (T if S is None else S), (G or H)
+        qkv = {
+            "q": draw.normal(B, T, H, K),
+            "k": draw.normal(B, keys, heads, K),
+            "v": draw.normal(B, keys, heads, V or K),
+        }
+        return qkv | extra(draw)
+
+    return Case(name, frozenset(features), make)
 
 
-def _masked(name: str, mask: Callable[[Draw], Mask], *features: str, **sizes: int) -> Case:
-    return Case(
-        name,
-        frozenset(features),
-        lambda dtype, device, seed: (lambda d: {**d.qkv(**sizes), "mask": mask(d)})(Draw(dtype, device, seed)),
-    )
+CASES = (
+    case("plain"),
+    case("one token", T=1),
+    case("cross", "cross", T=7, S=23),
+    case("more queries than keys", "cross", T=23, S=7),
+    case("grouped heads", "gqa", H=6, G=2),
+    case("one key head", "gqa", H=4, G=1),
+    case("value width", "value width", K=16, V=24),
+    case("odd widths", "value width", K=7, V=5),
+    case("scale", "scale", extra=lambda d: {"scale": 0.3}),
+    case("two blocks", B=1, T=131, H=2),
+    case("causal", "causal", extra=lambda d: {"mask": Causal()}),
+    case("causal, two blocks", "causal", B=1, T=131, H=2, extra=lambda d: {"mask": Causal()}),
+    case("causal, cached keys", "causal", "cross", T=5, S=23, extra=lambda d: {"mask": Causal()}),
+    case("causal, empty rows", "causal", "cross", "empty rows", T=23, S=7, extra=lambda d: {"mask": Causal()}),
+    case("causal top-left", "causal top-left", "cross", T=7, S=23, extra=lambda d: {"mask": Causal("top-left")}),
+    case("causal, grouped heads", "causal", "gqa", H=6, G=2, extra=lambda d: {"mask": Causal()}),
+    case("window", "window", extra=lambda d: {"mask": Window(4, 2)}),
+    case("causal window", "causal", "window", T=40, extra=lambda d: {"mask": Causal() & Window(5, None)}),
+    case("dense", "dense", extra=lambda d: {"mask": Dense(d.boolean(2, 4, 19, 19))}),
+    case("dense, empty rows", "dense", "empty rows", extra=lambda d: {"mask": _without_row(d.boolean(2, 1, 19,
+    19)))}), case("dense and causal", "dense", "causal", extra=lambda d: {"mask": Dense(d.boolean(2, 1, 1, 19)) & Causal()}),
+    case("padding", "padding", extra=lambda d: {"mask": Lengths(d.integers(19, 11))}),
+    case("padding, empty row", "padding", "empty rows", extra=lambda d: {"mask": Lengths(d.integers(0, 11))}),
+    case("padding and causal", "padding", "causal", extra=lambda d: {"mask": Lengths(d.integers(19, 11)) & Causal()}),
+    case(
+        "padded queries", "padding", "padded queries", "causal", "empty rows",
+        extra=lambda d: {"mask": Lengths(d.integers(19, 9), d.integers(13, 9)) & Causal()},
+    ),
+    case(
+        "cache", "padding", "causal", "cross", T=3, S=23,
+        extra=lambda d: {"mask": Lengths(d.integers(23, 12)) & Causal()},
+    ),
+    case("packed", "packed", B=1, extra=lambda d: {"mask": Packed(d.integers(0, 1, 8, 8, 19))}),
+    case("packed causal", "packed", "causal", B=1, extra=lambda d: {"mask": Packed(d.integers(0, 6, 7, 19)) &
+    Causal()}), case(
+        "packed cross", "packed", "causal", "cross", "empty rows", B=1, T=19, S=23,
+        extra=lambda d: {"mask": Packed(d.integers(0, 6, 11, 17), d.integers(0, 4, 4, 23)) & Causal()},
+    ),
+    case("softcap", "softcap", extra=lambda d: {"softcap": 1.5}),
+    case("softcap and causal", "softcap", "causal", extra=lambda d: {"softcap": 1.5, "mask": Causal()}),
+    case("bias", "bias", extra=lambda d: {"bias": d.normal(2, 4, 19, 19)}),
+    case("bias per head", "bias", extra=lambda d: {"bias": d.normal(4, 19, 19)}),
+    case("bias per key", "bias", "causal", extra=lambda d: {"bias": d.normal(2, 1, 1, 19), "mask": Causal()}),
+    case("sink", "sink", extra=lambda d: {"sink": d.normal(4)}),
+    case(
+        "sink, empty rows", "sink", "padding", "empty rows",
+        extra=lambda d: {"sink": d.normal(4), "mask": Lengths(d.integers(0, 11))},
+    ),
+    case(
+        "everything", "bias", "softcap", "sink", "causal", "window", "padding", "gqa", "value width", H=6, G=2, V=8,
+        extra=lambda d: {
+            "bias": d.normal(6, 19, 19), "softcap": 2.0, "sink": d.normal(6),
+            "mask": Causal() & Window(7, None) & Lengths(d.integers(19, 12)),
+        },
+    ),
+    case("dropout", "dropout", extra=lambda d: {"dropout": 0.3}),
+)  # fmt: skip
 
 
-def _plain(name: str, *features: str, extra: Callable[[Draw], dict[str, Any]] = lambda d: {}, **sizes: int) -> Case:
-    return Case(
-        name,
-        frozenset(features),
-        lambda dtype, device, seed: (lambda d: {**d.qkv(**sizes), **extra(d)})(Draw(dtype, device, seed)),
-    )
-
-
-CASES = ()
+def _without_row(allowed: Tensor) -> Dense:
+    allowed[..., 2, :] = False
+    return Dense(allowed)

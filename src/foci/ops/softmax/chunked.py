@@ -12,7 +12,8 @@ from foci.ops.masks import Segment, live_keys, segments
 from foci.ops.softmax.call import Call
 from foci.ops.softmax.dropout import keep
 
-# Logits held at once. Small enough to stay in a core's cache between the passes over them, large enough to amortise a call.
+# Logits held at once. Small enough to stay in a core's cache between the passes over them, large enough to amortise a
+# call.
 _TILE = 1 << 19
 
 
@@ -70,7 +71,8 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, bias, sink, with p recomputed per tile from the saved lse.
 
-    dp = dout v^T;  dz = p * (dp - delta + dlse)  with  delta[t] = sum_v dout out;  dsink = sum exp(sink - lse) (dlse - delta)
+    dp = dout v^T;  dz = p * (dp - delta + dlse) with delta[t] = sum_v dout out
+    dsink = sum_t exp(sink - lse) (dlse - delta)
     """
     heads = _Heads(call)
     B, T, S, H, G, K, V = call.sizes
@@ -118,10 +120,11 @@ class _Heads:
     """q, k, v with heads first and in the accumulator's dtype, and the tile products they take part in."""
 
     def __init__(self, call: Call) -> None:
-        B, T, S, H, G, K, V = call.sizes
+        *_, H, G, _, _ = call.sizes
         self.call, self.R = call, H // G
         dtype = call.accumulator
-        # tanh wants z / c: the division rides on q's scale. A half-precision matmul would round z and break the LSE budget.
+        # tanh wants z / c: the division rides on q's scale. A half-precision matmul would round z and break the LSE
+        # budget.
         inner = call.scale if call.softcap is None else call.scale / call.softcap
         self.chain = call.softcap if call.softcap is not None else 1.0
         self.q = (call.q.transpose(1, 2).to(dtype) * inner).contiguous()
@@ -140,7 +143,7 @@ class _Heads:
         return _keys(self.v, tile)
 
     def fold(self, x: Tensor) -> Tensor:
-        """[rows, heads, i, n] -> [rows * key heads, (H/G) * i, n]: the query heads of a key head share one matrix product."""
+        """[rows, heads, i, n] -> [rows * key heads, (H/G) * i, n]: the heads that share a key head share a product."""
         rows, heads, i, n = x.shape
         return x.reshape(rows * heads // self.R, self.R * i, n)
 
@@ -148,7 +151,7 @@ class _Heads:
         return x.view(tile.b1 - tile.b0, (tile.g1 - tile.g0) * self.R, tile.i1 - tile.i0, x.shape[-1])
 
     def scratch(self, tile: Tile, name: str = "dp") -> Tensor:
-        """Memory for one tile of logits, taken once and used again: fresh pages for every tile would cost as much as the work."""
+        """Memory for one tile of logits, taken once and used again: fresh pages would cost as much as the work."""
         shape = ((tile.b1 - tile.b0) * (tile.g1 - tile.g0), self.R * (tile.i1 - tile.i0), tile.j1 - tile.j0)
         count = shape[0] * shape[1] * shape[2]
         held = self._buffers.get(name)
@@ -241,7 +244,7 @@ def _place(x: Tensor, tile: Tile, R: int) -> Tensor:
 
 
 def _keys(x: Tensor, tile: Tile) -> Tensor:
-    """The [rows * key heads, j, n] view of a contiguous [B, G, S, n] tensor; a tile takes all key heads or one row's."""
+    """The [rows * key heads, j, n] view of a contiguous [B, G, S, n] tensor; a tile has all key heads or one row."""
     return x[tile.b0 : tile.b1, tile.g0 : tile.g1, tile.j0 : tile.j1].flatten(0, 1)
 
 

@@ -1,4 +1,4 @@
-"""Which probabilities dropout keeps: a hash of the seed and the position, the same in every backend, block and process."""
+"""Which probabilities dropout keeps: a hash of seed and position, the same in every backend and process."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 def equation(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Softmax attention with every intermediate in `dtype`.
 
-    z[t,s] = cap(scale * q_t . k_s) + bias[t,s];  lse[t] = log(sum_s exp z[t,s] + exp sink);  out[t] = sum_s exp(z - lse) v_s
+    z[t,s] = cap(scale * q_t . k_s) + bias[t,s];  lse[t] = log(sum_s exp z[t,s] + exp sink);  out[t] = sum_s exp(z -
+    lse) v_s
     """
     B, T, S, H, G, _, _ = call.sizes
     q, k, v = (x.transpose(1, 2).to(dtype) for x in _without_padding(call))
