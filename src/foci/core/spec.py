@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -76,30 +76,105 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A piece of a case that is a case of its own, and where its outputs lie within the outputs of the whole."""
+
+    case: Case
+    place: tuple[slice, ...] = ()
+
+
+@dataclass(frozen=True)
+class Future:
+    """The inputs with every token from some time on replaced, and where the outputs lie that this may not touch."""
+
+    inputs: dict[str, Any]
+    place: tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Arguments no operator may answer with a number: `change` spoils those of a good call, `argument` is to blame."""
+
+    name: str
+    argument: str
+    change: Callable[[dict[str, Any]], dict[str, Any]]
+    features: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Probes:
+    """How a case of this operator becomes the question a law asks. What is absent makes its law "not tested".
+
+    `sized(n)`: a plain case of n tokens. `cut`, `documents`, `rows` take a case and its inputs apart: along the keys,
+    so that `Spec.merge` must put the outputs together again, into the packed sequences, into the batch. `future`: see
+    Future. `poison`: NaN in all that a mask excludes. Each gives nothing (or None) where it does not apply.
+    """
+
+    sized: Callable[[int], Case] | None = None
+    cut: Callable[[Case, Inputs], tuple[Part, ...]] | None = None
+    documents: Callable[[Case, Inputs], tuple[Part, ...]] | None = None
+    rows: Callable[[Case, Inputs], tuple[Part, ...]] | None = None
+    future: Callable[[Case, Inputs], Future | None] | None = None
+    poison: Callable[[Case, Inputs], dict[str, Any] | None] | None = None
+    bad: tuple[Bad, ...] = ()
+
+
+NO_PROBES = Probes()
+
+
+@dataclass(frozen=True)
 class Mistake:
     """A wrong equation that people really implement. A candidate that matches it has its fault named.
 
     `compute(inputs)` gives the outputs such an implementation would return, or None where it equals the right one.
-    `sentence` says what is wrong and what it would have done silently.
+    `sentence` says what is wrong and what it would have done silently. With `fits`, it is `compute(inputs, amount)`,
+    right at amount 0: the amount is fitted, and the sentence formats it.
     """
 
     name: str
     sentence: str
-    compute: Callable[[Inputs], Outputs | None]
+    compute: Callable[..., Outputs | None]
+    fits: bool = False
 
 
 @dataclass(frozen=True)
 class Candidate:
     """Something that claims to be an operator: ours, a peer's or a user's, behind the operator's own argument names.
 
-    `refuses(case)` lists why a case does not apply (empty: run it); `not_tested` names what its signature does not
-    offer.
+    `call(inputs)` gives the outputs named by `outputs` (None: all of the Spec's); `as_outputs` makes them from what a
+    callable returned, or raises what is wrong with it. `refuses(case)` lists why a case does not apply (empty: run it);
+    `not_tested` names what its signature does not offer. `strict`: its errors must name the argument, as foci's do.
     """
 
     name: str
     call: Callable[[Inputs], Outputs]
     refuses: Callable[[Case], list[str]] = lambda case: []
     not_tested: tuple[str, ...] = ()
+    outputs: tuple[str, ...] | None = None
+    strict: bool = False
+
+
+class WrongReturn(TypeError):
+    """A callable returned something else than its outputs; the message is the whole sentence."""
+
+
+def as_outputs(result: Any, names: tuple[str, ...]) -> Outputs:
+    """What a callable returned, as a tuple of outputs: a tensor where one is expected, else a tuple of that many."""
+    if len(names) == 1:
+        if isinstance(result, Tensor):
+            return (result,)
+        expected = "one tensor"
+    else:
+        tensors = isinstance(result, tuple | list) and all(isinstance(item, Tensor) for item in result)
+        if tensors and len(result) == len(names):
+            return tuple(result)
+        expected = f"a tuple of {len(names)} tensors ({', '.join(names)})"
+    if isinstance(result, tuple | list):
+        got = f"a {type(result).__name__} of {len(result)}"
+        silently = "; whoever unpacks or adds it takes the batch, or one output, for the whole"
+    else:
+        got, silently = f"{type(result).__name__}", ""
+    raise WrongReturn(f"it returns {got} where {expected} is expected{silently}")
 
 
 @dataclass(frozen=True)
@@ -116,9 +191,9 @@ class Spec:
 
     `call` is the operator's validated argument list, a NamedTuple whose annotations are the shapes of its tensors and
     the schema of its ops; `bind(*args, **kwargs)` makes one from a user's arguments or raises what is wrong with them.
-    `outputs(call)` declares shapes and dtypes. `reference(**inputs)` is the equation, differentiable, and run in
-    float64 it is the truth; `plain(**inputs)` is the same equation in the working dtype throughout, the yardstick of
-    half precision.
+    `outputs(call)` declares shapes and dtypes; `logs` names outputs that are logarithms. `reference(**inputs)` is the
+    equation, differentiable, and run in float64 it is the truth; `plain(**inputs)` is the same equation in the working
+    dtype throughout, the yardstick of half precision.
     """
 
     name: str
@@ -142,7 +217,8 @@ class Spec:
     deterministic: bool = True
     causal_bitwise: bool = False
     batch_bitwise: bool = False
-    traits: Mapping[str, Any] = field(default_factory=dict)
+    logs: tuple[str, ...] = ()
+    probes: Probes = NO_PROBES
 
     def backend(self, name: str) -> Backend:
         for backend in self.backends:

@@ -44,6 +44,7 @@ SPEC = Spec(
     reference=_reference,
     plain=_plain,
     output_names=("out", "lse"),
+    logs=("lse",),
     differentiable=("q", "k", "v", "bias", "sink"),
     cases=CASES,
     call=Call,
