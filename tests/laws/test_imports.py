@@ -20,8 +20,10 @@ STEPS = (
     {"face"},
 )
 ALWAYS_THERE = {"torch", "numpy", "jaxtyping", "foci", *sys.stdlib_module_names}
-# Where a package that foci does not depend on may appear; everywhere but in kernels it is imported inside functions.
+# Where a package that foci does not depend on may appear. It is imported inside functions, but in files that are
+# themselves imported when used: kernels, and the commands behind cli.py.
 OPTIONAL = re.compile(r"src/foci/(tiles/|integrations/|accelerate/|bench/plot\.py|cli\w*\.py|ops/\w+/kernels_\w+\.py)")
+WHOLE = re.compile(r"src/foci/(tiles/|ops/\w+/kernels_\w+\.py|cli_\w+\.py)")
 KERNELS = re.compile(r"src/foci/(tiles/|ops/\w+/kernels_\w+\.py)")
 
 
@@ -126,7 +128,7 @@ def optional_packages_are_imported_when_used(house: House) -> Iterator[str]:
                 continue
             if not OPTIONAL.match(module.path):
                 yield f"{module.path}:{reference.line}: {root} is optional and has no place here"
-            elif reference.at_import and not KERNELS.match(module.path):
+            elif reference.at_import and not WHOLE.match(module.path):
                 yield f"{module.path}:{reference.line}: import {root} inside the function that uses it"
 
 

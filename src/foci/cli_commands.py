@@ -1,0 +1,191 @@
+"""The commands of `foci`: each turns words into a call of the library, and what comes back into words or JSON."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib import metadata
+from typing import Annotated, Any, get_args, get_type_hints
+
+import torch
+import typer
+from torch import Tensor
+
+from foci.core.device import machine, platform
+from foci.core.ledger import in_force
+from foci.core.select import explain as explain_call
+from foci.core.spec import Spec
+from foci.ops import SPECS
+from foci.ops.masks import Causal, Dense, Lengths, Mask, Packed, Window
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True, help="Attention you can prove.")
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+KINDS = {"veto": "refused", "normalised": "put right", "open": "beware"}
+
+
+def show(text: str, facts: dict[str, Any], as_json: bool) -> None:
+    """Print either the text for people or the facts for programs."""
+    typer.echo(json.dumps(facts, indent=2, ensure_ascii=False) if as_json else text)
+
+
+def operator(name: str) -> Spec:
+    """The Spec of that name, or a sentence with the names there are."""
+    if name not in SPECS:
+        raise ValueError(f"unknown operator {name!r}; expected one of {', '.join(map(repr, SPECS))}")
+    return SPECS[name]
+
+
+@app.command("doctor")
+def doctor(as_json: Json = False) -> None:
+    """This machine, each backend's availability with the reason, and the known-bad combinations in force."""
+    here = machine()
+    devices = [torch.device("cpu"), *(torch.device("cuda", gpu.index) for gpu in here.gpus)]
+    backends = [row for spec in SPECS.values() for device in devices for row in _availability(spec, device)]
+    defects = [
+        {"device": str(device), "kernel": d.kernel, "kind": d.kind, "what": d.what, "issue": d.issue, "url": d.url}
+        for device in devices
+        for d in in_force(platform(device))
+    ]
+    version = metadata.version("foci")
+    packages = ", ".join(f"{name} {version or 'absent'}" for name, version in here.packages.items())
+    lines = [
+        f"foci {version} · {here.line}",
+        f"machine   {here.system}, {here.cpu}, {here.cores} cores, {here.memory / 2**30:.1f} GiB, Python {here.python}",
+        f"packages  {packages}",
+        *(f"gpu       {g.name}, sm_{''.join(map(str, g.capability))}, {g.memory / 2**30:.1f} GiB" for g in here.gpus),
+        "",
+        "operator  device  backend    availability",
+        *(
+            f"{row['operator']:<10}{row['device']:<8}{row['backend']:<11}" + ("; ".join(row["reasons"]) or "ready")
+            for row in backends
+        ),
+        "",
+        "known defects of foreign kernels in force here"
+        if defects
+        else "no known defect of a foreign kernel is in force",
+        *(f"{d['kernel']:<10}{d['device']:<8}{KINDS[d['kind']]:<11}{d['what']} ({d['issue']})" for d in defects),
+    ]
+    facts = {"foci": version, "machine": here.as_dict(), "backends": backends, "defects": defects}
+    show("\n".join(lines), facts, as_json)
+
+
+def _availability(spec: Spec, device: torch.device) -> list[dict[str, Any]]:
+    """Whether each backend can run the operator's first and plainest case on this device, and if not why."""
+    assert spec.bind is not None
+    call = spec.bind(**spec.cases[0].make(torch.float32, device, 0))
+    return [
+        {"operator": spec.name, "device": str(device), "backend": b.name, "reasons": b.reasons(call), "note": b.note}
+        for b in spec.backends
+    ]
+
+
+@app.command("explain")
+def explain(
+    name: Annotated[str, typer.Argument(metavar="OPERATOR", help="softmax")],
+    shape: Annotated[str, typer.Option(help="Sizes by letter: B1,T4096,S4096,H32,G8,K128,V128.")],
+    mask: Annotated[
+        str, typer.Option(help="causal, causal:top-left, window:L,R, dense, packed:0,9,20, lengths:7; & joins")
+    ] = "",
+    softcap: Annotated[float | None, typer.Option(help="Cap of the logits.")] = None,
+    dropout: Annotated[float, typer.Option(help="Probability of dropping.")] = 0.0,
+    give: Annotated[str, typer.Option("--with", help="Optional tensors to pass: bias, sink or bias,sink.")] = "",
+    lse: Annotated[bool, typer.Option("--lse", help="Ask for the log-sum-exp too.")] = False,
+    grad: Annotated[bool, typer.Option("--grad", help="Every floating tensor needs its gradient.")] = False,
+    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Which backend would run a call of this shape on this machine, and every other backend's reasons."""
+    spec = operator(name)
+    sizes = _sizes(shape)
+    tensors = _tensors(spec, sizes, give, dtype, _device(device), grad)
+    options = {"mask": _mask(mask, sizes, _device(device)), "softcap": softcap, "dropout": dropout or None}
+    assert spec.bind is not None
+    assert spec.outputs is not None
+    call = spec.bind(**tensors, **{option: value for option, value in options.items() if value is not None})
+    explanation = explain_call(spec, call)
+    returned = spec.outputs(call)[: None if lse else 1]
+    results = {out.name: {"shape": list(out.shape), "dtype": _word(out.dtype)} for out in returned}
+    gives = ", ".join(f"{out.name} {list(out.shape)} {_word(out.dtype)}" for out in returned)
+    show(f"{explanation}\nreturns  {gives}", asdict(explanation) | {"returns": results}, as_json)
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _device(name: str) -> torch.device:
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu or cuda, got {name!r}")
+    if name == "cuda" and not machine().gpus:
+        raise ValueError(
+            "--device cuda: this machine has no CUDA device, and foci only answers for the machine it is on"
+        )
+    return torch.device(name)
+
+
+def _sizes(text: str) -> dict[str, int]:
+    """{"T": 4096, ...} from "T4096,...". Left out: B is 1, S is T, G is H and V is K."""
+    parts = [re.fullmatch(r"([A-Z])(\d+)", part.strip()) for part in text.split(",")]
+    if not all(parts):
+        raise ValueError(f"--shape must be letters with sizes, like B1,T4096,H32,G8,K128; got {text!r}")
+    sizes = {part[1]: int(part[2]) for part in parts if part}
+    if unknown := sizes.keys() - set("BTSHGKV"):
+        raise ValueError(f"--shape: unknown letter {min(unknown)!r}; expected B, T, S, H, G, K or V")
+    if missing := [letter for letter in "THK" if letter not in sizes]:
+        raise ValueError(f"--shape must give {', '.join(missing)}; got {text!r}")
+    return {"B": 1, "S": sizes["T"], "G": sizes["H"], "V": sizes["K"]} | sizes
+
+
+def _tensors(
+    spec: Spec, sizes: dict[str, int], give: str, dtype: str, device: torch.device, grad: bool
+) -> dict[str, Tensor]:
+    """The operator's tensors in these sizes, without their memory: required ones and the optional ones asked for."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if dtype not in {_word(known) for known in spec.dtypes}:
+        raise ValueError(f"--dtype must be one of {', '.join(map(_word, spec.dtypes))}; got {dtype!r}")
+    assert spec.bind is not None
+    hints = get_type_hints(spec.bind)
+    required = [p.name for p in inspect.signature(spec.bind).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    optional = {name: hint for name, hint in hints.items() if name in spec.differentiable and name not in required}
+    asked = [part.strip() for part in give.split(",") if part.strip()]
+    if unknown := [name for name in asked if name not in optional]:
+        raise ValueError(f"--with: {spec.name} has no optional tensor {unknown[0]!r}; it has {', '.join(optional)}")
+    tensors = {}
+    with FakeTensorMode():
+        for name in (*required, *asked):
+            annotation = next(h for h in (hints[name], *get_args(hints[name])) if hasattr(h, "dim_str"))
+            shape = [sizes[letter.lstrip("#")] for letter in annotation.dim_str.split()]
+            tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device, requires_grad=grad)
+    return tensors
+
+
+def _mask(text: str, sizes: dict[str, int], device: torch.device) -> Mask | None:
+    """A mask from its words, parts joined with `&`."""
+    makers: dict[str, Callable[[str], Mask]] = {
+        "causal": lambda words: Causal(words or "bottom-right"),
+        "window": lambda words: Window(*_integers("window", words, count=2)),
+        "packed": lambda words: Packed(torch.tensor(_integers("packed", words), device=device)),
+        "lengths": lambda words: Lengths(torch.tensor(_integers("lengths", words, sizes["B"]), device=device)),
+        "dense": lambda words: Dense(torch.ones((sizes["T"], 1), dtype=torch.bool, device=device)),
+    }
+    mask: Mask | None = None
+    for part in filter(None, (part.strip() for part in text.split("&"))):
+        kind, _, words = part.partition(":")
+        if kind not in makers:
+            raise ValueError(f"--mask: unknown mask {kind!r}; expected one of {', '.join(makers)}")
+        made = makers[kind](words)
+        mask = made if mask is None else mask & made
+    return mask
+
+
+def _integers(kind: str, text: str, count: int | None = None) -> list[int]:
+    numbers = [int(word) for word in text.split(",") if re.fullmatch(r"\s*\d+\s*", word)]
+    if len(numbers) != len(text.split(",")) or (count is not None and len(numbers) != count):
+        expected = f"{count} whole numbers" if count is not None else "whole numbers"
+        raise ValueError(f"--mask {kind}: expected {expected} separated by commas, got {text!r}")
+    return numbers

@@ -1,0 +1,123 @@
+"""`foci doctor` and `foci explain`: what they print is what the library says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import foci
+from foci import cli
+from foci.core.device import machine, platform
+from foci.core.ledger import in_force
+
+
+def run(capsys, arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments.split())
+    printed = capsys.readouterr()
+    return ended.value.code, printed.out, printed.err
+
+
+def test_doctor_json_holds_the_machine_its_backends_and_the_defects_in_force(capsys) -> None:
+    code, out, _ = run(capsys, "doctor --json")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["machine"] == json.loads(json.dumps(machine().as_dict()))
+    assert facts["foci"] == foci.__version__
+    ready = {row["backend"]: row["reasons"] for row in facts["backends"] if row["device"] == "cpu"}
+    assert ready == {"aten": [], "chunked": [], "reference": []}
+    known = [d["issue"] for d in facts["defects"] if d["device"] == "cpu"]
+    assert known == [d.issue for d in in_force(platform(torch.device("cpu")))]
+
+
+def test_doctor_prints_the_same_in_words(capsys) -> None:
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0
+    assert out.startswith(f"foci {foci.__version__} · {machine().line}\n")
+    assert "softmax   cpu     chunked    ready" in out
+    assert "pytorch#141219" in out
+
+
+def test_doctor_says_why_a_backend_is_not_there(capsys, monkeypatch) -> None:
+    from dataclasses import replace
+
+    from foci import cli_commands
+    from foci.core.spec import Backend
+    from foci.ops import SPECS
+
+    spec = SPECS["softmax"]
+    ghost = Backend("ghost", "foci.ghost", needs=("no_such_package",))
+    monkeypatch.setattr(cli_commands, "SPECS", {"softmax": replace(spec, backends=(*spec.backends, ghost))})
+    assert "ghost      no_such_package is not installed" in run(capsys, "doctor")[1]
+
+
+def test_explain_names_the_chosen_backend_and_the_reasons_of_the_others(capsys) -> None:
+    code, out, _ = run(capsys, "explain softmax --shape B1,T4096,S4096,H32,G8,K128 --mask causal --softcap 30 --lse")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0] == "chosen   chunked"
+    assert lines[1].startswith("refused  aten")
+    assert "softcap" in lines[1]
+    assert lines[-1] == "returns  out [1, 4096, 32, 128] float32, lse [1, 4096, 32] float32"
+
+
+def test_explain_agrees_with_the_library(capsys) -> None:
+    out = json.loads(run(capsys, "explain softmax --shape B2,T8,H4,G2,K16,V32 --mask window:3,0&causal --json")[1])
+    q, k, v = torch.empty(2, 8, 4, 16), torch.empty(2, 8, 2, 16), torch.empty(2, 8, 2, 32)
+    mask = foci.Window(3, 0) & foci.Causal()
+    expected = foci.explain("softmax", q, k, v, mask=mask)
+    assert (out["chosen"], out["refused"], out["also"]) == (expected.chosen, expected.refused, expected.also)
+    assert out["returns"] == {"out": {"shape": [2, 8, 4, 32], "dtype": "float32"}}
+
+
+@pytest.mark.parametrize(
+    "mask", ["causal", "causal:top-left", "window:2,0", "packed:0,3,8", "lengths:5", "dense", "causal&lengths:5"]
+)
+def test_explain_understands_every_mask(capsys, mask: str) -> None:
+    assert run(capsys, f"explain softmax --shape T8,H4,K16 --mask {mask} --dtype bfloat16")[0] == 0
+
+
+def test_explain_tells_a_bias_that_is_trained_from_one_that_is_not(capsys) -> None:
+    fixed = json.loads(run(capsys, "explain softmax --shape T8,H4,K16 --with bias --json")[1])
+    trained = json.loads(run(capsys, "explain softmax --shape T8,H4,K16 --with bias --grad --json")[1])
+    assert fixed["refused"] == {}
+    assert any("gradient" in reason for reason in trained["refused"]["aten"])
+
+
+def test_explain_takes_no_memory_for_its_tensors(capsys) -> None:
+    assert run(capsys, "explain softmax --shape B64,T1000000,H64,K128 --with bias")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("sftmax --shape T4,H6,K8", "unknown operator 'sftmax'; expected one of 'softmax'"),
+        ("softmax --shape T4", "--shape must give H, K; got 'T4'"),
+        ("softmax --shape T4,H6,K8,Z2", "--shape: unknown letter 'Z'; expected B, T, S, H, G, K or V"),
+        ("softmax --shape four", "--shape must be letters with sizes, like B1,T4096,H32,G8,K128; got 'four'"),
+        ("softmax --shape T4,H6,G4,K8", "k has 4 heads but q has 6; q heads must be a multiple of k heads"),
+        ("softmax --shape T4,H6,K8 --softcap -3", "softcap must be a positive finite number, got -3.0"),
+        ("softmax --shape T4,H6,K8 --dropout 2", "dropout must be a probability in [0, 1), got 2.0"),
+        ("softmax --shape T4,H6,K8 --dtype int8", "--dtype must be one of float64, float32, bfloat16, float16"),
+        ("softmax --shape T4,H6,K8 --device tpu", "--device must be cpu or cuda, got 'tpu'"),
+        ("softmax --shape T4,H6,K8 --with bia", "softmax has no optional tensor 'bia'; it has bias, sink"),
+        ("softmax --shape T4,H6,K8 --mask windy", "--mask: unknown mask 'windy'; expected one of causal, window"),
+        ("softmax --shape T4,H6,K8 --mask window:3", "--mask window: expected 2 whole numbers separated by commas"),
+        ("softmax --shape T4,H6,K8 --mask packed:0,x", "--mask packed: expected whole numbers separated by commas"),
+        ("softmax --shape T4,H6,K8 --mask causal:left", "align must be 'bottom-right' or 'top-left', got 'left'"),
+        ("softmax --shape B2,T4,H6,K8 --mask packed:0,4", "Packed needs a batch of 1"),
+    ],
+)
+def test_explain_asked_wrongly_says_how_in_one_sentence(capsys, arguments: str, sentence: str) -> None:
+    code, out, err = run(capsys, f"explain {arguments}")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert sentence in err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_explain_does_not_guess_about_a_gpu_that_is_not_there(capsys) -> None:
+    code, _, err = run(capsys, "explain softmax --shape T4,H6,K8 --device cuda")
+    assert code == 2
+    assert "this machine has no CUDA device" in err
