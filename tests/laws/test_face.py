@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import statistics
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import sys
 import pytest
 
 import foci
+from tests.laws._tree import ROOT
 
 BLOCK = """
 import sys
@@ -48,6 +50,12 @@ def test_import_touches_no_device() -> None:
 def test_import_costs_under_a_third_of_a_second() -> None:
     code = "import torch, time; start = time.perf_counter(); import foci; print(time.perf_counter() - start)"
     assert statistics.median(float(run(code)) for _ in range(5)) < 0.3
+
+
+def test_the_call_that_readme_shows_runs() -> None:
+    block = re.search(r"```python\n(import torch.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block
+    run(block[1])
 
 
 @pytest.mark.parametrize("name", foci.__all__)
