@@ -139,7 +139,9 @@ def _additive(call: Call) -> Tensor | None:
         mask = torch.where(call.dense, zero, -torch.inf)
     if mask is None:
         return None
-    return mask.detach().to(call.q.dtype)[(None,) * (4 - mask.dim())]
+    # Rounding a float32 bias to a half-precision q would cost more than the LSE budget allows.
+    same = mask.dtype == call.q.dtype and not _upcast(call.q)
+    return mask.detach().to(mask.dtype if same else call.accumulator)[(None,) * (4 - mask.dim())]
 
 
 def _cut(mask: Tensor | None, rows: slice, queries: slice, keys: slice) -> Tensor | None:
@@ -156,7 +158,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     kernel = _kernel(call)
     if _bare(call):
         causal = call.causal_start or (call.causal_end and call.q.shape[1] > 1)
-        q, k, v = call.q.transpose(1, 2), call.k.transpose(1, 2), call.v.transpose(1, 2)
+        q, k, v = (_unit_stride(x).transpose(1, 2) for x in (call.q, call.k, call.v))
         out, lse = kernel.forward(q, k, v, None, causal, call.scale)
         return out.transpose(1, 2).contiguous(), lse.transpose(1, 2).contiguous()
     B, T, _, H, _, K, V = call.sizes
@@ -252,9 +254,18 @@ def _backward_pieces(kernel: Kernel, call: Call, tensors: tuple[Tensor, ...]) ->
 def _heads_first(x: Tensor, width: int) -> Tensor:
     """[B, T, H, D] as [B, H, T, width], zeros behind D; float16 as float32, since its CPU matmul is emulated."""
     x = x.transpose(1, 2)
-    if x.dtype == torch.float16 and x.device.type == "cpu":
+    if _upcast(x):
         x = x.float()
-    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
+    return _unit_stride(x) if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
+
+
+def _upcast(x: Tensor) -> bool:
+    return x.dtype == torch.float16 and x.device.type == "cpu"
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    """The kernels read a row as consecutive numbers, whatever its last stride says."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _empty_rows(mask: Tensor, causal: bool, T: int) -> Tensor:
@@ -262,7 +273,7 @@ def _empty_rows(mask: Tensor, causal: bool, T: int) -> Tensor:
     opened = mask > -torch.inf
     if not causal:
         return ~opened.any(-1).expand(-1, -1, T)
-    first = torch.where(opened.any(-1), opened.to(torch.int8).argmax(-1), opened.shape[-1])
+    first = torch.where(opened.any(-1), opened.to(torch.int8).argmax(-1), T)
     return first > torch.arange(T, device=mask.device)
 
 

@@ -183,7 +183,7 @@ class _Heads:
 def _tiles(call: Call) -> Iterator[Tile]:
     B, T, S, H, G, _, _ = call.sizes
     R = H // G
-    for segment in segments(call.visible, B, T, S):
+    for segment in segments(call.visible, B, T, S) if R else ():
         rows, length = range(B)[segment.rows], segment.q_stop - segment.q_start
         reach = segment.k_stop - segment.k_start
         if segment.low is not None and segment.high is not None:
