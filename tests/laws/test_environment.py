@@ -63,5 +63,5 @@ def test_a_failed_download_is_one_line_and_is_tried_again(tmp_path: Path) -> Non
     said = done.stderr.splitlines()
     assert done.returncode == 1
     assert len(said) == 2, done.stderr
-    assert said[1].startswith("foci: the installation failed: ERROR: ")
+    assert said[1].startswith("foci: the installation failed: ERROR: Could not find a version")
     assert not (tmp_path / ".venv" / ".installed").exists()
