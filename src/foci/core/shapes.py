@@ -24,18 +24,24 @@ class Signature:
         self.name = name
         self.exact: list[tuple[str, tuple[str, ...]]] = []
         self.broadcast: list[tuple[str, tuple[str, ...]]] = []
+        self.optional: set[str] = set()
         for argument, hint in typing.get_type_hints(call).items():
             letters = _letters(hint) if argument != "return" else None
             if letters is None:
                 continue
             kind = self.broadcast if letters[0].startswith("#") else self.exact
             kind.append((argument, tuple(letter.removeprefix("#") for letter in letters)))
+            if type(None) in typing.get_args(hint):
+                self.optional.add(argument)
 
     def bind(self, tensors: Mapping[str, Tensor | None]) -> Sizes:
-        """Sizes by letter, absent tensors passed over; raises ShapeError naming tensor, letter and both sizes."""
+        """Sizes by letter, absent tensors passed over; raises ShapeError naming tensor, letter and both sizes.
+
+        What is no tensor raises TypeError.
+        """
         sizes: Sizes = {}
         for argument, letters in self.exact:
-            tensor = tensors[argument]
+            tensor = self._present(argument, tensors)
             if tensor is None:
                 continue
             shape = tensor.shape
@@ -48,10 +54,16 @@ class Signature:
                 if sizes.setdefault(letter, size) != size:
                     raise ShapeError(self._disagreement(argument, letters, letter, tensors, sizes))
         for argument, letters in self.broadcast:
-            tensor = tensors[argument]
+            tensor = self._present(argument, tensors)
             if tensor is not None:
                 self._check_broadcast(argument, letters, tensor, sizes)
         return sizes
+
+    def _present(self, argument: str, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
+        tensor = tensors[argument]
+        if not isinstance(tensor, Tensor) and (tensor is not None or argument not in self.optional):
+            raise TypeError(f"{self.name}: {argument} must be a tensor, got {tensor!r}")
+        return tensor
 
     def _check_broadcast(self, argument: str, letters: tuple[str, ...], tensor: Tensor, sizes: Sizes) -> None:
         if tensor.dim() > len(letters):

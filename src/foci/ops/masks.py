@@ -28,7 +28,9 @@ class Mask:
 
     def materialize(self, T: int, S: int) -> Tensor:
         """The boolean tensor, broadcastable to [B, H, T, S], that is True where query t may see key s."""
-        return materialize(lower(self), T, S)
+        visible = lower(self)
+        check(visible, 1 if visible.kv_lengths is None else visible.kv_lengths.shape[0], T, S)
+        return materialize(visible, T, S)
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,14 @@ def segments(visible: Visible, B: int, T: int, S: int) -> list[Segment]:
     return found
 
 
+def check(visible: Visible, B: int, T: int, S: int) -> None:
+    """Raise what is wrong with the values of offsets and lengths. The compiler and vmap show none to look at."""
+    tensors = [tensor for tensor in visible[1:5] if tensor is not None]
+    traced = torch.compiler.is_compiling() or any(map(torch._C._functorch.is_batchedtensor, tensors))
+    if tensors and not traced:
+        segments(visible, B, T, S)
+
+
 def _band(visible: Visible, shift: int) -> tuple[int | None, int | None]:
     highs = [shift] if visible.causal_end else []
     if visible.causal_start:
@@ -356,6 +366,8 @@ def _checked_lengths(name: str, lengths: Tensor | None, limits: list[int]) -> li
     if lengths is None:
         return None
     values: list[int] = lengths.tolist()
+    if len(values) != len(limits):
+        raise ShapeError(f"Lengths: {name} has {len(values)} entries; expected {len(limits)}, one for each row")
     for row, (value, limit) in enumerate(zip(values, limits, strict=True)):
         if not 0 <= value <= limit:
             raise ValueError(f"Lengths: {name}[{row}] is {value}; expected 0 to {limit}, the tokens of that row")

@@ -78,6 +78,7 @@ class Call(NamedTuple):
 
 SIGNATURE = Signature(Call, "attention")
 _DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+_AUTOCAST = _DTYPES - {torch.float64}  # what torch's autocast converts
 
 
 def bind(
@@ -97,12 +98,12 @@ def bind(
 
     Under autocast q, k and v take its dtype, as torch's own attention does; otherwise they must share one.
     """
-    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
-        common = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(common), k.to(common), v.to(common)
     visible = lower(mask)
     tensors = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink, "dense": visible.dense}
     sizes = SIGNATURE.bind(tensors)
+    if not q.is_meta and torch.is_autocast_enabled(q.device.type):
+        common = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x.to(common) if x.dtype in _AUTOCAST else x for x in (q, k, v))
     if sizes["G"] == 0 or sizes["H"] % sizes["G"]:
         raise ShapeError(
             f"attention: k has {sizes['G']} heads but q has {sizes['H']}; "
@@ -118,7 +119,7 @@ def bind(
             raise ValueError(f"attention: softcap must be a positive finite number, got {softcap}")
     scale = sizes["K"] ** -0.5 if scale is None and sizes["K"] else _number("scale", 1.0 if scale is None else scale)
     seed = None
-    if dropout:
+    if dropout != 0:
         dropout = _number("dropout", dropout)
         if not 0 <= dropout < 1:
             raise ValueError(f"attention: dropout must be a probability in [0, 1), got {dropout}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foci.ops.masks import existing, materialize
+from foci.ops.masks import check, existing, materialize
 from foci.ops.softmax.call import Call
 from foci.ops.softmax.dropout import keep, positions
 
@@ -26,6 +26,7 @@ def equation(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     lse) v_s
     """
     B, T, S, H, G, _, _ = call.sizes
+    check(call.visible, B, T, S)
     q, k, v = (x.transpose(1, 2).to(dtype) for x in _without_padding(call))
     k, v = (x.repeat_interleave(H // G, dim=1) for x in (k, v))  # head h reads h // (H / G)
 
