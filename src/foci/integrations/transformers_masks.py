@@ -1,4 +1,4 @@
-"""The mask half of the pair that transformers looks up under the name `foci`: masks kept as structure, not as T x S tensors."""
+"""The mask half of the pair that transformers finds under the name `foci`: masks as structure, not as T x S tensors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from foci.ops.masks import Causal, Dense, Lengths, Mask, Window
 class ModelMask:
     """What a model carries from its mask creation to its attention: a foci mask and the [B, 1, T, S] it stands for.
 
-    `ndim`, `shape` and `contiguous` are what transformers asks of a prepared mask. `mask=None` hides nothing, which is said
-    outright: to an attention function a bare None would mean causal.
+    `ndim`, `shape` and `contiguous` are what transformers asks of a prepared mask. `mask=None` hides nothing, and says
+    so: a bare None would mean causal to an attention function.
     """
 
     mask: Mask | None
@@ -42,9 +42,9 @@ def make_mask(
 ) -> ModelMask | Tensor | None:
     """The function transformers calls once per forward and kind of layer; its signature is theirs.
 
-    `mask_function(b, h, i, j)` says whether query i + q_offset may see key j + kv_offset, `attention_mask` [B, S'] which keys
-    are no padding. Causal, bidirectional and sliding-window functions become foci masks. Any other (packed documents,
-    chunks, blocks, a user's own) is evaluated by transformers itself, so that it is right whatever it is.
+    `mask_function(b, h, i, j)` says whether query i + q_offset may see key j + kv_offset, and `attention_mask` [B, S']
+    which keys are real. Causal, bidirectional and sliding-window functions become foci masks. Any other (packed
+    documents, chunks, blocks, a user's own) is evaluated by transformers itself, so that it is right whatever it is.
     While torch.compile traces, the mask is what transformers' own `sdpa` would get: values may not be read there.
     """
     from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
@@ -53,30 +53,21 @@ def make_mask(
         return attention_mask
     mask_function = mask_function or causal_mask_function
     shape = (batch_size, 1, q_length, kv_length)
-    theirs = partial(
-        sdpa_mask,
-        *shape[::2],
-        kv_length,
-        q_offset,
-        kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-    )
+    place = (batch_size, q_length, kv_length, q_offset, kv_offset)
+    evaluated = partial(sdpa_mask, *place, mask_function=mask_function, attention_mask=attention_mask)
     if torch.compiler.is_compiling():
         # Their shortcut for an empty static cache is a None that means top-left; ours only ever means T == S.
         options["allow_is_causal_skip"] = options.get("allow_is_causal_skip", False) and q_length == kv_length
-        return theirs(**options)
+        return evaluated(**options)
     structure = _structure(mask_function, q_offset, kv_offset, shape, options.get("device"))
     if structure is None:
         options.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-        return ModelMask(Dense(theirs(**options)), shape)
+        return ModelMask(Dense(evaluated(**options)), shape)
     mask = structure[0]
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    if padding is not None:
-        padding = padding[:, kv_offset : kv_offset + kv_length]
-        if not padding.all():
-            keys = Dense(padding[:, None, None, :])
-            mask = keys if mask is None else mask & keys
+    if padding is not None and not (real := padding[:, kv_offset : kv_offset + kv_length]).all():
+        keys = Dense(real[:, None, None, :])
+        mask = keys if mask is None else mask & keys
     return ModelMask(mask, shape)
 
 
@@ -87,7 +78,7 @@ def _structure(
     shape: tuple[int, int, int, int],
     device: torch.device | str | None,
 ) -> tuple[Mask | None] | None:
-    """The foci mask of one of transformers' own mask functions, in a tuple since it may be None; None if not recognised."""
+    """The foci mask of one of transformers' own mask functions, in a tuple as it may be None; None when not known."""
     from transformers.masking_utils import bidirectional_mask_function
 
     B, _, T, S = shape
@@ -98,10 +89,8 @@ def _structure(
         return None
     ahead = q_offset - kv_offset  # key position of the first query
     if isinstance(ahead, Tensor):
-        if kv_offset != 0:
-            return None
-        # A static cache counts in a tensor; its unwritten tail is no key.
-        return (Lengths((ahead + T).to(device).reshape(1).expand(B)) & pattern,)
+        # A static cache counts in a tensor, from its first slot on; what it has not yet written is no key.
+        return (Lengths((ahead + T).to(device).reshape(1).expand(B)) & pattern,) if kv_offset == 0 else None
     if ahead == S - T:
         return (pattern,)
     if not 0 <= ahead <= S - T:
@@ -128,4 +117,4 @@ def _causal_pattern(mask_function: Callable[..., Tensor]) -> Mask | None:
 
 def _made_by(function: Callable[..., Any], sibling: Callable[..., Any]) -> bool:
     """Whether both closures come from one factory: then they share their code object."""
-    return getattr(function, "__code__", None) is sibling.__code__  # type: ignore[attr-defined]
+    return getattr(function, "__code__", None) is sibling.__code__

@@ -1,0 +1,303 @@
+"""foci inside transformers models: equal to eager, in this model only, and gone without a trace."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from foci.core.errors import ShapeError, Unsupported
+from foci.integrations import transformers as integration
+from foci.integrations.transformers import attend, find_sites, install
+from tests.integrations.transformers_models import (
+    DECODERS,
+    bert,
+    decoder,
+    drawn,
+    padding,
+    relative,
+    tokens,
+)
+
+BUDGET = 1e-5
+
+
+def logits_and_gradients(model: nn.Module, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of the real tokens only: what a padded query sees is nobody's business, and eager lets it see the future."""
+    model.zero_grad()
+    out = model(tokens(), attention_mask=real, use_cache=False)[0]
+    kept = out if real is None else out[real.bool()]
+    kept.square().mean().backward()
+    return kept.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("side", ["none", "right", "left"])
+@pytest.mark.parametrize("name", [*DECODERS, "bert"])
+def test_logits_and_gradients_equal_eager(name: str, side: str) -> None:
+    model = bert() if name == "bert" else decoder(name)
+    expected = logits_and_gradients(model, padding(side))
+    with install(model) as handle:
+        got = logits_and_gradients(model, padding(side))
+    assert len(handle.sites) == 2
+    assert not handle.skipped
+    assert max(relative(g, e) for g, e in zip(got, expected, strict=True)) < BUDGET
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_generation_equals_eager_token_for_token(name: str, cache: str) -> None:
+    model, real = decoder(name), padding("left")
+    options = {"max_new_tokens": 5, "do_sample": False, "cache_implementation": cache}
+    expected = model.generate(tokens(), attention_mask=real, **options)
+    with install(model):
+        assert torch.equal(model.generate(tokens(), attention_mask=real, **options), expected)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", DECODERS)
+@torch.no_grad()
+def test_several_tokens_after_a_cache_equal_eager(name: str, cache: str) -> None:
+    model, ids = decoder(name), tokens()
+
+    def run() -> Tensor:
+        past = transformers.DynamicCache(config=model.config)
+        if cache == "static":
+            past = transformers.StaticCache(config=model.config, max_cache_len=20)
+        return torch.cat([model(part, past_key_values=past).logits for part in ids.split([5, 4, 1, 2], dim=1)], 1)
+
+    expected = run()
+    with install(model):
+        assert relative(run(), expected) < BUDGET
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@torch.no_grad()
+def test_packed_documents_stay_apart(name: str) -> None:
+    model, ids = decoder(name), tokens(rows=1)
+    positions = torch.cat([torch.arange(5), torch.arange(4), torch.arange(3)])[None]
+    expected = model(ids, position_ids=positions, use_cache=False).logits
+    with install(model):
+        together = model(ids, position_ids=positions, use_cache=False).logits
+        apart = torch.cat([model(part, use_cache=False).logits for part in ids.split([5, 4, 3], dim=1)], 1)
+    assert relative(together, expected) < BUDGET
+    if name not in ("gpt_oss", "llama4"):
+        # GPT-OSS makes its masks without the position ids, so its documents see each other, in eager too;
+        # Llama 4 scales queries by their place in the batch.
+        assert relative(together, apart) < BUDGET
+
+
+@torch.no_grad()
+def test_cross_attention_and_a_decoder_bert_equal_eager() -> None:
+    model = bert(is_decoder=True, add_cross_attention=True)
+    inputs = {"encoder_hidden_states": torch.randn(3, 7, 32), "encoder_attention_mask": torch.ones(3, 7).tril(4)}
+    expected = model(tokens(), attention_mask=padding("right"), **inputs).last_hidden_state
+    with install(model) as handle:
+        got = model(tokens(), attention_mask=padding("right"), **inputs).last_hidden_state
+    assert len(handle.sites) == 4
+    real = padding("right").bool()
+    assert relative(got[real], expected[real]) < BUDGET
+
+
+@torch.no_grad()
+def test_position_bias_of_t5_equals_eager() -> None:
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    model = drawn(transformers.T5Model(transformers.T5Config(**sizes, attn_implementation="eager")))
+    inputs = {"input_ids": tokens(), "attention_mask": padding("right"), "decoder_input_ids": tokens(length=6)}
+    expected = model(**inputs).last_hidden_state
+    with install(model) as handle:
+        assert relative(model(**inputs).last_hidden_state, expected) < BUDGET
+    assert len(handle.sites) == 6
+
+
+def test_dropout_in_training_drops_and_keeps_the_mean() -> None:
+    module = nn.Module()
+    query, key, value = torch.randn(1, 2, 64, 8), torch.randn(1, 2, 64, 8), torch.ones(1, 2, 64, 8)
+    out, weights = attend(module, query, key, value, None, dropout=0.5, is_causal=False)
+    assert weights is None
+    assert out.std() > 0.05
+    assert abs(out.mean() - 1) < 0.1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma2"])
+def test_autocast_with_mixed_dtypes_is_defined(name: str, use_cache: bool) -> None:
+    """Rotary leaves q and k in float32 where v is bfloat16, unless a cache promotes v and hides it."""
+    model = decoder(name)
+    expected = model(tokens(), use_cache=False).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        eager = model(tokens(), use_cache=use_cache).logits
+        with install(model):
+            got = model(tokens(), use_cache=use_cache).logits
+    assert got.dtype == eager.dtype == torch.bfloat16
+    assert relative(got.float(), expected) < 1.5 * relative(eager.float(), expected)
+
+
+class TestOnlyThisModel:
+    def test_a_model_with_the_same_configuration_object_is_untouched(self) -> None:
+        config = DECODERS["llama"]()
+        config._attn_implementation = "eager"
+        first, second = (transformers.AutoModelForCausalLM.from_config(config) for _ in range(2))
+        assert first.config is second.config
+        with install(first):
+            assert second.config._attn_implementation == "eager"
+            assert first.config._attn_implementation == "foci"
+            assert first.config is first.model.config is first.model.layers[0].self_attn.config
+
+    def test_restore_is_exact_with_sub_configurations(self) -> None:
+        text, vision = bert().config.to_dict(), {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+        config = transformers.CLIPConfig(
+            text_config={**text, "num_hidden_layers": 1}, vision_config={**vision, "intermediate_size": 48}
+        )
+        config._attn_implementation = {"": "eager", "text_config": "sdpa", "vision_config": "eager"}
+        model = transformers.CLIPModel(config)
+        before = {name: getattr(module, "config", None) for name, module in model.named_modules()}
+        names = [config._attn_implementation for config in (config, config.text_config, config.vision_config)]
+        handle = install(model)
+        assert model.config.text_config is model.text_model.config
+        assert {model.config.text_config._attn_implementation, model.config._attn_implementation} == {"foci"}
+        handle.restore()
+        handle.restore()
+        assert all(getattr(module, "config", None) is before[name] for name, module in model.named_modules())
+        assert [c._attn_implementation for c in (config, config.text_config, config.vision_config)] == names
+        assert not [name for module in model.modules() for name in vars(module) if "foci" in name]
+
+    @torch.no_grad()
+    def test_after_restore_the_bits_are_those_of_before(self) -> None:
+        model = decoder("mistral", "sdpa")
+        before = model(tokens(), attention_mask=padding("left")).logits
+        install(model).restore()
+        assert torch.equal(model(tokens(), attention_mask=padding("left")).logits, before)
+
+
+class TestPlan:
+    @torch.no_grad()
+    @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+    @pytest.mark.parametrize("side", ["none", "right", "left"])
+    def test_a_site_runs_with_its_backend_and_the_others_as_before(
+        self, implementation: str, side: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, real = decoder("gemma2" if implementation == "eager" else "mistral", implementation), padding(side)
+        expected = model(tokens(), attention_mask=real, use_cache=False).logits
+        asked = []
+        attention = integration.attention
+        monkeypatch.setattr(
+            integration, "attention", lambda *a, **k: (asked.append(k["backend"]), attention(*a, **k))[1]
+        )
+        first, second = find_sites(model)[0]
+        with install(model, {first: None, second: "reference"}) as handle:
+            assert handle.sites == (second,)
+            assert handle.skipped == ((first, "left by the plan"),)
+            got = model(tokens(), attention_mask=real, use_cache=False).logits
+        assert asked == ["reference"]
+        kept = slice(None) if real is None else real.bool()
+        assert relative(got[kept], expected[kept]) < BUDGET
+
+    def test_unknown_site_backend_and_a_second_install_are_refused(self) -> None:
+        model = decoder("llama")
+        with pytest.raises(ValueError, match=r"plan names 'layers\.9'.*model\.layers\.0\.self_attn"):
+            install(model, {"layers.9": None})
+        with pytest.raises(ValueError, match="unknown backend 'cudnn9'"):
+            install(model, {"model.layers.0.self_attn": "cudnn9"})
+        with install(model), pytest.raises(ValueError, match="installed in this model already"):
+            install(model)
+        assert model.config._attn_implementation == "eager"
+
+
+class TestRefusals:
+    def test_a_model_without_the_interface_lists_why(self) -> None:
+        config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4)
+        with pytest.raises(Unsupported, match="BloomAttention does not ask transformers' interface"):
+            install(transformers.BloomModel(config))
+        with pytest.raises(Unsupported, match="no attention module"):
+            install(nn.Linear(2, 2))
+
+    def test_attention_weights_are_refused_at_installation_and_in_the_call(self) -> None:
+        model = decoder("llama")
+        with install(model), pytest.raises(Unsupported, match="output_attentions=True asks for the attention weights"):
+            model(tokens(), output_attentions=True)
+        model.config.output_attentions = True
+        with pytest.raises(Unsupported, match=r"config\.output_attentions is True"):
+            install(model)
+
+    @pytest.mark.parametrize("keyword", ["head_mask", "indices", "cache", "made_up"])
+    def test_a_keyword_that_may_change_the_result_is_refused(self, keyword: str) -> None:
+        q = torch.randn(1, 2, 4, 8)
+        with pytest.raises(Unsupported, match=f"{keyword}=.* may change the result"):
+            attend(nn.Module(), q, q, q, None, **{keyword: torch.ones(2)})
+        attend(nn.Module(), q, q, q, None, **{keyword: None})
+
+    def test_masks_that_say_too_little_are_refused(self) -> None:
+        q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 9, 8)
+        with pytest.raises(Unsupported, match="4 causal queries over 9 keys"):
+            attend(nn.Module(), q, k, k, None)
+        with pytest.raises(ShapeError, match=r"attention_mask has shape \[1, 9\]"):
+            attend(nn.Module(), q, k, k, torch.ones(1, 9))
+        with pytest.raises(ValueError, match=r"dtype torch\.int64"):
+            attend(nn.Module(), q, k, k, torch.ones(1, 1, 4, 9, dtype=torch.long))
+
+
+class TestAttend:
+    """The function alone, as a model that makes its masks elsewhere calls it."""
+
+    def test_no_mask_means_causal_where_the_module_is_causal(self) -> None:
+        q, k, v = torch.randn(3, 1, 2, 6, 8).unbind()
+        module = nn.Module()
+        causal = attend(module, q, k, v, None)[0]
+        later = v.clone()
+        later[:, :, 4:] = 7
+        assert torch.equal(attend(module, q, k, later, None)[0][:, :4], causal[:, :4])
+        module.is_causal = False
+        both = attend(module, q, k, v, None)[0]
+        assert not torch.allclose(both[:, :4], causal[:, :4])
+        assert torch.equal(attend(nn.Module(), q, k, v, None, is_causal=False)[0], both)
+        assert torch.equal(attend(module, q, k, v, None, is_causal=True)[0], causal)
+
+    def test_a_window_without_a_mask_and_documents_by_offsets(self) -> None:
+        q = torch.randn(1, 2, 6, 8)
+        near = torch.ones(6, 6, dtype=torch.bool).tril().triu(-2)
+        windowed = attend(nn.Module(), q, q, q, None, sliding_window=3)[0]
+        assert torch.allclose(windowed, attend(nn.Module(), q, q, q, near[None, None])[0], atol=1e-6)
+        offsets = torch.tensor([0, 2, 6])
+        packed = attend(nn.Module(), q, q, q, None, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=4)[0]
+        apart = [attend(nn.Module(), part, part, part, None)[0] for part in q.split([2, 4], dim=2)]
+        assert torch.allclose(packed, torch.cat(apart, 1), atol=1e-6)
+        with pytest.raises(ValueError, match="only come together"):
+            attend(nn.Module(), q, q, q, None, cu_seq_lens_q=offsets)
+
+    def test_boolean_and_additive_masks_mean_the_same(self) -> None:
+        q, seen = torch.randn(2, 4, 5, 8), torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+        seen[1, :, :, 0] = False
+        seen[1, :, 0, 0] = True
+        added = torch.zeros(2, 1, 5, 5).masked_fill(~seen, torch.finfo(torch.float32).min)
+        k = torch.randn(2, 2, 5, 8)
+        assert torch.allclose(attend(nn.Module(), q, k, k, seen)[0], attend(nn.Module(), q, k, k, added)[0], atol=1e-6)
+
+    def test_mixed_dtypes_follow_the_values(self) -> None:
+        q, v = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 8, dtype=torch.bfloat16)
+        assert attend(nn.Module(), q, q, v, None)[0].dtype == torch.bfloat16
+
+
+def test_a_copy_of_a_model_with_foci_keeps_it() -> None:
+    model = decoder("llama")
+    with install(model):
+        twin = copy.deepcopy(model)
+    assert twin.config._attn_implementation == "foci"
+    with torch.no_grad():
+        assert relative(twin(tokens()).logits, model(tokens()).logits) < BUDGET
+
+
+@torch.no_grad()
+def test_a_whole_model_and_its_layers_compile_without_a_break() -> None:
+    model, real = decoder("mistral"), padding("left")
+    expected = model(tokens(), attention_mask=real, use_cache=False).logits[real.bool()]
+    with install(model):
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert relative(compiled(tokens(), attention_mask=real, use_cache=False).logits[real.bool()], expected) < BUDGET
+        torch._dynamo.reset()
+        for layer in model.model.layers:
+            layer.compile(backend="eager", fullgraph=True)
+        assert relative(model(tokens(), attention_mask=real, use_cache=False).logits[real.bool()], expected) < BUDGET

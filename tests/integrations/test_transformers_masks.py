@@ -1,0 +1,74 @@
+"""The mask function: structure where transformers' own functions are given, their own evaluation elsewhere, never wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import masking_utils as theirs
+
+from foci.integrations.transformers_masks import ModelMask, make_mask
+from foci.ops.masks import Causal, Dense, Lengths, Mask
+
+CAUSAL, BOTH = theirs.causal_mask_function, theirs.bidirectional_mask_function
+WINDOW = theirs.sliding_window_causal_mask_function(4)
+CHUNKS = theirs.chunked_causal_mask_function(4, torch.tensor([0, 2]))
+PLACES = [(9, 9, 0, 0), (1, 9, 8, 0), (3, 9, 6, 0), (3, 9, 2, 0), (5, 12, 0, 0), (4, 7, 10, 7), (1, 5, 20, 16)]
+
+
+def kinds(mask: Mask | None) -> set[type]:
+    return set() if mask is None else {type(part) for part in getattr(mask, "parts", (mask,))}
+
+
+def padded(kv_length: int, kv_offset: int) -> dict[str, Tensor | None]:
+    real = torch.ones(2, kv_offset + kv_length, dtype=torch.bool)
+    right, left, short = real.clone(), real.clone(), real[:, : kv_offset + kv_length - 1].clone()
+    right[1, -2:], left[1, : kv_offset + 1] = False, False
+    return {"none": None, "all real": real, "right": right, "left": left, "shorter than the cache": short}
+
+
+@pytest.mark.parametrize("padding", padded(9, 0))
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("function", [CAUSAL, BOTH, WINDOW, CHUNKS], ids=["causal", "both", "window", "chunks"])
+@pytest.mark.parametrize("counted_in", [int, torch.tensor])
+def test_a_mask_shows_what_transformers_own_mask_shows(
+    function: Callable, place: tuple[int, ...], padding: str, counted_in: Callable
+) -> None:
+    T, S, q_offset, kv_offset = place
+    real = padded(S, kv_offset)[padding]
+    given = (2, T, S, counted_in(q_offset), kv_offset, function, real)
+    expected = theirs.sdpa_mask(*given[:5], mask_function=function, attention_mask=real, allow_is_causal_skip=False)
+    made = make_mask(*given, allow_is_causal_skip=True, allow_is_bidirectional_skip=True, device="cpu")
+    assert made.shape == expected.shape
+    assert made.ndim == 4
+    assert made.contiguous() is made
+    seen = torch.ones(T, S, dtype=torch.bool) if made.mask is None else made.mask.materialize(T, S)
+    # A cache's unwritten slots are hidden by length; transformers hides them by causality.
+    assert torch.equal(seen.expand(2, 1, T, S), expected)
+    if function is not CHUNKS and kv_offset == 0 and 0 <= q_offset <= S - T:
+        assert all(part.allowed.shape[2] == 1 for part in getattr(made.mask, "parts", ()) if isinstance(part, Dense))
+
+
+def test_the_usual_masks_stay_structure() -> None:
+    assert make_mask(2, 9, 9, mask_function=CAUSAL).mask == Causal()
+    assert make_mask(2, 9, 9, mask_function=BOTH).mask is None
+    assert kinds(make_mask(2, 3, 9, 2, mask_function=CAUSAL, device="cpu").mask) == {Causal, Lengths}
+    assert kinds(make_mask(2, 3, 9, torch.tensor(2), mask_function=CAUSAL, device="cpu").mask) == {Causal, Lengths}
+    assert kinds(make_mask(2, 9, 9, mask_function=CHUNKS, device="cpu").mask) == {Dense}
+
+
+def test_a_prepared_mask_goes_through() -> None:
+    prepared = make_mask(2, 9, 9, mask_function=CAUSAL)
+    assert make_mask(2, 9, 9, attention_mask=prepared) is prepared
+    assert isinstance(prepared, ModelMask)
+
+
+def test_a_function_of_the_users_own_is_evaluated() -> None:
+    def own(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key + query + row) % 2 == 0
+
+    mask = make_mask(2, 4, 6, mask_function=theirs.and_masks(own, CAUSAL), use_vmap=True, device="cpu").mask
+    row, query, key = torch.meshgrid(torch.arange(2), torch.arange(4), torch.arange(6), indexing="ij")
+    assert torch.equal(mask.allowed[:, 0], ((key + query + row) % 2 == 0) & (key <= query))
