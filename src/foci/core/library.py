@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from foci.core.errors import Unsupported
 from foci.core.spec import Backend, Outputs, Spec
@@ -53,6 +54,12 @@ def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
         # With nothing to differentiate the op is called directly: the Function costs 15 us, as much as a tiny
         # attention.
         if _transformed() or _wants_gradient(call):
+            if _has_tangent(call):
+                raise Unsupported(
+                    f"{spec.name}: backend {backend.name!r} has no forward-mode derivative (jvp)",
+                    ["its forward is an opaque op"],
+                    "use backend='reference' for forward mode",
+                )
             result: Outputs = function.apply(*call)
             return result
         direct: Outputs = forward_op(*call)
@@ -72,7 +79,13 @@ def _wants_gradient(call: Any) -> bool:
 
 def _transformed() -> bool:
     """Under vmap, torch.func.grad or forward-mode: a bare op would lose tangents without a word."""
-    return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
+def _has_tangent(call: Any) -> bool:
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None for value in call)
 
 
 def _define(spec: Spec, backend: Backend) -> tuple[Any, Any]:
@@ -182,10 +195,13 @@ def _function(spec: Spec, backend: Backend, forward_op: Any, backward_op: Any) -
 
 def _one_by_one(apply: Callable[..., Any], info: Any, in_dims: Any, values: Any) -> Any:
     """vmap by a loop over the mapped dimension: right for every mask, which folding it into the batch would not be."""
-    runs = [
-        apply(*(v if d is None else v.select(d, place) for v, d in zip(values, in_dims, strict=True)))
-        for place in range(info.batch_size)
-    ]
+
+    def one(place: int) -> Any:
+        # A list (`needs`) comes with a list of in_dims; only tensors are mapped.
+        pairs = zip(values, in_dims, strict=True)
+        return apply(*(v.select(d, place) if isinstance(v, Tensor) and d is not None else v for v, d in pairs))
+
+    runs = [one(place) for place in range(info.batch_size)]
     stacked = tuple(None if run[0] is None else torch.stack(run) for run in zip(*runs, strict=True))
     return stacked, tuple(None if value is None else 0 for value in stacked)
 
