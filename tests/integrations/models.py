@@ -179,14 +179,14 @@ BUILDERS: dict[str, Callable[[], Small]] = {
 
 
 def build(name: str, seed: int = 0) -> Small:
-    """A seeded small model in evaluation mode, with weights large enough that attention is far from uniform."""
+    """A seeded small model in evaluation mode, with weights large enough that attention is not uniform."""
     torch.manual_seed(seed)
     small = BUILDERS[name]()
     small.model.eval()
     with torch.no_grad():
         for parameter in small.model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, 1.5 / parameter[0].numel() ** 0.5)
+                parameter.normal_(0, 1.0 / parameter[0].numel() ** 0.5)
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return small

@@ -6,6 +6,7 @@ and the joining of text and image stay the model's own code.
 
 from __future__ import annotations
 
+import copyreg
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -107,7 +108,7 @@ def attention_sites(model: Any) -> Iterator[tuple[str, nn.Module, nn.Module | No
     for prefix, component in _components(model):
         modules = dict(component.named_modules())
         for name, module in modules.items():
-            if getattr(module, "processor", None) is not None:
+            if _has_processor(module):
                 yield _site_name(prefix, name), module, modules.get(name.rpartition(".")[0]) if name else None
 
 
@@ -141,7 +142,7 @@ class _Router:
     def _function(self, processor: FunctionType, backend: str | None) -> tuple[Any, int, str]:
         rerouter = self.rerouter(backend)
         if not (reach := rerouter.reach(processor)):
-            return None, 0, _own_arithmetic(processor.__name__)
+            return None, 0, _no_call(processor.__name__)
         try:
             routed = rerouter.function(processor)
         except CannotReroute as error:
@@ -152,19 +153,18 @@ class _Router:
     def _class(self, cls: type, backend: str | None, lacks_call: bool) -> tuple[type | None, int, str]:
         if (cls, backend) not in self.classes:
             reason, made = "", None
+            extra = {"_foci_routes": cls, "__reduce_ex__": _reduce_as_original}
+            extra |= {"__call__": _call_forward(cls)} if lacks_call else {}
             try:
                 if any(vars(one).get("__slots__") for one in cls.__mro__) or not cls.__dictoffset__:
                     raise CannotReroute(f"{cls.__name__} keeps its state in __slots__, which two objects cannot share")
-                made = self.rerouter(backend).subclass(cls)
+                made = self.rerouter(backend).subclass(cls, extra)
             except CannotReroute as error:
                 reason = str(error)
-            extra = {"_foci_routes": cls, "__reduce_ex__": _reduce_as_original}
-            extra |= {"__call__": _call_forward(cls)} if lacks_call else {}
             if made is not None:
-                routed, calls = made
-                self.classes[cls, backend] = derive(cls, (routed,), extra), calls, ""
+                self.classes[cls, backend] = (*made, "")
             else:
-                reason = reason or _own_arithmetic(cls.__name__)
+                reason = reason or _no_call(cls.__name__)
                 # Diffusers needs the __call__ even where nothing can be routed.
                 self.classes[cls, backend] = derive(cls, (cls,), extra) if lacks_call else None, 0, reason
         return self.classes[cls, backend]
@@ -221,8 +221,11 @@ def _users_choice(processor: Any) -> str:
     return ""
 
 
-def _own_arithmetic(kind: str) -> str:
-    return f"{kind} calls neither scaled_dot_product_attention nor dispatch_attention_fn: it does its own arithmetic"
+def _no_call(kind: str) -> str:
+    return (
+        f"no call of scaled_dot_product_attention or dispatch_attention_fn in the code of {kind}: "
+        "it computes attention by itself, or through another object"
+    )
 
 
 def _twin(processor: Any, cls: type) -> Any:
@@ -234,7 +237,10 @@ def _twin(processor: Any, cls: type) -> Any:
 
 def _reduce_as_original(self: Any, protocol: Any) -> Any:
     # A copy or a pickle of the model belongs to nobody's handle: it holds the processor as it was.
-    return _twin(self, type(self)._foci_routes).__reduce_ex__(protocol)
+    make, arguments, *rest = _twin(self, type(self)._foci_routes).__reduce_ex__(protocol)
+    if make is copyreg.__newobj__:  # type: ignore[attr-defined]
+        make = arguments[0].__new__  # pickle takes the other only for the class of the object itself
+    return make, arguments, *rest
 
 
 def _call_forward(cls: type) -> Callable[..., Any]:
@@ -264,6 +270,10 @@ def _components(model: Any) -> Iterator[tuple[str, nn.Module]]:
             yield name, component
 
 
+def _has_processor(module: nn.Module) -> bool:
+    return getattr(module, "processor", None) is not None
+
+
 def _site_name(prefix: str, name: str) -> str:
     # A compiled model holds the model it was made from as `_orig_mod`; the plan of one is the plan of the other.
     parts = [part for part in (prefix, *name.split(".")) if part and part != "_orig_mod"]
@@ -290,19 +300,18 @@ def _some(names: list[str]) -> str:
 def _without_processor(model: Any, router: _Router) -> Iterator[tuple[str, str]]:
     """Attention that no processor holds, so that the list of what was skipped is whole."""
     for prefix, component in _components(model):
-        sited = False
-        for name, module in component.named_modules():
+        modules = dict(component.named_modules())
+        holders = [module for module in modules.values() if _has_processor(module)]
+        sited = {id(part) for module in holders for part in (module, module.processor)}
+        loose = False
+        for name, module in modules.items():
             forward = getattr(type(module), "forward", None)
-            if getattr(module, "processor", None) is not None:
-                sited = True
-            elif isinstance(forward, FunctionType) and router.rerouter(None).reach(forward):
-                sited = True
-                yield (
-                    _site_name(prefix, name),
-                    f"{type(module).__name__} calls attention in its own forward, without a processor",
-                )
-        if prefix and not sited:
+            if id(module) not in sited and isinstance(forward, FunctionType) and router.rerouter(None).reach(forward):
+                loose = True
+                kind = type(module).__name__
+                yield _site_name(prefix, name), f"{kind} calls attention in its own forward, without a processor"
+        if prefix and not sited and not loose:
             yield (
                 prefix,
-                "no attention processor in it (foci.integrations.transformers is the door for transformers' models)",
+                "no attention processor in it (a transformers model goes through foci.integrations.transformers)",
             )

@@ -28,7 +28,6 @@ class ProcessorError(TypeError):
 class CallSite(NamedTuple):
     """How a block calls its attention: the keywords it passes, and into how many names it unpacks what comes back."""
 
-    positional: int
     keywords: tuple[str, ...]
     unpacks: int
 
@@ -66,7 +65,7 @@ def check(processor: Any, name: str, site: nn.Module, parent: nn.Module | None) 
             f"{kind}: {name} calls it, but it has neither __call__ nor forward. "
             "Add __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None)."
         )
-    for call in call_sites(parent, name.rpartition(".")[2]) or [CallSite(1, (), 1)]:
+    for call in call_sites(parent, name.rpartition(".")[2]) or [CallSite((), 1)]:
         _check_delivery(kind, processor, method, name, site, call)
         arities = return_arities(method)
         if call.unpacks > 1 and arities and max(arities) < call.unpacks:
@@ -86,7 +85,7 @@ def call_sites(parent: nn.Module | None, attribute: str) -> list[CallSite]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{attribute}":
             keywords = tuple(k.arg for k in node.keywords if k.arg is not None)
-            found.append(CallSite(len(node.args), keywords, _unpacked(tree, node)))
+            found.append(CallSite(keywords, _unpacked(tree, node)))
     return found
 
 
@@ -156,10 +155,12 @@ def _deliver(
     standin.__dict__.update(site.__dict__)
     standin.__dict__["_modules"] = {name: module for name, module in site._modules.items() if name != "processor"}
     standin.__dict__["processor"] = probe
-    names = [parameter for parameter in inspect.signature(type(site).forward).parameters if parameter != "self"]
-    positional = [_Given(name) for name in names[: call.positional]]
+    named = [
+        p.name for p in inspect.signature(type(site).forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+    given = {name: _Given(name) for name in dict.fromkeys((*named[1:], *call.keywords))}
     try:
-        type(site).forward(standin, *positional, **{name: _Given(name) for name in call.keywords})
+        type(site).forward(standin, **given)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         # A site that computes before it calls its processor needs tensors: without running, nothing can be said.
         return received[0] if received else None

@@ -85,11 +85,11 @@ class Rerouter:
                 scope[name] = instead.get(name, value)
         return copy
 
-    def subclass(self, cls: type) -> tuple[type, int] | None:
+    def subclass(self, cls: type, extra: Mapping[str, Any]) -> tuple[type, int] | None:
         """A subclass of `cls` whose methods call elsewhere, and how many calls that are; None when there are none.
 
         A parent's method goes into a class of its own just before that parent in the resolution order, where `super()`
-        finds it.
+        finds it. `extra` joins the namespace of the subclass.
         """
         found: frozenset[FunctionType] = frozenset()
         layers: list[tuple[type, dict[str, Any]]] = []
@@ -110,7 +110,7 @@ class Rerouter:
         if not found:
             return None
         parents = tuple(derive(one, (one,), methods) for one, methods in layers[1:] if methods)
-        return derive(cls, (cls, *parents), layers[0][1]), self.calls(found)
+        return derive(cls, (cls, *parents), {**layers[0][1], **extra}), self.calls(found)
 
     def _instead(self, function: FunctionType, names: Mapping[str, Any]) -> dict[str, Any]:
         """What the names of a function mean in its copy, where that is something else."""
