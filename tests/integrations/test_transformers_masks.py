@@ -1,4 +1,4 @@
-"""The mask function: structure where transformers' own functions are given, their own evaluation elsewhere, never wrong."""
+"""The mask function: structure for transformers' own functions, their own evaluation for others, never wrong."""
 
 from __future__ import annotations
 
