@@ -1,0 +1,227 @@
+"""Masks: materialize against a naive oracle, segments against materialize, composition, and every bad value."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foci import Causal, Dense, Lengths, Mask, Packed, ShapeError, Window
+from foci.ops.masks import NOTHING_HIDDEN, existing, live_keys, lower, materialize, segments
+from tests.ops.oracle import joined, mask_parts, visible
+
+
+def integers(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def from_segments(mask: Mask, B: int, T: int, S: int) -> Tensor:
+    """The mask without its Dense part, painted segment by segment: [B, T, S]."""
+    painted = torch.zeros(B, T, S, dtype=torch.bool)
+    for segment in segments(lower(mask), B, T, S):
+        i = torch.arange(segment.q_stop - segment.q_start)[:, None]
+        j = torch.arange(segment.k_stop - segment.k_start)[None]
+        open_ = torch.ones(len(i), j.shape[1], dtype=torch.bool)
+        if segment.low is not None:
+            open_ &= j >= i + segment.low
+        if segment.high is not None:
+            open_ &= j <= i + segment.high
+        here = painted[segment.rows, segment.q_start : segment.q_stop, segment.k_start : segment.k_stop]
+        assert not here.any(), "two segments meet"
+        here |= open_
+    return painted
+
+
+def dense_free(parts: tuple[Mask, ...]) -> tuple[Mask, ...]:
+    return tuple(part for part in parts if not isinstance(part, Dense))
+
+
+NAMED = {
+    "causal": ((Causal(),), 1),
+    "causal top-left": ((Causal("top-left"),), 1),
+    "both alignments": ((Causal(), Causal("top-left")), 1),
+    "window": ((Window(2, 1),), 1),
+    "window, left only": ((Window(2, None),), 1),
+    "window, right only": ((Window(None, 0),), 1),
+    "causal window": ((Causal(), Window(3, None)), 1),
+    "packed": ((Packed(integers(0, 2, 2, 5)),), 1),
+    "packed, causal": ((Packed(integers(0, 2, 2, 5)), Causal()), 1),
+    "packed, both offsets, an empty document on either side, a tail": (
+        (Packed(integers(0, 2, 2, 4, 4), integers(0, 1, 3, 3, 4)), Causal()),
+        1,
+    ),
+    "packed, no document": ((Packed(integers(0)),), 1),
+    "packed window": ((Packed(integers(0, 3, 5)), Window(1, 1)), 1),
+    "lengths": ((Lengths(integers(5, 2, 0)),), 3),
+    "lengths, causal": ((Lengths(integers(5, 2, 0)), Causal()), 3),
+    "lengths, top-left": ((Lengths(integers(5, 2, 0)), Causal("top-left")), 3),
+    "lengths, window": ((Lengths(integers(5, 2, 0)), Window(1, 0)), 3),
+    "padded queries": ((Lengths(integers(5, 2, 3), integers(4, 2, 0)),), 3),
+    "padded queries, causal": ((Lengths(integers(5, 2, 3), integers(1, 4, 3)), Causal()), 3),
+    "packed with lengths": ((Packed(integers(0, 2, 5)), Lengths(integers(1, 3)), Causal()), 1),
+    "packed with both lengths": ((Packed(integers(0, 2, 5)), Lengths(integers(1, 3), integers(2, 1)), Causal()), 1),
+}
+
+
+@pytest.mark.parametrize(("T", "S"), [(5, 5), (5, 9), (9, 5)])
+@pytest.mark.parametrize("name", NAMED)
+def test_materialize_is_the_docstring(name: str, T: int, S: int) -> None:
+    parts, B = NAMED[name]
+    mask = joined(parts)
+    assert mask is not None
+    found = mask.materialize(T, S)
+    assert found.dtype == torch.bool
+    assert torch.equal(found.expand(B, 2, T, S), visible(parts, B, 2, T, S))
+    assert torch.equal(from_segments(mask, B, T, S), visible(parts, B, 1, T, S)[:, 0])
+
+
+@pytest.mark.parametrize(("T", "S", "length"), [(3, 8, 8), (3, 8, 5), (3, 8, 2), (8, 8, 5), (8, 3, 2), (8, 3, 3)])
+def test_lengths_put_the_last_query_at_the_last_key(T: int, S: int, length: int) -> None:
+    """Query i of a row stands at key i + max(n - T, min(S - T, 0))."""
+    seen = (Lengths(integers(length)) & Causal()).materialize(T, S)[0, 0]
+    for i in range(T):
+        last = i + max(length - T, min(S - T, 0))
+        assert seen[i].nonzero()[:, 0].tolist() == list(range(min(last + 1, length)))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.data())
+def test_random_masks_are_the_docstring(data: st.DataObject) -> None:
+    B, T, S = data.draw(st.tuples(st.integers(1, 2), st.integers(0, 6), st.integers(0, 6)))
+    parts = data.draw(mask_parts(B, 2, T, S))
+    mask = joined(parts)
+    if mask is None:
+        return
+    assert torch.equal(mask.materialize(T, S).expand(B, 2, T, S), visible(parts, B, 2, T, S))
+    assert torch.equal(from_segments(mask, B, T, S), visible(dense_free(parts), B, 1, T, S)[:, 0])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_live_keys_hold_what_any_of_the_queries_sees(data: st.DataObject) -> None:
+    B, T, S = data.draw(st.tuples(st.integers(1, 2), st.integers(1, 6), st.integers(1, 6)))
+    mask = joined(dense_free(data.draw(mask_parts(B, 1, T, S))))
+    for segment in segments(lower(mask), B, T, S):
+        painted = from_segments(mask or Window(None, None), B, T, S)[segment.rows]
+        for start in range(segment.q_stop - segment.q_start):
+            stop = min(start + 2, segment.q_stop - segment.q_start)
+            first, last = live_keys(segment, start, stop)
+            rows = painted[:, segment.q_start + start : segment.q_start + stop, segment.k_start : segment.k_stop]
+            seen = rows.any(1).any(0).nonzero()[:, 0].tolist()
+            assert set(seen) <= set(range(first, last))
+            if segment.low is None and segment.high is not None:
+                assert seen == list(range(first, last))
+
+
+def test_existing_is_what_packed_and_lengths_include() -> None:
+    assert existing(NOTHING_HIDDEN, 5, 5, torch.device("cpu")) is None
+    assert existing(lower(Causal() & Window(1, 1)), 5, 5, torch.device("cpu")) is None
+    for parts, B in NAMED.values():
+        kept = tuple(part for part in parts if isinstance(part, Packed | Lengths))
+        if not kept:
+            continue
+        found = existing(lower(joined(parts)), 5, 5, torch.device("cpu"))
+        assert found is not None
+        queries, keys = (flags.expand(B, -1) for flags in found)
+        seen = visible(kept, B, 1, 5, 5)[:, 0]
+        # What sees or is seen exists; with q_lengths, nothing else does.
+        assert not (seen & ~(queries[:, :, None] & keys[:, None])).any()
+
+
+def test_composition_keeps_one_of_each_kind() -> None:
+    assert Causal() & Causal() == Causal()
+    assert Window(3, None) & Window(5, 2) == Window(3, 2)
+    assert lower(Causal() & Window(1, 2) & Causal("top-left"))[5:] == (True, True, 1, 2)
+    first, second = torch.rand(5, 5) < 0.5, torch.rand(2, 1, 5, 5) < 0.5
+    both = Dense(first) & Dense(second)
+    assert isinstance(both, Dense)
+    assert torch.equal(both.allowed, first & second)
+    left = (Causal() & Window(3, None)) & (Dense(first) & Window(1, 1))
+    right = Dense(first) & Window(1, None) & Window(None, 1) & Causal()
+    assert torch.equal(left.materialize(5, 5), right.materialize(5, 5))
+
+
+def test_no_mask_hides_nothing() -> None:
+    assert lower(None) == NOTHING_HIDDEN
+    assert materialize(NOTHING_HIDDEN, 2, 3).all()
+    assert Window(None, None).materialize(2, 3).all()
+
+
+def test_masks_know_no_tensor_equality() -> None:
+    """A frozen dataclass with tensors in it would raise when compared; these compare by identity."""
+    mask = Packed(integers(0, 5))
+    assert mask == mask and mask != Packed(integers(0, 5))
+    assert hash(mask) == hash(mask)
+
+
+BAD = {
+    "Causal: align must be 'bottom-right' or 'top-left', got 'right'": lambda: Causal("right"),
+    "Window: left must be a non-negative int or None, got -1": lambda: Window(-1, 0),
+    "Window: right must be a non-negative int or None, got 1.5": lambda: Window(0, 1.5),
+    "Window: left must be a non-negative int or None, got True": lambda: Window(True, 0),
+    "Packed: q_offsets must be a one-dimensional int32 or int64 tensor, got torch.float32 [2]": lambda: Packed(
+        torch.tensor([0.0, 5.0])
+    ),
+    "Packed: q_offsets must be a one-dimensional int32 or int64 tensor, got [0, 5]": lambda: Packed([0, 5]),
+    "Packed: kv_offsets must be a one-dimensional int32 or int64 tensor, got torch.int32 [1, 2]": lambda: Packed(
+        integers(0, 5), integers(0, 5)[None]
+    ),
+    "Packed: kv_offsets has 3 entries, q_offsets has 2": lambda: Packed(integers(0, 5), integers(0, 2, 5)),
+    "Packed: q_offsets is empty": lambda: Packed(integers()),
+    "Lengths: kv_lengths must be a one-dimensional int32 or int64 tensor, got 5": lambda: Lengths(5),
+    "Lengths: kv_lengths must be a one-dimensional int32 or int64 tensor, got None": lambda: Lengths(None),
+    "Lengths: q_lengths has 2 rows, kv_lengths has 1": lambda: Lengths(integers(5), integers(5, 5)),
+    "Dense: allowed must be a boolean tensor, got torch.float32; an additive mask is `bias=`": lambda: Dense(
+        torch.zeros(5, 5)
+    ),
+    "Dense: allowed must be a boolean tensor, got list": lambda: Dense([[True]]),
+    "Dense: allowed has 5 dimensions; expected at most 4": lambda: Dense(torch.ones(1, 1, 1, 5, 5).bool()),
+    "mask: two Packed masks cannot be combined": lambda: Packed(integers(0, 5)) & Packed(integers(0, 5)),
+    "mask: two Lengths masks cannot be combined": lambda: Lengths(integers(5)) & Causal() & Lengths(integers(5)),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_masks_are_refused_when_made(message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        BAD[message]()
+
+
+BAD_VALUES = {
+    "Packed: q_offsets must start at 0, got 1": Packed(integers(1, 5)),
+    "Packed: q_offsets must never decrease, got 3 then 2 at entry 2": Packed(integers(0, 3, 2, 5)),
+    "Packed: kv_offsets must never decrease, got 4 then 1 at entry 2": Packed(integers(0, 1, 5), integers(0, 4, 1)),
+    "Packed: q_offsets ends at 6, past the 5 tokens there are (T=5)": Packed(integers(0, 6)),
+    "Packed: kv_offsets ends at 6, past the 5 tokens there are (S=5)": Packed(integers(0, 5), integers(0, 6)),
+    "Lengths: kv_lengths[1] is 6; expected 0 to 5": Lengths(integers(5, 6)),
+    "Lengths: kv_lengths[0] is -1; expected 0 to 5": Lengths(integers(-1, 5)),
+    "Lengths: q_lengths[0] is 9; expected 0 to 5": Lengths(integers(5, 5), integers(9, 5)),
+    "Lengths: kv_lengths[1] is 4; expected 0 to 3": Packed(integers(0, 2, 5)) & Lengths(integers(2, 4)),
+    "Lengths: kv_lengths has 2 entries; expected 1": Packed(integers(0, 5)) & Lengths(integers(2, 4)),
+}
+
+
+@pytest.mark.parametrize("message", BAD_VALUES)
+def test_bad_values_are_refused_when_the_sizes_are_known(message: str) -> None:
+    mask = BAD_VALUES[message]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        segments(lower(mask), 2, 5, 5)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mask.materialize(5, 5)
+
+
+def test_sizes_that_disagree_are_shape_errors() -> None:
+    with pytest.raises(ShapeError):
+        Lengths(integers(5), integers(5, 5))
+
+
+@pytest.mark.parametrize("other", [None, True, torch.ones(5, 5).bool(), "causal", Causal])
+def test_only_masks_combine(other: object) -> None:
+    with pytest.raises(TypeError, match="expected another mask"):
+        Causal() & other  # type: ignore[operator]
+    with pytest.raises(TypeError, match="expected Causal, Window, Packed, Lengths or Dense"):
+        lower(other) if other is not None else lower("causal")  # type: ignore[arg-type]
