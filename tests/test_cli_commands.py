@@ -86,6 +86,11 @@ def test_explain_tells_a_bias_that_is_trained_from_one_that_is_not(capsys) -> No
     assert any("gradient" in reason for reason in trained["refused"]["aten"])
 
 
+def test_explain_passes_dropout(capsys) -> None:
+    out = json.loads(run(capsys, "explain softmax --shape T8,H4,K16 --with sink,dropout --json")[1])
+    assert any("dropout" in reason for reason in out["refused"]["aten"])
+
+
 def test_explain_takes_no_memory_for_its_tensors(capsys) -> None:
     assert run(capsys, "explain softmax --shape B64,T1000000,H64,K128 --with bias")[0] == 0
 
@@ -99,10 +104,9 @@ def test_explain_takes_no_memory_for_its_tensors(capsys) -> None:
         ("softmax --shape four", "--shape must be letters with sizes, like B1,T4096,H32,G8,K128; got 'four'"),
         ("softmax --shape T4,H6,G4,K8", "k has 4 heads but q has 6; q heads must be a multiple of k heads"),
         ("softmax --shape T4,H6,K8 --softcap -3", "softcap must be a positive finite number, got -3.0"),
-        ("softmax --shape T4,H6,K8 --dropout 2", "dropout must be a probability in [0, 1), got 2.0"),
         ("softmax --shape T4,H6,K8 --dtype int8", "--dtype must be one of float64, float32, bfloat16, float16"),
         ("softmax --shape T4,H6,K8 --device tpu", "--device must be cpu or cuda, got 'tpu'"),
-        ("softmax --shape T4,H6,K8 --with bia", "softmax has no optional tensor 'bia'; it has bias, sink"),
+        ("softmax --shape T4,H6,K8 --with bia", "softmax has no optional 'bia'; it has bias, sink, dropout"),
         ("softmax --shape T4,H6,K8 --mask windy", "--mask: unknown mask 'windy'; expected one of causal, window"),
         ("softmax --shape T4,H6,K8 --mask window:3", "--mask window: expected 2 whole numbers separated by commas"),
         ("softmax --shape T4,H6,K8 --mask packed:0,x", "--mask packed: expected whole numbers separated by commas"),

@@ -90,8 +90,7 @@ def explain(
         str, typer.Option(help="causal, causal:top-left, window:L,R, dense, packed:0,9,20, lengths:7; & joins")
     ] = "",
     softcap: Annotated[float | None, typer.Option(help="Cap of the logits.")] = None,
-    dropout: Annotated[float, typer.Option(help="Probability of dropping.")] = 0.0,
-    give: Annotated[str, typer.Option("--with", help="Optional tensors to pass: bias, sink or bias,sink.")] = "",
+    give: Annotated[str, typer.Option("--with", help="Optional parts, joined with commas: bias, sink, dropout.")] = "",
     lse: Annotated[bool, typer.Option("--lse", help="Ask for the log-sum-exp too.")] = False,
     grad: Annotated[bool, typer.Option("--grad", help="Every floating tensor needs its gradient.")] = False,
     dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
@@ -101,8 +100,11 @@ def explain(
     """Which backend would run a call of this shape on this machine, and every other backend's reasons."""
     spec = operator(name)
     sizes = _sizes(shape)
-    tensors = _tensors(spec, sizes, give, dtype, _device(device), grad)
-    options = {"mask": _mask(mask, sizes, _device(device)), "softcap": softcap, "dropout": dropout or None}
+    parts = [part.strip() for part in give.split(",") if part.strip()]
+    tensors = _tensors(spec, sizes, [part for part in parts if part != "dropout"], dtype, _device(device), grad)
+    options: dict[str, Any] = {"mask": _mask(mask, sizes, _device(device)), "softcap": softcap}
+    if "dropout" in parts:
+        options["dropout"] = 0.1
     assert spec.bind is not None
     assert spec.outputs is not None
     call = spec.bind(**tensors, **{option: value for option, value in options.items() if value is not None})
@@ -141,7 +143,7 @@ def _sizes(text: str) -> dict[str, int]:
 
 
 def _tensors(
-    spec: Spec, sizes: dict[str, int], give: str, dtype: str, device: torch.device, grad: bool
+    spec: Spec, sizes: dict[str, int], asked: list[str], dtype: str, device: torch.device, grad: bool
 ) -> dict[str, Tensor]:
     """The operator's tensors in these sizes, without their memory: required ones and the optional ones asked for."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -152,9 +154,8 @@ def _tensors(
     hints = get_type_hints(spec.bind)
     required = [p.name for p in inspect.signature(spec.bind).parameters.values() if p.kind is not p.KEYWORD_ONLY]
     optional = {name: hint for name, hint in hints.items() if name in spec.differentiable and name not in required}
-    asked = [part.strip() for part in give.split(",") if part.strip()]
     if unknown := [name for name in asked if name not in optional]:
-        raise ValueError(f"--with: {spec.name} has no optional tensor {unknown[0]!r}; it has {', '.join(optional)}")
+        raise ValueError(f"--with: {spec.name} has no optional {unknown[0]!r}; it has {', '.join(optional)}, dropout")
     tensors = {}
     with FakeTensorMode():
         for name in (*required, *asked):

@@ -90,14 +90,11 @@ class House:
 
     @cached_property
     def files(self) -> list[Path]:
-        """What git tracks or would track; everything, where there is no git."""
+        """What git tracks or would track; everything, in a planted tree."""
+        if not (self.root / ".git").exists():
+            return sorted(path for path in self.root.rglob("*") if path.is_file())
         command = ["git", "-C", str(self.root), "ls-files", "--cached", "--others", "--exclude-standard"]
-        listed = (
-            subprocess.run(command, capture_output=True, text=True, check=False)
-            if (self.root / ".git").exists()
-            else None
-        )
-        names = listed.stdout.splitlines() if listed else [str(p.relative_to(self.root)) for p in self.root.rglob("*")]
+        names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
         return sorted(path for name in names if (path := self.root / name).is_file())
 
     @cached_property
