@@ -125,7 +125,7 @@ SWITCHES = re.compile(
 
 # Files that may, with the reason; each puts back exactly what it found, or owns the process.
 PUT_BACK = {
-    "src/foci/check/memory.py": "torch's own poison for unwritten memory is such a switch; restored when the check ends",
+    "src/foci/check/memory.py": "torch's own poison for unwritten memory is such a switch; put back afterwards",
     "src/foci/check/isolate.py": "sets the threads of the child process it started",
 }
 
