@@ -54,7 +54,7 @@ def explain(spec: Spec, call: Any, backend: str | None = None) -> Explanation:
     """The Explanation of one call; `backend` is the explicit choice a caller would make."""
     verdicts = {b.name: b.reasons(call) for b in spec.backends}
     able = [name for name, reasons in verdicts.items() if not reasons]
-    chosen = spec.backend(backend).name if backend else next(iter(able), None)
+    chosen = next(iter(able), None) if backend is None else spec.backend(backend).name
     if chosen is not None and verdicts[chosen]:
         chosen = None
     return Explanation(

@@ -20,25 +20,15 @@ class Partial(NamedTuple):
     lse: Tensor
 
     def combine(self, later: Partial) -> Partial:
-        lse = _logaddexp(self.lse, later.lse)
-        out = _weigh(self, lse) + _weigh(later, lse)
+        top = torch.maximum(self.lse, later.lse).detach()
+        empty = top == -torch.inf
+        top = torch.where(empty, 0.0, top)  # -inf + inf would be NaN, and so would its gradient
+        ours, theirs = torch.exp(self.lse - top), torch.exp(later.lse - top)
+        total = torch.where(empty, 1.0, ours + theirs)
+        lse = torch.where(empty, -torch.inf, top + torch.log(total))
+        # The weights come from the sum itself: exp(lse_a - lse) would carry the rounding of lse, 3e-5 at lse = 800.
+        out = (ours / total)[..., None] * self.out.to(lse.dtype) + (theirs / total)[..., None] * later.out.to(lse.dtype)
         return Partial(out.to(self.out.dtype), lse)
 
     def neutral(self) -> Partial:
         return Partial(torch.zeros_like(self.out), torch.full_like(self.lse, -torch.inf))
-
-
-def _weigh(part: Partial, lse: Tensor) -> Tensor:
-    # Where the whole row is empty both lse are -inf: a finite stand-in keeps -inf + inf, and its gradient, out.
-    seen = part.lse != -torch.inf
-    weight = torch.exp(torch.where(seen, part.lse, 0.0) - torch.where(seen, lse, 0.0))
-    return torch.where(seen, weight, 0.0)[..., None] * part.out.to(lse.dtype)
-
-
-def _logaddexp(a: Tensor, b: Tensor) -> Tensor:
-    # torch.logaddexp gives a NaN gradient where both are -inf.
-    top = torch.maximum(a, b)
-    both_empty = top == -torch.inf
-    safe = torch.where(both_empty, 0.0, top).detach()
-    total = torch.exp(a - safe) + torch.exp(b - safe)
-    return torch.where(both_empty, -torch.inf, safe + torch.log(torch.where(both_empty, 1.0, total)))

@@ -1,0 +1,234 @@
+"""The door to torch.library: ops, fakes and the autograd.Function, on an operator small enough to know by heart."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jacrev, jvp, vmap
+
+from foci.core.errors import Unsupported
+from foci.core.library import Runner, _schema
+from foci.core.spec import Backend, Output, Spec
+
+X = Float[Tensor, "B K"]
+Weight = Float[Tensor, "K"]
+
+
+class Call(NamedTuple):
+    """y = factor * x * weight (weight absent: 1); total = sum_k y."""
+
+    x: X
+    weight: Weight | None
+    places: Tensor | None
+    factor: float
+    steps: int | None
+    flag: bool
+
+
+def equation(call: Call) -> tuple[Tensor, Tensor]:
+    y = call.factor * call.x * (1.0 if call.weight is None else call.weight)
+    return y, y.sum(-1)
+
+
+def outputs(call: Call) -> tuple[Output, ...]:
+    return Output("y", tuple(call.x.shape), call.x.dtype), Output("total", (call.x.shape[0],), call.x.dtype)
+
+
+def backward(call: Call, made: Any, grads: Any, needs: list[bool]) -> tuple[Tensor | None, ...]:
+    dy, dtotal = grads
+    dy = torch.zeros_like(call.x) if dy is None else dy
+    dy = dy if dtotal is None else dy + dtotal[:, None]
+    dx = call.factor * dy * (1.0 if call.weight is None else call.weight) if needs[0] else None
+    return dx, (call.factor * dy * call.x).sum(0) if needs[1] else None
+
+
+def modules() -> Iterator[Backend]:
+    for name in ("opaque", "plain"):
+        module = ModuleType(f"toy_backend_{name}")
+        module.reasons = lambda call: []
+
+        module.forward = equation
+        if name == "opaque":
+            module.backward = backward
+        sys.modules[module.__name__] = module
+        yield Backend(name, module.__name__)
+    yield Backend("absent", "toy_backend_absent", needs=("no_such_package_of_anyone",))
+
+
+SPEC = Spec(
+    name="toy", equation="", paper="", reference=lambda: (), plain=lambda: (), output_names=("y", "total"),
+    differentiable=("x", "weight"), cases=(), call=Call, outputs=outputs, backends=tuple(modules()),
+)  # fmt: skip
+RUN = Runner(SPEC)
+FWD, BWD = torch.ops.foci.toy_opaque_fwd.default, torch.ops.foci.toy_opaque_bwd.default
+
+
+def toy(x: Tensor, weight: Tensor | None = None, backend: str = "opaque") -> tuple[Tensor, ...]:
+    return RUN(SPEC.backend(backend), Call(x, weight, None, 3.0, None, True))
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def test_the_schema_is_the_call() -> None:
+    assert _schema(Call) == "Tensor x, Tensor? weight, Tensor? places, float factor, int? steps, bool flag"
+    assert str(BWD._schema).startswith(
+        "foci::toy_opaque_bwd(Tensor? grad_y, Tensor? grad_total, Tensor y, Tensor total, bool[] needs, Tensor x,"
+    )
+    assert str(BWD._schema).endswith("-> (Tensor?, Tensor?)")
+
+
+def test_a_backend_without_backward_is_plain_torch() -> None:
+    assert not hasattr(torch.ops.foci, "toy_plain_fwd")
+    x = draw(2, 3).requires_grad_()
+    y, _ = toy(x, backend="plain")
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.full_like(x, 3.0))
+
+
+def test_the_ops_of_an_absent_package_exist() -> None:
+    """Saved programs name them; only calling them needs the package."""
+    assert torch.ops.foci.toy_absent_fwd.default is not None
+    with torch._subclasses.FakeTensorMode():
+        y, total = torch.ops.foci.toy_absent_fwd(torch.empty(2, 3), None, None, 1.0, None, True)
+        assert (y.shape, total.shape) == ((2, 3), (2,))
+
+
+@pytest.mark.parametrize("wanted", [("x",), ("weight",), ("x", "weight")])
+@pytest.mark.parametrize("through", [("y",), ("total",), ("y", "total")])
+def test_gradients_land_in_their_slots(wanted: tuple[str, ...], through: tuple[str, ...]) -> None:
+    inputs = {"x": draw(2, 3), "weight": draw(3)}
+    found = []
+    for backend in ("opaque", "plain"):
+        leaves = {name: value.clone().requires_grad_(name in wanted) for name, value in inputs.items()}
+        y, total = toy(**leaves, backend=backend)
+        loss = sum((out.square().sum() for name, out in (("y", y), ("total", total)) if name in through))
+        loss.backward()
+        found.append([leaf.grad for leaf in leaves.values()])
+    for name, ours, expected in zip(inputs, *found, strict=True):
+        assert (ours is None) == (name not in wanted)
+        assert ours is None or torch.allclose(ours, expected, rtol=1e-13)
+
+
+def test_an_absent_input_has_no_gradient() -> None:
+    x = draw(2, 3).requires_grad_()
+    toy(x, None)[0].sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 3.0))
+
+
+def test_gradcheck() -> None:
+    assert torch.autograd.gradcheck(toy, (draw(2, 3).requires_grad_(), draw(3).requires_grad_()))
+
+
+@pytest.mark.parametrize("enter", [torch.no_grad, torch.inference_mode])
+def test_nothing_to_differentiate_calls_the_op_itself(enter: Callable[[], Any]) -> None:
+    with enter():
+        y, _ = toy(draw(2, 3).requires_grad_())
+    assert y.grad_fn is None and not y.requires_grad
+    assert toy(draw(2, 3))[0].grad_fn is None
+
+
+def test_func_transforms_agree_with_plain_torch() -> None:
+    x, weight, batch = draw(2, 3), draw(3), draw(4, 2, 3)
+
+    def loss(x: Tensor, weight: Tensor, backend: str) -> Tensor:
+        y, total = toy(x, weight, backend)
+        return y.square().sum() + total.sin().sum()
+
+    transforms: dict[str, Callable[[str], Any]] = {
+        "grad": lambda b: grad(lambda x, w: loss(x, w, b), (0, 1))(x, weight),
+        "vmap": lambda b: vmap(lambda x: toy(x, weight, b))(batch),
+        "vmap over dimension 1": lambda b: vmap(lambda x: toy(x, weight, b), in_dims=1)(batch.movedim(0, 1)),
+        "vmap over weights": lambda b: vmap(lambda w: toy(x, w, b))(draw(4, 3) * 0 + weight),
+        "jacrev": lambda b: jacrev(lambda x: toy(x, weight, b))(x),
+        "vmap of grad": lambda b: vmap(grad(lambda x: loss(x, weight, b)))(batch),
+        "grad of vmap": lambda b: grad(lambda w: vmap(lambda x: loss(x, w, b))(batch).sum())(weight),
+        "vmap of vmap": lambda b: vmap(vmap(lambda x: toy(x, weight, b)))(batch.expand(2, 4, 2, 3)),
+    }
+    for name, transform in transforms.items():
+        ours, expected = (torch.utils._pytree.tree_leaves(transform(backend)) for backend in ("opaque", "plain"))
+        assert len(ours) == len(expected), name
+        for a, b in zip(ours, expected, strict=True):
+            assert torch.allclose(a, b, rtol=1e-12), name
+
+
+def test_functional_call() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(draw(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return toy(x, self.weight)[0]
+
+    layer, x = Layer(), draw(2, 3)
+    found = grad(lambda w: functional_call(layer, {"weight": w}, x).sum())(layer.weight.detach())
+    assert torch.allclose(found, 3.0 * x.sum(0))
+
+
+def test_forward_mode_raises_instead_of_giving_zeros() -> None:
+    x, tangent = draw(2, 3), draw(2, 3)
+    message = r"toy: backend 'opaque' has no forward-mode derivative \(jvp\)"
+    with pytest.raises(Unsupported, match=message):
+        jvp(lambda x: toy(x)[0], (x,), (tangent,))
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode(), forward_ad.dual_level(), pytest.raises(Unsupported, match=message):
+            toy(forward_ad.make_dual(x, tangent))
+    with pytest.raises(NotImplementedError):
+        torch.func.hessian(lambda x: toy(x)[0].sum())(x)
+    with forward_ad.dual_level():  # a level without tangents is nobody's derivative
+        assert torch.equal(toy(x)[0], 3.0 * x)
+    assert torch.equal(jvp(lambda x: toy(x, backend="plain")[0], (x,), (tangent,))[1], 3.0 * tangent)
+
+
+def test_a_second_derivative_raises_instead_of_giving_zeros() -> None:
+    x = draw(2, 3).requires_grad_()
+    (first,) = torch.autograd.grad(toy(x)[0].square().sum(), x, create_graph=True)
+    with pytest.raises(Unsupported, match="toy: backend 'opaque' has no second derivative"):
+        torch.autograd.grad(first.sum(), x)
+    with pytest.raises(Unsupported, match="backend='reference' for double backward"):
+        grad(lambda x: grad(lambda x: toy(x)[0].square().sum())(x).sum())(x.detach())
+
+
+def test_saved_tensors_are_guarded_against_being_written() -> None:
+    x = draw(2, 3).requires_grad_()
+    weight = draw(3)
+    y, _ = toy(x, weight)
+    weight.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_opcheck() -> None:
+    x, weight = draw(2, 3), draw(3)
+    torch.library.opcheck(FWD, (x, weight, None, 2.0, None, True))
+    torch.library.opcheck(FWD, (x, None, torch.arange(3), 2.0, 4, False))
+    y, total = FWD(x, weight, None, 2.0, None, True)
+    for needs in ([True, True], [True, False], [False, True]):
+        torch.library.opcheck(BWD, (y, total, y, total, needs, x, weight, None, 2.0, None, True))
+        torch.library.opcheck(BWD, (None, total, y, total, needs, x, weight, None, 2.0, None, True))
+
+
+def test_compiled_is_eager() -> None:
+    """The whole pair traces with fullgraph; backend aot_eager, since the C++ compiler has nothing to add here."""
+    inputs = draw(2, 3), draw(3)
+
+    def both(call: Callable[..., Any]) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        y, total = call(*leaves)
+        (y.square().sum() + total.sin().sum()).backward()
+        return [y.detach(), total.detach(), *(leaf.grad for leaf in leaves)]
+
+    compiled = torch.compile(toy, fullgraph=True, backend="aot_eager")
+    for ours, eager in zip(both(compiled), both(toy), strict=True):
+        assert torch.equal(ours, eager)
+    with torch.no_grad():
+        assert torch.equal(compiled(*inputs)[0], toy(*inputs)[0])

@@ -1,0 +1,96 @@
+"""Choosing a backend: the first that can, every reason otherwise, never another one than named."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from foci.core.errors import Unsupported
+from foci.core.select import choose, explain
+from foci.core.spec import Backend, Spec
+
+
+@pytest.fixture
+def spec(monkeypatch: pytest.MonkeyPatch) -> Spec:
+    """Calls are sets of words; each backend refuses the words it does not know."""
+    backends = []
+    for name, known in (("fast", set()), ("middle", {"mask"}), ("slow", {"mask", "bias"})):
+        module = ModuleType(f"toy_{name}")
+        module.reasons = lambda call, known=known: [f"{word} is not supported" for word in sorted(call - known)]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        backends.append(Backend(name, module.__name__, note="quick" if name == "middle" else ""))
+    backends.append(Backend("gpu", "toy_gpu", needs=("no_such_package_of_anyone",)))
+    return Spec(
+        name="toy", equation="", paper="", reference=lambda: (), plain=lambda: (), output_names=(), differentiable=(),
+        cases=(), backends=tuple(backends),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "chosen"), [(set(), "fast"), ({"mask"}, "middle"), ({"bias"}, "slow"), ({"bias", "mask"}, "slow")]
+)
+def test_the_first_that_can_is_chosen(spec: Spec, call: set, chosen: str) -> None:
+    assert choose(spec, call).name == chosen
+    assert explain(spec, call).chosen == chosen
+
+
+def test_the_named_one_runs_even_when_a_faster_one_could(spec: Spec) -> None:
+    assert choose(spec, set(), "slow").name == "slow"
+
+
+def test_the_named_one_never_falls_back(spec: Spec) -> None:
+    with pytest.raises(Unsupported) as caught:
+        choose(spec, {"mask", "bias"}, "fast")
+    assert caught.value.reasons == ["bias is not supported", "mask is not supported"]
+    assert str(caught.value) == (
+        "toy: backend 'fast' cannot run this call:\n"
+        "  - bias is not supported\n"
+        "  - mask is not supported\n"
+        "  use backend=None to let foci choose (slow would run)"
+    )
+    with pytest.raises(Unsupported, match="no_such_package_of_anyone is not installed"):
+        choose(spec, set(), "gpu")
+
+
+def test_when_none_can_every_backend_says_why(spec: Spec) -> None:
+    with pytest.raises(Unsupported, match="toy: no backend can run this call") as caught:
+        choose(spec, {"sink"})
+    assert caught.value.reasons == [
+        "fast: sink is not supported",
+        "middle: sink is not supported",
+        "slow: sink is not supported",
+        "gpu: no_such_package_of_anyone is not installed",
+    ]
+    with pytest.raises(Unsupported, match="no other backend can either"):
+        choose(spec, {"sink"}, "fast")
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "", 3, "FAST"])
+def test_an_unknown_name_lists_the_known(spec: Spec, backend: object) -> None:
+    with pytest.raises(ValueError, match=r"unknown backend .*; expected one of 'fast', 'middle', 'slow', 'gpu'"):
+        choose(spec, set(), backend)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown backend"):
+        explain(spec, set(), backend)  # type: ignore[arg-type]
+
+
+def test_an_explanation_reads_like_one(spec: Spec) -> None:
+    assert str(explain(spec, {"mask"})) == (
+        "chosen   middle\n"
+        "refused  fast       mask is not supported\n"
+        "         gpu        no_such_package_of_anyone is not installed\n"
+        "also ok  slow"
+    )
+    found = explain(spec, set(), "slow")
+    assert (found.chosen, found.also) == ("slow", {"fast": "", "middle": "quick"})
+    assert str(found).endswith("also ok  fast, middle (quick)")
+
+
+def test_an_explanation_of_a_refused_choice_chooses_nothing(spec: Spec) -> None:
+    found = explain(spec, {"mask"}, "fast")
+    assert found.chosen is None
+    assert found.refused["fast"] == ["mask is not supported"]
+    assert set(found.also) == {"middle", "slow"}
+    assert explain(spec, {"sink"}).chosen is None
+    assert str(explain(spec, {"sink"})).startswith("chosen   none: every backend refuses")

@@ -1,0 +1,67 @@
+"""Spec, Backend, Output: what they promise as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+
+from foci.core.spec import Backend, Output, Spec, WrongReturn, accumulator, as_outputs
+
+
+def spec(**changes: object) -> Spec:
+    given = {
+        "name": "toy", "equation": "y = x", "paper": "", "reference": lambda x: (x,), "plain": lambda x: (x,),
+        "output_names": ("y",), "differentiable": ("x",), "cases": (),
+    }  # fmt: skip
+    return Spec(**(given | changes))  # type: ignore[arg-type]
+
+
+def test_sums_are_kept_in_float32_or_better() -> None:
+    assert accumulator(torch.float64) == torch.float64
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert accumulator(dtype) == torch.float32
+
+
+def test_an_output_makes_its_fake() -> None:
+    like = torch.zeros(2, dtype=torch.bfloat16, device="meta")
+    fake = Output("lse", (2, 3, 4), torch.float32).empty(like)
+    assert (fake.shape, fake.dtype, fake.device.type) == ((2, 3, 4), torch.float32, "meta")
+    assert fake.is_contiguous()
+
+
+def test_specs_and_their_parts_are_frozen() -> None:
+    for value, field in ((spec(), "name"), (Backend("a", "b"), "module"), (Output("a", (), torch.float32), "shape")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(value, field, "other")
+
+
+def test_a_backend_is_found_by_name_or_named_among_those_there_are() -> None:
+    toy = spec(backends=(Backend("fast", "toy.fast"), Backend("slow", "toy.slow")))
+    assert toy.backend("slow").module == "toy.slow"
+    with pytest.raises(ValueError, match="toy: unknown backend 'quick'; expected one of 'fast', 'slow'"):
+        toy.backend("quick")
+
+
+def test_a_backend_without_its_package_says_so_and_is_not_imported() -> None:
+    backend = Backend("ghost", "foci.no_such_module", needs=("no_such_package_of_anyone",))
+    assert backend.reasons(None) == ["no_such_package_of_anyone is not installed"]
+    assert "foci.no_such_module" not in sys.modules
+
+
+def test_a_backend_answers_by_its_module() -> None:
+    reference = Backend("reference", "foci.ops.softmax.reference", needs=("torch",))
+    assert reference.missing() == []
+    assert reference.load() is sys.modules["foci.ops.softmax.reference"]
+    assert reference.reasons(None) == []
+
+
+def test_outputs_are_a_tensor_or_a_tuple_of_as_many() -> None:
+    x = torch.zeros(2)
+    assert as_outputs(x, ("out",)) == (x,)
+    assert as_outputs([x, x], ("out", "lse")) == (x, x)
+    for wrong, names in (((x,), ("out",)), (x, ("out", "lse")), ((x, None), ("out", "lse")), (None, ("out",))):
+        with pytest.raises(WrongReturn, match="it returns"):
+            as_outputs(wrong, names)
