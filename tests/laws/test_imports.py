@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 
@@ -130,6 +131,26 @@ def optional_packages_are_imported_when_used(house: House) -> Iterator[str]:
                 yield f"{module.path}:{reference.line}: {root} is optional and has no place here"
             elif reference.at_import and not WHOLE.match(module.path):
                 yield f"{module.path}:{reference.line}: import {root} inside the function that uses it"
+
+
+@LAWS.law(
+    {"src/foci/integrations/a.py": "def f():\n    import xformers"},
+    {"examples/a.py": "import requests", "pyproject.toml": "[project]\ndependencies = ['torch']"},
+)
+def every_package_is_declared(house: House) -> Iterator[str]:
+    """What the package, its examples and benchmarks import is a dependency or in an extra of pyproject.toml."""
+    file = house.root / "pyproject.toml"
+    project = tomllib.loads(file.read_text())["project"] if file.exists() else {}
+    extras = project.get("optional-dependencies", {}).values()
+    declared = {re.split(r"[^\w-]", line)[0] for group in (project.get("dependencies", []), *extras) for line in group}
+    named = {"PIL": "pillow", "sklearn": "scikit-learn"}
+    for module in house.python:
+        for reference in () if module.path.startswith("tests/") else module.references:
+            root = reference.target.split(".")[0]
+            local = root in {"foci", "tests"} or (module.file.parent / f"{root}.py").exists()
+            known = local or root in sys.stdlib_module_names or named.get(root, root.replace("_", "-")) in declared
+            if not known:
+                yield f"{module.path}:{reference.line}: {root} is not declared in pyproject.toml"
 
 
 test_house_obeys, test_law_can_fail = LAWS.tests()
