@@ -14,7 +14,7 @@ from foci.ops.softmax.dropout import keep
 
 # Logits held at once. Small enough to stay in a core's cache between the passes over them, large enough to amortise a
 # call.
-_TILE = 1 << 19
+_TILE = 1 << 20
 
 
 def reasons(call: Call) -> list[str]:

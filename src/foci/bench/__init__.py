@@ -1,0 +1,1 @@
+"""Timing and memory, measured so that they can be trusted."""

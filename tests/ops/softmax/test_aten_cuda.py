@@ -1,0 +1,67 @@
+"""torch's CUDA kernels behind the contract: shapes on the meta device, and refusals. The numbers need a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foci.core import device
+from foci.ops.masks import Causal, Dense
+from foci.ops.softmax import aten_cuda
+from foci.ops.softmax.aten_cuda import CUDA_KERNELS
+from foci.ops.softmax.call import bind
+
+KERNELS = pytest.mark.parametrize("kernel", CUDA_KERNELS, ids=[kernel.name for kernel in CUDA_KERNELS])
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reasons ask the ledger about the tensors' platform: say it is a Hopper card with today's libraries."""
+    place = device.Platform("cuda", (2, 13, 0), (13, 0), (9, 20, 0), (9, 0))
+    monkeypatch.setattr(aten_cuda, "platform", lambda _: place)
+
+
+def tensors(T: int = 50, S: int = 50, H: int = 8, G: int = 2, K: int = 60, dtype: torch.dtype = torch.bfloat16):
+    return tuple(torch.empty(2, n, heads, K, dtype=dtype, device="meta") for n, heads in ((T, H), (S, G), (S, G)))
+
+
+@KERNELS
+@pytest.mark.parametrize("width", [60, 64, 127])
+def test_shapes_are_normalised(kernel, width: int) -> None:
+    q, k, v = (x.transpose(1, 2) for x in tensors(K=width))
+    out, lse = kernel.forward(q, k, v, None, True, 0.1)
+    assert out.shape == q.shape
+    assert lse.shape == (2, 8, 50)
+    assert lse.dtype == torch.float32
+    grads = kernel.backward(torch.empty_like(out), q, k, v, out, lse, None, True, 0.1)
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+
+
+def test_efficient_takes_a_broadcast_mask_of_any_width() -> None:
+    kernel = next(kernel for kernel in CUDA_KERNELS if kernel.name == "efficient")
+    q, k, v = (x.transpose(1, 2) for x in tensors())
+    for shape in ((2, 1, 1, 50), (1, 8, 50, 50), (1, 1, 50, 1)):
+        out, lse = kernel.forward(q, k, v, torch.empty(shape, device="meta"), False, 0.1)
+        assert (out.shape, lse.shape) == (q.shape, (2, 8, 50))
+
+
+@KERNELS
+def test_refusals_name_the_feature(kernel) -> None:
+    q, k, v = tensors(dtype=torch.float64)
+    assert any("float64 is not supported" in reason for reason in kernel.reasons(bind(q, k, v)))
+    q, k, v = tensors()
+    assert kernel.reasons(bind(q, k, v, mask=Causal())) == []
+    masked = kernel.reasons(bind(q, k, v, mask=Dense(torch.empty(1, 1, 50, 50, dtype=torch.bool, device="meta"))))
+    assert bool(masked) is not kernel.takes_mask
+    q, k, v = tensors(K=300)
+    assert any("wider than" in reason for reason in kernel.reasons(bind(q, k, v)))
+
+
+def test_the_ledger_is_asked() -> None:
+    """cuDNN 9.26 on Hopper gives NaN gradients for a single query: refused with its issue, for gradients only."""
+    kernel = next(kernel for kernel in CUDA_KERNELS if kernel.name == "cudnn")
+    q, k, v = tensors(T=1)
+    place = device.Platform("cuda", (2, 13, 0), (13, 0), (9, 26, 0), (9, 0))
+    aten_cuda.platform = lambda _: place  # the fixture puts it back
+    assert kernel.reasons(bind(q, k, v)) == []
+    assert any("cudnn-frontend#1072" in reason for reason in kernel.reasons(bind(q.requires_grad_(), k, v)))
