@@ -59,8 +59,7 @@ def _reference(
         logits = logits + attention_mask
     if (sinks := options.get("s_aux")) is not None:
         logits = torch.cat([logits, sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1).to(logits.dtype)], -1)
-    weights = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))[..., :S].to(value.dtype)
-    return ((weights @ value).transpose(1, 2).contiguous(),)
+    return ((logits.softmax(-1)[..., :S] @ value).transpose(1, 2).contiguous(),)
 
 
 def adapt(function: Callable[..., Any], name: str = "") -> Candidate:
@@ -101,7 +100,7 @@ class _Module(nn.Module):
 def _case(
     name: str,
     *features: str,
-    sizes: tuple[int, ...] = (2, 4, 4, 11, 11, 8, 8),
+    sizes: tuple[int, ...] = (2, 4, 4, 19, 19, 16, 16),
     causal: bool = True,
     extra: Callable[[Callable[..., Tensor]], dict[str, Any]] = lambda normal: {},
 ) -> Case:
@@ -123,7 +122,7 @@ def _case(
     return Case(name, frozenset(features), make)
 
 
-def _seen(T: int = 11, S: int = 11, left: int = 0, right: int = 0, window: int | None = None) -> Tensor:
+def _seen(T: int = 19, S: int = 19, left: int = 0, right: int = 0, window: int | None = None) -> Tensor:
     """[2, 1, T, S]: causal, the last query at the last key. Row 1 has padding left and right, which sees itself."""
     seen = torch.ones(T, S, dtype=torch.bool).tril(S - T)
     if window is not None:
@@ -144,66 +143,69 @@ def _added(seen: Tensor) -> Tensor:
     return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float16).min / 2)
 
 
-_GROUPED = (2, 6, 2, 11, 11, 8, 8)
+_GROUPED = (2, 6, 2, 19, 19, 16, 16)
+_MANY_HEADS = (2, 16, 4, 19, 19, 16, 16)
 CASES = (
     _case("causal module, no mask", "causal"),
     _case("causal module, grouped heads", "causal", "gqa", sizes=_GROUPED),
     _case("bidirectional module, no mask", causal=False),
-    _case("cross attention", causal=False, sizes=(2, 4, 4, 5, 11, 8, 8)),
+    _case("cross attention", causal=False, sizes=(2, 4, 4, 7, 23, 16, 16)),
     _case("scaling", "causal", "scaling", extra=lambda normal: {"scaling": 0.7}),
-    _case("value width", "causal", sizes=(2, 4, 4, 11, 11, 8, 12)),
-    _case("padded right", "causal", "mask", extra=lambda normal: {"attention_mask": _seen(right=4)}),
-    _case("padded left", "causal", "mask", extra=lambda normal: {"attention_mask": _seen(left=4)}),
-    _case("padded, additive", "causal", "mask", extra=lambda normal: {"attention_mask": _added(_seen(left=4))}),
+    _case("as many tokens as heads", "causal", sizes=(2, 8, 8, 8, 8, 16, 16)),
+    _case("value width", "causal", sizes=(2, 4, 4, 19, 19, 16, 24)),
+    _case("padded right", "causal", "mask", extra=lambda normal: {"attention_mask": _seen(right=7)}),
+    _case("padded left", "causal", "mask", extra=lambda normal: {"attention_mask": _seen(left=7)}),
+    _case("padded, additive", "causal", "mask", extra=lambda normal: {"attention_mask": _added(_seen(left=7))}),
     _case(
         "padded, grouped heads",
         *("causal", "mask", "gqa"),
         sizes=_GROUPED,
-        extra=lambda normal: {"attention_mask": _seen(right=4)},
+        extra=lambda normal: {"attention_mask": _seen(right=7)},
     ),
     _case(
         "padded encoder",
         "mask",
         causal=False,
-        extra=lambda normal: {"attention_mask": _real(11, 7)},
+        extra=lambda normal: {"attention_mask": _real(19, 12)},
     ),
-    _case("one cached token", "causal", "cache", sizes=(2, 4, 2, 1, 11, 8, 8)),
+    _case("one cached token", "causal", "cache", sizes=(4, 8, 2, 1, 23, 16, 16)),
     _case(
         "several cached tokens",
         *("causal", "mask", "cache"),
-        sizes=(2, 4, 2, 3, 11, 8, 8),
-        extra=lambda normal: {"attention_mask": _seen(3, left=4)},
+        sizes=(2, 8, 2, 5, 23, 16, 16),
+        extra=lambda normal: {"attention_mask": _seen(5, 23, left=7)},
     ),
     _case("is_causal=False", "is_causal", extra=lambda normal: {"is_causal": False}),
     _case("softcap", "causal", "softcap", extra=lambda normal: {"softcap": 1.5}),
     _case(
         "softcap and padding",
         *("causal", "mask", "softcap"),
-        extra=lambda normal: {"softcap": 1.5, "attention_mask": _added(_seen(right=4))},
+        extra=lambda normal: {"softcap": 1.5, "attention_mask": _added(_seen(right=7))},
     ),
     _case(
         "sliding window",
         *("causal", "mask", "sliding_window"),
-        extra=lambda normal: {"sliding_window": 4, "attention_mask": _seen(window=4)},
+        extra=lambda normal: {"sliding_window": 6, "attention_mask": _seen(window=6)},
     ),
     _case(
         "sliding window, cached",
         *("causal", "mask", "cache", "sliding_window"),
-        sizes=(2, 4, 2, 3, 11, 8, 8),
-        extra=lambda normal: {"sliding_window": 4, "attention_mask": _seen(3, window=4)},
+        sizes=(2, 8, 2, 5, 23, 16, 16),
+        extra=lambda normal: {"sliding_window": 6, "attention_mask": _seen(5, 23, window=6)},
     ),
-    _case("sinks", "causal", "s_aux", extra=lambda normal: {"s_aux": normal(4)}),
+    _case("sinks", "causal", "s_aux", "gqa", sizes=_MANY_HEADS, extra=lambda normal: {"s_aux": normal(16)}),
     _case(
         "sinks and padding",
-        *("causal", "mask", "s_aux"),
-        extra=lambda normal: {"s_aux": normal(4), "attention_mask": _seen(left=4)},
+        *("causal", "mask", "s_aux", "gqa"),
+        sizes=_MANY_HEADS,
+        extra=lambda normal: {"s_aux": normal(16), "attention_mask": _seen(left=7)},
     ),
-    _case("position bias", "position_bias", causal=False, extra=lambda normal: {"position_bias": normal(1, 4, 11, 11)}),
+    _case("position bias", "position_bias", causal=False, extra=lambda normal: {"position_bias": normal(1, 4, 19, 19)}),
 )
 
 
 def _sized(n: int) -> Case:
-    return _case(f"{n} tokens", "causal", sizes=(2, 4, 2, n, n, 8, 8))
+    return _case(f"{n} tokens", "causal", sizes=(2, 4, 2, n, n, 16, 16))
 
 
 def _given(inputs: dict[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Any]:
