@@ -1,0 +1,86 @@
+"""Put a plan into a model, through the door of the library the model comes from, exactly undoable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from torch import nn
+
+from foci.accelerate.compile import Compiled, compile_parts
+from foci.accelerate.plan import Plan, identify
+from foci.core.errors import Unsupported
+
+
+class _Handle(Protocol):
+    def restore(self) -> None: ...
+
+
+@dataclass
+class Applied:
+    """A plan at work in a model: where (`sites`), what was left and why (`skipped`), and the way back (`restore()`)."""
+
+    sites: tuple[str, ...]
+    skipped: tuple[tuple[str, str], ...]
+    _handle: _Handle = field(repr=False)
+    _compiled: Compiled | None = field(default=None, repr=False)
+
+    def restore(self) -> None:
+        """Everything as it was, to the very object. Twice is once."""
+        if self._compiled is not None:
+            self._compiled.restore()
+            self._compiled = None
+        self._handle.restore()
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+
+def route(model: nn.Module, backends: Mapping[str, str] | None = None) -> Applied:
+    """Route the named sites (all of them, each to foci's choice, by default) to foci, without any check of a plan."""
+    from foci.integrations import diffusers, transformers
+
+    library = library_of(model)
+    if library == "diffusers":
+        handle: Any = diffusers.install(model, backends)
+        return Applied(tuple(site.name for site in handle.sites), tuple(handle.skipped), handle)
+    if library == "transformers":
+        handle = transformers.install(model, backends)
+        return Applied(tuple(handle.sites), tuple(handle.skipped), handle)
+    raise Unsupported(
+        f"accelerate: {type(model).__name__} has no attention that foci can route",
+        ["it is made neither of Diffusers' attention modules nor of transformers'"],
+        "in your own code, call foci.attention where you call scaled_dot_product_attention",
+    )
+
+
+def library_of(model: nn.Module) -> str | None:
+    """The library whose attention modules the model is made of, told without importing either."""
+    modules = list(model.modules())
+    if any(getattr(module, "processor", None) is not None for module in modules):
+        return "diffusers"
+    roots = {base.__module__.partition(".")[0] for module in modules for base in type(module).__mro__}
+    return next((library for library in ("diffusers", "transformers") if library in roots), None)
+
+
+def apply(model: nn.Module, plan: Plan | Mapping[str, Any] | str | Path) -> Applied:
+    """Apply a plan that `foci accelerate` wrote: its path, its content, or the object.
+
+    The plan holds for the model it was made on: class, configuration and attention sites must be the same; weights may
+    differ. Raises ValueError for a plan that cannot be read or that is another model's, with what differs; after an
+    error the model is as it was.
+    """
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    plan.require_same_model(identify(model))
+    applied = route(model, {site.name: site.backend for site in plan.sites})
+    if plan.compile.mode != "off":
+        applied._compiled = compile_parts(model, plan.compile.mode, plan.names)
+    return applied

@@ -1,0 +1,223 @@
+"""Prove a routed model: outputs and gradients against the original and against float64, per site and end to end."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foci.accelerate.sites import Site, arguments, in_double
+from foci.check.compare import RELATIVE, VANISHED, Error, compare, difference, rms
+from foci.ops.softmax.api import attention_with_lse
+from foci.ops.softmax.call import Call
+from foci.ops.softmax.spec import SPEC
+
+# T x S entries in float64 beyond which the truth comes from `chunked`, itself checked against the reference.
+_MOST_ENTRIES = 2**27
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison: what was compared with what, its error, its budget."""
+
+    where: str
+    what: str
+    against: str
+    error: float
+    budget: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.budget  # NaN is not
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model and how to call it."""
+
+    model: nn.Module
+    inputs: Mapping[str, Any]
+
+    def results(self, output: Any) -> list[Tensor]:
+        """The output's floating tensors, without the positions that an attention mask [B, L] calls padding.
+
+        What a model computes there is nobody's result, and where all of a row's keys are padding it is arbitrary.
+        """
+        tensors = tensors_of(output)
+        real = self.inputs.get("attention_mask")
+        if not isinstance(real, Tensor) or real.dim() != 2:
+            return tensors
+        return [x[real.bool()] if x.dim() > 2 and x.shape[:2] == real.shape else x for x in tensors]
+
+    def run(self, model: nn.Module | None = None, inputs: Mapping[str, Any] | None = None) -> Any:
+        return (model or self.model)(**(self.inputs if inputs is None else inputs))
+
+
+def relative_rms(value: Tensor, truth: Tensor) -> float:
+    """The root mean square of value - truth over that of truth; infinite where only one of them is finite."""
+    error, scale = rms(difference(value, truth)), rms(truth)
+    return error / scale if scale else error
+
+
+def gap(values: Sequence[Tensor], truths: Sequence[Tensor]) -> float:
+    """The worst relative error of several tensors; infinite when shapes or their number differ."""
+    if [value.shape for value in values] != [truth.shape for truth in truths]:
+        return float("inf")
+    return max((relative_rms(a, b.to(a.device)) for a, b in zip(values, truths, strict=True)), default=0.0)
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """The floating tensors of a model's output, in order; a cache is no result."""
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, Mapping):
+        output = [value for key, value in output.items() if key != "past_key_values"]
+    return [tensor for part in output for tensor in tensors_of(part)] if isinstance(output, list | tuple) else []
+
+
+def prove_site(site: Site, backend: str) -> list[Row]:
+    """Every distinct call of a site on its planned backend against the equation in float64: out, lse, every gradient.
+
+    The budget is the checker's. Where the activations are so ill-conditioned that a plain float32 computation misses it too, it is
+    twice the plain computation's own error.
+    """
+    rows: list[Row] = []
+    for call, _ in site.calls:
+        B, T, S, H, *_ = call.sizes
+        small = B * H * T * S <= _MOST_ENTRIES
+        truth = _forward_backward(in_double(call), "reference" if small else "chunked")
+        ours = _forward_backward(call, backend)
+        plain = _forward_backward(call, None) if small else truth
+        for name, value in ours.items():
+            what = name if name in ("out", "lse") else f"gradient of {name}"
+            error = _judge(value, truth[name], plain[name], call.q.dtype, log=name == "lse")
+            rows.append(Row(site.name, what, "float64", error.size, error.budget))
+    return rows
+
+
+def _judge(value: Tensor | None, truth: Tensor | None, plain: Tensor | None, dtype: torch.dtype, *, log: bool) -> Error:
+    if value is None or truth is None or plain is None:
+        return Error(0.0 if value is truth else float("inf"), RELATIVE)
+    error = compare(value, truth, plain, dtype, log=log)
+    if not error.ok and not log:
+        itself = compare(plain, truth, plain, torch.float32)
+        return Error(error.size, max(error.budget, 2 * itself.size))
+    return error
+
+
+def _forward_backward(call: Call, backend: str | None) -> dict[str, Tensor | None]:
+    leaves = {name: getattr(call, name).detach().requires_grad_() for name in "qkv"}
+    given = arguments(call._replace(**leaves))
+    # Without a backend: the plain computation of the same equation in the same dtype.
+    out, lse = attention_with_lse(**given, backend=backend) if backend else SPEC.plain(**given)
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    out.backward(cotangent.to(out))
+    return {"out": out.detach(), "lse": lse.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+
+
+@dataclass(frozen=True)
+class Result:
+    """Outputs of a model and the gradients of its parameters and floating inputs."""
+
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor | None]
+
+
+def differentiate(problem: Problem, model: nn.Module | None = None, *, double: bool = False) -> Result:
+    """One forward and backward with a fixed random cotangent, in evaluation mode, leaving no gradient behind."""
+    model = model or problem.model
+    inputs = {name: _leaf(value, double) for name, value in problem.inputs.items()}
+    leaves = {f"input {name}": value for name, value in inputs.items() if _is_leaf(value)}
+    leaves |= {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    with torch.enable_grad():
+        outputs = problem.results(problem.run(model, inputs))
+        attached = [output for output in outputs if output.requires_grad]
+        gradients: Sequence[Tensor | None] = [None] * len(leaves)
+        if attached and leaves:
+            generator = torch.Generator().manual_seed(0)
+            directions = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) for o in attached]
+            gradients = torch.autograd.grad(attached, list(leaves.values()), directions, allow_unused=True)
+    return Result([output.detach() for output in outputs], dict(zip(leaves, gradients, strict=True)))
+
+
+def _leaf(value: Any, double: bool) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _leaf(part, double) for key, part in value.items()}
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return (value.double() if double else value).detach().clone().requires_grad_()
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def gradient_gap(ours: Mapping[str, Tensor | None], truths: Mapping[str, Tensor | None]) -> float:
+    """The worst relative error of the gradients; infinite where one is missing that should be there, or the reverse.
+
+    A gradient that is zero but for rounding (that of a key's bias, say) is measured on the scale of the largest.
+    """
+    largest = max((rms(truth) for truth in truths.values() if truth is not None), default=0.0)
+    worst = 0.0
+    for name, truth in truths.items():
+        value = ours.get(name)
+        if value is None or truth is None:
+            if value is not truth:
+                return float("inf")
+            continue
+        scale = rms(truth)
+        scale = largest if scale <= VANISHED * largest else scale
+        error = rms(difference(value, truth))
+        worst = max(worst, error / scale if scale else error)
+    return worst
+
+
+def prove_model(problem: Problem, routed: Callable[[], AbstractContextManager[Any]]) -> list[Row]:
+    """The whole model, original and routed, against each other and against the original in float64.
+
+    The budget is 1e-5. Where the original itself is further than that from float64 (a deep model, half precision), ours may be twice
+    as far as it, and so at most three times as far from it.
+    """
+    with evaluating(problem.model):
+        original = differentiate(problem)
+        with routed():
+            ours = differentiate(problem)
+        double = copy.deepcopy(problem.model).double()
+        truth = differentiate(problem, double, double=True)
+    finite = all(bool(output.isfinite().all()) for output in truth.outputs)
+    rows: list[Row] = []
+    for what, distance in (
+        ("output", lambda a, b: gap(a.outputs, b.outputs)),
+        ("gradients", lambda a, b: gradient_gap(a.gradients, b.gradients)),
+    ):
+        if what == "gradients" and all(gradient is None for gradient in original.gradients.values()):
+            continue
+        # Some models' own code overflows in float64 (a float32 softmax over float64's least number): no truth then.
+        own = distance(original, truth) if finite else 0.0
+        rows.append(Row("whole model", what, "original", distance(ours, original), max(RELATIVE, 3 * own)))
+        if finite:
+            rows.append(Row("whole model", what, "float64", distance(ours, truth), max(RELATIVE, 2 * own)))
+    return rows
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode, and each back in its own afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def worst(rows: Sequence[Row], prefix: str) -> Row | None:
+    """The row of that kind that is nearest to its budget, or furthest beyond it."""
+    kind = [row for row in rows if row.what.startswith(prefix)]
+    return max(kind, key=lambda row: row.error / row.budget if row.error == row.error else float("inf"), default=None)

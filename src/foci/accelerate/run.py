@@ -1,0 +1,365 @@
+"""Accelerate a model: find its attention, plan, prove, time, compile if it pays, and keep the record."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from foci.accelerate.apply import Applied, library_of, route
+from foci.accelerate.compile import weigh
+from foci.accelerate.plan import CompilePlan, Plan, decide, identify
+from foci.accelerate.prove import Problem, Row, evaluating, prove_model, prove_site, relative_rms, worst
+from foci.accelerate.shown import Shown
+from foci.accelerate.sites import Found, dims, find
+from foci.accelerate.timing import interleave, peak_memory
+from foci.core.device import machine
+from foci.core.errors import Unsupported
+
+if TYPE_CHECKING:
+    from foci.accelerate.report import Report
+
+Progress = Callable[[str, str, bool], None]
+Show = Callable[[Callable[[str], None]], Shown]
+
+
+class Refused(Unsupported):
+    """The plan missed the error budget; the model is as it was. `rows` has every comparison that was made."""
+
+    def __init__(self, name: str, rows: list[Row]) -> None:
+        self.rows = rows
+        bad = [f"{row.where}: {row.what} is {row.error:.1e} from {row.against}, budget {row.budget:.0e}"
+               for row in rows if not row.ok]  # fmt: skip
+        super().__init__(f"accelerate: the plan for {name} is refused and the model restored", bad)
+
+
+@dataclass
+class Accelerated:
+    """A model with foci at work in it. `plan` holds every decision and figure; calling it calls the model."""
+
+    model: Any
+    plan: Plan
+    before: Shown | None = field(default=None, repr=False)
+    after: Shown | None = field(default=None, repr=False)
+    _applied: Applied | None = field(default=None, repr=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+    def restore(self) -> None:
+        """The model as it was, to the very object."""
+        if self._applied is not None:
+            self._applied.restore()
+
+    @property
+    def report(self) -> Report:
+        """The report as a page: `str(report)` is its HTML."""
+        from foci.accelerate.report import Report
+
+        return Report(self.plan, self.before, self.after)
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Write plan.json, report.html and the pictures into a folder, each whole or not at all."""
+        return [*self.report.save(Path(folder)), self.plan.save(Path(folder) / "plan.json")]
+
+
+def accelerate(
+    model: Any,
+    example_inputs: Any,
+    *,
+    other_inputs: Mapping[str, Any] | None = None,
+    compile: Literal["auto", "on", "off"] = "auto",
+    calls: int = 100,
+    name: str = "",
+    note: str = "",
+    show: Show | None = None,
+    progress: Progress | None = None,
+) -> Accelerated:
+    """Route the attention of a model (an nn.Module, or a Diffusers pipeline: then its denoiser) through foci, proved first.
+
+    example_inputs: keyword arguments of the call (a mapping), or its positional ones (a tuple or one tensor).
+    other_inputs: the same call at another resolution; compiled code is then also tried on it.
+    compile: auto compiles if the measured break-even is at most `calls` calls; on always; off never.
+    show(progress) draws or writes something with the model, for the report; it runs before and after.
+    progress(phase, text, finished) is told what happens.
+
+    The model stays accelerated until `.restore()`. Raises Refused, with the model restored, where an output or a gradient misses
+    its error budget; Unsupported for a model without attention that foci can route; ValueError for arguments that do not fit.
+    """
+    if compile not in ("auto", "on", "off"):
+        raise ValueError(f"accelerate: compile must be 'auto', 'on' or 'off', got {compile!r}")
+    if calls < 1:
+        raise ValueError(f"accelerate: calls must be at least 1, got {calls}")
+    tell = progress or (lambda phase, text, finished: None)
+    whole = model
+    model, inputs, beside = _denoiser(model, example_inputs)
+    _require_eager(model)
+    problem = Problem(model, inputs)
+    name = name or type(whole).__name__
+    with evaluating(model):
+        found = _find(problem, tell)
+        plan = _plan(problem, found, name, note, beside, tell)
+        rows = _prove(problem, found, plan, tell)
+        before, after = _show(model, plan, show, tell)
+        timing, memory = _time(problem, plan, tell)
+    applied = route(model, plan.backends)
+    try:
+        budget = max(row.budget for row in rows if row.where == "whole model" and row.against == "original")
+        decision = _compile(problem, plan, applied, compile, calls, other_inputs, budget, tell)
+    except BaseException:
+        applied.restore()
+        raise
+    plan = dataclasses.replace(
+        plan,
+        proof=[dataclasses.asdict(row) for row in rows],
+        timing=timing,
+        memory=memory,
+        compile=decision,
+        demo=_compare(before, after),
+    )
+    return Accelerated(whole, plan, before, after, applied)
+
+
+def _require_eager(model: nn.Module) -> None:
+    # Of a compiled module only the outside would be seen, and its graphs would go on using what was traced.
+    if hasattr(model, "_orig_mod") or any("_compiled_call_impl" in vars(module) for module in model.modules()):
+        raise ValueError(f"accelerate: {type(model).__name__} is compiled already; pass the model before torch.compile")
+
+
+def _denoiser(model: Any, given: Any) -> tuple[nn.Module, dict[str, Any], list[list[str]]]:
+    """The module to accelerate, keyword arguments for it, and a pipeline's other modules with why they are left."""
+    if isinstance(model, nn.Module):
+        return model, _keywords(model, given), []
+    components = getattr(model, "components", None)
+    if not isinstance(components, Mapping):
+        raise ValueError(
+            f"accelerate: model is a {type(model).__name__}; expected an nn.Module or a Diffusers pipeline"
+        )
+    part = next(
+        (part for part in ("transformer", "unet", "prior") if isinstance(components.get(part), nn.Module)), None
+    )
+    if part is None:
+        raise ValueError(f"accelerate: {type(model).__name__} has no transformer or unet; it has {sorted(components)}")
+    seen: list[dict[str, Any]] = []
+
+    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not seen:
+            bound = inspect.signature(module.forward).bind(*args, **kwargs)
+            seen.append({k: v.clone() if isinstance(v, Tensor) else v for k, v in bound.arguments.items()})
+
+    hook = components[part].register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            model(**given) if isinstance(given, Mapping) else model(*(given if isinstance(given, tuple) else (given,)))
+    finally:
+        hook.remove()
+    if not seen:
+        raise ValueError(f"accelerate: {type(model).__name__} did not call its {part} with these example_inputs")
+    others = [[k, f"beside the {part}, which is what runs at every step; accelerate it by itself"]
+              for k, v in components.items() if isinstance(v, nn.Module) and k != part]  # fmt: skip
+    return components[part], seen[0], others
+
+
+def _keywords(model: nn.Module, given: Any) -> dict[str, Any]:
+    if isinstance(given, Mapping):
+        return dict(given)
+    args = given if isinstance(given, tuple | list) else (given,)
+    try:
+        return dict(inspect.signature(model.forward).bind(*args).arguments)
+    except TypeError as error:
+        raise ValueError(f"accelerate: example_inputs do not fit {type(model).__name__}.forward: {error}") from error
+
+
+def _find(problem: Problem, tell: Progress) -> Found:
+    tell("find", "running the model", False)
+    model = problem.model
+    found = find(model, problem.run, lambda: route(model))
+    if not found.sites:
+        raise Unsupported(
+            f"accelerate: no attention of {type(model).__name__} runs through foci",
+            [f"{where}: {why}" for where, why in found.skipped] or ["no attention call was seen in a run"],
+        )
+    parents = {site.name.rpartition(".")[0] for site in found.sites}
+    shapes = dict.fromkeys(
+        dims(dict(zip("BTSHGKV", call.sizes, strict=True))) for s in found.sites for call, _ in s.calls
+    )
+    sizes = ", ".join(list(shapes)[:2]) + (f" and {len(shapes) - 2} more shapes" if len(shapes) > 2 else "")
+    many, blocks = len(found.sites), len(parents)
+    skipped = f", {len(found.skipped)} left" if found.skipped else ""
+    tell(
+        "find", f"{many} attention site{'s' * (many > 1)} in {blocks} block{'s' * (blocks > 1)}, {sizes}{skipped}", True
+    )
+    return found
+
+
+def _plan(problem: Problem, found: Found, name: str, note: str, beside: list[list[str]], tell: Progress) -> Plan:
+    tell("plan", "measuring each backend on each shape", False)
+    measured: dict[Any, dict[str, float]] = {}
+    sites = [decide(site, measured) for site in found.sites]
+    model = problem.model
+    weight = next(model.parameters())
+    facts = {
+        "class": type(model).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "note": note,
+        "library": library_of(model),
+    }
+    plan = Plan(
+        name,
+        identify(model),
+        str(weight.device),
+        str(weight.dtype).removeprefix("torch."),
+        sites,
+        [[where, why] for where, why in found.skipped] + beside,
+        facts=facts,
+        versions=_versions(),
+    )
+    chosen: dict[str, list[Any]] = {}
+    for site in sites:
+        chosen.setdefault(site.backend, []).append(site)
+    parts = []
+    for backend, its in chosen.items():
+        others = "; ".join(f"{other}: {reasons[0]}" for other, reasons in its[0].others.items())
+        parts.append(f"{len(its)} x softmax -> {backend} ({others})")
+    tell("plan", ", ".join(parts), True)
+    return plan
+
+
+def _versions() -> dict[str, Any]:
+    here = machine()
+    packages = {name: version for name, version in here.packages.items() if version}
+    return {
+        "foci": metadata.version("foci"),
+        "python": here.python,
+        "torch": here.torch,
+        **packages,
+        "system": here.system,
+        "cpu": here.cpu,
+        "instructions": " ".join(here.isa),
+        "threads": here.threads,
+        "gpu": ", ".join(gpu.name for gpu in here.gpus) or "none",
+    }
+
+
+def _prove(problem: Problem, found: Found, plan: Plan, tell: Progress) -> list[Row]:
+    rows: list[Row] = []
+    for place, site in enumerate(found.sites):
+        tell("prove", f"site {place + 1} of {len(found.sites)} against float64", False)
+        rows += prove_site(site, plan.backends[site.name])
+    tell("prove", "whole model, outputs and gradients, against itself in float64", False)
+    rows += prove_model(problem, lambda: route(problem.model, plan.backends))
+    if not all(row.ok for row in rows):
+        raise Refused(plan.model, rows)
+    parts = []
+    sites = [row for row in rows if row.where != "whole model"]
+    whole = [row for row in rows if row.where == "whole model"]
+    for title, some, prefix in (
+        ("forward", sites, "out"),
+        ("gradients", sites, "gradient"),
+        ("whole model", whole, "output"),
+        ("its gradients", whole, "gradients"),
+    ):
+        row = worst(some, prefix)
+        if row is not None:
+            parts.append(f"{title} {row.error:.1e} of {row.budget:.0e}")
+    tell("prove", "   ".join([*parts, "ok"]), True)
+    return rows
+
+
+def _show(model: nn.Module, plan: Plan, show: Show | None, tell: Progress) -> tuple[Shown | None, Shown | None]:
+    if show is None:
+        return None, None
+    before = show(lambda text: tell("show", f"before: {text}", False))
+    with route(model, plan.backends):
+        after = show(lambda text: tell("show", f"after: {text}", False))
+    tell("show", _compare(before, after)["sentence"], True)
+    return before, after
+
+
+def _compare(before: Shown | None, after: Shown | None) -> dict[str, Any]:
+    """The showing in figures: what the two had, and how far apart they are."""
+    if before is None or after is None:
+        return {}
+    facts: dict[str, Any] = {"kind": before.kind, "before": dict(before.facts), "after": dict(after.facts)}
+    if before.lines:
+        facts |= {"lines_before": list(before.lines), "lines_after": list(after.lines)}
+    a, b = before.values, after.values
+    if a is not None and b is not None and a.shape == b.shape:
+        facts["difference"] = (a.double() - b.double()).abs().max().item()
+        facts["relative"] = relative_rms(b, a)
+    facts["sentence"] = _sentence(before, after, facts)
+    return facts
+
+
+def _sentence(before: Shown, after: Shown, facts: Mapping[str, Any]) -> str:
+    if "right" in before.facts:
+        total = before.facts["samples"]
+        shares = [f"{100 * shown.facts['right'] / total:.1f} %" for shown in (before, after)]
+        return (
+            f"{total} digits from the same noise: {shares[0]} read right before, {shares[1]} after, "
+            f"largest pixel difference {facts['difference']:.0e}"
+        )
+    if "tokens" in before.facts:
+        same = "the same" if before.lines == after.lines else "NOT the same"
+        return f"{before.facts['tokens']} greedy tokens, {same} before and after"
+    return f"{len(before.lines)} sentences, embeddings apart by at most {facts.get('difference', float('nan')):.0e}"
+
+
+def _time(problem: Problem, plan: Plan, tell: Progress) -> tuple[dict[str, Any], dict[str, int]]:
+    tell("time", "original and foci in turn", False)
+
+    def routed() -> Applied:
+        return route(problem.model, plan.backends)
+
+    with torch.no_grad():
+        record = interleave(problem.run, routed)
+        device = torch.device(plan.device)
+        memory = {"original": peak_memory(problem.run, device)}
+        with routed():
+            memory["foci"] = peak_memory(problem.run, device)
+    spread = f"{record['ratio_low']:.2f} .. {record['ratio_high']:.2f}, {record['pairs']} interleaved pairs"
+    tell(
+        "time",
+        f"original {seconds_text(record['original_median'])}   foci {seconds_text(record['changed_median'])}   "
+        f"{record['ratio']:.2f} x ({spread})",
+        True,
+    )
+    return record, memory
+
+
+def seconds_text(seconds: float) -> str:
+    """A time as people say it: 2.41 s, 57.3 ms."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def _compile(
+    problem: Problem,
+    plan: Plan,
+    applied: Applied,
+    mode: str,
+    calls: int,
+    other: Mapping[str, Any] | None,
+    budget: float,
+    tell: Progress,
+) -> CompilePlan:
+    tell("compile", "measuring what it costs and saves", False)
+    with evaluating(problem.model):
+        decision, compiled = weigh(
+            problem.model,
+            plan.names,
+            problem.run,
+            mode=mode,
+            calls=calls,
+            other=None if other is None else (lambda: problem.run(inputs=other)),
+            budget=budget,
+        )
+    applied._compiled = compiled
+    tell("compile", decision.sentence, True)
+    return decision

@@ -1,0 +1,71 @@
+"""What a person looks at before and after: digits drawn, text continued, sentences embedded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from foci.accelerate.digits import DigitsPipeline
+
+SAMPLES, BATCH, STEPS = 200, 40, 25
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One model's showing: pictures in [-1, 1] or lines of text, the numbers behind them, and facts for the report."""
+
+    kind: str
+    pictures: Tensor | None = None
+    lines: tuple[str, ...] = ()
+    values: Tensor | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def draw_digits(pipeline: DigitsPipeline, progress: Callable[[str], None]) -> Shown:
+    """Ten digits to look at, the first of 200 that a small classifier reads; every picture from its own fixed noise."""
+    from foci.accelerate.digits import read_digits
+
+    labels = [place % 10 for place in range(SAMPLES)]
+    drawn: list[Tensor] = []
+    start = time.perf_counter()
+    for first in range(0, SAMPLES, BATCH):
+        drawn.append(pipeline(labels[first : first + BATCH], seed=first, steps=STEPS).cpu())
+        progress(f"{first + BATCH} of {SAMPLES} digits")
+    pictures = torch.cat(drawn)
+    right = int((read_digits(pictures) == torch.tensor(labels)).sum())
+    facts = {"samples": SAMPLES, "right": right, "steps": STEPS, "seconds": time.perf_counter() - start}
+    return Shown("images", pictures=pictures[:10], values=pictures, facts=facts)
+
+
+@torch.no_grad()
+def show_continuation(model: Any, length: int = 24) -> Shown:
+    """Greedy continuation of two prompts of token ids, the second padded on the left, with a cache."""
+    device = next(model.parameters()).device
+    ids = torch.tensor([[3, 14, 15, 92, 65, 35], [0, 0, 27, 18, 28, 45]], device=device) % model.config.vocab_size
+    mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]], device=device)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=length, do_sample=False, pad_token_id=0)
+    lines = tuple(" ".join(str(token) for token in row.tolist()) for row in out[:, ids.shape[1] :])
+    return Shown("text", lines=lines, values=out, facts={"tokens": int(out[:, ids.shape[1] :].numel())})
+
+
+@torch.no_grad()
+def embed_sentences(model: nn.Module, inputs: Mapping[str, Tensor], sentences: Sequence[str]) -> Shown:
+    """Mean-pooled, normalised embeddings, and for each sentence the one that is nearest."""
+    given = {name: tensor.to(next(model.parameters()).device) for name, tensor in inputs.items()}
+    hidden = model(**given).last_hidden_state
+    real = given["attention_mask"][..., None]
+    pooled = torch.nn.functional.normalize((hidden * real).sum(1) / real.sum(1), dim=-1).float()
+    likeness = pooled @ pooled.T
+    likeness.fill_diagonal_(-1)
+    score, nearest = likeness.max(-1)
+    lines = tuple(
+        f"{sentence}  →  {sentences[place]}  ({value:.6f})"
+        for sentence, place, value in zip(sentences, nearest.tolist(), score.tolist(), strict=True)
+    )
+    return Shown("text", lines=lines, values=pooled, facts={"sentences": len(sentences)})
