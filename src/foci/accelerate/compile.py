@@ -102,7 +102,8 @@ def weigh(
     """Measure what compiling the routed model costs and saves, and keep it compiled only if it pays for `calls` calls.
 
     mode: auto decides by the measurement, on keeps it whenever it is right, off does not try. `run` and `other` run the
-    model at two resolutions. It is right when compiled equals eager within `budget` and two resolutions make no third graph.
+    model at two resolutions. It is right when compiled equals eager within `budget`, and two resolutions make no third
+    graph.
     """
     if mode == "off":
         return CompilePlan(sentence="off: not asked for", calls=calls), None
@@ -137,7 +138,7 @@ def _measure(
     first = clock(run)
     second = clock(run)  # what is set up late is part of the cost
     output = tensors_of(run())
-    # Interleaved like every comparison, and each at its best: `call` from before was taken in another mood of the machine.
+    # Interleaved, and each at its best: the earlier figure was taken in another mood of the machine.
     record = interleave(run, compiled.paused, pairs=7, seconds=10.0)
     eager_call, after = min(record["changed"]), min(record["original"])
     cost = max(first + second - 2 * after, 0.0)

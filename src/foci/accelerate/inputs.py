@@ -14,7 +14,8 @@ Make = Callable[[Any, Callable[..., Tensor], int], dict[str, Any]]
 def inputs_for(model: nn.Module, *, larger: bool = False) -> dict[str, Any]:
     """Keyword arguments for the model's forward: a batch of two, with padding where the model knows it; seeded.
 
-    `larger` gives the same call at another resolution or length. Raises ValueError for a model whose arguments are not known.
+    `larger` gives the same call at another resolution or length. Raises ValueError for a model whose arguments are not
+    known.
     """
     generator = torch.Generator().manual_seed(0)
 

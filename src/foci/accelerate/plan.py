@@ -197,7 +197,7 @@ def _plain(value: Any) -> Any:
 
 
 def decide(site: Site, measured: dict[Signature, dict[str, float]]) -> SitePlan:
-    """The fastest backend that takes every call of the site. `measured` keeps seconds by signature, shared between sites."""
+    """The fastest backend that takes every call of the site. `measured` keeps seconds by signature, for all sites."""
     against: dict[str, list[str]] = {}
     for call, _ in site.calls:
         for name, reasons in explain(SPEC, call).refused.items():

@@ -83,8 +83,8 @@ def tensors_of(output: Any) -> list[Tensor]:
 def prove_site(site: Site, backend: str) -> list[Row]:
     """Every distinct call of a site on its planned backend against the equation in float64: out, lse, every gradient.
 
-    The budget is the checker's. Where the activations are so ill-conditioned that a plain float32 computation misses it too, it is
-    twice the plain computation's own error.
+    The budget is the checker's. Where the activations are so ill-conditioned that a plain float32 computation misses it
+    too, it is twice the plain computation's own error.
     """
     rows: list[Row] = []
     for call, _ in site.calls:
@@ -180,8 +180,8 @@ def gradient_gap(ours: Mapping[str, Tensor | None], truths: Mapping[str, Tensor 
 def prove_model(problem: Problem, routed: Callable[[], AbstractContextManager[Any]]) -> list[Row]:
     """The whole model, original and routed, against each other and against the original in float64.
 
-    The budget is 1e-5. Where the original itself is further than that from float64 (a deep model, half precision), ours may be twice
-    as far as it, and so at most three times as far from it.
+    The budget is 1e-5. Where the original itself is further than that from float64 (a deep model, half precision), ours
+    may be twice as far from float64 as it is, and so at most three times that far from it.
     """
     with evaluating(problem.model):
         original = differentiate(problem)

@@ -18,7 +18,7 @@ from foci.accelerate.compile import weigh
 from foci.accelerate.plan import CompilePlan, Plan, decide, identify
 from foci.accelerate.prove import Problem, Row, evaluating, prove_model, prove_site, relative_rms, worst
 from foci.accelerate.shown import Shown
-from foci.accelerate.sites import Found, dims, find
+from foci.accelerate.sites import Found, dims, find, letters
 from foci.accelerate.timing import interleave, peak_memory
 from foci.core.device import machine
 from foci.core.errors import Unsupported
@@ -82,7 +82,7 @@ def accelerate(
     show: Show | None = None,
     progress: Progress | None = None,
 ) -> Accelerated:
-    """Route the attention of a model (an nn.Module, or a Diffusers pipeline: then its denoiser) through foci, proved first.
+    """Route the attention of a model through foci, proved first. Of a Diffusers pipeline its denoiser is taken.
 
     example_inputs: keyword arguments of the call (a mapping), or its positional ones (a tuple or one tensor).
     other_inputs: the same call at another resolution; compiled code is then also tried on it.
@@ -90,8 +90,9 @@ def accelerate(
     show(progress) draws or writes something with the model, for the report; it runs before and after.
     progress(phase, text, finished) is told what happens.
 
-    The model stays accelerated until `.restore()`. Raises Refused, with the model restored, where an output or a gradient misses
-    its error budget; Unsupported for a model without attention that foci can route; ValueError for arguments that do not fit.
+    The model stays accelerated until `.restore()`. Raises Refused, with the model restored, where an output or a gradient
+    misses its error budget; Unsupported for a model without attention that foci can route; ValueError for arguments that
+    do not fit.
     """
     if compile not in ("auto", "on", "off"):
         raise ValueError(f"accelerate: compile must be 'auto', 'on' or 'off', got {compile!r}")
@@ -187,9 +188,7 @@ def _find(problem: Problem, tell: Progress) -> Found:
             [f"{where}: {why}" for where, why in found.skipped] or ["no attention call was seen in a run"],
         )
     parents = {site.name.rpartition(".")[0] for site in found.sites}
-    shapes = dict.fromkeys(
-        dims(dict(zip("BTSHGKV", call.sizes, strict=True))) for s in found.sites for call, _ in s.calls
-    )
+    shapes = dict.fromkeys(dims(letters(call)) for site in found.sites for call, _ in site.calls)
     sizes = ", ".join(list(shapes)[:2]) + (f" and {len(shapes) - 2} more shapes" if len(shapes) > 2 else "")
     many, blocks = len(found.sites), len(parents)
     skipped = f", {len(found.skipped)} left" if found.skipped else ""

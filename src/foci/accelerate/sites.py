@@ -20,7 +20,7 @@ _SOFTMAX = {"softmax", "_softmax"}
 
 @dataclass(frozen=True)
 class Site:
-    """One module whose attention runs: who it is, who calls it, and each distinct call with how often a forward makes it."""
+    """One module whose attention runs: who it is, who calls it, each distinct call and how often a forward makes it."""
 
     name: str
     kind: str

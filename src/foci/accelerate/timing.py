@@ -29,10 +29,10 @@ def clock(run: Run) -> float:
 def interleave(
     run: Run, changed: Callable[[], AbstractContextManager[Any]], *, pairs: int = 9, seconds: float = 20.0
 ) -> dict[str, Any]:
-    """Run something as it is and under `changed()` in turn, `pairs` times (fewer, but 3, when they take longer than `seconds`).
+    """Run something as it is and under `changed()` in turn, `pairs` times (3 at least, when they take long).
 
-    Each pair gives one ratio, original / changed, so slow drift cancels; the order changes from pair to pair. The record has the
-    seconds of every run, their medians, the median ratio and its spread.
+    Each pair gives one ratio, original / changed, so slow drift cancels; the order changes from pair to pair. The record
+    has the seconds of every run, their medians, the median ratio and its spread.
     """
     times: tuple[list[float], list[float]] = ([], [])
     while len(times[0]) < pairs and (len(times[0]) < 3 or sum(map(sum, times)) < seconds):
@@ -56,7 +56,10 @@ def interleave(
 
 
 def peak_memory(run: Run, device: torch.device) -> int:
-    """Most bytes of tensors that one run holds at once beyond what was there before (on the CPU: without scratch in kernels)."""
+    """Most bytes of tensors that one run holds at once beyond what was there before.
+
+    On the CPU without the scratch memory inside kernels.
+    """
     if device.type == "cuda":
         _finish()
         before = torch.cuda.memory_allocated(device)

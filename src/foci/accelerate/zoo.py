@@ -20,7 +20,7 @@ DEFAULT = "digits-dit"
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with what is needed to run it: one set of inputs, another of a different size, and something to look at."""
+    """A model with what is needed to run it: inputs, inputs of another size, and something to look at."""
 
     name: str
     note: str
@@ -33,7 +33,7 @@ class Subject:
 def load(name: str, *, device: str = "cpu", dtype: str = "float32") -> Subject:
     """The model of that name: of this zoo, a directory, or a hub id `owner/name`; in evaluation mode.
 
-    Raises ValueError when there is no such model, or it cannot be fetched, or foci does not know what its forward takes.
+    Raises ValueError when there is no such model, it cannot be fetched, or foci does not know what its forward takes.
     """
     place, kind = _device(device), _dtype(dtype)
     if name in NAMES:
@@ -223,8 +223,8 @@ NAMES: dict[str, Callable[[], Subject]] = {
         "diffusers",
         "FluxTransformer2DModel",
         {
-            "in_channels": 8, "num_layers": 2, "num_single_layers": 3, "attention_head_dim": 16, "num_attention_heads": 4,
-            "joint_attention_dim": 24, "pooled_projection_dim": 12, "axes_dims_rope": (4, 6, 6),
+            "in_channels": 8, "num_layers": 2, "num_single_layers": 3, "attention_head_dim": 16,
+            "num_attention_heads": 4, "joint_attention_dim": 24, "pooled_projection_dim": 12, "axes_dims_rope": (4, 6, 6),
         },
     ),
     "sd3": _random(
@@ -252,8 +252,8 @@ NAMES: dict[str, Callable[[], Subject]] = {
         "diffusers",
         "UNet2DConditionModel",
         {
-            "sample_size": 16, "in_channels": 4, "out_channels": 4, "block_out_channels": (16, 32), "norm_num_groups": 4,
-            "layers_per_block": 1, "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+            "sample_size": 16, "in_channels": 4, "out_channels": 4, "block_out_channels": (16, 32),
+            "norm_num_groups": 4, "layers_per_block": 1, "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
             "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "cross_attention_dim": 24, "attention_head_dim": 4,
         },
     ),
