@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_eager
 
+from foci.check.run import LAWS, examine
 from foci.core.spec import Candidate, Case, WrongReturn
 from foci.integrations.transformers import attend
 from foci.integrations.transformers_spec import MISTAKES, SPEC, adapt
@@ -90,7 +93,7 @@ def test_a_mistake_is_seen_and_is_no_other(mistake: object) -> None:
 def test_a_signature_says_what_is_tested() -> None:
     def narrow(module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None): ...  # type: ignore
 
-    candidate = adapt(narrow, "mine")
+    candidate = adapt(narrow, name="mine")
     assert candidate.name == "mine"
     assert candidate.not_tested == ("is_causal", "sliding_window", "s_aux", "position_bias", "dropout > 0")
     refused = {case.name: candidate.refuses(case) for case in SPEC.cases}
@@ -127,3 +130,61 @@ def test_probes_ask_what_the_reference_answers(case: Case) -> None:
 def test_sized_cases_have_that_many_tokens() -> None:
     inputs = SPEC.probes.sized(17).make(torch.float32, CPU, 0)
     assert inputs["query"].shape[2] == inputs["key"].shape[2] == 17
+
+
+class Planted:
+    """Functions with one fault each, as people write them."""
+
+    def no_mask_means_bidirectional(module, query, key, value, attention_mask, **options):  # type: ignore
+        everything = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)[None, None]
+        return attend(module, query, key, value, everything if attention_mask is None else attention_mask, **options)
+
+    def heads_before_tokens(*tensors, **options):  # type: ignore
+        return attend(*tensors, **options)[0].transpose(1, 2), None
+
+    def heads_interleaved(module, query, key, value, attention_mask, **options):  # type: ignore
+        key, value = (x.repeat(1, query.shape[1] // x.shape[1], 1, 1) for x in (key, value))
+        return attend(module, query, key, value, attention_mask, **options)
+
+    def scale_ignored(*tensors, scaling=None, **options):  # type: ignore
+        return attend(*tensors, **options)
+
+    def mask_ignored(module, query, key, value, attention_mask, **options):  # type: ignore
+        inputs = {"query": query, "key": key, "value": value, "attention_mask": None}
+        return SPEC.reference(module, **inputs, **options)[0], None
+
+    def one_tensor(*tensors, **options):  # type: ignore
+        return attend(*tensors, **options)[0]
+
+    def sinks_ignored(*tensors, s_aux=None, **options):  # type: ignore
+        return attend(*tensors, **options)
+
+    def softcap_ignored(*tensors, softcap=None, **options):  # type: ignore
+        return attend(*tensors, **options)
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("no_mask_means_bidirectional", "without a mask it attends to the future"),
+        ("heads_before_tokens", "heads before tokens"),
+        ("heads_interleaved", "reads key head h % G"),
+        ("scale_ignored", r"divides by sqrt\(K\) whatever `scaling` says"),
+        ("mask_ignored", "the mask is ignored"),
+        ("one_tensor", "it returns one Tensor; models unpack"),
+        ("sinks_ignored", "`s_aux` is accepted and ignored"),
+        ("softcap_ignored", "`softcap` is accepted and ignored"),
+    ],
+)
+def test_the_checker_names_a_planted_fault(fault: str, named: str) -> None:
+    report = examine(SPEC, adapt(getattr(Planted, fault)), only=["forward"], dtypes=(torch.float32,), isolated=False)
+    assert report.exit_code == 1
+    assert any(re.search(named, failure.sentence) for failure in report.failures)
+
+
+def test_the_checker_finds_nothing_wrong_with_ours() -> None:
+    slow = ("custom ops", "compiled = eager", "graphs over six lengths")
+    laws = [law.name for law in LAWS if law.name not in slow]
+    report = examine(SPEC, adapt(attend, name="foci"), only=laws, isolated=False)
+    assert report.failures == ()
+    assert report.ok

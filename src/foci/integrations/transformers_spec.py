@@ -62,7 +62,7 @@ def _reference(
     return ((logits.softmax(-1)[..., :S] @ value).transpose(1, 2).contiguous(),)
 
 
-def adapt(function: Callable[..., Any], name: str = "") -> Candidate:
+def adapt(function: Callable[..., Any], *, name: str = "") -> Candidate:
     """A function of transformers' attention protocol as a candidate, tested on what its signature offers."""
     parameters = inspect.signature(function).parameters
     any_keyword = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
