@@ -93,12 +93,15 @@ class Future:
 
 @dataclass(frozen=True)
 class Bad:
-    """Arguments no operator may answer with a number: `change` spoils those of a good call, `argument` is to blame."""
+    """Arguments no operator may answer with a number: `change` spoils those of a good call, `argument` is to blame.
+
+    `strict`: peers do answer (they broadcast, or take another meaning), so only a strict candidate is asked.
+    """
 
     name: str
     argument: str
     change: Callable[[dict[str, Any]], dict[str, Any]]
-    features: frozenset[str] = frozenset()
+    strict: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,4 +2,278 @@
 
 from __future__ import annotations
 
-adapt = None
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from operator import and_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.core.spec import Candidate, Case, Inputs, Outputs, as_outputs
+from foci.ops.masks import All, Causal, Dense, Mask, Window
+
+LAYOUTS = ("bthd", "bhtd")
+WORDS = {
+    "mask": ("mask", "attn_mask", "attention_mask"),
+    "causal": ("causal", "is_causal"),
+    "align": ("align", "causal_align"),
+    "bias": ("bias", "attn_bias"),
+    "softcap": ("softcap", "logits_soft_cap"),
+    "sink": ("sink", "sinks"),
+    "scale": ("scale", "softmax_scale", "sm_scale"),
+    "dropout": ("dropout", "dropout_p"),
+    "window": ("window", "window_size"),
+    "gqa": ("enable_gqa",),
+    "lse": ("return_lse", "return_softmax_lse"),
+}
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How one callable takes its arguments: the keyword it has for each of ours, and what it means by them.
+
+    `objects`: its mask is one of foci's own. `both`: a mask and causal may be given together. `bias_in_mask`: a float mask is
+    a bias. `flex`: masks, bias and softcap go in as functions.
+    """
+
+    words: dict[str, str]
+    layout: str = "bthd"
+    objects: bool = False
+    both: bool = True
+    bias_in_mask: bool = False
+    flex: bool = False
+
+
+class _Cannot(Exception):
+    """A case that the signature has no words for."""
+
+
+def adapt(function: Callable[..., Any], *, layout: str = "bthd", name: str = "") -> Candidate:
+    """A callable `f(q, k, v, ...)` as a Candidate: every keyword of WORDS that its signature names is used, the others are listed.
+
+    layout: "bthd" [B, T, H, D] or "bhtd" [B, H, T, D] of q, k, v and the output; lse is [B, T, H] or [B, H, T] in either.
+    Masks go to `mask`, `attn_mask` or `attention_mask` as booleans [B|1, H|1, T, S], True where a key may be seen, or as foci's
+    own masks where the annotation says so. Causal: `causal` is bottom-right, as flash-attn documents it; `is_causal` leaves
+    open what it means for T != S (torch: top-left), so only T == S is asked of it; with `align` both are. A second output, or
+    `return_lse`, is the natural-log lse. Grouped heads, V != K and T != S are tested unless a tiny call of the kind raises.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"adapt: layout must be 'bthd' or 'bhtd', got {layout!r}")
+    convention = _convention(function, layout)
+    gives = _outputs(function, convention)
+    cannot = _probe(function, convention)
+
+    def call(inputs: Inputs) -> Outputs:
+        args, kwargs = _deliver(convention, inputs)
+        return _receive(convention, function(*args, **kwargs), gives, args[0].shape)
+
+    def refuses(case: Case) -> list[str]:
+        inputs = case.make(torch.float32, torch.device("cpu"), 0)
+        found = [reason for kind, reason in cannot.items() if _is(kind, inputs)]
+        try:
+            _deliver(convention, inputs)
+        except _Cannot as reason:
+            found.append(str(reason))
+        return found
+
+    missing = [kind for kind in WORDS if kind not in ("align", "gqa", "lse", *convention.words) and not convention.flex]
+    if convention.objects:
+        missing = [kind for kind in missing if kind not in ("causal", "window")]
+    if convention.bias_in_mask:
+        missing.remove("bias")
+    named = f"{', '.join(missing)}: its signature names none of them" if missing else ""
+    silent = "" if len(gives) == 2 else "lse: it gives none"
+    return Candidate(
+        name or getattr(function, "__name__", type(function).__name__), call, refuses,
+        tuple(filter(None, (named, silent))), gives, convention.objects,
+    )  # fmt: skip
+
+
+def _convention(function: Callable[..., Any], layout: str) -> Convention:
+    if function is torch.nn.functional.scaled_dot_product_attention:
+        words = {
+            "mask": "attn_mask",
+            "causal": "is_causal",
+            "scale": "scale",
+            "dropout": "dropout_p",
+            "gqa": "enable_gqa",
+        }
+        return Convention(words, "bhtd", both=False, bias_in_mask=True)
+    signature = inspect.signature(function)
+    words = {}
+    for kind, spellings in WORDS.items():
+        for word in spellings:
+            if word in signature.parameters:
+                words.setdefault(kind, word)
+    if "block_mask" in signature.parameters and "score_mod" in signature.parameters:
+        return Convention(words, "bhtd", flex=True)
+    return Convention(words, layout, objects=_takes_masks(function, words.get("mask")))
+
+
+def _takes_masks(function: Callable[..., Any], word: str | None) -> bool:
+    """Whether the annotation of the mask is foci's Mask."""
+    if word is None:
+        return False
+    while hasattr(function, "func"):
+        function = function.func
+    try:
+        hint = typing.get_type_hints(function).get(word)
+    except (NameError, TypeError):  # annotations that only a type checker can resolve
+        return False
+    return any(isinstance(option, type) and issubclass(option, Mask) for option in (hint, *typing.get_args(hint)))
+
+
+def _tiny(T: int = 3, S: int = 3, H: int = 2, G: int = 2, V: int = 4) -> dict[str, Any]:
+    return {"q": torch.ones(1, T, H, 4), "k": torch.ones(1, S, G, 4), "v": torch.ones(1, S, G, V)}
+
+
+def _outputs(function: Callable[..., Any], convention: Convention) -> tuple[str, ...]:
+    """("out", "lse") when it gives both, else ("out",); what is wrong with a return is for the laws to say."""
+    if "lse" in convention.words:
+        return "out", "lse"
+    args, kwargs = _deliver(convention, _tiny())
+    try:
+        result = function(*args, **kwargs)
+    except Exception:
+        return ("out",)  # the first law will meet the same error and tell it
+    pair = isinstance(result, tuple | list) and len(result) == 2 and all(isinstance(item, Tensor) for item in result)
+    return ("out", "lse") if pair and result[1].dim() == 3 else ("out",)
+
+
+KINDS = {"grouped heads (H != G)": {"H": 4}, "V != K": {"V": 6}, "T != S": {"S": 5}}
+
+
+def _probe(function: Callable[..., Any], convention: Convention) -> dict[str, str]:
+    """The kinds of problem, not named by any keyword, that a tiny call shows to be refused."""
+    found = {}
+    for kind, sizes in KINDS.items():
+        args, kwargs = _deliver(convention, _tiny(**sizes))
+        try:
+            function(*args, **kwargs)
+        except Exception as error:
+            found[kind] = f"{kind}: it raises {type(error).__name__}"
+    plain = _deliver(convention, _tiny())
+    try:
+        function(*plain[0], **plain[1])
+    except Exception:
+        return {}  # broken altogether: then these say nothing
+    return found
+
+
+def _is(kind: str, inputs: Inputs) -> bool:
+    q, k, v = (inputs[name].shape for name in ("q", "k", "v"))
+    place = list(KINDS).index(kind)
+    return bool((q[-2] != k[-2], v[-1] != q[-1], q[1] != k[1])[place]) if len(q) == 4 else False
+
+
+def _deliver(convention: Convention, inputs: Inputs) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """Positional and keyword arguments for the callable, or _Cannot."""
+    words = convention.words
+    kwargs: dict[str, Any] = {}
+    q, k, v = (inputs[name] for name in ("q", "k", "v"))
+    rest = {n: x for n, x in inputs.items() if n not in ("q", "k", "v", "mask") and x is not None}
+    mask = inputs.get("mask")
+    if rest.get("dropout") and not convention.objects:
+        raise _Cannot("dropout: its random stream is its own")
+    if "gqa" in words and k.shape[2] != q.shape[2]:
+        kwargs[words["gqa"]] = True
+    if "lse" in words:
+        kwargs[words["lse"]] = True
+    if convention.flex:
+        kwargs |= _flex(mask, rest.pop("bias", None), rest.pop("softcap", None), q, k)
+    elif convention.objects:
+        kwargs |= {} if mask is None else {words["mask"]: mask}
+    else:
+        kwargs |= _masks(convention, mask, rest, q.shape[1], k.shape[1])
+    for name, value in rest.items():
+        if name not in words:
+            raise _Cannot(f"{name}: its signature does not name it")
+        kwargs[words[name]] = value
+    if convention.layout == "bhtd":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return (q, k, v), kwargs
+
+
+def _masks(convention: Convention, mask: Mask | None, rest: dict[str, Any], T: int, S: int) -> dict[str, Any]:
+    """Keywords for a mask of foci's: causal and window where there are words for them, a boolean tensor for what is left."""
+    words = convention.words
+    kwargs: dict[str, Any] = {}
+    parts = [] if mask is None else list(mask.parts) if isinstance(mask, All) else [mask]
+    others = [part for part in parts if not isinstance(part, Causal | Window)]
+    causal = next((part for part in parts if isinstance(part, Causal)), None)
+    alone = len(parts) == 1 or convention.both
+    own_end = any(
+        type(part).__name__ in ("Packed", "Lengths") for part in others
+    )  # each row its own: only a mask can say it
+    if causal is not None and alone and not own_end and _causal_word(convention, causal, T, S):
+        kwargs[words["causal"]] = True
+        if "align" in words:
+            kwargs[words["align"]] = causal.align
+        parts.remove(causal)
+    window = next((part for part in parts if isinstance(part, Window)), None)
+    if window is not None and "window" in words and not own_end and (T == S or words.get("causal") == "causal"):
+        kwargs[words["window"]] = tuple(-1 if side is None else side for side in (window.left, window.right))
+        parts.remove(window)
+    if not parts and not (convention.bias_in_mask and "bias" in rest):
+        return kwargs
+    if "mask" not in words:
+        raise _Cannot(
+            "masks: its signature does not name one" if parts != [causal] else "causal with T != S: see its keyword"
+        )
+    dense = None
+    if len(parts) == 1 and isinstance(parts[0], Dense):
+        dense = _full(parts[0].allowed, T, S)
+    elif parts:
+        dense = _full(reduce(and_, parts).materialize(T, S), T, S)
+    if convention.bias_in_mask and "bias" in rest:
+        bias = rest.pop("bias")
+        dense = bias if dense is None else torch.where(dense, bias, -torch.inf)
+    kwargs[words["mask"]] = dense
+    return kwargs
+
+
+def _causal_word(convention: Convention, causal: Causal, T: int, S: int) -> bool:
+    """Whether the causal keyword means this alignment."""
+    word = convention.words.get("causal")
+    if word is None:
+        return False
+    return "align" in convention.words or T == S or (word == "causal" and causal.align == "bottom-right")
+
+
+def _full(allowed: Tensor, T: int, S: int) -> Tensor:
+    """[B|1, H|1, T, S], spread only where it has size 1, so that a wrong size reaches the callable."""
+    sizes = [wanted if size == 1 else size for size, wanted in zip(allowed.shape[-2:], (T, S), strict=True)]
+    return allowed[(None,) * (4 - allowed.dim())].expand(-1, -1, *sizes)
+
+
+def _flex(mask: Mask | None, bias: Tensor | None, softcap: float | None, q: Tensor, k: Tensor) -> dict[str, Any]:
+    """A block mask and a score function for flex_attention."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    B, T, H, S = *q.shape[:3], k.shape[1]
+    kwargs: dict[str, Any] = {}
+    if mask is not None:
+        allowed = _full(mask.materialize(T, S), T, S).expand(B, H, -1, -1)
+        kwargs["block_mask"] = create_block_mask(lambda b, h, t, s: allowed[b, h, t, s], B, H, T, S, device=q.device)
+    if bias is not None or softcap is not None:
+        spread = None if bias is None else bias[(None,) * (4 - bias.dim())].expand(B, H, T, S)
+
+        def score(z: Tensor, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+            z = z if softcap is None else softcap * torch.tanh(z / softcap)
+            return z if spread is None else z + spread[b, h, t, s]
+
+        kwargs["score_mod"] = score
+    return kwargs
+
+
+def _receive(convention: Convention, result: Any, gives: tuple[str, ...], q: torch.Size) -> Outputs:
+    out, *lse = as_outputs(result, gives)
+    if convention.layout == "bhtd" and out.dim() == 4:
+        out = out.transpose(1, 2)
+    B, T, H = (q[0], q[2], q[1]) if convention.layout == "bhtd" else q[:3]
+    turned = [x.transpose(1, 2) if x.shape == (B, H, T) and (T != H or convention.layout == "bhtd") else x for x in lse]
+    return out, *turned

@@ -13,6 +13,7 @@ from foci.ops.softmax.call import Call, bind
 from foci.ops.softmax.cases import CASES
 from foci.ops.softmax.conventions import adapt
 from foci.ops.softmax.mistakes import MISTAKES
+from foci.ops.softmax.probes import PROBES
 
 
 def outputs(call: Call) -> tuple[Output, ...]:
@@ -56,6 +57,7 @@ SPEC = Spec(
         Backend("reference", "foci.ops.softmax.reference", note="O(T S) memory"),
     ),
     mistakes=MISTAKES,
+    probes=PROBES,
     merge=Partial,
     work=work,
     adapt=adapt,

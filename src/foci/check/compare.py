@@ -1,0 +1,119 @@
+"""The error budget."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+RELATIVE = 1e-5  # relative RMS error in float32
+LOGARITHM = 2e-4  # absolute error of a log-sum-exp, always checked: outputs hide a scale wrong by 0.1 %, it does not
+RECURRENT = 5e-3  # relative RMS error of recurrent operators in half precision
+CAUSAL = 1e-6  # relative change of the past when the future changes, where the Spec does not declare equal bits
+
+# A truth this much smaller than its siblings has cancelled to nothing: it is measured on their scale.
+VANISHED = 1e-6
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far a tensor is from the truth and how far it may be, both relative to the truth (absolute for a logarithm)."""
+
+    size: float
+    budget: float
+
+    @property
+    def ok(self) -> bool:
+        return self.size <= self.budget
+
+    @property
+    def share(self) -> float:
+        """The part of the budget that is used up; above 1 is wrong."""
+        if self.size == 0:
+            return 0.0
+        return self.size / self.budget if self.budget else math.inf
+
+
+NONE = Error(0.0, RELATIVE)
+
+
+def compare(
+    got: Tensor,
+    truth: Tensor,
+    yardstick: Tensor,
+    dtype: torch.dtype,
+    *,
+    log: bool = False,
+    recurrent: bool = False,
+    siblings: float = 0.0,
+) -> Error:
+    """The worst of a tensor's errors against its budget.
+
+    float32 and float64: relative RMS error <= 1e-5. Half precision: max error <= 2 x and relative RMS error <= 1 x that of
+    the `yardstick`, a plain computation in the same dtype (its |error|), and never less than float32 is allowed; recurrent operators: relative RMS
+    error <= 5e-3. A logarithm: absolute error <= 2e-4, and in float32 RMS <= 1e-5 on the scale of 1 at least.
+    `siblings` is the RMS of the largest tensor beside this one.
+    """
+    if truth.numel() == 0:
+        return NONE
+    error = difference(got, truth)
+    scale = rms(truth)
+    if scale <= VANISHED * siblings:
+        scale = siblings
+    half = dtype in (torch.bfloat16, torch.float16)
+    if log:
+        found = [Error(float(error.max()), LOGARITHM)]
+        if not half:
+            found.append(_relative(rms(error), RELATIVE * max(scale, 1.0), max(scale, 1.0)))
+    elif not half:
+        found = [_relative(rms(error), RELATIVE * scale, scale)]
+    elif recurrent:
+        found = [_relative(rms(error), RECURRENT * scale, scale)]
+    else:
+        floor = RELATIVE * scale
+        found = [
+            _relative(rms(error), max(rms(yardstick), floor), scale),
+            _relative(float(error.max()), max(2 * float(yardstick.max()), floor), scale),
+        ]
+    return max(found, key=lambda each: each.share)
+
+
+def twice(got: Tensor, plain: Tensor, truth: Tensor) -> Error:
+    """The largest error against twice that of a plain computation."""
+    if truth.numel() == 0:
+        return NONE
+    scale = rms(truth)
+    return _relative(float(difference(got, truth).max()), 2 * float(difference(plain, truth).max()), scale)
+
+
+def changed(got: Tensor, before: Tensor, bitwise: bool) -> Error:
+    """How much a tensor moved that must not move: no bit, or 1e-6 of its size."""
+    if before.numel() == 0:
+        return Error(0.0, 0.0 if bitwise else CAUSAL)
+    error, scale = difference(got, before), rms(before)
+    return _relative(float(error.max()), 0.0 if bitwise else CAUSAL * scale, scale)
+
+
+def difference(got: Tensor, truth: Tensor) -> Tensor:
+    """|got - truth| in float64: 0 where both are the same infinity, infinite where anything else is not finite."""
+    got, truth = got.detach().to(torch.float64), truth.detach().to(torch.float64)
+    error = torch.where(got == truth, 0.0, (got - truth).abs())
+    return error.nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def rms(tensor: Tensor) -> float:
+    """Root mean square over what is finite; infinite when an error is."""
+    tensor = tensor.detach().to(torch.float64)
+    if not tensor.numel():
+        return 0.0
+    if bool((tensor == torch.inf).any()):
+        return math.inf
+    return float(tensor.masked_fill(tensor == -torch.inf, 0.0).square().mean().sqrt())
+
+
+def _relative(error: float, budget: float, scale: float) -> Error:
+    if scale == 0 or not math.isfinite(scale):
+        return Error(error, budget)
+    return Error(error / scale, budget / scale)

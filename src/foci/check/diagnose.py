@@ -1,0 +1,102 @@
+"""One sentence for a failure: what is wrong, and what it would have done silently."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from foci.check.compare import difference, rms
+
+Close = Callable[[Tensor], bool]
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def exception(error: Exception, stage: str) -> str:
+    """An exception out of the candidate's forward or backward."""
+    text = first_line(error)
+    missing = re.search(r"has no attribute '(\w+)'", text)
+    count = re.search(r"incorrect number of gradients \(expected (\d+), got (\d+)\)", text)
+    unpack = re.search(r"not enough values to unpack \(expected (\d+), got (\d+)\)", text)
+    if stage == "backward" and isinstance(error, AttributeError) and missing:
+        return f"backward reads `{missing[1]}`, which its forward never saved: inference works, the first training step dies"
+    if stage == "backward" and count:
+        return (
+            f"backward returns {count[2]} gradients where forward takes {count[1]} arguments: inference works, "
+            "the first training step dies"
+        )
+    if stage == "backward" and unpack:
+        return f"backward unpacks {unpack[1]} saved values, forward saved {unpack[2]}: inference works, the first training step dies"
+    return f"{stage} raised {type(error).__name__}: {text}"
+
+
+def shape(name: str, got: Tensor, truth: Tensor) -> str:
+    """An output of the wrong shape."""
+    sentence = f"{name} has shape {list(got.shape)} where {list(truth.shape)} is expected"
+    if got.dim() == truth.dim() == 4 and got.transpose(1, 2).shape == truth.shape:
+        return f"{sentence}: tokens and heads are swapped (another --layout?)"
+    if got.numel() == truth.numel():
+        return f"{sentence}: the same numbers in another shape, so the next layer would mix tokens and heads"
+    return sentence
+
+
+def output(name: str, got: Tensor, truth: Tensor, close: Close) -> str:
+    """A wrong output whose equation nobody recognised."""
+    if not bool(torch.isfinite(got).all()) and bool((torch.isfinite(got) < torch.isfinite(truth)).any()):
+        return f"{name} holds NaN or infinity where the right one is finite: every later layer would be lost"
+    if not got.any() and truth.any():
+        return f"{name} is all zeros"
+    factor = _factor(got, truth)
+    if factor is not None and close(factor * truth):
+        return (
+            f"{name} is {factor:.4g} times the right one ({factor - 1:+.2%}): small enough to train, wrong everywhere"
+        )
+    wrong = difference(got, truth)
+    share = float((wrong > 1e-3 * rms(truth)).double().mean())
+    return f"{name} is wrong, worst by {float(wrong.max()):.2g} where the right size is {rms(truth):.2g}; {share:.0%} of it is off"
+
+
+def gradient(leaf: str, got: Tensor | None, truths: Mapping[str, Tensor | None], close: Callable[..., bool]) -> str:
+    """A wrong gradient. `close(other)` tells whether the gradient equals another tensor within budget."""
+    truth = truths[leaf]
+    assert truth is not None
+    if got is None:
+        return f"d{leaf} is None when {leaf}.requires_grad: a trained {leaf} would silently never move"
+    if got.shape != truth.shape:
+        return f"d{leaf} has shape {list(got.shape)}, {leaf} has {list(truth.shape)}"
+    if not bool(torch.isfinite(got).all()):
+        return f"d{leaf} holds NaN or infinity: one step of training would destroy the weights"
+    if not got.any() and truth.any():
+        return f"d{leaf} is all zeros: a trained {leaf} would silently never move"
+    for other, its in truths.items():
+        if other != leaf and its is not None and its.shape == truth.shape and close(its):
+            return (
+                f"d{leaf} holds the gradient of {other}, in the wrong slot: training would silently move {leaf} by it"
+            )
+    factor = _factor(got, truth)
+    if factor is not None and close(factor * truth):
+        return (
+            f"d{leaf} is {factor:.4g} times the right one ({factor - 1:+.2%}): training would silently use another rate"
+        )
+    wrong = difference(got, truth)
+    return f"d{leaf} is wrong, worst by {float(wrong.max()):.2g} where the right size is {rms(truth):.2g}"
+
+
+DETACHED = (
+    "no gradient reaches any input (detached, no_grad or numpy inside): the forward is exact, and everything before it "
+    "would silently stop learning"
+)
+
+
+def _factor(got: Tensor, truth: Tensor) -> float | None:
+    """The constant that best turns the truth into what was got."""
+    got, truth = got.double(), truth.double()
+    both = torch.isfinite(got) & torch.isfinite(truth)
+    got, truth = got[both], truth[both]
+    square = float((truth * truth).sum())
+    return float((got * truth).sum()) / square if square > 0 else None

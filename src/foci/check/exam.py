@@ -1,0 +1,237 @@
+"""A candidate's answers beside the truth, each computed once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from foci.check import diagnose
+from foci.check.compare import Error, compare, difference, rms
+from foci.core.spec import Candidate, Case, Inputs, Outputs, Spec, WrongReturn
+
+Call = Callable[[Inputs], Outputs]
+Gradients = dict[str, Tensor | None]
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What a call gave: outputs, or the sentence that says what is wrong, or why it honestly refused."""
+
+    outputs: Outputs | None = None
+    fault: str | None = None
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The gradients of one loss by leaf, or what went wrong, or why they were refused."""
+
+    gradients: Gradients | None = None
+    fault: str | None = None
+    refused: str | None = None
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Every floating tensor in a value in another dtype; modules are changed in place, so give it a copy."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, nn.Module):
+        return value.to(dtype)
+    if isinstance(value, tuple | list):
+        return type(value)(cast(item, dtype) for item in value)
+    if isinstance(value, dict):
+        return {key: cast(item, dtype) for key, item in value.items()}
+    return value
+
+
+@dataclass
+class Exam:
+    """One candidate for one Spec on one device: what every law asks, kept so that nothing is computed twice."""
+
+    spec: Spec
+    candidate: Candidate
+    device: torch.device
+    dtypes: tuple[torch.dtype, ...]
+    seed: int = 0
+    news: Callable[[str], None] = lambda step: None
+    refused: dict[str, str] = field(default_factory=dict)
+    _kept: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The outputs that the candidate gives."""
+        return self.candidate.outputs or self.spec.output_names
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the laws that one dtype settles."""
+        return self.dtypes[0]
+
+    def cases(self, cases: Iterable[Case] | None = None) -> Iterator[Case]:
+        """The cases that the candidate takes; the others are kept with the reason."""
+        for case in self.spec.cases if cases is None else cases:
+            reasons = self.candidate.refuses(case)
+            if reasons:
+                self.refused[case.name] = reasons[0]
+            else:
+                self.news(case.name)
+                yield case
+
+    def inputs(self, case: Case, dtype: torch.dtype) -> dict[str, Any]:
+        return self._once(("inputs", case, dtype), lambda: case.make(dtype, self.device, self.seed))
+
+    def fresh(self, case: Case, dtype: torch.dtype) -> dict[str, Any]:
+        """A copy of the inputs that a call may spoil."""
+        return copy.deepcopy(self.inputs(case, dtype))
+
+    def truth(self, case: Case, dtype: torch.dtype) -> Outputs:
+        """The reference in float64 on inputs that were rounded to `dtype`."""
+        return self._once(("truth", case, dtype), lambda: self.run(self._reference, self.exact(case, dtype)))
+
+    def exact(self, case: Case, dtype: torch.dtype) -> dict[str, Any]:
+        return cast(self.fresh(case, dtype), torch.float64)
+
+    def plain(self, case: Case, dtype: torch.dtype) -> Outputs:
+        """The same equation in `dtype` throughout: the yardstick of half precision."""
+        return self._once(("plain", case, dtype), lambda: self.run(self._plain, self.fresh(case, dtype)))
+
+    def declared(self, case: Case, dtype: torch.dtype) -> Outputs:
+        """The reference on the very inputs: its shapes and dtypes are the promise."""
+        return self._once(("declared", case, dtype), lambda: self.run(self._reference, self.fresh(case, dtype)))
+
+    def forward(self, case: Case, dtype: torch.dtype) -> Forward:
+        return self._once(
+            ("forward", case, dtype), lambda: self.judge(case, dtype, self.attempt(self.fresh(case, dtype)))
+        )
+
+    def judge(self, case: Case, dtype: torch.dtype, found: Forward) -> Forward:
+        """The same answer, with a fault when its shapes are not those of the truth."""
+        if found.outputs is not None:
+            for name, got, truth in zip(self.names, found.outputs, self.truth(case, dtype), strict=True):
+                if got.shape != truth.shape:
+                    return replace(found, outputs=None, fault=diagnose.shape(name, got, truth))
+        if found.refused:
+            self.refused[case.name] = found.refused
+        return found
+
+    def attempt(self, inputs: Inputs, call: Call | None = None) -> Forward:
+        """The candidate (or a compiled form of it) on these inputs, whatever comes of it."""
+        try:
+            outputs = self.run(call or self.candidate.call, inputs)
+        except NotImplementedError as error:
+            return Forward(refused=diagnose.first_line(error))
+        except WrongReturn as error:
+            return Forward(fault=str(error))
+        except Exception as error:
+            return Forward(fault=diagnose.exception(error, "forward"))
+        return Forward(outputs)
+
+    def true_gradients(self, case: Case, dtype: torch.dtype, through: tuple[str, ...]) -> Gradients:
+        return self._once(
+            ("true gradients", case, dtype, through),
+            lambda: self.differentiate(self._reference, case, dtype, through, exact=True),
+        )
+
+    def plain_gradients(self, case: Case, dtype: torch.dtype, through: tuple[str, ...]) -> Gradients:
+        return self._once(
+            ("plain gradients", case, dtype, through),
+            lambda: self.differentiate(self._plain, case, dtype, through, exact=False),
+        )
+
+    def gradients(self, case: Case, dtype: torch.dtype, through: tuple[str, ...]) -> Backward:
+        """The candidate's gradients of a fixed random combination of the outputs named in `through`."""
+        return self._once(("gradients", case, dtype, through), lambda: self.attempt_gradients(case, dtype, through))
+
+    def attempt_gradients(self, case: Case, dtype: torch.dtype, through: tuple[str, ...]) -> Backward:
+        try:
+            return Backward(self.differentiate(self.candidate.call, case, dtype, through, exact=False))
+        except NotImplementedError as error:
+            self.refused[f"{case.name}, gradients"] = diagnose.first_line(error)
+            return Backward(refused=diagnose.first_line(error))
+        except Exception as error:
+            return Backward(fault=diagnose.exception(error, "backward"))
+
+    def error(self, case: Case, dtype: torch.dtype, name: str, got: Tensor, truth: Tensor | None = None) -> Error:
+        """An output against the truth, or against another tensor by the same budget."""
+        place = self.names.index(name)
+        right = self.truth(case, dtype)[place]
+        yardstick = difference(self.plain(case, dtype)[place], right)
+        return compare(
+            got, right if truth is None else truth, yardstick, dtype,
+            log=name in self.spec.logs, recurrent=self.spec.recurrent,
+        )  # fmt: skip
+
+    def gradient_error(
+        self, case: Case, dtype: torch.dtype, through: tuple[str, ...], leaf: str, got: Tensor, truth: Tensor
+    ) -> Error:
+        """A gradient against a tensor that takes the truth's place, by the budget of the truth."""
+        truths, plain = self.true_gradients(case, dtype, through), self.plain_gradients(case, dtype, through)[leaf]
+        right = truths[leaf]
+        yardstick = difference(plain, right) if plain is not None and right is not None else torch.zeros(1)
+        siblings = max((rms(g) for g in truths.values() if g is not None), default=0.0)
+        return compare(got, truth, yardstick, dtype, recurrent=self.spec.recurrent, siblings=siblings)
+
+    def leaves(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What is differentiated: the differentiable tensors, and the parameters of modules among the inputs."""
+        found: dict[str, Tensor] = {}
+        for name, value in inputs.items():
+            if isinstance(value, nn.Module):
+                found |= {f"{name}.{leaf}": p for leaf, p in value.named_parameters() if p.requires_grad}
+            elif name in self.spec.differentiable and isinstance(value, Tensor):
+                found[name] = value.requires_grad_()
+        return found
+
+    def cotangents(self, case: Case, dtype: torch.dtype) -> Outputs:
+        """Fixed random gradients of the outputs, 0 where the truth is -inf."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        return tuple(
+            torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.device).masked_fill(o == -torch.inf, 0)
+            for o in self.truth(case, dtype)
+        )
+
+    def differentiate(
+        self, call: Call, case: Case, dtype: torch.dtype, through: tuple[str, ...], exact: bool
+    ) -> Gradients:
+        inputs = self.exact(case, dtype) if exact else self.fresh(case, dtype)
+        leaves = self.leaves(inputs)
+        outputs = self.run(call, inputs)
+        weights = [w.to(o.dtype) for w, o in zip(self.cotangents(case, dtype), outputs, strict=True)]
+        chosen = [
+            (o, w) for n, o, w in zip(self.names, outputs, weights, strict=True) if n in through and o.requires_grad
+        ]
+        if not chosen or not leaves:
+            return dict.fromkeys(leaves)
+        found = torch.autograd.grad(
+            [o for o, _ in chosen], list(leaves.values()), [w for _, w in chosen], allow_unused=True
+        )
+        return dict(zip(leaves, found, strict=True))
+
+    def run(self, call: Call, inputs: Inputs) -> Outputs:
+        """A call from the same state of torch's generator as every other; the generator is put back."""
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.random.manual_seed(self.seed)
+            outputs = call(inputs)
+        if len(outputs) != len(self.names):
+            raise WrongReturn(f"it gives {len(outputs)} outputs where {len(self.names)} are expected")
+        return outputs
+
+    def _reference(self, inputs: Inputs) -> Outputs:
+        return self._chosen(self.spec.reference(**inputs))
+
+    def _plain(self, inputs: Inputs) -> Outputs:
+        return self._chosen(self.spec.plain(**inputs))
+
+    def _chosen(self, outputs: Outputs) -> Outputs:
+        return tuple(o for name, o in zip(self.spec.output_names, outputs, strict=True) if name in self.names)
+
+    def _once(self, key: tuple[Any, ...], make: Callable[[], Answer]) -> Answer:
+        if key not in self._kept:
+            self._kept[key] = make()
+        found: Answer = self._kept[key]
+        return found

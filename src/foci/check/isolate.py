@@ -1,0 +1,71 @@
+"""Work in a child process, so that what crashes or hangs ends the child and not the interpreter."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Died:
+    """The last thing a child that did not finish has to say."""
+
+    reason: str
+
+
+def stream(work: Callable[[Callable[[Any], None]], None], limit: float) -> Iterator[Any]:
+    """Run `work(send)` in a forked child and yield what it sends; a Died at the end when it did not finish.
+
+    `limit` is the longest silence in seconds. The child is a fork, so that `work` may be any function; it runs on one
+    thread, since a fork has none of its parent's.
+    """
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    child = context.Process(target=_run, args=(work, there))
+    child.start()
+    there.close()
+    try:
+        while True:
+            if not here.poll(limit):
+                yield Died(f"it gave no answer for {limit:.0f} s and was stopped")
+                return
+            try:
+                message = here.recv()
+            except EOFError:
+                child.join()
+                yield Died(_cause(child.exitcode))
+                return
+            if message is _Finished:
+                return
+            if isinstance(message, BaseException):
+                raise message
+            yield message
+    finally:
+        child.kill()
+        child.join()
+        here.close()
+
+
+class _Finished:
+    """The child's last message; the class itself, which pickles by name."""
+
+
+def _run(work: Callable[[Callable[[Any], None]], None], pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    try:
+        work(pipe.send)
+        pipe.send(_Finished)
+    except Exception as error:
+        pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def _cause(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"it killed the interpreter ({signal.Signals(-code).name})"
+    return f"it ended the interpreter (exit code {code})"

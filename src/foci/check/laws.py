@@ -1,0 +1,469 @@
+"""One function per law."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foci.check import compare, diagnose, memory, names
+from foci.check.compare import Error
+from foci.check.exam import Exam
+from foci.core.spec import Case, Part
+from foci.merge.algebra import fold
+
+
+class NotTested(Exception):
+    """Why a law cannot be asked of a candidate."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One measurement: of which case, how large against its budget, and the sentence when it failed."""
+
+    case: str
+    error: Error | None = None
+    sentence: str | None = None
+
+
+Findings = Iterator[Finding]
+
+
+@dataclass(frozen=True)
+class Law:
+    """A law of operators.md by its number; several rows may ask parts of one law."""
+
+    number: int
+    name: str
+    ask: Callable[[Exam], Findings]
+
+
+LAWS: list[Law] = []
+
+
+def law(number: int, name: str) -> Callable[[Callable[[Exam], Findings]], Callable[[Exam], Findings]]:
+    def register(ask: Callable[[Exam], Findings]) -> Callable[[Exam], Findings]:
+        LAWS.append(Law(number, name, ask))
+        return ask
+
+    return register
+
+
+def label(case: Case, dtype: torch.dtype) -> str:
+    return f"{case.name}, {str(dtype).removeprefix('torch.')}"
+
+
+@law(2, "forward")
+def forward(exam: Exam) -> Findings:
+    """Outputs within budget of the float64 reference."""
+    plain = [name for name in exam.names if name not in exam.spec.logs]
+    for dtype in exam.dtypes:
+        for output in plain:
+            yield from _outputs(exam, output, dtype, faults=output == plain[0])
+
+
+@law(2, "logarithm")
+def logarithm(exam: Exam) -> Findings:
+    """The log-sum-exp, whose absolute error shows a scale wrong by 0.1 % that the outputs hide."""
+    if not exam.spec.logs:
+        raise NotTested("the operator has no logarithmic output")
+    logs = [name for name in exam.names if name in exam.spec.logs]
+    if not logs:
+        raise NotTested(f"it does not give {' or '.join(exam.spec.logs)}")
+    for dtype in exam.dtypes:
+        for output in logs:
+            yield from _outputs(exam, output, dtype, faults=False)
+
+
+def _outputs(exam: Exam, output: str, dtype: torch.dtype, faults: bool) -> Findings:
+    """One output over all cases; `faults`: calls that failed altogether are told here."""
+    place = exam.names.index(output)
+    wrong: dict[Case, tuple[Tensor, Error]] = {}
+    right: list[Case] = []
+    for case in exam.cases():
+        found = exam.forward(case, dtype)
+        if found.outputs is None:
+            if faults and found.fault:
+                yield Finding(label(case, dtype), None, found.fault)
+            continue
+        error = exam.error(case, dtype, output, found.outputs[place])
+        if error.ok:
+            right.append(case)
+            yield Finding(label(case, dtype), error)
+        else:
+            wrong[case] = found.outputs[place], error
+    named = names.name(exam, output, list(wrong), right, dtype)
+    for case, (got, error) in wrong.items():
+        truth = exam.truth(case, dtype)[place]
+
+        def close(other: Tensor, got: Tensor = got, case: Case = case) -> bool:
+            return exam.error(case, dtype, output, got, other).ok
+
+        sentence = named.get(case) or diagnose.output(output, got, truth, close)
+        yield Finding(label(case, dtype), error, sentence)
+
+
+@law(2, "gradients")
+def gradients(exam: Exam) -> Findings:
+    """Every gradient of a loss on the outputs that are no logarithms."""
+    if not exam.spec.differentiable:
+        raise NotTested("the operator declares nothing differentiable")
+    through = tuple(name for name in exam.names if name not in exam.spec.logs)
+    for dtype in exam.dtypes:
+        for case in _right(exam, dtype):
+            yield from _gradients(exam, case, dtype, through)
+
+
+@law(2, "gradients through the logarithm")
+def gradients_through_logarithm(exam: Exam) -> Findings:
+    """Every gradient of a loss on all outputs together."""
+    if not any(name in exam.spec.logs for name in exam.names):
+        raise NotTested("it gives no logarithmic output" if exam.spec.logs else "the operator has none")
+    outputs = tuple(name for name in exam.names if name not in exam.spec.logs)
+    for dtype in exam.dtypes:
+        for case in _right(exam, dtype):
+            # What is already wrong without it is told by the row above.
+            if all(finding.sentence is None for finding in _gradients(exam, case, dtype, outputs)):
+                yield from _gradients(exam, case, dtype, exam.names, without=outputs)
+
+
+def _right(exam: Exam, dtype: torch.dtype) -> Iterator[Case]:
+    """Cases whose forward is right: the gradients of a wrong one are wrong for the same reason."""
+    any_case = False
+    for case in exam.cases():
+        found = exam.forward(case, dtype).outputs
+        if found is not None and all(
+            exam.error(case, dtype, name, got).ok for name, got in zip(exam.names, found, strict=True)
+        ):
+            any_case = True
+            yield case
+    if not any_case:
+        raise NotTested("no forward is right")
+
+
+def _gradients(
+    exam: Exam, case: Case, dtype: torch.dtype, through: tuple[str, ...], without: tuple[str, ...] = ()
+) -> Findings:
+    found, truths = exam.gradients(case, dtype, through), exam.true_gradients(case, dtype, through)
+    if found.gradients is None:
+        if found.fault:
+            yield Finding(label(case, dtype), None, found.fault)
+        return
+    missing = [leaf for leaf, truth in truths.items() if truth is not None and truth.numel()]
+    if missing and all(found.gradients[leaf] is None for leaf in missing):
+        yield Finding(label(case, dtype), None, diagnose.DETACHED)
+        return
+    for leaf in missing:
+        got, truth = found.gradients[leaf], truths[leaf]
+        assert truth is not None
+        error = None
+        if got is not None and got.shape == truth.shape:
+            error = exam.gradient_error(case, dtype, through, leaf, got, truth)
+            if error.ok:
+                yield Finding(label(case, dtype), error)
+                continue
+
+        def close(other: Tensor, got: Tensor | None = got, leaf: str = leaf) -> bool:
+            return got is not None and exam.gradient_error(case, dtype, through, leaf, got, other).ok
+
+        dropped = exam.true_gradients(case, dtype, without)[leaf] if without else None
+        if dropped is not None and close(dropped):
+            logs = " and ".join(exam.spec.logs)
+            sentence = (
+                f"the gradient through {logs} is dropped (d{logs} never reaches d{leaf}): merged parts, as in ring attention, "
+                "would silently train wrong"
+            )
+        else:
+            sentence = diagnose.gradient(leaf, got, truths, close)
+        yield Finding(label(case, dtype), error, sentence)
+
+
+@law(3, "gradcheck")
+def gradcheck(exam: Exam) -> Findings:
+    """torch.autograd.gradcheck in float64, on the smallest case of each kind."""
+    dtype = torch.float64
+    seen: set[str] = set()
+    for case in sorted(exam.cases(), key=lambda case: _size(exam, case)):
+        found = exam.forward(case, dtype)
+        if found.outputs is None or exam.gradients(case, dtype, exam.names).gradients is None:
+            continue
+        kinds = case.features - seen
+        if (seen and not kinds) or _size(exam, case) > 20_000:
+            continue
+        seen |= case.features | {"plain"}
+        inputs = exam.fresh(case, dtype)
+        leaves = exam.leaves(inputs)
+
+        def function(*values: Tensor, inputs: dict = inputs, leaves: dict = leaves) -> tuple[Tensor, ...]:
+            outputs = exam.run(exam.candidate.call, {**inputs, **dict(zip(leaves, values, strict=True))})
+            return tuple(torch.where(o == -torch.inf, 0.0, o) for o in outputs if o.requires_grad)
+
+        if any("." in leaf for leaf in leaves):
+            continue  # parameters of modules are reached by the gradients above
+        try:
+            torch.autograd.gradcheck(function, tuple(leaves.values()), fast_mode=True)
+        except Exception as error:
+            yield Finding(case.name, None, f"numerical and analytical gradients differ: {diagnose.first_line(error)}")
+        else:
+            yield Finding(case.name)
+    if not seen:
+        raise NotTested("no case runs forward and backward in float64")
+
+
+def _size(exam: Exam, case: Case) -> int:
+    return sum(v.numel() for v in exam.inputs(case, torch.float64).values() if isinstance(v, Tensor))
+
+
+@law(4, "cut and merge")
+def cut(exam: Exam) -> Findings:
+    """Any cut along the keys, merged, equals the whole."""
+    take, merge = exam.spec.probes.cut, exam.spec.merge
+    if take is None or merge is None:
+        raise NotTested("the Spec offers no way to cut a case")
+    if exam.names != exam.spec.output_names:
+        raise NotTested(f"merging needs {' and '.join(exam.spec.output_names)}")
+    for dtype in dict.fromkeys((torch.float64, *exam.dtypes[:1])):
+        for case in exam.cases():
+            parts = [part for part in take(case, exam.fresh(case, dtype))]
+            found = _parts(exam, parts, dtype)
+            if found is None:
+                continue
+            merged = fold([merge(*outputs) for outputs in found])
+            yield from _same(exam, case, dtype, tuple(merged), "merged from two parts")
+
+
+@law(5, "packed = separate")
+def documents(exam: Exam) -> Findings:
+    """Packed sequences, of 0 and 1 tokens too, are what they are alone."""
+    yield from _pieces(exam, exam.spec.probes.documents, "a packed document differs from itself alone")
+
+
+@law(7, "batch slot")
+def rows(exam: Exam) -> Findings:
+    """A row of the batch is what it is alone."""
+    yield from _pieces(exam, exam.spec.probes.rows, "a row of the batch differs from itself alone")
+
+
+Take = Callable[[Case, dict], tuple[Part, ...]]
+
+
+def _pieces(exam: Exam, take: Take | None, sentence: str) -> Findings:
+    if take is None:
+        raise NotTested("the Spec offers no way to take a case apart")
+    dtype = exam.dtype
+    for case in exam.cases():
+        whole = exam.forward(case, dtype).outputs
+        parts = take(case, exam.fresh(case, dtype))
+        found = _parts(exam, parts, dtype)
+        if whole is None or found is None:
+            continue
+        joined = tuple(output.clone() for output in whole)
+        for part, outputs in zip(parts, found, strict=True):
+            for target, got in zip(joined, outputs, strict=True):
+                target[part.place] = got
+        for name, got, alone in zip(exam.names, whole, joined, strict=True):
+            error = exam.error(case, dtype, name, got, alone)
+            if exam.spec.batch_bitwise and not torch.equal(got, alone):
+                error = compare.changed(got, alone, bitwise=True)
+            yield Finding(
+                label(case, dtype), error, None if error.ok else f"{name}: {sentence}: tokens of others leak in"
+            )
+
+
+def _parts(exam: Exam, parts: Iterable[Part], dtype: torch.dtype) -> list[tuple[Tensor, ...]] | None:
+    """The candidate's outputs of every part; None when there are none or one cannot be had."""
+    parts = tuple(parts)
+    if not parts or any(exam.candidate.refuses(part.case) for part in parts):
+        return None
+    found = [exam.attempt(copy.deepcopy(part.case.make(dtype, exam.device, exam.seed))).outputs for part in parts]
+    return None if any(outputs is None for outputs in found) else [o for o in found if o is not None]
+
+
+def _same(exam: Exam, case: Case, dtype: torch.dtype, outputs: tuple[Tensor, ...], how: str) -> Findings:
+    for name, got in zip(exam.names, outputs, strict=True):
+        error = exam.error(case, dtype, name, got)
+        sentence = (
+            None if error.ok else f"{name} {how} is not the whole: split keys, ring attention and caches would be wrong"
+        )
+        yield Finding(label(case, dtype), error, sentence)
+
+
+@law(6, "causality")
+def causality(exam: Exam) -> Findings:
+    """Another future changes no earlier output, and no gradient of a loss on them; nothing non-finite crosses."""
+    take, dtype = exam.spec.probes.future, exam.dtype
+    if take is None:
+        raise NotTested("the Spec offers no way to change the future of a case")
+    for case in exam.cases():
+        future = take(case, exam.fresh(case, dtype))
+        if future is None or exam.forward(case, dtype).outputs is None:
+            continue
+        before, after = (_prefix(exam, inputs, future.place) for inputs in (exam.fresh(case, dtype), future.inputs))
+        if before is None or after is None:
+            continue
+        for name, old, new in zip(exam.names, before[0], after[0], strict=True):
+            error = compare.changed(new, old, exam.spec.causal_bitwise)
+            leak = f"future tokens leak into {name} of the prefix: it would train on what it must predict"
+            yield Finding(case.name, error, None if error.ok else leak)
+        for leaf, old_grad in before[1].items():
+            new_grad = after[1][leaf]
+            if old_grad is None or new_grad is None:
+                continue
+            error = compare.changed(new_grad, old_grad, exam.spec.causal_bitwise)
+            leak = f"future tokens leak into d{leaf} of a loss on the prefix"
+            yield Finding(case.name, error, None if error.ok else leak)
+
+
+def _prefix(exam: Exam, inputs: dict, place: tuple[slice, ...]) -> tuple[list[Tensor], dict] | None:
+    """Outputs at a place and the gradients of a loss on them; no gradients where the candidate has none."""
+    leaves = exam.leaves(inputs)
+    outputs = exam.attempt(inputs).outputs
+    if outputs is None:
+        outputs = exam.attempt({k: v.detach() if isinstance(v, Tensor) else v for k, v in inputs.items()}).outputs
+    if outputs is None:
+        return None
+    kept = [output[place] for output in outputs]
+    loss = [output[output != -torch.inf].sum() for output in kept if output.requires_grad]
+    none: dict[str, Tensor | None] = dict.fromkeys(leaves)
+    if not loss or not leaves:
+        return [k.detach() for k in kept], none
+    try:
+        found = torch.autograd.grad(sum(loss, torch.zeros(())), list(leaves.values()), allow_unused=True)
+    except Exception as error:
+        exam.refused["causality of gradients"] = diagnose.first_line(error)
+        return [k.detach() for k in kept], none
+    return [k.detach() for k in kept], dict(zip(leaves, found, strict=True))
+
+
+@law(8, "unwritten memory, strides, excluded NaN")
+def memory_does_not_matter(exam: Exam) -> Findings:
+    """Neither what fresh memory holds, nor strides, nor NaN in keys and values that the mask excludes."""
+    dtype, poison = exam.dtype, exam.spec.probes.poison
+    for case in exam.cases():
+        if exam.forward(case, dtype).outputs is None:
+            continue
+        with memory.poisoned():
+            findings = [*_unchanged(exam, case, exam.fresh(case, dtype), memory.UNWRITTEN)]
+            findings += _unchanged_gradients(exam, case)
+        yield from findings
+        yield from _unchanged(exam, case, memory.strided(exam.fresh(case, dtype)), memory.STRIDES)
+        spoiled = poison(case, exam.fresh(case, dtype)) if poison else None
+        if spoiled is not None and exam.candidate.strict:
+            yield from _unchanged(exam, case, spoiled, memory.EXCLUDED)
+
+
+def _unchanged(exam: Exam, case: Case, inputs: dict, sentence: str) -> Findings:
+    """The same answer, within budget, as from the ordinary inputs."""
+    dtype, before = exam.dtype, exam.forward(case, exam.dtype).outputs
+    assert before is not None
+    found = exam.judge(case, dtype, exam.attempt(inputs))
+    if found.outputs is None:
+        if found.fault:
+            yield Finding(case.name, None, f"{sentence} ({found.fault})")
+        return
+    for name, got, old in zip(exam.names, found.outputs, before, strict=True):
+        error = exam.error(case, dtype, name, got, old)
+        yield Finding(case.name, error, None if error.ok else sentence)
+
+
+def _unchanged_gradients(exam: Exam, case: Case) -> Findings:
+    before = exam.gradients(case, exam.dtype, exam.names).gradients
+    after = before and exam.attempt_gradients(case, exam.dtype, exam.names).gradients
+    for leaf, old in (before or {}).items():
+        if old is None or not torch.isfinite(old).all():
+            continue
+        new = after[leaf] if after else None
+        right = new is not None and exam.gradient_error(case, exam.dtype, exam.names, leaf, new, old).ok
+        yield Finding(case.name, None, None if right else f"d{leaf}: {memory.UNWRITTEN}")
+
+
+@law(9, "same bits twice")
+def deterministic(exam: Exam) -> Findings:
+    """Run twice, same bits."""
+    if not exam.spec.deterministic:
+        raise NotTested("the Spec does not declare it deterministic")
+    dtype = exam.dtype
+    for case in exam.cases():
+        first = exam.forward(case, dtype).outputs
+        again = None if first is None else exam.attempt(exam.fresh(case, dtype)).outputs
+        if first is None or again is None:
+            continue
+        for name, one, two in zip(exam.names, first, again, strict=True):
+            error = compare.changed(two, one, bitwise=True)
+            what = f"{name} differs between two equal calls: no run could be repeated, no bug bisected"
+            yield Finding(case.name, error, None if error.ok else what)
+
+
+LENGTHS = (0, 1, *(block + step for block in (16, 32, 64, 128) for step in (-1, 0, 1)), 200)
+
+
+@law(10, "any length")
+def lengths(exam: Exam) -> Findings:
+    """T = 0, 1 and round every block length."""
+    sized, dtype = exam.spec.probes.sized, exam.dtype
+    if sized is None:
+        raise NotTested("the Spec offers no case of a chosen length")
+    for length in LENGTHS:
+        for case in exam.cases([sized(length)]):
+            found = exam.forward(case, dtype)
+            if found.outputs is None:
+                if found.fault:
+                    yield Finding(f"T={length}", None, f"T={length}: {found.fault}")
+                continue
+            for name, got in zip(exam.names, found.outputs, strict=True):
+                error = exam.error(case, dtype, name, got)
+                what = f"{name} is wrong at lengths like T={length} that are no multiple of its block"
+                yield Finding(f"T={length}", error, None if error.ok else what)
+
+
+@law(11, "extreme gates")
+def extreme(exam: Exam) -> Findings:
+    """Gates of 0, -1e-6, -20, -1e4 and -inf in one call: finite and right, gradients too."""
+    cases = [case for case in exam.spec.cases if "extreme" in case.features]
+    if not cases:
+        raise NotTested("the operator has no gates")
+    for case in exam.cases(cases):
+        yield from _outputs_of(exam, case)
+
+
+def _outputs_of(exam: Exam, case: Case) -> Findings:
+    found = exam.forward(case, exam.dtype)
+    if found.outputs is None:
+        if found.fault:
+            yield Finding(case.name, None, found.fault)
+        return
+    for name, got in zip(exam.names, found.outputs, strict=True):
+        error = exam.error(case, exam.dtype, name, got)
+        yield Finding(case.name, error, None if error.ok else f"{name} is wrong or not finite under extreme gates")
+    yield from _gradients(exam, case, exam.dtype, exam.names)
+
+
+@law(15, "inputs untouched")
+def inputs_untouched(exam: Exam) -> Findings:
+    """No input is written to, and no output is a view of one."""
+    dtype = exam.dtype
+    for case in exam.cases():
+        inputs = exam.fresh(case, dtype)
+        outputs = exam.attempt(inputs).outputs
+        if outputs is None:
+            continue
+        for name, value in exam.inputs(case, dtype).items():
+            if not isinstance(value, Tensor):
+                continue
+            error = compare.changed(inputs[name], value, bitwise=True)
+            what = f"{name} is overwritten: whoever uses it afterwards (a residual, another head, the compiler) gets other numbers"
+            yield Finding(case.name, error, None if error.ok else what)
+            store = inputs[name].untyped_storage().data_ptr()
+            if store and any(o.untyped_storage().data_ptr() == store for o in outputs):
+                yield Finding(
+                    case.name, None, f"an output shares the memory of {name}: writing to one would change the other"
+                )
+
+
+def worst(findings: Iterable[Finding]) -> Error | None:
+    errors = [finding.error for finding in findings if finding.error is not None]
+    return max(errors, key=lambda error: error.share if not math.isnan(error.share) else math.inf, default=None)

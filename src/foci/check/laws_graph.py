@@ -1,0 +1,318 @@
+"""The laws of the compiler, of dtypes and of bad input: what happens round the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from foci.check import compare, diagnose, laws
+from foci.check.exam import Exam, cast
+from foci.check.laws import Finding, Findings, Law, NotTested, label, law
+from foci.core.spec import Bad, Case, Outputs
+
+HALF = torch.bfloat16
+CALLS, SIZES, GRAPHS = 6, (17, 24, 33, 48, 65, 96), 2
+# Reading a value of a tensor in Python: right, but not visible to a fake tensor.
+READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+@law(1, "shapes and dtypes")
+def shapes(exam: Exam) -> Findings:
+    """Declared shapes and dtypes are the real ones."""
+    for dtype in exam.dtypes:
+        for case in exam.cases():
+            found = exam.forward(case, dtype).outputs
+            if found is None:
+                continue
+            for name, got, promised in zip(exam.names, found, exam.declared(case, dtype), strict=True):
+                wrong = got.dtype != promised.dtype and (exam.candidate.strict or name not in exam.spec.logs)
+                what = f"{name} is {_short(got)} where {_short(promised)} is expected: the next layer would silently compute in it"
+                yield Finding(label(case, dtype), None, what if wrong else None)
+
+
+@law(1, "fake tensors")
+def fakes(exam: Exam) -> Findings:
+    """Shapes, dtypes and strides that the compiler is told are the real ones, of gradients too."""
+    unseen, dtype = "", exam.dtype
+    for case in exam.cases():
+        real = exam.forward(case, dtype).outputs
+        if real is None:
+            continue
+        try:
+            fake, gradients = _fake(exam, case, dtype)
+        except READS_VALUES:
+            unseen = "it reads values of tensors"
+            continue
+        except (UnsupportedOperatorException, NotImplementedError) as error:
+            yield Finding(
+                case.name, None, f"an op has no fake: torch.compile would stop ({diagnose.first_line(error)})"
+            )
+            continue
+        except Exception as error:
+            yield Finding(
+                case.name, None, f"it cannot run on fake tensors, so not compiled: {diagnose.first_line(error)}"
+            )
+            continue
+        for name, output, said in zip(exam.names, real, fake, strict=True):
+            yield Finding(case.name, None, _lie(name, output, said))
+        true = exam.gradients(case, dtype, exam.names).gradients or {}
+        for leaf, gradient in gradients.items():
+            got = true.get(leaf)
+            if got is not None and (gradient.shape, gradient.dtype) != (got.shape, got.dtype):
+                yield Finding(case.name, None, _lie(f"d{leaf}", got, gradient))
+    if unseen:
+        exam.refused["fake tensors"] = unseen
+
+
+def _fake(exam: Exam, case: Case, dtype: torch.dtype) -> tuple[Outputs, dict[str, Tensor]]:
+    inputs = exam.fresh(case, dtype)
+    wants = exam.gradients(case, dtype, exam.names).gradients is not None
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        imitated = {
+            name: mode.from_tensor(value) if isinstance(value, Tensor) else _imitate(mode, value)
+            for name, value in inputs.items()
+        }
+        leaves = exam.leaves(imitated) if wants else {}
+        outputs = exam.run(exam.candidate.call, imitated)
+        roots = [output for output in outputs if output.requires_grad]
+        if not roots or not leaves:
+            return outputs, {}
+        found = torch.autograd.grad(
+            roots, list(leaves.values()), [torch.ones_like(r) for r in roots], allow_unused=True
+        )
+        return outputs, {leaf: g for leaf, g in zip(leaves, found, strict=True) if g is not None}
+
+
+def _imitate(mode: FakeTensorMode, value: Any) -> Any:
+    if isinstance(value, nn.Module):
+        return value
+    return tree_map(lambda item: mode.from_tensor(item) if isinstance(item, Tensor) else item, value)
+
+
+def _lie(name: str, real: Tensor, fake: Tensor) -> str | None:
+    """What the fake says wrongly of a result."""
+    for what, true, said in (
+        ("shape", list(real.shape), list(fake.shape)),
+        ("dtype", _short(real), _short(fake)),
+        # The stride of a dimension of one says nothing: kernels and torch's own checks skip it.
+        ("strides", *(tuple(s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1) for t in (real, fake))),
+    ):
+        if true != said and real.numel() > 1:
+            silently = "compiled code would read it as such: garbage or a crash, without an error"
+            return f"the fake says {name} has {what} {said}, really it is {true}; {silently}"
+    return None
+
+
+@law(12, "custom ops")
+def custom_ops(exam: Exam) -> Findings:
+    """torch.library.opcheck on every op of its own that the candidate calls."""
+    found: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
+    for case in exam.cases():
+        with _Recorder(found):
+            exam.attempt(exam.fresh(case, exam.dtype))
+            exam.attempt_gradients(case, exam.dtype, exam.names)
+    if not found:
+        raise NotTested("it calls no custom op")
+    for name, (op, args, kwargs) in found.items():
+        try:
+            torch.library.opcheck(op, args, kwargs, test_utils=("test_schema", "test_faketensor"))
+        except Exception as error:
+            yield Finding(name, None, f"opcheck of {name}: {diagnose.first_line(error)}")
+        else:
+            yield Finding(name)
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps one call of every op that is not torch's own."""
+
+    def __init__(self, found: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace not in ("aten", "prim", "prims", "profiler", "quantized", "mkldnn", "mkl", "onednn"):
+            keep = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs or {}))
+            self.found.setdefault(str(func), (func, *keep))
+        return func(*args, **(kwargs or {}))
+
+
+@law(12, "compiled = eager")
+def compiled(exam: Exam) -> Findings:
+    """fullgraph=True gives the eager numbers, forward and backward; equal calls never compile twice."""
+    case, dtype = _sized(exam)(33), exam.dtype
+    if exam.forward(case, dtype).outputs is None:
+        raise NotTested("the plain case does not run")
+    with _compiling(exam, dynamic=False) as (call, graphs):
+        found = exam.judge(case, dtype, exam.attempt(exam.fresh(case, dtype), call))
+        if found.outputs is None:
+            yield Finding(case.name, None, f"fullgraph=True fails: {found.fault or found.refused}")
+            return
+        for name, got in zip(exam.names, found.outputs, strict=True):
+            error = exam.error(case, dtype, name, got)
+            yield Finding(case.name, error, None if error.ok else f"{name} differs when compiled")
+        yield from _compiled_gradients(exam, case, call)
+        yield from _recompiles(exam, case, call, graphs)
+
+
+def _recompiles(exam: Exam, case: Case, call: Callable[..., Outputs], graphs: list[None]) -> Findings:
+    inputs, counts = exam.fresh(case, exam.dtype), []
+    for _ in range(CALLS):
+        fault = exam.attempt(inputs, call).fault
+        if fault:
+            yield Finding(case.name, None, f"called again, compiled: {fault}")
+            return
+        counts.append(len(graphs))
+    again = counts[-1] - counts[0]
+    what = (
+        f"{CALLS} equal calls compile {again + 1} times (a Python step counter?): torch would give up and run eagerly, "
+        "slower than uncompiled"
+    )
+    yield Finding(case.name, None, what if again else None)
+
+
+def _compiled_gradients(exam: Exam, case: Case, call: Callable[..., Outputs]) -> Findings:
+    eager = exam.gradients(case, exam.dtype, exam.names).gradients
+    if eager is None:
+        return
+    found = exam.differentiate(call, case, exam.dtype, exam.names, exact=False)
+    for leaf, right in eager.items():
+        if right is None:
+            continue
+        got = found[leaf]
+        error = None if got is None else exam.gradient_error(case, exam.dtype, exam.names, leaf, got, right)
+        what = f"d{leaf} differs when compiled"
+        yield Finding(case.name, error, None if error is not None and error.ok else what)
+
+
+@law(12, "graphs over six lengths")
+def graphs_over_lengths(exam: Exam) -> Findings:
+    """At most two graphs over six lengths."""
+    sized, dtype = _sized(exam), exam.dtype
+    with _compiling(exam, dynamic=None) as (call, graphs):
+        for length in SIZES:
+            case = sized(length)
+            if exam.forward(case, dtype).outputs is None:
+                raise NotTested("the plain case does not run")
+            try:
+                call(exam.fresh(case, dtype))
+            except Exception as error:
+                yield Finding(case.name, None, f"compiled at T={length}: {diagnose.first_line(error)}")
+                return
+        count = len(graphs)
+        what = f"{count} graphs over {len(SIZES)} lengths: every new length would compile again"
+        yield Finding(f"{len(SIZES)} lengths", compare.Error(count, GRAPHS), None if count <= GRAPHS else what)
+
+
+def _sized(exam: Exam) -> Callable[[int], Case]:
+    sized = exam.spec.probes.sized
+    if sized is None:
+        raise NotTested("the Spec offers no case of a chosen length")
+    return sized
+
+
+@contextmanager
+def _compiling(exam: Exam, dynamic: bool | None) -> Iterator[tuple[Callable[..., Outputs], list[None]]]:
+    """The candidate compiled with fullgraph=True through AOTAutograd, run by eager kernels, and a count of its graphs."""
+    graphs: list[None] = []
+    aot_eager = torch._dynamo.lookup_backend("aot_eager")
+
+    def backend(module: Any, examples: Any) -> Any:
+        graphs.append(None)
+        return aot_eager(module, examples)
+
+    def call(inputs: dict[str, Any]) -> Outputs:
+        return exam.candidate.call(inputs)
+
+    torch.compiler.reset()
+    try:
+        yield torch.compile(call, fullgraph=True, backend=backend, dynamic=dynamic), graphs
+    finally:
+        torch.compiler.reset()
+
+
+@law(13, "autocast and mixed dtypes")
+def autocast(exam: Exam) -> Findings:
+    """Under autocast and with mixed dtypes: right within the half budget or a clear error, never an upcast."""
+    case = next(exam.cases(), None)
+    if case is None or exam.forward(case, torch.float32).outputs is None:
+        raise NotTested("no case runs in float32")
+    with torch.autocast(exam.device.type, HALF):
+        found = exam.judge(case, torch.float32, exam.attempt(exam.fresh(case, torch.float32)))
+    if found.fault:
+        yield Finding(f"{case.name}, autocast", None, f"under autocast: {found.fault}")
+    yield from _half(exam, case, found.outputs, "under autocast")
+
+    inputs = exam.fresh(case, torch.float32)
+    first = next((n for n in exam.spec.differentiable if isinstance(inputs.get(n), Tensor)), None)
+    if first is None:
+        return
+    inputs[first] = inputs[first].to(HALF)
+    # An error is right here; a number must be the right one.
+    yield from _half(exam, case, exam.attempt(inputs).outputs, f"with {first} in another dtype")
+
+
+def _half(exam: Exam, case: Case, outputs: Outputs | None, when: str) -> Findings:
+    exact, plains = exam.truth(case, torch.float32), exam.run(exam._plain, cast(exam.fresh(case, torch.float32), HALF))
+    rounded = exam.run(exam._reference, cast(cast(exam.fresh(case, torch.float32), HALF), torch.float64))
+    for name, got, whole, half, plain in zip(exam.names, outputs or (), exact, rounded, plains, strict=False):
+        if name in exam.spec.logs:
+            continue  # its budget is finer than the rounding of the inputs, which is not the candidate's fault
+        # Rounded inputs or not is the candidate's choice; its error is held to twice that of the plain one, worst against worst.
+        error = min((compare.twice(got, plain, truth) for truth in (whole, half)), key=lambda e: e.share)
+        what = None if error.ok else f"{name} is wrong {when}"
+        if got.dtype not in (torch.float32, HALF):
+            what = f"{name} is {_short(got)} {when}: a silent upcast of everything after it"
+        yield Finding(f"{case.name}, {when}", error, what)
+
+
+@law(14, "bad input")
+def bad_input(exam: Exam) -> Findings:
+    """Arguments that do not fit raise an error, one that names the argument where the candidate promises that."""
+    if not exam.spec.probes.bad:
+        raise NotTested("the Spec names no bad input")
+    case = next(exam.cases(), None)
+    if case is None:
+        raise NotTested("no case runs")
+    for bad in exam.spec.probes.bad:
+        if bad.strict and not exam.candidate.strict:
+            continue
+        for _ in exam.cases([_spoiled(case, bad)]):
+            yield Finding(bad.name, None, _answer(exam, bad, exam.fresh(case, exam.dtype)))
+
+
+def _spoiled(case: Case, bad: Bad) -> Case:
+    return Case(bad.name, frozenset(), lambda dtype, device, seed: bad.change(case.make(dtype, device, seed)))
+
+
+def _answer(exam: Exam, bad: Bad, inputs: dict[str, Any]) -> str | None:
+    try:
+        exam.candidate.call(bad.change(inputs))
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if exam.candidate.strict and bad.argument not in str(error):
+            return f"{bad.name}: its error does not name {bad.argument}: {diagnose.first_line(error)}"
+    except Exception as error:
+        if exam.candidate.strict:
+            return f"{bad.name}: {type(error).__name__} from the inside, not one that names {bad.argument}"
+    else:
+        return f"{bad.name}: answered with a number instead of an error"
+    return None
+
+
+def _short(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+# The laws of both files, in order.
+LAWS: tuple[Law, ...] = tuple(sorted(laws.LAWS, key=lambda law: law.number))

@@ -1,0 +1,46 @@
+"""Memory that a result must not depend on: unwritten, between the strides, or excluded by a mask."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+UNWRITTEN = "the result depends on memory that nobody wrote: right on a fresh process, wrong on a busy one"
+STRIDES = "the result depends on the strides of its inputs: a view of a fused projection would give other numbers"
+EXCLUDED = "NaN in keys or values that the mask excludes reaches the result: a cache holds uninitialised memory there"
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """torch.empty and its kin give NaN (largest integer) inside; the switches are put back as they were."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    switch: Any = torch.utils.deterministic
+    fill = switch.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    switch.fill_uninitialized_memory = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        switch.fill_uninitialized_memory = fill
+
+
+def strided(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same inputs as views of every other element of a buffer full of NaN."""
+    return {name: _spread(value) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+def _spread(tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point() or tensor.dim() < 2:
+        return tensor
+    buffer = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1]), torch.nan)
+    view = buffer[..., ::2]
+    view.copy_(tensor)
+    return view

@@ -1,0 +1,170 @@
+"""laws x cases -> report."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from foci.check import isolate, laws
+from foci.check.compare import Error
+from foci.check.exam import Exam
+from foci.check.laws import Finding, Law, NotTested
+from foci.check.laws_graph import LAWS
+from foci.core.spec import Candidate, Spec
+
+# Half precision is bfloat16 unless asked: what holds for its 8 bits holds for float16's 11.
+DTYPES = (torch.float32, torch.bfloat16)
+SILENCE = 120.0  # seconds without news after which a case is taken to hang
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One thing that is wrong, in one sentence, and the cases that show it."""
+
+    sentence: str
+    cases: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one law found. `verdict` is "ok", "FAIL" or "not tested", then with a reason."""
+
+    number: int
+    law: str
+    cases: int = 0
+    error: Error | None = None
+    failures: tuple[Failure, ...] = ()
+    reason: str = ""
+
+    @property
+    def verdict(self) -> str:
+        return "FAIL" if self.failures else "ok" if self.cases else "not tested"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The rows of one candidate. `not_tested` is what no row could ask, with the reason."""
+
+    operator: str
+    candidate: str
+    device: str
+    dtypes: tuple[str, ...]
+    rows: tuple[Row, ...]
+    not_tested: tuple[str, ...]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """No law is broken, and at least one was asked."""
+        return not self.failures and any(row.cases for row in self.rows)
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        return tuple(failure for row in self.rows for failure in row.failures)
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.ok else 1
+
+    def to_json(self) -> str:
+        facts: dict[str, Any] = asdict(self)
+        for row, told in zip(facts["rows"], self.rows, strict=True):
+            row["verdict"] = told.verdict
+        return json.dumps({"ok": self.ok, "torch": torch.__version__, **facts}, indent=2, ensure_ascii=False)
+
+
+def examine(
+    spec: Spec,
+    candidate: Candidate,
+    *,
+    device: str = "cpu",
+    dtypes: tuple[torch.dtype, ...] | None = None,
+    only: Iterable[str] | None = None,
+    isolated: bool = True,
+    limit: float = SILENCE,
+    progress: Callable[[str], None] = lambda step: None,
+) -> Report:
+    """Ask every law (or those named in `only`) of a candidate.
+
+    `isolated`: in a child process, so that a crash or a hang (`limit` seconds of silence) is a finding and not the end;
+    otherwise in this process, which a debugger can follow. `progress` is told what is being asked.
+    """
+    dtypes = tuple(dtype for dtype in DTYPES if dtype in spec.dtypes) if dtypes is None else dtypes
+    chosen = [law for law in LAWS if only is None or law.name in set(only)]
+    start = time.perf_counter()
+    exam = Exam(spec, candidate, torch.device(device), dtypes)
+    rows, refused = (_isolated if isolated else _here)(exam, chosen, limit, progress)
+    return Report(
+        spec.name, candidate.name, device, tuple(str(d).removeprefix("torch.") for d in dtypes), tuple(rows),
+        (*candidate.not_tested, *refused), round(time.perf_counter() - start, 2),
+    )  # fmt: skip
+
+
+Answers = tuple[list[Row], list[str]]
+
+
+def _here(exam: Exam, chosen: list[Law], limit: float, progress: Callable[[str], None]) -> Answers:
+    rows = []
+    for law in chosen:
+        progress(law.name)
+        rows.append(ask(exam, law))
+    return rows, _refusals(exam.refused)
+
+
+def _isolated(exam: Exam, chosen: list[Law], limit: float, progress: Callable[[str], None]) -> Answers:
+    """Law by law in a child; one that dies has broken the law it was asked, and another child goes on from there."""
+    rows: list[Row] = []
+    refused: dict[str, str] = {}
+    while len(rows) < len(chosen):
+        rest, step = chosen[len(rows) :], ""
+
+        def work(send: Callable[[Any], None], rest: list[Law] = rest) -> None:
+            exam.news = lambda case: send(("case", case))
+            for law in rest:
+                send(("law", law.name))
+                send(("row", ask(exam, law), exam.refused))
+
+        for message in isolate.stream(work, limit):
+            if isinstance(message, isolate.Died):
+                law = chosen[len(rows)]
+                sentence = f"{message.reason} at {step!r}: no exception, the whole program would be gone"
+                rows.append(Row(law.number, law.name, 1, None, (Failure(sentence, (step,)),)))
+            elif message[0] == "law":
+                progress(message[1])
+            elif message[0] == "case":
+                step = message[1]
+            else:
+                rows.append(message[1])
+                refused |= message[2]
+    return rows, _refusals(refused)
+
+
+def ask(exam: Exam, law: Law) -> Row:
+    """One law of one candidate."""
+    findings: list[Finding] = []
+    try:
+        findings.extend(law.ask(exam))
+    except NotTested as error:
+        return Row(law.number, law.name, reason=str(error))
+    grouped: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.sentence:
+            grouped.setdefault(finding.sentence, []).append(finding.case)
+    failures = [Failure(sentence, tuple(dict.fromkeys(cases))) for sentence, cases in grouped.items()]
+    failures.sort(key=lambda failure: -len(failure.cases))
+    cases = len({finding.case for finding in findings})
+    reason = "" if cases else "no case of it applies"
+    return Row(law.number, law.name, cases, laws.worst(findings), tuple(failures), reason)
+
+
+def _refusals(refused: dict[str, str]) -> list[str]:
+    """Refused cases by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for case, reason in refused.items():
+        by_reason.setdefault(reason, []).append(case)
+    return [f"{reason} ({', '.join(cases)})" for reason, cases in by_reason.items()]
