@@ -130,7 +130,7 @@ class Block(nn.Module):
 def test_a_keyword_that_diffusers_would_drop(processor: Any, advice: str) -> None:
     block = Block(processor)
     with pytest.raises(ProcessorError) as caught:
-        check(processor, "blocks.0.attn1", block.attn1, block)
+        check(processor, "blocks.0.attn1", block.attn1, call_sites(block, "attn1"))
     assert str(caught.value) == (
         f"{type(processor).__name__}: blocks.0.attn1 calls it with image_rotary_emb=..., which its __call__ does not "
         f"name: Diffusers would drop it and the model would lose its positions. {advice}"
@@ -140,8 +140,8 @@ def test_a_keyword_that_diffusers_would_drop(processor: Any, advice: str) -> Non
 @pytest.mark.parametrize("processor", [Fine(), FineForward()])
 def test_a_processor_that_names_everything_passes(processor: Any) -> None:
     block, flux = Block(processor), build("flux").model.transformer_blocks[0]
-    check(processor, "attn1", block.attn1, block)
-    check(processor, "attn", flux.attn, flux)
+    check(processor, "attn1", block.attn1, call_sites(block, "attn1"))
+    check(processor, "attn", flux.attn, call_sites(flux, "attn"))
 
 
 def test_the_librarys_own_processors_all_pass() -> None:
@@ -149,7 +149,8 @@ def test_the_librarys_own_processors_all_pass() -> None:
         model = build(name).model
         for path, module in model.named_modules():
             if hasattr(module, "processor"):
-                check(module.processor, path, module, model.get_submodule(path.rpartition(".")[0]))
+                parent, _, attribute = path.rpartition(".")
+                check(module.processor, path, module, call_sites(model.get_submodule(parent), attribute))
 
 
 def test_how_a_block_calls_its_attention() -> None:

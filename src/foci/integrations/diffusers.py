@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from foci.core.errors import require
-from foci.integrations.processors import ProcessorError, check, only_forward
+from foci.integrations.processors import ProcessorError, call_sites, check, only_forward
 from foci.integrations.reroute import CannotReroute, Rerouter, derive
 from foci.integrations.sdpa import sdpa, sdpa_bthd
 from foci.ops.softmax.spec import SPEC
@@ -89,7 +89,7 @@ def install(model: Any, plan: Mapping[str, str | None] | None = None) -> Handle:
                 f"install: {name} is already routed by foci; call restore() of the handle that did it first"
             )
         if not type(module.processor).__module__.startswith("diffusers."):
-            check(module.processor, name, module, parent)
+            check(module.processor, name, module, call_sites(parent, name.rpartition(".")[2]))
         routed, calls, reason = router.route(module.processor, backend)
         if routed is not None:
             undo.append((module, routed, module.processor))

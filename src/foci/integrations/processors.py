@@ -53,8 +53,8 @@ def only_forward(processor: Any) -> bool:
     return not own and entry(processor) is not None
 
 
-def check(processor: Any, name: str, site: nn.Module, parent: nn.Module | None) -> None:
-    """Raise ProcessorError where the attention module `site`, called `name`, cannot use `processor` as `parent` does.
+def check(processor: Any, name: str, site: nn.Module, calls: list[CallSite]) -> None:
+    """Raise ProcessorError where the attention module `site`, called `name`, cannot use `processor` in these calls.
 
     The arguments go through the site's own `forward`, so the library's filter decides what is delivered.
     """
@@ -65,7 +65,7 @@ def check(processor: Any, name: str, site: nn.Module, parent: nn.Module | None) 
             f"{kind}: {name} calls it, but it has neither __call__ nor forward. "
             "Add __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None)."
         )
-    for call in call_sites(parent, name.rpartition(".")[2]) or [CallSite((), 1)]:
+    for call in calls or [CallSite((), 1)]:
         _check_delivery(kind, processor, method, name, site, call)
         arities = return_arities(method)
         if call.unpacks > 1 and arities and max(arities) < call.unpacks:

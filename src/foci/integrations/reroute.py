@@ -50,7 +50,7 @@ class Rerouter:
             callers: dict[FunctionType, list[FunctionType]] = {function: []}
             queue = [function]
             for one in queue:  # grows while it is read
-                for callee in self._callees(one):
+                for callee in self.callees(one):
                     if callee not in callers:
                         queue.append(callee)
                     callers.setdefault(callee, []).append(one)
@@ -118,14 +118,14 @@ class Rerouter:
         for name, path, value in self._loads(function):
             if id(value) in self._swaps:
                 new: Any = self._swaps[id(value)]
-            elif isinstance(value, FunctionType) and value in self._callees(function) and self.reach(value):
+            elif isinstance(value, FunctionType) and value in self.callees(function) and self.reach(value):
                 new = self.function(value)
             else:
                 continue
             instead[name] = _seen(instead.get(name, names[name]), path, new)
         return instead
 
-    def _callees(self, function: FunctionType) -> list[FunctionType]:
+    def callees(self, function: FunctionType) -> list[FunctionType]:
         return [
             value
             for _, _, value in self._loads(function)
