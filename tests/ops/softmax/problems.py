@@ -26,6 +26,43 @@ def inputs_of(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> d
     return case(name).make(dtype, CPU, seed)
 
 
+def tiny(name: str) -> dict[str, Any]:
+    """A few dozen numbers in float64, leaves that want a gradient: for gradcheck, which moves each of them."""
+    draw = torch.Generator().manual_seed(2)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64, requires_grad=True)
+
+    qkv = {"q": normal(1, 3, 2, 2), "k": normal(1, 4, 1, 2), "v": normal(1, 4, 1, 3)}
+    without_row = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 0, 1]]).bool()
+    return qkv | {
+        "plain": dict,
+        "everything": lambda: {
+            "bias": normal(2, 3, 4), "sink": normal(2), "softcap": 2.0,
+            "mask": foci.Causal() & foci.Window(2, None) & foci.Lengths(torch.tensor([3])),
+        },
+        "empty rows": lambda: {"mask": foci.Dense(without_row)},
+        "empty rows, sink": lambda: {"mask": foci.Dense(without_row), "sink": normal(2)},
+        "packed": lambda: {"mask": foci.Packed(torch.tensor([0, 1, 1, 2]), torch.tensor([0, 2, 3, 3]))},
+        "packed, bias": lambda: {"bias": normal(3, 1), "mask": foci.Packed(torch.tensor([0, 3]), torch.tensor([0, 3]))},
+    }[name]()  # fmt: skip
+
+
+TINY = ("plain", "everything", "empty rows", "empty rows, sink", "packed", "packed, bias")
+
+
+def gradcheck(inputs: dict[str, Any], backend: str, second: bool = False) -> bool:
+    """Numerical against analytical derivatives of out and of lse, where it is finite."""
+    names = [name for name in SPEC.differentiable if inputs.get(name) is not None]
+
+    def call(*tensors: Tensor) -> Tensor:
+        out, lse = foci.attention_with_lse(**inputs | dict(zip(names, tensors, strict=True)), backend=backend)
+        return torch.cat([out.flatten(), lse[lse > -torch.inf]])
+
+    check = torch.autograd.gradgradcheck if second else torch.autograd.gradcheck
+    return check(call, tuple(inputs[name] for name in names))
+
+
 def promoted(inputs: Mapping[str, Any], dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     """The same numbers in another dtype."""
     return {
