@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import masking_utils as theirs
 
 from foci.integrations.transformers_masks import ModelMask, make_mask
-from foci.ops.masks import Causal, Dense, Lengths, Mask
+from foci.ops.masks import Causal, Dense, Lengths, Mask, Window
 
 CAUSAL, BOTH = theirs.causal_mask_function, theirs.bidirectional_mask_function
 WINDOW = theirs.sliding_window_causal_mask_function(4)
@@ -54,6 +54,10 @@ def test_a_mask_shows_what_transformers_own_mask_shows(
 def test_the_usual_masks_stay_structure() -> None:
     assert make_mask(2, 9, 9, mask_function=CAUSAL).mask == Causal()
     assert make_mask(2, 9, 9, mask_function=BOTH).mask is None
+    assert make_mask(2, 1, 9, 8, mask_function=CAUSAL).mask is None
+    assert make_mask(2, 4, 4, mask_function=WINDOW).mask == Causal()
+    assert kinds(make_mask(2, 5, 5, mask_function=WINDOW).mask) == {Causal, Window}
+    assert kinds(make_mask(2, 1, 9, torch.tensor(2), mask_function=CAUSAL, device="cpu").mask) == {Lengths}
     assert kinds(make_mask(2, 3, 9, 2, mask_function=CAUSAL, device="cpu").mask) == {Causal, Lengths}
     assert kinds(make_mask(2, 3, 9, torch.tensor(2), mask_function=CAUSAL, device="cpu").mask) == {Causal, Lengths}
     assert kinds(make_mask(2, 9, 9, mask_function=CHUNKS, device="cpu").mask) == {Dense}

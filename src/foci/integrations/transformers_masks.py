@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from math import inf
+from operator import and_
 from typing import Any
 
 import torch
@@ -84,26 +86,35 @@ def _structure(
     B, _, T, S = shape
     if mask_function is bidirectional_mask_function:
         return (None,)
-    pattern = _causal_pattern(mask_function)
-    if pattern is None:
+    reach = _causal_reach(mask_function)
+    if reach is None:
         return None
+    # The last key is the last query's own: a lone query sees the past by that alone, and a wide window hides nothing.
+    parts: list[Mask] = [Causal()] if T > 1 else []
+    if reach < S:
+        parts.append(Window(int(reach) - 1, 0))
     ahead = q_offset - kv_offset  # key position of the first query
     if isinstance(ahead, Tensor):
-        # A static cache counts in a tensor, from its first slot on; what it has not yet written is no key.
-        return (Lengths((ahead + T).to(device).reshape(1).expand(B)) & pattern,) if kv_offset == 0 else None
-    if ahead == S - T:
-        return (pattern,)
-    if not 0 <= ahead <= S - T:
-        return None
-    return (Lengths(torch.full((B,), ahead + T, device=device)) & pattern,)
+        if kv_offset != 0:
+            return None
+        # A static cache counts in a tensor; what it has not yet written is no key.
+        parts.append(Lengths((ahead + T).to(device).reshape(1).expand(B)))
+    elif ahead != S - T:
+        if not 0 <= ahead < S - T:
+            return None
+        parts.append(Lengths(torch.full((B,), ahead + T, device=device)))
+    return (reduce(and_, parts) if parts else None,)
 
 
-def _causal_pattern(mask_function: Callable[..., Tensor]) -> Mask | None:
-    """Causal or a causal window, recognised by the very functions transformers makes them from."""
+def _causal_reach(mask_function: Callable[..., Tensor]) -> float | None:
+    """How many keys back, its own included, a causal mask function lets a query see; None for any other function.
+
+    Recognised by the very functions transformers makes its masks from.
+    """
     from transformers import masking_utils as theirs
 
     if mask_function is theirs.causal_mask_function:
-        return Causal()
+        return inf
     if not _made_by(mask_function, theirs.and_masks()):
         return None
     parts = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
@@ -111,8 +122,8 @@ def _causal_pattern(mask_function: Callable[..., Tensor]) -> Mask | None:
         return None
     if not _made_by(parts[0], theirs.sliding_window_overlay(1)):
         return None
-    window = inspect.getclosurevars(parts[0]).nonlocals["sliding_window"]
-    return Causal() & Window(window - 1, 0)
+    window: int = inspect.getclosurevars(parts[0]).nonlocals["sliding_window"]
+    return window
 
 
 def _made_by(function: Callable[..., Any], sibling: Callable[..., Any]) -> bool:
