@@ -14,6 +14,8 @@ import torch
 import typer
 from torch import Tensor
 
+from foci.cli_accelerate import accelerate
+from foci.cli_check import check
 from foci.core.device import machine, platform
 from foci.core.ledger import in_force
 from foci.core.select import explain as explain_call
@@ -22,8 +24,10 @@ from foci.ops import SPECS
 from foci.ops.masks import Causal, Dense, Lengths, Mask, Packed, Window
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True, help="Attention you can prove.")
+app.command("accelerate")(accelerate)
+app.command("check")(check)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-KINDS = {"veto": "refused", "normalised": "put right", "open": "beware"}
+KINDS = {"veto": "refused", "normalised": "put right"}
 
 
 def show(text: str, facts: dict[str, Any], as_json: bool) -> None:

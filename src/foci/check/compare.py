@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 RELATIVE = 1e-5  # relative RMS error in float32
-LOGARITHM = 2e-4  # absolute error of a log-sum-exp, always checked: outputs hide a scale wrong by 0.1 %, it does not
+LOGARITHM = 2e-4  # absolute error of a log-sum-exp: it shows a scale wrong by 0.1 %, which outputs hide
 RECURRENT = 5e-3  # relative RMS error of recurrent operators in half precision
 CAUSAL = 1e-6  # relative change of the past when the future changes, where the Spec does not declare equal bits
 
@@ -19,7 +19,7 @@ VANISHED = 1e-6
 
 @dataclass(frozen=True)
 class Error:
-    """How far a tensor is from the truth and how far it may be, both relative to the truth (absolute for a logarithm)."""
+    """How far a tensor is from the truth and how far it may be, relative to the truth (absolute for a logarithm)."""
 
     size: float
     budget: float
@@ -51,10 +51,10 @@ def compare(
 ) -> Error:
     """The worst of a tensor's errors against its budget.
 
-    float32 and float64: relative RMS error <= 1e-5. Half precision: max error <= 2 x and relative RMS error <= 1 x that of
-    the `yardstick`, a plain computation in the same dtype (its |error|), and never less than float32 is allowed; recurrent operators: relative RMS
-    error <= 5e-3. A logarithm: absolute error <= 2e-4, and in float32 RMS <= 1e-5 on the scale of 1 at least.
-    `siblings` is the RMS of the largest tensor beside this one.
+    float32 and float64: relative RMS error <= 1e-5. Half precision: max error <= 2 x and relative RMS error <= 1 x that
+    of the `yardstick`, the |error| of a plain computation in the same dtype, and never less than float32 is allowed;
+    recurrent operators: relative RMS error <= 5e-3. A logarithm: absolute error <= 2e-4, and in float32 RMS <= 1e-5 on
+    the scale of 1 at least. `siblings` is the RMS of the largest tensor beside this one.
     """
     if truth.numel() == 0:
         return NONE

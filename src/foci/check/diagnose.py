@@ -11,6 +11,7 @@ from torch import Tensor
 from foci.check.compare import difference, rms
 
 Close = Callable[[Tensor], bool]
+DIES = "inference works, the first training step dies"
 
 
 def first_line(error: BaseException) -> str:
@@ -24,14 +25,11 @@ def exception(error: Exception, stage: str) -> str:
     count = re.search(r"incorrect number of gradients \(expected (\d+), got (\d+)\)", text)
     unpack = re.search(r"not enough values to unpack \(expected (\d+), got (\d+)\)", text)
     if stage == "backward" and isinstance(error, AttributeError) and missing:
-        return f"backward reads `{missing[1]}`, which its forward never saved: inference works, the first training step dies"
+        return f"backward reads `{missing[1]}`, which its forward never saved: {DIES}"
     if stage == "backward" and count:
-        return (
-            f"backward returns {count[2]} gradients where forward takes {count[1]} arguments: inference works, "
-            "the first training step dies"
-        )
+        return f"backward returns {count[2]} gradients where forward takes {count[1]} arguments: {DIES}"
     if stage == "backward" and unpack:
-        return f"backward unpacks {unpack[1]} saved values, forward saved {unpack[2]}: inference works, the first training step dies"
+        return f"backward unpacks {unpack[1]} saved values, its forward saved {unpack[2]}: {DIES}"
     return f"{stage} raised {type(error).__name__}: {text}"
 
 
@@ -58,7 +56,8 @@ def output(name: str, got: Tensor, truth: Tensor, close: Close) -> str:
         )
     wrong = difference(got, truth)
     share = float((wrong > 1e-3 * rms(truth)).double().mean())
-    return f"{name} is wrong, worst by {float(wrong.max()):.2g} where the right size is {rms(truth):.2g}; {share:.0%} of it is off"
+    size = f"worst by {float(wrong.max()):.2g} where the right size is {rms(truth):.2g}"
+    return f"{name} is wrong, {size}; {share:.0%} of it is off"
 
 
 def gradient(leaf: str, got: Tensor | None, truths: Mapping[str, Tensor | None], close: Callable[..., bool]) -> str:

@@ -174,8 +174,8 @@ def _gradients(
         if dropped is not None and close(dropped):
             logs = " and ".join(exam.spec.logs)
             sentence = (
-                f"the gradient through {logs} is dropped (d{logs} never reaches d{leaf}): merged parts, as in ring attention, "
-                "would silently train wrong"
+                f"the gradient through {logs} is dropped (d{logs} never reaches d{leaf}): merged parts, as in ring "
+                "attention, would silently train wrong"
             )
         else:
             sentence = diagnose.gradient(leaf, got, truths, close)
@@ -228,8 +228,7 @@ def cut(exam: Exam) -> Findings:
         raise NotTested(f"merging needs {' and '.join(exam.spec.output_names)}")
     for dtype in dict.fromkeys((torch.float64, *exam.dtypes[:1])):
         for case in exam.cases():
-            parts = [part for part in take(case, exam.fresh(case, dtype))]
-            found = _parts(exam, parts, dtype)
+            found = _parts(exam, take(case, exam.fresh(case, dtype)), dtype)
             if found is None:
                 continue
             merged = fold([merge(*outputs) for outputs in found])
@@ -455,7 +454,7 @@ def inputs_untouched(exam: Exam) -> Findings:
             if not isinstance(value, Tensor):
                 continue
             error = compare.changed(inputs[name], value, bitwise=True)
-            what = f"{name} is overwritten: whoever uses it afterwards (a residual, another head, the compiler) gets other numbers"
+            what = f"{name} is overwritten: whoever uses it afterwards (a residual, the compiler) gets other numbers"
             yield Finding(case.name, error, None if error.ok else what)
             store = inputs[name].untyped_storage().data_ptr()
             if store and any(o.untyped_storage().data_ptr() == store for o in outputs):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -38,7 +38,7 @@ def shapes(exam: Exam) -> Findings:
                 continue
             for name, got, promised in zip(exam.names, found, exam.declared(case, dtype), strict=True):
                 wrong = got.dtype != promised.dtype and (exam.candidate.strict or name not in exam.spec.logs)
-                what = f"{name} is {_short(got)} where {_short(promised)} is expected: the next layer would silently compute in it"
+                what = f"{name} is {_short(got)} where {_short(promised)} is expected: all after it would compute in it"
                 yield Finding(label(case, dtype), None, what if wrong else None)
 
 
@@ -77,28 +77,26 @@ def fakes(exam: Exam) -> Findings:
 
 
 def _fake(exam: Exam, case: Case, dtype: torch.dtype) -> tuple[Outputs, dict[str, Tensor]]:
-    inputs = exam.fresh(case, dtype)
+    """Outputs without a gradient wanted, as the real ones were made, and then the gradients."""
+    real = exam.fresh(case, dtype)
     wants = exam.gradients(case, dtype, exam.names).gradients is not None
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        imitated = {
-            name: mode.from_tensor(value) if isinstance(value, Tensor) else _imitate(mode, value)
-            for name, value in inputs.items()
-        }
-        leaves = exam.leaves(imitated) if wants else {}
-        outputs = exam.run(exam.candidate.call, imitated)
-        roots = [output for output in outputs if output.requires_grad]
+        outputs = exam.run(exam.candidate.call, _imitate(mode, real))
+        if not wants:
+            return outputs, {}
+        imitated = _imitate(mode, real)
+        leaves = exam.leaves(imitated)
+        roots = [output for output in exam.run(exam.candidate.call, imitated) if output.requires_grad]
         if not roots or not leaves:
             return outputs, {}
-        found = torch.autograd.grad(
-            roots, list(leaves.values()), [torch.ones_like(r) for r in roots], allow_unused=True
-        )
+        ones = [torch.ones_like(root) for root in roots]
+        found = torch.autograd.grad(roots, list(leaves.values()), ones, allow_unused=True)
         return outputs, {leaf: g for leaf, g in zip(leaves, found, strict=True) if g is not None}
 
 
-def _imitate(mode: FakeTensorMode, value: Any) -> Any:
-    if isinstance(value, nn.Module):
-        return value
-    return tree_map(lambda item: mode.from_tensor(item) if isinstance(item, Tensor) else item, value)
+def _imitate(mode: FakeTensorMode, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Tensors become fake; modules and masks stay real, which the mode allows."""
+    return tree_map(lambda item: mode.from_tensor(item) if isinstance(item, Tensor) else item, inputs)
 
 
 def _lie(name: str, real: Tensor, fake: Tensor) -> str | None:
@@ -224,7 +222,7 @@ def _sized(exam: Exam) -> Callable[[int], Case]:
 
 @contextmanager
 def _compiling(exam: Exam, dynamic: bool | None) -> Iterator[tuple[Callable[..., Outputs], list[None]]]:
-    """The candidate compiled with fullgraph=True through AOTAutograd, run by eager kernels, and a count of its graphs."""
+    """The candidate compiled with fullgraph=True through AOTAutograd, on eager kernels, and its graphs."""
     graphs: list[None] = []
     aot_eager = torch._dynamo.lookup_backend("aot_eager")
 
@@ -269,7 +267,7 @@ def _half(exam: Exam, case: Case, outputs: Outputs | None, when: str) -> Finding
     for name, got, whole, half, plain in zip(exam.names, outputs or (), exact, rounded, plains, strict=False):
         if name in exam.spec.logs:
             continue  # its budget is finer than the rounding of the inputs, which is not the candidate's fault
-        # Rounded inputs or not is the candidate's choice; its error is held to twice that of the plain one, worst against worst.
+        # Whether it rounds its inputs is the candidate's choice.
         error = min((compare.twice(got, plain, truth) for truth in (whole, half)), key=lambda e: e.share)
         what = None if error.ok else f"{name} is wrong {when}"
         if got.dtype not in (torch.float32, HALF):

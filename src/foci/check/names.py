@@ -16,8 +16,8 @@ STEPS, NUDGE = 8, 1e-4
 def name(exam: Exam, output: str, wrong: Sequence[Case], right: Sequence[Case], dtype: torch.dtype) -> dict[Case, str]:
     """The sentence of the mistake that each wrong case shows; cases that no mistake explains are absent.
 
-    A mistake is believed when it reproduces the wrong output within the budget, where the right answer is another. One that
-    also predicts wrong answers where the candidate is right is believed only when no other explains as much.
+    A mistake is believed when it reproduces the wrong output within the budget, where the right answer is another. One
+    that also predicts wrong answers where the candidate is right is believed only when no other explains the case.
     """
     matches: list[tuple[bool, dict[Case, str]]] = []
     for mistake in exam.spec.mistakes:

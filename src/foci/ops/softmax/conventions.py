@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foci.core.spec import Candidate, Case, Inputs, Outputs, as_outputs
-from foci.ops.masks import All, Causal, Dense, Mask, Window
+from foci.ops.masks import All, Causal, Dense, Lengths, Mask, Packed, Window
 
 LAYOUTS = ("bthd", "bhtd")
 WORDS = {
@@ -36,8 +36,8 @@ WORDS = {
 class Convention:
     """How one callable takes its arguments: the keyword it has for each of ours, and what it means by them.
 
-    `objects`: its mask is one of foci's own. `both`: a mask and causal may be given together. `bias_in_mask`: a float mask is
-    a bias. `flex`: masks, bias and softcap go in as functions.
+    `objects`: its mask is one of foci's own. `both`: a mask and causal may be given together. `bias_in_mask`: a float
+    mask is a bias. `flex`: masks, bias and softcap go in as functions.
     """
 
     words: dict[str, str]
@@ -53,13 +53,14 @@ class _Cannot(Exception):
 
 
 def adapt(function: Callable[..., Any], *, layout: str = "bthd", name: str = "") -> Candidate:
-    """A callable `f(q, k, v, ...)` as a Candidate: every keyword of WORDS that its signature names is used, the others are listed.
+    """A callable `f(q, k, v, ...)` as a Candidate: the keywords of WORDS that it names are used, the others are listed.
 
-    layout: "bthd" [B, T, H, D] or "bhtd" [B, H, T, D] of q, k, v and the output; lse is [B, T, H] or [B, H, T] in either.
-    Masks go to `mask`, `attn_mask` or `attention_mask` as booleans [B|1, H|1, T, S], True where a key may be seen, or as foci's
-    own masks where the annotation says so. Causal: `causal` is bottom-right, as flash-attn documents it; `is_causal` leaves
-    open what it means for T != S (torch: top-left), so only T == S is asked of it; with `align` both are. A second output, or
-    `return_lse`, is the natural-log lse. Grouped heads, V != K and T != S are tested unless a tiny call of the kind raises.
+    layout: "bthd" [B, T, H, D] or "bhtd" [B, H, T, D] of q, k, v and the output; lse [B, T, H] or [B, H, T] in either.
+    Masks go to `mask`, `attn_mask` or `attention_mask` as booleans [B|1, H|1, T, S], True where a key is seen, or as
+    foci's own masks where the annotation says so. Causal: `causal` is bottom-right, as flash-attn documents it;
+    `is_causal` leaves open what it means for T != S (torch: top-left), so only T == S is asked of it; with `align` both
+    are. A second output, or `return_lse`, is the natural-log lse. Grouped heads, V != K and T != S are tested unless a
+    tiny call of the kind raises.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"adapt: layout must be 'bthd' or 'bhtd', got {layout!r}")
@@ -199,16 +200,13 @@ def _deliver(convention: Convention, inputs: Inputs) -> tuple[tuple[Tensor, ...]
 
 
 def _masks(convention: Convention, mask: Mask | None, rest: dict[str, Any], T: int, S: int) -> dict[str, Any]:
-    """Keywords for a mask of foci's: causal and window where there are words for them, a boolean tensor for what is left."""
+    """Keywords for a mask of foci's: causal and window where it has words for them, a boolean tensor for the rest."""
     words = convention.words
     kwargs: dict[str, Any] = {}
     parts = [] if mask is None else list(mask.parts) if isinstance(mask, All) else [mask]
-    others = [part for part in parts if not isinstance(part, Causal | Window)]
     causal = next((part for part in parts if isinstance(part, Causal)), None)
-    alone = len(parts) == 1 or convention.both
-    own_end = any(
-        type(part).__name__ in ("Packed", "Lengths") for part in others
-    )  # each row its own: only a mask can say it
+    alone = convention.both or (len(parts) == 1 and not (convention.bias_in_mask and "bias" in rest))
+    own_end = any(_own_end(part, T, S) for part in parts)
     if causal is not None and alone and not own_end and _causal_word(convention, causal, T, S):
         kwargs[words["causal"]] = True
         if "align" in words:
@@ -221,19 +219,19 @@ def _masks(convention: Convention, mask: Mask | None, rest: dict[str, Any], T: i
     if not parts and not (convention.bias_in_mask and "bias" in rest):
         return kwargs
     if "mask" not in words:
-        raise _Cannot(
-            "masks: its signature does not name one" if parts != [causal] else "causal with T != S: see its keyword"
-        )
-    dense = None
-    if len(parts) == 1 and isinstance(parts[0], Dense):
-        dense = _full(parts[0].allowed, T, S)
-    elif parts:
-        dense = _full(reduce(and_, parts).materialize(T, S), T, S)
+        only_causal = parts == [causal] and "causal" in words
+        raise _Cannot("causal where T != S: its keyword leaves that open" if only_causal else "masks: it names none")
+    dense = _full(reduce(and_, parts), T, S) if parts else None
     if convention.bias_in_mask and "bias" in rest:
         bias = rest.pop("bias")
         dense = bias if dense is None else torch.where(dense, bias, -torch.inf)
     kwargs[words["mask"]] = dense
     return kwargs
+
+
+def _own_end(mask: Mask, T: int, S: int) -> bool:
+    """Whether rows or documents end, so causal begins, each elsewhere: a keyword cannot say that, only a mask."""
+    return isinstance(mask, Packed) or (isinstance(mask, Lengths) and (T != S or mask.q_lengths is not None))
 
 
 def _causal_word(convention: Convention, causal: Causal, T: int, S: int) -> bool:
@@ -244,8 +242,9 @@ def _causal_word(convention: Convention, causal: Causal, T: int, S: int) -> bool
     return "align" in convention.words or T == S or (word == "causal" and causal.align == "bottom-right")
 
 
-def _full(allowed: Tensor, T: int, S: int) -> Tensor:
+def _full(mask: Mask, T: int, S: int) -> Tensor:
     """[B|1, H|1, T, S], spread only where it has size 1, so that a wrong size reaches the callable."""
+    allowed = mask.allowed if isinstance(mask, Dense) else mask.materialize(T, S)
     sizes = [wanted if size == 1 else size for size, wanted in zip(allowed.shape[-2:], (T, S), strict=True)]
     return allowed[(None,) * (4 - allowed.dim())].expand(-1, -1, *sizes)
 
@@ -257,7 +256,9 @@ def _flex(mask: Mask | None, bias: Tensor | None, softcap: float | None, q: Tens
     B, T, H, S = *q.shape[:3], k.shape[1]
     kwargs: dict[str, Any] = {}
     if mask is not None:
-        allowed = _full(mask.materialize(T, S), T, S).expand(B, H, -1, -1)
+        allowed = _full(mask, T, S).expand(B, H, -1, -1)
+        if allowed.shape[-2:] != (T, S):
+            raise _Cannot("masks of another size: its mask is a function")
         kwargs["block_mask"] = create_block_mask(lambda b, h, t, s: allowed[b, h, t, s], B, H, T, S, device=q.device)
     if bias is not None or softcap is not None:
         spread = None if bias is None else bias[(None,) * (4 - bias.dim())].expand(B, H, T, S)

@@ -123,7 +123,7 @@ MISTAKES: tuple[Mistake, ...] = (
     _wrong("mask ignored when causal", "the mask is ignored when causal is also given: padding would be attended to")(
         lambda c: _unmasked(c) if _causal(c) else None
     ),
-    _wrong("causal ignored when masked", f"causal is ignored when a mask is also given, {FUTURE} on padded batches only")(
+    _wrong("causal ignored when masked", f"causal is ignored when a mask is also given: on padded batches {FUTURE}")(
         lambda c: _without_causal(c) if _causal(c) and _unmasked(c) else None
     ),
     _wrong("padding ignored", "padding is ignored: a row's result would depend on how long its neighbours are")(
@@ -141,23 +141,23 @@ MISTAKES: tuple[Mistake, ...] = (
     _wrong("causal bottom-right", "causal is aligned bottom-right where top-left is asked for")(
         lambda c: c._replace(causal_end=True, causal_start=False) if c.causal_start else None
     ),
-    _wrong("causal one too far", "causal is off by one and shows each query the next token: it would train on the answer")(
+    _wrong("causal one too far", "causal is off by one and shows each query the next token: training on the answer")(
         _diagonal(1)
     ),
     _wrong("causal one short", "causal is off by one and hides each query's own token")(_diagonal(-1)),
     _wrong("window ignored", "the window is ignored: long contexts would differ from training")(
         lambda c: None if c.left is None and c.right is None else c._replace(left=None, right=None)
     ),
-    _wrong("window wider", "the window is off by one, a key too wide: layers would see further than they were trained to")(
+    _wrong("window wider", "the window is off by one, a key too wide: further than the layer was trained to see")(
         _reach(1, 0)
     ),
-    _wrong("window narrower", "the window is off by one, a key too narrow: the furthest key would be lost")(_reach(-1, 0)),
+    _wrong("window narrower", "the window is off by one, a key too narrow: the furthest is lost")(_reach(-1, 0)),
     _wrong("window wider ahead", "the window is off by one, a key too wide ahead")(_reach(0, 1)),
     _wrong(
         "heads interleaved",
         "query head h reads key head h % G where h // (H/G) is right: loaded grouped-query weights would give noise",
     )(_heads_modulo),
-    _wrong("softcap ignored", "softcap is ignored: a model trained with it (Gemma 2) would drift, more with longer context")(
+    _wrong("softcap ignored", "softcap is ignored: a model trained with it (Gemma 2) would drift")(
         lambda c: None if c.softcap is None else c._replace(softcap=None)
     ),
     _wrong("bias ignored", "bias is ignored: positions or masks given as a bias would be lost")(
@@ -166,10 +166,10 @@ MISTAKES: tuple[Mistake, ...] = (
     _wrong("bias scaled", "bias is multiplied by the softmax scale: it must be added after it")(
         lambda c: None if c.bias is None else c._replace(bias=c.bias * c.scale)
     ),
-    _wrong("sink ignored", "sink is ignored: rows would sum to 1 where the model was trained to let them sum to less")(
+    _wrong("sink ignored", "sink is ignored: rows would sum to 1 where the model lets them sum to less")(
         lambda c: None if c.sink is None else c._replace(sink=None)
     ),
-    _wrong("dropout before lse", "dropout acts before the lse: probabilities are renormalised and merged parts would be wrong")(
+    _wrong("dropout before lse", "dropout acts before the lse: merged parts would be wrong")(
         _dropped_early
     ),
     _wrong("scale ignored", "scale is ignored, K**-0.5 is used instead")(_scale_of(lambda K: K**-0.5)),
@@ -183,21 +183,21 @@ MISTAKES: tuple[Mistake, ...] = (
     _after("lse zeros", "lse is all zeros: merging two parts would average them")(
         lambda c, out, lse: (out, torch.zeros_like(lse))
     ),
-    _after("empty lse 0", "lse of a row that sees nothing is 0 where -inf is right: merged, the empty row would weigh as much as a real one")(
+    _after("empty lse 0", "lse of a row that sees nothing is 0 where -inf is right: it would count when merged")(
         lambda c, out, lse: (out, lse.masked_fill(lse == -torch.inf, 0.0)) if (lse == -torch.inf).any() else None
     ),
     _after("lse exponentiated", "lse is the sum itself, not its logarithm: it would overflow and merge wrongly")(
         lambda c, out, lse: (out, lse.exp())
     ),
-    _after("lse without sink", "lse leaves the sink out that the output counts: merged parts would weigh too little")(
+    _after("lse without sink", "lse leaves out the sink: merged parts would weigh too little")(
         lambda c, out, lse: None if c.sink is None else (out, forward(c._replace(sink=None))[1])
     ),
-    _after("empty row averaged", "a row that sees nothing averages all values where 0 is right: padding would leak into the loss")(
+    _after("empty row averaged", "a row that sees nothing averages all values where 0 is right: padding leaks")(
         _averaged
     ),
     Mistake(
         "scale off",
-        "the softmax scale is off by {:+.2%}: outputs look right, and merged parts and long contexts would silently drift",
+        "the softmax scale is off by {:+.2%}: outputs look right, merged parts and long contexts drift",
         _scaled,
         fits=True,
     ),

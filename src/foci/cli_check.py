@@ -1,0 +1,128 @@
+"""The `check` command: an operator of foci's or anything that claims to be one, through the laws."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from foci.check.render import table
+from foci.check.run import Report, examine
+from foci.core.device import machine
+from foci.core.spec import Candidate, Spec
+from foci.ops import SPECS
+from foci.ops.softmax.api import attention_with_lse
+
+FUNCTIONS = {"softmax": attention_with_lse}
+LIKE = (*FUNCTIONS, "processor", "transformers")
+
+
+def check(
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="softmax, or your own: package.module:name.")],
+    like: Annotated[str, typer.Option(help="What yours is: softmax, processor or transformers.")] = "",
+    layout: Annotated[str, typer.Option(help="Of q, k, v in yours: bthd or bhtd.")] = "bthd",
+    backend: Annotated[str | None, typer.Option(help="One backend of ours; all of them, unless given.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Joined with commas; by default float32 and bfloat16.")] = "",
+    limit: Annotated[float, typer.Option(help="Seconds of silence after which a case is taken to hang.")] = 120.0,
+    as_json: Annotated[str, typer.Option("--json", metavar="PATH", help="Write the report here; - prints it.")] = "",
+) -> int:
+    """Ask every law of an attention; exit code 1 when one is broken."""
+    if device.split(":")[0] == "cuda" and not machine().gpus:
+        raise ValueError(f"--device {device}: this machine has no CUDA device")
+    if what in FUNCTIONS:
+        spec, candidates = SPECS[what], _ours(what, backend)
+        if like:
+            raise ValueError(f"--like is for an attention of yours; {what!r} is foci's own")
+    else:
+        spec, candidate = _theirs(what, like, layout)
+        candidates = [candidate]
+        if backend is not None:
+            raise ValueError("--backend chooses among foci's own; it does not apply to an attention of yours")
+    dtypes = _dtypes(dtype)
+    reports = []
+    for candidate in candidates:
+        progress = _teller() if sys.stderr.isatty() else lambda step: None
+        report = examine(spec, candidate, device=device, dtypes=dtypes, limit=limit, progress=progress)
+        progress("")
+        reports.append(report)
+        if as_json != "-":
+            typer.echo(table(report) + "\n")
+    if as_json:
+        _write(reports, as_json)
+    return max(report.exit_code for report in reports)
+
+
+def _ours(name: str, backend: str | None) -> list[Candidate]:
+    spec = SPECS[name]
+    assert spec.adapt is not None
+    chosen = [spec.backend(backend)] if backend else [b for b in spec.backends if not b.missing()]
+    return [spec.adapt(partial(FUNCTIONS[name], backend=b.name), name=f"foci {b.name}") for b in chosen]
+
+
+def _theirs(target: str, like: str, layout: str) -> tuple[Spec, Candidate]:
+    """The Spec that someone's attention is held to, and it as a candidate."""
+    if like not in LIKE:
+        named = f"got {like!r}" if like else f"and {target!r} is no operator of foci's ({', '.join(FUNCTIONS)})"
+        raise ValueError(f"--like must be one of {', '.join(LIKE)}; {named}")
+    thing = _load(target)
+    options: dict[str, str] = {}
+    if like == "processor":
+        from foci.integrations.processor_spec import spec_for
+
+        spec = spec_for(thing)
+    elif like == "transformers":
+        from foci.integrations.transformers_spec import SPEC as spec
+    else:
+        spec, options = SPECS[like], {"layout": layout}
+    if like != "processor" and not callable(thing):
+        raise ValueError(f"{target} is a {type(thing).__name__}; expected a callable")
+    assert spec.adapt is not None
+    return spec, spec.adapt(thing, name=target, **options)
+
+
+def _load(target: str) -> Any:
+    module, _, name = target.partition(":")
+    if not module or not name:
+        raise ValueError(f"expected package.module:name, got {target!r}")
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: what lies here can be named
+    try:
+        found: Any = importlib.import_module(module)
+    except Exception as error:
+        raise ValueError(f"cannot import {module}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.pop(0)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{module} has no {name}")
+        found = getattr(found, part)
+    return found
+
+
+def _dtypes(text: str) -> tuple[torch.dtype, ...] | None:
+    known = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    for word in words:
+        if word not in known:
+            raise ValueError(f"--dtype must be among {', '.join(known)}; got {word!r}")
+    return tuple(known[word] for word in words) or None
+
+
+def _teller() -> Any:
+    """One line on the terminal that says what is being asked, wiped at the end."""
+    return lambda step: print(f"\r\033[K{step}", end="", file=sys.stderr, flush=True)
+
+
+def _write(reports: list[Report], path: str) -> None:
+    text = (
+        "[" + ",\n".join(report.to_json() for report in reports) + "]\n" if len(reports) > 1 else reports[0].to_json()
+    )
+    if path == "-":
+        typer.echo(text)
+    else:
+        Path(path).write_text(text + "\n", encoding="utf-8")
