@@ -14,6 +14,7 @@ from foci.core.errors import Unsupported
 from foci.core.spec import Backend, Outputs, Spec
 
 _SCHEMA_TYPES = {Tensor: "Tensor", float: "float", bool: "bool", int: "int", str: "str"}
+_PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str}
 _LIBRARY = torch.library.Library("foci", "DEF")
 
 
@@ -51,8 +52,6 @@ def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
     function = _function(spec, backend, forward_op, backward_op)
 
     def run(call: Any) -> Outputs:
-        # With nothing to differentiate the op is called directly: the Function costs 15 us, as much as a tiny
-        # attention.
         if _transformed() or _wants_gradient(call):
             if _has_tangent(call):
                 raise Unsupported(
@@ -60,10 +59,14 @@ def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
                     ["its forward is an opaque op"],
                     "use backend='reference' for forward mode",
                 )
-            result: Outputs = function.apply(*call)
-            return result
-        direct: Outputs = forward_op(*call)
-        return direct
+            differentiable: Outputs = function.apply(*call)
+            return differentiable
+        if torch.compiler.is_compiling() or _intercepted(call):
+            opaque: Outputs = forward_op(*call)
+            return opaque
+        # Plain eager without gradients: the dispatcher has nothing to add, and costs as much as a tiny attention.
+        plain: Outputs = backend.load().forward(call)
+        return plain
 
     return run
 
@@ -80,6 +83,11 @@ def _wants_gradient(call: Any) -> bool:
 def _transformed() -> bool:
     """Under vmap, torch.func.grad or forward-mode: a bare op would lose tangents without a word."""
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
+def _intercepted(call: Any) -> bool:
+    """Whether a subclass, a meta tensor or a dispatch mode (tracer, counter) must see one op, not its insides."""
+    return torch._C._len_torch_dispatch_stack() > 0 or not {*map(type, call)} <= _PLAIN or call[0].is_meta
 
 
 def _has_tangent(call: Any) -> bool:
@@ -126,16 +134,10 @@ def _define(spec: Spec, backend: Backend) -> tuple[Any, Any]:
     return getattr(ops, f"{name}_fwd").default, getattr(ops, f"{name}_bwd").default
 
 
-def _function(spec: Spec, backend: Backend, forward_op: Any, backward_op: Any) -> Any:
-    """The one autograd.Function of a backend. What its backward reads is exactly what setup_context saves."""
-    fields = tuple(typing.get_type_hints(spec.call))
-    places = tuple(fields.index(name) for name in spec.differentiable)
-    count = len(spec.output_names)
-    title = f"{spec.name}_{backend.name}"
+def _guarded(spec: Spec, backend: Backend, backward_op: Any) -> Any:
+    """The backward op where something could be differentiated again: a second derivative through it would be zero."""
 
     class Gradient(torch.autograd.Function):
-        """The backward op, guarded: a second derivative through an opaque op would be zero without a word."""
-
         @staticmethod
         def forward(*values: Any) -> tuple[Tensor | None, ...]:
             gradients: tuple[Tensor | None, ...] = backward_op(*values)
@@ -157,6 +159,17 @@ def _function(spec: Spec, backend: Backend, forward_op: Any, backward_op: Any) -
         def vmap(info: Any, in_dims: Any, *values: Any) -> Any:
             return _one_by_one(Gradient.apply, info, in_dims, values)
 
+    Gradient.__name__ = Gradient.__qualname__ = f"{spec.name}_{backend.name}_bwd"
+    return Gradient
+
+
+def _function(spec: Spec, backend: Backend, forward_op: Any, backward_op: Any) -> Any:
+    """The one autograd.Function of a backend. What its backward reads is exactly what setup_context saves."""
+    fields = tuple(typing.get_type_hints(spec.call))
+    places = tuple(fields.index(name) for name in spec.differentiable)
+    count = len(spec.output_names)
+    gradient = _guarded(spec, backend, backward_op)
+
     class Forward(torch.autograd.Function):
         @staticmethod
         def forward(*values: Any) -> Outputs:
@@ -177,7 +190,7 @@ def _function(spec: Spec, backend: Backend, forward_op: Any, backward_op: Any) -
             outputs = [next(saved) for _ in range(count)]
             call = [next(saved) if hole else value for hole, value in zip(ctx.holes, ctx.rest, strict=True)]
             needs = [ctx.needs_input_grad[place] for place in places]
-            run = Gradient.apply if torch.is_grad_enabled() or _transformed() else backward_op
+            run = gradient.apply if torch.is_grad_enabled() or _transformed() else backward_op
             found = run(*grads, *outputs, needs, *call)
             gradients: list[Tensor | None] = [None] * len(call)
             for place, gradient in zip(places, found, strict=True):
@@ -188,8 +201,7 @@ def _function(spec: Spec, backend: Backend, forward_op: Any, backward_op: Any) -
         def vmap(info: Any, in_dims: Any, *values: Any) -> Any:
             return _one_by_one(Forward.apply, info, in_dims, values)
 
-    Forward.__name__ = Forward.__qualname__ = f"{title}_fwd"
-    Gradient.__name__ = Gradient.__qualname__ = f"{title}_bwd"
+    Forward.__name__ = Forward.__qualname__ = f"{spec.name}_{backend.name}_fwd"
     return Forward
 
 

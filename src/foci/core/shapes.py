@@ -41,8 +41,9 @@ class Signature:
         """
         sizes: Sizes = {}
         for argument, letters in self.exact:
-            tensor = self._present(argument, tensors)
-            if tensor is None:
+            tensor = tensors[argument]
+            if not isinstance(tensor, Tensor):
+                self._check_absent(argument, tensor)
                 continue
             shape = tensor.shape
             if len(shape) != len(letters):
@@ -54,16 +55,16 @@ class Signature:
                 if sizes.setdefault(letter, size) != size:
                     raise ShapeError(self._disagreement(argument, letters, letter, tensors, sizes))
         for argument, letters in self.broadcast:
-            tensor = self._present(argument, tensors)
-            if tensor is not None:
+            tensor = tensors[argument]
+            if isinstance(tensor, Tensor):
                 self._check_broadcast(argument, letters, tensor, sizes)
+            else:
+                self._check_absent(argument, tensor)
         return sizes
 
-    def _present(self, argument: str, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
-        tensor = tensors[argument]
-        if not isinstance(tensor, Tensor) and (tensor is not None or argument not in self.optional):
-            raise TypeError(f"{self.name}: {argument} must be a tensor, got {tensor!r}")
-        return tensor
+    def _check_absent(self, argument: str, value: object) -> None:
+        if value is not None or argument not in self.optional:
+            raise TypeError(f"{self.name}: {argument} must be a tensor, got {value!r}")
 
     def _check_broadcast(self, argument: str, letters: tuple[str, ...], tensor: Tensor, sizes: Sizes) -> None:
         if tensor.dim() > len(letters):

@@ -13,7 +13,9 @@ from foci.ops.masks import segments
 from foci.ops.softmax.aten_cuda import CUDA_KERNELS
 from foci.ops.softmax.call import Call
 
-_aten = torch.ops.aten
+_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_WIDEST_VECTOR = 16  # float32 numbers in an AVX-512 register
 
 
 class Kernel(Protocol):
@@ -39,7 +41,7 @@ class Kernel(Protocol):
 
 
 class FlashOnCpu:
-    """torch's CPU flash attention. Its lse is 0.0 for an empty row, which would merge as a real one."""
+    """torch's CPU flash attention. Its lse is 0.0 for an empty row, which would merge as a real one: see `forward`."""
 
     name = "cpu flash"
 
@@ -49,14 +51,17 @@ class FlashOnCpu:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        out, lse = _flash_forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        # Of fewer keys than a vector holds, the kernel takes the maximum without seeing NaN: the row would come out as 0.
+        if k.shape[2] < _WIDEST_VECTOR and (lost := q.isnan().any(-1)).any():
+            out, lse = out.masked_fill(lost[..., None], torch.nan), lse.masked_fill(lost, torch.nan)
         return out, lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         mask: Tensor | None, causal: bool, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        grads: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grads: tuple[Tensor, Tensor, Tensor] = _flash_backward(
             dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
         return grads
@@ -71,7 +76,10 @@ def _kernels(call: Call) -> tuple[Kernel, ...]:
 
 
 def _kernel(call: Call) -> Kernel:
-    return next(kernel for kernel in _kernels(call) if not kernel.reasons(call))
+    for kernel in _kernels(call):
+        if not kernel.reasons(call):
+            return kernel
+    raise AssertionError("no kernel: reasons(call) should have refused")
 
 
 def reasons(call: Call) -> list[str]:
@@ -158,7 +166,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     kernel = _kernel(call)
     if _bare(call):
         causal = call.causal_start or (call.causal_end and call.q.shape[1] > 1)
-        q, k, v = (_unit_stride(x).transpose(1, 2) for x in (call.q, call.k, call.v))
+        q, k, v = _unit_stride(call.q), _unit_stride(call.k), _unit_stride(call.v)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out, lse = kernel.forward(q, k, v, None, causal, call.scale)
         return out.transpose(1, 2).contiguous(), lse.transpose(1, 2).contiguous()
     B, T, _, H, _, K, V = call.sizes
@@ -192,7 +201,9 @@ def _bare(call: Call) -> bool:
     return (
         call.bias is None
         and call.sink is None
-        and call[6:11] == (None,) * 5
+        and call.dense is None
+        and call.q_offsets is None
+        and call.kv_lengths is None
         and call.q.shape[-1] == call.v.shape[-1]
         and call.q.dtype != torch.float16
         and call.q.numel() > 0
