@@ -420,6 +420,14 @@ def test_attention_outside_processors_is_listed() -> None:
     assert handle.skipped == (("vae", "WanAttentionBlock calls attention in its own forward, without a processor"),)
 
 
+def test_a_new_processor_of_the_present_class_is_an_original() -> None:
+    from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+
+    model = build("flux").model
+    install(model)
+    assert type(type(model.transformer_blocks[0].attn.processor)()) is FluxAttnProcessor
+
+
 def test_nothing_keeps_a_routed_model_alive() -> None:
     small = build("dit")
     handle = install(small.model)
@@ -461,6 +469,21 @@ def test_compiles_in_one_graph(name: str) -> None:
         if name == "flux":
             torch.testing.assert_close(compiled(**small.inputs, return_dict=False)[0], expected, rtol=1e-5, atol=1e-5)
             assert counter.frame_count == 2
+
+
+def test_repeated_blocks_share_their_graphs() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    small, counter = build("flux"), CompileCounterWithBackend("eager")
+    expected = small.run()
+    torch._dynamo.reset()
+    install(small.model)
+    small.model.compile_repeated_blocks(fullgraph=True, backend=counter)
+    with torch.no_grad():
+        torch.testing.assert_close(small.run(), expected, rtol=1e-5, atol=1e-5)
+    assert (
+        counter.frame_count == 3
+    )  # as without foci: the second single block's input has other strides than the first's
 
 
 def _dit_forward(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None):

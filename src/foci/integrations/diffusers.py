@@ -153,7 +153,7 @@ class _Router:
     def _class(self, cls: type, backend: str | None, lacks_call: bool) -> tuple[type | None, int, str]:
         if (cls, backend) not in self.classes:
             reason, made = "", None
-            extra = {"_foci_routes": cls, "__reduce_ex__": _reduce_as_original}
+            extra = {"_foci_routes": cls, "__new__": _original_instead, "__reduce_ex__": _reduce_as_original}
             extra |= {"__call__": _call_forward(cls)} if lacks_call else {}
             try:
                 if any(vars(one).get("__slots__") for one in cls.__mro__) or not cls.__dictoffset__:
@@ -233,6 +233,11 @@ def _twin(processor: Any, cls: type) -> Any:
     twin: Any = object.__new__(cls)
     object.__setattr__(twin, "__dict__", processor.__dict__)
     return twin
+
+
+def _original_instead(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    # Loading an IP-Adapter makes new processors by calling the class of the present ones: no handle would restore them.
+    return cls._foci_routes(*args, **kwargs)
 
 
 def _reduce_as_original(self: Any, protocol: Any) -> Any:
