@@ -168,7 +168,7 @@ def _function(spec: Spec, backend: Backend, forward_op: Any, backward_op: Any) -
     fields = tuple(typing.get_type_hints(spec.call))
     places = tuple(fields.index(name) for name in spec.differentiable)
     count = len(spec.output_names)
-    gradient = _guarded(spec, backend, backward_op)
+    guarded = _guarded(spec, backend, backward_op)
 
     class Forward(torch.autograd.Function):
         @staticmethod
@@ -190,7 +190,7 @@ def _function(spec: Spec, backend: Backend, forward_op: Any, backward_op: Any) -
             outputs = [next(saved) for _ in range(count)]
             call = [next(saved) if hole else value for hole, value in zip(ctx.holes, ctx.rest, strict=True)]
             needs = [ctx.needs_input_grad[place] for place in places]
-            run = gradient.apply if torch.is_grad_enabled() or _transformed() else backward_op
+            run = guarded.apply if torch.is_grad_enabled() or _transformed() else backward_op
             found = run(*grads, *outputs, needs, *call)
             gradients: list[Tensor | None] = [None] * len(call)
             for place, gradient in zip(places, found, strict=True):

@@ -52,7 +52,7 @@ class FlashOnCpu:
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         out, lse = _flash_forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-        # Of fewer keys than a vector holds, the kernel takes the maximum without seeing NaN: the row would come out as 0.
+        # Of fewer keys than a vector holds the kernel takes the maximum without seeing NaN: the row would be 0.
         if k.shape[2] < _WIDEST_VECTOR and (lost := q.isnan().any(-1)).any():
             out, lse = out.masked_fill(lost[..., None], torch.nan), lse.masked_fill(lost, torch.nan)
         return out, lse
