@@ -167,7 +167,7 @@ class Plan:
 
 def identify(model: nn.Module) -> Identity:
     """The identity of a model: its class, its configuration, and the weights' shapes of its attention modules."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     values = config.to_dict() if hasattr(config, "to_dict") else dict(config or {})
     modules = {
         name: [list(parameter.shape) for parameter in module.parameters()]

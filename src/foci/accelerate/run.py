@@ -90,9 +90,9 @@ def accelerate(
     show(progress) draws or writes something with the model, for the report; it runs before and after.
     progress(phase, text, finished) is told what happens.
 
-    The model stays accelerated until `.restore()`. Raises Refused, with the model restored, where an output or a gradient
-    misses its error budget; Unsupported for a model without attention that foci can route; ValueError for arguments that
-    do not fit.
+    The model stays accelerated until `.restore()`. Raises Refused, with the model restored, where an output or a
+    gradient misses its error budget; Unsupported for a model without attention that foci can route; ValueError for
+    arguments that do not fit.
     """
     if compile not in ("auto", "on", "off"):
         raise ValueError(f"accelerate: compile must be 'auto', 'on' or 'off', got {compile!r}")

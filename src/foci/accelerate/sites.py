@@ -159,7 +159,7 @@ def _site(model: nn.Module, name: str, events: list[_Event], via: str) -> Site:
 
 def _kept(call: Call) -> Call:
     """A copy that outlives the run: the model may reuse the memory."""
-    return Call(*(value.detach().clone() if isinstance(value, Tensor) else value for value in call))
+    return Call._make(value.detach().clone() if isinstance(value, Tensor) else value for value in call)
 
 
 def signature(call: Call) -> Signature:
@@ -213,9 +213,4 @@ def mask_text(call: Call) -> str:
 
 def in_double(call: Call) -> Call:
     """The same call in float64: what the truth is computed from."""
-    values = {
-        name: value.double()
-        for name, value in call._asdict().items()
-        if isinstance(value, Tensor) and value.is_floating_point()
-    }
-    return call._replace(**values)
+    return Call._make(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in call)

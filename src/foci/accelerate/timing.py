@@ -31,8 +31,8 @@ def interleave(
 ) -> dict[str, Any]:
     """Run something as it is and under `changed()` in turn, `pairs` times (3 at least, when they take long).
 
-    Each pair gives one ratio, original / changed, so slow drift cancels; the order changes from pair to pair. The record
-    has the seconds of every run, their medians, the median ratio and its spread.
+    Each pair gives one ratio, original / changed, so slow drift cancels; the order changes from pair to pair. The
+    record has the seconds of every run, their medians, the median ratio and the middle half of the ratios.
     """
     times: tuple[list[float], list[float]] = ([], [])
     while len(times[0]) < pairs and (len(times[0]) < 3 or sum(map(sum, times)) < seconds):
@@ -48,8 +48,8 @@ def interleave(
         "original_median": statistics.median(times[0]),
         "changed_median": statistics.median(times[1]),
         "ratio": statistics.median(ratios),
-        "ratio_low": ratios[0],
-        "ratio_high": ratios[-1],
+        "ratio_low": ratios[round((len(ratios) - 1) * 0.25)],
+        "ratio_high": ratios[round((len(ratios) - 1) * 0.75)],
         "pairs": len(ratios),
         "threads": torch.get_num_threads(),
     }

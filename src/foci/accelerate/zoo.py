@@ -224,7 +224,8 @@ NAMES: dict[str, Callable[[], Subject]] = {
         "FluxTransformer2DModel",
         {
             "in_channels": 8, "num_layers": 2, "num_single_layers": 3, "attention_head_dim": 16,
-            "num_attention_heads": 4, "joint_attention_dim": 24, "pooled_projection_dim": 12, "axes_dims_rope": (4, 6, 6),
+            "num_attention_heads": 4, "joint_attention_dim": 24, "pooled_projection_dim": 12,
+            "axes_dims_rope": (4, 6, 6),
         },
     ),
     "sd3": _random(

@@ -1,0 +1,85 @@
+"""The `accelerate` command: progress for a person, one line a phase; final lines alone when piped; JSON when asked."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from foci.core.device import machine
+
+
+def accelerate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A zoo name, a directory, or a hub id.")] = "digits-dit",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:0.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    compile: Annotated[str, typer.Option(help="auto (when it pays), on or off.")] = "auto",
+    calls: Annotated[int, typer.Option(help="How many calls of the model compilation may take to pay.")] = 100,
+    out: Annotated[Path, typer.Option(help="Folder for report.html and plan.json.")] = Path("out"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON and nothing else.")] = False,
+) -> None:
+    """Find a model's attention, plan, prove, time, compile if it pays; write plan.json and report.html."""
+    from rich.console import Console
+
+    from foci.accelerate import zoo
+    from foci.accelerate.run import accelerate as run
+
+    if compile not in ("auto", "on", "off"):
+        raise ValueError(f"--compile must be auto, on or off, got {compile!r}")
+    _require_writable(out)
+    console = Console(highlight=False, quiet=as_json, soft_wrap=True)
+    console.print(f"[bold]foci[/bold] · {machine().line}\n")
+    # A spinner needs a terminal; piped, each phase is its one final line.
+    waiting: Any = console.status("loading") if console.is_terminal and not as_json else nullcontext()
+    with waiting as spinner:
+        subject = zoo.load(model, device=device, dtype=dtype)
+        many = sum(parameter.numel() for parameter in subject.model.parameters())
+        kind = type(subject.model).__name__
+        console.print(f"[bold]{subject.name}[/bold]   {kind}, {many / 1e6:.1f} M parameters, {subject.note}")
+        done = run(
+            subject.model,
+            subject.inputs,
+            other_inputs=subject.other,
+            compile=compile,  # type: ignore[arg-type]
+            calls=calls,
+            name=subject.name,
+            note=subject.note,
+            show=subject.show,
+            progress=_teller(console, spinner),
+        )
+        written = done.save(out)
+    console.print(f"[green]wrote  [/green]  {'   '.join(str(path) for path in sorted(written, key=_first))}")
+    if as_json:
+        typer.echo(json.dumps(done.plan.as_dict(), indent=2, ensure_ascii=False))
+
+
+def _teller(console: Any, spinner: Any) -> Callable[[str, str, bool], None]:
+    from rich.markup import escape
+
+    def tell(phase: str, text: str, finished: bool) -> None:
+        if finished:
+            console.print(f"[green]{phase:<7}[/green]  {escape(text)}")
+        elif spinner is not None:
+            spinner.update(f"{phase:<7}  {escape(text)}")
+
+    return tell
+
+
+def _first(path: Path) -> tuple[bool, str]:
+    return path.name != "report.html", path.name
+
+
+def _require_writable(folder: Path) -> None:
+    """Before minutes of work, not after."""
+    place = folder
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise ValueError(f"--out {folder} cannot be written: {place} is not a folder")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(f"--out {folder} cannot be written: no permission in {place.resolve()}")
