@@ -86,8 +86,9 @@ def _transformed() -> bool:
 
 
 def _intercepted(call: Any) -> bool:
-    """Whether a subclass, a meta tensor or a dispatch mode (tracer, counter) must see one op, not its insides."""
-    return torch._C._len_torch_dispatch_stack() > 0 or not {*map(type, call)} <= _PLAIN or call[0].is_meta
+    """Whether a subclass, a meta tensor or a mode (tracer, counter, watcher) must see one op, not its insides."""
+    modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+    return modes > 0 or not {*map(type, call)} <= _PLAIN or call[0].is_meta
 
 
 def _has_tangent(call: Any) -> bool:
