@@ -215,11 +215,17 @@ class Exam:
     def run(self, call: Call, inputs: Inputs) -> Outputs:
         """A call from the same state of torch's generator as every other; the generator is put back."""
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.random.manual_seed(self.seed)
+            self._generator().manual_seed(self.seed)
             outputs = call(inputs)
         if len(outputs) != len(self.names):
             raise WrongReturn(f"it gives {len(outputs)} outputs where {len(self.names)} are expected")
         return outputs
+
+    def _generator(self) -> torch.Generator:
+        """The default one of the device. torch.manual_seed would visit every kind of device, at 0.3 ms a call."""
+        if self.device.type == "cuda":
+            return torch.cuda.default_generators[self.device.index or 0]
+        return torch.default_generator
 
     def _reference(self, inputs: Inputs) -> Outputs:
         return self._chosen(self.spec.reference(**inputs))

@@ -17,13 +17,13 @@ def name(exam: Exam, output: str, wrong: Sequence[Case], right: Sequence[Case], 
     """The sentence of the mistake that each wrong case shows; cases that no mistake explains are absent.
 
     A mistake is believed when it reproduces the wrong output within the budget, where the right answer is another. One
-    that also predicts wrong answers where the candidate is right is believed only when no other explains the case.
+    that predicts fewer wrong answers where the candidate is right is believed before another.
     """
-    matches: list[tuple[bool, dict[Case, str]]] = []
+    matches: list[tuple[int, dict[Case, str]]] = []
     for mistake in exam.spec.mistakes:
         shown = {case: sentence for case in wrong if (sentence := _shows(exam, mistake, output, case, dtype))}
         if shown:
-            denied = any(_differs(exam, mistake, output, case, dtype) for case in right)
+            denied = sum(_differs(exam, mistake, output, case, dtype) for case in right)
             matches.append((denied, shown))
     named: dict[Case, str] = {}
     while matches:

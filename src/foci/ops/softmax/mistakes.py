@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foci.core.spec import Inputs, Mistake
-from foci.ops.masks import materialize
+from foci.ops.masks import NOTHING_HIDDEN, materialize
 from foci.ops.softmax.call import Call, bind
 from foci.ops.softmax.dropout import keep, positions
 from foci.ops.softmax.reference import forward
@@ -79,8 +79,9 @@ def _diagonal(step: int) -> Callable[[Call], Call | None]:
 
 
 def _unmasked(call: Call) -> Call | None:
-    hidden = call.dense is not None or call.kv_lengths is not None
-    return call._replace(dense=None, kv_lengths=None, q_lengths=None) if hidden else None
+    """Without anything but causal: what a boolean mask may have carried."""
+    visible = NOTHING_HIDDEN._replace(causal_end=call.causal_end, causal_start=call.causal_start)
+    return None if call.visible == visible else call._replace(**visible._asdict())
 
 
 def _causal(call: Call) -> bool:
