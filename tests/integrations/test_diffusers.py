@@ -8,6 +8,7 @@ import io
 import sys
 import weakref
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -33,12 +34,15 @@ def results(small: Small) -> dict[str, Tensor]:
     return {"out": out.detach(), **parameters, **{name: small.inputs[name].grad for name in small.differentiable}}
 
 
-def double(small: Small) -> Small:
-    inputs = {
-        name: value.detach().double() if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in small.inputs.items()
+def converted(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        name: value.detach().to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in inputs.items()
     }
-    return Small(copy.deepcopy(small.model).double(), inputs, small.differentiable)
+
+
+def double(small: Small) -> Small:
+    return Small(copy.deepcopy(small.model).double(), converted(small.inputs, torch.float64), small.differentiable)
 
 
 def assert_equal(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
@@ -437,14 +441,30 @@ def test_nothing_keeps_a_routed_model_alive() -> None:
     assert alive() is None
 
 
-def test_autocast() -> None:
-    small = build("sd3")
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = small.run()
-        with install(small.model):
-            got = small.run()
-    assert got.dtype == expected.dtype
-    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+@pytest.mark.parametrize("name", ["sd3", "pixart", "unet"])
+def test_half_precision_and_autocast(name: str) -> None:
+    small = build(name)
+    for inputs, model, context in (
+        (small.inputs, small.model, torch.autocast("cpu", torch.bfloat16)),
+        (converted(small.inputs, torch.bfloat16), copy.deepcopy(small.model).bfloat16(), nullcontext()),
+    ):
+        half = Small(model, inputs, ())
+        with context, torch.no_grad():
+            expected = half.run()
+            with install(model):
+                got = half.run()
+        assert got.dtype == expected.dtype
+        torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_a_padding_matrix_is_read_as_diffusers_reads_it() -> None:
+    attn = build("flux").model.transformer_blocks[0].attn
+    hidden, text = torch.randn(8, 5, 32), torch.randn(8, 3, 32)
+    seen = torch.arange(8) < torch.arange(1, 9)[:, None]  # [B, S], and as large as [T, S]
+    expected = attn(hidden, text, attention_mask=seen)
+    install(attn)
+    for got, one in zip(attn(hidden, text, attention_mask=seen), expected, strict=True):
+        torch.testing.assert_close(got, one, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["flux", "dit"])

@@ -76,6 +76,11 @@ def _wrap(function: Any) -> Any:
 _decorated = _wrap(through_alias)
 
 
+@torch.no_grad()
+def without_gradient(q: Any) -> Any:
+    return F.scaled_dot_product_attention(q, q, q)
+
+
 def reads_a_flag(q: Any) -> Any:
     return F.scaled_dot_product_attention(q, q, q) * MODE
 
@@ -110,6 +115,7 @@ Q = torch.ones(1, 1, 2, 2)
         _closure,
         decorated,
         _decorated,
+        without_gradient,
     ],
 )
 def test_every_way_to_the_call_is_followed(router: Rerouter, function: Any) -> None:

@@ -142,7 +142,7 @@ class Rerouter:
                 if instruction.opname in _LOADS:
                     name, path, value = instruction.argval, (), names.get(instruction.argval, _NOTHING)
                 elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, ModuleType):
-                    path, value = (*path, instruction.argval), getattr(value, instruction.argval, _NOTHING)
+                    path, value = (*path, instruction.argval), vars(value).get(instruction.argval, _NOTHING)
                 else:
                     value = _NOTHING
                 if value is not _NOTHING:
@@ -192,7 +192,7 @@ def _seen(value: Any, path: tuple[str, ...], new: Any) -> Any:
         return new
     view = ModuleType(value.__name__, value.__doc__)
     view.__dict__.update(vars(value))
-    view.__dict__[path[0]] = _seen(getattr(value, path[0]), path[1:], new)
+    view.__dict__[path[0]] = _seen(vars(value)[path[0]], path[1:], new)
     return view
 
 

@@ -1,0 +1,3 @@
+"""One door per library, installed per model instance, fully undoable."""
+
+from __future__ import annotations
