@@ -158,7 +158,16 @@ def test_what_a_copy_would_do_differently_is_refused(router: Rerouter, function:
         router.function(function)
 
 
-def test_a_counter_in_a_closure_is_refused(router: Rerouter) -> None:
+def test_a_refusal_leaves_nothing_half_made(router: Rerouter) -> None:
+    def caller(q: Any) -> Any:
+        return through_alias(q), reads_a_flag(q)
+
+    for _ in range(2):
+        with pytest.raises(CannotReroute, match="reads the global MODE"):
+            router.function(caller)
+
+
+def test_a_closure_is_shared_with_the_original(router: Rerouter) -> None:
     count = 0
 
     def counting(q: Any) -> Any:
@@ -166,8 +175,18 @@ def test_a_counter_in_a_closure_is_refused(router: Rerouter) -> None:
         count += 1
         return F.scaled_dot_product_attention(q, q, q)
 
-    with pytest.raises(CannotReroute, match="sets count outside itself"):
-        router.function(counting)
+    copy = router.function(counting)
+    assert copy(Q) == "elsewhere" and count == 1
+    counting(Q)
+    assert count == 2
+
+
+def test_code_with_very_many_names(router: Rerouter) -> None:
+    names = [f"name_{i}" for i in range(400)]
+    source = "def long(q):\n" + "".join(f"    {n} = len.{n} if q is None else 0\n" for n in names)
+    scope: dict[str, Any] = {"F": F, "__name__": __name__}
+    exec(source + "    return F.scaled_dot_product_attention(q, q, q)\n", scope)
+    assert router.function(scope["long"])(Q) == "elsewhere"
 
 
 class Base:

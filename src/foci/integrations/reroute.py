@@ -64,25 +64,29 @@ class Rerouter:
         """A copy whose calls go elsewhere; raises CannotReroute where a copy would not be faithful."""
         if function in self._copies:
             return self._copies[function]
+        for one in self.reach(function):  # all of them first: a copy must never be left half made
+            _require_faithful(one)
         names = _names(function)
-        _require_faithful(function, names)
         # Without __name__ the compiler guards this very dictionary, not the module that the code was written in.
         scope: dict[str, Any] = {
             name: function.__globals__[name] for name in ("__builtins__", "__package__") if name in function.__globals__
         }
-        cells = tuple(CellType() for _ in function.__closure__ or ())
-        copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, cells or None)
+        changing = {load.name for load in self._loads(function) if self._leads(load.value)}
+        closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        cells = {name: CellType() if name in changing else cell for name, cell in closure.items()}
+        copy = FunctionType(
+            function.__code__, scope, function.__name__, function.__defaults__, tuple(cells.values()) or None
+        )
         self._copies[function] = copy  # before its callees, which may call it back
         for name in ("__kwdefaults__", "__annotations__", "__doc__", "__module__", "__qualname__"):
             setattr(copy, name, getattr(function, name))
         copy.__dict__.update(function.__dict__)
         instead = self._instead(function, names)
-        free = dict(zip(function.__code__.co_freevars, cells, strict=True))
         for name, value in names.items():
-            if name in free:
-                free[name].cell_contents = instead.get(name, value)
-            else:
+            if name not in cells:
                 scope[name] = instead.get(name, value)
+            elif name in instead:
+                cells[name].cell_contents = instead[name]
         return copy
 
     def subclass(self, cls: type, extra: Mapping[str, Any]) -> tuple[type, int] | None:
@@ -116,21 +120,21 @@ class Rerouter:
         """What the names of a function mean in its copy, where that is something else."""
         instead: dict[str, Any] = {}
         for name, path, value in self._loads(function):
-            if id(value) in self._swaps:
-                new: Any = self._swaps[id(value)]
-            elif isinstance(value, FunctionType) and value in self.callees(function) and self.reach(value):
-                new = self.function(value)
-            else:
-                continue
-            instead[name] = _seen(instead.get(name, names[name]), path, new)
+            if self._leads(value):
+                new = self._swaps[id(value)] if id(value) in self._swaps else self.function(value)
+                instead[name] = _seen(instead.get(name, names[name]), path, new)
         return instead
 
+    def _leads(self, value: Any) -> bool:
+        """Whether a value is to be replaced: by its partner, or by a copy."""
+        return id(value) in self._swaps or (self._follows(value) and bool(self.reach(value)))
+
+    def _follows(self, value: Any) -> bool:
+        return isinstance(value, FunctionType) and id(value) not in self._swaps and _root(value) not in _FOREIGN
+
     def callees(self, function: FunctionType) -> list[FunctionType]:
-        return [
-            value
-            for _, _, value in self._loads(function)
-            if isinstance(value, FunctionType) and id(value) not in self._swaps and _root(value) not in _FOREIGN
-        ]
+        """The Python functions it may call, as far as names tell; not those of torch, foci and the standard library."""
+        return [value for _, _, value in self._loads(function) if self._follows(value)]
 
     def _loads(self, function: FunctionType) -> list[Load]:
         """Every look-up in the code of a function, the steps on the way to a module's attribute included."""
@@ -172,16 +176,12 @@ def _names(function: FunctionType) -> dict[str, Any]:
     return names
 
 
-def _require_faithful(function: FunctionType, names: Mapping[str, Any]) -> None:
+def _require_faithful(function: FunctionType) -> None:
     where = f"{function.__module__}.{function.__qualname__}"
     for instruction in _instructions(function.__code__):
         if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
             raise CannotReroute(f"{where} sets the global {instruction.argval}, which a copy would set for itself only")
-        if instruction.opname == "STORE_DEREF" and instruction.argval in function.__code__.co_freevars:
-            raise CannotReroute(
-                f"{where} sets {instruction.argval} outside itself, which a copy would set for itself only"
-            )
-    for name, value in names.items():
+    for name, value in _names(function).items():
         if name not in function.__code__.co_freevars and isinstance(value, _PLAIN):
             raise CannotReroute(f"{where} reads the global {name} = {value!r}; a copy would not notice it change")
 
@@ -198,7 +198,7 @@ def _seen(value: Any, path: tuple[str, ...], new: Any) -> Any:
 
 def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
     """Of a function and of the functions, lambdas and comprehensions inside it."""
-    yield from dis.get_instructions(code)
+    yield from (instruction for instruction in dis.get_instructions(code) if instruction.opname != "EXTENDED_ARG")
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _instructions(constant)
