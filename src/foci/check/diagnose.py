@@ -18,6 +18,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
+def refusal(error: NotImplementedError) -> str:
+    """Why a call was refused: the reasons, where the error carries them."""
+    return "; ".join(getattr(error, "reasons", [])) or first_line(error)
+
+
 def exception(error: Exception, stage: str) -> str:
     """An exception out of the candidate's forward or backward."""
     text = first_line(error)

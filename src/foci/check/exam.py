@@ -125,7 +125,7 @@ class Exam:
         try:
             outputs = self.run(call or self.candidate.call, inputs)
         except NotImplementedError as error:
-            return Forward(refused=diagnose.first_line(error))
+            return Forward(refused=diagnose.refusal(error))
         except WrongReturn as error:
             return Forward(fault=str(error))
         except Exception as error:
@@ -152,8 +152,9 @@ class Exam:
         try:
             return Backward(self.differentiate(self.candidate.call, case, dtype, through, exact=False))
         except NotImplementedError as error:
-            self.refused[f"{case.name}, gradients"] = diagnose.first_line(error)
-            return Backward(refused=diagnose.first_line(error))
+            if case.name not in self.refused:
+                self.refused[f"gradients of {case.name}"] = diagnose.refusal(error)
+            return Backward(refused=diagnose.refusal(error))
         except Exception as error:
             return Backward(fault=diagnose.exception(error, "backward"))
 

@@ -204,30 +204,31 @@ def gradcheck(exam: Exam) -> Findings:
                 continue
             direction = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(2), dtype=dtype)
             direction = (direction / direction.norm()).to(gradient.device)
-            by_hand = _along(exam, case, leaf, direction)
+            once, twice = (_along(exam, case, leaf, step * direction) / step for step in (STEP, 2 * STEP))
+            if not _agree(twice, once):
+                continue  # float32 inside (some norms): its rounding drowns the differences
             told = float((gradient * direction).sum())
-            wrong = not abs(told - by_hand) <= ABSOLUTE + SHARE * abs(by_hand)
-            what = f"numerical and analytical gradients differ: d{leaf} says {told:.5g}, differences say {by_hand:.5g}"
-            yield Finding(case.name, None, what if wrong else None)
+            what = f"numerical and analytical gradients differ: d{leaf} says {told:.5g}, differences say {once:.5g}"
+            yield Finding(case.name, None, None if _agree(told, once) else what)
     if not seen:
         raise NotTested("no case runs forward and backward in float64")
 
 
-def _along(exam: Exam, case: Case, leaf: str, direction: Tensor) -> float:
-    """The derivative of the loss that `Exam.gradients` takes, by a central difference."""
+def _agree(a: float, b: float) -> bool:
+    return abs(a - b) <= ABSOLUTE + SHARE * abs(b)
+
+
+def _along(exam: Exam, case: Case, leaf: str, move: Tensor) -> float:
+    """How much the loss of `Exam.gradients` changes from the middle of a move of one leaf, twice over."""
     ends = []
-    for step in (STEP, -STEP):
+    for sign in (1, -1):
         inputs = exam.fresh(case, torch.float64)
         with torch.no_grad():
-            exam.leaves(inputs)[leaf].add_(step * direction)
-            outputs = exam.attempt(inputs).outputs
-        if outputs is None:
-            return math.nan
-        weights = exam.cotangents(case, torch.float64)
-        ends.append(
-            sum(float((w * o.masked_fill(o == -torch.inf, 0)).sum()) for w, o in zip(weights, outputs, strict=True))
-        )
-    return (ends[0] - ends[1]) / (2 * STEP)
+            exam.leaves(inputs)[leaf].add_(sign * move)
+            outputs = exam.run(exam.candidate.call, inputs)
+        pairs = zip(exam.cotangents(case, torch.float64), outputs, strict=True)
+        ends.append(sum(float((w * o.masked_fill(o == -torch.inf, 0)).sum()) for w, o in pairs))
+    return (ends[0] - ends[1]) / 2
 
 
 def _size(exam: Exam, case: Case) -> int:

@@ -32,7 +32,7 @@ def table(report: Report, width: int | None = None) -> str:
 
 def _row(row: Row, width: int) -> list[str]:
     name = f"{row.number:>2} {row.law}"
-    error = "" if row.error is None else f"{row.error.size:.1e} / {row.error.budget:.0e}"
+    error = "" if row.error is None else f"{row.error.size:.1e} / {row.error.budget:.1e}"
     start = f"{name:<{LAW}}{row.cases or '':>{CASES}}  {error:<{ERROR}}"
     if row.verdict != "FAIL":
         tail = f"not tested: {row.reason}" if row.verdict == "not tested" else "ok"

@@ -19,6 +19,7 @@ from foci.core.spec import Candidate, Spec
 
 # Half precision is bfloat16 unless asked: what holds for its 8 bits holds for float16's 11.
 DTYPES = (torch.float32, torch.bfloat16)
+SHOWN = 4  # refused cases that a line names
 SILENCE = 120.0  # seconds without news after which a case is taken to hang
 
 
@@ -167,4 +168,8 @@ def _refusals(refused: dict[str, str]) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for case, reason in refused.items():
         by_reason.setdefault(reason, []).append(case)
-    return [f"{reason} ({', '.join(cases)})" for reason, cases in by_reason.items()]
+    return [f"{reason} [{_listed(cases)}]" for reason, cases in by_reason.items()]
+
+
+def _listed(cases: list[str]) -> str:
+    return "; ".join(cases[:SHOWN]) + (f" and {len(cases) - SHOWN} more" if len(cases) > SHOWN else "")
