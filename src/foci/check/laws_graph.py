@@ -150,8 +150,7 @@ class _Recorder(TorchDispatchMode):
 def compiled(exam: Exam) -> Findings:
     """fullgraph=True gives the eager numbers, forward and backward; equal calls never compile twice."""
     case, dtype = _sized(exam)(33), exam.dtype
-    if exam.forward(case, dtype).outputs is None:
-        raise NotTested("the plain case does not run")
+    _require(exam, case)
     with _compiling(exam, dynamic=False) as (call, graphs):
         found = exam.judge(case, dtype, exam.attempt(exam.fresh(case, dtype), call))
         if found.outputs is None:
@@ -201,8 +200,7 @@ def graphs_over_lengths(exam: Exam) -> Findings:
     with _compiling(exam, dynamic=None) as (call, graphs):
         for length in SIZES:
             case = sized(length)
-            if exam.forward(case, dtype).outputs is None:
-                raise NotTested("the plain case does not run")
+            _require(exam, case)
             try:
                 call(exam.fresh(case, dtype))
             except Exception as error:
@@ -211,6 +209,12 @@ def graphs_over_lengths(exam: Exam) -> Findings:
         count = len(graphs)
         what = f"{count} graphs over {len(SIZES)} lengths: every new length would compile again"
         yield Finding(f"{len(SIZES)} lengths", compare.Error(count, GRAPHS), None if count <= GRAPHS else what)
+
+
+def _require(exam: Exam, case: Case) -> None:
+    found = exam.forward(case, exam.dtype)
+    if found.outputs is None:
+        raise NotTested(f"{case.name} does not run: {found.fault or found.refused}")
 
 
 def _sized(exam: Exam) -> Callable[[int], Case]:

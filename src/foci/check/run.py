@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -127,6 +128,8 @@ def _isolated(exam: Exam, chosen: list[Law], limit: float, progress: Callable[[s
         def work(send: Callable[[Any], None], rest: list[Law] = rest) -> None:
             exam.news = lambda case: send(("case", case))
             for law in rest:
+                if "torch._dynamo" in sys.modules:
+                    torch.compiler.reset()  # what compiles inside itself (flex) stops after eight shapes
                 send(("law", law.name))
                 send(("row", ask(exam, law), exam.refused))
 

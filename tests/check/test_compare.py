@@ -1,0 +1,97 @@
+"""The error budget: what passes, what does not, at its very edge."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from foci.check.compare import CAUSAL, LOGARITHM, RECURRENT, RELATIVE, changed, compare, difference, rms, twice
+
+TRUTH = torch.linspace(-2, 2, 1001, dtype=torch.float64)
+EXACT = torch.zeros_like(TRUTH)
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_float32_relative_rms(dtype: torch.dtype) -> None:
+    assert compare(TRUTH * (1 + 0.99 * RELATIVE), TRUTH, EXACT, dtype).ok
+    found = compare(TRUTH * (1 + 1.01 * RELATIVE), TRUTH, EXACT, dtype)
+    assert not found.ok and found.size == pytest.approx(1.01e-5) and found.budget == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_precision_is_measured_on_a_plain_computation(dtype: torch.dtype) -> None:
+    yardstick = torch.full_like(TRUTH, 1e-2)
+    assert compare(TRUTH + 0.99e-2, TRUTH, yardstick, dtype).ok
+    assert not compare(TRUTH + 1.01e-2, TRUTH, yardstick, dtype).ok, "RMS above 1 x"
+    spike = TRUTH.clone()
+    spike[0] += 2.1e-2
+    assert not compare(spike, TRUTH, yardstick, dtype).ok, "max above 2 x"
+    spike[0] -= 0.2e-2
+    assert compare(spike, TRUTH, yardstick, dtype).ok
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_precision_is_never_held_to_more_than_float32(dtype: torch.dtype) -> None:
+    assert compare(TRUTH * (1 + 0.9 * RELATIVE), TRUTH, EXACT, dtype).ok
+
+
+def test_recurrent_operators_have_their_own_half_budget() -> None:
+    assert compare(TRUTH * (1 + 0.99 * RECURRENT), TRUTH, EXACT, torch.bfloat16, recurrent=True).ok
+    assert not compare(TRUTH * (1 + 1.01 * RECURRENT), TRUTH, EXACT, torch.bfloat16, recurrent=True).ok
+    assert not compare(TRUTH * (1 + 0.99 * RECURRENT), TRUTH, EXACT, torch.float32, recurrent=True).ok
+
+
+def test_logarithms_have_an_absolute_budget() -> None:
+    yardstick = torch.ones_like(TRUTH)
+    assert compare(TRUTH + 0.99 * LOGARITHM, TRUTH, yardstick, torch.bfloat16, log=True).ok
+    assert not compare(TRUTH + 1.01 * LOGARITHM, TRUTH, yardstick, torch.bfloat16, log=True).ok
+    assert not compare(TRUTH + 5e-5, TRUTH, EXACT, torch.float32, log=True).ok
+
+
+def test_equal_infinities_are_equal_and_others_are_infinitely_wrong() -> None:
+    empty = torch.tensor([0.5, -torch.inf])
+    assert compare(empty, empty, torch.zeros(2), torch.float32, log=True).ok
+    for wrong in (0.0, torch.nan, torch.inf):
+        found = compare(torch.tensor([0.5, wrong]), empty, torch.zeros(2), torch.float32, log=True)
+        assert not found.ok and math.isinf(found.size)
+    assert not compare(torch.tensor([0.5, torch.nan]), torch.tensor([0.5, 1.0]), torch.zeros(2), torch.float32).ok
+
+
+def test_a_truth_that_cancels_to_nothing_is_measured_on_its_siblings() -> None:
+    vanished = TRUTH * 1e-16
+    noise = vanished + 1e-8
+    assert not compare(noise, vanished, EXACT, torch.float32).ok
+    assert compare(noise, vanished, EXACT, torch.float32, siblings=1.0).ok
+    assert not compare(vanished + 1e-4, vanished, EXACT, torch.float32, siblings=1.0).ok
+
+
+def test_zero_truth_has_no_budget_of_its_own() -> None:
+    assert compare(EXACT, EXACT, EXACT, torch.float32).ok
+    assert not compare(EXACT + 1e-30, EXACT, EXACT, torch.float32).ok
+
+
+def test_nothing_is_always_right() -> None:
+    none = torch.empty(0)
+    assert compare(none, none, none, torch.float32).ok and changed(none, none, True).ok and twice(none, none, none).ok
+
+
+def test_changed() -> None:
+    assert changed(TRUTH, TRUTH, bitwise=True).ok
+    assert not changed(TRUTH + 1e-15, TRUTH, bitwise=True).ok
+    assert changed(TRUTH + 0.9 * CAUSAL, TRUTH, bitwise=False).ok
+    assert not changed(TRUTH + 3 * CAUSAL, TRUTH, bitwise=False).ok
+
+
+def test_twice() -> None:
+    assert twice(TRUTH + 2e-2, TRUTH + 1.01e-2, TRUTH).ok
+    assert not twice(TRUTH + 2e-2, TRUTH + 0.99e-2, TRUTH).ok
+
+
+def test_measures() -> None:
+    assert rms(torch.tensor([3.0, 4.0])) == pytest.approx(math.sqrt(12.5))
+    assert rms(torch.empty(0)) == 0.0
+    inf = torch.inf
+    assert difference(torch.tensor([-inf, 1.0, inf]), torch.tensor([-inf, 1.5, -inf])).tolist() == [0.0, 0.5, inf]

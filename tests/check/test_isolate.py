@@ -1,0 +1,65 @@
+"""A child that finishes, fails, crashes or hangs, and a parent that goes on."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+
+import pytest
+import torch
+
+from foci.check.isolate import Died, stream
+
+
+def test_messages_arrive_in_order() -> None:
+    assert list(stream(lambda send: [send(n) for n in range(5)], limit=10)) == [0, 1, 2, 3, 4]
+
+
+def test_a_closure_and_tensors_work_in_the_child() -> None:
+    x = torch.randn(200, 200)
+    (found,) = stream(lambda send: send(float((x @ x).sum())), limit=10)
+    assert found == pytest.approx(float((x @ x).sum()), rel=1e-3)
+
+
+def test_backward_works_in_the_child_after_one_in_the_parent() -> None:
+    torch.ones(3, requires_grad=True).sum().backward()
+
+    def work(send) -> None:
+        x = torch.ones(3, requires_grad=True)
+        x.sum().backward()
+        send(x.grad.tolist())
+
+    assert list(stream(work, limit=10)) == [[1.0, 1.0, 1.0]]
+
+
+def test_a_crash_is_the_last_message() -> None:
+    def work(send) -> None:
+        send("before")
+        ctypes.string_at(0)
+
+    first, last = stream(work, limit=10)
+    assert first == "before" and last == Died("it killed the interpreter (SIGSEGV)")
+
+
+def test_an_exit_is_no_success() -> None:
+    assert list(stream(lambda send: os._exit(3), limit=10)) == [Died("it ended the interpreter (exit code 3)")]
+
+
+def test_a_hang_is_stopped() -> None:
+    start = time.monotonic()
+    (last,) = stream(lambda send: time.sleep(60), limit=0.5)
+    assert "no answer" in last.reason and time.monotonic() - start < 10
+
+
+def test_an_exception_of_ours_is_raised() -> None:
+    with pytest.raises(RuntimeError, match="KeyError: 'x'"):
+        list(stream(lambda send: {}["x"], limit=10))
+
+
+def test_leaving_early_ends_the_child() -> None:
+    messages = stream(lambda send: [send(os.getpid()), time.sleep(60)], limit=10)
+    child = next(messages)
+    messages.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
