@@ -44,7 +44,16 @@ def _brings_gradient(backend: Backend) -> bool:
 
 def _transparent(backend: Backend) -> Callable[[Any], Outputs]:
     forward: Callable[[Any], Outputs] = backend.load().forward
-    return forward
+    return lambda call: _as_written(forward, call)
+
+
+def _as_written(compute: Callable[..., Any], call: Any, *rest: Any) -> Any:
+    """Run without autocast, which inside an operator would round float32 products to half precision, lse and all."""
+    device = call[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return compute(call, *rest)
+    with torch.autocast(device, enabled=False):
+        return compute(call, *rest)
 
 
 def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
@@ -110,7 +119,7 @@ def _define(spec: Spec, backend: Backend) -> tuple[Any, Any]:
     _LIBRARY.define(f"{name}_bwd({gradients}, {saved}, bool[] needs, {arguments}) -> ({returned})")
 
     def forward(*values: Any) -> Outputs:
-        outputs: Outputs = backend.load().forward(call_type(*values))
+        outputs: Outputs = _as_written(backend.load().forward, call_type(*values))
         return outputs
 
     def forward_fake(*values: Any) -> Outputs:
@@ -118,9 +127,8 @@ def _define(spec: Spec, backend: Backend) -> tuple[Any, Any]:
 
     def backward(*values: Any) -> tuple[Tensor | None, ...]:
         grads, outputs, needs = values[:count], values[count : 2 * count], values[2 * count]
-        found: tuple[Tensor | None, ...] = backend.load().backward(
-            call_type(*values[2 * count + 1 :]), outputs, grads, needs
-        )
+        call = call_type(*values[2 * count + 1 :])
+        found: tuple[Tensor | None, ...] = _as_written(backend.load().backward, call, outputs, grads, needs)
         return found
 
     def backward_fake(*values: Any) -> tuple[Tensor | None, ...]:

@@ -109,7 +109,7 @@ def evaluate(
     run = call or (lambda **kw: foci.attention_with_lse(kw.pop("q"), kw.pop("k"), kw.pop("v"), backend=backend, **kw))
     out, lse = run(**taken)
     weights = pulls(inputs) if through is None else through
-    wanted = [(y, w.to(y.dtype)) for y, w in zip((out, lse), weights, strict=True) if w is not None]
+    wanted = [(y, w.to(y.dtype)) for y, w in zip((out, lse), weights, strict=True) if w is not None and y.requires_grad]
     grads = torch.autograd.grad(
         [y for y, _ in wanted], list(leaves.values()), [w for _, w in wanted], allow_unused=True
     )

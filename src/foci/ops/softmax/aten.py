@@ -267,7 +267,8 @@ def _heads_first(x: Tensor, width: int) -> Tensor:
     x = x.transpose(1, 2)
     if _upcast(x):
         x = x.float()
-    return _unit_stride(x) if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
+    # pad gives rows of one number channels-last strides.
+    return _unit_stride(x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])))
 
 
 def _upcast(x: Tensor) -> bool:
