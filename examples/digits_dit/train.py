@@ -99,7 +99,9 @@ def train_model() -> tuple[DiTTransformer2DModel, list[tuple[int, float, float]]
             optimizer.step()
             step += 1
             decay = min(EMA, step / (step + 10))
-            torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - decay)
+            with torch.no_grad():
+                for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
+                    slow.lerp_(fast, 1 - decay)
             recent.append(loss.item())
             if step % 50 == 0:
                 with torch.no_grad():  # the same noise every time, so that entries compare
