@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +34,7 @@ def accelerate(
         raise ValueError(f"--compile must be auto, on or off, got {compile!r}")
     _require_writable(out)
     console = Console(highlight=False, quiet=as_json, soft_wrap=True)
-    console.print(f"[bold]foci[/bold] · {machine().line}\n")
+    console.print(f"[bold]foci {metadata.version('foci')}[/bold] · {machine().line}\n")
     # A spinner needs a terminal; piped, each phase is its one final line.
     waiting: Any = console.status("loading") if console.is_terminal and not as_json else nullcontext()
     with waiting as spinner:

@@ -68,7 +68,7 @@ class Report:
         largest = difference.max().item()
         title = f"difference, {1 / largest:.0e} times enlarged" if largest else "difference: none, to the last bit"
         shown = 2 * difference / largest - 1 if largest else torch.full_like(difference, -1.0)
-        return [("original", picture(first)), ("foci", picture(second)), (title, picture(shown))]
+        return [("original", picture(first)), ("with foci", picture(second)), (title, picture(shown))]
 
     def save(self, folder: Path) -> list[Path]:
         """Write report.html and, where there are pictures, digits.png, each whole or not at all."""
@@ -112,9 +112,8 @@ def scientific(value: float) -> str:
     if value == 0 or value != value or value in (float("inf"), float("-inf")):
         return f"{value:.0f}"
     mantissa, _, exponent = f"{value:.1e}".partition("e")
-    return (
-        f"{mantissa.removesuffix('.0')}·10{str(int(exponent)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
-    )
+    power = "10" + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return power if mantissa == "1.0" else f"{mantissa.removesuffix('.0')}·{power}"
 
 
 def milliseconds(seconds: float) -> str:

@@ -301,14 +301,13 @@ def _sentence(before: Shown, after: Shown, facts: Mapping[str, Any]) -> str:
     if "right" in before.facts:
         total = before.facts["samples"]
         shares = [f"{100 * shown.facts['right'] / total:.1f} %" for shown in (before, after)]
-        return (
-            f"{total} digits from the same noise: {shares[0]} read right before, {shares[1]} after, "
-            f"largest pixel difference {facts['difference']:.0e}"
-        )
+        largest = facts["difference"]
+        pixels = f"pixels differ by at most {largest:.0e} of 2" if largest else "every pixel equal to the last bit"
+        return f"{total} digits from the same noise: {shares[0]} read right before, {shares[1]} after, {pixels}"
     if "tokens" in before.facts:
         same = "the same" if before.lines == after.lines else "NOT the same"
         return f"{before.facts['tokens']} greedy tokens, {same} before and after"
-    return f"{len(before.lines)} sentences, embeddings apart by at most {facts.get('difference', float('nan')):.0e}"
+    return f"{len(before.lines)} sentences, embeddings apart by at most {facts['difference']:.0e}"
 
 
 def _time(problem: Problem, plan: Plan, tell: Progress) -> tuple[dict[str, Any], dict[str, int]]:

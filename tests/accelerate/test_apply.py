@@ -1,0 +1,55 @@
+"""A saved plan goes into a model of the same kind, comes out exactly, and is refused elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from foci.accelerate import zoo
+from foci.accelerate.apply import apply, library_of, route
+from foci.accelerate.run import Accelerated, accelerate
+from foci.core.errors import Unsupported
+
+
+def test_applied_equals_original_and_restores_exactly(bert: Accelerated, tmp_path: Path) -> None:
+    path = bert.plan.save(tmp_path / "plan.json")
+    subject = zoo.load("bert")
+    model, config = subject.model, subject.model.config
+    with torch.no_grad():
+        before = model(**subject.inputs).last_hidden_state
+        with apply(model, path) as applied:
+            assert list(applied.sites) == bert.plan.names
+            assert model.config is not config
+            torch.testing.assert_close(model(**subject.inputs).last_hidden_state, before, rtol=1e-5, atol=1e-5)
+        assert model.config is config
+        assert torch.equal(model(**subject.inputs).last_hidden_state, before)
+    applied.restore()
+
+
+def test_diffusers_processors_are_the_very_objects_again() -> None:
+    subject = zoo.load("pixart")
+    processors = dict(subject.model.attn_processors)
+    done = accelerate(subject.model, subject.inputs, compile="off")
+    assert all(subject.model.attn_processors[name] is not own for name, own in processors.items())
+    done.restore()
+    assert all(subject.model.attn_processors[name] is own for name, own in processors.items())
+    with apply(subject.model, done.plan):
+        pass
+    assert all(subject.model.attn_processors[name] is own for name, own in processors.items())
+
+
+def test_foreign_plan_is_refused_before_anything_changes(bert: Accelerated) -> None:
+    model = zoo.load("llama").model
+    config = model.config
+    with pytest.raises(ValueError, match="another model"):
+        apply(model, bert.plan)
+    assert model.config is config
+
+
+def test_model_without_attention() -> None:
+    assert library_of(nn.Linear(2, 2)) is None
+    with pytest.raises(Unsupported, match=r"Linear has no attention that foci can route"):
+        route(nn.Linear(2, 2))

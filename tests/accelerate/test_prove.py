@@ -1,0 +1,100 @@
+"""Proof: a right backend passes, a planted wrong one is caught in outputs and gradients; padding is no result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from foci.accelerate import zoo
+from foci.accelerate.prove import Problem, Row, evaluating, gap, gradient_gap, prove_model, prove_site
+from foci.accelerate.run import Refused, accelerate
+from foci.accelerate.sites import Site
+from foci.ops.softmax import aten
+from foci.ops.softmax.call import Call, bind
+
+
+def site(dtype: torch.dtype = torch.float32, **given: object) -> Site:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 9, 4, 8, generator=generator).to(dtype) for _ in range(3))
+    return Site("attn", "Attention", "Block", "softmax", ((bind(q, k, v, **given), 1),))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["aten", "chunked"])
+def test_right_backend_passes(dtype: torch.dtype, backend: str) -> None:
+    rows = prove_site(site(dtype), backend)
+    assert [row.what for row in rows] == ["out", "lse", *(f"gradient of {name}" for name in "qkv")]
+    assert all(row.ok for row in rows), rows
+
+
+def wrong_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = right_forward(call._replace(scale=call.scale * 1.001))
+    return out, lse
+
+
+def wrong_backward(*args: object) -> tuple[torch.Tensor | None, ...]:
+    dq, dk, dv, *rest = right_backward(*args)
+    return dq, None if dk is None else dk * 1.001, dv, *rest
+
+
+right_forward, right_backward = aten.forward, aten.backward
+
+
+def test_a_planted_scale_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aten, "forward", wrong_forward)
+    missed = {row.what for row in prove_site(site(), "aten") if not row.ok}
+    assert {"out", "lse"} <= missed
+
+
+@pytest.mark.parametrize("name", ["bert", "pixart"])
+def test_a_planted_gradient_refuses_the_plan_and_restores_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = zoo.load(name)
+    with torch.no_grad():
+        before = subject.model(**subject.inputs)[0]
+    owned = [getattr(m, "processor", None) or getattr(m, "config", None) for m in subject.model.modules()]
+    monkeypatch.setattr(aten, "backward", wrong_backward)
+    with pytest.raises(Refused, match=r"is refused and the model restored") as refused:
+        accelerate(subject.model, subject.inputs, compile="off", name=name)
+    monkeypatch.undo()
+    assert {row.what for row in refused.value.rows if not row.ok} >= {"gradient of k", "gradients"}
+    now = [getattr(m, "processor", None) or getattr(m, "config", None) for m in subject.model.modules()]
+    assert all(a is b for a, b in zip(owned, now, strict=True))
+    assert not any(parameter.grad is not None for parameter in subject.model.parameters())
+    with torch.no_grad():
+        assert torch.equal(subject.model(**subject.inputs)[0], before)
+
+
+def test_gradients_that_are_missing_or_zero_but_for_rounding() -> None:
+    one, tiny = torch.ones(4), torch.full((4,), 1e-17)
+    assert gradient_gap({"a": one, "b": -tiny}, {"a": one, "b": tiny}) < 1e-15
+    assert gradient_gap({"a": one, "b": None}, {"a": one, "b": one}) == float("inf")
+    assert gradient_gap({"a": one * 1.1}, {"a": one}) == pytest.approx(0.1, rel=1e-5)
+    assert gap([one], [one, one]) == float("inf")
+    assert not Row("a", "out", "float64", float("nan"), 1.0).ok
+
+
+def test_padding_is_no_result() -> None:
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    problem = Problem(nn.Identity(), {"attention_mask": mask})
+    (kept,) = problem.results({"last_hidden_state": torch.randn(2, 3, 5)})
+    assert kept.shape == (4, 5)
+
+
+def test_evaluating_puts_every_module_back() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout()))
+    model[1].eval()
+    with evaluating(model):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == [True, True, False, False]
+
+
+def test_whole_model_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from foci.accelerate.apply import route
+
+    subject = zoo.load("llama")
+    rows = prove_model(Problem(subject.model, subject.inputs), lambda: route(subject.model))
+    assert [(row.what, row.against) for row in rows] == [
+        ("output", "original"), ("output", "float64"), ("gradients", "original"), ("gradients", "float64")
+    ]  # fmt: skip
+    assert all(row.ok for row in rows)
