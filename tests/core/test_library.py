@@ -232,3 +232,14 @@ def test_compiled_is_eager() -> None:
         assert torch.equal(ours, eager)
     with torch.no_grad():
         assert torch.equal(compiled(*inputs)[0], toy(*inputs)[0])
+
+
+def test_one_tensor_in_two_places_compiles() -> None:
+    """Self-attention on one tensor, or offsets that serve queries and keys: the compiler refuses it as it stands."""
+
+    def twice(x: Tensor) -> Tensor:
+        return RUN(SPEC.backend("opaque"), Call(x, None, x, 3.0, None, True))[0].sum()
+
+    x = draw(2, 3).requires_grad_()
+    (compiled,) = torch.autograd.grad(torch.compile(twice, fullgraph=True, backend="aot_eager")(x), x)
+    assert torch.equal(compiled, torch.autograd.grad(twice(x), x)[0])

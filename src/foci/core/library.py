@@ -68,7 +68,7 @@ def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
                     ["its forward is an opaque op"],
                     "use backend='reference' for forward mode",
                 )
-            differentiable: Outputs = function.apply(*call)
+            differentiable: Outputs = function.apply(*_distinct(call))
             return differentiable
         if torch.compiler.is_compiling() or _intercepted(call):
             opaque: Outputs = forward_op(*call)
@@ -78,6 +78,17 @@ def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
         return plain
 
     return run
+
+
+def _distinct(call: Any) -> Any:
+    """The values, a tensor that stands twice (q as k, offsets as both) once as a view: the compiler wants them apart."""
+    if not torch.compiler.is_compiling():
+        return call
+    seen: list[Any] = []
+    for value in call:
+        again = isinstance(value, Tensor) and any(value is other for other in seen)
+        seen.append(value.view_as(value) if again else value)
+    return seen
 
 
 def _wants_gradient(call: Any) -> bool:
