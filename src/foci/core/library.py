@@ -74,7 +74,7 @@ def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
             opaque: Outputs = forward_op(*call)
             return opaque
         # Plain eager without gradients: the dispatcher has nothing to add, and costs as much as a tiny attention.
-        plain: Outputs = backend.load().forward(call)
+        plain: Outputs = _as_written(backend.load().forward, call)
         return plain
 
     return run

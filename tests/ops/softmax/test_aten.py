@@ -51,6 +51,7 @@ def test_it_takes_what_can_be_decomposed() -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
+    "cpu flash: causal needs a positive scale there": {"scale": -0.5, "mask": Causal("top-left")},
     "softcap is not supported": {"softcap": 2.0},
     "dropout follows torch's own random stream": {"dropout": 0.1},
     "a window is not supported": {"mask": Window(3, None)},
@@ -71,6 +72,13 @@ def test_refused_by_name_and_taken_by_another(reason: str) -> None:
     assert caught.value.reasons == [found]
     assert "chunked would run" in str(caught.value)
     assert foci.explain("softmax", **inputs).chosen == "chunked"
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+@pytest.mark.parametrize("mask", [None, Dense(torch.arange(19) % 3 > 0)], ids=["plain", "dense"])
+def test_a_scale_that_is_not_positive(scale: float, mask: Dense | None) -> None:
+    inputs = qkv() | {"scale": scale, "mask": mask}
+    assert_close(evaluate(inputs, "aten"), evaluate(inputs))
 
 
 def test_reasons_add_up() -> None:

@@ -46,6 +46,8 @@ class FlashOnCpu:
     name = "cpu flash"
 
     def reasons(self, call: Call) -> list[str]:
+        if call.scale <= 0 and (call.causal_end or call.causal_start):
+            return ["causal needs a positive scale there: -inf is multiplied by it"]
         return []
 
     def forward(
