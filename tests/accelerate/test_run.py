@@ -58,7 +58,8 @@ def test_pipeline_gives_its_denoiser_and_lists_the_rest() -> None:
     subject = zoo.load("pixart")
 
     class Pipeline:
-        components = {"transformer": subject.model, "text_encoder": nn.Linear(2, 2), "scheduler": object()}
+        def __init__(self) -> None:
+            self.components = {"transformer": subject.model, "text_encoder": nn.Linear(2, 2), "scheduler": object()}
 
         def __call__(self, steps: int) -> None:
             for _ in range(steps):

@@ -82,7 +82,7 @@ def compile_parts(model: nn.Module, mode: str, sites: Sequence[str]) -> Compiled
 
 
 def repeated_blocks(model: nn.Module, sites: Sequence[str]) -> list[nn.Module]:
-    """The outermost lists' elements that hold sites and come at least twice in one class: one graph serves them all."""
+    """The outermost lists' elements of a class that comes twice or more, if they hold every site: one graph for all."""
     found: list[nn.Module] = []
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList):
@@ -93,7 +93,8 @@ def repeated_blocks(model: nn.Module, sites: Sequence[str]) -> list[nn.Module]:
         again = [child for child in holding if sum(type(child) is type(other) for other in holding) > 1]
         inside = {id(part) for whole in found for part in whole.modules()}
         found += [child for child in again if id(child) not in inside]
-    return found
+    inside = {id(part) for whole in found for part in whole.modules()}
+    return found if all(id(model.get_submodule(site)) in inside for site in sites) else []
 
 
 def weigh(

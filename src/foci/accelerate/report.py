@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from foci.accelerate.plan import Plan, SitePlan, write_whole
 from foci.accelerate.shown import Shown
 from foci.accelerate.sites import dims
@@ -58,7 +56,7 @@ class Report:
         return page
 
     def pictures(self) -> list[tuple[str, Image]]:
-        """Before, after, and their difference with what it was multiplied by; none where no pictures are shown."""
+        """Before, after, and their difference with what it was multiplied by; without what there is not."""
         if self.before is None or self.after is None or self.before.pictures is None or self.after.pictures is None:
             return []
         from foci.accelerate.digits import picture
@@ -66,9 +64,11 @@ class Report:
         first, second = self.before.pictures, self.after.pictures
         difference = (first - second).abs()
         largest = difference.max().item()
-        title = f"difference, {1 / largest:.0e} times enlarged" if largest else "difference: none, to the last bit"
-        shown = 2 * difference / largest - 1 if largest else torch.full_like(difference, -1.0)
-        return [("original", picture(first)), ("with foci", picture(second)), (title, picture(shown))]
+        rows = [("original", picture(first)), ("with foci", picture(second))]
+        if largest:
+            shown = 2 * difference / largest - 1
+            rows.append((f"difference, {1 / largest:.0e} times enlarged", picture(shown)))
+        return rows
 
     def save(self, folder: Path) -> list[Path]:
         """Write report.html and, where there are pictures, digits.png, each whole or not at all."""

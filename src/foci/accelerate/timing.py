@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Run = Callable[[], Any]
-_SHORT = 0.1
+_SHORT = 1.0
 
 
 def clock(run: Run) -> float:
@@ -27,7 +27,7 @@ def clock(run: Run) -> float:
 
 
 def interleave(
-    run: Run, changed: Callable[[], AbstractContextManager[Any]], *, pairs: int = 9, seconds: float = 20.0
+    run: Run, changed: Callable[[], AbstractContextManager[Any]], *, pairs: int = 11, seconds: float = 20.0
 ) -> dict[str, Any]:
     """Run something as it is and under `changed()` in turn, `pairs` times (3 at least, when they take long).
 
