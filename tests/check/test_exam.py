@@ -1,0 +1,96 @@
+"""Exam: each answer once, inputs never spoiled, faults and refusals told apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from foci.check.exam import Exam, cast
+from foci.core.errors import Unsupported
+from foci.core.spec import WrongReturn
+from tests.check import toy
+
+CPU, F32 = torch.device("cpu"), torch.float32
+
+
+def exam(function=toy.reference, **options) -> Exam:
+    return Exam(toy.SPEC, toy.candidate(function, **options), CPU, (F32,))
+
+
+def test_the_candidate_is_called_once_for_an_answer() -> None:
+    calls = []
+
+    def counts(x, gate):
+        calls.append(1)
+        return toy.reference(x, gate)
+
+    found = exam(counts)
+    case = toy.SPEC.cases[0]
+    assert found.forward(case, F32) is found.forward(case, F32)
+    assert len(calls) == 1
+
+
+def test_inputs_survive_a_call_that_spoils_them() -> None:
+    def spoils(x, gate):
+        result = toy.reference(x, gate)
+        x.zero_()
+        return result
+
+    found = exam(spoils)
+    case = toy.SPEC.cases[0]
+    found.forward(case, F32)
+    assert found.inputs(case, F32)["x"].any()
+
+
+def test_the_truth_is_float64_of_the_rounded_inputs() -> None:
+    found, case = exam(), toy.SPEC.cases[0]
+    assert found.truth(case, torch.bfloat16)[0].dtype == torch.float64
+    assert found.declared(case, torch.bfloat16)[0].dtype == torch.bfloat16
+    rounded = found.inputs(case, torch.bfloat16)
+    assert torch.equal(found.truth(case, torch.bfloat16)[0], toy.reference(*(v.double() for v in rounded.values()))[0])
+
+
+def test_the_generator_is_put_back() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    exam(lambda x, gate: toy.reference(x + 0 * torch.rand(1), gate)).forward(toy.SPEC.cases[0], F32)
+    assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize(
+    ("error", "fault", "refused"),
+    [
+        (Unsupported("toy", ["no such shape", "nor dtype"]), None, "no such shape; nor dtype"),
+        (NotImplementedError("not on CPU"), None, "not on CPU"),
+        (RuntimeError("size mismatch\nlong tail"), "forward raised RuntimeError: size mismatch", None),
+        (WrongReturn("it returns nonsense"), "it returns nonsense", None),
+    ],
+)
+def test_faults_and_refusals(error: Exception, fault: str | None, refused: str | None) -> None:
+    def raises(x, gate):
+        raise error
+
+    found = exam(raises)
+    forward = found.forward(toy.SPEC.cases[0], F32)
+    assert (forward.outputs, forward.fault, forward.refused) == (None, fault, refused)
+    assert found.refused.get("plain") == refused
+
+
+def test_too_few_outputs() -> None:
+    assert "1 outputs where 2" in str(exam(lambda x, gate: (x,)).forward(toy.SPEC.cases[0], F32).fault)
+
+
+def test_gradients_by_leaf_and_through_chosen_outputs() -> None:
+    found, case = exam(), toy.SPEC.cases[0]
+    assert found.true_gradients(case, F32, ("total",))["x"] is None
+    assert set(found.gradients(case, F32, ("out",)).gradients or {}) == {"x", "gate"}
+
+
+def test_modules_are_leaves_too_and_are_cast() -> None:
+    linear = nn.Linear(2, 2)
+    assert set(exam().leaves({"site": linear, "x": torch.ones(2)})) == {"site.weight", "site.bias", "x"}
+    nested = cast({"a": (torch.ones(1), torch.ones(1, dtype=torch.int32)), "m": nn.Linear(1, 1)}, torch.float64)
+    assert nested["a"][0].dtype == torch.float64 and nested["a"][1].dtype == torch.int32
+    assert nested["m"].weight.dtype == torch.float64

@@ -1,0 +1,21 @@
+"""Poisoned memory, and views that look like what they copy."""
+
+from __future__ import annotations
+
+import torch
+
+from foci.check.memory import poisoned, strided
+
+
+def test_empty_is_nan_inside_and_the_switches_are_put_back() -> None:
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    with poisoned():
+        assert torch.empty(4).isnan().all() and torch.empty_like(torch.ones(3)).isnan().all()
+    assert before == (torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory)
+
+
+def test_strided_views_equal_their_source_and_leave_the_rest_alone() -> None:
+    x, ints = torch.randn(2, 3, 4), torch.arange(3)
+    made = strided({"x": x, "ints": ints, "scale": 0.5, "vector": x[0, 0]})
+    assert torch.equal(made["x"], x) and made["x"].stride(-1) == 2
+    assert made["ints"] is ints and made["scale"] == 0.5 and made["vector"].is_contiguous()

@@ -1,0 +1,73 @@
+"""Reports: verdicts, JSON, exit codes, and a child that dies on the way."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+
+import pytest
+import torch
+
+from foci.check.run import LAWS, examine
+from tests.check import toy
+
+FAST = [law.name for law in LAWS if law.number not in (1, 12)]
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_what_is_right_passes(isolated: bool) -> None:
+    report = examine(toy.SPEC, toy.candidate(), only=FAST, isolated=isolated)
+    assert report.ok and report.exit_code == 0 and not report.failures
+    assert [row.law for row in report.rows] == FAST
+    assert {row.verdict for row in report.rows} == {"ok", "not tested"}
+    assert all(row.reason for row in report.rows if row.verdict == "not tested")
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_a_fault_is_named_with_its_cases(isolated: bool) -> None:
+    report = examine(
+        toy.SPEC, toy.candidate(lambda x, gate: (toy.reference(x, gate)[0] / 2, toy.reference(x, gate)[1])),
+        only=["forward", "logarithm"], isolated=isolated,
+    )  # fmt: skip
+    forward, logarithm = report.rows
+    assert forward.verdict == "FAIL" and logarithm.verdict == "ok" and report.exit_code == 1
+    (failure,) = forward.failures
+    assert failure.sentence == toy.HALVED and "plain, float32" in failure.cases
+    assert forward.error is not None and not forward.error.ok
+
+
+def test_nothing_tested_is_not_ok() -> None:
+    report = examine(toy.SPEC, toy.candidate(refuses=lambda case: ["no"]), only=["forward"])
+    assert report.rows[0].verdict == "not tested" and not report.ok and report.exit_code == 1
+    assert report.not_tested == ("no [plain; one row; extreme]",)
+
+
+def test_a_crash_breaks_one_law_and_the_next_is_asked() -> None:
+    def crashes_on_nothing(x, gate):
+        if x.shape[1] == 0:
+            ctypes.string_at(0)
+        return toy.reference(x, gate)
+
+    report = examine(toy.SPEC, toy.candidate(crashes_on_nothing), only=["forward", "any length", "inputs untouched"])
+    assert [row.verdict for row in report.rows] == ["ok", "FAIL", "ok"]
+    assert "killed the interpreter (SIGSEGV) at 'T=0'" in report.failures[0].sentence
+
+
+def test_json_is_the_report() -> None:
+    report = examine(toy.SPEC, toy.candidate(), only=["forward"])
+    facts = json.loads(report.to_json())
+    assert facts["ok"] and facts["operator"] == "toy" and facts["torch"] == torch.__version__
+    assert facts["rows"][0] == {
+        "number": 2, "law": "forward", "cases": 6, "failures": [], "reason": "", "verdict": "ok",
+        "error": {"size": report.rows[0].error.size, "budget": report.rows[0].error.budget},
+    }  # fmt: skip
+
+
+def test_dtypes_and_progress() -> None:
+    told: list[str] = []
+    report = examine(toy.SPEC, toy.candidate(), only=["forward"], dtypes=(torch.float64,), progress=told.append)
+    assert report.dtypes == ("float64",) and told == ["forward"]
+
+
+def test_half_precision_keeps_the_laws() -> None:
+    assert examine(toy.SPEC, toy.candidate(), only=FAST, dtypes=(torch.bfloat16,)).ok
