@@ -1,0 +1,85 @@
+"""`foci check`: verdicts as exit codes, the report as JSON, bad input as one sentence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from foci import cli, cli_check
+from foci.check.run import examine
+
+GOOD = """
+import torch.nn.functional as F
+
+def good(q, k, v, *, attn_mask=None, is_causal=False):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+def right(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+number = 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A module in the current directory, and only the quick laws."""
+    (tmp_path / "theirs.py").write_text(GOOD)
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name")
+    monkeypatch.chdir(tmp_path)
+    quick = ("forward", "gradients", "logarithm", "bad input")
+    monkeypatch.setattr(cli_check, "examine", lambda *args, **kwargs: examine(*args, only=quick, **kwargs))
+    return tmp_path
+
+
+def run(capsys, arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments.split())
+    printed = capsys.readouterr()
+    return ended.value.code, printed.out, printed.err
+
+
+def test_ours(here, capsys) -> None:
+    code, out, _ = run(capsys, "check softmax --backend chunked --dtype float32,float16")
+    assert code == 0 and "foci chunked · cpu · float32, float16" in out and "every law holds" in out
+
+
+def test_every_backend_of_ours(here, capsys) -> None:
+    code, out, _ = run(capsys, "check softmax --dtype float32")
+    assert code == 0 and [name for name in ("foci aten", "foci chunked", "foci reference") if name not in out] == []
+
+
+def test_a_fault_is_exit_code_1_and_in_the_json(here, capsys) -> None:
+    code, out, _ = run(capsys, "check theirs:good --like softmax --layout bhtd --dtype float32 --json report.json")
+    assert code == 1 and "mask is ignored" in " ".join(out.split())
+    facts = json.loads((here / "report.json").read_text())
+    assert facts["ok"] is False and facts["candidate"] == "theirs:good"
+
+
+def test_json_alone_on_the_output(here, capsys) -> None:
+    code, out, _ = run(capsys, "check theirs:right --like softmax --layout bhtd --dtype float32 --json -")
+    assert code == 0 and json.loads(out)["ok"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("check theirs:good", "--like must be one of softmax, processor, transformers"),
+        ("check theirs:good --like flash", "got 'flash'"),
+        ("check nowhere.at_all:f --like softmax", "cannot import nowhere.at_all: ModuleNotFoundError"),
+        ("check broken:f --like softmax", "No module named 'nothing_of_this_name'"),
+        ("check theirs:missing --like softmax", "theirs has no missing"),
+        ("check theirs --like softmax", "expected package.module:name, got 'theirs'"),
+        ("check theirs:number --like softmax", "theirs:number is a int; expected a callable"),
+        ("check theirs:good --like softmax --layout tbd", "layout must be 'bthd' or 'bhtd', got 'tbd'"),
+        ("check theirs:good --like softmax --backend aten", "--backend chooses among foci's own"),
+        ("check softmax --backend fast", "unknown backend 'fast'"),
+        ("check softmax --like softmax", "'softmax' is foci's own"),
+        ("check softmax --dtype int8", "--dtype must be among float64, float32, bfloat16, float16; got 'int8'"),
+        ("check softmax --json no/such/folder.json --backend aten --dtype float32", "no/such/folder.json"),
+    ],
+)
+def test_bad_input_is_one_sentence(here, capsys, arguments: str, sentence: str) -> None:
+    code, _, err = run(capsys, arguments)
+    assert code == 2 and sentence in err and len(err.strip().splitlines()) == 1
