@@ -74,7 +74,7 @@ def test_refused_by_name_and_taken_by_another(reason: str) -> None:
     assert foci.explain("softmax", **inputs).chosen == "chunked"
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.5])
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1e-60])
 @pytest.mark.parametrize("mask", [None, Dense(torch.arange(19) % 3 > 0)], ids=["plain", "dense"])
 def test_a_scale_that_is_not_positive(scale: float, mask: Dense | None) -> None:
     inputs = qkv() | {"scale": scale, "mask": mask}

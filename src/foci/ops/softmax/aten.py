@@ -15,6 +15,7 @@ from foci.ops.softmax.call import Call
 
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_LEAST_SCALE = torch.finfo(torch.float32).tiny  # less is 0 to a float32 kernel
 _WIDEST_VECTOR = 16  # float32 numbers in an AVX-512 register
 
 
@@ -46,7 +47,7 @@ class FlashOnCpu:
     name = "cpu flash"
 
     def reasons(self, call: Call) -> list[str]:
-        if call.scale <= 0 and (call.causal_end or call.causal_start):
+        if call.scale < _LEAST_SCALE and (call.causal_end or call.causal_start):
             return ["causal needs a positive scale there: -inf is multiplied by it"]
         return []
 
