@@ -49,6 +49,7 @@ def test_torch_attention_passes() -> None:
     assert any("softcap" in reason for reason in report.not_tested)
 
 
+@pytest.mark.slow
 def test_flex_passes_where_it_claims_support() -> None:
     report = examine(SPEC, adapt(flex_attention))
     assert report.ok, told(report)

@@ -92,7 +92,7 @@ def test_causality_of_gradients() -> None:
         return Leaks.apply(out, k.detach())
 
     told = ask("causality", adapt(attend))
-    assert told and all("of a loss on the prefix" in sentence for sentence in told)
+    assert told and all("leak into dq, dk, dv of the prefix" in sentence for sentence in told)
 
 
 def softmax_causal() -> Mask:

@@ -156,8 +156,9 @@ def compiled(exam: Exam) -> Findings:
         if found.outputs is None:
             yield Finding(case.name, None, f"fullgraph=True fails: {found.fault or found.refused}")
             return
-        for name, got in zip(exam.names, found.outputs, strict=True):
-            error = exam.error(case, dtype, name, got)
+        eager = exam.forward(case, dtype).outputs
+        for name, got, right in zip(exam.names, found.outputs, eager or (), strict=True):
+            error = exam.error(case, dtype, name, got, right)
             yield Finding(case.name, error, None if error.ok else f"{name} differs when compiled")
         yield from _compiled_gradients(exam, case, call)
         yield from _recompiles(exam, case, call, graphs)

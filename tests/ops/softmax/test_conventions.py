@@ -80,7 +80,7 @@ def test_what_is_not_named_is_listed_and_refused() -> None:
     assert all(
         word in told for word in ("mask", "causal", "bias", "softcap", "sink", "scale", "dropout", "window", "lse")
     )
-    assert candidate.refuses(BY_NAME["softcap"]) == ["softcap: its signature does not name it"]
+    assert candidate.refuses(BY_NAME["softcap"]) == ["its signature does not name what these need"]
     assert candidate.refuses(BY_NAME["dense"]) and candidate.refuses(BY_NAME["causal"])
     assert not candidate.refuses(BY_NAME["plain"])
 

@@ -32,6 +32,9 @@ WORDS = {
 }
 
 
+UNNAMED = "its signature does not name what these need"
+
+
 @dataclass(frozen=True)
 class Convention:
     """How one callable takes its arguments: the keyword it has for each of ours, and what it means by them.
@@ -192,7 +195,7 @@ def _deliver(convention: Convention, inputs: Inputs) -> tuple[tuple[Tensor, ...]
         kwargs |= _masks(convention, mask, rest, q.shape[1], k.shape[1])
     for name, value in rest.items():
         if name not in words:
-            raise _Cannot(f"{name}: its signature does not name it")
+            raise _Cannot(UNNAMED)
         kwargs[words[name]] = value
     if convention.layout == "bhtd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -220,7 +223,7 @@ def _masks(convention: Convention, mask: Mask | None, rest: dict[str, Any], T: i
         return kwargs
     if "mask" not in words:
         only_causal = parts == [causal] and "causal" in words
-        raise _Cannot("causal where T != S: its keyword leaves that open" if only_causal else "masks: it names none")
+        raise _Cannot("causal where T != S: its keyword leaves that open" if only_causal else UNNAMED)
     dense = _full(reduce(and_, parts), T, S) if parts else None
     if convention.bias_in_mask and "bias" in rest:
         bias = rest.pop("bias")
