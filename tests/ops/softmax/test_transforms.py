@@ -268,7 +268,6 @@ def test_at_most_two_graphs_over_six_lengths(mask: Mask | None, wanting: bool) -
     assert counter.frame_count <= 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("call", [packed, lengths, biased], ids=lambda call: call.__name__)
 def test_compiled_by_inductor_is_eager(call: Callable[..., Any]) -> None:
     inputs = projection() | COMPILED[call]
