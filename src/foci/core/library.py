@@ -81,7 +81,7 @@ def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
 
 
 def _distinct(call: Any) -> Any:
-    """The values, a tensor that stands twice (q as k, offsets as both) once as a view: the compiler needs them apart."""
+    """The values, a tensor that stands twice (q as k, offsets as both) once as a view: the compiler needs that."""
     if not torch.compiler.is_compiling():
         return call
     seen: list[Any] = []
