@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from foci.core.errors import MissingExtra, ShapeError, Unsupported
 from foci.core.select import Explanation
@@ -13,11 +14,17 @@ from foci.ops import SPECS
 from foci.ops.masks import Causal, Dense, Lengths, Mask, Packed, Window
 from foci.ops.softmax.api import attention, attention_with_lse
 
+if TYPE_CHECKING:
+    from foci.accelerate.apply import Applied
+    from foci.accelerate.run import accelerate
+else:
+    from foci import accelerate  # the room, which is callable: one name for both, whoever imports it first
+
 __version__ = "0.1.0"
 
 __all__ = [
     "Causal", "Dense", "Explanation", "Lengths", "Mask", "MissingExtra", "Packed", "Partial", "ShapeError",
-    "Unsupported", "Window", "attention", "attention_with_lse", "explain", "fold", "scan",
+    "Unsupported", "Window", "accelerate", "apply", "attention", "attention_with_lse", "explain", "fold", "scan",
 ]  # fmt: skip
 
 
@@ -28,3 +35,10 @@ def explain(operator: str, *args: Any, backend: str | None = None, **kwargs: Any
     spec = SPECS[operator]
     assert spec.bind is not None
     return _explain(spec, spec.bind(*args, **kwargs), backend)
+
+
+def apply(model: Any, plan: dict[str, Any] | str | Path) -> Applied:
+    """Put a plan that `foci accelerate` wrote into a model of the same kind; `.restore()` takes it out exactly."""
+    from foci.accelerate.apply import apply as put
+
+    return put(model, plan)

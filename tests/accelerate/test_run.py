@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +30,16 @@ def test_the_room_is_the_call() -> None:
     assert said[0][1] == "3 attention sites in 3 blocks, B2 T48 H4 K16"
     assert done(**subject.inputs).last_hidden_state.shape == (2, 48, 64)
     done.restore()
+
+
+def test_the_face_has_the_job_without_importing_what_it_needs() -> None:
+    code = (
+        "import sys, foci; from foci import accelerate; assert callable(foci.accelerate) and callable(foci.apply);"
+        "import foci.accelerate.plan; assert callable(foci.accelerate);"
+        "print([name for name in ('diffusers', 'transformers', 'rich', 'plotly', 'jinja2') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_record(bert: Accelerated, tmp_path: Path) -> None:
