@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -77,9 +79,26 @@ def test_json_alone_on_the_output(here, capsys) -> None:
         ("check softmax --backend fast", "unknown backend 'fast'"),
         ("check softmax --like softmax", "'softmax' is foci's own"),
         ("check softmax --dtype int8", "--dtype must be among float64, float32, bfloat16, float16; got 'int8'"),
+        ("check softmax --device tpu", "--device must be cpu or cuda, got 'tpu'"),
         ("check softmax --json no/such/folder.json --backend aten --dtype float32", "no/such/folder.json"),
     ],
 )
 def test_bad_input_is_one_sentence(here, capsys, arguments: str, sentence: str) -> None:
     code, _, err = run(capsys, arguments)
     assert code == 2 and sentence in err and len(err.strip().splitlines()) == 1
+
+
+def test_the_transcript_in_the_docs_is_real(tmp_path, monkeypatch, capsys) -> None:
+    """Line by line but for the numbers."""
+    page = (Path(__file__).parent.parent / "docs" / "check.md").read_text()
+    code = re.search(r"```python\n(.*?)```", page, re.S)
+    shown = re.search(r"```\n\$ foci (check [^\n]*)\n(.*?)\n```", page, re.S)
+    assert code and shown
+    (tmp_path / "mylib.py").write_text(code[1])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "118")
+    status, out, _ = run(capsys, shown[1])
+    assert status == 1
+    assert [re.sub(r"[\d.e+-]+", "", line) for line in out.strip().splitlines()] == [
+        re.sub(r"[\d.e+-]+", "", line) for line in shown[2].strip().splitlines()
+    ]

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from foci.check import isolate
 from foci.check.render import table
 from foci.check.run import Report, examine
-from foci.core.device import machine
 from foci.core.spec import Candidate, Spec
 from foci.ops import SPECS
 from foci.ops.softmax.api import attention_with_lse
@@ -33,8 +33,7 @@ def check(
     as_json: Annotated[str, typer.Option("--json", metavar="PATH", help="Write the report here; - prints it.")] = "",
 ) -> int:
     """Ask every law of an attention; exit code 1 when one is broken."""
-    if device.split(":")[0] == "cuda" and not machine().gpus:
-        raise ValueError(f"--device {device}: this machine has no CUDA device")
+    _require_device(device)
     if what in FUNCTIONS:
         spec, candidates = SPECS[what], _ours(what, backend)
         if like:
@@ -56,6 +55,14 @@ def check(
     if as_json:
         _write(reports, as_json)
     return max(report.exit_code for report in reports)
+
+
+def _require_device(name: str) -> None:
+    """Asked in a child: a process that has counted its GPUs can no longer fork one that uses them."""
+    if name.split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu or cuda, got {name!r}")
+    if name.startswith("cuda") and list(isolate.stream(lambda send: send(torch.cuda.is_available()), 60)) != [True]:
+        raise ValueError(f"--device {name}: this machine has no CUDA device")
 
 
 def _ours(name: str, backend: str | None) -> list[Candidate]:

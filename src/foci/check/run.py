@@ -96,6 +96,10 @@ def examine(
     `isolated`: in a child process, so that a crash or a hang (`limit` seconds of silence) is a finding and not the end;
     otherwise in this process, which a debugger can follow. `progress` is told what is being asked.
     """
+    if isolated and device.startswith("cuda") and torch.cuda.is_initialized():
+        raise ValueError(
+            "examine: this process has used CUDA and cannot fork it; pass isolated=False, or use `foci check`"
+        )
     dtypes = tuple(dtype for dtype in DTYPES if dtype in spec.dtypes) if dtypes is None else dtypes
     chosen = [law for law in LAWS if only is None or law.name in set(only)]
     start = time.perf_counter()
