@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import grad, hessian, jacrev, jvp, vmap
 
 import foci
-from foci import Causal, Dense, Lengths, Mask, Packed, Unsupported
+from foci import Causal, Dense, Lengths, Mask, Packed, Unsupported, Window
 from foci.core.spec import Case
 from foci.ops.softmax.spec import SPEC
 from tests.ops.softmax.problems import BACKENDS, CPU, OPAQUE, evaluate, inputs_of, promoted, refused, tiny
@@ -249,23 +250,56 @@ def test_compiled_dropout_is_reproducible_and_drops() -> None:
         torch.testing.assert_close(a, c, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("mask", [None, Causal()], ids=str)
+GROWING: dict[str, Callable[[int], Mask | None]] = {
+    "no mask": lambda T: None,
+    "causal": lambda T: Causal(),
+    "window": lambda T: Causal() & Window(5, None),
+    "packed": lambda T: Packed(torch.tensor([0, T // 3, T])) & Causal(),
+    "lengths": lambda T: Lengths(torch.tensor([T // 2])) & Causal(),
+    "dense": lambda T: Dense(torch.arange(T)[:, None] % 5 > 0),
+}
+
+
 @pytest.mark.parametrize("wanting", [False, True], ids=["forward", "forward and backward"])
-def test_at_most_two_graphs_over_six_lengths(mask: Mask | None, wanting: bool) -> None:
-    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+@pytest.mark.parametrize("mask", GROWING)
+def test_at_most_two_graphs_over_six_lengths(mask: str, wanting: bool) -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor]:
         return foci.attention_with_lse(q, k, v, mask=mask)
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(call, fullgraph=True, backend=counter)
     for T in (9, 16, 33, 64, 7, 100):
-        inputs = projection(T)
+        inputs, shown = projection(T), GROWING[mask](T)
         if wanting:
-            for ours, eager in zip(steps(compiled, inputs), steps(call, inputs), strict=True):
-                torch.testing.assert_close(ours, eager, rtol=0, atol=1e-5)
+            found, eager = (steps(partial(f, mask=shown), inputs) for f in (compiled, call))
         else:
-            torch.testing.assert_close(compiled(**inputs)[0], call(**inputs)[0], rtol=0, atol=1e-6)
+            found, eager = (list(f(**inputs, mask=shown)) for f in (compiled, call))
+        for ours, expected in zip(found, eager, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
     assert counter.frame_count <= 2
+
+
+def test_queries_and_keys_grow_apart_in_two_graphs() -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return foci.attention(q, k, v, mask=Causal(), softcap=3.0)
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
+    for T, S in ((9, 20), (16, 31), (33, 40), (5, 64), (7, 70), (10, 100)):
+        inputs = projection(S) | {"q": projection(T)["q"]}
+        torch.testing.assert_close(compiled(**inputs), call(**inputs), rtol=0, atol=1e-6)
+    assert counter.frame_count <= 2
+
+
+def test_an_exported_program_is_eager() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, n: Tensor) -> Tensor:
+            return foci.attention(q, k, v, mask=Lengths(n) & Causal())
+
+    inputs = (*projection().values(), torch.tensor([4]))
+    assert torch.equal(torch.export.export(Layer(), inputs).module()(*inputs), Layer()(*inputs))
 
 
 @pytest.mark.parametrize("call", [packed, lengths, biased], ids=lambda call: call.__name__)
