@@ -218,8 +218,10 @@ def noisy(q, k, v):
 
 @plant("inputs untouched", "q is overwritten")
 def input_mutated(q, k, v):
-    q = q if q.requires_grad else q.mul_(1.0).add_(1e-9 * torch.ones_like(q)).add_(1.0).sub_(1.0)
-    return right(q, k, v)[0]
+    """Scales its queries in place, to save a copy."""
+    with torch.no_grad():
+        q.mul_(q.shape[-1] ** -0.5)
+    return right(q, k, v, scale=1.0)[0]
 
 
 @plant("unwritten memory, strides, excluded NaN", "memory that nobody wrote")

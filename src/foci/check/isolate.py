@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
@@ -57,6 +58,7 @@ class _Finished:
 
 
 def _run(work: Callable[[Callable[[Any], None]], None], pipe: Connection) -> None:
+    faulthandler.disable()  # the parent says what happened
     torch.set_num_threads(1)
     try:
         work(pipe.send)
