@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from foci.core.errors import MissingExtra, ShapeError, Unsupported
 from foci.core.select import Explanation
 from foci.core.select import explain as _explain
@@ -34,7 +36,8 @@ def explain(operator: str, *args: Any, backend: str | None = None, **kwargs: Any
         raise ValueError(f"explain: unknown operator {operator!r}; expected one of {', '.join(map(repr, SPECS))}")
     spec = SPECS[operator]
     assert spec.bind is not None
-    return _explain(spec, spec.bind(*args, **kwargs), backend)
+    with torch.random.fork_rng(devices=()):  # asking draws no seed from the generator
+        return _explain(spec, spec.bind(*args, **kwargs), backend)
 
 
 def apply(model: Any, plan: dict[str, Any] | str | Path) -> Applied:

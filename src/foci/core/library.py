@@ -64,7 +64,7 @@ def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
         if _transformed() or _wants_gradient(call):
             if _has_tangent(call):
                 raise Unsupported(
-                    f"{spec.name}: backend {backend.name!r} has no forward-mode derivative (jvp)",
+                    f"{spec.function}: backend {backend.name!r} has no forward-mode derivative (jvp)",
                     ["its forward is an opaque op"],
                     "use backend='reference' for forward mode",
                 )
@@ -170,7 +170,7 @@ def _guarded(spec: Spec, backend: Backend, backward_op: Any) -> Any:
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
             raise Unsupported(
-                f"{spec.name}: backend {backend.name!r} has no second derivative",
+                f"{spec.function}: backend {backend.name!r} has no second derivative",
                 ["its backward is an opaque op"],
                 "use backend='reference' for double backward",
             )

@@ -16,7 +16,7 @@ def choose(spec: Spec, call: Any, backend: str | None = None) -> Backend:
             if not candidate.reasons(call):
                 return candidate
         reasons = [f"{b.name}: {reason}" for b in spec.backends for reason in b.reasons(call)]
-        raise Unsupported(f"{spec.name}: no backend can run this call", reasons)
+        raise Unsupported(f"{spec.function}: no backend can run this call", reasons)
     chosen = spec.backend(backend)
     reasons = chosen.reasons(call)
     if reasons:
@@ -24,7 +24,7 @@ def choose(spec: Spec, call: Any, backend: str | None = None) -> Backend:
         hint = (
             f"use backend=None to let foci choose ({others[0]} would run)" if others else "no other backend can either"
         )
-        raise Unsupported(f"{spec.name}: backend {backend!r} cannot run this call", reasons, hint)
+        raise Unsupported(f"{spec.function}: backend {backend!r} cannot run this call", reasons, hint)
     return chosen
 
 

@@ -210,6 +210,7 @@ class Spec:
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     call: type | None = None
     bind: Callable[..., Any] | None = None
+    function: str = ""  # the public function, whose name begins the errors; the operator's own by default
     outputs: Callable[[Any], tuple[Output, ...]] | None = None
     backends: tuple[Backend, ...] = ()
     mistakes: tuple[Mistake, ...] = ()
@@ -223,10 +224,14 @@ class Spec:
     logs: tuple[str, ...] = ()
     probes: Probes = NO_PROBES
 
+    def __post_init__(self) -> None:
+        if not self.function:
+            object.__setattr__(self, "function", self.name)
+
     def backend(self, name: str) -> Backend:
         for backend in self.backends:
             if backend.name == name:
                 return backend
         raise ValueError(
-            f"{self.name}: unknown backend {name!r}; expected one of {', '.join(repr(b.name) for b in self.backends)}"
+            f"{self.function}: unknown backend {name!r}; expected one of {', '.join(repr(b.name) for b in self.backends)}"
         )

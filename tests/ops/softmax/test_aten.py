@@ -67,7 +67,7 @@ def test_refused_by_name_and_taken_by_another(reason: str) -> None:
     inputs = qkv() | REFUSED[reason]
     (found,) = reasons(**inputs)
     assert found.startswith(reason)
-    with pytest.raises(Unsupported, match="softmax: backend 'aten' cannot run this call") as caught:
+    with pytest.raises(Unsupported, match="attention: backend 'aten' cannot run this call") as caught:
         foci.attention(**inputs, backend="aten")
     assert caught.value.reasons == [found]
     assert "chunked would run" in str(caught.value)

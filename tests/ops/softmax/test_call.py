@@ -82,7 +82,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "attention: sink must be a floating tensor, got int64": {"sink": z(4).to(LONG)},
     "attention: bias is on meta, q is on cpu; expected one device": {"bias": z(7).to("meta")},
     "attention: dense is on meta, q is on cpu; expected one device": {"mask": Dense(z(7).bool().to("meta"))},
-    "softmax: unknown backend 'flash'; expected one of 'aten', 'chunked', 'reference'": {"backend": "flash"},
+    "attention: unknown backend 'flash'; expected one of 'aten', 'chunked', 'reference'": {"backend": "flash"},
 }
 
 
@@ -145,7 +145,7 @@ def test_a_backend_that_cannot_lists_its_reasons() -> None:
     with pytest.raises(Unsupported) as caught:
         foci.attention(**GOOD, softcap=2.0, mask=Window(1, None), backend="aten")
     assert len(caught.value.reasons) == 2
-    assert str(caught.value).splitlines()[0] == "softmax: backend 'aten' cannot run this call:"
+    assert str(caught.value).splitlines()[0] == "attention: backend 'aten' cannot run this call:"
     assert str(caught.value).splitlines()[-1] == "  use backend=None to let foci choose (chunked would run)"
 
 

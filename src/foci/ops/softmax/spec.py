@@ -50,6 +50,7 @@ SPEC = Spec(
     cases=CASES,
     call=Call,
     bind=bind,
+    function="attention",
     outputs=outputs,
     backends=(
         Backend("aten", "foci.ops.softmax.aten", note="torch's fused kernels"),
