@@ -232,6 +232,5 @@ class Spec:
         for backend in self.backends:
             if backend.name == name:
                 return backend
-        raise ValueError(
-            f"{self.function}: unknown backend {name!r}; expected one of {', '.join(repr(b.name) for b in self.backends)}"
-        )
+        names = ", ".join(repr(each.name) for each in self.backends)
+        raise ValueError(f"{self.function}: unknown backend {name!r}; expected one of {names}")
