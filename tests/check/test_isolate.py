@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from foci.check import isolate
 from foci.check.isolate import Died, stream
 
 
@@ -63,3 +64,15 @@ def test_leaving_early_ends_the_child() -> None:
     messages.close()
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
+
+
+def test_unfit(monkeypatch) -> None:
+    assert isolate.unfit("cpu") == ""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert "has used CUDA" in isolate.unfit("cuda") and isolate.unfit("cpu") == ""
+    monkeypatch.setattr(
+        torch, "ones", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("Unable to handle threading"))
+    )
+    assert isolate.unfit("cpu") == "Unable to handle threading"
+    monkeypatch.setattr(isolate.multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+    assert isolate.unfit("cpu") == "this platform cannot fork"

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 
+from foci.check import isolate
 from foci.check.run import LAWS, examine
 from tests.check import toy
 
@@ -71,3 +72,20 @@ def test_dtypes_and_progress() -> None:
 
 def test_half_precision_keeps_the_laws() -> None:
     assert examine(toy.SPEC, toy.candidate(), only=FAST, dtypes=(torch.bfloat16,)).ok
+
+
+def test_json_has_no_infinity() -> None:
+    report = examine(toy.SPEC, toy.candidate(lambda x, gate: (x * torch.nan, gate.logsumexp(1))), only=["forward"])
+    facts = json.loads(report.to_json(), parse_constant=lambda word: pytest.fail(word))
+    assert facts["rows"][0]["error"]["size"] == "inf" and facts["rows"][0]["verdict"] == "FAIL"
+
+
+def test_an_unknown_law_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown law 'forwards'"):
+        examine(toy.SPEC, toy.candidate(), only=["forwards"])
+
+
+def test_where_no_child_can_work_it_says_so(monkeypatch) -> None:
+    monkeypatch.setattr(isolate, "unfit", lambda device: "this platform cannot fork")
+    report = examine(toy.SPEC, toy.candidate(), only=["forward"])
+    assert report.ok and "this platform cannot fork, so all ran in this process" in report.not_tested[-1]

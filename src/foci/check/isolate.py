@@ -53,6 +53,24 @@ def stream(work: Callable[[Callable[[Any], None]], None], limit: float) -> Itera
         here.close()
 
 
+def unfit(device: str) -> str:
+    """Why no child can do this work here; empty when one can. Asked of a child: only there does it show."""
+    if "fork" not in multiprocessing.get_all_start_methods():
+        return "this platform cannot fork"
+    if device.startswith("cuda") and torch.cuda.is_initialized():
+        return "this process has used CUDA, and a fork of it cannot"
+    return str(next(iter(stream(_differentiate, 60.0))))
+
+
+def _differentiate(send: Callable[[Any], None]) -> None:
+    try:
+        torch.ones(1, requires_grad=True).sum().backward()
+    except RuntimeError as error:  # where there is a GPU, one backward in the parent starts threads that no fork has
+        send(str(error).splitlines()[0])
+    else:
+        send("")
+
+
 class _Finished:
     """The child's last message; the class itself, which pickles by name."""
 

@@ -141,7 +141,7 @@ def _right(exam: Exam, dtype: torch.dtype, outputs: tuple[str, ...]) -> Iterator
             any_case = True
             yield case
     if not any_case:
-        raise NotTested(f"{' and '.join(outputs)} is right in no case")
+        raise NotTested(f"in no case is {' and '.join(outputs)} right")
 
 
 def _gradients(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -77,6 +78,8 @@ class Report:
         facts: dict[str, Any] = asdict(self)
         for row, told in zip(facts["rows"], self.rows, strict=True):
             row["verdict"] = told.verdict
+            if row["error"] and not math.isfinite(row["error"]["size"]):
+                row["error"]["size"] = "inf"  # JSON has no infinity
         return json.dumps({"ok": self.ok, "torch": torch.__version__, **facts}, indent=2, ensure_ascii=False)
 
 
@@ -96,15 +99,17 @@ def examine(
     `isolated`: in a child process, so that a crash or a hang (`limit` seconds of silence) is a finding and not the end;
     otherwise in this process, which a debugger can follow. `progress` is told what is being asked.
     """
-    if isolated and device.startswith("cuda") and torch.cuda.is_initialized():
-        raise ValueError(
-            "examine: this process has used CUDA and cannot fork it; pass isolated=False, or use `foci check`"
-        )
     dtypes = tuple(dtype for dtype in DTYPES if dtype in spec.dtypes) if dtypes is None else dtypes
-    chosen = [law for law in LAWS if only is None or law.name in set(only)]
+    wanted = {law.name for law in LAWS} if only is None else set(only)
+    if unknown := wanted - {law.name for law in LAWS}:
+        raise ValueError(f"examine: unknown law {min(unknown)!r}; expected among {[law.name for law in LAWS]}")
+    chosen = [law for law in LAWS if law.name in wanted]
     start = time.perf_counter()
     exam = Exam(spec, candidate, torch.device(device), dtypes)
-    rows, refused = (_isolated if isolated else _here)(exam, chosen, limit, progress)
+    unfit = isolate.unfit(device) if isolated else ""
+    rows, refused = (_isolated if isolated and not unfit else _here)(exam, chosen, limit, progress)
+    if unfit:
+        refused.append(f"crashes and hangs: {unfit}, so all ran in this process")
     return Report(
         spec.name, candidate.name, device, tuple(str(d).removeprefix("torch.") for d in dtypes), tuple(rows),
         (*candidate.not_tested, *refused), round(time.perf_counter() - start, 2),
