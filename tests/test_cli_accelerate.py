@@ -92,3 +92,16 @@ def test_interrupted_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(run, "_time", interrupted)
     assert foci("bert", "--out", str(tmp_path / "out")) == 130
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_main_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert foci("--out", str(tmp_path)) == 0
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.json", "report.html", "digits.png"}
+    assert len(plan["sites"]) == 6 and plan["skipped"] == []
+    for shown in (plan["demo"]["before"], plan["demo"]["after"]):
+        assert shown["samples"] == 200 and shown["right"] >= 180
+    assert plan["demo"]["difference"] <= 1e-3
+    assert all(row["error"] <= row["budget"] for row in plan["proof"])
+    assert "digits from the same noise" in capsys.readouterr().out

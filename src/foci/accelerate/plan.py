@@ -25,7 +25,7 @@ from foci.ops.softmax.spec import SPEC
 
 SCHEMA = 1
 # It holds the whole T x S matrix: the oracle, never a plan.
-_ORACLE = "reference"
+ORACLE = "reference"
 _CLEARLY = 0.85
 
 
@@ -205,7 +205,7 @@ def decide(site: Site, measured: dict[Signature, dict[str, float]]) -> SitePlan:
     able = [backend.name for backend in SPEC.backends if backend.name not in against]
     if not able:
         raise Unsupported(f"accelerate: {site.name}: no backend can run it", [r for rs in against.values() for r in rs])
-    candidates = [name for name in able if name != _ORACLE] or able
+    candidates = [name for name in able if name != ORACLE] or able
     calls = []
     total = dict.fromkeys(candidates, 0.0)
     for call, count in site.calls:
@@ -222,7 +222,7 @@ def decide(site: Site, measured: dict[Signature, dict[str, float]]) -> SitePlan:
         if total[name] < _CLEARLY * total[backend]:
             backend = name
     for name in able:
-        if name == _ORACLE and name != backend:
+        if name == ORACLE and name != backend:
             against[name] = ["it holds the whole T x S matrix: the oracle of the proof, not a plan"]
         elif name != backend:
             against[name] = [f"{total[name] / max(total[backend], 1e-9):.2f} x the time here"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from foci.accelerate.apply import Applied, library_of, route
 from foci.accelerate.compile import weigh
-from foci.accelerate.plan import CompilePlan, Plan, decide, identify
+from foci.accelerate.plan import ORACLE, CompilePlan, Plan, decide, identify
 from foci.accelerate.prove import Problem, Row, evaluating, prove_model, prove_site, relative_rms, worst
 from foci.accelerate.shown import Shown
 from foci.accelerate.sites import Found, dims, find, letters
@@ -225,7 +225,7 @@ def _plan(problem: Problem, found: Found, name: str, note: str, beside: list[lis
         chosen.setdefault(site.backend, []).append(site)
     parts = []
     for backend, its in chosen.items():
-        others = "; ".join(f"{other}: {reasons[0]}" for other, reasons in its[0].others.items())
+        others = "; ".join(f"{name}: {why[0]}" for name, why in its[0].others.items() if name != ORACLE)
         parts.append(f"{len(its)} x softmax -> {backend} ({others})")
     tell("plan", ", ".join(parts), True)
     return plan
