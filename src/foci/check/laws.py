@@ -35,7 +35,7 @@ Findings = Iterator[Finding]
 
 @dataclass(frozen=True)
 class Law:
-    """A law of operators.md by its number; several rows may ask parts of one law."""
+    """A law by its number in docs/check.md; several rows may ask parts of one law."""
 
     number: int
     name: str
