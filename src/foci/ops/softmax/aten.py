@@ -16,6 +16,7 @@ from foci.ops.softmax.call import Call
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _LEAST_SCALE = torch.finfo(torch.float32).tiny  # less is 0 to a float32 kernel
+_HALF = (torch.bfloat16, torch.float16)
 _WIDEST_VECTOR = 16  # float32 numbers in an AVX-512 register
 
 
@@ -96,6 +97,8 @@ def reasons(call: Call) -> list[str]:
         found.append("a window is not supported by torch's fused kernels (a dense mask would compute what it hides)")
     if call.bias is not None and call.bias.requires_grad and torch.is_grad_enabled():
         found.append("bias needs a gradient, which torch's fused kernels do not compute")
+    if call.sink is not None and call.sink.requires_grad and torch.is_grad_enabled() and call.q.dtype in _HALF:
+        found.append("sink needs a gradient, which in half precision would carry the rounding of out")
     if (call.causal_end or call.causal_start) and not _causal_fits(call):
         found.append("torch's fused kernels align causal top-left; here the last query must see the last key")
     kernels = _kernels(call)

@@ -71,14 +71,16 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, bias, sink, with p recomputed per tile from the saved lse.
 
-    dp = dout v^T;  dz = p * (dp - delta + dlse) with delta[t] = sum_v dout out
-    dsink = sum_t exp(sink - lse) (dlse - delta)
+    dp = dout v^T;  dz = p * (dp - pull) with pull[t] = sum_s p dp - dlse;  dsink = -sum_t exp(sink - lse) pull
+
+    The sum over s equals sum_v dout out, but a tile holds whole rows, so it need not carry the rounding of a half out.
     """
     heads = _Heads(call)
     B, T, S, H, G, K, V = call.sizes
     dtype = call.accumulator
     out, lse = outputs
-    dout, correction = _row_terms(out, grads, dtype)
+    dout = torch.zeros_like(out, dtype=dtype) if grads[0] is None else grads[0].to(dtype)
+    pull = torch.zeros_like(lse) if grads[1] is None else grads[1].neg().contiguous()
     steady = _never_empty(lse)
     dq = torch.zeros(B, T, H, K, dtype=dtype, device=out.device)
     dk, dv = (torch.zeros(B, G, S, n, dtype=dtype, device=out.device) for n in (K, V))
@@ -93,7 +95,9 @@ def backward(
             kept = _kept(call, tile, heads.R)
             seen, dp = p * kept, dp.mul_(kept)
         _keys(dv, tile).baddbmm_(heads.fold(seen).transpose(1, 2), do)
-        dz = dp.sub_(_place(correction, tile, heads.R)[..., None]).mul_(p)
+        dz = dp.mul_(p)
+        row = _place(pull, tile, heads.R).add_(dz.sum(-1))
+        dz.addcmul_(p, row[..., None], value=-1)
         if dbias is not None:
             _add_reduced(dbias, dz, tile, heads.R)
         if capped is not None:  # d cap(x) / dx = 1 - tanh(x/c)^2
@@ -104,7 +108,7 @@ def backward(
     dsink = None
     if call.sink is not None and needs[4]:
         share = torch.exp(call.sink.to(dtype) - steady)
-        dsink = share.mul_(correction).sum((0, 1)).neg_().to(call.sink.dtype)
+        dsink = share.mul_(pull).sum((0, 1)).neg_().to(call.sink.dtype)
     # queries(tile) carried the scale (over the cap, if any), so dk has it already.
     chain = heads.chain
     return (
@@ -246,14 +250,6 @@ def _place(x: Tensor, tile: Tile, R: int) -> Tensor:
 def _keys(x: Tensor, tile: Tile) -> Tensor:
     """The [rows * key heads, j, n] view of a contiguous [B, G, S, n] tensor; a tile has all key heads or one row."""
     return x[tile.b0 : tile.b1, tile.g0 : tile.g1, tile.j0 : tile.j1].flatten(0, 1)
-
-
-def _row_terms(out: Tensor, grads: tuple[Tensor | None, Tensor | None], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """dout in `dtype`, and delta - dlse: what the softmax subtracts from every dp of a row."""
-    dout, dlse = grads
-    dout = torch.zeros_like(out, dtype=dtype) if dout is None else dout.to(dtype)
-    delta = (dout * out).sum(-1, dtype=dtype)
-    return dout, delta if dlse is None else delta - dlse
 
 
 def _initial_lse(call: Call) -> Tensor:
