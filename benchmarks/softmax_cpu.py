@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import foci
-from foci.bench.measure import interleave, ratio
+from foci.bench.measure import Way, interleave, ratio
 from foci.check.compare import compare, difference
 from foci.core.device import machine
 
@@ -78,7 +78,7 @@ def against_sdpa(rounds: int) -> None:
             }  # fmt: skip
             for stage, (mine, other) in pairs.items():
                 with torch.set_grad_enabled(stage != "forward"):
-                    times = interleave({"ours": mine, "theirs": other}, rounds)
+                    times = interleave({"ours": Way(mine), "theirs": Way(other)}, rounds=rounds)
                 measured = ratio(times["ours"], times["theirs"])
                 goal = 1.05
                 record(
@@ -129,9 +129,8 @@ def against_eager(rounds: int) -> None:
         ),
     ]  # fmt: skip
     for name, ours, theirs, inputs, grads, goal in cases:
-        times = interleave(
-            {"ours": backward(ours, inputs, grads), "eager": backward(theirs, inputs, grads)}, max(3, rounds // 2)
-        )
+        ways = {"ours": Way(backward(ours, inputs, grads)), "eager": Way(backward(theirs, inputs, grads))}
+        times = interleave(ways, rounds=max(3, rounds // 2))
         gain = ratio(times["eager"], times["ours"])
         record(f"{name}, forward+backward: eager / time", gain.median, f">= {goal}", gain.median >= goal, str(gain))
 
@@ -149,14 +148,11 @@ def call_cost(rounds: int) -> None:
         return run
 
     with torch.no_grad():
-        times = interleave(
-            {
-                "ours": many(lambda: foci.attention(q, k, v)),
-                "sdpa": many(lambda: F.scaled_dot_product_attention(*heads_first)),
-            },
-            rounds * 3,
-            warmup=3,
-        )
+        ways = {
+            "ours": Way(many(lambda: foci.attention(q, k, v))),
+            "sdpa": Way(many(lambda: F.scaled_dot_product_attention(*heads_first))),
+        }
+        times = interleave(ways, rounds=rounds * 3)
     ours, theirs = (times[name].median * 1e3 for name in ("ours", "sdpa"))
     record(
         "tiny tensors: us a call above SDPA",
@@ -212,10 +208,10 @@ def blocks(rounds: int) -> None:
     masks = {"full": None, "causal": foci.Causal(), "window 1024": foci.Causal() & foci.Window(reach - 1, None)}
     live = {"full": 1.0, "causal": (T + 1) / (2 * T), "window 1024": (reach * T - reach * (reach - 1) / 2) / T**2}
     runs = {
-        name: backward(lambda m=m: (foci.attention(q, k, v, mask=m, backend="chunked"),), (q, k, v), grad)
+        name: Way(backward(lambda m=m: (foci.attention(q, k, v, mask=m, backend="chunked"),), (q, k, v), grad))
         for name, m in masks.items()
     }  # fmt: skip
-    times = interleave(runs, max(1, rounds // 4))
+    times = interleave(runs, rounds=max(1, rounds // 4))
     for name in ("causal", "window 1024"):
         share = ratio(times[name], times["full"])
         excess = share.median / live[name]

@@ -53,3 +53,28 @@ def test_model_without_attention() -> None:
     assert library_of(nn.Linear(2, 2)) is None
     with pytest.raises(Unsupported, match=r"Linear has no attention that foci can route"):
         route(nn.Linear(2, 2))
+
+
+def test_a_language_model_may_make_calls_that_the_plan_never_saw() -> None:
+    subject = zoo.load("llama")
+    model, ids = subject.model, subject.inputs["input_ids"]
+    done = accelerate(model, subject.inputs, compile="off")
+    with torch.no_grad():
+        whole = model(ids).logits
+        cache = model(ids[:, :20], use_cache=True).past_key_values
+        # 28 queries over 48 keys: aten, which the plan names, cannot run these.
+        rest = model(ids[:, 20:], past_key_values=cache, use_cache=True).logits
+    done.restore()
+    torch.testing.assert_close(rest, whole[:, 20:], rtol=1e-4, atol=1e-5)
+
+
+def test_a_plan_of_some_sites_leaves_the_others_and_an_impossible_one_is_refused(bert: Accelerated) -> None:
+    model = zoo.load("bert").model
+    with route(model, bert.plan.sites[:1]) as applied:
+        assert list(applied.sites) == bert.plan.names[:1]
+    pixart = zoo.load("pixart")
+    done = accelerate(pixart.model, pixart.inputs, compile="off")
+    done.restore()
+    pixart.model.set_attention_backend("native")
+    with pytest.raises(Unsupported, match=r"the plan cannot be put into PixArtTransformer2DModel"):
+        apply(pixart.model, done.plan)

@@ -25,9 +25,10 @@ def site(**given: object) -> Site:
 def test_the_specs_order_holds_unless_a_measurement_clearly_says_otherwise() -> None:
     one = site()
     key = signature(one.calls[0][0])
-    assert decide(one, {key: {"aten": 1.0, "chunked": 0.9}}).backend == "aten"
+    own = decide(one, {key: {"aten": 1.0, "chunked": 0.9}})
+    assert own.backend == "aten" and not own.fixed
     decision = decide(one, {key: {"aten": 1.0, "chunked": 0.5}})
-    assert decision.backend == "chunked"
+    assert decision.backend == "chunked" and decision.fixed
     assert decision.others["aten"] == ["2.00 x the time here"]
     assert "T x S" in decision.others["reference"][0]
     assert decision.calls[0]["count"] == 3 and decision.calls[0]["milliseconds"] == {"aten": 1000.0, "chunked": 500.0}

@@ -1,17 +1,37 @@
-"""Interleaved timing: order, pairing, and that a slower function measures slower."""
+"""Interleaved timing: order, pairing, what is timed, and that more work measures longer."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
-from foci.bench.measure import Sample, interleave, ratio
+from foci.bench.measure import Sample, Way, interleave, ratio
 
 
-def test_functions_run_in_turn_and_the_order_flips() -> None:
+def test_ways_run_in_turn_and_the_order_flips() -> None:
     seen: list[str] = []
-    samples = interleave({"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}, rounds=2, warmup=1)
-    assert seen == ["a", "b", "a", "b", "b", "a"]
-    assert [len(sample.seconds) for sample in samples.values()] == [2, 2]
+    samples = interleave({name: Way(lambda name=name: seen.append(name)) for name in "ab"}, rounds=3)
+    # Short runs are made twice, once untimed.
+    assert seen[::2] == seen[1::2] == ["a", "b", "b", "a", "a", "b"]
+    assert [len(sample.seconds) for sample in samples.values()] == [3, 3]
+
+
+def test_a_way_runs_within_its_context() -> None:
+    state = ["before"]
+
+    @contextmanager
+    def changed() -> Iterator[None]:
+        state.append("within")
+        yield
+        state.pop()
+
+    seen: list[str] = []
+    look = lambda: seen.append(state[-1])  # noqa: E731
+    interleave({"as it is": Way(look), "changed": Way(look, changed)}, rounds=1)
+    assert seen == ["before", "before", "within", "within"]
+    assert state == ["before"]
 
 
 def test_ratio_is_paired_by_round() -> None:
@@ -22,10 +42,15 @@ def test_ratio_is_paired_by_round() -> None:
 
 
 def test_more_work_takes_longer() -> None:
-    samples = interleave({"much": lambda: sum(range(200_000)), "little": lambda: sum(range(2_000))}, rounds=5)
+    ways = {"much": Way(lambda: sum(range(200_000))), "little": Way(lambda: sum(range(2_000)))}
+    samples = interleave(ways, rounds=5)
     assert ratio(samples["much"], samples["little"]).median > 10
+
+
+def test_long_runs_get_three_rounds() -> None:
+    assert len(interleave({"a": Way(lambda: None)}, rounds=9, seconds=0.0)["a"].seconds) == 3
 
 
 def test_no_rounds_is_refused() -> None:
     with pytest.raises(ValueError, match="rounds must be at least 1, got 0"):
-        interleave({"a": lambda: None}, rounds=0)
+        interleave({"a": Way(lambda: None)}, rounds=0)

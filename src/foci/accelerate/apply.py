@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from foci.accelerate.compile import Compiled, compile_parts
-from foci.accelerate.plan import Plan, identify
+from foci.accelerate.plan import Plan, SitePlan, identify
 from foci.core.errors import Unsupported
 
 
@@ -44,8 +44,29 @@ class Applied:
         self.restore()
 
 
-def route(model: nn.Module, backends: Mapping[str, str] | None = None) -> Applied:
-    """Route the named sites (all of them, each to foci's choice, by default) to foci, without any check of a plan."""
+def route(model: nn.Module, sites: Sequence[SitePlan] | None = None) -> Applied:
+    """Route the planned sites (all there are, each to foci's choice, by default) to foci, without any check of a plan.
+
+    A model makes other calls than the planned ones (a cache grows, dropout in training). Where the plan is what foci
+    would choose anyway, at all the sites there are, foci goes on choosing call by call.
+    """
+    if sites is None:
+        return _install(model, None)
+    names = {site.name for site in sites}
+    if not any(site.fixed for site in sites):
+        applied = _install(model, None)
+        if set(applied.sites) == names:
+            return applied
+        applied.restore()
+    applied = _install(model, {site.name: site.backend for site in sites})
+    if set(applied.sites) != names:
+        applied.restore()
+        left = [f"{name}: {why}" for name, why in applied.skipped if name in names]
+        raise Unsupported(f"accelerate: the plan cannot be put into {type(model).__name__}", left)
+    return applied
+
+
+def _install(model: nn.Module, backends: Mapping[str, str] | None) -> Applied:
     from foci.integrations import diffusers, transformers
 
     library = library_of(model)
@@ -80,7 +101,7 @@ def apply(model: nn.Module, plan: Plan | Mapping[str, Any] | str | Path) -> Appl
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     plan.require_same_model(identify(model))
-    applied = route(model, {site.name: site.backend for site in plan.sites})
+    applied = route(model, plan.sites)
     if plan.compile.mode != "off":
         applied._compiled = compile_parts(model, plan.compile.mode, plan.names)
     return applied

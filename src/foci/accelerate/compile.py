@@ -13,7 +13,7 @@ from torch import nn
 
 from foci.accelerate.plan import CompilePlan
 from foci.accelerate.prove import gap, tensors_of
-from foci.accelerate.timing import clock, interleave
+from foci.bench.measure import Way, clock, interleave
 
 Run = Callable[[], Any]
 # No compilation of a real block has ever been cheaper than this on a CPU: below it nothing needs to be measured.
@@ -140,8 +140,8 @@ def _measure(
     second = clock(run)  # what is set up late is part of the cost
     output = tensors_of(run())
     # Interleaved, and each at its best: the earlier figure was taken in another mood of the machine.
-    record = interleave(run, compiled.paused, pairs=7, seconds=10.0)
-    eager_call, after = min(record["changed"]), min(record["original"])
+    samples = interleave({"compiled": Way(run), "eager": Way(run, compiled.paused)}, rounds=7, seconds=10.0)
+    eager_call, after = (min(samples[name].seconds) for name in ("eager", "compiled"))
     cost = max(first + second - 2 * after, 0.0)
     saving = eager_call - after
     return CompilePlan(
@@ -186,5 +186,7 @@ def _verdict(plan: CompilePlan, mode: str) -> CompilePlan:
         keep, why = True, f"you said {plan.calls} -> on" if mode != "on" else "you asked for it -> on"
     else:
         keep, why = False, f"you said {plan.calls} -> off"
+    if plan.graphs_two_resolutions is not None:
+        graphs += f" ({plan.graphs_two_resolutions} with a second resolution)"
     equal = ", equal" if right else ""
     return replace(plan, mode=plan.mode if keep else "off", sentence=f"{facts}; {why}; {graphs}{equal}")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from foci.accelerate.sites import Signature, Site, arguments, letters, mask_text, signature
-from foci.accelerate.timing import clock
+from foci.bench.measure import clock
 from foci.core.errors import Unsupported
 from foci.core.select import explain
 from foci.ops.softmax.api import attention
@@ -45,13 +45,17 @@ class Identity:
 
 @dataclass(frozen=True)
 class SitePlan:
-    """One site's decision. `calls` has sizes, dtype, mask and count; `others` why not the other backends."""
+    """One site's decision. `calls` has sizes, dtype, mask and count; `others` why not the other backends.
+
+    `fixed` says that a measurement overruled what foci would choose by itself.
+    """
 
     name: str
     kind: str
     caller: str
     via: str
     backend: str
+    fixed: bool
     calls: list[dict[str, Any]]
     others: dict[str, list[str]]
 
@@ -226,7 +230,8 @@ def decide(site: Site, measured: dict[Signature, dict[str, float]]) -> SitePlan:
             against[name] = ["it holds the whole T x S matrix: the oracle of the proof, not a plan"]
         elif name != backend:
             against[name] = [f"{total[name] / max(total[backend], 1e-9):.2f} x the time here"]
-    return SitePlan(site.name, site.kind, site.caller, site.via, backend, calls, against)
+    fixed = any(explain(SPEC, call).chosen != backend for call, _ in site.calls)
+    return SitePlan(site.name, site.kind, site.caller, site.via, backend, fixed, calls, against)
 
 
 def _seconds(call: Call, backends: list[str], most: int = 9, budget: float = 0.5) -> dict[str, float]:

@@ -19,7 +19,8 @@ from foci.accelerate.plan import ORACLE, CompilePlan, Plan, decide, identify
 from foci.accelerate.prove import Problem, Row, evaluating, prove_model, prove_site, relative_rms, worst
 from foci.accelerate.shown import Shown
 from foci.accelerate.sites import Found, dims, find, letters
-from foci.accelerate.timing import interleave, peak_memory
+from foci.bench.measure import Sample, Way, interleave, ratio
+from foci.bench.memory import peak_memory
 from foci.core.device import machine
 from foci.core.errors import Unsupported
 
@@ -110,7 +111,7 @@ def accelerate(
         rows = _prove(problem, found, plan, tell)
         before, after = _show(model, plan, show, tell)
         timing, memory = _time(problem, plan, tell)
-    applied = route(model, plan.backends)
+    applied = route(model, plan.sites)
     try:
         budget = max(row.budget for row in rows if row.where == "whole model" and row.against == "original")
         decision = _compile(problem, plan, applied, compile, calls, other_inputs, budget, tell)
@@ -253,7 +254,7 @@ def _prove(problem: Problem, found: Found, plan: Plan, tell: Progress) -> list[R
         tell("prove", f"site {place + 1} of {len(found.sites)} against float64", False)
         rows += prove_site(site, plan.backends[site.name])
     tell("prove", "whole model, outputs and gradients, against itself in float64", False)
-    rows += prove_model(problem, lambda: route(problem.model, plan.backends))
+    rows += prove_model(problem, lambda: route(problem.model, plan.sites))
     if not all(row.ok for row in rows):
         raise Refused(plan.model, rows)
     parts = []
@@ -276,7 +277,7 @@ def _show(model: nn.Module, plan: Plan, show: Show | None, tell: Progress) -> tu
     if show is None:
         return None, None
     before = show(lambda text: tell("show", f"before: {text}", False))
-    with route(model, plan.backends):
+    with route(model, plan.sites):
         after = show(lambda text: tell("show", f"after: {text}", False))
     tell("show", _compare(before, after)["sentence"], True)
     return before, after
@@ -307,17 +308,19 @@ def _sentence(before: Shown, after: Shown, facts: Mapping[str, Any]) -> str:
     if "tokens" in before.facts:
         same = "the same" if before.lines == after.lines else "NOT the same"
         return f"{before.facts['tokens']} greedy tokens, {same} before and after"
-    return f"{len(before.lines)} sentences, embeddings apart by at most {facts['difference']:.0e}"
+    apart = f"apart by at most {facts['difference']:.0e}" if facts["difference"] else "equal to the last bit"
+    return f"{len(before.lines)} sentences, embeddings {apart}"
 
 
 def _time(problem: Problem, plan: Plan, tell: Progress) -> tuple[dict[str, Any], dict[str, int]]:
     tell("time", "original and foci in turn", False)
 
     def routed() -> Applied:
-        return route(problem.model, plan.backends)
+        return route(problem.model, plan.sites)
 
     with torch.no_grad():
-        record = interleave(problem.run, routed)
+        ways = {"original": Way(problem.run), "changed": Way(problem.run, routed)}
+        record = _record(interleave(ways, rounds=11, seconds=20.0))
         device = torch.device(plan.device)
         memory = {"original": peak_memory(problem.run, device)}
         with routed():
@@ -330,6 +333,23 @@ def _time(problem: Problem, plan: Plan, tell: Progress) -> tuple[dict[str, Any],
         True,
     )
     return record, memory
+
+
+def _record(samples: Mapping[str, Sample]) -> dict[str, Any]:
+    """The times as plan.json keeps them; the ratio is original / changed, with the middle half of the rounds."""
+    original, changed = samples["original"], samples["changed"]
+    gain = ratio(original, changed)
+    return {
+        "original": list(original.seconds),
+        "changed": list(changed.seconds),
+        "original_median": original.median,
+        "changed_median": changed.median,
+        "ratio": gain.median,
+        "ratio_low": gain.low,
+        "ratio_high": gain.high,
+        "pairs": len(original.seconds),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def seconds_text(seconds: float) -> str:

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 
+# A run shorter than this (seconds) is made once untimed when its turn comes: another one has had the caches.
+_SHORT = 1.0
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to do some work: `run` is timed, entering and leaving `within()` is not."""
+
+    run: Callable[[], object]
+    within: Callable[[], AbstractContextManager[object]] = nullcontext
+
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds of every round of one function."""
+    """Seconds of every round of one way."""
 
     seconds: tuple[float, ...]
 
@@ -23,7 +36,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times longer one function took than another, round by round: the median and the middle half."""
+    """How many times longer one way took than another, round by round: the median and the middle half."""
 
     median: float
     low: float
@@ -33,24 +46,34 @@ class Ratio:
         return f"{self.median:.2f} x ({self.low:.2f} .. {self.high:.2f})"
 
 
-def interleave(
-    functions: Mapping[str, Callable[[], object]], rounds: int = 9, warmup: int = 1, device: str = "cpu"
-) -> dict[str, Sample]:
-    """Run every function once a round, so that a drift of the machine's speed falls on all of them alike.
+def clock(run: Callable[[], object]) -> float:
+    """Seconds of one run, the accelerator's queue included."""
+    _settle()
+    start = time.perf_counter()
+    run()
+    _settle()
+    return time.perf_counter() - start
 
-    The order is reversed every other round: what runs second finds the caches warm from what ran first.
+
+def interleave(ways: Mapping[str, Way], *, rounds: int = 9, seconds: float = math.inf) -> dict[str, Sample]:
+    """Run every way once a round, so that a drift of the machine's speed falls on all of them alike.
+
+    The order is reversed every other round. When the timed runs have taken `seconds` together no further round begins,
+    after three at least.
     """
     if rounds < 1:
         raise ValueError(f"interleave: rounds must be at least 1, got {rounds}")
-    names = list(functions)
-    for _ in range(warmup):
-        for name in names:
-            functions[name]()
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    taken: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds):
-        for name in names if turn % 2 == 0 else reversed(names):
-            seconds[name].append(_timed(functions[name], device))
-    return {name: Sample(tuple(values)) for name, values in seconds.items()}
+        if turn >= 3 and sum(map(sum, taken.values())) >= seconds:
+            break
+        for name in list(ways)[:: 1 if turn % 2 == 0 else -1]:
+            way, times = ways[name], taken[name]
+            with way.within():
+                if not times or times[-1] < _SHORT:
+                    way.run()
+                times.append(clock(way.run))
+    return {name: Sample(tuple(times)) for name, times in taken.items()}
 
 
 def ratio(ours: Sample, theirs: Sample) -> Ratio:
@@ -60,14 +83,6 @@ def ratio(ours: Sample, theirs: Sample) -> Ratio:
     return Ratio(median(pairs), pairs[round(last * 0.25)], pairs[round(last * 0.75)])
 
 
-def _timed(function: Callable[[], object], device: str) -> float:
-    _settle(device)
-    start = time.perf_counter()
-    function()
-    _settle(device)
-    return time.perf_counter() - start
-
-
-def _settle(device: str) -> None:
-    if device != "cpu":
-        torch.accelerator.synchronize()
+def _settle() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()

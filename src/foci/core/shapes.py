@@ -42,7 +42,7 @@ class Signature:
         sizes: Sizes = {}
         for argument, letters in self.exact:
             tensor = tensors[argument]
-            if not isinstance(tensor, Tensor):
+            if tensor is None or not isinstance(tensor, Tensor):
                 self._check_absent(argument, tensor)
                 continue
             shape = tensor.shape
@@ -51,15 +51,15 @@ class Signature:
                     f"{self.name}: {argument} has {len(shape)} dimensions, shape {list(shape)}; "
                     f"expected {len(letters)}: [{', '.join(letters)}]"
                 )
-            for letter, size in zip(letters, shape, strict=True):
+            for letter, size in zip(letters, shape, strict=False):  # as long as each other, see above; strict is slow
                 if sizes.setdefault(letter, size) != size:
                     raise ShapeError(self._disagreement(argument, letters, letter, tensors, sizes))
         for argument, letters in self.broadcast:
             tensor = tensors[argument]
-            if isinstance(tensor, Tensor):
-                self._check_broadcast(argument, letters, tensor, sizes)
-            else:
+            if tensor is None or not isinstance(tensor, Tensor):
                 self._check_absent(argument, tensor)
+            else:
+                self._check_broadcast(argument, letters, tensor, sizes)
         return sizes
 
     def _check_absent(self, argument: str, value: object) -> None:

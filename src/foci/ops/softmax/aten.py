@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isnan
 from typing import NamedTuple, Protocol
 
 import torch
@@ -57,7 +58,8 @@ class FlashOnCpu:
     ) -> tuple[Tensor, Tensor]:
         out, lse = _flash_forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         # Of fewer keys than a vector holds the kernel takes the maximum without seeing NaN: the row would be 0.
-        if k.shape[2] < _WIDEST_VECTOR and (lost := q.isnan().any(-1)).any():
+        if k.shape[2] < _WIDEST_VECTOR and isnan(q.sum().item()):
+            lost = q.isnan().any(-1)
             out, lse = out.masked_fill(lost[..., None], torch.nan), lse.masked_fill(lost, torch.nan)
         return out, lse
 

@@ -34,6 +34,11 @@ def _none(draw: Draw) -> dict[str, Any]:
     return {}
 
 
+def _large(draw: Draw) -> dict[str, Any]:
+    """q so large that exp(z) overflows float32 where no maximum was subtracted."""
+    return {"q": 40.0 * draw.normal(2, 7, 4, 16)}
+
+
 def case(
     name: str,
     *features: str,
@@ -71,7 +76,8 @@ CASES = (
     case("value width", "value width", K=16, V=24),
     case("odd widths", "value width", K=7, V=5),
     case("scale", "scale", extra=lambda d: {"scale": 0.3}),
-    case("two blocks", B=1, T=131, H=2),
+    case("two blocks", B=1, T=131, H=2, K=24),  # another width: a scale written for one of them shows
+    case("large logits", T=7, extra=_large),
     case("causal", "causal", extra=lambda d: {"mask": Causal()}),
     case("causal, two blocks", "causal", B=1, T=131, H=2, extra=lambda d: {"mask": Causal()}),
     case("causal, cached keys", "causal", "cross", T=5, S=23, extra=lambda d: {"mask": Causal()}),

@@ -107,7 +107,8 @@ def _convention(function: Callable[..., Any], layout: str) -> Convention:
             "gqa": "enable_gqa",
         }
         return Convention(words, "bhtd", both=False, bias_in_mask=True)
-    signature = inspect.signature(function)
+    # A module's own __call__ names nothing: what it takes stands at its forward.
+    signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
     words = {}
     for kind, spellings in WORDS.items():
         for word in spellings:
