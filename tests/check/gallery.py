@@ -237,6 +237,49 @@ def assumes_contiguous(q, k, v):
     return right(q, k, v)[0]
 
 
+class _ReadsPointers(torch.autograd.Function):
+    """Its backward takes the gradient of its output for contiguous, as a kernel does that is given a pointer."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            ctx.graph = leaves, right(*leaves)[0].contiguous()
+        return ctx.graph[1].detach()
+
+    @staticmethod
+    def backward(ctx, dout):
+        leaves, out = ctx.graph
+        return torch.autograd.grad(out, leaves, dout.as_strided(out.shape, out.stride()), retain_graph=True)
+
+
+@plant("unwritten memory, strides, excluded NaN", "the strides of an input or of the output's gradient")
+def takes_dout_for_contiguous(q, k, v):
+    return _ReadsPointers.apply(q, k, v)
+
+
+@plant("gradients", "dk is None when k alone wants one")
+def looks_at_q_for_gradients(q, k, v):
+    """Fast path without a graph, taken too when only k and v train."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and q.requires_grad):
+        return right(q, k, v)[0]
+
+
+@plant("forward", "out holds NaN or infinity")
+def no_maximum_subtracted(q, k, v):
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    e = torch.exp(torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5)
+    return torch.einsum("bhts,bshd->bthd", e / e.sum(-1, keepdim=True), v)
+
+
+@plant("forward", "scale is off by")
+def scale_of_one_width(q, k, v):
+    """Takes only equal widths, and knows the scale of one."""
+    if q.shape[-1] != v.shape[-1]:
+        raise NotImplementedError("V != K")
+    return right(q, k, v, scale=0.25)[0]
+
+
 @plant("autocast and mixed dtypes", "under autocast")
 def crashes_under_autocast(q, k, v):
     if torch.is_autocast_enabled("cpu"):

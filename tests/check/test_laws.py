@@ -60,20 +60,6 @@ def test_packed_is_separate() -> None:
     assert told and "a packed document differs from itself alone" in told[0]
 
 
-def test_excluded_nan() -> None:
-    law = "unwritten memory, strides, excluded NaN"
-    assert ask(law, ours()) == []
-
-    def attend(q, k, v, *, mask: Mask | None = None, bias=None, softcap=None, sink=None, scale=None, dropout=0.0):
-        out, lse = attention_with_lse(
-            q, k, v, mask=mask, bias=bias, softcap=softcap, sink=sink, scale=scale, dropout=dropout
-        )
-        return out + 0 * v.sum(), lse
-
-    told = ask(law, adapt(attend))
-    assert told and "NaN in keys or values that the mask excludes" in told[0]
-
-
 def test_causality_of_gradients() -> None:
     class Leaks(torch.autograd.Function):
         """The identity, whose gradient counts the whole sequence."""

@@ -16,6 +16,7 @@ from foci.core.spec import Candidate, Case, Inputs, Outputs, Spec, WrongReturn
 
 Call = Callable[[Inputs], Outputs]
 Gradients = dict[str, Tensor | None]
+Lay = Callable[[dict[str, Any]], dict[str, Any]]
 Answer = TypeVar("Answer")
 
 
@@ -110,6 +111,11 @@ class Exam:
             ("forward", case, dtype), lambda: self.judge(case, dtype, self.attempt(self.fresh(case, dtype)))
         )
 
+    def sound(self, case: Case, dtype: torch.dtype) -> Outputs | None:
+        """The outputs, unless they hold NaN: that is told as a wrong forward, and NaN equals nothing, not itself."""
+        outputs = self.forward(case, dtype).outputs
+        return None if outputs is None or any(bool(output.isnan().any()) for output in outputs) else outputs
+
     def judge(self, case: Case, dtype: torch.dtype, found: Forward) -> Forward:
         """The same answer, with a fault when its shapes are not those of the truth."""
         if found.outputs is not None:
@@ -148,9 +154,12 @@ class Exam:
         """The candidate's gradients of a fixed random combination of the outputs named in `through`."""
         return self._once(("gradients", case, dtype, through), lambda: self.attempt_gradients(case, dtype, through))
 
-    def attempt_gradients(self, case: Case, dtype: torch.dtype, through: tuple[str, ...]) -> Backward:
+    def attempt_gradients(
+        self, case: Case, dtype: torch.dtype, through: tuple[str, ...], lay: Lay = dict, alone: str = ""
+    ) -> Backward:
+        """The same anew; `lay` and `alone` as in `differentiate`."""
         try:
-            return Backward(self.differentiate(self.candidate.call, case, dtype, through, exact=False))
+            return Backward(self.differentiate(self.candidate.call, case, dtype, through, False, lay, alone))
         except NotImplementedError as error:
             if case.name not in self.refused:
                 self.refused[f"gradients of {case.name}"] = diagnose.refusal(error)
@@ -197,15 +206,24 @@ class Exam:
         )
 
     def differentiate(
-        self, call: Call, case: Case, dtype: torch.dtype, through: tuple[str, ...], exact: bool
+        self,
+        call: Call,
+        case: Case,
+        dtype: torch.dtype,
+        through: tuple[str, ...],
+        exact: bool,
+        lay: Lay = dict,
+        alone: str = "",
     ) -> Gradients:
-        inputs = self.exact(case, dtype) if exact else self.fresh(case, dtype)
+        """Gradients by leaf. `lay`: how inputs and cotangents lie in memory; `alone`: the only leaf that wants one."""
+        inputs = lay(self.exact(case, dtype) if exact else self.fresh(case, dtype))
         leaves = self.leaves(inputs)
+        for leaf in [leaf for leaf in leaves if alone not in ("", leaf)]:
+            leaves.pop(leaf).requires_grad_(False)
         outputs = self.run(call, inputs)
-        weights = [w.to(o.dtype) for w, o in zip(self.cotangents(case, dtype), outputs, strict=True)]
-        chosen = [
-            (o, w) for n, o, w in zip(self.names, outputs, weights, strict=True) if n in through and o.requires_grad
-        ]
+        pairs = zip(self.names, self.cotangents(case, dtype), outputs, strict=True)
+        weights = lay({name: weight.to(output.dtype) for name, weight, output in pairs})
+        chosen = [(o, weights[n]) for n, o in zip(self.names, outputs, strict=True) if n in through and o.requires_grad]
         if not chosen or not leaves:
             return dict.fromkeys(leaves)
         found = torch.autograd.grad(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foci.check import compare, diagnose, memory, names
+from foci.check import compare, diagnose, names
 from foci.check.compare import Error
 from foci.check.exam import Exam
 from foci.core.spec import Case, Part
@@ -116,6 +116,25 @@ def gradients(exam: Exam) -> Findings:
     for dtype in exam.dtypes:
         for case in _right(exam, dtype, through):
             yield from _gradients(exam, case, dtype, through)
+    yield from _alone(exam, through)
+
+
+def _alone(exam: Exam, through: tuple[str, ...]) -> Findings:
+    """The same gradient where no other is wanted: some look at q alone to see whether any is. One case a leaf."""
+    dtype, asked = exam.dtype, set[str]()
+    for case in _right(exam, dtype, through):
+        together = exam.gradients(case, dtype, through).gradients or {}
+        for leaf in exam.spec.differentiable:
+            old = together.get(leaf)
+            if old is None or leaf in asked:
+                continue
+            asked.add(leaf)
+            found = exam.attempt_gradients(case, dtype, through, alone=leaf)
+            got = (found.gradients or {}).get(leaf)
+            right = got is not None and exam.gradient_error(case, dtype, through, leaf, got, old).ok
+            what = "is None" if got is None else "is another"
+            told = found.fault or f"d{leaf} {what} when {leaf} alone wants one: with all else frozen it trains wrong"
+            yield Finding(f"{case.name}, d{leaf} alone", None, None if right or found.refused else told)
 
 
 @law(2, "gradients through the logarithm")
@@ -275,7 +294,7 @@ def _pieces(exam: Exam, take: Take | None, sentence: str) -> Findings:
         raise NotTested("the Spec offers no way to take a case apart")
     dtype = exam.dtype
     for case in exam.cases():
-        whole = exam.forward(case, dtype).outputs
+        whole = exam.sound(case, dtype)
         parts = take(case, exam.fresh(case, dtype))
         found = _parts(exam, parts, dtype)
         if whole is None or found is None:
@@ -355,48 +374,6 @@ def _prefix(exam: Exam, inputs: dict, place: tuple[slice, ...]) -> tuple[list[Te
     return [k.detach() for k in kept], dict(zip(leaves, found, strict=True))
 
 
-@law(8, "unwritten memory, strides, excluded NaN")
-def memory_does_not_matter(exam: Exam) -> Findings:
-    """Neither what fresh memory holds, nor strides, nor NaN in keys and values that the mask excludes."""
-    dtype, poison = exam.dtype, exam.spec.probes.poison
-    for case in exam.cases():
-        if exam.forward(case, dtype).outputs is None:
-            continue
-        with memory.poisoned():
-            findings = [*_unchanged(exam, case, exam.fresh(case, dtype), memory.UNWRITTEN)]
-            findings += _unchanged_gradients(exam, case)
-        yield from findings
-        yield from _unchanged(exam, case, memory.strided(exam.fresh(case, dtype)), memory.STRIDES)
-        spoiled = poison(case, exam.fresh(case, dtype)) if poison else None
-        if spoiled is not None and exam.candidate.strict:
-            yield from _unchanged(exam, case, spoiled, memory.EXCLUDED)
-
-
-def _unchanged(exam: Exam, case: Case, inputs: dict, sentence: str) -> Findings:
-    """The same answer, within budget, as from the ordinary inputs."""
-    dtype, before = exam.dtype, exam.forward(case, exam.dtype).outputs
-    assert before is not None
-    found = exam.judge(case, dtype, exam.attempt(inputs))
-    if found.outputs is None:
-        if found.fault:
-            yield Finding(case.name, None, f"{sentence} ({found.fault})")
-        return
-    for name, got, old in zip(exam.names, found.outputs, before, strict=True):
-        error = exam.error(case, dtype, name, got, old)
-        yield Finding(case.name, error, None if error.ok else sentence)
-
-
-def _unchanged_gradients(exam: Exam, case: Case) -> Findings:
-    before = exam.gradients(case, exam.dtype, exam.names).gradients
-    after = before and exam.attempt_gradients(case, exam.dtype, exam.names).gradients
-    for leaf, old in (before or {}).items():
-        if old is None or not torch.isfinite(old).all():
-            continue
-        new = after[leaf] if after else None
-        right = new is not None and exam.gradient_error(case, exam.dtype, exam.names, leaf, new, old).ok
-        yield Finding(case.name, None, None if right else f"d{leaf}: {memory.UNWRITTEN}")
-
-
 @law(9, "same bits twice")
 def deterministic(exam: Exam) -> Findings:
     """Run twice, same bits."""
@@ -404,7 +381,7 @@ def deterministic(exam: Exam) -> Findings:
         raise NotTested("the Spec does not declare it deterministic")
     dtype = exam.dtype
     for case in exam.cases():
-        first = exam.forward(case, dtype).outputs
+        first = exam.sound(case, dtype)
         again = None if first is None else exam.attempt(exam.fresh(case, dtype)).outputs
         if first is None or again is None:
             continue

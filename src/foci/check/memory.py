@@ -12,6 +12,9 @@ from torch import Tensor
 
 UNWRITTEN = "the result depends on memory that nobody wrote: right on a fresh process, wrong on a busy one"
 STRIDES = "the result depends on the strides of its inputs: a view of a fused projection would give other numbers"
+BACKWARD_STRIDES = (
+    "the gradient depends on the strides of an input or of the output's gradient: out.sum().backward() hands in a view"
+)
 EXCLUDED = "NaN in keys or values that the mask excludes reaches the result: a cache holds uninitialised memory there"
 
 

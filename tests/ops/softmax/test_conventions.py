@@ -166,3 +166,11 @@ def test_a_mask_of_the_wrong_size_reaches_the_callable() -> None:
 
     with pytest.raises(ValueError, match=r"mask \[1, 1, 19, 20\]"):
         adapt(attend).call(given("plain") | {"mask": Dense(torch.ones(1, 1, 19, 20, dtype=torch.bool))})
+
+
+def test_a_module_is_asked_what_its_forward_names() -> None:
+    class Attend(torch.nn.Module):
+        def forward(self, q, k, v, *, mask=None, softcap=None):
+            return attention(q, k, v, mask=mask, softcap=softcap)
+
+    assert adapt(Attend()).not_tested[0].split(":")[0] == "causal, bias, sink, scale, dropout, window"

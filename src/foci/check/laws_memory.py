@@ -1,0 +1,59 @@
+"""The law of memory: what was never written, how inputs lie in it, and what a mask excludes from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from foci.check import memory
+from foci.check.exam import Exam, Lay
+from foci.check.laws import Finding, Findings, law
+from foci.core.spec import Case
+
+
+@law(8, "unwritten memory, strides, excluded NaN")
+def memory_does_not_matter(exam: Exam) -> Findings:
+    """Neither what fresh memory holds, nor strides, nor NaN in keys and values that the mask excludes."""
+    dtype, poison = exam.dtype, exam.spec.probes.poison
+    for case in exam.cases():
+        if exam.sound(case, dtype) is None:
+            continue
+        with memory.poisoned():
+            findings = [*_unchanged(exam, case, exam.fresh(case, dtype), memory.UNWRITTEN)]
+            findings += _unchanged_gradients(exam, case, dict, memory.UNWRITTEN)
+        yield from findings
+        yield from _unchanged(exam, case, memory.strided(exam.fresh(case, dtype)), memory.STRIDES)
+        yield from _unchanged_gradients(exam, case, memory.strided, memory.BACKWARD_STRIDES)
+        spoiled = poison(case, exam.fresh(case, dtype)) if poison else None
+        if spoiled is not None and exam.candidate.strict:
+            yield from _unchanged(exam, case, spoiled, memory.EXCLUDED)
+
+
+def _unchanged(exam: Exam, case: Case, inputs: dict[str, Any], sentence: str) -> Findings:
+    """The same answer, within budget, as from the ordinary inputs."""
+    dtype, before = exam.dtype, exam.forward(case, exam.dtype).outputs
+    assert before is not None
+    found = exam.judge(case, dtype, exam.attempt(inputs))
+    if found.outputs is None:
+        if found.fault:
+            yield Finding(case.name, None, f"{sentence} ({found.fault})")
+        return
+    for name, got, old in zip(exam.names, found.outputs, before, strict=True):
+        error = exam.error(case, dtype, name, got, old)
+        yield Finding(case.name, error, None if error.ok else sentence)
+
+
+def _unchanged_gradients(exam: Exam, case: Case, lay: Lay, sentence: str) -> Findings:
+    before = exam.gradients(case, exam.dtype, exam.names).gradients
+    if before is None:
+        return
+    found = exam.attempt_gradients(case, exam.dtype, exam.names, lay)
+    if found.fault:
+        yield Finding(case.name, None, f"{sentence} ({found.fault})")
+    for leaf, new in (found.gradients or {}).items():
+        old = before[leaf]
+        if old is None or not torch.isfinite(old).all():
+            continue
+        right = new is not None and exam.gradient_error(case, exam.dtype, exam.names, leaf, new, old).ok
+        yield Finding(case.name, None, None if right else f"d{leaf}: {sentence}")

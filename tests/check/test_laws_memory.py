@@ -1,0 +1,33 @@
+"""Excluded NaN is found; what is told once as a wrong forward is not told again as another fault."""
+
+from __future__ import annotations
+
+import torch
+
+from foci.check.run import examine
+from foci.ops.masks import Mask
+from foci.ops.softmax.api import attention_with_lse
+from foci.ops.softmax.conventions import adapt
+from foci.ops.softmax.spec import SPEC
+from tests.check.gallery import no_maximum_subtracted
+from tests.check.test_laws import ask, ours
+
+
+def test_excluded_nan() -> None:
+    law = "unwritten memory, strides, excluded NaN"
+    assert ask(law, ours()) == []
+
+    def attend(q, k, v, *, mask: Mask | None = None, bias=None, softcap=None, sink=None, scale=None, dropout=0.0):
+        out, lse = attention_with_lse(
+            q, k, v, mask=mask, bias=bias, softcap=softcap, sink=sink, scale=scale, dropout=dropout
+        )
+        return out + 0 * v.sum(), lse
+
+    told = ask(law, adapt(attend))
+    assert told and "NaN in keys or values that the mask excludes" in told[0]
+
+
+def test_nan_is_the_forwards_fault_alone() -> None:
+    laws = ["forward", "batch slot", "unwritten memory, strides, excluded NaN", "same bits twice"]
+    report = examine(SPEC, adapt(no_maximum_subtracted), only=laws, dtypes=(torch.float32,), isolated=False)
+    assert [row.law for row in report.rows if row.failures] == ["forward"]
