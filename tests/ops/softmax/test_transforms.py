@@ -240,6 +240,23 @@ def test_compiled_whole_is_eager(call: Callable[..., Any]) -> None:
             torch.testing.assert_close(ours, eager, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["softcap", "scale", "dropout"])
+def test_compiled_with_a_number_that_changes(name: str) -> None:
+    """From the second value on the compiler holds the number open."""
+
+    def call(value: float) -> Tensor:
+        return foci.attention(**inputs, **{name: value})
+
+    inputs = projection()
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for value in (0.25, 0.5, 0.75):
+        torch.manual_seed(0)
+        found = compiled(value)
+        torch.manual_seed(0)
+        assert torch.equal(found, call(value))
+
+
 def test_compiled_dropout_is_reproducible_and_drops() -> None:
     inputs = projection()
     torch._dynamo.reset()

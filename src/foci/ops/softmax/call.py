@@ -130,7 +130,7 @@ def bind(
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
         raise TypeError(f"attention: {name} must be a number, got {value!r}")
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:  # math.isfinite takes no number that the compiler holds open
         raise ValueError(
             f"attention: {name} must be a {'positive ' if name == 'softcap' else ''}finite number, got {value}"
         )
