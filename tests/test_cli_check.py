@@ -80,6 +80,7 @@ def test_json_alone_on_the_output(here, capsys) -> None:
         ("check softmax --like softmax", "'softmax' is foci's own"),
         ("check softmax --dtype int8", "--dtype must be among float64, float32, bfloat16, float16; got 'int8'"),
         ("check softmax --device tpu", "--device must be cpu or cuda, got 'tpu'"),
+        ("check softmax --backend aten --limit 0", "--limit must be a positive number of seconds, got 0"),
         ("check softmax --json no/such/folder.json --backend aten --dtype float32", "no/such/folder.json"),
     ],
 )

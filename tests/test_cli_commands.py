@@ -101,6 +101,7 @@ def test_explain_takes_no_memory_for_its_tensors(capsys) -> None:
         ("sftmax --shape T4,H6,K8", "unknown operator 'sftmax'; expected one of 'softmax'"),
         ("softmax --shape T4", "--shape must give H, K; got 'T4'"),
         ("softmax --shape T4,H6,K8,Z2", "--shape: unknown letter 'Z'; expected B, T, S, H, G, K or V"),
+        ("softmax --shape T4,H6,K8,K9", "--shape gives a letter twice: 'T4,H6,K8,K9'"),
         ("softmax --shape four", "--shape must be letters with sizes, like B1,T4096,H32,G8,K128; got 'four'"),
         ("softmax --shape T4,H6,G4,K8", "k has 4 heads but q has 6; q heads must be a multiple of k heads"),
         ("softmax --shape T4,H6,K8 --softcap -3", "softcap must be a positive finite number, got -3.0"),

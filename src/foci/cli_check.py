@@ -34,6 +34,8 @@ def check(
 ) -> int:
     """Ask every law of an attention; exit code 1 when one is broken."""
     _require_device(device)
+    if not limit > 0:
+        raise ValueError(f"--limit must be a positive number of seconds, got {limit:g}")
     if as_json not in ("", "-") and not Path(as_json).absolute().parent.is_dir():
         raise ValueError(f"--json {as_json}: there is no folder {Path(as_json).absolute().parent}")
     if what in FUNCTIONS:

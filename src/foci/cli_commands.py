@@ -141,6 +141,8 @@ def _sizes(text: str) -> dict[str, int]:
     sizes = {part[1]: int(part[2]) for part in parts if part}
     if unknown := sizes.keys() - set("BTSHGKV"):
         raise ValueError(f"--shape: unknown letter {min(unknown)!r}; expected B, T, S, H, G, K or V")
+    if len(sizes) < len(parts):
+        raise ValueError(f"--shape gives a letter twice: {text!r}")
     if missing := [letter for letter in "THK" if letter not in sizes]:
         raise ValueError(f"--shape must give {', '.join(missing)}; got {text!r}")
     return {"B": 1, "S": sizes["T"], "G": sizes["H"], "V": sizes["K"]} | sizes
