@@ -72,10 +72,11 @@ def promoted(inputs: Mapping[str, Any], dtype: torch.dtype = torch.float64) -> d
 
 
 def refused(inputs: Mapping[str, Any], backend: str, bias_gradient: bool = True) -> list[str]:
-    """The backend's reasons against these inputs, a bias wanting its gradient."""
+    """The backend's reasons against these inputs, a bias (if so said) and a sink wanting their gradients."""
     inputs = dict(inputs)
-    if bias_gradient and inputs.get("bias") is not None:
-        inputs["bias"] = inputs["bias"].detach().requires_grad_()
+    for name in ("bias", "sink") if bias_gradient else ("sink",):
+        if inputs.get(name) is not None:
+            inputs[name] = inputs[name].detach().requires_grad_()
     return foci.explain("softmax", **inputs).refused.get(backend, [])
 
 

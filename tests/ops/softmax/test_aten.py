@@ -56,6 +56,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "dropout follows torch's own random stream": {"dropout": 0.1},
     "a window is not supported": {"mask": Window(3, None)},
     "bias needs a gradient": {"bias": torch.zeros(19, requires_grad=True)},
+    "sink needs a gradient, which in half precision": {
+        **qkv(dtype=torch.bfloat16),
+        "sink": torch.zeros(4, requires_grad=True),
+    },
     "torch's fused kernels align causal top-left": {
         "mask": Causal() & Lengths(torch.tensor([5, 3]), torch.tensor([4, 3]))
     },
