@@ -55,6 +55,16 @@ def test_record(bert: Accelerated, tmp_path: Path) -> None:
     assert Plan.load(tmp_path / "plan.json") == bert.plan
 
 
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_proved_where_the_caller_has_them_off(off: type) -> None:
+    subject = zoo.load("bert")
+    with off():
+        done = accelerate(subject.model, subject.inputs, compile="off")
+        assert not torch.is_grad_enabled()
+    assert any(row["what"].startswith("gradient") for row in done.plan.proof)
+    done.restore()
+
+
 @pytest.mark.parametrize("given", [tuple, list])
 def test_positional_inputs(given: type) -> None:
     subject = zoo.load("bert")

@@ -211,11 +211,12 @@ def prove_model(problem: Problem, routed: Callable[[], AbstractContextManager[An
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode, and each back in its own afterwards."""
+    """Every module in evaluation mode, and each back in its own afterwards; gradients, which a caller may have off."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        yield
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
     finally:
         for module, training in modes:
             module.training = training
