@@ -29,6 +29,7 @@ def here(tmp_path, monkeypatch):
     """A module in the current directory, and only the quick laws."""
     (tmp_path / "theirs.py").write_text(GOOD)
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
+    (tmp_path / "script.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
     quick = ("forward", "gradients", "logarithm", "bad input")
     monkeypatch.setattr(cli_check, "examine", lambda *args, **kwargs: examine(*args, only=quick, **kwargs))
@@ -71,6 +72,7 @@ def test_json_alone_on_the_output(here, capsys) -> None:
         ("check theirs:good --like flash", "got 'flash'"),
         ("check nowhere.at_all:f --like softmax", "cannot import nowhere.at_all: ModuleNotFoundError"),
         ("check broken:f --like softmax", "No module named 'nothing_of_this_name'"),
+        ("check script:f --like softmax", "cannot import script: SystemExit: 3"),
         ("check theirs:missing --like softmax", "theirs has no missing"),
         ("check theirs --like softmax", "expected package.module:name, got 'theirs'"),
         ("check theirs:number --like softmax", "theirs:number is a int; expected a callable"),

@@ -104,7 +104,7 @@ def _load(target: str) -> Any:
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: what lies here can be named
     try:
         found: Any = importlib.import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script without a main guard ends itself
         raise ValueError(f"cannot import {module}: {type(error).__name__}: {error}") from error
     finally:
         sys.path.pop(0)
