@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,13 @@ def test_unknown_model(name: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence) as error:
         zoo.load(name)
     assert "\n" not in str(error.value)
+
+
+def test_a_hub_id_is_the_first_thing_a_process_asks_for() -> None:
+    """Here other tests have imported what this must import itself."""
+    code = "from foci.accelerate import zoo\ntry: zoo.load('owner/absent')\nexcept ValueError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "'owner/absent' is neither in the local cache nor could it be fetched" in done.stdout, done.stderr
 
 
 def test_directory_without_a_model(tmp_path: Path) -> None:

@@ -170,8 +170,9 @@ def _config(path: Path) -> dict[str, Any] | None:
 
 def _from_hub(name: str) -> nn.Module:
     hub = require("huggingface_hub", extra="transformers")
-    missing = hub.errors.EntryNotFoundError
-    unreachable = hub.errors.LocalEntryNotFoundError
+    errors = require("huggingface_hub.errors", extra="transformers")  # no attribute until someone imports it
+    missing = errors.EntryNotFoundError
+    unreachable = errors.LocalEntryNotFoundError
     try:
         try:
             index = _config(Path(hub.hf_hub_download(name, "model_index.json"))) or {}
@@ -183,7 +184,7 @@ def _from_hub(name: str) -> nn.Module:
             part, config_file = {}, "config.json"
         config = _config(Path(hub.hf_hub_download(name, config_file))) or {}
         return _open(config, name, part)
-    except (OSError, hub.errors.HFValidationError) as error:
+    except (OSError, errors.HFValidationError) as error:
         raise ValueError(
             f"accelerate: the model {name!r} is neither in the local cache nor could it be fetched from the hub "
             f"({type(error).__name__}); give a directory, or one of {', '.join(NAMES)}"
