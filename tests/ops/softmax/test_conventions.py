@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
+import foci
 from foci.core.spec import WrongReturn
 from foci.ops.softmax.api import attention, attention_with_lse
 from foci.ops.softmax.cases import CASES
@@ -173,4 +174,15 @@ def test_a_module_is_asked_what_its_forward_names() -> None:
         def forward(self, q, k, v, *, mask=None, softcap=None):
             return attention(q, k, v, mask=mask, softcap=softcap)
 
-    assert adapt(Attend()).not_tested[0].split(":")[0] == "causal, bias, sink, scale, dropout, window"
+    for module in (Attend(), torch.compile(Attend(), backend="eager")):
+        assert adapt(module).not_tested[0].split(":")[0] == "causal, bias, sink, scale, dropout, window"
+
+    class Ours(torch.nn.Module):
+        def forward(self, q, k, v, *, mask: foci.Mask | None = None):
+            return attention(q, k, v, mask=mask)
+
+    candidate, packed = adapt(Ours()), BY_NAME["packed causal"]
+    assert not candidate.refuses(packed)
+    torch.testing.assert_close(
+        candidate.call(given("packed causal"))[0], SPEC.reference(**given("packed causal"))[0], rtol=1e-9, atol=1e-9
+    )

@@ -107,8 +107,10 @@ def _convention(function: Callable[..., Any], layout: str) -> Convention:
             "gqa": "enable_gqa",
         }
         return Convention(words, "bhtd", both=False, bias_in_mask=True)
-    # A module's own __call__ names nothing: what it takes stands at its forward.
-    signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
+    if isinstance(function, torch.nn.Module):
+        # A module's __call__ names nothing, nor does a compiled module's forward.
+        function = getattr(function, "_orig_mod", function).forward
+    signature = inspect.signature(function)
     words = {}
     for kind, spellings in WORDS.items():
         for word in spellings:
