@@ -106,7 +106,7 @@ def test_live_keys_hold_what_any_of_the_queries_sees(data: st.DataObject) -> Non
     B, T, S = data.draw(st.tuples(st.integers(1, 2), st.integers(1, 6), st.integers(1, 6)))
     mask = joined(dense_free(data.draw(mask_parts(B, 1, T, S))))
     for segment in segments(lower(mask), B, T, S):
-        painted = from_segments(mask or Window(None, None), B, T, S)[segment.rows]
+        painted = from_segments(Window(None, None) if mask is None else mask, B, T, S)[segment.rows]
         for start in range(segment.q_stop - segment.q_start):
             stop = min(start + 2, segment.q_stop - segment.q_start)
             first, last = live_keys(segment, start, stop)
@@ -225,3 +225,27 @@ def test_only_masks_combine(other: object) -> None:
         Causal() & other  # type: ignore[operator]
     with pytest.raises(TypeError, match="expected Causal, Window, Packed, Lengths or Dense"):
         lower(other) if other is not None else lower("causal")  # type: ignore[arg-type]
+
+
+def test_and_in_place_of_ampersand_is_an_error() -> None:
+    with pytest.raises(TypeError, match="join masks with `&`"):
+        Causal() and Lengths(torch.tensor([3]))
+    with pytest.raises(TypeError, match="join masks with `&`"):
+        (Causal() & Window(1, 0)) or None
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            torch.ones(2, 3, dtype=torch.bool),
+            r"a bool tensor \[2, 3\] is no mask .* or Dense\(tensor\)",
+        ),
+        (torch.ones(2, 3), r"a float32 tensor \[2, 3\] .* or Dense \(an additive mask is `bias=`\)"),
+        ([Causal()], r"\[Causal\(align='bottom-right'\)\] is no mask of foci; expected Causal, Window"),
+    ],
+)
+def test_what_is_no_mask_is_named_in_one_line(given: object, sentence: str) -> None:
+    with pytest.raises(TypeError, match=sentence) as error:
+        lower(given)
+    assert "\n" not in str(error.value)

@@ -26,6 +26,10 @@ class Mask:
             raise TypeError(f"mask: cannot combine a {type(self).__name__} with {other!r}; expected another mask")
         return _merge(_parts(self), _parts(other))
 
+    def __bool__(self) -> bool:
+        """Raises: `Causal() and Lengths(n)` would be Lengths(n) alone, and see the future."""
+        raise TypeError("mask: a mask is neither true nor false; join masks with `&` (not `and`), or ask `is None`")
+
     def materialize(self, T: int, S: int) -> Tensor:
         """The boolean tensor, broadcastable to [B, H, T, S], that is True where query t may see key s."""
         visible = lower(self)
@@ -161,8 +165,16 @@ def lower(mask: Mask | None) -> Visible:
         elif isinstance(part, Dense):
             found["dense"] = part.allowed
         else:
-            raise TypeError(f"mask: {part!r} is no mask of foci; expected Causal, Window, Packed, Lengths or Dense")
+            raise TypeError(_refusal(part))
     return Visible(**found)  # type: ignore[arg-type]
+
+
+def _refusal(thing: object) -> str:
+    name, hint = repr(thing), ""
+    if isinstance(thing, Tensor):
+        name = f"a {str(thing.dtype).removeprefix('torch.')} tensor {list(thing.shape)}"
+        hint = "(tensor)" if thing.dtype == torch.bool else " (an additive mask is `bias=`)"
+    return f"mask: {name} is no mask of foci; expected Causal, Window, Packed, Lengths or Dense{hint}"
 
 
 class Segment(NamedTuple):
