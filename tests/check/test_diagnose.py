@@ -49,3 +49,9 @@ def test_gradients() -> None:
     half = diagnose.gradient("q", X / 2, truths, lambda other: torch.allclose(other, X / 2))
     assert "0.5 times" in half
     assert "dq is wrong" in diagnose.gradient("q", X + torch.tensor([1.0, 0, 0]), truths, never)
+
+
+def test_an_error_that_only_announces_another_is_told_with_it() -> None:
+    error = RuntimeError("backend='aot_eager' raised:\nValueError: no such op\n\nSet TORCHDYNAMO_VERBOSE=1")
+    assert diagnose.first_line(error) == "backend='aot_eager' raised: ValueError: no such op"
+    assert diagnose.first_line(RuntimeError("sizes differ\nmore")) == "sizes differ"

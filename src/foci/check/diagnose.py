@@ -15,7 +15,9 @@ DIES = "inference works, the first training step dies"
 
 
 def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    """What an error says; one that only announces ("backend='x' raised:") says it in its second line."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:200]
 
 
 def refusal(error: NotImplementedError) -> str:
