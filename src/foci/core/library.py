@@ -14,7 +14,7 @@ from foci.core.errors import Unsupported
 from foci.core.spec import Backend, Outputs, Spec
 
 _SCHEMA_TYPES = {Tensor: "Tensor", float: "float", bool: "bool", int: "int", str: "str"}
-_PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str}
+_PLAIN = (Tensor, torch.nn.Parameter)
 _LIBRARY = torch.library.Library("foci", "DEF")
 
 
@@ -49,6 +49,8 @@ def _transparent(backend: Backend) -> Callable[[Any], Outputs]:
 
 def _as_written(compute: Callable[..., Any], call: Any, *rest: Any) -> Any:
     """Run without autocast, which inside an operator would round float32 products to half precision, lse and all."""
+    if not torch._C._is_any_autocast_enabled():
+        return compute(call, *rest)
     device = call[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return compute(call, *rest)
@@ -108,7 +110,7 @@ def _transformed() -> bool:
 def _intercepted(call: Any) -> bool:
     """Whether a subclass, a meta tensor or a mode (tracer, counter, watcher) must see one op, not its insides."""
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
-    return modes > 0 or not {*map(type, call)} <= _PLAIN or call[0].is_meta
+    return modes > 0 or type(call[0]) not in _PLAIN or call[0].is_meta
 
 
 def _has_tangent(call: Any) -> bool:

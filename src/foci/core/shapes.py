@@ -42,9 +42,10 @@ class Signature:
         sizes: Sizes = {}
         for argument, letters in self.exact:
             tensor = tensors[argument]
-            if tensor is None or not isinstance(tensor, Tensor):
-                self._check_absent(argument, tensor)
+            if tensor is None and argument in self.optional:
                 continue
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{self.name}: {argument} must be a tensor, got {tensor!r}")
             shape = tensor.shape
             if len(shape) != len(letters):
                 raise ShapeError(
@@ -56,15 +57,12 @@ class Signature:
                     raise ShapeError(self._disagreement(argument, letters, letter, tensors, sizes))
         for argument, letters in self.broadcast:
             tensor = tensors[argument]
-            if tensor is None or not isinstance(tensor, Tensor):
-                self._check_absent(argument, tensor)
-            else:
-                self._check_broadcast(argument, letters, tensor, sizes)
+            if tensor is None and argument in self.optional:
+                continue
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{self.name}: {argument} must be a tensor, got {tensor!r}")
+            self._check_broadcast(argument, letters, tensor, sizes)
         return sizes
-
-    def _check_absent(self, argument: str, value: object) -> None:
-        if value is not None or argument not in self.optional:
-            raise TypeError(f"{self.name}: {argument} must be a tensor, got {value!r}")
 
     def _check_broadcast(self, argument: str, letters: tuple[str, ...], tensor: Tensor, sizes: Sizes) -> None:
         if tensor.dim() > len(letters):
