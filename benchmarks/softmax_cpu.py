@@ -226,7 +226,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    print(f"{machine()}\nB{B} H{H} T2048 K{K}, {options.threads} threads, {options.rounds} interleaved rounds\n")
+    print(f"{machine().line}\nB{B} H{H} T2048 K{K}, {options.threads} threads, {options.rounds} interleaved rounds\n")
     wanted = options.only.split(",")
     if "time" in wanted:
         against_sdpa(options.rounds)
@@ -238,7 +238,7 @@ def main() -> None:
     if "blocks" in wanted:
         blocks(options.rounds)
     if options.out:
-        options.out.write_text(json.dumps({"machine": str(machine()), "records": RECORDS}, indent=1) + "\n")
+        options.out.write_text(json.dumps({"machine": machine().as_dict(), "records": RECORDS}, indent=1) + "\n")
     missed = [r["line"] for r in RECORDS if not r["met"]]
     print(f"\n{len(RECORDS) - len(missed)} of {len(RECORDS)} goals met" + (f"; missed: {missed}" if missed else ""))
 
