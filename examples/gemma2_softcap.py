@@ -1,6 +1,6 @@
 """Where routing pays on a CPU: two Gemma 2 layers (softcap, sliding window, random weights) on 2048 tokens.
 
-    python examples/gemma2_softcap.py
+python examples/gemma2_softcap.py
 """
 
 from __future__ import annotations
