@@ -50,3 +50,11 @@ def test_work_counts_both_products_and_each_byte_once() -> None:
     counted = work(SPEC.bind(q, k, v))
     assert counted.flops == 2 * 2 * 4 * 3 * 5 * (8 + 6)
     assert counted.bytes == 4 * (q.numel() + k.numel() + v.numel() + 2 * 3 * 4 * 6) + 4 * 2 * 3 * 4
+
+
+def test_work_counts_two_products_and_every_tensor_once() -> None:
+    q, k, v = torch.zeros(2, 3, 4, 8), torch.zeros(2, 5, 2, 8), torch.zeros(2, 5, 2, 6)
+    assert SPEC.work is not None
+    done = SPEC.work(SPEC.bind(q, k, v))
+    assert done.flops == 2 * (2 * 4 * 3 * 5) * (8 + 6)
+    assert done.bytes == 4 * (q.numel() + k.numel() + v.numel() + 2 * 3 * 4 * 6 + 2 * 3 * 4)

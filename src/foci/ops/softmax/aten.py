@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from foci.ops.masks import segments
 from foci.ops.softmax.aten_cuda import CUDA_KERNELS
-from foci.ops.softmax.call import Call
+from foci.ops.softmax.call import Call, never_empty
 
 _flash_forward = torch._scaled_dot_product_flash_attention_for_cpu  # the same op, 2 us cheaper to call
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -200,7 +200,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
             out[rows, :, queries], lse[rows, :, queries] = o, e
     if call.sink is not None:
         total = torch.logaddexp(lse, call.sink.to(lse.dtype)[:, None])
-        out, lse = out * torch.exp(lse - _never_empty(total))[..., None], total
+        out, lse = out * torch.exp(lse - never_empty(total))[..., None], total
     return out.transpose(1, 2).to(call.v.dtype).contiguous(), lse.transpose(1, 2).contiguous()
 
 
@@ -236,7 +236,7 @@ def backward(
     if call.sink is not None and needs[4]:
         pull = (dout.to(lse.dtype) * out).sum(-1)
         pull = -pull if dlse is None else dlse - pull
-        dsink = (torch.exp(call.sink.to(lse.dtype) - _never_empty(lse)) * pull).sum((0, 1)).to(call.sink.dtype)
+        dsink = (torch.exp(call.sink.to(lse.dtype) - never_empty(lse)) * pull).sum((0, 1)).to(call.sink.dtype)
     # Kernels like widths that fill vectors: one column more means eight.
     width = max(K, V) if dlse is None else -(-(V + 1) // 8) * 8 if V + 1 > K else K
     width = max(width, K)
@@ -244,7 +244,7 @@ def backward(
     if dlse is not None:
         v, do = v.clone(), do.clone()
         v[..., V], do[..., V] = 1.0, dlse.transpose(1, 2).to(do.dtype)
-    steady = _never_empty(lse).transpose(1, 2)
+    steady = never_empty(lse).transpose(1, 2)
     dq, dk, dv = _backward_pieces(kernel, call, (do, q, k, v, o, steady))
     return (
         dq[..., :K].transpose(1, 2).to(call.q.dtype).contiguous() if needs[0] else None,
@@ -295,7 +295,3 @@ def _empty_rows(mask: Tensor, causal: bool, T: int) -> Tensor:
         return ~opened.any(-1).expand(-1, -1, T)
     first = torch.where(opened.any(-1), opened.to(torch.int8).argmax(-1), T)
     return first > torch.arange(T, device=mask.device)
-
-
-def _never_empty(lse: Tensor) -> Tensor:
-    return lse.masked_fill(lse == -torch.inf, torch.inf)

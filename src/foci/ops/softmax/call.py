@@ -127,6 +127,11 @@ def bind(
     return Call(q, k, v, bias, sink, seed, *visible, softcap, scale, float(dropout))
 
 
+def never_empty(lse: Tensor) -> Tensor:
+    """+inf for -inf: exp(z - lse) of an empty row is then 0, not NaN."""
+    return lse.masked_fill(lse == -torch.inf, torch.inf)
+
+
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
         raise TypeError(f"attention: {name} must be a number, got {value!r}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foci.ops.masks import Segment, live_keys, segments
-from foci.ops.softmax.call import Call
+from foci.ops.softmax.call import Call, never_empty
 from foci.ops.softmax.dropout import keep
 
 # Logits held at once. Small enough to stay in a core's cache between the passes over them, large enough to amortise a
@@ -60,7 +60,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         if call.seed is not None:
             p.mul_(_kept(call, tile, heads.R))
         weighted = heads.unfold(torch.bmm(heads.fold(p), heads.values(tile)), tile)
-        weighted.mul_(torch.exp(m - _never_empty(total)))
+        weighted.mul_(torch.exp(m - never_empty(total)))
         _place(out, tile, heads.R).copy_(weighted)
         _place(lse, tile, heads.R).copy_(total[..., 0])
     return out, lse
@@ -81,7 +81,7 @@ def backward(
     out, lse = outputs
     dout = torch.zeros_like(out, dtype=dtype) if grads[0] is None else grads[0].to(dtype)
     pull = torch.zeros_like(lse) if grads[1] is None else grads[1].neg().contiguous()
-    steady = _never_empty(lse)
+    steady = never_empty(lse)
     dq = torch.zeros(B, T, H, K, dtype=dtype, device=out.device)
     dk, dv = (torch.zeros(B, G, S, n, dtype=dtype, device=out.device) for n in (K, V))
     dbias = torch.zeros(call.bias.shape, dtype=dtype, device=out.device) if call.bias is not None and needs[3] else None
@@ -177,10 +177,10 @@ class _Heads:
                 z.mul_(call.softcap)
         z = self.unfold(z, tile)
         if call.bias is not None:
-            z.add_(_pairs(call.bias, tile, self.R, call))
+            z.add_(_pairs(call.bias, tile, self.R))
         _hide(z, tile)
         if call.dense is not None:
-            z.masked_fill_(~_pairs(call.dense, tile, self.R, call), -torch.inf)
+            z.masked_fill_(~_pairs(call.dense, tile, self.R), -torch.inf)
         return z, capped
 
 
@@ -227,7 +227,7 @@ def _hide(z: Tensor, tile: Tile) -> None:
             z[..., :stop].masked_fill_(hidden.tril_(tile.row + low - tile.column - 1), -torch.inf)
 
 
-def _pairs(x: Tensor, tile: Tile, R: int, call: Call) -> Tensor:
+def _pairs(x: Tensor, tile: Tile, R: int) -> Tensor:
     """The part of a bias or mask, broadcastable to [B, H, T, S], that meets a tile; dimensions of size 1 stay 1."""
     bounds = ((tile.b0, tile.b1), (tile.g0 * R, tile.g1 * R), (tile.i0, tile.i1), (tile.j0, tile.j1))
     for dim, (start, stop) in zip(range(-x.dim(), 0), bounds[4 - x.dim() :], strict=True):
@@ -238,7 +238,7 @@ def _pairs(x: Tensor, tile: Tile, R: int, call: Call) -> Tensor:
 
 def _add_reduced(total: Tensor, part: Tensor, tile: Tile, R: int) -> None:
     """Add a tile of dz to the gradient of a broadcast bias: summed over every dimension that was broadcast."""
-    place = _pairs(total, tile, R, None)  # type: ignore[arg-type]
+    place = _pairs(total, tile, R)
     place.add_(part.sum_to_size(place.shape) if place.shape != part.shape else part)
 
 
@@ -256,11 +256,6 @@ def _initial_lse(call: Call) -> Tensor:
     B, T, _, H, *_ = call.sizes
     lse = torch.full((B, T, H), -torch.inf, dtype=call.accumulator, device=call.q.device)
     return lse if call.sink is None else lse.copy_(call.sink)
-
-
-def _never_empty(lse: Tensor) -> Tensor:
-    """+inf for -inf: exp(z - lse) of an empty row is then 0, not NaN."""
-    return lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
 def _kept(call: Call, tile: Tile, R: int) -> Tensor:
