@@ -1,0 +1,90 @@
+"""Caches: growth without quadratic copying, rows of several lengths, gradients, forks and reordering."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from foci.nn.cache import Cache, LayerCache
+
+
+def _steps(count: int, batch: int = 2) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(batch, 1, 3, generator=generator) for _ in range(count)]
+
+
+def test_appending_token_by_token_equals_concatenation():
+    layer, parts = LayerCache(), _steps(200)
+    for place, part in enumerate(parts):
+        held = layer.append("k", part)
+        layer.seen += 1
+        assert torch.equal(held, torch.cat(parts[: place + 1], 1))
+
+
+def test_growing_copies_a_linear_number_of_tokens():
+    layer, places = LayerCache(), set()
+    for part in _steps(1000):
+        places.add(layer.append("k", part).data_ptr())
+        layer.seen += 1
+    assert len(places) <= 6, "the buffer moved more often than doubling asks for"
+    assert layer.nbytes <= 2 * 1024 * 2 * 3 * 4
+
+
+def test_rows_of_several_lengths_write_at_their_own_end():
+    layer = LayerCache()
+    layer.append("k", torch.arange(8.0).view(2, 4, 1))
+    layer.seen = 4
+    held = layer.append("k", torch.tensor([[[10.0]], [[20.0]]]), at=torch.tensor([4, 2]))
+    assert held.shape == (2, 5, 1)
+    assert held[0, :, 0].tolist() == [0, 1, 2, 3, 10]
+    assert held[1, :3, 0].tolist() == [4, 5, 20]
+
+
+def test_gradients_flow_through_what_was_appended_before():
+    for at in (None, torch.tensor([2, 1])):
+        layer = LayerCache()
+        first, second = (torch.randn(2, n, 3, dtype=torch.float64, requires_grad=True) for n in (2, 1))
+        early = layer.append("k", first).square().sum()
+        layer.seen = 2
+        late = layer.append("k", second, at).square().sum()
+        (early + late).backward()
+        overwritten = 0 if at is None else first[1, 1].detach()
+        expected = 4 * first.detach()
+        expected[1, 1] -= 2 * overwritten
+        torch.testing.assert_close(first.grad, expected)
+        torch.testing.assert_close(second.grad, 2 * second.detach())
+
+
+def test_a_fork_does_not_feel_the_other():
+    cache = Cache()
+    cache.layer(0).append("k", torch.zeros(1, 2, 1))
+    cache.layer(0).seen = 2
+    fork = copy.deepcopy(cache)
+    assert fork.seen == 2
+    fork.layer(0).append("k", torch.ones(1, 1, 1))
+    held = cache.layer(0).append("k", torch.full((1, 1, 1), 7.0))
+    assert held.flatten().tolist() == [0, 0, 7]
+
+
+def test_reorder_moves_rows_of_every_layer_and_appending_goes_on():
+    cache = Cache()
+    for index in range(2):
+        cache.layer(index).append("k", torch.tensor([[[1.0]], [[2.0]]]))
+        cache.layer(index)["state"] = torch.tensor([[10.0], [20.0]])
+        cache.layer(index).seen = 1
+    cache.reorder(torch.tensor([1, 1]))
+    for index in range(2):
+        held = cache.layer(index).append("k", torch.tensor([[[3.0]], [[4.0]]]))
+        assert held[..., 0].tolist() == [[2, 3], [2, 4]]
+        assert cache.layer(index)["state"].flatten().tolist() == [20, 20]
+
+
+def test_seen_and_bytes_are_those_of_all_layers():
+    cache = Cache()
+    assert cache.seen == 0 and cache.nbytes == 0
+    cache.layer(3)["state"] = torch.zeros(2, 4)
+    cache.layer(3).seen = 9
+    assert cache.seen == 9
+    assert cache.nbytes == 32
+    assert cache.layer(3) is cache.layer(3)
