@@ -10,9 +10,12 @@ import torch
 from foci.core.errors import MissingExtra, ShapeError, Unsupported
 from foci.core.select import Explanation
 from foci.core.select import explain as _explain
+from foci.merge.affine import Affine
 from foci.merge.algebra import fold, scan
 from foci.merge.partial import Partial
 from foci.ops import SPECS
+from foci.ops.decay.api import linear_attention, linear_attention_step
+from foci.ops.delta.api import delta_rule, delta_rule_step
 from foci.ops.masks import Causal, Dense, Lengths, Mask, Packed, Window
 from foci.ops.softmax.api import attention, attention_with_lse
 
@@ -25,8 +28,9 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Causal", "Dense", "Explanation", "Lengths", "Mask", "MissingExtra", "Packed", "Partial", "ShapeError",
-    "Unsupported", "Window", "accelerate", "apply", "attention", "attention_with_lse", "explain", "fold", "scan",
+    "Affine", "Causal", "Dense", "Explanation", "Lengths", "Mask", "MissingExtra", "Packed", "Partial", "ShapeError",
+    "Unsupported", "Window", "accelerate", "apply", "attention", "attention_with_lse", "delta_rule", "delta_rule_step",
+    "explain", "fold", "linear_attention", "linear_attention_step", "scan",
 ]  # fmt: skip
 
 

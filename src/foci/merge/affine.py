@@ -1,0 +1,49 @@
+"""Affine(transition, offset): S -> A S + B, diagonal or dense transition."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Affine(NamedTuple):
+    """What a stretch of tokens does to a recurrent state S [..., K, V]: S -> A S + B.
+
+    transition: [..., K] or [..., 1], the diagonal of A (linear attention, scan), or [..., K, K], A itself (delta rule);
+    which of them is said by its rank beside offset [..., K, V]. Two stretches that follow each other combine exactly:
+    (A, B) then (A', B') is (A' A, A' B + B'). Differentiable; sums are kept in the dtype of the offset.
+    Paper: Martin and Cundy 2018 (arXiv 1709.04057).
+    """
+
+    transition: Tensor
+    offset: Tensor
+
+    @property
+    def dense(self) -> bool:
+        return self.transition.dim() == self.offset.dim()
+
+    def apply(self, state: Tensor) -> Tensor:
+        """The state after these tokens."""
+        return self._times(state) + self.offset
+
+    def combine(self, later: Affine) -> Affine:
+        if self.dense and later.dense:
+            transition = later.transition @ self.transition
+        elif self.dense:
+            transition = later.transition[..., None] * self.transition
+        elif later.dense:
+            transition = later.transition * self.transition[..., None, :]
+        else:
+            transition = later.transition * self.transition
+        return Affine(transition, later.apply(self.offset))
+
+    def neutral(self) -> Affine:
+        if self.dense:
+            one = torch.eye(self.transition.shape[-1], dtype=self.transition.dtype, device=self.transition.device)
+            return Affine(one.expand_as(self.transition), torch.zeros_like(self.offset))
+        return Affine(torch.ones_like(self.transition), torch.zeros_like(self.offset))
+
+    def _times(self, state: Tensor) -> Tensor:
+        return self.transition @ state if self.dense else self.transition[..., None] * state

@@ -1,0 +1,168 @@
+"""What the calls of the recurrent operators have in common: dtypes, heads, decays by rank, states, packed documents."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from foci.core.errors import ShapeError
+from foci.core.spec import accumulator
+
+_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+_AUTOCAST = _DTYPES - {torch.float64}  # what torch's autocast converts
+_INTEGERS = frozenset({torch.int32, torch.int64})
+T_ = TypeVar("T_", bound=Tensor)
+
+
+def common_dtype(operator: str, **tensors: T_) -> tuple[T_, ...]:
+    """The tensors in one dtype: autocast's where it is on, as torch's own products do; else they must share one."""
+    first = next(iter(tensors.values()))
+    if not first.is_meta and torch.is_autocast_enabled(first.device.type):
+        wanted = torch.get_autocast_dtype(first.device.type)
+        tensors = {name: x.to(wanted) if x.dtype in _AUTOCAST else x for name, x in tensors.items()}  # type: ignore[misc]
+    dtypes = {x.dtype for x in tensors.values()}
+    if len(dtypes) > 1 or not dtypes <= _DTYPES:
+        raise ValueError(
+            f"{operator}: {', '.join(tensors)} have dtypes {', '.join(short(x.dtype) for x in tensors.values())}; "
+            "expected one of float64, float32, bfloat16, float16 for all of them"
+        )
+    return tuple(tensors.values())
+
+
+def check_heads(operator: str, sizes: dict[str, int]) -> None:
+    """v's heads H must be a multiple of k's G: head h reads q and k of head h // (H/G)."""
+    if sizes["G"] == 0 or sizes["H"] % sizes["G"]:
+        raise ShapeError(
+            f"{operator}: k has {sizes['G']} heads but v has {sizes['H']}; "
+            f"v heads must be a multiple of k heads (G={sizes['G']}, H={sizes['H']})"
+        )
+
+
+def check_rest(operator: str, like: Tensor, **tensors: Tensor | None) -> None:
+    """The optional tensors are floating and on the device of `like`."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(f"{operator}: {name} must be a floating tensor, got {short(tensor.dtype)}")
+        if tensor.device != like.device:
+            raise ValueError(f"{operator}: {name} is on {tensor.device}, v is on {like.device}; expected one device")
+
+
+def decay(operator: str, log_decay: Tensor | None, wanted: dict[int, tuple[str, ...]], like: Tensor) -> Tensor | None:
+    """log_decay by its rank, in the one form that operators take: as many dimensions as q, sizes or 1.
+
+    `wanted` gives the letters of each rank allowed; `like` is [..., H, K] of a tensor per head and channel.
+    """
+    if log_decay is None:
+        return None
+    if not isinstance(log_decay, Tensor):
+        raise TypeError(f"{operator}: log_decay must be a tensor, got {log_decay!r}")
+    full = tuple(like.shape)
+    shapes = {1: full[-2:-1], len(full) - 1: full[:-1], len(full): full}
+    rank = log_decay.dim()
+    if rank not in shapes or tuple(log_decay.shape) != shapes[rank]:
+        options = " or ".join(f"[{', '.join(wanted[r])}] = {list(shapes[r])}" for r in sorted(shapes))
+        raise ShapeError(f"{operator}: log_decay has shape {list(log_decay.shape)}; expected {options}")
+    if rank == 1:
+        return log_decay.view(*[1] * (len(full) - 2), -1, 1)
+    return log_decay[..., None] if rank < len(full) else log_decay
+
+
+def number(operator: str, name: str, value: object) -> float:
+    """A finite number, or what is wrong with it."""
+    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
+        raise TypeError(f"{operator}: {name} must be a number, got {value!r}")
+    if not -math.inf < value < math.inf:  # math.isfinite takes no number that the compiler holds open
+        raise ValueError(f"{operator}: {name} must be a finite number, got {value}")
+    return float(value)
+
+
+def check_documents(operator: str, offsets: Tensor | None, state: Tensor | None, B: int) -> None:
+    """What can be said of offsets and state before their values are read."""
+    rows, word = B, "rows in the batch"
+    if offsets is not None:
+        if not isinstance(offsets, Tensor) or offsets.dtype not in _INTEGERS or offsets.dim() != 1:
+            got = f"{short(offsets.dtype)} {list(offsets.shape)}" if isinstance(offsets, Tensor) else repr(offsets)
+            raise ValueError(f"{operator}: offsets must be a 1-D int32 or int64 tensor [N + 1], got {got}")
+        if B != 1:
+            raise ShapeError(f"{operator}: offsets need a batch of 1 (documents stand end to end), got B={B}")
+        if offsets.shape[0] < 1:
+            raise ShapeError(f"{operator}: offsets is empty; expected [0, ...], one more entry than documents")
+        rows, word = offsets.shape[0] - 1, "packed documents"
+    if state is not None and state.shape[0] != rows:
+        raise ShapeError(f"{operator}: state has {state.shape[0]} rows; expected {rows}, the {word}")
+
+
+def rows(offsets: Tensor | None, B: int) -> int:
+    """How many independent states there are."""
+    return B if offsets is None else offsets.shape[0] - 1
+
+
+def documents(operator: str, offsets: Tensor | None, T: int) -> list[tuple[int, int]] | None:
+    """Start and stop of every packed document; None: rows of a batch. Reads the values, and checks them."""
+    if offsets is None:
+        return None
+    if torch._C._functorch.is_batchedtensor(offsets):
+        raise ValueError(f"{operator}: offsets cannot be mapped by vmap: they say how long documents are")
+    values: list[int] = offsets.tolist()
+    pairs = list(itertools.pairwise(values))
+    if values[0] != 0 or values[-1] != T or any(start > stop for start, stop in pairs):
+        raise ValueError(f"{operator}: offsets must rise from 0 to T={T}, got {values}")
+    return pairs
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def spread(x: Tensor, H: int, dim: int) -> Tensor:
+    """Head h of H reads head h // (H / G) of x."""
+    return x if x.shape[dim] == H else x.repeat_interleave(H // x.shape[dim], dim=dim)
+
+
+_STEP = {"q": "BGK", "k": "BGK", "erase": "BGK", "v": "BHV", "beta": "BH", "bonus": "HK", "state": "BHKV"}
+
+
+def bind_step(operator: str, tensors: dict[str, Tensor | None]) -> dict[str, int]:
+    """The sizes of one step by letter, or what is wrong with its arguments. log_decay has its own check."""
+    sizes: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        if tensor is None or name == "log_decay":
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{operator}: {name} must be a tensor, got {tensor!r}")
+        letters = _STEP[name]
+        if tensor.dim() != len(letters) or any(
+            sizes.setdefault(letter, size) != size for letter, size in zip(letters, tensor.shape, strict=True)
+        ):
+            known = ", ".join(f"{letter}={sizes[letter]}" if letter in sizes else letter for letter in letters)
+            raise ShapeError(f"{operator}: {name} has shape {list(tensor.shape)}; expected [{known}]")
+    check_heads(operator, sizes)
+    q, k, v, state = (tensors[name] for name in ("q", "k", "v", "state"))
+    assert q is not None and k is not None and v is not None and state is not None
+    if not (q.dtype == k.dtype == v.dtype and v.dtype in _DTYPES):
+        raise ValueError(
+            f"{operator}: q, k, v have dtypes {', '.join(short(x.dtype) for x in (q, k, v))}; expected one dtype"
+        )
+    if state.dtype != accumulator(v.dtype):
+        wanted = short(accumulator(v.dtype))
+        raise ValueError(f"{operator}: state is {short(state.dtype)}; expected {wanted} for {short(v.dtype)} inputs")
+    check_rest(operator, v, **{name: x for name, x in tensors.items() if name not in ("q", "k", "v")})
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.values()):
+        raise ValueError(
+            f"{operator}: it has no gradients, because it changes its state in place; use torch.no_grad(), or "
+            f"{operator.removesuffix('_step')} with T=1"
+        )
+    return sizes
+
+
+def write(state: Tensor, decay: Tensor | None, key: Tensor, value: Tensor) -> None:
+    """S <- Diag(decay) S + key value^T, in place: state [B,H,K,V], decay [..,H,1 or K], key [B,H,K], value [B,H,V]."""
+    if decay is not None:
+        state.mul_(decay[..., None])
+    state.addcmul_(key[..., None], value[..., None, :])

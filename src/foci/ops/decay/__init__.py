@@ -1,0 +1,1 @@
+"""Linear attention with decay."""

@@ -1,0 +1,82 @@
+"""Call: the validated arguments of the delta rule, and the one place its shapes are written."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from foci.core.shapes import Signature
+from foci.core.spec import accumulator
+from foci.ops import arguments
+
+NAME = "delta_rule"
+
+Query = Float[Tensor, "B T G K"]
+Key = Float[Tensor, "B T G K"]
+Value = Float[Tensor, "B T H V"]
+Beta = Float[Tensor, "B T H"]
+Decay = Float[Tensor, "H"] | Float[Tensor, "B T H"] | Float[Tensor, "B T H K"]
+State = Float[Tensor, "N H K V"]
+Offsets = Int[Tensor, "M"]
+Out = Float[Tensor, "B T H V"]
+
+
+class Call(NamedTuple):
+    """One call, flat, in the order its ops take it; log_decay is [B or 1, T or 1, H, K or 1]."""
+
+    q: Query
+    k: Key
+    v: Value
+    beta: Beta
+    log_decay: Float[Tensor, "#B #T #H #K"] | None
+    erase: Key | None
+    state: State | None
+    offsets: Offsets | None
+    scale: float
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int, int]:
+        """B, T, G, H, K, V and N, the number of states."""
+        B, T, G, K = self.q.shape
+        H, V = self.v.shape[2:]
+        return B, T, G, H, K, V, arguments.rows(self.offsets, B)
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        return accumulator(self.q.dtype)
+
+
+SIGNATURE = Signature(Call, NAME)
+_DECAYS = {1: ("H",), 3: ("B", "T", "H"), 4: ("B", "T", "H", "K")}
+
+
+def bind(
+    q: Query,
+    k: Key,
+    v: Value,
+    beta: Beta,
+    *,
+    log_decay: Decay | None = None,
+    erase: Key | None = None,
+    scale: float | None = None,
+    state: State | None = None,
+    offsets: Offsets | None = None,
+    return_state: bool = False,
+) -> Call:
+    """The Call of these arguments; raises ShapeError, ValueError or TypeError naming the argument and its value."""
+    tensors = {
+        "q": q, "k": k, "v": v, "beta": beta, "log_decay": None, "erase": erase, "state": state, "offsets": offsets
+    }  # fmt: skip
+    sizes = SIGNATURE.bind(tensors)
+    q, k, v = arguments.common_dtype(NAME, q=q, k=k, v=v)
+    arguments.check_heads(NAME, sizes)
+    if not isinstance(return_state, bool):
+        raise TypeError(f"{NAME}: return_state must be True or False, got {return_state!r}")
+    log_decay = arguments.decay(NAME, log_decay, _DECAYS, v.new_empty(()).expand(*v.shape[:3], sizes["K"]))
+    arguments.check_rest(NAME, v, beta=beta, log_decay=log_decay, erase=erase, state=state)
+    arguments.check_documents(NAME, offsets, state, sizes["B"])
+    scale = (sizes["K"] or 1) ** -0.5 if scale is None else arguments.number(NAME, "scale", scale)
+    return Call(q, k, v, beta, log_decay, erase, state, offsets, scale)

@@ -1,0 +1,43 @@
+"""Equation, shapes, outputs, gradients, merge type, cases, work, backends by module name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from foci.core.spec import Backend, Output, Spec
+from foci.ops.delta import reference
+from foci.ops.delta.call import NAME, Call, bind
+
+
+def outputs(call: Call) -> tuple[Output, ...]:
+    B, T, _, H, K, V, N = call.sizes
+    return Output("out", (B, T, H, V), call.v.dtype), Output("state", (N, H, K, V), call.accumulator)
+
+
+def _reference(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    return reference.forward(bind(*args, **kwargs))
+
+
+def _plain(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    call = bind(*args, **kwargs)
+    return reference.equation(call, call.q.dtype)
+
+
+SPEC = Spec(
+    name="delta",
+    equation="S' = Diag(exp g_t) S_{t-1};  S_t = S' + beta_t k_t (v_t - S'^T e_t)^T;  o_t = scale S_t^T q_t",
+    paper="arXiv:2406.06484",
+    reference=_reference,
+    plain=_plain,
+    output_names=("out", "state"),
+    differentiable=("q", "k", "v", "beta", "log_decay", "erase", "state"),
+    cases=(),
+    call=Call,
+    bind=bind,
+    function=NAME,
+    outputs=outputs,
+    backends=(Backend("reference", "foci.ops.delta.reference", note="a loop over tokens"),),
+    recurrent=True,
+)
