@@ -5,56 +5,45 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK = 64  # buffers hold a multiple of this many tokens
+BLOCK = 64  # tokens of room that a growing tensor gets at least
 
 
 class LayerCache(dict[str, Tensor]):
-    """One layer's tensors by name, and how many tokens it has `seen` (padding counted).
+    """One layer's tensors by name, and how many tokens it has `seen` (padding counted; the layer adds to it).
 
-    A recurrent layer keeps tensors of fixed size and changes them in place. An attention layer keeps growing ones
-    with `append`.
+    A recurrent layer keeps tensors of fixed size and changes them in place. An attention layer keeps growing ones with
+    `append`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen = 0
-        self._room: dict[str, Tensor] = {}
+        self._room: dict[str, tuple[Tensor, int]] = {}  # the buffer that self[name] is a part of, and where it ends
 
-    def append(self, name: str, new: Tensor, at: Tensor | None = None) -> Tensor:
-        """Write `new` [B, T, ...] behind what `name` holds and return all of it, [B, seen + T, ...].
+    def append(self, name: str, new: Tensor, last: int | None = None) -> Tensor:
+        """What `name` holds and `new` [B, T, ...] behind it, [B, S, ...]; of which the `last` tokens are kept, or all.
 
-        `at` [B] writes row b from token `at[b]` on instead, for rows of several lengths. The tensor that comes back is
-        a view of a buffer that doubles when it is full, so T appends of one token copy O(T) tokens, not O(T^2).
-        Call it before `seen` is raised. Where gradients flow through `new` the old and the new are concatenated, and
-        with `at` copied, instead: what a backward needs is never overwritten.
+        What comes back is a view of a buffer that has room for a quarter more when it is made, so T appends of one
+        token copy O(T) tokens, not O(T^2), and with `last` the memory stays the same for ever. Where gradients flow the
+        two are concatenated instead: what a backward needs is never overwritten.
         """
-        total = self.seen + new.shape[1]
-        keep = torch.is_grad_enabled() and (new.requires_grad or (name in self and self[name].requires_grad))
-        if keep and at is None:
-            self[name] = torch.cat([self[name], new], 1) if name in self else new
+        held = self.get(name, new[:, :0])
+        size = held.shape[1] + new.shape[1]
+        if torch.is_grad_enabled() and (new.requires_grad or held.requires_grad):
             self._room.pop(name, None)
-            return self[name]
-        buffer = self._buffer(name, new, total, fresh=keep)
-        if at is None:
-            buffer[:, self.seen : total] = new
+            whole = torch.cat([held, new], 1)
         else:
-            rows = torch.arange(new.shape[0], device=new.device)[:, None]
-            places = at[:, None] + torch.arange(new.shape[1], device=new.device)
-            buffer[rows, places] = new
-        self[name] = buffer[:, :total]
-        return self[name]
-
-    def _buffer(self, name: str, new: Tensor, total: int, fresh: bool) -> Tensor:
-        """Room for `total` tokens that holds the old ones; zeros behind them."""
-        held = self._room.get(name)
-        if held is not None and held.shape[1] >= total and not fresh:
-            return held
-        size = -(-max(total, 2 * self.seen) // BLOCK) * BLOCK
-        buffer = new.new_zeros(new.shape[0], size, *new.shape[2:])
-        if name in self:
-            buffer[:, : self.seen] = self[name]
-        self._room[name] = buffer
-        return buffer
+            buffer, end = self._room.get(name, (held, held.shape[1]))
+            if end + new.shape[1] > buffer.shape[1]:
+                buffer = new.new_empty(new.shape[0], size + max(BLOCK, size // 4), *new.shape[2:])
+                buffer[:, : held.shape[1]] = held
+                end = held.shape[1]
+            buffer[:, end : end + new.shape[1]] = new
+            end += new.shape[1]
+            self._room[name] = buffer, end
+            whole = buffer[:, end - size : end]
+        self[name] = whole if last is None else whole[:, max(size - last, 0) :]
+        return whole
 
     def reorder(self, rows: Tensor) -> None:
         """Row b becomes what row `rows[b]` was, as beam search needs it."""
@@ -65,7 +54,7 @@ class LayerCache(dict[str, Tensor]):
     @property
     def nbytes(self) -> int:
         """Bytes allocated, the unused room of growing tensors counted."""
-        return sum(_bytes(self._room.get(name, value)) for name, value in self.items())
+        return sum(_bytes(self._room.get(name, (value, 0))[0]) for name, value in self.items())
 
 
 class Cache:
