@@ -9,25 +9,8 @@ import torch
 from torch import Tensor
 
 from foci.core.spec import Case
+from foci.ops.draw import Draw
 from foci.ops.masks import Causal, Dense, Lengths, Packed, Window
-
-
-class Draw:
-    """Random arguments of one dtype on one device, the same for the same seed."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-        self.dtype, self.device = dtype, device
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.device, self.dtype)
-
-    def boolean(self, *shape: int) -> Tensor:
-        """About two thirds True."""
-        return (torch.rand(shape, generator=self.generator) < 0.67).to(self.device)
-
-    def integers(self, *values: int) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
 
 
 def _none(draw: Draw) -> dict[str, Any]:

@@ -1,0 +1,66 @@
+"""The small problems on which linear attention is proven."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from foci.ops.draw import Draw
+from foci.ops.recurrent import Problem, closed
+
+
+@dataclass(frozen=True)
+class Linear(Problem):
+    """A problem of linear attention: with a bonus [H,K], or without an order of tokens."""
+
+    bonus: bool = False
+    causal: bool = True
+
+    def features(self) -> set[str]:
+        said = {"bonus": self.bonus, "not causal": not self.causal}
+        return super().features() | {feature for feature, present in said.items() if present}
+
+    def more(self, draw: Draw) -> dict[str, Any]:
+        bonus = {"bonus": draw.normal(self.H, self.K)} if self.bonus else {}
+        return bonus if self.causal else bonus | {"causal": False}
+
+
+PROBLEMS = (
+    Linear("plain"),
+    Linear("one token", T=1, decay="channel", state=True),
+    Linear("decay per head", decay="head"),
+    Linear("decay per token", decay="token"),
+    Linear("decay per channel", decay="channel"),
+    Linear("gates as narrow as q", decay="token", narrow=True),
+    Linear("one chunk", B=1, T=64, H=2, K=8, decay="token", state=True),
+    Linear("no whole chunks", B=1, T=131, H=2, K=24, decay="token"),
+    Linear("no whole chunks, per channel", B=1, T=150, H=2, K=8, V=12, decay="channel", state=True),
+    Linear("grouped heads", H=6, G=2, decay="token"),
+    Linear("one key head", G=1, decay="channel"),
+    Linear("value width", V=24),
+    Linear("odd widths", K=7, V=5, decay="channel"),
+    Linear("scale", scale=0.3, decay="head"),
+    Linear("state", state=True, decay="token"),
+    Linear("fused projection", fused=True, decay="token"),
+    Linear("bonus", bonus=True, decay="channel"),
+    Linear("bonus without decay", bonus=True, T=7),
+    Linear("bonus, grouped heads", B=1, T=70, H=4, G=2, K=8, V=5, bonus=True, decay="token", state=True),
+    Linear("not causal", causal=False),
+    Linear("not causal, grouped heads", causal=False, H=4, G=2, V=24, state=True),
+    Linear("not causal, packed", B=1, causal=False, offsets=(0, 0, 1, 8, 8, 19)),
+    Linear("packed", B=1, offsets=(0, 0, 1, 8, 8, 19), decay="token"),
+    Linear("packed, per head", B=1, offsets=(0, 6, 7, 19), decay="head"),
+    Linear("packed, per channel", B=1, T=83, H=2, K=8, offsets=(0, 1, 1, 70, 83), decay="channel", state=True),
+    Linear("packed, bonus", B=1, offsets=(0, 1, 8, 19, 19), decay="channel", state=True, bonus=True),
+    Linear("extreme gates per head", H=5, decay="head", gates=Draw.extremes),
+    Linear("extreme gates per token", T=70, H=2, K=8, decay="token", state=True, gates=Draw.extremes),
+    Linear("extreme gates per channel", T=70, H=2, K=8, decay="channel", state=True, gates=Draw.extremes),
+    Linear("extreme gates, bonus", T=21, K=8, decay="channel", bonus=True, gates=Draw.extremes),
+    Linear("all gates at -20, per token", B=1, T=70, H=2, K=8, decay="token", gates=closed),
+    Linear("all gates at -20, per channel", B=1, T=70, H=2, K=8, decay="channel", state=True, gates=closed),
+    Linear(
+        "everything", B=1, T=90, H=6, G=2, K=7, V=12, decay="channel", state=True, offsets=(0, 65, 65, 66, 90),
+        bonus=True, scale=0.5,
+    ),
+)  # fmt: skip
+CASES = tuple(problem.case for problem in PROBLEMS)

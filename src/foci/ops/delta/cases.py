@@ -1,0 +1,94 @@
+"""The small problems on which the delta rule is proven."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.ops.draw import Draw
+from foci.ops.recurrent import Problem, closed
+
+COSINE = 0.9  # of correlated keys: there the triangle of a chunk is badly conditioned
+
+
+@dataclass(frozen=True)
+class Delta(Problem):
+    """A problem of the delta rule; keys have length 1, as layers make them: "independent", "correlated" or "identical".
+
+    beta is drawn between 0 and `beta`, or all equal to it where `full`. `erase`: another key is read than is written.
+    """
+
+    alike: str = "independent"
+    beta: float = 1.0
+    full: bool = False
+    erase: bool = False
+
+    def features(self) -> set[str]:
+        said = {
+            "erase": self.erase,
+            "negative eigenvalues": self.beta > 1,
+            f"{self.alike} keys": self.alike != "independent",
+        }
+        return super().features() | {feature for feature, present in said.items() if present}
+
+    def keys(self, draw: Draw) -> Tensor:
+        shape = (self.B, self.T, self.heads, self.K)
+        if self.alike == "independent":
+            return draw.unit(*shape)
+        common = draw.unit(self.B, 1, self.heads, self.K).expand(shape)
+        if self.alike == "identical":
+            return common.contiguous()
+        # Two keys a c + b d_i with independent d_i meet at the cosine a^2 / (a^2 + b^2).
+        mixed = COSINE**0.5 * common.double() + (1 - COSINE) ** 0.5 * draw.unit(*shape).double()
+        return torch.nn.functional.normalize(mixed, dim=-1).to(draw.dtype)
+
+    def more(self, draw: Draw) -> dict[str, Any]:
+        beta = draw.uniform(self.B, self.T, self.H, most=self.beta)
+        made = {"beta": torch.full_like(beta, self.beta) if self.full else beta}
+        return made | ({"erase": draw.unit(self.B, self.T, self.heads, self.K)} if self.erase else {})
+
+
+PROBLEMS = (
+    Delta("plain"),
+    Delta("one token", T=1, decay="channel", state=True),
+    Delta("decay per head", decay="head"),
+    Delta("decay per token", decay="token"),
+    Delta("decay per channel", decay="channel"),
+    Delta("gates as narrow as q", decay="token", narrow=True),
+    Delta("one chunk", B=1, T=64, H=2, K=8, decay="token", state=True),
+    Delta("no whole chunks", B=1, T=131, H=2, K=24, decay="token"),
+    Delta("no whole chunks, per channel", B=1, T=150, H=2, K=8, V=12, decay="channel", state=True),
+    Delta("grouped heads", H=6, G=2, decay="token"),
+    Delta("one key head", G=1, decay="channel"),
+    Delta("value width", V=24),
+    Delta("odd widths", K=7, V=5, decay="channel"),
+    Delta("scale", scale=0.3, decay="head"),
+    Delta("state", state=True, decay="token"),
+    Delta("fused projection", fused=True, decay="token"),
+    Delta("erase", erase=True, decay="token"),
+    Delta("erase without decay", erase=True, T=7),
+    Delta("erase, grouped heads", B=1, T=70, H=4, G=2, K=8, V=5, erase=True, decay="channel", state=True),
+    Delta("negative eigenvalues", beta=2.0, decay="token"),
+    Delta("beta of 2", T=70, H=2, K=8, beta=2.0, full=True),
+    Delta("identical keys", B=1, T=70, H=2, alike="identical"),
+    Delta("identical keys, beta of 1", B=1, T=70, H=2, K=8, alike="identical", full=True),
+    Delta("identical keys, beta of 2", B=1, T=70, H=2, K=8, alike="identical", beta=2.0, full=True, decay="token"),
+    Delta("correlated keys", B=1, T=131, H=2, alike="correlated"),
+    Delta("correlated keys, beta of 2", B=1, T=70, H=2, alike="correlated", beta=2.0, full=True, decay="channel"),
+    Delta("packed", B=1, offsets=(0, 0, 1, 8, 8, 19), decay="token"),
+    Delta("packed, per head", B=1, offsets=(0, 6, 7, 19), decay="head"),
+    Delta("packed, per channel", B=1, T=83, H=2, K=8, offsets=(0, 1, 1, 70, 83), decay="channel", state=True),
+    Delta("extreme gates per head", H=5, decay="head", gates=Draw.extremes),
+    Delta("extreme gates per token", T=70, H=2, K=8, decay="token", state=True, gates=Draw.extremes),
+    Delta("extreme gates per channel", T=70, H=2, K=8, decay="channel", state=True, gates=Draw.extremes),
+    Delta("all gates at -20, per token", B=1, T=70, H=2, K=8, decay="token", gates=closed),
+    Delta("all gates at -20, per channel", B=1, T=70, H=2, K=8, decay="channel", state=True, gates=closed),
+    Delta(
+        "everything", B=1, T=90, H=6, G=2, K=7, V=12, decay="channel", state=True, offsets=(0, 65, 65, 66, 90),
+        erase=True, beta=2.0, scale=0.5,
+    ),
+)  # fmt: skip
+CASES = tuple(problem.case for problem in PROBLEMS)
