@@ -1,0 +1,213 @@
+"""What layers are made of: norms, the short causal convolution, rotary positions, feature maps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foci.core.spec import accumulator
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+
+
+def choice(where: str, name: str, value: str, options: dict[str, Callable[[Tensor], Tensor]]) -> None:
+    """ValueError unless `value` names one of the options."""
+    if value not in options:
+        raise ValueError(f"{where}: {name} is {value!r}; expected one of {', '.join(map(repr, options))}")
+
+
+def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(sum(x^2) + eps) over the last dimension, in x's dtype. What keeps the delta rule stable."""
+    wide = x.to(accumulator(x.dtype))
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32 (float64 for float64).
+
+    State: weight [size]. Paper: Zhang and Sennrich 2019 (arXiv 1910.07467).
+    """
+
+    def __init__(
+        self, size: int, eps: float = 1e-6, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., size] -> the same shape and dtype."""
+        return self._normalised(x.to(accumulator(x.dtype))).to(x.dtype)
+
+    def _normalised(self, wide: Tensor) -> Tensor:
+        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class GatedRMSNorm(RMSNorm):
+    """y = RMSNorm(x) * act(gate), or with gate_first RMSNorm(x * act(gate)), as Mamba-2 has it.
+
+    activation: "silu" or "sigmoid". State: weight [size].
+    """
+
+    def __init__(
+        self,
+        size: int,
+        eps: float = 1e-6,
+        *,
+        activation: str = "silu",
+        gate_first: bool = False,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(size, eps, device, dtype)
+        choice("GatedRMSNorm", "activation", activation, ACTIVATIONS)
+        self.activation, self.gate_first = activation, gate_first
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        """x, gate [..., size] -> the same shape, x's dtype."""
+        wide = x.to(accumulator(x.dtype))
+        opened = ACTIVATIONS[self.activation](gate.to(wide.dtype))
+        y = self._normalised(wide * opened) if self.gate_first else self._normalised(wide) * opened
+        return y.to(x.dtype)
+
+
+class History(NamedTuple):
+    """Tokens behind those that came before them.
+
+    joined [B, T + width, D] (packed: room before every document). `own`: where in it lies what comes `width` before
+    each token, None for the first T. tail [N, width, D]: the last ones of every row or document, for the next call.
+    """
+
+    joined: Tensor
+    own: Tensor | None
+    tail: Tensor
+
+
+def history(
+    x: Tensor,
+    width: int,
+    *,
+    tail: Tensor | None = None,
+    offsets: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> History:
+    """x [B,T,D] behind the `width` tokens before it: `tail` [N,width,D], or zeros.
+
+    offsets [N+1]: batch 1, documents end to end, each behind its own tail. lengths [B]: only the first lengths[b]
+    tokens of row b are real, and none other gets into the new tail.
+    """
+    B, T, D = x.shape
+    if offsets is None:
+        joined = torch.cat([x.new_zeros(B, width, D) if tail is None else tail.to(x.dtype), x], 1)
+        if lengths is None:
+            return History(joined, None, joined[:, T:].clone())  # not a view, which would hold all of the buffer
+        last = lengths[:, None] + torch.arange(width, device=x.device)
+        return History(joined, None, joined.gather(1, last[..., None].expand(B, width, D)))
+    offsets, N = offsets.long(), offsets.shape[0] - 1
+    token, document = torch.arange(T, device=x.device), torch.arange(N, device=x.device)
+    own = token + torch.searchsorted(offsets[1:], token, right=True) * width
+    slots = torch.arange(width, device=x.device) + width * document[:, None]  # + where the document begins, or ends
+    joined = x.new_zeros(B, T + N * width, D).index_copy(1, own + width, x)
+    if tail is not None:
+        joined = joined.index_copy(1, (slots + offsets[:-1, None]).flatten(), tail.to(x.dtype).reshape(1, -1, D))
+    return History(joined, own, joined[0, slots + offsets[1:, None]])
+
+
+class ShortConvolution(nn.Module):
+    """y[t] = act(sum_j weight[:, 0, j] x[t - size + 1 + j] + bias): depthwise, causal, a few tokens wide.
+
+    State: weight [channels, 1, size] (bias [channels] where asked for), as nn.Conv1d has them. activation: "silu" or
+    None. Summed in float32 (float64 for float64).
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        size: int = 4,
+        *,
+        bias: bool = False,
+        activation: str | None = "silu",
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if size < 1:
+            raise ValueError(f"ShortConvolution: size is {size}; expected at least 1")
+        if activation is not None:
+            choice("ShortConvolution", "activation", activation, ACTIVATIONS)
+        self.size, self.activation = size, activation
+        self.weight = nn.Parameter(torch.empty(channels, 1, size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(channels, device=device, dtype=dtype)) if bias else None
+        nn.init.uniform_(self.weight, -(size**-0.5), size**-0.5)
+
+    def forward(
+        self, x: Tensor, *, tail: Tensor | None = None, offsets: Tensor | None = None, lengths: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x [B,T,channels] -> (y [B,T,channels], the tail [N,size-1,channels] that continues it).
+
+        tail: of the tokens before; zeros by default. offsets, lengths: as `history` has them.
+        """
+        joined, own, tail = history(x, self.size - 1, tail=tail, offsets=offsets, lengths=lengths)
+        y = self._over(joined)
+        return y if own is None else y[:, own], tail
+
+    def step(self, x: Tensor, tail: Tensor) -> Tensor:
+        """One token a row: x [B,channels] -> y [B,channels]; tail [B,size-1,channels] is changed in place."""
+        joined = torch.cat([tail, x[:, None].to(tail.dtype)], 1)
+        tail.copy_(joined[:, 1:])
+        return self._over(joined)[:, 0].to(x.dtype)
+
+    def _over(self, joined: Tensor) -> Tensor:
+        """[B, T + size - 1, channels] -> [B, T, channels]. A pass per tap beats conv1d, which wants channels first."""
+        T, wide = joined.shape[1] - self.size + 1, accumulator(joined.dtype)
+        taps, weight = joined.to(wide), self.weight.to(wide)
+        y = taps[:, :T] * weight[:, 0, 0]
+        for j in range(1, self.size):
+            y = torch.addcmul(y, taps[:, j : j + T], weight[:, 0, j])
+        if self.bias is not None:
+            y = y + self.bias
+        return (y if self.activation is None else ACTIVATIONS[self.activation](y)).to(joined.dtype)
+
+
+def rotary(x: Tensor, positions: Tensor, *, base: float = 10000.0, width: int | None = None) -> Tensor:
+    """Rotary positions: x [B,T,H,K] turned by its positions ([T] or [B,T], any integers), x's dtype.
+
+    Channel i < width/2 turns together with channel i + width/2 (the halves of GPT-NeoX and Llama, not neighbours), by
+    positions * base^(-2i/width); channels from `width` on (default K) stay. For one token at offset n: positions n.
+    Paper: Su et al. 2021 (arXiv 2104.09864).
+    """
+    width = x.shape[-1] if width is None else width
+    if width % 2 or not 0 < width <= x.shape[-1]:
+        raise ValueError(f"rotary: width is {width}; expected an even number up to K={x.shape[-1]}")
+    wide = accumulator(x.dtype)
+    half = torch.arange(0, width, 2, device=x.device, dtype=wide)
+    angle = positions[..., None].to(wide) * torch.exp(half * (-math.log(base) / width))
+    cos, sin = angle.cos()[..., None, :], angle.sin()[..., None, :]
+    first, second, rest = x.split([width // 2, width // 2, x.shape[-1] - width], -1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+
+
+def taylor(x: Tensor) -> Tensor:
+    """[..., K] -> [..., 1 + K + K^2], whose products are 1 + qk/sqrt(K) + (qk)^2/2K: exp to second order.
+
+    Paper: Arora et al. 2024, Based (arXiv 2402.18668).
+    """
+    x = x * x.shape[-1] ** -0.25
+    squares = (x[..., :, None] * x[..., None, :]).flatten(-2) * 2**-0.5
+    return torch.cat([torch.ones_like(x[..., :1]), x, squares], -1)
+
+
+# Of queries and keys, [..., K] -> [..., K'].
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "elu": lambda x: F.elu(x) + 1,  # Katharopoulos et al. 2020 (arXiv 2006.16236)
+    "relu": F.relu,
+    "softmax": lambda x: x.softmax(-1),
+    "taylor": taylor,
+    "identity": lambda x: x,
+}

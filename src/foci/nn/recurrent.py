@@ -1,0 +1,264 @@
+"""What recurrent layers share: the tokens of a call (padding, documents, memory) and the skeleton round an operator."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foci.core.errors import ShapeError
+from foci.core.spec import accumulator
+from foci.nn.cache import Cache, LayerCache
+from foci.nn.parts import ShortConvolution, history
+from foci.ops.decay.api import linear_attention, linear_attention_step
+from foci.ops.delta.api import delta_rule, delta_rule_step
+
+
+class Tokens:
+    """The tokens of one call of a layer: which are real, where documents begin, what the layer keeps of earlier ones.
+
+    The real tokens of every row are moved to the front, and their outputs back. So padding, wherever it stood, lies
+    behind all that is real, where nothing causal looks; only states and tails have to be kept from it.
+    """
+
+    def __init__(
+        self, hidden: Tensor, mask: Tensor | None, offsets: Tensor | None, held: LayerCache | None, backend: str | None
+    ) -> None:
+        self.offsets, self.held, self.backend = offsets, held, backend
+        self.B, self.T = hidden.shape[:2]
+        self.rows = self.B if offsets is None else offsets.shape[0] - 1
+        self.device = hidden.device
+        self.real: Tensor | None = None  # [B,T], once moved
+        self.lengths: Tensor | None = None
+        if mask is not None:
+            self.order = mask.to(torch.int8).argsort(stable=True, dim=1, descending=True)
+            self.lengths = mask.sum(1)
+            self.real = torch.arange(self.T, device=self.device) < self.lengths[:, None]
+
+    def front(self, hidden: Tensor) -> Tensor:
+        """[B,T,D] with the real tokens of each row first and zeros behind them."""
+        return hidden if self.real is None else self._only_real(hidden.gather(1, self._along(self.order, hidden)))
+
+    def back(self, out: Tensor) -> Tensor:
+        """[B,T,D] with every token where it was, zero where padding was."""
+        return out if self.real is None else self._only_real(out).gather(1, self._along(self.order.argsort(1), out))
+
+    def convolve(self, name: str, convolution: ShortConvolution, x: Tensor) -> Tensor:
+        """x [B,T,C] through a short convolution whose tail is kept by this name."""
+        tail = self._kept(name)
+        if tail is not None and self._steps:
+            return convolution.step(x[:, 0], tail)[:, None]
+        y, tail = convolution(x, tail=tail, offsets=self.offsets, lengths=self.lengths)
+        self._keep(name, tail)
+        return y
+
+    def previous(self, name: str, x: Tensor) -> Tensor:
+        """[B,T,C]: the token before each one, zero before the first."""
+        joined, own, tail = history(x, 1, tail=self._kept(name), offsets=self.offsets, lengths=self.lengths)
+        self._keep(name, tail)
+        return joined[:, :-1] if own is None else joined[:, own]
+
+    def positions(self) -> Tensor:
+        """[B,T]: how many real tokens of its row or document stand before each, earlier calls counted."""
+        before = self._kept("positions")
+        if before is None:
+            before = torch.zeros(self.rows, dtype=torch.long, device=self.device)
+        token = torch.arange(self.T, device=self.device)
+        if self.offsets is None:
+            self._keep("positions", before + (self.T if self.lengths is None else self.lengths))
+            return before[:, None] + token
+        self._keep("positions", before + self.offsets.diff())
+        return (token + (before - self.offsets[:-1])[torch.searchsorted(self.offsets[1:], token, right=True)])[None]
+
+    def linear_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        log_decay: Tensor | None = None,
+        bonus: Tensor | None = None,
+        scale: float | None = None,
+        name: str = "state",
+    ) -> Tensor:
+        """foci.linear_attention that goes on from the state kept by this name, and keeps the new one."""
+        state = self._kept(name)
+        k, log_decay = self._only_real(k), self._still(log_decay)
+        if state is not None and self._steps:
+            g = log_decay if log_decay is None or log_decay.dim() == 1 else log_decay[:, 0]
+            return linear_attention_step(
+                q[:, 0], k[:, 0], v[:, 0], state, log_decay=g, bonus=bonus, scale=scale
+            )[:, None]  # fmt: skip
+        out, state = linear_attention(
+            q, k, v, log_decay=log_decay, bonus=bonus, scale=scale, state=state, offsets=self.offsets,
+            return_state=self.held is not None, backend=self.backend,
+        )  # fmt: skip
+        self._keep(name, state)
+        return out
+
+    def delta_rule(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, log_decay: Tensor | None = None) -> Tensor:
+        """foci.delta_rule that goes on from the state that is kept, and keeps the new one."""
+        state = self._kept("state")
+        beta, log_decay = self._only_real(beta), self._still(log_decay)
+        if state is not None and self._steps:
+            g = None if log_decay is None else log_decay[:, 0]
+            return delta_rule_step(q[:, 0], k[:, 0], v[:, 0], beta[:, 0], state, log_decay=g)[:, None]
+        out, state = delta_rule(
+            q, k, v, beta, log_decay=log_decay, state=state, offsets=self.offsets,
+            return_state=self.held is not None, backend=self.backend,
+        )  # fmt: skip
+        self._keep("state", state)
+        return out
+
+    @property
+    def _steps(self) -> bool:
+        """One new token a row, without gradients: states and tails are changed in place."""
+        return self.T == 1 and self.offsets is None and self.real is None and not torch.is_grad_enabled()
+
+    def _still(self, log_decay: Tensor | None) -> Tensor | None:
+        """Decay that padding does not apply: [H] becomes [B,T,H] where there is any."""
+        if self.real is None or log_decay is None:
+            return log_decay
+        return self._only_real(log_decay.expand(self.B, self.T, -1) if log_decay.dim() == 1 else log_decay)
+
+    def _only_real(self, x: Tensor) -> Tensor:
+        """[B,T,...] with zeros in place of padding, whatever stood there."""
+        return x if self.real is None else x.masked_fill(~self.real.view(*self.real.shape, *[1] * (x.dim() - 2)), 0)
+
+    def _along(self, order: Tensor, x: Tensor) -> Tensor:
+        return order[..., None].expand_as(x)
+
+    def _kept(self, name: str) -> Tensor | None:
+        return None if self.held is None else self.held.get(name)
+
+    def _keep(self, name: str, value: Tensor | None) -> None:
+        if self.held is not None and value is not None:
+            self.held[name] = value
+
+
+class Recurrent(nn.Module):
+    """A layer hidden [B,T,D] -> [B,T,D] round one recurrence. Subclasses build projections and say how they `mix`.
+
+    H = num_heads states of K x V (K = head_dim, V = value_dim), whose queries and keys have G = num_key_heads heads.
+    """
+
+    o_proj: nn.Module
+    conv_size = 0
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_key_heads: int | None,
+        head_dim: int | None,
+        value_dim: int | None,
+        layer_index: int,
+        backend: str | None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        G = num_heads if num_key_heads is None else num_key_heads
+        if num_heads < 1 or G < 1 or num_heads % G:
+            raise ValueError(f"{name}: num_heads is {num_heads}, num_key_heads {G}; expected a multiple of the second")
+        if head_dim is None and hidden_size % num_heads:
+            raise ValueError(
+                f"{name}: hidden_size {hidden_size} is no multiple of num_heads {num_heads}; give head_dim"
+            )
+        self.hidden_size, self.num_heads, self.num_key_heads = hidden_size, num_heads, G
+        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        self.value_dim = self.head_dim if value_dim is None else value_dim
+        self.layer_index, self.backend = layer_index, backend
+
+    def forward(
+        self,
+        hidden: Tensor,
+        *,
+        mask: Tensor | None = None,
+        offsets: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """hidden [B,T,D] -> [B,T,D].
+
+        mask [B,T] boolean: True where a token is real. Padding may stand on either side or between; it changes nothing
+        and its outputs are 0. offsets [N+1]: documents end to end in a batch of 1; none sees another.
+        cache: what came before goes on, and this layer's part (see `layer_index`) is brought up to date. After a packed
+        call it has one row for each document. Without gradients one token takes the operator's in-place step.
+
+        Raises ShapeError or ValueError for a mask, offsets or cache that do not fit.
+        """
+        held = None if cache is None else cache.layer(self.layer_index)
+        self._check(hidden, mask, offsets, held)
+        tokens = Tokens(hidden, mask, offsets, held, self.backend)
+        out = self.o_proj(self.mix(tokens.front(hidden), tokens).flatten(2))
+        if held is not None:
+            held.seen += tokens.T
+        return tokens.back(out)
+
+    def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """x [B,T,D], real tokens first -> what the output projection takes, [B,T,H,V] or heads merged."""
+        raise NotImplementedError
+
+    def _make_qkv(
+        self, conv_size: int = 0, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """q_proj, k_proj and v_proj; with conv_size a short convolution with SiLU behind each."""
+        if conv_size < 0:
+            raise ValueError(f"{type(self).__name__}: conv_size is {conv_size}; expected 0 (none) or more")
+        self.conv_size = conv_size
+        keys, values = self.num_key_heads * self.head_dim, self.num_heads * self.value_dim
+        for name, channels in (("q", keys), ("k", keys), ("v", values)):
+            projection = nn.Linear(self.hidden_size, channels, bias=False, device=device, dtype=dtype)
+            self.add_module(f"{name}_proj", projection)
+            if conv_size:
+                self.add_module(f"{name}_conv1d", ShortConvolution(channels, conv_size, device=device, dtype=dtype))
+
+    def _qkv(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k [B,T,G,K] and v [B,T,H,V]."""
+        found = []
+        for name, heads in (("q", self.num_key_heads), ("k", self.num_key_heads), ("v", self.num_heads)):
+            y = self.get_submodule(f"{name}_proj")(x)
+            if self.conv_size:
+                convolution = self.get_submodule(f"{name}_conv1d")
+                assert isinstance(convolution, ShortConvolution)
+                y = tokens.convolve(f"{name}_conv1d", convolution, y)
+            found.append(y.unflatten(-1, (heads, -1)))
+        q, k, v = found
+        return q, k, v
+
+    def _check(self, hidden: Tensor, mask: Tensor | None, offsets: Tensor | None, held: LayerCache | None) -> None:
+        name = type(self).__name__
+        if hidden.dim() != 3 or hidden.shape[2] != self.hidden_size:
+            raise ShapeError(f"{name}: hidden has shape {list(hidden.shape)}; expected [B, T, {self.hidden_size}]")
+        if mask is not None:
+            if offsets is not None:
+                raise ValueError(
+                    f"{name}: mask and offsets are both given; expected one: packed tokens have no padding"
+                )
+            if mask.dtype != torch.bool or mask.shape != hidden.shape[:2]:
+                raise ShapeError(
+                    f"{name}: mask is {mask.dtype} {list(mask.shape)}; expected torch.bool {list(hidden.shape[:2])}"
+                )
+        if offsets is not None and (hidden.shape[0] != 1 or offsets.dim() != 1 or offsets.shape[0] < 1):
+            raise ShapeError(
+                f"{name}: offsets {list(offsets.shape)} with hidden {list(hidden.shape)}; expected [N + 1], batch 1"
+            )
+        rows = hidden.shape[0] if offsets is None else offsets.shape[0] - 1
+        for key, value in (held or {}).items():
+            if value.shape[0] != rows:
+                raise ShapeError(f"{name}: cache holds {key} of {value.shape[0]} rows; expected {rows}")
+
+
+def gate_parameters(
+    heads: int, channels: int, device: torch.device | None, dtype: torch.dtype | None
+) -> tuple[nn.Parameter, nn.Parameter]:
+    """A_log [heads] and dt_bias [channels] of `selective_decay`, as Mamba-2 begins: A in [1, 16], softplus(dt_bias)
+    log-uniform in [0.001, 0.1]."""
+    rate = torch.empty(heads, device=device).uniform_(1, 16)
+    dt = torch.empty(channels, device=device).uniform_(-6.907755, -2.302585).exp()
+    return nn.Parameter(rate.log().to(dtype)), nn.Parameter((dt + torch.log(-torch.expm1(-dt))).to(dtype))
+
+
+def selective_decay(a_log: Tensor, dt: Tensor) -> Tensor:
+    """log_decay = -exp(A_log) * softplus(dt), in float32 (float64 for float64): at most 0 whatever is learned."""
+    wide = accumulator(dt.dtype)
+    return -a_log.to(wide).exp() * F.softplus(dt.to(wide))
