@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ def check_rest(operator: str, like: Tensor, **tensors: Tensor | None) -> None:
         if tensor.dtype not in _DTYPES:
             raise ValueError(f"{operator}: {name} must be a floating tensor, got {short(tensor.dtype)}")
         if tensor.device != like.device:
-            raise ValueError(f"{operator}: {name} is on {tensor.device}, v is on {like.device}; expected one device")
+            raise ValueError(f"{operator}: {name} is on {tensor.device}; expected {like.device}, where the others are")
 
 
 def decay(operator: str, log_decay: Tensor | None, wanted: dict[int, tuple[str, ...]], like: Tensor) -> Tensor | None:
@@ -116,6 +116,25 @@ def documents(operator: str, offsets: Tensor | None, T: int) -> list[tuple[int, 
     return pairs
 
 
+class Stretch(NamedTuple):
+    """Tokens start:stop of some rows, which follow each other: the states of these rows, or of one document."""
+
+    rows: slice
+    states: slice
+    start: int
+    stop: int
+
+
+def stretches(operator: str, offsets: Tensor | None, B: int, T: int, most: int | None = None) -> list[Stretch]:
+    """Every document, or the rows of the batch together (at most `most`). Reads the offsets, and checks them."""
+    packed = documents(operator, offsets, T)
+    if packed is not None:
+        return [Stretch(slice(0, 1), slice(n, n + 1), *place) for n, place in enumerate(packed)]
+    step = max(1, most or B)
+    groups = [slice(b, min(b + step, B)) for b in range(0, max(1, B), step)]
+    return [Stretch(group, group, 0, T) for group in groups]
+
+
 def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -149,16 +168,21 @@ def bind_step(operator: str, tensors: dict[str, Tensor | None]) -> dict[str, int
         raise ValueError(
             f"{operator}: q, k, v have dtypes {', '.join(short(x.dtype) for x in (q, k, v))}; expected one dtype"
         )
-    if state.dtype != accumulator(v.dtype):
-        wanted = short(accumulator(v.dtype))
-        raise ValueError(f"{operator}: state is {short(state.dtype)}; expected {wanted} for {short(v.dtype)} inputs")
-    check_rest(operator, v, **{name: x for name, x in tensors.items() if name not in ("q", "k", "v")})
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.values()):
+    check_step(operator, v, state=state, **{name: x for name, x in tensors.items() if name != "state"})
+    return sizes
+
+
+def check_step(operator: str, like: Tensor, *, state: Tensor, **tensors: Tensor | None) -> None:
+    """One token's state is in the accumulator of `like`, the others floating and beside it; none wants a gradient."""
+    check_rest(operator, like, state=state, **tensors)
+    if state.dtype != accumulator(like.dtype):
+        wanted = short(accumulator(like.dtype))
+        raise ValueError(f"{operator}: state is {short(state.dtype)}; expected {wanted} for {short(like.dtype)} inputs")
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (state, *tensors.values())):
         raise ValueError(
             f"{operator}: it has no gradients, because it changes its state in place; use torch.no_grad(), or "
             f"{operator.removesuffix('_step')} with T=1"
         )
-    return sizes
 
 
 def write(state: Tensor, decay: Tensor | None, key: Tensor, value: Tensor) -> None:
