@@ -20,6 +20,10 @@ class LayerCache(dict[str, Tensor]):
         self.seen = 0
         self._room: dict[str, tuple[Tensor, int]] = {}  # the buffer that self[name] is a part of, and where it ends
 
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self._room.pop(name, None)
+        super().__setitem__(name, value)
+
     def append(self, name: str, new: Tensor, last: int | None = None) -> Tensor:
         """What `name` holds and `new` [B, T, ...] behind it, [B, S, ...]; of which the `last` tokens are kept, or all.
 
@@ -30,8 +34,7 @@ class LayerCache(dict[str, Tensor]):
         held = self.get(name, new[:, :0])
         size = held.shape[1] + new.shape[1]
         if torch.is_grad_enabled() and (new.requires_grad or held.requires_grad):
-            self._room.pop(name, None)
-            whole = torch.cat([held, new], 1)
+            whole, room = torch.cat([held, new], 1), None
         else:
             buffer, end = self._room.get(name, (held, held.shape[1]))
             if end + new.shape[1] > buffer.shape[1]:
@@ -40,16 +43,16 @@ class LayerCache(dict[str, Tensor]):
                 end = held.shape[1]
             buffer[:, end : end + new.shape[1]] = new
             end += new.shape[1]
-            self._room[name] = buffer, end
-            whole = buffer[:, end - size : end]
+            whole, room = buffer[:, end - size : end], (buffer, end)
         self[name] = whole if last is None else whole[:, max(size - last, 0) :]
+        if room is not None:
+            self._room[name] = room
         return whole
 
     def reorder(self, rows: Tensor) -> None:
         """Row b becomes what row `rows[b]` was, as beam search needs it."""
         for name, value in self.items():
             self[name] = value.index_select(0, rows)
-        self._room.clear()
 
     @property
     def nbytes(self) -> int:

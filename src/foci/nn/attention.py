@@ -1,0 +1,198 @@
+"""Softmax attention as a layer: grouped heads, rotary positions, windows, sinks, a cache."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from foci.core.errors import ShapeError, Unsupported
+from foci.nn.cache import Cache, LayerCache
+from foci.nn.parts import RMSNorm, rotary
+from foci.ops.masks import Causal, Dense, Mask, Packed, Window
+from foci.ops.softmax.api import attention
+
+
+class Attention(nn.Module):
+    """Causal attention of many heads: o_proj(merge(attention(q_proj(x), k_proj(x), v_proj(x)))).
+
+    hidden [B,T,D], D = hidden_size; q [B,T,H,K]; k, v [B,S,G,K]. num_heads H; num_kv_heads G, which divides it (default
+    H); head_dim K (default D / H). rope_base: of the rotary positions, None for none. qk_norm: an RMSNorm over K of
+    every query and key before they are turned. softcap c: logits become c tanh(logits / c). window W: a token sees
+    itself and the W - 1 before it, and the cache keeps no more. sink: one learned logit per head without a value.
+    layer_index: which entry of a model's cache is this layer's. backend: that must run every call; by default foci
+    chooses.
+
+    State: q_proj.weight [H K, hidden_size], k_proj.weight and v_proj.weight [G K, hidden_size], o_proj.weight
+    [hidden_size, H K]; with qk_norm q_norm.weight and k_norm.weight [K]; with sink sinks [H].
+    Papers: Vaswani et al. 2017 (arXiv 1706.03762); GQA (2305.13245); RoPE (2104.09864); qk-norm (2010.04245).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rope_base: float | None = 10000.0,
+        qk_norm: bool = False,
+        softcap: float | None = None,
+        window: int | None = None,
+        sink: bool = False,
+        layer_index: int = 0,
+        backend: str | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        groups = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or groups < 1 or num_heads % groups:
+            raise ValueError(f"Attention: num_heads is {num_heads} and num_kv_heads {groups}; expected a multiple")
+        if head_dim is None and hidden_size % num_heads:
+            raise ValueError(f"Attention: hidden_size {hidden_size} is no multiple of num_heads {num_heads}")
+        if window is not None and window < 1:
+            raise ValueError(f"Attention: window is {window}; expected at least 1, the token itself")
+        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        self.rope_base, self.softcap, self.window = rope_base, softcap, window
+        self.layer_index, self.backend = layer_index, backend
+        own, shared = num_heads * self.head_dim, groups * self.head_dim
+        self.q_proj = nn.Linear(hidden_size, own, bias=False, device=device, dtype=dtype)
+        self.k_proj = nn.Linear(hidden_size, shared, bias=False, device=device, dtype=dtype)
+        self.v_proj = nn.Linear(hidden_size, shared, bias=False, device=device, dtype=dtype)
+        self.o_proj = nn.Linear(own, hidden_size, bias=False, device=device, dtype=dtype)
+        self.q_norm = RMSNorm(self.head_dim, device=device, dtype=dtype) if qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, device=device, dtype=dtype) if qk_norm else None
+        self.sinks = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype)) if sink else None
+
+    def forward(
+        self,
+        hidden: Float[Tensor, "B T D"],
+        *,
+        mask: Bool[Tensor, "B T"] | None = None,
+        offsets: Int[Tensor, M] | None = None,
+        cache: Cache | None = None,
+    ) -> Float[Tensor, "B T D"]:
+        """hidden [B,T,D] -> [B,T,D].
+
+        mask: True where a token is real. Padding may stand anywhere (left, right, between); it changes no real token,
+        takes no position, and its output is 0. offsets [N+1]: batch 1, documents end to end, each on its own.
+        cache: tokens before these, and it is given these too. Raises ShapeError or ValueError for what does not fit,
+        Unsupported for offsets together with mask or cache.
+        """
+        self._check(hidden, mask, offsets, cache)
+        memory = None if cache is None else cache.layer(self.layer_index)
+        if mask is None:
+            return self.o_proj(self._attend(hidden, memory, None, offsets))
+        # Rows end together, padding before them: then a cache is one block, and Causal and Window mean real tokens.
+        order = mask.long().argsort(stable=True, dim=1)
+        moved = _pick(hidden.masked_fill(~mask[..., None], 0), order)
+        y = self.o_proj(self._attend(moved, memory, mask.sum(1), None))
+        return _pick(y, order.argsort(1)).masked_fill(~mask[..., None], 0)
+
+    def _check(self, hidden: Tensor, mask: Tensor | None, offsets: Tensor | None, cache: Cache | None) -> None:
+        if hidden.dim() != 3 or hidden.shape[2] != self.q_proj.in_features:
+            raise ShapeError(
+                f"Attention: hidden has shape {list(hidden.shape)}; expected [B, T, {self.q_proj.in_features}]"
+            )
+        if mask is not None and (mask.shape != hidden.shape[:2] or mask.dtype != torch.bool):
+            raise ShapeError(
+                f"Attention: mask is {mask.dtype} {list(mask.shape)}; expected torch.bool {list(hidden.shape[:2])}"
+            )
+        if offsets is not None:
+            reasons = [
+                f"{name} is given too" for name, other in (("mask", mask), ("cache", cache)) if other is not None
+            ]
+            if reasons:
+                raise Unsupported("Attention: packed documents (offsets) stand alone", reasons)
+
+    def _attend(self, x: Tensor, memory: LayerCache | None, lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
+        """Heads merged, [B, T, H K]. lengths [B]: the real tokens of each row, which are its last ones."""
+        T = x.shape[1]
+        q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        past, total = _real(memory, lengths, x)
+        if self.rope_base is not None:
+            positions = _positions(past, total, offsets, x)
+            q, k = (rotary(part, positions, base=self.rope_base) for part in (q, k))
+        if memory is not None:
+            last = None if self.window is None else self.window - 1
+            k, v = (_remember(memory, name, new, last, past, lengths) for name, new in (("k", k), ("v", v)))
+            memory.seen += T
+            if isinstance(total, Tensor):
+                memory["length"] = total
+        out = attention(
+            q,
+            k,
+            v,
+            mask=self._mask(T, k, total, offsets),
+            softcap=self.softcap,
+            sink=self._sink(v),
+            backend=self.backend,
+        )
+        return out.flatten(2)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(2, (-1, self.head_dim))
+
+    def _mask(self, T: int, k: Tensor, total: int | Tensor, offsets: Tensor | None) -> Mask | None:
+        parts: list[Mask] = []
+        if offsets is not None:
+            parts.append(Packed(offsets))
+        if isinstance(total, Tensor):
+            first = k.shape[1] - total
+            parts.append(Dense((torch.arange(k.shape[1], device=k.device) >= first[:, None])[:, None, None]))
+        if T > 1:  # one token sees all that is kept
+            parts.append(Causal())
+            if self.window is not None:
+                parts.append(Window(self.window - 1, 0))
+        mask: Mask | None = None
+        for part in parts:
+            mask = part if mask is None else mask & part
+        return mask
+
+
+def _pick(x: Tensor, order: Tensor) -> Tensor:
+    """Tokens of every row in the order given: x [B, S, ...], order [B, S]."""
+    rows = torch.arange(x.shape[0], device=x.device)[:, None]
+    return x[rows, order]
+
+
+def _real(memory: LayerCache | None, lengths: Tensor | None, x: Tensor) -> tuple[int | Tensor, int | Tensor]:
+    """Real tokens before and after this call: a number while all rows have as many, else one a row [B]."""
+    past: int | Tensor = 0
+    if memory is not None:
+        past = memory.get("length", memory.seen)
+    if lengths is not None:
+        past = past + torch.zeros_like(lengths)
+        return past, past + lengths
+    return past, past + x.shape[1]
+
+
+def _positions(past: int | Tensor, total: int | Tensor, offsets: Tensor | None, x: Tensor) -> Tensor:
+    """The place of each token among its row's (or document's) real ones: [T] or [B, T]. Padding's is arbitrary."""
+    token = torch.arange(x.shape[1], device=x.device)
+    if offsets is not None:
+        document = torch.searchsorted(offsets[1:].to(token), token, right=True)
+        return token - offsets.to(token)[document]
+    if isinstance(total, Tensor):
+        return (total[:, None] - x.shape[1]) + token
+    return past + token
+
+
+def _remember(
+    memory: LayerCache, name: str, new: Tensor, last: int | None, past: int | Tensor, lengths: Tensor | None
+) -> Tensor:
+    """The kept keys or values and the new ones behind them, rows ending together."""
+    if lengths is None or name not in memory:
+        return memory.append(name, new, last)
+    # The padding at the front of the new tokens would be a gap between old and new.
+    held = memory[name].shape[1]
+    assert isinstance(past, Tensor)
+    slot = torch.arange(held + new.shape[1], device=new.device)
+    first = torch.where(slot < held, held - past[:, None], held + new.shape[1] - lengths[:, None])
+    order = (slot >= first).long().argsort(stable=True, dim=1)
+    whole = _pick(torch.cat([memory[name], new], 1), order)
+    memory[name] = whole if last is None else whole[:, max(whole.shape[1] - last, 0) :]
+    return whole

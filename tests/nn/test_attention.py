@@ -1,0 +1,151 @@
+"""The attention layer: against the equation, with a cache, padding, windows and packed documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foci.core.errors import ShapeError, Unsupported
+from foci.nn.attention import Attention
+from foci.nn.cache import Cache
+from foci.nn.parts import rotary
+
+SIZE = 24
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped": {"num_kv_heads": 2, "head_dim": 8},
+    "all": {"num_kv_heads": 2, "qk_norm": True, "softcap": 3.0, "window": 4, "sink": True},
+    "no positions": {"rope_base": None, "num_kv_heads": 1},
+}
+
+
+def _layer(kind: str) -> Attention:
+    torch.manual_seed(0)
+    layer = Attention(SIZE, 4, **KINDS[kind], dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return layer
+
+
+def _x(batch: int, length: int) -> Tensor:
+    return torch.randn(batch, length, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def _literal(layer: Attention, x: Tensor) -> Tensor:
+    """The equation, one query at a time."""
+    q, k, v = (p(x).unflatten(2, (-1, layer.head_dim)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    if layer.q_norm is not None:
+        q, k = layer.q_norm(q), layer.k_norm(k)
+    if layer.rope_base is not None:
+        q, k = (rotary(part, torch.arange(x.shape[1])) for part in (q, k))
+    k, v = (part.repeat_interleave(q.shape[2] // part.shape[2], 2) for part in (k, v))
+    rows = []
+    for t in range(x.shape[1]):
+        first = 0 if layer.window is None else max(t - layer.window + 1, 0)
+        z = torch.einsum("bhk,bshk->bhs", q[:, t], k[:, first : t + 1]) * layer.head_dim**-0.5
+        if layer.softcap is not None:
+            z = layer.softcap * torch.tanh(z / layer.softcap)
+        weight = z.exp()
+        below = weight.sum(-1, keepdim=True)
+        if layer.sinks is not None:
+            below = below + layer.sinks.exp()[:, None]
+        rows.append(torch.einsum("bhs,bshv->bhv", weight / below, v[:, first : t + 1]).flatten(1))
+    return layer.o_proj(torch.stack(rows, 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layer_is_its_equation_with_every_gradient(kind):
+    layer, x = _layer(kind), _x(2, 11).requires_grad_()
+    inputs = [x, *layer.parameters()]
+    ours, truth = layer(x), _literal(layer, x)
+    torch.testing.assert_close(ours, truth)
+    weight = torch.randn_like(truth)
+    for one, other in zip(
+        torch.autograd.grad(ours, inputs, weight), torch.autograd.grad(truth, inputs, weight), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cuts", [[5, 1, 1, 4], [1] * 11, [0, 11], [3, 3, 5]])
+def test_pieces_through_a_cache_equal_the_whole(kind, cuts):
+    layer, x = _layer(kind), _x(2, 11)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            cache = Cache()
+            pieces = [layer(piece, cache=cache) for piece in x.split(cuts, 1)]
+            torch.testing.assert_close(torch.cat(pieces, 1), layer(x))
+    assert cache.seen == 11
+    if layer.window is not None:
+        assert cache.layer(0)["k"].shape[1] == layer.window - 1
+
+
+MASKS = {
+    "left": [[0, 0, 0, 1, 1, 1, 1], [1] * 7],
+    "right": [[1, 1, 1, 1, 0, 0, 0], [1] * 7],
+    "between": [[1, 0, 1, 1, 0, 0, 1], [0, 1, 0, 1, 0, 1, 0]],
+    "empty row": [[0] * 7, [1] * 7],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MASKS)
+def test_padding_changes_no_real_token_and_gives_zero(kind, name):
+    layer, mask, x = _layer(kind), torch.tensor(MASKS[name]).bool(), _x(2, 7)
+    x = x.masked_fill(~mask[..., None], float("nan"))
+    out = layer(x, mask=mask)
+    assert (out[~mask] == 0).all()
+    for row in range(2):
+        torch.testing.assert_close(out[row, mask[row]], layer(x[row : row + 1, mask[row]])[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MASKS)
+def test_padded_rows_go_on_through_a_cache(kind, name):
+    """Prefill in two padded pieces, then two tokens without a mask: as each row alone and whole."""
+    layer, mask, x = _layer(kind), torch.tensor(MASKS[name]).bool(), _x(2, 16)
+    mask = torch.cat([mask, mask.flip(0), torch.ones(2, 2, dtype=torch.bool)], 1)
+    with torch.no_grad():
+        cache = Cache()
+        out = torch.cat([
+            layer(x[:, :7], mask=mask[:, :7], cache=cache), layer(x[:, 7:14], mask=mask[:, 7:14], cache=cache),
+            layer(x[:, 14:15], cache=cache), layer(x[:, 15:], mask=mask[:, 15:], cache=cache),
+        ], 1)  # fmt: skip
+        for row in range(2):
+            torch.testing.assert_close(out[row, mask[row]], layer(x[row : row + 1, mask[row]])[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_documents_are_separate(kind):
+    layer, x = _layer(kind), _x(1, 12)
+    out = layer(x, offsets=torch.tensor([0, 5, 5, 6, 12]))
+    for first, end in ((0, 5), (5, 6), (6, 12)):
+        torch.testing.assert_close(out[:, first:end], layer(x[:, first:end]))
+
+
+def test_compiles_whole_and_equals_eager():
+    layer, x = _layer("all").float(), _x(2, 9).float()
+    whole = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(whole(x), layer(x))
+    mask = torch.tensor([[0] * 3 + [1] * 6, [1] * 9]).bool()
+    torch.testing.assert_close(whole(x, mask=mask), layer(x, mask=mask))
+
+
+def test_what_does_not_fit_is_refused_with_its_name():
+    layer, x = _layer("plain"), _x(2, 5)
+    with pytest.raises(ShapeError, match=r"hidden has shape \[2, 5, 23\]"):
+        layer(x[..., :-1])
+    with pytest.raises(ShapeError, match=r"mask is torch\.int64"):
+        layer(x, mask=torch.ones(2, 5).long())
+    with pytest.raises(Unsupported, match="mask is given too"):
+        layer(x[:1], offsets=torch.tensor([0, 5]), mask=torch.ones(1, 5).bool())
+    with pytest.raises(ValueError, match="num_kv_heads 3"):
+        Attention(SIZE, 4, num_kv_heads=3)
+    with pytest.raises(ValueError, match="no multiple"):
+        Attention(SIZE, 5)
+    with pytest.raises(ValueError, match="window is 0"):
+        Attention(SIZE, 4, window=0)
