@@ -122,15 +122,8 @@ class Attention(nn.Module):
             memory.seen += T
             if isinstance(total, Tensor):
                 memory["length"] = total
-        out = attention(
-            q,
-            k,
-            v,
-            mask=self._mask(T, k, total, offsets),
-            softcap=self.softcap,
-            sink=self._sink(v),
-            backend=self.backend,
-        )
+        mask, sink = self._mask(T, k, total, offsets), None if self.sinks is None else self.sinks.to(v.dtype)
+        out = attention(q, k, v, mask=mask, softcap=self.softcap, sink=sink, backend=self.backend)
         return out.flatten(2)
 
     def _heads(self, x: Tensor) -> Tensor:
