@@ -1,4 +1,4 @@
-"""Problems: what they say of themselves is true, for the same seed in every dtype."""
+"""Problems say what they are; their parts are cases of their own, with which the reference keeps every law."""
 
 from __future__ import annotations
 
@@ -6,16 +6,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from foci.core.spec import Spec, within
+from foci.merge.affine import Affine
+from foci.merge.algebra import fold
 from foci.ops.decay.cases import PROBLEMS as LINEAR
+from foci.ops.decay.spec import SPEC as LINEAR_SPEC
 from foci.ops.delta.cases import PROBLEMS as DELTA
-from foci.ops.recurrent import Problem
+from foci.ops.delta.spec import SPEC as DELTA_SPEC
+from foci.ops.recurrent import Problem, cut, documents, future, rows, sequences, transition
 
 CPU = torch.device("cpu")
+EACH = [*((LINEAR_SPEC, problem) for problem in LINEAR), *((DELTA_SPEC, problem) for problem in DELTA)]
+IDS = [f"{spec.name} {problem.name}" for spec, problem in EACH]
+each_problem = pytest.mark.parametrize(("spec", "problem"), EACH, ids=IDS)
 RANKS = {1: "decay per head", 3: "decay per token", 4: "decay per channel"}
 
 
-@pytest.mark.parametrize("problem", [*LINEAR, *DELTA], ids=lambda problem: f"{type(problem).__name__} {problem.name}")
-def test_features_are_what_the_arguments_say(problem: Problem) -> None:
+@each_problem
+def test_features_are_what_the_arguments_say(spec: Spec, problem: Problem) -> None:
     case = problem.case
     inputs = case.make(torch.float32, CPU, 0)
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
@@ -39,8 +47,8 @@ def test_features_are_what_the_arguments_say(problem: Problem) -> None:
         assert state.shape == (v.shape[0] if offsets is None else len(offsets) - 1, v.shape[2], k.shape[3], v.shape[3])
 
 
-@pytest.mark.parametrize("problem", [*LINEAR, *DELTA], ids=lambda problem: f"{type(problem).__name__} {problem.name}")
-def test_a_seed_is_a_problem_and_a_dtype_rounds_it(problem: Problem) -> None:
+@each_problem
+def test_a_seed_is_a_problem_and_a_dtype_rounds_it(spec: Spec, problem: Problem) -> None:
     first, again, other = (problem.case.make(torch.float32, CPU, seed) for seed in (0, 0, 1))
     assert torch.equal(first["v"], again["v"]) and not torch.equal(first["v"], other["v"])
     exact, half = problem.case.make(torch.float64, CPU, 0), problem.case.make(torch.bfloat16, CPU, 0)
@@ -49,3 +57,55 @@ def test_a_seed_is_a_problem_and_a_dtype_rounds_it(problem: Problem) -> None:
             wide = name == "state" or (name == "log_decay" and not problem.narrow)
             assert half[name].dtype == (torch.float32 if wide else torch.bfloat16), name
     assert torch.equal(half["v"], exact["v"].to(torch.bfloat16))
+
+
+@each_problem
+def test_parts_make_the_whole(spec: Spec, problem: Problem) -> None:
+    case = problem.case
+    inputs = case.make(torch.float64, CPU, 0)
+    whole = dict(zip(spec.output_names, spec.reference(**inputs), strict=True))
+    for take in (cut, documents, rows):
+        before: dict[str, Tensor] = {}
+        covered = torch.zeros(whole["out"].shape[:2])
+        parts = take(case, inputs)
+        for part in parts:
+            made = part.case.make(torch.float64, CPU, 0) | {name: before[name] for name in part.resumes}
+            before = dict(zip(spec.output_names, spec.reference(**made), strict=True))
+            for name, alone in before.items():
+                if (place := within(part.place, name)) is not None:
+                    torch.testing.assert_close(alone, whole[name][place])
+                    covered[place] += name == "out"
+        assert not parts or "not causal" in case.features or bool((covered == 1).all())
+    assert bool(cut(case, inputs)) == (problem.T > 2)
+    assert len(documents(case, inputs)) == sum(
+        a < b for a, b in zip(problem.offsets, problem.offsets[1:], strict=False)
+    )
+    assert len(rows(case, inputs)) == (problem.B if problem.B > 1 else 0)
+
+
+@each_problem
+def test_maps_of_the_parts_make_the_map_of_the_whole(spec: Spec, problem: Problem) -> None:
+    inputs = problem.case.make(torch.float64, CPU, 0)
+    maps = []
+    for part in cut(problem.case, inputs):
+        made = {n: x for n, x in part.case.make(torch.float64, CPU, 0).items() if n != "state"}
+        maps.append(Affine(spec.reference(**transition(made))[1], spec.reference(**made)[1]))
+    if maps:
+        whole = fold(maps)
+        start = inputs.get("state", torch.zeros_like(whole.offset))
+        torch.testing.assert_close(whole.apply(start), spec.reference(**inputs)[1])
+
+
+@each_problem
+def test_the_future_is_changed_and_does_not_matter(spec: Spec, problem: Problem) -> None:
+    inputs = problem.case.make(torch.float64, CPU, 0)
+    found = future(problem.case, inputs)
+    assert (found is None) == (problem.T < 2 or "not causal" in problem.case.features)
+    if found is not None:
+        assert set(found.place) == {"out"}
+        for name in sequences(inputs):
+            changed = (found.inputs[name] != inputs[name]).flatten(2).any(-1).any(0)
+            assert not changed[: problem.T // 2].any() and changed[problem.T // 2 :].float().mean() > 0.5, name
+        before, after = spec.reference(**inputs)[0], spec.reference(**found.inputs)[0]
+        assert torch.equal(before[found.place["out"]], after[found.place["out"]])
+        assert not torch.equal(before, after)

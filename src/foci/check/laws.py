@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,8 +12,7 @@ from torch import Tensor
 from foci.check import compare, diagnose, names
 from foci.check.compare import Error
 from foci.check.exam import Exam
-from foci.core.spec import Case, Part
-from foci.merge.algebra import fold
+from foci.core.spec import Case, Place, within
 
 
 class NotTested(Exception):
@@ -116,6 +114,10 @@ def gradients(exam: Exam) -> Findings:
     for dtype in exam.dtypes:
         for case in _right(exam, dtype, through):
             yield from _gradients(exam, case, dtype, through)
+    if len(through) > 1:
+        for output in through:  # where a loss reaches one output, no gradient comes back through the others
+            for case in _right(exam, exam.dtype, through):
+                yield from _gradients(exam, case, exam.dtype, (output,))
     yield from _alone(exam, through)
 
 
@@ -257,77 +259,6 @@ def _size(exam: Exam, case: Case) -> int:
     return sum(v.numel() for v in exam.inputs(case, torch.float64).values() if isinstance(v, Tensor))
 
 
-@law(4, "cut and merge")
-def cut(exam: Exam) -> Findings:
-    """Any cut along the keys, merged, equals the whole."""
-    take, merge = exam.spec.probes.cut, exam.spec.merge
-    if take is None or merge is None:
-        raise NotTested("the Spec offers no way to cut a case")
-    if exam.names != exam.spec.output_names:
-        raise NotTested(f"merging needs {' and '.join(exam.spec.output_names)}")
-    for dtype in dict.fromkeys((torch.float64, *exam.dtypes[:1])):
-        for case in exam.cases():
-            found = _parts(exam, take(case, exam.fresh(case, dtype)), dtype)
-            if found is None:
-                continue
-            merged = fold([merge(*outputs) for outputs in found])
-            yield from _same(exam, case, dtype, tuple(merged), "merged from two parts")
-
-
-@law(5, "packed = separate")
-def documents(exam: Exam) -> Findings:
-    """Packed sequences, of 0 and 1 tokens too, are what they are alone."""
-    yield from _pieces(exam, exam.spec.probes.documents, "a packed document differs from itself alone")
-
-
-@law(7, "batch slot")
-def rows(exam: Exam) -> Findings:
-    """A row of the batch is what it is alone."""
-    yield from _pieces(exam, exam.spec.probes.rows, "a row of the batch differs from itself alone")
-
-
-Take = Callable[[Case, dict], tuple[Part, ...]]
-
-
-def _pieces(exam: Exam, take: Take | None, sentence: str) -> Findings:
-    if take is None:
-        raise NotTested("the Spec offers no way to take a case apart")
-    dtype = exam.dtype
-    for case in exam.cases():
-        whole = exam.sound(case, dtype)
-        parts = take(case, exam.fresh(case, dtype))
-        found = _parts(exam, parts, dtype)
-        if whole is None or found is None:
-            continue
-        joined = tuple(output.clone() for output in whole)
-        for part, outputs in zip(parts, found, strict=True):
-            for target, got in zip(joined, outputs, strict=True):
-                target[part.place] = got
-        for name, got, alone in zip(exam.names, whole, joined, strict=True):
-            error = exam.error(case, dtype, name, got, alone)
-            if exam.spec.batch_bitwise and not torch.equal(got, alone):
-                error = compare.changed(got, alone, bitwise=True)
-            yield Finding(
-                label(case, dtype), error, None if error.ok else f"{name}: {sentence}: tokens of others leak in"
-            )
-
-
-def _parts(exam: Exam, parts: Iterable[Part], dtype: torch.dtype) -> list[tuple[Tensor, ...]] | None:
-    """The candidate's outputs of every part; None when there are none or one cannot be had."""
-    parts = tuple(parts)
-    if not parts or any(exam.candidate.refuses(part.case) for part in parts):
-        return None
-    found = [exam.attempt(copy.deepcopy(part.case.make(dtype, exam.device, exam.seed))).outputs for part in parts]
-    return None if any(outputs is None for outputs in found) else [o for o in found if o is not None]
-
-
-def _same(exam: Exam, case: Case, dtype: torch.dtype, outputs: tuple[Tensor, ...], how: str) -> Findings:
-    for name, got in zip(exam.names, outputs, strict=True):
-        error = exam.error(case, dtype, name, got)
-        sentence = None if error.ok else f"what is {how} is not the whole: split keys and ring attention would be wrong"
-        yield Finding(label(case, dtype), error, sentence)
-
-
 @law(6, "causality")
 def causality(exam: Exam) -> Findings:
     """Another future changes no earlier output, and no gradient of a loss on them; nothing non-finite crosses."""
@@ -341,7 +272,7 @@ def causality(exam: Exam) -> Findings:
         before, after = (_prefix(exam, inputs, future.place) for inputs in (exam.fresh(case, dtype), future.inputs))
         if before is None or after is None:
             continue
-        pairs = [*zip(exam.names, before[0], after[0], strict=True)]
+        pairs = [(name, old, after[0][name]) for name, old in before[0].items()]
         pairs += [(f"d{leaf}", old, after[1][leaf]) for leaf, old in before[1].items()]
         errors = {
             name: compare.changed(new, old, exam.spec.causal_bitwise)
@@ -353,7 +284,7 @@ def causality(exam: Exam) -> Findings:
         yield Finding(case.name, max(errors.values(), key=lambda error: error.share), what if leaks else None)
 
 
-def _prefix(exam: Exam, inputs: dict, place: tuple[slice, ...]) -> tuple[list[Tensor], dict] | None:
+def _prefix(exam: Exam, inputs: dict, place: Place) -> tuple[dict[str, Tensor], dict] | None:
     """Outputs at a place and the gradients of a loss on them; no gradients where the candidate has none."""
     leaves = exam.leaves(inputs)
     outputs = exam.attempt(inputs).outputs
@@ -361,17 +292,18 @@ def _prefix(exam: Exam, inputs: dict, place: tuple[slice, ...]) -> tuple[list[Te
         outputs = exam.attempt({k: v.detach() if isinstance(v, Tensor) else v for k, v in inputs.items()}).outputs
     if outputs is None:
         return None
-    kept = [output[place] for output in outputs]
-    loss = [output[output != -torch.inf].sum() for output in kept if output.requires_grad]
-    none: dict[str, Tensor | None] = dict.fromkeys(leaves)
+    places = {name: within(place, name) for name in exam.names}
+    kept = {n: o[places[n]] for n, o in zip(exam.names, outputs, strict=True) if places[n] is not None}
+    loss = [output[output != -torch.inf].sum() for output in kept.values() if output.requires_grad]
+    kept, none = {name: output.detach() for name, output in kept.items()}, dict.fromkeys(leaves)
     if not loss or not leaves:
-        return [k.detach() for k in kept], none
+        return kept, none
     try:
         found = torch.autograd.grad(sum(loss, torch.zeros(())), list(leaves.values()), allow_unused=True)
     except Exception as error:
         exam.refused["causality of gradients"] = diagnose.first_line(error)
-        return [k.detach() for k in kept], none
-    return [k.detach() for k in kept], dict(zip(leaves, found, strict=True))
+        return kept, none
+    return kept, dict(zip(leaves, found, strict=True))
 
 
 @law(9, "same bits twice")
@@ -392,6 +324,7 @@ def deterministic(exam: Exam) -> Findings:
 
 
 LENGTHS = (0, 1, *(block + step for block in (16, 32, 64, 128) for step in (-1, 0, 1)), 200)
+BACKWARD_LENGTHS = (0, 1, 63, 64, 65)
 
 
 @law(10, "any length")
@@ -421,6 +354,23 @@ def lengths(exam: Exam) -> Findings:
         where = "every length (see above)" if everywhere else "lengths that are no multiple of its block"
         for length, error in errors.items():
             yield Finding(f"T={length}", error, f"{name} is wrong at {where}")
+    yield from _backward_lengths(exam, sized)
+
+
+def _backward_lengths(exam: Exam, sized: Callable[[int], Case]) -> Findings:
+    """Gradients at some of the lengths; what is wrong at all of them is told by law 2."""
+    through = tuple(name for name in exam.names if name not in exam.spec.logs)
+    found: dict[int, list[Finding]] = {}
+    for length in BACKWARD_LENGTHS:
+        for case in exam.cases([sized(length)]):
+            outputs = exam.forward(case, exam.dtype).outputs
+            pairs = zip(exam.names, outputs or (), strict=False)
+            if outputs is not None and all(exam.error(case, exam.dtype, name, got).ok for name, got in pairs):
+                found[length] = [*_gradients(exam, case, exam.dtype, through)]
+    if any(all(finding.sentence is None for finding in findings) for findings in found.values() if findings):
+        for length, findings in found.items():
+            for each in findings:
+                yield Finding(f"T={length}", each.error, each.sentence and f"at some lengths: {each.sentence}")
 
 
 @law(11, "extreme gates")

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from foci.check import compare, diagnose, laws, laws_memory  # noqa: F401  its law registers itself
+from foci.check import compare, diagnose, laws, laws_memory, laws_pieces  # noqa: F401  their laws register themselves
 from foci.check.exam import Exam, cast
 from foci.check.laws import Finding, Findings, Law, NotTested, label, law
 from foci.core.spec import Bad, Case, Outputs
@@ -317,5 +317,5 @@ def _short(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-# The laws of the three files, in order.
+# The laws of all files, in order.
 LAWS: tuple[Law, ...] = tuple(sorted(laws.LAWS, key=lambda law: law.number))

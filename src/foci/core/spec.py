@@ -75,12 +75,25 @@ class Case:
     make: Callable[[torch.dtype, torch.device, int], dict[str, Any]]
 
 
+Slices = tuple[slice, ...]
+Place = Slices | Mapping[str, Slices]
+
+
+def within(place: Place, output: str) -> Slices | None:
+    """Where an output lies in that of the whole: one place for every output, or one by name and None for the others."""
+    return place.get(output) if isinstance(place, Mapping) else place
+
+
 @dataclass(frozen=True)
 class Part:
-    """A piece of a case that is a case of its own, and where its outputs lie within the outputs of the whole."""
+    """A piece of a case that is a case of its own, and where its outputs lie within the outputs of the whole.
+
+    `resumes`: arguments that go on from the outputs of that name of the part before.
+    """
 
     case: Case
-    place: tuple[slice, ...] = ()
+    place: Place = ()
+    resumes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,7 +101,7 @@ class Future:
     """The inputs with every token from some time on replaced, and where the outputs lie that this may not touch."""
 
     inputs: dict[str, Any]
-    place: tuple[slice, ...]
+    place: Place
 
 
 @dataclass(frozen=True)
@@ -109,8 +122,10 @@ class Probes:
     """How a case of this operator becomes the question a law asks. What is absent makes its law "not tested".
 
     `sized(n)`: a plain case of n tokens. `cut`, `documents`, `rows` take a case and its inputs apart: along the keys,
-    so that `Spec.merge` must put the outputs together again, into the packed sequences, into the batch. `future`: see
-    Future. `poison`: NaN in all that a mask excludes. Each gives nothing (or None) where it does not apply.
+    so that `Spec.merge` must put the outputs together again (or each part resumes where the one before ended), into the
+    packed sequences, into the batch. `transition`: what to ask so that the state in the answer is the linear part of
+    the map that these inputs are for a state; `Spec.merge` makes it and the answer from a state of 0 one map. `future`:
+    see Future. `poison`: NaN in all that a mask excludes. Each gives nothing (or None) where it does not apply.
     """
 
     sized: Callable[[int], Case] | None = None
@@ -120,6 +135,7 @@ class Probes:
     future: Callable[[Case, Inputs], Future | None] | None = None
     poison: Callable[[Case, Inputs], dict[str, Any] | None] | None = None
     bad: tuple[Bad, ...] = ()
+    transition: Callable[[Inputs], dict[str, Any]] | None = None
 
 
 NO_PROBES = Probes()

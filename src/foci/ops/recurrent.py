@@ -1,16 +1,19 @@
-"""What the recurrent operators' checks have in common: a problem of so many tokens, and how laws take it apart."""
+"""What the checks of the recurrent operators have in common: their problems, and how laws take them apart."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foci.core.spec import Case
+from foci.core.spec import Bad, Case, Future, Inputs, Part, Probes, Slices, accumulator
 from foci.ops.draw import Draw
+
+ALL = slice(None)
 
 Gates = Callable[..., Tensor]
 
@@ -100,3 +103,141 @@ class Problem:
 
     def more(self, draw: Draw) -> dict[str, Any]:
         return {}
+
+
+def probes(sized: Callable[[int], Case], bad: tuple[Bad, ...]) -> Probes:
+    """The probes of an operator of q, k and v. Nothing is excluded from a recurrence, so nothing may be poison."""
+    return Probes(sized, cut, documents, rows, future, None, (*BAD, *bad), transition)
+
+
+def sequences(inputs: Inputs) -> list[str]:
+    """The arguments that begin with [B, T]: all of three dimensions and more but the state."""
+    return [n for n, x in inputs.items() if isinstance(x, Tensor) and x.dim() >= 3 and n != "state"]
+
+
+def _take(inputs: Inputs, tokens: slice = ALL, rows: slice = ALL) -> dict[str, Any]:
+    """Some tokens of some rows; the rest, state and offsets too, as it is."""
+    return dict(inputs) | {name: inputs[name][rows, tokens] for name in sequences(inputs)}
+
+
+def _case(name: str, case: Case, inputs: dict[str, Any]) -> Case:
+    return Case(f"{case.name}, {name}", case.features, lambda dtype, device, seed: inputs)
+
+
+def _tokens(inputs: Inputs) -> int:
+    return int(inputs[sequences(inputs)[0]].shape[1])
+
+
+def cut(case: Case, inputs: Inputs) -> tuple[Part, ...]:
+    """The first third of the tokens, one more, and the rest, each from the state of the one before.
+
+    Every part has every document; those that lie elsewhere have no tokens in it.
+    """
+    T = _tokens(inputs)
+    if T < 3:
+        return ()
+    parts = []
+    for start, stop in pairwise((0, T // 3, T // 3 + 1, T)):
+        taken = _take(inputs, slice(start, stop))
+        if inputs.get("offsets") is not None:
+            taken["offsets"] = inputs["offsets"].clamp(start, stop) - start
+        # Without causality an output knows all tokens, and only the state can be handed on.
+        place: dict[str, Slices] = {"out": (ALL, slice(start, stop))} if inputs.get("causal", True) else {}
+        if stop == T:
+            place["state"] = (ALL,)
+        parts.append(Part(_case(f"tokens {start} to {stop}", case, taken), place, ("state",) if start else ()))
+    return tuple(parts)
+
+
+def transition(inputs: Inputs) -> dict[str, Any]:
+    """Nothing is written and the state begins as the identity, so that it ends as the transition [N,H,K,K]."""
+    k, v, offsets = inputs["k"], inputs["v"], inputs.get("offsets")
+    N, K = k.shape[0] if offsets is None else len(offsets) - 1, k.shape[3]
+    one = torch.eye(K, dtype=accumulator(v.dtype), device=v.device)
+    return dict(inputs) | {"v": v.new_zeros(*v.shape[:3], K), "state": one.expand(N, v.shape[2], K, K).contiguous()}
+
+
+def documents(case: Case, inputs: Inputs) -> tuple[Part, ...]:
+    """Every packed document with a token, alone."""
+    if inputs.get("offsets") is None:
+        return ()
+    found = []
+    for n, (start, stop) in enumerate(pairwise(inputs["offsets"].tolist())):
+        if stop > start:
+            taken, one = _take(inputs, slice(start, stop)), slice(n, n + 1)
+            del taken["offsets"]
+            if "state" in taken:
+                taken["state"] = taken["state"][one]
+            place = {"out": (ALL, slice(start, stop)), "state": (one,)}
+            found.append(Part(_case(f"document {n}", case, taken), place))
+    return tuple(found)
+
+
+def rows(case: Case, inputs: Inputs) -> tuple[Part, ...]:
+    """Every row of the batch, alone."""
+    B = inputs[sequences(inputs)[0]].shape[0]
+    found = []
+    for row in [slice(b, b + 1) for b in range(B if B > 1 else 0)]:
+        taken = _take(inputs, rows=row)
+        if "state" in taken:
+            taken["state"] = taken["state"][row]
+        found.append(Part(_case(f"row {row.start}", case, taken), (row,)))
+    return tuple(found)
+
+
+def future(case: Case, inputs: Inputs) -> Future | None:
+    """Tokens from the middle on made something else, their gates anything down to -inf. The final state is theirs.
+
+    Queries and values become large. Keys keep their lengths and beta stays within 2, where the delta rule is bounded.
+    """
+    t = _tokens(inputs) // 2
+    if t == 0 or not inputs.get("causal", True):
+        return None
+    draw, changed = Draw(torch.float64, torch.device("cpu"), 1), dict(inputs)
+    for name in sequences(inputs):
+        now = inputs[name].clone()
+        late = now[:, t:]
+        if name == "log_decay":
+            other = draw.extremes(*late.shape)
+        elif name == "beta":
+            other = draw.uniform(*late.shape, most=2.0)
+        elif name in ("k", "erase"):
+            other = draw.unit(*late.shape).to(late.device) * late.norm(dim=-1, keepdim=True)
+        else:
+            other = 30 * draw.normal(*late.shape)
+        now[:, t:] = other.to(late)
+        changed[name] = now
+    return Future(changed, {"out": (ALL, slice(0, t))})
+
+
+def _offsets(*values: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda inputs: _take(inputs, rows=slice(0, 1)) | {"offsets": torch.tensor(values)}
+
+
+def _per_channel(inputs: dict[str, Any], more: int = 0) -> Tensor:
+    k, v = inputs["k"], inputs["v"]
+    return v.new_zeros(*v.shape[:3], k.shape[3] + more)
+
+
+BAD = (
+    Bad("k of another width", "k", lambda i: i | {"k": i["k"][..., :-1]}),
+    Bad("heads that do not divide", "k", lambda i: i | {n: i[n][:, :, :3] for n in ("q", "k")}),
+    Bad("v with fewer tokens", "v", lambda i: i | {"v": i["v"][:, :-1]}, strict=True),
+    Bad("q of rank 3", "q", lambda i: i | {"q": i["q"][0]}, strict=True),
+    Bad("q of another dtype", "q", lambda i: i | {"q": i["q"].to(torch.bfloat16)}, strict=True),
+    Bad("NaN scale", "scale", lambda i: i | {"scale": float("nan")}, strict=True),
+    Bad("gates with heads before tokens", "log_decay", lambda i: i | {"log_decay": _per_channel(i).transpose(1, 2)}),
+    Bad("gates of another width", "log_decay", lambda i: i | {"log_decay": _per_channel(i, 1)}),
+    Bad("gates of rank 2", "log_decay", lambda i: i | {"log_decay": _per_channel(i)[0, 0]}, strict=True),
+    Bad("gates of whole numbers", "log_decay", lambda i: i | {"log_decay": _per_channel(i).long()}, strict=True),
+    Bad("state of the wrong size", "state", lambda i: i | {"state": i["v"].new_zeros(2, 4, 3, 3)}),
+    Bad("state of another batch", "state", lambda i: i | {"state": i["v"].new_zeros(3, 4, 16, 16)}),
+    Bad("offsets that decrease", "offsets", _offsets(0, 9, 4, 19), strict=True),
+    Bad("offsets that overrun", "offsets", _offsets(0, 999)),
+    Bad("offsets that leave tokens out", "offsets", _offsets(0, 7), strict=True),
+    Bad("offsets that begin late", "offsets", _offsets(3, 19), strict=True),
+    Bad("offsets of a batch", "offsets", lambda i: i | {"offsets": torch.tensor([0, 19])}, strict=True),
+    Bad(
+        "offsets of rank 2", "offsets", lambda i: _offsets(0, 19)(i) | {"offsets": torch.tensor([[0, 19]])}, strict=True
+    ),
+)

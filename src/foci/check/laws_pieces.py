@@ -1,0 +1,130 @@
+"""The laws of pieces: a case cut along its tokens, unpacked into its documents, taken row by row."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from foci.check import compare
+from foci.check.exam import Exam
+from foci.check.laws import Finding, Findings, NotTested, label, law
+from foci.core.spec import Case, Outputs, Part, within
+from foci.merge.algebra import fold
+
+MERGED = "what is merged from two parts is not the whole: split keys and ring attention would be wrong"
+RESUMED = "a part that resumes from the state of the one before is not the whole: generation would drift from training"
+MAPPED = "the parts' maps of the state, combined, are not the whole's: sequences split over devices would be wrong"
+
+
+@law(4, "cut and merge")
+def cut(exam: Exam) -> Findings:
+    """Any cut along the tokens equals the whole: merged, or each part resumed from the state of the one before."""
+    take = exam.spec.probes.cut
+    if take is None:
+        raise NotTested("the Spec offers no way to cut a case")
+    if exam.names != exam.spec.output_names:
+        raise NotTested(f"merging needs {' and '.join(exam.spec.output_names)}")
+    for dtype in dict.fromkeys((torch.float64, *exam.dtypes[:1])):
+        for case in exam.cases():
+            parts = take(case, exam.fresh(case, dtype))
+            found = _parts(exam, parts, dtype)
+            if found is None:
+                continue
+            if any(part.resumes for part in parts):
+                whole = _joined(exam, exam.truth(case, dtype), parts, found)
+                yield from _same(exam, case, dtype, dict(zip(exam.names, whole, strict=True)), RESUMED)
+                yield from _mapped(exam, case, dtype, parts)
+            elif (merge := exam.spec.merge) is not None:
+                merged = fold([merge(*outputs) for outputs in found])
+                yield from _same(exam, case, dtype, dict(zip(exam.names, merged, strict=True)), MERGED)
+
+
+@law(5, "packed = separate")
+def documents(exam: Exam) -> Findings:
+    """Packed sequences, of 0 and 1 tokens too, are what they are alone."""
+    yield from _pieces(exam, exam.spec.probes.documents, "a packed document differs from itself alone")
+
+
+@law(7, "batch slot")
+def rows(exam: Exam) -> Findings:
+    """A row of the batch is what it is alone."""
+    yield from _pieces(exam, exam.spec.probes.rows, "a row of the batch differs from itself alone")
+
+
+Take = Callable[[Case, dict], tuple[Part, ...]]
+
+
+def _pieces(exam: Exam, take: Take | None, sentence: str) -> Findings:
+    if take is None:
+        raise NotTested("the Spec offers no way to take a case apart")
+    dtype = exam.dtype
+    for case in exam.cases():
+        whole = exam.sound(case, dtype)
+        parts = take(case, exam.fresh(case, dtype))
+        found = _parts(exam, parts, dtype)
+        if whole is None or found is None:
+            continue
+        for name, got, alone in zip(exam.names, whole, _joined(exam, whole, parts, found), strict=True):
+            error = exam.error(case, dtype, name, got, alone)
+            if exam.spec.batch_bitwise and not torch.equal(got, alone):
+                error = compare.changed(got, alone, bitwise=True)
+            yield Finding(
+                label(case, dtype), error, None if error.ok else f"{name}: {sentence}: tokens of others leak in"
+            )
+
+
+def _parts(exam: Exam, parts: Sequence[Part], dtype: torch.dtype) -> list[Outputs] | None:
+    """The candidate's outputs of every part; None when there are none or one cannot be had."""
+    if not parts or any(exam.candidate.refuses(part.case) for part in parts):
+        return None
+    found: list[Outputs] = []
+    for part in parts:
+        inputs = _inputs(exam, part, dtype)
+        inputs |= {name: found[-1][exam.names.index(name)] for name in part.resumes}
+        outputs = exam.attempt(inputs).outputs
+        if outputs is None:
+            return None
+        found.append(outputs)
+    return found
+
+
+def _inputs(exam: Exam, part: Part, dtype: torch.dtype) -> dict:
+    return copy.deepcopy(part.case.make(dtype, exam.device, exam.seed))
+
+
+def _joined(exam: Exam, base: Outputs, parts: Sequence[Part], found: Sequence[Outputs]) -> Outputs:
+    """The outputs of the parts, each in its place; `base` where no part has one."""
+    joined = tuple(output.clone() for output in base)
+    for part, outputs in zip(parts, found, strict=True):
+        for name, target, got in zip(exam.names, joined, outputs, strict=True):
+            if (place := within(part.place, name)) is not None:
+                target[place] = got
+    return joined
+
+
+def _mapped(exam: Exam, case: Case, dtype: torch.dtype, parts: Sequence[Part]) -> Findings:
+    """What a part does to a state is an affine map, which two calls measure; combined, they are the whole's."""
+    ask, merge, name = exam.spec.probes.transition, exam.spec.merge, parts[-1].resumes[0]
+    if ask is None or merge is None:
+        return
+    maps = []
+    for part in parts:
+        inputs = _inputs(exam, part, dtype)
+        inputs.pop(name, None)
+        offset, transition = exam.attempt(inputs).outputs, exam.attempt(ask(inputs)).outputs
+        if offset is None or transition is None:
+            return
+        place = exam.names.index(name)
+        maps.append(merge(transition[place], offset[place]))
+    whole = fold(maps)
+    start: Tensor = _inputs(exam, parts[0], dtype).get(name, torch.zeros_like(whole.offset))
+    yield from _same(exam, case, dtype, {name: whole.apply(start)}, MAPPED)
+
+
+def _same(exam: Exam, case: Case, dtype: torch.dtype, outputs: dict[str, Tensor], sentence: str) -> Findings:
+    for name, got in outputs.items():
+        error = exam.error(case, dtype, name, got)
+        yield Finding(label(case, dtype), error, None if error.ok else sentence)
