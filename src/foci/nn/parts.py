@@ -30,14 +30,21 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32 (float64 for float64).
 
-    State: weight [size]. Paper: Zhang and Sennrich 2019 (arXiv 1910.07467).
+    groups: the mean is that of each of so many equal parts. State: weight [size].
+    Paper: Zhang and Sennrich 2019 (arXiv 1910.07467).
     """
 
     def __init__(
-        self, size: int, eps: float = 1e-6, device: torch.device | None = None, dtype: torch.dtype | None = None
+        self,
+        size: int,
+        eps: float = 1e-6,
+        *,
+        groups: int = 1,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.groups = eps, groups
         self.weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,7 +52,9 @@ class RMSNorm(nn.Module):
         return self._normalised(x.to(accumulator(x.dtype))).to(x.dtype)
 
     def _normalised(self, wide: Tensor) -> Tensor:
-        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight
+        parts = wide if self.groups == 1 else wide.unflatten(-1, (self.groups, -1))
+        scaled = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + self.eps)
+        return scaled.view_as(wide) * self.weight
 
 
 class GatedRMSNorm(RMSNorm):
@@ -59,12 +68,13 @@ class GatedRMSNorm(RMSNorm):
         size: int,
         eps: float = 1e-6,
         *,
+        groups: int = 1,
         activation: str = "silu",
         gate_first: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(size, eps, device, dtype)
+        super().__init__(size, eps, groups=groups, device=device, dtype=dtype)
         choice("GatedRMSNorm", "activation", activation, ACTIVATIONS)
         self.activation, self.gate_first = activation, gate_first
 

@@ -142,8 +142,8 @@ class Recurrent(nn.Module):
     H = num_heads states of K x V (K = head_dim, V = value_dim), whose queries and keys have G = num_key_heads heads.
     """
 
-    o_proj: nn.Module
-    conv_size = 0
+    conv_size = 0  # no short convolutions, unless the layer makes some
+    output = "o_proj"
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class Recurrent(nn.Module):
         held = None if cache is None else cache.layer(self.layer_index)
         self._check(hidden, mask, offsets, held)
         tokens = Tokens(hidden, mask, offsets, held, self.backend)
-        out = self.o_proj(self.mix(tokens.front(hidden), tokens).flatten(2))
+        out = self.get_submodule(self.output)(self.mix(tokens.front(hidden), tokens).flatten(2))
         if held is not None:
             held.seen += tokens.T
         return tokens.back(out)
@@ -198,18 +198,14 @@ class Recurrent(nn.Module):
         """x [B,T,D], real tokens first -> what the output projection takes, [B,T,H,V] or heads merged."""
         raise NotImplementedError
 
-    def _make_qkv(
-        self, conv_size: int = 0, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> None:
-        """q_proj, k_proj and v_proj; with conv_size a short convolution with SiLU behind each."""
-        if conv_size < 0:
-            raise ValueError(f"{type(self).__name__}: conv_size is {conv_size}; expected 0 (none) or more")
-        self.conv_size = conv_size
+    def _make_qkv(self, device: torch.device | None, dtype: torch.dtype | None, conv_size: int | None = None) -> None:
+        """q_proj, k_proj, v_proj; with conv_size a short convolution with SiLU behind each."""
         keys, values = self.num_key_heads * self.head_dim, self.num_heads * self.value_dim
         for name, channels in (("q", keys), ("k", keys), ("v", values)):
             projection = nn.Linear(self.hidden_size, channels, bias=False, device=device, dtype=dtype)
             self.add_module(f"{name}_proj", projection)
-            if conv_size:
+            if conv_size is not None:
+                self.conv_size = conv_size
                 self.add_module(f"{name}_conv1d", ShortConvolution(channels, conv_size, device=device, dtype=dtype))
 
     def _qkv(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
@@ -246,6 +242,14 @@ class Recurrent(nn.Module):
         for key, value in (held or {}).items():
             if value.shape[0] != rows:
                 raise ShapeError(f"{name}: cache holds {key} of {value.shape[0]} rows; expected {rows}")
+
+
+def low_rank(
+    size: int, rank: int, out: int, *, bias: bool, device: torch.device | None, dtype: torch.dtype | None
+) -> nn.Sequential:
+    """Two projections through `rank` channels: 0.weight [rank, size], 1.weight [out, rank], and 1.bias where asked."""
+    down = nn.Linear(size, rank, bias=False, device=device, dtype=dtype)
+    return nn.Sequential(down, nn.Linear(rank, out, bias=bias, device=device, dtype=dtype))
 
 
 def gate_parameters(

@@ -1,0 +1,69 @@
+"""The time-mixing layer of RWKV-6."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foci.core.spec import accumulator
+from foci.nn.recurrent import Recurrent, Tokens, low_rank
+
+
+class RWKV6TimeMix(Recurrent):
+    """RWKV-6 (Finch): each input is the token mixed with the one before it, by a share that depends on both.
+
+        d = x_{t-1} - x_t;  m = mu + up(tanh(W_down (x + d mu_x)));  x_i = x + d m_i        i = r, w, k, v, g
+        r, k, v = W_i x_i;  log_decay = -exp(W_2 tanh(W_1 x_w) + b)
+        y = o_proj(GroupNorm(merge(linear_attention(r, k, v, log_decay, bonus))) * silu(W_g x_g))
+
+    hidden [B,T,D]; r, k, log_decay [B,T,H,K], v, g [B,T,H,V]; state [B,H,K,V]. K = head_dim (default D/H), V =
+    value_dim (default K). mix_rank, decay_rank: how many channels the two low-rank maps go through.
+    State: mu_x [D], mu [5, D], mix_down.weight [5 mix_rank, D], mix_up [5, mix_rank, D], {r,k,v,g}_proj.weight,
+    w_proj.0.weight [decay_rank, D], w_proj.1.weight [H K, decay_rank], w_proj.1.bias, bonus [H, K],
+    o_norm.weight, o_norm.bias [H V], o_proj.weight. Paper: Peng et al. 2024 (arXiv 2404.05892).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        mix_rank: int = 32,
+        decay_rank: int = 64,
+        layer_index: int = 0,
+        backend: str | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, num_heads, None, head_dim, value_dim, layer_index, backend)
+        D, H = hidden_size, num_heads
+        keys, values = H * self.head_dim, H * self.value_dim
+        self.mu_x = nn.Parameter(torch.full((D,), 0.5, device=device, dtype=dtype))
+        self.mu = nn.Parameter(torch.full((5, D), 0.5, device=device, dtype=dtype))
+        self.mix_down = nn.Linear(D, 5 * mix_rank, bias=False, device=device, dtype=dtype)
+        self.mix_up = nn.Parameter(torch.empty(5, mix_rank, D, device=device, dtype=dtype).uniform_(-0.01, 0.01))
+        self.r_proj = nn.Linear(D, keys, bias=False, device=device, dtype=dtype)
+        self.k_proj = nn.Linear(D, keys, bias=False, device=device, dtype=dtype)
+        self.v_proj = nn.Linear(D, values, bias=False, device=device, dtype=dtype)
+        self.g_proj = nn.Linear(D, values, bias=False, device=device, dtype=dtype)
+        self.w_proj = low_rank(D, decay_rank, keys, bias=True, device=device, dtype=dtype)
+        nn.init.uniform_(self.w_proj.get_parameter("1.bias"), -6, -1)  # decays of exp(-exp(b)): 0.998 to 0.69
+        self.bonus = nn.Parameter(torch.zeros(H, self.head_dim, device=device, dtype=dtype))
+        self.o_norm = nn.GroupNorm(H, values, eps=64e-5, device=device, dtype=dtype)
+        self.o_proj = nn.Linear(values, D, bias=False, device=device, dtype=dtype)
+
+    def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
+        change = tokens.previous("x", x) - x
+        inner = torch.tanh(self.mix_down(x + change * self.mu_x)).unflatten(-1, (5, -1))
+        share = self.mu + torch.einsum("btir,ird->btid", inner, self.mix_up)
+        x_r, x_w, x_k, x_v, x_g = (x[:, :, None] + change[:, :, None] * share).unbind(2)
+        r, k, v, g = self.r_proj(x_r), self.k_proj(x_k), self.v_proj(x_v), self.g_proj(x_g)
+        w = self.w_proj[1](torch.tanh(self.w_proj[0](x_w)))
+        log_decay = -torch.exp(w.to(accumulator(w.dtype)))
+        r, k, v, log_decay = (y.unflatten(-1, (self.num_heads, -1)) for y in (r, k, v, log_decay))
+        out = tokens.linear_attention(r, k, v, log_decay=log_decay, bonus=self.bonus, scale=1.0)
+        normal = self.o_norm(out.flatten(0, 1).flatten(1)).view_as(g)  # each token by itself
+        return normal * F.silu(g)
