@@ -1,0 +1,1 @@
+"""Peers' public signatures over our operators."""
