@@ -1,0 +1,182 @@
+"""Other people's calling conventions of a recurrence over q, k and v, behind the operator's argument names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.core.spec import Candidate, Case, Inputs, Outputs, as_outputs
+from foci.ops.recurrent import sequences
+
+LAYOUTS = ("bthd", "bhtd")
+DECAYS = {1: "decay per head", 3: "decay per token", 4: "decay per channel"}
+# The keywords that callables have for each argument. One word may stand for several ranks of a decay: a call tells.
+WORDS = {
+    "decay per head": ("log_decay", "g_gamma", "g"),
+    "decay per token": ("log_decay", "g"),
+    "decay per channel": ("log_decay", "gk", "g", "w"),
+    "scale": ("scale", "softmax_scale", "sm_scale"),
+    "state": ("state", "initial_state"),
+    "offsets": ("offsets", "cu_seqlens"),
+}
+RETURNS = ("return_state", "output_final_state")
+OURS = {"log_decay", "state", "offsets", "return_state"}  # a callable that speaks foci's dialect is held to its errors
+KINDS = {"grouped heads (H != G)": {"H": 4}, "V != K": {"V": 6}}
+UNNAMED = "its signature does not name what these need"
+
+
+class _Cannot(NotImplementedError):
+    """A case that the signature has no words for."""
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How one callable takes its arguments: the keyword it has for each of ours, and the layout of its tensors.
+
+    `first`: arguments by position. `asks`: the keyword that asks for the final state. `needs`: the decay that it cannot
+    do without, which gets gates of 0 where a case has none. `cannot`: kinds of problem, and why.
+    """
+
+    function: Callable[..., Any]
+    first: tuple[str, ...]
+    words: Mapping[str, str]
+    layout: str
+    asks: str = ""
+    needs: str = ""
+    gives: tuple[str, ...] = ("out",)
+    cannot: Mapping[str, str] = field(default_factory=dict)
+
+    def call(self, inputs: Inputs) -> Outputs:
+        """The callable's outputs for our arguments; raises _Cannot where it has no word for one."""
+        return self.receive(self.function(*self.positions(inputs), **self.keywords(inputs)))
+
+    def positions(self, inputs: Inputs) -> list[Tensor]:
+        return [self.turned(inputs[name]) for name in self.first]
+
+    def keywords(self, inputs: Inputs) -> dict[str, Any]:
+        kwargs: dict[str, Any] = {self.asks: True} if self.asks else {}
+        tensors = sequences(inputs)
+        for name, value in inputs.items():
+            if name in self.first or value is None:
+                continue
+            kind = DECAYS.get(value.dim(), "") if name == "log_decay" and isinstance(value, Tensor) else name
+            if kind not in self.words:
+                raise _Cannot(UNNAMED)
+            kwargs[self.words[kind]] = self.turned(value) if name in tensors else value
+        if self.needs:
+            kwargs.setdefault(self.words[self.needs], self.turned(_open(self.needs, inputs["k"], inputs["v"])))
+        return kwargs
+
+    def turned(self, tensor: Tensor) -> Tensor:
+        return tensor.transpose(1, 2) if self.layout == "bhtd" and tensor.dim() >= 3 else tensor
+
+    def receive(self, result: Any) -> Outputs:
+        if self.gives == ("out",) and isinstance(result, tuple | list) and len(result) == 2 and result[1] is None:
+            result = result[0]
+        out, *state = as_outputs(result, self.gives)
+        return self.turned(out) if out.dim() == 4 else out, *state
+
+
+def adapt(
+    function: Callable[..., Any],
+    words: Mapping[str, tuple[str, ...]],
+    positions: tuple[str, ...] = ("q", "k", "v"),
+    *,
+    layout: str = "bthd",
+    name: str = "",
+) -> Candidate:
+    """A callable `f(q, k, v, ...)` as a Candidate: the keywords of `words` that it names are used, the others listed.
+
+    `positions` go by their place, but for those that are in `words` and named. layout: "bthd" [B, T, H, D] or "bhtd"
+    [B, H, T, D] of all that has tokens; states are [N, H, K, V] in either. A callable that can be asked for the final
+    state is. What no word tells (the ranks of a decay that `g` may have, grouped heads, V != K) is tested unless a tiny
+    call of the kind raises.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"adapt: layout must be 'bthd' or 'bhtd', got {layout!r}")
+    convention = _convention(function, words, positions, layout)
+
+    def refuses(case: Case) -> list[str]:
+        inputs = case.make(torch.float32, torch.device("cpu"), 0)
+        found = [reason for kind, reason in convention.cannot.items() if kind in _kinds(inputs)]
+        try:
+            convention.keywords(inputs)
+        except _Cannot as reason:
+            found.append(str(reason))
+        return found
+
+    unnamed = ", ".join(kind for kind in words if kind not in (*convention.words, *convention.first))
+    silent = "" if "state" in convention.gives else "the final state: it gives none"
+    told = (f"{unnamed}: its signature names none of them" if unnamed else "", silent)
+    return Candidate(
+        name or getattr(function, "__name__", type(function).__name__), convention.call, refuses,
+        tuple(filter(None, told)), convention.gives, _parameters(function).keys() >= OURS,
+    )  # fmt: skip
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    if isinstance(function, torch.nn.Module):
+        # A module's __call__ names nothing, nor does a compiled module's forward.
+        function = getattr(function, "_orig_mod", function).forward
+    return inspect.signature(function).parameters
+
+
+def _convention(
+    function: Callable[..., Any], words: Mapping[str, tuple[str, ...]], positions: tuple[str, ...], layout: str
+) -> Convention:
+    parameters = _parameters(function)
+    chosen: dict[str, str] = {}
+    for kind, spellings in words.items():
+        for word in spellings:
+            if word in parameters:
+                chosen.setdefault(kind, word)
+    asks = next((word for word in RETURNS if word in parameters), "")
+    first = tuple(argument for argument in positions if argument not in chosen)
+    decays = [kind for kind in DECAYS.values() if kind in chosen]
+    returns = (("out", "state"),) if asks else (("out",), ("out", "state"))
+    variants = [
+        Convention(function, first, chosen, layout, asks, needs, gives) for needs in ("", *decays) for gives in returns
+    ]
+    found = next((each for each in variants if not _fails(each, _tiny(each))), None)
+    if found is None:
+        return variants[0]  # broken altogether: the first law will meet the same error and tell it
+    failed = {kind: _fails(found, _tiny(found, kind)) for kind in (*KINDS, *decays)}
+    return replace(found, cannot={kind: f"{kind}: {reason}" for kind, reason in failed.items() if reason})
+
+
+def _tiny(convention: Convention, kind: str = "") -> dict[str, Any]:
+    """A small problem, of a kind that no keyword tells."""
+    sizes = {"H": 2, "V": 4} | KINDS.get(kind, {})
+    q, v = torch.ones(1, 3, 2, 4), torch.ones(1, 3, sizes["H"], sizes["V"])
+    made = {"q": q, "k": q.clone(), "v": v}
+    if "beta" in (*convention.first, *convention.words):
+        made["beta"] = v[..., 0].clone()
+    return made | ({"log_decay": _open(kind, q, v)} if kind in DECAYS.values() else {})
+
+
+def _open(kind: str, k: Tensor, v: Tensor) -> Tensor:
+    """Gates of 0, of a rank."""
+    B, T, H = v.shape[:3]
+    return v.new_zeros({"decay per head": (H,), "decay per token": (B, T, H)}.get(kind, (B, T, H, k.shape[-1])))
+
+
+def _fails(convention: Convention, inputs: Inputs) -> str:
+    """How the callable refuses these inputs; nothing when it answers in the right shape."""
+    try:
+        out = convention.call(inputs)[0]
+    except Exception as error:
+        return f"it raises {type(error).__name__}"
+    return "" if out.shape == inputs["v"].shape else f"it answers with the shape {list(out.shape)}"
+
+
+def _kinds(inputs: Inputs) -> list[str]:
+    q, v, gates = inputs["q"], inputs["v"], inputs.get("log_decay")
+    if not q.dim() == v.dim() == 4:
+        return []
+    present = dict(zip(KINDS, (q.shape[2] != v.shape[2], q.shape[3] != v.shape[3]), strict=True))
+    return [kind for kind, there in present.items() if there] + ([] if gates is None else [DECAYS.get(gates.dim(), "")])
