@@ -38,6 +38,9 @@ SPEC = Spec(
     bind=bind,
     function=NAME,
     outputs=outputs,
-    backends=(Backend("reference", "foci.ops.delta.reference", note="a loop over tokens"),),
+    backends=(
+        Backend("chunked", "foci.ops.delta.chunked", note="O(T) memory"),
+        Backend("reference", "foci.ops.delta.reference", note="a loop over tokens"),
+    ),
     recurrent=True,
 )

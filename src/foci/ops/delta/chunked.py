@@ -1,0 +1,187 @@
+"""Plain torch in chunks: the CPU backend, O(T) memory, its own backward.
+
+With w = beta k what a token writes is w_t d_t^T, and the errors d of a chunk solve  (I + E) d = v - (rise e) S,  E the
+decayed products of erase keys and w below the diagonal, S the state at the chunk's start. With X = (I + E)^-1:
+
+    d = X v - X (rise e) S;   o = A d + (rise q) S;   S <- total S + (fall w)^T d       A: products of queries and w
+
+(ops/gates.py: rise, fall, total; DeltaNet, arXiv 2406.06484, section 3.2.) Only d and S go from chunk to chunk. The
+backward makes them again, then walks the chunks from last to first.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foci.ops import arguments
+from foci.ops.delta.call import NAME, Call
+from foci.ops.delta.triangle import inverse
+from foci.ops.gates import Gates
+from foci.ops.slabs import Decays, Slab, initial, load, sequences, slabs, store
+
+Gradients = tuple[Tensor | None, ...]
+
+
+def reasons(call: Call) -> list[str]:
+    return []
+
+
+class _Chunks(NamedTuple):
+    """What a slab's chunks are before a state has reached them; M chunks of C tokens."""
+
+    gates: Gates
+    reads: Tensor  # [M,C,2,K]: scaled queries and erase keys
+    key: Tensor  # [M,C,K]: as given
+    beta: Tensor  # [M,C,1]
+    write: Tensor  # [M,C,K]: beta k
+    value: Tensor  # [M,C,V]
+    products: Tensor  # [M,C,2,C]: A, and E with its diagonal
+
+    @property
+    def A(self) -> Tensor:
+        return self.products[:, :, 0]
+
+    @property
+    def E(self) -> Tensor:
+        return self.products[:, :, 1]
+
+
+def _chunks(call: Call, decays: Decays, slab: Slab) -> _Chunks:
+    H, acc = call.v.shape[2], call.accumulator
+    gates = decays(slab)
+    erase = call.k if call.erase is None else call.erase
+    reads = torch.stack([load(call.q, slab, H, acc).mul_(call.scale), load(erase, slab, H, acc)], dim=2)
+    key, value, beta = load(call.k, slab, H, acc), load(call.v, slab, H, acc), load(call.beta[..., None], slab, H, acc)
+    write = key * beta
+    return _Chunks(gates, reads, key, beta, write, value, gates.pairs(reads, write))
+
+
+class _Pass(NamedTuple):
+    """What a slab's chunks are once the state has gone through: with X, the errors d, and S at each chunk's start."""
+
+    X: Tensor  # [M,C,C]
+    keys: Tensor  # [M,C,K]: X (rise e)
+    fall: Tensor  # [M,C,K]: fall w
+    errors: Tensor  # [M,C,V]
+    starts: Tensor  # [M,K,V]
+
+
+def _through(chunks: _Chunks, state: Tensor) -> _Pass:
+    """Carry `state` [P,K,V] through the chunks, in place."""
+    gates, P = chunks.gates, state.shape[0]
+    n = chunks.value.shape[0] // P
+    X = inverse(chunks.E)
+    keys = torch.bmm(X, chunks.reads[:, :, 1] * gates.rise)
+    errors, fall = torch.bmm(X, chunks.value), chunks.write * gates.fall
+    starts = state.new_empty(n, *state.shape)
+    for i in range(n):
+        here = slice(i * P, (i + 1) * P)
+        starts[i] = state
+        errors[here].baddbmm_(keys[here], state, alpha=-1)
+        state.mul_(gates.total[here, :, None]).baddbmm_(fall[here].transpose(1, 2), errors[here])
+    return _Pass(X, keys, fall, errors, starts.flatten(0, 1))
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """out [B,T,H,V] in v's dtype and the final state [N,H,K,V] in the accumulator's."""
+    T = call.v.shape[1]
+    out, final = torch.empty_like(call.v, memory_format=torch.contiguous_format), initial(call)
+    decays = Decays(call.log_decay, call.v, call.accumulator)
+    for start, stop, state in sequences(arguments.documents(NAME, call.offsets, T), final, T):
+        for slab in slabs(start, stop, state.shape[0]):
+            chunks = _chunks(call, decays, slab)
+            _, _, _, errors, starts = _through(chunks, state)
+            read = torch.bmm(chunks.reads[:, :, 0] * chunks.gates.rise, starts)
+            store(read.baddbmm_(chunks.A, errors), slab, out)
+    return out, final
+
+
+def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: list[bool]) -> Gradients:
+    """Gradients of q, k, v, beta, log_decay, erase and state, None where not needed."""
+    T = call.v.shape[1]
+    d_out = torch.zeros_like(call.v) if grads[0] is None else grads[0]
+    d_state = initial(call._replace(state=grads[1]))
+    found = _Found(call, needs)
+    decays = Decays(call.log_decay, call.v, call.accumulator)
+    packed = arguments.documents(NAME, call.offsets, T)
+    runs = zip(sequences(packed, initial(call), T), sequences(packed, d_state, T), strict=True)
+    for (start, stop, state), (_, _, d) in runs:
+        passed = []
+        for slab in slabs(start, stop, state.shape[0]):
+            passed.append((slab, state.clone()))
+            _through(_chunks(call, decays, slab), state)
+        while passed:
+            slab, before = passed.pop()
+            _slab_backward(call, slab, decays, before, d, d_out, found)
+    return found.gradients(d_state)
+
+
+class _Found:
+    """The gradients as they are found, slab by slab."""
+
+    def __init__(self, call: Call, needs: list[bool]) -> None:
+        self.call, self.needs = call, needs
+        self.q, self.k, self.v, self.beta = (
+            torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v, call.beta)
+        )
+        self.erase = None if call.erase is None else torch.empty_like(call.erase, memory_format=torch.contiguous_format)
+        self.decay: Tensor | None = None
+        if call.log_decay is not None and needs[4]:
+            shape = (*call.v.shape[:3], call.log_decay.shape[3])
+            self.decay = call.v.new_empty(shape, dtype=call.accumulator)
+
+    def gradients(self, d_state: Tensor) -> Gradients:
+        call, log_decay = self.call, None
+        if self.decay is not None:
+            assert call.log_decay is not None
+            log_decay = self.decay.sum_to_size(call.log_decay.shape).to(call.log_decay.dtype)
+        state = None if call.state is None else d_state.to(call.state.dtype)
+        found = (self.q, self.k, self.v, self.beta, log_decay, self.erase, state)
+        return tuple(x if need else None for x, need in zip(found, self.needs, strict=True))
+
+
+def _slab_backward(
+    call: Call, slab: Slab, decays: Decays, state: Tensor, d_state: Tensor, d_out: Tensor, found: _Found
+) -> None:
+    """The gradients of one slab; d_state goes in as the gradient of the state behind it and out as that before it."""
+    chunks = _chunks(call, decays, slab)
+    X, keys, fall, errors, starts = _through(chunks, state)
+    gates, P = chunks.gates, state.shape[0]
+    do = load(d_out, slab, call.v.shape[2], call.accumulator)
+    rows = chunks.reads * gates.rise[:, :, None]
+
+    # Down the chunks: the gradient of the errors, and of the state at each chunk's end.
+    d_errors = torch.bmm(chunks.A.transpose(1, 2), do)
+    read = torch.bmm(rows[:, :, 0].transpose(1, 2), do)
+    behind = torch.empty_like(starts)
+    for i in reversed(range(slab.n)):
+        here = slice(i * P, (i + 1) * P)
+        behind[here] = d_state
+        d_errors[here].baddbmm_(fall[here], d_state)
+        torch.addcmul(read[here], gates.total[here, :, None], behind[here], out=d_state)
+        d_state.baddbmm_(keys[here].transpose(1, 2), d_errors[here], alpha=-1)
+
+    d_value = torch.bmm(X.transpose(1, 2), d_errors)
+    store(d_value, slab, found.v)
+    d_products = torch.stack([torch.bmm(x, errors.transpose(1, 2)) for x in (do, -d_value)], dim=2)
+    d_products[:, :, 1].tril_(-1)  # a token reads its own erase key before it writes
+    to_rows = torch.stack([torch.bmm(x, starts.transpose(1, 2)) for x in (do, -d_value)], dim=2)
+    to_fall = torch.bmm(errors, behind.transpose(1, 2))
+    d_reads, d_write, dg = gates.pairs_backward(d_products, chunks.reads, chunks.write, found.decay is not None)
+    d_reads.addcmul_(to_rows, gates.rise[:, :, None])
+    d_write.addcmul_(to_fall, gates.fall)
+
+    store(d_reads[:, :, 0] * call.scale, slab, found.q)
+    store((d_write * chunks.key).sum(-1, keepdim=True), slab, found.beta[..., None])
+    d_key = d_write.mul_(chunks.beta)
+    if found.erase is None:
+        d_key += d_reads[:, :, 1]
+    else:
+        store(d_reads[:, :, 1], slab, found.erase)
+    store(d_key, slab, found.k)
+    if found.decay is not None:
+        dg += gates.backward((rows * to_rows).sum(2), fall * to_fall, (starts * behind).sum(-1))
+        store(dg, slab, found.decay)

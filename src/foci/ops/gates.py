@@ -1,0 +1,165 @@
+"""Decayed products within a chunk, by halving: no cumulative sum to cancel, no quotient, no exponent above zero.
+
+For tokens t >= s of one chunk the recurrences need  A[t,s] = sum_c x[t,c] y[s,c] exp(g[s+1,c] + ... + g[t,c]).  A chunk
+is cut in halves, and again: t in the right half and s in the left of a block meet at the block's middle, so the weight
+is rise[t] * fall[s], two products of decays that reach from the middle to t and from s to the middle. Every factor is
+exp(g) <= 1, whatever g is, -inf included, and the relative precision of each weight is that of a product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+def halves(x: Tensor, m: int, dim: int) -> tuple[Tensor, Tensor]:
+    """The left and right halves of every block of 2m tokens: [..., C, ...] -> twice [..., C/2m, m, ...]."""
+    blocks = x.unflatten(dim, (-1, 2, m))
+    return blocks.select(dim + 1, 0), blocks.select(dim + 1, 1)
+
+
+class Gates:
+    """The decays of chunks of C tokens, a power of two: log_decay [M, C, D], D = 1 or K, for M chunks side by side.
+
+    rise [M,C,D]: from the chunk's start through token t (`own=False`: without t's own decay, for RWKV's bonus).
+    fall [M,C,D]: from behind token s to the chunk's end. total [M,D]: the whole chunk's.
+    """
+
+    def __init__(self, log_decay: Tensor, own: bool = True) -> None:
+        self.own = own
+        self.decay = torch.exp(log_decay)
+        self.C, self.D = log_decay.shape[1:]
+        self._ends: tuple[Tensor, Tensor, Tensor] | None = None
+        self.weights = self._weights() if self.D == 1 else None
+
+    def levels(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """(m, rise from the middle [M,C/2m,m,D], fall to it) for m = 1, 2, .. C/2; then the ends are known."""
+        rise = self.decay.clone() if self.own else torch.ones_like(self.decay)
+        fall, total, m = torch.ones_like(self.decay), self.decay, 1
+        while m < self.C:
+            before, after = halves(fall, m, 1)[0], halves(rise, m, 1)[1]
+            yield m, after, before
+            left, right = total[:, 0::2], total[:, 1::2]
+            after *= left[:, :, None]
+            before *= right[:, :, None]
+            total, m = left * right, 2 * m
+        self._ends = rise, fall, total[:, 0]
+
+    @property
+    def rise(self) -> Tensor:
+        return self._climbed()[0]
+
+    @property
+    def fall(self) -> Tensor:
+        return self._climbed()[1]
+
+    @property
+    def total(self) -> Tensor:
+        return self._climbed()[2]
+
+    def _climbed(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self._ends is None:
+            for _ in self.levels():
+                pass
+        assert self._ends is not None
+        return self._ends
+
+    def _weights(self) -> Tensor:
+        weights = self.decay.new_zeros(*self.decay.shape[:2], self.C)
+        for m, rise, fall in self.levels():
+            _lower(weights, m).copy_(rise * fall.transpose(-1, -2))
+        if self.own:
+            weights.diagonal(dim1=1, dim2=2).fill_(1)
+        return weights
+
+    def pairs(self, x: Tensor, y: Tensor) -> Tensor:
+        """A[t,r,s] [M,C,R,C] of rows x [M,C,R,K], columns y [M,C,K]: zero above the diagonal (on it, without `own`)."""
+        M, C, R, _ = x.shape
+        if self.weights is not None:
+            products = torch.bmm(x.flatten(1, 2), y.transpose(1, 2)).view(M, C, R, C)
+            return products.mul_(self.weights[:, :, None])
+        A = x.new_zeros(M, C, R, C)
+        if self.own:
+            A.diagonal(dim1=1, dim2=3).copy_((x * y[:, :, None]).sum(-1).transpose(1, 2))
+        for m, rise, fall in self.levels():
+            rows, columns = self._level(x, y, m, rise, fall)
+            block = torch.bmm(rows.flatten(0, 1).flatten(1, 2), columns.flatten(0, 1).transpose(1, 2))
+            _lower(A, m).copy_(block.view(M, -1, m, R, m))
+        return A
+
+    def _level(self, x: Tensor, y: Tensor, m: int, rise: Tensor, fall: Tensor) -> tuple[Tensor, Tensor]:
+        return halves(x, m, 1)[1] * rise[:, :, :, None], halves(y, m, 1)[0] * fall
+
+    def pairs_backward(self, dA: Tensor, x: Tensor, y: Tensor, gate: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of x, y and, if `gate`, log_decay [M,C,D] through A; dA may hold anything where A is zero."""
+        if self.weights is not None:
+            return self._pairs_backward_by_token(dA, x, y, gate)
+        R = x.shape[2]
+        dx, dy, dg = torch.zeros_like(x), torch.zeros_like(y), torch.zeros_like(y)
+        if self.own:
+            diagonal = dA.diagonal(dim1=1, dim2=3).transpose(1, 2)[..., None]
+            torch.mul(diagonal, y[:, :, None], out=dx)
+            torch.sum(diagonal * x, dim=2, out=dy)
+        for m, rise, fall in self.levels():
+            rows, columns = self._level(x, y, m, rise, fall)
+            block = _lower(dA, m).reshape(-1, m * R, m)
+            to_rows = torch.bmm(block, columns.flatten(0, 1)).view_as(rows)
+            to_columns = torch.bmm(block.transpose(1, 2), rows.flatten(0, 1).flatten(1, 2)).view_as(columns)
+            halves(dx, m, 1)[1].addcmul_(to_rows, rise[:, :, :, None])
+            halves(dy, m, 1)[0].addcmul_(to_columns, fall)
+            if not gate:
+                continue
+            left, right = halves(dg, m, 1)
+            right += sums_from((rows * to_rows).sum(3).flatten(0, 1), self.own).view_as(right)
+            left += sums_before((columns * to_columns).flatten(0, 1)).view_as(left)
+        return dx, dy, dg
+
+    def _pairs_backward_by_token(self, dA: Tensor, x: Tensor, y: Tensor, gate: bool) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.weights is not None
+        M, C, R, _ = x.shape
+        dA = dA * self.weights[:, :, None]
+        flat = dA.flatten(1, 2)
+        dx = torch.bmm(flat, y).view_as(x)
+        dy = torch.bmm(flat.transpose(1, 2), x.flatten(1, 2))
+        if not gate:
+            return dx, dy, dy[:, :, :1]
+        products = torch.bmm(x.flatten(1, 2), y.transpose(1, 2)).view(M, C, R, C)
+        # g_r weighs every pair s < r <= t: sum those before r in each row, then from row r on.
+        paid = (products * dA).sum(2)
+        crossing = sums_before(paid.transpose(1, 2)).transpose(1, 2)
+        dg = (crossing * _ones(C, C, paid, 0 if self.own else -1)).sum(1)
+        return dx, dy, dg[..., None]
+
+    def backward(self, through_rise: Tensor, through_fall: Tensor, through_total: Tensor) -> Tensor:
+        """Gradient of log_decay [M,C,D] through rise, fall and total.
+
+        The first two [M,C,K] come as gradient times value, the last [M,K] as gradient alone; D = 1 sums the channels.
+        """
+        if self.D == 1:
+            through_rise, through_fall, through_total = (
+                x.sum(-1, keepdim=True) for x in (through_rise, through_fall, through_total)
+            )
+        through_total = through_total * self.total
+        return sums_from(through_rise, self.own) + sums_before(through_fall) + through_total[:, None]
+
+
+def _lower(A: Tensor, m: int) -> Tensor:
+    """The blocks right half x left half, [M, C/2m, m, (R,) m], of A [M, C, (R,) C]: a view."""
+    rows = A.unflatten(1, (-1, 2, m)).select(2, 1)
+    return rows.unflatten(-1, (-1, 2, m)).select(-2, 0).diagonal(dim1=1, dim2=-2).movedim(-1, 1)
+
+
+def _ones(rows: int, columns: int, like: Tensor, diagonal: int) -> Tensor:
+    return torch.ones(rows, columns, dtype=like.dtype, device=like.device).tril(diagonal)
+
+
+def sums_from(x: Tensor, own: bool = True) -> Tensor:
+    """Entry r of [M, C, D]: the sum of x from r on (without `own`: from behind r)."""
+    return torch.bmm(_ones(x.shape[1], x.shape[1], x, 0 if own else -1).T.expand(x.shape[0], -1, -1), x)
+
+
+def sums_before(x: Tensor) -> Tensor:
+    """Entry r of [M, C, D]: the sum of x before r."""
+    return torch.bmm(_ones(x.shape[1], x.shape[1], x, -1).expand(x.shape[0], -1, -1), x)

@@ -1,0 +1,118 @@
+"""A few chunks of a sequence at a time, laid out for batched products: [B,T,G,D] <-> [n * P, C, D], P = B * H."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foci.ops.gates import Gates
+
+CHUNK = 64
+_TOGETHER = 32  # chunks of heads side by side: enough work for each product, few enough to stay in the cache
+
+
+class Slab(NamedTuple):
+    """Tokens start:stop as n chunks of C; the last may reach beyond stop, and is filled with zeros there."""
+
+    start: int
+    stop: int
+    n: int
+    C: int
+
+
+def slabs(start: int, stop: int, P: int, chunk: int = CHUNK) -> Iterator[Slab]:
+    """The slabs of one sequence: whole chunks, then the rest as one chunk of the next power of two."""
+    together = max(1, _TOGETHER // max(P, 1)) * chunk
+    while stop - start >= chunk:
+        end = min(start + together, start + (stop - start) // chunk * chunk)
+        yield Slab(start, end, (end - start) // chunk, chunk)
+        start = end
+    if start < stop:
+        yield Slab(start, stop, 1, 1 << (stop - start - 1).bit_length())
+
+
+def load(x: Tensor, slab: Slab, H: int, dtype: torch.dtype) -> Tensor:
+    """Heads first, contiguous, every head of G read by its H / G heads: [n * B * H, C, D]."""
+    B, _, G, D = x.shape
+    tokens = x[:, slab.start : slab.stop]
+    missing = slab.n * slab.C - tokens.shape[1]
+    if missing:
+        tokens = torch.nn.functional.pad(tokens, (0, 0, 0, 0, 0, missing))
+    there = torch.empty(slab.n, B, G, H // G, slab.C, D, dtype=dtype, device=x.device)
+    there.copy_(tokens.unflatten(1, (slab.n, slab.C)).permute(1, 0, 3, 2, 4)[:, :, :, None])
+    return there.view(slab.n * B * H, slab.C, D)
+
+
+def store(found: Tensor, slab: Slab, into: Tensor) -> None:
+    """The way back, into tokens start:stop of [B,T,G,D]; heads that read one head of G are summed."""
+    B, _, G, D = into.shape
+    heads = found.view(slab.n, B, G, -1, slab.C, D)
+    tokens = (heads[:, :, :, 0] if heads.shape[3] == 1 else heads.sum(3)).permute(1, 0, 3, 2, 4).flatten(1, 2)
+    into[:, slab.start : slab.stop].copy_(tokens[:, : slab.stop - slab.start])
+
+
+def sequences(packed: list[tuple[int, int]] | None, state: Tensor, T: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Start, stop and state [P,K,V], a view, of every sequence: a batch's rows run together, documents one by one."""
+    if packed is None:
+        yield 0, T, state.flatten(0, 1)
+    else:
+        for n, (start, stop) in enumerate(packed):
+            yield start, stop, state[n]
+
+
+class Decays:
+    """The gates of each slab from log_decay [B|1, T|1, H, D]; those that no token changes are made once."""
+
+    def __init__(self, log_decay: Tensor | None, v: Tensor, dtype: torch.dtype, own: bool = True) -> None:
+        B, self.T, self.H, _ = v.shape
+        self.fixed = log_decay is None or (log_decay.shape[1] == 1 and self.T > 1)
+        self.log_decay = v.new_zeros(1, 1, self.H, 1) if log_decay is None else log_decay
+        self.log_decay = self.log_decay.expand(B, -1, -1, -1)
+        self.dtype, self.own = dtype, own
+        self.made: dict[Slab, Gates] = {}
+
+    def __call__(self, slab: Slab) -> Gates:
+        if not self.fixed:
+            return Gates(load(self.log_decay, slab, self.H, self.dtype), self.own)
+        first = slab._replace(start=0, stop=slab.stop - slab.start)
+        if first not in self.made:
+            everywhere = self.log_decay.expand(-1, first.stop, -1, -1)
+            self.made[first] = Gates(load(everywhere, first, self.H, self.dtype), self.own)
+        return self.made[first]
+
+
+def initial(call: Any) -> Tensor:
+    """A copy of the call's state [N,H,K,V] in the accumulator's dtype; zeros where it has none."""
+    *_, H, K, V, N = call.sizes
+    if call.state is None:
+        return torch.zeros(N, H, K, V, dtype=call.accumulator, device=call.v.device)
+    return call.state.to(call.accumulator, copy=True, memory_format=torch.contiguous_format)
+
+
+def borders(gates: Gates, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
+    """The state at the start of each chunk [M,K,V]; `state` [P,K,V] is carried on, in place, by total S + k^T v."""
+    P = state.shape[0]
+    n = k.shape[0] // P
+    written, total = torch.bmm(k.transpose(1, 2), v).view(n, *state.shape), gates.total.view(n, P, -1, 1)
+    starts = torch.empty_like(written)
+    for i in range(n):
+        starts[i] = state
+        torch.addcmul(written[i], total[i], starts[i], out=state)
+    return starts.flatten(0, 1)
+
+
+def ends(gates: Gates, read: Tensor, state: Tensor) -> Tensor:
+    """The gradient of the state at each chunk's end [M,K,V]; the last's, `state` [P,K,V], is carried back, in place.
+
+    A chunk adds `read` [M,K,V] to total times the gradient at its end.
+    """
+    P = state.shape[0]
+    read, total = read.view(-1, *state.shape), gates.total.view(-1, P, gates.D, 1)
+    behind = torch.empty_like(read)
+    for i in reversed(range(behind.shape[0])):
+        behind[i] = state
+        torch.addcmul(read[i], total[i], behind[i], out=state)
+    return behind.flatten(0, 1)
