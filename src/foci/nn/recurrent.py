@@ -112,8 +112,9 @@ class Tokens:
 
     @property
     def _steps(self) -> bool:
-        """One new token a row, without gradients: states and tails are changed in place."""
-        return self.T == 1 and self.offsets is None and self.real is None and not torch.is_grad_enabled()
+        """One new token a row, without gradients: states and tails are changed in place. A named backend runs it too."""
+        alone = self.T == 1 and self.offsets is None and self.real is None and self.backend is None
+        return alone and not torch.is_grad_enabled()
 
     def _still(self, log_decay: Tensor | None) -> Tensor | None:
         """Decay that padding does not apply: [H] becomes [B,T,H] where there is any."""
