@@ -1,0 +1,52 @@
+"""foci's own layers in any model: `install(model, plan)` says which backend runs each, `handle.restore()` takes it back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from foci.core.errors import Unsupported
+from foci.nn.attention import Attention
+from foci.nn.recurrent import Recurrent
+
+
+@dataclass
+class Handle:
+    """Backends chosen in one model: where (`sites`), what was left and why (`skipped`), the way back (`restore()`)."""
+
+    sites: tuple[str, ...]
+    skipped: tuple[tuple[str, str], ...]
+    _before: list[tuple[Attention | Recurrent, str | None]] = field(repr=False)
+
+    def restore(self) -> None:
+        """Every layer on the backend it was on. Twice is once."""
+        for layer, backend in self._before:
+            layer.backend = backend
+        self._before = []
+
+
+def find_sites(model: nn.Module) -> dict[str, Attention | Recurrent]:
+    """foci's layers in the model by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Attention | Recurrent)}
+
+
+def install(model: nn.Module, plan: Mapping[str, str | None] | None = None) -> Handle:
+    """Run each layer on the backend that `plan` names for it; on foci's choice, call by call, without a plan.
+
+    Layers that the plan does not name, or for which it names None, are left. Raises Unsupported for a model without
+    layers of foci, ValueError for a plan that names others.
+    """
+    sites = find_sites(model)
+    if not sites:
+        raise Unsupported(f"foci cannot choose backends in {type(model).__name__}", ["no layer in it is foci's"])
+    for name in plan or {}:
+        if name not in sites:
+            raise ValueError(f"plan names {name!r}, which is no layer of foci; expected some of {list(sites)}")
+    routed = dict.fromkeys(sites) if plan is None else {name: backend for name, backend in plan.items() if backend}
+    before = [(sites[name], sites[name].backend) for name in routed]
+    for name, backend in routed.items():
+        sites[name].backend = backend
+    left = tuple((name, "left by the plan") for name in sites if name not in routed)
+    return Handle(tuple(routed), left, before)
