@@ -18,7 +18,7 @@ def test_names_are_unique() -> None:
 def test_features_are_what_the_arguments_say(problem: Delta) -> None:
     inputs, features = problem.case.make(torch.float64, CPU, 0), problem.case.features
     keys, beta = inputs["k"], inputs["beta"]
-    assert torch.allclose(keys.norm(dim=-1), torch.ones((), dtype=torch.float64))
+    assert torch.allclose(keys.norm(dim=-1), torch.tensor(problem.length, dtype=torch.float64))
     cosines = torch.einsum("bthk,bshk->bhts", keys, keys)
     cosine = float(
         (cosines.sum() - cosines.diagonal(dim1=-2, dim2=-1).sum()) / (cosines.numel() - keys[..., 0].numel())

@@ -16,12 +16,13 @@ COSINE = 0.9  # of correlated keys: there the triangle of a chunk is badly condi
 
 @dataclass(frozen=True)
 class Delta(Problem):
-    """A problem of the delta rule; keys have length 1, as layers make them: "independent", "correlated" or "identical".
+    """A problem of the delta rule; keys are "independent", "correlated" or "identical", and of length 1 in layers.
 
     beta is drawn between 0 and `beta`, or all equal to it where `full`. `erase`: another key is read than is written.
     """
 
     alike: str = "independent"
+    length: float = 1.0
     beta: float = 1.0
     full: bool = False
     erase: bool = False
@@ -37,7 +38,7 @@ class Delta(Problem):
     def keys(self, draw: Draw) -> Tensor:
         shape = (self.B, self.T, self.heads, self.K)
         if self.alike == "independent":
-            return draw.unit(*shape)
+            return self.length * draw.unit(*shape)
         common = draw.unit(self.B, 1, self.heads, self.K).expand(shape)
         if self.alike == "identical":
             return common.contiguous()
@@ -65,6 +66,7 @@ PROBLEMS = (
     Delta("one key head", G=1, decay="channel"),
     Delta("value width", V=24),
     Delta("odd widths", K=7, V=5, decay="channel"),
+    Delta("shorter keys", length=0.5, decay="token"),
     Delta("scale", scale=0.3, decay="head"),
     Delta("state", state=True, decay="token"),
     Delta("fused projection", fused=True, decay="token"),
