@@ -1,4 +1,4 @@
-"""foci's own layers in any model: `install(model, plan)` says which backend runs each, `handle.restore()` takes it back."""
+"""foci's own layers in any model: `install(model, plan)` names the backend of each, `handle.restore()` undoes it."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Tokens:
 
     @property
     def _steps(self) -> bool:
-        """One new token a row, without gradients: states and tails are changed in place. A named backend runs it too."""
+        """One new token a row, without gradients: states and tails are changed in place. Else a named backend runs."""
         alone = self.T == 1 and self.offsets is None and self.real is None and self.backend is None
         return alone and not torch.is_grad_enabled()
 
