@@ -39,10 +39,11 @@ def test_a_window_keeps_the_last_tokens_and_no_more_memory():
         assert torch.equal(held, torch.cat(parts[max(place - 20, 0) : place + 1], 1))
         assert layer["k"].shape[1] == min(place + 1, 20)
         assert layer.nbytes <= (21 + BLOCK) * 2 * 3 * 4
-    long = torch.randn(2, 50, 3)
+    long = torch.randn(2, 500, 3)
     held = layer.append("k", long, last=20)
     assert torch.equal(held, torch.cat([*parts[-20:], long], 1))
     assert torch.equal(layer["k"], long[:, -20:])
+    assert layer.nbytes <= (21 + BLOCK) * 2 * 3 * 4
 
 
 def test_gradients_flow_through_what_was_appended_before():

@@ -38,13 +38,16 @@ class LayerCache(dict[str, Tensor]):
         else:
             buffer, end = self._room.get(name, (held, held.shape[1]))
             if end + new.shape[1] > buffer.shape[1]:
-                buffer = new.new_empty(new.shape[0], size + max(BLOCK, size // 4), *new.shape[2:])
+                buffer = new.new_empty(new.shape[0], size + _room(size), *new.shape[2:])
                 buffer[:, : held.shape[1]] = held
                 end = held.shape[1]
             buffer[:, end : end + new.shape[1]] = new
             end += new.shape[1]
             whole, room = buffer[:, end - size : end], (buffer, end)
-        self[name] = whole if last is None else whole[:, max(size - last, 0) :]
+        kept = whole if last is None else whole[:, max(size - last, 0) :]
+        if room is not None and last is not None and room[0].shape[1] > last + 1 + _room(last + 1):
+            kept, room = kept.clone(), None  # a long piece went by; its memory need not stay
+        self[name] = kept
         if room is not None:
             self._room[name] = room
         return whole
@@ -87,6 +90,10 @@ class Cache:
         """Row b of every layer becomes what row `rows[b]` was."""
         for layer in self._layers.values():
             layer.reorder(rows)
+
+
+def _room(size: int) -> int:
+    return max(BLOCK, size // 4)
 
 
 def _bytes(value: Tensor) -> int:
