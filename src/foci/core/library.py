@@ -124,7 +124,7 @@ def _define(spec: Spec, backend: Backend) -> tuple[Any, Any]:
     arguments = _schema(spec.call)
     results = ", ".join("Tensor" for _ in spec.output_names)
     gradients = ", ".join(f"Tensor? grad_{name}" for name in spec.output_names)
-    saved = ", ".join(f"Tensor {name}" for name in spec.output_names)
+    saved = ", ".join(f"Tensor saved_{name}" for name in spec.output_names)
     returned = ", ".join("Tensor?" for _ in spec.differentiable)
     name = f"{spec.name}_{backend.name}"
     count, call_type, declared = len(spec.output_names), spec.call, spec.outputs
