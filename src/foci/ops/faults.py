@@ -115,6 +115,25 @@ def ended(name: str, sentence: str, change: Callable[[Inputs, Tensor], Tensor | 
     return Mistake(name, sentence, compute)
 
 
+def handed_on(forward: Forward) -> Mistake:
+    return ended(
+        "state not handed on", "the final state is the initial one: nothing would be handed on",
+        lambda i, state: torch.zeros_like(state) if i.get("state") is None else i["state"], forward,
+    )  # fmt: skip
+
+
+def without_documents(forward: Forward) -> Mistake:
+    def unpacked(inputs: Inputs) -> Outputs | None:
+        if inputs.get("offsets") is None:
+            return None
+        one = {name: value for name, value in inputs.items() if name != "offsets"}
+        if one.get("state") is not None:
+            one["state"] = one["state"][:1]
+        return forward(one)[0], forward(inputs)[1]
+
+    return Mistake("documents ignored", "offsets are ignored: packed documents would read each other", unpacked)
+
+
 def shared(forward: Forward, step: Step, read: Read = newest) -> tuple[Mistake, ...]:
     """The mistakes of every recurrence over q, k and v, from its right equation, step and read."""
     return (
@@ -189,10 +208,7 @@ def _of_state(forward: Forward, step: Step) -> tuple[Mistake, ...]:
             "state without the last token", "the final state lacks the last token: decoding would go on without it",
             without_the_last, forward,
         ),
-        ended(
-            "state not handed on", "the final state is the initial one: nothing would be handed on",
-            lambda i, state: torch.zeros_like(state) if i.get("state") is None else i["state"], forward,
-        ),
+        handed_on(forward),
     )  # fmt: skip
 
 
@@ -218,16 +234,8 @@ def _of_scale(forward: Forward) -> tuple[Mistake, ...]:
 
 
 def _rest(forward: Forward, step: Step) -> tuple[Mistake, ...]:
-    def unpacked(inputs: Inputs) -> Outputs | None:
-        if inputs.get("offsets") is None:
-            return None
-        one = {name: value for name, value in inputs.items() if name != "offsets"}
-        if one.get("state") is not None:
-            one["state"] = one["state"][:1]
-        return forward(one)[0], forward(inputs)[1]
-
     return (
-        Mistake("documents ignored", "offsets are ignored: packed documents would read each other", unpacked),
+        without_documents(forward),
         another(
             "heads interleaved",
             "value head h reads key head h % G where h // (H/G) is right: loaded grouped weights would give noise",
