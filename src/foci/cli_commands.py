@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foci.cli_accelerate import accelerate
 from foci.cli_check import check
+from foci.cli_generate import generate
 from foci.core.device import machine, platform
 from foci.core.ledger import in_force
 from foci.core.select import explain as explain_call
@@ -26,6 +27,7 @@ from foci.ops.masks import Causal, Dense, Lengths, Mask, Packed, Window
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True, help="Attention you can prove.")
 app.command("accelerate")(accelerate)
 app.command("check")(check)
+app.command("generate")(generate)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 KINDS = {"veto": "refused", "normalised": "put right"}
 

@@ -1,0 +1,302 @@
+"""bytes-lm, the embedded language model: three GatedDeltaNet layers to one of windowed softmax, over bytes."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import math
+import sysconfig
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from foci.bench.measure import clock
+from foci.core.errors import require
+from foci.nn import Attention, Cache, GatedDeltaNet, RMSNorm
+
+ASSETS = Path(__file__).parent / "assets" / "bytes_lm"
+NEWFILE = 0  # the byte before a file's first: what a model without a prompt begins with
+DELTA, SOFTMAX = "linear_attention", "full_attention"  # transformers' words for the kinds of layers
+HYBRID: dict[str, Any] = {"layer_types": [DELTA, DELTA, DELTA, SOFTMAX] * 2, "intermediate_size": 256, "window": 256}
+# The same depth and width; the wider feed-forward layers make up for the weights that a GatedDeltaNet has more.
+TWIN: dict[str, Any] = {"layer_types": [SOFTMAX] * 8, "intermediate_size": 294, "window": None}
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x)): one layer, whose mixer is of the kind the configuration says."""
+
+    def __init__(self, config: Any, index: int) -> None:
+        super().__init__()
+        size, inner = config.hidden_size, config.intermediate_size
+        self.mixer_norm, self.mlp_norm = RMSNorm(size), RMSNorm(size)
+        if config.layer_types[index] == DELTA:
+            self.mixer: nn.Module = GatedDeltaNet(size, config.linear_num_heads, layer_index=index)
+        else:
+            heads = config.num_attention_heads
+            self.mixer = Attention(size, heads, window=config.window, qk_norm=True, layer_index=index)
+        self.up = nn.Linear(size, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, size, bias=False)
+
+    def forward(self, x: Float[Tensor, "B T D"], mask: Tensor | None, cache: Cache | None) -> Float[Tensor, "B T D"]:
+        x = x + self.mixer(self.mixer_norm(x), mask=mask, cache=cache)
+        gate, value = self.up(self.mlp_norm(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * value)
+
+
+class BytesCache(Cache):
+    """A foci.nn.Cache that answers to the names transformers' generation asks by."""
+
+    is_compileable = False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen."""
+        return self.seen
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Beam search: row b goes on as row beam_idx[b]."""
+        self.reorder(beam_idx)
+
+
+def config_class() -> Any:
+    """BytesConfig, a transformers configuration."""
+    return _classes()[0]
+
+
+def model_class() -> Any:
+    """BytesForCausalLM, a transformers PreTrainedModel that generates."""
+    return _classes()[1]
+
+
+@cache
+def _classes() -> tuple[Any, Any]:
+    # transformers is imported when a model is wanted, so its subclasses are made then.
+    library = require("transformers", extra="transformers")
+    outputs = require("transformers.modeling_outputs", extra="transformers")
+
+    class BytesConfig(library.PreTrainedConfig):
+        """Sizes of a byte-level model. layer_types: of each layer `linear_attention` or `full_attention`."""
+
+        model_type = "foci_bytes"
+        vocab_size: int = 256
+        hidden_size: int = 128
+        intermediate_size: int = HYBRID["intermediate_size"]
+        num_attention_heads: int = 2
+        linear_num_heads: int = 4
+        window: int | None = HYBRID["window"]
+        layer_types: list[str] | None = None
+        bos_token_id: int | None = NEWFILE
+        pad_token_id: int | None = NEWFILE
+        eos_token_id: int | None = NEWFILE
+
+        def __post_init__(self, **options: Any) -> None:
+            self.layer_types = list(self.layer_types or HYBRID["layer_types"])
+            self.num_hidden_layers = len(self.layer_types)
+            super().__post_init__(**options)
+
+    class BytesForCausalLM(library.PreTrainedModel, library.GenerationMixin):
+        """Bytes in, logits of the next byte out; its cache is of constant size for the layers that are recurrent."""
+
+        config_class = BytesConfig
+        base_model_prefix = "model"
+        _is_stateful = True  # a recurrent state cannot be taken back: no assisted decoding
+
+        def __init__(self, config: BytesConfig) -> None:
+            super().__init__(config)
+            self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+            self.blocks = nn.ModuleList(Block(config, index) for index in range(config.num_hidden_layers))
+            self.norm = RMSNorm(config.hidden_size)
+            self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def _init_weights(self, module: nn.Module) -> None:
+            """Nothing: every module initialised itself, and `untrained` does the rest."""
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.embed
+
+        @classmethod
+        def _supports_default_dynamic_cache(cls) -> bool:
+            return False  # forward makes a BytesCache
+
+        def forward(
+            self,
+            input_ids: Int[Tensor, "B T"],
+            attention_mask: Tensor | None = None,
+            past_key_values: Cache | None = None,
+            labels: Tensor | None = None,
+            use_cache: bool | None = None,
+            logits_to_keep: int = 0,
+            return_dict: bool | None = None,
+        ) -> Any:
+            """Logits of the next byte [B,T,256]. attention_mask [B, seen + T]: 0 where a byte is padding, anywhere."""
+            memory = past_key_values
+            if memory is None and use_cache is not False and not self.training and labels is None:
+                memory = BytesCache()
+            mask = real_tokens(attention_mask, input_ids)
+            x = self.embed(input_ids)
+            for block in self.blocks:
+                x = block(x, mask, memory)
+            logits = self.head(self.norm(x[:, -logits_to_keep:]))
+            loss = None
+            if labels is not None:
+                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+            output = outputs.CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=memory)
+            return output.to_tuple() if return_dict is False else output
+
+    for cls in (BytesConfig, BytesForCausalLM):
+        cls.__qualname__ = cls.__name__
+    return BytesConfig, BytesForCausalLM
+
+
+def real_tokens(attention_mask: Tensor | None, input_ids: Tensor) -> Tensor | None:
+    """transformers' mask of all tokens so far as the boolean one of these; None where none is padding."""
+    if attention_mask is None:
+        return None
+    mask = attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :].bool()
+    return None if bool(mask.all()) else mask
+
+
+def untrained(sizes: dict[str, Any], seed: int = 0) -> Any:
+    """A model of these sizes (HYBRID, TWIN) with fresh weights, in float32."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class()(config_class()(**sizes))
+        depth = len(model.blocks)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                into_stream = name.endswith(("o_proj.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * depth) if into_stream else 0.04)
+    return model
+
+
+def load(folder: Path = ASSETS) -> Any:
+    """The trained model from the files foci ships, in float32 and evaluation mode; no network."""
+    weights = require("safetensors.torch", extra="transformers").load_file(folder / "model.safetensors")
+    model = model_class()(config_class().from_pretrained(folder, local_files_only=True))
+    model.load_state_dict({name: weight.float() for name, weight in weights.items()})
+    return model.eval()
+
+
+def library_files(split: Literal["train", "validation"]) -> list[Path]:
+    """The modules of Python's standard library as installed here, one in 24 of them held out, by a hash of the path."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__", "lib2to3"}
+    files = sorted(path for path in root.rglob("*.py") if not left & set(path.relative_to(root).parts))
+    return [path for path in files if held_out(path.relative_to(root).as_posix()) == (split == "validation")]
+
+
+def held_out(name: str) -> bool:
+    """Whether the file of that name is of the validation split."""
+    return hashlib.sha256(name.encode()).digest()[0] % 24 == 0
+
+
+def as_bytes(text: str | bytes) -> Int[Tensor, " T"]:
+    """Text as the model reads it: UTF-8."""
+    return torch.tensor(list(text.encode() if isinstance(text, str) else text), dtype=torch.long)
+
+
+def text_of(files: list[Path]) -> Int[Tensor, " T"]:
+    """All files end to end, each behind NEWFILE."""
+    parts = (bytes([NEWFILE]) + path.read_bytes() for path in files)
+    return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+
+
+def stretches(text: Int[Tensor, " T"], length: int) -> Iterator[Int[Tensor, " L"]]:
+    """Pieces of `length` bytes, each with the one after it, to read and to predict."""
+    for start in range(0, text.numel() - 1, length):
+        yield text[start : start + length + 1].long()
+
+
+@torch.no_grad()
+def bits_per_byte(model: Any, text: Int[Tensor, " T"], length: int = 512, batch: int = 16) -> float:
+    """-log2 of the probability of each byte given those before it in its stretch of `length`, on average."""
+    pieces = [piece for piece in stretches(text, length) if piece.numel() == length + 1]
+    if not pieces:
+        raise ValueError(f"bits_per_byte: text has {text.numel()} bytes; expected at least {length + 1}")
+    total = 0.0
+    for first in range(0, len(pieces), batch):
+        rows = torch.stack(pieces[first : first + batch])
+        logits = model(rows[:, :-1], use_cache=False).logits.float()
+        total += F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
+    return total / (len(pieces) * length * math.log(2))
+
+
+class _Typewriter:
+    """What transformers' generation calls a streamer: bytes come in, whole characters go out."""
+
+    def __init__(self, emit: Callable[[str], None]) -> None:
+        self.emit, self.decoder, self.written = emit, codecs.getincrementaldecoder("utf-8")("replace"), ""
+
+    def put(self, value: Tensor) -> None:
+        self._out(self.decoder.decode(bytes(byte for byte in value.flatten().tolist() if byte != NEWFILE)))
+
+    def end(self) -> None:
+        self._out(self.decoder.decode(b"", final=True))
+
+    def _out(self, text: str) -> None:
+        self.written += text
+        if text:
+            self.emit(text)
+
+
+@torch.no_grad()
+def write(
+    model: Any,
+    prompt: str,
+    *,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    seed: int = 0,
+    emit: Callable[[str], None] = lambda text: None,
+) -> str:
+    """The prompt and what the model writes behind it: at most `tokens` bytes, or until it ends the file.
+
+    temperature: 0 takes the likeliest byte every time; above it the byte is drawn, by `seed`. emit is called with each
+    piece as it is written, the prompt first. Raises ValueError for a temperature below 0 or tokens below 1.
+    """
+    if temperature < 0:
+        raise ValueError(f"bytes-lm: temperature must be at least 0, got {temperature}")
+    if tokens < 1:
+        raise ValueError(f"bytes-lm: tokens must be at least 1, got {tokens}")
+    typewriter = _Typewriter(emit)
+    ids = torch.cat([torch.tensor([NEWFILE]), as_bytes(prompt)])[None].to(model.device)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, streamer=typewriter, **sampling)
+    return typewriter.written
+
+
+CONTEXTS = (256, 8192)
+
+
+@torch.no_grad()
+def cost(models: dict[str, Any], contexts: tuple[int, ...] = CONTEXTS, rounds: int = 20) -> list[dict[str, Any]]:
+    """What one more byte costs each model behind each context: milliseconds (the median) and the bytes of its cache.
+
+    All take turns, byte by byte, so that whatever else runs on the machine touches all alike.
+    """
+    ids = torch.randint(1, 128, (1, max(contexts)), generator=torch.Generator().manual_seed(0))
+    rows: list[dict[str, Any]] = []
+    caches: list[BytesCache] = []
+    for name, model in models.items():
+        for context in contexts:
+            memory = BytesCache()
+            for piece in ids[:, :context].split(512, 1):
+                model(piece, past_key_values=memory, logits_to_keep=1)
+            rows.append({"model": name, "context": context, "cache": memory.nbytes, "times": []})
+            caches.append(memory)
+    for turn in range(rounds + 2):
+        for row, memory in zip(rows, caches, strict=True):
+            model = models[row["model"]]
+            taken = clock(lambda: model(ids[:, :1], past_key_values=memory, logits_to_keep=1))  # noqa: B023
+            if turn > 1:
+                row["times"].append(taken)
+    return [{**row, "milliseconds": 1e3 * median(row.pop("times"))} for row in rows]

@@ -1,0 +1,129 @@
+"""bytes-lm: a transformers model of foci's layers, its cache and padding, how it writes, and what is shipped."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from foci.accelerate import bytes_lm
+
+pytest.importorskip("transformers")
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "window": 8, "layer_types": bytes_lm.HYBRID["layer_types"][2:5]}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """Three small layers of both kinds, weights large enough that every byte depends on those before it."""
+    made = bytes_lm.untrained(SMALL).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(
+                0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+            )
+    return made.double()
+
+
+def _ids(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(1, 256, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+def test_saved_and_loaded_it_is_the_same_model(model, tmp_path):
+    model.float().save_pretrained(tmp_path)
+    ids = _ids(1, 20)
+    for again in (bytes_lm.load(tmp_path), bytes_lm.model_class().from_pretrained(tmp_path)):
+        assert torch.equal(again(ids).logits, model(ids).logits)
+    model.double()
+
+
+@torch.no_grad()
+def test_prefill_and_steps_equal_the_whole(model):
+    ids = _ids(2, 30)
+    whole = model(ids, use_cache=False)
+    assert whole.past_key_values is None
+    first = model(ids[:, :20])
+    pieces, memory = [first.logits], first.past_key_values
+    for place in range(20, 30):
+        pieces.append(model(ids[:, place : place + 1], past_key_values=memory).logits)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole.logits)
+    assert memory.get_seq_length() == 30
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(model, side):
+    ids, mask = _ids(2, 16), torch.ones(2, 16, dtype=torch.long)
+    mask[0, slice(0, 5) if side == "left" else slice(11, 16)] = 0
+    real = mask[0].bool()
+    padded = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(padded[0, real], model(ids[:1, real]).logits[0])
+    torch.testing.assert_close(padded[1], model(ids[1:]).logits[0])
+
+
+def test_generation_with_padding_equals_each_row_alone(model):
+    ids, mask = _ids(2, 12), torch.ones(2, 12, dtype=torch.long)
+    mask[0, :5] = 0
+    together = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=None)
+    assert model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=None).equal(
+        together
+    )
+    for row, first in ((0, 5), (1, 0)):
+        alone = ids[row : row + 1, first:]
+        alone = model.generate(
+            alone, attention_mask=torch.ones_like(alone), max_new_tokens=20, do_sample=False, eos_token_id=None
+        )
+        assert together[row, 12:].tolist() == alone[0, 12 - first :].tolist()
+    without = model.generate(
+        ids, attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=None, use_cache=False
+    )
+    assert together.equal(without)
+
+
+def test_beams_carry_their_own_states(model):
+    ids = _ids(1, 10)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "num_beams": 3, "eos_token_id": None}
+    assert model.generate(ids, **options).equal(model.generate(ids, **options, use_cache=False))
+
+
+def test_loss_is_that_of_the_next_byte(model):
+    ids = _ids(1, 129)
+    loss = model(ids, labels=ids).loss.item()
+    assert bytes_lm.bits_per_byte(model, ids[0], length=128) == pytest.approx(loss / math.log(2), rel=1e-6)
+    with pytest.raises(ValueError, match="expected at least 1001"):
+        bytes_lm.bits_per_byte(model, ids[0], length=1000)
+
+
+def test_writing_streams_what_it_returns_and_repeats_by_seed(model):
+    pieces: list[str] = []
+    text = bytes_lm.write(model, "def é(", tokens=30, seed=3, emit=pieces.append)
+    assert pieces[0] == "def é("
+    assert "".join(pieces) == text
+    assert text == bytes_lm.write(model, "def é(", tokens=30, seed=3)
+    assert text != bytes_lm.write(model, "def é(", tokens=30, seed=4)
+    greedy = [bytes_lm.write(model, "def ", tokens=30, temperature=0, seed=seed) for seed in (0, 1)]
+    assert greedy[0] == greedy[1]
+    with pytest.raises(ValueError, match="temperature must be at least 0, got -1"):
+        bytes_lm.write(model, "", temperature=-1)
+    with pytest.raises(ValueError, match="tokens must be at least 1, got 0"):
+        bytes_lm.write(model, "", tokens=0)
+
+
+def test_the_split_is_by_file_and_follows_the_name_alone():
+    training, held = (bytes_lm.library_files(split) for split in ("train", "validation"))
+    assert not set(training) & set(held)
+    assert 0.01 < len(held) / len(training) < 0.12
+    assert bytes_lm.held_out("minidom.py") == bytes_lm.held_out("minidom.py")
+    assert not any("site-packages" in path.parts or "test" in path.parts for path in training + held)
+    text = bytes_lm.text_of(held[:2])
+    assert text[0] == bytes_lm.NEWFILE and (text == bytes_lm.NEWFILE).sum() == 2
+
+
+def test_cost_is_flat_for_the_hybrid_and_grows_for_the_twin(model):
+    twin = bytes_lm.untrained({**SMALL, "layer_types": ["full_attention"] * 3, "window": None}).eval()
+    rows = bytes_lm.cost({"hybrid": model, "twin": twin}, contexts=(64, 1024), rounds=2)
+    assert [(row["model"], row["context"]) for row in rows] == [(m, c) for m in ("hybrid", "twin") for c in (64, 1024)]
+    assert rows[0]["cache"] == rows[1]["cache"]
+    assert rows[3]["cache"] > 8 * rows[2]["cache"]
+    assert all(row["milliseconds"] > 0 for row in rows)
