@@ -82,7 +82,7 @@ def draw(*shape: int) -> Tensor:
 def test_the_schema_is_the_call() -> None:
     assert _schema(Call) == "Tensor x, Tensor? weight, Tensor? places, float factor, int? steps, bool flag"
     assert str(BWD._schema).startswith(
-        "foci::toy_opaque_bwd(Tensor? grad_y, Tensor? grad_total, Tensor saved_y, Tensor saved_total, bool[] needs, Tensor x,"
+        "foci::toy_opaque_bwd(Tensor? grad_y, Tensor? grad_total, Tensor saved_y, Tensor saved_total, bool[] needs,"
     )
     assert str(BWD._schema).endswith("-> (Tensor?, Tensor?)")
 

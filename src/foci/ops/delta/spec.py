@@ -7,8 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from foci.core.spec import Backend, Output, Spec
+from foci.merge.affine import Affine
 from foci.ops.delta import reference
 from foci.ops.delta.call import NAME, Call, bind
+from foci.ops.delta.cases import CASES
+from foci.ops.delta.conventions import adapt
+from foci.ops.delta.mistakes import MISTAKES
+from foci.ops.delta.probes import PROBES
 
 
 def outputs(call: Call) -> tuple[Output, ...]:
@@ -33,7 +38,7 @@ SPEC = Spec(
     plain=_plain,
     output_names=("out", "state"),
     differentiable=("q", "k", "v", "beta", "log_decay", "erase", "state"),
-    cases=(),
+    cases=CASES,
     call=Call,
     bind=bind,
     function=NAME,
@@ -42,5 +47,9 @@ SPEC = Spec(
         Backend("chunked", "foci.ops.delta.chunked", note="O(T) memory"),
         Backend("reference", "foci.ops.delta.reference", note="a loop over tokens"),
     ),
+    mistakes=MISTAKES,
+    probes=PROBES,
+    merge=Affine,
+    adapt=adapt,
     recurrent=True,
 )
