@@ -11,12 +11,14 @@ from foci.core.errors import MissingExtra, ShapeError, Unsupported
 from foci.core.select import Explanation
 from foci.core.select import explain as _explain
 from foci.merge.affine import Affine
-from foci.merge.algebra import fold, scan
+from foci.merge.algebra import fold
 from foci.merge.partial import Partial
 from foci.ops import SPECS
 from foci.ops.decay.api import linear_attention, linear_attention_step
 from foci.ops.delta.api import delta_rule, delta_rule_step
 from foci.ops.masks import Causal, Dense, Lengths, Mask, Packed, Window
+from foci.ops.scan.api import scan, scan_step
+from foci.ops.selective_scan.api import selective_scan, selective_scan_step
 from foci.ops.softmax.api import attention, attention_with_lse
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ __all__ = [
     "Affine", "Causal", "Dense", "Explanation", "Lengths", "Mask", "MissingExtra", "Packed", "Partial", "ShapeError",
     "Unsupported", "Window", "accelerate", "apply", "attention", "attention_with_lse", "delta_rule", "delta_rule_step",
     "explain", "fold", "linear_attention", "linear_attention_step", "scan",
+    "scan_step", "selective_scan", "selective_scan_step",
 ]  # fmt: skip
 
 

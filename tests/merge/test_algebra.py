@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from foci import fold, scan
+from foci.merge.algebra import fold, scan
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import foci
-from foci import Dense, Partial, fold, scan
+from foci import Dense, Partial, fold
+from foci.merge.algebra import scan
 
 
 def draw(S: int = 12, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,1 @@
+"""The elementwise scan: h_t = exp(g_t) h_{t-1} + x_t."""

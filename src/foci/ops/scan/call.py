@@ -1,0 +1,58 @@
+"""Call: the validated arguments of the elementwise scan, and the one place its shapes are written."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from foci.core.shapes import Signature
+from foci.core.spec import accumulator
+from foci.ops import arguments
+
+NAME = "scan"
+
+Tokens = Float[Tensor, "B T D"]
+State = Float[Tensor, "N D"]
+Offsets = Int[Tensor, "M"]
+
+
+class Call(NamedTuple):
+    """One call, flat, in the order its ops take it."""
+
+    x: Tokens
+    log_decay: Tokens
+    state: State | None
+    offsets: Offsets | None
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """B, T, D and N, the number of states."""
+        B, T, D = self.x.shape
+        return B, T, D, arguments.rows(self.offsets, B)
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        return accumulator(self.x.dtype)
+
+
+SIGNATURE = Signature(Call, NAME)
+
+
+def bind(
+    x: Tokens,
+    log_decay: Tokens,
+    *,
+    state: State | None = None,
+    offsets: Offsets | None = None,
+    return_state: bool = False,
+) -> Call:
+    """The Call of these arguments; raises ShapeError, ValueError or TypeError naming the argument and its value."""
+    sizes = SIGNATURE.bind({"x": x, "log_decay": log_decay, "state": state, "offsets": offsets})
+    if not isinstance(return_state, bool):
+        raise TypeError(f"{NAME}: return_state must be True or False, got {return_state!r}")
+    arguments.check_rest(NAME, x, x=x, log_decay=log_decay, state=state)
+    arguments.check_documents(NAME, offsets, state, sizes["B"])
+    return Call(x, log_decay, state, offsets)

@@ -1,0 +1,60 @@
+"""Equation, shapes, outputs, gradients, merge type, cases, work, backends by module name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from foci.core.spec import Backend, Output, Spec, Work
+from foci.ops.scan import reference
+from foci.ops.scan.call import NAME, Call, bind
+from foci.ops.scan.cases import CASES
+from foci.ops.scan.conventions import adapt
+from foci.ops.scan.mistakes import MISTAKES
+from foci.ops.scan.probes import PROBES
+
+
+def outputs(call: Call) -> tuple[Output, ...]:
+    B, T, D, N = call.sizes
+    return Output("out", (B, T, D), call.x.dtype), Output("state", (N, D), call.accumulator)
+
+
+def work(call: Call) -> Work:
+    """One multiply-add a number; x and log_decay read, h written once."""
+    moved = 2 * call.x.numel() * call.x.element_size() + call.log_decay.numel() * call.log_decay.element_size()
+    return Work(flops=2 * call.x.numel(), bytes=moved)
+
+
+def _reference(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    return reference.forward(bind(*args, **kwargs))
+
+
+def _plain(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    call = bind(*args, **kwargs)
+    return reference.equation(call, call.x.dtype)
+
+
+SPEC = Spec(
+    name="scan",
+    equation="h_t = exp(g_t) h_{t-1} + x_t",
+    paper="arXiv:1709.04057",
+    reference=_reference,
+    plain=_plain,
+    output_names=("out", "state"),
+    differentiable=("x", "log_decay", "state"),
+    cases=CASES,
+    call=Call,
+    bind=bind,
+    function=NAME,
+    outputs=outputs,
+    backends=(
+        Backend("chunked", "foci.ops.scan.chunked", note="about 3 sqrt(T) calls of torch"),
+        Backend("reference", "foci.ops.scan.reference", note="a loop over tokens"),
+    ),
+    mistakes=MISTAKES,
+    probes=PROBES,
+    work=work,
+    adapt=adapt,
+    recurrent=True,
+)

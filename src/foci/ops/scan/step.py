@@ -1,0 +1,25 @@
+"""One token per row, the state updated in place."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from foci.core.shapes import Signature
+from foci.ops import arguments
+from foci.ops.scan.call import NAME
+
+STEP = f"{NAME}_step"
+Token = Float[Tensor, "B D"]
+
+
+def forward(x: Token, log_decay: Token, state: Token) -> Token:
+    """h = exp(g) h + x."""
+    _SIGNATURE.bind({"x": x, "log_decay": log_decay, "state": state})
+    arguments.check_step(STEP, x, state=state, x=x, log_decay=log_decay)
+    state.mul_(torch.exp(log_decay.to(state.dtype))).add_(x)
+    return state.to(x.dtype, copy=True)
+
+
+_SIGNATURE = Signature(forward, STEP)

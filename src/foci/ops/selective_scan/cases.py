@@ -1,0 +1,66 @@
+"""The small problems on which the selective scan is proven."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from foci.core.spec import Case
+from foci.ops.draw import Draw
+
+
+def case(
+    name: str,
+    *features: str,
+    B: int = 2,
+    T: int = 19,
+    D: int = 12,
+    K: int = 4,
+    extreme: bool = False,
+    skip: bool = False,
+    state: bool = False,
+    offsets: tuple[int, ...] = (),
+    fused: bool = False,
+) -> Case:
+    """All tensors of these sizes; `offsets` pack documents into one row, `fused`: x, dt, B, C are views of one tensor.
+
+    dt is between 0 and 1, and A about -1 .. -K; with `extreme`, from 0 to -inf.
+    """
+
+    def make(dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Any]:
+        draw = Draw(dtype, device, seed)
+        dt = draw.uniform(B, T, D)
+        tokens = {"x": draw.normal(B, T, D), "dt": dt, "B": draw.normal(B, T, K), "C": draw.normal(B, T, K)}
+        if fused:
+            views = torch.cat([*tokens.values()], dim=-1).split([D, D, K, K], dim=-1)
+            tokens = dict(zip(tokens, views, strict=True))
+        rates = -(1 + torch.arange(K, device=device, dtype=torch.float64)) * (0.5 + draw.uniform(D, K).double())
+        made: dict[str, Any] = tokens | {"A": draw.extremes(D, K) if extreme else rates.to(dtype)}
+        if skip:
+            made["skip"] = draw.normal(D)
+        if state:
+            made["state"] = draw.state(len(offsets) - 1 if offsets else B, D, K)
+        if offsets:
+            made["offsets"] = torch.tensor(offsets, dtype=torch.int64, device=device)
+        return made
+
+    said = {"state": state, "packed": offsets, "strided": fused, "extreme": extreme, "skip": skip}
+    return Case(name, frozenset({*features, *(feature for feature, present in said.items() if present)}), make)
+
+
+CASES = (
+    case("plain"),
+    case("one token", T=1, state=True),
+    case("one channel", B=1, D=1, K=16),
+    case("one key", K=1),
+    case("no whole slabs", B=1, T=77, D=5, state=True),
+    case("whole slabs", B=1, T=64, D=8),
+    case("skip", skip=True),
+    case("state", state=True),
+    case("fused projection", fused=True),
+    case("packed", B=1, offsets=(0, 0, 1, 8, 8, 19)),
+    case("packed, states", B=1, T=83, offsets=(0, 1, 1, 70, 83), state=True, skip=True),
+    case("extreme rates", T=40, state=True, extreme=True),
+    case("extreme rates, packed", B=1, T=40, offsets=(0, 20, 20, 40), state=True, skip=True, extreme=True),
+)

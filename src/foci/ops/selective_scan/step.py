@@ -1,0 +1,34 @@
+"""One token per row, the state updated in place."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from foci.core.shapes import Signature
+from foci.ops import arguments
+from foci.ops.selective_scan.call import NAME, Rates, Skip, rates
+
+STEP = f"{NAME}_step"
+Token = Float[Tensor, "B D"]
+Key = Float[Tensor, "B K"]
+State = Float[Tensor, "B D K"]
+
+
+def forward(x: Token, dt: Token, A: Rates, B: Key, C: Key, state: State, *, skip: Skip | None) -> Token:
+    """h = exp(dt A) h + dt x B^T;  y = h C + skip x."""
+    named = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "skip": skip}
+    _SIGNATURE.bind(named | {"state": state})
+    arguments.check_step(STEP, x, state=state, **named)
+    dtype, out_dtype = state.dtype, x.dtype
+    x, dt, B, C = (each.to(dtype) for each in (x, dt, B, C))
+    state.mul_((dt[..., None] * rates(A, dtype)).exp_())
+    state.addcmul_((dt * x)[..., None], B[:, None])
+    y = torch.matmul(state, C[..., None])[..., 0]
+    if skip is not None:
+        y.addcmul_(skip.to(dtype), x)
+    return y.to(out_dtype)
+
+
+_SIGNATURE = Signature(forward, STEP)
