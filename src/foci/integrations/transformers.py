@@ -13,6 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from foci.core.errors import ShapeError, Unsupported, require
+from foci.integrations import transformers_linear
+from foci.integrations.transformers_keywords import DOCUMENTS, documents, refuse
+from foci.integrations.transformers_keywords import asked as keywords_asked
+from foci.integrations.transformers_linear import MARK, Recurrence, Routes
 from foci.integrations.transformers_masks import ModelMask, make_mask
 from foci.ops.masks import Causal, Dense, Mask, Packed, Window
 from foci.ops.softmax.api import attention
@@ -20,16 +24,6 @@ from foci.ops.softmax.spec import SPEC
 
 NAME = "foci"
 _MARK = "_foci_site"
-
-# Keywords that models hand through to their attention and that no attention function computes with: what they say, the
-# masks and the tensors say already.
-_WITHOUT_EFFECT = frozenset(
-    {
-        *("position_ids", "position_embeddings", "cache_position", "token_type_ids", "seq_idx", "layer_idx"),
-        *("past_key_values", "past_key_value", "use_cache", "max_length_q", "max_length_k", "num_items_in_batch"),
-        *("output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep", "deterministic"),
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -48,14 +42,16 @@ class Handle:
     skipped: tuple[tuple[str, str], ...]
     _configs: list[tuple[nn.Module, Any]] = field(repr=False)
     _marked: list[nn.Module] = field(repr=False)
+    _routes: Routes = field(repr=False)
 
     def restore(self) -> None:
-        """Give every module its own configuration object back; the originals were never changed. Twice is once."""
+        """Give every module its own configuration object and forward back; they were never changed. Twice is once."""
         for module, config in self._configs:
             module.config = config
         for module in self._marked:
             delattr(module, _MARK)
         self._configs, self._marked = [], []
+        self._routes.restore()
 
     def __enter__(self) -> Handle:
         return self
@@ -67,15 +63,18 @@ class Handle:
 
 
 def install(model: nn.Module, plan: Mapping[str, str | None] | None = None) -> Handle:
-    """Run the attention of `model`, and of no other model, through `foci.attention`.
+    """Run the attention of `model`, and of no other model, through foci's operators.
 
     `plan` maps names of attention modules to a backend, or to None to leave them; modules that it does not name are
     left too. Without a plan every module is routed and foci chooses the backend of each call. `find_sites(model)` lists
     the names.
 
-    transformers finds attention by a name in the model's configuration, and configurations are shared between models.
-    So the routed modules get copies that say `foci`; while installed, `model.config` is such a copy. Models whose
-    attention is routed altogether also make foci's masks; where only a part is, masks stay what they were.
+    Softmax attention: transformers finds it by a name in the model's configuration, and configurations are shared
+    between models. So the routed modules get copies that say `foci`; while installed, `model.config` is such a copy.
+    Models whose attention is routed altogether also make foci's masks; where only a part is, masks stay what they were.
+
+    Linear attention and other recurrences: transformers calls functions of the model's file. So each routed module gets
+    a forward of its own, a copy of its class's with foci's operators for those functions.
 
     Raises Unsupported for a model without a place to put foci and for one that is asked for attention weights,
     ValueError for a plan that names unknown modules or backends and for a model that has foci already.
@@ -85,10 +84,26 @@ def install(model: nn.Module, plan: Mapping[str, str | None] | None = None) -> H
     _check(model, plan, sites, skipped)
     routed = dict.fromkeys(sites) if plan is None else {name: backend for name, backend in plan.items() if backend}
     skipped += [(name, "left by the plan") for name in sites if name not in routed]
+    routes = Routes()
+    for name, recurrence in sites.items():
+        if recurrence is None or name not in routed:
+            continue
+        if reason := routes.prepare(model.get_submodule(name), recurrence, routed[name]):
+            skipped.append((name, reason))
+            del routed[name]
+    softmax = {name: backend for name, backend in routed.items() if sites[name] is None}
+    configs = _route_softmax(library, model, softmax, [name for name, _ in skipped if sites.get(name) is None])
+    routes.put(model)
+    return Handle(tuple(routed), tuple(skipped), configs, [model.get_submodule(name) for name in softmax], routes)
+
+
+def _route_softmax(
+    library: Any, model: nn.Module, routed: Mapping[str, str | None], left: Sequence[str]
+) -> list[tuple[nn.Module, Any]]:
+    """Name foci in copies of the configurations; the modules with their own ones."""
     library.AttentionInterface.register(NAME, attend)
     library.AttentionMaskInterface.register(NAME, make_mask)
-
-    modules = [*_whole_models(model, list(routed), [name for name, _ in skipped]), *(sites[name] for name in routed)]
+    modules = [*_whole_models(model, list(routed), left), *(model.get_submodule(name) for name in routed)]
     configs: list[tuple[nn.Module, Any]] = [(module, module.config) for module in modules]
     copies: dict[int, Any] = {}  # copy.deepcopy's memo: modules that shared a configuration share its copy
     for module, config in configs:
@@ -96,35 +111,41 @@ def install(model: nn.Module, plan: Mapping[str, str | None] | None = None) -> H
         ours._attn_implementation = NAME
         module.config = ours
     for name, backend in routed.items():
-        setattr(sites[name], _MARK, _Site(name, backend))
-    return Handle(tuple(routed), tuple(skipped), configs, [sites[name] for name in routed])
+        setattr(model.get_submodule(name), _MARK, _Site(name, backend))
+    return configs
 
 
-def find_sites(model: nn.Module) -> tuple[dict[str, nn.Module], list[tuple[str, str]]]:
-    """The modules of `model` whose attention can be routed, by name, and the others with the reason."""
+def find_sites(model: nn.Module) -> tuple[dict[str, Recurrence | None], list[tuple[str, str]]]:
+    """The modules of `model` whose attention can be routed, by name, and the others with the reason.
+
+    A linear attention comes with what is known of its recurrence, a softmax attention with None.
+    """
     config_class = require("transformers", extra="transformers").PreTrainedConfig
-    sites: dict[str, nn.Module] = {}
+    recurrences, unknown = transformers_linear.find(model)
+    sites: dict[str, Recurrence | None] = {}
     skipped: list[tuple[str, str]] = []
     for name, module in model.named_modules():
-        if not _asks_for_attention(type(module)):
-            continue
-        if isinstance(getattr(module, "config", None), config_class):
-            sites[name] = module
+        if name in recurrences:
+            sites[name] = recurrences[name]
+        elif not _asks_for_attention(type(module)):
+            skipped += [(name, unknown[name])] if name in unknown else []
+        elif isinstance(getattr(module, "config", None), config_class):
+            sites[name] = None
         else:
             skipped.append((name, "it has no configuration of its own in which to name foci"))
-    known = [*sites, *(name for name, _ in skipped)]
+    known = {*sites, *(name for name, _ in skipped)}
     for name, module in model.named_modules():
         related = any(_inside(name, other) or _inside(other, name) for other in known)
         if "Attention" in type(module).__name__ and not related:
             skipped.append((name, f"{type(module).__name__} does not ask transformers' interface for its attention"))
-            known.append(name)
+            known.add(name)
     return sites, skipped
 
 
 def _check(
     model: nn.Module,
     plan: Mapping[str, str | None] | None,
-    sites: Mapping[str, nn.Module],
+    sites: Mapping[str, Recurrence | None],
     skipped: list[tuple[str, str]],
 ) -> None:
     refusal = f"foci cannot be installed in {type(model).__name__}"
@@ -133,20 +154,27 @@ def _check(
     for name, backend in (plan or {}).items():
         if name not in sites:
             raise ValueError(f"plan names {name!r}, which foci cannot route; expected some of {list(sites)}")
+        recurrence = sites[name]
         if backend is not None:
-            SPEC.backend(backend)
-    if any(hasattr(module, _MARK) for module in sites.values()):
+            (SPEC if recurrence is None else recurrence.family.spec).backend(backend)
+    modules = [model.get_submodule(name) for name in sites]
+    methods = [vars(module).get(site.method) for module, site in zip(modules, sites.values(), strict=True) if site]
+    if any(hasattr(module, _MARK) for module in modules) or any(hasattr(method, MARK) for method in methods):
         raise ValueError("foci is installed in this model already; call restore() on its handle first")
-    if any(getattr(module.config, "output_attentions", False) for module in sites.values()):
+    if any(getattr(getattr(module, "config", None), "output_attentions", False) for module in modules):
         raise Unsupported(refusal, ["config.output_attentions is True, and foci never forms the attention weights"])
 
 
 def _whole_models(model: nn.Module, routed: Sequence[str], left: Sequence[str]) -> Iterator[nn.Module]:
-    """The transformers models in `model` all of whose attention is routed: those may make foci's masks."""
+    """The transformers models in `model` all of whose attention is routed: those may make foci's masks.
+
+    An indexer computes with the mask itself, so it needs a tensor.
+    """
     model_class = require("transformers", extra="transformers").PreTrainedModel
     for name, module in model.named_modules():
         some, others = (any(_inside(site, name) for site in sites) for sites in (routed, left))
-        if isinstance(module, model_class) and some and not others:
+        indexed = any("Indexer" in type(part).__name__ for part in module.modules())
+        if isinstance(module, model_class) and some and not others and not indexed:
             yield module
 
 
@@ -176,22 +204,23 @@ def attend(
 
     Without a mask a causal module stays causal. A boolean mask says what may be seen; a float mask is added to the
     logits. `options` are the keywords models add: is_causal, softcap, sliding_window, s_aux (sinks), position_bias,
-    cu_seq_lens_q and cu_seq_lens_k are honoured, those without effect pass, any other that is set raises Unsupported.
+    cu_seq_lens_q with cu_seq_lens_k, and seq_idx are honoured, those without effect pass, any other that is set raises
+    Unsupported.
     q, k and v of several dtypes take v's; under autocast all three take autocast's, as torch's own attention does.
     """
     site = getattr(module, _MARK, _Site(type(module).__name__, None))
-    asked = {name: given for name, given in options.items() if given is not None and given is not False}
+    asked = keywords_asked(options)
     causal = options.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
     asked.pop("is_causal", None)
     mask, bias = _mask_and_bias(attention_mask, causal, query, key, asked.pop("sliding_window", None), site)
-    mask = _documents(mask, asked.pop("cu_seq_lens_q", None), asked.pop("cu_seq_lens_k", None))
+    mask = _documents(mask, {name: asked.pop(name) for name in DOCUMENTS if name in asked})
     position_bias = asked.pop("position_bias", None)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
     softcap, sink = asked.pop("softcap", None), asked.pop("s_aux", None)
-    _refuse(asked, site)
+    refuse(asked, site.name)
     out = attention(
         query.to(value.dtype).transpose(1, 2),
         key.to(value.dtype).transpose(1, 2),
@@ -213,6 +242,12 @@ def _mask_and_bias(
     """What the given mask means. It is complete: causality and windows only stand in for a mask that is not there."""
     T, S = query.shape[2], key.shape[2]
     if isinstance(given, ModelMask):
+        if given.mask is not None and given.shape[2:] != (T, S):
+            raise Unsupported(
+                f"attention of {site.name} cannot run here",
+                [f"the model's mask is for {given.shape[2]} queries and {given.shape[3]} keys, these are {T} and {S}"],
+                "it asks its cache for a length that this layer does not keep; use no padding, or no cache",
+            )
         return given.mask, None
     if given is None:
         if not causal or (T == 1 and window is None):
@@ -234,19 +269,11 @@ def _mask_and_bias(
     raise ValueError(f"attention_mask has dtype {given.dtype} in {site.name}; expected bool (may see) or float (added)")
 
 
-def _documents(mask: Mask | None, q_offsets: Tensor | None, kv_offsets: Tensor | None) -> Mask | None:
-    if q_offsets is None and kv_offsets is None:
-        return mask
-    if q_offsets is None or kv_offsets is None:
+def _documents(mask: Mask | None, given: Mapping[str, Any]) -> Mask | None:
+    q_offsets, kv_offsets = documents(given), given.get("cu_seq_lens_k")
+    if ("cu_seq_lens_q" in given) != ("cu_seq_lens_k" in given):
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k only come together; one of them is None")
+    if q_offsets is None:
+        return mask
     packed = Packed(q_offsets, kv_offsets)
     return packed if mask is None else mask & packed
-
-
-def _refuse(asked: Mapping[str, Any], site: _Site) -> None:
-    unknown = sorted(asked.keys() - _WITHOUT_EFFECT)
-    reasons = [f"{name}=... may change the result, and foci does not know it" for name in unknown]
-    if "output_attentions" in asked:
-        reasons = ["output_attentions=True asks for the attention weights, which foci never forms"]
-    if reasons:
-        raise Unsupported(f"attention of {site.name} cannot run this call", reasons)

@@ -1,0 +1,221 @@
+"""Where transformers models carry a recurrence as plain torch code, and how one instance is made to run foci's."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from foci.core.errors import Unsupported, require
+from foci.core.spec import Spec
+from foci.integrations.reroute import CannotReroute, Rerouter
+from foci.integrations.transformers_keywords import DOCUMENTS, asked
+from foci.integrations.transformers_methods import lightning, mlstm, rg_lru, wkv
+from foci.integrations.transformers_recurrences import (
+    Run,
+    chunk_delta,
+    chunk_mamba,
+    chunk_ssd,
+    not_fused,
+    packed_convolution,
+    step_delta,
+    step_mamba,
+    step_ssd,
+)
+from foci.ops.decay.spec import SPEC as LINEAR
+from foci.ops.delta.spec import SPEC as DELTA
+from foci.ops.scan.spec import SPEC as SCAN
+from foci.ops.selective_scan.spec import SPEC as SELECTIVE_SCAN
+
+Make = Callable[[str | None, Run], Run]
+MARK = "_foci_routes"
+
+
+class Family(NamedTuple):
+    """A recurrence as transformers writes it, the same in every model that has it.
+
+    `functions`: those a forward calls, by name, with the makers of ours. `method`: where the recurrence stands in a
+    method instead, as (class, method, maker). `packs`: whether it is told where packed documents begin.
+    """
+
+    kind: str
+    spec: Spec
+    functions: Mapping[str, Make] = {}
+    method: tuple[str, str, Make] | None = None
+    packs: bool = True
+
+
+_DELTA_NET = {"torch_chunk_gated_delta_rule": chunk_delta, "torch_recurrent_gated_delta_rule": step_delta}
+_KIMI = {"chunk_kimi_delta_attention": chunk_delta, "recurrent_kimi_delta_attention": step_delta}
+_MAMBA_2 = {
+    "mamba2_chunk_scan": chunk_ssd,
+    "mamba2_selective_state_update": step_ssd,
+    "mamba2_split_conv1d_scan_combined": not_fused,
+}
+_MAMBA = {
+    "mamba_selective_scan": chunk_mamba,
+    "mamba_selective_state_update": step_mamba,
+    "mamba_inner_fn": not_fused,
+}
+FAMILIES = (
+    Family("gated delta rule", DELTA, _DELTA_NET),
+    Family("Kimi delta attention", DELTA, _KIMI),
+    Family("Mamba-2", LINEAR, _MAMBA_2),
+    Family("Mamba", SELECTIVE_SCAN, _MAMBA, packs=False),
+    Family("RWKV-4", SCAN, {"rwkv_linear_attention": wkv}, packs=False),
+    Family("lightning attention", LINEAR, method=("MiniMaxLightningAttention", "forward", lightning)),
+    Family("real-gated LRU", SCAN, method=("RecurrentGemmaRglru", "_rnn_scan", rg_lru)),
+    Family("xLSTM's matrix memory", LINEAR, method=("xLSTMBackend", "forward", mlstm), packs=False),
+)
+# Their models do not hand keywords down to them.
+_DEAF = {"Mamba2Mixer"}
+_CONVOLUTION = {"causal_conv1d_fn": packed_convolution}
+# What a module that carries a recurrence is called; those that are in no family are named with a reason.
+_RECURRENT = re.compile(
+    r"Mamba\w*(Mixer|Layer)$|Lightning|Delta(Net|Attention)|Rglru|LSTMBackend|LinearAttention|Rwkv\w*Attention"
+)
+
+
+class Recurrence(NamedTuple):
+    """One module's recurrence: its family, the method that runs it, and what that method calls of the family."""
+
+    family: Family
+    method: str
+    functions: Mapping[FunctionType, Make]
+
+
+def find(model: nn.Module) -> tuple[dict[str, Recurrence], dict[str, str]]:
+    """The recurrences of `model` that foci can run, by name of their module, and the others with the reason."""
+    sites: dict[str, Recurrence] = {}
+    skipped: dict[str, str] = {}
+    known: dict[type, Recurrence | None] = {}
+    for name, module in model.named_modules():
+        cls = type(module)
+        if cls not in known:
+            known[cls] = recurrence_of(cls)
+        found = known[cls]
+        if found is None:
+            if cls.__module__.startswith("transformers.") and _RECURRENT.search(cls.__name__):
+                skipped[name] = f"{cls.__name__} runs no recurrence that foci knows"
+        elif found.method in vars(module) and not hasattr(vars(module)[found.method], MARK):
+            skipped[name] = f"its {found.method} was replaced (by a hook?), which foci leaves alone"
+        else:
+            sites[name] = found
+    holders = {parent for name in (*sites, *skipped) for parent in _parents(name)}
+    return sites, {name: why for name, why in skipped.items() if name not in holders}
+
+
+def _parents(name: str) -> Iterator[str]:
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def recurrence_of(cls: type) -> Recurrence | None:
+    """What a module class has of FAMILIES, found in the code of its forward."""
+    forward = inspect.getattr_static(cls, "forward", None)
+    if not isinstance(forward, FunctionType) or not cls.__module__.startswith("transformers."):
+        return None
+    called: dict[str, FunctionType] | None = None
+    for family in FAMILIES:
+        if family.method is not None:
+            if cls.__name__ == family.method[0]:
+                return Recurrence(family, family.method[1], {})
+            continue
+        called = called or _called(forward)
+        if called.keys() & family.functions.keys():
+            makers = {**family.functions, **(_CONVOLUTION if family.packs else {})}
+            return Recurrence(family, "forward", {called[name]: makers[name] for name in makers if name in called})
+    return None
+
+
+def _called(function: FunctionType) -> dict[str, FunctionType]:
+    """All the functions that a forward may call, by name; of two the outer, which is what the forward itself calls."""
+    look, queue = Rerouter({}), [function]
+    found: dict[str, FunctionType] = {}
+    for one in queue:  # grows while it is read
+        for callee in look.callees(one):
+            if callee not in queue:
+                queue.append(callee)
+                found.setdefault(callee.__name__, callee)
+    return found
+
+
+class Routes:
+    """Puts foci into modules, and takes it out: an instance gets a method of its own beside its class's."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[type, str | None], Run] = {}
+        self._ready: list[tuple[nn.Module, Run, Recurrence]] = []
+        self._put: list[tuple[nn.Module, str, MethodType]] = []
+        self._hooks: list[Any] = []
+
+    def prepare(self, module: nn.Module, recurrence: Recurrence, backend: str | None) -> str:
+        """Make the method, which changes nothing yet; the reason when it would not be faithful."""
+        key = (type(module), backend)
+        if key not in self._made:
+            theirs = inspect.getattr_static(type(module), recurrence.method)
+            try:
+                self._made[key] = _instead(theirs, recurrence, backend)
+            except CannotReroute as error:
+                return str(error)
+        self._ready.append((module, self._made[key], recurrence))
+        return ""
+
+    def put(self, model: nn.Module) -> None:
+        """Bind the methods to their instances, where Python looks before the class."""
+        for module, method, recurrence in self._ready:
+            bound = MethodType(method, module)
+            setattr(module, recurrence.method, bound)
+            self._put.append((module, recurrence.method, bound))
+        mixing = sorted(
+            {
+                each.family.kind
+                for module, _, each in self._ready
+                if not each.family.packs or type(module).__name__ in _DEAF
+            }
+        )
+        if mixing:
+            base = require("transformers", extra="transformers").PreTrainedModel
+            for module in model.modules():
+                if isinstance(module, base):
+                    hook = module.register_forward_pre_hook(_refuse_documents(mixing), with_kwargs=True, prepend=True)
+                    self._hooks.append(hook)
+
+    def restore(self) -> None:
+        """The class's methods again, where nobody has put another since."""
+        for module, name, bound in self._put:
+            if vars(module).get(name) is bound:
+                delattr(module, name)
+        for hook in self._hooks:
+            hook.remove()
+        self._ready, self._put, self._hooks = [], [], []
+
+
+def _instead(theirs: FunctionType, recurrence: Recurrence, backend: str | None) -> Run:
+    """A method that runs foci: a copy of theirs with other callees, or what the family has for it."""
+    if recurrence.family.method is not None:
+        method = recurrence.family.method[2](backend, theirs)
+    else:
+        swaps: dict[Run, Run] = {function: make(backend, function) for function, make in recurrence.functions.items()}
+        method = Rerouter(swaps).function(theirs)
+    setattr(method, MARK, recurrence.family.kind)
+    return method
+
+
+def _refuse_documents(kinds: list[str]) -> Callable[..., None]:
+    """A hook for models that do not tell layers of these kinds where documents begin: refuse before they mix."""
+
+    def check(module: nn.Module, args: Any, keywords: dict[str, Any]) -> None:
+        if given := sorted(asked(keywords).keys() & set(DOCUMENTS)):
+            raise Unsupported(
+                f"{type(module).__name__} cannot keep packed documents apart",
+                [f"its {' and '.join(kinds)} layers are not told of {', '.join(given)}"],
+                "give each document a row of its own",
+            )
+
+    return check

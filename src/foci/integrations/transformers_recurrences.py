@@ -1,0 +1,279 @@
+"""transformers' recurrences on foci's operators: what each maker here returns stands in for a function of theirs.
+
+A maker takes the backend (None: foci chooses) and their function; what it returns takes their function's arguments.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+from foci.core.errors import Unsupported
+from foci.core.spec import accumulator
+from foci.integrations.transformers_keywords import DOCUMENTS, asked, documents, refuse
+from foci.ops.decay.api import linear_attention, linear_attention_step
+from foci.ops.delta.api import delta_rule, delta_rule_step
+from foci.ops.selective_scan.api import selective_scan, selective_scan_step
+
+Run = Callable[..., Any]
+
+
+def offsets_of(keywords: Mapping[str, Any], where: str) -> Tensor | None:
+    given = asked(keywords)
+    found = documents(given)
+    refuse({name: value for name, value in given.items() if name not in DOCUMENTS}, where)
+    return found
+
+
+def learns(*tensors: Tensor | None) -> bool:
+    """Whether a gradient is asked for: then no state may be changed in place."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Length 1 over the last dimension, with the epsilon inside the root."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def chunk_delta(backend: str | None, theirs: Run) -> Run:
+    """Gated delta rule and Kimi delta attention, many tokens; what differs is the rank of g."""
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **keywords: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        offsets = offsets_of(keywords, "a delta rule")
+        dtype, wide = query.dtype, accumulator(query.dtype)
+        q, k, v, g, b = (x.to(wide) for x in (query, key, value, g, beta))
+        if use_qk_l2norm_in_kernel:
+            q, k = _unit(q), _unit(k)
+        S = None if initial_state is None else initial_state.to(wide)
+        out, state = delta_rule(
+            q, k, v, b, log_decay=g, state=S, offsets=offsets, return_state=output_final_state, backend=backend
+        )
+        return out.to(dtype), state
+
+    return run
+
+
+def step_delta(backend: str | None, theirs: Run) -> Run:
+    """The same for one token after a state, which is changed in place: it is the cache's own tensor."""
+    many = chunk_delta(backend, theirs)
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **keywords: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        wide, S = accumulator(query.dtype), initial_state
+        one = query.shape[1] == 1 and output_final_state and documents(asked(keywords)) is None
+        if S is None or not one or S.dtype != wide or learns(query, key, value, g, beta, S):
+            return many(query, key, value, g, beta, 0, S, output_final_state, use_qk_l2norm_in_kernel, **keywords)
+        offsets_of(keywords, "a delta rule")
+        q, k, v, g, b = (x[:, 0].to(wide) for x in (query, key, value, g, beta))
+        if use_qk_l2norm_in_kernel:
+            q, k = _unit(q), _unit(k)
+        return delta_rule_step(q, k, v, b, S, log_decay=g)[:, None].to(query.dtype), S
+
+    return run
+
+
+def _step_size(dt: Tensor, bias: Tensor | None, positive: bool) -> Tensor:
+    if bias is not None:
+        dt = dt + bias.to(dt.dtype)
+    return softplus(dt) if positive else dt
+
+
+def chunk_ssd(backend: str | None, theirs: Run) -> Run:
+    """Mamba-2: S_t = exp(dt A) S_{t-1} + B (dt x)^T, y = S^T C + D x. Their states are ours transposed."""
+
+    def run(
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        initial_states: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        return_final_states: bool = False,
+        **keywords: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        offsets = offsets_of(keywords, "Mamba-2")
+        wide = accumulator(hidden_states.dtype)
+        dt = _step_size(dt, dt_bias, dt_softplus).clamp(*dt_limit).to(wide)
+        x = hidden_states.to(wide)
+        out, state = linear_attention(
+            C.to(wide),
+            B.to(wide),
+            x * dt[..., None],
+            log_decay=dt * A.to(wide),
+            scale=1.0,
+            state=None if initial_states is None else initial_states.to(wide).transpose(-1, -2),
+            offsets=offsets,
+            return_state=return_final_states,
+            backend=backend,
+        )
+        if D is not None:
+            out = out + D[:, None] * x
+        return out if state is None else (out, state.transpose(-1, -2))
+
+    return run
+
+
+def step_ssd(backend: str | None, theirs: Run) -> Run:
+    """The same for one token; `state` [B,H,V,K] is changed in place. dt, A, D, bias repeat one value for each head."""
+
+    def run(
+        state: Tensor,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        z: Tensor | None = None,
+        **keywords: Any,
+    ) -> Tensor:
+        if offsets_of(keywords, "Mamba-2") is not None:
+            raise Unsupported("attention of Mamba-2 cannot run this call", ["one token is not several documents"])
+        wide = state.dtype
+        dt = _step_size(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus).to(wide)
+        v, log_decay = hidden_states.to(wide) * dt[..., None], dt * A[:, 0, 0].to(wide)
+        q, k, S = C.to(wide), B.to(wide), state.transpose(-1, -2)
+        if wide != accumulator(wide) or learns(q, k, v, log_decay, S):
+            q, k, v, log_decay = (x[:, None].to(accumulator(wide)) for x in (q, k, v, log_decay))
+            old = S.to(q.dtype)
+            y, new = linear_attention(
+                q, k, v, log_decay=log_decay, scale=1.0, state=old, return_state=True, backend=backend
+            )
+            assert new is not None
+            state.copy_(new.transpose(-1, -2))
+            out = y[:, 0]
+        else:
+            out = linear_attention_step(q, k, v, S, log_decay=log_decay, scale=1.0)
+        out = out.to(C.dtype)
+        if D is not None:
+            out = (out + hidden_states * D).to(out.dtype)
+        return (out if z is None else out * silu(z)).to(hidden_states.dtype)
+
+    return run
+
+
+def not_fused(backend: str | None, theirs: Run) -> Run:
+    """Their shortcut past convolution, recurrence and projection at once: None says that there is none."""
+    return lambda *args, **keywords: None
+
+
+def packed_convolution(backend: str | None, theirs: Run) -> Run:
+    """Their short convolution, each document by itself: alone it refuses documents, or lets them see each other."""
+
+    def run(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **keywords: Any,
+    ) -> Tensor:
+        offsets = documents(asked(keywords))
+        if offsets is None:
+            return theirs(hidden_states, weight, bias, activation=activation)
+        ends: list[int] = offsets.tolist()
+        # Longer than the documents: what a cache kept stands before the first.
+        before = hidden_states.shape[-1] - ends[-1]
+        places = [0, *(end + before for end in ends[1:])]
+        pieces = [
+            theirs(hidden_states[..., start:stop], weight, bias, activation=activation)
+            for start, stop in itertools.pairwise(places)
+            if start < stop
+        ]
+        return torch.cat(pieces, -1)
+
+    return run
+
+
+def chunk_mamba(backend: str | None, theirs: Run) -> Run:
+    """Mamba-1: h_t = exp(dt A) h_{t-1} + dt x B^T, y = (h C + D x) silu(z); channels before tokens there."""
+
+    def run(
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = False,
+        return_last_state: bool = False,
+        use_mambapy: bool = False,
+        use_associative_scan: bool = False,
+        **keywords: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        refuse(asked(keywords), "Mamba")
+        wide = accumulator(hidden_states.dtype)
+        dt = _step_size(dt, None if delta_bias is None else delta_bias[:, None], delta_softplus)
+        x, dt, B, C = (each.transpose(1, 2).to(wide) for each in (hidden_states, dt, B, C))
+        y, state = selective_scan(x, dt, A, B, C, skip=D, return_state=return_last_state, backend=backend)
+        y = y.transpose(1, 2)
+        if z is not None:
+            y = y * silu(z)
+        return y if state is None else (y, state)
+
+    return run
+
+
+def step_mamba(backend: str | None, theirs: Run) -> Run:
+    """The same for one token; `state` [B,D,K] is changed in place. Where a gradient is wanted theirs does it."""
+
+    def run(
+        state: Tensor,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        z: Tensor | None = None,
+        **keywords: Any,
+    ) -> Tensor:
+        wide = state.dtype
+        if wide != accumulator(hidden_states.dtype) or learns(hidden_states, dt, A, B, C, state):
+            return theirs(
+                state, hidden_states, dt, A, B, C, D, dt_bias=dt_bias, dt_softplus=dt_softplus, z=z, **keywords
+            )
+        refuse(asked(keywords), "Mamba")
+        dt = _step_size(dt, dt_bias, dt_softplus)
+        x, dt, rates, key, query = (each.to(wide) for each in (hidden_states, dt, A, B, C))
+        out = selective_scan_step(x, dt, rates, key, query, state).to(C.dtype)
+        if D is not None:
+            out = out + hidden_states * D
+        return (out if z is None else out * silu(z)).to(hidden_states.dtype)
+
+    return run

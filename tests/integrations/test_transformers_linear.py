@@ -1,0 +1,277 @@
+"""foci in the linear layers of transformers models: equal to their own code, here only, gone without a trace."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from foci.core.errors import Unsupported
+from foci.integrations.transformers import find_sites, install
+from foci.integrations.transformers_methods import below_zero, running_maximum, wkv
+from tests.integrations.linear_models import MODELS
+from tests.integrations.transformers_models import padding, relative, tokens
+
+BUDGET = 1e-5
+MIXING = {"mamba2", "mamba", "falcon_mamba", "jamba", "zamba", "rwkv", "recurrent_gemma", "xlstm"}
+CACHELESS = {"rwkv", "xlstm", "recurrent_gemma", "minimax"}  # their states are not in a transformers cache
+PADDED = {"none", "right", "left"}
+
+
+def logits_and_gradients(model: nn.Module, real: Tensor | None, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Of the real tokens only."""
+    model.zero_grad()
+    out = model(tokens() if ids is None else ids, attention_mask=real, use_cache=False)[0]
+    kept = out if real is None else out[real.bool()]
+    kept.square().mean().backward()
+    return kept.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def linear_sites(model: nn.Module) -> list[str]:
+    return [name for name, recurrence in find_sites(model)[0].items() if recurrence is not None]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients_equal_their_own(name: str) -> None:
+    model = MODELS[name]()
+    for side in PADDED:
+        expected = logits_and_gradients(model, padding(side))
+        with install(model) as handle:
+            assert set(handle.sites) >= set(linear_sites(model)) != set()
+            assert not handle.skipped
+            got = logits_and_gradients(model, padding(side))
+        assert max(relative(g, e) for g, e in zip(got, expected, strict=True)) < BUDGET
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "glm5_next"])
+def test_generation_equals_their_own_token_for_token(name: str) -> None:
+    model, real = MODELS[name](), None if name in CACHELESS - {"minimax"} else padding("left")
+    options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    expected = model.generate(tokens(), attention_mask=real, **options)
+    with install(model):
+        got = model.generate(tokens(), attention_mask=real, **options)
+    assert torch.equal(got.sequences, expected.sequences)
+    assert max(relative(g, e) for g, e in zip(got.logits, expected.logits, strict=True)) < BUDGET
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in CACHELESS])
+@torch.no_grad()
+def test_several_tokens_after_a_cache_equal_their_own(name: str) -> None:
+    model, ids = MODELS[name](), tokens()
+
+    def run() -> Tensor:
+        past = transformers.DynamicCache(config=model.config)
+        return torch.cat([model(part, past_key_values=past)[0] for part in ids.split([5, 4, 1, 2], dim=1)], 1)
+
+    expected = run()
+    with install(model):
+        assert relative(run(), expected) < BUDGET
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in MIXING])
+@torch.no_grad()
+def test_packed_documents_stay_apart(name: str) -> None:
+    """Without foci the same models refuse documents or let them see each other, so each alone is the truth."""
+    model, ids, lengths = MODELS[name](), tokens(rows=1), [5, 1, 6]
+    expected = torch.cat([model(part, use_cache=False)[0] for part in ids.split(lengths, dim=1)], 1)
+    offsets = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
+    ends = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 6, "max_length_k": 6}
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    with install(model):
+        for given in (ends, ends | {"seq_idx": numbers}, {"seq_idx": numbers}):
+            got = model(ids, position_ids=positions, use_cache=False, **given)[0]
+            assert relative(got, expected) < BUDGET
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_documents_that_do_not_reach_the_layers_are_refused(name: str) -> None:
+    model = MODELS[name]()
+    offsets = torch.tensor([0, 5, 12])
+    with install(model):
+        for given in ({"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}, {"seq_idx": torch.zeros(1, 12)}):
+            with pytest.raises(Unsupported, match="cannot keep packed documents apart"):
+                model(tokens(rows=1), **given)
+    model(tokens(rows=1))  # and nothing is refused afterwards
+
+
+@torch.no_grad()
+def test_several_rows_with_document_numbers_are_refused() -> None:
+    model = MODELS["bamba"]()
+    with install(model), pytest.raises(Unsupported, match=r"seq_idx has shape \[3, 12\]"):
+        model(tokens(), seq_idx=torch.zeros(3, 12, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "mamba2", "mamba"])
+@torch.no_grad()
+def test_decoding_changes_the_state_where_it_lies(name: str) -> None:
+    model = MODELS[name]()
+    with install(model):
+        past = model(tokens(), use_cache=True)
+        cache = past.get("past_key_values", None) or past["cache_params"]
+        state = cache.layers[0].recurrent_states[0]
+        before = state.clone()
+        model(tokens()[:, :1], **{("cache_params" if "mamba" in name else "past_key_values"): cache})
+        assert cache.layers[0].recurrent_states[0] is state
+    assert not torch.equal(state, before)
+
+
+def test_one_token_with_gradients_equals_their_own() -> None:
+    """A step in place has no gradients, so a cached token that wants them takes another way."""
+    model, found = MODELS["olmo_hybrid"](), []
+    for routed in (False, True):
+        handle = install(model) if routed else None
+        model.zero_grad()
+        with torch.no_grad():
+            past = model(tokens(), use_cache=True).past_key_values
+        model(tokens()[:, :1], past_key_values=past).logits.square().mean().backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        if handle is not None:
+            handle.restore()
+    assert relative(found[1], found[0]) < BUDGET
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "olmo_hybrid", "bamba", "mamba"])
+@torch.no_grad()
+def test_half_precision_is_as_near_the_truth_as_theirs(name: str) -> None:
+    truth = MODELS[name]()(tokens())[0]
+    model = MODELS[name]().bfloat16()
+    theirs = model(tokens())[0]
+    with install(model):
+        out = model(tokens())[0]
+    assert out.dtype == theirs.dtype
+    assert relative(out.float(), truth) < 1.25 * relative(theirs.float(), truth)
+
+
+class TestInstallation:
+    def test_it_comes_and_goes_without_a_trace(self) -> None:
+        model, other = MODELS["bamba"](), MODELS["bamba"]()
+        before = [dict(vars(module)) for module in model.modules()]
+        methods = {type(module): dict(vars(type(module))) for module in model.modules()}
+        handle = install(model)
+        assert "forward" in vars(model.model.layers[0].mamba)
+        assert all("forward" not in vars(module) for module in other.modules())
+        assert all(dict(vars(cls)) == known for cls, known in methods.items())
+        handle.restore()
+        handle.restore()
+        assert [dict(vars(module)) for module in model.modules()] == before
+
+    def test_a_method_that_another_put_since_is_left(self) -> None:
+        model = MODELS["mamba2"]()
+        handle = install(model)
+        mixer = model.backbone.layers[0].mixer
+        mixer.forward = replaced = lambda *args, **keywords: None
+        handle.restore()
+        assert mixer.forward is replaced
+        with install(model) as second:
+            assert second.sites == ("backbone.layers.1.mixer",)
+            assert second.skipped == (
+                ("backbone.layers.0.mixer", "its forward was replaced (by a hook?), which foci leaves alone"),
+            )
+
+    def test_a_plan_names_linear_and_softmax_layers(self) -> None:
+        model = MODELS["qwen3_next"]()
+        linear, softmax = find_sites(model)[0]
+        expected = logits_and_gradients(model, padding("left"))
+        for plan in ({linear: "reference"}, {softmax: "chunked"}, {linear: "reference", softmax: None}):
+            with install(model, plan) as handle:
+                assert handle.sites == tuple(name for name, backend in plan.items() if backend)
+                assert all(why == "left by the plan" for _, why in handle.skipped)
+                assert ("forward" in vars(model.model.layers[0].linear_attn)) == (linear in handle.sites)
+                got = logits_and_gradients(model, padding("left"))
+            assert max(relative(g, e) for g, e in zip(got, expected, strict=True)) < BUDGET
+        with pytest.raises(ValueError, match="unknown backend 'aten'"):
+            install(model, {linear: "aten"})  # a softmax backend
+
+    def test_a_second_installation_is_refused(self) -> None:
+        for name in ("mamba2", "recurrent_gemma"):
+            model = MODELS[name]()
+            with install(model), pytest.raises(ValueError, match="installed in this model already"):
+                install(model)
+
+    @torch.no_grad()
+    def test_a_copy_runs_on_its_own_weights(self) -> None:
+        model = MODELS["kimi_linear"]()
+        with install(model):
+            twin = copy.deepcopy(model)
+        for parameter in twin.model.layers[0].self_attn.parameters():
+            parameter.mul_(1.5)
+        plain = MODELS["kimi_linear"]()
+        plain.load_state_dict(twin.state_dict())
+        assert twin.model.layers[0].self_attn.forward.__self__ is twin.model.layers[0].self_attn
+        assert relative(twin(tokens()).logits, plain(tokens()).logits) < BUDGET
+
+    def test_a_recurrence_that_foci_does_not_know_is_named(self) -> None:
+        class NewMambaMixer(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x
+
+        NewMambaMixer.__module__ = "transformers.models.new.modeling_new"
+        model = MODELS["bamba"]()
+        model.model.layers[1].mlp = NewMambaMixer()
+        _, skipped = find_sites(model)
+        assert skipped == [("model.layers.1.feed_forward", "NewMambaMixer runs no recurrence that foci knows")] or (
+            skipped == [("model.layers.1.mlp", "NewMambaMixer runs no recurrence that foci knows")]
+        )
+
+    @torch.no_grad()
+    def test_keywords_that_may_change_the_result_are_refused(self) -> None:
+        for name in ("qwen3_next", "bamba"):
+            model = MODELS[name]()
+            with install(model), pytest.raises(Unsupported, match=r"head_mask=\.\.\. may change the result"):
+                model(tokens(), head_mask=torch.ones(4))
+
+
+class TestRunningMaximum:
+    def test_it_is_the_recurrence(self) -> None:
+        k, g = 30 * torch.randn(2, 50, 3), -torch.rand(2, 50, 3)
+        m = [torch.full((2, 3), -4.0)]
+        for t in range(50):
+            m.append(torch.maximum(m[-1] + g[:, t], k[:, t]))
+        assert torch.allclose(running_maximum(k, g, m[0]), torch.stack(m, 1).double(), atol=1e-4)
+
+    def test_what_rounding_left_above_zero_goes_and_its_gradient_stays(self) -> None:
+        x = torch.tensor([-1.0, 1e-6], requires_grad=True)
+        below_zero(x).sum().backward()
+        assert below_zero(x).tolist() == [-1.0, 0.0]
+        assert x.grad is not None
+        assert x.grad.tolist() == [1.0, 1.0]
+
+    @pytest.mark.parametrize("reach", [1.0, 10.0, 80.0])
+    def test_rwkv_stays_finite_where_exponentials_would_not(self, reach: float) -> None:
+        from transformers.models.rwkv.modeling_rwkv import rwkv_linear_attention as theirs
+
+        generator = torch.Generator().manual_seed(0)
+        key, value = reach * torch.randn(2, 18, 8, generator=generator), torch.randn(2, 18, 8, generator=generator)
+        decay, first = torch.linspace(-8, 4, 8), torch.randn(8, generator=generator)
+
+        def as_softmax(decay: Tensor, first: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            behind = torch.arange(18)[:, None] - torch.arange(18) - 1
+            logits = key[:, None] - behind[..., None] * decay.exp()  # [B, T, S, D]
+            own = (first + key)[:, :, None].expand_as(logits)
+            logits = torch.where((behind == -1)[..., None], own, logits).masked_fill(
+                (behind < -1)[..., None], -torch.inf
+            )
+            return (logits.softmax(2) * value[:, None]).sum(2)
+
+        def in_two_parts(*given: Tensor) -> Tensor:
+            run = wkv(None, theirs)
+            start, state = run(*given[:2], *(x[:, :7] for x in given[2:]), return_state=True)
+            return torch.cat([start, run(*given[:2], *(x[:, 7:] for x in given[2:]), state=state)[0]], 1)
+
+        found = []
+        for run, dtype in (
+            (as_softmax, torch.float64),
+            (lambda *given: theirs(*given)[0], torch.float32),
+            (in_two_parts, torch.float32),
+        ):
+            leaves = [x.to(dtype).requires_grad_() for x in (decay, first, key, value)]
+            out = run(*leaves)
+            found.append([out.detach(), *torch.autograd.grad(out.square().mean(), leaves)])
+        assert all(bool(x.isfinite().all()) for x in found[2])
+        # At 80 the softmax is one-hot: its gradients have vanished, and what is left of them is rounding.
+        for truth, own, ours in list(zip(*found, strict=True))[: 1 if reach > 10 else None]:
+            assert relative(ours, truth) <= max(BUDGET, 2 * relative(own, truth))
