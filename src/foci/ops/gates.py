@@ -69,7 +69,7 @@ class Gates:
     def _weights(self) -> Tensor:
         weights = self.decay.new_zeros(*self.decay.shape[:2], self.C)
         for m, rise, fall in self.levels():
-            _lower(weights, m).copy_(rise * fall.transpose(-1, -2))
+            torch.mul(rise, fall.transpose(-1, -2), out=_lower(weights, m))
         if self.own:
             weights.diagonal(dim1=1, dim2=2).fill_(1)
         return weights
@@ -92,16 +92,12 @@ class Gates:
     def _level(self, x: Tensor, y: Tensor, m: int, rise: Tensor, fall: Tensor) -> tuple[Tensor, Tensor]:
         return halves(x, m, 1)[1] * rise[:, :, :, None], halves(y, m, 1)[0] * fall
 
-    def pairs_backward(self, dA: Tensor, x: Tensor, y: Tensor, gate: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of x, y and, if `gate`, log_decay [M,C,D] through A; dA may hold anything where A is zero."""
+    def pairs_backward(self, dA: Tensor, A: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of x, y and log_decay [M,C,D] through A = pairs(x, y); dA may hold anything where A is zero."""
         if self.weights is not None:
-            return self._pairs_backward_by_token(dA, x, y, gate)
+            return self._pairs_backward_by_token(dA, A, x, y)
         R = x.shape[2]
-        dx, dy, dg = torch.zeros_like(x), torch.zeros_like(y), torch.zeros_like(y)
-        if self.own:
-            diagonal = dA.diagonal(dim1=1, dim2=3).transpose(1, 2)[..., None]
-            torch.mul(diagonal, y[:, :, None], out=dx)
-            torch.sum(diagonal * x, dim=2, out=dy)
+        dx, dy = torch.zeros_like(x), torch.zeros_like(y)
         for m, rise, fall in self.levels():
             rows, columns = self._level(x, y, m, rise, fall)
             block = _lower(dA, m).reshape(-1, m * R, m)
@@ -109,40 +105,35 @@ class Gates:
             to_columns = torch.bmm(block.transpose(1, 2), rows.flatten(0, 1).flatten(1, 2)).view_as(columns)
             halves(dx, m, 1)[1].addcmul_(to_rows, rise[:, :, :, None])
             halves(dy, m, 1)[0].addcmul_(to_columns, fall)
-            if not gate:
-                continue
-            left, right = halves(dg, m, 1)
-            right += sums_from((rows * to_rows).sum(3).flatten(0, 1), self.own).view_as(right)
-            left += sums_before((columns * to_columns).flatten(0, 1)).view_as(left)
+        # Gate r weighs the pairs s < r <= t: what the rows from r on give, less what the columns do. A token's product
+        # with itself weighs none; left out, what is summed has the size of the answer.
+        rows, columns = (x * dx).sum(2), y * dy
+        dg = _sums_from(rows - columns) if self.own else _sums_from(rows) - rows - _sums_from(columns)
+        if self.own:
+            diagonal = dA.diagonal(dim1=1, dim2=3).transpose(1, 2)[..., None]
+            dx.addcmul_(diagonal, y[:, :, None])
+            dy += (diagonal * x).sum(2)
         return dx, dy, dg
 
-    def _pairs_backward_by_token(self, dA: Tensor, x: Tensor, y: Tensor, gate: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def _pairs_backward_by_token(self, dA: Tensor, A: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert self.weights is not None
-        M, C, R, _ = x.shape
-        dA = dA * self.weights[:, :, None]
-        flat = dA.flatten(1, 2)
-        dx = torch.bmm(flat, y).view_as(x)
-        dy = torch.bmm(flat.transpose(1, 2), x.flatten(1, 2))
-        if not gate:
-            return dx, dy, dy[:, :, :1]
-        products = torch.bmm(x.flatten(1, 2), y.transpose(1, 2)).view(M, C, R, C)
-        # g_r weighs every pair s < r <= t: sum those before r in each row, then from row r on.
-        paid = (products * dA).sum(2)
-        crossing = sums_before(paid.transpose(1, 2)).transpose(1, 2)
-        dg = (crossing * _ones(C, C, paid, 0 if self.own else -1)).sum(1)
-        return dx, dy, dg[..., None]
+        # In full, because gates that are constant sum it over tokens: for each row, the pairs that begin before r.
+        before = torch.bmm((dA * A).sum(2), _upper(A, 1, self.C))
+        dg = before.mul_(_upper(A, 0 if self.own else 1, self.C).transpose(1, 2)).sum(1)[..., None]
+        dA = (dA * self.weights[:, :, None]).flatten(1, 2)
+        dx = torch.bmm(dA, y).view_as(x)
+        dy = torch.bmm(dA.transpose(1, 2), x.flatten(1, 2))
+        return dx, dy, dg
 
-    def backward(self, through_rise: Tensor, through_fall: Tensor, through_total: Tensor) -> Tensor:
+    def backward(self, by_rise: Tensor, by_fall: Tensor, by_total: Tensor) -> Tensor:
         """Gradient of log_decay [M,C,D] through rise, fall and total.
 
         The first two [M,C,K] come as gradient times value, the last [M,K] as gradient alone; D = 1 sums the channels.
         """
         if self.D == 1:
-            through_rise, through_fall, through_total = (
-                x.sum(-1, keepdim=True) for x in (through_rise, through_fall, through_total)
-            )
-        through_total = through_total * self.total
-        return sums_from(through_rise, self.own) + sums_before(through_fall) + through_total[:, None]
+            by_rise, by_fall, by_total = (x.sum(-1, keepdim=True) for x in (by_rise, by_fall, by_total))
+        through_rise = _sums_from(by_rise) if self.own else _sums_from(by_rise) - by_rise
+        return through_rise + _sums_before(by_fall) + (by_total * self.total)[:, None]
 
 
 def _lower(A: Tensor, m: int) -> Tensor:
@@ -151,15 +142,15 @@ def _lower(A: Tensor, m: int) -> Tensor:
     return rows.unflatten(-1, (-1, 2, m)).select(-2, 0).diagonal(dim1=1, dim2=-2).movedim(-1, 1)
 
 
-def _ones(rows: int, columns: int, like: Tensor, diagonal: int) -> Tensor:
-    return torch.ones(rows, columns, dtype=like.dtype, device=like.device).tril(diagonal)
+def _sums_from(x: Tensor) -> Tensor:
+    """Entry r of [M, C, D]: the sum of x from r on."""
+    return torch.bmm(_upper(x, 0, x.shape[1]), x)
 
 
-def sums_from(x: Tensor, own: bool = True) -> Tensor:
-    """Entry r of [M, C, D]: the sum of x from r on (without `own`: from behind r)."""
-    return torch.bmm(_ones(x.shape[1], x.shape[1], x, 0 if own else -1).T.expand(x.shape[0], -1, -1), x)
-
-
-def sums_before(x: Tensor) -> Tensor:
+def _sums_before(x: Tensor) -> Tensor:
     """Entry r of [M, C, D]: the sum of x before r."""
-    return torch.bmm(_ones(x.shape[1], x.shape[1], x, -1).expand(x.shape[0], -1, -1), x)
+    return torch.bmm(_upper(x, 1, x.shape[1]).transpose(1, 2), x)
+
+
+def _upper(like: Tensor, diagonal: int, C: int) -> Tensor:
+    return torch.ones(C, C, dtype=like.dtype, device=like.device).triu(diagonal).expand(like.shape[0], C, C)

@@ -50,8 +50,12 @@ def store(found: Tensor, slab: Slab, into: Tensor) -> None:
     """The way back, into tokens start:stop of [B,T,G,D]; heads that read one head of G are summed."""
     B, _, G, D = into.shape
     heads = found.view(slab.n, B, G, -1, slab.C, D)
-    tokens = (heads[:, :, :, 0] if heads.shape[3] == 1 else heads.sum(3)).permute(1, 0, 3, 2, 4).flatten(1, 2)
-    into[:, slab.start : slab.stop].copy_(tokens[:, : slab.stop - slab.start])
+    tokens = (heads[:, :, :, 0] if heads.shape[3] == 1 else heads.sum(3)).permute(1, 0, 3, 2, 4)
+    there = into[:, slab.start : slab.stop]
+    if slab.n * slab.C > there.shape[1]:  # one chunk, longer than what is left
+        there.copy_(tokens[:, 0, : there.shape[1]])
+    else:
+        there.unflatten(1, (slab.n, slab.C)).copy_(tokens)
 
 
 def sequences(packed: list[tuple[int, int]] | None, state: Tensor, T: int) -> Iterator[tuple[int, int, Tensor]]:

@@ -7,8 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from foci.core.spec import Backend, Output, Spec
+from foci.merge.affine import Affine
 from foci.ops.decay import reference
 from foci.ops.decay.call import NAME, Call, bind
+from foci.ops.decay.cases import CASES
+from foci.ops.decay.conventions import adapt
+from foci.ops.decay.mistakes import MISTAKES
+from foci.ops.decay.probes import PROBES
 
 
 def outputs(call: Call) -> tuple[Output, ...]:
@@ -33,11 +38,18 @@ SPEC = Spec(
     plain=_plain,
     output_names=("out", "state"),
     differentiable=("q", "k", "v", "log_decay", "bonus", "state"),
-    cases=(),
+    cases=CASES,
     call=Call,
     bind=bind,
     function=NAME,
     outputs=outputs,
-    backends=(Backend("reference", "foci.ops.decay.reference", note="a loop over tokens"),),
+    backends=(
+        Backend("chunked", "foci.ops.decay.chunked", note="O(T) memory"),
+        Backend("reference", "foci.ops.decay.reference", note="a loop over tokens"),
+    ),
+    mistakes=MISTAKES,
+    probes=PROBES,
+    merge=Affine,
+    adapt=adapt,
     recurrent=True,
 )

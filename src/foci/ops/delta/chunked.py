@@ -170,7 +170,7 @@ def _slab_backward(
     d_products[:, :, 1].tril_(-1)  # a token reads its own erase key before it writes
     to_rows = torch.stack([torch.bmm(x, starts.transpose(1, 2)) for x in (do, -d_value)], dim=2)
     to_fall = torch.bmm(errors, behind.transpose(1, 2))
-    d_reads, d_write, dg = gates.pairs_backward(d_products, chunks.reads, chunks.write, found.decay is not None)
+    d_reads, d_write, dg = gates.pairs_backward(d_products, chunks.products, chunks.reads, chunks.write)
     d_reads.addcmul_(to_rows, gates.rise[:, :, None])
     d_write.addcmul_(to_fall, gates.fall)
 
