@@ -1,0 +1,42 @@
+"""What the tests of the scans share: a backend with every gradient, and how far two answers are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.core.spec import Spec
+
+CPU = torch.device("cpu")
+BUDGET = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
+
+
+def inputs_of(spec: Spec, name: str, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    return next(case for case in spec.cases if case.name == name).make(dtype, CPU, 0)
+
+
+def answers(function: Callable[..., Any], spec: Spec, inputs: dict[str, Any], backend: str) -> dict[str, Tensor]:
+    """Both outputs and the gradients of a fixed random combination of them."""
+    leaves = {n: x.detach().clone().requires_grad_() for n, x in inputs.items() if n in spec.differentiable}
+    outputs = function(**inputs | leaves, return_state=True, backend=backend)
+    draw = torch.Generator().manual_seed(1)
+    weights = [torch.randn(o.shape, generator=draw, dtype=torch.float64).to(o.dtype) for o in outputs]
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), weights)
+    named = zip(leaves, gradients, strict=True)
+    return {n: o.detach() for n, o in zip(spec.output_names, outputs, strict=True)} | {
+        f"d{name}": x for name, x in named
+    }
+
+
+def exact(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same numbers in float64."""
+    return {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
+
+
+def error(got: Tensor, truth: Tensor) -> float:
+    """Relative RMS; infinite where anything is not finite."""
+    apart = float((got.double() - truth.double()).norm())
+    return apart / max(float(truth.double().norm()), 1e-30) if apart == apart else float("inf")
