@@ -1,0 +1,32 @@
+"""fla.ops.hgrn on the elementwise scan."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from foci.ops.scan.api import scan
+
+
+def chunk_hgrn(
+    x: Tensor,
+    g: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """HGRN: h_t = exp(g_t) h_{t-1} + x_t, elementwise.
+
+    x and g [B,T,D], g in natural log; initial_state [B,D] -> (h [B,T,D], final state or None).
+    Paper: Qin et al. 2023 (arXiv 2311.04823).
+    """
+    return fused_recurrent_hgrn(x, g, initial_state, output_final_state)
+
+
+def fused_recurrent_hgrn(
+    x: Tensor,
+    g: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`chunk_hgrn`, for packed documents too."""
+    return scan(x, g, state=initial_state, offsets=cu_seqlens, return_state=output_final_state)

@@ -1,0 +1,92 @@
+"""What FLA's signatures share: every argument is honoured, checked or refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foci import ShapeError, Unsupported
+from foci.compat import fla as ours
+from foci.compat.fla.arguments import Run, gate, gated, refuse, tuning, written
+
+X = torch.ones(1, 6, 2, 4)
+ENDS = torch.tensor([0, 2, 6])
+
+
+def test_chunk_sizes_are_powers_of_two() -> None:
+    for size in (16, 32, 64, 128):
+        torch.testing.assert_close(ours.chunk_simple_gla(X, X, X, chunk_size=size), ours.chunk_simple_gla(X, X, X))
+    for wrong in (0, -64, 48, 64.0):
+        with pytest.raises(ValueError, match="chunk_size must be a power of 2, got"):
+            ours.chunk_simple_gla(X, X, X, chunk_size=wrong)  # type: ignore[arg-type]
+
+
+def test_the_copy_of_cu_seqlens_is_one() -> None:
+    packed = ours.chunk_gla(X, X, X, -X, cu_seqlens=ENDS)
+    torch.testing.assert_close(ours.chunk_gla(X, X, X, -X, cu_seqlens=ENDS, cu_seqlens_cpu=ENDS.clone()), packed)
+    with pytest.raises(ValueError, match=r"cu_seqlens_cpu must be the copy of cu_seqlens \(shape \[3\]\)"):
+        ours.chunk_gla(X, X, X, -X, cu_seqlens=ENDS, cu_seqlens_cpu=ENDS[:2])
+    with pytest.raises(ValueError, match=r"cu_seqlens_cpu must be the copy of cu_seqlens \(shape None\)"):
+        ours.chunk_gla(X, X, X, -X, cu_seqlens_cpu=ENDS)
+
+
+def test_flags_are_booleans() -> None:
+    tuning(safe_gate=True, disable_recompute=False)
+    with pytest.raises(ValueError, match="disable_recompute must be True or False, got 1"):
+        tuning(disable_recompute=1)  # type: ignore[arg-type]
+
+
+def test_packed_documents_and_states_are_checked_by_the_operator() -> None:
+    with pytest.raises(ValueError, match="batch of 1"):
+        ours.chunk_gla(*(X.expand(2, 6, 2, 4),) * 3, -X.expand(2, 6, 2, 4), cu_seqlens=ENDS)
+    with pytest.raises(ValueError, match="offsets must rise from 0 to T=6"):
+        ours.chunk_gla(X, X, X, -X, cu_seqlens=torch.tensor([0, 2, 5]))
+    with pytest.raises(ShapeError, match="state has 1 rows; expected 2, the packed documents"):
+        ours.chunk_gla(X, X, X, -X, initial_state=torch.zeros(1, 2, 4, 4), cu_seqlens=ENDS)
+    with pytest.raises(ShapeError, match="gv has shape"):
+        ours.fused_recurrent_gla(X, X, X, gv=-X[..., :3])
+
+
+def test_gates_that_would_have_no_effect_raise() -> None:
+    numbers = torch.zeros(2)
+    for name, value in (("A_log", numbers), ("dt_bias", numbers), ("lower_bound", -5.0)):
+        given = {"A_log": None, "dt_bias": None, "lower_bound": None, name: value}
+        with pytest.raises(ValueError, match=f"{name} has no effect without use_gate_in_kernel=True"):
+            gated(X[..., 0], use_gate_in_kernel=False, **given)  # type: ignore[arg-type]
+    assert gated(None, use_gate_in_kernel=False, A_log=None, dt_bias=None) is None
+
+
+def test_gates_that_lack_something_raise() -> None:
+    numbers = torch.zeros(2)
+    with pytest.raises(ValueError, match="needs g, the gate before its activation"):
+        gated(None, use_gate_in_kernel=True, A_log=numbers, dt_bias=None)
+    with pytest.raises(ValueError, match="needs A_log"):
+        gated(X[..., 0], use_gate_in_kernel=True, A_log=None, dt_bias=None)
+    with pytest.raises(ValueError, match=r"lower_bound must be negative, got 1\.0"):
+        gated(X, use_gate_in_kernel=True, A_log=None, dt_bias=None, lower_bound=1.0)
+    for bound in (None, -6.0):
+        with pytest.raises(ValueError, match=r"need lower_bound in \[-5, 0\)"):
+            gated(X, use_gate_in_kernel=True, A_log=numbers, dt_bias=None, lower_bound=bound, safe_gate=True)
+    with pytest.raises(ShapeError, match=r"A_log has shape \[3\]; expected 2 numbers"):
+        gate(X, torch.zeros(3), None)
+    with pytest.raises(ShapeError, match=r"dt_bias has shape \[2\]; expected 8 numbers"):
+        gate(X, numbers, numbers)
+    with pytest.raises(ValueError, match="use_beta_sigmoid_in_kernel=True needs beta"):
+        written(X, None, True, False)
+
+
+def test_refusals_name_the_function_and_each_argument() -> None:
+    refuse("f", {"cp_context": None, "use_graph": False})
+    with pytest.raises(Unsupported) as caught:
+        refuse("f", {"cp_context": object(), "use_graph": True, "max_num_seqs": None})
+    assert caught.value.what == "foci.compat.fla.f cannot honour this call"
+    assert [reason.split(" ")[0] for reason in caught.value.reasons] == ["cp_context", "use_graph"]
+
+
+def test_layouts_and_directions_undo_themselves() -> None:
+    run = Run(None, None, True, ENDS, reverse=True, state_v_first=True)
+    state, tokens = torch.randn(2, 3, 4, 5), torch.randn(1, 6, 3)
+    torch.testing.assert_close(run.layout(run.layout(state)), state)
+    torch.testing.assert_close(run.layout(state), state.transpose(-1, -2).flip(0))
+    torch.testing.assert_close(run.turn(tokens), tokens.flip(1))
+    assert run.offsets is not None and run.offsets.tolist() == [0, 4, 6]
