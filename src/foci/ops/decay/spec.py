@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from foci.core.spec import Backend, Output, Spec
+from foci.core.spec import Backend, Output, Spec, Work
 from foci.merge.affine import Affine
 from foci.ops.decay import reference
 from foci.ops.decay.call import NAME, Call, bind
@@ -14,11 +14,24 @@ from foci.ops.decay.cases import CASES
 from foci.ops.decay.conventions import adapt
 from foci.ops.decay.mistakes import MISTAKES
 from foci.ops.decay.probes import PROBES
+from foci.ops.slabs import CHUNK
 
 
 def outputs(call: Call) -> tuple[Output, ...]:
     B, T, _, H, K, V, N = call.sizes
     return Output("out", (B, T, H, V), call.v.dtype), Output("state", (N, H, K, V), call.accumulator)
+
+
+def work(call: Call) -> Work:
+    """The products of the form in chunks, each in full: q k^T and A v within a chunk, q S and k^T v with its state.
+
+    q, k, v and log_decay read, out written once.
+    """
+    B, T, _, H, K, V, _ = call.sizes
+    inner = 2 * CHUNK * (K + V) if call.causal else 0
+    read = (call.q, call.k, call.v) if call.log_decay is None else (call.q, call.k, call.v, call.log_decay)
+    moved = sum(x.numel() * x.element_size() for x in (*read, call.v))
+    return Work(flops=B * T * H * (inner + 4 * K * V), bytes=moved)
 
 
 def _reference(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -50,6 +63,7 @@ SPEC = Spec(
     mistakes=MISTAKES,
     probes=PROBES,
     merge=Affine,
+    work=work,
     adapt=adapt,
     recurrent=True,
 )

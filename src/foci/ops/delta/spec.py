@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from foci.core.spec import Backend, Output, Spec
+from foci.core.spec import Backend, Output, Spec, Work
 from foci.merge.affine import Affine
 from foci.ops.delta import reference
 from foci.ops.delta.call import NAME, Call, bind
@@ -14,11 +14,24 @@ from foci.ops.delta.cases import CASES
 from foci.ops.delta.conventions import adapt
 from foci.ops.delta.mistakes import MISTAKES
 from foci.ops.delta.probes import PROBES
+from foci.ops.slabs import CHUNK
 
 
 def outputs(call: Call) -> tuple[Output, ...]:
     B, T, _, H, K, V, N = call.sizes
     return Output("out", (B, T, H, V), call.v.dtype), Output("state", (N, H, K, V), call.accumulator)
+
+
+def work(call: Call) -> Work:
+    """The products of the form in chunks, each in full, and the triangle, solved once for the values.
+
+    Within a chunk q k^T, e k^T and A u; with its state e S, q S and k^T u. q, k, v, beta, erase and log_decay read, out
+    written once.
+    """
+    B, T, _, H, K, V, _ = call.sizes
+    read = (call.q, call.k, call.v, call.beta, call.erase, call.log_decay, call.v)
+    moved = sum(x.numel() * x.element_size() for x in read if x is not None)
+    return Work(flops=B * T * H * (CHUNK * (4 * K + 3 * V) + 6 * K * V), bytes=moved)
 
 
 def _reference(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -50,6 +63,7 @@ SPEC = Spec(
     mistakes=MISTAKES,
     probes=PROBES,
     merge=Affine,
+    work=work,
     adapt=adapt,
     recurrent=True,
 )
