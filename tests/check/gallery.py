@@ -440,7 +440,7 @@ def step_counter(q, k, v):
 _COUNTS = _Counts()
 
 
-@plant("graphs over six lengths", "graphs over 6 lengths")
+@plant("graphs over six lengths", "graphs over 3 lengths")
 def reads_lengths(q, k, v):
     """A branch on the number of tokens for every multiple of eight: a table of tuned launches."""
     block = {n: n for n in range(0, 512, 8)}[q.shape[1] // 8 * 8]

@@ -11,6 +11,7 @@ from torch import Tensor
 RELATIVE = 1e-5  # relative RMS error in float32
 LOGARITHM = 2e-4  # absolute error of a log-sum-exp: it shows a scale wrong by 0.1 %, which outputs hide
 RECURRENT = 5e-3  # relative RMS error of recurrent operators in half precision
+HALF = (torch.bfloat16, torch.float16)
 CAUSAL = 1e-6  # relative change of the past when the future changes, where the Spec does not declare equal bits
 
 # A truth this much smaller than its siblings has cancelled to nothing: it is measured on their scale.
@@ -62,7 +63,7 @@ def compare(
     scale = rms(truth)
     if scale <= VANISHED * siblings:
         scale = siblings
-    half = dtype in (torch.bfloat16, torch.float16)
+    half = dtype in HALF
     if log:
         found = [Error(float(error.max()), LOGARITHM)]
         if not half:

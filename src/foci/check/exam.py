@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from foci.check import diagnose
-from foci.check.compare import Error, compare, difference, rms
+from foci.check.compare import HALF, Error, compare, difference, rms
 from foci.core.spec import Candidate, Case, Inputs, Outputs, Spec, WrongReturn
 
 Call = Callable[[Inputs], Outputs]
@@ -83,6 +83,24 @@ class Exam:
             else:
                 self.news(case.name)
                 yield case
+
+    def few(self, able: Callable[[Case], bool]) -> Iterator[Case]:
+        """The smallest able cases that together show every feature, for what need not be asked of all."""
+        seen: set[str] = set()
+        first = True
+        for case in sorted(self.cases(), key=lambda case: (self.longest(case), self.size(case))):
+            if (first or case.features - seen) and able(case):
+                first = False
+                seen |= case.features
+                yield case
+
+    def size(self, case: Case) -> int:
+        """How many numbers its inputs hold."""
+        return sum(x.numel() for x in self.inputs(case, torch.float64).values() if isinstance(x, Tensor))
+
+    def longest(self, case: Case) -> int:
+        """The largest size of any dimension: what a loop goes over."""
+        return max(max(x.shape, default=0) for x in self.inputs(case, torch.float64).values() if isinstance(x, Tensor))
 
     def inputs(self, case: Case, dtype: torch.dtype) -> dict[str, Any]:
         return self._once(("inputs", case, dtype), lambda: case.make(dtype, self.device, self.seed))
@@ -171,7 +189,7 @@ class Exam:
         """An output against the truth, or against another tensor by the same budget."""
         place = self.names.index(name)
         right = self.truth(case, dtype)[place]
-        yardstick = difference(self.plain(case, dtype)[place], right)
+        yardstick = difference(self.plain(case, dtype)[place], right) if self._by_yardstick(dtype) else torch.zeros(1)
         return compare(
             got, right if truth is None else truth, yardstick, dtype,
             log=name in self.spec.logs, recurrent=self.spec.recurrent,
@@ -181,11 +199,16 @@ class Exam:
         self, case: Case, dtype: torch.dtype, through: tuple[str, ...], leaf: str, got: Tensor, truth: Tensor
     ) -> Error:
         """A gradient against a tensor that takes the truth's place, by the budget of the truth."""
-        truths, plain = self.true_gradients(case, dtype, through), self.plain_gradients(case, dtype, through)[leaf]
-        right = truths[leaf]
-        yardstick = difference(plain, right) if plain is not None and right is not None else torch.zeros(1)
+        truths, yardstick = self.true_gradients(case, dtype, through), torch.zeros(1)
+        if self._by_yardstick(dtype):
+            plain, right = self.plain_gradients(case, dtype, through)[leaf], truths[leaf]
+            yardstick = difference(plain, right) if plain is not None and right is not None else yardstick
         siblings = max((rms(g) for g in truths.values() if g is not None), default=0.0)
         return compare(got, truth, yardstick, dtype, recurrent=self.spec.recurrent, siblings=siblings)
+
+    def _by_yardstick(self, dtype: torch.dtype) -> bool:
+        """Whether the budget is the error of a plain computation: half precision, but of recurrences."""
+        return dtype in HALF and not self.spec.recurrent
 
     def leaves(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """What is differentiated: the differentiable tensors, and the parameters of modules among the inputs."""
