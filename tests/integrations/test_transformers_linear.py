@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from foci.core.errors import Unsupported
 from foci.integrations.transformers import find_sites, install
-from foci.integrations.transformers_methods import below_zero, running_maximum, wkv
 from tests.integrations.linear_models import MODELS
 from tests.integrations.transformers_models import padding, relative, tokens
 
@@ -223,55 +222,3 @@ class TestInstallation:
             model = MODELS[name]()
             with install(model), pytest.raises(Unsupported, match=r"head_mask=\.\.\. may change the result"):
                 model(tokens(), head_mask=torch.ones(4))
-
-
-class TestRunningMaximum:
-    def test_it_is_the_recurrence(self) -> None:
-        k, g = 30 * torch.randn(2, 50, 3), -torch.rand(2, 50, 3)
-        m = [torch.full((2, 3), -4.0)]
-        for t in range(50):
-            m.append(torch.maximum(m[-1] + g[:, t], k[:, t]))
-        assert torch.allclose(running_maximum(k, g, m[0]), torch.stack(m, 1).double(), atol=1e-4)
-
-    def test_what_rounding_left_above_zero_goes_and_its_gradient_stays(self) -> None:
-        x = torch.tensor([-1.0, 1e-6], requires_grad=True)
-        below_zero(x).sum().backward()
-        assert below_zero(x).tolist() == [-1.0, 0.0]
-        assert x.grad is not None
-        assert x.grad.tolist() == [1.0, 1.0]
-
-    @pytest.mark.parametrize("reach", [1.0, 10.0, 80.0])
-    def test_rwkv_stays_finite_where_exponentials_would_not(self, reach: float) -> None:
-        from transformers.models.rwkv.modeling_rwkv import rwkv_linear_attention as theirs
-
-        generator = torch.Generator().manual_seed(0)
-        key, value = reach * torch.randn(2, 18, 8, generator=generator), torch.randn(2, 18, 8, generator=generator)
-        decay, first = torch.linspace(-8, 4, 8), torch.randn(8, generator=generator)
-
-        def as_softmax(decay: Tensor, first: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            behind = torch.arange(18)[:, None] - torch.arange(18) - 1
-            logits = key[:, None] - behind[..., None] * decay.exp()  # [B, T, S, D]
-            own = (first + key)[:, :, None].expand_as(logits)
-            logits = torch.where((behind == -1)[..., None], own, logits).masked_fill(
-                (behind < -1)[..., None], -torch.inf
-            )
-            return (logits.softmax(2) * value[:, None]).sum(2)
-
-        def in_two_parts(*given: Tensor) -> Tensor:
-            run = wkv(None, theirs)
-            start, state = run(*given[:2], *(x[:, :7] for x in given[2:]), return_state=True)
-            return torch.cat([start, run(*given[:2], *(x[:, 7:] for x in given[2:]), state=state)[0]], 1)
-
-        found = []
-        for run, dtype in (
-            (as_softmax, torch.float64),
-            (lambda *given: theirs(*given)[0], torch.float32),
-            (in_two_parts, torch.float32),
-        ):
-            leaves = [x.to(dtype).requires_grad_() for x in (decay, first, key, value)]
-            out = run(*leaves)
-            found.append([out.detach(), *torch.autograd.grad(out.square().mean(), leaves)])
-        assert all(bool(x.isfinite().all()) for x in found[2])
-        # At 80 the softmax is one-hot: its gradients have vanished, and what is left of them is rounding.
-        for truth, own, ours in list(zip(*found, strict=True))[: 1 if reach > 10 else None]:
-            assert relative(ours, truth) <= max(BUDGET, 2 * relative(own, truth))

@@ -96,7 +96,7 @@ def wkv(backend: str | None, theirs: Run) -> Run:
         w = torch.exp(time_decay.to(wide))
         zero = torch.zeros_like(k[:, 0])
         num, den, top = state or (zero, zero, zero - 1e38)
-        tops = running_maximum(k, -w, top)
+        tops = running_maximum(k.detach(), -w.detach(), top.detach())
         before, m = tops[:, :-1], tops[:, 1:]
         decay = below_zero((before - m).to(wide) - w)
         weight = torch.exp(k - m.to(wide))
@@ -150,7 +150,7 @@ def mlstm(backend: str | None, theirs: Run) -> Run:
         q, k, v, i, f = (x.transpose(1, 2).to(wide) for x in (query, key, value, igate, fgate))
         log_f = logsigmoid(f)
         top = i.new_zeros(i[:, 0].shape) if m_initial is None else m_initial[..., 0].to(wide)
-        tops = running_maximum(i, log_f, top, differentiable=True)
+        tops = running_maximum(i, log_f, top)
         m = tops.detach()
         decay = below_zero((m[:, :-1] - m[:, 1:]).to(wide) + log_f)
         k = k * torch.exp(i - m[:, 1:].to(wide))[..., None]
@@ -174,16 +174,15 @@ def mlstm(backend: str | None, theirs: Run) -> Run:
     return run
 
 
-def running_maximum(k: Tensor, log_decay: Tensor, start: Tensor, *, differentiable: bool = False) -> Tensor:
+def running_maximum(k: Tensor, log_decay: Tensor, start: Tensor) -> Tensor:
     """m_0 = start, m_t = max(m_{t-1} + log_decay_t, k_t) along dimension 1: [B, T + 1, ...] in float64.
 
     With G the running sum of log_decay it is m_t = G_t + max(m_0, max_s (k_s - G_s)). A sum of many steps is far larger
     than what the result may be wrong by, hence float64.
     """
-    with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
-        G = log_decay.double().expand(k.shape).cumsum(1)
-        peaks = torch.cat([start.double()[:, None], k.double() - G], 1).cummax(1).values
-        return peaks + torch.cat([torch.zeros_like(G[:, :1]), G], 1)
+    G = log_decay.double().expand(k.shape).cumsum(1)
+    peaks = torch.cat([start.double()[:, None], k.double() - G], 1).cummax(1).values
+    return peaks + torch.cat([torch.zeros_like(G[:, :1]), G], 1)
 
 
 def below_zero(log_decay: Tensor) -> Tensor:
