@@ -27,7 +27,7 @@ class Problem:
     """Arguments by their names with us.
 
     tokens: shapes behind [B,T]; a name with `log` in `decays` is made negative. whole: arguments that have no tokens.
-    states: shapes behind [N]; steps: how many entries a token has, where it is not one.
+    states: shapes behind [N]; steps: how many entries a token has, where it is not one. length: the tokens of a batch.
     """
 
     tokens: Mapping[str, tuple[int, ...]]
@@ -37,6 +37,7 @@ class Problem:
     whole: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     steps: Mapping[str, int] = field(default_factory=dict)
+    length: int = 17
 
     def make(self, B: int, T: int, seed: int = 0) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -85,7 +86,7 @@ def results(out: Tensor, final: State, inputs: dict[str, Tensor], states: tuple[
 
 def check(ours: Function, theirs: Function, problem: Problem, dtype: torch.dtype, packed: bool = True) -> None:
     """theirs(state, **tokens and whole arguments) -> (out, final state), in float32; ours by FLA's own names."""
-    inputs = problem.make(2, 17)
+    inputs = problem.make(2, problem.length)
     options = {"output_final_state": True, **problem.options}
     for states in ((), problem.make_states(2)):
         mine, my_states = leaves(inputs, states, dtype)

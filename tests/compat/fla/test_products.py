@@ -13,6 +13,7 @@ from foci.compat import fla as ours
 from tests.compat.fla.compare import Function, Problem, State, check, forms
 
 H, K, V = 3, 8, 5
+LONG = 40  # several steps a token: more than one chunk of the operator
 LOW_RANK = {"q": (H, K), "k": (H, K), "v": (H, V), "a": (H, K), "b": (H, K)}
 STATES = ((H, K, V),)
 
@@ -27,7 +28,7 @@ def test_gated_delta_product(fla: Any, n: int, gated: bool) -> None:
 
     tokens = {"q": (H, K), "k": (H, K), "v": (H, V), "beta": (H,)} | ({"g": (H,)} if gated else {})
     problem = Problem(
-        tokens, STATES, positive=("beta",), steps={"k": n, "v": n, "beta": n},
+        tokens, STATES, positive=("beta",), steps={"k": n, "v": n, "beta": n}, length=LONG,
         options={"num_householder": n} | ({} if gated else {"g": None}),
     )  # fmt: skip
     check(ours.chunk_gated_delta_product, theirs, problem, torch.float32)
@@ -74,13 +75,13 @@ def test_iplr(fla: Any, name: str, dtype: torch.dtype) -> None:
     ],
 )
 def test_dplr(fla: Any, name: str, options: dict[str, Any]) -> None:
-    problem = Problem({**LOW_RANK, "gk": (H, K)}, STATES, options=options)
+    problem = Problem({**LOW_RANK, "gk": (H, K)}, STATES, options=options, length=LONG)
     check(getattr(ours, name), low_rank(fla, reverse="reverse" in options), problem, torch.float32)
 
 
 @pytest.mark.parametrize("lowest", [-30.0, -1e4, -torch.inf])
 def test_a_state_that_is_forgotten_is_read_before_it_goes(fla: Any, lowest: float) -> None:
-    inputs = Problem({**LOW_RANK, "gk": (H, K)}, STATES).make(1, 12)
+    inputs = Problem({**LOW_RANK, "gk": (H, K)}, STATES).make(1, LONG)
     inputs["gk"][:, ::3] = lowest
     inputs["gk"][:, 1::3, :, ::2] = lowest
     inputs = {name: x.requires_grad_() for name, x in inputs.items()}
@@ -141,7 +142,7 @@ def test_comba(fla: Any, name: str, heads: int, dtype: torch.dtype) -> None:
         return out, final
 
     tokens = {"q": (H, K), "k": (H, K), "p": (H, K), "v": (heads, V), "g": (heads,), "beta": (heads,)}
-    check(getattr(ours, name), theirs, Problem(tokens, ((heads, K, V),), positive=("beta",)), dtype)
+    check(getattr(ours, name), theirs, Problem(tokens, ((heads, K, V),), positive=("beta",), length=LONG), dtype)
 
 
 def test_comba_without_p_and_beta() -> None:
@@ -153,3 +154,17 @@ def test_comba_without_p_and_beta() -> None:
     torch.testing.assert_close(
         long, ours.chunk_comba(q / q.norm(dim=-1, keepdim=True), k, v, k, g)[0], rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"safe_gate": True}], ids=["three steps", "two steps"])
+def test_half_precision(options: dict[str, Any]) -> None:
+    """Relative RMS error at most 5e-3 of output and gradients, against float64 on the same rounded inputs."""
+    made = Problem({**LOW_RANK, "gk": (H, K)}, STATES).make(1, LONG)
+    half = {name: x.bfloat16().requires_grad_() for name, x in made.items()}
+    exact = {name: x.detach().double().requires_grad_() for name, x in half.items()}
+    out, state = ours.chunk_dplr_delta_rule(**half, output_final_state=True, **options)  # type: ignore[arg-type]
+    expected, _ = ours.chunk_dplr_delta_rule(**exact, **options)  # type: ignore[arg-type]
+    assert state is not None and (out.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+    mine = [out, *torch.autograd.grad(out.sum(), list(half.values()))]
+    for x, y in zip(mine, [expected, *torch.autograd.grad(expected.sum(), list(exact.values()))], strict=True):
+        assert (x.double() - y).square().mean().sqrt() <= 5e-3 * y.square().mean().sqrt()
