@@ -11,9 +11,10 @@ import torch
 
 from foci.accelerate import plan as plans
 from foci.accelerate import zoo
+from foci.accelerate.calls import signature
 from foci.accelerate.plan import Plan, decide, identify, write_whole
 from foci.accelerate.run import Accelerated
-from foci.accelerate.sites import Site, signature
+from foci.accelerate.sites import Site
 from foci.ops.softmax.call import bind
 
 

@@ -8,9 +8,10 @@ from torch import nn
 
 from foci import Causal, Dense, Lengths, attention
 from foci.accelerate import prove, zoo
+from foci.accelerate.calls import arguments, one_head
 from foci.accelerate.prove import Problem, Row, evaluating, gap, gradient_gap, prove_model, prove_site
 from foci.accelerate.run import Refused, accelerate
-from foci.accelerate.sites import Site, arguments, one_head
+from foci.accelerate.sites import Site
 from foci.ops.softmax import aten
 from foci.ops.softmax.call import Call, bind
 

@@ -10,7 +10,8 @@ from torch import nn
 import foci
 from foci.accelerate import zoo
 from foci.accelerate.apply import route
-from foci.accelerate.sites import arguments, dims, find, letters, mask_text, watch
+from foci.accelerate.calls import arguments, dims, letters, mask_text
+from foci.accelerate.sites import find, watch
 from foci.ops.softmax.call import bind
 
 EXPECTED = {

@@ -67,24 +67,31 @@ def route(model: nn.Module, sites: Sequence[SitePlan] | None = None) -> Applied:
 
 
 def _install(model: nn.Module, backends: Mapping[str, str] | None) -> Applied:
-    from foci.integrations import diffusers, transformers
+    from foci.integrations import diffusers, layers, transformers
 
     library = library_of(model)
     if library == "diffusers":
         handle: Any = diffusers.install(model, backends)
         return Applied(tuple(site.name for site in handle.sites), tuple(handle.skipped), handle)
+    if library == "foci":
+        handle = layers.install(model, backends)
+        return Applied(handle.sites, handle.skipped, handle)
     if library == "transformers":
         handle = transformers.install(model, backends)
         return Applied(tuple(handle.sites), tuple(handle.skipped), handle)
     raise Unsupported(
         f"accelerate: {type(model).__name__} has no attention that foci can route",
-        ["it is made neither of Diffusers' attention modules nor of transformers'"],
+        ["it is made neither of Diffusers' attention modules nor of transformers' nor of foci's own layers"],
         "in your own code, call foci.attention where you call scaled_dot_product_attention",
     )
 
 
 def library_of(model: nn.Module) -> str | None:
-    """The library whose attention modules the model is made of, told without importing either."""
+    """The library whose attention modules the model is made of, told without importing it; foci for its own layers."""
+    from foci.integrations.layers import find_sites
+
+    if find_sites(model):
+        return "foci"
     modules = list(model.modules())
     if any(getattr(module, "processor", None) is not None for module in modules):
         return "diffusers"

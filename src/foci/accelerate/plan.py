@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from foci.accelerate.sites import Signature, Site, arguments, letters, mask_text, signature
+from foci.accelerate.calls import SOFTMAX, Call, Signature, letters, mask_text, repeat, signature, spec_of
+from foci.accelerate.sites import Site
 from foci.bench.measure import clock
 from foci.core.errors import Unsupported
 from foci.core.select import explain
-from foci.ops.softmax.api import attention
-from foci.ops.softmax.call import Call
-from foci.ops.softmax.spec import SPEC
+from foci.ops import SPECS
 
 SCHEMA = 1
-# It holds the whole T x S matrix: the oracle, never a plan.
+# The equation taken literally: the oracle, never a plan.
 ORACLE = "reference"
 _CLEARLY = 0.85
+_LITERALLY = {False: "it holds the whole T x S matrix", True: "it goes through the tokens one by one"}
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class SitePlan:
     fixed: bool
     calls: list[dict[str, Any]]
     others: dict[str, list[str]]
+    operator: str = SOFTMAX
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,12 @@ class Plan:
             plan = cls(identity=identity, sites=sites, compile=CompilePlan(**values.pop("compile")), **values)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{where} is damaged: {error}") from error
-        known = [backend.name for backend in SPEC.backends]
         for site in plan.sites:
+            if site.operator not in SPECS:
+                raise ValueError(
+                    f"{where} gives {site.name} the operator {site.operator!r}; expected one of {[*SPECS]}"
+                )
+            known = [backend.name for backend in SPECS[site.operator].backends]
             if site.backend not in known:
                 raise ValueError(f"{where} gives {site.name} the backend {site.backend!r}; expected one of {known}")
         if content.get("fingerprint") != plan.identity.fingerprint:
@@ -203,10 +208,11 @@ def _plain(value: Any) -> Any:
 def decide(site: Site, measured: dict[Signature, dict[str, float]]) -> SitePlan:
     """The fastest backend that takes every call of the site. `measured` keeps seconds by signature, for all sites."""
     against: dict[str, list[str]] = {}
+    spec = spec_of(site.calls[0][0])
     for call, _ in site.calls:
-        for name, reasons in explain(SPEC, call).refused.items():
+        for name, reasons in explain(spec, call).refused.items():
             against.setdefault(name, []).extend(r for r in reasons if r not in against.get(name, []))
-    able = [backend.name for backend in SPEC.backends if backend.name not in against]
+    able = [backend.name for backend in spec.backends if backend.name not in against]
     if not able:
         raise Unsupported(f"accelerate: {site.name}: no backend can run it", [r for rs in against.values() for r in rs])
     candidates = [name for name in able if name != ORACLE] or able
@@ -227,16 +233,16 @@ def decide(site: Site, measured: dict[Signature, dict[str, float]]) -> SitePlan:
             backend = name
     for name in able:
         if name == ORACLE and name != backend:
-            against[name] = ["it holds the whole T x S matrix: the oracle of the proof, not a plan"]
+            against[name] = [f"{_LITERALLY[spec.recurrent]}: the oracle of the proof, not a plan"]
         elif name != backend:
             against[name] = [f"{total[name] / max(total[backend], 1e-9):.2f} x the time here"]
-    fixed = any(explain(SPEC, call).chosen != backend for call, _ in site.calls)
-    return SitePlan(site.name, site.kind, site.caller, site.via, backend, fixed, calls, against)
+    fixed = any(explain(spec, call).chosen != backend for call, _ in site.calls)
+    return SitePlan(site.name, site.kind, site.caller, site.via, backend, fixed, calls, against, spec.name)
 
 
 def _seconds(call: Call, backends: list[str], most: int = 9, budget: float = 0.5) -> dict[str, float]:
     """Each backend's shortest of several runs, in turn: other work on the machine only ever adds to a time."""
-    runs = {name: (lambda name=name: attention(**arguments(call), backend=name)) for name in backends}
+    runs = {name: (lambda name=name: repeat(call, name)) for name in backends}
     taken: dict[str, list[float]] = {name: [] for name in backends}
     with torch.no_grad():
         for run in runs.values():
@@ -252,7 +258,7 @@ def _seconds(call: Call, backends: list[str], most: int = 9, budget: float = 0.5
 def _describe(call: Call, count: int, times: Mapping[str, float]) -> dict[str, Any]:
     return {
         "sizes": letters(call),
-        "dtype": str(call.q.dtype).removeprefix("torch."),
+        "dtype": str(call[0].dtype).removeprefix("torch."),
         "mask": mask_text(call),
         "count": count,
         "milliseconds": {name: round(seconds * 1e3, 4) for name, seconds in times.items()},

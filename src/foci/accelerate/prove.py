@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foci.accelerate.sites import Site, arguments, in_double, one_head
+from foci.accelerate.calls import SOFTMAX, Call, arguments, entries, in_double, one_head, repeat, spec_of
+from foci.accelerate.sites import Site
 from foci.check.compare import RELATIVE, VANISHED, Error, compare, difference, rms
-from foci.ops.softmax.api import attention_with_lse
-from foci.ops.softmax.call import Call
-from foci.ops.softmax.spec import SPEC
 
-# Entries of T x S over all heads beyond which the equation is run for one head only: it holds the whole matrix.
+# Numbers beyond which the equation is run for one head only: it holds the whole T x S matrix, or all states.
 _MOST_ENTRIES = 2**27
 
 
@@ -88,36 +86,46 @@ def prove_site(site: Site, backend: str) -> list[Row]:
     """
     rows: list[Row] = []
     for call, _ in site.calls:
-        B, T, S, H, *_ = call.sizes
-        whole = B * H * T * S <= _MOST_ENTRIES
+        whole, spec = entries(call) <= _MOST_ENTRIES, spec_of(call)
         call = call if whole else one_head(call)
         truth = _forward_backward(in_double(call), "reference")
         ours = _forward_backward(call, backend)
         plain = _forward_backward(call, None)
-        for name, value in ours.items():
-            what = name if name in ("out", "lse") else f"gradient of {name}"
-            error = _judge(value, truth[name], plain[name], call.q.dtype, log=name == "lse")
+        for what, value in ours.items():
+            error = _judge(
+                value, truth[what], plain[what], call[0].dtype, log=what in spec.logs, recurrent=spec.recurrent
+            )
             rows.append(Row(site.name, what, "float64" if whole else "float64, one head", error.size, error.budget))
     return rows
 
 
-def _judge(value: Tensor | None, truth: Tensor | None, plain: Tensor | None, dtype: torch.dtype, *, log: bool) -> Error:
+def _judge(
+    value: Tensor | None, truth: Tensor | None, plain: Tensor | None, dtype: torch.dtype, *, log: bool, recurrent: bool
+) -> Error:
     if value is None or truth is None or plain is None:
         return Error(0.0 if value is truth else float("inf"), RELATIVE)
-    error = compare(value, truth, difference(plain, truth), dtype, log=log)
+    error = compare(value, truth, difference(plain, truth), dtype, log=log, recurrent=recurrent)
     if not error.ok and not log and dtype in (torch.float32, torch.float64):
         return Error(error.size, max(error.budget, 2 * relative_rms(plain, truth)))
     return error
 
 
 def _forward_backward(call: Call, backend: str | None) -> dict[str, Tensor | None]:
-    leaves = {name: getattr(call, name).detach().requires_grad_() for name in "qkv"}
-    given = arguments(call._replace(**leaves))
+    """Outputs by name and `gradient of` each floating input (of softmax: q, k, v) by its name."""
+    spec = spec_of(call)
+    names = "qkv" if spec.name == SOFTMAX else [name for name in spec.differentiable if getattr(call, name) is not None]
+    leaves = {name: getattr(call, name).detach().requires_grad_() for name in names}
+    changed = call._replace(**leaves)
     # Without a backend: the plain computation of the same equation in the same dtype.
-    out, lse = attention_with_lse(**given, backend=backend) if backend else SPEC.plain(**given)
-    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    out.backward(cotangent.to(out))
-    return {"out": out.detach(), "lse": lse.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+    found = repeat(changed, backend) if backend else spec.plain(**arguments(changed))
+    outputs = dict(zip(spec.output_names, found, strict=True))
+    generator = torch.Generator().manual_seed(0)
+    # A log-sum-exp of -inf has no use for a cotangent; a state is an output like any other.
+    given = [out for name, out in outputs.items() if name not in spec.logs]
+    cotangents = [torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out) for out in given]
+    torch.autograd.backward(given, cotangents)
+    gradients = {f"gradient of {name}": leaf.grad for name, leaf in leaves.items()}
+    return {**{name: out.detach() for name, out in outputs.items()}, **gradients}
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foci.accelerate.calls import dims
 from foci.accelerate.plan import Plan, SitePlan, write_whole
 from foci.accelerate.shown import Shown
-from foci.accelerate.sites import dims
 from foci.core.errors import require
 
 if TYPE_CHECKING:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from foci.accelerate.apply import Applied, library_of, route
+from foci.accelerate.calls import dims, letters
 from foci.accelerate.compile import weigh
 from foci.accelerate.plan import ORACLE, CompilePlan, Plan, decide, identify
 from foci.accelerate.prove import Problem, Row, evaluating, prove_model, prove_site, relative_rms, worst
 from foci.accelerate.shown import Shown
-from foci.accelerate.sites import Found, dims, find, letters
+from foci.accelerate.sites import Found, find
 from foci.bench.measure import Sample, Way, interleave, ratio
 from foci.bench.memory import peak_memory
 from foci.core.device import machine
@@ -221,13 +222,13 @@ def _plan(problem: Problem, found: Found, name: str, note: str, beside: list[lis
         facts=facts,
         versions=_versions(),
     )
-    chosen: dict[str, list[Any]] = {}
+    chosen: dict[tuple[str, str], list[Any]] = {}
     for site in sites:
-        chosen.setdefault(site.backend, []).append(site)
+        chosen.setdefault((site.operator, site.backend), []).append(site)
     parts = []
-    for backend, its in chosen.items():
+    for (operator, backend), its in chosen.items():
         others = "; ".join(f"{name}: {why[0]}" for name, why in its[0].others.items() if name != ORACLE)
-        parts.append(f"{len(its)} x softmax -> {backend} ({others})")
+        parts.append(f"{len(its)} x {operator} -> {backend}" + (f" ({others})" if others else ""))
     tell("plan", ", ".join(parts), True)
     return plan
 
@@ -307,7 +308,8 @@ def _sentence(before: Shown, after: Shown, facts: Mapping[str, Any]) -> str:
         return f"{total} digits from the same noise: {shares[0]} read right before, {shares[1]} after, {pixels}"
     if "tokens" in before.facts:
         same = "the same" if before.lines == after.lines else "NOT the same"
-        return f"{before.facts['tokens']} greedy tokens, {same} before and after"
+        remark = f"; {after.facts['remark']}" if "remark" in after.facts else ""
+        return f"{before.facts['tokens']} greedy tokens, {same} before and after{remark}"
     apart = f"apart by at most {facts['difference']:.0e}" if facts["difference"] else "equal to the last bit"
     return f"{len(before.lines)} sentences, embeddings {apart}"
 

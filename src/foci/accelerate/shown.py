@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from foci.accelerate.digits import DigitsPipeline
 
 SAMPLES, BATCH = 200, 40
+PROMPT = "def read_text(path, encoding=None):\n    "
 STEPS, QUICK = 25, 6  # for the ten that are looked at, for the 200 that are read
 
 
@@ -56,6 +57,41 @@ def show_continuation(model: Any, length: int = 24) -> Shown:
     out = model.generate(ids, attention_mask=mask, max_new_tokens=length, do_sample=False, pad_token_id=0)
     lines = tuple(" ".join(str(token) for token in row.tolist()) for row in out[:, ids.shape[1] :])
     return Shown("text", lines=lines, values=out, facts={"tokens": int(out[:, ids.shape[1] :].numel())})
+
+
+def write_code(model: Any, progress: Callable[[str], None], length: int = 120) -> Shown:
+    """Greedy code behind a prompt; where foci chooses the backends, also what a byte costs behind 256 and 8192 others.
+
+    There the softmax-only twin of equal size stands beside the model. Its weights are random: they cost the same.
+    """
+    from foci.accelerate import bytes_lm
+    from foci.integrations.layers import find_sites
+
+    progress("writing code")
+    start = time.perf_counter()
+    text = bytes_lm.write(model, PROMPT, tokens=length, temperature=0)
+    seconds = time.perf_counter() - start
+    facts: dict[str, Any] = {"tokens": len(text.encode()) - len(PROMPT), "seconds": seconds}
+    if all(layer.backend is None for layer in find_sites(model).values()):
+        progress("the cost of a byte behind 256 and 8192 others, beside the softmax-only twin")
+        twin = bytes_lm.untrained(bytes_lm.TWIN).to(model.device, model.dtype).eval()
+        facts["cost"] = bytes_lm.cost({"hybrid": model, "softmax-only twin": twin})
+        facts["remark"] = "; ".join(_cost_text(facts["cost"], name) for name in ("hybrid", "softmax-only twin"))
+    return Shown("text", lines=tuple(text.splitlines()), values=bytes_lm.as_bytes(text), facts=facts)
+
+
+def _cost_text(rows: Sequence[Mapping[str, Any]], name: str) -> str:
+    """`hybrid 210 and 208 tokens/s behind 256 and 8192, cache 0.6 and 0.6 MiB`."""
+    mine = [row for row in rows if row["model"] == name]
+    speeds, sizes, contexts = (
+        " and ".join(words)
+        for words in (
+            [f"{1e3 / row['milliseconds']:.0f}" for row in mine],
+            [f"{row['cache'] / 2**20:.1f}" for row in mine],
+            [str(row["context"]) for row in mine],
+        )
+    )
+    return f"{name} {speeds} tokens/s behind {contexts}, cache {sizes} MiB"
 
 
 @torch.no_grad()

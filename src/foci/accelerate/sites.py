@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from foci.ops.masks import Causal, Dense, Lengths, Mask, Packed, Window
-from foci.ops.softmax.call import Call
+from foci.accelerate.calls import Call, Signature, signature
+from foci.ops import SPECS
 
-Signature = tuple[Any, ...]
 _SOFTMAX = {"softmax", "_softmax"}
+# foci's opaque ops by name, with the kind of call their arguments are.
+_OPS = {f"foci.{spec.name}_{backend.name}_fwd": spec.call for spec in SPECS.values() for backend in spec.backends}
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ class _Watch(TorchFunctionMode):
             self.events.append(_Event(tuple(self.stack), "scaled_dot_product_attention"))
         elif name in _SOFTMAX and isinstance(args[0], Tensor) and args[0].dim() in (3, 4):
             self.events.append(_Event(tuple(self.stack), "softmax"))
-        elif str(func).startswith("foci.softmax_") and name.split(".")[0].endswith("_fwd"):
-            self.events.append(_Event(tuple(self.stack), "foci", Call(*args)))
+        elif (kind := _OPS.get(str(func).removesuffix(".default"))) is not None:
+            self.events.append(_Event(tuple(self.stack), "foci", kind(*args)))
         return func(*args, **(kwargs or {}))
 
 
@@ -159,81 +160,4 @@ def _site(model: nn.Module, name: str, events: list[_Event], via: str) -> Site:
 
 def _kept(call: Call) -> Call:
     """A copy that outlives the run: the model may reuse the memory."""
-    return Call._make(value.detach().clone() if isinstance(value, Tensor) else value for value in call)
-
-
-def signature(call: Call) -> Signature:
-    """What must be equal for two calls to cost the same: shapes, dtype, device and the kind of mask."""
-    return tuple(
-        (tuple(value.shape), value.dtype, value.device.type) if isinstance(value, Tensor) else value for value in call
-    )
-
-
-def arguments(call: Call) -> dict[str, Any]:
-    """The keyword arguments of `foci.attention` that make this call."""
-    parts: list[Mask] = []
-    if call.dense is not None:
-        parts.append(Dense(call.dense))
-    if call.q_offsets is not None:
-        parts.append(Packed(call.q_offsets, call.kv_offsets))
-    if call.kv_lengths is not None:
-        parts.append(Lengths(call.kv_lengths, call.q_lengths))
-    if call.causal_end:
-        parts.append(Causal())
-    if call.causal_start:
-        parts.append(Causal("top-left"))
-    if call.left is not None or call.right is not None:
-        parts.append(Window(call.left, call.right))
-    mask: Mask | None = None
-    for part in parts:
-        mask = part if mask is None else mask & part
-    rest = {"bias": call.bias, "softcap": call.softcap, "sink": call.sink, "scale": call.scale, "dropout": call.dropout}
-    return {"q": call.q, "k": call.k, "v": call.v, "mask": mask, **rest}
-
-
-def letters(call: Call) -> dict[str, int]:
-    """The sizes of a call by letter."""
-    return dict(zip("BTSHGKV", call.sizes, strict=True))
-
-
-def dims(sizes: Mapping[str, int]) -> str:
-    """`B20 T256 H4 K24`: a size that equals its partner (S = T, G = H, V = K) goes without saying."""
-    partner = {"S": "T", "G": "H", "V": "K"}
-    return " ".join(f"{x}{n}" for x, n in sizes.items() if x not in partner or n != sizes[partner[x]])
-
-
-def mask_text(call: Call) -> str:
-    """The mask of a call in words: `no mask`, `Causal`, `Dense 2x1x1x7 & Window`."""
-    words = []
-    for feature in call.features():
-        tensor = {"Dense": call.dense, "bias": call.bias}.get(feature)
-        words.append(feature if tensor is None else f"{feature} {'x'.join(map(str, tensor.shape))}")
-    return " & ".join(words) or "no mask"
-
-
-def in_double(call: Call) -> Call:
-    """The same call in float64: what the truth is computed from."""
-    return Call._make(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in call)
-
-
-def one_head(call: Call) -> Call:
-    """The part of a call that belongs to the first row of the batch and the first key head."""
-    many = call.q.shape[2] // call.k.shape[2]
-
-    def cut(plane: Tensor | None) -> Tensor | None:
-        """Of [B|1, H|1, T|1, S|1], the leading letters perhaps absent."""
-        if plane is None or plane.dim() < 3:
-            return plane
-        return plane[:1, :many] if plane.dim() == 4 else plane[:many]
-
-    packed = call.q_offsets is not None
-    return call._replace(
-        q=call.q[:1, :, :many],
-        k=call.k[:1, :, :1],
-        v=call.v[:1, :, :1],
-        bias=cut(call.bias),
-        dense=cut(call.dense),
-        sink=None if call.sink is None else call.sink[:many],
-        kv_lengths=call.kv_lengths if packed or call.kv_lengths is None else call.kv_lengths[:1],
-        q_lengths=call.q_lengths if packed or call.q_lengths is None else call.q_lengths[:1],
-    )
+    return type(call)._make(value.detach().clone() if isinstance(value, Tensor) else value for value in call)
