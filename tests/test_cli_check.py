@@ -65,10 +65,15 @@ def test_json_alone_on_the_output(here, capsys) -> None:
     assert code == 0 and json.loads(out)["ok"] is True
 
 
+def test_a_layer_is_checked_as_a_class_or_an_object(here, capsys) -> None:
+    code, out, _ = run(capsys, "check foci.nn:DeltaNet --like layer --dtype float32")
+    assert code == 0 and "layer · foci.nn:DeltaNet" in out and "every law holds" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("check theirs:good", "--like must be one of softmax, processor, transformers"),
+        ("check theirs:good", "layer, processor, transformers"),
         ("check theirs:good --like flash", "got 'flash'"),
         ("check nowhere.at_all:f --like softmax", "cannot import nowhere.at_all: ModuleNotFoundError"),
         ("check broken:f --like softmax", "No module named 'nothing_of_this_name'"),
@@ -76,6 +81,7 @@ def test_json_alone_on_the_output(here, capsys) -> None:
         ("check theirs:missing --like softmax", "theirs has no missing"),
         ("check theirs --like softmax", "expected package.module:name, got 'theirs'"),
         ("check theirs:number --like softmax", "theirs:number is a int; expected a callable"),
+        ("check theirs:number --like layer", "layer is a int; expected an nn.Module"),
         ("check theirs:good --like softmax --layout tbd", "layout must be 'bthd' or 'bhtd', got 'tbd'"),
         ("check theirs:good --like softmax --backend aten", "--backend chooses among foci's own"),
         ("check softmax --backend fast", "unknown backend 'fast'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,17 +17,29 @@ from foci.check.render import table
 from foci.check.run import Report, examine
 from foci.core.spec import Candidate, Spec
 from foci.ops import SPECS
+from foci.ops.decay.api import linear_attention
+from foci.ops.delta.api import delta_rule
+from foci.ops.scan.api import scan
+from foci.ops.selective_scan.api import selective_scan
 from foci.ops.softmax.api import attention_with_lse
 
-FUNCTIONS = {"softmax": attention_with_lse}
-LIKE = (*FUNCTIONS, "processor", "transformers")
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "softmax": attention_with_lse,
+    "linear": linear_attention,
+    "delta": delta_rule,
+    "scan": scan,
+    "selective_scan": selective_scan,
+}
+LAYOUTS = ("softmax", "linear", "delta")  # the operators of [B, T, H, D], which others lay out otherwise
+LIKE = (*FUNCTIONS, "layer", "processor", "transformers")
+WHAT = f"{', '.join(FUNCTIONS)}, or your own: package.module:name."
 
 
 def check(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help="softmax, or your own: package.module:name.")],
-    like: Annotated[str, typer.Option(help="What yours is: softmax, processor or transformers.")] = "",
-    layout: Annotated[str, typer.Option(help="Of q, k, v in yours: bthd or bhtd.")] = "bthd",
-    backend: Annotated[str | None, typer.Option(help="One backend of ours; all of them, unless given.")] = None,
+    what: Annotated[str, typer.Argument(metavar="WHAT", help=WHAT)],
+    like: Annotated[str, typer.Option(help=f"What yours is: {', '.join(LIKE)}.")] = "",
+    layout: Annotated[str, typer.Option(help="Of q, k, v in yours: bthd (default) or bhtd.")] = "",
+    backend: Annotated[str | None, typer.Option(help="One backend of ours; each that is for use, by default.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Joined with commas; by default float32 and bfloat16.")] = "",
     limit: Annotated[float, typer.Option(help="Seconds of silence after which a case is taken to hang.")] = 120.0,
@@ -40,8 +53,9 @@ def check(
         raise ValueError(f"--json {as_json}: there is no folder {Path(as_json).absolute().parent}")
     if what in FUNCTIONS:
         spec, candidates = SPECS[what], _ours(what, backend)
-        if like:
-            raise ValueError(f"--like is for an attention of yours; {what!r} is foci's own")
+        for option, given in (("--like", like), ("--layout", layout)):
+            if given:
+                raise ValueError(f"{option} is for an attention of yours; {what!r} is foci's own")
     else:
         spec, candidate = _theirs(what, like, layout)
         candidates = [candidate]
@@ -70,9 +84,12 @@ def _require_device(name: str) -> None:
 
 
 def _ours(name: str, backend: str | None) -> list[Candidate]:
+    """Backends as candidates. A recurrence's reference is a loop that nobody compiles, and is asked by name only."""
     spec = SPECS[name]
     assert spec.adapt is not None
-    chosen = [spec.backend(backend)] if backend else [b for b in spec.backends if not b.missing()]
+    hidden = {"reference"} if spec.recurrent else set()
+    usual = [b for b in spec.backends if not b.missing() and b.name not in hidden]
+    chosen = [spec.backend(backend)] if backend else usual
     return [spec.adapt(partial(FUNCTIONS[name], backend=b.name), name=f"foci {b.name}") for b in chosen]
 
 
@@ -81,20 +98,30 @@ def _theirs(target: str, like: str, layout: str) -> tuple[Spec, Candidate]:
     if like not in LIKE:
         named = f"got {like!r}" if like else f"and {target!r} is no operator of foci's ({', '.join(FUNCTIONS)})"
         raise ValueError(f"--like must be one of {', '.join(LIKE)}; {named}")
+    if layout and like not in LAYOUTS:
+        raise ValueError(f"--layout is for {', '.join(LAYOUTS)}; it does not apply to --like {like}")
     thing = _load(target)
-    options: dict[str, str] = {}
+    if like != "processor" and not callable(thing):
+        raise ValueError(f"{target} is a {type(thing).__name__}; expected a callable")
+    spec = _spec(like, thing)
+    assert spec.adapt is not None
+    return spec, spec.adapt(thing, name=target, **({"layout": layout} if layout else {}))
+
+
+def _spec(like: str, thing: Any) -> Spec:
     if like == "processor":
         from foci.integrations.processor_spec import spec_for
 
-        spec = spec_for(thing)
-    elif like == "transformers":
-        from foci.integrations.transformers_spec import SPEC as spec
-    else:
-        spec, options = SPECS[like], {"layout": layout}
-    if like != "processor" and not callable(thing):
-        raise ValueError(f"{target} is a {type(thing).__name__}; expected a callable")
-    assert spec.adapt is not None
-    return spec, spec.adapt(thing, name=target, **options)
+        return spec_for(thing)
+    if like == "transformers":
+        from foci.integrations.transformers_spec import SPEC
+
+        return SPEC
+    if like == "layer":
+        from foci.nn.spec import spec_for as layer_spec
+
+        return layer_spec(thing)
+    return SPECS[like]
 
 
 def _load(target: str) -> Any:

@@ -1,0 +1,210 @@
+"""foci.nn.spec: every planted fault of a layer is caught and named, right ones pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foci.check.run import Report, examine
+from foci.nn.spec import spec_for
+from foci.ops.decay.api import linear_attention
+
+NUMBERS = ("forward", "gradients", "causality", "batch slot", "packed = separate")
+D, H, W = 24, 3, 4
+
+
+def report(layer: Any, *laws: str) -> Report:
+    spec = spec_for(layer)
+    return examine(spec, spec.adapt(layer), dtypes=(torch.float32,), only=laws or NUMBERS, isolated=False)
+
+
+def faults(layer: Any, *laws: str) -> str:
+    return "\n".join(failure.sentence for failure in report(layer, *laws).failures)
+
+
+class Right(nn.Module):
+    """A layer written without foci.nn, with the places where people go wrong as methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden_size = D
+        self.qkv = nn.Linear(D, 3 * D, bias=False)
+        self.taps = nn.Parameter(torch.randn(3 * D, 1, W))
+        self.decay = nn.Linear(D, H)
+        self.out = nn.Linear(D, D, bias=False)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None, cache: Any = None) -> Tensor:
+        held = {} if cache is None else cache.layer(0)
+        lengths = None
+        if mask is not None:
+            order, lengths = mask.int().argsort(dim=1, descending=True, stable=True), mask.sum(1)
+            hidden = hidden.gather(1, order[..., None].expand_as(hidden))
+            mask = torch.arange(hidden.shape[1]) < lengths[:, None]
+        mixed = F.silu(self.convolve(self.qkv(hidden), held, lengths))
+        q, k, v = (x.unflatten(-1, (H, -1)) for x in mixed.chunk(3, -1))
+        k, log_decay = self.hide(k, F.logsigmoid(self.gate(hidden)), mask)
+        out, state = linear_attention(q, k, v, log_decay=log_decay, state=self.before(held), return_state=True)
+        held["state"] = state
+        out = self.merge(out)
+        return out if mask is None else out.gather(1, order.argsort(1)[..., None].expand_as(out))
+
+    def convolve(self, x: Tensor, held: dict, lengths: Tensor | None) -> Tensor:
+        joined = torch.cat([held.get("tail", x.new_zeros(x.shape[0], W - 1, 3 * D)), x], 1)
+        last = torch.full((x.shape[0],), x.shape[1]) if lengths is None else self.last(x, lengths)
+        place = last[:, None] + torch.arange(W - 1)
+        held["tail"] = joined.gather(1, place[..., None].expand(-1, -1, 3 * D))
+        return F.conv1d(joined.transpose(1, 2), self.taps, groups=3 * D).transpose(1, 2)
+
+    def last(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return lengths
+
+    def gate(self, hidden: Tensor) -> Tensor:
+        return self.decay(hidden)
+
+    def hide(self, k: Tensor, log_decay: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        if mask is None:
+            return k, log_decay
+        return k * mask[..., None, None], log_decay * mask[..., None]
+
+    def before(self, held: dict) -> Tensor | None:
+        return held.get("state")
+
+    def merge(self, out: Tensor) -> Tensor:
+        return self.out(out.flatten(2))
+
+
+class Unmerged(Right):
+    def merge(self, out):
+        return self.out(out)
+
+
+class MergedOverTokens(Right):
+    def merge(self, out):
+        return self.out(out.transpose(1, 2).reshape(out.shape[0], out.shape[1], D))
+
+
+class Ahead(Right):
+    def convolve(self, x, held, lengths):
+        return F.conv1d(x.transpose(1, 2), self.taps[:, :, 1:], groups=3 * D, padding=1).transpose(1, 2)
+
+
+class MaskIgnored(Right):
+    def forward(self, hidden, mask=None, cache=None):
+        return super().forward(hidden, None, cache)
+
+
+class OnlyStateMasked(Right):
+    """Left padding still runs through the convolution."""
+
+    def forward(self, hidden, mask=None, cache=None):
+        held = {} if cache is None else cache.layer(0)
+        q, k, v = (x.unflatten(-1, (H, -1)) for x in F.silu(self.convolve(self.qkv(hidden), held, None)).chunk(3, -1))
+        k, log_decay = self.hide(k, F.logsigmoid(self.gate(hidden)), mask)
+        out, held["state"] = linear_attention(q, k, v, log_decay=log_decay, state=held.get("state"), return_state=True)
+        return self.merge(out)
+
+
+class PaddingDecays(Right):
+    def hide(self, k, log_decay, mask):
+        return super().hide(k, log_decay, mask)[0], log_decay
+
+
+class TailOfPadding(Right):
+    def last(self, x, lengths):
+        return torch.full_like(lengths, x.shape[1])
+
+
+class TailDropped(Right):
+    def convolve(self, x, held, lengths):
+        return super().convolve(x, {}, lengths)
+
+
+class StateDropped(Right):
+    def before(self, held):
+        return None
+
+
+class CacheIgnored(Right):
+    def forward(self, hidden, mask=None, cache=None):
+        return super().forward(hidden, mask, None)
+
+
+class GateDetached(Right):
+    def gate(self, hidden):
+        return self.decay(hidden).detach()
+
+
+class ReturnsPair(Right):
+    def forward(self, hidden, mask=None, cache=None):
+        return super().forward(hidden, mask, cache), None
+
+
+class Packed(Right):
+    """Documents that only the state is reset for would need code; here offsets are taken and not looked at."""
+
+    def forward(self, hidden, mask=None, offsets=None, cache=None):
+        return super().forward(hidden, mask, cache)
+
+
+def test_a_right_layer_passes() -> None:
+    found = report(Right)
+    assert found.ok, found.failures
+    assert any("does not name offsets" in reason for reason in found.not_tested)
+
+
+def test_an_object_is_taken_as_well_as_its_class() -> None:
+    assert report(Right(), "forward").ok
+
+
+@pytest.mark.parametrize(
+    ("layer", "sentence"),
+    [
+        (Unmerged, "heads are not merged before the output projection"),
+        (MergedOverTokens, "sees later ones"),
+        (Ahead, "sees later ones"),
+        (MaskIgnored, "mask is ignored: padding is taken for text"),
+        (OnlyStateMasked, "what stands in padding reaches real tokens"),
+        (PaddingDecays, "padding reaches what the cache keeps"),
+        (TailOfPadding, "padding reaches what the cache keeps"),
+        (TailDropped, "the cache keeps the state but not the last tokens of a convolution"),
+        (StateDropped, "prefill and then steps are not the whole sequence"),
+        (CacheIgnored, "cache is accepted and ignored"),
+        (ReturnsPair, "it returns a tuple for hidden"),
+        (Packed, "offsets are ignored"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_planted_fault_is_named(layer: type[nn.Module], sentence: str) -> None:
+    told = faults(layer, "forward")
+    assert sentence in told and "is wrong" not in told  # whatever fails is named
+
+
+def test_a_parameter_without_a_gradient_is_named() -> None:
+    told = faults(GateDetached, "gradients")
+    assert "dlayer.decay.weight is None when layer.decay.weight.requires_grad" in told
+    assert "dlayer.decay.bias is None" in told and "taps" not in told
+
+
+@pytest.mark.parametrize("layer", [MergedOverTokens, Ahead])
+def test_the_future_is_told_by_the_law_of_causality(layer: type[nn.Module]) -> None:
+    assert "future tokens leak into hidden" in faults(layer, "causality")
+
+
+def test_a_layer_that_starts_at_zero_hides_nothing() -> None:
+    class Zero(TailDropped):
+        def __init__(self) -> None:
+            super().__init__()
+            nn.init.zeros_(self.out.weight)
+
+    assert "the cache keeps the state but not" in faults(Zero, "forward")
+
+
+def test_what_cannot_be_made_is_told() -> None:
+    with pytest.raises(ValueError, match="no value is known for its argument 'nheads'"):
+        spec_for(lambda hidden_size, nheads: None)
+    with pytest.raises(ValueError, match="layer is a int"):
+        spec_for(3)
