@@ -104,7 +104,7 @@ def borders(gates: Gates, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
     starts = torch.empty_like(written)
     for i in range(n):
         starts[i] = state
-        torch.addcmul(written[i], total[i], starts[i], out=state)
+        torch.addcmul(written[i], total[i], state, out=state)
     return starts.flatten(0, 1)
 
 
@@ -118,5 +118,5 @@ def ends(gates: Gates, read: Tensor, state: Tensor) -> Tensor:
     behind = torch.empty_like(read)
     for i in reversed(range(behind.shape[0])):
         behind[i] = state
-        torch.addcmul(read[i], total[i], behind[i], out=state)
+        torch.addcmul(read[i], total[i], state, out=state)
     return behind.flatten(0, 1)

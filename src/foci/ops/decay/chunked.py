@@ -29,20 +29,22 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         return everywhere.forward(call)
     T = call.v.shape[1]
     out, final = torch.empty_like(call.v, memory_format=torch.contiguous_format), initial(call)
-    decays = Decays(call.log_decay, call.v, call.accumulator, own=call.bonus is None)
+    decays, work = Decays(call.log_decay, call.v, call.accumulator, own=call.bonus is None), _products_in(call)
     for start, stop, state in sequences(arguments.documents(NAME, call.offsets, T), final, T):
         for slab in slabs(start, stop, state.shape[0]):
             gates = decays(slab)
-            q, k, v = _load(call, slab)
-            A = _products(call, gates, q, k)
-            starts = borders(gates, k * gates.fall, v, state)
-            store(torch.baddbmm(torch.bmm(q * gates.rise, starts), A, v), slab, out)
+            q, k, v = (load(x, slab, call.v.shape[2], work) for x in (call.q, call.k, call.v))
+            A = _products(call, gates, q, k).mul_(call.scale)
+            starts = borders(gates, (k * gates.fall).to(work), v, state)
+            rows = (q * (gates.rise * call.scale)).to(work)
+            store(torch.bmm(rows, starts).baddbmm_(A, v), slab, out)
     return out, final
 
 
-def _load(call: Call, slab: Slab) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (load(x, slab, call.v.shape[2], call.accumulator) for x in (call.q, call.k, call.v))
-    return q.mul_(call.scale), k, v
+def _products_in(call: Call) -> torch.dtype:
+    """bfloat16 where the budget bears it, for processors multiply it faster; sums and states stay the accumulator's."""
+    per_token = call.bonus is None and (call.log_decay is None or call.log_decay.shape[3] == 1)
+    return torch.bfloat16 if per_token and call.v.dtype == torch.bfloat16 else call.accumulator
 
 
 def _bonus(call: Call, slab_rows: int) -> Tensor:
@@ -111,7 +113,8 @@ def _slab_backward(
     """The gradients of one slab; d_state goes in as the gradient of the state behind it and out as that before it."""
     H = call.v.shape[2]
     gates = decays(slab)
-    q, k, v = _load(call, slab)
+    q, k, v = (load(x, slab, H, call.accumulator) for x in (call.q, call.k, call.v))
+    q.mul_(call.scale)
     do = load(d_out, slab, H, call.accumulator)
     rows, columns = q * gates.rise, k * gates.fall
     behind = ends(gates, torch.bmm(rows.transpose(1, 2), do), d_state)
