@@ -93,8 +93,7 @@ def check(ours: Function, theirs: Function, problem: Problem, dtype: torch.dtype
         out, final = ours(**mine, initial_state=one(my_states), **options)
         other, other_states = leaves(inputs, states, torch.float32)
         agree(results(out, final, mine, my_states), results(*theirs(one(other_states), **other), other, other_states))
-        assert out.dtype == dtype
-        assert all(x.dtype == dtype for x in several(final))
+        assert all(x.dtype == dtype and x.is_contiguous() for x in (out, *several(final)))
     quiet, nothing = ours(**mine, initial_state=one(my_states), **options | {"output_final_state": False})
     assert nothing is None
     torch.testing.assert_close(quiet, out)

@@ -109,7 +109,12 @@ class Run:
             heads = value_decay.shape[2:]
             out = out.squeeze(-1).unflatten(2, heads)
             final = None if final is None else final.squeeze(-1).unflatten(1, heads).transpose(-1, -2)
-        return self.turn(out), self.layout(final)
+        return self.results(out, final)
+
+    def results(self, out: Tensor, final: Tensor | None) -> Pair:
+        """What ran in the order and layout of our operators, in those that were asked for; contiguous, as theirs."""
+        final = self.layout(final)
+        return self.turn(out).contiguous(), None if final is None else final.contiguous()
 
 
 def _columns(v: Tensor, log_decay: Tensor | None, value_decay: Tensor, state: Tensor | None) -> tuple[Tensor, ...]:

@@ -71,7 +71,9 @@ def fused_recurrent_gsa(
     logits, keys = first.linear(q, k, s.to(q.dtype), value_decay=g)
     slots = logits.softmax(-1, dtype=accumulator(v.dtype)).to(v.dtype)
     out, values = Run(1.0, values, output_final_state, cu_seqlens, reverse).linear(slots, s.to(v.dtype), v, g)
-    return out, None if keys is None or values is None else (keys[:, ::groups], values[:, ::groups])
+    if keys is None or values is None:
+        return out, None
+    return out, (keys[:, ::groups].contiguous(), values[:, ::groups].contiguous())
 
 
 def _filling(s: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:

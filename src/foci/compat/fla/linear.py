@@ -79,7 +79,7 @@ def fused_recurrent_linear_attn(
     column = v.new_ones(*v.shape[:3], 1, dtype=wide)
     out, final = run.linear(q.to(wide), k.to(wide), torch.cat([v.to(wide), column], -1))
     out = (out[..., :-1] / (out[..., -1:] + 1e-10)).to(v.dtype)
-    return out, None if final is None else (final[..., :-1], final[..., -1][:, None])
+    return out, None if final is None else (final[..., :-1].contiguous(), final[..., -1][:, None].contiguous())
 
 
 def _retention(q: Tensor) -> Tensor:
@@ -282,7 +282,7 @@ def parallel_simple_gla(
     T = v.shape[1]
     # What reads a one-hot value of each token is that token's score.
     one_hot = torch.eye(T, dtype=v.dtype, device=v.device)[None, :, None].expand(*v.shape[:3], T)
-    return out, run.linear(q, k, one_hot, g)[0].transpose(1, 2)
+    return out, run.linear(q, k, one_hot, g)[0].transpose(1, 2).contiguous()
 
 
 def chunk_gla(

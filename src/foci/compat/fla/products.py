@@ -44,11 +44,15 @@ def _steps(run: Run, q: Tensor, steps: list[Step]) -> Pair:
 
     k, v, beta, erase = (line([step[i] for step in steps]) for i in range(4))  # type: ignore[misc]
     forwards = replace(
-        run, reverse=False, initial_state=run.layout(run.initial_state), cu_seqlens=None if ends is None else ends * n
+        run,
+        reverse=False,
+        state_v_first=False,
+        initial_state=run.layout(run.initial_state),
+        cu_seqlens=None if ends is None else ends * n,
     )
     log_decay = None if gates[0] is None else line(gates)  # type: ignore[arg-type]
     out, final = forwards.delta(_at(run.turn(q), n, n - 1), k, v, beta, log_decay, erase=erase)
-    return run.turn(out[:, n - 1 :: n]), run.layout(final)
+    return run.results(out[:, n - 1 :: n], final)
 
 
 def _row(x: Tensor, value: float = 0.0) -> Tensor:
@@ -67,7 +71,7 @@ def _with_early_read(run: Run, q: Tensor, read: Tensor, v: Tensor, steps: list[S
     last = _row(torch.zeros_like(read), 1.0)
     remember = Step(last, torch.zeros_like(v), ones(v), _row(-read, 1.0))
     out, final = _steps(wide, _row(q), [remember, *steps])
-    return out, None if final is None else final[:, :, :K]
+    return out, None if final is None else final[:, :, :K].contiguous()
 
 
 def _dplr(
@@ -119,7 +123,7 @@ def chunk_gated_delta_product(
     q, k = unit(use_qk_l2norm_in_kernel, q, k)
     run = Run(scale, initial_state, output_final_state, None if cu_seqlens is None else cu_seqlens * n)
     out, final = run.delta(_at(q, n, n - 1), k, v, beta, None if g is None else _at(g, n, 0))
-    return out[:, n - 1 :: n], final
+    return out[:, n - 1 :: n].contiguous(), final
 
 
 def chunk_iplr_delta_rule(
