@@ -5,8 +5,7 @@ is cut in halves, and again: t in the right half and s in the left of a block me
 is rise[t] * fall[s], two products of decays that reach from the middle to t and from s to the middle. Every factor is
 exp(g) <= 1, whatever g is, -inf included, and the relative precision of each weight is that of a product.
 
-Where channels decay apart, a block in which no decay has vanished needs no halves: rise[t] / rise[s] is as exact. The
-largest such blocks are found by looking; at worst they are single tokens.
+Nothing is chosen by looking at the gates, so what comes later cannot change how what comes before is rounded.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-
-_VANISHED = 1e-12  # its quotient still has room in float32
 
 
 def halves(x: Tensor, m: int, dim: int) -> tuple[Tensor, Tensor]:
@@ -37,34 +34,19 @@ class Gates:
         self.decay = torch.exp(log_decay)
         self.C, self.D = log_decay.shape[1:]
         self._ends: tuple[Tensor, Tensor, Tensor] | None = None
-        self.leaf = 1 if self.D == 1 else self._largest_leaf()
         self.weights = self._weights() if self.D == 1 else None
 
-    def _largest_leaf(self) -> int:
-        total, leaf = self.decay, 1
-        while leaf < self.C:
-            total = total[:, 0::2] * total[:, 1::2]
-            if not bool((total >= _VANISHED).all()):
-                break
-            leaf *= 2
-        return leaf
-
     def levels(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """(m, rise from the middle [M,C/2m,m,D], fall to it) for m = leaf .. C/2; then the ends are known."""
+        """(m, rise from the middle [M,C/2m,m,D], fall to it) for m = 1, 2, .. C/2; then the ends are known."""
         rise = self.decay.clone() if self.own else torch.ones_like(self.decay)
         fall, total, m = torch.ones_like(self.decay), self.decay, 1
         while m < self.C:
-            if m == self.leaf:
-                self._leaf = rise.clone()
             before, after = halves(fall, m, 1)[0], halves(rise, m, 1)[1]
-            if m >= self.leaf:
-                yield m, after, before
+            yield m, after, before
             left, right = total[:, 0::2], total[:, 1::2]
             after *= left[:, :, None]
             before *= right[:, :, None]
             total, m = left * right, 2 * m
-        if m == self.leaf:
-            self._leaf = rise
         self._ends = rise, fall, total[:, 0]
 
     @property
@@ -105,19 +87,9 @@ class Gates:
             rows, columns = self._level(x, y, m, rise, fall)
             block = torch.bmm(rows.flatten(0, 1).flatten(1, 2), columns.flatten(0, 1).transpose(1, 2))
             _lower(A, m).copy_(block.view(M, -1, m, R, m))
-        if self.leaf > 1:
-            rows, columns = self._leaves(x, y)
-            block = torch.bmm(rows.flatten(1, 2), columns.transpose(1, 2)).view(M, -1, self.leaf, R, self.leaf)
-            _blocks(A, self.leaf).copy_(block.transpose(2, 3).tril(0 if self.own else -1).transpose(2, 3))
-        elif self.own:
+        if self.own:
             A.diagonal(dim1=1, dim2=3).copy_((x * y[:, :, None]).sum(-1).transpose(1, 2))
         return A
-
-    def _leaves(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [M*C/leaf, leaf, R, K] and columns [.., leaf, K] whose products are those within leaves."""
-        self._through = self._leaf if self.own else self._leaf * self.decay
-        rows, columns = x * self._leaf[:, :, None], y / self._through
-        return (z.unflatten(1, (-1, self.leaf)).flatten(0, 1) for z in (rows, columns))
 
     def _level(self, x: Tensor, y: Tensor, m: int, rise: Tensor, fall: Tensor) -> tuple[Tensor, Tensor]:
         return halves(x, m, 1)[1] * rise[:, :, :, None], halves(y, m, 1)[0] * fall
@@ -134,13 +106,6 @@ class Gates:
             halves(dx, m, 1)[1].addcmul_(torch.bmm(block, columns.flatten(0, 1)).view_as(rows), rise[:, :, :, None])
             to_columns = torch.bmm(block.transpose(1, 2), rows.flatten(0, 1).flatten(1, 2))
             halves(dy, m, 1)[0].addcmul_(to_columns.view_as(columns), fall)
-        if self.leaf > 1:
-            rows, columns = self._leaves(x, y)
-            block = (
-                _blocks(dA, self.leaf).transpose(2, 3).tril(-1).transpose(2, 3).reshape(-1, self.leaf * R, self.leaf)
-            )
-            dx.addcmul_(torch.bmm(block, columns).view_as(x), self._leaf[:, :, None])
-            dy.addcdiv_(torch.bmm(block.transpose(1, 2), rows.flatten(1, 2)).view_as(y), self._through)
         # Gate r weighs the pairs s < r <= t: what the rows from r on give, less what the columns do. A token's product
         # with itself weighs none; left out, what is summed has the size of the answer.
         rows, columns = (x * dx).sum(2), y * dy
@@ -186,11 +151,6 @@ def _sums_from(x: Tensor) -> Tensor:
 def _sums_before(x: Tensor) -> Tensor:
     """Entry r of [M, C, D]: the sum of x before r."""
     return torch.bmm(_upper(x, 1, x.shape[1]).transpose(1, 2), x)
-
-
-def _blocks(A: Tensor, m: int) -> Tensor:
-    """The diagonal blocks of m tokens, [M, C/m, m, R, m], of A [M, C, R, C]: a view."""
-    return A.unflatten(3, (-1, m)).unflatten(1, (-1, m)).diagonal(dim1=1, dim2=4).movedim(-1, 1)
 
 
 def _upper(like: Tensor, diagonal: int, C: int) -> Tensor:
