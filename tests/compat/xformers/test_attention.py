@@ -134,7 +134,7 @@ def test_groups_of_heads(gradients: bool) -> None:
 def test_gradients_of_expanded_keys_are_spread_over_the_heads() -> None:
     q = torch.randn(1, 4, 1, 2, 8, dtype=torch.float64)
     k = torch.randn(1, 5, 1, 1, 8, dtype=torch.float64).expand(1, 5, 1, 2, 8).requires_grad_()
-    v = torch.randn(1, 5, 1, 2, 8, dtype=torch.float64)
+    v = torch.randn(1, 5, 1, 1, 8, dtype=torch.float64).expand(1, 5, 1, 2, 8)
     out = xops.memory_efficient_attention(q, k, v)
     want, _ = attend(*(x.flatten(2, 3) for x in (q, k, v)))
     same_gradients(out.flatten(2, 3), want, (k,))
@@ -204,6 +204,13 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], error: type[Exceptio
     q, k, v = problem(4, 5)
     with pytest.raises(error, match=message):
         xops.memory_efficient_attention(**{"query": q, "key": k, "value": v, **change})
+
+
+def test_a_packed_mask_compiles_in_one_graph() -> None:
+    bias, T, S, allowed = BIASES["BlockDiagonalCausalWithOffsetPaddedKeysMask"]
+    q, k, v = (x.detach() for x in problem(T, S))
+    compiled = torch.compile(xops.memory_efficient_attention, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v, bias), attend(q, k, v, allowed)[0])
 
 
 def test_shapes_of_parts_and_gradients_are_checked() -> None:

@@ -17,6 +17,7 @@ from tests.compat.dense import band, parameters
 Q, K = [3, 0, 2, 4], [5, 2, 2, 4]  # queries and keys of four sequences
 SHORT = [3, 1, 2, 3]  # fewer keys than queries in the first and the last
 PADDED = [4, 0, 2, 5]
+FEW = [1, 0, 2, 3]
 
 
 def blocks(parts: list[tuple[Tensor, int, int]], T: int, S: int) -> Tensor:
@@ -72,6 +73,10 @@ BIASES: dict[str, tuple[AttentionBias, int, int, Tensor]] = {
     "BlockDiagonalCausalWithOffsetPaddedKeysMask": (
         ab.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(Q, 5, PADDED), 9, 20,
         documents(Q, PADDED, PLACES, right=0),
+    ),
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask-short": (
+        ab.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(Q, 5, FEW), 9, 20,
+        documents(Q, FEW, PLACES, right=0),
     ),
     "BlockDiagonalLocalAttentionPaddedKeysMask": (
         ab.BlockDiagonalLocalAttentionPaddedKeysMask.from_seqlens_local(Q, 5, PADDED, 1, 1), 9, 20,
