@@ -96,7 +96,7 @@ def download(folder: Path) -> str:
 @pytest.fixture(scope="session")
 def fla(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Peer:
     pytest.importorskip("einops", reason="FLA's references need einops: pip install -e '.[test]'")
-    cache = request.config.cache
+    cache = getattr(request.config, "cache", None)  # absent under -p no:cacheprovider
     folder = tmp_path_factory.mktemp("fla") if cache is None else Path(cache.mkdir("fla-core"))
     said = "" if cached(folder) else download(folder)
     wheel = cached(folder)
