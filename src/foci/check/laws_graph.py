@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from foci.check import compare, diagnose, laws, laws_memory, laws_pieces  # noqa: F401  their laws register themselves
 from foci.check.exam import Exam, cast
-from foci.check.laws import Finding, Findings, Law, NotTested, label, law
+from foci.check.laws import Finding, Findings, Law, NotTested, label, law, sized
 from foci.core.spec import Bad, Case, Outputs
 
 HALF = torch.bfloat16
@@ -149,7 +149,7 @@ class _Recorder(TorchDispatchMode):
 @law(12, "compiled = eager")
 def compiled(exam: Exam) -> Findings:
     """fullgraph=True gives the eager numbers, forward and backward; equal calls never compile twice."""
-    case, dtype = _sized(exam)(SIZES[0]), exam.dtype
+    case, dtype = sized(exam)(SIZES[0]), exam.dtype
     _require(exam, case)
     with _compiling(exam, dynamic=False) as (call, graphs):
         found = exam.judge(case, dtype, exam.attempt(exam.fresh(case, dtype), call))
@@ -197,10 +197,10 @@ def _compiled_gradients(exam: Exam, case: Case, call: Callable[..., Outputs]) ->
 @law(12, "graphs over six lengths")
 def graphs_over_lengths(exam: Exam) -> Findings:
     """At most two graphs over six lengths."""
-    sized, dtype = _sized(exam), exam.dtype
+    make, dtype = sized(exam), exam.dtype
     with _compiling(exam, dynamic=None) as (call, graphs):
         for length in SIZES:
-            case = sized(length)
+            case = make(length)
             _require(exam, case)
             try:
                 call(exam.fresh(case, dtype))
@@ -218,13 +218,6 @@ def _require(exam: Exam, case: Case) -> None:
     found = exam.forward(case, exam.dtype)
     if found.outputs is None:
         raise NotTested(f"{case.name} does not run: {found.fault or found.refused}")
-
-
-def _sized(exam: Exam) -> Callable[[int], Case]:
-    sized = exam.spec.probes.sized
-    if sized is None:
-        raise NotTested("the Spec offers no case of a chosen length")
-    return sized
 
 
 @contextmanager

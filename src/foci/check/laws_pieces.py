@@ -33,13 +33,14 @@ def cut(exam: Exam) -> Findings:
             found = _parts(exam, parts, dtype)
             if found is None:
                 continue
-            if any(part.resumes for part in parts):
-                whole = _joined(exam, exam.truth(case, dtype), parts, found)
-                yield from _same(exam, case, dtype, dict(zip(exam.names, whole, strict=True)), RESUMED)
-                yield from _mapped(exam, case, dtype, parts)
-            elif (merge := exam.spec.merge) is not None:
-                merged = fold([merge(*outputs) for outputs in found])
-                yield from _same(exam, case, dtype, dict(zip(exam.names, merged, strict=True)), MERGED)
+            if not any(part.resumes for part in parts):
+                merge = exam.spec.merge
+                merged = () if merge is None else tuple(fold([merge(*outputs) for outputs in found]))
+                yield from _same(exam, case, dtype, dict(zip(exam.names, merged, strict=False)), MERGED)
+            elif (whole := exam.sound(case, dtype)) is not None:
+                joined = _joined(exam, whole, parts, found)
+                yield from _same(exam, case, dtype, dict(zip(exam.names, joined, strict=True)), RESUMED, whole)
+                yield from _same(exam, case, dtype, _mapped(exam, dtype, parts), MAPPED, whole)
 
 
 @law(5, "packed = separate")
@@ -105,26 +106,29 @@ def _joined(exam: Exam, base: Outputs, parts: Sequence[Part], found: Sequence[Ou
     return joined
 
 
-def _mapped(exam: Exam, case: Case, dtype: torch.dtype, parts: Sequence[Part]) -> Findings:
-    """What a part does to a state is an affine map, which two calls measure; combined, they are the whole's."""
+def _mapped(exam: Exam, dtype: torch.dtype, parts: Sequence[Part]) -> dict[str, Tensor]:
+    """The final state by the maps of the parts: each is affine, two calls measure it, and all are combined."""
     ask, merge, name = exam.spec.probes.transition, exam.spec.merge, parts[-1].resumes[0]
     if ask is None or merge is None:
-        return
+        return {}
     maps = []
     for part in parts:
         inputs = _inputs(exam, part, dtype)
         inputs.pop(name, None)
         offset, transition = exam.attempt(inputs).outputs, exam.attempt(ask(inputs)).outputs
         if offset is None or transition is None:
-            return
+            return {}
         place = exam.names.index(name)
         maps.append(merge(transition[place], offset[place]))
     whole = fold(maps)
     start: Tensor = _inputs(exam, parts[0], dtype).get(name, torch.zeros_like(whole.offset))
-    yield from _same(exam, case, dtype, {name: whole.apply(start)}, MAPPED)
+    return {name: whole.apply(start)}
 
 
-def _same(exam: Exam, case: Case, dtype: torch.dtype, outputs: dict[str, Tensor], sentence: str) -> Findings:
+def _same(
+    exam: Exam, case: Case, dtype: torch.dtype, outputs: dict[str, Tensor], sentence: str, whole: Outputs | None = None
+) -> Findings:
+    """Outputs against the truth, or against the candidate's own of the whole, whose faults are told elsewhere."""
     for name, got in outputs.items():
-        error = exam.error(case, dtype, name, got)
+        error = exam.error(case, dtype, name, got, None if whole is None else whole[exam.names.index(name)])
         yield Finding(label(case, dtype), error, None if error.ok else sentence)

@@ -121,11 +121,12 @@ class Bad:
 class Probes:
     """How a case of this operator becomes the question a law asks. What is absent makes its law "not tested".
 
-    `sized(n)`: a plain case of n tokens. `cut`, `documents`, `rows` take a case and its inputs apart: along the keys,
-    so that `Spec.merge` must put the outputs together again (or each part resumes where the one before ended), into the
-    packed sequences, into the batch. `transition`: what to ask so that the state in the answer is the linear part of
-    the map that these inputs are for a state; `Spec.merge` makes it and the answer from a state of 0 one map. `future`:
-    see Future. `poison`: NaN in all that a mask excludes. Each gives nothing (or None) where it does not apply.
+    `sized(n)`: a plain case of n tokens; `simpler`: the same with less, for a candidate that refuses it. `cut`,
+    `documents`, `rows` take a case and its inputs apart: along the keys, so that `Spec.merge` must put the outputs
+    together again (or each part resumes where the one before ended), into the packed sequences, into the batch.
+    `transition`: what to ask so that the state in the answer is the linear part of the map that these inputs are for a
+    state; `Spec.merge` makes it and the answer from a state of 0 one map. `future`: see Future. `poison`: NaN in all
+    that a mask excludes. Each gives nothing (or None) where it does not apply.
     """
 
     sized: Callable[[int], Case] | None = None
@@ -136,6 +137,7 @@ class Probes:
     poison: Callable[[Case, Inputs], dict[str, Any] | None] | None = None
     bad: tuple[Bad, ...] = ()
     transition: Callable[[Inputs], dict[str, Any]] | None = None
+    simpler: tuple[Callable[[int], Case], ...] = ()
 
 
 NO_PROBES = Probes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -105,9 +106,13 @@ class Problem:
         return {}
 
 
-def probes(sized: Callable[[int], Case], bad: tuple[Bad, ...]) -> Probes:
-    """The probes of an operator of q, k and v. Nothing is excluded from a recurrence, so nothing may be poison."""
-    return Probes(sized, cut, documents, rows, future, None, (*BAD, *bad), transition)
+def probes(sized: Callable[..., Case], bad: tuple[Bad, ...]) -> Probes:
+    """The probes of an operator of q, k and v. Nothing is excluded from a recurrence, so nothing may be poison.
+
+    `sized(length, decay=)`: decays per channel are asked first.
+    """
+    channel, *simpler = (partial(sized, decay=decay) for decay in ("channel", "token", ""))
+    return Probes(channel, cut, documents, rows, future, None, (*BAD, *bad), transition, tuple(simpler))
 
 
 def sequences(inputs: Inputs) -> list[str]:

@@ -7,8 +7,8 @@ from foci.ops.delta.cases import Delta
 from foci.ops.recurrent import probes
 
 
-def sized(length: int) -> Case:
-    return Delta(f"T={length}", B=1, T=length, H=2, K=8, decay="channel").case
+def sized(length: int, decay: str = "channel") -> Case:
+    return Delta(f"T={length}", B=1, T=length, H=2, K=8, decay=decay).case
 
 
 BAD = (
