@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ _INTEGERS = frozenset({torch.int32, torch.int64})
 T_ = TypeVar("T_", bound=Tensor)
 
 
-def common_dtype(operator: str, **tensors: T_) -> tuple[T_, ...]:
+def common_dtype(operator: str, tensors: dict[str, T_]) -> tuple[T_, ...]:
     """The tensors in one dtype: autocast's where it is on, as torch's own products do; else they must share one."""
     first = next(iter(tensors.values()))
     if not first.is_meta and torch.is_autocast_enabled(first.device.type):
@@ -42,7 +43,7 @@ def check_heads(operator: str, sizes: dict[str, int]) -> None:
         )
 
 
-def check_rest(operator: str, like: Tensor, **tensors: Tensor | None) -> None:
+def check_rest(operator: str, like: Tensor, tensors: Mapping[str, Tensor | None]) -> None:
     """The optional tensors are floating and on the device of `like`."""
     for name, tensor in tensors.items():
         if tensor is None:
@@ -168,17 +169,19 @@ def bind_step(operator: str, tensors: dict[str, Tensor | None]) -> dict[str, int
         raise ValueError(
             f"{operator}: q, k, v have dtypes {', '.join(short(x.dtype) for x in (q, k, v))}; expected one dtype"
         )
-    check_step(operator, v, state=state, **{name: x for name, x in tensors.items() if name != "state"})
+    check_step(operator, v, tensors)
     return sizes
 
 
-def check_step(operator: str, like: Tensor, *, state: Tensor, **tensors: Tensor | None) -> None:
+def check_step(operator: str, like: Tensor, tensors: Mapping[str, Tensor | None]) -> None:
     """One token's state is in the accumulator of `like`, the others floating and beside it; none wants a gradient."""
-    check_rest(operator, like, state=state, **tensors)
+    check_rest(operator, like, tensors)
+    state = tensors["state"]
+    assert state is not None
     if state.dtype != accumulator(like.dtype):
         wanted = short(accumulator(like.dtype))
         raise ValueError(f"{operator}: state is {short(state.dtype)}; expected {wanted} for {short(like.dtype)} inputs")
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (state, *tensors.values())):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.values()):
         raise ValueError(
             f"{operator}: it has no gradients, because it changes its state in place; use torch.no_grad(), or "
             f"{operator.removesuffix('_step')} with T=1"

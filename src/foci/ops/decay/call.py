@@ -69,7 +69,7 @@ def bind(
     """The Call of these arguments; raises ShapeError, ValueError or TypeError naming the argument and its value."""
     tensors = {"q": q, "k": k, "v": v, "log_decay": None, "bonus": bonus, "state": state, "offsets": offsets}
     sizes = SIGNATURE.bind(tensors)
-    q, k, v = arguments.common_dtype(NAME, q=q, k=k, v=v)
+    q, k, v = arguments.common_dtype(NAME, {"q": q, "k": k, "v": v})
     arguments.check_heads(NAME, sizes)
     for flag, value in (("causal", causal), ("return_state", return_state)):
         if not isinstance(value, bool):
@@ -78,7 +78,7 @@ def bind(
         name = "bonus" if log_decay is None else "log_decay"
         raise ValueError(f"{NAME}: {name} needs causal=True; without an order of tokens there is nothing to decay")
     log_decay = arguments.decay(NAME, log_decay, _DECAYS, v.new_empty(()).expand(*v.shape[:3], sizes["K"]))
-    arguments.check_rest(NAME, v, log_decay=log_decay, bonus=bonus, state=state)
+    arguments.check_rest(NAME, v, {"log_decay": log_decay, "bonus": bonus, "state": state})
     arguments.check_documents(NAME, offsets, state, sizes["B"])
     scale = (sizes["K"] or 1) ** -0.5 if scale is None else arguments.number(NAME, "scale", scale)
     return Call(q, k, v, log_decay, bonus, state, offsets, causal, scale)

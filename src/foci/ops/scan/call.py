@@ -50,9 +50,10 @@ def bind(
     return_state: bool = False,
 ) -> Call:
     """The Call of these arguments; raises ShapeError, ValueError or TypeError naming the argument and its value."""
-    sizes = SIGNATURE.bind({"x": x, "log_decay": log_decay, "state": state, "offsets": offsets})
+    floating = {"x": x, "log_decay": log_decay, "state": state}
+    sizes = SIGNATURE.bind(floating | {"offsets": offsets})
     if not isinstance(return_state, bool):
         raise TypeError(f"{NAME}: return_state must be True or False, got {return_state!r}")
-    arguments.check_rest(NAME, x, x=x, log_decay=log_decay, state=state)
+    arguments.check_rest(NAME, x, floating)
     arguments.check_documents(NAME, offsets, state, sizes["B"])
     return Call(x, log_decay, state, offsets)

@@ -16,8 +16,9 @@ Token = Float[Tensor, "B D"]
 
 def forward(x: Token, log_decay: Token, state: Token) -> Token:
     """h = exp(g) h + x."""
-    _SIGNATURE.bind({"x": x, "log_decay": log_decay, "state": state})
-    arguments.check_step(STEP, x, state=state, x=x, log_decay=log_decay)
+    named = {"x": x, "log_decay": log_decay, "state": state}
+    _SIGNATURE.bind(named)
+    arguments.check_step(STEP, x, named)
     state.mul_(torch.exp(log_decay.to(state.dtype))).add_(x)
     return state.to(x.dtype, copy=True)
 

@@ -65,7 +65,7 @@ def bind(
     sizes = SIGNATURE.bind(floating | {"offsets": offsets})
     if not isinstance(return_state, bool):
         raise TypeError(f"{NAME}: return_state must be True or False, got {return_state!r}")
-    arguments.check_rest(NAME, x, **floating)
+    arguments.check_rest(NAME, x, floating)
     arguments.check_documents(NAME, offsets, state, sizes["B"])
     return Call(x, dt, A, B, C, skip, state, offsets)
 

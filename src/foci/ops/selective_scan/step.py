@@ -18,9 +18,9 @@ State = Float[Tensor, "B D K"]
 
 def forward(x: Token, dt: Token, A: Rates, B: Key, C: Key, state: State, *, skip: Skip | None) -> Token:
     """h = exp(dt A) h + dt x B^T;  y = h C + skip x."""
-    named = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "skip": skip}
-    _SIGNATURE.bind(named | {"state": state})
-    arguments.check_step(STEP, x, state=state, **named)
+    named = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "state": state, "skip": skip}
+    _SIGNATURE.bind(named)
+    arguments.check_step(STEP, x, named)
     dtype, out_dtype = state.dtype, x.dtype
     x, dt, B, C = (each.to(dtype) for each in (x, dt, B, C))
     state.mul_((dt[..., None] * rates(A, dtype)).exp_())
