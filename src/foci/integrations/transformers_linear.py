@@ -68,7 +68,7 @@ FAMILIES = (
     Family("Mamba", SELECTIVE_SCAN, _MAMBA, packs=False),
     Family("RWKV-4", SCAN, {"rwkv_linear_attention": wkv}, packs=False),
     Family("lightning attention", LINEAR, method=("MiniMaxLightningAttention", "forward", lightning)),
-    Family("real-gated LRU", SCAN, method=("RecurrentGemmaRglru", "_rnn_scan", rg_lru)),
+    Family("real-gated LRU", SCAN, method=("RecurrentGemmaRglru", "_rnn_scan", rg_lru), packs=False),
     Family("xLSTM's matrix memory", LINEAR, method=("xLSTMBackend", "forward", mlstm), packs=False),
 )
 # Their models do not hand keywords down to them.
