@@ -243,3 +243,31 @@ def test_one_tensor_in_two_places_compiles() -> None:
     x = draw(2, 3).requires_grad_()
     (compiled,) = torch.autograd.grad(torch.compile(twice, fullgraph=True, backend="aot_eager")(x), x)
     assert torch.equal(compiled, torch.autograd.grad(twice(x), x)[0])
+
+
+def test_a_backend_may_keep_a_tensor_for_its_backward() -> None:
+    module = ModuleType("toy_backend_keeping")
+    module.reasons = lambda call: []
+    module.kept = lambda call: Output("kept", tuple(call.x.shape), call.x.dtype)
+    module.forward = lambda call, keep=False: equation(call) + ((3 * call.x,) if keep else ())
+
+    def backward_from_kept(call: Call, made: Any, grads: Any, needs: list[bool]) -> tuple[Tensor | None, ...]:
+        return backward(call._replace(x=made[2] / 3), made, grads, needs)
+
+    module.backward = backward_from_kept
+    sys.modules[module.__name__] = module
+    keeping = Backend("keeping", module.__name__)
+    spec = Spec(
+        "toy_keeping", "", "", equation, equation, ("y", "total"), ("x", "weight"), (), call=Call, outputs=outputs,
+        backends=(keeping,),
+    )  # fmt: skip
+    run = Runner(spec)
+    x, weight = torch.randn(2, 3, requires_grad=True), torch.randn(3, requires_grad=True)
+    for mode in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        y, total = mode(keeping, Call(x, weight, None, 2.0, None, False))
+        (y.sum() + total.sum()).backward()
+        assert torch.allclose(x.grad, 4.0 * weight.expand(2, 3))
+        assert torch.allclose(weight.grad, 4.0 * x.sum(0))
+        x.grad = weight.grad = None
+    with torch.no_grad():
+        assert len(run(keeping, Call(x, weight, None, 2.0, None, False))) == 2

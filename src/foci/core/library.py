@@ -61,6 +61,7 @@ def _as_written(compute: Callable[..., Any], call: Any, *rest: Any) -> Any:
 def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
     forward_op, backward_op = _define(spec, backend)
     function = _function(spec, backend, forward_op, backward_op)
+    count = len(spec.output_names)
 
     def run(call: Any) -> Outputs:
         if _transformed() or _wants_gradient(call):
@@ -71,15 +72,20 @@ def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
                     "use backend='reference' for forward mode",
                 )
             differentiable: Outputs = function.apply(*_distinct(call))
-            return differentiable
+            return differentiable[:count]
         if torch.compiler.is_compiling() or _intercepted(call):
             opaque: Outputs = forward_op(*call)
-            return opaque
+            return opaque[:count]
         # Plain eager without gradients: the dispatcher has nothing to add, and costs as much as a tiny attention.
         plain: Outputs = _as_written(backend.load().forward, call)
         return plain
 
     return run
+
+
+def _keeps(backend: Backend) -> bool:
+    """Whether the forward leaves one tensor more for the backward (core/spec.py: Backend)."""
+    return not backend.missing() and hasattr(backend.load(), "kept")
 
 
 def _distinct(call: Any) -> Any:
@@ -122,30 +128,35 @@ def _has_tangent(call: Any) -> bool:
 def _define(spec: Spec, backend: Backend) -> tuple[Any, Any]:
     assert spec.call is not None and spec.outputs is not None
     arguments = _schema(spec.call)
-    results = ", ".join("Tensor" for _ in spec.output_names)
+    keeps = _keeps(backend)
+    made = spec.output_names + ("kept",) * keeps
+    results = ", ".join("Tensor" for _ in made)
     gradients = ", ".join(f"Tensor? grad_{name}" for name in spec.output_names)
-    saved = ", ".join(f"Tensor saved_{name}" for name in spec.output_names)
+    saved = ", ".join(f"Tensor saved_{name}" for name in made)
     returned = ", ".join("Tensor?" for _ in spec.differentiable)
     name = f"{spec.name}_{backend.name}"
     count, call_type, declared = len(spec.output_names), spec.call, spec.outputs
+    place = count + len(made)  # of `needs` among the arguments of the backward
     _LIBRARY.define(f"{name}_fwd({arguments}) -> ({results})")
     _LIBRARY.define(f"{name}_bwd({gradients}, {saved}, bool[] needs, {arguments}) -> ({returned})")
 
     def forward(*values: Any) -> Outputs:
-        outputs: Outputs = _as_written(backend.load().forward, call_type(*values))
+        outputs: Outputs = _as_written(backend.load().forward, call_type(*values), *(True,) * keeps)
         return outputs
 
     def forward_fake(*values: Any) -> Outputs:
-        return tuple(output.empty(values[0]) for output in declared(call_type(*values)))
+        call = call_type(*values)
+        outputs = declared(call) + ((backend.load().kept(call),) if keeps else ())
+        return tuple(output.empty(values[0]) for output in outputs)
 
     def backward(*values: Any) -> tuple[Tensor | None, ...]:
-        grads, outputs, needs = values[:count], values[count : 2 * count], values[2 * count]
-        call = call_type(*values[2 * count + 1 :])
+        grads, outputs, needs = values[:count], values[count:place], values[place]
+        call = call_type(*values[place + 1 :])
         found: tuple[Tensor | None, ...] = _as_written(backend.load().backward, call, outputs, grads, needs)
         return found
 
     def backward_fake(*values: Any) -> tuple[Tensor | None, ...]:
-        call, needs = call_type(*values[2 * count + 1 :]), values[2 * count]
+        call, needs = call_type(*values[place + 1 :]), values[place]
         wanted = ((getattr(call, argument), need) for argument, need in zip(spec.differentiable, needs, strict=True))
         return tuple(tensor.new_empty(tensor.shape) if need else None for tensor, need in wanted)
 
@@ -189,7 +200,7 @@ def _function(spec: Spec, backend: Backend, forward_op: Any, backward_op: Any) -
     """The one autograd.Function of a backend. What its backward reads is exactly what setup_context saves."""
     fields = tuple(typing.get_type_hints(spec.call))
     places = tuple(fields.index(name) for name in spec.differentiable)
-    count = len(spec.output_names)
+    count, keeps = len(spec.output_names), _keeps(backend)
     guarded = _guarded(spec, backend, backward_op)
 
     class Forward(torch.autograd.Function):
@@ -205,15 +216,17 @@ def _function(spec: Spec, backend: Backend, forward_op: Any, backward_op: Any) -
             ctx.rest = tuple(None if isinstance(value, Tensor) else value for value in inputs)
             ctx.holes = tuple(isinstance(value, Tensor) for value in inputs)
             ctx.set_materialize_grads(False)
+            if keeps:
+                ctx.mark_non_differentiable(output[count])
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             saved = iter(ctx.saved_tensors)
-            outputs = [next(saved) for _ in range(count)]
+            outputs = [next(saved) for _ in range(count + keeps)]
             call = [next(saved) if hole else value for hole, value in zip(ctx.holes, ctx.rest, strict=True)]
             needs = [ctx.needs_input_grad[place] for place in places]
             run = guarded.apply if torch.is_grad_enabled() or _transformed() else backward_op
-            found = run(*grads, *outputs, needs, *call)
+            found = run(*grads[:count], *outputs, needs, *call)
             gradients: list[Tensor | None] = [None] * len(call)
             for place, gradient in zip(places, found, strict=True):
                 gradients[place] = gradient

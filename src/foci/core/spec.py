@@ -40,7 +40,8 @@ class Backend:
 
     The module has `reasons(call) -> list[str]` (empty: it can run the call) and `forward(call) -> tuple`. With
     `backward(call, outputs, gradients, needs) -> tuple` it brings its own gradient and becomes an opaque op pair;
-    without, it is differentiable torch code and autograd sees through it.
+    without, it is differentiable torch code and autograd sees through it. With `kept(call) -> Output` beside it the op
+    calls `forward(call, True)`, which gives one tensor more, for the backward alone: the last of its `outputs`.
     """
 
     name: str

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from foci.core.spec import Output
 from foci.ops.gates import Gates
 
 CHUNK = 64
@@ -94,6 +95,17 @@ def initial(call: Any) -> Tensor:
     if call.state is None:
         return torch.zeros(N, H, K, V, dtype=call.accumulator, device=call.v.device)
     return call.state.to(call.accumulator, copy=True, memory_format=torch.contiguous_format)
+
+
+def kept(call: Any) -> Output:
+    """The state at the start of every slab, which the backward begins with; none where packing cuts slabs by value."""
+    B, T, _, H, K, V, _ = call.sizes
+    count = sum(1 for _ in slabs(0, T, B * H)) if keeps(call) else 0
+    return Output("kept", (count, B * H, K, V), call.accumulator)
+
+
+def keeps(call: Any) -> bool:
+    return call.offsets is None and getattr(call, "causal", True)
 
 
 def borders(gates: Gates, k: Tensor, v: Tensor, state: Tensor) -> Tensor:

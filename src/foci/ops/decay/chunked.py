@@ -2,7 +2,7 @@
 
 Within a chunk  o = A v + (rise q) S,  A the decayed products of queries and keys, S the state at the chunk's start; the
 state at its end is  total S + (fall k)^T v  (ops/gates.py: rise, fall, total; GLA, arXiv 2312.06635, section 4). The
-backward makes the states at the chunks' borders again, then walks the chunks from last to first.
+backward walks the slabs from last to first, each from the state at its start, which the forward left.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from foci.ops import arguments
 from foci.ops.decay import everywhere
 from foci.ops.decay.call import NAME, Call
 from foci.ops.gates import Gates
-from foci.ops.slabs import Decays, Slab, borders, ends, initial, load, sequences, slabs, store
+from foci.ops.slabs import Decays, Slab, borders, ends, initial, keeps, kept, load, sequences, slabs, store
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -23,22 +23,25 @@ def reasons(call: Call) -> list[str]:
     return []
 
 
-def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """out [B,T,H,V] in v's dtype and the final state [N,H,K,V] in the accumulator's."""
+def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
+    """out [B,T,H,V] in v's dtype and the final state [N,H,K,V], accumulated; `keep`: and what `kept` declares."""
+    states = kept(call).empty(call.v) if keep else None
     if not call.causal:
-        return everywhere.forward(call)
+        return everywhere.forward(call) + ((states,) if states is not None else ())
     T = call.v.shape[1]
     out, final = torch.empty_like(call.v, memory_format=torch.contiguous_format), initial(call)
     decays, work = Decays(call.log_decay, call.v, call.accumulator, own=call.bonus is None), _products_in(call)
     for start, stop, state in sequences(arguments.documents(NAME, call.offsets, T), final, T):
-        for slab in slabs(start, stop, state.shape[0]):
+        for place, slab in enumerate(slabs(start, stop, state.shape[0])):
+            if states is not None and keeps(call):
+                states[place] = state
             gates = decays(slab)
             q, k, v = (load(x, slab, call.v.shape[2], work) for x in (call.q, call.k, call.v))
             A = _products(call, gates, q, k).mul_(call.scale)
             starts = borders(gates, (k * gates.fall).to(work), v, state)
             rows = (q * (gates.rise * call.scale)).to(work)
             store(torch.bmm(rows, starts).baddbmm_(A, v), slab, out)
-    return out, final
+    return (out, final) if states is None else (out, final, states)
 
 
 def _products_in(call: Call) -> torch.dtype:
@@ -72,13 +75,14 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     runs = zip(sequences(packed, initial(call), T), sequences(packed, d_state, T), strict=True)
     for (start, stop, state), (_, _, d) in runs:
         passed = list(slabs(start, stop, state.shape[0]))
-        starts = []
-        for slab in passed:
+        befores = list(outputs[2]) if keeps(call) else []
+        for slab in passed[len(befores) :]:
+            befores.append(state.clone())
             gates = decays(slab)
             k, v = (load(x, slab, H, call.accumulator) for x in (call.k, call.v))
-            starts.append(borders(gates, k * gates.fall, v, state))
+            borders(gates, k * gates.fall, v, state)
         while passed:
-            _slab_backward(call, passed.pop(), decays, starts.pop(), d, d_out, found)
+            _slab_backward(call, passed.pop(), decays, befores.pop(), d, d_out, found)
     return found.gradients(d_state)
 
 
@@ -108,7 +112,7 @@ class _Found:
 
 
 def _slab_backward(
-    call: Call, slab: Slab, decays: Decays, starts: Tensor, d_state: Tensor, d_out: Tensor, found: _Found
+    call: Call, slab: Slab, decays: Decays, state: Tensor, d_state: Tensor, d_out: Tensor, found: _Found
 ) -> None:
     """The gradients of one slab; d_state goes in as the gradient of the state behind it and out as that before it."""
     H = call.v.shape[2]
@@ -117,6 +121,7 @@ def _slab_backward(
     q.mul_(call.scale)
     do = load(d_out, slab, H, call.accumulator)
     rows, columns = q * gates.rise, k * gates.fall
+    starts = borders(gates, columns, v, state.clone())
     behind = ends(gates, torch.bmm(rows.transpose(1, 2), do), d_state)
     A, dA = _products(call, gates, q, k), torch.bmm(do, v.transpose(1, 2))
     store(torch.baddbmm(torch.bmm(columns, behind), A.transpose(1, 2), do), slab, found.v)

@@ -6,7 +6,7 @@ decayed products of erase keys and w below the diagonal, S the state at the chun
     d = X v - X (rise e) S;   o = A d + (rise q) S;   S <- total S + (fall w)^T d       A: products of queries and w
 
 (ops/gates.py: rise, fall, total; DeltaNet, arXiv 2406.06484, section 3.2.) Only d and S go from chunk to chunk. The
-backward makes them again, then walks the chunks from last to first.
+backward walks the slabs from last to first, each made again from the state at its start, which the forward left.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from foci.ops import arguments
 from foci.ops.delta.call import NAME, Call
 from foci.ops.delta.triangle import inverse
 from foci.ops.gates import Gates
-from foci.ops.slabs import Decays, Slab, initial, load, sequences, slabs, store
+from foci.ops.slabs import Decays, Slab, initial, keeps, kept, load, sequences, slabs, store
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -85,18 +85,21 @@ def _through(chunks: _Chunks, state: Tensor) -> _Pass:
     return _Pass(X, keys, fall, errors, starts.flatten(0, 1))
 
 
-def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """out [B,T,H,V] in v's dtype and the final state [N,H,K,V] in the accumulator's."""
+def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
+    """out [B,T,H,V] in v's dtype and the final state [N,H,K,V], accumulated; `keep`: and what `kept` declares."""
+    states = kept(call).empty(call.v) if keep else None
     T = call.v.shape[1]
     out, final = torch.empty_like(call.v, memory_format=torch.contiguous_format), initial(call)
     decays = Decays(call.log_decay, call.v, call.accumulator)
     for start, stop, state in sequences(arguments.documents(NAME, call.offsets, T), final, T):
-        for slab in slabs(start, stop, state.shape[0]):
+        for place, slab in enumerate(slabs(start, stop, state.shape[0])):
+            if states is not None and keeps(call):
+                states[place] = state
             chunks = _chunks(call, decays, slab)
             _, _, _, errors, starts = _through(chunks, state)
             read = torch.bmm(chunks.reads[:, :, 0] * chunks.gates.rise, starts)
             store(read.baddbmm_(chunks.A, errors), slab, out)
-    return out, final
+    return (out, final) if states is None else (out, final, states)
 
 
 def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: list[bool]) -> Gradients:
@@ -109,13 +112,13 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     packed = arguments.documents(NAME, call.offsets, T)
     runs = zip(sequences(packed, initial(call), T), sequences(packed, d_state, T), strict=True)
     for (start, stop, state), (_, _, d) in runs:
-        passed = []
-        for slab in slabs(start, stop, state.shape[0]):
-            passed.append((slab, state.clone()))
+        passed = list(slabs(start, stop, state.shape[0]))
+        befores = list(outputs[2]) if keeps(call) else []
+        for slab in passed[len(befores) :]:
+            befores.append(state.clone())
             _through(_chunks(call, decays, slab), state)
         while passed:
-            slab, before = passed.pop()
-            _slab_backward(call, slab, decays, before, d, d_out, found)
+            _slab_backward(call, passed.pop(), decays, befores.pop().clone(), d, d_out, found)
     return found.gradients(d_state)
 
 
