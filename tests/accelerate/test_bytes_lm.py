@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from foci.accelerate import bytes_lm
+from foci.accelerate.apply import apply
+from foci.accelerate.run import accelerate
+from foci.accelerate.shown import write_code
+from foci.integrations.layers import find_sites
 
 pytest.importorskip("transformers")
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "window": 8, "layer_types": bytes_lm.HYBRID["layer_types"][2:5]}
@@ -127,3 +133,28 @@ def test_cost_is_flat_for_the_hybrid_and_grows_for_the_twin(model):
     assert rows[0]["cache"] == rows[1]["cache"]
     assert rows[3]["cache"] > 8 * rows[2]["cache"]
     assert all(row["milliseconds"] > 0 for row in rows)
+
+
+def test_accelerate_plans_proves_and_restores_layers_of_both_kinds(tmp_path, monkeypatch):
+    monkeypatch.setattr(bytes_lm, "CONTEXTS", (8, 64))
+    model = bytes_lm.untrained(SMALL).eval()
+    layers = find_sites(model)
+    for layer in layers.values():
+        layer.backend = "reference"
+    shown = partial(write_code, model, length=12)
+    done = accelerate(model, {"input_ids": _ids(2, 40), "use_cache": False}, compile="off", show=shown)
+    assert {site.name: (site.operator, site.backend) for site in done.plan.sites} == {
+        "blocks.0.mixer": ("delta", "chunked"),
+        "blocks.1.mixer": ("softmax", "chunked"),
+        "blocks.2.mixer": ("delta", "chunked"),
+    }
+    assert all(layer.backend is None for layer in layers.values())
+    assert "gradient of log_decay" in {row["what"] for row in done.plan.proof}
+    demo = done.plan.demo
+    assert demo["lines_before"] == demo["lines_after"]
+    assert "cost" in demo["after"] and "cost" not in demo["before"]
+    assert re.search(r"hybrid \d+ and \d+ tokens/s behind 8 and 64, cache", demo["sentence"])
+    done.restore()
+    assert all(layer.backend == "reference" for layer in layers.values())
+    with apply(model, done.plan.save(tmp_path / "plan.json")):
+        assert all(layer.backend is None for layer in layers.values())

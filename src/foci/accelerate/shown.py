@@ -60,7 +60,7 @@ def show_continuation(model: Any, length: int = 24) -> Shown:
 
 
 def write_code(model: Any, progress: Callable[[str], None], length: int = 120) -> Shown:
-    """Greedy code behind a prompt; where foci chooses the backends, also what a byte costs behind 256 and 8192 others.
+    """Greedy code behind a prompt; where foci chooses the backends, also what a byte costs behind a short and a long context.
 
     There the softmax-only twin of equal size stands beside the model. Its weights are random: they cost the same.
     """
@@ -73,9 +73,9 @@ def write_code(model: Any, progress: Callable[[str], None], length: int = 120) -
     seconds = time.perf_counter() - start
     facts: dict[str, Any] = {"tokens": len(text.encode()) - len(PROMPT), "seconds": seconds}
     if all(layer.backend is None for layer in find_sites(model).values()):
-        progress("the cost of a byte behind 256 and 8192 others, beside the softmax-only twin")
+        progress("the cost of a byte in a short and a long context, beside the softmax-only twin")
         twin = bytes_lm.untrained(bytes_lm.TWIN).to(model.device, model.dtype).eval()
-        facts["cost"] = bytes_lm.cost({"hybrid": model, "softmax-only twin": twin})
+        facts["cost"] = bytes_lm.cost({"hybrid": model, "softmax-only twin": twin}, bytes_lm.CONTEXTS)
         facts["remark"] = "; ".join(_cost_text(facts["cost"], name) for name in ("hybrid", "softmax-only twin"))
     return Shown("text", lines=tuple(text.splitlines()), values=bytes_lm.as_bytes(text), facts=facts)
 
