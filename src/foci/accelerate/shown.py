@@ -60,7 +60,7 @@ def show_continuation(model: Any, length: int = 24) -> Shown:
 
 
 def write_code(model: Any, progress: Callable[[str], None], length: int = 120) -> Shown:
-    """Greedy code behind a prompt; where foci chooses the backends, also what a byte costs behind a short and a long context.
+    """Greedy code behind a prompt; where foci chooses the backends, also a byte's cost in a short and a long context.
 
     There the softmax-only twin of equal size stands beside the model. Its weights are random: they cost the same.
     """
