@@ -37,6 +37,18 @@ def test_reverse() -> None:
     torch.testing.assert_close(states, expected)
 
 
+def test_half_precision() -> None:
+    """Relative RMS error at most 5e-3 of output and gradients, against float64 on the same rounded inputs."""
+    tokens = {"q": (H, K), "k": (H, K), "v": (H, V), "s": (H, M), "g": (H, M)}
+    half = {name: x.bfloat16().requires_grad_() for name, x in Problem(tokens, ()).make(1, 100).items()}
+    exact = {name: x.detach().double().requires_grad_() for name, x in half.items()}
+    (out, _), (expected, _) = ours.chunk_gsa(**half), ours.chunk_gsa(**exact)  # type: ignore[arg-type]
+    assert out.dtype == torch.bfloat16
+    mine = [out, *torch.autograd.grad(out.sum(), list(half.values()))]
+    for x, y in zip(mine, [expected, *torch.autograd.grad(expected.sum(), list(exact.values()))], strict=True):
+        assert (x.double() - y).square().mean().sqrt() <= 5e-3 * y.square().mean().sqrt()
+
+
 def test_arguments_that_do_not_fit() -> None:
     x = torch.ones(1, 2, 3, 4)
     with pytest.raises(ValueError, match="checkpoint_level must be 0, 1 or 2, got 3"):

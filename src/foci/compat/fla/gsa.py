@@ -67,9 +67,10 @@ def fused_recurrent_gsa(
     if groups > 1:
         k, v, s, g = (x.repeat_interleave(groups, dim=2) for x in (k, v, s, g))
         keys, values = (None if x is None else x.repeat_interleave(groups, dim=1) for x in (keys, values))
+    wide = accumulator(v.dtype)  # half precision would round the logits before their softmax
     first = Run(scale, keys, output_final_state, cu_seqlens, reverse)
-    logits, keys = first.linear(q, k, s.to(q.dtype), value_decay=g)
-    slots = logits.softmax(-1, dtype=accumulator(v.dtype)).to(v.dtype)
+    logits, keys = first.linear(q.to(wide), k.to(wide), s.to(wide), value_decay=g)
+    slots = logits.softmax(-1).to(v.dtype)
     out, values = Run(1.0, values, output_final_state, cu_seqlens, reverse).linear(slots, s.to(v.dtype), v, g)
     if keys is None or values is None:
         return out, None
