@@ -105,7 +105,7 @@ def future(case: Case, inputs: Inputs) -> Future | None:
         return None
     B, T, S = inputs["q"].shape[0], inputs["q"].shape[1], inputs["k"].shape[1]
     t = T // 2
-    seen = inputs["mask"].materialize(T, S).expand(B, -1, T, S)[:, :, :t].any(dim=(1, 2))
+    seen = inputs["mask"].materialize(T, S).expand(B, -1, T, S)[:, :, :t].any(dim=(1, 2)).to(inputs["q"].device)
     generator = torch.Generator().manual_seed(1)
     changed = dict(inputs)
     late = torch.arange(T, device=seen.device) >= t
