@@ -163,7 +163,7 @@ class Recurrent(nn.Module):
             raise ValueError(f"{name}: num_heads is {num_heads}, num_key_heads {G}; expected a multiple of the second")
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(
-                f"{name}: hidden_size {hidden_size} is no multiple of num_heads {num_heads}; give head_dim"
+                f"{name}: hidden_size is {hidden_size}, no multiple of num_heads={num_heads}; expected one"
             )
         self.hidden_size, self.num_heads, self.num_key_heads = hidden_size, num_heads, G
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim

@@ -1,0 +1,167 @@
+"""foci.nn.parts: each part against its equation, in all its forms."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from foci.nn.parts import FEATURE_MAPS, GatedRMSNorm, RMSNorm, ShortConvolution, history, l2norm, rotary
+
+DOUBLE = torch.float64
+
+
+def test_l2norm_makes_keys_of_length_one_and_leaves_zero_alone() -> None:
+    x = torch.randn(3, 5, dtype=DOUBLE)
+    torch.testing.assert_close(l2norm(x), F.normalize(x, dim=-1), rtol=1e-5, atol=1e-6)
+    assert not l2norm(torch.zeros(2, 4)).any()
+    assert l2norm(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_rms_norm_is_torchs_own() -> None:
+    norm = RMSNorm(6).double()
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(4, 6, dtype=DOUBLE)
+    torch.testing.assert_close(norm(x), F.rms_norm(x, (6,), norm.weight, norm.eps))
+
+
+def test_rms_norm_of_parts() -> None:
+    norm = RMSNorm(6, groups=2).double()
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(4, 6, dtype=DOUBLE)
+    parts = [F.rms_norm(x[:, s], (3,), norm.weight[s], norm.eps) for s in (slice(0, 3), slice(3, 6))]
+    torch.testing.assert_close(norm(x), torch.cat(parts, 1))
+
+
+def test_rms_norm_computes_half_precision_in_float32() -> None:
+    x = (torch.randn(4, 6) * 300).half()  # squares beyond float16's range
+    assert torch.isfinite(RMSNorm(6).half()(x)).all()
+
+
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_gated_rms_norm(activation: str, gate_first: bool) -> None:
+    norm = GatedRMSNorm(6, activation=activation, gate_first=gate_first).double()
+    x, gate = torch.randn(2, 4, 6, dtype=DOUBLE)
+    opened = getattr(F, activation)(gate)
+    right = F.rms_norm(x * opened, (6,), eps=1e-6) if gate_first else F.rms_norm(x, (6,), eps=1e-6) * opened
+    torch.testing.assert_close(norm(x, gate), right)
+
+
+def test_an_unknown_activation_is_named() -> None:
+    with pytest.raises(ValueError, match="GatedRMSNorm: activation is 'gelu'; expected one of 'silu', 'sigmoid'"):
+        GatedRMSNorm(6, activation="gelu")
+    with pytest.raises(ValueError, match="ShortConvolution: size is 0"):
+        ShortConvolution(6, 0)
+
+
+@pytest.fixture
+def convolution() -> ShortConvolution:
+    made = ShortConvolution(6, 4, bias=True).double()
+    torch.nn.init.normal_(made.bias)
+    return made
+
+
+def literally(convolution: ShortConvolution, x: torch.Tensor) -> torch.Tensor:
+    """torch's own convolution, padded on the left. x [B,T,C]."""
+    padded = F.pad(x.transpose(1, 2), (convolution.size - 1, 0))
+    return F.silu(F.conv1d(padded, convolution.weight, convolution.bias, groups=x.shape[2])).transpose(1, 2)
+
+
+def test_the_convolution_is_torchs_padded_on_the_left(convolution: ShortConvolution) -> None:
+    x = torch.randn(2, 9, 6, dtype=DOUBLE)
+    torch.testing.assert_close(convolution(x)[0], literally(convolution, x))
+    assert set(convolution.state_dict()) == {"weight", "bias"} and convolution.weight.shape == (6, 1, 4)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, 5, 9])
+def test_its_tail_goes_on_where_it_stopped(convolution: ShortConvolution, cut: int) -> None:
+    x = torch.randn(2, 9, 6, dtype=DOUBLE)
+    first, tail = convolution(x[:, :cut])
+    second, tail = convolution(x[:, cut:], tail=tail)
+    torch.testing.assert_close(torch.cat([first, second], 1), literally(convolution, x))
+    assert torch.equal(tail, x[:, -3:])
+
+
+def test_its_tail_does_not_hold_the_whole_sequence_alive(convolution: ShortConvolution) -> None:
+    tail = convolution(torch.randn(1, 900, 6, dtype=DOUBLE))[1]
+    assert tail.untyped_storage().nbytes() == tail.numel() * tail.element_size()
+
+
+def test_its_steps_change_the_tail_in_place(convolution: ShortConvolution) -> None:
+    x = torch.randn(2, 9, 6, dtype=DOUBLE)
+    with torch.no_grad():
+        _, tail = convolution(x[:, :4])
+        place = tail.data_ptr()
+        steps = [convolution.step(x[:, t], tail) for t in range(4, 9)]
+    torch.testing.assert_close(torch.stack(steps, 1), literally(convolution, x)[:, 4:])
+    assert tail.data_ptr() == place and torch.equal(tail, x[:, -3:])
+
+
+def test_packed_documents_do_not_touch(convolution: ShortConvolution) -> None:
+    ends, x = [0, 2, 2, 3, 9], torch.randn(1, 9, 6, dtype=DOUBLE)
+    tails = torch.randn(4, 3, 6, dtype=DOUBLE)
+    y, after = convolution(x, offsets=torch.tensor(ends), tail=tails)
+    for n, (start, stop) in enumerate(pairwise(ends)):
+        alone, tail = convolution(x[:, start:stop], tail=tails[n : n + 1])
+        torch.testing.assert_close(y[:, start:stop], alone)
+        assert torch.equal(after[n : n + 1], tail)
+
+
+def test_the_tail_of_a_padded_row_is_its_last_real_tokens() -> None:
+    x = torch.randn(3, 5, 2)
+    tail = history(x, 2, lengths=torch.tensor([5, 1, 0])).tail
+    zero = torch.zeros(2)
+    assert torch.equal(tail, torch.stack([x[0, 3:], torch.stack([zero, x[1, 0]]), torch.stack([zero, zero])]))
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    made = ShortConvolution(64, 4)
+    x = torch.randn(1, 200, 64).bfloat16()
+    right = literally(made.bfloat16().double(), x.double())
+    error = made.bfloat16()(x)[0].double() - right
+    rounding = right.bfloat16().double() - right
+    assert error.norm() <= 1.01 * rounding.norm()
+
+
+def test_rotary_turns_pairs_of_halves() -> None:
+    x, positions = torch.randn(1, 5, 2, 6, dtype=DOUBLE), torch.tensor([0, 1, 2, 7, -3])
+    turned = rotary(x, positions, base=100.0)
+    for t, position in enumerate(positions.tolist()):
+        for i in range(3):
+            whole = torch.polar(
+                torch.ones((), dtype=DOUBLE), torch.tensor(position * 100.0 ** (-2 * i / 6), dtype=DOUBLE)
+            )
+            right = torch.complex(x[0, t, :, i], x[0, t, :, i + 3]) * whole
+            torch.testing.assert_close(torch.complex(turned[0, t, :, i], turned[0, t, :, i + 3]), right)
+
+
+def test_rotary_products_depend_on_distance_only() -> None:
+    q, k = torch.randn(2, 1, 1, 3, 8, dtype=DOUBLE)
+    products = [(rotary(q, torch.tensor([n + 4])) * rotary(k, torch.tensor([n]))).sum() for n in (0, 11, 1000)]
+    torch.testing.assert_close(torch.stack(products[1:]), torch.stack([products[0]] * 2))
+
+
+def test_rotary_of_rows_and_of_part_of_a_head() -> None:
+    x = torch.randn(2, 4, 3, 8, dtype=DOUBLE)
+    places = torch.tensor([[0, 1, 2, 3], [5, 6, 7, 8]])
+    turned = rotary(x, places, width=4)
+    torch.testing.assert_close(turned[1:], rotary(x[1:], torch.arange(5, 9), width=4))
+    torch.testing.assert_close(turned[..., :4], rotary(x[..., :4], places))
+    assert torch.equal(turned[..., 4:], x[..., 4:])
+    with pytest.raises(ValueError, match="rotary: width is 3; expected an even number up to K=8"):
+        rotary(x, places, width=3)
+
+
+def test_taylor_products_are_exp_to_second_order() -> None:
+    q, k = torch.randn(2, 50, 4, dtype=DOUBLE) * 0.1
+    z = (q * k).sum(-1) / 2
+    torch.testing.assert_close((FEATURE_MAPS["taylor"](q) * FEATURE_MAPS["taylor"](k)).sum(-1), 1 + z + z**2 / 2)
+
+
+@pytest.mark.parametrize("name", sorted(set(FEATURE_MAPS) - {"identity"}))
+def test_normalised_feature_maps_have_products_that_are_not_negative(name: str) -> None:
+    q, k = FEATURE_MAPS[name](torch.randn(2, 50, 4) * 5)
+    assert (q @ k.T).min() >= 0
