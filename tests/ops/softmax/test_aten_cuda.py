@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from foci.core import device
-from foci.ops.masks import Causal, Dense
+from foci.ops.masks import Causal, Dense, Lengths, Packed
 from foci.ops.softmax import aten_cuda
 from foci.ops.softmax.aten_cuda import CUDA_KERNELS
 from foci.ops.softmax.call import bind
@@ -55,6 +57,43 @@ def test_refusals_name_the_feature(kernel) -> None:
     assert bool(masked) is not kernel.takes_mask
     q, k, v = tensors(K=300)
     assert any("wider than" in reason for reason in kernel.reasons(bind(q, k, v)))
+
+
+@KERNELS
+def test_causal_pieces_that_are_not_square_are_left_to_the_kernel_that_aligns_them_top_left(kernel) -> None:
+    lengths = torch.empty(2, dtype=torch.int64, device="meta")
+    square, cached, one = tensors(), tensors(S=80), tensors(T=1)
+    offsets = [torch.empty(3, dtype=torch.int64, device="meta") for _ in range(2)]
+    packed = [x[:1] for x in square]
+    unequal = [
+        bind(*square, mask=Causal() & Lengths(lengths)),
+        bind(*cached, mask=Causal("top-left")),
+        bind(*one, mask=Causal("top-left")),
+        bind(*packed, mask=Causal("top-left") & Packed(*offsets)),
+    ]
+    equal = [
+        bind(*square, mask=Lengths(lengths)),
+        bind(*one, mask=Causal() & Lengths(lengths)),
+        bind(*packed, mask=Causal() & Packed(offsets[0])),
+        bind(*cached),
+    ]
+    assert all(bool(kernel.reasons(call)) is not kernel.takes_mask for call in unequal)
+    assert all(kernel.reasons(call) == [] for call in equal)
+
+
+def test_efficient_is_given_out_in_the_memory_order_that_it_walks(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = next(kernel for kernel in CUDA_KERNELS if kernel.name == "efficient")
+    given = []
+
+    def backward(dout, q, k, v, mask, out, *rest, **scale):
+        given.append(out)
+        return q, k, v, None
+
+    monkeypatch.setattr(aten_cuda, "_aten", SimpleNamespace(_scaled_dot_product_efficient_attention_backward=backward))
+    q, k, v = (x.transpose(1, 2) for x in tensors())
+    for out in (torch.empty_like(q), torch.empty(q.shape, dtype=q.dtype, device="meta")):
+        kernel.backward(out, q, k, v, out, torch.empty(2, 8, 50, device="meta"), None, False, 0.1)
+    assert all(out.transpose(1, 2).is_contiguous() for out in given)
 
 
 def test_the_ledger_is_asked() -> None:

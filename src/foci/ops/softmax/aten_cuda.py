@@ -10,7 +10,7 @@ from foci.core.device import platform
 from foci.core.ledger import Use, vetoes
 from foci.ops.softmax.call import Call
 
-# Written against torch's schemas, with shapes checked on the meta device; no GPU has run them yet (docs/softmax.md).
+# Shapes are checked on the meta device; the numbers need a GPU (docs/softmax.md says which one has seen them).
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -34,7 +34,7 @@ class _CudaKernel:
         if masked and not self.takes_mask:
             found.append("a bias or dense mask is not supported")
         _, T, S, _, G, _, _ = call.sizes
-        if call.causal_start and T != S and not self.takes_mask:
+        if not self.takes_mask and _causal_beyond_squares(call):
             found.append("top-left causal needs as many queries as keys")
         use = Use(
             T, S, G, tensor_mask=masked, causal=call.causal_start or call.causal_end, gradients=_differentiated(call)
@@ -138,6 +138,8 @@ class Efficient(_CudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         seed, offset = _no_dropout(q)
         padded = pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+        # In half precision the kernel makes delta itself, and walks out as [B, T, H, D] whatever its strides say.
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
         wanted = [True, True, True, False]
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
             dout, q, k, v, mask, out, padded, seed, offset, 0.0, wanted, causal, scale=scale
@@ -151,6 +153,14 @@ CUDA_KERNELS = (FlashOnCuda(), Cudnn(), Efficient())
 
 def _differentiated(call: Call) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call)
+
+
+def _causal_beyond_squares(call: Call) -> bool:
+    """Whether a causal piece may have other than as many keys as queries: flash would align it bottom-right."""
+    _, T, S, *_ = call.sizes
+    unequal = T != S or call.kv_lengths is not None or call.q_offsets is not call.kv_offsets
+    # A single query at the end sees every key: that is no causal piece.
+    return unequal and (call.causal_start or (call.causal_end and T > 1))
 
 
 def _in_eights(x: Tensor) -> Tensor:
