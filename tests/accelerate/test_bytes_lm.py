@@ -71,18 +71,18 @@ def test_padding_changes_nothing(model, side):
 def test_generation_with_padding_equals_each_row_alone(model):
     ids, mask = _ids(2, 12), torch.ones(2, 12, dtype=torch.long)
     mask[0, :5] = 0
-    together = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=None)
-    assert model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=None).equal(
+    together = model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False, eos_token_id=None)
+    assert model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False, eos_token_id=None).equal(
         together
     )
     for row, first in ((0, 5), (1, 0)):
         alone = ids[row : row + 1, first:]
         alone = model.generate(
-            alone, attention_mask=torch.ones_like(alone), max_new_tokens=20, do_sample=False, eos_token_id=None
+            alone, attention_mask=torch.ones_like(alone), max_new_tokens=10, do_sample=False, eos_token_id=None
         )
         assert together[row, 12:].tolist() == alone[0, 12 - first :].tolist()
     without = model.generate(
-        ids, attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=None, use_cache=False
+        ids, attention_mask=mask, max_new_tokens=10, do_sample=False, eos_token_id=None, use_cache=False
     )
     assert together.equal(without)
 

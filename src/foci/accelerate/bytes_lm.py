@@ -64,6 +64,49 @@ class BytesCache(Cache):
         self.reorder(beam_idx)
 
 
+class ByteModel:
+    """Bytes in, logits of the next byte out: what BytesForCausalLM is, but for transformers' own base classes."""
+
+    training: bool
+    embed: nn.Module
+    blocks: nn.ModuleList
+    norm: nn.Module
+    head: nn.Module
+
+    def build(self, config: Any) -> None:
+        """Make the layers that the configuration asks for."""
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config, index) for index in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "B T"],
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        return_dict: bool | None = None,
+    ) -> Any:
+        """Logits of the next byte [B,T,256]. attention_mask [B, seen + T]: 0 where a byte is padding, anywhere."""
+        outputs = require("transformers.modeling_outputs", extra="transformers")
+        memory = past_key_values
+        if memory is None and use_cache is not False and not self.training and labels is None:
+            memory = BytesCache()
+        mask = real_tokens(attention_mask, input_ids)
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x, mask, memory)
+        logits = self.head(self.norm(x[:, -logits_to_keep:]))
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        output = outputs.CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=memory)
+        return output.to_tuple() if return_dict is False else output
+
+
 def config_class() -> Any:
     """BytesConfig, a transformers configuration."""
     return _classes()[0]
@@ -78,7 +121,6 @@ def model_class() -> Any:
 def _classes() -> tuple[Any, Any]:
     # transformers is imported when a model is wanted, so its subclasses are made then.
     library = require("transformers", extra="transformers")
-    outputs = require("transformers.modeling_outputs", extra="transformers")
 
     class BytesConfig(library.PreTrainedConfig):
         """Sizes of a byte-level model. layer_types: of each layer `linear_attention` or `full_attention`."""
@@ -100,8 +142,8 @@ def _classes() -> tuple[Any, Any]:
             self.num_hidden_layers = len(self.layer_types)
             super().__post_init__(**options)
 
-    class BytesForCausalLM(library.PreTrainedModel, library.GenerationMixin):
-        """Bytes in, logits of the next byte out; its cache is of constant size for the layers that are recurrent."""
+    class BytesForCausalLM(ByteModel, library.PreTrainedModel, library.GenerationMixin):
+        """Bytes in, logits of the next byte out; recurrent and windowed layers have a cache of constant size."""
 
         config_class = BytesConfig
         base_model_prefix = "model"
@@ -109,10 +151,7 @@ def _classes() -> tuple[Any, Any]:
 
         def __init__(self, config: BytesConfig) -> None:
             super().__init__(config)
-            self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-            self.blocks = nn.ModuleList(Block(config, index) for index in range(config.num_hidden_layers))
-            self.norm = RMSNorm(config.hidden_size)
-            self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.build(config)
             self.post_init()
 
         def _init_weights(self, module: nn.Module) -> None:
@@ -124,31 +163,6 @@ def _classes() -> tuple[Any, Any]:
         @classmethod
         def _supports_default_dynamic_cache(cls) -> bool:
             return False  # forward makes a BytesCache
-
-        def forward(
-            self,
-            input_ids: Int[Tensor, "B T"],
-            attention_mask: Tensor | None = None,
-            past_key_values: Cache | None = None,
-            labels: Tensor | None = None,
-            use_cache: bool | None = None,
-            logits_to_keep: int = 0,
-            return_dict: bool | None = None,
-        ) -> Any:
-            """Logits of the next byte [B,T,256]. attention_mask [B, seen + T]: 0 where a byte is padding, anywhere."""
-            memory = past_key_values
-            if memory is None and use_cache is not False and not self.training and labels is None:
-                memory = BytesCache()
-            mask = real_tokens(attention_mask, input_ids)
-            x = self.embed(input_ids)
-            for block in self.blocks:
-                x = block(x, mask, memory)
-            logits = self.head(self.norm(x[:, -logits_to_keep:]))
-            loss = None
-            if labels is not None:
-                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-            output = outputs.CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=memory)
-            return output.to_tuple() if return_dict is False else output
 
     for cls in (BytesConfig, BytesForCausalLM):
         cls.__qualname__ = cls.__name__
@@ -166,7 +180,7 @@ def real_tokens(attention_mask: Tensor | None, input_ids: Tensor) -> Tensor | No
 def untrained(sizes: dict[str, Any], seed: int = 0) -> Any:
     """A model of these sizes (HYBRID, TWIN) with fresh weights, in float32."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # which fork_rng puts back
         model = model_class()(config_class()(**sizes))
         depth = len(model.blocks)
         for name, parameter in model.named_parameters():
@@ -228,24 +242,6 @@ def bits_per_byte(model: Any, text: Int[Tensor, " T"], length: int = 512, batch:
     return total / (len(pieces) * length * math.log(2))
 
 
-class _Typewriter:
-    """What transformers' generation calls a streamer: bytes come in, whole characters go out."""
-
-    def __init__(self, emit: Callable[[str], None]) -> None:
-        self.emit, self.decoder, self.written = emit, codecs.getincrementaldecoder("utf-8")("replace"), ""
-
-    def put(self, value: Tensor) -> None:
-        self._out(self.decoder.decode(bytes(byte for byte in value.flatten().tolist() if byte != NEWFILE)))
-
-    def end(self) -> None:
-        self._out(self.decoder.decode(b"", final=True))
-
-    def _out(self, text: str) -> None:
-        self.written += text
-        if text:
-            self.emit(text)
-
-
 @torch.no_grad()
 def write(
     model: Any,
@@ -259,19 +255,32 @@ def write(
     """The prompt and what the model writes behind it: at most `tokens` bytes, or until it ends the file.
 
     temperature: 0 takes the likeliest byte every time; above it the byte is drawn, by `seed`. emit is called with each
-    piece as it is written, the prompt first. Raises ValueError for a temperature below 0 or tokens below 1.
+    piece as it is written, whole characters only, the prompt first. Raises ValueError for a temperature below 0 or
+    tokens below 1.
     """
     if temperature < 0:
         raise ValueError(f"bytes-lm: temperature must be at least 0, got {temperature}")
     if tokens < 1:
         raise ValueError(f"bytes-lm: tokens must be at least 1, got {tokens}")
-    typewriter = _Typewriter(emit)
+    emit(prompt)
+    generator, memory = torch.Generator().manual_seed(seed), BytesCache()
+    decoder, written = codecs.getincrementaldecoder("utf-8")("replace"), [prompt]
     ids = torch.cat([torch.tensor([NEWFILE]), as_bytes(prompt)])[None].to(model.device)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, streamer=typewriter, **sampling)
-    return typewriter.written
+    for place in range(tokens):
+        logits = model(ids, past_key_values=memory, logits_to_keep=1).logits[0, -1].double().cpu()
+        if temperature:
+            byte = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+        else:
+            byte = int(logits.argmax())
+        ended = byte == NEWFILE
+        text = decoder.decode(b"" if ended else bytes([byte]), final=ended or place == tokens - 1)
+        if text:
+            written.append(text)
+            emit(text)
+        if ended:
+            break
+        ids = torch.tensor([[byte]], device=model.device)
+    return "".join(written)
 
 
 CONTEXTS = (256, 8192)
