@@ -238,7 +238,7 @@ BAD = (
     Bad("state of the wrong size", "state", lambda i: i | {"state": i["v"].new_zeros(2, 4, 3, 3)}),
     Bad("state of another batch", "state", lambda i: i | {"state": i["v"].new_zeros(3, 4, 16, 16)}),
     Bad("offsets that decrease", "offsets", _offsets(0, 9, 4, 19), strict=True),
-    Bad("offsets that overrun", "offsets", _offsets(0, 999)),
+    Bad("offsets that overrun", "offsets", _offsets(0, 999), strict=True),
     Bad("offsets that leave tokens out", "offsets", _offsets(0, 7), strict=True),
     Bad("offsets that begin late", "offsets", _offsets(3, 19), strict=True),
     Bad("offsets of a batch", "offsets", lambda i: i | {"offsets": torch.tensor([0, 19])}, strict=True),
