@@ -11,11 +11,11 @@ from torch import Tensor, nn
 Make = Callable[[Any, Callable[..., Tensor], int], dict[str, Any]]
 
 
-def inputs_for(model: nn.Module, *, larger: bool = False) -> dict[str, Any]:
+def inputs_for(model: nn.Module, *, larger: bool = False, tokens: int = 48) -> dict[str, Any]:
     """Keyword arguments for the model's forward: a batch of two, with padding where the model knows it; seeded.
 
-    `larger` gives the same call at another resolution or length. Raises ValueError for a model whose arguments are not
-    known.
+    `larger` gives the same call at another resolution or length, `tokens` is the length of a text. Raises ValueError
+    for a model whose arguments are not known.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -29,7 +29,7 @@ def inputs_for(model: nn.Module, *, larger: bool = False) -> dict[str, Any]:
         return make(config, noise, 3 if larger else 2)
     main = getattr(model, "main_input_name", None)
     if main == "input_ids" and not getattr(config, "is_encoder_decoder", False):
-        return _text(config, generator, 72 if larger else 48)
+        return _text(config, generator, tokens * 3 // 2 if larger else tokens)
     if main == "pixel_values" and not larger:
         size = config.image_size
         height, width = size if isinstance(size, list | tuple) else (size, size)

@@ -96,7 +96,7 @@ def _digits() -> Subject:
     return Subject(DEFAULT, note, pipeline.transformer, inputs, half, lambda progress: draw_digits(pipeline, progress))
 
 
-def _random(name: str, library: str, kind: str, config: Mapping[str, Any]) -> Callable[[], Subject]:
+def _random(name: str, library: str, kind: str, config: Mapping[str, Any], tokens: int = 48) -> Callable[[], Subject]:
     def build() -> Subject:
         package = require(library, extra=library)
         with torch.random.fork_rng(devices=[]):
@@ -106,7 +106,8 @@ def _random(name: str, library: str, kind: str, config: Mapping[str, Any]) -> Ca
         show = None
         if kind.endswith("ForCausalLM"):
             show = lambda progress: show_continuation(model)  # noqa: E731
-        return Subject(name, "random weights", model.eval(), inputs_for(model), inputs_for(model, larger=True), show)
+        inputs, other = (inputs_for(model, larger=larger, tokens=tokens) for larger in (False, True))
+        return Subject(name, "random weights", model.eval(), inputs, other, show)
 
     return build
 
@@ -238,6 +239,16 @@ _TEXT = {
     "vocab_size": 128,
 }
 _DECODER = {**_TEXT, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
+# Three linear layers to one of softmax, as in the large ones; without experts, between which rounding may choose.
+_HYBRID = {
+    **_TEXT,
+    "hidden_size": 128,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+    "layer_types": 2 * [*3 * ["linear_attention"], "full_attention"],
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+}
 
 NAMES: dict[str, Callable[[], Subject]] = {
     DEFAULT: _digits,
@@ -290,4 +301,24 @@ NAMES: dict[str, Callable[[], Subject]] = {
         {**_DECODER, "sliding_window": 28, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 16},
     ),
     "bert": _random("bert", "transformers", "BertModel", {**_TEXT, "max_position_embeddings": 256}),
+    "tiny-qwen3-next": _random(
+        "tiny-qwen3-next",
+        "transformers",
+        "Qwen3NextForCausalLM",
+        {
+            **_HYBRID, "head_dim": 32, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+            "linear_key_head_dim": 128, "linear_value_head_dim": 128, "mlp_only_layers": [*range(8)],
+        },
+        tokens=512,
+    ),
+    "tiny-kimi-linear": _random(
+        "tiny-kimi-linear",
+        "transformers",
+        "KimiLinearForCausalLM",
+        {
+            **_HYBRID, "linear_num_heads": 4, "linear_head_dim": 64, "mlp_layer_types": 8 * ["dense"],
+            "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32,
+        },
+        tokens=512,
+    ),
 }  # fmt: skip
