@@ -33,7 +33,7 @@ def answers(function: Callable[..., Any], spec: Spec, inputs: dict[str, Any], ba
 
 def exact(inputs: dict[str, Any]) -> dict[str, Any]:
     """The same numbers in float64."""
-    return {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
+    return {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in inputs.items()}
 
 
 def error(got: Tensor, truth: Tensor) -> float:

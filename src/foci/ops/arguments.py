@@ -152,7 +152,7 @@ def bind_step(operator: str, tensors: dict[str, Tensor | None]) -> dict[str, int
     """The sizes of one step by letter, or what is wrong with its arguments. log_decay has its own check."""
     sizes: dict[str, int] = {}
     for name, tensor in tensors.items():
-        if tensor is None or name == "log_decay":
+        if name == "log_decay" or (tensor is None and name in ("erase", "bonus")):
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{operator}: {name} must be a tensor, got {tensor!r}")

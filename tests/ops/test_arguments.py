@@ -1,0 +1,102 @@
+"""What the recurrences' arguments must be, and the sentence each wrong one gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import foci
+from foci.core.errors import ShapeError
+
+B, T, G, H, K, V = 2, 6, 2, 4, 3, 5
+
+
+def good(function: str = "linear_attention") -> dict[str, Any]:
+    given = {"q": torch.zeros(B, T, G, K), "k": torch.zeros(B, T, G, K), "v": torch.zeros(B, T, H, V)}
+    return given | ({"beta": torch.zeros(B, T, H)} if function == "delta_rule" else {})
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (
+        {"k": torch.zeros(B, T, G, 7)},
+        ShapeError,
+        "k has shape [2, 6, 2, 7] for [B, T, G, K], so K would be 7; q says K=3",
+    ),
+    ({n: torch.zeros(B, T, 3, K) for n in "qk"}, ShapeError, "k has 3 heads but v has 4; v heads must be a multiple"),
+    ({"q": torch.zeros(T, G, K)}, ShapeError, "q has 3 dimensions"),
+    ({"q": torch.zeros(B, T, G, K).half()}, ValueError, "q, k, v have dtypes float16, float32, float32"),
+    ({"q": None}, TypeError, "q must be a tensor, got None"),
+    ({"log_decay": torch.zeros(B, T)}, ShapeError, "log_decay has shape [2, 6]; expected [H] = [4] or [B, T, H]"),
+    ({"log_decay": torch.zeros(B, 1, H)}, ShapeError, "log_decay has shape [2, 1, 4]"),
+    ({"log_decay": 0.5}, TypeError, "log_decay must be a tensor, got 0.5"),
+    ({"log_decay": torch.zeros(H, dtype=torch.int64)}, ValueError, "log_decay must be a floating tensor, got int64"),
+    ({"state": torch.zeros(3, H, K, V)}, ShapeError, "state has 3 rows; expected 2, the rows in the batch"),
+    ({"state": torch.zeros(B, H, V, K)}, ShapeError, "state has shape [2, 4, 5, 3]"),
+    ({"offsets": torch.tensor([0, T])}, ShapeError, "offsets need a batch of 1"),
+    ({"offsets": torch.tensor([0.0, T])}, ValueError, "offsets must be a 1-D int32 or int64 tensor [N + 1]"),
+    ({"scale": float("nan")}, ValueError, "scale must be a finite number, got nan"),
+    ({"scale": "big"}, TypeError, "scale must be a number, got 'big'"),
+    ({"return_state": 1}, TypeError, "return_state must be True or False, got 1"),
+]
+
+
+@pytest.mark.parametrize("function", ["linear_attention", "delta_rule"])
+@pytest.mark.parametrize(("change", "kind", "sentence"), WRONG, ids=[each[2][:40] for each in WRONG])
+def test_wrong(function: str, change: dict[str, Any], kind: type[Exception], sentence: str) -> None:
+    with pytest.raises(kind) as caught:
+        getattr(foci, function)(**good(function) | change)
+    assert str(caught.value).startswith(f"{function}: ")
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+@pytest.mark.parametrize("offsets", [[1, 6], [0, 5], [0, 4, 2, 6], [0, 7]])
+def test_offsets_that_do_not_rise_from_0_to_T(offsets: list[int], backend: str) -> None:
+    given = {name: x[:1] for name, x in good().items()}
+    with pytest.raises(ValueError, match=r"offsets must rise from 0 to T=6, got"):
+        foci.linear_attention(**given, offsets=torch.tensor(offsets), backend=backend)
+
+
+def test_without_an_order_nothing_decays() -> None:
+    for name, value in (("log_decay", torch.zeros(H)), ("bonus", torch.zeros(H, K))):
+        with pytest.raises(ValueError, match=f"{name} needs causal=True"):
+            foci.linear_attention(**good(), causal=False, **{name: value})
+
+
+def test_autocast_gives_its_dtype_and_keeps_the_gates() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, state = foci.linear_attention(**good(), log_decay=torch.full((H,), -0.1), return_state=True)
+    assert out.dtype == torch.bfloat16
+    assert state is not None
+    assert state.dtype == torch.float32
+
+
+STEP = {
+    "q": torch.zeros(B, G, K),
+    "k": torch.zeros(B, G, K),
+    "v": torch.zeros(B, H, V),
+    "state": torch.zeros(B, H, K, V),
+}
+WRONG_STEPS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"state": torch.zeros(B, H, V, K)}, ShapeError, "state has shape [2, 4, 5, 3]; expected [B=2, H=4, K=3, V=5]"),
+    ({"v": torch.zeros(B, 3, V), "state": torch.zeros(B, 3, K, V)}, ShapeError, "k has 2 heads but v has 3"),
+    ({"state": torch.zeros(B, H, K, V).double()}, ValueError, "state is float64; expected float32 for float32 inputs"),
+    ({"k": torch.zeros(B, G, K).half()}, ValueError, "q, k, v have dtypes float32, float16, float32"),
+    ({"q": None}, TypeError, "q must be a tensor, got None"),
+    ({"log_decay": torch.zeros(B, H, 2)}, ShapeError, "log_decay has shape [2, 4, 2]; expected [H] = [4] or [B, H]"),
+    ({"q": torch.zeros(B, G, K, requires_grad=True)}, ValueError, "it has no gradients"),
+]
+
+
+@pytest.mark.parametrize("function", ["linear_attention_step", "delta_rule_step"])
+@pytest.mark.parametrize(("change", "kind", "sentence"), WRONG_STEPS, ids=[each[2][:40] for each in WRONG_STEPS])
+def test_wrong_steps(function: str, change: dict[str, Any], kind: type[Exception], sentence: str) -> None:
+    given = STEP | change
+    if function == "delta_rule_step":
+        given["beta"] = torch.zeros(given["v"].shape[:2])
+    with pytest.raises(kind) as caught:
+        getattr(foci, function)(**given)
+    assert str(caught.value).startswith(f"{function}: ")
+    assert sentence in str(caught.value)

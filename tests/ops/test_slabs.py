@@ -1,0 +1,84 @@
+"""Slabs: every token once, whatever T; there and back; states at borders."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from foci.ops.gates import Gates
+from foci.ops.slabs import Decays, Slab, borders, ends, kept, load, slabs, store
+
+
+@pytest.mark.parametrize("P", [1, 7, 32, 100])
+@pytest.mark.parametrize("T", [0, 1, 63, 64, 65, 1000, 4096])
+def test_every_token_once(T: int, P: int) -> None:
+    at = 5
+    for slab in slabs(5, 5 + T, P):
+        assert slab.start == at
+        assert slab.stop > slab.start
+        assert slab.n * slab.C >= slab.stop - slab.start
+        assert slab.C & (slab.C - 1) == 0
+        assert slab.n == 1 or slab.n * slab.C == slab.stop - slab.start
+        at = slab.stop
+    assert at == 5 + T
+
+
+@pytest.mark.parametrize("slab", [Slab(2, 10, 2, 4), Slab(10, 13, 1, 4)])
+def test_there_and_back(slab: Slab) -> None:
+    x = torch.randn(2, 13, 3, 5)
+    there = load(x, slab, 6, torch.float64)
+    assert there.shape == (slab.n * 2 * 6, slab.C, 5)
+    filled = slab.n * slab.C - (slab.stop - slab.start)
+    assert filled == 0 or there[:, -filled:].abs().sum() == 0
+    back = torch.zeros_like(x)
+    store(there, slab, back)
+    torch.testing.assert_close(back[:, slab.start : slab.stop], 2 * x[:, slab.start : slab.stop])  # two heads read one
+    assert back[:, slab.stop :].abs().sum() == 0
+
+
+def test_head_h_reads_head_h_over_group() -> None:
+    x = torch.arange(2.0).view(1, 1, 2, 1)
+    assert load(x, Slab(0, 1, 1, 1), 6, torch.float32).flatten().tolist() == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("D", [1, 3])
+def test_borders_and_ends_are_the_loop(D: int) -> None:
+    n, P, C, K, V = 3, 2, 4, 3, 5
+    gates = Gates(-torch.rand(n * P, C, D, dtype=torch.float64))
+    k, v = torch.randn(n * P, C, K, dtype=torch.float64), torch.randn(n * P, C, V, dtype=torch.float64)
+    state = torch.randn(P, K, V, dtype=torch.float64)
+    total, written = gates.total.view(n, P, D, 1), (k.mT @ v).view(n, P, K, V)
+    S, starts = state.clone(), []
+    for i in range(n):
+        starts.append(S)
+        S = total[i] * S + written[i]
+    carried = state.clone()
+    torch.testing.assert_close(borders(gates, k, v, carried), torch.cat(starts))
+    torch.testing.assert_close(carried, S)
+    d, behind = state, []
+    for i in reversed(range(n)):
+        behind.insert(0, d)
+        d = total[i] * d + written[i]
+    carried = state.clone()
+    torch.testing.assert_close(ends(gates, k.mT @ v, carried), torch.cat(behind))
+    torch.testing.assert_close(carried, d)
+
+
+def test_constant_gates_are_made_once_and_end_with_their_tokens() -> None:
+    v = torch.zeros(1, 70, 2, 3)
+    decays = Decays(torch.tensor([-1.0, -2.0]).view(1, 1, 2, 1), v, torch.float64)
+    whole, tail = Slab(0, 64, 1, 64), Slab(64, 70, 1, 8)
+    assert decays(whole) is decays(whole._replace(start=0, stop=64))
+    torch.testing.assert_close(decays(tail).total[:, 0], torch.tensor([-6.0, -12.0], dtype=torch.float64).exp())
+
+
+@pytest.mark.parametrize("P", [0, 1, 3, 16, 32, 33])
+def test_kept_has_room_for_every_slab_and_two_more(P: int) -> None:
+    """Two more, since the compiler tells sizes of 0 and 1 from others."""
+    for T in (0, 1, 63, 64, 65, 128, 700, 2048, 2049):
+        call = SimpleNamespace(sizes=(P, T, 1, 1, 4, 5, P), offsets=None, causal=True, accumulator=torch.float32)
+        assert kept(call).shape == (len(list(slabs(0, T, P))) + 2, P, 4, 5)
+        call.offsets = torch.tensor([0, T])
+        assert kept(call).shape[0] == 0
