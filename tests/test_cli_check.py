@@ -23,11 +23,34 @@ def right(q, k, v):
 number = 3
 """
 
+RECURRENT = """
+import torch
+
+def undecayed(q, k, v, g, beta):
+    state, out = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]), []
+    for t in range(v.shape[1]):
+        error = beta[:, t, :, None] * (v[:, t] - (state * k[:, t, ..., None]).sum(-2))
+        state = g[:, t].exp()[..., None, None] * state + k[:, t, ..., None] * error[:, :, None]
+        out.append(k.shape[3] ** -0.5 * (state * q[:, t, ..., None]).sum(-2))
+    return torch.stack(out, 1)
+
+def additive(q, k, v):
+    return k.shape[3] ** -0.5 * ((q @ k.mT).tril() @ v)
+
+def hgrn(x, log_decay):
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = log_decay[:, t].exp() * h + x[:, t]
+        out.append(h)
+    return torch.stack(out, 1)
+"""
+
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """A module in the current directory, and only the quick laws."""
     (tmp_path / "theirs.py").write_text(GOOD)
+    (tmp_path / "loops.py").write_text(RECURRENT)
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
     (tmp_path / "script.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
@@ -51,6 +74,29 @@ def test_ours(here, capsys) -> None:
 def test_every_backend_of_ours(here, capsys) -> None:
     code, out, _ = run(capsys, "check softmax --dtype float32")
     assert code == 0 and [name for name in ("foci aten", "foci chunked", "foci reference") if name not in out] == []
+
+
+@pytest.mark.parametrize("name", ["linear", "delta", "scan", "selective_scan"])
+def test_recurrences_of_ours(here, capsys, name: str) -> None:
+    code, out, _ = run(capsys, f"check {name} --dtype float32")
+    assert code == 0 and f"{name} · foci chunked · cpu · float32" in out
+    assert "foci reference" not in out, "a loop over tokens is asked by name only"
+
+
+def test_the_loop_of_a_recurrence_is_asked_by_name(here, capsys) -> None:
+    code, out, _ = run(capsys, "check scan --backend reference --dtype float32")
+    assert code == 0 and "scan · foci reference" in out
+
+
+@pytest.mark.parametrize("arguments", ["hgrn --like scan", "additive --like linear --layout bhtd"])
+def test_recurrences_of_theirs(here, capsys, arguments: str) -> None:
+    code, out, _ = run(capsys, f"check loops:{arguments} --dtype float32")
+    assert code == 0 and "every law holds" in out
+
+
+def test_a_fault_of_a_recurrence_is_named(here, capsys) -> None:
+    code, out, _ = run(capsys, "check loops:undecayed --like delta --dtype float32")
+    assert code == 1 and "v - S^T k is read from the state before its decay" in " ".join(out.split())
 
 
 def test_a_fault_is_exit_code_1_and_in_the_json(here, capsys) -> None:
@@ -83,6 +129,8 @@ def test_a_layer_is_checked_as_a_class_or_an_object(here, capsys) -> None:
         ("check theirs:number --like softmax", "theirs:number is a int; expected a callable"),
         ("check theirs:number --like layer", "layer is a int; expected an nn.Module"),
         ("check theirs:good --like softmax --layout tbd", "layout must be 'bthd' or 'bhtd', got 'tbd'"),
+        ("check theirs:good --like scan --layout bhtd", "--layout is for softmax, linear, delta; it does not apply"),
+        ("check delta --layout bhtd", "--layout is for an attention of yours; 'delta' is foci's own"),
         ("check theirs:good --like softmax --backend aten", "--backend chooses among foci's own"),
         ("check softmax --backend fast", "unknown backend 'fast'"),
         ("check softmax --like softmax", "'softmax' is foci's own"),

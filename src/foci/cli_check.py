@@ -101,7 +101,7 @@ def _theirs(target: str, like: str, layout: str) -> tuple[Spec, Candidate]:
     if layout and like not in LAYOUTS:
         raise ValueError(f"--layout is for {', '.join(LAYOUTS)}; it does not apply to --like {like}")
     thing = _load(target)
-    if like != "processor" and not callable(thing):
+    if like not in ("processor", "layer") and not callable(thing):
         raise ValueError(f"{target} is a {type(thing).__name__}; expected a callable")
     spec = _spec(like, thing)
     assert spec.adapt is not None
