@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from foci.ops.selective_scan.api import selective_scan, selective_scan_step
 from foci.ops.softmax.api import attention, attention_with_lse
 
 if TYPE_CHECKING:
+    from foci import nn
     from foci.accelerate.apply import Applied
     from foci.accelerate.run import accelerate
 else:
@@ -32,9 +34,16 @@ __version__ = "0.1.0"
 __all__ = [
     "Affine", "Causal", "Dense", "Explanation", "Lengths", "Mask", "MissingExtra", "Packed", "Partial", "ShapeError",
     "Unsupported", "Window", "accelerate", "apply", "attention", "attention_with_lse", "delta_rule", "delta_rule_step",
-    "explain", "fold", "linear_attention", "linear_attention_step", "scan",
+    "explain", "fold", "linear_attention", "linear_attention_step", "nn", "scan",
     "scan_step", "selective_scan", "selective_scan_step",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """foci.nn is imported when it is first named: operators alone do not wait for layers."""
+    if name == "nn":
+        return importlib.import_module("foci.nn")
+    raise AttributeError(f"module 'foci' has no attribute {name!r}")
 
 
 def explain(operator: str, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
