@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
+from foci.check.modules import UNMERGED, is_unmerged, twice_as_far
 from foci.core.errors import require
 from foci.core.spec import Candidate, Case, Inputs, Mistake, Outputs, Part, Probes, Spec, WrongReturn
 from foci.integrations.processors import CallSite, ProcessorError, check, entry
@@ -49,7 +49,7 @@ def spec_for(processor: Any, kind: str | None = None) -> Spec:
         equation="an attention module with this processor = the same module with the model's own",
         paper="arXiv:1706.03762",
         reference=_reference,
-        plain=_plain,
+        plain=twice_as_far(_reference, "site"),
         output_names=("hidden_states", "encoder_hidden_states"),
         differentiable=("hidden_states", "encoder_hidden_states"),
         cases=tuple(_case(chosen, name, frozenset(features.split())) for name, features in chosen.cases),
@@ -75,7 +75,7 @@ def _adapt(kind: Kind, processor: Any, name: str = "") -> Candidate:
         except TypeError as error:
             raise (ProcessorError(fault) if fault else error) from error
         except RuntimeError as error:
-            raise (ProcessorError(UNMERGED) if _is_unmerged(error) else error) from error
+            raise (ProcessorError(UNMERGED) if is_unmerged(error) else error) from error
 
     def refuses(case: Case) -> list[str]:
         if "hooks" in case.features and not isinstance(processor, nn.Module):
@@ -83,13 +83,6 @@ def _adapt(kind: Kind, processor: Any, name: str = "") -> Candidate:
         return ["the models' own code needs at least one token"] if "empty" in case.features else []
 
     return Candidate(name or getattr(processor, "__name__", type(processor).__name__), call, refuses)
-
-
-UNMERGED = "heads are not merged before the output projection, which gets the channels of one head"
-
-
-def _is_unmerged(error: RuntimeError) -> bool:
-    return f"x{WIDTH // HEADS} and {WIDTH}x{WIDTH})" in str(error)
 
 
 def _fault(kind: Kind, processor: Any) -> str:
@@ -157,35 +150,6 @@ def _described(found: Any) -> str:
     if isinstance(found, Tensor):
         return "one tensor"
     return f"a {type(found).__name__} of {len(found)}" if isinstance(found, tuple | list) else type(found).__name__
-
-
-def _plain(**inputs: Any) -> Outputs:
-    """The yardstick of half precision: twice as far from the truth as the model's own processor.
-
-    Two right orders of the same roundings differ by as much as either errs, and most of that is the projections'.
-    """
-    own = _reference(**inputs)
-    exact = {name: value.double() for name, value in inputs["site"].named_parameters()}
-    wide = {name: _double(value) for name, value in inputs.items() if name != "site"}
-    truth = functional_call(_Called(inputs["site"]), {f"site.{name}": p for name, p in exact.items()}, (), wide)
-    return tuple(2 * near - right for near, right in zip(own, truth, strict=True))
-
-
-class _Called(nn.Module):
-    """The reference as a module, whose parameters can be exchanged for one call."""
-
-    def __init__(self, site: nn.Module) -> None:
-        super().__init__()
-        self.site = site
-
-    def forward(self, **inputs: Any) -> Outputs:
-        return _reference(site=self.site, **inputs)
-
-
-def _double(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_double(item) for item in value)
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 class _Attending(TorchFunctionMode):
