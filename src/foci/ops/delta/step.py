@@ -1,4 +1,4 @@
-"""One token per row: the state is read once, then decayed and written in place."""
+"""One token per row: the state is decayed, written and read in place."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ def forward(
     erase: Tensor | None,
     scale: float | None,
 ) -> Tensor:
-    """out [B,H,V]. With d = exp(g) and u the write: S_t^T q = S^T (d q) + (q . k) u, one product reads the state."""
+    """out [B,H,V]. What the state holds under the key is read by one product, the output by another.
+
+    Both at once, as two rows against the state before the write, is slower: the product then reads it once a row.
+    """
     named = {"q": q, "k": k, "v": v, "beta": beta, "state": state, "erase": erase, "log_decay": log_decay}
-    sizes = arguments.bind_step(STEP, named)
-    dtype = state.dtype
-    B, H, K = v.shape[0], v.shape[1], sizes["K"]
+    arguments.bind_step(STEP, named)
+    dtype, out_dtype = state.dtype, v.dtype
+    B, H, K, V = state.shape
     scale = (K or 1) ** -0.5 if scale is None else arguments.number(STEP, "scale", scale)
     log_decay = arguments.decay(STEP, log_decay, _DECAYS, v.new_empty(()).expand(B, H, K))
-    reads = torch.stack([q, k if erase is None else erase], dim=2).to(dtype)
-    reads, k = (arguments.spread(x, H, dim=1) for x in (reads, k.to(dtype)))
-    decay = None if log_decay is None else torch.exp(log_decay.to(dtype))
-    own = (reads[:, :, 0] * k).sum(-1, keepdim=True)
-    if decay is not None:
-        reads = reads * decay[..., None, :]
-    old = torch.matmul(reads, state)
-    u = (v.to(dtype) - old[:, :, 1]) * beta.to(dtype)[..., None]
-    out = torch.addcmul(old[:, :, 0], own, u).mul_(scale)
-    arguments.write(state, decay, k, u)
-    return out.to(v.dtype)
+    q, k, e = (arguments.spread(x.to(dtype), H, dim=1) for x in (q, k, k if erase is None else erase))
+    if log_decay is not None:
+        state.mul_(torch.exp(log_decay.to(dtype))[..., None])
+    values, reads, queries = v.to(dtype).reshape(B * H, 1, V), e.reshape(B * H, 1, K), q.reshape(B * H, 1, K)
+    error = torch.baddbmm(values, reads, state.flatten(0, 1), alpha=-1)
+    arguments.write(state, None, k, error.view(B, H, V).mul_(beta.to(dtype)[..., None]))
+    return torch.bmm(queries, state.flatten(0, 1)).mul_(scale).view(B, H, V).to(out_dtype)
