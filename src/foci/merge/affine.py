@@ -26,7 +26,9 @@ class Affine(NamedTuple):
 
     def apply(self, state: Tensor) -> Tensor:
         """The state after these tokens."""
-        return self._times(state) + self.offset
+        if self.dense:
+            return self.transition @ state + self.offset
+        return torch.addcmul(self.offset, self.transition[..., None], state)
 
     def combine(self, later: Affine) -> Affine:
         if self.dense and later.dense:
@@ -44,6 +46,3 @@ class Affine(NamedTuple):
             one = torch.eye(self.transition.shape[-1], dtype=self.transition.dtype, device=self.transition.device)
             return Affine(one.expand_as(self.transition), torch.zeros_like(self.offset))
         return Affine(torch.ones_like(self.transition), torch.zeros_like(self.offset))
-
-    def _times(self, state: Tensor) -> Tensor:
-        return self.transition @ state if self.dense else self.transition[..., None] * state

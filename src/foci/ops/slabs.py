@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foci.core.spec import Output
+from foci.merge.affine import Affine
 from foci.ops.gates import Gates
 
 CHUNK = 64
@@ -98,9 +99,14 @@ def initial(call: Any) -> Tensor:
 
 
 def kept(call: Any) -> Output:
-    """The state at the start of every slab, which the backward begins with; none where packing cuts slabs by value."""
+    """The state at the start of every slab, which the backward begins with; none where packing cuts slabs by value.
+
+    Room for as many as `slabs` yields, counted without its loop, which would hold the compiler to one T, and for two
+    more, since it would tell 0 and 1 from other numbers.
+    """
     B, T, _, H, K, V, _ = call.sizes
-    count = sum(1 for _ in slabs(0, T, B * H)) if keeps(call) else 0
+    together = max(1, _TOGETHER // max(B * H, 1))
+    count = 2 - T // CHUNK // -together - T % CHUNK // -CHUNK if keeps(call) else 0
     return Output("kept", (count, B * H, K, V), call.accumulator)
 
 
@@ -110,14 +116,8 @@ def keeps(call: Any) -> bool:
 
 def borders(gates: Gates, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
     """The state at the start of each chunk [M,K,V]; `state` [P,K,V] is carried on, in place, by total S + k^T v."""
-    P = state.shape[0]
-    n = k.shape[0] // P
-    written, total = torch.bmm(k.transpose(1, 2), v).view(n, *state.shape), gates.total.view(n, P, -1, 1)
-    starts = torch.empty_like(written)
-    for i in range(n):
-        starts[i] = state
-        torch.addcmul(written[i], total[i], state, out=state)
-    return starts.flatten(0, 1)
+    written = torch.bmm(k.transpose(1, 2), v).view(-1, *state.shape)
+    return _carry(gates, written, state, range(len(written)))
 
 
 def ends(gates: Gates, read: Tensor, state: Tensor) -> Tensor:
@@ -125,10 +125,15 @@ def ends(gates: Gates, read: Tensor, state: Tensor) -> Tensor:
 
     A chunk adds `read` [M,K,V] to total times the gradient at its end.
     """
-    P = state.shape[0]
-    read, total = read.view(-1, *state.shape), gates.total.view(-1, P, gates.D, 1)
-    behind = torch.empty_like(read)
-    for i in reversed(range(behind.shape[0])):
-        behind[i] = state
-        torch.addcmul(read[i], total[i], state, out=state)
-    return behind.flatten(0, 1)
+    added = read.view(-1, *state.shape)
+    return _carry(gates, added, state, range(len(added) - 1, -1, -1))
+
+
+def _carry(gates: Gates, added: Tensor, state: Tensor, order: range) -> Tensor:
+    """What `state` is before each chunk, when it passes them in this order; it is left what it is after the last."""
+    total, found, now = gates.total.view(*added.shape[:2], gates.D), torch.empty_like(added), state
+    for i in order:
+        found[i] = now
+        now = Affine(total[i], added[i]).apply(now)
+    state.copy_(now)
+    return found.flatten(0, 1)

@@ -75,7 +75,7 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     runs = zip(sequences(packed, initial(call), T), sequences(packed, d_state, T), strict=True)
     for (start, stop, state), (_, _, d) in runs:
         passed = list(slabs(start, stop, state.shape[0]))
-        befores = list(outputs[2]) if keeps(call) else []
+        befores = list(outputs[2][: len(passed)]) if keeps(call) else []
         for slab in passed[len(befores) :]:
             befores.append(state.clone())
             gates = decays(slab)
