@@ -100,6 +100,11 @@ class Attention(nn.Module):
                 f"Attention: mask is {mask.dtype} {list(mask.shape)}; expected torch.bool {list(hidden.shape[:2])}"
             )
         if offsets is not None:
+            if hidden.shape[0] != 1 or offsets.dim() != 1 or offsets.shape[0] < 1:
+                raise ShapeError(
+                    f"Attention: offsets {list(offsets.shape)} with hidden {list(hidden.shape)}; "
+                    "expected [N + 1], batch 1"
+                )
             reasons = [
                 f"{name} is given too" for name, other in (("mask", mask), ("cache", cache)) if other is not None
             ]
