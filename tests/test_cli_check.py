@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -145,17 +146,20 @@ def test_bad_input_is_one_sentence(here, capsys, arguments: str, sentence: str) 
     assert code == 2 and sentence in err and len(err.strip().splitlines()) == 1
 
 
-def test_the_transcript_in_the_docs_is_real(tmp_path, monkeypatch, capsys) -> None:
+PAGE = (Path(__file__).parent.parent / "docs" / "check.md").read_text()
+SHOWN = re.findall(r"```python\n(.*?)```\s*```\n\$ foci (check [^\n]*)\n(.*?)\n```", PAGE, re.S)
+
+
+@pytest.mark.parametrize(("code", "command", "printed"), SHOWN, ids=[command.split()[1] for _, command, _ in SHOWN])
+def test_the_transcripts_in_the_docs_are_real(tmp_path, monkeypatch, capsys, code, command, printed) -> None:
     """Line by line but for the numbers."""
-    page = (Path(__file__).parent.parent / "docs" / "check.md").read_text()
-    code = re.search(r"```python\n(.*?)```", page, re.S)
-    shown = re.search(r"```\n\$ foci (check [^\n]*)\n(.*?)\n```", page, re.S)
-    assert code and shown
-    (tmp_path / "mylib.py").write_text(code[1])
+    assert len(SHOWN) == 2
+    (tmp_path / "mylib.py").write_text(code)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mylib", raising=False)
     monkeypatch.setenv("COLUMNS", "118")
-    status, out, _ = run(capsys, shown[1])
+    status, out, _ = run(capsys, command)
     assert status == 1
     assert [re.sub(r"[\d.e+-]+", "", line) for line in out.strip().splitlines()] == [
-        re.sub(r"[\d.e+-]+", "", line) for line in shown[2].strip().splitlines()
+        re.sub(r"[\d.e+-]+", "", line) for line in printed.strip().splitlines()
     ]

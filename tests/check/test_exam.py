@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -94,3 +96,32 @@ def test_modules_are_leaves_too_and_are_cast() -> None:
     nested = cast({"a": (torch.ones(1), torch.ones(1, dtype=torch.int32)), "m": nn.Linear(1, 1)}, torch.float64)
     assert nested["a"][0].dtype == torch.float64 and nested["a"][1].dtype == torch.int32
     assert nested["m"].weight.dtype == torch.float64
+
+
+def test_few_cases_show_every_feature_the_smallest_first() -> None:
+    cases = (
+        toy.case("long", "a", B=1, T=40), toy.case("short", "a", B=5, T=4), toy.case("again", "a", B=6, T=4),
+        toy.case("other", "b", B=1, T=30), toy.case("both", "a", "b", B=1, T=50),
+    )  # fmt: skip
+    found = Exam(replace(toy.SPEC, cases=cases), toy.candidate(), CPU, (F32,))
+    assert [case.name for case in found.few(lambda case: True)] == ["short", "other"]
+    assert [case.name for case in found.few(lambda case: case.name != "short")] == ["again", "other"]
+    assert [case.name for case in found.few(lambda case: case.name == "both")] == ["both"]
+
+
+def test_a_yardstick_is_computed_only_where_it_is_the_budget() -> None:
+    calls = []
+
+    def plain(x, gate):
+        calls.append(x.dtype)
+        return toy.plain(x, gate)
+
+    case, half = toy.SPEC.cases[0], torch.bfloat16
+    for recurrent, expected in ((True, []), (False, [half, half])):
+        found = Exam(replace(toy.SPEC, plain=plain, recurrent=recurrent), toy.candidate(), CPU, (F32,))
+        for dtype in (F32, half):
+            got = found.forward(case, dtype).outputs
+            assert found.error(case, dtype, "out", got[0]).size < 1e-2
+            truth = found.true_gradients(case, dtype, ("out",))["x"]
+            assert found.gradient_error(case, dtype, ("out",), "x", truth, truth).ok
+        assert calls == expected

@@ -76,6 +76,44 @@ def test_extreme_gates() -> None:
     assert told and "extreme gates" in told[0]
 
 
+def test_lengths_are_asked_of_the_first_kind_that_is_taken() -> None:
+    asked: list[str] = []
+
+    def refuses(case: Case) -> list[str]:
+        asked.append(case.name)
+        return ["too much"] if case.name.startswith("much") else []
+
+    probes = replace(
+        toy.SPEC.probes, sized=lambda n: toy.case(f"much T={n}", T=n), simpler=(lambda n: toy.case(f"T={n}", T=n),)
+    )
+    assert ask("any length", toy.candidate(refuses=refuses), replace(toy.SPEC, probes=probes)) == []
+    assert asked[:3] == ["much T=1", "T=1", "T=0"] and "T=200" in asked
+
+
+def test_a_backward_that_knows_one_block_is_told_by_law_10() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    def blocked(x, gate):
+        return toy.reference(Twice.apply(x) if x.shape[1] > 63 else x, gate)
+
+    told = ask("any length", toy.candidate(blocked), toy.SPEC)
+    assert told and all(sentence.startswith("at some lengths: dx is 2 times") for sentence in told)
+    everywhere = toy.candidate(lambda x, gate: toy.reference(Twice.apply(x), gate))
+    assert ask("any length", everywhere, toy.SPEC) == [], "law 2 tells it"
+
+
+def test_under_extreme_gates_a_wrong_forward_is_told_once() -> None:
+    told = ask("extreme gates", toy.candidate(lambda x, gate: toy.reference(x, gate.clamp(max=10.0))), toy.SPEC)
+    assert told and all("extreme gates" in sentence for sentence in told)
+
+
 def test_a_toy_operator_keeps_every_law_it_has_probes_for() -> None:
     spec = replace(toy.SPEC, probes=replace(toy.SPEC.probes, future=toy.future))
     only_out = toy.candidate(lambda x, gate: toy.reference(x, gate)[:1], outputs=("out",))

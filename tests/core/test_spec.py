@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from foci.core.spec import Backend, Output, Spec, WrongReturn, accumulator, as_outputs
+from foci.core.spec import Backend, Output, Spec, WrongReturn, accumulator, as_outputs, within
 
 
 def spec(**changes: object) -> Spec:
@@ -65,3 +65,10 @@ def test_outputs_are_a_tensor_or_a_tuple_of_as_many() -> None:
     for wrong, names in (((x,), ("out",)), (x, ("out", "lse")), ((x, None), ("out", "lse")), (None, ("out",))):
         with pytest.raises(WrongReturn, match="it returns"):
             as_outputs(wrong, names)
+
+
+def test_a_place_is_one_for_all_outputs_or_one_for_each() -> None:
+    first = (slice(None), slice(0, 3))
+    assert within(first, "out") == within(first, "state") == first
+    assert within({"out": first}, "out") == first and within({"out": first}, "state") is None
+    assert within((), "out") == ()

@@ -64,13 +64,17 @@ class Convention:
         for name, value in inputs.items():
             if name in self.first or value is None:
                 continue
-            kind = DECAYS.get(value.dim(), "") if name == "log_decay" and isinstance(value, Tensor) else name
+            kind = self.decay(value) if name == "log_decay" else name
             if kind not in self.words:
                 raise _Cannot(UNNAMED)
             kwargs[self.words[kind]] = self.turned(value) if name in tensors else value
         if self.needs:
             kwargs.setdefault(self.words[self.needs], self.turned(_open(self.needs, inputs["k"], inputs["v"])))
         return kwargs
+
+    def decay(self, gates: Tensor) -> str:
+        """The kind of a decay by its rank; what has none reaches the callable as some decay, for it to refuse."""
+        return DECAYS.get(gates.dim()) or next((kind for kind in DECAYS.values() if kind in self.words), "")
 
     def turned(self, tensor: Tensor) -> Tensor:
         return tensor.transpose(1, 2) if self.layout == "bhtd" and tensor.dim() >= 3 else tensor

@@ -53,7 +53,7 @@ PROBLEMS = (
     Linear("packed, per channel", B=1, T=83, H=2, K=8, offsets=(0, 1, 1, 70, 83), decay="channel", state=True),
     Linear("packed, bonus", B=1, offsets=(0, 1, 8, 19, 19), decay="channel", state=True, bonus=True),
     Linear("extreme gates per head", H=5, decay="head", gates=Draw.extremes),
-    Linear("extreme gates per token", T=70, H=2, K=8, decay="token", state=True, gates=Draw.extremes),
+    Linear("extreme gates per token", T=70, H=2, K=8, decay="token", gates=Draw.extremes),
     Linear("extreme gates per channel", T=70, H=2, K=8, decay="channel", state=True, gates=Draw.extremes),
     Linear("extreme gates, bonus", T=21, K=8, decay="channel", bonus=True, gates=Draw.extremes),
     Linear("all gates at -20, per token", B=1, T=70, H=2, K=8, decay="token", gates=closed),

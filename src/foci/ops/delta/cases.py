@@ -84,7 +84,7 @@ PROBLEMS = (
     Delta("packed, per head", B=1, offsets=(0, 6, 7, 19), decay="head"),
     Delta("packed, per channel", B=1, T=83, H=2, K=8, offsets=(0, 1, 1, 70, 83), decay="channel", state=True),
     Delta("extreme gates per head", H=5, decay="head", gates=Draw.extremes),
-    Delta("extreme gates per token", T=70, H=2, K=8, decay="token", state=True, gates=Draw.extremes),
+    Delta("extreme gates per token", T=70, H=2, K=8, decay="token", gates=Draw.extremes),
     Delta("extreme gates per channel", T=70, H=2, K=8, decay="channel", state=True, gates=Draw.extremes),
     Delta("all gates at -20, per token", B=1, T=70, H=2, K=8, decay="token", gates=closed),
     Delta("all gates at -20, per channel", B=1, T=70, H=2, K=8, decay="channel", state=True, gates=closed),
