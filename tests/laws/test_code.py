@@ -83,13 +83,16 @@ def public(module: Module) -> Iterator[Function]:
     {"src/foci/compat/a.py": "def f(q, **kwargs): ..."},
 )
 def public_parameters(house: House) -> Iterator[str]:
-    """At most ten, none of them **kwargs. compat has its peers' parameters, however many, but each by its name."""
+    """At most ten, none of them **kwargs. compat has its peers' parameters, however many, but each by its name.
+
+    `backend` does not count: it says who computes, not what.
+    """
     for module in house.source:
         theirs = module.path.startswith("src/foci/compat/")
         for node in public(module):
             arguments = node.args
             names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-            names = [name for name in names if name not in {"self", "cls"}]
+            names = [name for name in names if name not in {"self", "cls", "backend"}]
             if len(names) > 10 and not theirs:
                 yield f"{module.path}:{node.lineno}: {node.name} has {len(names)} parameters, at most 10"
             if arguments.kwarg and f"{module.path}:{node.name}" not in KEYWORDS_BY_CONTRACT:
