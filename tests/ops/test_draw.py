@@ -31,6 +31,7 @@ def test_kinds() -> None:
     assert 0 <= uniform.min() < 0.1 and 1.9 < uniform.max() < 2
     gates = draw().gates(1000)
     assert gates.max() < 0 and -0.05 < gates.median() < -0.01 and gates.min() < -1
-    assert set(draw().extremes(1000).tolist()) == set(EXTREMES)
+    assert sorted(draw().extremes(5).tolist()) == sorted(EXTREMES) and draw().extremes(0, 3).shape == (0, 3)
+    assert sorted(draw().extremes(4, 5).flatten().tolist()) == sorted(4 * EXTREMES)
     assert draw().boolean(1000).double().mean() == pytest.approx(0.67, abs=0.05)
     assert draw().integers(0, 3).dtype == torch.int32

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -44,8 +46,8 @@ class Draw:
         return (-0.03 * (1.5 * self._exact(*shape)).exp()).to(self.device, accumulator(self.dtype))
 
     def extremes(self, *shape: int) -> Tensor:
-        """Each gate one of EXTREMES."""
-        place = (self._between(*shape) * len(EXTREMES)).long()
+        """Each of EXTREMES equally often, in any order."""
+        place = self._between(math.prod(shape)).argsort().view(shape) % len(EXTREMES)
         return torch.tensor(EXTREMES, dtype=torch.float64)[place].to(self.device, accumulator(self.dtype))
 
     def _exact(self, *shape: int) -> Tensor:
