@@ -23,9 +23,13 @@ _TEMPLATE = Path(__file__).parent / "report.html.j2"
 _KINDS = {
     "out": "output",
     "lse": "log-sum-exp",
+    "state": "final state",
     "gradient of q": "gradient of the queries",
     "gradient of k": "gradient of the keys",
     "gradient of v": "gradient of the values",
+    "gradient of log_decay": "gradient of the decay",
+    "gradient of beta": "gradient of the writing strengths",
+    "gradient of state": "gradient of the first state",
 }
 
 
@@ -147,7 +151,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _site(site: SitePlan) -> dict[str, Any]:
-    return {"name": site.name, "backend": site.backend, "kind": site.kind, "via": site.via, "others": site.others}
+    return {name: getattr(site, name) for name in ("name", "operator", "backend", "kind", "via", "others")}
 
 
 def _call_line(call: Mapping[str, Any]) -> str:
