@@ -25,12 +25,13 @@ def halves(x: Tensor, m: int, dim: int) -> tuple[Tensor, Tensor]:
 class Gates:
     """The decays of chunks of C tokens, a power of two: log_decay [M, C, D], D = 1 or K, for M chunks side by side.
 
-    rise [M,C,D]: from the chunk's start through token t (`own=False`: without t's own decay, for RWKV's bonus).
+    `idle`: none decays. rise [M,C,D]: from the chunk's start through token t (`own=False`: without t's own decay, as
+    RWKV's bonus wants).
     fall [M,C,D]: from behind token s to the chunk's end. total [M,D]: the whole chunk's.
     """
 
-    def __init__(self, log_decay: Tensor, own: bool = True) -> None:
-        self.own = own
+    def __init__(self, log_decay: Tensor, own: bool = True, idle: bool = False) -> None:
+        self.own, self.idle = own, idle
         self.decay = torch.exp(log_decay)
         self.C, self.D = log_decay.shape[1:]
         self._ends: tuple[Tensor, Tensor, Tensor] | None = None
@@ -60,6 +61,14 @@ class Gates:
     @property
     def total(self) -> Tensor:
         return self._climbed()[2]
+
+    def risen(self, x: Tensor) -> Tensor:
+        """rise * x [M,C,K], in x's dtype."""
+        return x if self.idle else (x * self.rise).to(x.dtype)
+
+    def fallen(self, x: Tensor) -> Tensor:
+        """fall * x [M,C,K], in x's dtype."""
+        return x if self.idle else (x * self.fall).to(x.dtype)
 
     def _climbed(self) -> tuple[Tensor, Tensor, Tensor]:
         if self._ends is None:

@@ -36,16 +36,18 @@ def slabs(start: int, stop: int, P: int, chunk: int = CHUNK) -> Iterator[Slab]:
         yield Slab(start, stop, 1, 1 << (stop - start - 1).bit_length())
 
 
-def load(x: Tensor, slab: Slab, H: int, dtype: torch.dtype) -> Tensor:
-    """Heads first, contiguous, every head of G read by its H / G heads: [n * B * H, C, D]."""
+def load(x: Tensor, slab: Slab, H: int, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+    """Heads first, every head of G read by its H / G heads: [n * B * H, C, D], new unless it is put `into` another."""
     B, _, G, D = x.shape
     tokens = x[:, slab.start : slab.stop]
     missing = slab.n * slab.C - tokens.shape[1]
     if missing:
         tokens = torch.nn.functional.pad(tokens, (0, 0, 0, 0, 0, missing))
-    there = torch.empty(slab.n, B, G, H // G, slab.C, D, dtype=dtype, device=x.device)
+    if into is None:
+        into = torch.empty(slab.n * B * H, slab.C, D, dtype=dtype, device=x.device)
+    there = into.unflatten(0, (slab.n, B, G, H // G))
     there.copy_(tokens.unflatten(1, (slab.n, slab.C)).permute(1, 0, 3, 2, 4)[:, :, :, None])
-    return there.view(slab.n * B * H, slab.C, D)
+    return into
 
 
 def store(found: Tensor, slab: Slab, into: Tensor) -> None:
@@ -74,6 +76,7 @@ class Decays:
 
     def __init__(self, log_decay: Tensor | None, v: Tensor, dtype: torch.dtype, own: bool = True) -> None:
         B, self.T, self.H, _ = v.shape
+        self.idle = log_decay is None
         self.fixed = log_decay is None or (log_decay.shape[1] == 1 and self.T > 1)
         self.log_decay = v.new_zeros(1, 1, self.H, 1) if log_decay is None else log_decay
         self.log_decay = self.log_decay.expand(B, -1, -1, -1)
@@ -86,7 +89,7 @@ class Decays:
         first = slab._replace(start=0, stop=slab.stop - slab.start)
         if first not in self.made:
             everywhere = self.log_decay.expand(-1, first.stop, -1, -1)
-            self.made[first] = Gates(load(everywhere, first, self.H, self.dtype), self.own)
+            self.made[first] = Gates(load(everywhere, first, self.H, self.dtype), self.own, self.idle)
         return self.made[first]
 
 

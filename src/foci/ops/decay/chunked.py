@@ -38,9 +38,9 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
             gates = decays(slab)
             q, k, v = (load(x, slab, call.v.shape[2], work) for x in (call.q, call.k, call.v))
             A = _products(call, gates, q, k).mul_(call.scale)
-            starts = borders(gates, (k * gates.fall).to(work), v, state)
-            rows = (q * (gates.rise * call.scale)).to(work)
-            store(torch.bmm(rows, starts).baddbmm_(A, v), slab, out)
+            starts = borders(gates, gates.fallen(k), v, state)
+            read = torch.bmm(gates.risen(q), starts)
+            store(read.baddbmm_(A, v, beta=call.scale), slab, out)
     return (out, final) if states is None else (out, final, states)
 
 

@@ -53,7 +53,9 @@ def _chunks(call: Call, decays: Decays, slab: Slab) -> _Chunks:
     H, acc = call.v.shape[2], call.accumulator
     gates = decays(slab)
     erase = call.k if call.erase is None else call.erase
-    reads = torch.stack([load(call.q, slab, H, acc).mul_(call.scale), load(erase, slab, H, acc)], dim=2)
+    reads = call.q.new_empty(slab.n * call.v.shape[0] * H, slab.C, 2, call.q.shape[3], dtype=acc)
+    load(call.q, slab, H, acc, reads[:, :, 0]).mul_(call.scale)
+    load(erase, slab, H, acc, reads[:, :, 1])
     key, value, beta = load(call.k, slab, H, acc), load(call.v, slab, H, acc), load(call.beta[..., None], slab, H, acc)
     write = key * beta
     return _Chunks(gates, reads, key, beta, write, value, gates.pairs(reads, write))
@@ -74,14 +76,16 @@ def _through(chunks: _Chunks, state: Tensor) -> _Pass:
     gates, P = chunks.gates, state.shape[0]
     n = chunks.value.shape[0] // P
     X = inverse(chunks.E)
-    keys = torch.bmm(X, chunks.reads[:, :, 1] * gates.rise)
-    errors, fall = torch.bmm(X, chunks.value), chunks.write * gates.fall
+    keys = torch.bmm(X, gates.risen(chunks.reads[:, :, 1]))
+    errors, fall = torch.bmm(X, chunks.value), gates.fallen(chunks.write)
     starts = state.new_empty(n, *state.shape)
     for i in range(n):
         here = slice(i * P, (i + 1) * P)
         starts[i] = state
         errors[here].baddbmm_(keys[here], state, alpha=-1)
-        state.mul_(gates.total[here, :, None]).baddbmm_(fall[here].transpose(1, 2), errors[here])
+        if not gates.idle:
+            state.mul_(gates.total[here, :, None])
+        state.baddbmm_(fall[here].transpose(1, 2), errors[here])
     return _Pass(X, keys, fall, errors, starts.flatten(0, 1))
 
 
@@ -97,7 +101,7 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
                 states[place] = state
             chunks = _chunks(call, decays, slab)
             _, _, _, errors, starts = _through(chunks, state)
-            read = torch.bmm(chunks.reads[:, :, 0] * chunks.gates.rise, starts)
+            read = torch.bmm(chunks.gates.risen(chunks.reads[:, :, 0]), starts)
             store(read.baddbmm_(chunks.A, errors), slab, out)
     return (out, final) if states is None else (out, final, states)
 
