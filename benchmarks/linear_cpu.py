@@ -5,7 +5,8 @@
 
 One process, ours and theirs in turn; results must agree before they are timed. Every line prints the ratio it measured
 beside its goal. Machines are noisy: read the ratios, not the milliseconds, and measure on an idle one. --quick shows
-that all of it runs, on small problems, and is no measurement. FLA's naive modules are read from its wheel, uninstalled.
+that all of it runs, on small problems, and is no measurement; the rest takes about a quarter of an hour for each number
+of threads. FLA's naive modules are read from its wheel, which is not installed.
 """
 
 from __future__ import annotations
@@ -135,6 +136,9 @@ def trained(run: Run, inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:
     return call
 
 
+STAGES: dict[str, Callable[[Run, Inputs], Callable[[], Any]]] = {"forward": forward, "forward+backward": trained}
+
+
 def agree(what: str, ours: object, theirs: object, most: float = AGREE) -> None:
     """Nothing is timed that computes something else."""
     worst = max(rms(difference(x, y)) / rms(y) for x, y in zip(_listed(ours), _listed(theirs), strict=True))
@@ -213,7 +217,7 @@ def kda(bench: Bench) -> None:
 
 def _against_peers(bench: Bench, kind: Kind, T: int, prefill: float, training: float) -> None:
     inputs, others = kind.problem(1, T, bench.size(16, 2), 128), peers(bench, kind)
-    for stage, make, least in (("forward", forward, prefill), ("forward+backward", trained, training)):
+    for (stage, make), least in zip(STAGES.items(), (prefill, training), strict=True):
         runs = {name: make(run, inputs) for name, run in {"ours": kind, **others}.items()}
         mine = runs["ours"]()
         for name in others:
@@ -323,11 +327,13 @@ def scan(bench: Bench) -> None:
     def ours(**inputs: Tensor) -> Tensor:
         return foci.selective_scan(**inputs)[0]
 
-    T, D = bench.size(1024, 64), bench.size(1536, 128)
-    tokens = {name: torch.randn(1, T, size) for name, size in (("x", D), ("dt", D), ("B", 16), ("C", 16))}
-    tokens["dt"] = torch.nn.functional.softplus(tokens["dt"] - 4)
-    inputs = tokens | {"A": -torch.arange(1.0, 17).repeat(D, 1)}
-    _pair(bench, f"Mamba T={T}", {"ours": ours, "token loop": by_token}, inputs, {"forward": 5.0, "training": 5.0})
+    # A backward of theirs fills a tensor of all tokens' states for each token, so it is asked for fewer of them.
+    D, lengths = bench.size(1536, 128), (bench.size(1024, 64), bench.size(256, 32))
+    for stage, T in zip(STAGES, lengths, strict=True):
+        inputs = {name: torch.randn(1, T, size) for name, size in (("x", D), ("dt", D), ("B", 16), ("C", 16))}
+        inputs["dt"] = torch.nn.functional.softplus(inputs["dt"] - 4)
+        inputs["A"] = -torch.arange(1.0, 17).repeat(D, 1)
+        _pair(bench, f"Mamba T={T}", stage, {"ours": ours, "token loop": by_token}, inputs, 5.0)
     _ssd(bench)
 
 
@@ -347,18 +353,16 @@ def _ssd(bench: Bench) -> None:
     inputs = {name: torch.randn(1, T, 1, 128) for name in ("B", "C")}
     inputs |= {"x": torch.randn(1, T, H, 64), "dt": torch.nn.functional.softplus(torch.randn(1, T, H) - 4)}
     inputs["A"] = -torch.linspace(1, 16, H)
-    goals = {"forward": 1 / EPSILON, "training": 1 / EPSILON}
-    _pair(bench, f"SSD T={T}", {"ours": ours, "transformers": theirs}, inputs, goals)
+    for stage in STAGES:
+        _pair(bench, f"SSD T={T}", stage, {"ours": ours, "transformers": theirs}, inputs, 1 / EPSILON)
 
 
-def _pair(bench: Bench, line: str, ways: dict[str, Run], inputs: Inputs, goals: Mapping[str, float]) -> None:
-    """Ours, the first of two ways, against the other, forward and trained."""
-    ours, theirs = ways
-    for stage, make in (("forward", forward), ("training", trained)):
-        runs = {name: make(way, inputs) for name, way in ways.items()}
-        agree(f"{line}, {stage}", runs[ours](), runs[theirs]())
-        shown = "forward+backward" if stage == "training" else stage
-        bench.gain(f"{line}, {shown}", bench.time(runs), theirs, ours, round(goals[stage], 3))
+def _pair(bench: Bench, line: str, stage: str, ways: dict[str, Run], inputs: Inputs, least: float) -> None:
+    """Ours, the first of two ways, against the other."""
+    runs = {name: STAGES[stage](way, inputs) for name, way in ways.items()}
+    ours, theirs = runs
+    agree(f"{line}, {stage}", runs[ours](), runs[theirs]())
+    bench.gain(f"{line}, {stage}", bench.time(runs), theirs, ours, round(least, 3))
 
 
 def compiled(bench: Bench) -> None:
@@ -375,7 +379,7 @@ def compiled(bench: Bench) -> None:
     for name, run, inputs in problems:
         torch.compiler.reset()
         fused = torch.compile(functools.partial(run), fullgraph=True)
-        for stage, make in (("forward", forward), ("forward+backward", trained)):
+        for stage, make in STAGES.items():
             runs = {"eager": make(run, inputs), "compiled": make(fused, inputs)}
             agree(f"{name}, compiled, {stage}", runs["compiled"](), runs["eager"]())
             bench.cost(f"{name} T={T}, {stage}: compiled / eager", bench.time(runs), "compiled", "eager", EPSILON)
