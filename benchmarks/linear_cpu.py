@@ -217,8 +217,9 @@ def kda(bench: Bench) -> None:
 
 def _against_peers(bench: Bench, kind: Kind, T: int, prefill: float, training: float) -> None:
     inputs, others = kind.problem(1, T, bench.size(16, 2), 128), peers(bench, kind)
+    everyone: dict[str, Run] = {"ours": kind, **others}
     for (stage, make), least in zip(STAGES.items(), (prefill, training), strict=True):
-        runs = {name: make(run, inputs) for name, run in {"ours": kind, **others}.items()}
+        runs = {name: make(run, inputs) for name, run in everyone.items()}
         mine = runs["ours"]()
         for name in others:
             agree(f"{kind.name}, {stage}, {name}", mine, runs[name]())
@@ -324,7 +325,7 @@ def scan(bench: Bench) -> None:
         out: Tensor = loop(*(y.mT for y in (x, dt)), A, *(y.mT for y in (B, C)))
         return out.mT
 
-    def ours(**inputs: Tensor) -> Tensor:
+    def ours(**inputs: Any) -> Tensor:
         return foci.selective_scan(**inputs)[0]
 
     # A backward of theirs fills a tensor of all tokens' states for each token, so it is asked for fewer of them.
@@ -373,9 +374,11 @@ def compiled(bench: Bench) -> None:
     scanned = {"x": tokens["x"], "log_decay": -tokens["log_decay"]}
     keys = {name: torch.randn(1, T, 16) for name in ("B", "C")}
     selected = {"x": tokens["x"], "dt": tokens["dt"], "A": -torch.rand(1024, 16), **keys}
-    problems = [(kind.name, kind, kind.problem(1, T, 8, 128)) for kind in (SIMPLE_GLA, GLA, DELTA, GDN, KDA)]
-    problems.append(("scan", lambda **i: foci.scan(**i)[0], scanned))
-    problems.append(("selective scan", lambda **i: foci.selective_scan(**i)[0], selected))
+    problems: list[tuple[str, Run, Inputs]] = [
+        *((kind.name, kind, kind.problem(1, T, 8, 128)) for kind in (SIMPLE_GLA, GLA, DELTA, GDN, KDA)),
+        ("scan", lambda **i: foci.scan(**i)[0], scanned),
+        ("selective scan", lambda **i: foci.selective_scan(**i)[0], selected),
+    ]
     for name, run, inputs in problems:
         torch.compiler.reset()
         fused = torch.compile(functools.partial(run), fullgraph=True)
