@@ -28,6 +28,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q": torch.zeros(T, G, K)}, ShapeError, "q has 3 dimensions"),
     ({"q": torch.zeros(B, T, G, K).half()}, ValueError, "q, k, v have dtypes float16, float32, float32"),
     ({"q": None}, TypeError, "q must be a tensor, got None"),
+    ({"k": torch.zeros(B, T, G, K, device="meta")}, ValueError, "q, k, v are on cpu, meta, cpu; expected one device"),
     ({"log_decay": torch.zeros(B, T)}, ShapeError, "log_decay has shape [2, 6]; expected [H] = [4] or [B, T, H]"),
     ({"log_decay": torch.zeros(B, 1, H)}, ShapeError, "log_decay has shape [2, 1, 4]"),
     ({"log_decay": 0.5}, TypeError, "log_decay must be a tensor, got 0.5"),
@@ -85,6 +86,8 @@ WRONG_STEPS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"state": torch.zeros(B, H, K, V).double()}, ValueError, "state is float64; expected float32 for float32 inputs"),
     ({"k": torch.zeros(B, G, K).half()}, ValueError, "q, k, v have dtypes float32, float16, float32"),
     ({"q": None}, TypeError, "q must be a tensor, got None"),
+    ({"k": torch.zeros(B, G, K, device="meta")}, ValueError, "q, k, v are on cpu, meta, cpu; expected one device"),
+    ({"log_decay": -0.1}, TypeError, "log_decay must be a tensor, got -0.1"),
     ({"log_decay": torch.zeros(B, H, 2)}, ShapeError, "log_decay has shape [2, 4, 2]; expected [H] = [4] or [B, H]"),
     ({"q": torch.zeros(B, G, K, requires_grad=True)}, ValueError, "it has no gradients"),
 ]
@@ -100,3 +103,15 @@ def test_wrong_steps(function: str, change: dict[str, Any], kind: type[Exception
         getattr(foci, function)(**given)
     assert str(caught.value).startswith(f"{function}: ")
     assert sentence in str(caught.value)
+
+
+def test_a_step_under_autocast_is_the_call_of_one_token() -> None:
+    q, k, v, beta = torch.randn(B, G, K), torch.randn(B, G, K).bfloat16(), torch.randn(B, H, V), torch.rand(B, H)
+    state = torch.zeros(B, H, K, V)
+    one = {"q": q[:, None], "k": k[:, None], "v": v[:, None], "return_state": True}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for got, (out, after) in (
+            (foci.linear_attention_step(q, k, v, state), foci.linear_attention(**one)),
+            (foci.delta_rule_step(q, k, v, beta, state), foci.delta_rule(**one, beta=beta[:, None], state=state.clone())),
+        ):
+            torch.testing.assert_close(got, out[:, 0])

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import foci
 from foci.ops.gates import Gates
 from foci.ops.slabs import Decays, Slab, borders, ends, kept, load, slabs, store
 
@@ -82,3 +83,26 @@ def test_kept_has_room_for_every_slab_and_two_more(P: int) -> None:
         assert kept(call).shape == (len(list(slabs(0, T, P))) + 2, P, 4, 5)
         call.offsets = torch.tensor([0, T])
         assert kept(call).shape[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "G", "H", "K", "V"),
+    [(0, 5, 1, 2, 3, 4), (2, 0, 1, 2, 3, 4), (2, 5, 1, 0, 3, 4), (2, 5, 1, 2, 0, 4), (2, 5, 1, 2, 3, 0)],
+)
+def test_a_size_of_0_gives_zeros(B: int, T: int, G: int, H: int, K: int, V: int) -> None:
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.ones(shape, requires_grad=True)
+
+    q, k, v, beta, state = leaf(B, T, G, K), leaf(B, T, G, K), leaf(B, T, H, V), leaf(B, T, H), leaf(B, H, K, V)
+    for g in (leaf(H), leaf(B, T, H), leaf(B, T, H, K)):
+        for out, final in (
+            foci.linear_attention(q, k, v, log_decay=g, state=state, return_state=True),
+            foci.linear_attention(q, k, v, causal=False, state=state, return_state=True),
+            foci.delta_rule(q, k, v, beta, log_decay=g, state=state, return_state=True),
+        ):
+            assert out.shape == v.shape
+            assert not out.any()
+            assert final is not None
+            assert torch.equal(final, state)
+            found = torch.autograd.grad(out.sum() + final.sum(), (q, k, v, beta, g), allow_unused=True)
+            assert not any(x is not None and x.any() for x in found)

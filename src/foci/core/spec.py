@@ -199,6 +199,21 @@ def as_outputs(result: Any, names: tuple[str, ...]) -> Outputs:
     raise WrongReturn(f"it returns {got} where {expected} is expected{silently}")
 
 
+def equations(bind: Callable[..., Any], module: Any) -> dict[str, Any]:
+    """`reference` and `plain` of a Spec from a module that has `forward(call)` and `equation(call, dtype)`."""
+
+    def reference(*args: Any, **kwargs: Any) -> Outputs:
+        outputs: Outputs = module.forward(bind(*args, **kwargs))
+        return outputs
+
+    def plain(*args: Any, **kwargs: Any) -> Outputs:
+        call = bind(*args, **kwargs)
+        outputs: Outputs = module.equation(call, call[0].dtype)
+        return outputs
+
+    return {"reference": reference, "plain": plain}
+
+
 @dataclass(frozen=True)
 class Work:
     """What one call costs at least: floating point operations and bytes moved."""

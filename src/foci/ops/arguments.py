@@ -20,8 +20,14 @@ T_ = TypeVar("T_", bound=Tensor)
 
 
 def common_dtype(operator: str, tensors: dict[str, T_]) -> tuple[T_, ...]:
-    """The tensors in one dtype: autocast's where it is on, as torch's own products do; else they must share one."""
+    """The tensors in one dtype: autocast's where it is on, as torch's own products do; else they must share one.
+
+    And one device.
+    """
     first = next(iter(tensors.values()))
+    if any(x.device != first.device for x in tensors.values()):
+        places = ", ".join(str(x.device) for x in tensors.values())
+        raise ValueError(f"{operator}: {', '.join(tensors)} are on {places}; expected one device for all of them")
     if not first.is_meta and torch.is_autocast_enabled(first.device.type):
         wanted = torch.get_autocast_dtype(first.device.type)
         tensors = {name: x.to(wanted) if x.dtype in _AUTOCAST else x for name, x in tensors.items()}  # type: ignore[misc]
@@ -148,14 +154,16 @@ def spread(x: Tensor, H: int, dim: int) -> Tensor:
 _STEP = {"q": "BGK", "k": "BGK", "erase": "BGK", "v": "BHV", "beta": "BH", "bonus": "HK", "state": "BHKV"}
 
 
-def bind_step(operator: str, tensors: dict[str, Tensor | None]) -> dict[str, int]:
-    """The sizes of one step by letter, or what is wrong with its arguments. log_decay has its own check."""
+def bind_step(operator: str, tensors: dict[str, Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of one step in one dtype, or what is wrong with its arguments. log_decay's shape has its own check."""
     sizes: dict[str, int] = {}
     for name, tensor in tensors.items():
-        if name == "log_decay" or (tensor is None and name in ("erase", "bonus")):
+        if tensor is None and name in ("erase", "bonus", "log_decay"):
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{operator}: {name} must be a tensor, got {tensor!r}")
+        if name == "log_decay":
+            continue
         letters = _STEP[name]
         if tensor.dim() != len(letters) or any(
             sizes.setdefault(letter, size) != size for letter, size in zip(letters, tensor.shape, strict=True)
@@ -163,14 +171,9 @@ def bind_step(operator: str, tensors: dict[str, Tensor | None]) -> dict[str, int
             known = ", ".join(f"{letter}={sizes[letter]}" if letter in sizes else letter for letter in letters)
             raise ShapeError(f"{operator}: {name} has shape {list(tensor.shape)}; expected [{known}]")
     check_heads(operator, sizes)
-    q, k, v, state = (tensors[name] for name in ("q", "k", "v", "state"))
-    assert q is not None and k is not None and v is not None and state is not None
-    if not (q.dtype == k.dtype == v.dtype and v.dtype in _DTYPES):
-        raise ValueError(
-            f"{operator}: q, k, v have dtypes {', '.join(short(x.dtype) for x in (q, k, v))}; expected one dtype"
-        )
+    q, k, v = common_dtype(operator, {name: x for name, x in tensors.items() if name in "qkv" and x is not None})
     check_step(operator, v, tensors)
-    return sizes
+    return q, k, v
 
 
 def check_step(operator: str, like: Tensor, tensors: Mapping[str, Tensor | None]) -> None:

@@ -63,7 +63,12 @@ def store(found: Tensor, slab: Slab, into: Tensor) -> None:
 
 
 def sequences(packed: list[tuple[int, int]] | None, state: Tensor, T: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Start, stop and state [P,K,V], a view, of every sequence: a batch's rows run together, documents one by one."""
+    """Start, stop and state [P,K,V], a view, of every sequence: a batch's rows run together, documents one by one.
+
+    None where the states are empty (no rows, heads or channels): then there is nothing to read.
+    """
+    if not state.numel():
+        return
     if packed is None:
         yield 0, T, state.flatten(0, 1)
     else:
@@ -91,6 +96,12 @@ class Decays:
             everywhere = self.log_decay.expand(-1, first.stop, -1, -1)
             self.made[first] = Gates(load(everywhere, first, self.H, self.dtype), self.own, self.idle)
         return self.made[first]
+
+
+def room(call: Any, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Contiguous, of the shape of `like`, for what slabs store; zeros where a size is 0, and so no slab comes."""
+    make = torch.empty_like if all(call.sizes) else torch.zeros_like
+    return make(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def initial(call: Any) -> Tensor:

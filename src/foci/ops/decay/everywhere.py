@@ -7,14 +7,14 @@ from torch import Tensor
 
 from foci.ops import arguments
 from foci.ops.decay.call import NAME, Call
-from foci.ops.slabs import initial, load, sequences, slabs, store
+from foci.ops.slabs import initial, load, room, sequences, slabs, store
 
 _CHUNK = 512
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """out [B,T,H,V] and the state that every token reads [N,H,K,V]."""
-    out, final = torch.empty_like(call.v, memory_format=torch.contiguous_format), initial(call)
+    out, final = room(call, call.v), initial(call)
     for start, stop, state in sequences(
         arguments.documents(NAME, call.offsets, call.v.shape[1]), final, call.v.shape[1]
     ):
@@ -27,7 +27,7 @@ def backward(call: Call, grads: tuple[Tensor | None, ...], needs: list[bool]) ->
     T = call.v.shape[1]
     d_out = torch.zeros_like(call.v) if grads[0] is None else grads[0]
     d_state, final = initial(call._replace(state=grads[1])), initial(call)
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in call[:3])
+    dq, dk, dv = (room(call, x) for x in call[:3])
     packed = arguments.documents(NAME, call.offsets, T)
     for (start, stop, state), (_, _, d) in zip(sequences(packed, final, T), sequences(packed, d_state, T), strict=True):
         _sum(call, call.k, call.v, start, stop, state)

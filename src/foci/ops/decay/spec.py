@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
-from foci.core.spec import Backend, Output, Spec, Work
+from foci.core.spec import Backend, Output, Spec, Work, equations
 from foci.merge.affine import Affine
 from foci.ops.decay import reference
 from foci.ops.decay.call import NAME, Call, bind
@@ -34,21 +30,10 @@ def work(call: Call) -> Work:
     return Work(flops=B * T * H * (inner + 4 * K * V), bytes=moved)
 
 
-def _reference(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    return reference.forward(bind(*args, **kwargs))
-
-
-def _plain(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    call = bind(*args, **kwargs)
-    return reference.equation(call, call.q.dtype)
-
-
 SPEC = Spec(
     name="linear",
     equation="S_t = Diag(exp g_t) S_{t-1} + k_t v_t^T;  o_t = scale S_t^T q_t",
     paper="arXiv:2006.16236",
-    reference=_reference,
-    plain=_plain,
     output_names=("out", "state"),
     differentiable=("q", "k", "v", "log_decay", "bonus", "state"),
     cases=CASES,
@@ -66,4 +51,5 @@ SPEC = Spec(
     work=work,
     adapt=adapt,
     recurrent=True,
+    **equations(bind, reference),
 )

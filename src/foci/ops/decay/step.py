@@ -23,9 +23,10 @@ def forward(
     scale: float | None,
 ) -> Tensor:
     """out [B,H,V]. With d = exp(g): S_t^T q = S^T (d q) + (q . k) v, so one product reads the old state."""
-    sizes = arguments.bind_step(STEP, {"q": q, "k": k, "v": v, "state": state, "bonus": bonus, "log_decay": log_decay})
+    named = {"q": q, "k": k, "v": v, "state": state, "bonus": bonus, "log_decay": log_decay}
+    q, k, v = arguments.bind_step(STEP, named)
     dtype = state.dtype
-    B, H, K = v.shape[0], v.shape[1], sizes["K"]
+    B, H, K, _ = state.shape
     scale = (K or 1) ** -0.5 if scale is None else arguments.number(STEP, "scale", scale)
     log_decay = arguments.decay(STEP, log_decay, _DECAYS, v.new_empty(()).expand(B, H, K))
     out_dtype = v.dtype

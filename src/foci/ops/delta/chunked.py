@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from foci.ops import arguments
+from foci.ops.backwards import Found, walk
 from foci.ops.delta.call import NAME, Call
 from foci.ops.delta.triangle import inverse
 from foci.ops.gates import Gates
-from foci.ops.slabs import Decays, Slab, initial, keeps, kept, load, sequences, slabs, store
+from foci.ops.slabs import Decays, Slab, initial, keeps, kept, load, room, sequences, slabs, store
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -93,7 +94,7 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     """out [B,T,H,V] in v's dtype and the final state [N,H,K,V], accumulated; `keep`: and what `kept` declares."""
     states = kept(call).empty(call.v) if keep else None
     T = call.v.shape[1]
-    out, final = torch.empty_like(call.v, memory_format=torch.contiguous_format), initial(call)
+    out, final = room(call, call.v), initial(call)
     decays = Decays(call.log_decay, call.v, call.accumulator)
     for start, stop, state in sequences(arguments.documents(NAME, call.offsets, T), final, T):
         for place, slab in enumerate(slabs(start, stop, state.shape[0])):
@@ -108,53 +109,22 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
 
 def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: list[bool]) -> Gradients:
     """Gradients of q, k, v, beta, log_decay, erase and state, None where not needed."""
-    T = call.v.shape[1]
-    d_out = torch.zeros_like(call.v) if grads[0] is None else grads[0]
-    d_state = initial(call._replace(state=grads[1]))
-    found = _Found(call, needs)
+    found = Found(call, ("q", "k", "v", "beta", "log_decay", "erase", "state"), needs)
     decays = Decays(call.log_decay, call.v, call.accumulator)
-    packed = arguments.documents(NAME, call.offsets, T)
-    runs = zip(sequences(packed, initial(call), T), sequences(packed, d_state, T), strict=True)
-    for (start, stop, state), (_, _, d) in runs:
-        passed = list(slabs(start, stop, state.shape[0]))
-        befores = list(outputs[2][: len(passed)]) if keeps(call) else []
-        for slab in passed[len(befores) :]:
-            befores.append(state.clone())
-            _through(_chunks(call, decays, slab), state)
-        while passed:
-            _slab_backward(call, passed.pop(), decays, befores.pop().clone(), d, d_out, found)
-    return found.gradients(d_state)
 
+    def carry(slab: Slab, state: Tensor) -> None:
+        _through(_chunks(call, decays, slab), state)
 
-class _Found:
-    """The gradients as they are found, slab by slab."""
+    def back(slab: Slab, state: Tensor, d_state: Tensor, d_out: Tensor) -> None:
+        _slab_backward(call, slab, _chunks(call, decays, slab), state, d_state, d_out, found)
 
-    def __init__(self, call: Call, needs: list[bool]) -> None:
-        self.call, self.needs = call, needs
-        self.q, self.k, self.v, self.beta = (
-            torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v, call.beta)
-        )
-        self.erase = None if call.erase is None else torch.empty_like(call.erase, memory_format=torch.contiguous_format)
-        self.decay: Tensor | None = None
-        if call.log_decay is not None and needs[4]:
-            shape = (*call.v.shape[:3], call.log_decay.shape[3])
-            self.decay = call.v.new_empty(shape, dtype=call.accumulator)
-
-    def gradients(self, d_state: Tensor) -> Gradients:
-        call, log_decay = self.call, None
-        if self.decay is not None:
-            assert call.log_decay is not None
-            log_decay = self.decay.sum_to_size(call.log_decay.shape).to(call.log_decay.dtype)
-        state = None if call.state is None else d_state.to(call.state.dtype)
-        found = (self.q, self.k, self.v, self.beta, log_decay, self.erase, state)
-        return tuple(x if need else None for x, need in zip(found, self.needs, strict=True))
+    return found.gradients(walk(NAME, call, outputs[2], grads, carry, back))
 
 
 def _slab_backward(
-    call: Call, slab: Slab, decays: Decays, state: Tensor, d_state: Tensor, d_out: Tensor, found: _Found
+    call: Call, slab: Slab, chunks: _Chunks, state: Tensor, d_state: Tensor, d_out: Tensor, found: Found
 ) -> None:
     """The gradients of one slab; d_state goes in as the gradient of the state behind it and out as that before it."""
-    chunks = _chunks(call, decays, slab)
     X, keys, fall, errors, starts = _through(chunks, state)
     gates, P = chunks.gates, state.shape[0]
     do = load(d_out, slab, call.v.shape[2], call.accumulator)
@@ -172,7 +142,7 @@ def _slab_backward(
         d_state.baddbmm_(keys[here].transpose(1, 2), d_errors[here], alpha=-1)
 
     d_value = torch.bmm(X.transpose(1, 2), d_errors)
-    store(d_value, slab, found.v)
+    found.put("v", d_value, slab)
     d_products = torch.stack([torch.bmm(x, errors.transpose(1, 2)) for x in (do, -d_value)], dim=2)
     d_products[:, :, 1].tril_(-1)  # a token reads its own erase key before it writes
     to_rows = torch.stack([torch.bmm(x, starts.transpose(1, 2)) for x in (do, -d_value)], dim=2)
@@ -181,14 +151,14 @@ def _slab_backward(
     d_reads.addcmul_(to_rows, gates.rise[:, :, None])
     d_write.addcmul_(to_fall, gates.fall)
 
-    store(d_reads[:, :, 0] * call.scale, slab, found.q)
-    store((d_write * chunks.key).sum(-1, keepdim=True), slab, found.beta[..., None])
+    found.put("q", d_reads[:, :, 0] * call.scale, slab)
+    found.put("beta", (d_write * chunks.key).sum(-1, keepdim=True), slab)
     d_key = d_write.mul_(chunks.beta)
-    if found.erase is None:
+    if call.erase is None:
         d_key += d_reads[:, :, 1]
     else:
-        store(d_reads[:, :, 1], slab, found.erase)
-    store(d_key, slab, found.k)
-    if found.decay is not None:
+        found.put("erase", d_reads[:, :, 1], slab)
+    found.put("k", d_key, slab)
+    if "log_decay" in found.needed:
         dg += gates.backward((rows * to_rows).sum(2), fall * to_fall, (starts * behind).sum(-1))
-        store(dg, slab, found.decay)
+        found.put("log_decay", dg, slab)

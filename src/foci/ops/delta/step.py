@@ -28,7 +28,7 @@ def forward(
     Both at once, as two rows against the state before the write, is slower: the product then reads it once a row.
     """
     named = {"q": q, "k": k, "v": v, "beta": beta, "state": state, "erase": erase, "log_decay": log_decay}
-    arguments.bind_step(STEP, named)
+    q, k, v = arguments.bind_step(STEP, named)
     dtype, out_dtype = state.dtype, v.dtype
     B, H, K, V = state.shape
     scale = (K or 1) ** -0.5 if scale is None else arguments.number(STEP, "scale", scale)

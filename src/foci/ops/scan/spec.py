@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
-from foci.core.spec import Backend, Output, Spec, Work
+from foci.core.spec import Backend, Output, Spec, Work, equations
 from foci.ops.scan import reference
 from foci.ops.scan.call import NAME, Call, bind
 from foci.ops.scan.cases import CASES
@@ -26,21 +22,10 @@ def work(call: Call) -> Work:
     return Work(flops=2 * call.x.numel(), bytes=moved)
 
 
-def _reference(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    return reference.forward(bind(*args, **kwargs))
-
-
-def _plain(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    call = bind(*args, **kwargs)
-    return reference.equation(call, call.x.dtype)
-
-
 SPEC = Spec(
     name="scan",
     equation="h_t = exp(g_t) h_{t-1} + x_t",
     paper="arXiv:1709.04057",
-    reference=_reference,
-    plain=_plain,
     output_names=("out", "state"),
     differentiable=("x", "log_decay", "state"),
     cases=CASES,
@@ -57,4 +42,5 @@ SPEC = Spec(
     work=work,
     adapt=adapt,
     recurrent=True,
+    **equations(bind, reference),
 )

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
-from foci.core.spec import Backend, Output, Spec, Work
+from foci.core.spec import Backend, Output, Spec, Work, equations
 from foci.ops.selective_scan import reference
 from foci.ops.selective_scan.call import NAME, Call, bind
 from foci.ops.selective_scan.cases import CASES
@@ -28,21 +24,10 @@ def work(call: Call) -> Work:
     return Work(flops=7 * batch * T * D * K, bytes=moved)
 
 
-def _reference(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    return reference.forward(bind(*args, **kwargs))
-
-
-def _plain(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    call = bind(*args, **kwargs)
-    return reference.equation(call, call.x.dtype)
-
-
 SPEC = Spec(
     name=NAME,
     equation="h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T;  y_t = h_t C_t + skip x_t",
     paper="arXiv:2312.00752",
-    reference=_reference,
-    plain=_plain,
     output_names=("out", "state"),
     differentiable=("x", "dt", "A", "B", "C", "skip", "state"),
     cases=CASES,
@@ -58,4 +43,5 @@ SPEC = Spec(
     work=work,
     adapt=adapt,
     recurrent=True,
+    **equations(bind, reference),
 )

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
-from foci.core.spec import Backend, Output, Spec, Work
+from foci.core.spec import Backend, Output, Spec, Work, equations
 from foci.merge.partial import Partial
 from foci.ops.softmax import reference
 from foci.ops.softmax.call import Call, bind
@@ -29,21 +25,10 @@ def work(call: Call) -> Work:
     return Work(flops=2 * B * H * T * S * (K + V), bytes=moved)
 
 
-def _reference(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    return reference.forward(bind(*args, **kwargs))
-
-
-def _plain(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    call = bind(*args, **kwargs)
-    return reference.equation(call, call.q.dtype)
-
-
 SPEC = Spec(
     name="softmax",
     equation="lse[t] = log sum_s exp z[t,s];  out[t] = sum_s exp(z[t,s] - lse[t]) v_s;  z = cap(scale q k) + bias",
     paper="arXiv:1706.03762",
-    reference=_reference,
-    plain=_plain,
     output_names=("out", "lse"),
     logs=("lse",),
     differentiable=("q", "k", "v", "bias", "sink"),
@@ -62,4 +47,5 @@ SPEC = Spec(
     merge=Partial,
     work=work,
     adapt=adapt,
+    **equations(bind, reference),
 )

@@ -1,0 +1,74 @@
+"""The way back through a recurrence in slabs: which states it begins with, and where the gradients are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.ops import arguments
+from foci.ops.slabs import Slab, initial, keeps, sequences, slabs, store
+
+
+class Found:
+    """The gradients of a call as they are found, slab by slab; log_decay's in full, to whatever it was broadcast."""
+
+    def __init__(self, call: Any, names: Sequence[str], needs: Sequence[bool]) -> None:
+        self.call, self.names = call, names
+        self.needed = {name for name, need in zip(names, needs, strict=True) if need}
+        self.there: dict[str, Tensor] = {}
+        for name in self.needed - {"state"}:
+            x = getattr(call, name)
+            if name == "log_decay":
+                self.there[name] = x.new_empty(*call.v.shape[:3], x.shape[3], dtype=call.accumulator)
+            elif name == "bonus":  # summed over tokens
+                self.there[name] = x.new_zeros(x.shape, dtype=call.accumulator)
+            else:
+                self.there[name] = torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    def put(self, name: str, gradient: Tensor, slab: Slab) -> None:
+        """Tokens of one slab, [M,C,D], into the gradient of `name`; nothing if it is not needed."""
+        if name in self.needed:
+            into = self.there[name]
+            store(gradient, slab, into if into.dim() == 4 else into[..., None])
+
+    def gradients(self, d_state: Tensor) -> tuple[Tensor | None, ...]:
+        """In the order of the names, each like its tensor; None where not needed."""
+        self.there["state"] = d_state
+        return tuple(self._like(name) if name in self.needed else None for name in self.names)
+
+    def _like(self, name: str) -> Tensor:
+        x = getattr(self.call, name)
+        return self.there[name].sum_to_size(x.shape).to(x.dtype)
+
+
+def walk(
+    operator: str,
+    call: Any,
+    kept: Tensor,
+    grads: Sequence[Tensor | None],
+    carry: Callable[[Slab, Tensor], object],
+    back: Callable[[Slab, Tensor, Tensor, Tensor], None],
+) -> Tensor:
+    """Every sequence's slabs from last to first; the gradient of the states before the first tokens [N,H,K,V].
+
+    `back(slab, state, d_state, d_out)` takes the state [P,K,V] at the slab's start, and d_state from the gradient
+    behind the slab to the one before it, in place. Where the forward could not keep those states, `carry(slab, state)`
+    makes them again: it takes the state through the slab, in place.
+    """
+    T = call.v.shape[1]
+    d_out = torch.zeros_like(call.v) if grads[0] is None else grads[0]
+    d_state = initial(call._replace(state=grads[1]))
+    packed = arguments.documents(operator, call.offsets, T)
+    runs = zip(sequences(packed, initial(call), T), sequences(packed, d_state, T), strict=True)
+    for (start, stop, state), (_, _, d) in runs:
+        passed = list(slabs(start, stop, state.shape[0]))
+        befores = list(kept[: len(passed)]) if keeps(call) else []
+        for slab in passed[len(befores) :]:
+            befores.append(state.clone())
+            carry(slab, state)
+        while passed:
+            back(passed.pop(), befores.pop().clone(), d, d_out)
+    return d_state
