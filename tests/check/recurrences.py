@@ -215,6 +215,14 @@ def borders_a_token_late(q, k, v, g=None, beta=None, cu_seqlens=None):
     return loop(q, k, v, g, beta, cu_seqlens=cu_seqlens)
 
 
+@plant("linear", "causality", "future tokens turn out, dq, dk, dv, dlog_decay of the prefix into NaN")
+def masked_after_the_exponential(q, k, v, g):
+    c = g.cumsum(1)
+    past = torch.ones(q.shape[1], q.shape[1]).tril()[..., None]
+    scores = torch.einsum("bthk,bshk->btsh", q, k) * (c[:, :, None] - c[:, None]).exp() * past
+    return q.shape[-1] ** -0.5 * torch.einsum("btsh,bshv->bthv", scores, v)
+
+
 @plant("linear", "extreme gates", "wrong or not finite under extreme gates")
 def quotient_of_decays(q, k, v, g):
     """The textbook's parallel form: exp(c_t) / exp(c_s), right until a decay vanishes."""

@@ -263,20 +263,20 @@ def causality(exam: Exam) -> Findings:
         raise NotTested("the Spec offers no way to change the future of a case")
     for case in exam.cases():
         future = take(case, exam.fresh(case, dtype))
-        if future is None or exam.forward(case, dtype).outputs is None:
+        if future is None or exam.sound(case, dtype) is None:
             continue
         before, after = (_prefix(exam, inputs, future.place) for inputs in (exam.fresh(case, dtype), future.inputs))
         if before is None or after is None:
             continue
-        pairs = [(name, old, after[0][name]) for name, old in before[0].items()]
-        pairs += [(f"d{leaf}", old, after[1][leaf]) for leaf, old in before[1].items()]
-        errors = {
-            name: compare.changed(new, old, exam.spec.causal_bitwise)
-            for name, old, new in pairs
-            if old is not None and new is not None
-        }
+        pairs = {name: (old, after[0][name]) for name, old in before[0].items()}
+        pairs |= {f"d{leaf}": (old, after[1][leaf]) for leaf, old in before[1].items()}
+        pairs = {name: pair for name, pair in pairs.items() if all(each is not None for each in pair)}
+        errors = {name: compare.changed(new, old, exam.spec.causal_bitwise) for name, (old, new) in pairs.items()}
+        lost = ", ".join(name for name, pair in pairs.items() if bool((pair[0].isfinite() > pair[1].isfinite()).any()))
         leaks = ", ".join(name for name, error in errors.items() if not error.ok)
         what = f"future tokens leak into {leaks} of the prefix: it would train on what it must predict"
+        if lost:
+            what = f"future tokens turn {lost} of the prefix into NaN or infinity: one of them would end the training"
         yield Finding(case.name, max(errors.values(), key=lambda error: error.share), what if leaks else None)
 
 

@@ -107,7 +107,10 @@ def _joined(exam: Exam, base: Outputs, parts: Sequence[Part], found: Sequence[Ou
 
 
 def _mapped(exam: Exam, dtype: torch.dtype, parts: Sequence[Part]) -> dict[str, Tensor]:
-    """The final state by the maps of the parts: each is affine, two calls measure it, and all are combined."""
+    """The final state by the maps of the parts: each is affine, two calls measure it, and all are combined.
+
+    In float64: strangers keep their states in float32 whatever the inputs are.
+    """
     ask, merge, name = exam.spec.probes.transition, exam.spec.merge, parts[-1].resumes[0]
     if ask is None or merge is None:
         return {}
@@ -119,10 +122,10 @@ def _mapped(exam: Exam, dtype: torch.dtype, parts: Sequence[Part]) -> dict[str, 
         if offset is None or transition is None:
             return {}
         place = exam.names.index(name)
-        maps.append(merge(transition[place], offset[place]))
+        maps.append(merge(transition[place].double(), offset[place].double()))
     whole = fold(maps)
     start: Tensor = _inputs(exam, parts[0], dtype).get(name, torch.zeros_like(whole.offset))
-    return {name: whole.apply(start)}
+    return {name: whole.apply(start.double())}
 
 
 def _same(
