@@ -105,13 +105,11 @@ def test_wrong_steps(function: str, change: dict[str, Any], kind: type[Exception
     assert sentence in str(caught.value)
 
 
-def test_a_step_under_autocast_is_the_call_of_one_token() -> None:
-    q, k, v, beta = torch.randn(B, G, K), torch.randn(B, G, K).bfloat16(), torch.randn(B, H, V), torch.rand(B, H)
-    state = torch.zeros(B, H, K, V)
-    one = {"q": q[:, None], "k": k[:, None], "v": v[:, None], "return_state": True}
+@pytest.mark.parametrize("function", ["linear_attention", "delta_rule"])
+def test_a_step_under_autocast_is_the_call_of_one_token(function: str) -> None:
+    shapes = {name: x.shape[:1] + x.shape[2:] for name, x in good(function).items()}
+    token = {name: torch.rand(shape) for name, shape in shapes.items()}
+    token["k"] = token["k"].bfloat16()  # what a product gave, beside what a norm gave
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        for got, (out, after) in (
-            (foci.linear_attention_step(q, k, v, state), foci.linear_attention(**one)),
-            (foci.delta_rule_step(q, k, v, beta, state), foci.delta_rule(**one, beta=beta[:, None], state=state.clone())),
-        ):
-            torch.testing.assert_close(got, out[:, 0])
+        out, _ = getattr(foci, function)(**{name: x[:, None] for name, x in token.items()})
+        torch.testing.assert_close(getattr(foci, f"{function}_step")(**token, state=torch.zeros(B, H, K, V)), out[:, 0])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foci.ops import arguments
-from foci.ops.slabs import Slab, initial, keeps, sequences, slabs, store
+from foci.ops.slabs import Slab, initial, keeps, room, sequences, slabs, store
 
 
 class Found:
@@ -22,11 +22,11 @@ class Found:
         for name in self.needed - {"state"}:
             x = getattr(call, name)
             if name == "log_decay":
-                self.there[name] = x.new_empty(*call.v.shape[:3], x.shape[3], dtype=call.accumulator)
+                self.there[name] = room(call, x.expand(*call.v.shape[:2], -1, -1), call.accumulator)
             elif name == "bonus":  # summed over tokens
                 self.there[name] = x.new_zeros(x.shape, dtype=call.accumulator)
             else:
-                self.there[name] = torch.empty_like(x, memory_format=torch.contiguous_format)
+                self.there[name] = room(call, x)
 
     def put(self, name: str, gradient: Tensor, slab: Slab) -> None:
         """Tokens of one slab, [M,C,D], into the gradient of `name`; nothing if it is not needed."""
