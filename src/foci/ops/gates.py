@@ -11,6 +11,7 @@ Nothing is chosen by looking at the gates, so what comes later cannot change how
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -117,18 +118,18 @@ class Gates:
             halves(dy, m, 1)[0].addcmul_(to_columns.view_as(columns), fall)
         # Gate r weighs the pairs s < r <= t: what the rows from r on give, less what the columns do. A token's product
         # with itself weighs none; left out, what is summed has the size of the answer.
-        rows, columns = (x * dx).sum(2), y * dy
+        rows, columns = over_reads(x * dx), y * dy
         dg = _sums_from(rows - columns) if self.own else _sums_from(rows) - rows - _sums_from(columns)
         if self.own:
             diagonal = dA.diagonal(dim1=1, dim2=3).transpose(1, 2)[..., None]
             dx.addcmul_(diagonal, y[:, :, None])
-            dy += (diagonal * x).sum(2)
+            dy += over_reads(diagonal * x)
         return dx, dy, dg
 
     def _pairs_backward_by_token(self, dA: Tensor, A: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert self.weights is not None
         # In full, because gates that are constant sum it over tokens: for each row, the pairs that begin before r.
-        before = torch.bmm((dA * A).sum(2), _upper(A, 1, self.C))
+        before = torch.bmm(over_reads(dA * A), _upper(A, 1, self.C))
         dg = before.mul_(_upper(A, 0 if self.own else 1, self.C).transpose(1, 2)).sum(1)[..., None]
         dA = (dA * self.weights[:, :, None]).flatten(1, 2)
         dx = torch.bmm(dA, y).view_as(x)
@@ -144,6 +145,11 @@ class Gates:
             by_rise, by_fall, by_total = (x.sum(-1, keepdim=True) for x in (by_rise, by_fall, by_total))
         through_rise = _sums_from(by_rise) if self.own else _sums_from(by_rise) - by_rise
         return through_rise + _sums_before(by_fall) + (by_total * self.total)[:, None]
+
+
+def over_reads(x: Tensor) -> Tensor:
+    """The sum over R of [M,C,R,..]: one or two, for which `sum` would be slow."""
+    return reduce(torch.add, x.unbind(2))
 
 
 def _lower(A: Tensor, m: int) -> Tensor:

@@ -20,7 +20,7 @@ from foci.ops import arguments
 from foci.ops.backwards import Found, walk
 from foci.ops.delta.call import NAME, Call
 from foci.ops.delta.triangle import inverse
-from foci.ops.gates import Gates
+from foci.ops.gates import Gates, over_reads
 from foci.ops.slabs import Decays, Slab, initial, keeps, kept, load, room, sequences, slabs, store
 
 Gradients = tuple[Tensor | None, ...]
@@ -127,7 +127,8 @@ def _slab_backward(
     """The gradients of one slab; d_state goes in as the gradient of the state behind it and out as that before it."""
     X, keys, fall, errors, starts = _through(chunks, state)
     gates, P = chunks.gates, state.shape[0]
-    do = load(d_out, slab, call.v.shape[2], call.accumulator)
+    given = errors.new_empty(*errors.shape[:2], 2, errors.shape[2])  # to what each read gives: to o, and to -d
+    do = load(d_out, slab, call.v.shape[2], call.accumulator, given[:, :, 0])
     rows = chunks.reads * gates.rise[:, :, None]
 
     # Down the chunks: the gradient of the errors, and of the state at each chunk's end.
@@ -143,9 +144,10 @@ def _slab_backward(
 
     d_value = torch.bmm(X.transpose(1, 2), d_errors)
     found.put("v", d_value, slab)
-    d_products = torch.stack([torch.bmm(x, errors.transpose(1, 2)) for x in (do, -d_value)], dim=2)
+    torch.neg(d_value, out=given[:, :, 1])
+    d_products = torch.bmm(given.flatten(1, 2), errors.transpose(1, 2)).view_as(chunks.products)
     d_products[:, :, 1].tril_(-1)  # a token reads its own erase key before it writes
-    to_rows = torch.stack([torch.bmm(x, starts.transpose(1, 2)) for x in (do, -d_value)], dim=2)
+    to_rows = torch.bmm(given.flatten(1, 2), starts.transpose(1, 2)).view_as(rows)
     to_fall = torch.bmm(errors, behind.transpose(1, 2))
     d_reads, d_write, dg = gates.pairs_backward(d_products, chunks.products, chunks.reads, chunks.write)
     d_reads.addcmul_(to_rows, gates.rise[:, :, None])
@@ -160,5 +162,5 @@ def _slab_backward(
         found.put("erase", d_reads[:, :, 1], slab)
     found.put("k", d_key, slab)
     if "log_decay" in found.needed:
-        dg += gates.backward((rows * to_rows).sum(2), fall * to_fall, (starts * behind).sum(-1))
+        dg += gates.backward(over_reads(rows * to_rows), fall * to_fall, (starts * behind).sum(-1))
         found.put("log_decay", dg, slab)
