@@ -24,6 +24,7 @@ Run = Callable[..., Any]
 
 
 def offsets_of(keywords: Mapping[str, Any], where: str) -> Tensor | None:
+    """The documents that the keywords tell of; raises Unsupported for keywords that say anything else."""
     given = asked(keywords)
     found = documents(given)
     refuse({name: value for name, value in given.items() if name not in DOCUMENTS}, where)
@@ -84,12 +85,12 @@ def step_delta(backend: str | None, theirs: Run) -> Run:
         use_qk_l2norm_in_kernel: bool = False,
         **keywords: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        wide, S = accumulator(query.dtype), initial_state
-        one = query.shape[1] == 1 and output_final_state and documents(asked(keywords)) is None
+        wide, S, offsets = accumulator(query.dtype), initial_state, offsets_of(keywords, "a delta rule")
+        one = query.shape[1] == 1 and output_final_state and offsets is None
         if S is None or not one or S.dtype != wide or learns(query, key, value, g, beta, S):
-            return many(query, key, value, g, beta, 0, S, output_final_state, use_qk_l2norm_in_kernel, **keywords)
-        offsets_of(keywords, "a delta rule")
-        q, k, v, g, b = (x[:, 0].to(wide) for x in (query, key, value, g, beta))
+            rest = (0, S, output_final_state, use_qk_l2norm_in_kernel)
+            return many(query, key, value, g, beta, *rest, cu_seqlens=offsets)
+        q, k, v, g, b = (x.squeeze(1).to(wide) for x in (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
             q, k = _unit(q), _unit(k)
         return delta_rule_step(q, k, v, b, S, log_decay=g)[:, None].to(query.dtype), S
