@@ -119,7 +119,7 @@ def resume(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=["hybrid", "twin"])
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=750)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--work", type=Path, default=Path("out/bytes_lm"))
     parser.add_argument("--out", type=Path, default=None, help="where the trained model goes, in bfloat16")

@@ -7,7 +7,7 @@ import hashlib
 import math
 import sysconfig
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -300,12 +300,16 @@ def cost(models: dict[str, Any], contexts: tuple[int, ...] = CONTEXTS, rounds: i
             memory = BytesCache()
             for piece in ids[:, :context].split(512, 1):
                 model(piece, past_key_values=memory, logits_to_keep=1)
-            rows.append({"model": name, "context": context, "cache": memory.nbytes, "times": []})
+            rows.append({"model": name, "context": context})
             caches.append(memory)
+    times: list[list[float]] = [[] for _ in rows]
     for turn in range(rounds + 2):
-        for row, memory in zip(rows, caches, strict=True):
-            model = models[row["model"]]
-            taken = clock(lambda: model(ids[:, :1], past_key_values=memory, logits_to_keep=1))  # noqa: B023
-            if turn > 1:
-                row["times"].append(taken)
-    return [{**row, "milliseconds": 1e3 * median(row.pop("times"))} for row in rows]
+        for row, memory, taken in zip(rows, caches, times, strict=True):
+            step = partial(models[row["model"]], ids[:, :1], past_key_values=memory, logits_to_keep=1)
+            seconds = clock(step)
+            if turn > 1:  # the first two warm up
+                taken.append(seconds)
+    return [
+        {**row, "milliseconds": 1e3 * median(taken), "cache": memory.nbytes}
+        for row, memory, taken in zip(rows, caches, times, strict=True)
+    ]

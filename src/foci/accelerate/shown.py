@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from foci.accelerate.digits import DigitsPipeline
 
 SAMPLES, BATCH = 200, 40
-PROMPT = "def read_text(path, encoding=None):\n    "
+PROMPT = "class Tree:\n    def __init__(self"
 STEPS, QUICK = 25, 6  # for the ten that are looked at, for the 200 that are read
 
 

@@ -96,6 +96,20 @@ def _digits() -> Subject:
     return Subject(DEFAULT, note, pipeline.transformer, inputs, half, lambda progress: draw_digits(pipeline, progress))
 
 
+def _bytes_lm() -> Subject:
+    from foci.accelerate import bytes_lm
+    from foci.accelerate.shown import write_code
+    from foci.integrations.layers import find_sites
+
+    model = bytes_lm.load()
+    for layer in find_sites(model).values():
+        layer.backend = "reference"  # the original: every equation taken literally, token by token
+    text = bytes_lm.text_of(bytes_lm.library_files("validation")[:1]).long()
+    inputs, other = ({"input_ids": text[: 2 * length].view(2, length), "use_cache": False} for length in (192, 256))
+    note = "trained on Python's standard library; before, its layers take their equations literally"
+    return Subject("bytes-lm", note, model, inputs, other, lambda progress: write_code(model, progress))
+
+
 def _random(name: str, library: str, kind: str, config: Mapping[str, Any], tokens: int = 48) -> Callable[[], Subject]:
     def build() -> Subject:
         package = require(library, extra=library)
@@ -253,6 +267,7 @@ _HYBRID = {
 NAMES: dict[str, Callable[[], Subject]] = {
     DEFAULT: _digits,
     "minilm": _minilm,
+    "bytes-lm": _bytes_lm,
     "flux": _random(
         "flux",
         "diffusers",
