@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import math
+import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -202,8 +203,11 @@ def library_files(split: Literal["train", "validation"]) -> list[Path]:
     """The modules of Python's standard library as installed here, one in 24 of them held out, by a hash of the path."""
     root = Path(sysconfig.get_path("stdlib"))
     left = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__", "lib2to3"}
-    files = sorted(path for path in root.rglob("*.py") if not left & set(path.relative_to(root).parts))
-    return [path for path in files if held_out(path.relative_to(root).as_posix()) == (split == "validation")]
+    files = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in left]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return [path for path in sorted(files) if held_out(path.relative_to(root).as_posix()) == (split == "validation")]
 
 
 def held_out(name: str) -> bool:
