@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from foci.check.modules import is_unmerged, twice_as_far
+from foci.check.modules import farther, is_unmerged
 
 
 def reference(layer: nn.Module, x: Tensor) -> tuple[Tensor]:
     return (layer(x),)
 
 
-def test_the_yardstick_is_twice_as_far_from_the_truth_and_differentiable() -> None:
+def test_the_yardstick_is_so_many_times_as_far_from_the_truth_and_differentiable() -> None:
     layer = nn.Linear(32, 8).to(torch.bfloat16)
     x = torch.randn(5, 32, dtype=torch.bfloat16)
-    (plain,) = twice_as_far(reference, "layer")(layer=layer, x=x)
+    (plain,) = farther(reference, "layer", 2)(layer=layer, x=x)
     truth = x.double() @ layer.weight.double().T + layer.bias.double()
     own = layer(x)
     assert plain.dtype == torch.float64

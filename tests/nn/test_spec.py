@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import foci.nn
 from foci.check.run import Report, examine
 from foci.nn.spec import spec_for
 from foci.ops.decay.api import linear_attention
@@ -154,6 +155,16 @@ def test_a_right_layer_passes() -> None:
     found = report(Right)
     assert found.ok, found.failures
     assert any("does not name offsets" in reason for reason in found.not_tested)
+
+
+OURS = ("Attention", "DeltaNet", "GatedDeltaNet", "KimiDeltaAttention", "LinearAttention", "MultiScaleRetention",
+        "SimpleGatedLinearAttention", "GatedLinearAttention", "HGRN2", "GatedSlotAttention", "Mamba2", "RWKV6TimeMix")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_ours_pass(name: str) -> None:
+    found = report(getattr(foci.nn, name), "forward", "bad input")
+    assert found.ok and not found.not_tested, (found.failures, found.not_tested)
 
 
 def test_an_object_is_taken_as_well_as_its_class() -> None:

@@ -20,11 +20,11 @@ def is_unmerged(error: RuntimeError) -> bool:
     return found is not None and int(found[1]) < int(found[2]) and int(found[2]) % int(found[1]) == 0
 
 
-def twice_as_far(reference: Callable[..., Outputs], module: str) -> Callable[..., Outputs]:
+def farther(reference: Callable[..., Outputs], module: str, times: float) -> Callable[..., Outputs]:
     """The `plain` of a Spec whose truth is what a module, given by this name, itself computes.
 
-    It is twice as far from the truth as the module in the working dtype: two right orders of the same roundings differ
-    by as much as either errs.
+    It is so many times as far from the truth as the module in the working dtype: two right orders of the same roundings
+    differ by as much as either errs.
     """
 
     def plain(**inputs: Any) -> Outputs:
@@ -32,7 +32,7 @@ def twice_as_far(reference: Callable[..., Outputs], module: str) -> Callable[...
         exact = {f"held.{name}": value.double() for name, value in inputs[module].named_parameters()}
         wide = {name: _double(value) for name, value in inputs.items() if name != module}
         truth = functional_call(_Called(reference, module, inputs[module]), exact, (), wide)
-        return tuple(2 * near - right for near, right in zip(own, truth, strict=True))
+        return tuple(right + times * (near - right) for near, right in zip(own, truth, strict=True))
 
     return plain
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from foci.check.modules import UNMERGED, is_unmerged, twice_as_far
+from foci.check.modules import UNMERGED, farther, is_unmerged
 from foci.core.errors import require
 from foci.core.spec import Candidate, Case, Inputs, Mistake, Outputs, Part, Probes, Spec, WrongReturn
 from foci.integrations.processors import CallSite, ProcessorError, check, entry
@@ -49,7 +49,7 @@ def spec_for(processor: Any, kind: str | None = None) -> Spec:
         equation="an attention module with this processor = the same module with the model's own",
         paper="arXiv:1706.03762",
         reference=_reference,
-        plain=twice_as_far(_reference, "site"),
+        plain=farther(_reference, "site", 2),
         output_names=("hidden_states", "encoder_hidden_states"),
         differentiable=("hidden_states", "encoder_hidden_states"),
         cases=tuple(_case(chosen, name, frozenset(features.split())) for name, features in chosen.cases),
