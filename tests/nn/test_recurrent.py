@@ -173,6 +173,16 @@ def test_half_precision_keeps_its_dtype_and_its_states_float32(layer: Recurrent,
     assert (out.double() - right).norm() < 0.1 * right.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_prefill_and_steps_run(layer: Recurrent, hidden: Tensor, dtype: torch.dtype) -> None:
+    layer, hidden, cache = layer.float(), hidden.float(), nn.Cache()
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        out = torch.cat([layer(piece, cache=cache) for piece in hidden.split([7, 1, 1], 1)], 1)
+    assert out.dtype == dtype
+    right = layer(hidden)
+    assert (out.float() - right).norm() < 0.1 * right.norm()
+
+
 def test_a_cache_serves_several_layers(hidden: Tensor) -> None:
     layers = [nn.GatedDeltaNet(D, H, layer_index=i, dtype=DOUBLE) for i in range(2)]
     cache, out = nn.Cache(), []

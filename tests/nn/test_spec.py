@@ -157,8 +157,11 @@ def test_a_right_layer_passes() -> None:
     assert any("does not name offsets" in reason for reason in found.not_tested)
 
 
-OURS = ("Attention", "DeltaNet", "GatedDeltaNet", "KimiDeltaAttention", "LinearAttention", "MultiScaleRetention",
-        "SimpleGatedLinearAttention", "GatedLinearAttention", "HGRN2", "GatedSlotAttention", "Mamba2", "RWKV6TimeMix")  # fmt: skip
+OURS = (
+    "Attention", "DeltaNet", "GatedDeltaNet", "GatedLinearAttention", "GatedSlotAttention", "HGRN2",
+    "KimiDeltaAttention", "LinearAttention", "Mamba2", "MultiScaleRetention", "RWKV6TimeMix",
+    "SimpleGatedLinearAttention",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -83,7 +85,8 @@ class Tokens:
     ) -> Tensor:
         """foci.linear_attention that goes on from the state kept by this name, and keeps the new one."""
         state = self._kept(name)
-        k, log_decay = self._only_real(k), self._still(log_decay)
+        q, k = q.to(v.dtype), self._only_real(k.to(v.dtype))  # on a GPU autocast makes softmax features float32
+        log_decay = self._still(log_decay)
         if state is not None and self._steps:
             g = log_decay if log_decay is None or log_decay.dim() == 1 else log_decay[:, 0]
             return linear_attention_step(
@@ -256,10 +259,9 @@ def low_rank(
 def gate_parameters(
     heads: int, channels: int, device: torch.device | None, dtype: torch.dtype | None
 ) -> tuple[nn.Parameter, nn.Parameter]:
-    """A_log [heads] and dt_bias [channels] of `selective_decay`, as Mamba-2 begins: A in [1, 16], softplus(dt_bias)
-    log-uniform in [0.001, 0.1]."""
+    """A_log [heads] and dt_bias [channels], as Mamba-2 begins: A in [1, 16], softplus(dt_bias) in [0.001, 0.1]."""
     rate = torch.empty(heads, device=device).uniform_(1, 16)
-    dt = torch.empty(channels, device=device).uniform_(-6.907755, -2.302585).exp()
+    dt = torch.empty(channels, device=device).uniform_(math.log(0.001), math.log(0.1)).exp()
     return nn.Parameter(rate.log().to(dtype)), nn.Parameter((dt + torch.log(-torch.expm1(-dt))).to(dtype))
 
 
