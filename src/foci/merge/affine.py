@@ -24,11 +24,11 @@ class Affine(NamedTuple):
     def dense(self) -> bool:
         return self.transition.dim() == self.offset.dim()
 
-    def apply(self, state: Tensor) -> Tensor:
-        """The state after these tokens."""
+    def apply(self, state: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """The state after these tokens; written into `out` where given, as torch's functions do."""
         if self.dense:
-            return self.transition @ state + self.offset
-        return torch.addcmul(self.offset, self.transition[..., None], state)
+            return torch.add(self.transition @ state, self.offset, out=out)
+        return torch.addcmul(self.offset, self.transition[..., None], state, out=out)
 
     def combine(self, later: Affine) -> Affine:
         if self.dense and later.dense:

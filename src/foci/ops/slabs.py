@@ -131,7 +131,13 @@ def keeps(call: Any) -> bool:
 def borders(gates: Gates, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
     """The state at the start of each chunk [M,K,V]; `state` [P,K,V] is carried on, in place, by total S + k^T v."""
     written = torch.bmm(k.transpose(1, 2), v).view(-1, *state.shape)
-    return _carry(gates, written, state, range(len(written)))
+    total = gates.total.view(*written.shape[:2], gates.D)
+    found = state.new_empty(len(written) + 1, *state.shape)
+    found[0] = state
+    for i in range(len(written)):
+        Affine(total[i], written[i]).apply(found[i], out=found[i + 1])
+    state.copy_(found[-1])
+    return found[:-1].flatten(0, 1)
 
 
 def ends(gates: Gates, read: Tensor, state: Tensor) -> Tensor:
@@ -140,14 +146,10 @@ def ends(gates: Gates, read: Tensor, state: Tensor) -> Tensor:
     A chunk adds `read` [M,K,V] to total times the gradient at its end.
     """
     added = read.view(-1, *state.shape)
-    return _carry(gates, added, state, range(len(added) - 1, -1, -1))
-
-
-def _carry(gates: Gates, added: Tensor, state: Tensor, order: range) -> Tensor:
-    """What `state` is before each chunk, when it passes them in this order; it is left what it is after the last."""
-    total, found, now = gates.total.view(*added.shape[:2], gates.D), torch.empty_like(added), state
-    for i in order:
-        found[i] = now
-        now = Affine(total[i], added[i]).apply(now)
-    state.copy_(now)
-    return found.flatten(0, 1)
+    total = gates.total.view(*added.shape[:2], gates.D)
+    found = state.new_empty(len(added) + 1, *state.shape)
+    found[-1] = state
+    for i in reversed(range(len(added))):
+        Affine(total[i], added[i]).apply(found[i + 1], out=found[i])
+    state.copy_(found[0])
+    return found[1:].flatten(0, 1)

@@ -40,7 +40,7 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
             q, k, v = (load(x, slab, call.v.shape[2], work) for x in (call.q, call.k, call.v))
             A = _products(call, gates, q, k).mul_(call.scale)
             starts = borders(gates, gates.fallen(k), v, state)
-            read = torch.bmm(gates.risen(q), starts)
+            read = torch.bmm(gates.risen(q), starts.to(work))
             store(read.baddbmm_(A, v, beta=call.scale), slab, out)
     return (out, final) if states is None else (out, final, states)
 

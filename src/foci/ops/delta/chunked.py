@@ -79,15 +79,15 @@ def _through(chunks: _Chunks, state: Tensor) -> _Pass:
     X = inverse(chunks.E)
     keys = torch.bmm(X, gates.risen(chunks.reads[:, :, 1]))
     errors, fall = torch.bmm(X, chunks.value), gates.fallen(chunks.write)
-    starts = state.new_empty(n, *state.shape)
+    starts = state.new_empty(n + 1, *state.shape)
+    starts[0] = state
     for i in range(n):
         here = slice(i * P, (i + 1) * P)
-        starts[i] = state
-        errors[here].baddbmm_(keys[here], state, alpha=-1)
-        if not gates.idle:
-            state.mul_(gates.total[here, :, None])
-        state.baddbmm_(fall[here].transpose(1, 2), errors[here])
-    return _Pass(X, keys, fall, errors, starts.flatten(0, 1))
+        errors[here].baddbmm_(keys[here], starts[i], alpha=-1)
+        torch.mul(starts[i], gates.total[here, :, None], out=starts[i + 1])
+        starts[i + 1].baddbmm_(fall[here].transpose(1, 2), errors[here])
+    state.copy_(starts[n])
+    return _Pass(X, keys, fall, errors, starts[:n].flatten(0, 1))
 
 
 def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
@@ -134,13 +134,15 @@ def _slab_backward(
     # Down the chunks: the gradient of the errors, and of the state at each chunk's end.
     d_errors = torch.bmm(chunks.A.transpose(1, 2), do)
     read = torch.bmm(rows[:, :, 0].transpose(1, 2), do)
-    behind = torch.empty_like(starts)
+    ends = state.new_empty(slab.n + 1, *state.shape)
+    ends[slab.n] = d_state
     for i in reversed(range(slab.n)):
         here = slice(i * P, (i + 1) * P)
-        behind[here] = d_state
-        d_errors[here].baddbmm_(fall[here], d_state)
-        torch.addcmul(read[here], gates.total[here, :, None], behind[here], out=d_state)
-        d_state.baddbmm_(keys[here].transpose(1, 2), d_errors[here], alpha=-1)
+        d_errors[here].baddbmm_(fall[here], ends[i + 1])
+        torch.addcmul(read[here], gates.total[here, :, None], ends[i + 1], out=ends[i])
+        ends[i].baddbmm_(keys[here].transpose(1, 2), d_errors[here], alpha=-1)
+    d_state.copy_(ends[0])
+    behind = ends[1:].flatten(0, 1)
 
     d_value = torch.bmm(X.transpose(1, 2), d_errors)
     found.put("v", d_value, slab)
