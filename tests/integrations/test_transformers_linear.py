@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -202,6 +203,18 @@ class TestInstallation:
         plain.load_state_dict(twin.state_dict())
         assert twin.model.layers[0].self_attn.forward.__self__ is twin.model.layers[0].self_attn
         assert relative(twin(tokens()).logits, plain(tokens()).logits) < BUDGET
+
+    @pytest.mark.parametrize("name", ["bamba", "recurrent_gemma"])
+    @torch.no_grad()
+    def test_a_pickle_comes_back_with_its_own_code_in_the_linear_layers(self, name: str) -> None:
+        model = MODELS[name]()
+        expected = model(tokens(), use_cache=False).logits
+        with install(model) as handle:
+            again = pickle.loads(pickle.dumps(model))
+        linear = again.get_submodule(next(site for site in handle.sites if site in linear_sites(model)))
+        method = "_rnn_scan" if name == "recurrent_gemma" else "forward"
+        assert getattr(linear, method).__func__ is getattr(type(linear), method)
+        assert relative(again(tokens(), use_cache=False).logits, expected) < BUDGET
 
     def test_a_recurrence_that_foci_does_not_know_is_named(self) -> None:
         class NewMambaMixer(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -183,7 +184,9 @@ class Routes:
             base = require("transformers", extra="transformers").PreTrainedModel
             for module in model.modules():
                 if isinstance(module, base):
-                    hook = module.register_forward_pre_hook(_refuse_documents(mixing), with_kwargs=True, prepend=True)
+                    hook = module.register_forward_pre_hook(
+                        _RefuseDocuments(tuple(mixing)), with_kwargs=True, prepend=True
+                    )
                     self._hooks.append(hook)
 
     def restore(self) -> None:
@@ -200,6 +203,7 @@ def _instead(theirs: FunctionType, recurrence: Recurrence, backend: str | None) 
     """A method that runs foci: a copy of theirs with other callees, or what the family has for it."""
     if recurrence.family.method is not None:
         method = recurrence.family.method[2](backend, theirs)
+        method.__name__ = recurrence.method  # by which a pickle finds it in the class again
     else:
         swaps: dict[Run, Run] = {function: make(backend, function) for function, make in recurrence.functions.items()}
         method = Rerouter(swaps).function(theirs)
@@ -207,15 +211,16 @@ def _instead(theirs: FunctionType, recurrence: Recurrence, backend: str | None) 
     return method
 
 
-def _refuse_documents(kinds: list[str]) -> Callable[..., None]:
+@dataclass(frozen=True)
+class _RefuseDocuments:
     """A hook for models that do not tell layers of these kinds where documents begin: refuse before they mix."""
 
-    def check(module: nn.Module, args: Any, keywords: dict[str, Any]) -> None:
+    kinds: tuple[str, ...]
+
+    def __call__(self, module: nn.Module, args: Any, keywords: dict[str, Any]) -> None:
         if given := sorted(asked(keywords).keys() & set(DOCUMENTS)):
             raise Unsupported(
                 f"{type(module).__name__} cannot keep packed documents apart",
-                [f"its {' and '.join(kinds)} layers are not told of {', '.join(given)}"],
+                [f"its {' and '.join(self.kinds)} layers are not told of {', '.join(given)}"],
                 "give each document a row of its own",
             )
-
-    return check
