@@ -165,6 +165,16 @@ def test_compiles_whole_padded_and_cached(layer: Recurrent, hidden: Tensor) -> N
     torch.compiler.reset()
 
 
+def test_compiles_packed_documents(hidden: Tensor) -> None:
+    torch.compiler.reset()
+    layer, offsets = nn.GatedDeltaNet(D, H, dtype=DOUBLE), torch.tensor([0, 3, 3, T])
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    ours, theirs = nn.Cache(), nn.Cache()
+    close(compiled(hidden[:1], offsets=offsets, cache=theirs), layer(hidden[:1], offsets=offsets, cache=ours))
+    close(theirs.layer(0)["state"], ours.layer(0)["state"])
+    torch.compiler.reset()
+
+
 def test_half_precision_keeps_its_dtype_and_its_states_float32(layer: Recurrent, hidden: Tensor) -> None:
     right, cache = layer(hidden), nn.Cache()
     out = layer.bfloat16()(hidden.bfloat16(), cache=cache)
