@@ -51,5 +51,6 @@ SPEC = Spec(
     work=work,
     adapt=adapt,
     recurrent=True,
+    causal_bitwise=True,
     **equations(bind, reference),
 )
