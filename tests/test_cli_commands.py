@@ -96,11 +96,34 @@ def test_explain_takes_no_memory_for_its_tensors(capsys) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "returns"),
+    [
+        (
+            "linear --shape B2,T9,H4,G2,K16,V8 --with log_decay,bonus,state",
+            {"out": [2, 9, 4, 8], "state": [2, 4, 16, 8]},
+        ),
+        ("delta --shape T9,H4,K16 --with erase", {"out": [1, 9, 4, 16], "state": [1, 4, 16, 16]}),
+        ("scan --shape B2,T9,D8 --with state", {"out": [2, 9, 8], "state": [2, 8]}),
+        ("selective_scan --shape B2,T9,D8,K4 --with skip", {"out": [2, 9, 8], "state": [2, 8, 4]}),
+    ],
+)
+def test_explain_knows_the_sizes_of_every_operator(capsys, arguments: str, returns: dict[str, list[int]]) -> None:
+    code, out, _ = run(capsys, f"explain {arguments} --lse --json")
+    assert code == 0
+    assert {name: value["shape"] for name, value in json.loads(out)["returns"].items()} == returns
+
+
+@pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         ("sftmax --shape T4,H6,K8", "unknown operator 'sftmax'; expected one of 'softmax'"),
         ("softmax --shape T4", "--shape must give H, K; got 'T4'"),
-        ("softmax --shape T4,H6,K8,Z2", "--shape: unknown letter 'Z'; expected B, T, S, H, G, K or V"),
+        ("softmax --shape T4,H6,K8,Z2", "--shape: unknown letter 'Z'; expected B, G, H, K, S, T, V"),
+        ("linear --shape T4,S5,H6,K8", "--shape: unknown letter 'S'; expected B, G, H, K, T, V"),
+        ("linear --shape T4,H6,K8 --mask causal", "linear has no mask; it has q, k, v, log_decay, bonus"),
+        ("delta --shape T4,H6,K8 --softcap 3", "delta has no softcap; it has q, k, v, beta"),
+        ("delta --shape T4,H6,K8 --with sink", "delta has no optional 'sink'; it has log_decay, erase, state"),
+        ("scan --shape T4", "--shape must give D; got 'T4'"),
         ("softmax --shape T4,H6,K8,K9", "--shape gives a letter twice: 'T4,H6,K8,K9'"),
         ("softmax --shape four", "--shape must be letters with sizes, like B1,T4096,H32,G8,K128; got 'four'"),
         ("softmax --shape T4,H6,G4,K8", "k has 4 heads but q has 6; q heads must be a multiple of k heads"),

@@ -90,14 +90,16 @@ def _availability(spec: Spec, device: torch.device) -> list[dict[str, Any]]:
 
 @app.command("explain")
 def explain(
-    name: Annotated[str, typer.Argument(metavar="OPERATOR", help="softmax")],
-    shape: Annotated[str, typer.Option(help="Sizes by letter: B1,T4096,S4096,H32,G8,K128,V128.")],
+    name: Annotated[str, typer.Argument(metavar="OPERATOR", help=", ".join(SPECS))],
+    shape: Annotated[str, typer.Option(help="Sizes by letter: B1,T4096,S4096,H32,G8,K128,V128; the scans have D.")],
     mask: Annotated[
         str, typer.Option(help="causal, causal:top-left, window:L,R, dense, packed:0,9,20, lengths:7; & joins")
     ] = "",
     softcap: Annotated[float | None, typer.Option(help="Cap of the logits.")] = None,
-    give: Annotated[str, typer.Option("--with", help="Optional parts, joined with commas: bias, sink, dropout.")] = "",
-    lse: Annotated[bool, typer.Option("--lse", help="Ask for the log-sum-exp too.")] = False,
+    give: Annotated[
+        str, typer.Option("--with", help="Optional parts, joined with commas: bias, sink, dropout, state.")
+    ] = "",
+    lse: Annotated[bool, typer.Option("--lse", help="Ask for the log-sum-exp, or the state, too.")] = False,
     grad: Annotated[bool, typer.Option("--grad", help="Every floating tensor needs its gradient.")] = False,
     dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -105,15 +107,20 @@ def explain(
 ) -> None:
     """Which backend would run a call of this shape on this machine, and every other backend's reasons."""
     spec = operator(name)
-    sizes = _sizes(shape)
+    sizes = _sizes(spec, shape)
     parts = [part.strip() for part in give.split(",") if part.strip()]
     tensors = _tensors(spec, sizes, [part for part in parts if part != "dropout"], dtype, _device(device), grad)
     options: dict[str, Any] = {"mask": _mask(mask, sizes, _device(device)), "softcap": softcap}
     if "dropout" in parts:
         options["dropout"] = 0.1
+    options = {option: value for option, value in options.items() if value is not None}
     assert spec.bind is not None
     assert spec.outputs is not None
-    call = spec.bind(**tensors, **{option: value for option, value in options.items() if value is not None})
+    if unknown := options.keys() - inspect.signature(spec.bind).parameters.keys():
+        raise ValueError(
+            f"{spec.name} has no {min(unknown)}; it has {', '.join(inspect.signature(spec.bind).parameters)}"
+        )
+    call = spec.bind(**tensors, **options)
     explanation = explain_call(spec, call)
     returned = spec.outputs(call)[: None if lse else 1]
     results = {out.name: {"shape": list(out.shape), "dtype": _word(out.dtype)} for out in returned}
@@ -135,19 +142,29 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _sizes(text: str) -> dict[str, int]:
-    """{"T": 4096, ...} from "T4096,...". Left out: B is 1, S is T, G is H and V is K."""
+def _letters(annotation: Any) -> list[str]:
+    """The sizes of a tensor of this annotation; of several shapes, the last one's."""
+    shapes = [hint.dim_str for hint in (annotation, *get_args(annotation)) if hasattr(hint, "dim_str")]
+    return [letter.lstrip("#") for letter in shapes[-1].split()] if shapes else []
+
+
+def _sizes(spec: Spec, text: str) -> dict[str, int]:
+    """{"T": 4096, ...} from "T4096,...". Left out: B is 1, S is T, G is H, V is K, and N, of the states, is B."""
     parts = [re.fullmatch(r"([A-Z])(\d+)", part.strip()) for part in text.split(",")]
     if not all(parts):
         raise ValueError(f"--shape must be letters with sizes, like B1,T4096,H32,G8,K128; got {text!r}")
     sizes = {part[1]: int(part[2]) for part in parts if part}
-    if unknown := sizes.keys() - set("BTSHGKV"):
-        raise ValueError(f"--shape: unknown letter {min(unknown)!r}; expected B, T, S, H, G, K or V")
+    hints = get_type_hints(spec.bind).values()
+    letters = {letter for hint in hints for letter in _letters(hint)} - {"N", "M"}
+    if unknown := sizes.keys() - letters:
+        raise ValueError(f"--shape: unknown letter {min(unknown)!r}; expected {', '.join(sorted(letters))}")
     if len(sizes) < len(parts):
         raise ValueError(f"--shape gives a letter twice: {text!r}")
-    if missing := [letter for letter in "THK" if letter not in sizes]:
+    if missing := [letter for letter in "THKD" if letter in letters - sizes.keys()]:
         raise ValueError(f"--shape must give {', '.join(missing)}; got {text!r}")
-    return {"B": 1, "S": sizes["T"], "G": sizes["H"], "V": sizes["K"]} | sizes
+    same = {"S": "T", "G": "H", "V": "K"}
+    sizes = {"B": 1} | {letter: sizes[like] for letter, like in same.items() if letter in letters} | sizes
+    return sizes | {"N": sizes["B"]}
 
 
 def _tensors(
@@ -163,12 +180,12 @@ def _tensors(
     required = [p.name for p in inspect.signature(spec.bind).parameters.values() if p.kind is not p.KEYWORD_ONLY]
     optional = {name: hint for name, hint in hints.items() if name in spec.differentiable and name not in required}
     if unknown := [name for name in asked if name not in optional]:
-        raise ValueError(f"--with: {spec.name} has no optional {unknown[0]!r}; it has {', '.join(optional)}, dropout")
+        has = [*optional, *(["dropout"] if "dropout" in hints else [])]
+        raise ValueError(f"--with: {spec.name} has no optional {unknown[0]!r}; it has {', '.join(has)}")
     tensors = {}
     with FakeTensorMode():
         for name in (*required, *asked):
-            annotation = next(h for h in (hints[name], *get_args(hints[name])) if hasattr(h, "dim_str"))
-            shape = [sizes[letter.lstrip("#")] for letter in annotation.dim_str.split()]
+            shape = [sizes[letter] for letter in _letters(hints[name])]
             tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device, requires_grad=grad)
     return tensors
 
