@@ -193,6 +193,15 @@ def test_under_autocast_prefill_and_steps_run(layer: Recurrent, hidden: Tensor, 
     assert (out.float() - right).norm() < 0.1 * right.norm()
 
 
+def test_a_step_leaves_what_a_backward_needs(layer: Recurrent, hidden: Tensor) -> None:
+    cache = nn.Cache()
+    prompt = layer(hidden[:, :7], cache=cache)
+    with torch.no_grad():
+        steps = [layer(hidden[:, t : t + 1], cache=cache) for t in range(7, T)]
+        close(torch.cat(steps, 1), layer(hidden)[:, 7:])
+    prompt.sum().backward()
+
+
 def test_a_cache_serves_several_layers(hidden: Tensor) -> None:
     layers = [nn.GatedDeltaNet(D, H, layer_index=i, dtype=DOUBLE) for i in range(2)]
     cache, out = nn.Cache(), []
@@ -212,6 +221,8 @@ def test_a_cache_serves_several_layers(hidden: Tensor) -> None:
         ),
         ({"mask": MASK[:, 1:]}, ShapeError, r"mask is torch.bool \[2, 8\]"),
         ({"offsets": torch.tensor([0, 9])}, ShapeError, r"offsets \[2\] with hidden \[2, 9, 24\]"),
+        ({"offsets": [0, 9]}, TypeError, r"DeltaNet: offsets is \[0, 9\]; expected a tensor"),
+        ({"cache": {}}, TypeError, "DeltaNet: cache is {}; expected a foci.nn.Cache"),
         ({"offsets": torch.tensor([0, 9]), "mask": MASK}, ValueError, "mask and offsets are both given"),
     ],
 )

@@ -48,7 +48,7 @@ class Tokens:
     def convolve(self, name: str, convolution: ShortConvolution, x: Tensor) -> Tensor:
         """x [B,T,C] through a short convolution whose tail is kept by this name."""
         tail = self._kept(name)
-        if tail is not None and self._steps:
+        if tail is not None and self._steps(tail):
             return convolution.step(x[:, 0], tail)[:, None]
         y, tail = convolution(x, tail=tail, offsets=self.offsets, lengths=self.lengths)
         self._keep(name, tail)
@@ -87,7 +87,7 @@ class Tokens:
         state = self._kept(name)
         q, k = q.to(v.dtype), self._only_real(k.to(v.dtype))  # on a GPU autocast makes softmax features float32
         log_decay = self._still(log_decay)
-        if state is not None and self._steps:
+        if state is not None and self._steps(state):
             g = log_decay if log_decay is None or log_decay.dim() == 1 else log_decay[:, 0]
             return linear_attention_step(
                 q[:, 0], k[:, 0], v[:, 0], state, log_decay=g, bonus=bonus, scale=scale
@@ -103,7 +103,7 @@ class Tokens:
         """foci.delta_rule that goes on from the state that is kept, and keeps the new one."""
         state = self._kept("state")
         beta, log_decay = self._only_real(beta), self._still(log_decay)
-        if state is not None and self._steps:
+        if state is not None and self._steps(state):
             g = None if log_decay is None else log_decay[:, 0]
             return delta_rule_step(q[:, 0], k[:, 0], v[:, 0], beta[:, 0], state, log_decay=g)[:, None]
         out, state = delta_rule(
@@ -113,11 +113,13 @@ class Tokens:
         self._keep("state", state)
         return out
 
-    @property
-    def _steps(self) -> bool:
-        """One new token a row, without gradients: states and tails are changed in place. Else a named backend runs."""
+    def _steps(self, kept: Tensor) -> bool:
+        """One new token a row, without gradients: states and tails are changed in place. Else a named backend runs.
+
+        What a backward may still need is never changed: what is kept of a call with gradients belongs to its graph.
+        """
         alone = self.T == 1 and self.offsets is None and self.real is None and self.backend is None
-        return alone and not torch.is_grad_enabled()
+        return alone and not torch.is_grad_enabled() and not kept.requires_grad
 
     def _still(self, log_decay: Tensor | None) -> Tensor | None:
         """Decay that padding does not apply: [H] becomes [B,T,H] where there is any."""
@@ -190,6 +192,8 @@ class Recurrent(nn.Module):
 
         Raises ShapeError or ValueError for a mask, offsets or cache that do not fit.
         """
+        if cache is not None and not isinstance(cache, Cache):
+            raise TypeError(f"{type(self).__name__}: cache is {cache!r}; expected a foci.nn.Cache")
         held = None if cache is None else cache.layer(self.layer_index)
         self._check(hidden, mask, offsets, held)
         tokens = Tokens(hidden, mask, offsets, held, self.backend)
@@ -238,6 +242,8 @@ class Recurrent(nn.Module):
                 raise ShapeError(
                     f"{name}: mask is {mask.dtype} {list(mask.shape)}; expected torch.bool {list(hidden.shape[:2])}"
                 )
+        if offsets is not None and not isinstance(offsets, Tensor):
+            raise TypeError(f"{name}: offsets is {offsets!r}; expected a tensor [N + 1]")
         if offsets is not None and (hidden.shape[0] != 1 or offsets.dim() != 1 or offsets.shape[0] < 1):
             raise ShapeError(
                 f"{name}: offsets {list(offsets.shape)} with hidden {list(hidden.shape)}; expected [N + 1], batch 1"
