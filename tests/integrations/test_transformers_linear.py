@@ -119,15 +119,20 @@ def test_decoding_changes_the_state_where_it_lies(name: str) -> None:
     assert not torch.equal(state, before)
 
 
-def test_one_token_with_gradients_equals_their_own() -> None:
-    """A step in place has no gradients, so a cached token that wants them takes another way."""
-    model, found = MODELS["olmo_hybrid"](), []
+@pytest.mark.parametrize(("name", "length"), [("olmo_hybrid", 1), ("olmo_hybrid", 3), ("kimi_linear", 1), ("bamba", 3)])
+def test_tokens_after_a_cache_have_gradients(name: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own have none: the cache writes the new state over the one that the gradient needs. Here it keeps both."""
+    model, found = MODELS[name](), []
     for routed in (False, True):
-        handle = install(model) if routed else None
-        model.zero_grad()
         with torch.no_grad():
             past = model(tokens(), use_cache=True).past_key_values
-        model(tokens()[:, :1], past_key_values=past).logits.square().mean().backward()
+        layer = next(layer for layer in past.layers if hasattr(layer, "recurrent_states"))
+        model.zero_grad()
+        with monkeypatch.context() as patch:
+            if not routed:
+                patch.setattr(layer, "update_recurrent_state", lambda states, *rest, **options: states)
+            handle = install(model) if routed else None
+            model(tokens()[:, :length], past_key_values=past).logits.square().mean().backward()
         found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
         if handle is not None:
             handle.restore()

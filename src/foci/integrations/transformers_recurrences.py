@@ -36,6 +36,11 @@ def learns(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def _start(state: Tensor | None, dtype: torch.dtype, *others: Tensor) -> Tensor | None:
+    """The state to start from: a copy where a gradient will read it, since the cache writes into its own."""
+    return None if state is None else state.to(dtype, copy=learns(state, *others))
+
+
 def _unit(x: Tensor) -> Tensor:
     """Length 1 over the last dimension, with the epsilon inside the root."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
@@ -61,7 +66,7 @@ def chunk_delta(backend: str | None, theirs: Run) -> Run:
         q, k, v, g, b = (x.to(wide) for x in (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
             q, k = _unit(q), _unit(k)
-        S = None if initial_state is None else initial_state.to(wide)
+        S = _start(initial_state, wide, q, k, v, g, b)
         out, state = delta_rule(
             q, k, v, b, log_decay=g, state=S, offsets=offsets, return_state=output_final_state, backend=backend
         )
@@ -126,13 +131,14 @@ def chunk_ssd(backend: str | None, theirs: Run) -> Run:
         wide = accumulator(hidden_states.dtype)
         dt = _step_size(dt, dt_bias, dt_softplus).clamp(*dt_limit).to(wide)
         x = hidden_states.to(wide)
+        start = _start(initial_states, wide, x, dt, A, B, C)
         out, state = linear_attention(
             C.to(wide),
             B.to(wide),
             x * dt[..., None],
             log_decay=dt * A.to(wide),
             scale=1.0,
-            state=None if initial_states is None else initial_states.to(wide).transpose(-1, -2),
+            state=None if start is None else start.transpose(-1, -2),
             offsets=offsets,
             return_state=return_final_states,
             backend=backend,
@@ -168,7 +174,7 @@ def step_ssd(backend: str | None, theirs: Run) -> Run:
         q, k, S = C.to(wide), B.to(wide), state.transpose(-1, -2)
         if wide != accumulator(wide) or learns(q, k, v, log_decay, S):
             q, k, v, log_decay = (x[:, None].to(accumulator(wide)) for x in (q, k, v, log_decay))
-            old = S.to(q.dtype)
+            old = S.to(q.dtype, copy=True)
             y, new = linear_attention(
                 q, k, v, log_decay=log_decay, scale=1.0, state=old, return_state=True, backend=backend
             )
