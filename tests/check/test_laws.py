@@ -114,6 +114,14 @@ def test_under_extreme_gates_a_wrong_forward_is_told_once() -> None:
     assert told and all("extreme gates" in sentence for sentence in told)
 
 
+def test_outputs_too_rough_in_half_precision_leave_the_gradients_of_float32_asked() -> None:
+    def rough(x: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return toy.reference(x * 1.1 if x.dtype == torch.bfloat16 else x * 2 - x.detach(), gate)
+
+    told = ask("gradients", toy.candidate(rough), toy.SPEC, (torch.float32, torch.bfloat16))
+    assert told and all("dx" in sentence for sentence in told)
+
+
 def test_a_toy_operator_keeps_every_law_it_has_probes_for() -> None:
     spec = replace(toy.SPEC, probes=replace(toy.SPEC.probes, future=toy.future))
     only_out = toy.candidate(lambda x, gate: toy.reference(x, gate)[:1], outputs=("out",))
