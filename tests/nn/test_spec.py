@@ -217,6 +217,18 @@ def test_a_layer_that_starts_at_zero_hides_nothing() -> None:
     assert "the cache keeps the state but not" in faults(Zero, "forward")
 
 
+def test_the_width_that_a_class_was_given_is_known() -> None:
+    class Memory(nn.Module):
+        def __init__(self, dim: int) -> None:
+            super().__init__()
+            self.cells = nn.GRU(dim, dim, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.cells(x)[0]
+
+    assert not faults(Memory, "forward")
+
+
 def test_what_cannot_be_made_is_told() -> None:
     with pytest.raises(ValueError, match="no value is known for its argument 'nheads'"):
         spec_for(lambda hidden_size, nheads: None)

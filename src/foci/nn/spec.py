@@ -256,7 +256,8 @@ def _make(
             for norm in norms:
                 norm.eps = 0.1
         others = {name: value for name, value in extra.items() if name not in ("rows", "tokens")}
-        hidden = torch.randn(extra.get("rows", 2), extra.get("tokens", TOKENS), _width(layer), dtype=torch.float64)
+        width = WIDTH if WIDTH in getattr(build, "keywords", {}).values() else _width(layer)
+        hidden = torch.randn(extra.get("rows", 2), extra.get("tokens", TOKENS), width, dtype=torch.float64)
     moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in others.items()}
     return {"layer": layer.to(device, dtype), "hidden": hidden.to(device, dtype), **moved}
 
