@@ -143,6 +143,10 @@ def test_what_does_not_fit_is_refused_with_its_name():
         layer(x, mask=torch.ones(2, 5).long())
     with pytest.raises(Unsupported, match="mask is given too"):
         layer(x[:1], offsets=torch.tensor([0, 5]), mask=torch.ones(1, 5).bool())
+    with pytest.raises(TypeError, match=r"offsets is \[0, 5\]; expected a tensor"):
+        layer(x[:1], offsets=[0, 5])
+    with pytest.raises(TypeError, match=r"cache is {}; expected a foci\.nn\.Cache"):
+        layer(x, cache={})
     with pytest.raises(ShapeError, match=r"offsets \[2\] with hidden \[2, 5, 24\]; expected \[N \+ 1\], batch 1"):
         layer(x, offsets=torch.tensor([0, 5]))
     with pytest.raises(ValueError, match="num_kv_heads 3"):

@@ -236,6 +236,8 @@ def test_bad_sizes_are_named(hidden: Tensor) -> None:
         nn.DeltaNet(D, H)(hidden[..., 1:])
     with pytest.raises(ValueError, match="num_heads is 4, num_key_heads 3; expected a multiple"):
         nn.DeltaNet(D, H, num_key_heads=3)
+    with pytest.raises(ValueError, match="DeltaNet: value_dim is -1; expected at least 1"):
+        nn.DeltaNet(D, H, value_dim=-1)
     with pytest.raises(ValueError, match="hidden_size is 26, no multiple of num_heads=4; expected one"):
         nn.DeltaNet(26, H)
     cache, layer = nn.Cache(), nn.DeltaNet(D, H, dtype=DOUBLE)

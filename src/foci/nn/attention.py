@@ -99,7 +99,11 @@ class Attention(nn.Module):
             raise ShapeError(
                 f"Attention: mask is {mask.dtype} {list(mask.shape)}; expected torch.bool {list(hidden.shape[:2])}"
             )
+        if cache is not None and not isinstance(cache, Cache):
+            raise TypeError(f"Attention: cache is {cache!r}; expected a foci.nn.Cache")
         if offsets is not None:
+            if not isinstance(offsets, Tensor):
+                raise TypeError(f"Attention: offsets is {offsets!r}; expected a tensor [N + 1]")
             if hidden.shape[0] != 1 or offsets.dim() != 1 or offsets.shape[0] < 1:
                 raise ShapeError(
                     f"Attention: offsets {list(offsets.shape)} with hidden {list(hidden.shape)}; "

@@ -173,6 +173,9 @@ class Recurrent(nn.Module):
         self.hidden_size, self.num_heads, self.num_key_heads = hidden_size, num_heads, G
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
         self.value_dim = self.head_dim if value_dim is None else value_dim
+        for size in ("hidden_size", "head_dim", "value_dim"):
+            if getattr(self, size) < 1:
+                raise ValueError(f"{name}: {size} is {getattr(self, size)}; expected at least 1")
         self.layer_index, self.backend = layer_index, backend
 
     def forward(
