@@ -13,7 +13,7 @@ from foci.merge.affine import Affine
 from foci.ops.gates import Gates
 
 CHUNK = 64
-_TOGETHER = 64  # chunks of heads side by side: enough work for each product, few enough to stay in the cache
+_TOGETHER = 32  # chunks of heads side by side: enough work for each product, few enough to stay in the cache
 
 
 class Slab(NamedTuple):
