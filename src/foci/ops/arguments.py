@@ -1,4 +1,4 @@
-"""What the calls of the recurrent operators have in common: dtypes, heads, decays by rank, states, packed documents."""
+"""What the calls of operators have in common: dtypes, numbers, heads, decays by rank, states, packed documents."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from foci.core.errors import ShapeError
 from foci.core.spec import accumulator
 
-_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
-_AUTOCAST = _DTYPES - {torch.float64}  # what torch's autocast converts
+DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+AUTOCAST = DTYPES - {torch.float64}  # what torch's autocast converts
 _INTEGERS = frozenset({torch.int32, torch.int64})
 T_ = TypeVar("T_", bound=Tensor)
 
@@ -30,9 +30,9 @@ def common_dtype(operator: str, tensors: dict[str, T_]) -> tuple[T_, ...]:
         raise ValueError(f"{operator}: {', '.join(tensors)} are on {places}; expected one device for all of them")
     if not first.is_meta and torch.is_autocast_enabled(first.device.type):
         wanted = torch.get_autocast_dtype(first.device.type)
-        tensors = {name: x.to(wanted) if x.dtype in _AUTOCAST else x for name, x in tensors.items()}  # type: ignore[misc]
+        tensors = {name: x.to(wanted) if x.dtype in AUTOCAST else x for name, x in tensors.items()}  # type: ignore[misc]
     dtypes = {x.dtype for x in tensors.values()}
-    if len(dtypes) > 1 or not dtypes <= _DTYPES:
+    if len(dtypes) > 1 or not dtypes <= DTYPES:
         raise ValueError(
             f"{operator}: {', '.join(tensors)} have dtypes {', '.join(short(x.dtype) for x in tensors.values())}; "
             "expected one of float64, float32, bfloat16, float16 for all of them"
@@ -54,7 +54,7 @@ def check_rest(operator: str, like: Tensor, tensors: Mapping[str, Tensor | None]
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in DTYPES:
             raise ValueError(f"{operator}: {name} must be a floating tensor, got {short(tensor.dtype)}")
         if tensor.device != like.device:
             raise ValueError(f"{operator}: {name} is on {tensor.device}; expected {like.device}, where the others are")
@@ -80,12 +80,12 @@ def decay(operator: str, log_decay: Tensor | None, wanted: dict[int, tuple[str, 
     return log_decay[..., None] if rank < len(full) else log_decay
 
 
-def number(operator: str, name: str, value: object) -> float:
-    """A finite number, or what is wrong with it."""
+def number(operator: str, name: str, value: object, kind: str = "finite number") -> float:
+    """A finite number, or what is wrong with it; `kind` is what is said to be expected."""
     if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
         raise TypeError(f"{operator}: {name} must be a number, got {value!r}")
     if not -math.inf < value < math.inf:  # math.isfinite takes no number that the compiler holds open
-        raise ValueError(f"{operator}: {name} must be a finite number, got {value}")
+        raise ValueError(f"{operator}: {name} must be a {kind}, got {value}")
     return float(value)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from foci.core.errors import ShapeError
 from foci.core.shapes import Signature
 from foci.core.spec import accumulator
+from foci.ops.arguments import AUTOCAST, DTYPES, number, short
 from foci.ops.masks import Mask, Visible, lower
 
 Query = Float[Tensor, "B T H K"]
@@ -77,8 +77,6 @@ class Call(NamedTuple):
 
 
 SIGNATURE = Signature(Call, "attention")
-_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
-_AUTOCAST = _DTYPES - {torch.float64}  # what torch's autocast converts
 
 
 def bind(
@@ -103,24 +101,27 @@ def bind(
     sizes = SIGNATURE.bind(tensors)
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         common = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x.to(common) if x.dtype in _AUTOCAST else x for x in (q, k, v))
+        q, k, v = (x.to(common) if x.dtype in AUTOCAST else x for x in (q, k, v))
     if sizes["G"] == 0 or sizes["H"] % sizes["G"]:
         raise ShapeError(
             f"attention: k has {sizes['G']} heads but q has {sizes['H']}; "
             f"q heads must be a multiple of k heads (G={sizes['G']}, H={sizes['H']})"
         )
-    if not (q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES and q.device == k.device == v.device):
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES and q.device == k.device == v.device):
         _refuse_dtypes(q, k, v)
     if bias is not None or sink is not None or mask is not None:
         _check_rest(visible, bias, sink, q, sizes)
     if softcap is not None:
-        softcap = _number("softcap", softcap)
+        softcap = number("attention", "softcap", softcap, "positive finite number")
         if softcap <= 0:
             raise ValueError(f"attention: softcap must be a positive finite number, got {softcap}")
-    scale = sizes["K"] ** -0.5 if scale is None and sizes["K"] else _number("scale", 1.0 if scale is None else scale)
+    if scale is None:
+        scale = (sizes["K"] or 1) ** -0.5
+    else:
+        scale = number("attention", "scale", scale)
     seed = None
     if dropout != 0:
-        dropout = _number("dropout", dropout)
+        dropout = number("attention", "dropout", dropout)
         if not 0 <= dropout < 1:
             raise ValueError(f"attention: dropout must be a probability in [0, 1), got {dropout}")
         seed = torch.randint(2**62, (), dtype=torch.int64, device=q.device)
@@ -132,20 +133,10 @@ def never_empty(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
-        raise TypeError(f"attention: {name} must be a number, got {value!r}")
-    if not -math.inf < value < math.inf:  # math.isfinite takes no number that the compiler holds open
-        raise ValueError(
-            f"attention: {name} must be a {'positive ' if name == 'softcap' else ''}finite number, got {value}"
-        )
-    return float(value)
-
-
 def _refuse_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.device == k.device == v.device:
         raise ValueError(
-            f"attention: q, k, v have dtypes {_short(q.dtype)}, {_short(k.dtype)}, {_short(v.dtype)}; "
+            f"attention: q, k, v have dtypes {short(q.dtype)}, {short(k.dtype)}, {short(v.dtype)}; "
             "expected one of float64, float32, bfloat16, float16 for all three"
         )
     raise ValueError(f"attention: q, k, v are on {q.device}, {k.device}, {v.device}; expected one device")
@@ -153,9 +144,9 @@ def _refuse_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _check_rest(visible: Visible, bias: Tensor | None, sink: Tensor | None, q: Tensor, sizes: dict[str, int]) -> None:
     for name, tensor in (("bias", bias), ("sink", sink)):
-        if tensor is not None and tensor.dtype not in _DTYPES:
+        if tensor is not None and tensor.dtype not in DTYPES:
             raise ValueError(
-                f"attention: {name} must be a floating tensor, got {_short(tensor.dtype)}"
+                f"attention: {name} must be a floating tensor, got {short(tensor.dtype)}"
                 + ("; a boolean mask is `mask=Dense(...)`" if name == "bias" and tensor.dtype == torch.bool else "")
             )
     for name, tensor in (("bias", bias), ("sink", sink), *zip(Visible._fields[:5], visible[:5], strict=True)):
@@ -168,7 +159,3 @@ def _check_rest(visible: Visible, bias: Tensor | None, sink: Tensor | None, q: T
         rows, word = visible.q_offsets.shape[0] - 1, "packed documents"
     if visible.kv_lengths is not None and visible.kv_lengths.shape[0] != rows:
         raise ShapeError(f"attention: Lengths has {visible.kv_lengths.shape[0]} entries; expected {rows}, the {word}")
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
