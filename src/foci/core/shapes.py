@@ -26,7 +26,7 @@ class Signature:
         self.broadcast: list[tuple[str, tuple[str, ...]]] = []
         self.optional: set[str] = set()
         for argument, hint in typing.get_type_hints(call).items():
-            letters = _letters(hint) if argument != "return" else None
+            letters = letters_of(hint) if argument != "return" else None
             if letters is None:
                 continue
             kind = self.broadcast if letters[0].startswith("#") else self.exact
@@ -90,7 +90,7 @@ class Signature:
         )
 
 
-def _letters(hint: Any) -> list[str] | None:
+def letters_of(hint: Any) -> list[str] | None:
     """The dimension letters of `Float[Tensor, "B T"]` or of `Float[Tensor, "B T"] | None`; None for anything else."""
     for option in (hint, *typing.get_args(hint)):
         letters = getattr(option, "dim_str", None)

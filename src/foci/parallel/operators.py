@@ -1,0 +1,209 @@
+"""What a wrapper knows of an operator: how to bind a rank's tensors, what the letters of each mean, how to run it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from foci.core.select import choose
+from foci.core.shapes import Signature, letters_of
+from foci.core.spec import Backend, Outputs, Spec
+from foci.ops.decay import api as decay
+from foci.ops.delta import api as delta
+from foci.ops.masks import All, Dense, Mask
+from foci.ops.scan import api as scan
+from foci.ops.selective_scan import api as selective_scan
+from foci.ops.softmax import api as softmax
+
+TOKENS = ("T", "S")
+
+
+class Letters(NamedTuple):
+    """The dimensions of one tensor, by letter; `broadcast`: each may also be 1, and leading ones absent."""
+
+    names: tuple[str, ...]
+    broadcast: bool = False
+
+    def aligned(self, tensor: Tensor) -> tuple[str, ...]:
+        """The letters of the dimensions that this tensor has."""
+        return self.names[len(self.names) - tensor.dim() :]
+
+    def token(self, tensor: Tensor) -> int | None:
+        """Which dimension is cut over ranks: T, or S where there is no T (a bias holds the whole of S)."""
+        letter = next((letter for letter in TOKENS if letter in self.names), None)
+        names = self.aligned(tensor)
+        return names.index(letter) if letter in names else None
+
+
+class Bound(NamedTuple):
+    """One call of a wrapper: this rank's tensors under a mask of the whole sequence, and what the caller wants back.
+
+    `call`: q, k, v and all that has tokens is this rank's part; offsets, lengths and the columns of bias and dense are
+    those of the whole. `replicated`: arguments known to be the same on all ranks, whatever their sizes say.
+    """
+
+    call: Any
+    backend: str | None = None
+    options: Mapping[str, Any] = {}
+    replicated: frozenset[str] = frozenset()
+
+
+@runtime_checkable
+class Runs(Protocol):
+    """An operator, or a wrapper round one: both run a bound call and give all outputs of its Spec."""
+
+    @property
+    def operator(self) -> Operator: ...
+
+    def run(self, call: Any, backend: str | None) -> Outputs: ...
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A public function of foci as wrappers see it.
+
+    `execute(backend, call)` runs a Call; `results` are the letters of every output of the Spec, and `count` how many of
+    them the function returns.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    spec: Spec
+    execute: Callable[[Backend, Any], Outputs]
+    results: tuple[Letters, ...]
+    count: int
+
+    @property
+    def operator(self) -> Operator:
+        return self
+
+    @functools.cached_property
+    def letters(self) -> dict[str, Letters]:
+        """Of every argument of the Call whose annotation has a shape."""
+        assert self.spec.call is not None
+        signature = Signature(self.spec.call, self.spec.function)
+        exact = {name: Letters(names) for name, names in signature.exact}
+        return exact | {name: Letters(names, True) for name, names in signature.broadcast}
+
+    def bind(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> Bound:
+        """The Call of a rank's arguments; raises what the function itself would raise of them.
+
+        The columns of `bias` and `Dense` are the whole sequence's: whoever knows its length checks them.
+        """
+        try:
+            given = inspect.signature(self.function).bind(*args, **options)
+        except TypeError as error:
+            raise TypeError(f"{self.name}: {error}") from error
+        arguments = dict(given.arguments)
+        backend = arguments.pop("backend", None)
+        wide = _narrowed(arguments)
+        assert self.spec.bind is not None
+        call = self.spec.bind(**arguments)
+        decay = given.arguments.get("log_decay")
+        constant = isinstance(decay, Tensor) and decay.dim() == 1
+        return Bound(
+            call._replace(**wide),
+            backend,
+            {"return_state": arguments.get("return_state", False)},
+            frozenset({"log_decay"} if constant else ()),
+        )
+
+    def run(self, call: Any, backend: str | None) -> Outputs:
+        """All outputs of the Spec, in one process."""
+        return self.execute(choose(self.spec, call, backend), call)
+
+    def returns(self, outputs: Outputs, bound: Bound) -> Any:
+        """What the function returns, from the outputs of its Spec."""
+        if self.spec.recurrent:
+            return outputs[0], outputs[1] if bound.options["return_state"] else None
+        return outputs[0] if self.count == 1 else outputs
+
+    def facts(self, call: Any) -> dict[str, object]:
+        """What ranks must agree on, in words: dtypes, sizes that are not cut, numbers, who needs gradients.
+
+        Sizes of tokens are left out, they differ (`tokens`); so are the values of offsets and lengths.
+        """
+        found: dict[str, object] = {"operator": self.name}
+        for name, value in zip(type(call)._fields, call, strict=True):
+            if not isinstance(value, Tensor):
+                found[name] = value
+                continue
+            letters = self.letters.get(name)
+            cut = None if letters is None else letters.token(value)
+            sizes = ", ".join("*" if dim == cut else str(size) for dim, size in enumerate(value.shape))
+            found[name] = (
+                f"{str(value.dtype).removeprefix('torch.')} [{sizes}]" + " with gradient" * value.requires_grad
+            )
+        return found
+
+    def tokens(self, call: Any) -> dict[str, int]:
+        """The sizes along tokens that this rank holds, by argument."""
+        found = {}
+        for name, letters in self.letters.items():
+            tensor = getattr(call, name)
+            if isinstance(tensor, Tensor) and (cut := letters.token(tensor)) is not None:
+                found[name] = tensor.shape[cut]
+        return found
+
+
+def operator_of(op: Any) -> Runs | None:
+    """What runs calls of `op`: a public function of foci, or a wrapper round one. None for any other callable."""
+    if isinstance(op, Runs):
+        return op
+    return next((each for each in OPERATORS if each.function is op), None)
+
+
+def _narrowed(arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Put stand-ins with as many columns as this rank has keys for bias and Dense, and give the real ones by name.
+
+    A Call is checked by the sizes of one process; here the columns are the whole sequence's.
+    """
+    found: dict[str, Tensor] = {}
+    k, bias, mask = (arguments.get(name) for name in ("k", "bias", "mask"))
+    if not isinstance(k, Tensor) or k.dim() != 4:
+        return found
+    if isinstance(bias, Tensor):
+        found["bias"], arguments["bias"] = bias, _columns(bias, k.shape[1])
+    if isinstance(mask, Mask):
+        parts = mask.parts if isinstance(mask, All) else (mask,)
+        dense = next((part.allowed for part in parts if isinstance(part, Dense)), None)
+        if dense is not None:
+            found["dense"] = dense
+            arguments["mask"] = All(
+                tuple(Dense(_columns(p.allowed, k.shape[1])) if isinstance(p, Dense) else p for p in parts)
+            )
+    return found
+
+
+def _columns(tensor: Tensor, count: int) -> Tensor:
+    if tensor.dim() == 0 or tensor.shape[-1] == 1:
+        return tensor
+    return tensor.new_empty(()).expand(*tensor.shape[:-1], count)
+
+
+def _operator(module: Any, function: Callable[..., Any], full: Callable[..., Any] | None = None) -> Operator:
+    """From an api module; `full` is the function that returns every output, the only one whose annotation says all."""
+    hints = typing.get_args(typing.get_type_hints(full or function)["return"])
+    results = []
+    for hint in hints:
+        letters = letters_of(hint)
+        assert letters is not None
+        results.append(Letters(tuple(letters)))
+    count = len(hints) if full is None else 1
+    return Operator(function.__name__, function, module.SPEC, module._run, tuple(results), count)
+
+
+OPERATORS = (
+    _operator(softmax, softmax.attention, softmax.attention_with_lse),
+    _operator(softmax, softmax.attention_with_lse),
+    _operator(decay, decay.linear_attention),
+    _operator(delta, delta.delta_rule),
+    _operator(scan, scan.scan),
+    _operator(selective_scan, selective_scan.selective_scan),
+)

@@ -1,0 +1,86 @@
+"""What a wrapper reads of an operator: letters from annotations, calls of one rank's tensors, and what is returned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import foci
+from foci.core.errors import ShapeError
+from foci.parallel.operators import OPERATORS, Letters, Operator, operator_of
+
+
+def operator(function: object) -> Operator:
+    found = operator_of(function)
+    assert isinstance(found, Operator)
+    return found
+
+
+def tensors(T: int = 3, S: int = 3, H: int = 4, G: int = 2) -> tuple[torch.Tensor, ...]:
+    return torch.randn(2, T, H, 5), torch.randn(2, S, G, 5), torch.randn(2, S, G, 6)
+
+
+def test_every_public_operator_is_known_and_its_letters_are_those_of_its_annotations() -> None:
+    assert [each.name for each in OPERATORS] == [
+        "attention", "attention_with_lse", "linear_attention", "delta_rule", "scan", "selective_scan"
+    ]  # fmt: skip
+    letters = operator(foci.attention).letters
+    assert letters["q"] == Letters(("B", "T", "H", "K")) and letters["k"] == Letters(("B", "S", "G", "K"))
+    assert letters["bias"] == Letters(("B", "H", "T", "S"), broadcast=True)
+    assert operator(foci.delta_rule).letters["beta"] == Letters(("B", "T", "H"))
+    assert operator(foci.attention).results == (Letters(("B", "T", "H", "V")), Letters(("B", "T", "H")))
+    assert operator_of(torch.nn.functional.scaled_dot_product_attention) is None
+
+
+def test_tokens_are_t_or_where_there_is_no_t_s() -> None:
+    bias = Letters(("B", "H", "T", "S"), broadcast=True)
+    assert bias.token(torch.zeros(2, 4, 3, 9)) == 2
+    assert bias.token(torch.zeros(3, 9)) == 0
+    assert bias.token(torch.zeros(9)) is None  # its columns are all keys, which nobody cuts
+    assert Letters(("B", "S", "G", "K")).token(torch.zeros(2, 3, 4, 5)) == 1
+    assert Letters(("N", "H", "K", "V")).token(torch.zeros(2, 3, 4, 5)) is None
+
+
+def test_a_call_may_hold_the_columns_of_the_whole_sequence() -> None:
+    q, k, v = tensors()
+    bias, seen = torch.randn(4, 3, 9), torch.ones(3, 9, dtype=torch.bool)
+    bound = operator(foci.attention).bind((q, k, v), {"bias": bias, "mask": foci.Causal() & foci.Dense(seen)})
+    assert bound.call.bias is bias and bound.call.dense is seen and bound.call.causal_end
+    with pytest.raises(ShapeError, match="bias has shape"):
+        operator(foci.attention).bind((q, k, v), {"bias": torch.randn(4, 2, 9)})
+
+
+def test_what_binds_runs_and_returns_as_the_function_does() -> None:
+    q, k, v = tensors()
+    for function in (foci.attention, foci.attention_with_lse):
+        each = operator(function)
+        bound = each.bind((q, k, v), {"scale": 0.3, "backend": "reference"})
+        got, expected = each.returns(each.run(bound.call, bound.backend), bound), function(q, k, v, scale=0.3)
+        for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, expected)), strict=True):
+            torch.testing.assert_close(one, other)
+    each = operator(foci.linear_attention)
+    for wanted in (True, False):
+        bound = each.bind((k, k, v), {"return_state": wanted})
+        out, state = each.returns(each.run(bound.call, None), bound)
+        assert out.shape == v.shape and (state is not None) == wanted
+
+
+def test_a_decay_per_head_is_known_from_one_of_a_single_token() -> None:
+    k, v = torch.randn(1, 1, 2, 5), torch.randn(1, 1, 2, 6)
+    each = operator(foci.linear_attention)
+    assert each.bind((k, k, v), {"log_decay": -torch.ones(2)}).replicated == {"log_decay"}
+    assert each.bind((k, k, v), {"log_decay": -torch.ones(1, 1, 2)}).replicated == frozenset()
+
+
+def test_an_unknown_argument_is_refused_by_the_operators_name() -> None:
+    with pytest.raises(TypeError, match="attention: got an unexpected keyword argument 'maks'"):
+        operator(foci.attention).bind(tensors(), {"maks": None})
+
+
+def test_facts_leave_out_what_may_differ_and_say_the_rest() -> None:
+    each = operator(foci.attention)
+    facts = [each.facts(each.bind(tensors(T, S), {"bias": torch.randn(T, 9)}).call) for T, S in ((3, 3), (2, 4))]
+    assert facts[0] == facts[1] and facts[0]["q"] == "float32 [2, *, 4, 5]" and facts[0]["bias"] == "float32 [*, 9]"
+    q, k, v = tensors()
+    assert each.facts(each.bind((q.requires_grad_(), k, v), {}).call)["q"] == "float32 [2, *, 4, 5] with gradient"
+    assert each.tokens(each.bind(tensors(3, 4), {}).call) == {"q": 3, "k": 4, "v": 4}
