@@ -18,7 +18,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     for start, stop, state in sequences(
         arguments.documents(NAME, call.offsets, call.v.shape[1]), final, call.v.shape[1]
     ):
-        _sum(call, call.k, call.v, start, stop, state)
+        add_up(call, call.k, call.v, start, stop, state)
         _read(call, call.q, state * call.scale, start, stop, out)
     return out, final
 
@@ -30,9 +30,9 @@ def backward(call: Call, grads: tuple[Tensor | None, ...], needs: list[bool]) ->
     dq, dk, dv = (room(call, x) for x in call[:3])
     packed = arguments.documents(NAME, call.offsets, T)
     for (start, stop, state), (_, _, d) in zip(sequences(packed, final, T), sequences(packed, d_state, T), strict=True):
-        _sum(call, call.k, call.v, start, stop, state)
+        add_up(call, call.k, call.v, start, stop, state)
         scaled = torch.zeros_like(d)
-        _sum(call, call.q, d_out, start, stop, scaled)
+        add_up(call, call.q, d_out, start, stop, scaled)
         d.add_(scaled, alpha=call.scale)
         _read(call, d_out, state.transpose(1, 2) * call.scale, start, stop, dq)
         _read(call, call.v, d.transpose(1, 2), start, stop, dk)
@@ -42,7 +42,7 @@ def backward(call: Call, grads: tuple[Tensor | None, ...], needs: list[bool]) ->
     return tuple(x if need else None for x, need in zip(found, needs, strict=True))
 
 
-def _sum(call: Call, keys: Tensor, values: Tensor, start: int, stop: int, state: Tensor) -> None:
+def add_up(call: Call, keys: Tensor, values: Tensor, start: int, stop: int, state: Tensor) -> None:
     """state += sum_s key_s value_s^T, in place."""
     for slab in slabs(start, stop, state.shape[0], _CHUNK):
         k, v = (load(x, slab, call.v.shape[2], call.accumulator) for x in (keys, values))

@@ -1,0 +1,68 @@
+"""What the tests of the summaries share: each against the operator's own final state and gradient of the state."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.core.spec import Spec
+from tests.ops.recurrences import exact, inputs_of
+
+# Of every operator those with all its features; where documents are packed, the first of them is taken.
+NAMES = [
+    "plain", "one token", "state", "packed", "everything", "extreme gates per head", "extreme gates per token",
+    "extreme gates per channel", "extreme gates, bonus", "not causal, grouped heads", "bonus, grouped heads",
+    "all gates at -20, per channel", "identical keys, beta of 2", "erase, grouped heads",
+    "no whole chunks, per channel", "no whole pieces", "extreme gates", "no whole slabs", "extreme rates", "skip",
+]  # fmt: skip
+
+
+def cases_of(spec: Spec) -> list[str]:
+    known = [case.name for case in spec.cases]
+    return [name for name in NAMES if name in known]
+
+
+def calls(spec: Spec, name: str) -> tuple[Any, Tensor, Tensor]:
+    """A call in float64 without documents, a state to come in and one that comes back."""
+    inputs = exact(inputs_of(spec, name))
+    inputs.pop("offsets", None)
+    inputs.pop("state", None)
+    assert spec.bind is not None and spec.outputs is not None
+    call = spec.bind(**inputs)
+    _, state = spec.outputs(call)
+    return call, torch.randn(state.shape, dtype=torch.float64), torch.randn(state.shape, dtype=torch.float64)
+
+
+def agree_ahead(spec: Spec, summary: ModuleType, name: str) -> None:
+    call, state, _ = calls(spec, name)
+    backend = spec.backend("reference").load()
+    _, expected = backend.forward(call._replace(state=state))
+    found = summary.ahead(call)
+    torch.testing.assert_close(found.apply(state.view_as(found.offset)).view_as(expected), expected)
+    fresh = summary.ahead(call._replace(state=state), through=False)
+    torch.testing.assert_close(fresh.offset.view_as(expected), expected)
+    assert not fresh.transition.any()
+
+
+def agree_back(spec: Spec, summary: ModuleType, name: str) -> None:
+    call, state, d_state = calls(spec, name)
+    state.requires_grad_()
+    out, final = spec.backend("reference").load().forward(call._replace(state=state))
+    d_out = torch.randn_like(out)
+    (expected,) = torch.autograd.grad((out, final), state, (d_out, d_state))
+    found = summary.back(call, d_out, d_state.clone())
+    torch.testing.assert_close(found.view_as(expected), expected)
+
+
+def agree_empty(spec: Spec, summary: ModuleType) -> None:
+    """No tokens: the map that changes nothing."""
+    call, state, d_state = calls(spec, "plain")
+    few = {n: x[:, :0] for n, x in call._asdict().items() if isinstance(x, Tensor) and x.dim() > 2}
+    call = call._replace(**few)
+    found = summary.ahead(call)
+    torch.testing.assert_close(found.apply(state.view_as(found.offset)).view_as(state), state)
+    d_out = torch.zeros_like(call.v if hasattr(call, "v") else call.x)
+    torch.testing.assert_close(summary.back(call, d_out, d_state.clone()), d_state)
