@@ -20,9 +20,17 @@ from foci.core.errors import require
 from foci.integrations.processors import ProcessorError, call_sites, check, only_forward
 from foci.integrations.reroute import CannotReroute, Rerouter, derive
 from foci.integrations.sdpa import sdpa, sdpa_bthd
+from foci.ops.softmax.api import attention
 from foci.ops.softmax.spec import SPEC
 
-__all__ = ["Handle", "ProcessorError", "Site", "install"]
+__all__ = ["Handle", "ProcessorError", "Site", "Target", "install", "route"]
+
+
+class Target(NamedTuple):
+    """Where a site's attention calls go: what is called, with the signature of `foci.attention`, and its `backend`."""
+
+    backend: str | None = None
+    attend: Callable[..., Tensor] = attention
 
 
 class Site(NamedTuple):
@@ -75,13 +83,24 @@ def install(model: Any, plan: Mapping[str, str | None] | None = None) -> Handle:
             f"install: {type(model).__name__} has no attention site: no module in it has an attention processor"
         )
     _check_plan(plan, [name for name, _, _ in found])
+    if plan is None:
+        return route(model, {name: Target() for name, _, _ in found})
+    return route(model, {name: None if backend is None else Target(backend) for name, backend in plan.items()})
+
+
+def route(model: Any, targets: Mapping[str, Target | None]) -> Handle:
+    """Route each attention site of `model` to its own target, by qualified name; sites without one are left.
+
+    Everything else is as `install` says.
+    """
+    found = list(attention_sites(model))
     router = _Router()
     sites: list[Site] = []
     skipped: list[tuple[str, str]] = []
     undo: list[tuple[nn.Module, Any, Any]] = []
     for name, module, parent in found:
-        backend = None if plan is None else plan.get(name)
-        if plan is not None and backend is None:
+        target = targets.get(name)
+        if target is None:
             skipped.append((name, "the plan leaves it"))
             continue
         if hasattr(module.processor, "_foci_routes"):
@@ -90,13 +109,13 @@ def install(model: Any, plan: Mapping[str, str | None] | None = None) -> Handle:
             )
         if not type(module.processor).__module__.startswith("diffusers."):
             check(module.processor, name, module, call_sites(parent, name.rpartition(".")[2]))
-        routed, calls, reason = router.route(module.processor, backend)
+        routed, calls, reason = router.route(module.processor, target)
         if routed is not None:
             undo.append((module, routed, module.processor))
         if reason:
             skipped.append((name, reason))
         else:
-            sites.append(Site(name, backend, calls))
+            sites.append(Site(name, target.backend, calls))
     skipped.extend(_without_processor(model, router))
     for module, routed, _ in undo:
         module.processor = routed
@@ -113,34 +132,34 @@ def attention_sites(model: Any) -> Iterator[tuple[str, nn.Module, nn.Module | No
 
 
 class _Router:
-    """Builds routed processors; sites that share a processor and a backend go on sharing one."""
+    """Builds routed processors; sites that share a processor and a target go on sharing one."""
 
     def __init__(self) -> None:
-        self.rerouters: dict[str | None, Rerouter] = {}
-        self.classes: dict[tuple[type, str | None], tuple[type | None, int, str]] = {}
-        self.twins: dict[tuple[int, str | None], Any] = {}
+        self.rerouters: dict[Target, Rerouter] = {}
+        self.classes: dict[tuple[type, Target], tuple[type | None, int, str]] = {}
+        self.twins: dict[tuple[int, Target], Any] = {}
 
-    def rerouter(self, backend: str | None) -> Rerouter:
-        if backend not in self.rerouters:
-            self.rerouters[backend] = Rerouter(_swaps(backend))
-        return self.rerouters[backend]
+    def rerouter(self, target: Target) -> Rerouter:
+        if target not in self.rerouters:
+            self.rerouters[target] = Rerouter(_swaps(target))
+        return self.rerouters[target]
 
-    def route(self, processor: Any, backend: str | None) -> tuple[Any, int, str]:
+    def route(self, processor: Any, target: Target) -> tuple[Any, int, str]:
         """The routed processor or None, how many calls it routes, and the reason when it routes none."""
         if reason := _users_choice(processor):
             return None, 0, reason
         if isinstance(processor, FunctionType):
-            return self._function(processor, backend)
-        cls, calls, reason = self._class(type(processor), backend, only_forward(processor))
+            return self._function(processor, target)
+        cls, calls, reason = self._class(type(processor), target, only_forward(processor))
         if cls is None:
             return None, 0, reason
-        key = (id(processor), backend)
+        key = (id(processor), target)
         if key not in self.twins:
             self.twins[key] = _twin(processor, cls)
         return self.twins[key], calls, reason
 
-    def _function(self, processor: FunctionType, backend: str | None) -> tuple[Any, int, str]:
-        rerouter = self.rerouter(backend)
+    def _function(self, processor: FunctionType, target: Target) -> tuple[Any, int, str]:
+        rerouter = self.rerouter(target)
         if not (reach := rerouter.reach(processor)):
             return None, 0, _no_call(processor.__name__)
         try:
@@ -150,29 +169,31 @@ class _Router:
         routed.__dict__["_foci_routes"] = processor
         return routed, rerouter.calls(reach), ""
 
-    def _class(self, cls: type, backend: str | None, lacks_call: bool) -> tuple[type | None, int, str]:
-        if (cls, backend) not in self.classes:
+    def _class(self, cls: type, target: Target, lacks_call: bool) -> tuple[type | None, int, str]:
+        if (cls, target) not in self.classes:
             reason, made = "", None
             extra = {"_foci_routes": cls, "__new__": _original_instead, "__reduce_ex__": _reduce_as_original}
             extra |= {"__call__": _call_forward(cls)} if lacks_call else {}
             try:
                 if any(vars(one).get("__slots__") for one in cls.__mro__) or not cls.__dictoffset__:
                     raise CannotReroute(f"{cls.__name__} keeps its state in __slots__, which two objects cannot share")
-                made = self.rerouter(backend).subclass(cls, extra)
+                made = self.rerouter(target).subclass(cls, extra)
             except CannotReroute as error:
                 reason = str(error)
             if made is not None:
-                self.classes[cls, backend] = (*made, "")
+                self.classes[cls, target] = (*made, "")
             else:
                 reason = reason or _no_call(cls.__name__)
                 # Diffusers needs the __call__ even where nothing can be routed.
-                self.classes[cls, backend] = derive(cls, (cls,), extra) if lacks_call else None, 0, reason
-        return self.classes[cls, backend]
+                self.classes[cls, target] = derive(cls, (cls,), extra) if lacks_call else None, 0, reason
+        return self.classes[cls, target]
 
 
-def _swaps(backend: str | None) -> dict[Callable[..., Any], Callable[..., Any]]:
+def _swaps(target: Target) -> dict[Callable[..., Any], Callable[..., Any]]:
     """The two calls by which Diffusers' code reaches attention, and ours with the same conventions."""
     dispatch = require("diffusers.models.attention_dispatch", extra="diffusers").dispatch_attention_fn
+
+    asked, attend = target
 
     def routed_sdpa(
         query: Tensor,
@@ -184,9 +205,8 @@ def _swaps(backend: str | None) -> dict[Callable[..., Any], Callable[..., Any]]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend=backend)
-
-    asked = backend
+        arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return sdpa(*arguments, backend=asked, attend=attend)
 
     def routed_dispatch(
         query: Tensor,
@@ -208,7 +228,8 @@ def _swaps(backend: str | None) -> dict[Callable[..., Any], Callable[..., Any]]:
             return dispatch(*arguments, attention_kwargs, backend=backend, parallel_config=parallel_config)
         if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
             attn_mask = attn_mask[:, None, None]  # Diffusers reads a matrix of this shape as [B, S], SDPA as [T, S]
-        return sdpa_bthd(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend=asked)
+        arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return sdpa_bthd(*arguments, backend=asked, attend=attend)
 
     return {torch.nn.functional.scaled_dot_product_attention: routed_sdpa, dispatch: routed_dispatch}
 
@@ -311,7 +332,11 @@ def _without_processor(model: Any, router: _Router) -> Iterator[tuple[str, str]]
         loose = False
         for name, module in modules.items():
             forward = getattr(type(module), "forward", None)
-            if id(module) not in sited and isinstance(forward, FunctionType) and router.rerouter(None).reach(forward):
+            if (
+                id(module) not in sited
+                and isinstance(forward, FunctionType)
+                and router.rerouter(Target()).reach(forward)
+            ):
                 loose = True
                 kind = type(module).__name__
                 yield _site_name(prefix, name), f"{kind} calls attention in its own forward, without a processor"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from foci.core.errors import ShapeError
@@ -20,10 +22,12 @@ def sdpa(
     enable_gqa: bool = False,
     *,
     backend: str | None = None,
+    attend: Callable[..., Tensor] = attention,
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`, computed by foci.
 
-    query [..., H, T, K], key [..., G, S, K], value [..., G, S, V] -> [..., H, T, V], of any rank from 2 on.
+    query [..., H, T, K], key [..., G, S, K], value [..., G, S, V] -> [..., H, T, V], of any rank from 2 on. `attend` is
+    what computes: `foci.attention`, or something with its signature.
     """
     rank = query.dim()
     if rank > 4:
@@ -43,6 +47,7 @@ def sdpa(
         scale,
         enable_gqa,
         backend=backend,
+        attend=attend,
     ).transpose(1, 2)
     if rank > 4:
         return out.unflatten(0, lead)
@@ -60,6 +65,7 @@ def sdpa_bthd(
     enable_gqa: bool = False,
     *,
     backend: str | None = None,
+    attend: Callable[..., Tensor] = attention,
 ) -> Tensor:
     """The same in foci's layout: query [B, T, H, K], key [B, S, G, K], value [B, S, G, V] -> [B, T, H, V].
 
@@ -81,4 +87,4 @@ def sdpa_bthd(
             bias = attn_mask
         else:
             mask = Dense(attn_mask)
-    return attention(query, key, value, mask=mask, bias=bias, scale=scale, dropout=dropout_p, backend=backend)
+    return attend(query, key, value, mask=mask, bias=bias, scale=scale, dropout=dropout_p, backend=backend)
