@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foci import Causal, Dense, Lengths, Mask, Packed, Window
+from foci.ops.masks import Band
 
 
 def visible(parts: tuple[Mask, ...], B: int, H: int, T: int, S: int) -> Tensor:
@@ -51,6 +52,10 @@ def _sees(parts: tuple[Mask, ...], b: int, t: int, s: int, T: int, S: int) -> bo
                     return False
                 position = t + real - int(part.q_lengths[place])
     for part in parts:
+        if isinstance(part, Band):
+            low, high = (_own(bound, place) for bound in (part.low, part.high))
+            if (low is not None and s < t + low) or (high is not None and s > t + high):
+                return False
         if isinstance(part, Causal) and s > (position if part.align == "bottom-right" else t):
             return False
         if isinstance(part, Window) and part.left is not None and s < position - part.left:
@@ -58,6 +63,13 @@ def _sees(parts: tuple[Mask, ...], b: int, t: int, s: int, T: int, S: int) -> bo
         if isinstance(part, Window) and part.right is not None and s > position + part.right:
             return False
     return True
+
+
+def _own(bound: int | Tensor | None, place: int) -> int | None:
+    """The bound of one row or document."""
+    if not isinstance(bound, Tensor):
+        return bound
+    return int(bound[place] if bound.numel() > 1 else bound[0])
 
 
 def joined(parts: tuple[Mask, ...]) -> Mask | None:
@@ -98,6 +110,10 @@ def mask_parts(draw: st.DrawFn, B: int, H: int, T: int, S: int) -> tuple[Mask, .
     if draw(st.integers(0, 2)) == 0:
         reach: Any = st.none() | st.integers(0, 6)
         parts.append(Window(draw(reach), draw(reach)))
+    if draw(st.integers(0, 2)) == 0:
+        one = st.none() | st.integers(-6, 6)
+        each = st.builds(torch.tensor, st.lists(st.integers(-6, 6), min_size=rows, max_size=rows))
+        parts.append(Band(*(draw(each if rows and draw(st.booleans()) else one) for _ in range(2))))
     if draw(st.integers(0, 3)) == 0:
         shape = [draw(st.sampled_from((1, n))) for n in (B, H, T, S)][draw(st.integers(0, 3)) :]
         generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foci import Causal, Dense, Lengths, Mask, Packed, ShapeError, Window
-from foci.ops.masks import NOTHING_HIDDEN, existing, live_keys, lower, materialize, segments
+from foci.ops.masks import NOTHING_HIDDEN, Band, existing, live_keys, lower, materialize, segments
 from tests.ops.oracle import joined, mask_parts, visible
 
 
@@ -62,6 +62,13 @@ NAMED = {
     "lengths, window": ((Lengths(integers(5, 2, 0)), Window(1, 0)), 3),
     "padded queries": ((Lengths(integers(5, 2, 3), integers(4, 2, 0)),), 3),
     "padded queries, causal": ((Lengths(integers(5, 2, 3), integers(1, 4, 3)), Causal()), 3),
+    "band": ((Band(-1, 2),), 1),
+    "band, open above": ((Band(1, None),), 1),
+    "band, below the diagonal, that a row leaves": ((Band(None, -3), Causal()), 1),
+    "band of each row": ((Band(integers(-1, 0, 2), integers(0, 9, 1)),), 3),
+    "band and lengths": ((Lengths(integers(5, 2, 3)), Band(-2, integers(0, -1, 4)), Window(3, None)), 3),
+    "band of each document": ((Packed(integers(0, 2, 2, 5)), Band(integers(0, 0, -1), integers(0, 1, 0))), 1),
+    "band of documents with lengths": ((Packed(integers(0, 3, 5)), Lengths(integers(1, 2)), Band(None, 0)), 1),
     "packed with lengths": ((Packed(integers(0, 2, 5)), Lengths(integers(1, 3)), Causal()), 1),
     "packed with both lengths": ((Packed(integers(0, 2, 5)), Lengths(integers(1, 3), integers(2, 1)), Causal()), 1),
 }
@@ -135,7 +142,7 @@ def test_existing_is_what_packed_and_lengths_include() -> None:
 def test_composition_keeps_one_of_each_kind() -> None:
     assert Causal() & Causal() == Causal()
     assert Window(3, None) & Window(5, 2) == Window(3, 2)
-    assert lower(Causal() & Window(1, 2) & Causal("top-left"))[5:] == (True, True, 1, 2)
+    assert lower(Causal() & Window(1, 2) & Causal("top-left"))[5:] == (None, None, True, True, 1, 2)
     first, second = torch.rand(5, 5) < 0.5, torch.rand(2, 1, 5, 5) < 0.5
     both = Dense(first) & Dense(second)
     assert isinstance(both, Dense)

@@ -12,7 +12,7 @@ from foci.core.spec import Spec
 from foci.ops import SPECS
 from foci.ops.decay.api import linear_attention
 from foci.ops.delta.api import delta_rule
-from foci.ops.masks import Causal, Dense, Lengths, Mask, Packed, Window
+from foci.ops.masks import Band, Causal, Dense, Lengths, Mask, Packed, Window
 from foci.ops.scan.api import scan
 from foci.ops.selective_scan.api import selective_scan
 from foci.ops.softmax.api import attention_with_lse
@@ -71,6 +71,8 @@ def arguments(call: Call) -> dict[str, Any]:
         parts.append(Packed(call.q_offsets, call.kv_offsets))
     if call.kv_lengths is not None:
         parts.append(Lengths(call.kv_lengths, call.q_lengths))
+    if call.band_low is not None or call.band_high is not None:
+        parts.append(Band(call.band_low, call.band_high))
     if call.causal_end:
         parts.append(Causal())
     if call.causal_start:

@@ -1,10 +1,11 @@
-"""Causal, Window, Packed, Lengths, Dense: composable with `&`, each can `materialize`."""
+"""Causal, Window, Packed, Lengths, Band, Dense: composable with `&`, each can `materialize`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +34,8 @@ class Mask:
     def materialize(self, T: int, S: int) -> Tensor:
         """The boolean tensor, broadcastable to [B, H, T, S], that is True where query t may see key s."""
         visible = lower(self)
-        check(visible, 1 if visible.kv_lengths is None else visible.kv_lengths.shape[0], T, S)
+        per_row = [x.numel() for x in (visible.kv_lengths, visible.band_low, visible.band_high) if x is not None]
+        check(visible, 1 if visible.q_offsets is not None else max(per_row, default=1), T, S)
         return materialize(visible, T, S)
 
 
@@ -110,6 +112,27 @@ class Lengths(Mask):
 
 
 @dataclass(frozen=True, eq=False)
+class Band(Mask):
+    """Query i of a row or document sees key j only when i + low <= j <= i + high; None leaves a side open.
+
+    i and j count from the start of the row or document. An int holds for all of them, an int32 or int64 tensor [B] (or
+    [N] documents) gives each its own; a tensor may stay on the CPU. What Causal and Window say about whole sequences, a
+    Band says about a stretch of queries and a stretch of keys that begin anywhere.
+    """
+
+    low: int | Tensor | None
+    high: int | Tensor | None
+
+    def __post_init__(self) -> None:
+        for name in ("low", "high"):
+            bound = getattr(self, name)
+            if isinstance(bound, bool) or not isinstance(bound, int | Tensor | None):
+                raise ValueError(f"Band: {name} must be an int, a tensor of ints or None, got {bound!r}")
+            if isinstance(bound, Tensor):
+                _require_integers("Band", name, bound)
+
+
+@dataclass(frozen=True, eq=False)
 class Dense(Mask):
     """Any pattern: boolean, broadcastable to [B, H, T, S], True where a key may be seen."""
 
@@ -138,6 +161,8 @@ class Visible(NamedTuple):
     kv_offsets: Tensor | None = None
     kv_lengths: Tensor | None = None
     q_lengths: Tensor | None = None
+    band_low: Tensor | None = None
+    band_high: Tensor | None = None
     causal_end: bool = False
     causal_start: bool = False
     left: int | None = None
@@ -162,11 +187,17 @@ def lower(mask: Mask | None) -> Visible:
             found.update(q_offsets=part.q_offsets, kv_offsets=kv_offsets)
         elif isinstance(part, Lengths):
             found.update(kv_lengths=part.kv_lengths, q_lengths=part.q_lengths)
+        elif isinstance(part, Band):
+            found.update(band_low=_bound(part.low), band_high=_bound(part.high))
         elif isinstance(part, Dense):
             found["dense"] = part.allowed
         else:
             raise TypeError(_refusal(part))
     return Visible(**found)  # type: ignore[arg-type]
+
+
+def _bound(bound: int | Tensor | None) -> Tensor | None:
+    return torch.tensor([bound]) if isinstance(bound, int) else bound
 
 
 def _refusal(thing: object) -> str:
@@ -205,25 +236,28 @@ def segments(visible: Visible, B: int, T: int, S: int) -> list[Segment]:
             for q0, q1, k0, k1 in zip(q_offsets[:-1], q_offsets[1:], kv_offsets[:-1], kv_offsets[1:], strict=True)
         ]
         rows = [slice(0, 1)] * len(starts)
-    elif visible.kv_lengths is not None:
+    elif visible.kv_lengths is not None or any(x is not None and x.numel() > 1 for x in visible[5:7]):
         starts, sizes, rows = [(0, 0)] * B, [(T, S)] * B, [slice(b, b + 1) for b in range(B)]
     else:
         starts, sizes, rows = [(0, 0)], [(T, S)], [slice(0, B)]
     kv_lengths = _checked_lengths("kv_lengths", visible.kv_lengths, [s for _, s in sizes])
     q_lengths = _checked_lengths("q_lengths", visible.q_lengths, [t for t, _ in sizes])
+    lows = _checked_bounds("low", visible.band_low, len(sizes))
+    highs = _checked_bounds("high", visible.band_high, len(sizes))
     found = []
     for place, ((q0, k0), (t, s), row) in enumerate(zip(starts, sizes, rows, strict=True)):
         keys = s if kv_lengths is None else kv_lengths[place]
         queries = t if q_lengths is None else q_lengths[place]
         shift = keys - queries if q_lengths is not None else max(keys - t, min(s - t, 0))
         low, high = _band(visible, shift)
+        low, high = _further(low, lows[place], max), _further(high, highs[place], min)
         found.append(Segment(row, q0, q0 + queries, k0, k0 + keys, low, high))
     return found
 
 
 def check(visible: Visible, B: int, T: int, S: int) -> None:
     """Raise what is wrong with the values of offsets and lengths. The compiler and vmap show none to look at."""
-    tensors = [tensor for tensor in visible[1:5] if tensor is not None]
+    tensors = [tensor for tensor in visible[1:7] if tensor is not None]
     traced = torch.compiler.is_compiling() or any(map(torch._C._functorch.is_batchedtensor, tensors))
     if tensors and not traced:
         segments(visible, B, T, S)
@@ -259,6 +293,10 @@ def materialize(visible: Visible, T: int, S: int) -> Tensor:
         allowed = allowed & (frame.key <= frame.query + frame.shift + visible.right)
     if visible.left is not None:
         allowed = allowed & (frame.key >= frame.query + frame.shift - visible.left)
+    if visible.band_low is not None:
+        allowed = allowed & (frame.key >= frame.query + _bounds(visible.band_low, frame, visible))
+    if visible.band_high is not None:
+        allowed = allowed & (frame.key <= frame.query + _bounds(visible.band_high, frame, visible))
     allowed = allowed[:, None]
     return allowed if visible.dense is None else allowed & visible.dense
 
@@ -281,6 +319,7 @@ class _Frame(NamedTuple):
     key: Tensor  # [B|1, 1, S]
     shift: Tensor  # [B|1, T, 1] from a query's place to its key position
     together: Tensor  # [B|1, T, S] both real and of one document
+    document: Tensor | None  # [1, T, 1] of a query, where there are documents
 
 
 def _frame(visible: Visible, T: int, S: int, device: torch.device) -> _Frame:
@@ -309,13 +348,20 @@ def _frame(visible: Visible, T: int, S: int, device: torch.device) -> _Frame:
         if visible.q_lengths is not None:
             real = _per_row(visible.q_lengths, of_query)
             inside, shift = inside & (query < real), keys - real
-    return _Frame(query, key, shift, inside)
+    return _Frame(query, key, shift, inside, of_query)
 
 
 def _per_row(lengths: Tensor, document: Tensor | None) -> Tensor:
     if document is None:
         return lengths.long()[:, None, None]
     return torch.nn.functional.pad(lengths.long(), (0, 1))[document]
+
+
+def _bounds(bound: Tensor, frame: _Frame, visible: Visible) -> Tensor:
+    """The bound of each query's row or document, [B|1, T|1, 1]."""
+    documents = 1 if visible.q_offsets is None else visible.q_offsets.numel() - 1
+    bound = bound.to(frame.query.device)
+    return _per_row(bound if bound.numel() > 1 else bound.expand(documents), frame.document)
 
 
 def _parts(mask: Mask) -> tuple[Mask, ...]:
@@ -341,6 +387,8 @@ def _both(old: Mask, new: Mask) -> Mask:
     """One mask that hides what either of two of the same kind hides."""
     if isinstance(old, Window) and isinstance(new, Window):
         return Window(_closer(old.left, new.left), _closer(old.right, new.right))
+    if isinstance(old, Band) and isinstance(new, Band):
+        return Band(_further(old.low, new.low, max), _further(old.high, new.high, min))
     if isinstance(old, Dense) and isinstance(new, Dense):
         return Dense(old.allowed & new.allowed)
     if isinstance(old, Causal):
@@ -352,6 +400,16 @@ def _both(old: Mask, new: Mask) -> Mask:
 
 def _closer(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else min(a, b)
+
+
+def _further(a: Any, b: Any, take: Callable[..., Any]) -> Any:
+    """The bound, of two, that hides more: numbers, or tensors of them."""
+    if a is None or b is None:
+        return b if a is None else a
+    if isinstance(a, int) and isinstance(b, int):
+        return take(a, b)
+    a, b = torch.as_tensor(a), torch.as_tensor(b)
+    return torch.maximum(a, b) if take is max else torch.minimum(a, b)
 
 
 def _require_integers(owner: str, name: str, value: object) -> None:
@@ -372,6 +430,15 @@ def _checked_offsets(name: str, offsets: Tensor, letter: str, size: int) -> list
     if values[-1] > size:
         raise ValueError(f"Packed: {name} ends at {values[-1]}, past the {size} tokens there are ({letter}={size})")
     return values
+
+
+def _checked_bounds(name: str, bounds: Tensor | None, rows: int) -> list[int | None]:
+    if bounds is None:
+        return [None] * rows
+    values: list[int | None] = bounds.tolist()
+    if len(values) not in (1, rows):
+        raise ShapeError(f"Band: {name} has {len(values)} entries; expected 1 or {rows}, one for each row")
+    return values if len(values) == rows else values * rows
 
 
 def _checked_lengths(name: str, lengths: Tensor | None, limits: list[int]) -> list[int] | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.ops.softmax.dropout import keep, positions
+from foci.ops.softmax.dropout import keep, placed, positions
 from tests.ops.softmax.problems import CPU, OPAQUE, assert_close, evaluate, inputs_of, refused
 
 SEED = torch.tensor(1234567890123456789)
@@ -48,6 +48,16 @@ def test_a_part_of_the_positions_gives_a_part_of_the_mask() -> None:
     whole, index = kept(0.3), [torch.arange(*bounds) for bounds in ((1, 2), (0, 3), (5, 20), (40, 64))]
     part = keep(SEED, 0.3, *(x.view([-1 if i == d else 1 for i in range(4)]) for d, x in enumerate(index)))
     assert torch.equal(part, whole[1:2, 0:3, 5:20, 40:64])
+
+
+def test_a_placed_seed_gives_its_part_of_the_mask() -> None:
+    """Also one that strides, and one that was placed twice: heads by one exchange, tokens by another."""
+    whole = kept(0.3)
+    seed = placed(placed(SEED, h=(1, 1)), t=(3, 2), s=(40, 8))
+    part = keep(seed, 0.3, *positions(2, 2, 20, 3, CPU))
+    assert torch.equal(part, whole[:, 1:3, 3:43:2, 40:64:8])
+    assert torch.equal(keep(placed(SEED), 0.3, *positions(2, 3, 64, 64, CPU)), whole)
+    assert torch.equal(keep(placed(SEED, b=(1, 1)), 0.3, *positions(1, 3, 64, 64, CPU)), whole[1:])
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**62 - 1])

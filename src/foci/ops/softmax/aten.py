@@ -97,6 +97,8 @@ def reasons(call: Call) -> list[str]:
         found.append("dropout follows torch's own random stream there, not foci's positions")
     if call.left is not None or call.right is not None:
         found.append("a window is not supported by torch's fused kernels (a dense mask would compute what it hides)")
+    if call.band_low is not None or call.band_high is not None:
+        found.append("a band is not supported by torch's fused kernels (a dense mask would compute what it hides)")
     if call.bias is not None and call.bias.requires_grad and torch.is_grad_enabled():
         found.append("bias needs a gradient, which torch's fused kernels do not compute")
     if call.sink is not None and call.sink.requires_grad and torch.is_grad_enabled() and call.q.dtype in _HALF:

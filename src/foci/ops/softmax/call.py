@@ -37,6 +37,8 @@ class Call(NamedTuple):
     kv_offsets: Tensor | None
     kv_lengths: Tensor | None
     q_lengths: Tensor | None
+    band_low: Tensor | None
+    band_high: Tensor | None
     causal_end: bool
     causal_start: bool
     left: int | None
@@ -47,7 +49,7 @@ class Call(NamedTuple):
 
     @property
     def visible(self) -> Visible:
-        return Visible(*self[6:15])
+        return Visible(*self[6:17])
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int, int]:
@@ -70,6 +72,7 @@ class Call(NamedTuple):
             "Dense": self.dense is not None,
             "Packed": self.q_offsets is not None,
             "Lengths": self.kv_lengths is not None,
+            "Band": self.band_low is not None or self.band_high is not None,
             "Causal": self.causal_end or self.causal_start,
             "Window": self.left is not None or self.right is not None,
         }
@@ -159,3 +162,6 @@ def _check_rest(visible: Visible, bias: Tensor | None, sink: Tensor | None, q: T
         rows, word = visible.q_offsets.shape[0] - 1, "packed documents"
     if visible.kv_lengths is not None and visible.kv_lengths.shape[0] != rows:
         raise ShapeError(f"attention: Lengths has {visible.kv_lengths.shape[0]} entries; expected {rows}, the {word}")
+    for bound in (visible.band_low, visible.band_high):
+        if bound is not None and bound.shape[0] not in (1, rows):
+            raise ShapeError(f"attention: Band has {bound.shape[0]} entries; expected 1 or {rows}, the {word}")

@@ -12,9 +12,37 @@ _SECOND = -7723592293110705685
 
 
 def keep(seed: Tensor, p: float, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
-    """True with probability 1 - p for each (b, h, t, s); int64 index tensors that broadcast against each other."""
+    """True with probability 1 - p for each (b, h, t, s); int64 index tensors that broadcast against each other.
+
+    A seed that was `placed` says where the tensors lie in a larger problem, and gives that problem's coins.
+    """
+    if seed.dim():
+        b, h, t, s = (seed[1 + 2 * n] + seed[2 + 2 * n] * index for n, index in enumerate((b, h, t, s)))
+        seed = seed[0]
     row = _mix(_mix(_mix(seed + b * _GOLDEN) + h * _GOLDEN) + t * _GOLDEN)
     return (_mix(row + s * _GOLDEN) >> 11) & (2**53 - 1) >= int(p * 2**53)
+
+
+def placed(
+    seed: Tensor,
+    *,
+    b: tuple[int, int] | None = None,
+    h: tuple[int, int] | None = None,
+    t: tuple[int, int] | None = None,
+    s: tuple[int, int] | None = None,
+) -> Tensor:
+    """The seed [9] of a part of a problem: row i of it is row start + i * step of the whole, for each (start, step)
+    given.
+
+    Dimensions that are not given stay where the seed already has them: at (0, 1), if it was never placed.
+    """
+    if not seed.dim():
+        seed = torch.cat([seed[None], seed.new_tensor([0, 1] * 4)])
+    seed = seed.clone()
+    for place, part in enumerate((b, h, t, s)):
+        if part is not None:
+            seed[1 + 2 * place], seed[2 + 2 * place] = part
+    return seed
 
 
 def _mix(x: Tensor) -> Tensor:
