@@ -68,8 +68,11 @@ def test_what_binds_runs_and_returns_as_the_function_does() -> None:
 def test_a_decay_per_head_is_known_from_one_of_a_single_token() -> None:
     k, v = torch.randn(1, 1, 2, 5), torch.randn(1, 1, 2, 6)
     each = operator(foci.linear_attention)
-    assert each.bind((k, k, v), {"log_decay": -torch.ones(2)}).replicated == {"log_decay"}
-    assert each.bind((k, k, v), {"log_decay": -torch.ones(1, 1, 2)}).replicated == frozenset()
+    for decay, token in ((-torch.ones(2), None), (-torch.ones(1, 1, 2), 1)):
+        bound = each.bind((k, k, v), {"log_decay": decay})
+        assert each.letters["log_decay"].token(bound.call.log_decay) == token
+        expected = foci.linear_attention(k, k, v, log_decay=decay)[0]
+        torch.testing.assert_close(each.run(bound.call, None)[0], expected)
 
 
 def test_an_unknown_argument_is_refused_by_the_operators_name() -> None:

@@ -45,13 +45,12 @@ class Bound(NamedTuple):
     """One call of a wrapper: this rank's tensors under a mask of the whole sequence, and what the caller wants back.
 
     `call`: q, k, v and all that has tokens is this rank's part; offsets, lengths and the columns of bias and dense are
-    those of the whole. `replicated`: arguments known to be the same on all ranks, whatever their sizes say.
+    those of the whole. A decay per head stands there as [H, 1], without the dimension of tokens that it does not have.
     """
 
     call: Any
     backend: str | None = None
     options: Mapping[str, Any] = {}
-    replicated: frozenset[str] = frozenset()
 
 
 @runtime_checkable
@@ -105,17 +104,17 @@ class Operator:
         wide = _narrowed(arguments)
         assert self.spec.bind is not None
         call = self.spec.bind(**arguments)
-        decay = given.arguments.get("log_decay")
-        constant = isinstance(decay, Tensor) and decay.dim() == 1
-        return Bound(
-            call._replace(**wide),
-            backend,
-            {"return_state": arguments.get("return_state", False)},
-            frozenset({"log_decay"} if constant else ()),
-        )
+        decay = arguments.get("log_decay")
+        if isinstance(decay, Tensor) and decay.dim() == 1:
+            wide["log_decay"] = decay[:, None]
+        return Bound(call._replace(**wide), backend, {"return_state": arguments.get("return_state", False)})
 
     def run(self, call: Any, backend: str | None) -> Outputs:
         """All outputs of the Spec, in one process."""
+        for name, letters in self.letters.items():
+            tensor = getattr(call, name)
+            if letters.broadcast and isinstance(tensor, Tensor) and tensor.dim() < len(letters.names):
+                call = call._replace(**{name: tensor[(None,) * (len(letters.names) - tensor.dim())]})
         return self.execute(choose(self.spec, call, backend), call)
 
     def returns(self, outputs: Outputs, bound: Bound) -> Any:
