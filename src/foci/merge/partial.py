@@ -32,3 +32,21 @@ class Partial(NamedTuple):
 
     def neutral(self) -> Partial:
         return Partial(torch.zeros_like(self.out), torch.full_like(self.lse, -torch.inf))
+
+
+def absorb(out: Tensor, lse: Tensor, part: Tensor, top: Tensor, mass: Tensor | None = None) -> None:
+    """Combine a running Partial (out, lse) with a part over other keys, in place and without a gradient.
+
+    The part is exp(top) * part over exp(top) * mass: an (out, lse) pair where `mass` is absent, and unnormalised sums
+    where it is given, with top the largest logit (-inf: nothing seen). `lse` is best kept in float64: the sum of many
+    parts then carries no more rounding than each of them.
+    """
+    top = top.to(lse.dtype)
+    highest = torch.maximum(lse, top)
+    empty = highest == -torch.inf
+    highest.masked_fill_(empty, 0.0)
+    ours, theirs = torch.exp(lse - highest), torch.exp(top - highest)
+    total = ours + (theirs if mass is None else theirs * mass)
+    total.masked_fill_(empty, 1.0)
+    out.mul_((ours / total).to(out.dtype)[..., None]).addcmul_(part, (theirs / total).to(part.dtype)[..., None])
+    lse.copy_(highest.add_(total.log_()).masked_fill_(empty, -torch.inf))

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from foci.merge.partial import absorb
 from foci.ops.masks import segments
 from foci.ops.softmax.aten_cuda import CUDA_KERNELS
-from foci.ops.softmax.call import Call, never_empty
+from foci.ops.softmax.call import Call, Gradients, Rows, never_empty
 
 _flash_forward = torch._scaled_dot_product_flash_attention_for_cpu  # the same op, 2 us cheaper to call
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -255,6 +256,33 @@ def backward(
         None,
         dsink,
     )
+
+
+def forward_part(call: Call, out: Tensor, lse: Tensor) -> None:
+    """Merge attention over these keys into what other keys gave, in place (merge/partial.py: absorb).
+
+    On the CPU half precision is computed in float32. On a GPU the kernel rounds its out once to the dtype of q: shares
+    of a sum, so the error of many parts is that of one.
+    """
+    part, top = forward(_as_part(call))
+    absorb(out, lse, part.to(out.dtype), top)
+
+
+def backward_part(call: Call, rows: Rows, into: Gradients) -> None:
+    """Add to the gradients, in place, what these keys give."""
+    assert into.dbias is None, "reasons(call) should have refused"
+    call = _as_part(call)
+    out, dout = rows.out.to(call.q.dtype), rows.dout.to(call.q.dtype)
+    found = backward(call, (out, rows.lse), (dout, rows.dlse), [True, True, True, False, False])
+    for total, gradient in zip(into[:3], found[:3], strict=True):
+        assert total is not None and gradient is not None
+        total.add_(gradient)
+
+
+def _as_part(call: Call) -> Call:
+    wide = call.q.device.type == "cpu"
+    q, k, v = (x.to(call.accumulator) if wide else x for x in call[:3])
+    return call._replace(q=q, k=k, v=v, bias=None if call.bias is None else _unit_stride(call.bias))
 
 
 def _backward_pieces(kernel: Kernel, call: Call, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:

@@ -79,6 +79,30 @@ class Call(NamedTuple):
         return [name for name, there in present.items() if there]
 
 
+class Rows(NamedTuple):
+    """What the backward of a part of the keys is told of its rows over all keys, in the accumulator's dtype.
+
+    out [B,T,H,V] and lse [B,T,H], a sink included; their gradients; pull [B,T,H] = sum_v dout out - dlse.
+    """
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+    pull: Tensor
+
+
+class Gradients(NamedTuple):
+    """Sums to add to, in the accumulator's dtype: dq [B,T,H,K]; dk [B,S,G,K] and dv [B,S,G,V], whose keys of one head
+    stand end to end in memory; dbias as the bias.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None
+
+
 SIGNATURE = Signature(Call, "attention")
 
 

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from foci.merge.partial import absorb
 from foci.ops.masks import Segment, live_keys, segments
-from foci.ops.softmax.call import Call, never_empty
+from foci.ops.softmax.call import Call, Gradients, Rows, never_empty
 from foci.ops.softmax.dropout import keep
 
 # Logits held at once. Small enough to stay in a core's cache between the passes over them, large enough to amortise a
@@ -49,21 +50,39 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     B, T, _, H, _, _, V = call.sizes
     out = call.v.new_zeros(B, T, H, V)
     lse = _initial_lse(call)
+    for tile, m, mass, weighted in _sums(call, heads):
+        total = mass.log_().add_(m)
+        if call.sink is not None:
+            total = torch.logaddexp(total, call.sink.to(m.dtype)[tile.g0 * heads.R : tile.g1 * heads.R, None, None])
+        weighted.mul_(torch.exp(m - never_empty(total)))
+        _place(out, tile, heads.R).copy_(weighted)
+        _place(lse, tile, heads.R).copy_(total[..., 0])
+    return out, lse
+
+
+def forward_part(call: Call, out: Tensor, lse: Tensor) -> None:
+    """Merge attention over these keys into what other keys gave: out [B,T,H,V] and lse [B,T,H] change in place.
+
+    out is in the accumulator's dtype, lse in float64 (merge/partial.py: absorb). A sink is one more part, not this
+    call's. Memory beyond them: q once more, and what a tile needs.
+    """
+    heads = _Heads(call)
+    for tile, m, mass, weighted in _sums(call, heads):
+        m = m[..., 0].masked_fill(mass[..., 0] == 0, -torch.inf)
+        absorb(_place(out, tile, heads.R), _place(lse, tile, heads.R), weighted, m, mass[..., 0])
+
+
+def _sums(call: Call, heads: _Heads) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
+    """Of each tile: m = max_s z (0 for an empty row), sum_s exp(z - m) and sum_s exp(z - m) v_s."""
     for tile in _tiles(call):
         z, _ = heads.logits(tile)
         m = z.amax(-1, keepdim=True)
         m.masked_fill_(m == -torch.inf, 0.0)  # an empty row: exp(-inf - 0) = 0 where exp(-inf + inf) would be NaN
         p = z.sub_(m).exp_()
-        total = p.sum(-1, keepdim=True).log_().add_(m)
-        if call.sink is not None:
-            total = torch.logaddexp(total, call.sink.to(p.dtype)[tile.g0 * heads.R : tile.g1 * heads.R, None, None])
+        mass = p.sum(-1, keepdim=True)
         if call.seed is not None:
             p.mul_(_kept(call, tile, heads.R))
-        weighted = heads.unfold(torch.bmm(heads.fold(p), heads.values(tile)), tile)
-        weighted.mul_(torch.exp(m - never_empty(total)))
-        _place(out, tile, heads.R).copy_(weighted)
-        _place(lse, tile, heads.R).copy_(total[..., 0])
-    return out, lse
+        yield tile, m, mass, heads.unfold(torch.bmm(heads.fold(p), heads.values(tile)), tile)
 
 
 def backward(
@@ -75,7 +94,6 @@ def backward(
 
     The sum over s equals sum_v dout out, but a tile holds whole rows, so it need not carry the rounding of a half out.
     """
-    heads = _Heads(call)
     B, T, S, H, G, K, V = call.sizes
     dtype = call.accumulator
     out, lse = outputs
@@ -85,6 +103,32 @@ def backward(
     dq = torch.zeros(B, T, H, K, dtype=dtype, device=out.device)
     dk, dv = (torch.zeros(B, G, S, n, dtype=dtype, device=out.device) for n in (K, V))
     dbias = torch.zeros(call.bias.shape, dtype=dtype, device=out.device) if call.bias is not None and needs[3] else None
+    into = Gradients(dq, dk.transpose(1, 2), dv.transpose(1, 2), dbias)
+    _add_gradients(call, steady, dout, pull, into, rows_are_whole=True)
+    dsink = None
+    if call.sink is not None and needs[4]:
+        share = torch.exp(call.sink.to(dtype) - steady)
+        dsink = share.mul_(pull).sum((0, 1)).neg_().to(call.sink.dtype)
+    return (
+        dq.to(call.q.dtype) if needs[0] else None,
+        dk.transpose(1, 2).to(call.k.dtype).contiguous() if needs[1] else None,
+        dv.transpose(1, 2).to(call.v.dtype).contiguous() if needs[2] else None,
+        None if dbias is None else dbias.to(call.bias.dtype),  # type: ignore[union-attr]
+        dsink,
+    )
+
+
+def backward_part(call: Call, rows: Rows, into: Gradients) -> None:
+    """Add to the gradients, in place, what these keys give."""
+    _add_gradients(call, never_empty(rows.lse), rows.dout, rows.pull, into, rows_are_whole=False)
+
+
+def _add_gradients(
+    call: Call, steady: Tensor, dout: Tensor, pull: Tensor, into: Gradients, rows_are_whole: bool
+) -> None:
+    """One pass over the tiles. `pull` lacks sum_s p dp where rows are whole, and is completed in place."""
+    heads = _Heads(call)
+    dk, dv = into.dk.transpose(1, 2), into.dv.transpose(1, 2)
     for tile in _tiles(call):
         z, capped = heads.logits(tile, keep_cap=True)
         p = z.sub_(_place(steady, tile, heads.R)[..., None]).exp_()
@@ -96,28 +140,18 @@ def backward(
             seen, dp = p * kept, dp.mul_(kept)
         _keys(dv, tile).baddbmm_(heads.fold(seen).transpose(1, 2), do)
         dz = dp.mul_(p)
-        row = _place(pull, tile, heads.R).add_(dz.sum(-1))
+        row = _place(pull, tile, heads.R)
+        if rows_are_whole:
+            row.add_(dz.sum(-1))
         dz.addcmul_(p, row[..., None], value=-1)
-        if dbias is not None:
-            _add_reduced(dbias, dz, tile, heads.R)
+        if into.dbias is not None:
+            _add_reduced(into.dbias, dz, tile, heads.R)
         if capped is not None:  # d cap(x) / dx = 1 - tanh(x/c)^2
             dz.mul_(capped.square_().neg_().add_(1.0))
         folded = heads.fold(dz)
-        _place(dq, tile, heads.R).copy_(heads.unfold(torch.bmm(folded, heads.keys(tile)), tile))
-        _keys(dk, tile).baddbmm_(folded.transpose(1, 2), heads.queries(tile))
-    dsink = None
-    if call.sink is not None and needs[4]:
-        share = torch.exp(call.sink.to(dtype) - steady)
-        dsink = share.mul_(pull).sum((0, 1)).neg_().to(call.sink.dtype)
-    # queries(tile) carried the scale (over the cap, if any), so dk has it already.
-    chain = heads.chain
-    return (
-        dq.mul_(call.scale).to(call.q.dtype) if needs[0] else None,
-        dk.mul_(chain).transpose(1, 2).to(call.k.dtype).contiguous() if needs[1] else None,
-        dv.transpose(1, 2).to(call.v.dtype).contiguous() if needs[2] else None,
-        None if dbias is None else dbias.to(call.bias.dtype),  # type: ignore[union-attr]
-        dsink,
-    )
+        _place(into.dq, tile, heads.R).add_(heads.unfold(torch.bmm(folded, heads.keys(tile)), tile), alpha=call.scale)
+        # queries(tile) carried the scale (over the cap, if any), so dk has it already.
+        _keys(dk, tile).baddbmm_(folded.transpose(1, 2), heads.queries(tile), alpha=heads.chain)
 
 
 class _Heads:
@@ -132,8 +166,7 @@ class _Heads:
         inner = call.scale if call.softcap is None else call.scale / call.softcap
         self.chain = call.softcap if call.softcap is not None else 1.0
         self.q = (call.q.transpose(1, 2).to(dtype) * inner).contiguous()
-        self.k = call.k.transpose(1, 2).to(dtype).contiguous()
-        self.v = call.v.transpose(1, 2).to(dtype).contiguous()
+        self.k, self.v = _heads_first(call.k, dtype), _heads_first(call.v, dtype)
         self._buffers: dict[str, Tensor] = {}
 
     def queries(self, tile: Tile) -> Tensor:
@@ -182,6 +215,13 @@ class _Heads:
         if call.dense is not None:
             z.masked_fill_(~_pairs(call.dense, tile, self.R), -torch.inf)
         return z, capped
+
+
+def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, S, G, n] as [B, G, S, n] in this dtype; a copy unless the keys of each head already stand end to end."""
+    x = x.transpose(1, 2).to(dtype)
+    dense = x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] and x.stride(0) == x.shape[1] * x.stride(1)
+    return x if dense else x.contiguous()
 
 
 def _tiles(call: Call) -> Iterator[Tile]:
@@ -248,8 +288,9 @@ def _place(x: Tensor, tile: Tile, R: int) -> Tensor:
 
 
 def _keys(x: Tensor, tile: Tile) -> Tensor:
-    """The [rows * key heads, j, n] view of a contiguous [B, G, S, n] tensor; a tile has all key heads or one row."""
-    return x[tile.b0 : tile.b1, tile.g0 : tile.g1, tile.j0 : tile.j1].flatten(0, 1)
+    """The [rows * key heads, j, n] view of a [B, G, S, n] tensor; a tile has all key heads or one row."""
+    part = x[tile.b0 : tile.b1, tile.g0 : tile.g1, tile.j0 : tile.j1]
+    return part.view(part.shape[0] * part.shape[1], *part.shape[2:])
 
 
 def _initial_lse(call: Call) -> Tensor:
