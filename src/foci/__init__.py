@@ -23,7 +23,7 @@ from foci.ops.selective_scan.api import selective_scan, selective_scan_step
 from foci.ops.softmax.api import attention, attention_with_lse
 
 if TYPE_CHECKING:
-    from foci import nn
+    from foci import nn, parallel
     from foci.accelerate.apply import Applied
     from foci.accelerate.run import accelerate
 else:
@@ -34,15 +34,15 @@ __version__ = "0.1.0"
 __all__ = [
     "Affine", "Causal", "Dense", "Explanation", "Lengths", "Mask", "MissingExtra", "Packed", "Partial", "ShapeError",
     "Unsupported", "Window", "accelerate", "apply", "attention", "attention_with_lse", "delta_rule", "delta_rule_step",
-    "explain", "fold", "linear_attention", "linear_attention_step", "nn", "scan",
+    "explain", "fold", "linear_attention", "linear_attention_step", "nn", "parallel", "scan",
     "scan_step", "selective_scan", "selective_scan_step",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """foci.nn is imported when it is first named: operators alone do not wait for layers."""
-    if name == "nn":
-        return importlib.import_module("foci.nn")
+    """foci.nn and foci.parallel are imported when first named: operators alone do not wait for layers."""
+    if name in ("nn", "parallel"):
+        return importlib.import_module(f"foci.{name}")
     raise AttributeError(f"module 'foci' has no attribute {name!r}")
 
 

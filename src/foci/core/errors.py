@@ -1,10 +1,12 @@
-"""ShapeError(ValueError), Unsupported(NotImplementedError) carrying its list of reasons, MissingExtra(ImportError)."""
+"""ShapeError, Unsupported with its list of reasons, MissingExtra; RankError and Disagreement, the same on all ranks."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from types import ModuleType
+from typing import Any
 
 
 class ShapeError(ValueError):
@@ -32,6 +34,53 @@ class Unsupported(NotImplementedError):
 
 class MissingExtra(ImportError):
     """A package that foci needs only for this, and that is not installed: it names the extra to install."""
+
+
+class RankError(RuntimeError):
+    """A rank failed, so that all ranks of its group do: every one of them says `rank` (of the world), step, direction.
+
+    "attention: rank 2 failed in step 1 of the forward: ValueError: no such key", or "... it is gone", or "... it did
+    not answer".
+    """
+
+    def __init__(
+        self, operator: str, rank: int, reason: str, *, step: int | None = None, direction: str | None = None
+    ) -> None:
+        self.operator, self.rank, self.reason, self.step, self.direction = operator, rank, reason, step, direction
+        place = f" in step {step}" if step is not None else ""
+        place += (
+            f" of the {direction}" if step is not None and direction else f" in the {direction}" if direction else ""
+        )
+        super().__init__(f"{operator}: rank {rank} failed{place}: {reason}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), step=self.step, direction=self.direction), (self.operator, self.rank, self.reason)
+
+
+class Disagreement(ValueError):
+    """Ranks were called with arguments that do not fit together: the same message on every rank.
+
+    `facts` has, by name, what each rank says: {"dtype": {0: "torch.float32", 1: "torch.bfloat16"}}.
+    """
+
+    def __init__(self, operator: str, facts: Mapping[str, Mapping[int, str]]) -> None:
+        self.operator = operator
+        self.facts = {name: dict(said) for name, said in facts.items()}
+        lines = [f"{operator}: ranks disagree, so none of them began:"]
+        for name, said in self.facts.items():
+            ranks: dict[str, list[int]] = {}
+            for rank, value in said.items():
+                ranks.setdefault(value, []).append(rank)
+            told = "; ".join(f"{value} on {_listed(where)}" for value, where in ranks.items())
+            lines.append(f"  - {name}: {told}")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.operator, self.facts)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def require(package: str, extra: str) -> ModuleType:

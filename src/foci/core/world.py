@@ -1,0 +1,214 @@
+"""Ranks on this machine: processes that share a gloo group and run functions, or say which rank failed and how."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import signal
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from foci.core.errors import RankError
+
+_STARTING = 120.0  # seconds until every rank has imported torch and met the others, on a machine under load
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The outcome of a rank whose function raised."""
+
+    error: Exception
+    trace: str
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The outcome of a rank that died, or that gave no answer in time and was stopped."""
+
+    reason: str
+    died: bool = True
+
+
+class World:
+    """`size` processes of one thread each, the ranks of a gloo group, which run what they are given until closed.
+
+        with World(4) as world:
+            results = world.run(function, *args)       # function(*args) on every rank; results by rank
+
+    Inside, `torch.distributed` is initialised and the default generator is seeded with 0 before each function. Function
+    and arguments are pickled, by name and by value, so the function stands at the top of a module. `timeout` is the
+    group's, in seconds: what a rank waits for another at most. `limit` is how long all ranks together may take for one
+    function. After a failure that not every rank met alike, the ranks are started anew by the next call.
+
+    `preload`: modules that the server behind the ranks imports once, so that a rank starts in a few milliseconds.
+    """
+
+    def __init__(
+        self, size: int, *, timeout: float = 60.0, limit: float = 300.0, preload: Sequence[str] = ("foci",)
+    ) -> None:
+        if size < 1:
+            raise ValueError(f"World: size must be at least 1, got {size}")
+        self.size, self.timeout, self.limit, self.preload = size, timeout, limit, tuple(preload)
+        self._ranks: list[tuple[BaseProcess, Connection]] = []
+        self._store: dist.TCPStore | None = None
+        weakref.finalize(self, _stop, self._ranks)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What `function(*args)` returned on each rank. Raises what a rank raised, that rank's traceback as its note.
+
+        Of several failures: that a rank died (a RankError), else the first error that is no report of another rank's.
+        """
+        outcomes = self.outcomes(function, *args)
+        raised = [(rank, each) for rank, each in enumerate(outcomes) if isinstance(each, Raised)]
+        lost = [(rank, each) for rank, each in enumerate(outcomes) if isinstance(each, Lost)]
+        said = [f"on rank {rank} of {self.size}:\n{each.trace}" for rank, each in raised]
+        if lost and (
+            any(each.died for _, each in lost) or all(isinstance(each.error, RankError) for _, each in raised)
+        ):
+            rank, last = min(lost, key=lambda pair: not pair[1].died)
+            error: Exception = RankError(getattr(function, "__name__", "function"), rank, last.reason)
+            for note in said:
+                error.add_note(note)
+            raise error
+        for place, (_, each) in sorted(enumerate(raised), key=lambda pair: isinstance(pair[1][1].error, RankError)):
+            each.error.add_note(said[place])
+            raise each.error
+        return outcomes
+
+    def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What each rank returned, or its Raised or Lost: nothing is raised."""
+        message = pickle.dumps((function, args))
+        if not self._ranks:
+            self._start()
+        for _, pipe in self._ranks:
+            pipe.send_bytes(message)
+        outcomes = self._collect(self.limit)
+        if not _alike(outcomes):
+            self.close()
+        return outcomes
+
+    def close(self) -> None:
+        """End the ranks. A later call starts new ones."""
+        _stop(self._ranks)
+        self._store = None
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed", *self.preload])
+        # The store lives here and not in a rank, so that what a dying rank wrote can still be read.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(self.size):
+            here, there = context.Pipe()
+            arguments = (there, rank, self.size, self._store.port, self.timeout)
+            child = context.Process(target=_serve, args=arguments, daemon=True, name=f"foci rank {rank}")
+            child.start()
+            there.close()
+            self._ranks.append((child, here))
+        for rank, outcome in enumerate(self._collect(_STARTING)):
+            if isinstance(outcome, Raised | Lost):
+                self.close()
+                said = outcome.reason if isinstance(outcome, Lost) else outcome.trace
+                raise RankError("World", rank, f"it did not start: {said}")
+
+    def _collect(self, limit: float) -> list[Any]:
+        """One message of every rank. Once a rank is lost, the others have the group's timeout to say so."""
+        outcomes: dict[int, Any] = {}
+        deadline = time.monotonic() + limit
+        while len(outcomes) < self.size:
+            pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks) if rank not in outcomes}
+            ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                for rank in pipes.values():
+                    outcomes[rank] = Lost(f"it gave no answer for {limit:.0f} s and was stopped", died=False)
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = pipes[pipe]
+                try:
+                    outcomes[rank] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    child = self._ranks[rank][0]
+                    child.join(5)
+                    outcomes[rank] = Lost(_cause(child.exitcode))
+                    # Twice, since a rank may have begun to wait for the lost one only after it waited for another.
+                    limit = min(limit, 2 * self.timeout + 10)
+                    deadline = min(deadline, time.monotonic() + limit)
+        return [outcomes[rank] for rank in range(self.size)]
+
+
+def _alike(outcomes: list[Any]) -> bool:
+    """Whether all ranks are at the same place: all returned, or all raised the same."""
+    if any(isinstance(each, Lost) for each in outcomes):
+        return False
+    return len({(type(each.error), str(each.error)) if isinstance(each, Raised) else None for each in outcomes}) == 1
+
+
+def _stop(ranks: list[tuple[BaseProcess, Connection]]) -> None:
+    for child, pipe in ranks:
+        pipe.close()
+        child.kill()
+    for child, _ in ranks:
+        child.join()
+    ranks.clear()
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: float) -> None:
+    """The life of a rank."""
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=timeout)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=_STARTING))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    except Exception as error:
+        pipe.send_bytes(_packed(Raised(error, traceback.format_exc())))
+        return
+    pipe.send_bytes(_packed(None))
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except EOFError:
+            return
+        torch.manual_seed(0)
+        try:
+            function, args = pickle.loads(message)
+            outcome = function(*args)
+        except Exception as error:
+            outcome = Raised(error, traceback.format_exc())
+        pipe.send_bytes(_packed(outcome))
+
+
+def _packed(outcome: Any) -> bytes:
+    """Plain pickle, tensors by value: torch's own way shares memory, which a rank would take with it when it ends."""
+    try:
+        message = pickle.dumps(outcome)
+        if isinstance(outcome, Raised):
+            pickle.loads(message)  # an exception may pickle and yet not come back
+        return message
+    except Exception as problem:
+        if isinstance(outcome, Raised):
+            said = RuntimeError(f"{type(outcome.error).__name__}: {outcome.error}")
+            return pickle.dumps(Raised(said, outcome.trace))
+        said = RuntimeError(f"its result cannot be pickled: {problem}")
+        return pickle.dumps(Raised(said, traceback.format_exc()))
+
+
+def _cause(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"it was killed ({signal.Signals(-code).name})"
+    return f"its process ended (exit code {code})"

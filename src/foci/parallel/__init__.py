@@ -1,0 +1,9 @@
+"""Sequence parallelism: wrappers, operator in, operator out, for ranks that share a sequence."""
+
+from __future__ import annotations
+
+from foci.core.errors import Disagreement, RankError
+from foci.parallel.balance import positions, shard, unshard
+from foci.parallel.group import Group
+
+__all__ = ["Disagreement", "Group", "RankError", "positions", "shard", "unshard"]

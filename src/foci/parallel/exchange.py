@@ -1,0 +1,364 @@
+"""Everything that goes over the wire: counted, with the news of a failure at its end, and its differentiable forms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from foci.core.errors import RankError
+from foci.core.spec import accumulator
+from foci.parallel.group import RAISED, STATUS, WELL, Failure, Group
+
+Result = TypeVar("Result")
+Shape = Sequence[int]
+_TAG = 8
+_ALIGNED = 16  # bytes: where a tensor may begin within a message, so that any dtype can view it
+
+
+class Doing:
+    """One protocol of a group: what its ranks are doing, for the words of an error, and the first failure known.
+
+        with Doing(group, "attention", "forward") as doing:
+            numbers = doing.agree(facts, [T])
+            for doing.step in range(group.size):
+                pending = shift([k, v], shapes, +1, doing)          # the next block is on its way ...
+                part = doing.work(attend, k, v)                     # ... while this one is computed
+                k, v = pending.wait()
+
+    `work` computes; when that raises, this rank goes on through the same exchanges (what it sends says that it failed),
+    so that no other waits for it, and so do all that hear of it: `work` then gives None at once and what arrives has
+    the right shapes and no meaning. At the end of the block ranks tell each other how it went, and all raise RankError
+    with the same words, or each its own error where all failed alike. A group without a CPU backend cannot tell: there
+    an error is raised at once, and the others fail by the group's timeout.
+    """
+
+    def __init__(self, group: Group, operator: str, direction: str | None = None) -> None:
+        self.group, self.operator, self.direction = group, operator, direction
+        self.step: int | None = None
+        self.failure: Failure | None = None
+        self.own: Exception | None = None
+        self.gone: set[int] = set()
+
+    def agree(self, facts: dict[str, object], numbers: Sequence[int] = ()) -> list[list[int]]:
+        """Group.agree, to which this rank brings what has failed so far."""
+        try:
+            return self.group.agree(self.operator, facts, numbers, failure=self.failure)
+        except Exception as error:
+            if self.own is not None:
+                raise error from self.own
+            raise
+
+    def work(self, function: Callable[..., Result], *args: Any) -> Result | None:
+        """`function(*args)`, or None once this protocol has failed here or elsewhere."""
+        if self.failure is not None:
+            return None
+        try:
+            return function(*args)
+        except Exception as error:
+            if not self.group.host:
+                raise
+            self.own = error
+            self.failure = self._failure(error)
+            return None
+
+    def hear(self, failure: Failure | None) -> None:
+        """Take note of a failure; the first one counts."""
+        if failure is not None and self.failure is None:
+            step = self.step if failure.step is None else failure.step
+            self.failure = failure._replace(step=step, direction=failure.direction or self.direction)
+
+    def lose(self, rank: int, error: RuntimeError) -> None:
+        """A rank of the group no longer answers: nothing more is sent to it or expected from it."""
+        failure = self.group.blame(rank, error)
+        self.gone.add(rank)
+        self.hear(failure)
+
+    @property
+    def status(self) -> bytes:
+        return self.failure.pack() if self.failure is not None else WELL
+
+    def __enter__(self) -> Doing:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self._settle()
+
+    def _settle(self) -> None:
+        if self.group.size == 1 or not self.group.host:
+            if self.own is not None:
+                raise self.own
+            return
+        own = self.failure is not None and self.own is not None
+        slots = self.group.tell(self.status + (b"own" if own else b"   "))
+        found = [each if isinstance(each, Failure) else Failure.unpack(each) for each in slots]
+        alike = {failure and failure.text for failure in found}
+        theirs = all(isinstance(each, bytes) and each[STATUS:] == b"own" for each in slots)
+        if theirs and len(alike) == 1 and self.own is not None:
+            raise self.own
+        self._raise([self._placed(failure) for failure in found])
+
+    def _raise(self, failures: Sequence[Failure | None]) -> None:
+        try:
+            self.group.raise_worst(self.operator, failures)
+        except Exception as error:
+            if self.own is not None:
+                raise error from self.own
+            raise
+
+    def _placed(self, failure: Failure | None) -> Failure | None:
+        if failure is None:
+            return None
+        return failure._replace(direction=failure.direction or self.direction)
+
+    def _failure(self, error: Exception) -> Failure:
+        if isinstance(error, RankError):  # of a group within
+            return Failure(RAISED, error.rank, error.step, error.direction, error.reason)
+        text = f"{type(error).__name__}: {error}".strip()
+        return Failure(RAISED, self.group.ranks[self.group.rank], self.step, self.direction, text)
+
+
+class Pending:
+    """Blocks on their way. `wait()` gives what arrives."""
+
+    def __init__(self, finish: Callable[[], list[list[Tensor]]]) -> None:
+        self._finish = finish
+
+    def wait(self) -> list[Tensor]:
+        return self._finish()[0]
+
+
+def shift(tensors: Sequence[Tensor], shapes: Sequence[Shape], by: int, doing: Doing) -> Pending:
+    """Send tensors to the rank `by` places on, and receive as many of these shapes from the one as far behind.
+
+    What arrives has the dtypes and devices of what was sent. Both directions are in flight until `.wait()`; neither
+    may be written to before. Ranks are taken round: from the last the next is the first.
+    """
+    group = doing.group
+    if by % group.size == 0:
+        return Pending(lambda: [list(tensors)])
+    to, source = (group.rank + by) % group.size, (group.rank - by) % group.size
+    return Pending(_start({to: tensors}, {source: shapes}, tensors, doing))
+
+
+def all_to_all(parts: Sequence[Tensor], shapes: Sequence[Shape], doing: Doing) -> list[Tensor]:
+    """Send parts[r] to each rank r; what each sent here, by rank: shapes[r] is the shape of rank r's. Own: as it is."""
+    group = doing.group
+    sent = {rank: [part] for rank, part in enumerate(parts) if rank != group.rank}
+    expected = {rank: [shape] for rank, shape in enumerate(shapes) if rank != group.rank}
+    arrived = _start(sent, expected, parts[:1], doing)()
+    found = {rank: each[0] for rank, each in zip(expected, arrived, strict=True)}
+    return [found.get(rank, parts[group.rank]) for rank in range(group.size)]
+
+
+def all_gather(tensor: Tensor, shapes: Sequence[Shape], doing: Doing) -> list[Tensor]:
+    """Every rank's tensor, by rank: shapes[r] is the shape of rank r's, and may differ from rank to rank."""
+    return all_to_all([tensor] * doing.group.size, shapes, doing)
+
+
+def sum_scatter(parts: Sequence[Tensor], doing: Doing) -> Tensor:
+    """The sum over ranks of the parts for this rank, in rank order and in float32 at least: every rank's own share."""
+    mine = parts[doing.group.rank]
+    arrived = all_to_all(parts, [mine.shape] * doing.group.size, doing)
+    total = arrived[0].to(accumulator(mine.dtype), copy=True)
+    for part in arrived[1:]:
+        total += part
+    return total.to(mine.dtype)
+
+
+def all_reduce(tensor: Tensor, doing: Doing) -> Tensor:
+    """The sum over ranks, the same bits on each: 2 (n - 1) / n times its bytes sent per rank. The argument stays."""
+    group = doing.group
+    if group.size == 1:
+        return tensor.clone()
+    flat = tensor.contiguous().flatten()
+    sizes = [len(range(rank, flat.numel(), group.size)) for rank in range(group.size)]
+    mine = sum_scatter(flat.split(sizes), doing)
+    return torch.cat(all_gather(mine, [[size] for size in sizes], doing)).view(tensor.shape)
+
+
+def swap(parts: Sequence[Tensor], shapes: Sequence[Shape], group: Group, operator: str) -> tuple[Tensor, ...]:
+    """all_to_all, differentiable: the gradient of each part goes back to the rank that it came from."""
+    swapped: tuple[Tensor, ...] = _Swap.apply(group, operator, "forward", [tuple(shape) for shape in shapes], *parts)
+    return swapped
+
+
+def gather(tensor: Tensor, shapes: Sequence[Shape], group: Group, operator: str) -> tuple[Tensor, ...]:
+    """all_gather, differentiable: the gradient is summed over the ranks, which all have the tensor."""
+    return swap([tensor] * group.size, shapes, group, operator)
+
+
+def replicated(tensor: Tensor, group: Group, operator: str) -> Tensor:
+    """The same tensor, its gradient summed over ranks: for one that every rank has and each uses for its tokens."""
+    same: Tensor = _Replicated.apply(tensor, group, operator)
+    return same
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, group: Group, operator: str, direction: str, shapes: list[tuple[int, ...]], *parts: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.operator = group, operator
+        ctx.shapes = [part.shape for part in parts]
+        with Doing(group, operator, direction) as doing:
+            arrived = all_to_all(parts, shapes, doing)
+        arrived[group.rank] = arrived[group.rank].clone()  # an input may not be returned as it is
+        return tuple(arrived)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return None, None, None, None, *_Swap.apply(ctx.group, ctx.operator, "backward", ctx.shapes, *grads)
+
+
+class _Replicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, operator: str) -> Tensor:
+        ctx.group, ctx.operator = group, operator
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        return _Summed.apply(grads[0], ctx.group, ctx.operator), None, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, group: Group, operator: str) -> Tensor:
+        ctx.group, ctx.operator = group, operator
+        with Doing(group, operator, "backward") as doing:
+            return all_reduce(grad, doing)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        return _Summed.apply(grads[0], ctx.group, ctx.operator), None, None
+
+
+def _start(
+    sent: Mapping[int, Sequence[Tensor]], expected: Mapping[int, Sequence[Shape]], like: Sequence[Tensor], doing: Doing
+) -> Callable[[], list[list[Tensor]]]:
+    """Put messages to ranks on their way; the function that waits for those expected, in their order."""
+    group = doing.group
+    device = like[0].device
+    for tensors in sent.values():
+        group.traffic.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        group.traffic.messages += 1
+    if device.type not in group.staged:
+        return _start_on_device(sent, expected, like, doing)
+    works: list[tuple[int, Any]] = []
+    buffers: dict[int, Tensor] = {}
+    outgoing: dict[int, Tensor] = {}
+    for source, shapes in expected.items():
+        buffers[source] = torch.empty(_layout(shapes, like)[-1] + STATUS, dtype=torch.uint8)
+        if source not in doing.gone:
+            _post(dist.irecv, buffers[source], {"group_src": source}, source, works, doing)
+    packed: dict[int, Tensor] = {}
+    for to, tensors in sent.items():
+        key = id(tensors[0]) if len(tensors) == 1 else to
+        outgoing[to] = packed[key] = packed[key] if key in packed else _pack(tensors, doing.status)
+        group.traffic.control += STATUS
+        if to not in doing.gone:
+            _post(dist.isend, outgoing[to], {"group_dst": to}, to, works, doing)
+
+    def finish() -> list[list[Tensor]]:
+        for rank, work in works:
+            if rank not in doing.gone:
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    doing.lose(rank, error)
+        outgoing.clear()
+        for rank, buffer in buffers.items():
+            if rank not in doing.gone:
+                doing.hear(Failure.unpack(buffer[-STATUS:].numpy().tobytes()))
+        return [_unpack(buffers[rank], shapes, like) for rank, shapes in expected.items()]
+
+    return finish
+
+
+def _post(
+    start: Any, buffer: Tensor, peer: dict[str, int], rank: int, works: list[tuple[int, Any]], doing: Doing
+) -> None:
+    try:
+        works.append((rank, start(buffer, group=doing.group.pg, tag=_TAG, **peer)))
+    except RuntimeError as error:
+        doing.lose(rank, error)
+
+
+def _start_on_device(
+    sent: Mapping[int, Sequence[Tensor]], expected: Mapping[int, Sequence[Shape]], like: Sequence[Tensor], doing: Doing
+) -> Callable[[], list[list[Tensor]]]:
+    """The same between devices, tensor by tensor; empty ones stay at home."""
+    pg = doing.group.pg
+    arriving = {
+        rank: [
+            torch.empty(shape, dtype=each.dtype, device=each.device) for shape, each in zip(shapes, like, strict=True)
+        ]
+        for rank, shapes in expected.items()
+    }
+    operations = [
+        dist.P2POp(dist.irecv, tensor, group=pg, group_peer=rank)
+        for rank, tensors in arriving.items()
+        for tensor in tensors
+        if tensor.numel()
+    ]
+    operations += [
+        dist.P2POp(dist.isend, tensor.contiguous(), group=pg, group_peer=rank)
+        for rank, tensors in sent.items()
+        for tensor in tensors
+        if tensor.numel()
+    ]
+    works = dist.batch_isend_irecv(operations) if operations else []
+
+    def finish() -> list[list[Tensor]]:
+        for work in works:
+            work.wait()
+        operations.clear()
+        return list(arriving.values())
+
+    return finish
+
+
+def _layout(shapes: Sequence[Shape], like: Sequence[Tensor]) -> list[int]:
+    """Where each tensor begins in a message, in bytes, and where the last ends."""
+    places = [0]
+    for shape, each in zip(shapes, like, strict=True):
+        size = math.prod(shape) * each.element_size()
+        places.append(places[-1] + -(-size // _ALIGNED) * _ALIGNED)
+    return places
+
+
+def _pack(tensors: Sequence[Tensor], status: bytes) -> Tensor:
+    """One message of tensors. Those that arrived together, and were not touched, leave in the message they came in."""
+    places = _layout([tensor.shape for tensor in tensors], tensors)
+    storage = tensors[0].untyped_storage()
+    came = storage.nbytes() == places[-1] + STATUS and all(
+        tensor.is_contiguous()
+        and tensor.untyped_storage().data_ptr() == storage.data_ptr()
+        and tensor.storage_offset() * tensor.element_size() == place
+        for tensor, place in zip(tensors, places, strict=False)
+    )
+    if came and tensors[0].device.type == "cpu":
+        message = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (places[-1] + STATUS,), (1,))
+    else:
+        message = torch.empty(places[-1] + STATUS, dtype=torch.uint8)
+        for tensor, place in zip(tensors, places, strict=False):
+            if tensor.numel():
+                size = tensor.numel() * tensor.element_size()
+                message[place : place + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    message[-STATUS:] = torch.frombuffer(bytearray(status), dtype=torch.uint8)
+    return message
+
+
+def _unpack(message: Tensor, shapes: Sequence[Shape], like: Sequence[Tensor]) -> list[Tensor]:
+    found = []
+    for shape, each, place in zip(shapes, like, _layout(shapes, like), strict=False):
+        size = math.prod(shape) * each.element_size()
+        found.append(message[place : place + size].view(each.dtype).view(tuple(shape)).to(each.device))
+    return found
