@@ -1,0 +1,190 @@
+"""What is to be computed: the sizes of one operator's call and of the model round it, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.ops import SPECS
+from foci.ops.masks import Causal, Window
+
+NAMES = {
+    "attention": "softmax",
+    "linear_attention": "linear",
+    "delta_rule": "delta",
+    "scan": "scan",
+    "selective_scan": "selective_scan",
+}
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The model round the operator: what it costs a rank beside the attention itself.
+
+    `layers`: how often a step calls the operator. `flops`: floating point operations of one step for one token of one
+    sequence outside the operator, all layers together; twice the weights a token meets is the usual count. `weights`:
+    bytes every rank holds whatever the split. `kept`: bytes one token keeps for the backward, or as activations, beside
+    the operator's own tensors. `steps`: steps of a picture, or 1. `guidance`: every step computes two branches
+    (classifier-free guidance), which two halves of the ranks may share. `seconds`: of a run, what no split shortens.
+    """
+
+    layers: int = 1
+    flops: float = 0.0
+    weights: int = 0
+    kept: int = 0
+    steps: int = 1
+    guidance: bool = False
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Rest: {name} must be at least 1, got {getattr(self, name)}")
+        for name in ("flops", "weights", "kept", "seconds"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"Rest: {name} must not be negative, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One call of an operator over the whole sequence, before any split.
+
+    T tokens of H heads of K; S keys (T), G key heads (H; in the recurrences the query and key heads) of values V (K).
+    For the scans H is the number of channels D, and K the states of a channel. `window`: a causal token sees this many
+    keys before itself at most. `backward`: a step is forward and backward.
+    """
+
+    T: int
+    H: int
+    K: int
+    B: int = 1
+    S: int | None = None
+    G: int | None = None
+    V: int | None = None
+    operator: str = "attention"
+    dtype: torch.dtype = torch.bfloat16
+    causal: bool = False
+    window: int | None = None
+    backward: bool = False
+    rest: Rest = Rest()
+
+    def __post_init__(self) -> None:
+        if self.operator not in NAMES:
+            names = ", ".join(map(repr, NAMES))
+            raise ValueError(f"Shape: operator must be one of {names}, got {self.operator!r}")
+        for name, other in (("S", self.T), ("G", self.H), ("V", self.K)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, other)
+        for name in ("T", "H", "K", "B", "S", "G", "V"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Shape: {name} must be at least 1, got {getattr(self, name)}")
+        if self.H % self.heads:
+            raise ValueError(f"Shape: H must be a multiple of G, got H={self.H}, G={self.G}")
+        if self.window is not None and (self.window < 0 or not self.causal):
+            raise ValueError(f"Shape: window needs causal=True and must not be negative, got {self.window}")
+        if self.operator != "attention" and (self.keys != self.T or self.causal or self.window is not None):
+            raise ValueError(f"Shape: {self.operator} takes neither S nor causal nor window; it is causal by itself")
+
+    @property
+    def keys(self) -> int:
+        assert self.S is not None
+        return self.S
+
+    @property
+    def heads(self) -> int:
+        assert self.G is not None
+        return self.G
+
+    @property
+    def values(self) -> int:
+        assert self.V is not None
+        return self.V
+
+    @property
+    def recurrent(self) -> bool:
+        return self.operator != "attention"
+
+    @property
+    def live(self) -> float:
+        """The share of the T x S pairs that the mask leaves alive."""
+        if not self.causal:
+            return 1.0
+        T, S = self.T, self.keys
+        reach = S if self.window is None else min(S, self.window + 1)
+        rows = min(T, S)  # the last query stands at the last key: rows before the first key see nothing
+        short = max(0, min(rows, reach - (S - rows)))  # rows with fewer keys before them than reach
+        lost = short * (reach - (S - rows)) - short * (short + 1) / 2
+        return (rows * reach - lost) / (T * S)
+
+    def call(self, device: str | torch.device = "meta") -> Any:
+        """A bound Call of this shape; on the meta device it holds no data."""
+        return _bound(self, torch.device(device))
+
+    def inputs(self, device: str | torch.device) -> tuple[list[Tensor], dict[str, Any]]:
+        """Tensors of this shape with random numbers in them, and the keyword arguments beside them."""
+        return _inputs(self, torch.device(device))
+
+    @cached_property
+    def flops(self) -> float:
+        """Floating point operations of one forward over the whole, masked pairs left out."""
+        work = SPECS[NAMES[self.operator]].work
+        assert work is not None
+        return work(self.call()).flops * self.live
+
+    def __str__(self) -> str:
+        if self.operator in ("scan", "selective_scan"):
+            sizes = f"B{self.B} T{self.T} D{self.H}" + (f" K{self.K}" if self.operator == "selective_scan" else "")
+        else:
+            sizes = f"B{self.B} T{self.T}" + (f" S{self.S}" if self.S != self.T else "") + f" H{self.H}"
+            sizes += (f" G{self.G}" if self.G != self.H else "") + f" K{self.K}"
+            sizes += f" V{self.V}" if self.V != self.K else ""
+        words = [f"{self.operator} {sizes} {str(self.dtype).removeprefix('torch.')}"]
+        words += ["causal"] if self.causal else []
+        words += [f"window {self.window}"] if self.window is not None else []
+        words.append("forward and backward" if self.backward else "forward")
+        words += [f"{self.rest.layers} layers"] if self.rest.layers > 1 else []
+        words += [f"{self.rest.steps} steps"] if self.rest.steps > 1 else []
+        words += ["two branches"] if self.rest.guidance else []
+        return ", ".join(words)
+
+    def only(self, **sizes: int) -> Shape:
+        """The same with other sizes; what was left to its default follows, what was given stays."""
+        names = {"S": "T", "G": "H", "V": "K"}
+        given: dict[str, Any] = {name: None for name, of in names.items() if getattr(self, name) == getattr(self, of)}
+        return replace(self, **(given | sizes))
+
+
+def _inputs(shape: Shape, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:
+    B, T, S, H, G, K, V = shape.B, shape.T, shape.keys, shape.H, shape.heads, shape.K, shape.values
+
+    def some(*sizes: int) -> Tensor:
+        return torch.randn(sizes, device=device, dtype=torch.float32).to(shape.dtype)
+
+    def decay(*sizes: int) -> Tensor:
+        return -some(*sizes).abs()
+
+    if shape.operator == "attention":
+        mask: Any = Causal() if shape.causal else None
+        if shape.window is not None:
+            mask = mask & Window(shape.window, 0)
+        return [some(B, T, H, K), some(B, S, G, K), some(B, S, G, V)], {"mask": mask}
+    if shape.operator == "linear_attention":
+        return [some(B, T, G, K), some(B, T, G, K), some(B, T, H, V)], {"log_decay": decay(B, T, H)}
+    if shape.operator == "delta_rule":
+        keys = torch.nn.functional.normalize(some(B, T, G, K), dim=-1)
+        return [some(B, T, G, K), keys, some(B, T, H, V), some(B, T, H).sigmoid()], {"log_decay": decay(B, T, H)}
+    if shape.operator == "scan":
+        return [some(B, T, H), decay(B, T, H)], {}
+    rates = -torch.rand(H, K, device=device) - 0.1
+    return [some(B, T, H), some(B, T, H).abs(), rates.to(shape.dtype), some(B, T, K), some(B, T, K)], {}
+
+
+def _bound(shape: Shape, device: torch.device) -> Any:
+    bind = SPECS[NAMES[shape.operator]].bind
+    assert bind is not None
+    tensors, keywords = _inputs(shape, device)
+    return bind(*tensors, **keywords)
