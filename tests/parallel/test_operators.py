@@ -86,4 +86,7 @@ def test_facts_leave_out_what_may_differ_and_say_the_rest() -> None:
     assert facts[0] == facts[1] and facts[0]["q"] == "float32 [2, *, 4, 5]" and facts[0]["bias"] == "float32 [*, 9]"
     q, k, v = tensors()
     assert each.facts(each.bind((q.requires_grad_(), k, v), {}).call)["q"] == "float32 [2, *, 4, 5] with gradient"
+    offsets = torch.tensor([0, 3])
+    packed = each.bind(tuple(x[:1] for x in (q, k, v)), {"mask": foci.Packed(offsets), "dropout": 0.1})
+    assert each.facts(packed.call)["q_offsets"] is offsets and "seed" not in each.facts(packed.call)
     assert each.tokens(each.bind(tensors(3, 4), {}).call) == {"q": 3, "k": 4, "v": 4}

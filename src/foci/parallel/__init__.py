@@ -5,5 +5,6 @@ from __future__ import annotations
 from foci.core.errors import Disagreement, RankError
 from foci.parallel.balance import positions, shard, unshard
 from foci.parallel.group import Group
+from foci.parallel.ulysses import ulysses
 
-__all__ = ["Disagreement", "Group", "RankError", "positions", "shard", "unshard"]
+__all__ = ["Disagreement", "Group", "RankError", "positions", "shard", "ulysses", "unshard"]

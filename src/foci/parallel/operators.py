@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from foci.core.select import choose
 from foci.core.shapes import Signature, letters_of
-from foci.core.spec import Backend, Outputs, Spec
+from foci.core.spec import Backend, Output, Outputs, Spec
 from foci.ops.decay import api as decay
 from foci.ops.delta import api as delta
 from foci.ops.masks import All, Dense, Mask
@@ -22,6 +23,7 @@ from foci.ops.selective_scan import api as selective_scan
 from foci.ops.softmax import api as softmax
 
 TOKENS = ("T", "S")
+_INTEGERS = (torch.int32, torch.int64)
 
 
 class Letters(NamedTuple):
@@ -83,12 +85,15 @@ class Operator:
         return self
 
     @functools.cached_property
+    def signature(self) -> Signature:
+        assert self.spec.call is not None
+        return Signature(self.spec.call, self.spec.function)
+
+    @functools.cached_property
     def letters(self) -> dict[str, Letters]:
         """Of every argument of the Call whose annotation has a shape."""
-        assert self.spec.call is not None
-        signature = Signature(self.spec.call, self.spec.function)
-        exact = {name: Letters(names) for name, names in signature.exact}
-        return exact | {name: Letters(names, True) for name, names in signature.broadcast}
+        exact = {name: Letters(names) for name, names in self.signature.exact}
+        return exact | {name: Letters(names, True) for name, names in self.signature.broadcast}
 
     def bind(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> Bound:
         """The Call of a rank's arguments; raises what the function itself would raise of them.
@@ -117,8 +122,17 @@ class Operator:
                 call = call._replace(**{name: tensor[(None,) * (len(letters.names) - tensor.dim())]})
         return self.execute(choose(self.spec, call, backend), call)
 
+    def declared(self, call: Any) -> tuple[Output, ...]:
+        """Shapes and dtypes of all outputs of the Spec."""
+        assert self.spec.outputs is not None
+        return self.spec.outputs(call)
+
+    def wanted(self, bound: Bound) -> int:
+        """How many of the outputs the caller asked for: the others need not travel."""
+        return 1 if self.spec.recurrent and not bound.options["return_state"] else self.count
+
     def returns(self, outputs: Outputs, bound: Bound) -> Any:
-        """What the function returns, from the outputs of its Spec."""
+        """What the function returns, from the outputs of its Spec, or from those that were wanted."""
         if self.spec.recurrent:
             return outputs[0], outputs[1] if bound.options["return_state"] else None
         return outputs[0] if self.count == 1 else outputs
@@ -126,12 +140,13 @@ class Operator:
     def facts(self, call: Any) -> dict[str, object]:
         """What ranks must agree on, in words: dtypes, sizes that are not cut, numbers, who needs gradients.
 
-        Sizes of tokens are left out, they differ (`tokens`); so are the values of offsets and lengths.
+        Sizes of tokens are left out, they differ (`tokens`); so is the seed, which ranks share. Offsets and lengths
+        stand here as they are: their values must be the same.
         """
         found: dict[str, object] = {"operator": self.name}
         for name, value in zip(type(call)._fields, call, strict=True):
-            if not isinstance(value, Tensor):
-                found[name] = value
+            if not isinstance(value, Tensor) or value.dtype in _INTEGERS:
+                found |= {} if name == "seed" else {name: value}
                 continue
             letters = self.letters.get(name)
             cut = None if letters is None else letters.token(value)

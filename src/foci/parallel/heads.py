@@ -1,0 +1,121 @@
+"""Which heads a rank computes, and how each tensor of a call is cut where tokens are exchanged for heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foci.core.spec import accumulator
+
+Run = tuple[int, int]
+
+
+class Share(NamedTuple):
+    """The heads first:last of all that one rank computes, and the key heads these read.
+
+    `repeat`: which of those key heads each one of the local call stands for, where the rank's first or last key head
+    serves fewer of its heads than the others; None where the ordinary rule (head h reads h // (H/G)) already says it.
+    """
+
+    heads: Run
+    keys: Run
+    repeat: tuple[int, ...] | None = None
+
+
+def shares(H: int, G: int, ranks: int) -> list[Share]:
+    """H heads over the ranks, as evenly as they go; with fewer heads than ranks the last ranks have none.
+
+    G key heads (H a multiple of G; 0 where there are none): a rank needs those that its heads read, so one key head may
+    go to several ranks. No rank has more than ceil(H / ranks) heads, whatever G is.
+    """
+    found, each = [], H // G if G else 1
+    small, more = divmod(H, ranks)
+    for rank in range(ranks):
+        start = rank * small + min(rank, more)
+        stop = start + small + (rank < more)
+        if start == stop or not G:
+            found.append(Share((start, stop), (0, 0)))
+            continue
+        keys = start // each, (stop - 1) // each + 1
+        counts = [min(stop, (g + 1) * each) - max(start, g * each) for g in range(*keys)]
+        common = math.gcd(*counts)
+        repeat = tuple(place for place, count in enumerate(counts) for _ in range(count // common))
+        found.append(Share((start, stop), keys, None if len(repeat) == len(counts) else repeat))
+    return found
+
+
+class Route(NamedTuple):
+    """How one tensor goes between ranks that hold some tokens of all heads and ranks that have all tokens of some.
+
+    `shape`, `dtype`: of the tensor as this rank holds it. `token`: the dimension of tokens (None: every rank holds the
+    same), `lengths` how many each rank holds. `head`: the dimension of heads (None: every rank needs all), `runs` which
+    of them each rank computes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    token: int | None
+    lengths: tuple[int, ...]
+    head: int | None
+    runs: tuple[Run, ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.runs)
+
+    def part(self, holder: int, computer: int) -> tuple[int, ...]:
+        """The shape of what goes between a rank that holds tokens and a rank that computes heads."""
+        shape = list(self.shape)
+        if self.token is not None:
+            shape[self.token] = self.lengths[holder]
+        if self.head is not None:
+            start, stop = self.runs[computer]
+            shape[self.head] = stop - start
+        return tuple(shape)
+
+    def whole(self, computer: int) -> tuple[int, ...]:
+        """The shape with all tokens of the heads of a rank."""
+        shape = list(self.part(0, computer))
+        if self.token is not None:
+            shape[self.token] = sum(self.lengths)
+        return tuple(shape)
+
+    def scattered(self, x: Tensor) -> list[Tensor]:
+        """What this rank's tokens are to each rank: the heads that it computes."""
+        if self.head is None:
+            return [x] * self.ranks
+        return [x.narrow(self.head, start, stop - start) for start, stop in self.runs]
+
+    def collected(self, parts: Sequence[Tensor]) -> Tensor:
+        """All tokens from the parts of every rank; of what all hold, the sum."""
+        return _sum(parts) if self.token is None else torch.cat(list(parts), self.token)
+
+    def returned(self, y: Tensor) -> list[Tensor]:
+        """What the heads of this rank are to each rank: the tokens that it holds."""
+        return [y] * self.ranks if self.token is None else list(y.split(self.lengths, self.token))
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """All heads from the parts of every rank; where two ranks have the same head, the sum."""
+        if self.head is None:
+            return _sum(parts)
+        ends = [0, *(stop for _, stop in self.runs)]
+        if all(start == end for (start, _), end in zip(self.runs, ends, strict=False)):
+            return torch.cat(list(parts), self.head)
+        shape = list(parts[0].shape)
+        shape[self.head] = self.shape[self.head]
+        whole = parts[0].new_zeros(shape, dtype=accumulator(self.dtype))
+        for part, (start, stop) in zip(parts, self.runs, strict=True):
+            whole.narrow(self.head, start, stop - start).add_(part)
+        return whole.to(self.dtype)
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    """In rank order and in float32 at least: the same bits on every rank, and no rounding at each of them."""
+    total = parts[0].to(accumulator(parts[0].dtype), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts[0].dtype)

@@ -1,0 +1,315 @@
+"""ulysses(op, group): all-to-all, heads for tokens, round any operator."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from foci.core.errors import ShapeError
+from foci.core.spec import Outputs
+from foci.ops import arguments
+from foci.ops.masks import check
+from foci.ops.softmax.dropout import placed
+from foci.parallel.exchange import Doing, exchange
+from foci.parallel.group import Group
+from foci.parallel.heads import Route, Share, shares
+from foci.parallel.inside import Inside
+from foci.parallel.opaque import opaque
+from foci.parallel.operators import Bound, Letters, Operator, Runs, operator_of
+
+SCATTER, COMPUTE, GATHER = 0, 1, 2  # the steps of a protocol, as errors name them
+
+
+def ulysses(op: Callable[..., Any], group: Any) -> Ulysses:
+    """`op` over a sequence that is split over the ranks of a group: all of the tokens, some of the heads on each rank.
+
+        q, k, v [B, T of this rank, H, .]  ->  [B, T, H of this rank, .]  ->  op  ->  out [B, T of this rank, H, V]
+
+    op: an operator of foci (`attention`, `linear_attention`, `delta_rule`, `scan` ...; channels are its heads where it
+    has none), a wrapper, or any callable of q, k, v that returns out. group: a ProcessGroup or a one-dimensional
+    DeviceMesh. The result has the signature of `op`.
+
+    Ranks hold runs of tokens, one after the other ("plain" order), of any lengths. Heads go to ranks as evenly as they
+    can, with fewer than ranks some compute none; k and v may have fewer heads than there are ranks. Masks are those of
+    the whole sequence, bias and Dense have this rank's rows and every column. What has no tokens (sink, bonus, state, a
+    decay per head) is the same on all ranks, and so is a final state. Every rank gets the gradient that one process
+    would get of the sum of all ranks' losses: of its own tokens, and the whole of what is the same on all ranks.
+    Dropout drops what one process with rank 0's generator would.
+
+    Calls are one graph break of torch.compile. Raises what `op` would raise, Disagreement when ranks are called
+    differently, RankError on all ranks when one fails (step 0: heads for tokens, 1: the operator, 2: tokens for heads).
+    Paper: Jacobs et al. 2023 (arXiv 2309.14509).
+    """
+    return Ulysses(operator_of(op) or opaque(op), Group.of(group))
+
+
+@dataclass(frozen=True)
+class Ulysses:
+    """What `ulysses` makes: callable with the signature of the operator it is round; wrappers can be round it."""
+
+    inner: Runs
+    group: Group
+
+    @property
+    def operator(self) -> Operator:
+        return self.inner.operator
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        with Doing(self.group, self.operator.name, "forward") as doing:
+            bound = doing.work(self.operator.bind, args, options)
+            outputs = self._begin(doing, bound)
+        assert bound is not None
+        return self.operator.returns(outputs, bound)
+
+    @torch.compiler.disable
+    def run(self, call: Any, backend: str | None) -> Outputs:
+        """All outputs of a bound call (parallel/operators.py)."""
+        with Doing(self.group, self.operator.name, "forward") as doing:
+            return self._begin(doing, Bound(call, backend), all_of_them=True)
+
+    def _begin(self, doing: Doing, bound: Bound | None, all_of_them: bool = False) -> Outputs:
+        """Agree with the other ranks, and exchange. `bound` is None where there is none, which the others then hear."""
+        operator = self.operator
+        facts: dict[str, object] = {}
+        numbers: list[int] = []
+        if bound is not None:
+            tokens = operator.tokens(bound.call)
+            seed = getattr(bound.call, "seed", None)
+            facts = operator.facts(bound.call) | {
+                "strategy": f"ulysses over {self.group.size}",
+                "backend": bound.backend,
+                "gradients": torch.is_grad_enabled(),
+                "cut along tokens": ", ".join(tokens),
+            }
+            numbers = [*tokens.values(), *([] if seed is None else seed.flatten().tolist())]
+        everyone = doing.agree(facts, numbers)
+        assert bound is not None
+        lengths = {name: tuple(row[place] for row in everyone) for place, name in enumerate(tokens)}
+        call = bound.call
+        if seed is not None:
+            call = call._replace(seed=seed.new_tensor(everyone[0][len(tokens) :]).view(seed.shape))
+        plan = _plan(self.inner, self.group, call, lengths)
+        wanted = len(operator.results) if all_of_them else operator.wanted(bound)
+        tensors = [getattr(call, name) for name in plan.routes]
+        return tuple(_Exchanged.apply(plan, doing, call, bound.backend, wanted, *tensors))
+
+
+class _Plan(NamedTuple):
+    """Everything about a call except its tensors."""
+
+    inner: Runs
+    group: Group
+    routes: dict[str, Route]
+    share: Share
+    runs: tuple[tuple[int, int], ...]
+    keyed: tuple[str, ...]
+    lengths: tuple[int, ...]
+
+    def sent(self, names: Sequence[str], tensors: Sequence[Tensor], doing: Doing) -> list[Tensor]:
+        """All tokens of this rank's heads, from this rank's tokens of all heads."""
+        routes = [self.routes[name] for name in names]
+        cut = [None if route.token is None else route.scattered(x) for route, x in zip(routes, tensors, strict=True)]
+        moved = [place for place, parts in enumerate(cut) if parts is not None]
+        arrived = iter(_moved([routes[place] for place in moved], [cut[place] for place in moved], doing, there=True))
+        here = doing.group.rank
+        return [
+            route.scattered(x)[here] if parts is None else route.collected(next(arrived))
+            for route, x, parts in zip(routes, tensors, cut, strict=True)
+        ]
+
+    def local(self, call: Any, tensors: Sequence[Tensor]) -> Any:
+        """The call of this rank's heads."""
+        found = dict(zip(self.routes, tensors, strict=True))
+        if self.share.repeat is not None:
+            for name in self.keyed:
+                dim = self.routes[name].head
+                assert dim is not None
+                places = torch.tensor(self.share.repeat, device=found[name].device)
+                found[name] = found[name].index_select(dim, places)
+        seed = getattr(call, "seed", None)
+        if seed is not None:
+            start, step = seed[3:5].tolist() if seed.dim() else (0, 1)
+            found["seed"] = placed(seed, h=(start + step * self.share.heads[0], step))
+        return call._replace(**found)
+
+    def outcomes(self, call: Any) -> list[Route]:
+        """The routes of the outputs, from the call of this rank's heads."""
+        operator = self.inner.operator
+        found = []
+        for letters, output in zip(operator.results, operator.declared(call), strict=True):
+            token, head = _places(letters, letters.names)
+            shape = list(output.shape)
+            if token is not None:
+                shape[token] = self.lengths[self.group.rank]
+            if head is not None:
+                shape[head] = self.runs[-1][1]
+            lengths = () if token is None else self.lengths
+            found.append(Route(tuple(shape), output.dtype, token, lengths, head, self.runs))
+        return found
+
+
+def _plan(inner: Runs, group: Group, call: Any, lengths: dict[str, tuple[int, ...]]) -> _Plan:
+    operator = inner.operator
+    sizes: dict[str, int] = {}
+    for name, letters in operator.letters.items():
+        tensor = getattr(call, name)
+        if isinstance(tensor, Tensor) and not letters.broadcast:
+            sizes |= dict(zip(letters.names, tensor.shape, strict=True))
+    heads = next(letter for letter in _HEADS if letter in sizes)
+    held = shares(sizes[heads], sizes.get("G", 0), group.size)
+    tokens = {letters.names[place]: lengths[name] for name, letters, place in _cut(operator, call) if name in lengths}
+    routes, keyed = {}, []
+    for name, letters in operator.letters.items():
+        tensor = getattr(call, name)
+        if not isinstance(tensor, Tensor):
+            continue
+        token, head = _places(letters, letters.aligned(tensor))
+        if head is None and token is None and not tensor.is_floating_point():
+            continue
+        if token is not None and letters.broadcast:
+            token = _own_rows(operator.name, name, tensor, token, lengths[name], tokens["T"])
+        if head is not None and letters.broadcast and tensor.shape[head] == 1:
+            head = None
+        of_keys = head is not None and letters.aligned(tensor)[head] == "G"
+        runs = tuple(share.keys if of_keys else share.heads for share in held)
+        along = () if token is None else lengths[name]
+        routes[name] = Route(tuple(tensor.shape), tensor.dtype, token, along, head, runs)
+        keyed += [name] if of_keys else []
+    _check_whole(inner, call, routes, sum(tokens["T"]), sum(tokens.get("S", tokens["T"])))
+    runs = tuple(share.heads for share in held)
+    return _Plan(inner, group, routes, held[group.rank], runs, tuple(keyed), tokens["T"])
+
+
+_HEADS = ("H", "D")  # D: the channels of an operator without heads, which do not meet either
+
+
+def _places(letters: Letters, names: Sequence[str]) -> tuple[int | None, int | None]:
+    """Which dimension is tokens and which is heads."""
+    letter = next((letter for letter in ("T", "S") if letter in letters.names), None)
+    token = names.index(letter) if letter in names else None
+    return token, next((place for place, name in enumerate(names) if name in ("H", "G", "D")), None)
+
+
+def _cut(operator: Operator, call: Any) -> list[tuple[str, Letters, int]]:
+    """The arguments that certainly have tokens, and in which dimension."""
+    found = []
+    for name, letters in operator.letters.items():
+        tensor = getattr(call, name)
+        if isinstance(tensor, Tensor) and not letters.broadcast and (place := letters.token(tensor)) is not None:
+            found.append((name, letters, place))
+    return found
+
+
+def _own_rows(
+    function: str, name: str, tensor: Tensor, token: int, sizes: tuple[int, ...], rows: tuple[int, ...]
+) -> int | None:
+    """Where the rows of a bias are this rank's own; None where one row stands for all. Every rank answers alike."""
+    own, single = sizes == rows, all(size == 1 for size in sizes)
+    if own and single and len(rows) > 1 and name == "bias" and tensor.requires_grad:
+        raise ValueError(
+            f"{function}: {name} has one row on each of {len(rows)} ranks, which have one token each: whether they are "
+            "one and the same row cannot be told, and its gradient would differ"
+        )
+    if not own and not single:
+        raise ShapeError(f"{function}: {name} has {list(sizes)} rows on the ranks; expected 1 or T={list(rows)}")
+    return token if own else None
+
+
+def _check_whole(inner: Runs, call: Any, routes: dict[str, Route], T: int, S: int) -> None:
+    """What one process would say of the whole sequence. A wrapper inside sees a part of it, and checks for itself."""
+    if not isinstance(inner, Operator):
+        return
+    stand_ins = {name: getattr(call, name) for name in inner.letters}
+    for name, route in routes.items():
+        shape = list(route.shape)
+        if route.token is not None:
+            shape[route.token] = sum(route.lengths)
+        stand_ins[name] = stand_ins[name].new_empty(()).expand(shape)
+    inner.signature.bind(stand_ins)
+    if hasattr(call, "visible"):
+        check(call.visible, call.q.shape[0], T, S)
+    if getattr(call, "offsets", None) is not None:
+        arguments.documents(inner.name, call.offsets, T)
+
+
+def _moved(routes: Sequence[Route], parts: Sequence[Any], doing: Doing, *, there: bool) -> list[list[Tensor]]:
+    """What every rank sends here, by tensor: from holders of tokens to those who compute heads, or back."""
+    if not routes:
+        return []
+    here, ranks = doing.group.rank, range(doing.group.size)
+    shapes = [[route.part(rank, here) if there else route.part(here, rank) for route in routes] for rank in ranks]
+    arrived = exchange([[each[rank] for each in parts] for rank in ranks], shapes, doing)
+    return [list(each) for each in zip(*arrived, strict=True)]
+
+
+class _Exchanged(torch.autograd.Function):
+    """Heads for tokens, the operator, tokens for heads. The backward reads only what this forward saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: _Plan, doing: Doing, call: Any, backend: str | None, wanted: int, *tensors: Tensor
+    ) -> Any:
+        doing.step = SCATTER
+        arrived = plan.sent(list(plan.routes), tensors, doing)
+        doing.step = COMPUTE
+        outcomes = plan.outcomes(plan.local(call, [torch.empty_like(x, device="meta") for x in arrived]))[:wanted]
+        needs = tuple(ctx.needs_input_grad[5:])
+        inside = Inside() if any(needs) else None
+        compute = functools.partial(_compute, plan, call, backend, wanted)
+        outputs = None
+        if plan.share.heads[0] < plan.share.heads[1]:
+            run = compute if inside is None else functools.partial(inside.run, compute, needs=needs)
+            outputs = doing.work(run, arrived)
+        if outputs is None:
+            outputs = tuple(
+                torch.zeros(route.whole(plan.group.rank), dtype=route.dtype, device=arrived[0].device)
+                for route in outcomes
+            )
+        doing.step = GATHER
+        ctx.plan, ctx.outcomes, ctx.inside = plan, outcomes, inside
+        if inside is not None:
+            # Never nothing: a checkpoint may stop its recomputation at the last tensor saved, and not before.
+            ctx.save_for_backward(arrived[0].new_empty(0), *inside.taken())
+        parts = [route.returned(x) for route, x in zip(outcomes, outputs, strict=True)]
+        return tuple(
+            route.joined(each)
+            for route, each in zip(outcomes, _moved(outcomes, parts, doing, there=False), strict=True)
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        plan, inside = ctx.plan, ctx.inside
+        saved = list(ctx.saved_tensors[1:])  # first: under a checkpoint this computes the forward again
+        names = [name for name, need in zip(plan.routes, ctx.needs_input_grad[5:], strict=True) if need]
+        found: dict[str, Tensor] = {}
+        with Doing(plan.group, plan.inner.operator.name, "backward") as doing:
+            doing.step = SCATTER
+            parts = [route.scattered(grad) for route, grad in zip(ctx.outcomes, grads, strict=True)]
+            moved = _moved(ctx.outcomes, parts, doing, there=True)
+            arrived = [route.collected(each) for route, each in zip(ctx.outcomes, moved, strict=True)]
+            doing.step = COMPUTE
+            inner = doing.work(inside.gradients, arrived, saved) if inside.outputs else None
+            inner = [None] * len(names) if inner is None else inner
+            doing.step = GATHER
+            routes = [plan.routes[name] for name in names]
+            whole = [
+                grads[0].new_zeros(route.whole(plan.group.rank), dtype=route.dtype) if grad is None else grad
+                for route, grad in zip(routes, inner, strict=True)
+            ]
+            moved = _moved(
+                routes, [route.returned(x) for route, x in zip(routes, whole, strict=True)], doing, there=False
+            )
+            found = {name: route.joined(each) for name, route, each in zip(names, routes, moved, strict=True)}
+        return None, None, None, None, None, *(found.get(name) for name in plan.routes)
+
+
+def _compute(plan: _Plan, call: Any, backend: str | None, wanted: int, tensors: Sequence[Tensor]) -> Outputs:
+    return plan.inner.run(plan.local(call, tensors), backend)[:wanted]
