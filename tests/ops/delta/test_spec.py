@@ -23,7 +23,7 @@ def test_it_is_listed_under_its_name() -> None:
 def test_declared_outputs_are_real(case: Case) -> None:
     call = bind(**case.make(torch.float32, CPU, 0))
     assert SPEC.outputs is not None
-    for backend in SPEC.backends:
+    for backend in (each for each in SPEC.backends if not each.reasons(call)):
         made = backend.load().forward(call)
         for output, tensor in zip(SPEC.outputs(call), made, strict=True):
             assert (output.shape, output.dtype) == (tuple(tensor.shape), tensor.dtype)

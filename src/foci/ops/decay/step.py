@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foci.ops import arguments
+from foci.ops import arguments, native
 from foci.ops.decay.call import NAME
 
 STEP = f"{NAME}_step"
@@ -29,6 +29,8 @@ def forward(
     B, H, K, _ = state.shape
     scale = (K or 1) ** -0.5 if scale is None else arguments.number(STEP, "scale", scale)
     log_decay = arguments.decay(STEP, log_decay, _DECAYS, v.new_empty(()).expand(B, H, K))
+    if native.steps(state):
+        return native.step(q, k, v, state, scale, log_decay=log_decay, bonus=bonus).to(v.dtype)
     out_dtype = v.dtype
     q, k = (arguments.spread(x.to(dtype), H, dim=1) for x in (q, k))
     v = v.to(dtype)

@@ -11,6 +11,13 @@ from foci.ops.decay.call import Call
 from foci.ops.slabs import Decays, borders, ends, initial, load, sequences, slabs
 
 
+def shapes(call: Call, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the transition and of the offset of so many rows."""
+    *_, H, K, V, _ = call.sizes
+    D = 1 if call.log_decay is None else call.log_decay.shape[-1]
+    return (rows, H, D), (rows, H, K, V)
+
+
 def ahead(call: Call, through: bool = True) -> Affine:
     """S -> Diag(total) S + sum_s fall_s k_s v_s^T of all tokens, rows of a batch: offset [B,H,K,V] from call.state.
 

@@ -42,6 +42,7 @@ SPEC = Spec(
     function=NAME,
     outputs=outputs,
     backends=(
+        Backend("native", "foci.ops.delta.native", note="O(T) memory, built on first use"),
         Backend("chunked", "foci.ops.delta.chunked", note="O(T) memory"),
         Backend("reference", "foci.ops.delta.reference", note="a loop over tokens"),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foci.ops import arguments
+from foci.ops import arguments, native
 from foci.ops.delta.call import NAME
 
 STEP = f"{NAME}_step"
@@ -33,6 +33,8 @@ def forward(
     B, H, K, V = state.shape
     scale = (K or 1) ** -0.5 if scale is None else arguments.number(STEP, "scale", scale)
     log_decay = arguments.decay(STEP, log_decay, _DECAYS, v.new_empty(()).expand(B, H, K))
+    if native.steps(state):
+        return native.step(q, k, v, state, scale, beta=beta, log_decay=log_decay, erase=erase).to(v.dtype)
     q, k, e = (arguments.spread(x.to(dtype), H, dim=1) for x in (q, k, k if erase is None else erase))
     if log_decay is not None:
         state.mul_(torch.exp(log_decay.to(dtype))[..., None])

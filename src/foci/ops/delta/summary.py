@@ -33,6 +33,12 @@ def _chunks(call: Call, decays: Decays, slab: Slab) -> _Chunks:
     return _Chunks(gates, write, gates.fallen(write), X, torch.bmm(X, gates.risen(erase)))
 
 
+def shapes(call: Call, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the transition and of the offset of so many rows."""
+    *_, H, K, V, _ = call.sizes
+    return (rows, H, K, K), (rows, H, K, V)
+
+
 def ahead(call: Call, through: bool = True) -> Affine:
     """S -> A S + offset of all tokens, rows of a batch: offset [B,H,K,V] from call.state, A [B,H,K,K].
 

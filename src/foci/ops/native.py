@@ -1,0 +1,255 @@
+"""The recurrences in C++: built where a compiler is, on first use; one head's chunk stays in the cache.
+
+The equations are those of decay/chunked.py and delta/chunked.py, in chunks of 32 tokens. Decays are running products
+within a chunk, never quotients or differences of sums; per channel, pairs within 16 tokens are weighed one by one. The
+delta rule's triangle is solved row by row. Sums are kept in float32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import platform
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.core.spec import Output
+from foci.ops import arguments
+from foci.ops.slabs import initial
+
+_SPAN = 64  # tokens between kept states: native_back.h
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_FLAGS = {"AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"], "AVX2": ["-mavx2"]}
+_HERE = Path(__file__).parent
+
+
+class View(ctypes.Structure):
+    """A tensor [B,T,H,D] or [B,T,H]: its memory and three strides."""
+
+    _fields_ = [("p", ctypes.c_void_p), ("b", ctypes.c_long), ("t", ctypes.c_long), ("h", ctypes.c_long)]
+
+
+_NUMBERS = ("B", "T", "G", "H", "K", "V", "N", "dtype", "per_channel", "own", "threads")
+_INPUTS = ("q", "k", "v", "erase", "beta", "decay", "out")
+_GRADIENTS = ("d_out", "d_q", "d_k", "d_v", "d_erase", "d_beta", "d_decay")
+
+
+class Job(ctypes.Structure):
+    """One call, as native_chunk.h has it."""
+
+    _fields_ = [
+        *((name, ctypes.c_long) for name in _NUMBERS),
+        ("scale", ctypes.c_double),
+        ("offsets", ctypes.c_void_p),
+        *((name, View) for name in _INPUTS),
+        *((name, ctypes.c_void_p) for name in ("bonus", "state", "kept")),
+        *((name, View) for name in _GRADIENTS),
+        *((name, ctypes.c_void_p) for name in ("d_bonus", "d_state")),
+    ]
+
+
+def reasons(call: Any) -> list[str]:
+    """Why C++ cannot or should not run a call of linear attention or the delta rule."""
+    found = []
+    if call.v.device.type != "cpu":
+        found.append(f"it runs on the CPU, the tensors are on {call.v.device.type}")
+    if call.v.dtype not in _DTYPES:
+        found.append(f"{arguments.short(call.v.dtype)} is not supported")
+    if not getattr(call, "causal", True):
+        found.append("causal=False is not supported")
+    if 0 in call.sizes:
+        found.append("there is nothing to compute: a size is 0")
+    return found or [*_unavailable(), *_idle(call.sizes[-1] * call.sizes[3])]
+
+
+@torch.compiler.assume_constant_result
+def _unavailable() -> tuple[str, ...]:
+    """Why there is no library; building it is the first call's work."""
+    built = _build()
+    return (built,) if isinstance(built, str) else ()
+
+
+@torch.compiler.assume_constant_result
+def _idle(heads: int) -> tuple[str, ...]:
+    """A head is one thread's work: too few of them, and products that are shared out are faster."""
+    threads = torch.get_num_threads()
+    if 2 * heads >= threads:
+        return ()
+    return (f"{heads} heads and rows would keep {heads} of {threads} threads busy",)
+
+
+@functools.cache
+def _build() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return f"it is written for x86-64 Linux, this is {platform.machine()} {platform.system()}"
+    flags = _FLAGS.get(torch.backends.cpu.get_cpu_capability())
+    if flags is None:
+        return "it needs AVX2 or AVX-512"
+    for tool in ("c++", "ninja"):
+        if shutil.which(tool) is None:
+            return f"there is no {tool} to build it with"
+    from torch.utils import cpp_extension
+
+    sources = sorted(_HERE.glob("native*.cpp")) + sorted(_HERE.glob("native*.h"))
+    text = " ".join(flags) + "".join(source.read_text() for source in sources)
+    try:
+        path = cpp_extension.load(
+            f"foci_recurrences_{hashlib.sha256(text.encode()).hexdigest()[:12]}",
+            [str(_HERE / "native.cpp")],
+            extra_cflags=["-O3", "-std=c++17", "-fopenmp", "-mfma", "-mf16c", *flags],
+            is_python_module=False,
+        )
+    except (RuntimeError, OSError) as error:
+        return f"it could not be built: {str(error).splitlines()[0]}"
+    return ctypes.CDLL(str(path))
+
+
+def kept(call: Any) -> Output:
+    """The state at the start of every span of 64 tokens; for the delta rule, the errors of its tokens behind it.
+
+    Packed or not, there is room for each sequence to end within a span, and for two more (ops/slabs.py: kept).
+    """
+    B, T, _, H, K, V, N = call.sizes
+    spans = B * (1 + T // _SPAN) if call.offsets is None else T // _SPAN + N
+    return Output("kept", (2 + spans, H, K + (_SPAN if _delta(call) else 0), V), torch.float32)
+
+
+def forward(call: Any, keep: bool = False) -> tuple[Tensor, ...]:
+    """out [B,T,H,V] in v's dtype and the final state [N,H,K,V]; `keep`: and what `kept` declares."""
+    out, final = torch.empty_like(call.v, memory_format=torch.contiguous_format), initial(call)
+    job, alive = _job(call, final)
+    job.out = _view(out)
+    states = kept(call).empty(call.v) if keep else None
+    job.kept = _pointer(states)
+    _run(call, "forward", job)
+    del alive
+    return (out, final) if states is None else (out, final, states)
+
+
+def backward(
+    call: Any, outputs: Sequence[Tensor], grads: Sequence[Tensor | None], needs: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients in the order of the operator's differentiable arguments, None where not needed."""
+    B, T, _, H, K, V, N = call.sizes
+    names = ("q", "k", "v", *(("beta", "log_decay", "erase") if _delta(call) else ("log_decay", "bonus")), "state")
+    needed = {name for name, need in zip(names, needs, strict=True) if need}
+    d_state = initial(call._replace(state=grads[1]))
+    job, alive = _job(call, d_state)
+    job.kept, job.d_state = _pointer(outputs[2]), _pointer(d_state)
+    d_out = torch.zeros_like(call.v) if grads[0] is None else _rows(grads[0])
+    made = {"q": (K,), "k": (K,), "v": (V,), "beta": (), "erase": (K,), "log_decay": (K if job.per_channel else 1,)}
+    found = {
+        name: torch.empty(B, T, H, *width)
+        for name, width in made.items()
+        if name in ("q", "k", "v")
+        or (getattr(call, name, None) is not None and (name in needed or name != "log_decay"))
+    }
+    job.d_out = _view(d_out)
+    for name, gradient in found.items():
+        setattr(job, "d_decay" if name == "log_decay" else f"d_{name}", _view(gradient))
+    if "bonus" in needed:
+        found["bonus"] = torch.zeros(N * H, K)
+        job.d_bonus = _pointer(found["bonus"])
+    _run(call, "backward", job)
+    del alive
+    if "bonus" in needed:
+        found["bonus"] = found["bonus"].view(N, H, K).sum(0)
+    found["state"] = d_state
+    return tuple(_like(getattr(call, name), found[name]) if name in needed else None for name in names)
+
+
+def steps(state: Tensor) -> bool:
+    """Whether `step` can write this state: plain float32 memory in rows, and no one is tracing or transforming."""
+    if torch.compiler.is_compiling() or state.device.type != "cpu" or state.dtype != torch.float32:
+        return False
+    watched = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0
+    plain = type(state) is Tensor and state.is_contiguous() and state.numel() > 0 and max(state.shape[2:]) <= 4096
+    return plain and not watched and torch._C._functorch.maybe_current_level() is None and not _unavailable()
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, scale: float, **rest: Tensor | None) -> Tensor:
+    """One token for each row: out [B,H,V] float32; `state` [B,H,K,V] is changed in place. `rest`: by the step's names.
+
+    The new state is not read again: S_t^T q is made of S_{t-1}^T q, what is written, and q . k.
+    """
+    (B, G, K), (H, V) = q.shape, v.shape[1:]
+    made = {name: None if x is None else x.float() for name, x in {"q": q, "k": k, "v": v, **rest}.items()}
+    made = {name: x if x is None or x.stride(-1) == 1 else x.contiguous() for name, x in made.items()}
+    decay, bonus = made.pop("log_decay", None), made.pop("bonus", None)
+    decay = None if decay is None else decay.expand(B, H, -1)
+    bonus = None if bonus is None else bonus.contiguous()
+    out = torch.empty(B, H, V)
+    job = Job(
+        B=B, T=1, G=G, H=H, K=K, V=V, N=B, own=bonus is None, threads=torch.get_num_threads(), scale=scale,
+        per_channel=decay is not None and decay.shape[2] > 1, decay=_token(decay), bonus=_pointer(bonus),
+        state=_pointer(state), out=_token(out), **{name: _token(x) for name, x in made.items()},
+    )  # fmt: skip
+    getattr(_library(), f"foci_{'delta' if 'beta' in made else 'linear'}_step")(ctypes.byref(job))
+    torch.autograd.graph.increment_version(state)
+    return out
+
+
+def _token(x: Tensor | None) -> View:
+    return View() if x is None else View(x.data_ptr(), x.stride(0), 0, x.stride(1))
+
+
+def _like(x: Tensor, gradient: Tensor) -> Tensor:
+    """In the shape and dtype of an argument: heads that read one head of it are summed, and what was broadcast."""
+    if gradient.dim() == x.dim() == 4 and x.shape[2] not in (1, gradient.shape[2]):
+        gradient = gradient.unflatten(2, (x.shape[2], -1)).sum(3)
+    return gradient.sum_to_size(x.shape).to(x.dtype)
+
+
+def _delta(call: Any) -> bool:
+    return hasattr(call, "beta")
+
+
+def _run(call: Any, way: str, job: Job) -> None:
+    getattr(_library(), f"foci_{'delta' if _delta(call) else 'linear'}_{way}")(ctypes.byref(job))
+
+
+def _library() -> ctypes.CDLL:
+    library = _build()
+    assert isinstance(library, ctypes.CDLL)
+    return library
+
+
+def _job(call: Any, state: Tensor) -> tuple[Job, list[Tensor | None]]:
+    """The call in C's words, and the tensors that must outlive it."""
+    B, T, G, H, K, V, N = call.sizes
+    q, k, v = (_rows(x) for x in call[:3])
+    erase, beta, bonus, offsets = (getattr(call, name, None) for name in ("erase", "beta", "bonus", "offsets"))
+    erase = None if erase is None else _rows(erase.to(q.dtype))
+    beta = None if beta is None else beta.float()
+    bonus = None if bonus is None else bonus.float().contiguous()
+    decay = None if call.log_decay is None else _rows(call.log_decay.float()).expand(B, T, -1, -1)
+    if offsets is not None:
+        arguments.documents("delta_rule" if _delta(call) else "linear_attention", offsets, T)
+        offsets = offsets.long().contiguous()
+    job = Job(
+        B=B, T=T, G=G, H=H, K=K, V=V, N=N, dtype=_DTYPES[v.dtype], own=bonus is None, threads=torch.get_num_threads(),
+        per_channel=decay is not None and decay.shape[3] > 1, scale=call.scale, offsets=_pointer(offsets),
+        q=_view(q), k=_view(k), v=_view(v), erase=_view(erase), beta=_view(beta), decay=_view(decay),
+        bonus=_pointer(bonus), state=_pointer(state),
+    )  # fmt: skip
+    return job, [q, k, v, erase, beta, bonus, decay, offsets]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The tensor with its last dimension contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _view(x: Tensor | None) -> View:
+    return View() if x is None else View(x.data_ptr(), *x.stride()[:3])
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()

@@ -1,0 +1,114 @@
+"""What the compiled backend promises, of linear attention and of the delta rule alike."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import foci
+from foci.core.errors import Unsupported
+from foci.core.spec import Spec
+from foci.ops import native
+from tests.ops.recurrences import BUDGET, answers, error, exact
+
+BUILT = pytest.mark.skipif(bool(native._unavailable()), reason=f"no compiled recurrences: {native._unavailable()}")
+
+
+class InNative:
+    """Every length and dtype against the equation; what is kept, what is refused; a subclass says of which operator."""
+
+    spec: Spec
+    function: Any
+    module: ModuleType
+
+    def problem(self, T: int, D: int | None = None, B: int = 1, K: int = 20, V: int = 12) -> dict[str, Any]:
+        draw = torch.Generator().manual_seed(T)
+        inputs = {"q": torch.randn(B, T, 2, K, generator=draw), "v": torch.randn(B, T, 4, V, generator=draw)}
+        inputs["k"] = torch.nn.functional.normalize(torch.randn(B, T, 2, K, generator=draw), dim=-1)
+        shape = (B, T, 4) if D is None else (B, T, 4, K)
+        if "beta" in self.spec.differentiable:
+            inputs["beta"] = torch.rand(B, T, 4, generator=draw)
+        inputs["state"] = torch.randn(B, 4, K, V, generator=draw)
+        return inputs | {"log_decay": -torch.rand(shape, generator=draw)}
+
+    def apart(self, inputs: dict[str, Any], backend: str = "native") -> dict[str, float]:
+        found = answers(self.function, self.spec, inputs, backend)
+        truth = answers(self.function, self.spec, exact(inputs), "chunked")
+        return {n: error(found[n], truth[n]) for n in truth}
+
+    @pytest.mark.parametrize("D", [None, 20])
+    @pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 96, 129, 200])
+    def test_any_length(self, T: int, D: int | None) -> None:
+        assert max(self.apart(self.problem(T, D)).values()) < BUDGET[torch.float32]
+
+    @pytest.mark.parametrize("D", [None, 20])
+    @pytest.mark.parametrize("sizes", [(1, 1), (16, 16), (17, 33), (64, 8), (3, 70)])
+    def test_any_size(self, sizes: tuple[int, int], D: int | None) -> None:
+        inputs = self.problem(70, D, K=sizes[0], V=sizes[1])
+        assert max(self.apart(inputs).values()) < BUDGET[torch.float32]
+
+    @pytest.mark.parametrize("D", [None, 20])
+    def test_documents(self, D: int | None) -> None:
+        inputs = self.problem(200, D)
+        offsets = torch.tensor([0, 0, 1, 64, 65, 129, 129, 200])
+        inputs |= {"offsets": offsets, "state": torch.randn(7, *inputs["state"].shape[1:])}
+        assert max(self.apart(inputs).values()) < BUDGET[torch.float32]
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_half(self, dtype: torch.dtype) -> None:
+        inputs = self.problem(100, 20)
+        inputs |= {n: inputs[n].to(dtype) for n in "qkv"}
+        assert max(self.apart(inputs).values()) < BUDGET[dtype]
+
+    def test_the_prefix_does_not_know_what_follows(self) -> None:
+        """Bit for bit, and whatever the gates behind it are."""
+        long = self.problem(150, 20)
+        short = {n: x if n == "state" else x[:, :77] for n, x in long.items()}
+        long["log_decay"][:, 77:] = -torch.inf
+        long["v"][:, 77:] *= 1e4
+        whole, prefix = (self.function(**x, backend="native")[0] for x in (long, short))
+        assert torch.equal(whole[:, :77], prefix)
+
+    def test_a_row_does_not_know_its_neighbours(self) -> None:
+        inputs = self.problem(70, 20, B=3)
+        alone = {n: x[1:2] for n, x in inputs.items()}
+        together, single = (self.function(**x, backend="native")[0] for x in (inputs, alone))
+        assert torch.equal(together[1:2], single)
+
+    def test_any_strides(self) -> None:
+        fused = torch.randn(2, 70, 3, 4, 8)
+        q, k, v = fused.unbind(2)
+        rest = {"beta": torch.rand(2, 4, 70).transpose(1, 2)} if "beta" in self.spec.differentiable else {}
+        odd = {"q": q.transpose(2, 3).contiguous().transpose(2, 3), "k": k, "v": v}
+        plain = {n: x.contiguous() for n, x in {"q": q, "k": k, "v": v, **rest}.items()}
+        found, wanted = (self.function(**x, backend="native")[0] for x in (odd | rest, plain))
+        assert torch.equal(found, wanted)
+
+    def test_it_keeps_a_state_every_64_tokens(self) -> None:
+        inputs = self.problem(130)
+        call = self.spec.bind(**inputs)
+        made = self.module.forward(call, True)[2]
+        declared = self.module.kept(call)
+        assert tuple(made.shape) == declared.shape
+        assert made.dtype == declared.dtype
+        torch.testing.assert_close(made[0, :, :20], inputs["state"][0])
+        before = self.function(**{n: x if n == "state" else x[:, :64] for n, x in inputs.items()}, return_state=True)[1]
+        torch.testing.assert_close(made[1, :, :20], before[0])
+
+    def test_refusals_have_reasons(self) -> None:
+        inputs = self.problem(4)
+        with pytest.raises(Unsupported, match="float64 is not supported"):
+            self.function(**exact(inputs), backend="native")
+        with pytest.raises(Unsupported, match="a size is 0"):
+            self.function(**{n: x if n == "state" else x[:, :0] for n, x in inputs.items()}, backend="native")
+        assert foci.explain(self.spec.name, **exact(inputs)).chosen == "chunked"
+        assert foci.explain(self.spec.name, **inputs).chosen == "native"
+
+    def test_bad_offsets_are_named(self) -> None:
+        inputs = self.problem(10) | {"offsets": torch.tensor([0, 4, 11])}
+        inputs["state"] = torch.cat([inputs["state"]] * 2)
+        with pytest.raises(ValueError, match="offsets must rise from 0 to T=10"):
+            self.function(**inputs, backend="native")
