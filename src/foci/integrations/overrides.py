@@ -1,0 +1,94 @@
+"""Give single modules another forward, and take it back exactly, in whatever order several of them are taken back."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_NOTHING = object()
+
+
+class Overrides:
+    """The forwards put in the place of instances' own; `restore()` gives each instance back what it had."""
+
+    def __init__(self) -> None:
+        self._put: list[_Replaced] = []
+
+    def put(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """From now on `module` runs `forward(*args, **kwargs)`; returned is what it ran before, callable as it was."""
+        before = vars(module).get("forward", _NOTHING)
+        replaced = _Replaced(module, module.forward, before, forward)
+        vars(module)["forward"] = replaced
+        self._put.append(replaced)
+        return replaced.inner
+
+    def restore(self) -> None:
+        """Every instance as it was. One whose forward was replaced again since keeps that, with ours taken out."""
+        for replaced in reversed(self._put):
+            replaced.at_rest = True
+            _unwrap(replaced.module)
+        self._put.clear()
+
+    def __enter__(self) -> Overrides:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+
+class _Replaced:
+    """A forward in another's place. It has the signature of the one it replaced, which pipelines ask for."""
+
+    def __init__(self, module: nn.Module, inner: Callable[..., Any], before: Any, outer: Callable[..., Any]) -> None:
+        self.module, self.inner, self.before, self.outer = module, inner, before, outer
+        self.at_rest = False
+        self.__signature__ = inspect.signature(inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.inner if self.at_rest else self.outer)(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Replaced:
+        # A copy of the model belongs to no handle and to no group: it runs the forward that was replaced.
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.module, twin.inner = copy.deepcopy(self.module, memo), copy.deepcopy(self.inner, memo)
+        twin.before = _NOTHING if self.before is _NOTHING else copy.deepcopy(self.before, memo)
+        twin.outer, twin.at_rest, twin.__signature__ = twin.inner, True, self.__signature__
+        return twin
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{type(self.module).__name__} runs across ranks and cannot be pickled; call restore() of its handle first"
+        )
+
+
+def _unwrap(module: nn.Module) -> None:
+    """Take off what is at rest, from the outside as far as it goes."""
+    while isinstance(top := vars(module).get("forward"), _Replaced) and top.at_rest:
+        if top.before is _NOTHING:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = top.before
+
+
+def require_evaluating(who: str, module: nn.Module) -> None:
+    """Raise in training mode, where dropout would differ from rank to rank."""
+    if module.training:
+        raise ValueError(f"{who}: {type(module).__name__} is in training mode; call .eval() first")
+
+
+def require_sampling(who: str, module: nn.Module, values: Iterable[Any]) -> None:
+    """Raise in training mode, and where gradients would be asked for."""
+    require_evaluating(who, module)
+    if torch.is_grad_enabled():
+        found = [value for value in values if isinstance(value, Tensor)]
+        if any(tensor.requires_grad for tensor in (*found, *module.parameters())):
+            raise ValueError(f"{who}: it is for sampling and gives no gradients; call the model under torch.no_grad()")

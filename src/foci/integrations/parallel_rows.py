@@ -1,0 +1,162 @@
+"""Split the rows of a model's batch over ranks: every rank runs its share of a call and gets the whole answer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foci.core.errors import Unsupported
+from foci.integrations.overrides import Overrides, require_evaluating, require_sampling
+from foci.parallel.exchange import Doing, all_gather
+from foci.parallel.group import Group
+
+__all__ = ["RowsHandle", "install"]
+
+# What Diffusers' denoisers call their arguments, by whether these have one row for each picture.
+_BY_ROW = {
+    "added_cond_kwargs", "added_time_ids", "attention_mask", "class_labels", "encoder_attention_mask",
+    "encoder_hidden_states", "encoder_hidden_states_image", "encoder_hidden_states_mask", "guidance", "hidden_states",
+    "image_embeds", "pooled_projections", "sample", "text_embeds", "time_ids", "timestep", "timestep_cond",
+    "resolution", "aspect_ratio", "text_attention_mask", "encoder_hidden_states_t5", "text_embedding_mask",
+    "pooled_projection",
+}  # fmt: skip
+_WHOLE = {"freqs_cis", "image_rotary_emb", "img_ids", "img_shapes", "rope_interpolation_scale", "txt_ids"}
+
+
+@dataclass
+class RowsHandle:
+    """What `install` did, and how many calls were split since."""
+
+    split: Split = field(repr=False)
+    _overrides: Overrides = field(repr=False)
+
+    def facts(self) -> dict[str, Any]:
+        """Figures for a report."""
+        return {"ranks": self.split.group.size, "calls": self.split.calls}
+
+    def restore(self) -> None:
+        """The model as it was, to the very object."""
+        self._overrides.restore()
+
+    def __enter__(self) -> RowsHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+
+def install(model: nn.Module, group: Any, *, by_row: Sequence[str] = (), whole: Sequence[str] = ()) -> RowsHandle:
+    """Split every call of a denoiser by batch rows over the ranks of `group`: data parallelism of one pipeline.
+
+    All ranks make the same call, with the same whole tensors, and get the same whole answer. Of B rows rank r computes
+    B // size, the first B % size ranks one more, and a rank without rows computes one that is not used. Rows of a batch
+    do not meet in a denoiser, so the answer is one process's, and the pipeline's noise, schedule and guidance stay its
+    own. Text encoders and schedulers run on every rank.
+
+    An argument has one row for each picture, or is the same for all of them. Those of Diffusers' own models are known
+    by name; of others say it with `by_row` and `whole`.
+
+    Raises ValueError for a tensor argument that is neither, in training mode, and where a gradient would be asked for.
+    """
+    require_evaluating("parallel_rows.install", model)
+    overrides, split = Overrides(), split_of(Group.of(group), by_row, whole)
+    inner = overrides.put(model, lambda *args, **kwargs: split.run(model, inner, args, kwargs))
+    return RowsHandle(split, overrides)
+
+
+def split_of(group: Group, by_row: Sequence[str] = (), whole: Sequence[str] = ()) -> Split:
+    """How calls are split over a group, with what is known of Diffusers' arguments."""
+    return Split(group, _BY_ROW - set(whole) | set(by_row), _WHOLE - set(by_row) | set(whole))
+
+
+class Split:
+    """Cuts the tensors of a call by rows, and joins the answers."""
+
+    def __init__(self, group: Group, by_row: set[str], whole: set[str]) -> None:
+        self.group, self.by_row, self.whole, self.calls = group, by_row, whole, 0
+
+    def run(self, model: nn.Module, inner: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """`inner`, this rank's rows only; returned is what it would have returned for all."""
+        bound = inspect.signature(inner).bind(*args, **kwargs)
+        given = bound.arguments
+        require_sampling("parallel_rows", model, given.values())
+        rows = batch_of(model, given)
+        if self.group.size == 1 or rows == 1:
+            return inner(*bound.args, **bound.kwargs)
+        counts = [rows // self.group.size + (rank < rows % self.group.size) for rank in range(self.group.size)]
+        start, mine = sum(counts[: self.group.rank]), counts[self.group.rank]
+        taken = slice(start, start + mine) if mine else slice(0, 1)
+        facts = _facts(given)
+        for name, value in given.items():
+            given[name] = self._cut(name, value, rows, taken)
+        with Doing(self.group, "parallel_rows") as doing:
+            answer = doing.work(lambda: inner(*bound.args, **bound.kwargs))
+            parts = doing.work(tensors_of, model, answer)
+            doing.agree(facts)  # a failed rank has no answer to exchange: all ranks end here
+            assert parts is not None
+            joined = [self._joined(part, counts, doing) for part in parts]
+        self.calls += 1
+        return rebuilt(answer, joined)
+
+    def _cut(self, name: str, value: Any, rows: int, taken: slice) -> Any:
+        if isinstance(value, Mapping):
+            return {key: self._cut(key, part, rows, taken) for key, part in value.items()}
+        if isinstance(value, list | tuple) and name not in self.whole:
+            return type(value)(self._cut(name, part, rows, taken) for part in value)
+        if not isinstance(value, Tensor) or name in self.whole or value.dim() == 0:
+            return value
+        if name not in self.by_row:
+            raise ValueError(
+                f"parallel_rows: it is not known whether argument {name!r} {tuple(value.shape)} has one row for each "
+                f"picture; say by_row=[{name!r}] or whole=[{name!r}] when installing"
+            )
+        if value.shape[0] == 1:
+            return value  # broadcast: the same row for every picture
+        if value.shape[0] != rows:
+            raise ValueError(f"parallel_rows: argument {name!r} has {value.shape[0]} rows; expected {rows}, or 1")
+        return value[taken]
+
+    def _joined(self, part: Tensor, counts: list[int], doing: Doing) -> Tensor:
+        shapes = [(count, *part.shape[1:]) for count in counts]
+        return torch.cat(all_gather(part[: counts[self.group.rank]].contiguous(), shapes, doing))
+
+
+def batch_of(model: nn.Module, given: Mapping[str, Any]) -> int:
+    """The number of rows of a denoiser's call: those of what it denoises, its first argument."""
+    first = next(iter(given.values()), None)
+    if not isinstance(first, Tensor) or first.dim() < 2:
+        raise Unsupported(
+            f"a call of {type(model).__name__} cannot be split by rows",
+            [f"its first argument is {type(first).__name__}; expected a tensor with one row for each picture"],
+        )
+    return first.shape[0]
+
+
+def tensors_of(model: nn.Module, answer: Any) -> list[Tensor]:
+    """The tensors a denoiser returned, whether as a tuple or as one of Diffusers' outputs."""
+    parts = list(answer.values()) if isinstance(answer, Mapping) else list(answer) if isinstance(answer, tuple) else []
+    if not parts or not all(isinstance(part, Tensor) for part in parts):
+        raise Unsupported(
+            f"the answer of {type(model).__name__} cannot be exchanged",
+            [f"it is {type(answer).__name__} of {[type(part).__name__ for part in parts]}; expected tensors"],
+        )
+    return parts
+
+
+def rebuilt(answer: Any, parts: Sequence[Any]) -> Any:
+    """The same kind of answer of other tensors."""
+    if isinstance(answer, Mapping):
+        return type(answer)(**dict(zip(answer, parts, strict=True)))
+    return tuple(parts)
+
+
+def _facts(given: Mapping[str, Any]) -> dict[str, object]:
+    return {name: (tuple(v.shape), v.dtype) for name, v in given.items() if isinstance(v, Tensor)}
