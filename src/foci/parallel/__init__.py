@@ -5,6 +5,7 @@ from __future__ import annotations
 from foci.core.errors import Disagreement, RankError
 from foci.parallel.balance import positions, shard, unshard
 from foci.parallel.group import Group
+from foci.parallel.joint import joint
 from foci.parallel.ulysses import ulysses
 
-__all__ = ["Disagreement", "Group", "RankError", "positions", "shard", "ulysses", "unshard"]
+__all__ = ["Disagreement", "Group", "RankError", "joint", "positions", "shard", "ulysses", "unshard"]

@@ -1,0 +1,158 @@
+"""Text and image in one softmax, over ranks: outputs and gradients of one process, text replicated or split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import foci
+from foci.core.errors import ShapeError, Unsupported
+from foci.core.world import World
+from foci.parallel.balance import shard, unshard
+from foci.parallel.joint import joint
+from foci.parallel.ulysses import ulysses
+from tests.parallel.proof import mask_of
+
+Worlds = Callable[[int], World]
+NAMES = ("q", "k", "v", "text_q", "text_k", "text_v", "sink")
+
+
+def draw(T: int, text: int, H: int = 4, G: int = 2) -> dict[str, Tensor]:
+    torch.manual_seed(2)
+    shapes = [(H, 4), (G, 4), (G, 5)]
+    tensors = [torch.randn(2, n, *shape, dtype=torch.float64) for n in (T, text) for shape in shapes]
+    return dict(zip(NAMES, [*tensors, torch.randn(H, dtype=torch.float64)], strict=True))
+
+
+def whole(inputs: dict[str, Tensor], where: str, mask: Any, function: str = "attention_with_lse") -> Any:
+    """What one process computes: out, text_out with their lse, and every gradient."""
+    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+    joined = [
+        torch.cat([leaves[f"text_{n}"], leaves[n]] if where == "front" else [leaves[n], leaves[f"text_{n}"]], 1)
+        for n in "qkv"
+    ]
+    outputs = foci.attention_with_lse(*joined, mask=mask, sink=leaves["sink"], scale=0.6)
+    counts = [inputs["text_q"].shape[1], inputs["q"].shape[1]]
+    parts = [
+        x.split(counts if where == "front" else counts[::-1], 1)[:: 1 if where == "front" else -1] for x in outputs
+    ]
+    text, image = tuple(part[0] for part in parts), tuple(part[1] for part in parts)
+    loss_of(image, text, 1).backward()
+    return image, text, {name: x.grad for name, x in leaves.items()}
+
+
+def loss_of(image: Any, text: Any, copies: int) -> Tensor:
+    return sum(x.sin().sum() for x in image) + sum(x.cos().sum() for x in text) / copies  # type: ignore[return-value]
+
+
+def masks(words: dict[str, Any]) -> Any:
+    mask = mask_of({name: args for name, args in words.items() if name != "Dense"})
+    if "Dense" in words:
+        dense = foci.Dense(torch.tensor(words["Dense"])[:, None, None])
+        mask = dense if mask is None else mask & dense
+    return mask
+
+
+def wrapped(kind: str) -> tuple[Any, Any, str]:
+    """A wrapper, what to shard over, and in which order."""
+    world = dist.group.WORLD
+    if kind == "ulysses":
+        return ulysses(foci.attention_with_lse, world), world, "plain"
+    if kind.startswith("ring"):
+        from foci.parallel.ring import ring
+
+        order = kind.partition(" ")[2]
+        return ring(foci.attention_with_lse, world, order=order), world, order
+    from foci.parallel.ulysses import usp
+
+    mesh = dist.init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("ulysses", "ring"))
+    return usp(foci.attention_with_lse, mesh), mesh, "zigzag"
+
+
+def on_rank(kind: str, inputs: dict[str, Tensor], where: str, text: str, words: dict[str, Any]) -> Any:
+    op, group, order = wrapped(kind)
+    split = ("q", "k", "v") + (("text_q", "text_k", "text_v") if text == "split" else ())
+    leaves = {n: (shard(x, group, order) if n in split else x).clone().requires_grad_() for n, x in inputs.items()}
+    sink = leaves.pop("sink")
+    attend = joint(op, where=where, text=text)  # type: ignore[arg-type]
+    image, texts = attend(*leaves.values(), mask=masks(words), sink=sink, scale=0.6)
+    loss_of(image, texts, dist.get_world_size() if text == "replicated" else 1).backward()
+    leaves["sink"] = sink
+    rejoin = lambda x, cut: unshard(x, group, order) if cut else x  # noqa: E731
+    return (
+        [rejoin(x.detach(), True) for x in image],
+        [rejoin(x.detach(), text == "split") for x in texts],
+        {name: rejoin(x.grad, name in split) for name, x in leaves.items()},
+    )
+
+
+def prove(world: World, kind: str, where: str, text: str, words: dict[str, Any], T: int = 9, tokens: int = 5) -> None:
+    inputs = draw(T, tokens)
+    expected = whole(inputs, where, masks(words))
+    for found in world.run(on_rank, kind, inputs, where, text, words):
+        for mine, theirs in zip([*found[0], *found[1]], [*expected[0], *expected[1]], strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-9, atol=1e-9)
+        for name in NAMES:
+            torch.testing.assert_close(found[2][name], expected[2][name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+HIDDEN: list[dict[str, Any]] = [
+    {},
+    {"Lengths": ([11, 14],)},
+    {"Dense": [[True, False, True, True, False] + [True] * 9, [False, True] * 7]},
+]
+
+
+@pytest.mark.parametrize("words", HIDDEN, ids=["full", "lengths", "dense"])
+@pytest.mark.parametrize("text", ["replicated", "split"])
+@pytest.mark.parametrize("where", ["front", "back"])
+def test_ulysses_equals_one_process(worlds: Worlds, where: str, text: str, words: dict[str, Any]) -> None:
+    prove(worlds(3), "ulysses", where, text, words)
+
+
+@pytest.mark.parametrize("tokens", [1, 0])
+def test_text_may_be_shorter_than_the_ranks_are_many(worlds: Worlds, tokens: int) -> None:
+    for text in ("replicated", "split"):
+        prove(worlds(3), "ulysses", "front", text, {}, tokens=tokens)
+
+
+def test_one_process_needs_no_ranks() -> None:
+    inputs = draw(9, 5)
+    mask = masks(HIDDEN[2])
+    expected = whole(inputs, "back", mask)
+    sink = inputs.pop("sink")
+    image, text = joint(foci.attention, where="back")(*inputs.values(), mask=mask, sink=sink, scale=0.6)
+    torch.testing.assert_close(image, expected[0][0].detach())
+    torch.testing.assert_close(text, expected[1][0].detach())
+
+
+def test_what_does_not_fit_is_named() -> None:
+    q, k, v, text_q, text_k, text_v, _ = draw(9, 5).values()
+    attend = joint(foci.attention)
+    with pytest.raises(ShapeError, match=r"text_k has shape \[2, 5, 1, 4\]; expected k's"):
+        attend(q, k, v, text_q, text_k[:, :, :1], text_v)
+    with pytest.raises(ValueError, match=r"text_v is torch\.float32"):
+        attend(q, k, v, text_q, text_k, text_v.float())
+    with pytest.raises(ShapeError, match="text_k has 5 tokens, its values have 4"):
+        attend(q, k, v, text_q, text_k, text_v[:, 1:])
+    with pytest.raises(ShapeError, match="expected S=14 columns"):
+        attend(q, k, v, text_q, text_k, text_v, mask=foci.Dense(torch.ones(9, dtype=torch.bool)))
+    with pytest.raises(ValueError, match="expected 0 to 14"):
+        attend(q, k, v, text_q, text_k, text_v, mask=foci.Lengths(torch.tensor([3, 15])))
+    for mask in (foci.Causal(), foci.Lengths(torch.tensor([3, 4]), torch.tensor([3, 4])), foci.Window(1, 1)):
+        with pytest.raises(Unsupported, match="hide a key from one query"):
+            attend(q, k, v, text_q, text_k, text_v, mask=mask)
+
+
+def test_what_cannot_be_joined_is_refused() -> None:
+    with pytest.raises(TypeError, match="op must be attention"):
+        joint(foci.linear_attention)
+    with pytest.raises(ValueError, match="where must be one of 'front', 'back', got 'rear'"):
+        joint(foci.attention, where="rear")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="text must be one of"):
+        joint(foci.attention, text="both")  # type: ignore[arg-type]
