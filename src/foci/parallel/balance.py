@@ -162,7 +162,8 @@ class _Unshard(torch.autograd.Function):
             sums = [sum(lengths[i * inner.size : (i + 1) * inner.size]) for i in range(outer.size)]
             with Doing(outer, name) as doing:
                 parts = all_gather(torch.cat(parts), [(n, *x.shape[1:]) for n in sums], doing)
-        places = torch.tensor([place for each in held for piece in each for place in piece.positions], device=x.device)
+        everywhere = [place for each in held for piece in each for place in piece.positions]
+        places = torch.tensor(everywhere, dtype=torch.int64, device=x.device)
         whole = torch.cat(parts)
         return torch.empty_like(whole).index_copy_(0, places, whole).movedim(0, dim)
 
