@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 
 # Before any import of huggingface_hub, which reads it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -10,9 +11,28 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 
+from foci.core.world import World
+
 torch.set_num_threads(2)
+# What ranks would import one by one, each for itself; the server that they come from does it once.
+PRELOAD = ("foci.parallel", "pytest", "diffusers.models.transformers", "diffusers.models.autoencoders")
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Callable[[int], World]]:
+    """`worlds(3).run(function, *args)`: a World of so many ranks, the same one for every test of the session."""
+    living: dict[int, World] = {}
+
+    def world(size: int) -> World:
+        if size not in living:
+            living[size] = World(size, timeout=20.0, limit=120.0, preload=PRELOAD)
+        return living[size]
+
+    yield world
+    for each in living.values():
+        each.close()

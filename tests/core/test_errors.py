@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from foci.core.errors import MissingExtra, ShapeError, Unsupported, require
+from foci.core.errors import Disagreement, MissingExtra, RankError, ShapeError, Unsupported, require
 
 
 def test_unsupported_prints_its_reasons_one_a_line() -> None:
@@ -61,3 +61,23 @@ def test_require_does_not_blame_the_extra_for_a_broken_package(tmp_path, monkeyp
     with pytest.raises(ModuleNotFoundError, match="another_missing_package") as caught:
         require("broken_package", extra="diffusers")
     assert not isinstance(caught.value, MissingExtra)
+
+
+def test_rank_error_names_rank_step_and_direction_and_survives_pickling() -> None:
+    error = RankError("attention", 2, "ValueError: no such key", step=1, direction="backward")
+    assert str(error) == "attention: rank 2 failed in step 1 of the backward: ValueError: no such key"
+    again = pickle.loads(pickle.dumps(error))
+    assert vars(again) == vars(error) and str(again) == str(error)
+    assert str(RankError("unshard", 0, "it is gone")) == "unshard: rank 0 failed: it is gone"
+    assert "failed in the forward: it" in str(RankError("unshard", 0, "it is gone", direction="forward"))
+
+
+def test_disagreement_says_who_says_what() -> None:
+    error = Disagreement("attention", {"dtype": {0: "float32", 1: "bfloat16", 2: "float32"}, "T": {0: "4", 1: "5"}})
+    assert str(error).splitlines() == [
+        "attention: ranks disagree, so none of them began:",
+        "  - dtype: float32 on ranks 0, 2; bfloat16 on rank 1",
+        "  - T: 4 on rank 0; 5 on rank 1",
+    ]
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.facts) == (str(error), error.facts)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from foci.core.errors import RankError
+from foci.core.errors import Disagreement, RankError
 from foci.core.world import Lost, Raised, World
 
 
@@ -37,6 +37,16 @@ def report_of_another() -> None:
     if dist.get_rank() == 0:
         raise RankError("attention", 1, "ValueError: no", step=2, direction="backward")
     raise ValueError("no")
+
+
+def disagree() -> None:
+    raise Disagreement("attention", {"dtype": {0: "float32", 1: "bfloat16"}})
+
+
+def wait_for_the_one_that_raises() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("before the others")
+    dist.barrier()
 
 
 def die() -> None:
@@ -87,12 +97,27 @@ def test_the_error_itself_goes_before_reports_of_it(world: World) -> None:
     assert (first.error.rank, first.error.step, first.error.direction) == (1, 2, "backward")  # type: ignore[attr-defined]
 
 
-def test_ranks_live_on_after_an_error_on_all_of_them_and_are_new_after_one_on_some(world: World) -> None:
+def test_ranks_live_on_after_what_all_raise_and_are_new_after_an_error_of_one(world: World) -> None:
     before = world.run(raise_on, ())
-    assert all(isinstance(each, Raised) for each in world.outcomes(raise_on, (0, 1)))
+    assert all(isinstance(each, Raised) for each in world.outcomes(disagree))
     assert world.run(raise_on, ()) == before
     assert not isinstance(world.outcomes(raise_on, (1,))[0], Raised)
     assert not set(world.run(raise_on, ())) & set(before)
+
+
+def test_the_first_error_is_raised_and_none_waits_for_the_rank_it_ended(world: World) -> None:
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="before the others") as raised:
+        world.run(wait_for_the_one_that_raises)
+    assert "on rank 1 of 2" in raised.value.__notes__[0]
+    assert time.monotonic() - start < 8  # the group's timeout is 10 s
+
+
+def test_a_rank_that_died_idle_is_replaced(world: World) -> None:
+    os.kill(world.run(raise_on, ())[1], signal.SIGKILL)
+    while all(child.is_alive() for child, _ in world._ranks):
+        time.sleep(0.01)
+    assert len(world.run(raise_on, ())) == 2
 
 
 def test_a_dead_rank_is_named_and_the_world_goes_on(world: World) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -88,19 +89,41 @@ def test_gradients(worlds: Callable[[int], World], size: int) -> None:
     worlds(size).run(differentiate)
 
 
-def fail(rank: int, step: int, how: str) -> None:
-    """A ring in which one rank fails at one step; every rank must still hear all of it."""
+def keep_what_is_the_users(size: int) -> torch.Tensor:
+    """A tensor that lies in its storage just as one that arrived would lie in its message."""
     group = here()
+    storage = torch.arange(float(size + 128))
+    with Doing(group, "attention") as doing:
+        (first,) = shift([storage[:size]], [(size,)], 1, doing).wait()
+        first *= 2  # what arrived may be written to, and leaves as it then is
+        (second,) = shift([first], [(size,)], 1, doing).wait()
+        assert torch.equal(second, torch.arange(float(size)) * 2)
+    return storage
+
+
+def test_a_users_tensor_is_not_written_to(worlds: Callable[[int], World]) -> None:
+    for storage in worlds(2).run(keep_what_is_the_users, 128):
+        assert torch.equal(storage, torch.arange(256.0))
+
+
+def fail(rank: int, step: int, how: str, patience: float | None = None) -> None:
+    """A ring in which one rank fails at one step, before the first or after the last; all must hear of it."""
+    pg = dist.new_group(timeout=timedelta(seconds=patience)) if patience else dist.group.WORLD
+    group = Group.of(pg)
 
     def attend() -> None:
         if (group.rank, doing.step) == (rank, step):
-            if how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise ValueError("no such key")
+            if how == "raised":
+                raise ValueError("no such key")
+            os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[how])
 
     blocks = block(group.rank)
     with Doing(group, "attention", "forward") as doing:
-        for doing.step in range(group.size):
+        for doing.step in range(-1, group.size):
+            if doing.step < 0:
+                doing.work(attend)
+                doing.agree({"dtype": "float32"})
+                continue
             source = (group.rank - doing.step - 1) % group.size
             pending = shift(blocks, [each.shape for each in block(source)], 1, doing)
             doing.work(attend)
@@ -108,21 +131,93 @@ def fail(rank: int, step: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("place", ["first", "last"])
+@pytest.mark.parametrize("place", ["before", "first", "last"])
 def test_a_rank_that_raises_is_named_on_all(worlds: Callable[[int], World], size: int, place: str) -> None:
-    rank, step = (0, 0) if place == "first" else (size - 1, size - 1)
+    rank, step = {"before": (1, -1), "first": (0, 0), "last": (size - 1, size - 1)}[place]
     outcomes = worlds(size).outcomes(fail, rank, step, "raised")
-    expected = f"attention: rank {rank} failed in step {step} of the forward: ValueError: no such key"
+    where = f"in step {step} of the forward" if step >= 0 else "in the forward"
+    expected = f"attention: rank {rank} failed {where}: ValueError: no such key"
     assert [str(each.error) for each in outcomes] == [expected] * size
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_rank_that_dies_is_named_by_all_others_at_once(worlds: Callable[[int], World], size: int) -> None:
+@pytest.mark.parametrize("step", [-1, 0, 1])
+def test_a_rank_that_dies_is_named_by_all_others_at_once(worlds: Callable[[int], World], size: int, step: int) -> None:
     start = time.monotonic()
-    outcomes = worlds(size).outcomes(fail, 1, 1, "killed")
+    outcomes = worlds(size).outcomes(fail, 1, step, "killed")
     assert time.monotonic() - start < 10  # the group's timeout is 20 s
     assert isinstance(outcomes.pop(1), Lost)
     for each in outcomes:
         assert isinstance(each, Raised) and isinstance(each.error, RankError)
-        assert (each.error.rank, each.error.direction) == (1, "forward")
+        assert each.error.rank == 1
         assert "it is gone" in str(each.error)
+
+
+@pytest.mark.parametrize("step", [-1, 1])
+def test_a_rank_that_falls_silent_is_named_within_the_timeout(step: int) -> None:
+    with World(4, timeout=20.0, limit=8.0) as world:
+        outcomes = world.outcomes(fail, 2, step, "stopped", 3.0)
+        assert isinstance(outcomes.pop(2), Lost)
+        for each in outcomes:
+            assert isinstance(each, Raised) and isinstance(each.error, RankError)
+            assert each.error.rank == 2
+            assert "did not answer within the group's timeout" in str(each.error)
+
+
+def fail_alike() -> None:
+    group = here()
+    with Doing(group, "attention", "forward") as doing:
+        doing.work(int, f"{group.rank} is no number")
+        doing.agree({})
+
+
+def test_where_every_rank_fails_by_itself_each_raises_its_own(worlds: Callable[[int], World]) -> None:
+    for rank, each in enumerate(worlds(3).outcomes(fail_alike)):
+        assert isinstance(each.error, ValueError)
+        assert f"{rank} is no number" in str(each.error)
+
+
+def fail_outside() -> None:
+    """Between exchanges, where no `work` stands by."""
+    group = here()
+    with Doing(group, "attention", "forward") as doing:
+        if group.rank == 0:
+            raise ValueError("a slip")
+        all_reduce(torch.ones(3), doing)
+
+
+def test_a_rank_that_leaves_says_why(worlds: Callable[[int], World]) -> None:
+    first, *others = worlds(3).outcomes(fail_outside)
+    assert isinstance(first.error, ValueError)
+    for each in others:
+        assert str(each.error) == "attention: rank 0 failed in the forward: ValueError: a slip"
+
+
+def fail_in_backward(how: str) -> str:
+    group = here()
+    x = torch.ones(group.size, 3, requires_grad=True)
+    swapped = swap(list(x.unbind()), [(3,)] * group.size, group, "attention")
+
+    def hook(grad: torch.Tensor) -> None:
+        if group.rank == 1 and how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if group.rank == 1:
+            raise ValueError("no gradient today")
+
+    for each in swapped:
+        each.register_hook(hook)
+    if how == "between" and group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    torch.stack(swapped).sum().backward()
+    return "well"
+
+
+@pytest.mark.parametrize("how", ["killed", "between", "raised"])
+def test_a_backward_that_a_rank_does_not_reach_names_it(worlds: Callable[[int], World], how: str) -> None:
+    start = time.monotonic()
+    outcomes = worlds(3).outcomes(fail_in_backward, how)
+    assert time.monotonic() - start < 10
+    assert isinstance(outcomes.pop(1), Raised if how == "raised" else Lost)
+    for each in outcomes:
+        assert isinstance(each.error, RankError)
+        assert (each.error.rank, each.error.direction) == (1, "backward")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from foci.core.errors import RankError
+from foci.core.errors import Disagreement, RankError
 
 _STARTING = 120.0  # seconds until every rank has imported torch and met the others, on a machine under load
 
@@ -30,6 +30,7 @@ class Raised:
 
     error: Exception
     trace: str
+    at: float = 0.0  # on the clock that all processes of a machine share
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class World:
     Inside, `torch.distributed` is initialised and the default generator is seeded with 0 before each function. Function
     and arguments are pickled, by name and by value, so the function stands at the top of a module. `timeout` is the
     group's, in seconds: what a rank waits for another at most. `limit` is how long all ranks together may take for one
-    function. After a failure that not every rank met alike, the ranks are started anew by the next call.
+    function. A rank ends after an error that is its own alone, and the next call starts the ranks anew.
 
     `preload`: modules that the server behind the ranks imports once, so that a rank starts in a few milliseconds.
     """
@@ -67,7 +68,7 @@ class World:
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What `function(*args)` returned on each rank. Raises what a rank raised, that rank's traceback as its note.
 
-        Of several failures: that a rank died (a RankError), else the first error that is no report of another rank's.
+        Of several failures: that a rank died (a RankError), else the first in time that is no report of another rank's.
         """
         outcomes = self.outcomes(function, *args)
         raised = [(rank, each) for rank, each in enumerate(outcomes) if isinstance(each, Raised)]
@@ -81,20 +82,24 @@ class World:
             for note in said:
                 error.add_note(note)
             raise error
-        for place, (_, each) in sorted(enumerate(raised), key=lambda pair: isinstance(pair[1][1].error, RankError)):
-            each.error.add_note(said[place])
-            raise each.error
+        if raised:
+            place = min(range(len(raised)), key=lambda i: (isinstance(raised[i][1].error, RankError), raised[i][1].at))
+            error = raised[place][1].error
+            error.add_note(said[place])
+            raise error
         return outcomes
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What each rank returned, or its Raised or Lost: nothing is raised."""
         message = pickle.dumps((function, args))
+        if not all(child.is_alive() for child, _ in self._ranks):
+            self.close()
         if not self._ranks:
             self._start()
         for _, pipe in self._ranks:
             pipe.send_bytes(message)
         outcomes = self._collect(self.limit)
-        if not _alike(outcomes):
+        if not _together(outcomes):
             self.close()
         return outcomes
 
@@ -152,11 +157,16 @@ class World:
         return [outcomes[rank] for rank in range(self.size)]
 
 
-def _alike(outcomes: list[Any]) -> bool:
-    """Whether all ranks are at the same place: all returned, or all raised the same."""
-    if any(isinstance(each, Lost) for each in outcomes):
-        return False
-    return len({(type(each.error), str(each.error)) if isinstance(each, Raised) else None for each in outcomes}) == 1
+def _together(outcomes: list[Any]) -> bool:
+    """Whether the ranks are at the same place, and can go on: all returned, or all raised the same as one."""
+    said = {str(each.error) if isinstance(each, Raised) and _of_all(each.error) else "" for each in outcomes}
+    ended = any(isinstance(each, Lost) or (isinstance(each, Raised) and not _of_all(each.error)) for each in outcomes)
+    return not ended and len(said) == 1
+
+
+def _of_all(error: Exception) -> bool:
+    """What ranks raise together. After any other error a rank ends, as a script would: then others soon know."""
+    return isinstance(error, Disagreement | RankError)
 
 
 def _stop(ranks: list[tuple[BaseProcess, Connection]]) -> None:
@@ -189,8 +199,11 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: float) ->
             function, args = pickle.loads(message)
             outcome = function(*args)
         except Exception as error:
-            outcome = Raised(error, traceback.format_exc())
-        pipe.send_bytes(_packed(outcome))
+            pipe.send_bytes(_packed(Raised(error, traceback.format_exc(), time.monotonic())))
+            if not _of_all(error):
+                return
+        else:
+            pipe.send_bytes(_packed(outcome))
 
 
 def _packed(outcome: Any) -> bytes:
@@ -203,7 +216,7 @@ def _packed(outcome: Any) -> bytes:
     except Exception as problem:
         if isinstance(outcome, Raised):
             said = RuntimeError(f"{type(outcome.error).__name__}: {outcome.error}")
-            return pickle.dumps(Raised(said, outcome.trace))
+            return pickle.dumps(Raised(said, outcome.trace, outcome.at))
         said = RuntimeError(f"its result cannot be pickled: {problem}")
         return pickle.dumps(Raised(said, traceback.format_exc()))
 

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from foci.core.errors import RankError
+from foci.core.errors import Disagreement, RankError
 from foci.core.spec import accumulator
 from foci.parallel.group import RAISED, STATUS, WELL, Failure, Group
 
@@ -44,15 +45,11 @@ class Doing:
         self.failure: Failure | None = None
         self.own: Exception | None = None
         self.gone: set[int] = set()
+        self.messages: list[StorageWeakRef] = []  # what arrived, and may leave again as it is
 
-    def agree(self, facts: dict[str, object], numbers: Sequence[int] = ()) -> list[list[int]]:
+    def agree(self, facts: Mapping[str, object], numbers: Sequence[int] = ()) -> list[list[int]]:
         """Group.agree, to which this rank brings what has failed so far."""
-        try:
-            return self.group.agree(self.operator, facts, numbers, failure=self.failure)
-        except Exception as error:
-            if self.own is not None:
-                raise error from self.own
-            raise
+        return self.group.agree(self.operator, facts, numbers, failure=self.failure, own=self.own)
 
     def work(self, function: Callable[..., Result], *args: Any) -> Result | None:
         """`function(*args)`, or None once this protocol has failed here or elsewhere."""
@@ -75,9 +72,9 @@ class Doing:
 
     def lose(self, rank: int, error: RuntimeError) -> None:
         """A rank of the group no longer answers: nothing more is sent to it or expected from it."""
-        failure = self.group.blame(rank, error)
         self.gone.add(rank)
-        self.hear(failure)
+        if self.failure is None:
+            self.hear(self.group.blame(rank, error, self.step, self.direction))
 
     @property
     def status(self) -> bytes:
@@ -89,33 +86,22 @@ class Doing:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
             self._settle()
+        elif isinstance(error, Exception) and not isinstance(error, RankError | Disagreement):
+            self.group.leave_note(self._failure(error))
 
     def _settle(self) -> None:
         if self.group.size == 1 or not self.group.host:
             if self.own is not None:
                 raise self.own
             return
-        own = self.failure is not None and self.own is not None
-        slots = self.group.tell(self.status + (b"own" if own else b"   "))
-        found = [each if isinstance(each, Failure) else Failure.unpack(each) for each in slots]
-        alike = {failure and failure.text for failure in found}
-        theirs = all(isinstance(each, bytes) and each[STATUS:] == b"own" for each in slots)
-        if theirs and len(alike) == 1 and self.own is not None:
-            raise self.own
-        self._raise([self._placed(failure) for failure in found])
+        slots = self.group.tell(self.status, known=self.failure)
+        self.group.heard(self.operator, [self._placed(each) for each in slots], self.own)
 
-    def _raise(self, failures: Sequence[Failure | None]) -> None:
-        try:
-            self.group.raise_worst(self.operator, failures)
-        except Exception as error:
-            if self.own is not None:
-                raise error from self.own
-            raise
-
-    def _placed(self, failure: Failure | None) -> Failure | None:
-        if failure is None:
-            return None
-        return failure._replace(direction=failure.direction or self.direction)
+    def _placed(self, slot: bytes | Failure) -> bytes | Failure:
+        """A rank that was lost only now was lost after the last step."""
+        if isinstance(slot, Failure) and slot.step is None and slot.kind != RAISED:
+            return slot._replace(step=self.step, direction=self.direction)
+        return slot
 
     def _failure(self, error: Exception) -> Failure:
         if isinstance(error, RankError):  # of a group within
@@ -149,12 +135,18 @@ def shift(tensors: Sequence[Tensor], shapes: Sequence[Shape], by: int, doing: Do
 
 def all_to_all(parts: Sequence[Tensor], shapes: Sequence[Shape], doing: Doing) -> list[Tensor]:
     """Send parts[r] to each rank r; what each sent here, by rank: shapes[r] is the shape of rank r's. Own: as it is."""
-    group = doing.group
-    sent = {rank: [part] for rank, part in enumerate(parts) if rank != group.rank}
-    expected = {rank: [shape] for rank, shape in enumerate(shapes) if rank != group.rank}
-    arrived = _start(sent, expected, parts[:1], doing)()
-    found = {rank: each[0] for rank, each in zip(expected, arrived, strict=True)}
-    return [found.get(rank, parts[group.rank]) for rank in range(group.size)]
+    return [each[0] for each in exchange([[part] for part in parts], [[shape] for shape in shapes], doing)]
+
+
+def exchange(
+    parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]], doing: Doing
+) -> list[Sequence[Tensor]]:
+    """all_to_all of several tensors, which travel together: parts[r] are those for rank r, shapes[r] those of its."""
+    here = doing.group.rank
+    sent = {rank: each for rank, each in enumerate(parts) if rank != here}
+    expected = {rank: each for rank, each in enumerate(shapes) if rank != here}
+    arrived = dict(zip(expected, _start(sent, expected, parts[here], doing)(), strict=True))
+    return [parts[here] if rank == here else arrived[rank] for rank in range(doing.group.size)]
 
 
 def all_gather(tensor: Tensor, shapes: Sequence[Shape], doing: Doing) -> list[Tensor]:
@@ -261,7 +253,7 @@ def _start(
     packed: dict[int, Tensor] = {}
     for to, tensors in sent.items():
         key = id(tensors[0]) if len(tensors) == 1 else to
-        outgoing[to] = packed[key] = packed[key] if key in packed else _pack(tensors, doing.status)
+        outgoing[to] = packed[key] = packed[key] if key in packed else _pack(tensors, doing)
         group.traffic.control += STATUS
         if to not in doing.gone:
             _post(dist.isend, outgoing[to], {"group_dst": to}, to, works, doing)
@@ -274,6 +266,9 @@ def _start(
                 except RuntimeError as error:
                     doing.lose(rank, error)
         outgoing.clear()
+        packed.clear()
+        doing.messages = [message for message in doing.messages if not message.expired()]
+        doing.messages += [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers.values()]
         for rank, buffer in buffers.items():
             if rank not in doing.gone:
                 doing.hear(Failure.unpack(buffer[-STATUS:].numpy().tobytes()))
@@ -325,6 +320,15 @@ def _start_on_device(
     return finish
 
 
+def blank(shapes: Sequence[Shape], like: Sequence[Tensor], doing: Doing) -> list[Tensor]:
+    """Zeros of these shapes, in the dtypes and on the device of `like`, which leave together without a copy."""
+    if like[0].device.type != "cpu" or "cpu" not in doing.group.staged:
+        return [each.new_zeros(tuple(shape)) for shape, each in zip(shapes, like, strict=True)]
+    message = torch.zeros(_layout(shapes, like)[-1] + STATUS, dtype=torch.uint8)
+    doing.messages.append(StorageWeakRef(message.untyped_storage()))
+    return _unpack(message, shapes, like)
+
+
 def _layout(shapes: Sequence[Shape], like: Sequence[Tensor]) -> list[int]:
     """Where each tensor begins in a message, in bytes, and where the last ends."""
     places = [0]
@@ -334,17 +338,17 @@ def _layout(shapes: Sequence[Shape], like: Sequence[Tensor]) -> list[int]:
     return places
 
 
-def _pack(tensors: Sequence[Tensor], status: bytes) -> Tensor:
+def _pack(tensors: Sequence[Tensor], doing: Doing) -> Tensor:
     """One message of tensors. Those that arrived together, and were not touched, leave in the message they came in."""
     places = _layout([tensor.shape for tensor in tensors], tensors)
     storage = tensors[0].untyped_storage()
     came = storage.nbytes() == places[-1] + STATUS and all(
         tensor.is_contiguous()
-        and tensor.untyped_storage().data_ptr() == storage.data_ptr()
+        and tensor.untyped_storage()._cdata == storage._cdata
         and tensor.storage_offset() * tensor.element_size() == place
         for tensor, place in zip(tensors, places, strict=False)
     )
-    if came and tensors[0].device.type == "cpu":
+    if came and any(message.cdata == storage._cdata and not message.expired() for message in doing.messages):
         message = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (places[-1] + STATUS,), (1,))
     else:
         message = torch.empty(places[-1] + STATUS, dtype=torch.uint8)
@@ -352,7 +356,7 @@ def _pack(tensors: Sequence[Tensor], status: bytes) -> Tensor:
             if tensor.numel():
                 size = tensor.numel() * tensor.element_size()
                 message[place : place + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    message[-STATUS:] = torch.frombuffer(bytearray(status), dtype=torch.uint8)
+    message[-STATUS:] = torch.frombuffer(bytearray(doing.status), dtype=torch.uint8)
     return message
 
 

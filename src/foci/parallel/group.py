@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import hashlib
 import struct
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +20,8 @@ from foci.core.errors import Disagreement, RankError
 STATUS = 512  # bytes of a status, which ends every message of a group that can speak by way of the host
 _HEAD = struct.Struct("<BBiiH")
 _NUMBERS = 60
-_SLOT = STATUS + 16 + 8 + 8 * _NUMBERS
+_MORE = 1000
+_GRACE = 1.0  # seconds for a rank that lost its connections to say why
 _DIRECTIONS = (None, "forward", "backward")
 RAISED, GONE, SILENT = 1, 2, 3
 _TAG = 7  # messages between two ranks arrive in the order sent: one tag for control, one for data
@@ -106,92 +109,146 @@ class Group:
         *,
         device: torch.device | None = None,
         failure: Failure | None = None,
+        own: Exception | None = None,
     ) -> list[list[int]]:
         """Every rank's `numbers`, by rank, once all ranks hold the same facts. One exchange of a kilobyte.
 
         `facts` are compared as text, tensors among them by their values; so is how many numbers there are. When they
-        differ every rank raises the same Disagreement; when a rank comes with a failure, or is gone, a RankError.
-        `device`: where a group without a CPU backend gathers, its GPU by default.
+        differ every rank raises the same Disagreement. When ranks come with a `failure`, or are gone, all raise the
+        same RankError; where every rank failed by itself, each its `own` error. `device`: where a group without a CPU
+        backend gathers, its GPU by default.
         """
         told = {name: _text(value) for name, value in facts.items()} | {"numbers given": str(len(numbers))}
         words = repr(sorted(told.items())).encode()
         digest = hashlib.blake2b(operator.encode() + words, digest_size=16).digest()
         slot = (failure.pack() if failure else WELL) + digest
         slot += struct.pack(f"<q{_NUMBERS}q", len(numbers), *([*numbers] + [0] * _NUMBERS)[:_NUMBERS])
-        slots = self.tell(slot, device)
-        self.raise_worst(operator, [each if isinstance(each, Failure) else Failure.unpack(each) for each in slots])
-        good = [each for each in slots if isinstance(each, bytes)]
+        good = self.heard(operator, self.tell(slot, device, failure), own)
         if len({each[STATUS : STATUS + 16] for each in good}) > 1:
             raise self._disagreement(operator, told, device)
         found = [list(struct.unpack_from(f"<{min(len(numbers), _NUMBERS)}q", each, STATUS + 24)) for each in good]
-        for first in range(_NUMBERS, len(numbers), _SLOT // 8):
-            part = numbers[first : first + _SLOT // 8]
-            more = self.tell(struct.pack(f"<{len(part)}q", *part).ljust(_SLOT, b"\0"), device)
-            self.raise_worst(operator, [each if isinstance(each, Failure) else None for each in more])
-            for row, each in zip(found, more, strict=True):
-                assert isinstance(each, bytes)
-                row.extend(struct.unpack_from(f"<{len(part)}q", each))
+        for first in range(_NUMBERS, len(numbers), _MORE):
+            part = numbers[first : first + _MORE]
+            message = WELL + struct.pack(f"<{len(part)}q", *part)
+            for row, each in zip(found, self.heard(operator, self.tell(message, device)), strict=True):
+                row.extend(struct.unpack_from(f"<{len(part)}q", each, STATUS))
         return found
 
-    def raise_worst(self, operator: str, failures: Sequence[Failure | None]) -> None:
-        """Raise the first of these failures, the same on all ranks that know the same: what raised before what left."""
-        known = [failure for failure in failures if failure]
-        if known:
-            raise min(known, key=lambda f: (f.kind, f.step is None, f.step or 0, f.rank)).error(operator)
+    def heard(self, operator: str, slots: Sequence[bytes | Failure], own: Exception | None = None) -> list[bytes]:
+        """Messages that begin with a status, when all ranks are well; else the error that all of them raise.
 
-    def tell(self, message: bytes, device: torch.device | None = None) -> list[bytes | Failure]:
-        """Every rank's message of the same length, by rank; where a rank is gone or silent, that Failure instead."""
+        Of several failures the first in this order: one that raised, one that is gone, one that is silent; the earliest
+        step; the lowest rank. Where every rank failed by itself, each raises its own error.
+        """
+        found = [each if isinstance(each, Failure) else Failure.unpack(each) for each in slots]
+        known = [each for each in found if each]
+        if not known:
+            return [each for each in slots if isinstance(each, bytes)]
+        if own is not None and all(
+            f and f.kind == RAISED and f.rank == rank for f, rank in zip(found, self.ranks, strict=True)
+        ):
+            raise own
+        worst = min(known, key=lambda f: (f.kind, f.step is None, f.step or 0, f.rank))
+        raise worst.error(operator) from own
+
+    def tell(
+        self, message: bytes, device: torch.device | None = None, known: Failure | None = None
+    ) -> list[bytes | Failure]:
+        """Every rank's message of the same length, by rank; where a rank is gone or silent, that Failure instead.
+
+        `known`: the failure that this rank knows of already, to which further lost connections are due.
+        """
         self.traffic.control += len(message) * (self.size - 1)
         if self.size == 1:
             return [message]
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         if self.host and self.size <= _DIRECT:
-            return self._tell_each(mine)
+            return self._tell_each(mine, known)
         if not self.host:
             mine = mine.to(device or torch.device("cuda", torch.cuda.current_device()))
         all_of_them = mine.new_empty(self.size * mine.numel())
         try:
             dist.all_gather_into_tensor(all_of_them, mine, group=self.pg)
         except RuntimeError as error:
-            unknown = self.blame(self.rank, error)._replace(text=f"the group broke: {_line(error)}")
-            return [unknown] * self.size
+            here = Failure(
+                GONE, self.ranks[self.rank], None, None, f"its exchange with all others broke: {_line(error)}"
+            )
+            return [known or here] * self.size
         return [bytes(each.tolist()) for each in all_of_them.cpu().view(self.size, -1)]
 
-    def _tell_each(self, mine: Tensor) -> list[bytes | Failure]:
+    def _tell_each(self, mine: Tensor, known: Failure | None) -> list[bytes | Failure]:
         others = [rank for rank in range(self.size) if rank != self.rank]
         buffers = {rank: torch.empty_like(mine) for rank in others}
         found: list[bytes | Failure] = [mine.numpy().tobytes()] * self.size
-        works = {}
+        works: dict[int, list[Any]] = {rank: [] for rank in others}
         for rank in others:
             try:
-                incoming = dist.irecv(buffers[rank], group=self.pg, group_src=rank, tag=_TAG)
-                works[rank] = (incoming, dist.isend(mine, group=self.pg, group_dst=rank, tag=_TAG))
+                works[rank].append(dist.irecv(buffers[rank], group=self.pg, group_src=rank, tag=_TAG))
+                works[rank].append(dist.isend(mine, group=self.pg, group_dst=rank, tag=_TAG))
             except RuntimeError as error:
-                found[rank] = self.blame(rank, error)
-        for rank, pair in works.items():
+                found[rank] = known = known or self.blame(rank, error)
+        for rank in others:
+            if isinstance(found[rank], Failure):
+                continue
             try:
-                for work in pair:
-                    assert work is not None
-                    work.wait()
+                for work in works[rank]:
+                    # Once one is silent, all that wait for it give up within a moment of each other.
+                    work.wait(timedelta(seconds=_GRACE)) if known and known.kind == SILENT else work.wait()
                 found[rank] = buffers[rank].numpy().tobytes()
             except RuntimeError as error:
-                found[rank] = self.blame(rank, error)
+                found[rank] = known = known or self.blame(rank, error)
         return found
 
-    def blame(self, rank: int, error: RuntimeError) -> Failure:
-        """What an error of the transport says of a rank of this group."""
-        if "imed out" in str(error):
-            return Failure(SILENT, self.ranks[rank], None, None, "it did not answer within the group's timeout")
-        return Failure(GONE, self.ranks[rank], None, None, "it is gone (its connection closed)")
+    def blame(self, rank: int, error: RuntimeError, step: int | None = None, direction: str | None = None) -> Failure:
+        """Which failure a broken connection to a rank of this group is due to.
+
+        A rank that waits in vain loses all its connections, and so do those that wait for it. Each therefore leaves a
+        note in the store of the process group, of whom it waited for and where; whoever lost it reads on from there,
+        until a rank that has left none: that one is dead or silent.
+        """
+        silent = "imed out" in str(error)
+        text = "it did not answer within the group's timeout" if silent else "it is gone (its connection closed)"
+        failure = Failure(SILENT if silent else GONE, self.ranks[rank], step, direction, text)
+        store = _store()
+        if store is None:
+            return failure
+        try:
+            store.set(self._key(self.ranks[self.rank]), failure.pack().hex())
+            passed = {self.ranks[self.rank]}
+            while failure.kind != RAISED and failure.rank not in passed:
+                passed.add(failure.rank)
+                note = self._note(store, failure.rank)
+                if note is None:
+                    break
+                failure = note
+        except RuntimeError as broken:  # the store went with the rank that kept it
+            return failure._replace(text=f"{failure.text}; the store cannot be asked: {_line(broken)}")
+        return failure
+
+    def leave_note(self, failure: Failure) -> None:
+        """Say in the store that this rank leaves a protocol, for those who will wait for it."""
+        store = _store()
+        if store is not None and self.size > 1:
+            store.set(self._key(self.ranks[self.rank]), failure.pack().hex())
+
+    def _note(self, store: dist.Store, rank: int) -> Failure | None:
+        """What a rank left behind, for which it has a second."""
+        deadline = time.monotonic() + _GRACE
+        while not store.check([self._key(rank)]):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.01)
+        return Failure.unpack(bytes.fromhex(store.get(self._key(rank)).decode()))
+
+    def _key(self, rank: int) -> str:
+        return f"foci/{self.pg.group_name}/{rank}"
 
     def _disagreement(self, operator: str, told: Mapping[str, str], device: torch.device | None) -> Disagreement:
         words = repr((operator, dict(told))).encode()
-        sizes = self.tell(struct.pack("<q", len(words)), device)
-        self.raise_worst(operator, [each if isinstance(each, Failure) else None for each in sizes])
-        longest = max(struct.unpack("<q", each)[0] for each in sizes if isinstance(each, bytes))
-        texts = self.tell(words.ljust(longest), device)
-        self.raise_worst(operator, [each if isinstance(each, Failure) else None for each in texts])
-        said = [ast.literal_eval(each.decode().strip()) for each in texts if isinstance(each, bytes)]
+        sizes = self.heard(operator, self.tell(WELL + struct.pack("<q", len(words)), device))
+        longest = max(struct.unpack_from("<q", each, STATUS)[0] for each in sizes)
+        texts = self.heard(operator, self.tell(WELL + words.ljust(longest), device))
+        said = [ast.literal_eval(each[STATUS:].decode().strip()) for each in texts]
         facts: dict[str, dict[int, str]] = {}
         if len({name for name, _ in said}) > 1:
             facts["operator"] = {rank: name for rank, (name, _) in zip(self.ranks, said, strict=True)}
@@ -208,6 +265,14 @@ def _text(value: object) -> str:
         content = hashlib.blake2b(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return f"{value.dtype} {list(value.shape)} of values {content.hexdigest()[:16]}"
     return str(value)
+
+
+def _store() -> dist.Store | None:
+    """The store of the process groups. torch has no public name for it; without it words are less exact, no more."""
+    from torch.distributed import distributed_c10d
+
+    find = getattr(distributed_c10d, "_get_default_store", None)
+    return find() if find is not None and dist.is_initialized() else None
 
 
 def _line(error: BaseException) -> str:
