@@ -168,6 +168,56 @@ def unet() -> Small:
     return Small(model, inputs, ("sample", "encoder_hidden_states"))
 
 
+def wan() -> Small:
+    from diffusers import WanTransformer3DModel
+
+    model = WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=3,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=24,
+        freq_dim=16,
+        ffn_dim=32,
+        num_layers=2,
+        rope_max_seq_len=16,
+    )
+    inputs = {
+        "hidden_states": torch.randn(2, 4, 2, 6, 6),
+        "timestep": torch.tensor([3, 7]),
+        "encoder_hidden_states": torch.randn(2, 7, 24),
+    }
+    return Small(model, inputs, ("hidden_states", "encoder_hidden_states"))
+
+
+def hunyuan() -> Small:
+    from diffusers import HunyuanVideoTransformer3DModel
+
+    model = HunyuanVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=3,
+        attention_head_dim=12,
+        num_layers=2,
+        num_single_layers=2,
+        num_refiner_layers=1,
+        patch_size=2,
+        text_embed_dim=24,
+        pooled_projection_dim=12,
+        rope_axes_dim=(4, 4, 4),
+    )
+    inputs = {
+        "hidden_states": torch.randn(2, 4, 2, 6, 6),
+        "timestep": torch.tensor([3, 7]),
+        "encoder_hidden_states": torch.randn(2, 7, 24),
+        "encoder_attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0]]),
+        "pooled_projections": torch.randn(2, 12),
+        "guidance": torch.tensor([3500.0, 3500.0]),
+    }
+    return Small(model, inputs, ("hidden_states", "encoder_hidden_states"))
+
+
 BUILDERS: dict[str, Callable[[], Small]] = {
     "flux": flux,
     "sd3": sd3,
@@ -175,6 +225,8 @@ BUILDERS: dict[str, Callable[[], Small]] = {
     "sana": sana,
     "dit": dit,
     "unet": unet,
+    "wan": wan,
+    "hunyuan": hunyuan,
 }
 
 
