@@ -132,7 +132,7 @@ def test_tensors_that_disagree_on_the_tokens_are_named() -> None:
     small = build("flux")
     _, hooked = halved(small)
     small.inputs["img_ids"] = small.inputs["img_ids"][:12]
-    with pytest.raises(ValueError, match="FluxTransformer2DModel: img_ids has 12 image tokens, but .* has 16"):
+    with pytest.raises(ValueError, match=r"FluxTransformer2DModel: img_ids has 12 image tokens, but .* has 16"):
         small.run()
     hooked.restore()
 
