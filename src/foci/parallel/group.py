@@ -262,7 +262,9 @@ class Group:
 
 def _text(value: object) -> str:
     if isinstance(value, Tensor):
-        content = hashlib.blake2b(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        # A copy: contiguous() leaves one expanded element its stride of 0, which no view as bytes takes.
+        flat = value.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
+        content = hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes())
         return f"{value.dtype} {list(value.shape)} of values {content.hexdigest()[:16]}"
     return str(value)
 
