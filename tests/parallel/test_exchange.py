@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 import pytest
 import torch
@@ -106,10 +105,9 @@ def test_a_users_tensor_is_not_written_to(worlds: Callable[[int], World]) -> Non
         assert torch.equal(storage, torch.arange(256.0))
 
 
-def fail(rank: int, step: int, how: str, patience: float | None = None) -> None:
+def fail(rank: int, step: int, how: str) -> None:
     """A ring in which one rank fails at one step, before the first or after the last; all must hear of it."""
-    pg = dist.new_group(timeout=timedelta(seconds=patience)) if patience else dist.group.WORLD
-    group = Group.of(pg)
+    group = here()
 
     def attend() -> None:
         if (group.rank, doing.step) == (rank, step):
@@ -130,6 +128,22 @@ def fail(rank: int, step: int, how: str, patience: float | None = None) -> None:
             blocks = pending.wait()
 
 
+def wake_after(rank: int, step: int) -> None:
+    """One rank stops; rank 0 wakes it when all others have raised."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"pid of {dist.get_rank()}", str(os.getpid()))
+    pids = [int(store.get(f"pid of {other}")) for other in range(dist.get_world_size())]  # waits longer than the group
+    try:
+        fail(rank, step, "stopped")
+    finally:
+        raised = store.add("raised", 1)
+        if dist.get_rank() == 0:
+            while raised < len(pids) - 1:
+                time.sleep(0.05)
+                raised = store.add("raised", 0)
+            os.kill(pids[rank], signal.SIGCONT)
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("place", ["before", "first", "last"])
 def test_a_rank_that_raises_is_named_on_all(worlds: Callable[[int], World], size: int, place: str) -> None:
@@ -143,22 +157,18 @@ def test_a_rank_that_raises_is_named_on_all(worlds: Callable[[int], World], size
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("step", [-1, 0, 1])
 def test_a_rank_that_dies_is_named_by_all_others_at_once(worlds: Callable[[int], World], size: int, step: int) -> None:
-    start = time.monotonic()
     outcomes = worlds(size).outcomes(fail, 1, step, "killed")
-    assert time.monotonic() - start < 10  # the group's timeout is 20 s
     assert isinstance(outcomes.pop(1), Lost)
     for each in outcomes:
         assert isinstance(each, Raised) and isinstance(each.error, RankError)
         assert each.error.rank == 1
-        assert "it is gone" in str(each.error)
+        assert "it is gone" in str(each.error)  # after the timeout it would be silent
 
 
 @pytest.mark.parametrize("step", [-1, 1])
-def test_a_rank_that_falls_silent_is_named_within_the_timeout(step: int) -> None:
-    with World(4, timeout=20.0, limit=8.0) as world:
-        outcomes = world.outcomes(fail, 2, step, "stopped", 3.0)
-        assert isinstance(outcomes.pop(2), Lost)
-        for each in outcomes:
+def test_a_rank_that_falls_silent_is_named_by_all_even_itself(step: int) -> None:
+    with World(4, timeout=6.0) as world:
+        for each in world.outcomes(wake_after, 2, step):
             assert isinstance(each, Raised) and isinstance(each.error, RankError)
             assert each.error.rank == 2
             assert "did not answer within the group's timeout" in str(each.error)
@@ -214,10 +224,9 @@ def fail_in_backward(how: str) -> str:
 
 @pytest.mark.parametrize("how", ["killed", "between", "raised"])
 def test_a_backward_that_a_rank_does_not_reach_names_it(worlds: Callable[[int], World], how: str) -> None:
-    start = time.monotonic()
     outcomes = worlds(3).outcomes(fail_in_backward, how)
-    assert time.monotonic() - start < 10
     assert isinstance(outcomes.pop(1), Raised if how == "raised" else Lost)
     for each in outcomes:
         assert isinstance(each.error, RankError)
         assert (each.error.rank, each.error.direction) == (1, "backward")
+        assert "it is gone" in str(each.error)
