@@ -6,6 +6,7 @@ from foci.core.errors import Disagreement, RankError
 from foci.parallel.balance import positions, shard, unshard
 from foci.parallel.group import Group
 from foci.parallel.joint import joint
-from foci.parallel.ulysses import ulysses
+from foci.parallel.ring import ring
+from foci.parallel.ulysses import ulysses, usp
 
-__all__ = ["Disagreement", "Group", "RankError", "joint", "positions", "shard", "ulysses", "unshard"]
+__all__ = ["Disagreement", "Group", "RankError", "joint", "positions", "ring", "shard", "ulysses", "unshard", "usp"]

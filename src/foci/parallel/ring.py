@@ -1,0 +1,417 @@
+"""ring(op, group, order): keys and values travel round the ranks, and every rank's queries see them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from foci.core.errors import ShapeError, Unsupported
+from foci.core.spec import Backend, Outputs
+from foci.ops.masks import Segment, segments
+from foci.ops.softmax.call import Call, Gradients, Rows
+from foci.ops.softmax.dropout import placed
+from foci.parallel.balance import Order, Piece, length, pieces
+from foci.parallel.exchange import Doing, Pending, all_reduce, blank, shift
+from foci.parallel.group import Group
+from foci.parallel.operators import Bound, Operator, operator_of
+from foci.parallel.ring_plan import Pair, distances, pairs
+
+
+def ring(op: Callable[..., Any], group: Any, order: Order = "zigzag") -> Ring:
+    """Softmax attention over a sequence that is split over the ranks of a group, in the memory of a few blocks.
+
+        lse = log sum_r exp lse_r,   out = sum_r exp(lse_r - lse) out_r        over the keys of each rank r
+
+    Every rank keeps its queries. Blocks of keys and values go round: while one is computed the next is on its way, and
+    what it gives is added to out and lse, in float32 and float64. In the backward they go round once more, and the sums
+    of their gradients, in float32, follow them home.
+
+    op: `foci.attention` or `foci.attention_with_lse`; the result has its signature. group: a ProcessGroup or a one-
+    dimensional DeviceMesh. order: which positions a rank holds, as `shard(x, group, order)` cuts them: "zigzag" and
+    "stripe" share the work of a causal mask evenly, "plain" are runs one after the other, of any lengths. q, and k and
+    v, are cut alike (T and S may differ).
+
+    Masks say what they say of the whole sequence in one process, whatever the order: `Causal`, `Window`, `Packed` and
+    `Lengths` are the same on all ranks; `Dense` and `bias` have this rank's rows (or one for all) and every column, in
+    the order of the whole. `sink` is the same on all ranks. Every rank gets the gradient that one process would get of
+    the sum of all ranks' losses: of its own tokens, and the whole of what is the same on all ranks. Dropout drops what
+    one process with rank 0's generator would.
+
+    What travels, each rank to another: k and v of every rank it has not met and whose keys any rank sees (a window
+    needs its neighbours only), in their dtype; in the backward the same, and the float32 gradients of each block once
+    for each time that the block moved. The gradient of a sink, and of a bias of one row, is all-reduced.
+
+    Calls are one graph break of torch.compile. Raises what `op` would raise, ValueError for another operator or order,
+    or for lengths that are not those of the order, Disagreement when ranks are called differently, RankError on all
+    ranks when one fails (the step counts blocks), Unsupported for a backend that cannot attend to parts.
+    Papers: Liu et al. 2023 (arXiv 2310.01889); stripes Brandon et al. 2023 (arXiv 2311.09431).
+    """
+    operator = operator_of(op)
+    if not isinstance(operator, Operator) or operator.spec.call is not Call:
+        name = getattr(op, "__name__", type(op).__name__)
+        hint = "; a ring goes inside: ulysses(ring(op, group), group)" if operator is not None else ""
+        raise ValueError(f"ring: op must be foci.attention or foci.attention_with_lse, got {name}{hint}")
+    if order not in get_args(Order):
+        raise ValueError(f"ring: order must be one of {', '.join(map(repr, get_args(Order)))}, got {order!r}")
+    return Ring(operator, Group.of(group), order)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What `ring` makes: callable with the signature of the operator it is round; wrappers can be round it."""
+
+    inner: Operator
+    group: Group
+    order: Order = "zigzag"
+
+    @property
+    def operator(self) -> Operator:
+        return self.inner
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        with Doing(self.group, self.inner.name, "forward") as doing:
+            bound = doing.work(self.inner.bind, args, options)
+            outputs = self._begin(doing, bound)
+        assert bound is not None
+        return self.inner.returns(outputs, bound)
+
+    @torch.compiler.disable
+    def run(self, call: Any, backend: str | None) -> Outputs:
+        """All outputs of a bound call (parallel/operators.py)."""
+        with Doing(self.group, self.inner.name, "forward") as doing:
+            return self._begin(doing, Bound(call, backend))
+
+    def _begin(self, doing: Doing, bound: Bound | None) -> Outputs:
+        """Agree with the other ranks, and go round. `bound` is None where there is none, which the others then hear."""
+        facts: dict[str, object] = {}
+        numbers: list[int] = []
+        backends = None if bound is None else doing.work(_able, self.inner, bound.backend)
+        if bound is not None:
+            tokens = self.inner.tokens(bound.call)
+            seed = bound.call.seed
+            facts = self.inner.facts(bound.call) | {
+                "strategy": f"ring over {self.group.size}, order {self.order}",
+                "backend": bound.backend,
+                "gradients": torch.is_grad_enabled(),
+                "cut along tokens": ", ".join(tokens),
+            }
+            numbers = [*tokens.values(), *([] if seed is None else seed.flatten().tolist())]
+        everyone = doing.agree(facts, numbers)
+        assert bound is not None and backends is not None
+        lengths = {name: [row[place] for row in everyone] for place, name in enumerate(tokens)}
+        call = bound.call
+        if seed is not None:
+            call = call._replace(seed=seed.new_tensor(everyone[0][len(tokens) :]).view(seed.shape))
+        plan = _plan(self, call, lengths, backends)
+        out, lse = _Ring.apply(plan, doing, call, *(getattr(call, name) for name in _INPUTS))
+        return out, lse
+
+
+_INPUTS = ("q", "k", "v", "bias", "sink")
+
+
+class _Plan(NamedTuple):
+    """Everything about a call except its tensors; every rank makes the same, but for what its own sizes say."""
+
+    group: Group
+    name: str
+    backends: tuple[Backend, ...]
+    segments: list[Segment]
+    queries: list[list[Piece]]
+    keys: list[list[Piece]]
+    distances: list[int]
+    q_apart: bool
+    k_apart: bool
+    shared_bias: bool
+    accumulator: torch.dtype
+
+    def met(self, distance: int) -> list[Pair]:
+        """What this rank's queries see of the block from so many ranks before."""
+        mine, theirs = self.queries[self.group.rank], self.keys[self._from(distance)]
+        return pairs(self.segments, mine, theirs, q_apart=self.q_apart, k_apart=self.k_apart)
+
+    def shapes(self, distance: int, like: Sequence[Tensor]) -> list[tuple[int, ...]]:
+        """The sizes [B, G, S, .] of that block: heads before tokens, as they are computed with."""
+        size = length(self.keys[self._from(distance)])
+        return [(x.shape[0], x.shape[2], size, x.shape[3]) for x in like]
+
+    def _from(self, distance: int) -> int:
+        return (self.group.rank - distance) % self.group.size
+
+
+def _plan(wrapper: Ring, call: Call, lengths: dict[str, list[int]], backends: tuple[Backend, ...]) -> _Plan:
+    """Raises what is wrong with the whole sequence: every rank knows it, and raises the same."""
+    operator = wrapper.inner
+    own = {name: _own_rows(operator.name, name, call, lengths) for name in ("bias", "dense")}
+    T, S = sum(lengths["q"]), sum(lengths["k"])
+    stand_ins = {}
+    for name, letters in operator.letters.items():
+        tensor = getattr(call, name)
+        if isinstance(tensor, Tensor):
+            shape, place = list(tensor.shape), letters.token(tensor)
+            if place is not None and own.get(name, True):
+                shape[place] = sum(lengths[name])
+            tensor = tensor.new_empty(()).expand(shape)
+        stand_ins[name] = tensor
+    operator.signature.bind(stand_ins)
+    whole = segments(call.visible, call.q.shape[0], T, S)
+    queries, keys = _held(wrapper, "q", lengths["q"]), _held(wrapper, "k", lengths["k"])
+    columns = any(x is not None and x.dim() and x.shape[-1] != 1 for x in (call.bias, call.dense))
+    return _Plan(
+        group=wrapper.group, name=operator.name, backends=backends, segments=whole, queries=queries, keys=keys,
+        distances=distances(whole, queries, keys), q_apart=call.seed is not None,
+        k_apart=call.seed is not None or columns, shared_bias=not own["bias"], accumulator=call.accumulator,
+    )  # fmt: skip
+
+
+def _held(wrapper: Ring, name: str, lengths: list[int]) -> list[list[Piece]]:
+    """The positions of every rank. Runs in plain order may have any lengths; other orders say which."""
+    size = len(lengths)
+    if wrapper.order == "plain":
+        starts = [sum(lengths[:rank]) for rank in range(size)]
+        return [[Piece(start, 1, n)] if n else [] for start, n in zip(starts, lengths, strict=True)]
+    held = [pieces(wrapper.order, sum(lengths), size, rank) for rank in range(size)]
+    if (expected := [length(each) for each in held]) != lengths:
+        raise ValueError(
+            f"{wrapper.inner.name}: the ranks hold {lengths} tokens of {name}; order {wrapper.order!r} of "
+            f"{sum(lengths)} gives {expected}: cut them with shard(x, group, {wrapper.order!r})"
+        )
+    return held
+
+
+def _own_rows(function: str, name: str, call: Call, lengths: dict[str, list[int]]) -> bool:
+    """Whether the rows of a bias are this rank's own, or one stands for all. Every rank answers alike."""
+    if name not in lengths:  # absent, or without a dimension of rows
+        return False
+    sizes, rows = lengths[name], lengths["q"]
+    own, single = sizes == rows, all(size == 1 for size in sizes)
+    if own and single and len(rows) > 1 and name == "bias" and call.bias is not None and call.bias.requires_grad:
+        raise ValueError(
+            f"{function}: {name} has one row on each of {len(rows)} ranks, which have one token each: whether they are "
+            "one and the same row cannot be told, and its gradient would differ"
+        )
+    if not own and not single:
+        raise ShapeError(f"{function}: {name} has {sizes} rows on the ranks; expected 1 or T={rows}")
+    return own
+
+
+def _able(operator: Operator, backend: str | None) -> tuple[Backend, ...]:
+    """The backends that attend to parts of the keys, or the named one."""
+    spec = operator.spec
+    asked = spec.backends if backend is None else (spec.backend(backend),)
+    able = tuple(each for each in asked if not each.missing() and hasattr(each.load(), "forward_part"))
+    if not able:
+        raise Unsupported(
+            f"{operator.name}: backend {backend!r} cannot run this call",
+            ["a ring needs attention in parts, which this backend does not give"],
+            "use backend=None to let foci choose",
+        )
+    return able
+
+
+class _Side:
+    """What one rank computes: its queries against one block after the other."""
+
+    def __init__(self, plan: _Plan, call: Call, needs: Sequence[bool]) -> None:
+        self.plan, self.call, self.needs = plan, call, needs
+
+    def attend(self, distance: int, block: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
+        """Add what the block from so many ranks before gives to out and lse."""
+        with _as_written(self.call.q):
+            for pair in self.plan.met(distance):
+                call = self._part(pair, block)
+                self._module(call).forward_part(call, out[:, pair.queries], lse[:, pair.queries])
+
+    def pull(
+        self, distance: int, block: Sequence[Tensor], rows: Rows, dq: Tensor, sums: Sequence[Tensor],
+        dbias: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Add what it gives to the gradients: of these queries, of the block, of the bias."""
+        with _as_written(self.call.q):
+            for pair in self.plan.met(distance):
+                call = self._part(pair, block)
+                part = Rows(*(None if x is None else x[:, pair.queries] for x in rows))  # type: ignore[arg-type]
+                dk, dv = (x.transpose(1, 2)[:, pair.keys] for x in sums)
+                into = Gradients(dq[:, pair.queries], dk, dv, _met(dbias, pair))
+                self._module(call).backward_part(call, part, into)
+
+    def _part(self, pair: Pair, block: Sequence[Tensor]) -> Call:
+        """One pair as a call of its own; block: k and v, heads before tokens. The sink is a part of its own."""
+        call = self.call
+        k, v = (x.transpose(1, 2)[:, pair.keys] for x in block)
+        seed = call.seed
+        if seed is not None:
+            assert pair.q_piece is not None and pair.k_piece is not None
+            seed = placed(seed, t=pair.q_piece[:2], s=pair.k_piece[:2])
+        visible = pair.visible._replace(dense=_met(call.dense, pair))
+        return call._replace(
+            q=call.q[:, pair.queries], k=k, v=v, bias=_met(call.bias, pair), sink=None, seed=seed, **visible._asdict()
+        )
+
+    def _module(self, call: Call) -> Any:
+        """The first backend that takes this part, with the gradients that are wanted of it."""
+        marked = call._replace(q=call.q.detach().requires_grad_())
+        if call.bias is not None:
+            marked = marked._replace(bias=call.bias.detach().requires_grad_(self.needs[3]))
+        with torch.set_grad_enabled(any(self.needs)):
+            refused = {}
+            for backend in self.plan.backends:
+                reasons = backend.reasons(marked)
+                if not reasons:
+                    return backend.load()
+                refused[backend.name] = reasons
+        raise Unsupported(
+            f"{self.plan.name}: no backend can run a part of this call",
+            [f"{name}: {reason}" for name, against in refused.items() for reason in against],
+            "use backend=None to let foci choose",
+        )
+
+
+def _filled(call: Call, inputs: Sequence[Tensor | None]) -> Call:
+    fields: dict[str, Any] = dict(zip(_INPUTS, inputs, strict=True))
+    return call._replace(**fields)
+
+
+def _met(x: Tensor | None, pair: Pair) -> Tensor | None:
+    """The part of a bias or mask (this rank's rows, every column) that a pair meets; what broadcasts stays 1."""
+    if x is None:
+        return None
+    if x.dim() >= 1 and x.shape[-1] != 1:
+        assert pair.k_piece is not None
+        places = pair.k_piece.positions
+        x = x[..., places.start : places.stop : places.step]
+    if x.dim() >= 2 and x.shape[-2] != 1:
+        x = x[..., pair.queries, :]
+    return x
+
+
+def _as_written(q: Tensor) -> Any:
+    """Without autocast, which would round float32 products."""
+    return torch.autocast(q.device.type, enabled=False)
+
+
+class _Ring(torch.autograd.Function):
+    """Once round with keys and values, and back with their gradients. The backward reads only what this saved."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, doing: Doing, call: Call, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        call = _filled(call, inputs)
+        B, T, _, H, _, _, V = call.sizes
+        out = torch.zeros(B, T, H, V, dtype=plan.accumulator, device=call.q.device)
+        lse = torch.full((B, T, H), -torch.inf, dtype=torch.float64, device=call.q.device)
+        if call.sink is not None:
+            lse.copy_(call.sink)
+        side = _Side(plan, call, ctx.needs_input_grad[3:])
+        block = _heads_first(plan, (call.k, call.v), doing)
+        for step, (distance, following) in enumerate(_moves([*plan.distances, 0])):
+            doing.step = step
+            coming = (
+                shift(block, plan.shapes(following, (call.k, call.v)), following - distance, doing)
+                if following
+                else None
+            )
+            doing.work(side.attend, distance, block, out, lse)
+            block = block if coming is None else coming.wait()
+        ctx.plan, ctx.call = plan, _filled(call, [None] * len(_INPUTS))._replace(dense=None, seed=None)
+        lse = lse.to(plan.accumulator)
+        # The backward subtracts sums over the rows of out, which must not carry the rounding of a half one.
+        ctx.save_for_backward(*inputs, call.dense, call.seed, out, lse)
+        ctx.set_materialize_grads(False)
+        rounded = out.to(call.v.dtype)
+        return (rounded, lse) if rounded is not out else (out, lse)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        plan = ctx.plan
+        *inputs, dense, seed, out, lse = ctx.saved_tensors
+        call = _filled(ctx.call, inputs)._replace(dense=dense, seed=seed)
+        side = _Side(plan, call, ctx.needs_input_grad[3:])
+        with Doing(plan.group, plan.name, "backward") as doing:
+            found = _backward(side, doing, (out, lse), grads)
+        wanted = zip(inputs, found, ctx.needs_input_grad[3:], strict=True)
+        return None, None, None, *(grad.to(x.dtype) if need and grad is not None else None for x, grad, need in wanted)
+
+
+def _backward(
+    side: _Side, doing: Doing, outputs: tuple[Tensor, Tensor], grads: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, bias and sink in the accumulator's dtype.
+
+    The block of this rank is computed last: by then the sums of its gradients are on their way home.
+    """
+    plan, call = side.plan, side.call
+    blocks = (call.k, call.v)
+    sums_like = [x.new_empty(0, dtype=plan.accumulator) for x in blocks]
+    away = plan.distances[1:]
+    own = _heads_first(plan, blocks, doing)
+    coming = shift(own, plan.shapes(away[0], blocks), away[0], doing) if away else None
+    rows = doing.work(_rows, plan, outputs, grads)
+    dq = torch.zeros(call.q.shape, dtype=plan.accumulator, device=call.q.device)
+    wants_bias = call.bias is not None and side.needs[3]
+    dbias = torch.zeros(call.bias.shape, dtype=dq.dtype, device=dq.device) if wants_bias else None  # type: ignore[union-attr]
+    block = own if coming is None else coming.wait()
+    del own
+    returning: Pending | None = None
+    for step, (distance, following) in enumerate(_moves([*away, 0])):
+        doing.step = step
+        shapes = plan.shapes(following, blocks)
+        coming = shift(block, shapes, following - distance, doing) if following else None
+        sums = blank(plan.shapes(distance, blocks), sums_like, doing)
+        doing.work(side.pull, distance, block, rows, dq, sums, dbias)
+        _add(sums, returning)
+        returning = shift(sums, shapes, following - distance, doing)
+        block = block if coming is None else coming.wait()
+    doing.step = len(away)
+    if away:
+        block = [x.transpose(1, 2).contiguous() for x in blocks]
+    sums = [torch.zeros_like(x, dtype=dq.dtype) for x in block]
+    doing.work(side.pull, 0, block, rows, dq, sums, dbias)
+    _add(sums, returning)
+    if dbias is not None and plan.shared_bias:
+        dbias = all_reduce(dbias, doing)
+    dsink = None
+    if call.sink is not None and side.needs[4]:
+        given = doing.work(_of_sink, call.sink, outputs[1], rows)
+        dsink = all_reduce(call.sink.new_zeros(call.sink.shape, dtype=dq.dtype) if given is None else given, doing)
+    dk, dv = (x.transpose(1, 2) for x in sums)
+    return dq, dk, dv, dbias, dsink
+
+
+def _add(sums: Sequence[Tensor], coming: Pending | None) -> None:
+    if coming is not None:
+        for total, more in zip(sums, coming.wait(), strict=True):
+            total += more
+
+
+def _rows(plan: _Plan, outputs: tuple[Tensor, Tensor], grads: tuple[Tensor | None, ...]) -> Rows:
+    out, lse = outputs
+    dout = torch.zeros_like(out) if grads[0] is None else grads[0].to(plan.accumulator)
+    pull = torch.linalg.vecdot(dout, out)
+    return Rows(out, lse, dout, grads[1], pull if grads[1] is None else pull.sub_(grads[1]))
+
+
+def _of_sink(sink: Tensor, lse: Tensor, rows: Rows) -> Tensor:
+    """dsink = -sum_t exp(sink - lse) pull, over this rank's rows."""
+    share = torch.exp(sink.to(lse.dtype) - lse).masked_fill_(lse == -torch.inf, 0.0)
+    return share.mul_(rows.pull).sum((0, 1)).neg_()
+
+
+def _heads_first(plan: _Plan, tensors: Sequence[Tensor], doing: Doing) -> list[Tensor]:
+    """This rank's block as it travels and as it is computed with: [B, G, S, .] end to end, in the message itself."""
+    block = blank(plan.shapes(0, tensors), tensors, doing)
+    for place, tensor in zip(block, tensors, strict=True):
+        place.copy_(tensor.transpose(1, 2))
+    return block
+
+
+def _moves(distances: Sequence[int]) -> list[tuple[int, int]]:
+    """Each distance but the last, with the one that follows."""
+    return list(pairwise(distances))
