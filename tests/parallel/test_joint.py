@@ -15,7 +15,8 @@ from foci.core.errors import ShapeError, Unsupported
 from foci.core.world import World
 from foci.parallel.balance import shard, unshard
 from foci.parallel.joint import joint
-from foci.parallel.ulysses import ulysses
+from foci.parallel.ring import ring
+from foci.parallel.ulysses import ulysses, usp
 from tests.parallel.proof import mask_of
 
 Worlds = Callable[[int], World]
@@ -64,12 +65,8 @@ def wrapped(kind: str) -> tuple[Any, Any, str]:
     if kind == "ulysses":
         return ulysses(foci.attention_with_lse, world), world, "plain"
     if kind.startswith("ring"):
-        from foci.parallel.ring import ring
-
         order = kind.partition(" ")[2]
         return ring(foci.attention_with_lse, world, order=order), world, order
-    from foci.parallel.ulysses import usp
-
     mesh = dist.init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("ulysses", "ring"))
     return usp(foci.attention_with_lse, mesh), mesh, "zigzag"
 
@@ -113,6 +110,22 @@ HIDDEN: list[dict[str, Any]] = [
 @pytest.mark.parametrize("where", ["front", "back"])
 def test_ulysses_equals_one_process(worlds: Worlds, where: str, text: str, words: dict[str, Any]) -> None:
     prove(worlds(3), "ulysses", where, text, words)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("ring zigzag", 3), ("ring stripe", 2), ("ring plain", 3), ("usp", 4)])
+@pytest.mark.parametrize("text", ["replicated", "split"])
+@pytest.mark.parametrize("words", HIDDEN, ids=["full", "lengths", "dense"])
+def test_rings_equal_one_process(worlds: Worlds, kind: str, size: int, text: str, words: dict[str, Any]) -> None:
+    prove(worlds(size), kind, "back" if words else "front", text, words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "size"), [("ring zigzag", 8), ("ulysses", 6), ("usp", 6), ("usp", 8)])
+@pytest.mark.parametrize("text", ["replicated", "split"])
+@pytest.mark.parametrize("words", HIDDEN, ids=["full", "lengths", "dense"])
+def test_large_worlds_equal_one_process(worlds: Worlds, kind: str, size: int, text: str, words: dict[str, Any]) -> None:
+    for where in ("front", "back"):
+        prove(worlds(size), kind, where, text, words)
 
 
 @pytest.mark.parametrize("tokens", [1, 0])

@@ -13,9 +13,10 @@ from torch import Tensor
 import foci
 from foci.core.errors import Disagreement, RankError, ShapeError, Unsupported
 from foci.core.world import Raised, World
+from foci.parallel.balance import pieces
 from foci.parallel.group import Group
-from foci.parallel.ulysses import Ulysses, ulysses
-from tests.parallel.proof import plain, prove
+from foci.parallel.ulysses import Ulysses, ulysses, usp
+from tests.parallel.proof import even, plain, prove
 
 Worlds = Callable[[int], World]
 DOUBLE = torch.float64
@@ -29,6 +30,29 @@ def over_two_levels(op: Any) -> Ulysses:
     """Ulysses round Ulysses: pairs of neighbours inside, the pairs outside."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     return ulysses(ulysses(op, mesh["inner"]), mesh["outer"])
+
+
+def mesh_of(size: int) -> Any:
+    """Two ranks for heads, or one, and a ring of the rest."""
+    return dist.init_device_mesh("cpu", MESHES[size], mesh_dim_names=("ulysses", "ring"))
+
+
+MESHES = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2), 6: (2, 3), 8: (4, 2)}
+
+
+def over_mesh(op: Any) -> Ulysses:
+    return usp(op, mesh_of(dist.get_world_size()))
+
+
+def over_plain_mesh(op: Any) -> Ulysses:
+    return usp(op, mesh_of(dist.get_world_size()), order="plain")
+
+
+def over_striped_mesh(op: Any) -> Ulysses:
+    return usp(op, mesh_of(dist.get_world_size()), order="stripe")
+
+
+ORDERS = {"zigzag": over_mesh, "plain": over_plain_mesh, "stripe": over_striped_mesh}
 
 
 def draw(*shape: int) -> Tensor:
@@ -114,6 +138,38 @@ def test_equal_to_one_process(worlds: Worlds, name: str, size: int) -> None:
 def test_equal_to_one_process_at_other_sizes(worlds: Worlds, name: str, size: int) -> None:
     torch.manual_seed(1)
     prove(worlds(size), over_all, *CASES[name]())
+
+
+def prove_usp(world: World, name: str, order: str) -> None:
+    function, inputs, options = CASES[name]()
+    sizes = {"T": inputs["q"].shape[1], "S": inputs["k"].shape[1]}
+    rings, heads = MESHES[world.size][1], MESHES[world.size][0]
+    held: list[dict[str, list[int]]] = [{} for _ in range(world.size)]
+    for letter, size in sizes.items():
+        for ring in range(rings):
+            whole = [place for piece in pieces(order, size, rings, ring) for place in piece.positions]
+            for row, run in enumerate(plain(even(len(whole), heads))):
+                held[row * rings + ring][letter] = [whole[place] for place in run]
+    prove(world, ORDERS[order], function, inputs, options, held)
+
+
+SOFTMAX = [name for name in CASES if CASES[name]()[0].startswith("attention")]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_with_a_ring_inside(worlds: Worlds, name: str, order: str) -> None:
+    torch.manual_seed(1)
+    prove_usp(worlds(4), name, order)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 3, 6, 8])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_with_a_ring_inside_at_other_sizes(worlds: Worlds, name: str, order: str, size: int) -> None:
+    torch.manual_seed(1)
+    prove_usp(worlds(size), name, order)
 
 
 @pytest.mark.parametrize("name", ["causal", "dropout", "bias", "linear"])

@@ -1,4 +1,4 @@
-"""ulysses(op, group): all-to-all, heads for tokens, round any operator."""
+"""ulysses(op, group): all-to-all, heads for tokens, round any operator; usp(op, mesh): with a ring inside."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from foci.core.spec import Outputs
 from foci.ops import arguments
 from foci.ops.masks import check
 from foci.ops.softmax.dropout import placed
+from foci.parallel.balance import Order
 from foci.parallel.exchange import Doing, exchange
 from foci.parallel.group import Group
 from foci.parallel.heads import Route, Share, shares
 from foci.parallel.inside import Inside
 from foci.parallel.opaque import opaque
 from foci.parallel.operators import Bound, Letters, Operator, Runs, operator_of
+from foci.parallel.ring import ring
 
 SCATTER, COMPUTE, GATHER = 0, 1, 2  # the steps of a protocol, as errors name them
 
@@ -47,6 +49,19 @@ def ulysses(op: Callable[..., Any], group: Any) -> Ulysses:
     Paper: Jacobs et al. 2023 (arXiv 2309.14509).
     """
     return Ulysses(operator_of(op) or opaque(op), Group.of(group))
+
+
+def usp(op: Callable[..., Any], mesh: Any, order: Order = "zigzag") -> Ulysses:
+    """Softmax attention over a two-dimensional DeviceMesh: Ulysses over its first dimension, a ring over its second.
+
+    The sequence is cut by `order` over the ring, and what a ring rank would hold is cut in runs over the Ulysses ranks:
+    what `shard(x, mesh, order)` does. Everything else is as `ulysses` and `ring` say. Paper: Fang and Zhao 2024 (arXiv
+    2405.07719).
+    """
+    names = getattr(mesh, "mesh_dim_names", None)
+    if getattr(mesh, "ndim", 0) != 2 or names is None:
+        raise ValueError(f"usp: mesh must be a DeviceMesh of two named dimensions (ulysses, ring), got {mesh!r}")
+    return ulysses(ring(op, mesh[names[1]], order=order), mesh[names[0]])
 
 
 @dataclass(frozen=True)
