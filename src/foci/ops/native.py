@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foci.core.device import constant
 from foci.core.spec import Output
 from foci.ops import arguments
 from foci.ops.slabs import initial
@@ -57,7 +58,7 @@ class Job(ctypes.Structure):
 def reasons(call: Any) -> list[str]:
     """Why C++ cannot or should not run a call of linear attention or the delta rule."""
     found = []
-    if call.v.device.type != "cpu":
+    if call.v.device.type not in ("cpu", "meta"):
         found.append(f"it runs on the CPU, the tensors are on {call.v.device.type}")
     if call.v.dtype not in _DTYPES:
         found.append(f"{arguments.short(call.v.dtype)} is not supported")
@@ -68,14 +69,14 @@ def reasons(call: Any) -> list[str]:
     return found or [*_unavailable(), *_idle(call.sizes[-1] * call.sizes[3])]
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _unavailable() -> tuple[str, ...]:
     """Why there is no library; building it is the first call's work."""
     built = _build()
     return (built,) if isinstance(built, str) else ()
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _idle(heads: int) -> tuple[str, ...]:
     """A head is one thread's work: too few of them, and products that are shared out are faster."""
     threads = torch.get_num_threads()
