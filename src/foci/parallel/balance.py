@@ -125,7 +125,7 @@ def unshard(x: Tensor, group: Any, order: Order = "zigzag", dim: int = 1) -> Ten
     lengths = [numbers[0] for numbers in inner.agree("unshard", facts, [x.shape[dim]])]
     if outer is not None:
         rows = outer.agree("unshard", facts, lengths)
-        lengths = [length for row in rows for length in row]
+        lengths = [count for row in rows for count in row]
     held = held_by(group, order, sum(lengths))
     expected = [length(each) for each in held]
     if expected != lengths:
