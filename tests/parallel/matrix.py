@@ -237,9 +237,10 @@ def _flat(outputs: Any) -> list[Tensor]:
     return [outputs] if isinstance(outputs, Tensor) else [x for each in outputs for x in _flat(each)]
 
 
-def _weights(shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+def _weights(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
+    """Numbers of that dtype, so that no gradient carries their rounding."""
     draw = torch.Generator().manual_seed(1)
-    return [torch.randn(tuple(shape), generator=draw, dtype=torch.float64) for shape in shapes]
+    return [torch.randn(tuple(shape), generator=draw, dtype=torch.float64).to(dtype).double() for shape in shapes]
 
 
 def _places(each: Wrapper, sizes: Mapping[str, int], size: int) -> Held:
@@ -258,7 +259,7 @@ def on_rank(name: str, place: str, dtype: torch.dtype, shapes: list[list[int]]) 
     """What one rank finds: its part of every output and gradient."""
     case, each = by_name(name), wrapper(place)
     rank, size = dist.get_rank(), dist.get_world_size()
-    inputs, weights = case.inputs(dtype), _weights(shapes)
+    inputs, weights = case.inputs(dtype), _weights(shapes, dtype)
     if case.text:
         return _joint_on_rank(case, each, inputs, weights)
     operator = known(getattr(foci, case.function))
@@ -275,7 +276,7 @@ def truth(case: Case, dtype: torch.dtype, op: Any = None, **options: Any) -> dic
     """One process, on the numbers of that dtype: in float64 by default, or what `op` makes of them as they are."""
     inputs = case.inputs(dtype)
     exact = inputs if op is not None else {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
-    return evaluated(op or getattr(foci, case.function), case, exact, _weights(shapes_of(case)), **options)
+    return evaluated(op or getattr(foci, case.function), case, exact, _weights(shapes_of(case), dtype), **options)
 
 
 def shapes_of(case: Case) -> list[list[int]]:
