@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from foci.core.errors import ShapeError, Unsupported
 from foci.ops.masks import All, Dense, Lengths, Mask
-from foci.parallel.balance import Order, Piece, cut, length, pieces, shard, unshard
+from foci.parallel.balance import Order, shard, unshard
 from foci.parallel.group import Group
+from foci.parallel.held import groups_of, held_in, order_of, places, tell_counts
 from foci.parallel.operators import Operator, Runs, operator_of
 
 Where = Literal["front", "back"]
@@ -75,15 +75,15 @@ class Joint:
     ) -> tuple[Any, Any]:
         """(out, text_out), as `joint` says."""
         _check((q, k, v), (text_q, text_k, text_v))
-        groups, order = _groups(self.wrapped), _order(self.wrapped)
+        groups, order = groups_of(self.wrapped), order_of(self.wrapped)
         texts: Sequence[Tensor] = (text_q, text_k, text_v)
         if self.text == "replicated":
             texts = _shared(texts, groups)
         front = self.where == "front"
         whole = [torch.cat([t, x] if front else [x, t], 1) for x, t in zip((q, k, v), texts, strict=True)]
         if mask is not None:
-            sizes = _sizes(groups, texts[1].shape[1], k.shape[1])
-            columns = self._columns(groups, order, sizes)
+            told = tell_counts("joint", groups, [texts[1].shape[1], k.shape[1]])
+            columns = self._columns(groups, order, told)
             mask = Dense(_allowed(mask, columns.numel()).index_select(-1, columns.to(q.device)))
         attend = self.wrapped.operator.function if isinstance(self.wrapped, Operator) else _plain(self.wrapped)
         result = attend(*whole, mask=mask, softcap=softcap, sink=sink, scale=scale)
@@ -100,23 +100,18 @@ class Joint:
             return found[0]
         return tuple(out for out, _ in found), tuple(text_out for _, text_out in found)
 
-    def _columns(self, groups: Sequence[Group], order: Order, sizes: Sequence[_Sizes]) -> Tensor:
+    def _columns(self, groups: Sequence[Group], order: Order, counts: Sequence[Sequence[int]]) -> Tensor:
         """The place in the joint sequence of every key, in the order in which the ranks hold them."""
-        images = _held(groups, order, [each.image for each in sizes])
-        texts = _held(groups, "plain" if self.text == "replicated" else order, [each.text for each in sizes])
-        before_text, before_image = 0, sum(each.text for each in sizes)
-        if self.where == "back":
-            before_text, before_image = sum(each.image for each in sizes), 0
+        text_counts, image_counts = ([row[place] for row in counts] for place in (0, 1))
+        texts = held_in(groups, "plain" if self.text == "replicated" else order, text_counts)
+        images = held_in(groups, order, image_counts)
+        front = self.where == "front"
+        before_text, before_image = (0, sum(text_counts)) if front else (sum(image_counts), 0)
         found = []
         for text, image in zip(texts, images, strict=True):
-            mine = [_places(text, before_text), _places(image, before_image)]
-            found += mine if self.where == "front" else mine[::-1]
+            mine = [places(text) + before_text, places(image) + before_image]
+            found += mine if front else mine[::-1]
         return torch.cat(found)
-
-
-class _Sizes(NamedTuple):
-    text: int
-    image: int
 
 
 def _check(image: Sequence[Tensor], text: Sequence[Tensor]) -> None:
@@ -137,22 +132,6 @@ def _check(image: Sequence[Tensor], text: Sequence[Tensor]) -> None:
             raise ShapeError(f"joint: {name} has {like.shape[1]} tokens, its values have {each.shape[1]}")
 
 
-def _groups(wrapped: Any) -> list[Group]:
-    """The groups of a wrapper, the outermost first: what one rank of a group holds is cut over those before it."""
-    if isinstance(wrapped, Operator):
-        return []
-    return [wrapped.group, *_groups(wrapped.inner)]
-
-
-def _order(wrapped: Any) -> Order:
-    """The order in which the innermost group cuts the sequence."""
-    if isinstance(wrapped, Operator):
-        return "plain"
-    inner = _order(wrapped.inner)
-    found: Order = getattr(wrapped, "order", inner)
-    return found
-
-
 def _plain(wrapped: Any) -> Any:
     """The same wrapper for a sequence that ranks hold in runs, of whatever lengths."""
     if isinstance(wrapped, Operator):
@@ -170,41 +149,6 @@ def _shared(texts: Sequence[Tensor], groups: Sequence[Group]) -> tuple[Tensor, .
         flat = shard(flat, group, "plain")
     parts = flat.split([x.shape[2] * x.shape[3] for x in texts], 2)
     return tuple(part.unflatten(2, x.shape[2:]) for part, x in zip(parts, texts, strict=True))
-
-
-def _sizes(groups: Sequence[Group], text: int, image: int) -> list[_Sizes]:
-    """How many keys of each kind every rank holds, in the order in which the ranks' runs follow each other."""
-    numbers = [text, image]
-    for group in groups:
-        rows = group.agree("joint", {"keys hidden": True}, numbers)
-        numbers = [number for row in rows for number in row]
-    return [_Sizes(*numbers[place : place + 2]) for place in range(0, len(numbers), 2)]
-
-
-def _held(groups: Sequence[Group], order: Order, counts: Sequence[int]) -> list[list[Piece]]:
-    """The pieces of the whole that each place holds; in plain order the runs may have any lengths."""
-    if order == "plain" or not groups:
-        ends = list(accumulate(counts))
-        return [[Piece(end - count, 1, count)] if count else [] for end, count in zip(ends, counts, strict=True)]
-    total, each = sum(counts), len(counts) // groups[-1].size
-    found = []
-    for rank in range(groups[-1].size):
-        held, start = pieces(order, total, groups[-1].size, rank), 0
-        mine = counts[rank * each : (rank + 1) * each]
-        if sum(mine) != length(held):
-            raise ValueError(
-                f"joint: the ranks hold {list(counts)} tokens; order {order!r} of {total} gives rank {rank} of "
-                f"{groups[-1].size} {length(held)} of them"
-            )
-        for count in mine:
-            found.append(cut(held, start, start + count))
-            start += count
-    return found
-
-
-def _places(held: Sequence[Piece], before: int) -> Tensor:
-    runs = [torch.arange(before + p.positions.start, before + p.positions.stop, p.step) for p in held]
-    return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64)
 
 
 def _allowed(mask: Mask, S: int) -> Tensor:

@@ -1,0 +1,79 @@
+"""Which positions the ranks of a wrapper hold: of one group, or of groups within groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.parallel.balance import Order, Piece, cut, length, pieces
+from foci.parallel.group import Group
+from foci.parallel.operators import Operator
+
+
+def groups_of(wrapped: Any) -> list[Group]:
+    """The groups of a wrapper, the outermost first: what one rank of a group holds is cut over those before it."""
+    if isinstance(wrapped, Operator):
+        return []
+    return [wrapped.group, *groups_of(wrapped.inner)]
+
+
+def order_of(wrapped: Any) -> Order:
+    """The order in which the innermost group cuts the sequence."""
+    if isinstance(wrapped, Operator):
+        return "plain"
+    inner = order_of(wrapped.inner)
+    found: Order = getattr(wrapped, "order", inner)
+    return found
+
+
+def place_of(groups: Sequence[Group]) -> int:
+    """This rank's place in the order in which what ranks hold follows each other."""
+    place = 0
+    for group in reversed(groups):
+        place = place * group.size + group.rank
+    return place
+
+
+def tell_counts(operator: str, groups: Sequence[Group], numbers: Sequence[int]) -> list[list[int]]:
+    """The numbers of every rank of all groups, by place."""
+    rows = [list(numbers)]
+    for group in groups:
+        flat = [number for row in rows for number in row]
+        told = [number for row in group.agree(operator, {"counts": len(numbers)}, flat) for number in row]
+        rows = [told[start : start + len(numbers)] for start in range(0, len(told), len(numbers))]
+    return rows
+
+
+def held_in(groups: Sequence[Group], order: Order, counts: Sequence[int]) -> list[list[Piece]]:
+    """The pieces of the whole that each place holds, who holds so many; in plain order runs may have any lengths.
+
+    Raises ValueError where the counts are not those of the order.
+    """
+    if order == "plain" or not groups:
+        ends = list(accumulate(counts))
+        return [[Piece(end - count, 1, count)] if count else [] for end, count in zip(ends, counts, strict=True)]
+    ring, total = groups[-1].size, sum(counts)
+    each = len(counts) // ring
+    found = []
+    for rank in range(ring):
+        held, start = pieces(order, total, ring, rank), 0
+        mine = counts[rank * each : (rank + 1) * each]
+        if sum(mine) != length(held):
+            raise ValueError(
+                f"the ranks hold {list(counts)} tokens; order {order!r} of {total} gives {length(held)} to rank "
+                f"{rank} of {ring}"
+            )
+        for count in mine:
+            found.append(cut(held, start, start + count))
+            start += count
+    return found
+
+
+def places(held: Sequence[Piece]) -> Tensor:
+    """The positions of pieces, int64, in their order."""
+    runs = [torch.arange(each.positions.start, each.positions.stop, each.step) for each in held]
+    return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64)
