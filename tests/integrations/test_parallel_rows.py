@@ -112,3 +112,37 @@ def test_ranks_that_call_differently_or_fail_say_so_everywhere(worlds: Worlds) -
     outcomes = worlds(2).outcomes(unknown, "fail")
     assert all(isinstance(each.error, RankError) for each in outcomes)
     assert {str(each.error) for each in outcomes} == {"parallel_rows: rank 1 failed: ArithmeticError: positive"}
+
+
+def compiled(regions: bool) -> Any:
+    import torch._dynamo
+    import torch.distributed as dist
+
+    from tests.integrations.models import build
+
+    small = build("dit")
+    model: Any = small.model.requires_grad_(False)
+    whole = model(**small.inputs).sample
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def keep(graph: Any, example: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    outside = model
+    if regions:
+        for block in model.transformer_blocks:
+            block.compile(backend=keep)
+    else:
+        outside = torch.compile(model, backend=keep)
+    with parallel_rows.install(model, dist.group.WORLD):
+        return (outside(**small.inputs).sample - whole).abs().max().item(), len(graphs)
+
+
+@pytest.mark.parametrize("regions", [True, False])
+def test_round_compiled_blocks_and_inside_a_compiled_model(worlds: Worlds, regions: bool) -> None:
+    """Blocks that are compiled stay compiled; of a model compiled as a whole the call runs as it is written."""
+    for apart, graphs in worlds(2).run(compiled, regions):
+        assert apart < 1e-5
+        assert (graphs > 0) == regions

@@ -43,7 +43,8 @@ def video_vae() -> nn.Module:
     from diffusers import AutoencoderKLWan
 
     config = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
-    return seeded(AutoencoderKLWan, {**config, "temperal_downsample": [False, True, True]})
+    scales = {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
+    return seeded(AutoencoderKLWan, {**config, **scales, "temperal_downsample": [False, True, True]})
 
 
 def seeded(cls: Any, config: dict[str, Any]) -> nn.Module:

@@ -52,6 +52,7 @@ class _Replaced:
         self.at_rest = False
         self.__signature__ = inspect.signature(inner)
 
+    @torch.compiler.disable  # exchanges are no graph; modules within that were compiled by themselves stay compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (self.inner if self.at_rest else self.outer)(*args, **kwargs)
 

@@ -35,6 +35,10 @@ class GuidanceHandle:
         mine = self.branches
         return {"ranks": mine.group.size, "batched": mine.split.calls, "pairs": mine.pairs, "alone": mine.alone}
 
+    def forget(self) -> None:
+        """Do not fetch an answer that was not looked at yet: after an error the other rank may not come for it."""
+        self.branches.waiting = None
+
     def restore(self) -> None:
         """The model as it was, to the very object. An answer not looked at yet is fetched first: by all ranks alike."""
         self.branches.settle()
@@ -47,7 +51,7 @@ class GuidanceHandle:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.branches.waiting = None  # the other rank may be gone
+            self.forget()
         self.restore()
 
 
