@@ -41,6 +41,7 @@ def agree_ahead(spec: Spec, summary: ModuleType, name: str) -> None:
     backend = spec.backend("reference").load()
     _, expected = backend.forward(call._replace(state=state))
     found = summary.ahead(call)
+    assert summary.shapes(call, state.shape[0]) == (found.transition.shape, found.offset.shape)
     torch.testing.assert_close(found.apply(state.view_as(found.offset)).view_as(expected), expected)
     fresh = summary.ahead(call._replace(state=state), through=False)
     torch.testing.assert_close(fresh.offset.view_as(expected), expected)
@@ -65,4 +66,4 @@ def agree_empty(spec: Spec, summary: ModuleType) -> None:
     found = summary.ahead(call)
     torch.testing.assert_close(found.apply(state.view_as(found.offset)).view_as(state), state)
     d_out = torch.zeros_like(call.v if hasattr(call, "v") else call.x)
-    torch.testing.assert_close(summary.back(call, d_out, d_state.clone()), d_state)
+    torch.testing.assert_close(summary.back(call, d_out, d_state.clone()).view_as(d_state), d_state)

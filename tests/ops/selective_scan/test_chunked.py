@@ -52,3 +52,12 @@ def test_the_states_of_all_tokens_are_never_held() -> None:
     assert peak_memory(lambda: backend.forward(call), CPU) < every / 2
     made = backend.forward(call)
     assert peak_memory(lambda: backend.backward(call, made, made, [True] * 5 + [False] * 2), CPU) < every
+
+
+@pytest.mark.parametrize(("D", "K"), [(1, 4), (4, 1), (3, 2)])
+def test_the_gradient_that_comes_in_is_not_touched(D: int, K: int) -> None:
+    x, A, key = torch.ones(1, 9, D), -torch.ones(D, K), torch.ones(1, 9, K)
+    call, backend = SPEC.bind(x, x, A, key, key), SPEC.backend("chunked").load()
+    made, given = backend.forward(call), torch.ones(1, D, K)
+    backend.backward(call, made, (torch.ones_like(x), given), [True] * 5 + [False] * 2)
+    assert given.eq(1).all()

@@ -9,6 +9,12 @@ from foci.merge.affine import Affine
 from foci.ops.scan.call import Call
 
 
+def shapes(call: Call, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the transition and of the offset of so many rows."""
+    *_, D, _ = call.sizes
+    return (rows, D), (rows, D, 1)
+
+
 def ahead(call: Call, through: bool = True) -> Affine:
     """h -> total h + sum_s fall_s x_s of all tokens, rows of a batch: offset [B,D,1] from call.state, total [B,D].
 
@@ -26,11 +32,11 @@ def ahead(call: Call, through: bool = True) -> Affine:
 
 
 def back(call: Call, d_out: Tensor, d_state: Tensor) -> Tensor:
-    """The gradient of the states before these tokens [B,D], from that behind them and that of the outputs.
+    """The gradient of the states before these tokens [B,D,1], from that behind them and that of the outputs.
 
     dh_0 = total dh_T + sum_t rise_t dout_t, rise_t = exp(g_1 + .. + g_t).
     """
     to_here = call.log_decay.to(call.accumulator).cumsum(1)
     total = torch.exp(to_here[:, -1:]).sum(1) if to_here.shape[1] else torch.ones_like(d_state)
     read = (to_here.exp_() * d_out).sum(1)
-    return torch.addcmul(read, total, d_state.to(read.dtype))
+    return torch.addcmul(read, total, d_state.to(read.dtype))[..., None]

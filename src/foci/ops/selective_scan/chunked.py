@@ -44,7 +44,7 @@ def backward(
     """
     scan = _Scan(call)
     dy = torch.zeros_like(scan.x) if grads[0] is None else grads[0].to(scan.dtype).transpose(0, 1)
-    dstate = scan.first() if grads[1] is None else grads[1].to(scan.dtype).transpose(1, 2).contiguous()
+    dstate = scan.first() if grads[1] is None else _copy(grads[1].transpose(1, 2), scan.dtype)
     if grads[1] is None:
         dstate.zero_()
     du, ddt, dA = torch.empty_like(scan.x), torch.empty_like(scan.x), torch.zeros_like(scan.A)
@@ -113,7 +113,7 @@ class _Scan:
         _, _, D, K, N = self.call.sizes
         if self.call.state is None:
             return self.x.new_zeros(N, K, D)
-        return self.call.state.transpose(1, 2).to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+        return _copy(self.call.state.transpose(1, 2), self.dtype)
 
     def states(self, slab: Slab, h: Tensor) -> tuple[Tensor, Tensor]:
         """Decays exp(dt_t A) and states of a slab [tokens, rows, K, D] that begins with the state h."""
@@ -136,6 +136,10 @@ class _Scan:
     def _buffer(self, number: int, slab: Slab) -> Tensor:
         tokens, rows = (each.stop - each.start for each in slab)
         return self.buffers[number][:tokens, :rows]
+
+
+def _copy(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _pair(key: Tensor, h: Tensor) -> Tensor:

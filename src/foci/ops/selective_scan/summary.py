@@ -13,11 +13,16 @@ from foci.ops.selective_scan.call import Call, rates
 _TOKENS = 32  # whose decays [B,D,K] are held at once
 
 
-def ahead(call: Call, through: bool = True) -> Affine:
-    """h -> total h + sum_s fall_s dt_s x_s B_s^T of all tokens: offset [B, D K, 1] from call.state, total [B, D K].
+def shapes(call: Call, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the transition and of the offset of so many rows."""
+    *_, D, K, _ = call.sizes
+    return (rows, D, K), (rows, D, K, 1)
 
-    fall_s = exp(A (dt_{s+1} + .. + dt_T)); channel d and k of the state stand at d K + k. total is zero where not
-    `through`, since then nothing comes in.
+
+def ahead(call: Call, through: bool = True) -> Affine:
+    """h -> total h + sum_s fall_s dt_s x_s B_s^T of all tokens: offset [B,D,K,1] from call.state, total [B,D,K].
+
+    fall_s = exp(A (dt_{s+1} + .. + dt_T)). total is zero where not `through`, since then nothing comes in.
     """
     batch, T, D, K, _ = call.sizes
     acc, A = call.accumulator, rates(call.A, call.accumulator)
@@ -31,11 +36,11 @@ def ahead(call: Call, through: bool = True) -> Affine:
         h.mul_(torch.exp(from_here[:, 0, :, None] * A)).add_(torch.einsum("btdk,btd,btk->bdk", fall, dt * x, B))
         whole += from_here[:, 0]
     total = torch.exp(whole[..., None] * A) if through else torch.zeros_like(h)
-    return Affine(total.flatten(1), h.flatten(1)[..., None])
+    return Affine(total, h[..., None])
 
 
 def back(call: Call, d_out: Tensor, d_state: Tensor) -> Tensor:
-    """The gradient of the states before these tokens [B,D,K], from that behind them and that of the outputs.
+    """The gradient of the states before these tokens [B,D,K,1], from that behind them and that of the outputs.
 
     dh_0 = total dh_T + sum_t rise_t dy_t C_t^T, rise_t = exp(A (dt_1 + .. + dt_t)).
     """
@@ -46,7 +51,7 @@ def back(call: Call, d_out: Tensor, d_state: Tensor) -> Tensor:
         to_here = dt.cumsum(1)
         rise = torch.exp(to_here[..., None] * A)
         dh.mul_(torch.exp(to_here[:, -1, :, None] * A)).add_(torch.einsum("btdk,btd,btk->bdk", rise, dy, C))
-    return dh
+    return dh[..., None]
 
 
 def _slabs(T: int) -> Iterator[slice]:

@@ -1,0 +1,316 @@
+"""What passes from rank to rank of a recurrence whose sequence is cut in runs: pure, without a group.
+
+Every rank makes of its tokens one map of states, S -> A S + B, and all of them are gathered: the state that reaches a
+rank is the maps of the ranks before it, applied in order, and the gradient that reaches it from behind those of the
+ranks after it, transposed, from the last. Of packed documents only the one that is under way at a border passes it: a
+map that begins with a fresh document has no A, whatever stood before.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foci.core.select import choose
+from foci.core.spec import Output, Outputs
+from foci.merge.affine import Affine
+from foci.ops.decay import summary as decay
+from foci.ops.delta import summary as delta
+from foci.ops.scan import summary as scan
+from foci.ops.selective_scan import summary as selective_scan
+from foci.parallel.operators import Operator
+
+SUMMARIES: dict[str, ModuleType] = {
+    "linear_attention": decay,
+    "delta_rule": delta,
+    "scan": scan,
+    "selective_scan": selective_scan,
+}
+
+
+class Run(NamedTuple):
+    """Tokens start:stop of a rank, of one document (or of all rows of a batch), whose states are `rows`.
+
+    `enters`: they go on with a state from outside, of the rank before (or, of a batch, of the caller). `leaves`: their
+    state goes on to the rank behind.
+    """
+
+    rows: slice
+    start: int
+    stop: int
+    enters: bool
+    leaves: bool
+
+    @property
+    def through(self) -> bool:
+        return self.enters and self.leaves
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How many tokens each rank has, in order, and where documents lie in the whole (None: rows of a batch)."""
+
+    lengths: tuple[int, ...]
+    documents: tuple[tuple[int, int], ...] | None
+
+    @cached_property
+    def borders(self) -> tuple[int, ...]:
+        return tuple(itertools.accumulate(self.lengths, initial=0))
+
+    def runs(self, rank: int) -> list[Run]:
+        """What a rank holds, in order; of documents those with a token there."""
+        first, last = self.borders[rank : rank + 2]
+        if self.documents is None:
+            return [Run(slice(None), 0, last - first, True, True)]
+        found = []
+        for n, (start, stop) in enumerate(self.documents):
+            if start < stop and start < last and stop > first:
+                here = max(start, first) - first, min(stop, last) - first
+                found.append(Run(slice(n, n + 1), *here, start < first, stop > last))
+        return found
+
+    def passes(self, rank: int) -> bool:
+        """Whether a state passes this rank unchanged: it has no tokens."""
+        return self.lengths[rank] == 0
+
+    def through(self, rank: int) -> bool:
+        """Whether what enters this rank reaches its end: it has one run, without a beginning or an end."""
+        return all(run.through for run in self.runs(rank))
+
+
+class Link(NamedTuple):
+    """What a rank does to a state (or, transposed, to a gradient): without a transition nothing passes it."""
+
+    transition: Tensor | None
+    offset: Tensor
+
+    def apply(self, state: Tensor) -> Tensor:
+        if self.transition is None:
+            return self.offset.view_as(state)
+        return Affine(self.transition, self.offset).apply(state.view_as(self.offset)).view_as(state)
+
+
+class Carries:
+    """The recurrence of one call on one rank: its links, its local call, and where states and gradients belong."""
+
+    def __init__(self, operator: Operator, cut: Cut, rank: int) -> None:
+        self.operator, self.cut, self.rank = operator, cut, rank
+        self.summary = SUMMARIES[operator.name]
+        self.chosen: str | None = None  # the backend that ran the local call, and so runs its backward
+        self.runs = cut.runs(rank)
+
+    def declared(self, call: Any) -> Output:
+        """The final states of the whole: [N, ...] in the accumulator's dtype."""
+        assert self.operator.spec.outputs is not None
+        return self.operator.spec.outputs(call)[1]
+
+    def none(self, call: Any) -> Tensor:
+        """Zeros of the size of what passes a border: of one document, or of all rows."""
+        declared = self.declared(call)
+        rows = declared.shape[0] if self.cut.documents is None else 1
+        return _first(call).new_zeros((rows, *declared.shape[1:]), dtype=declared.dtype)
+
+    def begins(self, call: Any, rows: slice) -> Tensor:
+        """The caller's states of some documents, or zeros."""
+        declared = self.declared(call)
+        if call.state is None:
+            return self.whole(call)[rows]
+        state: Tensor = call.state[rows].to(declared.dtype)
+        return state
+
+    def shapes(self, call: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of a link's transition and of its offset."""
+        rows = self.declared(call).shape[0] if self.cut.documents is None else 1
+        found: tuple[tuple[int, ...], tuple[int, ...]] = self.summary.shapes(call, rows)
+        return found
+
+    # Forward: from the first rank to the last.
+
+    def link(self, call: Any) -> Link | None:
+        """What this rank does to the state that enters it; None where it has no tokens."""
+        if self.cut.passes(self.rank):
+            return None
+        run = self.runs[-1]
+        if not run.leaves:
+            return Link(None, self.none(call))
+        state = None if run.enters else self.begins(call, run.rows)
+        found = self.summary.ahead(self._of(call, run)._replace(state=state), run.through)
+        return Link(found.transition if run.through else None, found.offset)
+
+    def enter(self, call: Any, links: Sequence[Link | None]) -> tuple[Tensor, Tensor]:
+        """The state before this rank's first token, and that behind the last token of all."""
+        state = self.none(call) if self.cut.documents is not None else self.begins(call, slice(None))
+        found = state
+        for rank, link in enumerate(links):
+            if rank == self.rank:
+                found = state
+            if link is not None:
+                state = link.apply(state)
+        return found, state
+
+    def states(self, call: Any, carry: Tensor) -> Tensor:
+        """What each run begins with."""
+        return self.stacked(call, [carry if run.enters else self.begins(call, run.rows) for run in self.runs])
+
+    def stacked(self, call: Any, states: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(states)).contiguous() if states else self.none(call)[:0]
+
+    def local(self, call: Any, state: Tensor) -> Any:
+        """The call of this rank alone, its runs with these states."""
+        if len(self.runs) == 1:
+            return self.plain(call._replace(offsets=None, state=state))
+        offsets = torch.tensor([0, *(run.stop for run in self.runs)], device=call.offsets.device)
+        return self.plain(call._replace(offsets=offsets, state=state))
+
+    def finals(self, call: Any, state: Tensor | None) -> Tensor:
+        """[N, ...]: the states of the documents that end here, and zeros, so that the sum over ranks has all.
+
+        `state`: of the local call. A document without tokens keeps what it had, which the first rank says.
+        """
+        found = self.whole(call)
+        for i, run in enumerate(self.runs):
+            if not run.leaves and state is not None:
+                found[run.rows] = state[i : i + 1]
+        return self._empty(found, call.state)
+
+    def compute(self, call: Any, state: Tensor, backend: str | None, keep: bool) -> Outputs:
+        """What the backend gives of the local call: out, final states and, with `keep`, what its backward wants."""
+        if self.cut.passes(self.rank):
+            assert self.operator.spec.outputs is not None
+            return self.operator.spec.outputs(call)[0].empty(_first(call)), state
+        local = self.local(call, state)
+        chosen = choose(self.operator.spec, local, backend)
+        self.chosen, module = chosen.name, chosen.load()
+        found: Outputs = module.forward(local, True) if keep and hasattr(module, "kept") else module.forward(local)
+        return found
+
+    # Backward: from the last rank to the first.
+
+    def back(self, call: Any, transition: Tensor | None, d_out: Tensor, d_final: Tensor | None) -> Link | None:
+        """What this rank does to the gradient of the state behind it; `transition` is the forward's."""
+        if self.cut.passes(self.rank):
+            return None
+        run = self.runs[0]
+        if not run.enters:
+            return Link(None, self.none(call))
+        d_end = self.none(call)
+        if not run.leaves and d_final is not None:
+            d_end = d_final[run.rows]
+        found = self.summary.back(self._of(call, run), d_out[:, run.start : run.stop], d_end)
+        if transition is None or not run.through:
+            return Link(None, found)
+        return Link(transition.mT if transition.dim() == found.dim() else transition, found)
+
+    def leave(self, call: Any, links: Sequence[Link | None], d_final: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The gradient of the state behind this rank's last token, and of that before the first token of all."""
+        batch = self.cut.documents is None and d_final is not None
+        gradient = d_final if batch and d_final is not None else self.none(call)
+        found = gradient
+        for rank, link in reversed(list(enumerate(links))):
+            if rank == self.rank:
+                found = gradient
+            if link is not None:
+                gradient = link.apply(gradient)
+        return found, gradient
+
+    def ends(self, call: Any, behind: Tensor, d_final: Tensor | None) -> Tensor:
+        """The gradient of the local call's final states, run by run."""
+        none = self.whole(call) if d_final is None else d_final
+        return self.stacked(call, [behind if run.leaves else none[run.rows] for run in self.runs])
+
+    def gradients(
+        self,
+        call: Any,
+        state: Tensor,
+        outputs: Outputs,
+        grads: tuple[Tensor, Tensor],
+        needs: Mapping[str, bool],
+    ) -> dict[str, Tensor | None]:
+        """Of the local call, by name: the backend's own backward, or autograd's where it brings none."""
+        names = [name for name in self.operator.spec.differentiable if needs[name]]
+        if self.cut.passes(self.rank):
+            return {name: torch.zeros_like(getattr(call, name)) for name in names}
+        assert self.chosen is not None
+        local, module = self.local(call, state), self.operator.spec.backend(self.chosen).load()
+        if hasattr(module, "backward"):
+            wanted = [needs[name] for name in self.operator.spec.differentiable]
+            every = module.backward(local, outputs, grads, wanted)
+            found = dict(zip(self.operator.spec.differentiable, every, strict=True))
+        else:
+            leaves = {name: getattr(local, name).detach().requires_grad_() for name in names}
+            with torch.enable_grad():
+                again = module.forward(local._replace(**leaves))
+            some = torch.autograd.grad(again, list(leaves.values()), grads, allow_unused=True)
+            found = dict(zip(leaves, some, strict=True))
+        return {
+            name: x if x is None or name == "state" else x.view_as(getattr(call, name)) for name, x in found.items()
+        }
+
+    def firsts(self, call: Any, d_state: Tensor | None, d_final: Tensor | None) -> Tensor:
+        """[N, ...]: the gradients of the states of documents that begin here, and zeros, for the sum over ranks."""
+        found = self.whole(call)
+        for i, run in enumerate(self.runs):
+            if not run.enters and d_state is not None:
+                found[run.rows] = d_state[i : i + 1]
+        return self._empty(found, d_final)
+
+    # Without an order: sums over the tokens of all ranks.
+
+    def sums(self, call: Any) -> Tensor:
+        """[N, ...]: what this rank's tokens add to every state."""
+        found = self.whole(call)
+        for run in self.runs if not self.cut.passes(self.rank) else []:
+            found[run.rows] = self.summary.ahead(self._of(call, run)).offset
+        return found
+
+    def reads(self, call: Any, d_out: Tensor) -> Tensor:
+        """[N, ...]: what this rank's outputs add to the gradient of every state."""
+        found = self.whole(call)
+        for run in self.runs if not self.cut.passes(self.rank) else []:
+            found[run.rows] = self.summary.back(
+                self._of(call, run), d_out[:, run.start : run.stop], torch.zeros_like(found[run.rows])
+            )
+        return found
+
+    def whole(self, call: Any) -> Tensor:
+        """Zeros [N, ...] for the states of all documents or rows."""
+        declared = self.declared(call)
+        return _first(call).new_zeros(declared.shape, dtype=declared.dtype)
+
+    def _empty(self, found: Tensor, given: Tensor | None) -> Tensor:
+        if self.rank == 0 and given is not None and self.cut.documents is not None:
+            for n, (start, stop) in enumerate(self.cut.documents):
+                if start == stop:
+                    found[n] = given[n]
+        return found
+
+    def _of(self, call: Any, run: Run) -> Any:
+        """The call of one run alone, without a state."""
+        parts: dict[str, Tensor | None] = {"state": None, "offsets": None}
+        for name, letters in self.operator.letters.items():
+            tensor = getattr(call, name)
+            dim = None if tensor is None else letters.token(tensor)
+            if dim is not None:
+                parts[name] = tensor.narrow(dim, run.start, run.stop - run.start)
+        return self.plain(call._replace(**parts))
+
+    def plain(self, call: Any) -> Any:
+        """A bound call as the operator's backends take it: a decay per head with its dimensions of 1 in front."""
+        full: dict[str, Tensor] = {}
+        for name, letters in self.operator.letters.items():
+            tensor = getattr(call, name)
+            if letters.broadcast and tensor is not None and tensor.dim() < len(letters.names):
+                full[name] = tensor[(None,) * (len(letters.names) - tensor.dim())]
+        return call._replace(**full)
+
+
+def _first(call: Any) -> Tensor:
+    tensor: Tensor = call[0]
+    return tensor

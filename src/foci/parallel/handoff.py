@@ -1,0 +1,306 @@
+"""handoff: a recurrence over a sequence cut in runs over ranks, its states handed from rank to rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.core.spec import Outputs
+from foci.ops import arguments
+from foci.parallel.carries import SUMMARIES, Carries, Cut, Link
+from foci.parallel.exchange import Doing, all_reduce, all_to_all
+from foci.parallel.group import Group
+from foci.parallel.operators import Bound, Operator, operator_of
+
+Gradients = dict[str, Tensor | None]
+
+
+def handoff(op: Callable[..., Any], group: Any) -> Handoff:
+    """`op` on a sequence of which every rank of `group` holds a run, in rank order: same signature, same answer.
+
+        S_r = A_r S_{r-1} + B_r            what rank r makes of the state before its tokens; S_{-1} = state or 0
+
+    op: foci.linear_attention, delta_rule, scan or selective_scan. group: a ProcessGroup, a DeviceMesh of one dimension
+    or a Group. What has tokens (q, k, v, gates ...) is this rank's run, [B, T of this rank, ...]: runs may have any
+    lengths, 0 too. What has none (state, bonus, a decay [H], A, skip) is the same on all ranks. `offsets` are those of
+    the whole, and documents may begin, end and lie on any ranks. The final state is that of the whole, on every rank.
+
+    Every rank makes one map (A_r, B_r) of its tokens, sends it to those that need it, and computes with the state that
+    reaches it: forward and backward at once on all ranks, none waits for another's outputs. linear_attention with
+    causal=False sums over all ranks instead. The gradient of a run is that of the sum of all ranks' losses; what is the
+    same on all ranks gets its full gradient on each.
+
+    Raises TypeError for another operator or group, Disagreement (on all ranks) for calls that do not fit together,
+    RankError when a rank fails, and what `op` raises. Papers: LASP-2 (arXiv 2502.07563), and Martin and Cundy 2018
+    (1709.04057) for the scan of maps.
+    """
+    operator = operator_of(op)
+    if not isinstance(operator, Operator) or operator.name not in SUMMARIES:
+        hint = ", ".join(SUMMARIES)
+        if operator is not None and not isinstance(operator, Operator):
+            raise TypeError(
+                f"handoff: op must be one of {hint}, got a wrapper; put handoff inside: ulysses(handoff(op))"
+            )
+        raise TypeError(f"handoff: op must be one of {hint}, got {getattr(op, '__name__', op)}")
+    return Handoff(operator, Group.of(group))
+
+
+@dataclass(frozen=True)
+class Handoff:
+    """What `handoff` returns: called like its operator."""
+
+    operator: Operator
+    group: Group
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        doing = Doing(self.group, self.operator.name, "forward")
+        bound = doing.work(self.operator.bind, args, options)
+        outputs = self._run(doing, bound)
+        assert bound is not None
+        return self.operator.returns(outputs, bound)
+
+    @torch.compiler.disable
+    def run(self, call: Any, backend: str | None) -> Outputs:
+        """All outputs of a bound call, the final state among them."""
+        doing = Doing(self.group, self.operator.name, "forward")
+        return self._run(doing, Bound(call, backend, {"return_state": True}))
+
+    def _run(self, doing: Doing, bound: Bound | None) -> Outputs:
+        facts: dict[str, object] = {}
+        numbers = [0]
+        if bound is not None:
+            facts = {**self.operator.facts(bound.call), **bound.options, "wrapper": "handoff"}
+            facts["offsets"] = bound.call.offsets
+            numbers = [bound.call[0].shape[1]]
+        lengths = [row[0] for row in doing.agree(facts, numbers)]
+        assert bound is not None  # or agree had raised
+        call = bound.call
+        documents = arguments.documents(self.operator.name, call.offsets, sum(lengths))
+        cut = Cut(tuple(lengths), None if documents is None else tuple(documents))
+        plan = _Plan(self.operator, self.group, cut, bound.backend, bool(bound.options["return_state"]))
+        outputs: Outputs = _Handoff.apply(plan, *call)
+        return outputs
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What all steps of one call know. `wanted`: whether the final state is."""
+
+    operator: Operator
+    group: Group
+    cut: Cut
+    backend: str | None
+    wanted: bool
+
+    @property
+    def carries(self) -> Carries:
+        return Carries(self.operator, self.cut, self.group.rank)
+
+    def gather(
+        self,
+        link: Link | None,
+        call: Any,
+        to: Callable[[int, int], bool],
+        through: Callable[[int], bool],
+        doing: Doing,
+    ) -> list[Link | None]:
+        """The links of all ranks that this one needs: `to(a, b)` says whether rank a's goes to rank b.
+
+        `through(a)`: it has a transition.
+        """
+        transition, offset = self.carries.shapes(call)
+        A, B = math.prod(transition), math.prod(offset)
+
+        def size(source: int, target: int) -> int:
+            if self.cut.passes(source) or not to(source, target):
+                return 0
+            return A * through(source) + B
+
+        own = [size(self.group.rank, rank) for rank in range(self.group.size)]
+        flat = call[0].new_zeros(max(own), dtype=call.accumulator)
+        if link is not None and flat.numel():
+            parts = (link.transition, link.offset) if through(self.group.rank) else (link.offset,)
+            flat = torch.cat([x.reshape(-1) for x in parts if x is not None])
+        sent = [flat[:n] for n in own]
+        arrived = all_to_all(sent, [(size(rank, self.group.rank),) for rank in range(self.group.size)], doing)
+        found: list[Link | None] = []
+        for rank, each in enumerate(arrived):
+            if not each.numel():
+                found.append(None)
+            elif through(rank):
+                found.append(Link(each[:A].view(transition), each[A:].view(offset)))
+            else:
+                found.append(Link(None, each.view(offset)))
+        return found
+
+    def step(self, call: Any) -> _Ordered | _Everyone:
+        return _Ordered(self, call) if getattr(call, "causal", True) else _Everyone(self, call)
+
+    def shared(self, call: Any, found: Gradients, needs: dict[str, bool], doing: Doing) -> Gradients:
+        """The gradients of what all ranks have the same, summed over them in one go: bonus, a decay [H], A, skip."""
+        letters = self.operator.letters
+        given = {n: getattr(call, n) for n, need in needs.items() if need and n != "state"}
+        names = [name for name, tensor in given.items() if letters[name].token(tensor) is None]
+        if not names:
+            return {}
+        parts = [torch.zeros_like(given[n]) if (part := found.get(n)) is None else part for n in names]
+        flat = all_reduce(torch.cat([part.flatten().to(call.accumulator) for part in parts]), doing)
+        sums = flat.split([part.numel() for part in parts])
+        return {name: each.view_as(given[name]) for name, each in zip(names, sums, strict=True)}
+
+
+class _Ordered:
+    """Causal: the state that comes in is what the ranks before made of the first one."""
+
+    def __init__(self, plan: _Plan, call: Any) -> None:
+        self.plan, self.call, self.carries = plan, call, plan.carries
+        self.packed = plan.cut.documents is not None
+        self.saved: tuple[Tensor | None, ...] = ()
+
+    def forward(self, doing: Doing, keep: bool) -> tuple[Tensor, Tensor] | None:
+        """out and the final state; None where that failed."""
+
+        def to(source: int, target: int) -> bool:
+            return source < target or (self.plan.wanted and not self.packed)
+
+        carries, link = self.carries, None
+        if self._sends(to):
+            link = doing.work(carries.link, self.call)
+        links = self.plan.gather(link, self.call, to, self.plan.cut.through, doing)
+        entered = doing.work(carries.enter, self.call, links)
+        state = None if entered is None else carries.states(self.call, entered[0])
+        outputs = doing.work(carries.compute, self.call, state, self.plan.backend, keep)
+        final = None if entered is None else entered[1]
+        if self.packed and self.plan.wanted:
+            ended = doing.work(carries.finals, self.call, outputs and outputs[1])
+            final = all_reduce(carries.whole(self.call) if ended is None else ended, doing)
+        if outputs is None or final is None:
+            return None
+        self.saved = (None if link is None else link.transition, state, *outputs)
+        return outputs[0], final
+
+    def backward(self, doing: Doing, grads: Sequence[Tensor | None], needs: dict[str, bool]) -> Gradients:
+        """By name, where needed."""
+
+        def to(source: int, target: int) -> bool:
+            return source > target or (needs["state"] and not self.packed)
+
+        def through(source: int) -> bool:
+            # Behind the last rank is no gradient unless the final state has one: its forward then made no transition.
+            return self.plan.cut.through(source) and (self.plan.wanted or source < self.plan.group.size - 1)
+
+        carries, call = self.carries, self.call
+        transition, state, out, *rest = self.saved
+        assert out is not None
+        d_out, d_final = grads
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        if self.plan.wanted:
+            d_final = all_reduce(carries.whole(call) if d_final is None else d_final, doing)
+        link = None
+        if self._sends(to):
+            link = doing.work(carries.back, call, transition, d_out, d_final)
+        links = self.plan.gather(link, call, to, through, doing)
+        left = doing.work(carries.leave, call, links, d_final)
+        found: Gradients = {}
+        if left is not None:
+            given = d_out, carries.ends(call, left[0], d_final)
+            wanted = needs | {"state": needs["state"] and self.packed}
+            found = doing.work(carries.gradients, call, state, (out, *rest), given, wanted) or {}
+            found["state"] = left[1] if needs["state"] and not self.packed else found.get("state")
+        if needs["state"] and self.packed:
+            firsts = doing.work(carries.firsts, call, found.get("state"), d_final)
+            found["state"] = all_reduce(carries.whole(call) if firsts is None else firsts, doing)
+        return found
+
+    def _sends(self, to: Callable[[int, int], bool]) -> bool:
+        group = self.plan.group
+        return any(to(group.rank, rank) for rank in range(group.size))
+
+
+class _Everyone:
+    """Not causal: every token reads what the tokens of all ranks sum up to, and a rank's own part is in its call."""
+
+    def __init__(self, plan: _Plan, call: Any) -> None:
+        self.plan, self.call, self.carries = plan, call, plan.carries
+        self.saved: tuple[Tensor | None, ...] = ()
+
+    def forward(self, doing: Doing, keep: bool) -> tuple[Tensor, Tensor] | None:
+        """out and the final state; None where that failed."""
+        carries, call = self.carries, self.call
+        own = doing.work(carries.sums, call)
+        total = all_reduce(carries.whole(call) if own is None else own, doing)
+        if own is None:
+            return None
+        first = carries.begins(call, slice(None))
+        state = carries.stacked(call, [first[run.rows] + (total - own)[run.rows] for run in carries.runs])
+        outputs = doing.work(carries.compute, call, state, self.plan.backend, keep)
+        if outputs is None:
+            return None
+        self.saved = (state, *outputs)
+        return outputs[0], first + total
+
+    def backward(self, doing: Doing, grads: Sequence[Tensor | None], needs: dict[str, bool]) -> Gradients:
+        """By name, where needed."""
+        carries, call = self.carries, self.call
+        state, out, *rest = self.saved
+        assert out is not None
+        d_out, d_final = grads
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        read = doing.work(carries.reads, call, d_out)
+        known = carries.whole(call) if read is None else read
+        total = all_reduce(known if d_final is None else known + d_final, doing)
+        if read is None:
+            return {}
+        given = d_out, carries.stacked(call, [(total - read)[run.rows] for run in carries.runs])
+        wanted = needs | {"state": False}
+        found = doing.work(carries.gradients, call, state, (out, *rest), given, wanted) or {}
+        return found | {"state": total if needs["state"] else None}
+
+
+class _Handoff(torch.autograd.Function):
+    """The one Function of handoff. Its backward reads what its forward saved: the call, the state that came in, A."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, *values: Any) -> tuple[Tensor, Tensor]:
+        assert plan.operator.spec.call is not None
+        call = plan.operator.spec.call(*values)
+        needs = dict(zip(call._fields, ctx.needs_input_grad[1:], strict=True))
+        step = plan.step(call)
+        with Doing(plan.group, plan.operator.name, "forward") as doing, _unrounded(call):
+            found = step.forward(doing, any(needs.values()))
+        assert found is not None  # or the end of the block had raised
+        ctx.set_materialize_grads(False)
+        ctx.plan, ctx.needs, ctx.chosen = plan, needs, step.carries.chosen
+        ctx.save_for_backward(*(each if isinstance(each, Tensor) else None for each in values), *step.saved)
+        ctx.numbers = [None if isinstance(each, Tensor) else each for each in values]
+        if not plan.wanted:
+            ctx.mark_non_differentiable(found[1])
+        return found
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        plan, count = ctx.plan, len(ctx.numbers)
+        tensors, saved = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        call = plan.operator.spec.call(*(n if x is None else x for x, n in zip(tensors, ctx.numbers, strict=True)))
+        step = plan.step(call)
+        step.saved, step.carries.chosen = saved, ctx.chosen
+        with Doing(plan.group, plan.operator.name, "backward") as doing, _unrounded(call):
+            found = step.backward(doing, grads, ctx.needs)
+            found |= plan.shared(call, found, ctx.needs, doing)
+        return None, *(_like(x, found.get(name)) for name, x in zip(call._fields, call, strict=True))
+
+
+def _like(given: Any, gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.to(given.dtype)
+
+
+def _unrounded(call: Any) -> torch.autocast:
+    """Without autocast, which would round products in float32 to half precision."""
+    return torch.autocast(call[0].device.type, enabled=False)

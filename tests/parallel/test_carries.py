@@ -1,0 +1,109 @@
+"""A loop over shards in one process: what each makes of a state, handed on, is what one process computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import foci
+from foci.parallel.carries import Carries, Cut, Link, Run
+from foci.parallel.operators import operator_of
+from tests.parallel.recurrent import CPU, SPECS, lengths_of, parts_of
+
+
+def test_rows_of_a_batch_pass_every_rank() -> None:
+    cut = Cut((3, 0, 2), None)
+    assert cut.runs(0) == [Run(slice(None), 0, 3, True, True)]
+    assert [cut.passes(rank) for rank in range(3)] == [False, True, False]
+    assert all(cut.through(rank) for rank in range(3))
+
+
+def test_documents_enter_and_leave() -> None:
+    """Nine tokens on four ranks: a document that ends at a border, an empty one, and one over three ranks."""
+    cut = Cut((3, 2, 0, 4), ((0, 3), (3, 3), (3, 8), (8, 9)))
+    assert cut.runs(0) == [Run(slice(0, 1), 0, 3, False, False)]
+    assert cut.runs(1) == [Run(slice(2, 3), 0, 2, False, True)]
+    assert cut.runs(2) == []
+    assert cut.runs(3) == [Run(slice(2, 3), 0, 3, True, False), Run(slice(3, 4), 3, 4, False, False)]
+    assert [cut.through(rank) for rank in range(4)] == [False, False, True, False]
+
+
+def test_one_document_over_all_ranks_goes_through_the_middle() -> None:
+    cut = Cut((2, 2, 2), ((0, 6),))
+    assert [cut.through(rank) for rank in range(3)] == [False, True, False]
+
+
+def test_nothing_passes_a_link_without_a_transition() -> None:
+    """Not even what is not finite: a document must not see the one before it."""
+    link = Link(None, torch.ones(1, 2, 2, 2))
+    assert torch.equal(link.apply(torch.full((1, 2, 2, 2), float("nan"))), torch.ones(1, 2, 2, 2))
+
+
+def shards(function: str, inputs: dict[str, Any], lengths: list[int]) -> tuple[list[Any], list[Carries]]:
+    """The bound call and the carries of every rank."""
+    operator = operator_of(getattr(foci, function))
+    assert operator is not None
+    dims = parts_of(SPECS[function], inputs)
+    offsets = inputs.get("offsets")
+    documents = None if offsets is None else tuple(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True))
+    cut = Cut(tuple(lengths), documents)
+    calls = []
+    for rank, n in enumerate(lengths):
+        mine = {k: x.narrow(dims[k], cut.borders[rank], n) if k in dims else x for k, x in inputs.items()}
+        calls.append(operator.operator.bind((), mine).call)
+    return calls, [Carries(operator.operator, cut, rank) for rank in range(len(lengths))]
+
+
+CASES = [
+    (function, case)
+    for function, spec in SPECS.items()
+    for case in spec.cases
+    if case.name in {"state", "packed, per channel", "packed, states", "no whole chunks, per channel", "bonus", "erase"}
+]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("size", [1, 3, 5])
+@pytest.mark.parametrize(("function", "case"), CASES, ids=lambda x: x if isinstance(x, str) else x.name)
+def test_a_loop_over_shards_is_one_process(function: str, case: Any, size: int, seed: int) -> None:
+    spec = SPECS[function]
+    inputs = case.make(torch.float64, CPU, 0)
+    dims = parts_of(spec, inputs)
+    first = next(iter(dims))
+    calls, carries = shards(function, inputs, lengths_of(inputs[first].shape[dims[first]], size, seed))
+    links = [c.link(call) for c, call in zip(carries, calls, strict=True)]
+    entered = [c.enter(call, links) for c, call in zip(carries, calls, strict=True)]
+    states = [c.states(call, carry) for c, call, (carry, _) in zip(carries, calls, entered, strict=True)]
+    made = [c.compute(call, s, None, True) for c, call, s in zip(carries, calls, states, strict=True)]
+
+    leaves = {n: x.clone().requires_grad_() for n, x in inputs.items() if n in spec.differentiable}
+    out, final = getattr(foci, function)(**inputs | leaves, return_state=True)
+    torch.testing.assert_close(torch.cat([each[0] for each in made], 1), out.detach())
+    packed = carries[0].cut.documents is not None
+    ended = sum(c.finals(call, m[1]) for c, call, m in zip(carries, calls, made, strict=True))
+    torch.testing.assert_close(ended if packed else entered[0][1], final.detach())
+
+    d_out, d_final = torch.randn_like(out), torch.randn_like(final)
+    expected = dict(zip(leaves, torch.autograd.grad((out, final), [*leaves.values()], (d_out, d_final)), strict=True))
+    parts = d_out.split(list(carries[0].cut.lengths), 1)
+    backs = [
+        c.back(call, None if link is None else link.transition, part, d_final)
+        for c, call, link, part in zip(carries, calls, links, parts, strict=True)
+    ]
+    left = [c.leave(call, backs, d_final) for c, call in zip(carries, calls, strict=True)]
+    needs = {n: n in leaves for n in spec.differentiable}
+    found = [
+        c.gradients(call, s, m, (part, c.ends(call, behind, d_final)), needs)
+        for c, call, s, m, part, (behind, _) in zip(carries, calls, states, made, parts, left, strict=True)
+    ]
+    for name in leaves:
+        pieces: list[Tensor] = [each[name] for each in found]  # type: ignore[misc]
+        if name == "state":
+            firsts = [c.firsts(call, each, d_final) for c, call, each in zip(carries, calls, pieces, strict=True)]
+            got: Any = sum(firsts) if packed else left[0][1]
+        else:
+            got = torch.cat(pieces, dims[name]) if name in dims else sum(pieces)
+        torch.testing.assert_close(got.view_as(expected[name]), expected[name])

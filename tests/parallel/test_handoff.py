@@ -1,0 +1,191 @@
+"""handoff on ranks is one process: every case, output and gradient; what it refuses, and how it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import foci
+from foci.core.errors import Disagreement, RankError
+from foci.core.world import World
+from foci.parallel.group import Group
+from foci.parallel.handoff import handoff
+from tests.parallel.recurrent import SPECS, errors, lengths_of
+
+Worlds = Callable[[int], World]
+SLOW = pytest.mark.slow
+
+
+def worst(found: list[dict[str, dict[str, float]]]) -> tuple[float, str]:
+    """The largest error of any rank, and where it is."""
+    every = [
+        (error, f"rank {rank}, {case}: {name}")
+        for rank, cases in enumerate(found)
+        for case, tensors in cases.items()
+        for name, error in tensors.items()
+    ]
+    assert every
+    return max(every, key=lambda pair: float("inf") if pair[0] != pair[0] else pair[0])
+
+
+@pytest.mark.parametrize(
+    ("size", "seed"),
+    [(1, 0), (2, 1), (3, 0), (4, 1)] + [pytest.param(*each, marks=SLOW) for each in [(2, 0), (3, 1), (6, 1), (8, 1)]],
+)
+@pytest.mark.parametrize("function", SPECS)
+def test_every_case_is_one_process(worlds: Worlds, function: str, size: int, seed: int) -> None:
+    """Cut evenly (seed 0) or anywhere, ranks without tokens too; in float64, so that only wrong is wrong."""
+    error, where = worst(worlds(size).run(errors, function, torch.float64, seed))
+    assert error <= 1e-10, where
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("function", SPECS)
+def test_every_dtype(worlds: Worlds, function: str, dtype: torch.dtype) -> None:
+    names = ["state", "packed, per channel", "packed, states", "extreme gates per channel", "extreme gates"]
+    error, where = worst(worlds(3).run(errors, function, dtype, 1, names))
+    assert error <= (1e-5 if dtype == torch.float32 else 2e-2), where
+
+
+def sent(function: str, T: int, wanted: bool) -> tuple[int, int]:
+    """Bytes of tensors that this rank sends forward and backward."""
+    group = Group.of(dist.group.WORLD)
+    H, K, V = 2, 4, 3
+    n = lengths_of(T, group.size, 0)[group.rank]
+    q, k = (torch.randn(1, n, H, K, requires_grad=True) for _ in range(2))
+    v, beta = torch.randn(1, n, H, V), torch.rand(1, n, H)
+    call = (q, k, v, beta) if function == "delta_rule" else (q, k, v)
+    out, _ = handoff(getattr(foci, function), group)(*call, return_state=wanted)
+    forward = group.traffic.bytes
+    out.sum().backward()
+    return forward, group.traffic.bytes - forward
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("function", ["linear_attention", "delta_rule"])
+def test_bytes_on_the_wire(worlds: Worlds, function: str, size: int) -> None:
+    """A map of states goes to every rank behind, and one of gradients to every rank before; the final state to all."""
+    H, K, V = 2, 4, 3
+    one = 4 * H * (K * V + (K * K if function == "delta_rule" else 1))
+    counted = worlds(size).run(sent, function, 4 * size, False)
+    back = [one * rank for rank in range(size - 1)] + [4 * H * K * V * (size - 1)]  # behind the last is no gradient
+    assert counted == [(one * (size - 1 - rank), back[rank]) for rank in range(size)]
+    final = 4 * H * K * V  # its gradient is summed: 2 (n - 1) / n of it, the shares rounded to whole numbers
+    for rank, (forward, backward) in enumerate(worlds(size).run(sent, function, 4 * size, True)):
+        assert forward == one * (size - 1)
+        assert abs(backward - one * rank - 2 * (size - 1) / size * final) <= 8 * size
+
+
+def refused(kind: str) -> None:
+    group = Group.of(dist.group.WORLD)
+    q = torch.randn(1, 4, 2, 4)
+    op = handoff(foci.linear_attention, group)
+    if kind == "dtype":
+        q = q.to(torch.bfloat16 if group.rank == 1 else torch.float32)
+        op(q, q, q)
+    elif kind == "offsets":
+        op(q, q, q, offsets=torch.tensor([0, 3 + group.rank, 4 * group.size]))
+    elif kind == "length":
+        op(q, q, q, offsets=torch.tensor([0, 4]))
+    elif kind == "one rank":
+        op(q, q, q[:, :2] if group.rank == 2 else q)
+
+
+def test_calls_that_do_not_fit_together_fail_on_all_ranks(worlds: Worlds) -> None:
+    for kind, error, words in [
+        ("dtype", Disagreement, "bfloat16 .* on rank 1"),
+        ("offsets", Disagreement, "offsets"),
+        ("length", ValueError, r"offsets must rise from 0 to T=12, got \[0, 4\]"),
+        ("one rank", RankError, "rank 2 failed.*v has shape"),
+    ]:
+        outcomes = worlds(3).outcomes(refused, kind)
+        assert len({str(each.error) for each in outcomes}) == 1
+        with pytest.raises(error, match=words):
+            raise outcomes[0].error
+
+
+class Broken(Exception):
+    """What a rank raises in a test."""
+
+
+def breaks(direction: str) -> None:
+    """Rank 1 raises inside its part of the work."""
+    from foci.ops.decay import chunked
+
+    group = Group.of(dist.group.WORLD)
+    q = torch.randn(1, 4, 2, 4, requires_grad=True)
+    original = getattr(chunked, direction)
+
+    def broken(*args: Any) -> Any:
+        raise Broken("on purpose")
+
+    try:
+        if group.rank == 1 and direction == "forward":
+            chunked.forward = broken
+        out, _ = handoff(foci.linear_attention, group)(q, q, q, backend="chunked")
+        if group.rank == 1:
+            chunked.backward = broken
+        out.sum().backward()
+    finally:
+        setattr(chunked, direction, original)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_rank_that_raises_is_named_on_all(worlds: Worlds, direction: str) -> None:
+    for each in worlds(3).outcomes(breaks, direction):
+        assert isinstance(each.error, RankError)
+        assert str(each.error) == f"linear_attention: rank 1 failed in the {direction}: Broken: on purpose"
+
+
+def compiled() -> None:
+    group = Group.of(dist.group.WORLD)
+    op = handoff(foci.linear_attention, group)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return op(x * 2, x, x)[0].sin()
+
+    x = torch.randn(1, 3, 2, 4)
+    torch.testing.assert_close(torch.compile(model, backend="eager")(x), model(x))
+
+
+def test_a_model_round_it_compiles(worlds: Worlds) -> None:
+    worlds(2).run(compiled)
+
+
+def autocasted() -> None:
+    group = Group.of(dist.group.WORLD)
+    q = torch.randn(1, 4, 2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, state = handoff(foci.delta_rule, group)(q, q, q, q[..., 0].sigmoid(), return_state=True)
+    assert out.dtype == torch.bfloat16 and state.dtype == torch.float32
+
+
+def test_autocast(worlds: Worlds) -> None:
+    worlds(2).run(autocasted)
+
+
+def reference() -> None:
+    """A backend that brings no backward of its own."""
+    group = Group.of(dist.group.WORLD)
+    torch.manual_seed(group.rank)
+    q, k, v = (torch.randn(1, 3, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    op = handoff(foci.linear_attention, group)
+    found = [
+        torch.autograd.grad(op(q, k, v, backend=name)[0].square().sum(), (q, k, v)) for name in ("chunked", "reference")
+    ]
+    torch.testing.assert_close(*found)
+
+
+def test_a_named_backend_runs(worlds: Worlds) -> None:
+    worlds(2).run(reference)
+
+
+def test_it_takes_recurrences_only() -> None:
+    with pytest.raises(TypeError, match="handoff: op must be one of linear_attention"):
+        handoff(foci.attention, None)
+    with pytest.raises(TypeError, match="got print"):
+        handoff(print, None)
