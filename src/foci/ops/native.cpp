@@ -1,5 +1,6 @@
 // The recurrences compiled: one head of one sequence at a time, chunk by chunk, forward and backward.
 #include "native_back.h"
+#include "native_scan.h"
 #include <cstdlib>
 #include <omp.h>
 
@@ -142,4 +143,5 @@ void foci_delta_forward(const foci::Job* job) { foci::run(*job, true, false); }
 void foci_delta_backward(const foci::Job* job) { foci::run(*job, true, true); }
 void foci_linear_step(const foci::Job* job) { foci::steps<false>(*job); }
 void foci_delta_step(const foci::Job* job) { foci::steps<true>(*job); }
+void foci_selective_forward(const foci::Selective* job) { foci::selective(*job); }
 }

@@ -25,7 +25,7 @@ from foci.ops import arguments
 from foci.ops.slabs import initial
 
 _SPAN = 64  # tokens between kept states: native_back.h
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FLAGS = {"AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"], "AVX2": ["-mavx2"]}
 _HERE = Path(__file__).parent
 
@@ -57,21 +57,31 @@ class Job(ctypes.Structure):
 
 def reasons(call: Any) -> list[str]:
     """Why C++ cannot or should not run a call of linear attention or the delta rule."""
-    found = []
-    if call.v.device.type not in ("cpu", "meta"):
-        found.append(f"it runs on the CPU, the tensors are on {call.v.device.type}")
-    if call.v.dtype not in _DTYPES:
-        found.append(f"{arguments.short(call.v.dtype)} is not supported")
+    found = unsuitable(call.v, call.sizes)
     if not getattr(call, "causal", True):
         found.append("causal=False is not supported")
-    if 0 in call.sizes:
-        found.append("there is nothing to compute: a size is 0")
     return found or [*_unavailable(), *_idle(call.sizes[-1] * call.sizes[3])]
+
+
+def unsuitable(like: Tensor, sizes: Sequence[int]) -> list[str]:
+    """What speaks against the tensors of a call themselves."""
+    found = []
+    if like.device.type not in ("cpu", "meta"):
+        found.append(f"it runs on the CPU, the tensors are on {like.device.type}")
+    if like.dtype not in DTYPES:
+        found.append(f"{arguments.short(like.dtype)} is not supported")
+    if 0 in sizes:
+        found.append("there is nothing to compute: a size is 0")
+    return found
+
+
+def unavailable() -> list[str]:
+    """Why there is no library; building it is the first call's work."""
+    return list(_unavailable())
 
 
 @constant
 def _unavailable() -> tuple[str, ...]:
-    """Why there is no library; building it is the first call's work."""
     built = _build()
     return (built,) if isinstance(built, str) else ()
 
@@ -128,7 +138,7 @@ def forward(call: Any, keep: bool = False) -> tuple[Tensor, ...]:
     job, alive = _job(call, final)
     job.out = _view(out)
     states = kept(call).empty(call.v) if keep else None
-    job.kept = _pointer(states)
+    job.kept = pointer(states)
     _run(call, "forward", job)
     del alive
     return (out, final) if states is None else (out, final, states)
@@ -143,8 +153,8 @@ def backward(
     needed = {name for name, need in zip(names, needs, strict=True) if need}
     d_state = initial(call._replace(state=grads[1]))
     job, alive = _job(call, d_state)
-    job.kept, job.d_state = _pointer(outputs[2]), _pointer(d_state)
-    d_out = torch.zeros_like(call.v) if grads[0] is None else _rows(grads[0])
+    job.kept, job.d_state = pointer(outputs[2]), pointer(d_state)
+    d_out = torch.zeros_like(call.v) if grads[0] is None else rows(grads[0])
     made = {"q": (K,), "k": (K,), "v": (V,), "beta": (), "erase": (K,), "log_decay": (K if job.per_channel else 1,)}
     found = {
         name: torch.empty(B, T, H, *width)
@@ -157,7 +167,7 @@ def backward(
         setattr(job, "d_decay" if name == "log_decay" else f"d_{name}", _view(gradient))
     if "bonus" in needed:
         found["bonus"] = torch.zeros(N * H, K)
-        job.d_bonus = _pointer(found["bonus"])
+        job.d_bonus = pointer(found["bonus"])
     _run(call, "backward", job)
     del alive
     if "bonus" in needed:
@@ -189,10 +199,10 @@ def step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, scale: float, **rest: T
     out = torch.empty(B, H, V)
     job = Job(
         B=B, T=1, G=G, H=H, K=K, V=V, N=B, own=bonus is None, threads=torch.get_num_threads(), scale=scale,
-        per_channel=decay is not None and decay.shape[2] > 1, decay=_token(decay), bonus=_pointer(bonus),
-        state=_pointer(state), out=_token(out), **{name: _token(x) for name, x in made.items()},
+        per_channel=decay is not None and decay.shape[2] > 1, decay=_token(decay), bonus=pointer(bonus),
+        state=pointer(state), out=_token(out), **{name: _token(x) for name, x in made.items()},
     )  # fmt: skip
-    getattr(_library(), f"foci_{'delta' if 'beta' in made else 'linear'}_step")(ctypes.byref(job))
+    getattr(library(), f"foci_{'delta' if 'beta' in made else 'linear'}_step")(ctypes.byref(job))
     torch.autograd.graph.increment_version(state)
     return out
 
@@ -213,10 +223,10 @@ def _delta(call: Any) -> bool:
 
 
 def _run(call: Any, way: str, job: Job) -> None:
-    getattr(_library(), f"foci_{'delta' if _delta(call) else 'linear'}_{way}")(ctypes.byref(job))
+    getattr(library(), f"foci_{'delta' if _delta(call) else 'linear'}_{way}")(ctypes.byref(job))
 
 
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     library = _build()
     assert isinstance(library, ctypes.CDLL)
     return library
@@ -225,25 +235,25 @@ def _library() -> ctypes.CDLL:
 def _job(call: Any, state: Tensor) -> tuple[Job, list[Tensor | None]]:
     """The call in C's words, and the tensors that must outlive it."""
     B, T, G, H, K, V, N = call.sizes
-    q, k, v = (_rows(x) for x in call[:3])
+    q, k, v = (rows(x) for x in call[:3])
     erase, beta, bonus, offsets = (getattr(call, name, None) for name in ("erase", "beta", "bonus", "offsets"))
-    erase = None if erase is None else _rows(erase.to(q.dtype))
+    erase = None if erase is None else rows(erase.to(q.dtype))
     beta = None if beta is None else beta.float()
     bonus = None if bonus is None else bonus.float().contiguous()
-    decay = None if call.log_decay is None else _rows(call.log_decay.float()).expand(B, T, -1, -1)
+    decay = None if call.log_decay is None else rows(call.log_decay.float()).expand(B, T, -1, -1)
     if offsets is not None:
         arguments.documents("delta_rule" if _delta(call) else "linear_attention", offsets, T)
         offsets = offsets.long().contiguous()
     job = Job(
-        B=B, T=T, G=G, H=H, K=K, V=V, N=N, dtype=_DTYPES[v.dtype], own=bonus is None, threads=torch.get_num_threads(),
-        per_channel=decay is not None and decay.shape[3] > 1, scale=call.scale, offsets=_pointer(offsets),
+        B=B, T=T, G=G, H=H, K=K, V=V, N=N, dtype=DTYPES[v.dtype], own=bonus is None, threads=torch.get_num_threads(),
+        per_channel=decay is not None and decay.shape[3] > 1, scale=call.scale, offsets=pointer(offsets),
         q=_view(q), k=_view(k), v=_view(v), erase=_view(erase), beta=_view(beta), decay=_view(decay),
-        bonus=_pointer(bonus), state=_pointer(state),
+        bonus=pointer(bonus), state=pointer(state),
     )  # fmt: skip
     return job, [q, k, v, erase, beta, bonus, decay, offsets]
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows(x: Tensor) -> Tensor:
     """The tensor with its last dimension contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -252,5 +262,5 @@ def _view(x: Tensor | None) -> View:
     return View() if x is None else View(x.data_ptr(), *x.stride()[:3])
 
 
-def _pointer(x: Tensor | None) -> int | None:
+def pointer(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()

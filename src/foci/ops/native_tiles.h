@@ -29,9 +29,9 @@ inline float sum(vec x) {
   return total;
 }
 
-// exp(x) for x <= 0 within 2 ulp; exactly 0 below the smallest normal number and for -inf, exactly 1 for 0.
+// exp(x) within 2 ulp; exactly 0 below the smallest normal number and for -inf, exactly 1 for 0, inf where it is.
 inline vec exponential(vec x) {
-  const vec low = all(-87.33654f);
+  const vec low = all(-87.33654f), high = all(88.7228f);
   vec n = x * 1.44269504088896341f;
   vec shifted = n + 12582912.0f;  // rounds to an integer: 1.5 * 2^23
   vec whole = shifted - 12582912.0f;
@@ -46,7 +46,7 @@ inline vec exponential(vec x) {
   ints bits = (reinterpret_cast<ints&>(shifted) - 0x4B400000 + 127) << 23;
   vec power = reinterpret_cast<vec&>(bits);
   vec found = p * power;
-  return x < low ? vec{} : found;
+  return x < low ? vec{} : x > high ? all(__builtin_inff()) : found;
 }
 
 enum Mode { SET, ADD, SUBTRACT, DECAY };
