@@ -1,0 +1,226 @@
+"""One model instance over the ranks that share its tokens: split, attend across ranks, gather; exactly undoable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from foci.core.errors import Unsupported
+from foci.integrations.mesh import sequence_mesh
+from foci.integrations.split_check import check
+from foci.integrations.split_hooks import Hooked, hook
+from foci.integrations.split_infer import infer
+from foci.integrations.split_plan import PLANS, Kind, SplitPlan, plan_for
+from foci.ops.masks import Mask
+from foci.ops.softmax.api import attention
+from foci.parallel.balance import unshard
+from foci.parallel.exchange import Doing, all_reduce, replicated
+from foci.parallel.group import Group, Traffic
+from foci.parallel.joint import joint
+from foci.parallel.ring import ring
+from foci.parallel.ulysses import ulysses
+
+__all__ = ["SplitHandle", "install"]
+
+
+@dataclass
+class SplitHandle:
+    """A model that is split over ranks: by which `plan`, over which groups, and the way back, `restore()`."""
+
+    model: nn.Module
+    plan: SplitPlan
+    _hooked: Hooked = field(repr=False)
+    _ranks: _Ranks = field(repr=False)
+
+    @property
+    def size(self) -> int:
+        """How many ranks share the tokens."""
+        return self._ranks.size
+
+    @property
+    def attention(self) -> Callable[..., Tensor]:
+        """What attends over all these ranks' tokens, with the signature of `foci.attention`."""
+        return self._ranks.attention
+
+    @property
+    def sent(self) -> Traffic:
+        """What this rank has sent to others since `install`."""
+        traffic = [group.traffic for group in self._ranks.groups]
+        return Traffic(*(sum(getattr(each, name) for each in traffic) for name in ("bytes", "messages", "control")))
+
+    def sum_gradients(self) -> None:
+        """Add up the parameters' gradients over the ranks: then every rank has what one process would have.
+
+        Each rank's gradient is a share, of every parameter alike. Call it once behind each backward. Raises
+        Disagreement when ranks have gradients of different parameters.
+        """
+        with_gradient = {name: p for name, p in self.model.named_parameters() if p.grad is not None}
+        self._ranks.whole.agree("sum_gradients", {"parameters with a gradient": [*with_gradient]})
+        for dtype in dict.fromkeys(p.grad.dtype for p in with_gradient.values() if p.grad is not None):
+            grads = [p.grad for p in with_gradient.values() if p.grad is not None and p.grad.dtype == dtype]
+            with Doing(self._ranks.whole, "sum_gradients", "backward") as doing:
+                summed = all_reduce(torch.cat([grad.flatten() for grad in grads]), doing)
+            for grad, part in zip(grads, summed.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(part.view_as(grad))
+
+    def restore(self) -> None:
+        """The model as it was: no hook of ours, every processor the very object it was."""
+        self._hooked.restore()
+
+    def __enter__(self) -> SplitHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+
+def install(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: SplitPlan | None = None,
+    *,
+    text: str = "auto",
+    backend: str | None = None,
+    inputs: Mapping[str, Any] | None = None,
+) -> SplitHandle:
+    """Split a Diffusers model along its tokens over the dimensions "ulysses" and "ring" of a mesh (see `make_mesh`).
+
+    Every rank calls the model with the same whole inputs and gets the same whole output; in between each has its run
+    of the tokens, and attention goes over the ranks. A collective call. Only this instance is changed; a copy of it is
+    whole. The gradients of inputs are whole; those of parameters are shares, which `sum_gradients()` adds up: then all
+    are those of one process for the mean of the ranks' losses (the same loss on each rank is that loss).
+
+    plan: where it is split; by default that of the model's class, and where there is none the one that `infer` finds
+    with `inputs`. inputs: keyword arguments of one call, on which the plan is checked before it is used.
+    text: in joint attention "split" (each rank has its run of it), "replicated" (each has all of it), or "auto": split
+    where the plan says how and the text is long enough for the model's code. backend: of every attention call; None
+    lets foci choose.
+
+    Raises SplitError naming the tensor that a plan left unsplit, Unsupported for a model without plan or with attention
+    that cannot be routed, ValueError for a plan that does not fit; Disagreement, when it is called, on ranks that give
+    it different inputs.
+    """
+    if plan is None and inputs is not None and not any(base.__name__ in PLANS for base in type(model).__mro__):
+        plan = infer(model, inputs)
+    plan = plan_for(model) if plan is None else plan
+    ranks = _Ranks(sequence_mesh(mesh))
+    if inputs is not None:
+        check(model, inputs, plan, size=max(2, ranks.size), text=text)
+    ranks.whole.agree("split", {"model": type(model).__name__, "plan": plan, "text": text, "backend": backend})
+    return SplitHandle(model, plan, hook(model, plan, ranks, text, backend), ranks)
+
+
+class _Ranks:
+    """The ranks of a mesh (ulysses, ring) that share a sequence: run by run over the ring, and within over Ulysses."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.ulysses, self.ring = Group.of(mesh["ulysses"]), Group.of(mesh["ring"])
+        self.size = self.ulysses.size * self.ring.size
+        self.rank = self.ring.rank * self.ulysses.size + self.ulysses.rank
+        self.whole = self._all_of(mesh)
+        self.groups = list(dict.fromkeys([self.ulysses, self.ring, self.whole]))
+        over_ring: Callable[..., Tensor] = (
+            ring(attention, self.ring, order="plain") if self.ring.size > 1 else attention
+        )
+        self.attention = ulysses(over_ring, self.ulysses) if self.ulysses.size > 1 else over_ring
+
+    def _all_of(self, mesh: DeviceMesh) -> Group:
+        """The group of all these ranks."""
+        if self.ring.size == 1 or self.ulysses.size == 1:
+            return self.ulysses if self.ring.size == 1 else self.ring
+        if self.size == dist.get_world_size():
+            return Group.of(dist.group.WORLD)
+        # Kept until the world ends: torch would give the next such group this one's name, and mix their messages up.
+        return Group.of(dist.new_group(sorted(mesh.mesh.flatten().tolist()), use_local_synchronization=True))
+
+    def runs(self, tokens: int) -> list[tuple[int, int]]:
+        found = []
+        for first, stop in _runs(0, tokens, self.ring.size):
+            found += _runs(first, stop, self.ulysses.size)
+        return found
+
+    def enter(self, arguments: dict[str, Any]) -> None:
+        """All ranks must have been given the same; an input that wants a gradient gets the sum of what ranks have."""
+        self.whole.agree("split model", dict(_told(arguments)))
+        for name, value in arguments.items():
+            if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+                arguments[name] = replicated(value, self.whole, "split model")
+
+    def gather(self, module: str, x: Tensor, dim: int, tokens: int) -> Tensor:
+        for group in (self.ulysses, self.ring):
+            if group.size > 1:
+                x = unshard(x, group, "plain", dim)
+        return self.share(x)
+
+    def share(self, x: Tensor) -> Tensor:
+        """x itself; of its gradient, which every rank has whole, each rank goes on with an equal share."""
+        if self.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        shared: Tensor = _Share.apply(x, self.size)
+        return shared
+
+    def attend(self, site: str, kind: Kind) -> Callable[..., Tensor]:
+        if kind in ("cross", "whole"):
+            return attention
+
+        def over_ranks(q: Tensor, k: Tensor, v: Tensor, *, text: int | None = None, **options: Any) -> Tensor:
+            if text is None or self.size == 1:
+                return self.attention(q, k, v, **options)
+            return self._joint(site, (q, k, v), "front" if kind == "front" else "back", text, **options)
+
+        return over_ranks
+
+    def _joint(
+        self, site: str, qkv: Sequence[Tensor], where: Literal["front", "back"], text: int, *, mask: Mask | None,
+        bias: Tensor | None, scale: float | None, dropout: float, backend: str | None,
+    ) -> Tensor:  # fmt: skip
+        """Replicated text and this rank's image, each with all of both."""
+        refused = {"a bias": bias is not None, "dropout": dropout > 0, "a named backend": backend is not None}
+        if reasons := [f"{name} with text='replicated' is not supported" for name, given in refused.items() if given]:
+            raise Unsupported(f"split: {site}", reasons)
+        cut = text if where == "front" else qkv[0].shape[1] - text
+        parts = [x.split([cut, x.shape[1] - cut], 1) for x in qkv]
+        texts, images = zip(*(pair if where == "front" else pair[::-1] for pair in parts), strict=True)
+        across = joint(self.attention, where=where, text="replicated")
+        out, text_out = across(*images, *map(self.share, texts), mask=mask, scale=scale)
+        return torch.cat([text_out, out] if where == "front" else [out, text_out], 1)
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return grads[0] / ctx.size, None
+
+
+def _runs(first: int, stop: int, size: int) -> list[tuple[int, int]]:
+    """first:stop in so many runs, the first ones longer by one where it does not divide."""
+    small, more = divmod(stop - first, size)
+    return list(pairwise(first + rank * small + min(rank, more) for rank in range(size + 1)))
+
+
+def _told(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What ranks compare of arguments: tensors by their values, and what is written the same on every rank."""
+    for name, value in arguments.items():
+        if isinstance(value, list | tuple):
+            yield from _told({f"{name}[{place}]": part for place, part in enumerate(value)})
+        elif isinstance(value, Mapping):
+            yield from _told({f"{name}[{key!r}]": part for key, part in value.items()})
+        elif isinstance(value, Tensor | bool | int | float | str | None):
+            yield name, value
+        else:
+            yield name, type(value).__name__
