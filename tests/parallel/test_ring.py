@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 import foci
 from foci.core.errors import Disagreement, RankError
-from foci.core.world import World
+from foci.core.world import Lost, Raised, World
 from foci.parallel.balance import Order, positions, shard
 from foci.parallel.group import Group
 from foci.parallel.operators import Runs
@@ -209,6 +211,39 @@ def test_a_mistake_of_one_rank_is_told_to_all(worlds: Worlds) -> None:
     found = worlds(3).outcomes(_one_rank_raises)
     assert all(isinstance(each.error, RankError) and each.error.rank == 2 for each in found)  # type: ignore[union-attr]
     assert "ShapeError: attention: v has shape" in str(found[0].error)  # type: ignore[union-attr]
+
+
+def _ends(where: str) -> str:
+    """Rank 1 ends without a word: at a block of the forward or of the backward, or between the two."""
+    from foci.ops.softmax import chunked
+
+    q, k, v = (shard(x, dist.group.WORLD).requires_grad_() for x in problem())
+    ending = dist.get_rank() == 1
+    calls = [0]
+
+    def die(*args: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 2:
+            os._exit(3)
+
+    if ending and where in ("forward", "backward"):
+        setattr(chunked, f"{where}_part", die)
+    out = world_ring()(q, k, v, backend="chunked")
+    if ending and where == "between":
+        os._exit(3)
+    out.sum().backward()
+    return "no error"
+
+
+@pytest.mark.parametrize("where", ["forward", "between", "backward"])
+def test_a_rank_that_ends_is_named_by_the_others(worlds: Worlds, where: str) -> None:
+    started = time.monotonic()
+    found = worlds(3).outcomes(_ends, where)
+    assert isinstance(found[1], Lost) and found[1].died
+    for each in (found[0], found[2]):
+        assert isinstance(each, Raised) and isinstance(each.error, RankError)
+        assert each.error.rank == 1 and "gone" in str(each.error)
+    assert time.monotonic() - started < 60  # not the limit of a function, which ends what hangs
 
 
 def _bad_ops() -> list[str]:

@@ -260,7 +260,7 @@ class _Side:
         marked = call._replace(q=call.q.detach().requires_grad_())
         if call.bias is not None:
             marked = marked._replace(bias=call.bias.detach().requires_grad_(self.needs[3]))
-        with torch.set_grad_enabled(any(self.needs)):
+        with torch.enable_grad() if any(self.needs) else torch.no_grad():
             refused = {}
             for backend in self.plan.backends:
                 reasons = backend.reasons(marked)
