@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 
-from foci.ops import SPECS
 from foci.parallel.workload import NAMES, Rest, Shape
 
 
@@ -23,10 +22,10 @@ def test_live_is_the_share_of_the_mask(window: int | None) -> None:
 @pytest.mark.parametrize("operator", NAMES)
 def test_flops_are_the_specs(operator: str) -> None:
     shape = Shape(64, 4, 8, G=2, V=6, B=3, operator=operator)
-    call = shape.call()
-    work = SPECS[NAMES[operator]].work
-    assert work is not None and call[0].device.type == "meta"
-    assert shape.flops == work(shape.call("cpu")).flops > 0
+    spec = NAMES[operator].spec
+    assert shape.call()[0].device.type == "meta"
+    tensors, keywords = shape.inputs("cpu")
+    assert shape.flops == spec.work(spec.bind(*tensors, **keywords)).flops > 0
 
 
 def test_causal_work_is_what_is_left() -> None:

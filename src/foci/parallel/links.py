@@ -79,7 +79,7 @@ class Compute:
 
     `rate`: floating point operations a second of the operator's forward. `backward`: how many times longer its backward
     takes. `dense`: operations a second of the model's other products. `stream`: bytes a second of elementwise work, for
-    the merge of two parts. `call`: seconds a call of the operator costs, however small. `memory`: bytes a rank has.
+    the merge of two parts. `call`: seconds a call of the operator takes at least. `memory`: bytes a rank has.
     """
 
     rate: float

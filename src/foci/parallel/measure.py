@@ -11,11 +11,6 @@ from typing import Any
 
 import torch
 
-import foci.ops.decay.api as decay
-import foci.ops.delta.api as delta
-import foci.ops.scan.api as scan
-import foci.ops.selective_scan.api as selective_scan
-import foci.ops.softmax.api as softmax
 from foci.bench.measure import clock
 from foci.core.device import machine
 from foci.merge.partial import Partial
@@ -24,16 +19,10 @@ from foci.parallel.group import Group
 from foci.parallel.links import Compute, Link, Links
 from foci.parallel.workload import Shape
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "attention": softmax.attention,
-    "linear_attention": decay.linear_attention,
-    "delta_rule": delta.delta_rule,
-    "scan": scan.scan,
-    "selective_scan": selective_scan.selective_scan,
-}
 SIDE = 1024  # of the matrices that stand for a model's other products
 REPEATS = 4  # calls timed together, so that a device's queue is full
 Kind = Callable[[Group, torch.device, int], Callable[[], object]]
+_LARGEST = 2**30  # bytes of a message
 _SHORTEST = 1e-9  # a difference of two times is at least this, so that a rate stays finite
 
 
@@ -42,11 +31,11 @@ def measure_links(
 ) -> Links:
     """Links between the ranks of a group, all of which must call this; what it gives is for `plan_parallel`.
 
-    A message of 4 bytes gives the latency, one of `size` bytes the bandwidth: all ranks to their neighbour at once, and
-    all ranks to all. Then the large message while a product runs that takes as long, for the overlap. `node`: the group
-    of the ranks that share this rank's host, where the ranks of `group` are on several; ranks of a node must be
-    neighbours and nodes equally large. A time is the slowest rank's, and the median of `rounds`. Raises ValueError for
-    a group of one rank, and for ranks on several hosts without `node`.
+    A message of 4 bytes gives the latency, one of `size` bytes, or as many times 4 as outlast it, the bandwidth: all
+    ranks to their neighbour at once, and all ranks to all. Then the large message while a product runs that takes as
+    long, for the overlap. `node`: the group of the ranks that share this rank's host, where the ranks of `group` are on
+    several; ranks of a node must be neighbours and nodes equally large. A time is the slowest rank's, and the median of
+    `rounds`. Raises ValueError for a group of one rank, and for ranks on several hosts without `node`.
     """
     group, device = Group.of(group), torch.device(device)
     if group.size == 1:
@@ -81,7 +70,7 @@ def measure_compute(
     count = min(shape.T, tokens)
     probe = replace(shape, causal=False, window=None).only(T=count, B=1)
     small = probe.only(T=1)
-    function = FUNCTIONS[shape.operator]
+    function = shape.function.function
 
     def timed(run: Callable[[], object]) -> float:
         return _seconds(group, lambda: [run() for _ in range(REPEATS)], rounds) / REPEATS
@@ -91,7 +80,7 @@ def measure_compute(
         return lambda: function(*tensors, **keywords)
 
     with torch.no_grad():
-        call, whole = timed(calling(small)), timed(calling(probe))
+        call, whole = timed(calling(small)), timed(calling(probe))  # a GPU's queue hides the one behind the other
         a, b = (torch.randn(SIDE, SIDE, device=device, dtype=torch.float32).to(shape.dtype) for _ in range(2))
         dense = timed(lambda: a @ b)
         out = torch.randn(1, count, shape.H, shape.values, device=device)
@@ -107,13 +96,12 @@ def measure_compute(
         return torch.autograd.grad(found, tensors, torch.ones_like(found))
 
     back = timed(both)
-    work = max(whole - call, _SHORTEST)
     return Compute(
-        rate=probe.flops / work,
+        rate=probe.flops / whole,
         dense=2 * SIDE**3 / dense,
         stream=3 * out.numel() * out.element_size() / stream,
         memory=_memory(group, device),
-        backward=max((back - whole) / work, 0.1),
+        backward=max((back - whole) / whole, 0.1),
         call=call,
         source=f"measured on {1 if group is None else group.size} ranks at once, {probe}",
     )
@@ -121,8 +109,11 @@ def measure_compute(
 
 def _link(group: Group, kind: Kind, device: torch.device, size: int, rounds: int) -> Link:
     latency = _seconds(group, kind(group, device, 4), rounds) / REPEATS
-    whole = _seconds(group, kind(group, device, size), rounds) / REPEATS
-    return Link(latency, size / max(whole - latency, _SHORTEST))
+    while True:
+        whole = _seconds(group, kind(group, device, size), rounds) / REPEATS
+        if whole > 4 * latency or size >= _LARGEST:  # every rank has the same times, and stops at the same size
+            return Link(latency, size / max(whole - latency, _SHORTEST))
+        size *= 4
 
 
 def _shifting(group: Group, device: torch.device, size: int) -> Callable[[], object]:

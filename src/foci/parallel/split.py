@@ -62,9 +62,10 @@ class Split:
         return (1, self.ulysses) if self.inner == "ulysses" else (self.ring, 1)
 
     @property
-    def plainness(self) -> tuple[int, int, int]:
-        """Orders splits that are equally fast: fewer kinds first, then the order that leaves tokens where they are."""
-        return (self.ulysses > 1) + (self.ring > 1), get_args(Order).index(self.order), self.inner == "ring"
+    def plainness(self) -> tuple[int, ...]:
+        """Sorts splits that are equally fast: fewer kinds, then a small ring, then an order that moves no tokens."""
+        kinds = (self.ulysses > 1) + (self.ring > 1)
+        return kinds, self.ring, get_args(Order).index(self.order), self.inner == "ring"
 
     def ranks(self) -> Tensor:
         """Which rank stands where: int64 [cfg, ulysses, ring]."""

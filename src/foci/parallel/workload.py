@@ -9,16 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.ops import SPECS
 from foci.ops.masks import Causal, Window
+from foci.parallel.operators import OPERATORS, Operator
 
-NAMES = {
-    "attention": "softmax",
-    "linear_attention": "linear",
-    "delta_rule": "delta",
-    "scan": "scan",
-    "selective_scan": "selective_scan",
-}
+NAMES = {each.name: each for each in OPERATORS if each.name != "attention_with_lse"}
 
 
 @dataclass(frozen=True)
@@ -120,9 +114,15 @@ class Shape:
         lost = short * (reach - (S - rows)) - short * (short + 1) / 2
         return (rows * reach - lost) / (T * S)
 
+    @property
+    def function(self) -> Operator:
+        """The operator as wrappers know it."""
+        return NAMES[self.operator]
+
     def call(self, device: str | torch.device = "meta") -> Any:
-        """A bound Call of this shape; on the meta device it holds no data."""
-        return _bound(self, torch.device(device))
+        """A call of this shape as wrappers bind it; on the meta device it holds no data."""
+        tensors, keywords = self.inputs(device)
+        return self.function.bind(tuple(tensors), keywords).call
 
     def inputs(self, device: str | torch.device) -> tuple[list[Tensor], dict[str, Any]]:
         """Tensors of this shape with random numbers in them, and the keyword arguments beside them."""
@@ -131,9 +131,10 @@ class Shape:
     @cached_property
     def flops(self) -> float:
         """Floating point operations of one forward over the whole, masked pairs left out."""
-        work = SPECS[NAMES[self.operator]].work
-        assert work is not None
-        return work(self.call()).flops * self.live
+        spec = self.function.spec
+        assert spec.work is not None and spec.bind is not None
+        tensors, keywords = self.inputs("meta")
+        return spec.work(spec.bind(*tensors, **keywords)).flops * self.live
 
     def __str__(self) -> str:
         if self.operator in ("scan", "selective_scan"):
@@ -181,10 +182,3 @@ def _inputs(shape: Shape, device: torch.device) -> tuple[list[Tensor], dict[str,
         return [some(B, T, H), decay(B, T, H)], {}
     rates = -torch.rand(H, K, device=device) - 0.1
     return [some(B, T, H), some(B, T, H).abs(), rates.to(shape.dtype), some(B, T, K), some(B, T, K)], {}
-
-
-def _bound(shape: Shape, device: torch.device) -> Any:
-    bind = SPECS[NAMES[shape.operator]].bind
-    assert bind is not None
-    tensors, keywords = _inputs(shape, device)
-    return bind(*tensors, **keywords)
