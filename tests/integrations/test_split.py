@@ -68,7 +68,7 @@ def compare(names: tuple[str, ...], ulysses: int, ring: int, text: str) -> dict[
 
 
 # Their own rotary embeddings and norms round to float32 whatever they are given, also the shares of a gradient.
-BUDGET = dict.fromkeys(("flux", "wan", "hunyuan"), 1e-6)
+BUDGET = dict.fromkeys(("flux", "sd3", "wan", "hunyuan"), 1e-6)
 
 
 @pytest.mark.parametrize(
