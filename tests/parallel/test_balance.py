@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from foci.core.world import World
 from foci.parallel import balance
 from foci.parallel.balance import Piece, cut, length, pieces, shard, unshard
+from foci.parallel.group import Group
 
 ORDERS = ("plain", "zigzag", "stripe")
 
@@ -78,3 +80,109 @@ def test_a_tensor_goes_out_and_back(worlds: Callable[[int], World], size: int, o
     for T in (1, 2, 12, 13):
         worlds(size).run(goes_round, order, T, 1)
     worlds(size).run(goes_round, order, 7, -1)
+
+
+class Averaged(torch.autograd.Function):
+    """What data parallelism does: every rank takes the same loss, and the sum of all of them is divided again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] / dist.get_world_size()
+
+
+def cubes(x: torch.Tensor, group: Any, order: balance.Order) -> torch.Tensor:
+    mine = shard(Averaged.apply(x), group, order)
+    return unshard(mine**3, group, order)
+
+
+def slope(x: torch.Tensor, group: Any, order: balance.Order) -> torch.Tensor:
+    (found,) = torch.autograd.grad(cubes(x, group, order).sum(), x, create_graph=True)
+    return found
+
+
+def check_gradients(order: balance.Order, T: int, shape: tuple[int, int] | None) -> None:
+    group = dist.group.WORLD if shape is None else dist.init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"))
+    x = torch.randn(1, T, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(cubes, (x, group, order))
+    assert torch.autograd.gradcheck(slope, (x, group, order))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("order", ORDERS)
+def test_gradients_are_right_to_the_second_order(
+    worlds: Callable[[int], World], size: int, order: balance.Order
+) -> None:
+    worlds(size).run(check_gradients, order, 5, None)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_gradients_on_a_mesh(worlds: Callable[[int], World], order: balance.Order) -> None:
+    worlds(4).run(check_gradients, order, 5, (2, 2))
+
+
+def go_round_a_mesh(shape: tuple[int, int], order: balance.Order, T: int) -> list[int]:
+    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("ulysses", "ring"))
+    x = torch.randn(2, T, 3, dtype=torch.float64)
+    mine = shard(x, mesh, order)
+    places = balance.positions(T, mesh, order)
+    assert torch.equal(mine, x[:, places])
+    assert torch.equal(unshard(mine, mesh, order), x)
+    ring, ulysses = mesh["ring"], mesh["ulysses"]
+    whole = balance.positions(T, ring, order)  # what a ring rank holds, cut in runs
+    start = sum(len(range(place, len(whole), shape[0])) for place in range(ulysses.get_local_rank()))
+    assert torch.equal(whole[start : start + len(places)], places)
+    return places.tolist()
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_mesh_cuts_the_ring_and_then_its_shares(
+    worlds: Callable[[int], World], shape: tuple[int, int], order: balance.Order
+) -> None:
+    for T in (2, 24, 25):
+        held = worlds(shape[0] * shape[1]).run(go_round_a_mesh, shape, order, T)
+        assert sorted(place for places in held for place in places) == list(range(T))
+
+
+def go_round_halves(order: balance.Order) -> None:
+    """Two groups at once, each of ranks that are not the first of the world, with data of their own."""
+    rank = dist.get_rank()
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
+    odd = dist.new_group([1, 3]), dist.new_group([0, 2])
+    for group, members in (
+        (mesh["ring"], [rank - rank % 2, rank - rank % 2 + 1]),
+        (odd[1 - rank % 2], [rank % 2, rank % 2 + 2]),
+    ):
+        x = torch.full((1, 7, 1), float(members[0])) + torch.arange(7.0)[None, :, None]
+        assert torch.equal(unshard(shard(x, group, order), group, order), x)
+        assert list(Group.of(group).ranks) == members
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_groups_that_are_not_the_world(worlds: Callable[[int], World], order: balance.Order) -> None:
+    worlds(4).run(go_round_halves, order)
+
+
+def join_what_does_not_fit(order: balance.Order) -> None:
+    unshard(torch.zeros(1, 2 + (dist.get_rank() == 1), 1), dist.group.WORLD, order)
+
+
+def test_shards_that_are_not_of_one_tensor_are_refused(worlds: Callable[[int], World]) -> None:
+    for each in worlds(3).outcomes(join_what_does_not_fit, "zigzag"):
+        assert isinstance(each.error, ValueError)
+        assert "unshard: the ranks hold [2, 3, 2] positions; order 'zigzag' of T=7 gives [3, 2, 2]" in str(each.error)
+
+
+def join_other_dtypes() -> None:
+    dtype = torch.float32 if dist.get_rank() else torch.float64
+    unshard(torch.zeros(1, 2, 1, dtype=dtype), dist.group.WORLD)
+
+
+def test_shards_of_other_dtypes_are_a_disagreement(worlds: Callable[[int], World]) -> None:
+    messages = {str(each.error) for each in worlds(3).outcomes(join_other_dtypes)}
+    (message,) = messages
+    assert "dtype: torch.float64 on rank 0; torch.float32 on ranks 1, 2" in message
