@@ -1,7 +1,8 @@
 // The recurrences compiled: one head of one sequence at a time, chunk by chunk, forward and backward.
-#include "native_back.h"
+#include "native_half.h"
 #include "native_scan.h"
 #include <cstdlib>
+#include <type_traits>
 #include <omp.h>
 
 namespace foci {
@@ -25,6 +26,8 @@ inline void back(float* into, const float* from, long ld, long K, long V) {
 template <class T, bool DELTA, bool CHANNEL> void forward_head(const Job& job, Room& r, long n, long head) {
   Sequence s = sequence(job, n);
   Chunk<DELTA, CHANNEL> chunk{job, r, s.row, head};
+  constexpr bool CAN_PAIR = PAIRS && !DELTA && !CHANNEL && std::is_same<T, BFloat16>::value;
+  const bool pairs = CAN_PAIR && job.own;
   float* state = job.state + (n * job.H + head) * job.K * job.V;
   std::memset(r.S, 0, sizeof(float) * r.K * r.V);
   square(r.S, r.V, state, job.K, job.V);
@@ -32,7 +35,14 @@ template <class T, bool DELTA, bool CHANNEL> void forward_head(const Job& job, R
     int token = (t0 - s.start) % SPAN;
     Kept kept{job, s.kept + (t0 - s.start) / SPAN, head, DELTA};
     if (job.kept && !token) back(kept.state(), r.S, r.V, job.K, job.V);
-    chunk.template take<T>(t0, s.stop - t0 < C ? s.stop - t0 : C);
+    chunk.template take<T>(t0, s.stop - t0 < C ? s.stop - t0 : C, pairs ? 1 : job.scale);
+    if constexpr (CAN_PAIR) {
+      if (pairs) {
+        pair_chunk(chunk);
+        store(place<T>(job.out, s.row, t0, head), job.out.t, r.out, r.V, chunk.n, job.V, job.scale);
+        continue;
+      }
+    }
     chunk.pairs();
     if (DELTA) chunk.invert();
     const float* written = chunk.written();

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.core.device import constant
+from foci.core.device import constant, machine
 from foci.core.spec import Output
 from foci.ops import arguments
 from foci.ops.slabs import initial
@@ -100,9 +100,12 @@ def _build() -> ctypes.CDLL | str:
     """The library, or why there is none."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"it is written for x86-64 Linux, this is {platform.machine()} {platform.system()}"
-    flags = _FLAGS.get(torch.backends.cpu.get_cpu_capability())
+    capability = torch.backends.cpu.get_cpu_capability()
+    flags = _FLAGS.get(capability)
     if flags is None:
         return "it needs AVX2 or AVX-512"
+    if capability == "AVX512" and "bf16" in machine().isa:
+        flags = [*flags, "-mavx512bf16"]
     for tool in ("c++", "ninja"):
         if shutil.which(tool) is None:
             return f"there is no {tool} to build it with"

@@ -21,7 +21,7 @@ template <class T, bool DELTA, bool CHANNEL> struct Back : Chunk<DELTA, CHANNEL>
   float* bonus = nullptr;
 
   Back(Base base) : Base(base) {}
-  void take(long t0, int n_) { Base::template take<T>(t0, n_); }
+  void take(long t0, int n_) { Base::template take<T>(t0, n_, job.scale); }
 
   const float* recalled(const Kept& kept, long token) {
     if (!DELTA) return r.value;

@@ -58,10 +58,10 @@ template <bool DELTA, bool CHANNEL> struct Chunk {
   long row, head;
   int n = 0, m = 0, sets = DELTA ? 2 : 1;
 
-  template <class T> void take(long t0, int n_) {
+  template <class T> void take(long t0, int n_, float scale) {
     n = n_, m = up(n, ROWS);
     long shared = head / (job.H / job.G);
-    load(r.reads, r.K, place<T>(job.q, row, t0, shared), job.q.t, n, m, job.K, job.scale);
+    load(r.reads, r.K, place<T>(job.q, row, t0, shared), job.q.t, n, m, job.K, scale);
     load(r.key, r.K, place<T>(job.k, row, t0, shared), job.k.t, n, m, job.K);
     load(r.value, r.V, place<T>(job.v, row, t0, head), job.v.t, n, m, job.V);
     if (DELTA) {
