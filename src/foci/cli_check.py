@@ -14,7 +14,7 @@ import typer
 
 from foci.check import isolate
 from foci.check.render import table
-from foci.check.run import Report, examine
+from foci.check.run import SILENCE, Report, examine
 from foci.core.spec import Candidate, Spec
 from foci.ops import SPECS
 from foci.ops.decay.api import linear_attention
@@ -42,15 +42,26 @@ def check(
     backend: Annotated[str | None, typer.Option(help="One backend of ours; each that is for use, by default.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Joined with commas; by default float32 and bfloat16.")] = "",
-    limit: Annotated[float, typer.Option(help="Seconds of silence after which a case is taken to hang.")] = 120.0,
+    limit: Annotated[
+        float | None,
+        typer.Option(help="Seconds after which a case is taken to hang: 120; with --world what a rank waits, 10."),
+    ] = None,
+    world: Annotated[int, typer.Option(help="Run it over so many ranks: a parallel attention of [B,T/ranks,H,D].")] = 1,
+    order: Annotated[str, typer.Option(help="With --world: how tokens lie, plain, zigzag or stripe.")] = "",
+    wrap: Annotated[str, typer.Option(help="With --world, round foci's own: ring, ulysses, usp, handoff.")] = "",
     as_json: Annotated[str, typer.Option("--json", metavar="PATH", help="Write the report here; - prints it.")] = "",
 ) -> int:
     """Ask every law of an attention; exit code 1 when one is broken."""
     _require_device(device)
-    if not limit > 0:
+    if limit is not None and not limit > 0:
         raise ValueError(f"--limit must be a positive number of seconds, got {limit:g}")
     if as_json not in ("", "-") and not Path(as_json).absolute().parent.is_dir():
         raise ValueError(f"--json {as_json}: there is no folder {Path(as_json).absolute().parent}")
+    if world != 1:
+        return _across(what, like, layout, world, order, wrap, backend, device, dtype, limit, as_json)
+    for option, given in (("--order", order), ("--wrap", wrap)):
+        if given:
+            raise ValueError(f"{option} is for ranks: give --world as well")
     if what in FUNCTIONS:
         spec, candidates = SPECS[what], _ours(what, backend)
         for option, given in (("--like", like), ("--layout", layout)):
@@ -65,7 +76,7 @@ def check(
     reports = []
     for candidate in candidates:
         progress = _teller() if sys.stderr.isatty() else lambda step: None
-        report = examine(spec, candidate, device=device, dtypes=dtypes, limit=limit, progress=progress)
+        report = examine(spec, candidate, device=device, dtypes=dtypes, limit=limit or SILENCE, progress=progress)
         progress("")
         reports.append(report)
         if as_json != "-":
@@ -73,6 +84,31 @@ def check(
     if as_json:
         _write(reports, as_json)
     return max(report.exit_code for report in reports)
+
+
+def _across(
+    what: str, like: str, layout: str, world: int, order: str, wrap: str, backend: str | None, device: str, dtype: str,
+    limit: float | None, as_json: str,
+) -> int:  # fmt: skip
+    """The same over ranks."""
+    from foci.cli_check_ranks import check_ranks
+
+    if backend is not None or device != "cpu":
+        raise ValueError("--backend and --device do not apply with --world: ranks are processes on the CPU")
+    if what in FUNCTIONS and (like or layout):
+        raise ValueError(f"--like and --layout are for an attention of yours; {what!r} is foci's own")
+    if what not in FUNCTIONS:
+        _callable(what, like)
+    progress = _teller() if sys.stderr.isatty() else lambda step: None
+    report = check_ranks(
+        what, like, layout, world, order, wrap, dtypes=_dtypes(dtype), limit=limit, progress=progress
+    )  # fmt: skip
+    progress("")
+    if as_json != "-":
+        typer.echo(table(report) + "\n")
+    if as_json:
+        _write([report], as_json)
+    return report.exit_code
 
 
 def _require_device(name: str) -> None:
@@ -100,12 +136,17 @@ def _theirs(target: str, like: str, layout: str) -> tuple[Spec, Candidate]:
         raise ValueError(f"--like must be one of {', '.join(LIKE)}; {named}")
     if layout and like not in LAYOUTS:
         raise ValueError(f"--layout is for {', '.join(LAYOUTS)}; it does not apply to --like {like}")
-    thing = _load(target)
-    if like not in ("processor", "layer") and not callable(thing):
-        raise ValueError(f"{target} is a {type(thing).__name__}; expected a callable")
+    thing = _callable(target, like)
     spec = _spec(like, thing)
     assert spec.adapt is not None
     return spec, spec.adapt(thing, name=target, **({"layout": layout} if layout else {}))
+
+
+def _callable(target: str, like: str) -> Any:
+    thing = _load(target)
+    if like not in ("processor", "layer") and not callable(thing):
+        raise ValueError(f"{target} is a {type(thing).__name__}; expected a callable")
+    return thing
 
 
 def _spec(like: str, thing: Any) -> Spec:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +27,48 @@ def refusal(error: NotImplementedError) -> str:
     return "; ".join(getattr(error, "reasons", [])) or first_line(error)
 
 
+@contextmanager
+def inherited(outputs: Sequence[Tensor]) -> Iterator[None]:
+    """Notes on an exception out of a backward which autograd Function overrides forward alone."""
+    try:
+        yield
+    except Exception as error:
+        for name in _half_overridden(outputs):
+            error.add_note(INHERITED + name)
+        raise
+
+
+INHERITED = "overridden: "
+
+
+def _half_overridden(outputs: Sequence[Tensor]) -> list[str]:
+    """Functions of the graph that override `forward` of another Function and keep its `backward`."""
+    found, seen = [], set[Any]()
+    nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        nodes += [other for other, _ in node.next_functions if other is not None]
+        kind = getattr(node, "_forward_cls", None)
+        if kind is not None and "forward" in vars(kind) and "backward" not in vars(kind):
+            parent = next((base for base in kind.__mro__[1:] if "backward" in vars(base)), torch.autograd.Function)
+            if parent is not torch.autograd.Function and "forward" in vars(parent):
+                found.append(f"{kind.__name__} overrides forward of {parent.__name__} and not its backward")
+    return found
+
+
 def exception(error: Exception, stage: str) -> str:
     """An exception out of the candidate's forward or backward."""
+    notes = [n.removeprefix(INHERITED) for n in getattr(error, "__notes__", []) if n.startswith(INHERITED)]
+    told = _exception(error, stage)
+    return f"{notes[0]}: {told}" if notes else told
+
+
+def _exception(error: Exception, stage: str) -> str:
+    if getattr(error, "sentence", False):
+        return first_line(error)
     text = first_line(error)
     missing = re.search(r"has no attribute '(\w+)'", text)
     count = re.search(r"incorrect number of gradients \(expected (\d+), got (\d+)\)", text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,21 @@ class Backward:
     refused: str | None = None
 
 
+class Detective(Protocol):
+    """Knows more of a wrong tensor than its numbers say: where it came from."""
+
+    def output(self, exam: Exam, case: Case, dtype: torch.dtype, name: str, got: Tensor) -> tuple[str, str]:
+        """The whole sentence, "" where the cause is unknown; and where the tensor is wrong."""
+
+    def gradient(
+        self, exam: Exam, case: Case, dtype: torch.dtype, through: tuple[str, ...], leaf: str, got: Tensor
+    ) -> tuple[str, str]:
+        """The same of the gradient of a leaf."""
+
+    def placed(self, sentence: str, place: str) -> str:
+        """Another sentence with the place."""
+
+
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """Every floating tensor in a value in another dtype; modules are changed in place, so give it a copy."""
     if isinstance(value, Tensor):
@@ -62,6 +77,7 @@ class Exam:
     seed: int = 0
     news: Callable[[str], None] = lambda step: None
     refused: dict[str, str] = field(default_factory=dict)
+    detective: Detective | None = None
     _kept: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     @property
@@ -206,6 +222,34 @@ class Exam:
         siblings = max((rms(g) for g in truths.values() if g is not None), default=0.0)
         return compare(got, truth, yardstick, dtype, recurrent=self.spec.recurrent, siblings=siblings)
 
+    def explain(
+        self,
+        case: Case,
+        dtype: torch.dtype,
+        name: str,
+        got: Tensor | None,
+        otherwise: Callable[[], str],
+        through: tuple[str, ...] = (),
+    ) -> str:
+        """What is wrong with an output, or with the gradient of a leaf where `through` is given, in one sentence."""
+        if self.detective is None or got is None:
+            return otherwise()
+        ask = self.detective
+        found = (
+            ask.gradient(self, case, dtype, through, name, got) if through else ask.output(self, case, dtype, name, got)
+        )
+        return found[0] or ask.placed(otherwise(), found[1])
+
+    def weighted(self, case: Case, dtype: torch.dtype, weights: Mapping[str, Tensor]) -> Gradients:
+        """The true gradients of another loss: its weights by output."""
+        inputs = self.exact(case, dtype)
+        leaves, outputs = self.leaves(inputs), self.run(self._reference, inputs)
+        pairs = [(o, weights[n]) for n, o in zip(self.names, outputs, strict=True) if n in weights and o.requires_grad]
+        found = torch.autograd.grad(
+            [o for o, _ in pairs], list(leaves.values()), [w for _, w in pairs], allow_unused=True
+        )
+        return dict(zip(leaves, found, strict=True))
+
     def _by_yardstick(self, dtype: torch.dtype) -> bool:
         """Whether the budget is the error of a plain computation: half precision, but of recurrences."""
         return dtype in HALF and not self.spec.recurrent
@@ -249,9 +293,10 @@ class Exam:
         chosen = [(o, weights[n]) for n, o in zip(self.names, outputs, strict=True) if n in through and o.requires_grad]
         if not chosen or not leaves:
             return dict.fromkeys(leaves)
-        found = torch.autograd.grad(
-            [o for o, _ in chosen], list(leaves.values()), [w for _, w in chosen], allow_unused=True
-        )
+        with diagnose.inherited([o for o, _ in chosen]):
+            found = torch.autograd.grad(
+                [o for o, _ in chosen], list(leaves.values()), [w for _, w in chosen], allow_unused=True
+            )
         return dict(zip(leaves, found, strict=True))
 
     def run(self, call: Call, inputs: Inputs) -> Outputs:

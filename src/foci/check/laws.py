@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foci.check import compare, diagnose, names
 from foci.check.compare import Error
+from foci.check.diagnose import Close
 from foci.check.exam import Exam
 from foci.core.spec import Case, Place, within
 
@@ -101,7 +102,10 @@ def _outputs(exam: Exam, output: str, dtype: torch.dtype, faults: bool) -> Findi
         def close(other: Tensor, got: Tensor = got, case: Case = case) -> bool:
             return exam.error(case, dtype, output, got, other).ok
 
-        sentence = named.get(case) or diagnose.output(output, got, truth, close)
+        def known(got: Tensor = got, truth: Tensor = truth, case: Case = case, close: Close = close) -> str:
+            return named.get(case) or diagnose.output(output, got, truth, close)
+
+        sentence = exam.explain(case, dtype, output, got, known)
         yield Finding(label(case, dtype), error, sentence)
 
 
@@ -202,7 +206,12 @@ def _gradients(
                 "attention, would silently train wrong"
             )
         else:
-            sentence = diagnose.gradient(leaf, got, truths, close)
+
+            def known(leaf: str = leaf, got: Tensor | None = got, close: Close = close) -> str:
+                return diagnose.gradient(leaf, got, truths, close)
+
+            fits = got is not None and got.shape == truth.shape
+            sentence = exam.explain(case, dtype, leaf, got, known, through) if fits else known()
         yield Finding(label(case, dtype), error, sentence)
 
 

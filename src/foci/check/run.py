@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from foci.check import isolate, laws
 from foci.check.compare import Error
-from foci.check.exam import Exam
+from foci.check.exam import Detective, Exam
 from foci.check.laws import Finding, Law, NotTested
 from foci.check.laws_graph import LAWS
 from foci.core.spec import Candidate, Spec
@@ -93,19 +93,23 @@ def examine(
     isolated: bool = True,
     limit: float = SILENCE,
     progress: Callable[[str], None] = lambda step: None,
+    detective: Detective | None = None,
+    more: Sequence[Law] = (),
 ) -> Report:
     """Ask every law (or those named in `only`) of a candidate.
 
     `isolated`: in a child process, so that a crash or a hang (`limit` seconds of silence) is a finding and not the end;
-    otherwise in this process, which a debugger can follow. `progress` is told what is being asked.
+    otherwise in this process, which a debugger can follow. `progress` is told what is being asked. `detective`: says of
+    a wrong tensor where it is wrong and why. `more`: laws that this candidate alone is asked.
     """
     dtypes = tuple(dtype for dtype in DTYPES if dtype in spec.dtypes) if dtypes is None else dtypes
-    wanted = {law.name for law in LAWS} if only is None else set(only)
-    if unknown := wanted - {law.name for law in LAWS}:
-        raise ValueError(f"examine: unknown law {min(unknown)!r}; expected among {[law.name for law in LAWS]}")
-    chosen = [law for law in LAWS if law.name in wanted]
+    known = {law.name: law for law in (*LAWS, *more)}
+    wanted = set(known) if only is None else set(only)
+    if unknown := wanted - set(known):
+        raise ValueError(f"examine: unknown law {min(unknown)!r}; expected among {list(known)}")
+    chosen = [law for name, law in known.items() if name in wanted]
     start = time.perf_counter()
-    exam = Exam(spec, candidate, torch.device(device), dtypes)
+    exam = Exam(spec, candidate, torch.device(device), dtypes, detective=detective)
     unfit = isolate.unfit(device) if isolated else ""
     rows, refused = (_isolated if isolated and not unfit else _here)(exam, chosen, limit, progress)
     if unfit:

@@ -51,11 +51,11 @@ class Convention:
     flex: bool = False
 
 
-class _Cannot(Exception):
+class _Cannot(NotImplementedError):
     """A case that the signature has no words for."""
 
 
-def adapt(function: Callable[..., Any], *, layout: str = "bthd", name: str = "") -> Candidate:
+def adapt(function: Callable[..., Any], *, layout: str = "bthd", name: str = "", ranks: int = 1) -> Candidate:
     """A callable `f(q, k, v, ...)` as a Candidate: the keywords of WORDS that it names are used, the others are listed.
 
     layout: "bthd" [B, T, H, D] or "bhtd" [B, H, T, D] of q, k, v and the output; lse [B, T, H] or [B, H, T] in either.
@@ -63,13 +63,14 @@ def adapt(function: Callable[..., Any], *, layout: str = "bthd", name: str = "")
     foci's own masks where the annotation says so. Causal: `causal` is bottom-right, as flash-attn documents it;
     `is_causal` leaves open what it means for T != S (torch: top-left), so only T == S is asked of it; with `align` both
     are. A second output, or `return_lse`, is the natural-log lse. Grouped heads, V != K and T != S are tested unless a
-    tiny call of the kind raises.
+    tiny call of the kind raises. `ranks`: how many share a call of it; then so are lengths and heads that these do not
+    share equally.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"adapt: layout must be 'bthd' or 'bhtd', got {layout!r}")
     convention = _convention(function, layout)
-    gives = _outputs(function, convention)
-    cannot = _probe(function, convention)
+    gives = _outputs(function, convention, ranks)
+    cannot = _probe(function, convention, ranks)
 
     def call(inputs: Inputs) -> Outputs:
         args, kwargs = _deliver(convention, inputs)
@@ -77,7 +78,9 @@ def adapt(function: Callable[..., Any], *, layout: str = "bthd", name: str = "")
 
     def refuses(case: Case) -> list[str]:
         inputs = case.make(torch.float32, torch.device("cpu"), 0)
-        found = [reason for kind, reason in cannot.items() if _is(kind, inputs)]
+        found = [reason for kind, reason in cannot.items() if _is(kind, inputs, ranks)]
+        if inputs.get("dropout") and not convention.objects:
+            found.append("dropout: its random stream is its own")
         try:
             _deliver(convention, inputs)
         except _Cannot as reason:
@@ -134,15 +137,19 @@ def _takes_masks(function: Callable[..., Any], word: str | None) -> bool:
     return any(isinstance(option, type) and issubclass(option, Mask) for option in (hint, *typing.get_args(hint)))
 
 
-def _tiny(T: int = 3, S: int = 3, H: int = 2, G: int = 2, V: int = 4) -> dict[str, Any]:
+def _tiny(ranks: int, **other: int) -> dict[str, Any]:
+    """A small problem that so many ranks share equally, but for other sizes."""
+    T, H = (3, 2) if ranks == 1 else (2 * ranks, ranks)
+    sizes = {"T": T, "S": other.get("T", T), "H": H, "G": other.get("H", H), "V": 4} | other
+    T, S, H, G, V = (sizes[name] for name in "TSHGV")
     return {"q": torch.ones(1, T, H, 4), "k": torch.ones(1, S, G, 4), "v": torch.ones(1, S, G, V)}
 
 
-def _outputs(function: Callable[..., Any], convention: Convention) -> tuple[str, ...]:
+def _outputs(function: Callable[..., Any], convention: Convention, ranks: int) -> tuple[str, ...]:
     """("out", "lse") when it gives both, else ("out",); what is wrong with a return is for the laws to say."""
     if "lse" in convention.words:
         return "out", "lse"
-    args, kwargs = _deliver(convention, _tiny())
+    args, kwargs = _deliver(convention, _tiny(ranks))
     try:
         result = function(*args, **kwargs)
     except Exception:
@@ -151,30 +158,49 @@ def _outputs(function: Callable[..., Any], convention: Convention) -> tuple[str,
     return ("out", "lse") if pair and result[1].dim() == 3 else ("out",)
 
 
-KINDS = {"grouped heads (H != G)": {"H": 4}, "V != K": {"V": 6}, "T != S": {"S": 5}}
+GROUPED, WIDTH, CROSS = "grouped heads (H != G)", "V != K", "T != S"
+LENGTHS, HEADS = "lengths that the ranks do not share equally", "heads that the ranks do not share equally"
+FEW = "fewer key heads than ranks"
 
 
-def _probe(function: Callable[..., Any], convention: Convention) -> dict[str, str]:
-    """The kinds of problem, not named by any keyword, that a tiny call shows to be refused."""
-    found = {}
-    for kind, sizes in KINDS.items():
-        args, kwargs = _deliver(convention, _tiny(**sizes))
-        try:
-            function(*args, **kwargs)
-        except Exception as error:
-            found[kind] = f"{kind}: it raises {type(error).__name__}"
-    plain = _deliver(convention, _tiny())
+def _kinds(ranks: int) -> dict[str, dict[str, int]]:
+    """Kinds of problem that no keyword tells, by the sizes of a small one."""
+    if ranks == 1:
+        return {GROUPED: {"H": 4, "G": 2}, WIDTH: {"V": 6}, CROSS: {"S": 5}}
+    own = {GROUPED: {"H": 2 * ranks, "G": ranks}, WIDTH: {"V": 6}, CROSS: {"S": 4 * ranks}}
+    return own | {LENGTHS: {"T": 2 * ranks + 1}, HEADS: {"H": ranks + 1}, FEW: {"G": 1}}
+
+
+def _probe(function: Callable[..., Any], convention: Convention, ranks: int) -> dict[str, str]:
+    """The kinds of problem, not named by any keyword, that a tiny call shows to be refused.
+
+    A call that loses ranks is no refusal.
+    """
+    plain = _deliver(convention, _tiny(ranks))
     try:
         function(*plain[0], **plain[1])
     except Exception:
         return {}  # broken altogether: then these say nothing
+    found = {}
+    for kind, sizes in _kinds(ranks).items():
+        args, kwargs = _deliver(convention, _tiny(ranks, **sizes))
+        try:
+            function(*args, **kwargs)
+        except Exception as error:
+            if not getattr(error, "sentence", False):
+                found[kind] = f"{kind}: it raises {type(error.__cause__ or error).__name__}"
     return found
 
 
-def _is(kind: str, inputs: Inputs) -> bool:
+def _is(kind: str, inputs: Inputs, ranks: int) -> bool:
     q, k, v = (inputs[name].shape for name in ("q", "k", "v"))
-    place = list(KINDS).index(kind)
-    return bool((q[-2] != k[-2], v[-1] != q[-1], q[1] != k[1])[place]) if len(q) == 4 else False
+    if len(q) != 4:
+        return False
+    present = {
+        GROUPED: q[2] != k[2], WIDTH: v[3] != q[3], CROSS: q[1] != k[1], FEW: k[2] % ranks != 0 and k[2] != q[2],
+        LENGTHS: q[1] % (2 * ranks) != 0 or k[1] % (2 * ranks) != 0, HEADS: q[2] % ranks != 0,
+    }  # fmt: skip
+    return present[kind]
 
 
 def _deliver(convention: Convention, inputs: Inputs) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
@@ -184,8 +210,6 @@ def _deliver(convention: Convention, inputs: Inputs) -> tuple[tuple[Tensor, ...]
     q, k, v = (inputs[name] for name in ("q", "k", "v"))
     rest = {n: x for n, x in inputs.items() if n not in ("q", "k", "v", "mask") and x is not None}
     mask = inputs.get("mask")
-    if rest.get("dropout") and not convention.objects:
-        raise _Cannot("dropout: its random stream is its own")
     if "gqa" in words and k.shape[2] != q.shape[2]:
         kwargs[words["gqa"]] = True
     if "lse" in words:

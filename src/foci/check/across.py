@@ -1,0 +1,48 @@
+"""A parallel function as a Candidate: the laws that are asked of it, and what is said of those that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from foci.check.laws import Law
+from foci.check.ranks import Ranks
+from foci.check.run import Report, examine
+from foci.check.where import NOTHING, Detective, Stories
+from foci.core.spec import Candidate, Spec
+
+LAWS = (
+    "shapes and dtypes", "forward", "logarithm", "gradients", "gradients through the logarithm",
+    "cut and merge", "packed = separate", "causality", "batch slot", "same bits twice", "any length",
+    "inputs untouched",
+)  # fmt: skip
+LEFT_OUT = (
+    "gradcheck: gradients are compared with the true ones; fake tensors, memory, custom ops, compiled, autocast, bad "
+    "input: these laws look into one process, ask them of what each rank computes, without --world"
+)
+
+
+def examine_ranks(
+    spec: Spec,
+    ranks: Ranks,
+    candidate: Candidate,
+    *,
+    stories: Stories = NOTHING,
+    dtypes: tuple[torch.dtype, ...] | None = None,
+    only: Iterable[str] | None = None,
+    more: Sequence[Law] = (),
+    progress: Callable[[str], None] = lambda step: None,
+) -> Report:
+    """Ask a parallel function, as a candidate that calls `ranks`, the laws that whole tensors can ask.
+
+    Ranks are processes already, so this one asks: what dies or hangs there is started anew. `stories`: the wrong
+    outputs that a fault is recognised by. `more`: laws beside LAWS, which `only` may name too.
+    """
+    told = replace(candidate, not_tested=(*candidate.not_tested, LEFT_OUT))
+    detective = Detective(ranks, stories)
+    wanted = [*LAWS, *(law.name for law in more)] if only is None else only
+    return examine(
+        spec, told, dtypes=dtypes, only=wanted, isolated=False, progress=progress, detective=detective, more=more
+    )
