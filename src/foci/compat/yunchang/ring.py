@@ -34,7 +34,7 @@ class RingFunction(torch.autograd.Function):
             base, other = cls.__mro__[1].__name__, "backward" if own == ["forward"] else "forward"
             raise TypeError(
                 f"{cls.__name__} overrides {own[0]} of {base} and keeps its {other}, which belongs to another "
-                f"{own[0]}, counts other arguments and reads what was never saved: gradients would be wrong or missing; "
+                f"{own[0]} and reads what that saved: gradients would be wrong or missing; "
                 f"override both, or call {base}.apply from a function of your own"
             )
 
