@@ -150,6 +150,16 @@ def test_ranks_with_other_noise_are_told(worlds: Worlds) -> None:
         worlds(2).run(other_noise)
 
 
+def other_weights() -> None:
+    small = build("dit", seed=torch.distributed.get_rank())
+    install(small.model, make_mesh(ring=2))
+
+
+def test_ranks_with_other_weights_are_told(worlds: Worlds) -> None:
+    with pytest.raises(Disagreement, match="weights"):
+        worlds(2).run(other_weights)
+
+
 def wrong_plan() -> None:
     small = build("wan")
     plan = plan_for(small.model)

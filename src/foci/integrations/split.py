@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -62,14 +63,21 @@ class SplitHandle:
         Each rank's gradient is a share, of every parameter alike. Call it once behind each backward. Raises
         Disagreement when ranks have gradients of different parameters.
         """
-        with_gradient = {name: p for name, p in self.model.named_parameters() if p.grad is not None}
-        self._ranks.whole.agree("sum_gradients", {"parameters with a gradient": [*with_gradient]})
-        for dtype in dict.fromkeys(p.grad.dtype for p in with_gradient.values() if p.grad is not None):
-            grads = [p.grad for p in with_gradient.values() if p.grad is not None and p.grad.dtype == dtype]
-            with Doing(self._ranks.whole, "sum_gradients", "backward") as doing:
-                summed = all_reduce(torch.cat([grad.flatten() for grad in grads]), doing)
-            for grad, part in zip(grads, summed.split([grad.numel() for grad in grads]), strict=True):
-                grad.copy_(part.view_as(grad))
+        with_gradient = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        for name, summed in self.sum_shares(with_gradient).items():
+            with_gradient[name].copy_(summed)
+
+    def sum_shares(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same tensors summed over the ranks: gradients of parameters that `torch.autograd.grad` gave."""
+        self._ranks.whole.agree("sum_shares", {"names": [*gradients]})
+        summed: dict[str, Tensor] = {}
+        for dtype in dict.fromkeys(grad.dtype for grad in gradients.values()):
+            some = {name: grad for name, grad in gradients.items() if grad.dtype == dtype}
+            with Doing(self._ranks.whole, "sum_shares", "backward") as doing:
+                flat = all_reduce(torch.cat([grad.flatten() for grad in some.values()]), doing)
+            parts = flat.split([grad.numel() for grad in some.values()])
+            summed |= {name: part.view_as(grad) for (name, grad), part in zip(some.items(), parts, strict=True)}
+        return summed
 
     def restore(self) -> None:
         """The model as it was: no hook of ours, every processor the very object it was."""
@@ -107,8 +115,8 @@ def install(
     lets foci choose.
 
     Raises SplitError naming the tensor that a plan left unsplit, Unsupported for a model without plan or with attention
-    that cannot be routed, ValueError for a plan that does not fit; Disagreement, when it is called, on ranks that give
-    it different inputs.
+    that cannot be routed, ValueError for a plan that does not fit; Disagreement for other weights on other ranks, and,
+    when the model is called, for other inputs.
     """
     if plan is None and inputs is not None and not any(base.__name__ in PLANS for base in type(model).__mro__):
         plan = infer(model, inputs)
@@ -116,7 +124,8 @@ def install(
     ranks = _Ranks(sequence_mesh(mesh))
     if inputs is not None:
         check(model, inputs, plan, size=max(2, ranks.size), text=text)
-    ranks.whole.agree("split", {"model": type(model).__name__, "plan": plan, "text": text, "backend": backend})
+    same = {"model": type(model).__name__, "plan": plan, "text": text, "backend": backend}
+    ranks.whole.agree("split", same | {"weights": _weights(model)})
     return SplitHandle(model, plan, hook(model, plan, ranks, text, backend), ranks)
 
 
@@ -205,6 +214,16 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
         return grads[0] / ctx.size, None
+
+
+def _weights(model: nn.Module) -> str:
+    """A sum of each parameter's bits, exact whatever the order: ranks that drew their own weights differ in it."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, parameter in model.named_parameters():
+        if type(parameter) is nn.Parameter and not parameter.is_meta:  # of what is sharded each rank has its own
+            words = parameter.detach().contiguous().flatten().view(torch.uint8)
+            digest.update(f"{name} {words.sum(dtype=torch.int64).item()}".encode())
+    return digest.hexdigest()
 
 
 def _runs(first: int, stop: int, size: int) -> list[tuple[int, int]]:
