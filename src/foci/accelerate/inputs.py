@@ -132,6 +132,21 @@ def _unet(config: Any, noise: Any, scale: int) -> dict[str, Any]:
     return inputs
 
 
+def _video(config: Any, noise: Any, scale: int) -> dict[str, Any]:
+    frames, side = 2, 4 * scale
+    return {
+        "hidden_states": noise(2, config["in_channels"], frames, side, side),
+        "timestep": torch.tensor([300, 700]),
+        "encoder_hidden_states": noise(2, 10, config.get("text_dim") or config["text_embed_dim"]),
+    }
+
+
+def _hunyuan(config: Any, noise: Any, scale: int) -> dict[str, Any]:
+    inputs = _video(config, noise, scale)
+    inputs |= {"encoder_attention_mask": _padded(10), "pooled_projections": noise(2, config["pooled_projection_dim"])}
+    return inputs | ({"guidance": torch.full((2,), 6000.0)} if config.get("guidance_embeds") else {})
+
+
 _DIFFUSERS: Mapping[str, Make] = {
     "FluxTransformer2DModel": _flux,
     "SD3Transformer2DModel": _sd3,
@@ -139,4 +154,6 @@ _DIFFUSERS: Mapping[str, Make] = {
     "SanaTransformer2DModel": _captioned,
     "DiTTransformer2DModel": _dit,
     "UNet2DConditionModel": _unet,
+    "WanTransformer3DModel": _video,
+    "HunyuanVideoTransformer3DModel": _hunyuan,
 }

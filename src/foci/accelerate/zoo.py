@@ -298,6 +298,25 @@ NAMES: dict[str, Callable[[], Subject]] = {
             "norm_num_groups": 1, "use_additional_conditions": False,
         },
     ),
+    "wan": _random(
+        "wan",
+        "diffusers",
+        "WanTransformer3DModel",
+        {
+            "num_attention_heads": 4, "attention_head_dim": 24, "in_channels": 4, "out_channels": 4, "text_dim": 24,
+            "freq_dim": 32, "ffn_dim": 192, "num_layers": 3, "rope_max_seq_len": 32,
+        },
+    ),
+    "hunyuan-video": _random(
+        "hunyuan-video",
+        "diffusers",
+        "HunyuanVideoTransformer3DModel",
+        {
+            "in_channels": 4, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 24, "num_layers": 2,
+            "num_single_layers": 2, "num_refiner_layers": 1, "text_embed_dim": 24, "pooled_projection_dim": 12,
+            "rope_axes_dim": (8, 8, 8),
+        },
+    ),
     "unet": _random(
         "unet",
         "diffusers",
