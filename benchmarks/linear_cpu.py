@@ -1,7 +1,7 @@
 """Linear attention, the delta rule and the scans on the CPU against transformers' torch code and FLA's naive chunks.
 
-    python benchmarks/linear_cpu.py [--threads 1 2] [--only gdn kda rate length scan compile] [--rounds 9] [--quick]
-                                    [--fla fla_core-*.whl] [--out FILE.json]
+    python benchmarks/linear_cpu.py [--threads 1 2] [--only gdn kda rate native length scan compile] [--rounds 9]
+                                    [--quick] [--fla fla_core-*.whl] [--out FILE.json]
 
 One process, ours and theirs in turn; results must agree before they are timed. Every line prints the ratio it measured
 beside its goal. Machines are noisy: read the ratios, not the milliseconds, and measure on an idle one. --quick shows
@@ -29,6 +29,7 @@ from foci.bench.measure import Sample, Way, interleave, ratio
 from foci.bench.memory import peak_memory
 from foci.check.compare import RECURRENT, difference, rms
 from foci.core.device import machine
+from foci.core.select import choose
 from foci.ops import SPECS
 
 Inputs = dict[str, Any]
@@ -205,7 +206,8 @@ def kda(bench: Bench) -> None:
 
     spec = SPECS["delta"]
     assert spec.bind is not None
-    call, backend = spec.bind(**channel), spec.backend("chunked").load()  # an op is opaque, its scratch would not show
+    call = spec.bind(**channel)
+    backend = choose(spec, call).load()  # an op is opaque, its scratch would not show; C++ has a chunk's a thread
     cpu = torch.device("cpu")
     ours = peak_memory(lambda: backend.forward(call), cpu)
     theirs = peak_memory(forward(peers(bench, KDA)["transformers"], channel), cpu)
@@ -292,6 +294,25 @@ def rate(bench: Bench) -> None:
         bench.cost(f"{kind.name}, float32 T={T}: forward+backward / forward", both, "both", "forward", 4.0)
 
 
+def native(bench: Bench) -> None:
+    """What the compiled backend is worth beside `chunked`: B1 H8 D128, and Mamba's scan."""
+    T = bench.size(2048, 256)
+    problems: list[tuple[str, Run, Inputs]] = [
+        (kind.name, functools.partial(kind.function), kind.problem(1, T, 8, 128))
+        for kind in (SIMPLE_GLA, GLA, DELTA, GDN, KDA)
+    ]
+    problems.append(("selective scan", foci.selective_scan, mamba_problem(bench.size(1536, 128), T)))
+    for name, function, inputs in problems:
+        ways = {b: functools.partial(_first, function, b) for b in ("native", "chunked")}
+        for stage in STAGES if name != "selective scan" else ("forward",):
+            _pair(bench, f"{name} T={T}", stage, ways, inputs, 1.5)
+
+
+def _first(function: Callable[..., Any], backend: str, **inputs: Tensor) -> Tensor:
+    out: Tensor = function(**inputs, backend=backend)[0]
+    return out
+
+
 def length(bench: Bench) -> None:
     """B1 H8 D128: time grows as T does, and is below softmax attention's from T = 2k up."""
     first, longest, crossing = (128, 512, 256) if bench.quick else (1024, 65536, 2048)
@@ -331,11 +352,14 @@ def scan(bench: Bench) -> None:
     # A backward of theirs fills a tensor of all tokens' states for each token, so it is asked for fewer of them.
     D, lengths = bench.size(1536, 128), (bench.size(1024, 64), bench.size(256, 32))
     for stage, T in zip(STAGES, lengths, strict=True):
-        inputs = {name: torch.randn(1, T, size) for name, size in (("x", D), ("dt", D), ("B", 16), ("C", 16))}
-        inputs["dt"] = torch.nn.functional.softplus(inputs["dt"] - 4)
-        inputs["A"] = -torch.arange(1.0, 17).repeat(D, 1)
-        _pair(bench, f"Mamba T={T}", stage, {"ours": ours, "token loop": by_token}, inputs, 5.0)
+        _pair(bench, f"Mamba T={T}", stage, {"ours": ours, "token loop": by_token}, mamba_problem(D, T), 5.0)
     _ssd(bench)
+
+
+def mamba_problem(D: int, T: int) -> Inputs:
+    inputs = {name: torch.randn(1, T, size) for name, size in (("x", D), ("dt", D), ("B", 16), ("C", 16))}
+    inputs["dt"] = torch.nn.functional.softplus(inputs["dt"] - 4)
+    return inputs | {"A": -torch.arange(1.0, 17).repeat(D, 1)}
 
 
 def _ssd(bench: Bench) -> None:
@@ -389,7 +413,7 @@ def compiled(bench: Bench) -> None:
 
 
 FIGURES: dict[str, Callable[[Bench], None]] = {
-    "gdn": gdn, "kda": kda, "rate": rate, "length": length, "scan": scan, "compile": compiled,
+    "gdn": gdn, "kda": kda, "rate": rate, "native": native, "length": length, "scan": scan, "compile": compiled,
 }  # fmt: skip
 
 
