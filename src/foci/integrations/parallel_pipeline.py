@@ -15,6 +15,7 @@ from foci.core.errors import Unsupported
 from foci.integrations import parallel_cfg, parallel_rows, parallel_vae, pipefusion, split
 from foci.integrations.mesh import DIMS, degrees_of
 from foci.integrations.pipefusion_stage import FAMILIES
+from foci.integrations.split_plan import SplitPlan
 from foci.ops.softmax.api import attention
 from foci.parallel.group import Group, Traffic
 
@@ -68,6 +69,7 @@ def install(
     pipeline: Any,
     mesh: DeviceMesh,
     *,
+    plan: SplitPlan | None = None,
     patches: int | None = None,
     warmup: int = 1,
     calls: int = 1,
@@ -79,7 +81,7 @@ def install(
 
     "data" cuts the batch's rows, "cfg" the branches of guidance, "pipe" the blocks (PipeFusion, with `patches`,
     `warmup` and `calls`: approximate after the warm-up, all else is exact), "ulysses" and "ring" the tokens (with
-    `text` and `inputs`: see `split.install`). A dimension of one rank does nothing. All ranks run the same pipeline and
+    `plan`, `text` and `inputs`: see `split.install`). A dimension of one rank does nothing. All ranks run the same pipeline and
     get the same pictures. A collective call; for sampling.
 
     Raises what the parts raise; nothing is changed then. A VAE that cannot be split is left, with the reason.
@@ -96,7 +98,7 @@ def install(
             if tokens > 1:
                 # A patch's queries meet all tokens that ranks hold, wherever: so text is cut like the picture.
                 how = "split" if "pipe" in groups and text == "auto" and _has_text(model) else text
-                splitting = split.install(model, mesh, text=how, inputs=inputs)
+                splitting = split.install(model, mesh, plan, text=how, inputs=inputs)
                 spread.handles[f"{name}: tokens"], op = splitting, splitting.attention
             if "pipe" in groups:
                 spread.handles[f"{name}: pipe"] = pipefusion.install(
