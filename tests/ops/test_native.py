@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,13 +37,14 @@ def test_why_it_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "AVX2" in refusal(monkeypatch, torch.backends.cpu, "get_cpu_capability", "DEFAULT")
 
 
-def test_a_compiler_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils import cpp_extension
 
     def fails(*args: object, **kwargs: object) -> None:
         raise RuntimeError("Error building extension\nlong log")
 
     monkeypatch.setattr(cpp_extension, "load", fails)
+    monkeypatch.setattr(cpp_extension, "get_default_build_root", lambda: str(tmp_path))
     native._build.cache_clear()
     try:
         assert native._build() == "it could not be built: Error building extension"

@@ -10,8 +10,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import os
 import platform
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -111,18 +113,32 @@ def _build() -> ctypes.CDLL | str:
             return f"there is no {tool} to build it with"
     from torch.utils import cpp_extension
 
-    sources = sorted(_HERE.glob("native*.cpp")) + sorted(_HERE.glob("native*.h"))
+    sources = sorted([*_HERE.glob("native*.cpp"), *_HERE.glob("native*.h")])
     text = " ".join(flags) + "".join(source.read_text() for source in sources)
+    name = f"foci_recurrences_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    ready = Path(cpp_extension.get_default_build_root()) / f"{name}.so"
     try:
-        path = cpp_extension.load(
-            f"foci_recurrences_{hashlib.sha256(text.encode()).hexdigest()[:12]}",
-            [str(_HERE / "native.cpp")],
-            extra_cflags=["-O3", "-std=c++17", "-fopenmp", "-mfma", "-mf16c", *flags],
-            is_python_module=False,
-        )
+        if not ready.exists():
+            _compile(name, flags, ready)
+        return ctypes.CDLL(str(ready))
     except (RuntimeError, OSError) as error:
         return f"it could not be built: {str(error).splitlines()[0]}"
-    return ctypes.CDLL(str(path))
+
+
+def _compile(name: str, flags: list[str], ready: Path) -> None:
+    """Build in a place of this process's own and move it there whole: a build that is killed leaves no lock behind."""
+    from torch.utils import cpp_extension
+
+    ready.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ready.parent) as place:
+        made = cpp_extension.load(
+            name,
+            [str(_HERE / "native.cpp")],
+            extra_cflags=["-O3", "-std=c++17", "-fopenmp", "-mfma", "-mf16c", *flags],
+            build_directory=place,
+            is_python_module=False,
+        )
+        os.replace(str(made), ready)
 
 
 def kept(call: Any) -> Output:
