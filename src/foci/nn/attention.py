@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from foci.core.errors import ShapeError, Unsupported
 from foci.nn.cache import Cache, LayerCache
+from foci.nn.operators import ALONE
 from foci.nn.parts import RMSNorm, rotary
 from foci.ops.masks import Causal, Dense, Mask, Packed, Window
-from foci.ops.softmax.api import attention
 
 
 class Attention(nn.Module):
@@ -27,6 +27,8 @@ class Attention(nn.Module):
     [hidden_size, H K]; with qk_norm q_norm.weight and k_norm.weight [K]; with sink sinks [H].
     Papers: Vaswani et al. 2017 (arXiv 1706.03762); GQA (2305.13245); RoPE (2104.09864); qk-norm (2010.04245).
     """
+
+    operators = ALONE
 
     def __init__(
         self,
@@ -91,6 +93,7 @@ class Attention(nn.Module):
         return _pick(y, order.argsort(1)).masked_fill(~mask[..., None], 0)
 
     def _check(self, hidden: Tensor, mask: Tensor | None, offsets: Tensor | None, cache: Cache | None) -> None:
+        self.operators.allow("Attention", mask)
         if hidden.dim() != 3 or hidden.shape[2] != self.q_proj.in_features:
             raise ShapeError(
                 f"Attention: hidden has shape {list(hidden.shape)}; expected [B, T, {self.q_proj.in_features}]"
@@ -117,22 +120,22 @@ class Attention(nn.Module):
 
     def _attend(self, x: Tensor, memory: LayerCache | None, lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
         """Heads merged, [B, T, H K]. lengths [B]: the real tokens of each row, which are its last ones."""
-        T = x.shape[1]
+        start, T = self.operators.span(x.shape[1])
         q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        past, total = _real(memory, lengths, x)
+        past, total = _real(memory, lengths, T)
         if self.rope_base is not None:
-            positions = _positions(past, total, offsets, x)
+            positions = _positions(past, total, offsets, start, x)
             q, k = (rotary(part, positions, base=self.rope_base) for part in (q, k))
         if memory is not None:
             last = None if self.window is None else self.window - 1
-            k, v = (_remember(memory, name, new, last, past, lengths) for name, new in (("k", k), ("v", v)))
+            k, v = (self._remember(memory, name, new, last, past, lengths) for name, new in (("k", k), ("v", v)))
             memory.seen += T
             if isinstance(total, Tensor):
                 memory["length"] = total
         mask, sink = self._mask(T, k, total, offsets), None if self.sinks is None else self.sinks.to(v.dtype)
-        out = attention(q, k, v, mask=mask, softcap=self.softcap, sink=sink, backend=self.backend)
+        out = self.operators.attention(q, k, v, mask=mask, softcap=self.softcap, sink=sink, backend=self.backend)
         return out.flatten(2)
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -154,6 +157,28 @@ class Attention(nn.Module):
             mask = part if mask is None else mask & part
         return mask
 
+    def _remember(
+        self,
+        memory: LayerCache,
+        name: str,
+        new: Tensor,
+        last: int | None,
+        past: int | Tensor,
+        lengths: Tensor | None,
+    ) -> Tensor:
+        """The kept keys or values and the new ones behind them, rows ending together."""
+        if lengths is None or name not in memory:
+            return self.operators.remember(memory, name, new, last)
+        # The padding at the front of the new tokens would be a gap between old and new.
+        held = memory[name].shape[1]
+        assert isinstance(past, Tensor)
+        slot = torch.arange(held + new.shape[1], device=new.device)
+        first = torch.where(slot < held, held - past[:, None], held + new.shape[1] - lengths[:, None])
+        order = (slot >= first).long().argsort(stable=True, dim=1)
+        whole = _pick(torch.cat([memory[name], new], 1), order)
+        memory[name] = whole if last is None else whole[:, max(whole.shape[1] - last, 0) :]
+        return whole
+
 
 def _pick(x: Tensor, order: Tensor) -> Tensor:
     """Tokens of every row in the order given: x [B, S, ...], order [B, S]."""
@@ -161,7 +186,7 @@ def _pick(x: Tensor, order: Tensor) -> Tensor:
     return x[rows, order]
 
 
-def _real(memory: LayerCache | None, lengths: Tensor | None, x: Tensor) -> tuple[int | Tensor, int | Tensor]:
+def _real(memory: LayerCache | None, lengths: Tensor | None, T: int) -> tuple[int | Tensor, int | Tensor]:
     """Real tokens before and after this call: a number while all rows have as many, else one a row [B]."""
     past: int | Tensor = 0
     if memory is not None:
@@ -169,32 +194,15 @@ def _real(memory: LayerCache | None, lengths: Tensor | None, x: Tensor) -> tuple
     if lengths is not None:
         past = past + torch.zeros_like(lengths)
         return past, past + lengths
-    return past, past + x.shape[1]
+    return past, past + T
 
 
-def _positions(past: int | Tensor, total: int | Tensor, offsets: Tensor | None, x: Tensor) -> Tensor:
+def _positions(past: int | Tensor, total: int | Tensor, offsets: Tensor | None, start: int, x: Tensor) -> Tensor:
     """The place of each token among its row's (or document's) real ones: [T] or [B, T]. Padding's is arbitrary."""
-    token = torch.arange(x.shape[1], device=x.device)
+    token = torch.arange(start, start + x.shape[1], device=x.device)
     if offsets is not None:
         document = torch.searchsorted(offsets[1:].to(token), token, right=True)
         return token - offsets.to(token)[document]
     if isinstance(total, Tensor):
         return (total[:, None] - x.shape[1]) + token
     return past + token
-
-
-def _remember(
-    memory: LayerCache, name: str, new: Tensor, last: int | None, past: int | Tensor, lengths: Tensor | None
-) -> Tensor:
-    """The kept keys or values and the new ones behind them, rows ending together."""
-    if lengths is None or name not in memory:
-        return memory.append(name, new, last)
-    # The padding at the front of the new tokens would be a gap between old and new.
-    held = memory[name].shape[1]
-    assert isinstance(past, Tensor)
-    slot = torch.arange(held + new.shape[1], device=new.device)
-    first = torch.where(slot < held, held - past[:, None], held + new.shape[1] - lengths[:, None])
-    order = (slot >= first).long().argsort(stable=True, dim=1)
-    whole = _pick(torch.cat([memory[name], new], 1), order)
-    memory[name] = whole if last is None else whole[:, max(whole.shape[1] - last, 0) :]
-    return whole

@@ -132,8 +132,10 @@ class ShortConvolution(nn.Module):
     """y[t] = act(sum_j weight[:, 0, j] x[t - size + 1 + j] + bias): depthwise, causal, a few tokens wide.
 
     State: weight [channels, 1, size] (bias [channels] where asked for), as nn.Conv1d has them. activation: "silu" or
-    None. Summed in float32 (float64 for float64).
+    None. Summed in float32 (float64 for float64). `history` finds the tokens before: another one over ranks.
     """
+
+    history = staticmethod(history)
 
     def __init__(
         self,
@@ -162,7 +164,7 @@ class ShortConvolution(nn.Module):
 
         tail: of the tokens before; zeros by default. offsets, lengths: as `history` has them.
         """
-        joined, own, tail = history(x, self.size - 1, tail=tail, offsets=offsets, lengths=lengths)
+        joined, own, tail = self.history(x, self.size - 1, tail=tail, offsets=offsets, lengths=lengths)
         y = self._over(joined)
         return y if own is None else y[:, own], tail
 

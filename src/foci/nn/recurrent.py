@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from foci.core.errors import ShapeError
 from foci.core.spec import accumulator
 from foci.nn.cache import Cache, LayerCache
-from foci.nn.parts import ShortConvolution, history
-from foci.ops.decay.api import linear_attention, linear_attention_step
-from foci.ops.delta.api import delta_rule, delta_rule_step
+from foci.nn.operators import ALONE, Operators
+from foci.nn.parts import ShortConvolution
+from foci.ops.decay.api import linear_attention_step
+from foci.ops.delta.api import delta_rule_step
 
 
 class Tokens:
@@ -24,9 +25,15 @@ class Tokens:
     """
 
     def __init__(
-        self, hidden: Tensor, mask: Tensor | None, offsets: Tensor | None, held: LayerCache | None, backend: str | None
+        self,
+        hidden: Tensor,
+        mask: Tensor | None,
+        offsets: Tensor | None,
+        held: LayerCache | None,
+        backend: str | None,
+        operators: Operators = ALONE,
     ) -> None:
-        self.offsets, self.held, self.backend = offsets, held, backend
+        self.offsets, self.held, self.backend, self.operators = offsets, held, backend, operators
         self.B, self.T = hidden.shape[:2]
         self.rows = self.B if offsets is None else offsets.shape[0] - 1
         self.device = hidden.device
@@ -56,7 +63,9 @@ class Tokens:
 
     def previous(self, name: str, x: Tensor) -> Tensor:
         """[B,T,C]: the token before each one, zero before the first."""
-        joined, own, tail = history(x, 1, tail=self._kept(name), offsets=self.offsets, lengths=self.lengths)
+        joined, own, tail = self.operators.history(
+            x, 1, tail=self._kept(name), offsets=self.offsets, lengths=self.lengths
+        )
         self._keep(name, tail)
         return joined[:, :-1] if own is None else joined[:, own]
 
@@ -65,9 +74,10 @@ class Tokens:
         before = self._kept("positions")
         if before is None:
             before = torch.zeros(self.rows, dtype=torch.long, device=self.device)
-        token = torch.arange(self.T, device=self.device)
+        start, total = self.operators.span(self.T)
+        token = torch.arange(start, start + self.T, device=self.device)
         if self.offsets is None:
-            self._keep("positions", before + (self.T if self.lengths is None else self.lengths))
+            self._keep("positions", before + (total if self.lengths is None else self.lengths))
             return before[:, None] + token
         self._keep("positions", before + self.offsets.diff())
         return (token + (before - self.offsets[:-1])[torch.searchsorted(self.offsets[1:], token, right=True)])[None]
@@ -92,7 +102,7 @@ class Tokens:
             return linear_attention_step(
                 q[:, 0], k[:, 0], v[:, 0], state, log_decay=g, bonus=bonus, scale=scale
             )[:, None]  # fmt: skip
-        out, state = linear_attention(
+        out, state = self.operators.linear_attention(
             q, k, v, log_decay=log_decay, bonus=bonus, scale=scale, state=state, offsets=self.offsets,
             return_state=self.held is not None, backend=self.backend,
         )  # fmt: skip
@@ -106,7 +116,7 @@ class Tokens:
         if state is not None and self._steps(state):
             g = None if log_decay is None else log_decay[:, 0]
             return delta_rule_step(q[:, 0], k[:, 0], v[:, 0], beta[:, 0], state, log_decay=g)[:, None]
-        out, state = delta_rule(
+        out, state = self.operators.delta_rule(
             q, k, v, beta, log_decay=log_decay, state=state, offsets=self.offsets,
             return_state=self.held is not None, backend=self.backend,
         )  # fmt: skip
@@ -119,6 +129,7 @@ class Tokens:
         What a backward may still need is never changed: what is kept of a call with gradients belongs to its graph.
         """
         alone = self.T == 1 and self.offsets is None and self.real is None and self.backend is None
+        alone = alone and self.operators.whole
         return alone and not torch.is_grad_enabled() and not kept.requires_grad
 
     def _still(self, log_decay: Tensor | None) -> Tensor | None:
@@ -150,6 +161,7 @@ class Recurrent(nn.Module):
 
     conv_size = 0  # no short convolutions, unless the layer makes some
     output = "o_proj"
+    operators = ALONE
 
     def __init__(
         self,
@@ -199,10 +211,10 @@ class Recurrent(nn.Module):
             raise TypeError(f"{type(self).__name__}: cache is {cache!r}; expected a foci.nn.Cache")
         held = None if cache is None else cache.layer(self.layer_index)
         self._check(hidden, mask, offsets, held)
-        tokens = Tokens(hidden, mask, offsets, held, self.backend)
+        tokens = Tokens(hidden, mask, offsets, held, self.backend, self.operators)
         out = self.get_submodule(self.output)(self.mix(tokens.front(hidden), tokens).flatten(2))
         if held is not None:
-            held.seen += tokens.T
+            held.seen += self.operators.span(tokens.T)[1]
         return tokens.back(out)
 
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
@@ -236,6 +248,7 @@ class Recurrent(nn.Module):
         name = type(self).__name__
         if hidden.dim() != 3 or hidden.shape[2] != self.hidden_size:
             raise ShapeError(f"{name}: hidden has shape {list(hidden.shape)}; expected [B, T, {self.hidden_size}]")
+        self.operators.allow(name, mask)
         if mask is not None:
             if offsets is not None:
                 raise ValueError(

@@ -1,0 +1,131 @@
+"""halo: the few tokens before this rank's first one, for short convolutions over a sequence cut in runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foci.core.errors import ShapeError
+from foci.ops import arguments
+from foci.parallel.carries import Cut
+from foci.parallel.exchange import Doing, all_gather, gather, sum_scatter
+from foci.parallel.group import Group
+
+_NAME = "halo"
+
+
+class Halo(NamedTuple):
+    """What stands before this rank's tokens.
+
+    before [n, width, D]: of its rows, or of each document with tokens here. offsets [n + 1]: where those begin among
+    this rank's tokens, None for rows. tail [N, width, D]: the last tokens of every row or document of the whole, on
+    every rank.
+    """
+
+    before: Tensor
+    offsets: Tensor | None
+    tail: Tensor
+
+
+def halo(x: Tensor, width: int, group: Any, *, tail: Tensor | None = None, offsets: Tensor | None = None) -> Halo:
+    """The `width` tokens before this rank's x [B, T of this rank, D], the ranks holding runs of a sequence in order.
+
+    Differentiable. tail [N, width, D]: what stands before the first token of each row or document, the same on all
+    ranks (zeros by default). offsets [N + 1]: batch 1, documents end to end, of the whole; none sees another. Runs may
+    have any lengths, less than `width` and 0 too. Every rank sends its last `width` tokens to every other.
+
+    Raises ShapeError or ValueError for what does not fit, Disagreement where ranks differ, RankError when one fails.
+    """
+    group = Group.of(group)
+    doing = Doing(group, _NAME, "forward")
+    doing.work(_check, x, width, tail, offsets)
+    facts: dict[str, object] = {}
+    if doing.failure is None:
+        facts = {"width": width, "dtype": x.dtype, "rows and channels": (x.shape[0], x.shape[2]), "offsets": offsets}
+        facts |= {"tail": tail is not None, "gradient": x.requires_grad and torch.is_grad_enabled()}
+    lengths = [row[0] for row in doing.agree(facts, [x.shape[1] if doing.failure is None else 0])]
+    documents = arguments.documents(_NAME, offsets, sum(lengths))
+    cut = Cut(tuple(lengths), None if documents is None else tuple(documents))
+    rows = x.shape[0] if documents is None else len(documents)
+    first = x.new_zeros(rows, width, x.shape[2]) if tail is None else tail.to(x.dtype)
+    before, last = _Halo.apply(group, cut, x, first)
+    if documents is None:
+        return Halo(before, None, last)
+    runs = cut.runs(group.rank)
+    joined = [torch.cat([b, x[0, r.start : r.stop]]) for b, r in zip(before, runs, strict=True) if not r.leaves]
+    ended = torch.stack([each[each.shape[0] - width :] for each in joined]) if joined else before[:0]
+    counts = [sum(not run.leaves for run in cut.runs(rank)) for rank in range(group.size)]
+    ends = iter(torch.cat(gather(ended, [(n, width, x.shape[2]) for n in counts], group, _NAME)))
+    tails = [next(ends) if stop > start else first[n] for n, (start, stop) in enumerate(documents)]
+    places = torch.tensor([0, *(run.stop for run in runs)], device=x.device)
+    return Halo(before, places, torch.stack(tails) if tails else first)
+
+
+class _Halo(torch.autograd.Function):
+    """(before, tail) of rows, (before, nothing) of documents. Every rank goes back through it, used or not."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, cut: Cut, x: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.group, ctx.cut, ctx.shape, ctx.first = group, cut, x.shape, first.shape
+        width = first.shape[1]
+        with Doing(group, _NAME, "forward") as doing:
+            ends = all_gather(x[:, max(x.shape[1] - width, 0) :].contiguous(), _shapes(cut, x.shape, width), doing)
+        return _found(cut, group.rank, ends, first)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[None, None, Tensor, Tensor]:
+        group, cut, width = ctx.group, ctx.cut, ctx.first[1]
+        with torch.enable_grad():  # what stands where, by the way forward: it only moves numbers
+            shapes = [*_shapes(cut, ctx.shape, width), ctx.first]
+            *ends, first = (grads[0].new_zeros(shape, requires_grad=True) for shape in shapes)
+            made = _found(cut, group.rank, ends, first)
+            *parts, d_first = torch.autograd.grad(made, [*ends, first], grads, materialize_grads=True)
+        with Doing(group, _NAME, "backward") as doing:
+            mine = sum_scatter([part.contiguous() for part in parts], doing)
+        dx = mine.new_zeros(ctx.shape)
+        dx[:, ctx.shape[1] - mine.shape[1] :] = mine
+        return None, None, dx, d_first
+
+
+def _shapes(cut: Cut, shape: Sequence[int], width: int) -> list[tuple[int, int, int]]:
+    """Of the last tokens that every rank sends."""
+    return [(shape[0], min(width, n), shape[2]) for n in cut.lengths]
+
+
+def _found(cut: Cut, rank: int, ends: Sequence[Tensor], first: Tensor) -> tuple[Tensor, Tensor]:
+    """What stands before each run of this rank; of rows also the last tokens of the whole."""
+    here = cut.borders[rank]
+    befores = [_last(first, ends, cut, run.rows, here) if run.enters else first[run.rows] for run in cut.runs(rank)]
+    # New tensors, connected with what came in even where they are empty.
+    before = torch.cat([first[:0], *befores])
+    if cut.documents is not None:
+        return before, first[:0].clone()
+    return before, _last(first, ends, cut, slice(None), cut.borders[-1]).clone()
+
+
+def _check(x: Tensor, width: int, tail: Tensor | None, offsets: Tensor | None) -> None:
+    if x.dim() != 3:
+        raise ShapeError(f"{_NAME}: x has shape {list(x.shape)}; expected [B, T, D]")
+    if width < 0:
+        raise ValueError(f"{_NAME}: width must be at least 0, got {width}")
+    arguments.check_documents(_NAME, offsets, None, x.shape[0])
+    expected = [arguments.rows(offsets, x.shape[0]), width, x.shape[2]]
+    if tail is not None and list(tail.shape) != expected:
+        raise ShapeError(f"{_NAME}: tail has shape {list(tail.shape)}; expected [N, width, D] = {expected}")
+
+
+def _last(first: Tensor, ends: Sequence[Tensor], cut: Cut, rows: slice, stop: int) -> Tensor:
+    """As many tokens as `first` has before the place `stop` of the whole: of rows, or of the document under way."""
+    start = 0 if cut.documents is None else cut.documents[rows.start][0]
+    parts = [first[rows]]
+    for rank, end in enumerate(ends):
+        behind = cut.borders[rank + 1]
+        # Of this rank's last tokens those that belong to the document and stand before `stop`.
+        low, high = max(start, behind - end.shape[1]), min(stop, behind)
+        if low < high:
+            parts.append(end[:, low - behind + end.shape[1] : high - behind + end.shape[1]])
+    joined = torch.cat(parts, 1)
+    return joined[:, joined.shape[1] - first.shape[1] :]
