@@ -81,8 +81,8 @@ def install(
 
     "data" cuts the batch's rows, "cfg" the branches of guidance, "pipe" the blocks (PipeFusion, with `patches`,
     `warmup` and `calls`: approximate after the warm-up, all else is exact), "ulysses" and "ring" the tokens (with
-    `plan`, `text` and `inputs`: see `split.install`). A dimension of one rank does nothing. All ranks run the same pipeline and
-    get the same pictures. A collective call; for sampling.
+    `plan`, `text` and `inputs`: see `split.install`). A dimension of one rank does nothing. All ranks run the same
+    pipeline and get the same pictures. A collective call; for sampling.
 
     Raises what the parts raise; nothing is changed then. A VAE that cannot be split is left, with the reason.
     """
