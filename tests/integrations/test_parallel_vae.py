@@ -47,6 +47,22 @@ def video_vae() -> nn.Module:
     return seeded(AutoencoderKLWan, {**config, **scales, "temperal_downsample": [False, True, True]})
 
 
+def residual_vae() -> nn.Module:
+    """Wan 2.2's, whose blocks also repeat pixels past the convolutions."""
+    from diffusers import AutoencoderKLWan
+
+    config = {"base_dim": 4, "decoder_base_dim": 4, "z_dim": 4, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
+    scales = {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4, "is_residual": True}
+    return seeded(AutoencoderKLWan, {**config, **scales, "temperal_downsample": [False, True, True]})
+
+
+def qwen_vae() -> nn.Module:
+    from diffusers import AutoencoderKLQwenImage
+
+    config = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
+    return seeded(AutoencoderKLQwenImage, {**config, "temperal_downsample": [False, True, True]})
+
+
 def seeded(cls: Any, config: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module = cls(**config).eval().requires_grad_(False)
@@ -83,6 +99,8 @@ def decoded(build: Callable[[], nn.Module], shape: tuple[int, ...], dtype: torch
         (3, tiny_vae, (2, 4, 7, 5)),
         (2, video_vae, (1, 4, 3, 5, 4)),
         (3, video_vae, (1, 4, 2, 4, 3)),
+        (2, residual_vae, (1, 4, 3, 3, 2)),
+        (3, qwen_vae, (1, 4, 1, 5, 3)),
     ],
 )
 def test_equal_to_one_process(worlds: Worlds, size: int, build: Callable[[], nn.Module], shape: Any) -> None:

@@ -85,6 +85,12 @@ def install(vae: nn.Module, group: Any) -> DecodeHandle:
     return DecodeHandle(layers, rows, overrides)
 
 
+def _kind(module: nn.Module) -> str:
+    """The name of a layer's class; QwenImage's decoder is Wan's, class by class, under its own name."""
+    name = type(module).__name__
+    return f"Wan{name.removeprefix('QwenImage')}" if name.startswith("QwenImage") else name
+
+
 def _put(overrides: Overrides, module: nn.Module, run: Callable[..., Any]) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         return run(before, *args, **kwargs)
@@ -176,7 +182,7 @@ def _decode(
 
 def _exchanges(module: Any) -> list[tuple[nn.Module, Callable[..., Any]]]:
     """The layers in `module`, itself or its own, that need other ranks' rows, and what each then runs."""
-    kind = type(module).__name__
+    kind = _kind(module)
     if kind == "Conv2d" and module.kernel_size[0] > 1:
         return [(module, _conv2d)]
     if kind == "WanCausalConv3d" and module.kernel_size[1] > 1:
@@ -243,9 +249,9 @@ def _unknown(decoder: nn.Module) -> list[str]:
 
 def _reason(module: Any) -> str:
     """Why a layer cannot be run on some of the rows; empty when it can."""
-    kind = type(module).__name__
+    kind = _kind(module)
     if kind not in _LOCAL and kind not in _REACHING:
-        return f"it is a {kind}, of which it is not known what rows it reads"
+        return f"it is a {type(module).__name__}, of which it is not known what rows it reads"
     if kind in ("Conv2d", "WanCausalConv3d"):
         return _conv_reason(module)
     if kind == "Attention":
