@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from foci.parallel.inside import Inside
+from foci.core.errors import Unsupported
+from foci.parallel.inside import Inside, once_differentiable
 
 RUNS: list[str] = []
 
@@ -24,6 +25,7 @@ class Outer(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         found = iter(ctx.inside.gradients(grads, ctx.saved_tensors[1:]))
         return tuple(next(found) if need else None for need in ctx.needs_input_grad)
@@ -72,3 +74,13 @@ def test_no_path_is_no_gradient() -> None:
     x = torch.ones(2)
     assert torch.equal(inside.run(lambda each: (x + 1,), [x], [True])[0], x + 1)
     assert inside.gradients([x], inside.taken()) == [None]
+
+
+def test_a_second_derivative_is_refused_however_it_is_asked_for() -> None:
+    for loss_of in (torch.sum, lambda x: (x * x).sum()):
+        x, y, z = inputs()
+        first, _ = torch.autograd.grad(loss_of(Outer.apply(x, y, z)[0]), (x, z), create_graph=True, allow_unused=True)
+        expected = torch.autograd.grad(loss_of(compute((x, y, z))[0]), x)[0]
+        torch.testing.assert_close(first, expected)
+        with pytest.raises(Unsupported, match="no second derivative"):
+            first.sum().backward()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import foci
-from foci.core.errors import ShapeError
+from foci.core.errors import ShapeError, Unsupported
 from foci.parallel.operators import OPERATORS, Letters, Operator, operator_of
 
 
@@ -90,3 +90,12 @@ def test_facts_leave_out_what_may_differ_and_say_the_rest() -> None:
     packed = each.bind(tuple(x[:1] for x in (q, k, v)), {"mask": foci.Packed(offsets), "dropout": 0.1})
     assert each.facts(packed.call)["q_offsets"] is offsets and "seed" not in each.facts(packed.call)
     assert each.tokens(each.bind(tensors(3, 4), {}).call) == {"q": 3, "k": 4, "v": 4}
+
+
+def test_transforms_are_refused_where_arguments_are_bound() -> None:
+    q, k, v = tensors()
+    each = operator(foci.attention)
+    with pytest.raises(Unsupported, match=r"attention: a wrapper over ranks cannot run under torch\.func"):
+        torch.func.grad(lambda x: each.bind((x, k, v), {}).call.q.sum())(q)
+    with pytest.raises(Unsupported, match="forward mode"):
+        torch.func.jvp(lambda x: each.bind((x, k, v), {}).call.q, (q,), (q,))

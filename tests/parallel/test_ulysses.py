@@ -365,3 +365,45 @@ def test_bytes_on_the_wire_are_those_of_the_formula(worlds: Worlds) -> None:
     for forward, backward in worlds(2).run(counted, 4, 2):
         tensors = 8 * (4 * 4 + 2 * 4 + 2 * 5 + 4 * 5) * 4
         assert forward == backward == tensors // 2
+
+
+def cast(kind: str) -> list[Any]:
+    q, k, v = (x.float() for x in softmax().values())
+    group = dist.group.WORLD
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"), torch.inference_mode(kind == "inference"):
+        ours = ulysses(foci.attention, group)(q, k, v)
+        theirs = ulysses(plain_attention, group)(q, k, v, scale=0.5)
+    return [ours.dtype, theirs.dtype, (ours.float() - theirs.float()).abs().max().item(), ours.requires_grad]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("autocast", torch.bfloat16), ("inference", torch.float32)])
+def test_autocast_and_inference_mode(worlds: Worlds, kind: str, dtype: torch.dtype) -> None:
+    for ours, theirs, off, grown in worlds(2).run(cast, kind):
+        assert (ours, theirs, grown) == (dtype, dtype, False) and off < 3e-2
+
+
+def rounded(inputs: list[Tensor], lengths: list[list[int]]) -> list[Tensor]:
+    places = lengths[dist.get_rank()]
+    leaves = [x[:, places].clone().requires_grad_() for x in inputs]
+    out = ulysses(foci.attention, dist.group.WORLD)(*leaves, mask=foci.Causal())
+    out.float().sin().sum().backward()
+    return [out.detach(), *(x.grad for x in leaves)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bfloat16_is_as_near_the_truth_as_one_process(worlds: Worlds, size: int) -> None:
+    """One key head for all, so that its gradient is summed over every rank."""
+    torch.manual_seed(1)
+    inputs = [x.bfloat16() for x in softmax(T=24, H=8, G=1).values()]
+    lengths = plain(even(24, size))
+    found = worlds(size).run(rounded, inputs, lengths)
+    runs = []
+    for dtype in (torch.float64, torch.bfloat16):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        out = foci.attention(*leaves, mask=foci.Causal())
+        out.to(torch.float64 if dtype == DOUBLE else torch.float32).sin().sum().backward()
+        runs.append([out.detach(), *(x.grad for x in leaves)])
+    for place, (truth, alone) in enumerate(zip(*runs, strict=True)):
+        over = torch.cat([each[place] for each in found], 1)
+        errors = [(x.double() - truth).square().mean().sqrt().item() for x in (over, alone)]
+        assert errors[0] <= 1.1 * errors[1], (place, errors)

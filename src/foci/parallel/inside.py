@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from foci.core.errors import Unsupported
 from foci.core.spec import Outputs
+
+Gradients = Sequence[Tensor | None]
 
 
 class Entrance(torch.autograd.Function):
@@ -74,3 +78,36 @@ class Inside:
 
     def _get(self, number: int) -> Tensor:
         return self.saved[number]
+
+
+def once_differentiable(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
+    """A backward whose gradients have no gradient: they raise Unsupported where one is asked for.
+
+    torch's decorator of this name says so only where the incoming gradient has a graph; that of a plain sum has none,
+    and the second derivative would be "unused".
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Tensor) -> Gradients:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        anchor = torch.zeros((), requires_grad=True)
+        return tuple(None if each is None else _Last.apply(anchor, each) for each in found)
+
+    return run
+
+
+class _Last(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise Unsupported(
+            "a wrapper over ranks has no second derivative",
+            ["its backward exchanges tensors and is not recorded"],
+            "in one process, backend='reference' has double backward",
+        )

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from foci.core.errors import ShapeError, Unsupported
 from foci.core.spec import Output, Outputs, Spec
+from foci.ops import arguments
 from foci.parallel.inside import Entrance
-from foci.parallel.operators import Bound, Letters, Operator
+from foci.parallel.operators import Bound, Letters, Operator, refuse_transforms
 
 _WORDS = (bool, int, float, str, type(None))
 
@@ -30,12 +31,13 @@ class Opaque(Operator):
 
     def bind(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> Bound:
         """q, k and v, and options without tensors: of those nobody knows which dimensions are heads."""
+        refuse_transforms(self.name)
         rest = dict(options)
         given = [*args, *(rest.pop(name) for name in ("q", "k", "v")[len(args) :] if name in rest)]
         if len(given) != 3:
             raise TypeError(f"{self.name}: {len(given)} of q, k, v were given; expected these three")
-        q, k, v = given
-        sizes = self.signature.bind({"q": q, "k": k, "v": v})
+        sizes = self.signature.bind(dict(zip("qkv", given, strict=True)))
+        q, k, v = arguments.common_dtype(self.name, dict(zip("qkv", given, strict=True)))
         if sizes["G"] == 0 or sizes["H"] % sizes["G"]:
             raise ShapeError(
                 f"{self.name}: k has {sizes['G']} heads but q has {sizes['H']}; q heads must be a multiple of k heads"

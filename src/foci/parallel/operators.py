@@ -11,7 +11,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from foci.core.errors import Unsupported
 from foci.core.select import choose
 from foci.core.shapes import Signature, letters_of
 from foci.core.spec import Backend, Output, Outputs, Spec
@@ -100,6 +102,7 @@ class Operator:
 
         The columns of `bias` and `Dense` are the whole sequence's: whoever knows its length checks them.
         """
+        refuse_transforms(self.name)
         try:
             given = inspect.signature(self.function).bind(*args, **options)
         except TypeError as error:
@@ -164,6 +167,16 @@ class Operator:
             if isinstance(tensor, Tensor) and (cut := letters.token(tensor)) is not None:
                 found[name] = tensor.shape[cut]
         return found
+
+
+def refuse_transforms(name: str) -> None:
+    """Raise under torch.func (grad, vmap, jvp ...): what goes over the wire is real tensors, whole ones."""
+    if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
+        raise Unsupported(
+            f"{name}: a wrapper over ranks cannot run under torch.func or forward mode",
+            ["its exchanges are not seen by transforms"],
+            "torch.autograd, as in loss.backward(), goes through it",
+        )
 
 
 def operator_of(op: Any) -> Runs | None:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from foci.core.errors import ShapeError
 from foci.core.spec import Outputs
@@ -20,7 +19,7 @@ from foci.parallel.balance import Order
 from foci.parallel.exchange import Doing, exchange
 from foci.parallel.group import Group
 from foci.parallel.heads import Route, Share, shares
-from foci.parallel.inside import Inside
+from foci.parallel.inside import Inside, once_differentiable
 from foci.parallel.opaque import opaque
 from foci.parallel.operators import Bound, Letters, Operator, Runs, operator_of
 from foci.parallel.ring import ring

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from foci.compat.flash_attn.arguments import unpack
 from foci.compat.yunchang.arguments import AttnType, Options, attend, check_kernel
 from foci.parallel.balance import Order
-from foci.parallel.inside import Inside
+from foci.parallel.inside import Inside, once_differentiable
 from foci.parallel.ring import ring
 
 Attended = Tensor | tuple[Tensor, Tensor, None]
