@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import foci
 from foci.core.world import World
 from foci.parallel.balance import shard, unshard
+from foci.parallel.handoff import handoff
 from foci.parallel.joint import joint
 from foci.parallel.ring import ring
 from foci.parallel.ulysses import ulysses, usp
@@ -23,7 +24,9 @@ Worlds = Callable[[int], World]
 WIDTH, HEADS, T, TEXT = 12, 3, 10, 4
 
 
-def causal(op: Any) -> Any:
+def causal(kind: str, op: Any) -> Any:
+    if kind == "handoff":
+        return lambda q, k, v: op(q, k, v)[0]
     return lambda q, k, v: op(q, k, v, mask=foci.Causal())
 
 
@@ -76,6 +79,8 @@ def tokens(count: int = T) -> Tensor:
 def wrapped(kind: str) -> tuple[Any, Any, Any]:
     """An attention over all ranks, what to shard over, and in which order."""
     world = dist.group.WORLD
+    if kind == "handoff":
+        return handoff(foci.linear_attention, world), world, "plain"
     if kind == "ring":
         return ring(foci.attention, world), world, "zigzag"
     if kind == "ulysses":
@@ -84,8 +89,8 @@ def wrapped(kind: str) -> tuple[Any, Any, Any]:
     return usp(foci.attention, mesh), mesh, "zigzag"
 
 
-def alone(checkpointed: str = "no") -> tuple[Tensor, dict[str, Tensor]]:
-    model = model_of(causal(foci.attention), checkpointed)
+def alone(kind: str) -> tuple[Tensor, dict[str, Tensor]]:
+    model = model_of(causal(kind, foci.linear_attention if kind == "handoff" else foci.attention))
     out = model(tokens())
     (out.sin().sum() / T).backward()
     return out.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -95,7 +100,7 @@ def train(kind: str, how: str) -> tuple[Tensor, dict[str, Tensor], dict[str, int
     """The output, rejoined, and the gradients of one process, by name."""
     op, group, order = wrapped(kind)
     checkpointed = how.partition(" ")[2] if how.startswith("checkpoint") else "no"
-    model: Any = model_of(causal(op), "later" if how == "fsdp and checkpoint" else checkpointed)
+    model: Any = model_of(causal(kind, op), "later" if how == "fsdp and checkpoint" else checkpointed)
     counts = {}
     if how.startswith("fsdp"):
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -126,8 +131,8 @@ def train(kind: str, how: str) -> tuple[Tensor, dict[str, Tensor], dict[str, int
     return unshard(out.detach(), group, order), gradients, counts
 
 
-def compare(found: Any) -> None:
-    out, gradients = alone()
+def compare(kind: str, found: Any) -> None:
+    out, gradients = alone(kind)
     for mine, theirs, _ in found:
         torch.testing.assert_close(mine, out, rtol=1e-9, atol=1e-9)
         assert set(theirs) == set(gradients)
@@ -135,19 +140,21 @@ def compare(found: Any) -> None:
             torch.testing.assert_close(theirs[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
 
 
-KINDS = [("ring", 3), ("ulysses", 2), ("usp", 4)]
+KINDS = [("handoff", 2), ("ring", 3), ("ulysses", 2), ("usp", 4)]
 
 
 @pytest.mark.parametrize(("kind", "size"), KINDS)
 @pytest.mark.parametrize("how", ["checkpoint later", "checkpoint reentrant", "fsdp", "fsdp and checkpoint"])
 def test_a_model_trains_as_in_one_process(worlds: Worlds, kind: str, size: int, how: str) -> None:
-    compare(worlds(size).run(train, kind, how))
+    compare(kind, worlds(size).run(train, kind, how))
 
 
-@pytest.mark.parametrize(("kind", "size"), KINDS)
+@pytest.mark.parametrize(
+    ("kind", "size"), [pytest.param(*each, marks=[pytest.mark.slow] if each[0] == "usp" else []) for each in KINDS]
+)
 def test_a_model_is_compiled_but_for_its_attention(worlds: Worlds, kind: str, size: int) -> None:
     found = worlds(size).run(train, kind, "compile aot_eager")
-    compare(found)
+    compare(kind, found)
     # What is before an attention, and what is behind it: two blocks of one code, each with its own wrapper.
     assert [counts["graphs"] for _, _, counts in found] == [4] * size
 

@@ -15,6 +15,7 @@ from foci.ops import arguments
 from foci.parallel.carries import SUMMARIES, Carries, Cut, Link
 from foci.parallel.exchange import Doing, all_reduce, all_to_all
 from foci.parallel.group import Group
+from foci.parallel.inside import once_differentiable
 from foci.parallel.operators import Bound, Operator, operator_of
 
 Gradients = dict[str, Tensor | None]
@@ -284,10 +285,11 @@ class _Handoff(torch.autograd.Function):
         return found
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         plan, count = ctx.plan, len(ctx.numbers)
-        tensors, saved = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        every = ctx.saved_tensors  # once: a checkpoint unpacks what it computed again one time only
+        tensors, saved = every[:count], every[count:]
         call = plan.operator.spec.call(*(n if x is None else x for x, n in zip(tensors, ctx.numbers, strict=True)))
         step = plan.step(call)
         step.saved, step.carries.chosen = saved, ctx.chosen
