@@ -147,7 +147,7 @@ def fitted(table: Table) -> Compute:
 
 
 def main() -> None:
-    print("| source | GPU | rate | split: published -> forecast (off) |\n|---|---|---|---|")
+    print("| source | GPU | rate | split: published → forecast (off) |\n|---|---|---|---|")
     missed = []
     for table in tables():
         links, _ = preset(table.gpu)

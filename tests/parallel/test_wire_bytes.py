@@ -15,7 +15,7 @@ from foci.parallel.handoff import handoff
 from foci.parallel.ring import ring
 from foci.parallel.split import Split
 from foci.parallel.ulysses import ulysses
-from foci.parallel.wire_bytes import Wire, places, sent, tokens
+from foci.parallel.wire_bytes import Wire, distances, pairs, places, sent, tokens
 from foci.parallel.workload import Shape
 
 Worlds = Callable[[int], World]
@@ -109,3 +109,13 @@ def test_a_window_keeps_blocks_at_home() -> None:
     far = sent(Shape(64, 2, 4, causal=True), Split(1, 8), (0, 7))
     near = sent(Shape(64, 2, 4, causal=True, window=7), Split(1, 8), (0, 7))
     assert len(far.blocks) == 7 and near.blocks == far.blocks[:1]
+
+
+def test_calls_of_a_step_are_those_of_the_plan() -> None:
+    """Without a mask one; causal zigzag three at home (two diagonals and the early keys of the late queries)."""
+    full, causal = Shape(64, 2, 4), Shape(64, 2, 4, causal=True)
+    assert all(pairs(full, order, 4) == (1, 1, 1, 1) for order in ("plain", "zigzag", "stripe"))
+    assert pairs(causal, "plain", 4) == pairs(causal, "stripe", 4) == (1, 1, 1, 1)
+    assert pairs(causal, "zigzag", 4)[0] == 3
+    for ring in (4, 16):
+        assert len(pairs(causal, "zigzag", ring)) == len(distances(causal, "zigzag", ring)) == ring

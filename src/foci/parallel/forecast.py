@@ -12,7 +12,7 @@ from torch import Tensor
 from foci.core.spec import accumulator
 from foci.parallel.links import Compute, Links
 from foci.parallel.split import Split, splits
-from foci.parallel.wire_bytes import Wire, distances, sent
+from foci.parallel.wire_bytes import Wire, distances, pairs, sent
 from foci.parallel.workload import Shape
 
 # How finely a rank's tokens are sampled to count the pairs that a mask leaves alive, and how many ranks are looked at.
@@ -209,14 +209,17 @@ def _ring(
     steps = distances(shape, split.order, split.ring)
     shares = live_shares(shape, split.order, split.ring)
     busy = [heads * even * shares[d] / (split.ring * shape.live) for d in steps]
-    least = compute.call * (2 if backward else 1)
-    terms = {"idle": max(0.0, sum(busy) - even), "calls": sum(max(0.0, least - seconds) for seconds in busy)}
+    each = compute.call * (2 if backward else 1)
+    least = [each * count for count in pairs(shape, split.order, split.ring)]
+    small = [max(0.0, floor - seconds) for floor, seconds in zip(least, busy, strict=True)]
+    terms = {"idle": max(0.0, sum(busy) - even), "calls": sum(small)}
     if split.ring == 1:
         return terms
     stream = merged(shape, split, backward) / compute.stream
     blocks, grads = (
         [links.shifting(each, split.ring, split.strides[1]) for each in hops] for hops in (wire.blocks, wire.grads)
     )
+    busy = [seconds + more for seconds, more in zip(busy, small, strict=True)]
     if not backward:
         work, beside, seen = busy, [*blocks, 0.0], 0.0
     else:
@@ -224,7 +227,7 @@ def _ring(
         work, seen = [*busy[1:], busy[0]], sum(blocks[:1])
         beside = [a + b for a, b in zip([*blocks[1:], 0.0, 0.0], [0.0, *grads], strict=True)]
     for seconds, hop in zip(work, beside, strict=True):
-        own = max(seconds, least) + stream
+        own = seconds + stream
         seen += max(hop - links.overlap * own, (1 - links.overlap) * hop)
     return terms | {"merge": stream * len(steps), "ring": seen}
 

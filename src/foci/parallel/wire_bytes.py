@@ -10,14 +10,16 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from foci.core.spec import accumulator
-from foci.ops.masks import segments
+from foci.ops.masks import Segment, segments
 from foci.parallel import ring_plan
-from foci.parallel.balance import Order, length, pieces
+from foci.parallel.balance import Order, Piece, length, pieces
 from foci.parallel.carries import SUMMARIES
 from foci.parallel.heads import Share, shares
 from foci.parallel.operators import Letters
 from foci.parallel.split import Split
 from foci.parallel.workload import Shape
+
+NEAR = 4  # steps of a ring that are looked at one by one; those after are like the last
 
 
 class Wire(NamedTuple):
@@ -180,11 +182,27 @@ def distances(shape: Shape, order: str, ring: int) -> tuple[int, ...]:
     """From how many ranks before come the keys that some rank sees: what a window leaves out does not travel."""
     if shape.window is None:
         return tuple(range(ring))
-    whole = segments(shape.call().visible, shape.B, shape.T, shape.keys)
+    return tuple(ring_plan.distances(*_cut(shape, order, ring)))
+
+
+@functools.lru_cache(maxsize=1024)
+def pairs(shape: Shape, order: str, ring: int) -> tuple[int, ...]:
+    """How many calls of the operator the busiest rank makes for the keys of each distance."""
+    whole, queries, keys = _cut(shape, order, ring)
+    ranks = sorted({round(place * (ring - 1) / 7) for place in range(8)})
+    found: list[int] = []
+    for d in distances(shape, order, ring)[:NEAR]:
+        met = (ring_plan.pairs(whole, queries[r], keys[(r - d) % ring], q_apart=False, k_apart=False) for r in ranks)
+        found.append(max(map(len, met)))
+    return (*found, *found[-1:] * (len(distances(shape, order, ring)) - len(found)))
+
+
+def _cut(shape: Shape, order: str, ring: int) -> tuple[list[Segment], list[list[Piece]], list[list[Piece]]]:
+    """What a ring plans with: the mask's stretches, and what each rank holds of queries and keys."""
     queries, keys = (
         [pieces(cast(Order, order), count, ring, r) for r in range(ring)] for count in (shape.T, shape.keys)
     )
-    return tuple(ring_plan.distances(whole, queries, keys))
+    return segments(shape.call().visible, shape.B, shape.T, shape.keys), queries, keys
 
 
 def places(split: Split) -> Iterator[tuple[int, int]]:
