@@ -1,0 +1,196 @@
+"""A model of foci.nn over ranks, each with a run of the sequence: put in per layer, and taken out again exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foci.core.errors import Unsupported
+from foci.nn.attention import Attention
+from foci.nn.cache import LayerCache
+from foci.nn.operators import Operators
+from foci.nn.parts import History, ShortConvolution, history
+from foci.nn.recurrent import Recurrent
+from foci.ops.decay.api import linear_attention
+from foci.ops.delta.api import delta_rule
+from foci.ops.softmax.api import attention
+from foci.parallel.exchange import Doing, all_reduce, gather
+from foci.parallel.group import Group
+from foci.parallel.halo import halo
+from foci.parallel.handoff import handoff
+from foci.parallel.ring import ring
+
+# Modules of torch that mix tokens, and would mix those of one rank only.
+_MIXERS = (nn.MultiheadAttention, nn.RNNBase, nn.Conv1d, nn.Transformer, nn.TransformerEncoderLayer)
+
+
+class SplitSequence:
+    """What `split_sequence` returns: the model is split until `restore()`, or to the end of a `with` block."""
+
+    def __init__(self, model: nn.Module, group: Group) -> None:
+        self.model, self.group = model, group
+        self._undo: list[tuple[nn.Module, str]] = []
+
+    def restore(self) -> None:
+        """Every layer as it was: it computes in one process again."""
+        while self._undo:
+            module, name = self._undo.pop()
+            delattr(module, name)
+
+    def reduce_gradients(self) -> None:
+        """Sum the gradients of the model's parameters over the ranks: then they are those of one process.
+
+        For a loss that is summed over ranks: each adds its own tokens' share. One all-reduce of all gradients; a
+        parameter without one on any rank stays without. With FSDP or DDP, which average, multiply the loss by the
+        number of ranks instead.
+        """
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        there = [p.grad is not None for p in parameters]
+        some = self.group.agree("reduce_gradients", {"parameters": len(parameters)}, [int(each) for each in there])
+        wanted = [p for place, p in enumerate(parameters) if any(row[place] for row in some)]
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in wanted:
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for same in by_dtype.values():
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
+            with Doing(self.group, "reduce_gradients", "backward") as doing:
+                flat = all_reduce(torch.cat([grad.flatten() for grad in grads]), doing)
+            for parameter, part in zip(same, flat.split([p.numel() for p in same]), strict=True):
+                parameter.grad = part.view_as(parameter).clone()
+
+    def __enter__(self) -> SplitSequence:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.restore()
+
+    def _put(self, module: nn.Module, name: str, value: Any) -> None:
+        if name in vars(module):
+            self.restore()
+            raise ValueError(f"split_sequence: {type(module).__name__} is split already; restore it first")
+        setattr(module, name, value)
+        self._undo.append((module, name))
+
+
+def split_sequence(model: nn.Module, group: Any) -> SplitSequence:
+    """Let the layers of foci.nn in `model` work on a sequence of which each rank of `group` holds a run.
+
+        with split_sequence(model, group) as split:
+            loss = loss_of(model(shard(ids, group, "plain")), shard(targets, group, "plain"))    # a sum of all tokens'
+            loss.backward()
+            split.reduce_gradients()
+
+    Tokens are [B, T of this rank], in rank order ("plain"), runs of any lengths. Recurrences hand their states on
+    (`handoff`), softmax attention goes round (`ring`), short convolutions and token shifts get the tokens before
+    (`halo`), rotary positions count from the first token of all; everything else of a model works token by token and
+    needs nothing. offsets of packed documents are those of the whole.
+
+    A cache comes out whole on every rank, as one process would have it: prefill split, leave the block, and decode on
+    any rank. So its memory is not divided: constant for recurrences, the window's or all keys and values for softmax.
+
+    Weights are the same on all ranks. Each rank's gradient of them is its own part, of which the sum over ranks is that
+    of one process (`reduce_gradients`). Per model instance, without a switch for the process; layers that are split
+    refuse padding masks (Unsupported). Raises ValueError for a model without such layers or split already, Unsupported
+    for one with modules that mix tokens in another way.
+    """
+    group = Group.of(group)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"split_sequence: model must be a torch.nn.Module, got {model!r}")
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, Recurrent | Attention)]
+    if not layers:
+        raise ValueError("split_sequence: model has no layer of foci.nn; expected one with something to split")
+    others = [
+        f"{name or 'the model'} is a {type(m).__name__}" for name, m in model.named_modules() if isinstance(m, _MIXERS)
+    ]
+    if others:
+        raise Unsupported("split_sequence: these modules mix tokens, and would see one rank's only", others)
+    split, over = SplitSequence(model, group), _Over(group)
+    operators = over.operators()
+    for _, layer in layers:
+        split._put(layer, "operators", operators)
+    for module in model.modules():
+        if isinstance(module, ShortConvolution):
+            split._put(module, "history", over.history)
+    return split
+
+
+class _Over:
+    """The Operators of a group."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def operators(self) -> Operators:
+        return Operators(
+            attention=self._sharing(ring(attention, self.group, order="plain")),
+            linear_attention=self._sharing(handoff(linear_attention, self.group)),
+            delta_rule=self._sharing(handoff(delta_rule, self.group)),
+            history=self.history,
+            remember=self.remember,
+            span=self.span,
+            whole=False,
+        )
+
+    def span(self, T: int) -> tuple[int, int]:
+        lengths = self._lengths(T)
+        return sum(lengths[: self.group.rank]), sum(lengths)
+
+    def history(
+        self,
+        x: Tensor,
+        width: int,
+        *,
+        tail: Tensor | None = None,
+        offsets: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> History:
+        assert lengths is None  # of padding, which a split layer refuses
+        found = halo(x, width, self.group, tail=tail, offsets=offsets)
+        return history(x, width, tail=found.before, offsets=found.offsets)._replace(tail=found.tail)
+
+    def remember(self, memory: LayerCache, name: str, new: Tensor, last: int | None = None) -> Tensor:
+        """The cache gets all ranks' new tokens; the first rank attends what was in it before its own."""
+        held = memory.get(name)
+        shapes = [(new.shape[0], n, *new.shape[2:]) for n in self._lengths(new.shape[1])]
+        whole = torch.cat(gather(new.contiguous(), shapes, self.group, "cache"), 1)
+        mine = new
+        if held is not None:  # the others take none of it, and yet belong to its graph: all ranks go back through it
+            mine = torch.cat([held if self.group.rank == 0 else held[:, :0], new], 1)
+        memory.append(name, whole, last)
+        return mine
+
+    def _lengths(self, T: int) -> list[int]:
+        return [row[0] for row in self.group.agree("split_sequence", {}, [T])]
+
+    def _sharing(self, op: Callable[..., Any]) -> Callable[..., Any]:
+        """Of a tensor that is the same on all ranks each has the full gradient; here each takes its share of it.
+
+        Then one rule holds for every parameter of a model: its gradient is the sum over ranks.
+        """
+        names: Sequence[str] = ("sink", "bonus", "state", "log_decay")
+
+        def shared(*args: Any, **options: Any) -> Any:
+            for name in names:
+                x = options.get(name)
+                if isinstance(x, Tensor) and x.requires_grad and (name != "log_decay" or x.dim() == 1):
+                    options[name] = _Share.apply(x, self.group.size)
+            return op(*args, **options)
+
+        return shared
+
+
+class _Share(torch.autograd.Function):
+    """The same tensor; of its gradient one part in `count`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
+        ctx.count = count
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return grads[0] / ctx.count, None
