@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
@@ -12,9 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
+from foci.accelerate.ways import Ways
+from foci.cli_ranks import Job, Ranks, require_default, teller, told, with_ranks
+from foci.cli_ranks import run as over_ranks
 from foci.core.device import machine
 
 
+@with_ranks
 def accelerate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A zoo name, a directory, or a hub id.")] = "digits-dit",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:0.")] = "cpu",
@@ -23,6 +26,7 @@ def accelerate(
     calls: Annotated[int, typer.Option(help="How many calls of the model compilation may take to pay.")] = 100,
     out: Annotated[Path, typer.Option(help="Folder for report.html and plan.json.")] = Path("out"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON and nothing else.")] = False,
+    ranks: Ranks = Ranks(None, Ways()),
 ) -> None:
     """Find a model's attention, plan, prove, time, compile if it pays; write plan.json and report.html."""
     from rich.console import Console
@@ -33,6 +37,12 @@ def accelerate(
     if compile not in ("auto", "on", "off"):
         raise ValueError(f"--compile must be auto, on or off, got {compile!r}")
     _require_writable(out)
+    if ranks.wanted:
+        require_default({"compile": (compile, "auto"), "calls": (calls, 100)})
+        plan = over_ranks(Job(model, device, dtype, out, as_json, ranks.ways), ranks.world)
+        if as_json and plan is not None:
+            typer.echo(json.dumps(plan, indent=2, ensure_ascii=False))
+        return
     console = Console(highlight=False, quiet=as_json, soft_wrap=True)
     console.print(f"[bold]foci {metadata.version('foci')}[/bold] · {machine().line}\n")
     # A spinner needs a terminal; piped, each phase is its one final line.
@@ -51,28 +61,12 @@ def accelerate(
             name=subject.name,
             note=subject.note,
             show=subject.show,
-            progress=_teller(console, spinner),
+            progress=teller(console, spinner),
         )
         written = done.save(out)
-    console.print(f"[green]wrote  [/green]  {'   '.join(str(path) for path in sorted(written, key=_first))}")
+    told(console, written)
     if as_json:
         typer.echo(json.dumps(done.plan.as_dict(), indent=2, ensure_ascii=False))
-
-
-def _teller(console: Any, spinner: Any) -> Callable[[str, str, bool], None]:
-    from rich.markup import escape
-
-    def tell(phase: str, text: str, finished: bool) -> None:
-        if finished:
-            console.print(f"[green]{phase:<7}[/green]  {escape(text)}")
-        elif spinner is not None:
-            spinner.update(f"{phase:<7}  {escape(text)}")
-
-    return tell
-
-
-def _first(path: Path) -> tuple[bool, str]:
-    return path.name != "report.html", path.name
 
 
 def _require_writable(folder: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,7 +140,7 @@ def test_pictures_before_after_and_difference() -> None:
     first = torch.zeros(10, 1, 32, 32)
     second = first.clone()
     second[0, 0, 3, 4] = 0.001
-    plan: Any = None
+    plan: Any = SimpleNamespace(ranks={})
     titles = [title for title, _ in Report(plan, Shown("images", first), Shown("images", second)).pictures()]
     assert titles == ["original", "with foci", "difference, 1e+03 times enlarged"]
     rows = Report(plan, Shown("images", first), Shown("images", first)).pictures()

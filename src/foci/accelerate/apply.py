@@ -108,6 +108,11 @@ def apply(model: nn.Module, plan: Plan | Mapping[str, Any] | str | Path) -> Appl
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     plan.require_same_model(identify(model))
+    if plan.ranks:
+        raise ValueError(
+            f"plan was made over {plan.ranks['world']} ranks; expected one of a single process (over ranks, use "
+            "foci.integrations.parallel_pipeline.install on every rank)"
+        )
     applied = route(model, plan.sites)
     if plan.compile.mode != "off":
         applied._compiled = compile_parts(model, plan.compile.mode, plan.names)

@@ -82,7 +82,7 @@ class CompilePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All of it, as plan.json holds it."""
+    """All of it, as plan.json holds it. `ranks` is empty for a model in one process."""
 
     model: str
     identity: Identity
@@ -97,6 +97,7 @@ class Plan:
     demo: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)
+    ranks: dict[str, Any] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:

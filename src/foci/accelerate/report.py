@@ -68,7 +68,10 @@ class Report:
         first, second = self.before.pictures, self.after.pictures
         difference = (first - second).abs()
         largest = difference.max().item()
-        rows = [("original", picture(first)), ("with foci", picture(second))]
+        titles = (
+            ("one process", f"over {self.plan.ranks['world']} ranks") if self.plan.ranks else ("original", "with foci")
+        )
+        rows = list(zip(titles, (picture(first), picture(second)), strict=True))
         if largest:
             shown = 2 * difference / largest - 1
             rows.append((f"difference, {1 / largest:.0e} times enlarged", picture(shown)))
@@ -88,6 +91,8 @@ def headline(plan: Plan) -> str:
     sites = len(plan.sites)
     outputs = [row["error"] for row in plan.proof if row["where"] == "whole model" and row["what"] == "output"]
     proved = f", proved to {scientific(max(outputs))}" if outputs else ""
+    if plan.ranks:
+        return f"{plan.model} gives the same results over {plan.ranks['world']} ranks{proved}, {_speed(plan)}."
     return (
         f"{plan.model} gives the same results with foci at its {sites} attention site{'s' * (sites > 1)}{proved}, "
         f"{_speed(plan)}."
@@ -99,6 +104,8 @@ def _speed(plan: Plan) -> str:
     if not time:
         return "not timed"
     ratio, low, high = time["ratio"], time["ratio_low"], time["ratio_high"]
+    if plan.ranks:
+        return f"and runs at {ratio:.2f} × the speed of one process here"
     if low > 1.02:
         words = f"and runs {ratio:.2f} × as fast"
     elif high < 0.98:
@@ -126,7 +133,9 @@ def milliseconds(seconds: float) -> str:
 
 
 def size_text(size: float) -> str:
-    """Bytes in MiB or GiB."""
+    """Bytes in KiB, MiB or GiB."""
+    if size < 2**17:
+        return f"{size / 2**10:.1f} KiB"
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 

@@ -125,7 +125,7 @@ def accelerate(
         timing=timing,
         memory=memory,
         compile=decision,
-        demo=_compare(before, after),
+        demo=compare_shown(before, after),
     )
     return Accelerated(whole, plan, before, after, applied)
 
@@ -220,7 +220,7 @@ def _plan(problem: Problem, found: Found, name: str, note: str, beside: list[lis
         sites,
         [[where, why] for where, why in found.skipped] + beside,
         facts=facts,
-        versions=_versions(),
+        versions=versions(),
     )
     chosen: dict[tuple[str, str], list[Any]] = {}
     for site in sites:
@@ -233,7 +233,8 @@ def _plan(problem: Problem, found: Found, name: str, note: str, beside: list[lis
     return plan
 
 
-def _versions() -> dict[str, Any]:
+def versions() -> dict[str, Any]:
+    """What a plan was made with: foci, its packages and the machine."""
     here = machine()
     packages = {name: version for name, version in here.packages.items() if version}
     return {
@@ -280,11 +281,11 @@ def _show(model: nn.Module, plan: Plan, show: Show | None, tell: Progress) -> tu
     before = show(lambda text: tell("show", f"before: {text}", False))
     with route(model, plan.sites):
         after = show(lambda text: tell("show", f"after: {text}", False))
-    tell("show", _compare(before, after)["sentence"], True)
+    tell("show", compare_shown(before, after)["sentence"], True)
     return before, after
 
 
-def _compare(before: Shown | None, after: Shown | None) -> dict[str, Any]:
+def compare_shown(before: Shown | None, after: Shown | None) -> dict[str, Any]:
     """The showing in figures: what the two had, and how far apart they are."""
     if before is None or after is None:
         return {}
@@ -322,22 +323,22 @@ def _time(problem: Problem, plan: Plan, tell: Progress) -> tuple[dict[str, Any],
 
     with torch.no_grad():
         ways = {"original": Way(problem.run), "changed": Way(problem.run, routed)}
-        record = _record(interleave(ways, rounds=11, seconds=20.0))
+        timing = record(interleave(ways, rounds=11, seconds=20.0))
         device = torch.device(plan.device)
         memory = {"original": peak_memory(problem.run, device)}
         with routed():
             memory["foci"] = peak_memory(problem.run, device)
-    spread = f"{record['ratio_low']:.2f} .. {record['ratio_high']:.2f}, {record['pairs']} interleaved pairs"
+    spread = f"{timing['ratio_low']:.2f} .. {timing['ratio_high']:.2f}, {timing['pairs']} interleaved pairs"
     tell(
         "time",
-        f"original {seconds_text(record['original_median'])}   foci {seconds_text(record['changed_median'])}   "
-        f"{record['ratio']:.2f} x ({spread})",
+        f"original {seconds_text(timing['original_median'])}   foci {seconds_text(timing['changed_median'])}   "
+        f"{timing['ratio']:.2f} x ({spread})",
         True,
     )
-    return record, memory
+    return timing, memory
 
 
-def _record(samples: Mapping[str, Sample]) -> dict[str, Any]:
+def record(samples: Mapping[str, Sample]) -> dict[str, Any]:
     """The times as plan.json keeps them; the ratio is original / changed, with the middle half of the rounds."""
     original, changed = samples["original"], samples["changed"]
     gain = ratio(original, changed)

@@ -1,0 +1,297 @@
+"""Accelerate a model over ranks: split it, prove it equal to one process, show, time, measure memory and traffic."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from foci.accelerate.apply import Applied, route
+from foci.accelerate.calls import dims, letters, mask_text, spec_of
+from foci.accelerate.plan import Plan, SitePlan, identify
+from foci.accelerate.prove import Problem, Result, Row, differentiate, evaluating, gap, gradient_gap
+from foci.accelerate.run import Accelerated, Progress, Refused, compare_shown, record, seconds_text, versions
+from foci.accelerate.shown import Shown
+from foci.accelerate.sites import find
+from foci.accelerate.ways import Ways
+from foci.accelerate.zoo import Subject
+from foci.bench.measure import Sample, clock
+from foci.bench.memory import peak_memory
+from foci.check.compare import RELATIVE
+from foci.core.errors import Unsupported
+from foci.core.select import explain
+from foci.integrations.mesh import make_mesh
+from foci.integrations.parallel_pipeline import Spread, install
+from foci.integrations.split import SplitHandle
+from foci.integrations.split_check import check
+from foci.integrations.split_infer import infer
+from foci.integrations.split_plan import SplitPlan, plan_for
+
+_MOST_ROUNDS, _SECONDS = 9, 20.0
+
+
+def accelerate_over_ranks(subject: Subject, ways: Ways, *, progress: Progress | None = None) -> Accelerated:
+    """Spread a model over all ranks of the world that this process is one of, and prove it equal to one process.
+
+    A collective call: every rank makes it, with the same model. What is shown and measured is in the plan's `ranks`, on
+    every rank; only rank 0 tells `progress`. The model stays spread until `.restore()`, of all ranks.
+
+    Raises Refused on all ranks, with the model restored, where an output or a gradient misses its budget; SplitError,
+    Unsupported and ValueError as `foci.integrations.split.install`.
+    """
+    tell = progress if progress is not None and dist.get_rank() == 0 else lambda phase, text, finished: None
+    model, problem = subject.model, Problem(subject.model, subject.inputs)
+    with evaluating(model):
+        plan, heads = _find(subject, problem, tell)
+        ways = ways.over(dist.get_world_size(), heads)
+        split = _plan(subject, ways, tell)
+        alone = copy.deepcopy(model) if dist.get_rank() == 0 else None
+        whole, truth = differentiate(problem), _truth(problem)
+        before = _first(lambda: _shown(subject, tell, "one process"))
+        spread = _spread(model, ways, split)
+        try:
+            rows = _prove(problem, spread, ways, whole, truth, plan.model, tell)
+            after = _shown(subject, tell, str(ways))
+            demo = _compare(before, after, ways, tell)
+            timing, memory, ranks = _measure(problem, alone, spread, tell)
+        except BaseException:
+            spread.restore()
+            raise
+    facts = {
+        "world": dist.get_world_size(), "degrees": ways.degrees, "backend": dist.get_backend(), "text": ways.text,
+        "split": None if split is None else split.as_dict(), "lines": str(split or "").splitlines()[1:],
+        "each": ranks, "parts": spread.facts(),
+    }  # fmt: skip
+    proof = [dataclasses.asdict(row) for row in rows]
+    done = dataclasses.replace(plan, proof=proof, timing=timing, memory=memory, demo=demo, ranks=facts)
+    return Accelerated(model, done, before, after, Applied(tuple(plan.names), (), spread))
+
+
+def _find(subject: Subject, problem: Problem, tell: Progress) -> tuple[Plan, int]:
+    """The attention sites with the backend foci would choose for one process, and the fewest heads among them."""
+    model = problem.model
+    found = find(model, problem.run, lambda: route(model))
+    if not found.sites:
+        reasons = [f"{where}: {why}" for where, why in found.skipped]
+        raise Unsupported(f"accelerate: no attention of {type(model).__name__} runs through foci", reasons)
+    sites = []
+    for site in found.sites:
+        spec, call = spec_of(site.calls[0][0]), site.calls[0][0]
+        told = explain(spec, call)
+        calls = [
+            {"sizes": letters(each), "dtype": str(each[0].dtype).removeprefix("torch."), "mask": mask_text(each),
+             "count": count, "milliseconds": {}}
+            for each, count in site.calls
+        ]  # fmt: skip
+        chosen = told.chosen or spec.backends[0].name
+        sites.append(
+            SitePlan(site.name, site.kind, site.caller, site.via, chosen, False, calls, told.refused, spec.name)
+        )
+    weight = next(model.parameters())
+    facts = {"class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters()),
+             "note": subject.note, "library": "diffusers"}  # fmt: skip
+    dtype = str(weight.dtype).removeprefix("torch.")
+    skipped = [[where, why] for where, why in found.skipped]
+    shapes = list(dict.fromkeys(dims(letters(call)) for site in found.sites for call, _ in site.calls))
+    tell("find", f"{len(sites)} attention sites, {', '.join(shapes[:2])}", True)
+    plan = Plan(
+        subject.name, identify(model), str(weight.device), dtype, sites, skipped, facts=facts, versions=versions()
+    )
+    return plan, min(letters(call)["H"] for site in found.sites for call, _ in site.calls)
+
+
+def _plan(subject: Subject, ways: Ways, tell: Progress) -> SplitPlan | None:
+    """Where the tokens are split: rank 0 finds and checks it, and all have it from there."""
+    size = ways.degrees["ulysses"] * ways.degrees["ring"]
+    if size == 1:
+        tell("split", f"{ways}: the tokens stay together", True)
+        return None
+    known = True
+    tell("split", "checking each tensor of every rank", False)
+
+    def made() -> SplitPlan:
+        nonlocal known
+        model, inputs = subject.model, _smaller(subject)
+        try:
+            plan = plan_for(model)
+        except Unsupported:
+            known = False
+            return infer(model, inputs, size=size)
+        check(model, inputs, plan, size=size, text=ways.text)
+        return plan
+
+    plan: SplitPlan = _first(made, share=True)
+    cuts = [cut for cut in plan.cuts if cut.module or cut.tensor in subject.inputs]
+    cut = ", ".join(f"{c.module or 'the model'} ({c.tensor if isinstance(c.tensor, str) else 'output'})" for c in cuts)
+    joined = ", ".join(gather.module for gather in plan.gathers)
+    tell("split", f"{ways}: at {cut}; gathered at {joined}; {'checked' if known else 'inferred and checked'} "
+                  f"for every rank of {size}", True)  # fmt: skip
+    return plan
+
+
+def _smaller(subject: Subject) -> Mapping[str, Any]:
+    """The inputs with fewer numbers: the check keeps every tensor of a run."""
+    if subject.other is None:
+        return subject.inputs
+
+    def numbers(inputs: Mapping[str, Any]) -> int:
+        return sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
+
+    return min(subject.inputs, subject.other, key=numbers)
+
+
+def _spread(model: nn.Module, ways: Ways, split: SplitPlan | None) -> Spread:
+    mesh = make_mesh(**ways.degrees, device=next(model.parameters()).device.type)
+    return install(
+        model, mesh, plan=split, text=ways.text, patches=ways.patches,
+        warmup=1 if ways.warmup is None else ways.warmup,
+    )  # fmt: skip
+
+
+def _truth(problem: Problem) -> Result | None:
+    """The original in float64; None where its own code cannot."""
+    try:
+        truth = differentiate(problem, copy.deepcopy(problem.model).double(), double=True)
+    except RuntimeError:
+        return None
+    return truth if all(bool(output.isfinite().all()) for output in truth.outputs) else None
+
+
+def _prove(
+    problem: Problem, spread: Spread, ways: Ways, whole: Result, truth: Result | None, name: str, tell: Progress
+) -> list[Row]:
+    """The worst of all ranks: outputs, and gradients where only the tokens are split; the rest is for sampling."""
+    tell("prove", "whole model, outputs and gradients, against one process", False)
+    trained = all(size == 1 for way, size in ways.degrees.items() if way not in ("ulysses", "ring"))
+    if trained:
+        ours = _summed(differentiate(problem), spread)
+    else:
+        with torch.no_grad():
+            ours = Result([x.detach() for x in problem.results(problem.run())], {})
+    exact = (truth or whole).gradients
+    mine = []
+    for what, distance in (
+        ("output", lambda a, b: gap(a.outputs, b.outputs)),
+        ("gradients", lambda a, b: gradient_gap(a.gradients, b.gradients, exact)),
+    ):
+        if what == "gradients" and not trained:
+            continue
+        own = distance(whole, truth) if truth else 0.0
+        mine.append(Row("whole model", what, "one process", distance(ours, whole), max(RELATIVE, 3 * own)))
+        if truth:
+            mine.append(Row("whole model", what, "float64", distance(ours, truth), max(RELATIVE, 2 * own)))
+    rows = [max(each, key=lambda row: _badness(row.error)) for each in zip(*_everywhere(mine), strict=True)]
+    if not all(row.ok for row in rows):
+        raise Refused(name, rows)
+    parts = [f"{row.what} {row.error:.1e} of {row.budget:.0e} from {row.against}" for row in rows]
+    tell(
+        "prove", "   ".join([*parts, "ok"]) + ("" if trained else "   (gradients are not for cfg, data and pipe)"), True
+    )
+    return rows
+
+
+def _badness(error: float) -> float:
+    return error if error == error else math.inf
+
+
+def _summed(ours: Result, spread: Spread) -> Result:
+    """Shares of parameters' gradients made whole; an input's gradient is whole already."""
+    handle = next((each for each in spread.handles.values() if isinstance(each, SplitHandle)), None)
+    if handle is None:
+        return ours
+    shares = {n: g for n, g in ours.gradients.items() if g is not None and not n.startswith("input ")}
+    return Result(ours.outputs, {**ours.gradients, **handle.sum_shares(shares)})
+
+
+def _shown(subject: Subject, tell: Progress, where: str) -> Shown | None:
+    return None if subject.show is None else subject.show(lambda text: tell("show", f"{where}: {text}", False))
+
+
+def _compare(before: Shown | None, after: Shown | None, ways: Ways, tell: Progress) -> dict[str, Any]:
+    if before is None or after is None:
+        return {}
+    demo = compare_shown(before, after)
+    if before.pictures is not None and after.pictures is not None:
+        error = (after.pictures.double() - before.pictures.double()).square().mean().item()
+        # Values lie in [-1, 1]. Infinity is no number of JSON.
+        demo["psnr"] = 10 * math.log10(4 / error) if error else None
+        if ways.degrees["pipe"] > 1:
+            words = "none: equal to the last bit" if not error else f"{demo['psnr']:.1f} dB"
+            demo["sentence"] += f"; PSNR against one process {words}"
+    tell("show", demo["sentence"], True)
+    return demo
+
+
+def _measure(
+    problem: Problem, alone: nn.Module | None, spread: Spread, tell: Progress
+) -> tuple[dict[str, Any], dict[str, int], list[dict[str, Any]]]:
+    """One process (rank 0, while the others wait) and all ranks in turn; memory and traffic of one call by rank."""
+    tell("time", "one process and all ranks in turn", False)
+    device = next(problem.model.parameters()).device
+
+    def one() -> Any:
+        return problem.run(alone)
+
+    with torch.no_grad():
+        _together(problem.run)
+        sent = spread.sent
+        peak = peak_memory(problem.run, device)
+        now = spread.sent
+        first = _first(lambda: (one(), clock(one))[1], share=True)
+        rounds = max(3, min(_MOST_ROUNDS, int(_SECONDS / (2 * first + 1e-9))))
+        times: tuple[list[float], list[float]] = ([], [])
+        for _ in range(rounds):
+            times[0].append(_first(lambda: clock(one), share=True))
+            times[1].append(_together(problem.run))
+        original = _first(lambda: peak_memory(one, device), share=True)
+    mine = {"rank": dist.get_rank(), "memory": peak, "bytes": now.bytes - sent.bytes,
+            "messages": now.messages - sent.messages, "control": now.control - sent.control}  # fmt: skip
+    each = _everywhere(mine)
+    timing = record({"original": Sample(tuple(times[0])), "changed": Sample(tuple(times[1]))})
+    memory = {"original": original, "foci": max(row["memory"] for row in each)}
+    spread_text = f"{timing['ratio_low']:.2f} .. {timing['ratio_high']:.2f}, {timing['pairs']} interleaved pairs"
+    took = [seconds_text(timing[name]) for name in ("original_median", "changed_median")]
+    tell("time", f"one process {took[0]}   {len(each)} ranks {took[1]}   {timing['ratio']:.2f} x ({spread_text})", True)
+    mib = [f"{row['memory'] / 2**20:.1f}" for row in each]
+    tell("memory", f"one process {original / 2**20:.1f} MiB   by rank {', '.join(mib)} MiB", True)
+    sizes = ", ".join(f"{row['bytes'] / 2**20:.2f}" for row in each)
+    tell("traffic", f"sent in one call, by rank: {sizes} MiB in {each[0]['messages']} messages", True)
+    return timing, memory, each
+
+
+def _together(run: Callable[[], Any]) -> float:
+    """Seconds until the last rank has run it."""
+    dist.barrier()
+    start = time.perf_counter()
+    clock(run)
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def _first(make: Callable[[], Any], *, share: bool = False) -> Any:
+    """What rank 0 makes, the others waiting; with `share` every rank gets it. What it raises, all raise."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = make()
+        except Exception as error:
+            outcome[1] = error
+    sent = [outcome[0] if share else None, outcome[1]]
+    dist.broadcast_object_list(sent)
+    if sent[1] is not None:
+        raise sent[1]
+    return sent[0] if share else outcome[0]
+
+
+def _everywhere(value: Any) -> list[Any]:
+    """Every rank's value, by rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found

@@ -1,0 +1,66 @@
+"""How many ranks each way of spreading a model has, and what becomes of the ranks that nobody asked a way for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+DIMS = ("data", "cfg", "pipe", "ulysses", "ring")
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How many ranks each way of spreading a model has; None is left to foci. The last two are PipeFusion's."""
+
+    ulysses: int | None = None
+    ring: int | None = None
+    cfg: int | None = None
+    data: int | None = None
+    pipe: int | None = None
+    text: str = "auto"
+    patches: int | None = None
+    warmup: int | None = None
+
+    def __post_init__(self) -> None:
+        counts = {name: getattr(self, name) for name in (*DIMS, "patches", "warmup")}
+        for name, count in counts.items():
+            least = 0 if name == "warmup" else 1
+            if count is not None and count < least:
+                raise ValueError(f"accelerate: --{name} must be at least {least}, got {count}")
+        if self.text not in ("auto", "split", "replicated"):
+            raise ValueError(f"accelerate: --text must be auto, split or replicated, got {self.text!r}")
+        for name in ("patches", "warmup"):
+            if counts[name] is not None and (self.pipe or 1) == 1:
+                raise ValueError(f"accelerate: --{name} is an option of --pipe, which is {self.pipe or 1}")
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The size of every dimension, those left open as 1."""
+        return {name: 1 if (given := getattr(self, name)) is None else given for name in DIMS}
+
+    @property
+    def open(self) -> bool:
+        """Whether foci may choose ulysses or ring."""
+        return self.ulysses is None or self.ring is None
+
+    @property
+    def size(self) -> int:
+        """How many ranks they are, as far as they are given."""
+        return math.prod(self.degrees.values())
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in self.degrees.items() if size > 1) or "one rank"
+
+    def over(self, world: int, heads: int) -> Ways:
+        """All ranks of a world: what is left is given to Ulysses as far as the heads go round, then to the ring.
+
+        Raises ValueError where the degrees given do not divide the world, or leave no choice and miss it.
+        """
+        if world % self.size or (not self.open and self.size != world):
+            raise ValueError(f"accelerate: {self} is {self.size} ranks, but there are {world}")
+        rest = world // self.size
+        ulysses = math.gcd(rest, heads) if self.ulysses is None and self.ring is None else rest
+        if self.ulysses is None:
+            return dataclasses.replace(self, ulysses=ulysses, ring=(self.ring or rest // ulysses))
+        return dataclasses.replace(self, ring=rest) if self.ring is None else self
