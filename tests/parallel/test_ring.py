@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, cast
 
 import pytest
@@ -29,6 +30,30 @@ ORDERS = ("zigzag", "stripe", "plain")
 @pytest.mark.parametrize("name", ["everything", "cross", "packed", "dropout"])
 def test_equal_to_one_process(worlds: Worlds, name: str, size: int) -> None:
     prove(worlds(size), "ring zigzag", by_name(name))
+
+
+def _in_turns(name: str, kind: str) -> Any:
+    """The same with blocks that count as large, and parts of one head at a time."""
+    from tests.parallel import matrix
+
+    module: Any = import_module("foci.parallel.ring")  # the name in foci.parallel is the function
+    case = by_name(name)
+    large, copied = module._LARGE, module._COPIED
+    module._LARGE, module._COPIED = (0 if kind == "turns" else large), (1 if kind == "heads" else copied)
+    try:
+        return matrix.on_rank(name, "ring zigzag", torch.float64, matrix.shapes_of(case))
+    finally:
+        module._LARGE, module._COPIED = large, copied
+
+
+@pytest.mark.parametrize("kind", ["turns", "heads"])
+@pytest.mark.parametrize("name", ["everything", "GQA", "uneven heads", "bias", "one key head"])
+def test_large_blocks_go_in_turns(worlds: Worlds, name: str, kind: str) -> None:
+    """Some heads after the others: the same numbers, dropout and all."""
+    pairs = zip(worlds(3).run(_in_turns, name, kind), worlds(3).run(_in_turns, name, "whole"), strict=True)
+    for ours, whole in pairs:
+        for tensor, expected in whole.items():
+            assert torch.allclose(ours[tensor], expected, rtol=1e-10, atol=1e-12), tensor
 
 
 def problem(T: int = 12, H: int = 2, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:

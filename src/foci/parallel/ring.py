@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, get_args
@@ -115,6 +115,8 @@ class Ring:
 
 
 _INPUTS = ("q", "k", "v", "bias", "sink")
+_LARGE = 1 << 21  # numbers of a block
+_COPIED = 1 << 19  # numbers of q that a part on a CPU may copy: 2 MB, as much as the logits that backends hold at once
 
 
 class _Plan(NamedTuple):
@@ -127,6 +129,7 @@ class _Plan(NamedTuple):
     queries: list[list[Piece]]
     keys: list[list[Piece]]
     distances: list[int]
+    turns: list[slice]
     q_apart: bool
     k_apart: bool
     shared_bias: bool
@@ -166,9 +169,16 @@ def _plan(wrapper: Ring, call: Call, lengths: dict[str, list[int]], backends: tu
     columns = any(x is not None and x.dim() and x.shape[-1] != 1 for x in (call.bias, call.dense))
     return _Plan(
         group=wrapper.group, name=operator.name, backends=backends, segments=whole, queries=queries, keys=keys,
-        distances=distances(whole, queries, keys), q_apart=call.seed is not None,
+        distances=distances(whole, queries, keys), turns=_turns(call, max(lengths["k"])), q_apart=call.seed is not None,
         k_apart=call.seed is not None or columns, shared_bias=not own["bias"], accumulator=call.accumulator,
     )  # fmt: skip
+
+
+def _turns(call: Call, longest: int) -> list[slice]:
+    """The key heads that go round together. Large blocks go in two turns, of half the memory each and no more bytes."""
+    B, _, _, _, G, K, V = call.sizes
+    half = -(-G // 2) if B * longest * G * (K + V) >= _LARGE else G
+    return [slice(g, min(g + half, G)) for g in range(0, G, half)] if half else [slice(0, 0)]
 
 
 def _held(wrapper: Ring, name: str, lengths: list[int]) -> list[list[Piece]]:
@@ -216,18 +226,61 @@ def _able(operator: Operator, backend: str | None) -> tuple[Backend, ...]:
     return able
 
 
-class _Side:
-    """What one rank computes: its queries against one block after the other."""
+class _Met(NamedTuple):
+    """Queries and keys that meet, of some key heads and the query heads that read them."""
 
-    def __init__(self, plan: _Plan, call: Call, needs: Sequence[bool]) -> None:
-        self.plan, self.call, self.needs = plan, call, needs
+    pair: Pair
+    groups: slice
+    first: int  # of the heads in the block
+    shared: int
+
+    @property
+    def heads(self) -> slice:
+        return slice(self.groups.start * self.shared, self.groups.stop * self.shared)
+
+    @property
+    def rows(self) -> tuple[slice, ...]:
+        """Of a [B, T, H, ...] tensor."""
+        return slice(None), self.pair.queries, self.heads
+
+    @property
+    def keys(self) -> tuple[slice, ...]:
+        """Of the block [B, S, some of G, ...]."""
+        return slice(None), self.pair.keys, slice(self.groups.start - self.first, self.groups.stop - self.first)
+
+    def pairs(self, x: Tensor | None) -> Tensor | None:
+        """Of a bias or mask (this rank's rows, every column); what broadcasts stays 1."""
+        if x is None:
+            return None
+        if x.dim() >= 1 and x.shape[-1] != 1:
+            assert self.pair.k_piece is not None
+            places = self.pair.k_piece.positions
+            x = x[..., places.start : places.stop : places.step]
+        if x.dim() >= 2 and x.shape[-2] != 1:
+            x = x[..., self.pair.queries, :]
+        return x[..., self.heads, :, :] if x.dim() >= 3 and x.shape[-3] != 1 else x
+
+
+class _Side:
+    """What one rank computes in one turn: its queries against one block after the other."""
+
+    def __init__(self, plan: _Plan, call: Call, needs: Sequence[bool], groups: slice) -> None:
+        self.plan, self.call, self.needs, self.groups = plan, call, needs, groups
+        self.own = [x[:, :, groups] for x in (call.k, call.v)]
+
+    def block(self, doing: Doing) -> list[Tensor]:
+        """This rank's block as it travels and is computed with: [B, G, S, .] end to end, in the message itself."""
+        block = blank(self.plan.shapes(0, self.own), self.own, doing)
+        for place, tensor in zip(block, self.own, strict=True):
+            place.copy_(tensor.transpose(1, 2))
+        return block
 
     def attend(self, distance: int, block: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
         """Add what the block from so many ranks before gives to out and lse."""
         with _as_written(self.call.q):
-            for pair in self.plan.met(distance):
-                call = self._part(pair, block)
-                self._module(call).forward_part(call, out[:, pair.queries], lse[:, pair.queries])
+            for met in self._met(distance):
+                call = self._part(met, block)
+                self._module(call).forward_part(call, out[met.rows], lse[met.rows])
 
     def pull(
         self, distance: int, block: Sequence[Tensor], rows: Rows, dq: Tensor, sums: Sequence[Tensor],
@@ -235,24 +288,37 @@ class _Side:
     ) -> None:  # fmt: skip
         """Add what it gives to the gradients: of these queries, of the block, of the bias."""
         with _as_written(self.call.q):
-            for pair in self.plan.met(distance):
-                call = self._part(pair, block)
-                part = Rows(*(None if x is None else x[:, pair.queries] for x in rows))  # type: ignore[arg-type]
-                dk, dv = (x.transpose(1, 2)[:, pair.keys] for x in sums)
-                into = Gradients(dq[:, pair.queries], dk, dv, _met(dbias, pair))
-                self._module(call).backward_part(call, part, into)
+            for met in self._met(distance):
+                call = self._part(met, block)
+                part = Rows(*(None if x is None else x[met.rows] for x in rows))  # type: ignore[arg-type]
+                dk, dv = (x.transpose(1, 2)[met.keys] for x in sums)
+                self._module(call).backward_part(call, part, Gradients(dq[met.rows], dk, dv, met.pairs(dbias)))
 
-    def _part(self, pair: Pair, block: Sequence[Tensor]) -> Call:
-        """One pair as a call of its own; block: k and v, heads before tokens. The sink is a part of its own."""
+    def _met(self, distance: int) -> Iterator[_Met]:
+        """The pairs of a block; on a CPU some heads at a time, so that what a part copies stays small."""
+        B, _, _, H, G, K, V = self.call.sizes
+        for pair in self.plan.met(distance):
+            step = max(1, G)
+            if self.call.q.device.type == "cpu":
+                copied = B * (pair.queries.stop - pair.queries.start) * (H // G) * max(K, V)
+                step = max(1, min(G, _COPIED // max(1, copied)))
+            for g in range(self.groups.start, self.groups.stop, step):
+                yield _Met(pair, slice(g, min(g + step, self.groups.stop)), self.groups.start, H // G)
+
+    def _part(self, met: _Met, block: Sequence[Tensor]) -> Call:
+        """One meeting as a call of its own; block: k and v, heads before tokens. The sink is a part of its own."""
         call = self.call
-        k, v = (x.transpose(1, 2)[:, pair.keys] for x in block)
+        k, v = (x.transpose(1, 2)[met.keys] for x in block)
         seed = call.seed
         if seed is not None:
+            pair = met.pair
             assert pair.q_piece is not None and pair.k_piece is not None
-            seed = placed(seed, t=pair.q_piece[:2], s=pair.k_piece[:2])
-        visible = pair.visible._replace(dense=_met(call.dense, pair))
+            start, step = seed[3:5].tolist() if seed.dim() else (0, 1)
+            head = (start + step * met.heads.start, step)
+            seed = placed(seed, h=head, t=pair.q_piece[:2], s=pair.k_piece[:2])
+        visible = met.pair.visible._replace(dense=met.pairs(call.dense))
         return call._replace(
-            q=call.q[:, pair.queries], k=k, v=v, bias=_met(call.bias, pair), sink=None, seed=seed, **visible._asdict()
+            q=call.q[met.rows], k=k, v=v, bias=met.pairs(call.bias), sink=None, seed=seed, **visible._asdict()
         )
 
     def _module(self, call: Call) -> Any:
@@ -279,19 +345,6 @@ def _filled(call: Call, inputs: Sequence[Tensor | None]) -> Call:
     return call._replace(**fields)
 
 
-def _met(x: Tensor | None, pair: Pair) -> Tensor | None:
-    """The part of a bias or mask (this rank's rows, every column) that a pair meets; what broadcasts stays 1."""
-    if x is None:
-        return None
-    if x.dim() >= 1 and x.shape[-1] != 1:
-        assert pair.k_piece is not None
-        places = pair.k_piece.positions
-        x = x[..., places.start : places.stop : places.step]
-    if x.dim() >= 2 and x.shape[-2] != 1:
-        x = x[..., pair.queries, :]
-    return x
-
-
 def _as_written(q: Tensor) -> Any:
     """Without autocast, which would round float32 products."""
     return torch.autocast(q.device.type, enabled=False)
@@ -308,17 +361,15 @@ class _Ring(torch.autograd.Function):
         lse = torch.full((B, T, H), -torch.inf, dtype=torch.float64, device=call.q.device)
         if call.sink is not None:
             lse.copy_(call.sink)
-        side = _Side(plan, call, ctx.needs_input_grad[3:])
-        block = _heads_first(plan, (call.k, call.v), doing)
-        for step, (distance, following) in enumerate(_moves([*plan.distances, 0])):
-            doing.step = step
-            coming = (
-                shift(block, plan.shapes(following, (call.k, call.v)), following - distance, doing)
-                if following
-                else None
-            )
-            doing.work(side.attend, distance, block, out, lse)
-            block = block if coming is None else coming.wait()
+        for groups in plan.turns:
+            side = _Side(plan, call, ctx.needs_input_grad[3:], groups)
+            block = side.block(doing)
+            for step, (distance, following) in enumerate(_moves([*plan.distances, 0])):
+                doing.step = step
+                shapes = plan.shapes(following, side.own)
+                coming = shift(block, shapes, following - distance, doing) if following else None
+                doing.work(side.attend, distance, block, out, lse)
+                block = block if coming is None else coming.wait()
         ctx.plan, ctx.call = plan, _filled(call, [None] * len(_INPUTS))._replace(dense=None, seed=None)
         lse = lse.to(plan.accumulator)
         # The backward subtracts sums over the rows of out, which must not carry the rounding of a half one.
@@ -333,56 +384,61 @@ class _Ring(torch.autograd.Function):
         plan = ctx.plan
         *inputs, dense, seed, out, lse = ctx.saved_tensors
         call = _filled(ctx.call, inputs)._replace(dense=dense, seed=seed)
-        side = _Side(plan, call, ctx.needs_input_grad[3:])
         with Doing(plan.group, plan.name, "backward") as doing:
-            found = _backward(side, doing, (out, lse), grads)
+            found = _backward(plan, call, ctx.needs_input_grad[3:], doing, (out, lse), grads)
         wanted = zip(inputs, found, ctx.needs_input_grad[3:], strict=True)
         return None, None, None, *(grad.to(x.dtype) if need and grad is not None else None for x, grad, need in wanted)
 
 
 def _backward(
-    side: _Side, doing: Doing, outputs: tuple[Tensor, Tensor], grads: tuple[Tensor | None, ...]
-) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, bias and sink in the accumulator's dtype.
-
-    The block of this rank is computed last: by then the sums of its gradients are on their way home.
-    """
-    plan, call = side.plan, side.call
-    blocks = (call.k, call.v)
-    sums_like = [x.new_empty(0, dtype=plan.accumulator) for x in blocks]
-    away = plan.distances[1:]
-    own = _heads_first(plan, blocks, doing)
-    coming = shift(own, plan.shapes(away[0], blocks), away[0], doing) if away else None
+    plan: _Plan, call: Call, needs: Sequence[bool], doing: Doing, outputs: tuple[Tensor, Tensor],
+    grads: tuple[Tensor | None, ...],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of q, k, v, bias and sink in the accumulator's dtype."""
     rows = doing.work(_rows, plan, outputs, grads)
     dq = torch.zeros(call.q.shape, dtype=plan.accumulator, device=call.q.device)
-    wants_bias = call.bias is not None and side.needs[3]
-    dbias = torch.zeros(call.bias.shape, dtype=dq.dtype, device=dq.device) if wants_bias else None  # type: ignore[union-attr]
-    block = own if coming is None else coming.wait()
-    del own
+    dbias = dsink = None
+    if call.bias is not None and needs[3]:
+        dbias = torch.zeros(call.bias.shape, dtype=dq.dtype, device=dq.device)
+    turns = [_turn(_Side(plan, call, needs, groups), doing, rows, dq, dbias) for groups in plan.turns]
+    if dbias is not None and plan.shared_bias:
+        dbias = all_reduce(dbias, doing)
+    if call.sink is not None and needs[4]:
+        given = doing.work(_of_sink, call.sink, outputs[1], rows)
+        dsink = all_reduce(call.sink.new_zeros(call.sink.shape, dtype=dq.dtype) if given is None else given, doing)
+    # dk, dv [B, G, S, .], the heads of all turns.
+    dk, dv = (each[0] if len(each) == 1 else torch.cat(each, 1) for each in zip(*turns, strict=True))
+    return dq, dk.transpose(1, 2), dv.transpose(1, 2), dbias, dsink
+
+
+def _turn(side: _Side, doing: Doing, rows: Rows | None, dq: Tensor, dbias: Tensor | None) -> list[Tensor]:
+    """Once round with some key heads: adds to dq and dbias, and gives dk and dv of this rank's own block.
+
+    That block is computed last: by then the sums of its gradients are on their way home.
+    """
+    plan = side.plan
+    sums_like = [x.new_empty(0, dtype=plan.accumulator) for x in side.own]
+    away = plan.distances[1:]
+    block = side.block(doing)
+    if away:
+        block = shift(block, plan.shapes(away[0], side.own), away[0], doing).wait()
     returning: Pending | None = None
     for step, (distance, following) in enumerate(_moves([*away, 0])):
         doing.step = step
-        shapes = plan.shapes(following, blocks)
+        shapes = plan.shapes(following, side.own)
         coming = shift(block, shapes, following - distance, doing) if following else None
-        sums = blank(plan.shapes(distance, blocks), sums_like, doing)
+        sums = blank(plan.shapes(distance, side.own), sums_like, doing)
         doing.work(side.pull, distance, block, rows, dq, sums, dbias)
         _add(sums, returning)
         returning = shift(sums, shapes, following - distance, doing)
         block = block if coming is None else coming.wait()
     doing.step = len(away)
     if away:
-        block = [x.transpose(1, 2).contiguous() for x in blocks]
+        block = side.block(doing)
     sums = [torch.zeros_like(x, dtype=dq.dtype) for x in block]
     doing.work(side.pull, 0, block, rows, dq, sums, dbias)
     _add(sums, returning)
-    if dbias is not None and plan.shared_bias:
-        dbias = all_reduce(dbias, doing)
-    dsink = None
-    if call.sink is not None and side.needs[4]:
-        given = doing.work(_of_sink, call.sink, outputs[1], rows)
-        dsink = all_reduce(call.sink.new_zeros(call.sink.shape, dtype=dq.dtype) if given is None else given, doing)
-    dk, dv = (x.transpose(1, 2) for x in sums)
-    return dq, dk, dv, dbias, dsink
+    return sums
 
 
 def _add(sums: Sequence[Tensor], coming: Pending | None) -> None:
@@ -402,14 +458,6 @@ def _of_sink(sink: Tensor, lse: Tensor, rows: Rows) -> Tensor:
     """dsink = -sum_t exp(sink - lse) pull, over this rank's rows."""
     share = torch.exp(sink.to(lse.dtype) - lse).masked_fill_(lse == -torch.inf, 0.0)
     return share.mul_(rows.pull).sum((0, 1)).neg_()
-
-
-def _heads_first(plan: _Plan, tensors: Sequence[Tensor], doing: Doing) -> list[Tensor]:
-    """This rank's block as it travels and as it is computed with: [B, G, S, .] end to end, in the message itself."""
-    block = blank(plan.shapes(0, tensors), tensors, doing)
-    for place, tensor in zip(block, tensors, strict=True):
-        place.copy_(tensor.transpose(1, 2))
-    return block
 
 
 def _moves(distances: Sequence[int]) -> list[tuple[int, int]]:

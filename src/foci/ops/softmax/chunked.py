@@ -165,7 +165,8 @@ class _Heads:
         # budget.
         inner = call.scale if call.softcap is None else call.scale / call.softcap
         self.chain = call.softcap if call.softcap is not None else 1.0
-        self.q = (call.q.transpose(1, 2).to(dtype) * inner).contiguous()
+        B, T, _, K = call.q.shape
+        self.q = torch.empty(B, H, T, K, dtype=dtype, device=call.q.device).copy_(call.q.transpose(1, 2)).mul_(inner)
         self.k, self.v = _heads_first(call.k, dtype), _heads_first(call.v, dtype)
         self._buffers: dict[str, Tensor] = {}
 
