@@ -19,6 +19,7 @@ from foci.parallel.balance import Order
 from foci.parallel.exchange import Doing, exchange
 from foci.parallel.group import Group
 from foci.parallel.heads import Route, Share, shares
+from foci.parallel.held import groups_of, tell_counts
 from foci.parallel.inside import Inside, once_differentiable
 from foci.parallel.opaque import opaque
 from foci.parallel.operators import Bound, Letters, Operator, Runs, operator_of
@@ -109,10 +110,19 @@ class Ulysses:
         call = bound.call
         if seed is not None:
             call = call._replace(seed=seed.new_tensor(everyone[0][len(tokens) :]).view(seed.shape))
-        plan = _plan(self.inner, self.group, call, lengths)
+        plan = _plan(self.inner, self.group, call, lengths, self._rows(call))
         wanted = len(operator.results) if all_of_them else operator.wanted(bound)
         tensors = [getattr(call, name) for name in plan.routes]
         return tuple(_Exchanged.apply(plan, doing, call, bound.backend, wanted, *tensors))
+
+    def _rows(self, call: Any) -> list[list[int]] | None:
+        """Queries and rows of a bias on every rank of all groups, where one group might not tell what they are."""
+        bias = getattr(call, "bias", None)
+        if bias is None or not bias.requires_grad or isinstance(self.inner, Operator):
+            return None
+        token = self.operator.letters["bias"].token(bias)
+        rows = 1 if token is None else bias.shape[token]
+        return tell_counts(self.operator.name, groups_of(self), [call.q.shape[1], rows])
 
 
 class _Plan(NamedTuple):
@@ -169,7 +179,9 @@ class _Plan(NamedTuple):
         return found
 
 
-def _plan(inner: Runs, group: Group, call: Any, lengths: dict[str, tuple[int, ...]]) -> _Plan:
+def _plan(
+    inner: Runs, group: Group, call: Any, lengths: dict[str, tuple[int, ...]], rows: list[list[int]] | None
+) -> _Plan:
     operator = inner.operator
     sizes: dict[str, int] = {}
     for name, letters in operator.letters.items():
@@ -188,7 +200,8 @@ def _plan(inner: Runs, group: Group, call: Any, lengths: dict[str, tuple[int, ..
         if head is None and token is None and not tensor.is_floating_point():
             continue
         if token is not None and letters.broadcast:
-            token = _own_rows(operator.name, name, tensor, token, lengths[name], tokens["T"])
+            held_rows = zip(*rows, strict=True) if rows and name == "bias" else (tokens["T"], lengths[name])
+            token = _own_rows(operator.name, name, tensor, token, *map(tuple, held_rows))
         if head is not None and letters.broadcast and tensor.shape[head] == 1:
             head = None
         of_keys = head is not None and letters.aligned(tensor)[head] == "G"
@@ -222,7 +235,7 @@ def _cut(operator: Operator, call: Any) -> list[tuple[str, Letters, int]]:
 
 
 def _own_rows(
-    function: str, name: str, tensor: Tensor, token: int, sizes: tuple[int, ...], rows: tuple[int, ...]
+    function: str, name: str, tensor: Tensor, token: int, rows: tuple[int, ...], sizes: tuple[int, ...]
 ) -> int | None:
     """Where the rows of a bias are this rank's own; None where one row stands for all. Every rank answers alike."""
     own, single = sizes == rows, all(size == 1 for size in sizes)
