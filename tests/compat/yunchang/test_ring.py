@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from foci import cli
 from foci.compat import yunchang
 from foci.compat.yunchang import AttnType, RingFlashAttnFunc, ring_flash_attn_func
 from foci.compat.yunchang.ring import RING_IMPL_DICT, RING_IMPL_QKVPACKED_DICT
@@ -134,3 +135,28 @@ def test_a_subclass_of_both_halves_or_of_none_is_fine() -> None:
     assert torch.autograd.grad(Doubled.apply(x).sum(), x)[0].tolist() == [2.0] * 3
     with pytest.raises(TypeError, match="apply takes 14 arguments, q to attn_processor, got 1"):
         Named.apply(x)
+
+
+HALF = """
+from foci.compat.yunchang import RingFlashAttnFunc
+
+
+class WithText(RingFlashAttnFunc):
+    @staticmethod
+    def forward(ctx, q, k, v, text_k, text_v, group):
+        return q
+
+
+def attend(q, k, v):
+    return WithText.apply(q, k, v, k[:, :0], v[:, :0], None)
+"""
+
+
+def test_foci_check_says_so(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "half_a_function.py").write_text(HALF)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["check", "half_a_function:attend", "--like", "softmax", "--world", "2"])
+    printed = capsys.readouterr()
+    assert ended.value.code not in (0, None)
+    assert "WithText overrides forward of RingFlashAttnFunc and keeps its backward" in printed.out + printed.err
