@@ -22,16 +22,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from foci.accelerate import digits, zoo
 from foci.bench.measure import clock
 from foci.core.device import machine
 from foci.core.world import World
 from foci.integrations import parallel_pipeline, parallel_vae, pipefusion
-from foci.integrations.mesh import make_mesh
 from foci.integrations.pipefusion import psnr
 
 STEPS = {"digits-dit": 25, "pixart": 20, "flux": 20}
+STAGES = {"digits-dit": (2, 4), "pixart": (2, 3), "flux": (2, 4)}  # the small PixArt has three blocks
 BIG = {
     "num_attention_heads": 16, "attention_head_dim": 72, "in_channels": 4, "out_channels": 8, "num_layers": 28,
     "sample_size": 128, "patch_size": 2, "cross_attention_dim": 1152, "caption_channels": 4096, "norm_num_groups": 32,
@@ -80,12 +81,13 @@ def quality(name: str, settings: list[tuple[int, int]]) -> list[dict[str, Any]]:
     return rows
 
 
-def on_this_machine(worlds: list[int]) -> list[dict[str, Any]]:
+def on_this_machine(models: list[str]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     print("| model | stages | patches | exact steps | PSNR (dB) | digits read right |\n|---|---|---|---|---|---|")
-    for size in worlds:
-        with World(size, timeout=120.0, limit=1200.0) as world:
-            for name, steps in STEPS.items():
+    for name in models:
+        steps = STEPS[name]
+        for size in STAGES[name]:
+            with World(size, timeout=120.0, limit=1200.0) as world:
                 settings = [(patches, warmup) for patches in (size, 4 * size) for warmup in (1, 4, steps)]
                 for row in world.run(quality, name, settings)[0]:
                     rows.append(row)
@@ -178,12 +180,16 @@ def sampling(line: Callable[..., None], rounds: int, size: int) -> None:
             {"pipe": size},
             {"cfg": 2, "pipe": size // 2},
         ):
-            with parallel_pipeline.install(
-                model, make_mesh(**degrees, device="cuda"), patches=4 * degrees.get("pipe", 1)
-            ):
+            with parallel_pipeline.install(model, mesh_of(degrees), patches=4 * degrees.get("pipe", 1)):
                 error = relative(draw(), whole)
                 setting = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
                 line(what, setting, *timed(draw, rounds), error)
+
+
+def mesh_of(degrees: dict[str, int]) -> DeviceMesh:
+    """Adjacent ranks share tokens."""
+    names = ("cfg", "pipe", "ulysses", "ring")
+    return init_device_mesh("cuda", tuple(degrees.get(name, 1) for name in names), mesh_dim_names=names)
 
 
 def relative(x: Tensor, exact: Tensor) -> float:
@@ -192,12 +198,12 @@ def relative(x: Tensor, exact: Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worlds", default="2,4")
+    parser.add_argument("--models", default=",".join(STEPS))
     parser.add_argument("--cuda", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    rows = on_gpus(options.rounds) if options.cuda else on_this_machine([int(n) for n in options.worlds.split(",")])
+    rows = on_gpus(options.rounds) if options.cuda else on_this_machine(options.models.split(","))
     if options.out:
         options.out.write_text(json.dumps({"machine": machine().line, "rows": rows}, indent=1))
 

@@ -36,12 +36,14 @@ def degrees_of(mesh: DeviceMesh) -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
 
 
-def sequence_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The two dimensions over which a sequence is split, ("ulysses", "ring"), of a mesh that has them."""
-    names = mesh.mesh_dim_names or ()
-    if not {"ulysses", "ring"} <= set(names):
+def sequence_ranks(mesh: DeviceMesh) -> list[int]:
+    """The ranks of a mesh that share this rank's sequence: all along its dimensions "ulysses" and "ring"."""
+    names, place = mesh.mesh_dim_names or (), mesh.get_coordinate()
+    if not {"ulysses", "ring"} <= set(names) or place is None:
         raise ValueError(f"mesh: has dimensions {names}; expected 'ulysses' and 'ring' among them (see make_mesh)")
-    return mesh if names == ("ulysses", "ring") else mesh["ulysses", "ring"]
+    # Not a slice of both dimensions: before torch 2.12 a mesh gives none whose ranks are not in the mesh's own order.
+    along = tuple(slice(None) if name in ("ulysses", "ring") else at for name, at in zip(names, place, strict=True))
+    return sorted(mesh.mesh[along].flatten().tolist())
 
 
 def _require_ranks(degrees: dict[str, int]) -> None:

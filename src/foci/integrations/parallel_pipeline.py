@@ -32,7 +32,6 @@ class Spread:
     handles: dict[str, Any]
     skipped: tuple[tuple[str, str], ...]
     _groups: list[Group] = field(repr=False)
-    _made: list[dist.ProcessGroup] = field(repr=False)
 
     @property
     def sent(self) -> Traffic:
@@ -50,8 +49,6 @@ class Spread:
         """The pipeline as it was, to the very objects."""
         for name in reversed(self.handles):
             self.handles[name].restore()
-        while self._made:
-            dist.destroy_process_group(self._made.pop())
 
     def __enter__(self) -> Spread:
         return self
@@ -90,7 +87,7 @@ def install(
     if unknown := sorted(set(degrees) - set(DIMS)):
         raise ValueError(f"install: mesh has dimensions {unknown}; expected some of {', '.join(DIMS)}")
     groups = {name: Group.of(mesh[name]) for name in DIMS if degrees[name] > 1}
-    spread = Spread(degrees, {}, (), [groups[name] for name in ("data", "cfg", "pipe") if name in groups], [])
+    spread = Spread(degrees, {}, (), [groups[name] for name in ("data", "cfg", "pipe") if name in groups])
     tokens = degrees["ulysses"] * degrees["ring"]
     try:
         for name, model in _denoisers(pipeline):
@@ -118,9 +115,12 @@ def install(
 
 
 def _decode_on_all(spread: Spread, vae: nn.Module, mesh: DeviceMesh) -> None:
-    made = dist.new_group(sorted(mesh.mesh.flatten().tolist()), use_local_synchronization=True)
-    spread._made.append(made)
-    group = Group.of(made)
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    everyone: Any = dist.group.WORLD
+    if len(ranks) < dist.get_world_size():
+        # Kept until the world ends: torch would give the next group of these ranks this one's name.
+        everyone = dist.new_group(ranks, use_local_synchronization=True)
+    group = Group.of(everyone)
     try:
         spread.handles["vae"] = parallel_vae.install(vae, group)
         spread._groups.append(group)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from foci.core.errors import Unsupported
-from foci.integrations.mesh import sequence_mesh
+from foci.integrations.mesh import sequence_ranks
 from foci.integrations.split_check import check
 from foci.integrations.split_hooks import Hooked, hook
 from foci.integrations.split_infer import infer
@@ -121,7 +121,7 @@ def install(
     if plan is None and inputs is not None and not any(base.__name__ in PLANS for base in type(model).__mro__):
         plan = infer(model, inputs)
     plan = plan_for(model) if plan is None else plan
-    ranks = _Ranks(sequence_mesh(mesh))
+    ranks = _Ranks(mesh)
     if inputs is not None:
         check(model, inputs, plan, size=max(2, ranks.size), text=text)
     same = {"model": type(model).__name__, "plan": plan, "text": text, "backend": backend}
@@ -133,6 +133,7 @@ class _Ranks:
     """The ranks of a mesh (ulysses, ring) that share a sequence: run by run over the ring, and within over Ulysses."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
+        sequence_ranks(mesh)  # raises where the mesh has no such dimensions
         self.ulysses, self.ring = Group.of(mesh["ulysses"]), Group.of(mesh["ring"])
         self.size = self.ulysses.size * self.ring.size
         self.rank = self.ring.rank * self.ulysses.size + self.ulysses.rank
@@ -150,7 +151,7 @@ class _Ranks:
         if self.size == dist.get_world_size():
             return Group.of(dist.group.WORLD)
         # Kept until the world ends: torch would give the next such group this one's name, and mix their messages up.
-        return Group.of(dist.new_group(sorted(mesh.mesh.flatten().tolist()), use_local_synchronization=True))
+        return Group.of(dist.new_group(sequence_ranks(mesh), use_local_synchronization=True))
 
     def runs(self, tokens: int) -> list[tuple[int, int]]:
         found = []
