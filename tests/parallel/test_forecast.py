@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from foci.bench.memory import peak_memory
+from foci.core.world import World
 from foci.parallel.balance import pieces
-from foci.parallel.forecast import LOSSES, WORK, Plan, forecast, live_shares, plan_parallel, size, time
+from foci.parallel.forecast import LOSSES, WORK, Plan, forecast, live_shares, memory, plan_parallel, size, time
+from foci.parallel.group import Group
 from foci.parallel.links import Compute, Link, Links, preset
+from foci.parallel.ring import ring
 from foci.parallel.split import Split
+from foci.parallel.ulysses import ulysses
 from foci.parallel.workload import Rest, Shape
 
 FREE = Links(Link(0, math.inf), Link(0, math.inf))
@@ -112,6 +119,40 @@ def test_recurrences_hand_states_on(operator: str) -> None:
     assert "handoff" in kinds and "ring" not in kinds
     told = forecast(shape, Split(1, 8, handoff=True), *preset("h100"))
     assert told.terms["handoff"] > 0 and told.terms["ring"] == 0
+
+
+def held_by(shape: Shape, split: Split) -> int:
+    """Bytes of tensors that a rank holds at most in one call, its own q, k and v included."""
+    mesh = split.mesh()
+    op: Any = shape.function.function
+    op = ring(op, Group.of(mesh["ring"]), "zigzag") if split.ring > 1 else ulysses(op, Group.of(mesh["ulysses"]))
+    tensors, options = shape.only(T=shape.T // split.world).inputs("cpu")
+    for tensor in tensors:
+        tensor.requires_grad_(shape.backward)
+
+    def run() -> object:
+        out = op(*tensors, **options)
+        return torch.autograd.grad(out, tensors, torch.ones_like(out)) if shape.backward else out
+
+    run()
+    return peak_memory(run, torch.device("cpu")) + sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
+def test_memory_is_what_a_rank_holds(worlds: Callable[[int], World], dtype: torch.dtype, backward: bool) -> None:
+    """Within a quarter: what it leaves out is the scratch of the backend."""
+    shape = Shape(2048, 4, 64, G=2, causal=True, dtype=dtype, backward=backward)
+    for split in (Split(2), Split(1, 2, "zigzag")):
+        counted = max(worlds(2).run(held_by, shape, split))
+        assert 0.75 <= memory(shape, split) / counted <= 1.25, split
+
+
+def test_layers_keep_what_the_backward_needs() -> None:
+    shape = Shape(2048, 4, 64, backward=True)
+    more = replace(shape, rest=Rest(layers=3, weights=1000, kept=8))
+    own = memory(more, Split(1, 2)) - memory(shape, Split(1, 2)) - 1000 - 8 * 1024
+    assert own / 2 == pytest.approx(1024 * 4 * (64 * 4 * 2 + 64 * 4 + 4))  # q, k, v, out; out in float32 as well; lse
 
 
 def test_it_explains_itself() -> None:

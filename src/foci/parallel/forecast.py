@@ -258,7 +258,10 @@ def summary(shape: Shape) -> float:
 
 
 def memory(shape: Shape, split: Split) -> float:
-    """Bytes the busiest rank holds at most: the model's, what each layer keeps for the backward, and one call's own."""
+    """Bytes the busiest rank holds at most: the model's, what layers keep for the backward, and one call's own.
+
+    The scratch of a backend (some MiB) is not in it.
+    """
     rest, ranks = shape.rest, split.ulysses * split.ring
     branches = (2 if rest.guidance else 1) / split.cfg
     element, wide = shape.dtype.itemsize, accumulator(shape.dtype).itemsize
@@ -266,14 +269,22 @@ def memory(shape: Shape, split: Split) -> float:
     q, out = rows * shape.H * shape.K, rows * shape.H * shape.values
     block = keys * shape.heads * (shape.K + shape.values)
     own = (q + out + block) * element + rows * shape.H * wide  # q, k, v, out and lse
-    call = own * (2 if split.ulysses > 1 else 1)  # after the exchange they are there once more
+    half = element < wide
+    saved, call = own, 0.0
+    if split.ulysses > 1:  # all tokens of some heads beside some tokens of all, and messages on their way
+        saved += own
+        call += (own if shape.backward else (q + block) * element) * (split.ulysses - 1) / split.ulysses
     if split.ring > 1 and not shape.recurrent:
-        call += 2 * block * element + 2 * out * wide  # the block in work and the next; the sum and the new part
+        saved += out * wide * half
+        call += 2 * block * element + (q + block) * wide * half  # in work and arriving; a part in float32
+        if shape.backward:
+            call += (q + 2 * block + out * half) * wide  # dq, the sums of dk and dv that come and go, dout
     if shape.backward:
-        call += (2 * q + out + 2 * block) * wide  # dq, dk, dv in float32 with dout; the gradients that travel
-        own *= rest.layers
-    kept = rest.kept * shape.B * shape.T / ranks * branches
-    return rest.weights + kept + (own if shape.backward else 0) + call
+        call += own * (2 if split.ulysses > 1 else 1)  # the gradients of all of these
+        if shape.recurrent:
+            call += (q + out + block) * wide
+        saved *= rest.layers
+    return rest.weights + rest.kept * shape.B * shape.T / ranks * branches + saved + call
 
 
 def merged(shape: Shape, split: Split, backward: bool) -> float:
