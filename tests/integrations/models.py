@@ -218,6 +218,31 @@ def hunyuan() -> Small:
     return Small(model, inputs, ("hidden_states", "encoder_hidden_states"))
 
 
+def auraflow() -> Small:
+    """Joins text and image itself, between its blocks."""
+    from diffusers import AuraFlowTransformer2DModel
+
+    model = AuraFlowTransformer2DModel(
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        num_mmdit_layers=1,
+        num_single_dit_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=3,
+        caption_projection_dim=24,
+        joint_attention_dim=24,
+        out_channels=4,
+        pos_embed_max_size=64,
+    )
+    inputs = {
+        "hidden_states": torch.randn(2, 4, 8, 8),
+        "encoder_hidden_states": torch.randn(2, 7, 24),
+        "timestep": torch.tensor([0.3, 0.7]),
+    }
+    return Small(model, inputs, ("hidden_states", "encoder_hidden_states"))
+
+
 BUILDERS: dict[str, Callable[[], Small]] = {
     "flux": flux,
     "sd3": sd3,
@@ -227,6 +252,7 @@ BUILDERS: dict[str, Callable[[], Small]] = {
     "unet": unet,
     "wan": wan,
     "hunyuan": hunyuan,
+    "auraflow": auraflow,
 }
 
 

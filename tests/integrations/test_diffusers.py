@@ -20,7 +20,7 @@ from foci.core.errors import MissingExtra
 from foci.integrations.diffusers import Handle, install
 from tests.integrations.models import BUILDERS, Small, build
 
-SITES = {"flux": 4, "sd3": 4, "pixart": 4, "sana": 2, "dit": 2, "unet": 8, "wan": 4, "hunyuan": 5}
+SITES = {"flux": 4, "sd3": 4, "pixart": 4, "sana": 2, "dit": 2, "unet": 8, "wan": 4, "hunyuan": 5, "auraflow": 2}
 
 
 def results(small: Small) -> dict[str, Tensor]:

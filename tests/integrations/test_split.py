@@ -68,7 +68,7 @@ def compare(names: tuple[str, ...], ulysses: int, ring: int, text: str) -> dict[
 
 
 # Their own rotary embeddings and norms round to float32 whatever they are given, also the shares of a gradient.
-BUDGET = dict.fromkeys(("flux", "sd3", "wan", "hunyuan"), 1e-6)
+BUDGET = dict.fromkeys(("flux", "sd3", "wan", "hunyuan", "auraflow"), 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -173,10 +173,11 @@ def test_a_plan_is_checked_before_use(worlds: Worlds) -> None:
 
 def inferred() -> dict[str, float]:
     found = {}
-    for name in MODELS:
+    for name in (*MODELS, "auraflow"):
         small = converted(build(name), torch.float64)
         expected = results(small)
-        with install(small.model, make_mesh(ulysses=2), infer(small.model, small.inputs)) as handle:
+        plan = infer(small.model, small.inputs) if name in MODELS else None
+        with install(small.model, make_mesh(ulysses=2), plan, inputs=small.inputs) as handle:
             found[name] = max(errors(results(small, handle), expected).values())
     return found
 

@@ -41,6 +41,18 @@ def test_it_finds_what_a_person_would_write(name: str) -> None:
     check(small.model, small.inputs, plan, size=3, text="replicated")
 
 
+def test_it_finds_the_plan_of_a_model_that_has_none() -> None:
+    small = build("auraflow")
+    plan = infer(small.model, small.inputs)
+    assert str(plan).splitlines()[1:] == [
+        "  split   joint_transformer_blocks.0: hidden_states, dimension 1",
+        "  gather  proj_out: output, dimension 1",
+        "  site    joint_transformer_blocks.*.attn: text in front of image, in one sequence",
+        "  site    single_transformer_blocks.*.attn: text in front of image, in one sequence",
+    ]
+    check(small.model, small.inputs, plan, size=3, text="replicated")
+
+
 def test_a_model_whose_attention_cannot_be_routed_is_not_understood() -> None:
     small = build("sana")
     with pytest.raises(Unsupported, match="no self attention over all its tokens"):

@@ -53,11 +53,15 @@ class Recorded:
 
 @dataclass
 class Record:
-    """A whole run: every module's calls, every attention call by site, and the modules in the order they ended."""
+    """A whole run: every module's calls, every attention call by site, and the modules in the order they ended.
+
+    `skipped` are the modules whose attention could not be seen.
+    """
 
     calls: dict[tuple[str, int], Recorded] = field(default_factory=dict)
     attention: dict[tuple[str, int], tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)
+    skipped: tuple[str, ...] = ()
 
 
 def check(
@@ -102,6 +106,7 @@ def watch(model: nn.Module, inputs: Mapping[str, Any]) -> Record:
     routed = route(model, {name: Target(attend=keep(name)) for name in sites})
     with torch.no_grad(), routed, _listening(model, started, ended, []):
         model(**inputs)
+    record.skipped = tuple(name for name, _ in routed.skipped)
     return record
 
 

@@ -95,9 +95,8 @@ def hook(model: nn.Module, plan: SplitPlan, ranks: Ranks, text: str = "auto", ba
     tokens = Tokens()
     routed = route(model, {name: Target(backend, _attend(name, plan, ranks, tokens)) for name in sites})
     hooked = Hooked(routed, tokens)
-    if routed.skipped:
+    if left := [f"{name}: {why}" for name, why in routed.skipped if plan.kind(name) != "whole"]:
         hooked.restore()
-        left = [f"{name}: {why}" for name, why in routed.skipped]
         raise Unsupported(f"split: {type(model).__name__} cannot be split: attention in it is not routed", left)
     hooks = hooked._hooks
     hooks.append(_on_call(model, _start(model, plan, ranks, tokens)))
@@ -149,6 +148,7 @@ def _start(model: nn.Module, plan: SplitPlan, ranks: Ranks, tokens: Tokens) -> C
                 raise ValueError(f"split: {name} was given, but the plan for {plan.model} refuses it: {reason}")
         tokens.whole.clear()
         tokens.named.clear()
+        tokens.text_here = 0
         ranks.enter(arguments)
 
     return start
@@ -156,8 +156,9 @@ def _start(model: nn.Module, plan: SplitPlan, ranks: Ranks, tokens: Tokens) -> C
 
 def _note_text(plan: SplitPlan, tokens: Tokens) -> Callable[[Arguments], None]:
     def note(arguments: Arguments) -> None:
-        given = arguments.get(plan.text)
-        tokens.text_here = given.shape[1] if isinstance(given, Tensor) else 0
+        # A block without that argument has text and image in one tensor: as much text as the blocks before it.
+        if isinstance(given := arguments.get(plan.text), Tensor):
+            tokens.text_here = given.shape[1]
 
     return note
 

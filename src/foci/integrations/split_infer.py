@@ -123,6 +123,8 @@ def _first_plan(model: nn.Module, record: Record, trunk: _Trunk, where: Kind) ->
         if len(kinds) > 1:
             raise Unsupported(f"split: {type(model).__name__}", [f"{name} calls attention in several ways: {kinds}"])
         sites[_pattern(name)] = kinds.pop() if kinds else "whole"
+    # What no integration reaches is taken for the text's, or the time's; if it is not, the check finds it.
+    sites |= {_pattern(name): "whole" for name in record.skipped}
     last = record.ended[: _last(record, trunk)]
     return SplitPlan(
         type(model).__name__,
