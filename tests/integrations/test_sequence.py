@@ -26,6 +26,8 @@ D, T = 16, 11
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
     "softmax": lambda: nn.Attention(D, 4, num_kv_heads=2, qk_norm=True, dtype=torch.float64),
     "window and sink": lambda: nn.Attention(D, 2, window=3, sink=True, dtype=torch.float64),
+    "window of one": lambda: nn.Attention(D, 2, window=1, dtype=torch.float64),
+    "long window": lambda: nn.Attention(D, 2, window=9, dtype=torch.float64),
     "gated delta net": lambda: nn.GatedDeltaNet(D, 4, num_key_heads=2, dtype=torch.float64),
     "delta net": lambda: nn.DeltaNet(D, 2, dtype=torch.float64),
     "kimi": lambda: nn.KimiDeltaAttention(D, 2, dtype=torch.float64),

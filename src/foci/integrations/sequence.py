@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -153,14 +154,17 @@ class _Over:
         return history(x, width, tail=found.before, offsets=found.offsets)._replace(tail=found.tail)
 
     def remember(self, memory: LayerCache, name: str, new: Tensor, last: int | None = None) -> Tensor:
-        """The cache gets all ranks' new tokens; the first rank attends what was in it before its own."""
-        held = memory.get(name)
-        shapes = [(new.shape[0], n, *new.shape[2:]) for n in self._lengths(new.shape[1])]
-        whole = torch.cat(gather(new.contiguous(), shapes, self.group, "cache"), 1)
+        """The cache gets what it keeps of all ranks' new tokens; the first rank attends what was in it before."""
+        held, lengths = memory.get(name), self._lengths(new.shape[1])
+        ends = list(itertools.accumulate(lengths))
+        first = 0 if last is None else max(ends[-1] - last, 0)
+        counts = [min(n, max(end - first, 0)) for n, end in zip(lengths, ends, strict=True)]
+        own = new[:, new.shape[1] - counts[self.group.rank] :].contiguous()
+        shapes = [(new.shape[0], n, *new.shape[2:]) for n in counts]
+        memory.append(name, torch.cat(gather(own, shapes, self.group, "cache"), 1), last)
         mine = new
         if held is not None:  # the others take none of it, and yet belong to its graph: all ranks go back through it
             mine = torch.cat([held if self.group.rank == 0 else held[:, :0], new], 1)
-        memory.append(name, whole, last)
         return mine
 
     def _lengths(self, T: int) -> list[int]:
