@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -20,6 +21,10 @@ Result = TypeVar("Result")
 Shape = Sequence[int]
 _TAG = 8
 _ALIGNED = 16  # bytes: where a tensor may begin within a message, so that any dtype can view it
+
+
+# The protocol whose work is going on here, for one within it: set for the time of that work, in its thread.
+_around: ContextVar[Doing | None] = ContextVar("_around", default=None)
 
 
 class Doing:
@@ -39,10 +44,12 @@ class Doing:
     an error is raised at once, and the others fail by the group's timeout.
     """
 
-    def __init__(self, group: Group, operator: str, direction: str | None = None) -> None:
-        self.group, self.operator, self.direction = group, operator, direction
+    def __init__(self, group: Group, operator: str, direction: str | None = None, inside: Sequence[Group] = ()) -> None:
+        """`inside`: groups of protocols that go `through` this one; they hear when it does not come to that."""
+        self.group, self.operator, self.direction, self.inside = group, operator, direction, inside
         self.step: int | None = None
-        self.failure: Failure | None = None
+        around = _around.get()
+        self.failure: Failure | None = None if around is None else around.failure
         self.own: Exception | None = None
         self.gone: set[int] = set()
         self.messages: list[StorageWeakRef] = []  # what arrived, and may leave again as it is
@@ -53,16 +60,25 @@ class Doing:
 
     def work(self, function: Callable[..., Result], *args: Any) -> Result | None:
         """`function(*args)`, or None once this protocol has failed here or elsewhere."""
-        if self.failure is not None:
-            return None
+        return None if self.failure is not None else self._run(function, *args)
+
+    def through(self, function: Callable[..., Result], *args: Any) -> Result | None:
+        """The same of work that is itself a protocol: also after a failure, which its ranks then hear of."""
+        self.inside = ()
+        return self._run(function, *args)
+
+    def _run(self, function: Callable[..., Result], *args: Any) -> Result | None:
+        before = _around.set(self)
         try:
             return function(*args)
         except Exception as error:
             if not self.group.host:
                 raise
-            self.own = error
-            self.failure = self._failure(error)
+            if self.failure is None:
+                self.own, self.failure = error, self._failure(error)
             return None
+        finally:
+            _around.reset(before)
 
     def hear(self, failure: Failure | None) -> None:
         """Take note of a failure; the first one counts."""
@@ -86,7 +102,11 @@ class Doing:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
             self._settle()
-        elif isinstance(error, Exception) and not isinstance(error, RankError | Disagreement):
+            return
+        if isinstance(error, Exception):
+            for group in self.inside:
+                group.decline(self.failure or self._failure(error))
+        if isinstance(error, Exception) and not isinstance(error, RankError | Disagreement):
             self.group.leave_note(self._failure(error))
 
     def _settle(self) -> None:

@@ -20,6 +20,7 @@ from foci.core.errors import Disagreement, RankError
 STATUS = 512  # bytes of a status, which ends every message of a group that can speak by way of the host
 _HEAD = struct.Struct("<BBiiH")
 _NUMBERS = 60
+_SLOT = STATUS + 16 + 8 + 8 * _NUMBERS  # what every rank brings to agree: status, hash, numbers
 _MORE = 1000
 _GRACE = 1.0  # seconds for a rank that lost its connections to say why
 _DIRECTIONS = (None, "forward", "backward")
@@ -133,6 +134,10 @@ class Group:
             for row, each in zip(found, self.heard(operator, self.tell(message, device)), strict=True):
                 row.extend(struct.unpack_from(f"<{len(part)}q", each, STATUS))
         return found
+
+    def decline(self, failure: Failure) -> None:
+        """Answer ranks that come to agree, where this one cannot even ask: they raise, and so will it."""
+        self.tell(failure.pack().ljust(_SLOT, b"\0"), known=failure)
 
     def heard(self, operator: str, slots: Sequence[bytes | Failure], own: Exception | None = None) -> list[bytes]:
         """Messages that begin with a status, when all ranks are well; else the error that all of them raise.
