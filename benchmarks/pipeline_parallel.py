@@ -118,7 +118,7 @@ def timed(run: Callable[[], Any], rounds: int) -> tuple[float, int]:
 
 @torch.no_grad()
 def on_gpus(rounds: int) -> list[dict[str, Any]]:
-    """A decoder by rows, and a sampler over meshes; every line also says how far the result is from one process."""
+    """A decoder by rows, against float32; a sampler over meshes, against one GPU in bfloat16."""
     import diffusers
 
     dist.init_process_group("cpu:gloo,cuda:nccl")
@@ -132,17 +132,21 @@ def on_gpus(rounds: int) -> list[dict[str, Any]]:
             print(f"| {what} | {setting} | {seconds * 1e3:.1f} | {memory / 2**30:.2f} | {error:.1e} |", flush=True)
 
     if rank == 0:
-        print("| what | setting | ms | GiB per rank | from one process |\n|---|---|---|---|---|")
+        print("| what | setting | ms | GiB per rank | relative error |\n|---|---|---|---|---|")
     torch.manual_seed(0)
     vae: Any = diffusers.AutoencoderKL(**VAE).to("cuda", torch.bfloat16).eval()
     for pixels in (1024, 2048):
         z = torch.randn(1, 4, pixels // 8, pixels // 8, device="cuda", dtype=torch.bfloat16)
-        whole = vae.decode(z).sample
-        line(f"decoder, {pixels} px", "one GPU", *timed(lambda z=z: vae.decode(z), rounds), 0.0)
+        exact = vae.float().decode(z.float()).sample
+        vae.to(torch.bfloat16)
+        what = f"decoder, {pixels} px"
+        line(what, "one GPU", *timed(lambda z=z: vae.decode(z), rounds), relative(vae.decode(z).sample, exact))
         with parallel_vae.install(vae, dist.group.WORLD):
-            error = relative(vae.decode(z).sample, whole)
-            line(f"decoder, {pixels} px", f"rows over {size}", *timed(lambda z=z: vae.decode(z), rounds), error)
-        del whole
+            error = relative(vae.decode(z).sample, exact)
+            line(what, f"rows over {size}", *timed(lambda z=z: vae.decode(z), rounds), error)
+            in_float32 = relative(vae.float().decode(z.float()).sample, exact)
+            line(what, f"rows over {size}, float32", *timed(lambda z=z: vae.decode(z.float()), 1), in_float32)
+            vae.to(torch.bfloat16)
     sampling(line, rounds, size)
     dist.destroy_process_group()
     return rows
@@ -180,10 +184,12 @@ def sampling(line: Callable[..., None], rounds: int, size: int) -> None:
             {"pipe": size},
             {"cfg": 2, "pipe": size // 2},
         ):
-            with parallel_pipeline.install(model, mesh_of(degrees), patches=4 * degrees.get("pipe", 1)):
-                error = relative(draw(), whole)
-                setting = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
-                line(what, setting, *timed(draw, rounds), error)
+            for times in (1, 2) if "pipe" in degrees else (0,):
+                patches = times * degrees.get("pipe", 0) or None
+                with parallel_pipeline.install(model, mesh_of(degrees), patches=patches):
+                    error = relative(draw(), whole)
+                    setting = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
+                    line(what, setting + (f", {patches} patches" if patches else ""), *timed(draw, rounds), error)
 
 
 def mesh_of(degrees: dict[str, int]) -> DeviceMesh:
