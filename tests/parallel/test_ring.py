@@ -284,10 +284,29 @@ def _bad_ops() -> list[str]:
 
 def test_only_softmax_goes_in_a_ring(worlds: Worlds) -> None:
     found = worlds(1).run(_bad_ops)[0]
-    assert "got linear_attention" in found[0]
+    assert "got linear_attention; it has a state to hand on: handoff(op, group)" in found[0]
     assert "a ring goes inside" in found[1]
     assert "got max" in found[2]
     assert "order must be one of 'plain', 'zigzag', 'stripe', got 'spiral'" in found[3]
+
+
+def _differentiated_twice() -> None:
+    q, k, v = (shard(x, dist.group.WORLD).requires_grad_() for x in problem())
+    (grad,) = torch.autograd.grad(world_ring()(q, k, v).sum(), q, create_graph=True)
+    grad.sum().backward()
+
+
+def _under_grad() -> None:
+    q, k, v = (shard(x, dist.group.WORLD) for x in problem())
+    torch.func.grad(lambda x: world_ring()(x, k, v).sum())(q)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"), [(_differentiated_twice, "second derivative"), (_under_grad, "torch.func")]
+)
+def test_what_it_cannot_do_it_refuses(worlds: Worlds, function: Any, words: str) -> None:
+    with pytest.raises(foci.Unsupported, match=words):
+        worlds(2).run(function)
 
 
 def _is_value() -> bool:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from foci.core.errors import ShapeError, Unsupported
 from foci.core.spec import Backend, Outputs
@@ -19,7 +18,8 @@ from foci.ops.softmax.dropout import placed
 from foci.parallel.balance import Order, Piece, length, pieces
 from foci.parallel.exchange import Doing, Pending, all_reduce, blank, shift
 from foci.parallel.group import Group
-from foci.parallel.operators import Bound, Operator, operator_of
+from foci.parallel.inside import once_differentiable
+from foci.parallel.operators import Bound, Operator, operator_of, refuse_transforms
 from foci.parallel.ring_plan import Pair, distances, pairs
 
 
@@ -54,8 +54,11 @@ def ring(op: Callable[..., Any], group: Any, order: Order = "zigzag") -> Ring:
     """
     operator = operator_of(op)
     if not isinstance(operator, Operator) or operator.spec.call is not Call:
-        name = getattr(op, "__name__", type(op).__name__)
-        hint = "; a ring goes inside: ulysses(ring(op, group), group)" if operator is not None else ""
+        name, hint = getattr(op, "__name__", type(op).__name__), ""
+        if isinstance(operator, Operator):
+            hint = "; it has a state to hand on: handoff(op, group)"
+        elif operator is not None:
+            hint = "; a ring goes inside: ulysses(ring(op, group), group)"
         raise ValueError(f"ring: op must be foci.attention or foci.attention_with_lse, got {name}{hint}")
     if order not in get_args(Order):
         raise ValueError(f"ring: order must be one of {', '.join(map(repr, get_args(Order)))}, got {order!r}")
@@ -76,6 +79,7 @@ class Ring:
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **options: Any) -> Any:
+        refuse_transforms(self.inner.name)
         with Doing(self.group, self.inner.name, "forward") as doing:
             bound = doing.work(self.inner.bind, args, options)
             outputs = self._begin(doing, bound)
