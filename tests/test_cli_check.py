@@ -153,7 +153,7 @@ SHOWN = re.findall(r"```python\n(.*?)```\s*```\n\$ foci (check [^\n]*)\n(.*?)\n`
 @pytest.mark.parametrize(("code", "command", "printed"), SHOWN, ids=[command.split()[1] for _, command, _ in SHOWN])
 def test_the_transcripts_in_the_docs_are_real(tmp_path, monkeypatch, capsys, code, command, printed) -> None:
     """Line by line but for the numbers."""
-    assert len(SHOWN) == 2
+    assert len(SHOWN) == 3
     (tmp_path / "mylib.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "mylib", raising=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 from foci.check.across import examine_ranks
 from foci.check.laws_ranks import dropout_law
 from foci.check.orders import ORDERS, Places, places
-from foci.check.ranks import Named, Ranks, Roles, Target
+from foci.check.ranks import IMPORTING, Named, Ranks, Roles, Target
 from foci.check.run import Report
 from foci.core.spec import Candidate, Case, Spec
 from foci.core.world import World
@@ -86,7 +86,8 @@ def check_ranks(
     layout, order = layout or "bthd", order or "plain"
     held = {name: partial(places, name, size=world) for name in ORDERS}
     mine: Callable[[int], Places] = partial(_square, order, world) if wrap == "usp" else held[order]
-    with World(world, timeout=timeout, limit=timeout + 5) as ranks, World(1, timeout=timeout, limit=timeout + 5) as one:
+    start = partial(World, timeout=timeout, limit=3 * timeout + IMPORTING)
+    with start(world) as ranks, start(1) as one:
         across_ranks = Ranks(ranks, target, _roles(like, layout), mine, order, ours=bool(wrap))
         alone = Ranks(one, target, _roles(like, layout), partial(places, order, size=1), order)
         if like != "softmax":

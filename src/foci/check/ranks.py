@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,6 +24,8 @@ GROUPS = ("group", "process_group", "pg", "cp_group", "sp_group", "ring_group", 
 MESHES = ("mesh", "device_mesh", "cp_mesh")
 ORDER = "order"
 TEXTS = (("text_q", "text_k", "text_v"), ("joint_query", "joint_key", "joint_value"))
+IMPORTING = 60.0  # seconds that ranks may differ in importing a callable
+ALONE = 3.0  # seconds after which a rank that raised takes it that it alone has
 PATIENCE = 2  # times that ranks may be lost before no more are started
 
 
@@ -113,8 +118,54 @@ class Answer(NamedTuple):
     changed: dict[str, Tensor]
 
 
-def work(job: Job) -> Answer:
+@dataclass(frozen=True)
+class Refused:
+    """What a rank raised while all others raised too: nobody waits for anybody, and all can go on."""
+
+    error: Exception
+
+
+def prepare(target: Target) -> None:
+    """Import what a rank will call, before anybody waits for it, and open the way on which ranks say they raised."""
+    target.load()
+    dist.monitored_barrier(timeout=timedelta(seconds=IMPORTING))
+    _aside()
+
+
+def work(job: Job) -> Answer | Refused:
     """A rank's part of a call, and of its backward where gradients of the outputs are given."""
+    try:
+        return _work(job)
+    except Exception as error:
+        if waited(error) or not _together():
+            raise
+        return Refused(_portable(error))
+
+
+@cache
+def _aside() -> dist.ProcessGroup | None:
+    """A group of all ranks beside theirs, on which nothing of the function's is under way."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=IMPORTING))
+
+
+def _together() -> bool:
+    """Whether every rank comes here within ALONE seconds."""
+    try:
+        dist.monitored_barrier(_aside(), timeout=timedelta(seconds=ALONE))
+    except RuntimeError as error:
+        return not str(error)
+    return True
+
+
+def _portable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception as problem:
+        return RuntimeError(f"{type(error).__name__}: {error} (not pickled: {problem})")
+    return error
+
+
+def _work(job: Job) -> Answer:
     rank = dist.get_rank()
     function = job.target.load()
     tensors = {name: shards[rank].clone() for name, shards in job.shards.items()}
@@ -189,6 +240,7 @@ class Ranks:
     copies: dict[str, list[Tensor]] = field(default_factory=dict)
     losses: list[str] = field(default_factory=list)
     uneven: str = ""
+    ready: bool = False
 
     def __post_init__(self) -> None:
         self.func = self.target.face()  # where its annotations are
@@ -241,17 +293,19 @@ class Ranks:
             raise Fatal(self.uneven)
         if len(self.losses) >= PATIENCE:
             raise Fatal(self.losses[-1])
+        if not self.ready:
+            self.world.run(prepare, self.target)
         outcomes = self.world.outcomes(work, job)
+        self.ready = not any(isinstance(each, Raised | Lost) for each in outcomes)
+        refused = [each.error for each in outcomes if isinstance(each, Refused)]
+        if len(refused) == len(outcomes):
+            if uneven and not self.ours:
+                reason = f"lengths that the ranks do not share equally: it raises {type(refused[0]).__name__}"
+                raise NotImplementedError(reason) from refused[0]
+            raise refused[0]
         failed = {rank: each for rank, each in enumerate(outcomes) if isinstance(each, Raised | Lost)}
         if not failed:
             return outcomes
-        alike = len({(type(each.error)) for each in failed.values() if isinstance(each, Raised)}) == 1
-        first = failed[min(failed)]
-        if isinstance(first, Raised) and alike and len(failed) == len(outcomes) and not _waited(first):
-            if uneven and not self.ours:
-                reason = f"lengths that the ranks do not share equally: it raises {type(first.error).__name__}"
-                raise NotImplementedError(reason) from first.error
-            raise first.error
         sentence = _fatal(failed, self.world)
         if uneven:
             self.uneven = f"where a length is no multiple of the ranks, {sentence}"
@@ -263,7 +317,7 @@ class Ranks:
 def _fatal(failed: Mapping[int, Raised | Lost], world: World) -> str:
     """One sentence for ranks that did not answer together."""
     died = {rank: each.reason for rank, each in failed.items() if isinstance(each, Lost) and each.died}
-    own = {rank: each.error for rank, each in failed.items() if isinstance(each, Raised) and not _waited(each)}
+    own = {rank: each.error for rank, each in failed.items() if isinstance(each, Raised) and not waited(each.error)}
     if died:
         rank, reason = next(iter(died.items()))
         return f"rank {rank} died: {reason}; the whole job would be gone"
@@ -272,9 +326,9 @@ def _fatal(failed: Mapping[int, Raised | Lost], world: World) -> str:
         others = ranks_said([each for each in range(world.size) if each not in own])
         waiting = f", while {others} waited for it until the group's timeout: a hang" if len(own) < world.size else ""
         return f"rank {rank} raised {type(error).__name__}: {diagnose.first_line(error)}{waiting}"
-    waited, idle = sorted(failed), [rank for rank in range(world.size) if rank not in failed]
+    stuck, idle = sorted(failed), [rank for rank in range(world.size) if rank not in failed]
     whom = f"for {ranks_said(idle)}, which had finished," if idle else "for each other"
-    return f"it hangs: {ranks_said(waited)} waited {whom} until {world.timeout:.0f} s were over"
+    return f"it hangs: {ranks_said(stuck)} waited {whom} until {world.timeout:.0f} s were over"
 
 
 def ranks_said(ranks: Iterable[int]) -> str:
@@ -283,9 +337,9 @@ def ranks_said(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def _waited(each: Raised) -> bool:
-    """Whether a rank's exception is what the others left it with: a timeout or a closed connection."""
-    text = str(each.error).lower()
+def waited(error: Exception) -> bool:
+    """Whether an exception is what the other ranks left this one with: a timeout or a closed connection."""
+    text = str(error).lower()
     kinds = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe", "socket closed")
     return any(kind in text for kind in kinds)
 
