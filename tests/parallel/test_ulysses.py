@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -406,3 +407,25 @@ def test_bfloat16_is_as_near_the_truth_as_one_process(worlds: Worlds, size: int)
         over = torch.cat([each[place] for each in found], 1)
         errors = [(x.double() - truth).square().mean().sqrt().item() for x in (over, alone)]
         assert errors[0] <= 1.1 * errors[1], (place, errors)
+
+
+def wrong_on_one(kind: str) -> str:
+    q, k, v = softmax(B=1, T=8, H=4, G=2).values()
+    op = over_mesh(foci.attention)
+    mine = [x.narrow(1, 2 * dist.get_rank(), 2) for x in (q, k, v)]
+    options: dict[str, Any] = {}
+    if dist.get_rank() == 1:
+        mine[1] = mine[1][..., :2] if kind == "shape" else mine[1]
+        options["mask"] = foci.Causal() if kind == "mask" else None
+    try:
+        op(*mine, **options)
+    except (RankError, Disagreement) as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(("kind", "words"), [("shape", "rank 1 failed.*k has shape"), ("mask", "causal_end")])
+def test_all_ranks_of_a_mesh_hear_what_one_of_them_did(worlds: Worlds, kind: str, words: str) -> None:
+    """The others of its Ulysses group hear it from the rank itself, those of the other rings from these."""
+    for said in worlds(4).run(wrong_on_one, kind):
+        assert re.search(words, said, re.DOTALL), said

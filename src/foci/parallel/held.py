@@ -18,7 +18,7 @@ def groups_of(wrapped: Any) -> list[Group]:
     """The groups of a wrapper, the outermost first: what one rank of a group holds is cut over those before it."""
     if isinstance(wrapped, Operator):
         return []
-    return [wrapped.group, *groups_of(wrapped.inner)]
+    return [wrapped.group, *groups_of(getattr(wrapped, "inner", wrapped.operator))]
 
 
 def order_of(wrapped: Any) -> Order:

@@ -37,12 +37,12 @@ def ulysses(op: Callable[..., Any], group: Any) -> Ulysses:
     has none), a wrapper, or any callable of q, k, v that returns out. group: a ProcessGroup or a one-dimensional
     DeviceMesh. The result has the signature of `op`.
 
-    Ranks hold runs of tokens, one after the other ("plain" order), of any lengths. Heads go to ranks as evenly as they
-    can, with fewer than ranks some compute none; k and v may have fewer heads than there are ranks. Masks are those of
-    the whole sequence, bias and Dense have this rank's rows and every column. What has no tokens (sink, bonus, state, a
-    decay per head) is the same on all ranks, and so is a final state. Every rank gets the gradient that one process
-    would get of the sum of all ranks' losses: of its own tokens, and the whole of what is the same on all ranks.
-    Dropout drops what one process with rank 0's generator would.
+    Ranks hold runs of tokens, one after the other, of any lengths: what `shard(x, group, "plain")` cuts. Heads go to
+    ranks as evenly as they can, with fewer than ranks some compute none; k and v may have fewer heads than there are
+    ranks. Masks are those of the whole sequence, bias and Dense have this rank's rows and every column. What has no
+    tokens (sink, bonus, state, a decay per head) is the same on all ranks, and so is a final state. Every rank gets the
+    gradient that one process would get of the sum of all ranks' losses: of its own tokens, and the whole of what is the
+    same on all ranks. Dropout drops what one process with rank 0's generator would.
 
     Calls are one graph break of torch.compile. Raises what `op` would raise, Disagreement when ranks are called
     differently, RankError on all ranks when one fails (step 0: heads for tokens, 1: the operator, 2: tokens for heads).
@@ -77,7 +77,7 @@ class Ulysses:
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **options: Any) -> Any:
-        with Doing(self.group, self.operator.name, "forward") as doing:
+        with Doing(self.group, self.operator.name, "forward", groups_of(self.inner)) as doing:
             bound = doing.work(self.operator.bind, args, options)
             outputs = self._begin(doing, bound)
         assert bound is not None
@@ -86,7 +86,7 @@ class Ulysses:
     @torch.compiler.disable
     def run(self, call: Any, backend: str | None) -> Outputs:
         """All outputs of a bound call (parallel/operators.py)."""
-        with Doing(self.group, self.operator.name, "forward") as doing:
+        with Doing(self.group, self.operator.name, "forward", groups_of(self.inner)) as doing:
             return self._begin(doing, Bound(call, backend), all_of_them=True)
 
     def _begin(self, doing: Doing, bound: Bound | None, all_of_them: bool = False) -> Outputs:
@@ -106,23 +106,30 @@ class Ulysses:
             numbers = [*tokens.values(), *([] if seed is None else seed.flatten().tolist())]
         everyone = doing.agree(facts, numbers)
         assert bound is not None
-        lengths = {name: tuple(row[place] for row in everyone) for place, name in enumerate(tokens)}
-        call = bound.call
-        if seed is not None:
-            call = call._replace(seed=seed.new_tensor(everyone[0][len(tokens) :]).view(seed.shape))
-        plan = _plan(self.inner, self.group, call, lengths, self._rows(call))
+        call, plan = self._planned(bound.call, tuple(tokens), everyone)
         wanted = len(operator.results) if all_of_them else operator.wanted(bound)
         tensors = [getattr(call, name) for name in plan.routes]
         return tuple(_Exchanged.apply(plan, doing, call, bound.backend, wanted, *tensors))
 
-    def _rows(self, call: Any) -> list[list[int]] | None:
-        """Queries and rows of a bias on every rank of all groups, where one group might not tell what they are."""
-        bias = getattr(call, "bias", None)
-        if bias is None or not bias.requires_grad or isinstance(self.inner, Operator):
-            return None
-        token = self.operator.letters["bias"].token(bias)
-        rows = 1 if token is None else bias.shape[token]
-        return tell_counts(self.operator.name, groups_of(self), [call.q.shape[1], rows])
+    def _planned(self, call: Any, names: tuple[str, ...], everyone: list[list[int]]) -> tuple[Any, _Plan]:
+        """The call with the seed that all share, and its plan, from what every rank said."""
+        lengths = {name: tuple(row[place] for row in everyone) for place, name in enumerate(names)}
+        seed = getattr(call, "seed", None)
+        if seed is not None:
+            call = call._replace(seed=seed.new_tensor(everyone[0][len(names) :]).view(seed.shape))
+        return call, _plan(self.inner, self.group, call, lengths, self._rows(call))
+
+    def _rows(self, call: Any) -> dict[str, list[list[int]]]:
+        """Queries and rows of bias and Dense on every rank of all groups: one group might not tell what they are."""
+        found = {}
+        for name, letters in self.operator.letters.items():
+            tensor = getattr(call, name)
+            if isinstance(tensor, Tensor) and letters.broadcast and not isinstance(self.inner, Operator):
+                token = letters.token(tensor)
+                if token is not None and "S" in letters.names:
+                    numbers = [call.q.shape[1], tensor.shape[token]]
+                    found[name] = tell_counts(f"{self.operator.name}: {name}", groups_of(self), numbers)
+        return found
 
 
 class _Plan(NamedTuple):
@@ -135,6 +142,10 @@ class _Plan(NamedTuple):
     runs: tuple[tuple[int, int], ...]
     keyed: tuple[str, ...]
     lengths: tuple[int, ...]
+
+    def working(self, doing: Doing) -> Callable[..., Any]:
+        """How the inner operator is run: one over further ranks also after a failure, so that they hear of it."""
+        return doing.work if isinstance(self.inner, Operator) else doing.through
 
     def sent(self, names: Sequence[str], tensors: Sequence[Tensor], doing: Doing) -> list[Tensor]:
         """All tokens of this rank's heads, from this rank's tokens of all heads."""
@@ -180,7 +191,7 @@ class _Plan(NamedTuple):
 
 
 def _plan(
-    inner: Runs, group: Group, call: Any, lengths: dict[str, tuple[int, ...]], rows: list[list[int]] | None
+    inner: Runs, group: Group, call: Any, lengths: dict[str, tuple[int, ...]], rows: dict[str, list[list[int]]]
 ) -> _Plan:
     operator = inner.operator
     sizes: dict[str, int] = {}
@@ -200,7 +211,7 @@ def _plan(
         if head is None and token is None and not tensor.is_floating_point():
             continue
         if token is not None and letters.broadcast:
-            held_rows = zip(*rows, strict=True) if rows and name == "bias" else (tokens["T"], lengths[name])
+            held_rows = zip(*rows[name], strict=True) if name in rows else (tokens["T"], lengths[name])
             token = _own_rows(operator.name, name, tensor, token, *map(tuple, held_rows))
         if head is not None and letters.broadcast and tensor.shape[head] == 1:
             head = None
@@ -293,7 +304,7 @@ class _Exchanged(torch.autograd.Function):
         outputs = None
         if plan.share.heads[0] < plan.share.heads[1]:
             run = compute if inside is None else functools.partial(inside.run, compute, needs=needs)
-            outputs = doing.work(run, arrived)
+            outputs = plan.working(doing)(run, arrived)
         if outputs is None:
             outputs = tuple(
                 torch.zeros(route.whole(plan.group.rank), dtype=route.dtype, device=arrived[0].device)
@@ -323,7 +334,7 @@ class _Exchanged(torch.autograd.Function):
             moved = _moved(ctx.outcomes, parts, doing, there=True)
             arrived = [route.collected(each) for route, each in zip(ctx.outcomes, moved, strict=True)]
             doing.step = COMPUTE
-            inner = doing.work(inside.gradients, arrived, saved) if inside.outputs else None
+            inner = plan.working(doing)(inside.gradients, arrived, saved) if inside.outputs else None
             inner = [None] * len(names) if inner is None else inner
             doing.step = GATHER
             routes = [plan.routes[name] for name in names]
