@@ -4,8 +4,8 @@ python examples/bytes_lm/split.py [--ranks 4] [--steps 10] [--dtype float32|floa
 torchrun --nproc-per-node 4 examples/bytes_lm/split.py
 
 The second starts the ranks by torchrun, also over several machines. Needs foci[transformers]. Each line: the loss of
-one process, that over ranks, how far they are apart. The steps are train.py's without its autocast, AdamW for all weights;
---muon takes train.py's Muon too, which rounds to bfloat16 inside, so that float32's last digits are seen in the loss.
+one process, that over ranks, how far they are apart. The steps are train.py's without its autocast, with AdamW for all
+weights; --muon takes train.py's Muon too, which rounds to bfloat16 inside: float32's last digits are then seen.
 """
 
 from __future__ import annotations

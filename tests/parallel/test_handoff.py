@@ -43,12 +43,18 @@ def test_every_case_is_one_process(worlds: Worlds, function: str, size: int, see
     assert error <= 1e-10, where
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "most"),
+    [(torch.float32, 1e-5), (torch.bfloat16, 5e-3), pytest.param(torch.float16, 5e-3, marks=SLOW)],
+    ids=str,
+)
 @pytest.mark.parametrize("function", SPECS)
-def test_every_dtype(worlds: Worlds, function: str, dtype: torch.dtype) -> None:
-    names = ["state", "packed, per channel", "packed, states", "extreme gates per channel", "extreme gates"]
-    error, where = worst(worlds(3).run(errors, function, dtype, 1, names))
-    assert error <= (1e-5 if dtype == torch.float32 else 2e-2), where
+def test_every_dtype_within_the_budget_of_one_process(
+    worlds: Worlds, function: str, dtype: torch.dtype, most: float
+) -> None:
+    """Relative RMS against float64: what one process may have, four ranks may have, and no more."""
+    error, where = worst(worlds(4).run(errors, function, dtype, 1))
+    assert error <= most, where
 
 
 def sent(function: str, T: int, wanted: bool) -> tuple[int, int]:
