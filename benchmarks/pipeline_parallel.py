@@ -117,7 +117,7 @@ def timed(run: Callable[[], Any], rounds: int) -> tuple[float, int]:
 
 
 @torch.no_grad()
-def on_gpus(rounds: int) -> list[dict[str, Any]]:
+def on_gpus(rounds: int, decoder_only: bool) -> list[dict[str, Any]]:
     """A decoder by rows, against float32; a sampler over meshes, against one GPU in bfloat16."""
     import diffusers
 
@@ -147,7 +147,8 @@ def on_gpus(rounds: int) -> list[dict[str, Any]]:
             in_float32 = relative(vae.float().decode(z.float()).sample, exact)
             line(what, f"rows over {size}, float32", *timed(lambda z=z: vae.decode(z.float()), 1), in_float32)
             vae.to(torch.bfloat16)
-    sampling(line, rounds, size)
+    if not decoder_only:
+        sampling(line, rounds, size)
     dist.destroy_process_group()
     return rows
 
@@ -207,9 +208,10 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(STEPS))
     parser.add_argument("--cuda", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--decoder-only", action="store_true", help="with --cuda")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    rows = on_gpus(options.rounds) if options.cuda else on_this_machine(options.models.split(","))
+    rows = on_gpus(options.rounds, options.decoder_only) if options.cuda else on_this_machine(options.models.split(","))
     if options.out:
         options.out.write_text(json.dumps({"machine": machine().line, "rows": rows}, indent=1))
 

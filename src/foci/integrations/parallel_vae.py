@@ -220,19 +220,23 @@ def _group_norm(rows: _Rows, norm: nn.GroupNorm, before: Callable[..., Tensor], 
     """The mean of means, weighted, and the variance by Chan, Golub and LeVeque: never a difference of large sums."""
     if rows.doing is None:
         return before(x)
-    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    parts = wide.reshape(x.shape[0], norm.num_groups, -1)
-    mean = parts.mean(-1)
-    mine = torch.stack([mean, (parts - mean[..., None]).square().sum(-1), torch.full_like(mean, parts.shape[-1])])
+    narrow = x.dtype in (torch.bfloat16, torch.float16)
+    wide = x.float() if narrow else x
+    variance, mean = torch.var_mean(wide.reshape(x.shape[0], norm.num_groups, -1), -1, correction=0)
+    many = x[0].numel() // norm.num_groups
+    mine = torch.stack([mean, variance * many, torch.full_like(mean, many)])
     means, squares, counts = torch.stack(rows.gathered(mine, [tuple(mine.shape)] * rows.group.size)).unbind(1)
     total = counts.sum(0)
     mean = (counts * means).sum(0) / total
     variance = (squares + counts * (means - mean).square()).sum(0) / total
-    out = ((parts - mean[..., None]) * (variance + norm.eps).rsqrt()[..., None]).view(x.shape)
+    each = x.shape[1] // norm.num_groups
+    scale = (variance + norm.eps).rsqrt().repeat_interleave(each, 1)
+    shift = -mean.repeat_interleave(each, 1) * scale
     if norm.affine:
-        per_channel = (1, -1) + (1,) * (x.dim() - 2)
-        out = out * norm.weight.to(out.dtype).view(per_channel) + norm.bias.to(out.dtype).view(per_channel)
-    return out.to(x.dtype)
+        scale, shift = scale * norm.weight, shift * norm.weight + norm.bias
+    scale, shift = (part.to(wide.dtype).view(*x.shape[:2], *[1] * (x.dim() - 2)) for part in (scale, shift))
+    # In place where it is our own copy: these are the largest tensors of a decode.
+    return wide.mul_(scale).add_(shift).to(x.dtype) if narrow else torch.addcmul(shift, wide, scale)
 
 
 def _all_tokens(rows: _Rows, linear: nn.Module, before: Callable[..., Tensor], x: Tensor) -> Tensor:
