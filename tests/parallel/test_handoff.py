@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import foci
 from foci.core.errors import Disagreement, RankError
 from foci.core.world import World
+from foci.parallel.balance import shard
 from foci.parallel.group import Group
 from foci.parallel.handoff import handoff
+from foci.parallel.ulysses import ulysses
 from tests.parallel.recurrent import SPECS, errors, lengths_of
 
 Worlds = Callable[[int], World]
@@ -195,3 +198,37 @@ def test_it_takes_recurrences_only() -> None:
         handoff(foci.attention, None)
     with pytest.raises(TypeError, match="got print"):
         handoff(print, None)
+
+
+def composed(function: str, H: int) -> None:
+    """Ulysses round a handoff on a mesh of two by two: heads for tokens, then states from rank to rank."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "handoff"))
+    op, B, T, K, V = getattr(foci, function), 2, 13, 4, 3
+    draw = {
+        "q": torch.randn(B, T, H, K), "k": torch.nn.functional.normalize(torch.randn(B, T, H, K), dim=-1),
+        "v": torch.randn(B, T, H, V), "log_decay": -torch.rand(H), "state": torch.randn(B, H, K, V),
+    }  # fmt: skip
+    if function == "delta_rule":
+        draw["beta"] = torch.rand(B, T, H)
+    given = {name: x.double().requires_grad_() for name, x in draw.items()}
+    weights = torch.randn(B, T, H, V).double(), torch.randn(B, H, K, V).double()
+    out, final = op(**given, return_state=True)
+    expected = torch.autograd.grad((out, final), list(given.values()), weights)
+    same = ("log_decay", "state")
+    leaves = {n: x.detach() if n in same else shard(x.detach(), mesh, "plain") for n, x in given.items()}
+    for x in leaves.values():
+        x.requires_grad_()
+    wrapped = ulysses(handoff(op, mesh["handoff"]), mesh["ulysses"])
+    mine, last = wrapped(**leaves, return_state=True)
+    torch.testing.assert_close(mine, shard(out, mesh, "plain"))
+    torch.testing.assert_close(last, final)
+    share = shard(weights[0], mesh, "plain"), weights[1] / 4
+    found = torch.autograd.grad((mine, last), list(leaves.values()), share)
+    for name, got, right in zip(leaves, found, expected, strict=True):
+        right = right if name in same else shard(right, mesh, "plain")
+        torch.testing.assert_close(got, right, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(("function", "H"), [("linear_attention", 3), ("delta_rule", 4)])
+def test_ulysses_goes_round_it(worlds: Worlds, function: str, H: int) -> None:
+    worlds(4).run(composed, function, H)
