@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from foci.accelerate import zoo
 from foci.accelerate.apply import apply
 from foci.accelerate.plan import Plan
+from foci.accelerate.prove import Row
 from foci.accelerate.ranks import accelerate_over_ranks
 from foci.accelerate.report import Report
+from foci.accelerate.run import Refused
 from foci.accelerate.ways import Ways
 from foci.core.errors import Unsupported
 from foci.core.world import World
@@ -81,6 +84,24 @@ def test_guidance_on_two_halves_proves_outputs_only(worlds: Worlds) -> None:
     assert all(same and undone for _, _, same, undone in found)
     assert {row["what"] for row in found[0][0]["proof"]} == {"output"}
     assert found[0][0]["ranks"]["split"] is None
+
+
+def guided() -> dict[str, Any]:
+    done = accelerate_over_ranks(zoo.load("pixart"), Ways(cfg=2, ulysses=2))
+    done.restore()
+    return done.plan.as_dict()
+
+
+def test_branches_and_tokens_in_one_mesh(worlds: Worlds) -> None:
+    plan = worlds(4).run(guided)[0]
+    assert [(row["what"], row["error"] <= 1e-5) for row in plan["proof"]] == [("output", True)] * 2
+    assert plan["ranks"]["degrees"] == {"data": 1, "cfg": 2, "pipe": 1, "ulysses": 2, "ring": 1}
+
+
+def test_a_refusal_reaches_another_process_whole() -> None:
+    error = Refused("m", [Row("whole model", "output", "float64", 1.0, 1e-5)])
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.rows) == (str(error), error.rows)
 
 
 def refused(name: str) -> str:

@@ -47,7 +47,7 @@ def accelerate_over_ranks(subject: Subject, ways: Ways, *, progress: Progress | 
     Unsupported and ValueError as `foci.integrations.split.install`.
     """
     tell = progress if progress is not None and dist.get_rank() == 0 else lambda phase, text, finished: None
-    model, problem = subject.model, Problem(subject.model, subject.inputs)
+    model, problem = subject.model, Problem(subject.model, _inputs(subject, ways))
     with evaluating(model):
         plan, heads = _find(subject, problem, tell)
         ways = ways.over(dist.get_world_size(), heads)
@@ -134,6 +134,18 @@ def _plan(subject: Subject, ways: Ways, tell: Progress) -> SplitPlan | None:
     tell("split", f"{ways}: at {cut}; gathered at {joined}; {'checked' if known else 'inferred and checked'} "
                   f"for every rank of {size}", True)  # fmt: skip
     return plan
+
+
+def _inputs(subject: Subject, ways: Ways) -> Mapping[str, Any]:
+    """The example inputs; for the branches of guidance with the same picture at the same time in both halves."""
+    if ways.degrees["cfg"] == 1:
+        return subject.inputs
+    return {
+        name: torch.cat([value[: len(value) // 2]] * 2)
+        if name in ("hidden_states", "sample", "timestep") and isinstance(value, torch.Tensor) and len(value) % 2 == 0
+        else value
+        for name, value in subject.inputs.items()
+    }
 
 
 def _smaller(subject: Subject) -> Mapping[str, Any]:

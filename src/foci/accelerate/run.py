@@ -36,10 +36,13 @@ class Refused(Unsupported):
     """The plan missed the error budget; the model is as it was. `rows` has every comparison that was made."""
 
     def __init__(self, name: str, rows: list[Row]) -> None:
-        self.rows = rows
+        self.name, self.rows = name, rows
         bad = [f"{row.where}: {row.what} is {row.error:.1e} from {row.against}, budget {row.budget:.0e}"
                for row in rows if not row.ok]  # fmt: skip
         super().__init__(f"accelerate: the plan for {name} is refused and the model restored", bad)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.rows)  # from the rank of another process, say
 
 
 @dataclass
