@@ -429,3 +429,22 @@ def test_all_ranks_of_a_mesh_hear_what_one_of_them_did(worlds: Worlds, kind: str
     """The others of its Ulysses group hear it from the rank itself, those of the other rings from these."""
     for said in worlds(4).run(wrong_on_one, kind):
         assert re.search(words, said, re.DOTALL), said
+
+
+def watched() -> list[bool]:
+    q, k, v = (x.requires_grad_() for x in softmax().values())
+    seen = []
+
+    def watching(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen.append(torch.is_grad_enabled() and q.requires_grad)
+        return plain_attention(q, k, v)
+
+    op = ulysses(watching, dist.group.WORLD)
+    op(q, k, v)
+    with torch.no_grad():
+        op(q, k, v)
+    return seen
+
+
+def test_without_gradients_nothing_is_recorded(worlds: Worlds) -> None:
+    assert worlds(2).run(watched) == [[True, False]] * 2

@@ -142,6 +142,7 @@ class _Plan(NamedTuple):
     runs: tuple[tuple[int, int], ...]
     keyed: tuple[str, ...]
     lengths: tuple[int, ...]
+    recorded: bool  # gradients are enabled: within a Function torch says no either way
 
     def working(self, doing: Doing) -> Callable[..., Any]:
         """How the inner operator is run: one over further ranks also after a failure, so that they hear of it."""
@@ -222,7 +223,7 @@ def _plan(
         keyed += [name] if of_keys else []
     _check_whole(inner, call, routes, sum(tokens["T"]), sum(tokens.get("S", tokens["T"])))
     runs = tuple(share.heads for share in held)
-    return _Plan(inner, group, routes, held[group.rank], runs, tuple(keyed), tokens["T"])
+    return _Plan(inner, group, routes, held[group.rank], runs, tuple(keyed), tokens["T"], torch.is_grad_enabled())
 
 
 _HEADS = ("H", "D")  # D: the channels of an operator without heads, which do not meet either
@@ -298,7 +299,7 @@ class _Exchanged(torch.autograd.Function):
         arrived = plan.sent(list(plan.routes), tensors, doing)
         doing.step = COMPUTE
         outcomes = plan.outcomes(plan.local(call, [torch.empty_like(x, device="meta") for x in arrived]))[:wanted]
-        needs = tuple(ctx.needs_input_grad[5:])
+        needs = tuple(need and plan.recorded for need in ctx.needs_input_grad[5:])
         inside = Inside() if any(needs) else None
         compute = functools.partial(_compute, plan, call, backend, wanted)
         outputs = None
