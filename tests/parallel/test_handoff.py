@@ -232,3 +232,36 @@ def composed(function: str, H: int) -> None:
 @pytest.mark.parametrize(("function", "H"), [("linear_attention", 3), ("delta_rule", 4)])
 def test_ulysses_goes_round_it(worlds: Worlds, function: str, H: int) -> None:
     worlds(4).run(composed, function, H)
+
+
+def empty(function: str) -> None:
+    """No tokens on any rank, no documents, documents without tokens."""
+    group, op = Group.of(dist.group.WORLD), getattr(foci, function)
+    for offsets in (None, torch.tensor([0]), torch.tensor([0, 0, 0])):
+        rows = 1 if offsets is None else len(offsets) - 1
+        q, v = torch.randn(1, 0, 2, 4, requires_grad=True), torch.randn(1, 0, 2, 3)
+        state = torch.randn(rows, 2, 4, 3, requires_grad=True)
+        call = (q, q, v, torch.rand(1, 0, 2)) if function == "delta_rule" else (q, q, v)
+        out, final = handoff(op, group)(*call, offsets=offsets, state=state, return_state=True)
+        assert out.shape == v.shape and torch.equal(final, state)
+        (found,) = torch.autograd.grad(out.sum() + final.sum(), state)
+        assert torch.equal(found, torch.full_like(found, group.size))
+
+
+@pytest.mark.parametrize("function", ["linear_attention", "delta_rule"])
+def test_no_tokens_at_all(worlds: Worlds, function: str) -> None:
+    worlds(3).run(empty, function)
+
+
+def of_the_final_state() -> None:
+    """A loss of the final state alone, of sums over ranks of which one is empty."""
+    group = Group.of(dist.group.WORLD)
+    q = torch.randn(1, 3 * group.rank, 2, 4, requires_grad=True)
+    _, final = handoff(foci.linear_attention, group)(q, q, q, causal=False, return_state=True)
+    final.sum().backward()
+    every = q.detach().sum(-1, keepdim=True)  # d(sum k v^T) = the sums of the other, for each rank's loss
+    torch.testing.assert_close(q.grad, 2 * group.size * every.expand_as(q))
+
+
+def test_a_loss_of_the_final_state_alone(worlds: Worlds) -> None:
+    worlds(3).run(of_the_final_state)
