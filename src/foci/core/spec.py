@@ -42,6 +42,9 @@ class Backend:
     `backward(call, outputs, gradients, needs) -> tuple` it brings its own gradient and becomes an opaque op pair;
     without, it is differentiable torch code and autograd sees through it. With `kept(call) -> Output` beside it the op
     calls `forward(call, True)`, which gives one tensor more, for the backward alone: the last of its `outputs`.
+
+    A backend of softmax may also attend to a part of the keys, beside what other keys gave, in place: `forward_part(call,
+    out, lse)` and `backward_part(call, rows, into)` (ops/softmax/call.py: Rows, Gradients). A ring adds such parts up.
     """
 
     name: str
