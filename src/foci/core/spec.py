@@ -43,8 +43,8 @@ class Backend:
     without, it is differentiable torch code and autograd sees through it. With `kept(call) -> Output` beside it the op
     calls `forward(call, True)`, which gives one tensor more, for the backward alone: the last of its `outputs`.
 
-    A backend of softmax may also attend to a part of the keys, beside what other keys gave, in place: `forward_part(call,
-    out, lse)` and `backward_part(call, rows, into)` (ops/softmax/call.py: Rows, Gradients). A ring adds such parts up.
+    A backend of softmax may also add attention to a part of the keys to what other keys gave, in place:
+    `forward_part(call, out, lse)` and `backward_part(call, rows, into)` (ops/softmax/call.py: Rows, Gradients).
     """
 
     name: str
