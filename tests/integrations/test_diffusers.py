@@ -21,6 +21,7 @@ from foci.integrations.diffusers import Handle, install
 from tests.integrations.models import BUILDERS, Small, build
 
 SITES = {"flux": 4, "sd3": 4, "pixart": 4, "sana": 2, "dit": 2, "unet": 8, "wan": 4, "hunyuan": 5, "auraflow": 2}
+CALLS = {"wan": 2}  # written in the code of one site: of the text, and of an image if there is one
 
 
 def results(small: Small) -> dict[str, Tensor]:
@@ -70,7 +71,7 @@ def test_outputs_and_gradients_are_the_models_own(name: str, backend: str | None
     before, exact = results(small), results(double(small))
     plan = None if backend is None else dict.fromkeys(sites(small.model), backend)
     with install(small.model, plan) as handle:
-        assert len(handle.sites) == SITES[name] and all(site.calls == 1 for site in handle.sites)
+        assert len(handle.sites) == SITES[name] and {site.calls for site in handle.sites} == {CALLS.get(name, 1)}
         assert all(site.backend == backend for site in handle.sites)
         assert_equal(results(small), before, exact)
     after = results(small)
