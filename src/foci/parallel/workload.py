@@ -152,10 +152,11 @@ class Shape:
         words += ["two branches"] if self.rest.guidance else []
         return ", ".join(words)
 
-    def only(self, **sizes: int) -> Shape:
+    def only(self, *, T: int | None = None, H: int | None = None, B: int | None = None) -> Shape:
         """The same with other sizes; what was left to its default follows, what was given stays."""
         names = {"S": "T", "G": "H", "V": "K"}
         given: dict[str, Any] = {name: None for name, of in names.items() if getattr(self, name) == getattr(self, of)}
+        sizes = {"T": self.T if T is None else T, "H": self.H if H is None else H, "B": self.B if B is None else B}
         return replace(self, **(given | sizes))
 
 
