@@ -106,6 +106,44 @@ def test_the_wire_carries_each_block_once(worlds: Worlds) -> None:
     assert worlds(4).run(_traffic, "plain", foci.Window(2, 0), True) == [(2 * block, (2 + 4) * block)] * 4
 
 
+def _peak(backend: str | None, backward: bool) -> int:
+    """Bytes at most of what one causal call allocates, its inputs too: of 4,096 tokens, with all that is constant an
+    eighth of what it is, as if there were 32,768.
+    """
+    from foci.ops.softmax import chunked
+
+    module: Any = import_module("foci.parallel.ring")
+    constants = [(chunked, "_TILE"), (module, "_LARGE"), (module, "_COPIED")]
+    before = [getattr(owner, name) for owner, name in constants]
+    for owner, name in constants:
+        setattr(owner, name, getattr(owner, name) // 8)
+    try:
+        size = dist.get_world_size()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            q, k, v = (torch.randn(1, 4096 // size, 4, 64, requires_grad=backward) for _ in range(3))
+            op = foci.attention if size == 1 else world_ring()
+            out = op(q, k, v, mask=foci.Causal(), backend=backend)
+            if backward:
+                out.backward(torch.ones_like(out))
+    finally:
+        for (owner, name), value in zip(constants, before, strict=True):
+            setattr(owner, name, value)
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("backend", ["chunked", None])
+def test_a_rank_holds_little_more_than_its_share(worlds: Worlds, backend: str | None, backward: bool) -> None:
+    """Over four ranks at most 1.3 quarters of one process's peak."""
+    whole = worlds(1).run(_peak, "chunked", backward)[0]
+    assert max(worlds(4).run(_peak, backend, backward)) <= 1.3 * whole / 4
+
+
 def _half(order: str) -> dict[str, Tensor]:
     q, k, v = (shard(x, dist.group.WORLD, cast(Order, order)) for x in problem(48, dtype=torch.bfloat16))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
