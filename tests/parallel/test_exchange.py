@@ -230,3 +230,23 @@ def test_a_backward_that_a_rank_does_not_reach_names_it(worlds: Callable[[int], 
         assert isinstance(each.error, RankError)
         assert (each.error.rank, each.error.direction) == (1, "backward")
         assert "it is gone" in str(each.error)
+
+
+def fail_in_half() -> str:
+    """Two groups at once, of ranks that are not neighbours; a rank of one fails."""
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = Group.of(halves[dist.get_rank() % 2])
+    with Doing(group, "attention", "forward") as doing:
+        doing.step = 0
+        (other,) = shift([torch.tensor([dist.get_rank()])], [(1,)], 1, doing).wait()
+        doing.work(int, "no number" if dist.get_rank() == 3 else "1")
+    return f"{dist.get_rank()} met {other.item()}"
+
+
+def test_a_failure_names_the_rank_of_the_world_and_stays_in_its_group(worlds: Callable[[int], World]) -> None:
+    outcomes = worlds(4).outcomes(fail_in_half)
+    assert (outcomes[0], outcomes[2]) == ("0 met 2", "2 met 0")
+    for rank in (1, 3):
+        error = outcomes[rank].error
+        assert isinstance(error, RankError)
+        assert str(error).startswith("attention: rank 3 failed in step 0 of the forward: ValueError: invalid literal")
