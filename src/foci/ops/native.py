@@ -204,24 +204,34 @@ def steps(state: Tensor) -> bool:
     return plain and not watched and torch._C._functorch.maybe_current_level() is None and not _unavailable()
 
 
-def step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, scale: float, **rest: Tensor | None) -> Tensor:
-    """One token for each row: out [B,H,V] float32; `state` [B,H,K,V] is changed in place. `rest`: by the step's names.
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    scale: float,
+    *,
+    beta: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    erase: Tensor | None = None,
+    bonus: Tensor | None = None,
+) -> Tensor:
+    """One token for each row: out [B,H,V] float32; `state` [B,H,K,V] is changed in place.
 
     The new state is not read again: S_t^T q is made of S_{t-1}^T q, what is written, and q . k.
     """
     (B, G, K), (H, V) = q.shape, v.shape[1:]
-    made = {name: None if x is None else x.float() for name, x in {"q": q, "k": k, "v": v, **rest}.items()}
-    made = {name: x if x is None or x.stride(-1) == 1 else x.contiguous() for name, x in made.items()}
-    decay, bonus = made.pop("log_decay", None), made.pop("bonus", None)
-    decay = None if decay is None else decay.expand(B, H, -1)
-    bonus = None if bonus is None else bonus.contiguous()
+    named = {"q": q, "k": k, "v": v, "beta": beta, "erase": erase}
+    made = {name: None if x is None else rows(x.float()) for name, x in named.items()}
+    decay = None if log_decay is None else rows(log_decay.float()).expand(B, H, -1)
+    bonus = None if bonus is None else bonus.float().contiguous()
     out = torch.empty(B, H, V)
     job = Job(
         B=B, T=1, G=G, H=H, K=K, V=V, N=B, own=bonus is None, threads=torch.get_num_threads(), scale=scale,
         per_channel=decay is not None and decay.shape[2] > 1, decay=_token(decay), bonus=pointer(bonus),
         state=pointer(state), out=_token(out), **{name: _token(x) for name, x in made.items()},
     )  # fmt: skip
-    getattr(library(), f"foci_{'delta' if 'beta' in made else 'linear'}_step")(ctypes.byref(job))
+    getattr(library(), f"foci_{'linear' if beta is None else 'delta'}_step")(ctypes.byref(job))
     torch.autograd.graph.increment_version(state)
     return out
 
