@@ -99,8 +99,13 @@ def test_refusals_say_why() -> None:
         plan_parallel(Shape(4096, 8, 64, rest=Rest(weights=10**12)), 4, *preset("a100"))
     with pytest.raises(ValueError, match="without a token"):
         plan_parallel(Shape(2, 8, 64), 4, *preset("a100"))
-    with pytest.raises(ValueError, match="world"):
-        plan_parallel(LLAMA, 0, *preset("a100"))
+    for world in (0, 2.5, True):
+        with pytest.raises(ValueError, match="world must be an int"):
+            plan_parallel(LLAMA, world, *preset("a100"))
+    with pytest.raises(TypeError, match="links must be a Links"):
+        plan_parallel(LLAMA, 4, preset("a100"), PLAIN)
+    with pytest.raises(TypeError, match="shape must be a Shape"):
+        plan_parallel("B1,T4096", 4, *preset("a100"))
 
 
 def test_branches_of_guidance_share_the_ranks_before_the_sequence_does() -> None:

@@ -129,8 +129,11 @@ def plan_parallel(shape: Shape, world: int, links: Links, compute: Compute) -> P
     the simplest is taken. `links` and `compute` are measured (`measure_links`, `measure_compute`) or a datasheet's
     (`preset`). Raises ValueError, with every reason, where no split of this world will do.
     """
-    if world < 1:
-        raise ValueError(f"plan_parallel: world must be at least 1, got {world}")
+    for name, value, expected in (("shape", shape, Shape), ("links", links, Links), ("compute", compute, Compute)):
+        if not isinstance(value, expected):
+            raise TypeError(f"plan_parallel: {name} must be a {expected.__name__}, got {value!r}")
+    if type(world) is not int or world < 1:
+        raise ValueError(f"plan_parallel: world must be an int of at least 1, got {world!r}")
     fits, refused = [], []
     for split in splits(shape, world):
         reason = refusal(shape, split)
