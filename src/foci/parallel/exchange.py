@@ -106,7 +106,8 @@ class Doing:
         if isinstance(error, Exception):
             for group in self.inside:
                 group.decline(self.failure or self._failure(error))
-        if isinstance(error, Exception) and not isinstance(error, RankError | Disagreement):
+        # What `heard` raises, this rank's own error too, all ranks know of.
+        if isinstance(error, Exception) and error is not self.own and not isinstance(error, RankError | Disagreement):
             self.group.leave_note(self._failure(error))
 
     def _settle(self) -> None:

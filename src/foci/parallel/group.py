@@ -83,6 +83,11 @@ class Group:
     host: bool
     staged: frozenset[str]
     traffic: Traffic = field(default_factory=Traffic)
+    _notes: list[str] = field(default_factory=list, repr=False)  # keys in the store that this value has set
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        """Itself: a copy of a model talks to the same ranks."""
+        return self
 
     @staticmethod
     def of(group: Any) -> Group:
@@ -127,6 +132,7 @@ class Group:
         good = self.heard(operator, self.tell(slot, device, failure), own)
         if len({each[STATUS : STATUS + 16] for each in good}) > 1:
             raise self._disagreement(operator, told, device)
+        self._take_back()
         found = [list(struct.unpack_from(f"<{min(len(numbers), _NUMBERS)}q", each, STATUS + 24)) for each in good]
         for first in range(_NUMBERS, len(numbers), _MORE):
             part = numbers[first : first + _MORE]
@@ -234,7 +240,13 @@ class Group:
         """Say in the store that this rank leaves a protocol, for those who will wait for it."""
         store = _store()
         if store is not None and self.size > 1:
-            store.set(self._key(self.ranks[self.rank]), failure.pack().hex())
+            self._notes.append(self._key(self.ranks[self.rank]))
+            store.set(self._notes[-1], failure.pack().hex())
+
+    def _take_back(self) -> None:
+        """Once all ranks have come to agree again nobody waits for what an old note is about."""
+        while self._notes and (store := _store()) is not None:
+            store.delete_key(self._notes.pop())
 
     def _note(self, store: dist.Store, rank: int) -> Failure | None:
         """What a rank left behind, for which it has a second."""
