@@ -117,5 +117,5 @@ def test_calls_of_a_step_are_those_of_the_plan() -> None:
     assert all(pairs(full, order, 4) == (1, 1, 1, 1) for order in ("plain", "zigzag", "stripe"))
     assert pairs(causal, "plain", 4) == pairs(causal, "stripe", 4) == (1, 1, 1, 1)
     assert pairs(causal, "zigzag", 4)[0] == 3
-    for ring in (4, 16):
-        assert len(pairs(causal, "zigzag", ring)) == len(distances(causal, "zigzag", ring)) == ring
+    for ranks in (4, 16):
+        assert len(pairs(causal, "zigzag", ranks)) == len(distances(causal, "zigzag", ranks)) == ranks
