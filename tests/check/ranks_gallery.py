@@ -291,19 +291,6 @@ class Replicated(torch.autograd.Function):
         return grad, None
 
 
-class Once(torch.autograd.Function):
-    """What every rank computes alike: each rank carries its share of the gradient, which is the same on all."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.size = dist.get_world_size(group)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad / ctx.size, None
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, first: int = 0) -> Tensor:
     """In one process; under causal the first query stands at this key."""
     z = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
@@ -356,7 +343,7 @@ def right_joint(q, k, v, text_q, text_k, text_v, *, group):
 def joint(q, k, v, text_q, text_k, text_v, group) -> tuple[Tensor, Tensor]:
     agree(q, group)
     k, v = (torch.cat([text, *gathered(x, group)], 1) for x, text in ((k, text_k), (v, text_v)))
-    return attend(q, k, v), Once.apply(attend(text_q, k, v), group)
+    return attend(q, k, v), attend(text_q, k, v)
 
 
 @plant(

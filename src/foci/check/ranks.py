@@ -414,8 +414,13 @@ class _Across(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         frame, tensors = ctx.frame, ctx.saved_tensors
-        none = [None] * frame.ranks.world.size
-        cuts = [none if g is None else frame.cut(g, dim) for g, dim in zip(grads, ctx.dims, strict=True)]
+        size = frame.ranks.world.size
+        none = [None] * size
+        # What all ranks hold alike is in the loss of each: an equal share, so that their sum counts it once.
+        cuts = [
+            none if g is None else frame.cut(g / size if dim is None else g, dim)
+            for g, dim in zip(grads, ctx.dims, strict=True)
+        ]
         by_rank: list[list[Tensor | None]] = [list(each) for each in zip(*cuts, strict=True)]
         answers = frame.ranks.ask(frame.job(tensors, ctx.wants, by_rank))
         found: list[Tensor | None] = []
