@@ -82,6 +82,9 @@ class Operator:
     results: tuple[Letters, ...]
     count: int
 
+    def __repr__(self) -> str:
+        return f"foci.{self.name}"
+
     @property
     def operator(self) -> Operator:
         return self
