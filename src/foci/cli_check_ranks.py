@@ -91,7 +91,7 @@ def check_ranks(
         across_ranks = Ranks(ranks, target, _roles(like, layout), mine, order, ours=bool(wrap))
         alone = Ranks(one, target, _roles(like, layout), partial(places, order, size=1), order)
         if like != "softmax":
-            spec, candidate = _recurrent(SPECS[like], across_ranks, layout, what)
+            spec, candidate = _recurrent(SPECS[like], across_ranks, layout, _called(what, wrap))
             return examine_ranks(spec, across_ranks, candidate, dtypes=dtypes, progress=progress)
         adapt = partial(SPECS["softmax"].adapt or _nothing, layout=layout, name=_called(what, wrap))
         others = {name: each for name, each in held.items() if name != order}
