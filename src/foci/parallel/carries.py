@@ -71,8 +71,8 @@ class Cut:
             return [Run(slice(None), 0, last - first, True, True)]
         found = []
         for n, (start, stop) in enumerate(self.documents):
-            if start < stop and start < last and stop > first:
-                here = max(start, first) - first, min(stop, last) - first
+            here = max(start, first) - first, min(stop, last) - first
+            if here[0] < here[1]:
                 found.append(Run(slice(n, n + 1), *here, start < first, stop > last))
         return found
 
