@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from foci.core.spec import Spec
@@ -79,6 +80,22 @@ class InChunks:
         again = checkpoint(lambda: self.function(**inputs)[0], use_reentrant=False)
         for a, b in zip(plain, torch.autograd.grad(again.square().sum(), list(inputs.values())), strict=True):
             assert torch.equal(a, b)
+
+    def test_nothing_is_kept_for_a_backward_that_nobody_asks_for(self) -> None:
+        seen = []
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                seen.append(str(op))
+                return op(*args, **(kwargs or {}))
+
+        inputs = self.problem(70)
+        with Watch():
+            out = self.function(**inputs, backend="chunked")[0]
+            self.function(**{n: x.requires_grad_() for n, x in inputs.items()}, backend="chunked")
+        ops = [op for op in seen if op.startswith("foci.")]
+        assert [op.partition("chunked_")[2] for op in ops] == ["alone.default", "fwd.default"]
+        torch.testing.assert_close(out, self.function(**inputs, backend="reference")[0])
 
     def test_states_are_kept_at_the_borders_of_slabs_only(self) -> None:
         T = 4096

@@ -22,8 +22,8 @@ class Runner:
     """Runs calls of one Spec on any of its backends.
 
     A backend with its own `backward` becomes the op pair `foci::<operator>_<backend>_fwd` and `_bwd`, opaque to the
-    compiler and wired once to an autograd.Function (setup_context and vmap, so that torch.func works). One without runs
-    as plain torch.
+    compiler and wired once to an autograd.Function (setup_context and vmap, so that torch.func works), and `_alone`
+    where its forward keeps something that only a backward wants. One without runs as plain torch.
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -61,6 +61,7 @@ def _as_written(compute: Callable[..., Any], call: Any, *rest: Any) -> Any:
 def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
     forward_op, backward_op = _define(spec, backend)
     function = _function(spec, backend, forward_op, backward_op)
+    alone = _define_alone(spec, backend) if _keeps(backend) else forward_op
     count = len(spec.output_names)
 
     def run(call: Any) -> Outputs:
@@ -74,8 +75,8 @@ def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
             differentiable: Outputs = function.apply(*_distinct(call))
             return differentiable[:count]
         if torch.compiler.is_compiling() or _intercepted(call):
-            opaque: Outputs = forward_op(*call)
-            return opaque[:count]
+            opaque: Outputs = alone(*call)
+            return opaque
         # Plain eager without gradients: the dispatcher has nothing to add, and costs as much as a tiny attention.
         plain: Outputs = _as_written(backend.load().forward, call)
         return plain
@@ -165,6 +166,24 @@ def _define(spec: Spec, backend: Backend) -> tuple[Any, Any]:
         torch.library.register_fake(f"foci::{name}_{suffix}", fake, lib=_LIBRARY)
     ops = torch.ops.foci
     return getattr(ops, f"{name}_fwd").default, getattr(ops, f"{name}_bwd").default
+
+
+def _define_alone(spec: Spec, backend: Backend) -> Any:
+    """The forward of a backend that keeps something, without it: for the compiler where no gradient is asked for."""
+    assert spec.call is not None and spec.outputs is not None
+    name, call_type, declared = f"{spec.name}_{backend.name}_alone", spec.call, spec.outputs
+    _LIBRARY.define(f"{name}({_schema(call_type)}) -> ({', '.join('Tensor' for _ in spec.output_names)})")
+
+    def forward(*values: Any) -> Outputs:
+        outputs: Outputs = _as_written(backend.load().forward, call_type(*values))
+        return outputs
+
+    def fake(*values: Any) -> Outputs:
+        return tuple(output.empty(values[0]) for output in declared(call_type(*values)))
+
+    _LIBRARY.impl(name, forward, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"foci::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.foci, name).default
 
 
 def _guarded(spec: Spec, backend: Backend, backward_op: Any) -> Any:

@@ -36,6 +36,7 @@ template <class T, bool DELTA, bool CHANNEL> void forward_head(const Job& job, R
     Kept kept{job, s.kept + (t0 - s.start) / SPAN, head, DELTA};
     if (job.kept && !token) back(kept.state(), r.S, r.V, job.K, job.V);
     chunk.template take<T>(t0, s.stop - t0 < C ? s.stop - t0 : C, pairs ? 1 : job.scale);
+    chunk.template expect<T>(t0 + C, s.stop - t0 - C);
     if constexpr (CAN_PAIR) {
       if (pairs) {
         pair_chunk(chunk);

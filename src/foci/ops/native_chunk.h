@@ -80,6 +80,16 @@ template <bool DELTA, bool CHANNEL> struct Chunk {
     apply(r.fallen, r.write, r.fall, 0);
   }
 
+  // The `count` tokens from t0 on, which come next.
+  template <class T> void expect(long t0, long count) {
+    const int next = count < C ? (count > 0 ? count : 0) : C;
+    const long shared = head / (job.H / job.G);
+    fetch(place<T>(job.q, row, t0, shared), job.q.t, next, job.K);
+    fetch(place<T>(job.k, row, t0, shared), job.k.t, next, job.K);
+    fetch(place<T>(job.v, row, t0, head), job.v.t, next, job.V);
+    if (CHANNEL) fetch(place<float>(job.decay, row, t0, head), job.decay.t, next, job.K);
+  }
+
   // y[t] = x[t] * by[t] for the m rows; by[t] is a number, or one for each channel.
   void apply(float* y, const float* x, const float* by, int) {
     for (int t = 0; t < m; t++)

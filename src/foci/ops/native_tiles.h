@@ -139,6 +139,12 @@ inline void load(float* into, long ld, const T* from, long stride, int n, int ro
   if (n < rows) std::memset(into + n * ld, 0, sizeof(float) * (rows - n) * ld);
 }
 
+// n rows on their way to the cache: each lies on a page of its own, where the processor does not look ahead.
+template <class T> inline void fetch(const T* from, long stride, int n, int width) {
+  for (int t = 0; t < n; t++)
+    for (int c = 0; c < width; c += 64 / (int)sizeof(T)) __builtin_prefetch(from + t * stride + c);
+}
+
 template <class T>
 inline void store(T* into, long stride, const float* from, long ld, int n, int width, float by = 1.0f) {
   for (int t = 0; t < n; t++)
