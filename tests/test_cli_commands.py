@@ -11,6 +11,7 @@ import foci
 from foci import cli
 from foci.core.device import machine, platform
 from foci.core.ledger import in_force
+from foci.ops import native
 
 
 def run(capsys, arguments: str) -> tuple[int, str, str]:
@@ -27,7 +28,7 @@ def test_doctor_json_holds_the_machine_its_backends_and_the_defects_in_force(cap
     assert facts["machine"] == json.loads(json.dumps(machine().as_dict()))
     assert facts["foci"] == foci.__version__
     ready = {row["backend"]: row["reasons"] for row in facts["backends"] if row["device"] == "cpu"}
-    assert ready == {"aten": [], "chunked": [], "reference": []}
+    assert ready == {"aten": [], "chunked": [], "reference": [], "native": native.unavailable()}
     known = [d["issue"] for d in facts["defects"] if d["device"] == "cpu"]
     assert known == [d.issue for d in in_force(platform(torch.device("cpu")))]
 

@@ -16,7 +16,12 @@ from foci.ops import SPECS
 
 _SOFTMAX = {"softmax", "_softmax"}
 # foci's opaque ops by name, with the kind of call their arguments are.
-_OPS = {f"foci.{spec.name}_{backend.name}_fwd": spec.call for spec in SPECS.values() for backend in spec.backends}
+_OPS = {
+    f"foci.{spec.name}_{backend.name}_{kind}": spec.call
+    for spec in SPECS.values()
+    for backend in spec.backends
+    for kind in ("fwd", "alone")
+}
 
 
 @dataclass(frozen=True)
