@@ -12,7 +12,7 @@ import foci
 from foci.core.errors import Unsupported
 from foci.core.spec import Spec
 from foci.ops import native
-from tests.ops.recurrences import BUDGET, answers, error, exact
+from tests.ops.recurrences import BUDGET, answers, error, exact, inputs_of
 
 BUILT = pytest.mark.skipif(bool(native._unavailable()), reason=f"no compiled recurrences: {native._unavailable()}")
 
@@ -38,6 +38,19 @@ class InNative:
         found = answers(self.function, self.spec, inputs, backend)
         truth = answers(self.function, self.spec, exact(inputs), "chunked")
         return {n: error(found[n], truth[n]) for n in truth}
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_every_case_equals_the_equation_or_is_refused(self, dtype: torch.dtype) -> None:
+        assert self.spec.bind is not None
+        for case in self.spec.cases:
+            inputs = inputs_of(self.spec, case.name, dtype)
+            if self.module.reasons(self.spec.bind(**inputs)):
+                assert foci.explain(self.spec.name, **inputs).chosen == "chunked"
+                continue
+            found = answers(self.function, self.spec, inputs, "native")
+            truth = answers(self.function, self.spec, exact(inputs), "reference")
+            errors = {n: error(found[n], truth[n]) for n in truth if truth[n].numel()}
+            assert all(e <= BUDGET[dtype] for e in errors.values()), (case.name, errors)
 
     @pytest.mark.parametrize("D", [None, 20])
     @pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 96, 129, 200])

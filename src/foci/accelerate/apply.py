@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from torch import nn
@@ -13,6 +12,7 @@ from torch import nn
 from foci.accelerate.compile import Compiled, compile_parts
 from foci.accelerate.plan import Plan, SitePlan, identify
 from foci.core.errors import Unsupported
+from foci.integrations.undoable import Undoable
 
 
 class _Handle(Protocol):
@@ -20,7 +20,7 @@ class _Handle(Protocol):
 
 
 @dataclass
-class Applied:
+class Applied(Undoable):
     """A plan at work in a model: where (`sites`), what was left and why (`skipped`), and the way back (`restore()`)."""
 
     sites: tuple[str, ...]
@@ -34,14 +34,6 @@ class Applied:
             self._compiled.restore()
             self._compiled = None
         self._handle.restore()
-
-    def __enter__(self) -> Applied:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.restore()
 
 
 def route(model: nn.Module, sites: Sequence[SitePlan] | None = None) -> Applied:

@@ -10,7 +10,7 @@ import copyreg
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import FunctionType, TracebackType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from foci.core.errors import require
 from foci.integrations.processors import ProcessorError, call_sites, check, only_forward
 from foci.integrations.reroute import CannotReroute, Rerouter, derive
 from foci.integrations.sdpa import sdpa, sdpa_bthd
+from foci.integrations.undoable import Undoable
 from foci.ops.softmax.api import attention
 from foci.ops.softmax.spec import SPEC
 
@@ -42,7 +43,7 @@ class Site(NamedTuple):
 
 
 @dataclass
-class Handle:
+class Handle(Undoable):
     """What `install` did: `sites` were routed, `skipped` were left as they were, each with the reason."""
 
     sites: tuple[Site, ...]
@@ -55,14 +56,6 @@ class Handle:
             if module.processor is routed:
                 module.processor = original
         self._undo.clear()
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.restore()
 
 
 def install(model: Any, plan: Mapping[str, str | None] | None = None) -> Handle:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from foci.integrations.undoable import Undoable
+
 _NOTHING = object()
 
 
-class Overrides:
+class Overrides(Undoable):
     """The forwards put in the place of instances' own; `restore()` gives each instance back what it had."""
 
     def __init__(self) -> None:
@@ -34,14 +35,6 @@ class Overrides:
             replaced.at_rest = True
             _unwrap(replaced.module)
         self._put.clear()
-
-    def __enter__(self) -> Overrides:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.restore()
 
 
 class _Replaced:

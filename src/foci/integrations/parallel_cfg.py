@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from foci.core.errors import Unsupported, require
 from foci.integrations import parallel_rows
 from foci.integrations.overrides import Overrides, require_evaluating, require_sampling
+from foci.integrations.undoable import Undoable
 from foci.parallel.exchange import Doing, all_gather
 from foci.parallel.group import Group
 
@@ -24,7 +25,7 @@ _DIMS = 6
 
 
 @dataclass
-class GuidanceHandle:
+class GuidanceHandle(Undoable):
     """What `install` did, and how the calls since were split."""
 
     branches: _Branches = field(repr=False)
@@ -43,9 +44,6 @@ class GuidanceHandle:
         """The model as it was, to the very object. An answer not looked at yet is fetched first: by all ranks alike."""
         self.branches.settle()
         self._overrides.restore()
-
-    def __enter__(self) -> GuidanceHandle:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -16,6 +16,7 @@ from foci.integrations import parallel_cfg, parallel_rows, parallel_vae, pipefus
 from foci.integrations.mesh import DIMS, degrees_of
 from foci.integrations.pipefusion_stage import FAMILIES
 from foci.integrations.split_plan import SplitPlan
+from foci.integrations.undoable import Undoable
 from foci.ops.softmax.api import attention
 from foci.parallel.group import Group, Traffic
 
@@ -25,7 +26,7 @@ _DENOISERS = ("transformer", "transformer_2", "unet", "prior")
 
 
 @dataclass
-class Spread:
+class Spread(Undoable):
     """What `install` did: `handles` by "component: dimension", and what of the pipeline was left, with the reason."""
 
     degrees: dict[str, int]
@@ -50,16 +51,11 @@ class Spread:
         for name in reversed(self.handles):
             self.handles[name].restore()
 
-    def __enter__(self) -> Spread:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for handle in self.handles.values():
-            if error is not None and isinstance(handle, parallel_cfg.GuidanceHandle):
-                handle.forget()
-        self.restore()
+        for name in reversed(self.handles):
+            self.handles[name].__exit__(kind, error, trace)
 
 
 def install(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from foci.core.errors import Unsupported
 from foci.integrations.overrides import Overrides, require_evaluating, require_sampling
+from foci.integrations.undoable import Undoable
 from foci.parallel.exchange import Doing, all_gather
 from foci.parallel.group import Group
 
@@ -30,7 +30,7 @@ _WHOLE = {"freqs_cis", "image_rotary_emb", "img_ids", "img_shapes", "rope_interp
 
 
 @dataclass
-class RowsHandle:
+class RowsHandle(Undoable):
     """What `install` did, and how many calls were split since."""
 
     split: Split = field(repr=False)
@@ -43,14 +43,6 @@ class RowsHandle:
     def restore(self) -> None:
         """The model as it was, to the very object."""
         self._overrides.restore()
-
-    def __enter__(self) -> RowsHandle:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.restore()
 
 
 def install(model: nn.Module, group: Any, *, by_row: Sequence[str] = (), whole: Sequence[str] = ()) -> RowsHandle:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from foci.core.errors import Unsupported
 from foci.integrations.overrides import Overrides, require_evaluating, require_sampling
+from foci.integrations.undoable import Undoable
 from foci.parallel.exchange import Doing, all_gather, shift
 from foci.parallel.group import Group
 
@@ -34,7 +34,7 @@ _REACHING = ("Conv2d", "GroupNorm", "Attention", "Upsample", "WanUpsample", "Wan
 
 
 @dataclass
-class DecodeHandle:
+class DecodeHandle(Undoable):
     """What `install` did: how many layers exchange rows, and how many decodes were split since."""
 
     layers: int
@@ -48,14 +48,6 @@ class DecodeHandle:
     def restore(self) -> None:
         """The decoder as it was, to the very objects."""
         self._overrides.restore()
-
-    def __enter__(self) -> DecodeHandle:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.restore()
 
 
 def install(vae: nn.Module, group: Any) -> DecodeHandle:

@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import FunctionType, TracebackType
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from foci.integrations.diffusers import Handle, Target, route
 from foci.integrations.overrides import Overrides, require_evaluating, require_sampling
 from foci.integrations.parallel_rows import rebuilt, tensors_of
 from foci.integrations.pipefusion_stage import FAMILIES, Family, Stage
+from foci.integrations.undoable import Undoable
 from foci.ops.softmax.api import attention
 from foci.parallel.exchange import Doing, all_gather
 from foci.parallel.group import Group
@@ -30,7 +31,7 @@ __all__ = ["PipeFusion", "install", "psnr"]
 
 
 @dataclass
-class PipeFusion:
+class PipeFusion(Undoable):
     """What `install` did: which blocks this rank runs, and how many calls were exact and how many approximate."""
 
     blocks: tuple[str, ...]
@@ -57,14 +58,6 @@ class PipeFusion:
         """The model as it was, to the very objects."""
         while self._undo:
             self._undo.pop()()
-
-    def __enter__(self) -> PipeFusion:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.restore()
 
 
 def install(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from foci.core.errors import Unsupported
+from foci.integrations.undoable import Undoable
 from foci.nn.attention import Attention
 from foci.nn.cache import LayerCache
 from foci.nn.operators import Operators
@@ -19,7 +19,7 @@ from foci.nn.recurrent import Recurrent
 from foci.ops.decay.api import linear_attention
 from foci.ops.delta.api import delta_rule
 from foci.ops.softmax.api import attention
-from foci.parallel.exchange import Doing, all_reduce, gather
+from foci.parallel.exchange import Doing, all_reduce, gather, share
 from foci.parallel.group import Group
 from foci.parallel.halo import halo
 from foci.parallel.handoff import handoff
@@ -29,7 +29,7 @@ from foci.parallel.ring import ring
 _MIXERS = (nn.MultiheadAttention, nn.RNNBase, nn.Conv1d, nn.Transformer, nn.TransformerEncoderLayer)
 
 
-class SplitSequence:
+class SplitSequence(Undoable):
     """What `split_sequence` returns: the model is split until `restore()`, or to the end of a `with` block."""
 
     def __init__(self, model: nn.Module, group: Group) -> None:
@@ -62,12 +62,6 @@ class SplitSequence:
                 flat = all_reduce(torch.cat([grad.flatten() for grad in grads]), doing)
             for parameter, part in zip(same, flat.split([p.numel() for p in same]), strict=True):
                 parameter.grad = part.view_as(parameter).clone()
-
-    def __enter__(self) -> SplitSequence:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.restore()
 
     def _put(self, module: nn.Module, name: str, value: Any) -> None:
         if name in vars(module):
@@ -181,20 +175,7 @@ class _Over:
             for name in names:
                 x = options.get(name)
                 if isinstance(x, Tensor) and x.requires_grad and (name != "log_decay" or x.dim() == 1):
-                    options[name] = _Share.apply(x, self.group.size)
+                    options[name] = share(x, self.group.size)
             return op(*args, **options)
 
         return shared
-
-
-class _Share(torch.autograd.Function):
-    """The same tensor; of its gradient one part in `count`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
-        ctx.count = count
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        return grads[0] / ctx.count, None

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -20,10 +19,11 @@ from foci.integrations.split_check import check
 from foci.integrations.split_hooks import Hooked, hook
 from foci.integrations.split_infer import infer
 from foci.integrations.split_plan import PLANS, Kind, SplitPlan, plan_for
+from foci.integrations.undoable import Undoable
 from foci.ops.masks import Mask
 from foci.ops.softmax.api import attention
 from foci.parallel.balance import unshard
-from foci.parallel.exchange import Doing, all_reduce, replicated
+from foci.parallel.exchange import Doing, all_reduce, replicated, share
 from foci.parallel.group import Group, Traffic
 from foci.parallel.joint import joint
 from foci.parallel.ring import ring
@@ -33,7 +33,7 @@ __all__ = ["SplitHandle", "install"]
 
 
 @dataclass
-class SplitHandle:
+class SplitHandle(Undoable):
     """A model that is split over ranks: by which `plan`, over which groups, and the way back, `restore()`."""
 
     model: nn.Module
@@ -82,14 +82,6 @@ class SplitHandle:
     def restore(self) -> None:
         """The model as it was: no hook of ours, every processor the very object it was."""
         self._hooked.restore()
-
-    def __enter__(self) -> SplitHandle:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.restore()
 
 
 def install(
@@ -176,8 +168,7 @@ class _Ranks:
         """x itself; of its gradient, which every rank has whole, each rank goes on with an equal share."""
         if self.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
             return x
-        shared: Tensor = _Share.apply(x, self.size)
-        return shared
+        return share(x, self.size)
 
     def attend(self, site: str, kind: Kind) -> Callable[..., Tensor]:
         if kind in ("cross", "whole"):
@@ -204,17 +195,6 @@ class _Ranks:
         across = joint(self.attention, where=where, text="replicated")
         out, text_out = across(*images, *map(self.share, texts), mask=mask, scale=scale)
         return torch.cat([text_out, out] if where == "front" else [out, text_out], 1)
-
-
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
-        ctx.size = size
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        return grads[0] / ctx.size, None
 
 
 def _weights(model: nn.Module) -> str:

@@ -6,7 +6,6 @@ import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from foci.integrations.transformers_keywords import DOCUMENTS, documents, refuse
 from foci.integrations.transformers_keywords import asked as keywords_asked
 from foci.integrations.transformers_linear import MARK, Recurrence, Routes
 from foci.integrations.transformers_masks import ModelMask, make_mask
+from foci.integrations.undoable import Undoable
 from foci.ops.masks import Causal, Dense, Mask, Packed, Window
 from foci.ops.softmax.api import attention
 from foci.ops.softmax.spec import SPEC
@@ -35,7 +35,7 @@ class _Site:
 
 
 @dataclass
-class Handle:
+class Handle(Undoable):
     """foci in one model: where it is (`sites`), what was left and why (`skipped`), and the way back (`restore()`)."""
 
     sites: tuple[str, ...]
@@ -52,14 +52,6 @@ class Handle:
             delattr(module, _MARK)
         self._configs, self._marked = [], []
         self._routes.restore()
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.restore()
 
 
 def install(model: nn.Module, plan: Mapping[str, str | None] | None = None) -> Handle:

@@ -213,6 +213,15 @@ def replicated(tensor: Tensor, group: Group, operator: str) -> Tensor:
     return same
 
 
+def share(tensor: Tensor, count: int) -> Tensor:
+    """The same tensor, one part in `count` of its gradient: where each of so many ranks has the whole of one gradient.
+
+    Nothing travels. The sum over ranks is then the gradient, as it is for what saw a rank's own tokens.
+    """
+    same: Tensor = _Share.apply(tensor, count)
+    return same
+
+
 class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -239,6 +248,17 @@ class _Replicated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
         return _Summed.apply(grads[0], ctx.group, ctx.operator), None, None
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, count: int) -> Tensor:
+        ctx.count = count
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return grads[0] / ctx.count, None
 
 
 class _Summed(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -120,219 +121,90 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return found
 
 
-def ring_flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: dist.ProcessGroup | None = None,
-    attn_type: AttnType = AttnType.FA,
-    attn_processor: object | None = None,
-) -> Attended:
-    """Softmax attention over a ring whose ranks hold runs of tokens: `foci.parallel.ring` behind yunchang's signature.
+_RING = """Softmax attention over a ring of ranks that hold runs of tokens: `foci.parallel.ring`, yunchang's signature.
 
-    q [B,T,H,D], k, v [B,T,G,D] of this rank -> out [B,T,H,D], or with return_attn_probs (out, lse [B,H,T], None); the
-    lse is natural, and differentiable. Any lengths; H a multiple of G; every floating dtype.
-    causal and window_size (left, right; -1 is open) go by the place in the whole sequence, never by that in a block.
-    softcap <= 0 is none. alibi_slopes [H] or [B,H]: -slope |t - s|, also by place, after the cap; differentiable; it
-    takes O(T S) memory for this rank's T. dropout_p drops what one process with rank 0's generator would. All of it
-    holds in the backward too, as does `deterministic` (which on a GPU asks for kernels without atomics).
-    group: None is all ranks. attn_type: any exact kernel means foci's choice; those that approximate raise Unsupported.
+q [B,T,H,D], k, v [B,T,G,D] of this rank -> out [B,T,H,D], or with return_attn_probs (out, lse [B,H,T], None); the
+lse is natural, and differentiable. Any lengths; H a multiple of G; every floating dtype.
+causal and window_size (left, right; -1 is open) go by the place in the whole sequence, never by that in a block.
+softcap <= 0 is none. alibi_slopes [H] or [B,H]: -slope |t - s|, also by place, after the cap; differentiable; it
+takes O(T S) memory for this rank's T. dropout_p drops what one process with rank 0's generator would. All of it
+holds in the backward too, as does `deterministic` (which on a GPU asks for kernels without atomics).
+group: None is all ranks. attn_type: any exact kernel means foci's choice; those that approximate raise Unsupported.
 
-    Raises ShapeError, ValueError, TypeError or Unsupported naming the argument; Disagreement, RankError as `ring` does.
-    """
-    return _apply(
-        RingFlashAttnFunc, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, group, attn_type, attn_processor,
-    )  # fmt: skip
+Raises ShapeError, ValueError, TypeError or Unsupported naming the argument; Disagreement, RankError as `ring` does.
+"""
 
 
-def ring_flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: dist.ProcessGroup | None = None,
-    attn_type: AttnType = AttnType.FA,
-    attn_processor: object | None = None,
-) -> Attended:
-    """`ring_flash_attn_func` with kv [B,T,2,G,D]."""
-    k, v = unpack("kv", kv, 2, 2)
-    return _apply(
-        RingFlashAttnFunc, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, group, attn_type, attn_processor,
-    )  # fmt: skip
+def _family(function: type[RingFunction], name: str, meaning: str) -> tuple[Callable[..., Attended], ...]:
+    """`<name>_func`, `<name>_kvpacked_func` and `<name>_qkvpacked_func` over one order of tokens."""
 
+    def func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        group: dist.ProcessGroup | None = None,
+        attn_type: AttnType = AttnType.FA,
+        attn_processor: object | None = None,
+    ) -> Attended:
+        return _apply(
+            function, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            deterministic, return_attn_probs, group, attn_type, attn_processor,
+        )  # fmt: skip
 
-def ring_flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: dist.ProcessGroup | None = None,
-    attn_type: AttnType = AttnType.FA,
-    attn_processor: object | None = None,
-) -> Attended:
-    """`ring_flash_attn_func` with qkv [B,T,3,H,D]."""
-    q, k, v = unpack("qkv", qkv, 2, 3)
-    return _apply(
-        RingFlashAttnFunc, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, group, attn_type, attn_processor,
-    )  # fmt: skip
+    def kvpacked_func(
+        q: Tensor,
+        kv: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        group: dist.ProcessGroup | None = None,
+        attn_type: AttnType = AttnType.FA,
+        attn_processor: object | None = None,
+    ) -> Attended:
+        k, v = unpack("kv", kv, 2, 2)
+        return _apply(
+            function, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            deterministic, return_attn_probs, group, attn_type, attn_processor,
+        )  # fmt: skip
 
+    def qkvpacked_func(
+        qkv: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        group: dist.ProcessGroup | None = None,
+        attn_type: AttnType = AttnType.FA,
+        attn_processor: object | None = None,
+    ) -> Attended:
+        q, k, v = unpack("qkv", qkv, 2, 3)
+        return _apply(
+            function, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            deterministic, return_attn_probs, group, attn_type, attn_processor,
+        )  # fmt: skip
 
-def zigzag_ring_flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: dist.ProcessGroup | None = None,
-    attn_type: AttnType = AttnType.FA,
-    attn_processor: object | None = None,
-) -> Attended:
-    """`ring_flash_attn_func` where ranks hold tokens in zigzag order; causal or not."""
-    return _apply(
-        ZigZagRingFlashAttnFunc, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, group, attn_type, attn_processor,
-    )  # fmt: skip
-
-
-def zigzag_ring_flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: dist.ProcessGroup | None = None,
-    attn_type: AttnType = AttnType.FA,
-    attn_processor: object | None = None,
-) -> Attended:
-    """`zigzag_ring_flash_attn_func` with kv [B,T,2,G,D]."""
-    k, v = unpack("kv", kv, 2, 2)
-    return _apply(
-        ZigZagRingFlashAttnFunc, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, group, attn_type, attn_processor,
-    )  # fmt: skip
-
-
-def zigzag_ring_flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: dist.ProcessGroup | None = None,
-    attn_type: AttnType = AttnType.FA,
-    attn_processor: object | None = None,
-) -> Attended:
-    """`zigzag_ring_flash_attn_func` with qkv [B,T,3,H,D]."""
-    q, k, v = unpack("qkv", qkv, 2, 3)
-    return _apply(
-        ZigZagRingFlashAttnFunc, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, group, attn_type, attn_processor,
-    )  # fmt: skip
-
-
-def stripe_flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: dist.ProcessGroup | None = None,
-    attn_type: AttnType = AttnType.FA,
-    attn_processor: object | None = None,
-) -> Attended:
-    """`ring_flash_attn_func` where rank r holds tokens r, r + n, r + 2 n ...; causal or not."""
-    return _apply(
-        StripeFlashAttnFunc, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, group, attn_type, attn_processor,
-    )  # fmt: skip
-
-
-def stripe_flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: dist.ProcessGroup | None = None,
-    attn_type: AttnType = AttnType.FA,
-    attn_processor: object | None = None,
-) -> Attended:
-    """`stripe_flash_attn_func` with kv [B,T,2,G,D]."""
-    k, v = unpack("kv", kv, 2, 2)
-    return _apply(
-        StripeFlashAttnFunc, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, group, attn_type, attn_processor,
-    )  # fmt: skip
-
-
-def stripe_flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: dist.ProcessGroup | None = None,
-    attn_type: AttnType = AttnType.FA,
-    attn_processor: object | None = None,
-) -> Attended:
-    """`stripe_flash_attn_func` with qkv [B,T,3,H,D]."""
-    q, k, v = unpack("qkv", qkv, 2, 3)
-    return _apply(
-        StripeFlashAttnFunc, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, group, attn_type, attn_processor,
-    )  # fmt: skip
+    packed = {kvpacked_func: "kv [B,T,2,G,D]", qkvpacked_func: "qkv [B,T,3,H,D]"}
+    for each in (func, kvpacked_func, qkvpacked_func):
+        each.__doc__ = f"`{name}_func` with {packed[each]}." if each in packed else meaning
+        each.__name__ = each.__qualname__ = f"{name}_{each.__name__}"
+    return func, kvpacked_func, qkvpacked_func
 
 
 @torch.compiler.disable
@@ -340,6 +212,20 @@ def _apply(function: type[RingFunction], *values: Any) -> Attended:
     attended: Attended = function.apply(*values)
     return attended
 
+
+ring_flash_attn_func, ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = _family(
+    RingFlashAttnFunc, "ring_flash_attn", _RING
+)
+zigzag_ring_flash_attn_func, zigzag_ring_flash_attn_kvpacked_func, zigzag_ring_flash_attn_qkvpacked_func = _family(
+    ZigZagRingFlashAttnFunc,
+    "zigzag_ring_flash_attn",
+    "`ring_flash_attn_func` where ranks hold tokens in zigzag order; causal or not.",
+)
+stripe_flash_attn_func, stripe_flash_attn_kvpacked_func, stripe_flash_attn_qkvpacked_func = _family(
+    StripeFlashAttnFunc,
+    "stripe_flash_attn",
+    "`ring_flash_attn_func` where rank r holds tokens r, r + n, r + 2 n ...; causal or not.",
+)
 
 RING_IMPL_DICT = {
     "basic": ring_flash_attn_func,
