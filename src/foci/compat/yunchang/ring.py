@@ -135,9 +135,7 @@ Raises ShapeError, ValueError, TypeError or Unsupported naming the argument; Dis
 """
 
 
-def _family(function: type[RingFunction], name: str, meaning: str) -> tuple[Callable[..., Attended], ...]:
-    """`<name>_func`, `<name>_kvpacked_func` and `<name>_qkvpacked_func` over one order of tokens."""
-
+def _apart(function: type[RingFunction]) -> Callable[..., Attended]:
     def func(
         q: Tensor,
         k: Tensor,
@@ -159,6 +157,10 @@ def _family(function: type[RingFunction], name: str, meaning: str) -> tuple[Call
             deterministic, return_attn_probs, group, attn_type, attn_processor,
         )  # fmt: skip
 
+    return func
+
+
+def _kv_packed(function: type[RingFunction]) -> Callable[..., Attended]:
     def kvpacked_func(
         q: Tensor,
         kv: Tensor,
@@ -180,6 +182,10 @@ def _family(function: type[RingFunction], name: str, meaning: str) -> tuple[Call
             deterministic, return_attn_probs, group, attn_type, attn_processor,
         )  # fmt: skip
 
+    return kvpacked_func
+
+
+def _qkv_packed(function: type[RingFunction]) -> Callable[..., Attended]:
     def qkvpacked_func(
         qkv: Tensor,
         dropout_p: float = 0.0,
@@ -200,11 +206,17 @@ def _family(function: type[RingFunction], name: str, meaning: str) -> tuple[Call
             deterministic, return_attn_probs, group, attn_type, attn_processor,
         )  # fmt: skip
 
-    packed = {kvpacked_func: "kv [B,T,2,G,D]", qkvpacked_func: "qkv [B,T,3,H,D]"}
-    for each in (func, kvpacked_func, qkvpacked_func):
-        each.__doc__ = f"`{name}_func` with {packed[each]}." if each in packed else meaning
+    return qkvpacked_func
+
+
+def _family(function: type[RingFunction], name: str, meaning: str) -> tuple[Callable[..., Attended], ...]:
+    """`<name>_func`, `<name>_kvpacked_func` and `<name>_qkvpacked_func` over one order of tokens."""
+    meanings = (meaning, f"`{name}_func` with kv [B,T,2,G,D].", f"`{name}_func` with qkv [B,T,3,H,D].")
+    family = _apart(function), _kv_packed(function), _qkv_packed(function)
+    for each, text in zip(family, meanings, strict=True):
+        each.__doc__ = text
         each.__name__ = each.__qualname__ = f"{name}_{each.__name__}"
-    return func, kvpacked_func, qkvpacked_func
+    return family
 
 
 @torch.compiler.disable
