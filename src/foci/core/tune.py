@@ -1,0 +1,149 @@
+"""Launch configurations: a rule of thumb, then a measured table per GPU; and the one door to a launch."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from foci.core.device import constant, machine
+
+TABLES = Path(__file__).parent / "tuned"
+
+
+class Target(NamedTuple):
+    """What a kernel is configured for: "cuda" or "hip", arch (90 is sm_90, 942 gfx942), bytes a block may share."""
+
+    kind: str
+    arch: int
+    processors: int
+    shared: int
+    name: str = ""
+
+
+# A configuration must fit these without a GPU at hand: what a block may share (bytes) and how many blocks run at once.
+TARGETS = {
+    "sm_80": Target("cuda", 80, 108, 166_912),
+    "sm_90": Target("cuda", 90, 132, 232_448),
+    "sm_100": Target("cuda", 100, 148, 232_448),
+    "sm_120": Target("cuda", 120, 188, 101_376),
+    "gfx942": Target("hip", 942, 304, 65_536),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one kernel is launched: its block sizes by constexpr name, warps, and stages of its pipelined loops."""
+
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    warps: int = 4
+    stages: int = 2
+
+    def __getitem__(self, block: str) -> int:
+        return self.blocks[block]
+
+    @property
+    def meta(self) -> dict[str, int]:
+        """The keywords of a launch."""
+        return {**self.blocks, "num_warps": self.warps, "num_stages": self.stages}
+
+
+class Launch(NamedTuple):
+    """A launch that was recorded and not made."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    meta: dict[str, Any]
+
+
+class _Recording(NamedTuple):
+    target: Target
+    launches: list[Launch]
+
+
+_RECORDING: ContextVar[_Recording | None] = ContextVar("recording", default=None)
+
+
+@contextmanager
+def recording(target: Target) -> Iterator[list[Launch]]:
+    """Within it launches are noted for `target` and not made: run a backend on meta tensors to see what it launches."""
+    launches: list[Launch] = []
+    token = _RECORDING.set(_Recording(target, launches))
+    try:
+        yield launches
+    finally:
+        _RECORDING.reset(token)
+
+
+def interpreting() -> bool:
+    """Whether Triton's interpreter, which takes tensors of the CPU, was on when Triton was imported."""
+    triton = sys.modules.get("triton")
+    return triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+def target_of(device: torch.device) -> Target:
+    """What kernels for tensors of this device are configured for."""
+    there = _RECORDING.get()
+    if there is not None:
+        return there.target
+    return _target(device.index or 0) if device.type == "cuda" else TARGETS["sm_90"]._replace(processors=4)
+
+
+@constant
+@functools.cache
+def _target(index: int) -> Target:
+    gpu = machine().gpus[index]
+    if torch.version.hip:
+        arch = torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
+        return Target("hip", int(arch.removeprefix("gfx"), 16), gpu.processors, gpu.shared or 65_536, gpu.name)
+    return Target("cuda", 10 * gpu.capability[0] + gpu.capability[1], gpu.processors, gpu.shared, gpu.name)
+
+
+def configure(kernel: str, key: Sequence[object], rule: Callable[[Target], Config], target: Target) -> Config:
+    """The configuration measured for this kernel, key and GPU, else the rule of thumb's."""
+    rows = _table(target.name).get(kernel, {}) if target.name else {}
+    row = rows.get(",".join(str(part) for part in key))
+    return Config(row["blocks"], row["warps"], row["stages"]) if row else rule(target)
+
+
+@constant
+@functools.cache
+def _table(gpu: str) -> dict[str, dict[str, Any]]:
+    path = TABLES / f"{file_name(gpu)}.json"
+    kernels: dict[str, dict[str, Any]] = json.loads(path.read_text())["kernels"] if path.exists() else {}
+    return kernels
+
+
+def file_name(gpu: str) -> str:
+    """NVIDIA H200 -> nvidia_h200"""
+    return "_".join(gpu.lower().replace("-", " ").split())
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, config: Config, **constants: Any) -> None:
+    """Launch a kernel on its first tensor's device, or note it (`recording`). An empty grid launches nothing."""
+    if 0 in grid:
+        return
+    there = _RECORDING.get()
+    if there is not None:
+        there.launches.append(Launch(kernel, grid, arguments, constants | config.meta))
+        return
+    device = arguments[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            kernel[grid](*arguments, **constants, **config.meta)
+    else:
+        kernel[grid](*arguments, **constants, **config.meta)
+
+
+def precision(dtype: torch.dtype, target: Target) -> str:
+    """What a product of two tiles of this dtype asks of `tl.dot`: float32 in full, by three TF32 products on NVIDIA."""
+    return "tf32x3" if dtype == torch.float32 and target.kind == "cuda" else "ieee"

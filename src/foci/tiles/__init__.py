@@ -1,0 +1,1 @@
+"""Device functions for kernels: no grid, no launch, no torch."""

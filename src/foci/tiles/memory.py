@@ -1,0 +1,47 @@
+"""Tiles from and to memory: rows of any stride, with what lies outside masked; where packed documents lie."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_tile(ptr, row0, rows, stride_row, col0, cols, stride_col, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[BLOCK_R, BLOCK_C] from rows row0.. of `rows` and columns col0.. of `cols`; zeros outside."""
+    r, c = row0 + tl.arange(0, BLOCK_R), col0 + tl.arange(0, BLOCK_C)
+    inside = ((r >= 0) & (r < rows))[:, None] & (c < cols)[None, :]
+    places = r.to(tl.int64)[:, None] * stride_row + c.to(tl.int64)[None, :] * stride_col
+    return tl.load(ptr + places, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_tile(ptr, tile, row0, rows, stride_row, col0, cols, stride_col):  # type: ignore[no-untyped-def]
+    """The way back: what lies outside is not written. The tile is rounded to the pointer's dtype."""
+    r, c = row0 + tl.arange(0, tile.shape[0]), col0 + tl.arange(0, tile.shape[1])
+    inside = ((r >= 0) & (r < rows))[:, None] & (c < cols)[None, :]
+    places = r.to(tl.int64)[:, None] * stride_row + c.to(tl.int64)[None, :] * stride_col
+    tl.store(ptr + places, tile.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def document(offsets_ptr, N, chunk, T, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a chunk of packed documents lies: (document, its start, its stop, the chunk's place in it).
+
+    Every document has its own chunks of BLOCK_T tokens, counted through all of them; -1 as document is past the last.
+    Values outside 0..T are moved inside, so that nothing is read from elsewhere.
+    """
+    found, start, stop, before, place = -1, 0, 0, 0, 0
+    for n0 in range(0, N, BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        a = tl.minimum(tl.maximum(tl.load(offsets_ptr + n, mask=n < N, other=0), 0), T).to(tl.int32)
+        b = tl.minimum(tl.maximum(tl.load(offsets_ptr + n + 1, mask=n < N, other=0), a), T).to(tl.int32)
+        count = tl.where(n < N, (b - a + BLOCK_T - 1) // BLOCK_T, 0)
+        behind = before + tl.cumsum(count, 0)
+        here = (behind > chunk) & (behind - count <= chunk)
+        if tl.sum(here.to(tl.int32), 0) > 0:
+            found = tl.sum(tl.where(here, n, 0), 0)
+            start, stop = tl.sum(tl.where(here, a, 0), 0), tl.sum(tl.where(here, b, 0), 0)
+            place = chunk - tl.sum(tl.where(here, behind - count, 0), 0)
+        before += tl.sum(count, 0)
+    return found, start, stop, place

@@ -1,0 +1,53 @@
+"""What the Triton kernels of a recurrence promise: run by the interpreter (TRITON_INTERPRET=1) or on a GPU."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import triton  # noqa: F401  its interpreter is on or off from here
+
+from foci.core.spec import Spec
+from foci.core.tune import interpreting
+from tests.ops.recurrences import BUDGET, answers, error, exact, inputs_of
+
+if not interpreting() and not torch.cuda.is_available():
+    pytest.skip("kernels need a GPU or TRITON_INTERPRET=1, which `make test` sets for these", allow_module_level=True)
+
+DEVICE = torch.device("cpu" if interpreting() else "cuda")
+DTYPES = [torch.float32, torch.float16] if interpreting() else [torch.float32, torch.float16, torch.bfloat16]
+
+
+def there(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs on the device where kernels run."""
+    return {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+
+
+class InTriton:
+    """Every case of the Spec against the equation; a subclass says of which operator, and adds its own lengths."""
+
+    spec: Spec
+    function: Any
+    module: ModuleType  # the backend's: ops/<operator>/gpu.py
+
+    def apart(self, inputs: dict[str, Any], truth_by: str = "reference") -> dict[str, float]:
+        """How far outputs and gradients of the kernels are from those of the equation in float64, by name."""
+        found = answers(self.function, self.spec, there(inputs), "triton")
+        truth = answers(self.function, self.spec, exact(inputs), truth_by)
+        return {n: error(found[n].cpu(), truth[n]) for n in truth if truth[n].numel()}
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_every_case_equals_the_equation_or_is_refused(self, dtype: torch.dtype) -> None:
+        assert self.spec.bind is not None
+        ran = 0
+        for case in self.spec.cases:
+            inputs = inputs_of(self.spec, case.name, dtype)
+            if self.module.reasons(self.spec.bind(**there(inputs))):
+                assert 0 in self.spec.bind(**inputs).sizes, case.name
+                continue
+            errors = self.apart(inputs)
+            ran += 1
+            assert all(e <= BUDGET[dtype] for e in errors.values()), (case.name, errors)
+        assert ran > 3
