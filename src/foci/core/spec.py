@@ -219,10 +219,14 @@ def equations(bind: Callable[..., Any], module: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Work:
-    """What one call costs at least: floating point operations and bytes moved."""
+    """What one call costs at least: floating point operations and bytes moved.
+
+    `backward`: how many times the operations of the forward its backward takes, by the field's convention.
+    """
 
     flops: int
     bytes: int
+    backward: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -231,6 +235,7 @@ class Spec:
 
     `call` is the operator's validated argument list, a NamedTuple whose annotations are the shapes of its tensors and
     the schema of its ops; `bind(*args, **kwargs)` makes one from a user's arguments or raises what is wrong with them.
+    `shapes` are the problems that a benchmark times and a GPU is tuned for, as they occur in models.
     `outputs(call)` declares shapes and dtypes; `logs` names outputs that are logarithms. `reference(**inputs)` is the
     equation, differentiable, and run in float64 it is the truth; `plain(**inputs)` is the same equation in the working
     dtype throughout, the yardstick of half precision.
@@ -260,6 +265,7 @@ class Spec:
     batch_bitwise: bool = False
     logs: tuple[str, ...] = ()
     probes: Probes = NO_PROBES
+    shapes: tuple[Case, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.function:

@@ -17,7 +17,7 @@ class Draw:
 
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         self.dtype, self.device = dtype, device
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator: torch.Generator | None = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int) -> Tensor:
         return self._exact(*shape).to(self.device, self.dtype)
@@ -55,3 +55,17 @@ class Draw:
 
     def _between(self, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self.generator, dtype=torch.float64)
+
+
+class OnDevice(Draw):
+    """Drawn where they will be used, at that device's speed; other devices draw other numbers, meta shapes alone."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        super().__init__(dtype, device, seed)
+        self.generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
+
+    def _exact(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.device)
+
+    def _between(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator, device=self.device)

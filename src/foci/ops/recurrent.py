@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foci.core.spec import Bad, Case, Future, Inputs, Part, Probes, Slices, accumulator
-from foci.ops.draw import Draw
+from foci.ops.draw import Draw, OnDevice
 
 ALL = slice(None)
 
@@ -51,6 +51,13 @@ class Problem:
     def case(self) -> Case:
         return Case(
             self.name, frozenset(self.features()), lambda dtype, device, seed: self.make(Draw(dtype, device, seed))
+        )
+
+    @property
+    def shape(self) -> Case:
+        """The case as a benchmark wants it, drawn where it is used."""
+        return Case(
+            self.name, frozenset(self.features()), lambda dtype, device, seed: self.make(OnDevice(dtype, device, seed))
         )
 
     def features(self) -> set[str]:

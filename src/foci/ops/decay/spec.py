@@ -10,6 +10,7 @@ from foci.ops.decay.cases import CASES
 from foci.ops.decay.conventions import adapt
 from foci.ops.decay.mistakes import MISTAKES
 from foci.ops.decay.probes import PROBES
+from foci.ops.decay.shapes import SHAPES
 from foci.ops.slabs import CHUNK
 
 
@@ -48,6 +49,7 @@ SPEC = Spec(
     ),
     mistakes=MISTAKES,
     probes=PROBES,
+    shapes=SHAPES,
     merge=Affine,
     work=work,
     adapt=adapt,

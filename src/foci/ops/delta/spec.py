@@ -10,6 +10,7 @@ from foci.ops.delta.cases import CASES
 from foci.ops.delta.conventions import adapt
 from foci.ops.delta.mistakes import MISTAKES
 from foci.ops.delta.probes import PROBES
+from foci.ops.delta.shapes import SHAPES
 from foci.ops.slabs import CHUNK
 
 
@@ -48,6 +49,7 @@ SPEC = Spec(
     ),
     mistakes=MISTAKES,
     probes=PROBES,
+    shapes=SHAPES,
     merge=Affine,
     work=work,
     adapt=adapt,

@@ -22,11 +22,12 @@ def case(
     state: bool = False,
     offsets: tuple[int, ...] = (),
     fused: bool = False,
+    by: type[Draw] = Draw,
 ) -> Case:
     """x and log_decay of these sizes; `offsets` pack documents into one row, `fused`: both are views of one tensor."""
 
     def make(dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Any]:
-        draw = Draw(dtype, device, seed)
+        draw = by(dtype, device, seed)
         made: dict[str, Any] = {"x": draw.normal(B, T, D), "log_decay": gates(draw, B, T, D)}
         if fused:
             both = torch.cat([made["x"], made["log_decay"].to(dtype)], dim=-1)

@@ -9,6 +9,7 @@ from foci.ops.scan.cases import CASES
 from foci.ops.scan.conventions import adapt
 from foci.ops.scan.mistakes import MISTAKES
 from foci.ops.scan.probes import PROBES
+from foci.ops.scan.shapes import SHAPES
 
 
 def outputs(call: Call) -> tuple[Output, ...]:
@@ -39,6 +40,7 @@ SPEC = Spec(
     ),
     mistakes=MISTAKES,
     probes=PROBES,
+    shapes=SHAPES,
     work=work,
     adapt=adapt,
     recurrent=True,

@@ -22,6 +22,7 @@ def case(
     state: bool = False,
     offsets: tuple[int, ...] = (),
     fused: bool = False,
+    by: type[Draw] = Draw,
 ) -> Case:
     """All tensors of these sizes; `offsets` pack documents into one row, `fused`: x, dt, B, C are views of one tensor.
 
@@ -29,7 +30,7 @@ def case(
     """
 
     def make(dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Any]:
-        draw = Draw(dtype, device, seed)
+        draw = by(dtype, device, seed)
         dt = draw.uniform(B, T, D)
         tokens = {"x": draw.normal(B, T, D), "dt": dt, "B": draw.normal(B, T, K), "C": draw.normal(B, T, K)}
         if fused:

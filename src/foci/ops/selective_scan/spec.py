@@ -9,6 +9,7 @@ from foci.ops.selective_scan.cases import CASES
 from foci.ops.selective_scan.conventions import adapt
 from foci.ops.selective_scan.mistakes import MISTAKES
 from foci.ops.selective_scan.probes import PROBES
+from foci.ops.selective_scan.shapes import SHAPES
 
 
 def outputs(call: Call) -> tuple[Output, ...]:
@@ -41,6 +42,7 @@ SPEC = Spec(
     ),
     mistakes=MISTAKES,
     probes=PROBES,
+    shapes=SHAPES,
     work=work,
     adapt=adapt,
     recurrent=True,

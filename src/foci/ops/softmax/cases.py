@@ -33,11 +33,12 @@ def case(
     G: int | None = None,
     K: int = 16,
     V: int | None = None,
+    by: type[Draw] = Draw,
 ) -> Case:
     """q, k, v of these sizes (S, G and V follow T, H and K), and whatever `extra` draws beside them."""
 
     def make(dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Any]:
-        draw = Draw(dtype, device, seed)
+        draw = by(dtype, device, seed)
         keys, heads = (T if S is None else S), (G or H)
         qkv = {
             "q": draw.normal(B, T, H, K),

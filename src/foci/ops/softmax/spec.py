@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from foci.core.spec import Backend, Output, Spec, Work, equations
 from foci.merge.partial import Partial
+from foci.ops.masks import pairs
 from foci.ops.softmax import reference
 from foci.ops.softmax.call import Call, bind
 from foci.ops.softmax.cases import CASES
 from foci.ops.softmax.conventions import adapt
 from foci.ops.softmax.mistakes import MISTAKES
 from foci.ops.softmax.probes import PROBES
+from foci.ops.softmax.shapes import SHAPES
 
 
 def outputs(call: Call) -> tuple[Output, ...]:
@@ -18,11 +20,11 @@ def outputs(call: Call) -> tuple[Output, ...]:
 
 
 def work(call: Call) -> Work:
-    """Without a mask: 2 T S (K + V) multiply-adds a head; q, k, v read and out, lse written once."""
+    """2 (K + V) operations a head for every query and key that it sees; q, k, v read and out, lse written once."""
     B, T, S, H, _, K, V = call.sizes
     size = call.q.element_size()
     moved = sum(x.numel() for x in (call.q, call.k, call.v)) * size + B * T * H * (V * size + 4)
-    return Work(flops=2 * B * H * T * S * (K + V), bytes=moved)
+    return Work(flops=2 * H * pairs(call.visible, B, T, S) * (K + V), bytes=moved, backward=2.5)
 
 
 SPEC = Spec(
@@ -44,6 +46,7 @@ SPEC = Spec(
     ),
     mistakes=MISTAKES,
     probes=PROBES,
+    shapes=SHAPES,
     merge=Partial,
     work=work,
     adapt=adapt,

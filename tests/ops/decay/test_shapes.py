@@ -1,0 +1,10 @@
+"""The shapes that benchmarks time are calls of the operator."""
+
+from __future__ import annotations
+
+from foci.ops.decay.spec import SPEC
+from tests.ops.shapes import check
+
+
+def test_shapes_are_calls() -> None:
+    check(SPEC)
