@@ -20,7 +20,7 @@ TABLES = Path(__file__).parent / "tuned"
 
 
 class Target(NamedTuple):
-    """What a kernel is configured for: "cuda" or "hip", arch (90 is sm_90, 942 gfx942), bytes a block may share."""
+    """What a kernel is configured for: "cuda" or "hip", arch (90 is sm_90, 0x942 gfx942), bytes a block may share."""
 
     kind: str
     arch: int
@@ -35,7 +35,7 @@ TARGETS = {
     "sm_90": Target("cuda", 90, 132, 232_448),
     "sm_100": Target("cuda", 100, 148, 232_448),
     "sm_120": Target("cuda", 120, 188, 101_376),
-    "gfx942": Target("hip", 942, 304, 65_536),
+    "gfx942": Target("hip", 0x942, 304, 65_536),
 }
 
 
