@@ -1,0 +1,242 @@
+"""Compiles every Triton kernel for every target without a GPU: registers, spills, memory, instructions, launches.
+
+    python benchmarks/kernels.py [--only linear ...] [--target sm_90 ...] [--all] [--script FILE.py]
+                                 [--check | --write] [--triton 3.6.0] [--out FILE.jsonl] [--workers 2]
+
+Every operator's backend named "triton" runs forward and backward on meta tensors, which launches nothing and tells
+what would be launched (core/tune.py: recording); each launch is compiled with exactly its arguments and the
+configuration that the target selects. --only takes words found in an operator's, variant's or kernel's name. --script
+compiles what a file of yours launches instead. --check fails on a spill without a reason, a limit exceeded, a missing
+matrix instruction, or a table that differs from docs/kernels.md; --write writes that table. --triton does the same
+with another Triton and says what differs. A kernel that has not changed is not compiled again (out/kernels).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)  # read when Triton is imported; the interpreter compiles nothing
+
+import torch
+import triton
+from kernels_compile import compile_all, faults, identity, say
+from kernels_page import differences, page, sentence
+from kernels_specimens import SPECIMENS, Specimen
+
+from foci.core.spec import Spec
+from foci.core.tune import TARGETS, Launch, recording
+from foci.ops import SPECS
+
+ROOT = Path(__file__).parents[1]
+CACHE = ROOT / "out" / "kernels"
+PAGE, LINES = ROOT / "docs" / "kernels.md", ROOT / "docs" / "kernels.jsonl"
+# Spills that are known, by kernel and target, each with its reason. None is allowed on sm_90, which we tune for.
+SPILLS: dict[tuple[str, str], str] = {}
+
+
+@dataclass
+class Found:
+    """What was recorded and compiled: rows as they stand in the table, and what is wrong."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+def backend_of(spec: Spec) -> ModuleType | None:
+    """The operator's Triton backend; one that is written and not yet in the Spec is taken too."""
+    registered = [backend.module for backend in spec.backends if backend.name == "triton"]
+    assert spec.call is not None
+    name = registered[0] if registered else f"{spec.call.__module__.rpartition('.')[0]}.gpu"
+    return importlib.import_module(name) if registered or find_spec(name) else None
+
+
+def launches_of(specimen: Specimen, module: ModuleType, target: str) -> Iterator[tuple[str, Launch]]:
+    """(direction, launch) for all that a forward and a backward of this call would launch."""
+    spec = SPECS[specimen.operator]
+    assert spec.bind is not None and spec.outputs is not None
+    call = spec.bind(**specimen.make(specimen.dtype))
+    keeps = hasattr(module, "kept")
+    with recording(TARGETS[target]) as seen:
+        outputs = module.forward(call, True) if keeps else module.forward(call)
+    yield from (("forward", launch) for launch in seen)
+    if keeps and not specimen.main:
+        with recording(TARGETS[target]) as seen:
+            module.forward(call)
+        yield from (("inference", launch) for launch in seen)
+    grads = tuple(
+        out.empty(call[0]) if place == 0 or not specimen.main else None for place, out in enumerate(spec.outputs(call))
+    )
+    needs = [getattr(call, name) is not None for name in spec.differentiable]
+    with recording(TARGETS[target]) as seen:
+        module.backward(call, outputs, grads, needs)
+    yield from (("backward", launch) for launch in seen)
+
+
+def recorded(options: argparse.Namespace) -> tuple[list[tuple[dict[str, Any], Launch]], list[str]]:
+    """Every launch to compile, with its row's names, and every call that could not even be recorded."""
+    rows, wrong = [], []
+    if options.script:
+        for target in options.target:
+            with recording(TARGETS[target]) as seen:
+                runpy.run_path(str(options.script), run_name="__main__")
+            rows += [(_names("script", options.script.stem, "launched", target, launch), launch) for launch in seen]
+        return rows, wrong
+    for specimen in SPECIMENS:
+        if not (specimen.main or options.all) or not (module := backend_of(SPECS[specimen.operator])):
+            continue
+        for target in options.target:
+            try:
+                for direction, launch in launches_of(specimen, module, target):
+                    rows.append((_names(specimen.operator, specimen.label, direction, target, launch), launch))
+            except Exception as error:
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                cause = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+                wrong.append(f"{specimen.operator}, {specimen.label}, {target}: not recorded: {cause}")
+    return rows, wrong
+
+
+def _names(operator: str, variant: str, direction: str, target: str, launch: Launch) -> dict[str, Any]:
+    kernel = launch.kernel.fn.__name__
+    meta = {name: value for name, value in launch.meta.items() if isinstance(value, int | str | None)}
+    return {
+        "operator": operator, "variant": variant, "direction": direction, "kernel": kernel, "target": target,
+        "meta": meta,
+    }  # fmt: skip
+
+
+def wanted(names: dict[str, Any], words: list[str]) -> bool:
+    text = " ".join(names[key] for key in ("operator", "variant", "kernel"))
+    return not words or any(word in text for word in words)
+
+
+def measure(options: argparse.Namespace) -> Found:
+    """Record, compile, and judge."""
+    launches, wrong = recorded(options)
+    launches = [(names, launch) for names, launch in launches if wanted(names, options.only)]
+    if options.only:
+        wrong = [line for line in wrong if any(word in line for word in options.only)]
+    jobs = [(launch, TARGETS[names["target"]]) for names, launch in launches]
+    records = compile_all(jobs, CACHE, workers=options.workers, tell=say)
+    found, seen = Found(wrong=wrong), set()
+    for names, launch in launches:
+        target = TARGETS[names["target"]]
+        record = records[identity(launch, target)]
+        row = names | {key: value for key, value in record.items() if key not in ("seconds", "dots")}
+        key = json.dumps(row)
+        if key in seen:
+            next(other for other in found.rows if other["key"] == key)["launches"] += 1
+            continue
+        seen.add(key)
+        found.rows.append(row | {"launches": 1, "key": key})
+        where = f"{names['operator']}, {names['variant']}: {names['kernel']} on {names['target']}"
+        found.wrong += [f"{where}: {fault}" for fault in faults(record, target)]
+        if record.get("spills") and (names["kernel"], names["target"]) not in SPILLS:
+            config = ", ".join(f"{name} {value}" for name, value in names["meta"].items())
+            found.wrong.append(f"{where}: spills {record['spills']} bytes ({config})")
+    for row in found.rows:
+        del row["key"]
+    return found
+
+
+def with_another_triton(version: str, options: argparse.Namespace) -> int:
+    """The same kernels by another Triton, in an environment of its own over this one; what differs is said."""
+    with tempfile.TemporaryDirectory(prefix="foci-triton-") as folder:
+        python = Path(folder) / "venv" / "bin" / "python"
+        subprocess.run([sys.executable, "-m", "venv", python.parents[1]], check=True)
+        package = "triton" if version == "newest" else f"triton=={version}"
+        subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", package], check=True)
+        ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        theirs = subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+        ours = Path(triton.__file__).parents[1]
+        # Its own packages are found first, then all of this environment's: torch is not installed twice.
+        (Path(theirs) / "ours.pth").write_text(f"import site; site.addsitedir({str(ours)!r})\n")
+        out = Path(folder) / "lines.jsonl"
+        words = ["--target", *options.target, *(["--only", *options.only] if options.only else [])]
+        words += ["--all"] * options.all + ["--workers", str(options.workers)]
+        command = [python, __file__, *words, "--out", out]
+        subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
+        if not out.exists():
+            say(f"Triton {version} gave no table")
+            return 1
+        head, *rows = [json.loads(line) for line in out.read_text().splitlines()]
+    mine = measure(options)
+    lines = differences(mine.rows, rows)
+    print(f"Triton {triton.__version__} -> {head['triton']}: {len(rows)} kernels, {len(lines)} differ")
+    print("\n".join(lines))
+    return 0
+
+
+def lines_of(found: Found) -> str:
+    head = {"triton": triton.__version__, "by": "benchmarks/kernels.py"}
+    return "\n".join(json.dumps(line) for line in (head, *found.rows)) + "\n"
+
+
+def check(found: Found) -> list[str]:
+    """What is wrong, and where the pages are not what was just compiled."""
+    wrong = list(found.wrong)
+    wrong += [f"SPILLS: {kernel} on {target}: none is allowed there" for kernel, target in SPILLS if target == "sm_90"]
+    head, *rows = [json.loads(line) for line in LINES.read_text().splitlines()] if LINES.exists() else [{}]
+    if head.get("triton") != triton.__version__:
+        return [*wrong, f"docs/kernels.jsonl is of Triton {head.get('triton')}, this is {triton.__version__}"]
+    stale = differences(rows, found.rows)
+    if not stale and PAGE.read_text() != page(PAGE.read_text(), found.rows, triton.__version__, SPILLS):
+        stale = ["docs/kernels.md: the table is not that of docs/kernels.jsonl"]
+    if stale:
+        wrong += [*stale, "if that is right: python benchmarks/kernels.py --write"]
+    return wrong
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD")
+    parser.add_argument("--target", nargs="+", default=list(TARGETS), choices=list(TARGETS))
+    parser.add_argument(
+        "--all", action="store_true", help="every specimen, dtype and direction, not only the main ones"
+    )
+    parser.add_argument("--script", type=Path, metavar="FILE.py")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--triton", metavar="VERSION", help="a version, or newest")
+    parser.add_argument("--out", type=Path, metavar="FILE.jsonl")
+    parser.add_argument("--workers", type=int, default=2)
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = arguments()
+    torch.set_num_threads(1)
+    if (options.check or options.write) and (options.only or options.all or options.target != list(TARGETS)):
+        raise SystemExit("--check and --write are of the whole table: without --only, --all and --target")
+    if options.triton:
+        return with_another_triton(options.triton, options)
+    found = measure(options)
+    if options.out:
+        options.out.write_text(lines_of(found))
+    if options.write:
+        LINES.write_text(lines_of(found))
+        PAGE.write_text(page(PAGE.read_text(), found.rows, triton.__version__, SPILLS))
+        say(f"wrote {len(found.rows)} rows")
+    if options.check:
+        found.wrong = check(found)
+    else:
+        print("\n".join(sentence(row) for row in found.rows))
+    print("\n".join(["", *found.wrong]) if found.wrong else f"{len(found.rows)} kernels, nothing wrong")
+    return 1 if found.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""Compiles recorded launches of Triton kernels without a GPU, and reads from the result what they will cost."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from foci.core.tune import Launch, Target
+
+FORMAT = 3  # of a record: what is read from a compiled kernel; a change makes every cached record unfit
+LIMIT = 300.0  # seconds that one compilation may take
+MATRIX = {
+    "wgmma": r"\bwgmma\.mma_async", "tcgen05": r"\btcgen05\.mma", "mma": r"\bmma\.sync", "mfma": r"\bv_mfma_",
+    "TMA": r"\bcp\.async\.bulk\.tensor", "cp.async": r"\bcp\.async\.c[ag]\.",
+}  # fmt: skip
+PRODUCTS = ("wgmma", "tcgen05", "mma", "mfma")
+TENSOR_MEMORY = 512  # columns of a processor
+
+
+class _Offline:
+    """What Triton asks of a driver to compile: which GPU it is for."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def gpu(target: Target) -> GPUTarget:
+    """The target in Triton's words."""
+    return GPUTarget("hip", f"gfx{target.arch:x}", 64) if target.kind == "hip" else GPUTarget("cuda", target.arch, 32)
+
+
+def identity(launch: Launch, target: Target) -> str:
+    """What a compiled kernel depends on: its source with all it calls, its arguments as Triton tells them apart."""
+    arguments = [_told(value) for value in launch.arguments]
+    meta = sorted((name, str(value)) for name, value in launch.meta.items())
+    parts = (FORMAT, triton.__version__, str(gpu(target)), launch.kernel.cache_key, arguments, meta)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _told(value: Any) -> str:
+    """An argument as a launch specialises on it: dtype and alignment of a tensor, 1 and multiples of 16 of an int."""
+    if isinstance(value, torch.Tensor):
+        small = value.untyped_storage().size() < 2**31
+        return f"{value.dtype} {value.data_ptr() % 16 == 0} {small}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        return f"{type(value).__name__} {value if value is None or isinstance(value, bool) else ''}"
+    return f"int {value == 1} {value % 16 == 0} {-(2**31) <= value < 2**31}"
+
+
+def compile_all(
+    jobs: Iterable[tuple[Launch, Target]], cache: Path, *, workers: int = 2, tell: Callable[[str], None] | None = None
+) -> dict[str, dict[str, Any]]:
+    """The record of every job by its identity: from the cache, else compiled, each in a process of its own."""
+    cache.mkdir(parents=True, exist_ok=True)
+    wanted = {identity(launch, target): (launch, target) for launch, target in jobs}
+    found: dict[str, dict[str, Any]] = {}
+    for key in wanted:
+        if (path := cache / f"{key}.json").exists():
+            found[key] = json.loads(path.read_text())
+    left = [(key, *wanted[key]) for key in wanted if key not in found]
+    for done, (key, record) in enumerate(_compile_each(left, workers), 1):
+        found[key] = record
+        # What the machine did (a limit of time, a kill) is asked again next time; what the compiler said is not.
+        if "stopped" not in record:
+            (cache / f"{key}.json").write_text(json.dumps(record))
+        if tell and (done % 10 == 0 or done == len(left)):
+            tell(f"{done} of {len(left)} compiled")
+    return found
+
+
+def _compile_each(jobs: list[tuple[str, Launch, Target]], workers: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """An architecture that LLVM does not know aborts the process, so each compilation has one: forked, for speed."""
+    context = multiprocessing.get_context("fork")
+    waiting, running = list(reversed(jobs)), {}
+    with tempfile.TemporaryDirectory(prefix="foci-kernels-") as folder:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                key, launch, target = waiting.pop()
+                out = Path(folder) / key
+                process = context.Process(target=_compile_into, args=(out, launch, target))
+                process.start()
+                running[key] = process, out, time.monotonic()
+            multiprocessing.connection.wait([process.sentinel for process, *_ in running.values()], timeout=1.0)
+            for key, (process, out, since) in list(running.items()):
+                late = time.monotonic() - since > LIMIT
+                if process.is_alive() and not late:
+                    continue
+                if late:
+                    process.kill()
+                process.join()
+                del running[key]
+                yield key, _record_of(out, process.exitcode, late)
+
+
+def _record_of(out: Path, code: int | None, late: bool) -> dict[str, Any]:
+    if late:
+        return {"error": f"not compiled within {LIMIT:.0f} s", "stopped": True}
+    if (record := out / "record.json").exists():
+        found: dict[str, Any] = json.loads(record.read_text())
+        return found
+    said = (out / "stderr").read_text(errors="replace").strip() if (out / "stderr").exists() else ""
+    cause = next((line for line in said.splitlines() if re.search(r"error|LLVM|assert", line, re.I)), said[-200:])
+    verdict = f"the compiler died (exit code {code}): {cause[:300]}"
+    return {"error": verdict, "stopped": True} if code in (-9, -15) else {"error": verdict}
+
+
+def _compile_into(out: Path, launch: Launch, target: Target) -> None:
+    """In the child: compile, and write what was found, or what went wrong, to the folder `out`."""
+    out.mkdir()
+    # LLVM writes to the file descriptors, not to sys.stderr.
+    with (out / "stderr").open("w") as said:
+        os.dup2(said.fileno(), 2)
+        os.dup2(said.fileno(), 1)
+    triton.knobs.cache.dir = str(out / "triton")
+    try:
+        record = _compiled(launch, target)
+    except Exception as error:
+        record = {"error": f"{type(error).__name__}: {_last_words(str(error))}"}
+    (out / "record.tmp").write_text(json.dumps(record))
+    (out / "record.tmp").rename(out / "record.json")
+
+
+def _last_words(message: str) -> str:
+    """The lines of an error that say most: CompilationError shows source first, the cause last."""
+    lines = [line.rstrip() for line in message.splitlines() if line.strip()]
+    return "\n".join(lines if len(lines) <= 8 else [*lines[:4], "...", *lines[-4:]])[:1500]
+
+
+def _compiled(launch: Launch, target: Target) -> dict[str, Any]:
+    triton.runtime.driver.set_active(_Offline(gpu(target)))
+    began = time.perf_counter()
+    log = io.StringIO()
+    if hasattr(triton.knobs.nvidia, "dump_ptxas_log"):
+        triton.knobs.nvidia.dump_ptxas_log = True
+    with contextlib.redirect_stdout(log):
+        compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.meta)
+    seconds = time.perf_counter() - began
+    metadata, asm = compiled.metadata, compiled.asm
+    read = _of_amd(asm["amdgcn"]) if target.kind == "hip" else _of_nvidia(asm, log.getvalue(), target)
+    text = asm["amdgcn"] if target.kind == "hip" else asm["ptx"]
+    instructions = {name: len(re.findall(pattern, text)) for name, pattern in MATRIX.items()}
+    return {
+        **read,
+        "shared": metadata.shared,
+        "tensor": getattr(metadata, "tmem_size", None) or 0,
+        "warps": metadata.num_warps,
+        "instructions": {name: count for name, count in instructions.items() if count},
+        "dots": _dots(asm["ttir"]) if "ttir" in asm else 0,
+        "seconds": round(seconds, 2),
+    }
+
+
+def _dots(ttir: str) -> int:
+    """Products of tiles that matrix instructions should do: all but full float32 ones on NVIDIA, which none can."""
+    dots = [line for line in ttir.splitlines() if "tt.dot" in line]
+    return sum("xf32>" not in line.split("->")[0].split(" : ")[-1] or "inputPrecision = tf32" in line for line in dots)
+
+
+def _of_nvidia(asm: Any, log: str, target: Target) -> dict[str, int]:
+    """Registers a thread, and bytes that it spills and keeps in local memory, as ptxas says."""
+    if "Used" not in log:
+        log = _ptxas(asm["ptx"], target)
+    spilled = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    used = re.search(r"Used (\d+) registers", log)
+    if not used:
+        raise RuntimeError(f"ptxas did not say how many registers it used: {log[-300:]}")
+    stack, stores, loads = (int(number) for number in spilled.groups()) if spilled else (0, 0, 0)
+    return {"registers": int(used[1]), "spills": max(stores, loads), "stack": stack}
+
+
+def _ptxas(ptx: str, target: Target) -> str:
+    """What the bundled ptxas says of a kernel, for a Triton that does not pass it on."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    name = "ptxas-blackwell" if target.arch >= 100 and (tools / "ptxas-blackwell").exists() else "ptxas"
+    suffix = "a" if target.arch >= 90 else ""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [str(tools / name), "-v", f"--gpu-name=sm_{target.arch}{suffix}", str(source), "-o", f"{source}.o"]
+        if triton.__version__ >= "3.7":
+            command.insert(2, "--regAllocOptLevel=2")
+        return subprocess.run(command, check=True, capture_output=True, text=True).stderr
+
+
+def _of_amd(assembly: str) -> dict[str, int]:
+    """The same of an AMD kernel, whose assembly ends with them; scratch memory is what it spills to, among others."""
+
+    def last(name: str) -> int:
+        numbers = re.findall(rf"\.{name}:\s+(\d+)", assembly)
+        return int(numbers[-1]) if numbers else 0
+
+    return {
+        "registers": last("vgpr_count"),
+        "spills": 4 * last("vgpr_spill_count"),
+        "stack": last("private_segment_fixed_size"),
+    }
+
+
+def faults(record: dict[str, Any], target: Target) -> list[str]:
+    """What no GPU of this target could run, or not as it was meant; a spill is judged by who knows the kernel."""
+    if "error" in record:
+        return [record["error"]]
+    found = []
+    if record["shared"] > target.shared:
+        found.append(f"{record['shared']} bytes of shared memory, the target has {target.shared}")
+    if record["tensor"] > TENSOR_MEMORY:
+        found.append(f"{record['tensor']} columns of tensor memory, there are {TENSOR_MEMORY}")
+    if record["dots"] and not any(record["instructions"].get(name) for name in PRODUCTS):
+        found.append("it multiplies tiles and has no matrix instruction: an oversized kernel compiles to an empty one")
+    return found
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,102 @@
+"""The table of docs/kernels.md, a kernel in a line, and how two tables differ."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from foci.core.tune import TARGETS
+
+Row = dict[str, Any]
+BEGIN, END = "<!-- by benchmarks/kernels.py --write -->", "<!-- end -->"
+NAMES = ("operator", "variant", "direction", "kernel", "target")
+COMPARED = ("registers", "spills", "stack", "shared", "tensor", "warps", "launches", "meta", "error")
+
+
+def said(row: Row) -> str:
+    """registers, what it spills, KiB of shared memory, its matrix and copy instructions"""
+    if "error" in row:
+        return row["error"].splitlines()[0]
+    spilled = f", **spills {row['spills']} B**" if row["spills"] else ""
+    # An mma beside a wgmma is a small product of the same kernel; the main ones say what it runs on.
+    kinds = list(row["instructions"])
+    return f"{row['registers']}{spilled}, {row['shared'] / 1024:.0f} K, {' '.join(kinds) or 'no product'}"
+
+
+def sentence(row: Row) -> str:
+    """One kernel in a line of the terminal."""
+    config = " ".join(f"{name}={value}" for name, value in row["meta"].items())
+    names = f"{row['target']:<7}{row['operator']}, {row['variant']}, {row['direction']}: {row['kernel']}"
+    scratch = f", {row['stack']} B of local memory" if row.get("stack") else ""
+    columns = f", {row['tensor']} columns of tensor memory" if row.get("tensor") else ""
+    return f"{names}\n       {said(row).replace('**', '')}{columns}{scratch}  [{config}]"
+
+
+def differences(before: list[Row], after: list[Row]) -> list[str]:
+    """What two tables say otherwise, kernel by kernel."""
+
+    def by_name(rows: list[Row]) -> dict[tuple[Any, ...], Row]:
+        places: dict[tuple[str, ...], int] = {}
+        named = {}
+        for row in rows:
+            name = tuple(row[key] for key in NAMES)
+            places[name] = places.get(name, -1) + 1
+            named[*name, places[name]] = row
+        return named
+
+    old, new = by_name(before), by_name(after)
+    return [line for name in dict.fromkeys([*old, *new]) for line in _between(name, old.get(name), new.get(name))]
+
+
+def _between(name: tuple[Any, ...], old: Row | None, new: Row | None) -> Iterator[str]:
+    operator, variant, direction, kernel, target, _ = name
+    where = f"{operator}, {variant}, {direction}: {kernel} on {target}"
+    if old is None or new is None:
+        yield f"{where}: {'is new' if old is None else 'is gone'}"
+        return
+    changed = [f"{key} {old.get(key)} -> {new.get(key)}" for key in COMPARED if old.get(key) != new.get(key)]
+    kinds = [" ".join(row.get("instructions", ())) or "none" for row in (old, new)]
+    changed += [f"instructions {kinds[0]} -> {kinds[1]}"] if kinds[0] != kinds[1] else []
+    if changed:
+        yield f"{where}: {', '.join(changed)}"
+
+
+def page(text: str, rows: list[Row], version: str, spills: dict[tuple[str, str], str]) -> str:
+    """The page with its tables made new between the two marks."""
+    made = "\n".join([f"Triton {version}.", "", *_tables(rows), *_reasons(rows, spills)])
+    return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n\n{made}\n{END}", text, flags=re.DOTALL)
+
+
+def _tables(rows: list[Row]) -> Iterator[str]:
+    for operator in dict.fromkeys(row["operator"] for row in rows):
+        mine = [row for row in rows if row["operator"] == operator]
+        yield from (f"### {operator}", "", f"| variant | kernel | {' | '.join(TARGETS)} |")
+        yield f"|---|---|{'---|' * len(TARGETS)}"
+        for variant in dict.fromkeys(row["variant"] for row in mine):
+            of_it = [row for row in mine if row["variant"] == variant]
+            yield from _variant(variant, of_it)
+        yield ""
+
+
+def _variant(variant: str, rows: list[Row]) -> Iterator[str]:
+    first = next(iter(TARGETS))
+    counts = {
+        direction: sum(row["launches"] for row in rows if row["direction"] == direction and row["target"] == first)
+        for direction in dict.fromkeys(row["direction"] for row in rows)
+    }
+    head = f"**{variant}**: {', '.join(f'{direction} {count}' for direction, count in counts.items())} launches"
+    cells: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for row in rows:
+        cells.setdefault((row["direction"], row["kernel"]), {}).setdefault(row["target"], []).append(said(row))
+    for place, ((_, kernel), by_target) in enumerate(cells.items()):
+        columns = " | ".join("; ".join(by_target.get(target, ["not launched"])) for target in TARGETS)
+        yield f"| {head if place == 0 else ''} | `{kernel}` | {columns} |"
+
+
+def _reasons(rows: list[Row], spills: dict[tuple[str, str], str]) -> Iterator[str]:
+    present = {(row["kernel"], row["target"]) for row in rows if row.get("spills")}
+    if known := {place: reason for place, reason in spills.items() if place in present}:
+        yield from ("### Known spills", "")
+        yield from (f"- `{kernel}` on {target}: {reason}" for (kernel, target), reason in known.items())
+        yield ""

@@ -1,0 +1,209 @@
+"""The calls whose kernels are compiled: each operator in the sizes of real models, with each feature it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.ops.masks import Band, Causal, Dense, Lengths, Mask, Packed, Window
+
+T = 4096  # no kernel depends on how many tokens there are, but on 16 dividing it
+DOCUMENTS = 8
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """One call, on tensors without memory. `main`: it is compiled in CI and stands on the page."""
+
+    operator: str
+    name: str
+    make: Callable[[torch.dtype], dict[str, Any]]
+    dtype: torch.dtype = torch.bfloat16
+    main: bool = True
+
+    @property
+    def label(self) -> str:
+        """What it is called in a table: its dtype is said where it is not bfloat16."""
+        return self.name if self.dtype == torch.bfloat16 else f"{self.name}, {str(self.dtype).removeprefix('torch.')}"
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def offsets() -> Tensor:
+    return empty(DOCUMENTS + 1, dtype=torch.int64)
+
+
+def softmax(
+    *, K: int = 128, V: int | None = None, G: int = 8, H: int = 32, t: int = T, s: int = T, B: int = 2,
+    mask: Callable[[], Mask] | None = None, bias: bool = False, sink: bool = False, **options: Any,
+) -> Callable[[torch.dtype], dict[str, Any]]:  # fmt: skip
+    """Softmax attention: H query heads on G key heads."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        q, k, v = (empty(B, n, h, d, dtype=dtype) for n, h, d in ((t, H, K), (s, G, K), (s, G, V or K)))
+        extra: dict[str, Any] = {"mask": mask()} if mask else {}
+        if bias:
+            extra["bias"] = empty(1, H, t, s, dtype=dtype)
+        if sink:
+            extra["sink"] = empty(H)
+        return {"q": q, "k": k, "v": v, **extra, **options}
+
+    return make
+
+
+def gates(decay: str | None, B: int, H: int, K: int) -> Tensor | None:
+    shapes = {"head": (H,), "token": (B, T, H), "channel": (B, T, H, K)}
+    return empty(*shapes[decay]) if decay else None
+
+
+def recurrence(
+    *, K: int = 128, V: int | None = None, G: int = 16, H: int = 16, decay: str | None = None, beta: bool = False,
+    bonus: bool = False, erase: bool = False, state: bool = False, packed: bool = False, **options: Any,
+) -> Callable[[torch.dtype], dict[str, Any]]:  # fmt: skip
+    """Linear attention, and with `beta` the delta rule."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        B, width = (1 if packed else 2), V or K
+        made: dict[str, Any] = {name: empty(B, T, G, K, dtype=dtype) for name in ("q", "k")}
+        made["v"] = empty(B, T, H, width, dtype=dtype)
+        optional = {
+            "beta": empty(B, T, H) if beta else None,
+            "log_decay": gates(decay, B, H, K),
+            "bonus": empty(H, K) if bonus else None,
+            "erase": empty(B, T, G, K, dtype=dtype) if erase else None,
+            "state": empty(DOCUMENTS if packed else B, H, K, width) if state else None,
+            "offsets": offsets() if packed else None,
+        }
+        return made | {name: value for name, value in optional.items() if value is not None} | options
+
+    return make
+
+
+def scan(*, D: int = 2048, state: bool = False, packed: bool = False) -> Callable[[torch.dtype], dict[str, Any]]:
+    """A scan over single channels."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        B = 1 if packed else 2
+        made: dict[str, Any] = {"x": empty(B, T, D, dtype=dtype), "log_decay": empty(B, T, D)}
+        if state:
+            made["state"] = empty(DOCUMENTS if packed else B, D)
+        return made | ({"offsets": offsets()} if packed else {})
+
+    return make
+
+
+def selective(
+    *, D: int = 2048, N: int = 16, skip: bool = True, state: bool = False, packed: bool = False
+) -> Callable[[torch.dtype], dict[str, Any]]:
+    """Mamba's selective scan."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        B = 1 if packed else 2
+        made: dict[str, Any] = {name: empty(B, T, D, dtype=dtype) for name in ("x", "dt")}
+        made |= {"A": empty(D, N), "B": empty(B, T, N, dtype=dtype), "C": empty(B, T, N, dtype=dtype)}
+        if skip:
+            made["skip"] = empty(D)
+        if state:
+            made["state"] = empty(DOCUMENTS if packed else B, D, N)
+        return made | ({"offsets": offsets()} if packed else {})
+
+    return make
+
+
+def _packed() -> Mask:
+    return Packed(offsets()) & Causal()
+
+
+def _rest(operator: str, named: dict[str, Any]) -> tuple[Specimen, ...]:
+    return tuple(Specimen(operator, name, make, main=False) for name, make in named.items())
+
+
+def _dtypes(operator: str, name: str, make: Any) -> tuple[Specimen, ...]:
+    return tuple(Specimen(operator, name, make, dtype, main=False) for dtype in (torch.float16, torch.float32))
+
+
+_SOFTMAX = (
+    Specimen("softmax", "causal K=128", softmax(mask=Causal)),
+    Specimen("softmax", "causal K=64", softmax(K=64, mask=Causal)),
+    Specimen("softmax", "causal K=256", softmax(K=256, H=16, mask=Causal)),
+    Specimen(
+        "softmax", "window, softcap, sink", softmax(mask=lambda: Causal() & Window(1024, 0), softcap=30.0, sink=True)
+    ),
+    Specimen("softmax", "bias", softmax(K=64, H=8, t=1024, s=1024, bias=True)),
+    Specimen("softmax", "packed", softmax(B=1, mask=_packed)),
+    *_rest(
+        "softmax",
+        {
+            "full K=128": softmax(),
+            "full K=128, V=64": softmax(V=64),
+            "K=192, V=128": softmax(K=192, V=128, mask=Causal),
+            "K=40": softmax(K=40, G=8, H=8),
+            "K=512": softmax(K=512, G=4, H=4, mask=Causal),
+            "dropout": softmax(mask=Causal, dropout=0.1),
+            "dense": softmax(t=1024, s=1024, mask=lambda: Dense(empty(1024, 1024, dtype=torch.bool))),
+            "lengths": softmax(mask=lambda: Lengths(empty(2, dtype=torch.int64))),
+            "band": softmax(mask=lambda: Band(empty(2, dtype=torch.int64), empty(2, dtype=torch.int64))),
+            "one query": softmax(t=1, s=8192, B=8, mask=Causal),
+        },
+    ),
+    *_dtypes("softmax", "causal K=128", softmax(mask=Causal)),
+)
+_LINEAR = (
+    Specimen("linear", "no decay", recurrence()),
+    Specimen("linear", "per head", recurrence(decay="head")),
+    Specimen("linear", "per token", recurrence(decay="token")),
+    Specimen("linear", "per channel", recurrence(decay="channel")),
+    Specimen("linear", "per channel, bonus", recurrence(K=64, G=32, H=32, decay="channel", bonus=True)),
+    Specimen("linear", "packed, per token", recurrence(decay="token", packed=True, state=True)),
+    *_rest(
+        "linear",
+        {
+            "SSD K=128, V=64, G=1": recurrence(V=64, G=1, H=64, decay="token"),
+            "per token K=256": recurrence(K=256, decay="token"),
+            "per channel K=256": recurrence(K=256, decay="channel"),
+            "per channel K=512": recurrence(K=512, decay="channel"),
+            "per token K=64": recurrence(K=64, decay="token"),
+            "per token K=40, V=72": recurrence(K=40, V=72, decay="token"),
+            "packed, per channel": recurrence(decay="channel", packed=True, state=True),
+            "not causal": recurrence(K=32, causal=False),
+        },
+    ),
+    *_dtypes("linear", "per token", recurrence(decay="token")),
+    *_dtypes("linear", "per channel", recurrence(decay="channel")),
+)
+_DELTA = (
+    Specimen("delta", "DeltaNet", recurrence(beta=True)),
+    Specimen("delta", "Gated DeltaNet", recurrence(beta=True, decay="token", G=16, H=32)),
+    Specimen("delta", "Kimi Delta Attention", recurrence(beta=True, decay="channel")),
+    Specimen("delta", "packed Gated DeltaNet", recurrence(beta=True, decay="token", packed=True, state=True)),
+    *_rest(
+        "delta",
+        {
+            "erase": recurrence(beta=True, decay="channel", erase=True, K=64),
+            "Gated DeltaNet K=256": recurrence(beta=True, decay="token", K=256),
+            "Gated DeltaNet K=64": recurrence(beta=True, decay="token", K=64),
+            "Gated DeltaNet K=96, V=192": recurrence(beta=True, decay="token", K=96, V=192),
+            "KDA K=256": recurrence(beta=True, decay="channel", K=256),
+            "KDA K=64": recurrence(beta=True, decay="channel", K=64),
+            "packed KDA": recurrence(beta=True, decay="channel", packed=True, state=True),
+        },
+    ),
+    *_dtypes("delta", "Gated DeltaNet", recurrence(beta=True, decay="token", G=16, H=32)),
+    *_dtypes("delta", "Kimi Delta Attention", recurrence(beta=True, decay="channel")),
+)
+_SCANS = (
+    Specimen("scan", "D=2048", scan()),
+    Specimen("scan", "packed", scan(packed=True, state=True)),
+    *_dtypes("scan", "D=2048", scan()),
+    Specimen("selective_scan", "N=16", selective()),
+    Specimen("selective_scan", "packed", selective(packed=True, state=True)),
+    *_rest("selective_scan", {"N=128": selective(N=128, D=1024), "N=1": selective(N=1)}),
+    *_dtypes("selective_scan", "N=16", selective()),
+)
+SPECIMENS = (*_SOFTMAX, *_LINEAR, *_DELTA, *_SCANS)
