@@ -1,0 +1,170 @@
+"""Softmax: which keys a query sees and which queries a key, logits in base 2, and their sum over blocks."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# Farther than any two tokens are apart, and three of it still fit into 31 bits: an open side of a mask.
+FAR = tl.constexpr(1 << 29)
+
+# A mask without its Dense part is a tuple, made in the kernel of its arguments (ops/masks.py: Visible; what is absent
+# is None, and costs nothing):
+#   (q_offsets_ptr, kv_offsets_ptr, documents, kv_lengths_ptr, q_lengths_ptr,
+#    band_low_ptr, step_low, band_high_ptr, step_high, CAUSAL_END, CAUSAL_START, left, right)
+# step_low and step_high are 0 where one bound holds for all rows, else 1; left and right are at most FAR. The mask is
+# an interval of keys for every query and of queries for every key, and both ends never decrease along a row.
+
+
+@triton.jit
+def keys_of(mask, b, t, T, S):  # type: ignore[no-untyped-def]
+    """(low, high) of each query t [n] in 0..T of batch row b: it sees the keys low <= s < high; (FAR, 0): none."""
+    n, q0, q1, k0, k1 = _segment(mask, mask[0], b, t, T, S)
+    low, high, keys, queries = _reach(mask, n, q1 - q0, k1 - k0)
+    i = t - q0
+    first, last = k0 + tl.maximum(i + low, 0), k0 + tl.minimum(i + high + 1, keys)
+    sees = (i < queries) & (first < last)
+    return tl.where(sees, first, FAR), tl.where(sees, last, 0)
+
+
+@triton.jit
+def queries_of(mask, b, s, T, S):  # type: ignore[no-untyped-def]
+    """(low, high) of each key s [n] in 0..S of batch row b: the queries low <= t < high see it; (FAR, 0): none."""
+    n, q0, q1, k0, k1 = _segment(mask, mask[1], b, s, T, S)
+    low, high, keys, queries = _reach(mask, n, q1 - q0, k1 - k0)
+    j = s - k0
+    first, last = q0 + tl.maximum(j - high, 0), q0 + tl.minimum(j - low + 1, queries)
+    seen = (j < keys) & (first < last)
+    return tl.where(seen, first, FAR), tl.where(seen, last, 0)
+
+
+@triton.jit
+def stretches(low, high, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(start, inner, outer, stop) of a block of `keys_of` (or `queries_of`): where to go, in steps of BLOCK.
+
+    All that any of them sees lies in start..stop. Blocks that begin in inner..outer are seen whole by every one of
+    them, and need no mask; those in start..inner and outer..stop do. start, inner and outer are multiples of BLOCK.
+    Tokens behind the end of a row should repeat the last one, so that they do not count.
+    """
+    stop = tl.max(high, 0)
+    start = tl.minimum(tl.min(low, 0) // BLOCK * BLOCK, stop)
+    end = start + (stop - start + BLOCK - 1) // BLOCK * BLOCK
+    inner = tl.minimum(tl.maximum((tl.max(low, 0) + BLOCK - 1) // BLOCK * BLOCK, start), end)
+    outer = tl.minimum(tl.maximum(tl.min(high, 0) // BLOCK * BLOCK, inner), end)
+    return start, inner, outer, stop
+
+
+@triton.jit
+def between(index, low, high):  # type: ignore[no-untyped-def]
+    """The mask alone (without Dense): of keys and their queries' bounds, or of queries and their keys' bounds."""
+    return (index >= low) & (index < high)
+
+
+@triton.jit
+def _segment(mask, offsets_ptr, b, place, T, S):  # type: ignore[no-untyped-def]
+    """The row or document n of each place, and the queries q0..q1 and keys k0..k1 that it has room for."""
+    q_offsets_ptr, kv_offsets_ptr, documents = mask[0], mask[1], mask[2]
+    if offsets_ptr is not None:
+        # The last n with offsets[n] <= place, found by halving; n = documents is behind the last: of no document.
+        n, size = tl.zeros_like(place), documents + 1
+        while size > 1:
+            middle = n + size // 2
+            n = tl.where(tl.load(offsets_ptr + middle) <= place, middle, n)
+            size -= size // 2
+        after = tl.minimum(n + 1, documents)
+        q0, k0 = _moment(q_offsets_ptr + n, 0, T), _moment(kv_offsets_ptr + n, 0, S)
+        q1, k1 = _moment(q_offsets_ptr + after, q0, T), _moment(kv_offsets_ptr + after, k0, S)
+        # Lengths and bounds are read of the last document instead, which is no matter where there is nothing to see.
+        n = tl.minimum(n, tl.maximum(documents - 1, 0))
+    else:
+        n, q0, q1, k0, k1 = b, 0, T, 0, S
+    return n, q0, q1, k0, k1
+
+
+@triton.jit
+def _reach(mask, n, queries, keys):  # type: ignore[no-untyped-def]
+    """(low, high, keys, queries) of row n: query i sees key j when i + low <= j <= i + high, of those that are real."""
+    _, _, _, kv_lengths_ptr, q_lengths_ptr, low_ptr, step_low, high_ptr, step_high, END, START, left, right = mask
+    shift = keys - queries
+    if kv_lengths_ptr is not None:
+        room, keys = shift, _moment(kv_lengths_ptr + n, 0, keys)
+        shift = tl.maximum(keys - queries, tl.minimum(room, 0))
+        if q_lengths_ptr is not None:
+            queries = _moment(q_lengths_ptr + n, 0, queries)
+            shift = keys - queries
+    low, high = shift * 0 - FAR, shift * 0 + FAR
+    if left is not None:
+        low = tl.maximum(low, shift - left)
+    if right is not None:
+        high = tl.minimum(high, shift + right)
+    if END:
+        high = tl.minimum(high, shift)
+    if START:
+        high = tl.minimum(high, 0)
+    if low_ptr is not None:
+        low = tl.maximum(low, _moment(low_ptr + n * step_low, -FAR, FAR))
+    if high_ptr is not None:
+        high = tl.minimum(high, _moment(high_ptr + n * step_high, -FAR, FAR))
+    return low, high, keys, queries
+
+
+@triton.jit
+def _moment(ptr, least, most):  # type: ignore[no-untyped-def]
+    """An offset, length or bound, moved inside least..most: nothing is read from elsewhere, whatever it holds."""
+    return tl.minimum(tl.maximum(tl.load(ptr), least), most).to(tl.int32)
+
+
+@triton.jit
+def tanh(x, PRECISE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """1 - 2 / (1 + e^2x), right to 1e-7 absolute; PRECISE: to 2e-7 relative, by a polynomial where |x| < 1/4."""
+    y = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2 * LOG2E)))
+    if PRECISE:
+        s = x * x
+        small = x + x * s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * (62 / 2835))))
+        y = tl.where(tl.abs(x) < 0.25, small, y)
+    return y
+
+
+@triton.jit
+def logits(products, scale, softcap, bias, PRECISE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """log2(e) z of a tile of q k: z = cap(scale q k) + bias, bias a float32 tile or None, softcap a number or None."""
+    if softcap is None:
+        z = products * (scale * LOG2E)
+    else:
+        z = tanh(products * (scale / softcap), PRECISE) * (softcap * LOG2E)
+    if bias is not None:
+        z += bias * LOG2E
+    return z
+
+
+@triton.jit
+def join(z, top, mass):  # type: ignore[no-untyped-def]
+    """A block of logits [queries, keys] in base 2 joins the rows' largest one and sum: (p, fade, top, mass).
+
+    p = 2^(z - top);  mass = fade mass + sum p;  what was summed before is to be multiplied by fade = 2^(old top - top)
+    """
+    new = tl.maximum(top, tl.max(z, 1))
+    steady = tl.where(new == -float("inf"), 0.0, new)  # nothing seen yet: 2^(-inf - 0) = 0, where -inf + inf is NaN
+    p, fade = tl.exp2(z - steady[:, None]), tl.exp2(top - steady)
+    return p, fade, new, mass * fade + tl.sum(p, 1)
+
+
+@triton.jit
+def join_sink(sink, top, mass):  # type: ignore[no-untyped-def]
+    """One more logit in natural log, without a value: (fade, top, mass)."""
+    new = tl.maximum(top, sink * LOG2E)
+    steady = tl.where(new == -float("inf"), 0.0, new)
+    fade = tl.exp2(top - steady)
+    return fade, new, mass * fade + tl.exp2(sink * LOG2E - steady)
+
+
+@triton.jit
+def conclude(top, mass):  # type: ignore[no-untyped-def]
+    """(share, lse): out = share * sum 2^(z - top) v, lse in natural log; (0, -inf) for a row that saw nothing."""
+    empty = mass == 0.0
+    mass = tl.where(empty, 1.0, mass)
+    share = tl.where(empty, 0.0, 1.0 / mass)
+    lse = tl.where(empty, -float("inf"), (top + tl.log2(mass)) * LN2)
+    return share, lse
