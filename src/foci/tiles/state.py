@@ -1,0 +1,46 @@
+"""Where the chunks of a recurrence and their states lie, and in which dtype it multiplies."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from foci.tiles.memory import document
+
+
+@triton.jit
+def sequence(offsets_ptr, n, T, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sequence n: (row of the batch, start, stop, slot of its first chunk). Packed, it is document n of the one row.
+
+    Chunk i of document n has slot start // CHUNK + n + i: no two share one, T // CHUNK + N are enough, and nothing has
+    to be counted over the documents before it. Values outside 0..T are moved inside, as `document` does.
+    """
+    if offsets_ptr is None:
+        b, start, stop, slot = n, 0, T, n * tl.cdiv(T, CHUNK)
+    else:
+        start = tl.minimum(tl.maximum(tl.load(offsets_ptr + n), 0), T).to(tl.int32)
+        stop = tl.minimum(tl.maximum(tl.load(offsets_ptr + n + 1), start), T).to(tl.int32)
+        b, slot = 0, start // CHUNK + n
+    return b, start, stop, slot
+
+
+@triton.jit
+def chunk_at(offsets_ptr, chunk, N, T, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr = 128):  # type: ignore[no-untyped-def]
+    """A chunk counted through all sequences: (sequence, row of the batch, first token, its sequence's stop, slot).
+
+    -1 as sequence is past the last.
+    """
+    if offsets_ptr is None:
+        count = tl.cdiv(T, CHUNK)
+        n, first, stop, slot = chunk // count, chunk % count * CHUNK, T, chunk
+        b = n
+    else:
+        n, start, stop, place = document(offsets_ptr, N, chunk, T, CHUNK, BLOCK_N)
+        b, first, slot = 0, start + place * CHUNK, start // CHUNK + n + place
+    return n, b, first, stop, slot
+
+
+@triton.jit
+def working(x):  # type: ignore[no-untyped-def]
+    """float16 as float32: its range holds neither decays nor sums over tokens."""
+    return x.to(tl.float32) if x.dtype == tl.float16 else x

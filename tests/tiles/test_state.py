@@ -1,0 +1,81 @@
+"""Slots: every chunk of every sequence has its own, the same for who walks a sequence and who takes a chunk."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from foci.core.tune import interpreting
+from foci.ops.gpu import chunks
+from foci.tiles.state import chunk_at, sequence, working
+
+if not interpreting() and not torch.cuda.is_available():
+    pytest.skip("kernels need a GPU or TRITON_INTERPRET=1, which `make test` sets for these", allow_module_level=True)
+
+DEVICE = torch.device("cpu" if interpreting() else "cuda")
+CHUNK = 16
+
+
+@triton.jit
+def _sequences(offsets_ptr, out_ptr, T, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    n = tl.program_id(0)
+    b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
+    tl.store(out_ptr + 4 * n, b)
+    tl.store(out_ptr + 4 * n + 1, start)
+    tl.store(out_ptr + 4 * n + 2, stop)
+    tl.store(out_ptr + 4 * n + 3, slot)
+
+
+@triton.jit
+def _chunks(offsets_ptr, out_ptr, N, T, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    c = tl.program_id(0)
+    n, b, first, stop, slot = chunk_at(offsets_ptr, c, N, T, CHUNK, BLOCK_N)
+    tl.store(out_ptr + 5 * c, n)
+    tl.store(out_ptr + 5 * c + 1, b)
+    tl.store(out_ptr + 5 * c + 2, first)
+    tl.store(out_ptr + 5 * c + 3, stop)
+    tl.store(out_ptr + 5 * c + 4, slot)
+
+
+@triton.jit
+def _working(x_ptr, out_ptr):  # type: ignore[no-untyped-def]
+    tl.store(out_ptr, working(tl.load(x_ptr)) * 1000.0)
+
+
+@pytest.mark.parametrize(
+    "offsets, B, T", [(None, 3, 33), (None, 2, 16), ((0, 0, 1, 17, 17, 65, 65), 1, 65), ((0, 16, 32, 37), 1, 37)]
+)
+def test_who_walks_and_who_takes_a_chunk_agree(offsets: tuple[int, ...] | None, B: int, T: int) -> None:
+    placed = None if offsets is None else torch.tensor(offsets, device=DEVICE)
+    N = B if offsets is None else len(offsets) - 1
+    count = B * -(-T // CHUNK) if offsets is None else T // CHUNK + N
+    walks = torch.empty(N, 4, dtype=torch.int32, device=DEVICE)
+    takes = torch.empty(count, 5, dtype=torch.int32, device=DEVICE)
+    _sequences[(N,)](placed, walks, T, CHUNK)
+    _chunks[(count,)](placed, takes, N, T, CHUNK, 4)
+    expected = [
+        [n, b, first, stop, slot + i]
+        for n, (b, start, stop, slot) in enumerate(walks.tolist())
+        for i, first in enumerate(range(start, stop, CHUNK))
+    ]
+    found = [row for row in takes.tolist() if row[0] >= 0]
+    assert found == expected
+    slots = [row[-1] for row in found]
+    assert len(set(slots)) == len(slots) and max(slots) < count
+    bounds = [(0, T)] * B if offsets is None else list(itertools.pairwise(offsets))
+    assert [tuple(row[1:3]) for row in walks.tolist()] == bounds
+
+
+def test_there_is_room_for_every_slot() -> None:
+    assert chunks(130, 2, None) == 6
+    assert chunks(130, 1, torch.tensor([0, 1, 1, 130])) == 2 + 3
+
+
+def test_float16_is_multiplied_in_float32() -> None:
+    out = torch.empty(1, device=DEVICE)
+    _working[(1,)](torch.full((1,), 1000.0, dtype=torch.float16, device=DEVICE), out)
+    assert out.item() == 1e6
