@@ -68,6 +68,8 @@ def _told(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         small = value.untyped_storage().size() < 2**31
         return f"{value.dtype} {value.data_ptr() % 16 == 0} {small}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(_told(part) for part in value)})"
     if isinstance(value, bool) or not isinstance(value, int):
         return f"{type(value).__name__} {value if value is None or isinstance(value, bool) else ''}"
     return f"int {value == 1} {value % 16 == 0} {-(2**31) <= value < 2**31}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -84,12 +86,14 @@ def recording(target: Target) -> Iterator[list[Launch]]:
         _RECORDING.reset(token)
 
 
+@constant
 def interpreting() -> bool:
     """Whether Triton's interpreter, which takes tensors of the CPU, was on when Triton was imported."""
     triton = sys.modules.get("triton")
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
+@constant
 def target_of(device: torch.device) -> Target:
     """What kernels for tensors of this device are configured for."""
     there = _RECORDING.get()
@@ -108,11 +112,62 @@ def _target(index: int) -> Target:
     return Target("cuda", 10 * gpu.capability[0] + gpu.capability[1], gpu.processors, gpu.shared, gpu.name)
 
 
-def configure(kernel: str, key: Sequence[object], rule: Callable[[Target], Config], target: Target) -> Config:
-    """The configuration measured for this kernel, key and GPU, else the rule of thumb's."""
-    rows = _table(target.name).get(kernel, {}) if target.name else {}
-    row = rows.get(",".join(str(part) for part in key))
+class Asked(NamedTuple):
+    """What was asked of `configure`: the rule's answer, and the sizes that a block may have instead."""
+
+    rule: Config
+    vary: Mapping[str, Sequence[int]]
+
+
+class _Choosing(NamedTuple):
+    chosen: Mapping[tuple[str, str], Config]
+    asked: dict[tuple[str, str], Asked]
+
+
+_CHOOSING: ContextVar[_Choosing | None] = ContextVar("choosing", default=None)
+
+
+@contextmanager
+def choosing(chosen: Mapping[tuple[str, str], Config]) -> Iterator[dict[tuple[str, str], Asked]]:
+    """Within it these configurations go before all others, by (kernel, key); gives what was asked, for `foci tune`."""
+    there = _Choosing(chosen, {})
+    token = _CHOOSING.set(there)
+    try:
+        yield there.asked
+    finally:
+        _CHOOSING.reset(token)
+
+
+def configure(
+    kernel: str,
+    key: Sequence[object],
+    rule: Callable[[Target], Config],
+    target: Target,
+    vary: Mapping[str, Sequence[int]] | None = None,
+) -> Config:
+    """The configuration measured for this kernel, key and GPU, else the rule of thumb's.
+
+    `vary`: the sizes that `foci tune` may try for a block, by its name; warps and stages may always vary.
+    """
+    there = _CHOOSING.get()
+    if there is None and not target.name:
+        return rule(target)
+    name = ",".join(str(part) for part in key)
+    if there is not None:
+        there.asked[kernel, name] = Asked(rule(target), vary or {})
+        if (kernel, name) in there.chosen:
+            return there.chosen[kernel, name]
+    row = _table(target.name).get(kernel, {}).get(name) if target.name else None
     return Config(row["blocks"], row["warps"], row["stages"]) if row else rule(target)
+
+
+def candidates(asked: Asked) -> list[Config]:
+    """What is worth trying in place of the rule's answer, which comes first: its blocks, warps and stages varied."""
+    rule = asked.rule
+    sizes = [[(block, size) for size in dict.fromkeys((rule[block], *sizes))] for block, sizes in asked.vary.items()]
+    warps = [rule.warps, *(warps for warps in (rule.warps // 2, 2 * rule.warps) if 1 <= warps <= 16)]
+    stages = [rule.stages, *(stages for stages in (rule.stages - 1, rule.stages + 1) if 1 <= stages <= 5)]
+    return [Config({**rule.blocks, **dict(blocks)}, w, s) for *blocks, w, s in itertools.product(*sizes, warps, stages)]
 
 
 @constant
@@ -125,7 +180,7 @@ def _table(gpu: str) -> dict[str, dict[str, Any]]:
 
 def file_name(gpu: str) -> str:
     """NVIDIA H200 -> nvidia_h200"""
-    return "_".join(gpu.lower().replace("-", " ").split())
+    return "_".join(re.findall(r"[a-z0-9]+", gpu.lower()))
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, config: Config, **constants: Any) -> None:
@@ -136,7 +191,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, config: Config, 
     if there is not None:
         there.launches.append(Launch(kernel, grid, arguments, constants | config.meta))
         return
-    device = arguments[0].device
+    device = next(value.device for value in arguments if isinstance(value, torch.Tensor))
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel[grid](*arguments, **constants, **config.meta)
