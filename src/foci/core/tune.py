@@ -167,7 +167,8 @@ def candidates(asked: Asked) -> list[Config]:
     sizes = [[(block, size) for size in dict.fromkeys((rule[block], *sizes))] for block, sizes in asked.vary.items()]
     warps = [rule.warps, *(warps for warps in (rule.warps // 2, 2 * rule.warps) if 1 <= warps <= 16)]
     stages = [rule.stages, *(stages for stages in (rule.stages - 1, rule.stages + 1) if 1 <= stages <= 5)]
-    return [Config({**rule.blocks, **dict(blocks)}, w, s) for *blocks, w, s in itertools.product(*sizes, warps, stages)]
+    tiles = [{**rule.blocks, **dict(chosen)} for chosen in itertools.product(*sizes)]
+    return [Config(*parts) for parts in itertools.product(tiles, warps, stages)]
 
 
 @constant

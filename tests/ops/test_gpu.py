@@ -1,0 +1,64 @@
+"""What every Triton backend refuses, and how many chunks it goes through."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from foci.ops import gpu
+from foci.ops.gpu import CHUNK, chunks, unsuitable
+
+NO_GPU = "it needs a GPU, the tensors are on cpu"
+
+
+@pytest.fixture(params=[False, True])
+def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(gpu, "interpreting", lambda: request.param)
+    return request.param
+
+
+def test_a_tensor_of_the_cpu_is_for_the_interpreter_alone(interpreted: bool) -> None:
+    assert unsuitable(torch.ones(1), (1, 2), (64, 64)) == ([] if interpreted else [NO_GPU])
+
+
+def test_tensors_without_memory_are_refused(interpreted: bool) -> None:
+    assert unsuitable(torch.ones(1, device="meta"), (1,), (64,)) == ["it needs a GPU, the tensors are on meta"]
+
+
+def test_every_reason_is_given_at_once(interpreted: bool) -> None:
+    found = unsuitable(torch.ones(1, dtype=torch.float64), (2, 0), (64, 513))
+    assert found == [
+        *([] if interpreted else [NO_GPU]),
+        "float64 is not supported",
+        "there is nothing to compute: a size is 0",
+        "heads wider than 512 are not supported",
+    ]
+
+
+def test_the_interpreter_is_wrong_in_bfloat16(interpreted: bool) -> None:
+    found = unsuitable(torch.ones(1, dtype=torch.bfloat16), (1,), (64,))
+    assert found == (["Triton's interpreter computes bfloat16 wrongly"] if interpreted else [NO_GPU])
+
+
+def test_the_compiler_traces_through_the_reasons() -> None:
+    def count(x: torch.Tensor) -> torch.Tensor:
+        return x + len(unsuitable(x, x.shape, (64,)))
+
+    x = torch.zeros(3, dtype=torch.float64)
+    assert torch.equal(torch.compile(count, fullgraph=True, backend="eager")(x), count(x))
+
+
+@pytest.mark.parametrize(("T", "B", "expected"), [(1, 1, 1), (64, 3, 3), (65, 3, 6), (1000, 2, 32)])
+def test_chunks_of_a_batch(T: int, B: int, expected: int) -> None:
+    assert chunks(T, B, None) == expected
+
+
+def test_chunks_of_packed_documents_are_enough_and_at_most_one_a_document_too_many() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        lengths = [draw.choice((0, 1, 63, 64, 65, 200)) for _ in range(draw.randint(1, 6))]
+        offsets = torch.tensor([0, *lengths]).cumsum(0)
+        needed = sum(-(-length // CHUNK) for length in lengths)
+        assert needed <= chunks(sum(lengths), 1, offsets) <= needed + len(lengths), lengths
