@@ -15,6 +15,7 @@ import typer
 from torch import Tensor
 
 from foci.cli_accelerate import accelerate
+from foci.cli_bench import bench
 from foci.cli_check import check
 from foci.cli_generate import generate
 from foci.core.device import machine, platform
@@ -26,6 +27,7 @@ from foci.ops.masks import Causal, Dense, Lengths, Mask, Packed, Window
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True, help="Attention you can prove.")
 app.command("accelerate")(accelerate)
+app.command("bench")(bench)
 app.command("check")(check)
 app.command("generate")(generate)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 
-from foci.bench.measure import Sample, Way, interleave, ratio
+from foci.bench.measure import Sample, Way, clock, clock_on, host_seconds, interleave, ratio
 
 
 def test_ways_run_in_turn_and_the_order_flips() -> None:
@@ -54,3 +55,20 @@ def test_long_runs_get_three_rounds() -> None:
 def test_no_rounds_is_refused() -> None:
     with pytest.raises(ValueError, match="rounds must be at least 1, got 0"):
         interleave({"a": Way(lambda: None)}, rounds=0)
+
+
+def test_a_quantile_is_one_of_the_runs() -> None:
+    sample = Sample((5.0, 1.0, 3.0, 2.0, 4.0))
+    assert (sample.quantile(0.0), sample.quantile(0.5), sample.quantile(1.0)) == (1.0, 3.0, 5.0)
+
+
+def test_the_clock_can_be_another() -> None:
+    taken = interleave({"a": Way(lambda: None)}, rounds=2, clock=lambda run: 7.0)
+    assert taken["a"].seconds == (7.0, 7.0)
+    assert clock_on(torch.device("cpu")) is clock
+
+
+def test_the_host_is_timed_call_by_call() -> None:
+    runs: list[int] = []
+    assert host_seconds(lambda: runs.append(1), rounds=3) >= 0
+    assert len(runs) == 3

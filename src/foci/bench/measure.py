@@ -13,6 +13,7 @@ import torch
 
 # A run shorter than this (seconds) is made once untimed when its turn comes: another one has had the caches.
 _SHORT = 1.0
+_FLUSH = 1 << 28  # bytes: more than any L2 cache holds
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class Sample:
     @property
     def median(self) -> float:
         return median(self.seconds)
+
+    def quantile(self, share: float) -> float:
+        """The run that this share of the runs do not exceed."""
+        return sorted(self.seconds)[round(share * (len(self.seconds) - 1))]
 
 
 @dataclass(frozen=True)
@@ -55,11 +60,46 @@ def clock(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def interleave(ways: Mapping[str, Way], *, rounds: int = 9, seconds: float = math.inf) -> dict[str, Sample]:
+def clock_on(device: torch.device) -> Callable[[Callable[[], object]], float]:
+    """The clock of a device. On CUDA its own events, behind a write that leaves nothing of the run in the L2 cache."""
+    if device.type != "cuda":
+        return clock
+    flush = torch.empty(_FLUSH, dtype=torch.int8, device=device)
+
+    def timed(run: Callable[[], object]) -> float:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1e3
+
+    return timed
+
+
+def host_seconds(run: Callable[[], object], rounds: int = 20) -> float:
+    """Seconds until one call returns, the accelerator's queue empty before and not waited for: the median."""
+    taken = []
+    for _ in range(rounds):
+        _settle()
+        start = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - start)
+    return median(taken)
+
+
+def interleave(
+    ways: Mapping[str, Way],
+    *,
+    rounds: int = 9,
+    seconds: float = math.inf,
+    clock: Callable[[Callable[[], object]], float] = clock,
+) -> dict[str, Sample]:
     """Run every way once a round, so that a drift of the machine's speed falls on all of them alike.
 
     The order is reversed every other round. When the timed runs have taken `seconds` together no further round begins,
-    after three at least.
+    after three at least. `clock(run)` gives the seconds of a run (`clock_on`).
     """
     if rounds < 1:
         raise ValueError(f"interleave: rounds must be at least 1, got {rounds}")

@@ -1,0 +1,170 @@
+"""Candidates against each other on an operator's shapes: first right, then timed, forward, backward and both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foci.bench.ceilings import Ceilings
+from foci.bench.measure import Sample, Way, clock_on, host_seconds, interleave
+from foci.bench.memory import peak_memory
+from foci.bench.record import Record
+from foci.core.spec import Candidate, Case, Inputs, Outputs, Spec
+
+STAGES = ("forward", "backward", "both")
+Found = Mapping[str, Tensor]
+# (inputs, what the candidate gave: outputs by name and gradients as d<name>, weights of the outputs) ->
+# the share of the error budget used, or None where nothing could be compared.
+Judge = Callable[[Inputs, Found, Found], float | None]
+
+
+class Options(NamedTuple):
+    """How a sweep measures: every stage for at most `seconds` a candidate, in `rounds` at most."""
+
+    dtype: torch.dtype
+    device: torch.device
+    rounds: int = 15
+    seconds: float = 2.0
+    stages: tuple[str, ...] = STAGES
+
+
+class Trial:
+    """One candidate on one problem: how it is called, differentiated and timed."""
+
+    def __init__(self, spec: Spec, candidate: Candidate, case: Case, inputs: Inputs) -> None:
+        names = candidate.outputs or spec.output_names
+        # A gradient reaches only what a model would use: `out`, and what the problem is about.
+        self.through = [n for n in names if n == "out" or n == spec.output_names[0] or f"d{n}" in case.features]
+        self.candidate, self.names, self.inputs = candidate, names, inputs
+        self.leaves = {
+            name: x.detach().requires_grad_()
+            for name, x in inputs.items()
+            if name in spec.differentiable and isinstance(x, Tensor)
+        }
+        self.weights: dict[str, Tensor] = {}
+
+    def outputs(self, inputs: Inputs) -> dict[str, Tensor]:
+        given: Outputs = self.candidate.call(inputs)
+        return dict(zip(self.names, given, strict=True))
+
+    def forward(self) -> object:
+        with torch.no_grad():
+            return self.candidate.call(self.inputs)
+
+    def both(self) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+        outputs = self.outputs({**self.inputs, **self.leaves})
+        return outputs, self.gradients(outputs)
+
+    def gradients(self, outputs: Found, keep: bool = False) -> tuple[Tensor, ...]:
+        """By autograd.grad, which returns gradients and adds them to nothing."""
+        used = [outputs[name] for name in self.through]
+        weights = [self._weight(name, outputs[name]) for name in self.through]
+        found: tuple[Tensor, ...] = torch.autograd.grad(used, list(self.leaves.values()), weights, retain_graph=keep)
+        return found
+
+    def found(self) -> dict[str, Tensor]:
+        """Everything it computes, to be judged."""
+        outputs, gradients = self.both()
+        named = {name: x.detach() for name, x in outputs.items()}
+        return named | {f"d{name}": x for name, x in zip(self.leaves, gradients, strict=True)}
+
+    def ways(self, stages: Sequence[str]) -> dict[str, Callable[[], object]]:
+        ways: dict[str, Callable[[], object]] = {"forward": self.forward, "both": self.both}
+        if "backward" in stages:
+            held = self.outputs({**self.inputs, **self.leaves})
+            ways["backward"] = lambda: self.gradients(held, keep=True)
+        return {stage: ways[stage] for stage in stages}
+
+    def _weight(self, name: str, output: Tensor) -> Tensor:
+        """A fixed random direction, the same for every candidate of this problem."""
+        if name not in self.weights:
+            draw = torch.Generator(output.device).manual_seed(len(name))
+            self.weights[name] = torch.randn(output.shape, generator=draw, device=output.device).to(output.dtype)
+        return self.weights[name]
+
+
+def sweep(
+    spec: Spec,
+    candidates: Sequence[Candidate],
+    cases: Sequence[Case],
+    options: Options,
+    top: Ceilings,
+    judge: Judge,
+) -> Iterator[Record]:
+    """One record for every case, candidate and stage. No speed is reported of a result outside its budget."""
+    for case in cases:
+        inputs = case.make(options.dtype, options.device, 0)
+        blank = Record(
+            spec.name, case.name, "", str(options.dtype).removeprefix("torch."), options.device.type, ""
+        )  # fmt: skip
+        right: dict[str, tuple[Trial, float | None]] = {}
+        for candidate in candidates:
+            trial = Trial(spec, candidate, case, inputs)
+            refused, share = _examined(trial, case, judge)
+            if refused:
+                stages = options.stages
+                yield from (replace(blank, candidate=candidate.name, stage=stage, refused=refused) for stage in stages)
+            else:
+                right[candidate.name] = trial, share
+        for stage in options.stages:
+            yield from _timed(spec, right, stage, options, top, blank)
+        del right, inputs
+
+
+def _examined(trial: Trial, case: Case, judge: Judge) -> tuple[str, float | None]:
+    """Why a candidate gets no time (empty: it does), and the share of the budget that it uses."""
+    if reasons := trial.candidate.refuses(case):
+        return "; ".join(reasons), None
+    try:
+        found = trial.found()
+        share = judge(trial.inputs, found, trial.weights)
+    except torch.OutOfMemoryError:
+        return "out of memory", None
+    except Exception as error:  # somebody's code; its own words are the reason
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}", None
+    if share is not None and not share <= 1:
+        return f"wrong: {share:.3g} of the error budget", share
+    return "", share
+
+
+def _timed(
+    spec: Spec, right: Mapping[str, tuple[Trial, float | None]], stage: str, options: Options, top: Ceilings,
+    blank: Record,
+) -> Iterator[Record]:  # fmt: skip
+    runs = {name: trial.ways((stage,))[stage] for name, (trial, _) in right.items()}
+    ways = {name: Way(run) for name, run in runs.items()}
+    taken = interleave(
+        ways, rounds=options.rounds, seconds=options.seconds * len(ways), clock=clock_on(options.device)
+    ) if ways else {}  # fmt: skip
+    for name, sample in taken.items():
+        trial, share = right[name]
+        work = _work(spec, trial.inputs, stage)
+        yield replace(
+            blank,
+            candidate=name,
+            stage=stage,
+            **_figures(sample),
+            host=host_seconds(runs[name]) if options.device.type == "cuda" else None,
+            peak=peak_memory(runs[name], options.device),
+            error=share,
+            flops=work[0],
+            bytes=work[1],
+            floor=top.floor(*work),
+        )
+
+
+def _figures(sample: Sample) -> dict[str, Any]:
+    return {"median": sample.median, "fast": sample.quantile(0.2), "slow": sample.quantile(0.8)}
+
+
+def _work(spec: Spec, inputs: Mapping[str, Any], stage: str) -> tuple[float, float]:
+    """Operations and bytes of a stage: the backward reads what the forward does and writes as much again."""
+    assert spec.work is not None and spec.bind is not None
+    work = spec.work(spec.bind(**inputs))
+    times = {"forward": 1.0, "backward": work.backward, "both": 1.0 + work.backward}[stage]
+    moved = {"forward": 1.0, "backward": 2.0, "both": 3.0}[stage]
+    return work.flops * times, work.bytes * moved

@@ -1,0 +1,51 @@
+"""Peers behind our argument names: those that run here are right, and refuse by feature what they cannot do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foci.bench.sweep import Trial
+from foci.cli_bench_peers import peers
+from foci.cli_bench_truth import Truth
+from foci.core.spec import Candidate
+from foci.ops import SPECS
+
+CPU = torch.device("cpu")
+HERE = [
+    pytest.param(name, peer, id=f"{name}, {peer.name}")
+    for name in ("softmax", "delta")
+    for peer in peers(name, CPU)
+]  # fmt: skip
+
+
+def test_there_are_peers_here() -> None:
+    assert [peer.name for peer in peers("softmax", CPU)] == ["torch SDPA"]
+    assert [peer.name for peer in peers("delta", CPU)] == ["transformers' torch code"]
+    assert peers("linear", CPU) == peers("scan", CPU) == []
+
+
+@pytest.mark.parametrize(("name", "peer"), HERE)
+def test_a_peer_is_right_where_it_does_not_refuse(name: str, peer: Candidate) -> None:
+    spec, ran = SPECS[name], 0
+    for case in spec.shapes:
+        if "small" not in case.features and not case.name.startswith("small"):
+            continue
+        if not peer.refuses(case):
+            inputs = case.make(torch.float32, CPU, 0)
+            trial = Trial(spec, peer, case, inputs)
+            share = Truth(spec)(inputs, trial.found(), trial.weights)
+            assert share is not None and share <= 1, case.name
+            ran += 1
+    assert ran
+
+
+def test_what_a_peer_cannot_do_is_said() -> None:
+    (sdpa,) = peers("softmax", CPU)
+    shapes = {case.name: case for case in SPECS["softmax"].shapes}
+    assert sdpa.refuses(shapes["softcap 2x4096x16:8x256"]) == ["softcap is not supported"]
+    assert sdpa.refuses(shapes["dlse 2x4096x16x128"]) == ["dlse is not supported"]
+    assert sdpa.refuses(shapes["small 1x128x8x64"]) == []
+    (fallback,) = peers("delta", CPU)
+    kda = next(case for case in SPECS["delta"].shapes if case.name.startswith("KDA"))
+    assert fallback.refuses(kda) == ["it is for decay per token", "decay per channel is not supported"]
