@@ -5,6 +5,7 @@ OUT ?= out
 help:
 	@echo "make run     accelerate the embedded digits model, prove it equal, write $(OUT)/report.html"
 	@echo "make test    the tests (make slow: those that take more than 20 seconds each)"
+	@echo "make kernels compile every GPU kernel for every target, and compare with docs/kernels.md"
 	@echo "make check   lint, format, types and the laws of the house"
 	@echo "make format  put the source into the house's format"
 
@@ -14,11 +15,20 @@ environment:
 run: environment
 	@.venv/bin/foci accelerate digits-dit --out $(OUT)
 
+# Kernels run in Triton's interpreter, which is on or off for a whole process.
+KERNELS = tests/tiles $(wildcard tests/ops/*/test_kernels_*.py)
+OTHERS = --ignore=tests/tiles --ignore-glob='*/test_kernels_*'
+
 test: environment
-	@.venv/bin/python -m pytest -q -m "not slow"
+	@.venv/bin/python -m pytest -q -m "not slow" $(OTHERS)
+	@TRITON_INTERPRET=1 .venv/bin/python -m pytest -q -m "not slow" $(KERNELS)
 
 slow: environment
-	@.venv/bin/python -m pytest -q -m slow
+	@.venv/bin/python -m pytest -q -m slow $(OTHERS)
+	@TRITON_INTERPRET=1 .venv/bin/python -m pytest -q -m slow $(KERNELS) || test $$? = 5 # none of them is slow
+
+kernels: environment
+	@.venv/bin/python benchmarks/kernels.py --check
 
 check: environment
 	@.venv/bin/ruff check .
@@ -30,4 +40,4 @@ format: environment
 	@.venv/bin/ruff check --fix-only --quiet .
 	@.venv/bin/ruff format --quiet .
 
-.PHONY: help environment run test slow check format
+.PHONY: help environment run test slow kernels check format
