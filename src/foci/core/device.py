@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,6 +83,16 @@ def constant(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant
+@cache
+def installed(package: str) -> bool:
+    """Whether a package can be imported; asked at every dispatch, looked for once."""
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # something hides it
+        return False
 
 
 def version_of(text: str | None) -> Version:

@@ -6,12 +6,13 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from foci.core.device import installed
 
 Inputs = Mapping[str, Any]
 Outputs = tuple[Tensor, ...]
@@ -54,7 +55,7 @@ class Backend:
 
     def missing(self) -> list[str]:
         """Reasons why the module cannot even be imported here."""
-        return [f"{package} is not installed" for package in self.needs if find_spec(package) is None]
+        return [f"{package} is not installed" for package in self.needs if not installed(package)]
 
     def load(self) -> ModuleType:
         return sys.modules.get(self.module) or importlib.import_module(self.module)

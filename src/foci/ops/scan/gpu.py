@@ -1,0 +1,37 @@
+"""Triton kernels: the GPU backend."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from foci.ops import stretches
+from foci.ops.gpu import unsuitable
+from foci.ops.scan.call import Call
+
+
+def reasons(call: Call) -> list[str]:
+    return unsuitable(call.x, call.sizes, (1,))
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """h [B,T,D] in x's dtype and the final state [N,D]."""
+    from foci.ops.scan import kernels_triton
+
+    return kernels_triton.forward(call, _cut(call))
+
+
+def backward(
+    call: Call, outputs: tuple[Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None], needs: list[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients that `needs` asks for, each in its tensor's dtype."""
+    from foci.ops.scan import kernels_triton
+
+    return kernels_triton.backward(call, outputs[0], grads, needs, _cut(call))
+
+
+def _cut(call: Call) -> partial[stretches.Cut]:
+    """What is left to say: for which GPU, and how many warps walk a sequence."""
+    B, T, _, N = call.sizes
+    return partial(stretches.cut, N, B, T, call.offsets is not None)

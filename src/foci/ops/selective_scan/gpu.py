@@ -1,0 +1,51 @@
+"""Triton kernels: the GPU backend."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from foci.core.spec import Output
+from foci.ops import stretches
+from foci.ops.gpu import unsuitable
+from foci.ops.selective_scan.call import Call
+
+KEEP = 32  # tokens from one state that is kept to the next: as many bytes as x has, where K = 16
+
+
+def reasons(call: Call) -> list[str]:
+    return unsuitable(call.x, call.sizes, (call.sizes[3],))
+
+
+def kept(call: Call) -> Output:
+    """The state at every KEEP-th token of each sequence; room for two more, since the compiler tells 0 and 1 apart."""
+    B, T, D, K, N = call.sizes
+    slots = B * -(-T // KEEP) if call.offsets is None else T // KEEP + N
+    return Output("kept", (slots + 2, D, K), torch.float32)
+
+
+def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
+    """y [B,T,D] in x's dtype and the final state [N,D,K]; `keep`: and what `kept` declares."""
+    from foci.ops.selective_scan import kernels_triton_forward
+
+    if not keep:
+        return kernels_triton_forward.forward(call, None, KEEP, _cut(call))
+    states = kept(call).empty(call.x)
+    return *kernels_triton_forward.forward(call, states, KEEP, _cut(call)), states
+
+
+def backward(
+    call: Call, outputs: tuple[Tensor, ...], grads: tuple[Tensor | None, Tensor | None], needs: list[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients that `needs` asks for, each in its tensor's dtype."""
+    from foci.ops.selective_scan import kernels_triton_backward
+
+    return kernels_triton_backward.backward(call, outputs[2], KEEP, grads, needs, _cut(call))
+
+
+def _cut(call: Call) -> partial[stretches.Cut]:
+    """What is left to say: for which GPU, and how many warps walk a sequence."""
+    B, T, *_, N = call.sizes
+    return partial(stretches.cut, N, B, T, call.offsets is not None)

@@ -1,0 +1,186 @@
+"""Mamba-1's selective scan in Triton, forward and one token: each thread walks the tokens of some states.
+
+    h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T;  y_t = h_t C_t + skip x_t
+
+A program has the states [BLOCK_D, K] of one block of channels in registers and walks one stretch of tokens; states are
+written every KEEP tokens for the backward, and nowhere else. Where sequences times blocks are too few to fill a GPU,
+sequences are cut into stretches: a first launch gives the map that each is, state -> decay state + end, and in the
+second every stretch joins the maps of those before it by itself. What comes later has no part in what comes before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foci.core.tune import Config, Target, configure, launch, target_of
+from foci.tiles.state import sequence
+from foci.tiles.stretches import decay_rates, join, rows, stretch
+
+
+@triton.jit
+def ends_kernel(
+    x_ptr, dt_ptr, A_ptr, B_ptr, offsets_ptr, decays_ptr, ends_ptr, x_s, dt_s, A_s, B_s, T, N, D, K,
+    STRETCH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """The map of one stretch: h -> decay h + end. The decay of a sum of steps, all of one sign: nothing cancels."""
+    blocks = tl.cdiv(D, BLOCK_D)
+    d, k = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)
+    n, b, _, stop, first, end, slot = stretch(offsets_ptr, tl.program_id(0) // blocks, T, N, STRETCH)
+    if n < 0 or end >= stop:
+        return
+    channels, keys, d, b = d < D, k < K, d.to(tl.int64), tl.cast(b, tl.int64)
+    inside = channels[:, None] & keys[None, :]
+    rates = decay_rates(A_ptr + d[:, None] * A_s[0] + k[None, :] * A_s[1], inside)
+    x_ptr += b * x_s[0] + d * x_s[2]
+    dt_ptr += b * dt_s[0] + d * dt_s[2]
+    B_ptr += b * B_s[0] + k * B_s[2]
+    h, steps = tl.zeros([BLOCK_D, BLOCK_K], tl.float32), tl.zeros([BLOCK_D], tl.float32)
+    for t0 in range(first, end, BLOCK_T):
+        xs, dts = rows(x_ptr, t0, end, x_s[1], channels, BLOCK_T), rows(dt_ptr, t0, end, dt_s[1], channels, BLOCK_T)
+        bs = rows(B_ptr, t0, end, B_s[1], keys, BLOCK_T)
+        for i in tl.static_range(BLOCK_T):
+            dt = dts[i].to(tl.float32)
+            h = tl.exp2(dt[:, None] * rates) * h + (dt * xs[i].to(tl.float32))[:, None] * bs[i].to(tl.float32)[None, :]
+            steps += dt
+    cells = tl.cast(slot, tl.int64) * D * K + d[:, None] * K + k[None, :]
+    tl.store(decays_ptr + cells, tl.exp2(steps[:, None] * rates), mask=inside)
+    tl.store(ends_ptr + cells, h, mask=inside)
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, skip_ptr, state_ptr, offsets_ptr, decays_ptr, ends_ptr,
+    out_ptr, final_ptr, kept_ptr, x_s, dt_s, A_s, B_s, C_s, skip_s, state_s, T, N, D, K,
+    STRETCH: tl.constexpr, KEEP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """y of one stretch, the states at every KEEP-th token, and of a sequence's last stretch the state behind it."""
+    blocks = tl.cdiv(D, BLOCK_D)
+    d, k = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)
+    n, b, start, stop, first, end, slot = stretch(offsets_ptr, tl.program_id(0) // blocks, T, N, STRETCH)
+    if n < 0:
+        return
+    n, b, channels, keys, d = tl.cast(n, tl.int64), tl.cast(b, tl.int64), d < D, k < K, d.to(tl.int64)
+    inside, cells = channels[:, None] & keys[None, :], d[:, None] * K + k[None, :]
+    rates = decay_rates(A_ptr + d[:, None] * A_s[0] + k[None, :] * A_s[1], inside)
+    h = tl.zeros([BLOCK_D, BLOCK_K], tl.float32)
+    if state_ptr is not None:
+        places = state_ptr + n * state_s[0] + d[:, None] * state_s[1] + k[None, :] * state_s[2]
+        h = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    if STRETCH > 0:
+        before = (first - start) // STRETCH
+        h = join(h, decays_ptr + cells, ends_ptr + cells, slot - before, before, D * K, inside, 1, 4)
+    if skip_ptr is not None:
+        skip = tl.load(skip_ptr + d * skip_s[0], mask=channels, other=0.0).to(tl.float32)
+    x_ptr += b * x_s[0] + d * x_s[2]
+    dt_ptr += b * dt_s[0] + d * dt_s[2]
+    B_ptr += b * B_s[0] + k * B_s[2]
+    C_ptr += b * C_s[0] + k * C_s[2]
+    out_ptr += b * T * D + d
+    if kept_ptr is not None:
+        _, _, _, border = sequence(offsets_ptr, n, T, KEEP)
+    for t0 in range(first, end, BLOCK_T):
+        if kept_ptr is not None:
+            if (t0 - start) % KEEP == 0:
+                place = tl.cast(border + (t0 - start) // KEEP, tl.int64) * D * K
+                tl.store(kept_ptr + place + cells, h, mask=inside)
+        xs, dts = rows(x_ptr, t0, end, x_s[1], channels, BLOCK_T), rows(dt_ptr, t0, end, dt_s[1], channels, BLOCK_T)
+        bs, cs = rows(B_ptr, t0, end, B_s[1], keys, BLOCK_T), rows(C_ptr, t0, end, C_s[1], keys, BLOCK_T)
+        ys = ()
+        for i in tl.static_range(BLOCK_T):
+            # Tokens from `end` on have dt = 0: they change nothing.
+            x, dt = xs[i].to(tl.float32), dts[i].to(tl.float32)
+            h = tl.exp2(dt[:, None] * rates) * h + (dt * x)[:, None] * bs[i].to(tl.float32)[None, :]
+            y = tl.sum(h * cs[i].to(tl.float32)[None, :], 1)
+            if skip_ptr is not None:
+                y += skip * x
+            ys = ys + (y,)  # noqa: RUF005
+        for i in tl.static_range(BLOCK_T):
+            t = tl.cast(t0 + i, tl.int64)
+            tl.store(out_ptr + t * D, ys[i].to(out_ptr.dtype.element_ty), mask=channels & (t < end))
+    tl.store(final_ptr + n * D * K + cells, h, mask=inside & (end == stop))
+
+
+@triton.jit
+def step_kernel(
+    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, skip_ptr, state_ptr, out_ptr, x_s, dt_s, A_s, B_s, C_s, skip_s, state_s, D, K,
+    BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """One token: h = exp(dt A) h + dt x B^T in place;  y = h C + skip x."""
+    blocks = tl.cdiv(D, BLOCK_D)
+    d, k = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)
+    channels, keys, d, b = d < D, k < K, d.to(tl.int64), (tl.program_id(0) // blocks).to(tl.int64)
+    inside = channels[:, None] & keys[None, :]
+    rates = decay_rates(A_ptr + d[:, None] * A_s[0] + k[None, :] * A_s[1], inside)
+    x = tl.load(x_ptr + b * x_s[0] + d * x_s[1], mask=channels, other=0.0).to(tl.float32)
+    dt = tl.load(dt_ptr + b * dt_s[0] + d * dt_s[1], mask=channels, other=0.0).to(tl.float32)
+    key = tl.load(B_ptr + b * B_s[0] + k * B_s[1], mask=keys, other=0.0).to(tl.float32)
+    query = tl.load(C_ptr + b * C_s[0] + k * C_s[1], mask=keys, other=0.0).to(tl.float32)
+    places = state_ptr + b * state_s[0] + d[:, None] * state_s[1] + k[None, :] * state_s[2]
+    h = tl.load(places, mask=inside, other=0.0)
+    h = tl.exp2(dt[:, None] * rates) * h + (dt * x)[:, None] * key[None, :]
+    tl.store(places, h, mask=inside)
+    y = tl.sum(h * query[None, :], 1)
+    if skip_ptr is not None:
+        y += tl.load(skip_ptr + d * skip_s[0], mask=channels, other=0.0).to(tl.float32) * x
+    tl.store(out_ptr + b * D + d, y.to(out_ptr.dtype.element_ty), mask=channels)
+
+
+def rule(D: int, K: int, target: Target) -> Config:
+    """Eight states a thread, whose tokens' loads are on their way at once."""
+    BLOCK_K = triton.next_power_of_2(K)
+    warps = 4 if BLOCK_K >= 64 else 2
+    states = 8 * warps * (64 if target.kind == "hip" else 32)
+    BLOCK_D = max(1, min(states // BLOCK_K, 128, triton.next_power_of_2(D)))
+    return Config({"BLOCK_D": BLOCK_D, "BLOCK_K": BLOCK_K, "BLOCK_T": 8}, warps=warps, stages=1)
+
+
+def strides(*tensors: Tensor | None) -> list[tuple[int, ...] | None]:
+    return [None if tensor is None else tensor.stride() for tensor in tensors]
+
+
+def forward(call: Any, kept: Tensor | None, keep: int, cut: Callable[[Target, int], Any]) -> tuple[Tensor, Tensor]:
+    """y [B,T,D] in x's dtype and the final state [N,D,K]: one launch, two where sequences are cut.
+
+    The states at every `keep`-th token go to `kept` [slots,D,K]; `cut`: ops/stretches.py.
+    """
+    B, T, D, K, N = call.sizes
+    x, target = call.x, target_of(call.x.device)
+    config = configure("selective_scan_forward", (x.dtype, triton.next_power_of_2(K)), partial(rule, D, K), target)
+    blocks = -(-D // config["BLOCK_D"])
+    STRETCH, programs, slots = cut(target, blocks * config.warps)
+    decays = ends = None
+    if STRETCH:
+        decays, ends = (torch.empty(slots, D, K, dtype=torch.float32, device=x.device) for _ in range(2))
+        launch(
+            ends_kernel, (slots * blocks,), x, call.dt, call.A, call.B, call.offsets, decays, ends,
+            *strides(x, call.dt, call.A, call.B), T, N, D, K, config=config, STRETCH=STRETCH,
+        )  # fmt: skip
+    out = torch.empty(B, T, D, dtype=x.dtype, device=x.device)
+    final = torch.empty(N, D, K, dtype=torch.float32, device=x.device)
+    inputs = (x, call.dt, call.A, call.B, call.C, call.skip, call.state)
+    launch(
+        forward_kernel, (programs * blocks,), *inputs, call.offsets, decays, ends, out, final, kept,
+        *strides(*inputs), T, N, D, K, config=config, STRETCH=STRETCH, KEEP=keep,
+    )  # fmt: skip
+    return out, final
+
+
+def step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, skip: Tensor | None) -> Tensor:
+    """y [B,D] in x's dtype, `state` changed in place: one launch."""
+    rows, D = x.shape
+    out = torch.empty(rows, D, dtype=x.dtype, device=x.device)
+    config = rule(D, A.shape[1], target_of(x.device))
+    config = Config({name: config[name] for name in ("BLOCK_D", "BLOCK_K")}, config.warps, 1)
+    inputs = (x, dt, A, B, C, skip, state)
+    launch(
+        step_kernel, (rows * -(-D // config["BLOCK_D"]),), *inputs, out, *strides(*inputs), D, A.shape[1],
+        config=config,
+    )  # fmt: skip
+    return out

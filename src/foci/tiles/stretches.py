@@ -1,0 +1,63 @@
+"""Where the stretch of tokens that a program walks lies, its rows, and the stretches before it joined to a state."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from foci.tiles.state import chunk_at, sequence
+
+
+@triton.jit
+def stretch(offsets_ptr, index, T, N, STRETCH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(sequence, row of the batch, its start, its stop, the stretch's first token, its end, its slot).
+
+    STRETCH tokens each, 0: sequence `index` as a whole. Packed, the last N programs have a document each, for those
+    without a token, whose state must be handed on too; -1 as sequence has nothing to do.
+    """
+    UNIT: tl.constexpr = STRETCH if STRETCH > 0 else 1
+    n, place, spare = index, 0, -1
+    if STRETCH > 0:
+        n, _, first, _, _ = chunk_at(offsets_ptr, index, N, T, STRETCH)
+        if offsets_ptr is not None:
+            spare = index - (T // STRETCH + N)
+            n = tl.where(spare >= 0, spare, n)
+    b, start, stop, slot = sequence(offsets_ptr, tl.maximum(n, 0), T, UNIT)
+    if STRETCH > 0:
+        place = tl.where(spare >= 0, 0, (first - start) // STRETCH)
+    n = tl.where((spare >= 0) & (start < stop), -1, n)
+    first = start + place * STRETCH
+    end = tl.minimum(first + STRETCH, stop) if STRETCH > 0 else stop
+    return n, b, start, stop, first, tl.where(n < 0, first, end), slot + place
+
+
+@triton.jit
+def rows(ptr, t0, end, stride, inside, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """COUNT rows from row t0, loads that do not wait for each other; 0 from `end` on and where not `inside`."""
+    found = ()
+    for i in tl.static_range(COUNT):
+        t = tl.cast(t0 + i, tl.int64)
+        found = found + (tl.load(ptr + t * stride, mask=inside & (t < end), other=0.0),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def join(state, decays_ptr, ends_ptr, slot, count, size, inside, STEP: tl.constexpr, BATCH: tl.constexpr = 8):  # type: ignore[no-untyped-def]
+    """What `count` stretches from `slot` on, in steps of STEP, make of a state: decay state + end, one by one."""
+    for s0 in range(0, count, BATCH):
+        decays, ends = (), ()
+        for i in tl.static_range(BATCH):
+            place = tl.cast(slot + (s0 + i) * STEP, tl.int64) * size
+            there = inside & (s0 + i < count)
+            decays = decays + (tl.load(decays_ptr + place, mask=there, other=1.0),)  # noqa: RUF005
+            ends = ends + (tl.load(ends_ptr + place, mask=there, other=0.0),)  # noqa: RUF005
+        for i in tl.static_range(BATCH):
+            state = decays[i] * state + ends[i]
+    return state
+
+
+@triton.jit
+def decay_rates(places, inside):  # type: ignore[no-untyped-def]
+    """A in powers of 2, for exp2(dt A); half the lowest number for -inf, since 0 * -inf is NaN."""
+    A = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    return tl.maximum(A, -1.7014117e38) * 1.4426950408889634
