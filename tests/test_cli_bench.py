@@ -10,7 +10,7 @@ import pytest
 from foci import cli
 from foci.bench.record import read
 
-QUICK = ["--shapes", "small", "--dtype", "float32", "--seconds", "0.01", "--stages", "forward,both"]
+QUICK = ["--shapes", "small", "--dtype", "float32", "--stages", "forward,both"]
 
 
 def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -29,6 +29,12 @@ def test_operators_are_timed_and_written(tmp_path: Path, capsys: pytest.CaptureF
     assert all(r.median and r.error is not None and r.machine and "torch" in r.versions and r.date for r in records)
     assert (tmp_path / "found" / "roofline.svg").read_text().startswith("<svg")
     assert "</html>" in (tmp_path / "found" / "index.html").read_text()
+
+
+def test_a_limit_says_what_it_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(["scan", *QUICK, "--limit", "-1", "--out", str(tmp_path)], capsys)
+    assert code == 0 and "1 shapes were left out" in out
+    assert read(tmp_path / "records.jsonl") == []
 
 
 def test_a_backend_by_name_and_no_peers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -38,7 +41,9 @@ def bench(
     stages: Annotated[str, typer.Option(help="Joined by commas.")] = ",".join(STAGES),
     backends: Annotated[str, typer.Option(help="Of ours, joined by commas; by default what foci chooses.")] = "",
     others: Annotated[bool, typer.Option("--peers/--no-peers", help="Time installed peers too.")] = True,
-    seconds: Annotated[float, typer.Option(help="At most so long for one candidate, shape and stage.")] = 2.0,
+    limit: Annotated[
+        float, typer.Option(help="No shape begins after so many seconds; what is left out is said.")
+    ] = math.inf,
     out: Annotated[Path | None, typer.Option(help="A folder for records, pictures and the page.")] = None,
     compare: Annotated[tuple[Path, Path] | None, typer.Option(help="Two files of records: OLD NEW.")] = None,
 ) -> int:
@@ -56,18 +61,27 @@ def bench(
     wanted = tuple(word.strip() for word in stages.split(",") if word.strip())
     if unknown := set(wanted) - set(STAGES):
         raise ValueError(f"--stages: {min(unknown)!r} is none of {', '.join(STAGES)}")
-    options = Options(_DTYPES[dtype], torch.device(device), seconds=seconds, stages=wanted)
+    options = Options(_DTYPES[dtype], torch.device(device), stages=wanted)
     specs = [_spec(name) for name in operators]
     top = ceilings(options.dtype, options.device)
     typer.echo(f"{machine().line}\nceilings: {rate(top.flops)} in {dtype}, {top.bytes / 1e9:.4g} GB/s\n")
     found: list[Record] = []
-    for spec in specs:
-        candidates = [*_ours(spec, backends), *(peers(spec.name, options.device) if others else [])]
-        for each in sweep(spec, candidates, _shapes(spec, shapes), options, top, Truth(spec)):
-            found.append(_placed(each))
-            typer.echo(_line(each))
+    started, skipped = time.monotonic(), 0
+    with nullcontext() if out is None else record.Writer(out / "records.jsonl") as file:
+        for spec in specs:
+            candidates = [*_ours(spec, backends), *(peers(spec.name, options.device) if others else [])]
+            for shape in _shapes(spec, shapes):
+                if time.monotonic() - started > limit:
+                    skipped += 1
+                    continue
+                for each in sweep(spec, candidates, [shape], options, top, Truth(spec)):
+                    found.append(_placed(each))
+                    typer.echo(_line(each))
+                    if file is not None:
+                        file.add(found[-1])
+    if skipped:
+        typer.echo(f"\n{skipped} shapes were left out: the limit of {limit:g} seconds was reached")
     if out is not None:
-        record.write(found, out / "records.jsonl")
         (out / "roofline.svg").write_text(roofline(found, top), encoding="utf-8")
         (out / "index.html").write_text(page(found, top), encoding="utf-8")
         typer.echo(f"\nwrote {out}/records.jsonl, roofline.svg, index.html")

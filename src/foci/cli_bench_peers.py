@@ -37,7 +37,7 @@ def _theirs(module: str) -> Any:
 
 
 def _candidate(name: str, call: Callable[[Given], Any], can: set[str], needs: str = "") -> Candidate:
-    """A peer that gives `out` alone and takes problems whose features are among `can` (one of which is `needs`)."""
+    """A peer that gives `out` alone and takes problems whose features are among `can`; `needs` must be one of them."""
 
     def refuses(case: Case) -> list[str]:
         extra = sorted(case.features - can - {"small", "decode", "causal", "value width"})

@@ -18,10 +18,12 @@ from foci.cli_accelerate import accelerate
 from foci.cli_bench import bench
 from foci.cli_check import check
 from foci.cli_generate import generate
+from foci.cli_tune import tune
 from foci.core.device import machine, platform
 from foci.core.ledger import in_force
 from foci.core.select import explain as explain_call
 from foci.core.spec import Spec
+from foci.core.tune import interpreting, table_of
 from foci.ops import SPECS
 from foci.ops.masks import Causal, Dense, Lengths, Mask, Packed, Window
 
@@ -30,6 +32,7 @@ app.command("accelerate")(accelerate)
 app.command("bench")(bench)
 app.command("check")(check)
 app.command("generate")(generate)
+app.command("tune")(tune)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 KINDS = {"veto": "refused", "normalised": "put right"}
 
@@ -50,6 +53,7 @@ def operator(name: str) -> Spec:
 def doctor(as_json: Json = False) -> None:
     """This machine, each backend's availability with the reason, and the known-bad combinations in force."""
     here = machine()
+    kernels = _triton(here.packages["triton"] is not None)
     devices = [torch.device("cpu"), *(torch.device("cuda", gpu.index) for gpu in here.gpus)]
     backends = [row for spec in SPECS.values() for device in devices for row in _availability(spec, device)]
     defects = [
@@ -64,6 +68,7 @@ def doctor(as_json: Json = False) -> None:
         f"machine   {here.system}, {here.cpu}, {here.cores} cores, {here.memory / 2**30:.1f} GiB, Python {here.python}",
         f"packages  {packages}",
         *(f"gpu       {g.name}, sm_{''.join(map(str, g.capability))}, {g.memory / 2**30:.1f} GiB" for g in here.gpus),
+        f"triton    {kernels['line']}",
         "",
         "operator  device  backend    availability",
         *(
@@ -76,8 +81,26 @@ def doctor(as_json: Json = False) -> None:
         else "no known defect of a foreign kernel is in force",
         *(f"{d['kernel']:<10}{d['device']:<8}{KINDS[d['kind']]:<11}{d['what']} ({d['issue']})" for d in defects),
     ]
-    facts = {"foci": version, "machine": here.as_dict(), "backends": backends, "defects": defects}
+    facts = {"foci": version, "machine": here.as_dict(), "triton": kernels, "backends": backends, "defects": defects}
     show("\n".join(lines), facts, as_json)
+
+
+def _triton(installed: bool) -> dict[str, Any]:
+    """What is true of Triton here: its version, whether its interpreter is on, which GPU has a measured table."""
+    here = machine()
+    if not installed:
+        return {"version": None, "interpreter": False, "tables": {}, "line": "not installed: no kernels of our own"}
+    import triton  # its interpreter is on or off from here, and backends that are asked later say so
+
+    tables = {gpu.name: table_of(gpu.name) for gpu in here.gpus}
+    measured = [
+        f"{name}: configurations " + (f"measured {table['date']}" if table else "by rule, not yet measured")
+        for name, table in tables.items()
+    ]
+    runs = "interpreter on" if interpreting() else "interpreter off"
+    line = "; ".join([f"{triton.__version__}, {runs}", *(measured or ["no GPU"])])
+    dates = {name: table["date"] if table else None for name, table in tables.items()}
+    return {"version": triton.__version__, "interpreter": interpreting(), "tables": dates, "line": line}
 
 
 def _availability(spec: Spec, device: torch.device) -> list[dict[str, Any]]:

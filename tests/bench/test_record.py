@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from foci.bench.record import Record, compare, lost, read, write
+from foci.bench.record import Record, Writer, compare, lost, read
 
 ONE = Record(
     "softmax", "small", "foci", "float32", "cpu", "forward", median=2.0, fast=1.9, slow=2.1,
     flops=4.0, bytes=2.0, floor=1.0,
 )  # fmt: skip
+
+
+def write(records: list[Record], path: Path) -> None:
+    with Writer(path) as file:
+        for record in records:
+            file.add(record)
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -44,9 +44,22 @@ class Record:
         return self.operator, self.problem, self.candidate, self.dtype, self.device, self.stage
 
 
-def write(records: Iterable[Record], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records), encoding="utf-8")
+class Writer:
+    """A new file of records, a line as soon as it is measured: a run that is cut short loses nothing."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("w", encoding="utf-8")
+
+    def add(self, record: Record) -> None:
+        self.file.write(json.dumps(asdict(record)) + "\n")
+        self.file.flush()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.file.close()
 
 
 def read(path: Path) -> list[Record]:

@@ -28,7 +28,7 @@ class Options(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     rounds: int = 15
-    seconds: float = 2.0
+    seconds: float = 0.5
     stages: tuple[str, ...] = STAGES
 
 

@@ -1,0 +1,61 @@
+"""The `tune` command: measures launch configurations on this GPU and writes the table that goes before the rules."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from foci.bench.measure import clock_on
+from foci.bench.tuning import search, write
+from foci.core.device import machine
+from foci.core.spec import Case, Spec
+from foci.ops import SPECS
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def tune(
+    operators: Annotated[list[str], typer.Argument(metavar="OPERATOR...", help=", ".join(SPECS))],
+    shapes: Annotated[str, typer.Option(help="Only shapes whose name has one of these words, joined by commas.")] = "",
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "bfloat16",
+    out: Annotated[Path, typer.Option(help="The folder of the table; one that is there is added to.")] = Path("tuned"),
+) -> int:
+    """Measure candidates for every kernel on this GPU; what beats the rule of thumb is written to a table."""
+    if unknown := [name for name in operators if name not in SPECS]:
+        raise ValueError(f"tune: unknown operator {unknown[0]!r}; expected one of {', '.join(SPECS)}")
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    chosen = [(SPECS[name], cases(SPECS[name], shapes)) for name in operators]
+    if not machine().gpus:
+        raise ValueError("tune: there is no GPU here, and configurations can only be measured on the GPU they are for")
+    gpu = machine().gpus[torch.cuda.current_device()].name
+    device = torch.device("cuda", torch.cuda.current_device())
+    for spec, problems in chosen:
+        module = spec.backend("triton").load()
+        rows = search(spec, module, problems, DTYPES[dtype], device, clock=clock_on(device), tell=typer.echo)
+        # After each operator: a run that is cut short loses only what it was measuring.
+        path = write(out, rows, gpu, versions(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
+        typer.echo(f"{spec.name}: {len(rows)} configurations beat the rule; {path}")
+    return 0
+
+
+def cases(spec: Spec, words: str) -> list[Case]:
+    """The Spec's shapes whose names have one of the words, or a sentence with the names there are."""
+    wanted = [word.strip() for word in words.split(",") if word.strip()]
+    found = [shape for shape in spec.shapes if not wanted or any(word in shape.name for word in wanted)]
+    if not found:
+        raise ValueError(f"--shapes {words!r}: {spec.name} has {', '.join(shape.name for shape in spec.shapes)}")
+    return found
+
+
+def versions() -> dict[str, str]:
+    """What a table depends on beside the GPU."""
+    found: dict[str, Any] = {"foci": metadata.version("foci"), "torch": torch.__version__, "triton": None}
+    found["triton"] = machine().packages["triton"]
+    found["cuda" if torch.version.cuda else "hip"] = torch.version.cuda or torch.version.hip
+    return {name: version for name, version in found.items() if version}

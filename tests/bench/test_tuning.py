@@ -1,0 +1,122 @@
+"""A search among configurations with a clock that only looks at them, and the table it writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foci.bench.tuning import Row, lines, search, write
+from foci.core.spec import Case
+from foci.core.tune import Config, Target, configure, target_of
+from foci.ops import SPECS
+
+CPU = torch.device("cpu")
+SPEC = SPECS["linear"]
+CASE = SPEC.cases[0]
+
+
+def rule(target: Target) -> Config:
+    return Config({"BLOCK_V": 64}, warps=4, stages=2)
+
+
+class Fake:
+    """A backend without kernels: it asks for configurations, and its clock knows what each of them costs."""
+
+    def __init__(self, cost: Callable[[Config], float], wrong: Callable[[Config], Any] = lambda config: False) -> None:
+        self.cost, self.wrong = cost, wrong
+        self.used: dict[str, Config] = {}
+
+    def reasons(self, call: Any) -> list[str]:
+        return [] if call.causal else ["not causal is not supported"]
+
+    def _compute(self, name: str, call: Any) -> Tensor:
+        config = self.used[name] = configure(name, (call.q.shape[-1],), rule, target_of(CPU), {"BLOCK_V": (32, 64)})
+        return torch.ones(3) * (2.0 if self.wrong(config) else 1.0)
+
+    def forward(self, call: Any) -> tuple[Tensor, ...]:
+        self.last = "forward"
+        return self._compute("forward", call), torch.ones(1)
+
+    def backward(self, call: Any, outputs: Any, grads: Any, needs: list[bool]) -> tuple[Tensor | None, ...]:
+        self.last = "backward"
+        assert needs[:3] == [True] * 3
+        assert grads[1] is None
+        return self._compute("backward", call), None
+
+    def clock(self, run: Callable[[], object]) -> float:
+        run()
+        return self.cost(self.used[self.last])
+
+
+def found(fake: Fake, *cases: Case) -> tuple[dict[tuple[str, str], Row], list[str]]:
+    said: list[str] = []
+    rows = search(SPEC, fake, cases or (CASE,), torch.float32, CPU, clock=fake.clock, tell=said.append)
+    return rows, said
+
+
+def slower_by(config: Config) -> float:
+    """1 s with 8 warps and blocks of 32, more the farther away."""
+    return 1.0 + abs(config.warps - 8) / 8 + abs(config["BLOCK_V"] - 32) / 64 + abs(config.stages - 2) / 10
+
+
+def test_the_fastest_is_found_for_every_kernel_with_the_times_of_both() -> None:
+    rows, _ = found(Fake(slower_by))
+    K = CASE.make(torch.float32, CPU, 0)["q"].shape[-1]
+    assert set(rows) == {("forward", str(K)), ("backward", str(K))}
+    row = rows["forward", str(K)]
+    assert row == Row(Config({"BLOCK_V": 32}, 8, 2), 1000.0, 2000.0, f"{CASE.name} forward")
+
+
+def test_the_rule_stays_where_nothing_is_clearly_faster() -> None:
+    for cost in (lambda config: 1.0, lambda config: 1.0 - 0.01 * (config.warps == 8)):
+        rows, said = found(Fake(cost))
+        assert rows == {}
+        assert all(line.endswith("the rule's choice stays") for line in said)
+
+
+def test_a_candidate_with_another_result_is_none_however_fast() -> None:
+    rows, _ = found(Fake(slower_by, wrong=lambda config: config.warps == 8))
+    assert {row.config for row in rows.values() if row.config.warps == 8} == set()
+
+
+def test_a_candidate_that_cannot_be_launched_is_told_and_left() -> None:
+    def wrong(config: Config) -> bool:
+        if config["BLOCK_V"] == 32:
+            raise RuntimeError("out of resource: shared memory")
+        return False
+
+    rows, said = found(Fake(slower_by, wrong))
+    assert {row.config["BLOCK_V"] for row in rows.values()} == {64}
+    assert "  refused: out of resource: shared memory" in said
+
+
+def test_a_problem_that_is_refused_is_told_and_one_measured_before_is_not_measured_again() -> None:
+    refused = next(case for case in SPEC.cases if case.make(torch.float32, CPU, 0).get("causal") is False)
+    _, said = found(Fake(slower_by), refused, CASE, CASE)
+    assert said[0] == f"linear {refused.name}: not causal is not supported"
+    assert len([line for line in said if "[" in line]) == 2
+
+
+def test_a_table_is_what_configure_reads_and_is_added_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from foci.core import tune
+
+    first = Row(Config({"BLOCK_V": 32}, 8, 2), 1.0, 2.0, "a forward")
+    second = Row(Config({}, 2, 1), 1.0, 2.0, "b forward")
+    write(tmp_path, {("one", "128"): first, ("two", "64"): first}, "NVIDIA Fake", {"triton": "3.7.1"}, "2026-01-01")
+    path = write(tmp_path, {("two", "64"): second}, "NVIDIA Fake", {"triton": "3.7.1"}, "2026-01-02")
+    assert path == tmp_path / "nvidia_fake.json"
+    monkeypatch.setattr(tune, "TABLES", tmp_path)
+    tune._kernels.cache_clear()
+    target = target_of(CPU)._replace(name="NVIDIA Fake")
+    assert configure("one", (128,), rule, target) == first.config
+    assert configure("two", (64,), rule, target) == second.config
+    assert list(lines(json.loads(path.read_text()))) == [
+        "NVIDIA Fake: 2 configurations measured 2026-01-02 with triton 3.7.1"
+    ]
+    tune._kernels.cache_clear()
