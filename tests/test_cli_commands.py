@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 import foci
 from foci import cli
-from foci.core.device import machine, platform
+from foci.core.device import Gpu, machine, platform
 from foci.core.ledger import in_force
 from foci.ops import native
 
@@ -28,6 +29,7 @@ def test_doctor_json_holds_the_machine_its_backends_and_the_defects_in_force(cap
     assert facts["machine"] == json.loads(json.dumps(machine().as_dict()))
     assert facts["foci"] == foci.__version__
     ready = {row["backend"]: row["reasons"] for row in facts["backends"] if row["device"] == "cpu"}
+    assert ready.pop("triton") == ["it needs a GPU, the tensors are on cpu"]
     assert ready == {"aten": [], "chunked": [], "reference": [], "native": native.unavailable()}
     known = [d["issue"] for d in facts["defects"] if d["device"] == "cpu"]
     assert known == [d.issue for d in in_force(platform(torch.device("cpu")))]
@@ -41,9 +43,25 @@ def test_doctor_prints_the_same_in_words(capsys) -> None:
     assert "pytorch#141219" in out
 
 
-def test_doctor_says_why_a_backend_is_not_there(capsys, monkeypatch) -> None:
-    from dataclasses import replace
+def test_doctor_says_what_is_true_of_triton_here(capsys, monkeypatch) -> None:
+    from foci import cli_commands
 
+    here = machine()
+    version = here.packages["triton"]
+    facts = json.loads(run(capsys, "doctor --json")[1])["triton"]
+    assert facts["version"] == version
+    if not here.gpus:
+        assert facts["line"] == f"{version}, interpreter {'on' if facts['interpreter'] else 'off'}; no GPU"
+    gpus = tuple(Gpu(place, f"NVIDIA {name}", (9, 0), 1, 1, 1) for place, name in enumerate(("H200", "H100")))
+    monkeypatch.setattr(cli_commands, "machine", lambda: replace(here, gpus=gpus))
+    monkeypatch.setattr(cli_commands, "table_of", lambda gpu: {"date": "2026-01-01"} if "H200" in gpu else None)
+    assert cli_commands._triton(True)["line"].endswith(
+        "NVIDIA H200: configurations measured 2026-01-01; NVIDIA H100: configurations by rule, not yet measured"
+    )
+    assert cli_commands._triton(False)["line"] == "not installed: no kernels of our own"
+
+
+def test_doctor_says_why_a_backend_is_not_there(capsys, monkeypatch) -> None:
     from foci import cli_commands
     from foci.core.spec import Backend
     from foci.ops import SPECS

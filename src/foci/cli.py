@@ -1,4 +1,4 @@
-"""The `foci` command: accelerate | bench | check | generate | explain | doctor. Bad input: a sentence, exit code 2."""
+"""The `foci` command: accelerate | bench | check | generate | tune | explain | doctor. Bad input: code 2."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ class Kernel:
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tune, "TABLES", tmp_path)
-    tune._table.cache_clear()
+    tune._kernels.cache_clear()
     yield tmp_path
-    tune._table.cache_clear()
+    tune._kernels.cache_clear()
 
 
 def rule(target: Target) -> Config:
@@ -102,6 +102,8 @@ def test_a_measured_row_goes_before_the_rule_for_its_gpu_kernel_and_key_alone(ta
     (tables / "nvidia_h200.json").write_text(json.dumps(table))
     h200, b200 = (TARGETS["sm_90"]._replace(name=f"NVIDIA {name}") for name in ("H200", "B200"))
     assert configure("a", (128, "float16"), rule, h200) == Config({"BLOCK_T": 128}, 8, 2)
+    assert tune.table_of("NVIDIA H200") == table
+    assert tune.table_of("NVIDIA B200") is None
     assert configure("a", (64, "float16"), rule, h200) == rule(h200)
     assert configure("b", (128, "float16"), rule, h200) == rule(h200)
     assert configure("a", (128, "float16"), rule, b200) == rule(b200)

@@ -157,7 +157,7 @@ def configure(
         there.asked[kernel, name] = Asked(rule(target), vary or {})
         if (kernel, name) in there.chosen:
             return there.chosen[kernel, name]
-    row = _table(target.name).get(kernel, {}).get(name) if target.name else None
+    row = _kernels(target.name).get(kernel, {}).get(name) if target.name else None
     return Config(row["blocks"], row["warps"], row["stages"]) if row else rule(target)
 
 
@@ -171,12 +171,18 @@ def candidates(asked: Asked) -> list[Config]:
     return [Config(*parts) for parts in itertools.product(tiles, warps, stages)]
 
 
+def table_of(gpu: str) -> dict[str, Any] | None:
+    """The table that was measured on a GPU of this name and lies in the package: when, with what, and `kernels`."""
+    path = TABLES / f"{file_name(gpu)}.json"
+    table: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return table
+
+
 @constant
 @functools.cache
-def _table(gpu: str) -> dict[str, dict[str, Any]]:
-    path = TABLES / f"{file_name(gpu)}.json"
-    kernels: dict[str, dict[str, Any]] = json.loads(path.read_text())["kernels"] if path.exists() else {}
-    return kernels
+def _kernels(gpu: str) -> dict[str, dict[str, Any]]:
+    table = table_of(gpu)
+    return table["kernels"] if table else {}
 
 
 def file_name(gpu: str) -> str:

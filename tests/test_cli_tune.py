@@ -1,0 +1,68 @@
+"""`foci tune` where there is no GPU, and what it is asked wrongly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from foci import cli_tune
+from foci.cli import main
+from foci.core.device import Gpu, machine
+from foci.ops import SPECS
+
+
+def run(*words: str) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main(["tune", *words])
+    return int(stopped.value.code or 0)
+
+
+@pytest.mark.skipif(bool(machine().gpus), reason="there is a GPU, which it would measure for minutes")
+def test_without_a_gpu_it_declines_in_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run("linear", "--out", str(tmp_path / "tables")) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == (
+        "ValueError: tune: there is no GPU here, and configurations can only be measured on the GPU they are for\n"
+    )
+    assert not (tmp_path / "tables").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("linaer",), "unknown operator 'linaer'"),
+        (("linear", "--dtype", "float64"), "--dtype must be one of bfloat16, float16, float32; got 'float64'"),
+        (("linear", "--shapes", "nonesuch"), "--shapes 'nonesuch': linear has "),
+    ],
+)
+def test_what_it_is_asked_wrongly_is_named(
+    words: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*words) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_on_a_gpu_every_operator_is_searched_and_its_table_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def search(spec, module, problems, dtype, device, *, clock, tell):  # type: ignore[no-untyped-def]
+        asked.append((spec.name, len(problems), device.type))
+        return {}
+
+    here = machine()
+    gpu = Gpu(0, "NVIDIA Fake", (9, 0), 1, 1, 1)
+    fake = type("Fake", (), {"gpus": (gpu,), "packages": here.packages})()
+    spec = SPECS["linear"]
+    monkeypatch.setattr(cli_tune, "machine", lambda: fake)
+    monkeypatch.setattr(cli_tune.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cli_tune, "clock_on", lambda device: None)
+    monkeypatch.setattr(cli_tune, "search", search)
+    monkeypatch.setattr(type(spec), "backend", lambda self, name: self.backends[0])
+    assert run("linear", "--shapes", spec.shapes[0].name, "--out", str(tmp_path)) == 0
+    assert asked == [("linear", len(cli_tune.cases(spec, spec.shapes[0].name)), "cuda")]
+    assert (tmp_path / "nvidia_fake.json").exists()
+    assert "linear: 0 configurations beat the rule" in capsys.readouterr().out
