@@ -57,6 +57,30 @@ def stretches(low, high, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def share(start, inner, outer, stop, part, parts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The stretches of one of several programs that go through the blocks of start..stop together."""
+    each = (stop - start + BLOCK * parts - 1) // (BLOCK * parts) * BLOCK
+    end = start + (stop - start + BLOCK - 1) // BLOCK * BLOCK
+    first = tl.minimum(start + part * each, end)
+    last = tl.minimum(first + each, end)
+    inner = tl.minimum(tl.maximum(inner, first), last)
+    return first, inner, tl.minimum(tl.maximum(outer, inner), last), tl.minimum(last, stop)
+
+
+@triton.jit
+def borders(start, inner, outer, stop, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many blocks of start..stop lie outside inner..outer; `border` says where each of them begins."""
+    return (inner - start) // BLOCK + (stop - outer + BLOCK - 1) // BLOCK
+
+
+@triton.jit
+def border(i, start, inner, outer, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the i-th block outside inner..outer begins: one loop goes through those on both sides."""
+    place = start + i * BLOCK
+    return place + tl.where(place >= inner, outer - inner, 0)
+
+
+@triton.jit
 def between(index, low, high):  # type: ignore[no-untyped-def]
     """The mask alone (without Dense): of keys and their queries' bounds, or of queries and their keys' bounds."""
     return (index >= low) & (index < high)
@@ -154,10 +178,17 @@ def join(z, top, mass):  # type: ignore[no-untyped-def]
 @triton.jit
 def join_sink(sink, top, mass):  # type: ignore[no-untyped-def]
     """One more logit in natural log, without a value: (fade, top, mass)."""
-    new = tl.maximum(top, sink * LOG2E)
+    fade, _, top, mass = join_part(sink * LOG2E, 1.0, top, mass)
+    return fade, top, mass
+
+
+@triton.jit
+def join_part(part_top, part_mass, top, mass):  # type: ignore[no-untyped-def]
+    """What other keys gave joins: (fade, weight, top, mass); weight is for their sum, fade for the sum before."""
+    new = tl.maximum(top, part_top)
     steady = tl.where(new == -float("inf"), 0.0, new)
-    fade = tl.exp2(top - steady)
-    return fade, new, mass * fade + tl.exp2(sink * LOG2E - steady)
+    fade, weight = tl.exp2(top - steady), tl.exp2(part_top - steady)
+    return fade, weight, new, mass * fade + part_mass * weight
 
 
 @triton.jit

@@ -1,0 +1,33 @@
+"""Triton kernels: the GPU backend."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from foci.ops.gpu import unsuitable
+from foci.ops.softmax.call import Call
+
+_FAR = 1 << 29  # tiles/softmax.py: FAR, a side of a window that is open
+
+
+def reasons(call: Call) -> list[str]:
+    sizes = call.sizes
+    documents = 1 if call.q_offsets is None else call.q_offsets.shape[0] - 1
+    found = unsuitable(call.q, (*sizes, documents), sizes[-2:])
+    if max(sizes) > _FAR:
+        found.append(f"rows longer than {_FAR} tokens are not supported")
+    return found
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """out [B,T,H,V] in v's dtype and lse [B,T,H] in float32."""
+    from foci.ops.softmax import kernels_triton_forward
+
+    return kernels_triton_forward.forward(_there(call))
+
+
+def _there(call: Call) -> Call:
+    """The call as kernels read it: a band that stayed on the CPU on the device, reaches within what 32 bits hold."""
+    low, high = (None if x is None else x.to(call.q.device, non_blocking=True) for x in (call.band_low, call.band_high))
+    left, right = (None if x is None else min(int(x), _FAR) for x in (call.left, call.right))
+    return call._replace(band_low=low, band_high=high, left=left, right=right)

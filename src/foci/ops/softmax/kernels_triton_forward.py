@@ -1,0 +1,352 @@
+"""Triton kernels of the forward: one pass over the live keys, split over programs and merged where rows are few."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foci.core import tune
+from foci.core.tune import Config, Target
+from foci.tiles.random import kept, row_coins
+from foci.tiles.softmax import (
+    between,
+    border,
+    borders,
+    conclude,
+    join,
+    join_part,
+    join_sink,
+    keys_of,
+    logits,
+    share,
+    stretches,
+)
+
+FEWEST = 256  # keys that are worth a program of their own
+
+
+def forward(call: Any) -> tuple[Tensor, Tensor]:
+    """out [B,T,H,V] in v's dtype and lse [B,T,H] in float32."""
+    B, T, S, H, G, K, V = call.sizes
+    q, device = call.q, call.q.device
+    target = tune.target_of(device)
+    R = H // G
+    # Few tokens: the heads that share a key head are rows of one tile, so that its keys are read once.
+    together = R > 1 and T < 64
+    rows, heads = (T * R, G) if together else (T, H)
+    config = _configured(call, rows, target)
+    blocks = triton.cdiv(rows, config["BLOCK_T"]) * heads * B
+    columns = triton.cdiv(V, config["BLOCK_V"])
+    splits = _splits(call, blocks * columns, rows, target)
+    out, lse = torch.empty(B, T, H, V, dtype=q.dtype, device=device), torch.empty(B, T, H, device=device)
+    sums, tops, masses = out, lse, lse
+    if splits > 1:
+        sums = torch.empty(splits, B, T, H, V, device=device)
+        tops, masses = torch.empty(2, splits, B, T, H, device=device)
+    bias, dense = (None if x is None else x.expand(B, H, T, S) for x in (call.bias, call.dense))
+    low, high = call.band_low, call.band_high
+    tune.launch(
+        _attend_kernel, (blocks, columns, splits),
+        q, call.k, call.v, bias, call.sink, call.seed, dense, call.q_offsets, call.kv_offsets, call.kv_lengths,
+        call.q_lengths, low, high, sums, tops, masses,
+        q.stride(), call.k.stride(), call.v.stride(), *(None if x is None else x.stride() for x in (bias, dense)),
+        B, T, S, H, heads, rows, 0 if call.q_offsets is None else call.q_offsets.shape[0] - 1,
+        int(low is not None and low.numel() > 1), int(high is not None and high.numel() > 1), call.left, call.right,
+        call.scale, call.softcap, int(call.dropout * 2**53), 1 / (1 - call.dropout), splits,
+        config=config, R=R, K=K, V=V, END=call.causal_end, START=call.causal_start, TOGETHER=together,
+        PARTIAL=splits > 1, PLACED=call.seed is not None and call.seed.dim() == 1,
+        NEAR=_near(call, bias, dense, config), PRECISE=q.dtype == torch.float32,
+        PRECISION=tune.precision(q.dtype, target),
+    )  # fmt: skip
+    if splits > 1:
+        merge(sums, tops, masses, call.sink, out, lse, target)
+    return out, lse
+
+
+def merge(
+    sums: Tensor, tops: Tensor, masses: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor, target: Target
+) -> None:
+    """out and lse of parts over disjoint keys: sums [splits,B,T,H,V], tops and masses [splits,B,T,H] (tiles: join)."""
+    splits, *_, H, V = sums.shape
+    rows = lse.numel()
+    config = tune.configure("softmax_merge", (V,), functools.partial(_merge_rule, V=V), target)
+    tune.launch(
+        _merge_kernel, (triton.cdiv(rows, config["BLOCK_R"]),), sums, tops, masses, sink, out, lse, rows, H, splits,
+        config=config, V=V,
+    )  # fmt: skip
+
+
+def _near(call: Any, bias: Tensor | None, dense: Tensor | None, config: Config) -> bool:
+    """Whether places within a tile fit into 32 bits (any that are not those of tensors that are very far apart)."""
+    most = max(config["BLOCK_S"] * x.stride(1) + x.shape[3] * x.stride(3) for x in (call.q, call.k, call.v))
+    for x in (bias, dense):
+        if x is not None:
+            most = max(most, sum(n * step for n, step in zip(x.shape[1:], x.stride()[1:], strict=True)))
+    return most < 2**31
+
+
+def _splits(call: Any, programs: int, rows: int, target: Target) -> int:
+    """Programs that share the keys of a block of queries: as many as fill the chip, each with FEWEST keys at least."""
+    live = call.sizes[2]
+    if call.left is not None and (call.right is not None or call.causal_end):
+        live = min(live, call.left + (0 if call.causal_end else call.right) + call.sizes[1])
+    # A program with few rows waits for memory: two of them share a processor.
+    room = target.processors * (2 if rows <= 64 else 1) // programs
+    return max(1, min(room, live // FEWEST))
+
+
+def _configured(call: Any, rows: int, target: Target) -> Config:
+    *_, K, V = call.sizes
+    few = next((size for size in (16, 32, 64) if rows <= size), 128)
+    widths = triton.next_power_of_2(max(K, 16)), triton.next_power_of_2(max(V, 16))
+    laden = not (call.bias is None and call.dense is None and call.q_offsets is None and call.seed is None)
+    size = call.q.dtype.itemsize
+    rule = functools.partial(_rule, size=size, widths=widths, few=few, laden=laden)
+    return tune.configure("softmax_forward", (size, *widths, few, int(laden)), rule, target)
+
+
+def _rule(target: Target, size: int, widths: tuple[int, int], few: int, laden: bool) -> Config:
+    """Tiles of queries and keys that leave room in registers and shared memory; K beyond BLOCK_K goes in a loop.
+
+    size: bytes of a number; few: at least as many as there are rows, where those are few; laden: more than q, k and v
+    is read or made for every pair.
+    """
+    roomy = target.shared > 160_000
+    BLOCK_K, BLOCK_V = (min(width, 512 // size if roomy else 256 // size) for width in widths)
+    width = max(BLOCK_K, BLOCK_V) * size // 2  # in numbers of two bytes
+    BLOCK_T = min(few, 128 if width <= 128 else 64)
+    BLOCK_S = 128 if width <= 64 and not laden and few == 128 and roomy else 64
+    if width > (64 if laden else 128) and (laden or not roomy):
+        BLOCK_S = 32
+    stages = 3 if width <= 128 and roomy else 2
+    warps = 8 if BLOCK_T == 128 or (BLOCK_T == 64 and width > 128) else 4
+    blocks = {"BLOCK_T": BLOCK_T, "BLOCK_S": BLOCK_S, "BLOCK_K": BLOCK_K, "BLOCK_V": BLOCK_V}
+    return Config(blocks, warps, stages)
+
+
+def _merge_rule(target: Target, V: int) -> Config:
+    BLOCK_V = triton.next_power_of_2(V)
+    return Config({"BLOCK_R": max(1, 1024 // BLOCK_V), "BLOCK_V": BLOCK_V}, 4, 2)
+
+
+@triton.jit
+def _attend_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, bias_ptr, sink_ptr, seed_ptr, dense_ptr, q_offsets_ptr, kv_offsets_ptr, kv_lengths_ptr,
+    q_lengths_ptr, low_ptr, high_ptr, out_ptr, lse_ptr, mass_ptr,
+    q_strides, k_strides, v_strides, bias_strides, dense_strides,
+    B, T, S, H, heads, rows, documents, step_low, step_high, left, right, scale, softcap, threshold, boost, splits,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, END: tl.constexpr, START: tl.constexpr,
+    TOGETHER: tl.constexpr, PARTIAL: tl.constexpr, PLACED: tl.constexpr, NEAR: tl.constexpr,
+    PRECISE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """out = sum_s 2^(z - top) v_s / sum_s 2^(z - top) of a block of rows, z in base 2 (arXiv 2205.14135).
+
+    A row is a query of one head, or (TOGETHER) of one of the R heads that share a key head.
+    """
+    blocks = (rows + BLOCK_T - 1) // BLOCK_T
+    pid = tl.program_id(0)
+    block = blocks - 1 - pid % blocks  # under Causal the last queries see most: they begin first
+    head, b = pid // blocks % heads, (pid // blocks // heads).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_V
+    mask = (q_offsets_ptr, kv_offsets_ptr, documents, kv_lengths_ptr, q_lengths_ptr,
+            low_ptr, step_low, high_ptr, step_high, END, START, left, right)  # fmt: skip
+
+    row = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    written = row < rows
+    row = tl.minimum(row, rows - 1)
+    if TOGETHER:
+        t, h, g = row // R, head * R + row % R, head
+    else:
+        t, h, g = row, head + row * 0, head // R
+    t_far, h_far, g_far = t.to(tl.int64), h.to(tl.int64), g.to(tl.int64)
+
+    q_rows = q_ptr + b * q_strides[0] + t_far * q_strides[1] + h_far * q_strides[2]
+    q = None
+    if BLOCK_K >= K:
+        q = _load(q_rows, None, q_strides[3], 0, K, NEAR, BLOCK_K)
+    bias_rows, dense_rows, coins = None, None, None
+    if bias_ptr is not None:
+        bias_rows = _beside(bias_ptr, bias_strides, b, h, t, head, TOGETHER, NEAR)
+    if dense_ptr is not None:
+        dense_rows = _beside(dense_ptr, dense_strides, b, h, t, head, TOGETHER, NEAR)
+    if seed_ptr is not None:
+        coins = row_coins(seed_ptr, b, h, t, PLACED)[:, None]
+
+    low, high = keys_of(mask, b, t, T, S)
+    start, inner, outer, stop = stretches(low, high, BLOCK_S)
+    if dense_ptr is not None:
+        inner, outer = start, start
+    if PARTIAL:
+        start, inner, outer, stop = share(start, inner, outer, stop, tl.program_id(2), splits, BLOCK_S)
+
+    queries = (q, q_rows, q_strides[3], low, high, bias_rows, dense_rows, coins)
+    k_base, v_base = k_ptr + b * k_strides[0] + g_far * k_strides[2], v_ptr + b * v_strides[0] + g_far * v_strides[2]
+    keys = (k_base, k_strides[1], k_strides[3], v_base, v_strides[1], v_strides[3], column, stop)
+    rest = (scale, softcap, bias_strides, dense_strides, seed_ptr, threshold, q_offsets_ptr)
+    top, mass = tl.full((BLOCK_T,), -float("inf"), tl.float32), tl.zeros((BLOCK_T,), tl.float32)
+    acc = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
+    for i in range(borders(start, inner, outer, stop, BLOCK_S)):
+        s0 = border(i, start, inner, outer, BLOCK_S)
+        acc, top, mass = _step(
+            acc, top, mass, s0, queries, keys, rest, True, K, V, PLACED, NEAR, PRECISE, PRECISION,
+            BLOCK_S, BLOCK_K, BLOCK_V,
+        )  # fmt: skip
+    if dense_ptr is None:
+        for i in range((outer - inner) // BLOCK_S):
+            acc, top, mass = _step(
+                acc, top, mass, inner + i * BLOCK_S, queries, keys, rest, False, K, V, PLACED, NEAR, PRECISE, PRECISION,
+                BLOCK_S, BLOCK_K, BLOCK_V,
+            )  # fmt: skip
+
+    if seed_ptr is not None:
+        acc *= boost
+    places = (b * T + t_far) * H + h
+    if PARTIAL:
+        places += tl.program_id(2).to(tl.int64) * B * T * H
+        tl.store(mass_ptr + places, mass, mask=written)
+        result = top
+    else:
+        if sink_ptr is not None:
+            fade, top, mass = join_sink(tl.load(sink_ptr + h).to(tl.float32), top, mass)
+            acc *= fade[:, None]
+        portion, result = conclude(top, mass)
+        acc *= portion[:, None]
+    if column == 0:
+        tl.store(lse_ptr + places, result, mask=written)
+    d = column + tl.arange(0, BLOCK_V)
+    tl.store(
+        out_ptr + (places * V)[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty),
+        mask=written[:, None] & (d < V)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def _step(  # type: ignore[no-untyped-def]
+    acc, top, mass, s0, queries, keys, rest, MASKED: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    PLACED: tl.constexpr, NEAR: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One block of keys joins. MASKED: some of them lie behind the end, or are not for every row."""
+    q, q_rows, q_stride, low, high, bias_rows, dense_rows, coins = queries
+    k_base, k_step, k_stride, v_base, v_step, v_stride, column, stop = keys
+    scale, softcap, bias_strides, dense_strides, seed_ptr, threshold, q_offsets_ptr = rest
+    beside = tl.arange(0, BLOCK_S)
+    s, s0 = s0 + beside, s0.to(tl.int64)
+    if not NEAR:
+        beside = beside.to(tl.int64)
+    real, wanted = None, None
+    if MASKED:
+        real = s < stop
+        wanted = real
+        seen = between(s[None, :], low[:, None], high[:, None])
+        if q_offsets_ptr is not None:
+            # A value that no row of this block sees may be NaN, and 0 NaN is NaN: it is not read.
+            wanted = tl.max(seen.to(tl.int32), 0) > 0
+    products = _products(
+        q, q_rows, q_stride, k_base + s0 * k_step + beside * k_step, k_stride, real, K, NEAR, PRECISION, BLOCK_K
+    )
+    bias = None
+    if bias_rows is not None:
+        bias = _across(bias_rows, s0, beside, bias_strides[3], real).to(tl.float32)
+    z = logits(products, scale, softcap, bias, PRECISE)
+    if MASKED:
+        if dense_rows is not None:
+            seen &= _across(dense_rows, s0, beside, dense_strides[3], real) != 0
+        z = tl.where(seen, z, -float("inf"))
+    p, fade, top, mass = join(z, top, mass)
+    if coins is not None:
+        p = tl.where(kept(coins, seed_ptr, s[None, :], threshold, PLACED), p, 0.0)
+    v = _load(v_base + s0 * v_step + beside * v_step, wanted, v_stride, column, V, NEAR, BLOCK_V)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    return acc, top, mass
+
+
+@triton.jit
+def _products(  # type: ignore[no-untyped-def]
+    q, q_rows, q_stride, k_rows, k_stride, real,
+    K: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """q k^T [queries, keys] in float32; heads wider than BLOCK_K part by part, as a whole row of q has no room."""
+    if q is not None:
+        k = _load(k_rows, real, k_stride, 0, K, NEAR, BLOCK_K)
+        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    else:
+        products = tl.zeros((q_rows.shape[0], k_rows.shape[0]), tl.float32)
+        for first in range(0, K, BLOCK_K):
+            q_part = _load(q_rows, None, q_stride, first, K, NEAR, BLOCK_K)
+            k = _load(k_rows, real, k_stride, first, K, NEAR, BLOCK_K)
+            products = tl.dot(q_part, tl.trans(k), products, input_precision=PRECISION)
+    return products
+
+
+@triton.jit
+def _load(rows, real, stride, first, WIDTH: tl.constexpr, NEAR: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[rows, BLOCK]: the columns first.. of WIDTH of the rows that are real (None: all of them), and zeros."""
+    d = first + tl.arange(0, BLOCK)
+    if not NEAR:
+        d = d.to(tl.int64)
+    places = rows[:, None] + d[None, :] * stride
+    if real is None:
+        if WIDTH % BLOCK == 0:
+            return tl.load(places)
+        else:
+            return tl.load(places, mask=(d < WIDTH)[None, :], other=0.0)
+    else:
+        if WIDTH % BLOCK == 0:
+            return tl.load(places, mask=real[:, None], other=0.0)
+        else:
+            return tl.load(places, mask=real[:, None] & (d < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def _beside(ptr, strides, b, h, t, head, TOGETHER: tl.constexpr, NEAR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the rows of a bias or a dense mask begin: (pointer, places [rows]), places in 32 bits where they fit."""
+    if not NEAR:
+        t, h = t.to(tl.int64), h.to(tl.int64)
+    if TOGETHER:
+        return ptr + b * strides[0], t * strides[2] + h * strides[1]
+    else:
+        return ptr + b * strides[0] + head.to(tl.int64) * strides[1], t * strides[2]
+
+
+@triton.jit
+def _across(rows, s0, beside, stride, real):  # type: ignore[no-untyped-def]
+    """[rows, keys] of a bias or a dense mask; 0 for keys that are not real."""
+    places = rows[0] + s0 * stride + (rows[1][:, None] + beside[None, :] * stride)
+    if real is None:
+        return tl.load(places)
+    else:
+        return tl.load(places, mask=real[None, :], other=0)
+
+
+@triton.jit
+def _merge_kernel(  # type: ignore[no-untyped-def]
+    sums_ptr, tops_ptr, masses_ptr, sink_ptr, out_ptr, lse_ptr, rows, H, splits,
+    V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The algebra of merge/partial.py on sums that are not divided yet: no rounding of an lse comes in between."""
+    row = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+    real = row < rows
+    d = tl.arange(0, BLOCK_V)
+    inside = real[:, None] & (d < V)[None, :]
+    top, mass = tl.full((BLOCK_R,), -float("inf"), tl.float32), tl.zeros((BLOCK_R,), tl.float32)
+    acc = tl.zeros((BLOCK_R, BLOCK_V), tl.float32)
+    for split in range(splits):
+        place = split * rows + row
+        part_top = tl.load(tops_ptr + place, mask=real, other=-float("inf"))
+        part_mass = tl.load(masses_ptr + place, mask=real, other=0.0)
+        fade, weight, top, mass = join_part(part_top, part_mass, top, mass)
+        part = tl.load(sums_ptr + (place * V)[:, None] + d[None, :], mask=inside, other=0.0)
+        acc = acc * fade[:, None] + part * weight[:, None]
+    if sink_ptr is not None:
+        fade, top, mass = join_sink(tl.load(sink_ptr + row % H, mask=real, other=0.0).to(tl.float32), top, mass)
+        acc *= fade[:, None]
+    portion, lse = conclude(top, mass)
+    tl.store(lse_ptr + row, lse, mask=real)
+    tl.store(out_ptr + (row * V)[:, None] + d[None, :], acc * portion[:, None], mask=inside)
