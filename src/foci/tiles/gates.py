@@ -92,15 +92,22 @@ def pairs_of_two(A, E, x, e, y, g, PRECISION: tl.constexpr):  # type: ignore[no-
 @triton.jit
 def pairs_backward(dA, x, y, g, OWN: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """(dx, dy, dg) [T,C] in float32 of dA [T,T] through `pairs`; what dA holds where A is 0 does not matter."""
+    nothing = tl.zeros_like(g)
+    return pairs_backward_onto(nothing, nothing, nothing, dA, x, y, g, OWN, PRECISION)
+
+
+@triton.jit
+def pairs_backward_onto(dx, dy, dg, dA, x, y, g, OWN: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`pairs_backward` added to dx, dy and dg: sums that wait for it in tiles of their own would cost registers."""
     on = tl.sum(tl.where(diagonal_of(dA), dA, 0.0), 1)[:, None] if OWN else 0.0
     rise, fall = start(g, OWN)
-    dx, dy, dg = on * y, on * x, tl.zeros_like(g)
+    dx, dy = dx + on * y, dy + on * x
     for i in range(levels(g.shape[0])):
         w, block = level(rise, fall, i), of_level(dA, i).to(x.dtype)
         to_x = w * tl.dot(block, scaled(y, w), input_precision=PRECISION)
         to_y = w * tl.dot(tl.trans(block), scaled(x, w), input_precision=PRECISION)
-        dx, dy = dx + to_x, dy + to_y
-        dg = tl.dot(gates_of_level(dA, i, OWN), x * to_x + y * to_y, dg, input_precision=PRECISION)
+        dx, dy, by_level = dx + to_x, dy + to_y, (x * to_x + y * to_y).to(x.dtype)
+        dg = tl.dot(gates_of_level(dA, i, OWN).to(x.dtype), by_level, dg, input_precision=PRECISION)
         rise, fall = climb(g, rise, fall, i, OWN)
     return dx, dy, dg
 
