@@ -21,6 +21,7 @@ from foci.ops.masks import Causal, Dense, Lengths, Mask, Packed, Window
 from foci.ops.scan.api import scan, scan_step
 from foci.ops.selective_scan.api import selective_scan, selective_scan_step
 from foci.ops.softmax.api import attention, attention_with_lse
+from foci.ops.softmax.paged import attention_paged
 
 if TYPE_CHECKING:
     from foci import nn, parallel
@@ -33,9 +34,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Affine", "Causal", "Dense", "Explanation", "Lengths", "Mask", "MissingExtra", "Packed", "Partial", "ShapeError",
-    "Unsupported", "Window", "accelerate", "apply", "attention", "attention_with_lse", "delta_rule", "delta_rule_step",
-    "explain", "fold", "linear_attention", "linear_attention_step", "nn", "parallel", "scan",
-    "scan_step", "selective_scan", "selective_scan_step",
+    "Unsupported", "Window", "accelerate", "apply", "attention", "attention_paged", "attention_with_lse",
+    "delta_rule", "delta_rule_step", "explain", "fold", "linear_attention", "linear_attention_step", "nn", "parallel",
+    "scan", "scan_step", "selective_scan", "selective_scan_step",
 ]  # fmt: skip
 
 

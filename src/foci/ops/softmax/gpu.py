@@ -26,6 +26,31 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     return kernels_triton_forward.forward(_there(call))
 
 
+def forward_paged(call: Call, table: Tensor) -> Tensor:
+    """out of keys and values that lie in pages (paged.py): k [P,page,G,K], v [P,page,G,V], table [B,M]."""
+    from foci.ops.softmax import kernels_triton_forward
+
+    return kernels_triton_forward.forward(_there(call), table)[0]
+
+
+def backward(
+    call: Call, outputs: tuple[Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None], needs: list[bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, bias, sink: two launches, one more for a sink, one or two for a bias."""
+    from foci.ops.softmax import kernels_triton_backward, kernels_triton_bias
+
+    if not any(needs):
+        return (None,) * 5
+    call = _there(call)
+    problem, found, parts = kernels_triton_backward.backward(call, outputs, grads, needs)
+    dbias = dsink = None
+    if call.bias is not None and needs[3]:
+        dbias = kernels_triton_bias.of_bias(problem, kernels_triton_backward.strides)
+    if call.sink is not None and parts is not None:
+        dsink = kernels_triton_bias.total(parts, call.sink)
+    return *found, dbias, dsink
+
+
 def _there(call: Call) -> Call:
     """The call as kernels read it: a band that stayed on the CPU on the device, reaches within what 32 bits hold."""
     low, high = (None if x is None else x.to(call.q.device, non_blocking=True) for x in (call.band_low, call.band_high))

@@ -30,9 +30,14 @@ from foci.tiles.softmax import (
 FEWEST = 256  # keys that are worth a program of their own
 
 
-def forward(call: Any) -> tuple[Tensor, Tensor]:
-    """out [B,T,H,V] in v's dtype and lse [B,T,H] in float32."""
+def forward(call: Any, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """out [B,T,H,V] in v's dtype and lse [B,T,H] in float32.
+
+    With a table [B,M], k and v are pages [P,page,G,..], and key j of row b is row j % page of page table[b, j // page].
+    """
     B, T, S, H, G, K, V = call.sizes
+    page = 0 if table is None else S
+    S = S if table is None else S * table.shape[1]
     q, device = call.q, call.q.device
     target = tune.target_of(device)
     R = H // G
@@ -42,7 +47,7 @@ def forward(call: Any) -> tuple[Tensor, Tensor]:
     config = _configured(call, rows, target)
     blocks = triton.cdiv(rows, config["BLOCK_T"]) * heads * B
     columns = triton.cdiv(V, config["BLOCK_V"])
-    splits = _splits(call, blocks * columns, rows, target)
+    splits = _splits(call, S, blocks * columns, rows, target)
     out, lse = torch.empty(B, T, H, V, dtype=q.dtype, device=device), torch.empty(B, T, H, device=device)
     sums, tops, masses = out, lse, lse
     if splits > 1:
@@ -53,12 +58,12 @@ def forward(call: Any) -> tuple[Tensor, Tensor]:
     tune.launch(
         _attend_kernel, (blocks, columns, splits),
         q, call.k, call.v, bias, call.sink, call.seed, dense, call.q_offsets, call.kv_offsets, call.kv_lengths,
-        call.q_lengths, low, high, sums, tops, masses,
-        q.stride(), call.k.stride(), call.v.stride(), *(None if x is None else x.stride() for x in (bias, dense)),
+        call.q_lengths, low, high, table, sums, tops, masses,
+        *(None if x is None else x.stride() for x in (q, call.k, call.v, bias, dense, table)), call.k.shape[0],
         B, T, S, H, heads, rows, 0 if call.q_offsets is None else call.q_offsets.shape[0] - 1,
         int(low is not None and low.numel() > 1), int(high is not None and high.numel() > 1), call.left, call.right,
         call.scale, call.softcap, int(call.dropout * 2**53), 1 / (1 - call.dropout), splits,
-        config=config, R=R, K=K, V=V, END=call.causal_end, START=call.causal_start, TOGETHER=together,
+        config=config, PAGE=page, R=R, K=K, V=V, END=call.causal_end, START=call.causal_start, TOGETHER=together,
         PARTIAL=splits > 1, PLACED=call.seed is not None and call.seed.dim() == 1,
         NEAR=_near(call, bias, dense, config), PRECISE=q.dtype == torch.float32,
         PRECISION=tune.precision(q.dtype, target),
@@ -90,43 +95,48 @@ def _near(call: Any, bias: Tensor | None, dense: Tensor | None, config: Config) 
     return most < 2**31
 
 
-def _splits(call: Any, programs: int, rows: int, target: Target) -> int:
+def _splits(call: Any, live: int, programs: int, rows: int, target: Target) -> int:
     """Programs that share the keys of a block of queries: as many as fill the chip, each with FEWEST keys at least."""
-    live = call.sizes[2]
     if call.left is not None and (call.right is not None or call.causal_end):
         live = min(live, call.left + (0 if call.causal_end else call.right) + call.sizes[1])
     # A program with few rows waits for memory: two of them share a processor.
     room = target.processors * (2 if rows <= 64 else 1) // programs
-    return max(1, min(room, live // FEWEST))
+    return int(max(1, min(room, live // FEWEST)))
 
 
 def _configured(call: Any, rows: int, target: Target) -> Config:
     *_, K, V = call.sizes
     few = next((size for size in (16, 32, 64) if rows <= size), 128)
     widths = triton.next_power_of_2(max(K, 16)), triton.next_power_of_2(max(V, 16))
-    laden = not (call.bias is None and call.dense is None and call.q_offsets is None and call.seed is None)
+    laden = min(2, sum(x is not None for x in (call.bias, call.dense, call.q_offsets, call.seed)))
     size = call.q.dtype.itemsize
     rule = functools.partial(_rule, size=size, widths=widths, few=few, laden=laden)
-    return tune.configure("softmax_forward", (size, *widths, few, int(laden)), rule, target)
+    vary = {"BLOCK_T": (32, 64, 128), "BLOCK_S": (32, 64, 128)} if few == 128 else {"BLOCK_S": (32, 64, 128)}
+    return tune.configure("softmax_forward", (size, *widths, few, laden), rule, target, vary=vary)
 
 
-def _rule(target: Target, size: int, widths: tuple[int, int], few: int, laden: bool) -> Config:
+def _rule(target: Target, size: int, widths: tuple[int, int], few: int, laden: int) -> Config:
     """Tiles of queries and keys that leave room in registers and shared memory; K beyond BLOCK_K goes in a loop.
 
-    size: bytes of a number; few: at least as many as there are rows, where those are few; laden: more than q, k and v
-    is read or made for every pair.
+    size: bytes of a number; few: at least as many as there are rows, where those are few; laden: how many things beyond
+    q, k and v are read or made for every pair (2: two or more).
     """
     roomy = target.shared > 160_000
-    BLOCK_K, BLOCK_V = (min(width, 512 // size if roomy else 256 // size) for width in widths)
+    BLOCK_K, BLOCK_V = (min(width, (512 if roomy else 256) // size) for width in widths)
     width = max(BLOCK_K, BLOCK_V) * size // 2  # in numbers of two bytes
-    BLOCK_T = min(few, 128 if width <= 128 else 64)
-    BLOCK_S = 128 if width <= 64 and not laden and few == 128 and roomy else 64
-    if width > (64 if laden else 128) and (laden or not roomy):
-        BLOCK_S = 32
+    if size == 4:  # three products of TF32 take the registers of three
+        BLOCK_T, BLOCK_S = (128, 64) if width <= 128 and not laden and roomy else (32, 32)
+    elif width <= 64:
+        BLOCK_T, BLOCK_S = (64 if laden > 1 else 128), (128 if roomy and not laden else 64)
+    elif width <= 128:
+        BLOCK_T, BLOCK_S = (64 if laden > 1 else 128), (32 if laden else 64)
+    else:
+        BLOCK_T, BLOCK_S = (32 if laden > 1 else 64), (32 if laden else 64)
+    warps = 8 if BLOCK_T == 128 or width > 128 or size == 4 else 4
+    if few < BLOCK_T:
+        BLOCK_T, warps = few, warps if few == 64 or size == 4 else 4
     stages = 3 if width <= 128 and roomy else 2
-    warps = 8 if BLOCK_T == 128 or (BLOCK_T == 64 and width > 128) else 4
-    blocks = {"BLOCK_T": BLOCK_T, "BLOCK_S": BLOCK_S, "BLOCK_K": BLOCK_K, "BLOCK_V": BLOCK_V}
-    return Config(blocks, warps, stages)
+    return Config({"BLOCK_T": BLOCK_T, "BLOCK_S": BLOCK_S, "BLOCK_K": BLOCK_K, "BLOCK_V": BLOCK_V}, warps, stages)
 
 
 def _merge_rule(target: Target, V: int) -> Config:
@@ -137,10 +147,10 @@ def _merge_rule(target: Target, V: int) -> Config:
 @triton.jit
 def _attend_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, bias_ptr, sink_ptr, seed_ptr, dense_ptr, q_offsets_ptr, kv_offsets_ptr, kv_lengths_ptr,
-    q_lengths_ptr, low_ptr, high_ptr, out_ptr, lse_ptr, mass_ptr,
-    q_strides, k_strides, v_strides, bias_strides, dense_strides,
+    q_lengths_ptr, low_ptr, high_ptr, table_ptr, out_ptr, lse_ptr, mass_ptr,
+    q_strides, k_strides, v_strides, bias_strides, dense_strides, table_strides, pages,
     B, T, S, H, heads, rows, documents, step_low, step_high, left, right, scale, softcap, threshold, boost, splits,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, END: tl.constexpr, START: tl.constexpr,
+    PAGE: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, END: tl.constexpr, START: tl.constexpr,
     TOGETHER: tl.constexpr, PARTIAL: tl.constexpr, PLACED: tl.constexpr, NEAR: tl.constexpr,
     PRECISE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -167,10 +177,9 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     t_far, h_far, g_far = t.to(tl.int64), h.to(tl.int64), g.to(tl.int64)
 
     q_rows = q_ptr + b * q_strides[0] + t_far * q_strides[1] + h_far * q_strides[2]
-    q = None
+    q, bias_rows, dense_rows, coins = None, None, None, None
     if BLOCK_K >= K:
         q = _load(q_rows, None, q_strides[3], 0, K, NEAR, BLOCK_K)
-    bias_rows, dense_rows, coins = None, None, None
     if bias_ptr is not None:
         bias_rows = _beside(bias_ptr, bias_strides, b, h, t, head, TOGETHER, NEAR)
     if dense_ptr is not None:
@@ -186,22 +195,26 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         start, inner, outer, stop = share(start, inner, outer, stop, tl.program_id(2), splits, BLOCK_S)
 
     queries = (q, q_rows, q_strides[3], low, high, bias_rows, dense_rows, coins)
-    k_base, v_base = k_ptr + b * k_strides[0] + g_far * k_strides[2], v_ptr + b * v_strides[0] + g_far * v_strides[2]
-    keys = (k_base, k_strides[1], k_strides[3], v_base, v_strides[1], v_strides[3], column, stop)
+    k_base, v_base, where = k_ptr + g_far * k_strides[2], v_ptr + g_far * v_strides[2], None
+    if table_ptr is not None:
+        where = (table_ptr + b * table_strides[0], table_strides[1], pages)
+    else:
+        k_base, v_base = k_base + b * k_strides[0], v_base + b * v_strides[0]
+    keys = (k_base, k_strides, v_base, v_strides, where, column, stop)
     rest = (scale, softcap, bias_strides, dense_strides, seed_ptr, threshold, q_offsets_ptr)
     top, mass = tl.full((BLOCK_T,), -float("inf"), tl.float32), tl.zeros((BLOCK_T,), tl.float32)
     acc = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
     for i in range(borders(start, inner, outer, stop, BLOCK_S)):
         s0 = border(i, start, inner, outer, BLOCK_S)
         acc, top, mass = _step(
-            acc, top, mass, s0, queries, keys, rest, True, K, V, PLACED, NEAR, PRECISE, PRECISION,
+            acc, top, mass, s0, queries, keys, rest, True, PAGE, K, V, PLACED, NEAR, PRECISE, PRECISION,
             BLOCK_S, BLOCK_K, BLOCK_V,
         )  # fmt: skip
     if dense_ptr is None:
         for i in range((outer - inner) // BLOCK_S):
             acc, top, mass = _step(
-                acc, top, mass, inner + i * BLOCK_S, queries, keys, rest, False, K, V, PLACED, NEAR, PRECISE, PRECISION,
-                BLOCK_S, BLOCK_K, BLOCK_V,
+                acc, top, mass, inner + i * BLOCK_S, queries, keys, rest, False, PAGE, K, V, PLACED, NEAR, PRECISE,
+                PRECISION, BLOCK_S, BLOCK_K, BLOCK_V,
             )  # fmt: skip
 
     if seed_ptr is not None:
@@ -228,13 +241,13 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _step(  # type: ignore[no-untyped-def]
-    acc, top, mass, s0, queries, keys, rest, MASKED: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    acc, top, mass, s0, queries, keys, rest, MASKED: tl.constexpr, PAGE: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     PLACED: tl.constexpr, NEAR: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One block of keys joins. MASKED: some of them lie behind the end, or are not for every row."""
     q, q_rows, q_stride, low, high, bias_rows, dense_rows, coins = queries
-    k_base, k_step, k_stride, v_base, v_step, v_stride, column, stop = keys
+    k_base, k_strides, v_base, v_strides, where, column, stop = keys
     scale, softcap, bias_strides, dense_strides, seed_ptr, threshold, q_offsets_ptr = rest
     beside = tl.arange(0, BLOCK_S)
     s, s0 = s0 + beside, s0.to(tl.int64)
@@ -248,9 +261,14 @@ def _step(  # type: ignore[no-untyped-def]
         if q_offsets_ptr is not None:
             # A value that no row of this block sees may be NaN, and 0 NaN is NaN: it is not read.
             wanted = tl.max(seen.to(tl.int32), 0) > 0
-    products = _products(
-        q, q_rows, q_stride, k_base + s0 * k_step + beside * k_step, k_stride, real, K, NEAR, PRECISION, BLOCK_K
-    )
+    if where is not None:
+        page = _page(where, s // PAGE, real)
+        k_rows = k_base + page * k_strides[0] + s % PAGE * k_strides[1]
+        v_rows = v_base + page * v_strides[0] + s % PAGE * v_strides[1]
+    else:
+        k_rows = k_base + s0 * k_strides[1] + beside * k_strides[1]
+        v_rows = v_base + s0 * v_strides[1] + beside * v_strides[1]
+    products = _products(q, q_rows, q_stride, k_rows, k_strides[3], real, K, NEAR, PRECISION, BLOCK_K)
     bias = None
     if bias_rows is not None:
         bias = _across(bias_rows, s0, beside, bias_strides[3], real).to(tl.float32)
@@ -262,7 +280,7 @@ def _step(  # type: ignore[no-untyped-def]
     p, fade, top, mass = join(z, top, mass)
     if coins is not None:
         p = tl.where(kept(coins, seed_ptr, s[None, :], threshold, PLACED), p, 0.0)
-    v = _load(v_base + s0 * v_step + beside * v_step, wanted, v_stride, column, V, NEAR, BLOCK_V)
+    v = _load(v_rows, wanted, v_strides[3], column, V, NEAR, BLOCK_V)
     acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
     return acc, top, mass
 
@@ -302,6 +320,17 @@ def _load(rows, real, stride, first, WIDTH: tl.constexpr, NEAR: tl.constexpr, BL
             return tl.load(places, mask=real[:, None], other=0.0)
         else:
             return tl.load(places, mask=real[:, None] & (d < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def _page(where, place, real):  # type: ignore[no-untyped-def]
+    """The pages that a row's table names in these places, moved inside those there are: int64."""
+    row_ptr, step, pages = where
+    if real is None:
+        page = tl.load(row_ptr + place * step)
+    else:
+        page = tl.load(row_ptr + place * step, mask=real, other=0)
+    return tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64)
 
 
 @triton.jit

@@ -1,0 +1,153 @@
+"""Paged decoding: the newest tokens attend to a cache that lies in pages, found through a table."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from foci.core.errors import ShapeError, Unsupported
+from foci.core.shapes import Signature
+from foci.ops.arguments import DTYPES, number
+from foci.ops.masks import Causal, Lengths, Window
+from foci.ops.softmax import gpu
+from foci.ops.softmax.api import attention
+from foci.ops.softmax.call import Call, Out, Query, Sink
+
+KeyPages = Float[Tensor, "P page G K"]
+ValuePages = Float[Tensor, "P page G V"]
+Table = Int[Tensor, "B M"]
+RowLengths = Int[Tensor, "B"]
+
+_NAME = "attention_paged"
+_INTEGERS = (torch.int32, torch.int64)
+
+
+class _Tensors(NamedTuple):
+    q: Query
+    k_pages: KeyPages
+    v_pages: ValuePages
+    table: Table
+    lengths: RowLengths
+    sink: Sink | None
+
+
+_SIGNATURE = Signature(_Tensors, _NAME)
+
+
+def attention_paged(
+    q: Query,
+    k_pages: KeyPages,
+    v_pages: ValuePages,
+    table: Table,
+    lengths: RowLengths,
+    *,
+    softcap: float | None = None,
+    sink: Sink | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    backend: str | None = None,
+) -> Out:
+    """Softmax attention of the T newest tokens of each row to its cache, which lies in pages.
+
+        k[b,j] = k_pages[table[b, j // page], j % page]          v[b,j] alike, for j < lengths[b]
+        out    = attention(q, k, v, mask=Lengths(lengths) & Causal() & Window(window, None))
+
+    The T tokens are the last of the lengths[b] keys, already written to their pages: query i of row b sees the keys
+    j <= i + lengths[b] - T, and with `window` at most so many before itself. A row of length 0 gives out = 0. Pages
+    that no token needs are not read, nor are their numbers in the table: both may be anything. No gradient.
+
+    q [B,T,H,K], k_pages [P,page,G,K], v_pages [P,page,G,V]: float32, bfloat16 or float16 (float64 where the pages are
+    gathered), one dtype, any strides, any page size, H a multiple of G. table [B,M], lengths [B]: int32 or int64.
+    softcap, sink [H], scale: those of `attention`.
+    backend: "triton" reads the pages where they lie (on a GPU; keys are split over programs where rows are few); any
+    other backend of `attention` gathers them first. None takes the first that can.
+
+    Raises ShapeError, ValueError or TypeError for arguments that do not fit, Unsupported where a gradient is asked for
+    or the named backend cannot. On a CPU lengths and table are checked; on a GPU, which is not waited for, page numbers
+    and lengths out of range are moved inside.
+    Paper: Kwon et al. 2023, PagedAttention (arXiv 2309.06180).
+    """
+    tensors = _Tensors(q, k_pages, v_pages, table, lengths, sink)
+    sizes = _SIGNATURE.bind(tensors._asdict())
+    _check(tensors, sizes)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise Unsupported(f"{_NAME}: it has no gradient", ["an input requires one"], "call it under torch.no_grad()")
+    if window is not None:
+        Window(window, None)  # says what is wrong with it
+    if backend in (None, "triton"):
+        call = _bound(tensors, softcap, window, scale)
+        reasons = gpu.reasons(call) + _table_reasons(sizes)
+        if not reasons:
+            return gpu.forward_paged(call, table)
+        if backend is not None:
+            raise Unsupported(f"{_NAME}: backend 'triton' cannot run this call", reasons, "backend=None gathers pages")
+    k, v = (gathered(pages, table) for pages in (k_pages, v_pages))
+    mask = Lengths(lengths) & Causal()
+    mask = mask if window is None else mask & Window(window, None)
+    return attention(q, k, v, mask=mask, softcap=softcap, sink=sink, scale=scale, backend=backend)
+
+
+def gathered(pages: Tensor, table: Tensor) -> Tensor:
+    """[B, M * page, G, D]: the pages of each row end to end; page numbers that are none name the nearest."""
+    found = pages[table.long().clamp(0, pages.shape[0] - 1)]
+    return found.flatten(1, 2)
+
+
+def _bound(tensors: _Tensors, softcap: float | None, window: int | None, scale: float | None) -> Call:
+    """The call as its kernel takes it: pages where keys would be, the mask of the gathered cache."""
+    if softcap is not None:
+        softcap = number(_NAME, "softcap", softcap, "positive finite number")
+        if softcap <= 0:
+            raise ValueError(f"{_NAME}: softcap must be a positive finite number, got {softcap}")
+    K = tensors.q.shape[-1]
+    scale = (K or 1) ** -0.5 if scale is None else number(_NAME, "scale", scale)
+    return Call(
+        tensors.q, tensors.k_pages, tensors.v_pages, None, tensors.sink, None, None, None, None, tensors.lengths, None,
+        None, None, True, False, window, None, softcap, scale, 0.0,
+    )  # fmt: skip
+
+
+def _table_reasons(sizes: dict[str, int]) -> list[str]:
+    return [] if sizes["M"] else ["there is nothing to compute: the table has no columns"]
+
+
+def _check(tensors: _Tensors, sizes: dict[str, int]) -> None:
+    q, k_pages, v_pages, table, lengths, sink = tensors
+    if sizes["G"] == 0 or sizes["H"] % sizes["G"]:
+        raise ShapeError(
+            f"{_NAME}: k_pages has {sizes['G']} heads but q has {sizes['H']}; "
+            f"q heads must be a multiple of k heads (G={sizes['G']}, H={sizes['H']})"
+        )
+    if not (q.dtype == k_pages.dtype == v_pages.dtype and q.dtype in DTYPES):
+        raise ValueError(
+            f"{_NAME}: q, k_pages, v_pages have dtypes {q.dtype}, {k_pages.dtype}, {v_pages.dtype}; "
+            "expected one of float64, float32, bfloat16, float16 for all three"
+        )
+    for name, x in zip(_Tensors._fields[1:], tensors[1:], strict=True):
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{_NAME}: {name} is on {x.device}, q is on {q.device}; expected one device")
+    for name, x in (("table", table), ("lengths", lengths)):
+        if x.dtype not in _INTEGERS:
+            raise ValueError(f"{_NAME}: {name} must be an int32 or int64 tensor, got {x.dtype}")
+    if sink is not None and not sink.is_floating_point():
+        raise ValueError(f"{_NAME}: sink must be a floating tensor, got {sink.dtype}")
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_values(table, lengths, sizes)
+
+
+def _check_values(table: Tensor, lengths: Tensor, sizes: dict[str, int]) -> None:
+    room = sizes["M"] * sizes["page"]
+    for row, length in enumerate(lengths.tolist()):
+        if not 0 <= length <= room:
+            raise ValueError(
+                f"{_NAME}: lengths[{row}] is {length}; expected 0 to {room}, what {sizes['M']} pages of "
+                f"{sizes['page']} hold"
+            )
+        for place, page in enumerate(table[row, : -(-length // max(sizes["page"], 1))].tolist()):
+            if not 0 <= page < sizes["P"]:
+                raise ValueError(
+                    f"{_NAME}: table[{row}, {place}] is {page}; expected 0 to {sizes['P'] - 1}, a page that there is"
+                )

@@ -1,0 +1,35 @@
+"""The kernels that read keys and values from pages, against the gathered cache: by the interpreter, or on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import foci
+from tests.ops.in_triton import DEVICE, DTYPES, there
+from tests.ops.softmax.test_paged import cache, truth
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pages_of_any_size_and_strides(dtype: torch.dtype) -> None:
+    for page, extra in ((1, {}), (7, {"window": 20}), (64, {"softcap": 2.0, "sink": torch.randn(4)})):
+        inputs = cache(page=page, M=-(-130 // page), lengths=(130, 3, 65), dtype=dtype)
+        expected = truth(inputs, **extra)
+        for name in ("k_pages", "v_pages"):  # heads first, as some caches lie
+            inputs[name] = inputs[name].transpose(1, 2).contiguous().transpose(1, 2)
+        inputs["table"] = inputs["table"].t().contiguous().t()
+        found = foci.attention_paged(**there(inputs | extra), backend="triton")
+        assert found.dtype == dtype and found.device.type == DEVICE.type
+        budget = 1e-5 if dtype == torch.float32 else 2e-3 if dtype == torch.float16 else 2e-2
+        torch.testing.assert_close(found.cpu().double(), expected, rtol=budget, atol=budget)
+
+
+def test_one_token_of_one_key_head_whose_rows_are_split_over_programs() -> None:
+    inputs = cache(T=1, page=16, H=4, G=1, M=40, lengths=(600, 0))
+    found = foci.attention_paged(**there(inputs), backend="triton")
+    torch.testing.assert_close(found.cpu().double(), truth(inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_it_is_what_is_chosen() -> None:
+    inputs = there(cache())
+    assert torch.equal(foci.attention_paged(**inputs), foci.attention_paged(**inputs, backend="triton"))

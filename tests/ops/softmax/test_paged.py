@@ -1,0 +1,127 @@
+"""Paged decoding equals attention to the gathered cache, whatever lies in pages that nobody needs."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import foci
+from foci.core import tune
+from foci.core.tune import interpreting
+from foci.ops.softmax import gpu, paged
+
+BACKENDS = [None, "chunked", "reference"]
+LENGTHS = (13, 0, 24, 5)
+
+
+def cache(
+    T: int = 3, page: int = 5, H: int = 4, G: int = 2, K: int = 16, V: int = 24, M: int = 5,
+    lengths: tuple[int, ...] = LENGTHS, dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:  # fmt: skip
+    """Rows of these lengths in pages drawn at random; NaN in what no row holds, nonsense in the table's tail."""
+    draw = torch.Generator().manual_seed(0)
+    needed = [-(-n // page) for n in lengths]
+    P = sum(needed) + 2
+    order = torch.randperm(P, generator=draw).tolist()
+    table = torch.tensor([[-7, 10**6][n % 2] for n in range(len(lengths) * M)]).view(len(lengths), M).int()
+    k, v = (torch.full((P, page, G, D), torch.nan, dtype=dtype) for D in (K, V))
+    for row, length in enumerate(lengths):
+        for place in range(needed[row]):
+            number, rest = order.pop(), min(page, length - place * page)
+            table[row, place] = number
+            for pages in (k, v):
+                pages[number, :rest] = torch.randn(pages[number, :rest].shape, generator=draw).to(dtype)
+    q = torch.randn(len(lengths), T, H, K, generator=draw).to(dtype)
+    return {"q": q, "k_pages": k, "v_pages": v, "table": table, "lengths": torch.tensor(lengths)}
+
+
+def truth(inputs: dict[str, Any], window: int | None = None, **extra: Any) -> Tensor:
+    """Row by row, in float64, each with exactly its own keys."""
+    rows = []
+    for row, length in enumerate(inputs["lengths"].tolist()):
+        page = inputs["k_pages"].shape[1]
+        used = inputs["table"][row, : -(-length // page)].long()
+        k, v = (inputs[name][used].flatten(0, 1)[None, :length].double() for name in ("k_pages", "v_pages"))
+        q = inputs["q"][row : row + 1].double()
+        # Of fewer keys than tokens the first tokens are counted, as Lengths counts them.
+        mask: foci.Mask = foci.Causal() if length >= q.shape[1] else foci.Causal("top-left")
+        mask = mask if window is None else mask & foci.Window(window, None)
+        rows.append(foci.attention(q, k, v, mask=mask, backend="reference", **extra))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_it_is_attention_to_the_gathered_cache(backend: str | None) -> None:
+    for extra in ({}, {"softcap": 2.0, "scale": 0.3}, {"sink": torch.randn(4)}, {"window": 6}):
+        inputs = cache()
+        found = foci.attention_paged(**inputs, **extra, backend=backend)
+        assert found.shape == (4, 3, 4, 24) and bool((found[1] == 0).all() or "sink" in extra)
+        torch.testing.assert_close(found.double(), truth(inputs, **extra), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_token_of_one_key_head_and_long_rows(backend: str | None) -> None:
+    inputs = cache(T=1, page=16, H=4, G=1, M=40, lengths=(600, 1, 0))
+    found = foci.attention_paged(**inputs, backend=backend)
+    torch.testing.assert_close(found.double(), truth(inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_launch_once_or_twice() -> None:
+    pytest.importorskip("triton")
+    inputs = cache(T=1, page=16, M=8)
+    names = ("q", "k_pages", "v_pages", "table", "lengths")
+    meta = {name: torch.empty_like(inputs[name], device="meta") for name in names}
+    call = paged._bound(paged._Tensors(**meta, sink=None), None, None, None)
+    for M, kernels in ((8, 1), (2048, 2)):
+        with tune.recording(tune.TARGETS["sm_90"]) as launches:
+            gpu.forward_paged(call, torch.empty(4, M, dtype=torch.int32, device="meta"))
+        assert len(launches) == kernels
+
+
+WRONG = {
+    "attention_paged: lengths[0] is 26; expected 0 to 25, what 5 pages of 5 hold": {"lengths": [26, 0, 24, 5]},
+    "attention_paged: table[0, 1] is 99; expected 0 to": {"table": (0, 1, 99)},
+    "attention_paged: lengths must be an int32 or int64 tensor, got torch.float32": {"lengths": [1.0, 0.0, 2.0, 3.0]},
+    "attention_paged: lengths has shape [3] for [B], so B would be 3; q says B=4": {"lengths": [1, 2, 3]},
+    "attention_paged: k_pages has 3 heads but q has 4": {"G": 3},
+    "attention_paged: q, k_pages, v_pages have dtypes torch.float32, torch.float16, torch.float32": {"half": True},
+    "softcap must be a positive finite number, got -1": {"softcap": -1.0},
+    "Window: left must be a non-negative int or None, got -2": {"window": -2},
+    "unknown backend 'paged'": {"backend": "paged"},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_does_not_fit_is_named(message: str) -> None:
+    change = dict(WRONG[message])
+    inputs = cache(G=change.pop("G", 2))
+    if "lengths" in change:
+        inputs["lengths"] = torch.tensor(change.pop("lengths"))
+    if "table" in change:
+        row, place, page = change.pop("table")
+        inputs["table"][row, place] = page
+    if change.pop("half", False):
+        inputs["k_pages"] = inputs["k_pages"].half()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        foci.attention_paged(**inputs, **change)
+
+
+def test_it_says_that_it_has_no_gradient() -> None:
+    inputs = cache()
+    inputs["q"].requires_grad_()
+    with pytest.raises(foci.Unsupported, match="no gradient"):
+        foci.attention_paged(**inputs)
+    with torch.no_grad():
+        assert not foci.attention_paged(**inputs).requires_grad
+
+
+def test_a_named_backend_never_falls_back() -> None:
+    assert not interpreting()
+    with pytest.raises(foci.Unsupported, match="needs a GPU"):
+        foci.attention_paged(**cache(), backend="triton")
+    with pytest.raises(foci.Unsupported, match="aten"):
+        foci.attention_paged(**cache(), softcap=1.0, backend="aten")
