@@ -54,6 +54,7 @@ class Found:
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    seconds: float = 0.0  # of a processor, for all compilations
 
 
 def backend_of(spec: Spec) -> ModuleType | None:
@@ -136,6 +137,7 @@ def measure(options: argparse.Namespace) -> Found:
         target = TARGETS[names["target"]]
         record = records[identity(launch, target)]
         row = names | {key: value for key, value in record.items() if key not in ("seconds", "dots")}
+        found.seconds += record.get("seconds", 0.0)
         key = json.dumps(row)
         if key in seen:
             next(other for other in found.rows if other["key"] == key)["launches"] += 1
@@ -234,7 +236,8 @@ def main() -> int:
         found.wrong = check(found)
     else:
         print("\n".join(sentence(row) for row in found.rows))
-    print("\n".join(["", *found.wrong]) if found.wrong else f"{len(found.rows)} kernels, nothing wrong")
+    print("\n".join(["", *found.wrong, ""]) if found.wrong else "nothing wrong")
+    print(f"{len(found.rows)} kernels, {found.seconds:.0f} s of compilation on one processor")
     return 1 if found.wrong else 0
 
 

@@ -1,0 +1,109 @@
+"""benchmarks/kernels.py: what it calls wrong is called wrong, and its table says what was compiled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import kernels_compile, kernels_page
+
+from foci.core.tune import TARGETS
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = '''"""Kernels that are good and bad on purpose."""
+import torch, triton, triton.language as tl
+from foci.core.tune import Config, launch
+
+@triton.jit
+def product(x_ptr, out_ptr, stride, N: tl.constexpr):
+    r = tl.arange(0, N)
+    x = tl.load(x_ptr + r[:, None] * stride + r[None, :])
+    tl.store(out_ptr + r[:, None] * stride + r[None, :], tl.dot(x, x))
+
+for N, warps in {sizes}:
+    x = torch.empty(N, N, dtype=torch.bfloat16, device="meta")
+    launch(product, (1,), x, x, N, N=N, config=Config({{}}, warps, 1))
+'''
+ROW = {
+    "operator": "linear", "variant": "GLA", "direction": "forward", "kernel": "walk", "target": "sm_90",
+    "meta": {"N": 16}, "registers": 128, "spills": 0, "stack": 0, "shared": 49152, "tensor": 0, "warps": 4,
+    "launches": 1, "instructions": {"wgmma": 4, "cp.async": 8},
+}  # fmt: skip
+
+
+def compiled(folder: Path, sizes: list[tuple[int, int]], *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "planted.py").write_text(SCRIPT.format(sizes=sizes))
+    command = [sys.executable, str(ROOT / "benchmarks" / "kernels.py"), "--script", str(folder / "planted.py"), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+
+
+def test_a_good_kernel_is_compiled_for_every_target_in_a_process_of_its_own(tmp_path: Path) -> None:
+    done = compiled(tmp_path, [(64, 4)], "--out", "lines.jsonl")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for target, instruction in zip(TARGETS, ("mma", "wgmma", "tcgen05", "mma", "mfma"), strict=True):
+        line = next(line for line in done.stdout.split("\n") if line.startswith(target))
+        following = done.stdout.split(line)[1].strip().splitlines()[0]
+        assert instruction in following, done.stdout
+    assert len((tmp_path / "lines.jsonl").read_text().splitlines()) == 1 + len(TARGETS)
+
+
+def test_a_spill_is_wrong_and_said_with_the_configuration(tmp_path: Path) -> None:
+    done = compiled(tmp_path, [(128, 1)], "--target", "sm_90")
+    assert done.returncode == 1
+    assert "script, planted: product on sm_90: spills " in done.stdout
+    assert "(N 128, num_warps 1, num_stages 1)" in done.stdout
+
+
+def test_limits_of_a_target_and_a_missing_instruction_are_faults() -> None:
+    record = {"shared": 101_376, "tensor": 512, "dots": 1, "instructions": {"mma": 3}}
+    sm_120 = TARGETS["sm_120"]
+    assert kernels_compile.faults(record, sm_120) == []
+    assert kernels_compile.faults(record | {"shared": 131_072}, sm_120) == [
+        "131072 bytes of shared memory, the target has 101376"
+    ]
+    assert kernels_compile.faults(record | {"tensor": 576}, sm_120) == ["576 columns of tensor memory, there are 512"]
+    empty = record | {"instructions": {"cp.async": 3}}
+    assert "has no matrix instruction" in kernels_compile.faults(empty, sm_120)[0]
+    assert kernels_compile.faults(empty | {"dots": 0}, sm_120) == []
+    assert kernels_compile.faults({"error": "the compiler died"}, sm_120) == ["the compiler died"]
+
+
+def test_what_does_not_compile_is_said_with_its_reason(tmp_path: Path) -> None:
+    done = compiled(tmp_path, [(48, 4)], "--target", "sm_90")
+    assert done.returncode == 1
+    assert "script, planted: product on sm_90: CompilationError" in done.stdout
+    assert "power of 2" in done.stdout
+
+
+def table(*rows: dict[str, Any]) -> str:
+    text = f"# Page\n\nbefore\n\n{kernels_page.BEGIN}\nold\n{kernels_page.END}\n\nafter\n"
+    return kernels_page.page(text, list(rows), "3.7.1", {("walk", "sm_80"): "four bytes, outside the loop"})
+
+
+def test_the_page_has_a_row_a_kernel_and_a_column_a_target() -> None:
+    spilled = ROW | {"target": "sm_80", "spills": 4, "instructions": {"mma": 2}}
+    text = table(ROW, spilled)
+    assert "old" not in text
+    assert text.startswith("# Page\n\nbefore\n") and text.endswith("\nafter\n")
+    row = next(line for line in text.splitlines() if "`walk`" in line)
+    assert "128, **spills 4 B**, 48 K, mma | 128, 48 K, wgmma cp.async | not launched" in row
+    assert "- `walk` on sm_80: four bytes, outside the loop" in text
+    assert table(ROW).count("four bytes") == 0
+
+
+def test_the_page_is_made_from_itself_again() -> None:
+    text = table(ROW)
+    assert kernels_page.page(text, [ROW], "3.7.1", {}) == text
+
+
+def test_tables_differ_by_what_is_compiled_not_by_what_is_counted() -> None:
+    assert kernels_page.differences([ROW], [ROW | {"instructions": {"wgmma": 5, "cp.async": 9}}]) == []
+    changed = ROW | {"registers": 255, "spills": 8, "instructions": {"mma": 4}}
+    where = "linear, GLA, forward: walk on sm_90: "
+    assert kernels_page.differences([ROW], [changed]) == [
+        f"{where}registers 128 -> 255, spills 0 -> 8, instructions wgmma cp.async -> mma"
+    ]
+    assert kernels_page.differences([ROW], []) == [f"{where}is gone"]
+    assert kernels_page.differences([], [ROW]) == [f"{where}is new"]
