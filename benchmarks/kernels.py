@@ -69,6 +69,11 @@ def launches_of(specimen: Specimen, module: ModuleType, target: str) -> Iterator
     """(direction, launch) for all that a forward and a backward of this call would launch."""
     spec = SPECS[specimen.operator]
     assert spec.bind is not None and spec.outputs is not None
+    if specimen.run is not None:
+        with recording(TARGETS[target]) as seen:
+            specimen.run(**specimen.make(specimen.dtype))
+        yield from (("step", launch) for launch in seen)
+        return
     call = spec.bind(**specimen.make(specimen.dtype))
     keeps = hasattr(module, "kept")
     with recording(TARGETS[target]) as seen:
@@ -130,6 +135,7 @@ def measure(options: argparse.Namespace) -> Found:
     launches = [(names, launch) for names, launch in launches if wanted(names, options.only)]
     if options.only:
         wrong = [line for line in wrong if any(word in line for word in options.only)]
+        wrong += [] if launches or wrong else [f"--only {' '.join(options.only)}: no kernel has such a name"]
     jobs = [(launch, TARGETS[names["target"]]) for names, launch in launches]
     records = compile_all(jobs, CACHE, workers=options.workers, tell=say)
     found, seen = Found(wrong=wrong), set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foci.ops import SPECS
 from foci.ops.masks import Band, Causal, Dense, Lengths, Mask, Packed, Window
 
 T = 4096  # no kernel depends on how many tokens there are, but on 16 dividing it
@@ -17,13 +19,17 @@ DOCUMENTS = 8
 
 @dataclass(frozen=True)
 class Specimen:
-    """One call, on tensors without memory. `main`: it is compiled in CI and stands on the page."""
+    """One call, on tensors without memory. `main`: it is compiled in CI and stands on the page.
+
+    `run` takes what `make` makes, for what is no forward and backward of a Spec: decoding.
+    """
 
     operator: str
     name: str
     make: Callable[[torch.dtype], dict[str, Any]]
     dtype: torch.dtype = torch.bfloat16
     main: bool = True
+    run: Callable[..., object] | None = None
 
     @property
     def label(self) -> str:
@@ -206,4 +212,54 @@ _SCANS = (
     *_rest("selective_scan", {"N=128": selective(N=128, D=1024), "N=1": selective(N=1)}),
     *_dtypes("selective_scan", "N=16", selective()),
 )
-SPECIMENS = (*_SOFTMAX, *_LINEAR, *_DELTA, *_SCANS)
+
+
+def one(*, K: int = 128, H: int = 16, beta: bool = False, channels: bool = False) -> Any:
+    """One token of linear attention or the delta rule: 32 rows, whose states lie in slots."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        made: dict[str, Any] = {name: empty(32, H, K, dtype=dtype) for name in ("q", "k", "v")}
+        made |= {"beta": empty(32, H)} if beta else {}
+        made |= {"state": empty(64, H, K, K), "scale": 0.1, "slots": empty(32, dtype=torch.int64)}
+        return made | {"log_decay": empty(32, H, K if channels else 1)}
+
+    return make
+
+
+def _paged(dtype: torch.dtype) -> dict[str, Any]:
+    """Eight rows of 256 pages of 16 keys."""
+    q, pages = empty(8, 1, 32, 128, dtype=dtype), empty(4096, 16, 8, 128, dtype=dtype)
+    call = SPECS["softmax"].bind(q, pages[:8], pages[:8])  # type: ignore[misc]
+    call = call._replace(k=pages, v=pages, kv_lengths=empty(8, dtype=torch.int64), causal_end=True)
+    return {"call": call, "table": empty(8, 256, dtype=torch.int32)}
+
+
+def _scan_step(dtype: torch.dtype) -> dict[str, Any]:
+    return {"x": empty(32, 2048, dtype=dtype), "log_decay": empty(32, 2048), "state": empty(32, 2048)}
+
+
+def _selective_step(dtype: torch.dtype) -> dict[str, Any]:
+    made: dict[str, Any] = {name: empty(32, 2048, dtype=dtype) for name in ("x", "dt")}
+    made |= {"A": empty(2048, 16), "B": empty(32, 16, dtype=dtype), "C": empty(32, 16, dtype=dtype)}
+    return made | {"state": empty(32, 2048, 16), "skip": empty(2048)}
+
+
+def later(module: str, function: str) -> Callable[..., object]:
+    """A function of a module that imports triton, when it is called."""
+    return lambda **named: getattr(importlib.import_module(f"foci.ops.{module}"), function)(**named)
+
+
+_STEPS = (
+    Specimen("softmax", "one token, paged", _paged, run=later("softmax.gpu", "forward_paged")),
+    Specimen("linear", "one token", one(), run=later("decay.kernels_triton_step", "step")),
+    Specimen("delta", "one token", one(beta=True), run=later("delta.kernels_triton_step", "step")),
+    Specimen(
+        "delta", "one token, KDA", one(beta=True, channels=True), main=False,
+        run=later("delta.kernels_triton_step", "step"),
+    ),
+    Specimen("scan", "one token", _scan_step, run=later("scan.kernels_triton", "step")),
+    Specimen(
+        "selective_scan", "one token", _selective_step, run=later("selective_scan.kernels_triton_forward", "step"),
+    ),
+)  # fmt: skip
+SPECIMENS = (*_SOFTMAX, *_LINEAR, *_DELTA, *_SCANS, *_STEPS)
