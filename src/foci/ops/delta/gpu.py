@@ -1,0 +1,78 @@
+"""Triton kernels: the GPU backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.core.spec import Output
+from foci.ops.delta.call import Call
+from foci.ops.gpu import CHUNK, chunks, unsuitable
+
+Gradients = tuple[Tensor | None, ...]
+
+
+def reasons(call: Call) -> list[str]:
+    *_, K, V, _ = call.sizes
+    return unsuitable(call.v, call.sizes, (K, V))
+
+
+def kept(call: Call) -> Output:
+    """One buffer of float32 for all that the backward reads (`_parts`); states in bfloat16 take half of their room."""
+    *_, H, K, V, _ = call.sizes
+    states = _slots(call) * H * K * V
+    if call.v.dtype == torch.bfloat16:
+        states = -(-states // 2)
+    return Output("kept", (sum(_counts(call)) + states,), torch.float32)
+
+
+def _counts(call: Call) -> tuple[int, int, int]:
+    """Elements of inverse, products and errors, whole lines of 16 bytes each; the states are behind them."""
+    B, T, _, H, _, V, _ = call.sizes
+    tokens = B * T * H
+    return tokens * CHUNK, tokens * CHUNK, -(-tokens * V // 4) * 4
+
+
+def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
+    """out [B,T,H,V] in v's dtype and the final state [N,H,K,V] in float32; `keep`: and what `kept` declares."""
+    from foci.ops.delta import kernels_triton_forward as kernels
+
+    call = _at_hand(call)
+    if not keep:
+        return kernels.forward(call, None, _slots(call))
+    buffer = kept(call).empty(call.v)
+    return (*kernels.forward(call, _parts(call, buffer), _slots(call)), buffer)
+
+
+def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: list[bool]) -> Gradients:
+    """Gradients of q, k, v, beta, log_decay, erase and state, None where not needed."""
+    from foci.ops.delta import kernels_triton_backward as kernels
+
+    call = _at_hand(call)
+    return kernels.backward(call, _parts(call, outputs[2]), grads, needs)
+
+
+def _slots(call: Call) -> int:
+    return chunks(call.v.shape[1], call.v.shape[0], call.offsets)
+
+
+def _at_hand(call: Call) -> Call:
+    """With offsets one after another in the memory of the GPU, where kernels read them."""
+    return call if call.offsets is None else call._replace(offsets=call.offsets.to(call.v.device).contiguous())
+
+
+def _parts(call: Call, buffer: Tensor) -> Any:
+    """The buffer's parts by name: states, errors, inverse and products."""
+    from foci.ops.delta.kernels_triton_forward import Parts, stored
+
+    B, T, _, H, K, V, _ = call.sizes
+    counts = _counts(call)
+    inverse, products, errors, states = buffer.split([*counts, buffer.numel() - sum(counts)])
+    return Parts(
+        states.view(stored(call.v.dtype))[: _slots(call) * H * K * V].view(-1, H, K, V),
+        errors[: B * T * H * V].view(B, T, H, V),
+        inverse.view(B, T, H, CHUNK),
+        products.view(B, T, H, CHUNK),
+    )

@@ -1,0 +1,324 @@
+"""Forward of the delta rule in Triton: the triangle of every chunk at once, then one walk through the chunks.
+
+With w = beta k, E and A the decayed products of erase keys and of scaled queries with w (E below the diagonal), and S
+the state at a chunk's start (chunked.py; tiles/gates.py: rise, fall, total):
+
+    X = (I + E)^-1;  d = X (v - (rise e) S);  o = A d + (scale rise q) S;  S <- total S + k^T (fall beta d)
+
+The first launch makes X and A. The second has S in registers and reads o from it at once, so that without a backward
+neither states nor errors d are ever written: half of what three launches would move. Where keys are alike, sums over d
+telescope and an error in one term does not cancel: X, A, d and all sums are float32, their products TF32 at least. Only
+what came in bfloat16, and states as an operand, are multiplied in it; a state is updated with d as the sum of two.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foci.core.tune import Config, Target, configure, launch, target_of
+from foci.tiles.gates import ends, load_gates, pairs_of_two, total, weights
+from foci.tiles.memory import load_tile, store_tile
+from foci.tiles.solve import inverse
+from foci.tiles.state import chunk_at, sequence, working
+
+CHUNK = 64
+
+
+class Parts(NamedTuple):
+    """What the forward leaves for the backward, as contiguous tensors."""
+
+    states: Tensor  # [slots,H,K,V] at each chunk's start (tiles/state.py: slot), as `stored`
+    errors: Tensor  # [B,T,H,V]: d
+    inverse: Tensor  # [B,T,H,64]: X, row t of its chunk, 0 past the sequence's end
+    products: Tensor  # [B,T,H,64]: A, with scale, decays and beta, 0 above the diagonal
+
+
+class Gated(NamedTuple):
+    """What gates make of a chunk's operands, for the walk; None where nothing decays."""
+
+    rise: Tensor | None  # per token: [B,T,H]
+    write: Tensor | None  # per token: [B,T,H], fall beta
+    total: Tensor | None  # [slots,H] or per channel [slots,H,K]
+    query: Tensor | None  # per channel: [B,T,H,K], rise q
+    erase: Tensor | None  # per channel: [B,T,H,K], rise e
+    key: Tensor | None  # per channel: [B,T,H,K], fall k; in bfloat16 [2,B,T,H,K], its rounding and what that left
+
+
+def stored(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype states are handed on: float16 would lose those that have decayed."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+def precision(dtype: torch.dtype, target: Target) -> str:
+    """Of products of float32 tiles: those of half inputs need the digits of TF32, which are float16's."""
+    return "ieee" if target.kind != "cuda" else "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+@triton.jit
+def chunks_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr,
+    X_ptr, A_ptr, rise_ptr, write_ptr, total_ptr, risen_q_ptr, risen_e_ptr, fallen_ptr,
+    q_strides, k_strides, e_strides, beta_strides, g_strides, scale, T, N, H, R, K, half,
+    PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """X and A of one chunk and head, and its operands with their decays in them."""
+    h = (tl.program_id(0) % H).to(tl.int64)
+    n, b, t0, stop, slot = chunk_at(offsets_ptr, tl.program_id(0) // H, N, T, CHUNK)
+    if n < 0:
+        return
+    row = tl.cast(b, tl.int64)
+    q_ptr += row * q_strides[0] + h // R * q_strides[2]
+    k_ptr += row * k_strides[0] + h // R * k_strides[2]
+    if e_ptr is not None:
+        e_ptr += row * e_strides[0] + h // R * e_strides[2]
+    if g_ptr is not None:
+        g_ptr += row * g_strides[0] + h * g_strides[2]
+    A = tl.zeros([CHUNK, CHUNK], tl.float32)
+    E = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
+        k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
+        e = k
+        if e_ptr is not None:
+            e = working(load_tile(e_ptr, t0, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_K))
+        if PER_CHANNEL:
+            g = load_tile(g_ptr, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+            q, k, e = q.to(tl.float32), k.to(tl.float32), e.to(tl.float32)
+            A, E = pairs_of_two(A, E, q, e, k, g, PRECISION)
+            rise, fall = ends(g)
+            there = (row * T * H + h) * K
+            store_tile(risen_q_ptr + there, q * rise, t0, stop, H * K, k0, K, 1)
+            store_tile(risen_e_ptr + there, e * rise, t0, stop, H * K, k0, K, 1)
+            fallen = k * fall
+            store_tile(fallen_ptr + there, fallen, t0, stop, H * K, k0, K, 1)
+            if fallen_ptr.dtype.element_ty == tl.bfloat16:
+                lost = fallen - fallen.to(tl.bfloat16).to(tl.float32)
+                store_tile(fallen_ptr + half + there, lost, t0, stop, H * K, k0, K, 1)
+            c = k0 + tl.arange(0, BLOCK_K)
+            tl.store(total_ptr + (slot * H + h) * K + c, total(g), mask=c < K)
+        else:
+            A = tl.dot(q, tl.trans(k), A, input_precision=PRECISION)
+            E = tl.dot(e, tl.trans(k), E, input_precision=PRECISION)
+    t, at = tl.arange(0, CHUNK), t0 + tl.arange(0, CHUNK)
+    beta_ptr += row * beta_strides[0] + h * beta_strides[2]
+    beta = tl.load(beta_ptr + at.to(tl.int64) * beta_strides[1], mask=at < stop, other=0.0).to(tl.float32)
+    if not PER_CHANNEL:
+        if g_ptr is None:
+            A = tl.where(t[:, None] >= t[None, :], A, 0.0)
+        else:
+            g = load_gates(g_ptr, t0, stop, g_strides[1], CHUNK)
+            W = weights(g)
+            A, E = A * W, E * W
+            rise, fall = ends(g)
+            token = (row * T + at) * H + h
+            tl.store(rise_ptr + token, rise, mask=at < stop)
+            tl.store(write_ptr + token, fall * beta, mask=at < stop)
+            tl.store(total_ptr + slot * H + h, total(g))
+    there = (row * T * H + h) * CHUNK
+    store_tile(A_ptr + there, A * (scale * beta)[None, :], t0, stop, H * CHUNK, 0, CHUNK, 1)
+    # What is past the end has no key, so that X is there the unit matrix's and 0 beside it.
+    X = inverse(E * beta[None, :], PRECISION)
+    store_tile(X_ptr + there, X, t0, stop, H * CHUNK, 0, CHUNK, 1)
+
+
+@triton.jit
+def first_state(ptr, strides, K, v0, V, TILES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns v0.. of a state [K,V], as a tuple of tiles of BLOCK_K rows each; zeros without one."""
+    S = ()
+    for i in tl.static_range(TILES):
+        if ptr is None:
+            S += (tl.zeros([BLOCK_K, BLOCK_V], tl.float32),)  # type: ignore[assignment]
+        else:
+            tile = load_tile(ptr, i * BLOCK_K, K, strides[2], v0, V, strides[3], BLOCK_K, BLOCK_V)
+            S += (tile.to(tl.float32),)  # type: ignore[assignment]
+    return S
+
+
+@triton.jit
+def added(S, k, d, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """S + k^T d for d in float32; where k is bfloat16, d as the sum of two."""
+    if k.dtype == tl.bfloat16:
+        high = d.to(tl.bfloat16)
+        S = tl.dot(tl.trans(k), (d - high.to(tl.float32)).to(tl.bfloat16), S)
+        S = tl.dot(tl.trans(k), high, S)
+    else:
+        S = tl.dot(tl.trans(k), d, S, input_precision=PRECISION)
+    return S
+
+
+@triton.jit
+def walk_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, e_ptr, v_ptr, X_ptr, A_ptr, rise_ptr, write_ptr, total_ptr, state_ptr, offsets_ptr,
+    out_ptr, final_ptr, errors_ptr, states_ptr,
+    q_strides, k_strides, e_strides, v_strides, write_strides, state_strides, scale, T, H, R, K, V, half,
+    PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_V columns of one head's state through one sequence, and what its tokens read.
+
+    Per channel q, k and e come decayed (in bfloat16 k in two, `half` apart), with as many heads as v.
+    """
+    v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
+    rest = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
+    h, n = (rest % H).to(tl.int64), (rest // H).to(tl.int64)
+    b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
+    row, head = tl.cast(b, tl.int64), (h if PER_CHANNEL else h // R)
+    q_ptr += row * q_strides[0] + head * q_strides[2]
+    k_ptr += row * k_strides[0] + head * k_strides[2]
+    if e_ptr is not None:
+        e_ptr += row * e_strides[0] + head * e_strides[2]
+    v_ptr += row * v_strides[0] + h * v_strides[2]
+    write_ptr += row * write_strides[0] + h * write_strides[2]
+    tokens = row * T * H + h
+    if state_ptr is not None:
+        state_ptr += n * state_strides[0] + h * state_strides[1]
+    S = first_state(state_ptr, state_strides, K, v0, V, TILES, BLOCK_K, BLOCK_V)
+    for t0 in range(start, stop, CHUNK):
+        there = (slot + (t0 - start) // CHUNK) * H + h
+        at = t0 + tl.arange(0, CHUNK)
+        read = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+        o = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+        for i in tl.static_range(TILES):
+            k0 = i * BLOCK_K
+            q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
+            if e_ptr is None:
+                e = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
+            else:
+                e = working(load_tile(e_ptr, t0, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_K))
+            operand = S[i].to(q.dtype)
+            if states_ptr is not None:
+                store_tile(states_ptr + there * K * V, operand, k0, K, V, v0, V, 1)
+            read = tl.dot(e, operand, read, input_precision=PRECISION)
+            o = tl.dot(q, operand, o, input_precision=PRECISION)
+        if rise_ptr is not None:
+            rise = tl.load(rise_ptr + tokens + at.to(tl.int64) * H, mask=at < stop, other=0.0)
+            read, o = read * rise[:, None], o * rise[:, None]
+        X = load_tile(X_ptr + tokens * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
+        A = load_tile(A_ptr + tokens * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
+        v = load_tile(v_ptr, t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V).to(tl.float32)
+        d = tl.dot(X, v - read, input_precision=PRECISION)
+        o = tl.dot(A, d, o * scale, input_precision=PRECISION)
+        store_tile(out_ptr + tokens * V, o, t0, stop, H * V, v0, V, 1)
+        if errors_ptr is not None:
+            store_tile(errors_ptr + tokens * V, d, t0, stop, H * V, v0, V, 1)
+        write = tl.load(write_ptr + at.to(tl.int64) * write_strides[1], mask=at < stop, other=0.0).to(tl.float32)
+        d *= write[:, None]
+        ahead = ()
+        for i in tl.static_range(TILES):
+            k0 = i * BLOCK_K
+            k = e
+            if e_ptr is not None or TILES > 1:
+                k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
+            now = S[i]
+            if PER_CHANNEL:
+                c = k0 + tl.arange(0, BLOCK_K)
+                now *= tl.load(total_ptr + there * K + c, mask=c < K, other=0.0)[:, None]
+                if k.dtype == tl.bfloat16:
+                    lost = load_tile(k_ptr + half, t0, stop, k_strides[1], k0, K, 1, CHUNK, BLOCK_K)
+                    now = tl.dot(tl.trans(lost), d.to(tl.bfloat16), now)
+            elif total_ptr is not None:
+                now *= tl.load(total_ptr + there)
+            ahead += (added(now, k, d, PRECISION),)  # type: ignore[assignment]
+        S = ahead
+    for i in tl.static_range(TILES):
+        store_tile(final_ptr + (n * H + h) * K * V, S[i], i * BLOCK_K, K, V, v0, V, 1)
+
+
+def chunks_rule(dtype: torch.dtype, K: int, per_channel: bool, target: Target) -> Config:
+    """Blocks of channels that leave room for what the pairs of each level need."""
+    wide = dtype == torch.bfloat16 and not per_channel and target.shared > 100_000
+    return Config({"BLOCK_K": side(K, 64 if wide else 32)}, warps=8, stages=2 if wide else 1)
+
+
+def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, target: Target) -> Config:
+    """Columns of the state as many as registers hold, fewer where few heads would leave processors idle.
+
+    In two stages where what a chunk loads (`tiles` of all its channels, X, A and v) fits twice into shared memory; else
+    in one, with the channels in blocks.
+    """
+    k, v = side(K, 512), side(V, 64)
+    if dtype == torch.bfloat16 and target.kind == "cuda":
+        v = min(v, max(16, 4096 // k))
+        while v > 16 and 2 * heads * -(-V // v) <= target.processors:
+            v //= 2
+        while v >= 16:
+            chunk = 2 * tiles * CHUNK * k + 8 * CHUNK * CHUNK + 2 * CHUNK * v
+            if 2 * chunk + 2 * k * v + 4 * CHUNK * v <= target.shared:
+                return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=4, stages=2)
+            v //= 2
+    few = dtype == torch.bfloat16 and tiles == 2
+    return Config({"BLOCK_K": min(k, 64 if few else 32), "BLOCK_V": 16}, warps=8, stages=1)
+
+
+def side(size: int, most: int) -> int:
+    """The power of two that holds a head's channels, or `most` of them; products want 16 at least."""
+    return min(most, max(16, triton.next_power_of_2(size)))
+
+
+def strides(x: Tensor | None) -> tuple[int, ...] | None:
+    """With 0 for what is broadcast: a tensor of one entry may have any stride there."""
+    return None if x is None else tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
+
+
+def forward(call: Any, parts: Parts | None, slots: int) -> tuple[Tensor, Tensor]:
+    """out [B,T,H,V] and the final state [N,H,K,V]; `parts`, if given, is filled for the backward."""
+    B, T, _, H, K, V, N = call.sizes
+    v, beta, target = call.v, call.beta, target_of(call.v.device)
+    if parts is None:
+        inverse, products = torch.empty(2, B, T, H, CHUNK, dtype=torch.float32, device=v.device).unbind()
+    else:
+        inverse, products = parts.inverse, parts.products
+    gated = chunks(call, inverse, products, slots, target)
+    out = torch.empty(B, T, H, V, dtype=v.dtype, device=v.device)
+    final = torch.empty(N, H, K, V, dtype=torch.float32, device=v.device)
+    q, k, e = (call.q, call.k, call.erase) if gated.key is None else (gated.query, gated.key, gated.erase)
+    write = beta if gated.write is None else gated.write
+    assert q is not None and k is not None
+    tiles = 2 if gated.key is None and e is None else 3 if stored(v.dtype) != torch.bfloat16 or gated.key is None else 4
+    rule = partial(walk_rule, v.dtype, K, V, N * H, tiles)
+    vary = {"BLOCK_V": (16, 32, 64)} if v.dtype == torch.bfloat16 else {}
+    walk = configure("delta_walk", (v.dtype, K, V, tiles), rule, target, vary)
+    launch(
+        walk_kernel,
+        (N * H * -(-V // walk["BLOCK_V"]),),
+        q, k, e, v, inverse, products, gated.rise, write, gated.total, call.state, call.offsets,
+        out, final, *((None, None) if parts is None else (parts.errors, parts.states)),
+        q.stride(), k.stride()[-4:], strides(e), v.stride(), write.stride(), strides(call.state),
+        call.scale, T, H, H // call.q.shape[2], K, V, B * T * H * K,
+        config=walk, PER_CHANNEL=gated.key is not None, PRECISION=precision(v.dtype, target), CHUNK=CHUNK,
+        TILES=-(-K // walk["BLOCK_K"]),
+    )  # fmt: skip
+    return out, final
+
+
+def chunks(call: Any, inverse: Tensor, products: Tensor, slots: int, target: Target) -> Gated:
+    """The first launch: fills `inverse` and `products`; and what it makes of gates."""
+    B, T, G, H, K, _, N = call.sizes
+    v, g = call.v, call.log_decay
+    per_channel = g is not None and g.shape[3] > 1
+    gated = Gated(None, None, None, None, None, None)
+    if per_channel:
+        total = torch.empty(slots, H, K, dtype=torch.float32, device=v.device)
+        halves = 2 if stored(v.dtype) == torch.bfloat16 else 1
+        made = torch.empty(2 + halves, B, T, H, K, dtype=stored(v.dtype), device=v.device)
+        gated = Gated(None, None, total, made[0], made[1], made[2:])
+    elif g is not None:
+        rise, write = torch.empty(2, B, T, H, dtype=torch.float32, device=v.device).unbind()
+        gated = Gated(rise, write, torch.empty(slots, H, dtype=torch.float32, device=v.device), None, None, None)
+    rule = partial(chunks_rule, v.dtype, K, per_channel)
+    launch(
+        chunks_kernel,
+        (slots * H,),
+        call.q, call.k, call.erase, call.beta, g, call.offsets, inverse, products, *gated,
+        call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(g),
+        call.scale, T, N, H, H // G, K, B * T * H * K,
+        config=configure("delta_chunks", (v.dtype, K, per_channel), rule, target),
+        PER_CHANNEL=per_channel, PRECISION=precision(v.dtype, target), CHUNK=CHUNK,
+    )  # fmt: skip
+    return gated

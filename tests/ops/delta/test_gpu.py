@@ -1,0 +1,47 @@
+"""The GPU backend's reasons, and the buffer it keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from foci.core.tune import interpreting
+from foci.ops.delta import gpu
+from foci.ops.delta.call import Call, bind
+from foci.ops.gpu import chunks
+
+
+def call(dtype: torch.dtype = torch.float32, K: int = 8, V: int = 5, **options: Any) -> Call:
+    q = torch.zeros(1, 70, 3, K, dtype=dtype)
+    return bind(q, q, torch.zeros(1, 70, 3, V, dtype=dtype), torch.zeros(1, 70, 3), **options)
+
+
+@pytest.mark.skipif(interpreting(), reason="Triton's interpreter runs on the CPU")
+def test_it_wants_a_gpu_and_says_so() -> None:
+    assert gpu.reasons(call()) == ["it needs a GPU, the tensors are on cpu"]
+
+
+def test_what_no_kernel_computes_is_refused() -> None:
+    assert "float64 is not supported" in gpu.reasons(call(torch.float64))
+    assert "heads wider than 512 are not supported" in gpu.reasons(call(K=513))
+    assert "heads wider than 512 are not supported" in gpu.reasons(call(V=513))
+    assert "there is nothing to compute: a size is 0" in gpu.reasons(call(V=0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("offsets", [None, (0, 1, 1, 70)])
+def test_the_kept_buffer_has_room_for_its_parts_and_no_more(dtype: torch.dtype, offsets: Any) -> None:
+    pytest.importorskip("triton")
+    one = call(dtype, 7, 5, offsets=None if offsets is None else torch.tensor(offsets))
+    buffer = gpu.kept(one).empty(one.v)
+    parts = gpu._parts(one, buffer)
+    slots = chunks(70, 1, one.offsets)
+    assert parts.states.shape == (slots, 3, 7, 5) and parts.errors.shape == (1, 70, 3, 5)
+    assert parts.inverse.shape == parts.products.shape == (1, 70, 3, 64)
+    assert parts.states.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+    size = sum(part.numel() * part.element_size() for part in parts)
+    assert 0 <= 4 * buffer.numel() - size < 16
+    starts = sorted(part.data_ptr() - buffer.data_ptr() for part in parts)
+    assert starts[0] == 0 and all(start % 16 == 0 for start in starts)
