@@ -122,20 +122,25 @@ def _rule(target: Target, size: int, widths: tuple[int, int], few: int, laden: i
     q, k and v are read or made for every pair (2: two or more).
     """
     roomy = target.shared > 160_000
-    BLOCK_K, BLOCK_V = (min(width, (512 if roomy else 256) // size) for width in widths)
+    wgmma = target.kind == "cuda" and target.arch in (90, 100)  # products that leave their operands in shared memory
+    full = (512 if roomy else 256) // size
+    if size == 4 and max(widths) > full:
+        full = 64
+    BLOCK_K, BLOCK_V = (min(width, full) for width in widths)
     width = max(BLOCK_K, BLOCK_V) * size // 2  # in numbers of two bytes
+    many = laden > (1 if wgmma else 0)
     if size == 4:  # three products of TF32 take the registers of three
-        BLOCK_T, BLOCK_S = (128, 64) if width <= 128 and not laden and roomy else (32, 32)
+        BLOCK_T, BLOCK_S = (128, 64) if max(widths) <= 64 and wgmma and not laden else (32, 32)
     elif width <= 64:
-        BLOCK_T, BLOCK_S = (64 if laden > 1 else 128), (128 if roomy and not laden else 64)
+        BLOCK_T, BLOCK_S = 64 if many else 128, (128 if wgmma else 64) // (2 if laden else 1)
     elif width <= 128:
-        BLOCK_T, BLOCK_S = (64 if laden > 1 else 128), (32 if laden else 64)
+        BLOCK_T, BLOCK_S = 64 if many else 128, 32 if laden else 64
     else:
-        BLOCK_T, BLOCK_S = (32 if laden > 1 else 64), (32 if laden else 64)
-    warps = 8 if BLOCK_T == 128 or width > 128 or size == 4 else 4
+        BLOCK_T, BLOCK_S = 32 if many else 64, 32 if laden else 64
+    stages = 1 if size == 4 and max(widths) > full else 3 if width <= 128 and roomy else 2
+    warps = 8
     if few < BLOCK_T:
-        BLOCK_T, warps = few, warps if few == 64 or size == 4 else 4
-    stages = 3 if width <= 128 and roomy else 2
+        BLOCK_T, warps = few, 4 if few < 64 and size == 2 and width <= 128 else 8
     return Config({"BLOCK_T": BLOCK_T, "BLOCK_S": BLOCK_S, "BLOCK_K": BLOCK_K, "BLOCK_V": BLOCK_V}, warps, stages)
 
 
