@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from foci.core.tune import TARGETS
 from foci.ops import gpu
 from foci.ops.gpu import CHUNK, chunks, unsuitable
 
@@ -40,6 +42,25 @@ def test_every_reason_is_given_at_once(interpreted: bool) -> None:
 def test_the_interpreter_is_wrong_in_bfloat16(interpreted: bool) -> None:
     found = unsuitable(torch.ones(1, dtype=torch.bfloat16), (1,), (64,))
     assert found == (["Triton's interpreter computes bfloat16 wrongly"] if interpreted else [NO_GPU])
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "expected"),
+    [("sm_80", 75, ["sm_75 is older than sm_80, the oldest that kernels are compiled and tested for"])]
+    + [(name, target.arch, []) for name, target in TARGETS.items()],
+)
+def test_gpus_older_than_those_compiled_for_are_refused(
+    name: str, arch: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    like = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float16)
+    monkeypatch.setattr(gpu, "interpreting", lambda: False)
+    monkeypatch.setattr(gpu, "target_of", lambda device: TARGETS[name]._replace(arch=arch))
+    assert unsuitable(like, (1,), (64,)) == expected  # type: ignore[arg-type]
+
+
+def test_a_step_takes_plain_float32_states_on_a_gpu() -> None:
+    assert not gpu.steps(torch.zeros(2, 3, 8, 8))
+    assert not gpu.steps(torch.zeros(2, 3, 8, 8, device="meta"))
 
 
 def test_the_compiler_traces_through_the_reasons() -> None:

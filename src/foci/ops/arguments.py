@@ -151,20 +151,23 @@ def spread(x: Tensor, H: int, dim: int) -> Tensor:
     return x if x.shape[dim] == H else x.repeat_interleave(H // x.shape[dim], dim=dim)
 
 
-_STEP = {"q": "BGK", "k": "BGK", "erase": "BGK", "v": "BHV", "beta": "BH", "bonus": "HK", "state": "BHKV"}
+_STEP = {
+    "q": "BGK", "k": "BGK", "erase": "BGK", "v": "BHV", "beta": "BH", "bonus": "HK", "state": "BHKV", "slots": "B",
+}  # fmt: skip
 
 
 def bind_step(operator: str, tensors: dict[str, Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of one step in one dtype, or what is wrong with its arguments. log_decay's shape has its own check."""
     sizes: dict[str, int] = {}
+    slotted = tensors.get("slots") is not None
     for name, tensor in tensors.items():
-        if tensor is None and name in ("erase", "bonus", "log_decay"):
+        if tensor is None and name in ("erase", "bonus", "log_decay", "slots"):
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{operator}: {name} must be a tensor, got {tensor!r}")
         if name == "log_decay":
             continue
-        letters = _STEP[name]
+        letters = "MHKV" if slotted and name == "state" else _STEP[name]
         if tensor.dim() != len(letters) or any(
             sizes.setdefault(letter, size) != size for letter, size in zip(letters, tensor.shape, strict=True)
         ):
@@ -172,7 +175,9 @@ def bind_step(operator: str, tensors: dict[str, Tensor | None]) -> tuple[Tensor,
             raise ShapeError(f"{operator}: {name} has shape {list(tensor.shape)}; expected [{known}]")
     check_heads(operator, sizes)
     q, k, v = common_dtype(operator, {name: x for name, x in tensors.items() if name in "qkv" and x is not None})
-    check_step(operator, v, tensors)
+    check_step(operator, v, {name: x for name, x in tensors.items() if name != "slots"})
+    if slotted:
+        check_slots(operator, tensors["slots"], v, sizes["M"])
     return q, k, v
 
 
@@ -189,6 +194,52 @@ def check_step(operator: str, like: Tensor, tensors: Mapping[str, Tensor | None]
             f"{operator}: it has no gradients, because it changes its state in place; use torch.no_grad(), or "
             f"{operator.removesuffix('_step')} with T=1"
         )
+
+
+def check_slots(operator: str, slots: Tensor | None, like: Tensor, M: int) -> None:
+    """Whole numbers from -1 (a row of padding) to M - 1; on a GPU, whose values would be waited for, any."""
+    assert slots is not None
+    if M == 0:
+        raise ShapeError(f"{operator}: state has no slots: M=0; expected at least 1")
+    if slots.dtype not in _INTEGERS:
+        raise ValueError(f"{operator}: slots must be int32 or int64, got {short(slots.dtype)}")
+    if slots.device != like.device:
+        raise ValueError(f"{operator}: slots is on {slots.device}; expected {like.device}, where the others are")
+    if not plain(slots) or slots.device.type != "cpu":
+        return
+    if wrong := [slot for slot in slots.tolist() if not -1 <= slot < M]:
+        raise ValueError(
+            f"{operator}: slots holds {wrong[0]}; expected -1 (padding) to {M - 1}, the last of {M} states"
+        )
+
+
+def plain(x: Tensor) -> bool:
+    """Whether a tensor's memory may be touched directly: no one is tracing, watching or transforming."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return False
+    watched = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0
+    return not watched and torch._C._functorch.maybe_current_level() is None
+
+
+class Slots:
+    """Rows' states taken from `state` [M, ..] and put back: row b has state[slots[b]]; one outside 0.. M is padding.
+
+    Without a size that depends on values: a row of padding writes what the first other row writes, to the same place.
+    """
+
+    def __init__(self, state: Tensor, slots: Tensor) -> None:
+        self.all, self.valid = state, (slots >= 0) & (slots < state.shape[0])
+        first = self.valid.int().argmax().view(1)
+        place = torch.where(self.valid, slots, 0).long()
+        self.rows = torch.where(self.valid, torch.arange(len(slots), device=slots.device), first)
+        self.place = place[self.rows]
+        self.state = state[self.place]
+
+    def put(self, out: Tensor) -> Tensor:
+        """Write the rows' states back; `out` [B, ..] with zeros for padding."""
+        anything = self.valid[self.rows].view(-1, *[1] * (self.all.dim() - 1))
+        self.all[self.place] = torch.where(anything, self.state[self.rows], self.all[self.place])
+        return torch.where(self.valid.view(-1, *[1] * (out.dim() - 1)), out, 0)
 
 
 def write(state: Tensor, decay: Tensor | None, key: Tensor, value: Tensor) -> None:

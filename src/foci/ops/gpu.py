@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foci.core.tune import interpreting
-from foci.ops.arguments import short
+from foci.core.device import installed
+from foci.core.tune import interpreting, target_of
+from foci.ops.arguments import plain, short
 
 CHUNK = 64  # tokens a chunk of the recurrences has in every kernel
 WIDEST = 512
@@ -20,6 +21,8 @@ def unsuitable(like: Tensor, sizes: Sequence[int], widths: Sequence[int]) -> lis
     found = []
     if like.device.type != "cuda" and not (interpreting() and like.device.type == "cpu"):
         found.append(f"it needs a GPU, the tensors are on {like.device.type}")
+    elif like.device.type == "cuda" and (target := target_of(like.device)).kind == "cuda" and target.arch < 80:
+        found.append(f"sm_{target.arch} is older than sm_80, the oldest that kernels are compiled and tested for")
     if like.dtype not in DTYPES:
         found.append(f"{short(like.dtype)} is not supported")
     if interpreting() and like.dtype == torch.bfloat16:
@@ -36,3 +39,9 @@ def chunks(T: int, B: int, offsets: Tensor | None) -> int:
     if offsets is None:
         return B * -(-T // CHUNK)
     return T // CHUNK + offsets.shape[0] - 1
+
+
+def steps(state: Tensor) -> bool:
+    """Whether a kernel may take this state one token further: float32 on a GPU, and no one traces or transforms."""
+    fits = state.device.type == "cuda" and state.dtype == torch.float32 and state.numel() > 0
+    return fits and max(state.shape[2:], default=0) <= WIDEST and plain(state) and installed("triton")

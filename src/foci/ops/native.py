@@ -197,11 +197,9 @@ def backward(
 
 def steps(state: Tensor) -> bool:
     """Whether `step` can write this state: plain float32 memory in rows, and no one is tracing or transforming."""
-    if torch.compiler.is_compiling() or state.device.type != "cpu" or state.dtype != torch.float32:
+    if not arguments.plain(state) or state.device.type != "cpu" or state.dtype != torch.float32:
         return False
-    watched = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0
-    plain = type(state) is Tensor and state.is_contiguous() and state.numel() > 0 and max(state.shape[2:]) <= 4096
-    return plain and not watched and torch._C._functorch.maybe_current_level() is None and not _unavailable()
+    return state.is_contiguous() and state.numel() > 0 and max(state.shape[2:]) <= 4096 and not _unavailable()
 
 
 def step(

@@ -59,3 +59,66 @@ def test_compiled_in_one_graph() -> None:
         args = (q, q, v)
         torch.testing.assert_close(step(*args, states[0]), foci.linear_attention_step(*args, states[1]))
     torch.testing.assert_close(*states)
+
+
+SLOTS = (torch.tensor([4, 0]), torch.tensor([-1, 2]), torch.tensor([-1, -1]))
+
+
+def slotted(dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """What stands before the state, and five states."""
+    q, k = (torch.randn(B, G, K, dtype=dtype) for _ in range(2))
+    return [q, k, torch.randn(B, H, V, dtype=dtype)], torch.randn(5, H, K, V, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("slots", SLOTS, ids=str)
+def test_slots_are_the_states_of_rows(slots: Tensor, dtype: torch.dtype) -> None:
+    args, states = slotted(dtype)
+    before, expected = states.clone(), states.clone()
+    out = foci.linear_attention_step(*args, states, log_decay=-torch.ones(B, H), slots=slots)
+    for b, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            assert torch.equal(out[b], torch.zeros(H, V, dtype=dtype))
+            continue
+        row = before[slot : slot + 1].clone()
+        alone = foci.linear_attention_step(*(x[b : b + 1] for x in args), row, log_decay=-torch.ones(1, H))
+        torch.testing.assert_close(out[b], alone[0])
+        expected[slot] = row[0]
+    torch.testing.assert_close(states, expected)
+    assert all(torch.equal(states[m], before[m]) for m in range(5) if m not in slots.tolist())
+
+
+def test_what_padding_holds_does_not_matter() -> None:
+    args, states = slotted(torch.float32)
+    for x in args:
+        x[0] = torch.nan
+    out = foci.linear_attention_step(*args, states, slots=torch.tensor([-1, 2], dtype=torch.int32))
+    assert out.isfinite().all() and states.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "slots, said",
+    [
+        (torch.tensor([0, 5]), "slots holds 5; expected -1 \\(padding\\) to 4, the last of 5 states"),
+        (torch.tensor([-2, 0]), "slots holds -2"),
+        (torch.tensor([0.0, 1.0]), "slots must be int32 or int64, got float32"),
+        (torch.tensor([0, 1, 2]), "slots has shape \\[3\\]; expected \\[B=2\\]"),
+    ],
+)
+def test_slots_that_do_not_fit(slots: Tensor, said: str) -> None:
+    args, states = slotted(torch.float32)
+    with pytest.raises(ValueError, match=said):
+        foci.linear_attention_step(*args, states, slots=slots)
+    with pytest.raises(ValueError, match="state has no slots"):
+        foci.linear_attention_step(*args, states[:0], slots=torch.zeros(B, dtype=torch.int64))
+
+
+def test_slots_compile_in_one_graph() -> None:
+    args, states = slotted(torch.float32)
+    again, slots = states.clone(), torch.tensor([3, -1])
+    step = torch.compile(foci.linear_attention_step, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(
+            step(*args, states, slots=slots), foci.linear_attention_step(*args, again, slots=slots)
+        )
+    torch.testing.assert_close(states, again)

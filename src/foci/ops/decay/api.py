@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from foci.core.library import Runner
@@ -60,11 +60,12 @@ def linear_attention_step(
     q: Float[Tensor, "B G K"],
     k: Float[Tensor, "B G K"],
     v: Float[Tensor, "B H V"],
-    state: Float[Tensor, "B H K V"],
+    state: Float[Tensor, "B H K V"] | Float[Tensor, "M H K V"],
     *,
     log_decay: Float[Tensor, H] | Float[Tensor, "B H"] | Float[Tensor, "B H K"] | None = None,
     bonus: Bonus | None = None,
     scale: float | None = None,
+    slots: Int[Tensor, B] | None = None,
 ) -> Float[Tensor, "B H V"]:
     """One token of `linear_attention` for each row: out [B,H,V]; `state` [B,H,K,V] is changed in place.
 
@@ -72,5 +73,8 @@ def linear_attention_step(
 
     For decoding: without gradients (raises ValueError where one is asked for; `linear_attention` has them).
     log_decay: [H], [B,H] or [B,H,K]. The state is float32 (float64 for float64 inputs). The rest as there.
+    slots [B], for serving: `state` is [M,H,K,V], and row b uses and changes state[slots[b]]. A slot of -1 is a row of
+    padding: its out is 0 and nothing is changed. Two rows of one call must not have the same slot: which of them is
+    kept is not said. On a CPU other values raise ValueError; on a GPU, where they are not waited for, they are padding.
     """
-    return step.forward(q, k, v, state, log_decay=log_decay, bonus=bonus, scale=scale)
+    return step.forward(q, k, v, state, log_decay=log_decay, bonus=bonus, scale=scale, slots=slots)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foci.ops import arguments, native
+from foci.ops import arguments, gpu, native
 from foci.ops.decay.call import NAME
 
 STEP = f"{NAME}_step"
@@ -21,18 +21,33 @@ def forward(
     log_decay: Tensor | None,
     bonus: Tensor | None,
     scale: float | None,
+    slots: Tensor | None,
 ) -> Tensor:
     """out [B,H,V]. With d = exp(g): S_t^T q = S^T (d q) + (q . k) v, so one product reads the old state."""
-    named = {"q": q, "k": k, "v": v, "state": state, "bonus": bonus, "log_decay": log_decay}
+    named = {"q": q, "k": k, "v": v, "state": state, "bonus": bonus, "log_decay": log_decay, "slots": slots}
     q, k, v = arguments.bind_step(STEP, named)
-    dtype = state.dtype
-    B, H, K, _ = state.shape
+    (B, H, _), K = v.shape, q.shape[2]
     scale = (K or 1) ** -0.5 if scale is None else arguments.number(STEP, "scale", scale)
     log_decay = arguments.decay(STEP, log_decay, _DECAYS, v.new_empty(()).expand(B, H, K))
+    if gpu.steps(state):
+        from foci.ops.decay.kernels_triton_step import step
+
+        found = step(q, k, v, state, scale, log_decay=log_decay, bonus=bonus, slots=slots)
+        torch.autograd.graph.increment_version(state)
+        return found
+    if slots is None:
+        return _step(q, k, v, state, scale, log_decay, bonus)
+    taken = arguments.Slots(state, slots)
+    return taken.put(_step(q, k, v, taken.state, scale, log_decay, bonus))
+
+
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, scale: float, log_decay: Tensor | None, bonus: Tensor | None
+) -> Tensor:
     if native.steps(state):
         return native.step(q, k, v, state, scale, log_decay=log_decay, bonus=bonus).to(v.dtype)
-    out_dtype = v.dtype
-    q, k = (arguments.spread(x.to(dtype), H, dim=1) for x in (q, k))
+    dtype, out_dtype = state.dtype, v.dtype
+    q, k = (arguments.spread(x.to(dtype), v.shape[1], dim=1) for x in (q, k))
     v = v.to(dtype)
     decay = None if log_decay is None else torch.exp(log_decay.to(dtype))
     if bonus is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from foci.core.library import Runner
@@ -62,11 +62,12 @@ def delta_rule_step(
     k: Float[Tensor, "B G K"],
     v: Float[Tensor, "B H V"],
     beta: Float[Tensor, "B H"],
-    state: Float[Tensor, "B H K V"],
+    state: Float[Tensor, "B H K V"] | Float[Tensor, "M H K V"],
     *,
     log_decay: Float[Tensor, H] | Float[Tensor, "B H"] | Float[Tensor, "B H K"] | None = None,
     erase: Float[Tensor, "B G K"] | None = None,
     scale: float | None = None,
+    slots: Int[Tensor, B] | None = None,
 ) -> Float[Tensor, "B H V"]:
     """One token of `delta_rule` for each row: out [B,H,V]; `state` [B,H,K,V] is changed in place.
 
@@ -74,5 +75,8 @@ def delta_rule_step(
 
     For decoding: without gradients (raises ValueError where one is asked for; `delta_rule` has them).
     log_decay: [H], [B,H] or [B,H,K]. The state is float32 (float64 for float64 inputs). The rest as there.
+    slots [B], for serving: `state` is [M,H,K,V], and row b uses and changes state[slots[b]]. A slot of -1 is a row of
+    padding: its out is 0 and nothing is changed. Two rows of one call must not have the same slot: which of them is
+    kept is not said. On a CPU other values raise ValueError; on a GPU, where they are not waited for, they are padding.
     """
-    return step.forward(q, k, v, beta, state, log_decay=log_decay, erase=erase, scale=scale)
+    return step.forward(q, k, v, beta, state, log_decay=log_decay, erase=erase, scale=scale, slots=slots)
