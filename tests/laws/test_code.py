@@ -13,10 +13,15 @@ TEXT = {".py", ".md", ".toml", ".txt", ".sh", ".yml", ".yaml", ".json", ".j2", "
 # Where a signature is not ours to choose, with the reason.
 KEYWORDS_BY_CONTRACT = {
     "src/foci/__init__.py:explain": "the keywords of the operator asked about, which refuses unknown ones",
+    "src/foci/core/tune.py:launch": "the constants of any kernel, each by its name; the kernel refuses unknown ones",
     "src/foci/compat/xformers/attn_bias.py:from_seqlens": "it refuses whatever it is given",
     "src/foci/integrations/transformers.py:attend": "transformers passes each model's own keywords",
     "src/foci/integrations/transformers_masks.py:make_mask": "transformers passes each model's own keywords",
 }
+
+
+def jitted(node: Function) -> bool:
+    return any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
 def length(node: Function) -> int:
@@ -41,8 +46,7 @@ def lengths(house: House) -> Iterator[str]:
         if len(module.text.splitlines()) > 500:
             yield f"{module.path}: {len(module.text.splitlines())} lines, at most 500"
         for node in module.functions:
-            jitted = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-            most = 25 if "/tiles/" in module.path else 150 if jitted else 60
+            most = 25 if "/tiles/" in module.path else 150 if jitted(node) else 60
             if length(node) > most:
                 yield f"{module.path}:{node.lineno}: {node.name} has {length(node)} lines, at most {most}"
 
@@ -70,14 +74,16 @@ def first_lines(house: House) -> Iterator[str]:
 
 
 def public(module: Module) -> Iterator[Function]:
-    """Functions and methods a caller may name; not those nested in functions."""
+    """Functions and methods a caller may name; not those nested in functions, nor what runs on a GPU."""
     classes = [node for node in module.tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
     for body in (module.tree.body, *(node.body for node in classes)):
-        yield from (node for node in body if isinstance(node, Function) and not node.name.startswith("_"))
+        found = (node for node in body if isinstance(node, Function) and not node.name.startswith("_"))
+        yield from (node for node in found if not jitted(node))
 
 
 @LAWS.law(
     {"src/foci/core/a.py": "def f(a, b, c, d, e, f, g, h, i, j, k): ..."},
+    {"src/foci/ops/softmax/kernels_triton.py": "def f(a, b, c, d, e, f, g, h, i, j, k): ..."},
     {"src/foci/core/a.py": "def f(a, *, b, c, d, e, f, g, h, i, j, k): ..."},
     {"src/foci/nn/a.py": "class A:\n    def forward(self, x, **kwargs): ..."},
     {"src/foci/compat/a.py": "def f(q, **kwargs): ..."},
