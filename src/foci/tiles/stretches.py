@@ -32,12 +32,20 @@ def stretch(offsets_ptr, index, T, N, STRETCH: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
-def rows(ptr, t0, end, stride, inside, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """COUNT rows from row t0, loads that do not wait for each other; 0 from `end` on and where not `inside`."""
+def row(ptr, t, end, stride, columns, inside):  # type: ignore[no-untyped-def]
+    """Row t at places `columns`; 0 from `end` on and where not `inside`."""
+    there = ptr + tl.cast(t, tl.int64) * stride
+    return tl.load(there + columns, mask=inside & (t < end), other=0.0)
+
+
+@triton.jit
+def rows(ptr, t0, end, stride, columns, inside, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """COUNT rows from row t0: loads that do not wait for each other."""
+    ptr += tl.cast(t0, tl.int64) * stride
     found = ()
     for i in tl.static_range(COUNT):
-        t = tl.cast(t0 + i, tl.int64)
-        found = found + (tl.load(ptr + t * stride, mask=inside & (t < end), other=0.0),)  # noqa: RUF005
+        there = ptr + tl.cast(stride, tl.int64) * i
+        found = found + (tl.load(there + columns, mask=inside & (t0 + i < end), other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
@@ -49,8 +57,8 @@ def join(state, decays_ptr, ends_ptr, slot, count, size, inside, STEP: tl.conste
         for i in tl.static_range(BATCH):
             place = tl.cast(slot + (s0 + i) * STEP, tl.int64) * size
             there = inside & (s0 + i < count)
-            decays = decays + (tl.load(decays_ptr + place, mask=there, other=1.0),)  # noqa: RUF005
-            ends = ends + (tl.load(ends_ptr + place, mask=there, other=0.0),)  # noqa: RUF005
+            decays = decays + (tl.load(decays_ptr + place, mask=there, other=1.0),)  # type: ignore[assignment]  # noqa: RUF005
+            ends = ends + (tl.load(ends_ptr + place, mask=there, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
         for i in tl.static_range(BATCH):
             state = decays[i] * state + ends[i]
     return state

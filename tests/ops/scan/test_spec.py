@@ -13,7 +13,7 @@ from tests.ops.recurrences import CPU, answers, inputs_of
 
 def test_it_is_listed() -> None:
     assert SPECS["scan"] is SPEC
-    assert [backend.name for backend in SPEC.backends] == ["chunked", "reference"]
+    assert [backend.name for backend in SPEC.backends] == ["triton", "chunked", "reference"]
 
 
 @pytest.mark.parametrize("dtype", SPEC.dtypes, ids=str)

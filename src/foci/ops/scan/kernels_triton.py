@@ -24,10 +24,10 @@ from foci.tiles.stretches import join, rows, stretch
 
 
 @triton.jit
-def ends_kernel(
+def ends_kernel(  # type: ignore[no-untyped-def]
     x_ptr, g_ptr, offsets_ptr, decays_ptr, ends_ptr, x_s, g_s, T, N, D,
     BACK: tl.constexpr, STRETCH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """The map of one stretch: h -> decay h + end. BACK: of gradients, r -> decay r + end from its end to its start.
 
     r_t = exp(g_t) dh_t, what token t hands to the one before, and dh_t = dh_t's own + r_{t+1}: x is the own gradient.
@@ -38,16 +38,16 @@ def ends_kernel(
     n, b, _, _, first, end, slot = stretch(offsets_ptr, tl.program_id(0) // blocks, T, N, STRETCH)
     if n < 0 or first >= end:
         return
-    g_ptr += tl.cast(b, tl.int64) * g_s[0] + d * g_s[2]
+    g_ptr += tl.cast(b, tl.int64) * g_s[0]
     if x_ptr is not None:
-        x_ptr += tl.cast(b, tl.int64) * x_s[0] + d * x_s[2]
+        x_ptr += tl.cast(b, tl.int64) * x_s[0]
     total, h = tl.full([BLOCK_D], 1.0, tl.float32), tl.zeros([BLOCK_D], tl.float32)
     steps = tl.cdiv(end - first, BLOCK_T)
     for j in range(steps):
         t0 = first + (steps - 1 - j if BACK else j) * BLOCK_T
-        gs = rows(g_ptr, t0, end, g_s[1], inside, BLOCK_T)
+        gs = rows(g_ptr, t0, end, g_s[1], d * g_s[2], inside, BLOCK_T)
         if x_ptr is not None:
-            xs = rows(x_ptr, t0, end, x_s[1], inside, BLOCK_T)
+            xs = rows(x_ptr, t0, end, x_s[1], d * x_s[2], inside, BLOCK_T)
         for i in tl.static_range(BLOCK_T):
             if BACK:
                 decay = tl.exp(gs[BLOCK_T - 1 - i].to(tl.float32))
@@ -63,10 +63,10 @@ def ends_kernel(
 
 
 @triton.jit
-def forward_kernel(
+def forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, g_ptr, state_ptr, offsets_ptr, decays_ptr, ends_ptr, out_ptr, final_ptr, x_s, g_s, state_s, T, N, D,
     STRETCH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """h of one stretch, and of a sequence's last the state behind it."""
     blocks = tl.cdiv(D, BLOCK_D)
     d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -81,29 +81,29 @@ def forward_kernel(
     if STRETCH > 0:
         before = (first - start) // STRETCH
         h = join(h, decays_ptr + d, ends_ptr + d, slot - before, before, D, inside, 1)
-    x_ptr += b * x_s[0] + d * x_s[2]
-    g_ptr += b * g_s[0] + d * g_s[2]
-    out_ptr += b * T * D + d
+    x_ptr += b * x_s[0]
+    g_ptr += b * g_s[0]
+    out_ptr += b * T * D
     for t0 in range(first, end, BLOCK_T):
-        xs = rows(x_ptr, t0, end, x_s[1], inside, BLOCK_T)
-        gs = rows(g_ptr, t0, end, g_s[1], inside, BLOCK_T)
+        xs = rows(x_ptr, t0, end, x_s[1], d * x_s[2], inside, BLOCK_T)
+        gs = rows(g_ptr, t0, end, g_s[1], d * g_s[2], inside, BLOCK_T)
         hs = ()
         for i in tl.static_range(BLOCK_T):
             # Tokens from `end` on have g = 0 and x = 0: they change nothing.
             h = tl.exp(gs[i].to(tl.float32)) * h + xs[i].to(tl.float32)
-            hs = hs + (h,)  # noqa: RUF005
+            hs = hs + (h,)  # type: ignore[assignment]  # noqa: RUF005
         for i in tl.static_range(BLOCK_T):
             t = tl.cast(t0 + i, tl.int64)
-            tl.store(out_ptr + t * D, hs[i].to(out_ptr.dtype.element_ty), mask=inside & (t < end))
+            tl.store(out_ptr + t * D + d, hs[i].to(out_ptr.dtype.element_ty), mask=inside & (t < end))
     tl.store(final_ptr + n * D + d, h, mask=inside & (end == stop))
 
 
 @triton.jit
-def backward_kernel(
+def backward_kernel(  # type: ignore[no-untyped-def]
     g_ptr, out_ptr, state_ptr, offsets_ptr, dout_ptr, dfinal_ptr, decays_ptr, ends_ptr, dx_ptr, dg_ptr, dstate_ptr,
     g_s, state_s, dout_s, dfinal_s, T, N, D,
     STRETCH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """Gradients of one stretch from its last token to its first; out_{t-1} is h_{t-1}.
 
     dh_t = dout_t + r_{t+1};  r_t = exp(g_t) dh_t;  dx_t = dh_t;  dg_t = r_t h_{t-1};  dh_0 = r_1
@@ -123,30 +123,31 @@ def backward_kernel(
         r = join(r, decays_ptr + d, ends_ptr + d, slot + behind, behind, D, inside, -1)
     if state_ptr is not None:
         state = tl.load(state_ptr + n * state_s[0] + d * state_s[1], mask=inside, other=0.0).to(tl.float32)
-    g_ptr += b * g_s[0] + d * g_s[2]
+    g_ptr += b * g_s[0]
     if dout_ptr is not None:
-        dout_ptr += b * dout_s[0] + d * dout_s[2]
-    place = b * T * D + d
+        dout_ptr += b * dout_s[0]
+    row0 = b * T
     steps = tl.cdiv(end - first, BLOCK_T)
     for j in range(steps):
         t0 = first + (steps - 1 - j) * BLOCK_T
-        gs = rows(g_ptr, t0, end, g_s[1], inside, BLOCK_T)
+        gs = rows(g_ptr, t0, end, g_s[1], d * g_s[2], inside, BLOCK_T)
         if dout_ptr is not None:
-            douts = rows(dout_ptr, t0, end, dout_s[1], inside, BLOCK_T)
+            douts = rows(dout_ptr, t0, end, dout_s[1], d * dout_s[2], inside, BLOCK_T)
         if dg_ptr is not None:
-            hs = rows(out_ptr + place - D, t0, end, D, inside & (t0 > start), 1)
-            hs = hs + rows(out_ptr + place, t0, end, D, inside, BLOCK_T - 1)
+            before = out_ptr + (row0 - 1) * D
+            hs = rows(before, t0, end, D, d, inside & (t0 > start), 1)
+            hs = hs + rows(before, t0 + 1, end, D, d, inside, BLOCK_T - 1)
         for i in tl.static_range(BLOCK_T - 1, -1, -1):
             t = tl.cast(t0 + i, tl.int64)
             there = inside & (t < end)
             if dout_ptr is not None:
                 r += douts[i].to(tl.float32)
             if dx_ptr is not None:
-                tl.store(dx_ptr + place + t * D, r.to(dx_ptr.dtype.element_ty), mask=there)
+                tl.store(dx_ptr + (row0 + t) * D + d, r.to(dx_ptr.dtype.element_ty), mask=there)
             r *= tl.exp(gs[i].to(tl.float32))
             if dg_ptr is not None:
                 h = tl.where(t > start, hs[i].to(tl.float32), state)
-                tl.store(dg_ptr + place + t * D, (r * h).to(dg_ptr.dtype.element_ty), mask=there)
+                tl.store(dg_ptr + (row0 + t) * D + d, (r * h).to(dg_ptr.dtype.element_ty), mask=there)
     if dstate_ptr is not None:
         tl.store(dstate_ptr + n * D + d, r.to(dstate_ptr.dtype.element_ty), mask=inside & (first == start))
 
@@ -173,7 +174,7 @@ def rule(D: int, BLOCK_T: int, target: Target) -> Config:
 
 def _maps(x: Tensor | None, call: Any, STRETCH: int, slots: int, back: bool, config: Config) -> tuple[Tensor, Tensor]:
     """decay and end of every stretch, by slot."""
-    B, T, D, N = call.sizes
+    _, T, D, N = call.sizes
     decays, ends = (torch.empty(slots, D, dtype=torch.float32, device=call.x.device) for _ in range(2))
     launch(
         ends_kernel, (slots * -(-D // config["BLOCK_D"]),), x, call.log_decay, call.offsets, decays, ends,
@@ -184,7 +185,10 @@ def _maps(x: Tensor | None, call: Any, STRETCH: int, slots: int, back: bool, con
 
 
 def forward(call: Any, cut: Callable[[Target, int], Any]) -> tuple[Tensor, Tensor]:
-    """h [B,T,D] in x's dtype and the final state [N,D]: one launch, two where sequences are cut (`cut`: ops/stretches.py)."""
+    """h [B,T,D] in x's dtype and the final state [N,D]: one launch, two where sequences are cut.
+
+    `cut` is that of ops/stretches.py.
+    """
     B, T, D, N = call.sizes
     x, g, state = call.x, call.log_decay, call.state
     target = target_of(x.device)
@@ -206,7 +210,7 @@ def backward(
     cut: Callable[[Target, int], Any],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of x, log_decay and state: one launch, two where sequences are cut."""
-    B, T, D, N = call.sizes
+    _, T, D, N = call.sizes
     g, state, (dout, dfinal) = call.log_decay, call.state, grads
     target = target_of(g.device)
     config = configure("scan_backward", (call.x.dtype,), partial(rule, D, 8), target)

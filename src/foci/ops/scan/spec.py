@@ -35,6 +35,7 @@ SPEC = Spec(
     function=NAME,
     outputs=outputs,
     backends=(
+        Backend("triton", "foci.ops.scan.gpu", note="O(T) memory", needs=("triton",)),
         Backend("chunked", "foci.ops.scan.chunked", note="about 3 sqrt(T) calls of torch"),
         Backend("reference", "foci.ops.scan.reference", note="a loop over tokens"),
     ),

@@ -45,6 +45,15 @@ def backward(
     return kernels_triton_backward.backward(call, outputs[2], KEEP, grads, needs, _cut(call))
 
 
+def step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, skip: Tensor | None) -> Tensor:
+    """One token: y [B,D] in x's dtype, `state` changed in place."""
+    from foci.ops.selective_scan import kernels_triton_forward
+
+    found = kernels_triton_forward.step(x, dt, A, B, C, state, skip)
+    torch.autograd.graph.increment_version(state)
+    return found
+
+
 def _cut(call: Call) -> partial[stretches.Cut]:
     """What is left to say: for which GPU, and how many warps walk a sequence."""
     B, T, *_, N = call.sizes

@@ -25,10 +25,10 @@ from foci.tiles.stretches import decay_rates, join, rows, stretch
 
 
 @triton.jit
-def ends_kernel(
+def ends_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, A_ptr, B_ptr, offsets_ptr, decays_ptr, ends_ptr, x_s, dt_s, A_s, B_s, T, N, D, K,
     STRETCH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """The map of one stretch: h -> decay h + end. The decay of a sum of steps, all of one sign: nothing cancels."""
     blocks = tl.cdiv(D, BLOCK_D)
     d, k = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)
@@ -38,13 +38,14 @@ def ends_kernel(
     channels, keys, d, b = d < D, k < K, d.to(tl.int64), tl.cast(b, tl.int64)
     inside = channels[:, None] & keys[None, :]
     rates = decay_rates(A_ptr + d[:, None] * A_s[0] + k[None, :] * A_s[1], inside)
-    x_ptr += b * x_s[0] + d * x_s[2]
-    dt_ptr += b * dt_s[0] + d * dt_s[2]
-    B_ptr += b * B_s[0] + k * B_s[2]
+    x_ptr += b * x_s[0]
+    dt_ptr += b * dt_s[0]
+    B_ptr += b * B_s[0]
     h, steps = tl.zeros([BLOCK_D, BLOCK_K], tl.float32), tl.zeros([BLOCK_D], tl.float32)
     for t0 in range(first, end, BLOCK_T):
-        xs, dts = rows(x_ptr, t0, end, x_s[1], channels, BLOCK_T), rows(dt_ptr, t0, end, dt_s[1], channels, BLOCK_T)
-        bs = rows(B_ptr, t0, end, B_s[1], keys, BLOCK_T)
+        xs = rows(x_ptr, t0, end, x_s[1], d * x_s[2], channels, BLOCK_T)
+        dts = rows(dt_ptr, t0, end, dt_s[1], d * dt_s[2], channels, BLOCK_T)
+        bs = rows(B_ptr, t0, end, B_s[1], k * B_s[2], keys, BLOCK_T)
         for i in tl.static_range(BLOCK_T):
             dt = dts[i].to(tl.float32)
             h = tl.exp2(dt[:, None] * rates) * h + (dt * xs[i].to(tl.float32))[:, None] * bs[i].to(tl.float32)[None, :]
@@ -55,11 +56,11 @@ def ends_kernel(
 
 
 @triton.jit
-def forward_kernel(
+def forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, skip_ptr, state_ptr, offsets_ptr, decays_ptr, ends_ptr,
     out_ptr, final_ptr, kept_ptr, x_s, dt_s, A_s, B_s, C_s, skip_s, state_s, T, N, D, K,
     STRETCH: tl.constexpr, KEEP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """y of one stretch, the states at every KEEP-th token, and of a sequence's last stretch the state behind it."""
     blocks = tl.cdiv(D, BLOCK_D)
     d, k = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)
@@ -67,6 +68,7 @@ def forward_kernel(
     if n < 0:
         return
     n, b, channels, keys, d = tl.cast(n, tl.int64), tl.cast(b, tl.int64), d < D, k < K, d.to(tl.int64)
+    k = k.to(tl.int64)
     inside, cells = channels[:, None] & keys[None, :], d[:, None] * K + k[None, :]
     rates = decay_rates(A_ptr + d[:, None] * A_s[0] + k[None, :] * A_s[1], inside)
     h = tl.zeros([BLOCK_D, BLOCK_K], tl.float32)
@@ -78,40 +80,43 @@ def forward_kernel(
         h = join(h, decays_ptr + cells, ends_ptr + cells, slot - before, before, D * K, inside, 1, 4)
     if skip_ptr is not None:
         skip = tl.load(skip_ptr + d * skip_s[0], mask=channels, other=0.0).to(tl.float32)
-    x_ptr += b * x_s[0] + d * x_s[2]
-    dt_ptr += b * dt_s[0] + d * dt_s[2]
-    B_ptr += b * B_s[0] + k * B_s[2]
-    C_ptr += b * C_s[0] + k * C_s[2]
-    out_ptr += b * T * D + d
+        skip = tl.where(k[None, :] == 0, skip[:, None], 0.0)  # a tile, as what is beside the sum would be loaded twice
+    x_ptr += b * x_s[0]
+    dt_ptr += b * dt_s[0]
+    B_ptr += b * B_s[0]
+    C_ptr += b * C_s[0]
+    out_ptr += b * T * D
     if kept_ptr is not None:
         _, _, _, border = sequence(offsets_ptr, n, T, KEEP)
     for t0 in range(first, end, BLOCK_T):
-        if kept_ptr is not None:
+        if kept_ptr is not None:  # noqa: SIM102  a constant and a tensor
             if (t0 - start) % KEEP == 0:
                 place = tl.cast(border + (t0 - start) // KEEP, tl.int64) * D * K
                 tl.store(kept_ptr + place + cells, h, mask=inside)
-        xs, dts = rows(x_ptr, t0, end, x_s[1], channels, BLOCK_T), rows(dt_ptr, t0, end, dt_s[1], channels, BLOCK_T)
-        bs, cs = rows(B_ptr, t0, end, B_s[1], keys, BLOCK_T), rows(C_ptr, t0, end, C_s[1], keys, BLOCK_T)
+        xs = rows(x_ptr, t0, end, x_s[1], d * x_s[2], channels, BLOCK_T)
+        dts = rows(dt_ptr, t0, end, dt_s[1], d * dt_s[2], channels, BLOCK_T)
+        bs = rows(B_ptr, t0, end, B_s[1], k * B_s[2], keys, BLOCK_T)
+        cs = rows(C_ptr, t0, end, C_s[1], k * C_s[2], keys, BLOCK_T)
         ys = ()
         for i in tl.static_range(BLOCK_T):
             # Tokens from `end` on have dt = 0: they change nothing.
             x, dt = xs[i].to(tl.float32), dts[i].to(tl.float32)
             h = tl.exp2(dt[:, None] * rates) * h + (dt * x)[:, None] * bs[i].to(tl.float32)[None, :]
-            y = tl.sum(h * cs[i].to(tl.float32)[None, :], 1)
+            y = h * cs[i].to(tl.float32)[None, :]
             if skip_ptr is not None:
-                y += skip * x
-            ys = ys + (y,)  # noqa: RUF005
+                y += skip * x[:, None]
+            ys = ys + (tl.sum(y, 1),)  # type: ignore[assignment]  # noqa: RUF005
         for i in tl.static_range(BLOCK_T):
             t = tl.cast(t0 + i, tl.int64)
-            tl.store(out_ptr + t * D, ys[i].to(out_ptr.dtype.element_ty), mask=channels & (t < end))
+            tl.store(out_ptr + t * D + d, ys[i].to(out_ptr.dtype.element_ty), mask=channels & (t < end))
     tl.store(final_ptr + n * D * K + cells, h, mask=inside & (end == stop))
 
 
 @triton.jit
-def step_kernel(
+def step_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, skip_ptr, state_ptr, out_ptr, x_s, dt_s, A_s, B_s, C_s, skip_s, state_s, D, K,
     BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """One token: h = exp(dt A) h + dt x B^T in place;  y = h C + skip x."""
     blocks = tl.cdiv(D, BLOCK_D)
     d, k = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)

@@ -37,6 +37,7 @@ SPEC = Spec(
     outputs=outputs,
     backends=(
         Backend("native", "foci.ops.selective_scan.native", note="O(T) memory, built on first use"),
+        Backend("triton", "foci.ops.selective_scan.gpu", note="O(T) memory", needs=("triton",)),
         Backend("chunked", "foci.ops.selective_scan.chunked", note="states of 32 tokens at a time"),
         Backend("reference", "foci.ops.selective_scan.reference", note="a loop over tokens"),
     ),

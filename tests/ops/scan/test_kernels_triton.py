@@ -1,0 +1,51 @@
+"""The scan's Triton kernels against the equation in float64, and how many there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from foci.ops.draw import Draw
+from foci.ops.scan import gpu
+from foci.ops.scan.api import scan
+from foci.ops.scan.spec import SPEC
+from foci.ops.scan.step import forward as step
+from tests.ops.in_scans import InScans
+from tests.ops.in_triton import DEVICE, DTYPES, there
+from tests.ops.recurrences import CPU, error
+
+
+class TestScan(InScans):
+    spec, function, module = SPEC, staticmethod(scan), gpu
+
+    def problem(self, T: int, D: int = 5, B: int = 1, N: int | None = None) -> dict[str, Any]:
+        draw = Draw(torch.float32, CPU, T)
+        return {"x": draw.normal(B, T, D), "log_decay": draw.gates(B, T, D), "state": draw.state(N or B, D)}
+
+    def extreme(self, T: int) -> dict[str, Any]:
+        return self.problem(T, 3) | {"log_decay": Draw(torch.float32, CPU, T).extremes(1, T, 3)}
+
+    def spoiled(self, name: str, x: torch.Tensor, at: int) -> torch.Tensor:
+        if name != "state":
+            x[:, at:] = -torch.inf if name == "log_decay" else 1e4
+        return x
+
+    def test_launches(self) -> None:
+        packed = self.problem(600, N=2) | {"offsets": torch.tensor([0, 300, 600])}
+        assert self.launches(self.problem(100)) == (["forward_kernel"], ["backward_kernel"])
+        for inputs in (self.problem(600), packed):
+            assert self.launches(inputs) == (["ends_kernel", "forward_kernel"], ["ends_kernel", "backward_kernel"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_step_is_one_launch_in_place(dtype: torch.dtype) -> None:
+    draw = Draw(dtype, CPU, 0)
+    x, gates, state = draw.normal(3, 70), draw.extremes(3, 70), draw.state(3, 140)[:, ::2]
+    expected, wanted = step(x, gates, held := state.clone()), held
+    x, gates, found = (each for each in there({"x": x, "g": gates, "s": state.to(DEVICE)}).values())
+    version = found._version
+    out = gpu.step(x.expand(3, 70), gates, found)
+    assert out.dtype == dtype and found._version > version
+    assert error(out.cpu(), expected) < 1e-3 and error(found.cpu(), wanted) < 1e-6

@@ -1,0 +1,29 @@
+"""Few sequences are cut so that they fill a GPU, many or short ones are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from foci.core.tune import TARGETS
+from foci.ops.stretches import SHORTEST, Cut, cut
+
+H200 = TARGETS["sm_90"]
+
+
+@pytest.mark.parametrize(("N", "T", "warps"), [(1, 511, 1), (64, 4096, 32), (1, 100, 4000), (600, 4096, 1)])
+def test_short_sequences_and_many_are_walked_whole(N: int, T: int, warps: int) -> None:
+    assert cut(N, N, T, False, H200, warps) == Cut(0, N, 0)
+
+
+@pytest.mark.parametrize("T", [512, 513, 4096, 65536])
+@pytest.mark.parametrize("warps", [1, 32, 64])
+def test_few_sequences_are_cut(T: int, warps: int) -> None:
+    found = cut(1, 1, T, False, H200, warps)
+    assert found.tokens >= SHORTEST and found.tokens < T
+    assert found.programs == found.slots == -(-T // found.tokens)
+    assert found.programs * warps <= 4 * 8 * H200.processors or found.tokens == SHORTEST
+
+
+def test_documents_have_a_slot_each_and_those_without_tokens_a_program() -> None:
+    found = cut(5, 1, 1000, True, H200, 1)
+    assert found == Cut(128, 1000 // 128 + 5 + 5, 1000 // 128 + 5)
