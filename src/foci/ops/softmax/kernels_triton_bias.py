@@ -1,0 +1,141 @@
+"""Triton kernels of the backward: gradients of a bias, of any shape that broadcasts, and sums of parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foci.core.tune import Config, launch
+from foci.tiles.softmax import between, keys_of
+from foci.tiles.softmax_backward import load_rows, of_head, probabilities, stays
+
+
+@triton.jit
+def bias_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, dout_ptr, steady_ptr, pull_ptr, bias_ptr, dense_ptr, seed_ptr,
+    q_offsets_ptr, kv_offsets_ptr, documents, kv_lengths_ptr, q_lengths_ptr, low_ptr, step_low, high_ptr, step_high,
+    dbias_ptr, q_strides, k_strides, v_strides, dout_strides, bias_strides, dense_strides, dbias_strides, part_stride,
+    bias_B, bias_H, bias_T, bias_S, parts,
+    B, T, S, H, scale, softcap, left, right, threshold, grow,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, END: tl.constexpr, START: tl.constexpr,
+    PLACED: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr, OVER_T: tl.constexpr, OVER_S: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One part of a tile of dbias [bias_B, bias_H, bias_T, bias_S]: dz summed over what the tile is broadcast over.
+
+    The tiles of queries and keys that it stands for are numbered; each part takes a run of them, in order.
+    """
+    mask = (
+        q_offsets_ptr, kv_offsets_ptr, documents, kv_lengths_ptr, q_lengths_ptr, low_ptr, step_low, high_ptr, step_high,
+        END, START, left, right,
+    )  # fmt: skip
+    t_blocks, s_blocks = (T + BLOCK_T - 1) // BLOCK_T, (S + BLOCK_S - 1) // BLOCK_S
+    # Of the bias: its tiles. Of each tile: how often it is used along each dimension.
+    t_tiles, s_tiles = (bias_T + BLOCK_T - 1) // BLOCK_T, (bias_S + BLOCK_S - 1) // BLOCK_S
+    part, tile = tl.program_id(0) % parts, tl.program_id(0) // parts
+    s_tile, tile = tile % s_tiles, tile // s_tiles
+    t_tile, tile = tile % t_tiles, tile // t_tiles
+    h_tile, b_tile = (tile % bias_H).to(tl.int64), (tile // bias_H).to(tl.int64)
+    s_uses, t_uses, h_uses = s_blocks // s_tiles, t_blocks // t_tiles, H // bias_H
+    uses = s_uses * t_uses * h_uses * (B // bias_B)
+    run = (uses + parts - 1) // parts
+    total = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
+    for use in range(part * run, tl.minimum(part * run + run, uses)):
+        s0, rest = (s_tile + use % s_uses) * BLOCK_S, use // s_uses
+        t0, rest = (t_tile + rest % t_uses) * BLOCK_T, rest // t_uses
+        h, b = h_tile + rest % h_uses, b_tile + rest // h_uses
+        t, s = t0 + tl.arange(0, BLOCK_T), s0 + tl.arange(0, BLOCK_S)
+        low, high = keys_of(mask, b, tl.minimum(t, T - 1), T, S)
+        if (tl.max(high, 0) > s0) & (tl.min(low, 0) < s0 + BLOCK_S):
+            row = (b * H + h) * T
+            steady = tl.load(steady_ptr + row + t, mask=t < T, other=float("inf"))
+            pull = tl.load(pull_ptr + row + t, mask=t < T, other=0.0)
+            q_head = q_ptr + b * q_strides[0] + h * q_strides[2]
+            k_head = k_ptr + b * k_strides[0] + (h // R) * k_strides[2]
+            q = load_rows(q_head, t, t < T, q_strides, K, BLOCK_K)
+            k = load_rows(k_head, s, s < S, k_strides, K, BLOCK_K)
+            products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            bias, bias_t, bias_s = of_head(bias_ptr, bias_strides, b, h)
+            dense, dense_t, dense_s = of_head(dense_ptr, dense_strides, b, h)
+            pairs = (bias, bias_t, bias_s, dense, dense_t, dense_s, T, S)
+            p, _ = probabilities(
+                products, steady[:, None], t[:, None], s[None, :], pairs, scale, softcap, q.dtype == tl.float32
+            )  # fmt: skip
+            dp = tl.zeros_like(products)
+            if dout_ptr is not None:
+                dout_head = dout_ptr + b * dout_strides[0] + h * dout_strides[2]
+                v_head = v_ptr + b * v_strides[0] + (h // R) * v_strides[2]
+                do = load_rows(dout_head, t, t < T, dout_strides, V, BLOCK_V)
+                v = load_rows(v_head, s, s < S, v_strides, V, BLOCK_V)
+                dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            if seed_ptr is not None:
+                dp = tl.where(stays(seed_ptr, b, h, t[:, None], s[None, :], threshold, PLACED), dp * grow, 0.0)
+            # What the mask hides may be NaN: it is left out of dz, not multiplied by 0.
+            seen = between(s[None, :], low[:, None], high[:, None])
+            total += tl.where(seen, p * (dp - pull[:, None]), 0.0)
+    if OVER_T:
+        total = tl.sum(total, 0)[None, :]
+    if OVER_S:
+        total = tl.sum(total, 1)[:, None]
+    t, s = t_tile * BLOCK_T + tl.arange(0, total.shape[0]), s_tile * BLOCK_S + tl.arange(0, total.shape[1])
+    inside = (t < bias_T)[:, None] & (s < bias_S)[None, :]
+    dbias_ptr += part * part_stride + b_tile * dbias_strides[0] + h_tile * dbias_strides[1]
+    places = dbias_ptr + t.to(tl.int64)[:, None] * dbias_strides[2] + s.to(tl.int64)[None, :] * dbias_strides[3]
+    if ADD:
+        total += tl.load(places, mask=inside, other=0.0)
+    tl.store(places, total.to(dbias_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sum_kernel(parts_ptr, sum_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """sum over p of parts [P, N], always in the same order."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
+    for p0 in range(0, P, BLOCK_P):
+        p = p0 + tl.arange(0, BLOCK_P)
+        inside = (p < P)[:, None] & (n < N)[None, :]
+        total += tl.load(parts_ptr + p.to(tl.int64)[:, None] * N + n[None, :], mask=inside, other=0.0)
+    tl.store(sum_ptr + n, tl.sum(total, 0).to(sum_ptr.dtype.element_ty), mask=n < N)
+
+
+def total(parts: Tensor, like: Tensor) -> Tensor:
+    """The sum of parts [P, N] over the first dimension, in the shape and dtype of `like`."""
+    found = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    P, N = parts.shape
+    launch(sum_kernel, (triton.cdiv(N, 64),), parts, found, P, N, config=Config({"BLOCK_P": 16, "BLOCK_N": 64}))
+    return found
+
+
+def of_bias(it: Any, strides: Any, into: Tensor | None = None) -> Tensor:
+    """dbias, of the bias's own shape, or added to `into`; `it` is a Problem whose lse and pull are there.
+
+    Tiles that stand for much share their work among parts, which are added up after.
+    """
+    call, bias = it.call, it.call.bias
+    config = it.configure("bias", "BLOCK_T", "BLOCK_S")
+    sizes = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+    rows, columns = config["BLOCK_T"], config["BLOCK_S"]
+    tiles = sizes[0] * sizes[1] * triton.cdiv(sizes[2], rows) * triton.cdiv(sizes[3], columns)
+    uses = it.B * it.H * triton.cdiv(it.T, rows) * triton.cdiv(it.S, columns) // tiles
+    parts = max(1, min(uses, 4 * it.target.processors // tiles))
+    if parts > 1:
+        found = torch.empty(parts, *sizes, dtype=torch.float32, device=bias.device)
+    else:
+        found = (torch.empty(bias.shape, dtype=bias.dtype, device=bias.device) if into is None else into)[None]
+    places = found[0][(None,) * (4 - found[0].dim())]
+    launch(
+        bias_kernel, (tiles * parts,),
+        call.q, call.k, call.v, it.dout, it.steady, it.pull, it.bias, it.dense, call.seed, *it.hidden, found,
+        *map(strides, (call.q, call.k, call.v, it.dout, it.bias, it.dense, places)), found.stride(0), *sizes, parts,
+        it.B, it.T, it.S, it.H, *it.numbers,
+        config=config, OVER_T=sizes[2] != it.T, OVER_S=sizes[3] != it.S,
+        **(it.constants | {"ADD": into is not None and parts == 1}),
+    )  # fmt: skip
+    if parts == 1:
+        return found[0]
+    found = total(found.view(parts, -1), bias) if into is None else found.sum(0).view(bias.shape)
+    return found if into is None else into.add_(found)
