@@ -8,6 +8,8 @@ from torch import Tensor
 
 from foci.core.shapes import Signature
 from foci.ops import arguments
+from foci.ops.gpu import steps
+from foci.ops.scan import gpu
 from foci.ops.scan.call import NAME
 
 STEP = f"{NAME}_step"
@@ -19,6 +21,8 @@ def forward(x: Token, log_decay: Token, state: Token) -> Token:
     named = {"x": x, "log_decay": log_decay, "state": state}
     _SIGNATURE.bind(named)
     arguments.check_step(STEP, x, named)
+    if steps(state):
+        return gpu.step(x, log_decay, state)
     state.mul_(torch.exp(log_decay.to(state.dtype))).add_(x)
     return state.to(x.dtype, copy=True)
 

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from foci.core.shapes import Signature
 from foci.ops import arguments
+from foci.ops.gpu import steps
+from foci.ops.selective_scan import gpu
 from foci.ops.selective_scan.call import NAME, Rates, Skip, rates
 
 STEP = f"{NAME}_step"
@@ -21,6 +23,8 @@ def forward(x: Token, dt: Token, A: Rates, B: Key, C: Key, state: State, *, skip
     named = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "state": state, "skip": skip}
     _SIGNATURE.bind(named)
     arguments.check_step(STEP, x, named)
+    if steps(state):
+        return gpu.step(x, dt, A, B, C, state, skip)
     dtype, out_dtype = state.dtype, x.dtype
     x, dt, B, C = (each.to(dtype) for each in (x, dt, B, C))
     state.mul_((dt[..., None] * rates(A, dtype)).exp_())
