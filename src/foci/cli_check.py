@@ -63,7 +63,7 @@ def check(
         if given:
             raise ValueError(f"{option} is for ranks: give --world as well")
     if what in FUNCTIONS:
-        spec, candidates = SPECS[what], _ours(what, backend)
+        spec, candidates = SPECS[what], _ours(what, backend, device)
         for option, given in (("--like", like), ("--layout", layout)):
             if given:
                 raise ValueError(f"{option} is for an attention of yours; {what!r} is foci's own")
@@ -119,12 +119,18 @@ def _require_device(name: str) -> None:
         raise ValueError(f"--device {name}: this machine has no CUDA device")
 
 
-def _ours(name: str, backend: str | None) -> list[Candidate]:
-    """Backends as candidates. A recurrence's reference is a loop that nobody compiles, and is asked by name only."""
+def _ours(name: str, backend: str | None, device: str) -> list[Candidate]:
+    """Backends as candidates. A recurrence's reference is a loop that nobody compiles, and is asked by name only.
+
+    Those that need a GPU are not asked without one; which others run on a GPU is not asked here: it would wake it.
+    """
     spec = SPECS[name]
-    assert spec.adapt is not None
+    assert spec.adapt is not None and spec.bind is not None
     hidden = {"reference"} if spec.recurrent else set()
     usual = [b for b in spec.backends if not b.missing() and b.name not in hidden]
+    if device == "cpu":
+        plain = spec.bind(**spec.cases[0].make(torch.float32, torch.device(device), 0))
+        usual = [b for b in usual if not b.reasons(plain)]
     chosen = [spec.backend(backend)] if backend else usual
     return [spec.adapt(partial(FUNCTIONS[name], backend=b.name), name=f"foci {b.name}") for b in chosen]
 

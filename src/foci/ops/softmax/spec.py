@@ -41,6 +41,7 @@ SPEC = Spec(
     outputs=outputs,
     backends=(
         Backend("aten", "foci.ops.softmax.aten", note="torch's fused kernels"),
+        Backend("triton", "foci.ops.softmax.gpu", note="O(T) memory", needs=("triton",)),
         Backend("chunked", "foci.ops.softmax.chunked", note="slower, takes everything, O(T) memory"),
         Backend("reference", "foci.ops.softmax.reference", note="O(T S) memory"),
     ),
