@@ -44,6 +44,7 @@ SPEC = Spec(
     outputs=outputs,
     backends=(
         Backend("native", "foci.ops.decay.native", note="O(T) memory, built on first use"),
+        Backend("triton", "foci.ops.decay.gpu", note="O(T) memory", needs=("triton",)),
         Backend("chunked", "foci.ops.decay.chunked", note="O(T) memory"),
         Backend("reference", "foci.ops.decay.reference", note="a loop over tokens"),
     ),

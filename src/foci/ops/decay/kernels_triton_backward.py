@@ -1,0 +1,421 @@
+"""Backward of linear attention in Triton: gradients of the states at every chunk's end, then those of each token.
+
+With dA = scale do v^T, S the state at a chunk's start and dS the gradient of that at its end, which goes to the chunk
+before as  total dS + scale (rise q)^T do:
+
+    dq = pairs(dA) k + scale rise (do S^T)    dk = pairs(dA)^T q + fall (v dS^T)    dv = scale A^T do + (fall k) dS
+
+and a gate takes what it weighs of dA A, of both second terms, and of total (S dS) (tiles/gates.py: by_pairs, by_ends).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foci.core.tune import Config, Target, configure, launch, precision, target_of
+from foci.tiles.gates import by_ends, by_pairs, ends, load_gates, pairs, pairs_backward_onto, total, weights
+from foci.tiles.memory import load_tile, store_tile
+from foci.tiles.state import chunk_at, sequence, working
+
+CHUNK = 64
+WIDTHS = {"BLOCK_K": (16, 32, 64, 128), "BLOCK_V": (16, 32, 64, 128)}  # what `foci tune` may try
+
+
+def products(dtype: torch.dtype, target: Target) -> str:
+    """How float32 tiles are multiplied: for half precision inputs by TF32, whose mantissa is as long as float16's."""
+    return "tf32" if dtype != torch.float32 and target.kind == "cuda" else precision(dtype, target)
+
+
+def stored(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype gradients of states are handed on, as states are."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+@triton.jit
+def dstates_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, do_ptr, g_ptr, d_final_ptr, offsets_ptr, ends_ptr, d_initial_ptr,
+    q_strides, do_strides, g_strides, d_final_strides, scale, T, H, R, K, V,
+    CAUSAL: tl.constexpr, OWN: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One block of the gradient of one head's state, from a sequence's end to its start; kept at each chunk's end.
+
+    Not causal: all tokens read the last state, whose gradient is kept alone.
+    """
+    v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
+    rest = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
+    k0 = rest % tl.cdiv(K, BLOCK_K) * BLOCK_K
+    rest = rest // tl.cdiv(K, BLOCK_K)
+    h, n = (rest % H).to(tl.int64), (rest // H).to(tl.int64)
+    b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
+    q_ptr += b * q_strides[0] + h // R * q_strides[2]
+    do_ptr += b * do_strides[0] + h * do_strides[2]
+    dS = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if d_final_ptr is not None:
+        here = d_final_ptr + n * d_final_strides[0] + h * d_final_strides[1]
+        dS = load_tile(here, k0, K, d_final_strides[2], v0, V, d_final_strides[3], BLOCK_K, BLOCK_V).to(tl.float32)
+    count = tl.cdiv(stop - start, CHUNK)
+    for i in range(count):
+        t0 = start + (count - 1 - i) * CHUNK
+        if CAUSAL and ends_ptr is not None:
+            there = (slot + count - 1 - i) * H + h
+            store_tile(ends_ptr + there * K * V, dS, k0, K, V, v0, V, 1)
+        q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
+        do = working(load_tile(do_ptr, t0, stop, do_strides[1], v0, V, do_strides[3], CHUNK, BLOCK_V))
+        if g_ptr is not None:
+            here = g_ptr + b * g_strides[0] + h * g_strides[2]
+            if PER_CHANNEL:
+                g = load_tile(here, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+                q = (q * ends(g, OWN)[0]).to(q.dtype)
+                dS *= total(g)[:, None]
+            else:
+                g = load_gates(here, t0, stop, g_strides[1], CHUNK)
+                do = (do * ends(g, OWN)[0][:, None]).to(do.dtype)
+                dS *= total(g)
+        dS += scale * tl.dot(tl.trans(q), do, input_precision=PRECISION)
+    if not CAUSAL and ends_ptr is not None:
+        store_tile(ends_ptr + (n * H + h) * K * V, dS, k0, K, V, v0, V, 1)
+    if d_initial_ptr is not None:
+        store_tile(d_initial_ptr + (n * H + h) * K * V, dS, k0, K, V, v0, V, 1)
+
+
+@triton.jit
+def gradients_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, g_ptr, bonus_ptr, offsets_ptr, states_ptr, ends_ptr, do_ptr,
+    dq_ptr, dk_ptr, dv_ptr, dg_ptr, d_bonus_ptr,
+    q_strides, k_strides, v_strides, g_strides, bonus_strides, do_strides, scale, keys, T, N, H, R, K, V, part,
+    CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, CONSTANT: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The first `keys` programs: dq, dk, dg of a chunk, key head and block of K; the others: dv of one of V."""
+    if tl.program_id(0) < keys:
+        _of_keys(
+            tl.program_id(0), q_ptr, k_ptr, v_ptr, g_ptr, bonus_ptr, offsets_ptr, states_ptr, ends_ptr, do_ptr,
+            dq_ptr, dk_ptr, dg_ptr, d_bonus_ptr,
+            q_strides, k_strides, v_strides, g_strides, bonus_strides, do_strides, scale, T, N, H, R, K, V, part,
+            CAUSAL, PER_CHANNEL, CONSTANT, PRECISION, CHUNK, BLOCK_K, BLOCK_V,
+        )  # fmt: skip
+    elif dv_ptr is not None:
+        _of_values(
+            tl.program_id(0) - keys, q_ptr, k_ptr, g_ptr, bonus_ptr, offsets_ptr, ends_ptr, do_ptr, dv_ptr,
+            q_strides, k_strides, g_strides, bonus_strides, do_strides, scale, T, N, H, R, K, V,
+            CAUSAL, PER_CHANNEL, PRECISION, CHUNK, BLOCK_K, BLOCK_V,
+        )  # fmt: skip
+
+
+@triton.jit
+def _of_values(  # type: ignore[no-untyped-def]
+    program, q_ptr, k_ptr, g_ptr, bonus_ptr, offsets_ptr, ends_ptr, do_ptr, dv_ptr,
+    q_strides, k_strides, g_strides, bonus_strides, do_strides, scale, T, N, H, R, K, V,
+    CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """dv = scale A^T do + (fall k) dS of one chunk and head; not causal: k dS alone."""
+    OWN: tl.constexpr = bonus_ptr is None
+    v0 = program % tl.cdiv(V, BLOCK_V) * BLOCK_V
+    rest = program // tl.cdiv(V, BLOCK_V)
+    h = (rest % H).to(tl.int64)
+    n, b, t0, stop, slot = chunk_at(offsets_ptr, rest // H, N, T, CHUNK)
+    if n >= 0:
+        row = tl.cast(b, tl.int64)
+        q_ptr += row * q_strides[0] + h // R * q_strides[2]
+        k_ptr += row * k_strides[0] + h // R * k_strides[2]
+        ends_ptr += ((slot if CAUSAL else n) * H + h) * K * V
+        if g_ptr is not None:
+            g_ptr += row * g_strides[0] + h * g_strides[2]
+        A = tl.zeros([CHUNK, CHUNK], tl.float32)
+        dv = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+        own = tl.zeros([CHUNK], tl.float32)
+        for k0 in range(0, K, BLOCK_K):
+            k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
+            dS = load_tile(ends_ptr, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V).to(k.dtype)
+            fallen = k
+            if CAUSAL:
+                q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
+                if PER_CHANNEL:
+                    g = load_tile(g_ptr, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+                    A = pairs(A, q, k, g, OWN, PRECISION)
+                    fallen = (k * ends(g)[1]).to(k.dtype)
+                else:
+                    A = tl.dot(q, tl.trans(k), A, input_precision=PRECISION)
+                if not OWN:
+                    here = bonus_ptr + h * bonus_strides[0]
+                    u = load_tile(here, 0, 1, 0, k0, K, bonus_strides[1], 1, BLOCK_K).to(tl.float32)
+                    own += tl.sum(q * u * k, 1)
+            dv = tl.dot(fallen, dS, dv, input_precision=PRECISION)
+        if CAUSAL:
+            t = t0 + tl.arange(0, CHUNK)
+            if g_ptr is None:
+                A = tl.where(t[:, None] >= t[None, :] if OWN else t[:, None] > t[None, :], A, 0.0)
+            elif not PER_CHANNEL:
+                g = load_gates(g_ptr, t0, stop, g_strides[1], CHUNK)
+                A *= weights(g, OWN)
+                dv *= ends(g)[1][:, None]
+            if not OWN:
+                A = tl.where(t[:, None] == t[None, :], own[:, None], A)
+            do_ptr += row * do_strides[0] + h * do_strides[2]
+            do = working(load_tile(do_ptr, t0, stop, do_strides[1], v0, V, do_strides[3], CHUNK, BLOCK_V))
+            dv = tl.dot(tl.trans((scale * A).to(do.dtype)), do, dv, input_precision=PRECISION)
+        store_tile(dv_ptr + (row * T * H + h) * V, dv, t0, stop, H * V, v0, V, 1)
+
+
+@triton.jit
+def _of_keys(  # type: ignore[no-untyped-def]
+    program, q_ptr, k_ptr, v_ptr, g_ptr, bonus_ptr, offsets_ptr, states_ptr, ends_ptr, do_ptr,
+    dq_ptr, dk_ptr, dg_ptr, d_bonus_ptr,
+    q_strides, k_strides, v_strides, g_strides, bonus_strides, do_strides, scale, T, N, H, R, K, V, part,
+    CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, CONSTANT: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """dq, dk, summed over the R heads that read one head of keys, and dg of one chunk and BLOCK_K of its channels.
+
+    What is left to sum goes to parts: dg of a gate per token to that of its block of K, `part` entries apart; constant
+    gates' and the bonus' to that of its chunk.
+    """
+    OWN: tl.constexpr = bonus_ptr is None
+    ROWS: tl.constexpr = (dq_ptr is not None) or (dg_ptr is not None)
+    block = program % tl.cdiv(K, BLOCK_K)
+    k0 = block * BLOCK_K
+    rest = program // tl.cdiv(K, BLOCK_K)
+    G = H // R
+    first, chunk = (rest % G).to(tl.int64), (rest // G).to(tl.int64)
+    n, b, t0, stop, slot = chunk_at(offsets_ptr, rest // G, N, T, CHUNK)
+    row = tl.cast(b, tl.int64)
+    heads = R
+    if offsets_ptr is not None:  # noqa: SIM102  known before n is
+        if n < 0:  # no such chunk: its parts are 0, of slots that may hold anything
+            n, stop, slot, t0 = 0, 0, 0, 0
+            if not CONSTANT and d_bonus_ptr is None:
+                heads = 0
+    t = tl.arange(0, CHUNK)
+    q_ptr += row * q_strides[0] + first * q_strides[2]
+    k_ptr += row * k_strides[0] + first * k_strides[2]
+    dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+    dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+    for r in tl.range(heads, disable_licm=True):
+        h = first * R + r
+        dA = tl.zeros([CHUNK, CHUNK], tl.float32)
+        by_rows = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+        by_columns = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+        by_state = tl.zeros([BLOCK_K], tl.float32)
+        place = ((slot if CAUSAL else n) * H + h) * K * V
+        for v0 in range(0, V, BLOCK_V):
+            here = v_ptr + row * v_strides[0] + h * v_strides[2]
+            v = working(load_tile(here, t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V))
+            here = do_ptr + row * do_strides[0] + h * do_strides[2]
+            do = working(load_tile(here, t0, stop, do_strides[1], v0, V, do_strides[3], CHUNK, BLOCK_V))
+            if CAUSAL:
+                dA = tl.dot(do, tl.trans(v), dA, input_precision=PRECISION)
+            if ROWS:
+                S = load_tile(states_ptr + place, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V)
+                by_rows = tl.dot(do, tl.trans(S.to(do.dtype)), by_rows, input_precision=PRECISION)
+            if ends_ptr is not None:
+                dS = load_tile(ends_ptr + place, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V)
+                by_columns = tl.dot(v, tl.trans(dS.to(v.dtype)), by_columns, input_precision=PRECISION)
+                if dg_ptr is not None:
+                    by_state += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+        # Only now, and again for each head: through the loop above they would not fit into registers.
+        q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
+        k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
+        dA *= scale
+        by_rows *= scale
+        if not CAUSAL:
+            dq += by_rows
+            dk += by_columns
+        elif PER_CHANNEL:
+            here = g_ptr + row * g_strides[0] + h * g_strides[2]
+            g = load_tile(here, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+            rise, fall = ends(g, OWN)
+            by_rows *= rise
+            by_columns *= fall
+            dg = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+            if dg_ptr is not None:
+                # by_ends as two products: sums along the tokens of a tile so wide spill.
+                of_rise = t[:, None] <= t[None, :] if OWN else t[:, None] < t[None, :]
+                of_fall = t[:, None] > t[None, :]
+                dg += (by_state * total(g))[None, :]
+                dg = tl.dot(of_rise.to(q.dtype), (q * by_rows).to(q.dtype), dg, input_precision=PRECISION)
+                dg = tl.dot(of_fall.to(k.dtype), (k * by_columns).to(k.dtype), dg, input_precision=PRECISION)
+            dq, dk, dg = pairs_backward_onto(dq + by_rows, dk + by_columns, dg, dA, q, k, g, OWN, PRECISION)
+            if dg_ptr is not None:
+                store_tile(dg_ptr + (row * T * H + h) * K, dg, t0, stop, H * K, k0, K, 1)
+        else:
+            if g_ptr is None:
+                W = tl.where(t[:, None] >= t[None, :] if OWN else t[:, None] > t[None, :], 1.0, 0.0)
+                P = dA * W
+            else:
+                g = load_gates(g_ptr + row * g_strides[0] + h * g_strides[2], t0, stop, g_strides[1], CHUNK)
+                P = dA * weights(g, OWN)
+                rise, fall = ends(g, OWN)
+                by_rows *= rise[:, None]
+                by_columns *= fall[:, None]
+                if dg_ptr is not None:
+                    A = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                    through = tl.sum(by_state) * total(g)
+                    dg = by_pairs(P * A, OWN) + by_ends(tl.sum(q * by_rows, 1), tl.sum(k * by_columns, 1), through, OWN)
+                    if CONSTANT:
+                        dg = tl.sum(tl.where(t0 + t < stop, dg, 0.0))
+                        tl.store(dg_ptr + (chunk * tl.cdiv(K, BLOCK_K) + block) * H + h, dg)
+                    else:
+                        to = dg_ptr + block * part + row * T * H + h
+                        tl.store(to + (t0 + t) * H, dg.to(dg_ptr.dtype.element_ty), mask=t0 + t < stop)
+            P = P.to(k.dtype)
+            dq = tl.dot(P, k, dq + by_rows, input_precision=PRECISION)
+            dk = tl.dot(tl.trans(P), q, dk + by_columns, input_precision=PRECISION)
+        if not OWN:
+            own = tl.sum(tl.where(t[:, None] == t[None, :], dA, 0.0), 1)[:, None]
+            here = bonus_ptr + h * bonus_strides[0]
+            u = load_tile(here, 0, 1, 0, k0, K, bonus_strides[1], 1, BLOCK_K).to(tl.float32)
+            dq += own * u * k
+            dk += own * u * q
+            if d_bonus_ptr is not None:
+                du = tl.sum(own * q * k, 0)
+                store_tile(d_bonus_ptr + (chunk * H + h) * K, du[None, :], 0, 1, 0, k0, K, 1)
+    if dq_ptr is not None:
+        store_tile(dq_ptr + (row * T * G + first) * K, dq, t0, stop, G * K, k0, K, 1)
+    if dk_ptr is not None:
+        store_tile(dk_ptr + (row * T * G + first) * K, dk, t0, stop, G * K, k0, K, 1)
+
+
+@triton.jit
+def sums_kernel(  # type: ignore[no-untyped-def]
+    g_ptr, dg_ptr, bonus_ptr, d_bonus_ptr, g_parts, g_size, bonus_parts, bonus_size,
+    BLOCK_P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sums over the parts [parts, size] of dg and of the bonus' gradient, whichever there are, in a fixed order."""
+    blocks = tl.cdiv(g_size, BLOCK)
+    if tl.program_id(0) < blocks:
+        if g_ptr is not None:
+            _sum(tl.program_id(0), g_ptr, dg_ptr, g_parts, g_size, BLOCK_P, BLOCK)
+    elif bonus_ptr is not None:
+        _sum(tl.program_id(0) - blocks, bonus_ptr, d_bonus_ptr, bonus_parts, bonus_size, BLOCK_P, BLOCK)
+
+
+@triton.jit
+def _sum(block, ptr, out_ptr, parts, size, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    x = tl.zeros([BLOCK_P, BLOCK], tl.float32)
+    for p in range(0, parts, BLOCK_P):
+        x += load_tile(ptr, p, parts, size, block * BLOCK, size, 1, BLOCK_P, BLOCK)
+    store_tile(out_ptr, tl.sum(x, 0)[None, :], 0, 1, 0, block * BLOCK, size, 1)
+
+
+def dstates_rule(dtype: torch.dtype, K: int, V: int, heads: int, target: Target) -> Config:
+    """As the forward's walk (kernels_triton_forward.py)."""
+    k, v = side(K, 64), side(V, 64)
+    if heads * -(-K // k) * -(-V // v) < target.processors:
+        v = min(v, 32)
+    half = dtype == torch.bfloat16
+    return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=8 if dtype == torch.float32 else 4, stages=3 if half else 2)
+
+
+def gradients_rule(dtype: torch.dtype, K: int, V: int, by_channel: bool, more: bool, target: Target) -> Config:
+    """All channels that registers hold, because every block of them makes dA again; `more` in them: groups, a bonus."""
+    widest = {torch.bfloat16: 64 if more or target.shared < 80_000 else 128, torch.float16: 64, torch.float32: 32}[
+        dtype
+    ]
+    if by_channel:
+        widest = 16 if dtype == torch.float32 or (more and dtype == torch.float16) else 32
+    elif more and dtype == torch.float32:
+        widest = 16
+    v = 64 if dtype == torch.bfloat16 and not more and target.shared > 80_000 else 32
+    return Config({"BLOCK_K": side(K, widest), "BLOCK_V": side(V, v)}, warps=8, stages=2)
+
+
+def sums_rule(target: Target) -> Config:
+    return Config({"BLOCK_P": 16, "BLOCK": 64})
+
+
+def side(size: int, most: int) -> int:
+    """The power of two that holds a head's channels, or `most` of them; products want 16 at least."""
+    return min(most, max(16, triton.next_power_of_2(size)))
+
+
+def strides(x: Tensor | None) -> tuple[int, ...] | None:
+    """Of sizes as well as of memory: 0 along what is broadcast."""
+    return None if x is None else tuple(s if n > 1 else 0 for n, s in zip(x.shape, x.stride(), strict=True))
+
+
+def backward(
+    call: Any, states: Tensor, grads: Sequence[Tensor | None], needs: Sequence[bool], chunks: int
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, log_decay, bonus and state, None where not needed.
+
+    `states`: what the forward kept, or the last ones where it is not causal. `chunks`: at most so many (ops/gpu.py).
+    """
+    d_out, d_final = grads
+    do = call.v.new_zeros(()).expand(call.v.shape) if d_out is None else d_out
+    wanted = (call.q, call.k, call.v, call.log_decay, call.bonus, call.state)
+    dq, dk, dv, dg, d_bonus, d_state = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if need else None
+        for x, need in zip(wanted, needs, strict=True)
+    )
+    ends = None
+    if any(x is not None for x in (dk, dv, dg)):
+        ends = torch.empty(states.shape, dtype=stored(call.v.dtype), device=states.device)
+    if ends is not None or d_state is not None:
+        _dstates(call, do, d_final, ends, d_state)
+    if any(x is not None for x in (dq, dk, dv, dg, d_bonus)):
+        _gradients(call, states, ends, do, (dq, dk, dv, dg, d_bonus), chunks)
+    return dq, dk, dv, dg, d_bonus, d_state
+
+
+def _dstates(call: Any, do: Tensor, d_final: Tensor | None, ends: Tensor | None, d_state: Tensor | None) -> None:
+    _, T, G, H, K, V, N = call.sizes
+    g, target = call.log_decay, target_of(do.device)
+    walk = configure("linear_dstates", (do.dtype, K, V), partial(dstates_rule, do.dtype, K, V, N * H), target, WIDTHS)
+    launch(
+        dstates_kernel,
+        (N * H * -(-K // walk["BLOCK_K"]) * -(-V // walk["BLOCK_V"]),),
+        call.q, do, g, d_final, call.offsets, ends, d_state,
+        call.q.stride(), do.stride(), strides(g), strides(d_final), call.scale, T, H, H // G, K, V,
+        config=walk, CAUSAL=call.causal, OWN=call.bonus is None, PER_CHANNEL=g is not None and g.shape[3] > 1,
+        PRECISION=products(do.dtype, target), CHUNK=CHUNK,
+    )  # fmt: skip
+
+
+def _gradients(
+    call: Any, states: Tensor, ends: Tensor | None, do: Tensor, into: Sequence[Tensor | None], chunks: int
+) -> None:
+    B, T, G, H, K, V, N = call.sizes
+    g, target = call.log_decay, target_of(do.device)
+    dq, dk, dv, dg, d_bonus = into
+    by_channel = g is not None and g.shape[3] > 1
+    constant = g is not None and g.shape[0] * g.shape[1] < B * T
+    key = do.dtype, K, V, by_channel, call.bonus is not None or H > G
+    config = configure("linear_gradients", key, partial(gradients_rule, *key), target, WIDTHS)
+    blocks = -(-K // config["BLOCK_K"])
+    g_parts = chunks * blocks if constant else 1 if by_channel else blocks
+    g_size = H if constant else B * T * H
+    dg_parts = bonus_parts = None
+    if dg is not None and (constant or g_parts > 1):
+        dg_parts = torch.empty(g_parts, g_size, dtype=torch.float32, device=do.device)
+    if d_bonus is not None:
+        bonus_parts = torch.empty(chunks, H, K, dtype=torch.float32, device=do.device)
+    keys = chunks * G * blocks if any(x is not None for x in (dq, dk, dg, d_bonus)) else 0
+    values = chunks * H * -(-V // config["BLOCK_V"]) if dv is not None else 0
+    launch(
+        gradients_kernel,
+        (keys + values,),
+        call.q, call.k, call.v, g, call.bonus, call.offsets, states, ends, do,
+        dq, dk, dv, dg if dg_parts is None else dg_parts, bonus_parts,
+        call.q.stride(), call.k.stride(), call.v.stride(), strides(g), strides(call.bonus), do.stride(),
+        call.scale, keys, T, N, H, H // G, K, V, g_size,
+        config=config, CAUSAL=call.causal, PER_CHANNEL=by_channel, CONSTANT=constant,
+        PRECISION=products(do.dtype, target), CHUNK=CHUNK,
+    )  # fmt: skip
+    if dg_parts is not None or bonus_parts is not None:
+        sums = configure("linear_sums", (), sums_rule, target)
+        sizes = (0 if dg_parts is None else g_size), (0 if bonus_parts is None else H * K)
+        launch(
+            sums_kernel,
+            (sum(-(-size // sums["BLOCK"]) for size in sizes),),
+            dg_parts, dg, bonus_parts, d_bonus, g_parts, sizes[0], chunks, sizes[1],
+            config=sums,
+        )  # fmt: skip

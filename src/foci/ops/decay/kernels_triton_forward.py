@@ -1,0 +1,192 @@
+"""Forward of linear attention in Triton: the state at every chunk's start, then what each token reads.
+
+Within a chunk  o = scale (A v + (rise q) S),  A the decayed products of queries and keys, S the state at its start; the
+state at its end is  total S + (fall k)^T v  (tiles/gates.py: rise, fall, total).
+
+States go from one launch to the next in bfloat16 for bfloat16 inputs: products would round them to it anyway, and they
+are most of what is moved. For float16 they stay float32, as do all products of it (tiles/state.py: working).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foci.core.tune import Config, Target, configure, launch, precision, target_of
+from foci.tiles.gates import ends, load_gates, pairs, total, weights
+from foci.tiles.memory import load_tile, store_tile
+from foci.tiles.state import chunk_at, sequence, working
+
+CHUNK = 64
+WIDTHS = {"BLOCK_K": (16, 32, 64, 128), "BLOCK_V": (16, 32, 64, 128)}  # what `foci tune` may try
+
+
+def products(dtype: torch.dtype, target: Target) -> str:
+    """How float32 tiles are multiplied: for half precision inputs by TF32, whose mantissa is as long as float16's."""
+    return "tf32" if dtype != torch.float32 and target.kind == "cuda" else precision(dtype, target)
+
+
+def stored(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype states are handed on."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+@triton.jit
+def states_kernel(  # type: ignore[no-untyped-def]
+    k_ptr, v_ptr, g_ptr, state_ptr, offsets_ptr, kept_ptr, final_ptr,
+    k_strides, v_strides, g_strides, state_strides, T, H, R, K, V,
+    CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One block of one head's state through one sequence; keeps it at each chunk's start, and the last."""
+    v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
+    rest = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
+    k0 = rest % tl.cdiv(K, BLOCK_K) * BLOCK_K
+    rest = rest // tl.cdiv(K, BLOCK_K)
+    h, n = (rest % H).to(tl.int64), (rest // H).to(tl.int64)
+    b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
+    k_ptr += b * k_strides[0] + h // R * k_strides[2]
+    v_ptr += b * v_strides[0] + h * v_strides[2]
+    S = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if state_ptr is not None:
+        state_ptr += n * state_strides[0] + h * state_strides[1]
+        S = load_tile(state_ptr, k0, K, state_strides[2], v0, V, state_strides[3], BLOCK_K, BLOCK_V).to(tl.float32)
+    for t0 in range(start, stop, CHUNK):
+        if CAUSAL:
+            there = (slot + (t0 - start) // CHUNK) * H + h
+            store_tile(kept_ptr + there * K * V, S, k0, K, V, v0, V, 1)
+        k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
+        v = working(load_tile(v_ptr, t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V))
+        if g_ptr is not None:
+            here = g_ptr + b * g_strides[0] + h * g_strides[2]
+            if PER_CHANNEL:
+                g = load_tile(here, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+                k = (k * ends(g)[1]).to(k.dtype)
+                S *= total(g)[:, None]
+            else:
+                g = load_gates(here, t0, stop, g_strides[1], CHUNK)
+                v = (v * ends(g)[1][:, None]).to(v.dtype)
+                S *= total(g)
+        S = tl.dot(tl.trans(k), v, S, input_precision=PRECISION)
+    store_tile(final_ptr + (n * H + h) * K * V, S, k0, K, V, v0, V, 1)
+
+
+@triton.jit
+def out_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, g_ptr, bonus_ptr, offsets_ptr, states_ptr, out_ptr,
+    q_strides, k_strides, v_strides, g_strides, bonus_strides, scale, T, N, H, R, K, V,
+    CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """o = scale (A v + (rise q) S) of one chunk and head, BLOCK_V of its columns; not causal: scale q S, S the last."""
+    OWN: tl.constexpr = bonus_ptr is None
+    v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
+    rest = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
+    h = (rest % H).to(tl.int64)
+    n, b, t0, stop, slot = chunk_at(offsets_ptr, rest // H, N, T, CHUNK)
+    if n < 0:
+        return
+    row = tl.cast(b, tl.int64)
+    q_ptr += row * q_strides[0] + h // R * q_strides[2]
+    k_ptr += row * k_strides[0] + h // R * k_strides[2]
+    v_ptr += row * v_strides[0] + h * v_strides[2]
+    states_ptr += ((slot if CAUSAL else n) * H + h) * K * V
+    if g_ptr is not None:
+        g_ptr += row * g_strides[0] + h * g_strides[2]
+    A = tl.zeros([CHUNK, CHUNK], tl.float32)
+    o = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+    own = tl.zeros([CHUNK], tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
+        S = load_tile(states_ptr, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V).to(q.dtype)
+        risen = q
+        if CAUSAL:
+            k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
+            if PER_CHANNEL:
+                g = load_tile(g_ptr, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+                A = pairs(A, q, k, g, OWN, PRECISION)
+                risen = (q * ends(g, OWN)[0]).to(q.dtype)
+            else:
+                A = tl.dot(q, tl.trans(k), A, input_precision=PRECISION)
+            if not OWN:
+                here = bonus_ptr + h * bonus_strides[0]
+                u = load_tile(here, 0, 1, 0, k0, K, bonus_strides[1], 1, BLOCK_K).to(tl.float32)
+                own += tl.sum(q * u * k, 1)
+        o = tl.dot(risen, S, o, input_precision=PRECISION)
+    if CAUSAL:
+        t = t0 + tl.arange(0, CHUNK)
+        if g_ptr is None:
+            A = tl.where(t[:, None] >= t[None, :] if OWN else t[:, None] > t[None, :], A, 0.0)
+        elif not PER_CHANNEL:
+            g = load_gates(g_ptr, t0, stop, g_strides[1], CHUNK)
+            A *= weights(g, OWN)
+            o *= ends(g, OWN)[0][:, None]
+        if not OWN:
+            A = tl.where(t[:, None] == t[None, :], own[:, None], A)
+        v = working(load_tile(v_ptr, t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V))
+        o = tl.dot(A.to(v.dtype), v, o, input_precision=PRECISION)
+    store_tile(out_ptr + (row * T * H + h) * V, scale * o, t0, stop, H * V, v0, V, 1)
+
+
+def states_rule(dtype: torch.dtype, K: int, V: int, heads: int, target: Target) -> Config:
+    """Small blocks, because a program walks a whole sequence; smaller where few heads would leave processors idle."""
+    k, v = side(K, 64), side(V, 64)
+    if heads * -(-K // k) * -(-V // v) < target.processors:
+        v = min(v, 32)
+    half = dtype == torch.bfloat16
+    return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=8 if dtype == torch.float32 else 4, stages=3 if half else 2)
+
+
+def out_rule(dtype: torch.dtype, K: int, V: int, by_channel: bool, target: Target) -> Config:
+    """All columns that registers hold, because every block of them makes A again."""
+    small = target.shared < 80_000 or dtype != torch.bfloat16
+    k, v = side(K, 32 if by_channel or small else 64), side(V, 64 if small else 128)
+    return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=8 if by_channel or v > 64 else 4, stages=2)
+
+
+def side(size: int, most: int) -> int:
+    """The power of two that holds a head's channels, or `most` of them; products want 16 at least."""
+    return min(most, max(16, triton.next_power_of_2(size)))
+
+
+def strides(x: Tensor | None) -> tuple[int, ...] | None:
+    """Of sizes as well as of memory: 0 along what is broadcast."""
+    return None if x is None else tuple(s if n > 1 else 0 for n, s in zip(x.shape, x.stride(), strict=True))
+
+
+def forward(call: Any, kept: Tensor | None, slots: int) -> tuple[Tensor, Tensor]:
+    """out [B,T,H,V] and the final state [N,H,K,V]; the states at the chunks' starts are left in `kept`, if given."""
+    B, T, G, H, K, V, N = call.sizes
+    v, g, target = call.v, call.log_decay, target_of(call.v.device)
+    out = torch.empty(B, T, H, V, dtype=v.dtype, device=v.device)
+    final = torch.empty(N, H, K, V, dtype=torch.float32, device=v.device)
+    if kept is None and call.causal:
+        kept = torch.empty(slots, H, K, V, dtype=stored(v.dtype), device=v.device)
+    by_channel = g is not None and g.shape[3] > 1
+    shared = {
+        "CAUSAL": call.causal, "PER_CHANNEL": by_channel, "PRECISION": products(v.dtype, target), "CHUNK": CHUNK,
+    }  # fmt: skip
+    walk = configure("linear_states", (v.dtype, K, V), partial(states_rule, v.dtype, K, V, N * H), target, WIDTHS)
+    launch(
+        states_kernel,
+        (N * H * -(-K // walk["BLOCK_K"]) * -(-V // walk["BLOCK_V"]),),
+        call.k, v, g, call.state, call.offsets, kept, final,
+        call.k.stride(), v.stride(), strides(g), strides(call.state), T, H, H // G, K, V,
+        config=walk, **shared,
+    )  # fmt: skip
+    key = v.dtype, K, V, by_channel
+    read = configure("linear_out", key, partial(out_rule, *key), target, WIDTHS)
+    launch(
+        out_kernel,
+        (slots * H * -(-V // read["BLOCK_V"]),),
+        call.q, call.k, v, g, call.bonus, call.offsets, kept if call.causal else final, out,
+        call.q.stride(), call.k.stride(), v.stride(), strides(g), strides(call.bonus),
+        call.scale, T, N, H, H // G, K, V,
+        config=read, **shared,
+    )  # fmt: skip
+    return out, final

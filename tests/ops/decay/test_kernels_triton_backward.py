@@ -1,0 +1,117 @@
+"""The backward kernels of linear attention: every case of the Spec, lengths, widths, memory, launches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from foci.check import memory
+from foci.core import tune
+from foci.ops.decay import gpu
+from foci.ops.decay.api import linear_attention
+from foci.ops.decay.call import Call, bind
+from foci.ops.decay.spec import SPEC
+from foci.ops.draw import Draw
+from tests.ops.decay.test_kernels_triton_forward import problem
+from tests.ops.in_triton import InTriton, there
+from tests.ops.recurrences import BUDGET, error
+
+NAMES = ("q", "k", "v", "log_decay", "bonus", "state")
+
+
+class TestInTriton(InTriton):
+    spec, function, module = SPEC, staticmethod(linear_attention), gpu
+
+    def right(self, inputs: dict[str, Any]) -> None:
+        with memory.poisoned():
+            errors = self.apart(inputs)
+        assert all(e <= BUDGET[torch.float32] for e in errors.values()), errors
+
+    @pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 64, 65, 129])
+    def test_lengths_around_a_chunk(self, T: int) -> None:
+        state = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+        for decay in ("token", "channel"):
+            self.right(problem(T, decay=decay, state=state))
+
+    @pytest.mark.parametrize("decay", ["head", "token", "channel"])
+    @pytest.mark.parametrize("K, V", [(20, 12), (130, 130)])
+    def test_widths_that_are_no_powers_of_two(self, decay: str, K: int, V: int) -> None:
+        self.right(problem(66, K=K, V=V, decay=decay, bonus=torch.ones(1, K)))
+
+    @pytest.mark.parametrize("decay", ["head", "channel"])
+    def test_documents_also_empty_ones(self, decay: str) -> None:
+        state = torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+        self.right(problem(70, decay=decay, offsets=torch.tensor((0, 0, 64, 64, 65, 70)), state=state))
+
+    @pytest.mark.parametrize("decay", ["head", "token", "channel"])
+    def test_gates_of_every_size_in_one_chunk(self, decay: str) -> None:
+        inputs = problem(70, H=3, decay=decay)
+        inputs["log_decay"] = Draw(torch.float32, torch.device("cpu"), 0).extremes(*inputs["log_decay"].shape)
+        self.right(inputs)
+
+
+def gradients(call: Call, grads: tuple[Any, ...], needs: list[bool] | None = None) -> tuple[Any, ...]:
+    needs = [getattr(call, name) is not None for name in NAMES] if needs is None else needs
+    return gpu.backward(call, gpu.forward(call, True), grads, needs)
+
+
+def full(**more: Any) -> Call:
+    draw = torch.Generator().manual_seed(2)
+    rest = {"bonus": torch.randn(2, 8, generator=draw), "state": torch.randn(1, 2, 8, 8, generator=draw)}
+    return bind(**there(problem(66, H=2, decay="channel") | rest | more))
+
+
+def test_gradients_of_any_stride() -> None:
+    call = full()
+    grads = torch.ones_like(call.v), torch.ones_like(call.state)
+    expected = gradients(call, grads)
+    expanded = tuple(x.new_ones(()).expand(x.shape) for x in grads)
+    spread = tuple(memory.strided({"x": x})["x"] for x in grads)
+    for other in (expanded, spread):
+        assert all(torch.equal(x, y) for x, y in zip(gradients(call, other), expected, strict=True))
+
+
+def test_a_gradient_of_one_output_alone() -> None:
+    call = full()
+    of_out, of_state = torch.randn_like(call.v), torch.randn_like(call.state)
+    both = gradients(call, (of_out, of_state))
+    apart = zip(gradients(call, (of_out, None)), gradients(call, (None, of_state)), strict=True)
+    assert all(error(x + y, z) < BUDGET[torch.float32] for (x, y), z in zip(apart, both, strict=True))
+
+
+def test_only_what_is_needed_comes_and_it_is_the_same() -> None:
+    for call in (full(), full(log_decay=None, bonus=None, causal=False)):
+        grads = torch.randn_like(call.v), torch.randn_like(call.state)
+        expected = gradients(call, grads)
+        for place, name in enumerate(NAMES):
+            needs = [place == other for other in range(len(NAMES))]
+            if getattr(call, name) is None:
+                continue
+            found = gradients(call, grads, needs)
+            assert [x is not None for x in found] == needs
+            torch.testing.assert_close(found[place], expected[place])
+
+
+@pytest.mark.parametrize("target", tune.TARGETS.values(), ids=tune.TARGETS)
+def test_two_launches_and_a_third_where_something_is_left_to_sum(target: tune.Target) -> None:
+    meta = torch.device("meta")
+    q = torch.empty(1, 8192, 4, 64, dtype=torch.bfloat16, device=meta)
+    two = {"dstates_kernel": 1, "gradients_kernel": 1}
+    counted = {
+        "token": (bind(q, q, q, log_decay=q[..., 0]), two),
+        "channel": (bind(q, q, q, log_decay=q), two),
+        "not causal": (bind(q, q, q, causal=False), two),
+        "head": (bind(q, q, q, log_decay=q[0, 0, :, 0]), two | {"sums_kernel": 1}),
+        "bonus": (bind(q, q, q, log_decay=q, bonus=q[0, 0]), two | {"sums_kernel": 1}),
+    }
+    for name, (call, expected) in counted.items():
+        with tune.recording(target) as launches:
+            gradients(call, (torch.empty_like(call.v), None))
+        found = Counter(launch.kernel.fn.__name__ for launch in launches[2:])
+        assert found == expected, name
+    with tune.recording(target) as launches:
+        gradients(full(), (None, None), [False] * 5 + [True])
+    assert len(launches) == 3  # of which two are the forward's

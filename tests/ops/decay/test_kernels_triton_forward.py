@@ -1,0 +1,103 @@
+"""The forward kernels of linear attention: lengths, widths, causality, memory, launches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from foci.check import memory
+from foci.core import tune
+from foci.ops.decay import gpu, reference
+from foci.ops.decay.call import bind
+from foci.ops.draw import Draw
+from tests.ops.in_triton import DEVICE, there
+from tests.ops.recurrences import BUDGET, error, exact
+
+
+def problem(
+    T: int, B: int = 1, H: int = 1, K: int = 8, V: int = 8, decay: str = "token", **more: Any
+) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(T)
+    made = {name: torch.randn(B, T, H, D, generator=draw) for name, D in (("q", K), ("k", K), ("v", V))}
+    shape = {"head": (H,), "token": (B, T, H), "channel": (B, T, H, K)}.get(decay)
+    gates = (
+        {} if shape is None else {"log_decay": torch.nn.functional.logsigmoid(torch.randn(shape, generator=draw) + 2)}
+    )
+    return made | gates | more
+
+
+def errors(inputs: dict[str, Any]) -> list[float]:
+    with memory.poisoned():
+        found = gpu.forward(bind(**there(inputs)))
+    return [error(x.cpu(), y) for x, y in zip(found, reference.forward(bind(**exact(inputs))), strict=True)]
+
+
+@pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 64, 65, 129])
+def test_lengths_around_a_chunk(T: int) -> None:
+    for decay in ("none", "token", "channel"):
+        assert max(errors(problem(T, decay=decay))) < BUDGET[torch.float32], decay
+
+
+@pytest.mark.parametrize("decay", ["none", "token", "channel"])
+@pytest.mark.parametrize("K, V", [(20, 12), (130, 130)])
+def test_widths_that_are_no_powers_of_two(decay: str, K: int, V: int) -> None:
+    assert max(errors(problem(66, K=K, V=V, decay=decay))) < BUDGET[torch.float32]
+
+
+@pytest.mark.parametrize("offsets", [(0, 0, 0, 70), (0, 64, 64, 65, 70, 70), (0, 70)])
+def test_documents_also_empty_ones(offsets: tuple[int, ...]) -> None:
+    state = torch.randn(len(offsets) - 1, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    inputs = problem(70, offsets=torch.tensor(offsets), state=state)
+    assert max(errors(inputs)) < BUDGET[torch.float32]
+
+
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_gates_of_every_size_in_one_chunk(decay: str) -> None:
+    inputs = problem(70, H=3, decay=decay)
+    inputs["log_decay"] = Draw(torch.float32, torch.device("cpu"), 0).extremes(*inputs["log_decay"].shape)
+    assert max(errors(inputs)) < BUDGET[torch.float32]
+
+
+def test_views_of_any_stride() -> None:
+    inputs = problem(66, H=2, decay="channel")
+    assert max(errors(memory.strided(inputs))) < BUDGET[torch.float32]
+    turned = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in inputs.items()}
+    assert max(errors(turned)) < BUDGET[torch.float32]
+
+
+@pytest.mark.parametrize("decay", ["head", "token", "channel"])
+def test_what_comes_later_changes_no_bit_of_what_comes_before(decay: str) -> None:
+    inputs = there(problem(70, decay=decay))
+    before = gpu.forward(bind(**inputs))[0][:, :40]
+    for name in ("q", "k", "v"):
+        inputs[name][:, 40:] = 3 * inputs[name][:, 40:] - 1
+    if decay != "head":
+        inputs["log_decay"][:, 40:] = -torch.inf
+    assert torch.equal(gpu.forward(bind(**inputs))[0][:, :40], before)
+
+
+@pytest.mark.parametrize("target", tune.TARGETS.values(), ids=tune.TARGETS)
+def test_two_launches_whatever_is_asked(target: tune.Target) -> None:
+    meta = torch.device("meta")
+    q, offsets = torch.empty(1, 8192, 4, 128, dtype=torch.bfloat16, device=meta), torch.empty(4, device=meta).int()
+    calls = [bind(q, q, q), bind(q, q, q, causal=False), bind(q, q, q, log_decay=q, offsets=offsets)]
+    calls.append(bind(q, q, q, log_decay=q[..., 0], bonus=q[0, 0]))
+    for call in calls:
+        for keep in (False, True):
+            with tune.recording(target) as launches:
+                gpu.forward(call, keep)
+            counted = Counter(launch.kernel.fn.__name__ for launch in launches)
+            assert counted == {"states_kernel": 1, "out_kernel": 1}
+
+
+def test_what_is_kept_is_the_state_at_each_chunks_start() -> None:
+    inputs = problem(130)
+    kept = gpu.forward(bind(**there(inputs)), True)[2]
+    assert not kept[0].any()
+    for slot in (1, 2):
+        part = {name: x[:, : 64 * slot] for name, x in exact(inputs).items()}
+        assert error(kept[slot].cpu(), reference.forward(bind(**part))[1][0]) < BUDGET[torch.float32]
+    assert kept.device.type == DEVICE.type
