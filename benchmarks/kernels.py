@@ -79,12 +79,13 @@ def launches_of(specimen: Specimen, module: ModuleType, target: str) -> Iterator
     with recording(TARGETS[target]) as seen:
         outputs = module.forward(call, True) if keeps else module.forward(call)
     yield from (("forward", launch) for launch in seen)
-    if keeps and not specimen.main:
+    if keeps and specimen.where == "asked":
         with recording(TARGETS[target]) as seen:
             module.forward(call)
         yield from (("inference", launch) for launch in seen)
     grads = tuple(
-        out.empty(call[0]) if place == 0 or not specimen.main else None for place, out in enumerate(spec.outputs(call))
+        out.empty(call[0]) if place == 0 or specimen.where == "asked" else None
+        for place, out in enumerate(spec.outputs(call))
     )
     needs = [getattr(call, name) is not None for name in spec.differentiable]
     with recording(TARGETS[target]) as seen:
@@ -102,9 +103,9 @@ def recorded(options: argparse.Namespace) -> tuple[list[tuple[dict[str, Any], La
             rows += [(_names("script", options.script.stem, "launched", target, launch), launch) for launch in seen]
         return rows, wrong
     for specimen in SPECIMENS:
-        if not (specimen.main or options.all) or not (module := backend_of(SPECS[specimen.operator])):
+        if not (module := backend_of(SPECS[specimen.operator])):
             continue
-        for target in options.target:
+        for target in targets_of(specimen, options):
             try:
                 for direction, launch in launches_of(specimen, module, target):
                     rows.append((_names(specimen.operator, specimen.label, direction, target, launch), launch))
@@ -113,6 +114,13 @@ def recorded(options: argparse.Namespace) -> tuple[list[tuple[dict[str, Any], La
                 cause = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
                 wrong.append(f"{specimen.operator}, {specimen.label}, {target}: not recorded: {cause}")
     return rows, wrong
+
+
+def targets_of(specimen: Specimen, options: argparse.Namespace) -> list[str]:
+    """For which of the targets asked for: of the whole table, those it stands there for."""
+    if options.all or (specimen.where != "asked" and (options.only or options.target != list(TARGETS))):
+        return list(options.target)
+    return {"everywhere": list(options.target), "sm_90": ["sm_90"], "asked": []}[specimen.where]
 
 
 def _names(operator: str, variant: str, direction: str, target: str, launch: Launch) -> dict[str, Any]:

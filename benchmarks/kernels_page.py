@@ -80,7 +80,7 @@ def _tables(rows: list[Row]) -> Iterator[str]:
 
 
 def _variant(variant: str, rows: list[Row]) -> Iterator[str]:
-    first = next(iter(TARGETS))
+    first = rows[0]["target"]
     counts = {
         direction: sum(row["launches"] for row in rows if row["direction"] == direction and row["target"] == first)
         for direction in dict.fromkeys(row["direction"] for row in rows)
@@ -90,7 +90,7 @@ def _variant(variant: str, rows: list[Row]) -> Iterator[str]:
     for row in rows:
         cells.setdefault((row["direction"], row["kernel"]), {}).setdefault(row["target"], []).append(said(row))
     for place, ((_, kernel), by_target) in enumerate(cells.items()):
-        columns = " | ".join("; ".join(by_target.get(target, ["not launched"])) for target in TARGETS)
+        columns = " | ".join("; ".join(by_target.get(target, [])) for target in TARGETS)
         yield f"| {head if place == 0 else ''} | `{kernel}` | {columns} |"
 
 

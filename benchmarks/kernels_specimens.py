@@ -19,8 +19,10 @@ DOCUMENTS = 8
 
 @dataclass(frozen=True)
 class Specimen:
-    """One call, on tensors without memory. `main`: it is compiled in CI and stands on the page.
+    """One call, on tensors without memory.
 
+    `where`: the page and CI have it for every target ("everywhere") or for the one that we tune for ("sm_90"),
+    or it is compiled when --all asks for it ("asked").
     `run` takes what `make` makes, for what is no forward and backward of a Spec: decoding.
     """
 
@@ -28,7 +30,7 @@ class Specimen:
     name: str
     make: Callable[[torch.dtype], dict[str, Any]]
     dtype: torch.dtype = torch.bfloat16
-    main: bool = True
+    where: str = "everywhere"
     run: Callable[..., object] | None = None
 
     @property
@@ -127,17 +129,17 @@ def _packed() -> Mask:
 
 
 def _rest(operator: str, named: dict[str, Any]) -> tuple[Specimen, ...]:
-    return tuple(Specimen(operator, name, make, main=False) for name, make in named.items())
+    return tuple(Specimen(operator, name, make, where="asked") for name, make in named.items())
 
 
 def _dtypes(operator: str, name: str, make: Any) -> tuple[Specimen, ...]:
-    return tuple(Specimen(operator, name, make, dtype, main=False) for dtype in (torch.float16, torch.float32))
+    return tuple(Specimen(operator, name, make, dtype, where="asked") for dtype in (torch.float16, torch.float32))
 
 
 _SOFTMAX = (
     Specimen("softmax", "causal K=128", softmax(mask=Causal)),
-    Specimen("softmax", "causal K=64", softmax(K=64, mask=Causal)),
-    Specimen("softmax", "causal K=256", softmax(K=256, H=16, mask=Causal)),
+    Specimen("softmax", "causal K=64", softmax(K=64, mask=Causal), where="sm_90"),
+    Specimen("softmax", "causal K=256", softmax(K=256, H=16, mask=Causal), where="sm_90"),
     Specimen(
         "softmax", "window, softcap, sink", softmax(mask=lambda: Causal() & Window(1024, 0), softcap=30.0, sink=True)
     ),
@@ -161,8 +163,8 @@ _SOFTMAX = (
     *_dtypes("softmax", "causal K=128", softmax(mask=Causal)),
 )
 _LINEAR = (
-    Specimen("linear", "no decay", recurrence()),
-    Specimen("linear", "per head", recurrence(decay="head")),
+    Specimen("linear", "no decay", recurrence(), where="sm_90"),
+    Specimen("linear", "per head", recurrence(decay="head"), where="sm_90"),
     Specimen("linear", "per token", recurrence(decay="token")),
     Specimen("linear", "per channel", recurrence(decay="channel")),
     Specimen("linear", "per channel, bonus", recurrence(K=64, G=32, H=32, decay="channel", bonus=True)),
@@ -184,7 +186,7 @@ _LINEAR = (
     *_dtypes("linear", "per channel", recurrence(decay="channel")),
 )
 _DELTA = (
-    Specimen("delta", "DeltaNet", recurrence(beta=True)),
+    Specimen("delta", "DeltaNet", recurrence(beta=True), where="sm_90"),
     Specimen("delta", "Gated DeltaNet", recurrence(beta=True, decay="token", G=16, H=32)),
     Specimen("delta", "Kimi Delta Attention", recurrence(beta=True, decay="channel")),
     Specimen("delta", "packed Gated DeltaNet", recurrence(beta=True, decay="token", packed=True, state=True)),
@@ -205,10 +207,10 @@ _DELTA = (
 )
 _SCANS = (
     Specimen("scan", "D=2048", scan()),
-    Specimen("scan", "packed", scan(packed=True, state=True)),
+    Specimen("scan", "packed", scan(packed=True, state=True), where="sm_90"),
     *_dtypes("scan", "D=2048", scan()),
     Specimen("selective_scan", "N=16", selective()),
-    Specimen("selective_scan", "packed", selective(packed=True, state=True)),
+    Specimen("selective_scan", "packed", selective(packed=True, state=True), where="sm_90"),
     *_rest("selective_scan", {"N=128": selective(N=128, D=1024), "N=1": selective(N=1)}),
     *_dtypes("selective_scan", "N=16", selective()),
 )
@@ -254,7 +256,7 @@ _STEPS = (
     Specimen("linear", "one token", one(), run=later("decay.kernels_triton_step", "step")),
     Specimen("delta", "one token", one(beta=True), run=later("delta.kernels_triton_step", "step")),
     Specimen(
-        "delta", "one token, KDA", one(beta=True, channels=True), main=False,
+        "delta", "one token, KDA", one(beta=True, channels=True), where="asked",
         run=later("delta.kernels_triton_step", "step"),
     ),
     Specimen("scan", "one token", _scan_step, run=later("scan.kernels_triton", "step")),
