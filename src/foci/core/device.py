@@ -86,9 +86,13 @@ def constant(function: Function) -> Function:
 
 
 @constant
-@cache
 def installed(package: str) -> bool:
     """Whether a package can be imported; asked at every dispatch, looked for once."""
+    return _found(package)  # the compiler warns of a cache that it meets itself
+
+
+@cache
+def _found(package: str) -> bool:
     try:
         return find_spec(package) is not None
     except ModuleNotFoundError:  # something hides it
