@@ -1,0 +1,500 @@
+"""Backward of the delta rule in Triton: the states' gradients, last chunk to first, then all chunks side by side.
+
+With do, dS the gradients of the outputs and of the state at a chunk's end, X = (I + E)^-1 and the errors d of a chunk
+(ops/delta/chunked.py), the walk from the last chunk to the first is
+
+    dd = A^T do + (fall w) dS;   dv = X^T dd;   dS <- total dS + (scale rise q)^T do - (rise e)^T dv.
+
+It leaves dv and dS at each chunk's end, and what is left is a matter of each chunk alone, in two launches, one for the
+rows of A (dA = do d^T) and one for those of E (dE = -dv d^T) and all that follows: the registers hold no more at once.
+
+Keys that are alike make sums over d, dv, A and X telescope: these are float32 throughout, and in a product with a
+bfloat16 operand they are two bfloat16 (tiles/chunk_backward.py: right, left), or float32 rounded to TF32. For float16,
+whose range holds no decays, all products are of float32 tiles (tiles/state.py: working).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foci.core.tune import Config, Target, configure, launch, precision, target_of
+from foci.tiles.chunk_backward import both, gather, left, outer, right, through
+from foci.tiles.gates import by_ends, by_pairs, ends, load_gates, pairs_backward_onto, total, weights
+from foci.tiles.memory import load_tile, store_tile
+from foci.tiles.state import chunk_at, sequence, working
+
+CHUNK = 64
+
+
+@triton.jit
+def ends_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, e_ptr, g_ptr, offsets_ptr, risen_q_ptr, fallen_k_ptr, risen_e_ptr, total_ptr,
+    q_strides, k_strides, e_strides, g_strides, T, N, H, R, K,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """For gates per channel: rise q, fall k, rise e [B,T,H,K] and total of one chunk, one head, one block of K."""
+    k0 = tl.program_id(0) % tl.cdiv(K, BLOCK_K) * BLOCK_K
+    rest = tl.program_id(0) // tl.cdiv(K, BLOCK_K)
+    h = rest % H
+    n, b, t0, stop, slot = chunk_at(offsets_ptr, rest // H, N, T, CHUNK)
+    if n < 0:
+        return
+    row = tl.cast(b, tl.int64)
+    here = g_ptr + row * g_strides[0] + h * g_strides[2]
+    g = load_tile(here, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+    rise, fall = ends(g)
+    into = (row * T * H + h) * K
+    from_q, from_k = (
+        q_ptr + row * q_strides[0] + h // R * q_strides[2],
+        k_ptr + row * k_strides[0] + h // R * k_strides[2],
+    )
+    q = load_tile(from_q, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+    store_tile(risen_q_ptr + into, rise * q, t0, stop, H * K, k0, K, 1)
+    k = load_tile(from_k, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+    store_tile(fallen_k_ptr + into, fall * k, t0, stop, H * K, k0, K, 1)
+    from_e = e_ptr + row * e_strides[0] + h // R * e_strides[2]
+    e = load_tile(from_e, t0, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+    store_tile(risen_e_ptr + into, rise * e, t0, stop, H * K, k0, K, 1)
+    c = k0 + tl.arange(0, BLOCK_K)
+    tl.store(total_ptr + (slot * H + h).to(tl.int64) * K + c, total(g), mask=c < K)
+
+
+@triton.jit
+def walk_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, total_ptr, A_ptr, X_ptr, d_out_ptr, d_final_ptr, offsets_ptr,
+    dv_ptr, d_value_ptr, ends_ptr, d_state_ptr,
+    q_strides, k_strides, e_strides, beta_strides, g_strides, d_out_strides, d_final_strides, scale, T, H, R, K, V,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_V columns of one head's dS through one sequence, last chunk to first; keeps it at each chunk's end, and dv.
+
+    dS are BLOCKS tiles of BLOCK_K channels. With `total_ptr` q, k and e come with their decays, rise and fall.
+    """
+    v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
+    rest = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
+    h, n = rest % H, (rest // H).to(tl.int64)
+    b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
+    q_ptr += b * q_strides[0] + h // R * q_strides[2]
+    k_ptr += b * k_strides[0] + h // R * k_strides[2]
+    e_ptr += b * e_strides[0] + h // R * e_strides[2]
+    beta_ptr += b * beta_strides[0] + h * beta_strides[2]
+    d_out_ptr += b * d_out_strides[0] + h * d_out_strides[2]
+    head = tl.cast(b, tl.int64) * T * H + h
+    if g_ptr is not None:
+        g_ptr += b * g_strides[0] + h * g_strides[2]
+    dS = ()  # type: Any
+    for j in tl.static_range(BLOCKS):
+        if d_final_ptr is None:
+            block = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+        else:
+            here = d_final_ptr + n * d_final_strides[0] + h * d_final_strides[1]
+            block = load_tile(here, j * BLOCK_K, K, d_final_strides[2], v0, V, d_final_strides[3], BLOCK_K, BLOCK_V).to(
+                tl.float32
+            )
+        dS = dS + (block,)  # noqa: RUF005  the compiler knows no (*dS, block)
+    count = tl.cdiv(stop - start, CHUNK)
+    for i in range(count):
+        t0 = start + (count - 1 - i) * CHUNK
+        there = (slot + count - 1 - i).to(tl.int64) * H + h
+        # dd = A^T do + fall beta (k dS);  dv = X^T dd
+        read = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+        for j in tl.static_range(BLOCKS):
+            store_tile(ends_ptr + there * K * V, dS[j], j * BLOCK_K, K, V, v0, V, 1)
+            k = working(load_tile(k_ptr, t0, stop, k_strides[1], j * BLOCK_K, K, k_strides[3], CHUNK, BLOCK_K))
+            read = tl.dot(k, dS[j].to(k.dtype), read, input_precision=PRECISION)
+        read *= load_gates(beta_ptr, t0, stop, beta_strides[1], CHUNK)[:, None]
+        do = load_tile(d_out_ptr, t0, stop, d_out_strides[1], v0, V, d_out_strides[3], CHUNK, BLOCK_V).to(tl.float32)
+        by_read = scale * do
+        if g_ptr is not None:
+            g = load_gates(g_ptr, t0, stop, g_strides[1], CHUNK)
+            rise, fall = ends(g)
+            read *= fall[:, None]
+        A = load_tile(A_ptr + head * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
+        dd = tl.dot(tl.trans(A), do, read, input_precision=PRECISION)
+        X = load_tile(X_ptr + head * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
+        dv = tl.dot(tl.trans(X), dd, input_precision=PRECISION)
+        store_tile(dv_ptr + head * V, dv, t0, stop, H * V, v0, V, 1)
+        if d_value_ptr is not None:
+            store_tile(d_value_ptr + head * V, dv, t0, stop, H * V, v0, V, 1)
+        # dS <- total dS + (scale rise q)^T do - (rise e)^T dv
+        by_erase = -dv
+        if g_ptr is not None:
+            by_read *= rise[:, None]
+            by_erase *= rise[:, None]
+        before = ()  # type: Any
+        for j in tl.static_range(BLOCKS):
+            block = dS[j]
+            if g_ptr is not None:
+                block *= total(g)
+            if total_ptr is not None:
+                c = j * BLOCK_K + tl.arange(0, BLOCK_K)
+                block *= tl.load(total_ptr + there * K + c, mask=c < K, other=0.0)[:, None]
+            q = working(load_tile(q_ptr, t0, stop, q_strides[1], j * BLOCK_K, K, q_strides[3], CHUNK, BLOCK_K))
+            block = tl.dot(tl.trans(q), by_read.to(q.dtype), block, input_precision=PRECISION)
+            e = working(load_tile(e_ptr, t0, stop, e_strides[1], j * BLOCK_K, K, e_strides[3], CHUNK, BLOCK_K))
+            before = before + (right(tl.trans(e), by_erase, block, PRECISION),)  # noqa: RUF005
+        dS = before
+    if d_state_ptr is not None:
+        for j in tl.static_range(BLOCKS):
+            store_tile(d_state_ptr + (n * H + h) * K * V, dS[j], j * BLOCK_K, K, V, v0, V, 1)
+
+
+@triton.jit
+def side_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, k_ptr, beta_ptr, g_ptr, given_ptr, errors_ptr, states_ptr, ends_ptr, offsets_ptr,
+    dP_ptr, d_w_ptr, g_parts_ptr, x_sums_ptr, k_sums_ptr, d_x_ptr, d_k_ptr, d_beta_ptr, d_g_ptr,
+    x_strides, k_strides, beta_strides, g_strides, given_strides, factor, zero, T, N, H, R, K, V,
+    LAST: tl.constexpr, SAME: tl.constexpr, CONSTANT: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one key head and the R heads that read it; gates per token, or none.
+
+    The rows x of the pairs P are q (of A, given do, factor scale) or, LAST, e (of E, given dv, factor -1; SAME: e is
+    k). What the first gives to w = beta k and to gates waits in d_w [B,T,H,K] and g_parts [B,T,H]; dP [B,T,H,CHUNK] is
+    in memory for want of registers. CONSTANT: d_g [chunks,H], the sum over tokens.
+    """
+    group, chunk = tl.program_id(0) % (H // R), tl.program_id(0) // (H // R)
+    n, b, first, stop, slot = chunk_at(offsets_ptr, chunk, N, T, CHUNK)
+    if n < 0:
+        if CONSTANT and LAST and d_g_ptr is not None:
+            for r in range(R):
+                tl.store(d_g_ptr + chunk.to(tl.int64) * H + group * R + r, 0.0)
+        return
+    row, G = tl.cast(b, tl.int64), H // R
+    x_ptr += row * x_strides[0] + group * x_strides[2]
+    k_ptr += row * k_strides[0] + group * k_strides[2]
+    into = (row * T * G + group) * K
+    for r in tl.range(R, disable_licm=True):
+        t0 = first + zero * r  # what the loop changes stays in it: addresses kept through it would cost registers
+        h = group * R + r
+        head, there = row * T * H + h, (slot * H + h).to(tl.int64) * K * V
+        from_ptr, d_ptr = given_ptr + row * given_strides[0] + h * given_strides[2], errors_ptr + head * V
+        beta = load_gates(beta_ptr + row * beta_strides[0] + h * beta_strides[2], t0, stop, beta_strides[1], CHUNK)
+        dP = factor * outer(from_ptr, given_strides, d_ptr, H * V, t0, stop, V, LAST, PRECISION, CHUNK, BLOCK_V)
+        if g_ptr is not None:
+            g = load_gates(g_ptr + row * g_strides[0] + h * g_strides[2], t0, stop, g_strides[1], CHUNK)
+            dP *= weights(g)
+        store_tile(dP_ptr + head * CHUNK, dP, t0, stop, H * CHUNK, 0, CHUNK, 1)
+        tl.debug_barrier()
+        at = (t0 + tl.arange(0, CHUNK)).to(tl.int64)
+        d_beta, d_g = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+        if g_parts_ptr is not None:
+            P = tl.zeros([CHUNK, CHUNK], tl.float32)
+            for k0 in tl.range(0, K, BLOCK_K, disable_licm=True):
+                x = working(load_tile(x_ptr, t0, stop, x_strides[1], k0, K, x_strides[3], CHUNK, BLOCK_K))
+                k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
+                P = tl.dot(x, tl.trans(k), P, input_precision=PRECISION)
+            d_g = by_pairs(P * dP * beta[None, :])
+            if LAST:
+                d_g += tl.load(g_parts_ptr + head + at * H, mask=at < stop, other=0.0)
+        for k0 in tl.range(0, K, BLOCK_K, disable_licm=True):
+            t0 = first + zero * k0
+            d_x = factor * through(
+                from_ptr, given_strides, states_ptr + there, t0, stop, k0, K, V, PRECISION, CHUNK, BLOCK_K, BLOCK_V
+            )
+            if g_ptr is not None:
+                d_x *= ends(g)[0][:, None]
+            x = working(load_tile(x_ptr, t0, stop, x_strides[1], k0, K, x_strides[3], CHUNK, BLOCK_K))
+            by_rise = tl.sum(x.to(tl.float32) * d_x, 1)
+            t0 += zero
+            dP = load_tile(dP_ptr + head * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
+            d_w = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+            if LAST and d_w_ptr is not None:
+                d_w = load_tile(d_w_ptr + head * K, t0, stop, H * K, k0, K, 1, CHUNK, BLOCK_K)
+            d_w = left(tl.trans(dP), x, d_w, PRECISION)
+            k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
+            d_x = left(dP * beta[None, :], k, d_x, PRECISION)
+            t0 += zero
+            if not (LAST and SAME):
+                gather(d_x_ptr, x_sums_ptr, into, d_x, r, R, t0, stop, G * K, k0, K)
+            if LAST:
+                by_w = through(
+                    d_ptr, (0, H * V, 0, 1), ends_ptr + there, t0, stop, k0, K, V, PRECISION, CHUNK, BLOCK_K, BLOCK_V
+                )
+                if g_ptr is not None:
+                    by_w *= ends(g)[1][:, None]
+                if d_g_ptr is not None:
+                    by_total = tl.sum(both(states_ptr + there, ends_ptr + there, k0, K, V, BLOCK_K, BLOCK_V), 0)
+                    d_g += by_ends(by_rise, beta * tl.sum(k.to(tl.float32) * by_w, 1), by_total * total(g))
+                d_w += by_w
+                d_beta += tl.sum(d_w * k.to(tl.float32), 1)
+                d_k = beta[:, None] * d_w
+                t0 += zero
+                if SAME:
+                    d_k += d_x
+                gather(d_k_ptr, k_sums_ptr, into, d_k, r, R, t0, stop, G * K, k0, K)
+            else:
+                if g_parts_ptr is not None:
+                    d_g += by_ends(by_rise, tl.zeros_like(by_rise), 0.0)
+                if d_w_ptr is not None:
+                    store_tile(d_w_ptr + head * K, d_w, t0, stop, H * K, k0, K, 1)
+        if LAST:
+            if d_beta_ptr is not None:
+                tl.store(d_beta_ptr + head + at * H, d_beta, mask=at < stop)
+            if d_g_ptr is not None:
+                if CONSTANT:
+                    tl.store(d_g_ptr + chunk.to(tl.int64) * H + h, tl.sum(tl.where(at < stop, d_g, 0.0), 0))
+                else:
+                    tl.store(d_g_ptr + head + at * H, d_g, mask=at < stop)
+        elif g_parts_ptr is not None:
+            tl.store(g_parts_ptr + head + at * H, d_g, mask=at < stop)
+
+
+@triton.jit
+def side_by_channel_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, k_ptr, beta_ptr, g_ptr, given_ptr, errors_ptr, states_ptr, ends_ptr, offsets_ptr,
+    dP_ptr, d_w_ptr, g_parts_ptr, x_sums_ptr, k_sums_ptr, d_x_ptr, d_k_ptr, d_beta_ptr, d_g_ptr,
+    x_strides, k_strides, beta_strides, g_strides, given_strides, factor, zero, T, N, H, R, K, V,
+    LAST: tl.constexpr, SAME: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """`side_kernel` for gates per channel: g_parts and d_g [B,T,H,K]."""
+    group = tl.program_id(0) % (H // R)
+    n, b, first, stop, slot = chunk_at(offsets_ptr, tl.program_id(0) // (H // R), N, T, CHUNK)
+    if n < 0:
+        return
+    row, G = tl.cast(b, tl.int64), H // R
+    x_ptr += row * x_strides[0] + group * x_strides[2]
+    k_ptr += row * k_strides[0] + group * k_strides[2]
+    into = (row * T * G + group) * K
+    for r in tl.range(R, disable_licm=True):
+        t0 = first + zero * r  # what the loop changes stays in it: addresses kept through it would cost registers
+        h = group * R + r
+        head, there = row * T * H + h, (slot * H + h).to(tl.int64) * K * V
+        from_ptr, d_ptr = given_ptr + row * given_strides[0] + h * given_strides[2], errors_ptr + head * V
+        beta = load_gates(beta_ptr + row * beta_strides[0] + h * beta_strides[2], t0, stop, beta_strides[1], CHUNK)
+        dP = factor * outer(from_ptr, given_strides, d_ptr, H * V, t0, stop, V, LAST, PRECISION, CHUNK, BLOCK_V)
+        store_tile(dP_ptr + head * CHUNK, dP, t0, stop, H * CHUNK, 0, CHUNK, 1)
+        tl.debug_barrier()
+        d_beta = tl.zeros([CHUNK], tl.float32)
+        for k0 in tl.range(0, K, BLOCK_K, disable_licm=True):
+            t0 = first + zero * k0
+            here = g_ptr + row * g_strides[0] + h * g_strides[2]
+            g = load_tile(here, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+            d_x = factor * through(
+                from_ptr, given_strides, states_ptr + there, t0, stop, k0, K, V, PRECISION, CHUNK, BLOCK_K, BLOCK_V
+            )
+            d_x *= ends(g)[0]
+            x = load_tile(x_ptr, t0, stop, x_strides[1], k0, K, x_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+            w = load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+            w *= beta[:, None]
+            if LAST:
+                by_w = through(
+                    d_ptr, (0, H * V, 0, 1), ends_ptr + there, t0, stop, k0, K, V, PRECISION, CHUNK, BLOCK_K, BLOCK_V
+                )
+                by_w *= ends(g)[1]
+                by_total = both(states_ptr + there, ends_ptr + there, k0, K, V, BLOCK_K, BLOCK_V)
+                d_g = by_ends(x * d_x, w * by_w, by_total * total(g))
+                d_w = by_w + load_tile(d_w_ptr + head * K, t0, stop, H * K, k0, K, 1, CHUNK, BLOCK_K)
+                d_g += load_tile(g_parts_ptr + head * K, t0, stop, H * K, k0, K, 1, CHUNK, BLOCK_K)
+            else:
+                d_w = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+                d_g = by_ends(x * d_x, d_w, tl.zeros([BLOCK_K], tl.float32))
+            t0 += zero
+            dP = load_tile(dP_ptr + head * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
+            d_x, d_w, d_g = pairs_backward_onto(d_x, d_w, d_g, dP, x, w, g, True, PRECISION)
+            t0 += zero
+            if not (LAST and SAME):
+                gather(d_x_ptr, x_sums_ptr, into, d_x, r, R, t0, stop, G * K, k0, K)
+            t0 += zero
+            if LAST:
+                if d_g_ptr is not None:
+                    store_tile(d_g_ptr + head * K, d_g, t0, stop, H * K, k0, K, 1)
+                k = load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+                d_beta += tl.sum(d_w * k, 1)
+                d_k = beta[:, None] * d_w
+                t0 += zero
+                if SAME:
+                    d_k += d_x
+                gather(d_k_ptr, k_sums_ptr, into, d_k, r, R, t0, stop, G * K, k0, K)
+            else:
+                store_tile(d_w_ptr + head * K, d_w, t0, stop, H * K, k0, K, 1)
+                store_tile(g_parts_ptr + head * K, d_g, t0, stop, H * K, k0, K, 1)
+        if LAST and d_beta_ptr is not None:
+            at = (t0 + tl.arange(0, CHUNK)).to(tl.int64)
+            tl.store(d_beta_ptr + head + at * H, d_beta, mask=at < stop)
+
+
+@triton.jit
+def sums_kernel(parts_ptr, sum_ptr, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum over the rows of [rows, columns]."""
+    c0 = tl.program_id(0) * BLOCK_C
+    found = tl.zeros([1, BLOCK_C], tl.float32)
+    for row in range(0, rows, BLOCK_R):
+        part = load_tile(parts_ptr, row, rows, columns, c0, columns, 1, BLOCK_R, BLOCK_C)
+        found += tl.sum(part, 0, keep_dims=True)
+    store_tile(sum_ptr, found, 0, 1, columns, c0, columns, 1)
+
+
+def _width(size: int, most: int) -> int:
+    """The block that covers `size`, at least 16 as products of tiles want it, or `most`."""
+    return min(most, max(16, 1 << (size - 1).bit_length()))
+
+
+def _ends_rule(K: int, V: int, wide: bool, target: Target) -> Config:
+    return Config({"BLOCK_K": _width(K, 32)}, warps=4, stages=1)
+
+
+def _walk_rule(K: int, V: int, wide: bool, target: Target) -> Config:
+    """All of K is in registers as float32, so there is less of V where K is large; `wide`: tiles of float32."""
+    small = target.shared < 160_000
+    blocks = {"BLOCK_K": _width(K, 32 if wide and small else 64), "BLOCK_V": _width(V, 32 if K <= 256 else 16)}
+    return Config(blocks, warps=4 if K <= 128 else 8, stages=1)
+
+
+def _side_rule(K: int, V: int, wide: bool, target: Target) -> Config:
+    """As many channels as registers hold without a spill."""
+    few = K <= 64 and not wide
+    return Config({"BLOCK_K": _width(K, 64 if few else 32), "BLOCK_V": _width(V, 32)}, warps=4 if few else 8, stages=1)
+
+
+def _channels_rule(K: int, V: int, wide: bool, target: Target) -> Config:
+    return Config({"BLOCK_K": 16, "BLOCK_V": _width(V, 32)}, warps=8, stages=1)
+
+
+def _sums_rule(target: Target) -> Config:
+    return Config({"BLOCK_R": 32, "BLOCK_C": 64}, warps=4, stages=1)
+
+
+class _Problem:
+    """A call, its sizes, and its gradients: contiguous, each in its argument's dtype, None where not needed."""
+
+    def __init__(self, call: Any, needs: Sequence[bool]) -> None:
+        self.call, self.target = call, target_of(call.q.device)
+        self.B, self.T, self.G, self.H, self.K, self.V, self.N = call.sizes
+        arguments = (call.q, call.k, call.v, call.beta, call.log_decay, call.erase, call.state)
+        self.found = tuple(x.new_empty(x.shape) if need else None for x, need in zip(arguments, needs, strict=True))
+        self.g, self.erase = call.log_decay, call.k if call.erase is None else call.erase
+        self.per_channel = self.g is not None and self.g.shape[3] > 1
+        self.constant = self.g is not None and self.g.shape[:2] != (self.B, self.T)
+        self.wide = call.q.dtype != torch.bfloat16
+        self.chunks = self.B * -(-self.T // CHUNK) if call.offsets is None else self.T // CHUNK + self.N
+
+    @property
+    def precision(self) -> str:
+        """Of products of float32 tiles: TF32 is as fine as float16."""
+        half = self.call.q.dtype != torch.float32 and self.target.kind == "cuda"
+        return "tf32" if half else precision(self.call.q.dtype, self.target)
+
+    @property
+    def gate_strides(self) -> tuple[int, ...]:
+        """Of log_decay as [B,T,H,K]: 0 where it is broadcast."""
+        if self.g is None:
+            return (0, 0, 0, 0)
+        return tuple(0 if n == 1 else s for n, s in zip(self.g.shape, self.g.stride(), strict=True))
+
+    def sums(self, x: Tensor | None) -> Tensor | None:
+        """Where sums over the heads that read one wait, in float32."""
+        if x is None or self.G == self.H or x.dtype == torch.float32:
+            return None if self.G == self.H else x
+        return torch.empty_like(x, dtype=torch.float32)
+
+    def config(self, kernel: str, rule: Callable[[int, int, bool, Target], Config]) -> Config:
+        key = (self.K, self.V, "float32" if self.wide else "bfloat16")
+        return configure(f"delta_backward_{kernel}", key, partial(rule, self.K, self.V, self.wide), self.target)
+
+
+def backward(
+    call: Any, kept: Sequence[Tensor], grads: Sequence[Tensor | None], needs: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, beta, log_decay, erase and state, None where not needed.
+
+    `kept`: what the forward left, contiguous: the states at the chunks' starts [slots,H,K,V] (tiles/state.py: slot),
+    the errors d [B,T,H,V], X and A (scale, decays and beta in) [B,T,H,CHUNK].
+    """
+    problem = _Problem(call, needs)
+    d_out = call.v.new_zeros(()).expand(call.v.shape) if grads[0] is None else grads[0]
+    to_w, to_gates, erase = needs[1] or needs[3], needs[4], needs[5]
+    waiting = _waiting(problem, to_w, to_gates)
+    if needs[0] or to_w or to_gates:
+        _side(problem, kept, d_out, None, waiting)
+    dv, behind = _walk(problem, kept, d_out, grads[1])
+    if to_w or to_gates or erase:
+        _side(problem, kept, dv, behind, waiting)
+    return problem.found
+
+
+def _waiting(problem: _Problem, to_w: bool, to_gates: bool) -> tuple[Tensor | None, ...]:
+    """What lies in memory within a launch, and between the two: dP [B,T,H,CHUNK], d_w [B,T,H,K] and parts of d_g."""
+    shape, v = (problem.B, problem.T, problem.H), problem.call.v
+    always = problem.per_channel
+    return (
+        v.new_empty(*shape, CHUNK, dtype=torch.float32),
+        v.new_empty(*shape, problem.K, dtype=torch.float32) if to_w or always else None,
+        v.new_empty(*shape, *((problem.K,) if always else ()), dtype=torch.float32) if to_gates or always else None,
+    )
+
+
+def _walk(problem: _Problem, kept: Sequence[Tensor], d_out: Tensor, d_final: Tensor | None) -> tuple[Tensor, Tensor]:
+    """dv [B,T,H,V] in float32, and the gradient of the state at each chunk's end, laid out as the states are."""
+    call, d_value, R = problem.call, problem.found[2], problem.H // problem.G
+    q, k, e, g, gone = call.q, call.k, problem.erase, problem.g, None
+    if problem.per_channel:
+        q, k, e, gone = _with_decays(problem, kept[0])
+        g, R = None, 1
+    direct = d_value is not None and d_value.dtype == torch.float32
+    dv = d_value if direct and d_value is not None else call.v.new_empty(call.v.shape, dtype=torch.float32)
+    behind = torch.empty_like(kept[0])
+    config = problem.config("walk", _walk_rule)
+    launch(
+        walk_kernel, (problem.N * problem.H * -(-problem.V // config["BLOCK_V"]),),
+        q, k, e, call.beta, g, gone, kept[3], kept[2], d_out, d_final, call.offsets,
+        dv, None if direct else d_value, behind, problem.found[6],
+        q.stride(), k.stride(), e.stride(), call.beta.stride(), problem.gate_strides, d_out.stride(),
+        (0, 0, 0, 0) if d_final is None else d_final.stride(),
+        call.scale, problem.T, problem.H, R, problem.K, problem.V,
+        config=config, PRECISION=problem.precision, CHUNK=CHUNK, BLOCKS=-(-problem.K // config["BLOCK_K"]),
+    )  # fmt: skip
+    return dv, behind
+
+
+def _with_decays(problem: _Problem, states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """rise q, fall k and rise e [B,T,H,K], total [slots,H,K]; float32 where sums of their products telescope."""
+    call, shape = problem.call, (problem.B, problem.T, problem.H, problem.K)
+    q = states.new_empty(shape)
+    k, e = (states.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    gone = states.new_empty(states.numel() // problem.V, dtype=torch.float32)
+    config = problem.config("ends", _ends_rule)
+    launch(
+        ends_kernel, (problem.chunks * problem.H * -(-problem.K // config["BLOCK_K"]),),
+        call.q, call.k, problem.erase, problem.g, call.offsets, q, k, e, gone,
+        call.q.stride(), call.k.stride(), problem.erase.stride(), problem.gate_strides,
+        problem.T, problem.N, problem.H, problem.H // problem.G, problem.K, config=config, CHUNK=CHUNK,
+    )  # fmt: skip
+    return q, k, e, gone
+
+
+def _side(problem: _Problem, kept: Sequence[Tensor], given: Tensor, behind: Tensor | None, waiting: Any) -> None:
+    """What the rows of A give, or, with the gradients `behind` each chunk, those of E and all the rest."""
+    call, g, last = problem.call, problem.g, behind is not None
+    d_q, d_k, _, d_beta, d_g, d_erase, _ = problem.found
+    x, d_x, factor = (problem.erase, d_erase, -1.0) if last else (call.q, d_q, call.scale)
+    constants: dict[str, Any] = {} if problem.per_channel else {"CONSTANT": problem.constant}
+    if problem.per_channel:
+        config = problem.config("side_by_channel", _channels_rule)
+    else:
+        config = problem.config("side", _side_rule)
+    parts = None
+    if last and d_g is not None and problem.constant:
+        d_g = parts = given.new_empty(problem.chunks, problem.H, dtype=torch.float32)
+    launch(
+        side_by_channel_kernel if problem.per_channel else side_kernel, (problem.chunks * problem.G,),
+        x, call.k, call.beta, g, given, kept[1], kept[0], behind, call.offsets,
+        *waiting, problem.sums(d_x), problem.sums(d_k) if last else None,
+        d_x, *((d_k, d_beta, d_g) if last else (None, None, None)),
+        x.stride(), call.k.stride(), call.beta.stride(), problem.gate_strides, given.stride(), factor, 0,
+        problem.T, problem.N, problem.H, problem.H // problem.G, problem.K, problem.V,
+        config=config, LAST=last, SAME=call.erase is None, PRECISION=problem.precision, CHUNK=CHUNK, **constants,
+    )  # fmt: skip
+    if parts is not None:
+        config = configure("delta_backward_sums", (), _sums_rule, problem.target)
+        launch(
+            sums_kernel, (-(-problem.H // config["BLOCK_C"]),), parts, problem.found[4], *parts.shape, config=config
+        )  # fmt: skip

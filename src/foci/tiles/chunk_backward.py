@@ -1,0 +1,81 @@
+"""Products of a chunk's backward: of float32 with bfloat16, through a state, and sums over heads that read one."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from foci.tiles.memory import load_tile, store_tile
+from foci.tiles.state import working
+
+
+@triton.jit
+def right(x, y, z, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x y + z of y in float32; with x in bfloat16 y is taken as the sum of two of them."""
+    if x.dtype == tl.bfloat16:
+        high = y.to(tl.bfloat16)
+        z = tl.dot(x, high, tl.dot(x, (y - high.to(tl.float32)).to(tl.bfloat16), z))
+    else:
+        z = tl.dot(x, y, z, input_precision=PRECISION)
+    return z
+
+
+@triton.jit
+def left(x, y, z, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x y + z of x in float32; with y in bfloat16 x is taken as the sum of two of them."""
+    if y.dtype == tl.bfloat16:
+        high = x.to(tl.bfloat16)
+        z = tl.dot(high, y, tl.dot((x - high.to(tl.float32)).to(tl.bfloat16), y, z))
+    else:
+        z = tl.dot(x, y, z, input_precision=PRECISION)
+    return z
+
+
+@triton.jit
+def outer(  # type: ignore[no-untyped-def]
+    x_ptr, x_strides, d_ptr, d_stride, t0, stop, V,
+    BELOW: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """x d^T [CHUNK,CHUNK] on and below the diagonal, or BELOW it alone; d in float32."""
+    found = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for v0 in range(0, V, BLOCK_V):
+        x = working(load_tile(x_ptr, t0, stop, x_strides[1], v0, V, x_strides[3], CHUNK, BLOCK_V))
+        d = load_tile(d_ptr, t0, stop, d_stride, v0, V, 1, CHUNK, BLOCK_V)
+        found = right(x, tl.trans(d), found, PRECISION)
+    t, s = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    return tl.where(t > s if BELOW else t >= s, found, 0.0)
+
+
+@triton.jit
+def through(  # type: ignore[no-untyped-def]
+    x_ptr, x_strides, states_ptr, t0, stop, k0, K, V,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """x S^T [CHUNK,BLOCK_K] of channels k0.. of a state."""
+    found = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+    for v0 in range(0, V, BLOCK_V):
+        S = working(load_tile(states_ptr, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V))
+        x = load_tile(x_ptr, t0, stop, x_strides[1], v0, V, x_strides[3], CHUNK, BLOCK_V).to(S.dtype)
+        found = tl.dot(x, tl.trans(S), found, input_precision=PRECISION)
+    return found
+
+
+@triton.jit
+def both(states_ptr, ends_ptr, k0, K, V, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sums over V of S dS [BLOCK_K]: the gradient of total."""
+    found = tl.zeros([BLOCK_K], tl.float32)
+    for v0 in range(0, V, BLOCK_V):
+        S = load_tile(states_ptr, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V).to(tl.float32)
+        found += tl.sum(S * load_tile(ends_ptr, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V).to(tl.float32), 1)
+    return found
+
+
+@triton.jit
+def gather(ptr, sums_ptr, into, tile, r, R, t0, stop, stride, k0, K):  # type: ignore[no-untyped-def]
+    """Head r's gradient of what R heads read, one after the other: in memory is the sum over those before it."""
+    if ptr is not None:
+        if sums_ptr is not None:
+            there = tl.where(r > 0, stop, 0)
+            tile += load_tile(sums_ptr + into, t0, there, stride, k0, K, 1, tile.shape[0], tile.shape[1])
+            store_tile(sums_ptr + into, tile, t0, stop, stride, k0, K, 1)
+        store_tile(ptr + into, tile, t0, tl.where(r == R - 1, stop, 0), stride, k0, K, 1)

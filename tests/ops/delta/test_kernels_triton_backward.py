@@ -1,0 +1,197 @@
+"""The backward's kernels on what a forward in float64 leaves: every gradient against the equation's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foci.check.memory import poisoned
+from foci.core import tune
+from foci.ops.arguments import documents
+from foci.ops.delta.api import delta_rule
+from foci.ops.delta.call import Call
+from foci.ops.delta.cases import Delta
+from foci.ops.delta.spec import SPEC
+from foci.ops.delta.triangle import inverse
+from foci.ops.draw import Draw
+from foci.ops.gates import Gates
+from tests.ops.in_triton import DEVICE, DTYPES, there
+from tests.ops.recurrences import BUDGET, error, exact
+
+from foci.ops.delta import kernels_triton_backward as kernels  # isort: skip  after Triton's presence is known
+
+C = kernels.CHUNK
+
+
+def chunk(x: Tensor, start: int, stop: int, H: int) -> Tensor:
+    """Tokens start:stop of [B,T,G,D] as [B*H,C,D], zeros behind them."""
+    tokens = x[:, start:stop].repeat_interleave(H // x.shape[2], 2).movedim(2, 1).flatten(0, 1)
+    return torch.nn.functional.pad(tokens, (0, 0, 0, C - tokens.shape[1]))
+
+
+def left_by_forward(call: Call) -> tuple[Tensor, ...]:
+    """States, errors, X and A as the forward would keep them, computed in float64; NaN where no chunk is."""
+    B, T, _, H, K, V, N = call.sizes
+    packed = documents("delta_rule", call.offsets, T)
+    slots = B * -(-T // C) if packed is None else T // C + N
+    half = torch.bfloat16 if call.q.dtype == torch.bfloat16 else torch.float32
+    states = torch.full((slots, H, K, V), torch.nan, dtype=half)
+    d, X, A = (torch.empty(B, T, H, n) for n in (V, C, C))
+    q, k, v, beta, g, e, state, _, scale = exact(call._asdict()).values()
+    e = k if e is None else e
+    g = q.new_zeros(B, T, H, 1) if g is None else g.expand(B, T, H, -1)
+    state = q.new_zeros(N, H, K, V) if state is None else state
+    runs = [(0, T, slice(0, B), 0, -(-T // C))] if packed is None else []
+    runs += [] if packed is None else [(*p, slice(n, n + 1), p[0] // C + n, 1) for n, p in enumerate(packed)]
+    for start, stop, rows, slot, step in runs:
+        S = state[rows].flatten(0, 1)
+        for i, t0 in enumerate(range(start, stop, C)):
+            t1 = min(t0 + C, stop)
+            gates = Gates(chunk(g, t0, t1, H))
+            reads = torch.stack([chunk(q, t0, t1, H) * scale, chunk(e, t0, t1, H)], 2)
+            write = chunk(k, t0, t1, H) * chunk(beta[..., None], t0, t1, H)
+            products = gates.pairs(reads, write)
+            inverted = inverse(products[:, :, 1].contiguous())
+            errors = inverted @ (chunk(v, t0, t1, H) - gates.risen(reads[:, :, 1]) @ S)
+            for b in range(B):
+                states[slot + i + b * step] = S.view(B, H, K, V)[b]
+            for into, found in ((d, errors), (X, inverted), (A, products[:, :, 0])):
+                into[:, t0:t1] = found.view(B, H, C, -1)[:, :, : t1 - t0].movedim(1, 2)
+            S = S * gates.total[:, :, None] + gates.fallen(write).transpose(1, 2) @ errors
+    n = torch.arange(C)
+    seen = torch.cat([(n < stop - t0)[None].expand(min(C, stop - t0), C) for t0, stop in starts(packed, T)])
+    return states, d, *(torch.where(seen[None, :, None], x, 0) for x in (X, A))
+
+
+def starts(packed: list[tuple[int, int]] | None, T: int) -> list[tuple[int, int]]:
+    """The first token of each chunk, and its sequence's end."""
+    return [(t0, stop) for start, stop in packed or [(0, T)] for t0 in range(start, stop, C)]
+
+
+def draws(call: Call) -> tuple[Tensor, Tensor]:
+    """The gradients that come in."""
+    B, T, _, H, K, V, N = call.sizes
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(B, T, H, V, generator=draw).to(call.v.dtype), torch.randn(N, H, K, V, generator=draw)
+
+
+def truth(inputs: dict[str, Any], grads: tuple[Tensor | None, Tensor | None]) -> dict[str, Tensor]:
+    leaves = {n: x.requires_grad_() for n, x in exact(inputs).items() if n in SPEC.differentiable}
+    outputs = delta_rule(**exact(inputs) | leaves, return_state=True, backend="chunked")
+    given = [(o, g.double()) for o, g in zip(outputs, grads, strict=True) if g is not None]
+    found = torch.autograd.grad([o for o, _ in given], list(leaves.values()), [g for _, g in given])
+    return dict(zip(leaves, found, strict=True))
+
+
+def found(
+    inputs: dict[str, Any], grads: tuple[Tensor | None, Tensor | None], needs: tuple[str, ...] | None = None
+) -> dict[str, Tensor | None]:
+    """By name, in the shapes of the inputs."""
+    call = SPEC.bind(**inputs)
+    wanted = [n in inputs and (needs is None or n in needs) for n in SPEC.differentiable]
+    kept = [x.to(DEVICE) for x in left_by_forward(call)]
+    with poisoned():
+        moved = Call(**there(call._asdict()))
+        back = kernels.backward(moved, kept, [None if g is None else g.to(DEVICE) for g in grads], wanted)
+    for x, name in zip(back, SPEC.differentiable, strict=True):
+        assert x is None or (x.dtype == inputs[name].dtype and x.is_contiguous()), name
+    return {
+        n: None if x is None else x.cpu().view(inputs[n].shape)
+        for n, x in zip(SPEC.differentiable, back, strict=True)
+        if n in inputs
+    }
+
+
+def apart(inputs: dict[str, Any], grads: tuple[Tensor | None, Tensor | None] | None = None) -> dict[str, float]:
+    grads = draws(SPEC.bind(**inputs)) if grads is None else grads
+    got, wanted = found(inputs, grads), truth(inputs, grads)
+    return {n: error(got[n], wanted[n]) for n in wanted if wanted[n].numel()}
+
+
+def problem(T: int, decay: str = "token", *, dtype: torch.dtype = torch.float32, **more: Any) -> dict[str, Any]:
+    """K=20, V=12, four heads on two of keys, with a state."""
+    made = Delta("", B=1, T=T, H=4, G=2, K=20, V=12, decay=decay, state=True, **more).case.make(
+        dtype, torch.device("cpu"), 0
+    )
+    return made
+
+
+@pytest.mark.parametrize("T", [1, 16, 17, 64, 65, 129])
+def test_any_length(T: int) -> None:
+    errors = apart(problem(T))
+    assert all(e <= BUDGET[torch.float32] for e in errors.values()), errors
+
+
+def test_any_length_per_channel() -> None:
+    for T in (1, 65):
+        errors = apart(problem(T, "channel", erase=True))
+        assert all(e <= BUDGET[torch.float32] for e in errors.values()), errors
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.float32])
+@pytest.mark.parametrize("decay", ["token", "channel"])
+def test_half_with_gates_from_nothing_to_all(decay: str, dtype: torch.dtype) -> None:
+    errors = apart(problem(70, decay, dtype=dtype, gates=Draw.extremes))
+    assert all(e <= BUDGET[dtype] for e in errors.values()), errors
+
+
+@pytest.mark.parametrize("decay", ["head", "token", "channel"])
+def test_documents_some_empty(decay: str) -> None:
+    """Slots that no chunk has are NaN in what is kept; a document without tokens hands its state's gradient on."""
+    errors = apart(problem(100, decay, offsets=(0, 0, 65, 66, 66, 100)))
+    assert all(e <= BUDGET[torch.float32] for e in errors.values()), errors
+
+
+def test_constant_gates_with_alike_keys() -> None:
+    """Their gradient is a sum over all tokens; with beta 2 nothing of it may cancel."""
+    errors = apart(problem(129, "head", alike="identical", beta=2.0, full=True))
+    assert all(e <= BUDGET[torch.float32] for e in errors.values()), errors
+
+
+def test_incoming_gradients_may_be_absent_or_of_stride_0() -> None:
+    inputs = problem(70)
+    out, final = draws(SPEC.bind(**inputs))
+    for grads in ((torch.ones(()).expand_as(out), None), (None, final.transpose(2, 3).contiguous().transpose(2, 3))):
+        errors = apart(inputs, grads)
+        assert all(e <= BUDGET[torch.float32] for e in errors.values()), errors
+
+
+@pytest.mark.parametrize("decay", ["token", "channel"])
+def test_what_is_not_needed_is_not_made(decay: str) -> None:
+    inputs = problem(17, decay, erase=True)
+    grads = draws(SPEC.bind(**inputs))
+    whole = found(inputs, grads)
+    for needs in (("q",), ("v", "state"), ("beta",), ("k", "log_decay"), ("erase",)):
+        some = found(inputs, grads, needs)
+        for name, x in some.items():
+            assert (x is None) == (name not in needs)
+            assert x is None or torch.equal(x, whole[name]), (name, needs)
+
+
+@pytest.mark.parametrize("decay", ["token", "channel"])
+def test_gradients_of_a_prefix_do_not_know_what_follows(decay: str) -> None:
+    inputs = problem(70, decay)
+    out, _ = draws(SPEC.bind(**inputs))
+    out[:, 41:] = 0
+    later = {n: x.clone() for n, x in inputs.items()}
+    for name in ("q", "k", "v", "beta"):
+        later[name][:, 41:] *= -0.5
+    later["log_decay"][:, 41:] = -torch.inf
+    one, other = found(inputs, (out, None)), found(later, (out, None))
+    for name, x in one.items():
+        before = slice(None) if name == "state" else (slice(None), slice(0, 41))
+        assert torch.equal(x[before], other[name][before]), name
+        assert bool(other[name].isfinite().all()), name
+
+
+@pytest.mark.parametrize(("decay", "count"), [("", 3), ("head", 4), ("token", 3), ("channel", 4)])
+def test_launches(decay: str, count: int) -> None:
+    call = SPEC.bind(**problem(65, decay))
+    kept, grads = left_by_forward(call), draws(call)
+    wanted = [getattr(call, n) is not None for n in SPEC.differentiable]
+    with tune.recording(tune.TARGETS["sm_90"]) as launches:
+        kernels.backward(call, kept, grads, wanted)
+    assert len(launches) == count

@@ -1,0 +1,64 @@
+"""What the parts of a chunk's backward compute, each in a kernel of its own."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from foci.tiles.chunk_backward import both, gather, left, outer, right, through
+from foci.tiles.memory import load_tile, store_tile
+from tests.ops.in_triton import DEVICE
+
+
+@triton.jit
+def products(x_ptr, y_ptr, right_ptr, left_ptr, V: tl.constexpr):  # type: ignore[no-untyped-def]
+    x, y = load_tile(x_ptr, 0, V, V, 0, V, 1, V, V), load_tile(y_ptr, 0, V, V, 0, V, 1, V, V)
+    store_tile(right_ptr, right(x, y, y, "ieee"), 0, V, V, 0, V, 1)
+    store_tile(left_ptr, left(x, y, y, "ieee"), 0, V, V, 0, V, 1)
+
+
+@triton.jit
+def chunk(x_ptr, d_ptr, S_ptr, outer_ptr, below_ptr, through_ptr, both_ptr, rows, K, V, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    store_tile(outer_ptr, outer(x_ptr, (0, V, 0, 1), d_ptr, V, 0, rows, V, False, "ieee", C, 16), 0, C, C, 0, C, 1)
+    store_tile(below_ptr, outer(x_ptr, (0, V, 0, 1), d_ptr, V, 0, rows, V, True, "ieee", C, 16), 0, C, C, 0, C, 1)
+    read = through(x_ptr, (0, V, 0, 1), S_ptr, 0, rows, 0, K, V, "ieee", C, 32, 16)
+    store_tile(through_ptr, read, 0, rows, K, 0, K, 1)
+    c = tl.arange(0, 32)
+    tl.store(both_ptr + c, both(S_ptr, S_ptr, 0, K, V, 32, 16), mask=c < K)
+
+
+@triton.jit
+def heads(x_ptr, sums_ptr, into_ptr, R, rows, K, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    for r in range(R):
+        tile = load_tile(x_ptr + r * rows * K, 0, rows, K, 0, K, 1, C, 32)
+        gather(into_ptr, sums_ptr, 0, tile, r, R, 0, rows, K, 0, K)
+
+
+def test_a_product_with_float32_keeps_its_digits() -> None:
+    x, y = torch.randn(2, 32, 32, device=DEVICE).unbind()
+    found = torch.empty(2, 32, 32, device=DEVICE)
+    products[(1,)](x, y, found[0], found[1], V=32)
+    torch.testing.assert_close(found, (x @ y + y).expand(2, 32, 32), atol=1e-5, rtol=1e-5)
+
+
+def test_rows_columns_and_states_past_the_end_add_nothing() -> None:
+    rows, K, V, C = 21, 20, 37, 32
+    x, d, S = torch.randn(rows, V, device=DEVICE), torch.randn(rows, V, device=DEVICE), torch.randn(K, V, device=DEVICE)
+    whole, below = torch.empty(2, C, C, device=DEVICE).unbind()
+    read, sums = torch.empty(rows, K, device=DEVICE), torch.empty(K, device=DEVICE)
+    chunk[(1,)](x, d, S, whole, below, read, sums, rows, K, V, C=C)
+    wanted = torch.nn.functional.pad((x @ d.T).tril(), (0, C - rows, 0, C - rows))
+    torch.testing.assert_close(whole, wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(below, wanted.tril(-1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(read, x @ S.T, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(sums, (S * S).sum(1), atol=1e-5, rtol=1e-5)
+
+
+def test_heads_are_summed_one_after_the_other() -> None:
+    x = torch.randn(3, 21, 20, device=DEVICE)
+    sums, into = (torch.full((21, 20), torch.nan, device=DEVICE, dtype=t) for t in (torch.float32, torch.float16))
+    heads[(1,)](x, sums, into, 3, 21, 20, C=32)
+    assert torch.equal(into, (x[0] + x[1] + x[2]).half())
+    heads[(1,)](x, None, into, 1, 21, 20, C=32)
+    assert torch.equal(into, x[0].half())
