@@ -232,28 +232,37 @@ def walk_kernel(  # type: ignore[no-untyped-def]
 
 def chunks_rule(dtype: torch.dtype, K: int, per_channel: bool, target: Target) -> Config:
     """Blocks of channels that leave room for what the pairs of each level need."""
-    wide = dtype == torch.bfloat16 and not per_channel and target.shared > 100_000
+    if per_channel:
+        return Config({"BLOCK_K": side(K, 32 if _by_warpgroups(target) else 16)}, warps=8, stages=1)
+    wide = dtype == torch.bfloat16 and target.shared > 100_000
     return Config({"BLOCK_K": side(K, 64 if wide else 32)}, warps=8, stages=2 if wide else 1)
 
 
 def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, target: Target) -> Config:
     """Columns of the state as many as registers hold, fewer where few heads would leave processors idle.
 
-    In two stages where what a chunk loads (`tiles` of all its channels, X, A and v) fits twice into shared memory; else
-    in one, with the channels in blocks.
+    In two stages where what a chunk loads (`tiles` of all its channels, X, A and v) fits into shared memory, twice if
+    products are read from there; else in one, with the channels in blocks.
     """
     k, v = side(K, 512), side(V, 64)
     if dtype == torch.bfloat16 and target.kind == "cuda":
-        v = min(v, max(16, 4096 // k))
+        groups = _by_warpgroups(target)
+        v = min(v, max(16, (4096 if groups or tiles == 2 else 2048) // k))
         while v > 16 and 2 * heads * -(-V // v) <= target.processors:
             v //= 2
         while v >= 16:
             chunk = 2 * tiles * CHUNK * k + 8 * CHUNK * CHUNK + 2 * CHUNK * v
-            if 2 * chunk + 2 * k * v + 4 * CHUNK * v <= target.shared:
-                return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=4, stages=2)
+            needed = 2 * chunk + 2 * k * v + 4 * CHUNK * v if groups else chunk + 4 * k * v
+            if needed <= target.shared or (k <= 128 and not groups):
+                return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=4 if target.arch == 90 else 8, stages=2)
             v //= 2
     few = dtype == torch.bfloat16 and tiles == 2
     return Config({"BLOCK_K": min(k, 64 if few else 32), "BLOCK_V": 16}, warps=8, stages=1)
+
+
+def _by_warpgroups(target: Target) -> bool:
+    """Whether products are made by whole warpgroups, out of shared memory."""
+    return target.kind == "cuda" and 90 <= target.arch < 120
 
 
 def side(size: int, most: int) -> int:
