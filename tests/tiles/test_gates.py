@@ -147,32 +147,28 @@ def test_what_comes_later_changes_no_bit() -> None:
 
 
 @triton.jit
-def _pairs_back(x_ptr, e_ptr, y_ptr, g_ptr, dA_ptr, d_ptr, OWN: tl.constexpr, TWO: tl.constexpr):
-    dA, dE = _tile(dA_ptr, 0, 64, 64), _tile(dA_ptr + 64 * 64, 0, 64, 64)
-    x, e, y, g = _tile(x_ptr, 0, 16, 16), _tile(e_ptr, 0, 16, 16), _tile(y_ptr, 0, 16, 16), _tile(g_ptr, 0, 16, 16)
-    if TWO:
-        dx, de, dy, dg = gates.pairs_of_two_backward(dA, dE, x, e, y, g, IEEE)
-        store_tile(d_ptr + 3 * 64 * 16, de, 0, 64, 16, 0, 16, 1)
-    else:
-        dx, dy, dg = gates.pairs_backward(dA, x, y, g, OWN, IEEE)
+def _pairs_back(x_ptr, y_ptr, g_ptr, dA_ptr, d_ptr, OWN: tl.constexpr, PRECISION: tl.constexpr):
+    dA, x, y, g = _tile(dA_ptr, 0, 64, 64), _tile(x_ptr, 0, 16, 16), _tile(y_ptr, 0, 16, 16), _tile(g_ptr, 0, 16, 16)
+    dx, dy, dg = _tile(d_ptr, 0, 16, 16), _tile(d_ptr + 64 * 16, 0, 16, 16), _tile(d_ptr + 2 * 64 * 16, 0, 16, 16)
+    dx, dy, dg = gates.pairs_backward_onto(dx, dy, dg, dA, x, y, g, OWN, PRECISION)
     store_tile(d_ptr, dx, 0, 64, 16, 0, 16, 1)
     store_tile(d_ptr + 64 * 16, dy, 0, 64, 16, 0, 16, 1)
     store_tile(d_ptr + 2 * 64 * 16, dg, 0, 64, 16, 0, 16, 1)
 
 
+@OWN
 @KINDS
-@pytest.mark.parametrize(("own", "two"), [(True, False), (False, False), (True, True)])
-def test_gradients_per_channel(kind: str, own: bool, two: bool) -> None:
-    g, dA = drawn(K, kind), normal(4, 2, C, C)
-    x, e, y = (normal(seed, C, K).to(DEVICE) for seed in (1, 2, 3))
-    found = room(4, C, K)
-    _pairs_back[(1,)](x, e, y, g.to(DEVICE), dA.to(DEVICE), found, own, two)
-    truth, columns = Gates(g.double(), own), y[None].cpu().double()
-    rows, dA = torch.stack([x, e], 1)[None].cpu().double(), dA.transpose(0, 1)[None].double()
-    dA[:, :, 1] = dA[:, :, 1].tril(-1) if two else 0
-    dx, dy, dg = truth.pairs_backward(dA, truth.pairs(rows, columns), rows, columns)
+@pytest.mark.parametrize("precision", ["ieee", "tf32x3"])
+def test_gradients_per_channel(kind: str, own: bool, precision: str) -> None:
+    g, dA, x, y = drawn(K, kind), normal(4, C, C), normal(1, C, K), normal(2, C, K)
+    found, already = torch.zeros(3, C, K, device=DEVICE), normal(3, 3, C, K)
+    _pairs_back[(1,)](*(z.to(DEVICE) for z in (x, y, g, dA)), found, own, precision)
+    truth, rows, columns = Gates(g.double(), own), x[None, :, None].double(), y[None].double()
+    dx, dy, dg = truth.pairs_backward(dA[None, :, None].double(), truth.pairs(rows, columns), rows, columns)
     assert close(found[0], dx[0, :, 0]) and close(found[1], dy) and close(found[2], dg)
-    assert not two or close(found[3], dx[0, :, 1])
+    onto = already.to(DEVICE, copy=True)
+    _pairs_back[(1,)](*(z.to(DEVICE) for z in (x, y, g, dA)), onto, own, precision)
+    torch.testing.assert_close(onto.cpu(), already + found.cpu())
 
 
 @triton.jit

@@ -69,7 +69,7 @@ def pairs(A, x, y, g, OWN: tl.constexpr, PRECISION: tl.constexpr):  # type: igno
     With OWN on it too, x[t] . y[t]. Products of operands in x's dtype, of float32 by PRECISION; sums in float32.
     """
     rise, fall = start(g, OWN)
-    for i in range(levels(g.shape[0])):
+    for i in tl.range(levels(g.shape[0]), disable_licm=True):
         w = level(rise, fall, i)
         A += of_level(tl.dot(scaled(x, w), tl.trans(scaled(y, w)), input_precision=PRECISION), i)
         rise, fall = climb(g, rise, fall, i, OWN)
@@ -80,7 +80,7 @@ def pairs(A, x, y, g, OWN: tl.constexpr, PRECISION: tl.constexpr):  # type: igno
 def pairs_of_two(A, E, x, e, y, g, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """`pairs` of two rows operands at once: x into A with the diagonal, e into E below it."""
     rise, fall = start(g, True)
-    for i in range(levels(g.shape[0])):
+    for i in tl.range(levels(g.shape[0]), disable_licm=True):
         w = level(rise, fall, i)
         columns = tl.trans(scaled(y, w))
         A += of_level(tl.dot(scaled(x, w), columns, input_precision=PRECISION), i)
@@ -90,46 +90,22 @@ def pairs_of_two(A, E, x, e, y, g, PRECISION: tl.constexpr):  # type: ignore[no-
 
 
 @triton.jit
-def pairs_backward(dA, x, y, g, OWN: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(dx, dy, dg) [T,C] in float32 of dA [T,T] through `pairs`; what dA holds where A is 0 does not matter."""
-    nothing = tl.zeros_like(g)
-    return pairs_backward_onto(nothing, nothing, nothing, dA, x, y, g, OWN, PRECISION)
-
-
-@triton.jit
 def pairs_backward_onto(dx, dy, dg, dA, x, y, g, OWN: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`pairs_backward` added to dx, dy and dg: sums that wait for it in tiles of their own would cost registers."""
+    """dx, dy and dg [T,C] in float32 with what dA [T,T] gives through `pairs` added; where A is 0 dA may hold anything.
+
+    Added to what is there, since sums that wait for it in tiles of their own would cost registers.
+    """
     on = tl.sum(tl.where(diagonal_of(dA), dA, 0.0), 1)[:, None] if OWN else 0.0
     rise, fall = start(g, OWN)
     dx, dy = dx + on * y, dy + on * x
-    for i in range(levels(g.shape[0])):
+    for i in tl.range(levels(g.shape[0]), disable_licm=True):
         w, block = level(rise, fall, i), of_level(dA, i).to(x.dtype)
         to_x = w * tl.dot(block, scaled(y, w), input_precision=PRECISION)
         to_y = w * tl.dot(tl.trans(block), scaled(x, w), input_precision=PRECISION)
         dx, dy, by_level = dx + to_x, dy + to_y, (x * to_x + y * to_y).to(x.dtype)
-        dg = tl.dot(gates_of_level(dA, i, OWN).to(x.dtype), by_level, dg, input_precision=PRECISION)
+        dg = summed(gates_of_level(dA, i, OWN), by_level, dg, PRECISION)
         rise, fall = climb(g, rise, fall, i, OWN)
     return dx, dy, dg
-
-
-@triton.jit
-def pairs_of_two_backward(dA, dE, x, e, y, g, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(dx, de, dy, dg) [T,C] in float32 of dA and dE [T,T] through `pairs_of_two`."""
-    on = tl.sum(tl.where(diagonal_of(dA), dA, 0.0), 1)[:, None]
-    rise, fall = start(g, True)
-    dx, de, dy, dg = on * y, tl.zeros_like(g), on * x, tl.zeros_like(g)
-    for i in range(levels(g.shape[0])):
-        w = level(rise, fall, i)
-        A, E, columns = of_level(dA, i).to(x.dtype), of_level(dE, i).to(x.dtype), scaled(y, w)
-        to_x = w * tl.dot(A, columns, input_precision=PRECISION)
-        to_e = w * tl.dot(E, columns, input_precision=PRECISION)
-        to_y = tl.dot(tl.trans(A), scaled(x, w), input_precision=PRECISION)
-        to_y = w * tl.dot(tl.trans(E), scaled(e, w), to_y, input_precision=PRECISION)
-        dx, de, dy = dx + to_x, de + to_e, dy + to_y
-        by_level = x * to_x + e * to_e + y * to_y
-        dg = tl.dot(gates_of_level(dA, i, True), by_level, dg, input_precision=PRECISION)
-        rise, fall = climb(g, rise, fall, i, True)
-    return dx, de, dy, dg
 
 
 @triton.constexpr_function
@@ -178,6 +154,17 @@ def gates_of_level(like, i, OWN: tl.constexpr):  # type: ignore[no-untyped-def]
     later = t >= r if OWN else t > r
     wanted = tl.where((r >> i & 1) == 1, later, t < r)
     return tl.where(wanted & (r >> i == t >> i), 1.0, 0.0)
+
+
+@triton.jit
+def summed(L, x, onto, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """onto + L x, L of zeros and ones: of float32 operands only x has a part that TF32 leaves out."""
+    if PRECISION == "tf32x3" and x.dtype == tl.float32:
+        large = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        onto = tl.dot(L, large, onto, input_precision="tf32")
+        return tl.dot(L, x - large, onto, input_precision="tf32")
+    else:
+        return tl.dot(L.to(x.dtype), x, onto, input_precision=PRECISION)
 
 
 @triton.jit
