@@ -240,8 +240,9 @@ def keys_kernel(  # type: ignore[no-untyped-def]
 
 def _rule(names: tuple[str, str], widths: tuple[int, int], size: int, heavy: bool, target: Target) -> Config:
     """Tiles whose sums stay in registers: the wider a head, the fewer rows a block has. heavy: more is held a pair."""
-    wide = max(widths) * (2 if size == 4 else 1)
-    rows, columns, warps, stages = next(sizes for most, sizes in _TILES[names[0]] if wide <= most)
+    kind = "float32" if size == 4 else "large" if target.kind == "cuda" and target.arch in (90, 100, 103) else "small"
+    place = next(i for i, most in enumerate((64, 128, 256, 512)) if max(widths) <= most)
+    rows, columns, warps, stages = _TILES[kind, names[0]][place]
     if heavy:
         columns = max(16, columns // 2)
 
@@ -259,16 +260,15 @@ def _rule(names: tuple[str, str], widths: tuple[int, int], size: int, heavy: boo
     return Config({names[0]: rows, names[1]: columns}, warps, stages)
 
 
-# By the block that a program keeps: for heads of up to so many bytes / 2, its rows, rows of a step, warps and stages.
+# Rows that a program keeps, rows of a step, warps and stages for heads of up to 64, 128, 256 and 512 numbers. By the
+# block that is kept, queries or keys; large: where products read from shared memory, which leaves registers for sums.
 _TILES = {
-    "BLOCK_T": (
-        (64, (128, 64, 8, 2)), (128, (128, 64, 8, 2)), (256, (64, 64, 8, 2)), (512, (32, 32, 8, 2)),
-        (1024, (16, 16, 8, 2)),
-    ),
-    "BLOCK_S": (
-        (64, (128, 64, 8, 2)), (128, (128, 64, 8, 2)), (256, (64, 32, 8, 2)), (512, (32, 16, 8, 2)),
-        (1024, (16, 16, 8, 2)),
-    ),
+    ("large", "BLOCK_T"): ((128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2), (32, 32, 8, 2)),
+    ("large", "BLOCK_S"): ((128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2), (32, 16, 8, 2)),
+    ("small", "BLOCK_T"): ((64, 64, 4, 2), (64, 32, 8, 2), (32, 32, 8, 2), (16, 16, 8, 2)),
+    ("small", "BLOCK_S"): ((64, 32, 4, 2), (64, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2)),
+    ("float32", "BLOCK_T"): ((64, 32, 8, 2), (32, 16, 4, 2), (16, 16, 8, 1), (16, 16, 8, 1)),
+    ("float32", "BLOCK_S"): ((64, 32, 4, 2), (32, 16, 8, 2), (16, 16, 8, 1), (16, 16, 8, 1)),
 }  # fmt: skip
 
 
@@ -311,7 +311,7 @@ class Problem:
     def configure(self, kernel: str, kept: str, other: str) -> Config:
         """`kept` is the block that a program holds all along."""
         call, size = self.call, self.call.q.element_size()
-        heavy = call.softcap is not None or self.bias is not None or call.seed is not None
+        heavy = call.softcap is not None or self.bias is not None or call.seed is not None or self.gaps
         return configure(
             f"softmax_backward_{kernel}", (*self.widths, str(call.q.dtype).removeprefix("torch."), heavy),
             lambda target: _rule((kept, other), self.widths, size, heavy, target), self.target,
