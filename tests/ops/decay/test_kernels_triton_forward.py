@@ -41,8 +41,7 @@ def test_lengths_around_a_chunk(T: int) -> None:
         assert max(errors(problem(T, decay=decay))) < BUDGET[torch.float32], decay
 
 
-@pytest.mark.parametrize("decay", ["none", "token", "channel"])
-@pytest.mark.parametrize("K, V", [(20, 12), (130, 130)])
+@pytest.mark.parametrize("decay, K, V", [("none", 20, 12), ("token", 130, 130), ("channel", 20, 12)])
 def test_widths_that_are_no_powers_of_two(decay: str, K: int, V: int) -> None:
     assert max(errors(problem(66, K=K, V=V, decay=decay))) < BUDGET[torch.float32]
 

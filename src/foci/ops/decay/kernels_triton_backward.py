@@ -226,6 +226,15 @@ def _of_keys(  # type: ignore[no-untyped-def]
         k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
         dA *= scale
         by_rows *= scale
+        if not OWN:
+            own = tl.sum(tl.where(t[:, None] == t[None, :], dA, 0.0), 1)[:, None]
+            here = bonus_ptr + h * bonus_strides[0]
+            u = load_tile(here, 0, 1, 0, k0, K, bonus_strides[1], 1, BLOCK_K).to(tl.float32)
+            dq += own * u * k
+            dk += own * u * q
+            if d_bonus_ptr is not None:
+                du = tl.sum(own * q * k, 0)
+                store_tile(d_bonus_ptr + (chunk * H + h) * K, du[None, :], 0, 1, 0, k0, K, 1)
         if not CAUSAL:
             dq += by_rows
             dk += by_columns
@@ -269,15 +278,6 @@ def _of_keys(  # type: ignore[no-untyped-def]
             P = P.to(k.dtype)
             dq = tl.dot(P, k, dq + by_rows, input_precision=PRECISION)
             dk = tl.dot(tl.trans(P), q, dk + by_columns, input_precision=PRECISION)
-        if not OWN:
-            own = tl.sum(tl.where(t[:, None] == t[None, :], dA, 0.0), 1)[:, None]
-            here = bonus_ptr + h * bonus_strides[0]
-            u = load_tile(here, 0, 1, 0, k0, K, bonus_strides[1], 1, BLOCK_K).to(tl.float32)
-            dq += own * u * k
-            dk += own * u * q
-            if d_bonus_ptr is not None:
-                du = tl.sum(own * q * k, 0)
-                store_tile(d_bonus_ptr + (chunk * H + h) * K, du[None, :], 0, 1, 0, k0, K, 1)
     if dq_ptr is not None:
         store_tile(dq_ptr + (row * T * G + first) * K, dq, t0, stop, G * K, k0, K, 1)
     if dk_ptr is not None:
@@ -315,17 +315,20 @@ def dstates_rule(dtype: torch.dtype, K: int, V: int, heads: int, target: Target)
     return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=8 if dtype == torch.float32 else 4, stages=3 if half else 2)
 
 
-def gradients_rule(dtype: torch.dtype, K: int, V: int, by_channel: bool, more: bool, target: Target) -> Config:
-    """All channels that registers hold, because every block of them makes dA again; `more` in them: groups, a bonus."""
-    widest = {torch.bfloat16: 64 if more or target.shared < 80_000 else 128, torch.float16: 64, torch.float32: 32}[
-        dtype
-    ]
+def gradients_rule(
+    dtype: torch.dtype, K: int, V: int, by_channel: bool, bonus: bool, groups: bool, target: Target
+) -> Config:
+    """All channels that registers hold, because every block of them makes dA again."""
+    more, bf16 = bonus or groups, dtype == torch.bfloat16
     if by_channel:
-        widest = 16 if dtype == torch.float32 or (more and dtype == torch.float16) else 32
-    elif more and dtype == torch.float32:
-        widest = 16
-    v = 64 if dtype == torch.bfloat16 and not more and target.shared > 80_000 else 32
-    return Config({"BLOCK_K": side(K, widest), "BLOCK_V": side(V, v)}, warps=8, stages=2)
+        k = 16 if dtype == torch.float32 or (more and not bf16) else 32
+    elif more or dtype == torch.float32:
+        k = 16 if dtype == torch.float32 and more else 32
+    else:
+        k = 128 if bf16 and target.shared > 120_000 else 64
+    v = 64 if bf16 and not more and target.shared > 80_000 else 32
+    blocks = {"BLOCK_K": side(K, k), "BLOCK_V": side(V, v)}
+    return Config(blocks, warps=8, stages=1 if by_channel and groups else 2)
 
 
 def sums_rule(target: Target) -> Config:
@@ -388,7 +391,7 @@ def _gradients(
     dq, dk, dv, dg, d_bonus = into
     by_channel = g is not None and g.shape[3] > 1
     constant = g is not None and g.shape[0] * g.shape[1] < B * T
-    key = do.dtype, K, V, by_channel, call.bonus is not None or H > G
+    key = do.dtype, K, V, by_channel, call.bonus is not None, H > G
     config = configure("linear_gradients", key, partial(gradients_rule, *key), target, WIDTHS)
     blocks = -(-K // config["BLOCK_K"])
     g_parts = chunks * blocks if constant else 1 if by_channel else blocks
