@@ -229,7 +229,7 @@ class Slots:
 
     def __init__(self, state: Tensor, slots: Tensor) -> None:
         self.all, self.valid = state, (slots >= 0) & (slots < state.shape[0])
-        first = self.valid.int().argmax().view(1)
+        first = torch.nn.functional.pad(self.valid.int(), (0, 1)).argmax().view(1)  # padded: argmax of nothing raises
         place = torch.where(self.valid, slots, 0).long()
         self.rows = torch.where(self.valid, torch.arange(len(slots), device=slots.device), first)
         self.place = place[self.rows]

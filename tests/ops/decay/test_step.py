@@ -122,3 +122,12 @@ def test_slots_compile_in_one_graph() -> None:
             step(*args, states, slots=slots), foci.linear_attention_step(*args, again, slots=slots)
         )
     torch.testing.assert_close(states, again)
+
+
+def test_no_rows_take_no_slots() -> None:
+    states = torch.ones(5, H, K, V)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    out = foci.linear_attention_step(
+        torch.ones(0, G, K), torch.ones(0, G, K), torch.ones(0, H, V), states, slots=nothing
+    )
+    assert out.shape == (0, H, V) and torch.equal(states, torch.ones(5, H, K, V))

@@ -127,3 +127,12 @@ def test_slots_compile_in_one_graph() -> None:
     with torch.no_grad():
         torch.testing.assert_close(step(*args, states, slots=slots), foci.delta_rule_step(*args, again, slots=slots))
     torch.testing.assert_close(states, again)
+
+
+def test_no_rows_take_no_slots() -> None:
+    states = torch.ones(5, H, K, V)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    out = foci.delta_rule_step(
+        torch.ones(0, G, K), torch.ones(0, G, K), torch.ones(0, H, V), torch.rand(0, H), states, slots=nothing
+    )
+    assert out.shape == (0, H, V) and torch.equal(states, torch.ones(5, H, K, V))
