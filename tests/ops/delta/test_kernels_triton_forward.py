@@ -1,4 +1,4 @@
-"""The delta rule in Triton: every case of the Spec in both directions, and what its forward must hold beyond them."""
+"""The delta rule's forward in Triton: every case of the Spec, and what it must hold beyond them; both ways for some."""
 
 from __future__ import annotations
 

@@ -44,6 +44,7 @@ SPEC = Spec(
     outputs=outputs,
     backends=(
         Backend("native", "foci.ops.delta.native", note="O(T) memory, built on first use"),
+        Backend("triton", "foci.ops.delta.gpu", note="O(T) memory", needs=("triton",)),
         Backend("chunked", "foci.ops.delta.chunked", note="O(T) memory"),
         Backend("reference", "foci.ops.delta.reference", note="a loop over tokens"),
     ),
