@@ -5,8 +5,8 @@ With r_{t+1} what token t+1 hands back, u_t = dt_t x_t and a_t = exp(dt_t A):
     dh_t = dy_t C_t^T + r_{t+1};  r_t = a_t dh_t;  du_t = dh_t B_t;  dB_t = u_t dh_t;  dC_t = dy_t h_t
     e_t = r_t h_{t-1} is the gradient of dt_t A:  ddt_t = e_t A + du_t x_t;  dA = sum_t e_t dt_t
 
-dB and dC are sums over channels: a program writes those of its block, and a last launch adds the blocks in their order,
-as it does dA and dskip of all stretches. Nothing is added in memory by two programs: same bits every time.
+dB and dC are sums over channels: a program writes those of its own, and a last launch adds these in their order, as
+it does dA and dskip of all stretches. Nothing is added in memory by two programs: same bits every time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from torch import Tensor
 from foci.core.tune import Config, Target, configure, launch, target_of
 from foci.tiles.state import sequence
 from foci.tiles.stretches import decay_rates, join, row, rows, stretch
+
+CHANNELS = 32  # that at least share a sum for dB and dC: room for B T D K / 4 bytes of them
 
 
 @triton.jit
@@ -74,30 +76,19 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, skip_ptr, offsets_ptr, kept_ptr, dy_ptr, dfinal_ptr, decays_ptr, ends_ptr,
     dx_ptr, ddt_ptr, dA_ptr, pairs_ptr, dskip_ptr, dstate_ptr,
     x_s, dt_s, A_s, B_s, C_s, skip_s, dy_s, dfinal_s, T, N, D, K, TOKENS,
-    STRETCH: tl.constexpr, KEEP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+    STRETCH: tl.constexpr, KEEP: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one stretch: BLOCK_T tokens at a time, whose states are walked again from the last one kept."""
-    blocks = tl.cdiv(D, BLOCK_D)
-    block, index = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    d, k = block * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)
+    """Gradients of one stretch: BLOCK_T tokens at a time, whose states are walked again from the last one kept.
+
+    One block of channels after another, GROUP of them, which add to the same dB and dC: wide K leaves room for few.
+    """
+    groups = tl.cdiv(D, BLOCK_D * GROUP)
+    group, index, k = tl.program_id(0) % groups, tl.program_id(0) // groups, tl.arange(0, BLOCK_K)
     # A program without tokens goes on all the same: its dA and dskip, 0, will be added.
     n, b, start, stop, first, end, slot = stretch(offsets_ptr, index, T, N, STRETCH)
-    channels, keys, d, k = d < D, k < K, d.to(tl.int64), k.to(tl.int64)
-    inside, cells = channels[:, None] & keys[None, :], d[:, None] * K + k[None, :]
-    alive = inside & (n >= 0)
-    n, b, block = tl.cast(tl.maximum(n, 0), tl.int64), tl.cast(b, tl.int64), block.to(tl.int64)
-    rates = decay_rates(A_ptr + d[:, None] * A_s[0] + k[None, :] * A_s[1], inside)
-    unit = tl.where(k[None, :] == 0, 1.0 + 0.0 * rates, 0.0)  # laid out as `rates` is
-    r = tl.zeros([BLOCK_D, BLOCK_K], tl.float32)
-    if dfinal_ptr is not None:
-        places = dfinal_ptr + n * dfinal_s[0] + d[:, None] * dfinal_s[1] + k[None, :] * dfinal_s[2]
-        r = tl.load(places, mask=alive, other=0.0).to(tl.float32)
-    if STRETCH > 0:
-        behind = tl.cdiv(stop - end, STRETCH)
-        r = join(r, decays_ptr + cells, ends_ptr + cells, slot + behind, behind, D * K, alive, -1, 4)
-    if skip_ptr is not None:
-        skip = tl.load(skip_ptr + d * skip_s[0], mask=channels, other=0.0).to(tl.float32)
-        skip = unit * skip[:, None]  # a tile, as rows that are wanted beside a sum of tiles would be loaded twice
+    known, keys, k = n >= 0, k < K, k.to(tl.int64)
+    n, b, index = tl.cast(tl.maximum(n, 0), tl.int64), tl.cast(b, tl.int64), tl.cast(index, tl.int64)
     x_ptr += b * x_s[0]
     dt_ptr += b * dt_s[0]
     B_ptr += b * B_s[0]
@@ -105,61 +96,81 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     if dy_ptr is not None:
         dy_ptr += b * dy_s[0]
     _, _, _, border = sequence(offsets_ptr, n, T, KEEP)
-    dA, dskip = tl.zeros([BLOCK_D, BLOCK_K], tl.float32), tl.zeros([BLOCK_D, BLOCK_K], tl.float32)
     two = (tl.arange(0, BLOCK_K) * 2)[:, None] + tl.arange(0, 2)[None, :]
     count = tl.cdiv(end - first, BLOCK_T)
-    for j in range(count):
-        t0 = first + (count - 1 - j) * BLOCK_T
-        if dy_ptr is not None:
-            dys = rows(dy_ptr, t0, end, dy_s[1], d * dy_s[2], channels, BLOCK_T)
-        place = tl.cast(border + (t0 - start) // KEEP, tl.int64) * D * K
-        h = tl.load(kept_ptr + place + cells, mask=inside, other=0.0)
-        for t in range(t0 - (t0 - start) % KEEP, t0):
-            x = row(x_ptr, t, end, x_s[1], d * x_s[2], channels)
-            dt = row(dt_ptr, t, end, dt_s[1], d * dt_s[2], channels)
-            h = after(h, rates, x, dt, row(B_ptr, t, end, B_s[1], k * B_s[2], keys))
-        xs = rows(x_ptr, t0, end, x_s[1], d * x_s[2], channels, BLOCK_T)
-        dts = rows(dt_ptr, t0, end, dt_s[1], d * dt_s[2], channels, BLOCK_T)
-        bs = rows(B_ptr, t0, end, B_s[1], k * B_s[2], keys, BLOCK_T)
-        out_row, pairs_row = (b * T + t0) * D, (block * TOKENS + b * T + t0) * K * 2
-        hs = (h,)
-        for i in tl.static_range(BLOCK_T):
-            h = after(h, rates, xs[i], dts[i], bs[i])
-            hs = hs + (h,)  # type: ignore[assignment]  # noqa: RUF005
-        for i in tl.static_range(BLOCK_T - 1, -1, -1):
-            here = t0 + i < end
-            x, dt, key = xs[i].to(tl.float32), dts[i].to(tl.float32), bs[i].to(tl.float32)
-            dy = tl.zeros([BLOCK_D], tl.float32)
+    for member in range(GROUP):
+        d = (group * GROUP + member) * BLOCK_D + tl.arange(0, BLOCK_D)
+        channels, d = d < D, d.to(tl.int64)
+        inside, cells = channels[:, None] & keys[None, :], d[:, None] * K + k[None, :]
+        alive = inside & known
+        rates = decay_rates(A_ptr + d[:, None] * A_s[0] + k[None, :] * A_s[1], inside)
+        unit = tl.where(k[None, :] == 0, 1.0 + 0.0 * rates, 0.0)  # laid out as `rates` is
+        r = tl.zeros([BLOCK_D, BLOCK_K], tl.float32)
+        if dfinal_ptr is not None:
+            places = dfinal_ptr + n * dfinal_s[0] + d[:, None] * dfinal_s[1] + k[None, :] * dfinal_s[2]
+            r = tl.load(places, mask=alive, other=0.0).to(tl.float32)
+        if STRETCH > 0:
+            behind = tl.cdiv(stop - end, STRETCH)
+            r = join(r, decays_ptr + cells, ends_ptr + cells, slot + behind, behind, D * K, alive, -1, 4)
+        if skip_ptr is not None:
+            skip = tl.load(skip_ptr + d * skip_s[0], mask=channels, other=0.0).to(tl.float32)
+            skip = unit * skip[:, None]  # a tile, as rows that are wanted beside a sum of tiles would be loaded twice
+        dA, dskip = tl.zeros([BLOCK_D, BLOCK_K], tl.float32), tl.zeros([BLOCK_D, BLOCK_K], tl.float32)
+        for j in range(count):
+            t0 = first + (count - 1 - j) * BLOCK_T
             if dy_ptr is not None:
-                dy = dys[i].to(tl.float32)
-                query = row(C_ptr, t0 + i, end, C_s[1], k * C_s[2], keys).to(tl.float32)
-                r += dy[:, None] * query[None, :]
-            if pairs_ptr is not None:
-                pair = tl.sum(tl.join((dt * x)[:, None] * r, dy[:, None] * hs[i + 1]), 0)
-                tl.store(pairs_ptr + pairs_row + (i * K * 2 + two), pair, mask=(keys & here)[:, None])
-            du = r * key[None, :]
-            if dx_ptr is not None:
-                dx = du * dt[:, None]
-                if skip_ptr is not None:
-                    dx += skip * dy[:, None]
-                tl.store(
-                    dx_ptr + out_row + (i * D + d), tl.sum(dx, 1).to(dx_ptr.dtype.element_ty), mask=channels & here
-                )
-            r *= tl.exp2(dt[:, None] * rates)
-            e = r * hs[i]
-            if dA_ptr is not None:
-                dA += e * dt[:, None]
-            if ddt_ptr is not None:
-                ddt = tl.sum(e * (rates * 0.6931471805599453) + du * x[:, None], 1)
-                tl.store(ddt_ptr + out_row + (i * D + d), ddt.to(ddt_ptr.dtype.element_ty), mask=channels & here)
-            if dskip_ptr is not None:
-                dskip += unit * (dy * x)[:, None]
-    if dA_ptr is not None:
-        tl.store(dA_ptr + tl.cast(index, tl.int64) * D * K + cells, dA, mask=inside)
-    if dskip_ptr is not None:
-        tl.store(dskip_ptr + tl.cast(index, tl.int64) * D + d, tl.sum(dskip, 1), mask=channels)
-    if dstate_ptr is not None:
-        tl.store(dstate_ptr + n * D * K + cells, r.to(dstate_ptr.dtype.element_ty), mask=alive & (first == start))
+                dys = rows(dy_ptr, t0, end, dy_s[1], d * dy_s[2], channels, BLOCK_T)
+            place = tl.cast(border + (t0 - start) // KEEP, tl.int64) * D * K
+            h = tl.load(kept_ptr + place + cells, mask=inside, other=0.0)
+            for t in range(t0 - (t0 - start) % KEEP, t0):
+                x = row(x_ptr, t, end, x_s[1], d * x_s[2], channels)
+                dt = row(dt_ptr, t, end, dt_s[1], d * dt_s[2], channels)
+                h = after(h, rates, x, dt, row(B_ptr, t, end, B_s[1], k * B_s[2], keys))
+            xs = rows(x_ptr, t0, end, x_s[1], d * x_s[2], channels, BLOCK_T)
+            dts = rows(dt_ptr, t0, end, dt_s[1], d * dt_s[2], channels, BLOCK_T)
+            bs = rows(B_ptr, t0, end, B_s[1], k * B_s[2], keys, BLOCK_T)
+            out_row, pairs_row = (b * T + t0) * D, (tl.cast(group, tl.int64) * TOKENS + b * T + t0) * K * 2
+            hs = (h,)
+            for i in tl.static_range(BLOCK_T):
+                h = after(h, rates, xs[i], dts[i], bs[i])
+                hs = hs + (h,)  # type: ignore[assignment]  # noqa: RUF005
+            for i in tl.static_range(BLOCK_T - 1, -1, -1):
+                here = t0 + i < end
+                x, dt, key = xs[i].to(tl.float32), dts[i].to(tl.float32), bs[i].to(tl.float32)
+                dy = tl.zeros([BLOCK_D], tl.float32)
+                if dy_ptr is not None:
+                    dy = dys[i].to(tl.float32)
+                    query = row(C_ptr, t0 + i, end, C_s[1], k * C_s[2], keys).to(tl.float32)
+                    r += dy[:, None] * query[None, :]
+                if pairs_ptr is not None:
+                    pair = tl.sum(tl.join((dt * x)[:, None] * r, dy[:, None] * hs[i + 1]), 0)
+                    there = pairs_ptr + pairs_row + (i * K * 2 + two)
+                    if GROUP > 1:
+                        pair += tl.load(there, mask=(keys & here & (member > 0))[:, None], other=0.0)
+                    tl.store(there, pair, mask=(keys & here)[:, None])
+                du = r * key[None, :]
+                if dx_ptr is not None:
+                    dx = du * dt[:, None]
+                    if skip_ptr is not None:
+                        dx += skip * dy[:, None]
+                    tl.store(
+                        dx_ptr + out_row + (i * D + d), tl.sum(dx, 1).to(dx_ptr.dtype.element_ty), mask=channels & here
+                    )
+                r *= tl.exp2(dt[:, None] * rates)
+                e = r * hs[i]
+                if dA_ptr is not None:
+                    dA += e * dt[:, None]
+                if ddt_ptr is not None:
+                    ddt = tl.sum(e * (rates * 0.6931471805599453) + du * x[:, None], 1)
+                    tl.store(ddt_ptr + out_row + (i * D + d), ddt.to(ddt_ptr.dtype.element_ty), mask=channels & here)
+                if dskip_ptr is not None:
+                    dskip += unit * (dy * x)[:, None]
+        if dA_ptr is not None:
+            tl.store(dA_ptr + index * D * K + cells, dA, mask=inside)
+        if dskip_ptr is not None:
+            tl.store(dskip_ptr + index * D + d, tl.sum(dskip, 1), mask=channels)
+        if dstate_ptr is not None:
+            tl.store(dstate_ptr + n * D * K + cells, r.to(dstate_ptr.dtype.element_ty), mask=alive & (first == start))
 
 
 @triton.jit
@@ -177,13 +188,13 @@ def total(parts_ptr, block, count, size, BLOCK: tl.constexpr, BATCH: tl.constexp
 @triton.jit
 def totals_kernel(  # type: ignore[no-untyped-def]
     pairs_ptr, dA_parts_ptr, dskip_parts_ptr, dB_ptr, dC_ptr, dA_ptr, dskip_ptr,
-    blocks, programs, tokens, channels, cells, BLOCK: tl.constexpr, BATCH: tl.constexpr,
+    groups, programs, tokens, channels, cells, BLOCK: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
-    """dB and dC of all blocks of channels, dA and dskip of all programs; each sum has its own programs here."""
+    """dB and dC of all groups of channels, dA and dskip of all programs; each sum has its own programs here."""
     index = tl.program_id(0)
     if pairs_ptr is not None:
         if (index >= 0) & (index < tl.cdiv(2 * tokens, BLOCK)):
-            both = total(pairs_ptr, index, blocks, 2 * tokens, BLOCK, BATCH)
+            both = total(pairs_ptr, index, groups, 2 * tokens, BLOCK, BATCH)
             dB, dC = tl.split(tl.reshape(both, [BLOCK // 2, 2]))
             places = tl.cast(index, tl.int64) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
             if dB_ptr is not None:
@@ -205,30 +216,30 @@ def totals_kernel(  # type: ignore[no-untyped-def]
 
 
 def rule(D: int, K: int, target: Target) -> Config:
-    """Four states a thread, as those of all BLOCK_T tokens are in registers; many channels, as dB adds up over them."""
+    """Four states a thread, as those of all BLOCK_T tokens are in registers."""
     BLOCK_K = triton.next_power_of_2(K)
     lanes = 64 if target.kind == "hip" else 32
-    warps = 8 if lanes == 32 else 4
+    warps = (4 if BLOCK_K <= 16 else 8) * 32 // lanes
     BLOCK_D = max(1, min(4 * warps * lanes // BLOCK_K, 128, triton.next_power_of_2(D)))
-    return Config({"BLOCK_D": BLOCK_D, "BLOCK_K": BLOCK_K, "BLOCK_T": 8}, warps=warps, stages=1)
+    return Config({"BLOCK_D": BLOCK_D, "BLOCK_K": BLOCK_K, "BLOCK_T": 8 if BLOCK_K <= 16 else 4}, warps=warps, stages=1)
 
 
 def strides(*tensors: Tensor | None) -> list[tuple[int, ...] | None]:
     return [None if tensor is None else tensor.stride() for tensor in tensors]
 
 
-def _parts(call: Any, needs: list[bool], blocks: int, programs: int) -> list[Tensor | None]:
-    """Room for dA by program, dB and dC side by side by block of channels, dskip by program, where asked for."""
+def _parts(call: Any, needs: list[bool], groups: int, programs: int) -> list[Tensor | None]:
+    """Room for dA by program, dB and dC side by side by group of channels, dskip by program, where asked for."""
     B, T, D, K, _ = call.sizes
     wanted = (
         (needs[2], programs * D * K),
-        (needs[3] or needs[4], 2 * blocks * B * T * K),
+        (needs[3] or needs[4], 2 * groups * B * T * K),
         (needs[5] and call.skip is not None, programs * D),
     )
     return [torch.empty(size, dtype=torch.float32, device=call.x.device) if need else None for need, size in wanted]
 
 
-def _add_up(call: Any, parts: list[Tensor | None], sums: list[Tensor | None], blocks: int, programs: int) -> None:
+def _add_up(call: Any, parts: list[Tensor | None], sums: list[Tensor | None], groups: int, programs: int) -> None:
     """dA, dB, dC and dskip of their parts, in one launch."""
     B, T, D, K, _ = call.sizes
     config = Config({"BLOCK": 256, "BATCH": 8}, warps=4, stages=1)
@@ -238,7 +249,7 @@ def _add_up(call: Any, parts: list[Tensor | None], sums: list[Tensor | None], bl
         grid = sum(-(-size // config["BLOCK"]) for size in sizes)
         launch(
             totals_kernel, (grid,), pairs, dA_parts, dskip_parts, dB, dC, dA, dskip,
-            blocks, programs, B * T * K, D, D * K, config=config,
+            groups, programs, B * T * K, D, D * K, config=config,
         )  # fmt: skip
 
 
@@ -254,8 +265,9 @@ def backward(
     (dy, dfinal), target = grads, target_of(kept.device)
     key = (call.x.dtype, triton.next_power_of_2(K))
     config = configure("selective_scan_backward", key, partial(rule, D, K), target)
-    blocks = -(-D // config["BLOCK_D"])
-    STRETCH, programs, slots = cut(target, blocks * config.warps)
+    GROUP = max(1, min(CHANNELS, triton.next_power_of_2(D)) // config["BLOCK_D"])
+    blocks, groups = (-(-D // (config["BLOCK_D"] * members)) for members in (1, GROUP))
+    STRETCH, programs, slots = cut(target, 2 * groups)  # a processor has room for two or three programs
     decays = ends = None
     if STRETCH:
         decays, ends = (torch.empty(slots, D, K, dtype=torch.float32, device=kept.device) for _ in range(2))
@@ -269,11 +281,12 @@ def backward(
         for tensor, need in zip((*inputs, call.state), needs, strict=True)
     ]
     dx, ddt, dA, dB, dC, dskip, dstate = made
-    dA_parts, pairs, dskip_parts = parts = _parts(call, needs, blocks, programs)
+    dA_parts, pairs, dskip_parts = parts = _parts(call, needs, groups, programs)
     launch(
-        backward_kernel, (programs * blocks,), *inputs, call.offsets, kept, dy, dfinal, decays, ends,
+        backward_kernel, (programs * groups,), *inputs, call.offsets, kept, dy, dfinal, decays, ends,
         dx, ddt, dA_parts, pairs, dskip_parts, dstate,
         *strides(*inputs, dy, dfinal), T, N, D, K, B * T, config=config, STRETCH=STRETCH, KEEP=keep,
+        GROUP=GROUP,
     )  # fmt: skip
-    _add_up(call, parts, [dA, dB, dC, dskip], blocks, programs)
+    _add_up(call, parts, [dA, dB, dC, dskip], groups, programs)
     return tuple(made)
