@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.ops.masks import Causal, Window
+from foci.ops.masks import Causal, Mask, Window, lower, pairs
 from foci.parallel.operators import OPERATORS, Operator
 
 NAMES = {each.name: each for each in OPERATORS if each.name != "attention_with_lse"}
@@ -102,17 +102,16 @@ class Shape:
     def recurrent(self) -> bool:
         return self.operator != "attention"
 
-    @property
+    @cached_property
     def live(self) -> float:
         """The share of the T x S pairs that the mask leaves alive."""
+        return pairs(lower(self.mask), 1, self.T, self.keys) / (self.T * self.keys)
+
+    @property
+    def mask(self) -> Mask | None:
         if not self.causal:
-            return 1.0
-        T, S = self.T, self.keys
-        reach = S if self.window is None else min(S, self.window + 1)
-        rows = min(T, S)  # the last query stands at the last key: rows before the first key see nothing
-        short = max(0, min(rows, reach - (S - rows)))  # rows with fewer keys before them than reach
-        lost = short * (reach - (S - rows)) - short * (short + 1) / 2
-        return (rows * reach - lost) / (T * S)
+            return None
+        return Causal() if self.window is None else Causal() & Window(self.window, 0)
 
     @property
     def function(self) -> Operator:
@@ -130,11 +129,11 @@ class Shape:
 
     @cached_property
     def flops(self) -> float:
-        """Floating point operations of one forward over the whole, masked pairs left out."""
+        """Floating point operations of one forward over the whole; masked pairs are not counted."""
         spec = self.function.spec
         assert spec.work is not None and spec.bind is not None
         tensors, keywords = self.inputs("meta")
-        return spec.work(spec.bind(*tensors, **keywords)).flops * self.live
+        return spec.work(spec.bind(*tensors, **keywords)).flops
 
     def __str__(self) -> str:
         if self.operator in ("scan", "selective_scan"):
@@ -170,10 +169,7 @@ def _inputs(shape: Shape, device: torch.device) -> tuple[list[Tensor], dict[str,
         return -some(*sizes).abs()
 
     if shape.operator == "attention":
-        mask: Any = Causal() if shape.causal else None
-        if shape.window is not None:
-            mask = mask & Window(shape.window, 0)
-        return [some(B, T, H, K), some(B, S, G, K), some(B, S, G, V)], {"mask": mask}
+        return [some(B, T, H, K), some(B, S, G, K), some(B, S, G, V)], {"mask": shape.mask}
     if shape.operator == "linear_attention":
         return [some(B, T, G, K), some(B, T, G, K), some(B, T, H, V)], {"log_decay": decay(B, T, H)}
     if shape.operator == "delta_rule":
