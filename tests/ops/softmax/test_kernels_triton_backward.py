@@ -19,6 +19,7 @@ from foci.ops.softmax import gpu, reference
 from foci.ops.softmax.probes import poison
 from foci.ops.softmax.spec import SPEC
 from tests.ops.softmax.problems import CPU, assert_budget, assert_close, case, evaluate, inputs_of, promoted, pulls
+from tests.ops.softmax.test_parts import in_parts
 
 if not interpreting():
     pytest.skip("these run in Triton's interpreter: TRITON_INTERPRET=1", allow_module_level=True)
@@ -201,3 +202,18 @@ def test_each_gradient_alone_has_the_same_bits(place: int) -> None:
     every = gradients(inputs)
     assert list(alone) == [f"d{INPUTS[place]}"]
     assert all(torch.equal(alone[name], every[name]) for name in alone)
+
+
+@pytest.mark.parametrize(
+    "name", ["grouped heads", "causal", "everything", "dropout", "bias per key", "sink, empty rows"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_parts_of_the_keys_add_up(name: str, dtype: torch.dtype) -> None:
+    """What a ring asks for: out, lse and gradients are sums of float32, which no part rounds to half."""
+    inputs = inputs_of(name, dtype)
+    found = in_parts(inputs, "triton", pulls(inputs))
+    true = {name: x for name, x in evaluate(promoted(inputs)).items() if name != "dsink"}
+    if dtype == torch.float32:
+        assert_close(found, true, 1e-5)
+    else:
+        assert_budget(found, true, evaluate(inputs, call=SPEC.plain))

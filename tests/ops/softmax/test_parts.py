@@ -13,9 +13,9 @@ from foci.ops.masks import Dense, materialize
 from foci.ops.softmax.call import Call, Gradients, Rows, bind
 from foci.ops.softmax.dropout import placed
 from foci.ops.softmax.spec import SPEC
-from tests.ops.softmax.problems import assert_close, case, evaluate, promoted, pulls
+from tests.ops.softmax.problems import BACKENDS, assert_close, case, evaluate, promoted, pulls
 
-ABLE = tuple(backend.name for backend in SPEC.backends if hasattr(backend.load(), "forward_part"))
+ABLE = tuple(name for name in BACKENDS if hasattr(SPEC.backend(name).load(), "forward_part"))
 
 
 def cut(call: Call, backend: Backend) -> list[tuple[slice, Call]]:

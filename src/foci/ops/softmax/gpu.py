@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from foci.merge.partial import absorb
 from foci.ops.gpu import unsuitable
-from foci.ops.softmax.call import Call
+from foci.ops.softmax.call import Call, Gradients, Rows
 
 _FAR = 1 << 29  # tiles/softmax.py: FAR, a side of a window that is open
 
@@ -49,6 +50,23 @@ def backward(
     if call.sink is not None and parts is not None:
         dsink = kernels_triton_bias.total(parts, call.sink)
     return *found, dbias, dsink
+
+
+def forward_part(call: Call, out: Tensor, lse: Tensor) -> None:
+    """Merge attention over these keys into what other keys gave, in place (merge/partial.py: absorb)."""
+    from foci.ops.softmax import kernels_triton_forward
+
+    part, top = kernels_triton_forward.forward(_there(call), dtype=out.dtype)
+    absorb(out, lse, part, top)
+
+
+def backward_part(call: Call, rows: Rows, into: Gradients) -> None:
+    """Add to the gradients, in place, what these keys give."""
+    from foci.ops.softmax import kernels_triton_backward, kernels_triton_bias
+
+    problem = kernels_triton_backward.backward_part(_there(call), rows, into)
+    if into.dbias is not None:
+        kernels_triton_bias.of_bias(problem, kernels_triton_backward.strides, into.dbias)
 
 
 def _there(call: Call) -> Call:

@@ -265,7 +265,7 @@ def _rule(names: tuple[str, str], widths: tuple[int, int], size: int, heavy: boo
 _TILES = {
     ("large", "BLOCK_T"): ((128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2), (32, 32, 8, 2)),
     ("large", "BLOCK_S"): ((128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2), (32, 16, 8, 2)),
-    ("small", "BLOCK_T"): ((64, 64, 4, 2), (64, 32, 8, 2), (32, 32, 8, 2), (16, 16, 8, 2)),
+    ("small", "BLOCK_T"): ((64, 32, 4, 2), (64, 32, 8, 2), (32, 32, 8, 2), (16, 16, 8, 2)),
     ("small", "BLOCK_S"): ((64, 32, 4, 2), (64, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2)),
     ("float32", "BLOCK_T"): ((64, 32, 8, 2), (32, 16, 4, 2), (16, 16, 8, 1), (16, 16, 8, 1)),
     ("float32", "BLOCK_S"): ((64, 32, 4, 2), (32, 16, 8, 2), (16, 16, 8, 1), (16, 16, 8, 1)),
@@ -381,3 +381,11 @@ def backward(
     if dk is not None or (dv is not None and dout is not None):
         launch_keys(it, dk, None if dout is None else dv)
     return it, found, parts
+
+
+def backward_part(call: Any, rows: Any, into: Any) -> Problem:
+    """Adds what these keys give to sums of float32; rows and into as in ops/softmax/call.py: Rows, Gradients."""
+    it = Problem(call, rows.dout.to(call.q.dtype), add=True)
+    launch_queries(it, None, rows.lse, None, rows.pull, into.dq, False, None)
+    launch_keys(it, into.dk, into.dv)
+    return it

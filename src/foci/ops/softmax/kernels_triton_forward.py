@@ -30,8 +30,8 @@ from foci.tiles.softmax import (
 FEWEST = 256  # keys that are worth a program of their own
 
 
-def forward(call: Any, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """out [B,T,H,V] in v's dtype and lse [B,T,H] in float32.
+def forward(call: Any, table: Tensor | None = None, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """out [B,T,H,V] in v's dtype (or another) and lse [B,T,H] in float32.
 
     With a table [B,M], k and v are pages [P,page,G,..], and key j of row b is row j % page of page table[b, j // page].
     """
@@ -48,7 +48,7 @@ def forward(call: Any, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
     blocks = -(-rows // config["BLOCK_T"]) * heads * B
     columns = -(-V // config["BLOCK_V"])
     splits = _splits(call, S, blocks * columns, rows, target)
-    out = torch.empty(B, T, H, V, dtype=q.dtype, device=device)
+    out = torch.empty(B, T, H, V, dtype=dtype or q.dtype, device=device)
     lse = torch.empty(B, T, H, dtype=torch.float32, device=device)
     sums, tops, masses = out, lse, lse
     if splits > 1:
