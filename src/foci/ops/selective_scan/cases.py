@@ -17,7 +17,6 @@ def case(
     T: int = 19,
     D: int = 12,
     K: int = 4,
-    extreme: bool = False,
     skip: bool = False,
     state: bool = False,
     offsets: tuple[int, ...] = (),
@@ -26,7 +25,7 @@ def case(
 ) -> Case:
     """All tensors of these sizes; `offsets` pack documents into one row, `fused`: x, dt, B, C are views of one tensor.
 
-    dt is between 0 and 1, and A about -1 .. -K; with `extreme`, from 0 to -inf.
+    dt is between 0 and 1, and A about -1 .. -K; with the feature "extreme", from 0 to -inf.
     """
 
     def make(dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Any]:
@@ -37,7 +36,7 @@ def case(
             views = torch.cat([*tokens.values()], dim=-1).split([D, D, K, K], dim=-1)
             tokens = dict(zip(tokens, views, strict=True))
         rates = -(1 + torch.arange(K, device=device, dtype=torch.float64)) * (0.5 + draw.uniform(D, K).double())
-        made: dict[str, Any] = tokens | {"A": draw.extremes(D, K) if extreme else rates.to(dtype)}
+        made: dict[str, Any] = tokens | {"A": draw.extremes(D, K) if "extreme" in features else rates.to(dtype)}
         if skip:
             made["skip"] = draw.normal(D)
         if state:
@@ -46,7 +45,7 @@ def case(
             made["offsets"] = torch.tensor(offsets, dtype=torch.int64, device=device)
         return made
 
-    said = {"state": state, "packed": offsets, "strided": fused, "extreme": extreme, "skip": skip}
+    said = {"state": state, "packed": offsets, "strided": fused, "skip": skip}
     return Case(name, frozenset({*features, *(feature for feature, present in said.items() if present)}), make)
 
 
@@ -62,6 +61,6 @@ CASES = (
     case("fused projection", fused=True),
     case("packed", B=1, offsets=(0, 0, 1, 8, 8, 19)),
     case("packed, states", B=1, T=83, offsets=(0, 1, 1, 70, 83), state=True, skip=True),
-    case("extreme rates", T=40, state=True, extreme=True),
-    case("extreme rates, packed", B=1, T=40, offsets=(0, 20, 20, 40), state=True, skip=True, extreme=True),
+    case("extreme rates", "extreme", T=40, state=True),
+    case("extreme rates, packed", "extreme", B=1, T=40, offsets=(0, 20, 20, 40), state=True, skip=True),
 )
