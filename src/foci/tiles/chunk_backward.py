@@ -77,5 +77,6 @@ def gather(ptr, sums_ptr, into, tile, r, R, t0, stop, stride, k0, K):  # type: i
         if sums_ptr is not None:
             there = tl.where(r > 0, stop, 0)
             tile += load_tile(sums_ptr + into, t0, there, stride, k0, K, 1, tile.shape[0], tile.shape[1])
+            tl.debug_barrier()  # all have read before any writes
             store_tile(sums_ptr + into, tile, t0, stop, stride, k0, K, 1)
         store_tile(ptr + into, tile, t0, tl.where(r == R - 1, stop, 0), stride, k0, K, 1)

@@ -42,7 +42,7 @@ def ends_kernel(  # type: ignore[no-untyped-def]
     """For gates per channel: rise q, fall k, rise e [B,T,H,K] and total of one chunk, one head, one block of K."""
     k0 = tl.program_id(0) % tl.cdiv(K, BLOCK_K) * BLOCK_K
     rest = tl.program_id(0) // tl.cdiv(K, BLOCK_K)
-    h = rest % H
+    h = (rest % H).to(tl.int64)
     n, b, t0, stop, slot = chunk_at(offsets_ptr, rest // H, N, T, CHUNK)
     if n < 0:
         return
@@ -63,7 +63,7 @@ def ends_kernel(  # type: ignore[no-untyped-def]
     e = load_tile(from_e, t0, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_K).to(tl.float32)
     store_tile(risen_e_ptr + into, rise * e, t0, stop, H * K, k0, K, 1)
     c = k0 + tl.arange(0, BLOCK_K)
-    tl.store(total_ptr + (slot * H + h).to(tl.int64) * K + c, total(g), mask=c < K)
+    tl.store(total_ptr + (slot * H + h) * K + c, total(g), mask=c < K)
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     """
     v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
     rest = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
-    h, n = rest % H, (rest // H).to(tl.int64)
+    h, n = (rest % H).to(tl.int64), (rest // H).to(tl.int64)
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
     q_ptr += b * q_strides[0] + h // R * q_strides[2]
     k_ptr += b * k_strides[0] + h // R * k_strides[2]
@@ -160,12 +160,12 @@ def side_kernel(  # type: ignore[no-untyped-def]
     k). What the first gives to w = beta k and to gates waits in d_w [B,T,H,K] and g_parts [B,T,H]; dP [B,T,H,CHUNK] is
     in memory for want of registers. CONSTANT: d_g [chunks,H], the sum over tokens.
     """
-    group, chunk = tl.program_id(0) % (H // R), tl.program_id(0) // (H // R)
+    group, chunk = (tl.program_id(0) % (H // R)).to(tl.int64), tl.program_id(0) // (H // R)
     n, b, first, stop, slot = chunk_at(offsets_ptr, chunk, N, T, CHUNK)
     if n < 0:
         if CONSTANT and LAST and d_g_ptr is not None:
             for r in range(R):
-                tl.store(d_g_ptr + chunk.to(tl.int64) * H + group * R + r, 0.0)
+                tl.store(d_g_ptr + chunk * H + group * R + r, 0.0)
         return
     row, G = tl.cast(b, tl.int64), H // R
     x_ptr += row * x_strides[0] + group * x_strides[2]
@@ -174,33 +174,37 @@ def side_kernel(  # type: ignore[no-untyped-def]
     for r in tl.range(R, disable_licm=True):
         t0 = first + zero * r  # what the loop changes stays in it: addresses kept through it would cost registers
         h = group * R + r
-        head, there = row * T * H + h, (slot * H + h).to(tl.int64) * K * V
+        head, there = row * T * H + h, (slot * H + h) * K * V
         from_ptr, d_ptr = given_ptr + row * given_strides[0] + h * given_strides[2], errors_ptr + head * V
-        beta = load_gates(beta_ptr + row * beta_strides[0] + h * beta_strides[2], t0, stop, beta_strides[1], CHUNK)
+        b_ptr = beta_ptr + row * beta_strides[0] + h * beta_strides[2]
         dP = factor * outer(from_ptr, given_strides, d_ptr, H * V, t0, stop, V, LAST, PRECISION, CHUNK, BLOCK_V)
         if g_ptr is not None:
-            g = load_gates(g_ptr + row * g_strides[0] + h * g_strides[2], t0, stop, g_strides[1], CHUNK)
-            dP *= weights(g)
+            here = g_ptr + row * g_strides[0] + h * g_strides[2]
+            dP *= weights(load_gates(here, t0, stop, g_strides[1], CHUNK))
         store_tile(dP_ptr + head * CHUNK, dP, t0, stop, H * CHUNK, 0, CHUNK, 1)
         tl.debug_barrier()
         at = (t0 + tl.arange(0, CHUNK)).to(tl.int64)
-        d_beta, d_g = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+        d_beta, d_g, t0 = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32), t0 + zero
         if g_parts_ptr is not None:
             P = tl.zeros([CHUNK, CHUNK], tl.float32)
             for k0 in tl.range(0, K, BLOCK_K, disable_licm=True):
                 x = working(load_tile(x_ptr, t0, stop, x_strides[1], k0, K, x_strides[3], CHUNK, BLOCK_K))
                 k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
                 P = tl.dot(x, tl.trans(k), P, input_precision=PRECISION)
+            beta = load_gates(b_ptr, t0, stop, beta_strides[1], CHUNK)
             d_g = by_pairs(P * dP * beta[None, :])
             if LAST:
                 d_g += tl.load(g_parts_ptr + head + at * H, mask=at < stop, other=0.0)
         for k0 in tl.range(0, K, BLOCK_K, disable_licm=True):
             t0 = first + zero * k0
+            beta = load_gates(b_ptr, t0, stop, beta_strides[1], CHUNK)
             d_x = factor * through(
                 from_ptr, given_strides, states_ptr + there, t0, stop, k0, K, V, PRECISION, CHUNK, BLOCK_K, BLOCK_V
             )
             if g_ptr is not None:
+                g = load_gates(here, t0, stop, g_strides[1], CHUNK)
                 d_x *= ends(g)[0][:, None]
+            t0 += zero
             x = working(load_tile(x_ptr, t0, stop, x_strides[1], k0, K, x_strides[3], CHUNK, BLOCK_K))
             by_rise = tl.sum(x.to(tl.float32) * d_x, 1)
             t0 += zero
@@ -240,7 +244,7 @@ def side_kernel(  # type: ignore[no-untyped-def]
                 tl.store(d_beta_ptr + head + at * H, d_beta, mask=at < stop)
             if d_g_ptr is not None:
                 if CONSTANT:
-                    tl.store(d_g_ptr + chunk.to(tl.int64) * H + h, tl.sum(tl.where(at < stop, d_g, 0.0), 0))
+                    tl.store(d_g_ptr + chunk * H + h, tl.sum(tl.where(at < stop, d_g, 0.0), 0))
                 else:
                     tl.store(d_g_ptr + head + at * H, d_g, mask=at < stop)
         elif g_parts_ptr is not None:
@@ -256,7 +260,7 @@ def side_by_channel_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """`side_kernel` for gates per channel: g_parts and d_g [B,T,H,K]."""
-    group = tl.program_id(0) % (H // R)
+    group = (tl.program_id(0) % (H // R)).to(tl.int64)
     n, b, first, stop, slot = chunk_at(offsets_ptr, tl.program_id(0) // (H // R), N, T, CHUNK)
     if n < 0:
         return
@@ -267,7 +271,7 @@ def side_by_channel_kernel(  # type: ignore[no-untyped-def]
     for r in tl.range(R, disable_licm=True):
         t0 = first + zero * r  # what the loop changes stays in it: addresses kept through it would cost registers
         h = group * R + r
-        head, there = row * T * H + h, (slot * H + h).to(tl.int64) * K * V
+        head, there = row * T * H + h, (slot * H + h) * K * V
         from_ptr, d_ptr = given_ptr + row * given_strides[0] + h * given_strides[2], errors_ptr + head * V
         beta = load_gates(beta_ptr + row * beta_strides[0] + h * beta_strides[2], t0, stop, beta_strides[1], CHUNK)
         dP = factor * outer(from_ptr, given_strides, d_ptr, H * V, t0, stop, V, LAST, PRECISION, CHUNK, BLOCK_V)
@@ -344,15 +348,15 @@ def _ends_rule(K: int, V: int, wide: bool, target: Target) -> Config:
 
 def _walk_rule(K: int, V: int, wide: bool, target: Target) -> Config:
     """All of K is in registers as float32, so there is less of V where K is large; `wide`: tiles of float32."""
-    small = target.shared < 160_000
-    blocks = {"BLOCK_K": _width(K, 32 if wide and small else 64), "BLOCK_V": _width(V, 32 if K <= 256 else 16)}
+    k = 32 if wide and target.shared < 160_000 else 64
+    blocks = {"BLOCK_K": _width(K, k), "BLOCK_V": _width(V, 16 if wide or K > 128 else 32)}
     return Config(blocks, warps=4 if K <= 128 else 8, stages=1)
 
 
 def _side_rule(K: int, V: int, wide: bool, target: Target) -> Config:
     """As many channels as registers hold without a spill."""
-    few = K <= 64 and not wide
-    return Config({"BLOCK_K": _width(K, 64 if few else 32), "BLOCK_V": _width(V, 32)}, warps=4 if few else 8, stages=1)
+    k = 64 if K <= 64 and not wide else 16
+    return Config({"BLOCK_K": _width(K, k), "BLOCK_V": _width(V, 32)}, warps=4, stages=1)
 
 
 def _channels_rule(K: int, V: int, wide: bool, target: Target) -> Config:
@@ -367,14 +371,13 @@ class _Problem:
     """A call, its sizes, and its gradients: contiguous, each in its argument's dtype, None where not needed."""
 
     def __init__(self, call: Any, needs: Sequence[bool]) -> None:
-        self.call, self.target = call, target_of(call.q.device)
+        self.call, self.target, self.g = call, target_of(call.q.device), call.log_decay
         self.B, self.T, self.G, self.H, self.K, self.V, self.N = call.sizes
         arguments = (call.q, call.k, call.v, call.beta, call.log_decay, call.erase, call.state)
         self.found = tuple(x.new_empty(x.shape) if need else None for x, need in zip(arguments, needs, strict=True))
-        self.g, self.erase = call.log_decay, call.k if call.erase is None else call.erase
+        self.erase = call.k if call.erase is None else call.erase
         self.per_channel = self.g is not None and self.g.shape[3] > 1
         self.constant = self.g is not None and self.g.shape[:2] != (self.B, self.T)
-        self.wide = call.q.dtype != torch.bfloat16
         self.chunks = self.B * -(-self.T // CHUNK) if call.offsets is None else self.T // CHUNK + self.N
 
     @property
@@ -392,13 +395,14 @@ class _Problem:
 
     def sums(self, x: Tensor | None) -> Tensor | None:
         """Where sums over the heads that read one wait, in float32."""
-        if x is None or self.G == self.H or x.dtype == torch.float32:
-            return None if self.G == self.H else x
-        return torch.empty_like(x, dtype=torch.float32)
+        if x is None or self.G == self.H:
+            return None
+        return x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
 
     def config(self, kernel: str, rule: Callable[[int, int, bool, Target], Config]) -> Config:
-        key = (self.K, self.V, "float32" if self.wide else "bfloat16")
-        return configure(f"delta_backward_{kernel}", key, partial(rule, self.K, self.V, self.wide), self.target)
+        wide = self.call.q.dtype != torch.bfloat16 or self.per_channel
+        key = (self.K, self.V, "float32" if wide else "bfloat16")
+        return configure(f"delta_backward_{kernel}", key, partial(rule, self.K, self.V, wide), self.target)
 
 
 def backward(
@@ -423,8 +427,7 @@ def backward(
 
 def _waiting(problem: _Problem, to_w: bool, to_gates: bool) -> tuple[Tensor | None, ...]:
     """What lies in memory within a launch, and between the two: dP [B,T,H,CHUNK], d_w [B,T,H,K] and parts of d_g."""
-    shape, v = (problem.B, problem.T, problem.H), problem.call.v
-    always = problem.per_channel
+    shape, v, always = (problem.B, problem.T, problem.H), problem.call.v, problem.per_channel
     return (
         v.new_empty(*shape, CHUNK, dtype=torch.float32),
         v.new_empty(*shape, problem.K, dtype=torch.float32) if to_w or always else None,
@@ -442,7 +445,7 @@ def _walk(problem: _Problem, kept: Sequence[Tensor], d_out: Tensor, d_final: Ten
     direct = d_value is not None and d_value.dtype == torch.float32
     dv = d_value if direct and d_value is not None else call.v.new_empty(call.v.shape, dtype=torch.float32)
     behind = torch.empty_like(kept[0])
-    config = problem.config("walk", _walk_rule)
+    config = problem.config("walk_by_channel" if problem.per_channel else "walk", _walk_rule)
     launch(
         walk_kernel, (problem.N * problem.H * -(-problem.V // config["BLOCK_V"]),),
         q, k, e, call.beta, g, gone, kept[3], kept[2], d_out, d_final, call.offsets,
@@ -477,11 +480,8 @@ def _side(problem: _Problem, kept: Sequence[Tensor], given: Tensor, behind: Tens
     d_q, d_k, _, d_beta, d_g, d_erase, _ = problem.found
     x, d_x, factor = (problem.erase, d_erase, -1.0) if last else (call.q, d_q, call.scale)
     constants: dict[str, Any] = {} if problem.per_channel else {"CONSTANT": problem.constant}
-    if problem.per_channel:
-        config = problem.config("side_by_channel", _channels_rule)
-    else:
-        config = problem.config("side", _side_rule)
-    parts = None
+    named = ("side_by_channel", _channels_rule) if problem.per_channel else ("side", _side_rule)
+    config, parts = problem.config(*named), None
     if last and d_g is not None and problem.constant:
         d_g = parts = given.new_empty(problem.chunks, problem.H, dtype=torch.float32)
     launch(
