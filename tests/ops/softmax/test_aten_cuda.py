@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from foci.core import device
 from foci.ops.masks import Causal, Dense, Lengths, Packed
 from foci.ops.softmax import aten_cuda
+from foci.ops.softmax.aten import reasons
 from foci.ops.softmax.aten_cuda import CUDA_KERNELS
 from foci.ops.softmax.call import bind
 
@@ -104,3 +106,13 @@ def test_the_ledger_is_asked() -> None:
     aten_cuda.platform = lambda _: place  # the fixture puts it back
     assert kernel.reasons(bind(q, k, v)) == []
     assert any("cudnn-frontend#1072" in reason for reason in kernel.reasons(bind(q.requires_grad_(), k, v)))
+
+
+@pytest.mark.parametrize("mask", ["packed", "lengths"])
+def test_what_lies_on_the_gpu_is_not_waited_for(mask: str) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16, device="cuda")
+        given = torch.empty(3 if mask == "packed" else 1, dtype=torch.int32, device="cuda")
+        call = bind(q, q, q, mask=Packed(given) if mask == "packed" else Lengths(given))
+        assert any("waits for the GPU" in reason for reason in reasons(call))
+        assert not any("waits for the GPU" in reason for reason in reasons(bind(q, q, q)))

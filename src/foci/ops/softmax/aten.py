@@ -106,6 +106,8 @@ def reasons(call: Call) -> list[str]:
         found.append("sink needs a gradient, which in half precision would carry the rounding of out")
     if (call.causal_end or call.causal_start) and not _causal_fits(call):
         found.append("torch's fused kernels align causal top-left; here the last query must see the last key")
+    if call.q.is_cuda and (call.q_offsets is not None or call.kv_lengths is not None):
+        found.append("documents and lengths would be read on the host, which waits for the GPU")
     kernels = _kernels(call)
     if not kernels:
         found.append(f"torch has no fused kernel on device {call.q.device.type!r}")
