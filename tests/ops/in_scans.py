@@ -119,6 +119,12 @@ class InScans(InTriton):
             out, final = self.function(**inputs | {name: leaf}, return_state=True, backend="triton")
             assert torch.equal(torch.autograd.grad(out.sum() + 2 * final.sum(), leaf)[0], expected), name
 
+    def test_offsets_on_the_cpu_are_checked(self) -> None:
+        inputs = self.problem(10, N=2)
+        for wrong in ([0, 4, 11], [0, 4, 9], [1, 4, 10], [0, 11, 10]):
+            with pytest.raises(ValueError, match="offsets must rise from 0 to T=10"):
+                self.function(**there(inputs) | {"offsets": torch.tensor(wrong)}, backend="triton")
+
     @pytest.mark.parametrize("place", [0, 1])
     def test_a_gradient_may_be_absent(self, place: int) -> None:
         gradients = []

@@ -221,7 +221,8 @@ def rule(D: int, K: int, target: Target) -> Config:
     lanes = 64 if target.kind == "hip" else 32
     warps = (4 if BLOCK_K <= 16 else 8) * 32 // lanes
     BLOCK_D = max(1, min(4 * warps * lanes // BLOCK_K, 128, triton.next_power_of_2(D)))
-    return Config({"BLOCK_D": BLOCK_D, "BLOCK_K": BLOCK_K, "BLOCK_T": 8 if BLOCK_K <= 16 else 4}, warps=warps, stages=1)
+    BLOCK_T = 8 if BLOCK_K <= 16 and (target.kind == "hip" or target.arch >= 90) else 4
+    return Config({"BLOCK_D": BLOCK_D, "BLOCK_K": BLOCK_K, "BLOCK_T": BLOCK_T}, warps=warps, stages=1)
 
 
 def strides(*tensors: Tensor | None) -> list[tuple[int, ...] | None]:
