@@ -13,7 +13,7 @@ from foci.ops.arguments import documents
 from foci.ops.gpu import unsuitable
 from foci.ops.selective_scan.call import NAME, Call
 
-KEEP = 32  # tokens from one state that is kept to the next: as many bytes as x has, where K = 16
+KEEP = 32  # tokens from one state that is kept to the next: as many bytes as x has in bfloat16, where K = 16
 
 
 def reasons(call: Call) -> list[str]:
