@@ -9,6 +9,7 @@ from typing import Any
 from foci.core.tune import TARGETS
 
 Row = dict[str, Any]
+Spills = dict[tuple[str, str, str], str]  # reasons by operator, kernel and target
 BEGIN, END = "<!-- by benchmarks/kernels.py --write -->", "<!-- end -->"
 NAMES = ("operator", "variant", "direction", "kernel", "target")
 COMPARED = ("registers", "spills", "stack", "shared", "tensor", "warps", "launches", "meta", "error")
@@ -62,7 +63,7 @@ def _between(name: tuple[Any, ...], old: Row | None, new: Row | None) -> Iterato
         yield f"{where}: {', '.join(changed)}"
 
 
-def page(text: str, rows: list[Row], version: str, spills: dict[tuple[str, str], str]) -> str:
+def page(text: str, rows: list[Row], version: str, spills: Spills) -> str:
     """The page with its tables made new between the two marks."""
     made = "\n".join([f"Triton {version}.", "", *_tables(rows), *_reasons(rows, spills)])
     return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n\n{made}\n{END}", text, flags=re.DOTALL)
@@ -94,9 +95,13 @@ def _variant(variant: str, rows: list[Row]) -> Iterator[str]:
         yield f"| {head if place == 0 else ''} | `{kernel}` | {columns} |"
 
 
-def _reasons(rows: list[Row], spills: dict[tuple[str, str], str]) -> Iterator[str]:
-    present = {(row["kernel"], row["target"]) for row in rows if row.get("spills")}
-    if known := {place: reason for place, reason in spills.items() if place in present}:
+def _reasons(rows: list[Row], spills: Spills) -> Iterator[str]:
+    present = {(row["operator"], row["kernel"], row["target"]) for row in rows if row.get("spills")}
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for (operator, kernel, target), reason in spills.items():
+        if (operator, kernel, target) in present:
+            reasons.setdefault((operator, kernel, reason), []).append(target)
+    if reasons:
         yield from ("### Known spills", "")
-        yield from (f"- `{kernel}` on {target}: {reason}" for (kernel, target), reason in known.items())
+        yield from (f"- {op}, `{k}` on {', '.join(targets)}: {why}" for (op, k, why), targets in reasons.items())
         yield ""

@@ -79,7 +79,7 @@ def test_what_does_not_compile_is_said_with_its_reason(tmp_path: Path) -> None:
 
 def table(*rows: dict[str, Any]) -> str:
     text = f"# Page\n\nbefore\n\n{kernels_page.BEGIN}\nold\n{kernels_page.END}\n\nafter\n"
-    return kernels_page.page(text, list(rows), "3.7.1", {("walk", "sm_80"): "four bytes, outside the loop"})
+    return kernels_page.page(text, list(rows), "3.7.1", {("linear", "walk", "sm_80"): "four bytes, outside the loop"})
 
 
 def test_the_page_has_a_row_a_kernel_and_a_column_a_target() -> None:
@@ -89,7 +89,7 @@ def test_the_page_has_a_row_a_kernel_and_a_column_a_target() -> None:
     assert text.startswith("# Page\n\nbefore\n") and text.endswith("\nafter\n")
     row = next(line for line in text.splitlines() if "`walk`" in line)
     assert "128, **spills 4 B**, 48 K, mma | 128, 48 K, wgmma cp.async |  |" in row
-    assert "- `walk` on sm_80: four bytes, outside the loop" in text
+    assert "- linear, `walk` on sm_80: four bytes, outside the loop" in text
     assert table(ROW).count("four bytes") == 0
 
 

@@ -215,13 +215,13 @@ def totals_kernel(  # type: ignore[no-untyped-def]
             tl.store(dskip_ptr + places, dskip.to(dskip_ptr.dtype.element_ty), mask=places < channels)
 
 
-def rule(D: int, K: int, target: Target) -> Config:
-    """Four states a thread, as those of all BLOCK_T tokens are in registers."""
+def rule(D: int, K: int, packed: bool, target: Target) -> Config:
+    """Four states a thread, as those of all BLOCK_T tokens are in registers; fewer tokens where `packed` needs some."""
     BLOCK_K = triton.next_power_of_2(K)
     lanes = 64 if target.kind == "hip" else 32
     warps = (4 if BLOCK_K <= 16 else 8) * 32 // lanes
     BLOCK_D = max(1, min(4 * warps * lanes // BLOCK_K, 128, triton.next_power_of_2(D)))
-    BLOCK_T = 8 if BLOCK_K <= 16 and (target.kind == "hip" or target.arch >= 90) else 4
+    BLOCK_T = 8 if BLOCK_K <= 16 and not packed and (target.kind == "hip" or target.arch >= 90) else 4
     return Config({"BLOCK_D": BLOCK_D, "BLOCK_K": BLOCK_K, "BLOCK_T": BLOCK_T}, warps=warps, stages=1)
 
 
@@ -264,8 +264,9 @@ def backward(
     """
     B, T, D, K, N = call.sizes
     (dy, dfinal), target = grads, target_of(kept.device)
-    key = (call.x.dtype, triton.next_power_of_2(K))
-    config = configure("selective_scan_backward", key, partial(rule, D, K), target)
+    packed = call.offsets is not None
+    key = (call.x.dtype, triton.next_power_of_2(K), packed)
+    config = configure("selective_scan_backward", key, partial(rule, D, K, packed), target)
     GROUP = max(1, min(CHANNELS, triton.next_power_of_2(D)) // config["BLOCK_D"])
     blocks, groups = (-(-D // (config["BLOCK_D"] * members)) for members in (1, GROUP))
     STRETCH, programs, slots = cut(target, 2 * groups)  # a processor has room for two or three programs
