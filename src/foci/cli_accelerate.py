@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from contextlib import nullcontext
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +13,7 @@ import typer
 from foci.accelerate.ways import Ways
 from foci.cli_ranks import Job, Ranks, require_default, teller, told, with_ranks
 from foci.cli_ranks import run as over_ranks
-from foci.core.device import machine
+from foci.core.device import machine, own_version
 
 
 @with_ranks
@@ -44,7 +43,7 @@ def accelerate(
             typer.echo(json.dumps(plan, indent=2, ensure_ascii=False))
         return
     console = Console(highlight=False, quiet=as_json, soft_wrap=True)
-    console.print(f"[bold]foci {metadata.version('foci')}[/bold] · {machine().line}\n")
+    console.print(f"[bold]foci {own_version()}[/bold] · {machine().line}\n")
     # A spinner needs a terminal; piped, each phase is its one final line.
     waiting: Any = console.status("loading") if console.is_terminal and not as_json else nullcontext()
     with waiting as spinner:

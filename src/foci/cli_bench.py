@@ -74,6 +74,7 @@ def bench(
                 if time.monotonic() - started > limit:
                     skipped += 1
                     continue
+                torch.compiler.reset()  # dynamo gives up, without a word, after eight graphs of one function
                 for each in sweep(spec, candidates, [shape], options, top, Truth(spec)):
                     found.append(_placed(each))
                     typer.echo(_line(each))

@@ -76,28 +76,27 @@ def _softmax(device: torch.device) -> Iterator[Candidate]:
     if device.type == "cuda" and find_spec("flash_attn"):
         yield _candidate("flash-attn", _flash_attn, {"gqa", "softcap", "window", "packed"})
     if device.type == "cuda" and find_spec("xformers"):
-        ops = _theirs("xformers.ops")
-        bias = ops.LowerTriangularMask
-        yield _candidate(
-            "xFormers",
-            lambda given: ops.memory_efficient_attention(
-                given["q"], given["k"], given["v"], attn_bias=bias() if "mask" in given else given.get("bias")
-            ),
-            {"bias"},
-        )
+        yield _candidate("xFormers", _xformers, {"bias"})
+
+
+def _xformers(given: Given) -> Tensor:
+    ops = _theirs("xformers.ops")
+    bias = ops.LowerTriangularMask() if "mask" in given else given.get("bias")
+    out: Tensor = ops.memory_efficient_attention(given["q"], given["k"], given["v"], attn_bias=bias)
+    return out
 
 
 def _flex() -> Callable[[Given], Tensor]:
     """FlexAttention compiled once for each problem, its block mask made once, as its users do."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    compiled: Callable[..., Any] = torch.compile(flex_attention)
-    made: dict[int, Any] = {}
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
+    made: list[Any] = [None, None]  # the mask that the block mask is of
 
     def block_mask(given: Given) -> Any:
         if given.get("mask") is None:
             return None
-        if id(given["mask"]) not in made:
+        if made[0] is not given["mask"]:
             T, S = given["q"].shape[1], given["k"].shape[1]
             seen = lower(given["mask"])
             far = S if seen.left is None else seen.left
@@ -108,9 +107,8 @@ def _flex() -> Callable[[Given], Tensor]:
             def visible(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
                 return (s <= t) & (t - s <= far) & (document[t] == document[s])
 
-            made.clear()
-            made[id(given["mask"])] = create_block_mask(visible, None, None, T, S, device=str(place.device))
-        return made[id(given["mask"])]
+            made[:] = given["mask"], create_block_mask(visible, None, None, T, S, device=str(place.device))
+        return made[1]
 
     def run(given: Given) -> Tensor:
         cap, bias, sink = given.get("softcap"), given.get("bias"), given.get("sink")
@@ -202,11 +200,15 @@ def _delta(device: torch.device) -> Iterator[Candidate]:
             "FLA chunk_delta_rule", gated(functools.partial(_fla, "delta_rule", "chunk_delta_rule")), {"packed"}
         )
     if on_gpu and find_spec("flash_qla"):
-        qla = _theirs("flash_qla")
         token = _DECAYS["token"]
-        yield _candidate("FlashQLA", gated(lambda: qla.chunk_gated_delta_rule), {token, "packed", "gqa"}, token)
+        yield _candidate("FlashQLA", gated(_flash_qla), {token, "packed", "gqa"}, token)
     if find_spec("transformers"):
         yield _candidate("transformers' torch code", _transformers, {_DECAYS["token"], "gqa"}, _DECAYS["token"])
+
+
+def _flash_qla() -> Callable[..., Any]:
+    found: Callable[..., Any] = _theirs("flash_qla").chunk_gated_delta_rule
+    return found
 
 
 def _transformers(given: Given) -> Any:

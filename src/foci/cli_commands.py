@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib import metadata
 from typing import Annotated, Any, get_args, get_type_hints
 
 import torch
@@ -19,7 +18,7 @@ from foci.cli_bench import bench
 from foci.cli_check import check
 from foci.cli_generate import generate
 from foci.cli_tune import tune
-from foci.core.device import machine, platform
+from foci.core.device import machine, own_version, platform
 from foci.core.ledger import in_force
 from foci.core.select import explain as explain_call
 from foci.core.spec import Spec
@@ -61,10 +60,9 @@ def doctor(as_json: Json = False) -> None:
         for device in devices
         for d in in_force(platform(device))
     ]
-    version = metadata.version("foci")
     packages = ", ".join(f"{name} {version or 'absent'}" for name, version in here.packages.items())
     lines = [
-        f"foci {version} · {here.line}",
+        f"foci {own_version()} · {here.line}",
         f"machine   {here.system}, {here.cpu}, {here.cores} cores, {here.memory / 2**30:.1f} GiB, Python {here.python}",
         f"packages  {packages}",
         *(f"gpu       {g.name}, sm_{''.join(map(str, g.capability))}, {g.memory / 2**30:.1f} GiB" for g in here.gpus),
@@ -81,7 +79,13 @@ def doctor(as_json: Json = False) -> None:
         else "no known defect of a foreign kernel is in force",
         *(f"{d['kernel']:<10}{d['device']:<8}{KINDS[d['kind']]:<11}{d['what']} ({d['issue']})" for d in defects),
     ]
-    facts = {"foci": version, "machine": here.as_dict(), "triton": kernels, "backends": backends, "defects": defects}
+    facts = {
+        "foci": own_version(),
+        "machine": here.as_dict(),
+        "triton": kernels,
+        "backends": backends,
+        "defects": defects,
+    }
     show("\n".join(lines), facts, as_json)
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +14,7 @@ import torch.distributed as dist
 import typer
 
 from foci.accelerate.ways import Ways
-from foci.core.device import machine
+from foci.core.device import machine, own_version
 from foci.core.world import World
 
 _OPTIONS: dict[str, tuple[Any, str]] = {
@@ -150,7 +149,7 @@ def on_rank(job: Job) -> dict[str, Any]:
     subject = zoo.load(job.model, device=job.device, dtype=job.dtype)
     many = sum(parameter.numel() for parameter in subject.model.parameters())
     threads = f"{dist.get_world_size()} ranks of {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
-    console.print(f"[bold]foci {metadata.version('foci')}[/bold] · {machine().line} · {threads}\n")
+    console.print(f"[bold]foci {own_version()}[/bold] · {machine().line} · {threads}\n")
     kind = type(subject.model).__name__
     console.print(f"[bold]{subject.name}[/bold]   {kind}, {many / 1e6:.1f} M parameters, {subject.note}")
     done = accelerate_over_ranks(subject, job.ways, progress=teller(console, None))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ import typer
 
 from foci.bench.measure import clock_on
 from foci.bench.tuning import search, write
-from foci.core.device import machine
+from foci.core.device import machine, own_version
 from foci.core.spec import Case, Spec
 from foci.ops import SPECS
 
@@ -55,7 +54,7 @@ def cases(spec: Spec, words: str) -> list[Case]:
 
 def versions() -> dict[str, str]:
     """What a table depends on beside the GPU."""
-    found: dict[str, Any] = {"foci": metadata.version("foci"), "torch": torch.__version__, "triton": None}
+    found: dict[str, Any] = {"foci": own_version(), "torch": torch.__version__, "triton": None}
     found["triton"] = machine().packages["triton"]
     found["cuda" if torch.version.cuda else "hip"] = torch.version.cuda or torch.version.hip
     return {name: version for name, version in found.items() if version}

@@ -31,8 +31,9 @@ def test_every_law_that_softmax_has_can_fail() -> None:
     assert {law.name for law in LAWS} - asked == {"extreme gates"}
 
 
-@pytest.mark.parametrize("backend", [backend.name for backend in SPEC.backends])
+@pytest.mark.parametrize("backend", [backend.name for backend in SPEC.backends if backend.name != "triton"])
 def test_ours_pass(backend: str) -> None:
+    """Those that run on a CPU; the kernels are asked by tests/ops/softmax/test_kernels_triton_*."""
     report = examine(SPEC, adapt(partial(attention_with_lse, backend=backend)))
     assert report.ok, told(report)
     assert {row.law for row in report.rows if row.verdict == "not tested"} <= {"extreme gates", "custom ops"}

@@ -10,7 +10,7 @@ import torch
 
 from foci.core.tune import TARGETS
 from foci.ops import gpu
-from foci.ops.gpu import CHUNK, chunks, unsuitable
+from foci.ops.gpu import CHUNK, chunks, placed, unsuitable
 
 NO_GPU = "it needs a GPU, the tensors are on cpu"
 
@@ -83,3 +83,14 @@ def test_chunks_of_packed_documents_are_enough_and_at_most_one_a_document_too_ma
         offsets = torch.tensor([0, *lengths]).cumsum(0)
         needed = sum(-(-length // CHUNK) for length in lengths)
         assert needed <= chunks(sum(lengths), 1, offsets) <= needed + len(lengths), lengths
+
+
+def test_offsets_are_placed_and_those_on_the_cpu_checked() -> None:
+    tokens = torch.zeros(1, 9, 2, 4)
+    apart = torch.stack([torch.tensor([0, 4, 9]), torch.zeros(3, dtype=torch.int64)], 1)[:, 0]
+    found = placed("scan", apart, tokens)
+    assert found is not None and found.is_contiguous() and found.tolist() == [0, 4, 9]
+    assert placed("scan", None, tokens) is None
+    for wrong in ([0, 5, 4, 9], [0, 12], [1, 9], [0, 8]):
+        with pytest.raises(ValueError, match="scan: offsets must rise from 0 to T=9"):
+            placed("scan", torch.tensor(wrong), tokens)

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +21,7 @@ from foci.accelerate.shown import Shown
 from foci.accelerate.sites import Found, find
 from foci.bench.measure import Sample, Way, interleave, ratio
 from foci.bench.memory import peak_memory
-from foci.core.device import machine
+from foci.core.device import machine, own_version
 from foci.core.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -241,7 +240,7 @@ def versions() -> dict[str, Any]:
     here = machine()
     packages = {name: version for name, version in here.packages.items() if version}
     return {
-        "foci": metadata.version("foci"),
+        "foci": own_version(),
         "python": here.python,
         "torch": here.torch,
         **packages,

@@ -122,20 +122,43 @@ def _examined(trial: Trial, case: Case, judge: Judge) -> tuple[str, float | None
     try:
         found = trial.found()
         share = judge(trial.inputs, found, trial.weights)
-    except torch.OutOfMemoryError:
-        return "out of memory", None
     except Exception as error:  # somebody's code; its own words are the reason
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}", None
+        return _words(error), None
     if share is not None and not share <= 1:
         return f"wrong: {share:.3g} of the error budget", share
     return "", share
+
+
+def _runs(trial: Trial, stage: str) -> tuple[str, Callable[[], object]]:
+    """A stage that ran once, or why it does not: a result can be right and its backward not run twice."""
+    try:
+        run = trial.ways((stage,))[stage]
+        run()
+    except Exception as error:  # somebody's code, as above
+        return _words(error), trial.forward
+    return "", run
+
+
+def _words(error: Exception) -> str:
+    """The first line of what went wrong. After a fault of the GPU itself nothing that follows could be believed."""
+    if "CUDA error" in str(error):
+        raise error
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def _timed(
     spec: Spec, right: Mapping[str, tuple[Trial, float | None]], stage: str, options: Options, top: Ceilings,
     blank: Record,
 ) -> Iterator[Record]:  # fmt: skip
-    runs = {name: trial.ways((stage,))[stage] for name, (trial, _) in right.items()}
+    runs: dict[str, Callable[[], object]] = {}
+    for name, (trial, _) in right.items():
+        refused, run = _runs(trial, stage)
+        if refused:
+            yield replace(blank, candidate=name, stage=stage, refused=refused)
+        else:
+            runs[name] = run
     ways = {name: Way(run) for name, run in runs.items()}
     taken = interleave(
         ways, rounds=options.rounds, seconds=options.seconds * len(ways), clock=clock_on(options.device)

@@ -99,6 +99,11 @@ def _found(package: str) -> bool:
         return False
 
 
+def own_version() -> str:
+    """foci's version; a source tree on the path has none."""
+    return _installed("foci") or "from its source"
+
+
 def version_of(text: str | None) -> Version:
     """(2, 13, 0) from "2.13.0+cu126"; () from None."""
     found = re.match(r"\d+(\.\d+)*", text or "")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foci.core.device import installed
 from foci.core.tune import interpreting, target_of
-from foci.ops.arguments import plain, short
+from foci.ops.arguments import documents, plain, short
 
 CHUNK = 64  # tokens a chunk of the recurrences has in every kernel
 WIDEST = 512
@@ -39,6 +39,15 @@ def chunks(T: int, B: int, offsets: Tensor | None) -> int:
     if offsets is None:
         return B * -(-T // CHUNK)
     return T // CHUNK + offsets.shape[0] - 1
+
+
+def placed(operator: str, offsets: Tensor | None, like: Tensor) -> Tensor | None:
+    """Offsets one after another where `like` [B,T,..] is; those on the CPU are checked, as nobody has to wait."""
+    if offsets is None:
+        return None
+    if offsets.device.type == "cpu":
+        documents(operator, offsets, like.shape[1])
+    return offsets.to(like.device).contiguous()
 
 
 def steps(state: Tensor) -> bool:

@@ -15,7 +15,7 @@ from foci.check.compare import compare, difference
 from foci.check.memory import poisoned, strided
 from foci.core import tune
 from foci.core.spec import Case
-from foci.ops.masks import lower
+from foci.ops.masks import Band, lower
 from foci.ops.softmax import gpu, reference
 from foci.ops.softmax.call import Call
 from foci.ops.softmax.dropout import placed
@@ -178,3 +178,26 @@ def test_offsets_that_lead_elsewhere_are_moved_inside() -> None:
     call = drawn(T=20, S=20, mask=foci.Packed(torch.tensor([0, 5, 500])) & foci.Lengths(torch.tensor([-3, 9999])))
     out, lse = gpu.forward(on_device(call))
     assert bool(out.isfinite().all()) and bool((lse[:, :5] == -torch.inf).all())
+
+
+def test_what_is_small_may_lie_anywhere_in_memory() -> None:
+    """Offsets, lengths, bands and sinks that are columns of a table, or one number seen many times."""
+
+    def column(x: Tensor) -> Tensor:
+        return torch.stack([x, torch.full_like(x, 3)], 1)[:, 0]
+
+    q, k, v = (torch.randn(1, 20, 2, 8) for _ in range(3))
+    two = tuple(x.reshape(2, 10, 2, 8) for x in (q, k, v))
+    offsets, lengths = torch.tensor([0, 3, 11, 20]), torch.tensor([4, 9])
+    low, high = torch.tensor([-3, -1]), torch.tensor([0, 2])
+    sink = torch.randn(2)
+    for tensors, plain, apart in (
+        ((q, k, v), {"mask": foci.Packed(offsets)}, {"mask": foci.Packed(column(offsets))}),
+        (two, {"mask": foci.Lengths(lengths)}, {"mask": foci.Lengths(column(lengths))}),
+        (two, {"mask": Band(low, high)}, {"mask": Band(column(low), column(high))}),
+        (two, {"sink": sink}, {"sink": column(sink)}),
+        (two, {"sink": sink[:1].repeat(2)}, {"sink": sink[:1].expand(2)}),
+    ):
+        given = dict(zip("qkv", tensors, strict=True))
+        found = [gpu.forward(SPEC.bind(**there(given | options)))[0] for options in (plain, apart)]
+        assert torch.equal(*found), list(apart)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from foci.core.spec import Output
-from foci.ops.decay.call import Call
-from foci.ops.gpu import chunks, unsuitable
+from foci.ops.decay.call import NAME, Call
+from foci.ops.gpu import chunks, placed, unsuitable
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -32,6 +32,7 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     """out [B,T,H,V] in v's dtype and the final state [N,H,K,V]; `keep`: and what `kept` declares."""
     from foci.ops.decay import kernels_triton_forward as kernels
 
+    call = call._replace(offsets=placed(NAME, call.offsets, call.v))
     states = kept(call).empty(call.v) if keep or call.causal else None
     out, final = kernels.forward(call, states, _slots(call))
     return (out, final) if states is None or not keep else (out, final, states)
@@ -41,4 +42,5 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     """Gradients of q, k, v, log_decay, bonus and state, None where not needed."""
     from foci.ops.decay import kernels_triton_backward as kernels
 
+    call = call._replace(offsets=placed(NAME, call.offsets, call.v))
     return kernels.backward(call, outputs[2] if call.causal else outputs[1], grads, needs, _slots(call))

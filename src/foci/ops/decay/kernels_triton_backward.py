@@ -354,10 +354,10 @@ def backward(
     """
     d_out, d_final = grads
     do = call.v.new_zeros(()).expand(call.v.shape) if d_out is None else d_out
+    room = torch.empty if call.offsets is None else torch.zeros  # tokens behind the last document belong to no chunk
     wanted = (call.q, call.k, call.v, call.log_decay, call.bonus, call.state)
     dq, dk, dv, dg, d_bonus, d_state = (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) if need else None
-        for x, need in zip(wanted, needs, strict=True)
+        room(x.shape, dtype=x.dtype, device=x.device) if need else None for x, need in zip(wanted, needs, strict=True)
     )
     ends = None
     if any(x is not None for x in (dk, dv, dg)):

@@ -163,7 +163,9 @@ def forward(call: Any, kept: Tensor | None, slots: int) -> tuple[Tensor, Tensor]
     """out [B,T,H,V] and the final state [N,H,K,V]; the states at the chunks' starts are left in `kept`, if given."""
     B, T, G, H, K, V, N = call.sizes
     v, g, target = call.v, call.log_decay, target_of(call.v.device)
-    out = torch.empty(B, T, H, V, dtype=v.dtype, device=v.device)
+    # Tokens behind the last document belong to no chunk.
+    room = torch.empty if call.offsets is None else torch.zeros
+    out = room(B, T, H, V, dtype=v.dtype, device=v.device)
     final = torch.empty(N, H, K, V, dtype=torch.float32, device=v.device)
     if kept is None and call.causal:
         kept = torch.empty(slots, H, K, V, dtype=stored(v.dtype), device=v.device)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from foci.core.spec import Output
-from foci.ops.delta.call import Call
-from foci.ops.gpu import CHUNK, chunks, unsuitable
+from foci.ops.delta.call import NAME, Call
+from foci.ops.gpu import CHUNK, chunks, placed, unsuitable
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -39,7 +39,7 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     """out [B,T,H,V] in v's dtype and the final state [N,H,K,V] in float32; `keep`: and what `kept` declares."""
     from foci.ops.delta import kernels_triton_forward as kernels
 
-    call = _at_hand(call)
+    call = call._replace(offsets=placed(NAME, call.offsets, call.v))
     if not keep:
         return kernels.forward(call, None, _slots(call))
     buffer = kept(call).empty(call.v)
@@ -50,17 +50,12 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     """Gradients of q, k, v, beta, log_decay, erase and state, None where not needed."""
     from foci.ops.delta import kernels_triton_backward as kernels
 
-    call = _at_hand(call)
+    call = call._replace(offsets=placed(NAME, call.offsets, call.v))
     return kernels.backward(call, _parts(call, outputs[2]), grads, needs)
 
 
 def _slots(call: Call) -> int:
     return chunks(call.v.shape[1], call.v.shape[0], call.offsets)
-
-
-def _at_hand(call: Call) -> Call:
-    """With offsets one after another in the memory of the GPU, where kernels read them."""
-    return call if call.offsets is None else call._replace(offsets=call.offsets.to(call.v.device).contiguous())
 
 
 def _parts(call: Call, buffer: Tensor) -> Any:

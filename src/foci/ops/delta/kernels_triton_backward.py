@@ -7,7 +7,6 @@ With do, dS the gradients of the outputs and of the state at a chunk's end, X = 
 
 It leaves dv and dS at each chunk's end, and what is left is a matter of each chunk alone, in two launches, one for the
 rows of A (dA = do d^T) and one for those of E (dE = -dv d^T) and all that follows: the registers hold no more at once.
-
 Keys that are alike make sums over d, dv, A and X telescope: these are float32 throughout, and in a product with a
 bfloat16 operand they are two bfloat16 (tiles/chunk_backward.py: right, left), or float32 rounded to TF32. For float16,
 whose range holds no decays, all products are of float32 tiles (tiles/state.py: working).
@@ -374,7 +373,8 @@ class _Problem:
         self.call, self.target, self.g = call, target_of(call.q.device), call.log_decay
         self.B, self.T, self.G, self.H, self.K, self.V, self.N = call.sizes
         arguments = (call.q, call.k, call.v, call.beta, call.log_decay, call.erase, call.state)
-        self.found = tuple(x.new_empty(x.shape) if need else None for x, need in zip(arguments, needs, strict=True))
+        room = torch.Tensor.new_empty if call.offsets is None else torch.Tensor.new_zeros  # tokens of no document
+        self.found = tuple(room(x, x.shape) if need else None for x, need in zip(arguments, needs, strict=True))
         self.erase = call.k if call.erase is None else call.erase
         self.per_channel = self.g is not None and self.g.shape[3] > 1
         self.constant = self.g is not None and self.g.shape[:2] != (self.B, self.T)

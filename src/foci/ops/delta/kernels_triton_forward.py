@@ -284,7 +284,9 @@ def forward(call: Any, parts: Parts | None, slots: int) -> tuple[Tensor, Tensor]
     else:
         inverse, products = parts.inverse, parts.products
     gated = chunks(call, inverse, products, slots, target)
-    out = torch.empty(B, T, H, V, dtype=v.dtype, device=v.device)
+    # Tokens behind the last document belong to no chunk.
+    room = torch.empty if call.offsets is None else torch.zeros
+    out = room(B, T, H, V, dtype=v.dtype, device=v.device)
     final = torch.empty(N, H, K, V, dtype=torch.float32, device=v.device)
     q, k, e = (call.q, call.k, call.erase) if gated.key is None else (gated.query, gated.key, gated.erase)
     write = beta if gated.write is None else gated.write

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from foci.ops import stretches
-from foci.ops.arguments import documents
-from foci.ops.gpu import unsuitable
+from foci.ops.gpu import placed, unsuitable
 from foci.ops.scan.call import NAME, Call
 
 
@@ -21,7 +20,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     """h [B,T,D] in x's dtype and the final state [N,D]."""
     from foci.ops.scan import kernels_triton
 
-    return kernels_triton.forward(_placed(call), _cut(call))
+    return kernels_triton.forward(call._replace(offsets=placed(NAME, call.offsets, call.x)), _cut(call))
 
 
 def backward(
@@ -30,7 +29,8 @@ def backward(
     """The gradients that `needs` asks for, each in its tensor's dtype."""
     from foci.ops.scan import kernels_triton
 
-    return kernels_triton.backward(_placed(call), outputs[0], grads, needs, _cut(call))
+    call = call._replace(offsets=placed(NAME, call.offsets, call.x))
+    return kernels_triton.backward(call, outputs[0], grads, needs, _cut(call))
 
 
 def step(x: Tensor, log_decay: Tensor, state: Tensor) -> Tensor:
@@ -40,14 +40,6 @@ def step(x: Tensor, log_decay: Tensor, state: Tensor) -> Tensor:
     found = kernels_triton.step(x, log_decay, state)
     torch.autograd.graph.increment_version(state)
     return found
-
-
-def _placed(call: Call) -> Call:
-    """Offsets on the CPU are checked, as nobody has to wait for them, and go where the kernels are."""
-    if call.offsets is None or call.offsets.device.type != "cpu":
-        return call
-    documents(NAME, call.offsets, call.x.shape[1])
-    return call._replace(offsets=call.offsets.to(call.x.device))
 
 
 def _cut(call: Call) -> partial[stretches.Cut]:

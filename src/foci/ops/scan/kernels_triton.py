@@ -196,7 +196,9 @@ def forward(call: Any, cut: Callable[[Target, int], Any]) -> tuple[Tensor, Tenso
     blocks = -(-D // config["BLOCK_D"])
     STRETCH, programs, slots = cut(target, blocks * config.warps)
     decays, ends = _maps(x, call, STRETCH, slots, False, config) if STRETCH else (None, None)
-    out = torch.empty(B, T, D, dtype=x.dtype, device=x.device)
+    # Tokens behind the last document belong to no sequence.
+    room = torch.empty if call.offsets is None else torch.zeros
+    out = room(B, T, D, dtype=x.dtype, device=x.device)
     final = torch.empty(N, D, dtype=torch.float32, device=x.device)
     launch(
         forward_kernel, (programs * blocks,), x, g, state, call.offsets, decays, ends, out, final,
@@ -217,8 +219,9 @@ def backward(
     blocks = -(-D // config["BLOCK_D"])
     STRETCH, programs, slots = cut(target, blocks * config.warps)
     decays, ends = _maps(dout, call, STRETCH, slots, True, config) if STRETCH else (None, None)
+    room = torch.empty if call.offsets is None else torch.zeros  # tokens behind the last document: no sequence's
     made = [
-        torch.empty(tensor.shape, dtype=tensor.dtype, device=g.device) if need and tensor is not None else None
+        room(tensor.shape, dtype=tensor.dtype, device=g.device) if need and tensor is not None else None
         for tensor, need in zip((call.x, g, state), needs, strict=True)
     ]
     strides = [None if tensor is None else tensor.stride() for tensor in (g, state, dout, dfinal)]

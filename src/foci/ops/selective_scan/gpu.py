@@ -9,8 +9,7 @@ from torch import Tensor
 
 from foci.core.spec import Output
 from foci.ops import stretches
-from foci.ops.arguments import documents
-from foci.ops.gpu import unsuitable
+from foci.ops.gpu import placed, unsuitable
 from foci.ops.selective_scan.call import NAME, Call
 
 KEEP = 32  # tokens from one state that is kept to the next: as many bytes as x has in bfloat16, where K = 16
@@ -31,7 +30,7 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     """y [B,T,D] in x's dtype and the final state [N,D,K]; `keep`: and what `kept` declares."""
     from foci.ops.selective_scan import kernels_triton_forward
 
-    call = _placed(call)
+    call = call._replace(offsets=placed(NAME, call.offsets, call.x))
     if not keep:
         return kernels_triton_forward.forward(call, None, KEEP, _cut(call))
     states = kept(call).empty(call.x)
@@ -44,7 +43,9 @@ def backward(
     """The gradients that `needs` asks for, each in its tensor's dtype."""
     from foci.ops.selective_scan import kernels_triton_backward
 
-    return kernels_triton_backward.backward(_placed(call), outputs[2], KEEP, grads, needs, _cut(call))
+    return kernels_triton_backward.backward(
+        call._replace(offsets=placed(NAME, call.offsets, call.x)), outputs[2], KEEP, grads, needs, _cut(call)
+    )
 
 
 def step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, skip: Tensor | None) -> Tensor:
@@ -54,14 +55,6 @@ def step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, 
     found = kernels_triton_forward.step(x, dt, A, B, C, state, skip)
     torch.autograd.graph.increment_version(state)
     return found
-
-
-def _placed(call: Call) -> Call:
-    """Offsets on the CPU are checked, as nobody has to wait for them, and go where the kernels are."""
-    if call.offsets is None or call.offsets.device.type != "cpu":
-        return call
-    documents(NAME, call.offsets, call.x.shape[1])
-    return call._replace(offsets=call.offsets.to(call.x.device))
 
 
 def _cut(call: Call) -> partial[stretches.Cut]:

@@ -278,8 +278,9 @@ def backward(
             *strides(dy, call.dt, call.A, call.C), T, N, D, K, config=config, STRETCH=STRETCH,
         )  # fmt: skip
     inputs = (call.x, call.dt, call.A, call.B, call.C, call.skip)
+    room = torch.empty if call.offsets is None else torch.zeros  # tokens behind the last document: no sequence's
     made = [
-        torch.empty(tensor.shape, dtype=tensor.dtype, device=kept.device) if need and tensor is not None else None
+        room(tensor.shape, dtype=tensor.dtype, device=kept.device) if need and tensor is not None else None
         for tensor, need in zip((*inputs, call.state), needs, strict=True)
     ]
     dx, ddt, dA, dB, dC, dskip, dstate = made

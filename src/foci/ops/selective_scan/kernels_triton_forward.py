@@ -167,7 +167,9 @@ def forward(call: Any, kept: Tensor | None, keep: int, cut: Callable[[Target, in
             ends_kernel, (slots * blocks,), x, call.dt, call.A, call.B, call.offsets, decays, ends,
             *strides(x, call.dt, call.A, call.B), T, N, D, K, config=config, STRETCH=STRETCH,
         )  # fmt: skip
-    out = torch.empty(B, T, D, dtype=x.dtype, device=x.device)
+    # Tokens behind the last document belong to no sequence.
+    room = torch.empty if call.offsets is None else torch.zeros
+    out = room(B, T, D, dtype=x.dtype, device=x.device)
     final = torch.empty(N, D, K, dtype=torch.float32, device=x.device)
     inputs = (x, call.dt, call.A, call.B, call.C, call.skip, call.state)
     launch(

@@ -10,6 +10,8 @@ from foci.ops.softmax.call import Call, Gradients, Rows
 
 _FAR = 1 << 29  # tiles/softmax.py: FAR, a side of a window that is open
 
+_SMALL = ("sink", "q_offsets", "kv_offsets", "kv_lengths", "q_lengths", "band_low", "band_high")
+
 
 def reasons(call: Call) -> list[str]:
     sizes = call.sizes
@@ -70,7 +72,8 @@ def backward_part(call: Call, rows: Rows, into: Gradients) -> None:
 
 
 def _there(call: Call) -> Call:
-    """The call as kernels read it: a band that stayed on the CPU on the device, reaches within what 32 bits hold."""
-    low, high = (None if x is None else x.to(call.q.device, non_blocking=True) for x in (call.band_low, call.band_high))
+    """The call as kernels read it: what is small one after another on the device, reaches within what 32 bits hold."""
     left, right = (None if x is None else min(int(x), _FAR) for x in (call.left, call.right))
-    return call._replace(band_low=low, band_high=high, left=left, right=right)
+    given = {name: getattr(call, name) for name in _SMALL}
+    small = {n: x.to(call.q.device, non_blocking=True).contiguous() for n, x in given.items() if x is not None}
+    return call._replace(left=left, right=right, **small)
