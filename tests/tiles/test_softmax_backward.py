@@ -9,7 +9,7 @@ import triton.language as tl
 
 from foci.core.tune import interpreting
 from foci.ops.softmax.dropout import keep
-from foci.tiles.softmax_backward import of_head, probabilities, stays
+from foci.tiles.softmax_backward import probabilities, stays
 
 if not interpreting():
     pytest.skip("these run in Triton's interpreter: TRITON_INTERPRET=1", allow_module_level=True)
@@ -22,11 +22,9 @@ def _kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     t, s = tl.arange(0, 16)[:, None], tl.arange(0, 32)[None, :]
     one = tl.program_id(0) + 1
-    bias, bias_t, bias_s = of_head(bias_ptr, bias_strides, one, one)
-    dense, dense_t, dense_s = of_head(dense_ptr, dense_strides, one, one)
     lse = tl.load(lse_ptr + t)
     products = tl.load(x_ptr + t * 32 + s)
-    pairs = (bias, bias_t, bias_s, dense, dense_t, dense_s, T, S)
+    pairs = (bias_ptr, bias_strides, dense_ptr, dense_strides, one, one, T, S)
     p, y = probabilities(products, lse, t, s, pairs, scale, softcap, PRECISE)
     tl.store(p_ptr + t * 32 + s, p)
     tl.store(y_ptr + t * 32 + s, y)

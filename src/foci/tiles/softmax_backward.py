@@ -28,9 +28,9 @@ def unit(PRECISE: tl.constexpr):  # type: ignore[no-untyped-def]
 def probabilities(products, lse, t, s, pairs, scale, softcap, PRECISE: tl.constexpr):  # type: ignore[no-untyped-def]
     """(p, tanh if softcap) of q k, with Dense but not the rest of a mask.
 
-    pairs = (bias_ptr or None, its two strides, dense_ptr or None, its two strides, T, S), of one head (`of_head`).
+    pairs = (bias_ptr or None, its strides, dense_ptr or None, its strides, b, h, T, S); both are [B, H, T, S].
     """
-    bias_ptr, bias_t, bias_s, dense_ptr, dense_t, dense_s, T, S = pairs
+    bias_ptr, bias_strides, dense_ptr, dense_strides, b, h, T, S = pairs
     y = products
     if softcap is None:
         z = products * (scale * unit(PRECISE)) - lse
@@ -38,11 +38,11 @@ def probabilities(products, lse, t, s, pairs, scale, softcap, PRECISE: tl.conste
         y = tanh(products * (scale / softcap), PRECISE)
         z = y * (softcap * unit(PRECISE)) - lse
     if bias_ptr is not None:
-        places = t.to(tl.int64) * bias_t + s.to(tl.int64) * bias_s
+        places = places_of(bias_strides, b, h, t, s)
         z += unit(PRECISE) * tl.load(bias_ptr + places, mask=(t < T) & (s < S), other=0.0).to(tl.float32)
     p = tl.exp2(z * LOG2E) if PRECISE else tl.exp2(z)
     if dense_ptr is not None:
-        places = t.to(tl.int64) * dense_t + s.to(tl.int64) * dense_s
+        places = places_of(dense_strides, b, h, t, s)
         p = tl.where(tl.load(dense_ptr + places, mask=(t < T) & (s < S), other=0) != 0, p, 0.0)
     return p, y
 
@@ -54,12 +54,9 @@ def stays(seed_ptr, b, h, t, s, threshold, PLACED: tl.constexpr):  # type: ignor
 
 
 @triton.jit
-def of_head(ptr, strides, b, h):  # type: ignore[no-untyped-def]
-    """(pointer, stride of queries, of keys) of a bias or mask [B, H, T, S] for one head; (None, 0, 0) without one."""
-    if ptr is not None:
-        return ptr + b * strides[0] + h * strides[1], strides[2], strides[3]
-    else:
-        return None, 0, 0
+def places_of(strides, b, h, t, s):  # type: ignore[no-untyped-def]
+    """Where the pairs t, s of one head lie in a bias or mask [B, H, T, S]."""
+    return b * strides[0] + h * strides[1] + (t.to(tl.int64) * strides[2] + s.to(tl.int64) * strides[3])
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foci.core.tune import Config, Target, configure, launch, precision, target_of
 from foci.tiles.softmax import LOG2E, between, keys_of, queries_of, stretches
-from foci.tiles.softmax_backward import load_rows, of_head, probabilities, stays, unit
+from foci.tiles.softmax_backward import load_rows, probabilities, stays, unit
 
 # tiles/softmax_backward.py has the equations.
 
@@ -122,9 +122,7 @@ def queries_kernel(  # type: ignore[no-untyped-def]
         q = load_rows(q_ptr, t, t < T, q_strides, K, BLOCK_K)
         k_ptr += b * k_strides[0] + (h // R) * k_strides[2]
         v_ptr += b * v_strides[0] + (h // R) * v_strides[2]
-        bias, bias_t, bias_s = of_head(bias_ptr, bias_strides, b, h)
-        dense, dense_t, dense_s = of_head(dense_ptr, dense_strides, b, h)
-        pairs = (bias, bias_t, bias_s, dense, dense_t, dense_s, T, S)
+        pairs = (bias_ptr, bias_strides, dense_ptr, dense_strides, b, h, T, S)
         dq = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
         mass, excess = tl.zeros_like(lse), tl.zeros_like(lse)
         for s0 in range(start, stop, BLOCK_S):
@@ -224,9 +222,7 @@ def keys_kernel(  # type: ignore[no-untyped-def]
         q_head, dout_head = q_ptr + b * q_strides[0] + h * q_strides[2], None
         if dout_ptr is not None:
             dout_head = dout_ptr + b * dout_strides[0] + h * dout_strides[2]
-        bias, bias_t, bias_s = of_head(bias_ptr, bias_strides, b, h)
-        dense, dense_t, dense_s = of_head(dense_ptr, dense_strides, b, h)
-        pairs = (bias, bias_t, bias_s, dense, dense_t, dense_s, T, S)
+        pairs = (bias_ptr, bias_strides, dense_ptr, dense_strides, b, h, T, S)
         dk, dv = _of_keys(
             dk, dv, k, v, t0, (t0 < inner) | (t0 >= outer), stop, s, low, high, q_head, dout_head, steady_ptr + row,
             pull_ptr + row, q_strides, dout_strides, pairs, seed_ptr, b, h, scale, softcap, threshold, grow,

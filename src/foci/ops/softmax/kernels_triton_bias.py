@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foci.core.tune import Config, launch
 from foci.tiles.softmax import between, keys_of
-from foci.tiles.softmax_backward import load_rows, of_head, probabilities, stays
+from foci.tiles.softmax_backward import load_rows, probabilities, stays
 
 
 @triton.jit
@@ -59,9 +59,7 @@ def bias_kernel(  # type: ignore[no-untyped-def]
             q = load_rows(q_head, t, t < T, q_strides, K, BLOCK_K)
             k = load_rows(k_head, s, s < S, k_strides, K, BLOCK_K)
             products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            bias, bias_t, bias_s = of_head(bias_ptr, bias_strides, b, h)
-            dense, dense_t, dense_s = of_head(dense_ptr, dense_strides, b, h)
-            pairs = (bias, bias_t, bias_s, dense, dense_t, dense_s, T, S)
+            pairs = (bias_ptr, bias_strides, dense_ptr, dense_strides, b, h, T, S)
             p, _ = probabilities(
                 products, steady[:, None], t[:, None], s[None, :], pairs, scale, softcap, q.dtype == tl.float32
             )  # fmt: skip
