@@ -209,3 +209,23 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, config: Config, 
 def precision(dtype: torch.dtype, target: Target) -> str:
     """What a product of two tiles of this dtype asks of `tl.dot`: float32 in full, by three TF32 products on NVIDIA."""
     return "tf32x3" if dtype == torch.float32 and target.kind == "cuda" else "ieee"
+
+
+def float_precision(dtype: torch.dtype, target: Target) -> str:
+    """The same of float32 tiles made of inputs of this dtype: of half ones by TF32, with as many digits as float16."""
+    return "tf32" if dtype != torch.float32 and target.kind == "cuda" else precision(dtype, target)
+
+
+def stored(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype states and their gradients are handed on: float16 would lose those that have decayed."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+def side(size: int, most: int) -> int:
+    """The power of two that holds a head's channels, or `most` of them; products want 16 at least."""
+    return min(most, max(16, 1 << (size - 1).bit_length()))
+
+
+def strides(x: torch.Tensor | None) -> tuple[int, ...] | None:
+    """Of sizes as well as of memory: 0 along what is broadcast, where a tensor of one entry may have any."""
+    return None if x is None else tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))

@@ -19,23 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, configure, launch, precision, target_of
+from foci.core.tune import Config, Target, configure, float_precision, launch, side, stored, strides, target_of
 from foci.tiles.gates import by_ends, by_pairs, ends, load_gates, pairs, pairs_backward_onto, total, weights
 from foci.tiles.memory import load_tile, store_tile
 from foci.tiles.state import chunk_at, sequence, working
 
 CHUNK = 64
 WIDTHS = {"BLOCK_K": (16, 32, 64, 128), "BLOCK_V": (16, 32, 64, 128)}  # what `foci tune` may try
-
-
-def products(dtype: torch.dtype, target: Target) -> str:
-    """How float32 tiles are multiplied: for half precision inputs by TF32, whose mantissa is as long as float16's."""
-    return "tf32" if dtype != torch.float32 and target.kind == "cuda" else precision(dtype, target)
-
-
-def stored(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype gradients of states are handed on, as states are."""
-    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 @triton.jit
@@ -335,16 +325,6 @@ def sums_rule(target: Target) -> Config:
     return Config({"BLOCK_P": 16, "BLOCK": 64})
 
 
-def side(size: int, most: int) -> int:
-    """The power of two that holds a head's channels, or `most` of them; products want 16 at least."""
-    return min(most, max(16, triton.next_power_of_2(size)))
-
-
-def strides(x: Tensor | None) -> tuple[int, ...] | None:
-    """Of sizes as well as of memory: 0 along what is broadcast."""
-    return None if x is None else tuple(s if n > 1 else 0 for n, s in zip(x.shape, x.stride(), strict=True))
-
-
 def backward(
     call: Any, states: Tensor, grads: Sequence[Tensor | None], needs: Sequence[bool], chunks: int
 ) -> tuple[Tensor | None, ...]:
@@ -379,7 +359,7 @@ def _dstates(call: Any, do: Tensor, d_final: Tensor | None, ends: Tensor | None,
         call.q, do, g, d_final, call.offsets, ends, d_state,
         call.q.stride(), do.stride(), strides(g), strides(d_final), call.scale, T, H, H // G, K, V,
         config=walk, CAUSAL=call.causal, OWN=call.bonus is None, PER_CHANNEL=g is not None and g.shape[3] > 1,
-        PRECISION=products(do.dtype, target), CHUNK=CHUNK,
+        PRECISION=float_precision(do.dtype, target), CHUNK=CHUNK,
     )  # fmt: skip
 
 
@@ -411,7 +391,7 @@ def _gradients(
         call.q.stride(), call.k.stride(), call.v.stride(), strides(g), strides(call.bonus), do.stride(),
         call.scale, keys, T, N, H, H // G, K, V, g_size,
         config=config, CAUSAL=call.causal, PER_CHANNEL=by_channel, CONSTANT=constant,
-        PRECISION=products(do.dtype, target), CHUNK=CHUNK,
+        PRECISION=float_precision(do.dtype, target), CHUNK=CHUNK,
     )  # fmt: skip
     if dg_parts is not None or bonus_parts is not None:
         sums = configure("linear_sums", (), sums_rule, target)

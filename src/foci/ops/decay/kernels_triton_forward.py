@@ -17,23 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, configure, launch, precision, target_of
+from foci.core.tune import Config, Target, configure, float_precision, launch, side, stored, strides, target_of
 from foci.tiles.gates import ends, load_gates, pairs, total, weights
 from foci.tiles.memory import load_tile, store_tile
 from foci.tiles.state import chunk_at, sequence, working
 
 CHUNK = 64
 WIDTHS = {"BLOCK_K": (16, 32, 64, 128), "BLOCK_V": (16, 32, 64, 128)}  # what `foci tune` may try
-
-
-def products(dtype: torch.dtype, target: Target) -> str:
-    """How float32 tiles are multiplied: for half precision inputs by TF32, whose mantissa is as long as float16's."""
-    return "tf32" if dtype != torch.float32 and target.kind == "cuda" else precision(dtype, target)
-
-
-def stored(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype states are handed on."""
-    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 @triton.jit
@@ -149,16 +139,6 @@ def out_rule(dtype: torch.dtype, K: int, V: int, by_channel: bool, target: Targe
     return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=8 if by_channel or v > 64 else 4, stages=2)
 
 
-def side(size: int, most: int) -> int:
-    """The power of two that holds a head's channels, or `most` of them; products want 16 at least."""
-    return min(most, max(16, triton.next_power_of_2(size)))
-
-
-def strides(x: Tensor | None) -> tuple[int, ...] | None:
-    """Of sizes as well as of memory: 0 along what is broadcast."""
-    return None if x is None else tuple(s if n > 1 else 0 for n, s in zip(x.shape, x.stride(), strict=True))
-
-
 def forward(call: Any, kept: Tensor | None, slots: int) -> tuple[Tensor, Tensor]:
     """out [B,T,H,V] and the final state [N,H,K,V]; the states at the chunks' starts are left in `kept`, if given."""
     B, T, G, H, K, V, N = call.sizes
@@ -171,7 +151,7 @@ def forward(call: Any, kept: Tensor | None, slots: int) -> tuple[Tensor, Tensor]
         kept = torch.empty(slots, H, K, V, dtype=stored(v.dtype), device=v.device)
     by_channel = g is not None and g.shape[3] > 1
     shared = {
-        "CAUSAL": call.causal, "PER_CHANNEL": by_channel, "PRECISION": products(v.dtype, target), "CHUNK": CHUNK,
+        "CAUSAL": call.causal, "PER_CHANNEL": by_channel, "PRECISION": float_precision(v.dtype, target), "CHUNK": CHUNK,
     }  # fmt: skip
     walk = configure("linear_states", (v.dtype, K, V), partial(states_rule, v.dtype, K, V, N * H), target, WIDTHS)
     launch(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from foci.core.spec import Output
+from foci.core.tune import stored
 from foci.ops.delta.call import NAME, Call
 from foci.ops.gpu import CHUNK, chunks, placed, unsuitable
 
@@ -60,7 +61,7 @@ def _slots(call: Call) -> int:
 
 def _parts(call: Call, buffer: Tensor) -> Any:
     """The buffer's parts by name: states, errors, inverse and products."""
-    from foci.ops.delta.kernels_triton_forward import Parts, stored
+    from foci.ops.delta.kernels_triton_forward import Parts
 
     B, T, _, H, K, V, _ = call.sizes
     counts = _counts(call)

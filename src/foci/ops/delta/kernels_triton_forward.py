@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, configure, launch, target_of
+from foci.core.tune import Config, Target, configure, float_precision, launch, side, stored, strides, target_of
 from foci.tiles.gates import ends, load_gates, pairs_of_two, total, weights
 from foci.tiles.memory import load_tile, store_tile
 from foci.tiles.solve import inverse
@@ -48,16 +48,6 @@ class Gated(NamedTuple):
     query: Tensor | None  # per channel: [B,T,H,K], rise q
     erase: Tensor | None  # per channel: [B,T,H,K], rise e
     key: Tensor | None  # per channel: [B,T,H,K], fall k; in bfloat16 [2,B,T,H,K], its rounding and what that left
-
-
-def stored(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype states are handed on: float16 would lose those that have decayed."""
-    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-
-
-def precision(dtype: torch.dtype, target: Target) -> str:
-    """Of products of float32 tiles: those of half inputs need the digits of TF32, which are float16's."""
-    return "ieee" if target.kind != "cuda" else "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 @triton.jit
@@ -265,16 +255,6 @@ def _by_warpgroups(target: Target) -> bool:
     return target.kind == "cuda" and 90 <= target.arch < 120
 
 
-def side(size: int, most: int) -> int:
-    """The power of two that holds a head's channels, or `most` of them; products want 16 at least."""
-    return min(most, max(16, triton.next_power_of_2(size)))
-
-
-def strides(x: Tensor | None) -> tuple[int, ...] | None:
-    """With 0 for what is broadcast: a tensor of one entry may have any stride there."""
-    return None if x is None else tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
-
-
 def forward(call: Any, parts: Parts | None, slots: int) -> tuple[Tensor, Tensor]:
     """out [B,T,H,V] and the final state [N,H,K,V]; `parts`, if given, is filled for the backward."""
     B, T, _, H, K, V, N = call.sizes
@@ -302,7 +282,7 @@ def forward(call: Any, parts: Parts | None, slots: int) -> tuple[Tensor, Tensor]
         out, final, *((None, None) if parts is None else (parts.errors, parts.states)),
         q.stride(), k.stride()[-4:], strides(e), v.stride(), write.stride(), strides(call.state),
         call.scale, T, H, H // call.q.shape[2], K, V, B * T * H * K,
-        config=walk, PER_CHANNEL=gated.key is not None, PRECISION=precision(v.dtype, target), CHUNK=CHUNK,
+        config=walk, PER_CHANNEL=gated.key is not None, PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK,
         TILES=-(-K // walk["BLOCK_K"]),
     )  # fmt: skip
     return out, final
@@ -330,6 +310,6 @@ def chunks(call: Any, inverse: Tensor, products: Tensor, slots: int, target: Tar
         call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(g),
         call.scale, T, N, H, H // G, K, B * T * H * K,
         config=configure("delta_chunks", (v.dtype, K, per_channel), rule, target),
-        PER_CHANNEL=per_channel, PRECISION=precision(v.dtype, target), CHUNK=CHUNK,
+        PER_CHANNEL=per_channel, PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK,
     )  # fmt: skip
     return gated
