@@ -15,6 +15,15 @@ from foci.core.spec import Bad, Case, Future, Inputs, Part, Probes, Slices, accu
 from foci.ops.draw import Draw, OnDevice
 
 ALL = slice(None)
+# B, T, H, D as Flash Linear Attention is measured: what linear attention and the delta rule are timed on.
+SIX = (
+    (1, 8192, 96, 128),
+    (2, 16384, 16, 128),
+    (4, 2048, 16, 128),
+    (4, 4096, 64, 128),
+    (8, 1024, 8, 64),
+    (8, 2048, 32, 256),
+)
 
 Gates = Callable[..., Tensor]
 

@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 from foci.ops.decay.cases import Linear
+from foci.ops.recurrent import SIX
 
-# B, T, H, D as Flash Linear Attention is measured.
-SIX = (
-    (1, 8192, 96, 128),
-    (2, 16384, 16, 128),
-    (4, 2048, 16, 128),
-    (4, 4096, 64, 128),
-    (8, 1024, 8, 64),
-    (8, 2048, 32, 256),
-)
 _NAMES = {"channel": "GLA", "token": "simple GLA", "head": "RetNet"}
 PROBLEMS = (
     *(

@@ -5,16 +5,8 @@ from __future__ import annotations
 from itertools import accumulate
 
 from foci.ops.delta.cases import Delta
+from foci.ops.recurrent import SIX
 
-# B, T, H, D as Flash Linear Attention is measured.
-SIX = (
-    (1, 8192, 96, 128),
-    (2, 16384, 16, 128),
-    (4, 2048, 16, 128),
-    (4, 4096, 64, 128),
-    (8, 1024, 8, 64),
-    (8, 2048, 32, 256),
-)
 # Key and value heads of Qwen3.5 over ranks, and the lengths of the documents: FlashQLA's published H200 table.
 QWEN = (
     (2, 8, (32768,)), (2, 8, (2048,)), (4, 16, (8192,) * 4), (16, 16, (8192,)), (16, 32, (32768,)), (16, 32, (8192,)),
