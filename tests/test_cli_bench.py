@@ -63,7 +63,7 @@ def test_changes_are_told_and_a_regression_is_exit_code_1(tmp_path: Path, capsys
         (["nonsense"], "unknown operator 'nonsense'"),
         (["scan", "--dtype", "int8"], "--dtype must be one of"),
         (["scan", "--device", "tpu"], "--device tpu"),
-        (["scan", "--shapes", "enormous"], "scan has none such"),
+        (["scan", "--shapes", "enormous"], "--shapes 'enormous': scan has 8x2048x2048"),
         (["scan", "--stages", "sideways"], "'sideways' is none of"),
         (["scan", "--backends", "magic", "--shapes", "small"], "unknown backend 'magic'"),
         (["--compare", "nothing", "nowhere"], "nothing"),

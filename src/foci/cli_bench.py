@@ -24,19 +24,19 @@ from foci.bench.sweep import STAGES, Options, sweep
 from foci.cli_bench_peers import peers
 from foci.cli_bench_truth import Truth
 from foci.cli_check import FUNCTIONS
+from foci.cli_tune import DTYPES, cases
 from foci.core.device import machine
-from foci.core.spec import Candidate, Case, Spec
+from foci.core.spec import Candidate, Spec
 from foci.ops import SPECS
 
 ALIASES = {"decay": "linear"}
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SLOWER = 1.05  # what --compare calls a regression, if it is beyond the spread of both as well
 
 
 def bench(
     operators: Annotated[list[str] | None, typer.Argument(metavar="OPERATOR...", help=", ".join(SPECS))] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(_DTYPES)}.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "bfloat16",
     shapes: Annotated[str, typer.Option(help="Only shapes whose name has one of these words, joined by commas.")] = "",
     stages: Annotated[str, typer.Option(help="Joined by commas.")] = ",".join(STAGES),
     backends: Annotated[str, typer.Option(help="Of ours, joined by commas; by default what foci chooses.")] = "",
@@ -52,8 +52,8 @@ def bench(
         return _compare(*compare)
     if not operators:
         raise ValueError(f"bench: name an operator ({', '.join(SPECS)}), or two files with --compare")
-    if dtype not in _DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise ValueError(
             f"--device {device}: " + ("there is no CUDA device here" if device == "cuda" else "cpu or cuda")
@@ -61,7 +61,7 @@ def bench(
     wanted = tuple(word.strip() for word in stages.split(",") if word.strip())
     if unknown := set(wanted) - set(STAGES):
         raise ValueError(f"--stages: {min(unknown)!r} is none of {', '.join(STAGES)}")
-    options = Options(_DTYPES[dtype], torch.device(device), stages=wanted)
+    options = Options(DTYPES[dtype], torch.device(device), stages=wanted)
     specs = [_spec(name) for name in operators]
     top = ceilings(options.dtype, options.device)
     typer.echo(f"{machine().line}\nceilings: {rate(top.flops)} in {dtype}, {top.bytes / 1e9:.4g} GB/s\n")
@@ -70,7 +70,7 @@ def bench(
     with nullcontext() if out is None else record.Writer(out / "records.jsonl") as file:
         for spec in specs:
             candidates = [*_ours(spec, backends), *(peers(spec.name, options.device) if others else [])]
-            for shape in _shapes(spec, shapes):
+            for shape in cases(spec, shapes):
                 if time.monotonic() - started > limit:
                     skipped += 1
                     continue
@@ -94,16 +94,6 @@ def _spec(name: str) -> Spec:
     if name not in SPECS:
         raise ValueError(f"bench: unknown operator {name!r}; expected one of {', '.join(SPECS)}")
     return SPECS[name]
-
-
-def _shapes(spec: Spec, words: str) -> list[Case]:
-    wanted = [word.strip() for word in words.split(",") if word.strip()]
-    found = [shape for shape in spec.shapes if not wanted or any(word in shape.name for word in wanted)]
-    if not found:
-        raise ValueError(
-            f"--shapes {words!r}: {spec.name} has none such; it has {', '.join(s.name for s in spec.shapes)}"
-        )
-    return found
 
 
 def _ours(spec: Spec, backends: str) -> list[Candidate]:
