@@ -23,9 +23,13 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def worlds() -> Iterator[Callable[[int], World]]:
-    """`worlds(3).run(function, *args)`: a World of so many ranks, the same one for every test of the session."""
+    """`worlds(3).run(function, *args)`: a World of so many ranks, the same one for every test of a module.
+
+    Not of the session: the threads of every group that a test makes live as long as its ranks and wake a hundred times
+    a second. With what a thousand tests had left behind, the last ones of `make slow` stood still.
+    """
     living: dict[int, World] = {}
 
     def world(size: int) -> World:

@@ -19,7 +19,7 @@ from foci.ops.softmax.conventions import adapt
 from tests.conftest import PRELOAD
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def hasty() -> Iterator[Callable[[int], World]]:
     """Worlds whose ranks soon lose patience with each other."""
     started: dict[int, World] = {}
@@ -40,7 +40,7 @@ def make_ranks(world: World, function: Callable, order: str = "plain", layout: s
     return Ranks(world, Given(function), roles, partial(places, order, size=world.size), order)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def over_ranks(worlds, hasty) -> Callable[..., Report]:
     """The report of a function over so many ranks, of these laws."""
 
