@@ -95,6 +95,8 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     C_ptr += b * C_s[0]
     if dy_ptr is not None:
         dy_ptr += b * dy_s[0]
+    if pairs_ptr is not None:
+        pairs_ptr += (tl.cast(group, tl.int64) * TOKENS + b * T) * K * 2
     _, _, _, border = sequence(offsets_ptr, n, T, KEEP)
     two = (tl.arange(0, BLOCK_K) * 2)[:, None] + tl.arange(0, 2)[None, :]
     count = tl.cdiv(end - first, BLOCK_T)
@@ -129,7 +131,10 @@ def backward_kernel(  # type: ignore[no-untyped-def]
             xs = rows(x_ptr, t0, end, x_s[1], d * x_s[2], channels, BLOCK_T)
             dts = rows(dt_ptr, t0, end, dt_s[1], d * dt_s[2], channels, BLOCK_T)
             bs = rows(B_ptr, t0, end, B_s[1], k * B_s[2], keys, BLOCK_T)
-            out_row, pairs_row = (b * T + t0) * D, (tl.cast(group, tl.int64) * TOKENS + b * T + t0) * K * 2
+            out_row = (b * T + t0) * D
+            if pairs_ptr is not None and GROUP > 1:
+                sums = rows(pairs_ptr, t0, end, K * 2, two, (keys & (member > 0))[:, None], BLOCK_T)
+                tl.debug_barrier()  # all have read before any writes
             hs = (h,)
             for i in tl.static_range(BLOCK_T):
                 h = after(h, rates, xs[i], dts[i], bs[i])
@@ -144,10 +149,10 @@ def backward_kernel(  # type: ignore[no-untyped-def]
                     r += dy[:, None] * query[None, :]
                 if pairs_ptr is not None:
                     pair = tl.sum(tl.join((dt * x)[:, None] * r, dy[:, None] * hs[i + 1]), 0)
-                    there = pairs_ptr + pairs_row + (i * K * 2 + two)
                     if GROUP > 1:
-                        pair += tl.load(there, mask=(keys & here & (member > 0))[:, None], other=0.0)
-                    tl.store(there, pair, mask=(keys & here)[:, None])
+                        pair += sums[i]
+                    there = pairs_ptr + tl.cast(t0 + i, tl.int64) * K * 2
+                    tl.store(there + two, pair, mask=(keys & here)[:, None])
                 du = r * key[None, :]
                 if dx_ptr is not None:
                     dx = du * dt[:, None]
@@ -171,6 +176,8 @@ def backward_kernel(  # type: ignore[no-untyped-def]
             tl.store(dskip_ptr + index * D + d, tl.sum(dskip, 1), mask=channels)
         if dstate_ptr is not None:
             tl.store(dstate_ptr + n * D * K + cells, r.to(dstate_ptr.dtype.element_ty), mask=alive & (first == start))
+        if GROUP > 1:
+            tl.debug_barrier()  # what others wrote of dB and dC is what the next block of channels adds to
 
 
 @triton.jit
