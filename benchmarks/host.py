@@ -1,0 +1,222 @@
+"""What a call costs the host: Python before a kernel starts, per operator, without a GPU. Run it by hand.
+
+    .venv/bin/python benchmarks/host.py [--only softmax] [--rounds 30] [--profile]
+
+Kernels are compiled for sm_90 as ever (Triton keeps them), and a driver that launches nothing takes them: tensors lie
+on the CPU, the launcher itself is not in the numbers (a few microseconds in C). Columns, in microseconds a call:
+
+    whole     the public call, launches and all
+    Triton    what `kernel[grid](...)` takes of it: binder, key, options, checks
+    hosts     the rest of the backend's forward or backward, torch's operators not counted: the goal is 10 a launch
+    torch     the operators of torch that the host calls (empty, expand, ...), run again alone
+    dispatch  what is left: binding of arguments, choice of a backend, the op, autograd (of one token: in `hosts`)
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from kernels_compile import _Offline, gpu
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+import foci
+from foci.core import tune
+from foci.ops.masks import Causal
+
+TARGET = tune.TARGETS["sm_90"]._replace(name="NVIDIA H200")
+
+
+class Nothing(_Offline):
+    """A driver whose launches do nothing."""
+
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": TARGET.shared},
+        load_binary=lambda *_: (1, 1, 0, 0, 1024),
+    )
+
+    @staticmethod
+    def launcher_cls(source: Any, metadata: Any) -> Callable[..., None]:
+        return lambda *_: None
+
+
+@contextlib.contextmanager
+def pretending() -> Iterator[None]:
+    """CPU tensors pass for a GPU's."""
+    triton.runtime.driver.set_active(Nothing(gpu(TARGET)))
+    with contextlib.ExitStack() as stack:
+        for place in ("ops.gpu.interpreting", "core.tune.interpreting"):
+            stack.enter_context(patch(f"foci.{place}", lambda: True))
+        for place in ("gpu.steps", "scan.step.steps", "selective_scan.step.steps"):
+            stack.enter_context(patch(f"foci.ops.{place}", lambda state: True))
+        stack.enter_context(patch.dict(tune.TARGETS, sm_90=TARGET))
+        yield
+
+
+@dataclass
+class Timed:
+    """One thing to time: `call` is the public one; `host` is the backend's function alone, where there is one."""
+
+    name: str
+    call: Callable[[], Any]
+    host: Callable[[], Any]
+
+
+def half(*shape: int, grad: bool = False) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float16, requires_grad=grad)
+
+
+def small(*shape: int, grad: bool = False) -> torch.Tensor:
+    return (-torch.rand(shape)).requires_grad_(grad)
+
+
+def inputs(grad: bool) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    """A small problem of every operator."""
+    B, T, H, K, D, N = 2, 128, 4, 64, 64, 16
+    rows = {name: half(B, T, H, K, grad=grad) for name in "qkv"}
+    gates = {"beta": (-small(B, T, H)).requires_grad_(grad), "log_decay": small(B, T, H, grad=grad)}
+    channels = {"x": half(B, T, D, grad=grad), "dt": half(B, T, D, grad=grad), "A": small(D, N, grad=grad)}
+    channels |= {name: half(B, T, N, grad=grad) for name in "BC"}
+    return {
+        "softmax": (foci.attention, rows | {"mask": Causal()}),
+        "linear": (foci.linear_attention, rows | {"log_decay": gates["log_decay"]}),
+        "delta": (foci.delta_rule, rows | gates),
+        "scan": (foci.scan, {"x": half(B, T, D, grad=grad), "log_decay": small(B, T, D, grad=grad)}),
+        "selective_scan": (foci.selective_scan, channels),
+    }
+
+
+def problems() -> Iterator[Timed]:
+    """Forward without gradients, backward, and one token."""
+    from foci.ops import SPECS
+
+    for name, (function, given) in inputs(grad=False).items():
+        spec = SPECS[name]
+        module, call = spec.backend("triton").load(), spec.bind(**given)
+        keeps = (True,) if hasattr(module, "kept") else ()
+        yield Timed(
+            f"{name} forward",
+            lambda f=function, g=given: f(**g, backend="triton"),
+            lambda m=module, c=call: m.forward(c),
+        )
+        _, leaves = inputs(grad=True)[name]
+        wanted = [x for x in leaves.values() if isinstance(x, torch.Tensor)]
+        out = function(**leaves, backend="triton")
+        out = out[0] if isinstance(out, tuple) else out
+        dout = torch.randn_like(out)
+        kept = module.forward(call, *keeps)
+        grads = (dout, *(None,) * (len(spec.output_names) - 1))
+        needs = [getattr(spec.bind(**leaves), each, None) is not None for each in spec.differentiable]
+        yield Timed(
+            f"{name} backward",
+            lambda o=out, w=wanted, d=dout: torch.autograd.grad(o, w, d, retain_graph=True),
+            lambda m=module, c=call, k=kept, g=grads, n=needs: m.backward(c, k, g, n),
+        )
+    B, H, K, D, N = 2, 4, 64, 64, 16
+    row = {name: half(B, H, K) for name in "qkv"}
+    decay, beta, state = small(B, H), -small(B, H), small(B, H, K, K)
+    steps = {
+        "softmax one token": lambda q=half(B, 1, H, K), k=half(B, 256, H, K): foci.attention(q, k, k, backend="triton"),
+        "linear step": lambda: foci.linear_attention_step(**row, log_decay=decay, state=state),
+        "delta step": lambda: foci.delta_rule_step(**row, beta=beta, log_decay=decay, state=state),
+        "scan step": lambda x=half(B, D), g=small(B, D), s=small(B, D): foci.scan_step(x, g, s),
+        "selective_scan step": lambda x=half(B, D), A=small(D, N), b=half(B, N), s=small(B, D, N): (
+            foci.selective_scan_step(x, x, A, b, b, state=s)
+        ),
+    }
+    for name, step in steps.items():
+        yield Timed(name, step, step)
+
+
+class _Noted(TorchDispatchMode):
+    """The operators of torch that are called within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def microseconds(call: Callable[[], Any], times: int = 20) -> float:
+    began = time.thread_time()
+    for _ in range(times):
+        call()
+    return (time.thread_time() - began) / times * 1e6
+
+
+def measured(it: Timed, rounds: int) -> dict[str, float]:
+    """Lower quartiles of this thread's own time, what is compared run in turn: a shared machine has bad seconds."""
+    counts: list[Any] = []
+    with patch.object(JITFunction, "run", lambda self, *a, **k: counts.append(self)):
+        it.call()
+    with _Noted() as noted:
+        it.host()
+    views = [call for call in noted.calls if "foci" not in str(call[0])]
+
+    def replay() -> None:
+        for func, args, named in views:
+            func(*args, **named)
+
+    times: dict[str, list[float]] = {"whole": [], "unlaunched": [], "host": [], "torch": []}
+    stub = patch.object(JITFunction, "run", lambda self, *a, **k: None)
+    with torch.no_grad() if "backward" not in it.name else contextlib.nullcontext():
+        for _ in range(rounds):
+            times["whole"].append(microseconds(it.call))
+            with stub:
+                times["unlaunched"].append(microseconds(it.call))
+                times["host"].append(microseconds(it.host))
+            times["torch"].append(microseconds(replay))
+    found = {name: statistics.quantiles(values, n=4)[0] for name, values in times.items()}
+    return {
+        "launches": len(counts),
+        "whole": found["whole"],
+        "Triton": found["whole"] - found["unlaunched"],
+        "hosts": found["host"] - found["torch"],
+        "torch": found["torch"],
+        "dispatch": found["unlaunched"] - found["host"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="problems whose name holds this")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--profile", action="store_true", help="say which functions take the time of each problem")
+    chosen = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    with pretending():
+        print(f"torch {torch.__version__} · triton {triton.__version__}")
+        print(f"{'':24}launches   whole  Triton   hosts   torch dispatch  hosts/launch")
+        for it in problems():
+            if chosen.only not in it.name:
+                continue
+            for _ in range(3):
+                it.call()
+            row = measured(it, chosen.rounds)
+            numbers = "".join(f"{row[name]:8.1f}" for name in ("whole", "Triton", "hosts", "torch", "dispatch"))
+            print(
+                f"{it.name:24}{row['launches']:8.0f}{numbers}{row['hosts'] / max(1, row['launches']):14.1f}", flush=True
+            )
+            if chosen.profile:
+                with cProfile.Profile() as profile:
+                    microseconds(it.call, 500)
+                profile.print_stats("tottime")
+
+
+if __name__ == "__main__":
+    main()
