@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from foci import cli_tune
+from foci.bench.tuning import Row
 from foci.cli import main
 from foci.core.device import Gpu, machine
+from foci.core.tune import Config
 from foci.ops import SPECS
 
 
@@ -49,20 +51,21 @@ def test_on_a_gpu_every_operator_is_searched_and_its_table_written(
 ) -> None:
     asked = []
 
-    def search(spec, module, problems, dtype, device, *, clock, tell):  # type: ignore[no-untyped-def]
+    def search(spec, module, problems, dtype, device, *, clock, tell, ahead, until):  # type: ignore[no-untyped-def]
         asked.append((spec.name, len(problems), device.type))
-        return {}
+        yield ("kernel", "128"), Row(Config({}, 8, 2), 1.0, 2.0, "a problem")
 
     here = machine()
     gpu = Gpu(0, "NVIDIA Fake", (9, 0), 1, 1, 1)
-    fake = type("Fake", (), {"gpus": (gpu,), "packages": here.packages})()
+    fake = type("Fake", (), {"gpus": (gpu,), "packages": here.packages, "cores": 2})()
     spec = SPECS["linear"]
     monkeypatch.setattr(cli_tune, "machine", lambda: fake)
     monkeypatch.setattr(cli_tune.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(cli_tune, "clock_on", lambda device: None)
+    monkeypatch.setattr(cli_tune, "target_of", lambda device: None)
     monkeypatch.setattr(cli_tune, "search", search)
     monkeypatch.setattr(type(spec), "backend", lambda self, name: self.backends[0])
     assert run("linear", "--shapes", spec.shapes[0].name, "--out", str(tmp_path)) == 0
     assert asked == [("linear", len(cli_tune.cases(spec, spec.shapes[0].name)), "cuda")]
-    assert (tmp_path / "nvidia_fake.json").exists()
-    assert "linear: 0 configurations beat the rule" in capsys.readouterr().out
+    assert '"kernel"' in (tmp_path / "nvidia_fake.json").read_text()
+    assert "linear: 1 configurations beat the rule" in capsys.readouterr().out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,9 +12,11 @@ import torch
 import typer
 
 from foci.bench.measure import clock_on
-from foci.bench.tuning import search, write
+from foci.bench.tuning import Place, Row, search, write
+from foci.cli_tune_ahead import ahead
 from foci.core.device import machine, own_version
 from foci.core.spec import Case, Spec
+from foci.core.tune import target_of
 from foci.ops import SPECS
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -22,6 +26,9 @@ def tune(
     operators: Annotated[list[str], typer.Argument(metavar="OPERATOR...", help=", ".join(SPECS))],
     shapes: Annotated[str, typer.Option(help="Only shapes whose name has one of these words, joined by commas.")] = "",
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "bfloat16",
+    limit: Annotated[
+        float, typer.Option(help="Seconds in all; what most shapes use is measured first, what is left out is said.")
+    ] = math.inf,
     out: Annotated[Path, typer.Option(help="The folder of the table; one that is there is added to.")] = Path("tuned"),
 ) -> int:
     """Measure candidates for every kernel on this GPU; what beats the rule of thumb is written to a table."""
@@ -32,15 +39,30 @@ def tune(
     chosen = [(SPECS[name], cases(SPECS[name], shapes)) for name in operators]
     if not machine().gpus:
         raise ValueError("tune: there is no GPU here, and configurations can only be measured on the GPU they are for")
-    gpu = machine().gpus[torch.cuda.current_device()].name
     device = torch.device("cuda", torch.cuda.current_device())
-    for spec, problems in chosen:
-        module = spec.backend("triton").load()
-        rows = search(spec, module, problems, DTYPES[dtype], device, clock=clock_on(device), tell=typer.echo)
-        # After each operator: a run that is cut short loses only what it was measuring.
-        path = write(out, rows, gpu, versions(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
-        typer.echo(f"{spec.name}: {len(rows)} configurations beat the rule; {path}")
+    ends = time.monotonic() + limit
+    for place, (spec, problems) in enumerate(chosen):
+        now = time.monotonic()
+        _tune(spec, problems, DTYPES[dtype], device, now + (ends - now) / (len(chosen) - place), out)
     return 0
+
+
+def _tune(spec: Spec, problems: list[Case], dtype: torch.dtype, device: torch.device, until: float, out: Path) -> None:
+    """One operator. The table is written at every find: a run that is cut short loses only what it was measuring."""
+    gpu = machine().gpus[device.index].name
+    rows: dict[Place, Row] = {}
+
+    def save() -> Path:
+        return write(out, rows, gpu, versions(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
+
+    side_by_side = ahead(spec.name, dtype, target_of(device), workers=machine().cores, until=until)
+    for place, row in search(
+        spec, spec.backend("triton").load(), problems, dtype, device,
+        clock=clock_on(device), tell=typer.echo, ahead=side_by_side, until=until,
+    ):  # fmt: skip
+        rows[place] = row
+        save()
+    typer.echo(f"{spec.name}: {len(rows)} configurations beat the rule; {save()}")
 
 
 def cases(spec: Spec, words: str) -> list[Case]:

@@ -1,0 +1,145 @@
+"""Compiles what `foci tune` is about to time, side by side in processes of their own, into Triton's cache on disk."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple
+
+import torch
+
+from foci.bench.tuning import META, Ahead, Attempt, Problem
+from foci.core.tune import Config, Target, choosing, recording
+from foci.ops import SPECS
+
+LIMIT = 90.0  # seconds that one compilation may take
+
+
+class Task(NamedTuple):
+    """An attempt in words that another process understands."""
+
+    operator: str
+    problem: str
+    stage: str
+    dtype: torch.dtype
+    target: Target
+    place: tuple[str, str]
+    config: Config | None
+    cache: str
+
+
+class Offline:
+    """What Triton asks of a driver to compile: which GPU it is for. No process but the one that times wakes the GPU."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        if self.target.kind == "hip":
+            return GPUTarget("hip", f"gfx{self.target.arch:x}", 64)
+        return GPUTarget("cuda", self.target.arch, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def ahead(operator: str, dtype: torch.dtype, target: Target, *, workers: int, until: float = math.inf) -> Ahead:
+    """What `search` asks to compile its attempts, at most `workers` at a time and none after `until` (monotonic)."""
+
+    def compile_all(attempts: Sequence[Attempt]) -> list[str]:
+        from triton import knobs
+
+        where = str(knobs.cache.dir)
+        tasks = [Task(operator, a.case.name, a.stage, dtype, target, a.place, a.config, where) for a in attempts]
+        return each(compiled, tasks, workers=workers, until=until)
+
+    return compile_all
+
+
+def compiled(task: Task) -> str:
+    """Compile the kernels of one attempt as they will be launched; why it cannot be launched, empty where it can."""
+    import triton
+
+    triton.runtime.driver.set_active(Offline(task.target))
+    triton.knobs.cache.dir = task.cache
+    spec = SPECS[task.operator]
+    assert spec.bind is not None
+    case = next(shape for shape in spec.shapes if shape.name == task.problem)
+    call = spec.bind(**case.make(task.dtype, META, 0))
+    chosen = {} if task.config is None else {task.place: task.config}
+    with recording(task.target) as launches, choosing(chosen):
+        run = Problem(spec, spec.backend("triton").load(), call).passes()[task.stage]
+        launches.clear()
+        run()
+    for kernel, grid, arguments, meta in launches:
+        if task.config is None or task.config.meta.items() <= meta.items():
+            shared = kernel.warmup(*arguments, grid=grid, **meta).metadata.shared
+            if shared > task.target.shared:
+                return f"{shared} bytes of shared memory, the GPU has {task.target.shared}"
+    return ""
+
+
+def each(
+    work: Callable[[Any], str], tasks: Sequence[Any], *, workers: int, until: float = math.inf, limit: float = LIMIT
+) -> list[str]:
+    """What `work` says of every task, each in a process of its own: a compiler that dies or hangs takes only its task.
+
+    An exception says nothing here: the task will fail again where it is wanted, and is told there.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "triton"])
+    said = [""] * len(tasks)
+    waiting = list(reversed(range(len(tasks))))
+    running: dict[int, tuple[BaseProcess, Connection, float]] = {}
+    try:
+        while (waiting or running) and time.monotonic() < until:
+            while waiting and len(running) < workers:
+                place = waiting.pop()
+                here, there = context.Pipe(duplex=False)
+                process = context.Process(target=_say, args=(work, tasks[place], there), daemon=True)
+                process.start()
+                there.close()
+                running[place] = process, here, time.monotonic()
+            wait([process.sentinel for process, *_ in running.values()], timeout=0.5)
+            for place, (child, pipe, since) in list(running.items()):
+                late = time.monotonic() - since > limit
+                if not child.is_alive() or late:
+                    said[place] = _verdict(child, pipe, f"its compiler took more than {limit:.0f} s" if late else "")
+                    del running[place]
+    finally:
+        for child, pipe, _ in running.values():
+            _verdict(child, pipe, "")
+    return said
+
+
+def _verdict(process: BaseProcess, here: Connection, late: str) -> str:
+    """What a process said before it ended, or how it ended without a word."""
+    process.kill()
+    process.join()
+    try:
+        said: str = here.recv()
+    except EOFError:
+        said = late or f"its compiler died (exit code {process.exitcode})"
+    here.close()
+    return said
+
+
+def _say(work: Callable[[Any], str], task: Any, pipe: Connection) -> None:
+    """In the child, in silence: what a compiler prints of a candidate is not the user's concern."""
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    try:
+        pipe.send(work(task))
+    except Exception:
+        pipe.send("")
