@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -95,6 +97,23 @@ def test_recurrences_of_theirs(here, capsys, arguments: str) -> None:
     assert code == 0 and "every law holds" in out
 
 
+def test_kernels_are_asked_in_the_interpreter_where_it_is_on(tmp_path) -> None:
+    """In a process of its own, which imports Triton after the word is said."""
+    quick = """
+import sys
+from foci import cli, cli_check
+from foci.check.run import examine
+cli_check.examine = lambda *a, **k: examine(*a, only=("forward",), isolated=False, **k)
+cli.main(sys.argv[1:])
+"""
+    words = ["check", "scan", "--backend", "triton", "--json", str(tmp_path / "it.json")]
+    command = [sys.executable, "-c", quick, *words]
+    ended = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert ended.returncode == 0 and "scan · foci triton · cpu · float32\n" in ended.stdout, ended.stderr
+    rows = json.loads((tmp_path / "it.json").read_text())["rows"]
+    assert [(row["law"], row["verdict"]) for row in rows] == [("forward", "ok")]
+
+
 def test_a_fault_of_a_recurrence_is_named(here, capsys) -> None:
     code, out, _ = run(capsys, "check loops:undecayed --like delta --dtype float32")
     assert code == 1 and "v - S^T k is read from the state before its decay" in " ".join(out.split())
@@ -134,6 +153,7 @@ def test_a_layer_is_checked_as_a_class_or_an_object(here, capsys) -> None:
         ("check delta --layout bhtd", "--layout is for an attention of yours; 'delta' is foci's own"),
         ("check theirs:good --like softmax --backend aten", "--backend chooses among foci's own"),
         ("check softmax --backend fast", "unknown backend 'fast'"),
+        ("check softmax --backend triton", "it needs a GPU, the tensors are on cpu; --device cuda asks it there, and"),
         ("check softmax --like softmax", "'softmax' is foci's own"),
         ("check softmax --dtype int8", "--dtype must be among float64, float32, bfloat16, float16; got 'int8'"),
         ("check softmax --device tpu", "--device must be cpu or cuda, got 'tpu'"),

@@ -15,7 +15,9 @@ import typer
 from foci.check import isolate
 from foci.check.render import table
 from foci.check.run import SILENCE, Report, examine
+from foci.core.device import installed
 from foci.core.spec import Candidate, Spec
+from foci.core.tune import interpreting
 from foci.ops import SPECS
 from foci.ops.decay.api import linear_attention
 from foci.ops.delta.api import delta_rule
@@ -32,6 +34,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 LAYOUTS = ("softmax", "linear", "delta")  # the operators of [B, T, H, D], which others lay out otherwise
 LIKE = (*FUNCTIONS, "layer", "processor", "transformers")
+_INTERPRETER = ", and TRITON_INTERPRET=1 in the environment runs its kernels in Triton's interpreter, in float32"
 WHAT = f"{', '.join(FUNCTIONS)}, or your own: package.module:name."
 
 
@@ -72,7 +75,7 @@ def check(
         candidates = [candidate]
         if backend is not None:
             raise ValueError("--backend chooses among foci's own; it does not apply to an attention of yours")
-    dtypes = _dtypes(dtype)
+    dtypes = _dtypes(dtype) or ((torch.float32,) if interpreting() else None)  # where bfloat16 is computed wrongly
     reports = []
     for candidate in candidates:
         progress = _teller() if sys.stderr.isatty() else lambda step: None
@@ -127,11 +130,18 @@ def _ours(name: str, backend: str | None, device: str) -> list[Candidate]:
     spec = SPECS[name]
     assert spec.adapt is not None and spec.bind is not None
     hidden = {"reference"} if spec.recurrent else set()
-    usual = [b for b in spec.backends if not b.missing() and b.name not in hidden]
+    chosen = [b for b in spec.backends if not b.missing() and b.name not in hidden]
+    if backend is not None:
+        chosen = [spec.backend(backend)]
+        if "triton" in chosen[0].needs and installed("triton"):
+            importlib.import_module("triton")  # its interpreter is on or off from here, and the backend says so
     if device == "cpu":
         plain = spec.bind(**spec.cases[0].make(torch.float32, torch.device(device), 0))
-        usual = [b for b in usual if not b.reasons(plain)]
-    chosen = [spec.backend(backend)] if backend else usual
+        refused = {b.name: reasons for b in chosen if (reasons := b.reasons(plain))}
+        if backend in refused:
+            gpu = "; --device cuda asks it there" if chosen[0].needs else ""
+            raise ValueError(f"--backend {backend}: {'; '.join(refused[backend])}{gpu}{_INTERPRETER * bool(gpu)}")
+        chosen = [b for b in chosen if b.name not in refused]
     return [spec.adapt(partial(FUNCTIONS[name], backend=b.name), name=f"foci {b.name}") for b in chosen]
 
 
