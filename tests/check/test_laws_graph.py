@@ -7,7 +7,9 @@ import torch
 
 from foci.check.exam import Exam
 from foci.check.laws import NotTested
-from foci.check.laws_graph import LAWS
+from foci.check.laws_graph import LAWS, UNREAD, _harmless, _onto
+from foci.core.spec import Bad, Candidate
+from foci.ops.masks import Causal, Packed, lower
 from foci.ops.softmax.api import attention_with_lse
 from foci.ops.softmax.conventions import adapt
 from foci.ops.softmax.spec import SPEC
@@ -111,3 +113,36 @@ def test_dtype_of_the_outputs() -> None:
     exam = Exam(SPEC, adapt(lambda q, k, v: right(q, k, v)[0].double()), torch.device("cpu"), (torch.float32,))
     (law,) = [each for each in LAWS if each.name == "shapes and dtypes"]
     assert any("float64 where float32 is expected" in (finding.sentence or "") for finding in law.ask(exam))
+
+
+def test_bad_offsets_on_a_gpu_may_be_taken_unread_but_do_no_harm() -> None:
+    """The question itself, asked here of functions that answer as kernels might."""
+    bad = Bad("offsets that overrun", "offsets", lambda inputs: inputs | {"offsets": torch.tensor([0, 999])})
+    inputs = {"x": torch.ones(2), "mask": Packed(torch.tensor([0, 2])) & Causal()}
+
+    def asked(raised: Exception | None) -> tuple[list[str], dict[str, str]]:
+        def call(given):
+            assert given["offsets"].device.type == "cpu" and given["x"] is inputs["x"]
+            if raised is not None:
+                raise raised
+            return ()
+
+        exam = Exam(toy.SPEC, Candidate("it", call), torch.device("cpu"), (torch.float32,))
+        return [finding.sentence or "" for finding in _harmless(exam, bad, inputs)], exam.refused
+
+    assert asked(ValueError("offsets must end at 2")) == ([""], {})
+    assert asked(None) == ([""], {"offsets that overrun, on the GPU": UNREAD})
+    (told,), refused = asked(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert "its kernels leave their tensors (" in told and refused == {}
+
+
+def test_whole_numbers_alone_are_moved_also_those_of_masks() -> None:
+    given = {
+        "q": torch.ones(2),
+        "live": torch.ones(2, dtype=torch.bool),
+        "mask": Packed(torch.tensor([0, 2])) & Causal(),
+    }
+    moved, any_moved = _onto(torch.device("meta"), given)
+    assert any_moved and lower(moved["mask"]).q_offsets.device.type == "meta" and lower(moved["mask"]).causal_end
+    assert moved["q"] is given["q"] and moved["live"] is given["live"]
+    assert _onto(torch.device("meta"), {"q": given["q"], "scale": 1.0})[1] is False

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foci import Causal, Dense, Lengths, Mask, Packed, ShapeError, Window
-from foci.ops.masks import NOTHING_HIDDEN, Band, existing, live_keys, lower, materialize, pairs, segments
+from foci.ops.masks import NOTHING_HIDDEN, Band, check_near, existing, live_keys, lower, materialize, pairs, segments
 from tests.ops.oracle import joined, mask_parts, visible
 
 
@@ -275,3 +275,12 @@ def test_pairs_are_those_that_materialize_shows() -> None:
             assert pairs(lower(mask), 3, T, S) == int(shown.expand(3, 1, T, S).sum()), (mask, T, S)
     packed = Packed(torch.tensor([0, 3, 3, 8])) & Causal()
     assert pairs(lower(packed), 1, 8, 8) == 6 + 15
+
+
+def test_values_are_checked_where_they_lie_on_the_cpu_and_left_unread_elsewhere() -> None:
+    wrong = Packed(integers(0, 999))
+    with pytest.raises(ValueError, match="q_offsets"):
+        check_near(lower(wrong), 1, 8, 8)
+    check_near(lower(Packed(integers(0, 8))), 1, 8, 8)
+    check_near(lower(Packed(torch.empty(2, dtype=torch.int32, device="meta"))), 1, 8, 8)
+    check_near(NOTHING_HIDDEN, 1, 8, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,10 @@ from foci.core.spec import Bad, Case, Outputs
 HALF = torch.bfloat16
 CALLS, SIZES, GRAPHS = 6, (17, 24, 33, 48, 65, 96), 2
 # Reading a value of a tensor in Python: right, but not visible to a fake tensor.
+UNREAD = (
+    "offsets and lengths that lie on the GPU: a bad one is not refused, since reading it would wait for the GPU; that "
+    "no kernel faults was asked"
+)
 READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 
@@ -288,6 +293,44 @@ def bad_input(exam: Exam) -> Findings:
             continue
         for _ in exam.cases([_spoiled(case, bad)]):
             yield Finding(bad.name, None, _answer(exam, bad, exam.fresh(case, exam.dtype)))
+            if exam.device.type == "cuda":
+                yield from _harmless(exam, bad, exam.fresh(case, exam.dtype))
+
+
+def _harmless(exam: Exam, bad: Bad, inputs: dict[str, Any]) -> Findings:
+    """Whole numbers that lie on the GPU need not be refused, as reading them would wait for it; they may do no harm."""
+    spoiled, moved = _onto(exam.device, bad.change(inputs))
+    if not moved:
+        return
+    name = f"{bad.name}, on the GPU"
+    try:
+        exam.candidate.call(spoiled)
+        if exam.device.type == "cuda":
+            torch.cuda.synchronize(exam.device)
+    except (ValueError, TypeError, NotImplementedError):
+        yield Finding(name)
+    except Exception as error:
+        yield Finding(name, None, f"{name}: its kernels leave their tensors ({diagnose.first_line(error)})")
+    else:
+        yield Finding(name)
+        exam.refused[name] = UNREAD
+
+
+def _onto(device: torch.device, value: Any) -> tuple[Any, bool]:
+    """The same on a device, with all tensors of whole numbers that masks and arguments hold; whether any was moved."""
+    if isinstance(value, Tensor):
+        moves = not value.is_floating_point() and value.dtype != torch.bool
+        return (value.to(device), True) if moves else (value, False)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {f.name: _onto(device, getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **{n: x for n, (x, _) in parts.items()}), any(m for _, m in parts.values())
+    if isinstance(value, dict):
+        pairs = {name: _onto(device, x) for name, x in value.items()}
+        return {name: x for name, (x, _) in pairs.items()}, any(m for _, m in pairs.values())
+    if isinstance(value, tuple):
+        items = [_onto(device, x) for x in value]
+        return tuple(x for x, _ in items), any(m for _, m in items)
+    return value, False
 
 
 def _spoiled(case: Case, bad: Bad) -> Case:

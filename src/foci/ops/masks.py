@@ -71,7 +71,8 @@ class Packed(Mask):
     """Documents end to end in a batch of one: document n holds queries q_offsets[n]:q_offsets[n+1] and the keys alike.
 
     Offsets are int32 or int64 [N+1], start at 0 and never decrease; what lies behind the last one sees nothing.
-    `kv_offsets` defaults to `q_offsets`.
+    `kv_offsets` defaults to `q_offsets`. Offsets on the CPU are checked. On a GPU kernels take them unread, since
+    looking would wait for it: wrong ones touch no foreign memory, but what they give is anybody's guess.
     """
 
     q_offsets: Tensor
@@ -96,7 +97,7 @@ class Lengths(Mask):
 
     `q_lengths` marks padded queries the same way: they see nothing. Without it every query is computed, and query i of
     row b stands at key position i + max(kv_lengths[b] - T, min(S - T, 0)): padded keys are matched by padded queries,
-    and new tokens at the end of a cache stand at its end.
+    and new tokens at the end of a cache stand at its end. Lengths on a GPU are taken unread, as Packed's offsets are.
     """
 
     kv_lengths: Tensor
@@ -261,6 +262,12 @@ def check(visible: Visible, B: int, T: int, S: int) -> None:
     traced = torch.compiler.is_compiling() or any(map(torch._C._functorch.is_batchedtensor, tensors))
     if tensors and not traced:
         segments(visible, B, T, S)
+
+
+def check_near(visible: Visible, B: int, T: int, S: int) -> None:
+    """The same where all of them lie on the CPU, so that nobody waits for a GPU."""
+    if all(tensor.device.type == "cpu" for tensor in visible[1:7] if tensor is not None):
+        check(visible, B, T, S)
 
 
 def _band(visible: Visible, shift: int) -> tuple[int | None, int | None]:
