@@ -189,10 +189,12 @@ _DELTA = (
     Specimen("delta", "DeltaNet", recurrence(beta=True), where="sm_90"),
     Specimen("delta", "Gated DeltaNet", recurrence(beta=True, decay="token", G=16, H=32)),
     Specimen("delta", "Kimi Delta Attention", recurrence(beta=True, decay="channel")),
+    Specimen("delta", "Gated DeltaNet of few heads, in pieces", recurrence(beta=True, decay="token", G=1, H=2)),
     Specimen("delta", "packed Gated DeltaNet", recurrence(beta=True, decay="token", packed=True, state=True)),
     *_rest(
         "delta",
         {
+            "KDA of few heads, in pieces": recurrence(beta=True, decay="channel", G=1, H=2),
             "erase": recurrence(beta=True, decay="channel", erase=True, K=64),
             "Gated DeltaNet K=256": recurrence(beta=True, decay="token", K=256),
             "Gated DeltaNet K=64": recurrence(beta=True, decay="token", K=64),
@@ -204,6 +206,7 @@ _DELTA = (
     ),
     *_dtypes("delta", "Gated DeltaNet", recurrence(beta=True, decay="token", G=16, H=32)),
     *_dtypes("delta", "Kimi Delta Attention", recurrence(beta=True, decay="channel")),
+    *_dtypes("delta", "Gated DeltaNet of few heads, in pieces", recurrence(beta=True, decay="token", G=1, H=2)),
 )
 _SCANS = (
     Specimen("scan", "D=2048", scan()),
@@ -253,11 +256,11 @@ def later(module: str, function: str) -> Callable[..., object]:
 
 _STEPS = (
     Specimen("softmax", "one token, paged", _paged, run=later("softmax.gpu", "forward_paged")),
-    Specimen("linear", "one token", one(), run=later("decay.kernels_triton_step", "step")),
-    Specimen("delta", "one token", one(beta=True), run=later("delta.kernels_triton_step", "step")),
+    Specimen("linear", "one token", one(), run=later("kernels_triton_step", "step")),
+    Specimen("delta", "one token", one(beta=True), run=later("kernels_triton_step", "step")),
     Specimen(
         "delta", "one token, KDA", one(beta=True, channels=True), where="asked",
-        run=later("delta.kernels_triton_step", "step"),
+        run=later("kernels_triton_step", "step"),
     ),
     Specimen("scan", "one token", _scan_step, run=later("scan.kernels_triton", "step")),
     Specimen(

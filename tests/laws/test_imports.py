@@ -23,9 +23,10 @@ STEPS = (
 ALWAYS_THERE = {"torch", "numpy", "jaxtyping", "foci", *sys.stdlib_module_names}
 # Where a package that foci does not depend on may appear. It is imported inside functions, but in files that are
 # themselves imported when used: kernels, and the commands behind cli.py.
-OPTIONAL = re.compile(r"src/foci/(tiles/|integrations/|accelerate/|bench/plot\.py|cli\w*\.py|ops/\w+/kernels_\w+\.py)")
-WHOLE = re.compile(r"src/foci/(tiles/|ops/\w+/kernels_\w+\.py|cli_\w+\.py)")
-KERNELS = re.compile(r"src/foci/(tiles/|ops/\w+/kernels_\w+\.py)")
+_KERNELS = r"tiles/|ops/(\w+/)?kernels_\w+\.py"
+OPTIONAL = re.compile(rf"src/foci/({_KERNELS}|integrations/|accelerate/|bench/plot\.py|cli\w*\.py)")
+WHOLE = re.compile(rf"src/foci/({_KERNELS}|cli_\w+\.py)")
+KERNELS = re.compile(rf"src/foci/({_KERNELS})")
 
 
 def room_of(name: str) -> str:
@@ -97,6 +98,7 @@ def no_circles(house: House) -> Iterator[str]:
 
 @LAWS.law(
     {"src/foci/ops/softmax/kernels_triton.py": "from foci.core.errors import Unsupported"},
+    {"src/foci/ops/kernels_triton_step.py": "from foci.ops.gpu import CHUNK"},
     {"src/foci/tiles/softmax.py": "import torch"},
     {"src/foci/merge/a.py": "import numpy"},
 )
