@@ -16,7 +16,7 @@ run: environment
 	@.venv/bin/foci accelerate digits-dit --out $(OUT)
 
 # Kernels run in Triton's interpreter, which is on or off for a whole process.
-KERNELS = tests/tiles $(wildcard tests/ops/*/test_kernels_*.py)
+KERNELS = tests/tiles $(wildcard tests/ops/test_kernels_*.py tests/ops/*/test_kernels_*.py)
 OTHERS = --ignore=tests/tiles --ignore-glob='*/test_kernels_*'
 
 test: environment
@@ -24,8 +24,8 @@ test: environment
 	@TRITON_INTERPRET=1 .venv/bin/python -m pytest -q -m "not slow" $(KERNELS)
 
 slow: environment
-	@.venv/bin/python -m pytest -q -m slow $(OTHERS)
-	@TRITON_INTERPRET=1 .venv/bin/python -m pytest -q -m slow $(KERNELS)
+	@.venv/bin/python -m pytest -q -m slow --timeout 900 $(OTHERS)
+	@TRITON_INTERPRET=1 .venv/bin/python -m pytest -q -m slow --timeout 900 $(KERNELS)
 
 kernels: environment
 	@.venv/bin/python benchmarks/kernels.py --check

@@ -49,7 +49,7 @@ def test_bad_input(words: list[str], sentence: str, tmp_path: Path, capsys: pyte
 
 def started(*words: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: ranks write where the process wrote that first started some."""
-    return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False, timeout=500)
+    return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False, timeout=800)
 
 
 def test_a_world_of_its_own(tmp_path: Path) -> None:
