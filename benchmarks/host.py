@@ -6,7 +6,7 @@ Kernels are compiled for sm_90 as ever (Triton keeps them), and a driver that la
 on the CPU, the launcher itself is not in the numbers (a few microseconds in C). Columns, in microseconds a call:
 
     whole     the public call, launches and all
-    Triton    what `kernel[grid](...)` takes of it: binder, key, options, checks
+    Triton    what it takes of it from core/tune.py: launch to the launcher in C
     hosts     the rest of the backend's forward or backward, torch's operators not counted: the goal is 10 a launch
     torch     the operators of torch that the host calls (empty, expand, ...), run again alone
     dispatch  what is left: binding of arguments, choice of a backend, the op, autograd (of one token: in `hosts`)
@@ -29,7 +29,6 @@ import torch
 import triton
 from kernels_compile import _Offline, gpu
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.jit import JITFunction
 
 import foci
 from foci.core import tune
@@ -161,7 +160,7 @@ def microseconds(call: Callable[[], Any], times: int = 20) -> float:
 def measured(it: Timed, rounds: int) -> dict[str, float]:
     """Lower quartiles of this thread's own time, what is compared run in turn: a shared machine has bad seconds."""
     counts: list[Any] = []
-    with patch.object(JITFunction, "run", lambda self, *a, **k: counts.append(self)):
+    with patch.object(tune, "_start", lambda *given: counts.append(given)):
         it.call()
     with _Noted() as noted:
         it.host()
@@ -172,7 +171,7 @@ def measured(it: Timed, rounds: int) -> dict[str, float]:
             func(*args, **named)
 
     times: dict[str, list[float]] = {"whole": [], "unlaunched": [], "host": [], "torch": []}
-    stub = patch.object(JITFunction, "run", lambda self, *a, **k: None)
+    stub = patch.object(tune, "_start", lambda *given: None)
     with torch.no_grad() if "backward" not in it.name else contextlib.nullcontext():
         for _ in range(rounds):
             times["whole"].append(microseconds(it.call))

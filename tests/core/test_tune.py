@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +57,109 @@ def test_the_device_is_that_of_the_first_tensor_wherever_it_stands() -> None:
     kernel, x = Kernel(), torch.ones(3)
     launch(kernel, (1,), None, 7, x, config=Config())
     assert len(kernel.launched) == 1
+
+
+def jitted(x, y, z, BLOCK, num) -> None:  # type: ignore[no-untyped-def]
+    """A kernel that is never compiled."""
+
+
+class Compiled:
+    """Stands for what Triton compiled; notes what it is launched with, in either way."""
+
+    packed_metadata = function = None
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+
+    def launch_metadata(self, *rest: Any) -> None:
+        return None
+
+    def run(self, x: int, y: int, z: int, *rest: Any) -> None:
+        self.launched.append(((x, y, z), rest[6:]))
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.launched.append((grid[:3], arguments))
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
+    """Every kernel that Triton compiles, which here takes no time and no GPU."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import jit
+
+    made: list[Compiled] = []
+
+    def compile(self: Any, key: Any, signature: Any, device: int, *rest: Any) -> Compiled:
+        made.append(Compiled())
+        self.device_caches[device][0][key] = made[-1]
+        return made[-1]
+
+    offline = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )
+    monkeypatch.setattr(triton.runtime.driver, "_active", offline)
+    monkeypatch.setattr(jit.JITFunction, "_do_compile", compile)
+    monkeypatch.setattr(jit.JITFunction, "cache_key", "a hash")
+    monkeypatch.setattr(tune, "_COMPILED", {})
+    return made
+
+
+def constants(kernel: Any, *names: str) -> Any:
+    for place, name in enumerate(kernel.arg_names):
+        if name in names:
+            kernel.params[place].__dict__["is_constexpr"] = True
+    return kernel
+
+
+def test_what_triton_compiles_apart_is_launched_apart_and_nothing_is_looked_for_twice(
+    compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime.jit import JITFunction
+
+    kernel = constants(JITFunction(jitted), "BLOCK", "num")
+    x = torch.zeros(64)
+    values = [
+        None, 0, 1, 2, 16, 17, -16, 2**31 - 16, 2**31, 2**31 + 1, 2**40, 2**63, True, False, 0.0, 1.0, 2.5, x[1:],
+        x[4:], x.bfloat16(), x.long(), x.bool(), (), (1,), (16, 1), (16, 3), (3, 16), (2**40, 1), (None, 16), (x, 16),
+        (x[1:], 16), ((1, 16), 3),
+    ]  # fmt: skip
+    launches = (Config({"BLOCK": 16}), 1), (Config({"BLOCK": 32}), 1), (Config({"BLOCK": 16}, 8), 2)
+    calls = [((x, y, z), config, num) for y in values for z in (1, 48) for config, num in launches]
+
+    def by(start: Any) -> list[Compiled]:
+        """Which compiled kernel each call reaches; all are given the same arguments in the same order."""
+        found = []
+        for arguments, config, num in calls:
+            before = {id(each): len(each.launched) for each in compiled}
+            start(kernel, (2, 3), *arguments, num=num, **({"config": config} if start is launch else config.meta))
+            [reached] = [each for each in compiled if len(each.launched) > before.get(id(each), 0)]
+            grid, given = reached.launched[-1]
+            assert (grid, given) == ((2, 3, 1), (*arguments, config["BLOCK"], num))
+            found.append(reached)
+        return found
+
+    truth = by(lambda kernel, grid, *arguments, **meta: kernel[grid](*arguments, **meta))
+    assert len(set(map(id, truth))) > 100
+    assert by(launch) == truth
+    with monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "run", None)  # whoever asks Triton again fails
+        assert by(launch) == truth
+
+
+def test_a_switch_of_triton_that_compiles_anew_is_asked_for(
+    compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton import knobs
+    from triton.runtime.jit import JITFunction
+
+    kernel, x = constants(JITFunction(jitted), "BLOCK", "num"), torch.zeros(4)
+    for debug in (False, True, False, True):
+        monkeypatch.setattr(knobs.runtime, "debug", debug)
+        launch(kernel, (1,), x, 2, 3, config=Config({"BLOCK": 16}), num=1)
+    assert [len(each.launched) for each in compiled] == [2, 2]
 
 
 def test_recording_notes_launches_for_its_target_and_makes_none() -> None:

@@ -199,11 +199,48 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, config: Config, 
         there.launches.append(Launch(kernel, grid, arguments, constants | config.meta))
         return
     device = next(value.device for value in arguments if isinstance(value, torch.Tensor))
+    meta = constants | config.meta
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            kernel[grid](*arguments, **constants, **config.meta)
+            _start(kernel, grid, arguments, meta, device)
     else:
-        kernel[grid](*arguments, **constants, **config.meta)
+        _start(kernel, grid, arguments, meta, device)
+
+
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+
+
+def _start(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: dict[str, Any], device: torch.device
+) -> None:
+    """`kernel[grid](*arguments, **meta)`, without Triton's search for what it has compiled, which takes longer.
+
+    A compiled kernel is kept by what Triton tells apart: it is asked of the function that Triton itself asks of every
+    argument. Where that is not known to be all there is, as in the interpreter, Triton does everything.
+    """
+    triton = _known(kernel.__class__)
+    if triton is None or kernel.pre_run_hooks or triton.knobs.runtime.add_stages_inspection_hook is not None:
+        kernel[grid](*arguments, **meta)
+        return
+    told, backend = triton.native_specialize_impl, kernel.device_caches[device.index or 0][3]
+    key = (
+        kernel.fn, device, triton.knobs.runtime.debug, triton.knobs.compilation.instrumentation_mode,
+        tuple(meta), tuple(meta.values()), *[told(backend, value, False, True, True) for value in arguments],
+    )  # fmt: skip
+    compiled = _COMPILED.get(key)
+    if compiled is None:
+        compiled = kernel[grid](*arguments, **meta)
+        if hasattr(compiled, "packed_metadata"):  # else it is being compiled elsewhere
+            _COMPILED[key] = compiled
+        return
+    compiled[*grid, 1, 1](*arguments, *[meta[name] for name in kernel.arg_names[len(arguments) :]])
+
+
+@functools.cache
+def _known(kind: Any) -> Any:
+    """The module of Triton's jitted functions where `_start` has been held against its source; else None."""
+    version = getattr(sys.modules.get("triton"), "__version__", "")
+    return sys.modules[kind.__module__] if version[:4] in ("3.6.", "3.7.") and kind.__name__ == "JITFunction" else None
 
 
 def precision(dtype: torch.dtype, target: Target) -> str:
