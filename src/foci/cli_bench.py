@@ -127,11 +127,12 @@ def _line(each: Record) -> str:
     if each.median is None or not each.floor or each.flops is None:
         return f"{head} -  {each.refused}"
     error = "not compared" if each.error is None else f"{each.error:.2f} of its budget"
-    host = "" if each.host is None else f", host {each.host * 1e6:.0f} us"
+    host = "" if each.host is None else f", host {each.host * 1e6:.0f} us{', which rules' * each.host_bound}"
+    without = f", no gradient of {each.without}" if each.without else ""
     return (
         f"{head} {each.median * 1e3:9.3f} ms ({(each.fast or 0) * 1e3:.3f} .. {(each.slow or 0) * 1e3:.3f})  "
         f"{rate(each.flops / each.median):>12}, {each.floor / each.median:4.0%} of the ceiling, "
-        f"{(each.peak or 0) / 2**20:.0f} MiB{host}, error {error}"
+        f"{(each.peak or 0) / 2**20:.0f} MiB{host}, error {error}{without}"
     )
 
 

@@ -34,6 +34,11 @@ def test_a_later_field_does_not_break_an_older_foci(tmp_path: Path) -> None:
     assert read(tmp_path / "records.jsonl") == [ONE]
 
 
+def test_the_host_rules_where_it_takes_longer_than_the_gpu() -> None:
+    assert replace(ONE, host=2.5).host_bound
+    assert not replace(ONE, host=1.0).host_bound and not ONE.host_bound
+
+
 def test_what_is_no_record_is_named_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").write_text('{"operator": "softmax"}\n')
     with pytest.raises(ValueError, match=r"records\.jsonl:1: no record"):

@@ -58,6 +58,44 @@ def test_what_cannot_run_says_why() -> None:
     assert said == {"refusing": "it is Tuesday", "failing": "RuntimeError: no kernel", "ours": ""}
 
 
+def test_what_has_no_backward_is_timed_forward() -> None:
+    class Refusing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("incorrect results on this GPU")
+
+    def call(given):
+        out, lse = attention_with_lse(**given)
+        return Refusing.apply(out), lse
+
+    asked: list[set[str]] = []
+
+    def judge(inputs, found, weights) -> float:
+        asked.append(set(found) | set(weights))
+        return 0.5
+
+    records = run([replace(OURS, call=call)], judge=judge)
+    assert {r.stage: (r.refused, bool(r.median)) for r in records} == {
+        "forward": ("", True),
+        "backward": ("RuntimeError: incorrect results on this GPU", False),
+        "both": ("RuntimeError: incorrect results on this GPU", False),
+    }
+    assert asked == [{"out", "lse"}]
+
+
+def test_a_gradient_that_a_candidate_does_not_give_is_told_of_a_peer_and_wrong_of_ours() -> None:
+    def call(given):
+        return attention_with_lse(given["q"], given["k"], given["v"].detach())
+
+    loose, strict = replace(OURS, call=call), replace(OURS, call=call, strict=True)
+    assert {(r.stage, r.without) for r in run([loose])} == {("forward", ""), ("backward", "v"), ("both", "v")}
+    assert {r.refused for r in run([strict])} == {"wrong: it gives no gradient of v"}
+
+
 def test_gradients_do_not_accumulate_and_reach_what_counts() -> None:
     inputs = CASE.make(torch.float32, torch.device("cpu"), 0)
     trial = Trial(SPEC, OURS, CASE, inputs)

@@ -81,7 +81,7 @@ def page(records: Sequence[Record], top: Ceilings) -> str:
         parts.append(f"<p>{escape(where.machine)}<br><small>{escape(where.versions)} · {where.date}</small></p>")
     parts.append(
         f"<p>Ceilings measured in the same run: {rate(top.flops)} and {top.bytes / 1e9:.4g} GB/s. No time is shown "
-        "for a result outside its error budget.</p>"
+        "for a result outside its error budget. Where the host rules, calls in a row take its time.</p>"
     )
     parts.append(roofline(records, top))
     colour = colours(records)
@@ -99,13 +99,16 @@ def page(records: Sequence[Record], top: Ceilings) -> str:
 def _row(each: Record, slowest: float, fill: str) -> str:
     head = f"<tr><td>{each.stage}</td><td>{escape(each.candidate)}</td>"
     if not each.median or not each.floor or not each.flops:
-        return f'{head}<td colspan="5" class="no">{escape(each.refused)}</td></tr>'
+        return f'{head}<td colspan="7" class="no">{escape(each.refused)}</td></tr>'
     bar = f'<span class="bar" style="width:{220 * each.median / slowest:.0f}px;background:{fill}"></span>'
+    host = "" if each.host is None else f"host {each.host * 1e6:.0f} us{', which rules' * each.host_bound}"
     cells = (
         f"{each.median * 1e3:.3f} ms",
         rate(each.flops / each.median),
         f"{each.floor / each.median:.0%}",
         f"{(each.peak or 0) / 2**20:.0f} MiB",
+        host,
+        f"no gradient of {escape(each.without)}" if each.without else "",
     )
     return f"{head}<td>{bar}</td>" + "".join(f'<td class="n">{cell}</td>' for cell in cells) + "</tr>"
 

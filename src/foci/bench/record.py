@@ -14,7 +14,8 @@ class Record:
     """One candidate on one problem in one pass ("forward", "backward" or "both"). Times in seconds, memory in bytes.
 
     `refused` says why there is no figure: the candidate cannot run the problem, or its result is outside the budget.
-    `error` is the share of the error budget that the result uses, None where nothing could be compared. `floor` is the
+    `error` is the share of the error budget that the result uses, None where nothing could be compared; `without`
+    names what the candidate gives no gradient of. `host` is the time until a call returns on a GPU. `floor` is the
     least time that the work takes at the ceilings of the machine (`machine`, `date`: where and when).
     """
 
@@ -34,9 +35,15 @@ class Record:
     floor: float | None = None
     error: float | None = None
     refused: str = ""
+    without: str = ""
     machine: str = ""
     versions: str = ""
     date: str = ""
+
+    @property
+    def host_bound(self) -> bool:
+        """Calls in a row take the host's time: it is longer than what the GPU needs (median: behind a queue)."""
+        return self.host is not None and self.median is not None and self.host > self.median
 
     @property
     def key(self) -> tuple[str, ...]:

@@ -55,22 +55,31 @@ class Trial:
         with torch.no_grad():
             return self.candidate.call(self.inputs)
 
-    def both(self) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+    def both(self) -> tuple[dict[str, Tensor], tuple[Tensor | None, ...]]:
         outputs = self.outputs({**self.inputs, **self.leaves})
         return outputs, self.gradients(outputs)
 
-    def gradients(self, outputs: Found, keep: bool = False) -> tuple[Tensor, ...]:
-        """By autograd.grad, which returns gradients and adds them to nothing."""
+    def gradients(self, outputs: Found, keep: bool = False) -> tuple[Tensor | None, ...]:
+        """By autograd.grad, which returns gradients and adds them to nothing; None where the candidate has none."""
         used = [outputs[name] for name in self.through]
         weights = [self._weight(name, outputs[name]) for name in self.through]
-        found: tuple[Tensor, ...] = torch.autograd.grad(used, list(self.leaves.values()), weights, retain_graph=keep)
+        leaves = list(self.leaves.values())
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(
+            used, leaves, weights, retain_graph=keep, allow_unused=True
+        )
         return found
 
-    def found(self) -> dict[str, Tensor]:
-        """Everything it computes, to be judged."""
+    def found(self, stages: Sequence[str] = STAGES) -> dict[str, Tensor]:
+        """Everything it computes in these stages, to be judged."""
+        if tuple(stages) == ("forward",):
+            with torch.no_grad():
+                outputs = self.outputs(self.inputs)
+            for name in self.through:
+                self._weight(name, outputs[name])
+            return outputs
         outputs, gradients = self.both()
         named = {name: x.detach() for name, x in outputs.items()}
-        return named | {f"d{name}": x for name, x in zip(self.leaves, gradients, strict=True)}
+        return named | {f"d{n}": x for n, x in zip(self.leaves, gradients, strict=True) if x is not None}
 
     def ways(self, stages: Sequence[str]) -> dict[str, Callable[[], object]]:
         ways: dict[str, Callable[[], object]] = {"forward": self.forward, "both": self.both}
@@ -101,32 +110,51 @@ def sweep(
         blank = Record(
             spec.name, case.name, "", str(options.dtype).removeprefix("torch."), options.device.type, ""
         )  # fmt: skip
-        right: dict[str, tuple[Trial, float | None]] = {}
+        right: list[_Right] = []
         for candidate in candidates:
-            trial = Trial(spec, candidate, case, inputs)
-            refused, share = _examined(trial, case, judge)
-            if refused:
-                stages = options.stages
-                yield from (replace(blank, candidate=candidate.name, stage=stage, refused=refused) for stage in stages)
-            else:
-                right[candidate.name] = trial, share
+            verdict, refused = _examined(Trial(spec, candidate, case, inputs), case, judge, options.stages)
+            yield from (replace(blank, candidate=candidate.name, stage=s, refused=why) for s, why in refused.items())
+            right.append(verdict)
         for stage in options.stages:
-            yield from _timed(spec, right, stage, options, top, blank)
+            yield from _timed(spec, [each for each in right if stage in each.stages], stage, options, top, blank)
         del right, inputs
 
 
-def _examined(trial: Trial, case: Case, judge: Judge) -> tuple[str, float | None]:
-    """Why a candidate gets no time (empty: it does), and the share of the budget that it uses."""
+class _Right(NamedTuple):
+    """What may be timed: these stages; `share` of the error budget is used, and no gradient given of `without`."""
+
+    trial: Trial
+    stages: tuple[str, ...]
+    share: float | None = None
+    without: str = ""
+
+
+def _examined(trial: Trial, case: Case, judge: Judge, stages: tuple[str, ...]) -> tuple[_Right, dict[str, str]]:
+    """The stages of a candidate that get a time, and why the others get none."""
     if reasons := trial.candidate.refuses(case):
-        return "; ".join(reasons), None
+        return _Right(trial, ()), dict.fromkeys(stages, "; ".join(reasons))
+    verdict, refused = _judged(trial, judge, stages)
+    if not verdict.stages and "forward" in stages and len(stages) > 1 and not refused.startswith("wrong"):
+        verdict, again = _judged(trial, judge, ("forward",))  # what cannot be differentiated can still run forward
+        if verdict.stages:
+            return verdict, {stage: refused for stage in stages if stage != "forward"}
+        refused = again
+    return verdict, dict.fromkeys(stages, refused) if refused else {}
+
+
+def _judged(trial: Trial, judge: Judge, stages: tuple[str, ...]) -> tuple[_Right, str]:
+    """The verdict on these stages together, and why they get no time; empty: they do."""
     try:
-        found = trial.found()
+        found = trial.found(stages)
         share = judge(trial.inputs, found, trial.weights)
     except Exception as error:  # somebody's code; its own words are the reason
-        return _words(error), None
+        return _Right(trial, ()), _words(error)
+    missing = [] if stages == ("forward",) else [name for name in trial.leaves if f"d{name}" not in found]
+    if missing and (trial.candidate.strict or len(missing) == len(trial.leaves)):
+        return _Right(trial, ()), f"wrong: it gives no gradient of {', '.join(missing)}"
     if share is not None and not share <= 1:
-        return f"wrong: {share:.3g} of the error budget", share
-    return "", share
+        return _Right(trial, (), share), f"wrong: {share:.3g} of the error budget"
+    return _Right(trial, stages, share, ", ".join(missing)), ""
 
 
 def _runs(trial: Trial, stage: str) -> tuple[str, Callable[[], object]]:
@@ -149,12 +177,12 @@ def _words(error: Exception) -> str:
 
 
 def _timed(
-    spec: Spec, right: Mapping[str, tuple[Trial, float | None]], stage: str, options: Options, top: Ceilings,
-    blank: Record,
-) -> Iterator[Record]:  # fmt: skip
+    spec: Spec, right: Sequence[_Right], stage: str, options: Options, top: Ceilings, blank: Record
+) -> Iterator[Record]:
     runs: dict[str, Callable[[], object]] = {}
-    for name, (trial, _) in right.items():
-        refused, run = _runs(trial, stage)
+    known = {each.trial.candidate.name: each for each in right}
+    for name, each in known.items():
+        refused, run = _runs(each.trial, stage)
         if refused:
             yield replace(blank, candidate=name, stage=stage, refused=refused)
         else:
@@ -164,8 +192,7 @@ def _timed(
         ways, rounds=options.rounds, seconds=options.seconds * len(ways), clock=clock_on(options.device)
     ) if ways else {}  # fmt: skip
     for name, sample in taken.items():
-        trial, share = right[name]
-        work = _work(spec, trial.inputs, stage)
+        work = _work(spec, known[name].trial.inputs, stage)
         yield replace(
             blank,
             candidate=name,
@@ -173,7 +200,8 @@ def _timed(
             **_figures(sample),
             host=host_seconds(runs[name]) if options.device.type == "cuda" else None,
             peak=peak_memory(runs[name], options.device),
-            error=share,
+            error=known[name].share,
+            without="" if stage == "forward" else known[name].without,
             flops=work[0],
             bytes=work[1],
             floor=top.floor(*work),
