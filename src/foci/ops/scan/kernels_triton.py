@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, configure, launch, target_of
+from foci.core.tune import Config, Target, configure, launch, strides, target_of
+from foci.tiles.channels import channels_of
 from foci.tiles.stretches import join, rows, stretch
 
 
@@ -32,10 +33,8 @@ def ends_kernel(  # type: ignore[no-untyped-def]
 
     r_t = exp(g_t) dh_t, what token t hands to the one before, and dh_t = dh_t's own + r_{t+1}: x is the own gradient.
     """
-    blocks = tl.cdiv(D, BLOCK_D)
-    d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside, d = d < D, d.to(tl.int64)
-    n, b, _, _, first, end, slot = stretch(offsets_ptr, tl.program_id(0) // blocks, T, N, STRETCH)
+    index, d, inside = channels_of(tl.program_id(0), D, BLOCK_D)
+    n, b, _, _, first, end, slot = stretch(offsets_ptr, index, T, N, STRETCH)
     if n < 0 or first >= end:
         return
     g_ptr += tl.cast(b, tl.int64) * g_s[0]
@@ -68,10 +67,8 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     STRETCH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """h of one stretch, and of a sequence's last the state behind it."""
-    blocks = tl.cdiv(D, BLOCK_D)
-    d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside, d = d < D, d.to(tl.int64)
-    n, b, start, stop, first, end, slot = stretch(offsets_ptr, tl.program_id(0) // blocks, T, N, STRETCH)
+    index, d, inside = channels_of(tl.program_id(0), D, BLOCK_D)
+    n, b, start, stop, first, end, slot = stretch(offsets_ptr, index, T, N, STRETCH)
     if n < 0:
         return
     n, b = tl.cast(n, tl.int64), tl.cast(b, tl.int64)
@@ -108,10 +105,8 @@ def backward_kernel(  # type: ignore[no-untyped-def]
 
     dh_t = dout_t + r_{t+1};  r_t = exp(g_t) dh_t;  dx_t = dh_t;  dg_t = r_t h_{t-1};  dh_0 = r_1
     """
-    blocks = tl.cdiv(D, BLOCK_D)
-    d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside, d = d < D, d.to(tl.int64)
-    n, b, start, stop, first, end, slot = stretch(offsets_ptr, tl.program_id(0) // blocks, T, N, STRETCH)
+    index, d, inside = channels_of(tl.program_id(0), D, BLOCK_D)
+    n, b, start, stop, first, end, slot = stretch(offsets_ptr, index, T, N, STRETCH)
     if n < 0:
         return
     n, b = tl.cast(n, tl.int64), tl.cast(b, tl.int64)
@@ -155,9 +150,8 @@ def backward_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def step_kernel(x_ptr, g_ptr, state_ptr, out_ptr, x_s, g_s, state_s, D, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
     """One token: h = exp(g) h + x, in place."""
-    blocks = tl.cdiv(D, BLOCK_D)
-    d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside, d, b = d < D, d.to(tl.int64), (tl.program_id(0) // blocks).to(tl.int64)
+    b, d, inside = channels_of(tl.program_id(0), D, BLOCK_D)
+    b = b.to(tl.int64)
     x = tl.load(x_ptr + b * x_s[0] + d * x_s[1], mask=inside, other=0.0).to(tl.float32)
     g = tl.load(g_ptr + b * g_s[0] + d * g_s[1], mask=inside, other=0.0).to(tl.float32)
     state_ptr += b * state_s[0] + d * state_s[1]
@@ -179,7 +173,7 @@ def _maps(x: Tensor | None, call: Any, STRETCH: int, slots: int, back: bool, con
     decays, ends = (torch.empty(slots, D, dtype=torch.float32, device=call.x.device) for _ in range(2))
     launch(
         ends_kernel, (slots * -(-D // config["BLOCK_D"]),), x, call.log_decay, call.offsets, decays, ends,
-        None if x is None else x.stride(), call.log_decay.stride(), T, N, D,
+        strides(x), strides(call.log_decay), T, N, D,
         config=config, BACK=back, STRETCH=STRETCH,
     )  # fmt: skip
     return decays, ends
@@ -203,7 +197,7 @@ def forward(call: Any, cut: Callable[[Target, int], Any]) -> tuple[Tensor, Tenso
     final = torch.empty(N, D, dtype=torch.float32, device=x.device)
     launch(
         forward_kernel, (programs * blocks,), x, g, state, call.offsets, decays, ends, out, final,
-        x.stride(), g.stride(), None if state is None else state.stride(), T, N, D, config=config, STRETCH=STRETCH,
+        *map(strides, (x, g, state)), T, N, D, config=config, STRETCH=STRETCH,
     )  # fmt: skip
     return out, final
 
@@ -225,10 +219,9 @@ def backward(
         room(tensor.shape, dtype=tensor.dtype, device=g.device) if need and tensor is not None else None
         for tensor, need in zip((call.x, g, state), needs, strict=True)
     ]
-    strides = [None if tensor is None else tensor.stride() for tensor in (g, state, dout, dfinal)]
     launch(
         backward_kernel, (programs * blocks,), g, out, state, call.offsets, dout, dfinal, decays, ends, *made,
-        *strides, T, N, D, config=config, STRETCH=STRETCH,
+        *map(strides, (g, state, dout, dfinal)), T, N, D, config=config, STRETCH=STRETCH,
     )  # fmt: skip
     return tuple(made)
 
@@ -240,6 +233,6 @@ def step(x: Tensor, log_decay: Tensor, state: Tensor) -> Tensor:
     config = Config({"BLOCK_D": min(256, triton.next_power_of_2(D))}, warps=2, stages=1)
     launch(
         step_kernel, (B * -(-D // config["BLOCK_D"]),), x, log_decay, state, out,
-        x.stride(), log_decay.stride(), state.stride(), D, config=config,
+        *map(strides, (x, log_decay, state)), D, config=config,
     )  # fmt: skip
     return out

@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, configure, launch, target_of
+from foci.core.tune import Config, Target, configure, launch, strides, target_of
+from foci.tiles.channels import states_of
 from foci.tiles.state import sequence
 from foci.tiles.stretches import decay_rates, join, row, rows, stretch
 
@@ -33,14 +34,11 @@ def ends_kernel(  # type: ignore[no-untyped-def]
     STRETCH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """The map of one stretch for gradients: r behind it -> decay r + end, r at its start."""
-    blocks = tl.cdiv(D, BLOCK_D)
-    d, k = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)
-    n, b, start, _, first, end, slot = stretch(offsets_ptr, tl.program_id(0) // blocks, T, N, STRETCH)
+    index, d, channels, k, keys, inside, rates = states_of(tl.program_id(0), A_ptr, A_s, D, K, BLOCK_D, BLOCK_K)
+    n, b, start, _, first, end, slot = stretch(offsets_ptr, index, T, N, STRETCH)
     if n < 0 or first == start:
         return
-    channels, keys, d, b = d < D, k < K, d.to(tl.int64), tl.cast(b, tl.int64)
-    inside = channels[:, None] & keys[None, :]
-    rates = decay_rates(A_ptr + d[:, None] * A_s[0] + k[None, :] * A_s[1], inside)
+    b = tl.cast(b, tl.int64)
     dt_ptr += b * dt_s[0]
     C_ptr += b * C_s[0]
     if dy_ptr is not None:
@@ -232,10 +230,6 @@ def rule(D: int, K: int, packed: bool, target: Target) -> Config:
     return Config({"BLOCK_D": BLOCK_D, "BLOCK_K": BLOCK_K, "BLOCK_T": BLOCK_T}, warps=warps, stages=1)
 
 
-def strides(*tensors: Tensor | None) -> list[tuple[int, ...] | None]:
-    return [None if tensor is None else tensor.stride() for tensor in tensors]
-
-
 def _parts(call: Any, needs: list[bool], groups: int, programs: int) -> list[Tensor | None]:
     """Room for dA by program, dB and dC side by side by group of channels, dskip by program, where asked for."""
     B, T, D, K, _ = call.sizes
@@ -282,7 +276,7 @@ def backward(
         decays, ends = (torch.empty(slots, D, K, dtype=torch.float32, device=kept.device) for _ in range(2))
         launch(
             ends_kernel, (slots * blocks,), dy, call.dt, call.A, call.C, call.offsets, decays, ends,
-            *strides(dy, call.dt, call.A, call.C), T, N, D, K, config=config, STRETCH=STRETCH,
+            *map(strides, (dy, call.dt, call.A, call.C)), T, N, D, K, config=config, STRETCH=STRETCH,
         )  # fmt: skip
     inputs = (call.x, call.dt, call.A, call.B, call.C, call.skip)
     room = torch.empty if call.offsets is None else torch.zeros  # tokens behind the last document: no sequence's
@@ -295,7 +289,7 @@ def backward(
     launch(
         backward_kernel, (programs * groups,), *inputs, call.offsets, kept, dy, dfinal, decays, ends,
         dx, ddt, dA_parts, pairs, dskip_parts, dstate,
-        *strides(*inputs, dy, dfinal), T, N, D, K, B * T, config=config, STRETCH=STRETCH, KEEP=keep,
+        *map(strides, (*inputs, dy, dfinal)), T, N, D, K, B * T, config=config, STRETCH=STRETCH, KEEP=keep,
         GROUP=GROUP,
     )  # fmt: skip
     _add_up(call, parts, [dA, dB, dC, dskip], groups, programs)

@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, configure, launch, target_of
+from foci.core.tune import Config, Target, configure, launch, strides, target_of
+from foci.tiles.channels import states_of
 from foci.tiles.state import sequence
-from foci.tiles.stretches import decay_rates, join, rows, stretch
+from foci.tiles.stretches import join, rows, stretch
 
 
 @triton.jit
@@ -30,14 +31,11 @@ def ends_kernel(  # type: ignore[no-untyped-def]
     STRETCH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """The map of one stretch: h -> decay h + end. The decay of a sum of steps, all of one sign: nothing cancels."""
-    blocks = tl.cdiv(D, BLOCK_D)
-    d, k = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)
-    n, b, _, stop, first, end, slot = stretch(offsets_ptr, tl.program_id(0) // blocks, T, N, STRETCH)
+    index, d, channels, k, keys, inside, rates = states_of(tl.program_id(0), A_ptr, A_s, D, K, BLOCK_D, BLOCK_K)
+    n, b, _, stop, first, end, slot = stretch(offsets_ptr, index, T, N, STRETCH)
     if n < 0 or end >= stop:
         return
-    channels, keys, d, b = d < D, k < K, d.to(tl.int64), tl.cast(b, tl.int64)
-    inside = channels[:, None] & keys[None, :]
-    rates = decay_rates(A_ptr + d[:, None] * A_s[0] + k[None, :] * A_s[1], inside)
+    b = tl.cast(b, tl.int64)
     x_ptr += b * x_s[0]
     dt_ptr += b * dt_s[0]
     B_ptr += b * B_s[0]
@@ -62,15 +60,11 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     STRETCH: tl.constexpr, KEEP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """y of one stretch, the states at every KEEP-th token, and of a sequence's last stretch the state behind it."""
-    blocks = tl.cdiv(D, BLOCK_D)
-    d, k = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)
-    n, b, start, stop, first, end, slot = stretch(offsets_ptr, tl.program_id(0) // blocks, T, N, STRETCH)
+    index, d, channels, k, keys, inside, rates = states_of(tl.program_id(0), A_ptr, A_s, D, K, BLOCK_D, BLOCK_K)
+    n, b, start, stop, first, end, slot = stretch(offsets_ptr, index, T, N, STRETCH)
     if n < 0:
         return
-    n, b, channels, keys, d = tl.cast(n, tl.int64), tl.cast(b, tl.int64), d < D, k < K, d.to(tl.int64)
-    k = k.to(tl.int64)
-    inside, cells = channels[:, None] & keys[None, :], d[:, None] * K + k[None, :]
-    rates = decay_rates(A_ptr + d[:, None] * A_s[0] + k[None, :] * A_s[1], inside)
+    n, b, cells = tl.cast(n, tl.int64), tl.cast(b, tl.int64), d[:, None] * K + k[None, :]
     h = tl.zeros([BLOCK_D, BLOCK_K], tl.float32)
     if state_ptr is not None:
         places = state_ptr + n * state_s[0] + d[:, None] * state_s[1] + k[None, :] * state_s[2]
@@ -118,11 +112,8 @@ def step_kernel(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One token: h = exp(dt A) h + dt x B^T in place;  y = h C + skip x."""
-    blocks = tl.cdiv(D, BLOCK_D)
-    d, k = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)
-    channels, keys, d, b = d < D, k < K, d.to(tl.int64), (tl.program_id(0) // blocks).to(tl.int64)
-    inside = channels[:, None] & keys[None, :]
-    rates = decay_rates(A_ptr + d[:, None] * A_s[0] + k[None, :] * A_s[1], inside)
+    b, d, channels, k, keys, inside, rates = states_of(tl.program_id(0), A_ptr, A_s, D, K, BLOCK_D, BLOCK_K)
+    b = b.to(tl.int64)
     x = tl.load(x_ptr + b * x_s[0] + d * x_s[1], mask=channels, other=0.0).to(tl.float32)
     dt = tl.load(dt_ptr + b * dt_s[0] + d * dt_s[1], mask=channels, other=0.0).to(tl.float32)
     key = tl.load(B_ptr + b * B_s[0] + k * B_s[1], mask=keys, other=0.0).to(tl.float32)
@@ -147,10 +138,6 @@ def rule(D: int, K: int, target: Target) -> Config:
     return Config({"BLOCK_D": BLOCK_D, "BLOCK_K": BLOCK_K, "BLOCK_T": 8}, warps=warps, stages=1)
 
 
-def strides(*tensors: Tensor | None) -> list[tuple[int, ...] | None]:
-    return [None if tensor is None else tensor.stride() for tensor in tensors]
-
-
 def forward(call: Any, kept: Tensor | None, keep: int, cut: Callable[[Target, int], Any]) -> tuple[Tensor, Tensor]:
     """y [B,T,D] in x's dtype and the final state [N,D,K]: one launch, two where sequences are cut.
 
@@ -166,7 +153,7 @@ def forward(call: Any, kept: Tensor | None, keep: int, cut: Callable[[Target, in
         decays, ends = (torch.empty(slots, D, K, dtype=torch.float32, device=x.device) for _ in range(2))
         launch(
             ends_kernel, (slots * blocks,), x, call.dt, call.A, call.B, call.offsets, decays, ends,
-            *strides(x, call.dt, call.A, call.B), T, N, D, K, config=config, STRETCH=STRETCH,
+            *map(strides, (x, call.dt, call.A, call.B)), T, N, D, K, config=config, STRETCH=STRETCH,
         )  # fmt: skip
     # Tokens behind the last document belong to no sequence.
     room = torch.empty if call.offsets is None else torch.zeros
@@ -175,7 +162,7 @@ def forward(call: Any, kept: Tensor | None, keep: int, cut: Callable[[Target, in
     inputs = (x, call.dt, call.A, call.B, call.C, call.skip, call.state)
     launch(
         forward_kernel, (programs * blocks,), *inputs, call.offsets, decays, ends, out, final, kept,
-        *strides(*inputs), T, N, D, K, config=config, STRETCH=STRETCH, KEEP=keep,
+        *map(strides, inputs), T, N, D, K, config=config, STRETCH=STRETCH, KEEP=keep,
     )  # fmt: skip
     return out, final
 
@@ -188,7 +175,7 @@ def step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, 
     config = Config({name: config[name] for name in ("BLOCK_D", "BLOCK_K")}, config.warps, 1)
     inputs = (x, dt, A, B, C, skip, state)
     launch(
-        step_kernel, (rows * -(-D // config["BLOCK_D"]),), *inputs, out, *strides(*inputs), D, A.shape[1],
+        step_kernel, (rows * -(-D // config["BLOCK_D"]),), *inputs, out, *map(strides, inputs), D, A.shape[1],
         config=config,
     )  # fmt: skip
     return out
