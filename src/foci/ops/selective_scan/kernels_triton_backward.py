@@ -196,7 +196,7 @@ def totals_kernel(  # type: ignore[no-untyped-def]
     groups, programs, tokens, channels, cells, BLOCK: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
     """dB and dC of all groups of channels, dA and dskip of all programs; each sum has its own programs here."""
-    index = tl.program_id(0)
+    index, tokens = tl.program_id(0), tl.cast(tokens, tl.int64)
     if pairs_ptr is not None:
         if (index >= 0) & (index < tl.cdiv(2 * tokens, BLOCK)):
             both = total(pairs_ptr, index, groups, 2 * tokens, BLOCK, BATCH)
