@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,6 +47,19 @@ class InScans(InTriton):
     @pytest.mark.parametrize("D", [1, 3, 64, 70])
     def test_any_number_of_channels(self, D: int) -> None:
         assert max(self.apart(self.problem(9, D)).values()) < BUDGET[torch.float32]
+
+    @pytest.mark.parametrize("pick", [min, max])
+    def test_every_block_that_may_be_tried_is_right(self, pick: Any) -> None:
+        inputs = self.problem(40)
+        with tune.choosing({}) as asked:
+            self.apart(inputs)
+        assert all(each.vary for each in asked.values())
+        chosen = {
+            key: replace(each.rule, blocks={**each.rule.blocks, **{name: pick(n) for name, n in each.vary.items()}})
+            for key, each in asked.items()
+        }
+        with tune.choosing(chosen):
+            assert max(self.apart(inputs).values()) < BUDGET[torch.float32]
 
     def test_documents(self) -> None:
         inputs = self.problem(100, N=8) | {"offsets": torch.tensor([0, 0, 1, 32, 33, 65, 65, 100, 100])}

@@ -23,6 +23,8 @@ from foci.core.tune import Config, Target, configure, launch, strides, target_of
 from foci.tiles.channels import channels_of
 from foci.tiles.stretches import join, rows, stretch
 
+VARY = {"BLOCK_D": (32, 64, 128, 256), "BLOCK_T": (8, 16, 32)}  # what `foci tune` may try
+
 
 @triton.jit
 def ends_kernel(  # type: ignore[no-untyped-def]
@@ -187,7 +189,7 @@ def forward(call: Any, cut: Callable[[Target, int], Any]) -> tuple[Tensor, Tenso
     B, T, D, N = call.sizes
     x, g, state = call.x, call.log_decay, call.state
     target = target_of(x.device)
-    config = configure("scan_forward", (x.dtype,), partial(rule, D, 16), target)
+    config = configure("scan_forward", (x.dtype,), partial(rule, D, 16), target, VARY)
     blocks = -(-D // config["BLOCK_D"])
     STRETCH, programs, slots = cut(target, blocks * config.warps)
     decays, ends = _maps(x, call, STRETCH, slots, False, config) if STRETCH else (None, None)
@@ -210,7 +212,7 @@ def backward(
     _, T, D, N = call.sizes
     g, state, (dout, dfinal) = call.log_decay, call.state, grads
     target = target_of(g.device)
-    config = configure("scan_backward", (call.x.dtype,), partial(rule, D, 8), target)
+    config = configure("scan_backward", (call.x.dtype,), partial(rule, D, 8), target, VARY)
     blocks = -(-D // config["BLOCK_D"])
     STRETCH, programs, slots = cut(target, blocks * config.warps)
     decays, ends = _maps(dout, call, STRETCH, slots, True, config) if STRETCH else (None, None)

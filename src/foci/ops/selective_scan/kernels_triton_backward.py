@@ -25,6 +25,7 @@ from foci.tiles.channels import states_of
 from foci.tiles.state import sequence
 from foci.tiles.stretches import decay_rates, join, row, rows, stretch
 
+VARY = {"BLOCK_D": (8, 16, 32, 64), "BLOCK_T": (4, 8, 16)}  # what `foci tune` may try
 CHANNELS = 32  # that at least share a sum for dB and dC: room for B T D K / 4 bytes of them
 
 
@@ -267,7 +268,7 @@ def backward(
     (dy, dfinal), target = grads, target_of(kept.device)
     packed = call.offsets is not None
     key = (call.x.dtype, triton.next_power_of_2(K), packed)
-    config = configure("selective_scan_backward", key, partial(rule, D, K, packed), target)
+    config = configure("selective_scan_backward", key, partial(rule, D, K, packed), target, VARY)
     GROUP = max(1, min(CHANNELS, triton.next_power_of_2(D)) // config["BLOCK_D"])
     blocks, groups = (-(-D // (config["BLOCK_D"] * members)) for members in (1, GROUP))
     STRETCH, programs, slots = cut(target, 2 * groups)  # a processor has room for two or three programs

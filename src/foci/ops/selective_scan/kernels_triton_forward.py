@@ -24,6 +24,8 @@ from foci.tiles.channels import states_of
 from foci.tiles.state import sequence
 from foci.tiles.stretches import join, rows, stretch
 
+VARY = {"BLOCK_D": (8, 16, 32, 64), "BLOCK_T": (4, 8, 16)}  # what `foci tune` may try: BLOCK_T divides `keep`
+
 
 @triton.jit
 def ends_kernel(  # type: ignore[no-untyped-def]
@@ -145,7 +147,8 @@ def forward(call: Any, kept: Tensor | None, keep: int, cut: Callable[[Target, in
     """
     B, T, D, K, N = call.sizes
     x, target = call.x, target_of(call.x.device)
-    config = configure("selective_scan_forward", (x.dtype, triton.next_power_of_2(K)), partial(rule, D, K), target)
+    key = (x.dtype, triton.next_power_of_2(K))
+    config = configure("selective_scan_forward", key, partial(rule, D, K), target, VARY)
     blocks = -(-D // config["BLOCK_D"])
     STRETCH, programs, slots = cut(target, blocks * config.warps)
     decays = ends = None
