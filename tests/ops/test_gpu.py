@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from foci.core.errors import Unsupported
 from foci.core.tune import TARGETS
-from foci.ops import gpu
-from foci.ops.gpu import CHUNK, chunks, placed, unsuitable
+from foci.ops import SPECS, gpu
+from foci.ops.gpu import CHUNK, brought, chunks, placed, unsuitable
+from foci.ops.recurrent import sequences
 
 NO_GPU = "it needs a GPU, the tensors are on cpu"
 
@@ -58,6 +60,29 @@ def test_gpus_older_than_those_compiled_for_are_refused(
     assert unsuitable(like, (1,), (64,)) == expected  # type: ignore[arg-type]
 
 
+# Of every recurrence the arguments whose last dimension is a width that kernels hold whole.
+WIDTHS = {"linear": ["qk", "v"], "delta": ["qk", "v"], "scan": [], "selective_scan": ["ABC"]}
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_backends_say_what_no_kernel_computes(name: str, interpreted: bool) -> None:
+    spec = SPECS[name]
+    assert spec.bind is not None
+
+    def reasons(dtype: torch.dtype = torch.float32, **changed: torch.Tensor) -> list[str]:
+        inputs = spec.cases[0].make(dtype, torch.device("cpu"), 0)
+        return spec.backend("triton").load().reasons(spec.bind(**inputs | changed))
+
+    assert reasons() == ([] if interpreted else [NO_GPU])
+    assert "float64 is not supported" in reasons(torch.float64)
+    inputs = spec.cases[0].make(torch.float32, torch.device("cpu"), 0)
+    none = {n: inputs[n][:, :0] for n in sequences(inputs)}
+    assert "there is nothing to compute: a size is 0" in reasons(**none)
+    for names in WIDTHS[name]:
+        wide = {n: inputs[n].new_zeros(*inputs[n].shape[:-1], 513) for n in names}
+        assert "heads wider than 512 are not supported" in reasons(**wide)
+
+
 def test_a_step_takes_plain_float32_states_on_a_gpu() -> None:
     assert not gpu.steps(torch.zeros(2, 3, 8, 8))
     assert not gpu.steps(torch.zeros(2, 3, 8, 8, device="meta"))
@@ -94,3 +119,12 @@ def test_offsets_are_placed_and_those_on_the_cpu_checked() -> None:
     for wrong in ([0, 5, 4, 9], [0, 12], [1, 9], [0, 8]):
         with pytest.raises(ValueError, match="scan: offsets must rise from 0 to T=9"):
             placed("scan", torch.tensor(wrong), tokens)
+
+
+def test_what_lies_on_the_cpu_is_copied_to_a_gpu_but_not_into_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = torch.tensor([[1, 2], [3, 4]])[:, 0]
+    assert brought("attention", "band_low", bound, torch.device("meta")).is_meta
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert brought("attention", "band_low", bound, bound.device).is_contiguous()
+    with pytest.raises(Unsupported, match=r"captured in a CUDA graph:\n.*band_low is on cpu\n.*on cuda:0 before"):
+        brought("attention", "band_low", bound, torch.device("cuda:0"))

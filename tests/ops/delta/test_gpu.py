@@ -1,4 +1,4 @@
-"""The GPU backend's reasons, and the buffer it keeps."""
+"""What the GPU backend keeps for its backward: the buffer it keeps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from foci.core.tune import interpreting
 from foci.ops.delta import gpu
 from foci.ops.delta.call import Call, bind
 from foci.ops.gpu import chunks
@@ -16,18 +15,6 @@ from foci.ops.gpu import chunks
 def call(dtype: torch.dtype = torch.float32, K: int = 8, V: int = 5, **options: Any) -> Call:
     q = torch.zeros(1, 70, 3, K, dtype=dtype)
     return bind(q, q, torch.zeros(1, 70, 3, V, dtype=dtype), torch.zeros(1, 70, 3), **options)
-
-
-@pytest.mark.skipif(interpreting(), reason="Triton's interpreter runs on the CPU")
-def test_it_wants_a_gpu_and_says_so() -> None:
-    assert gpu.reasons(call()) == ["it needs a GPU, the tensors are on cpu"]
-
-
-def test_what_no_kernel_computes_is_refused() -> None:
-    assert "float64 is not supported" in gpu.reasons(call(torch.float64))
-    assert "heads wider than 512 are not supported" in gpu.reasons(call(K=513))
-    assert "heads wider than 512 are not supported" in gpu.reasons(call(V=513))
-    assert "there is nothing to compute: a size is 0" in gpu.reasons(call(V=0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
