@@ -15,9 +15,10 @@ from foci.core.tune import interpreting
 from foci.ops.delta import gpu
 from foci.ops.delta.api import delta_rule
 from foci.ops.delta.call import Call, bind
-from foci.ops.delta.cases import Delta
+from foci.ops.delta.cases import PROBLEMS, Delta
 from foci.ops.delta.spec import SPEC
 from foci.ops.draw import Draw
+from tests.ops.delta.in_pieces import in_pieces  # noqa: F401  a fixture
 from tests.ops.in_triton import DTYPES, InTriton, there
 from tests.ops.recurrences import BUDGET, error, exact, inputs_of
 
@@ -130,6 +131,53 @@ def test_two_launches_and_no_work_beside_them(keep: bool) -> None:
         with tune.recording(tune.TARGETS["sm_90"]) as launches:
             gpu.forward(call, keep)
         assert [launch.kernel.fn.__name__ for launch in launches] == ["chunks_kernel", "walk_kernel"]
+
+
+@pytest.mark.usefixtures("in_pieces")
+class TestInPieces:
+    """What few heads of long sequences are: each chunk a piece of its own."""
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_every_case(self, dtype: torch.dtype) -> None:
+        longer = [problem for problem in PROBLEMS if problem.T > 64]
+        for problem in longer[:: EVERY[dtype] if interpreting() else 1]:
+            apart(problem.case.make(dtype, CPU, 0), dtype)
+
+    @pytest.mark.parametrize("alike", ["identical", "correlated"])
+    def test_alike_keys_through_four_pieces(self, alike: str) -> None:
+        problem = Delta("", B=1, T=200, H=1, K=20, V=12, alike=alike, beta=2.0, full=True, decay="head", state=True)
+        apart(problem.case.make(torch.float32, CPU, 0), torch.float32)
+
+    def test_keys_wider_than_a_block(self) -> None:
+        problem = Delta("", B=1, T=140, H=1, K=40, V=24, decay="token", beta=2.0, state=True)
+        apart(problem.case.make(torch.float32, CPU, 0), torch.float32)
+
+    @pytest.mark.parametrize("decay", ["token", "channel"])
+    def test_documents_with_and_without_tokens(self, decay: str) -> None:
+        problem = Delta("", B=1, T=200, H=1, K=8, decay=decay, offsets=(0, 0, 1, 140, 140, 200), state=True)
+        apart(problem.case.make(torch.float32, CPU, 0), torch.float32)
+
+    def test_what_comes_later_changes_no_bit(self) -> None:
+        inputs = Delta("", B=1, T=200, H=1, K=8, decay="token").case.make(torch.float32, CPU, 0)
+        later = {n: x.clone() for n, x in inputs.items()}
+        for name in ("q", "k", "v", "beta"):
+            later[name][:, 150:] *= -0.5
+        later["log_decay"][:, 150:] = -torch.inf
+        assert forward(inputs)[0][:, :150].equal(forward(later)[0][:, :150])
+
+    def test_unwritten_memory_does_not_matter(self) -> None:
+        inputs = Delta("", B=1, T=150, H=1, K=8, V=5, decay="token", erase=True).case.make(torch.float32, CPU, 0)
+        with poisoned():
+            *outputs, buffer = gpu.forward(bind(**there(inputs)), True)
+        assert all(one.cpu().equal(other) for one, other in zip(outputs, forward(inputs), strict=True))
+        assert all(part.isfinite().all() for part in gpu._parts(bind(**inputs), buffer))
+
+
+def test_few_heads_of_many_tokens_take_one_launch_more() -> None:
+    call = bind(**there(Delta("", B=1, T=4096, H=1, K=8, V=5, decay="token").case.make(torch.float32, CPU, 0)))
+    with tune.recording(tune.TARGETS["sm_90"]) as launches:
+        gpu.forward(call)
+    assert [launch.kernel.fn.__name__ for launch in launches] == ["chunks_kernel", "walk_kernel", "walk_kernel"]
 
 
 @pytest.mark.parametrize("target", tune.TARGETS.values(), ids=list(tune.TARGETS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor
 
 from foci.core.spec import Output
 from foci.core.tune import stored
+from foci.ops.delta import pieces
 from foci.ops.delta.call import NAME, Call
 from foci.ops.gpu import CHUNK, chunks, placed, unsuitable
+from foci.ops.stretches import Cut
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -42,9 +45,9 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
     if not keep:
-        return kernels.forward(call, None, _slots(call))
+        return kernels.forward(call, None, _slots(call), _cut(call))
     buffer = kept(call).empty(call.v)
-    return (*kernels.forward(call, _parts(call, buffer), _slots(call)), buffer)
+    return (*kernels.forward(call, _parts(call, buffer), _slots(call), _cut(call)), buffer)
 
 
 def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: list[bool]) -> Gradients:
@@ -53,6 +56,12 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
     return kernels.backward(call, _parts(call, outputs[2]), grads, needs)
+
+
+def _cut(call: Call) -> partial[Cut]:
+    """What is left to say: for which GPU, and how many programs walk all sequences whole."""
+    B, T, _, _, K, V, N = call.sizes
+    return partial(pieces.cut, N, B, T, call.offsets is not None, K, V)
 
 
 def _slots(call: Call) -> int:

@@ -9,10 +9,14 @@ The first launch makes X and A. The second has S in registers and reads o from i
 neither states nor errors d are ever written: half of what three launches would move. Where keys are alike, sums over d
 telescope and an error in one term does not cancel: X, A, d and all sums are float32, their products TF32 at least. Only
 what came in bfloat16, and states as an operand, are multiplied in it; a state is updated with d as the sum of two.
+
+Where few heads would leave processors idle, sequences are cut into pieces, walked at once (ops/delta/pieces.py): first
+without outputs, which makes each piece's map S -> M S + N; then as ever, after each has joined the maps before it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,11 +25,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, configure, float_precision, launch, side, stored, strides, target_of
+from foci.core.tune import (
+    Config,
+    Target,
+    configure,
+    float_precision,
+    launch,
+    precision,
+    side,
+    stored,
+    strides,
+    target_of,
+)
+from foci.tiles.affine import joined, load_state, piece_at, store_map, store_state, with_unit
+from foci.tiles.chunk_backward import right
 from foci.tiles.gates import ends, load_gates, pairs_of_two, total, weights
 from foci.tiles.memory import load_tile, store_tile
 from foci.tiles.solve import inverse
-from foci.tiles.state import chunk_at, sequence, working
+from foci.tiles.state import chunk_at, working
 
 CHUNK = 64
 
@@ -118,48 +135,36 @@ def chunks_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def first_state(ptr, strides, K, v0, V, TILES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Columns v0.. of a state [K,V], as a tuple of tiles of BLOCK_K rows each; zeros without one."""
-    S = ()
-    for i in tl.static_range(TILES):
-        if ptr is None:
-            S += (tl.zeros([BLOCK_K, BLOCK_V], tl.float32),)  # type: ignore[assignment]
-        else:
-            tile = load_tile(ptr, i * BLOCK_K, K, strides[2], v0, V, strides[3], BLOCK_K, BLOCK_V)
-            S += (tile.to(tl.float32),)  # type: ignore[assignment]
-    return S
-
-
-@triton.jit
-def added(S, k, d, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """S + k^T d for d in float32; where k is bfloat16, d as the sum of two."""
-    if k.dtype == tl.bfloat16:
-        high = d.to(tl.bfloat16)
-        S = tl.dot(tl.trans(k), (d - high.to(tl.float32)).to(tl.bfloat16), S)
-        S = tl.dot(tl.trans(k), high, S)
-    else:
-        S = tl.dot(tl.trans(k), d, S, input_precision=PRECISION)
-    return S
-
-
-@triton.jit
 def walk_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, v_ptr, X_ptr, A_ptr, rise_ptr, write_ptr, total_ptr, state_ptr, offsets_ptr,
+    q_ptr, k_ptr, e_ptr, v_ptr, X_ptr, A_ptr, rise_ptr, write_ptr, total_ptr, state_ptr, offsets_ptr, M_ptr, N_ptr,
     out_ptr, final_ptr, errors_ptr, states_ptr,
-    q_strides, k_strides, e_strides, v_strides, write_strides, state_strides, scale, T, H, R, K, V, half,
-    PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    q_strides, k_strides, e_strides, v_strides, write_strides, state_strides, scale, T, N, H, R, K, V, half,
+    PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, JOIN: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr,
+    TILES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_V columns of one head's state through one sequence, and what its tokens read.
+    """BLOCK_V columns of one head's state through one sequence, or a piece of it, and what its tokens read.
 
-    Per channel q, k and e come decayed (in bfloat16 k in two, `half` apart), with as many heads as v.
+    Per channel q, k and e come decayed (in bfloat16 k in two, `half` apart), with as many heads as v. Without `out_ptr`
+    a piece's map is made (tiles/affine.py: M, N): the columns behind V's blocks are M's, and no token writes a value.
     """
-    v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
-    rest = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
-    h, n = (rest % H).to(tl.int64), (rest // H).to(tl.int64)
-    b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
+    blocks = tl.cdiv(V, BLOCK_V)
+    if out_ptr is None:
+        blocks += tl.cdiv(K, BLOCK_V)
+    v0 = tl.program_id(0) % blocks * BLOCK_V
+    rest = tl.program_id(0) // blocks
+    h = (rest % H).to(tl.int64)
+    n, b, start, stop, slot, piece, before, behind = piece_at(offsets_ptr, rest // H, T, N, CHUNK, PIECE)
+    known = K
+    if PIECE > 0:
+        if n < 0:
+            return
+        known = tl.where(before == 0, K, 0)
+    if out_ptr is None:  # noqa: SIM102  a constant and a tensor
+        if (behind == 0) | ((before == 0) & (v0 >= tl.cdiv(V, BLOCK_V) * BLOCK_V)):
+            return
     row, head = tl.cast(b, tl.int64), (h if PER_CHANNEL else h // R)
-    q_ptr += row * q_strides[0] + head * q_strides[2]
+    if out_ptr is not None:
+        q_ptr += row * q_strides[0] + head * q_strides[2]
     k_ptr += row * k_strides[0] + head * k_strides[2]
     if e_ptr is not None:
         e_ptr += row * e_strides[0] + head * e_strides[2]
@@ -168,33 +173,40 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     tokens = row * T * H + h
     if state_ptr is not None:
         state_ptr += n * state_strides[0] + h * state_strides[1]
-    S = first_state(state_ptr, state_strides, K, v0, V, TILES, BLOCK_K, BLOCK_V)
-    for t0 in range(start, stop, CHUNK):
+    S = load_state(state_ptr, state_strides, known, v0, V, TILES, BLOCK_K, BLOCK_V)
+    if PIECE > 0:
+        if out_ptr is None:
+            S = with_unit(S, v0 - tl.cdiv(V, BLOCK_V) * BLOCK_V, TILES, BLOCK_K, BLOCK_V)
+        else:
+            S = joined(S, M_ptr, N_ptr, piece - before, before, h, H, K, v0, V, 1, JOIN, TILES, BLOCK_K, BLOCK_V)
+    for t0 in tl.range(start, stop, CHUNK, disable_licm=PIECE > 0):
         there = (slot + (t0 - start) // CHUNK) * H + h
         at = t0 + tl.arange(0, CHUNK)
         read = tl.zeros([CHUNK, BLOCK_V], tl.float32)
         o = tl.zeros([CHUNK, BLOCK_V], tl.float32)
         for i in tl.static_range(TILES):
             k0 = i * BLOCK_K
-            q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
             if e_ptr is None:
                 e = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
             else:
                 e = working(load_tile(e_ptr, t0, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_K))
-            operand = S[i].to(q.dtype)
+            operand = S[i].to(e.dtype)
             if states_ptr is not None:
                 store_tile(states_ptr + there * K * V, operand, k0, K, V, v0, V, 1)
             read = tl.dot(e, operand, read, input_precision=PRECISION)
-            o = tl.dot(q, operand, o, input_precision=PRECISION)
+            if out_ptr is not None:
+                q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
+                o = tl.dot(q, operand, o, input_precision=PRECISION)
         if rise_ptr is not None:
             rise = tl.load(rise_ptr + tokens + at.to(tl.int64) * H, mask=at < stop, other=0.0)
             read, o = read * rise[:, None], o * rise[:, None]
         X = load_tile(X_ptr + tokens * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
-        A = load_tile(A_ptr + tokens * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
         v = load_tile(v_ptr, t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V).to(tl.float32)
         d = tl.dot(X, v - read, input_precision=PRECISION)
-        o = tl.dot(A, d, o * scale, input_precision=PRECISION)
-        store_tile(out_ptr + tokens * V, o, t0, stop, H * V, v0, V, 1)
+        if out_ptr is not None:
+            A = load_tile(A_ptr + tokens * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
+            o = tl.dot(A, d, o * scale, input_precision=PRECISION)
+            store_tile(out_ptr + tokens * V, o, t0, stop, H * V, v0, V, 1)
         if errors_ptr is not None:
             store_tile(errors_ptr + tokens * V, d, t0, stop, H * V, v0, V, 1)
         write = tl.load(write_ptr + at.to(tl.int64) * write_strides[1], mask=at < stop, other=0.0).to(tl.float32)
@@ -214,10 +226,12 @@ def walk_kernel(  # type: ignore[no-untyped-def]
                     now = tl.dot(tl.trans(lost), d.to(tl.bfloat16), now)
             elif total_ptr is not None:
                 now *= tl.load(total_ptr + there)
-            ahead += (added(now, k, d, PRECISION),)  # type: ignore[assignment]
+            ahead += (right(tl.trans(k), d, now, PRECISION),)  # type: ignore[assignment]
         S = ahead
-    for i in tl.static_range(TILES):
-        store_tile(final_ptr + (n * H + h) * K * V, S[i], i * BLOCK_K, K, V, v0, V, 1)
+    if out_ptr is None:
+        store_map(M_ptr, N_ptr, S, piece * H + h, K, v0, V, TILES, BLOCK_K, BLOCK_V)
+    elif behind == 0:
+        store_state(final_ptr + (n * H + h) * K * V, S, K, v0, V, TILES, BLOCK_K)
 
 
 def chunks_rule(dtype: torch.dtype, K: int, per_channel: bool, target: Target) -> Config:
@@ -255,10 +269,13 @@ def _by_warpgroups(target: Target) -> bool:
     return target.kind == "cuda" and 90 <= target.arch < 120
 
 
-def forward(call: Any, parts: Parts | None, slots: int) -> tuple[Tensor, Tensor]:
-    """out [B,T,H,V] and the final state [N,H,K,V]; `parts`, if given, is filled for the backward."""
+def forward(call: Any, parts: Parts | None, slots: int, cut: Callable[[Target, int], Any]) -> tuple[Tensor, Tensor]:
+    """out [B,T,H,V] and the final state [N,H,K,V]; `parts`, if given, is filled for the backward.
+
+    Two launches, three where sequences are cut (`cut`: ops/delta/pieces.py).
+    """
     B, T, _, H, K, V, N = call.sizes
-    v, beta, target = call.v, call.beta, target_of(call.v.device)
+    v, target = call.v, target_of(call.v.device)
     if parts is None:
         inverse, products = torch.empty(2, B, T, H, CHUNK, dtype=torch.float32, device=v.device).unbind()
     else:
@@ -269,23 +286,40 @@ def forward(call: Any, parts: Parts | None, slots: int) -> tuple[Tensor, Tensor]
     out = room(B, T, H, V, dtype=v.dtype, device=v.device)
     final = torch.empty(N, H, K, V, dtype=torch.float32, device=v.device)
     q, k, e = (call.q, call.k, call.erase) if gated.key is None else (gated.query, gated.key, gated.erase)
-    write = beta if gated.write is None else gated.write
+    write = call.beta if gated.write is None else gated.write
     assert q is not None and k is not None
     tiles = 2 if gated.key is None and e is None else 3 if stored(v.dtype) != torch.bfloat16 or gated.key is None else 4
-    rule = partial(walk_rule, v.dtype, K, V, N * H, tiles)
+    widest = walk_rule(v.dtype, K, V, target.processors, tiles, target)["BLOCK_V"]
+    piece, programs, maps = cut(target, N * H * -(-V // widest))
+    rule = partial(walk_rule, v.dtype, K, V, programs * H, tiles)
     vary = {"BLOCK_V": (16, 32, 64)} if v.dtype == torch.bfloat16 else {}
     walk = configure("delta_walk", (v.dtype, K, V, tiles), rule, target, vary)
-    launch(
-        walk_kernel,
-        (N * H * -(-V // walk["BLOCK_V"]),),
-        q, k, e, v, inverse, products, gated.rise, write, gated.total, call.state, call.offsets,
-        out, final, *((None, None) if parts is None else (parts.errors, parts.states)),
-        q.stride(), k.stride()[-4:], strides(e), v.stride(), write.stride(), strides(call.state),
-        call.scale, T, H, H // call.q.shape[2], K, V, B * T * H * K,
-        config=walk, PER_CHANNEL=gated.key is not None, PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK,
-        TILES=-(-K // walk["BLOCK_K"]),
-    )  # fmt: skip
+    blocks = -(-V // walk["BLOCK_V"])
+
+    def go(programs: int, *results: Tensor | None) -> None:
+        launch(
+            walk_kernel, (programs,),
+            q, k, e, v, inverse, products, gated.rise, write, gated.total, call.state, call.offsets, *results,
+            q.stride(), k.stride()[-4:], strides(e), v.stride(), write.stride(), strides(call.state),
+            call.scale, T, N, H, H // call.q.shape[2], K, V, B * T * H * K,
+            config=walk, PER_CHANNEL=gated.key is not None, PRECISION=float_precision(v.dtype, target),
+            JOIN=precision(torch.float32, target), CHUNK=CHUNK, PIECE=piece, TILES=-(-K // walk["BLOCK_K"]),
+        )  # fmt: skip
+
+    M = offset = None
+    if piece:
+        M, offset = room_of_maps(maps, H, K, V, v)
+        go(maps * H * (blocks + -(-K // walk["BLOCK_V"])), M, offset, None, None, None, None)
+    kept = (None, None) if parts is None else (parts.errors, parts.states)
+    go(programs * H * blocks, M, offset, out, final, *kept)
     return out, final
+
+
+def room_of_maps(slots: int, H: int, K: int, V: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """M [slots,H,K,K] and N [slots,H,K,V] of pieces; where k is bfloat16 M as two of them [slots,H,2,K,K]."""
+    halves = (2,) if like.dtype == torch.bfloat16 else ()
+    M = torch.empty(slots, H, *halves, K, K, dtype=stored(like.dtype), device=like.device)
+    return M, torch.empty(slots, H, K, V, dtype=torch.float32, device=like.device)
 
 
 def chunks(call: Any, inverse: Tensor, products: Tensor, slots: int, target: Target) -> Gated:

@@ -1,0 +1,20 @@
+"""Cuts the delta rule's sequences into pieces of one chunk, as many as there can be, whatever its rule says."""
+
+from __future__ import annotations
+
+import pytest
+
+from foci.core.tune import Target
+from foci.ops.delta import pieces
+from foci.ops.gpu import CHUNK
+from foci.ops.stretches import Cut
+
+
+def cut(N: int, B: int, T: int, packed: bool, K: int, V: int, target: Target, programs: int) -> Cut:
+    slots = T // CHUNK + N if packed else N * -(-T // CHUNK)
+    return Cut(CHUNK, slots + N * packed, slots)
+
+
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "cut", cut)
