@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -49,6 +50,9 @@ def check(
         float | None,
         typer.Option(help="Seconds after which a case is taken to hang: 120; with --world what a rank waits, 10."),
     ] = None,
+    within: Annotated[
+        float, typer.Option(help="Seconds for each backend, after which laws are left unasked.")
+    ] = math.inf,
     world: Annotated[int, typer.Option(help="Run it over so many ranks: a parallel attention of [B,T/ranks,H,D].")] = 1,
     order: Annotated[str, typer.Option(help="With --world: how tokens lie, plain, zigzag or stripe.")] = "",
     wrap: Annotated[str, typer.Option(help="With --world, round foci's own: ring, ulysses, usp, handoff.")] = "",
@@ -79,7 +83,9 @@ def check(
     reports = []
     for candidate in candidates:
         progress = _teller() if sys.stderr.isatty() else lambda step: None
-        report = examine(spec, candidate, device=device, dtypes=dtypes, limit=limit or SILENCE, progress=progress)
+        report = examine(
+            spec, candidate, device=device, dtypes=dtypes, limit=limit or SILENCE, within=within, progress=progress
+        )
         progress("")
         reports.append(report)
         if as_json != "-":

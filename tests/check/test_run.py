@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import json
+import time
 
 import pytest
 import torch
 
 from foci.check import isolate
-from foci.check.run import LAWS, examine
+from foci.check.run import LAWS, OVER, examine
 from tests.check import toy
 
 FAST = [law.name for law in LAWS if law.number not in (1, 12)]
@@ -89,3 +90,16 @@ def test_where_no_child_can_work_it_says_so(monkeypatch) -> None:
     monkeypatch.setattr(isolate, "unfit", lambda device: "this platform cannot fork")
     report = examine(toy.SPEC, toy.candidate(), only=["forward"])
     assert report.ok and "this platform cannot fork, so all ran in this process" in report.not_tested[-1]
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_past_the_time_given_laws_are_left_unasked_and_say_so(isolated: bool) -> None:
+    names = ["forward", "logarithm", "any length"]
+
+    def slow(x, gate):
+        time.sleep(0.2)
+        return toy.reference(x, gate)
+
+    report = examine(toy.SPEC, toy.candidate(slow), only=names, isolated=isolated, within=0.5)
+    assert [row.law for row in report.rows] == names
+    assert report.rows[-1].verdict == "not tested" and report.rows[-1].reason == OVER and not report.failures

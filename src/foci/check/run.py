@@ -23,6 +23,7 @@ from foci.core.spec import Candidate, Spec
 DTYPES = (torch.float32, torch.bfloat16)
 SHOWN = 4  # refused cases that a line names
 SILENCE = 120.0  # seconds without news after which a case is taken to hang
+OVER = "the time that was given was over"
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ def examine(
     only: Iterable[str] | None = None,
     isolated: bool = True,
     limit: float = SILENCE,
+    within: float = math.inf,
     progress: Callable[[str], None] = lambda step: None,
     detective: Detective | None = None,
     more: Sequence[Law] = (),
@@ -99,8 +101,9 @@ def examine(
     """Ask every law (or those named in `only`) of a candidate.
 
     `isolated`: in a child process, so that a crash or a hang (`limit` seconds of silence) is a finding and not the end;
-    otherwise in this process, which a debugger can follow. `progress` is told what is being asked. `detective`: says of
-    a wrong tensor where it is wrong and why. `more`: laws that this candidate alone is asked.
+    otherwise in this process, which a debugger can follow. `within`: seconds after which laws are left unasked.
+    `progress` is told what is being asked. `detective`: says of a wrong tensor where it is wrong and why. `more`: laws
+    that this candidate alone is asked.
     """
     dtypes = tuple(dtype for dtype in DTYPES if dtype in spec.dtypes) if dtypes is None else dtypes
     known = {law.name: law for law in (*LAWS, *more)}
@@ -111,7 +114,7 @@ def examine(
     start = time.perf_counter()
     exam = Exam(spec, candidate, torch.device(device), dtypes, detective=detective)
     unfit = isolate.unfit(device) if isolated else ""
-    rows, refused = (_isolated if isolated and not unfit else _here)(exam, chosen, limit, progress)
+    rows, refused = (_isolated if isolated and not unfit else _here)(exam, chosen, limit, within, progress)
     if unfit:
         refused.append(f"crashes and hangs: {unfit}, so all ran in this process")
     return Report(
@@ -123,19 +126,28 @@ def examine(
 Answers = tuple[list[Row], list[str]]
 
 
-def _here(exam: Exam, chosen: list[Law], limit: float, progress: Callable[[str], None]) -> Answers:
-    rows = []
+def _here(exam: Exam, chosen: list[Law], limit: float, within: float, progress: Callable[[str], None]) -> Answers:
+    rows: list[Row] = []
+    ends = time.monotonic() + within
     for law in chosen:
+        if time.monotonic() > ends:
+            break
         progress(law.name)
         rows.append(ask(exam, law))
-    return rows, _refusals(exam.refused)
+    return _unasked(rows, chosen), _refusals(exam.refused)
 
 
-def _isolated(exam: Exam, chosen: list[Law], limit: float, progress: Callable[[str], None]) -> Answers:
+def _unasked(rows: list[Row], chosen: list[Law]) -> list[Row]:
+    """With a row for every law that was left."""
+    return rows + [Row(law.number, law.name, reason=OVER) for law in chosen[len(rows) :]]
+
+
+def _isolated(exam: Exam, chosen: list[Law], limit: float, within: float, progress: Callable[[str], None]) -> Answers:
     """Law by law in a child; one that dies has broken the law it was asked, and another child goes on from there."""
     rows: list[Row] = []
     refused: dict[str, str] = {}
-    while len(rows) < len(chosen):
+    ends = time.monotonic() + within
+    while len(rows) < len(chosen) and time.monotonic() <= ends:
         rest, step = chosen[len(rows) :], ""
 
         def work(send: Callable[[Any], None], rest: list[Law] = rest) -> None:
@@ -146,7 +158,9 @@ def _isolated(exam: Exam, chosen: list[Law], limit: float, progress: Callable[[s
                 send(("law", law.name))
                 send(("row", ask(exam, law), exam.refused))
 
-        for message in isolate.stream(work, limit):
+        for message in isolate.stream(work, min(limit, max(1.0, ends - time.monotonic()))):
+            if isinstance(message, isolate.Died) and time.monotonic() > ends:
+                break
             if isinstance(message, isolate.Died):
                 law = chosen[len(rows)]
                 sentence = f"{message.reason} at {step!r}: no exception, the whole program would be gone"
@@ -158,7 +172,9 @@ def _isolated(exam: Exam, chosen: list[Law], limit: float, progress: Callable[[s
             else:
                 rows.append(message[1])
                 refused |= message[2]
-    return rows, _refusals(refused)
+            if time.monotonic() > ends:
+                break
+    return _unasked(rows, chosen), _refusals(refused)
 
 
 def ask(exam: Exam, law: Law) -> Row:
