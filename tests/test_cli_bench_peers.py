@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from foci import cli_bench_peers
 from foci.bench.sweep import Trial
-from foci.cli_bench_peers import peers
+from foci.cli_bench_peers import peers, unguarded
 from foci.cli_bench_truth import Truth
 from foci.core.spec import Candidate
 from foci.ops import SPECS
@@ -49,3 +52,16 @@ def test_what_a_peer_cannot_do_is_said() -> None:
     (fallback,) = peers("delta", CPU)
     kda = next(case for case in SPECS["delta"].shapes if case.name.startswith("KDA"))
     assert fallback.refuses(kda) == ["it is for decay per token", "decay per channel is not supported"]
+
+
+def test_a_guard_that_judging_makes_needless_is_lifted_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(TRITON_ABOVE_3_7_1=False)
+    monkeypatch.setattr(cli_bench_peers, "find_spec", lambda name: True)
+    monkeypatch.setattr(cli_bench_peers, "_theirs", lambda name: module)
+    said: list[str] = []
+    with unguarded(said.append):
+        assert module.TRITON_ABOVE_3_7_1 is True
+    assert module.TRITON_ABOVE_3_7_1 is False and len(said) == 1
+    monkeypatch.setattr(cli_bench_peers, "find_spec", lambda name: None)
+    with unguarded(said.append):
+        assert len(said) == 1

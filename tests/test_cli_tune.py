@@ -69,3 +69,10 @@ def test_on_a_gpu_every_operator_is_searched_and_its_table_written(
     assert asked == [("linear", len(cli_tune.cases(spec, spec.shapes[0].name)), "cuda")]
     assert '"kernel"' in (tmp_path / "nvidia_fake.json").read_text()
     assert "linear: 1 configurations beat the rule" in capsys.readouterr().out
+
+
+def test_shapes_come_in_the_order_of_the_words_each_once() -> None:
+    spec = SPECS["delta"]
+    names = [case.name for case in cli_tune.cases(spec, "small, KDA 1x512,small KDA")]
+    assert names == ["small GDN 1x256x4x64", "small KDA 1x256x4x64", "KDA 1x512x64x128"]
+    assert cli_tune.cases(spec, "") == list(spec.shapes)

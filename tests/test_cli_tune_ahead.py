@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+import foci
 from foci.bench.tuning import Attempt
 from foci.cli_tune_ahead import ahead, each
 from foci.core.tune import TARGETS, Config
@@ -50,3 +53,38 @@ def test_a_candidate_lands_in_the_cache_and_one_that_does_not_fit_says_so(
         assert compile_all([Attempt(case, "forward", place, Config({"BLOCK_D": 64, "BLOCK_T": 16}, 2, 2))]) == [said]
     compiled = [json.loads(path.read_text()) for path in tmp_path.glob("*/forward_kernel.json")]
     assert [(found["num_warps"], found["target"]["arch"]) for found in compiled] == [(2, 90)]
+
+
+TUNED = """
+import sys, torch, triton
+from triton.backends.compiler import GPUTarget
+from foci.cli_tune_ahead import Offline, side_by_side
+from autotuned import doubled
+
+triton.runtime.driver.set_active(Offline(GPUTarget("cuda", 90, 32)))
+before = type(doubled).prune_configs
+x = torch.empty(64, device="meta")
+doubled.nargs = {"x_ptr": x}
+with side_by_side(2):
+    kept = doubled.prune_configs({"n": 64, "grid": (1,), "warmup": False})
+assert len(kept) == 3 and type(doubled).prune_configs is before
+"""
+
+
+def test_kernels_that_tune_themselves_are_compiled_before_they_are_timed(tmp_path: Path) -> None:
+    (tmp_path / "autotuned.py").write_text("""
+import triton
+import triton.language as tl
+
+@triton.autotune([triton.Config({"BLOCK": block}, num_warps=2) for block in (16, 32, 64)], key=["n"])
+@triton.jit
+def doubled(x_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_ptr + i, 2 * tl.load(x_ptr + i, mask=i < n), mask=i < n)
+""")
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join([str(tmp_path), str(Path(foci.__file__).parents[1])])
+    variables |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": path}
+    ended = subprocess.run([sys.executable, "-c", TUNED], env=variables, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert len([*tmp_path.glob("cache/*/doubled.cubin")]) == 3

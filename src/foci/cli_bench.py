@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -21,12 +22,14 @@ from foci.bench.ceilings import ceilings
 from foci.bench.plot import page, rate, roofline
 from foci.bench.record import Record
 from foci.bench.sweep import STAGES, Options, sweep
-from foci.cli_bench_peers import peers
+from foci.cli_bench_peers import peers, unguarded
 from foci.cli_bench_truth import Truth
 from foci.cli_check import FUNCTIONS
 from foci.cli_tune import DTYPES, cases
-from foci.core.device import machine
-from foci.core.spec import Candidate, Spec
+from foci.cli_tune_ahead import side_by_side, warm
+from foci.core.device import installed, machine
+from foci.core.spec import Candidate, Case, Spec
+from foci.core.tune import target_of
 from foci.ops import SPECS
 
 ALIASES = {"decay": "linear"}
@@ -67,9 +70,10 @@ def bench(
     typer.echo(f"{machine().line}\nceilings: {rate(top.flops)} in {dtype}, {top.bytes / 1e9:.4g} GB/s\n")
     found: list[Record] = []
     started, skipped = time.monotonic(), 0
-    with nullcontext() if out is None else record.Writer(out / "records.jsonl") as file:
+    with nullcontext() if out is None else record.Writer(out / "records.jsonl") as file, _ready(options):
         for spec in specs:
             candidates = [*_ours(spec, backends), *(peers(spec.name, options.device) if others else [])]
+            _warm(spec, cases(spec, shapes), options)
             for shape in cases(spec, shapes):
                 if time.monotonic() - started > limit:
                     skipped += 1
@@ -87,6 +91,23 @@ def bench(
         (out / "index.html").write_text(page(found, top), encoding="utf-8")
         typer.echo(f"\nwrote {out}/records.jsonl, roofline.svg, index.html")
     return int(any(each.candidate.startswith("foci") and each.refused.startswith("wrong") for each in found))
+
+
+@contextmanager
+def _ready(options: Options) -> Iterator[None]:
+    """On a GPU peers that tune themselves compile on every core, and none declines what would be judged anyway."""
+    with ExitStack() as stack:
+        if options.device.type == "cuda" and installed("triton"):
+            stack.enter_context(side_by_side(machine().cores))
+            stack.enter_context(unguarded(typer.echo))
+        yield
+
+
+def _warm(spec: Spec, shapes: list[Case], options: Options) -> None:
+    """Ours are compiled so before the first is timed."""
+    triton = next((backend for backend in spec.backends if backend.name == "triton"), None)
+    if options.device.type == "cuda" and triton is not None and not triton.missing():
+        warm(spec, shapes, options.dtype, target_of(options.device), workers=machine().cores)
 
 
 def _spec(name: str) -> Spec:
@@ -108,7 +129,7 @@ def _ours(spec: Spec, backends: str) -> list[Candidate]:
 
 def _placed(each: Record) -> Record:
     """With where and when it was measured."""
-    names = ("torch", "triton", "flash-linear-attention", "flash-attn", "xformers", "transformers")
+    names = ("torch", "triton", "fla-core", "flash-attn", "xformers", "transformers")
     versions = [f"{name} {version}" for name in names if (version := _version(name))]
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return replace(each, machine=machine().line, versions=", ".join(versions), date=now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -150,6 +150,27 @@ def _flash_attn(given: Given) -> Tensor:
 
 
 _DECAYS = {"token": "decay per token", "channel": "decay per channel", "head": "decay per head"}
+
+
+@contextmanager
+def unguarded(tell: Callable[[str], object]) -> Iterator[None]:
+    """FLA declines gated backwards on Hopper before Triton 3.7.1, as they can be wrong there (its issue 640).
+
+    Within it FLA computes them all the same: here a result is judged before it is timed.
+    """
+    try:
+        module = _theirs("fla.ops.common.chunk_o") if find_spec("fla") else None
+    except Exception:  # it says why where it is called
+        module = None
+    before = getattr(module, "TRITON_ABOVE_3_7_1", True)
+    if not before:
+        tell("FLA's guard of Triton before 3.7.1 on Hopper is lifted: its results are judged like all others\n")
+        setattr(module, "TRITON_ABOVE_3_7_1", True)  # noqa: B010  a module that is not there
+    try:
+        yield
+    finally:
+        if not before:
+            setattr(module, "TRITON_ABOVE_3_7_1", before)  # noqa: B010
 
 
 def _fla(module: str, function: str) -> Callable[..., Any]:

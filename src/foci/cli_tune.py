@@ -66,12 +66,15 @@ def _tune(spec: Spec, problems: list[Case], dtype: torch.dtype, device: torch.de
 
 
 def cases(spec: Spec, words: str) -> list[Case]:
-    """The Spec's shapes whose names have one of the words, or a sentence with the names there are."""
-    wanted = [word.strip() for word in words.split(",") if word.strip()]
-    found = [shape for shape in spec.shapes if not wanted or any(word in shape.name for word in wanted)]
+    """The Spec's shapes whose names have one of the words, in the words' order, or a sentence with the names there are.
+
+    No words: all shapes.
+    """
+    wanted = [word.strip() for word in words.split(",") if word.strip()] or [""]
+    found = {shape.name: shape for word in wanted for shape in spec.shapes if word in shape.name}
     if not found:
         raise ValueError(f"--shapes {words!r}: {spec.name} has {', '.join(shape.name for shape in spec.shapes)}")
-    return found
+    return list(found.values())
 
 
 def versions() -> dict[str, str]:

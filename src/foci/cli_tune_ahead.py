@@ -1,4 +1,4 @@
-"""Compiles what `foci tune` is about to time, side by side in processes of their own, into Triton's cache on disk."""
+"""Compiles what `foci tune` and `foci bench` are about to time, side by side, into Triton's cache on disk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from foci.bench.tuning import META, Ahead, Attempt, Problem
+from foci.core.spec import Case, Spec
 from foci.core.tune import Config, Target, choosing, recording
 from foci.ops import SPECS
 
@@ -36,21 +38,66 @@ class Task(NamedTuple):
 class Offline:
     """What Triton asks of a driver to compile: which GPU it is for. No process but the one that times wakes the GPU."""
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
+    def __init__(self, target: Any, device: int = 0) -> None:
+        self.target, self.device = target, device
 
     def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        if self.target.kind == "hip":
-            return GPUTarget("hip", f"gfx{self.target.arch:x}", 64)
-        return GPUTarget("cuda", self.target.arch, 32)
+        return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        return self.device
 
     def get_current_stream(self, device: int) -> int:
         return 0
+
+
+def gpu(target: Target) -> Any:
+    """The target in Triton's words."""
+    from triton.backends.compiler import GPUTarget
+
+    hip = target.kind == "hip"
+    return GPUTarget("hip", f"gfx{target.arch:x}", 64) if hip else GPUTarget("cuda", target.arch, 32)
+
+
+def warm(spec: Spec, cases: Sequence[Case], dtype: torch.dtype, target: Target, *, workers: int) -> None:
+    """Compile what the problems launch, forward and backward, as configured."""
+    attempts = [Attempt(case, stage, ("", "")) for case in cases for stage in ("forward", "backward")]
+    ahead(spec.name, dtype, target, workers=workers)(attempts)
+
+
+@contextmanager
+def side_by_side(workers: int) -> Iterator[None]:
+    """Within it, kernels that tune themselves (peers' do) have their candidates compiled side by side beforehand.
+
+    Otherwise hundreds are compiled one after the other. Which of them they take is still theirs to measure.
+    """
+    from triton.runtime import driver
+    from triton.runtime.autotuner import Autotuner
+
+    plain = Autotuner.prune_configs
+
+    def prune(self: Any, kwargs: dict[str, Any]) -> Any:
+        found = plain(self, kwargs)
+        given, there = list(self.nargs.values()), Offline(*_current(driver))
+
+        def work(config: Any) -> str:
+            driver.set_active(there)
+            self.fn.run(*given, **{**kwargs, **config.all_kwargs(), "warmup": True})
+            return ""
+
+        if len(found) > 1:
+            each(work, found, workers=workers, context="fork")  # arguments of a launch cannot be sent
+        return found
+
+    Autotuner.prune_configs = prune
+    try:
+        yield
+    finally:
+        Autotuner.prune_configs = plain
+
+
+def _current(driver: Any) -> tuple[Any, int]:
+    return driver.active.get_current_target(), driver.active.get_current_device()
 
 
 def ahead(operator: str, dtype: torch.dtype, target: Target, *, workers: int, until: float = math.inf) -> Ahead:
@@ -70,7 +117,7 @@ def compiled(task: Task) -> str:
     """Compile the kernels of one attempt as they will be launched; why it cannot be launched, empty where it can."""
     import triton
 
-    triton.runtime.driver.set_active(Offline(task.target))
+    triton.runtime.driver.set_active(Offline(gpu(task.target)))
     triton.knobs.cache.dir = task.cache
     spec = SPECS[task.operator]
     assert spec.bind is not None
@@ -90,14 +137,16 @@ def compiled(task: Task) -> str:
 
 
 def each(
-    work: Callable[[Any], str], tasks: Sequence[Any], *, workers: int, until: float = math.inf, limit: float = LIMIT
-) -> list[str]:
+    work: Callable[[Any], str], tasks: Sequence[Any], *, workers: int, until: float = math.inf, limit: float = LIMIT,
+    context: str = "forkserver",
+) -> list[str]:  # fmt: skip
     """What `work` says of every task, each in a process of its own: a compiler that dies or hangs takes only its task.
 
     An exception says nothing here: the task will fail again where it is wanted, and is told there.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "triton"])
+    start: Any = multiprocessing.get_context(context)
+    if context == "forkserver":
+        start.set_forkserver_preload([__name__, "triton"])
     said = [""] * len(tasks)
     waiting = list(reversed(range(len(tasks))))
     running: dict[int, tuple[BaseProcess, Connection, float]] = {}
@@ -105,8 +154,8 @@ def each(
         while (waiting or running) and time.monotonic() < until:
             while waiting and len(running) < workers:
                 place = waiting.pop()
-                here, there = context.Pipe(duplex=False)
-                process = context.Process(target=_say, args=(work, tasks[place], there), daemon=True)
+                here, there = start.Pipe(duplex=False)
+                process = start.Process(target=_say, args=(work, tasks[place], there), daemon=True)
                 process.start()
                 there.close()
                 running[place] = process, here, time.monotonic()
