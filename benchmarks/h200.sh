@@ -1,36 +1,105 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: the laws on every kernel there, then every operator beside its peers; all into one archive.
-#     benchmarks/h200.sh [FOLDER]     writes FOLDER/gpu.tgz within ten minutes; PYTHON names the interpreter
+# On a machine with a GPU: the laws on every kernel, every operator beside its peers, then launch configurations.
+#
+#     benchmarks/h200.sh [FOLDER] [STEP...]
+#
+# Steps: check bench tune; by default all three, within eight minutes. FOLDER/gpu.tgz holds all that was found and is
+# written anew after every step, so that a run which is cut short loses one. CHECK, BENCH and TUNE are the seconds that
+# a step may take, PYTHON names the interpreter, DEVICE=cpu runs the same without kernels to see that nothing is missing.
+#
+# It needs torch, triton, numpy, jaxtyping and typer. Peers are timed where they are there: FlexAttention and SDPA are
+# torch's own, transformers gives Qwen3-Next's fallback, Flash Linear Attention is the wheel fla-core (pure Python,
+# 1 MB; it needs einops). Where nothing can be installed from outside:
+#     pip download --no-deps -d wheels fla-core        and on the machine
+#     python3 -m pip install --no-index --no-deps --target /tmp/site wheels/*.whl; export PYTHONPATH=/tmp/site
 set -u
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 2
 out=${1:-out/gpu}
+shift || true
+steps=${*:-check bench tune}
 python=${PYTHON:-python3}
-export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+device=${DEVICE:-cuda}
+CHECK=${CHECK:-180} BENCH=${BENCH:-200} TUNE=${TUNE:-70}
+export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 COLUMNS=160
 mkdir -p "$out"
 work=$(mktemp -d)
-# Whatever happens, what there is comes back.
-trap 'tar czf "$out/gpu.tgz" -C "$work" .' EXIT
+failed=0
 
-$python -m foci doctor >"$work/doctor.txt" 2>&1
+# Whatever happens, what there is comes back: also where the archive itself is all that is fetched.
+pack() { tar czf "$out/gpu.tmp" -C "$work" . && mv "$out/gpu.tmp" "$out/gpu.tgz"; }
+trap 'pack; rm -rf "$work"' EXIT
+
+# ask NAME SECONDS COMMAND...: its whole output in NAME.txt, how it ended in steps.txt; a hang ends it, and it alone.
+ask() {
+  local name=$1 seconds=$2 began=$SECONDS code
+  shift 2
+  timeout -k 10 "$seconds" "$@" >"$work/$name.txt" 2>&1
+  code=$?
+  echo "$name: exit code $code after $((SECONDS - began)) s$([ $code = 124 ] && echo ', out of time')" | tee -a "$work/steps.txt"
+  return $code
+}
+
+ask doctor 60 "$python" -m foci doctor || failed=1
 cat "$work/doctor.txt"
 
-# A kernel of each kind first, compiled side by side: compiling is the processor's work, and the cache is shared.
-operators="softmax linear delta scan selective_scan"
-
-for operator in $operators; do
-  for dtype in bfloat16 float32; do
-    timeout 240 "$python" -m foci check $operator --backend triton --device cuda --dtype $dtype \
-      --json "$work/check_${operator}_$dtype.json" >"$work/check_${operator}_$dtype.txt" 2>&1 || touch "$work/failed" &
+laws() {
+  # Side by side: most of it is compiling, which is the processor's work, and Triton's cache is shared.
+  local operator dtype jobs=() backend=triton
+  [ "$device" = cpu ] && backend=chunked
+  for dtype in bfloat16 float32 float16; do
+    for operator in delta linear softmax selective_scan scan; do
+      ask "check_${operator}_$dtype" $((CHECK + 90)) "$python" -m foci check $operator --backend $backend \
+        --device "$device" --dtype $dtype --limit 60 --within "$CHECK" --json "$work/check_${operator}_$dtype.json" &
+      jobs+=($!)
+    done
   done
-done
-wait
-tail -n 2 "$work"/check_*.txt
+  for job in "${jobs[@]}"; do wait "$job" || failed=1; done
+  tail -qn 2 "$work"/check_*.txt
+  grep -h FAIL "$work"/check_*.txt | sort | uniq -c
+}
 
-# A process for each operator: a fault of the GPU ends one of them.
-shapes="small,2x16384x16x128,8192x4 16:32,2048x1 16:32,1x4096x64x128,decode,causal,softcap,window,sink,bias,dlse,packed,Flux,SSD,Mamba,x2048x"
-for operator in delta linear softmax scan selective_scan; do
-  timeout 90 "$python" -m foci bench $operator --device cuda --limit 60 --shapes "$shapes" --out "$work/$operator" \
-    2>&1 | tee -a "$work/bench.txt"
-  [ "${PIPESTATUS[0]}" = 0 ] || touch "$work/failed"
+bench() {
+  # One after the other, as nothing else may run beside what is timed; a process each, as a fault of the GPU ends one.
+  # The goals' shapes first: what is over the limit is left out from the end.
+  local operator seconds
+  local -A shapes=(
+    [delta]="Qwen GDN 8192x1 16:32,Qwen GDN 8192x4 16:32,KDA 1x8192,GDN 4x2048x16,small,Qwen GDN 2048x1 2:8,KDA 1x1024,GDN 2x16384"
+    [linear]="GLA 4x2048x16,SSD,small,GLA 2x16384x16,RetNet 4x2048,packed,RWKV"
+    [softmax]="softcap,window,sink,bias,dlse,decode,small,2x8192x16x128 causal,packed,Flux,1x16384x32x64 causal"
+    [selective_scan]="2.8b,small"
+    [scan]="8x2048,small"
+  )
+  local -A share=([delta]=35 [linear]=25 [softmax]=28 [selective_scan]=7 [scan]=5)
+  [ "$device" = cpu ] && for operator in "${!shapes[@]}"; do shapes[$operator]=small; done
+  [ "$device" = cpu ] && shapes[linear]="small simple"
+  for operator in delta linear softmax selective_scan scan; do
+    seconds=$((BENCH * share[$operator] / 100))
+    ask "bench_$operator" $((seconds + 60)) "$python" -m foci bench $operator --device "$device" --limit $seconds \
+      --shapes "${shapes[$operator]}" --out "$work/$operator" || failed=1
+    tail -n +3 "$work/bench_$operator.txt"
+  done
+}
+
+decode() {
+  ask decode 120 "$python" benchmarks/decode.py --device "$device" --json "$work/decode.json" || failed=1
+  cat "$work/decode.txt"
+}
+
+tune() {
+  # A second table for each dtype is not made: half precision is what models run in.
+  ask tune $((TUNE + 60)) "$python" -m foci tune delta linear softmax selective_scan scan --limit "$TUNE" \
+    --out "$work/tuned" || failed=1
+  tail -n 40 "$work/tune.txt"
+}
+
+for step in $steps; do
+  case $step in
+    check) laws ;;
+    bench) decode; bench ;;
+    tune) tune ;;
+    *) echo "h200.sh: unknown step $step; expected check, bench or tune" >&2; failed=1 ;;
+  esac
+  pack
 done
-[ ! -e "$work/failed" ]
+cat "$work/steps.txt"
+exit $failed
