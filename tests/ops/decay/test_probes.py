@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from foci.ops.decay.cases import CASES
 from foci.ops.decay.probes import PROBES, sized
 from foci.ops.decay.spec import SPEC
+from tests.ops.in_slices import InProbes
 
 CPU, F64 = torch.device("cpu"), torch.float64
 BY_NAME = {case.name: case for case in CASES}
@@ -24,10 +24,8 @@ def test_without_an_order_only_the_state_is_handed_on() -> None:
     assert len(taken(PROBES.documents, "not causal, packed")) == 3
 
 
-@pytest.mark.parametrize("bad", PROBES.bad, ids=lambda bad: bad.name)
-def test_bad_input_is_refused_by_name(bad) -> None:
-    with pytest.raises((ValueError, TypeError), match=bad.argument):
-        SPEC.reference(**bad.change(CASES[0].make(F64, CPU, 0)))
+class TestProbes(InProbes):
+    spec = SPEC
 
 
 def test_sized() -> None:

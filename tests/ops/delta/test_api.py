@@ -2,60 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-
-import pytest
 import torch
 
-import foci
-from foci.ops import native
 from foci.ops.delta.api import delta_rule
-from foci.ops.delta.call import bind
 from foci.ops.delta.spec import SPEC
-
-B, T, H, K, V = 2, 5, 3, 4, 6
-Q, VALUE = torch.randn(B, T, H, K), torch.randn(B, T, H, V)
-ARGS = (Q, Q, VALUE, torch.rand(B, T, H))
+from tests.ops.in_slices import B, H, InApi, T
 
 
-def test_the_state_is_given_when_asked_for() -> None:
-    out, state = delta_rule(*ARGS)
-    assert out.shape == (B, T, H, V)
-    assert state is None
-    again, state = delta_rule(*ARGS, return_state=True)
-    assert torch.equal(out, again)
-    assert state is not None
-    assert state.shape == (B, H, K, V)
-
-
-def test_a_state_is_not_changed_and_does_not_come_back() -> None:
-    given = torch.randn(B, H, K, V)
-    before = given.clone()
-    _, state = delta_rule(*ARGS, state=given, return_state=True)
-    assert torch.equal(given, before)
-    assert state is not None
-    assert state.data_ptr() != given.data_ptr()
-
-
-def test_backends() -> None:
-    assert foci.explain("delta", *ARGS).chosen == ("chunked" if native.reasons(bind(*ARGS)) else "native")
-    torch.testing.assert_close(delta_rule(*ARGS, backend="reference")[0], delta_rule(*ARGS)[0])
-    with pytest.raises(ValueError, match="unknown backend 'magic'"):
-        delta_rule(*ARGS, backend="magic")
-
-
-def test_every_argument_of_the_call_is_one_of_the_function() -> None:
-    named = set(inspect.signature(delta_rule).parameters) - {"backend"}
-    assert named == set(inspect.signature(bind).parameters)
-    assert set(SPEC.differentiable) <= named
-
-
-def test_vmap_and_functional_gradients() -> None:
-    def of(v: torch.Tensor) -> torch.Tensor:
-        return delta_rule(*ARGS[:2], v, *ARGS[3:])[0]
-
-    mapped = torch.func.vmap(of)(torch.stack([VALUE, 2 * VALUE]))
-    torch.testing.assert_close(mapped[1], 2 * mapped[0])
-    leaf = VALUE.clone().requires_grad_()
-    of(leaf).sum().backward()
-    torch.testing.assert_close(torch.func.grad(lambda v: of(v).sum())(VALUE), leaf.grad)
+class TestApi(InApi):
+    spec, function = SPEC, staticmethod(delta_rule)
+    more = (torch.rand(B, T, H),)

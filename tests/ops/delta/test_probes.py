@@ -8,6 +8,7 @@ import torch
 from foci.ops.delta.cases import CASES
 from foci.ops.delta.probes import PROBES, sized
 from foci.ops.delta.spec import SPEC
+from tests.ops.in_slices import InProbes
 
 CPU, F64 = torch.device("cpu"), torch.float64
 
@@ -24,10 +25,8 @@ def test_the_future_is_bounded(case) -> None:
     assert all(torch.isfinite(output).all() for output in SPEC.reference(**found.inputs))
 
 
-@pytest.mark.parametrize("bad", PROBES.bad, ids=lambda bad: bad.name)
-def test_bad_input_is_refused_by_name(bad) -> None:
-    with pytest.raises((ValueError, TypeError), match=bad.argument):
-        SPEC.reference(**bad.change(CASES[0].make(F64, CPU, 0)))
+class TestProbes(InProbes):
+    spec = SPEC
 
 
 def test_sized() -> None:
