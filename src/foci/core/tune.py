@@ -52,7 +52,7 @@ class Config:
     def __getitem__(self, block: str) -> int:
         return self.blocks[block]
 
-    @property
+    @functools.cached_property
     def meta(self) -> dict[str, int]:
         """The keywords of a launch."""
         return {**self.blocks, "num_warps": self.warps, "num_stages": self.stages}
@@ -150,15 +150,22 @@ def configure(
     `vary`: the sizes that `foci tune` may try for a block, by its name; warps and stages may always vary.
     """
     there = _CHOOSING.get()
-    if there is None and not target.name:
-        return rule(target)
-    name = ",".join(str(part) for part in key)
     if there is not None:
+        name = _name(key)
         there.asked[kernel, name] = Asked(rule(target), vary or {})
         if (kernel, name) in there.chosen:
             return there.chosen[kernel, name]
-    row = _kernels(target.name).get(kernel, {}).get(name) if target.name else None
-    return Config(row["blocks"], row["warps"], row["stages"]) if row else rule(target)
+    rows = _kernels(target.name).get(kernel) if target.name else None
+    if rows is None:
+        return rule(target)
+    key = tuple(key)
+    if key not in rows:  # from here on it is found without being written out
+        rows[key] = rows.get(_name(key))
+    return rows[key] or rule(target)
+
+
+def _name(key: Sequence[object]) -> str:
+    return ",".join(str(part) for part in key)
 
 
 def candidates(asked: Asked) -> list[Config]:
@@ -180,9 +187,13 @@ def table_of(gpu: str) -> dict[str, Any] | None:
 
 @constant
 @functools.cache
-def _kernels(gpu: str) -> dict[str, dict[str, Any]]:
-    table = table_of(gpu)
-    return table["kernels"] if table else {}
+def _kernels(gpu: str) -> dict[str, dict[Any, Config | None]]:
+    """Of each kernel the configurations measured, by their keys' names."""
+    kernels = (table_of(gpu) or {"kernels": {}})["kernels"]
+    return {
+        kernel: {name: Config(row["blocks"], row["warps"], row["stages"]) for name, row in rows.items()}
+        for kernel, rows in kernels.items()
+    }
 
 
 def file_name(gpu: str) -> str:
@@ -265,4 +276,7 @@ def side(size: int, most: int) -> int:
 
 def strides(x: torch.Tensor | None) -> tuple[int, ...] | None:
     """Of sizes as well as of memory: 0 along what is broadcast, where a tensor of one entry may have any."""
-    return None if x is None else tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
+    if x is None:
+        return None
+    found: tuple[int, ...] = x.stride()
+    return tuple(0 if n == 1 else s for n, s in zip(x.shape, found, strict=True)) if 1 in x.shape else found

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from foci.core.device import installed
+from foci.core.errors import Unsupported
 from foci.core.tune import interpreting, target_of
 from foci.ops.arguments import documents, plain, short
 
@@ -47,7 +48,19 @@ def placed(operator: str, offsets: Tensor | None, like: Tensor) -> Tensor | None
         return None
     if offsets.device.type == "cpu":
         documents(operator, offsets, like.shape[1])
-    return offsets.to(like.device).contiguous()
+    return brought(operator, "offsets", offsets, like.device)
+
+
+def brought(operator: str, name: str, x: Tensor, device: torch.device) -> Tensor:
+    """One after another on the device. A CUDA graph would copy the same memory at every replay, whatever it holds."""
+    if x.device != device and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise Unsupported(
+            f"{operator}: backend 'triton' cannot be captured in a CUDA graph",
+            [f"{name} is on {x.device}"],
+            f"put {name} on {device} before",
+        )
+    # Nobody is waited for; but pinned memory would be read later, when it may hold something else.
+    return x.to(device, non_blocking=not x.is_pinned()).contiguous()
 
 
 def steps(state: Tensor) -> bool:

@@ -169,6 +169,9 @@ def _refuse_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
     raise ValueError(f"attention: q, k, v are on {q.device}, {k.device}, {v.device}; expected one device")
 
 
+_BESIDE = ("bias", "sink", *Visible._fields[:5])
+
+
 def _check_rest(visible: Visible, bias: Tensor | None, sink: Tensor | None, q: Tensor, sizes: dict[str, int]) -> None:
     for name, tensor in (("bias", bias), ("sink", sink)):
         if tensor is not None and tensor.dtype not in DTYPES:
@@ -176,8 +179,8 @@ def _check_rest(visible: Visible, bias: Tensor | None, sink: Tensor | None, q: T
                 f"attention: {name} must be a floating tensor, got {short(tensor.dtype)}"
                 + ("; a boolean mask is `mask=Dense(...)`" if name == "bias" and tensor.dtype == torch.bool else "")
             )
-    for name, tensor in (("bias", bias), ("sink", sink), *zip(Visible._fields[:5], visible[:5], strict=True)):
-        if isinstance(tensor, Tensor) and tensor.device != q.device:
+    for name, tensor in zip(_BESIDE, (bias, sink, *visible[:5]), strict=True):
+        if tensor is not None and tensor.device != q.device:
             raise ValueError(f"attention: {name} is on {tensor.device}, q is on {q.device}; expected one device")
     rows, word = sizes["B"], "rows in the batch"
     if visible.q_offsets is not None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from foci.merge.partial import absorb
-from foci.ops.gpu import unsuitable
+from foci.ops.gpu import brought, unsuitable
+from foci.ops.masks import check_near
 from foci.ops.softmax.call import Call, Gradients, Rows
 
 _FAR = 1 << 29  # tiles/softmax.py: FAR, a side of a window that is open
@@ -26,6 +29,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     """out [B,T,H,V] in v's dtype and lse [B,T,H] in float32."""
     from foci.ops.softmax import kernels_triton_forward
 
+    if any(x is not None for x in call[7:13]):
+        check_near(call.visible, *call.sizes[:3])
     return kernels_triton_forward.forward(_there(call))
 
 
@@ -73,7 +78,26 @@ def backward_part(call: Call, rows: Rows, into: Gradients) -> None:
 
 def _there(call: Call) -> Call:
     """The call as kernels read it: what is small one after another on the device, reaches within what 32 bits hold."""
-    left, right = (None if x is None else min(int(x), _FAR) for x in (call.left, call.right))
-    given = {name: getattr(call, name) for name in _SMALL}
-    small = {n: x.to(call.q.device, non_blocking=True).contiguous() for n, x in given.items() if x is not None}
-    return call._replace(left=left, right=right, **small)
+    if call.band_low is not None or call.band_high is not None:
+        call = _windowed(call)
+    device = call.q.device
+    changed: dict[str, Any] = {}
+    for name, x in zip(_SMALL, (call.sink, *call[7:13]), strict=True):
+        if x is not None and not (x.device == device and x.is_contiguous()):
+            changed[name] = brought("attention", name, x, device)
+    for name, reach in (("left", call.left), ("right", call.right)):
+        if reach is not None and reach > _FAR:
+            changed[name] = _FAR
+    return call._replace(**changed) if changed else call
+
+
+def _windowed(call: Call) -> Call:
+    """A band of one number for whole rows, known on the CPU, is a window about the last query: nothing is copied."""
+    bounds = [x for x in (call.band_low, call.band_high) if x is not None]
+    if call.q_offsets is not None or call.kv_lengths is not None or any(len(x) > 1 or not x.is_cpu for x in bounds):
+        return call
+    _, T, S, *_ = call.sizes
+    low, high = (x if x is None else S - T - max(-_FAR, min(int(x), _FAR)) for x in (call.band_low, call.band_high))
+    left = [x for x in (call.left, low) if x is not None]
+    right = [x for x in (call.right, None if high is None else -high) if x is not None]
+    return call._replace(band_low=None, band_high=None, left=min(left, default=None), right=min(right, default=None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, configure, launch, precision, target_of
+from foci.core.tune import Config, Target, configure, launch, precision, side, target_of
 from foci.tiles.softmax import LOG2E, between, keys_of, queries_of, stretches
 from foci.tiles.softmax_backward import load_rows, probabilities, stays, unit
 
@@ -234,6 +235,7 @@ def keys_kernel(  # type: ignore[no-untyped-def]
         _put(dv_ptr + b * dv_strides[0] + g * dv_strides[2], dv, s0, S, dv_strides, V, ADD)
 
 
+@functools.cache
 def _rule(names: tuple[str, str], widths: tuple[int, int], size: int, heavy: bool, target: Target) -> Config:
     """Tiles whose sums stay in registers: the wider a head, the fewer rows a block has. heavy: more is held a pair."""
     kind = "float32" if size == 4 else "large" if target.kind == "cuda" and target.arch in (90, 100, 103) else "small"
@@ -268,6 +270,9 @@ _TILES = {
 }  # fmt: skip
 
 
+WIDEST = 512
+
+
 class Problem:
     """One call as the kernels of its backward take it: what all of them are told, and what they hand on."""
 
@@ -280,23 +285,15 @@ class Problem:
         self.bias, self.dense = (None if x is None else x.expand(pairs) for x in (call.bias, call.dense))
         low, high, offsets = call.band_low, call.band_high, call.q_offsets
         self.hidden = (
-            *(None if x is None else x.contiguous() for x in (offsets, call.kv_offsets)),
-            0 if offsets is None else offsets.shape[0] - 1,
-            *(None if x is None else x.contiguous() for x in (call.kv_lengths, call.q_lengths)),
+            offsets, call.kv_offsets, 0 if offsets is None else offsets.shape[0] - 1, call.kv_lengths, call.q_lengths,
             low, int(low is not None and low.shape[0] > 1), high, int(high is not None and high.shape[0] > 1),
         )  # fmt: skip
         # Documents may have room for more than they hold, and keys without a query: what lies between may be NaN.
         self.gaps = offsets is not None
-        self.steady, self.pull = torch.empty(2, self.B, self.H, self.T, dtype=torch.float32, device=device)
-        self.numbers = (
-            call.scale,
-            call.softcap,
-            call.left,
-            call.right,
-            int(call.dropout * 2**53),
-            1 / (1 - call.dropout),
-        )
-        self.widths = max(16, triton.next_power_of_2(K)), max(16, triton.next_power_of_2(V))
+        self.steady, self.pull = torch.empty(2, self.B, self.H, self.T, dtype=torch.float32, device=device).unbind()
+        rate = call.dropout
+        self.numbers = call.scale, call.softcap, call.left, call.right, int(rate * 2**53), 1 / (1 - rate)
+        self.widths = side(K, WIDEST), side(V, WIDEST)
         self.constants = {
             "R": self.H // self.G, "K": K, "V": V, "END": call.causal_end, "START": call.causal_start,
             "PLACED": call.seed is not None and call.seed.dim() > 0,
@@ -306,17 +303,15 @@ class Problem:
 
     def configure(self, kernel: str, kept: str, other: str) -> Config:
         """`kept` is the block that a program holds all along."""
-        call, size = self.call, self.call.q.element_size()
+        call = self.call
         heavy = call.softcap is not None or self.bias is not None or call.seed is not None or self.gaps
-        return configure(
-            f"softmax_backward_{kernel}", (*self.widths, str(call.q.dtype).removeprefix("torch."), heavy),
-            lambda target: _rule((kept, other), self.widths, size, heavy, target), self.target,
-        )  # fmt: skip
+        rule = functools.partial(_rule, (kept, other), self.widths, call.q.dtype.itemsize, heavy)
+        return configure(f"softmax_backward_{kernel}", (*self.widths, call.q.dtype, heavy), rule, self.target)
 
 
 def strides(x: Tensor | None) -> tuple[int, ...]:
-    """Those of four dimensions; a missing one is never used."""
-    return (0, 0, 0, 0) if x is None else (*x.stride(), 0)[:4]
+    """Those of nothing are never used."""
+    return (0, 0, 0, 0) if x is None else x.stride()
 
 
 def launch_queries(
@@ -326,7 +321,7 @@ def launch_queries(
     """Fills steady, pull and dq; gives the parts of dsink [parts, H] where there is a sink."""
     call = it.call
     config = it.configure("queries", "BLOCK_T", "BLOCK_S")
-    blocks = triton.cdiv(it.T, config["BLOCK_T"])
+    blocks = -(-it.T // config["BLOCK_T"])
     parts = None if sink is None else torch.empty(it.B * blocks, it.H, dtype=torch.float32, device=lse.device)
     launch(
         queries_kernel, (blocks * it.B * it.H,),
@@ -343,7 +338,7 @@ def launch_keys(it: Problem, dk: Tensor | None, dv: Tensor | None) -> None:
     """Fills dk and dv."""
     call = it.call
     config = it.configure("keys", "BLOCK_S", "BLOCK_T")
-    blocks = triton.cdiv(it.S, config["BLOCK_S"])
+    blocks = -(-it.S // config["BLOCK_S"])
     launch(
         keys_kernel, (blocks * it.B * it.G,),
         call.q, call.k, call.v, it.dout, it.steady, it.pull, it.bias, it.dense, call.seed, *it.hidden, dk, dv,
@@ -366,10 +361,7 @@ def backward(
     # Summed over many pairs, what the rounding of out leaves in pull would show: of a half one in dsink, too.
     of_bias = call.bias is not None and needs[3]
     exact = of_bias or (sink is not None and call.q.dtype != torch.float32)
-    found = [
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) if need else None
-        for x, need in zip(call[:3], needs[:3], strict=True)
-    ]
+    found = [x.new_empty(x.shape) if need else None for x, need in zip(call[:3], needs[:3], strict=True)]
     dq, dk, dv = found
     parts = launch_queries(it, out, lse, dlse, None, dq, exact, sink)
     if dout is None and dv is not None:

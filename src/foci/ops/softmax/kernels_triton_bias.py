@@ -104,7 +104,7 @@ def total(parts: Tensor, like: Tensor) -> Tensor:
     """The sum of parts [P, N] over the first dimension, in the shape and dtype of `like`."""
     found = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     P, N = parts.shape
-    launch(sum_kernel, (triton.cdiv(N, 64),), parts, found, P, N, config=Config({"BLOCK_P": 16, "BLOCK_N": 64}))
+    launch(sum_kernel, (-(-N // 64),), parts, found, P, N, config=Config({"BLOCK_P": 16, "BLOCK_N": 64}))
     return found
 
 
@@ -117,8 +117,8 @@ def of_bias(it: Any, strides: Any, into: Tensor | None = None) -> Tensor:
     config = it.configure("bias", "BLOCK_T", "BLOCK_S")
     sizes = (1,) * (4 - bias.dim()) + tuple(bias.shape)
     rows, columns = config["BLOCK_T"], config["BLOCK_S"]
-    tiles = sizes[0] * sizes[1] * triton.cdiv(sizes[2], rows) * triton.cdiv(sizes[3], columns)
-    uses = it.B * it.H * triton.cdiv(it.T, rows) * triton.cdiv(it.S, columns) // tiles
+    tiles = sizes[0] * sizes[1] * (-(-sizes[2] // rows)) * (-(-sizes[3] // columns))
+    uses = it.B * it.H * (-(-it.T // rows)) * (-(-it.S // columns)) // tiles
     parts = max(1, min(uses, 4 * it.target.processors // tiles))
     if parts > 1:
         found = torch.empty(parts, *sizes, dtype=torch.float32, device=bias.device)

@@ -44,10 +44,10 @@ def forward(call: Any, table: Tensor | None = None, dtype: torch.dtype | None = 
     # Few tokens: the heads that share a key head are rows of one tile, so that its keys are read once.
     together = R > 1 and T < 64
     rows, heads = (T * R, G) if together else (T, H)
-    config = _configured(call, rows, target)
+    config = _configured(call, rows, (K, V), target)
     blocks = -(-rows // config["BLOCK_T"]) * heads * B
     columns = -(-V // config["BLOCK_V"])
-    splits = _splits(call, S, blocks * columns, rows, target)
+    splits = _splits(call, T, S, blocks * columns, rows, target)
     out = torch.empty(B, T, H, V, dtype=dtype or q.dtype, device=device)
     lse = torch.empty(B, T, H, dtype=torch.float32, device=device)
     sums, tops, masses = out, lse, lse
@@ -89,34 +89,40 @@ def merge(
 
 def _near(call: Any, bias: Tensor | None, dense: Tensor | None, config: Config) -> bool:
     """Whether places within a tile fit into 32 bits (any that are not those of tensors that are very far apart)."""
-    most, rows = 0, config["BLOCK_S"]
+    rows = config["BLOCK_S"]
     for x in (call.q, call.k, call.v):
         _, step, _, stride = x.stride()
-        most = max(most, rows * step + 512 * stride)
+        if rows * step + 512 * stride >= 2**31:
+            return False
     for x in (bias, dense):
-        if x is not None:
-            most = max(most, sum(n * step for n, step in zip(x.shape[1:], x.stride()[1:], strict=True)))
-    return most < 2**31
+        if x is not None and sum(n * step for n, step in zip(x.shape[1:], x.stride()[1:], strict=True)) >= 2**31:
+            return False
+    return True
 
 
-def _splits(call: Any, live: int, programs: int, rows: int, target: Target) -> int:
+def _splits(call: Any, T: int, live: int, programs: int, rows: int, target: Target) -> int:
     """Programs that share the keys of a block of queries: as many as fill the chip, each with FEWEST keys at least."""
-    if call.left is not None and (call.right is not None or call.causal_end):
-        live = min(live, call.left + (0 if call.causal_end else call.right) + call.sizes[1])
     # A program with few rows waits for memory: two of them share a processor.
     room = target.processors * (2 if rows <= 64 else 1) // programs
-    return int(max(1, min(room, live // FEWEST)))
+    if room <= 1:
+        return 1
+    if call.left is not None and (call.right is not None or call.causal_end):
+        live = min(live, call.left + (0 if call.causal_end else call.right) + T)
+    return max(1, min(room, live // FEWEST))
 
 
-def _configured(call: Any, rows: int, target: Target) -> Config:
-    *_, K, V = call.sizes
-    few = next((size for size in (16, 32, 64) if rows <= size), 128)
-    widths = _power(max(K, 16)), _power(max(V, 16))
-    laden = min(2, sum(x is not None for x in (call.bias, call.dense, call.q_offsets, call.seed)))
-    size = call.q.dtype.itemsize
-    rule = functools.partial(_rule, size=size, widths=widths, few=few, laden=laden)
-    vary = {"BLOCK_T": (32, 64, 128), "BLOCK_S": (32, 64, 128)} if few == 128 else {"BLOCK_S": (32, 64, 128)}
-    return tune.configure("softmax_forward", (size, *widths, few, laden), rule, target, vary=vary)
+def _configured(call: Any, rows: int, widths: tuple[int, int], target: Target) -> Config:
+    few = 128 if rows > 64 else 64 if rows > 32 else 32 if rows > 16 else 16
+    K, V = (_power(max(width, 16)) for width in widths)
+    extra = (call.bias is not None) + (call.dense is not None) + (call.q_offsets is not None) + (call.seed is not None)
+    key = (call.q.dtype.itemsize, K, V, few, min(2, extra))
+    return tune.configure(
+        "softmax_forward", key, functools.partial(_rule, key=key), target, vary=_MANY if few == 128 else _FEW
+    )
+
+
+_FEW = {"BLOCK_S": (32, 64, 128)}
+_MANY = {"BLOCK_T": (32, 64, 128), **_FEW}
 
 
 def _power(size: int) -> int:
@@ -124,12 +130,14 @@ def _power(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _rule(target: Target, size: int, widths: tuple[int, int], few: int, laden: int) -> Config:
+@functools.cache
+def _rule(target: Target, key: tuple[int, int, int, int, int]) -> Config:
     """Tiles of queries and keys that leave room in registers and shared memory; K beyond BLOCK_K goes in a loop.
 
-    size: bytes of a number; few: at least as many as there are rows, where those are few; laden: how many things beyond
-    q, k and v are read or made for every pair (2: two or more).
+    key: bytes of a number, K and V as powers of two, at least as many rows as there are, where those are few, and how
+    many things beyond q, k and v are read or made for every pair (2: two or more).
     """
+    size, *widths, few, laden = key
     roomy = target.shared > 160_000
     wgmma = target.kind == "cuda" and target.arch in (90, 100)  # products that leave their operands in shared memory
     full = (512 if roomy else 256) // size
@@ -276,9 +284,9 @@ def _step(  # type: ignore[no-untyped-def]
             # A value that no row of this block sees may be NaN, and 0 NaN is NaN: it is not read.
             wanted = tl.max(seen.to(tl.int32), 0) > 0
     if where is not None:
-        page = _page(where, s // PAGE, real)
-        k_rows = k_base + page * k_strides[0] + s % PAGE * k_strides[1]
-        v_rows = v_base + page * v_strides[0] + s % PAGE * v_strides[1]
+        page, place = _page(where, s // PAGE, real), (s % PAGE).to(tl.int64)
+        k_rows = k_base + page * k_strides[0] + place * k_strides[1]
+        v_rows = v_base + page * v_strides[0] + place * v_strides[1]
     else:
         k_rows = k_base + s0 * k_strides[1] + beside * k_strides[1]
         v_rows = v_base + s0 * v_strides[1] + beside * v_strides[1]
@@ -340,10 +348,11 @@ def _load(rows, real, stride, first, WIDTH: tl.constexpr, NEAR: tl.constexpr, BL
 def _page(where, place, real):  # type: ignore[no-untyped-def]
     """The pages that a row's table names in these places, moved inside those there are: int64."""
     row_ptr, step, pages = where
+    place = place.to(tl.int64) * step
     if real is None:
-        page = tl.load(row_ptr + place * step)
+        page = tl.load(row_ptr + place)
     else:
-        page = tl.load(row_ptr + place * step, mask=real, other=0)
+        page = tl.load(row_ptr + place, mask=real, other=0)
     return tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64)
 
 
