@@ -60,16 +60,17 @@ def check_rest(operator: str, like: Tensor, tensors: Mapping[str, Tensor | None]
             raise ValueError(f"{operator}: {name} is on {tensor.device}; expected {like.device}, where the others are")
 
 
-def decay(operator: str, log_decay: Tensor | None, wanted: dict[int, tuple[str, ...]], like: Tensor) -> Tensor | None:
+def decay(
+    operator: str, log_decay: Tensor | None, wanted: dict[int, tuple[str, ...]], full: tuple[int, ...]
+) -> Tensor | None:
     """log_decay by its rank, in the one form that operators take: as many dimensions as q, sizes or 1.
 
-    `wanted` gives the letters of each rank allowed; `like` is [..., H, K] of a tensor per head and channel.
+    `wanted` gives the letters of each rank allowed; `full` the sizes [..., H, K] of a decay per head and channel.
     """
     if log_decay is None:
         return None
     if not isinstance(log_decay, Tensor):
         raise TypeError(f"{operator}: log_decay must be a tensor, got {log_decay!r}")
-    full = tuple(like.shape)
     shapes = {1: full[-2:-1], len(full) - 1: full[:-1], len(full): full}
     rank = log_decay.dim()
     if rank not in shapes or tuple(log_decay.shape) != shapes[rank]:

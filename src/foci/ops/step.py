@@ -28,7 +28,7 @@ def forward(
     (B, H, _), K = v.shape, q.shape[2]
     scale = (K or 1) ** -0.5 if scale is None else arguments.number(operator, "scale", scale)
     rest = {name: x for name, x in named.items() if name not in "qkv"}
-    rest["log_decay"] = arguments.decay(operator, named["log_decay"], _DECAYS, v.new_empty(()).expand(B, H, K))
+    rest["log_decay"] = arguments.decay(operator, named["log_decay"], _DECAYS, (B, H, K))
     if gpu.steps(state):
         from foci.ops.kernels_triton_step import step
 

@@ -77,7 +77,7 @@ def bind(
     if not causal and (log_decay is not None or bonus is not None):
         name = "bonus" if log_decay is None else "log_decay"
         raise ValueError(f"{NAME}: {name} needs causal=True; without an order of tokens there is nothing to decay")
-    log_decay = arguments.decay(NAME, log_decay, _DECAYS, v.new_empty(()).expand(*v.shape[:3], sizes["K"]))
+    log_decay = arguments.decay(NAME, log_decay, _DECAYS, (*v.shape[:3], sizes["K"]))
     arguments.check_rest(NAME, v, {"log_decay": log_decay, "bonus": bonus, "state": state})
     arguments.check_documents(NAME, offsets, state, sizes["B"])
     scale = (sizes["K"] or 1) ** -0.5 if scale is None else arguments.number(NAME, "scale", scale)

@@ -75,7 +75,7 @@ def bind(
     arguments.check_heads(NAME, sizes)
     if not isinstance(return_state, bool):
         raise TypeError(f"{NAME}: return_state must be True or False, got {return_state!r}")
-    log_decay = arguments.decay(NAME, log_decay, _DECAYS, v.new_empty(()).expand(*v.shape[:3], sizes["K"]))
+    log_decay = arguments.decay(NAME, log_decay, _DECAYS, (*v.shape[:3], sizes["K"]))
     arguments.check_rest(NAME, v, {"beta": beta, "log_decay": log_decay, "erase": erase, "state": state})
     arguments.check_documents(NAME, offsets, state, sizes["B"])
     scale = (sizes["K"] or 1) ** -0.5 if scale is None else arguments.number(NAME, "scale", scale)
