@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from foci.core.tune import TARGETS
-from foci.ops.stretches import SHORTEST, Cut, cut
+from foci.ops.stretches import SHORTEST, Cut, cut, cut_into
 
 H200 = TARGETS["sm_90"]
 
@@ -27,3 +27,20 @@ def test_few_sequences_are_cut(T: int, warps: int) -> None:
 def test_documents_have_a_slot_each_and_those_without_tokens_a_program() -> None:
     found = cut(5, 1, 1000, True, H200, 1)
     assert found == Cut(128, 1000 // 128 + 5 + 5, 1000 // 128 + 5)
+
+
+def test_what_is_longer_and_busier_to_begin_with() -> None:
+    """A shortest stretch and the warps that are enough, where a caller has its own."""
+    assert cut(1, 1, 4 * 1024, False, H200, 1, shortest=1024).tokens == 1024
+    assert cut(1, 1, 4 * 1024 - 1, False, H200, 1, shortest=1024).tokens == 0
+    assert (
+        cut(1, 1, 4096, False, H200, 2 * H200.processors, few=2).tokens
+        == 0
+        < cut(1, 1, 4096, False, H200, 2 * H200.processors - 1, few=2).tokens
+    )
+
+
+def test_a_cut_of_a_given_length() -> None:
+    assert cut_into(0, 3, 600, True) == Cut(0, 3, 0)
+    assert cut_into(64, 3, 130, False) == Cut(64, 9, 9)
+    assert cut_into(64, 3, 130, True) == Cut(64, 8, 5)

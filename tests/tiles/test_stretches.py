@@ -9,7 +9,8 @@ import triton.language as tl
 
 from foci.core.tune import TARGETS, interpreting
 from foci.ops.stretches import cut
-from foci.tiles.stretches import decay_rates, join, row, rows, stretch
+from foci.tiles.memory import load_tile, store_tile
+from foci.tiles.stretches import decay_rates, join, join_states, row, rows, stretch
 
 if not interpreting() and not torch.cuda.is_available():
     pytest.skip("kernels need a GPU or TRITON_INTERPRET=1, which `make test` sets for these", allow_module_level=True)
@@ -36,6 +37,13 @@ def _join(state_ptr, decays_ptr, ends_ptr, slot, count, size, STEP: tl.constexpr
     d = tl.arange(0, 4)
     state = tl.load(state_ptr + d)
     tl.store(state_ptr + d, join(state, decays_ptr + d, ends_ptr + d, slot, count, size, d < 3, STEP))
+
+
+@triton.jit
+def _join_states(state_ptr, decays_ptr, ends_ptr, slot, count, h, H, K, V, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+    S = load_tile(state_ptr, 16, K, V, 16, V, 1, 16, 16)
+    S = join_states(S, decays_ptr, ends_ptr, slot, count, h, H, 16, K, 16, V, STEP)
+    store_tile(state_ptr, S, 16, K, V, 16, V, 1)
 
 
 @triton.jit
@@ -99,6 +107,18 @@ def test_maps_are_joined_in_their_order(count: int, step: int) -> None:
     found = state.to(DEVICE)
     _join[(1,)](found, decays.to(DEVICE), ends.to(DEVICE), 9 if step > 0 else 15, count, 3, STEP=step)
     torch.testing.assert_close(found.cpu()[:3], expected[:3])
+
+
+@pytest.mark.parametrize("count, step", [(0, 1), (3, 1), (3, -1)])
+def test_maps_of_states_decay_each_row(count: int, step: int) -> None:
+    """One head's, from row and column 16 on; nothing else is touched."""
+    state, decays, ends = torch.randn(20, 19), torch.rand(6, 2, 20), torch.randn(6, 2, 20, 19)
+    expected = state.clone()
+    for slot in range(2, 2 + count * step, step):
+        expected[16:, 16:] = (decays[slot, 1, :, None] * expected + ends[slot, 1])[16:, 16:]
+    found = state.to(DEVICE)
+    _join_states[(1,)](found, decays.to(DEVICE), ends.to(DEVICE), 2, count, 1, 2, 20, 19, STEP=step)
+    torch.testing.assert_close(found.cpu(), expected)
 
 
 def test_rows_end_where_the_tokens_do() -> None:

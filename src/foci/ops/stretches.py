@@ -17,20 +17,29 @@ class Cut(NamedTuple):
     slots: int
 
 
-def cut(N: int, B: int, T: int, packed: bool, target: Target, warps: int) -> Cut:
+def cut(
+    N: int, B: int, T: int, packed: bool, target: Target, warps: int, shortest: int | None = None, few: int = 4
+) -> Cut:
     """The Cut of N sequences in B rows of T tokens where all channels of one sequence make so many warps.
 
-    What is cut is read twice, so as few stretches are made as keep eight warps a processor busy: of 128 tokens or 4, 16
-    ... times as many. Short sequences are not cut, as one launch more takes as long; nor enough to fill the GPU.
+    What is cut is read twice, so as few stretches are made as keep eight warps a processor busy: of `shortest` tokens
+    (SHORTEST) or 4, 16 ... times as many. Short sequences are not cut, as one launch more takes as long; nor those that
+    are enough to give each processor `few` warps.
+    """
+    shortest, tokens = shortest or SHORTEST, 0
+    if 4 * shortest <= T and N * warps < few * target.processors:
+        tokens = shortest
+        while 4 * tokens * 8 * target.processors <= B * T * warps:
+            tokens *= 4
+    return cut_into(tokens if tokens < T else 0, N, T, packed)
+
+
+def cut_into(tokens: int, N: int, T: int, packed: bool) -> Cut:
+    """The Cut into stretches of so many tokens, or none.
 
     A document ends within a stretch, so there is room for one more each; and a program for each that has no token.
     """
-    tokens = 0
-    if T >= 4 * SHORTEST and N * warps < 4 * target.processors:
-        tokens = SHORTEST
-        while 4 * tokens * 8 * target.processors <= B * T * warps:
-            tokens *= 4
-    if not 0 < tokens < T:
+    if not tokens:
         return Cut(0, N, 0)
     slots = T // tokens + N if packed else N * -(-T // tokens)
     return Cut(tokens, slots + N * packed, slots)

@@ -50,15 +50,22 @@ def rows(ptr, t0, end, stride, columns, inside, COUNT: tl.constexpr):  # type: i
 
 
 @triton.jit
-def join(state, decays_ptr, ends_ptr, slot, count, size, inside, STEP: tl.constexpr, BATCH: tl.constexpr = 8):  # type: ignore[no-untyped-def]
-    """What `count` stretches from `slot` on, in steps of STEP, make of a state: decay state + end, one by one."""
+def join(  # type: ignore[no-untyped-def]
+    state, decays_ptr, ends_ptr, slot, count, size, inside, STEP: tl.constexpr, BATCH: tl.constexpr = 8,
+    decays_size=None, decays_inside=None,
+):  # fmt: skip
+    """What `count` stretches from `slot` on, in steps of STEP, make of a state: decay state + end, one by one.
+
+    BATCH of them are loaded at once. Decays are as many as ends, or have a size and an inside of their own.
+    """
     for s0 in range(0, count, BATCH):
         decays, ends = (), ()
         for i in tl.static_range(BATCH):
-            place = tl.cast(slot + (s0 + i) * STEP, tl.int64) * size
-            there = inside & (s0 + i < count)
-            decays = decays + (tl.load(decays_ptr + place, mask=there, other=1.0),)  # type: ignore[assignment]  # noqa: RUF005
-            ends = ends + (tl.load(ends_ptr + place, mask=there, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+            place, there = tl.cast(slot + (s0 + i) * STEP, tl.int64), s0 + i < count
+            of_decays = decays_ptr + place * (size if decays_size is None else decays_size)
+            wanted = inside if decays_inside is None else decays_inside
+            decays = decays + (tl.load(of_decays, mask=wanted & there, other=1.0),)  # type: ignore[assignment]  # noqa: RUF005
+            ends = ends + (tl.load(ends_ptr + place * size, mask=inside & there, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
         for i in tl.static_range(BATCH):
             state = decays[i] * state + ends[i]
     return state
@@ -69,3 +76,13 @@ def decay_rates(places, inside):  # type: ignore[no-untyped-def]
     """A in powers of 2, for exp2(dt A); half the lowest number for -inf, since 0 * -inf is NaN."""
     A = tl.load(places, mask=inside, other=0.0).to(tl.float32)
     return tl.maximum(A, -1.7014117e38) * 1.4426950408889634
+
+
+@triton.jit
+def join_states(  # type: ignore[no-untyped-def]
+    S, decays_ptr, ends_ptr, slot, count, h, H, k0, K, v0, V, STEP: tl.constexpr,
+):  # fmt: skip
+    """`join` of head h's block S of a state [K,V]: decays [slots,H,K] of its rows, ends [slots,H,K,V]."""
+    k, v = (k0 + tl.arange(0, S.shape[0]))[:, None], (v0 + tl.arange(0, S.shape[1]))[None, :]
+    decays, ends = decays_ptr + h * K + k, ends_ptr + h * K * V + k * V + v
+    return join(S, decays, ends, slot, count, H * K * V, (k < K) & (v < V), STEP, 2, H * K, k < K)

@@ -1,4 +1,4 @@
-"""The GPU backend's reasons, and the states it keeps."""
+"""What the GPU backend keeps for its backward: the states it keeps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from foci.core.tune import interpreting
+from foci.core.tune import TARGETS
 from foci.ops.decay import gpu
 from foci.ops.decay.call import Call, bind
 
@@ -15,18 +15,6 @@ from foci.ops.decay.call import Call, bind
 def call(dtype: torch.dtype = torch.float32, K: int = 8, V: int = 5, **options: Any) -> Call:
     q = torch.zeros(2, 70, 3, K, dtype=dtype)
     return bind(q, q, torch.zeros(2, 70, 3, V, dtype=dtype), **options)
-
-
-@pytest.mark.skipif(interpreting(), reason="Triton's interpreter runs on the CPU")
-def test_it_wants_a_gpu_and_says_so() -> None:
-    assert gpu.reasons(call()) == ["it needs a GPU, the tensors are on cpu"]
-
-
-def test_what_no_kernel_computes_is_refused() -> None:
-    assert "float64 is not supported" in gpu.reasons(call(torch.float64))
-    assert "heads wider than 512 are not supported" in gpu.reasons(call(K=513))
-    assert "heads wider than 512 are not supported" in gpu.reasons(call(V=513))
-    assert "there is nothing to compute: a size is 0" in gpu.reasons(call(V=0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -40,3 +28,13 @@ def test_what_is_kept_of_documents_and_without_an_order() -> None:
     q, v = torch.zeros(1, 70, 3, 8), torch.zeros(1, 70, 3, 5)
     assert gpu.kept(bind(q, q, v, offsets=torch.tensor([0, 1, 1, 70]))).shape[0] == 70 // 64 + 3 + 2
     assert gpu.kept(bind(q, q, v, causal=False)).shape[0] == 0
+
+
+@pytest.mark.parametrize(
+    "T, heads, stretches", [(4095, 1, 0), (4096, 1, 4), (8192, 8, 8), (8192, 9, 0), (65536, 8, 16)]
+)
+def test_few_heads_of_long_sequences_are_cut(T: int, heads: int, stretches: int) -> None:
+    """On an H200 into as many stretches as fill it twice, of 16 chunks or more; each walk has 8 programs of 4 warps."""
+    q = torch.empty(1, T, heads, 128, dtype=torch.bfloat16, device="meta")
+    found = gpu._cut(bind(q, q, q))(TARGETS["sm_90"], heads * 8 * 4)
+    assert found.slots == stretches and found.tokens % (16 * 64) == 0

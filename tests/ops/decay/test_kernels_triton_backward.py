@@ -15,9 +15,9 @@ from foci.ops.decay.api import linear_attention
 from foci.ops.decay.call import Call, bind
 from foci.ops.decay.spec import SPEC
 from foci.ops.draw import Draw
-from tests.ops.decay.test_kernels_triton_forward import problem
-from tests.ops.in_triton import InTriton, there
-from tests.ops.recurrences import BUDGET, error
+from tests.ops.decay.test_kernels_triton_forward import cut, problem  # noqa: F401  a fixture
+from tests.ops.in_triton import DTYPES, InTriton, there
+from tests.ops.recurrences import BUDGET, error, inputs_of
 
 NAMES = ("q", "k", "v", "log_decay", "bonus", "state")
 
@@ -25,10 +25,10 @@ NAMES = ("q", "k", "v", "log_decay", "bonus", "state")
 class TestInTriton(InTriton):
     spec, function, module = SPEC, staticmethod(linear_attention), gpu
 
-    def right(self, inputs: dict[str, Any]) -> None:
+    def right(self, inputs: dict[str, Any], truth_by: str = "reference") -> None:
         with memory.poisoned():
-            errors = self.apart(inputs)
-        assert all(e <= BUDGET[torch.float32] for e in errors.values()), errors
+            errors = self.apart(inputs, truth_by)
+        assert all(e <= BUDGET[inputs["v"].dtype] for e in errors.values()), errors
 
     @pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 64, 65, 129])
     def test_lengths_around_a_chunk(self, T: int) -> None:
@@ -50,6 +50,37 @@ class TestInTriton(InTriton):
         inputs = problem(70, H=3, decay=decay)
         inputs["log_decay"] = Draw(torch.float32, torch.device("cpu"), 0).extremes(*inputs["log_decay"].shape)
         self.right(inputs)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_every_case_of_more_than_a_chunk_cut(self, dtype: torch.dtype, cut: None) -> None:  # noqa: F811
+        every = [inputs_of(SPEC, case.name, dtype) for case in SPEC.cases]
+        cases = [inputs for inputs in every if inputs["v"].shape[1] > 64]
+        assert len(cases) > 7
+        for inputs in cases:
+            self.right(inputs, "chunked")
+
+    @pytest.mark.parametrize("decay", ["none", "head", "token", "channel"])
+    def test_lengths_cut(self, decay: str, cut: None) -> None:  # noqa: F811
+        state = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+        self.right(problem(200, B=2, decay=decay, state=state), "chunked")
+        if decay == "none":
+            self.right(problem(200, B=2, decay=decay, state=state, causal=False), "chunked")
+
+    @pytest.mark.parametrize("decay", ["head", "channel"])
+    def test_documents_cut_also_empty_ones(self, decay: str, cut: None) -> None:  # noqa: F811
+        state = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+        self.right(problem(210, decay=decay, offsets=torch.tensor((0, 0, 130, 130, 131, 210, 210)), state=state))
+
+    def test_gates_of_every_size_cut(self, cut: None) -> None:  # noqa: F811
+        for decay, H in (("head", 5), ("token", 1), ("channel", 1)):
+            inputs = problem(140, H=H, decay=decay)
+            inputs["log_decay"] = Draw(torch.float32, torch.device("cpu"), 0).extremes(*inputs["log_decay"].shape)
+            self.right(inputs, "chunked")
+
+    def test_float16_cut(self, cut: None) -> None:  # noqa: F811
+        inputs = problem(140, decay="channel")
+        self.right(inputs | {name: inputs[name].half() for name in ("q", "k", "v")}, "chunked")
 
 
 def gradients(call: Call, grads: tuple[Any, ...], needs: list[bool] | None = None) -> tuple[Any, ...]:
@@ -94,11 +125,28 @@ def test_only_what_is_needed_comes_and_it_is_the_same() -> None:
             torch.testing.assert_close(found[place], expected[place])
 
 
+@pytest.mark.parametrize("decay", ["token", "channel"])
+def test_the_gradient_of_a_loss_on_the_past_does_not_know_the_future(decay: str, cut: None) -> None:  # noqa: F811
+    inputs, at = there(problem(200, decay=decay)), 70
+    weight = torch.randn(inputs["v"].shape, generator=torch.Generator().manual_seed(3))
+    weight[:, at:] = 0
+    grads = there({"out": weight})["out"], None
+    before = gradients(bind(**inputs), grads)
+    for name in ("q", "k", "v"):
+        inputs[name][:, at:] = 3 * inputs[name][:, at:] - 1
+    inputs["log_decay"][:, at:] = -torch.inf
+    for x, y in zip(before, gradients(bind(**inputs), grads), strict=True):
+        assert x is y is None or torch.equal(x[:, :at], y[:, :at])
+
+
+@pytest.mark.parametrize("heads", [1, 128])
 @pytest.mark.parametrize("target", tune.TARGETS.values(), ids=tune.TARGETS)
-def test_two_launches_and_a_third_where_something_is_left_to_sum(target: tune.Target) -> None:
+def test_two_launches_one_more_where_something_is_left_to_sum_and_where_few_heads_are_cut(
+    target: tune.Target, heads: int
+) -> None:
     meta = torch.device("meta")
-    q = torch.empty(1, 8192, 4, 64, dtype=torch.bfloat16, device=meta)
-    two = {"dstates_kernel": 1, "gradients_kernel": 1}
+    q = torch.empty(1, 8192, heads, 64, dtype=torch.bfloat16, device=meta)
+    two = {"dstates_kernel": 2 if heads == 1 else 1, "gradients_kernel": 1}
     counted = {
         "token": (bind(q, q, q, log_decay=q[..., 0]), two),
         "channel": (bind(q, q, q, log_decay=q), two),
@@ -109,7 +157,7 @@ def test_two_launches_and_a_third_where_something_is_left_to_sum(target: tune.Ta
     for name, (call, expected) in counted.items():
         with tune.recording(target) as launches:
             gradients(call, (torch.empty_like(call.v), None))
-        found = Counter(launch.kernel.fn.__name__ for launch in launches[2:])
+        found = Counter(launch.kernel.fn.__name__ for launch in launches[3 if heads == 1 else 2 :])
         assert found == expected, name
     with tune.recording(target) as launches:
         gradients(full(), (None, None), [False] * 5 + [True])

@@ -10,6 +10,7 @@ import torch
 
 from foci.check import memory
 from foci.core import tune
+from foci.ops import stretches
 from foci.ops.decay import gpu, reference
 from foci.ops.decay.call import bind
 from foci.ops.draw import Draw
@@ -27,6 +28,12 @@ def problem(
         {} if shape is None else {"log_decay": torch.nn.functional.logsigmoid(torch.randn(shape, generator=draw) + 2)}
     )
     return made | gates | more
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sequence is cut into stretches of one chunk."""
+    monkeypatch.setattr(stretches, "cut", lambda N, B, T, packed, *_, **__: stretches.cut_into(64, N, T, packed))
 
 
 def errors(inputs: dict[str, Any]) -> list[float]:
@@ -60,6 +67,19 @@ def test_gates_of_every_size_in_one_chunk(decay: str) -> None:
     assert max(errors(inputs)) < BUDGET[torch.float32]
 
 
+@pytest.mark.parametrize("T, tokens", [(64, 64), (65, 64), (200, 64), (330, 128)])
+def test_lengths_cut(T: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stretches, "cut", lambda N, B, T, packed, *_, **__: stretches.cut_into(tokens, N, T, packed))
+    state = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    for decay in ("none", "head", "token", "channel"):
+        assert max(errors(problem(T, B=2, decay=decay, state=state))) < BUDGET[torch.float32], decay
+
+
+@pytest.mark.parametrize("decay, K, V", [("token", 130, 70), ("channel", 20, 12)])
+def test_widths_cut(decay: str, K: int, V: int, cut: None) -> None:
+    assert max(errors(problem(150, K=K, V=V, decay=decay))) < BUDGET[torch.float32]
+
+
 def test_views_of_any_stride() -> None:
     inputs = problem(66, H=2, decay="channel")
     assert max(errors(memory.strided(inputs))) < BUDGET[torch.float32]
@@ -68,20 +88,27 @@ def test_views_of_any_stride() -> None:
 
 
 @pytest.mark.parametrize("decay", ["head", "token", "channel"])
-def test_what_comes_later_changes_no_bit_of_what_comes_before(decay: str) -> None:
-    inputs = there(problem(70, decay=decay))
-    before = gpu.forward(bind(**inputs))[0][:, :40]
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_comes_later_changes_no_bit_of_what_comes_before(
+    whole: bool, decay: str, request: pytest.FixtureRequest
+) -> None:
+    T, at = (70, 40) if whole else (200, 70)
+    if not whole:
+        request.getfixturevalue("cut")
+    inputs = there(problem(T, decay=decay))
+    before = gpu.forward(bind(**inputs))[0][:, :at]
     for name in ("q", "k", "v"):
-        inputs[name][:, 40:] = 3 * inputs[name][:, 40:] - 1
+        inputs[name][:, at:] = 3 * inputs[name][:, at:] - 1
     if decay != "head":
-        inputs["log_decay"][:, 40:] = -torch.inf
-    assert torch.equal(gpu.forward(bind(**inputs))[0][:, :40], before)
+        inputs["log_decay"][:, at:] = -torch.inf
+    assert torch.equal(gpu.forward(bind(**inputs))[0][:, :at], before)
 
 
+@pytest.mark.parametrize("heads", [1, 128])
 @pytest.mark.parametrize("target", tune.TARGETS.values(), ids=tune.TARGETS)
-def test_two_launches_whatever_is_asked(target: tune.Target) -> None:
+def test_two_launches_whatever_is_asked_or_three_where_few_heads_are_cut(target: tune.Target, heads: int) -> None:
     meta = torch.device("meta")
-    q, offsets = torch.empty(1, 8192, 4, 128, dtype=torch.bfloat16, device=meta), torch.empty(4, device=meta).int()
+    q, offsets = torch.empty(1, 8192, heads, 128, dtype=torch.bfloat16, device=meta), torch.empty(4, device=meta).int()
     calls = [bind(q, q, q), bind(q, q, q, causal=False), bind(q, q, q, log_decay=q, offsets=offsets)]
     calls.append(bind(q, q, q, log_decay=q[..., 0], bonus=q[0, 0]))
     for call in calls:
@@ -89,7 +116,7 @@ def test_two_launches_whatever_is_asked(target: tune.Target) -> None:
             with tune.recording(target) as launches:
                 gpu.forward(call, keep)
             counted = Counter(launch.kernel.fn.__name__ for launch in launches)
-            assert counted == {"states_kernel": 1, "out_kernel": 1}
+            assert counted == {"states_kernel": 2 if heads == 1 else 1, "out_kernel": 1}
 
 
 def test_what_is_kept_is_the_state_at_each_chunks_start() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from foci.core.spec import Output
+from foci.ops import stretches
 from foci.ops.decay.call import NAME, Call
-from foci.ops.gpu import chunks, placed, unsuitable
+from foci.ops.gpu import CHUNK, chunks, placed, unsuitable
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -34,7 +37,7 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
     states = kept(call).empty(call.v) if keep or call.causal else None
-    out, final = kernels.forward(call, states, _slots(call))
+    out, final = kernels.forward(call, states, _slots(call), _cut(call))
     return (out, final) if states is None or not keep else (out, final, states)
 
 
@@ -43,4 +46,16 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     from foci.ops.decay import kernels_triton_backward as kernels
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
-    return kernels.backward(call, outputs[2] if call.causal else outputs[1], grads, needs, _slots(call))
+    states = outputs[2] if call.causal else outputs[1]
+    return kernels.backward(call, states, grads, needs, _slots(call), _cut(call))
+
+
+def _cut(call: Call) -> partial[stretches.Cut]:
+    """What is left to say: for which GPU, and how many warps walk a sequence.
+
+    A stretch has 16 chunks at least, and there are four of them: a walk of so many chunks twice, and the fold of the
+    stretches before it, then take half the time or less. Half a program of four warps a processor, and products and
+    memory are busy enough for a second reading to cost what the shorter walk saves.
+    """
+    B, T, *_, N = call.sizes
+    return partial(stretches.cut, N, B, T, call.offsets is not None, shortest=16 * CHUNK, few=2)

@@ -10,7 +10,7 @@ and a gate takes what it weighs of dA A, of both second terms, and of total (S d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from foci.core.tune import Config, Target, configure, float_precision, launch, s
 from foci.tiles.gates import by_ends, by_pairs, ends, load_gates, pairs, pairs_backward_onto, total, weights
 from foci.tiles.memory import load_tile, store_tile
 from foci.tiles.state import chunk_at, sequence, working
+from foci.tiles.stretches import join_states, stretch
 
 CHUNK = 64
 WIDTHS = {"BLOCK_K": (16, 32, 64, 128), "BLOCK_V": (16, 32, 64, 128)}  # what `foci tune` may try
@@ -30,50 +31,69 @@ WIDTHS = {"BLOCK_K": (16, 32, 64, 128), "BLOCK_V": (16, 32, 64, 128)}  # what `f
 
 @triton.jit
 def dstates_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, do_ptr, g_ptr, d_final_ptr, offsets_ptr, ends_ptr, d_initial_ptr,
-    q_strides, do_strides, g_strides, d_final_strides, scale, T, H, R, K, V,
+    q_ptr, do_ptr, g_ptr, d_final_ptr, offsets_ptr, ends_ptr, d_initial_ptr, decays_ptr, starts_ptr,
+    q_strides, do_strides, g_strides, d_final_strides, scale, T, N, H, R, K, V,
     CAUSAL: tl.constexpr, OWN: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    STRETCH: tl.constexpr, MAP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One block of the gradient of one head's state, from a sequence's end to its start; kept at each chunk's end.
+    """One block of the gradient of one head's state, from a sequence's end, or a stretch's, to its start.
 
-    Not causal: all tokens read the last state, whose gradient is kept alone.
+    Kept at each chunk's end; not causal, all tokens read the last state, whose gradient is kept alone. MAP: the map
+    that the stretch is, of the gradient behind it to that at its start; a sequence's first stretch is needed by none.
     """
     v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
     rest = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
     k0 = rest % tl.cdiv(K, BLOCK_K) * BLOCK_K
     rest = rest // tl.cdiv(K, BLOCK_K)
     h, n = (rest % H).to(tl.int64), (rest // H).to(tl.int64)
+    if STRETCH > 0:
+        n, _, start, _, first, end, piece = stretch(offsets_ptr, rest // H, T, N, STRETCH)
+        if n < 0 or (MAP and first == start):
+            return
+    n = tl.cast(n, tl.int64)
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
     q_ptr += b * q_strides[0] + h // R * q_strides[2]
     do_ptr += b * do_strides[0] + h * do_strides[2]
     dS = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    decay = tl.full([BLOCK_K], 1.0, tl.float32)
     if d_final_ptr is not None:
         here = d_final_ptr + n * d_final_strides[0] + h * d_final_strides[1]
         dS = load_tile(here, k0, K, d_final_strides[2], v0, V, d_final_strides[3], BLOCK_K, BLOCK_V).to(tl.float32)
-    count = tl.cdiv(stop - start, CHUNK)
+    if STRETCH == 0:
+        first, end = start, stop
+    elif not MAP:
+        behind = tl.cdiv(stop - end, STRETCH)
+        dS = join_states(dS, decays_ptr, starts_ptr, piece + behind, behind, h, H, k0, K, v0, V, -1)
+    count = tl.cdiv(end - first, CHUNK)
     for i in range(count):
-        t0 = start + (count - 1 - i) * CHUNK
-        if CAUSAL and ends_ptr is not None:
-            there = (slot + count - 1 - i) * H + h
+        t0 = first + (count - 1 - i) * CHUNK
+        if CAUSAL and not MAP and ends_ptr is not None:
+            there = (slot + (t0 - start) // CHUNK) * H + h
             store_tile(ends_ptr + there * K * V, dS, k0, K, V, v0, V, 1)
-        q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
-        do = working(load_tile(do_ptr, t0, stop, do_strides[1], v0, V, do_strides[3], CHUNK, BLOCK_V))
+        q = working(load_tile(q_ptr, t0, end, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
+        do = working(load_tile(do_ptr, t0, end, do_strides[1], v0, V, do_strides[3], CHUNK, BLOCK_V))
         if g_ptr is not None:
             here = g_ptr + b * g_strides[0] + h * g_strides[2]
             if PER_CHANNEL:
-                g = load_tile(here, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+                g = load_tile(here, t0, end, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
                 q = (q * ends(g, OWN)[0]).to(q.dtype)
                 dS *= total(g)[:, None]
             else:
-                g = load_gates(here, t0, stop, g_strides[1], CHUNK)
+                g = load_gates(here, t0, end, g_strides[1], CHUNK)
                 do = (do * ends(g, OWN)[0][:, None]).to(do.dtype)
                 dS *= total(g)
+            if MAP:
+                decay *= total(g)
         dS += scale * tl.dot(tl.trans(q), do, input_precision=PRECISION)
-    if not CAUSAL and ends_ptr is not None:
-        store_tile(ends_ptr + (n * H + h) * K * V, dS, k0, K, V, v0, V, 1)
-    if d_initial_ptr is not None:
-        store_tile(d_initial_ptr + (n * H + h) * K * V, dS, k0, K, V, v0, V, 1)
+    if MAP:
+        store_tile(starts_ptr + (tl.cast(piece, tl.int64) * H + h) * K * V, dS, k0, K, V, v0, V, 1)
+        if v0 == 0:
+            store_tile(decays_ptr + (tl.cast(piece, tl.int64) * H + h) * K, decay[None, :], 0, 1, 0, k0, K, 1)
+    elif first == start:
+        if not CAUSAL and ends_ptr is not None:
+            store_tile(ends_ptr + (n * H + h) * K * V, dS, k0, K, V, v0, V, 1)
+        if d_initial_ptr is not None:
+            store_tile(d_initial_ptr + (n * H + h) * K * V, dS, k0, K, V, v0, V, 1)
 
 
 @triton.jit
@@ -326,11 +346,13 @@ def sums_rule(target: Target) -> Config:
 
 
 def backward(
-    call: Any, states: Tensor, grads: Sequence[Tensor | None], needs: Sequence[bool], chunks: int
-) -> tuple[Tensor | None, ...]:
+    call: Any, states: Tensor, grads: Sequence[Tensor | None], needs: Sequence[bool], chunks: int,
+    cut: Callable[[Target, int], Any],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of q, k, v, log_decay, bonus and state, None where not needed.
 
     `states`: what the forward kept, or the last ones where it is not causal. `chunks`: at most so many (ops/gpu.py).
+    `cut` is that of ops/stretches.py.
     """
     d_out, d_final = grads
     do = call.v.new_zeros(()).expand(call.v.shape) if d_out is None else d_out
@@ -343,24 +365,32 @@ def backward(
     if any(x is not None for x in (dk, dv, dg)):
         ends = torch.empty(states.shape, dtype=stored(call.v.dtype), device=states.device)
     if ends is not None or d_state is not None:
-        _dstates(call, do, d_final, ends, d_state)
+        _dstates(call, do, d_final, ends, d_state, cut)
     if any(x is not None for x in (dq, dk, dv, dg, d_bonus)):
         _gradients(call, states, ends, do, (dq, dk, dv, dg, d_bonus), chunks)
     return dq, dk, dv, dg, d_bonus, d_state
 
 
-def _dstates(call: Any, do: Tensor, d_final: Tensor | None, ends: Tensor | None, d_state: Tensor | None) -> None:
+def _dstates(
+    call: Any, do: Tensor, d_final: Tensor | None, ends: Tensor | None, d_state: Tensor | None,
+    cut: Callable[[Target, int], Any],
+) -> None:  # fmt: skip
     _, T, G, H, K, V, N = call.sizes
     g, target = call.log_decay, target_of(do.device)
     walk = configure("linear_dstates", (do.dtype, K, V), partial(dstates_rule, do.dtype, K, V, N * H), target, WIDTHS)
-    launch(
-        dstates_kernel,
-        (N * H * -(-K // walk["BLOCK_K"]) * -(-V // walk["BLOCK_V"]),),
-        call.q, do, g, d_final, call.offsets, ends, d_state,
-        call.q.stride(), do.stride(), strides(g), strides(d_final), call.scale, T, H, H // G, K, V,
-        config=walk, CAUSAL=call.causal, OWN=call.bonus is None, PER_CHANNEL=g is not None and g.shape[3] > 1,
-        PRECISION=float_precision(do.dtype, target), CHUNK=CHUNK,
-    )  # fmt: skip
+    blocks = H * -(-K // walk["BLOCK_K"]) * -(-V // walk["BLOCK_V"])
+    STRETCH, programs, maps = cut(target, blocks * walk.warps)
+    decays = torch.empty(maps, H, K, dtype=torch.float32, device=do.device) if STRETCH else None
+    starts = torch.empty(maps, H, K, V, dtype=torch.float32, device=do.device) if STRETCH else None
+    for MAP in (True, False) if STRETCH else (False,):
+        launch(
+            dstates_kernel,
+            ((maps if MAP else programs) * blocks,),
+            call.q, do, g, None if MAP else d_final, call.offsets, ends, d_state, decays, starts,
+            call.q.stride(), do.stride(), strides(g), strides(d_final), call.scale, T, N, H, H // G, K, V,
+            config=walk, CAUSAL=call.causal, OWN=call.bonus is None, PER_CHANNEL=g is not None and g.shape[3] > 1,
+            PRECISION=float_precision(do.dtype, target), CHUNK=CHUNK, STRETCH=STRETCH, MAP=MAP,
+        )  # fmt: skip
 
 
 def _gradients(

@@ -3,12 +3,16 @@
 Within a chunk  o = scale (A v + (rise q) S),  A the decayed products of queries and keys, S the state at its start; the
 state at its end is  total S + (fall k)^T v  (tiles/gates.py: rise, fall, total).
 
+Where few heads would leave processors idle, sequences are cut into stretches (ops/stretches.py) and states are walked
+twice: first from nothing, for the map that each stretch is, and then from what the maps before it make of the first.
+
 States go from one launch to the next in bfloat16 for bfloat16 inputs: products would round them to it anyway, and they
 are most of what is moved. For float16 they stay float32, as do all products of it (tiles/state.py: working).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,6 +25,7 @@ from foci.core.tune import Config, Target, configure, float_precision, launch, s
 from foci.tiles.gates import ends, load_gates, pairs, total, weights
 from foci.tiles.memory import load_tile, store_tile
 from foci.tiles.state import chunk_at, sequence, working
+from foci.tiles.stretches import join_states, stretch
 
 CHUNK = 64
 WIDTHS = {"BLOCK_K": (16, 32, 64, 128), "BLOCK_V": (16, 32, 64, 128)}  # what `foci tune` may try
@@ -28,42 +33,63 @@ WIDTHS = {"BLOCK_K": (16, 32, 64, 128), "BLOCK_V": (16, 32, 64, 128)}  # what `f
 
 @triton.jit
 def states_kernel(  # type: ignore[no-untyped-def]
-    k_ptr, v_ptr, g_ptr, state_ptr, offsets_ptr, kept_ptr, final_ptr,
-    k_strides, v_strides, g_strides, state_strides, T, H, R, K, V,
+    k_ptr, v_ptr, g_ptr, state_ptr, offsets_ptr, kept_ptr, final_ptr, decays_ptr, ends_ptr,
+    k_strides, v_strides, g_strides, state_strides, T, N, H, R, K, V,
     CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    STRETCH: tl.constexpr, MAP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One block of one head's state through one sequence; keeps it at each chunk's start, and the last."""
+    """One block of one head's state through one sequence, or one stretch; kept at each chunk's start, and the last.
+
+    MAP: the map that the stretch is, state -> decay state + end; a sequence's last stretch is needed by none.
+    """
     v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
     rest = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
     k0 = rest % tl.cdiv(K, BLOCK_K) * BLOCK_K
     rest = rest // tl.cdiv(K, BLOCK_K)
     h, n = (rest % H).to(tl.int64), (rest // H).to(tl.int64)
+    if STRETCH > 0:
+        n, _, _, stop, first, end, piece = stretch(offsets_ptr, rest // H, T, N, STRETCH)
+        if n < 0 or (MAP and end == stop):
+            return
+    n = tl.cast(n, tl.int64)
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
     k_ptr += b * k_strides[0] + h // R * k_strides[2]
     v_ptr += b * v_strides[0] + h * v_strides[2]
     S = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    decay = tl.full([BLOCK_K], 1.0, tl.float32)
     if state_ptr is not None:
         state_ptr += n * state_strides[0] + h * state_strides[1]
         S = load_tile(state_ptr, k0, K, state_strides[2], v0, V, state_strides[3], BLOCK_K, BLOCK_V).to(tl.float32)
-    for t0 in range(start, stop, CHUNK):
-        if CAUSAL:
+    if STRETCH == 0:
+        first, end = start, stop
+    elif not MAP:
+        before = (first - start) // STRETCH
+        S = join_states(S, decays_ptr, ends_ptr, piece - before, before, h, H, k0, K, v0, V, 1)
+    for t0 in range(first, end, CHUNK):
+        if CAUSAL and not MAP:
             there = (slot + (t0 - start) // CHUNK) * H + h
             store_tile(kept_ptr + there * K * V, S, k0, K, V, v0, V, 1)
-        k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
-        v = working(load_tile(v_ptr, t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V))
+        k = working(load_tile(k_ptr, t0, end, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
+        v = working(load_tile(v_ptr, t0, end, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V))
         if g_ptr is not None:
             here = g_ptr + b * g_strides[0] + h * g_strides[2]
             if PER_CHANNEL:
-                g = load_tile(here, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+                g = load_tile(here, t0, end, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
                 k = (k * ends(g)[1]).to(k.dtype)
                 S *= total(g)[:, None]
             else:
-                g = load_gates(here, t0, stop, g_strides[1], CHUNK)
+                g = load_gates(here, t0, end, g_strides[1], CHUNK)
                 v = (v * ends(g)[1][:, None]).to(v.dtype)
                 S *= total(g)
+            if MAP:
+                decay *= total(g)
         S = tl.dot(tl.trans(k), v, S, input_precision=PRECISION)
-    store_tile(final_ptr + (n * H + h) * K * V, S, k0, K, V, v0, V, 1)
+    if MAP:
+        store_tile(ends_ptr + (tl.cast(piece, tl.int64) * H + h) * K * V, S, k0, K, V, v0, V, 1)
+        if v0 == 0:
+            store_tile(decays_ptr + (tl.cast(piece, tl.int64) * H + h) * K, decay[None, :], 0, 1, 0, k0, K, 1)
+    elif end == stop:
+        store_tile(final_ptr + (n * H + h) * K * V, S, k0, K, V, v0, V, 1)
 
 
 @triton.jit
@@ -139,8 +165,11 @@ def out_rule(dtype: torch.dtype, K: int, V: int, by_channel: bool, target: Targe
     return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=8 if by_channel or v > 64 else 4, stages=2)
 
 
-def forward(call: Any, kept: Tensor | None, slots: int) -> tuple[Tensor, Tensor]:
-    """out [B,T,H,V] and the final state [N,H,K,V]; the states at the chunks' starts are left in `kept`, if given."""
+def forward(call: Any, kept: Tensor | None, slots: int, cut: Callable[[Target, int], Any]) -> tuple[Tensor, Tensor]:
+    """out [B,T,H,V] and the final state [N,H,K,V]; the states at the chunks' starts are left in `kept`, if given.
+
+    `cut` is that of ops/stretches.py.
+    """
     B, T, G, H, K, V, N = call.sizes
     v, g, target = call.v, call.log_decay, target_of(call.v.device)
     # Tokens behind the last document belong to no chunk.
@@ -154,13 +183,18 @@ def forward(call: Any, kept: Tensor | None, slots: int) -> tuple[Tensor, Tensor]
         "CAUSAL": call.causal, "PER_CHANNEL": by_channel, "PRECISION": float_precision(v.dtype, target), "CHUNK": CHUNK,
     }  # fmt: skip
     walk = configure("linear_states", (v.dtype, K, V), partial(states_rule, v.dtype, K, V, N * H), target, WIDTHS)
-    launch(
-        states_kernel,
-        (N * H * -(-K // walk["BLOCK_K"]) * -(-V // walk["BLOCK_V"]),),
-        call.k, v, g, call.state, call.offsets, kept, final,
-        call.k.stride(), v.stride(), strides(g), strides(call.state), T, H, H // G, K, V,
-        config=walk, **shared,
-    )  # fmt: skip
+    blocks = H * -(-K // walk["BLOCK_K"]) * -(-V // walk["BLOCK_V"])
+    STRETCH, programs, maps = cut(target, blocks * walk.warps)
+    decays = torch.empty(maps, H, K, dtype=torch.float32, device=v.device) if STRETCH else None
+    ends = torch.empty(maps, H, K, V, dtype=torch.float32, device=v.device) if STRETCH else None
+    for MAP in (True, False) if STRETCH else (False,):
+        launch(
+            states_kernel,
+            ((maps if MAP else programs) * blocks,),
+            call.k, v, g, None if MAP else call.state, call.offsets, kept, final, decays, ends,
+            call.k.stride(), v.stride(), strides(g), strides(call.state), T, N, H, H // G, K, V,
+            config=walk, STRETCH=STRETCH, MAP=MAP, **shared,
+        )  # fmt: skip
     key = v.dtype, K, V, by_channel
     read = configure("linear_out", key, partial(out_rule, *key), target, WIDTHS)
     launch(
