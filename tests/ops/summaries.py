@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -36,34 +37,41 @@ def calls(spec: Spec, name: str) -> tuple[Any, Tensor, Tensor]:
     return call, torch.randn(state.shape, dtype=torch.float64), torch.randn(state.shape, dtype=torch.float64)
 
 
-def agree_ahead(spec: Spec, summary: ModuleType, name: str) -> None:
-    call, state, _ = calls(spec, name)
-    backend = spec.backend("reference").load()
-    _, expected = backend.forward(call._replace(state=state))
-    found = summary.ahead(call)
-    assert summary.shapes(call, state.shape[0]) == (found.transition.shape, found.offset.shape)
-    torch.testing.assert_close(found.apply(state.view_as(found.offset)).view_as(expected), expected)
-    fresh = summary.ahead(call._replace(state=state), through=False)
-    torch.testing.assert_close(fresh.offset.view_as(expected), expected)
-    assert not fresh.transition.any()
+class InSummaries:
+    """A subclass says of which operator, and gives its summary.py."""
 
+    spec: Spec
+    module: ModuleType
 
-def agree_back(spec: Spec, summary: ModuleType, name: str) -> None:
-    call, state, d_state = calls(spec, name)
-    state.requires_grad_()
-    out, final = spec.backend("reference").load().forward(call._replace(state=state))
-    d_out = torch.randn_like(out)
-    (expected,) = torch.autograd.grad((out, final), state, (d_out, d_state))
-    found = summary.back(call, d_out, d_state.clone())
-    torch.testing.assert_close(found.view_as(expected), expected)
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "name" in metafunc.fixturenames:
+            metafunc.parametrize("name", cases_of(self.spec))
 
+    def test_ahead_is_the_final_state(self, name: str) -> None:
+        call, state, _ = calls(self.spec, name)
+        backend = self.spec.backend("reference").load()
+        _, expected = backend.forward(call._replace(state=state))
+        found = self.module.ahead(call)
+        assert self.module.shapes(call, state.shape[0]) == (found.transition.shape, found.offset.shape)
+        torch.testing.assert_close(found.apply(state.view_as(found.offset)).view_as(expected), expected)
+        fresh = self.module.ahead(call._replace(state=state), through=False)
+        torch.testing.assert_close(fresh.offset.view_as(expected), expected)
+        assert not fresh.transition.any()
 
-def agree_empty(spec: Spec, summary: ModuleType) -> None:
-    """No tokens: the map that changes nothing."""
-    call, state, d_state = calls(spec, "plain")
-    few = {n: x[:, :0] for n, x in call._asdict().items() if isinstance(x, Tensor) and x.dim() > 2}
-    call = call._replace(**few)
-    found = summary.ahead(call)
-    torch.testing.assert_close(found.apply(state.view_as(found.offset)).view_as(state), state)
-    d_out = torch.zeros_like(call.v if hasattr(call, "v") else call.x)
-    torch.testing.assert_close(summary.back(call, d_out, d_state.clone()).view_as(d_state), d_state)
+    def test_back_is_the_gradient_of_the_state(self, name: str) -> None:
+        call, state, d_state = calls(self.spec, name)
+        state.requires_grad_()
+        out, final = self.spec.backend("reference").load().forward(call._replace(state=state))
+        d_out = torch.randn_like(out)
+        (expected,) = torch.autograd.grad((out, final), state, (d_out, d_state))
+        found = self.module.back(call, d_out, d_state.clone())
+        torch.testing.assert_close(found.view_as(expected), expected)
+
+    def test_no_tokens_change_nothing(self) -> None:
+        call, state, d_state = calls(self.spec, "plain")
+        few = {n: x[:, :0] for n, x in call._asdict().items() if isinstance(x, Tensor) and x.dim() > 2}
+        call = call._replace(**few)
+        found = self.module.ahead(call)
+        torch.testing.assert_close(found.apply(state.view_as(found.offset)).view_as(state), state)
+        d_out = torch.zeros_like(call.v if hasattr(call, "v") else call.x)
+        torch.testing.assert_close(self.module.back(call, d_out, d_state.clone()).view_as(d_state), d_state)

@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from foci.ops.decay import summary
 from foci.ops.decay.spec import SPEC
-from tests.ops import summaries
+from tests.ops.summaries import InSummaries
 
 
-@pytest.mark.parametrize("name", summaries.cases_of(SPEC))
-def test_ahead_is_the_final_state(name: str) -> None:
-    summaries.agree_ahead(SPEC, summary, name)
-
-
-@pytest.mark.parametrize("name", summaries.cases_of(SPEC))
-def test_back_is_the_gradient_of_the_state(name: str) -> None:
-    summaries.agree_back(SPEC, summary, name)
-
-
-def test_no_tokens_change_nothing() -> None:
-    summaries.agree_empty(SPEC, summary)
+class TestSummary(InSummaries):
+    spec, module = SPEC, summary
