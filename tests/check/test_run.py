@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from foci.check import isolate
+from foci.check.render import table
 from foci.check.run import LAWS, OVER, examine
 from tests.check import toy
 
@@ -103,3 +104,4 @@ def test_past_the_time_given_laws_are_left_unasked_and_say_so(isolated: bool) ->
     report = examine(toy.SPEC, toy.candidate(slow), only=names, isolated=isolated, within=0.5)
     assert [row.law for row in report.rows] == names
     assert report.rows[-1].verdict == "not tested" and report.rows[-1].reason == OVER and not report.failures
+    assert not report.ok and f"{report.unasked} left unasked: {OVER}" in table(report)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 
-from foci.check.run import Report, Row
+from foci.check.run import OVER, Report, Row
 
 LAW, CASES, ERROR = 41, 6, 20
 
@@ -27,6 +27,8 @@ def table(report: Report, width: int | None = None) -> str:
         for reason in report.not_tested:
             lines += _wrapped("not tested   ", reason, width)
     verdict = f"{broken} of {asked} rows broken" if broken else "nothing was tested" if not asked else "every law holds"
+    if report.unasked:
+        verdict = f"{broken} of {asked} rows broken, {report.unasked} left unasked: {OVER}"
     return "\n".join([*lines, "", f"{verdict} · {report.seconds:.0f} s"])
 
 

@@ -64,8 +64,13 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """No law is broken, and at least one was asked."""
-        return not self.failures and any(row.cases for row in self.rows)
+        """No law is broken, none was left for want of time, and at least one was asked."""
+        return not self.failures and not self.unasked and any(row.cases for row in self.rows)
+
+    @property
+    def unasked(self) -> int:
+        """Laws that the time did not reach."""
+        return sum(row.reason == OVER for row in self.rows)
 
     @property
     def failures(self) -> tuple[Failure, ...]:
