@@ -67,7 +67,8 @@ x = torch.empty(64, device="meta")
 doubled.nargs = {"x_ptr": x}
 with side_by_side(2):
     kept = doubled.prune_configs({"n": 64, "grid": (1,), "warmup": False})
-assert len(kept) == 3 and type(doubled).prune_configs is before
+    assert doubled.do_bench.keywords == {"warmup": 5, "rep": 20}
+assert len(kept) == 3 and type(doubled).prune_configs is before and "do_bench" not in vars(doubled)
 """
 
 

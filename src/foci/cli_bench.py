@@ -70,7 +70,7 @@ def bench(
     typer.echo(f"{machine().line}\nceilings: {rate(top.flops)} in {dtype}, {top.bytes / 1e9:.4g} GB/s\n")
     found: list[Record] = []
     started, skipped = time.monotonic(), 0
-    with nullcontext() if out is None else record.Writer(out / "records.jsonl") as file, _ready(options):
+    with nullcontext() if out is None else record.Writer(out / "records.jsonl") as file, _ready(specs, options):
         for spec in specs:
             candidates = [*_ours(spec, backends), *(peers(spec.name, options.device) if others else [])]
             _warm(spec, cases(spec, shapes), options)
@@ -94,12 +94,13 @@ def bench(
 
 
 @contextmanager
-def _ready(options: Options) -> Iterator[None]:
+def _ready(specs: list[Spec], options: Options) -> Iterator[None]:
     """On a GPU peers that tune themselves compile on every core, and none declines what would be judged anyway."""
     with ExitStack() as stack:
         if options.device.type == "cuda" and installed("triton"):
             stack.enter_context(side_by_side(machine().cores))
-            stack.enter_context(unguarded(typer.echo))
+            if any(spec.name in ("linear", "delta") for spec in specs):
+                stack.enter_context(unguarded(typer.echo))
         yield
 
 
