@@ -45,6 +45,7 @@ def delta_rule(
     erase [B,T,G,K]: the key that is read before the write, where it is not k (Comba, Gated DeltaNet-2).
     scale: K**-0.5 by default. state [N,H,K,V]: what comes before the first token. offsets [N+1]: documents end to end
     in a batch of 1, one state each. return_state: give the state after the last token, else None in its place.
+    Offsets on the CPU are checked; kernels take those on a GPU unread, as looking would wait for it.
 
     Raises ShapeError, ValueError or TypeError for arguments that do not fit, Unsupported when the named backend cannot.
     Papers: DeltaNet (arXiv 2406.06484); Gated DeltaNet (2412.06464); Kimi Linear (2510.26692); Comba (2506.02475).
