@@ -4,8 +4,9 @@
 #     benchmarks/h200.sh [FOLDER] [STEP...]
 #
 # Steps: check bench tune; by default all three, within eight minutes. FOLDER/gpu.tgz holds all that was found and is
-# written anew after every step, so that a run which is cut short loses one. CHECK, BENCH and TUNE are the seconds that
-# a step may take, PYTHON names the interpreter, DEVICE=cpu runs the same without kernels to see that nothing is missing.
+# written anew as it goes, so that a run which is cut short loses little. CHECK, BENCH and TUNE are the seconds that
+# a step may take, OPERATORS and DTYPES (of the laws) what is asked, PYTHON names the interpreter; DEVICE=cpu runs the
+# same without kernels, to see that nothing is missing.
 #
 # It needs torch, triton, numpy, jaxtyping and typer. Peers are timed where they are there: FlexAttention and SDPA are
 # torch's own, transformers gives Qwen3-Next's fallback, Flash Linear Attention is the wheel fla-core (pure Python,
@@ -19,6 +20,8 @@ shift || true
 steps=${*:-check bench tune}
 python=${PYTHON:-python3}
 device=${DEVICE:-cuda}
+operators=${OPERATORS:-delta linear softmax selective_scan scan}
+dtypes=${DTYPES:-bfloat16 float32 float16}
 CHECK=${CHECK:-180} BENCH=${BENCH:-200} TUNE=${TUNE:-70}
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 COLUMNS=160
 mkdir -p "$out"
@@ -46,8 +49,8 @@ laws() {
   # Side by side: most of it is compiling, which is the processor's work, and Triton's cache is shared.
   local operator dtype jobs=() backend=triton
   [ "$device" = cpu ] && backend=chunked
-  for dtype in bfloat16 float32 float16; do
-    for operator in delta linear softmax selective_scan scan; do
+  for dtype in $dtypes; do
+    for operator in $operators; do
       ask "check_${operator}_$dtype" $((CHECK + 90)) "$python" -m foci check $operator --backend $backend \
         --device "$device" --dtype $dtype --limit 120 --within "$CHECK" --json "$work/check_${operator}_$dtype.json" &
       jobs+=($!)
@@ -75,11 +78,12 @@ bench() {
   [ "$device" = cpu ] && more=()
   [ "$device" = cpu ] && for operator in "${!shapes[@]}"; do shapes[$operator]=small; done
   [ "$device" = cpu ] && shapes[linear]="small simple"
-  for operator in delta linear softmax selective_scan scan; do
+  for operator in $operators; do
     seconds=$((BENCH * share[$operator] / 100))
-    ask "bench_$operator" $((seconds + 60)) "$python" -m foci bench $operator --device "$device" --limit $seconds \
+    ask "bench_$operator" $((seconds + 50)) "$python" -m foci bench $operator --device "$device" --limit $seconds \
       ${more[$operator]:-} --shapes "${shapes[$operator]}" --out "$work/$operator" || failed=1
     tail -n +3 "$work/bench_$operator.txt"
+    pack
   done
 }
 
@@ -90,7 +94,7 @@ decode() {
 
 tune() {
   # A second table for each dtype is not made: half precision is what models run in.
-  ask tune $((TUNE + 60)) "$python" -m foci tune delta linear softmax selective_scan scan --limit "$TUNE" \
+  ask tune $((TUNE + 60)) "$python" -m foci tune $operators --limit "$TUNE" \
     --out "$work/tuned" || failed=1
   tail -n 40 "$work/tune.txt"
 }

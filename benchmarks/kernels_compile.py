@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 
+from foci.cli_tune_ahead import Offline as _Offline
+from foci.cli_tune_ahead import gpu
 from foci.core.tune import Launch, Target
 
 FORMAT = 4  # of a record: what is read from a compiled kernel; a change makes every cached record unfit
@@ -33,27 +34,6 @@ MATRIX = {
 }  # fmt: skip
 PRODUCTS = ("wgmma", "tcgen05", "mma", "mfma")
 TENSOR_MEMORY = 512  # columns of a processor
-
-
-class _Offline:
-    """What Triton asks of a driver to compile: which GPU it is for."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self._target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-def gpu(target: Target) -> GPUTarget:
-    """The target in Triton's words."""
-    return GPUTarget("hip", f"gfx{target.arch:x}", 64) if target.kind == "hip" else GPUTarget("cuda", target.arch, 32)
 
 
 def identity(launch: Launch, target: Target) -> str:
