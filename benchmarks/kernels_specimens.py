@@ -169,6 +169,9 @@ _LINEAR = (
     Specimen("linear", "per channel", recurrence(decay="channel")),
     Specimen("linear", "per channel, bonus", recurrence(K=64, G=32, H=32, decay="channel", bonus=True)),
     Specimen("linear", "packed, per token", recurrence(decay="token", packed=True, state=True)),
+    # Few enough to be cut: states are walked twice.
+    Specimen("linear", "one head, per token", recurrence(G=1, H=1, decay="token"), where="sm_90"),
+    Specimen("linear", "one head, per channel", recurrence(G=1, H=1, decay="channel", state=True), where="sm_90"),
     *_rest(
         "linear",
         {

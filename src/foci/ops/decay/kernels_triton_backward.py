@@ -283,7 +283,7 @@ def _of_keys(  # type: ignore[no-untyped-def]
                         dg = tl.sum(tl.where(t0 + t < stop, dg, 0.0))
                         tl.store(dg_ptr + (chunk * tl.cdiv(K, BLOCK_K) + block) * H + h, dg)
                     else:
-                        to = dg_ptr + block * part + row * T * H + h
+                        to = dg_ptr + tl.cast(block, tl.int64) * part + row * T * H + h
                         tl.store(to + (t0 + t) * H, dg.to(dg_ptr.dtype.element_ty), mask=t0 + t < stop)
             P = P.to(k.dtype)
             dq = tl.dot(P, k, dq + by_rows, input_precision=PRECISION)
