@@ -70,6 +70,7 @@ class Timed:
     name: str
     call: Callable[[], Any]
     host: Callable[[], Any]
+    gradients: bool = False
 
 
 def half(*shape: int, grad: bool = False) -> torch.Tensor:
@@ -97,7 +98,7 @@ def inputs(grad: bool) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
 
 
 def problems() -> Iterator[Timed]:
-    """Forward without gradients, backward, and one token."""
+    """Forward without gradients and with, backward, and one token."""
     from foci.ops import SPECS
 
     for name, (function, given) in inputs(grad=False).items():
@@ -110,6 +111,12 @@ def problems() -> Iterator[Timed]:
             lambda m=module, c=call: m.forward(c),
         )
         _, leaves = inputs(grad=True)[name]
+        yield Timed(
+            f"{name} training forward",
+            lambda f=function, g=leaves: f(**g, backend="triton"),
+            lambda m=module, c=call, k=keeps: m.forward(c, *k),
+            gradients=True,
+        )
         wanted = [x for x in leaves.values() if isinstance(x, torch.Tensor)]
         out = function(**leaves, backend="triton")
         out = out[0] if isinstance(out, tuple) else out
@@ -121,6 +128,7 @@ def problems() -> Iterator[Timed]:
             f"{name} backward",
             lambda o=out, w=wanted, d=dout: torch.autograd.grad(o, w, d, retain_graph=True),
             lambda m=module, c=call, k=kept, g=grads, n=needs: m.backward(c, k, g, n),
+            gradients=True,
         )
     B, H, K, D, N = 2, 4, 64, 64, 16
     row = {name: half(B, H, K) for name in "qkv"}
@@ -172,7 +180,7 @@ def measured(it: Timed, rounds: int) -> dict[str, float]:
 
     times: dict[str, list[float]] = {"whole": [], "unlaunched": [], "host": [], "torch": []}
     stub = patch.object(tune, "_start", lambda *given: None)
-    with torch.no_grad() if "backward" not in it.name else contextlib.nullcontext():
+    with contextlib.nullcontext() if it.gradients else torch.no_grad():
         for _ in range(rounds):
             times["whole"].append(microseconds(it.call))
             with stub:
@@ -200,7 +208,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with pretending():
         print(f"torch {torch.__version__} · triton {triton.__version__}")
-        print(f"{'':24}launches   whole  Triton   hosts   torch dispatch  hosts/launch")
+        print(f"{'':32}launches   whole  Triton   hosts   torch dispatch  hosts/launch")
         for it in problems():
             if chosen.only not in it.name:
                 continue
@@ -209,7 +217,7 @@ def main() -> None:
             row = measured(it, chosen.rounds)
             numbers = "".join(f"{row[name]:8.1f}" for name in ("whole", "Triton", "hosts", "torch", "dispatch"))
             print(
-                f"{it.name:24}{row['launches']:8.0f}{numbers}{row['hosts'] / max(1, row['launches']):14.1f}", flush=True
+                f"{it.name:32}{row['launches']:8.0f}{numbers}{row['hosts'] / max(1, row['launches']):14.1f}", flush=True
             )
             if chosen.profile:
                 with cProfile.Profile() as profile:

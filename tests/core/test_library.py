@@ -13,9 +13,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacrev, jvp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from foci.core import library
 from foci.core.errors import Unsupported
-from foci.core.library import Runner, _schema
+from foci.core.library import Runner, _schema, _watched
 from foci.core.spec import Backend, Output, Spec
 
 X = Float[Tensor, "B K"]
@@ -134,6 +136,49 @@ def test_nothing_to_differentiate_calls_the_op_itself(enter: Callable[[], Any]) 
         y, _ = toy(draw(2, 3).requires_grad_())
     assert y.grad_fn is None and not y.requires_grad
     assert toy(draw(2, 3))[0].grad_fn is None
+
+
+class Noted(TorchDispatchMode):
+    """The ops of foci that are called within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += [str(func)] if "foci" in str(func) else []
+        return func(*args, **(kwargs or {}))
+
+
+class Marked(Tensor):
+    """A subclass, whose memory is not to be touched behind its back."""
+
+
+def test_training_without_anyone_to_watch_calls_no_op_and_with_anyone_both() -> None:
+    x, weight = draw(2, 3).requires_grad_(), draw(3).requires_grad_()
+
+    def trained(weight: Tensor) -> list[Tensor]:
+        y, total = toy(x, weight)
+        return [y, *torch.autograd.grad((y.sin() + total[:, None]).sum(), (x, weight))]
+
+    expected = trained(weight)
+    with Noted() as noted:
+        assert all(map(torch.equal, trained(weight), expected))
+    assert noted.seen == ["foci.toy_opaque_fwd.default", "foci.toy_opaque_bwd.default"]
+    with pytest.MonkeyPatch.context() as patch:
+        watched: list[bool] = []
+        patch.setattr(library, "_watched", lambda call: watched.append(_watched(call)) or watched[-1])
+        assert all(map(torch.equal, trained(weight), expected))
+        assert watched == [False, False]
+        trained(weight.detach().as_subclass(Marked).requires_grad_())
+        assert watched == [False, False, True, True]
+
+
+def test_a_tensor_left_over_from_a_transform_is_an_ordinary_one() -> None:
+    x, left = draw(2, 3), []
+    grad(lambda z: left.append(z) or toy(z)[0].sum())(x)
+    y, _ = toy(left[0])
+    assert torch.equal(y, 3 * x) and not y.requires_grad
 
 
 def test_func_transforms_agree_with_plain_torch() -> None:

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
 from foci.core.errors import Unsupported
 from foci.core.spec import Backend, Outputs, Spec
 
 _SCHEMA_TYPES = {Tensor: "Tensor", float: "float", bool: "bool", int: "int", str: "str"}
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
+Pair = tuple[Callable[..., Any], Callable[..., Any]]
 _LIBRARY = torch.library.Library("foci", "DEF")
 
 
@@ -59,10 +61,12 @@ def _as_written(compute: Callable[..., Any], call: Any, *rest: Any) -> Any:
 
 
 def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
-    forward_op, backward_op = _define(spec, backend)
-    function = _function(spec, backend, forward_op, backward_op)
-    alone = _define_alone(spec, backend) if _keeps(backend) else forward_op
+    ops = _define(spec, backend)
+    function = _function(spec, backend, ops)
+    alone = _define_alone(spec, backend) if _keeps(backend) else ops[0][0]
     count = len(spec.output_names)
+    # A Function's own `apply` does the same, but asks `inspect` for the signature of its forward at every call: 20 us.
+    plainly = super(torch.autograd.Function, function).apply
 
     def run(call: Any) -> Outputs:
         if _transformed() or _wants_gradient(call):
@@ -72,9 +76,13 @@ def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
                     ["its forward is an opaque op"],
                     "use backend='reference' for forward mode",
                 )
-            differentiable: Outputs = function.apply(*_distinct(call))
+            differentiable: Outputs
+            if torch.compiler.is_compiling() or _transformed():
+                differentiable = function.apply(*_distinct(call))
+            else:
+                differentiable = plainly(*unwrap_dead_wrappers(call))
             return differentiable[:count]
-        if torch.compiler.is_compiling() or _intercepted(call):
+        if _watched(call):
             opaque: Outputs = alone(*call)
             return opaque
         # Plain eager without gradients: the dispatcher has nothing to add, and costs as much as a tiny attention.
@@ -114,10 +122,12 @@ def _transformed() -> bool:
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
-def _intercepted(call: Any) -> bool:
-    """Whether a subclass, a meta tensor or a mode (tracer, counter, watcher) must see one op, not its insides."""
+def _watched(call: Any) -> bool:
+    """Whether the compiler, a subclass, a meta tensor or a mode (tracer, counter) must see one op, not its insides."""
+    if torch.compiler.is_compiling() or _transformed():
+        return True
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
-    return modes > 0 or type(call[0]) not in _PLAIN or call[0].is_meta
+    return modes > 0 or call[0].is_meta or not _PLAIN.issuperset(map(type, call))
 
 
 def _has_tangent(call: Any) -> bool:
@@ -126,7 +136,8 @@ def _has_tangent(call: Any) -> bool:
     return any(isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None for value in call)
 
 
-def _define(spec: Spec, backend: Backend) -> tuple[Any, Any]:
+def _define(spec: Spec, backend: Backend) -> tuple[Pair, Pair]:
+    """The forward and the backward, each as an op and as the function that the op calls."""
     assert spec.call is not None and spec.outputs is not None
     arguments = _schema(spec.call)
     keeps = _keeps(backend)
@@ -165,7 +176,7 @@ def _define(spec: Spec, backend: Backend) -> tuple[Any, Any]:
         _LIBRARY.impl(f"{name}_{suffix}", real, "CompositeExplicitAutograd")
         torch.library.register_fake(f"foci::{name}_{suffix}", fake, lib=_LIBRARY)
     ops = torch.ops.foci
-    return getattr(ops, f"{name}_fwd").default, getattr(ops, f"{name}_bwd").default
+    return (getattr(ops, f"{name}_fwd").default, forward), (getattr(ops, f"{name}_bwd").default, backward)
 
 
 def _define_alone(spec: Spec, backend: Backend) -> Any:
@@ -215,8 +226,9 @@ def _guarded(spec: Spec, backend: Backend, backward_op: Any) -> Any:
     return Gradient
 
 
-def _function(spec: Spec, backend: Backend, forward_op: Any, backward_op: Any) -> Any:
+def _function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> Any:
     """The one autograd.Function of a backend. What its backward reads is exactly what setup_context saves."""
+    (forward_op, plain_forward), (backward_op, plain_backward) = ops
     fields = tuple(typing.get_type_hints(spec.call))
     places = tuple(fields.index(name) for name in spec.differentiable)
     count, keeps = len(spec.output_names), _keeps(backend)
@@ -225,26 +237,29 @@ def _function(spec: Spec, backend: Backend, forward_op: Any, backward_op: Any) -
     class Forward(torch.autograd.Function):
         @staticmethod
         def forward(*values: Any) -> Outputs:
-            outputs: Outputs = forward_op(*values)
+            outputs: Outputs = (forward_op if _watched(values) else plain_forward)(*values)
             return outputs
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            tensors = [value for value in inputs if isinstance(value, Tensor)]
+            ctx.holes = [isinstance(value, Tensor) for value in inputs]
+            ctx.rest = [value for value, hole in zip(inputs, ctx.holes, strict=True) if not hole]
+            tensors = [value for value, hole in zip(inputs, ctx.holes, strict=True) if hole]
             ctx.save_for_backward(*output, *tensors)
-            ctx.rest = tuple(None if isinstance(value, Tensor) else value for value in inputs)
-            ctx.holes = tuple(isinstance(value, Tensor) for value in inputs)
             ctx.set_materialize_grads(False)
             if keeps:
                 ctx.mark_non_differentiable(output[count])
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            saved = iter(ctx.saved_tensors)
+            saved, rest = iter(ctx.saved_tensors), iter(ctx.rest)
             outputs = [next(saved) for _ in range(count + keeps)]
-            call = [next(saved) if hole else value for hole, value in zip(ctx.holes, ctx.rest, strict=True)]
+            call = [next(saved if hole else rest) for hole in ctx.holes]
             needs = [ctx.needs_input_grad[place] for place in places]
-            run = guarded.apply if torch.is_grad_enabled() or _transformed() else backward_op
+            if torch.is_grad_enabled() or _transformed():
+                run = guarded.apply
+            else:
+                run = backward_op if _watched(call) else plain_backward
             found = run(*grads[:count], *outputs, needs, *call)
             gradients: list[Tensor | None] = [None] * len(call)
             for place, gradient in zip(places, found, strict=True):
