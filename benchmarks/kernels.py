@@ -55,7 +55,6 @@ SPILLS: dict[tuple[str, str, str], str] = {
     **{("delta", "side_by_channel_kernel", target): _LIMIT for target in ("sm_80", "gfx942")},
     **{("delta", "walk_kernel", target): _LIMIT for target in ("sm_80", "sm_100", "sm_120")},
     ("delta", "chunks_kernel", "sm_80"): "24 bytes: the levels of pairs per channel hold four tiles at once",
-    ("delta", "walk_kernel", "sm_90"): "open: 140 bytes in the backward of packed documents alone; less V spills 8",
 }
 
 

@@ -26,7 +26,7 @@ def piece_at(offsets_ptr, index, T, N, CHUNK: tl.constexpr, PIECE: tl.constexpr)
     else:
         n, own, before, behind = tl.cast(index, tl.int64), index, 0, 0
         b, first, end, slot = sequence(offsets_ptr, n, T, CHUNK)
-    return n, b, first, end, slot, own, before, behind
+    return n, tl.cast(b, tl.int64), first, end, slot, own, before, behind
 
 
 @triton.jit

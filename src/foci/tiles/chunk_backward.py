@@ -71,6 +71,14 @@ def both(states_ptr, ends_ptr, k0, K, V, BLOCK_K: tl.constexpr, BLOCK_V: tl.cons
 
 
 @triton.jit
+def decayed(into_ptr, ptr, strides, row, h, decays, t0, stop, stride, k0, K):  # type: ignore[no-untyped-def]
+    """Copies a tile of a row's head h, each number times its decay."""
+    ptr += row * strides[0] + h * strides[2]
+    x = load_tile(ptr, t0, stop, strides[1], k0, K, strides[3], decays.shape[0], decays.shape[1])
+    store_tile(into_ptr, decays * x.to(tl.float32), t0, stop, stride, k0, K, 1)
+
+
+@triton.jit
 def gather(ptr, sums_ptr, into, tile, r, R, t0, stop, stride, k0, K):  # type: ignore[no-untyped-def]
     """Head r's gradient of what R heads read, one after the other: in memory is the sum over those before it."""
     if ptr is not None:

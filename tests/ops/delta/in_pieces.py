@@ -7,12 +7,11 @@ import pytest
 from foci.core.tune import Target
 from foci.ops.delta import pieces
 from foci.ops.gpu import CHUNK
-from foci.ops.stretches import Cut
+from foci.ops.stretches import Cut, cut_into
 
 
 def cut(N: int, B: int, T: int, packed: bool, K: int, V: int, target: Target, programs: int) -> Cut:
-    slots = T // CHUNK + N if packed else N * -(-T // CHUNK)
-    return Cut(CHUNK, slots + N * packed, slots)
+    return cut_into(CHUNK, N, T, packed)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,19 +12,23 @@ from torch import Tensor
 from foci.check.memory import poisoned
 from foci.core import tune
 from foci.ops.arguments import documents
+from foci.ops.delta import gpu
 from foci.ops.delta.api import delta_rule
 from foci.ops.delta.call import Call
 from foci.ops.delta.cases import Delta
+from foci.ops.delta.pieces import pieces
 from foci.ops.delta.spec import SPEC
 from foci.ops.delta.triangle import inverse
 from foci.ops.draw import Draw
 from foci.ops.gates import Gates
+from tests.ops.delta.in_pieces import in_pieces  # noqa: F401  a fixture
 from tests.ops.in_triton import DEVICE, DTYPES, there
 from tests.ops.recurrences import BUDGET, error, exact
 
 from foci.ops.delta import kernels_triton_backward as kernels  # isort: skip  after Triton's presence is known
 
 C = kernels.CHUNK
+CPU = torch.device("cpu")
 
 
 def chunk(x: Tensor, start: int, stop: int, H: int) -> Tensor:
@@ -95,7 +100,8 @@ def found(
     kept = [x.to(DEVICE) for x in left_by_forward(call)]
     with poisoned():
         moved = Call(**there(call._asdict()))
-        back = kernels.backward(moved, kept, [None if g is None else g.to(DEVICE) for g in grads], wanted)
+        moved_grads = [None if g is None else g.to(DEVICE) for g in grads]
+        back = kernels.backward(moved, kept, moved_grads, wanted, partial(pieces, moved))
     for x, name in zip(back, SPEC.differentiable, strict=True):
         assert x is None or (x.dtype == inputs[name].dtype and x.is_contiguous()), name
     return {
@@ -113,9 +119,7 @@ def apart(inputs: dict[str, Any], grads: tuple[Tensor | None, Tensor | None] | N
 
 def problem(T: int, decay: str = "token", *, dtype: torch.dtype = torch.float32, **more: Any) -> dict[str, Any]:
     """K=20, V=12, four heads on two of keys, with a state."""
-    made = Delta("", B=1, T=T, H=4, G=2, K=20, V=12, decay=decay, state=True, **more).case.make(
-        dtype, torch.device("cpu"), 0
-    )
+    made = Delta("", B=1, T=T, H=4, G=2, K=20, V=12, decay=decay, state=True, **more).case.make(dtype, CPU, 0)
     return made
 
 
@@ -186,16 +190,21 @@ def test_what_is_not_needed_is_not_made(decay: str) -> None:
 
 @pytest.mark.parametrize("decay", ["token", "channel"])
 def test_gradients_of_a_prefix_do_not_know_what_follows(decay: str) -> None:
-    inputs = problem(70, decay)
+    prefix_alone(decay, 70, 41)
+
+
+def prefix_alone(decay: str, T: int, stop: int) -> None:
+    """The gradients of outputs before `stop` are the same bits whatever follows, gates of -inf too."""
+    inputs = problem(T, decay)
     out, _ = draws(SPEC.bind(**inputs))
-    out[:, 41:] = 0
+    out[:, stop:] = 0
     later = {n: x.clone() for n, x in inputs.items()}
     for name in ("q", "k", "v", "beta"):
-        later[name][:, 41:] *= -0.5
-    later["log_decay"][:, 41:] = -torch.inf
+        later[name][:, stop:] *= -0.5
+    later["log_decay"][:, stop:] = -torch.inf
     one, other = found(inputs, (out, None)), found(later, (out, None))
     for name, x in one.items():
-        before = slice(None) if name == "state" else (slice(None), slice(0, 41))
+        before = slice(None) if name == "state" else (slice(None), slice(0, stop))
         assert torch.equal(x[before], other[name][before]), name
         assert bool(other[name].isfinite().all()), name
 
@@ -206,5 +215,42 @@ def test_launches(decay: str, count: int) -> None:
     kept, grads = left_by_forward(call), draws(call)
     wanted = [getattr(call, n) is not None for n in SPEC.differentiable]
     with tune.recording(tune.TARGETS["sm_90"]) as launches:
-        kernels.backward(call, kept, grads, wanted)
+        kernels.backward(call, kept, grads, wanted, partial(pieces, call))
     assert len(launches) == count
+
+
+def test_few_heads_of_many_tokens_take_one_launch_more() -> None:
+    call = SPEC.bind(**there(Delta("", B=1, T=4096, H=1, K=8, V=5, decay="token").case.make(torch.float32, CPU, 0)))
+    kept = gpu._parts(call, gpu.kept(call).empty(call.v))
+    with tune.recording(tune.TARGETS["sm_90"]) as launches:
+        kernels.backward(call, kept, (call.v, None), [x is not None for x in call[:7]], partial(pieces, call))
+    names = [launch.kernel.fn.__name__ for launch in launches]
+    assert names == ["side_kernel", "walk_kernel", "walk_kernel", "side_kernel"]
+
+
+@pytest.mark.usefixtures("in_pieces")
+class TestInPieces:
+    """What few heads of long sequences are: each chunk a piece of its own."""
+
+    @pytest.mark.parametrize(("T", "decay"), [(65, "token"), (150, "channel"), (200, ""), (129, "head")])
+    def test_any_length(self, T: int, decay: str) -> None:
+        errors = apart(problem(T, decay, erase=T == 150))
+        assert all(e <= BUDGET[torch.float32] for e in errors.values()), errors
+
+    @pytest.mark.parametrize("alike", ["identical", "correlated"])
+    def test_alike_keys_through_three_pieces(self, alike: str) -> None:
+        errors = apart(problem(140, alike=alike, beta=2.0, full=True))
+        assert all(e <= BUDGET[torch.float32] for e in errors.values()), errors
+
+    def test_half_precision(self) -> None:
+        errors = apart(problem(129, dtype=torch.float16))
+        assert all(e <= BUDGET[torch.float16] for e in errors.values()), errors
+
+    @pytest.mark.parametrize("decay", ["token", "channel"])
+    def test_documents_with_and_without_tokens(self, decay: str) -> None:
+        packed = Delta("", B=1, T=200, H=2, G=1, K=8, decay=decay, offsets=(0, 0, 3, 140, 140, 200, 200), state=True)
+        errors = apart(packed.case.make(torch.float32, CPU, 0))
+        assert all(e <= BUDGET[torch.float32] for e in errors.values()), errors
+
+    def test_gradients_of_a_prefix_do_not_know_what_follows(self) -> None:
+        prefix_alone("token", 140, 100)

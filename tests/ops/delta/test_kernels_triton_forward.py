@@ -143,6 +143,11 @@ class TestInPieces:
         for problem in longer[:: EVERY[dtype] if interpreting() else 1]:
             apart(problem.case.make(dtype, CPU, 0), dtype)
 
+    @pytest.mark.parametrize("name", ["no whole chunks, per channel", "everything"])
+    def test_both_ways(self, name: str) -> None:
+        errors = TestInTriton().apart(inputs_of(SPEC, name, torch.float32))
+        assert all(e <= BUDGET[torch.float32] for e in errors.values()), errors
+
     @pytest.mark.parametrize("alike", ["identical", "correlated"])
     def test_alike_keys_through_four_pieces(self, alike: str) -> None:
         problem = Delta("", B=1, T=200, H=1, K=20, V=12, alike=alike, beta=2.0, full=True, decay="head", state=True)

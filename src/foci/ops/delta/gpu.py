@@ -10,10 +10,9 @@ from torch import Tensor
 
 from foci.core.spec import Output
 from foci.core.tune import stored
-from foci.ops.delta import pieces
 from foci.ops.delta.call import NAME, Call
+from foci.ops.delta.pieces import pieces
 from foci.ops.gpu import CHUNK, chunks, placed, unsuitable
-from foci.ops.stretches import Cut
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -45,9 +44,9 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
     if not keep:
-        return kernels.forward(call, None, _slots(call), _cut(call))
+        return kernels.forward(call, None, _slots(call), partial(pieces, call))
     buffer = kept(call).empty(call.v)
-    return (*kernels.forward(call, _parts(call, buffer), _slots(call), _cut(call)), buffer)
+    return (*kernels.forward(call, _parts(call, buffer), _slots(call), partial(pieces, call)), buffer)
 
 
 def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: list[bool]) -> Gradients:
@@ -55,13 +54,7 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     from foci.ops.delta import kernels_triton_backward as kernels
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
-    return kernels.backward(call, _parts(call, outputs[2]), grads, needs)
-
-
-def _cut(call: Call) -> partial[Cut]:
-    """What is left to say: for which GPU, and how many programs walk all sequences whole."""
-    B, T, _, _, K, V, N = call.sizes
-    return partial(pieces.cut, N, B, T, call.offsets is not None, K, V)
+    return kernels.backward(call, _parts(call, outputs[2]), grads, needs, partial(pieces, call))
 
 
 def _slots(call: Call) -> int:

@@ -23,11 +23,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, configure, launch, precision, target_of
-from foci.tiles.chunk_backward import both, gather, left, outer, right, through
+from foci.core.tune import Config, Target, configure, float_precision, launch, precision, side, strides, target_of
+from foci.tiles.affine import joined, load_state, piece_at, store_map, store_state, with_unit
+from foci.tiles.chunk_backward import both, decayed, gather, left, outer, right, through
 from foci.tiles.gates import by_ends, by_pairs, ends, load_gates, pairs_backward_onto, total, weights
 from foci.tiles.memory import load_tile, store_tile
-from foci.tiles.state import chunk_at, sequence, working
+from foci.tiles.state import chunk_at, working
 
 CHUNK = 64
 
@@ -50,62 +51,65 @@ def ends_kernel(  # type: ignore[no-untyped-def]
     g = load_tile(here, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
     rise, fall = ends(g)
     into = (row * T * H + h) * K
-    from_q, from_k = (
-        q_ptr + row * q_strides[0] + h // R * q_strides[2],
-        k_ptr + row * k_strides[0] + h // R * k_strides[2],
-    )
-    q = load_tile(from_q, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K).to(tl.float32)
-    store_tile(risen_q_ptr + into, rise * q, t0, stop, H * K, k0, K, 1)
-    k = load_tile(from_k, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K).to(tl.float32)
-    store_tile(fallen_k_ptr + into, fall * k, t0, stop, H * K, k0, K, 1)
-    from_e = e_ptr + row * e_strides[0] + h // R * e_strides[2]
-    e = load_tile(from_e, t0, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_K).to(tl.float32)
-    store_tile(risen_e_ptr + into, rise * e, t0, stop, H * K, k0, K, 1)
+    decayed(risen_q_ptr + into, q_ptr, q_strides, row, h // R, rise, t0, stop, H * K, k0, K)
+    decayed(fallen_k_ptr + into, k_ptr, k_strides, row, h // R, fall, t0, stop, H * K, k0, K)
+    decayed(risen_e_ptr + into, e_ptr, e_strides, row, h // R, rise, t0, stop, H * K, k0, K)
     c = k0 + tl.arange(0, BLOCK_K)
     tl.store(total_ptr + (slot * H + h) * K + c, total(g), mask=c < K)
 
 
 @triton.jit
 def walk_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, total_ptr, A_ptr, X_ptr, d_out_ptr, d_final_ptr, offsets_ptr,
+    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, total_ptr, A_ptr, X_ptr, d_out_ptr, d_final_ptr, offsets_ptr, M_ptr, N_ptr,
     dv_ptr, d_value_ptr, ends_ptr, d_state_ptr,
-    q_strides, k_strides, e_strides, beta_strides, g_strides, d_out_strides, d_final_strides, scale, T, H, R, K, V,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    q_strides, k_strides, e_strides, beta_strides, g_strides, d_out_strides, d_final_strides, scale, T, N, H, R, K, V,
+    PRECISION: tl.constexpr, JOIN: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_V columns of one head's dS through one sequence, last chunk to first; keeps it at each chunk's end, and dv.
+    """BLOCK_V columns of one head's dS through one sequence, or a piece of it, last chunk to first.
 
-    dS are BLOCKS tiles of BLOCK_K channels. With `total_ptr` q, k and e come with their decays, rise and fall.
+    It keeps dS at each chunk's end, and dv. dS are BLOCKS tiles of BLOCK_K channels. With `total_ptr` q, k and e come
+    with their decays, rise and fall. Without `dv_ptr` a piece's map is made, as by the forward's: what dS at its end is
+    at its start; the columns behind V's blocks are M's, for which no output has a gradient.
     """
-    v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
-    rest = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
-    h, n = (rest % H).to(tl.int64), (rest // H).to(tl.int64)
-    b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
-    q_ptr += b * q_strides[0] + h // R * q_strides[2]
-    k_ptr += b * k_strides[0] + h // R * k_strides[2]
-    e_ptr += b * e_strides[0] + h // R * e_strides[2]
-    beta_ptr += b * beta_strides[0] + h * beta_strides[2]
-    d_out_ptr += b * d_out_strides[0] + h * d_out_strides[2]
-    head = tl.cast(b, tl.int64) * T * H + h
+    blocks = tl.cdiv(V, BLOCK_V) + (tl.cdiv(K, BLOCK_V) if dv_ptr is None else 0)
+    v0 = tl.program_id(0) % blocks * BLOCK_V
+    rest = tl.program_id(0) // blocks
+    h = (rest % H).to(tl.int64)
+    n, row, start, stop, slot, piece, before, behind = piece_at(offsets_ptr, rest // H, T, N, CHUNK, PIECE)
+    known = K
+    if PIECE > 0:
+        if n < 0:
+            return
+        known = tl.where(behind == 0, K, 0)
+    if dv_ptr is None:  # noqa: SIM102  a constant and a tensor
+        if (before == 0) | ((behind == 0) & (v0 >= tl.cdiv(V, BLOCK_V) * BLOCK_V)):
+            return
+    q_ptr += row * q_strides[0] + h // R * q_strides[2]
+    k_ptr += row * k_strides[0] + h // R * k_strides[2]
+    e_ptr += row * e_strides[0] + h // R * e_strides[2]
+    beta_ptr += row * beta_strides[0] + h * beta_strides[2]
+    d_out_ptr += row * d_out_strides[0] + h * d_out_strides[2]
+    head = row * T * H + h
     if g_ptr is not None:
-        g_ptr += b * g_strides[0] + h * g_strides[2]
-    dS = ()  # type: Any
-    for j in tl.static_range(BLOCKS):
-        if d_final_ptr is None:
-            block = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+        g_ptr += row * g_strides[0] + h * g_strides[2]
+    if d_final_ptr is not None:
+        d_final_ptr += n * d_final_strides[0] + h * d_final_strides[1]
+    dS = load_state(d_final_ptr, d_final_strides, known, v0, V, BLOCKS, BLOCK_K, BLOCK_V)
+    if PIECE > 0:
+        if dv_ptr is None:
+            dS = with_unit(dS, v0 - tl.cdiv(V, BLOCK_V) * BLOCK_V, BLOCKS, BLOCK_K, BLOCK_V)
         else:
-            here = d_final_ptr + n * d_final_strides[0] + h * d_final_strides[1]
-            block = load_tile(here, j * BLOCK_K, K, d_final_strides[2], v0, V, d_final_strides[3], BLOCK_K, BLOCK_V).to(
-                tl.float32
-            )
-        dS = dS + (block,)  # noqa: RUF005  the compiler knows no (*dS, block)
+            dS = joined(dS, M_ptr, N_ptr, piece + behind, behind, h, H, K, v0, V, -1, JOIN, BLOCKS, BLOCK_K, BLOCK_V)
     count = tl.cdiv(stop - start, CHUNK)
-    for i in range(count):
+    for i in tl.range(count, disable_licm=PIECE > 0 or offsets_ptr is not None):
         t0 = start + (count - 1 - i) * CHUNK
         there = (slot + count - 1 - i).to(tl.int64) * H + h
         # dd = A^T do + fall beta (k dS);  dv = X^T dd
         read = tl.zeros([CHUNK, BLOCK_V], tl.float32)
         for j in tl.static_range(BLOCKS):
-            store_tile(ends_ptr + there * K * V, dS[j], j * BLOCK_K, K, V, v0, V, 1)
+            if ends_ptr is not None:
+                store_tile(ends_ptr + there * K * V, dS[j], j * BLOCK_K, K, V, v0, V, 1)
             k = working(load_tile(k_ptr, t0, stop, k_strides[1], j * BLOCK_K, K, k_strides[3], CHUNK, BLOCK_K))
             read = tl.dot(k, dS[j].to(k.dtype), read, input_precision=PRECISION)
         read *= load_gates(beta_ptr, t0, stop, beta_strides[1], CHUNK)[:, None]
@@ -119,7 +123,8 @@ def walk_kernel(  # type: ignore[no-untyped-def]
         dd = tl.dot(tl.trans(A), do, read, input_precision=PRECISION)
         X = load_tile(X_ptr + head * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
         dv = tl.dot(tl.trans(X), dd, input_precision=PRECISION)
-        store_tile(dv_ptr + head * V, dv, t0, stop, H * V, v0, V, 1)
+        if dv_ptr is not None:
+            store_tile(dv_ptr + head * V, dv, t0, stop, H * V, v0, V, 1)
         if d_value_ptr is not None:
             store_tile(d_value_ptr + head * V, dv, t0, stop, H * V, v0, V, 1)
         # dS <- total dS + (scale rise q)^T do - (rise e)^T dv
@@ -127,7 +132,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
         if g_ptr is not None:
             by_read *= rise[:, None]
             by_erase *= rise[:, None]
-        before = ()  # type: Any
+        earlier = ()  # type: Any
         for j in tl.static_range(BLOCKS):
             block = dS[j]
             if g_ptr is not None:
@@ -138,11 +143,13 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             q = working(load_tile(q_ptr, t0, stop, q_strides[1], j * BLOCK_K, K, q_strides[3], CHUNK, BLOCK_K))
             block = tl.dot(tl.trans(q), by_read.to(q.dtype), block, input_precision=PRECISION)
             e = working(load_tile(e_ptr, t0, stop, e_strides[1], j * BLOCK_K, K, e_strides[3], CHUNK, BLOCK_K))
-            before = before + (right(tl.trans(e), by_erase, block, PRECISION),)  # noqa: RUF005
-        dS = before
-    if d_state_ptr is not None:
-        for j in tl.static_range(BLOCKS):
-            store_tile(d_state_ptr + (n * H + h) * K * V, dS[j], j * BLOCK_K, K, V, v0, V, 1)
+            earlier = earlier + (right(tl.trans(e), by_erase, block, PRECISION),)  # noqa: RUF005
+        dS = earlier
+    if dv_ptr is None:
+        store_map(M_ptr, N_ptr, dS, piece * H + h, K, v0, V, BLOCKS, BLOCK_K, BLOCK_V)
+    elif d_state_ptr is not None:  # noqa: SIM102
+        if before == 0:
+            store_state(d_state_ptr + (n * H + h) * K * V, dS, K, v0, V, BLOCKS, BLOCK_K)
 
 
 @triton.jit
@@ -331,35 +338,29 @@ def sums_kernel(parts_ptr, sum_ptr, rows, columns, BLOCK_R: tl.constexpr, BLOCK_
     c0 = tl.program_id(0) * BLOCK_C
     found = tl.zeros([1, BLOCK_C], tl.float32)
     for row in range(0, rows, BLOCK_R):
-        part = load_tile(parts_ptr, row, rows, columns, c0, columns, 1, BLOCK_R, BLOCK_C)
-        found += tl.sum(part, 0, keep_dims=True)
+        found += tl.sum(load_tile(parts_ptr, row, rows, columns, c0, columns, 1, BLOCK_R, BLOCK_C), 0, keep_dims=True)
     store_tile(sum_ptr, found, 0, 1, columns, c0, columns, 1)
 
 
-def _width(size: int, most: int) -> int:
-    """The block that covers `size`, at least 16 as products of tiles want it, or `most`."""
-    return min(most, max(16, 1 << (size - 1).bit_length()))
-
-
 def _ends_rule(K: int, V: int, wide: bool, target: Target) -> Config:
-    return Config({"BLOCK_K": _width(K, 32)}, warps=4, stages=1)
+    return Config({"BLOCK_K": side(K, 32)}, warps=4, stages=1)
 
 
 def _walk_rule(K: int, V: int, wide: bool, target: Target) -> Config:
     """All of K is in registers as float32, so there is less of V where K is large; `wide`: tiles of float32."""
     k = 32 if wide and target.shared < 160_000 else 64
-    blocks = {"BLOCK_K": _width(K, k), "BLOCK_V": _width(V, 16 if wide or K > 128 else 32)}
+    blocks = {"BLOCK_K": side(K, k), "BLOCK_V": side(V, 16 if wide or K > 128 else 32)}
     return Config(blocks, warps=4 if K <= 128 else 8, stages=1)
 
 
 def _side_rule(K: int, V: int, wide: bool, target: Target) -> Config:
     """As many channels as registers hold without a spill."""
     k = 64 if K <= 64 and not wide else 16
-    return Config({"BLOCK_K": _width(K, k), "BLOCK_V": _width(V, 32)}, warps=4, stages=1)
+    return Config({"BLOCK_K": side(K, k), "BLOCK_V": side(V, 32)}, warps=4, stages=1)
 
 
 def _channels_rule(K: int, V: int, wide: bool, target: Target) -> Config:
-    return Config({"BLOCK_K": 16, "BLOCK_V": _width(V, 32)}, warps=8, stages=1)
+    return Config({"BLOCK_K": 16, "BLOCK_V": side(V, 32)}, warps=8, stages=1)
 
 
 def _sums_rule(target: Target) -> Config:
@@ -378,20 +379,8 @@ class _Problem:
         self.erase = call.k if call.erase is None else call.erase
         self.per_channel = self.g is not None and self.g.shape[3] > 1
         self.constant = self.g is not None and self.g.shape[:2] != (self.B, self.T)
+        self.precision = float_precision(call.q.dtype, self.target)  # of products of float32 tiles
         self.chunks = self.B * -(-self.T // CHUNK) if call.offsets is None else self.T // CHUNK + self.N
-
-    @property
-    def precision(self) -> str:
-        """Of products of float32 tiles: TF32 is as fine as float16."""
-        half = self.call.q.dtype != torch.float32 and self.target.kind == "cuda"
-        return "tf32" if half else precision(self.call.q.dtype, self.target)
-
-    @property
-    def gate_strides(self) -> tuple[int, ...]:
-        """Of log_decay as [B,T,H,K]: 0 where it is broadcast."""
-        if self.g is None:
-            return (0, 0, 0, 0)
-        return tuple(0 if n == 1 else s for n, s in zip(self.g.shape, self.g.stride(), strict=True))
 
     def sums(self, x: Tensor | None) -> Tensor | None:
         """Where sums over the heads that read one wait, in float32."""
@@ -406,12 +395,12 @@ class _Problem:
 
 
 def backward(
-    call: Any, kept: Sequence[Tensor], grads: Sequence[Tensor | None], needs: Sequence[bool]
+    call: Any, kept: Sequence[Tensor], grads: Sequence[Tensor | None], needs: Sequence[bool], cut: Callable[..., Any]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, beta, log_decay, erase and state, None where not needed.
 
     `kept`: what the forward left, contiguous: the states at the chunks' starts [slots,H,K,V] (tiles/state.py: slot),
-    the errors d [B,T,H,V], X and A (scale, decays and beta in) [B,T,H,CHUNK].
+    the errors d [B,T,H,V], X and A (scale, decays and beta in) [B,T,H,CHUNK]. `cut`: ops/delta/pieces.py.
     """
     problem = _Problem(call, needs)
     d_out = call.v.new_zeros(()).expand(call.v.shape) if grads[0] is None else grads[0]
@@ -419,7 +408,7 @@ def backward(
     waiting = _waiting(problem, to_w, to_gates)
     if needs[0] or to_w or to_gates:
         _side(problem, kept, d_out, None, waiting)
-    dv, behind = _walk(problem, kept, d_out, grads[1])
+    dv, behind = _walk(problem, kept, d_out, grads[1], cut)
     if to_w or to_gates or erase:
         _side(problem, kept, dv, behind, waiting)
     return problem.found
@@ -435,9 +424,11 @@ def _waiting(problem: _Problem, to_w: bool, to_gates: bool) -> tuple[Tensor | No
     )
 
 
-def _walk(problem: _Problem, kept: Sequence[Tensor], d_out: Tensor, d_final: Tensor | None) -> tuple[Tensor, Tensor]:
+def _walk(
+    problem: _Problem, kept: Sequence[Tensor], d_out: Tensor, d_final: Tensor | None, cut: Callable[..., Any]
+) -> tuple[Tensor, Tensor]:
     """dv [B,T,H,V] in float32, and the gradient of the state at each chunk's end, laid out as the states are."""
-    call, d_value, R = problem.call, problem.found[2], problem.H // problem.G
+    call, d_value, R, H, K, V = problem.call, problem.found[2], problem.H // problem.G, problem.H, problem.K, problem.V
     q, k, e, g, gone = call.q, call.k, problem.erase, problem.g, None
     if problem.per_channel:
         q, k, e, gone = _with_decays(problem, kept[0])
@@ -446,15 +437,24 @@ def _walk(problem: _Problem, kept: Sequence[Tensor], d_out: Tensor, d_final: Ten
     dv = d_value if direct and d_value is not None else call.v.new_empty(call.v.shape, dtype=torch.float32)
     behind = torch.empty_like(kept[0])
     config = problem.config("walk_by_channel" if problem.per_channel else "walk", _walk_rule)
-    launch(
-        walk_kernel, (problem.N * problem.H * -(-problem.V // config["BLOCK_V"]),),
-        q, k, e, call.beta, g, gone, kept[3], kept[2], d_out, d_final, call.offsets,
-        dv, None if direct else d_value, behind, problem.found[6],
-        q.stride(), k.stride(), e.stride(), call.beta.stride(), problem.gate_strides, d_out.stride(),
-        (0, 0, 0, 0) if d_final is None else d_final.stride(),
-        call.scale, problem.T, problem.H, R, problem.K, problem.V,
-        config=config, PRECISION=problem.precision, CHUNK=CHUNK, BLOCKS=-(-problem.K // config["BLOCK_K"]),
-    )  # fmt: skip
+    blocks = -(-V // config["BLOCK_V"])
+    pieces = cut(problem.target, problem.N * H * blocks)
+
+    def go(programs: int, *results: Tensor | None) -> None:
+        launch(
+            walk_kernel, (programs,),
+            q, k, e, call.beta, g, gone, kept[3], kept[2], d_out, d_final, call.offsets,
+            pieces.M, pieces.N, *results,
+            q.stride(), k.stride(), e.stride(), call.beta.stride(), strides(g), d_out.stride(), strides(d_final),
+            call.scale, problem.T, problem.N, H, R, K, V,
+            config=config, PRECISION=problem.precision, JOIN=precision(torch.float32, problem.target), CHUNK=CHUNK,
+            PIECE=pieces.tokens, BLOCKS=-(-K // config["BLOCK_K"]),
+        )  # fmt: skip
+
+    if pieces.tokens:
+        # Made again and not kept: what a forward keeps is declared to the compiler, whose lengths are symbols.
+        go(pieces.slots * H * (blocks + -(-K // config["BLOCK_V"])), None, None, None, None)
+    go(pieces.programs * H * blocks, dv, None if direct else d_value, behind, problem.found[6])
     return dv, behind
 
 
@@ -468,7 +468,7 @@ def _with_decays(problem: _Problem, states: Tensor) -> tuple[Tensor, Tensor, Ten
     launch(
         ends_kernel, (problem.chunks * problem.H * -(-problem.K // config["BLOCK_K"]),),
         call.q, call.k, problem.erase, problem.g, call.offsets, q, k, e, gone,
-        call.q.stride(), call.k.stride(), problem.erase.stride(), problem.gate_strides,
+        call.q.stride(), call.k.stride(), problem.erase.stride(), strides(problem.g),
         problem.T, problem.N, problem.H, problem.H // problem.G, problem.K, config=config, CHUNK=CHUNK,
     )  # fmt: skip
     return q, k, e, gone
@@ -489,7 +489,7 @@ def _side(problem: _Problem, kept: Sequence[Tensor], given: Tensor, behind: Tens
         x, call.k, call.beta, g, given, kept[1], kept[0], behind, call.offsets,
         *waiting, problem.sums(d_x), problem.sums(d_k) if last else None,
         d_x, *((d_k, d_beta, d_g) if last else (None, None, None)),
-        x.stride(), call.k.stride(), call.beta.stride(), problem.gate_strides, given.stride(), factor, 0,
+        x.stride(), call.k.stride(), call.beta.stride(), strides(g), given.stride(), factor, 0,
         problem.T, problem.N, problem.H, problem.H // problem.G, problem.K, problem.V,
         config=config, LAST=last, SAME=call.erase is None, PRECISION=problem.precision, CHUNK=CHUNK, **constants,
     )  # fmt: skip

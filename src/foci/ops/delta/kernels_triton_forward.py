@@ -147,13 +147,11 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     Per channel q, k and e come decayed (in bfloat16 k in two, `half` apart), with as many heads as v. Without `out_ptr`
     a piece's map is made (tiles/affine.py: M, N): the columns behind V's blocks are M's, and no token writes a value.
     """
-    blocks = tl.cdiv(V, BLOCK_V)
-    if out_ptr is None:
-        blocks += tl.cdiv(K, BLOCK_V)
+    blocks = tl.cdiv(V, BLOCK_V) + (tl.cdiv(K, BLOCK_V) if out_ptr is None else 0)
     v0 = tl.program_id(0) % blocks * BLOCK_V
     rest = tl.program_id(0) // blocks
     h = (rest % H).to(tl.int64)
-    n, b, start, stop, slot, piece, before, behind = piece_at(offsets_ptr, rest // H, T, N, CHUNK, PIECE)
+    n, row, start, stop, slot, piece, before, behind = piece_at(offsets_ptr, rest // H, T, N, CHUNK, PIECE)
     known = K
     if PIECE > 0:
         if n < 0:
@@ -162,7 +160,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     if out_ptr is None:  # noqa: SIM102  a constant and a tensor
         if (behind == 0) | ((before == 0) & (v0 >= tl.cdiv(V, BLOCK_V) * BLOCK_V)):
             return
-    row, head = tl.cast(b, tl.int64), (h if PER_CHANNEL else h // R)
+    head = h if PER_CHANNEL else h // R
     if out_ptr is not None:
         q_ptr += row * q_strides[0] + head * q_strides[2]
     k_ptr += row * k_strides[0] + head * k_strides[2]
@@ -290,8 +288,8 @@ def forward(call: Any, parts: Parts | None, slots: int, cut: Callable[[Target, i
     assert q is not None and k is not None
     tiles = 2 if gated.key is None and e is None else 3 if stored(v.dtype) != torch.bfloat16 or gated.key is None else 4
     widest = walk_rule(v.dtype, K, V, target.processors, tiles, target)["BLOCK_V"]
-    piece, programs, maps = cut(target, N * H * -(-V // widest))
-    rule = partial(walk_rule, v.dtype, K, V, programs * H, tiles)
+    pieces = cut(target, N * H * -(-V // widest))
+    rule = partial(walk_rule, v.dtype, K, V, pieces.programs * H, tiles)
     vary = {"BLOCK_V": (16, 32, 64)} if v.dtype == torch.bfloat16 else {}
     walk = configure("delta_walk", (v.dtype, K, V, tiles), rule, target, vary)
     blocks = -(-V // walk["BLOCK_V"])
@@ -299,27 +297,18 @@ def forward(call: Any, parts: Parts | None, slots: int, cut: Callable[[Target, i
     def go(programs: int, *results: Tensor | None) -> None:
         launch(
             walk_kernel, (programs,),
-            q, k, e, v, inverse, products, gated.rise, write, gated.total, call.state, call.offsets, *results,
+            q, k, e, v, inverse, products, gated.rise, write, gated.total, call.state, call.offsets,
+            pieces.M, pieces.N, *results,
             q.stride(), k.stride()[-4:], strides(e), v.stride(), write.stride(), strides(call.state),
             call.scale, T, N, H, H // call.q.shape[2], K, V, B * T * H * K,
             config=walk, PER_CHANNEL=gated.key is not None, PRECISION=float_precision(v.dtype, target),
-            JOIN=precision(torch.float32, target), CHUNK=CHUNK, PIECE=piece, TILES=-(-K // walk["BLOCK_K"]),
+            JOIN=precision(torch.float32, target), CHUNK=CHUNK, PIECE=pieces.tokens, TILES=-(-K // walk["BLOCK_K"]),
         )  # fmt: skip
 
-    M = offset = None
-    if piece:
-        M, offset = room_of_maps(maps, H, K, V, v)
-        go(maps * H * (blocks + -(-K // walk["BLOCK_V"])), M, offset, None, None, None, None)
-    kept = (None, None) if parts is None else (parts.errors, parts.states)
-    go(programs * H * blocks, M, offset, out, final, *kept)
+    if pieces.tokens:
+        go(pieces.slots * H * (blocks + -(-K // walk["BLOCK_V"])), None, None, None, None)
+    go(pieces.programs * H * blocks, out, final, *((None, None) if parts is None else (parts.errors, parts.states)))
     return out, final
-
-
-def room_of_maps(slots: int, H: int, K: int, V: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """M [slots,H,K,K] and N [slots,H,K,V] of pieces; where k is bfloat16 M as two of them [slots,H,2,K,K]."""
-    halves = (2,) if like.dtype == torch.bfloat16 else ()
-    M = torch.empty(slots, H, *halves, K, K, dtype=stored(like.dtype), device=like.device)
-    return M, torch.empty(slots, H, K, V, dtype=torch.float32, device=like.device)
 
 
 def chunks(call: Any, inverse: Tensor, products: Tensor, slots: int, target: Target) -> Gated:

@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
-from foci.core.tune import Target
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foci.core.tune import Target, stored
+from foci.ops.delta.call import Call
 from foci.ops.gpu import CHUNK
-from foci.ops.stretches import Cut
+from foci.ops.stretches import Cut, cut_into
 
 WIDEST = 128  # channels of a key: a piece's map has their square
 SHORTEST = 4  # chunks of a piece
 MOST = 64  # pieces of a sequence
 
 
+class Pieces(NamedTuple):
+    """A Cut, and room for the maps of its pieces, which only kernels read."""
+
+    tokens: int
+    programs: int
+    slots: int
+    M: Tensor | None  # [slots,H,K,K]; in bfloat16 two of them [slots,H,2,K,K]
+    N: Tensor | None  # [slots,H,K,V]
+
+
+def pieces(call: Call, target: Target, programs: int) -> Pieces:
+    """The pieces of a call that so many programs would walk whole."""
+    B, T, _, H, K, V, N = call.sizes
+    tokens, programs, slots = cut(N, B, T, call.offsets is not None, K, V, target, programs)
+    if not tokens:
+        return Pieces(0, programs, 0, None, None)
+    dtype, device = stored(call.v.dtype), call.v.device
+    M = torch.empty(slots, H, *((2,) if dtype == torch.bfloat16 else ()), K, K, dtype=dtype, device=device)
+    return Pieces(tokens, programs, slots, M, torch.empty(slots, H, K, V, dtype=torch.float32, device=device))
+
+
+@functools.lru_cache(512)
 def cut(N: int, B: int, T: int, packed: bool, K: int, V: int, target: Target, programs: int) -> Cut:
     """The Cut of N sequences in B rows of T tokens, which so many programs would walk whole.
 
@@ -22,7 +51,8 @@ def cut(N: int, B: int, T: int, packed: bool, K: int, V: int, target: Target, pr
         MAPS c/P max(1, ((P-1) + (P-2) K/V) programs / processors) + JOIN (P-2) + LAUNCH + c/P max(1, P programs / ..)
 
     cut into P. The P with the least is taken where that is less than `WORTH` c: half as wide a block of V, which gives
-    whole sequences twice the programs, is worth as much. The three numbers are reckoned from products, not measured.
+    whole sequences twice the programs, is worth as much. All four are reckoned from the forward's products, not measured;
+    the backward's maps cost a little more.
     Of shapes alone: of packed documents, whose lengths only the GPU knows, the mean length counts.
     """
     chunks = -(-(B * T) // (N * CHUNK))
@@ -32,10 +62,7 @@ def cut(N: int, B: int, T: int, packed: bool, K: int, V: int, target: Target, pr
             time = _steps(chunks, P, K / V, programs / target.processors)
             if time < least:
                 tokens, least = CHUNK * -(-chunks // P), time
-    if not 0 < tokens < T:
-        return Cut(0, N, 0)
-    slots = T // tokens + N if packed else N * -(-T // tokens)
-    return Cut(tokens, slots + N * packed, slots)
+    return cut_into(tokens if tokens < T else 0, N, T, packed)
 
 
 MAPS, JOIN, LAUNCH, WORTH = 0.6, 0.5, 3.0, 0.7
