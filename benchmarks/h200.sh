@@ -52,7 +52,7 @@ laws() {
   for dtype in $dtypes; do
     for operator in $operators; do
       ask "check_${operator}_$dtype" $((CHECK + 90)) "$python" -m foci check $operator --backend $backend \
-        --device "$device" --dtype $dtype --limit 120 --within "$CHECK" --json "$work/check_${operator}_$dtype.json" &
+        --device "$device" --dtype $dtype --limit "120,$CHECK" --json "$work/check_${operator}_$dtype.json" &
       jobs+=($!)
     done
   done

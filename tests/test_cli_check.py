@@ -158,6 +158,8 @@ def test_a_layer_is_checked_as_a_class_or_an_object(here, capsys) -> None:
         ("check softmax --dtype int8", "--dtype must be among float64, float32, bfloat16, float16; got 'int8'"),
         ("check softmax --device tpu", "--device must be cpu or cuda, got 'tpu'"),
         ("check softmax --backend aten --limit 0", "--limit must be a positive number of seconds, got 0"),
+        ("check softmax --backend aten --limit 60,soon", "--limit must be a positive number of seconds, got soon"),
+        ("check softmax --backend aten --limit 60,9,9", "--limit must be a positive number of seconds, got 9"),
         ("check softmax --json no/such/folder.json --backend aten --dtype float32", "no/such/folder.json"),
     ],
 )

@@ -15,7 +15,7 @@ import typer
 
 from foci.check import isolate
 from foci.check.render import table
-from foci.check.run import SILENCE, Report, examine
+from foci.check.run import Limits, Report, examine
 from foci.core.device import installed
 from foci.core.spec import Candidate, Spec
 from foci.core.tune import interpreting
@@ -47,12 +47,12 @@ def check(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Joined with commas; by default float32 and bfloat16.")] = "",
     limit: Annotated[
-        float | None,
-        typer.Option(help="Seconds after which a case is taken to hang: 120; with --world what a rank waits, 10."),
-    ] = None,
-    within: Annotated[
-        float, typer.Option(help="Seconds for each backend, after which laws are left unasked.")
-    ] = math.inf,
+        str,
+        typer.Option(
+            help="Seconds after which a case is taken to hang: 120; with --world what a rank waits, 10. After a comma "
+            "seconds for each backend in all, past which laws are left unasked."
+        ),
+    ] = "",
     world: Annotated[int, typer.Option(help="Run it over so many ranks: a parallel attention of [B,T/ranks,H,D].")] = 1,
     order: Annotated[str, typer.Option(help="With --world: how tokens lie, plain, zigzag or stripe.")] = "",
     wrap: Annotated[str, typer.Option(help="With --world, round foci's own: ring, ulysses, usp, handoff.")] = "",
@@ -60,12 +60,12 @@ def check(
 ) -> int:
     """Ask every law of an attention; exit code 1 when one is broken."""
     _require_device(device)
-    if limit is not None and not limit > 0:
-        raise ValueError(f"--limit must be a positive number of seconds, got {limit:g}")
+    limits = _limits(limit)
     if as_json not in ("", "-") and not Path(as_json).absolute().parent.is_dir():
         raise ValueError(f"--json {as_json}: there is no folder {Path(as_json).absolute().parent}")
     if world != 1:
-        return _across(what, like, layout, world, order, wrap, backend, device, dtype, limit, as_json)
+        waits = limits.silence if limit else None
+        return _across(what, like, layout, world, order, wrap, backend, device, dtype, waits, as_json)
     for option, given in (("--order", order), ("--wrap", wrap)):
         if given:
             raise ValueError(f"{option} is for ranks: give --world as well")
@@ -83,9 +83,7 @@ def check(
     reports = []
     for candidate in candidates:
         progress = _teller() if sys.stderr.isatty() else lambda step: None
-        report = examine(
-            spec, candidate, device=device, dtypes=dtypes, limit=limit or SILENCE, within=within, progress=progress
-        )
+        report = examine(spec, candidate, device=device, dtypes=dtypes, limits=limits, progress=progress)
         progress("")
         reports.append(report)
         if as_json != "-":
@@ -203,6 +201,19 @@ def _load(target: str) -> Any:
             raise ValueError(f"{module} has no {name}")
         found = getattr(found, part)
     return found
+
+
+def _limits(text: str) -> Limits:
+    """ "120" or "120,300"."""
+    found = []
+    for word in filter(None, text.split(",")):
+        try:
+            found.append(float(word))
+        except ValueError:
+            found.append(math.nan)
+        if not found[-1] > 0 or len(found) > len(Limits._fields):
+            raise ValueError(f"--limit must be a positive number of seconds, got {word.strip()}")
+    return Limits(*found)
 
 
 def _dtypes(text: str) -> tuple[torch.dtype, ...] | None:

@@ -456,7 +456,7 @@ def crashes(q, k, v):
     return right(q, k, v)[0]
 
 
-@plant("forward", "gave no answer", limit=2.0)
+@plant("forward", "gave no answer", limits=Limits(silence=2.0))
 def hangs(q, k, v):
     if q.shape[1] == 131:
         __import__("time").sleep(60)

@@ -11,7 +11,7 @@ import torch
 
 from foci.check import isolate
 from foci.check.render import table
-from foci.check.run import LAWS, OVER, examine
+from foci.check.run import LAWS, OVER, Limits, examine
 from tests.check import toy
 
 FAST = [law.name for law in LAWS if law.number not in (1, 12)]
@@ -101,7 +101,7 @@ def test_past_the_time_given_laws_are_left_unasked_and_say_so(isolated: bool) ->
         time.sleep(0.2)
         return toy.reference(x, gate)
 
-    report = examine(toy.SPEC, toy.candidate(slow), only=names, isolated=isolated, within=0.5)
+    report = examine(toy.SPEC, toy.candidate(slow), only=names, isolated=isolated, limits=Limits(within=0.5))
     assert [row.law for row in report.rows] == names
     assert report.rows[-1].verdict == "not tested" and report.rows[-1].reason == OVER and not report.failures
     assert not report.ok and f"{report.unasked} left unasked: {OVER}" in table(report)

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,16 @@ DTYPES = (torch.float32, torch.bfloat16)
 SHOWN = 4  # refused cases that a line names
 SILENCE = 120.0  # seconds without news after which a case is taken to hang
 OVER = "the time that was given was over"
+
+
+class Limits(NamedTuple):
+    """Seconds of silence after which a case is taken to hang, and seconds in all, past which laws are left unasked."""
+
+    silence: float = SILENCE
+    within: float = math.inf
+
+
+ORDINARY = Limits()
 
 
 @dataclass(frozen=True)
@@ -97,18 +107,16 @@ def examine(
     dtypes: tuple[torch.dtype, ...] | None = None,
     only: Iterable[str] | None = None,
     isolated: bool = True,
-    limit: float = SILENCE,
-    within: float = math.inf,
+    limits: Limits = ORDINARY,
     progress: Callable[[str], None] = lambda step: None,
     detective: Detective | None = None,
     more: Sequence[Law] = (),
 ) -> Report:
     """Ask every law (or those named in `only`) of a candidate.
 
-    `isolated`: in a child process, so that a crash or a hang (`limit` seconds of silence) is a finding and not the end;
-    otherwise in this process, which a debugger can follow. `within`: seconds after which laws are left unasked.
-    `progress` is told what is being asked. `detective`: says of a wrong tensor where it is wrong and why. `more`: laws
-    that this candidate alone is asked.
+    `isolated`: in a child process, so that a crash or a hang is a finding and not the end; otherwise in this process,
+    which a debugger can follow. `progress` is told what is being asked. `detective`: says of a wrong tensor where it is
+    wrong and why. `more`: laws that this candidate alone is asked.
     """
     dtypes = tuple(dtype for dtype in DTYPES if dtype in spec.dtypes) if dtypes is None else dtypes
     known = {law.name: law for law in (*LAWS, *more)}
@@ -119,7 +127,7 @@ def examine(
     start = time.perf_counter()
     exam = Exam(spec, candidate, torch.device(device), dtypes, detective=detective)
     unfit = isolate.unfit(device) if isolated else ""
-    rows, refused = (_isolated if isolated and not unfit else _here)(exam, chosen, limit, within, progress)
+    rows, refused = (_isolated if isolated and not unfit else _here)(exam, chosen, limits, progress)
     if unfit:
         refused.append(f"crashes and hangs: {unfit}, so all ran in this process")
     return Report(
@@ -131,9 +139,9 @@ def examine(
 Answers = tuple[list[Row], list[str]]
 
 
-def _here(exam: Exam, chosen: list[Law], limit: float, within: float, progress: Callable[[str], None]) -> Answers:
+def _here(exam: Exam, chosen: list[Law], limits: Limits, progress: Callable[[str], None]) -> Answers:
     rows: list[Row] = []
-    ends = time.monotonic() + within
+    ends = time.monotonic() + limits.within
     for law in chosen:
         if time.monotonic() > ends:
             break
@@ -147,11 +155,11 @@ def _unasked(rows: list[Row], chosen: list[Law]) -> list[Row]:
     return rows + [Row(law.number, law.name, reason=OVER) for law in chosen[len(rows) :]]
 
 
-def _isolated(exam: Exam, chosen: list[Law], limit: float, within: float, progress: Callable[[str], None]) -> Answers:
+def _isolated(exam: Exam, chosen: list[Law], limits: Limits, progress: Callable[[str], None]) -> Answers:
     """Law by law in a child; one that dies has broken the law it was asked, and another child goes on from there."""
     rows: list[Row] = []
     refused: dict[str, str] = {}
-    ends = time.monotonic() + within
+    ends = time.monotonic() + limits.within
     while len(rows) < len(chosen) and time.monotonic() <= ends:
         rest, step = chosen[len(rows) :], ""
 
@@ -163,7 +171,7 @@ def _isolated(exam: Exam, chosen: list[Law], limit: float, within: float, progre
                 send(("law", law.name))
                 send(("row", ask(exam, law), exam.refused))
 
-        for message in isolate.stream(work, min(limit, max(1.0, ends - time.monotonic()))):
+        for message in isolate.stream(work, min(limits.silence, max(1.0, ends - time.monotonic()))):
             if isinstance(message, isolate.Died) and time.monotonic() > ends:
                 break
             if isinstance(message, isolate.Died):
