@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foci.check.run import Limits
+
 
 @dataclass(frozen=True)
 class Plant:
