@@ -17,7 +17,7 @@ without outputs, which makes each piece's map S -> M S + N; then as ever, after 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -240,6 +240,7 @@ def chunks_rule(dtype: torch.dtype, K: int, per_channel: bool, target: Target) -
     return Config({"BLOCK_K": side(K, 64 if wide else 32)}, warps=8, stages=2 if wide else 1)
 
 
+@lru_cache(512)
 def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, target: Target) -> Config:
     """Columns of the state as many as registers hold, fewer where few heads would leave processors idle.
 

@@ -51,8 +51,8 @@ def cut(N: int, B: int, T: int, packed: bool, K: int, V: int, target: Target, pr
         MAPS c/P max(1, ((P-1) + (P-2) K/V) programs / processors) + JOIN (P-2) + LAUNCH + c/P max(1, P programs / ..)
 
     cut into P. The P with the least is taken where that is less than `WORTH` c: half as wide a block of V, which gives
-    whole sequences twice the programs, is worth as much. All four are reckoned from the forward's products, not measured;
-    the backward's maps cost a little more.
+    whole sequences twice the programs, is worth as much. All four are reckoned from the forward's products and not
+    measured; the backward's maps cost a little more.
     Of shapes alone: of packed documents, whose lengths only the GPU knows, the mean length counts.
     """
     chunks = -(-(B * T) // (N * CHUNK))
