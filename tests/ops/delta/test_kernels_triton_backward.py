@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -217,6 +218,21 @@ def test_launches(decay: str, count: int) -> None:
     with tune.recording(tune.TARGETS["sm_90"]) as launches:
         kernels.backward(call, kept, grads, wanted, partial(pieces, call))
     assert len(launches) == count
+
+
+@pytest.mark.parametrize("decay", ["token", "channel"])
+def test_every_size_that_may_be_tuned_is_right(decay: str) -> None:
+    inputs = Delta("", B=1, T=70, H=2, G=1, K=20, V=36, decay=decay, state=True).case.make(torch.float32, CPU, 0)
+    with tune.choosing({}) as asked:
+        found(inputs, draws(SPEC.bind(**inputs)))
+    for pick in (min, max):
+        chosen = {
+            key: replace(each.rule, blocks={**each.rule.blocks, **{name: pick(n) for name, n in each.vary.items()}})
+            for key, each in asked.items()
+        }
+        with tune.choosing(chosen):
+            errors = apart(inputs)
+        assert all(e <= BUDGET[torch.float32] for e in errors.values()), errors
 
 
 def test_few_heads_of_many_tokens_take_one_launch_more() -> None:

@@ -391,7 +391,8 @@ class _Problem:
     def config(self, kernel: str, rule: Callable[[int, int, bool, Target], Config]) -> Config:
         wide = self.call.q.dtype != torch.bfloat16 or self.per_channel
         key = (self.K, self.V, "float32" if wide else "bfloat16")
-        return configure(f"delta_backward_{kernel}", key, partial(rule, self.K, self.V, wide), self.target)
+        vary = {"BLOCK_K": (16, 32, 64)} if kernel == "ends" else {"BLOCK_V": (16, 32, 64)}
+        return configure(f"delta_backward_{kernel}", key, partial(rule, self.K, self.V, wide), self.target, vary)
 
 
 def backward(
@@ -495,6 +496,5 @@ def _side(problem: _Problem, kept: Sequence[Tensor], given: Tensor, behind: Tens
     )  # fmt: skip
     if parts is not None:
         config = configure("delta_backward_sums", (), _sums_rule, problem.target)
-        launch(
-            sums_kernel, (-(-problem.H // config["BLOCK_C"]),), parts, problem.found[4], *parts.shape, config=config
-        )  # fmt: skip
+        blocks = (-(-problem.H // config["BLOCK_C"]),)
+        launch(sums_kernel, blocks, parts, problem.found[4], *parts.shape, config=config)

@@ -333,7 +333,7 @@ def chunks(call: Any, inverse: Tensor, products: Tensor, slots: int, target: Tar
         call.q, call.k, call.erase, call.beta, g, call.offsets, inverse, products, *gated,
         call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(g),
         call.scale, T, N, H, H // G, K, B * T * H * K,
-        config=configure("delta_chunks", (v.dtype, K, per_channel), rule, target),
+        config=configure("delta_chunks", (v.dtype, K, per_channel), rule, target, {"BLOCK_K": (16, 32, 64)}),
         PER_CHANNEL=per_channel, PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK,
     )  # fmt: skip
     return gated
