@@ -40,8 +40,7 @@ def ends_kernel(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """For gates per channel: rise q, fall k, rise e [B,T,H,K] and total of one chunk, one head, one block of K."""
-    k0 = tl.program_id(0) % tl.cdiv(K, BLOCK_K) * BLOCK_K
-    rest = tl.program_id(0) // tl.cdiv(K, BLOCK_K)
+    k0, rest = tl.program_id(0) % tl.cdiv(K, BLOCK_K) * BLOCK_K, tl.program_id(0) // tl.cdiv(K, BLOCK_K)
     h = (rest % H).to(tl.int64)
     n, b, t0, stop, slot = chunk_at(offsets_ptr, rest // H, N, T, CHUNK)
     if n < 0:
@@ -102,7 +101,9 @@ def walk_kernel(  # type: ignore[no-untyped-def]
         else:
             dS = joined(dS, M_ptr, N_ptr, piece + behind, behind, h, H, K, v0, V, -1, JOIN, BLOCKS, BLOCK_K, BLOCK_V)
     count = tl.cdiv(stop - start, CHUNK)
-    for i in tl.range(count, disable_licm=PIECE > 0 or offsets_ptr is not None):
+    # What is the same for all chunks would otherwise be kept in registers, and these spilled.
+    LEAN: tl.constexpr = PIECE > 0 or offsets_ptr is not None or q_ptr.dtype.element_ty != tl.bfloat16
+    for i in tl.range(count, disable_licm=LEAN):
         t0 = start + (count - 1 - i) * CHUNK
         there = (slot + count - 1 - i).to(tl.int64) * H + h
         # dd = A^T do + fall beta (k dS);  dv = X^T dd
@@ -496,5 +497,4 @@ def _side(problem: _Problem, kept: Sequence[Tensor], given: Tensor, behind: Tens
     )  # fmt: skip
     if parts is not None:
         config = configure("delta_backward_sums", (), _sums_rule, problem.target)
-        blocks = (-(-problem.H // config["BLOCK_C"]),)
-        launch(sums_kernel, blocks, parts, problem.found[4], *parts.shape, config=config)
+        launch(sums_kernel, (-(-problem.H // config["BLOCK_C"]),), parts, problem.found[4], *parts.shape, config=config)

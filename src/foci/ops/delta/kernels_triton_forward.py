@@ -177,7 +177,8 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             S = with_unit(S, v0 - tl.cdiv(V, BLOCK_V) * BLOCK_V, TILES, BLOCK_K, BLOCK_V)
         else:
             S = joined(S, M_ptr, N_ptr, piece - before, before, h, H, K, v0, V, 1, JOIN, TILES, BLOCK_K, BLOCK_V)
-    for t0 in tl.range(start, stop, CHUNK, disable_licm=PIECE > 0):
+    # What is the same for all chunks would otherwise be kept in registers, and these spilled.
+    for t0 in tl.range(start, stop, CHUNK, disable_licm=PIECE > 0 or k_ptr.dtype.element_ty != tl.bfloat16):
         there = (slot + (t0 - start) // CHUNK) * H + h
         at = t0 + tl.arange(0, CHUNK)
         read = tl.zeros([CHUNK, BLOCK_V], tl.float32)
