@@ -174,6 +174,15 @@ def test_training_without_anyone_to_watch_calls_no_op_and_with_anyone_both() -> 
         assert watched == [False, False, True, True]
 
 
+def test_a_profiler_sees_the_ops() -> None:
+    x = draw(2, 3).requires_grad_()
+    with torch.profiler.profile() as profile:
+        toy(x)[0].sum().backward()
+        toy(x.detach())
+    seen = [event.name for event in profile.events() if event.name.startswith("foci::")]
+    assert seen == ["foci::toy_opaque_fwd", "foci::toy_opaque_bwd", "foci::toy_opaque_fwd"]
+
+
 def test_a_tensor_left_over_from_a_transform_is_an_ordinary_one() -> None:
     x, left = draw(2, 3), []
     grad(lambda z: left.append(z) or toy(z)[0].sum())(x)

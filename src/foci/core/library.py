@@ -123,8 +123,8 @@ def _transformed() -> bool:
 
 
 def _watched(call: Any) -> bool:
-    """Whether the compiler, a subclass, a meta tensor or a mode (tracer, counter) must see one op, not its insides."""
-    if torch.compiler.is_compiling() or _transformed():
+    """Whether the compiler, a profiler, a subclass, a meta tensor or a mode (tracer, counter) must see one op."""
+    if torch.compiler.is_compiling() or _transformed() or torch.autograd._profiler_enabled():
         return True
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
     return modes > 0 or call[0].is_meta or not _PLAIN.issuperset(map(type, call))
