@@ -198,5 +198,5 @@ def _say(work: Callable[[Any], str], task: Any, pipe: Connection) -> None:
     os.dup2(silence, 2)
     try:
         pipe.send(work(task))
-    except Exception:
+    except Exception:  # whoever times the task compiles it again, and says why it fails
         pipe.send("")
