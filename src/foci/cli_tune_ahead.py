@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from foci.bench.tuning import META, Ahead, Attempt, Problem
+from foci.core.assembler import assembling
 from foci.core.spec import Case, Spec
 from foci.core.tune import Config, Target, choosing, recording
 from foci.ops import SPECS
@@ -138,7 +139,8 @@ def compiled(task: Task) -> str:
         run()
     for kernel, grid, arguments, meta in launches:
         if task.config is None or task.config.meta.items() <= meta.items():
-            shared = kernel.warmup(*arguments, grid=grid, **meta).metadata.shared
+            with assembling(task.target.arch):
+                shared = kernel.warmup(*arguments, grid=grid, **meta).metadata.shared
             if shared > task.target.shared:
                 return f"{shared} bytes of shared memory, the GPU has {task.target.shared}"
     return ""

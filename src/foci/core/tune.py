@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from foci.core.assembler import assembling
 from foci.core.device import constant, machine
 
 TABLES = Path(__file__).parent / "tuned"
@@ -231,7 +232,8 @@ def _start(
     """
     triton = _known(kernel.__class__)
     if triton is None or kernel.pre_run_hooks or triton.knobs.runtime.add_stages_inspection_hook is not None:
-        kernel[grid](*arguments, **meta)
+        with assembling(target_of(device).arch):
+            kernel[grid](*arguments, **meta)
         return
     told, backend = triton.native_specialize_impl, kernel.device_caches[device.index or 0][3]
     key = (
@@ -240,7 +242,8 @@ def _start(
     )  # fmt: skip
     compiled = _COMPILED.get(key)
     if compiled is None:
-        compiled = kernel[grid](*arguments, **meta)
+        with assembling(target_of(device).arch):
+            compiled = kernel[grid](*arguments, **meta)
         if hasattr(compiled, "packed_metadata"):  # else it is being compiled elsewhere
             _COMPILED[key] = compiled
         return

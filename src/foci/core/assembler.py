@@ -1,0 +1,38 @@
+"""Which of the assemblers that Triton brings makes a kernel's machine code for Hopper: the newest.
+
+Triton gives all before Blackwell to its ptxas 12.8 (from 3.8 on 12.9), and Blackwell to a newer one. On Hopper the old
+one makes wrong code of some chains of products by warpgroups, from PTX that others assemble well: on an H200 the delta
+rule's backward had gradients wrong by 0.8 of their size, or read where nothing is, at 3 of 16 block sizes (Triton 3.6;
+triton#11366, triton#11781, fla#984). Both assemblers take the same PTX, so no kernel has to change.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+HOPPER = 90
+NAMED = "TRITON_PTXAS_PATH"  # by which a user chooses one; it is left alone
+_LOCK = threading.RLock()
+
+
+@contextmanager
+def assembling(arch: int) -> Iterator[None]:
+    """Within it Triton assembles for this architecture as said above; what was chosen before comes back after it."""
+    nvidia = getattr(getattr(sys.modules.get("triton"), "knobs", None), "nvidia", None)
+    if arch != HOPPER or nvidia is None or NAMED in os.environ:
+        yield
+        return
+    with _LOCK:  # the choice is the process's, and a backward compiles in a thread of autograd's
+        tools = [tool for name in ("ptxas", "ptxas_blackwell") if (tool := getattr(nvidia, name, None)) is not None]
+        with nvidia.scope():
+            nvidia.ptxas = max(tools, key=_version).path
+            yield
+
+
+def _version(tool: Any) -> tuple[int, ...]:
+    return tuple(int(part) for part in tool.version.split("."))
