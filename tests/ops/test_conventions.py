@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from foci.core.spec import WrongReturn
+from foci.ops import conventions
+from foci.ops.conventions import Place
 from foci.ops.decay.api import linear_attention
 from foci.ops.decay.cases import CASES as LINEAR
 from foci.ops.decay.conventions import adapt as adapt_linear
@@ -127,6 +129,21 @@ def test_what_is_broken_is_for_the_laws() -> None:
     assert not candidate.refuses(BY_NAME["linear"]["plain"])
     with pytest.raises(WrongReturn, match="where one tensor is expected"):
         candidate.call(given("plain"))
+
+
+def test_what_refuses_the_cpu_is_tried_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kernel for GPUs does: here it refuses float32 and narrow heads, as those do the CPU."""
+    gpu = Place(torch.device("cpu"), torch.bfloat16, 64)
+    monkeypatch.setattr(conventions, "places", lambda: iter((Place(torch.device("cpu")), gpu)))
+
+    def on_a_gpu(q, k, v, g):
+        assert q.dtype == torch.bfloat16 and q.shape[-1] == 64 and g.dim() == 3 and q.shape[2] == v.shape[2]
+        return linear_attention(q, k, v, log_decay=g)[0]
+
+    candidate = adapt_linear(on_a_gpu)
+    assert "decay per channel: it raises AssertionError" in candidate.refuses(BY_NAME["linear"]["decay per channel"])
+    assert "grouped heads (H != G): it raises AssertionError" in candidate.refuses(BY_NAME["linear"]["grouped heads"])
+    assert not candidate.refuses(BY_NAME["linear"]["value width"])
 
 
 def test_a_kind_that_is_answered_in_the_wrong_shape_is_refused() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,26 @@ UNNAMED = "its signature does not name what these need"
 
 class _Cannot(NotImplementedError):
     """A case that the signature has no words for."""
+
+
+class Place(NamedTuple):
+    """Where a tiny call is made: on which device, in which dtype, of heads how wide."""
+
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    width: int = 4
+
+    def ones(self, *sizes: int) -> Tensor:
+        return torch.ones(sizes, device=self.device, dtype=self.dtype)
+
+
+def places() -> Iterator[Place]:
+    """Where a tiny call may be made: on the CPU, and for what refuses that on the GPU, as GPU kernels like it best."""
+    yield Place(torch.device("cpu"))
+    if torch.cuda.is_available():
+        here = torch.device("cuda", torch.cuda.current_device())
+        yield Place(here, torch.bfloat16, 64)
+        yield Place(here, torch.float32, 64)
 
 
 @dataclass(frozen=True)
@@ -99,7 +119,7 @@ def adapt(
     `positions` go by their place, but for those that are in `words` and named. layout: "bthd" [B, T, H, D] or "bhtd"
     [B, H, T, D] of all that has tokens; states are [N, H, K, V] in either. A callable that can be asked for the final
     state is. What no word tells (the ranks of a decay that `g` may have, grouped heads, V != K) is tested unless a tiny
-    call of the kind raises.
+    call of the kind raises, on the CPU or, where that cannot be called, on the GPU.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"adapt: layout must be 'bthd' or 'bhtd', got {layout!r}")
@@ -146,17 +166,18 @@ def _convention(
     variants = [
         Convention(function, first, chosen, layout, asks, needs, gives) for needs in ("", *decays) for gives in returns
     ]
-    found = next((each for each in variants if not _fails(each, _tiny(each))), None)
-    if found is None:
-        return variants[0]  # broken altogether: the first law will meet the same error and tell it
-    failed = {kind: _fails(found, _tiny(found, kind)) for kind in (*KINDS, *decays)}
-    return replace(found, cannot={kind: f"{kind}: {reason}" for kind, reason in failed.items() if reason})
+    for place in places():
+        found = next((each for each in variants if not _fails(each, _tiny(each, place))), None)
+        if found is not None:
+            failed = {kind: _fails(found, _tiny(found, place, kind)) for kind in (*KINDS, *decays)}
+            return replace(found, cannot={kind: f"{kind}: {reason}" for kind, reason in failed.items() if reason})
+    return variants[0]  # broken altogether: the first law will meet the same error and tell it
 
 
-def _tiny(convention: Convention, kind: str = "") -> dict[str, Any]:
+def _tiny(convention: Convention, place: Place, kind: str = "") -> dict[str, Any]:
     """A small problem, of a kind that no keyword tells."""
     sizes = {"H": 2, "V": 4} | KINDS.get(kind, {})
-    q, v = torch.ones(1, 3, 2, 4), torch.ones(1, 3, sizes["H"], sizes["V"])
+    q, v = place.ones(1, 3, 2, place.width), place.ones(1, 3, sizes["H"], sizes["V"] * place.width // 4)
     made = {"q": q, "k": q.clone(), "v": v}
     if "beta" in (*convention.first, *convention.words):
         made["beta"] = v[..., 0].clone()

@@ -12,6 +12,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import foci
 from foci.core.spec import WrongReturn
+from foci.ops.conventions import Place
+from foci.ops.softmax import conventions
 from foci.ops.softmax.api import attention, attention_with_lse
 from foci.ops.softmax.cases import CASES
 from foci.ops.softmax.conventions import adapt
@@ -147,6 +149,21 @@ def test_kinds_that_a_tiny_call_shows_to_be_refused() -> None:
     for name in ("grouped heads", "cross", "value width"):
         assert "raises AssertionError" in candidate.refuses(BY_NAME[name])[0]
     assert not candidate.refuses(BY_NAME["plain"])
+
+
+def test_what_refuses_the_cpu_is_tried_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kernel for GPUs does: here it refuses float32 and narrow heads, as those do the CPU."""
+    gpu = Place(torch.device("cpu"), torch.bfloat16, 64)
+    monkeypatch.setattr(conventions, "places", lambda: iter((Place(torch.device("cpu")), gpu)))
+
+    def on_a_gpu(q, k, v):
+        assert q.dtype == torch.bfloat16 and q.shape[-1] == 64 and q.shape[2] == k.shape[2]
+        return attention_with_lse(q, k, v)
+
+    candidate = adapt(on_a_gpu)
+    assert candidate.outputs == ("out", "lse")
+    assert "raises AssertionError" in candidate.refuses(BY_NAME["grouped heads"])[0]
+    assert not candidate.refuses(BY_NAME["value width"])
 
 
 @pytest.mark.parametrize("wrong", [lambda out: (out,), lambda out: (out, out, out), lambda out: out.tolist()])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foci.core.spec import Candidate, Case, Inputs, Outputs, as_outputs
+from foci.ops.conventions import UNNAMED, Place, places
 from foci.ops.masks import All, Causal, Dense, Lengths, Mask, Packed, Window
 
 LAYOUTS = ("bthd", "bhtd")
@@ -30,9 +31,6 @@ WORDS = {
     "gqa": ("enable_gqa",),
     "lse": ("return_lse", "return_softmax_lse"),
 }
-
-
-UNNAMED = "its signature does not name what these need"
 
 
 @dataclass(frozen=True)
@@ -63,14 +61,14 @@ def adapt(function: Callable[..., Any], *, layout: str = "bthd", name: str = "",
     foci's own masks where the annotation says so. Causal: `causal` is bottom-right, as flash-attn documents it;
     `is_causal` leaves open what it means for T != S (torch: top-left), so only T == S is asked of it; with `align` both
     are. A second output, or `return_lse`, is the natural-log lse. Grouped heads, V != K and T != S are tested unless a
-    tiny call of the kind raises. `ranks`: how many share a call of it; then so are lengths and heads that these do not
+    tiny call of the kind raises, on the CPU or, where that cannot be called, on the GPU. `ranks`: how many share a call
+    of it; then so are lengths and heads that these do not
     share equally.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"adapt: layout must be 'bthd' or 'bhtd', got {layout!r}")
     convention = _convention(function, layout)
-    gives = _outputs(function, convention, ranks)
-    cannot = _probe(function, convention, ranks)
+    gives, cannot = _tried(function, convention, ranks)
 
     def call(inputs: Inputs) -> Outputs:
         args, kwargs = _deliver(convention, inputs)
@@ -137,23 +135,30 @@ def _takes_masks(function: Callable[..., Any], word: str | None) -> bool:
     return any(isinstance(option, type) and issubclass(option, Mask) for option in (hint, *typing.get_args(hint)))
 
 
-def _tiny(ranks: int, **other: int) -> dict[str, Any]:
+def _tiny(ranks: int, place: Place, **other: int) -> dict[str, Any]:
     """A small problem that so many ranks share equally, but for other sizes."""
     T, H = (3, 2) if ranks == 1 else (2 * ranks, ranks)
     sizes = {"T": T, "S": other.get("T", T), "H": H, "G": other.get("H", H), "V": 4} | other
     T, S, H, G, V = (sizes[name] for name in "TSHGV")
-    return {"q": torch.ones(1, T, H, 4), "k": torch.ones(1, S, G, 4), "v": torch.ones(1, S, G, V)}
+    K, V = place.width, V * place.width // 4
+    return {"q": place.ones(1, T, H, K), "k": place.ones(1, S, G, K), "v": place.ones(1, S, G, V)}
 
 
-def _outputs(function: Callable[..., Any], convention: Convention, ranks: int) -> tuple[str, ...]:
+def _tried(function: Callable[..., Any], convention: Convention, ranks: int) -> tuple[tuple[str, ...], dict[str, str]]:
+    """What a tiny call gives, and the kinds of problem that such calls show to be refused."""
+    told = ("out", "lse") if "lse" in convention.words else None
+    for place in places():
+        args, kwargs = _deliver(convention, _tiny(ranks, place))
+        try:
+            result = function(*args, **kwargs)
+        except Exception:
+            continue
+        return told or _outputs(result), _probe(function, convention, ranks, place)
+    return told or ("out",), {}  # broken altogether: the first law will meet the same error and tell it
+
+
+def _outputs(result: Any) -> tuple[str, ...]:
     """("out", "lse") when it gives both, else ("out",); what is wrong with a return is for the laws to say."""
-    if "lse" in convention.words:
-        return "out", "lse"
-    args, kwargs = _deliver(convention, _tiny(ranks))
-    try:
-        result = function(*args, **kwargs)
-    except Exception:
-        return ("out",)  # the first law will meet the same error and tell it
     pair = isinstance(result, tuple | list) and len(result) == 2 and all(isinstance(item, Tensor) for item in result)
     return ("out", "lse") if pair and result[1].dim() == 3 else ("out",)
 
@@ -171,19 +176,14 @@ def _kinds(ranks: int) -> dict[str, dict[str, int]]:
     return own | {LENGTHS: {"T": 2 * ranks + 1}, HEADS: {"H": ranks + 1}, FEW: {"G": 1}}
 
 
-def _probe(function: Callable[..., Any], convention: Convention, ranks: int) -> dict[str, str]:
-    """The kinds of problem, not named by any keyword, that a tiny call shows to be refused.
+def _probe(function: Callable[..., Any], convention: Convention, ranks: int, place: Place) -> dict[str, str]:
+    """The kinds of problem, not named by any keyword, that a tiny call shows to be refused where a plain one is not.
 
     A call that loses ranks is no refusal.
     """
-    plain = _deliver(convention, _tiny(ranks))
-    try:
-        function(*plain[0], **plain[1])
-    except Exception:
-        return {}  # broken altogether: then these say nothing
     found = {}
     for kind, sizes in _kinds(ranks).items():
-        args, kwargs = _deliver(convention, _tiny(ranks, **sizes))
+        args, kwargs = _deliver(convention, _tiny(ranks, place, **sizes))
         try:
             function(*args, **kwargs)
         except Exception as error:
