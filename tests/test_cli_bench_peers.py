@@ -9,7 +9,7 @@ import torch
 
 from foci import cli_bench_peers
 from foci.bench.sweep import Trial
-from foci.cli_bench_peers import peers, unguarded
+from foci.cli_bench_peers import peers, repeatable, unguarded
 from foci.cli_bench_truth import Truth
 from foci.core.spec import Candidate
 from foci.ops import SPECS
@@ -65,3 +65,12 @@ def test_a_guard_that_judging_makes_needless_is_lifted_and_put_back(monkeypatch:
     monkeypatch.setattr(cli_bench_peers, "find_spec", lambda name: None)
     with unguarded(said.append):
         assert len(said) == 1
+
+
+def test_what_torch_compiles_can_be_differentiated_twice() -> None:
+    import torch._functorch.config as config
+
+    before = config.donated_buffer
+    with repeatable():
+        assert config.donated_buffer is False
+    assert config.donated_buffer == before

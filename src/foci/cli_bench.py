@@ -22,7 +22,7 @@ from foci.bench.ceilings import ceilings
 from foci.bench.plot import page, rate, roofline
 from foci.bench.record import Record
 from foci.bench.sweep import STAGES, Options, sweep
-from foci.cli_bench_peers import peers, unguarded
+from foci.cli_bench_peers import peers, repeatable, unguarded
 from foci.cli_bench_truth import Truth
 from foci.cli_check import FUNCTIONS
 from foci.cli_tune import DTYPES, cases
@@ -97,6 +97,7 @@ def bench(
 def _ready(specs: list[Spec], options: Options) -> Iterator[None]:
     """On a GPU peers that tune themselves compile on every core, and none declines what would be judged anyway."""
     with ExitStack() as stack:
+        stack.enter_context(repeatable())
         if options.device.type == "cuda" and installed("triton"):
             stack.enter_context(side_by_side(machine().cores))
             if any(spec.name in ("linear", "delta") for spec in specs):

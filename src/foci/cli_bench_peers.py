@@ -173,6 +173,15 @@ def unguarded(tell: Callable[[str], object]) -> Iterator[None]:
             setattr(module, "TRITON_ABOVE_3_7_1", before)  # noqa: B010
 
 
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Within it what torch compiles leaves its buffers to a second backward: the backward alone is timed many times."""
+    import torch._functorch.config as config
+
+    with config.patch(donated_buffer=False):
+        yield
+
+
 def _fla(module: str, function: str) -> Callable[..., Any]:
     found: Callable[..., Any] = getattr(_theirs(f"fla.ops.{module}"), function)
     return found

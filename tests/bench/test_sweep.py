@@ -9,6 +9,7 @@ from torch import Tensor
 
 from foci.bench.ceilings import Ceilings
 from foci.bench.sweep import STAGES, Options, Trial, sweep
+from foci.core.errors import Unsupported
 from foci.core.spec import Candidate, Case
 from foci.ops.softmax.api import attention_with_lse
 from foci.ops.softmax.cases import case
@@ -52,10 +53,16 @@ def test_what_cannot_run_says_why() -> None:
     def fails(given: object) -> tuple[Tensor, ...]:
         raise RuntimeError("no kernel\nat all")
 
+    def unable(given: object) -> tuple[Tensor, ...]:
+        raise Unsupported("attention: backend 'x' cannot run this call", ["no window", "no sink"], "try another")
+
     refusing = replace(OURS, name="refusing", refuses=lambda case: ["it is Tuesday"])
-    records = run([refusing, replace(OURS, name="failing", call=fails), OURS])
+    unsupported = replace(OURS, name="unable", call=unable)
+    records = run([refusing, replace(OURS, name="failing", call=fails), unsupported, OURS])
     said = {r.candidate: r.refused for r in records}
-    assert said == {"refusing": "it is Tuesday", "failing": "RuntimeError: no kernel", "ours": ""}
+    assert said == {
+        "refusing": "it is Tuesday", "failing": "RuntimeError: no kernel", "unable": "no window; no sink", "ours": "",
+    }  # fmt: skip
 
 
 def test_what_has_no_backward_is_timed_forward() -> None:

@@ -13,6 +13,7 @@ from foci.bench.ceilings import Ceilings
 from foci.bench.measure import Sample, Way, clock_on, host_seconds, interleave
 from foci.bench.memory import peak_memory
 from foci.bench.record import Record
+from foci.core.errors import Unsupported
 from foci.core.spec import Candidate, Case, Inputs, Outputs, Spec
 
 STAGES = ("forward", "backward", "both")
@@ -173,6 +174,8 @@ def _words(error: Exception) -> str:
         raise error
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
+    if isinstance(error, Unsupported):
+        return "; ".join(error.reasons) or error.what
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
