@@ -36,6 +36,15 @@ def test_the_first_that_can_is_chosen(spec: Spec, call: set, chosen: str) -> Non
     assert explain(spec, call).chosen == chosen
 
 
+def test_one_may_prefer_another_that_can(spec: Spec) -> None:
+    """As torch's kernels do Triton's for decoding: it is taken where it can run the call, and only then."""
+    sys.modules["toy_fast"].prefers = lambda call: "middle"
+    assert choose(spec, set()).name == explain(spec, set()).chosen == "middle"
+    assert choose(spec, set(), "fast").name == explain(spec, set(), "fast").chosen == "fast"
+    sys.modules["toy_fast"].prefers = lambda call: "gpu"  # which is not there
+    assert choose(spec, set()).name == explain(spec, set()).chosen == "fast"
+
+
 def test_the_named_one_runs_even_when_a_faster_one_could(spec: Spec) -> None:
     assert choose(spec, set(), "slow").name == "slow"
 

@@ -98,8 +98,8 @@ def _sum(
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + places)
-        z = logits(tl.load(x_ptr + places), scale, softcap, bias, PRECISE)
-        p, fade, top, mass = join(z, top, mass)
+        x, factor = logits(tl.load(x_ptr + places), scale, softcap, bias, PRECISE, True)
+        p, fade, top, mass = join(x, factor, top, mass)
         total = total * fade + tl.sum(p, 1)
     if sink_ptr is not None:
         fade, top, mass = join_sink(tl.load(sink_ptr + t), top, mass)

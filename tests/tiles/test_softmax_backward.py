@@ -24,8 +24,9 @@ def _kernel(  # type: ignore[no-untyped-def]
     one = tl.program_id(0) + 1
     lse = tl.load(lse_ptr + t)
     products = tl.load(x_ptr + t * 32 + s)
-    pairs = (bias_ptr, bias_strides, dense_ptr, dense_strides, one, one, T, S)
-    p, y = probabilities(products, lse, t, s, pairs, scale, softcap, PRECISE)
+    pairs = (bias_ptr, bias_strides, dense_ptr, dense_strides, T, S)
+    zero = one - 1
+    p, y = probabilities(products, lse, zero, zero, t, s, pairs, one, one, scale, softcap, PRECISE, PRECISE)
     tl.store(p_ptr + t * 32 + s, p)
     tl.store(y_ptr + t * 32 + s, y)
     if seed_ptr is not None:

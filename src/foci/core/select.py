@@ -10,11 +10,13 @@ from foci.core.spec import Backend, Spec
 
 
 def choose(spec: Spec, call: Any, backend: str | None = None) -> Backend:
-    """The first backend of the Spec (fastest first) without a reason against the call, or the named one."""
+    """The first backend of the Spec (fastest first) without a reason against the call, or the one that it prefers.
+
+    A named one is taken as it is.
+    """
     if backend is None:
-        for candidate in spec.backends:
-            if not candidate.reasons(call):
-                return candidate
+        if (found := _fastest(spec, call)) is not None:
+            return found
         reasons = [f"{b.name}: {reason}" for b in spec.backends for reason in b.reasons(call)]
         raise Unsupported(f"{spec.function}: no backend can run this call", reasons)
     chosen = spec.backend(backend)
@@ -26,6 +28,16 @@ def choose(spec: Spec, call: Any, backend: str | None = None) -> Backend:
         )
         raise Unsupported(f"{spec.function}: backend {backend!r} cannot run this call", reasons, hint)
     return chosen
+
+
+def _fastest(spec: Spec, call: Any) -> Backend | None:
+    for candidate in spec.backends:
+        if not candidate.reasons(call):
+            preferred = candidate.prefers(call)
+            if preferred and not (other := spec.backend(preferred)).reasons(call):
+                return other
+            return candidate
+    return None
 
 
 @dataclass(frozen=True)
@@ -54,7 +66,8 @@ def explain(spec: Spec, call: Any, backend: str | None = None) -> Explanation:
     """The Explanation of one call; `backend` is the explicit choice a caller would make."""
     verdicts = {b.name: b.reasons(call) for b in spec.backends}
     able = [name for name, reasons in verdicts.items() if not reasons]
-    chosen = next(iter(able), None) if backend is None else spec.backend(backend).name
+    fastest = _fastest(spec, call) if backend is None else spec.backend(backend)
+    chosen = None if fastest is None else fastest.name
     if chosen is not None and verdicts[chosen]:
         chosen = None
     return Explanation(

@@ -43,6 +43,7 @@ class Backend:
     `backward(call, outputs, gradients, needs) -> tuple` it brings its own gradient and becomes an opaque op pair;
     without, it is differentiable torch code and autograd sees through it. With `kept(call) -> Output` beside it the op
     calls `forward(call, True)`, which gives one tensor more, for the backward alone: the last of its `outputs`.
+    `prefers(call) -> str` names a later backend that is faster for a call which both can run.
 
     A backend of softmax may also add attention to a part of the keys to what other keys gave, in place:
     `forward_part(call, out, lse)` and `backward_part(call, rows, into)` (ops/softmax/call.py: Rows, Gradients).
@@ -66,6 +67,11 @@ class Backend:
             return missing
         found: list[str] = self.load().reasons(call)
         return found
+
+    def prefers(self, call: Any) -> str:
+        """The backend that is faster for this call where it can run it, which this one could; "": none."""
+        ask = getattr(self.load(), "prefers", None)
+        return "" if ask is None else str(ask(call))
 
 
 @dataclass(frozen=True)

@@ -152,26 +152,32 @@ def tanh(x, PRECISE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def logits(products, scale, softcap, bias, PRECISE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """log2(e) z of a tile of q k: z = cap(scale q k) + bias, bias a float32 tile or None, softcap a number or None."""
-    if softcap is None:
-        z = products * (scale * LOG2E)
-    else:
-        z = tanh(products * (scale / softcap), PRECISE) * (softcap * LOG2E)
+def logits(products, scale, softcap, bias, PRECISE: tl.constexpr, ASCENDING: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(x, factor) of a tile of q k: x factor = log2(e) z, factor > 0; `join` multiplies as it subtracts, for nothing.
+
+    z = cap(scale q k) + bias, bias a float32 tile or None, softcap a number or None. ASCENDING: scale > 0.
+    """
+    x, factor = products, scale * LOG2E
+    if softcap is not None:
+        x, factor = tanh(products * (scale / softcap), PRECISE), softcap * LOG2E
+    elif bias is not None or not ASCENDING:
+        x, factor = products * scale, LOG2E
     if bias is not None:
-        z += bias * LOG2E
-    return z
+        if softcap is not None:
+            x, factor = x * softcap, LOG2E
+        x += bias
+    return x, factor
 
 
 @triton.jit
-def join(z, top, mass):  # type: ignore[no-untyped-def]
-    """A block of logits [queries, keys] in base 2 joins the rows' largest one and sum: (p, fade, top, mass).
+def join(x, factor, top, mass):  # type: ignore[no-untyped-def]
+    """A block of logits [queries, keys], x factor in base 2, joins the rows' largest and sum: (p, fade, top, mass).
 
     p = 2^(z - top);  mass = fade mass + sum p;  what was summed before is to be multiplied by fade = 2^(old top - top)
     """
-    new = tl.maximum(top, tl.max(z, 1))
+    new = tl.maximum(top, tl.max(x, 1) * factor)
     steady = tl.where(new == -float("inf"), 0.0, new)  # nothing seen yet: 2^(-inf - 0) = 0, where -inf + inf is NaN
-    p, fade = tl.exp2(z - steady[:, None]), tl.exp2(top - steady)
+    p, fade = tl.exp2(x * factor - steady[:, None]), tl.exp2(top - steady)
     return p, fade, new, mass * fade + tl.sum(p, 1)
 
 
@@ -189,6 +195,15 @@ def join_part(part_top, part_mass, top, mass):  # type: ignore[no-untyped-def]
     steady = tl.where(new == -float("inf"), 0.0, new)
     fade, weight = tl.exp2(top - steady), tl.exp2(part_top - steady)
     return fade, weight, new, mass * fade + part_mass * weight
+
+
+@triton.jit
+def join_parts(tops, masses, top, mass):  # type: ignore[no-untyped-def]
+    """Several parts [n] of one row join at once: (fade, weights [n], top, mass)."""
+    new = tl.maximum(top, tl.max(tops, 0))
+    steady = tl.where(new == -float("inf"), 0.0, new)
+    fade, weights = tl.exp2(top - steady), tl.exp2(tops - steady)
+    return fade, weights, new, mass * fade + tl.sum(masses * weights, 0)
 
 
 @triton.jit

@@ -25,12 +25,15 @@ def unit(PRECISE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def probabilities(products, lse, t, s, pairs, scale, softcap, PRECISE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(p, tanh if softcap) of q k, with Dense but not the rest of a mask.
+def probabilities(  # type: ignore[no-untyped-def]
+    products, lse, t0, s0, t, s, pairs, b, h, scale, softcap, NEAR: tl.constexpr, PRECISE: tl.constexpr
+):
+    """(p, tanh if softcap) of q k, with Dense but not the rest of a mask. t and s count from t0 and s0.
 
-    pairs = (bias_ptr or None, its strides, dense_ptr or None, its strides, b, h, T, S); both are [B, H, T, S].
+    pairs = (bias_ptr or None, its strides, dense_ptr or None, its strides, T, S); both are [B, H, T, S]. NEAR: places
+    within a tile fit into 32 bits.
     """
-    bias_ptr, bias_strides, dense_ptr, dense_strides, b, h, T, S = pairs
+    bias_ptr, bias_strides, dense_ptr, dense_strides, T, S = pairs
     y = products
     if softcap is None:
         z = products * (scale * unit(PRECISE)) - lse
@@ -38,12 +41,12 @@ def probabilities(products, lse, t, s, pairs, scale, softcap, PRECISE: tl.conste
         y = tanh(products * (scale / softcap), PRECISE)
         z = y * (softcap * unit(PRECISE)) - lse
     if bias_ptr is not None:
-        places = places_of(bias_strides, b, h, t, s)
-        z += unit(PRECISE) * tl.load(bias_ptr + places, mask=(t < T) & (s < S), other=0.0).to(tl.float32)
+        places = _places(bias_ptr, bias_strides, b, h, t0, s0, t, s, NEAR)
+        z += unit(PRECISE) * tl.load(places, mask=(t < T - t0) & (s < S - s0), other=0.0).to(tl.float32)
     p = tl.exp2(z * LOG2E) if PRECISE else tl.exp2(z)
     if dense_ptr is not None:
-        places = places_of(dense_strides, b, h, t, s)
-        p = tl.where(tl.load(dense_ptr + places, mask=(t < T) & (s < S), other=0) != 0, p, 0.0)
+        places = _places(dense_ptr, dense_strides, b, h, t0, s0, t, s, NEAR)
+        p = tl.where(tl.load(places, mask=(t < T - t0) & (s < S - s0), other=0) != 0, p, 0.0)
     return p, y
 
 
@@ -54,14 +57,30 @@ def stays(seed_ptr, b, h, t, s, threshold, PLACED: tl.constexpr):  # type: ignor
 
 
 @triton.jit
-def places_of(strides, b, h, t, s):  # type: ignore[no-untyped-def]
-    """Where the pairs t, s of one head lie in a bias or mask [B, H, T, S]."""
-    return b * strides[0] + h * strides[1] + (t.to(tl.int64) * strides[2] + s.to(tl.int64) * strides[3])
+def _places(ptr, strides, b, h, t0, s0, t, s, NEAR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the pairs t0 + t, s0 + s of one head lie in a bias or mask [B, H, T, S]."""
+    ptr += b * strides[0] + h * strides[1] + t0.to(tl.int64) * strides[2] + s0.to(tl.int64) * strides[3]
+    if not NEAR:
+        t, s = t.to(tl.int64), s.to(tl.int64)
+    return ptr + (t * strides[2] + s * strides[3])
 
 
 @triton.jit
-def load_rows(ptr, rows, alive, strides, cols: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The rows [n, BLOCK_C] of one head (strides of four dimensions) that are alive; zeros for the others."""
-    c = tl.arange(0, BLOCK_C)
-    places = rows.to(tl.int64)[:, None] * strides[1] + c.to(tl.int64)[None, :] * strides[3]
-    return tl.load(ptr + places, mask=alive[:, None] & (c < cols)[None, :], other=0.0)
+def load_rows(  # type: ignore[no-untyped-def]
+    ptr, row0, alive, strides, cols: tl.constexpr, NEAR: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """The rows [BLOCK_R, BLOCK_C] from row0 of one head (strides of four dimensions) that are alive, zeros for others.
+
+    alive: None, all of them are. NEAR: places within a tile fit into 32 bits, which takes half the registers.
+    """
+    r, c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
+    if not NEAR:
+        r, c = r.to(tl.int64), c.to(tl.int64)
+    places = ptr + row0.to(tl.int64) * strides[1] + (r[:, None] * strides[1] + c[None, :] * strides[3])
+    inside = tl.arange(0, BLOCK_C) < cols
+    if alive is not None:
+        return tl.load(places, mask=alive[:, None] & inside[None, :], other=0.0)
+    elif cols % BLOCK_C == 0:
+        return tl.load(places)
+    else:
+        return tl.load(places, mask=inside[None, :], other=0.0)

@@ -12,7 +12,7 @@ from foci.core import device
 from foci.ops.masks import Causal, Dense, Lengths, Packed
 from foci.ops.softmax import aten_cuda
 from foci.ops.softmax.aten import reasons
-from foci.ops.softmax.aten_cuda import CUDA_KERNELS
+from foci.ops.softmax.aten_cuda import CUDA_KERNELS, cuda_kernels, fold, slow
 from foci.ops.softmax.call import bind
 
 KERNELS = pytest.mark.parametrize("kernel", CUDA_KERNELS, ids=[kernel.name for kernel in CUDA_KERNELS])
@@ -96,6 +96,65 @@ def test_efficient_is_given_out_in_the_memory_order_that_it_walks(monkeypatch: p
     for out in (torch.empty_like(q), torch.empty(q.shape, dtype=q.dtype, device="meta")):
         kernel.backward(out, q, k, v, out, torch.empty(2, 8, 50, device="meta"), None, False, 0.1)
     assert all(out.transpose(1, 2).is_contiguous() for out in given)
+
+
+@pytest.mark.parametrize("kernel", CUDA_KERNELS[:2], ids=["cudnn", "flash"])
+def test_grouped_heads_are_not_repeated(kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each key is read once, and the gradients of keys come back with as many heads."""
+    seen, aten = [], torch.ops.aten
+    for way in ("forward", "backward"):
+        name = f"_scaled_dot_product_{kernel.name}_attention{'_backward' * (way == 'backward')}"
+
+        def spy(*args, there=getattr(aten, name), **kwargs):
+            seen.append([x.shape[1] for x in args[:4] if isinstance(x, torch.Tensor) and x.dim() == 4])
+            return there(*args, **kwargs)
+
+        monkeypatch.setattr(aten_cuda, "_aten", SimpleNamespace(**{name: spy}))
+        q, k, v = (x.transpose(1, 2) for x in tensors(K=64))
+        if way == "forward":
+            out, lse = kernel.forward(q, k, v, None, True, 0.1)
+        else:
+            assert [x.shape[1] for x in kernel.backward(out, q, k, v, out, lse, None, True, 0.1)] == [8, 2, 2]
+    assert seen == [[8, 2, 2], [8, 8, 2, 2]]
+
+
+def test_hopper_begins_with_cudnn_and_older_cards_with_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    assert [kernel.name for kernel in cuda_kernels(gpu)] == ["cudnn", "flash", "efficient"]
+    place = device.Platform("cuda", (2, 13, 0), (13, 0), (9, 20, 0), (8, 0))
+    monkeypatch.setattr(aten_cuda, "platform", lambda _: place)
+    assert [kernel.name for kernel in cuda_kernels(gpu)] == ["flash", "cudnn", "efficient"]
+    q, k, v = tensors(K=256)
+    assert CUDA_KERNELS[0].reasons(bind(q, k, v)) == ["heads wider than 128 are not supported"]
+
+
+def test_a_single_query_and_key_ends_the_process_in_cudnn() -> None:
+    assert any("single query and key" in reason for reason in CUDA_KERNELS[0].reasons(bind(*tensors(T=1, S=1))))
+
+
+def test_triton_is_preferred_for_few_queries_and_for_masks_without_gradients() -> None:
+    bias = torch.empty(1, 1, 50, 50, dtype=torch.bfloat16, device="meta")
+    assert slow(bind(*tensors(T=1, S=80))) and slow(bind(*tensors(), bias=bias))
+    assert not slow(bind(*tensors())) and not slow(bind(*tensors(T=1, S=80, dtype=torch.float32)))
+    q, k, v = tensors(T=1, S=80)
+    assert not slow(bind(q.requires_grad_(), k, v))
+
+
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
+def test_a_gradient_of_lse_is_folded_into_out(size: float) -> None:
+    """sum(dout * out) comes out less by it, also where dout is 0; dout stays what it was but for 2^-64."""
+    torch.manual_seed(0)
+    dout, out = (torch.randn(2, 9, 3, 32).bfloat16() for _ in range(2))
+    dout *= size
+    dout[0, 2], dout[1, 4] = 0.0, dout[1, 4] * 1e-3
+    dlse = size * torch.randn(2, 9, 3)
+    given, moved = fold(dlse, dout, out)
+    assert moved.dtype == given.dtype == torch.bfloat16
+    assert (given - dout).abs().max() <= 2.0**-64
+    delta = (dout.double() * out.double()).sum(-1)
+    folded = (given.double() * moved.double()).sum(-1)
+    rounding = (given.double() * moved.double()).abs().sum(-1) * 2.0**-8  # bfloat16 has eight digits
+    assert ((folded - (delta - dlse)).abs() <= 1.001 * rounding).all()
 
 
 def test_the_ledger_is_asked() -> None:

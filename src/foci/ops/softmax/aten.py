@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from foci.merge.partial import absorb
 from foci.ops.masks import segments
-from foci.ops.softmax.aten_cuda import CUDA_KERNELS
+from foci.ops.softmax.aten_cuda import cuda_kernels, fold, folds_dlse, slow
 from foci.ops.softmax.call import Call, Gradients, Rows, never_empty
 
 _flash_forward = torch._scaled_dot_product_flash_attention_for_cpu  # the same op, 2 us cheaper to call
@@ -26,13 +26,15 @@ class Kernel(Protocol):
     """A fused kernel of torch behind one contract: tensors [B, H, T, D] with one D, GQA, additive mask, top-left
     causal, true lse.
 
+    `reasons` of a call whose gradients are wanted, or of the backward itself, where autograd no longer says so.
+
     `backward` recomputes p = exp(z - lse) and takes delta from sum(dout * out); an empty row comes with lse = +inf, so
     p = 0.
     """
 
     name: str
 
-    def reasons(self, call: Call) -> list[str]: ...
+    def reasons(self, call: Call, gradients: bool = False) -> list[str]: ...
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
@@ -49,7 +51,7 @@ class FlashOnCpu:
 
     name = "cpu flash"
 
-    def reasons(self, call: Call) -> list[str]:
+    def reasons(self, call: Call, gradients: bool = False) -> list[str]:
         if call.scale < _LEAST_SCALE and (call.causal_end or call.causal_start):
             return ["causal needs a positive scale there: -inf is multiplied by it"]
         return []
@@ -79,12 +81,15 @@ _CPU_KERNELS: tuple[Kernel, ...] = (FlashOnCpu(),)
 
 def _kernels(call: Call) -> tuple[Kernel, ...]:
     device = call.q.device.type
-    return _CPU_KERNELS if device in ("cpu", "meta") else CUDA_KERNELS if device == "cuda" else ()
+    if device == "cuda":
+        return cuda_kernels(call.q.device)
+    return _CPU_KERNELS if device in ("cpu", "meta") else ()
 
 
-def _kernel(call: Call) -> Kernel:
+def _kernel(call: Call, gradients: bool = False) -> Kernel:
+    """The first that takes the call; out and lse are the same of all, so that another one may do the backward."""
     for kernel in _kernels(call):
-        if not kernel.reasons(call):
+        if not kernel.reasons(call, gradients):
             return kernel
     raise AssertionError("no kernel: reasons(call) should have refused")
 
@@ -113,10 +118,17 @@ def reasons(call: Call) -> list[str]:
         found.append(f"torch has no fused kernel on device {call.q.device.type!r}")
     if found:
         return found
-    refused = {kernel.name: kernel.reasons(call) for kernel in kernels}
-    if all(refused.values()):
-        return [f"{name}: {reason}" for name, against in refused.items() for reason in against]
-    return []
+    for kernel in kernels:
+        against = kernel.reasons(call)
+        if not against:
+            return []
+        found += [f"{kernel.name}: {reason}" for reason in against]
+    return found
+
+
+def prefers(call: Call) -> str:
+    """The backend that is faster where both can run this call."""
+    return "triton" if call.q.is_cuda and slow(call) else ""
 
 
 def _causal_fits(call: Call) -> bool:
@@ -176,7 +188,7 @@ def _cut(mask: Tensor | None, rows: slice, queries: slice, keys: slice) -> Tenso
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """out and lse of the first kernel that takes the call, piece by piece; a sink joins afterwards as one more key."""
-    kernel = _kernel(call)
+    kernel = _kernel(call, gradients=True)
     if _bare(call):
         causal = call.causal_start or (call.causal_end and call.q.shape[1] > 1)
         q, k, v = _unit_stride(call.q), _unit_stride(call.k), _unit_stride(call.v)
@@ -229,8 +241,9 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v and sink. With the merged lse, p is already the share beside the sink.
 
-    A gradient of lse adds p * dlse to dz. It rides along as one more column: v gains a 1 and dout gains dlse, so that
-    dp becomes dout v + dlse, while out gains a 0, so that delta = sum(dout * out) stays what it was.
+    A gradient of lse adds p * dlse to dz. It goes into out where there is room for it (aten_cuda.py: fold). Else it
+    rides along as one more column: v gains a 1 and dout gains dlse, so that dp becomes dout v + dlse, while out gains a
+    0, so that delta = sum(dout * out) stays what it was.
     """
     kernel = _kernel(call)
     out, lse = outputs
@@ -242,6 +255,10 @@ def backward(
         pull = (dout.to(lse.dtype) * out).sum(-1)
         pull = -pull if dlse is None else dlse - pull
         dsink = (torch.exp(call.sink.to(lse.dtype) - never_empty(lse)) * pull).sum((0, 1)).to(call.sink.dtype)
+    steady = lse if _bare(call) else never_empty(lse)
+    if dlse is not None and folds_dlse(call):
+        dout, out = fold(dlse.masked_fill(lse == -torch.inf, 0.0), dout, out)
+        dlse = None
     # Kernels like widths that fill vectors: one column more means eight.
     width = max(K, V) if dlse is None else -(-(V + 1) // 8) * 8 if V + 1 > K else K
     width = max(width, K)
@@ -249,8 +266,7 @@ def backward(
     if dlse is not None:
         v, do = v.clone(), do.clone()
         v[..., V], do[..., V] = 1.0, dlse.transpose(1, 2).to(do.dtype)
-    steady = never_empty(lse).transpose(1, 2)
-    dq, dk, dv = _backward_pieces(kernel, call, (do, q, k, v, o, steady))
+    dq, dk, dv = _backward_pieces(kernel, call, (do, q, k, v, o, steady.transpose(1, 2)))
     return (
         dq[..., :K].transpose(1, 2).to(call.q.dtype).contiguous() if needs[0] else None,
         dk[..., :K].transpose(1, 2).to(call.k.dtype).contiguous() if needs[1] else None,

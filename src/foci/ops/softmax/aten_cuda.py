@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foci.core.device import platform
+from foci.core.device import constant, platform
 from foci.core.ledger import Use, vetoes
 from foci.ops.softmax.call import Call
 
@@ -16,36 +16,44 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class _CudaKernel:
-    """What the three have in common: widths in eights, keys repeated for grouped heads, the ledger consulted."""
+    """What the three have in common: widths in eights, the ledger consulted; `grouped`: it reads each key head once."""
 
     name = ""
     dtypes: tuple[torch.dtype, ...] = _HALF
-    widest = 256
     takes_mask = False
+    grouped = True
 
-    def reasons(self, call: Call) -> list[str]:
-        found = []
+    def widest(self, device: torch.device) -> int:
+        return 256
+
+    def refused(self, call: Call) -> list[str]:
+        """What this one kernel refuses beyond what all do."""
+        return []
+
+    def reasons(self, call: Call, gradients: bool = False) -> list[str]:
+        found = self.refused(call)
         masked = call.bias is not None or call.dense is not None
         if call.q.dtype not in self.dtypes:
             found.append(f"{str(call.q.dtype).removeprefix('torch.')} is not supported")
-        # A gradient of lse rides along as one more column of v.
-        if max(call.q.shape[-1], call.v.shape[-1] + 1) > self.widest:
-            found.append(f"heads wider than {self.widest} are not supported")
+        widest = self.widest(call.q.device)
+        # A gradient of lse may ride along as one more column of v.
+        if max(call.q.shape[-1], call.v.shape[-1] + (not folds_dlse(call))) > widest:
+            found.append(f"heads wider than {widest} are not supported")
         if masked and not self.takes_mask:
             found.append("a bias or dense mask is not supported")
         _, T, S, _, G, _, _ = call.sizes
         if not self.takes_mask and _causal_beyond_squares(call):
             found.append("top-left causal needs as many queries as keys")
-        use = Use(
-            T, S, G, tensor_mask=masked, causal=call.causal_start or call.causal_end, gradients=_differentiated(call)
-        )
+        gradients = gradients or _differentiated(call)
+        use = Use(T, S, G, tensor_mask=masked, causal=call.causal_start or call.causal_end, gradients=gradients)
         return found + vetoes(self.name, use, platform(call.q.device))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         width = q.shape[-1]
-        q, k, v = _in_eights(q), _expand(_in_eights(k), q), _expand(_in_eights(v), q)
+        q, k, v = (_in_eights(x) for x in (q, k, v))
+        k, v = self._heads(k, q), self._heads(v, q)
         out, lse = self._forward(q, k, v, _readable(mask, q, k), causal, scale)
         # efficient pads lse to 32 rows and cuDNN adds a dimension: one shape, [B, H, T], for all.
         return out[..., :width], lse.reshape(*q.shape[:2], -1)[..., : q.shape[2]]
@@ -56,10 +64,15 @@ class _CudaKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         width, groups = q.shape[-1], k.shape[1]
         dout, q, k, v, out = (_in_eights(x) for x in (dout, q, k, v, out))
-        k, v = _expand(k, q), _expand(v, q)
+        k, v = self._heads(k, q), self._heads(v, q)
         dq, dk, dv = self._backward(dout, q, k, v, out, lse.contiguous(), _readable(mask, q, k), causal, scale)
-        dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
+        if dk.shape[1] != groups:
+            dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
         return dq[..., :width], dk[..., :width], dv[..., :width]
+
+    def _heads(self, x: Tensor, q: Tensor) -> Tensor:
+        """Keys or values as the kernel wants them: repeated where it knows nothing of grouped heads."""
+        return x if self.grouped or x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
@@ -99,7 +112,15 @@ class Cudnn(_CudaKernel):
     """cuDNN's fused attention."""
 
     name = "cudnn"
-    widest = 128
+
+    def refused(self, call: Call) -> list[str]:
+        found = [] if _has_cudnn(call.q.device) else ["this torch has no cuDNN"]
+        if call.q.shape[1] == call.k.shape[1] == 1:
+            found.append("its gradient of a single query and key is not supported, and ends the process")
+        return found
+
+    def widest(self, device: torch.device) -> int:
+        return _width_of_cudnn(device)
 
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
@@ -125,6 +146,7 @@ class Efficient(_CudaKernel):
     name = "efficient"
     dtypes = (torch.float32, *_HALF)
     takes_mask = True
+    grouped = False
 
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
@@ -147,12 +169,69 @@ class Efficient(_CudaKernel):
         return dq, dk, dv
 
 
-# Flash first: cuDNN's record in the ledger is the longest. Which is fastest is measured when a GPU is at hand.
-CUDA_KERNELS = (FlashOnCuda(), Cudnn(), Efficient())
+CUDA_KERNELS = (Cudnn(), FlashOnCuda(), Efficient())
+_FLASH_FIRST = (CUDA_KERNELS[1], CUDA_KERNELS[0], CUDA_KERNELS[2])
+
+
+def cuda_kernels(device: torch.device) -> tuple[_CudaKernel, ...]:
+    """The fastest first. From Hopper on that is cuDNN, by a factor of two forward and backward (docs/benchmarks.md)."""
+    return CUDA_KERNELS if _cudnn_first(device) else _FLASH_FIRST
+
+
+@constant
+def _cudnn_first(device: torch.device) -> bool:
+    return platform(device).capability >= (9, 0)
+
+
+@constant
+def _has_cudnn(device: torch.device) -> bool:
+    return bool(platform(device).cudnn and platform(device).cuda)
+
+
+@constant
+def _width_of_cudnn(device: torch.device) -> int:
+    """As torch itself has it (sdp_utils.cpp): wider heads on Hopper, since cuDNN 9.5.1."""
+    place = platform(device)
+    return 256 if place.capability == (9, 0) and place.cudnn >= (9, 5, 1) else 128
+
+
+def slow(call: Call) -> bool:
+    """Whether Triton's kernels are faster than these: keys are read for few queries, or `efficient` takes a mask.
+
+    cuDNN reads as fast, but plans for 40 ms whenever a cache has another length, and flash repeats none of its work
+    over the card for few rows. Where a gradient is asked for, they stay the faster ones.
+    """
+    if call.q.dtype not in _HALF or _differentiated(call):
+        return False
+    return call.q.shape[1] <= 16 or call.bias is not None or call.dense is not None
+
+
+def folds_dlse(call: Call) -> bool:
+    """Whether a gradient of lse goes into `out` rather than into a column of its own: bfloat16 has room for that."""
+    return call.q.dtype == torch.bfloat16 and call.q.device.type != "cpu"
+
+
+def fold(dlse: Tensor, dout: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """(dout, out) [B,T,H,V] of which delta = sum(dout * out) comes out less by dlse [B,T,H].
+
+    out - dlse dout / |dout|^2. The length is taken in float64: a square of it would not fit into float32. A row of dout
+    that is 0 gets a number so small, 2^-64, that dv does not feel it.
+    """
+    length = torch.linalg.vector_norm(dout, dim=-1, keepdim=True, dtype=torch.float64)
+    none = length < 2.0**-64
+    share = length.reciprocal().masked_fill(none, 0.0).float()
+    moved = torch.addcmul(out, dout * share, dlse[..., None] * share, value=-1).to(out.dtype)
+    none, first = none[..., 0], dout[..., 0]
+    dout, first = dout.clone(), torch.where(none, 2.0**-64, first)
+    dout[..., 0] = first
+    moved[..., 0] = torch.where(none, -dlse * 2.0**64, moved[..., 0]).to(out.dtype)
+    return dout, moved
 
 
 def _differentiated(call: Call) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call)
+    if not torch.is_grad_enabled():
+        return False
+    return any(x is not None and x.requires_grad for x in call[:5])
 
 
 def _causal_beyond_squares(call: Call) -> bool:
@@ -166,10 +245,6 @@ def _causal_beyond_squares(call: Call) -> bool:
 def _in_eights(x: Tensor) -> Tensor:
     spare = -x.shape[-1] % 8
     return pad(x, (0, spare)) if spare else x
-
-
-def _expand(x: Tensor, q: Tensor) -> Tensor:
-    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def _readable(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -186,4 +261,4 @@ def _readable(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
     """The random state that the backward wants to see, and without dropout never reads."""
-    return q.new_zeros((), dtype=torch.int64), q.new_zeros((), dtype=torch.int64)
+    return q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64)

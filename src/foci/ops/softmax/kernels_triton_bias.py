@@ -22,7 +22,8 @@ def bias_kernel(  # type: ignore[no-untyped-def]
     bias_B, bias_H, bias_T, bias_S, parts,
     B, T, S, H, scale, softcap, left, right, threshold, grow,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, END: tl.constexpr, START: tl.constexpr,
-    PLACED: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr, OVER_T: tl.constexpr, OVER_S: tl.constexpr,
+    PLACED: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr,
+    OVER_T: tl.constexpr, OVER_S: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One part of a tile of dbias [bias_B, bias_H, bias_T, bias_S]: dz summed over what the tile is broadcast over.
@@ -56,19 +57,20 @@ def bias_kernel(  # type: ignore[no-untyped-def]
             pull = tl.load(pull_ptr + row + t, mask=t < T, other=0.0)
             q_head = q_ptr + b * q_strides[0] + h * q_strides[2]
             k_head = k_ptr + b * k_strides[0] + (h // R) * k_strides[2]
-            q = load_rows(q_head, t, t < T, q_strides, K, BLOCK_K)
-            k = load_rows(k_head, s, s < S, k_strides, K, BLOCK_K)
+            q = load_rows(q_head, t0, t < T, q_strides, K, NEAR, BLOCK_T, BLOCK_K)
+            k = load_rows(k_head, s0, s < S, k_strides, K, NEAR, BLOCK_S, BLOCK_K)
             products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            pairs = (bias_ptr, bias_strides, dense_ptr, dense_strides, b, h, T, S)
+            pairs = (bias_ptr, bias_strides, dense_ptr, dense_strides, T, S)
             p, _ = probabilities(
-                products, steady[:, None], t[:, None], s[None, :], pairs, scale, softcap, q.dtype == tl.float32
+                products, steady[:, None], t0, s0, (t - t0)[:, None], (s - s0)[None, :], pairs, b, h, scale, softcap,
+                NEAR, q.dtype == tl.float32,
             )  # fmt: skip
             dp = tl.zeros_like(products)
             if dout_ptr is not None:
                 dout_head = dout_ptr + b * dout_strides[0] + h * dout_strides[2]
                 v_head = v_ptr + b * v_strides[0] + (h // R) * v_strides[2]
-                do = load_rows(dout_head, t, t < T, dout_strides, V, BLOCK_V)
-                v = load_rows(v_head, s, s < S, v_strides, V, BLOCK_V)
+                do = load_rows(dout_head, t0, t < T, dout_strides, V, NEAR, BLOCK_T, BLOCK_V)
+                v = load_rows(v_head, s0, s < S, v_strides, V, NEAR, BLOCK_S, BLOCK_V)
                 dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
             if seed_ptr is not None:
                 dp = tl.where(stays(seed_ptr, b, h, t[:, None], s[None, :], threshold, PLACED), dp * grow, 0.0)

@@ -19,7 +19,7 @@ from foci.tiles.softmax import (
     borders,
     conclude,
     join,
-    join_part,
+    join_parts,
     join_sink,
     keys_of,
     logits,
@@ -66,7 +66,7 @@ def forward(call: Any, table: Tensor | None = None, dtype: torch.dtype | None = 
         call.scale, call.softcap, int(call.dropout * 2**53), 1 / (1 - call.dropout), splits,
         config=config, PAGE=page, R=R, K=K, V=V, END=call.causal_end, START=call.causal_start, TOGETHER=together,
         PARTIAL=splits > 1, PLACED=call.seed is not None and call.seed.dim() == 1,
-        NEAR=_near(call, bias, dense, config), PRECISE=q.dtype == torch.float32,
+        NEAR=_near(call, bias, dense, config), PRECISE=q.dtype == torch.float32, ASCENDING=call.scale > 0,
         PRECISION=tune.precision(q.dtype, target),
     )  # fmt: skip
     if splits > 1:
@@ -82,7 +82,7 @@ def merge(
     rows = lse.numel()
     config = tune.configure("softmax_merge", (V,), functools.partial(_merge_rule, V=V), target)
     tune.launch(
-        _merge_kernel, (-(-rows // config["BLOCK_R"]),), sums, tops, masses, sink, out, lse, rows, H, splits,
+        _merge_kernel, (rows,), sums, tops, masses, sink, out, lse, rows, H, splits,
         config=config, V=V,
     )  # fmt: skip
 
@@ -154,8 +154,14 @@ def _rule(target: Target, key: tuple[int, int, int, int, int]) -> Config:
         BLOCK_T, BLOCK_S = 64 if many else 128, 32 if laden else 64
     else:
         BLOCK_T, BLOCK_S = 32 if many else 64, 32 if laden else 64
-    stages = 1 if size == 4 and max(widths) > full else 3 if width <= 128 and roomy else 2
-    warps = 8
+    warps, stages = 8, 1 if size == 4 and max(widths) > full else 3 if width <= 128 and roomy else 2
+    if target.kind == "cuda" and target.arch == 90 and size == 2 and laden < 2:  # as measured on an H200
+        if width <= 128:
+            BLOCK_T, BLOCK_S, warps, stages = 64, 64, 4, 2 if width <= 64 and not laden else 3
+            if few < 64:
+                BLOCK_S = 128
+        elif max(widths) <= 256 and not laden:
+            BLOCK_T, BLOCK_S = 128, 64
     if few < BLOCK_T:
         BLOCK_T, warps = few, 4 if few < 64 and size == 2 and width <= 128 else 8
     return Config({"BLOCK_T": BLOCK_T, "BLOCK_S": BLOCK_S, "BLOCK_K": BLOCK_K, "BLOCK_V": BLOCK_V}, warps, stages)
@@ -163,7 +169,7 @@ def _rule(target: Target, key: tuple[int, int, int, int, int]) -> Config:
 
 def _merge_rule(target: Target, V: int) -> Config:
     BLOCK_V = _power(V)
-    return Config({"BLOCK_R": max(1, 1024 // BLOCK_V), "BLOCK_V": BLOCK_V}, 4, 2)
+    return Config({"BLOCK_P": max(4, min(64, 4096 // BLOCK_V)), "BLOCK_V": BLOCK_V}, 4, 2)
 
 
 @triton.jit
@@ -174,7 +180,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     B, T, S, H, heads, rows, documents, step_low, step_high, left, right, scale, softcap, threshold, boost, splits,
     PAGE: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, END: tl.constexpr, START: tl.constexpr,
     TOGETHER: tl.constexpr, PARTIAL: tl.constexpr, PLACED: tl.constexpr, NEAR: tl.constexpr,
-    PRECISE: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISE: tl.constexpr, ASCENDING: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """out = sum_s 2^(z - top) v_s / sum_s 2^(z - top) of a block of rows, z in base 2 (arXiv 2205.14135).
@@ -229,14 +235,14 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     for i in range(borders(start, inner, outer, stop, BLOCK_S)):
         s0 = border(i, start, inner, outer, BLOCK_S)
         acc, top, mass = _step(
-            acc, top, mass, s0, queries, keys, rest, True, PAGE, K, V, PLACED, NEAR, PRECISE, PRECISION,
+            acc, top, mass, s0, queries, keys, rest, True, PAGE, K, V, PLACED, NEAR, PRECISE, ASCENDING, PRECISION,
             BLOCK_S, BLOCK_K, BLOCK_V,
         )  # fmt: skip
     if dense_ptr is None:
         for i in range((outer - inner) // BLOCK_S):
             acc, top, mass = _step(
                 acc, top, mass, inner + i * BLOCK_S, queries, keys, rest, False, PAGE, K, V, PLACED, NEAR, PRECISE,
-                PRECISION, BLOCK_S, BLOCK_K, BLOCK_V,
+                ASCENDING, PRECISION, BLOCK_S, BLOCK_K, BLOCK_V,
             )  # fmt: skip
 
     if seed_ptr is not None:
@@ -264,7 +270,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _step(  # type: ignore[no-untyped-def]
     acc, top, mass, s0, queries, keys, rest, MASKED: tl.constexpr, PAGE: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    PLACED: tl.constexpr, NEAR: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr,
+    PLACED: tl.constexpr, NEAR: tl.constexpr, PRECISE: tl.constexpr, ASCENDING: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One block of keys joins. MASKED: some of them lie behind the end, or are not for every row."""
@@ -294,12 +300,12 @@ def _step(  # type: ignore[no-untyped-def]
     bias = None
     if bias_rows is not None:
         bias = _across(bias_rows, s0, beside, bias_strides[3], real).to(tl.float32)
-    z = logits(products, scale, softcap, bias, PRECISE)
+    x, factor = logits(products, scale, softcap, bias, PRECISE, ASCENDING)
     if MASKED:
         if dense_rows is not None:
             seen &= _across(dense_rows, s0, beside, dense_strides[3], real) != 0
-        z = tl.where(seen, z, -float("inf"))
-    p, fade, top, mass = join(z, top, mass)
+        x = tl.where(seen, x, -float("inf"))
+    p, fade, top, mass = join(x, factor, top, mass)
     if coins is not None:
         p = tl.where(kept(coins, seed_ptr, s[None, :], threshold, PLACED), p, 0.0)
     v = _load(v_rows, wanted, v_strides[3], column, V, NEAR, BLOCK_V)
@@ -380,25 +386,27 @@ def _across(rows, s0, beside, stride, real):  # type: ignore[no-untyped-def]
 @triton.jit
 def _merge_kernel(  # type: ignore[no-untyped-def]
     sums_ptr, tops_ptr, masses_ptr, sink_ptr, out_ptr, lse_ptr, rows, H, splits,
-    V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
+    V: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The algebra of merge/partial.py on sums that are not divided yet: no rounding of an lse comes in between."""
-    row = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
-    real = row < rows
+    """The algebra of merge/partial.py on sums that are not divided yet: no rounding of an lse comes in between.
+
+    A program has one row, and BLOCK_P of its parts at a time: these are read together, not one after another.
+    """
+    row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_V)
-    inside = real[:, None] & (d < V)[None, :]
-    top, mass = tl.full((BLOCK_R,), -float("inf"), tl.float32), tl.zeros((BLOCK_R,), tl.float32)
-    acc = tl.zeros((BLOCK_R, BLOCK_V), tl.float32)
-    for split in range(splits):
-        place = split * rows + row
-        part_top = tl.load(tops_ptr + place, mask=real, other=-float("inf"))
-        part_mass = tl.load(masses_ptr + place, mask=real, other=0.0)
-        fade, weight, top, mass = join_part(part_top, part_mass, top, mass)
-        part = tl.load(sums_ptr + (place * V)[:, None] + d[None, :], mask=inside, other=0.0)
-        acc = acc * fade[:, None] + part * weight[:, None]
+    inside = d < V
+    top, mass, acc = -float("inf"), 0.0, tl.zeros((BLOCK_V,), tl.float32)
+    for first in range(0, splits, BLOCK_P):
+        part = first + tl.arange(0, BLOCK_P)
+        real, place = part < splits, part.to(tl.int64) * rows + row
+        tops = tl.load(tops_ptr + place, mask=real, other=-float("inf"))
+        masses = tl.load(masses_ptr + place, mask=real, other=0.0)
+        sums = tl.load(sums_ptr + (place * V)[:, None] + d[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+        fade, weights, top, mass = join_parts(tops, masses, top, mass)
+        acc = acc * fade + tl.sum(sums * weights[:, None], 0)
     if sink_ptr is not None:
-        fade, top, mass = join_sink(tl.load(sink_ptr + row % H, mask=real, other=0.0).to(tl.float32), top, mass)
-        acc *= fade[:, None]
+        fade, top, mass = join_sink(tl.load(sink_ptr + row % H).to(tl.float32), top, mass)
+        acc *= fade
     portion, lse = conclude(top, mass)
-    tl.store(lse_ptr + row, lse, mask=real)
-    tl.store(out_ptr + (row * V)[:, None] + d[None, :], acc * portion[:, None], mask=inside)
+    tl.store(lse_ptr + row, lse)
+    tl.store(out_ptr + row * V + d, acc * portion, mask=inside)

@@ -132,6 +132,10 @@ def _kinds(mask: Mask | None) -> list[Mask]:
     return [] if mask is None else list(mask.parts) if isinstance(mask, All) else [mask]
 
 
+def _another(dtype: torch.dtype) -> torch.dtype:
+    return torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
+
+
 def _join(masks: list[Mask]) -> Mask | None:
     joined: Mask | None = None
     for mask in masks:
@@ -157,7 +161,7 @@ BAD = (
     Bad("a mask of the wrong size", "dense", _wider),
     Bad("v with fewer tokens", "v", lambda i: i | {"v": i["v"][:, :-1]}, strict=True),  # torch's CPU kernel answers
     Bad("q of rank 3", "q", lambda i: i | {"q": i["q"][0]}, strict=True),
-    Bad("q of another dtype", "q", lambda i: i | {"q": i["q"].to(torch.bfloat16)}, strict=True),
+    Bad("q of another dtype", "q", lambda i: i | {"q": i["q"].to(_another(i["q"].dtype))}, strict=True),
     Bad("NaN scale", "scale", lambda i: i | {"scale": float("nan")}, strict=True),
     Bad("negative softcap", "softcap", lambda i: i | {"softcap": -30.0}, strict=True),
     Bad("dropout of 1", "dropout", lambda i: i | {"dropout": 1.0}, strict=True),
