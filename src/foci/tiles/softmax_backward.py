@@ -58,8 +58,10 @@ def stays(seed_ptr, b, h, t, s, threshold, PLACED: tl.constexpr):  # type: ignor
 
 @triton.jit
 def _places(ptr, strides, b, h, t0, s0, t, s, NEAR: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the pairs t0 + t, s0 + s of one head lie in a bias or mask [B, H, T, S]."""
-    ptr += b * strides[0] + h * strides[1] + t0.to(tl.int64) * strides[2] + s0.to(tl.int64) * strides[3]
+    """Where the pairs t0 + t, s0 + s of one head lie in a bias or mask [B, H, T, S]; tiles begin at their multiples."""
+    t0 = tl.multiple_of(t0.to(tl.int64), t.shape[0] * t.shape[1])
+    s0 = tl.multiple_of(s0.to(tl.int64), s.shape[0] * s.shape[1])
+    ptr += b * strides[0] + h * strides[1] + t0 * strides[2] + s0 * strides[3]
     if not NEAR:
         t, s = t.to(tl.int64), s.to(tl.int64)
     return ptr + (t * strides[2] + s * strides[3])

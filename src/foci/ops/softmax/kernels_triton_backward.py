@@ -138,8 +138,9 @@ def queries_kernel(  # type: ignore[no-untyped-def]
                 K, V, dq_ptr is not None, EXACT, GAPS, PLACED, NEAR, PRECISION, BLOCK_S, BLOCK_K, BLOCK_V,
             )  # fmt: skip
         for i in range((outer - inner) // BLOCK_S):
+            s0 = tl.multiple_of(inner + i * BLOCK_S, BLOCK_S)  # so that a bias is read eight at a time
             dq, mass, excess = _of_queries(
-                dq, mass, excess, q, do, steady, pull, t0, low, high, inner + i * BLOCK_S, stop,
+                dq, mass, excess, q, do, steady, pull, t0, low, high, s0, stop,
                 k_ptr, v_ptr, k_strides, v_strides, pairs, seed_ptr, b, h, scale, softcap, threshold, grow, False,
                 K, V, dq_ptr is not None, EXACT, GAPS, PLACED, NEAR, PRECISION, BLOCK_S, BLOCK_K, BLOCK_V,
             )  # fmt: skip

@@ -278,7 +278,7 @@ def _step(  # type: ignore[no-untyped-def]
     k_base, k_strides, v_base, v_strides, where, column, stop = keys
     scale, softcap, bias_strides, dense_strides, seed_ptr, threshold, q_offsets_ptr = rest
     beside = tl.arange(0, BLOCK_S)
-    s, s0 = s0 + beside, s0.to(tl.int64)
+    s, s0 = s0 + beside, tl.multiple_of(s0.to(tl.int64), BLOCK_S)  # so that a bias is read eight at a time
     if not NEAR:
         beside = beside.to(tl.int64)
     real, wanted = None, None
