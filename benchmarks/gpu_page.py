@@ -1,0 +1,116 @@
+"""What benchmarks/h200.sh found, as the tables of docs/benchmarks.md; the records themselves go to docs/gpu.jsonl.
+
+    python benchmarks/gpu_page.py FOLDER [--write]
+
+FOLDER is gpu.tgz unpacked. A row is one of ours on one problem: its milliseconds, and how many times as long the
+fastest peer takes (1.5 x: we are faster, 0.9 x: it is). Nothing is left out: what was refused or wrong has its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from foci.bench.record import Record, read
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+BEGIN, END = "<!-- by benchmarks/gpu_page.py --write -->", "<!-- end -->"
+STAGES = ("forward", "backward", "both")
+
+
+def ours(record: Record) -> bool:
+    """Whether it is one of foci's backends."""
+    return record.candidate.split()[0] == "foci"
+
+
+def cell(mine: Record, peers: list[Record]) -> str:
+    """Our time, and what the fastest peer of the same stage takes in it."""
+    if mine.median is None:
+        return mine.refused or "-"
+    text = f"{mine.median * 1e3:.3f} ms"
+    timed = [peer for peer in peers if peer.median is not None and peer.stage == mine.stage]
+    if timed:
+        best = min(timed, key=lambda peer: peer.median or 0.0)
+        text += f", {(best.median or 0.0) / mine.median:.2f} x {best.candidate}"
+    return text
+
+
+def tables(records: list[Record]) -> Iterator[str]:
+    """A table for each operator."""
+    for operator in dict.fromkeys(record.operator for record in records):
+        here = [record for record in records if record.operator == operator]
+        yield f"\n### {operator}\n\n| problem | ours | forward | backward | both | host, forward and both |"
+        yield "| --- | --- | --- | --- | --- | --- |"
+        for problem in dict.fromkeys(record.problem for record in here):
+            same = [record for record in here if record.problem == problem]
+            peers = [record for record in same if not ours(record)]
+            for candidate in dict.fromkeys(record.candidate for record in same if ours(record)):
+                mine = {record.stage: record for record in same if record.candidate == candidate}
+                cells = [cell(mine[stage], peers) if stage in mine else "-" for stage in STAGES]
+                if len(set(cells)) == 1:
+                    cells = [cells[0], "", ""]
+                hosts = [mine[stage].host for stage in ("forward", "both") if stage in mine]
+                host = ", ".join("-" if value is None else f"{value * 1e6:.0f} us" for value in hosts)
+                yield f"| {problem} | {candidate} | {' | '.join(cells)} | {host} |"
+
+
+def decoding(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """One token a row: the share of a copy's bandwidth."""
+    yield "\n### decoding\n\n| step | on the GPU | of a copy's bandwidth | host |\n| --- | --- | --- | --- |"
+    for row in rows:
+        yield f"| {row['name']} | {row['gpu_us']:.0f} us | {row['share']:.0%} | {row['host_us']:.0f} us |"
+
+
+def laws(folder: Path) -> Iterator[str]:
+    """How many of check's rows held on the GPU, for each operator and dtype."""
+    held: dict[tuple[str, str], dict[str, set[str]]] = {}
+    for path in sorted(folder.glob("check_*.json")):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        found = held.setdefault((report["operator"], ", ".join(report["dtypes"])), {})
+        for row in report["rows"]:
+            found.setdefault(row["verdict"], set()).add(f"{row['number']} {row['law']}")
+    yield "\n### laws\n\n| operator | dtype | hold | broken | not asked |\n| --- | --- | --- | --- | --- |"
+    for (operator, dtype), found in held.items():
+        good, broken = found.get("ok", set()), found.get("FAIL", set())
+        other = set().union(*found.values()) - good - broken
+        yield (
+            f"| {operator} | {dtype} | {len(good - broken)} | {'; '.join(sorted(broken)) or 0} | {len(other)} |"
+        )  # fmt: skip
+
+
+def page(folder: Path) -> tuple[str, list[str]]:
+    """The text between the marks, and the lines of docs/gpu.jsonl."""
+    files = sorted(folder.glob("*/records.jsonl"))
+    records = [record for path in files for record in read(path)]
+    if not records:
+        sys.exit(f"{folder}: no records; expected gpu.tgz of benchmarks/h200.sh, unpacked")
+    first = records[0]
+    lines = [f"{first.date}: {first.machine}; {first.versions}.", *tables(records)]
+    if (folder / "decode.json").exists():
+        lines += decoding(json.loads((folder / "decode.json").read_text(encoding="utf-8")))
+    if any(folder.glob("check_*.json")):
+        lines += laws(folder)
+    return "\n".join(lines), [line for path in files for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="gpu.tgz, unpacked")
+    parser.add_argument("--write", action="store_true", help="into docs/; else it is printed")
+    chosen = parser.parse_args()
+    text, lines = page(chosen.folder)
+    if not chosen.write:
+        print(text)
+        return
+    path = DOCS / "benchmarks.md"
+    before, rest = path.read_text(encoding="utf-8").split(BEGIN)
+    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    (DOCS / "gpu.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
