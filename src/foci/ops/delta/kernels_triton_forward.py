@@ -238,7 +238,7 @@ def chunks_rule(dtype: torch.dtype, K: int, per_channel: bool, target: Target) -
     if per_channel:
         return Config({"BLOCK_K": side(K, 32 if _by_warpgroups(target) else 16)}, warps=8, stages=1)
     wide = dtype == torch.bfloat16 and target.shared > 100_000
-    return Config({"BLOCK_K": side(K, 64 if wide else 32)}, warps=8, stages=2 if wide else 1)
+    return Config({"BLOCK_K": side(K, 64 if wide else 32)}, warps=4 if wide else 8, stages=2 if wide else 1)
 
 
 @lru_cache(512)
@@ -258,7 +258,8 @@ def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, target
             chunk = 2 * tiles * CHUNK * k + 8 * CHUNK * CHUNK + 2 * CHUNK * v
             needed = 2 * chunk + 2 * k * v + 4 * CHUNK * v if groups else chunk + 4 * k * v
             if needed <= target.shared or (k <= 128 and not groups):
-                return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=4 if target.arch == 90 else 8, stages=2)
+                ahead = 3 if groups and needed + chunk <= target.shared else 2
+                return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=4 if target.arch == 90 else 8, stages=ahead)
             v //= 2
     few = dtype == torch.bfloat16 and tiles == 2
     return Config({"BLOCK_K": min(k, 64 if few else 32), "BLOCK_V": 16}, warps=8, stages=1)
