@@ -45,6 +45,7 @@ def test_doctor_prints_the_same_in_words(capsys) -> None:
 
 def test_doctor_says_what_is_true_of_triton_here(capsys, monkeypatch) -> None:
     from foci import cli_commands
+    from foci.core import assembler
 
     here = machine()
     version = here.packages["triton"]
@@ -52,6 +53,7 @@ def test_doctor_says_what_is_true_of_triton_here(capsys, monkeypatch) -> None:
     assert facts["version"] == version
     if not here.gpus:
         assert facts["line"] == f"{version}, interpreter {'on' if facts['interpreter'] else 'off'}; no GPU"
+    assert facts["assembler"] == assembler.told() and not cli_commands._triton(False)["assembler"]
     gpus = tuple(Gpu(place, f"NVIDIA {name}", (9, 0), 1, 1, 1) for place, name in enumerate(("H200", "H100")))
     monkeypatch.setattr(cli_commands, "machine", lambda: replace(here, gpus=gpus))
     monkeypatch.setattr(cli_commands, "table_of", lambda gpu: {"date": "2026-01-01"} if "H200" in gpu else None)

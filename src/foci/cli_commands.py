@@ -18,6 +18,7 @@ from foci.cli_bench import bench
 from foci.cli_check import check
 from foci.cli_generate import generate
 from foci.cli_tune import tune
+from foci.core import assembler
 from foci.core.device import machine, own_version, platform
 from foci.core.ledger import in_force
 from foci.core.select import explain as explain_call
@@ -67,6 +68,7 @@ def doctor(as_json: Json = False) -> None:
         f"packages  {packages}",
         *(f"gpu       {g.name}, sm_{''.join(map(str, g.capability))}, {g.memory / 2**30:.1f} GiB" for g in here.gpus),
         f"triton    {kernels['line']}",
+        *([f"hopper    assembled by {kernels['assembler']}"] if kernels["assembler"] else []),
         "",
         "operator  device  backend    availability",
         *(
@@ -93,7 +95,8 @@ def _triton(installed: bool) -> dict[str, Any]:
     """What is true of Triton here: its version, whether its interpreter is on, which GPU has a measured table."""
     here = machine()
     if not installed:
-        return {"version": None, "interpreter": False, "tables": {}, "line": "not installed: no kernels of our own"}
+        absent = "not installed: no kernels of our own"
+        return {"version": None, "interpreter": False, "tables": {}, "assembler": "", "line": absent}
     import triton  # its interpreter is on or off from here, and backends that are asked later say so
 
     tables = {gpu.name: table_of(gpu.name) for gpu in here.gpus}
@@ -104,7 +107,8 @@ def _triton(installed: bool) -> dict[str, Any]:
     runs = "interpreter on" if interpreting() else "interpreter off"
     line = "; ".join([f"{triton.__version__}, {runs}", *(measured or ["no GPU"])])
     dates = {name: table["date"] if table else None for name, table in tables.items()}
-    return {"version": triton.__version__, "interpreter": interpreting(), "tables": dates, "line": line}
+    there = {"version": triton.__version__, "interpreter": interpreting(), "tables": dates}
+    return {**there, "assembler": assembler.told(), "line": line}
 
 
 def _availability(spec: Spec, device: torch.device) -> list[dict[str, Any]]:

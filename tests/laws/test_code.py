@@ -137,6 +137,7 @@ SWITCHES = re.compile(
 PUT_BACK = {
     "src/foci/check/memory.py": "torch's own poison for unwritten memory is such a switch; put back afterwards",
     "src/foci/check/isolate.py": "sets the threads of the child process it started",
+    "src/foci/core/assembler.py": "Triton's choice of an assembler has one place, and a user's is in the environment",
     "src/foci/core/world.py": "sets threads and seed of the ranks, processes that it started",
 }
 

@@ -23,15 +23,35 @@ _LOCK = threading.RLock()
 @contextmanager
 def assembling(arch: int) -> Iterator[None]:
     """Within it Triton assembles for this architecture as said above; what was chosen before comes back after it."""
-    nvidia = getattr(getattr(sys.modules.get("triton"), "knobs", None), "nvidia", None)
-    if arch != HOPPER or nvidia is None or NAMED in os.environ:
+    if arch != HOPPER:
         yield
         return
     with _LOCK:  # the choice is the process's, and a backward compiles in a thread of autograd's
-        tools = [tool for name in ("ptxas", "ptxas_blackwell") if (tool := getattr(nvidia, name, None)) is not None]
-        with nvidia.scope():
-            nvidia.ptxas = max(tools, key=_version).path
+        tool = chosen(arch)
+        if tool is None:
             yield
+            return
+        nvidia = sys.modules["triton"].knobs.nvidia
+        with nvidia.scope():
+            nvidia.ptxas = tool.path
+            yield
+
+
+def chosen(arch: int) -> Any:
+    """The assembler (`path`, `version`) that takes the place of Triton's choice; None where Triton's stays."""
+    nvidia = getattr(getattr(sys.modules.get("triton"), "knobs", None), "nvidia", None)
+    if arch != HOPPER or nvidia is None or NAMED in os.environ:
+        return None
+    tools = [tool for name in ("ptxas", "ptxas_blackwell") if (tool := getattr(nvidia, name, None)) is not None]
+    return max(tools, key=_version, default=None)
+
+
+def told() -> str:
+    """Which assembler Hopper's kernels get, in words."""
+    if NAMED in os.environ:
+        return f"{os.environ[NAMED]}, as {NAMED} says"
+    tool = chosen(HOPPER)
+    return "Triton's own choice" if tool is None else f"ptxas {tool.version}, the newest that Triton brings"
 
 
 def _version(tool: Any) -> tuple[int, ...]:

@@ -1,0 +1,119 @@
+"""Hopper's kernels are assembled by the newest assembler there is; the user's choice wins, and nothing else changes."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+
+from foci.cli_tune_ahead import Offline, gpu
+from foci.core import assembler
+from foci.core.assembler import HOPPER, NAMED, assembling, chosen, told
+from foci.core.tune import TARGETS
+
+triton = pytest.importorskip("triton")
+nvidia = triton.knobs.nvidia
+
+
+def versions() -> list[tuple[int, ...]]:
+    return [tuple(map(int, tool.version.split("."))) for tool in (nvidia.ptxas, nvidia.ptxas_blackwell)]
+
+
+@pytest.fixture(autouse=True)
+def unnamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NAMED, raising=False)
+
+
+def test_hopper_gets_the_newest_that_triton_brings_and_everything_is_as_before_afterwards() -> None:
+    before, environment, newest = nvidia.ptxas.path, dict(os.environ), max(versions())
+    with assembling(HOPPER):
+        assert versions()[0] == newest
+    assert nvidia.ptxas.path == before and dict(os.environ) == environment
+
+
+def test_also_after_a_compiler_that_fails() -> None:
+    before, environment = nvidia.ptxas.path, dict(os.environ)
+    with pytest.raises(RuntimeError, match="no"), assembling(HOPPER):
+        raise RuntimeError("no")
+    assert nvidia.ptxas.path == before and dict(os.environ) == environment
+
+
+@pytest.mark.parametrize("arch", [target.arch for name, target in TARGETS.items() if name != "sm_90"])
+def test_no_other_architecture_is_touched(arch: int) -> None:
+    before = nvidia.ptxas.path, nvidia.ptxas_blackwell.path
+    with assembling(arch):
+        assert (nvidia.ptxas.path, nvidia.ptxas_blackwell.path) == before and NAMED not in os.environ
+    assert chosen(arch) is None
+
+
+def test_the_assembler_that_a_user_names_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = nvidia.ptxas.path
+    monkeypatch.setenv(NAMED, theirs)
+    with assembling(HOPPER):
+        assert nvidia.ptxas.path == theirs
+    assert os.environ[NAMED] == theirs and told() == f"{theirs}, as {NAMED} says"
+
+
+def test_so_does_one_that_is_chosen_through_triton() -> None:
+    with nvidia.scope():
+        nvidia.ptxas = theirs = nvidia.ptxas.path
+        with assembling(HOPPER):
+            assert nvidia.ptxas.path == theirs
+
+
+def test_within_another_it_stays() -> None:
+    with assembling(HOPPER):
+        first = nvidia.ptxas.path
+        with assembling(HOPPER):
+            assert nvidia.ptxas.path == first
+        assert nvidia.ptxas.path == first
+
+
+def test_who_compiles_beside_another_waits_and_gets_it_for_the_whole_time() -> None:
+    """A choice that another thread made ends with that thread's compilation."""
+    newest, seen = max(versions()), []
+    inside, go = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with assembling(HOPPER):
+            inside.set()
+            go.wait(10)
+
+    def second() -> None:
+        with assembling(HOPPER):
+            one.join(10)
+            seen.append(versions()[0])
+
+    one, two = threading.Thread(target=first), threading.Thread(target=second)
+    one.start()
+    inside.wait(10)
+    two.start()
+    two.join(0.2)
+    assert two.is_alive()  # it waits
+    go.set()
+    two.join(20)
+    assert seen == [newest]
+
+
+def test_without_triton_there_is_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(assembler.sys.modules, "triton")
+    with assembling(HOPPER):
+        assert chosen(HOPPER) is None and told() == "Triton's own choice"
+
+
+def test_a_kernel_is_really_assembled_by_it(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine code names its assembler."""
+    jit = triton.runtime.jit.JITFunction(_nothing)
+    monkeypatch.setattr(triton.runtime.driver, "_active", Offline(gpu(TARGETS["sm_90"])), raising=False)
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path)
+        with assembling(HOPPER):
+            compiled = jit.warmup(torch.float32, grid=(1,))
+    newest = ".".join(map(str, max(versions())))
+    assert f"release {newest}".encode() in compiled.asm["cubin"]
+
+
+def _nothing(x_ptr) -> None:
+    triton.language.store(x_ptr, 1.0)
