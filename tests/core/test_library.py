@@ -325,3 +325,30 @@ def test_a_backend_may_keep_a_tensor_for_its_backward() -> None:
         x.grad = weight.grad = None
     with torch.no_grad():
         assert len(run(keeping, Call(x, weight, None, 2.0, None, False))) == 2
+
+
+def test_a_backend_is_given_numbers_as_they_lie_in_memory(monkeypatch) -> None:
+    """The imaginary part of a conjugate is negated when it is read, which a kernel would not do."""
+    module, seen = SPEC.backend("opaque").load(), []
+    monkeypatch.setattr(module, "forward", lambda call: seen.append(call.x.is_neg()) or equation(call))
+
+    def looking(call: Call, made: Any, grads: Any, needs: list[bool]) -> tuple[Tensor | None, ...]:
+        seen.append(call.x.is_neg() or any(g is not None and g.is_neg() for g in grads))
+        return backward(call, made, grads, needs)
+
+    monkeypatch.setattr(module, "backward", looking)
+
+    def negated() -> Tensor:
+        return torch.view_as_complex(torch.randn(4, 3, 2)).conj().imag
+
+    assert negated().is_neg()
+    x = negated()
+    assert torch.equal(toy(x)[0], toy(x.clone(), backend="plain")[0])
+    for first, second in ((negated(), negated()), (torch.randn(4, 3), negated())):
+        ours, theirs = first.detach().requires_grad_(), first.detach().clone().requires_grad_()
+        found = [
+            torch.autograd.grad(toy(x, backend=b)[0], x, second)[0] for x, b in ((ours, "opaque"), (theirs, "plain"))
+        ]
+        assert torch.equal(*found)
+    assert seen == [False] * 5
+    assert _watched((torch.randn(3), torch._efficientzerotensor((3,))))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
+from foci.core import plans
 from foci.core.errors import Unsupported
 from foci.core.spec import Backend, Outputs, Spec
 
@@ -60,6 +61,16 @@ def _as_written(compute: Callable[..., Any], call: Any, *rest: Any) -> Any:
         return compute(call, *rest)
 
 
+def _computed(backend: Backend, compute: Callable[..., Any], call: Any, *rest: Any) -> Any:
+    """What a backend makes of a call; kernels by their plan, where the call is of a kind that was seen before."""
+    if "triton" not in backend.needs:
+        return _as_written(compute, call, *rest)
+    values = [*call]
+    for part in rest:
+        values += part if isinstance(part, tuple) else (part,)
+    return plans.played(compute, values, lambda: _as_written(compute, call, *rest))
+
+
 def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
     ops = _define(spec, backend)
     function = _function(spec, backend, ops)
@@ -86,7 +97,7 @@ def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
             opaque: Outputs = alone(*call)
             return opaque
         # Plain eager without gradients: the dispatcher has nothing to add, and costs as much as a tiny attention.
-        plain: Outputs = _as_written(backend.load().forward, call)
+        plain: Outputs = _computed(backend, backend.load().forward, call)
         return plain
 
     return run
@@ -123,11 +134,20 @@ def _transformed() -> bool:
 
 
 def _watched(call: Any) -> bool:
-    """Whether the compiler, a profiler, a subclass, a meta tensor or a mode (tracer, counter) must see one op."""
+    """Whether the compiler, a profiler, a subclass, a meta tensor or a mode (tracer, counter) must see one op.
+
+    Or torch's dispatcher must make a tensor what it stands for: negated when it is read (the imaginary part of a
+    conjugate), or zeros that no memory holds.
+    """
     if torch.compiler.is_compiling() or _transformed() or torch.autograd._profiler_enabled():
         return True
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
-    return modes > 0 or call[0].is_meta or not _PLAIN.issuperset(map(type, call))
+    if modes > 0 or call[0].is_meta or not _PLAIN.issuperset(map(type, call)):
+        return True
+    for value in call:
+        if isinstance(value, Tensor) and (value.is_neg() or value._is_zerotensor()):
+            return True
+    return False
 
 
 def _has_tangent(call: Any) -> bool:
@@ -153,7 +173,7 @@ def _define(spec: Spec, backend: Backend) -> tuple[Pair, Pair]:
     _LIBRARY.define(f"{name}_bwd({gradients}, {saved}, bool[] needs, {arguments}) -> ({returned})")
 
     def forward(*values: Any) -> Outputs:
-        outputs: Outputs = _as_written(backend.load().forward, call_type(*values), *(True,) * keeps)
+        outputs: Outputs = _computed(backend, backend.load().forward, call_type(*values), *(True,) * keeps)
         return outputs
 
     def forward_fake(*values: Any) -> Outputs:
@@ -164,7 +184,7 @@ def _define(spec: Spec, backend: Backend) -> tuple[Pair, Pair]:
     def backward(*values: Any) -> tuple[Tensor | None, ...]:
         grads, outputs, needs = values[:count], values[count:place], values[place]
         call = call_type(*values[place + 1 :])
-        found: tuple[Tensor | None, ...] = _as_written(backend.load().backward, call, outputs, grads, needs)
+        found: tuple[Tensor | None, ...] = _computed(backend, backend.load().backward, call, outputs, grads, needs)
         return found
 
     def backward_fake(*values: Any) -> tuple[Tensor | None, ...]:
@@ -259,7 +279,7 @@ def _function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> Any:
             if torch.is_grad_enabled() or _transformed():
                 run = guarded.apply
             else:
-                run = backward_op if _watched(call) else plain_backward
+                run = backward_op if _watched((*call, *grads)) else plain_backward
             found = run(*grads[:count], *outputs, needs, *call)
             gradients: list[Tensor | None] = [None] * len(call)
             for place, gradient in zip(places, found, strict=True):

@@ -125,18 +125,19 @@ class _Choosing(NamedTuple):
     asked: dict[tuple[str, str], Asked]
 
 
-_CHOOSING: ContextVar[_Choosing | None] = ContextVar("choosing", default=None)
+# The last rules. Of the process, not of a thread: autograd runs what is on a GPU backward in a thread of its own.
+_CHOOSING: list[_Choosing] = []
 
 
 @contextmanager
 def choosing(chosen: Mapping[tuple[str, str], Config]) -> Iterator[dict[tuple[str, str], Asked]]:
-    """Within it these configurations go before all others, by (kernel, key); gives what was asked, for `foci tune`."""
+    """Within it these configurations go before all others, in every thread, by (kernel, key); gives what was asked."""
     there = _Choosing(chosen, {})
-    token = _CHOOSING.set(there)
+    _CHOOSING.append(there)
     try:
         yield there.asked
     finally:
-        _CHOOSING.reset(token)
+        _CHOOSING.pop()
 
 
 def configure(
@@ -150,8 +151,8 @@ def configure(
 
     `vary`: the sizes that `foci tune` may try for a block, by its name; warps and stages may always vary.
     """
-    there = _CHOOSING.get()
-    if there is not None:
+    if _CHOOSING:
+        there = _CHOOSING[-1]
         name = _name(key)
         there.asked[kernel, name] = Asked(rule(target), vary or {})
         if (kernel, name) in there.chosen:
@@ -220,6 +221,26 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, config: Config, 
 
 
 _COMPILED: dict[tuple[Any, ...], Any] = {}
+# Told of every launch (core/plans.py): the compiled kernel (None: not known), its grid, all its arguments.
+NOTING: ContextVar[Callable[[Any, tuple[int, ...], tuple[Any, ...]], None] | None] = ContextVar("noting", default=None)
+
+
+def ordinary() -> bool:
+    """Whether launches are made, as the tables say: neither recorded, nor with configurations that someone chose."""
+    return _RECORDING.get() is None and not _CHOOSING and not interpreting()
+
+
+def watched() -> bool:
+    """Whether a hook of Triton's wants to hear of every launch."""
+    runtime = sys.modules["triton"].knobs.runtime
+    hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook)  # chains of hooks, empty as a rule
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+
+
+def fire(compiled: Any, grid: tuple[int, ...], stream: int, arguments: Sequence[Any]) -> None:
+    """Start a compiled kernel, as `compiled[grid](*arguments)` does it where no hook listens."""
+    run = compiled.run  # loads it, where it is not
+    run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
 def _start(
@@ -230,10 +251,12 @@ def _start(
     A compiled kernel is kept by what Triton tells apart: it is asked of the function that Triton itself asks of every
     argument. Where that is not known to be all there is, as in the interpreter, Triton does everything.
     """
-    triton = _known(kernel.__class__)
+    triton, noting = _known(kernel.__class__), NOTING.get()
     if triton is None or kernel.pre_run_hooks or triton.knobs.runtime.add_stages_inspection_hook is not None:
         with assembling(target_of(device).arch):
             kernel[grid](*arguments, **meta)
+        if noting is not None:
+            noting(None, grid, arguments)
         return
     told, backend = triton.native_specialize_impl, kernel.device_caches[device.index or 0][3]
     key = (
@@ -246,8 +269,17 @@ def _start(
             compiled = kernel[grid](*arguments, **meta)
         if hasattr(compiled, "packed_metadata"):  # else it is being compiled elsewhere
             _COMPILED[key] = compiled
+        if noting is not None:
+            noting(None, grid, arguments)
         return
-    compiled[*grid, 1, 1](*arguments, *[meta[name] for name in kernel.arg_names[len(arguments) :]])
+    arguments = (*arguments, *[meta[name] for name in kernel.arg_names[len(arguments) :]])
+    grid = (*grid, 1, 1)[:3]
+    if watched():
+        compiled[grid](*arguments)
+    else:
+        fire(compiled, grid, triton.driver.active.get_current_stream(device.index or 0), arguments)
+    if noting is not None:
+        noting(compiled, grid, arguments)
 
 
 @functools.cache

@@ -1,0 +1,293 @@
+"""Calls of a kernel backend that were seen before, played again: what they allocate, and what they launch on it.
+
+Which blocks, grids, strides and compiled kernels a call takes follows from the dtypes, shapes, strides and alignment of
+its tensors, from which of them are one and the same, and from its other values. So the second call of one kind is noted
+while it runs, and from the third on memory is taken and kernels are started as it did. A call that does anything else
+on the way (a copy, a value read from the GPU, memory of its own that outlives it) runs as it is written, every time.
+Nothing here keeps a tensor alive, neither while a call is noted nor after it.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from foci.core import tune
+
+_MOST = 4096  # kinds of calls that are remembered
+_TENSORS = frozenset({Tensor, torch.nn.Parameter})
+_VALUES = frozenset({type(None), bool, int, str})  # besides floats and lists of booleans
+_ATEN = torch.ops.aten
+_EMPTY = {_ATEN.empty.memory_format, _ATEN.new_empty.default, _ATEN.empty_like.default, _ATEN.empty_strided.default}
+_ZEROS = {_ATEN.zeros.default, _ATEN.new_zeros.default, _ATEN.zeros_like.default}
+
+
+class _Made(NamedTuple):
+    """Memory that a call takes; `make` is torch.empty or torch.zeros."""
+
+    make: Callable[..., Tensor]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Step(NamedTuple):
+    """One launch: what is made before it, in the order of slots, its arguments, and whose memory it is the last to use.
+
+    `pointers`: (place among the arguments, slot, bytes from the slot's first).
+    """
+
+    made: tuple[_Made, ...]
+    compiled: Any
+    grid: tuple[int, ...]
+    arguments: list[Any]
+    pointers: tuple[tuple[int, int, int], ...]
+    last: tuple[int, ...] = ()
+
+
+class _Plan(NamedTuple):
+    """All steps, and the results by slot, None for None; `view`: size, strides and offset where it is no whole slot."""
+
+    steps: tuple[_Step, ...]
+    results: tuple[tuple[int, tuple[Any, ...] | None] | None, ...]
+    device: torch.device
+
+
+_PLANS: dict[Any, _Plan | None] = {}
+_SEEN: set[Any] = set()
+
+
+def played(kind: Callable[..., Any], values: Sequence[Any], run: Callable[[], Any]) -> Any:
+    """`run()`, what `kind` makes of these values, or the same by its plan."""
+    found = _told(kind, values) if _usable() else None
+    if found is None:
+        return run()
+    key, pointers = found
+    plan = _PLANS.get(key)
+    if plan is not None:
+        return _play(plan, pointers, values)
+    if key in _PLANS:
+        return run()
+    if key not in _SEEN:  # kernels are compiled and loaded, modules imported
+        if len(_SEEN) >= _MOST:
+            _SEEN.clear()
+            _PLANS.clear()
+        _SEEN.add(key)
+        return run()
+    noted = _Noting(values)
+    token = tune.NOTING.set(noted.launched)
+    try:
+        with noted:
+            results = run()
+    finally:
+        tune.NOTING.reset(token)
+    if _usable():  # still: another thread may have begun to watch
+        _PLANS[key] = noted.plan(results)
+    return results
+
+
+def _usable() -> bool:
+    """Whether nobody watches launches, changes what is compiled, or wraps tensors."""
+    triton = sys.modules.get("triton")
+    if triton is None or torch.compiler.is_compiling() or not tune.ordinary():
+        return False
+    runtime = triton.knobs.runtime
+    if runtime.debug or runtime.add_stages_inspection_hook is not None or tune.watched():
+        return False
+    if triton.knobs.compilation.instrumentation_mode:
+        return False
+    return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.maybe_current_level() is None
+
+
+def _told(kind_of_call: Callable[..., Any], values: Iterable[Any]) -> tuple[Any, list[int]] | None:
+    """All that a plan depends on, and where the values' memory is; None where one is no plain tensor of this GPU."""
+    here = _here()
+    key: list[Any] = [kind_of_call, here]
+    pointers, tensors = [], []
+    for value in values:
+        kind = value.__class__
+        key.append(kind)
+        if kind in _TENSORS:
+            if value.get_device() != here or value.is_neg() or value.is_conj():
+                return None
+            pointer = value.data_ptr()
+            key += (value.dtype, value.shape, value.stride(), pointer & 15)
+            if torch.version.hip:  # there kernels are compiled for small memory and for large
+                key.append(value.untyped_storage().size() >> 31)
+            pointers.append(pointer)
+            tensors.append(id(value))
+            continue
+        pointers.append(0)
+        if kind is float:
+            key.append(value.hex())  # 0.0 == -0.0, and no NaN equals another
+        elif kind in _VALUES:
+            key.append(value)
+        elif kind is list and all(part is True or part is False for part in value):
+            key.append(tuple(value))
+        else:
+            return None
+    if not tensors:
+        return None
+    if len(set(tensors)) < len(tensors):  # one tensor in two places: its steps cannot tell which of them they mean
+        key.append(tuple(map(tensors.index, tensors)))
+    return tuple(key), pointers
+
+
+def _here() -> int:
+    return torch.cuda.current_device()
+
+
+def _stream(device: torch.device) -> int:
+    stream: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return stream
+
+
+def _play(plan: _Plan, pointers: list[int], values: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    room: list[Any] = list(values)
+    device, stream = plan.device, _stream(plan.device)
+    for made, compiled, grid, arguments, places, last in plan.steps:
+        for make, shape, dtype in made:
+            x = make(shape, dtype=dtype, device=device)
+            room.append(x)
+            pointers.append(x.data_ptr())
+        if compiled is None:
+            continue
+        arguments = arguments.copy()
+        for place, slot, offset in places:
+            arguments[place] = pointers[slot] + offset
+        tune.fire(compiled, grid, stream, arguments)
+        for slot in last:
+            room[slot] = None
+    return tuple(
+        None if result is None else room[result[0]] if result[1] is None else room[result[0]].as_strided(*result[1])
+        for result in plan.results
+    )
+
+
+class _Noting(TorchDispatchMode):
+    """What one call makes and launches; `plain` as long as nothing else happens."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        super().__init__()
+        self.first = len(values)
+        self.known: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by identity, as two values may share memory
+        self.starts = [0] * len(values)  # where the memory of each slot begins
+        self.whole: dict[int, tuple[weakref.ref[Tensor], torch.dtype]] = {}  # of each slot: the tensor that has it all
+        self.made: list[_Made] = []
+        self.steps: list[_Step] = []
+        self.told = 0  # how many of `made` stand in a step
+        self.plain = True
+        self.device = next(value.device for value in values if isinstance(value, Tensor))
+        for slot, value in enumerate(values):
+            if isinstance(value, Tensor):
+                self.starts[slot] = value.data_ptr()
+                self._know(value, slot)
+                self.whole[slot] = self.known[id(value)][0], value.dtype
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler here, a second
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        outputs = out if isinstance(out, tuple | list) else [out]
+        if func in _EMPTY or func in _ZEROS:
+            self._new(func, out)
+        elif func._schema.is_mutable or not all(isinstance(x, Tensor) for x in outputs):
+            self.plain = False
+        else:
+            sources = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)]
+            slot = self._slot(sources[0]) if len(sources) == 1 else None
+            if slot is None or any(_memory(x) != _memory(sources[0]) for x in outputs):
+                self.plain = False
+            else:
+                for x in outputs:
+                    self._know(x, slot)
+        return out
+
+    def _know(self, x: Tensor, slot: int) -> None:
+        self.known[id(x)] = weakref.ref(x), slot
+
+    def _slot(self, x: Tensor) -> int | None:
+        """In whose memory it lies. What is no more may have left its identity to another."""
+        there, slot = self.known.get(id(x), (None, None))
+        return slot if there is not None and there() is x and not x.is_neg() and not x.is_conj() else None
+
+    def _new(self, func: Any, out: Tensor) -> None:
+        if out.device != self.device or not out.is_contiguous():
+            self.plain = False
+        slot = self.first + len(self.made)
+        self.made.append(_Made(torch.zeros if func in _ZEROS else torch.empty, tuple(out.shape), out.dtype))
+        self.starts.append(out.data_ptr())
+        self._know(out, slot)
+        self.whole[slot] = self.known[id(out)][0], out.dtype
+
+    def _just_made(self) -> tuple[_Made, ...]:
+        made, self.told = tuple(self.made[self.told :]), len(self.made)
+        return made
+
+    def launched(self, compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+        pointers: list[tuple[int, int, int]] = []
+        plain: list[Any] = []
+        for place, x in enumerate(arguments):
+            if isinstance(x, Tensor):
+                slot = self._slot(x)
+                if slot is None or (x.numel() == 0 and self.starts[slot]):  # whose pointer is 0, wherever it lies
+                    self.plain = False
+                    return
+                pointers.append((place, slot, x.data_ptr() - self.starts[slot]))
+                plain.append(None)
+            else:
+                plain.append(x)
+                self.plain &= _lasting(x)
+        self.plain &= compiled is not None
+        if self.plain:  # else there is no plan, and nothing is to be held for it
+            self.steps.append(_Step(self._just_made(), compiled, grid, plain, tuple(pointers)))
+
+    def plan(self, results: Any) -> _Plan | None:
+        """The plan, or None where something was done that no plan has."""
+        if not self.plain or not isinstance(results, tuple):
+            return None
+        found: list[Any] = [None if x is None else self._result(x) for x in results]
+        if () in found:
+            return None
+        later = {each[0] for each in found if each is not None}
+        steps = [_Step(self._just_made(), None, (), [], ())]
+        for step in reversed(self.steps):
+            used = {slot for _, slot, _ in step.pointers}
+            steps.append(step._replace(last=tuple(slot for slot in used - later if slot >= self.first)))
+            later |= used
+        return _Plan(tuple(reversed(steps)), tuple(found), self.device)
+
+    def _result(self, x: Any) -> tuple[Any, ...]:
+        """Its slot and view, () where it is neither something whole nor a part of what was made."""
+        slot = self._slot(x) if isinstance(x, Tensor) else None
+        if slot is None:
+            return ()
+        whole, dtype = self.whole[slot]
+        if whole() is x:
+            return slot, None
+        if slot < self.first or x.dtype != dtype:
+            return ()
+        return slot, (tuple(x.shape), x.stride(), x.storage_offset())
+
+
+def _lasting(x: Any) -> bool:
+    """Whether an argument of a launch can be one for all calls of a kind: no tensor, nor what may hold one."""
+    if isinstance(x, tuple | list):
+        return all(map(_lasting, x))
+    return x is None or isinstance(x, bool | int | float | str | torch.dtype) or _of_triton(x.__class__)
+
+
+def _of_triton(kind: type) -> bool:
+    """Types and functions that kernels are told at compile time, which no memory belongs to."""
+    return kind.__module__ in ("triton.language.core", "triton.runtime.jit")
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()

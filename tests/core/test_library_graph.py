@@ -1,0 +1,67 @@
+"""On a GPU: every operator, forward and backward, in a CUDA graph that is replayed on other values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import foci
+from foci.ops.masks import Causal, Packed
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU, and there is none")
+T, H, K, D, N = 192, 2, 64, 64, 16
+DOCUMENTS = (0, 5, 70, T)
+
+
+def inputs(operator: str) -> dict[str, torch.Tensor]:
+    def half(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+    gates = -torch.rand(1, T, H, device="cuda")
+    rows = {name: half(1, T, H, K) for name in "qkv"}
+    if operator == "attention":
+        return rows
+    if operator == "linear_attention":
+        return rows | {"log_decay": gates}
+    if operator == "delta_rule":
+        rows["k"] = torch.nn.functional.normalize(rows["k"], dim=-1)
+        return rows | {"beta": -gates, "log_decay": gates}
+    x = half(1, T, D)
+    if operator == "scan":
+        return {"x": x, "log_decay": -torch.rand(1, T, D, device="cuda")}
+    return {"x": x, "dt": half(1, T, D).abs(), "A": -torch.rand(D, N, device="cuda")} | {k: half(1, T, N) for k in "BC"}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("operator", ["attention", "linear_attention", "delta_rule", "selective_scan", "scan"])
+def test_a_captured_step_of_training_is_replayed_on_other_values(operator: str, packed: bool) -> None:
+    function = getattr(foci, operator)
+    leaves = {name: x.requires_grad_() for name, x in inputs(operator).items()}
+    rest: dict[str, object] = {"backend": "triton"}
+    if operator == "attention":
+        rest["mask"] = Causal()
+    if packed:
+        offsets = torch.tensor(DOCUMENTS, dtype=torch.int32, device="cuda")
+        rest |= {"mask": Causal() & Packed(offsets)} if operator == "attention" else {"offsets": offsets}
+
+    def step() -> list[torch.Tensor]:
+        out = function(**leaves, **rest)
+        out = out[0] if isinstance(out, tuple) else out
+        return [out, *torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(4):  # compiled, noted, played
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for name, x in inputs(operator).items():
+            leaves[name].copy_(x)
+    graph.replay()
+    torch.cuda.synchronize()
+    for got, right in zip(captured, step(), strict=True):
+        assert torch.equal(got, right)

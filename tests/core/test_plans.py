@@ -1,0 +1,361 @@
+"""Calls played again: the same results as the call as written, whatever is like an earlier one and is not the same."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from foci.core import plans, tune
+
+
+def _floats(pointer: int, count: int) -> ctypes.Array[ctypes.c_float]:
+    return (ctypes.c_float * count).from_address(pointer)
+
+
+class Adds:
+    """A compiled kernel: out = a + amount * b, of `count` numbers."""
+
+    function = packed_metadata = None
+
+    def run(self, x, y, z, stream, function, packed, metadata, enter, leave, a, b, out, count, amount):
+        assert (x, y, z, stream) == (count, 1, 1, 7)
+        first, second, into = (_floats(p, count) for p in (a, b, out))
+        for i in range(count):
+            into[i] = first[i] + amount * second[i]
+
+    def __call__(self, a, b, out, amount=1.0):
+        self.run(*(len(out), 1, 1, 7), *[None] * 5, *(x.data_ptr() for x in (a, b, out)), len(out), amount)
+        tune.NOTING.get() and tune.NOTING.get()(self, (len(out), 1, 1), (a, b, out, len(out), amount))
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    """CPU tensors pass for a GPU's, and Triton for one that nobody watches."""
+    monkeypatch.setattr(plans, "_here", lambda: -1)
+    monkeypatch.setattr(plans, "_stream", lambda device: 7)
+    monkeypatch.setattr(plans, "_PLANS", {})
+    monkeypatch.setattr(plans, "_SEEN", set())
+    runtime = SimpleNamespace(
+        launch_enter_hook=None, launch_exit_hook=None, debug=False, add_stages_inspection_hook=None, interpret=False
+    )
+    knobs = SimpleNamespace(runtime=runtime, compilation=SimpleNamespace(instrumentation_mode=""))
+    monkeypatch.setitem(plans.sys.modules, "triton", SimpleNamespace(knobs=knobs))
+    return knobs
+
+
+adds = Adds()
+
+
+def twice(a, b, amount, needs):
+    """a + 2 b, its half as a view, and nothing where nothing is wanted; something made is thrown away between."""
+    torch.empty(3)
+    between, out = torch.zeros(len(a)), a.new_empty(2, len(a))
+    adds(a, b, between, amount)
+    adds(between, b.view(-1), out[1], amount)
+    return out, out[1, : len(a) // 2], (b if needs[0] else None)
+
+
+def counted(run, monkeypatch=None):
+    calls = []
+
+    def wrapped(*values):
+        calls.append(values)
+        return run(*values)
+
+    return wrapped, calls
+
+
+def ask(run, *values):
+    return plans.played(twice, values, lambda: run(*values))
+
+
+def test_the_third_call_of_a_kind_is_played_and_gives_what_the_call_gives() -> None:
+    run, calls = counted(twice)
+    for turn in range(5):
+        a, b = torch.randn(8), torch.randn(8)
+        out, half, same = ask(run, a, b, 1.0, [True])
+        assert torch.allclose(out[1], a + 2 * b), turn
+        assert torch.equal(half, out[1, :4]) and half.data_ptr() == out[1].data_ptr() and same is b
+        assert len(calls) == min(turn + 1, 2)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda a, b: (torch.randn(9), torch.randn(9), 1.0, [True]),
+        lambda a, b: (a, b, 2.0, [True]),
+        lambda a, b: (a, b, 1, [True]),
+        lambda a, b: (a, b, 1.0, [False]),
+        lambda a, b: (a, torch.randn(8, 2)[:, 0], 1.0, [True]),
+        lambda a, b: (torch.randn(9)[1:], b, 1.0, [True]),
+    ],
+    ids=["size", "number", "type", "needs", "stride", "alignment"],
+)
+def test_a_call_of_another_kind_is_not(other) -> None:
+    run, calls = counted(lambda *values: None)
+    a, b = torch.randn(8), torch.randn(8)
+    for _ in range(3):
+        ask(counted(twice)[0], a, b, 1.0, [True])
+    ask(run, *other(a, b))
+    assert len(calls) == 1
+
+
+def test_two_values_in_one_memory_keep_their_own_places() -> None:
+    for _ in range(4):
+        both = torch.randn(32)
+        start = int(torch.randint(0, 3, ())) * 4  # 16 bytes each: as aligned as ever
+        a, b = both[:8], both[8 + start : 16 + start]
+        assert torch.allclose(ask(twice, a, b, 1.0, [False])[0][1], a + 2 * b)
+
+
+@pytest.mark.parametrize(
+    "also",
+    [lambda a: a.item(), lambda a: a.clone(), lambda a: a.add_(0), lambda a: a[a > 0], lambda a: a.t().contiguous()],
+    ids=["read", "copied", "changed", "chosen", "laid out anew"],
+)
+def test_what_does_more_than_take_memory_and_launch_runs_every_time(also) -> None:
+    def more(a, b):
+        also(a[0, 0] if also.__code__.co_names == ("item",) else a)
+        out = torch.empty(4)
+        adds(b, b, out)
+        return (out,)
+
+    run, calls = counted(more)
+    for turn in range(4):
+        a, b = torch.randn(2, 3), torch.randn(4)
+        assert torch.allclose(plans.played(more, (a, b), lambda a=a, b=b: run(a, b))[0], 2 * b)
+        assert len(calls) == turn + 1
+
+
+def test_a_launch_that_is_not_known_has_no_plan() -> None:
+    def unknown(a):
+        out = torch.empty(4)
+        adds(a, a, out)
+        if tune.NOTING.get():
+            tune.NOTING.get()(None, (1,), (a,))
+        return (out,)
+
+    run, calls = counted(unknown)
+    for turn in range(4):
+        a = torch.randn(4)
+        plans.played(unknown, (a,), lambda a=a: run(a))
+        assert len(calls) == turn + 1
+
+
+def test_where_launches_are_watched_or_chosen_everything_runs_as_written(here) -> None:
+    run, calls = counted(twice)
+    values = torch.randn(8), torch.randn(8), 1.0, [True]
+    for _ in range(3):
+        ask(run, *values)
+    with tune.choosing({}):
+        ask(run, *values)
+    here.runtime.launch_enter_hook = print
+    ask(run, *values)
+    assert len(calls) == 4
+
+
+def test_an_error_leaves_no_plan_and_no_note() -> None:
+    def fails(a):
+        raise ValueError("no")
+
+    a = torch.randn(4)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no"):
+            plans.played(fails, (a,), lambda: fails(a))
+    assert tune.NOTING.get() is None and not plans._PLANS
+
+
+def test_only_so_many_kinds_are_remembered(monkeypatch) -> None:
+    monkeypatch.setattr(plans, "_MOST", 2)
+    for size in range(1, 9):
+        for _ in range(3):
+            a = torch.randn(size)
+            assert torch.allclose(ask(twice, a, a, 1.0, [False])[0][1], 3 * a)
+    assert len(plans._SEEN) <= 2 and len(plans._PLANS) <= 2
+
+
+def test_one_tensor_in_two_places_is_another_kind_than_two() -> None:
+    for _ in range(4):
+        a = torch.randn(8)
+        assert torch.allclose(ask(twice, a, a, 1.0, [False])[0][1], 3 * a)
+    for _ in range(4):
+        a, b = torch.randn(8), torch.randn(8)
+        assert torch.allclose(ask(twice, a, b, 1.0, [False])[0][1], a + 2 * b)
+
+
+def test_a_part_of_what_was_given_is_no_result_that_can_be_played() -> None:
+    def part(a):
+        out = torch.empty(4)
+        adds(a[:4], a[4:], out)
+        return out, a[1:3]
+
+    for turn in range(4):
+        a = torch.randn(64)[16 * turn :][:8]
+        assert torch.equal(plans.played(part, (a,), lambda a=a: part(a))[1], a[1:3])
+
+
+@pytest.mark.parametrize("first, other", [(0.0, -0.0), (1.0, True), (1, True), (0.0, float("nan")), (0, None)])
+def test_values_that_are_merely_equal_are_of_two_kinds(first, other) -> None:
+    run, calls = counted(lambda *values: None)
+    a = torch.randn(8)
+    for _ in range(3):
+        plans.played(twice, (a, first), lambda: None)
+    plans.played(twice, (a, other), lambda: run(a, other))
+    assert len(calls) == 1
+
+
+def test_a_nan_is_one_kind() -> None:
+    run, calls = counted(twice)
+    for _ in range(5):
+        a = torch.randn(8)
+        ask(run, a, a, float("nan"), [False])
+    assert len(calls) == 2 and len(plans._SEEN) == 1
+
+
+class Sub(torch.Tensor):
+    """A subclass, which wants to see what happens to it."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(8).as_subclass(Sub),
+        lambda: torch.view_as_complex(torch.randn(8, 2)).conj().imag,
+        lambda: torch.randn(8, dtype=torch.complex64).conj(),
+        lambda: [1, 2],
+        lambda: [True, 1.0],
+        lambda: {"a": 1},
+    ],
+    ids=["subclass", "negated", "conjugated", "list of numbers", "mixed list", "something else"],
+)
+def test_what_a_plan_cannot_know_runs_every_time(make) -> None:
+    run, calls = counted(lambda *values: None)
+    for turn in range(4):
+        a, odd = torch.randn(8), make()
+        plans.played(twice, (a, odd), lambda a=a, odd=odd: run(a, odd))
+        assert len(calls) == turn + 1
+    assert not plans._SEEN and not plans._PLANS
+
+
+def test_no_tensor_is_kept_alive() -> None:
+    gone = []
+
+    def frees(a):
+        between, out = torch.empty(len(a)), torch.empty(len(a))
+        adds(a, a, between)
+        adds(between, a, out)
+        there = weakref.ref(between)
+        del between
+        gone.append(there() is None)
+        return (out,)
+
+    for _ in range(4):
+        a = torch.randn(8)
+        (out,) = plans.played(frees, (a,), lambda a=a: frees(a))
+        assert torch.allclose(out, 3 * a)
+        dead = weakref.ref(a), weakref.ref(out)
+        del a, out
+        gc.collect()
+        assert [there() for there in dead] == [None, None]
+    assert gone == [True, True]  # also while it was noted
+
+
+def test_a_tensor_within_an_argument_has_no_plan() -> None:
+    class Hides(Adds):
+        """Takes its tensors in a tuple."""
+
+        def __call__(self, a, b, out):
+            super().run(*(len(out), 1, 1, 7), *[None] * 5, *(x.data_ptr() for x in (a, b, out)), len(out), 1.0)
+            tune.NOTING.get() and tune.NOTING.get()(self, (len(out), 1, 1), (out, (a, b), len(out)))
+
+    def hidden(a, b):
+        out = torch.empty(8)
+        Hides()(a, b, out)
+        return (out,)
+
+    for _ in range(4):
+        a, b = torch.randn(8), torch.randn(8)
+        assert torch.allclose(plans.played(hidden, (a, b), lambda a=a, b=b: hidden(a, b))[0], a + b)
+
+
+def test_memory_that_outlives_a_call_has_no_plan() -> None:
+    kept = torch.ones(8)
+
+    def borrows(a):
+        out = torch.empty(8)
+        adds(a, kept, out)
+        return (out,)
+
+    run, calls = counted(borrows)
+    for turn in range(4):
+        a = torch.randn(8)
+        assert torch.allclose(plans.played(borrows, (a,), lambda a=a: run(a))[0], a + 1)
+        assert len(calls) == turn + 1
+
+
+def test_a_new_tensor_with_the_identity_of_one_that_is_gone_is_not_taken_for_it() -> None:
+    noted = plans._Noting((torch.randn(8),))
+    with noted:
+        gone = torch.empty(8)
+    place = id(gone)
+    del gone
+    other = torch.randn(8)
+    noted.known[id(other)] = noted.known[place]
+    assert noted._slot(other) is None
+
+
+def test_memory_that_torch_fills_is_filled_in_a_played_call() -> None:
+    def unwritten(a):
+        return torch.empty(4), a
+
+    torch._C._set_deterministic_algorithms(True)
+    try:
+        for _ in range(4):
+            a = torch.randn(8)
+            assert plans.played(unwritten, (a,), lambda a=a: unwritten(a))[0].isnan().all()
+    finally:
+        torch._C._set_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("within", [torch.inference_mode, torch.no_grad])
+def test_modes_of_autograd_are_those_of_the_call(within) -> None:
+    for turn in range(5):
+        a, b = torch.randn(8), torch.randn(8)
+        with within() if turn % 2 else torch.enable_grad():
+            out = ask(twice, a, b, 1.0, [False])[0]
+        assert out.is_inference() == (turn % 2 == 1 and within is torch.inference_mode) and not out.requires_grad
+
+
+def test_threads_play_and_note_beside_each_other() -> None:
+    wrong: list[int] = []
+
+    def work() -> None:
+        for turn in range(200):
+            a, b = torch.randn(1 + turn % 7), torch.randn(1 + turn % 7)
+            if not torch.allclose(ask(twice, a, b, 1.0, [False])[0][1], a + 2 * b):
+                wrong.append(turn)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and sum(plan is not None for plan in plans._PLANS.values()) == 7
+
+
+def test_a_state_that_is_changed_in_place_is_the_one_that_was_given() -> None:
+    def step(state, x):
+        adds(state, x, state)
+        return (torch.empty(4),)
+
+    for _ in range(5):
+        state, x = torch.randn(8), torch.randn(8)
+        right = state + x
+        plans.played(step, (state, x), lambda state=state, x=x: step(state, x))
+        assert torch.allclose(state, right)
