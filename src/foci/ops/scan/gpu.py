@@ -43,6 +43,6 @@ def step(x: Tensor, log_decay: Tensor, state: Tensor) -> Tensor:
 
 
 def _cut(call: Call) -> partial[stretches.Cut]:
-    """What is left to say: for which GPU, and how many warps walk a sequence."""
+    """What is left to say: for which GPU, and how many warps walk a sequence. Three a processor are enough."""
     B, T, _, N = call.sizes
-    return partial(stretches.cut, N, B, T, call.offsets is not None)
+    return partial(stretches.cut, N, B, T, call.offsets is not None, few=3)

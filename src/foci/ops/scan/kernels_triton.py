@@ -36,8 +36,8 @@ def ends_kernel(  # type: ignore[no-untyped-def]
     r_t = exp(g_t) dh_t, what token t hands to the one before, and dh_t = dh_t's own + r_{t+1}: x is the own gradient.
     """
     index, d, inside = channels_of(tl.program_id(0), D, BLOCK_D)
-    n, b, _, _, first, end, slot = stretch(offsets_ptr, index, T, N, STRETCH)
-    if n < 0 or first >= end:
+    n, b, start, stop, first, end, slot = stretch(offsets_ptr, index, T, N, STRETCH)
+    if n < 0 or (first == start if BACK else end >= stop):  # the last that is walked hands its map to no one
         return
     g_ptr += tl.cast(b, tl.int64) * g_s[0]
     if x_ptr is not None:
@@ -83,9 +83,13 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr += b * x_s[0]
     g_ptr += b * g_s[0]
     out_ptr += b * T * D
-    for t0 in range(first, end, BLOCK_T):
-        xs = rows(x_ptr, t0, end, x_s[1], d * x_s[2], inside, BLOCK_T)
-        gs = rows(g_ptr, t0, end, g_s[1], d * g_s[2], inside, BLOCK_T)
+    xs = (tl.zeros([BLOCK_D], x_ptr.dtype.element_ty),) * BLOCK_T
+    gs = (tl.zeros([BLOCK_D], g_ptr.dtype.element_ty),) * BLOCK_T
+    for next0 in range(first, end + BLOCK_T, BLOCK_T):
+        # What is walked next is on its way while what came before it is walked; before the first: nothing.
+        next_xs = rows(x_ptr, next0, end, x_s[1], d * x_s[2], inside, BLOCK_T)
+        next_gs = rows(g_ptr, next0, end, g_s[1], d * g_s[2], inside, BLOCK_T)
+        t0 = next0 - BLOCK_T
         hs = ()
         for i in tl.static_range(BLOCK_T):
             # Tokens from `end` on have g = 0 and x = 0: they change nothing.
@@ -93,8 +97,23 @@ def forward_kernel(  # type: ignore[no-untyped-def]
             hs = hs + (h,)  # type: ignore[assignment]  # noqa: RUF005
         for i in tl.static_range(BLOCK_T):
             t = tl.cast(t0 + i, tl.int64)
-            tl.store(out_ptr + t * D + d, hs[i].to(out_ptr.dtype.element_ty), mask=inside & (t < end))
+            tl.store(out_ptr + t * D + d, hs[i].to(out_ptr.dtype.element_ty), mask=inside & (t >= first) & (t < end))
+        xs, gs = next_xs, next_gs
     tl.store(final_ptr + n * D + d, h, mask=inside & (end == stop))
+
+
+@triton.jit
+def read(  # type: ignore[no-untyped-def]
+    g_ptr, dout_ptr, dg_ptr, before_ptr, t0, start, end, g_s, dout_s, D, d, inside, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """What the backward reads of BLOCK_T tokens: their gates, their outputs' gradients, the states before them."""
+    gs, douts, hs = rows(g_ptr, t0, end, g_s[1], d * g_s[2], inside, BLOCK_T), (), ()
+    if dout_ptr is not None:
+        douts = rows(dout_ptr, t0, end, dout_s[1], d * dout_s[2], inside, BLOCK_T)
+    if dg_ptr is not None:
+        hs = rows(before_ptr, t0, end, D, d, inside & (t0 > start), 1)
+        hs = hs + rows(before_ptr, t0 + 1, end, D, d, inside, BLOCK_T - 1)
+    return gs, douts, hs
 
 
 @triton.jit
@@ -125,15 +144,18 @@ def backward_kernel(  # type: ignore[no-untyped-def]
         dout_ptr += b * dout_s[0]
     row0 = b * T
     steps = tl.cdiv(end - first, BLOCK_T)
-    for j in range(steps):
-        t0 = first + (steps - 1 - j) * BLOCK_T
-        gs = rows(g_ptr, t0, end, g_s[1], d * g_s[2], inside, BLOCK_T)
-        if dout_ptr is not None:
-            douts = rows(dout_ptr, t0, end, dout_s[1], d * dout_s[2], inside, BLOCK_T)
-        if dg_ptr is not None:
-            before = out_ptr + (row0 - 1) * D
-            hs = rows(before, t0, end, D, d, inside & (t0 > start), 1)
-            hs = hs + rows(before, t0 + 1, end, D, d, inside, BLOCK_T - 1)
+    before = out_ptr + (row0 - 1) * D
+    gs = (tl.zeros([BLOCK_D], g_ptr.dtype.element_ty),) * BLOCK_T
+    douts, hs = (), ()
+    if dout_ptr is not None:
+        douts = (tl.zeros([BLOCK_D], dout_ptr.dtype.element_ty),) * BLOCK_T
+    if dg_ptr is not None:
+        hs = (tl.zeros([BLOCK_D], out_ptr.dtype.element_ty),) * BLOCK_T
+    for j in range(steps + 1):  # as in the forward
+        t0 = first + (steps - j) * BLOCK_T
+        next_gs, next_douts, next_hs = read(
+            g_ptr, dout_ptr, dg_ptr, before, t0 - BLOCK_T, start, end, g_s, dout_s, D, d, inside & (j < steps), BLOCK_T
+        )
         for i in tl.static_range(BLOCK_T - 1, -1, -1):
             t = tl.cast(t0 + i, tl.int64)
             there = inside & (t < end)
@@ -145,6 +167,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
             if dg_ptr is not None:
                 h = tl.where(t > start, hs[i].to(tl.float32), state)
                 tl.store(dg_ptr + (row0 + t) * D + d, (r * h).to(dg_ptr.dtype.element_ty), mask=there)
+        gs, douts, hs = next_gs, next_douts, next_hs
     if dstate_ptr is not None:
         tl.store(dstate_ptr + n * D + d, r.to(dstate_ptr.dtype.element_ty), mask=inside & (first == start))
 
@@ -164,8 +187,8 @@ def step_kernel(x_ptr, g_ptr, state_ptr, out_ptr, x_s, g_s, state_s, D, BLOCK_D:
 
 
 def rule(D: int, BLOCK_T: int, target: Target) -> Config:
-    """One warp, two channels a thread; tokens whose loads are on their way at once."""
-    most = 128 if target.kind == "hip" else 64
+    """One warp, a channel a thread; as many tokens are on their way as registers hold beside those that are walked."""
+    most = 64 if target.kind == "hip" else 32
     return Config({"BLOCK_D": min(most, triton.next_power_of_2(D)), "BLOCK_T": BLOCK_T}, warps=1, stages=1)
 
 
@@ -189,7 +212,7 @@ def forward(call: Any, cut: Callable[[Target, int], Any]) -> tuple[Tensor, Tenso
     B, T, D, N = call.sizes
     x, g, state = call.x, call.log_decay, call.state
     target = target_of(x.device)
-    config = configure("scan_forward", (x.dtype,), partial(rule, D, 16), target, VARY)
+    config = configure("scan_forward", (x.dtype,), partial(rule, D, 32), target, VARY)
     blocks = -(-D // config["BLOCK_D"])
     STRETCH, programs, slots = cut(target, blocks * config.warps)
     decays, ends = _maps(x, call, STRETCH, slots, False, config) if STRETCH else (None, None)
@@ -212,7 +235,7 @@ def backward(
     _, T, D, N = call.sizes
     g, state, (dout, dfinal) = call.log_decay, call.state, grads
     target = target_of(g.device)
-    config = configure("scan_backward", (call.x.dtype,), partial(rule, D, 8), target, VARY)
+    config = configure("scan_backward", (call.x.dtype,), partial(rule, D, 16), target, VARY)
     blocks = -(-D // config["BLOCK_D"])
     STRETCH, programs, slots = cut(target, blocks * config.warps)
     decays, ends = _maps(dout, call, STRETCH, slots, True, config) if STRETCH else (None, None)

@@ -26,7 +26,7 @@ from foci.tiles.state import sequence
 from foci.tiles.stretches import decay_rates, join, row, rows, stretch
 
 VARY = {"BLOCK_D": (8, 16, 32, 64), "BLOCK_T": (4, 8, 16)}  # what `foci tune` may try
-CHANNELS = 32  # that at least share a sum for dB and dC: room for B T D K / 4 bytes of them
+CHANNELS = 32  # that share a sum for dB and dC, where programs are many: room for B T D K / 4 bytes of them
 
 
 @triton.jit
@@ -71,6 +71,15 @@ def after(h, rates, x, dt, key):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def put(tiles, place, x, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The tiles with x at a place that is known as the kernel runs."""
+    found = ()
+    for i in tl.static_range(COUNT):
+        found = found + (tl.where(place == i, x, tiles[i]),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
 def backward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, skip_ptr, offsets_ptr, kept_ptr, dy_ptr, dfinal_ptr, decays_ptr, ends_ptr,
     dx_ptr, ddt_ptr, dA_ptr, pairs_ptr, dskip_ptr, dstate_ptr,
@@ -97,9 +106,14 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     if pairs_ptr is not None:
         pairs_ptr += (tl.cast(group, tl.int64) * TOKENS + b * T) * K * 2
     _, _, _, border = sequence(offsets_ptr, n, T, KEEP)
-    two = (tl.arange(0, BLOCK_K) * 2)[:, None] + tl.arange(0, 2)[None, :]
-    count = tl.cdiv(end - first, BLOCK_T)
+    half = tl.arange(0, 2)
+    four_rows = half[None, None, :, None] + 2 * half[None, None, None, :]  # tokens as `join` orders them
+    four_cells = 2 * k[:, None, None, None] + half[None, :, None, None]
+    count = tl.cdiv(end - first, KEEP)
+    SPANS: tl.constexpr = KEEP // BLOCK_T
     for member in range(GROUP):
+        if GROUP > 1:
+            tl.debug_barrier()  # all sums of the member before are written
         d = (group * GROUP + member) * BLOCK_D + tl.arange(0, BLOCK_D)
         channels, d = d < D, d.to(tl.int64)
         inside, cells = channels[:, None] & keys[None, :], d[:, None] * K + k[None, :]
@@ -118,57 +132,70 @@ def backward_kernel(  # type: ignore[no-untyped-def]
             skip = unit * skip[:, None]  # a tile, as rows that are wanted beside a sum of tiles would be loaded twice
         dA, dskip = tl.zeros([BLOCK_D, BLOCK_K], tl.float32), tl.zeros([BLOCK_D, BLOCK_K], tl.float32)
         for j in range(count):
-            t0 = first + (count - 1 - j) * BLOCK_T
-            if dy_ptr is not None:
-                dys = rows(dy_ptr, t0, end, dy_s[1], d * dy_s[2], channels, BLOCK_T)
-            place = tl.cast(border + (t0 - start) // KEEP, tl.int64) * D * K
+            kept0 = first + (count - 1 - j) * KEEP
+            place = tl.cast(border + (kept0 - start) // KEEP, tl.int64) * D * K
             h = tl.load(kept_ptr + place + cells, mask=inside, other=0.0)
-            for t in range(t0 - (t0 - start) % KEEP, t0):
-                x = row(x_ptr, t, end, x_s[1], d * x_s[2], channels)
-                dt = row(dt_ptr, t, end, dt_s[1], d * dt_s[2], channels)
-                h = after(h, rates, x, dt, row(B_ptr, t, end, B_s[1], k * B_s[2], keys))
-            xs = rows(x_ptr, t0, end, x_s[1], d * x_s[2], channels, BLOCK_T)
-            dts = rows(dt_ptr, t0, end, dt_s[1], d * dt_s[2], channels, BLOCK_T)
-            bs = rows(B_ptr, t0, end, B_s[1], k * B_s[2], keys, BLOCK_T)
-            out_row = (b * T + t0) * D
-            if pairs_ptr is not None and GROUP > 1:
-                sums = rows(pairs_ptr, t0, end, K * 2, two, (keys & (member > 0))[:, None], BLOCK_T)
-                tl.debug_barrier()  # all have read before any writes
-            hs = (h,)
-            for i in tl.static_range(BLOCK_T):
-                h = after(h, rates, xs[i], dts[i], bs[i])
-                hs = hs + (h,)  # type: ignore[assignment]  # noqa: RUF005
-            for i in tl.static_range(BLOCK_T - 1, -1, -1):
-                here = t0 + i < end
-                x, dt, key = xs[i].to(tl.float32), dts[i].to(tl.float32), bs[i].to(tl.float32)
-                dy = tl.zeros([BLOCK_D], tl.float32)
+            starts = (h,) * SPANS  # the states at every BLOCK_T-th token from the one that was kept to the next
+            for span in range(1, tl.minimum(SPANS, tl.cdiv(end - kept0, BLOCK_T))):
+                t0 = kept0 + (span - 1) * BLOCK_T
+                xs = rows(x_ptr, t0, end, x_s[1], d * x_s[2], channels, BLOCK_T)
+                dts = rows(dt_ptr, t0, end, dt_s[1], d * dt_s[2], channels, BLOCK_T)
+                bs = rows(B_ptr, t0, end, B_s[1], k * B_s[2], keys, BLOCK_T)
+                for i in tl.static_range(BLOCK_T):
+                    h = after(h, rates, xs[i], dts[i], bs[i])
+                starts = put(starts, span, h, SPANS)
+            for span in range(tl.minimum(SPANS, tl.cdiv(end - kept0, BLOCK_T)) - 1, -1, -1):
+                t0, h = kept0 + span * BLOCK_T, starts[0]
+                for i in tl.static_range(1, SPANS):
+                    h = tl.where(span == i, starts[i], h)
                 if dy_ptr is not None:
-                    dy = dys[i].to(tl.float32)
-                    query = row(C_ptr, t0 + i, end, C_s[1], k * C_s[2], keys).to(tl.float32)
-                    r += dy[:, None] * query[None, :]
-                if pairs_ptr is not None:
-                    pair = tl.sum(tl.join((dt * x)[:, None] * r, dy[:, None] * hs[i + 1]), 0)
-                    if GROUP > 1:
-                        pair += sums[i]
-                    there = pairs_ptr + tl.cast(t0 + i, tl.int64) * K * 2
-                    tl.store(there + two, pair, mask=(keys & here)[:, None])
-                du = r * key[None, :]
-                if dx_ptr is not None:
-                    dx = du * dt[:, None]
-                    if skip_ptr is not None:
-                        dx += skip * dy[:, None]
-                    tl.store(
-                        dx_ptr + out_row + (i * D + d), tl.sum(dx, 1).to(dx_ptr.dtype.element_ty), mask=channels & here
-                    )
-                r *= tl.exp2(dt[:, None] * rates)
-                e = r * hs[i]
-                if dA_ptr is not None:
-                    dA += e * dt[:, None]
-                if ddt_ptr is not None:
-                    ddt = tl.sum(e * (rates * 0.6931471805599453) + du * x[:, None], 1)
-                    tl.store(ddt_ptr + out_row + (i * D + d), ddt.to(ddt_ptr.dtype.element_ty), mask=channels & here)
-                if dskip_ptr is not None:
-                    dskip += unit * (dy * x)[:, None]
+                    dys = rows(dy_ptr, t0, end, dy_s[1], d * dy_s[2], channels, BLOCK_T)
+                xs = rows(x_ptr, t0, end, x_s[1], d * x_s[2], channels, BLOCK_T)
+                dts = rows(dt_ptr, t0, end, dt_s[1], d * dt_s[2], channels, BLOCK_T)
+                bs = rows(B_ptr, t0, end, B_s[1], k * B_s[2], keys, BLOCK_T)
+                out_row = (b * T + t0) * D
+                hs = (h,)
+                for i in tl.static_range(BLOCK_T):
+                    h = after(h, rates, xs[i], dts[i], bs[i])
+                    hs = hs + (h,)  # type: ignore[assignment]  # noqa: RUF005
+                pairs = ()
+                for i in tl.static_range(BLOCK_T - 1, -1, -1):
+                    here = t0 + i < end
+                    x, dt, key = xs[i].to(tl.float32), dts[i].to(tl.float32), bs[i].to(tl.float32)
+                    dy = tl.zeros([BLOCK_D], tl.float32)
+                    if dy_ptr is not None:
+                        dy = dys[i].to(tl.float32)
+                        query = row(C_ptr, t0 + i, end, C_s[1], k * C_s[2], keys).to(tl.float32)
+                        r += dy[:, None] * query[None, :]
+                    if pairs_ptr is not None:
+                        pairs = (tl.join((dt * x)[:, None] * r, dy[:, None] * hs[i + 1]),) + pairs  # type: ignore[assignment]  # noqa: RUF005
+                        if i % 4 == 0:  # of four tokens at once: each sum over channels waits for all warps
+                            there = pairs_ptr + tl.cast(t0 + i, tl.int64) * K * 2 + four_rows * K * 2
+                            found = (keys[:, None, None, None]) & (t0 + i + four_rows < end)
+                            four = tl.join(tl.join(pairs[0], pairs[1]), tl.join(pairs[2], pairs[3]))  # type: ignore[misc]
+                            four = tl.sum(four, 0)
+                            if GROUP > 1:
+                                four += tl.load(there + four_cells, mask=found & (member > 0), other=0.0)
+                                tl.debug_barrier()  # all have read before any writes
+                            tl.store(there + four_cells, four, mask=found)
+                            pairs = ()
+                    du = r * key[None, :]
+                    if dx_ptr is not None:
+                        dx = du * dt[:, None]
+                        if skip_ptr is not None:
+                            dx += skip * dy[:, None]
+                        dx = tl.sum(dx, 1).to(dx_ptr.dtype.element_ty)
+                        tl.store(dx_ptr + out_row + (i * D + d), dx, mask=channels & here)
+                    r *= tl.exp2(dt[:, None] * rates)
+                    e = r * hs[i]
+                    if dA_ptr is not None:
+                        dA += e * dt[:, None]
+                    if ddt_ptr is not None:
+                        ddt = tl.sum(e * (rates * 0.6931471805599453) + du * x[:, None], 1)
+                        ddt = ddt.to(ddt_ptr.dtype.element_ty)
+                        tl.store(ddt_ptr + out_row + (i * D + d), ddt, mask=channels & here)
+                    if dskip_ptr is not None:
+                        dskip += unit * (dy * x)[:, None]
         if dA_ptr is not None:
             tl.store(dA_ptr + index * D * K + cells, dA, mask=inside)
         if dskip_ptr is not None:
@@ -225,7 +252,7 @@ def rule(D: int, K: int, packed: bool, target: Target) -> Config:
     """Four states a thread, as those of all BLOCK_T tokens are in registers; fewer tokens where `packed` needs some."""
     BLOCK_K = triton.next_power_of_2(K)
     lanes = 64 if target.kind == "hip" else 32
-    warps = (4 if BLOCK_K <= 16 else 8) * 32 // lanes
+    warps = 1 if BLOCK_K <= 16 else 8 * 32 // lanes  # sums over the channels of one warp wait for no other
     BLOCK_D = max(1, min(4 * warps * lanes // BLOCK_K, 128, triton.next_power_of_2(D)))
     BLOCK_T = 8 if BLOCK_K <= 16 and not packed and (target.kind == "hip" or target.arch >= 90) else 4
     return Config({"BLOCK_D": BLOCK_D, "BLOCK_K": BLOCK_K, "BLOCK_T": BLOCK_T}, warps=warps, stages=1)
@@ -269,9 +296,12 @@ def backward(
     packed = call.offsets is not None
     key = (call.x.dtype, triton.next_power_of_2(K), packed)
     config = configure("selective_scan_backward", key, partial(rule, D, K, packed), target, VARY)
-    GROUP = max(1, min(CHANNELS, triton.next_power_of_2(D)) // config["BLOCK_D"])
-    blocks, groups = (-(-D // (config["BLOCK_D"] * members)) for members in (1, GROUP))
-    STRETCH, programs, slots = cut(target, 2 * groups)  # a processor has room for two or three programs
+    blocks, GROUP = -(-D // config["BLOCK_D"]), max(1, min(CHANNELS, triton.next_power_of_2(D)) // config["BLOCK_D"])
+    groups = -(-blocks // GROUP)
+    while GROUP > 1 and cut(target, groups * config.warps).programs * groups * config.warps < 4 * target.processors:
+        GROUP //= 2  # few programs: there is little to share, and one block after another takes longer
+        groups = -(-blocks // GROUP)
+    STRETCH, programs, slots = cut(target, max(1, groups * config.warps // 2))  # a processor has room for eight warps
     decays = ends = None
     if STRETCH:
         decays, ends = (torch.empty(slots, D, K, dtype=torch.float32, device=kept.device) for _ in range(2))
