@@ -20,8 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.core.tune import Config, Target, configure, float_precision, launch, side, stored, strides, target_of
-from foci.tiles.gates import by_ends, by_pairs, ends, load_gates, pairs, pairs_backward_onto, total, weights
+from foci.tiles import near
+from foci.tiles.gates import load_gates, pairs, pairs_backward_onto, scaled, total
 from foci.tiles.memory import load_tile, store_tile
+from foci.tiles.near import by_chunk, ends, weights
 from foci.tiles.state import chunk_at, sequence, working
 from foci.tiles.stretches import join_states, stretch
 
@@ -41,6 +43,7 @@ def dstates_kernel(  # type: ignore[no-untyped-def]
     Kept at each chunk's end; not causal, all tokens read the last state, whose gradient is kept alone. MAP: the map
     that the stretch is, of the gradient behind it to that at its start; a sequence's first stretch is needed by none.
     """
+    NEAR: tl.constexpr = q_ptr.dtype.element_ty != tl.float32
     v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
     rest = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
     k0 = rest % tl.cdiv(K, BLOCK_K) * BLOCK_K
@@ -57,8 +60,10 @@ def dstates_kernel(  # type: ignore[no-untyped-def]
     dS = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     decay = tl.full([BLOCK_K], 1.0, tl.float32)
     if d_final_ptr is not None:
-        here = d_final_ptr + n * d_final_strides[0] + h * d_final_strides[1]
-        dS = load_tile(here, k0, K, d_final_strides[2], v0, V, d_final_strides[3], BLOCK_K, BLOCK_V).to(tl.float32)
+        d_final_ptr += n * d_final_strides[0] + h * d_final_strides[1]
+        dS = load_tile(d_final_ptr, k0, K, d_final_strides[2], v0, V, d_final_strides[3], BLOCK_K, BLOCK_V).to(
+            tl.float32
+        )
     if STRETCH == 0:
         first, end = start, stop
     elif not MAP:
@@ -76,11 +81,11 @@ def dstates_kernel(  # type: ignore[no-untyped-def]
             here = g_ptr + b * g_strides[0] + h * g_strides[2]
             if PER_CHANNEL:
                 g = load_tile(here, t0, end, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
-                q = (q * ends(g, OWN)[0]).to(q.dtype)
+                q = scaled(q, ends(g, OWN, NEAR)[0])
                 dS *= total(g)[:, None]
             else:
                 g = load_gates(here, t0, end, g_strides[1], CHUNK)
-                do = (do * ends(g, OWN)[0][:, None]).to(do.dtype)
+                do = scaled(do, ends(g, OWN, NEAR)[0][:, None])
                 dS *= total(g)
             if MAP:
                 decay *= total(g)
@@ -101,16 +106,16 @@ def gradients_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, g_ptr, bonus_ptr, offsets_ptr, states_ptr, ends_ptr, do_ptr,
     dq_ptr, dk_ptr, dv_ptr, dg_ptr, d_bonus_ptr,
     q_strides, k_strides, v_strides, g_strides, bonus_strides, do_strides, scale, keys, T, N, H, R, K, V, part,
-    CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, CONSTANT: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    share, size, CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, CONSTANT: tl.constexpr, SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The first `keys` programs: dq, dk, dg of a chunk, key head and block of K; the others: dv of one of V."""
+    """The first `keys` programs: dq, dk, dg of a chunk, `share` heads and a block of K; the others: dv of one of V."""
     if tl.program_id(0) < keys:
         _of_keys(
             tl.program_id(0), q_ptr, k_ptr, v_ptr, g_ptr, bonus_ptr, offsets_ptr, states_ptr, ends_ptr, do_ptr,
             dq_ptr, dk_ptr, dg_ptr, d_bonus_ptr,
             q_strides, k_strides, v_strides, g_strides, bonus_strides, do_strides, scale, T, N, H, R, K, V, part,
-            CAUSAL, PER_CHANNEL, CONSTANT, PRECISION, CHUNK, BLOCK_K, BLOCK_V,
+            share, size, CAUSAL, PER_CHANNEL, CONSTANT, SPLIT, PRECISION, CHUNK, BLOCK_K, BLOCK_V,
         )  # fmt: skip
     elif dv_ptr is not None:
         _of_values(
@@ -129,6 +134,7 @@ def _of_values(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """dv = scale A^T do + (fall k) dS of one chunk and head; not causal: k dS alone."""
     OWN: tl.constexpr = bonus_ptr is None
+    NEAR: tl.constexpr = k_ptr.dtype.element_ty != tl.float32
     v0 = program % tl.cdiv(V, BLOCK_V) * BLOCK_V
     rest = program // tl.cdiv(V, BLOCK_V)
     h = (rest % H).to(tl.int64)
@@ -151,13 +157,17 @@ def _of_values(  # type: ignore[no-untyped-def]
                 q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
                 if PER_CHANNEL:
                     g = load_tile(g_ptr, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
-                    A = pairs(A, q, k, g, OWN, PRECISION)
-                    fallen = (k * ends(g)[1]).to(k.dtype)
+                    if NEAR:
+                        risen, c, close = near.exponents(g, OWN)
+                        A = near.pairs(A, scaled(q, tl.exp(risen)), q, k, risen, c, close, OWN, PRECISION)
+                    else:
+                        A = pairs(A, q, k, g, OWN, PRECISION)
+                    fallen = scaled(k, ends(g, True, NEAR)[1])
                 else:
                     A = tl.dot(q, tl.trans(k), A, input_precision=PRECISION)
                 if not OWN:
-                    here = bonus_ptr + h * bonus_strides[0]
-                    u = load_tile(here, 0, 1, 0, k0, K, bonus_strides[1], 1, BLOCK_K).to(tl.float32)
+                    u_ptr = bonus_ptr + h * bonus_strides[0]
+                    u = load_tile(u_ptr, 0, 1, 0, k0, K, bonus_strides[1], 1, BLOCK_K).to(tl.float32)
                     own += tl.sum(q * u * k, 1)
             dv = tl.dot(fallen, dS, dv, input_precision=PRECISION)
         if CAUSAL:
@@ -166,8 +176,8 @@ def _of_values(  # type: ignore[no-untyped-def]
                 A = tl.where(t[:, None] >= t[None, :] if OWN else t[:, None] > t[None, :], A, 0.0)
             elif not PER_CHANNEL:
                 g = load_gates(g_ptr, t0, stop, g_strides[1], CHUNK)
-                A *= weights(g, OWN)
-                dv *= ends(g)[1][:, None]
+                A *= weights(g, OWN, NEAR)
+                dv *= ends(g, True, NEAR)[1][:, None]
             if not OWN:
                 A = tl.where(t[:, None] == t[None, :], own[:, None], A)
             do_ptr += row * do_strides[0] + h * do_strides[2]
@@ -181,24 +191,28 @@ def _of_keys(  # type: ignore[no-untyped-def]
     program, q_ptr, k_ptr, v_ptr, g_ptr, bonus_ptr, offsets_ptr, states_ptr, ends_ptr, do_ptr,
     dq_ptr, dk_ptr, dg_ptr, d_bonus_ptr,
     q_strides, k_strides, v_strides, g_strides, bonus_strides, do_strides, scale, T, N, H, R, K, V, part,
-    CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, CONSTANT: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    share, size, CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, CONSTANT: tl.constexpr, SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, summed over the R heads that read one head of keys, and dg of one chunk and BLOCK_K of its channels.
+    """dq, dk, summed over `share` of the R heads that read one head of keys, and dg, of one chunk's BLOCK_K channels.
 
-    What is left to sum goes to parts: dg of a gate per token to that of its block of K, `part` entries apart; constant
-    gates' and the bonus' to that of its chunk.
+    What is left to sum goes to parts: dq and dk to that of their share of heads, `size` entries apart; dg of a gate per
+    token to that of its block of K, `part` entries apart; constant gates' and the bonus' to that of its chunk.
     """
     OWN: tl.constexpr = bonus_ptr is None
+    NEAR: tl.constexpr = k_ptr.dtype.element_ty != tl.float32
+    PER_TOKEN: tl.constexpr = (g_ptr is not None) and not PER_CHANNEL
     ROWS: tl.constexpr = (dq_ptr is not None) or (dg_ptr is not None)
     block = program % tl.cdiv(K, BLOCK_K)
     k0 = block * BLOCK_K
     rest = program // tl.cdiv(K, BLOCK_K)
-    G = H // R
+    G, r0, heads = H // R, 0, R
+    if SPLIT:
+        r0 = rest % tl.cdiv(R, share) * share
+        rest, heads = rest // tl.cdiv(R, share), tl.minimum(R, r0 + share)
     first, chunk = (rest % G).to(tl.int64), (rest // G).to(tl.int64)
     n, b, t0, stop, slot = chunk_at(offsets_ptr, rest // G, N, T, CHUNK)
     row = tl.cast(b, tl.int64)
-    heads = R
     if offsets_ptr is not None:  # noqa: SIM102  known before n is
         if n < 0:  # no such chunk: its parts are 0, of slots that may hold anything
             n, stop, slot, t0 = 0, 0, 0, 0
@@ -209,12 +223,17 @@ def _of_keys(  # type: ignore[no-untyped-def]
     k_ptr += row * k_strides[0] + first * k_strides[2]
     dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)
     dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-    for r in tl.range(heads, disable_licm=True):
+    pairs_of_all = tl.zeros([CHUNK, CHUNK], tl.float32)
+    by_q, by_k = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+    for r in tl.range(r0, heads, disable_licm=True):
         h = first * R + r
         dA = tl.zeros([CHUNK, CHUNK], tl.float32)
         by_rows = tl.zeros([CHUNK, BLOCK_K], tl.float32)
         by_columns = tl.zeros([CHUNK, BLOCK_K], tl.float32)
         by_state = tl.zeros([BLOCK_K], tl.float32)
+        if PER_TOKEN:
+            g = load_gates(g_ptr + row * g_strides[0] + h * g_strides[2], t0, stop, g_strides[1], CHUNK)
+            rise, fall = ends(g, OWN, NEAR)
         place = ((slot if CAUSAL else n) * H + h) * K * V
         for v0 in range(0, V, BLOCK_V):
             here = v_ptr + row * v_strides[0] + h * v_strides[2]
@@ -225,17 +244,64 @@ def _of_keys(  # type: ignore[no-untyped-def]
                 dA = tl.dot(do, tl.trans(v), dA, input_precision=PRECISION)
             if ROWS:
                 S = load_tile(states_ptr + place, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V)
-                by_rows = tl.dot(do, tl.trans(S.to(do.dtype)), by_rows, input_precision=PRECISION)
+                if PER_CHANNEL:
+                    by_rows = tl.dot(do, tl.trans(S.to(do.dtype)), by_rows, input_precision=PRECISION)
+                else:
+                    do = scaled(do, (scale * rise)[:, None] if PER_TOKEN else scale)
+                    dq = tl.dot(do, tl.trans(S.to(do.dtype)), dq, input_precision=PRECISION)
             if ends_ptr is not None:
                 dS = load_tile(ends_ptr + place, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V)
-                by_columns = tl.dot(v, tl.trans(dS.to(v.dtype)), by_columns, input_precision=PRECISION)
+                if PER_CHANNEL:
+                    by_columns = tl.dot(v, tl.trans(dS.to(v.dtype)), by_columns, input_precision=PRECISION)
+                else:
+                    v = scaled(v, fall[:, None]) if PER_TOKEN else v
+                    dk = tl.dot(v, tl.trans(dS.to(v.dtype)), dk, input_precision=PRECISION)
                 if dg_ptr is not None:
                     by_state += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
         # Only now, and again for each head: through the loop above they would not fit into registers.
         q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
         k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
         dA *= scale
-        by_rows *= scale
+        if PER_CHANNEL:
+            here = g_ptr + row * g_strides[0] + h * g_strides[2]
+            g = load_tile(here, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+            by_rows *= scale
+            by_columns *= ends(g, True, NEAR)[1]
+            dg = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+            if dg_ptr is not None:  # by_ends as products: sums along the tokens of a tile so wide spill
+                dg += (by_state * total(g))[None, :]
+                of_fall = t[:, None] > t[None, :]
+                dg = tl.dot(of_fall.to(k.dtype), (k * by_columns).to(k.dtype), dg, input_precision=PRECISION)
+            dk += by_columns
+            if NEAR:
+                risen, c, close = near.exponents(g, OWN)
+                by_rows, dk, dg = near.pairs_backward(by_rows, dk, dg, dA, q, k, risen, c, close, OWN, PRECISION)
+                dq, dk, dg = near.far_backward_onto(dq + by_rows, dk, dg, dA, q, k, risen, c, close, OWN, PRECISION)
+            else:
+                by_rows *= ends(g, OWN, NEAR)[0]
+                if dg_ptr is not None:
+                    of_rise = t[:, None] <= t[None, :] if OWN else t[:, None] < t[None, :]
+                    dg = tl.dot(of_rise.to(q.dtype), (q * by_rows).to(q.dtype), dg, input_precision=PRECISION)
+                dq, dk, dg = pairs_backward_onto(dq + by_rows, dk, dg, dA, q, k, g, OWN, PRECISION)
+            if dg_ptr is not None:
+                store_tile(dg_ptr + (row * T * H + h) * K, dg, t0, stop, H * K, k0, K, 1)
+        elif CAUSAL:
+            if g_ptr is None:
+                W = tl.where(t[:, None] >= t[None, :] if OWN else t[:, None] > t[None, :], 1.0, 0.0)
+            else:
+                W = weights(g, OWN, NEAR)
+                if dg_ptr is not None:
+                    P = dA * W * tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                    # This head's part of what q dq and k dk sum to.
+                    rise, fall = tl.sum(q * dq, 1) - by_q, tl.sum(k * dk, 1) - by_k
+                    dg = by_chunk(P, rise, fall, tl.sum(by_state) * total(g), OWN, NEAR)
+                    if CONSTANT:
+                        dg = tl.sum(tl.where(t0 + t < stop, dg, 0.0))
+                        tl.store(dg_ptr + (chunk * tl.cdiv(K, BLOCK_K) + block) * H + h, dg)
+                    else:
+                        to = dg_ptr + tl.cast(block, tl.int64) * part + row * T * H + h
+                        tl.store(to + (t0 + t) * H, dg.to(dg_ptr.dtype.element_ty), mask=t0 + t < stop)
+            pairs_of_all += dA * W
         if not OWN:
             own = tl.sum(tl.where(t[:, None] == t[None, :], dA, 0.0), 1)[:, None]
             here = bonus_ptr + h * bonus_strides[0]
@@ -245,75 +311,49 @@ def _of_keys(  # type: ignore[no-untyped-def]
             if d_bonus_ptr is not None:
                 du = tl.sum(own * q * k, 0)
                 store_tile(d_bonus_ptr + (chunk * H + h) * K, du[None, :], 0, 1, 0, k0, K, 1)
-        if not CAUSAL:
-            dq += by_rows
-            dk += by_columns
-        elif PER_CHANNEL:
-            here = g_ptr + row * g_strides[0] + h * g_strides[2]
-            g = load_tile(here, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
-            rise, fall = ends(g, OWN)
-            by_rows *= rise
-            by_columns *= fall
-            dg = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-            if dg_ptr is not None:
-                # by_ends as two products: sums along the tokens of a tile so wide spill.
-                of_rise = t[:, None] <= t[None, :] if OWN else t[:, None] < t[None, :]
-                of_fall = t[:, None] > t[None, :]
-                dg += (by_state * total(g))[None, :]
-                dg = tl.dot(of_rise.to(q.dtype), (q * by_rows).to(q.dtype), dg, input_precision=PRECISION)
-                dg = tl.dot(of_fall.to(k.dtype), (k * by_columns).to(k.dtype), dg, input_precision=PRECISION)
-            dq, dk, dg = pairs_backward_onto(dq + by_rows, dk + by_columns, dg, dA, q, k, g, OWN, PRECISION)
-            if dg_ptr is not None:
-                store_tile(dg_ptr + (row * T * H + h) * K, dg, t0, stop, H * K, k0, K, 1)
-        else:
-            if g_ptr is None:
-                W = tl.where(t[:, None] >= t[None, :] if OWN else t[:, None] > t[None, :], 1.0, 0.0)
-                P = dA * W
-            else:
-                g = load_gates(g_ptr + row * g_strides[0] + h * g_strides[2], t0, stop, g_strides[1], CHUNK)
-                P = dA * weights(g, OWN)
-                rise, fall = ends(g, OWN)
-                by_rows *= rise[:, None]
-                by_columns *= fall[:, None]
-                if dg_ptr is not None:
-                    A = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-                    through = tl.sum(by_state) * total(g)
-                    dg = by_pairs(P * A, OWN) + by_ends(tl.sum(q * by_rows, 1), tl.sum(k * by_columns, 1), through, OWN)
-                    if CONSTANT:
-                        dg = tl.sum(tl.where(t0 + t < stop, dg, 0.0))
-                        tl.store(dg_ptr + (chunk * tl.cdiv(K, BLOCK_K) + block) * H + h, dg)
-                    else:
-                        to = dg_ptr + tl.cast(block, tl.int64) * part + row * T * H + h
-                        tl.store(to + (t0 + t) * H, dg.to(dg_ptr.dtype.element_ty), mask=t0 + t < stop)
-            P = P.to(k.dtype)
-            dq = tl.dot(P, k, dq + by_rows, input_precision=PRECISION)
-            dk = tl.dot(tl.trans(P), q, dk + by_columns, input_precision=PRECISION)
+        if PER_TOKEN and dg_ptr is not None:
+            by_q, by_k = tl.sum(q * dq, 1), tl.sum(k * dk, 1)
+    if CAUSAL and not PER_CHANNEL:  # heads that read the same keys and queries: one product of the sum
+        q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
+        k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
+        P = pairs_of_all.to(k.dtype)
+        dq = tl.dot(P, k, dq, input_precision=PRECISION)
+        dk = tl.dot(tl.trans(P), q, dk, input_precision=PRECISION)
+    into = tl.cast(r0 // share, tl.int64) * size
     if dq_ptr is not None:
-        store_tile(dq_ptr + (row * T * G + first) * K, dq, t0, stop, G * K, k0, K, 1)
+        store_tile(dq_ptr + into + (row * T * G + first) * K, dq, t0, stop, G * K, k0, K, 1)
     if dk_ptr is not None:
-        store_tile(dk_ptr + (row * T * G + first) * K, dk, t0, stop, G * K, k0, K, 1)
+        store_tile(dk_ptr + into + (row * T * G + first) * K, dk, t0, stop, G * K, k0, K, 1)
 
 
 @triton.jit
 def sums_kernel(  # type: ignore[no-untyped-def]
-    g_ptr, dg_ptr, bonus_ptr, d_bonus_ptr, g_parts, g_size, bonus_parts, bonus_size,
-    BLOCK_P: tl.constexpr, BLOCK: tl.constexpr,
+    g_ptr, dg_ptr, bonus_ptr, d_bonus_ptr, q_ptr, dq_ptr, k_ptr, dk_ptr, g_parts, g_size, bonus_parts, bonus_size,
+    parts, q_size, k_size, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sums over the parts [parts, size] of dg and of the bonus' gradient, whichever there are, in a fixed order."""
-    blocks = tl.cdiv(g_size, BLOCK)
-    if tl.program_id(0) < blocks:
-        if g_ptr is not None:
-            _sum(tl.program_id(0), g_ptr, dg_ptr, g_parts, g_size, BLOCK_P, BLOCK)
-    elif bonus_ptr is not None:
-        _sum(tl.program_id(0) - blocks, bonus_ptr, d_bonus_ptr, bonus_parts, bonus_size, BLOCK_P, BLOCK)
+    """The sums over parts [parts, size] of what gradients have them, in a fixed order; where not, the size is 0."""
+    block = tl.program_id(0)
+    if g_ptr is not None:
+        _sum(block, g_ptr, dg_ptr, g_parts, g_size, BLOCK_P, BLOCK)
+        block -= tl.cdiv(g_size, BLOCK)
+    if bonus_ptr is not None:
+        _sum(block, bonus_ptr, d_bonus_ptr, bonus_parts, bonus_size, BLOCK_P, BLOCK)
+        block -= tl.cdiv(bonus_size, BLOCK)
+    if q_ptr is not None:
+        _sum(block, q_ptr, dq_ptr, parts, q_size, BLOCK_P, BLOCK)
+        block -= tl.cdiv(q_size, BLOCK)
+    if k_ptr is not None:
+        _sum(block, k_ptr, dk_ptr, parts, k_size, BLOCK_P, BLOCK)
 
 
 @triton.jit
 def _sum(block, ptr, out_ptr, parts, size, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    x = tl.zeros([BLOCK_P, BLOCK], tl.float32)
-    for p in range(0, parts, BLOCK_P):
-        x += load_tile(ptr, p, parts, size, block * BLOCK, size, 1, BLOCK_P, BLOCK)
-    store_tile(out_ptr, tl.sum(x, 0)[None, :], 0, 1, 0, block * BLOCK, size, 1)
+    """Block `block` of the sum, if there is one."""
+    if (block >= 0) & (block < tl.cdiv(size, BLOCK)):
+        x = tl.zeros([BLOCK_P, BLOCK], tl.float32)
+        for p in range(0, parts, BLOCK_P):
+            x += load_tile(ptr, p, parts, size, block * BLOCK, size, 1, BLOCK_P, BLOCK)
+        store_tile(out_ptr, tl.sum(x, 0)[None, :], 0, 1, 0, block * BLOCK, size, 1)
 
 
 def dstates_rule(dtype: torch.dtype, K: int, V: int, heads: int, target: Target) -> Config:
@@ -341,8 +381,15 @@ def gradients_rule(
     return Config(blocks, warps=8, stages=1 if by_channel and groups else 2)
 
 
-def sums_rule(target: Target) -> Config:
-    return Config({"BLOCK_P": 16, "BLOCK": 64})
+def _share(heads: int, others: int, target: Target) -> int:
+    """How many of the heads that read one head of keys a program takes: as many as leave enough programs to all."""
+    parts = min(heads, -(-16 * target.processors // others))
+    return -(-heads // parts)
+
+
+def sums_rule(parts: int, target: Target) -> Config:
+    """Few parts are long, and many are short."""
+    return Config({"BLOCK_P": 16, "BLOCK": 64} if parts > 64 else {"BLOCK_P": 4, "BLOCK": 512})
 
 
 def backward(
@@ -356,7 +403,7 @@ def backward(
     """
     d_out, d_final = grads
     do = call.v.new_zeros(()).expand(call.v.shape) if d_out is None else d_out
-    room = torch.empty if call.offsets is None else torch.zeros  # tokens behind the last document belong to no chunk
+    room = _room(call)
     wanted = (call.q, call.k, call.v, call.log_decay, call.bonus, call.state)
     dq, dk, dv, dg, d_bonus, d_state = (
         room(x.shape, dtype=x.dtype, device=x.device) if need else None for x, need in zip(wanted, needs, strict=True)
@@ -369,6 +416,11 @@ def backward(
     if any(x is not None for x in (dq, dk, dv, dg, d_bonus)):
         _gradients(call, states, ends, do, (dq, dk, dv, dg, d_bonus), chunks)
     return dq, dk, dv, dg, d_bonus, d_state
+
+
+def _room(call: Any) -> Callable[..., Tensor]:
+    """Memory for what tokens have; those behind the last document belong to no chunk."""
+    return torch.empty if call.offsets is None else torch.zeros
 
 
 def _dstates(
@@ -399,6 +451,7 @@ def _gradients(
     B, T, G, H, K, V, N = call.sizes
     g, target = call.log_decay, target_of(do.device)
     dq, dk, dv, dg, d_bonus = into
+    room = _room(call)
     by_channel = g is not None and g.shape[3] > 1
     constant = g is not None and g.shape[0] * g.shape[1] < B * T
     key = do.dtype, K, V, by_channel, call.bonus is not None, H > G
@@ -408,27 +461,37 @@ def _gradients(
     g_size = H if constant else B * T * H
     dg_parts = bonus_parts = None
     if dg is not None and (constant or g_parts > 1):
-        dg_parts = torch.empty(g_parts, g_size, dtype=torch.float32, device=do.device)
+        dg_parts = room(g_parts, g_size, dtype=torch.float32, device=do.device)
     if d_bonus is not None:
         bonus_parts = torch.empty(chunks, H, K, dtype=torch.float32, device=do.device)
-    keys = chunks * G * blocks if any(x is not None for x in (dq, dk, dg, d_bonus)) else 0
+    share = _share(H // G, chunks * G * blocks, target)
+    parts = -(-H // G // share)
+    dq_parts, dk_parts = (
+        room(parts, *x.shape, dtype=torch.float32, device=do.device) if x is not None and parts > 1 else None
+        for x in (dq, dk)
+    )
+    keys = chunks * G * parts * blocks if any(x is not None for x in (dq, dk, dg, d_bonus)) else 0
     values = chunks * H * -(-V // config["BLOCK_V"]) if dv is not None else 0
     launch(
         gradients_kernel,
         (keys + values,),
         call.q, call.k, call.v, g, call.bonus, call.offsets, states, ends, do,
-        dq, dk, dv, dg if dg_parts is None else dg_parts, bonus_parts,
+        dq if dq_parts is None else dq_parts, dk if dk_parts is None else dk_parts, dv,
+        dg if dg_parts is None else dg_parts, bonus_parts,
         call.q.stride(), call.k.stride(), call.v.stride(), strides(g), strides(call.bonus), do.stride(),
         call.scale, keys, T, N, H, H // G, K, V, g_size,
-        config=config, CAUSAL=call.causal, PER_CHANNEL=by_channel, CONSTANT=constant,
+        share, call.q.numel(),
+        config=config, CAUSAL=call.causal, PER_CHANNEL=by_channel, CONSTANT=constant, SPLIT=parts > 1,
         PRECISION=float_precision(do.dtype, target), CHUNK=CHUNK,
     )  # fmt: skip
-    if dg_parts is not None or bonus_parts is not None:
-        sums = configure("linear_sums", (), sums_rule, target)
-        sizes = (0 if dg_parts is None else g_size), (0 if bonus_parts is None else H * K)
+    left = (dg_parts, dg), (bonus_parts, d_bonus), (dq_parts, dq), (dk_parts, dk)
+    sizes = [0 if one is None or into is None else into.numel() for one, into in left]
+    if any(sizes):
+        most = max(g_parts if sizes[0] else 0, chunks if sizes[1] else 0)
+        sums = configure("linear_sums", (most > 64,), partial(sums_rule, most), target)
         launch(
             sums_kernel,
             (sum(-(-size // sums["BLOCK"]) for size in sizes),),
-            dg_parts, dg, bonus_parts, d_bonus, g_parts, sizes[0], chunks, sizes[1],
+            *left[0], *left[1], *left[2], *left[3], g_parts, sizes[0], chunks, sizes[1], parts, *sizes[2:],
             config=sums,
         )  # fmt: skip

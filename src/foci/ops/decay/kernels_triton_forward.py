@@ -22,8 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.core.tune import Config, Target, configure, float_precision, launch, side, stored, strides, target_of
-from foci.tiles.gates import ends, load_gates, pairs, total, weights
+from foci.tiles import near
+from foci.tiles.gates import load_gates, pairs, scaled, total
 from foci.tiles.memory import load_tile, store_tile
+from foci.tiles.near import ends, weights
 from foci.tiles.state import chunk_at, sequence, working
 from foci.tiles.stretches import join_states, stretch
 
@@ -42,6 +44,7 @@ def states_kernel(  # type: ignore[no-untyped-def]
 
     MAP: the map that the stretch is, state -> decay state + end; a sequence's last stretch is needed by none.
     """
+    NEAR: tl.constexpr = k_ptr.dtype.element_ty != tl.float32
     v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
     rest = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
     k0 = rest % tl.cdiv(K, BLOCK_K) * BLOCK_K
@@ -75,11 +78,11 @@ def states_kernel(  # type: ignore[no-untyped-def]
             here = g_ptr + b * g_strides[0] + h * g_strides[2]
             if PER_CHANNEL:
                 g = load_tile(here, t0, end, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
-                k = (k * ends(g)[1]).to(k.dtype)
+                k = scaled(k, ends(g, True, NEAR)[1])
                 S *= total(g)[:, None]
             else:
                 g = load_gates(here, t0, end, g_strides[1], CHUNK)
-                v = (v * ends(g)[1][:, None]).to(v.dtype)
+                v = scaled(v, ends(g, True, NEAR)[1][:, None])
                 S *= total(g)
             if MAP:
                 decay *= total(g)
@@ -101,6 +104,7 @@ def out_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """o = scale (A v + (rise q) S) of one chunk and head, BLOCK_V of its columns; not causal: scale q S, S the last."""
     OWN: tl.constexpr = bonus_ptr is None
+    NEAR: tl.constexpr = k_ptr.dtype.element_ty != tl.float32
     v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
     rest = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
     h = (rest % H).to(tl.int64)
@@ -125,13 +129,18 @@ def out_kernel(  # type: ignore[no-untyped-def]
             k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
             if PER_CHANNEL:
                 g = load_tile(g_ptr, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
-                A = pairs(A, q, k, g, OWN, PRECISION)
-                risen = (q * ends(g, OWN)[0]).to(q.dtype)
+                if NEAR:
+                    up, c, close = near.exponents(g, OWN)
+                    risen = scaled(q, tl.exp(up))
+                    A = near.pairs(A, risen, q, k, up, c, close, OWN, PRECISION)
+                else:
+                    A = pairs(A, q, k, g, OWN, PRECISION)
+                    risen = scaled(q, ends(g, OWN, NEAR)[0])
             else:
                 A = tl.dot(q, tl.trans(k), A, input_precision=PRECISION)
             if not OWN:
-                here = bonus_ptr + h * bonus_strides[0]
-                u = load_tile(here, 0, 1, 0, k0, K, bonus_strides[1], 1, BLOCK_K).to(tl.float32)
+                u_ptr = bonus_ptr + h * bonus_strides[0]
+                u = load_tile(u_ptr, 0, 1, 0, k0, K, bonus_strides[1], 1, BLOCK_K).to(tl.float32)
                 own += tl.sum(q * u * k, 1)
         o = tl.dot(risen, S, o, input_precision=PRECISION)
     if CAUSAL:
@@ -140,8 +149,8 @@ def out_kernel(  # type: ignore[no-untyped-def]
             A = tl.where(t[:, None] >= t[None, :] if OWN else t[:, None] > t[None, :], A, 0.0)
         elif not PER_CHANNEL:
             g = load_gates(g_ptr, t0, stop, g_strides[1], CHUNK)
-            A *= weights(g, OWN)
-            o *= ends(g, OWN)[0][:, None]
+            A *= weights(g, OWN, NEAR)
+            o *= ends(g, OWN, NEAR)[0][:, None]
         if not OWN:
             A = tl.where(t[:, None] == t[None, :], own[:, None], A)
         v = working(load_tile(v_ptr, t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V))

@@ -1,0 +1,167 @@
+"""Decays within a chunk of tokens in half precision: cheaper than tiles/gates.py, and right to what bfloat16 tells.
+
+Let c[t] sum the gates from the chunk's start through t. A pair t >= s has the weight exp(c[t] - c[s]), which gates per
+channel need as a product of factors: exp(c[t]) exp(-c[s]). That is one product of matrices instead of six, as long as
+c[t] is not below FAR; the tokens behind, of chunks that forget so much, are left to the halving of tiles/gates.py.
+Which token is near depends on no later one, so what comes later changes no bit.
+
+A gate counts as LEAST at least: that is 0 as a factor, and sums of it can still be taken from each other.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from foci.tiles import gates
+from foci.tiles.chunk_backward import right
+from foci.tiles.gates import (
+    diagonal,
+    gates_of_level,
+    levels,
+    of_level,
+    scaled,
+    summed,
+)
+
+FAR: tl.constexpr = tl.constexpr(-60.0)
+LIFT: tl.constexpr = tl.constexpr(61.0)  # of columns: sums are rounded, so one that a near row reads may lie below FAR
+LEAST: tl.constexpr = tl.constexpr(-104.0)
+
+
+@triton.jit
+def bounded(g):  # type: ignore[no-untyped-def]
+    """g, LEAST where it is less; NaN stays."""
+    return tl.where(g < LEAST, LEAST, g)
+
+
+@triton.jit
+def ends(g, OWN: tl.constexpr, NEAR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(rise, fall) as those of tiles/gates.py, which they are unless NEAR."""
+    if NEAR:
+        g = bounded(g)
+        c, whole = tl.cumsum(g, 0), tl.sum(g, 0)
+        rise, fall = tl.exp(c if OWN else c - g), tl.exp((whole if len(g.shape) == 1 else whole[None, :]) - c)
+    else:
+        rise, fall = gates.ends(g, OWN)
+    return rise, fall
+
+
+@triton.jit
+def weights(g, OWN: tl.constexpr, NEAR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """W [T,T] of gates [T] per token, as those of tiles/gates.py, which they are unless NEAR."""
+    if NEAR:
+        t, s = tl.arange(0, g.shape[0])[:, None], tl.arange(0, g.shape[0])[None, :]
+        g = bounded(g)
+        c = tl.cumsum(g, 0)
+        rows = c if OWN else c - g
+        W = tl.where(t >= s if OWN else t > s, tl.exp(rows[:, None] - c[None, :]), 0.0)
+    else:
+        W = gates.weights(g, OWN)
+    return W
+
+
+@triton.jit
+def by_chunk(P, by_rise, by_fall, by_total, OWN: tl.constexpr, NEAR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Gradient of g [T]: `by_pairs` and `by_ends` of tiles/gates.py, from sums of rows and columns if NEAR.
+
+    Below the diagonal: the pairs of all t >= r, less those with s >= r too, which are the same numbers in both sums.
+    """
+    if NEAR and OWN:
+        t, s = tl.arange(0, P.shape[0])[:, None], tl.arange(0, P.shape[1])[None, :]
+        below = tl.where(t > s, P, 0.0)
+        by_rise += tl.sum(below, 1) - tl.sum(below, 0)
+        dg = gates.by_ends(by_rise, by_fall, by_total, OWN)
+    else:
+        dg = gates.by_pairs(P, OWN) + gates.by_ends(by_rise, by_fall, by_total, OWN)
+    return dg
+
+
+@triton.jit
+def exponents(g, OWN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(risen, c [T,C], near [T]) of gates g [T,C]: what rows and columns have, exp(risen) is the rise of `ends`."""
+    g = bounded(g)
+    c = tl.cumsum(g, 0)
+    return (c if OWN else c - g), c, tl.min(c, 1) >= FAR
+
+
+@triton.jit
+def lift(c):  # type: ignore[no-untyped-def]
+    """exp(-c), what columns have; finite also of those that no near row reads."""
+    return tl.exp(tl.minimum(-c, LIFT))
+
+
+@triton.jit
+def far_levels(near):  # type: ignore[no-untyped-def]
+    """How many levels of halving are left: none where all are near."""
+    return tl.where(tl.min(near.to(tl.int32), 0) == 1, 0, levels(near.shape[0]))
+
+
+@triton.jit
+def seen(near, OWN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[T,T]: the pairs of near rows, with the diagonal if OWN."""
+    t, s = tl.arange(0, near.shape[0])[:, None], tl.arange(0, near.shape[0])[None, :]
+    return (t >= s if OWN else t > s) & near[:, None]
+
+
+@triton.jit
+def far_level(risen, c, i):  # type: ignore[no-untyped-def]
+    """The factors [T,C] of level i of tiles/gates.py: from the block's middle to t, from s to the middle."""
+    t = tl.arange(0, c.shape[0])[:, None]
+    is_right = (t >> i & 1) == 1
+    before_middle = tl.where(is_right, t >> i << i, ((t >> i) + 1) << i) - 1
+    middle = tl.gather(c, tl.broadcast_to(before_middle, c.shape), 0)
+    return tl.exp(tl.where(is_right, risen - middle, middle - c))
+
+
+@triton.jit
+def pairs(A, x_risen, x, y, risen, c, near, OWN: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A [T,T] with the `pairs` of tiles/gates.py added: `x_risen` is x times exp(risen)."""
+    products = tl.dot(x_risen, tl.trans(scaled(y, lift(c))), input_precision=PRECISION)
+    A += tl.where(seen(near, OWN), products, 0.0)
+    for i in tl.range(far_levels(near), disable_licm=True):
+        w = far_level(risen, c, i)
+        found = of_level(tl.dot(scaled(x, w), tl.trans(scaled(y, w)), input_precision=PRECISION), i)
+        if OWN:
+            found += tl.where(i == 0, diagonal(x, y), 0.0)
+        A += tl.where(near[:, None], 0.0, found)
+    return A
+
+
+@triton.jit
+def pairs_backward(by_rows, dy, dg, dA, x, y, risen, c, near, OWN: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(dx, dy, dg) of near pairs and the diagonal: dx with `by_rows` exp(risen), of the state before; dy and dg onto.
+
+    Gate r takes the pairs of all rows t >= r less those of all columns s >= r, of the same rounded factors in both
+    sums, so that pairs behind it cancel to the last digits; and `by_rows` of all t >= r.
+    """
+    t, s = tl.arange(0, dA.shape[0])[:, None], tl.arange(0, dA.shape[1])[None, :]
+    up, down, block = scaled(x, tl.exp(risen)), scaled(y, lift(c)), tl.where(seen(near, False), dA, 0.0).to(x.dtype)
+    to_x = tl.dot(block, down, by_rows, input_precision=PRECISION)
+    to_y = tl.dot(tl.trans(block), up, input_precision=PRECISION)
+    by_token = up * to_x
+    dg = running((s >= t).to(x.dtype), by_token - down * to_y, dg, PRECISION)
+    on = tl.sum(tl.where(t == s, dA, 0.0), 1)[:, None] if OWN else 0.0
+    return tl.exp(risen) * to_x + on * y, dy + lift(c) * to_y + on * x, dg if OWN else dg - by_token
+
+
+@triton.jit
+def running(L, x, onto, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """onto + L x of x in float32, L of zeros and ones: x as the sum of two that products take unrounded."""
+    if L.dtype == tl.bfloat16:
+        return right(L, x, onto, PRECISION)
+    else:
+        return summed(L, x, onto, "tf32x3" if PRECISION == "tf32" else PRECISION)
+
+
+@triton.jit
+def far_backward_onto(dx, dy, dg, dA, x, y, risen, c, near, OWN: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`pairs_backward_onto` of tiles/gates.py for the pairs of far rows, the diagonal left out."""
+    far = tl.where(near[:, None], 0.0, dA).to(x.dtype)
+    for i in tl.range(far_levels(near), disable_licm=True):
+        w, block = far_level(risen, c, i), of_level(far, i).to(x.dtype)
+        to_x = w * tl.dot(block, scaled(y, w), input_precision=PRECISION)
+        to_y = w * tl.dot(tl.trans(block), scaled(x, w), input_precision=PRECISION)
+        dx, dy, by_level = dx + to_x, dy + to_y, (x * to_x + y * to_y).to(x.dtype)
+        dg = summed(gates_of_level(far, i, OWN), by_level, dg, PRECISION)
+    return dx, dy, dg
