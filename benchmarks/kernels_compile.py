@@ -24,6 +24,7 @@ import triton
 
 from foci.cli_tune_ahead import Offline as _Offline
 from foci.cli_tune_ahead import gpu
+from foci.core.assembler import assembling, chosen
 from foci.core.tune import Launch, Target
 
 FORMAT = 4  # of a record: what is read from a compiled kernel; a change makes every cached record unfit
@@ -37,10 +38,17 @@ TENSOR_MEMORY = 512  # columns of a processor
 
 
 def identity(launch: Launch, target: Target) -> str:
-    """What a compiled kernel depends on: its source with all it calls, its arguments as Triton tells them apart."""
+    """What a compiled kernel depends on: its source with all it calls, its arguments as Triton tells them apart.
+
+    And the assembler, where it is not Triton's own choice.
+    """
     arguments = [_told(value) for value in launch.arguments]
     meta = sorted((name, str(value)) for name, value in launch.meta.items())
-    parts = (FORMAT, triton.__version__, str(gpu(target)), launch.kernel.cache_key, arguments, meta)
+    parts: tuple[object, ...] = (
+        FORMAT, triton.__version__, str(gpu(target)), launch.kernel.cache_key, arguments, meta
+    )  # fmt: skip
+    if (tool := chosen(target.arch)) is not None:
+        parts += (tool.version,)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
@@ -141,7 +149,7 @@ def _compiled(launch: Launch, target: Target) -> dict[str, Any]:
     log = io.StringIO()
     if hasattr(triton.knobs.nvidia, "dump_ptxas_log"):
         triton.knobs.nvidia.dump_ptxas_log = True
-    with contextlib.redirect_stdout(log):
+    with contextlib.redirect_stdout(log), assembling(target.arch):
         compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.meta)
     seconds = _processor() - began
     metadata, asm = compiled.metadata, compiled.asm
@@ -184,14 +192,16 @@ def _of_nvidia(asm: Any, log: str, target: Target) -> dict[str, int]:
 
 
 def _ptxas(ptx: str, target: Target) -> str:
-    """What the bundled ptxas says of a kernel, for a Triton that does not pass it on."""
+    """What the assembler says of a kernel, for a Triton that does not pass it on."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     name = "ptxas-blackwell" if target.arch >= 100 and (tools / "ptxas-blackwell").exists() else "ptxas"
+    tool = chosen(target.arch)
+    path = str(tools / name) if tool is None else tool.path
     suffix = "a" if target.arch >= 90 else ""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        command = [str(tools / name), "-v", f"--gpu-name=sm_{target.arch}{suffix}", str(source), "-o", f"{source}.o"]
+        command = [path, "-v", f"--gpu-name=sm_{target.arch}{suffix}", str(source), "-o", f"{source}.o"]
         if triton.__version__ >= "3.7":
             command.insert(2, "--regAllocOptLevel=2")
         return subprocess.run(command, check=True, capture_output=True, text=True).stderr
