@@ -90,6 +90,14 @@ def test_gradients_by_leaf_and_through_chosen_outputs() -> None:
     assert set(found.gradients(case, F32, ("out",)).gradients or {}) == {"x", "gate"}
 
 
+def test_the_candidate_is_differentiated_by_the_same_numbers_as_the_truth() -> None:
+    case = toy.SPEC.cases[0]
+    for dtype in (torch.bfloat16, torch.float16, F32):
+        for weight in exam().cotangents(case, dtype):
+            assert weight.dtype == torch.float64 and torch.equal(weight, weight.to(dtype).double())
+            assert weight.abs().max() > 0 and len(weight.unique()) > weight.numel() / 2
+
+
 def test_modules_are_leaves_too_and_are_cast() -> None:
     linear = nn.Linear(2, 2)
     assert set(exam().leaves({"site": linear, "x": torch.ones(2)})) == {"site.weight", "site.bias", "x"}

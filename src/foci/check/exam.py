@@ -265,11 +265,15 @@ class Exam:
         return found
 
     def cotangents(self, case: Case, dtype: torch.dtype) -> Outputs:
-        """Fixed random gradients of the outputs, 0 where the truth is -inf."""
+        """Fixed random gradients of the outputs, 0 where the truth is -inf.
+
+        They are numbers of `dtype`: an output that comes in it, and the truth, are given the very same ones.
+        """
         generator = torch.Generator().manual_seed(self.seed + 1)
+        drawn = (torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in self.truth(case, dtype))
         return tuple(
-            torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.device).masked_fill(o == -torch.inf, 0)
-            for o in self.truth(case, dtype)
+            weight.to(dtype).to(o.device, torch.float64).masked_fill(o == -torch.inf, 0)
+            for weight, o in zip(drawn, self.truth(case, dtype), strict=True)
         )
 
     def differentiate(
