@@ -5,7 +5,7 @@
 #
 # Steps: check bench tune; by default all three, within eight minutes. FOLDER/gpu.tgz holds all that was found and is
 # written anew as it goes, so that a run which is cut short loses little. CHECK, BENCH and TUNE are the seconds that
-# a step may take, OPERATORS and DTYPES (of the laws) what is asked, PYTHON names the interpreter; DEVICE=cpu runs the
+# a step may take (CHECK: for each dtype), OPERATORS and DTYPES (of the laws) what is asked, PYTHON names the interpreter; DEVICE=cpu runs the
 # same without kernels, to see that nothing is missing.
 #
 # It needs torch, triton, numpy, jaxtyping and typer. Peers are timed where they are there: FlexAttention and SDPA are
@@ -21,8 +21,8 @@ steps=${*:-check bench tune}
 python=${PYTHON:-python3}
 device=${DEVICE:-cuda}
 operators=${OPERATORS:-delta linear softmax selective_scan scan}
-dtypes=${DTYPES:-bfloat16 float32 float16}
-CHECK=${CHECK:-180} BENCH=${BENCH:-200} TUNE=${TUNE:-70}
+dtypes=${DTYPES:-bfloat16}
+CHECK=${CHECK:-150} BENCH=${BENCH:-200} TUNE=${TUNE:-70}
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 COLUMNS=160
 mkdir -p "$out"
 work=$(mktemp -d)
@@ -46,19 +46,13 @@ ask doctor 60 "$python" -m foci doctor || failed=1
 cat "$work/doctor.txt"
 
 laws() {
-  # Side by side: most of it is compiling, which is the processor's work, and Triton's cache is shared.
-  local operator dtype jobs=() backend=triton
-  [ "$device" = cpu ] && backend=chunked
+  local dtype
   for dtype in $dtypes; do
-    for operator in $operators; do
-      ask "check_${operator}_$dtype" $((CHECK + 90)) "$python" -m foci check $operator --backend $backend \
-        --device "$device" --dtype $dtype --limit "120,$CHECK" --json "$work/check_${operator}_$dtype.json" &
-      jobs+=($!)
-    done
+    ask "laws_$dtype" $((CHECK + 30)) "$python" benchmarks/laws.py $operators --device "$device" --dtype $dtype \
+      --limit "$CHECK" --out "$work/laws" || failed=1
+    cat "$work/laws_$dtype.txt"
+    pack
   done
-  for job in "${jobs[@]}"; do wait "$job" || failed=1; done
-  tail -qn 2 "$work"/check_*.txt
-  grep -h FAIL "$work"/check_*.txt | sort | uniq -c
 }
 
 bench() {

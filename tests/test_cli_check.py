@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -126,6 +127,30 @@ def test_a_fault_is_exit_code_1_and_in_the_json(here, capsys) -> None:
     assert facts["ok"] is False and facts["candidate"] == "theirs:good"
 
 
+def test_only_the_laws_that_are_named_are_asked(here, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(cli_check, "examine", examine)
+    code, out, _ = run(capsys, "check scan --backend chunked --dtype float32 --laws 9,14 --json report.json")
+    assert code == 0 and out.rstrip().endswith("only the laws of --laws 9,14 were asked")
+    assert [row["number"] for row in json.loads(Path("report.json").read_text())["rows"]] == [9, 14]
+
+
+def test_what_ours_gives_is_asked_without_waking_a_gpu(monkeypatch) -> None:
+    """A child of the process asks the laws, and no child of one that has used a GPU can use it."""
+    asked: list[str | None] = []
+
+    @functools.wraps(cli_check.linear_attention)
+    def noted(*args, backend=None, **options):
+        asked.append(backend)
+        return cli_check.linear_attention(*args, **options)
+
+    candidate = cli_check._candidate(cli_check.SPECS["linear"], noted, "triton", "cuda")
+    assert asked and set(asked) == {None}
+    assert candidate.outputs == cli_check._ours("linear", "chunked", "cpu")[0].outputs
+    case = cli_check.SPECS["linear"].cases[0]
+    candidate.call(case.make(cli_check.torch.float32, cli_check.torch.device("cpu"), 0))
+    assert asked[-1] == "triton"
+
+
 def test_json_alone_on_the_output(here, capsys) -> None:
     code, out, _ = run(capsys, "check theirs:right --like softmax --layout bhtd --dtype float32 --json -")
     assert code == 0 and json.loads(out)["ok"] is True
@@ -160,6 +185,9 @@ def test_a_layer_is_checked_as_a_class_or_an_object(here, capsys) -> None:
         ("check softmax --backend aten --limit 0", "--limit must be a positive number of seconds, got 0"),
         ("check softmax --backend aten --limit 60,soon", "--limit must be a positive number of seconds, got soon"),
         ("check softmax --backend aten --limit 60,9,9", "--limit must be a positive number of seconds, got 9"),
+        ("check softmax --laws 1,16", "--laws: there is no law '16'; they are 1, 2, 3,"),
+        ("check softmax --laws two", "--laws: there is no law 'two'"),
+        ("check softmax --laws 1 --world 2", "--laws does not apply with --world"),
         ("check softmax --json no/such/folder.json --backend aten --dtype float32", "no/such/folder.json"),
     ],
 )

@@ -6,7 +6,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ import torch
 import typer
 
 from foci.check import isolate
+from foci.check.laws_graph import LAWS
 from foci.check.render import table
 from foci.check.run import Limits, Report, examine
 from foci.core.device import installed
@@ -53,6 +54,7 @@ def check(
             "seconds for each backend in all, past which laws are left unasked."
         ),
     ] = "",
+    laws: Annotated[str, typer.Option(help="Only laws of these numbers, joined with commas: 1,2,9.")] = "",
     world: Annotated[int, typer.Option(help="Run it over so many ranks: a parallel attention of [B,T/ranks,H,D].")] = 1,
     order: Annotated[str, typer.Option(help="With --world: how tokens lie, plain, zigzag or stripe.")] = "",
     wrap: Annotated[str, typer.Option(help="With --world, round foci's own: ring, ulysses, usp, handoff.")] = "",
@@ -60,10 +62,15 @@ def check(
 ) -> int:
     """Ask every law of an attention; exit code 1 when one is broken."""
     _require_device(device)
-    limits = _limits(limit)
+    limits, only = _limits(limit), _laws(laws)
+    chosen: dict[str, Any] = {} if only is None else {"only": only}
     if as_json not in ("", "-") and not Path(as_json).absolute().parent.is_dir():
         raise ValueError(f"--json {as_json}: there is no folder {Path(as_json).absolute().parent}")
     if world != 1:
+        if laws:
+            raise ValueError(
+                "--laws does not apply with --world: over ranks other laws are asked, which have no numbers"
+            )
         waits = limits.silence if limit else None
         return _across(what, like, layout, world, order, wrap, backend, device, dtype, waits, as_json)
     for option, given in (("--order", order), ("--wrap", wrap)):
@@ -83,11 +90,11 @@ def check(
     reports = []
     for candidate in candidates:
         progress = _teller() if sys.stderr.isatty() else lambda step: None
-        report = examine(spec, candidate, device=device, dtypes=dtypes, limits=limits, progress=progress)
+        report = examine(spec, candidate, device=device, dtypes=dtypes, limits=limits, progress=progress, **chosen)
         progress("")
         reports.append(report)
         if as_json != "-":
-            typer.echo(table(report) + "\n")
+            typer.echo(table(report) + f"\nonly the laws of --laws {laws} were asked" * bool(laws) + "\n")
     if as_json:
         _write(reports, as_json)
     return max(report.exit_code for report in reports)
@@ -146,7 +153,23 @@ def _ours(name: str, backend: str | None, device: str) -> list[Candidate]:
             gpu = "; --device cuda asks it there" if chosen[0].needs else ""
             raise ValueError(f"--backend {backend}: {'; '.join(refused[backend])}{gpu}{_INTERPRETER * bool(gpu)}")
         chosen = [b for b in chosen if b.name not in refused]
-    return [spec.adapt(partial(FUNCTIONS[name], backend=b.name), name=f"foci {b.name}") for b in chosen]
+    return [_candidate(spec, FUNCTIONS[name], b.name, device) for b in chosen]
+
+
+def _candidate(spec: Spec, function: Callable[..., Any], backend: str, device: str) -> Candidate:
+    """It with this backend. What it gives and takes is asked of the CPU: the GPU is left to the child that needs it."""
+    assert spec.adapt is not None
+    if device == "cpu":
+        return spec.adapt(partial(function, backend=backend), name=f"foci {backend}")
+    fixed: dict[str, str] = {}
+
+    @wraps(function)
+    def ours(*args: Any, **options: Any) -> Any:
+        return function(*args, **options, **fixed)
+
+    candidate = spec.adapt(ours, name=f"foci {backend}")
+    fixed["backend"] = backend
+    return candidate
 
 
 def _theirs(target: str, like: str, layout: str) -> tuple[Spec, Candidate]:
@@ -214,6 +237,16 @@ def _limits(text: str) -> Limits:
         if not found[-1] > 0 or len(found) > len(Limits._fields):
             raise ValueError(f"--limit must be a positive number of seconds, got {word.strip()}")
     return Limits(*found)
+
+
+def _laws(text: str) -> list[str] | None:
+    """The names of the laws of these numbers; None for all."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    known = list(dict.fromkeys(str(law.number) for law in LAWS))
+    for word in words:
+        if word not in known:
+            raise ValueError(f"--laws: there is no law {word!r}; they are {', '.join(known)} (docs/check.md)")
+    return [law.name for law in LAWS if str(law.number) in words] or None
 
 
 def _dtypes(text: str) -> tuple[torch.dtype, ...] | None:
