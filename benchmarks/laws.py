@@ -37,7 +37,7 @@ from foci.core.tune import Launch, Target, recording, target_of
 from foci.ops import SPECS
 
 # The more distinct kernels the cases of an operator launch, the more processes: 96 of softmax, 173 of linear
-# attention, 184 of the delta rule, 47 of the selective scan, 18 of the scan. Laws that stand together launch much the same.
+# attention, 184 of the delta rule, 47 of the selective scan, 18 of the scan. Laws of a group launch much the same.
 GROUPS = {
     "softmax": ("1,2,3", "4,5,6,7", "8,9,15", "10,11,12,13,14"),
     "linear": ("1,2,3", "4,5,6,7", "8,9,15", "10,11,12,13,14"),

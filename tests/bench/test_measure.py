@@ -52,6 +52,22 @@ def test_long_runs_get_three_rounds() -> None:
     assert len(interleave({"a": Way(lambda: None)}, rounds=9, seconds=0.0)["a"].seconds) == 3
 
 
+def test_what_is_far_behind_gets_three_rounds_and_the_others_all_of_them() -> None:
+    taken = {"fast": [1.0, 2.0, 1.0], "near": [12.0, 19.0, 12.0], "far": [20.0, 30.0, 20.0]}
+    turns = {name: iter([*times, *([times[0]] * 9)]) for name, times in taken.items()}
+    ways = {name: Way(lambda name=name: name) for name in turns}
+    found = interleave(ways, rounds=9, far=10.0, clock=lambda run: next(turns[run()]))  # type: ignore[call-overload]
+    assert {name: len(sample.seconds) for name, sample in found.items()} == {"fast": 9, "near": 9, "far": 3}
+
+
+def test_the_host_of_a_slow_call_is_asked_three_times() -> None:
+    calls: list[int] = []
+    host_seconds(lambda: calls.append(1), seconds=0.0)
+    assert len(calls) == 3
+    host_seconds(lambda: calls.append(1))
+    assert len(calls) == 23
+
+
 def test_no_rounds_is_refused() -> None:
     with pytest.raises(ValueError, match="rounds must be at least 1, got 0"):
         interleave({"a": Way(lambda: None)}, rounds=0)

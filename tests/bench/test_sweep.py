@@ -34,7 +34,7 @@ def test_every_stage_of_every_candidate_is_recorded() -> None:
     assert [(r.stage, r.candidate) for r in records] == [(s, c) for s in STAGES for c in ("ours", "again")]
     for record in records:
         assert record.median and record.fast and record.slow and record.fast <= record.median <= record.slow
-        assert record.error == 0.5 and record.floor and record.peak and not record.refused
+        assert record.rounds == 3 and record.error == 0.5 and record.floor and record.peak and not record.refused
 
 
 def test_the_work_of_a_stage() -> None:

@@ -14,6 +14,7 @@ import torch
 # A run shorter than this (seconds) is made once untimed when its turn comes: another one has had the caches.
 _SHORT = 1.0
 _FLUSH = 1 << 28  # bytes: more than any L2 cache holds
+_LEAST = 3  # rounds, however long they take
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,15 @@ def clock_on(device: torch.device) -> Callable[[Callable[[], object]], float]:
     return timed
 
 
-def host_seconds(run: Callable[[], object], rounds: int = 20) -> float:
-    """Seconds until one call returns, the accelerator's queue empty before and not waited for: the median."""
-    taken = []
+def host_seconds(run: Callable[[], object], rounds: int = 20, seconds: float = 0.25) -> float:
+    """Seconds until one call returns, the accelerator's queue empty before and not waited for: the median.
+
+    Once calls have taken `seconds` together there are no more, after three at least.
+    """
+    taken: list[float] = []
     for _ in range(rounds):
+        if len(taken) >= _LEAST and sum(taken) >= seconds:
+            break
         _settle()
         start = time.perf_counter()
         run()
@@ -94,19 +100,24 @@ def interleave(
     *,
     rounds: int = 9,
     seconds: float = math.inf,
+    far: float = math.inf,
     clock: Callable[[Callable[[], object]], float] = clock,
 ) -> dict[str, Sample]:
     """Run every way once a round, so that a drift of the machine's speed falls on all of them alike.
 
     The order is reversed every other round. When the timed runs have taken `seconds` together no further round begins,
-    after three at least. `clock(run)` gives the seconds of a run (`clock_on`).
+    after three at least. A way whose first three rounds all took `far` times the fastest way's slowest gets no more: to
+    know of it that it is so slow, they are enough. `clock(run)` gives the seconds of a run (`clock_on`).
     """
     if rounds < 1:
         raise ValueError(f"interleave: rounds must be at least 1, got {rounds}")
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds):
-        if turn >= 3 and sum(map(sum, taken.values())) >= seconds:
+        if turn >= _LEAST and sum(map(sum, taken.values())) >= seconds:
             break
+        if turn == _LEAST and far < math.inf:
+            fastest = min(max(times) for times in taken.values())
+            ways = {name: way for name, way in ways.items() if min(taken[name]) < far * fastest}
         for name in list(ways)[:: 1 if turn % 2 == 0 else -1]:
             way, times = ways[name], taken[name]
             with way.within():

@@ -15,8 +15,9 @@ class Record:
 
     `refused` says why there is no figure: the candidate cannot run the problem, or its result is outside the budget.
     `error` is the share of the error budget that the result uses, None where nothing could be compared; `without`
-    names what the candidate gives no gradient of. `host` is the time until a call returns on a GPU. `floor` is the
-    least time that the work takes at the ceilings of the machine (`machine`, `date`: where and when).
+    names what the candidate gives no gradient of. `rounds`: of how many runs `median` is. `host` is the time until a
+    call returns on a GPU. `floor` is the least time that the work takes at the ceilings of the machine (`machine`,
+    `date`: where and when).
     """
 
     operator: str
@@ -28,6 +29,7 @@ class Record:
     median: float | None = None
     fast: float | None = None
     slow: float | None = None
+    rounds: int | None = None
     host: float | None = None
     peak: int | None = None
     flops: float | None = None
