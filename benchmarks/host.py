@@ -10,6 +10,8 @@ on the CPU, the launcher itself is not in the numbers (a few microseconds in C).
     hosts     the rest of the backend's forward or backward, torch's operators not counted: the goal is 10 a launch
     torch     the operators of torch that the host calls (empty, expand, ...), run again alone
     dispatch  what is left: binding of arguments, choice of a backend, the op, autograd (of one token: in `hosts`)
+    played    the public call from the third of its kind on, by its plan (core/plans.py); the others are of calls as
+              they are written, which the first ones are
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ from kernels_compile import _Offline, gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import foci
-from foci.core import tune
+from foci.core import plans, tune
 from foci.ops.masks import Causal
 
+COLUMNS = ("whole", "Triton", "hosts", "torch", "dispatch", "played")
 TARGET = tune.TARGETS["sm_90"]._replace(name="NVIDIA H200")
 
 
@@ -60,6 +63,16 @@ def pretending() -> Iterator[None]:
         for place in ("gpu.steps", "scan.step.steps", "selective_scan.step.steps"):
             stack.enter_context(patch(f"foci.ops.{place}", lambda state: True))
         stack.enter_context(patch.dict(tune.TARGETS, sm_90=TARGET))
+        yield
+
+
+@contextlib.contextmanager
+def playing() -> Iterator[None]:
+    """Calls are played by their plans."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(tune, "ordinary", lambda: True))
+        stack.enter_context(patch.object(plans, "_here", lambda: -1))
+        stack.enter_context(patch.object(plans, "_stream", lambda device: 0))
         yield
 
 
@@ -178,7 +191,7 @@ def measured(it: Timed, rounds: int) -> dict[str, float]:
         for func, args, named in views:
             func(*args, **named)
 
-    times: dict[str, list[float]] = {"whole": [], "unlaunched": [], "host": [], "torch": []}
+    times: dict[str, list[float]] = {"whole": [], "unlaunched": [], "host": [], "torch": [], "played": []}
     stub = patch.object(tune, "_start", lambda *given: None)
     with contextlib.nullcontext() if it.gradients else torch.no_grad():
         for _ in range(rounds):
@@ -187,6 +200,10 @@ def measured(it: Timed, rounds: int) -> dict[str, float]:
                 times["unlaunched"].append(microseconds(it.call))
                 times["host"].append(microseconds(it.host))
             times["torch"].append(microseconds(replay))
+            with playing():
+                for _ in range(3):
+                    it.call()
+                times["played"].append(microseconds(it.call))
     found = {name: statistics.quantiles(values, n=4)[0] for name, values in times.items()}
     return {
         "launches": len(counts),
@@ -195,6 +212,7 @@ def measured(it: Timed, rounds: int) -> dict[str, float]:
         "hosts": found["host"] - found["torch"],
         "torch": found["torch"],
         "dispatch": found["unlaunched"] - found["host"],
+        "played": found["played"],
     }
 
 
@@ -208,14 +226,16 @@ def main() -> None:
     torch.set_num_threads(1)
     with pretending():
         print(f"torch {torch.__version__} · triton {triton.__version__}")
-        print(f"{'':32}launches   whole  Triton   hosts   torch dispatch  hosts/launch")
+        print(f"{'':32}launches   whole  Triton   hosts   torch dispatch  played  hosts/launch")
         for it in problems():
             if chosen.only not in it.name:
                 continue
             for _ in range(3):
                 it.call()
             row = measured(it, chosen.rounds)
-            numbers = "".join(f"{row[name]:8.1f}" for name in ("whole", "Triton", "hosts", "torch", "dispatch"))
+            numbers = "".join(
+                f"{row[name]:8.1f}" for name in ("whole", "Triton", "hosts", "torch", "dispatch", "played")
+            )
             print(
                 f"{it.name:32}{row['launches']:8.0f}{numbers}{row['hosts'] / max(1, row['launches']):14.1f}", flush=True
             )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import foci
+from foci.core import plans
 from foci.ops.masks import Causal, Packed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU, and there is none")
@@ -32,9 +33,15 @@ def inputs(operator: str) -> dict[str, torch.Tensor]:
     return {"x": x, "dt": half(1, T, D).abs(), "A": -torch.rand(D, N, device="cuda")} | {k: half(1, T, N) for k in "BC"}
 
 
+@pytest.mark.parametrize("before", [1, 4], ids=["noted", "played"])
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("operator", ["attention", "linear_attention", "delta_rule", "selective_scan", "scan"])
-def test_a_captured_step_of_training_is_replayed_on_other_values(operator: str, packed: bool) -> None:
+def test_a_captured_step_of_training_is_replayed_on_other_values(
+    operator: str, packed: bool, before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured is a call that is noted for its plan, made once before, or one that is played (core/plans.py)."""
+    monkeypatch.setattr(plans, "_PLANS", {})
+    monkeypatch.setattr(plans, "_SEEN", set())
     function = getattr(foci, operator)
     leaves = {name: x.requires_grad_() for name, x in inputs(operator).items()}
     rest: dict[str, object] = {"backend": "triton"}
@@ -52,7 +59,7 @@ def test_a_captured_step_of_training_is_replayed_on_other_values(operator: str, 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(4):  # compiled, noted, played
+        for _ in range(before):
             step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
@@ -65,3 +72,4 @@ def test_a_captured_step_of_training_is_replayed_on_other_values(operator: str, 
     torch.cuda.synchronize()
     for got, right in zip(captured, step(), strict=True):
         assert torch.equal(got, right)
+    assert any(plan is not None for plan in plans._PLANS.values())

@@ -22,6 +22,7 @@ from foci.core import tune
 
 _MOST = 4096  # kinds of calls that are remembered
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
+_BOOL = frozenset({bool})
 _VALUES = frozenset({type(None), bool, int, str})  # besides floats and lists of booleans
 _ATEN = torch.ops.aten
 _EMPTY = {_ATEN.empty.memory_format, _ATEN.new_empty.default, _ATEN.empty_like.default, _ATEN.empty_strided.default}
@@ -113,10 +114,11 @@ def _told(kind_of_call: Callable[..., Any], values: Iterable[Any]) -> tuple[Any,
         kind = value.__class__
         key.append(kind)
         if kind in _TENSORS:
-            if value.get_device() != here or value.is_neg() or value.is_conj():
+            dtype = value.dtype
+            if value.get_device() != here or value.is_neg() or dtype.is_complex:  # which may be a conjugate
                 return None
             pointer = value.data_ptr()
-            key += (value.dtype, value.shape, value.stride(), pointer & 15)
+            key += (dtype, value.shape, value.stride(), pointer & 15)
             if torch.version.hip:  # there kernels are compiled for small memory and for large
                 key.append(value.untyped_storage().size() >> 31)
             pointers.append(pointer)
@@ -127,7 +129,7 @@ def _told(kind_of_call: Callable[..., Any], values: Iterable[Any]) -> tuple[Any,
             key.append(value.hex())  # 0.0 == -0.0, and no NaN equals another
         elif kind in _VALUES:
             key.append(value)
-        elif kind is list and all(part is True or part is False for part in value):
+        elif kind is list and _BOOL.issuperset(map(type, value)):
             key.append(tuple(value))
         else:
             return None
