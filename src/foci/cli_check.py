@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -17,6 +17,7 @@ from foci.check import isolate
 from foci.check.laws_graph import LAWS
 from foci.check.render import table
 from foci.check.run import Limits, Report, examine
+from foci.cli_options import Option, gathered
 from foci.core.device import installed
 from foci.core.spec import Candidate, Spec
 from foci.core.tune import interpreting
@@ -40,6 +41,22 @@ _INTERPRETER = ", and TRITON_INTERPRET=1 in the environment runs its kernels in 
 WHAT = f"{', '.join(FUNCTIONS)}, or your own: package.module:name."
 
 
+class Across(NamedTuple):
+    """What was asked for over ranks: how many, and of what is foci's own how tokens lie and what is round it."""
+
+    world: int = 1
+    order: str = ""
+    wrap: str = ""
+
+
+_RANKS = {
+    "world": Option(int, "Run it over so many ranks: a parallel attention of [B,T/ranks,H,D].", 1),
+    "order": Option(str, "With --world: how tokens lie, plain, zigzag or stripe.", ""),
+    "wrap": Option(str, "With --world, round foci's own: ring, ulysses, usp, handoff.", ""),
+}
+
+
+@partial(gathered, name="ranks", options=_RANKS, make=Across)
 def check(
     what: Annotated[str, typer.Argument(metavar="WHAT", help=WHAT)],
     like: Annotated[str, typer.Option(help=f"What yours is: {', '.join(LIKE)}.")] = "",
@@ -55,10 +72,8 @@ def check(
         ),
     ] = "",
     laws: Annotated[str, typer.Option(help="Only laws of these numbers, joined with commas: 1,2,9.")] = "",
-    world: Annotated[int, typer.Option(help="Run it over so many ranks: a parallel attention of [B,T/ranks,H,D].")] = 1,
-    order: Annotated[str, typer.Option(help="With --world: how tokens lie, plain, zigzag or stripe.")] = "",
-    wrap: Annotated[str, typer.Option(help="With --world, round foci's own: ring, ulysses, usp, handoff.")] = "",
     as_json: Annotated[str, typer.Option("--json", metavar="PATH", help="Write the report here; - prints it.")] = "",
+    ranks: Across = Across(),
 ) -> int:
     """Ask every law of an attention; exit code 1 when one is broken."""
     _require_device(device)
@@ -66,14 +81,14 @@ def check(
     chosen: dict[str, Any] = {} if only is None else {"only": only}
     if as_json not in ("", "-") and not Path(as_json).absolute().parent.is_dir():
         raise ValueError(f"--json {as_json}: there is no folder {Path(as_json).absolute().parent}")
-    if world != 1:
+    if ranks.world != 1:
         if laws:
             raise ValueError(
                 "--laws does not apply with --world: over ranks other laws are asked, which have no numbers"
             )
         waits = limits.silence if limit else None
-        return _across(what, like, layout, world, order, wrap, backend, device, dtype, waits, as_json)
-    for option, given in (("--order", order), ("--wrap", wrap)):
+        return _across(what, like, layout, ranks, backend, device, dtype, waits, as_json)
+    for option, given in (("--order", ranks.order), ("--wrap", ranks.wrap)):
         if given:
             raise ValueError(f"{option} is for ranks: give --world as well")
     if what in FUNCTIONS:
@@ -101,7 +116,7 @@ def check(
 
 
 def _across(
-    what: str, like: str, layout: str, world: int, order: str, wrap: str, backend: str | None, device: str, dtype: str,
+    what: str, like: str, layout: str, ranks: Across, backend: str | None, device: str, dtype: str,
     limit: float | None, as_json: str,
 ) -> int:  # fmt: skip
     """The same over ranks."""
@@ -115,7 +130,7 @@ def _across(
         _callable(what, like)
     progress = _teller() if sys.stderr.isatty() else lambda step: None
     report = check_ranks(
-        what, like, layout, world, order, wrap, dtypes=_dtypes(dtype), limit=limit, progress=progress
+        what, like, layout, *ranks, dtypes=_dtypes(dtype), limit=limit, progress=progress
     )  # fmt: skip
     progress("")
     if as_json != "-":

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import typer
 
 from foci.accelerate.ways import Ways
+from foci.cli_options import Option, gathered
 from foci.core.device import machine, own_version
 from foci.core.world import World
 
-_OPTIONS: dict[str, tuple[Any, str]] = {
-    "world": (int | None, "Start so many ranks on this machine; what of them is left goes to --ulysses and --ring."),
-    "ulysses": (int | None, "Ranks that exchange heads for tokens."),
-    "ring": (int | None, "Ranks that pass keys and values round."),
-    "cfg": (int | None, "2: the branches of guidance on two halves of the ranks."),
-    "data": (int | None, "Ranks that share the rows of the batch."),
-    "pipe": (int | None, "Ranks that share the blocks, patch by patch (PipeFusion; approximate after warm-up)."),
-    "text": (str, "Text in joint attention: auto, split or replicated."),
-    "patches": (int | None, "Patches of --pipe."),
-    "warmup": (int | None, "Exact first steps of --pipe."),
+_OPTIONS = {
+    "world": Option(
+        int | None, "Start so many ranks on this machine; what of them is left goes to --ulysses and --ring."
+    ),
+    "ulysses": Option(int | None, "Ranks that exchange heads for tokens."),
+    "ring": Option(int | None, "Ranks that pass keys and values round."),
+    "cfg": Option(int | None, "2: the branches of guidance on two halves of the ranks."),
+    "data": Option(int | None, "Ranks that share the rows of the batch."),
+    "pipe": Option(int | None, "Ranks that share the blocks, patch by patch (PipeFusion; approximate after warm-up)."),
+    "text": Option(str, "Text in joint attention: auto, split or replicated.", "auto"),
+    "patches": Option(int | None, "Patches of --pipe."),
+    "warmup": Option(int | None, "Exact first steps of --pipe."),
 }
 
 
@@ -57,26 +57,7 @@ class Job:
 
 def with_ranks(command: Callable[..., None]) -> Callable[..., None]:
     """A command with the options of a run over ranks, which reach it as one argument, `ranks`."""
-
-    @functools.wraps(command)
-    def wrapper(**given: Any) -> None:
-        told = {name: given.pop(name) for name in _OPTIONS}
-        command(**given, ranks=Ranks(told.pop("world"), Ways(**told)))
-
-    signature = inspect.signature(command, eval_str=True)
-    own = [p for p in signature.parameters.values() if p.name != "ranks"]
-    more = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default="auto" if name == "text" else None,
-            annotation=Annotated[kind, typer.Option(help=words)],
-        )
-        for name, (kind, words) in _OPTIONS.items()
-    ]
-    wrapper.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {p.name: p.annotation for p in (*own, *more)}
-    return wrapper
+    return gathered(command, "ranks", _OPTIONS, lambda world, **ways: Ranks(world, Ways(**ways)))
 
 
 def launched() -> bool:
