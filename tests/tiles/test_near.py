@@ -142,10 +142,10 @@ def _pairs_back(x_ptr, y_ptr, g_ptr, dA_ptr, rows_ptr, d_ptr, OWN: tl.constexpr,
     risen, c, close = near.exponents(g, OWN)
     by_rows = _tile(rows_ptr, 0, 16, 16)
     dx, dy, dg = near.pairs_backward(by_rows, dy, dg, dA, x, y, risen, c, close, OWN, PRECISION)
-    dx, dy, dg = near.far_backward_onto(dx, dy, dg, dA, x, y, risen, c, close, OWN, PRECISION)
-    store_tile(d_ptr, dx, 0, 64, 16, 0, 16, 1)
-    store_tile(d_ptr + 64 * 16, dy, 0, 64, 16, 0, 16, 1)
-    store_tile(d_ptr + 2 * 64 * 16, dg, 0, 64, 16, 0, 16, 1)
+    far_dx, far_dy, far_dg = near.far_backward(dA, x, y, risen, c, close, OWN, PRECISION)
+    store_tile(d_ptr, dx + far_dx, 0, 64, 16, 0, 16, 1)
+    store_tile(d_ptr + 64 * 16, dy + far_dy, 0, 64, 16, 0, 16, 1)
+    store_tile(d_ptr + 2 * 64 * 16, dg + far_dg, 0, 64, 16, 0, 16, 1)
 
 
 @OWN

@@ -25,6 +25,21 @@ def store_tile(ptr, tile, row0, rows, stride_row, col0, cols, stride_col):  # ty
 
 
 @triton.jit
+def add_tile(ptr, into, tile, row0, rows, stride_row, col0, cols):  # type: ignore[no-untyped-def]
+    """`store_tile` at ptr + into of what is there and the tile, columns side by side; a ptr of None takes nothing."""
+    if ptr is not None:
+        there = load_tile(ptr + into, row0, rows, stride_row, col0, cols, 1, tile.shape[0], tile.shape[1])
+        store_tile(ptr + into, there.to(tl.float32) + tile, row0, rows, stride_row, col0, cols, 1)
+
+
+@triton.jit
+def load_row(ptr, col0, cols, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[BLOCK_C] from columns col0.. of `cols`, one beside the other; zeros outside."""
+    c = col0 + tl.arange(0, BLOCK_C)
+    return tl.load(ptr + c, mask=c < cols, other=0.0)
+
+
+@triton.jit
 def document(offsets_ptr, N, chunk, T, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
     """Where a chunk of packed documents lies: (document, its start, its stop, the chunk's place in it).
 

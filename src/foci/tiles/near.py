@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from foci.tiles import gates
-from foci.tiles.chunk_backward import right
 from foci.tiles.gates import (
     diagonal,
     gates_of_level,
@@ -23,9 +22,11 @@ from foci.tiles.gates import (
     scaled,
     summed,
 )
+from foci.tiles.memory import load_row, load_tile
 
 FAR: tl.constexpr = tl.constexpr(-60.0)
 LIFT: tl.constexpr = tl.constexpr(61.0)  # of columns: sums are rounded, so one that a near row reads may lie below FAR
+CLOSE: tl.constexpr = tl.constexpr(1e-25)  # a chunk whose totals are larger has no far token, however sums are rounded
 LEAST: tl.constexpr = tl.constexpr(-104.0)
 
 
@@ -140,23 +141,15 @@ def pairs_backward(by_rows, dy, dg, dA, x, y, risen, c, near, OWN: tl.constexpr,
     to_x = tl.dot(block, down, by_rows, input_precision=PRECISION)
     to_y = tl.dot(tl.trans(block), up, input_precision=PRECISION)
     by_token = up * to_x
-    dg = running((s >= t).to(x.dtype), by_token - down * to_y, dg, PRECISION)
+    dg += tl.cumsum(by_token - down * to_y, 0, reverse=True)
     on = tl.sum(tl.where(t == s, dA, 0.0), 1)[:, None] if OWN else 0.0
     return tl.exp(risen) * to_x + on * y, dy + lift(c) * to_y + on * x, dg if OWN else dg - by_token
 
 
 @triton.jit
-def running(L, x, onto, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """onto + L x of x in float32, L of zeros and ones: x as the sum of two that products take unrounded."""
-    if L.dtype == tl.bfloat16:
-        return right(L, x, onto, PRECISION)
-    else:
-        return summed(L, x, onto, "tf32x3" if PRECISION == "tf32" else PRECISION)
-
-
-@triton.jit
-def far_backward_onto(dx, dy, dg, dA, x, y, risen, c, near, OWN: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`pairs_backward_onto` of tiles/gates.py for the pairs of far rows, the diagonal left out."""
+def far_backward(dA, x, y, risen, c, near, OWN: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(dx, dy, dg) of the pairs of far rows, as `pairs_backward_onto` of tiles/gates.py adds them; no diagonal."""
+    dx, dy, dg = tl.zeros_like(c), tl.zeros_like(c), tl.zeros_like(c)
     far = tl.where(near[:, None], 0.0, dA).to(x.dtype)
     for i in tl.range(far_levels(near), disable_licm=True):
         w, block = far_level(risen, c, i), of_level(far, i).to(x.dtype)
@@ -165,3 +158,12 @@ def far_backward_onto(dx, dy, dg, dA, x, y, risen, c, near, OWN: tl.constexpr, P
         dx, dy, by_level = dx + to_x, dy + to_y, (x * to_x + y * to_y).to(x.dtype)
         dg = summed(gates_of_level(far, i, OWN), by_level, dg, PRECISION)
     return dx, dy, dg
+
+
+@triton.jit
+def load_sums(ptr, t0, stop, stride, k0, K, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(c [CHUNK,BLOCK_K] from memory, its last row); tokens from `stop` on have no gates: their sums are the last."""
+    end = tl.maximum(tl.minimum(stop, t0 + CHUNK) - 1, 0)  # a chunk may have no token
+    last = load_row(ptr + tl.cast(end, tl.int64) * stride, k0, K, BLOCK_K)
+    c = load_tile(ptr, t0, stop, stride, k0, K, 1, CHUNK, BLOCK_K)
+    return tl.where((t0 + tl.arange(0, CHUNK) < stop)[:, None], c, last[None, :]), last

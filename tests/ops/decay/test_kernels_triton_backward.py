@@ -141,24 +141,26 @@ def test_the_gradient_of_a_loss_on_the_past_does_not_know_the_future(decay: str,
 
 @pytest.mark.parametrize("heads", [1, 128])
 @pytest.mark.parametrize("target", tune.TARGETS.values(), ids=tune.TARGETS)
-def test_two_launches_one_more_where_something_is_left_to_sum_and_where_few_heads_are_cut(
+def test_three_launches_and_one_more_for_pairs_for_far_tokens_for_what_is_left_to_sum_and_where_few_heads_are_cut(
     target: tune.Target, heads: int
 ) -> None:
     meta = torch.device("meta")
     q = torch.empty(1, 8192, heads, 64, dtype=torch.bfloat16, device=meta)
-    two = {"dstates_kernel": 2 if heads == 1 else 1, "gradients_kernel": 1}
+    three = {"dstates_kernel": 2 if heads == 1 else 1, "values_kernel": 1, "keys_kernel": 1}
+    channel = three | {"pairs_kernel": 2, "far_kernel": 1}
     counted = {
-        "token": (bind(q, q, q, log_decay=q[..., 0]), two),
-        "channel": (bind(q, q, q, log_decay=q), two),
-        "not causal": (bind(q, q, q, causal=False), two),
-        "head": (bind(q, q, q, log_decay=q[0, 0, :, 0]), two | {"sums_kernel": 1}),
-        "bonus": (bind(q, q, q, log_decay=q, bonus=q[0, 0]), two | {"sums_kernel": 1}),
+        "token": (bind(q, q, q, log_decay=q[..., 0]), three),
+        "channel": (bind(q, q, q, log_decay=q), channel),
+        "not causal": (bind(q, q, q, causal=False), three),
+        "head": (bind(q, q, q, log_decay=q[0, 0, :, 0]), three | {"sums_kernel": 1}),
+        "bonus": (bind(q, q, q, log_decay=q, bonus=q[0, 0]), channel | {"sums_kernel": 1}),
     }
     for name, (call, expected) in counted.items():
         with tune.recording(target) as launches:
             gradients(call, (torch.empty_like(call.v), None))
-        found = Counter(launch.kernel.fn.__name__ for launch in launches[3 if heads == 1 else 2 :])
+        forward = (3 if heads == 1 else 2) + 2 * ("pairs_kernel" in expected)
+        found = Counter(launch.kernel.fn.__name__ for launch in launches[forward:])
         assert found == expected, name
     with tune.recording(target) as launches:
         gradients(full(), (None, None), [False] * 5 + [True])
-    assert len(launches) == 3  # of which two are the forward's
+    assert len(launches) == 5  # of which three are the forward's

@@ -34,20 +34,26 @@ def _slots(call: Call) -> int:
 def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     """out [B,T,H,V] in v's dtype and the final state [N,H,K,V]; `keep`: and what `kept` declares."""
     from foci.ops.decay import kernels_triton_forward as kernels
+    from foci.ops.decay.kernels_triton_pairs import prepared
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
     states = kept(call).empty(call.v) if keep or call.causal else None
-    out, final = kernels.forward(call, states, _slots(call), _cut(call))
+    out, final = kernels.forward(call, prepared(call, _slots(call), False), states, _slots(call), _cut(call))
     return (out, final) if states is None or not keep else (out, final, states)
 
 
 def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: list[bool]) -> Gradients:
     """Gradients of q, k, v, log_decay, bonus and state, None where not needed."""
-    from foci.ops.decay import kernels_triton_backward as kernels
+    from foci.ops.decay import kernels_triton_backward, kernels_triton_keys
+    from foci.ops.decay.kernels_triton_pairs import prepared
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
-    states = outputs[2] if call.causal else outputs[1]
-    return kernels.backward(call, states, grads, needs, _slots(call), _cut(call))
+    slots, states = _slots(call), outputs[2] if call.causal else outputs[1]
+    do = call.v.new_zeros(()).expand(call.v.shape) if grads[0] is None else grads[0]
+    made = prepared(call, slots, True)
+    ends, dv, d_state = kernels_triton_backward.backward(call, made, states, do, grads[1], needs, slots, _cut(call))
+    dq, dk, dg, d_bonus = kernels_triton_keys.backward(call, made, states, ends, do, needs, slots)
+    return dq, dk, dv, dg, d_bonus, d_state
 
 
 def _cut(call: Call) -> partial[stretches.Cut]:

@@ -1,7 +1,8 @@
 """Forward of linear attention in Triton: the state at every chunk's start, then what each token reads.
 
 Within a chunk  o = scale (A v + (rise q) S),  A the decayed products of queries and keys, S the state at its start; the
-state at its end is  total S + (fall k)^T v  (tiles/gates.py: rise, fall, total).
+state at its end is  total S + (fall k)^T v  (tiles/gates.py: rise, fall, total). Of gates per channel, rise q, fall k,
+A and total are there already (kernels_triton_pairs.py): in place of q, k and g these kernels get them.
 
 Where few heads would leave processors idle, sequences are cut into stretches (ops/stretches.py) and states are walked
 twice: first from nothing, for the map that each stretch is, and then from what the maps before it make of the first.
@@ -22,9 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.core.tune import Config, Target, configure, float_precision, launch, side, stored, strides, target_of
-from foci.tiles import near
-from foci.tiles.gates import load_gates, pairs, scaled, total
-from foci.tiles.memory import load_tile, store_tile
+from foci.tiles.gates import load_gates, scaled, total
+from foci.tiles.memory import load_row, load_tile, store_tile
 from foci.tiles.near import ends, weights
 from foci.tiles.state import chunk_at, sequence, working
 from foci.tiles.stretches import join_states, stretch
@@ -75,17 +75,16 @@ def states_kernel(  # type: ignore[no-untyped-def]
         k = working(load_tile(k_ptr, t0, end, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
         v = working(load_tile(v_ptr, t0, end, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V))
         if g_ptr is not None:
-            here = g_ptr + b * g_strides[0] + h * g_strides[2]
             if PER_CHANNEL:
-                g = load_tile(here, t0, end, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
-                k = scaled(k, ends(g, True, NEAR)[1])
-                S *= total(g)[:, None]
+                w = load_row(g_ptr + ((slot + (t0 - start) // CHUNK) * H + h) * K, k0, K, BLOCK_K)
+                S *= w[:, None]
             else:
-                g = load_gates(here, t0, end, g_strides[1], CHUNK)
+                g = load_gates(g_ptr + b * g_strides[0] + h * g_strides[2], t0, end, g_strides[1], CHUNK)
                 v = scaled(v, ends(g, True, NEAR)[1][:, None])
-                S *= total(g)
+                w = total(g)
+                S *= w
             if MAP:
-                decay *= total(g)
+                decay *= w
         S = tl.dot(tl.trans(k), v, S, input_precision=PRECISION)
     if MAP:
         store_tile(ends_ptr + (tl.cast(piece, tl.int64) * H + h) * K * V, S, k0, K, V, v0, V, 1)
@@ -97,7 +96,7 @@ def states_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def out_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, g_ptr, bonus_ptr, offsets_ptr, states_ptr, out_ptr,
+    q_ptr, k_ptr, v_ptr, g_ptr, bonus_ptr, offsets_ptr, states_ptr, pairs_ptr, out_ptr,
     q_strides, k_strides, v_strides, g_strides, bonus_strides, scale, T, N, H, R, K, V,
     CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -116,43 +115,33 @@ def out_kernel(  # type: ignore[no-untyped-def]
     k_ptr += row * k_strides[0] + h // R * k_strides[2]
     v_ptr += row * v_strides[0] + h * v_strides[2]
     states_ptr += ((slot if CAUSAL else n) * H + h) * K * V
-    if g_ptr is not None:
-        g_ptr += row * g_strides[0] + h * g_strides[2]
     A = tl.zeros([CHUNK, CHUNK], tl.float32)
     o = tl.zeros([CHUNK, BLOCK_V], tl.float32)
     own = tl.zeros([CHUNK], tl.float32)
     for k0 in range(0, K, BLOCK_K):
         q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
         S = load_tile(states_ptr, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V).to(q.dtype)
-        risen = q
-        if CAUSAL:
+        if CAUSAL and not PER_CHANNEL:
             k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
-            if PER_CHANNEL:
-                g = load_tile(g_ptr, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
-                if NEAR:
-                    up, c, close = near.exponents(g, OWN)
-                    risen = scaled(q, tl.exp(up))
-                    A = near.pairs(A, risen, q, k, up, c, close, OWN, PRECISION)
-                else:
-                    A = pairs(A, q, k, g, OWN, PRECISION)
-                    risen = scaled(q, ends(g, OWN, NEAR)[0])
-            else:
-                A = tl.dot(q, tl.trans(k), A, input_precision=PRECISION)
+            A = tl.dot(q, tl.trans(k), A, input_precision=PRECISION)
             if not OWN:
                 u_ptr = bonus_ptr + h * bonus_strides[0]
                 u = load_tile(u_ptr, 0, 1, 0, k0, K, bonus_strides[1], 1, BLOCK_K).to(tl.float32)
                 own += tl.sum(q * u * k, 1)
-        o = tl.dot(risen, S, o, input_precision=PRECISION)
+        o = tl.dot(q, S, o, input_precision=PRECISION)
     if CAUSAL:
-        t = t0 + tl.arange(0, CHUNK)
-        if g_ptr is None:
-            A = tl.where(t[:, None] >= t[None, :] if OWN else t[:, None] > t[None, :], A, 0.0)
-        elif not PER_CHANNEL:
-            g = load_gates(g_ptr, t0, stop, g_strides[1], CHUNK)
-            A *= weights(g, OWN, NEAR)
-            o *= ends(g, OWN, NEAR)[0][:, None]
-        if not OWN:
-            A = tl.where(t[:, None] == t[None, :], own[:, None], A)
+        if PER_CHANNEL:
+            A = load_tile(pairs_ptr + (row * T * H + h) * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
+        else:
+            t = t0 + tl.arange(0, CHUNK)
+            if g_ptr is None:
+                A = tl.where(t[:, None] >= t[None, :] if OWN else t[:, None] > t[None, :], A, 0.0)
+            else:
+                g = load_gates(g_ptr + row * g_strides[0] + h * g_strides[2], t0, stop, g_strides[1], CHUNK)
+                A *= weights(g, OWN, NEAR)
+                o *= ends(g, OWN, NEAR)[0][:, None]
+            if not OWN:
+                A = tl.where(t[:, None] == t[None, :], own[:, None], A)
         v = working(load_tile(v_ptr, t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V))
         o = tl.dot(A.to(v.dtype), v, o, input_precision=PRECISION)
     store_tile(out_ptr + (row * T * H + h) * V, scale * o, t0, stop, H * V, v0, V, 1)
@@ -168,26 +157,29 @@ def states_rule(dtype: torch.dtype, K: int, V: int, heads: int, target: Target) 
 
 
 def out_rule(dtype: torch.dtype, K: int, V: int, by_channel: bool, target: Target) -> Config:
-    """All columns that registers hold, because every block of them makes A again."""
+    """All columns that registers hold, because every block of them makes A again, or reads it."""
     small = target.shared < 80_000 or dtype != torch.bfloat16
-    k, v = side(K, 32 if by_channel or small else 64), side(V, 64 if small else 128)
-    return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=8 if by_channel or v > 64 else 4, stages=2)
+    k, v = side(K, 32 if small else 64), side(V, 64 if small else 128)
+    return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=8 if v > 64 else 4, stages=2)
 
 
-def forward(call: Any, kept: Tensor | None, slots: int, cut: Callable[[Target, int], Any]) -> tuple[Tensor, Tensor]:
+def forward(
+    call: Any, made: Any, kept: Tensor | None, slots: int, cut: Callable[[Target, int], Any]
+) -> tuple[Tensor, Tensor]:
     """out [B,T,H,V] and the final state [N,H,K,V]; the states at the chunks' starts are left in `kept`, if given.
 
-    `cut` is that of ops/stretches.py.
+    `made`: the Pairs of gates per channel (kernels_triton_pairs.py). `cut` is that of ops/stretches.py.
     """
     B, T, G, H, K, V, N = call.sizes
-    v, g, target = call.v, call.log_decay, target_of(call.v.device)
+    v, target = call.v, target_of(call.v.device)
+    q, k, g, R = (call.q, call.k, call.log_decay, H // G) if made is None else (made.risen, made.fallen, made.totals, 1)
     # Tokens behind the last document belong to no chunk.
     room = torch.empty if call.offsets is None else torch.zeros
     out = room(B, T, H, V, dtype=v.dtype, device=v.device)
     final = torch.empty(N, H, K, V, dtype=torch.float32, device=v.device)
     if kept is None and call.causal:
         kept = torch.empty(slots, H, K, V, dtype=stored(v.dtype), device=v.device)
-    by_channel = g is not None and g.shape[3] > 1
+    by_channel = made is not None
     shared = {
         "CAUSAL": call.causal, "PER_CHANNEL": by_channel, "PRECISION": float_precision(v.dtype, target), "CHUNK": CHUNK,
     }  # fmt: skip
@@ -200,8 +192,8 @@ def forward(call: Any, kept: Tensor | None, slots: int, cut: Callable[[Target, i
         launch(
             states_kernel,
             ((maps if MAP else programs) * blocks,),
-            call.k, v, g, None if MAP else call.state, call.offsets, kept, final, decays, ends,
-            call.k.stride(), v.stride(), strides(g), strides(call.state), T, N, H, H // G, K, V,
+            k, v, g, None if MAP else call.state, call.offsets, kept, final, decays, ends,
+            k.stride(), v.stride(), strides(g), strides(call.state), T, N, H, R, K, V,
             config=walk, STRETCH=STRETCH, MAP=MAP, **shared,
         )  # fmt: skip
     key = v.dtype, K, V, by_channel
@@ -209,9 +201,9 @@ def forward(call: Any, kept: Tensor | None, slots: int, cut: Callable[[Target, i
     launch(
         out_kernel,
         (slots * H * -(-V // read["BLOCK_V"]),),
-        call.q, call.k, v, g, call.bonus, call.offsets, kept if call.causal else final, out,
-        call.q.stride(), call.k.stride(), v.stride(), strides(g), strides(call.bonus),
-        call.scale, T, N, H, H // G, K, V,
+        q, k, v, g, None if by_channel else call.bonus, call.offsets, kept if call.causal else final,
+        None if made is None else made.pairs, out,
+        q.stride(), k.stride(), v.stride(), strides(g), strides(call.bonus), call.scale, T, N, H, R, K, V,
         config=read, **shared,
     )  # fmt: skip
     return out, final

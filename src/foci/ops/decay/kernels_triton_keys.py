@@ -1,0 +1,369 @@
+"""Backward of linear attention in Triton: gradients of queries, keys, gates and the bonus (kernels_triton_backward.py).
+
+With dA = scale do v^T, S the state at a chunk's start and dS the gradient of that at its end:
+
+    dq = pairs(dA) k + scale rise (do S^T)    dk = pairs(dA)^T q + fall (v dS^T)
+
+and a gate takes what it weighs of dA A, of both second terms, and of total (S dS) (tiles/gates.py: by_pairs, by_ends).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foci.core.tune import Config, Target, configure, float_precision, launch, side, strides, target_of
+from foci.tiles import near
+from foci.tiles.gates import load_gates, pairs_backward_onto, scaled, total
+from foci.tiles.memory import add_tile, load_row, load_tile, store_tile
+from foci.tiles.near import by_chunk, ends, load_sums, weights
+from foci.tiles.state import chunk_at, working
+
+CHUNK = 64
+WIDTHS = {"BLOCK_K": (16, 32, 64, 128), "BLOCK_V": (16, 32, 64, 128)}  # what `foci tune` may try
+
+
+@triton.jit
+def keys_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, g_ptr, bonus_ptr, offsets_ptr, states_ptr, ends_ptr, do_ptr,
+    sums_ptr, dq_ptr, dk_ptr, dg_ptr, d_bonus_ptr,
+    q_strides, k_strides, v_strides, g_strides, bonus_strides, do_strides, scale, T, N, H, R, K, V, part,
+    share, size, CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, CONSTANT: tl.constexpr, SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """dq, dk, summed over `share` of the R heads that read one head of keys, and dg, of one chunk's BLOCK_K channels.
+
+    What is left to sum goes to parts: dq and dk to that of their share of heads, `size` entries apart; dg of a gate per
+    token to that of its block of K, `part` entries apart; constant gates' and the bonus' to that of its chunk.
+    """
+    OWN: tl.constexpr = bonus_ptr is None
+    NEAR: tl.constexpr = k_ptr.dtype.element_ty != tl.float32
+    PER_TOKEN: tl.constexpr = (g_ptr is not None) and not PER_CHANNEL
+    ROWS: tl.constexpr = (dq_ptr is not None) or (dg_ptr is not None)
+    block = tl.program_id(0) % tl.cdiv(K, BLOCK_K)
+    k0 = block * BLOCK_K
+    rest = tl.program_id(0) // tl.cdiv(K, BLOCK_K)
+    G, r0, heads = H // R, 0, R
+    if SPLIT:
+        r0 = rest % tl.cdiv(R, share) * share
+        rest, heads = rest // tl.cdiv(R, share), tl.minimum(R, r0 + share)
+    first, chunk = (rest % G).to(tl.int64), (rest // G).to(tl.int64)
+    n, b, t0, stop, slot = chunk_at(offsets_ptr, rest // G, N, T, CHUNK)
+    row = tl.cast(b, tl.int64)
+    if offsets_ptr is not None:  # noqa: SIM102  known before n is
+        if n < 0:  # no such chunk: its parts are 0, of slots that may hold anything
+            n, stop, slot, t0 = 0, 0, 0, 0
+            if not CONSTANT and d_bonus_ptr is None:
+                heads = 0
+    t = tl.arange(0, CHUNK)
+    q_ptr += row * q_strides[0] + first * q_strides[2]
+    k_ptr += row * k_strides[0] + first * k_strides[2]
+    dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+    dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+    pairs_of_all = tl.zeros([CHUNK, CHUNK], tl.float32)
+    by_q, by_k = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+    for r in tl.range(r0, heads, disable_licm=True):
+        h = first * R + r
+        dA = tl.zeros([CHUNK, CHUNK], tl.float32)
+        by_rows = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+        by_columns = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+        by_state = tl.zeros([BLOCK_K], tl.float32)
+        if PER_TOKEN:
+            g = load_gates(g_ptr + row * g_strides[0] + h * g_strides[2], t0, stop, g_strides[1], CHUNK)
+            rise, fall = ends(g, OWN, NEAR)
+        place = ((slot if CAUSAL else n) * H + h) * K * V
+        for v0 in range(0, V, BLOCK_V):
+            here = v_ptr + row * v_strides[0] + h * v_strides[2]
+            v = working(load_tile(here, t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V))
+            here = do_ptr + row * do_strides[0] + h * do_strides[2]
+            do = working(load_tile(here, t0, stop, do_strides[1], v0, V, do_strides[3], CHUNK, BLOCK_V))
+            if CAUSAL:
+                dA = tl.dot(do, tl.trans(v), dA, input_precision=PRECISION)
+            if ROWS:
+                S = load_tile(states_ptr + place, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V)
+                if PER_CHANNEL:
+                    by_rows = tl.dot(do, tl.trans(S.to(do.dtype)), by_rows, input_precision=PRECISION)
+                else:
+                    do = scaled(do, (scale * rise)[:, None] if PER_TOKEN else scale)
+                    dq = tl.dot(do, tl.trans(S.to(do.dtype)), dq, input_precision=PRECISION)
+            if ends_ptr is not None:
+                dS = load_tile(ends_ptr + place, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V)
+                if PER_CHANNEL:
+                    by_columns = tl.dot(v, tl.trans(dS.to(v.dtype)), by_columns, input_precision=PRECISION)
+                else:
+                    v = scaled(v, fall[:, None]) if PER_TOKEN else v
+                    dk = tl.dot(v, tl.trans(dS.to(v.dtype)), dk, input_precision=PRECISION)
+                if dg_ptr is not None:
+                    by_state += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+        # Only now, and again for each head: through the loop above they would not fit into registers.
+        q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
+        k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
+        dA *= scale
+        if PER_CHANNEL:
+            if NEAR:
+                c, last = load_sums(sums_ptr + (row * T * H + h) * K, t0, stop, H * K, k0, K, CHUNK, BLOCK_K)
+            if not NEAR or not OWN:
+                here = g_ptr + row * g_strides[0] + h * g_strides[2]
+                g = load_tile(here, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+            by_rows *= scale
+            by_columns *= tl.exp(last[None, :] - c) if NEAR else ends(g, True, False)[1]
+            dg = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+            if dg_ptr is not None:  # by_ends as products: sums along the tokens of a tile so wide spill
+                dg += (by_state * (tl.exp(last) if NEAR else total(g)))[None, :]
+                of_fall = t[:, None] > t[None, :]
+                dg = tl.dot(of_fall.to(k.dtype), (k * by_columns).to(k.dtype), dg, input_precision=PRECISION)
+            dk += by_columns
+            if NEAR:
+                risen, close = c if OWN else c - near.bounded(g), tl.min(c, 1) >= near.FAR
+                by_rows, dk, dg = near.pairs_backward(by_rows, dk, dg, dA, q, k, risen, c, close, OWN, PRECISION)
+                dq += by_rows
+            else:
+                by_rows *= ends(g, OWN, False)[0]
+                if dg_ptr is not None:
+                    of_rise = t[:, None] <= t[None, :] if OWN else t[:, None] < t[None, :]
+                    dg = tl.dot(of_rise.to(q.dtype), (q * by_rows).to(q.dtype), dg, input_precision=PRECISION)
+                dq, dk, dg = pairs_backward_onto(dq + by_rows, dk, dg, dA, q, k, g, OWN, PRECISION)
+            if dg_ptr is not None:
+                store_tile(dg_ptr + (row * T * H + h) * K, dg, t0, stop, H * K, k0, K, 1)
+        elif CAUSAL:
+            if g_ptr is None:
+                W = tl.where(t[:, None] >= t[None, :] if OWN else t[:, None] > t[None, :], 1.0, 0.0)
+            else:
+                W = weights(g, OWN, NEAR)
+                if dg_ptr is not None:
+                    P = dA * W * tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                    # This head's part of what q dq and k dk sum to.
+                    rise, fall = tl.sum(q * dq, 1), tl.sum(k * dk, 1)
+                    dg = by_chunk(P, rise - by_q, fall - by_k, tl.sum(by_state) * total(g), OWN, NEAR)
+                    by_q, by_k = rise, fall
+                    if CONSTANT:
+                        dg = tl.sum(tl.where(t0 + t < stop, dg, 0.0))
+                        tl.store(dg_ptr + (chunk * tl.cdiv(K, BLOCK_K) + block) * H + h, dg)
+                    else:
+                        to = dg_ptr + tl.cast(block, tl.int64) * part + row * T * H + h
+                        tl.store(to + (t0 + t) * H, dg.to(dg_ptr.dtype.element_ty), mask=t0 + t < stop)
+            pairs_of_all += dA * W
+        if not OWN:
+            own = tl.sum(tl.where(t[:, None] == t[None, :], dA, 0.0), 1)[:, None]
+            here = bonus_ptr + h * bonus_strides[0]
+            u = load_tile(here, 0, 1, 0, k0, K, bonus_strides[1], 1, BLOCK_K).to(tl.float32)
+            dq += own * u * k
+            dk += own * u * q
+            if d_bonus_ptr is not None:
+                du = tl.sum(own * q * k, 0)
+                store_tile(d_bonus_ptr + (chunk * H + h) * K, du[None, :], 0, 1, 0, k0, K, 1)
+            if PER_TOKEN and dg_ptr is not None:
+                by_q, by_k = tl.sum(q * dq, 1), tl.sum(k * dk, 1)
+    if CAUSAL and not PER_CHANNEL:  # heads that read the same keys and queries: one product of the sum
+        q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
+        k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
+        P = pairs_of_all.to(k.dtype)
+        dq = tl.dot(P, k, dq, input_precision=PRECISION)
+        dk = tl.dot(tl.trans(P), q, dk, input_precision=PRECISION)
+    into = tl.cast(r0 // share, tl.int64) * size
+    if dq_ptr is not None:
+        store_tile(dq_ptr + into + (row * T * G + first) * K, dq, t0, stop, G * K, k0, K, 1)
+    if dk_ptr is not None:
+        store_tile(dk_ptr + into + (row * T * G + first) * K, dk, t0, stop, G * K, k0, K, 1)
+
+
+@triton.jit
+def far_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, g_ptr, offsets_ptr, do_ptr, sums_ptr, dq_ptr, dk_ptr, dg_ptr,
+    q_strides, k_strides, v_strides, g_strides, do_strides, scale, T, N, H, R, K, V, share, size,
+    WIDE: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """What the pairs of far tokens (tiles/near.py) add to dq, dk and dg, where there are any: programs as above.
+
+    A kernel of its own, because its levels would take the registers of the one above, which rarely needs them. WIDE:
+    the channels of a block there, any of which makes a token far.
+    """
+    k0 = tl.program_id(0) % tl.cdiv(K, BLOCK_K) * BLOCK_K
+    wide0 = k0 // WIDE * WIDE
+    rest = tl.program_id(0) // tl.cdiv(K, BLOCK_K)
+    r0, G = rest % tl.cdiv(R, share) * share, H // R
+    rest = rest // tl.cdiv(R, share)
+    first = (rest % G).to(tl.int64)
+    n, b, t0, stop, _slot = chunk_at(offsets_ptr, rest // G, N, T, CHUNK)
+    if n < 0:
+        return
+    row = tl.cast(b, tl.int64)
+    into = tl.cast(r0 // share, tl.int64) * size + (row * T * G + first) * K
+    for r in range(r0, tl.minimum(R, r0 + share)):
+        h = first * R + r
+        here = sums_ptr + (row * T * H + h) * K
+        last = load_row(here + tl.cast(tl.minimum(stop, t0 + CHUNK) - 1, tl.int64) * H * K, wide0, K, WIDE)
+        if tl.min(last, 0) < near.FAR:
+            dA = tl.zeros([CHUNK, CHUNK], tl.float32)
+            for v0 in range(0, V, BLOCK_V):
+                to = v_ptr + row * v_strides[0] + h * v_strides[2]
+                v = working(load_tile(to, t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V))
+                to = do_ptr + row * do_strides[0] + h * do_strides[2]
+                do = working(load_tile(to, t0, stop, do_strides[1], v0, V, do_strides[3], CHUNK, BLOCK_V))
+                dA = tl.dot(do, tl.trans(v), dA, input_precision=PRECISION)
+            to = q_ptr + row * q_strides[0] + first * q_strides[2]
+            q = working(load_tile(to, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
+            to = k_ptr + row * k_strides[0] + first * k_strides[2]
+            k = working(load_tile(to, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
+            c, _last = load_sums(here, t0, stop, H * K, k0, K, CHUNK, BLOCK_K)
+            risen = c
+            if not OWN:
+                to = g_ptr + row * g_strides[0] + h * g_strides[2]
+                g = load_tile(to, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+                risen -= near.bounded(g)
+            wide, _last = load_sums(here, t0, stop, H * K, wide0, K, CHUNK, WIDE)
+            dq, dk, dg = near.far_backward(scale * dA, q, k, risen, c, tl.min(wide, 1) >= near.FAR, OWN, PRECISION)
+            add_tile(dq_ptr, into, dq, t0, stop, G * K, k0, K)
+            add_tile(dk_ptr, into, dk, t0, stop, G * K, k0, K)
+            add_tile(dg_ptr, (row * T * H + h) * K, dg, t0, stop, H * K, k0, K)
+
+
+@triton.jit
+def sums_kernel(  # type: ignore[no-untyped-def]
+    g_ptr, dg_ptr, bonus_ptr, d_bonus_ptr, q_ptr, dq_ptr, k_ptr, dk_ptr, g_parts, g_size, bonus_parts, bonus_size,
+    parts, q_size, k_size, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sums over parts [parts, size] of what gradients have them, in a fixed order; where not, the size is 0."""
+    block = tl.program_id(0)
+    if g_ptr is not None:
+        _sum(block, g_ptr, dg_ptr, g_parts, g_size, BLOCK_P, BLOCK)
+        block -= tl.cdiv(g_size, BLOCK)
+    if bonus_ptr is not None:
+        _sum(block, bonus_ptr, d_bonus_ptr, bonus_parts, bonus_size, BLOCK_P, BLOCK)
+        block -= tl.cdiv(bonus_size, BLOCK)
+    if q_ptr is not None:
+        _sum(block, q_ptr, dq_ptr, parts, q_size, BLOCK_P, BLOCK)
+        block -= tl.cdiv(q_size, BLOCK)
+    if k_ptr is not None:
+        _sum(block, k_ptr, dk_ptr, parts, k_size, BLOCK_P, BLOCK)
+
+
+@triton.jit
+def _sum(block, ptr, out_ptr, parts, size, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Block `block` of the sum, if there is one."""
+    if (block >= 0) & (block < tl.cdiv(size, BLOCK)):
+        x = tl.zeros([BLOCK_P, BLOCK], tl.float32)
+        for p in range(0, parts, BLOCK_P):
+            x += load_tile(ptr, p, parts, size, block * BLOCK, size, 1, BLOCK_P, BLOCK)
+        store_tile(out_ptr, tl.sum(x, 0)[None, :], 0, 1, 0, block * BLOCK, size, 1)
+
+
+def keys_rule(
+    dtype: torch.dtype, K: int, V: int, by_channel: bool, bonus: bool, groups: bool, target: Target
+) -> Config:
+    """All channels that registers hold, because every block of them makes dA again."""
+    more, bf16 = bonus or groups, dtype == torch.bfloat16
+    if bf16 and target.shared > 200_000 and not bonus and by_channel != groups:
+        k, v = (64, 64) if by_channel else (128, 32)
+        return Config({"BLOCK_K": side(K, k), "BLOCK_V": side(V, v)}, warps=8, stages=1)
+    if by_channel:
+        k = 16 if dtype == torch.float32 or (more and not bf16) else 32
+    elif more or dtype == torch.float32:
+        k = 16 if dtype == torch.float32 and more else 32
+    else:
+        k = 128 if bf16 and target.shared > 120_000 else 64
+    v = 64 if bf16 and not more and target.shared > 80_000 else 32
+    blocks = {"BLOCK_K": side(K, k), "BLOCK_V": side(V, v)}
+    return Config(blocks, warps=8, stages=1 if by_channel and groups else 2)
+
+
+def far_rule(keys: Config) -> Config:
+    """Blocks that divide those of the kernel whose sums it adds to; levels hold many tiles."""
+    return Config({"BLOCK_K": min(32, keys["BLOCK_K"]), "BLOCK_V": keys["BLOCK_V"]}, warps=8, stages=1)
+
+
+def _share(heads: int, others: int, target: Target) -> int:
+    """How many of the heads that read one head of keys a program takes: as many as leave enough programs to all."""
+    parts = min(heads, -(-8 * target.processors // others))
+    return -(-heads // parts)
+
+
+def sums_rule(parts: int, target: Target) -> Config:
+    """Few parts are long, and many are short."""
+    return Config({"BLOCK_P": 16, "BLOCK": 64} if parts > 64 else {"BLOCK_P": 4, "BLOCK": 512})
+
+
+def backward(
+    call: Any, made: Any, states: Tensor, ends: Tensor | None, do: Tensor, needs: Sequence[bool], chunks: int
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, log_decay and the bonus, None where not needed.
+
+    `states`: what the forward kept, or the last ones where it is not causal; `ends`: their gradients. `chunks`: at most
+    so many (ops/gpu.py). `made`: the Pairs of gates per channel (kernels_triton_pairs.py).
+    """
+    B, T, G, H, K, V, N = call.sizes
+    g, target = call.log_decay, target_of(do.device)
+    room = torch.empty if call.offsets is None else torch.zeros  # tokens behind the last document belong to no chunk
+    dq, dk, dg, d_bonus = (
+        room(x.shape, dtype=x.dtype, device=x.device) if need else None
+        for x, need in zip((call.q, call.k, g, call.bonus), (needs[0], needs[1], needs[3], needs[4]), strict=True)
+    )
+    if not any(x is not None for x in (dq, dk, dg, d_bonus)):
+        return dq, dk, dg, d_bonus
+    by_channel = made is not None
+    constant = g is not None and g.shape[0] * g.shape[1] < B * T
+    key = do.dtype, K, V, by_channel, call.bonus is not None, H > G
+    config = configure("linear_keys", key, partial(keys_rule, *key), target, WIDTHS)
+    blocks = -(-K // config["BLOCK_K"])
+    g_parts = chunks * blocks if constant else 1 if by_channel else blocks
+    g_size = H if constant else B * T * H
+    dg_parts = bonus_parts = None
+    if dg is not None and (constant or g_parts > 1):
+        dg_parts = room(g_parts, g_size, dtype=torch.float32, device=do.device)
+    if d_bonus is not None:
+        bonus_parts = torch.empty(chunks, H, K, dtype=torch.float32, device=do.device)
+    share = _share(H // G, chunks * G * blocks, target)
+    parts = -(-H // G // share)
+    dq_parts, dk_parts = (
+        room(parts, *x.shape, dtype=torch.float32, device=do.device) if x is not None and parts > 1 else None
+        for x in (dq, dk)
+    )
+    onto = (dq if dq_parts is None else dq_parts), (dk if dk_parts is None else dk_parts)
+    launch(
+        keys_kernel,
+        (chunks * G * parts * blocks,),
+        call.q, call.k, call.v, g, call.bonus, call.offsets, states, ends, do, None if made is None else made.sums,
+        *onto, dg if dg_parts is None else dg_parts, bonus_parts,
+        call.q.stride(), call.k.stride(), call.v.stride(), strides(g), strides(call.bonus), do.stride(),
+        call.scale, T, N, H, H // G, K, V, g_size, share, call.q.numel(),
+        config=config, CAUSAL=call.causal, PER_CHANNEL=by_channel, CONSTANT=constant, SPLIT=parts > 1,
+        PRECISION=float_precision(do.dtype, target), CHUNK=CHUNK,
+    )  # fmt: skip
+    if made is not None and made.sums is not None:
+        narrow = far_rule(config)
+        launch(
+            far_kernel,
+            (chunks * G * parts * -(-K // narrow["BLOCK_K"]),),
+            call.q, call.k, call.v, g, call.offsets, do, made.sums, *onto, dg,
+            call.q.stride(), call.k.stride(), call.v.stride(), strides(g), do.stride(),
+            call.scale, T, N, H, H // G, K, V, share, call.q.numel(),
+            config=narrow, WIDE=config["BLOCK_K"], OWN=call.bonus is None,
+            PRECISION=float_precision(do.dtype, target), CHUNK=CHUNK,
+        )  # fmt: skip
+    left = (dg_parts, dg, g_parts), (bonus_parts, d_bonus, chunks), (dq_parts, dq, parts), (dk_parts, dk, parts)
+    _sums(left, target)
+    return dq, dk, dg, d_bonus
+
+
+def _sums(left: Sequence[tuple[Tensor | None, Tensor | None, int]], target: Target) -> None:
+    """What parts are left to sum: (parts, the sum, how many), None where there is none."""
+    sizes = [0 if one is None or into is None else into.numel() for one, into, _ in left]
+    if not any(sizes):
+        return
+    most = max(count for size, (_, _, count) in zip(sizes, left, strict=True) if size)
+    config = configure("linear_sums", (most > 64,), partial(sums_rule, most), target)
+    (_, _, g_parts), (_, _, bonus_parts), (_, _, parts), _ = left
+    launch(
+        sums_kernel,
+        (sum(-(-size // config["BLOCK"]) for size in sizes),),
+        *(x for one, into, _ in left for x in (one, into)),
+        g_parts, sizes[0], bonus_parts, sizes[1], parts, *sizes[2:],
+        config=config,
+    )  # fmt: skip

@@ -1,0 +1,60 @@
+"""Gradients of queries, keys and gates in half precision: far tokens among near ones, heads shared by programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from foci.core.tune import Config
+from foci.ops.decay import kernels_triton_keys as keys
+from foci.ops.decay.api import linear_attention
+from foci.ops.decay.spec import SPEC
+from foci.ops.draw import Draw
+from tests.ops.decay.test_kernels_triton_forward import problem
+from tests.ops.in_triton import there
+from tests.ops.recurrences import BUDGET, answers, error, exact
+
+
+def apart(inputs: dict[str, Any]) -> dict[str, float]:
+    """In float16, from the equation in float64."""
+    inputs = inputs | {name: inputs[name].half() for name in ("q", "k", "v")}
+    found, truth = (
+        answers(linear_attention, SPEC, made(inputs), by) for made, by in ((there, "triton"), (exact, "reference"))
+    )
+    return {name: error(found[name].cpu(), truth[name]) for name in truth}
+
+
+def gates_of(kind: str, *shape: int) -> torch.Tensor:
+    if kind == "mixed":
+        return Draw(torch.float32, torch.device("cpu"), 0).extremes(*shape)
+    return -3.0 * torch.rand(*shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("kind", ["mixed", "meeting"])
+@pytest.mark.parametrize("bonus", [False, True])
+def test_far_tokens_are_added(kind: str, bonus: bool) -> None:
+    inputs = problem(100, H=4, K=40, decay="channel", **({"bonus": torch.ones(4, 40)} if bonus else {}))
+    inputs |= {"q": inputs["q"][:, :, :2], "k": inputs["k"][:, :, :2]}
+    inputs["log_decay"] = gates_of(kind, *inputs["log_decay"].shape)
+    errors = apart(inputs)
+    assert max(errors.values()) < BUDGET[torch.float16], errors
+
+
+def test_blocks_of_another_width_know_the_same_tokens_as_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = problem(70, H=2, K=40, decay="channel")
+    inputs["log_decay"] = gates_of("meeting", 1, 70, 2, 40)
+    monkeypatch.setattr(keys, "keys_rule", lambda *_: Config({"BLOCK_K": 64, "BLOCK_V": 16}))
+    monkeypatch.setattr(keys, "far_rule", lambda _: Config({"BLOCK_K": 16, "BLOCK_V": 16}))
+    errors = apart(inputs)
+    assert max(errors.values()) < BUDGET[torch.float16], errors
+
+
+@pytest.mark.parametrize("share", [1, 3, 5])
+def test_any_share_of_the_heads_of_a_group(share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = problem(70, H=5, decay="token")
+    inputs |= {"q": inputs["q"][:, :, :1], "k": inputs["k"][:, :, :1]}
+    monkeypatch.setattr(keys, "_share", lambda *_: share)
+    errors = apart(inputs)
+    assert max(errors.values()) < BUDGET[torch.float16], errors
