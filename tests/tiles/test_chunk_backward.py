@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foci.tiles.chunk_backward import both, gather, left, outer, right, through
+from foci.tiles.chunk_backward import both, decayed, gather, left, outer, right, store_in_two, through, through_both
 from foci.tiles.memory import load_tile, store_tile
 from tests.ops.in_triton import DEVICE
 
@@ -62,3 +62,42 @@ def test_heads_are_summed_one_after_the_other() -> None:
     assert torch.equal(into, (x[0] + x[1] + x[2]).half())
     heads[(1,)](x, None, into, 1, 21, 20, C=32)
     assert torch.equal(into, x[0].half())
+
+
+@triton.jit
+def of_all(do_ptr, dv_ptr, d_ptr, S_ptr, dS_ptr, found_ptr, total_ptr, rows, K, V):  # type: ignore[no-untyped-def]
+    out, value, error, total = through_both(
+        do_ptr, (0, V, 0, 1), dv_ptr, d_ptr, V, S_ptr, dS_ptr, 0, rows, 0, K, V, "ieee", 32, 32, 16
+    )
+    store_tile(found_ptr, out, 0, rows, K, 0, K, 1)
+    store_tile(found_ptr + rows * K, value, 0, rows, K, 0, K, 1)
+    store_tile(found_ptr + 2 * rows * K, error, 0, rows, K, 0, K, 1)
+    c = tl.arange(0, 32)
+    tl.store(total_ptr + c, total, mask=c < K)
+
+
+def test_all_that_a_state_and_the_gradient_behind_it_give() -> None:
+    rows, K, V = 21, 20, 37
+    do, dv, d = torch.randn(3, rows, V, device=DEVICE).unbind()
+    S, dS = torch.randn(2, K, V, device=DEVICE).unbind()
+    found, total = torch.empty(3, rows, K, device=DEVICE), torch.empty(K, device=DEVICE)
+    of_all[(1,)](do, dv, d, S, dS, found, total, rows, K, V)
+    torch.testing.assert_close(found, torch.stack([do @ S.T, dv @ S.T, d @ dS.T]), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(total, (S * dS).sum(1), atol=1e-5, rtol=1e-5)
+
+
+@triton.jit
+def in_two(x_ptr, w_ptr, into_ptr, half, rows, K):  # type: ignore[no-untyped-def]
+    w = load_tile(w_ptr, 0, rows, K, 0, K, 1, 32, 32)
+    tile = decayed(x_ptr, (0, K, 0, 1), 0, 0, w, 0, rows, 0, K)
+    store_in_two(into_ptr, half, tile, 0, rows, K, 0, K)
+
+
+def test_a_tile_with_its_decays_keeps_its_digits_as_two_in_bfloat16() -> None:
+    x, w = torch.randn(2, 21, 20, device=DEVICE).unbind()
+    two = torch.empty(2, 21, 20, device=DEVICE, dtype=torch.bfloat16)
+    in_two[(1,)](x, w, two, two[0].numel(), 21, 20)
+    torch.testing.assert_close(two.float().sum(0), x * w, atol=0, rtol=2**-14)  # the interpreter cuts digits off
+    one = torch.empty(21, 20, device=DEVICE)
+    in_two[(1,)](x, w, one, 0, 21, 20)
+    assert torch.equal(one, x * w)

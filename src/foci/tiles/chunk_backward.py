@@ -61,6 +61,29 @@ def through(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def through_both(  # type: ignore[no-untyped-def]
+    out_ptr, out_strides, dv_ptr, d_ptr, stride, states_ptr, ends_ptr, t0, stop, k0, K, V,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """(do S^T, dv S^T, d dS^T [CHUNK,BLOCK_K], sums over V of S dS [BLOCK_K]) of a state and the gradient behind it."""
+    by_out = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+    by_value = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+    by_error = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+    by_total = tl.zeros([BLOCK_K], tl.float32)
+    for v0 in range(0, V, BLOCK_V):
+        S = working(load_tile(states_ptr, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V))
+        dS = working(load_tile(ends_ptr, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V))
+        do = load_tile(out_ptr, t0, stop, out_strides[1], v0, V, out_strides[3], CHUNK, BLOCK_V).to(S.dtype)
+        dv = load_tile(dv_ptr, t0, stop, stride, v0, V, 1, CHUNK, BLOCK_V).to(S.dtype)
+        d = load_tile(d_ptr, t0, stop, stride, v0, V, 1, CHUNK, BLOCK_V).to(S.dtype)
+        by_out = tl.dot(do, tl.trans(S), by_out, input_precision=PRECISION)
+        by_value = tl.dot(dv, tl.trans(S), by_value, input_precision=PRECISION)
+        by_error = tl.dot(d, tl.trans(dS), by_error, input_precision=PRECISION)
+        by_total += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+    return by_out, by_value, by_error, by_total
+
+
+@triton.jit
 def both(states_ptr, ends_ptr, k0, K, V, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):  # type: ignore[no-untyped-def]
     """The sums over V of S dS [BLOCK_K]: the gradient of total."""
     found = tl.zeros([BLOCK_K], tl.float32)
@@ -71,11 +94,19 @@ def both(states_ptr, ends_ptr, k0, K, V, BLOCK_K: tl.constexpr, BLOCK_V: tl.cons
 
 
 @triton.jit
-def decayed(into_ptr, ptr, strides, row, h, decays, t0, stop, stride, k0, K):  # type: ignore[no-untyped-def]
-    """Copies a tile of a row's head h, each number times its decay."""
+def decayed(ptr, strides, row, h, decays, t0, stop, k0, K):  # type: ignore[no-untyped-def]
+    """A tile of a row's head h, each number times its decay."""
     ptr += row * strides[0] + h * strides[2]
     x = load_tile(ptr, t0, stop, strides[1], k0, K, strides[3], decays.shape[0], decays.shape[1])
-    store_tile(into_ptr, decays * x.to(tl.float32), t0, stop, stride, k0, K, 1)
+    return decays * x.to(tl.float32)
+
+
+@triton.jit
+def store_in_two(ptr, half, tile, t0, stop, stride, k0, K):  # type: ignore[no-untyped-def]
+    """A tile in float32; in bfloat16 its rounding, and `half` behind it what that left."""
+    store_tile(ptr, tile, t0, stop, stride, k0, K, 1)
+    if ptr.dtype.element_ty == tl.bfloat16:
+        store_tile(ptr + half, tile - tile.to(tl.bfloat16).to(tl.float32), t0, stop, stride, k0, K, 1)
 
 
 @triton.jit

@@ -3,9 +3,9 @@
 The inverse of [[A, 0], [B, D]] is [[A', 0], [-D' B A', D']], A' and D' the inverses of the diagonal blocks. So with X
 the inverses of all blocks of M rows side by side, and B what lies below them within blocks of 2M, the inverses of those
 are X - X B X: nothing that is multiplied is larger than the answer. (A power series of E sums terms that grow like
-2^64, and cancel, where keys are alike.) All blocks of a size are one product of whole tiles, half of them zeros: cheaper
-than to take a tile apart. The backward needs no more: where X (I + E) = I and d = X b, d_b = X^T d_d and d_E = -d_b d^T
-below the diagonal.
+2^64, and cancel, where keys are alike.) All blocks of a size are one product of whole tiles, half of them zeros, which
+is cheaper than to take a tile apart. The backward needs no more: where X (I + E) = I and d = X b, d_b = X^T d_d and
+d_E = -d_b d^T below the diagonal.
 """
 
 from __future__ import annotations

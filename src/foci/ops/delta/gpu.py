@@ -52,9 +52,10 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
 def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: list[bool]) -> Gradients:
     """Gradients of q, k, v, beta, log_decay, erase and state, None where not needed."""
     from foci.ops.delta import kernels_triton_backward as kernels
+    from foci.ops.delta import kernels_triton_channels as channels
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
-    return kernels.backward(call, _parts(call, outputs[2]), grads, needs, partial(pieces, call))
+    return kernels.backward(call, _parts(call, outputs[2]), grads, needs, partial(pieces, call), channels)
 
 
 def _slots(call: Call) -> int:

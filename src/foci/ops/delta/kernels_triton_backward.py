@@ -7,6 +7,7 @@ With do, dS the gradients of the outputs and of the state at a chunk's end, X = 
 
 It leaves dv and dS at each chunk's end, and what is left is a matter of each chunk alone, in two launches, one for the
 rows of A (dA = do d^T) and one for those of E (dE = -dv d^T) and all that follows: the registers hold no more at once.
+With gates per channel it is one launch after the walk (kernels_triton_channels.py).
 Keys that are alike make sums over d, dv, A and X telescope: these are float32 throughout, and in a product with a
 bfloat16 operand they are two bfloat16 (tiles/chunk_backward.py: right, left), or float32 rounded to TF32. For float16,
 whose range holds no decays, all products are of float32 tiles (tiles/state.py: working).
@@ -24,9 +25,10 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.core.tune import Config, Target, configure, float_precision, launch, precision, side, strides, target_of
+from foci.tiles import near
 from foci.tiles.affine import joined, load_state, piece_at, store_map, store_state, with_unit
-from foci.tiles.chunk_backward import both, decayed, gather, left, outer, right, through
-from foci.tiles.gates import by_ends, by_pairs, ends, load_gates, pairs_backward_onto, total, weights
+from foci.tiles.chunk_backward import both, gather, left, outer, right, through
+from foci.tiles.gates import by_ends, ends, load_gates, total
 from foci.tiles.memory import load_tile, store_tile
 from foci.tiles.state import chunk_at, working
 
@@ -34,42 +36,19 @@ CHUNK = 64
 
 
 @triton.jit
-def ends_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, g_ptr, offsets_ptr, risen_q_ptr, fallen_k_ptr, risen_e_ptr, total_ptr,
-    q_strides, k_strides, e_strides, g_strides, T, N, H, R, K,
-    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """For gates per channel: rise q, fall k, rise e [B,T,H,K] and total of one chunk, one head, one block of K."""
-    k0, rest = tl.program_id(0) % tl.cdiv(K, BLOCK_K) * BLOCK_K, tl.program_id(0) // tl.cdiv(K, BLOCK_K)
-    h = (rest % H).to(tl.int64)
-    n, b, t0, stop, slot = chunk_at(offsets_ptr, rest // H, N, T, CHUNK)
-    if n < 0:
-        return
-    row = tl.cast(b, tl.int64)
-    here = g_ptr + row * g_strides[0] + h * g_strides[2]
-    g = load_tile(here, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
-    rise, fall = ends(g)
-    into = (row * T * H + h) * K
-    decayed(risen_q_ptr + into, q_ptr, q_strides, row, h // R, rise, t0, stop, H * K, k0, K)
-    decayed(fallen_k_ptr + into, k_ptr, k_strides, row, h // R, fall, t0, stop, H * K, k0, K)
-    decayed(risen_e_ptr + into, e_ptr, e_strides, row, h // R, rise, t0, stop, H * K, k0, K)
-    c = k0 + tl.arange(0, BLOCK_K)
-    tl.store(total_ptr + (slot * H + h) * K + c, total(g), mask=c < K)
-
-
-@triton.jit
 def walk_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, total_ptr, A_ptr, X_ptr, d_out_ptr, d_final_ptr, offsets_ptr, M_ptr, N_ptr,
     dv_ptr, d_value_ptr, ends_ptr, d_state_ptr,
     q_strides, k_strides, e_strides, beta_strides, g_strides, d_out_strides, d_final_strides, scale, T, N, H, R, K, V,
-    PRECISION: tl.constexpr, JOIN: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, BLOCKS: tl.constexpr,
+    half, PRECISION: tl.constexpr, JOIN: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V columns of one head's dS through one sequence, or a piece of it, last chunk to first.
 
     It keeps dS at each chunk's end, and dv. dS are BLOCKS tiles of BLOCK_K channels. With `total_ptr` q, k and e come
-    with their decays, rise and fall. Without `dv_ptr` a piece's map is made, as by the forward's: what dS at its end is
-    at its start; the columns behind V's blocks are M's, for which no output has a gradient.
+    with their decays, rise and fall, in bfloat16 e as two of them, `half` apart. Without `dv_ptr` a piece's map is
+    made, as by the forward's: what dS at its end is at its start; the columns behind V's blocks are M's, for which no
+    output has a gradient.
     """
     blocks = tl.cdiv(V, BLOCK_V) + (tl.cdiv(K, BLOCK_V) if dv_ptr is None else 0)
     v0 = tl.program_id(0) % blocks * BLOCK_V
@@ -144,6 +123,10 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             q = working(load_tile(q_ptr, t0, stop, q_strides[1], j * BLOCK_K, K, q_strides[3], CHUNK, BLOCK_K))
             block = tl.dot(tl.trans(q), by_read.to(q.dtype), block, input_precision=PRECISION)
             e = working(load_tile(e_ptr, t0, stop, e_strides[1], j * BLOCK_K, K, e_strides[3], CHUNK, BLOCK_K))
+            if total_ptr is not None:  # noqa: SIM102
+                if e.dtype == tl.bfloat16:
+                    lost = load_tile(e_ptr + half, t0, stop, e_strides[1], j * BLOCK_K, K, 1, CHUNK, BLOCK_K)
+                    block = tl.dot(tl.trans(lost), by_erase.to(tl.bfloat16), block)
             earlier = earlier + (right(tl.trans(e), by_erase, block, PRECISION),)  # noqa: RUF005
         dS = earlier
     if dv_ptr is None:
@@ -155,7 +138,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def side_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, k_ptr, beta_ptr, g_ptr, given_ptr, errors_ptr, states_ptr, ends_ptr, offsets_ptr,
+    x_ptr, k_ptr, beta_ptr, g_ptr, A_ptr, given_ptr, errors_ptr, states_ptr, ends_ptr, offsets_ptr,
     dP_ptr, d_w_ptr, g_parts_ptr, x_sums_ptr, k_sums_ptr, d_x_ptr, d_k_ptr, d_beta_ptr, d_g_ptr,
     x_strides, k_strides, beta_strides, g_strides, given_strides, factor, zero, T, N, H, R, K, V,
     LAST: tl.constexpr, SAME: tl.constexpr, CONSTANT: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
@@ -167,6 +150,7 @@ def side_kernel(  # type: ignore[no-untyped-def]
     k). What the first gives to w = beta k and to gates waits in d_w [B,T,H,K] and g_parts [B,T,H]; dP [B,T,H,CHUNK] is
     in memory for want of registers. CONSTANT: d_g [chunks,H], the sum over tokens.
     """
+    NEAR: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
     group, chunk = (tl.program_id(0) % (H // R)).to(tl.int64), tl.program_id(0) // (H // R)
     n, b, first, stop, slot = chunk_at(offsets_ptr, chunk, N, T, CHUNK)
     if n < 0:
@@ -184,24 +168,28 @@ def side_kernel(  # type: ignore[no-untyped-def]
         head, there = row * T * H + h, (slot * H + h) * K * V
         from_ptr, d_ptr = given_ptr + row * given_strides[0] + h * given_strides[2], errors_ptr + head * V
         b_ptr = beta_ptr + row * beta_strides[0] + h * beta_strides[2]
-        dP = factor * outer(from_ptr, given_strides, d_ptr, H * V, t0, stop, V, LAST, PRECISION, CHUNK, BLOCK_V)
+        dP = outer(from_ptr, given_strides, d_ptr, H * V, t0, stop, V, LAST, PRECISION, CHUNK, BLOCK_V)
+        d_g = tl.zeros([CHUNK], tl.float32)
+        if g_parts_ptr is not None and not LAST:
+            A = load_tile(A_ptr + head * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
+            d_g = near.by_chunk(A * dP, d_g, tl.zeros_like(d_g), 0.0, True, NEAR)
+        dP *= factor
         if g_ptr is not None:
             here = g_ptr + row * g_strides[0] + h * g_strides[2]
-            dP *= weights(load_gates(here, t0, stop, g_strides[1], CHUNK))
+            dP *= near.weights(load_gates(here, t0, stop, g_strides[1], CHUNK), True, NEAR)
         store_tile(dP_ptr + head * CHUNK, dP, t0, stop, H * CHUNK, 0, CHUNK, 1)
         tl.debug_barrier()
         at = (t0 + tl.arange(0, CHUNK)).to(tl.int64)
-        d_beta, d_g, t0 = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32), t0 + zero
-        if g_parts_ptr is not None:
+        d_beta, t0 = tl.zeros([CHUNK], tl.float32), t0 + zero
+        if g_parts_ptr is not None and LAST:
             P = tl.zeros([CHUNK, CHUNK], tl.float32)
             for k0 in tl.range(0, K, BLOCK_K, disable_licm=True):
                 x = working(load_tile(x_ptr, t0, stop, x_strides[1], k0, K, x_strides[3], CHUNK, BLOCK_K))
                 k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
                 P = tl.dot(x, tl.trans(k), P, input_precision=PRECISION)
             beta = load_gates(b_ptr, t0, stop, beta_strides[1], CHUNK)
-            d_g = by_pairs(P * dP * beta[None, :])
-            if LAST:
-                d_g += tl.load(g_parts_ptr + head + at * H, mask=at < stop, other=0.0)
+            d_g = near.by_chunk(P * dP * beta[None, :], d_g, tl.zeros_like(d_g), 0.0, True, NEAR)
+            d_g += tl.load(g_parts_ptr + head + at * H, mask=at < stop, other=0.0)
         for k0 in tl.range(0, K, BLOCK_K, disable_licm=True):
             t0 = first + zero * k0
             beta = load_gates(b_ptr, t0, stop, beta_strides[1], CHUNK)
@@ -210,7 +198,7 @@ def side_kernel(  # type: ignore[no-untyped-def]
             )
             if g_ptr is not None:
                 g = load_gates(here, t0, stop, g_strides[1], CHUNK)
-                d_x *= ends(g)[0][:, None]
+                d_x *= near.ends(g, True, NEAR)[0][:, None]
             t0 += zero
             x = working(load_tile(x_ptr, t0, stop, x_strides[1], k0, K, x_strides[3], CHUNK, BLOCK_K))
             by_rise = tl.sum(x.to(tl.float32) * d_x, 1)
@@ -230,7 +218,7 @@ def side_kernel(  # type: ignore[no-untyped-def]
                     d_ptr, (0, H * V, 0, 1), ends_ptr + there, t0, stop, k0, K, V, PRECISION, CHUNK, BLOCK_K, BLOCK_V
                 )
                 if g_ptr is not None:
-                    by_w *= ends(g)[1][:, None]
+                    by_w *= near.ends(g, True, NEAR)[1][:, None]
                 if d_g_ptr is not None:
                     by_total = tl.sum(both(states_ptr + there, ends_ptr + there, k0, K, V, BLOCK_K, BLOCK_V), 0)
                     d_g += by_ends(by_rise, beta * tl.sum(k.to(tl.float32) * by_w, 1), by_total * total(g))
@@ -259,81 +247,6 @@ def side_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def side_by_channel_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, k_ptr, beta_ptr, g_ptr, given_ptr, errors_ptr, states_ptr, ends_ptr, offsets_ptr,
-    dP_ptr, d_w_ptr, g_parts_ptr, x_sums_ptr, k_sums_ptr, d_x_ptr, d_k_ptr, d_beta_ptr, d_g_ptr,
-    x_strides, k_strides, beta_strides, g_strides, given_strides, factor, zero, T, N, H, R, K, V,
-    LAST: tl.constexpr, SAME: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """`side_kernel` for gates per channel: g_parts and d_g [B,T,H,K]."""
-    group = (tl.program_id(0) % (H // R)).to(tl.int64)
-    n, b, first, stop, slot = chunk_at(offsets_ptr, tl.program_id(0) // (H // R), N, T, CHUNK)
-    if n < 0:
-        return
-    row, G = tl.cast(b, tl.int64), H // R
-    x_ptr += row * x_strides[0] + group * x_strides[2]
-    k_ptr += row * k_strides[0] + group * k_strides[2]
-    into = (row * T * G + group) * K
-    for r in tl.range(R, disable_licm=True):
-        t0 = first + zero * r  # what the loop changes stays in it: addresses kept through it would cost registers
-        h = group * R + r
-        head, there = row * T * H + h, (slot * H + h) * K * V
-        from_ptr, d_ptr = given_ptr + row * given_strides[0] + h * given_strides[2], errors_ptr + head * V
-        beta = load_gates(beta_ptr + row * beta_strides[0] + h * beta_strides[2], t0, stop, beta_strides[1], CHUNK)
-        dP = factor * outer(from_ptr, given_strides, d_ptr, H * V, t0, stop, V, LAST, PRECISION, CHUNK, BLOCK_V)
-        store_tile(dP_ptr + head * CHUNK, dP, t0, stop, H * CHUNK, 0, CHUNK, 1)
-        tl.debug_barrier()
-        d_beta = tl.zeros([CHUNK], tl.float32)
-        for k0 in tl.range(0, K, BLOCK_K, disable_licm=True):
-            t0 = first + zero * k0
-            here = g_ptr + row * g_strides[0] + h * g_strides[2]
-            g = load_tile(here, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
-            d_x = factor * through(
-                from_ptr, given_strides, states_ptr + there, t0, stop, k0, K, V, PRECISION, CHUNK, BLOCK_K, BLOCK_V
-            )
-            d_x *= ends(g)[0]
-            x = load_tile(x_ptr, t0, stop, x_strides[1], k0, K, x_strides[3], CHUNK, BLOCK_K).to(tl.float32)
-            w = load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K).to(tl.float32)
-            w *= beta[:, None]
-            if LAST:
-                by_w = through(
-                    d_ptr, (0, H * V, 0, 1), ends_ptr + there, t0, stop, k0, K, V, PRECISION, CHUNK, BLOCK_K, BLOCK_V
-                )
-                by_w *= ends(g)[1]
-                by_total = both(states_ptr + there, ends_ptr + there, k0, K, V, BLOCK_K, BLOCK_V)
-                d_g = by_ends(x * d_x, w * by_w, by_total * total(g))
-                d_w = by_w + load_tile(d_w_ptr + head * K, t0, stop, H * K, k0, K, 1, CHUNK, BLOCK_K)
-                d_g += load_tile(g_parts_ptr + head * K, t0, stop, H * K, k0, K, 1, CHUNK, BLOCK_K)
-            else:
-                d_w = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-                d_g = by_ends(x * d_x, d_w, tl.zeros([BLOCK_K], tl.float32))
-            t0 += zero
-            dP = load_tile(dP_ptr + head * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
-            d_x, d_w, d_g = pairs_backward_onto(d_x, d_w, d_g, dP, x, w, g, True, PRECISION)
-            t0 += zero
-            if not (LAST and SAME):
-                gather(d_x_ptr, x_sums_ptr, into, d_x, r, R, t0, stop, G * K, k0, K)
-            t0 += zero
-            if LAST:
-                if d_g_ptr is not None:
-                    store_tile(d_g_ptr + head * K, d_g, t0, stop, H * K, k0, K, 1)
-                k = load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K).to(tl.float32)
-                d_beta += tl.sum(d_w * k, 1)
-                d_k = beta[:, None] * d_w
-                t0 += zero
-                if SAME:
-                    d_k += d_x
-                gather(d_k_ptr, k_sums_ptr, into, d_k, r, R, t0, stop, G * K, k0, K)
-            else:
-                store_tile(d_w_ptr + head * K, d_w, t0, stop, H * K, k0, K, 1)
-                store_tile(g_parts_ptr + head * K, d_g, t0, stop, H * K, k0, K, 1)
-        if LAST and d_beta_ptr is not None:
-            at = (t0 + tl.arange(0, CHUNK)).to(tl.int64)
-            tl.store(d_beta_ptr + head + at * H, d_beta, mask=at < stop)
-
-
-@triton.jit
 def sums_kernel(parts_ptr, sum_ptr, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
     """The sum over the rows of [rows, columns]."""
     c0 = tl.program_id(0) * BLOCK_C
@@ -343,12 +256,16 @@ def sums_kernel(parts_ptr, sum_ptr, rows, columns, BLOCK_R: tl.constexpr, BLOCK_
     store_tile(sum_ptr, found, 0, 1, columns, c0, columns, 1)
 
 
-def _ends_rule(K: int, V: int, wide: bool, target: Target) -> Config:
-    return Config({"BLOCK_K": side(K, 32)}, warps=4, stages=1)
+def _walk_by_channel_rule(K: int, V: int, wide: bool, target: Target) -> Config:
+    """As `_walk_rule`, but there is more to load for a chunk, and more programs at once hide that best."""
+    config = _walk_rule(K, V, wide, target)
+    return Config(config.blocks, config.warps, 1)
 
 
 def _walk_rule(K: int, V: int, wide: bool, target: Target) -> Config:
     """All of K is in registers as float32, so there is less of V where K is large; `wide`: tiles of float32."""
+    if target.arch == 90 and K <= 128 and not wide:  # as measured on an H200
+        return Config({"BLOCK_K": side(K, 128), "BLOCK_V": side(V, 32)}, warps=4, stages=2)
     k = 32 if wide and target.shared < 160_000 else 64
     blocks = {"BLOCK_K": side(K, k), "BLOCK_V": side(V, 16 if wide or K > 128 else 32)}
     return Config(blocks, warps=4 if K <= 128 else 8, stages=1)
@@ -356,12 +273,10 @@ def _walk_rule(K: int, V: int, wide: bool, target: Target) -> Config:
 
 def _side_rule(K: int, V: int, wide: bool, target: Target) -> Config:
     """As many channels as registers hold without a spill."""
+    if target.arch == 90 and not wide:  # as measured on an H200
+        return Config({"BLOCK_K": side(K, 64), "BLOCK_V": side(V, 64)}, warps=4, stages=1)
     k = 64 if K <= 64 and not wide else 16
     return Config({"BLOCK_K": side(K, k), "BLOCK_V": side(V, 32)}, warps=4, stages=1)
-
-
-def _channels_rule(K: int, V: int, wide: bool, target: Target) -> Config:
-    return Config({"BLOCK_K": 16, "BLOCK_V": side(V, 32)}, warps=8, stages=1)
 
 
 def _sums_rule(target: Target) -> Config:
@@ -390,27 +305,38 @@ class _Problem:
         return x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
 
     def config(self, kernel: str, rule: Callable[[int, int, bool, Target], Config]) -> Config:
-        wide = self.call.q.dtype != torch.bfloat16 or self.per_channel
+        wide = self.call.q.dtype != torch.bfloat16
         key = (self.K, self.V, "float32" if wide else "bfloat16")
         vary = {"BLOCK_K": (16, 32, 64)} if kernel == "ends" else {"BLOCK_V": (16, 32, 64)}
         return configure(f"delta_backward_{kernel}", key, partial(rule, self.K, self.V, wide), self.target, vary)
 
 
 def backward(
-    call: Any, kept: Sequence[Tensor], grads: Sequence[Tensor | None], needs: Sequence[bool], cut: Callable[..., Any]
+    call: Any,
+    kept: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    cut: Callable[..., Any],
+    channels: Any,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, beta, log_decay, erase and state, None where not needed.
 
     `kept`: what the forward left, contiguous: the states at the chunks' starts [slots,H,K,V] (tiles/state.py: slot),
     the errors d [B,T,H,V], X and A (scale, decays and beta in) [B,T,H,CHUNK]. `cut`: ops/delta/pieces.py.
+    `channels`: what does it for gates per channel, kernels_triton_channels.py.
     """
     problem = _Problem(call, needs)
     d_out = call.v.new_zeros(()).expand(call.v.shape) if grads[0] is None else grads[0]
     to_w, to_gates, erase = needs[1] or needs[3], needs[4], needs[5]
+    if problem.per_channel:
+        dv, behind = _walk(problem, kept, d_out, grads[1], cut, channels)
+        if needs[0] or to_w or to_gates or erase:
+            channels.side_by_channel(problem, kept, d_out, dv, behind)
+        return problem.found
     waiting = _waiting(problem, to_w, to_gates)
     if needs[0] or to_w or to_gates:
         _side(problem, kept, d_out, None, waiting)
-    dv, behind = _walk(problem, kept, d_out, grads[1], cut)
+    dv, behind = _walk(problem, kept, d_out, grads[1], cut, channels)
     if to_w or to_gates or erase:
         _side(problem, kept, dv, behind, waiting)
     return problem.found
@@ -418,27 +344,33 @@ def backward(
 
 def _waiting(problem: _Problem, to_w: bool, to_gates: bool) -> tuple[Tensor | None, ...]:
     """What lies in memory within a launch, and between the two: dP [B,T,H,CHUNK], d_w [B,T,H,K] and parts of d_g."""
-    shape, v, always = (problem.B, problem.T, problem.H), problem.call.v, problem.per_channel
+    shape, v = (problem.B, problem.T, problem.H), problem.call.v
     return (
         v.new_empty(*shape, CHUNK, dtype=torch.float32),
-        v.new_empty(*shape, problem.K, dtype=torch.float32) if to_w or always else None,
-        v.new_empty(*shape, *((problem.K,) if always else ()), dtype=torch.float32) if to_gates or always else None,
+        v.new_empty(*shape, problem.K, dtype=torch.float32) if to_w else None,
+        v.new_empty(*shape, dtype=torch.float32) if to_gates else None,
     )
 
 
 def _walk(
-    problem: _Problem, kept: Sequence[Tensor], d_out: Tensor, d_final: Tensor | None, cut: Callable[..., Any]
+    problem: _Problem,
+    kept: Sequence[Tensor],
+    d_out: Tensor,
+    d_final: Tensor | None,
+    cut: Callable[..., Any],
+    channels: Any,
 ) -> tuple[Tensor, Tensor]:
     """dv [B,T,H,V] in float32, and the gradient of the state at each chunk's end, laid out as the states are."""
     call, d_value, R, H, K, V = problem.call, problem.found[2], problem.H // problem.G, problem.H, problem.K, problem.V
     q, k, e, g, gone = call.q, call.k, problem.erase, problem.g, None
     if problem.per_channel:
-        q, k, e, gone = _with_decays(problem, kept[0])
+        q, k, e, gone = channels.with_decays(problem, kept[0])
         g, R = None, 1
     direct = d_value is not None and d_value.dtype == torch.float32
     dv = d_value if direct and d_value is not None else call.v.new_empty(call.v.shape, dtype=torch.float32)
     behind = torch.empty_like(kept[0])
-    config = problem.config("walk_by_channel" if problem.per_channel else "walk", _walk_rule)
+    named = ("walk_by_channel", _walk_by_channel_rule) if problem.per_channel else ("walk", _walk_rule)
+    config = problem.config(*named)
     blocks = -(-V // config["BLOCK_V"])
     pieces = cut(problem.target, problem.N * H * blocks)
 
@@ -447,8 +379,8 @@ def _walk(
             walk_kernel, (programs,),
             q, k, e, call.beta, g, gone, kept[3], kept[2], d_out, d_final, call.offsets,
             pieces.M, pieces.N, *results,
-            q.stride(), k.stride(), e.stride(), call.beta.stride(), strides(g), d_out.stride(), strides(d_final),
-            call.scale, problem.T, problem.N, H, R, K, V,
+            q.stride(), k.stride(), e.stride()[-4:], call.beta.stride(), strides(g), d_out.stride(), strides(d_final),
+            call.scale, problem.T, problem.N, H, R, K, V, None if gone is None else q.numel(),
             config=config, PRECISION=problem.precision, JOIN=precision(torch.float32, problem.target), CHUNK=CHUNK,
             PIECE=pieces.tokens, BLOCKS=-(-K // config["BLOCK_K"]),
         )  # fmt: skip
@@ -460,40 +392,23 @@ def _walk(
     return dv, behind
 
 
-def _with_decays(problem: _Problem, states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """rise q, fall k and rise e [B,T,H,K], total [slots,H,K]; float32 where sums of their products telescope."""
-    call, shape = problem.call, (problem.B, problem.T, problem.H, problem.K)
-    q = states.new_empty(shape)
-    k, e = (states.new_empty(shape, dtype=torch.float32) for _ in range(2))
-    gone = states.new_empty(states.numel() // problem.V, dtype=torch.float32)
-    config = problem.config("ends", _ends_rule)
-    launch(
-        ends_kernel, (problem.chunks * problem.H * -(-problem.K // config["BLOCK_K"]),),
-        call.q, call.k, problem.erase, problem.g, call.offsets, q, k, e, gone,
-        call.q.stride(), call.k.stride(), problem.erase.stride(), strides(problem.g),
-        problem.T, problem.N, problem.H, problem.H // problem.G, problem.K, config=config, CHUNK=CHUNK,
-    )  # fmt: skip
-    return q, k, e, gone
-
-
 def _side(problem: _Problem, kept: Sequence[Tensor], given: Tensor, behind: Tensor | None, waiting: Any) -> None:
     """What the rows of A give, or, with the gradients `behind` each chunk, those of E and all the rest."""
     call, g, last = problem.call, problem.g, behind is not None
     d_q, d_k, _, d_beta, d_g, d_erase, _ = problem.found
     x, d_x, factor = (problem.erase, d_erase, -1.0) if last else (call.q, d_q, call.scale)
-    constants: dict[str, Any] = {} if problem.per_channel else {"CONSTANT": problem.constant}
-    named = ("side_by_channel", _channels_rule) if problem.per_channel else ("side", _side_rule)
-    config, parts = problem.config(*named), None
+    config, parts = problem.config("side", _side_rule), None
     if last and d_g is not None and problem.constant:
         d_g = parts = given.new_empty(problem.chunks, problem.H, dtype=torch.float32)
     launch(
-        side_by_channel_kernel if problem.per_channel else side_kernel, (problem.chunks * problem.G,),
-        x, call.k, call.beta, g, given, kept[1], kept[0], behind, call.offsets,
+        side_kernel, (problem.chunks * problem.G,),
+        x, call.k, call.beta, g, None if last else kept[3], given, kept[1], kept[0], behind, call.offsets,
         *waiting, problem.sums(d_x), problem.sums(d_k) if last else None,
         d_x, *((d_k, d_beta, d_g) if last else (None, None, None)),
         x.stride(), call.k.stride(), call.beta.stride(), strides(g), given.stride(), factor, 0,
         problem.T, problem.N, problem.H, problem.H // problem.G, problem.K, problem.V,
-        config=config, LAST=last, SAME=call.erase is None, PRECISION=problem.precision, CHUNK=CHUNK, **constants,
+        config=config, LAST=last, SAME=call.erase is None, CONSTANT=problem.constant, PRECISION=problem.precision,
+        CHUNK=CHUNK,
     )  # fmt: skip
     if parts is not None:
         config = configure("delta_backward_sums", (), _sums_rule, problem.target)

@@ -37,9 +37,10 @@ from foci.core.tune import (
     strides,
     target_of,
 )
+from foci.tiles import near, pairs
 from foci.tiles.affine import joined, load_state, piece_at, store_map, store_state, with_unit
-from foci.tiles.chunk_backward import right
-from foci.tiles.gates import ends, load_gates, pairs_of_two, total, weights
+from foci.tiles.chunk_backward import right, store_in_two
+from foci.tiles.gates import load_gates, pairs_of_two, total
 from foci.tiles.memory import load_tile, store_tile
 from foci.tiles.solve import inverse
 from foci.tiles.state import chunk_at, working
@@ -70,16 +71,25 @@ class Gated(NamedTuple):
 @triton.jit
 def chunks_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr,
-    X_ptr, A_ptr, rise_ptr, write_ptr, total_ptr, risen_q_ptr, risen_e_ptr, fallen_ptr,
+    far_ptr, X_ptr, A_ptr, rise_ptr, write_ptr, total_ptr, risen_q_ptr, risen_e_ptr, fallen_ptr,
     q_strides, k_strides, e_strides, beta_strides, g_strides, scale, T, N, H, R, K, half,
-    PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    FAR: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """X and A of one chunk and head, and its operands with their decays in them."""
+    """X and A of one chunk and head, and its operands with their decays in them.
+
+    With `far_ptr` a first launch takes the pairs of near rows alone (tiles/pairs.py), and says there, a number per
+    program, where these were not all; there the second, FAR, does all again.
+    """
+    if FAR:  # noqa: SIM102  a constant and a tensor
+        if tl.load(far_ptr + tl.program_id(0)) == 0:
+            return
     h = (tl.program_id(0) % H).to(tl.int64)
     n, b, t0, stop, slot = chunk_at(offsets_ptr, tl.program_id(0) // H, N, T, CHUNK)
     if n < 0:
+        if far_ptr is not None:
+            tl.store(far_ptr + tl.program_id(0), 0)
         return
-    row = tl.cast(b, tl.int64)
+    row, levels = tl.cast(b, tl.int64), 0
     q_ptr += row * q_strides[0] + h // R * q_strides[2]
     k_ptr += row * k_strides[0] + h // R * k_strides[2]
     if e_ptr is not None:
@@ -97,21 +107,24 @@ def chunks_kernel(  # type: ignore[no-untyped-def]
         if PER_CHANNEL:
             g = load_tile(g_ptr, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
             q, k, e = q.to(tl.float32), k.to(tl.float32), e.to(tl.float32)
-            A, E = pairs_of_two(A, E, q, e, k, g, PRECISION)
-            rise, fall = ends(g)
+            rise, fall = near.ends(g, True, far_ptr is not None)
             there = (row * T * H + h) * K
             store_tile(risen_q_ptr + there, q * rise, t0, stop, H * K, k0, K, 1)
             store_tile(risen_e_ptr + there, e * rise, t0, stop, H * K, k0, K, 1)
-            fallen = k * fall
-            store_tile(fallen_ptr + there, fallen, t0, stop, H * K, k0, K, 1)
-            if fallen_ptr.dtype.element_ty == tl.bfloat16:
-                lost = fallen - fallen.to(tl.bfloat16).to(tl.float32)
-                store_tile(fallen_ptr + half + there, lost, t0, stop, H * K, k0, K, 1)
-            c = k0 + tl.arange(0, BLOCK_K)
-            tl.store(total_ptr + (slot * H + h) * K + c, total(g), mask=c < K)
+            store_in_two(fallen_ptr + there, half, k * fall, t0, stop, H * K, k0, K)
+            at = k0 + tl.arange(0, BLOCK_K)
+            tl.store(total_ptr + (slot * H + h) * K + at, total(g), mask=at < K)
+            if far_ptr is not None:
+                _, c, close = near.exponents(g, True)
+                levels = tl.maximum(levels, near.far_levels(close))
+                A, E = pairs.pairs_of_two(A, E, q, e, k, rise, c, close, FAR, PRECISION)
+            else:
+                A, E = pairs_of_two(A, E, q, e, k, g, PRECISION)
         else:
             A = tl.dot(q, tl.trans(k), A, input_precision=PRECISION)
             E = tl.dot(e, tl.trans(k), E, input_precision=PRECISION)
+    if far_ptr is not None and not FAR:
+        tl.store(far_ptr + tl.program_id(0), levels)
     t, at = tl.arange(0, CHUNK), t0 + tl.arange(0, CHUNK)
     beta_ptr += row * beta_strides[0] + h * beta_strides[2]
     beta = tl.load(beta_ptr + at.to(tl.int64) * beta_strides[1], mask=at < stop, other=0.0).to(tl.float32)
@@ -120,9 +133,10 @@ def chunks_kernel(  # type: ignore[no-untyped-def]
             A = tl.where(t[:, None] >= t[None, :], A, 0.0)
         else:
             g = load_gates(g_ptr, t0, stop, g_strides[1], CHUNK)
-            W = weights(g)
+            NEAR: tl.constexpr = q_ptr.dtype.element_ty != tl.float32
+            W = near.weights(g, True, NEAR)
             A, E = A * W, E * W
-            rise, fall = ends(g)
+            rise, fall = near.ends(g, True, NEAR)
             token = (row * T + at) * H + h
             tl.store(rise_ptr + token, rise, mask=at < stop)
             tl.store(write_ptr + token, fall * beta, mask=at < stop)
@@ -236,7 +250,8 @@ def walk_kernel(  # type: ignore[no-untyped-def]
 def chunks_rule(dtype: torch.dtype, K: int, per_channel: bool, target: Target) -> Config:
     """Blocks of channels that leave room for what the pairs of each level need."""
     if per_channel:
-        return Config({"BLOCK_K": side(K, 32 if _by_warpgroups(target) else 16)}, warps=8, stages=1)
+        warps = 4 if target.arch == 90 and dtype != torch.float32 else 8
+        return Config({"BLOCK_K": side(K, 32 if _by_warpgroups(target) else 16)}, warps=warps, stages=1)
     wide = dtype == torch.bfloat16 and target.shared > 100_000
     return Config({"BLOCK_K": side(K, 64 if wide else 32)}, warps=4 if wide else 8, stages=2 if wide else 1)
 
@@ -273,7 +288,7 @@ def _by_warpgroups(target: Target) -> bool:
 def forward(call: Any, parts: Parts | None, slots: int, cut: Callable[[Target, int], Any]) -> tuple[Tensor, Tensor]:
     """out [B,T,H,V] and the final state [N,H,K,V]; `parts`, if given, is filled for the backward.
 
-    Two launches, three where sequences are cut (`cut`: ops/delta/pieces.py).
+    Two launches, and one more where sequences are cut (`cut`: ops/delta/pieces.py), or for far rows (`chunks_kernel`).
     """
     B, T, _, H, K, V, N = call.sizes
     v, target = call.v, target_of(call.v.device)
@@ -329,13 +344,16 @@ def chunks(call: Any, inverse: Tensor, products: Tensor, slots: int, target: Tar
         rise, write = torch.empty(2, B, T, H, dtype=torch.float32, device=v.device).unbind()
         gated = Gated(rise, write, torch.empty(slots, H, dtype=torch.float32, device=v.device), None, None, None)
     rule = partial(chunks_rule, v.dtype, K, per_channel)
-    launch(
-        chunks_kernel,
-        (slots * H,),
-        call.q, call.k, call.erase, call.beta, g, call.offsets, inverse, products, *gated,
-        call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(g),
-        call.scale, T, N, H, H // G, K, B * T * H * K,
-        config=configure("delta_chunks", (v.dtype, K, per_channel), rule, target, {"BLOCK_K": (16, 32, 64)}),
-        PER_CHANNEL=per_channel, PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK,
-    )  # fmt: skip
+    config = configure("delta_chunks", (v.dtype, K, per_channel), rule, target, {"BLOCK_K": (16, 32, 64)})
+    by_near = per_channel and v.dtype != torch.float32
+    far = torch.empty(slots * H, dtype=torch.int32, device=v.device) if by_near else None
+    for again in (False, True)[: 2 if by_near else 1]:
+        launch(
+            chunks_kernel, (slots * H,),
+            call.q, call.k, call.erase, call.beta, g, call.offsets, far, inverse, products, *gated,
+            call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(g),
+            call.scale, T, N, H, H // G, K, B * T * H * K,
+            config=Config(config.blocks, 8, 1) if again else config, FAR=again, PER_CHANNEL=per_channel,
+            PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK,
+        )  # fmt: skip
     return gated

@@ -1,0 +1,70 @@
+"""Gates per channel in the backward: what only half precision does, near rows and far ones in every mix."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from foci.core import tune
+from foci.ops.delta.pieces import pieces
+from foci.ops.delta.spec import SPEC
+from tests.ops.delta.test_kernels_triton_backward import apart, draws, found, left_by_forward, problem
+from tests.ops.recurrences import BUDGET
+
+from foci.ops.delta import kernels_triton_backward as backward  # isort: skip  after Triton's presence is known
+from foci.ops.delta import kernels_triton_channels as kernels  # isort: skip
+
+HALF = torch.float16
+
+
+def gated(kind: str, T: int = 70, **more: Any) -> dict[str, Any]:
+    """Sums of gates that come to where rows are far on the way, one gate that forgets all, or chunks of both kinds."""
+    inputs = problem(T, "channel", dtype=HALF, **more)
+    gates, draw = inputs["log_decay"], torch.Generator().manual_seed(7)
+    if kind == "meeting":
+        gates.copy_(-3.0 * torch.rand(gates.shape, generator=draw))
+    elif kind == "cut":
+        gates[:, 20] = -torch.inf
+    elif kind == "one chunk":
+        gates[:, :64, 1] = -5.0
+    return inputs
+
+
+@pytest.mark.parametrize("kind", ["open", "meeting", "cut", "one chunk"])
+def test_gradients_in_half_precision(kind: str) -> None:
+    errors = apart(gated(kind))
+    assert all(e <= BUDGET[HALF] for e in errors.values()), errors
+
+
+def test_another_key_erases_among_packed_documents() -> None:
+    errors = apart(gated("meeting", 100, erase=True, offsets=(0, 0, 65, 66, 66, 100)))
+    assert all(e <= BUDGET[HALF] for e in errors.values()), errors
+
+
+@pytest.mark.parametrize("kind", ["open", "meeting"])
+def test_gradients_of_a_prefix_do_not_know_what_follows(kind: str) -> None:
+    inputs, stop = gated(kind), 41
+    out, _ = draws(SPEC.bind(**inputs))
+    out[:, stop:] = 0
+    later = {n: x.clone() for n, x in inputs.items()}
+    for name in ("q", "k", "v", "beta"):
+        later[name][:, stop:] *= -0.5
+    later["log_decay"][:, stop:] = -torch.inf
+    one, other = found(inputs, (out, None)), found(later, (out, None))
+    for name, x in one.items():
+        before = slice(None) if name == "state" else (slice(None), slice(0, stop))
+        assert x is not None and torch.equal(x[before], other[name][before]), name  # type: ignore[index]
+
+
+def test_far_rows_have_a_launch_of_their_own_in_half_precision_alone() -> None:
+    for dtype, launches in (torch.float32, 1), (torch.bfloat16, 2):
+        inputs = problem(65, "channel", dtype=dtype)
+        call = SPEC.bind(**inputs)
+        wanted = [getattr(call, n) is not None for n in SPEC.differentiable]
+        with tune.recording(tune.TARGETS["sm_90"]) as seen:
+            backward.backward(call, left_by_forward(call), draws(call), wanted, partial(pieces, call), kernels)
+        sides = [launch for launch in seen if launch.kernel is kernels.side_by_channel_kernel]
+        assert [launch.meta["FAR"] for launch in sides] == [False, True][:launches]
