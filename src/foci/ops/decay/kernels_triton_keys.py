@@ -218,7 +218,7 @@ def far_kernel(  # type: ignore[no-untyped-def]
                 to = g_ptr + row * g_strides[0] + h * g_strides[2]
                 g = load_tile(to, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
                 risen -= near.bounded(g)
-            wide, _last = load_sums(here, t0, stop, H * K, wide0, K, CHUNK, WIDE)
+            wide = c if WIDE == BLOCK_K else load_sums(here, t0, stop, H * K, wide0, K, CHUNK, WIDE)[0]
             dq, dk, dg = near.far_backward(scale * dA, q, k, risen, c, tl.min(wide, 1) >= near.FAR, OWN, PRECISION)
             add_tile(dq_ptr, into, dq, t0, stop, G * K, k0, K)
             add_tile(dk_ptr, into, dk, t0, stop, G * K, k0, K)
