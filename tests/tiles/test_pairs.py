@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from foci.ops.gates import Gates
-from foci.tiles import near, pairs
+from foci.tiles import near, pairs, state
 from foci.tiles.memory import store_tile
 from tests.ops.in_triton import DEVICE
 from tests.ops.recurrences import error
@@ -21,7 +21,7 @@ TF32 = 5e-4  # half a unit of the last digit, as operands are rounded
 @triton.jit
 def _rounded(x_ptr, y_ptr, n):
     i = tl.arange(0, 64)
-    tl.store(y_ptr + i, pairs.rounded(tl.load(x_ptr + i, mask=i < n, other=0.0)), mask=i < n)
+    tl.store(y_ptr + i, state.rounded(tl.load(x_ptr + i, mask=i < n, other=0.0), "tf32"), mask=i < n)
 
 
 def test_rounding_keeps_what_tf32_can_say_and_what_is_no_number() -> None:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from foci.tiles.memory import load_tile, store_tile
-from foci.tiles.state import working
+from foci.tiles.state import rounded, working
 
 
 @triton.jit
@@ -16,7 +16,7 @@ def right(x, y, z, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
         high = y.to(tl.bfloat16)
         z = tl.dot(x, high, tl.dot(x, (y - high.to(tl.float32)).to(tl.bfloat16), z))
     else:
-        z = tl.dot(x, y, z, input_precision=PRECISION)
+        z = tl.dot(x, rounded(y, PRECISION), z, input_precision=PRECISION)
     return z
 
 
@@ -27,7 +27,7 @@ def left(x, y, z, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
         high = x.to(tl.bfloat16)
         z = tl.dot(high, y, tl.dot((x - high.to(tl.float32)).to(tl.bfloat16), y, z))
     else:
-        z = tl.dot(x, y, z, input_precision=PRECISION)
+        z = tl.dot(rounded(x, PRECISION), y, z, input_precision=PRECISION)
     return z
 
 

@@ -11,12 +11,7 @@ import triton.language as tl
 
 from foci.tiles.gates import diagonal, diagonal_of, gates_of_level, of_level, summed
 from foci.tiles.near import far_level, far_levels, lift, seen
-
-
-@triton.jit
-def rounded(x):  # type: ignore[no-untyped-def]
-    """The nearest float32 of TF32's digits: products take it as it is, where they would cut others off."""
-    return tl.where(x == x, ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True), x)
+from foci.tiles.state import rounded
 
 
 @triton.jit
@@ -25,9 +20,9 @@ def pairs_of_two(A, E, x, e, y, rise, c, near, FAR: tl.constexpr, PRECISION: tl.
 
     Without FAR the pairs of near rows alone: those of far ones cost registers, even where no row is far.
     """
-    columns = tl.trans(rounded(y * lift(c)))
-    A += tl.where(seen(near, True), tl.dot(rounded(x * rise), columns, input_precision=PRECISION), 0.0)
-    E += tl.where(seen(near, False), tl.dot(rounded(e * rise), columns, input_precision=PRECISION), 0.0)
+    columns = tl.trans(rounded(y * lift(c), PRECISION))
+    A += tl.where(seen(near, True), tl.dot(rounded(x * rise, PRECISION), columns, input_precision=PRECISION), 0.0)
+    E += tl.where(seen(near, False), tl.dot(rounded(e * rise, PRECISION), columns, input_precision=PRECISION), 0.0)
     if FAR:
         for i in tl.range(far_levels(near), disable_licm=True):
             w = far_level(c, c, i)
@@ -47,7 +42,7 @@ def near_backward(by_x, to_y, dA, x, down, c, near, PRECISION: tl.constexpr):  #
     of by_token - down to_y over t >= r: what pairs behind r give is there with both signs, and cancels to the last
     digits, for products take all factors as they are.
     """
-    up = rounded(x * tl.exp(c))
+    up = rounded(x * tl.exp(c), PRECISION)
     to_x = by_x + tl.where(near[:, None], tl.dot(dA, down, input_precision=PRECISION), 0.0)
     to_y = tl.dot(tl.trans(dA), tl.where(near[:, None], up, 0.0), to_y, input_precision=PRECISION)
     return tl.exp(c) * to_x, to_y, up * to_x

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from foci.tiles.state import rounded
+
 
 @triton.jit
 def inverse(E, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -20,7 +22,9 @@ def inverse(E, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     t, s = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
     apart = tl.where(t > s, t ^ s, 0)  # its highest bit says among which blocks a pair of rows meets
     X = tl.where(t == s, 1.0, tl.where(apart == 1, -E, 0.0))
+    E = rounded(E, PRECISION)
     for i in tl.range(1, 6, disable_licm=True):
-        B = tl.where((apart >> i) == 1, E, 0.0)
-        X -= tl.dot(X, tl.dot(B, X, input_precision=PRECISION), input_precision=PRECISION)
+        B, Y = tl.where((apart >> i) == 1, E, 0.0), rounded(X, PRECISION)
+        C = rounded(tl.dot(B, Y, input_precision=PRECISION), PRECISION)
+        X -= tl.dot(Y, C, input_precision=PRECISION)
     return X

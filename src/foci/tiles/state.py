@@ -44,3 +44,12 @@ def chunk_at(offsets_ptr, chunk, N, T, CHUNK: tl.constexpr, BLOCK_N: tl.constexp
 def working(x):  # type: ignore[no-untyped-def]
     """float16 as float32: its range holds neither decays nor sums over tokens."""
     return x.to(tl.float32) if x.dtype == tl.float16 else x
+
+
+@triton.jit
+def rounded(x, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The nearest float32 of TF32's digits, for products by it: left to them they cut digits off, all the same way."""
+    if PRECISION == "tf32" and x.dtype == tl.float32:
+        near = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, near, x)
+    return x

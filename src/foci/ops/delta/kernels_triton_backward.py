@@ -30,7 +30,7 @@ from foci.tiles.affine import joined, load_state, piece_at, store_map, store_sta
 from foci.tiles.chunk_backward import both, gather, left, outer, right, through
 from foci.tiles.gates import by_ends, ends, load_gates, total
 from foci.tiles.memory import load_tile, store_tile
-from foci.tiles.state import chunk_at, working
+from foci.tiles.state import chunk_at, rounded, working
 
 CHUNK = 64
 
@@ -102,7 +102,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
         A = load_tile(A_ptr + head * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
         dd = tl.dot(tl.trans(A), do, read, input_precision=PRECISION)
         X = load_tile(X_ptr + head * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
-        dv = tl.dot(tl.trans(X), dd, input_precision=PRECISION)
+        dv = tl.dot(tl.trans(X), rounded(dd, PRECISION), input_precision=PRECISION)
         if dv_ptr is not None:
             store_tile(dv_ptr + head * V, dv, t0, stop, H * V, v0, V, 1)
         if d_value_ptr is not None:

@@ -21,8 +21,8 @@ from foci.tiles import gates, near
 from foci.tiles.chunk_backward import decayed, gather, outer, store_in_two, through_both
 from foci.tiles.gates import load_gates, pairs_backward_onto, total
 from foci.tiles.memory import load_tile, store_tile
-from foci.tiles.pairs import below, far_backward, near_backward, on_diagonal, rounded
-from foci.tiles.state import chunk_at
+from foci.tiles.pairs import below, far_backward, near_backward, on_diagonal
+from foci.tiles.state import chunk_at, rounded
 
 CHUNK = 64
 
@@ -91,11 +91,13 @@ def side_by_channel_kernel(  # type: ignore[no-untyped-def]
         gates_ptr = g_ptr + row * g_strides[0] + h * g_strides[2]
         d_ptr, value_ptr = errors_ptr + head * V, dv_ptr + head * V
         dE = -outer(value_ptr, (0, H * V, 0, 1), d_ptr, H * V, t0, stop, V, True, PRECISION, CHUNK, BLOCK_V)
-        store_tile(dP_ptr + half + head * CHUNK, rounded(dE) if NEAR else dE, t0, stop, H * CHUNK, 0, CHUNK, 1)
+        store_tile(
+            dP_ptr + half + head * CHUNK, rounded(dE, PRECISION) if NEAR else dE, t0, stop, H * CHUNK, 0, CHUNK, 1
+        )
         dA = scale * outer(out_ptr, d_out_strides, d_ptr, H * V, t0, stop, V, False, PRECISION, CHUNK, BLOCK_V)
         on = on_diagonal(dA)
         dA = below(dA)
-        store_tile(dP_ptr + head * CHUNK, rounded(dA) if NEAR else dA, t0, stop, H * CHUNK, 0, CHUNK, 1)
+        store_tile(dP_ptr + head * CHUNK, rounded(dA, PRECISION) if NEAR else dA, t0, stop, H * CHUNK, 0, CHUNK, 1)
         tl.debug_barrier()
         beta = load_gates(beta_ptr + row * beta_strides[0] + h * beta_strides[2], t0, stop, beta_strides[1], CHUNK)
         d_beta = tl.zeros([CHUNK], tl.float32)
@@ -120,7 +122,7 @@ def side_by_channel_kernel(  # type: ignore[no-untyped-def]
                 by_fall = w * d_w
                 d_w += on[:, None] * q
                 d_g = tl.zeros_like(g) + (by_total + tl.sum(by_fall, 0))[None, :]
-                down, to_w = rounded(w * near.lift(c)), tl.zeros([CHUNK, BLOCK_K], tl.float32)
+                down, to_w = rounded(w * near.lift(c), PRECISION), tl.zeros([CHUNK, BLOCK_K], tl.float32)
                 d_q, to_w, by_q = near_backward(by_q, to_w, dA, q, down, c, close, PRECISION)
                 t0 += zero
                 dE = load_tile(dP_ptr + half + head * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)

@@ -43,7 +43,7 @@ from foci.tiles.chunk_backward import right, store_in_two
 from foci.tiles.gates import load_gates, pairs_of_two, total
 from foci.tiles.memory import load_tile, store_tile
 from foci.tiles.solve import inverse
-from foci.tiles.state import chunk_at, working
+from foci.tiles.state import chunk_at, rounded, working
 
 CHUNK = 64
 
@@ -142,9 +142,10 @@ def chunks_kernel(  # type: ignore[no-untyped-def]
             tl.store(write_ptr + token, fall * beta, mask=at < stop)
             tl.store(total_ptr + slot * H + h, total(g))
     there = (row * T * H + h) * CHUNK
-    store_tile(A_ptr + there, A * (scale * beta)[None, :], t0, stop, H * CHUNK, 0, CHUNK, 1)
+    A = rounded(A * (scale * beta)[None, :], PRECISION)  # X and A are read for products alone
+    store_tile(A_ptr + there, A, t0, stop, H * CHUNK, 0, CHUNK, 1)
     # What is past the end has no key, so that X is there the unit matrix's and 0 beside it.
-    X = inverse(E * beta[None, :], PRECISION)
+    X = rounded(inverse(E * beta[None, :], PRECISION), PRECISION)
     store_tile(X_ptr + there, X, t0, stop, H * CHUNK, 0, CHUNK, 1)
 
 
@@ -215,10 +216,10 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             read, o = read * rise[:, None], o * rise[:, None]
         X = load_tile(X_ptr + tokens * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
         v = load_tile(v_ptr, t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V).to(tl.float32)
-        d = tl.dot(X, v - read, input_precision=PRECISION)
+        d = tl.dot(X, rounded(v - read, PRECISION), input_precision=PRECISION)
         if out_ptr is not None:
             A = load_tile(A_ptr + tokens * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
-            o = tl.dot(A, d, o * scale, input_precision=PRECISION)
+            o = tl.dot(A, rounded(d, PRECISION), o * scale, input_precision=PRECISION)
             store_tile(out_ptr + tokens * V, o, t0, stop, H * V, v0, V, 1)
         if errors_ptr is not None:
             store_tile(errors_ptr + tokens * V, d, t0, stop, H * V, v0, V, 1)
