@@ -235,6 +235,10 @@ def _offsets(*values: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda inputs: _take(inputs, rows=slice(0, 1)) | {"offsets": torch.tensor(values)}
 
 
+def _other_half(dtype: torch.dtype) -> torch.dtype:
+    return torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
+
+
 def _per_channel(inputs: dict[str, Any], more: int = 0) -> Tensor:
     k, v = inputs["k"], inputs["v"]
     return v.new_zeros(*v.shape[:3], k.shape[3] + more)
@@ -245,7 +249,7 @@ BAD = (
     Bad("heads that do not divide", "k", lambda i: i | {n: i[n][:, :, :3] for n in ("q", "k")}),
     Bad("v with fewer tokens", "v", lambda i: i | {"v": i["v"][:, :-1]}, strict=True),
     Bad("q of rank 3", "q", lambda i: i | {"q": i["q"][0]}, strict=True),
-    Bad("q of another dtype", "q", lambda i: i | {"q": i["q"].to(torch.bfloat16)}, strict=True),
+    Bad("q of another dtype", "q", lambda i: i | {"q": i["q"].to(_other_half(i["q"].dtype))}, strict=True),
     Bad("NaN scale", "scale", lambda i: i | {"scale": float("nan")}, strict=True),
     Bad("gates with heads before tokens", "log_decay", lambda i: i | {"log_decay": _per_channel(i).transpose(1, 2)}),
     Bad("gates of another width", "log_decay", lambda i: i | {"log_decay": _per_channel(i, 1)}),
