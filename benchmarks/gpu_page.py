@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from foci.bench.record import Record, read
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 BEGIN, END = "<!-- by benchmarks/gpu_page.py --write -->", "<!-- end -->"
 STAGES = ("forward", "backward", "both")
+FOUND = re.compile(r"^FAIL |\d+ held, \d+ broken")
 
 
 def ours(record: Record) -> bool:
@@ -66,20 +68,11 @@ def decoding(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def laws(folder: Path) -> Iterator[str]:
-    """How many of check's rows held on the GPU, for each operator and dtype."""
-    held: dict[tuple[str, str], dict[str, set[str]]] = {}
-    for path in sorted(folder.glob("check_*.json")):
-        report = json.loads(path.read_text(encoding="utf-8"))
-        found = held.setdefault((report["operator"], ", ".join(report["dtypes"])), {})
-        for row in report["rows"]:
-            found.setdefault(row["verdict"], set()).add(f"{row['number']} {row['law']}")
-    yield "\n### laws\n\n| operator | dtype | hold | broken | not asked |\n| --- | --- | --- | --- | --- |"
-    for (operator, dtype), found in held.items():
-        good, broken = found.get("ok", set()), found.get("FAIL", set())
-        other = set().union(*found.values()) - good - broken
-        yield (
-            f"| {operator} | {dtype} | {len(good - broken)} | {'; '.join(sorted(broken)) or 0} | {len(other)} |"
-        )  # fmt: skip
+    """What benchmarks/laws.py said: what was broken, and of each operator how many rows held."""
+    for path in sorted(folder.glob("laws_*.txt")):
+        yield f"\n### laws, {path.stem.removeprefix('laws_')}\n\n```"
+        yield from (line for line in path.read_text(encoding="utf-8").splitlines() if FOUND.search(line))
+        yield "```"
 
 
 def page(folder: Path) -> tuple[str, list[str]]:
@@ -88,12 +81,11 @@ def page(folder: Path) -> tuple[str, list[str]]:
     records = [record for path in files for record in read(path)]
     if not records:
         sys.exit(f"{folder}: no records; expected gpu.tgz of benchmarks/h200.sh, unpacked")
-    first = records[0]
-    lines = [f"{first.date}: {first.machine}; {first.versions}.", *tables(records)]
+    dates, where = sorted(record.date for record in records), f"{records[0].machine}; {records[0].versions}"
+    lines = [f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}: {where}.", *tables(records)]
     if (folder / "decode.json").exists():
         lines += decoding(json.loads((folder / "decode.json").read_text(encoding="utf-8")))
-    if any(folder.glob("check_*.json")):
-        lines += laws(folder)
+    lines += laws(folder)
     return "\n".join(lines), [line for path in files for line in path.read_text(encoding="utf-8").splitlines()]
 
 
