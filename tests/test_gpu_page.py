@@ -31,9 +31,8 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "delta" / "records.jsonl").write_text("".join(json.dumps(asdict(r)) + "\n" for r in found))
     step = {"name": "a step", "gpu_us": 72.0, "host_us": 66.0, "share": 0.889, "error": 1e-3}
     (tmp_path / "decode.json").write_text(json.dumps([step]))
-    rows = [{"number": n, "law": f"law {n}", "verdict": verdict} for n, verdict in enumerate(("ok", "FAIL", "skipped"))]
-    report = {"operator": "delta", "dtypes": ["bfloat16"], "rows": rows}
-    (tmp_path / "check_delta.json").write_text(json.dumps(report))
+    said = "9 kernels\nFAIL delta bfloat16 2 forward: wrong\ndelta bfloat16: 7 held, 1 broken, 0 not asked\n30 s\n"
+    (tmp_path / "laws_bfloat16.txt").write_text(said)
     return tmp_path
 
 
@@ -46,7 +45,8 @@ def test_a_row_has_our_time_and_the_fastest_peer_s_ratio_to_it(folder: Path) -> 
 def test_decoding_and_laws_stand_below(folder: Path) -> None:
     text, _ = gpu_page.page(folder)
     assert "| a step | 72 us | 89% | 66 us |" in text
-    assert "| delta | bfloat16 | 1 | 1 law 1 | 1 |" in text
+    laws = "FAIL delta bfloat16 2 forward: wrong\ndelta bfloat16: 7 held, 1 broken, 0 not asked"
+    assert text.endswith(f"### laws, bfloat16\n\n```\n{laws}\n```")
 
 
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
