@@ -33,12 +33,17 @@ def cell(mine: Record, peers: list[Record]) -> str:
     """Our time, and what the fastest peer of the same stage takes in it."""
     if mine.median is None:
         return mine.refused or "-"
-    text = f"{mine.median * 1e3:.3f} ms"
+    text = f"{mine.median * 1e3:.3f} ms{_of_host(mine)}"
     timed = [peer for peer in peers if peer.median is not None and peer.stage == mine.stage]
     if timed:
         best = min(timed, key=lambda peer: peer.median or 0.0)
-        text += f", {(best.median or 0.0) / mine.median:.2f} x {best.candidate}"
+        text += f", {(best.median or 0.0) / mine.median:.2f} x {best.candidate}{_of_host(best)}"
     return text
+
+
+def _of_host(record: Record) -> str:
+    """Calls in a row that take the host's time, not the GPU's, are said to."""
+    return " (host-bound)" if record.host_bound else ""
 
 
 def tables(records: list[Record]) -> Iterator[str]:
@@ -71,14 +76,18 @@ def laws(folder: Path) -> Iterator[str]:
     """What benchmarks/laws.py said: what was broken, and of each operator how many rows held."""
     for path in sorted(folder.glob("laws_*.txt")):
         yield f"\n### laws, {path.stem.removeprefix('laws_')}\n\n```"
-        yield from (line for line in path.read_text(encoding="utf-8").splitlines() if FOUND.search(line))
+        said = path.read_text(encoding="utf-8").splitlines()
+        yield from [line for line in said if FOUND.search(line)] or said[-1:]
         yield "```"
 
 
 def page(folder: Path) -> tuple[str, list[str]]:
     """The text between the marks, and the lines of docs/gpu.jsonl."""
     files = sorted(folder.glob("*/records.jsonl"))
-    records = [record for path in files for record in read(path)]
+    try:
+        records = [record for path in files for record in read(path)]
+    except ValueError as error:
+        sys.exit(str(error))
     if not records:
         sys.exit(f"{folder}: no records; expected gpu.tgz of benchmarks/h200.sh, unpacked")
     dates, where = sorted(record.date for record in records), f"{records[0].machine}; {records[0].versions}"

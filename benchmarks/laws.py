@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -65,8 +67,13 @@ class Group(NamedTuple):
         with suppress(FileNotFoundError, json.JSONDecodeError):
             rows: list[dict[str, Any]] = json.loads(self.report.read_text())["rows"]
             return rows
-        left = [law for law in LAWS if law.number in self.numbers]
-        return [{"number": law.number, "law": law.name, "verdict": "not tested", "reason": OVER} for law in left]
+        left: list[dict[str, Any]] = []
+        if self.process.returncode != -signal.SIGKILL:  # it was not out of time: it died
+            said = self.report.with_suffix(".txt").read_text(errors="replace").strip().splitlines()[-1:]
+            failure = {"sentence": f"exit code {self.process.returncode}: {''.join(said)}", "cases": []}
+            left = [{"number": self.laws, "law": "not asked", "verdict": "FAIL", "failures": [failure]}]
+        laws = [law for law in LAWS if law.number in self.numbers]
+        return left + [{"number": law.number, "law": law.name, "verdict": "not tested", "reason": OVER} for law in laws]
 
 
 def launches(spec: Spec, case: Case, dtype: torch.dtype, target: Target) -> list[Launch]:
@@ -150,10 +157,22 @@ def summary(operator: str, dtype: str, groups: Sequence[Group]) -> Iterator[str]
 
 def _target() -> Target:
     """The GPU as kernels know it, asked in a child: what has used a GPU cannot fork."""
-    found = next(iter(isolate.stream(lambda send: send(tuple(target_of(torch.device("cuda", 0)))), 60)))
+    try:
+        found = next(iter(isolate.stream(lambda send: send(tuple(target_of(torch.device("cuda", 0)))), 60)))
+    except Exception as error:
+        raise SystemExit(
+            f"laws.py: no GPU that can be asked: {error}; --device cpu asks the laws without one"
+        ) from None
     if isinstance(found, isolate.Died):
         raise SystemExit(f"laws.py: the GPU cannot be asked: {found.reason}")
     return Target(*found)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected seconds above 0")
+    return value
 
 
 def main() -> None:
@@ -161,7 +180,7 @@ def main() -> None:
     parser.add_argument("operators", nargs="*", metavar="OPERATOR", default=list(GROUPS), help=", ".join(GROUPS))
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--limit", type=float, default=150.0, help="seconds in all")
+    parser.add_argument("--limit", type=_seconds, default=150.0, help="seconds in all")
     parser.add_argument("--out", default="", help="a folder for each group's table and JSON")
     chosen = parser.parse_args()
     if unknown := set(chosen.operators) - set(GROUPS):
@@ -183,7 +202,7 @@ def main() -> None:
         ]
     print("\n".join(sorted(lines, key=lambda line: line.startswith("FAIL"), reverse=True)))
     print(f"{time.monotonic() - began:.0f} s", flush=True)
-    sys.exit(any("FAIL" in line for line in lines))
+    sys.exit(any("FAIL" in line or ": 0 held" in line for line in lines))
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def check(
             "seconds for each backend in all, past which laws are left unasked."
         ),
     ] = "",
-    laws: Annotated[str, typer.Option(help="Only laws of these numbers, joined with commas: 1,2,9.")] = "",
+    laws: Annotated[str | None, typer.Option(help="Only laws of these numbers, joined with commas: 1,2,9.")] = None,
     as_json: Annotated[str, typer.Option("--json", metavar="PATH", help="Write the report here; - prints it.")] = "",
     ranks: Across = Across(),
 ) -> int:
@@ -82,7 +82,7 @@ def check(
     if as_json not in ("", "-") and not Path(as_json).absolute().parent.is_dir():
         raise ValueError(f"--json {as_json}: there is no folder {Path(as_json).absolute().parent}")
     if ranks.world != 1:
-        if laws:
+        if laws is not None:
             raise ValueError(
                 "--laws does not apply with --world: over ranks other laws are asked, which have no numbers"
             )
@@ -109,7 +109,7 @@ def check(
         progress("")
         reports.append(report)
         if as_json != "-":
-            typer.echo(table(report) + f"\nonly the laws of --laws {laws} were asked" * bool(laws) + "\n")
+            typer.echo(table(report) + f"\nonly the laws of --laws {laws} were asked" * (laws is not None) + "\n")
     if as_json:
         _write(reports, as_json)
     return max(report.exit_code for report in reports)
@@ -254,14 +254,18 @@ def _limits(text: str) -> Limits:
     return Limits(*found)
 
 
-def _laws(text: str) -> list[str] | None:
+def _laws(text: str | None) -> list[str] | None:
     """The names of the laws of these numbers; None for all."""
+    if text is None:
+        return None
     words = [word.strip() for word in text.split(",") if word.strip()]
     known = list(dict.fromkeys(str(law.number) for law in LAWS))
     for word in words:
         if word not in known:
             raise ValueError(f"--laws: there is no law {word!r}; they are {', '.join(known)} (docs/check.md)")
-    return [law.name for law in LAWS if str(law.number) in words] or None
+    if not words:
+        raise ValueError(f"--laws: {text!r} names no law; expected numbers of {', '.join(known)} (docs/check.md)")
+    return [law.name for law in LAWS if str(law.number) in words]
 
 
 def _dtypes(text: str) -> tuple[torch.dtype, ...] | None:

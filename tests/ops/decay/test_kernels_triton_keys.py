@@ -9,6 +9,7 @@ import torch
 
 from foci.core.tune import Config
 from foci.ops.decay import kernels_triton_keys as keys
+from foci.ops.decay import kernels_triton_pairs
 from foci.ops.decay.api import linear_attention
 from foci.ops.decay.spec import SPEC
 from foci.ops.draw import Draw
@@ -58,3 +59,23 @@ def test_any_share_of_the_heads_of_a_group(share: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(keys, "_share", lambda *_: share)
     errors = apart(inputs)
     assert max(errors.values()) < BUDGET[torch.float16], errors
+
+
+def test_a_sum_that_rounding_puts_below_the_bound_loses_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last sum is the bound itself, one before it below: as a parallel scan may give it."""
+    seeds = (torch.Generator().manual_seed(seed) for seed in range(3))
+    inputs = {name: torch.randn(1, 64, 1, 16, generator=seed).half() for name, seed in zip("qkv", seeds, strict=True)}
+    inputs["log_decay"] = torch.zeros(1, 64, 1, 16)
+    inputs["log_decay"][:, :30] = -2.0
+    real = kernels_triton_pairs.prepared
+
+    def moved(*arguments: Any) -> Any:
+        made = real(*arguments)
+        if made is not None and made.sums is not None:
+            made.sums[:, 40] = torch.nextafter(torch.tensor(-60.0), torch.tensor(-61.0))
+        return made
+
+    monkeypatch.setattr(kernels_triton_pairs, "prepared", moved)
+    wanted = answers(linear_attention, SPEC, exact(inputs), "reference")
+    found = answers(linear_attention, SPEC, there(inputs), "triton")
+    assert max(error(found[name].cpu(), x) for name, x in wanted.items() if x.numel()) <= BUDGET[torch.float16]

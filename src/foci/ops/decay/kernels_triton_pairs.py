@@ -80,7 +80,7 @@ def pairs_kernel(  # type: ignore[no-untyped-def]
             risen = scaled(q, tl.exp(up))
             if FAR:
                 A = near.pairs(A, risen, q, k, up, c, here, OWN, PRECISION)
-                close &= here
+                close &= tl.min(c, 1) >= near.FAR + 0.01  # the other launch may have summed a row at FAR otherwise
             else:
                 A = tl.dot(risen, tl.trans(scaled(k, near.lift(c))), A, input_precision=PRECISION)
                 if sums_ptr is not None:

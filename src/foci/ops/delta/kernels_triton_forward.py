@@ -78,7 +78,8 @@ def chunks_kernel(  # type: ignore[no-untyped-def]
     """X and A of one chunk and head, and its operands with their decays in them.
 
     With `far_ptr` a first launch takes the pairs of near rows alone (tiles/pairs.py), and says there, a number per
-    program, where these were not all; there the second, FAR, does all again.
+    program, where these were not all; there the second, FAR, does all again (near rows too, in tiles of other warps, so
+    that their last digits may tell that a later row is far).
     """
     if FAR:  # noqa: SIM102  a constant and a tensor
         if tl.load(far_ptr + tl.program_id(0)) == 0:

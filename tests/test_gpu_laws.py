@@ -1,0 +1,38 @@
+"""benchmarks/laws.py tells a group of laws that died from one that was out of time."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import laws
+
+
+def group(folder: Path, code: str) -> laws.Group:
+    process = subprocess.Popen([sys.executable, "-c", code])
+    process.wait()
+    return laws.Group("scan", "1,2", folder / "check.json", process)
+
+
+def test_who_dies_without_a_report_is_broken_and_says_with_what(tmp_path: Path) -> None:
+    (tmp_path / "check.txt").write_text("Traceback\nImportError: no such module\n")
+    lines = list(laws.summary("scan", "bfloat16", [group(tmp_path, "raise SystemExit(3)")]))
+    assert "exit code 3: ImportError: no such module" in lines[0] and "0 held, 1 broken" in lines[-1]
+
+
+def test_who_was_stopped_was_not_asked(tmp_path: Path) -> None:
+    killed = group(tmp_path, f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})")
+    (line,) = laws.summary("scan", "bfloat16", [killed])
+    assert "0 held, 0 broken" in line and "not asked (1 " in line
+
+
+@pytest.mark.parametrize("limit", ["-5", "nan", "inf", "0"])
+def test_a_limit_is_seconds_above_0(limit: str) -> None:
+    with pytest.raises(Exception, match="expected seconds above 0"):
+        laws._seconds(limit)
