@@ -36,6 +36,7 @@ import triton
 from kernels_compile import compile_all, faults, identity, say
 from kernels_page import differences, page, sentence
 from kernels_specimens import SPECIMENS, Specimen
+from kernels_spills import SPILLS, outlived
 
 from foci.core.spec import Spec
 from foci.core.tune import TARGETS, Launch, recording
@@ -44,26 +45,6 @@ from foci.ops import SPECS
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / "out" / "kernels"
 PAGE, LINES = ROOT / "docs" / "kernels.md", ROOT / "docs" / "kernels.jsonl"
-# Spills that are known, by operator, kernel and target, each with its reason; no other is let through. On sm_90, which
-# we tune for, one stands here only where it was measured beside what does not spill.
-_TUNED = "its tiles are chosen for sm_90, where nothing spills; smaller ones would compute dA more often"
-_MEASURED = "on an H200 the fastest of the tiles that were tried, also beside those that do not spill"
-_LIMIT = "its tiles are chosen for sm_90, where they fill the registers"
-SPILLS: dict[tuple[str, str, str], str] = {
-    **{
-        ("softmax", kernel, "sm_90"): _MEASURED
-        for kernel in ("_attend_kernel", "queries_kernel", "keys_kernel", "bias_kernel")
-    },
-    **{("linear", "keys_kernel", target): _TUNED for target in ("sm_80", "sm_120")},
-    **{("linear", "far_kernel", target): _LIMIT for target in ("sm_80", "sm_120", "gfx942")},
-    ("linear", "pairs_kernel", "sm_120"): "12 bytes at most",
-    **{("linear", "states_kernel", target): "16 bytes at most" for target in ("sm_80", "sm_100", "sm_120")},
-    **{("delta", kernel, "sm_90"): _MEASURED for kernel in ("side_kernel", "side_by_channel_kernel", "walk_kernel")},
-    **{("delta", "side_kernel", target): _LIMIT for target in ("sm_80", "sm_100", "sm_120")},
-    **{("delta", "side_by_channel_kernel", target): _LIMIT for target in ("sm_80", "sm_120", "gfx942")},
-    **{("delta", "walk_kernel", target): _LIMIT for target in ("sm_80", "sm_100", "sm_120")},
-    ("delta", "chunks_kernel", "sm_80"): "24 bytes: the levels of pairs per channel hold four tiles at once",
-}
 
 
 @dataclass
@@ -221,9 +202,7 @@ def lines_of(found: Found) -> str:
 
 def check(found: Found) -> list[str]:
     """What is wrong, and where the pages are not what was just compiled."""
-    wrong = list(found.wrong)
-    spilled = {(row["operator"], row["kernel"], row["target"]) for row in found.rows if row.get("spills")}
-    wrong += [f"SPILLS: {', '.join(place)} spills no more: take it out" for place in SPILLS if place not in spilled]
+    wrong = [*found.wrong, *outlived(found.rows)]
     head, *rows = [json.loads(line) for line in LINES.read_text().splitlines()] if LINES.exists() else [{}]
     if head.get("triton") != triton.__version__:
         return [*wrong, f"docs/kernels.jsonl is of Triton {head.get('triton')}, this is {triton.__version__}"]
@@ -265,6 +244,7 @@ def main() -> int:
         LINES.write_text(lines_of(found))
         PAGE.write_text(page(PAGE.read_text(), found.rows, triton.__version__, SPILLS))
         say(f"wrote {len(found.rows)} rows")
+        found.wrong += outlived(found.rows)
     if options.check:
         found.wrong = check(found)
     else:

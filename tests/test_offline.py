@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import kernels_compile, kernels_page
+from benchmarks import kernels_compile, kernels_page, kernels_spills
 
 from foci.core.tune import TARGETS
 
@@ -54,6 +55,14 @@ def test_a_spill_is_wrong_and_said_with_the_configuration(tmp_path: Path) -> Non
     assert done.returncode == 1
     assert "script, planted: product on sm_90: spills " in done.stdout
     assert "(N 128, num_warps 1, num_stages 1)" in done.stdout
+
+
+def test_every_known_spill_is_one_of_the_table_and_one_that_ended_is_named() -> None:
+    rows = [json.loads(line) for line in (ROOT / "docs" / "kernels.jsonl").read_text().splitlines()[1:]]
+    assert kernels_spills.outlived(rows) == []
+    kept = next(iter(kernels_spills.SPILLS))
+    without = [row for row in rows if (row["operator"], row["kernel"], row["target"]) != kept]
+    assert kernels_spills.outlived(without) == [f"SPILLS: {', '.join(kept)} spills no more: take it out"]
 
 
 def test_limits_of_a_target_and_a_missing_instruction_are_faults() -> None:
