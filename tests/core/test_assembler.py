@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import threading
+from typing import Any
 
 import pytest
 import torch
 
 from foci.cli_tune_ahead import Offline, gpu
 from foci.core import assembler
-from foci.core.assembler import HOPPER, NAMED, assembling, chosen, told
+from foci.core.assembler import HOPPER, NAMED, _forget, assembling, chosen, told
 from foci.core.tune import TARGETS
 
 triton = pytest.importorskip("triton")
@@ -117,6 +118,32 @@ def test_a_kernel_is_really_assembled_by_it(tmp_path, monkeypatch: pytest.Monkey
     if not signed:
         pytest.skip(f"ptxas {newest} does not sign what it assembles")
     assert signed == {newest}
+
+
+def test_what_another_assembler_made_of_a_kernel_before_is_not_found_on_disk(tmp_path, monkeypatch) -> None:
+    """Whichever kernel a process compiled first: Triton asks an assembler's version once, and finds kernels by it."""
+    if versions()[0] == max(versions()):
+        pytest.skip("Triton's own choice is the newest already")
+    monkeypatch.setattr(triton.runtime.driver, "_active", Offline(gpu(TARGETS["sm_90"])), raising=False)
+
+    def compiled() -> Any:
+        return triton.runtime.jit.JITFunction(_nothing).warmup(torch.float32, grid=(1,))
+
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path)
+        _forget()
+        other = compiled()  # as of a foci that did not choose, or of someone else's kernels in this process
+        with assembling(HOPPER):
+            ours = compiled()
+        assert ours.hash != other.hash and _ptx(ours) > _ptx(other)
+        assert compiled().hash == other.hash  # nor is ours given to whoever wants Triton's choice
+        with assembling(HOPPER):
+            assert compiled().hash == ours.hash
+
+
+def _ptx(kernel: Any) -> tuple[int, ...]:
+    """The version of its PTX, which is the newest that its assembler knows."""
+    return tuple(map(int, re.search(r"\.version (\d+)\.(\d+)", kernel.asm["ptx"]).groups()))
 
 
 def _nothing(x_ptr) -> None:

@@ -3,7 +3,8 @@
 Triton gives all before Blackwell to its ptxas 12.8 (from 3.8 on 12.9), and Blackwell to a newer one. On Hopper the old
 one makes wrong code of some chains of products by warpgroups, from PTX that others assemble well: on an H200 the delta
 rule's backward had gradients wrong by 0.8 of their size, or read where nothing is, at 3 of 16 block sizes (Triton 3.6;
-triton#11366, triton#11781, fla#984). Both assemblers take the same PTX, so no kernel has to change.
+triton#11366, triton#11781, fla#984). Both assemblers take the same PTX, so no kernel has to change. What Triton keeps
+on disk is found by the assembler's version among other things: what another one made of a kernel is not taken.
 """
 
 from __future__ import annotations
@@ -32,9 +33,24 @@ def assembling(arch: int) -> Iterator[None]:
             yield
             return
         nvidia = sys.modules["triton"].knobs.nvidia
-        with nvidia.scope():
-            nvidia.ptxas = tool.path
-            yield
+        try:
+            with nvidia.scope():
+                nvidia.ptxas = tool.path
+                _forget()
+                yield
+        finally:
+            _forget()
+
+
+def _forget() -> None:
+    """Let Triton ask for the assembler's version again, which it does once a process and finds kernels on disk by.
+
+    Else, after anyone's kernel by Triton's own choice, ours that the old assembler once made would be found and taken.
+    """
+    compiler = sys.modules.get("triton.backends.nvidia.compiler")
+    forget = getattr(getattr(compiler, "get_ptxas_version", None), "cache_clear", None)
+    if forget is not None:
+        forget()
 
 
 def chosen(arch: int) -> Any:
