@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from types import ModuleType
 
@@ -103,3 +105,31 @@ def test_an_explanation_of_a_refused_choice_chooses_nothing(spec: Spec) -> None:
     assert set(found.also) == {"middle", "slow"}
     assert explain(spec, {"sink"}).chosen is None
     assert str(explain(spec, {"sink"})).startswith("chosen   none: every backend refuses")
+
+
+@pytest.mark.parametrize("interpreter", ["1", "0"])
+def test_a_named_backend_is_asked_once_what_it_needs_is_imported(interpreter: str) -> None:
+    """In a process of its own: Triton is told by its environment that CPU tensors are for its interpreter."""
+    pytest.importorskip("triton")
+    program = """
+import sys, torch, foci
+x = torch.ones(1, 4, 2)
+assert "triton" not in sys.modules
+try:
+    h, _ = foci.scan(x, 0 * x, backend="triton")
+    print("ran", h[0, -1, 0].item())
+except foci.Unsupported as refused:
+    print(*refused.reasons)
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": interpreter}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    expected = "ran 4.0" if interpreter == "1" else "it needs a GPU, the tensors are on cpu"
+    assert ended.stdout.strip() == expected, ended.stderr
+
+
+def test_an_explanation_knows_it_too() -> None:
+    pytest.importorskip("triton")
+    program = "import torch, foci; x = torch.ones(1, 4, 2); print(foci.explain('scan', x, 0 * x).refused)"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert "triton" not in ended.stdout and ended.returncode == 0, ended.stdout + ended.stderr

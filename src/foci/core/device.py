@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -89,6 +89,14 @@ def constant(function: Function) -> Function:
 def installed(package: str) -> bool:
     """Whether a package can be imported; asked at every dispatch, looked for once."""
     return _found(package)  # the compiler warns of a cache that it meets itself
+
+
+@constant
+def imported(package: str) -> bool:
+    """The same, and it is imported: from here on Triton says whether its interpreter is on, which takes CPU tensors."""
+    if package not in sys.modules and installed(package):
+        import_module(package)
+    return package in sys.modules
 
 
 @cache
