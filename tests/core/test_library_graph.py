@@ -72,4 +72,4 @@ def test_a_captured_step_of_training_is_replayed_on_other_values(
     torch.cuda.synchronize()
     for got, right in zip(captured, step(), strict=True):
         assert torch.equal(got, right)
-    assert packed or any(plan is not None for plan in plans._PLANS.values())
+    assert any(plan is not None for plan in plans._PLANS.values())

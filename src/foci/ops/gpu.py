@@ -53,7 +53,9 @@ def placed(operator: str, offsets: Tensor | None, like: Tensor) -> Tensor | None
 
 def brought(operator: str, name: str, x: Tensor, device: torch.device) -> Tensor:
     """One after another on the device. A CUDA graph would copy the same memory at every replay, whatever it holds."""
-    if x.device != device and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if x.device == device:
+        return x.contiguous()
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise Unsupported(
             f"{operator}: backend 'triton' cannot be captured in a CUDA graph",
             [f"{name} is on {x.device}"],
