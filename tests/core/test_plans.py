@@ -22,6 +22,7 @@ class Adds:
     """A compiled kernel: out = a + amount * b, of `count` numbers."""
 
     function = packed_metadata = None
+    pre_run_hooks = ()
 
     def run(self, x, y, z, stream, function, packed, metadata, enter, leave, a, b, out, count, amount):
         assert (x, y, z, stream) == (count, 1, 1, 7)
@@ -31,7 +32,7 @@ class Adds:
 
     def __call__(self, a, b, out, amount=1.0):
         self.run(*(len(out), 1, 1, 7), *[None] * 5, *(x.data_ptr() for x in (a, b, out)), len(out), amount)
-        tune.NOTING.get() and tune.NOTING.get()(self, (len(out), 1, 1), (a, b, out, len(out), amount))
+        tune.NOTING.get() and tune.NOTING.get()(self, self, (len(out), 1, 1), (a, b, out, len(out), amount))
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +139,7 @@ def test_a_launch_that_is_not_known_has_no_plan() -> None:
         out = torch.empty(4)
         adds(a, a, out)
         if tune.NOTING.get():
-            tune.NOTING.get()(None, (1,), (a,))
+            tune.NOTING.get()(adds, None, (1,), (a,))
         return (out,)
 
     run, calls = counted(unknown)
@@ -158,6 +159,21 @@ def test_where_launches_are_watched_or_chosen_everything_runs_as_written(here) -
     here.runtime.launch_enter_hook = print
     ask(run, *values)
     assert len(calls) == 4
+
+
+def test_a_hook_that_is_put_on_a_kernel_afterwards_is_heard(monkeypatch) -> None:
+    """Triton's `pre_run_hooks`, which only a launch through it knows."""
+    run, calls = counted(twice)
+    values = torch.randn(8), torch.randn(8), 1.0, [True]
+    for _ in range(4):
+        ask(run, *values)
+    assert len(calls) == 2
+    monkeypatch.setattr(adds, "pre_run_hooks", [print], raising=False)
+    ask(run, *values)
+    assert len(calls) == 3
+    monkeypatch.setattr(adds, "pre_run_hooks", [])
+    ask(run, *values)
+    assert len(calls) == 3
 
 
 def test_an_error_leaves_no_plan_and_no_note() -> None:
@@ -272,7 +288,7 @@ def test_a_tensor_within_an_argument_has_no_plan() -> None:
 
         def __call__(self, a, b, out):
             super().run(*(len(out), 1, 1, 7), *[None] * 5, *(x.data_ptr() for x in (a, b, out)), len(out), 1.0)
-            tune.NOTING.get() and tune.NOTING.get()(self, (len(out), 1, 1), (out, (a, b), len(out)))
+            tune.NOTING.get() and tune.NOTING.get()(self, self, (len(out), 1, 1), (out, (a, b), len(out)))
 
     def hidden(a, b):
         out = torch.empty(8)

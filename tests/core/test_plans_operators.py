@@ -26,7 +26,7 @@ class Compiled:
 
 def start(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: Any, device: torch.device) -> None:
     if (noting := tune.NOTING.get()) is not None:
-        noting(Compiled(), grid, arguments)
+        noting(kernel, Compiled(), grid, arguments)
 
 
 @pytest.fixture(autouse=True)

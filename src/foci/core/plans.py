@@ -52,11 +52,15 @@ class _Step(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """All steps, and the results by slot, None for None; `view`: size, strides and offset where it is no whole slot."""
+    """All steps, and the results by slot, None for None; `view`: size, strides and offset where it is no whole slot.
+
+    `kernels`: what is launched, in Triton's words before it is compiled; a hook may be put on one at any time.
+    """
 
     steps: tuple[_Step, ...]
     results: tuple[tuple[int, tuple[Any, ...] | None] | None, ...]
     device: torch.device
+    kernels: tuple[Any, ...]
 
 
 _PLANS: dict[Any, _Plan | None] = {}
@@ -71,6 +75,9 @@ def played(kind: Callable[..., Any], values: Sequence[Any], run: Callable[[], An
     key, pointers = found
     plan = _PLANS.get(key)
     if plan is not None:
+        for kernel in plan.kernels:
+            if kernel.pre_run_hooks:
+                return run()
         return _play(plan, pointers, values)
     if key in _PLANS:
         return run()
@@ -182,6 +189,7 @@ class _Noting(TorchDispatchMode):
         self.whole: dict[int, tuple[weakref.ref[Tensor], torch.dtype]] = {}  # of each slot: the tensor that has it all
         self.made: list[_Made] = []
         self.steps: list[_Step] = []
+        self.kernels: list[Any] = []
         self.told = 0  # how many of `made` stand in a step
         self.plain = True
         self.device = next(value.device for value in values if isinstance(value, Tensor))
@@ -233,7 +241,7 @@ class _Noting(TorchDispatchMode):
         made, self.told = tuple(self.made[self.told :]), len(self.made)
         return made
 
-    def launched(self, compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+    def launched(self, kernel: Any, compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         pointers: list[tuple[int, int, int]] = []
         plain: list[Any] = []
         for place, x in enumerate(arguments):
@@ -249,6 +257,8 @@ class _Noting(TorchDispatchMode):
                 self.plain &= _lasting(x)
         self.plain &= compiled is not None
         if self.plain:  # else there is no plan, and nothing is to be held for it
+            if kernel not in self.kernels:
+                self.kernels.append(kernel)
             self.steps.append(_Step(self._just_made(), compiled, grid, plain, tuple(pointers)))
 
     def plan(self, results: Any) -> _Plan | None:
@@ -264,7 +274,7 @@ class _Noting(TorchDispatchMode):
             used = {slot for _, slot, _ in step.pointers}
             steps.append(step._replace(last=tuple(slot for slot in used - later if slot >= self.first)))
             later |= used
-        return _Plan(tuple(reversed(steps)), tuple(found), self.device)
+        return _Plan(tuple(reversed(steps)), tuple(found), self.device, tuple(self.kernels))
 
     def _result(self, x: Any) -> tuple[Any, ...]:
         """Its slot and view, () where it is neither something whole nor a part of what was made."""

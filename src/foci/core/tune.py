@@ -221,8 +221,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, config: Config, 
 
 
 _COMPILED: dict[tuple[Any, ...], Any] = {}
-# Told of every launch (core/plans.py): the compiled kernel (None: not known), its grid, all its arguments.
-NOTING: ContextVar[Callable[[Any, tuple[int, ...], tuple[Any, ...]], None] | None] = ContextVar("noting", default=None)
+# Told of every launch (core/plans.py): the kernel, as compiled (None: not known), its grid, all its arguments.
+Noting = Callable[[Any, Any, tuple[int, ...], tuple[Any, ...]], None]
+NOTING: ContextVar[Noting | None] = ContextVar("noting", default=None)
 
 
 def ordinary() -> bool:
@@ -256,7 +257,7 @@ def _start(
         with assembling(target_of(device).arch):
             kernel[grid](*arguments, **meta)
         if noting is not None:
-            noting(None, grid, arguments)
+            noting(kernel, None, grid, arguments)
         return
     told, backend = triton.native_specialize_impl, kernel.device_caches[device.index or 0][3]
     key = (
@@ -270,7 +271,7 @@ def _start(
         if hasattr(compiled, "packed_metadata"):  # else it is being compiled elsewhere
             _COMPILED[key] = compiled
         if noting is not None:
-            noting(None, grid, arguments)
+            noting(kernel, None, grid, arguments)
         return
     arguments = (*arguments, *[meta[name] for name in kernel.arg_names[len(arguments) :]])
     grid = (*grid, 1, 1)[:3]
@@ -279,7 +280,7 @@ def _start(
     else:
         fire(compiled, grid, triton.driver.active.get_current_stream(device.index or 0), arguments)
     if noting is not None:
-        noting(compiled, grid, arguments)
+        noting(kernel, compiled, grid, arguments)
 
 
 @functools.cache
