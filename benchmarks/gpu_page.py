@@ -3,7 +3,8 @@
     python benchmarks/gpu_page.py FOLDER [--write]
 
 FOLDER is gpu.tgz unpacked. A row is one of ours on one problem: its milliseconds, and how many times as long the
-fastest peer takes (1.5 x: we are faster, 0.9 x: it is). Nothing is left out: what was refused or wrong has its reason.
+fastest peer takes (1.5 x: we are faster, 0.9 x: it is). What was refused or wrong has its reason, and what was left out
+for want of time is named.
 """
 
 from __future__ import annotations
@@ -65,6 +66,19 @@ def tables(records: list[Record]) -> Iterator[str]:
                 yield f"| {problem} | {candidate} | {' | '.join(cells)} | {host} |"
 
 
+def untimed(folder: Path) -> Iterator[str]:
+    """What `foci bench` says that it left out, an operator a line."""
+    said = [
+        f"- {path.stem.removeprefix('bench_')}: {line}"
+        for path in sorted(folder.glob("bench_*.txt"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if "left out" in line
+    ]
+    if said:
+        yield "\n### not timed\n"
+        yield from said
+
+
 def decoding(rows: list[dict[str, Any]]) -> Iterator[str]:
     """One token a row: the share of a copy's bandwidth."""
     yield "\n### decoding\n\n| step | on the GPU | of a copy's bandwidth | host |\n| --- | --- | --- | --- |"
@@ -91,7 +105,7 @@ def page(folder: Path) -> tuple[str, list[str]]:
     if not records:
         sys.exit(f"{folder}: no records; expected gpu.tgz of benchmarks/h200.sh, unpacked")
     dates, where = sorted(record.date for record in records), f"{records[0].machine}; {records[0].versions}"
-    lines = [f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}: {where}.", *tables(records)]
+    lines = [f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}: {where}.", *tables(records), *untimed(folder)]
     if (folder / "decode.json").exists():
         lines += decoding(json.loads((folder / "decode.json").read_text(encoding="utf-8")))
     lines += laws(folder)

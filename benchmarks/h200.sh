@@ -57,8 +57,10 @@ laws() {
 
 bench() {
   # One after the other, as nothing else may run beside what is timed; a process each, as a fault of the GPU ends one.
-  # The goals' shapes first: what is over the limit is left out from the end.
-  local operator seconds
+  # The goals' shapes first: what is over the limit is left out from the end. Every operator has START seconds, in which
+  # it is imported and compiled, and its share of the rest.
+  local operator seconds count=0 total=0
+  local START=15
   local -A shapes=(
     [delta]="Qwen GDN 8192x1 16:32,KDA 1x8192,small,Qwen GDN 8192x4 16:32,GDN 4x2048x16,Qwen GDN 2048x1 2:8,KDA 1x1024,GDN 2x16384"
     [linear]="GLA 4x2048x16,SSD,small,GLA 2x16384x16,RetNet 4x2048,packed,RWKV"
@@ -73,7 +75,10 @@ bench() {
   [ "$device" = cpu ] && for operator in "${!shapes[@]}"; do shapes[$operator]=small; done
   [ "$device" = cpu ] && shapes[linear]="small simple"
   for operator in $operators; do
-    seconds=$((BENCH * share[$operator] / 100))
+    count=$((count + 1)) total=$((total + share[$operator]))
+  done
+  for operator in $operators; do
+    seconds=$((BENCH > START * count ? START + (BENCH - START * count) * share[$operator] / total : BENCH / count))
     ask "bench_$operator" $((seconds + 50)) "$python" -m foci bench $operator --device "$device" --limit $seconds \
       ${more[$operator]:-} --shapes "${shapes[$operator]}" --out "$work/$operator" || failed=1
     tail -n +3 "$work/bench_$operator.txt"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 from dataclasses import asdict
 from pathlib import Path
 
@@ -47,6 +50,32 @@ def test_decoding_and_laws_stand_below(folder: Path) -> None:
     assert "| a step | 72 us | 89% | 66 us |" in text
     laws = "FAIL delta bfloat16 2 forward: wrong\ndelta bfloat16: 7 held, 1 broken, 0 not asked"
     assert text.endswith(f"### laws, bfloat16\n\n```\n{laws}\n```")
+
+
+def test_what_was_not_timed_is_named_also_where_an_operator_has_no_record(folder: Path) -> None:
+    said = "left out, as the limit of 5 seconds was reached: scan 8x2048x2048, scan small 1x256x256"
+    (folder / "bench_scan.txt").write_text(f"ceilings: 802 TFLOP/s\n\n{said}\n")
+    assert f"\n### not timed\n\n- scan: {said}\n" in gpu_page.page(folder)[0]
+
+
+@pytest.mark.parametrize("operators", ["delta linear softmax selective_scan scan", "scan", "selective_scan scan"])
+@pytest.mark.parametrize("seconds", [60, 190, 300])
+def test_every_operator_has_time_to_be_compiled_and_all_of_it_is_given(
+    operators: str, seconds: int, tmp_path: Path
+) -> None:
+    """benchmarks/h200.sh with an interpreter that only says what it was asked: 5 of 190 seconds once timed no scan."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    python.chmod(0o755)
+    asked = {"PYTHON": str(python), "OPERATORS": operators, "BENCH": str(seconds), "PATH": os.environ["PATH"]}
+    script = Path(gpu_page.__file__).with_name("h200.sh")
+    ended = subprocess.run(["bash", str(script), str(tmp_path / "out"), "bench"], env=asked, capture_output=True)
+    assert ended.returncode == 0, ended.stderr
+    found = re.findall(r"foci bench (\w+) .*--limit (\d+) ", (tmp_path / "asked").read_text())
+    limits = {operator: int(limit) for operator, limit in found}
+    assert list(limits) == operators.split()
+    assert min(limits.values()) >= min(15, seconds // len(limits))
+    assert seconds - len(limits) <= sum(limits.values()) <= seconds
 
 
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
