@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from foci import cli
-from foci.bench.record import read
+from foci.bench.record import Record, read
+from foci.cli_bench import _line
 
 QUICK = ["--shapes", "small", "--dtype", "float32", "--stages", "forward,both"]
 
@@ -38,6 +40,16 @@ def test_a_limit_times_the_first_and_says_what_it_left_out(tmp_path: Path, capsy
     [said] = [line for line in out.splitlines() if "left out" in line]
     assert code == 0 and said.startswith("left out, as the limit of -1 seconds was reached: scan 8x2048x2048, linear ")
     assert {(r.operator, r.problem) for r in read(tmp_path / "records.jsonl")} == {("scan", "small 1x256x256")}
+
+
+def test_a_line_says_how_many_rounds_a_figure_is_of_where_they_are_fewer_than_usual() -> None:
+    record = Record(
+        "scan", "small", "foci", "float32", "cpu", "forward", median=1e-3, fast=1e-3, slow=2e-3, rounds=3, flops=1e6,
+        floor=1e-4, error=0.5,
+    )  # fmt: skip
+    assert _line(record, 15).endswith("error 0.50 of its budget, 3 rounds")
+    assert _line(replace(record, rounds=15), 15).endswith("error 0.50 of its budget")
+    assert _line(replace(record, rounds=None), 15).endswith("error 0.50 of its budget")  # of an old file
 
 
 def test_a_backend_by_name_and_no_peers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,7 +82,7 @@ def bench(
                 torch.compiler.reset()  # dynamo gives up, without a word, after eight graphs of one function
                 for each in sweep(spec, candidates, [shape], options, top, Truth(spec)):
                     found.append(_placed(each))
-                    typer.echo(_line(each))
+                    typer.echo(_line(each, options.rounds))
                     if file is not None:
                         file.add(found[-1])
     if skipped:
@@ -145,18 +145,20 @@ def _version(package: str) -> str:
         return ""
 
 
-def _line(each: Record) -> str:
+def _line(each: Record, rounds: int) -> str:
+    """A record in words; `rounds` is the usual number, and it is said where a figure is of fewer."""
     head = f"{each.operator} {each.problem}"
     head = f"{head:<40} {each.stage:<9}{each.candidate:<28}"
     if each.median is None or not each.floor or each.flops is None:
         return f"{head} -  {each.refused}"
     error = "not compared" if each.error is None else f"{each.error:.2f} of its budget"
     host = "" if each.host is None else f", host {each.host * 1e6:.0f} us{', which rules' * each.host_bound}"
+    few = f", {each.rounds} rounds" if each.rounds is not None and each.rounds < rounds else ""
     without = f", no gradient of {each.without}" if each.without else ""
     return (
         f"{head} {each.median * 1e3:9.3f} ms ({(each.fast or 0) * 1e3:.3f} .. {(each.slow or 0) * 1e3:.3f})  "
         f"{rate(each.flops / each.median):>12}, {each.floor / each.median:4.0%} of the ceiling, "
-        f"{(each.peak or 0) / 2**20:.0f} MiB{host}, error {error}{without}"
+        f"{(each.peak or 0) / 2**20:.0f} MiB{host}, error {error}{few}{without}"
     )
 
 
