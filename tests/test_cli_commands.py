@@ -30,6 +30,7 @@ def test_doctor_json_holds_the_machine_its_backends_and_the_defects_in_force(cap
     assert facts["foci"] == foci.__version__
     ready = {row["backend"]: row["reasons"] for row in facts["backends"] if row["device"] == "cpu"}
     assert ready.pop("triton") == ["it needs a GPU, the tensors are on cpu"]
+    assert ready.pop("flash")
     assert ready == {"aten": [], "chunked": [], "reference": [], "native": native.unavailable()}
     known = [d["issue"] for d in facts["defects"] if d["device"] == "cpu"]
     assert known == [d.issue for d in in_force(platform(torch.device("cpu")))]
@@ -103,7 +104,7 @@ def test_explain_understands_every_mask(capsys, mask: str) -> None:
 def test_explain_tells_a_bias_that_is_trained_from_one_that_is_not(capsys) -> None:
     fixed = json.loads(run(capsys, "explain softmax --shape T8,H4,K16 --with bias --json")[1])
     trained = json.loads(run(capsys, "explain softmax --shape T8,H4,K16 --with bias --grad --json")[1])
-    assert list(fixed["refused"]) == ["triton"]
+    assert list(fixed["refused"]) == ["flash", "triton"]
     assert any("gradient" in reason for reason in trained["refused"]["aten"])
 
 

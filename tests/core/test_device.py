@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -28,6 +29,12 @@ def test_machine_is_asked_once_and_survives_json() -> None:
     assert facts["threads"] == torch.get_num_threads()
     assert facts["cores"] >= 1
     assert facts["packages"]["numpy"]
+
+
+def test_what_stands_in_a_package_s_place_is_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that somebody made up, so that an import of it does not fail."""
+    monkeypatch.setitem(sys.modules, "no_such_package_either", ModuleType("no_such_package_either"))
+    assert not device.installed("no_such_package_either")
 
 
 def test_threads_follow_the_setting() -> None:

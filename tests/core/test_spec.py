@@ -51,6 +51,12 @@ def test_a_backend_without_its_package_says_so_and_is_not_imported() -> None:
     assert "foci.no_such_module" not in sys.modules
 
 
+def test_of_some_packages_one_is_enough() -> None:
+    backend = Backend("either", "json", one_of=("no_such_package_of_anyone", "nor_this"))
+    assert backend.missing() == backend.reasons(None) == ["no_such_package_of_anyone or nor_this is not installed"]
+    assert Backend("either", "json", one_of=("no_such_package_of_anyone", "torch")).missing() == []
+
+
 def test_a_backend_answers_by_its_module() -> None:
     reference = Backend("reference", "foci.ops.softmax.reference", needs=("torch",))
     assert reference.missing() == []

@@ -103,7 +103,7 @@ def imported(package: str) -> bool:
 def _found(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # something hides it
+    except (ModuleNotFoundError, ValueError):  # something hides it, or stands in its place
         return False
 
 

@@ -45,6 +45,8 @@ class Backend:
     calls `forward(call, True)`, which gives one tensor more, for the backward alone: the last of its `outputs`.
     `prefers(call) -> str` names a later backend that is faster for a call which both can run.
 
+    Of the packages that it stands on `needs` are all wanted, of `one_of` any.
+
     A backend of softmax may also add attention to a part of the keys to what other keys gave, in place:
     `forward_part(call, out, lse)` and `backward_part(call, rows, into)` (ops/softmax/call.py: Rows, Gradients).
     """
@@ -53,9 +55,12 @@ class Backend:
     module: str
     note: str = ""
     needs: tuple[str, ...] = ()
+    one_of: tuple[str, ...] = ()
 
     def missing(self) -> list[str]:
         """Reasons why the module cannot even be imported here."""
+        if self.one_of and not any(installed(package) for package in self.one_of):
+            return [f"{' or '.join(self.one_of)} is not installed"]
         return [f"{package} is not installed" for package in self.needs if not installed(package)]
 
     def load(self) -> ModuleType:
@@ -63,7 +68,7 @@ class Backend:
 
     def reasons(self, call: Any) -> list[str]:
         """Why this backend cannot run this call; empty when it can."""
-        if self.needs and (missing := self.missing()):
+        if (self.needs or self.one_of) and (missing := self.missing()):
             return missing
         found: list[str] = self.load().reasons(call)
         return found

@@ -14,7 +14,7 @@ from foci.ops.softmax.spec import SPEC
 
 CPU = torch.device("cpu")
 # What runs on a CPU: the kernels' own tests (test_kernels_*) run them in Triton's interpreter, in a process of its own.
-BACKENDS = tuple(backend.name for backend in SPEC.backends if backend.name != "triton")
+BACKENDS = tuple(backend.name for backend in SPEC.backends if backend.name not in ("flash", "triton"))
 OPAQUE = tuple(name for name in BACKENDS if name != "reference")
 HALVES = (torch.bfloat16, torch.float16)
 

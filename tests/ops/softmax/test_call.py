@@ -82,8 +82,8 @@ VALUES: dict[str, dict[str, Any]] = {
     "attention: sink must be a floating tensor, got int64": {"sink": z(4).to(LONG)},
     "attention: bias is on meta, q is on cpu; expected one device": {"bias": z(7).to("meta")},
     "attention: dense is on meta, q is on cpu; expected one device": {"mask": Dense(z(7).bool().to("meta"))},
-    "attention: unknown backend 'flash'; expected one of 'aten', 'triton', 'chunked', 'reference'": {
-        "backend": "flash"
+    "attention: unknown backend 'flush'; expected one of 'aten', 'flash', 'triton', 'chunked', 'reference'": {
+        "backend": "flush"
     },
 }
 

@@ -15,7 +15,7 @@ from tests.ops.softmax.problems import BACKENDS, CPU, refused
 
 def test_it_is_listed() -> None:
     assert SPECS["softmax"] is SPEC
-    assert tuple(backend.name for backend in SPEC.backends) == ("aten", "triton", "chunked", "reference")
+    assert tuple(backend.name for backend in SPEC.backends) == ("aten", "flash", "triton", "chunked", "reference")
     assert SPEC.merge is Partial
 
 

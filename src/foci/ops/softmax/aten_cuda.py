@@ -44,7 +44,7 @@ class _CudaKernel:
         _, T, S, _, G, _, _ = call.sizes
         if not self.takes_mask and _causal_beyond_squares(call):
             found.append("top-left causal needs as many queries as keys")
-        gradients = gradients or _differentiated(call)
+        gradients = gradients or differentiated(call)
         use = Use(T, S, G, tensor_mask=masked, causal=call.causal_start or call.causal_end, gradients=gradients)
         return found + vetoes(self.name, use, platform(call.q.device))
 
@@ -201,7 +201,7 @@ def slow(call: Call) -> bool:
     cuDNN reads as fast, but plans for 40 ms whenever a cache has another length, and flash repeats none of its work
     over the card for few rows. Where a gradient is asked for, they stay the faster ones.
     """
-    if call.q.dtype not in _HALF or _differentiated(call):
+    if call.q.dtype not in _HALF or differentiated(call):
         return False
     return call.q.shape[1] <= 16 or call.bias is not None or call.dense is not None
 
@@ -228,7 +228,7 @@ def fold(dlse: Tensor, dout: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     return dout, moved
 
 
-def _differentiated(call: Call) -> bool:
+def differentiated(call: Call) -> bool:
     if not torch.is_grad_enabled():
         return False
     return any(x is not None and x.requires_grad for x in call[:5])

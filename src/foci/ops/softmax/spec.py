@@ -41,6 +41,12 @@ SPEC = Spec(
     outputs=outputs,
     backends=(
         Backend("aten", "foci.ops.softmax.aten", note="torch's fused kernels"),
+        Backend(
+            "flash",
+            "foci.ops.softmax.flash",
+            note="FlashAttention's own packages",
+            one_of=("flash_attn", "flash_attn_interface"),
+        ),
         Backend("triton", "foci.ops.softmax.gpu", note="O(T) memory", needs=("triton",)),
         Backend("chunked", "foci.ops.softmax.chunked", note="slower, takes everything, O(T) memory"),
         Backend("reference", "foci.ops.softmax.reference", note="O(T S) memory"),

@@ -1,0 +1,203 @@
+"""What the packages of FlashAttention 2, 3 and 4 are called with: read off their sources, never run here."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foci.core.device import constant, installed
+from foci.ops.softmax.call import Call
+
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+class Asked(NamedTuple):
+    """A call in the packages' words: q, k, v as foci has them, causal aligned bottom-right; None: a side is open."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    left: int | None
+    right: int | None
+
+    @property
+    def causal(self) -> bool:
+        return self.right == 0
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """An open side as -1."""
+        return -1 if self.left is None else self.left, -1 if self.right is None else self.right
+
+    def room(self) -> dict[str, Tensor]:
+        """What a backward writes its gradients to."""
+        named = zip(("dq", "dk", "dv"), self[:3], strict=True)
+        return {name: torch.empty(x.shape, dtype=x.dtype, device=x.device) for name, x in named}
+
+
+class Package:
+    """One package: `asks` are the functions that it must have and arguments that these must take.
+
+    `forward` gives out and lse [B,H,T]; `backward` is given such an lse, and dlse where it does not fold. `empty` is
+    the lse that it wants of a row which sees nothing.
+    """
+
+    name = ""
+    module = ""
+    asks: ClassVar[dict[str, tuple[str, ...]]] = {}
+    empty = -torch.inf
+    folds = True
+
+    def refused(self, call: Call, capability: tuple[int, ...], gradients: bool) -> list[str]:
+        """What this package refuses beyond what all do."""
+        raise NotImplementedError
+
+    def forward(self, asked: Asked) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def backward(self, asked: Asked, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Grads:
+        raise NotImplementedError
+
+    def function(self, name: str) -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(import_module(self.module), name)
+        return found
+
+
+class Second(Package):
+    """flash-attn, since 2.7; an lse of +inf says that a row sees nothing."""
+
+    name = "flash_attn_2"
+    module = "flash_attn.flash_attn_interface"
+    asks: ClassVar = {
+        "flash_attn_func": ("dropout_p", "softmax_scale", "causal", "window_size", "return_attn_probs"),
+        "_flash_attn_backward": ("softmax_lse", "dq", "dk", "dv", "window_size_left", "window_size_right", "rng_state"),
+    }
+    empty = torch.inf
+
+    def refused(self, call: Call, capability: tuple[int, ...], gradients: bool) -> list[str]:
+        return _too_wide(call, 256) + ["it needs sm_80 or later"] * (capability < (8, 0))
+
+    def forward(self, asked: Asked) -> tuple[Tensor, Tensor]:
+        q, k, v, scale, *_ = asked
+        out, lse, _ = self.function("flash_attn_func")(
+            q, k, v, dropout_p=0.0, softmax_scale=scale, causal=asked.causal, window_size=asked.window,
+            return_attn_probs=True,
+        )  # fmt: skip
+        return out, lse
+
+    def backward(self, asked: Asked, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Grads:
+        room, (left, right) = asked.room(), asked.window
+        self.function("_flash_attn_backward")(
+            dout, *asked[:3], out, lse, **room, dropout_p=0.0, softmax_scale=asked.scale, causal=asked.causal,
+            window_size_left=left, window_size_right=right, softcap=0.0, alibi_slopes=None, rng_state=None,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+        return room["dq"], room["dk"], room["dv"]
+
+
+class Third(Package):
+    """flash-attn-3, for Hopper. Its backward has had two sets of words."""
+
+    name = "flash_attn_3"
+    module = "flash_attn_interface"
+    asks: ClassVar = {
+        "flash_attn_func": ("softmax_scale", "causal", "window_size"),
+        "_flash_attn_backward": ("softmax_lse", "sequed_q", "dq", "dk", "dv", "softmax_scale", "deterministic"),
+    }
+
+    def refused(self, call: Call, capability: tuple[int, ...], gradients: bool) -> list[str]:
+        found = _too_wide(call, 256) + ["it is for Hopper"] * (capability[:1] != (9,))
+        if gradients and call.q.shape[-1] > 192 and torch.are_deterministic_algorithms_enabled():
+            found.append("its gradients of heads wider than 192 are not deterministic")
+        return found
+
+    def forward(self, asked: Asked) -> tuple[Tensor, Tensor]:
+        q, k, v, scale, *_ = asked
+        function = self.function("flash_attn_func")
+        more = {"return_attn_probs": True} if "return_attn_probs" in arguments(function) else {}
+        out, lse, *_ = function(q, k, v, softmax_scale=scale, causal=asked.causal, window_size=asked.window, **more)
+        return out, lse
+
+    def backward(self, asked: Asked, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Grads:
+        function, room, (left, right) = self.function("_flash_attn_backward"), asked.room(), asked.window
+        words: dict[str, Any] = {"window_size_left": left, "window_size_right": right, "is_causal": asked.causal}
+        if "window_size" in arguments(function):
+            words = {"window_size": (left, right), "causal": asked.causal}
+        absent = ("cu_seqlens_q", "cu_seqlens_k", "sequed_q", "sequed_k", "max_seqlen_q", "max_seqlen_k")
+        function(
+            dout, *asked[:3], out, lse, **dict.fromkeys(absent), **room, softmax_scale=asked.scale, **words,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+        return room["dq"], room["dk"], room["dv"]
+
+
+class Fourth(Package):
+    """flash-attn-4, for Hopper and Blackwell. An open side is None to it: by -1 it may hide everything."""
+
+    name = "flash_attn_4"
+    module = "flash_attn.cute.interface"
+    asks: ClassVar = {
+        "flash_attn_func": ("softmax_scale", "causal", "window_size", "return_lse"),
+        "_flash_attn_bwd": ("dout", "lse", "softmax_scale", "window_size_left", "window_size_right", "dlse"),
+    }
+    folds = False
+
+    def refused(self, call: Call, capability: tuple[int, ...], gradients: bool) -> list[str]:
+        # Gradients of heads of 256 were wrong on Blackwell (NVIDIA/TransformerEngine#3216), and there take no dlse.
+        found = _too_wide(call, 256 if capability[:1] == (9,) else 128)
+        return found + ["it is for Hopper and Blackwell"] * (capability[:1] not in ((9,), (10,)))
+
+    def forward(self, asked: Asked) -> tuple[Tensor, Tensor]:
+        q, k, v, scale, *window = asked
+        out, lse = self.function("flash_attn_func")(
+            q, k, v, softmax_scale=scale, causal=asked.causal, window_size=tuple(window), return_lse=True
+        )
+        return out, lse
+
+    def backward(self, asked: Asked, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Grads:
+        q, k, v, scale, left, right = asked
+        dq, dk, dv = self.function("_flash_attn_bwd")(
+            q, k, v, out, dout, lse, softmax_scale=scale, causal=asked.causal, window_size_left=left,
+            window_size_right=right, dlse=dlse, deterministic=torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+PACKAGES: tuple[Package, ...] = (Third(), Fourth(), Second())
+
+
+def _too_wide(call: Call, widest: int) -> list[str]:
+    width = call.q.shape[-1]
+    found = [f"heads wider than {widest} are not supported"] if width > widest else []
+    return found + ["heads are supported in widths of eights"] * (width % 8 != 0)
+
+
+@constant
+def there(module: str) -> bool:
+    return _found(module)
+
+
+@cache
+def _found(module: str) -> bool:
+    """Whether a module can be found, without importing those that it lies in."""
+    root, *rest = module.split(".")
+    spec = find_spec(root) if installed(root) else None
+    if spec is None or not rest:
+        return spec is not None and spec.origin is not None
+    return any(Path(folder, *rest).with_suffix(".py").is_file() for folder in spec.submodule_search_locations or ())
+
+
+@cache
+def arguments(function: Callable[..., Any]) -> frozenset[str]:
+    """The names of a function's arguments; a custom op keeps them in its schema."""
+    schema = getattr(getattr(function, "_opoverload", None), "_schema", None)
+    return frozenset(inspect.signature(function).parameters if schema is None else (x.name for x in schema.arguments))
