@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -23,17 +24,20 @@ from foci.core import tune
 _MOST = 4096  # kinds of calls that are remembered
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _BOOL = frozenset({bool})
-_VALUES = frozenset({type(None), bool, int, str})  # besides floats and lists of booleans
+_NONE = type(None)
+_TYPES = _TENSORS | {_NONE, bool, int, str, float, list}  # of values that a plan can know
+_FACTS = attrgetter("dtype", "shape")
 _ATEN = torch.ops.aten
 _EMPTY = {_ATEN.empty.memory_format, _ATEN.new_empty.default, _ATEN.empty_like.default, _ATEN.empty_strided.default}
 _ZEROS = {_ATEN.zeros.default, _ATEN.new_zeros.default, _ATEN.zeros_like.default}
 
 
 class _Made(NamedTuple):
-    """Memory that a call takes; `make` is torch.empty or torch.zeros."""
+    """Memory that a call takes, in a row; `make` is torch.empty or torch.zeros."""
 
     make: Callable[..., Tensor]
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
 
 
@@ -72,14 +76,16 @@ def played(kind: Callable[..., Any], values: Sequence[Any], run: Callable[[], An
     found = _told(kind, values) if _usable() else None
     if found is None:
         return run()
-    key, pointers = found
+    key, tensors, pointers = found
     plan = _PLANS.get(key)
     if plan is not None:
         for kernel in plan.kernels:
             if kernel.pre_run_hooks:
                 return run()
-        return _play(plan, pointers, values)
+        return _play(plan, pointers, tensors)
     if key in _PLANS:
+        return run()
+    if any(x.is_complex() for x in tensors):  # one may be a conjugate, and another not
         return run()
     if key not in _SEEN:  # kernels are compiled and loaded, modules imported
         if len(_SEEN) >= _MOST:
@@ -87,7 +93,7 @@ def played(kind: Callable[..., Any], values: Sequence[Any], run: Callable[[], An
             _PLANS.clear()
         _SEEN.add(key)
         return run()
-    noted = _Noting(values)
+    noted = _Noting(tensors)
     token = tune.NOTING.set(noted.launched)
     try:
         with noted:
@@ -112,39 +118,39 @@ def _usable() -> bool:
     return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.maybe_current_level() is None
 
 
-def _told(kind_of_call: Callable[..., Any], values: Iterable[Any]) -> tuple[Any, list[int]] | None:
-    """All that a plan depends on, and where the values' memory is; None where one is no plain tensor of this GPU."""
-    here = _here()
-    key: list[Any] = [kind_of_call, here]
-    pointers, tensors = [], []
-    for value in values:
-        kind = value.__class__
-        key.append(kind)
-        if kind in _TENSORS:
-            dtype = value.dtype
-            if value.get_device() != here or value.is_neg() or dtype.is_complex:  # which may be a conjugate
-                return None
-            pointer = value.data_ptr()
-            key += (dtype, value.shape, value.stride(), pointer & 15)
-            if torch.version.hip:  # there kernels are compiled for small memory and for large
-                key.append(value.untyped_storage().size() >> 31)
-            pointers.append(pointer)
-            tensors.append(id(value))
-            continue
-        pointers.append(0)
-        if kind is float:
-            key.append(value.hex())  # 0.0 == -0.0, and no NaN equals another
-        elif kind in _VALUES:
-            key.append(value)
-        elif kind is list and _BOOL.issuperset(map(type, value)):
-            key.append(tuple(value))
-        else:
-            return None
-    if not tensors:
+def _told(kind_of_call: Callable[..., Any], values: Sequence[Any]) -> tuple[Any, list[Any], list[int]] | None:
+    """All that a plan depends on, the tensors among the values and where their memory is.
+
+    None where one is no plain tensor of this GPU. What is asked of every tensor is asked without a loop of Python's.
+    """
+    kinds = tuple(map(type, values))
+    if not _TYPES.issuperset(kinds):
         return None
-    if len(set(tensors)) < len(tensors):  # one tensor in two places: its steps cannot tell which of them they mean
-        key.append(tuple(map(tensors.index, tensors)))
-    return tuple(key), pointers
+    tensors: list[Any] = []
+    rest: list[Any] = []
+    for value, kind in zip(values, kinds, strict=False):  # as long as each other; strict is slow
+        if kind in _TENSORS:
+            tensors.append(value)
+        elif kind is float:
+            rest.append(value.hex())  # 0.0 == -0.0, and no NaN equals another
+        elif kind is list:
+            if not _BOOL.issuperset(map(type, value)):
+                return None
+            rest.append(tuple(value))
+        elif kind is not _NONE:
+            rest.append(value)
+    here = _here()
+    if {*map(Tensor.get_device, tensors)} != {here} or any(map(Tensor.is_neg, tensors)):
+        return None
+    pointers = [*map(Tensor.data_ptr, tensors)]
+    key = [kind_of_call, here, kinds, *rest, *map(_FACTS, tensors), *map(Tensor.stride, tensors)]
+    key += [pointer & 15 for pointer in pointers]
+    if torch.version.hip:  # there kernels are compiled for small memory and for large
+        key += [x.untyped_storage().size() >> 31 for x in tensors]
+    if len({*pointers}) < len(pointers):  # one tensor in two places: its steps cannot tell which of them they mean
+        places = [*map(id, tensors)]
+        key.append(tuple(map(places.index, places)))
+    return tuple(key), tensors, pointers
 
 
 def _here() -> int:
@@ -156,12 +162,24 @@ def _stream(device: torch.device) -> int:
     return stream
 
 
-def _play(plan: _Plan, pointers: list[int], values: Sequence[Any]) -> tuple[Tensor | None, ...]:
-    room: list[Any] = list(values)
-    device, stream = plan.device, _stream(plan.device)
+def _empty(device: torch.device) -> Any:
+    """How torch's own compiler takes memory: `torch.empty` without what that asks on the way; None: not here.
+
+    Nothing fills what it gives, as torch is told to by `torch.use_deterministic_algorithms`.
+    """
+    if torch._C._get_deterministic_algorithms():
+        return None
+    return getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+
+
+def _play(plan: _Plan, pointers: list[int], room: list[Any]) -> tuple[Tensor | None, ...]:
+    device, stream, empty = plan.device, _stream(plan.device), _empty(plan.device)
     for made, compiled, grid, arguments, places, last in plan.steps:
-        for make, shape, dtype in made:
-            x = make(shape, dtype=dtype, device=device)
+        for make, shape, strides, dtype in made:
+            if empty is None or make is not torch.empty:
+                x = make(shape, dtype=dtype, device=device)
+            else:
+                x = empty(shape, strides, dtype)
             room.append(x)
             pointers.append(x.data_ptr())
         if compiled is None:
@@ -181,23 +199,21 @@ def _play(plan: _Plan, pointers: list[int], values: Sequence[Any]) -> tuple[Tens
 class _Noting(TorchDispatchMode):
     """What one call makes and launches; `plain` as long as nothing else happens."""
 
-    def __init__(self, values: Sequence[Any]) -> None:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
-        self.first = len(values)
+        self.first = len(tensors)
         self.known: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by identity, as two values may share memory
-        self.starts = [0] * len(values)  # where the memory of each slot begins
+        self.starts = [x.data_ptr() for x in tensors]  # where the memory of each slot begins
         self.whole: dict[int, tuple[weakref.ref[Tensor], torch.dtype]] = {}  # of each slot: the tensor that has it all
         self.made: list[_Made] = []
         self.steps: list[_Step] = []
         self.kernels: list[Any] = []
         self.told = 0  # how many of `made` stand in a step
         self.plain = True
-        self.device = next(value.device for value in values if isinstance(value, Tensor))
-        for slot, value in enumerate(values):
-            if isinstance(value, Tensor):
-                self.starts[slot] = value.data_ptr()
-                self._know(value, slot)
-                self.whole[slot] = self.known[id(value)][0], value.dtype
+        self.device = tensors[0].device
+        for slot, x in enumerate(tensors):
+            self._know(x, slot)
+            self.whole[slot] = self.known[id(x)][0], x.dtype
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -232,7 +248,9 @@ class _Noting(TorchDispatchMode):
         if out.device != self.device or not out.is_contiguous():
             self.plain = False
         slot = self.first + len(self.made)
-        self.made.append(_Made(torch.zeros if func in _ZEROS else torch.empty, tuple(out.shape), out.dtype))
+        self.made.append(
+            _Made(torch.zeros if func in _ZEROS else torch.empty, tuple(out.shape), out.stride(), out.dtype)
+        )
         self.starts.append(out.data_ptr())
         self._know(out, slot)
         self.whole[slot] = self.known[id(out)][0], out.dtype

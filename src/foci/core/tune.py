@@ -234,8 +234,10 @@ def ordinary() -> bool:
 def watched() -> bool:
     """Whether a hook of Triton's wants to hear of every launch."""
     runtime = sys.modules["triton"].knobs.runtime
-    hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook)  # chains of hooks, empty as a rule
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):  # chains of hooks, empty as a rule
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
 
 
 def fire(compiled: Any, grid: tuple[int, ...], stream: int, arguments: Sequence[Any]) -> None:
