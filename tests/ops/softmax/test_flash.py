@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import foci
@@ -326,6 +327,25 @@ def test_the_trial_heeds_neither_autocast_nor_modes(install: Install) -> None:
         assert flash._fault("flash_attn_3", torch.device("cpu")) == ""
 
 
+def test_the_first_call_may_be_one_within_vmap_a_gradient_transform_or_a_fake(install: Install) -> None:
+    install("flash_attn_3")
+    q, k, v = tensors().values()
+
+    def loss(q: Tensor) -> Tensor:
+        return foci.attention(q, k, v, mask=Causal(), backend="flash").float().square().sum()
+
+    many = torch.vmap(loss)(torch.stack([q, 2 * q]))
+    assert torch.equal(many, torch.stack([loss(q), loss(2 * q)]))
+    flash._FAULTS.clear()
+    gradient = torch.func.grad(loss)(q)
+    leaf = q.clone().requires_grad_()
+    assert torch.equal(gradient, torch.autograd.grad(loss(leaf), leaf)[0])
+    flash._FAULTS.clear()
+    with FakeTensorMode() as mode:
+        out, lse = foci.attention_with_lse(*(mode.from_tensor(x) for x in (q, k, v)), backend="flash")
+    assert out.shape == q.shape and lse.shape == q.shape[:3] and {("flash_attn_3", q.device): ""} == flash._FAULTS
+
+
 def test_the_ledger_is_asked(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install("flash_attn_3")
     defect = Defect("flash_attn_3", "veto", "wrong", "a/b#1", capability=(9, 0), when=lambda use: use.gradients)
@@ -362,6 +382,7 @@ def test_it_is_one_op_to_the_compiler(name: str, install: Install) -> None:
 
     leaves = [x.requires_grad_() for x in given.values()]
     eager = torch.autograd.grad(loss(*leaves), leaves)
+    flash._FAULTS.clear()  # tried while it is traced
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     for one, two in zip(torch.autograd.grad(compiled(*leaves), leaves), eager, strict=True):
         assert torch.equal(one, two)
