@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
 from foci.core import plans
@@ -19,6 +18,7 @@ _SCHEMA_TYPES = {Tensor: "Tensor", float: "float", bool: "bool", int: "int", str
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
 Pair = tuple[Callable[..., Any], Callable[..., Any]]
 _LIBRARY = torch.library.Library("foci", "DEF")
+_alive: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead  # of a transform that has ended
 
 
 class Runner:
@@ -91,7 +91,7 @@ def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
             if torch.compiler.is_compiling() or _transformed():
                 differentiable = function.apply(*_distinct(call))
             else:
-                differentiable = plainly(*unwrap_dead_wrappers(call))
+                differentiable = plainly(*[_alive(x) if isinstance(x, Tensor) else x for x in call])
             return differentiable[:count]
         if _watched(call):
             opaque: Outputs = alone(*call)
@@ -144,10 +144,8 @@ def _watched(call: Any) -> bool:
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
     if modes > 0 or call[0].is_meta or not _PLAIN.issuperset(map(type, call)):
         return True
-    for value in call:
-        if isinstance(value, Tensor) and (value.is_neg() or value._is_zerotensor()):
-            return True
-    return False
+    tensors = [value for value in call if isinstance(value, Tensor)]
+    return any(map(Tensor.is_neg, tensors)) or any(map(Tensor._is_zerotensor, tensors))
 
 
 def _has_tangent(call: Any) -> bool:
@@ -262,20 +260,18 @@ def _function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> Any:
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            ctx.holes = [isinstance(value, Tensor) for value in inputs]
-            ctx.rest = [value for value, hole in zip(inputs, ctx.holes, strict=True) if not hole]
-            tensors = [value for value, hole in zip(inputs, ctx.holes, strict=True) if hole]
-            ctx.save_for_backward(*output, *tensors)
+            ctx.rest = [Tensor if isinstance(value, Tensor) else value for value in inputs]  # the class: a hole
+            ctx.save_for_backward(*output, *[value for value in inputs if isinstance(value, Tensor)])
             ctx.set_materialize_grads(False)
             if keeps:
                 ctx.mark_non_differentiable(output[count])
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            saved, rest = iter(ctx.saved_tensors), iter(ctx.rest)
-            outputs = [next(saved) for _ in range(count + keeps)]
-            call = [next(saved if hole else rest) for hole in ctx.holes]
-            needs = [ctx.needs_input_grad[place] for place in places]
+            saved, wanted = ctx.saved_tensors, ctx.needs_input_grad
+            outputs, tensors = saved[: count + keeps], iter(saved[count + keeps :])
+            call = [next(tensors) if value is Tensor else value for value in ctx.rest]
+            needs = [wanted[place] for place in places]
             if torch.is_grad_enabled() or _transformed():
                 run = guarded.apply
             else:
