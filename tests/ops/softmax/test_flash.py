@@ -73,7 +73,7 @@ def test_of_more_queries_than_keys_the_first_see_nothing(name: str, mask: str, i
 
 
 def test_the_older_words_of_the_third(install: Install) -> None:
-    install(flash_attn_3="flash_attn_func, _flash_attn_backward = real.older_third, real.older_third_backward")
+    install(flash_attn_3="flash_attn_func, _flash_attn_backward = real.third, real.older_third_backward")
     right_by_budget(tensors(9, 24) | {"mask": Causal() & Window(7, None)})
 
 
@@ -232,6 +232,10 @@ FAULTS = {
         "flash_attn_func = real.second\n"
         "def _flash_attn_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,\n"
         "    window_size, softcap, alibi_slopes, deterministic): ...",
+    ),
+    "another version: flash_attn_func takes no return_attn_probs": (  # as flash-attn 2.8.3 has it: out alone
+        "flash_attn_3",
+        "def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1)): ...",
     ),
     "another version: _flash_attn_bwd takes no dlse": (
         "flash_attn_4",

@@ -142,13 +142,6 @@ def third_backward(
     return softmax_lse
 
 
-def older_third(
-    q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
-    window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
-):  # fmt: skip
-    return third(q, k, v, softmax_scale, causal, window_size=window_size, return_attn_probs=True)
-
-
 def older_third_backward(
     dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k, dq, dk,
     dv, softmax_scale, causal, window_size=(-1, -1), softcap=0.0, deterministic=False, sm_margin=0,

@@ -105,12 +105,12 @@ class Second(Package):
 
 
 class Third(Package):
-    """flash-attn-3, for Hopper. Its backward has had two sets of words."""
+    """flash-attn-3, for Hopper, since it gives its lse again. Its backward has had two sets of words."""
 
     name = "flash_attn_3"
     module = "flash_attn_interface"
     asks: ClassVar = {
-        "flash_attn_func": ("softmax_scale", "causal", "window_size"),
+        "flash_attn_func": ("softmax_scale", "causal", "window_size", "return_attn_probs"),
         "_flash_attn_backward": ("softmax_lse", "sequed_q", "dq", "dk", "dv", "softmax_scale", "deterministic"),
     }
 
@@ -122,9 +122,9 @@ class Third(Package):
 
     def forward(self, asked: Asked) -> tuple[Tensor, Tensor]:
         q, k, v, scale, *_ = asked
-        function = self.function("flash_attn_func")
-        more = {"return_attn_probs": True} if "return_attn_probs" in arguments(function) else {}
-        out, lse, *_ = function(q, k, v, softmax_scale=scale, causal=asked.causal, window_size=asked.window, **more)
+        out, lse, *_ = self.function("flash_attn_func")(
+            q, k, v, softmax_scale=scale, causal=asked.causal, window_size=asked.window, return_attn_probs=True
+        )
         return out, lse
 
     def backward(self, asked: Asked, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Grads:
