@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -36,9 +37,11 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "interpreting", lambda: False)
     monkeypatch.setattr(tune, "_start", start)
     monkeypatch.setattr(plans, "_here", lambda: -1)
+    monkeypatch.setattr(plans, "on_gpu", lambda x: True)
     monkeypatch.setattr(plans, "_stream", lambda device: 0)
     monkeypatch.setattr(plans, "_PLANS", {})
     monkeypatch.setattr(plans, "_SEEN", set())
+    monkeypatch.setattr(plans, "_WHOLE", {})
 
 
 @pytest.mark.parametrize(("spec", "case"), CASES, ids=lambda value: value.name)
@@ -53,3 +56,138 @@ def test_a_call_and_its_backward_have_a_plan(spec: Any, case: Any) -> None:
         ("forward", True),
         ("backward", True),
     ]
+
+
+class Telling(Compiled):
+    """A kernel that says with what it was started."""
+
+    def __init__(self, into: list[Any]) -> None:
+        self.into = into
+
+    def run(self, *arguments: Any) -> None:
+        self.into.append((arguments[:3], arguments[9:]))
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often the arguments of each operator were checked."""
+    found = dict.fromkeys(SPECS, 0)
+    for name, function in FUNCTIONS.items():
+        module = sys.modules[function.__module__]
+
+        def bind(*given: Any, name: str = name, plain: Any = module.bind, **named: Any) -> Any:
+            found[name] += 1
+            return plain(*given, **named)
+
+        monkeypatch.setattr(module, "bind", bind)
+    return found
+
+
+@pytest.mark.parametrize(("spec", "case"), CASES, ids=lambda value: value.name)
+def test_a_call_like_one_before_is_checked_no_more_and_launches_the_same_on_its_own_tensors(
+    spec: Any, case: Any, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Any] = []
+    played: list[Any] = []
+
+    def begin(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: Any, device: torch.device) -> None:
+        written.append(((*grid, 1, 1)[:3], arguments))
+        if (noting := tune.NOTING.get()) is not None:
+            noting(kernel, Telling(played), (*grid, 1, 1)[:3], arguments)
+
+    monkeypatch.setattr(tune, "_start", begin)
+    for _ in range(3):
+        FUNCTIONS[spec.name](**case.make(torch.float16, torch.device("cpu"), 0), backend="triton")
+    before = counted[spec.name]
+    given = case.make(torch.float16, torch.device("cpu"), 1)
+    ours = {x.untyped_storage().data_ptr() for x in given.values() if isinstance(x, torch.Tensor) and x.numel()}
+    FUNCTIONS[spec.name](**given, backend="triton")
+    if "dropout" in given:  # every call draws a seed
+        assert counted[spec.name] == before + 1
+        return
+    assert counted[spec.name] == before
+    monkeypatch.setattr(plans, "_usable", lambda: False)
+    written.clear()
+    FUNCTIONS[spec.name](**given, backend="triton")
+    played = played[-len(written) :]
+    for (grid, arguments), (there, pointers) in zip(written, played, strict=True):
+        assert grid == there
+        for right, got in zip(arguments, pointers, strict=True):
+            if not isinstance(right, torch.Tensor):
+                assert right == got
+            elif right.untyped_storage().data_ptr() in ours:
+                assert right.data_ptr() == got
+
+
+def rows(**other: Any) -> dict[str, Any]:
+    made = {name: torch.randn(1, 8, 2, 16, dtype=torch.float16) for name in "qkv"}
+    return made | {"log_decay": -torch.rand(1, 8, 2), "backend": "triton"} | other
+
+
+def test_whatever_differs_is_checked(counted: dict[str, int]) -> None:
+    linear = FUNCTIONS["linear"]
+    for _ in range(4):
+        linear(**rows())
+    assert counted["linear"] == 2
+    others: list[dict[str, Any]] = [
+        {"q": torch.randn(1, 8, 2, 16, dtype=torch.float16, requires_grad=True)},
+        {"log_decay": -torch.rand(1, 8, 2, 1).expand(1, 8, 2, 16)},
+        {"log_decay": -torch.rand(2)},
+        {"scale": 0.25},
+        {"causal": False, "log_decay": None},
+        {"return_state": True},
+        {"k": torch.randn(1, 2, 8, 16, dtype=torch.float16).transpose(1, 2)},
+        {"state": torch.zeros(1, 2, 16, 16)},
+        {"offsets": torch.tensor([0, 3, 8])},
+        {"backend": "chunked"},
+        {"backend": None},
+    ]
+    for place, other in enumerate(others):
+        linear(**rows(**other))
+        assert counted["linear"] == 3 + place, other
+    with torch.autocast("cpu", dtype=torch.float16):
+        linear(**rows())
+    with torch.profiler.profile():
+        linear(**rows())
+    assert counted["linear"] == 2 + len(others) + 2
+    linear(**rows())
+    assert counted["linear"] == 2 + len(others) + 2
+
+
+@pytest.mark.parametrize(
+    ("other", "error"),
+    [
+        ({"log_decay": -torch.rand(1, 7, 2)}, "log_decay has shape"),
+        ({"v": torch.randn(1, 8, 3, 16, dtype=torch.float16)}, "multiple of k heads"),
+        ({"k": torch.randn(1, 8, 2, 16)}, "have dtypes"),
+        ({"q": None}, "q must be a tensor"),
+        ({"q": [1.0]}, "q must be a tensor"),
+        ({"scale": "1"}, "scale must be a number"),
+        ({"scale": float("nan")}, "scale must be a finite number"),
+        ({"return_state": 1}, "return_state must be True or False"),
+        ({"offsets": torch.tensor([[0, 8]])}, "offsets has 2 dimensions"),
+        ({"backend": "none such"}, "none such"),
+    ],
+)
+def test_what_is_wrong_is_refused_after_any_number_of_right_calls(other: dict[str, Any], error: str) -> None:
+    for _ in range(4):
+        FUNCTIONS["linear"](**rows())
+    for _ in range(4):
+        with pytest.raises((TypeError, ValueError), match=error):
+            FUNCTIONS["linear"](**rows(**other))
+
+
+def test_a_hook_on_a_kernel_and_a_watcher_are_heard_here_too(
+    counted: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(4):
+        FUNCTIONS["linear"](**rows())
+    next(iter(plans._WHOLE.values())).kernels[0].pre_run_hooks.append(print)
+    try:
+        FUNCTIONS["linear"](**rows())
+    finally:
+        next(iter(plans._WHOLE.values())).kernels[0].pre_run_hooks.clear()
+    assert counted["linear"] == 3
+    monkeypatch.setattr(tune, "watched", lambda: True)
+    FUNCTIONS["linear"](**rows())
+    assert counted["linear"] == 4

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from foci.core import plans
 from foci.core.errors import Unsupported
+from foci.core.select import choose
 from foci.core.spec import Backend, Outputs, Spec
 
 _SCHEMA_TYPES = {Tensor: "Tensor", float: "float", bool: "bool", int: "int", str: "str"}
@@ -38,6 +39,25 @@ class Runner:
 
     def __call__(self, backend: Backend, call: Any) -> Outputs:
         return self._forward[backend.name](call)
+
+    def given(self, values: tuple[Any, ...], backend: str | None, bind: Callable[[], Any]) -> Outputs:
+        """The outputs of `bind()`, the call that a public function was given, by the backend that is named or chosen.
+
+        `values`: all that decides about the call, its tensors in the order of the Call. On a GPU, where nothing is to
+        be differentiated and nobody watches, a call like one before is neither checked nor dispatched again.
+        """
+        key = None
+        if not torch.compiler.is_compiling() and _repeats(values):
+            key, outputs = plans.again(self, (*values, backend))
+            if outputs is not None:
+                found: Outputs = outputs
+                return found
+        call = bind()
+        chosen = choose(self.spec, call, backend)
+        made = self(chosen, call)
+        if key is not None and "triton" in chosen.needs:
+            plans.learn(key, values, chosen.load().forward, call)
+        return made
 
 
 def _brings_gradient(backend: Backend) -> bool:
@@ -146,6 +166,13 @@ def _watched(call: Any) -> bool:
         return True
     tensors = [value for value in call if isinstance(value, Tensor)]
     return any(map(Tensor.is_neg, tensors)) or any(map(Tensor._is_zerotensor, tensors))
+
+
+def _repeats(values: Any) -> bool:
+    """Whether a call of these arguments may be one that was checked before: autocast would change its tensors."""
+    if type(values[0]) is not Tensor or not plans.on_gpu(values[0]) or torch._C._is_any_autocast_enabled():
+        return False
+    return not _wants_gradient(values) and not _watched(values)
 
 
 def _has_tangent(call: Any) -> bool:

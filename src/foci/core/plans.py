@@ -69,6 +69,37 @@ class _Plan(NamedTuple):
 
 _PLANS: dict[Any, _Plan | None] = {}
 _SEEN: set[Any] = set()
+_WHOLE: dict[Any, _Plan | None] = {}  # the same plans, by what a public function was given
+
+
+def again(kind: Any, given: Sequence[Any]) -> tuple[Any, Any]:
+    """The key of a call of a public function, for `learn`, and its results where a call of its kind was learned.
+
+    All that is asked of arguments before a backend runs, and which one does, follows from what the key holds: types,
+    dtypes, shapes and strides of tensors, which GPU, and all other values; a tensor that is anywhere else has no key.
+    """
+    found = _told(kind, given) if _usable() else None
+    if found is None:
+        return None, None
+    key, tensors, pointers = found
+    plan = _WHOLE.get(key)
+    if plan is not None and not _hooked(plan):
+        return None, _play(plan, pointers, tensors)
+    return (None if key in _WHOLE else key), None
+
+
+def learn(key: Any, given: Sequence[Any], kind: Callable[..., Any], values: Sequence[Any]) -> None:
+    """Calls with this key are the plan of `kind` of these values, if it has one.
+
+    The values' tensors are those that were given, in their order, or views of them that begin where they do.
+    """
+    found = _told(kind, values)
+    if found is None or found[0] not in _PLANS:  # not yet
+        return
+    plan, count = _PLANS[found[0]], len(found[1])
+    begins = [x.data_ptr() for x in given if isinstance(x, Tensor)] == found[2]
+    own = plan is not None and all(each is None or each[0] >= count for each in plan.results)
+    _WHOLE[key] = plan if begins and own else None
 
 
 def played(kind: Callable[..., Any], values: Sequence[Any], run: Callable[[], Any]) -> Any:
@@ -78,10 +109,7 @@ def played(kind: Callable[..., Any], values: Sequence[Any], run: Callable[[], An
         return run()
     key, tensors, pointers = found
     plan = _PLANS.get(key)
-    if plan is not None:
-        for kernel in plan.kernels:
-            if kernel.pre_run_hooks:
-                return run()
+    if plan is not None and not _hooked(plan):
         return _play(plan, pointers, tensors)
     if key in _PLANS:
         return run()
@@ -89,8 +117,8 @@ def played(kind: Callable[..., Any], values: Sequence[Any], run: Callable[[], An
         return run()
     if key not in _SEEN:  # kernels are compiled and loaded, modules imported
         if len(_SEEN) >= _MOST:
-            _SEEN.clear()
-            _PLANS.clear()
+            for known in (_SEEN, _PLANS, _WHOLE):
+                known.clear()
         _SEEN.add(key)
         return run()
     noted = _Noting(tensors)
@@ -103,6 +131,14 @@ def played(kind: Callable[..., Any], values: Sequence[Any], run: Callable[[], An
     if _usable():  # still: another thread may have begun to watch
         _PLANS[key] = noted.plan(results)
     return results
+
+
+def _hooked(plan: _Plan) -> bool:
+    """Whether someone put a hook on one of its kernels, which only a launch through Triton calls."""
+    for kernel in plan.kernels:
+        if kernel.pre_run_hooks:
+            return True
+    return False
 
 
 def _usable() -> bool:
@@ -118,7 +154,7 @@ def _usable() -> bool:
     return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.maybe_current_level() is None
 
 
-def _told(kind_of_call: Callable[..., Any], values: Sequence[Any]) -> tuple[Any, list[Any], list[int]] | None:
+def _told(kind_of_call: Any, values: Sequence[Any]) -> tuple[Any, list[Any], list[int]] | None:
     """All that a plan depends on, the tensors among the values and where their memory is.
 
     None where one is no plain tensor of this GPU. What is asked of every tensor is asked without a loop of Python's.
@@ -151,6 +187,10 @@ def _told(kind_of_call: Callable[..., Any], values: Sequence[Any]) -> tuple[Any,
         places = [*map(id, tensors)]
         key.append(tuple(map(places.index, places)))
     return tuple(key), tensors, pointers
+
+
+def on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
 
 
 def _here() -> int:

@@ -6,7 +6,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from foci.core.library import Runner
-from foci.core.select import choose
 from foci.ops.decay import step
 from foci.ops.decay.call import Bonus, Decay, Key, Offsets, Out, Query, State, Value, bind
 from foci.ops.decay.spec import SPEC
@@ -49,11 +48,13 @@ def linear_attention(
     Raises ShapeError, ValueError or TypeError for arguments that do not fit, Unsupported when the named backend cannot.
     Papers: Katharopoulos et al. 2020 (arXiv 2006.16236); GLA (2312.06635); Mamba-2 (2405.21060); RWKV-6 (2404.05892).
     """
-    call = bind(
-        q, k, v, log_decay=log_decay, bonus=bonus, scale=scale, state=state, offsets=offsets, causal=causal,
-        return_state=return_state,
+    out, final = _run.given(
+        (q, k, v, log_decay, bonus, state, offsets, scale, causal, return_state), backend,
+        lambda: bind(
+            q, k, v, log_decay=log_decay, bonus=bonus, scale=scale, state=state, offsets=offsets, causal=causal,
+            return_state=return_state,
+        ),
     )  # fmt: skip
-    out, final = _run(choose(SPEC, call, backend), call)
     return out, final if return_state else None
 
 

@@ -6,7 +6,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from foci.core.library import Runner
-from foci.core.select import choose
 from foci.ops.delta import step
 from foci.ops.delta.call import Beta, Decay, Key, Offsets, Out, Query, State, Value, bind
 from foci.ops.delta.spec import SPEC
@@ -50,11 +49,13 @@ def delta_rule(
     Raises ShapeError, ValueError or TypeError for arguments that do not fit, Unsupported when the named backend cannot.
     Papers: DeltaNet (arXiv 2406.06484); Gated DeltaNet (2412.06464); Kimi Linear (2510.26692); Comba (2506.02475).
     """
-    call = bind(
-        q, k, v, beta, log_decay=log_decay, erase=erase, scale=scale, state=state, offsets=offsets,
-        return_state=return_state,
+    out, final = _run.given(
+        (q, k, v, beta, log_decay, erase, state, offsets, scale, return_state), backend,
+        lambda: bind(
+            q, k, v, beta, log_decay=log_decay, erase=erase, scale=scale, state=state, offsets=offsets,
+            return_state=return_state,
+        ),
     )  # fmt: skip
-    out, final = _run(choose(SPEC, call, backend), call)
     return out, final if return_state else None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from foci.core.library import Runner
-from foci.core.select import choose
 from foci.ops.scan import step
 from foci.ops.scan.call import Offsets, State, Tokens, bind
 from foci.ops.scan.spec import SPEC
@@ -37,8 +36,10 @@ def scan(
     Raises ShapeError, ValueError or TypeError for arguments that do not fit, Unsupported when the named backend cannot.
     Papers: Martin and Cundy 2018 (arXiv 1709.04057); HGRN (2311.04823): x = (1 - exp(g)) * i; minGRU (2410.01201).
     """
-    call = bind(x, log_decay, state=state, offsets=offsets, return_state=return_state)
-    h, final = _run(choose(SPEC, call, backend), call)
+    h, final = _run.given(
+        (x, log_decay, state, offsets, return_state), backend,
+        lambda: bind(x, log_decay, state=state, offsets=offsets, return_state=return_state),
+    )  # fmt: skip
     return h, final if return_state else None
 
 

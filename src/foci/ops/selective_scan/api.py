@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from foci.core.library import Runner
-from foci.core.select import choose
 from foci.ops.selective_scan import step
 from foci.ops.selective_scan.call import Keys, Offsets, Rates, Skip, State, Tokens, bind
 from foci.ops.selective_scan.spec import SPEC
@@ -46,8 +45,10 @@ def selective_scan(
     Raises ShapeError, ValueError or TypeError for arguments that do not fit, Unsupported when the named backend cannot.
     Paper: Gu and Dao 2023 (arXiv 2312.00752).
     """
-    call = bind(x, dt, A, B, C, skip=skip, state=state, offsets=offsets, return_state=return_state)
-    y, final = _run(choose(SPEC, call, backend), call)
+    y, final = _run.given(
+        (x, dt, A, B, C, skip, state, offsets, return_state), backend,
+        lambda: bind(x, dt, A, B, C, skip=skip, state=state, offsets=offsets, return_state=return_state),
+    )  # fmt: skip
     return y, final if return_state else None
 
 
