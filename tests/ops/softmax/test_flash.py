@@ -130,6 +130,15 @@ def test_only_gradients_that_are_wanted_are_given(install: Install) -> None:
     assert [x is None for x in found] == [False, True, False, True, True]
 
 
+def test_the_lse_that_was_given_out_stays_what_it_was(install: Install) -> None:
+    """Of one head it lies in memory as the kernel wants it, which wants another number for a row that sees nothing."""
+    install("flash_attn_2")
+    call = bind(**tensors(24, 9, H=1, G=1), mask=Causal())
+    outputs = forward(call)
+    backward(call, outputs, (torch.ones_like(outputs[0]), None), [True, True, True, False, False])
+    assert (outputs[1][:, :15] == -torch.inf).all()
+
+
 REFUSED: dict[str, dict] = {
     "a bias or dense mask": {"bias": torch.zeros(24, 24)},
     "dense mask": {"mask": Dense(torch.ones(24, 24).bool())},
