@@ -37,7 +37,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "interpreting", lambda: False)
     monkeypatch.setattr(tune, "_start", start)
     monkeypatch.setattr(plans, "_here", lambda: -1)
-    monkeypatch.setattr(plans, "on_gpu", lambda x: True)
+    monkeypatch.setattr(plans, "on_gpu", lambda x: isinstance(x, torch.Tensor))
     monkeypatch.setattr(plans, "_stream", lambda device: 0)
     monkeypatch.setattr(plans, "_PLANS", {})
     monkeypatch.setattr(plans, "_SEEN", set())

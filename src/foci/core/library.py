@@ -47,7 +47,7 @@ class Runner:
         be differentiated and nobody watches, a call like one before is neither checked nor dispatched again.
         """
         key = None
-        if not torch.compiler.is_compiling() and _repeats(values):
+        if plans.on_gpu(values[0]) and not torch.compiler.is_compiling() and _repeats(values):
             key, outputs = plans.again(self, (*values, backend))
             if outputs is not None:
                 found: Outputs = outputs
@@ -164,15 +164,15 @@ def _watched(call: Any) -> bool:
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
     if modes > 0 or call[0].is_meta or not _PLAIN.issuperset(map(type, call)):
         return True
-    tensors = [value for value in call if isinstance(value, Tensor)]
-    return any(map(Tensor.is_neg, tensors)) or any(map(Tensor._is_zerotensor, tensors))
+    for value in call:
+        if isinstance(value, Tensor) and (value.is_neg() or value._is_zerotensor()):
+            return True
+    return False
 
 
 def _repeats(values: Any) -> bool:
     """Whether a call of these arguments may be one that was checked before: autocast would change its tensors."""
-    if type(values[0]) is not Tensor or not plans.on_gpu(values[0]) or torch._C._is_any_autocast_enabled():
-        return False
-    return not _wants_gradient(values) and not _watched(values)
+    return not torch._C._is_any_autocast_enabled() and not _wants_gradient(values) and not _watched(values)
 
 
 def _has_tangent(call: Any) -> bool:

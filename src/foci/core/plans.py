@@ -189,8 +189,9 @@ def _told(kind_of_call: Any, values: Sequence[Any]) -> tuple[Any, list[Any], lis
     return tuple(key), tensors, pointers
 
 
-def on_gpu(x: Tensor) -> bool:
-    return x.is_cuda
+def on_gpu(x: Any) -> bool:
+    """Whether it is a tensor on a GPU; all else goes its own way at once."""
+    return isinstance(x, Tensor) and x.is_cuda
 
 
 def _here() -> int:
