@@ -84,6 +84,7 @@ WRONG_STEPS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"state": torch.zeros(B, H, V, K)}, ShapeError, "state has shape [2, 4, 5, 3]; expected [B=2, H=4, K=3, V=5]"),
     ({"v": torch.zeros(B, 3, V), "state": torch.zeros(B, 3, K, V)}, ShapeError, "k has 2 heads but v has 3"),
     ({"state": torch.zeros(B, H, K, V).double()}, ValueError, "state is float64; expected float32 for float32 inputs"),
+    ({"state": torch.zeros(K, V).expand(B, H, K, V)}, ValueError, "state has strides [0, 0, 5, 1] for sizes"),
     ({"k": torch.zeros(B, G, K).half()}, ValueError, "q, k, v have dtypes float32, float16, float32"),
     ({"q": None}, TypeError, "q must be a tensor, got None"),
     ({"k": torch.zeros(B, G, K, device="meta")}, ValueError, "q, k, v are on cpu, meta, cpu; expected one device"),

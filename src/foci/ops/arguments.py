@@ -190,6 +190,11 @@ def check_step(operator: str, like: Tensor, tensors: Mapping[str, Tensor | None]
     if state.dtype != accumulator(like.dtype):
         wanted = short(accumulator(like.dtype))
         raise ValueError(f"{operator}: state is {short(state.dtype)}; expected {wanted} for {short(like.dtype)} inputs")
+    if 0 in state.stride() and any(n > 1 and s == 0 for n, s in zip(state.shape, state.stride(), strict=True)):
+        raise ValueError(
+            f"{operator}: state has strides {list(state.stride())} for sizes {list(state.shape)}, so that several of "
+            "its numbers are one in memory; expected each its own, because the step changes them: state.contiguous()"
+        )
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.values()):
         raise ValueError(
             f"{operator}: it has no gradients, because it changes its state in place; use torch.no_grad(), or "
