@@ -40,7 +40,8 @@ def test_doctor_prints_the_same_in_words(capsys) -> None:
     code, out, _ = run(capsys, "doctor")
     assert code == 0
     assert out.startswith(f"foci {foci.__version__} · {machine().line}\n")
-    assert "softmax   cpu     chunked    ready" in out
+    assert "softmax         cpu     chunked    ready" in out
+    assert "selective_scan  cpu     chunked    ready" in out
     assert "pytorch#141219" in out
 
 

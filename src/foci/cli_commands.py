@@ -61,6 +61,7 @@ def doctor(as_json: Json = False) -> None:
         for device in devices
         for d in in_force(platform(device))
     ]
+    wide = 2 + max(map(len, SPECS))
     packages = ", ".join(f"{name} {version or 'absent'}" for name, version in here.packages.items())
     lines = [
         f"foci {own_version()} · {here.line}",
@@ -70,9 +71,9 @@ def doctor(as_json: Json = False) -> None:
         f"triton    {kernels['line']}",
         *([f"hopper    assembled by {kernels['assembler']}"] if kernels["assembler"] else []),
         "",
-        "operator  device  backend    availability",
+        f"{'operator':<{wide}}device  backend    availability",
         *(
-            f"{row['operator']:<10}{row['device']:<8}{row['backend']:<11}" + ("; ".join(row["reasons"]) or "ready")
+            f"{row['operator']:<{wide}}{row['device']:<8}{row['backend']:<11}" + ("; ".join(row["reasons"]) or "ready")
             for row in backends
         ),
         "",
@@ -112,9 +113,13 @@ def _triton(installed: bool) -> dict[str, Any]:
 
 
 def _availability(spec: Spec, device: torch.device) -> list[dict[str, Any]]:
-    """Whether each backend can run the operator's first and plainest case on this device, and if not why."""
+    """Whether each backend can run the operator's first and plainest case on this device, and if not why.
+
+    On a GPU the case is in bfloat16: kernels for halves alone are ready there too.
+    """
     assert spec.bind is not None
-    call = spec.bind(**spec.cases[0].make(torch.float32, device, 0))
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    call = spec.bind(**spec.cases[0].make(dtype, device, 0))
     return [
         {"operator": spec.name, "device": str(device), "backend": b.name, "reasons": b.reasons(call), "note": b.note}
         for b in spec.backends
