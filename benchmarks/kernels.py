@@ -100,7 +100,8 @@ def recorded(options: argparse.Namespace) -> tuple[list[tuple[dict[str, Any], La
             with recording(TARGETS[target]) as seen:
                 runpy.run_path(str(options.script), run_name="__main__")
             rows += [(_names("script", options.script.stem, "launched", target, launch), launch) for launch in seen]
-        return rows, wrong
+        none = f"--script {options.script}: it launches no kernel through foci.core.tune.launch"
+        return rows, wrong if rows else [none]
     for specimen in SPECIMENS:
         if not (module := backend_of(SPECS[specimen.operator])):
             continue
@@ -173,7 +174,9 @@ def with_another_triton(version: str, options: argparse.Namespace) -> int:
         python = Path(folder) / "venv" / "bin" / "python"
         subprocess.run([sys.executable, "-m", "venv", python.parents[1]], check=True)
         package = "triton" if version == "newest" else f"triton=={version}"
-        subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", package], check=True)
+        if subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", package], check=False).returncode:
+            say(f"--triton {version}: pip could not install {package}; expected a version that there is, or newest")
+            return 1
         ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
         theirs = subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
         ours = Path(triton.__file__).parents[1]
@@ -233,8 +236,11 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     options = arguments()
     torch.set_num_threads(1)
-    if (options.check or options.write) and (options.only or options.all or options.target != list(TARGETS)):
-        raise SystemExit("--check and --write are of the whole table: without --only, --all and --target")
+    partly = options.script or options.only or options.all or options.target != list(TARGETS)
+    if (options.check or options.write) and partly:
+        raise SystemExit("--check and --write are of the whole table: without --script, --only, --all and --target")
+    if options.script and not options.script.is_file():
+        raise SystemExit(f"--script {options.script}: there is no such file")
     if options.triton:
         return with_another_triton(options.triton, options)
     found = measure(options)

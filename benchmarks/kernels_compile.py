@@ -27,7 +27,7 @@ from foci.cli_tune_ahead import gpu
 from foci.core.assembler import assembling, chosen
 from foci.core.tune import Launch, Target
 
-FORMAT = 4  # of a record: what is read from a compiled kernel; a change makes every cached record unfit
+FORMAT = 5  # of a record: what is read from a compiled kernel; a change makes every cached record unfit
 LIMIT = 300.0  # seconds that one compilation may take
 MATRIX = {
     "wgmma": r"\bwgmma\.mma_async", "tcgen05": r"\btcgen05\.mma", "mma": r"\bmma\.sync", "mfma": r"\bv_mfma_",
@@ -180,7 +180,8 @@ def _dots(ttir: str) -> int:
 
 
 def _of_nvidia(asm: Any, log: str, target: Target) -> dict[str, int]:
-    """Registers a thread, and bytes that it spills and keeps in local memory, as ptxas says."""
+    """Registers a thread, bytes that it spills and keeps in local memory, and whether each product of a warpgroup waits
+    for the one before it, as ptxas says."""
     if "Used" not in log:
         log = _ptxas(asm["ptx"], target)
     spilled = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
@@ -188,7 +189,8 @@ def _of_nvidia(asm: Any, log: str, target: Target) -> dict[str, int]:
     if not used:
         raise RuntimeError(f"ptxas did not say how many registers it used: {log[-300:]}")
     stack, stores, loads = (int(number) for number in spilled.groups()) if spilled else (0, 0, 0)
-    return {"registers": int(used[1]), "spills": max(stores, loads), "stack": stack}
+    found = {"registers": int(used[1]), "spills": max(stores, loads), "stack": stack}
+    return found | {"serial": True} if "wgmma.mma_async instructions are serialized" in log else found
 
 
 def _ptxas(ptx: str, target: Target) -> str:

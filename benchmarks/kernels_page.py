@@ -12,7 +12,7 @@ Row = dict[str, Any]
 Spills = dict[tuple[str, str, str], str]  # reasons by operator, kernel and target
 BEGIN, END = "<!-- by benchmarks/kernels.py --write -->", "<!-- end -->"
 NAMES = ("operator", "variant", "direction", "kernel", "target")
-COMPARED = ("registers", "spills", "stack", "shared", "tensor", "warps", "launches", "meta", "error")
+COMPARED = ("registers", "spills", "serial", "stack", "shared", "tensor", "warps", "launches", "meta", "error")
 
 
 def said(row: Row) -> str:
@@ -20,6 +20,7 @@ def said(row: Row) -> str:
     if "error" in row:
         return row["error"].splitlines()[0]
     spilled = f", **spills {row['spills']} B**" if row["spills"] else ""
+    spilled += ", serial" if row.get("serial") else ""
     # An mma beside a wgmma is a small product of the same kernel; the main ones say what it runs on.
     kinds = list(row["instructions"])
     return f"{row['registers']}{spilled}, {row['shared'] / 1024:.0f} K, {' '.join(kinds) or 'no product'}"

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from benchmarks import kernels_compile, kernels_page, kernels_spills
 
 from foci.core.tune import TARGETS
@@ -55,6 +56,37 @@ def test_a_spill_is_wrong_and_said_with_the_configuration(tmp_path: Path) -> Non
     assert done.returncode == 1
     assert "script, planted: product on sm_90: spills " in done.stdout
     assert "(N 128, num_warps 1, num_stages 1)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--write",), "without --script"),
+        (("--check",), "without --script"),
+        ((), "it launches no kernel"),
+    ],
+)
+def test_a_script_that_launches_nothing_or_would_replace_the_table_is_wrong(
+    words: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    before = (ROOT / "docs" / "kernels.jsonl").read_bytes()
+    done = compiled(tmp_path, [], *words)
+    assert done.returncode == 1
+    assert said in done.stdout + done.stderr
+    assert (ROOT / "docs" / "kernels.jsonl").read_bytes() == before
+
+
+def test_a_script_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "kernels.py"), "--script", str(tmp_path / "nope.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines() == [f"--script {tmp_path / 'nope.py'}: there is no such file"]
+
+
+def test_a_kernel_whose_products_wait_for_each_other_is_said() -> None:
+    assert kernels_page.said(ROW) == "128, 48 K, wgmma cp.async"
+    assert kernels_page.said(ROW | {"serial": True}) == "128, serial, 48 K, wgmma cp.async"
+    changed = kernels_page.differences([ROW], [ROW | {"serial": True}])
+    assert changed == ["linear, GLA, forward: walk on sm_90: serial None -> True"]
 
 
 def test_every_known_spill_is_one_of_the_table_and_one_that_ended_is_named() -> None:
