@@ -17,8 +17,8 @@ from foci.bench.record import Record
 
 def record(candidate: str, stage: str, median: float | None, refused: str = "") -> Record:
     return Record(
-        "delta", "GDN", candidate, "bfloat16", "cuda", stage, median=median, host=5e-5, refused=refused,
-        machine="a GPU", versions="torch 2.11.0", date="2026-11-21",
+        "delta", "GDN", candidate, "bfloat16", "cuda", stage, median, median, median, host=5e-5, error=0.5,
+        refused=refused, machine="a GPU", versions="torch 2.11.0", date="2026-11-21",
     )  # fmt: skip
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from foci.bench.record import Record, Writer, compare, lost, read
+from foci.bench.record import Record, Writer, compare, lost, moved, read
 
 ONE = Record(
     "softmax", "small", "foci", "float32", "cpu", "forward", median=2.0, fast=1.9, slow=2.1,
@@ -45,6 +46,54 @@ def test_what_is_no_record_is_named_with_its_line(tmp_path: Path) -> None:
         read(tmp_path / "records.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"median": float("nan")}, "median must be a number above 0, got nan"),
+        ({"median": -1.0}, "median must be a number above 0, got -1.0"),
+        ({"median": 0.0}, "median must be a number above 0, got 0.0"),
+        ({"median": 10**400}, "median must be a number above 0, got 1000"),
+        ({"median": "1e-3"}, "median must be a number above 0, got '1e-3'"),
+        ({"slow": True}, "slow must be a number above 0, got True"),
+        ({"fast": None}, "a median has its spread, fast and slow"),
+        ({"host": float("inf")}, "host must be a number, 0 or above, got inf"),
+        ({"candidate": " "}, "candidate must be a word, got ' '"),
+        ({"machine": None}, "machine must be text, got None"),
+    ],
+)
+def test_a_figure_that_cannot_be_measured_is_named_with_its_line(
+    changed: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in (asdict(ONE), asdict(ONE) | changed)))
+    with pytest.raises(ValueError, match="no record of foci bench") as caught:
+        read(path)
+    assert str(caught.value) == f"{path}:2: no record of foci bench: {words}{'0' * 36 if 'got 1000' in words else ''}"
+
+
+@pytest.mark.parametrize(
+    "line", [b"[1,2]", b"3", b"null", b"{", b"\xff\xfe\x00bad", b"[" * 100_000, b'{"stage": "both"}']
+)
+def test_a_line_that_is_no_record_is_named(line: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(json.dumps(asdict(ONE)).encode() + b"\n" + line + b"\n")
+    with pytest.raises(ValueError, match=r"records\.jsonl:2: no record of foci bench: ."):
+        read(path)
+
+
+def test_what_was_measured_twice_is_named_with_both_places(tmp_path: Path) -> None:
+    """Also in two files: neither figure is more true than the other."""
+    write([ONE, replace(ONE, median=9.0)], tmp_path / "one")
+    with pytest.raises(
+        ValueError, match=r"one:2: softmax small foci float32 cpu forward was measured in .*one:1 already"
+    ):
+        read(tmp_path / "one")
+    write([ONE], tmp_path / "one")
+    write([replace(ONE, stage="both"), ONE], tmp_path / "two")
+    with pytest.raises(ValueError, match=r"two:2: .* was measured in .*one:1 already"):
+        read(tmp_path / "one", tmp_path / "two")
+
+
 def test_changes_are_paired_and_judged_by_their_spread() -> None:
     slower = replace(ONE, median=3.0, fast=2.9, slow=3.1)
     wavering = replace(ONE, median=2.05, fast=1.95, slow=2.2)
@@ -60,3 +109,19 @@ def test_what_lost_its_time_is_named_with_the_reason() -> None:
     (line,) = lost([ONE], [replace(ONE, median=None, refused="wrong: 3 of the error budget")])
     assert "wrong: 3 of the error budget" in line
     assert lost([ONE], [ONE]) == []
+    assert lost([replace(ONE, median=None, refused="out of memory")], []) == []
+
+
+def test_what_is_absent_has_lost_its_time_too() -> None:
+    both = replace(ONE, stage="both")
+    assert lost([ONE, both], [ONE]) == ["softmax small foci float32 cpu both: now absent"]
+    assert lost([both], [replace(both, median=None)]) == ["softmax small foci float32 cpu both: now without a time"]
+
+
+def test_another_machine_or_other_versions_are_told() -> None:
+    old = [replace(ONE, machine="A", versions="torch 1"), replace(ONE, machine="A", versions="torch 2")]
+    assert moved(old, old[::-1]) == ""
+    assert moved(old, [replace(ONE, machine="B", versions="torch 2")]) == (
+        "machine A before, B now; versions torch 1 and torch 2 before, torch 2 now"
+    )
+    assert moved([ONE], [replace(ONE, machine="B")]) == "machine unknown before, B now"

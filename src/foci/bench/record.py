@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -71,17 +72,54 @@ class Writer:
         self.file.close()
 
 
-def read(path: Path) -> list[Record]:
-    """The records of a file, or what is wrong with it and in which line."""
-    known = {field.name for field in fields(Record)}
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            values: dict[str, Any] = json.loads(line)
-            found.append(Record(**{name: value for name, value in values.items() if name in known}))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}:{number}: no record of foci bench: {error}") from error
-    return found
+def read(*paths: Path) -> list[Record]:
+    """The records of these files, each thing measured once; or what is wrong with them, in which file and line."""
+    found: dict[tuple[str, ...], tuple[Record, str]] = {}
+    for path in paths:
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+            place = f"{path}:{number}"
+            try:
+                record = _record(json.loads(line.decode("utf-8")))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{place}: no record of foci bench: {error}") from error
+            if record.key in found:
+                raise ValueError(f"{place}: {' '.join(record.key)} was measured in {found[record.key][1]} already")
+            found[record.key] = record, place
+    return [record for record, _ in found.values()]
+
+
+def _record(values: Any) -> Record:
+    """A record of what a line held. Fields that a later foci has are left out."""
+    if not isinstance(values, dict):
+        raise ValueError(f"expected an object, got {json.dumps(values):.40}")
+    known = {field.name: field for field in fields(Record)}
+    if missing := [name for name, field in known.items() if field.default is MISSING and name not in values]:
+        raise ValueError(f"it has no {', '.join(missing)}")
+    for name, field in known.items():
+        _hold(name, values.get(name, field.default), field.default)
+    record = Record(**{name: values[name] for name in known if name in values})
+    if record.median is not None and (record.fast is None or record.slow is None):
+        raise ValueError("a median has its spread, fast and slow")
+    return record
+
+
+def _hold(name: str, value: Any, default: Any) -> None:
+    """Names are words, notes are text (their default is), figures numbers that can be measured, or absent."""
+    if default is MISSING:
+        fits, wanted = isinstance(value, str) and bool(value.strip()), "a word"
+    elif default is not None:
+        fits, wanted = isinstance(value, str), "text"
+    elif name in ("median", "fast", "slow"):
+        fits, wanted = value is None or (measurable(value) and value > 0), "a number above 0"
+    else:
+        fits, wanted = value is None or measurable(value), "a number, 0 or above"
+    if not fits:
+        raise ValueError(f"{name} must be {wanted}, got {value!r:.40}")
+
+
+def measurable(value: Any) -> bool:
+    """Whether it is a finite number that is not negative."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -111,6 +149,20 @@ def compare(old: Iterable[Record], new: Iterable[Record]) -> Iterator[Change]:
 
 
 def lost(old: Iterable[Record], new: Iterable[Record]) -> list[str]:
-    """What had a time and now is refused, with the reason."""
-    refused = {record.key: record.refused for record in new if record.refused}
-    return [f"{' '.join(r.key)}: now {refused[r.key]}" for r in old if r.median and r.key in refused]
+    """What had a time and now has none: refused, with the reason, or absent."""
+    now = {record.key: record for record in new}
+    return [
+        f"{' '.join(was.key)}: now {(now[was.key].refused or 'without a time') if was.key in now else 'absent'}"
+        for was in old
+        if was.median and not (was.key in now and now[was.key].median)
+    ]
+
+
+def moved(old: Sequence[Record], new: Sequence[Record]) -> str:
+    """In which machine or versions two files differ, and a ratio between them may be of these; empty: in none."""
+    said = []
+    for name in ("machine", "versions"):
+        was, now = (" and ".join(sorted({getattr(each, name) or "unknown" for each in x})) for x in (old, new))
+        if was != now:
+            said.append(f"{name} {was} before, {now} now")
+    return "; ".join(said)
