@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from foci import cli
-from foci.bench.record import Record, read
+from foci.bench.record import Record, Writer, read
 from foci.cli_bench import _line
 
 QUICK = ["--shapes", "small", "--dtype", "float32", "--stages", "forward,both"]
@@ -23,10 +23,11 @@ def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
 
 
 def test_operators_are_timed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(["scan", "decay", *QUICK, "--out", str(tmp_path / "found")], capsys)
+    twice = ["scan", "decay", "scan", "linear", *QUICK[:-1], "forward,both,forward"]
+    code, out, err = run([*twice, "--out", str(tmp_path / "found")], capsys)
     assert (code, err) == (0, "")
     assert "ceilings" in out and "of its budget" in out
-    records = read(tmp_path / "found" / "records.jsonl")
+    records = read(tmp_path / "found" / "records.jsonl")  # which refuses what is there twice
     assert {(r.operator, r.stage) for r in records} == {(o, s) for o in ("scan", "linear") for s in ("forward", "both")}
     assert all(r.median and r.error is not None and r.machine and "torch" in r.versions and r.date for r in records)
     assert (tmp_path / "found" / "roofline.svg").read_text().startswith("<svg")
@@ -36,9 +37,9 @@ def test_operators_are_timed_and_written(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_limit_times_the_first_and_says_what_it_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also where compiling took it all: on a GPU nothing was timed of the operator with the smallest share."""
     shapes = ["--shapes", "small,8x2048", *QUICK[2:]]
-    code, out, _ = run(["scan", "decay", *shapes, "--limit", "-1", "--out", str(tmp_path)], capsys)
+    code, out, _ = run(["scan", "decay", *shapes, "--limit", "0", "--out", str(tmp_path)], capsys)
     [said] = [line for line in out.splitlines() if "left out" in line]
-    assert code == 0 and said.startswith("left out, as the limit of -1 seconds was reached: scan 8x2048x2048, linear ")
+    assert code == 0 and said.startswith("left out, as the limit of 0 seconds was reached: scan 8x2048x2048, linear ")
     assert {(r.operator, r.problem) for r in read(tmp_path / "records.jsonl")} == {("scan", "small 1x256x256")}
 
 
@@ -53,7 +54,7 @@ def test_a_line_says_how_many_rounds_a_figure_is_of_where_they_are_fewer_than_us
 
 
 def test_a_backend_by_name_and_no_peers(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(["softmax", *QUICK, "--backends", "chunked,aten", "--no-peers"], capsys)
+    code, out, _ = run(["softmax", *QUICK, "--backends", "chunked,aten,chunked,", "--no-peers"], capsys)
     assert code == 0
     assert "foci chunked" in out and "foci aten" in out and "SDPA" not in out
 
@@ -74,6 +75,53 @@ def test_changes_are_told_and_a_regression_is_exit_code_1(tmp_path: Path, capsys
     assert run(["--compare", str(old), str(old)], capsys)[0] == 0
 
 
+def test_other_conditions_and_what_is_gone_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = Record(
+        "scan", "small", "foci", "float32", "cpu", "forward", 1e-3, 1e-3, 1e-3, machine="A", versions="torch 2"
+    )
+    for name, records in (("old", [one, replace(one, stage="both")]), ("new", [replace(one, machine="B")])):
+        with Writer(tmp_path / name) as file:
+            for each in records:
+                file.add(each)
+    old, new = str(tmp_path / "old"), str(tmp_path / "new")
+    code, out, err = run(["--compare", old, new], capsys)
+    assert (code, err) == (1, "scan small foci float32 cpu both: now absent\n")
+    assert out.startswith("not the same conditions: machine A before, B now\n") and "1.00 x" in out and "1 lost" in out
+    assert run(["--compare", new, old], capsys)[0] == 0
+    _, out, _ = run(["--compare", old, old], capsys)
+    assert "conditions" not in out
+
+
+def test_a_damaged_file_is_no_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "old").write_bytes(b"\xff\xfe\n")
+    code, _, err = run(["--compare", str(tmp_path / "old"), str(tmp_path / "old")], capsys)
+    assert code == 2 and f"{tmp_path}/old:1: no record of foci bench" in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["scan", "--shapes", "nonsense"], "--shapes 'nonsense': scan has 8x2048x2048"),
+        (["scan", "--shapes", "nonsense,small"], "--shapes 'nonsense': scan has 8x2048x2048"),
+        (["scan", "linear", "--shapes", "small 1x256x256"], "--shapes 'small 1x256x256': linear has GLA"),
+        (["scan", "linear", "--shapes", "small,GLU"], "--shapes 'GLU': scan has 8x2048x2048"),
+        (["scan", "softmax", "--shapes", "small", "--backends", "aten"], "scan: unknown backend 'aten'"),
+    ],
+)
+def test_what_one_operator_does_not_have_is_told_before_anything_is_measured(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And an older run's records are left as they are."""
+    monkeypatch.setattr("foci.cli_bench.ceilings", lambda *_: pytest.fail("measured"))
+    (tmp_path / "records.jsonl").write_text("older\n")
+    code, out, err = run([*arguments, "--out", str(tmp_path)], capsys)
+    assert (code, out) == (2, "") and words in err and (tmp_path / "records.jsonl").read_text() == "older\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -81,10 +129,15 @@ def test_changes_are_told_and_a_regression_is_exit_code_1(tmp_path: Path, capsys
         (["nonsense"], "unknown operator 'nonsense'"),
         (["scan", "--dtype", "int8"], "--dtype must be one of"),
         (["scan", "--device", "tpu"], "--device tpu"),
-        (["scan", "--shapes", "enormous"], "--shapes 'enormous': scan has 8x2048x2048"),
         (["scan", "--stages", "sideways"], "'sideways' is none of"),
-        (["scan", "--backends", "magic", "--shapes", "small"], "unknown backend 'magic'"),
+        (["scan", "--stages", ","], "--stages must be some of forward, backward, both, got ','"),
+        (["scan", "--limit", "nan"], "--limit must be seconds, 0 or more; got nan"),
+        (["scan", "--limit", "-5"], "--limit must be seconds, 0 or more; got -5"),
         (["--compare", "nothing", "nowhere"], "nothing"),
+        (
+            ["--compare", "a", "b", "scan", "--dtype", "bfloat16", "--no-peers"],
+            "operators, --dtype, --peers/--no-peers",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,7 @@ def test_without_a_gpu_it_declines_in_one_sentence(capsys: pytest.CaptureFixture
         (("linaer",), "unknown operator 'linaer'"),
         (("linear", "--dtype", "float64"), "--dtype must be one of bfloat16, float16, float32; got 'float64'"),
         (("linear", "--shapes", "nonesuch"), "--shapes 'nonesuch': linear has "),
+        (("linear", "--shapes", "small,nonesuch"), "--shapes 'nonesuch': linear has "),
     ],
 )
 def test_what_it_is_asked_wrongly_is_named(

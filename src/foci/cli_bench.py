@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
@@ -25,7 +25,7 @@ from foci.bench.sweep import STAGES, Options, sweep
 from foci.cli_bench_peers import peers, repeatable, unguarded
 from foci.cli_bench_truth import Truth
 from foci.cli_check import FUNCTIONS
-from foci.cli_tune import DTYPES, cases
+from foci.cli_tune import DTYPES, shapes_of, words_of
 from foci.cli_tune_ahead import side_by_side, warm
 from foci.core.device import installed, machine
 from foci.core.spec import Candidate, Case, Spec
@@ -37,6 +37,7 @@ _SLOWER = 1.05  # what --compare calls a regression, if it is beyond the spread 
 
 
 def bench(
+    context: typer.Context,
     operators: Annotated[list[str] | None, typer.Argument(metavar="OPERATOR...", help=", ".join(SPECS))] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "bfloat16",
@@ -48,34 +49,27 @@ def bench(
         float, typer.Option(help="No shape but the first begins after so many seconds; what is left out is said.")
     ] = math.inf,
     out: Annotated[Path | None, typer.Option(help="A folder for records, pictures and the page.")] = None,
-    compare: Annotated[tuple[Path, Path] | None, typer.Option(help="Two files of records: OLD NEW.")] = None,
+    compare: Annotated[tuple[Path, Path] | None, typer.Option(help="Two files of records: OLD NEW; alone.")] = None,
 ) -> int:
     """Time operators against peers; with --compare tell what became slower. Exit code 1: a regression."""
     if compare is not None:
+        if beside := _beside(context, "compare"):
+            raise ValueError(f"--compare times nothing: leave out {', '.join(beside)}")
         return _compare(*compare)
-    if not operators:
-        raise ValueError(f"bench: name an operator ({', '.join(SPECS)}), or two files with --compare")
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(
-            f"--device {device}: " + ("there is no CUDA device here" if device == "cuda" else "cpu or cuda")
-        )
-    wanted = tuple(word.strip() for word in stages.split(",") if word.strip())
-    if unknown := set(wanted) - set(STAGES):
-        raise ValueError(f"--stages: {min(unknown)!r} is none of {', '.join(STAGES)}")
-    options = Options(DTYPES[dtype], torch.device(device), stages=wanted)
-    specs = [_spec(name) for name in operators]
+    if not limit >= 0:
+        raise ValueError(f"--limit must be seconds, 0 or more; got {limit:g}")
+    options = _options(device, dtype, stages)
+    tasks = _tasks(operators or [], shapes, backends)
     top = ceilings(options.dtype, options.device)
     typer.echo(f"{machine().line}\nceilings: {rate(top.flops)} in {dtype}, {top.bytes / 1e9:.4g} GB/s\n")
     found: list[Record] = []
     ends, skipped = time.monotonic() + limit, list[str]()
-    with nullcontext() if out is None else record.Writer(out / "records.jsonl") as file, _ready(specs, options):
-        for spec in specs:
-            candidates = [*_ours(spec, backends), *(peers(spec.name, options.device) if others else [])]
+    with nullcontext() if out is None else record.Writer(out / "records.jsonl") as file, _ready(tasks, options):
+        for spec, ours, chosen in tasks:
+            candidates = [*ours, *(peers(spec.name, options.device) if others else [])]
             if not found or time.monotonic() < ends:
-                _warm(spec, cases(spec, shapes), options)
-            for shape in cases(spec, shapes):
+                _warm(spec, chosen, options)
+            for shape in chosen:
                 if found and time.monotonic() > ends:  # compiling may have taken it all: one is timed
                     skipped.append(f"{spec.name} {shape.name}")
                     continue
@@ -94,14 +88,56 @@ def bench(
     return int(any(each.candidate.startswith("foci") and each.refused.startswith("wrong") for each in found))
 
 
+class _Task(NamedTuple):
+    """One operator: ours, on these shapes."""
+
+    spec: Spec
+    ours: list[Candidate]
+    shapes: list[Case]
+
+
+def _tasks(operators: list[str], shapes: str, backends: str) -> list[_Task]:
+    """Each operator once; what one of them does not have is an error before any is timed."""
+    if not operators:
+        raise ValueError(f"bench: name an operator ({', '.join(SPECS)}), or two files with --compare")
+    names = dict.fromkeys(ALIASES.get(name, name) for name in operators)
+    if unknown := [name for name in names if name not in SPECS]:
+        raise ValueError(f"bench: unknown operator {unknown[0]!r}; expected one of {', '.join(SPECS)}")
+    specs = [SPECS[name] for name in names]
+    ours = [_ours(spec, words_of(backends)) for spec in specs]
+    return [_Task(*each) for each in zip(specs, ours, shapes_of(specs, shapes), strict=True)]
+
+
+def _options(device: str, dtype: str, stages: str) -> Options:
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(
+            f"--device {device}: " + ("there is no CUDA device here" if device == "cuda" else "cpu or cuda")
+        )
+    wanted = tuple(words_of(stages))
+    if unknown := set(wanted) - set(STAGES):
+        raise ValueError(f"--stages: {min(unknown)!r} is none of {', '.join(STAGES)}")
+    if not wanted:
+        raise ValueError(f"--stages must be some of {', '.join(STAGES)}, got {stages!r}")
+    return Options(DTYPES[dtype], torch.device(device), stages=wanted)
+
+
+def _beside(context: typer.Context, option: str) -> list[str]:
+    """What the command line gives beside this option, by the names it has there."""
+    sources = {each: context.get_parameter_source(each.name or "") for each in context.command.params}
+    given = [each for each, source in sources.items() if source and source.name != "DEFAULT" and each.name != option]
+    return ["/".join([*each.opts, *each.secondary_opts]) for each in given]
+
+
 @contextmanager
-def _ready(specs: list[Spec], options: Options) -> Iterator[None]:
+def _ready(tasks: list[_Task], options: Options) -> Iterator[None]:
     """On a GPU peers that tune themselves compile on every core, and none declines what would be judged anyway."""
     with ExitStack() as stack:
         stack.enter_context(repeatable())
         if options.device.type == "cuda" and installed("triton"):
             stack.enter_context(side_by_side(machine().cores))
-            if any(spec.name in ("linear", "delta") for spec in specs):
+            if any(task.spec.name in ("linear", "delta") for task in tasks):
                 stack.enter_context(unguarded(typer.echo))
         yield
 
@@ -113,20 +149,13 @@ def _warm(spec: Spec, shapes: list[Case], options: Options) -> None:
         warm(spec, shapes, options.dtype, target_of(options.device), workers=machine().cores)
 
 
-def _spec(name: str) -> Spec:
-    name = ALIASES.get(name, name)
-    if name not in SPECS:
-        raise ValueError(f"bench: unknown operator {name!r}; expected one of {', '.join(SPECS)}")
-    return SPECS[name]
-
-
-def _ours(spec: Spec, backends: str) -> list[Candidate]:
+def _ours(spec: Spec, backends: list[str]) -> list[Candidate]:
     """What foci chooses, or the backends that are named; through the public function, as users call it."""
     assert spec.adapt is not None
     function = FUNCTIONS[spec.name]
     if not backends:
         return [spec.adapt(function, name="foci")]
-    chosen = [spec.backend(name.strip()) for name in backends.split(",")]
+    chosen = [spec.backend(name) for name in backends]
     return [spec.adapt(partial(function, backend=b.name), name=f"foci {b.name}") for b in chosen]
 
 
@@ -164,10 +193,12 @@ def _line(each: Record, rounds: int) -> str:
 
 def _compare(old: Path, new: Path) -> int:
     before, after = record.read(old), record.read(new)
+    if not {each.key for each in before if each.median} & {each.key for each in after}:
+        raise ValueError(f"--compare: {old} and {new} have no record in common")
     changes = sorted(record.compare(before, after), key=lambda change: -change.ratio)
     gone = record.lost(before, after)
-    if not changes and not gone:
-        raise ValueError(f"--compare: {old} and {new} have no record in common")
+    if elsewhere := record.moved(before, after):
+        typer.echo(f"not the same conditions: {elsewhere}\n")
     for change in changes:
         typer.echo(str(change))
     for line in gone:

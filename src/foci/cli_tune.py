@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +37,8 @@ def tune(
         raise ValueError(f"tune: unknown operator {unknown[0]!r}; expected one of {', '.join(SPECS)}")
     if dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
-    chosen = [(SPECS[name], cases(SPECS[name], shapes)) for name in operators]
+    specs = [SPECS[name] for name in operators]
+    chosen = list(zip(specs, shapes_of(specs, shapes), strict=True))
     if not machine().gpus:
         raise ValueError("tune: there is no GPU here, and configurations can only be measured on the GPU they are for")
     device = torch.device("cuda", torch.cuda.current_device())
@@ -65,16 +67,34 @@ def _tune(spec: Spec, problems: list[Case], dtype: torch.dtype, device: torch.de
     typer.echo(f"{spec.name}: {len(rows)} configurations beat the rule; {save()}")
 
 
+def words_of(text: str) -> list[str]:
+    """The words that commas join, each once."""
+    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+
+
 def cases(spec: Spec, words: str) -> list[Case]:
     """The Spec's shapes whose names have one of the words, in the words' order, or a sentence with the names there are.
 
     No words: all shapes.
     """
-    wanted = [word.strip() for word in words.split(",") if word.strip()] or [""]
-    found = {shape.name: shape for word in wanted for shape in spec.shapes if word in shape.name}
+    found = {shape.name: shape for word in words_of(words) or [""] for shape in spec.shapes if word in shape.name}
     if not found:
-        raise ValueError(f"--shapes {words!r}: {spec.name} has {', '.join(shape.name for shape in spec.shapes)}")
+        raise _unknown(words, [spec])
     return list(found.values())
+
+
+def shapes_of(specs: Sequence[Spec], words: str) -> list[list[Case]]:
+    """Each operator's cases. A word may be for one operator alone, but not for none."""
+    found = [cases(spec, words) for spec in specs]
+    for word in words_of(words):
+        if not any(word in case.name for each in found for case in each):
+            raise _unknown(word, specs)
+    return found
+
+
+def _unknown(words: str, specs: Iterable[Spec]) -> ValueError:
+    there = "; ".join(f"{spec.name} has {', '.join(shape.name for shape in spec.shapes)}" for spec in specs)
+    return ValueError(f"--shapes {words!r}: {there}")
 
 
 def versions() -> dict[str, str]:
