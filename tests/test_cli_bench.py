@@ -136,7 +136,7 @@ def test_what_one_operator_does_not_have_is_told_before_anything_is_measured(
         (["--compare", "nothing", "nowhere"], "nothing"),
         (
             ["--compare", "a", "b", "scan", "--dtype", "bfloat16", "--no-peers"],
-            "operators, --dtype, --peers/--no-peers",
+            "operators, --peers/--no-peers, --dtype",
         ),
     ],
 )

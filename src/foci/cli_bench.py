@@ -25,6 +25,7 @@ from foci.bench.sweep import STAGES, Options, sweep
 from foci.cli_bench_peers import peers, repeatable, unguarded
 from foci.cli_bench_truth import Truth
 from foci.cli_check import FUNCTIONS
+from foci.cli_options import Option, gathered
 from foci.cli_tune import DTYPES, shapes_of, words_of
 from foci.cli_tune_ahead import side_by_side, warm
 from foci.core.device import installed, machine
@@ -36,13 +37,33 @@ ALIASES = {"decay": "linear"}
 _SLOWER = 1.05  # what --compare calls a regression, if it is beyond the spread of both as well
 
 
+def _options(device: str, dtype: str, stages: str) -> Options:
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(
+            f"--device {device}: " + ("there is no CUDA device here" if device == "cuda" else "cpu or cuda")
+        )
+    wanted = tuple(words_of(stages))
+    if unknown := set(wanted) - set(STAGES):
+        raise ValueError(f"--stages: {min(unknown)!r} is none of {', '.join(STAGES)}")
+    if not wanted:
+        raise ValueError(f"--stages must be some of {', '.join(STAGES)}, got {stages!r}")
+    return Options(DTYPES[dtype], torch.device(device), stages=wanted)
+
+
+_MEASURED = {
+    "device": Option(str, "cpu or cuda.", "cpu"),
+    "dtype": Option(str, f"{', '.join(DTYPES)}.", "bfloat16"),
+    "stages": Option(str, "Joined by commas.", ",".join(STAGES)),
+}
+
+
+@partial(gathered, name="options", options=_MEASURED, make=_options)
 def bench(
     context: typer.Context,
     operators: Annotated[list[str] | None, typer.Argument(metavar="OPERATOR...", help=", ".join(SPECS))] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "bfloat16",
     shapes: Annotated[str, typer.Option(help="Only shapes whose name has one of these words, joined by commas.")] = "",
-    stages: Annotated[str, typer.Option(help="Joined by commas.")] = ",".join(STAGES),
     backends: Annotated[str, typer.Option(help="Of ours, joined by commas; by default what foci chooses.")] = "",
     others: Annotated[bool, typer.Option("--peers/--no-peers", help="Time installed peers too.")] = True,
     limit: Annotated[
@@ -50,6 +71,8 @@ def bench(
     ] = math.inf,
     out: Annotated[Path | None, typer.Option(help="A folder for records, pictures and the page.")] = None,
     compare: Annotated[tuple[Path, Path] | None, typer.Option(help="Two files of records: OLD NEW; alone.")] = None,
+    *,
+    options: Options,
 ) -> int:
     """Time operators against peers; with --compare tell what became slower. Exit code 1: a regression."""
     if compare is not None:
@@ -58,9 +81,9 @@ def bench(
         return _compare(*compare)
     if not limit >= 0:
         raise ValueError(f"--limit must be seconds, 0 or more; got {limit:g}")
-    options = _options(device, dtype, stages)
     tasks = _tasks(operators or [], shapes, backends)
     top = ceilings(options.dtype, options.device)
+    dtype = str(options.dtype).removeprefix("torch.")
     typer.echo(f"{machine().line}\nceilings: {rate(top.flops)} in {dtype}, {top.bytes / 1e9:.4g} GB/s\n")
     found: list[Record] = []
     ends, skipped = time.monotonic() + limit, list[str]()
@@ -106,21 +129,6 @@ def _tasks(operators: list[str], shapes: str, backends: str) -> list[_Task]:
     specs = [SPECS[name] for name in names]
     ours = [_ours(spec, words_of(backends)) for spec in specs]
     return [_Task(*each) for each in zip(specs, ours, shapes_of(specs, shapes), strict=True)]
-
-
-def _options(device: str, dtype: str, stages: str) -> Options:
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(
-            f"--device {device}: " + ("there is no CUDA device here" if device == "cuda" else "cpu or cuda")
-        )
-    wanted = tuple(words_of(stages))
-    if unknown := set(wanted) - set(STAGES):
-        raise ValueError(f"--stages: {min(unknown)!r} is none of {', '.join(STAGES)}")
-    if not wanted:
-        raise ValueError(f"--stages must be some of {', '.join(STAGES)}, got {stages!r}")
-    return Options(DTYPES[dtype], torch.device(device), stages=wanted)
 
 
 def _beside(context: typer.Context, option: str) -> list[str]:
