@@ -3,8 +3,9 @@
     python benchmarks/gpu_page.py FOLDER [--write]
 
 FOLDER is gpu.tgz unpacked. A row is one of ours on one problem: its milliseconds, and how many times as long the
-fastest peer takes (1.5 x: we are faster, 0.9 x: it is). What was refused or wrong has its reason, and what was left out
-for want of time is named.
+fastest peer takes (1.5 x: we are faster, 0.9 x: it is). A peer that gives fewer gradients, or whose result could not be
+compared, is said to, and the fastest that does all stands after it. What was refused or wrong has its reason, and what
+was left out for want of time is named. A page is of one machine.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from foci.bench.record import Record, read
+from foci.bench.record import Record, measurable, read
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 BEGIN, END = "<!-- by benchmarks/gpu_page.py --write -->", "<!-- end -->"
@@ -31,27 +31,34 @@ def ours(record: Record) -> bool:
 
 
 def cell(mine: Record, peers: list[Record]) -> str:
-    """Our time, and what the fastest peer of the same stage takes in it."""
+    """Our time, and what the fastest peer of the same stage takes in it; while one does less, the next one's too."""
     if mine.median is None:
         return mine.refused or "-"
-    text = f"{mine.median * 1e3:.3f} ms{_of_host(mine)}"
+    text = f"{mine.median * 1e3:.3f} ms{_notes(mine)}"
     timed = [peer for peer in peers if peer.median is not None and peer.stage == mine.stage]
-    if timed:
-        best = min(timed, key=lambda peer: peer.median or 0.0)
-        text += f", {(best.median or 0.0) / mine.median:.2f} x {best.candidate}{_of_host(best)}"
+    for peer in sorted(timed, key=lambda peer: peer.median or 0.0):
+        text += f", {(peer.median or 0.0) / mine.median:.2f} x {peer.candidate}{_notes(peer)}"
+        if not peer.without and peer.error is not None:
+            break
     return text
 
 
-def _of_host(record: Record) -> str:
-    """Calls in a row that take the host's time, not the GPU's, are said to."""
-    return " (host-bound)" if record.host_bound else ""
+def _notes(record: Record) -> str:
+    """What a time alone would hide. Host-bound: calls in a row take the host's time, not the GPU's."""
+    notes = {
+        f"no gradient of {record.without}": record.without,
+        "not compared": record.error is None,
+        "host-bound": record.host_bound,
+    }
+    said = ", ".join(note for note, holds in notes.items() if holds)
+    return f" ({said})" if said else ""
 
 
 def tables(records: list[Record]) -> Iterator[str]:
-    """A table for each operator."""
-    for operator in dict.fromkeys(record.operator for record in records):
-        here = [record for record in records if record.operator == operator]
-        yield f"\n### {operator}\n\n| problem | ours | forward | backward | both | host, forward and both |"
+    """A table for each operator in each dtype."""
+    for operator, dtype in dict.fromkeys((record.operator, record.dtype) for record in records):
+        here = [record for record in records if (record.operator, record.dtype) == (operator, dtype)]
+        yield f"\n### {operator}, {dtype}\n\n| problem | ours | forward | backward | both | host, forward and both |"
         yield "| --- | --- | --- | --- | --- | --- |"
         for problem in dict.fromkeys(record.problem for record in here):
             same = [record for record in here if record.problem == problem]
@@ -66,12 +73,38 @@ def tables(records: list[Record]) -> Iterator[str]:
                 yield f"| {problem} | {candidate} | {' | '.join(cells)} | {host} |"
 
 
+def heading(records: list[Record]) -> str:
+    """When and where they were measured; which operators with which versions, where these differ."""
+    places = dict.fromkeys(f"{record.machine or 'a machine without a name'}, {record.device}" for record in records)
+    if len(places) > 1:
+        raise ValueError(f"a page is of one machine, and these records are of {len(places)}: {'; '.join(places)}")
+    dates = sorted(record.date for record in records)
+    found: dict[str, list[str]] = {}
+    for record in records:
+        found.setdefault(record.versions, []).append(record.operator)
+    versions = [
+        each + f" ({', '.join(dict.fromkeys(operators))})" * (len(found) > 1) for each, operators in found.items()
+    ]
+    return f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}: {'; '.join((records[0].machine, *versions))}."
+
+
+def lines_of(path: Path) -> list[str]:
+    """The lines of a file, or which of them is no text."""
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            found.append(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}:{number}: no text: {error}") from error
+    return found
+
+
 def untimed(folder: Path) -> Iterator[str]:
     """What `foci bench` says that it left out, an operator a line."""
     said = [
         f"- {path.stem.removeprefix('bench_')}: {line}"
         for path in sorted(folder.glob("bench_*.txt"))
-        for line in path.read_text(encoding="utf-8").splitlines()
+        for line in lines_of(path)
         if "left out" in line
     ]
     if said:
@@ -79,37 +112,40 @@ def untimed(folder: Path) -> Iterator[str]:
         yield from said
 
 
-def decoding(rows: list[dict[str, Any]]) -> Iterator[str]:
+def decoding(path: Path) -> Iterator[str]:
     """One token a row: the share of a copy's bandwidth."""
+    try:
+        rows = json.loads("\n".join(lines_of(path)))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno}: no JSON: {error}") from error
     yield "\n### decoding\n\n| step | on the GPU | of a copy's bandwidth | host |\n| --- | --- | --- | --- |"
-    for row in rows:
-        yield f"| {row['name']} | {row['gpu_us']:.0f} us | {row['share']:.0%} | {row['host_us']:.0f} us |"
+    for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
+        known = row if isinstance(row, dict) else {}
+        if bad := [name for name in ("gpu_us", "share", "host_us") if not measurable(known.get(name))]:
+            raise ValueError(f"{path}: row {number} has no number of {', '.join(bad)}: {row!r:.60}")
+        yield f"| {row.get('name', '-')} | {row['gpu_us']:.0f} us | {row['share']:.0%} | {row['host_us']:.0f} us |"
 
 
 def laws(folder: Path) -> Iterator[str]:
     """What benchmarks/laws.py said: what was broken, and of each operator how many rows held."""
     for path in sorted(folder.glob("laws_*.txt")):
         yield f"\n### laws, {path.stem.removeprefix('laws_')}\n\n```"
-        said = path.read_text(encoding="utf-8").splitlines()
+        said = lines_of(path)
         yield from [line for line in said if FOUND.search(line)] or said[-1:]
         yield "```"
 
 
 def page(folder: Path) -> tuple[str, list[str]]:
-    """The text between the marks, and the lines of docs/gpu.jsonl."""
+    """The text between the marks, and the lines of docs/gpu.jsonl; what is damaged is named with its file and line."""
     files = sorted(folder.glob("*/records.jsonl"))
-    try:
-        records = [record for path in files for record in read(path)]
-    except ValueError as error:
-        sys.exit(str(error))
+    records = read(*files)
     if not records:
-        sys.exit(f"{folder}: no records; expected gpu.tgz of benchmarks/h200.sh, unpacked")
-    dates, where = sorted(record.date for record in records), f"{records[0].machine}; {records[0].versions}"
-    lines = [f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}: {where}.", *tables(records), *untimed(folder)]
+        raise ValueError(f"{folder}: no records; expected gpu.tgz of benchmarks/h200.sh, unpacked")
+    lines = [heading(records), *tables(records), *untimed(folder)]
     if (folder / "decode.json").exists():
-        lines += decoding(json.loads((folder / "decode.json").read_text(encoding="utf-8")))
+        lines += decoding(folder / "decode.json")
     lines += laws(folder)
-    return "\n".join(lines), [line for path in files for line in path.read_text(encoding="utf-8").splitlines()]
+    return "\n".join(lines), [line for path in files for line in lines_of(path)]
 
 
 def main() -> None:
@@ -117,7 +153,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="gpu.tgz, unpacked")
     parser.add_argument("--write", action="store_true", help="into docs/; else it is printed")
     chosen = parser.parse_args()
-    text, lines = page(chosen.folder)
+    try:
+        text, lines = page(chosen.folder)
+    except (ValueError, OSError) as error:
+        sys.exit(f"gpu_page.py: {error}")
     if not chosen.write:
         print(text)
         return

@@ -6,7 +6,8 @@ import json
 import os
 import re
 import subprocess
-from dataclasses import asdict
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,11 @@ def record(candidate: str, stage: str, median: float | None, refused: str = "") 
     )  # fmt: skip
 
 
+def leave(folder: Path, found: list[Record]) -> None:
+    (folder / "delta").mkdir(exist_ok=True)
+    (folder / "delta" / "records.jsonl").write_text("".join(json.dumps(asdict(r)) + "\n" for r in found))
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """What benchmarks/h200.sh leaves: faster in one stage, slower in another, wrong in the third."""
@@ -30,8 +36,7 @@ def folder(tmp_path: Path) -> Path:
         record("foci", "backward", 4e-3), record("FLA", "backward", 2e-3),
         record("foci", "both", None, "wrong: 2.0 of the error budget"), record("FLA", "both", 4e-3),
     ]  # fmt: skip
-    (tmp_path / "delta").mkdir()
-    (tmp_path / "delta" / "records.jsonl").write_text("".join(json.dumps(asdict(r)) + "\n" for r in found))
+    leave(tmp_path, found)
     step = {"name": "a step", "gpu_us": 72.0, "host_us": 66.0, "share": 0.889, "error": 1e-3}
     (tmp_path / "decode.json").write_text(json.dumps([step]))
     said = "9 kernels\nFAIL delta bfloat16 2 forward: wrong\ndelta bfloat16: 7 held, 1 broken, 0 not asked\n30 s\n"
@@ -43,6 +48,64 @@ def test_a_row_has_our_time_and_the_fastest_peer_s_ratio_to_it(folder: Path) -> 
     text, lines = gpu_page.page(folder)
     assert "| GDN | foci | 1.000 ms, 2.00 x FLA | 4.000 ms, 0.50 x FLA | wrong: 2.0 of the error budget |" in text
     assert text.startswith("2026-11-21: a GPU; torch 2.11.0.") and len(lines) == 7
+
+
+def test_dtypes_stand_apart(folder: Path) -> None:
+    """A ratio across them would say that one of us computes in halves."""
+    half = [record("foci", "forward", 1e-3), record("FLA", "forward", 2e-3)]
+    leave(folder, half + [replace(each, dtype="float32", median=5e-3 * n) for n, each in enumerate(half, 1)])
+    text, _ = gpu_page.page(folder)
+    first, second = text.split("\n### ")[1:3]
+    assert first.startswith("delta, bfloat16\n") and "| 1.000 ms, 2.00 x FLA |" in first and "5.000" not in first
+    assert second.startswith("delta, float32\n") and "| 5.000 ms, 2.00 x FLA |" in second
+
+
+@pytest.mark.parametrize("other", [{"machine": "another GPU"}, {"device": "cpu"}])
+def test_several_machines_are_no_page(folder: Path, other: dict[str, str]) -> None:
+    leave(folder, [record("foci", "forward", 1e-3), replace(record("FLA", "forward", 2e-3), **other)])
+    with pytest.raises(ValueError, match="a page is of one machine, and these records are of 2: a GPU, cuda; a"):
+        gpu_page.page(folder)
+
+
+def test_each_of_several_versions_is_told_with_its_operators(folder: Path) -> None:
+    one = record("foci", "forward", 1e-3)
+    leave(folder, [one, replace(one, operator="scan", versions="torch 2.12.0")])
+    assert gpu_page.page(folder)[0].startswith("2026-11-21: a GPU; torch 2.11.0 (delta); torch 2.12.0 (scan).\n")
+
+
+def test_a_peer_that_does_less_is_said_to_and_one_that_does_all_stands_beside_it(folder: Path) -> None:
+    mine, theirs = record("foci", "both", 4e-3), record("torch", "both", 8e-3)
+    less = replace(record("FLA", "both", 2e-3), without="beta, log_decay", host=9e-3)
+    unjudged = replace(record("QLA", "both", 3e-3), error=None)
+    cell = gpu_page.cell(mine, [theirs, unjudged, less, record("slow", "both", 9e-3)])
+    assert cell == (
+        "4.000 ms, 0.50 x FLA (no gradient of beta, log_decay, host-bound), 0.75 x QLA (not compared), 2.00 x torch"
+    )
+    assert gpu_page.cell(replace(mine, error=None), []) == "4.000 ms (not compared)"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("delta/records.jsonl", b"[1,2]\n", "delta/records.jsonl:1: no record of foci bench"),
+        ("delta/records.jsonl", json.dumps(asdict(record("", "forward", 1.0))).encode(), "candidate must be a word"),
+        ("decode.json", b'[\n{"x":1\n', "decode.json:2: no JSON: Expecting"),
+        ("decode.json", b'[{"name":"a"}]', "decode.json: row 1 has no number of gpu_us, share, host_us: {'name': 'a'}"),
+        ("decode.json", b"3", "decode.json: row 1 has no number of gpu_us, share, host_us: 3"),
+        ("decode.json", b"\xff", "decode.json:1: no text"),
+        ("laws_x.txt", b"fine\n\xff\xfe\n", "laws_x.txt:2: no text"),
+        ("bench_x.txt", b"\xff\xfe\n", "bench_x.txt:1: no text"),
+    ],
+)
+def test_what_is_damaged_is_named_in_one_line(
+    name: str, text: bytes, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / name).write_bytes(text)
+    monkeypatch.setattr(sys, "argv", ["gpu_page.py", str(folder)])
+    with pytest.raises(SystemExit) as stopped:
+        gpu_page.main()
+    assert words in str(stopped.value) and str(stopped.value).startswith(f"gpu_page.py: {folder}/{name}")
+    assert len(str(stopped.value).splitlines()) == 1
 
 
 def test_decoding_and_laws_stand_below(folder: Path) -> None:
@@ -79,5 +142,5 @@ def test_every_operator_has_time_to_be_compiled_and_all_of_it_is_given(
 
 
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="no records"):
+    with pytest.raises(ValueError, match="no records"):
         gpu_page.page(tmp_path)
