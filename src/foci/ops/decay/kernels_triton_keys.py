@@ -61,6 +61,9 @@ def keys_kernel(  # type: ignore[no-untyped-def]
             n, stop, slot, t0 = 0, 0, 0, 0
             if not CONSTANT and d_bonus_ptr is None:
                 heads = 0
+    # A loop over V that might be left out would set its sums to 0 there again, and Hopper's assembler would have each
+    # product wait for the one before it (its note C7515).
+    tl.assume(V > 0)
     t = tl.arange(0, CHUNK)
     q_ptr += row * q_strides[0] + first * q_strides[2]
     k_ptr += row * k_strides[0] + first * k_strides[2]
