@@ -209,3 +209,19 @@ def test_gradients_through_one_output_alone(only: str, K: int, V: int) -> None:
         # The reference does not reach v at all: no gradient there, zeros here.
         assert truth.pop("dv") is None and not found.pop("dv").any()
     assert_close(found, truth)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_heads_that_share_a_key_sum_their_gradients_in_float32(seed: int) -> None:
+    """In bfloat16 torch's CPU kernel sums them in bfloat16: as far from the truth as a plain computation."""
+    draw = torch.Generator().manual_seed(seed)
+    q, k, v, dout = (torch.randn(2, 23, heads, 16, generator=draw).bfloat16() for heads in (8, 2, 2, 8))
+    found = {}
+    for backend, dtype in (("aten", torch.bfloat16), ("reference", torch.float64)):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out = foci.attention(*leaves, mask=Causal(), backend=backend)
+        found[backend, dtype] = torch.autograd.grad(out, leaves, dout.to(dtype))
+    truth = found["reference", torch.float64]
+    for ours, right in zip(found["aten", torch.bfloat16][1:], truth[1:], strict=True):
+        once = (right.to(torch.bfloat16) - right).norm()  # what rounding the truth itself costs
+        assert (ours.double() - right).norm() <= 1.5 * once

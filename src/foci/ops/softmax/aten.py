@@ -245,6 +245,10 @@ def backward(
     rides along as one more column: v gains a 1 and dout gains dlse, so that dp becomes dout v + dlse, while out gains a
     0, so that delta = sum(dout * out) stays what it was.
     """
+    if _sums_in_half(call):
+        dout = None if grads[0] is None else grads[0].to(call.accumulator)
+        found = backward(_as_part(call), (outputs[0].to(call.accumulator), outputs[1]), (dout, grads[1]), needs)
+        return *(x if x is None else x.to(call.q.dtype) for x in found[:3]), *found[3:]
     kernel = _kernel(call)
     out, lse = outputs
     dout, dlse = grads
@@ -274,6 +278,12 @@ def backward(
         None,
         dsink,
     )
+
+
+def _sums_in_half(call: Call) -> bool:
+    """torch's CPU kernel sums gradients of heads that share a key in bfloat16, no better than a plain computation."""
+    *_, H, G, _, _ = call.sizes
+    return call.q.dtype == torch.bfloat16 and call.q.device.type == "cpu" and H != G
 
 
 def forward_part(call: Call, out: Tensor, lse: Tensor) -> None:
