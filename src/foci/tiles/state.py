@@ -48,8 +48,11 @@ def working(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def rounded(x, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The nearest float32 of TF32's digits, for products by it: left to them they cut digits off, all the same way."""
+    """The nearest float32 of TF32's digits, for products by it: left to them they cut digits off, all the same way.
+
+    x (1 + 2^13) has its last digit where TF32 has; less 2^13 x, which is exact, it is x with that digit the last. Past
+    2^114 that is infinite.
+    """
     if PRECISION == "tf32" and x.dtype == tl.float32:
-        near = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
-        x = tl.where(x == x, near, x)
+        x = tl.fma(x, -8192.0, x * 8193.0)
     return x

@@ -148,9 +148,11 @@ class TestInPieces:
         errors = TestInTriton().apart(inputs_of(SPEC, name, torch.float32))
         assert all(e <= BUDGET[torch.float32] for e in errors.values()), errors
 
-    @pytest.mark.parametrize("alike", ["identical", "correlated"])
-    def test_alike_keys_through_four_pieces(self, alike: str) -> None:
-        problem = Delta("", B=1, T=200, H=1, K=20, V=12, alike=alike, beta=2.0, full=True, decay="head", state=True)
+    # One key, each time reflected by a beta of exactly 2, forgets no rounding: whole or cut, chunks are at the edge of
+    # the budget there, on either side of it by the order in which a processor adds (docs/delta.md).
+    @pytest.mark.parametrize(("alike", "beta"), [("identical", 1.9), ("correlated", 2.0)])
+    def test_alike_keys_through_four_pieces(self, alike: str, beta: float) -> None:
+        problem = Delta("", B=1, T=200, H=1, K=20, V=12, alike=alike, beta=beta, full=True, decay="head", state=True)
         apart(problem.case.make(torch.float32, CPU, 0), torch.float32)
 
     def test_keys_wider_than_a_block(self) -> None:
