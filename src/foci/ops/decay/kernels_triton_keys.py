@@ -180,19 +180,17 @@ def keys_kernel(  # type: ignore[no-untyped-def]
 def far_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, g_ptr, offsets_ptr, do_ptr, sums_ptr, dq_ptr, dk_ptr, dg_ptr,
     q_strides, k_strides, v_strides, g_strides, do_strides, scale, T, N, H, R, K, V, share, size,
-    WIDE: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    ALL: tl.constexpr, WIDE: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """What the pairs of far tokens (tiles/near.py) add to dq, dk and dg, where there are any: programs as above.
+    """What the pairs of far tokens (tiles/near.py) add to dq, dk and dg, where there are any, of a chunk and its heads.
 
-    A kernel of its own, because its levels would take the registers of the one above, which rarely needs them. WIDE:
-    the channels of a block there, any of which makes a token far.
+    A kernel of its own, because its levels would take the registers of the one above, which rarely needs them; of few
+    programs, as most find nothing to do in their ALL channels. WIDE: the channels of a block above, any of which makes
+    a token far there.
     """
-    k0 = tl.program_id(0) % tl.cdiv(K, BLOCK_K) * BLOCK_K
-    wide0 = k0 // WIDE * WIDE
-    rest = tl.program_id(0) // tl.cdiv(K, BLOCK_K)
-    r0, G = rest % tl.cdiv(R, share) * share, H // R
-    rest = rest // tl.cdiv(R, share)
+    r0, G = tl.program_id(0) % tl.cdiv(R, share) * share, H // R
+    rest = tl.program_id(0) // tl.cdiv(R, share)
     first = (rest % G).to(tl.int64)
     n, b, t0, stop, _slot = chunk_at(offsets_ptr, rest // G, N, T, CHUNK)
     if n < 0:
@@ -202,30 +200,35 @@ def far_kernel(  # type: ignore[no-untyped-def]
     for r in range(r0, tl.minimum(R, r0 + share)):
         h = first * R + r
         here = sums_ptr + (row * T * H + h) * K
-        last = load_row(here + tl.cast(tl.minimum(stop, t0 + CHUNK) - 1, tl.int64) * H * K, wide0, K, WIDE)
-        if tl.min(last, 0) < near.FAR + 1.0:  # sums are rounded: one before the last may lie below it
-            dA = tl.zeros([CHUNK, CHUNK], tl.float32)
-            for v0 in range(0, V, BLOCK_V):
-                to = v_ptr + row * v_strides[0] + h * v_strides[2]
-                v = working(load_tile(to, t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V))
-                to = do_ptr + row * do_strides[0] + h * do_strides[2]
-                do = working(load_tile(to, t0, stop, do_strides[1], v0, V, do_strides[3], CHUNK, BLOCK_V))
-                dA = tl.dot(do, tl.trans(v), dA, input_precision=PRECISION)
-            to = q_ptr + row * q_strides[0] + first * q_strides[2]
-            q = working(load_tile(to, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
-            to = k_ptr + row * k_strides[0] + first * k_strides[2]
-            k = working(load_tile(to, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
-            c, _last = load_sums(here, t0, stop, H * K, k0, K, CHUNK, BLOCK_K)
-            risen = c
-            if not OWN:
-                to = g_ptr + row * g_strides[0] + h * g_strides[2]
-                g = load_tile(to, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
-                risen -= near.bounded(g)
-            wide = c if WIDE == BLOCK_K else load_sums(here, t0, stop, H * K, wide0, K, CHUNK, WIDE)[0]
-            dq, dk, dg = near.far_backward(scale * dA, q, k, risen, c, tl.min(wide, 1) >= near.FAR, OWN, PRECISION)
-            add_tile(dq_ptr, into, dq, t0, stop, G * K, k0, K)
-            add_tile(dk_ptr, into, dk, t0, stop, G * K, k0, K)
-            add_tile(dg_ptr, (row * T * H + h) * K, dg, t0, stop, H * K, k0, K)
+        last_ptr = here + tl.cast(tl.minimum(stop, t0 + CHUNK) - 1, tl.int64) * H * K
+        # Sums are rounded: one before the last may lie below it.
+        far = tl.min(load_row(last_ptr, 0, K, ALL), 0) < near.FAR + 1.0
+        for k0 in tl.range(0, K if far else 0, BLOCK_K, disable_licm=True):
+            wide0 = k0 // WIDE * WIDE
+            if tl.min(load_row(last_ptr, wide0, K, WIDE), 0) < near.FAR + 1.0:
+                dA = tl.zeros([CHUNK, CHUNK], tl.float32)
+                for v0 in range(0, V, BLOCK_V):
+                    to = v_ptr + row * v_strides[0] + h * v_strides[2]
+                    v = working(load_tile(to, t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V))
+                    to = do_ptr + row * do_strides[0] + h * do_strides[2]
+                    do = working(load_tile(to, t0, stop, do_strides[1], v0, V, do_strides[3], CHUNK, BLOCK_V))
+                    dA = tl.dot(do, tl.trans(v), dA, input_precision=PRECISION)
+                to = q_ptr + row * q_strides[0] + first * q_strides[2]
+                q = working(load_tile(to, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
+                to = k_ptr + row * k_strides[0] + first * k_strides[2]
+                k = working(load_tile(to, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
+                c, _last = load_sums(here, t0, stop, H * K, k0, K, CHUNK, BLOCK_K)
+                risen = c
+                if not OWN:
+                    to = g_ptr + row * g_strides[0] + h * g_strides[2]
+                    g = load_tile(to, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+                    risen -= near.bounded(g)
+                wide = c if WIDE == BLOCK_K else load_sums(here, t0, stop, H * K, wide0, K, CHUNK, WIDE)[0]
+                close = tl.min(wide, 1) >= near.FAR
+                dq, dk, dg = near.far_backward(scale * dA, q, k, risen, c, close, OWN, PRECISION)
+                add_tile(dq_ptr, into, dq, t0, stop, G * K, k0, K)
+                add_tile(dk_ptr, into, dk, t0, stop, G * K, k0, K)
+                add_tile(dg_ptr, (row * T * H + h) * K, dg, t0, stop, H * K, k0, K)
 
 
 @triton.jit
@@ -343,11 +346,11 @@ def backward(
         narrow = far_rule(config)
         launch(
             far_kernel,
-            (chunks * G * parts * -(-K // narrow["BLOCK_K"]),),
+            (chunks * G * parts,),
             call.q, call.k, call.v, g, call.offsets, do, made.sums, *onto, dg,
             call.q.stride(), call.k.stride(), call.v.stride(), strides(g), do.stride(),
             call.scale, T, N, H, H // G, K, V, share, call.q.numel(),
-            config=narrow, WIDE=config["BLOCK_K"], OWN=call.bonus is None,
+            config=narrow, ALL=side(K, 512), WIDE=config["BLOCK_K"], OWN=call.bonus is None,
             PRECISION=float_precision(do.dtype, target), CHUNK=CHUNK,
         )  # fmt: skip
     left = (dg_parts, dg, g_parts), (bonus_parts, d_bonus, chunks), (dq_parts, dq, parts), (dk_parts, dk, parts)
