@@ -38,11 +38,6 @@ class Asked(NamedTuple):
         """An open side as -1."""
         return -1 if self.left is None else self.left, -1 if self.right is None else self.right
 
-    def room(self) -> dict[str, Tensor]:
-        """What a backward writes its gradients to."""
-        named = zip(("dq", "dk", "dv"), self[:3], strict=True)
-        return {name: torch.empty(x.shape, dtype=x.dtype, device=x.device) for name, x in named}
-
 
 class Package:
     """One package: `asks` are the functions that it must have and arguments that these must take.
@@ -95,13 +90,11 @@ class Second(Package):
         return out, lse
 
     def backward(self, asked: Asked, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Grads:
-        room, (left, right) = asked.room(), asked.window
-        self.function("_flash_attn_backward")(
-            dout, *asked[:3], out, lse, **room, dropout_p=0.0, softmax_scale=asked.scale, causal=asked.causal,
+        left, right = asked.window
+        return _written(
+            self.function("_flash_attn_backward"), asked, (dout, out, lse), dropout_p=0.0, causal=asked.causal,
             window_size_left=left, window_size_right=right, softcap=0.0, alibi_slopes=None, rng_state=None,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
-        return room["dq"], room["dk"], room["dv"]
 
 
 class Third(Package):
@@ -128,16 +121,12 @@ class Third(Package):
         return out, lse
 
     def backward(self, asked: Asked, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Grads:
-        function, room, (left, right) = self.function("_flash_attn_backward"), asked.room(), asked.window
+        function, (left, right) = self.function("_flash_attn_backward"), asked.window
         words: dict[str, Any] = {"window_size_left": left, "window_size_right": right, "is_causal": asked.causal}
         if "window_size" in arguments(function):
             words = {"window_size": (left, right), "causal": asked.causal}
         absent = ("cu_seqlens_q", "cu_seqlens_k", "sequed_q", "sequed_k", "max_seqlen_q", "max_seqlen_k")
-        function(
-            dout, *asked[:3], out, lse, **dict.fromkeys(absent), **room, softmax_scale=asked.scale, **words,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )  # fmt: skip
-        return room["dq"], room["dk"], room["dv"]
+        return _written(function, asked, (dout, out, lse), **dict.fromkeys(absent), **words)
 
 
 class Fourth(Package):
@@ -173,6 +162,17 @@ class Fourth(Package):
 
 
 PACKAGES: tuple[Package, ...] = (Third(), Fourth(), Second())
+
+
+def _written(function: Callable[..., Any], asked: Asked, known: tuple[Tensor, Tensor, Tensor], **words: Any) -> Grads:
+    """What a backward writes to dq, dk, dv, which it is given beside `known`: dout, out, lse."""
+    dout, out, lse = known
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in asked[:3])
+    function(
+        dout, *asked[:3], out, lse, dq=dq, dk=dk, dv=dv, softmax_scale=asked.scale, **words,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    return dq, dk, dv
 
 
 def _too_wide(call: Call, widest: int) -> list[str]:
