@@ -71,7 +71,7 @@ def _unfit(call: Call) -> list[str]:
     if place.device != "cuda" or not place.cuda:
         return [f"it needs an NVIDIA GPU, the tensors are on {call.q.device.type}"]
     B, T, S, H, _, K, V = call.sizes
-    _, _, _, _, left, right = _asked(call)
+    asked = _asked(call)
     against = {
         "a bias or dense mask is not supported": call.bias is not None or call.dense is not None,
         "a sink is not supported": call.sink is not None,
@@ -84,12 +84,12 @@ def _unfit(call: Call) -> list[str]:
         "there is nothing to compute: a size is 0": 0 in call.sizes,
         "top-left causal needs as many queries as keys": call.causal_start and T != S,
         "of more queries than keys their window hides what it should show": (
-            T > S and right != 0 and (left is not None or right is not None)
+            T > S and asked.right != 0 and (asked.left is not None or asked.right is not None)
         ),
         "the scale must be positive: -inf is multiplied by it": call.scale < _LEAST_SCALE,
         f"more than {_MOST} rows or heads are not supported": max(B, H) > _MOST,
     }
-    return [reason for reason, there in against.items() if there]
+    return [reason for reason, holds in against.items() if holds]
 
 
 def _against(package: Package, call: Call, gradients: bool = False) -> list[str]:
