@@ -18,7 +18,6 @@ from foci.check.laws_graph import LAWS
 from foci.check.render import table
 from foci.check.run import Limits, Report, examine
 from foci.cli_options import Option, gathered
-from foci.core.device import imported
 from foci.core.spec import Candidate, Spec
 from foci.core.tune import interpreting
 from foci.ops import SPECS
@@ -158,9 +157,7 @@ def _ours(name: str, backend: str | None, device: str) -> list[Candidate]:
     hidden = {"reference"} if spec.recurrent else set()
     chosen = [b for b in spec.backends if not b.missing() and b.name not in hidden]
     if backend is not None:
-        chosen = [spec.backend(backend)]
-        for package in chosen[0].needs:
-            imported(package)  # Triton's interpreter is on or off from here, and the backend says so
+        chosen = [spec.backend(backend).ready()]
     if device == "cpu":
         plain = spec.bind(**spec.cases[0].make(torch.float32, torch.device(device), 0))
         refused = {b.name: reasons for b in chosen if (reasons := b.reasons(plain))}

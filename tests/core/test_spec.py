@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,6 +63,15 @@ def test_a_backend_answers_by_its_module() -> None:
     assert reference.missing() == []
     assert reference.load() is sys.modules["foci.ops.softmax.reference"]
     assert reference.reasons(None) == []
+
+
+def test_a_backend_is_ready_once_what_it_needs_is_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "needed_by_a_toy.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    backend = Backend("toy", "json", needs=("needed_by_a_toy", "no_such_package_of_anyone"), one_of=("torch",))
+    assert backend.missing() and "needed_by_a_toy" not in sys.modules
+    assert backend.ready() is backend and "needed_by_a_toy" in sys.modules
+    assert backend.reasons(None) == ["no_such_package_of_anyone is not installed"]
 
 
 def test_outputs_are_a_tensor_or_a_tuple_of_as_many() -> None:

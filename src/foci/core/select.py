@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from foci.core.device import imported
 from foci.core.errors import Unsupported
 from foci.core.spec import Backend, Spec
 
@@ -21,7 +20,7 @@ def choose(spec: Spec, call: Any, backend: str | None = None) -> Backend:
         reasons = [f"{b.name}: {reason}" for b in spec.backends for reason in b.reasons(call)]
         raise Unsupported(f"{spec.function}: no backend can run this call", reasons)
     chosen = spec.backend(backend)
-    reasons = _heard(chosen, call)
+    reasons = chosen.ready().reasons(call)
     if reasons:
         others = [b.name for b in spec.backends if not b.reasons(call)]
         hint = (
@@ -29,13 +28,6 @@ def choose(spec: Spec, call: Any, backend: str | None = None) -> Backend:
         )
         raise Unsupported(f"{spec.function}: backend {backend!r} cannot run this call", reasons, hint)
     return chosen
-
-
-def _heard(backend: Backend, call: Any) -> list[str]:
-    """Its reasons, once what it needs is there to be asked: nothing else would import it for a call it could run."""
-    for package in backend.needs:
-        imported(package)
-    return backend.reasons(call)
 
 
 def _fastest(spec: Spec, call: Any) -> Backend | None:
@@ -72,7 +64,7 @@ class Explanation:
 
 def explain(spec: Spec, call: Any, backend: str | None = None) -> Explanation:
     """The Explanation of one call; `backend` is the explicit choice a caller would make."""
-    verdicts = {b.name: _heard(b, call) for b in spec.backends}
+    verdicts = {b.name: b.ready().reasons(call) for b in spec.backends}
     able = [name for name, reasons in verdicts.items() if not reasons]
     fastest = _fastest(spec, call) if backend is None else spec.backend(backend)
     chosen = None if fastest is None else fastest.name

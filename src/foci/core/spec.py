@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.core.device import installed
+from foci.core.device import imported, installed
 
 Inputs = Mapping[str, Any]
 Outputs = tuple[Tensor, ...]
@@ -62,6 +62,15 @@ class Backend:
         if self.one_of and not any(installed(package) for package in self.one_of):
             return [f"{' or '.join(self.one_of)} is not installed"]
         return [f"{package} is not installed" for package in self.needs if not installed(package)]
+
+    def ready(self) -> Backend:
+        """Itself, to be asked for reasons: what it needs is imported, as Triton says only then if it takes CPU tensors.
+
+        Nothing else would import it for a call that it could run in Triton's interpreter.
+        """
+        for package in self.needs:
+            imported(package)
+        return self
 
     def load(self) -> ModuleType:
         return sys.modules.get(self.module) or importlib.import_module(self.module)
