@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 from foci.cli_check import FUNCTIONS
 from foci.core import plans, tune
 from foci.ops import SPECS
+from foci.ops.masks import Causal, Dense, Lengths, Packed, Window, lower
+from foci.ops.softmax.api import attention_with_lse
 
 pytest.importorskip("triton")
 CASES = [(spec, case) for spec in SPECS.values() for case in spec.cases]
@@ -74,12 +78,13 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     found = dict.fromkeys(SPECS, 0)
     for name, function in FUNCTIONS.items():
         module = sys.modules[function.__module__]
+        binds = "bound" if name == "softmax" else "bind"
 
-        def bind(*given: Any, name: str = name, plain: Any = module.bind, **named: Any) -> Any:
+        def bind(*given: Any, name: str = name, plain: Any = getattr(module, binds), **named: Any) -> Any:
             found[name] += 1
             return plain(*given, **named)
 
-        monkeypatch.setattr(module, "bind", bind)
+        monkeypatch.setattr(module, binds, bind)
     return found
 
 
@@ -117,6 +122,104 @@ def test_a_call_like_one_before_is_checked_no_more_and_launches_the_same_on_its_
                 assert right == got
             elif right.untyped_storage().data_ptr() in ours:
                 assert right.data_ptr() == got
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float16)
+
+
+def full(*shape: int) -> torch.Tensor:
+    return -torch.rand(shape)
+
+
+def many(name: str) -> dict[str, Any]:
+    """A call with every argument that its function has."""
+    rows, same = {x: half(1, 8, 2, 16) for x in "qkv"}, {"scale": 0.5, "backend": "triton"}
+    ends = {"state": full(2, 2, 16, 16), "offsets": torch.tensor([0, 3, 8]), "return_state": False}
+    if name == "softmax":
+        lengths = Lengths(torch.tensor([8]))
+        beside = {"mask": Causal() & lengths, "bias": full(1, 2, 8, 8), "sink": full(2), "softcap": 5.0, "dropout": 0.0}
+        return rows | beside | same
+    if name == "linear":
+        return rows | ends | {"log_decay": full(1, 8, 2), "bonus": full(2, 16), "causal": True} | same
+    if name == "delta":
+        return rows | ends | {"log_decay": full(1, 8, 2), "beta": -full(1, 8, 2), "erase": half(1, 8, 2, 16)} | same
+    ends |= {"backend": "triton"}
+    if name == "scan":
+        return ends | {"x": half(1, 8, 16), "log_decay": full(1, 8, 16), "state": full(2, 16)}
+    rates = {"A": full(16, 4), "B": half(1, 8, 4), "C": half(1, 8, 4), "skip": full(16), "state": full(2, 16, 4)}
+    return ends | {"x": half(1, 8, 16), "dt": half(1, 8, 16)} | rates
+
+
+OTHER = {
+    "mask": [Causal(), *[x & Lengths(torch.tensor([8])) for x in (Causal("top-left"), Window(2, 0))], None],
+    "softcap": [6.0, None], "scale": [0.25, -0.5, None], "dropout": [0.5], "causal": [False],
+    "return_state": [True], "backend": ["chunked", None],
+}  # fmt: skip
+ARGUMENTS = [
+    (name, argument) for name, function in FUNCTIONS.items() for argument in inspect.signature(function).parameters
+]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """All that kernels were launched with, of calls as they are written and of played ones."""
+    found: list[Any] = []
+
+    class Heard(Compiled):
+        def run(self, *arguments: Any) -> None:
+            found.extend(arguments)
+
+    def begin(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: Any, device: torch.device) -> None:
+        found.extend(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments)
+        if (noting := tune.NOTING.get()) is not None:
+            noting(kernel, Heard(), grid, arguments)
+
+    monkeypatch.setattr(tune, "_start", begin)
+    return found
+
+
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
+def test_no_argument_is_forgotten_in_what_is_like_an_earlier_call(
+    name: str, argument: str, counted: dict[str, int], launched: list[Any]
+) -> None:
+    """Changed alone, after calls like it were learned: another value is a new call, and another tensor is read."""
+    function, given = FUNCTIONS[name], many(name)
+    assert given.keys() == inspect.signature(function).parameters.keys()
+    for _ in range(4):
+        function(**given)
+    assert counted[name] == 2
+    was = given[argument]
+    if isinstance(was, torch.Tensor):
+        launched.clear()
+        function(**given | {argument: (new := was.clone())})
+        assert counted[name] == 2 and new.data_ptr() in launched and was.data_ptr() not in launched
+    others = OTHER.get(argument, [])
+    if isinstance(was, torch.Tensor):
+        others = [torch.stack([was, was], -1)[..., 0]]
+        others += [was.clone().requires_grad_()] if was.is_floating_point() else []
+        others += [None] if function.__kwdefaults__.get(argument, was) is None else []
+    assert others
+    for place, other in enumerate(others):
+        with suppress(ValueError):  # without offsets there are too many states, without causality no decay
+            function(**given | {argument: other})
+        assert counted[name] == 3 + place, other
+
+
+def test_tensors_within_a_mask_are_those_that_are_given(counted: dict[str, int], launched: list[Any]) -> None:
+    kinds = [
+        lambda: Lengths(torch.tensor([8])), lambda: Packed(torch.tensor([0, 3, 8]), torch.tensor([0, 2, 8])),
+        lambda: Dense(torch.ones(8, 8, dtype=torch.bool)),
+    ]  # fmt: skip
+    for kind in kinds:
+        before = counted["softmax"]
+        for _ in range(4):
+            launched.clear()
+            mask = kind()
+            attention_with_lse(**many("softmax") | {"mask": mask})
+            held = [x for x in lower(mask) if isinstance(x, torch.Tensor)]
+            assert held and all(x.data_ptr() in launched for x in held)
+        assert counted["softmax"] == before + 2
 
 
 def rows(**other: Any) -> dict[str, Any]:

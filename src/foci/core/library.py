@@ -40,19 +40,19 @@ class Runner:
     def __call__(self, backend: Backend, call: Any) -> Outputs:
         return self._forward[backend.name](call)
 
-    def given(self, values: tuple[Any, ...], backend: str | None, bind: Callable[[], Any]) -> Outputs:
-        """The outputs of `bind()`, the call that a public function was given, by the backend that is named or chosen.
+    def given(
+        self, bind: Callable[..., Any], first: tuple[Any, ...], rest: dict[str, Any], backend: str | None
+    ) -> Outputs:
+        """The outputs of `bind(*first, **rest)`, a public function's call, by the backend that is named or chosen.
 
-        `values`: all that decides about the call, its tensors in the order of the Call. On a GPU, where nothing is to
-        be differentiated and nobody watches, a call like one before is neither checked nor dispatched again.
+        What is given is all that decides about the call, its tensors in the order of the Call. On a GPU, where nothing
+        is to be differentiated and nobody watches, a call like one before is neither checked nor dispatched again.
         """
-        key = None
-        if plans.on_gpu(values[0]) and not torch.compiler.is_compiling() and _repeats(values):
-            key, outputs = plans.again(self, (*values, backend))
-            if outputs is not None:
-                found: Outputs = outputs
-                return found
-        call = bind()
+        values = (*first, *rest.values())
+        key, played = plans.again(self, (*values, backend))
+        if played is not None:
+            return played
+        call = bind(*first, **rest)
         chosen = choose(self.spec, call, backend)
         made = self(chosen, call)
         if key is not None and "triton" in chosen.needs:
@@ -100,7 +100,7 @@ def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
     plainly = super(torch.autograd.Function, function).apply
 
     def run(call: Any) -> Outputs:
-        if _transformed() or _wants_gradient(call):
+        if plans.transformed() or plans.wants_gradient(call):
             if _has_tangent(call):
                 raise Unsupported(
                     f"{spec.function}: backend {backend.name!r} has no forward-mode derivative (jvp)",
@@ -108,7 +108,7 @@ def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
                     "use backend='reference' for forward mode",
                 )
             differentiable: Outputs
-            if torch.compiler.is_compiling() or _transformed():
+            if torch.compiler.is_compiling() or plans.transformed():
                 differentiable = function.apply(*_distinct(call))
             else:
                 differentiable = plainly(*[_alive(x) if isinstance(x, Tensor) else x for x in call])
@@ -139,40 +139,18 @@ def _distinct(call: Any) -> Any:
     return seen
 
 
-def _wants_gradient(call: Any) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    for value in call:
-        if isinstance(value, Tensor) and value.requires_grad:
-            return True
-    return False
-
-
-def _transformed() -> bool:
-    """Under vmap, torch.func.grad or forward-mode: a bare op would lose tangents without a word."""
-    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
-
-
 def _watched(call: Any) -> bool:
     """Whether the compiler, a profiler, a subclass, a meta tensor or a mode (tracer, counter) must see one op.
 
     Or torch's dispatcher must make a tensor what it stands for: negated when it is read (the imaginary part of a
     conjugate), or zeros that no memory holds.
     """
-    if torch.compiler.is_compiling() or _transformed() or torch.autograd._profiler_enabled():
-        return True
-    modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
-    if modes > 0 or call[0].is_meta or not _PLAIN.issuperset(map(type, call)):
+    if plans.watched() or call[0].is_meta or not _PLAIN.issuperset(map(type, call)):
         return True
     for value in call:
         if isinstance(value, Tensor) and (value.is_neg() or value._is_zerotensor()):
             return True
     return False
-
-
-def _repeats(values: Any) -> bool:
-    """Whether a call of these arguments may be one that was checked before: autocast would change its tensors."""
-    return not torch._C._is_any_autocast_enabled() and not _wants_gradient(values) and not _watched(values)
 
 
 def _has_tangent(call: Any) -> bool:
@@ -299,7 +277,7 @@ def _function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> Any:
             outputs, tensors = saved[: count + keeps], iter(saved[count + keeps :])
             call = [next(tensors) if value is Tensor else value for value in ctx.rest]
             needs = [wanted[place] for place in places]
-            if torch.is_grad_enabled() or _transformed():
+            if torch.is_grad_enabled() or plans.transformed():
                 run = guarded.apply
             else:
                 run = backward_op if _watched((*call, *grads)) else plain_backward

@@ -9,6 +9,7 @@ Nothing here keeps a tensor alive, neither while a call is noted nor after it.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foci.core import tune
@@ -24,8 +26,7 @@ from foci.core import tune
 _MOST = 4096  # kinds of calls that are remembered
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _BOOL = frozenset({bool})
-_NONE = type(None)
-_TYPES = _TENSORS | {_NONE, bool, int, str, float, list}  # of values that a plan can know
+_TYPES = _TENSORS | {type(None), bool, int, str, float, list}  # of values that a plan can know
 _FACTS = attrgetter("dtype", "shape")
 _ATEN = torch.ops.aten
 _EMPTY = {_ATEN.empty.memory_format, _ATEN.new_empty.default, _ATEN.empty_like.default, _ATEN.empty_strided.default}
@@ -77,8 +78,13 @@ def again(kind: Any, given: Sequence[Any]) -> tuple[Any, Any]:
 
     All that is asked of arguments before a backend runs, and which one does, follows from what the key holds: types,
     dtypes, shapes and strides of tensors, which GPU, and all other values; a tensor that is anywhere else has no key.
+    Nor has a call that is watched, that is to be differentiated, or whose tensors autocast would change.
     """
-    found = _told(kind, given) if _usable() else None
+    if torch.compiler.is_compiling() or not on_gpu(given[0]) or wants_gradient(given):
+        return None, None
+    if watched() or torch._C._is_any_autocast_enabled() or not _usable():
+        return None, None
+    found = _told(kind, given)
     if found is None:
         return None, None
     key, tensors, pointers = found
@@ -141,6 +147,28 @@ def _hooked(plan: _Plan) -> bool:
     return False
 
 
+def wants_gradient(values: Sequence[Any]) -> bool:
+    """Whether autograd is to hear of an operator of these values."""
+    if not torch.is_grad_enabled():
+        return False
+    for value in values:
+        if isinstance(value, Tensor) and value.requires_grad:
+            return True
+    return False
+
+
+def transformed() -> bool:
+    """Under vmap, torch.func.grad or forward-mode: a bare op would lose tangents without a word."""
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
+def watched() -> bool:
+    """Whether the compiler, a transform, a profiler or a mode (tracer, counter) must see what torch is asked."""
+    if torch.compiler.is_compiling() or transformed() or torch.autograd._profiler_enabled():
+        return True
+    return torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0
+
+
 def _usable() -> bool:
     """Whether nobody watches launches, changes what is compiled, or wraps tensors."""
     triton = sys.modules.get("triton")
@@ -154,38 +182,56 @@ def _usable() -> bool:
     return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.maybe_current_level() is None
 
 
+class _Places(NamedTuple):
+    """Where among a call's values its tensors are, its floats, its lists, and what else says something."""
+
+    tensors: tuple[int, ...]
+    floats: tuple[int, ...]
+    lists: tuple[int, ...]
+    rest: tuple[int, ...]
+
+
+@functools.lru_cache(_MOST)
+def _places(kinds: tuple[type, ...]) -> _Places | None:
+    """For values of these types; None where a plan cannot know one."""
+    if not _TYPES.issuperset(kinds):
+        return None
+
+    def of(*wanted: type) -> tuple[int, ...]:
+        return tuple(place for place, kind in enumerate(kinds) if kind in wanted)
+
+    return _Places(of(*_TENSORS), of(float), of(list), of(bool, int, str))
+
+
 def _told(kind_of_call: Any, values: Sequence[Any]) -> tuple[Any, list[Any], list[int]] | None:
     """All that a plan depends on, the tensors among the values and where their memory is.
 
     None where one is no plain tensor of this GPU. What is asked of every tensor is asked without a loop of Python's.
     """
     kinds = tuple(map(type, values))
-    if not _TYPES.issuperset(kinds):
+    places = _places(kinds)
+    if places is None:
         return None
-    tensors: list[Any] = []
-    rest: list[Any] = []
-    for value, kind in zip(values, kinds, strict=False):  # as long as each other; strict is slow
-        if kind in _TENSORS:
-            tensors.append(value)
-        elif kind is float:
-            rest.append(value.hex())  # 0.0 == -0.0, and no NaN equals another
-        elif kind is list:
-            if not _BOOL.issuperset(map(type, value)):
-                return None
-            rest.append(tuple(value))
-        elif kind is not _NONE:
-            rest.append(value)
+    tensors = [values[place] for place in places.tensors]
     here = _here()
     if {*map(Tensor.get_device, tensors)} != {here} or any(map(Tensor.is_neg, tensors)):
         return None
     pointers = [*map(Tensor.data_ptr, tensors)]
-    key = [kind_of_call, here, kinds, *rest, *map(_FACTS, tensors), *map(Tensor.stride, tensors)]
+    if 0 in pointers and any(map(Tensor._is_zerotensor, tensors)):  # zeros that no memory holds
+        return None
+    key = [kind_of_call, here, kinds, *map(_FACTS, tensors), *map(Tensor.stride, tensors)]
     key += [pointer & 15 for pointer in pointers]
+    key += [values[place] for place in places.rest]
+    key += [values[place].hex() for place in places.floats]  # 0.0 == -0.0, and no NaN equals another
+    for place in places.lists:
+        if not _BOOL.issuperset(map(type, values[place])):
+            return None
+        key.append(tuple(values[place]))
     if torch.version.hip:  # there kernels are compiled for small memory and for large
         key += [x.untyped_storage().size() >> 31 for x in tensors]
     if len({*pointers}) < len(pointers):  # one tensor in two places: its steps cannot tell which of them they mean
-        places = [*map(id, tensors)]
-        key.append(tuple(map(places.index, places)))
+        identities = [*map(id, tensors)]
+        key.append(tuple(map(identities.index, identities)))
     return tuple(key), tensors, pointers
 
 

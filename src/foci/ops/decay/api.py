@@ -48,13 +48,11 @@ def linear_attention(
     Raises ShapeError, ValueError or TypeError for arguments that do not fit, Unsupported when the named backend cannot.
     Papers: Katharopoulos et al. 2020 (arXiv 2006.16236); GLA (2312.06635); Mamba-2 (2405.21060); RWKV-6 (2404.05892).
     """
-    out, final = _run.given(
-        (q, k, v, log_decay, bonus, state, offsets, scale, causal, return_state), backend,
-        lambda: bind(
-            q, k, v, log_decay=log_decay, bonus=bonus, scale=scale, state=state, offsets=offsets, causal=causal,
-            return_state=return_state,
-        ),
-    )  # fmt: skip
+    rest = {
+        "log_decay": log_decay, "bonus": bonus, "state": state, "offsets": offsets, "scale": scale, "causal": causal,
+        "return_state": return_state,
+    }  # fmt: skip
+    out, final = _run.given(bind, (q, k, v), rest, backend)
     return out, final if return_state else None
 
 

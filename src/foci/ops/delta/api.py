@@ -49,13 +49,11 @@ def delta_rule(
     Raises ShapeError, ValueError or TypeError for arguments that do not fit, Unsupported when the named backend cannot.
     Papers: DeltaNet (arXiv 2406.06484); Gated DeltaNet (2412.06464); Kimi Linear (2510.26692); Comba (2506.02475).
     """
-    out, final = _run.given(
-        (q, k, v, beta, log_decay, erase, state, offsets, scale, return_state), backend,
-        lambda: bind(
-            q, k, v, beta, log_decay=log_decay, erase=erase, scale=scale, state=state, offsets=offsets,
-            return_state=return_state,
-        ),
-    )  # fmt: skip
+    rest = {
+        "log_decay": log_decay, "erase": erase, "state": state, "offsets": offsets, "scale": scale,
+        "return_state": return_state,
+    }  # fmt: skip
+    out, final = _run.given(bind, (q, k, v, beta), rest, backend)
     return out, final if return_state else None
 
 

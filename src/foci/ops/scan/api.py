@@ -36,10 +36,8 @@ def scan(
     Raises ShapeError, ValueError or TypeError for arguments that do not fit, Unsupported when the named backend cannot.
     Papers: Martin and Cundy 2018 (arXiv 1709.04057); HGRN (2311.04823): x = (1 - exp(g)) * i; minGRU (2410.01201).
     """
-    h, final = _run.given(
-        (x, log_decay, state, offsets, return_state), backend,
-        lambda: bind(x, log_decay, state=state, offsets=offsets, return_state=return_state),
-    )  # fmt: skip
+    rest = {"state": state, "offsets": offsets, "return_state": return_state}
+    h, final = _run.given(bind, (x, log_decay), rest, backend)
     return h, final if return_state else None
 
 

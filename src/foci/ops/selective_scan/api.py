@@ -45,10 +45,8 @@ def selective_scan(
     Raises ShapeError, ValueError or TypeError for arguments that do not fit, Unsupported when the named backend cannot.
     Paper: Gu and Dao 2023 (arXiv 2312.00752).
     """
-    y, final = _run.given(
-        (x, dt, A, B, C, skip, state, offsets, return_state), backend,
-        lambda: bind(x, dt, A, B, C, skip=skip, state=state, offsets=offsets, return_state=return_state),
-    )  # fmt: skip
+    rest = {"skip": skip, "state": state, "offsets": offsets, "return_state": return_state}
+    y, final = _run.given(bind, (x, dt, A, B, C), rest, backend)
     return y, final if return_state else None
 
 

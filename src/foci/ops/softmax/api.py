@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from foci.core.library import Runner
 from foci.ops.masks import Mask, lower
-from foci.ops.softmax.call import Bias, Key, Lse, Out, Query, Sink, Value, bind
+from foci.ops.softmax.call import Bias, Key, Lse, Out, Query, Sink, Value, bound
 from foci.ops.softmax.spec import SPEC
 
 _run = Runner(SPEC)
@@ -42,10 +42,8 @@ def attention(
     Raises ShapeError, ValueError or TypeError for arguments that do not fit, Unsupported when the named backend cannot.
     Papers: Vaswani et al. 2017 (arXiv 1706.03762); softcap Gemma 2 (2408.00118); sinks Xiao et al. 2023 (2309.17453).
     """
-    return _run.given(
-        (q, k, v, bias, sink, *lower(mask), softcap, scale, dropout), backend,
-        lambda: bind(q, k, v, mask=mask, bias=bias, softcap=softcap, sink=sink, scale=scale, dropout=dropout),
-    )[0]  # fmt: skip
+    rest = {"softcap": softcap, "scale": scale, "dropout": dropout}
+    return _run.given(bound, (q, k, v, bias, sink, *lower(mask)), rest, backend)[0]
 
 
 def attention_with_lse(
@@ -67,8 +65,6 @@ def attention_with_lse(
     gradient that reaches it flows on to q, k, bias and sink. `foci.Partial(out, lse)` merges such pairs over disjoint
     sets of keys. Arguments and errors are those of `attention`. Paper: Dao et al. 2022 (arXiv 2205.14135).
     """
-    out, lse = _run.given(
-        (q, k, v, bias, sink, *lower(mask), softcap, scale, dropout), backend,
-        lambda: bind(q, k, v, mask=mask, bias=bias, softcap=softcap, sink=sink, scale=scale, dropout=dropout),
-    )  # fmt: skip
+    rest = {"softcap": softcap, "scale": scale, "dropout": dropout}
+    out, lse = _run.given(bound, (q, k, v, bias, sink, *lower(mask)), rest, backend)
     return out, lse

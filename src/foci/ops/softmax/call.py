@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -123,7 +123,15 @@ def bind(
 
     Under autocast q, k and v take its dtype, as torch's own attention does; otherwise they must share one.
     """
-    visible = lower(mask)
+    return bound(q, k, v, bias, sink, *lower(mask), softcap=softcap, scale=scale, dropout=dropout)
+
+
+def bound(
+    q: Query, k: Key, v: Value, bias: Bias | None, sink: Sink | None, *mask: Any,
+    softcap: float | None, scale: float | None, dropout: float,
+) -> Call:  # fmt: skip
+    """The same of a mask in its flat form, the fields of Visible."""
+    visible = Visible(*mask)
     tensors = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink, "dense": visible.dense}
     sizes = SIGNATURE.bind(tensors)
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
@@ -136,7 +144,7 @@ def bind(
         )
     if not (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES and q.device == k.device == v.device):
         _refuse_dtypes(q, k, v)
-    if bias is not None or sink is not None or mask is not None:
+    if any(x is not None for x in (bias, sink, *visible[:7])):
         _check_rest(visible, bias, sink, q, sizes)
     if softcap is not None:
         softcap = number("attention", "softcap", softcap, "positive finite number")
