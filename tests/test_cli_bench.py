@@ -122,6 +122,20 @@ def test_what_one_operator_does_not_have_is_told_before_anything_is_measured(
     assert (code, out) == (2, "") and words in err and (tmp_path / "records.jsonl").read_text() == "older\n"
 
 
+@pytest.mark.parametrize("spoilt", [".", "records.jsonl", "index.html"])
+def test_where_nothing_can_be_written_nothing_is_measured(
+    spoilt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("foci.cli_bench.ceilings", lambda *_: pytest.fail("measured"))
+    out = tmp_path / "out"
+    if spoilt == ".":
+        out.write_text("a file")
+    else:
+        (out / spoilt).mkdir(parents=True)
+    code, said, err = run(["scan", "--shapes", "small", "--out", str(out)], capsys)
+    assert (code, said) == (2, "") and f"--out {out}: " in err and "Traceback" not in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Annotated
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
-from foci.cli_options import Option, gathered
+from foci.cli_options import Option, gathered, hold_limit, hold_out
 
 
 def command(what: str, loud: Annotated[bool, typer.Option(help="Shout.")] = False, ways: dict | None = None) -> None:
@@ -26,3 +29,21 @@ def test_a_command_line_has_every_option_and_the_command_one_argument() -> None:
     shown = ask(app, ["--help"]).output
     assert all(word in shown for word in ("--ring", "Ranks round.", "--text", "--loud", "Say what was given."))
     assert "--ways" not in shown
+
+
+def test_a_limit_is_seconds_or_none() -> None:
+    for limit in (0.0, 2.5, math.inf):
+        hold_limit(limit)
+    for limit in (math.nan, -1.0, -math.inf):
+        with pytest.raises(ValueError, match="--limit must be seconds, 0 or more; got"):
+            hold_limit(limit)
+
+
+def test_a_folder_that_can_be_written_is_made_and_what_it_has_is_left(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("older")
+    hold_out(tmp_path, "old", "new")
+    hold_out(tmp_path / "deep" / "deeper", "new")
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["deep", "old"]
+    assert (tmp_path / "old").read_text() == "older" and (tmp_path / "deep" / "deeper").is_dir()
+    with pytest.raises(ValueError, match=f"--out {tmp_path / 'old' / 'in it'}: Not a directory"):
+        hold_out(tmp_path / "old" / "in it")

@@ -36,6 +36,8 @@ def test_without_a_gpu_it_declines_in_one_sentence(capsys: pytest.CaptureFixture
     [
         (("linaer",), "unknown operator 'linaer'"),
         (("linear", "--dtype", "float64"), "--dtype must be one of bfloat16, float16, float32; got 'float64'"),
+        (("linear", "--limit", "nan"), "--limit must be seconds, 0 or more; got nan"),
+        (("linear", "--limit", "-5"), "--limit must be seconds, 0 or more; got -5"),
         (("linear", "--shapes", "nonesuch"), "--shapes 'nonesuch': linear has "),
         (("linear", "--shapes", "small,nonesuch"), "--shapes 'nonesuch': linear has "),
     ],
@@ -66,10 +68,12 @@ def test_on_a_gpu_every_operator_is_searched_and_its_table_written(
     monkeypatch.setattr(cli_tune, "target_of", lambda device: None)
     monkeypatch.setattr(cli_tune, "search", search)
     monkeypatch.setattr(type(spec), "backend", lambda self, name: self.backends[0])
-    assert run("linear", "--shapes", spec.shapes[0].name, "--out", str(tmp_path)) == 0
+    assert run("linear", "linear", "--shapes", spec.shapes[0].name, "--out", str(tmp_path)) == 0
     assert asked == [("linear", len(cli_tune.cases(spec, spec.shapes[0].name)), "cuda")]
     assert '"kernel"' in (tmp_path / "nvidia_fake.json").read_text()
     assert "linear: 1 configurations beat the rule" in capsys.readouterr().out
+    assert run("linear", "--out", str(tmp_path / "nvidia_fake.json")) == 2
+    assert "nvidia_fake.json: File exists" in capsys.readouterr().err and len(asked) == 1
 
 
 def test_shapes_come_in_the_order_of_the_words_each_once() -> None:

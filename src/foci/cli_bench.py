@@ -20,13 +20,13 @@ import typer
 from foci.bench import record
 from foci.bench.ceilings import ceilings
 from foci.bench.plot import page, rate, roofline
-from foci.bench.record import Record
-from foci.bench.sweep import STAGES, Options, sweep
+from foci.bench.record import STAGES, Record
+from foci.bench.sweep import Options, sweep
 from foci.cli_bench_peers import peers, repeatable, unguarded
 from foci.cli_bench_truth import Truth
 from foci.cli_check import FUNCTIONS
-from foci.cli_options import Option, gathered
-from foci.cli_tune import DTYPES, shapes_of, words_of
+from foci.cli_options import Option, gathered, hold_limit, hold_out
+from foci.cli_tune import DTYPES, shapes_of, specs_of, words_of
 from foci.cli_tune_ahead import side_by_side, warm
 from foci.core.device import installed, machine
 from foci.core.spec import Candidate, Case, Spec
@@ -34,6 +34,7 @@ from foci.core.tune import target_of
 from foci.ops import SPECS
 
 ALIASES = {"decay": "linear"}
+_FILES = ("records.jsonl", "roofline.svg", "index.html")
 _SLOWER = 1.05  # what --compare calls a regression, if it is beyond the spread of both as well
 
 
@@ -79,15 +80,16 @@ def bench(
         if beside := _beside(context, "compare"):
             raise ValueError(f"--compare times nothing: leave out {', '.join(beside)}")
         return _compare(*compare)
-    if not limit >= 0:
-        raise ValueError(f"--limit must be seconds, 0 or more; got {limit:g}")
+    hold_limit(limit)
     tasks = _tasks(operators or [], shapes, backends)
+    if out is not None:
+        hold_out(out, *_FILES)
     top = ceilings(options.dtype, options.device)
     dtype = str(options.dtype).removeprefix("torch.")
     typer.echo(f"{machine().line}\nceilings: {rate(top.flops)} in {dtype}, {top.bytes / 1e9:.4g} GB/s\n")
     found: list[Record] = []
     ends, skipped = time.monotonic() + limit, list[str]()
-    with nullcontext() if out is None else record.Writer(out / "records.jsonl") as file, _ready(tasks, options):
+    with nullcontext() if out is None else record.Writer(out / _FILES[0]) as file, _ready(tasks, options):
         for spec, ours, chosen in tasks:
             candidates = [*ours, *(peers(spec.name, options.device) if others else [])]
             if not found or time.monotonic() < ends:
@@ -105,9 +107,9 @@ def bench(
     if skipped:
         typer.echo(f"\nleft out, as the limit of {limit:g} seconds was reached: {', '.join(skipped)}")
     if out is not None:
-        (out / "roofline.svg").write_text(roofline(found, top), encoding="utf-8")
-        (out / "index.html").write_text(page(found, top), encoding="utf-8")
-        typer.echo(f"\nwrote {out}/records.jsonl, roofline.svg, index.html")
+        for name, draw in zip(_FILES[1:], (roofline, page), strict=True):
+            (out / name).write_text(draw(found, top), encoding="utf-8")
+        typer.echo(f"\nwrote {out}/{', '.join(_FILES)}")
     return int(any(each.candidate.startswith("foci") and each.refused.startswith("wrong") for each in found))
 
 
@@ -123,10 +125,7 @@ def _tasks(operators: list[str], shapes: str, backends: str) -> list[_Task]:
     """Each operator once; what one of them does not have is an error before any is timed."""
     if not operators:
         raise ValueError(f"bench: name an operator ({', '.join(SPECS)}), or two files with --compare")
-    names = dict.fromkeys(ALIASES.get(name, name) for name in operators)
-    if unknown := [name for name in names if name not in SPECS]:
-        raise ValueError(f"bench: unknown operator {unknown[0]!r}; expected one of {', '.join(SPECS)}")
-    specs = [SPECS[name] for name in names]
+    specs = specs_of("bench", (ALIASES.get(name, name) for name in operators))
     ours = [_ours(spec, words_of(backends)) for spec in specs]
     return [_Task(*each) for each in zip(specs, ours, shapes_of(specs, shapes), strict=True)]
 

@@ -1,10 +1,12 @@
-"""Options of a command that belong together reach it as one argument."""
+"""What commands share of their options: those that belong together reach them as one argument; what is refused."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -42,3 +44,24 @@ def gathered(
     wrapper.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in (*own, *more)}
     return wrapper
+
+
+def hold_limit(limit: float) -> None:
+    """Seconds for all of a command; infinity is no limit, and NaN no number of seconds."""
+    if not limit >= 0:
+        raise ValueError(f"--limit must be seconds, 0 or more; got {limit:g}")
+
+
+def hold_out(out: Path, *names: str) -> None:
+    """These files can be written to this folder, which is made: asked before anything is measured.
+
+    What an older run left there stays as it is.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+        for path in (out / name for name in names):
+            if path.exists():
+                path.open("r+b").close()
+    except OSError as error:
+        raise ValueError(f"--out {out}: {error.strerror}: {error.filename}") from error

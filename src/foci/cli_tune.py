@@ -14,10 +14,11 @@ import typer
 
 from foci.bench.measure import clock_on
 from foci.bench.tuning import Place, Row, search, write
+from foci.cli_options import hold_limit, hold_out
 from foci.cli_tune_ahead import ahead
 from foci.core.device import machine, own_version
 from foci.core.spec import Case, Spec
-from foci.core.tune import target_of
+from foci.core.tune import file_name, target_of
 from foci.ops import SPECS
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -33,15 +34,15 @@ def tune(
     out: Annotated[Path, typer.Option(help="The folder of the table; one that is there is added to.")] = Path("tuned"),
 ) -> int:
     """Measure candidates for every kernel on this GPU; what beats the rule of thumb is written to a table."""
-    if unknown := [name for name in operators if name not in SPECS]:
-        raise ValueError(f"tune: unknown operator {unknown[0]!r}; expected one of {', '.join(SPECS)}")
+    specs = specs_of("tune", operators)
     if dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
-    specs = [SPECS[name] for name in operators]
+    hold_limit(limit)
     chosen = list(zip(specs, shapes_of(specs, shapes), strict=True))
     if not machine().gpus:
         raise ValueError("tune: there is no GPU here, and configurations can only be measured on the GPU they are for")
     device = torch.device("cuda", torch.cuda.current_device())
+    hold_out(out, f"{file_name(machine().gpus[device.index].name)}.json")
     ends = time.monotonic() + limit
     for place, (spec, problems) in enumerate(chosen):
         now = time.monotonic()
@@ -65,6 +66,14 @@ def _tune(spec: Spec, problems: list[Case], dtype: torch.dtype, device: torch.de
         rows[place] = row
         save()
     typer.echo(f"{spec.name}: {len(rows)} configurations beat the rule; {save()}")
+
+
+def specs_of(command: str, operators: Iterable[str]) -> list[Spec]:
+    """The operators of these names, each once."""
+    names = dict.fromkeys(operators)
+    if unknown := [name for name in names if name not in SPECS]:
+        raise ValueError(f"{command}: unknown operator {unknown[0]!r}; expected one of {', '.join(SPECS)}")
+    return [SPECS[name] for name in names]
 
 
 def words_of(text: str) -> list[str]:

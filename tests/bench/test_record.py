@@ -58,6 +58,8 @@ def test_what_is_no_record_is_named_with_its_line(tmp_path: Path) -> None:
         ({"fast": None}, "a median has its spread, fast and slow"),
         ({"host": float("inf")}, "host must be a number, 0 or above, got inf"),
         ({"candidate": " "}, "candidate must be a word, got ' '"),
+        ({"stage": "sideways"}, "stage must be one of forward, backward, both, got 'sideways'"),
+        ({"stage": ["both"]}, "stage must be one of forward, backward, both, got ['both']"),
         ({"machine": None}, "machine must be text, got None"),
     ],
 )

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from foci.bench.ceilings import Ceilings
-from foci.bench.sweep import STAGES, Options, Trial, sweep
+from foci.bench.record import STAGES
+from foci.bench.sweep import Options, Trial, sweep
 from foci.core.errors import Unsupported
 from foci.core.spec import Candidate, Case
 from foci.ops.softmax.api import attention_with_lse

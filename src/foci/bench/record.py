@@ -9,10 +9,12 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+STAGES = ("forward", "backward", "both")
+
 
 @dataclass(frozen=True)
 class Record:
-    """One candidate on one problem in one pass ("forward", "backward" or "both"). Times in seconds, memory in bytes.
+    """One candidate on one problem in one pass of STAGES. Times in seconds, memory in bytes.
 
     `refused` says why there is no figure: the candidate cannot run the problem, or its result is outside the budget.
     `error` is the share of the error budget that the result uses, None where nothing could be compared; `without`
@@ -105,7 +107,9 @@ def _record(values: Any) -> Record:
 
 def _hold(name: str, value: Any, default: Any) -> None:
     """Names are words, notes are text (their default is), figures numbers that can be measured, or absent."""
-    if default is MISSING:
+    if name == "stage":
+        fits, wanted = value in STAGES, f"one of {', '.join(STAGES)}"
+    elif default is MISSING:
         fits, wanted = isinstance(value, str) and bool(value.strip()), "a word"
     elif default is not None:
         fits, wanted = isinstance(value, str), "text"

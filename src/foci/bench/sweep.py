@@ -12,11 +12,10 @@ from torch import Tensor
 from foci.bench.ceilings import Ceilings
 from foci.bench.measure import Sample, Way, clock_on, host_seconds, interleave
 from foci.bench.memory import peak_memory
-from foci.bench.record import Record
+from foci.bench.record import STAGES, Record
 from foci.core.errors import Unsupported
 from foci.core.spec import Candidate, Case, Inputs, Outputs, Spec
 
-STAGES = ("forward", "backward", "both")
 _FAR = 10.0  # what takes so many times as long as the fastest gets three rounds
 Found = Mapping[str, Tensor]
 # (inputs, what the candidate gave: outputs by name and gradients as d<name>, weights of the outputs) ->
