@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import foci
 from foci.core import plans, tune
 from foci.ops.masks import Causal
+from foci.ops.softmax.paged import attention_paged
 
 COLUMNS = ("whole", "Triton", "hosts", "torch", "dispatch", "played")
 TARGET = tune.TARGETS["sm_90"]._replace(name="NVIDIA H200")
@@ -145,10 +146,14 @@ def problems() -> Iterator[Timed]:
             gradients=True,
         )
     B, H, K, D, N = 2, 4, 64, 64, 16
+    table, lengths = torch.arange(8, dtype=torch.int32).view(2, 4), torch.full((B,), 200, dtype=torch.int32)
     row = {name: half(B, H, K) for name in "qkv"}
     decay, beta, state = small(B, H), -small(B, H), small(B, H, K, K)
     steps = {
         "softmax one token": lambda q=half(B, 1, H, K), k=half(B, 256, H, K): foci.attention(q, k, k, backend="triton"),
+        "softmax one token, paged": lambda q=half(B, 1, H, K), k=half(8, 64, H, K): attention_paged(
+            q, k, k, table, lengths, backend="triton"
+        ),
         "linear step": lambda: foci.linear_attention_step(**row, log_decay=decay, state=state),
         "delta step": lambda: foci.delta_rule_step(**row, beta=beta, log_decay=decay, state=state),
         "scan step": lambda x=half(B, D), g=small(B, D), s=small(B, D): foci.scan_step(x, g, s),

@@ -1,4 +1,4 @@
-"""On a GPU: every operator, forward and backward, in a CUDA graph that is replayed on other values."""
+"""On a GPU: every operator, forward and backward or a step, in a CUDA graph that is replayed on other values."""
 
 from __future__ import annotations
 
@@ -72,4 +72,49 @@ def test_a_captured_step_of_training_is_replayed_on_other_values(
     torch.cuda.synchronize()
     for got, right in zip(captured, step(), strict=True):
         assert torch.equal(got, right)
+    assert any(plan is not None for plan in plans._PLANS.values())
+
+
+def token(operator: str) -> dict[str, torch.Tensor]:
+    def half(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+    B, slots, gates = 2, torch.tensor([3, 0], device="cuda"), -torch.rand(2, H, device="cuda")
+    if operator == "scan_step":
+        return {"x": half(B, D), "log_decay": -torch.rand(B, D, device="cuda"), "state": half(B, D).float()}
+    if operator == "selective_scan_step":
+        rows = {"x": half(B, D), "dt": half(B, D).abs(), "A": -torch.rand(D, N, device="cuda")}
+        return rows | {"B": half(B, N), "C": half(B, N), "state": half(B, D, N).float()}
+    rows = {name: torch.nn.functional.normalize(half(B, H, K), dim=-1) for name in "qkv"}
+    rows |= {"log_decay": gates, "slots": slots, "state": half(5, H, K, K).float()}
+    return rows | ({"beta": -gates} if operator == "delta_rule_step" else {})
+
+
+@pytest.mark.parametrize("before", [1, 4], ids=["noted", "played"])
+@pytest.mark.parametrize("operator", ["linear_attention_step", "delta_rule_step", "selective_scan_step", "scan_step"])
+def test_a_captured_step_of_decoding_goes_on_from_the_state_that_is_there(
+    operator: str, before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "_PLANS", {})
+    monkeypatch.setattr(plans, "_SEEN", set())
+    monkeypatch.setattr(plans, "_WHOLE", {})
+    function, held = getattr(foci, operator), token(operator)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(before):
+            function(**held)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = function(**held)
+    for _ in range(3):
+        for name, x in token(operator).items():
+            held[name].copy_(x)
+        other = {name: x.clone() for name, x in held.items()}
+        for _ in range(2):
+            graph.replay()
+            right = function(**other)
+        torch.cuda.synchronize()
+        assert torch.equal(captured, right) and torch.equal(held["state"], other["state"])
     assert any(plan is not None for plan in plans._PLANS.values())

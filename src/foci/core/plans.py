@@ -108,6 +108,15 @@ def learn(key: Any, given: Sequence[Any], kind: Callable[..., Any], values: Sequ
     _WHOLE[key] = plan if begins and own else None
 
 
+def one(key: Any, given: Sequence[Any], kind: Callable[..., Tensor], values: Sequence[Any]) -> Tensor:
+    """`kind(*values)`, one tensor, or the same by its plan, which is learned for calls with this key."""
+    (out,) = played(kind, values, lambda: (kind(*values),))
+    if key is not None:
+        learn(key, given, kind, values)
+    made: Tensor = out
+    return made
+
+
 def played(kind: Callable[..., Any], values: Sequence[Any], run: Callable[[], Any]) -> Any:
     """`run()`, what `kind` makes of these values, or the same by its plan."""
     found = _told(kind, values) if _usable() else None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from foci.core import plans
 from foci.ops import arguments, gpu, native
 
 _DECAYS = {1: ("H",), 2: ("B", "H"), 3: ("B", "H", "K")}
+_REST = ("beta", "log_decay", "erase", "bonus")  # in the order in which operators name them
 
 
 def forward(
@@ -24,18 +27,44 @@ def forward(
 
     `in_torch(q, k, v, state, scale, **rest)` changes `state` in place, too, and is for any device and dtype.
     """
+    given = (*named.values(), state, slots, scale)
+    key, out = again(operator, given, state)
+    if out is not None:
+        return out
     q, k, v = arguments.bind_step(operator, named | {"state": state, "slots": slots})
     (B, H, _), K = v.shape, q.shape[2]
     scale = (K or 1) ** -0.5 if scale is None else arguments.number(operator, "scale", scale)
     rest = {name: x for name, x in named.items() if name not in "qkv"}
     rest["log_decay"] = arguments.decay(operator, named["log_decay"], _DECAYS, (B, H, K))
     if gpu.steps(state):
-        from foci.ops.kernels_triton_step import step
-
-        out = step(q, k, v, state, scale, slots=slots, **rest)
-        torch.autograd.graph.increment_version(state)
-        return out
+        values = (q, k, v, *(rest.get(name) for name in _REST), state, slots, scale)
+        return launched(key, given, _step, values, state)
     taken = None if slots is None else arguments.Slots(state, slots)
     now = state if taken is None else taken.state
     out = (native.step if native.steps(now) else in_torch)(q, k, v, now, scale, **rest).to(v.dtype)
     return out if taken is None else taken.put(out)
+
+
+def again(operator: str, given: tuple[Any, ...], state: Tensor) -> tuple[Any, Tensor | None]:
+    """The key of a step, for `launched`, and its out where a step like it was learned: then it is done."""
+    key, played = plans.again(operator, given)
+    if played is None:
+        return key, None
+    torch.autograd.graph.increment_version(state)
+    return key, played[0]
+
+
+def launched(
+    key: Any, given: tuple[Any, ...], kernel: Callable[..., Tensor], values: tuple[Any, ...], state: Tensor
+) -> Tensor:
+    """`kernel(*values)`, which changes `state` without autograd's knowledge, once what was given is checked."""
+    out = plans.one(key, given, kernel, values)
+    torch.autograd.graph.increment_version(state)
+    return out
+
+
+def _step(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    from foci.ops.kernels_triton_step import step
+
+    *optional, state, slots, scale = rest
+    return step(q, k, v, state, scale, slots=slots, **dict(zip(_REST, optional, strict=True)))

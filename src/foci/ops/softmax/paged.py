@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from foci.core import plans
 from foci.core.errors import ShapeError, Unsupported
 from foci.core.shapes import Signature
 from foci.ops.arguments import DTYPES, number
@@ -70,6 +71,10 @@ def attention_paged(
     and lengths out of range are moved inside.
     Paper: Kwon et al. 2023, PagedAttention (arXiv 2309.06180).
     """
+    given = (q, k_pages, v_pages, sink, lengths, table, softcap, window, scale, backend)
+    key, played = plans.again(_NAME, given)
+    if played is not None:
+        return played[0]
     tensors = _Tensors(q, k_pages, v_pages, table, lengths, sink)
     sizes = _SIGNATURE.bind(tensors._asdict())
     _check(tensors, sizes)
@@ -81,13 +86,18 @@ def attention_paged(
         call = _bound(tensors, softcap, window, scale)
         reasons = gpu.reasons(call) + _table_reasons(sizes)
         if not reasons:
-            return gpu.forward_paged(call, table)
+            return plans.one(key, given, _paged, (*call, table))
         if backend is not None:
             raise Unsupported(f"{_NAME}: backend 'triton' cannot run this call", reasons, "backend=None gathers pages")
     k, v = (gathered(pages, table) for pages in (k_pages, v_pages))
     mask = Lengths(lengths) & Causal()
     mask = mask if window is None else mask & Window(window, None)
     return attention(q, k, v, mask=mask, softcap=softcap, sink=sink, scale=scale, backend=backend)
+
+
+def _paged(*values: Any) -> Tensor:
+    *call, table = values
+    return gpu.forward_paged(Call(*call), table)
 
 
 def gathered(pages: Tensor, table: Tensor) -> Tensor:
