@@ -6,6 +6,7 @@ import ctypes
 import gc
 import threading
 import weakref
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +43,7 @@ def here(monkeypatch):
     monkeypatch.setattr(plans, "_stream", lambda device: 7)
     monkeypatch.setattr(plans, "_PLANS", {})
     monkeypatch.setattr(plans, "_SEEN", set())
+    monkeypatch.setattr(plans, "_NEAR", {})
     runtime = SimpleNamespace(
         launch_enter_hook=None, launch_exit_hook=None, debug=False, add_stages_inspection_hook=None, interpret=False
     )
@@ -105,6 +107,61 @@ def test_a_call_of_another_kind_is_not(other) -> None:
         ask(counted(twice)[0], a, b, 1.0, [True])
     ask(run, *other(a, b))
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("guards", [True, False])
+def test_plans_are_found_by_guards_and_by_keys_where_there_is_none(guards, monkeypatch) -> None:
+    """Kinds that differ in the second tensor alone, more than get a guard."""
+    monkeypatch.setattr(plans, "_of_compiler", lambda name: getattr(torch._C._dynamo.guards, name) if guards else None)
+    run, calls = counted(twice)
+    for shape in ((8,), (1, 8), (8, 1), (2, 4), (4, 2), (2, 2, 2)) * 5:
+        a, b = torch.randn(8), torch.randn(shape)
+        assert torch.allclose(ask(run, a, b, 1.0, [False])[0][1], a + 2 * b.view(-1))
+    assert len(calls) == 2 * 6
+    assert [len(near) for near in plans._NEAR.values()] == ([plans._AT_HAND] if guards else [])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a: a.clone(),
+        lambda a: a.clone().requires_grad_(),
+        lambda a: a.double(),
+        lambda a: a.view(torch.int32),
+        lambda a: a.half(),
+        lambda a: torch.randn(4, 7),
+        lambda a: torch.randn(6, 4).t(),
+        lambda a: torch.randn(4, 12)[:, :6],
+        lambda a: torch.randn(24),
+        lambda a: torch.randn(4, 6, 1),
+        lambda a: torch.randn(4, 1).expand(4, 6),
+        lambda a: torch.view_as_complex(torch.randn(4, 6, 2)).conj().imag,
+        lambda a: torch.randn(4, 6, dtype=torch.complex64).conj(),
+        lambda a: torch._efficientzerotensor((4, 6)),
+        lambda a: torch.randn(4, 6).as_subclass(Sub),
+        lambda a: torch.nn.Parameter(torch.randn(4, 6)),
+        lambda a: torch.randn(4, 6).to_sparse(),
+    ],
+)
+@pytest.mark.parametrize("within", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_guard_passes_nothing_that_has_another_key(make, within) -> None:
+    first, a = torch.randn(2), torch.randn(4, 6)
+    for _ in range(4):
+        plans.played(twice, (first, a), lambda: (torch.empty(3),))
+    ((key, plan),) = plans._PLANS.items()
+    assert plan is not None and plans._NEAR
+    with within():
+        other = make(a)
+        with suppress(RuntimeError):  # what has no memory that could be named
+            told = plans._told(twice, (first, other))
+            found = told and plans._known(plans._PLANS, told)[1]
+            assert (found is plan) == (told is not None and plans._key(told) == key)
+            assert (found is plan) == (type(other) is torch.Tensor and _facts(other) == _facts(a))
+
+
+def _facts(x):
+    plain = x.layout == torch.strided and not x.is_neg() and not x._is_zerotensor()
+    return plain and (x.dtype, x.shape, x.stride())
 
 
 def test_two_values_in_one_memory_keep_their_own_places() -> None:

@@ -45,6 +45,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "_stream", lambda device: 0)
     monkeypatch.setattr(plans, "_PLANS", {})
     monkeypatch.setattr(plans, "_SEEN", set())
+    monkeypatch.setattr(plans, "_NEAR", {})
     monkeypatch.setattr(plans, "_WHOLE", {})
 
 

@@ -98,7 +98,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(plans, "_here", lambda: -1)
     monkeypatch.setattr(plans, "on_gpu", lambda x: isinstance(x, Tensor))
     monkeypatch.setattr(plans, "_stream", lambda device: 0)
-    for known, empty in (("_PLANS", {}), ("_SEEN", set()), ("_WHOLE", {})):
+    for known, empty in (("_PLANS", {}), ("_SEEN", set()), ("_WHOLE", {}), ("_NEAR", {})):
         monkeypatch.setattr(plans, known, empty)
     return found
 

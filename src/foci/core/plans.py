@@ -71,6 +71,8 @@ class _Plan(NamedTuple):
 _PLANS: dict[Any, _Plan | None] = {}
 _SEEN: set[Any] = set()
 _WHOLE: dict[Any, _Plan | None] = {}  # the same plans, by what a public function was given
+_NEAR: dict[Any, tuple[tuple[Any, _Plan], ...]] = {}  # some of them again, each with a guard of its tensors
+_AT_HAND = 4  # guards that are asked before a key is made
 
 
 def again(kind: Any, given: Sequence[Any]) -> tuple[Any, Any]:
@@ -84,14 +86,13 @@ def again(kind: Any, given: Sequence[Any]) -> tuple[Any, Any]:
         return None, None
     if watched() or torch._C._is_any_autocast_enabled() or not _usable():
         return None, None
-    found = _told(kind, given)
-    if found is None:
+    told = _told(kind, given)
+    if told is None:
         return None, None
-    key, tensors, pointers = found
-    plan = _WHOLE.get(key)
+    key, plan = _known(_WHOLE, told)
     if plan is not None and not _hooked(plan):
-        return None, _play(plan, pointers, tensors)
-    return (None if key in _WHOLE else key), None
+        return None, _play(plan, told)
+    return key, None
 
 
 def learn(key: Any, given: Sequence[Any], kind: Callable[..., Any], values: Sequence[Any]) -> None:
@@ -99,11 +100,12 @@ def learn(key: Any, given: Sequence[Any], kind: Callable[..., Any], values: Sequ
 
     The values' tensors are those that were given, in their order, or views of them that begin where they do.
     """
-    found = _told(kind, values)
-    if found is None or found[0] not in _PLANS:  # not yet
+    told = _told(kind, values)
+    known = None if told is None else _key(told)
+    if told is None or known not in _PLANS:  # not yet
         return
-    plan, count = _PLANS[found[0]], len(found[1])
-    begins = [x.data_ptr() for x in given if isinstance(x, Tensor)] == found[2]
+    plan, count = _PLANS[known], len(told.tensors)
+    begins = [x.data_ptr() for x in given if isinstance(x, Tensor)] == told.pointers
     own = plan is not None and all(each is None or each[0] >= count for each in plan.results)
     _WHOLE[key] = plan if begins and own else None
 
@@ -119,24 +121,21 @@ def one(key: Any, given: Sequence[Any], kind: Callable[..., Tensor], values: Seq
 
 def played(kind: Callable[..., Any], values: Sequence[Any], run: Callable[[], Any]) -> Any:
     """`run()`, what `kind` makes of these values, or the same by its plan."""
-    found = _told(kind, values) if _usable() else None
-    if found is None:
+    told = _told(kind, values) if _usable() else None
+    if told is None:
         return run()
-    key, tensors, pointers = found
-    plan = _PLANS.get(key)
+    key, plan = _known(_PLANS, told)
     if plan is not None and not _hooked(plan):
-        return _play(plan, pointers, tensors)
-    if key in _PLANS:
-        return run()
-    if any(x.is_complex() for x in tensors):  # one may be a conjugate, and another not
+        return _play(plan, told)
+    if key is None or any(x.is_complex() for x in told.tensors):  # one may be a conjugate, and another not
         return run()
     if key not in _SEEN:  # kernels are compiled and loaded, modules imported
         if len(_SEEN) >= _MOST:
-            for known in (_SEEN, _PLANS, _WHOLE):
+            for known in (_SEEN, _PLANS, _WHOLE, _NEAR):
                 known.clear()
         _SEEN.add(key)
         return run()
-    noted = _Noting(tensors)
+    noted = _Noting(told.tensors)
     token = tune.NOTING.set(noted.launched)
     try:
         with noted:
@@ -212,36 +211,67 @@ def _places(kinds: tuple[type, ...]) -> _Places | None:
     return _Places(of(*_TENSORS), of(float), of(list), of(bool, int, str))
 
 
-def _told(kind_of_call: Any, values: Sequence[Any]) -> tuple[Any, list[Any], list[int]] | None:
-    """All that a plan depends on, the tensors among the values and where their memory is.
+class _Told(NamedTuple):
+    """What there is to know of a call without a word of its tensors' kinds; they, and where their memory is."""
 
-    None where one is no plain tensor of this GPU. What is asked of every tensor is asked without a loop of Python's.
-    """
+    said: tuple[Any, ...]
+    tensors: list[Any]
+    pointers: list[int]
+
+
+def _told(kind_of_call: Any, values: Sequence[Any]) -> _Told | None:
+    """None where a value is nothing that a plan can know."""
     kinds = tuple(map(type, values))
     places = _places(kinds)
-    if places is None:
+    if places is None or not places.tensors:
         return None
     tensors = [values[place] for place in places.tensors]
-    here = _here()
-    if {*map(Tensor.get_device, tensors)} != {here} or any(map(Tensor.is_neg, tensors)):
-        return None
     pointers = [*map(Tensor.data_ptr, tensors)]
-    if 0 in pointers and any(map(Tensor._is_zerotensor, tensors)):  # zeros that no memory holds
-        return None
-    key = [kind_of_call, here, kinds, *map(_FACTS, tensors), *map(Tensor.stride, tensors)]
-    key += [pointer & 15 for pointer in pointers]
-    key += [values[place] for place in places.rest]
-    key += [values[place].hex() for place in places.floats]  # 0.0 == -0.0, and no NaN equals another
+    said = [kind_of_call, _here(), kinds, tensors[0].shape, *[pointer & 15 for pointer in pointers]]
+    said += [values[place] for place in places.rest]
+    said += [values[place].hex() for place in places.floats]  # 0.0 == -0.0, and no NaN equals another
     for place in places.lists:
         if not _BOOL.issuperset(map(type, values[place])):
             return None
-        key.append(tuple(values[place]))
+        said.append(tuple(values[place]))
     if torch.version.hip:  # there kernels are compiled for small memory and for large
-        key += [x.untyped_storage().size() >> 31 for x in tensors]
+        said += [x.untyped_storage().size() >> 31 for x in tensors]
     if len({*pointers}) < len(pointers):  # one tensor in two places: its steps cannot tell which of them they mean
         identities = [*map(id, tensors)]
-        key.append(tuple(map(identities.index, identities)))
-    return tuple(key), tensors, pointers
+        said.append(tuple(map(identities.index, identities)))
+    return _Told(tuple(said), tensors, pointers)
+
+
+def _key(told: _Told) -> tuple[Any, ...] | None:
+    """All that a plan depends on; None where a tensor is not on this GPU, or is not what its memory holds."""
+    said, tensors, pointers = told
+    if {*map(Tensor.get_device, tensors)} != {said[1]} or any(map(Tensor.is_neg, tensors)):
+        return None
+    if 0 in pointers and any(map(Tensor._is_zerotensor, tensors)):
+        return None
+    return (*said, *map(_FACTS, tensors), *map(Tensor.stride, tensors))
+
+
+def _known(plans: dict[Any, _Plan | None], told: _Told) -> tuple[Any, _Plan | None]:
+    """The plan of a call among these, and the key of one that they do not have yet.
+
+    To make a key takes longer than to play. So the first plans of calls that say the same are also found by a guard of
+    torch's compiler, which compares in C all that a key holds of tensors: dtypes, shapes, strides, place, and what
+    torch would make of them when they are read. It passes no tensor that stands twice.
+    """
+    said, tensors, _ = told
+    near = _NEAR.get(said, ())
+    for guard, plan in near:
+        if guard.check(*tensors):
+            return None, plan
+    key = _key(told)
+    if key not in plans:
+        return key, None
+    found, guards = plans[key], _of_compiler("TensorGuards")
+    if found is not None and guards and len(near) < _AT_HAND and len({*map(id, tensors)}) == len(tensors):
+        guard = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        _NEAR[said] = (*near, (guard, found))
+    return None, found
 
 
 def on_gpu(x: Any) -> bool:
@@ -263,12 +293,17 @@ def _empty(device: torch.device) -> Any:
 
     Nothing fills what it gives, as torch is told to by `torch.use_deterministic_algorithms`.
     """
-    if torch._C._get_deterministic_algorithms():
-        return None
-    return getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    return None if torch._C._get_deterministic_algorithms() else _of_compiler(f"_empty_strided_{device.type}")
 
 
-def _play(plan: _Plan, pointers: list[int], room: list[Any]) -> tuple[Tensor | None, ...]:
+@functools.cache
+def _of_compiler(name: str) -> Any:
+    """Something of what torch's compiler has in C; None where this torch has no such thing."""
+    return getattr(torch._C._dynamo.guards, name, None)
+
+
+def _play(plan: _Plan, told: _Told) -> tuple[Tensor | None, ...]:
+    _, room, pointers = told
     device, stream, empty = plan.device, _stream(plan.device), _empty(plan.device)
     for made, compiled, grid, arguments, places, last in plan.steps:
         for make, shape, strides, dtype in made:
