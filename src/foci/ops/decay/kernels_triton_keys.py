@@ -35,10 +35,11 @@ def keys_kernel(  # type: ignore[no-untyped-def]
     sums_ptr, dq_ptr, dk_ptr, dg_ptr, d_bonus_ptr,
     q_strides, k_strides, v_strides, g_strides, bonus_strides, do_strides, scale, T, N, H, R, K, V, part,
     share, size, CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, CONSTANT: tl.constexpr, SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    AHEAD: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, summed over `share` of the R heads that read one head of keys, and dg, of one chunk's BLOCK_K channels.
 
+    AHEAD: many heads and one block of V, so that the next head's tiles are loaded while this one's are multiplied.
     What is left to sum goes to parts: dq and dk to that of their share of heads, `size` entries apart; dg of a gate per
     token to that of its block of K, `part` entries apart; constant gates' and the bonus' to that of its chunk.
     """
@@ -81,7 +82,7 @@ def keys_kernel(  # type: ignore[no-untyped-def]
             g = load_gates(g_ptr + row * g_strides[0] + h * g_strides[2], t0, stop, g_strides[1], CHUNK)
             rise, fall = ends(g, OWN, NEAR)
         place = ((slot if CAUSAL else n) * H + h) * K * V
-        for v0 in range(0, V, BLOCK_V):
+        for v0 in tl.range(0, BLOCK_V if AHEAD else V, BLOCK_V):
             here = v_ptr + row * v_strides[0] + h * v_strides[2]
             v = working(load_tile(here, t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V))
             here = do_ptr + row * do_strides[0] + h * do_strides[2]
@@ -92,6 +93,10 @@ def keys_kernel(  # type: ignore[no-untyped-def]
                 S = load_tile(states_ptr + place, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V)
                 if PER_CHANNEL:
                     by_rows = tl.dot(do, tl.trans(S.to(do.dtype)), by_rows, input_precision=PRECISION)
+                elif AHEAD:  # operands as they were loaded, so that they go to shared memory by themselves
+                    by_rows = tl.dot(do, tl.trans(S.to(do.dtype)), input_precision=PRECISION)
+                    by_rows *= (scale * rise)[:, None] if PER_TOKEN else scale
+                    dq += by_rows
                 else:
                     do = scaled(do, (scale * rise)[:, None] if PER_TOKEN else scale)
                     dq = tl.dot(do, tl.trans(S.to(do.dtype)), dq, input_precision=PRECISION)
@@ -99,6 +104,10 @@ def keys_kernel(  # type: ignore[no-untyped-def]
                 dS = load_tile(ends_ptr + place, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V)
                 if PER_CHANNEL:
                     by_columns = tl.dot(v, tl.trans(dS.to(v.dtype)), by_columns, input_precision=PRECISION)
+                elif AHEAD:
+                    by_columns = tl.dot(v, tl.trans(dS.to(v.dtype)), input_precision=PRECISION)
+                    by_columns *= fall[:, None] if PER_TOKEN else 1.0
+                    dk += by_columns
                 else:
                     v = scaled(v, fall[:, None]) if PER_TOKEN else v
                     dk = tl.dot(v, tl.trans(dS.to(v.dtype)), dk, input_precision=PRECISION)
@@ -268,7 +277,7 @@ def keys_rule(
     more, bf16 = bonus or groups, dtype == torch.bfloat16
     if bf16 and target.shared > 200_000 and not bonus and by_channel != groups:
         k, v = (64, 64) if by_channel else (128, 64)  # as measured on an H200
-        return Config({"BLOCK_K": side(K, k), "BLOCK_V": side(V, v)}, warps=8, stages=1)
+        return Config({"BLOCK_K": side(K, k), "BLOCK_V": side(V, v)}, warps=8, stages=2 if groups and v >= V else 1)
     if by_channel:
         k = 16 if dtype == torch.float32 or (more and not bf16) else 32
     elif more or dtype == torch.float32:
@@ -340,6 +349,7 @@ def backward(
         call.q.stride(), call.k.stride(), call.v.stride(), strides(g), strides(call.bonus), do.stride(),
         call.scale, T, N, H, H // G, K, V, g_size, share, call.q.numel(),
         config=config, CAUSAL=call.causal, PER_CHANNEL=by_channel, CONSTANT=constant, SPLIT=parts > 1,
+        AHEAD=H > G and not by_channel and config["BLOCK_V"] >= V,
         PRECISION=float_precision(do.dtype, target), CHUNK=CHUNK,
     )  # fmt: skip
     if made is not None and made.sums is not None:
