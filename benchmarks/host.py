@@ -1,6 +1,7 @@
 """What a call costs the host: Python before a kernel starts, per operator, without a GPU. Run it by hand.
 
     .venv/bin/python benchmarks/host.py [--only softmax] [--rounds 30] [--profile]
+    .venv/bin/python benchmarks/host.py --against ../before   # `played` of another tree of foci and of this, in turn
 
 Kernels are compiled for sm_90 as ever (Triton keeps them), and a driver that launches nothing takes them: tensors lie
 on the CPU, the launcher itself is not in the numbers (a few microseconds in C). Columns, in microseconds a call:
@@ -19,10 +20,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import cProfile
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -150,15 +155,17 @@ def problems() -> Iterator[Timed]:
     row = {name: half(B, H, K) for name in "qkv"}
     decay, beta, state = small(B, H), -small(B, H), small(B, H, K, K)
     steps = {
-        "softmax one token": lambda q=half(B, 1, H, K), k=half(B, 256, H, K): foci.attention(q, k, k, backend="triton"),
-        "softmax one token, paged": lambda q=half(B, 1, H, K), k=half(8, 64, H, K): attention_paged(
-            q, k, k, table, lengths, backend="triton"
+        "softmax one token": lambda q=half(B, 1, H, K), k=half(B, 256, H, K), v=half(B, 256, H, K): foci.attention(
+            q, k, v, backend="triton"
+        ),
+        "softmax one token, paged": lambda q=half(B, 1, H, K), k=half(8, 64, H, K), v=half(8, 64, H, K): (
+            attention_paged(q, k, v, table, lengths, backend="triton")
         ),
         "linear step": lambda: foci.linear_attention_step(**row, log_decay=decay, state=state),
         "delta step": lambda: foci.delta_rule_step(**row, beta=beta, log_decay=decay, state=state),
         "scan step": lambda x=half(B, D), g=small(B, D), s=small(B, D): foci.scan_step(x, g, s),
-        "selective_scan step": lambda x=half(B, D), A=small(D, N), b=half(B, N), s=small(B, D, N): (
-            foci.selective_scan_step(x, x, A, b, b, state=s)
+        "selective_scan step": lambda x=[half(B, D), half(B, D), small(D, N), half(B, N), half(B, N), small(B, D, N)]: (
+            foci.selective_scan_step(*x)
         ),
     }
     for name, step in steps.items():
@@ -222,14 +229,56 @@ def measured(it: Timed, rounds: int) -> dict[str, float]:
     }
 
 
+def answering(only: str) -> None:
+    """Say which problems there are, then of each that is asked for the least time that it takes when it is played."""
+    with pretending(), playing():
+        its = {it.name: it for it in problems() if only in it.name}
+        print(*its, sep="|", flush=True)
+        for line in sys.stdin:
+            it = its[line.strip()]
+            with contextlib.nullcontext() if it.gradients else torch.no_grad():
+                for _ in range(3):
+                    it.call()
+                print(min(microseconds(it.call) for _ in range(25)), flush=True)
+
+
+def against(other: Path, only: str, rounds: int) -> None:
+    """Two processes, each with its own tree, asked in turn, and the least of many times."""
+    trees = (other, Path(__file__).parents[1])
+    asked = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--answer", "--only", only], text=True, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(tree.resolve() / "src")},
+        )
+        for tree in trees
+    ]  # fmt: skip
+    names = [each.stdout.readline().strip().split("|") for each in asked if each.stdout]
+    best: dict[tuple[str, int], float] = {}
+    for name in names[0] * rounds:
+        for place, each in enumerate(asked):
+            assert each.stdin and each.stdout
+            print(name, file=each.stdin, flush=True)
+            best[name, place] = min(best.get((name, place), float("inf")), float(each.stdout.readline()))
+    for each in asked:
+        each.communicate()
+    for name in names[0]:
+        print(f"{name:32}{best[name, 0]:8.1f} -> {best[name, 1]:.1f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="problems whose name holds this")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--profile", action="store_true", help="say which functions take the time of each problem")
+    parser.add_argument("--against", type=Path, help="the folder of another tree")
+    parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    if chosen.answer:
+        return answering(chosen.only)
+    if chosen.against is not None:
+        return against(chosen.against, chosen.only, chosen.rounds)
     with pretending():
         print(f"torch {torch.__version__} · triton {triton.__version__}")
         print(f"{'':32}launches   whole  Triton   hosts   torch dispatch  played  hosts/launch")

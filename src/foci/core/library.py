@@ -147,10 +147,8 @@ def _watched(call: Any) -> bool:
     """
     if plans.watched() or call[0].is_meta or not _PLAIN.issuperset(map(type, call)):
         return True
-    for value in call:
-        if isinstance(value, Tensor) and (value.is_neg() or value._is_zerotensor()):
-            return True
-    return False
+    tensors = [value for value in call if isinstance(value, Tensor)]
+    return any(map(Tensor.is_neg, tensors)) or any(map(Tensor._is_zerotensor, tensors))
 
 
 def _has_tangent(call: Any) -> bool:
