@@ -8,6 +8,7 @@ from typing import Any
 _TUNED = "its tiles are chosen for sm_90, where nothing spills; smaller ones would compute dA more often"
 _MEASURED = "on an H200 the fastest of the tiles that were tried, also beside those that do not spill"
 _LIMIT = "its tiles are chosen for sm_90, where they fill the registers"
+_FAR = "24 bytes at most, but where rows are far, which few chunks have"
 SPILLS: dict[tuple[str, str, str], str] = {
     **{
         ("softmax", kernel, "sm_90"): _MEASURED
@@ -17,9 +18,10 @@ SPILLS: dict[tuple[str, str, str], str] = {
     **{("linear", "far_kernel", target): _LIMIT for target in ("sm_80", "sm_120", "gfx942")},
     ("linear", "pairs_kernel", "sm_120"): "12 bytes at most",
     **{("linear", "states_kernel", target): "16 bytes at most" for target in ("sm_80", "sm_100", "sm_120")},
-    **{("delta", kernel, "sm_90"): _MEASURED for kernel in ("side_kernel", "side_by_channel_kernel", "walk_kernel")},
+    **{("delta", kernel, "sm_90"): _MEASURED for kernel in ("side_kernel", "near_side_kernel", "walk_kernel")},
     **{("delta", "side_kernel", target): _LIMIT for target in ("sm_80", "sm_100", "sm_120")},
-    **{("delta", "side_by_channel_kernel", target): _LIMIT for target in ("sm_80", "sm_120", "gfx942")},
+    **{("delta", "near_side_kernel", target): _LIMIT for target in ("sm_80", "sm_100", "sm_120", "gfx942")},
+    **{("delta", "chunks_kernel", target): _FAR for target in ("sm_80", "sm_90", "sm_120")},
     **{("delta", "walk_kernel", target): _LIMIT for target in ("sm_80", "sm_100", "sm_120")},
 }
 

@@ -30,6 +30,7 @@ def test_rounding_keeps_what_tf32_can_say_and_what_is_no_number() -> None:
     x, y = torch.cat([x, negative]), room(12)
     _rounded[(1,)](x.to(DEVICE), y, 12)
     expected = x.clone()
+    expected[4:6] = torch.nan  # infinite: no number a product has a use for, and none that is lost
     expected[7] = 1 + 2**-10
     torch.testing.assert_close(y.cpu(), expected, rtol=0, atol=6e-42, equal_nan=True)
 
@@ -39,8 +40,9 @@ def _pairs(x_ptr, e_ptr, y_ptr, g_ptr, A_ptr, FAR: tl.constexpr):
     A, E = tl.zeros([64, 64], tl.float32), tl.zeros([64, 64], tl.float32)
     for k in range(0, 32, 16):
         x, e, y = _tile(x_ptr, k, 32, 16), _tile(e_ptr, k, 32, 16), _tile(y_ptr, k, 32, 16)
-        _, c, close = near.exponents(_tile(g_ptr, k, 32, 16), True)
-        A, E = pairs.pairs_of_two(A, E, x, e, y, tl.exp(c), c, close, FAR, IEEE)
+        c, _ = near.sums_in_two(_tile(g_ptr, k, 32, 16), FAR)
+        rise = tl.exp2(c)
+        A, E = pairs.pairs_in_two(A, E, x * rise, e * rise, x, e, y, c, FAR, tl.float16, IEEE)
     store_tile(A_ptr, A, 0, 64, 64, 0, 64, 1)
     store_tile(A_ptr + 64 * 64, E, 0, 64, 64, 0, 64, 1)
 
@@ -50,8 +52,8 @@ def test_pairs(kind: str) -> None:
     g, x, e, y, found = gates_of(32, kind), normal(1, C, 32), normal(2, C, 32), normal(3, C, 32), room(2, C, C)
     _pairs[(1,)](*(z.to(DEVICE) for z in (x, e, y, g)), found, True)
     truth = Gates(g.double(), True).pairs(torch.stack([x, e], 1)[None].double(), y[None].double())[0]
-    assert error(found[0].cpu(), truth[:, 0]) < max(BUDGETS[kind], TF32)
-    assert error(found[1].cpu(), truth[:, 1].tril(-1)) < max(BUDGETS[kind], TF32)
+    assert error(found[0].cpu().tril(), truth[:, 0]) < max(BUDGETS[kind], TF32)
+    assert error(found[1].cpu().tril(-1), truth[:, 1].tril(-1)) < max(BUDGETS[kind], TF32)
 
 
 @pytest.mark.parametrize("kind", ["zero", "open"])
@@ -67,13 +69,18 @@ def test_without_far_rows_the_launch_for_them_changes_nothing(kind: str) -> None
 def _back(x_ptr, y_ptr, g_ptr, dA_ptr, rows_ptr, d_ptr, PRECISION: tl.constexpr):
     x, y, dA = _tile(x_ptr, 0, 16, 16), _tile(y_ptr, 0, 16, 16), _tile(dA_ptr, 0, 64, 64)
     on, dA = pairs.on_diagonal(dA)[:, None], pairs.below(dA)
-    _, c, close = near.exponents(_tile(g_ptr, 0, 16, 16), True)
-    down, to_y = y * near.lift(c), tl.zeros([64, 16], tl.float32)
-    dx, to_y, dg = pairs.near_backward(_tile(rows_ptr, 0, 16, 16), to_y, dA, x, down, c, close, PRECISION)
-    dg = tl.cumsum(dg - down * to_y, 0, reverse=True)
-    dx, dy = dx + on * y, near.lift(c) * to_y + on * x
-    for i in range(near.far_levels(close)):
-        to_x, dy, dg = pairs.far_backward(dy, dg, dA, x, y, c, close, i, PRECISION)
+    c, _ = near.sums_in_two(_tile(g_ptr, 0, 16, 16), True)
+    close = tl.min(c, 1) >= near.FAR * near.LOG2E
+    rise, lift = tl.exp2(c), near.lift_in_two(c)
+    P, P_low = pairs.in_two(tl.where(close[:, None], dA, 0.0), tl.float16, PRECISION)
+    up, up_low = pairs.in_two(x * rise, tl.float16, PRECISION)
+    down, down_low = pairs.in_two(y * lift, tl.float16, PRECISION)
+    to_x = pairs.of_two(P, P_low, down, down_low, _tile(rows_ptr, 0, 16, 16), PRECISION)
+    to_y = pairs.of_two(tl.trans(P), tl.trans(P_low), up, up_low, tl.zeros([64, 16], tl.float32), PRECISION)
+    dg = pairs.sums_behind(up * to_x - down * to_y, tl.zeros([64, 16], tl.float32), tl.float16)
+    dx, dy = rise * to_x + on * y, lift * to_y + on * x
+    for i in range(near.levels_of(c)):
+        to_x, dy, dg = pairs.far_backward(dy, dg, dA, x, y, c / near.LOG2E, close, i, PRECISION)
         dx += to_x
     store_tile(d_ptr, dx, 0, 64, 16, 0, 16, 1)
     store_tile(d_ptr + 64 * 16, dy, 0, 64, 16, 0, 16, 1)

@@ -28,6 +28,7 @@ FAR: tl.constexpr = tl.constexpr(-60.0)
 LIFT: tl.constexpr = tl.constexpr(61.0)  # of columns: sums are rounded, so one that a near row reads may lie below FAR
 CLOSE: tl.constexpr = tl.constexpr(1e-25)  # a chunk whose totals are larger has no far token, however sums are rounded
 LEAST: tl.constexpr = tl.constexpr(-104.0)
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)  # exp2 is one instruction, exp five
 
 
 @triton.jit
@@ -87,6 +88,40 @@ def exponents(g, OWN: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def sums_in_two(g, FAR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(c [T,C] as `exponents` gives it, its last row in all rows), times log2 e, by products instead of scans.
+
+    Gates are taken as two float16: what that leaves of one is 3e-8 at most, or 2^-22 of it. NaN reaches rows before it
+    too, but not with FAR.
+    """
+    t, s = tl.arange(0, g.shape[0])[:, None], tl.arange(0, g.shape[0])[None, :]
+    before, every = tl.where(s <= t, 1.0, 0.0).to(tl.float16), tl.full([g.shape[0], g.shape[0]], 1.0, tl.float16)
+    known = g
+    if FAR:
+        known = tl.where(g == g, g, 0.0)
+    known = bounded(known) * LOG2E
+    high = known.to(tl.float16)
+    low = (known - high.to(tl.float32)).to(tl.float16)
+    c, last = tl.dot(before, high, tl.dot(before, low)), tl.dot(every, high, tl.dot(every, low))
+    if FAR:
+        c += tl.cumsum(tl.where(g == g, 0.0, g), 0)
+    return c, last
+
+
+@triton.jit
+def lift_in_two(c):  # type: ignore[no-untyped-def]
+    """`lift` of sums times log2 e."""
+    return tl.exp2(tl.minimum(-c, LIFT * LOG2E))
+
+
+@triton.jit
+def forgets(total_ptr, K, ALL_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """1 if a chunk whose totals [K] these are may have far rows, or is no chunk of numbers, else 0."""
+    c = tl.arange(0, ALL_K)
+    return tl.max(tl.where(tl.load(total_ptr + c, mask=c < K, other=1.0) > CLOSE, 0, 1), 0)
+
+
+@triton.jit
 def lift(c):  # type: ignore[no-untyped-def]
     """exp(-c), what columns have; finite also of those that no near row reads."""
     return tl.exp(tl.minimum(-c, LIFT))
@@ -96,6 +131,12 @@ def lift(c):  # type: ignore[no-untyped-def]
 def far_levels(near):  # type: ignore[no-untyped-def]
     """How many levels of halving are left: none where all are near."""
     return tl.where(tl.min(near.to(tl.int32), 0) == 1, 0, levels(near.shape[0]))
+
+
+@triton.jit
+def levels_of(c):  # type: ignore[no-untyped-def]
+    """`far_levels` of sums times log2 e; of all at once, for sm_100 has no compiler for a minimum of rows' minima."""
+    return tl.where(tl.min(c) >= FAR * LOG2E, 0, levels(c.shape[0]))
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """Pairs of two operands of rows with one of columns, gates per channel: tiles/near.py for the delta rule's A and E.
 
-Operands are float32, their products TF32 where inputs are of half precision: next to what halving gives, exp(c[t])
-exp(-c[s]) adds an error of 1e-5 of an entry to one of 5e-4.
+Operands are float32. Their products are those of two bfloat16 each where inputs are bfloat16, which keeps 2^-16 of each
+number and takes operands as they lie, and TF32 where these are float16; next to that exp(c[t]) exp(-c[s]) adds an error
+of 1e-5 of an entry.
 """
 
 from __future__ import annotations
@@ -9,43 +10,72 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from foci.tiles import near
 from foci.tiles.gates import diagonal, diagonal_of, gates_of_level, of_level, summed
-from foci.tiles.near import far_level, far_levels, lift, seen
+from foci.tiles.near import far_level
 from foci.tiles.state import rounded
 
 
 @triton.jit
-def pairs_of_two(A, E, x, e, y, rise, c, near, FAR: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`pairs_of_two` of tiles/gates.py, with c and near as `exponents` gives them, and rise = exp(c).
+def pairs_in_two(A, E, up_x, up_e, x, e, y, c, FAR: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A and E with pairs added, also those above the diagonal: for `up_x` and `up_e`, x and e times exp(c), float32.
 
-    Without FAR the pairs of near rows alone: those of far ones cost registers, even where no row is far.
+    c times log2 e (`sums_in_two` of tiles/near.py). Without FAR all rows are taken as near.
     """
-    columns = tl.trans(rounded(y * lift(c), PRECISION))
-    A += tl.where(seen(near, True), tl.dot(rounded(x * rise, PRECISION), columns, input_precision=PRECISION), 0.0)
-    E += tl.where(seen(near, False), tl.dot(rounded(e * rise, PRECISION), columns, input_precision=PRECISION), 0.0)
+    close = tl.min(c, 1) >= near.FAR * near.LOG2E
+    columns, columns_low = in_two(y * near.lift_in_two(c), dtype, PRECISION)
+    columns, columns_low = tl.trans(columns), tl.trans(columns_low)
     if FAR:
-        for i in tl.range(far_levels(near), disable_licm=True):
-            w = far_level(c, c, i)
-            columns = tl.trans(y * w)
-            found = of_level(tl.dot(x * w, columns, input_precision=PRECISION), i)
-            A += tl.where(near[:, None], 0.0, found + tl.where(i == 0, diagonal(x, y), 0.0))
-            found = of_level(tl.dot(e * w, columns, input_precision=PRECISION), i)
-            E += tl.where(near[:, None], 0.0, found)
+        up_x, up_e = tl.where(close[:, None], up_x, 0.0), tl.where(close[:, None], up_e, 0.0)
+    rows, rows_low = in_two(up_x, dtype, PRECISION)
+    A = of_two(rows, rows_low, columns, columns_low, A, PRECISION)
+    rows, rows_low = in_two(up_e, dtype, PRECISION)
+    E = of_two(rows, rows_low, columns, columns_low, E, PRECISION)
+    if FAR:
+        count, c = near.levels_of(c), c / near.LOG2E
+        for i in tl.range(count, disable_licm=True):
+            w = near.far_level(c, c, i)
+            down = tl.trans(y * w)
+            found = of_level(tl.dot(x * w, down, input_precision=PRECISION), i)
+            A += tl.where(close[:, None], 0.0, found + tl.where(i == 0, diagonal(x, y), 0.0))
+            found = of_level(tl.dot(e * w, down, input_precision=PRECISION), i)
+            E += tl.where(close[:, None], 0.0, found)
     return A, E
 
 
 @triton.jit
-def near_backward(by_x, to_y, dA, x, down, c, near, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(dx, to_y, by_token) of near pairs below the diagonal, `down` = y exp(-c) in TF32's digits, as dA has them.
+def sums_behind(x, onto, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """onto + the sums of x [T,C] over all t >= r; for inputs in bfloat16 by products, x as two of them.
 
-    dx is that of `by_x` exp(c) too, of the state before; dy = exp(-c) to_y, added to what is there. Gate r has the sum
-    of by_token - down to_y over t >= r: what pairs behind r give is there with both signs, and cancels to the last
-    digits, for products take all factors as they are.
+    What pairs behind r give has cancelled to 2^-16 of one token's sum then, in a scan to 2^-24 of it.
     """
-    up = rounded(x * tl.exp(c), PRECISION)
-    to_x = by_x + tl.where(near[:, None], tl.dot(dA, down, input_precision=PRECISION), 0.0)
-    to_y = tl.dot(tl.trans(dA), tl.where(near[:, None], up, 0.0), to_y, input_precision=PRECISION)
-    return tl.exp(c) * to_x, to_y, up * to_x
+    if dtype == tl.bfloat16:
+        r, t = tl.arange(0, x.shape[0])[:, None], tl.arange(0, x.shape[0])[None, :]
+        behind, high = tl.where(t >= r, 1.0, 0.0).to(tl.bfloat16), x.to(tl.bfloat16)
+        onto = tl.dot(behind, high, tl.dot(behind, (x - high.to(tl.float32)).to(tl.bfloat16), onto))
+    else:
+        onto += tl.cumsum(x, 0, reverse=True)
+    return onto
+
+
+@triton.jit
+def in_two(x, dtype: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Operands that stand for x float32: if `dtype` is bfloat16 its first 8 digits and the 8 behind, else TF32's."""
+    if dtype == tl.bfloat16:
+        high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)  # cut off, cheaper than to round
+        return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
+    else:
+        x = rounded(x, PRECISION)
+        return x, x
+
+
+@triton.jit
+def of_two(x, x_low, y, y_low, z, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x y + z of what `in_two` gave: in bfloat16 three products, 2^-16 of each number right."""
+    if x.dtype == tl.bfloat16:
+        return tl.dot(x, y, tl.dot(x, y_low, tl.dot(x_low, y, z)))
+    else:
+        return tl.dot(x, y, z, input_precision=PRECISION)
 
 
 @triton.jit

@@ -2,8 +2,8 @@
 
 Its walk (kernels_triton_backward.py) reads rise q, fall k, rise e and each chunk's total, which the first launch here
 makes. The last one makes dA = do d^T and dE = -dv d^T of one chunk and head, and goes through the channels in blocks,
-each of which has decays of its own. All tiles are float32. In half precision pairs are those of
-tiles/pairs.py, in float32 those of tiles/gates.py.
+each of which has decays of its own. In half precision pairs are those of tiles/pairs.py, of float32 rounded to TF32 or
+two bfloat16, in float32 those of tiles/gates.py.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, launch, side, strides
+from foci.core.tune import Config, Target, launch, side, stored, strides
 from foci.tiles import gates, near
 from foci.tiles.chunk_backward import decayed, gather, outer, store_in_two, through_both
 from foci.tiles.gates import load_gates, pairs_backward_onto, total
-from foci.tiles.memory import load_tile, store_tile
-from foci.tiles.pairs import below, far_backward, near_backward, on_diagonal
-from foci.tiles.state import chunk_at, rounded
+from foci.tiles.memory import load_row, load_tile, store_tile
+from foci.tiles.pairs import below, far_backward, in_two, of_two, on_diagonal, sums_behind
+from foci.tiles.state import chunk_at, rounded, working
+from foci.tiles.through import outers, through_states
+from foci.tiles.whole import read, within, write
 
 CHUNK = 64
 
@@ -57,27 +59,20 @@ def ends_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def side_by_channel_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, d_out_ptr, dv_ptr, errors_ptr, states_ptr, ends_ptr, offsets_ptr,
-    far_ptr, dP_ptr, q_sums_ptr, k_sums_ptr, e_sums_ptr, d_q_ptr, d_k_ptr, d_e_ptr, d_beta_ptr, d_g_ptr,
+    dP_ptr, q_sums_ptr, k_sums_ptr, e_sums_ptr, d_q_ptr, d_k_ptr, d_e_ptr, d_beta_ptr, d_g_ptr,
     q_strides, k_strides, e_strides, beta_strides, g_strides, d_out_strides, scale, zero, T, N, H, R, K, V, half,
-    FAR: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one key head and the R heads that read it. Without `e_ptr` k erases, and has its gradient.
 
     dA and dE below the diagonal are in memory, dP [2,B,T,H,CHUNK], `half` apart: products read them from there, and so
-    no registers hold them through the channels. In half precision a first launch takes near pairs alone, and says in
-    `far_ptr`, a number per program, where that was not all; there the second, FAR, does all again.
+    no registers hold them through the channels.
     """
-    NEAR: tl.constexpr = q_ptr.dtype.element_ty != tl.float32
-    if FAR:  # noqa: SIM102  a constant and a tensor
-        if tl.load(far_ptr + tl.program_id(0)) == 0:
-            return
     group = (tl.program_id(0) % (H // R)).to(tl.int64)
     n, b, first, stop, slot = chunk_at(offsets_ptr, tl.program_id(0) // (H // R), N, T, CHUNK)
     if n < 0:
-        if NEAR and not FAR:
-            tl.store(far_ptr + tl.program_id(0), 0)
         return
-    row, G, levels = tl.cast(b, tl.int64), H // R, 0
+    row, G = tl.cast(b, tl.int64), H // R
     q_ptr += row * q_strides[0] + group * q_strides[2]
     k_ptr += row * k_strides[0] + group * k_strides[2]
     if e_ptr is not None:
@@ -91,13 +86,11 @@ def side_by_channel_kernel(  # type: ignore[no-untyped-def]
         gates_ptr = g_ptr + row * g_strides[0] + h * g_strides[2]
         d_ptr, value_ptr = errors_ptr + head * V, dv_ptr + head * V
         dE = -outer(value_ptr, (0, H * V, 0, 1), d_ptr, H * V, t0, stop, V, True, PRECISION, CHUNK, BLOCK_V)
-        store_tile(
-            dP_ptr + half + head * CHUNK, rounded(dE, PRECISION) if NEAR else dE, t0, stop, H * CHUNK, 0, CHUNK, 1
-        )
+        store_tile(dP_ptr + half + head * CHUNK, dE, t0, stop, H * CHUNK, 0, CHUNK, 1)
         dA = scale * outer(out_ptr, d_out_strides, d_ptr, H * V, t0, stop, V, False, PRECISION, CHUNK, BLOCK_V)
         on = on_diagonal(dA)
         dA = below(dA)
-        store_tile(dP_ptr + head * CHUNK, rounded(dA, PRECISION) if NEAR else dA, t0, stop, H * CHUNK, 0, CHUNK, 1)
+        store_tile(dP_ptr + head * CHUNK, dA, t0, stop, H * CHUNK, 0, CHUNK, 1)
         tl.debug_barrier()
         beta = load_gates(beta_ptr + row * beta_strides[0] + h * beta_strides[2], t0, stop, beta_strides[1], CHUNK)
         d_beta = tl.zeros([CHUNK], tl.float32)
@@ -114,42 +107,15 @@ def side_by_channel_kernel(  # type: ignore[no-untyped-def]
                 t0, stop, k0, K, CHUNK, BLOCK_K,
             )  # fmt: skip
             by_total *= total(g)
-            rise, fall = near.ends(g, True, NEAR)
+            rise, fall = gates.ends(g)
             d_w = by_w * fall
             dA = load_tile(dP_ptr + head * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
-            if NEAR:
-                _, c, close = near.exponents(g, True)
-                by_fall = w * d_w
-                d_w += on[:, None] * q
-                d_g = tl.zeros_like(g) + (by_total + tl.sum(by_fall, 0))[None, :]
-                down, to_w = rounded(w * near.lift(c), PRECISION), tl.zeros([CHUNK, BLOCK_K], tl.float32)
-                d_q, to_w, by_q = near_backward(by_q, to_w, dA, q, down, c, close, PRECISION)
-                t0 += zero
-                dE = load_tile(dP_ptr + half + head * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
-                d_e, to_w, by_e = near_backward(by_e, to_w, dE, e, down, c, close, PRECISION)
-                d_g += tl.cumsum(by_q + by_e - down * to_w - by_fall, 0, reverse=True)
-                d_q, d_w = d_q + on[:, None] * w, d_w + near.lift(c) * to_w
-                levels = tl.maximum(levels, near.far_levels(close))
-                for i in tl.range(2 * near.far_levels(close) if FAR else 0, disable_licm=True):  # A and E in turn
-                    t0 = first + zero * i
-                    g, q, e, w = operands(
-                        gates_ptr, q_ptr, e_ptr, k_ptr, beta, g_strides, q_strides, e_strides, k_strides,
-                        t0, stop, k0, K, CHUNK, BLOCK_K,
-                    )  # fmt: skip
-                    here = dP_ptr + i % 2 * half + head * CHUNK
-                    dP = load_tile(here, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
-                    _, c, close = near.exponents(g, True)
-                    x = tl.where(i % 2 == 0, q, e)
-                    to_x, d_w, d_g = far_backward(d_w, d_g, dP, x, w, c, close, i // 2, PRECISION)
-                    d_q += tl.where(i % 2 == 0, to_x, 0.0)
-                    d_e += tl.where(i % 2 == 0, 0.0, to_x)
-            else:
-                dE = load_tile(dP_ptr + half + head * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
-                d_q, d_e = by_q * rise, by_e * rise
-                d_g = gates.by_ends(q * d_q + e * d_e, w * d_w, by_total)
-                d_q, d_w = d_q + on[:, None] * w, d_w + on[:, None] * q
-                d_q, d_w, d_g = pairs_backward_onto(d_q, d_w, d_g, dA, q, w, g, True, PRECISION)
-                d_e, d_w, d_g = pairs_backward_onto(d_e, d_w, d_g, dE, e, w, g, True, PRECISION)
+            dE = load_tile(dP_ptr + half + head * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
+            d_q, d_e = by_q * rise, by_e * rise
+            d_g = gates.by_ends(q * d_q + e * d_e, w * d_w, by_total)
+            d_q, d_w = d_q + on[:, None] * w, d_w + on[:, None] * q
+            d_q, d_w, d_g = pairs_backward_onto(d_q, d_w, d_g, dA, q, w, g, True, PRECISION)
+            d_e, d_w, d_g = pairs_backward_onto(d_e, d_w, d_g, dE, e, w, g, True, PRECISION)
             t0 = first + zero * k0 + zero
             gather(d_q_ptr, q_sums_ptr, into, d_q, r, R, t0, stop, G * K, k0, K)
             if d_g_ptr is not None:
@@ -162,11 +128,145 @@ def side_by_channel_kernel(  # type: ignore[no-untyped-def]
             else:
                 gather(d_e_ptr, e_sums_ptr, into, d_e, r, R, t0, stop, G * K, k0, K)
             gather(d_k_ptr, k_sums_ptr, into, d_k, r, R, t0, stop, G * K, k0, K)
-        if NEAR and not FAR:
-            tl.store(far_ptr + tl.program_id(0), levels)
         if d_beta_ptr is not None:
             at = (first + tl.arange(0, CHUNK)).to(tl.int64)
             tl.store(d_beta_ptr + head + at * H, d_beta, mask=at < stop)
+
+
+@triton.jit
+def near_side_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, total_ptr, d_out_ptr, dv_ptr, errors_ptr, states_ptr, ends_ptr, offsets_ptr,
+    dP_ptr, d_value_ptr, q_sums_ptr, k_sums_ptr, e_sums_ptr, d_q_ptr, d_k_ptr, d_e_ptr, d_beta_ptr, d_g_ptr,
+    q_strides, k_strides, e_strides, beta_strides, g_strides, d_out_strides, scale, T, N, H, R, K, V, half,
+    EACH: tl.constexpr, FAR: tl.constexpr, KEEP: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, ALL_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """`side_by_channel_kernel` in half precision, of EACH chunks: a launch for those whose rows are all near, and, FAR,
+    one for all others, as totals say. In bfloat16 dA and dE are two, side by side.
+
+    KEEP: do, dv and d, V in one block, lie in shared memory through the channels, as dA and dE do. WHOLE: no tile
+    reaches beyond its tensor (tiles/whole.py). What d_q, d_e and d_w wait for, exp(c) or exp(-c), they are given when
+    products have been added up; for a near row's fall is exp(-c) total.
+    """
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
+    PARTS: tl.constexpr = 2 if dP_ptr.dtype.element_ty == tl.bfloat16 else 1
+    for i in range(EACH):
+        program, G = tl.program_id(0) * EACH + i, H // R
+        group = (program % G).to(tl.int64)
+        n, b, t0, stop, slot = chunk_at(offsets_ptr, program // G, N, T, CHUNK)
+        row, heads = tl.cast(b, tl.int64), tl.where(n < 0, 0, R)
+        into = (row * T * G + group) * K
+        far = 0
+        for r in range(heads):
+            far = tl.maximum(far, near.forgets(total_ptr + (slot * H + group * R + r) * K, K, ALL_K))
+        for r in tl.range(tl.where((far == 0) == FAR, 0, heads), disable_licm=True):
+            h = group * R + r
+            query_ptr = q_ptr + row * q_strides[0] + group * q_strides[2]
+            key_ptr = k_ptr + row * k_strides[0] + group * k_strides[2]
+            head, there = row * T * H + h, (slot * H + h) * K * V
+            out_ptr = d_out_ptr + row * d_out_strides[0] + h * d_out_strides[2]
+            gates_ptr = g_ptr + row * g_strides[0] + h * g_strides[2]
+            d_ptr, value_ptr = errors_ptr + head * V, dv_ptr + head * V
+            dA, dE = outers(
+                out_ptr, d_out_strides, value_ptr, d_ptr, H * V, t0, stop, V, DTYPE, PRECISION, CHUNK, BLOCK_V, WHOLE
+            )
+            on = scale * on_diagonal(dA)
+            dA, dE = below(scale * dA), -below(dE)
+            pairs_ptr = dP_ptr + head * PARTS * CHUNK
+            high, low = in_two(dA, DTYPE, PRECISION)
+            write(pairs_ptr, high, t0, stop, H * PARTS * CHUNK, 0, CHUNK, WHOLE)
+            if PARTS > 1:
+                write(pairs_ptr + CHUNK, low, t0, stop, H * PARTS * CHUNK, 0, CHUNK, WHOLE)
+            high, low = in_two(dE, DTYPE, PRECISION)
+            write(pairs_ptr + half, high, t0, stop, H * PARTS * CHUNK, 0, CHUNK, WHOLE)
+            if PARTS > 1:
+                write(pairs_ptr + half + CHUNK, low, t0, stop, H * PARTS * CHUNK, 0, CHUNK, WHOLE)
+            tl.debug_barrier()
+            A = read(pairs_ptr, t0, stop, H * PARTS * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, WHOLE)
+            E = read(pairs_ptr + half, t0, stop, H * PARTS * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, WHOLE)
+            A_low, E_low = A, E
+            if PARTS > 1:
+                A_low = read(pairs_ptr + CHUNK, t0, stop, H * PARTS * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, WHOLE)
+                E_low = read(pairs_ptr + half + CHUNK, t0, stop, H * PARTS * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, WHOLE)
+            if KEEP:
+                do = working(read(out_ptr, t0, stop, d_out_strides[1], 0, V, d_out_strides[3], CHUNK, BLOCK_V, WHOLE))
+                if d_value_ptr is None:
+                    dv = read(value_ptr, t0, stop, H * V, 0, V, 1, CHUNK, BLOCK_V, WHOLE).to(do.dtype)
+                else:
+                    dv = working(read(d_value_ptr + head * V, t0, stop, H * V, 0, V, 1, CHUNK, BLOCK_V, WHOLE))
+                d = read(d_ptr, t0, stop, H * V, 0, V, 1, CHUNK, BLOCK_V, WHOLE).to(do.dtype)
+            beta = load_gates(beta_ptr + row * beta_strides[0] + h * beta_strides[2], t0, stop, beta_strides[1], CHUNK)
+            d_beta = tl.zeros([CHUNK], tl.float32)
+            for k0 in tl.range(0, K, BLOCK_K, disable_licm=True):
+                whole = load_row(total_ptr + (slot * H + h) * K, k0, K, BLOCK_K)
+                g = read(gates_ptr, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K, WHOLE).to(tl.float32)
+                q = read(query_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K, WHOLE).to(tl.float32)
+                k = read(key_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K, WHOLE).to(tl.float32)
+                e = k
+                if e_ptr is not None:
+                    e_there = e_ptr + row * e_strides[0] + group * e_strides[2]
+                    e = read(e_there, t0, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_K, WHOLE).to(tl.float32)
+                if KEEP:
+                    S = working(read(states_ptr + there, k0, K, V, 0, V, 1, BLOCK_K, BLOCK_V, WHOLE))
+                    dS = working(read(ends_ptr + there, k0, K, V, 0, V, 1, BLOCK_K, BLOCK_V, WHOLE))
+                    to_q = tl.dot(do, tl.trans(S), input_precision=PRECISION)
+                    to_e = tl.dot(dv, tl.trans(S), input_precision=PRECISION)
+                    by_w = tl.dot(d, tl.trans(dS), input_precision=PRECISION)
+                    by_total = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+                else:
+                    to_q, to_e, by_w, by_total = through_states(
+                        out_ptr, d_out_strides, value_ptr, d_ptr, H * V, states_ptr + there, ends_ptr + there,
+                        t0, stop, k0, K, V, PRECISION, CHUNK, BLOCK_K, BLOCK_V, WHOLE,
+                    )  # fmt: skip
+                c, last = near.sums_in_two(g, FAR)
+                w = k * beta[:, None]
+                close = tl.min(c, 1) >= near.FAR * near.LOG2E
+                near_A, near_A_low, near_E, near_E_low = A, A_low, E, E_low
+                if FAR:
+                    near_A, near_A_low = tl.where(close[:, None], A, 0.0), tl.where(close[:, None], A_low, 0.0)
+                    near_E, near_E_low = tl.where(close[:, None], E, 0.0), tl.where(close[:, None], E_low, 0.0)
+                rise, lift = tl.exp2(c), near.lift_in_two(c)
+                up_q, up_e, down = q * rise, e * rise, w * lift
+                if PARTS == 1:
+                    up_q, up_e, down = rounded(up_q, PRECISION), rounded(up_e, PRECISION), rounded(down, PRECISION)
+                down_high, down_low = in_two(down, DTYPE, PRECISION)
+                to_q = of_two(near_A, near_A_low, down_high, down_low, scale * to_q, PRECISION)
+                to_e = of_two(near_E, near_E_low, down_high, down_low, -to_e, PRECISION)
+                if FAR:
+                    d_w = tl.exp2(last - c) * by_w
+                    by_fall, to_w = w * d_w, tl.zeros([CHUNK, BLOCK_K], tl.float32)
+                else:
+                    d_w, to_w = 0.0, by_w * whole[None, :]
+                    by_fall = down * to_w
+                up_high, up_low = in_two(up_q, DTYPE, PRECISION)
+                to_w = of_two(tl.trans(near_A), tl.trans(near_A_low), up_high, up_low, to_w, PRECISION)
+                up_high, up_low = in_two(up_e, DTYPE, PRECISION)
+                to_w = of_two(tl.trans(near_E), tl.trans(near_E_low), up_high, up_low, to_w, PRECISION)
+                by_token = up_q * to_q + up_e * to_e - down * to_w
+                d_q, d_e, d_w = rise * to_q, rise * to_e, lift * to_w + d_w
+                d_g = tl.zeros([CHUNK, BLOCK_K], tl.float32) + (by_total * whole + tl.sum(by_fall, 0))[None, :]
+                if FAR:
+                    by_token -= by_fall
+                    for i in tl.range(2 * near.levels_of(c), disable_licm=True):  # A and E in turn
+                        x, dP = tl.where(i % 2 == 0, q, e), tl.where(i % 2 == 0, dA, dE)
+                        to_x, d_w, d_g = far_backward(d_w, d_g, dP, x, w, c / near.LOG2E, close, i // 2, PRECISION)
+                        d_q += tl.where(i % 2 == 0, to_x, 0.0)
+                        d_e += tl.where(i % 2 == 0, 0.0, to_x)
+                d_g = sums_behind(by_token, d_g, DTYPE)
+                d_q, d_w = d_q + on[:, None] * w, d_w + on[:, None] * q
+                gather(d_q_ptr, q_sums_ptr, into, d_q, r, R, t0, stop, G * K, k0, K)
+                if d_g_ptr is not None:
+                    write(d_g_ptr + head * K, d_g, t0, stop, H * K, k0, K, WHOLE)
+                d_beta += tl.sum(d_w * k, 1)
+                d_k = beta[:, None] * d_w
+                if e_ptr is None:
+                    d_k += d_e
+                else:
+                    gather(d_e_ptr, e_sums_ptr, into, d_e, r, R, t0, stop, G * K, k0, K)
+                gather(d_k_ptr, k_sums_ptr, into, d_k, r, R, t0, stop, G * K, k0, K)
+            if d_beta_ptr is not None:
+                at = (t0 + tl.arange(0, CHUNK)).to(tl.int64)
+                tl.store(d_beta_ptr + head + at * H, d_beta, mask=at < stop)
 
 
 @triton.jit
@@ -194,6 +294,13 @@ def _channels_rule(K: int, V: int, wide: bool, target: Target) -> Config:
     return Config({"BLOCK_K": 16, "BLOCK_V": side(V, 32)}, warps=8, stages=1)
 
 
+def _near_rule(K: int, V: int, wide: bool, target: Target) -> Config:
+    """Where a processor has room for two programs' do, dv and d, they lie there; else they are read in blocks."""
+    if target.arch == 90:
+        return Config({"BLOCK_K": side(K, 32), "BLOCK_V": side(V, 128)}, warps=4, stages=1)
+    return Config({"BLOCK_K": 16, "BLOCK_V": side(V, 32)}, warps=8, stages=1)
+
+
 def with_decays(problem: Any, states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """rise q, fall k, rise e [B,T,H,K], total [slots,H,K]; rise e in bfloat16 [2,..]: its rounding, what is left."""
     call, shape = problem.call, (problem.B, problem.T, problem.H, problem.K)
@@ -207,24 +314,49 @@ def with_decays(problem: Any, states: Tensor) -> tuple[Tensor, Tensor, Tensor, T
         call.q.stride(), call.k.stride(), problem.erase.stride(), strides(problem.g),
         problem.T, problem.N, problem.H, problem.H // problem.G, problem.K, q.numel(), config=config, CHUNK=CHUNK,
     )  # fmt: skip
+    problem.total = gone
     return q, k, e, gone
 
 
 def side_by_channel(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Tensor, behind: Tensor) -> None:
     """All that is left when the walk has made dv and the gradients `behind` each chunk."""
+    if problem.call.q.dtype != torch.float32:
+        _near_side(problem, kept, d_out, dv, behind)
+        return
     call, config = problem.call, problem.config("side_by_channel", _channels_rule)
     d_q, d_k, _, d_beta, d_g, d_erase, _ = problem.found
-    waiting, half = dv.new_empty(2, problem.B, problem.T, problem.H, CHUNK), call.q.dtype != torch.float32
-    programs = problem.chunks * problem.G
-    far = torch.empty(programs, dtype=torch.int32, device=dv.device) if half else None
-    for again in (False, True)[: 2 if half else 1]:
+    waiting = dv.new_empty(2, problem.B, problem.T, problem.H, CHUNK)
+    launch(
+        side_by_channel_kernel, (problem.chunks * problem.G,),
+        call.q, call.k, call.erase, call.beta, problem.g, d_out, dv, kept[1], kept[0], behind, call.offsets,
+        waiting, *map(problem.sums, (d_q, d_k, d_erase)), d_q, d_k, d_erase, d_beta, d_g,
+        call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(problem.g),
+        d_out.stride(), call.scale, 0, problem.T, problem.N, problem.H, problem.H // problem.G, problem.K,
+        problem.V, waiting[0].numel(), config=config, PRECISION=problem.precision, CHUNK=CHUNK,
+    )  # fmt: skip
+
+
+def _near_side(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Tensor, behind: Tensor) -> None:
+    """The same in half precision, near chunks and then far ones."""
+    call, config = problem.call, problem.config("near_side", _near_rule)
+    d_q, d_k, d_value, d_beta, d_g, d_erase, _ = problem.found
+    parts = (2,) if call.q.dtype == torch.bfloat16 else ()
+    waiting = dv.new_empty(2, problem.B, problem.T, problem.H, *parts, CHUNK, dtype=stored(call.q.dtype))
+    sizes = (problem.T % CHUNK, problem.K % config["BLOCK_K"], problem.V % config["BLOCK_V"])
+    whole = call.offsets is None and not any(sizes)
+    whole = whole and within(CHUNK, max(problem.K, problem.V), call.q, call.k, call.erase, problem.g, d_out)
+    programs, each = problem.chunks * problem.G, 1
+    for far in (False, True):
+        if far:  # most find nothing to do: fewer of them take less time for it
+            each = next(n for n in (8, 4, 2, 1) if programs % n == 0)
         launch(
-            side_by_channel_kernel, (programs,),
-            call.q, call.k, call.erase, call.beta, problem.g, d_out, dv, kept[1], kept[0], behind, call.offsets,
-            far, waiting, *map(problem.sums, (d_q, d_k, d_erase)), d_q, d_k, d_erase, d_beta, d_g,
+            near_side_kernel, (programs // each,),
+            call.q, call.k, call.erase, call.beta, problem.g, problem.total, d_out, dv, kept[1], kept[0], behind,
+            call.offsets, waiting, d_value if parts else None, *map(problem.sums, (d_q, d_k, d_erase)),
+            d_q, d_k, d_erase, d_beta, d_g,
             call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(problem.g),
-            d_out.stride(), call.scale, 0, problem.T, problem.N, problem.H, problem.H // problem.G, problem.K,
-            problem.V, waiting[0].numel(),
-            config=Config(config.blocks, 8, 1) if again else config, FAR=again, PRECISION=problem.precision,
-            CHUNK=CHUNK,
+            d_out.stride(), call.scale, problem.T, problem.N, problem.H, problem.H // problem.G, problem.K, problem.V,
+            waiting[0].numel(), config=Config(config.blocks, 8, 1) if far else config,
+            EACH=each, FAR=far, KEEP=not far and config["BLOCK_V"] >= problem.V, WHOLE=whole,
+            PRECISION=problem.precision, CHUNK=CHUNK, ALL_K=side(problem.K, 1 << 20),
         )  # fmt: skip

@@ -39,11 +39,12 @@ from foci.core.tune import (
 )
 from foci.tiles import near, pairs
 from foci.tiles.affine import joined, load_state, piece_at, store_map, store_state, with_unit
-from foci.tiles.chunk_backward import right, store_in_two
+from foci.tiles.chunk_backward import right
 from foci.tiles.gates import load_gates, pairs_of_two, total
 from foci.tiles.memory import load_tile, store_tile
 from foci.tiles.solve import inverse
 from foci.tiles.state import chunk_at, rounded, working
+from foci.tiles.whole import read, within, write
 
 CHUNK = 64
 
@@ -71,26 +72,25 @@ class Gated(NamedTuple):
 @triton.jit
 def chunks_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr,
-    far_ptr, X_ptr, A_ptr, rise_ptr, write_ptr, total_ptr, risen_q_ptr, risen_e_ptr, fallen_ptr,
+    X_ptr, A_ptr, rise_ptr, write_ptr, total_ptr, risen_q_ptr, risen_e_ptr, fallen_ptr,
     q_strides, k_strides, e_strides, beta_strides, g_strides, scale, T, N, H, R, K, half,
-    FAR: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    FAR: tl.constexpr, WHOLE: tl.constexpr, ALL_K: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """X and A of one chunk and head, and its operands with their decays in them.
 
-    With `far_ptr` a first launch takes the pairs of near rows alone (tiles/pairs.py), and says there, a number per
-    program, where these were not all; there the second, FAR, does all again (near rows too, in tiles of other warps, so
-    that their last digits may tell that a later row is far).
+    Per channel in half precision a first launch takes all rows as near (tiles/pairs.py); where its totals say that they
+    may not be, the second, FAR, does all again. WHOLE: no tile reaches beyond its tensor (tiles/whole.py).
     """
-    if FAR:  # noqa: SIM102  a constant and a tensor
-        if tl.load(far_ptr + tl.program_id(0)) == 0:
-            return
+    NEAR: tl.constexpr = q_ptr.dtype.element_ty != tl.float32
     h = (tl.program_id(0) % H).to(tl.int64)
     n, b, t0, stop, slot = chunk_at(offsets_ptr, tl.program_id(0) // H, N, T, CHUNK)
     if n < 0:
-        if far_ptr is not None:
-            tl.store(far_ptr + tl.program_id(0), 0)
         return
-    row, levels = tl.cast(b, tl.int64), 0
+    if FAR:  # noqa: SIM102  a constant and a tensor
+        if near.forgets(total_ptr + (slot * H + h) * K, K, ALL_K) == 0:
+            return
+    row = tl.cast(b, tl.int64)
     q_ptr += row * q_strides[0] + h // R * q_strides[2]
     k_ptr += row * k_strides[0] + h // R * k_strides[2]
     if e_ptr is not None:
@@ -100,41 +100,44 @@ def chunks_kernel(  # type: ignore[no-untyped-def]
     A = tl.zeros([CHUNK, CHUNK], tl.float32)
     E = tl.zeros([CHUNK, CHUNK], tl.float32)
     for k0 in range(0, K, BLOCK_K):
-        q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
-        k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
+        q = working(read(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K, WHOLE))
+        k = working(read(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K, WHOLE))
         e = k
         if e_ptr is not None:
-            e = working(load_tile(e_ptr, t0, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_K))
+            e = working(read(e_ptr, t0, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_K, WHOLE))
         if PER_CHANNEL:
-            g = load_tile(g_ptr, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+            g = read(g_ptr, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K, WHOLE).to(tl.float32)
             q, k, e = q.to(tl.float32), k.to(tl.float32), e.to(tl.float32)
-            rise, fall = near.ends(g, True, far_ptr is not None)
-            there = (row * T * H + h) * K
-            store_tile(risen_q_ptr + there, q * rise, t0, stop, H * K, k0, K, 1)
-            store_tile(risen_e_ptr + there, e * rise, t0, stop, H * K, k0, K, 1)
-            store_in_two(fallen_ptr + there, half, k * fall, t0, stop, H * K, k0, K)
-            at = k0 + tl.arange(0, BLOCK_K)
-            tl.store(total_ptr + (slot * H + h) * K + at, total(g), mask=at < K)
-            if far_ptr is not None:
-                _, c, close = near.exponents(g, True)
-                levels = tl.maximum(levels, near.far_levels(close))
-                A, E = pairs.pairs_of_two(A, E, q, e, k, rise, c, close, FAR, PRECISION)
+            if NEAR:
+                c, last = near.sums_in_two(g, FAR)
+                rise, fall, gone = tl.exp2(c), tl.exp2(last - c), tl.exp2(last)
+            else:
+                rise, fall = near.ends(g, True, False)
+                gone = tl.broadcast_to(total(g)[None, :], g.shape)
+            there, up_q, up_e = (row * T * H + h) * K, q * rise, e * rise
+            write(risen_q_ptr + there, up_q, t0, stop, H * K, k0, K, WHOLE)
+            write(risen_e_ptr + there, up_e, t0, stop, H * K, k0, K, WHOLE)
+            fallen = k * fall
+            write(fallen_ptr + there, fallen, t0, stop, H * K, k0, K, WHOLE)
+            if fallen_ptr.dtype.element_ty == tl.bfloat16:
+                lost = fallen - fallen.to(tl.bfloat16).to(tl.float32)
+                write(fallen_ptr + half + there, lost, t0, stop, H * K, k0, K, WHOLE)
+            store_tile(total_ptr + (slot * H + h) * K, gone, 0, 1, 0, k0, K, 1)
+            if NEAR:
+                A, E = pairs.pairs_in_two(A, E, up_q, up_e, q, e, k, c, FAR, q_ptr.dtype.element_ty, PRECISION)
             else:
                 A, E = pairs_of_two(A, E, q, e, k, g, PRECISION)
         else:
             A = tl.dot(q, tl.trans(k), A, input_precision=PRECISION)
             E = tl.dot(e, tl.trans(k), E, input_precision=PRECISION)
-    if far_ptr is not None and not FAR:
-        tl.store(far_ptr + tl.program_id(0), levels)
     t, at = tl.arange(0, CHUNK), t0 + tl.arange(0, CHUNK)
     beta_ptr += row * beta_strides[0] + h * beta_strides[2]
     beta = tl.load(beta_ptr + at.to(tl.int64) * beta_strides[1], mask=at < stop, other=0.0).to(tl.float32)
-    if not PER_CHANNEL:
-        if g_ptr is None:
-            A = tl.where(t[:, None] >= t[None, :], A, 0.0)
-        else:
+    if g_ptr is None or (PER_CHANNEL and NEAR):
+        A = tl.where(t[:, None] >= t[None, :], A, 0.0)
+    if not PER_CHANNEL:  # noqa: SIM102  constants, each of which leaves code out
+        if g_ptr is not None:
             g = load_gates(g_ptr, t0, stop, g_strides[1], CHUNK)
-            NEAR: tl.constexpr = q_ptr.dtype.element_ty != tl.float32
             W = near.weights(g, True, NEAR)
             A, E = A * W, E * W
             rise, fall = near.ends(g, True, NEAR)
@@ -348,14 +351,15 @@ def chunks(call: Any, inverse: Tensor, products: Tensor, slots: int, target: Tar
     rule = partial(chunks_rule, v.dtype, K, per_channel)
     config = configure("delta_chunks", (v.dtype, K, per_channel), rule, target, {"BLOCK_K": (16, 32, 64)})
     by_near = per_channel and v.dtype != torch.float32
-    far = torch.empty(slots * H, dtype=torch.int32, device=v.device) if by_near else None
+    whole = call.offsets is None and T % CHUNK == K % config["BLOCK_K"] == 0
+    whole = whole and within(CHUNK, K, call.q, call.k, call.erase, g)
     for again in (False, True)[: 2 if by_near else 1]:
         launch(
             chunks_kernel, (slots * H,),
-            call.q, call.k, call.erase, call.beta, g, call.offsets, far, inverse, products, *gated,
+            call.q, call.k, call.erase, call.beta, g, call.offsets, inverse, products, *gated,
             call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(g),
             call.scale, T, N, H, H // G, K, B * T * H * K,
-            config=Config(config.blocks, 8, 1) if again else config, FAR=again, PER_CHANNEL=per_channel,
-            PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK,
+            config=config, FAR=again, WHOLE=whole,
+            ALL_K=side(K, 1 << 20), PER_CHANNEL=per_channel, PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK,
         )  # fmt: skip
     return gated

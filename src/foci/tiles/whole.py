@@ -1,0 +1,41 @@
+"""Tiles that lie whole within their tensors: no masks, and addresses of 32 bits behind one of 64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from foci.tiles.memory import load_tile, store_tile
+
+
+@triton.jit
+def read(  # type: ignore[no-untyped-def]
+    ptr, row0, rows, stride_row, col0, cols, stride_col,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """`load_tile` of tiles/memory.py; WHOLE: nothing of the tile is outside, and it spans less than 2^31 numbers."""
+    if WHOLE:
+        ptr += tl.cast(row0, tl.int64) * stride_row + col0 * stride_col
+        r, c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
+        tile = tl.load(ptr + (r[:, None] * stride_row + c[None, :] * stride_col))
+    else:
+        tile = load_tile(ptr, row0, rows, stride_row, col0, cols, stride_col, BLOCK_R, BLOCK_C)
+    return tile
+
+
+@triton.jit
+def write(ptr, tile, row0, rows, stride_row, col0, cols, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`store_tile` of columns side by side, under the same conditions."""
+    if WHOLE:
+        ptr += tl.cast(row0, tl.int64) * stride_row + col0
+        r, c = tl.arange(0, tile.shape[0]), tl.arange(0, tile.shape[1])
+        tl.store(ptr + (r[:, None] * stride_row + c[None, :]), tile.to(ptr.dtype.element_ty))
+    else:
+        store_tile(ptr, tile, row0, rows, stride_row, col0, cols, 1)
+
+
+def within(rows: int, columns: int, *tensors: Any) -> bool:
+    """Whether 32 bits count what lies between the first and the last number of a tile of these tensors [B,T,H,D]."""
+    return all(x is None or rows * abs(x.stride(1)) + columns * abs(x.stride(3)) < 1 << 31 for x in tensors)

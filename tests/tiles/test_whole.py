@@ -1,0 +1,42 @@
+"""Tiles without masks are those with them, where nothing is outside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from foci.tiles.whole import read, within, write
+from tests.ops.in_triton import DEVICE
+
+
+@triton.jit
+def _copy(x_ptr, y_ptr, row, rows, stride, column, columns, step, WHOLE: tl.constexpr):
+    tile = read(x_ptr, row, rows, stride, column, columns, step, 16, 32, WHOLE)
+    write(y_ptr, tile, row, rows, columns, column, columns, WHOLE)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_whole_tile_comes_and_goes_as_with_masks(turned: bool) -> None:
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    x = x.t().contiguous().t() if turned else x
+    for row, column in (0, 0), (16, 32), (48, 64):
+        for whole in (False, True):
+            y = torch.zeros(64, 96, device=DEVICE)
+            _copy[(1,)](x, y, row, 64, x.stride(0), column, 96, x.stride(1), whole)
+            expected = torch.zeros_like(y)
+            expected[row : row + 16, column : column + 32] = x[row : row + 16, column : column + 32]
+            assert torch.equal(y, expected)
+
+
+def test_with_masks_nothing_outside_is_written() -> None:
+    x, y = torch.ones(64, 96, device=DEVICE), torch.zeros(64, 96, device=DEVICE)
+    _copy[(1,)](x, y, 56, 64, 96, 80, 96, 1, False)
+    assert y.sum() == 8 * 16
+
+
+def test_which_tiles_32_bits_can_count() -> None:
+    x = torch.empty(1, device="meta")
+    assert within(64, 128, x.expand(1, 8192, 64, 128), None)
+    assert not within(64, 128, x.as_strided((1, 8192, 1, 128), (0, 1 << 26, 0, 1)))
