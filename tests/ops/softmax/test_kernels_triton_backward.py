@@ -76,6 +76,13 @@ def test_odd_widths(K: int, V: int) -> None:
     agree(drawn(B=1, K=K, V=V) | {"sink": torch.randn(2)})
 
 
+@pytest.mark.parametrize("extra", [{}, {"softcap": 3.0}, {"bias": torch.ones(1, 2, 1, 70)}], ids=str)
+def test_wide_heads_in_half(extra: dict[str, Any]) -> None:
+    """On Hopper dv and dk are made one after the other."""
+    drawing = drawn(B=1, T=70, S=70, H=2, G=1, K=200, V=130) | extra
+    agree({n: x.half() if isinstance(x, Tensor) else x for n, x in drawing.items()} | {"mask": Causal()})
+
+
 MASKS = {
     "cross": lambda: Causal() & Window(3, None),
     "band": lambda: Band(-3, torch.tensor([1, 4])),
@@ -171,8 +178,8 @@ def test_twice_gives_the_same_bits() -> None:
         assert torch.equal(a, b)
 
 
-def launches(needs: list[bool], **extra: Any) -> Counter[str]:
-    meta = {n: x.to("meta") for n, x in drawn().items()}
+def launches(needs: list[bool], dtype: torch.dtype = torch.float32, K: int = 8, **extra: Any) -> Counter[str]:
+    meta = {n: x.to("meta", dtype) for n, x in drawn(K=K).items()}
     call = SPEC.bind(**meta, **extra)
     outputs = tuple(output.empty(call.q) for output in SPEC.outputs(call))  # type: ignore[misc]
     with recording(TARGETS["sm_90"]) as seen:
@@ -182,11 +189,13 @@ def launches(needs: list[bool], **extra: Any) -> Counter[str]:
 
 
 def test_launches() -> None:
-    """Two; one more for a sink, one or two for a bias; nothing that is not needed."""
+    """Two; one more for a sink, one or two for a bias, one for wide heads in half; nothing that is not needed."""
     bias, sink = torch.empty(9, 9, device="meta"), torch.empty(2, device="meta")
     plain = {"queries_kernel": 1, "keys_kernel": 1}
     assert launches([True, True, True, False, False]) == plain
     assert launches([True, True, True, False, False], bias=bias, sink=sink) == plain
+    assert launches([True, True, True, False, False], torch.float16, 200) == plain | {"keys_kernel": 2}
+    assert launches([True, True, False, False, False], torch.float16, 200) == plain
     assert launches([True, False, False, False, False]) == {"queries_kernel": 1}
     assert launches([False, True, False, False, False]) == plain
     assert launches([False] * 5) == {}

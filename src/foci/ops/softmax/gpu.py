@@ -44,7 +44,10 @@ def forward_paged(call: Call, table: Tensor) -> Tensor:
 def backward(
     call: Call, outputs: tuple[Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None], needs: list[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, bias, sink: two launches, one more for a sink, one or two for a bias."""
+    """Gradients of q, k, v, bias, sink: two launches, one more for a sink, one or two for a bias.
+
+    And on Hopper one more where heads are wider than 128.
+    """
     from foci.ops.softmax import kernels_triton_backward, kernels_triton_bias
 
     if not any(needs):

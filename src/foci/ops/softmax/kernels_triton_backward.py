@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foci.core.tune import Config, Target, configure, launch, precision, side, target_of
 from foci.tiles.softmax import LOG2E, between, border, borders, keys_of, queries_of, stretches
-from foci.tiles.softmax_backward import load_rows, probabilities, stays, unit
+from foci.tiles.softmax_backward import bias_of, load_rows, probabilities, stays, unit
 
 # tiles/softmax_backward.py has the equations.
 
@@ -78,9 +78,10 @@ def queries_kernel(  # type: ignore[no-untyped-def]
     steady_ptr, pull_ptr, dq_ptr, dsink_ptr,
     q_strides, k_strides, v_strides, out_strides, lse_strides, dout_strides, dlse_strides, given_strides, bias_strides,
     dense_strides, dq_strides, sink_stride,
-    T, S, H, blocks, scale, softcap, left, right, threshold, grow,
+    T, S, H, blocks, rows, scale, softcap, left, right, threshold, grow,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, END: tl.constexpr, START: tl.constexpr, GAPS: tl.constexpr,
     PLACED: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, ADD: tl.constexpr,
+    ALIKE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """A block of queries of one head: their lse and pull [B, H, T] for the kernels after it, dq, a part of dsink.
@@ -128,7 +129,9 @@ def queries_kernel(  # type: ignore[no-untyped-def]
         k_ptr += b * k_strides[0] + (h // R) * k_strides[2]
         v_ptr += b * v_strides[0] + (h // R) * v_strides[2]
         pairs = (bias_ptr, bias_strides, dense_ptr, dense_strides, T, S)
-        dq = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
+        if ALIKE:  # places are reckoned once
+            v_strides = k_strides
+        dq = tl.zeros([BLOCK_T, BLOCK_K], tl.float32) + tl.program_id(1).to(tl.float32)  # as in keys_kernel
         mass, excess = tl.zeros_like(lse), tl.zeros_like(lse)
         # Two loops: a branch within one would have every product waited for.
         for i in range(borders(start, inner, outer, stop, BLOCK_S)):
@@ -149,9 +152,9 @@ def queries_kernel(  # type: ignore[no-untyped-def]
         if EXACT:
             pull = tl.where(empty, 0.0, excess + pull * mass - of_lse)
 
-    row = bh.to(tl.int64) * T
-    tl.store(steady_ptr + row + t, steady, mask=t < T)
-    tl.store(pull_ptr + row + t, pull, mask=t < T)
+    row = bh.to(tl.int64) * rows
+    tl.store(steady_ptr + row + t, steady)
+    tl.store(pull_ptr + row + t, pull)
     if dsink_ptr is not None:
         above = tl.load(sink_ptr + h * sink_stride).to(tl.float32) * unit(PRECISE) - steady
         tl.store(dsink_ptr + (b * blocks + place) * H + h, -tl.sum(tl.exp2(above * (LOG2E / unit(PRECISE))) * pull, 0))
@@ -159,18 +162,19 @@ def queries_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _of_keys(  # type: ignore[no-untyped-def]
-    dk, dv, k, v, t0, masked, stop, s0, low, high, given, pairs, seed_ptr, b, h, H, scale, softcap, threshold, grow,
-    K: tl.constexpr, V: tl.constexpr, NEEDS_DK: tl.constexpr, NEEDS_DV: tl.constexpr, GAPS: tl.constexpr,
-    PLACED: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
+    dk, dv, k, v, t0, stop, s0, low, high, given, pairs, seed_ptr, b, h, H, scale, softcap, threshold, grow,
+    MASKED: tl.constexpr, K: tl.constexpr, V: tl.constexpr, NEEDS_DK: tl.constexpr, NEEDS_DV: tl.constexpr,
+    GAPS: tl.constexpr, PLACED: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head joins the sums of a block of keys, in tiles [keys, queries]; as above."""
-    q_ptr, dout_ptr, steady_ptr, pull_ptr, q_strides, dout_strides = given
-    row = (b * H + h) * pairs[4]
-    t = t0 + tl.arange(0, BLOCK_T)
-    alive = t < stop
-    if GAPS:  # queries between two documents may hold anything  # noqa: SIM102 one is known to the compiler
-        if masked:
+    q_ptr, dout_ptr, steady_ptr, pull_ptr, q_strides, dout_strides, rows = given
+    near, row = tl.arange(0, BLOCK_T), (b * H + h) * rows + tl.multiple_of(t0.to(tl.int64), BLOCK_T)
+    t = t0 + near
+    alive = None
+    if MASKED:
+        alive = t < stop
+        if GAPS:  # queries between two documents may hold anything
             alive &= tl.max(between(t[None, :], low, high).to(tl.int32), 0) != 0
     q_head = q_ptr + b * q_strides[0] + h * q_strides[2]
     q = load_rows(q_head, t0, alive, q_strides, K, NEAR, BLOCK_T, BLOCK_K)
@@ -183,12 +187,16 @@ def _of_keys(  # type: ignore[no-untyped-def]
         if NEEDS_DK:
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     # lse and pull are read where they are needed: a thread holds a quarter of each.
-    steady = tl.load(steady_ptr + row + t, mask=t < stop, other=float("inf"))
+    steady = tl.load(steady_ptr + row + near)
+    bias = None
+    if pairs[0] is not None:  # read as it lies, a query a row
+        s = tl.arange(0, k.shape[0])
+        bias = tl.trans(bias_of(t0, s0, near[:, None], s[None, :], pairs, b, h, NEAR, q.dtype == tl.float32))
     p, y = probabilities(
-        products, steady[None, :], t0, s0, tl.arange(0, BLOCK_T)[None, :], tl.arange(0, k.shape[0])[:, None], pairs, b,
-        h, scale, softcap, NEAR, q.dtype == tl.float32,
+        products, steady[None, :], t0, s0, near[None, :], tl.arange(0, k.shape[0])[:, None], pairs, b,
+        h, scale, softcap, NEAR, q.dtype == tl.float32, bias,
     )  # fmt: skip
-    if masked:
+    if MASKED:
         p = tl.where(between(t[None, :], low, high), p, 0.0)
     share = p
     if seed_ptr is not None:
@@ -200,7 +208,7 @@ def _of_keys(  # type: ignore[no-untyped-def]
     if NEEDS_DK:
         if softcap is not None:  # here rather than in dz: tanh need not be held any longer
             p *= 1.0 - y * y
-        pull = tl.load(pull_ptr + row + t, mask=t < stop, other=0.0)
+        pull = tl.load(pull_ptr + row + near)
         dz = p * (dp - pull[None, :])
         dk = tl.dot(dz.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
@@ -221,9 +229,9 @@ def keys_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, dout_ptr, steady_ptr, pull_ptr, bias_ptr, dense_ptr, seed_ptr,
     q_offsets_ptr, kv_offsets_ptr, documents, kv_lengths_ptr, q_lengths_ptr, low_ptr, step_low, high_ptr, step_high,
     dk_ptr, dv_ptr, q_strides, k_strides, v_strides, dout_strides, bias_strides, dense_strides, dk_strides, dv_strides,
-    T, S, G, blocks, scale, softcap, left, right, threshold, grow,
+    T, S, G, blocks, rows, scale, softcap, left, right, threshold, grow,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, END: tl.constexpr, START: tl.constexpr, GAPS: tl.constexpr,
-    PLACED: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr,
+    PLACED: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr, ALIKE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """A block of keys of one key head: dk and dv, over all queries that see it, of all heads that share it."""
@@ -243,18 +251,29 @@ def keys_kernel(  # type: ignore[no-untyped-def]
     low, high = low[:, None], high[:, None]
     k = load_rows(k_ptr, s0, alive, k_strides, K, NEAR, BLOCK_S, BLOCK_K)
     v = load_rows(v_ptr, s0, alive, v_strides, V, NEAR, BLOCK_S, BLOCK_V)
-    dk, dv = tl.zeros([BLOCK_S, BLOCK_K], tl.float32), tl.zeros([BLOCK_S, BLOCK_V], tl.float32)
-    given = (q_ptr, dout_ptr, steady_ptr, pull_ptr, q_strides, dout_strides)
+    # A zero that the compiler cannot see: else it sets sums to 0 where Hopper's products have begun to add to them, and
+    # the assembler has each product wait for the one before it (its note C7515).
+    zero = tl.program_id(1).to(tl.float32)
+    dk, dv = tl.zeros([BLOCK_S, BLOCK_K], tl.float32) + zero, tl.zeros([BLOCK_S, BLOCK_V], tl.float32) + zero
+    given = (q_ptr, dout_ptr, steady_ptr, pull_ptr, q_strides, q_strides if ALIKE else dout_strides, rows)
     pairs = (bias_ptr, bias_strides, dense_ptr, dense_strides, T, S)
-    # One loop over heads and queries: it needs fewer registers, and its loads never pause.
-    steps = (stop - start + BLOCK_T - 1) // BLOCK_T
+    # Loops over heads and queries in one: they need fewer registers, and their loads never pause.
+    steps = borders(start, inner, outer, stop, BLOCK_T)
     h, step = g * R, steps * 0
     for _ in range(R * steps):
-        t0 = start + step * BLOCK_T
         dk, dv = _of_keys(
-            dk, dv, k, v, t0, (t0 < inner) | (t0 >= outer), stop, s0, low, high, given, pairs, seed_ptr, b, h, G * R,
-            scale, softcap, threshold, grow, K, V, dk_ptr is not None, dv_ptr is not None, GAPS, PLACED, NEAR,
-            PRECISION, BLOCK_T, BLOCK_K, BLOCK_V,
+            dk, dv, k, v, border(step, start, inner, outer, BLOCK_T), stop, s0, low, high, given, pairs, seed_ptr, b, h,
+            G * R, scale, softcap, threshold, grow, True, K, V, dk_ptr is not None, dv_ptr is not None, GAPS, PLACED,
+            NEAR, PRECISION, BLOCK_T, BLOCK_K, BLOCK_V,
+        )  # fmt: skip
+        h, step = _next(h, step, steps, R)
+    steps = (outer - inner) // BLOCK_T
+    h, step = g * R, steps * 0
+    for _ in range(R * steps):
+        dk, dv = _of_keys(
+            dk, dv, k, v, inner + step * BLOCK_T, stop, s0, low, high, given, pairs, seed_ptr, b, h, G * R,
+            scale, softcap, threshold, grow, False, K, V, dk_ptr is not None, dv_ptr is not None, GAPS, PLACED,
+            NEAR, PRECISION, BLOCK_T, BLOCK_K, BLOCK_V,
         )  # fmt: skip
         h, step = _next(h, step, steps, R)
     if dk_ptr is not None:
@@ -265,14 +284,23 @@ def keys_kernel(  # type: ignore[no-untyped-def]
 
 @functools.cache
 def _rule(
-    kernel: str, names: tuple[str, str], widths: tuple[int, int], size: int, heavy: bool, target: Target
+    kernel: str, names: tuple[str, str], widths: tuple[int, int], size: int, heavy: bool, pairs: int, target: Target
 ) -> Config:
-    """Tiles whose sums stay in registers: the wider a head, the fewer rows a block has. heavy: more is held a pair."""
+    """Tiles whose sums stay in registers: the wider a head, the fewer rows a block has. heavy: more is held a pair.
+
+    pairs: bytes that are read for each pair.
+    """
     place = next(i for i, most in enumerate((64, 128, 256, 512)) if max(widths) <= most)
-    hopper = target.kind == "cuda" and target.arch == 90 and size == 2 and place < 3
     kind = "float32" if size == 4 else "large" if target.kind == "cuda" and target.arch in (90, 100, 103) else "small"
-    rows, columns, warps, stages = _ON_HOPPER[kernel, heavy][place] if hopper else _TILES[kind, names[0]][place]
-    if heavy and not hopper:
+    if _on_hopper(target, size, widths):
+        rows, columns, warps, stages = _ON_HOPPER[kernel, heavy][place]
+        # A row of k and v, but of k alone for dv; rows of q and dout, and what lies beside pairs, in each stage.
+        kept = size * rows * (widths[0] if kernel == "dv" else sum(widths))
+        passing = columns * (size * sum(widths) + pairs * rows)
+        stages = max(1, min(stages, (target.shared - 1024 - kept) // passing))
+        return Config({names[0]: rows, names[1]: columns}, warps, stages)
+    rows, columns, warps, stages = _TILES[kind, names[0]][place]
+    if heavy:
         columns = max(16, columns // 2)
 
     def held() -> int:
@@ -287,6 +315,11 @@ def _rule(
         else:
             columns //= 2
     return Config({names[0]: rows, names[1]: columns}, warps, stages)
+
+
+def _on_hopper(target: Target, size: int, widths: tuple[int, int]) -> bool:
+    """Whether tiles are as measured there."""
+    return target.kind == "cuda" and target.arch == 90 and size == 2 and max(widths) <= 256
 
 
 # Rows that a program keeps, rows of a step, warps and stages for heads of up to 64, 128, 256 and 512 numbers. By the
@@ -306,12 +339,16 @@ _ON_HOPPER = {
     ("queries", True): ((64, 64, 4, 3), (64, 64, 4, 2), (128, 32, 8, 2)),
     ("keys", False): ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
     ("keys", True): ((64, 64, 4, 2), (128, 32, 8, 2), (64, 32, 8, 2)),
-    ("bias", True): ((128, 128, 8, 1), (128, 64, 8, 1), (64, 32, 8, 2)),
+    ("dk", False): ((128, 32, 8, 3),) * 3,
+    ("dk", True): ((128, 32, 8, 3),) * 3,
+    ("dv", False): ((128, 64, 8, 2),) * 3,
+    ("dv", True): ((128, 64, 8, 2),) * 3,
+    ("bias", True): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 8, 2)),
 }
 
 
 WIDEST = 512
-_WIDEST_BLOCK = 256  # rows of a tile
+_WIDEST_BLOCK = 128  # rows of a tile
 
 
 class Problem:
@@ -331,7 +368,6 @@ class Problem:
         )  # fmt: skip
         # Documents may have room for more than they hold, and keys without a query: what lies between may be NaN.
         self.gaps = offsets is not None
-        self.steady, self.pull = torch.empty(2, self.B, self.H, self.T, dtype=torch.float32, device=device).unbind()
         rate = call.dropout
         self.numbers = call.scale, call.softcap, call.left, call.right, int(rate * 2**53), 1 / (1 - rate)
         self.widths = side(K, WIDEST), side(V, WIDEST)
@@ -341,6 +377,12 @@ class Problem:
             "PRECISION": precision(call.q.dtype, self.target), "ADD": add, "NEAR": self._near(),
             "BLOCK_K": self.widths[0], "BLOCK_V": self.widths[1],
         }  # fmt: skip
+        # On Hopper sums of wide heads fill the registers each alone: dk and dv are made one after the other.
+        size = call.q.dtype.itemsize
+        self.apart = _on_hopper(self.target, size, self.widths) and max(self.widths) > 128
+        # Rows of lse and pull are whole blocks, filled to the last: they are read without a mask.
+        self.rows = -(-self.T // _WIDEST_BLOCK) * _WIDEST_BLOCK
+        self.steady, self.pull = torch.empty(2, self.B, self.H, self.rows, dtype=torch.float32, device=device).unbind()
 
     def _near(self) -> bool:
         """Whether places within a tile fit into 32 bits (any that are not those of tensors that are very far apart)."""
@@ -353,7 +395,8 @@ class Problem:
         """`kept` is the block that a program holds all along."""
         call = self.call
         heavy = call.softcap is not None or self.bias is not None or call.seed is not None or self.gaps
-        rule = functools.partial(_rule, kernel, (kept, other), self.widths, call.q.dtype.itemsize, heavy)
+        pairs = sum(x.dtype.itemsize for x in (self.bias, self.dense) if x is not None)
+        rule = functools.partial(_rule, kernel, (kept, other), self.widths, call.q.dtype.itemsize, heavy, pairs)
         return configure(f"softmax_backward_{kernel}", (*self.widths, call.q.dtype, heavy), rule, self.target)
 
 
@@ -369,37 +412,42 @@ def launch_queries(
     """Fills steady, pull and dq; gives the parts of dsink [parts, H] where there is a sink."""
     call = it.call
     config = it.configure("queries", "BLOCK_T", "BLOCK_S")
-    blocks = -(-it.T // config["BLOCK_T"])
+    blocks = it.rows // config["BLOCK_T"]
     parts = None if sink is None else torch.empty(it.B * blocks, it.H, dtype=torch.float32, device=lse.device)
     launch(
         queries_kernel, (blocks * it.B * it.H,),
         call.q, call.k, call.v, out, lse, it.dout, dlse, given, it.bias, it.dense, sink, call.seed, *it.hidden,
         it.steady, it.pull, dq, parts,
         *map(strides, (call.q, call.k, call.v, out, lse, it.dout, dlse, given, it.bias, it.dense, dq)),
-        0 if sink is None else sink.stride(0), it.T, it.S, it.H, blocks, *it.numbers,
-        config=config, GAPS=it.gaps, EXACT=exact, **it.constants,
+        0 if sink is None else sink.stride(0), it.T, it.S, it.H, blocks, it.rows, *it.numbers,
+        config=config, GAPS=it.gaps, EXACT=exact, ALIKE=call.k.stride() == call.v.stride(), **it.constants,
     )  # fmt: skip
     return parts
 
 
 def launch_keys(it: Problem, dk: Tensor | None, dv: Tensor | None) -> None:
     """Fills dk and dv."""
+    if it.apart and dk is not None and dv is not None:
+        launch_keys(it, None, dv)
+        dv = None
     call = it.call
-    config = it.configure("keys", "BLOCK_S", "BLOCK_T")
+    config = it.configure("keys" if not it.apart else "dv" if dk is None else "dk", "BLOCK_S", "BLOCK_T")
     blocks = -(-it.S // config["BLOCK_S"])
     launch(
         keys_kernel, (blocks * it.B * it.G,),
         call.q, call.k, call.v, it.dout, it.steady, it.pull, it.bias, it.dense, call.seed, *it.hidden, dk, dv,
         *map(strides, (call.q, call.k, call.v, it.dout, it.bias, it.dense, dk, dv)),
-        it.T, it.S, it.G, blocks, *it.numbers,
-        config=config, GAPS=it.gaps, **it.constants,
+        it.T, it.S, it.G, blocks, it.rows, *it.numbers,
+        config=config, GAPS=it.gaps, ALIKE=strides(it.dout) == call.q.stride(), **it.constants,
     )  # fmt: skip
 
 
 def backward(
     call: Any, outputs: tuple[Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None], needs: Sequence[bool]
 ) -> tuple[Problem, list[Tensor | None], Tensor | None]:
-    """The problem, dq, dk and dv where needed, and the parts of dsink [parts, H]; two launches at most.
+    """The problem, dq, dk and dv where needed, and the parts of dsink [parts, H].
+
+    Two launches at most, on Hopper three where heads are wider than 128.
 
     The gradient of a bias comes after (kernels_triton_bias.py), from what these leave in the problem.
     """

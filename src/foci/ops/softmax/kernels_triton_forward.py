@@ -229,7 +229,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     else:
         k_base, v_base = k_base + b * k_strides[0], v_base + b * v_strides[0]
     keys = (k_base, k_strides, v_base, v_strides, where, column, stop)
-    rest = (scale, softcap, bias_strides, dense_strides, seed_ptr, threshold, q_offsets_ptr)
+    rest = (scale, softcap, bias_strides, dense_strides, seed_ptr, threshold, q_offsets_ptr, S)
     top, mass = tl.full((BLOCK_T,), -float("inf"), tl.float32), tl.zeros((BLOCK_T,), tl.float32)
     acc = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
     for i in range(borders(start, inner, outer, stop, BLOCK_S)):
@@ -276,15 +276,16 @@ def _step(  # type: ignore[no-untyped-def]
     """One block of keys joins. MASKED: some of them lie behind the end, or are not for every row."""
     q, q_rows, q_stride, low, high, bias_rows, dense_rows, coins = queries
     k_base, k_strides, v_base, v_strides, where, column, stop = keys
-    scale, softcap, bias_strides, dense_strides, seed_ptr, threshold, q_offsets_ptr = rest
+    scale, softcap, bias_strides, dense_strides, seed_ptr, threshold, q_offsets_ptr, S = rest
     beside = tl.arange(0, BLOCK_S)
     s, s0 = s0 + beside, tl.multiple_of(s0.to(tl.int64), BLOCK_S)  # so that a bias is read eight at a time
     if not NEAR:
         beside = beside.to(tl.int64)
-    real, wanted = None, None
+    real, wanted, there = None, None, None
     if MASKED:
         real = s < stop
         wanted = real
+        there = beside < (S - s0).to(tl.int32)  # of a bias: known to be so eight at a time
         seen = between(s[None, :], low[:, None], high[:, None])
         if q_offsets_ptr is not None:
             # A value that no row of this block sees may be NaN, and 0 NaN is NaN: it is not read.
@@ -299,11 +300,11 @@ def _step(  # type: ignore[no-untyped-def]
     products = _products(q, q_rows, q_stride, k_rows, k_strides[3], real, K, NEAR, PRECISION, BLOCK_K)
     bias = None
     if bias_rows is not None:
-        bias = _across(bias_rows, s0, beside, bias_strides[3], real).to(tl.float32)
+        bias = _across(bias_rows, s0, beside, bias_strides[3], there).to(tl.float32)
     x, factor = logits(products, scale, softcap, bias, PRECISE, ASCENDING)
     if MASKED:
         if dense_rows is not None:
-            seen &= _across(dense_rows, s0, beside, dense_strides[3], real) != 0
+            seen &= _across(dense_rows, s0, beside, dense_strides[3], there) != 0
         x = tl.where(seen, x, -float("inf"))
     p, fade, top, mass = join(x, factor, top, mass)
     if coins is not None:
@@ -374,13 +375,13 @@ def _beside(ptr, strides, b, h, t, head, TOGETHER: tl.constexpr, NEAR: tl.conste
 
 
 @triton.jit
-def _across(rows, s0, beside, stride, real):  # type: ignore[no-untyped-def]
-    """[rows, keys] of a bias or a dense mask; 0 for keys that are not real."""
+def _across(rows, s0, beside, stride, there):  # type: ignore[no-untyped-def]
+    """[rows, keys] of a bias or a dense mask; 0 for keys that are not there."""
     places = rows[0] + s0 * stride + (rows[1][:, None] + beside[None, :] * stride)
-    if real is None:
+    if there is None:
         return tl.load(places)
     else:
-        return tl.load(places, mask=real[None, :], other=0)
+        return tl.load(places, mask=there[None, :], other=0)
 
 
 @triton.jit
