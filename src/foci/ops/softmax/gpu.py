@@ -48,11 +48,15 @@ def backward(
 
     And on Hopper one more where heads are wider than 128.
     """
-    from foci.ops.softmax import kernels_triton_backward, kernels_triton_bias
+    from foci.ops.softmax import kernels_triton_backward, kernels_triton_bias, kernels_triton_few
 
     if not any(needs):
         return (None,) * 5
     call = _there(call)
+    if kernels_triton_few.suits(call, grads, needs):
+        problem = kernels_triton_backward.Problem(call, grads[0])
+        rest = kernels_triton_backward.strides, kernels_triton_bias.total
+        return *kernels_triton_few.backward(problem, outputs, grads[1], needs, *rest), None, None
     problem, found, parts = kernels_triton_backward.backward(call, outputs, grads, needs)
     dbias = dsink = None
     if call.bias is not None and needs[3]:
