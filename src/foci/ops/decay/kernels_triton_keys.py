@@ -348,9 +348,8 @@ def backward(
         *onto, dg if dg_parts is None else dg_parts, bonus_parts,
         call.q.stride(), call.k.stride(), call.v.stride(), strides(g), strides(call.bonus), do.stride(),
         call.scale, T, N, H, H // G, K, V, g_size, share, call.q.numel(),
-        config=config, CAUSAL=call.causal, PER_CHANNEL=by_channel, CONSTANT=constant, SPLIT=parts > 1,
-        AHEAD=H > G and not by_channel and config["BLOCK_V"] >= V,
-        PRECISION=float_precision(do.dtype, target), CHUNK=CHUNK,
+        config=config, CAUSAL=call.causal, PER_CHANNEL=by_channel, CONSTANT=constant, SPLIT=parts > 1, CHUNK=CHUNK,
+        AHEAD=H > G and not by_channel and config["BLOCK_V"] >= V, PRECISION=float_precision(do.dtype, target),
     )  # fmt: skip
     if made is not None and made.sums is not None:
         narrow = far_rule(config)
