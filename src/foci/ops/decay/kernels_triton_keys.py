@@ -91,28 +91,23 @@ def keys_kernel(  # type: ignore[no-untyped-def]
                 dA = tl.dot(do, tl.trans(v), dA, input_precision=PRECISION)
             if ROWS:
                 S = load_tile(states_ptr + place, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V)
-                if PER_CHANNEL:
+                if PER_CHANNEL or AHEAD:
                     by_rows = tl.dot(do, tl.trans(S.to(do.dtype)), by_rows, input_precision=PRECISION)
-                elif AHEAD:  # operands as they were loaded, so that they go to shared memory by themselves
-                    by_rows = tl.dot(do, tl.trans(S.to(do.dtype)), input_precision=PRECISION)
-                    by_rows *= (scale * rise)[:, None] if PER_TOKEN else scale
-                    dq += by_rows
                 else:
                     do = scaled(do, (scale * rise)[:, None] if PER_TOKEN else scale)
                     dq = tl.dot(do, tl.trans(S.to(do.dtype)), dq, input_precision=PRECISION)
             if ends_ptr is not None:
                 dS = load_tile(ends_ptr + place, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V)
-                if PER_CHANNEL:
+                if PER_CHANNEL or AHEAD:
                     by_columns = tl.dot(v, tl.trans(dS.to(v.dtype)), by_columns, input_precision=PRECISION)
-                elif AHEAD:
-                    by_columns = tl.dot(v, tl.trans(dS.to(v.dtype)), input_precision=PRECISION)
-                    by_columns *= fall[:, None] if PER_TOKEN else 1.0
-                    dk += by_columns
                 else:
                     v = scaled(v, fall[:, None]) if PER_TOKEN else v
                     dk = tl.dot(v, tl.trans(dS.to(v.dtype)), dk, input_precision=PRECISION)
                 if dg_ptr is not None:
                     by_state += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+        if AHEAD:  # only now, as operands that are what was loaded go to shared memory by themselves
+            dq += by_rows * ((scale * rise)[:, None] if PER_TOKEN else scale)
+            dk += by_columns * (fall[:, None] if PER_TOKEN else 1.0)
         # Only now, and again for each head: through the loop above they would not fit into registers.
         q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
         k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
