@@ -56,3 +56,20 @@ def rounded(x, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     if PRECISION == "tf32" and x.dtype == tl.float32:
         x = tl.fma(x, -8192.0, x * 8193.0)
     return x
+
+
+@triton.jit
+def in_two(x):  # type: ignore[no-untyped-def]
+    """float32 as the sum of two bfloat16: its first 8 digits, cut off, and the rounding of the others.
+
+    To round the first costs a conversion of each number alone, which is slow, and is worth one digit of 17.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return high, (x - (bits & -65536).to(tl.float32, bitcast=True)).to(tl.bfloat16)
+
+
+@triton.jit
+def halves(high, low, above, below, z):  # type: ignore[no-untyped-def]
+    """(high + low) (above + below) + z of bfloat16 tiles, low by below left out: nearly as of float32."""
+    return tl.dot(high, above, tl.dot(high, below, tl.dot(low, above, z)))
