@@ -243,7 +243,32 @@ def watched() -> bool:
 def fire(compiled: Any, grid: tuple[int, ...], stream: int, arguments: Sequence[Any]) -> None:
     """Start a compiled kernel, as `compiled[grid](*arguments)` does it where no hook listens."""
     run = compiled.run  # loads it, where it is not
-    run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+    if getattr(run, "global_scratch_size", 0):
+        with _Lending():
+            run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+    else:
+        run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+
+
+class _Lending:
+    """Within it a kernel that asks for memory of its own, for its tensor descriptors, is given some by torch.
+
+    It is given back when the launch is made: what takes it next on this stream comes after the kernel. (A class, as
+    contextlib's generators take longer.)
+    """
+
+    __slots__ = ("chosen", "token")
+
+    def __enter__(self) -> None:
+        self.chosen = sys.modules["triton.runtime._allocation"]._allocator
+        self.token = self.chosen.set(_lent)
+
+    def __exit__(self, *_: object) -> None:
+        self.chosen.reset(self.token)
+
+
+def _lent(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")  # at a multiple of 512 bytes
 
 
 def _start(
@@ -256,7 +281,7 @@ def _start(
     """
     triton, noting = _known(kernel.__class__), NOTING.get()
     if triton is None or kernel.pre_run_hooks or triton.knobs.runtime.add_stages_inspection_hook is not None:
-        with assembling(target_of(device).arch):
+        with assembling(target_of(device).arch), _Lending():
             kernel[grid](*arguments, **meta)
         if noting is not None:
             noting(kernel, None, grid, arguments)
@@ -268,7 +293,7 @@ def _start(
     )  # fmt: skip
     compiled = _COMPILED.get(key)
     if compiled is None:
-        with assembling(target_of(device).arch):
+        with assembling(target_of(device).arch), _Lending():
             compiled = kernel[grid](*arguments, **meta)
         if hasattr(compiled, "packed_metadata"):  # else it is being compiled elsewhere
             _COMPILED[key] = compiled
@@ -278,7 +303,8 @@ def _start(
     arguments = (*arguments, *[meta[name] for name in kernel.arg_names[len(arguments) :]])
     grid = (*grid, 1, 1)[:3]
     if watched():
-        compiled[grid](*arguments)
+        with _Lending():
+            compiled[grid](*arguments)
     else:
         fire(compiled, grid, triton.driver.active.get_current_stream(device.index or 0), arguments)
     if noting is not None:
@@ -318,3 +344,12 @@ def strides(x: torch.Tensor | None) -> tuple[int, ...] | None:
         return None
     found: tuple[int, ...] = x.stride()
     return tuple(0 if n == 1 else s for n, s in zip(x.shape, found, strict=True)) if 1 in x.shape else found
+
+
+def by_tma(x: torch.Tensor | None) -> bool:
+    """Whether TMA can read it: rows that begin at multiples of 16 bytes, columns side by side."""
+    if x is None:
+        return True
+    *rows, column = x.stride()
+    size = x.element_size()
+    return column == 1 and x.data_ptr() % 16 == 0 and not any(n * size % 16 for n in rows)

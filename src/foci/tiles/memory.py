@@ -60,3 +60,44 @@ def document(offsets_ptr, N, chunk, T, BLOCK_T: tl.constexpr, BLOCK_N: tl.conste
             place = chunk - tl.sum(tl.where(here, behind - count, 0), 0)
         before += tl.sum(count, 0)
     return found, start, stop, place
+
+
+@triton.jit
+def opened(ptr, rows, stride_row, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where `load_block` and `store_block` find tiles: the pointer, or with TMA a tensor descriptor.
+
+    TMA reckons addresses and masks itself. It wants columns side by side, and rows that begin at multiples of 16 bytes.
+    """
+    if TMA:
+        return tl.make_tensor_descriptor(ptr, [rows, cols], [stride_row, 1], [BLOCK_R, BLOCK_C])
+    else:
+        return ptr
+
+
+@triton.jit
+def load_block(  # type: ignore[no-untyped-def]
+    there,
+    row0,
+    rows,
+    stride_row,
+    col0,
+    cols,
+    stride_col,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """`load_tile` of what was opened."""
+    if TMA:
+        return there.load([row0, col0])
+    else:
+        return load_tile(there, row0, rows, stride_row, col0, cols, stride_col, BLOCK_R, BLOCK_C)
+
+
+@triton.jit
+def store_block(there, tile, row0, rows, stride_row, col0, cols, TMA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`store_tile` to what was opened, columns side by side."""
+    if TMA:
+        there.store([row0, col0], tile.to(there.dtype))
+    else:
+        store_tile(there, tile, row0, rows, stride_row, col0, cols, 1)
