@@ -6,15 +6,15 @@ import triton
 import triton.language as tl
 
 from foci.tiles.memory import load_tile, store_tile
-from foci.tiles.state import rounded, working
+from foci.tiles.state import in_two, rounded, working
 
 
 @triton.jit
 def right(x, y, z, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """x y + z of y in float32; with x in bfloat16 y is taken as the sum of two of them."""
     if x.dtype == tl.bfloat16:
-        high = y.to(tl.bfloat16)
-        z = tl.dot(x, high, tl.dot(x, (y - high.to(tl.float32)).to(tl.bfloat16), z))
+        high, low = in_two(y)
+        z = tl.dot(x, high, tl.dot(x, low, z))
     else:
         z = tl.dot(x, rounded(y, PRECISION), z, input_precision=PRECISION)
     return z
@@ -24,8 +24,8 @@ def right(x, y, z, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
 def left(x, y, z, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """x y + z of x in float32; with y in bfloat16 x is taken as the sum of two of them."""
     if y.dtype == tl.bfloat16:
-        high = x.to(tl.bfloat16)
-        z = tl.dot(high, y, tl.dot((x - high.to(tl.float32)).to(tl.bfloat16), y, z))
+        high, low = in_two(x)
+        z = tl.dot(high, y, tl.dot(low, y, z))
     else:
         z = tl.dot(rounded(x, PRECISION), y, z, input_precision=PRECISION)
     return z
@@ -107,6 +107,16 @@ def store_in_two(ptr, half, tile, t0, stop, stride, k0, K):  # type: ignore[no-u
     store_tile(ptr, tile, t0, stop, stride, k0, K, 1)
     if ptr.dtype.element_ty == tl.bfloat16:
         store_tile(ptr + half, tile - tile.to(tl.bfloat16).to(tl.float32), t0, stop, stride, k0, K, 1)
+
+
+@triton.jit
+def load_in_two(ptr, into, t0, stop, stride, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A square tile in float32, which lies in bfloat16 as two side by side; `into` and `stride` as if it were one."""
+    if ptr.dtype.element_ty == tl.bfloat16:
+        tile = load_tile(ptr + 2 * into, t0, stop, 2 * stride, 0, CHUNK, 1, CHUNK, CHUNK).to(tl.float32)
+        return tile + load_tile(ptr + 2 * into + CHUNK, t0, stop, 2 * stride, 0, CHUNK, 1, CHUNK, CHUNK).to(tl.float32)
+    else:
+        return load_tile(ptr + into, t0, stop, stride, 0, CHUNK, 1, CHUNK, CHUNK)
 
 
 @triton.jit

@@ -194,3 +194,29 @@ def shifted(x, BY: tl.constexpr):  # type: ignore[no-untyped-def]
     t = tl.broadcast_to(t if len(x.shape) == 1 else t[:, None], x.shape)
     inside = (t >= 0) & (t < x.shape[0])
     return tl.where(inside, tl.gather(x, tl.where(inside, t, 0), 0), 0.0)
+
+
+@triton.jit
+def factors_at(rise_ptr, write_ptr, total_ptr, t0, chunk, stride, H, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where (rise, write [CHUNK], total) of a chunk of a head lie: H apart, write `stride`; any address without."""
+    at = (t0 + tl.arange(0, CHUNK)).to(tl.int64)
+    write = write_ptr + at * stride
+    rise, gone = write, write_ptr
+    if rise_ptr is not None:
+        rise = rise_ptr + at * H
+    if total_ptr is not None:
+        gone = total_ptr + tl.cast(chunk, tl.int64) * H
+    return rise, write, gone
+
+
+@triton.jit
+def factors(rise_ptr, total_ptr, rise_at, write_at, total_at, t0, stop, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(rise, write [CHUNK], total) from there; 0 from `stop` on; write, and 1, where there is no rise, no total."""
+    inside = t0 + tl.arange(0, CHUNK) < stop
+    write = tl.load(write_at, mask=inside, other=0.0).to(tl.float32)
+    rise, gone = write, 1.0
+    if rise_ptr is not None:
+        rise = tl.load(rise_at, mask=inside, other=0.0)
+    if total_ptr is not None:
+        gone = tl.load(total_at, mask=t0 < stop, other=0.0)
+    return rise, write, gone

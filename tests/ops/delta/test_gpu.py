@@ -19,16 +19,21 @@ def call(dtype: torch.dtype = torch.float32, K: int = 8, V: int = 5, **options: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("offsets", [None, (0, 1, 1, 70)])
-def test_the_kept_buffer_has_room_for_its_parts_and_no_more(dtype: torch.dtype, offsets: Any) -> None:
+@pytest.mark.parametrize("gates", [0, 1, 7])
+def test_the_kept_buffer_has_room_for_its_parts_and_no_more(dtype: torch.dtype, offsets: Any, gates: int) -> None:
     pytest.importorskip("triton")
-    one = call(dtype, 7, 5, offsets=None if offsets is None else torch.tensor(offsets))
+    g = torch.zeros(1, 70, 3, gates) if gates > 1 else torch.zeros(1, 70, 3) if gates else None
+    one = call(dtype, 7, 5, offsets=None if offsets is None else torch.tensor(offsets), log_decay=g)
     buffer = gpu.kept(one).empty(one.v)
     parts = gpu._parts(one, buffer)
     slots = chunks(70, 1, one.offsets)
     assert parts.states.shape == (slots, 3, 7, 5) and parts.errors.shape == (1, 70, 3, 5)
-    assert parts.inverse.shape == parts.products.shape == (1, 70, 3, 64)
     assert parts.states.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+    wide = 128 if dtype == torch.bfloat16 else 64
+    assert parts.inverse.shape == parts.products.shape == (1, 70, 3, wide)
+    parts = [part for part in parts if part is not None]
+    assert len(parts) == (7 if gates == 1 else 4)
     size = sum(part.numel() * part.element_size() for part in parts)
-    assert 0 <= 4 * buffer.numel() - size < 16
+    assert 0 <= 4 * buffer.numel() - size < 16 * len(parts)
     starts = sorted(part.data_ptr() - buffer.data_ptr() for part in parts)
     assert starts[0] == 0 and all(start % 16 == 0 for start in starts)

@@ -39,14 +39,16 @@ def chunk(x: Tensor, start: int, stop: int, H: int) -> Tensor:
     return torch.nn.functional.pad(tokens, (0, 0, 0, C - tokens.shape[1]))
 
 
-def left_by_forward(call: Call) -> tuple[Tensor, ...]:
-    """States, errors, X and A as the forward would keep them, computed in float64; NaN where no chunk is."""
+def left_by_forward(call: Call) -> tuple[Tensor | None, ...]:
+    """What the forward would keep (kernels_triton_forward.py: Parts), computed in float64; NaN where no chunk is."""
     B, T, _, H, K, V, N = call.sizes
     packed = documents("delta_rule", call.offsets, T)
     slots = B * -(-T // C) if packed is None else T // C + N
     half = torch.bfloat16 if call.q.dtype == torch.bfloat16 else torch.float32
     states = torch.full((slots, H, K, V), torch.nan, dtype=half)
-    d, X, A = (torch.empty(B, T, H, n) for n in (V, C, C))
+    d, X, A, rise, fall = (torch.empty(B, T, H, n) for n in (V, C, C, 1, 1))
+    total = torch.full((slots, H, 1), torch.nan)
+    per_token = call.log_decay is not None and call.log_decay.shape[3] == 1
     q, k, v, beta, g, e, state, _, scale = exact(call._asdict()).values()
     e = k if e is None else e
     g = q.new_zeros(B, T, H, 1) if g is None else g.expand(B, T, H, -1)
@@ -65,12 +67,23 @@ def left_by_forward(call: Call) -> tuple[Tensor, ...]:
             errors = inverted @ (chunk(v, t0, t1, H) - gates.risen(reads[:, :, 1]) @ S)
             for b in range(B):
                 states[slot + i + b * step] = S.view(B, H, K, V)[b]
-            for into, found in ((d, errors), (X, inverted), (A, products[:, :, 0])):
+                if per_token:
+                    total[slot + i + b * step] = gates.total.view(B, H, 1)[b]
+            parts = [(d, errors), (X, inverted), (A, products[:, :, 0])]
+            if per_token:
+                one = torch.ones_like(write[:, :, :1])
+                parts += [(rise, gates.risen(one)), (fall, gates.fallen(one))]
+            for into, found in parts:
                 into[:, t0:t1] = found.view(B, H, C, -1)[:, :, : t1 - t0].movedim(1, 2)
             S = S * gates.total[:, :, None] + gates.fallen(write).transpose(1, 2) @ errors
     n = torch.arange(C)
     seen = torch.cat([(n < stop - t0)[None].expand(min(C, stop - t0), C) for t0, stop in starts(packed, T)])
-    return states, d, *(torch.where(seen[None, :, None], x, 0) for x in (X, A))
+    X, A = (torch.where(seen[None, :, None], x, 0) for x in (X, A))
+    if half == torch.bfloat16:
+        X, A = (torch.cat([x.bfloat16(), (x - x.bfloat16()).bfloat16()], 3) for x in (X, A))
+    if not per_token:
+        return states, d, X, A, None, None, None
+    return states, d, X, A, rise[..., 0], (fall[..., 0] * beta).float(), total[..., 0]
 
 
 def starts(packed: list[tuple[int, int]] | None, T: int) -> list[tuple[int, int]]:
@@ -99,7 +112,7 @@ def found(
     """By name, in the shapes of the inputs."""
     call = SPEC.bind(**inputs)
     wanted = [n in inputs and (needs is None or n in needs) for n in SPEC.differentiable]
-    kept = [x.to(DEVICE) for x in left_by_forward(call)]
+    kept = [None if x is None else x.to(DEVICE) for x in left_by_forward(call)]
     with poisoned():
         moved = Call(**there(call._asdict()))
         moved_grads = [None if g is None else g.to(DEVICE) for g in grads]

@@ -31,11 +31,12 @@ def kept(call: Call) -> Output:
     return Output("kept", (sum(_counts(call)) + states,), torch.float32)
 
 
-def _counts(call: Call) -> tuple[int, int, int]:
-    """Elements of inverse, products and errors, whole lines of 16 bytes each; the states are behind them."""
+def _counts(call: Call) -> tuple[int, ...]:
+    """Elements of each part but the states, which are behind them, in whole lines of 16 bytes."""
     B, T, _, H, _, V, _ = call.sizes
-    tokens = B * T * H
-    return tokens * CHUNK, tokens * CHUNK, -(-tokens * V // 4) * 4
+    tokens, per_token = B * T * H, call.log_decay is not None and call.log_decay.shape[3] == 1
+    gates = (tokens, tokens, _slots(call) * H) if per_token else (0, 0, 0)
+    return tuple(-(-n // 4) * 4 for n in (tokens * CHUNK, tokens * CHUNK, tokens * V, *gates))
 
 
 def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
@@ -63,15 +64,19 @@ def _slots(call: Call) -> int:
 
 
 def _parts(call: Call, buffer: Tensor) -> Any:
-    """The buffer's parts by name: states, errors, inverse and products."""
+    """The buffer's parts by name."""
     from foci.ops.delta.kernels_triton_forward import Parts
 
     B, T, _, H, K, V, _ = call.sizes
-    counts = _counts(call)
-    inverse, products, errors, states = buffer.split([*counts, buffer.numel() - sum(counts)])
+    counts, slots, dtype = _counts(call), _slots(call), stored(call.v.dtype)
+    inverse, products, errors, rise, write, total, states = buffer.split([*counts, buffer.numel() - sum(counts)])
+    gates: tuple[Tensor | None, ...] = (None, None, None)
+    if rise.numel():
+        gates = (*(x[: B * T * H].view(B, T, H) for x in (rise, write)), total[: slots * H].view(slots, H))
     return Parts(
-        states.view(stored(call.v.dtype))[: _slots(call) * H * K * V].view(-1, H, K, V),
+        states.view(dtype)[: slots * H * K * V].view(-1, H, K, V),
         errors[: B * T * H * V].view(B, T, H, V),
-        inverse.view(B, T, H, CHUNK),
-        products.view(B, T, H, CHUNK),
+        inverse.view(dtype).view(B, T, H, -1),
+        products.view(dtype).view(B, T, H, -1),
+        *gates,
     )

@@ -9,7 +9,8 @@ It leaves dv and dS at each chunk's end, and what is left is a matter of each ch
 rows of A (dA = do d^T) and one for those of E (dE = -dv d^T) and all that follows: the registers hold no more at once.
 With gates per channel it is one launch after the walk (kernels_triton_channels.py).
 Keys that are alike make sums over d, dv, A and X telescope: these are float32 throughout, and in a product with a
-bfloat16 operand they are two bfloat16 (tiles/chunk_backward.py: right, left), or float32 rounded to TF32. For float16,
+bfloat16 operand they are two bfloat16 (tiles/chunk_backward.py: right, left), or float32 rounded to TF32; with each
+other both are two bfloat16 in the walk, where X and A lie so (tiles/state.py: halves). For float16,
 whose range holds no decays, all products are of float32 tiles (tiles/state.py: working).
 """
 
@@ -24,29 +25,40 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, configure, float_precision, launch, precision, side, strides, target_of
+from foci.core.tune import (
+    Config,
+    Target,
+    by_tma,
+    configure,
+    float_precision,
+    launch,
+    precision,
+    side,
+    strides,
+    target_of,
+)
 from foci.tiles import near
 from foci.tiles.affine import joined, load_state, piece_at, store_map, store_state, with_unit
-from foci.tiles.chunk_backward import both, gather, left, outer, right, through
-from foci.tiles.gates import by_ends, ends, load_gates, total
-from foci.tiles.memory import load_tile, store_tile
-from foci.tiles.state import chunk_at, rounded, working
+from foci.tiles.chunk_backward import both, gather, left, load_in_two, outer, right, through
+from foci.tiles.gates import by_ends, load_gates, total
+from foci.tiles.memory import load_block, load_tile, opened, store_block, store_tile
+from foci.tiles.state import chunk_at, halves, in_two, rounded, working
 
 CHUNK = 64
 
 
 @triton.jit
 def walk_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, total_ptr, A_ptr, X_ptr, d_out_ptr, d_final_ptr, offsets_ptr, M_ptr, N_ptr,
-    dv_ptr, d_value_ptr, ends_ptr, d_state_ptr,
-    q_strides, k_strides, e_strides, beta_strides, g_strides, d_out_strides, d_final_strides, scale, T, N, H, R, K, V,
-    half, PRECISION: tl.constexpr, JOIN: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    q_ptr, k_ptr, e_ptr, rise_ptr, write_ptr, total_ptr, A_ptr, X_ptr, d_out_ptr, d_final_ptr, offsets_ptr,
+    M_ptr, N_ptr, dv_ptr, d_value_ptr, ends_ptr, d_state_ptr,
+    q_strides, k_strides, e_strides, write_strides, d_out_strides, d_final_strides, scale, T, N, H, R, K, V, half,
+    PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, JOIN: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V columns of one head's dS through one sequence, or a piece of it, last chunk to first.
 
-    It keeps dS at each chunk's end, and dv. dS are BLOCKS tiles of BLOCK_K channels. With `total_ptr` q, k and e come
-    with their decays, rise and fall, in bfloat16 e as two of them, `half` apart. Without `dv_ptr` a piece's map is
+    It keeps dS at each chunk's end, and dv. dS are BLOCKS tiles of BLOCK_K channels. Per channel q, k and e come with
+    their decays, rise and fall, in bfloat16 e as two of them, `half` apart. Without `dv_ptr` a piece's map is
     made, as by the forward's: what dS at its end is at its start; the columns behind V's blocks are M's, for which no
     output has a gradient.
     """
@@ -63,14 +75,33 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     if dv_ptr is None:  # noqa: SIM102  a constant and a tensor
         if (before == 0) | ((behind == 0) & (v0 >= tl.cdiv(V, BLOCK_V) * BLOCK_V)):
             return
-    q_ptr += row * q_strides[0] + h // R * q_strides[2]
-    k_ptr += row * k_strides[0] + h // R * k_strides[2]
-    e_ptr += row * e_strides[0] + h // R * e_strides[2]
-    beta_ptr += row * beta_strides[0] + h * beta_strides[2]
+    HALVES: tl.constexpr = X_ptr.dtype.element_ty == tl.bfloat16
+    WIDE: tl.constexpr = 2 * CHUNK if HALVES else CHUNK
+    tokens = row * T * H + h
+    q_there = opened(q_ptr + row * q_strides[0] + h // R * q_strides[2], stop, q_strides[1], K, CHUNK, BLOCK_K, TMA)
+    k_there = opened(k_ptr + row * k_strides[0] + h // R * k_strides[2], stop, k_strides[1], K, CHUNK, BLOCK_K, TMA)
+    if e_ptr is not None:
+        e_ptr += row * e_strides[0] + h // R * e_strides[2]
+        e_there = opened(e_ptr, stop, e_strides[1], K, CHUNK, BLOCK_K, TMA)
+        if PER_CHANNEL and HALVES:
+            lost_there = opened(e_ptr + half, stop, e_strides[1], K, CHUNK, BLOCK_K, TMA)
     d_out_ptr += row * d_out_strides[0] + h * d_out_strides[2]
-    head = row * T * H + h
-    if g_ptr is not None:
-        g_ptr += row * g_strides[0] + h * g_strides[2]
+    do_there = opened(d_out_ptr, stop, d_out_strides[1], V, CHUNK, BLOCK_V, TMA)
+    A_there = opened(A_ptr + tokens * WIDE, stop, H * WIDE, WIDE, CHUNK, CHUNK, TMA)
+    X_there = opened(X_ptr + tokens * WIDE, stop, H * WIDE, WIDE, CHUNK, CHUNK, TMA)
+    count = tl.cdiv(stop - start, CHUNK)
+    if dv_ptr is not None:
+        dv_there = opened(dv_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, TMA)
+        ends_ptr += (slot * H + h) * K * V  # chunk by chunk, H K rows behind each other
+        ends_there = opened(ends_ptr, count * H * K, V, V, BLOCK_K, BLOCK_V, TMA)
+    if d_value_ptr is not None:
+        d_value_there = opened(d_value_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, TMA)
+    write_ptr += row * write_strides[0] + h * write_strides[2]
+    if rise_ptr is not None:
+        rise_ptr += tokens
+    gone_ptr = write_ptr
+    if total_ptr is not None and not PER_CHANNEL:
+        gone_ptr = total_ptr + (slot + count) * H + h
     if d_final_ptr is not None:
         d_final_ptr += n * d_final_strides[0] + h * d_final_strides[1]
     dS = load_state(d_final_ptr, d_final_strides, known, v0, V, BLOCKS, BLOCK_K, BLOCK_V)
@@ -79,55 +110,79 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             dS = with_unit(dS, v0 - tl.cdiv(V, BLOCK_V) * BLOCK_V, BLOCKS, BLOCK_K, BLOCK_V)
         else:
             dS = joined(dS, M_ptr, N_ptr, piece + behind, behind, h, H, K, v0, V, -1, JOIN, BLOCKS, BLOCK_K, BLOCK_V)
-    count = tl.cdiv(stop - start, CHUNK)
     # What is the same for all chunks would otherwise be kept in registers, and these spilled.
-    LEAN: tl.constexpr = PIECE > 0 or offsets_ptr is not None or q_ptr.dtype.element_ty != tl.bfloat16
+    LEAN: tl.constexpr = not TMA and (PIECE > 0 or offsets_ptr is not None or not HALVES)
     for i in tl.range(count, disable_licm=LEAN):
-        t0 = start + (count - 1 - i) * CHUNK
-        there = (slot + count - 1 - i).to(tl.int64) * H + h
-        # dd = A^T do + fall beta (k dS);  dv = X^T dd
+        chunk = count - 1 - i
+        t0 = start + chunk * CHUNK
+        if total_ptr is not None and not PER_CHANNEL:
+            gone_ptr -= H
+            gone = tl.load(gone_ptr)
+        at = t0 + tl.arange(0, CHUNK)
+        write = tl.load(write_ptr + at.to(tl.int64) * write_strides[1], mask=at < stop, other=0.0).to(tl.float32)
+        if rise_ptr is not None:
+            rise = tl.load(rise_ptr + at.to(tl.int64) * H, mask=at < stop, other=0.0)
+        do = load_block(do_there, t0, stop, d_out_strides[1], v0, V, d_out_strides[3], CHUNK, BLOCK_V, TMA)
+        A = load_block(A_there, t0, stop, H * WIDE, 0, CHUNK, 1, CHUNK, CHUNK, TMA)
+        X = load_block(X_there, t0, stop, H * WIDE, 0, CHUNK, 1, CHUNK, CHUNK, TMA)
+        # dd = A^T do + write (k dS);  dv = X^T dd
+        dd = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+        if HALVES:
+            A_lost = load_block(A_there, t0, stop, H * WIDE, CHUNK, WIDE, 1, CHUNK, CHUNK, TMA)
+            X_lost = load_block(X_there, t0, stop, H * WIDE, CHUNK, WIDE, 1, CHUNK, CHUNK, TMA)
+            dd = tl.dot(tl.trans(A), do, tl.dot(tl.trans(A_lost), do, dd))
+        else:
+            dd = tl.dot(tl.trans(A), do.to(tl.float32), dd, input_precision=PRECISION)
         read = tl.zeros([CHUNK, BLOCK_V], tl.float32)
         for j in tl.static_range(BLOCKS):
+            k = working(load_block(k_there, t0, stop, k_strides[1], j * BLOCK_K, K, k_strides[3], CHUNK, BLOCK_K, TMA))
+            operand = dS[j].to(k.dtype)
+            read = tl.dot(k, operand, read, input_precision=PRECISION)
             if ends_ptr is not None:
-                store_tile(ends_ptr + there * K * V, dS[j], j * BLOCK_K, K, V, v0, V, 1)
-            k = working(load_tile(k_ptr, t0, stop, k_strides[1], j * BLOCK_K, K, k_strides[3], CHUNK, BLOCK_K))
-            read = tl.dot(k, dS[j].to(k.dtype), read, input_precision=PRECISION)
-        read *= load_gates(beta_ptr, t0, stop, beta_strides[1], CHUNK)[:, None]
-        do = load_tile(d_out_ptr, t0, stop, d_out_strides[1], v0, V, d_out_strides[3], CHUNK, BLOCK_V).to(tl.float32)
-        by_read = scale * do
-        if g_ptr is not None:
-            g = load_gates(g_ptr, t0, stop, g_strides[1], CHUNK)
-            rise, fall = ends(g)
-            read *= fall[:, None]
-        A = load_tile(A_ptr + head * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
-        dd = tl.dot(tl.trans(A), do, read, input_precision=PRECISION)
-        X = load_tile(X_ptr + head * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
-        dv = tl.dot(tl.trans(X), rounded(dd, PRECISION), input_precision=PRECISION)
+                if TMA:
+                    store_block(ends_there, operand, chunk * H * K + j * BLOCK_K, 0, 0, v0, V, TMA)
+                else:
+                    here = ends_ptr + tl.cast(chunk, tl.int64) * H * K * V
+                    store_tile(here, dS[j], j * BLOCK_K, K, V, v0, V, 1)
+        dd += read * write[:, None]
+        dv = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+        if HALVES:
+            above, below = in_two(dd)
+            dv = halves(tl.trans(X), tl.trans(X_lost), above, below, dv)
+        else:
+            dv = tl.dot(tl.trans(X), rounded(dd, PRECISION), dv, input_precision=PRECISION)
         if dv_ptr is not None:
-            store_tile(dv_ptr + head * V, dv, t0, stop, H * V, v0, V, 1)
-        if d_value_ptr is not None:
-            store_tile(d_value_ptr + head * V, dv, t0, stop, H * V, v0, V, 1)
+            store_block(dv_there, dv, t0, stop, H * V, v0, V, TMA)
         # dS <- total dS + (scale rise q)^T do - (rise e)^T dv
-        by_erase = -dv
-        if g_ptr is not None:
+        by_read, by_erase = scale * do.to(tl.float32), -dv
+        if rise_ptr is not None:
             by_read *= rise[:, None]
             by_erase *= rise[:, None]
         earlier = ()  # type: Any
         for j in tl.static_range(BLOCKS):
             block = dS[j]
-            if g_ptr is not None:
-                block *= total(g)
-            if total_ptr is not None:
-                c = j * BLOCK_K + tl.arange(0, BLOCK_K)
+            if PER_CHANNEL:
+                c, there = j * BLOCK_K + tl.arange(0, BLOCK_K), (slot + chunk) * H + h
                 block *= tl.load(total_ptr + there * K + c, mask=c < K, other=0.0)[:, None]
-            q = working(load_tile(q_ptr, t0, stop, q_strides[1], j * BLOCK_K, K, q_strides[3], CHUNK, BLOCK_K))
+            elif total_ptr is not None:
+                block *= gone
+            q = working(load_block(q_there, t0, stop, q_strides[1], j * BLOCK_K, K, q_strides[3], CHUNK, BLOCK_K, TMA))
             block = tl.dot(tl.trans(q), by_read.to(q.dtype), block, input_precision=PRECISION)
-            e = working(load_tile(e_ptr, t0, stop, e_strides[1], j * BLOCK_K, K, e_strides[3], CHUNK, BLOCK_K))
-            if total_ptr is not None:  # noqa: SIM102
-                if e.dtype == tl.bfloat16:
-                    lost = load_tile(e_ptr + half, t0, stop, e_strides[1], j * BLOCK_K, K, 1, CHUNK, BLOCK_K)
+            e = k
+            if e_ptr is not None:
+                e = working(
+                    load_block(e_there, t0, stop, e_strides[1], j * BLOCK_K, K, e_strides[3], CHUNK, BLOCK_K, TMA)
+                )
+                if PER_CHANNEL and HALVES:
+                    lost = load_block(lost_there, t0, stop, e_strides[1], j * BLOCK_K, K, 1, CHUNK, BLOCK_K, TMA)
                     block = tl.dot(tl.trans(lost), by_erase.to(tl.bfloat16), block)
+            elif BLOCKS > 1:
+                e = working(
+                    load_block(k_there, t0, stop, k_strides[1], j * BLOCK_K, K, k_strides[3], CHUNK, BLOCK_K, TMA)
+                )
             earlier = earlier + (right(tl.trans(e), by_erase, block, PRECISION),)  # noqa: RUF005
+        if d_value_ptr is not None:
+            store_block(d_value_there, dv, t0, stop, H * V, v0, V, TMA)
         dS = earlier
     if dv_ptr is None:
         store_map(M_ptr, N_ptr, dS, piece * H + h, K, v0, V, BLOCKS, BLOCK_K, BLOCK_V)
@@ -171,7 +226,7 @@ def side_kernel(  # type: ignore[no-untyped-def]
         dP = outer(from_ptr, given_strides, d_ptr, H * V, t0, stop, V, LAST, PRECISION, CHUNK, BLOCK_V)
         d_g = tl.zeros([CHUNK], tl.float32)
         if g_parts_ptr is not None and not LAST:
-            A = load_tile(A_ptr + head * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
+            A = load_in_two(A_ptr, head * CHUNK, t0, stop, H * CHUNK, CHUNK)
             d_g = near.by_chunk(A * dP, d_g, tl.zeros_like(d_g), 0.0, True, NEAR)
         dP *= factor
         if g_ptr is not None:
@@ -259,7 +314,7 @@ def sums_kernel(parts_ptr, sum_ptr, rows, columns, BLOCK_R: tl.constexpr, BLOCK_
 def _walk_by_channel_rule(K: int, V: int, wide: bool, target: Target) -> Config:
     """As `_walk_rule`, but there is more to load for a chunk, and more programs at once hide that best."""
     config = _walk_rule(K, V, wide, target)
-    return Config(config.blocks, config.warps, 1)
+    return Config(config.blocks, config.warps, 2 if target.arch == 90 and not wide and K <= 128 else 1)
 
 
 def _walk_rule(K: int, V: int, wide: bool, target: Target) -> Config:
@@ -314,7 +369,7 @@ class _Problem:
 
 def backward(
     call: Any,
-    kept: Sequence[Tensor],
+    kept: Sequence[Any],
     grads: Sequence[Tensor | None],
     needs: Sequence[bool],
     cut: Callable[..., Any],
@@ -322,9 +377,8 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, beta, log_decay, erase and state, None where not needed.
 
-    `kept`: what the forward left, contiguous: the states at the chunks' starts [slots,H,K,V] (tiles/state.py: slot),
-    the errors d [B,T,H,V], X and A (scale, decays and beta in) [B,T,H,CHUNK]. `cut`: ops/delta/pieces.py.
-    `channels`: what does it for gates per channel, kernels_triton_channels.py.
+    `kept`: what the forward left (kernels_triton_forward.py: Parts). `cut`: ops/delta/pieces.py. `channels`: what does
+    it for gates per channel, kernels_triton_channels.py.
     """
     problem = _Problem(call, needs)
     d_out = call.v.new_zeros(()).expand(call.v.shape) if grads[0] is None else grads[0]
@@ -355,7 +409,7 @@ def _waiting(problem: _Problem, to_w: bool, to_gates: bool) -> tuple[Tensor | No
 
 def _walk(
     problem: _Problem,
-    kept: Sequence[Tensor],
+    kept: Sequence[Any],
     d_out: Tensor,
     d_final: Tensor | None,
     cut: Callable[..., Any],
@@ -363,27 +417,31 @@ def _walk(
 ) -> tuple[Tensor, Tensor]:
     """dv [B,T,H,V] in float32, and the gradient of the state at each chunk's end, laid out as the states are."""
     call, d_value, R, H, K, V = problem.call, problem.found[2], problem.H // problem.G, problem.H, problem.K, problem.V
-    q, k, e, g, gone = call.q, call.k, problem.erase, problem.g, None
+    states, _, inverse, products, rise, write, gone = kept
+    q, k, e, write = call.q, call.k, call.erase, call.beta if write is None else write
     if problem.per_channel:
-        q, k, e, gone = channels.with_decays(problem, kept[0])
-        g, R = None, 1
+        q, k, e, gone = channels.with_decays(problem, states)
+        R = 1
     direct = d_value is not None and d_value.dtype == torch.float32
     dv = d_value if direct and d_value is not None else call.v.new_empty(call.v.shape, dtype=torch.float32)
-    behind = torch.empty_like(kept[0])
+    behind = torch.empty_like(states)
     named = ("walk_by_channel", _walk_by_channel_rule) if problem.per_channel else ("walk", _walk_rule)
     config = problem.config(*named)
     blocks = -(-V // config["BLOCK_V"])
     pieces = cut(problem.target, problem.N * H * blocks)
+    tma = problem.target.arch == 90 and q.dtype == torch.bfloat16 and K % config["BLOCK_K"] == 0
+    tma = tma and all(map(by_tma, (q, k, e, d_out, d_value)))
 
     def go(programs: int, *results: Tensor | None) -> None:
         launch(
             walk_kernel, (programs,),
-            q, k, e, call.beta, g, gone, kept[3], kept[2], d_out, d_final, call.offsets,
+            q, k, e, rise, write, gone, products, inverse, d_out, d_final, call.offsets,
             pieces.M, pieces.N, *results,
-            q.stride(), k.stride(), e.stride()[-4:], call.beta.stride(), strides(g), d_out.stride(), strides(d_final),
-            call.scale, problem.T, problem.N, H, R, K, V, None if gone is None else q.numel(),
-            config=config, PRECISION=problem.precision, JOIN=precision(torch.float32, problem.target), CHUNK=CHUNK,
-            PIECE=pieces.tokens, BLOCKS=-(-K // config["BLOCK_K"]),
+            q.stride(), k.stride(), None if e is None else e.stride()[-4:], write.stride(), d_out.stride(),
+            strides(d_final), call.scale, problem.T, problem.N, H, R, K, V, q.numel(),
+            config=config, PER_CHANNEL=problem.per_channel, PRECISION=problem.precision,
+            JOIN=precision(torch.float32, problem.target), CHUNK=CHUNK, PIECE=pieces.tokens,
+            BLOCKS=-(-K // config["BLOCK_K"]), TMA=tma,
         )  # fmt: skip
 
     if pieces.tokens:
@@ -393,7 +451,7 @@ def _walk(
     return dv, behind
 
 
-def _side(problem: _Problem, kept: Sequence[Tensor], given: Tensor, behind: Tensor | None, waiting: Any) -> None:
+def _side(problem: _Problem, kept: Sequence[Any], given: Tensor, behind: Tensor | None, waiting: Any) -> None:
     """What the rows of A give, or, with the gradients `behind` each chunk, those of E and all the rest."""
     call, g, last = problem.call, problem.g, behind is not None
     d_q, d_k, _, d_beta, d_g, d_erase, _ = problem.found

@@ -10,6 +10,14 @@ neither states nor errors d are ever written: half of what three launches would 
 telescope and an error in one term does not cancel: X, A, d and all sums are float32, their products TF32 at least. Only
 what came in bfloat16, and states as an operand, are multiplied in it; a state is updated with d as the sum of two.
 
+In bfloat16 X and A are kept as two of them, for products of 16 digits, and o comes from what the first launch has made
+of A, X, queries and erase keys, so that no product waits for d but the state's:
+
+    o = P v + Q S;   P = A X,  Q = scale rise q - P (rise e)
+
+Of these one bfloat16 each is enough: an output's error is its own, and v is exact. On Hopper the walk's tiles are moved
+by TMA (tiles/memory.py: opened): there a chunk is a matter of instructions and latencies, most of them addresses.
+
 Where few heads would leave processors idle, sequences are cut into pieces, walked at once (ops/delta/pieces.py): first
 without outputs, which makes each piece's map S -> M S + N; then as ever, after each has joined the maps before it.
 """
@@ -28,6 +36,7 @@ from torch import Tensor
 from foci.core.tune import (
     Config,
     Target,
+    by_tma,
     configure,
     float_precision,
     launch,
@@ -40,10 +49,10 @@ from foci.core.tune import (
 from foci.tiles import near, pairs
 from foci.tiles.affine import joined, load_state, piece_at, store_map, store_state, with_unit
 from foci.tiles.chunk_backward import right
-from foci.tiles.gates import load_gates, pairs_of_two, total
-from foci.tiles.memory import load_tile, store_tile
+from foci.tiles.gates import factors, factors_at, load_gates, pairs_of_two, total
+from foci.tiles.memory import load_block, load_tile, opened, store_block, store_tile
 from foci.tiles.solve import inverse
-from foci.tiles.state import chunk_at, rounded, working
+from foci.tiles.state import chunk_at, halves, in_two, rounded, working
 from foci.tiles.whole import read, within, write
 
 CHUNK = 64
@@ -54,8 +63,11 @@ class Parts(NamedTuple):
 
     states: Tensor  # [slots,H,K,V] at each chunk's start (tiles/state.py: slot), as `stored`
     errors: Tensor  # [B,T,H,V]: d
-    inverse: Tensor  # [B,T,H,64]: X, row t of its chunk, 0 past the sequence's end
-    products: Tensor  # [B,T,H,64]: A, with scale, decays and beta, 0 above the diagonal
+    inverse: Tensor  # [B,T,H,64]: X, row t of its chunk, 0 past the sequence's end; in bfloat16 [B,T,H,128], as two
+    products: Tensor  # as X: A, with scale, decays and beta, 0 above the diagonal
+    rise: Tensor | None  # with gates per token these three as Gated has them
+    write: Tensor | None
+    total: Tensor | None
 
 
 class Gated(NamedTuple):
@@ -64,7 +76,7 @@ class Gated(NamedTuple):
     rise: Tensor | None  # per token: [B,T,H]
     write: Tensor | None  # per token: [B,T,H], fall beta
     total: Tensor | None  # [slots,H] or per channel [slots,H,K]
-    query: Tensor | None  # per channel: [B,T,H,K], rise q
+    query: Tensor | None  # in bfloat16: [B,T,H,K], Q; else per channel: rise q
     erase: Tensor | None  # per channel: [B,T,H,K], rise e
     key: Tensor | None  # per channel: [B,T,H,K], fall k; in bfloat16 [2,B,T,H,K], its rounding and what that left
 
@@ -72,12 +84,12 @@ class Gated(NamedTuple):
 @triton.jit
 def chunks_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr,
-    X_ptr, A_ptr, rise_ptr, write_ptr, total_ptr, risen_q_ptr, risen_e_ptr, fallen_ptr,
-    q_strides, k_strides, e_strides, beta_strides, g_strides, scale, T, N, H, R, K, half,
+    X_ptr, A_ptr, P_ptr, rise_ptr, write_ptr, total_ptr, risen_q_ptr, risen_e_ptr, fallen_ptr,
+    q_strides, k_strides, e_strides, beta_strides, g_strides, scale, zero, T, N, H, R, K, half,
     FAR: tl.constexpr, WHOLE: tl.constexpr, ALL_K: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """X and A of one chunk and head, and its operands with their decays in them.
+    """X and A of one chunk and head, and its operands with their decays in them; with `P_ptr` P, and Q as risen_q.
 
     Per channel in half precision a first launch takes all rows as near (tiles/pairs.py); where its totals say that they
     may not be, the second, FAR, does all again. WHOLE: no tile reaches beyond its tensor (tiles/whole.py).
@@ -146,11 +158,48 @@ def chunks_kernel(  # type: ignore[no-untyped-def]
             tl.store(write_ptr + token, fall * beta, mask=at < stop)
             tl.store(total_ptr + slot * H + h, total(g))
     there = (row * T * H + h) * CHUNK
-    A = rounded(A * (scale * beta)[None, :], PRECISION)  # X and A are read for products alone
-    store_tile(A_ptr + there, A, t0, stop, H * CHUNK, 0, CHUNK, 1)
+    A *= (scale * beta)[None, :]
+    HALVES: tl.constexpr = X_ptr.dtype.element_ty == tl.bfloat16
+    if not HALVES:
+        store_tile(A_ptr + there, rounded(A, PRECISION), t0, stop, H * CHUNK, 0, CHUNK, 1)  # read for products alone
+    else:
+        high, low = in_two(A)
+        store_tile(A_ptr + 2 * there, high, t0, stop, 2 * H * CHUNK, 0, CHUNK, 1)
+        store_tile(A_ptr + 2 * there + CHUNK, low, t0, stop, 2 * H * CHUNK, 0, CHUNK, 1)
     # What is past the end has no key, so that X is there the unit matrix's and 0 beside it.
-    X = rounded(inverse(E * beta[None, :], PRECISION), PRECISION)
-    store_tile(X_ptr + there, X, t0, stop, H * CHUNK, 0, CHUNK, 1)
+    X = inverse(E * beta[None, :], PRECISION, HALVES)
+    t0 += zero  # addresses kept from before would cost registers
+    if not HALVES:
+        store_tile(X_ptr + there, rounded(X, PRECISION), t0, stop, H * CHUNK, 0, CHUNK, 1)
+    else:
+        above, below = in_two(X)
+        store_tile(X_ptr + 2 * there, above, t0, stop, 2 * H * CHUNK, 0, CHUNK, 1)
+        store_tile(X_ptr + 2 * there + CHUNK, below, t0, stop, 2 * H * CHUNK, 0, CHUNK, 1)
+    if P_ptr is not None:
+        tl.debug_barrier()  # what others of the program have written is read, which registers had no room for
+        high = load_tile(A_ptr + 2 * there, t0, stop, 2 * H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
+        low = load_tile(A_ptr + 2 * there + CHUNK, t0, stop, 2 * H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
+        P = halves(high, low, above, below, tl.zeros_like(X))
+        store_tile(P_ptr + there, P, t0, stop, H * CHUNK, 0, CHUNK, 1)
+        into = (row * T * H + h) * K
+        if g_ptr is not None and not PER_CHANNEL:
+            P *= rise[None, :]
+        t0 += zero
+        up, down = in_two(-P)
+        for k0 in tl.range(0, K, BLOCK_K):
+            if PER_CHANNEL:
+                q = load_tile(risen_q_ptr + into, t0, stop, H * K, k0, K, 1, CHUNK, BLOCK_K).to(tl.float32) * scale
+                e = load_tile(risen_e_ptr + into, t0, stop, H * K, k0, K, 1, CHUNK, BLOCK_K)
+                tl.debug_barrier()  # Q takes the place of rise q
+            else:
+                q = load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K).to(tl.float32) * scale
+                x_ptr, x_strides = k_ptr, k_strides
+                if e_ptr is not None:
+                    x_ptr, x_strides = e_ptr, e_strides
+                e = load_tile(x_ptr, t0, stop, x_strides[1], k0, K, x_strides[3], CHUNK, BLOCK_K)
+                if g_ptr is not None:
+                    q *= rise[:, None]
+            store_tile(risen_q_ptr + into, tl.dot(up, e, tl.dot(down, e, q)), t0, stop, H * K, k0, K, 1)
 
 
 @triton.jit
@@ -159,12 +208,13 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     out_ptr, final_ptr, errors_ptr, states_ptr,
     q_strides, k_strides, e_strides, v_strides, write_strides, state_strides, scale, T, N, H, R, K, V, half,
     PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, JOIN: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr,
-    TILES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    TILES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V columns of one head's state through one sequence, or a piece of it, and what its tokens read.
 
-    Per channel q, k and e come decayed (in bfloat16 k in two, `half` apart), with as many heads as v. Without `out_ptr`
-    a piece's map is made (tiles/affine.py: M, N): the columns behind V's blocks are M's, and no token writes a value.
+    Per channel q, k and e come decayed (in bfloat16 k in two, `half` apart), with as many heads as v. In bfloat16 Q and
+    P come in place of q and A. Without `out_ptr` a piece's map is made (tiles/affine.py: M, N): the columns behind V's
+    blocks are M's, and no token writes a value.
     """
     blocks = tl.cdiv(V, BLOCK_V) + (tl.cdiv(K, BLOCK_V) if out_ptr is None else 0)
     v0 = tl.program_id(0) % blocks * BLOCK_V
@@ -179,15 +229,35 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     if out_ptr is None:  # noqa: SIM102  a constant and a tensor
         if (behind == 0) | ((before == 0) & (v0 >= tl.cdiv(V, BLOCK_V) * BLOCK_V)):
             return
+    HALVES: tl.constexpr = X_ptr.dtype.element_ty == tl.bfloat16
+    WIDE: tl.constexpr = 2 * CHUNK if HALVES else CHUNK
     head = h if PER_CHANNEL else h // R
-    if out_ptr is not None:
-        q_ptr += row * q_strides[0] + head * q_strides[2]
-    k_ptr += row * k_strides[0] + head * k_strides[2]
-    if e_ptr is not None:
-        e_ptr += row * e_strides[0] + head * e_strides[2]
-    v_ptr += row * v_strides[0] + h * v_strides[2]
-    write_ptr += row * write_strides[0] + h * write_strides[2]
     tokens = row * T * H + h
+    k_there = opened(k_ptr + row * k_strides[0] + head * k_strides[2], stop, k_strides[1], K, CHUNK, BLOCK_K, TMA)
+    e_there = k_there
+    if e_ptr is not None:
+        e_there = opened(e_ptr + row * e_strides[0] + head * e_strides[2], stop, e_strides[1], K, CHUNK, BLOCK_K, TMA)
+    if PER_CHANNEL and k_ptr.dtype.element_ty == tl.bfloat16:
+        lost_there = opened(k_ptr + half + tokens * K, stop, k_strides[1], K, CHUNK, BLOCK_K, TMA)
+    v_there = opened(v_ptr + row * v_strides[0] + h * v_strides[2], stop, v_strides[1], V, CHUNK, BLOCK_V, TMA)
+    X_there = opened(X_ptr + tokens * WIDE, stop, H * WIDE, WIDE, CHUNK, CHUNK, TMA)
+    if out_ptr is not None:
+        reader = h if HALVES else head
+        q_there = opened(q_ptr + row * q_strides[0] + reader * q_strides[2], stop, q_strides[1], K, CHUNK, BLOCK_K, TMA)
+        A_there = opened(A_ptr + tokens * CHUNK, stop, H * CHUNK, CHUNK, CHUNK, CHUNK, TMA)
+        out_there = opened(out_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, TMA)
+    if errors_ptr is not None:
+        errors_there = opened(errors_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, TMA)
+        states_ptr += (slot * H + h) * K * V  # chunk by chunk, H K rows behind each other
+        states_there = opened(states_ptr, tl.cdiv(stop - start, CHUNK) * H * K, V, V, BLOCK_K, BLOCK_V, TMA)
+    write_ptr += row * write_strides[0] + h * write_strides[2]
+    if rise_ptr is not None:
+        rise_ptr += tokens
+    each_ptr = None
+    if total_ptr is not None and not PER_CHANNEL:
+        each_ptr = total_ptr + slot * H + h
+    rise_at, write_at, gone_at = factors_at(rise_ptr, write_ptr, each_ptr, start, 0, write_strides[1], H, CHUNK)
+    next_rise, next_write, next_gone = factors(rise_ptr, each_ptr, rise_at, write_at, gone_at, start, stop, CHUNK)
     if state_ptr is not None:
         state_ptr += n * state_strides[0] + h * state_strides[1]
     S = load_state(state_ptr, state_strides, known, v0, V, TILES, BLOCK_K, BLOCK_V)
@@ -198,53 +268,76 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             S = joined(S, M_ptr, N_ptr, piece - before, before, h, H, K, v0, V, 1, JOIN, TILES, BLOCK_K, BLOCK_V)
     # What is the same for all chunks would otherwise be kept in registers, and these spilled.
     for t0 in tl.range(start, stop, CHUNK, disable_licm=PIECE > 0 or k_ptr.dtype.element_ty != tl.bfloat16):
-        there = (slot + (t0 - start) // CHUNK) * H + h
-        at = t0 + tl.arange(0, CHUNK)
+        chunk = (t0 - start) // CHUNK
+        rise, write, gone = next_rise, next_write, next_gone  # loaded a chunk before they are wanted
+        rise_at, write_at, gone_at = rise_at + CHUNK * H, write_at + CHUNK * write_strides[1], gone_at + H
+        next_rise, next_write, next_gone = factors(
+            rise_ptr, each_ptr, rise_at, write_at, gone_at, t0 + CHUNK, stop, CHUNK
+        )
+        v = load_block(v_there, t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V, TMA)
+        X = load_block(X_there, t0, stop, H * WIDE, 0, CHUNK, 1, CHUNK, CHUNK, TMA)
+        if HALVES:
+            lost = load_block(X_there, t0, stop, H * WIDE, CHUNK, WIDE, 1, CHUNK, CHUNK, TMA)
+        if out_ptr is not None:
+            A = load_block(A_there, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, TMA)
         read = tl.zeros([CHUNK, BLOCK_V], tl.float32)
         o = tl.zeros([CHUNK, BLOCK_V], tl.float32)
         for i in tl.static_range(TILES):
             k0 = i * BLOCK_K
             if e_ptr is None:
-                e = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
+                e = working(load_block(k_there, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K, TMA))
             else:
-                e = working(load_tile(e_ptr, t0, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_K))
-            operand = S[i].to(e.dtype)
-            if states_ptr is not None:
-                store_tile(states_ptr + there * K * V, operand, k0, K, V, v0, V, 1)
-            read = tl.dot(e, operand, read, input_precision=PRECISION)
+                e = working(load_block(e_there, t0, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_K, TMA))
             if out_ptr is not None:
-                q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
+                q = working(load_block(q_there, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K, TMA))
+            operand = S[i].to(e.dtype)
+            read = tl.dot(e, operand, read, input_precision=PRECISION)
+            if states_ptr is not None:
+                if TMA:
+                    store_block(states_there, operand, chunk * H * K + k0, 0, 0, v0, V, TMA)
+                else:
+                    store_tile(states_ptr + tl.cast(chunk, tl.int64) * H * K * V, operand, k0, K, V, v0, V, 1)
+            if out_ptr is not None:
                 o = tl.dot(q, operand, o, input_precision=PRECISION)
         if rise_ptr is not None:
-            rise = tl.load(rise_ptr + tokens + at.to(tl.int64) * H, mask=at < stop, other=0.0)
-            read, o = read * rise[:, None], o * rise[:, None]
-        X = load_tile(X_ptr + tokens * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
-        v = load_tile(v_ptr, t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V).to(tl.float32)
-        d = tl.dot(X, rounded(v - read, PRECISION), input_precision=PRECISION)
+            read *= rise[:, None]
+        error = v.to(tl.float32) - read
+        d = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+        if HALVES:
+            above, below = in_two(error)
+            d = halves(X, lost, above, below, d)
+        else:
+            d = tl.dot(X, rounded(error, PRECISION), d, input_precision=PRECISION)
         if out_ptr is not None:
-            A = load_tile(A_ptr + tokens * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
-            o = tl.dot(A, rounded(d, PRECISION), o * scale, input_precision=PRECISION)
-            store_tile(out_ptr + tokens * V, o, t0, stop, H * V, v0, V, 1)
-        if errors_ptr is not None:
-            store_tile(errors_ptr + tokens * V, d, t0, stop, H * V, v0, V, 1)
-        write = tl.load(write_ptr + at.to(tl.int64) * write_strides[1], mask=at < stop, other=0.0).to(tl.float32)
-        d *= write[:, None]
+            if HALVES:
+                o = tl.dot(A, v, o)
+            else:
+                if rise_ptr is not None:
+                    o *= rise[:, None]
+                o = tl.dot(A, rounded(d, PRECISION), o * scale, input_precision=PRECISION)
+            store_block(out_there, o, t0, stop, H * V, v0, V, TMA)
+        written = d * write[:, None]
         ahead = ()
         for i in tl.static_range(TILES):
             k0 = i * BLOCK_K
             k = e
             if e_ptr is not None or TILES > 1:
-                k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
+                k = working(load_block(k_there, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K, TMA))
             now = S[i]
             if PER_CHANNEL:
-                c = k0 + tl.arange(0, BLOCK_K)
+                c, there = k0 + tl.arange(0, BLOCK_K), (slot + chunk) * H + h
                 now *= tl.load(total_ptr + there * K + c, mask=c < K, other=0.0)[:, None]
                 if k.dtype == tl.bfloat16:
-                    lost = load_tile(k_ptr + half, t0, stop, k_strides[1], k0, K, 1, CHUNK, BLOCK_K)
-                    now = tl.dot(tl.trans(lost), d.to(tl.bfloat16), now)
+                    lost = load_block(lost_there, t0, stop, k_strides[1], k0, K, 1, CHUNK, BLOCK_K, TMA)
+                    now = tl.dot(tl.trans(lost), written.to(tl.bfloat16), now)
             elif total_ptr is not None:
-                now *= tl.load(total_ptr + there)
-            ahead += (right(tl.trans(k), d, now, PRECISION),)  # type: ignore[assignment]
+                now *= gone
+            ahead += (right(tl.trans(k), written, now, PRECISION),)  # type: ignore[assignment]
+        if errors_ptr is not None:
+            if BLOCK_V > 32:  # shared memory has no room for a tile to be stored from
+                store_tile(errors_ptr + tokens * V, d, t0, stop, H * V, v0, V, 1)
+            else:
+                store_block(errors_there, d, t0, stop, H * V, v0, V, TMA)
         S = ahead
     if out_ptr is None:
         store_map(M_ptr, N_ptr, S, piece * H + h, K, v0, V, TILES, BLOCK_K, BLOCK_V)
@@ -271,6 +364,9 @@ def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, target
     k, v = side(K, 512), side(V, 64)
     if dtype == torch.bfloat16 and target.kind == "cuda":
         groups = _by_warpgroups(target)
+        once = heads * -(-V // 64) <= target.processors < heads * -(-V // 32)  # by half as many programs, all at once
+        if target.arch == 90 and tiles == 4 and k == 128 and v == 64 and once:  # as measured on an H200
+            return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=4, stages=2)
         v = min(v, max(16, (4096 if groups or tiles == 2 else 2048) // k))
         while v > 16 and 2 * heads * -(-V // v) <= target.processors:
             v //= 2
@@ -297,16 +393,20 @@ def forward(call: Any, parts: Parts | None, slots: int, cut: Callable[[Target, i
     """
     B, T, _, H, K, V, N = call.sizes
     v, target = call.v, target_of(call.v.device)
-    if parts is None:
-        inverse, products = torch.empty(2, B, T, H, CHUNK, dtype=torch.float32, device=v.device).unbind()
-    else:
+    halves = stored(v.dtype) == torch.bfloat16
+    wide, near = [(B, T, H, n * CHUNK) for n in (2, 1)], {"dtype": stored(v.dtype), "device": v.device}
+    if parts is not None:
         inverse, products = parts.inverse, parts.products
-    gated = chunks(call, inverse, products, slots, target)
+    else:
+        inverse, products = torch.empty(2, *wide[not halves], **near).unbind()
+    through = torch.empty(wide[1], **near) if halves else None
+    gated = chunks(call, parts, inverse, products, through, slots, target)
     # Tokens behind the last document belong to no chunk.
     room = torch.empty if call.offsets is None else torch.zeros
     out = room(B, T, H, V, dtype=v.dtype, device=v.device)
     final = torch.empty(N, H, K, V, dtype=torch.float32, device=v.device)
-    q, k, e = (call.q, call.k, call.erase) if gated.key is None else (gated.query, gated.key, gated.erase)
+    q = call.q if gated.query is None else gated.query
+    k, e = (call.k, call.erase) if gated.key is None else (gated.key, gated.erase)
     write = call.beta if gated.write is None else gated.write
     assert q is not None and k is not None
     tiles = 2 if gated.key is None and e is None else 3 if stored(v.dtype) != torch.bfloat16 or gated.key is None else 4
@@ -320,12 +420,13 @@ def forward(call: Any, parts: Parts | None, slots: int, cut: Callable[[Target, i
     def go(programs: int, *results: Tensor | None) -> None:
         launch(
             walk_kernel, (programs,),
-            q, k, e, v, inverse, products, gated.rise, write, gated.total, call.state, call.offsets,
-            pieces.M, pieces.N, *results,
+            q, k, e, v, inverse, products if through is None else through, gated.rise, write, gated.total,
+            call.state, call.offsets, pieces.M, pieces.N, *results,
             q.stride(), k.stride()[-4:], strides(e), v.stride(), write.stride(), strides(call.state),
             call.scale, T, N, H, H // call.q.shape[2], K, V, B * T * H * K,
             config=walk, PER_CHANNEL=gated.key is not None, PRECISION=float_precision(v.dtype, target),
             JOIN=precision(torch.float32, target), CHUNK=CHUNK, PIECE=pieces.tokens, TILES=-(-K // walk["BLOCK_K"]),
+            TMA=target.arch == 90 and halves and K % walk["BLOCK_K"] == 0 and all(map(by_tma, (q, k, e, v))),
         )  # fmt: skip
 
     if pieces.tokens:
@@ -334,32 +435,47 @@ def forward(call: Any, parts: Parts | None, slots: int, cut: Callable[[Target, i
     return out, final
 
 
-def chunks(call: Any, inverse: Tensor, products: Tensor, slots: int, target: Target) -> Gated:
-    """The first launch: fills `inverse` and `products`; and what it makes of gates."""
+def chunks(
+    call: Any, parts: Parts | None, inverse: Tensor, products: Tensor, through: Tensor | None, slots: int,
+    target: Target,
+) -> Gated:  # fmt: skip
+    """The first launch: fills `inverse`, `products` and `through`; and what it makes of gates."""
     B, T, G, H, K, _, N = call.sizes
     v, g = call.v, call.log_decay
     per_channel = g is not None and g.shape[3] > 1
     gated = Gated(None, None, None, None, None, None)
+    rise: Tensor | None
+    write: Tensor | None
+    gone: Tensor | None
     if per_channel:
         total = torch.empty(slots, H, K, dtype=torch.float32, device=v.device)
         halves = 2 if stored(v.dtype) == torch.bfloat16 else 1
         made = torch.empty(2 + halves, B, T, H, K, dtype=stored(v.dtype), device=v.device)
         gated = Gated(None, None, total, made[0], made[1], made[2:])
     elif g is not None:
-        rise, write = torch.empty(2, B, T, H, dtype=torch.float32, device=v.device).unbind()
-        gated = Gated(rise, write, torch.empty(slots, H, dtype=torch.float32, device=v.device), None, None, None)
+        if parts is None:
+            rise, write = torch.empty(2, B, T, H, dtype=torch.float32, device=v.device).unbind()
+            gone = torch.empty(slots, H, dtype=torch.float32, device=v.device)
+        else:
+            rise, write, gone = parts.rise, parts.write, parts.total
+        gated = Gated(rise, write, gone, None, None, None)
+    if through is not None and not per_channel:
+        gated = gated._replace(query=torch.empty(B, T, H, K, dtype=through.dtype, device=v.device))
     rule = partial(chunks_rule, v.dtype, K, per_channel)
     config = configure("delta_chunks", (v.dtype, K, per_channel), rule, target, {"BLOCK_K": (16, 32, 64)})
     by_near = per_channel and v.dtype != torch.float32
     whole = call.offsets is None and T % CHUNK == K % config["BLOCK_K"] == 0
     whole = whole and within(CHUNK, K, call.q, call.k, call.erase, g)
+    # Three programs a processor, as each waits for one product after the other: on an H200 195 us for 224, with spills.
+    room = {"maxnreg": 168} if target.arch == 90 and through is not None and not per_channel else {}
     for again in (False, True)[: 2 if by_near else 1]:
         launch(
             chunks_kernel, (slots * H,),
-            call.q, call.k, call.erase, call.beta, g, call.offsets, inverse, products, *gated,
+            call.q, call.k, call.erase, call.beta, g, call.offsets, inverse, products, through, *gated,
             call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(g),
-            call.scale, T, N, H, H // G, K, B * T * H * K,
+            call.scale, 0, T, N, H, H // G, K, B * T * H * K,
             config=config, FAR=again, WHOLE=whole,
             ALL_K=side(K, 1 << 20), PER_CHANNEL=per_channel, PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK,
+            **room,
         )  # fmt: skip
     return gated
