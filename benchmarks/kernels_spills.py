@@ -10,10 +10,8 @@ _MEASURED = "on an H200 the fastest of the tiles that were tried, also beside th
 _LIMIT = "its tiles are chosen for sm_90, where they fill the registers"
 _FAR = "24 bytes at most, but where rows are far, which few chunks have"
 SPILLS: dict[tuple[str, str, str], str] = {
-    **{
-        ("softmax", kernel, "sm_90"): _MEASURED
-        for kernel in ("_attend_kernel", "queries_kernel", "keys_kernel", "bias_kernel")
-    },
+    **{("softmax", kernel, "sm_90"): _MEASURED for kernel in ("_attend_kernel", "queries_kernel", "keys_kernel")},
+    ("softmax", "queries_kernel", "sm_100"): "12 bytes at most",
     **{("linear", "keys_kernel", target): _TUNED for target in ("sm_80", "sm_120")},
     **{("linear", "far_kernel", target): _LIMIT for target in ("sm_80", "sm_120", "gfx942")},
     ("linear", "pairs_kernel", "sm_120"): "12 bytes at most",
