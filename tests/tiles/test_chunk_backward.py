@@ -6,26 +6,22 @@ import torch
 import triton
 import triton.language as tl
 
-from foci.tiles.chunk_backward import both, decayed, gather, left, outer, right, store_in_two, through, through_both
+from foci.tiles.chunk_backward import decayed, gather, onto, outer, right, store_in_two, through_both
 from foci.tiles.memory import load_tile, store_tile
 from tests.ops.in_triton import DEVICE
 
 
 @triton.jit
-def products(x_ptr, y_ptr, right_ptr, left_ptr, V: tl.constexpr):  # type: ignore[no-untyped-def]
+def products(x_ptr, y_ptr, right_ptr, onto_ptr, V: tl.constexpr):  # type: ignore[no-untyped-def]
     x, y = load_tile(x_ptr, 0, V, V, 0, V, 1, V, V), load_tile(y_ptr, 0, V, V, 0, V, 1, V, V)
     store_tile(right_ptr, right(x, y, y, "ieee"), 0, V, V, 0, V, 1)
-    store_tile(left_ptr, left(x, y, y, "ieee"), 0, V, V, 0, V, 1)
+    store_tile(onto_ptr, onto(y, x_ptr, 0, V, y_ptr, (0, V, 0, 1), 0, V, 0, V, "ieee", True), 0, V, V, 0, V, 1)
 
 
 @triton.jit
-def chunk(x_ptr, d_ptr, S_ptr, outer_ptr, below_ptr, through_ptr, both_ptr, rows, K, V, C: tl.constexpr):  # type: ignore[no-untyped-def]
+def chunk(x_ptr, d_ptr, outer_ptr, below_ptr, rows, V, C: tl.constexpr):  # type: ignore[no-untyped-def]
     store_tile(outer_ptr, outer(x_ptr, (0, V, 0, 1), d_ptr, V, 0, rows, V, False, "ieee", C, 16), 0, C, C, 0, C, 1)
     store_tile(below_ptr, outer(x_ptr, (0, V, 0, 1), d_ptr, V, 0, rows, V, True, "ieee", C, 16), 0, C, C, 0, C, 1)
-    read = through(x_ptr, (0, V, 0, 1), S_ptr, 0, rows, 0, K, V, "ieee", C, 32, 16)
-    store_tile(through_ptr, read, 0, rows, K, 0, K, 1)
-    c = tl.arange(0, 32)
-    tl.store(both_ptr + c, both(S_ptr, S_ptr, 0, K, V, 32, 16), mask=c < K)
 
 
 @triton.jit
@@ -42,17 +38,14 @@ def test_a_product_with_float32_keeps_its_digits() -> None:
     torch.testing.assert_close(found, (x @ y + y).expand(2, 32, 32), atol=1e-5, rtol=1e-5)
 
 
-def test_rows_columns_and_states_past_the_end_add_nothing() -> None:
-    rows, K, V, C = 21, 20, 37, 32
-    x, d, S = torch.randn(rows, V, device=DEVICE), torch.randn(rows, V, device=DEVICE), torch.randn(K, V, device=DEVICE)
+def test_rows_and_columns_past_the_end_add_nothing() -> None:
+    rows, V, C = 21, 37, 32
+    x, d = torch.randn(2, rows, V, device=DEVICE).unbind()
     whole, below = torch.empty(2, C, C, device=DEVICE).unbind()
-    read, sums = torch.empty(rows, K, device=DEVICE), torch.empty(K, device=DEVICE)
-    chunk[(1,)](x, d, S, whole, below, read, sums, rows, K, V, C=C)
+    chunk[(1,)](x, d, whole, below, rows, V, C=C)
     wanted = torch.nn.functional.pad((x @ d.T).tril(), (0, C - rows, 0, C - rows))
     torch.testing.assert_close(whole, wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(below, wanted.tril(-1), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(read, x @ S.T, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(sums, (S * S).sum(1), atol=1e-5, rtol=1e-5)
 
 
 def test_heads_are_summed_one_after_the_other() -> None:

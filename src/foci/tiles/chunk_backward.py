@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foci.tiles.memory import load_tile, store_tile
+from foci.tiles.memory import load_rows, load_tile, store_tile
 from foci.tiles.state import in_two, rounded, working
 
 
@@ -17,17 +17,6 @@ def right(x, y, z, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
         z = tl.dot(x, high, tl.dot(x, low, z))
     else:
         z = tl.dot(x, rounded(y, PRECISION), z, input_precision=PRECISION)
-    return z
-
-
-@triton.jit
-def left(x, y, z, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x y + z of x in float32; with y in bfloat16 x is taken as the sum of two of them."""
-    if y.dtype == tl.bfloat16:
-        high, low = in_two(x)
-        z = tl.dot(high, y, tl.dot(low, y, z))
-    else:
-        z = tl.dot(rounded(x, PRECISION), y, z, input_precision=PRECISION)
     return z
 
 
@@ -44,20 +33,6 @@ def outer(  # type: ignore[no-untyped-def]
         found = right(x, tl.trans(d), found, PRECISION)
     t, s = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     return tl.where(t > s if BELOW else t >= s, found, 0.0)
-
-
-@triton.jit
-def through(  # type: ignore[no-untyped-def]
-    x_ptr, x_strides, states_ptr, t0, stop, k0, K, V,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """x S^T [CHUNK,BLOCK_K] of channels k0.. of a state."""
-    found = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-    for v0 in range(0, V, BLOCK_V):
-        S = working(load_tile(states_ptr, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V))
-        x = load_tile(x_ptr, t0, stop, x_strides[1], v0, V, x_strides[3], CHUNK, BLOCK_V).to(S.dtype)
-        found = tl.dot(x, tl.trans(S), found, input_precision=PRECISION)
-    return found
 
 
 @triton.jit
@@ -84,16 +59,6 @@ def through_both(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def both(states_ptr, ends_ptr, k0, K, V, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sums over V of S dS [BLOCK_K]: the gradient of total."""
-    found = tl.zeros([BLOCK_K], tl.float32)
-    for v0 in range(0, V, BLOCK_V):
-        S = load_tile(states_ptr, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V).to(tl.float32)
-        found += tl.sum(S * load_tile(ends_ptr, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V).to(tl.float32), 1)
-    return found
-
-
-@triton.jit
 def decayed(ptr, strides, row, h, decays, t0, stop, k0, K):  # type: ignore[no-untyped-def]
     """A tile of a row's head h, each number times its decay."""
     ptr += row * strides[0] + h * strides[2]
@@ -110,16 +75,6 @@ def store_in_two(ptr, half, tile, t0, stop, stride, k0, K):  # type: ignore[no-u
 
 
 @triton.jit
-def load_in_two(ptr, into, t0, stop, stride, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A square tile in float32, which lies in bfloat16 as two side by side; `into` and `stride` as if it were one."""
-    if ptr.dtype.element_ty == tl.bfloat16:
-        tile = load_tile(ptr + 2 * into, t0, stop, 2 * stride, 0, CHUNK, 1, CHUNK, CHUNK).to(tl.float32)
-        return tile + load_tile(ptr + 2 * into + CHUNK, t0, stop, 2 * stride, 0, CHUNK, 1, CHUNK, CHUNK).to(tl.float32)
-    else:
-        return load_tile(ptr + into, t0, stop, stride, 0, CHUNK, 1, CHUNK, CHUNK)
-
-
-@triton.jit
 def gather(ptr, sums_ptr, into, tile, r, R, t0, stop, stride, k0, K):  # type: ignore[no-untyped-def]
     """Head r's gradient of what R heads read, one after the other: in memory is the sum over those before it."""
     if ptr is not None:
@@ -129,3 +84,19 @@ def gather(ptr, sums_ptr, into, tile, r, R, t0, stop, stride, k0, K):  # type: i
             tl.debug_barrier()  # all have read before any writes
             store_tile(sums_ptr + into, tile, t0, stop, stride, k0, K, 1)
         store_tile(ptr + into, tile, t0, tl.where(r == R - 1, stop, 0), stride, k0, K, 1)
+
+
+@triton.jit
+def onto(  # type: ignore[no-untyped-def]
+    z, pairs_ptr, half, stride, y_ptr, y_strides, t0, stop, k0, K, PRECISION: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """z + P y of pairs P [CHUNK,CHUNK] as `store_in_two` left them.
+
+    One product in a loop: of two that follow each other Triton would have all warps make the same on Hopper.
+    """
+    PARTS: tl.constexpr = 2 if pairs_ptr.dtype.element_ty == tl.bfloat16 else 1
+    for i in tl.range(PARTS, disable_licm=True):
+        P = load_rows(pairs_ptr + i * half, t0, stop, stride, 0, z.shape[0], 1, z.shape[0], z.shape[0], True)
+        y = working(load_rows(y_ptr, t0, stop, y_strides[1], k0, K, y_strides[3], z.shape[0], z.shape[1], EVEN))
+        z = tl.dot(rounded(P, PRECISION), y, z, input_precision=PRECISION)
+    return z

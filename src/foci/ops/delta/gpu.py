@@ -54,9 +54,15 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     """Gradients of q, k, v, beta, log_decay, erase and state, None where not needed."""
     from foci.ops.delta import kernels_triton_backward as kernels
     from foci.ops.delta import kernels_triton_channels as channels
+    from foci.ops.delta import kernels_triton_tokens as tokens
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
-    return kernels.backward(call, _parts(call, outputs[2]), grads, needs, partial(pieces, call), channels)
+    return kernels.backward(call, _parts(call, outputs[2]), grads, needs, partial(pieces, call), channels, tokens)
+
+
+def per_channel(call: Call) -> bool:
+    """Whether gates are each channel's own."""
+    return call.log_decay is not None and call.log_decay.shape[3] > 1
 
 
 def _slots(call: Call) -> int:
@@ -70,12 +76,14 @@ def _parts(call: Call, buffer: Tensor) -> Any:
     B, T, _, H, K, V, _ = call.sizes
     counts, slots, dtype = _counts(call), _slots(call), stored(call.v.dtype)
     inverse, products, errors, rise, write, total, states = buffer.split([*counts, buffer.numel() - sum(counts)])
+    errors = errors[: B * T * H * V]
+    two = call.v.dtype == torch.bfloat16 and not per_channel(call)
     gates: tuple[Tensor | None, ...] = (None, None, None)
     if rise.numel():
         gates = (*(x[: B * T * H].view(B, T, H) for x in (rise, write)), total[: slots * H].view(slots, H))
     return Parts(
         states.view(dtype)[: slots * H * K * V].view(-1, H, K, V),
-        errors[: B * T * H * V].view(B, T, H, V),
+        errors.view(dtype).view(2, B, T, H, V) if two else errors.view(B, T, H, V),
         inverse.view(dtype).view(B, T, H, -1),
         products.view(dtype).view(B, T, H, -1),
         *gates,

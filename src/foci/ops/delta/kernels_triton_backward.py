@@ -5,13 +5,11 @@ With do, dS the gradients of the outputs and of the state at a chunk's end, X = 
 
     dd = A^T do + (fall w) dS;   dv = X^T dd;   dS <- total dS + (scale rise q)^T do - (rise e)^T dv.
 
-It leaves dv and dS at each chunk's end, and what is left is a matter of each chunk alone, in two launches, one for the
-rows of A (dA = do d^T) and one for those of E (dE = -dv d^T) and all that follows: the registers hold no more at once.
-With gates per channel it is one launch after the walk (kernels_triton_channels.py).
-Keys that are alike make sums over d, dv, A and X telescope: these are float32 throughout, and in a product with a
-bfloat16 operand they are two bfloat16 (tiles/chunk_backward.py: right, left), or float32 rounded to TF32; with each
-other both are two bfloat16 in the walk, where X and A lie so (tiles/state.py: halves). For float16,
-whose range holds no decays, all products are of float32 tiles (tiles/state.py: working).
+It leaves dv and dS at each chunk's end, and what is left is a matter of each chunk alone (kernels_triton_tokens.py;
+with gates per channel kernels_triton_channels.py). Keys that are alike make sums over d, dv, A and X telescope: these
+are float32 throughout, and in a product with a bfloat16 operand they are two bfloat16 (tiles/chunk_backward.py: right),
+or float32 rounded to TF32; with each other both are two bfloat16, where X and A lie so (tiles/state.py: halves). For
+float16, whose range holds no decays, all products are of float32 tiles (tiles/state.py: working).
 """
 
 from __future__ import annotations
@@ -37,12 +35,10 @@ from foci.core.tune import (
     strides,
     target_of,
 )
-from foci.tiles import near
 from foci.tiles.affine import joined, load_state, piece_at, store_map, store_state, with_unit
-from foci.tiles.chunk_backward import both, gather, left, load_in_two, outer, right, through
-from foci.tiles.gates import by_ends, load_gates, total
-from foci.tiles.memory import load_block, load_tile, opened, store_block, store_tile
-from foci.tiles.state import chunk_at, halves, in_two, rounded, working
+from foci.tiles.chunk_backward import right
+from foci.tiles.memory import load_block, opened, store_block, store_tile
+from foci.tiles.state import halves, in_two, rounded, working
 
 CHUNK = 64
 
@@ -182,133 +178,16 @@ def walk_kernel(  # type: ignore[no-untyped-def]
                 )
             earlier = earlier + (right(tl.trans(e), by_erase, block, PRECISION),)  # noqa: RUF005
         if d_value_ptr is not None:
-            store_block(d_value_there, dv, t0, stop, H * V, v0, V, TMA)
+            unsaid = dv
+            if dv_ptr.dtype.element_ty == tl.bfloat16:
+                unsaid -= dv.to(tl.bfloat16).to(tl.float32)
+            store_block(d_value_there, unsaid, t0, stop, H * V, v0, V, TMA)
         dS = earlier
     if dv_ptr is None:
         store_map(M_ptr, N_ptr, dS, piece * H + h, K, v0, V, BLOCKS, BLOCK_K, BLOCK_V)
     elif d_state_ptr is not None:  # noqa: SIM102
         if before == 0:
             store_state(d_state_ptr + (n * H + h) * K * V, dS, K, v0, V, BLOCKS, BLOCK_K)
-
-
-@triton.jit
-def side_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, k_ptr, beta_ptr, g_ptr, A_ptr, given_ptr, errors_ptr, states_ptr, ends_ptr, offsets_ptr,
-    dP_ptr, d_w_ptr, g_parts_ptr, x_sums_ptr, k_sums_ptr, d_x_ptr, d_k_ptr, d_beta_ptr, d_g_ptr,
-    x_strides, k_strides, beta_strides, g_strides, given_strides, factor, zero, T, N, H, R, K, V,
-    LAST: tl.constexpr, SAME: tl.constexpr, CONSTANT: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """One chunk of one key head and the R heads that read it; gates per token, or none.
-
-    The rows x of the pairs P are q (of A, given do, factor scale) or, LAST, e (of E, given dv, factor -1; SAME: e is
-    k). What the first gives to w = beta k and to gates waits in d_w [B,T,H,K] and g_parts [B,T,H]; dP [B,T,H,CHUNK] is
-    in memory for want of registers. CONSTANT: d_g [chunks,H], the sum over tokens.
-    """
-    NEAR: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
-    group, chunk = (tl.program_id(0) % (H // R)).to(tl.int64), tl.program_id(0) // (H // R)
-    n, b, first, stop, slot = chunk_at(offsets_ptr, chunk, N, T, CHUNK)
-    if n < 0:
-        if CONSTANT and LAST and d_g_ptr is not None:
-            for r in range(R):
-                tl.store(d_g_ptr + chunk * H + group * R + r, 0.0)
-        return
-    row, G = tl.cast(b, tl.int64), H // R
-    x_ptr += row * x_strides[0] + group * x_strides[2]
-    k_ptr += row * k_strides[0] + group * k_strides[2]
-    into = (row * T * G + group) * K
-    for r in tl.range(R, disable_licm=True):
-        t0 = first + zero * r  # what the loop changes stays in it: addresses kept through it would cost registers
-        h = group * R + r
-        head, there = row * T * H + h, (slot * H + h) * K * V
-        from_ptr, d_ptr = given_ptr + row * given_strides[0] + h * given_strides[2], errors_ptr + head * V
-        b_ptr = beta_ptr + row * beta_strides[0] + h * beta_strides[2]
-        dP = outer(from_ptr, given_strides, d_ptr, H * V, t0, stop, V, LAST, PRECISION, CHUNK, BLOCK_V)
-        d_g = tl.zeros([CHUNK], tl.float32)
-        if g_parts_ptr is not None and not LAST:
-            A = load_in_two(A_ptr, head * CHUNK, t0, stop, H * CHUNK, CHUNK)
-            d_g = near.by_chunk(A * dP, d_g, tl.zeros_like(d_g), 0.0, True, NEAR)
-        dP *= factor
-        if g_ptr is not None:
-            here = g_ptr + row * g_strides[0] + h * g_strides[2]
-            dP *= near.weights(load_gates(here, t0, stop, g_strides[1], CHUNK), True, NEAR)
-        store_tile(dP_ptr + head * CHUNK, dP, t0, stop, H * CHUNK, 0, CHUNK, 1)
-        tl.debug_barrier()
-        at = (t0 + tl.arange(0, CHUNK)).to(tl.int64)
-        d_beta, t0 = tl.zeros([CHUNK], tl.float32), t0 + zero
-        if g_parts_ptr is not None and LAST:
-            P = tl.zeros([CHUNK, CHUNK], tl.float32)
-            for k0 in tl.range(0, K, BLOCK_K, disable_licm=True):
-                x = working(load_tile(x_ptr, t0, stop, x_strides[1], k0, K, x_strides[3], CHUNK, BLOCK_K))
-                k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
-                P = tl.dot(x, tl.trans(k), P, input_precision=PRECISION)
-            beta = load_gates(b_ptr, t0, stop, beta_strides[1], CHUNK)
-            d_g = near.by_chunk(P * dP * beta[None, :], d_g, tl.zeros_like(d_g), 0.0, True, NEAR)
-            d_g += tl.load(g_parts_ptr + head + at * H, mask=at < stop, other=0.0)
-        for k0 in tl.range(0, K, BLOCK_K, disable_licm=True):
-            t0 = first + zero * k0
-            beta = load_gates(b_ptr, t0, stop, beta_strides[1], CHUNK)
-            d_x = factor * through(
-                from_ptr, given_strides, states_ptr + there, t0, stop, k0, K, V, PRECISION, CHUNK, BLOCK_K, BLOCK_V
-            )
-            if g_ptr is not None:
-                g = load_gates(here, t0, stop, g_strides[1], CHUNK)
-                d_x *= near.ends(g, True, NEAR)[0][:, None]
-            t0 += zero
-            x = working(load_tile(x_ptr, t0, stop, x_strides[1], k0, K, x_strides[3], CHUNK, BLOCK_K))
-            by_rise = tl.sum(x.to(tl.float32) * d_x, 1)
-            t0 += zero
-            dP = load_tile(dP_ptr + head * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
-            d_w = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-            if LAST and d_w_ptr is not None:
-                d_w = load_tile(d_w_ptr + head * K, t0, stop, H * K, k0, K, 1, CHUNK, BLOCK_K)
-            d_w = left(tl.trans(dP), x, d_w, PRECISION)
-            k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
-            d_x = left(dP * beta[None, :], k, d_x, PRECISION)
-            t0 += zero
-            if not (LAST and SAME):
-                gather(d_x_ptr, x_sums_ptr, into, d_x, r, R, t0, stop, G * K, k0, K)
-            if LAST:
-                by_w = through(
-                    d_ptr, (0, H * V, 0, 1), ends_ptr + there, t0, stop, k0, K, V, PRECISION, CHUNK, BLOCK_K, BLOCK_V
-                )
-                if g_ptr is not None:
-                    by_w *= near.ends(g, True, NEAR)[1][:, None]
-                if d_g_ptr is not None:
-                    by_total = tl.sum(both(states_ptr + there, ends_ptr + there, k0, K, V, BLOCK_K, BLOCK_V), 0)
-                    d_g += by_ends(by_rise, beta * tl.sum(k.to(tl.float32) * by_w, 1), by_total * total(g))
-                d_w += by_w
-                d_beta += tl.sum(d_w * k.to(tl.float32), 1)
-                d_k = beta[:, None] * d_w
-                t0 += zero
-                if SAME:
-                    d_k += d_x
-                gather(d_k_ptr, k_sums_ptr, into, d_k, r, R, t0, stop, G * K, k0, K)
-            else:
-                if g_parts_ptr is not None:
-                    d_g += by_ends(by_rise, tl.zeros_like(by_rise), 0.0)
-                if d_w_ptr is not None:
-                    store_tile(d_w_ptr + head * K, d_w, t0, stop, H * K, k0, K, 1)
-        if LAST:
-            if d_beta_ptr is not None:
-                tl.store(d_beta_ptr + head + at * H, d_beta, mask=at < stop)
-            if d_g_ptr is not None:
-                if CONSTANT:
-                    tl.store(d_g_ptr + chunk * H + h, tl.sum(tl.where(at < stop, d_g, 0.0), 0))
-                else:
-                    tl.store(d_g_ptr + head + at * H, d_g, mask=at < stop)
-        elif g_parts_ptr is not None:
-            tl.store(g_parts_ptr + head + at * H, d_g, mask=at < stop)
-
-
-@triton.jit
-def sums_kernel(parts_ptr, sum_ptr, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum over the rows of [rows, columns]."""
-    c0 = tl.program_id(0) * BLOCK_C
-    found = tl.zeros([1, BLOCK_C], tl.float32)
-    for row in range(0, rows, BLOCK_R):
-        found += tl.sum(load_tile(parts_ptr, row, rows, columns, c0, columns, 1, BLOCK_R, BLOCK_C), 0, keep_dims=True)
-    store_tile(sum_ptr, found, 0, 1, columns, c0, columns, 1)
 
 
 def _walk_by_channel_rule(K: int, V: int, wide: bool, target: Target) -> Config:
@@ -324,18 +203,6 @@ def _walk_rule(K: int, V: int, wide: bool, target: Target) -> Config:
     k = 32 if wide and target.shared < 160_000 else 64
     blocks = {"BLOCK_K": side(K, k), "BLOCK_V": side(V, 16 if wide or K > 128 else 32)}
     return Config(blocks, warps=4 if K <= 128 else 8, stages=1)
-
-
-def _side_rule(K: int, V: int, wide: bool, target: Target) -> Config:
-    """As many channels as registers hold without a spill."""
-    if target.arch == 90 and not wide:  # as measured on an H200
-        return Config({"BLOCK_K": side(K, 64), "BLOCK_V": side(V, 64)}, warps=4, stages=1)
-    k = 64 if K <= 64 and not wide else 16
-    return Config({"BLOCK_K": side(K, k), "BLOCK_V": side(V, 32)}, warps=4, stages=1)
-
-
-def _sums_rule(target: Target) -> Config:
-    return Config({"BLOCK_R": 32, "BLOCK_C": 64}, warps=4, stages=1)
 
 
 class _Problem:
@@ -374,37 +241,22 @@ def backward(
     needs: Sequence[bool],
     cut: Callable[..., Any],
     channels: Any,
+    tokens: Any,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, beta, log_decay, erase and state, None where not needed.
 
-    `kept`: what the forward left (kernels_triton_forward.py: Parts). `cut`: ops/delta/pieces.py. `channels`: what does
-    it for gates per channel, kernels_triton_channels.py.
+    `kept`: what the forward left (kernels_triton_forward.py: Parts). `cut`: ops/delta/pieces.py.
+    What does each chunk's part: `channels` for gates per channel (kernels_triton_channels.py), `tokens` for others.
     """
     problem = _Problem(call, needs)
     d_out = call.v.new_zeros(()).expand(call.v.shape) if grads[0] is None else grads[0]
-    to_w, to_gates, erase = needs[1] or needs[3], needs[4], needs[5]
-    if problem.per_channel:
-        dv, behind = _walk(problem, kept, d_out, grads[1], cut, channels)
-        if needs[0] or to_w or to_gates or erase:
-            channels.side_by_channel(problem, kept, d_out, dv, behind)
-        return problem.found
-    waiting = _waiting(problem, to_w, to_gates)
-    if needs[0] or to_w or to_gates:
-        _side(problem, kept, d_out, None, waiting)
     dv, behind = _walk(problem, kept, d_out, grads[1], cut, channels)
-    if to_w or to_gates or erase:
-        _side(problem, kept, dv, behind, waiting)
+    if any((needs[0], needs[1], *needs[3:6])):
+        if problem.per_channel:
+            channels.side_by_channel(problem, kept, d_out, dv, behind)
+        else:
+            tokens.side_by_token(problem, kept, d_out, dv, behind)
     return problem.found
-
-
-def _waiting(problem: _Problem, to_w: bool, to_gates: bool) -> tuple[Tensor | None, ...]:
-    """What lies in memory within a launch, and between the two: dP [B,T,H,CHUNK], d_w [B,T,H,K] and parts of d_g."""
-    shape, v = (problem.B, problem.T, problem.H), problem.call.v
-    return (
-        v.new_empty(*shape, CHUNK, dtype=torch.float32),
-        v.new_empty(*shape, problem.K, dtype=torch.float32) if to_w else None,
-        v.new_empty(*shape, dtype=torch.float32) if to_gates else None,
-    )
 
 
 def _walk(
@@ -414,16 +266,22 @@ def _walk(
     d_final: Tensor | None,
     cut: Callable[..., Any],
     channels: Any,
-) -> tuple[Tensor, Tensor]:
-    """dv [B,T,H,V] in float32, and the gradient of the state at each chunk's end, laid out as the states are."""
+) -> tuple[Any, Tensor]:
+    """dv [B,T,H,V] and the gradient of the state at each chunk's end, laid out as the states are.
+
+    dv is in float32; in bfloat16, but for gates per channel, it is two: dv rounded and what that left.
+    """
     call, d_value, R, H, K, V = problem.call, problem.found[2], problem.H // problem.G, problem.H, problem.K, problem.V
     states, _, inverse, products, rise, write, gone = kept
     q, k, e, write = call.q, call.k, call.erase, call.beta if write is None else write
     if problem.per_channel:
         q, k, e, gone = channels.with_decays(problem, states)
         R = 1
-    direct = d_value is not None and d_value.dtype == torch.float32
-    dv = d_value if direct and d_value is not None else call.v.new_empty(call.v.shape, dtype=torch.float32)
+    two = call.v.dtype == torch.bfloat16 and not problem.per_channel
+    direct = d_value is not None and (two or d_value.dtype == torch.float32)
+    dtype = torch.bfloat16 if two else torch.float32
+    dv = d_value if direct and d_value is not None else call.v.new_empty(call.v.shape, dtype=dtype)
+    beside = torch.empty_like(dv) if two else None if direct else d_value
     behind = torch.empty_like(states)
     named = ("walk_by_channel", _walk_by_channel_rule) if problem.per_channel else ("walk", _walk_rule)
     config = problem.config(*named)
@@ -447,28 +305,5 @@ def _walk(
     if pieces.tokens:
         # Made again and not kept: what a forward keeps is declared to the compiler, whose lengths are symbols.
         go(pieces.slots * H * (blocks + -(-K // config["BLOCK_V"])), None, None, None, None)
-    go(pieces.programs * H * blocks, dv, None if direct else d_value, behind, problem.found[6])
-    return dv, behind
-
-
-def _side(problem: _Problem, kept: Sequence[Any], given: Tensor, behind: Tensor | None, waiting: Any) -> None:
-    """What the rows of A give, or, with the gradients `behind` each chunk, those of E and all the rest."""
-    call, g, last = problem.call, problem.g, behind is not None
-    d_q, d_k, _, d_beta, d_g, d_erase, _ = problem.found
-    x, d_x, factor = (problem.erase, d_erase, -1.0) if last else (call.q, d_q, call.scale)
-    config, parts = problem.config("side", _side_rule), None
-    if last and d_g is not None and problem.constant:
-        d_g = parts = given.new_empty(problem.chunks, problem.H, dtype=torch.float32)
-    launch(
-        side_kernel, (problem.chunks * problem.G,),
-        x, call.k, call.beta, g, None if last else kept[3], given, kept[1], kept[0], behind, call.offsets,
-        *waiting, problem.sums(d_x), problem.sums(d_k) if last else None,
-        d_x, *((d_k, d_beta, d_g) if last else (None, None, None)),
-        x.stride(), call.k.stride(), call.beta.stride(), strides(g), given.stride(), factor, 0,
-        problem.T, problem.N, problem.H, problem.H // problem.G, problem.K, problem.V,
-        config=config, LAST=last, SAME=call.erase is None, CONSTANT=problem.constant, PRECISION=problem.precision,
-        CHUNK=CHUNK,
-    )  # fmt: skip
-    if parts is not None:
-        config = configure("delta_backward_sums", (), _sums_rule, problem.target)
-        launch(sums_kernel, (-(-problem.H // config["BLOCK_C"]),), parts, problem.found[4], *parts.shape, config=config)
+    go(pieces.programs * H * blocks, dv, beside, behind, problem.found[6])
+    return (dv, beside) if two else dv, behind

@@ -48,7 +48,7 @@ from foci.core.tune import (
 )
 from foci.tiles import near, pairs
 from foci.tiles.affine import joined, load_state, piece_at, store_map, store_state, with_unit
-from foci.tiles.chunk_backward import right
+from foci.tiles.chunk_backward import right, store_in_two
 from foci.tiles.gates import factors, factors_at, load_gates, pairs_of_two, total
 from foci.tiles.memory import load_block, load_tile, opened, store_block, store_tile
 from foci.tiles.solve import inverse
@@ -62,7 +62,7 @@ class Parts(NamedTuple):
     """What the forward leaves for the backward, as contiguous tensors."""
 
     states: Tensor  # [slots,H,K,V] at each chunk's start (tiles/state.py: slot), as `stored`
-    errors: Tensor  # [B,T,H,V]: d
+    errors: Tensor  # [B,T,H,V]: d; in bfloat16, but for gates per channel, [2,B,T,H,V]: d rounded, what that left
     inverse: Tensor  # [B,T,H,64]: X, row t of its chunk, 0 past the sequence's end; in bfloat16 [B,T,H,128], as two
     products: Tensor  # as X: A, with scale, decays and beta, 0 above the diagonal
     rise: Tensor | None  # with gates per token these three as Gated has them
@@ -206,7 +206,7 @@ def chunks_kernel(  # type: ignore[no-untyped-def]
 def walk_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, v_ptr, X_ptr, A_ptr, rise_ptr, write_ptr, total_ptr, state_ptr, offsets_ptr, M_ptr, N_ptr,
     out_ptr, final_ptr, errors_ptr, states_ptr,
-    q_strides, k_strides, e_strides, v_strides, write_strides, state_strides, scale, T, N, H, R, K, V, half,
+    q_strides, k_strides, e_strides, v_strides, write_strides, state_strides, scale, T, N, H, R, K, V, half, apart,
     PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, JOIN: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr,
     TILES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -248,6 +248,8 @@ def walk_kernel(  # type: ignore[no-untyped-def]
         out_there = opened(out_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, TMA)
     if errors_ptr is not None:
         errors_there = opened(errors_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, TMA)
+        if errors_ptr.dtype.element_ty == tl.bfloat16:
+            unsaid_there = opened(errors_ptr + apart + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, TMA)
         states_ptr += (slot * H + h) * K * V  # chunk by chunk, H K rows behind each other
         states_there = opened(states_ptr, tl.cdiv(stop - start, CHUNK) * H * K, V, V, BLOCK_K, BLOCK_V, TMA)
     write_ptr += row * write_strides[0] + h * write_strides[2]
@@ -335,9 +337,12 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             ahead += (right(tl.trans(k), written, now, PRECISION),)  # type: ignore[assignment]
         if errors_ptr is not None:
             if BLOCK_V > 32:  # shared memory has no room for a tile to be stored from
-                store_tile(errors_ptr + tokens * V, d, t0, stop, H * V, v0, V, 1)
+                store_in_two(errors_ptr + tokens * V, apart, d, t0, stop, H * V, v0, V)
             else:
                 store_block(errors_there, d, t0, stop, H * V, v0, V, TMA)
+                if errors_ptr.dtype.element_ty == tl.bfloat16:
+                    unsaid = d - d.to(tl.bfloat16).to(tl.float32)
+                    store_block(unsaid_there, unsaid, t0, stop, H * V, v0, V, TMA)
         S = ahead
     if out_ptr is None:
         store_map(M_ptr, N_ptr, S, piece * H + h, K, v0, V, TILES, BLOCK_K, BLOCK_V)
@@ -423,7 +428,7 @@ def forward(call: Any, parts: Parts | None, slots: int, cut: Callable[[Target, i
             q, k, e, v, inverse, products if through is None else through, gated.rise, write, gated.total,
             call.state, call.offsets, pieces.M, pieces.N, *results,
             q.stride(), k.stride()[-4:], strides(e), v.stride(), write.stride(), strides(call.state),
-            call.scale, T, N, H, H // call.q.shape[2], K, V, B * T * H * K,
+            call.scale, T, N, H, H // call.q.shape[2], K, V, B * T * H * K, B * T * H * V,
             config=walk, PER_CHANNEL=gated.key is not None, PRECISION=float_precision(v.dtype, target),
             JOIN=precision(torch.float32, target), CHUNK=CHUNK, PIECE=pieces.tokens, TILES=-(-K // walk["BLOCK_K"]),
             TMA=target.arch == 90 and halves and K % walk["BLOCK_K"] == 0 and all(map(by_tma, (q, k, e, v))),

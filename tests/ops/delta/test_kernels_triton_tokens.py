@@ -1,0 +1,88 @@
+"""A chunk's gradients where blocks are whole, in float32 and, by an interpreter put right, in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from foci.core.tune import interpreting
+from foci.ops.delta.cases import Delta
+from foci.ops.delta.spec import SPEC
+from tests.ops.delta.test_kernels_triton_backward import CPU, apart, draws
+from tests.ops.recurrences import BUDGET
+
+from foci.ops.delta import kernels_triton_tokens as tokens  # isort: skip  after Triton's presence is known
+
+
+@pytest.fixture
+def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes bfloat16's bits for numbers in a product, and cuts digits off where a GPU rounds."""
+    if not interpreting():
+        return
+    interpreter = triton.runtime.interpreter
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    product: Callable[..., Any] = builder.create_dot
+    cast: Callable[..., Any] = builder.cast_impl
+
+    def widened(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return handle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def rounded(self: Any, x: Any, to: Any) -> Any:
+        if (x.dtype.scalar, to.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, x, to)
+        bits = x.data.view(np.uint32).astype(np.uint64)
+        return handle(((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16), tl.bfloat16)
+
+    monkeypatch.setattr(builder, "create_dot", lambda self, a, b, *rest: product(self, widened(a), widened(b), *rest))
+    monkeypatch.setattr(builder, "cast_impl", rounded)
+
+
+def even(dtype: torch.dtype, T: int = 70, **more: Any) -> dict[str, Any]:
+    """Four heads on two of keys; whole blocks of K and V."""
+    options = {"B": 1, "H": 4, "G": 2, "K": 64, "V": 64, "decay": "token", "state": True} | more
+    return Delta("", T=T, **options).case.make(dtype, CPU, 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("more", [{"B": 2}, {"erase": True}, {"decay": "head"}, {"offsets": (0, 3, 3, 70)}])
+def test_whole_blocks(more: dict[str, Any]) -> None:
+    errors = apart(even(torch.float32, K=32, V=32, **more))
+    assert all(e <= BUDGET[torch.float32] for e in errors.values()), errors
+
+
+@pytest.mark.usefixtures("bfloat16")
+class TestInBfloat16:
+    @pytest.mark.parametrize("more", [{"B": 2, "decay": ""}, {"erase": True}, {"offsets": (0, 3, 3, 70)}])
+    def test_by_descriptors(self, more: dict[str, Any]) -> None:
+        errors = apart(even(torch.bfloat16, **more))
+        assert all(e <= BUDGET[torch.bfloat16] for e in errors.values()), errors
+
+    def test_by_pointers(self) -> None:
+        """What TMA does not read: heads of the incoming gradient that do not lie side by side."""
+        inputs = even(torch.bfloat16, decay="head")
+        out, final = draws(SPEC.bind(**inputs))
+        errors = apart(inputs, (out.transpose(1, 2).contiguous().transpose(1, 2), final))
+        assert all(e <= BUDGET[torch.bfloat16] for e in errors.values()), errors
+
+    @pytest.mark.parametrize("alike", ["identical", "correlated"])
+    def test_blocks_in_part_and_alike_keys(self, alike: str) -> None:
+        errors = apart(even(torch.bfloat16, K=20, V=12, alike=alike, beta=2.0, full=True))
+        assert all(e <= BUDGET[torch.bfloat16] for e in errors.values()), errors
+
+
+def test_places_that_32_bits_do_not_number_are_taken_one_by_one() -> None:
+    class Problem:
+        call = SPEC.bind(**even(torch.float32))
+        erase = call.k
+        K = V = 64
+
+    config, near = tokens.Config({"BLOCK_K": 64, "BLOCK_V": 32}), torch.empty(1, 70, 4, 64)
+    far = torch.empty(1, device="meta").as_strided((1, 70, 4, 64), (1, 2**25, 64, 1))
+    assert tokens._even(Problem, near, config) and not tokens._even(Problem, far, config)
