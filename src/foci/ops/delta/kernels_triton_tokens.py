@@ -41,7 +41,12 @@ def pairs_kernel(  # type: ignore[no-untyped-def]
     tokens, SAME: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The pairs of one chunk and one key head, of A or of E: what beta and gates take of them, and their sums."""
+    """The pairs of one chunk and one key head, P_A in every other program and P_E in those between.
+
+    Their sums over heads, times beta, go to pairs [3 or 4,..,B,T,G,CHUNK], `size` apart: P_A, its transpose, P_E and
+    its own (SAME, where e is k: both in one sum), in bfloat16 as two, `half` apart. What beta and gates
+    take of them, and the factors rise and fall, go to rows [..,B,T,H], `tokens` apart.
+    """
     of_e, rest = tl.program_id(0) % 2, tl.program_id(0) // 2
     G = H // R
     group, chunk = (rest % G).to(tl.int64), rest // G
@@ -51,7 +56,7 @@ def pairs_kernel(  # type: ignore[no-untyped-def]
     tl.assume(K > 0)
     tl.assume(V > 0)
     tl.assume(R > 0)
-    row = tl.cast(b, tl.int64)
+    row, size, tokens = tl.cast(b, tl.int64), tl.cast(size, tl.int64), tl.cast(tokens, tl.int64)
     q_ptr += row * q_strides[0] + group * q_strides[2]
     k_ptr += row * k_strides[0] + group * k_strides[2]
     e_ptr += row * e_strides[0] + group * e_strides[2]
@@ -155,7 +160,11 @@ def side_kernel(  # type: ignore[no-untyped-def]
     tokens, GATES: tl.constexpr, EVEN: tl.constexpr, CONSTANT: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one key head and the R heads that read it; gates per token, or none. Without `e_ptr` k erases."""
+    """What goes through the states of one chunk of one key head and the R heads that read it, and all sums.
+
+    Without `e_ptr` k erases. `pairs_ptr` and `rows_ptr`: see `pairs_kernel`; what a block of K gives to beta and gates
+    joins rows. EVEN: no block of K or V is a part of one. CONSTANT: d_g [chunks,H], the sum over tokens.
+    """
     NEAR: tl.constexpr = q_ptr.dtype.element_ty != tl.float32
     tl.assume(K > 0)  # else a loop might be left out, and Hopper's assembler would have each product wait (C7515)
     tl.assume(V > 0)
@@ -167,7 +176,7 @@ def side_kernel(  # type: ignore[no-untyped-def]
             for r in range(R):
                 tl.store(d_g_ptr + chunk * H + group * R + r, 0.0)
         return
-    row = tl.cast(b, tl.int64)
+    row, size, tokens = tl.cast(b, tl.int64), tl.cast(size, tl.int64), tl.cast(tokens, tl.int64)
     q_ptr += row * q_strides[0] + group * q_strides[2]
     k_ptr += row * k_strides[0] + group * k_strides[2]
     if e_ptr is not None:
@@ -288,15 +297,15 @@ def sums_kernel(parts_ptr, sum_ptr, rows, columns, BLOCK_R: tl.constexpr, BLOCK_
 
 
 def _pairs_rule(K: int, V: int, wide: bool, target: Target) -> Config:
-    """On Hopper operands go to shared memory by themselves, a block ahead."""
-    if target.arch == 90 and not wide:
+    """On Hopper operands go to shared memory by themselves, blocks ahead."""
+    if target.arch == 90 and not wide:  # as measured on an H200
         return Config({"BLOCK_K": side(K, 64), "BLOCK_V": side(V, 64)}, warps=4, stages=3)
     return Config({"BLOCK_K": side(K, 16 if wide else 32), "BLOCK_V": side(V, 32)}, warps=8, stages=1)
 
 
 def _side_rule(K: int, V: int, wide: bool, target: Target) -> Config:
     """As many channels as registers hold without a spill."""
-    if target.arch == 90 and not wide:
+    if target.arch == 90 and not wide:  # as measured on an H200
         return Config({"BLOCK_K": side(K, 64), "BLOCK_V": side(V, 64)}, warps=8, stages=3)
     return Config({"BLOCK_K": side(K, 16 if wide else 32), "BLOCK_V": side(V, 32)}, warps=8, stages=1)
 
