@@ -282,3 +282,33 @@ def test_candidates_vary_the_blocks_that_may_and_warps_and_stages_and_begin_with
     assert {config["CHUNK"] for config in found} == {64}
     assert {config.warps for config in found} == {2, 4, 8}
     assert {config.stages for config in found} == {1, 2, 3}
+
+
+def test_tma_reads_rows_that_lie_apart_at_multiples_of_16_bytes() -> None:
+    x = torch.zeros(2, 8, 3, 24, dtype=torch.bfloat16)
+    assert tune.by_tma(None) and tune.by_tma(x) and tune.by_tma(x[:, 1:, :2]) and tune.by_tma(x[..., 8:])
+    for other in (x[..., 1:], x[..., ::2], x.mT, x[:, :1].expand(2, 8, 3, 24), x.reshape(2, 8, 8, 9)):
+        assert not tune.by_tma(other)
+
+
+@pytest.mark.parametrize("size", [0, 128])
+def test_a_kernel_that_asks_for_memory_of_its_own_is_lent_some_while_it_is_started(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from triton.runtime import _allocation
+
+    before, seen = _allocation._allocator.get(), []
+    monkeypatch.setattr(tune.torch, "empty", lambda size, **_: ("lent", size))
+
+    class Run:
+        global_scratch_size = size
+
+        def __call__(self, *rest: Any) -> None:
+            seen.append(_allocation._allocator.get())
+
+    compiled = SimpleNamespace(run=Run(), function=0, packed_metadata=b"")
+    tune.fire(compiled, (1, 1, 1), 0, ())
+    assert _allocation._allocator.get() is before
+    assert (seen[0] is before) == (size == 0)
+    assert size == 0 or seen[0](size, 128, None) == ("lent", size)

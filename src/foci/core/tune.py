@@ -253,18 +253,20 @@ def fire(compiled: Any, grid: tuple[int, ...], stream: int, arguments: Sequence[
 class _Lending:
     """Within it a kernel that asks for memory of its own, for its tensor descriptors, is given some by torch.
 
-    It is given back when the launch is made: what takes it next on this stream comes after the kernel. (A class, as
-    contextlib's generators take longer.)
+    It is given back when the launch is made: what takes it next on this stream comes after the kernel. Nothing happens
+    where Triton is not there. (A class, as contextlib's generators take longer.)
     """
 
     __slots__ = ("chosen", "token")
 
     def __enter__(self) -> None:
-        self.chosen = sys.modules["triton.runtime._allocation"]._allocator
-        self.token = self.chosen.set(_lent)
+        self.chosen = getattr(sys.modules.get("triton.runtime._allocation"), "_allocator", None)
+        if self.chosen is not None:
+            self.token = self.chosen.set(_lent)
 
     def __exit__(self, *_: object) -> None:
-        self.chosen.reset(self.token)
+        if self.chosen is not None:
+            self.chosen.reset(self.token)
 
 
 def _lent(size: int, alignment: int, stream: int | None) -> torch.Tensor:
@@ -347,9 +349,9 @@ def strides(x: torch.Tensor | None) -> tuple[int, ...] | None:
 
 
 def by_tma(x: torch.Tensor | None) -> bool:
-    """Whether TMA can read it: rows that begin at multiples of 16 bytes, columns side by side."""
+    """Whether TMA can read it: rows apart that begin at multiples of 16 bytes, columns side by side."""
     if x is None:
         return True
     *rows, column = x.stride()
     size = x.element_size()
-    return column == 1 and x.data_ptr() % 16 == 0 and not any(n * size % 16 for n in rows)
+    return column == 1 and x.data_ptr() % 16 == 0 and all(n and n * size % 16 == 0 for n in rows)
