@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foci.tiles.chunk_backward import decayed, gather, onto, outer, right, store_in_two, through_both
+from foci.tiles.chunk_backward import decayed, gather, onto, right, store_in_two
 from foci.tiles.memory import load_tile, store_tile
 from tests.ops.in_triton import DEVICE
 
@@ -16,12 +16,6 @@ def products(x_ptr, y_ptr, right_ptr, onto_ptr, V: tl.constexpr):  # type: ignor
     x, y = load_tile(x_ptr, 0, V, V, 0, V, 1, V, V), load_tile(y_ptr, 0, V, V, 0, V, 1, V, V)
     store_tile(right_ptr, right(x, y, y, "ieee"), 0, V, V, 0, V, 1)
     store_tile(onto_ptr, onto(y, x_ptr, 0, V, y_ptr, (0, V, 0, 1), 0, V, 0, V, "ieee", True), 0, V, V, 0, V, 1)
-
-
-@triton.jit
-def chunk(x_ptr, d_ptr, outer_ptr, below_ptr, rows, V, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    store_tile(outer_ptr, outer(x_ptr, (0, V, 0, 1), d_ptr, V, 0, rows, V, False, "ieee", C, 16), 0, C, C, 0, C, 1)
-    store_tile(below_ptr, outer(x_ptr, (0, V, 0, 1), d_ptr, V, 0, rows, V, True, "ieee", C, 16), 0, C, C, 0, C, 1)
 
 
 @triton.jit
@@ -38,16 +32,6 @@ def test_a_product_with_float32_keeps_its_digits() -> None:
     torch.testing.assert_close(found, (x @ y + y).expand(2, 32, 32), atol=1e-5, rtol=1e-5)
 
 
-def test_rows_and_columns_past_the_end_add_nothing() -> None:
-    rows, V, C = 21, 37, 32
-    x, d = torch.randn(2, rows, V, device=DEVICE).unbind()
-    whole, below = torch.empty(2, C, C, device=DEVICE).unbind()
-    chunk[(1,)](x, d, whole, below, rows, V, C=C)
-    wanted = torch.nn.functional.pad((x @ d.T).tril(), (0, C - rows, 0, C - rows))
-    torch.testing.assert_close(whole, wanted, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(below, wanted.tril(-1), atol=1e-5, rtol=1e-5)
-
-
 def test_heads_are_summed_one_after_the_other() -> None:
     x = torch.randn(3, 21, 20, device=DEVICE)
     sums, into = (torch.full((21, 20), torch.nan, device=DEVICE, dtype=t) for t in (torch.float32, torch.float16))
@@ -55,28 +39,6 @@ def test_heads_are_summed_one_after_the_other() -> None:
     assert torch.equal(into, (x[0] + x[1] + x[2]).half())
     heads[(1,)](x, None, into, 1, 21, 20, C=32)
     assert torch.equal(into, x[0].half())
-
-
-@triton.jit
-def of_all(do_ptr, dv_ptr, d_ptr, S_ptr, dS_ptr, found_ptr, total_ptr, rows, K, V):  # type: ignore[no-untyped-def]
-    out, value, error, total = through_both(
-        do_ptr, (0, V, 0, 1), dv_ptr, d_ptr, V, S_ptr, dS_ptr, 0, rows, 0, K, V, "ieee", 32, 32, 16
-    )
-    store_tile(found_ptr, out, 0, rows, K, 0, K, 1)
-    store_tile(found_ptr + rows * K, value, 0, rows, K, 0, K, 1)
-    store_tile(found_ptr + 2 * rows * K, error, 0, rows, K, 0, K, 1)
-    c = tl.arange(0, 32)
-    tl.store(total_ptr + c, total, mask=c < K)
-
-
-def test_all_that_a_state_and_the_gradient_behind_it_give() -> None:
-    rows, K, V = 21, 20, 37
-    do, dv, d = torch.randn(3, rows, V, device=DEVICE).unbind()
-    S, dS = torch.randn(2, K, V, device=DEVICE).unbind()
-    found, total = torch.empty(3, rows, K, device=DEVICE), torch.empty(K, device=DEVICE)
-    of_all[(1,)](do, dv, d, S, dS, found, total, rows, K, V)
-    torch.testing.assert_close(found, torch.stack([do @ S.T, dv @ S.T, d @ dS.T]), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(total, (S * dS).sum(1), atol=1e-5, rtol=1e-5)
 
 
 @triton.jit

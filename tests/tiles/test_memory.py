@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foci.tiles.memory import document, load_rows, load_tile, store_tile
+from foci.tiles.memory import document, load_tile, store_tile
 from tests.ops.in_triton import DEVICE
 
 ROWS, COLUMNS = 5, 3
@@ -26,12 +26,6 @@ def load_kernel(x_ptr, out_ptr, row0, col0, rows, cols, x_row, x_col, BLOCK_R: t
     tile = load_tile(x_ptr, row0, rows, x_row, col0, cols, x_col, BLOCK_R, BLOCK_C)
     places = tl.arange(0, BLOCK_R)[:, None] * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     tl.store(out_ptr + places, tile)
-
-
-@triton.jit
-def rows_kernel(x_ptr, out_ptr, row0, col0, rows, cols, x_row, x_col, EVEN: tl.constexpr):
-    tile = load_rows(x_ptr, row0, rows, x_row, col0, cols, x_col, 4, 2, EVEN)
-    store_tile(out_ptr, tile, 0, 4, 2, 0, 2, 1)
 
 
 @triton.jit
@@ -122,14 +116,3 @@ def test_offsets_that_lie_never_lead_outside() -> None:
     for offsets in ([0, -5, 99, 3], [-3, 50], [7, 2, 9]):
         for found, start, stop, _ in documents(offsets, 10, 6, 4, 4, torch.int64):
             assert found == -1 or 0 <= start <= stop <= 10, offsets
-
-
-@pytest.mark.parametrize("even", [True, False])
-@pytest.mark.parametrize(("row0", "col0"), [(0, 0), (3, 1), (5, 0)])
-def test_rows_of_whole_blocks_are_those_of_a_tile(row0: int, col0: int, even: bool) -> None:
-    x, out = strided(), torch.full((4, 2), torch.nan, device=DEVICE)
-    rows_kernel[(1,)](x, out, row0, col0, ROWS, COLUMNS, *x.stride(), EVEN=even)
-    expected = torch.zeros(4, 2, device=DEVICE)
-    inside = x[row0 : row0 + 4, col0 : col0 + 2]
-    expected[: len(inside)] = inside
-    assert torch.equal(out, expected)

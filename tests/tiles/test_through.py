@@ -13,7 +13,7 @@ from tests.ops.recurrences import error
 from tests.tiles.test_gates import normal, room
 from tests.tiles.test_near import IEEE
 
-C, K, V = 64, 32, 48
+C, K = 64, 32
 
 
 @triton.jit
@@ -23,8 +23,8 @@ def _outers(do_ptr, dv_ptr, d_ptr, A_ptr, stop, V, WHOLE: tl.constexpr):
     store_tile(A_ptr + 64 * 64, E, 0, 64, 64, 0, 64, 1)
 
 
-@pytest.mark.parametrize("stop", [64, 41])
-def test_pairs(stop: int) -> None:
+@pytest.mark.parametrize(("stop", "V"), [(64, 48), (41, 48), (41, 37)])
+def test_pairs(stop: int, V: int) -> None:
     do, dv, d, found = normal(1, C, V), normal(2, C, V), normal(3, C, V), room(2, C, C)
     _outers[(1,)](*(x.to(DEVICE) for x in (do, dv, d)), found, stop, V, stop == 64)
     for x, one in zip((do, dv), found.cpu(), strict=True):
@@ -42,8 +42,8 @@ def _states(do_ptr, dv_ptr, d_ptr, S_ptr, dS_ptr, to_ptr, total_ptr, stop, K, V,
     tl.store(total_ptr + tl.arange(0, 16), by_total)
 
 
-@pytest.mark.parametrize("stop", [64, 41])
-def test_states(stop: int) -> None:
+@pytest.mark.parametrize(("stop", "V"), [(64, 48), (41, 48), (41, 37)])
+def test_states(stop: int, V: int) -> None:
     do, dv, d, S, dS = normal(1, C, V), normal(2, C, V), normal(3, C, V), normal(4, K, V), normal(5, K, V)
     found, totals = room(3, C, 16), room(16)
     _states[(1,)](*(x.to(DEVICE) for x in (do, dv, d, S, dS)), found, totals, stop, K, V, 16, stop == 64)

@@ -7,8 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
-from foci.tiles.whole import read, within, write
+from foci.tiles.memory import store_tile
+from foci.tiles.whole import read, read_rows, within, write
 from tests.ops.in_triton import DEVICE
+from tests.tiles.test_memory import COLUMNS, ROWS, strided
 
 
 @triton.jit
@@ -40,3 +42,20 @@ def test_which_tiles_32_bits_can_count() -> None:
     x = torch.empty(1, device="meta")
     assert within(64, 128, x.expand(1, 8192, 64, 128), None)
     assert not within(64, 128, x.as_strided((1, 8192, 1, 128), (0, 1 << 26, 0, 1)))
+
+
+@triton.jit
+def rows_kernel(x_ptr, out_ptr, row0, col0, rows, cols, x_row, x_col, EVEN: tl.constexpr):
+    tile = read_rows(x_ptr, row0, rows, x_row, col0, cols, x_col, 4, 2, EVEN)
+    store_tile(out_ptr, tile, 0, 4, 2, 0, 2, 1)
+
+
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize(("row0", "col0"), [(0, 0), (3, 1), (5, 0)])
+def test_rows_of_whole_blocks_are_those_of_a_tile(row0: int, col0: int, even: bool) -> None:
+    x, out = strided(), torch.full((4, 2), torch.nan, device=DEVICE)
+    rows_kernel[(1,)](x, out, row0, col0, ROWS, COLUMNS, *x.stride(), EVEN=even)
+    expected = torch.zeros(4, 2, device=DEVICE)
+    inside = x[row0 : row0 + 4, col0 : col0 + 2]
+    expected[: len(inside)] = inside
+    assert torch.equal(out, expected)

@@ -16,21 +16,6 @@ def load_tile(ptr, row0, rows, stride_row, col0, cols, stride_col, BLOCK_R: tl.c
 
 
 @triton.jit
-def load_rows(  # type: ignore[no-untyped-def]
-    ptr, row0, rows, stride_row, col0, cols, stride_col,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """`load_tile` from row0 >= 0; EVEN: no column is outside, and places within a tile are numbers of 32 bits."""
-    if EVEN:
-        ptr += tl.cast(row0, tl.int64) * stride_row + tl.cast(col0, tl.int64) * stride_col
-        r, c = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_C)[None, :]
-        tile = tl.load(ptr + (r * stride_row + c * stride_col), mask=r < rows - row0, other=0.0)
-    else:
-        tile = load_tile(ptr, row0, rows, stride_row, col0, cols, stride_col, BLOCK_R, BLOCK_C)
-    return tile
-
-
-@triton.jit
 def store_tile(ptr, tile, row0, rows, stride_row, col0, cols, stride_col):  # type: ignore[no-untyped-def]
     """The way back: what lies outside is not written. The tile is rounded to the pointer's dtype."""
     r, c = row0 + tl.arange(0, tile.shape[0]), col0 + tl.arange(0, tile.shape[1])

@@ -13,7 +13,7 @@ import triton.language as tl
 from foci.tiles import near
 from foci.tiles.gates import diagonal, diagonal_of, gates_of_level, of_level, summed
 from foci.tiles.near import far_level
-from foci.tiles.state import rounded
+from foci.tiles.state import halves, in_two, rounded
 
 
 @triton.jit
@@ -23,13 +23,13 @@ def pairs_in_two(A, E, up_x, up_e, x, e, y, c, FAR: tl.constexpr, dtype: tl.cons
     c times log2 e (`sums_in_two` of tiles/near.py). Without FAR all rows are taken as near.
     """
     close = tl.min(c, 1) >= near.FAR * near.LOG2E
-    columns, columns_low = in_two(y * near.lift_in_two(c), dtype, PRECISION)
+    columns, columns_low = parted(y * near.lift_in_two(c), dtype, PRECISION)
     columns, columns_low = tl.trans(columns), tl.trans(columns_low)
     if FAR:
         up_x, up_e = tl.where(close[:, None], up_x, 0.0), tl.where(close[:, None], up_e, 0.0)
-    rows, rows_low = in_two(up_x, dtype, PRECISION)
+    rows, rows_low = parted(up_x, dtype, PRECISION)
     A = of_two(rows, rows_low, columns, columns_low, A, PRECISION)
-    rows, rows_low = in_two(up_e, dtype, PRECISION)
+    rows, rows_low = parted(up_e, dtype, PRECISION)
     E = of_two(rows, rows_low, columns, columns_low, E, PRECISION)
     if FAR:
         count, c = near.levels_of(c), c / near.LOG2E
@@ -59,11 +59,10 @@ def sums_behind(x, onto, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def in_two(x, dtype: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Operands that stand for x float32: if `dtype` is bfloat16 its first 8 digits and the 8 behind, else TF32's."""
+def parted(x, dtype: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Operands that stand for x float32: if `dtype` is bfloat16 `in_two` of tiles/state.py, else TF32's, twice."""
     if dtype == tl.bfloat16:
-        high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)  # cut off, cheaper than to round
-        return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
+        return in_two(x)
     else:
         x = rounded(x, PRECISION)
         return x, x
@@ -71,9 +70,9 @@ def in_two(x, dtype: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-
 
 @triton.jit
 def of_two(x, x_low, y, y_low, z, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x y + z of what `in_two` gave: in bfloat16 three products, 2^-16 of each number right."""
+    """x y + z of what `parted` gave: in bfloat16 three products, 2^-16 of each number right."""
     if x.dtype == tl.bfloat16:
-        return tl.dot(x, y, tl.dot(x, y_low, tl.dot(x_low, y, z)))
+        return halves(x, x_low, y, y_low, z)
     else:
         return tl.dot(x, y, z, input_precision=PRECISION)
 

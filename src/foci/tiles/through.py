@@ -1,11 +1,11 @@
-"""A chunk's backward in half precision, gates per channel: its pairs' gradients, and what goes through its states."""
+"""A chunk's backward, gates per channel: its pairs' gradients, and what goes through its states."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from foci.tiles.pairs import in_two, of_two
+from foci.tiles.pairs import of_two, parted
 from foci.tiles.state import rounded, working
 from foci.tiles.whole import read
 
@@ -23,9 +23,9 @@ def outers(  # type: ignore[no-untyped-def]
         d = read(d_ptr, t0, stop, stride, v0, V, 1, CHUNK, BLOCK_V, WHOLE)
         dv = read(dv_ptr, t0, stop, stride, v0, V, 1, CHUNK, BLOCK_V, WHOLE)
         if dtype == tl.bfloat16:
-            high, low = in_two(d, dtype, PRECISION)
+            high, low = parted(d, dtype, PRECISION)
             dA = tl.dot(do, tl.trans(high), tl.dot(do, tl.trans(low), dA))
-            value_high, value_low = in_two(dv, dtype, PRECISION)
+            value_high, value_low = parted(dv, dtype, PRECISION)
             dE = of_two(value_high, value_low, tl.trans(high), tl.trans(low), dE, PRECISION)
         else:
             d = tl.trans(rounded(d, PRECISION))
@@ -39,7 +39,10 @@ def through_states(  # type: ignore[no-untyped-def]
     out_ptr, out_strides, dv_ptr, d_ptr, stride, states_ptr, ends_ptr, t0, stop, k0, K, V,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """`through_both` of tiles/chunk_backward.py, with what WHOLE spares; its last sums are taken once."""
+    """(do S^T, dv S^T, d dS^T [CHUNK,BLOCK_K], sums over V of S dS [BLOCK_K]) of a state and the gradient behind it.
+
+    WHOLE: of all tiles (tiles/whole.py).
+    """
     by_out = tl.zeros([CHUNK, BLOCK_K], tl.float32)
     by_value = tl.zeros([CHUNK, BLOCK_K], tl.float32)
     by_error = tl.zeros([CHUNK, BLOCK_K], tl.float32)

@@ -1,4 +1,4 @@
-"""Tiles that lie whole within their tensors: no masks, and addresses of 32 bits behind one of 64."""
+"""Tiles that lie whole within their tensors, or with all columns: no masks, addresses of 32 bits behind one of 64."""
 
 from __future__ import annotations
 
@@ -20,6 +20,21 @@ def read(  # type: ignore[no-untyped-def]
         ptr += tl.cast(row0, tl.int64) * stride_row + col0 * stride_col
         r, c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
         tile = tl.load(ptr + (r[:, None] * stride_row + c[None, :] * stride_col))
+    else:
+        tile = load_tile(ptr, row0, rows, stride_row, col0, cols, stride_col, BLOCK_R, BLOCK_C)
+    return tile
+
+
+@triton.jit
+def read_rows(  # type: ignore[no-untyped-def]
+    ptr, row0, rows, stride_row, col0, cols, stride_col,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """`load_tile` from row0 >= 0; EVEN: no column is outside, and it spans less than 2^31 numbers."""
+    if EVEN:
+        ptr += tl.cast(row0, tl.int64) * stride_row + tl.cast(col0, tl.int64) * stride_col
+        r, c = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_C)[None, :]
+        tile = tl.load(ptr + (r * stride_row + c * stride_col), mask=r < rows - row0, other=0.0)
     else:
         tile = load_tile(ptr, row0, rows, stride_row, col0, cols, stride_col, BLOCK_R, BLOCK_C)
     return tile

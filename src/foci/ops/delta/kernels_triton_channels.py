@@ -18,10 +18,10 @@ from torch import Tensor
 
 from foci.core.tune import Config, Target, launch, side, stored, strides
 from foci.tiles import gates, near
-from foci.tiles.chunk_backward import decayed, gather, outer, store_in_two, through_both
+from foci.tiles.chunk_backward import decayed, gather, store_in_two
 from foci.tiles.gates import load_gates, pairs_backward_onto, total
 from foci.tiles.memory import load_row, load_tile, store_tile
-from foci.tiles.pairs import below, far_backward, in_two, of_two, on_diagonal, sums_behind
+from foci.tiles.pairs import below, far_backward, of_two, on_diagonal, parted, sums_behind
 from foci.tiles.state import chunk_at, rounded, working
 from foci.tiles.through import outers, through_states
 from foci.tiles.whole import read, within, write
@@ -85,20 +85,21 @@ def side_by_channel_kernel(  # type: ignore[no-untyped-def]
         out_ptr = d_out_ptr + row * d_out_strides[0] + h * d_out_strides[2]
         gates_ptr = g_ptr + row * g_strides[0] + h * g_strides[2]
         d_ptr, value_ptr = errors_ptr + head * V, dv_ptr + head * V
-        dE = -outer(value_ptr, (0, H * V, 0, 1), d_ptr, H * V, t0, stop, V, True, PRECISION, CHUNK, BLOCK_V)
-        store_tile(dP_ptr + half + head * CHUNK, dE, t0, stop, H * CHUNK, 0, CHUNK, 1)
-        dA = scale * outer(out_ptr, d_out_strides, d_ptr, H * V, t0, stop, V, False, PRECISION, CHUNK, BLOCK_V)
+        dA, dE = outers(
+            out_ptr, d_out_strides, value_ptr, d_ptr, H * V, t0, stop, V, tl.float32, PRECISION, CHUNK, BLOCK_V, False
+        )
+        store_tile(dP_ptr + half + head * CHUNK, below(-dE), t0, stop, H * CHUNK, 0, CHUNK, 1)
+        dA *= scale
         on = on_diagonal(dA)
-        dA = below(dA)
-        store_tile(dP_ptr + head * CHUNK, dA, t0, stop, H * CHUNK, 0, CHUNK, 1)
+        store_tile(dP_ptr + head * CHUNK, below(dA), t0, stop, H * CHUNK, 0, CHUNK, 1)
         tl.debug_barrier()
         beta = load_gates(beta_ptr + row * beta_strides[0] + h * beta_strides[2], t0, stop, beta_strides[1], CHUNK)
         d_beta = tl.zeros([CHUNK], tl.float32)
         for k0 in tl.range(0, K, BLOCK_K, disable_licm=True):
             t0 = first + zero * k0
-            by_q, by_e, by_w, by_total = through_both(
+            by_q, by_e, by_w, by_total = through_states(
                 out_ptr, d_out_strides, value_ptr, d_ptr, H * V, states_ptr + there, ends_ptr + there,
-                t0, stop, k0, K, V, PRECISION, CHUNK, BLOCK_K, BLOCK_V,
+                t0, stop, k0, K, V, PRECISION, CHUNK, BLOCK_K, BLOCK_V, False,
             )  # fmt: skip
             by_q, by_e = by_q * scale, -by_e
             t0 += zero
@@ -173,11 +174,11 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
             on = scale * on_diagonal(dA)
             dA, dE = below(scale * dA), -below(dE)
             pairs_ptr = dP_ptr + head * PARTS * CHUNK
-            high, low = in_two(dA, DTYPE, PRECISION)
+            high, low = parted(dA, DTYPE, PRECISION)
             write(pairs_ptr, high, t0, stop, H * PARTS * CHUNK, 0, CHUNK, WHOLE)
             if PARTS > 1:
                 write(pairs_ptr + CHUNK, low, t0, stop, H * PARTS * CHUNK, 0, CHUNK, WHOLE)
-            high, low = in_two(dE, DTYPE, PRECISION)
+            high, low = parted(dE, DTYPE, PRECISION)
             write(pairs_ptr + half, high, t0, stop, H * PARTS * CHUNK, 0, CHUNK, WHOLE)
             if PARTS > 1:
                 write(pairs_ptr + half + CHUNK, low, t0, stop, H * PARTS * CHUNK, 0, CHUNK, WHOLE)
@@ -229,7 +230,7 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
                 up_q, up_e, down = q * rise, e * rise, w * lift
                 if PARTS == 1:
                     up_q, up_e, down = rounded(up_q, PRECISION), rounded(up_e, PRECISION), rounded(down, PRECISION)
-                down_high, down_low = in_two(down, DTYPE, PRECISION)
+                down_high, down_low = parted(down, DTYPE, PRECISION)
                 to_q = of_two(near_A, near_A_low, down_high, down_low, scale * to_q, PRECISION)
                 to_e = of_two(near_E, near_E_low, down_high, down_low, -to_e, PRECISION)
                 if FAR:
@@ -238,9 +239,9 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
                 else:
                     d_w, to_w = 0.0, by_w * whole[None, :]
                     by_fall = down * to_w
-                up_high, up_low = in_two(up_q, DTYPE, PRECISION)
+                up_high, up_low = parted(up_q, DTYPE, PRECISION)
                 to_w = of_two(tl.trans(near_A), tl.trans(near_A_low), up_high, up_low, to_w, PRECISION)
-                up_high, up_low = in_two(up_e, DTYPE, PRECISION)
+                up_high, up_low = parted(up_e, DTYPE, PRECISION)
                 to_w = of_two(tl.trans(near_E), tl.trans(near_E_low), up_high, up_low, to_w, PRECISION)
                 by_token = up_q * to_q + up_e * to_e - down * to_w
                 d_q, d_e, d_w = rise * to_q, rise * to_e, lift * to_w + d_w

@@ -28,8 +28,9 @@ from foci.core.tune import Config, Target, configure, launch, side, strides
 from foci.tiles import near
 from foci.tiles.chunk_backward import onto, store_in_two
 from foci.tiles.gates import by_ends, by_pairs, load_gates
-from foci.tiles.memory import load_rows, load_tile, store_tile
+from foci.tiles.memory import load_tile, store_tile
 from foci.tiles.state import chunk_at, rounded, working
+from foci.tiles.whole import read_rows, within
 
 CHUNK = 64
 
@@ -101,8 +102,8 @@ def pairs_of(  # type: ignore[no-untyped-def]
     NEAR: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
     product = tl.zeros([CHUNK, CHUNK], tl.float32)
     for k0 in tl.range(0, K, BLOCK_K, disable_licm=True):
-        x = working(load_rows(x_ptr, first, stop, x_strides[1], k0, K, x_strides[3], CHUNK, BLOCK_K, EVEN))
-        k = working(load_rows(k_ptr, first, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K, EVEN))
+        x = working(read_rows(x_ptr, first, stop, x_strides[1], k0, K, x_strides[3], CHUNK, BLOCK_K, EVEN))
+        k = working(read_rows(k_ptr, first, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K, EVEN))
         product = tl.dot(x, tl.trans(k), product, input_precision=PRECISION)
     product *= factor
     found = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -111,13 +112,13 @@ def pairs_of(  # type: ignore[no-untyped-def]
         dP = tl.zeros([CHUNK, CHUNK], tl.float32)
         for v0 in range(0, V, BLOCK_V):
             here = from_ptr + r * from_strides[2]
-            x = working(load_rows(here, t0, stop, from_strides[1], v0, V, from_strides[3], CHUNK, BLOCK_V, EVEN))
-            d = load_rows(d_ptr + r * V, t0, stop, H * V, v0, V, 1, CHUNK, BLOCK_V, EVEN)
+            x = working(read_rows(here, t0, stop, from_strides[1], v0, V, from_strides[3], CHUNK, BLOCK_V, EVEN))
+            d = read_rows(d_ptr + r * V, t0, stop, H * V, v0, V, 1, CHUNK, BLOCK_V, EVEN)
             if d.dtype == tl.bfloat16:
-                rest = load_rows(d_ptr + tokens * V + r * V, t0, stop, H * V, v0, V, 1, CHUNK, BLOCK_V, EVEN)
+                rest = read_rows(d_ptr + tokens * V + r * V, t0, stop, H * V, v0, V, 1, CHUNK, BLOCK_V, EVEN)
                 dP = tl.dot(x, tl.trans(rest), dP)
                 if low_ptr is not None:
-                    low = load_rows(low_ptr + r * V, t0, stop, H * V, v0, V, 1, CHUNK, BLOCK_V, EVEN)
+                    low = read_rows(low_ptr + r * V, t0, stop, H * V, v0, V, 1, CHUNK, BLOCK_V, EVEN)
                     dP = tl.dot(low, tl.trans(d), dP)
                 dP = tl.dot(x, tl.trans(d), dP)
             else:
@@ -196,11 +197,11 @@ def side_kernel(  # type: ignore[no-untyped-def]
             head, there = row * T * H + h, (slot * H + h) * K * V
             t0 = first + zero * i  # what the loop changes stays in it: addresses kept through it would cost registers
             here = d_out_ptr + row * d_out_strides[0] + h * d_out_strides[2]
-            S = working(load_rows(states_ptr + there, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V, EVEN))
-            dS = working(load_rows(ends_ptr + there, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V, EVEN))
-            do = load_rows(here, t0, stop, d_out_strides[1], v0, V, d_out_strides[3], CHUNK, BLOCK_V, EVEN)
-            dv = load_rows(dv_ptr + head * V, t0, stop, H * V, v0, V, 1, CHUNK, BLOCK_V, EVEN)
-            d = load_rows(errors_ptr + head * V, t0, stop, H * V, v0, V, 1, CHUNK, BLOCK_V, EVEN)
+            S = working(read_rows(states_ptr + there, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V, EVEN))
+            dS = working(read_rows(ends_ptr + there, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V, EVEN))
+            do = read_rows(here, t0, stop, d_out_strides[1], v0, V, d_out_strides[3], CHUNK, BLOCK_V, EVEN)
+            dv = read_rows(dv_ptr + head * V, t0, stop, H * V, v0, V, 1, CHUNK, BLOCK_V, EVEN)
+            d = read_rows(errors_ptr + head * V, t0, stop, H * V, v0, V, 1, CHUNK, BLOCK_V, EVEN)
             by_q = tl.dot(do.to(S.dtype), tl.trans(S), by_q, input_precision=PRECISION)
             by_e = tl.dot(dv, tl.trans(S), by_e, input_precision=PRECISION)
             by_w = tl.dot(d, tl.trans(dS), by_w, input_precision=PRECISION)
@@ -223,15 +224,15 @@ def side_kernel(  # type: ignore[no-untyped-def]
                     d_k -= by_e
                 else:
                     d_e -= by_e
-                k = load_rows(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K, EVEN).to(tl.float32)
+                k = read_rows(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K, EVEN).to(tl.float32)
                 rows += (6 + k0 // BLOCK_K * 2) * tokens
                 tl.store(rows, tl.sum(k * by_w, 1), mask=at < stop)
                 if d_g_ptr is not None:
-                    q = load_rows(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K, EVEN)
+                    q = read_rows(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K, EVEN)
                     if e_ptr is None:
                         by_rise = tl.sum(q.to(tl.float32) * by_q - k * by_e, 1)
                     else:
-                        e = load_rows(e_ptr, t0, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_K, EVEN)
+                        e = read_rows(e_ptr, t0, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_K, EVEN)
                         by_rise = tl.sum(q.to(tl.float32) * by_q - e.to(tl.float32) * by_e, 1)
                     # A gate takes what rise has from its token on: at the last one is also what total has.
                     end = tl.minimum(stop, t0 + CHUNK) - 1
@@ -359,7 +360,6 @@ def _waiting(problem: Any, like: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
 
 
 def _even(problem: Any, d_out: Tensor, config: Config) -> bool:
-    """Whether no block of K or V is a part of one, and a tile's places are numbers of 32 bits (tiles/memory.py)."""
-    read = (problem.call.q, problem.call.k, problem.erase, d_out)
-    near = all(stride * CHUNK < 2**31 for x in read for stride in (x.stride(1), x.stride(3)))
+    """Whether no block of K or V is a part of one, and a tile's places are numbers of 32 bits (tiles/whole.py)."""
+    near = within(CHUNK, max(problem.K, problem.V), problem.call.q, problem.call.k, problem.erase, d_out)
     return near and problem.K % config["BLOCK_K"] == 0 and problem.V % config["BLOCK_V"] == 0
