@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -89,10 +89,12 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return found
 
 
+@pytest.mark.parametrize("trains", [False, True], ids=["alone", "trains"])
 @pytest.mark.parametrize(("spec", "case"), CASES, ids=lambda value: value.name)
 def test_a_call_like_one_before_is_checked_no_more_and_launches_the_same_on_its_own_tensors(
-    spec: Any, case: Any, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    spec: Any, case: Any, trains: bool, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With its backward, where it trains."""
     written: list[Any] = []
     played: list[Any] = []
 
@@ -102,19 +104,34 @@ def test_a_call_like_one_before_is_checked_no_more_and_launches_the_same_on_its_
             noting(kernel, Telling(played), (*grid, 1, 1)[:3], arguments)
 
     monkeypatch.setattr(tune, "_start", begin)
+
+    def run(given: dict[str, Any]) -> None:
+        out = FUNCTIONS[spec.name](**given, backend="triton")[0]
+        if trains:
+            leaves = [x for x in given.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+            gradients = torch.autograd.grad(out, leaves, ones, allow_unused=True)
+            assert all(x is None or x.shape == leaf.shape for x, leaf in zip(gradients, leaves, strict=True))
+
+    def made(seed: int) -> dict[str, Any]:
+        given = case.make(torch.float16, torch.device("cpu"), seed)
+        for x in given.values():
+            if trains and isinstance(x, torch.Tensor) and x.is_floating_point():
+                x.requires_grad_()
+        return given
+
+    ones = torch.ones_like(FUNCTIONS[spec.name](**made(0), backend="triton")[0])
     for _ in range(3):
-        FUNCTIONS[spec.name](**case.make(torch.float16, torch.device("cpu"), 0), backend="triton")
-    before = counted[spec.name]
-    given = case.make(torch.float16, torch.device("cpu"), 1)
+        run(made(0))
+    before, given = counted[spec.name], made(1)
     ours = {x.untyped_storage().data_ptr() for x in given.values() if isinstance(x, torch.Tensor) and x.numel()}
-    FUNCTIONS[spec.name](**given, backend="triton")
+    run(given)
     if "dropout" in given:  # every call draws a seed
         assert counted[spec.name] == before + 1
         return
     assert counted[spec.name] == before
     monkeypatch.setattr(plans, "_usable", lambda: False)
     written.clear()
-    FUNCTIONS[spec.name](**given, backend="triton")
+    run(given)
     played = played[-len(written) :]
     for (grid, arguments), (there, pointers) in zip(written, played, strict=True):
         assert grid == there
@@ -133,8 +150,16 @@ def full(*shape: int) -> torch.Tensor:
     return -torch.rand(shape)
 
 
-def many(name: str) -> dict[str, Any]:
-    """A call with every argument that its function has."""
+def many(name: str, trains: bool = False) -> dict[str, Any]:
+    """A call with every argument that its function has; v and x are what none can do without."""
+    given = _many(name)
+    for argument in ("v", "x"):
+        if trains and argument in given:
+            given[argument].requires_grad_()
+    return given
+
+
+def _many(name: str) -> dict[str, Any]:
     rows, same = {x: half(1, 8, 2, 16) for x in "qkv"}, {"scale": 0.5, "backend": "triton"}
     ends = {"state": full(2, 2, 16, 16), "offsets": torch.tensor([0, 3, 8]), "return_state": False}
     if name == "softmax":
@@ -180,12 +205,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
+@pytest.mark.parametrize("trains", [False, True], ids=["alone", "trains"])
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
 def test_no_argument_is_forgotten_in_what_is_like_an_earlier_call(
-    name: str, argument: str, counted: dict[str, int], launched: list[Any]
+    name: str, argument: str, trains: bool, counted: dict[str, int], launched: list[Any]
 ) -> None:
     """Changed alone, after calls like it were learned: another value is a new call, and another tensor is read."""
-    function, given = FUNCTIONS[name], many(name)
+    function, given = FUNCTIONS[name], many(name, trains)
     assert given.keys() == inspect.signature(function).parameters.keys()
     for _ in range(4):
         function(**given)
@@ -193,12 +219,12 @@ def test_no_argument_is_forgotten_in_what_is_like_an_earlier_call(
     was = given[argument]
     if isinstance(was, torch.Tensor):
         launched.clear()
-        function(**given | {argument: (new := was.clone())})
+        function(**given | {argument: (new := was.detach().clone().requires_grad_(was.requires_grad))})
         assert counted[name] == 2 and new.data_ptr() in launched and was.data_ptr() not in launched
     others = OTHER.get(argument, [])
     if isinstance(was, torch.Tensor):
         others = [torch.stack([was, was], -1)[..., 0]]
-        others += [was.clone().requires_grad_()] if was.is_floating_point() else []
+        others += [was.detach().clone().requires_grad_(not was.requires_grad)] if was.is_floating_point() else []
         others += [None] if function.__kwdefaults__.get(argument, was) is None else []
     assert others
     for place, other in enumerate(others):
@@ -226,6 +252,22 @@ def test_tensors_within_a_mask_are_those_that_are_given(counted: dict[str, int],
 def rows(**other: Any) -> dict[str, Any]:
     made = {name: torch.randn(1, 8, 2, 16, dtype=torch.float16) for name in "qkv"}
     return made | {"log_decay": -torch.rand(1, 8, 2), "backend": "triton"} | other
+
+
+@pytest.mark.parametrize(("trains", "within"), [(False, torch.no_grad), (False, nullcontext), (True, nullcontext)])
+def test_a_tensor_left_over_from_a_transform_is_an_ordinary_one(trains: bool, within: Any, launched: list[Any]) -> None:
+    left: list[torch.Tensor] = []
+    torch.func.grad(lambda x: left.append(x) or x.sum())(x := torch.randn(1, 8, 2, 16, dtype=torch.float16))
+    with pytest.raises(RuntimeError, match="data pointer"):
+        left[0].data_ptr()
+    for _ in range(4):
+        launched.clear()
+        given = rows(q=left[0])
+        given["v"].requires_grad_(trains)
+        with within():
+            out, _ = FUNCTIONS["linear"](**given)
+        assert out.requires_grad == trains
+        assert x.data_ptr() in launched and given["v"].data_ptr() in launched
 
 
 def test_whatever_differs_is_checked(counted: dict[str, int]) -> None:
@@ -256,6 +298,27 @@ def test_whatever_differs_is_checked(counted: dict[str, int]) -> None:
     assert counted["linear"] == 2 + len(others) + 2
     linear(**rows())
     assert counted["linear"] == 2 + len(others) + 2
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_call_within_autocast_is_of_another_kind_and_its_tensors_are_made_anew_each_time(
+    trains: bool, counted: dict[str, int]
+) -> None:
+    def call(dtype: torch.dtype) -> torch.dtype:
+        given = rows()
+        given |= {name: given[name].to(dtype).requires_grad_(trains) for name in "qkv"}
+        return FUNCTIONS["linear"](**given)[0].dtype
+
+    for within, checked in ((False, 2), (True, 3)):  # what they launch is the same
+        for _ in range(5):
+            with torch.autocast("cpu", dtype=torch.float16, enabled=within):
+                assert call(torch.float16) == torch.float16
+        assert counted["linear"] == checked
+    for count in range(5):
+        with torch.autocast("cpu", dtype=torch.float16):
+            assert call(torch.float32) == torch.float16
+        assert counted["linear"] == 4 + count
+    assert call(torch.float32) == torch.float32
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ _SCHEMA_TYPES = {Tensor: "Tensor", float: "float", bool: "bool", int: "int", str
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
 Pair = tuple[Callable[..., Any], Callable[..., Any]]
 _LIBRARY = torch.library.Library("foci", "DEF")
-_alive: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead  # of a transform that has ended
+_unwrapped: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
 
 
 class Runner:
@@ -32,21 +32,21 @@ class Runner:
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
-        self._forward = {
+        self._ways = {
             backend.name: _opaque(spec, backend) if _brings_gradient(backend) else _transparent(backend)
             for backend in spec.backends
         }
 
     def __call__(self, backend: Backend, call: Any) -> Outputs:
-        return self._forward[backend.name](call)
+        return self._ways[backend.name].run(call)
 
     def given(
         self, bind: Callable[..., Any], first: tuple[Any, ...], rest: dict[str, Any], backend: str | None
     ) -> Outputs:
         """The outputs of `bind(*first, **rest)`, a public function's call, by the backend that is named or chosen.
 
-        What is given is all that decides about the call, its tensors in the order of the Call. On a GPU, where nothing
-        is to be differentiated and nobody watches, a call like one before is neither checked nor dispatched again.
+        What is given is all that decides about the call, its tensors in the order of the Call. On a GPU, where nobody
+        watches, a call like one before is neither checked nor dispatched again; autograd is told where it must be.
         """
         values = (*first, *rest.values())
         key, played = plans.again(self, (*values, backend))
@@ -56,8 +56,15 @@ class Runner:
         chosen = choose(self.spec, call, backend)
         made = self(chosen, call)
         if key is not None and "triton" in chosen.needs:
-            plans.learn(key, values, chosen.load().forward, call)
+            self._learn(key, values, chosen, call)
         return made
+
+    def _learn(self, key: Any, values: tuple[Any, ...], chosen: Backend, call: Any) -> None:
+        forward: Callable[..., Any] = chosen.load().forward
+        if not plans.wants_gradient(values):
+            return plans.learn(key, values, forward, call)
+        through = _through(values, call, self._ways[chosen.name].training)
+        return plans.learn(key, values, forward, (*call, *(True,) * _keeps(chosen)), through)
 
 
 def _brings_gradient(backend: Backend) -> bool:
@@ -65,9 +72,45 @@ def _brings_gradient(backend: Backend) -> bool:
     return bool(backend.missing()) or hasattr(backend.load(), "backward")
 
 
-def _transparent(backend: Backend) -> Callable[[Any], Outputs]:
+class _Way(NamedTuple):
+    """How a backend runs a call; where it brings its gradient, also how autograd takes one, or what plays it."""
+
+    run: Callable[[Any], Outputs]
+    training: Callable[[Callable[[], Outputs] | None, Any], Outputs] | None = None
+
+
+def _transparent(backend: Backend) -> _Way:
     forward: Callable[[Any], Outputs] = backend.load().forward
-    return lambda call: _as_written(forward, call)
+    return _Way(lambda call: _as_written(forward, call))
+
+
+def _through(values: tuple[Any, ...], call: Any, training: Any) -> plans.Through | None:
+    """How calls like this one, made of these values, come to autograd without being bound; None where they must be.
+
+    Tensors of the call are those that were given, in their order, or views of all that one holds.
+    """
+    given = [value for value in values if isinstance(value, Tensor)]
+    places = [place for place, value in enumerate(call) if isinstance(value, Tensor)]
+    if training is None or len(given) != len(places):
+        return None
+    shapes = [None if call[place] is x else call[place].shape for place, x in zip(places, given, strict=True)]
+    for place, x, shape in zip(places, given, shapes, strict=True):
+        if shape is not None and not (x.numel() == shape.numel() and _same(x.detach().view(shape), call[place])):
+            return None
+    blank = [None if isinstance(value, Tensor) else value for value in call]
+
+    def through(play: Callable[[], Outputs], tensors: list[Tensor]) -> Outputs:
+        filled = blank.copy()
+        for place, x, shape in zip(places, tensors, shapes, strict=False):  # playing takes its memory behind them
+            filled[place] = x if shape is None else x.view(shape)
+        outputs: Outputs = training(play, filled)
+        return outputs
+
+    return through
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.data_ptr() == y.data_ptr() and x.stride() == y.stride() and x.dtype == y.dtype
 
 
 def _as_written(compute: Callable[..., Any], call: Any, *rest: Any) -> Any:
@@ -91,13 +134,17 @@ def _computed(backend: Backend, compute: Callable[..., Any], call: Any, *rest: A
     return plans.played(compute, values, lambda: _as_written(compute, call, *rest))
 
 
-def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
+def _opaque(spec: Spec, backend: Backend) -> _Way:
     ops = _define(spec, backend)
     function = _function(spec, backend, ops)
     alone = _define_alone(spec, backend) if _keeps(backend) else ops[0][0]
     count = len(spec.output_names)
     # A Function's own `apply` does the same, but asks `inspect` for the signature of its forward at every call: 20 us.
     plainly = super(torch.autograd.Function, function).apply
+
+    def training(play: Callable[[], Outputs] | None, call: Any) -> Outputs:
+        outputs: Outputs = plainly(play, *call)
+        return outputs[:count]
 
     def run(call: Any) -> Outputs:
         if plans.transformed() or plans.wants_gradient(call):
@@ -107,20 +154,18 @@ def _opaque(spec: Spec, backend: Backend) -> Callable[[Any], Outputs]:
                     ["its forward is an opaque op"],
                     "use backend='reference' for forward mode",
                 )
-            differentiable: Outputs
-            if torch.compiler.is_compiling() or plans.transformed():
-                differentiable = function.apply(*_distinct(call))
-            else:
-                differentiable = plainly(*[_alive(x) if isinstance(x, Tensor) else x for x in call])
+            if not torch.compiler.is_compiling() and not plans.transformed():
+                return training(None, _alive(call))
+            differentiable: Outputs = function.apply(None, *_distinct(call))
             return differentiable[:count]
         if _watched(call):
             opaque: Outputs = alone(*call)
             return opaque
         # Plain eager without gradients: the dispatcher has nothing to add, and costs as much as a tiny attention.
-        plain: Outputs = _computed(backend, backend.load().forward, call)
+        plain: Outputs = _computed(backend, backend.load().forward, _alive(call))
         return plain
 
-    return run
+    return _Way(run, training)
 
 
 def _keeps(backend: Backend) -> bool:
@@ -149,6 +194,11 @@ def _watched(call: Any) -> bool:
         return True
     tensors = [value for value in call if isinstance(value, Tensor)]
     return any(map(Tensor.is_neg, tensors)) or any(map(Tensor._is_zerotensor, tensors))
+
+
+def _alive(call: Any) -> Any:
+    """The call with tensors that have memory in place of those that stand for them, of a transform that has ended."""
+    return call._make(_unwrapped(x) if isinstance(x, Tensor) else x for x in call)
 
 
 def _has_tangent(call: Any) -> bool:
@@ -248,7 +298,10 @@ def _guarded(spec: Spec, backend: Backend, backward_op: Any) -> Any:
 
 
 def _function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> Any:
-    """The one autograd.Function of a backend. What its backward reads is exactly what setup_context saves."""
+    """The one autograd.Function of a backend. What its backward reads is exactly what setup_context saves.
+
+    Its values are those of the call behind what plays them, or None.
+    """
     (forward_op, plain_forward), (backward_op, plain_backward) = ops
     fields = tuple(typing.get_type_hints(spec.call))
     places = tuple(fields.index(name) for name in spec.differentiable)
@@ -257,21 +310,24 @@ def _function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> Any:
 
     class Forward(torch.autograd.Function):
         @staticmethod
-        def forward(*values: Any) -> Outputs:
+        def forward(play: Callable[[], Outputs] | None, *values: Any) -> Outputs:
+            if play is not None:
+                return play()
             outputs: Outputs = (forward_op if _watched(values) else plain_forward)(*values)
             return outputs
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            ctx.rest = [Tensor if isinstance(value, Tensor) else value for value in inputs]  # the class: a hole
-            ctx.save_for_backward(*output, *[value for value in inputs if isinstance(value, Tensor)])
+            _, *values = inputs
+            ctx.rest = [Tensor if isinstance(value, Tensor) else value for value in values]  # the class: a hole
+            ctx.save_for_backward(*output, *[value for value in values if isinstance(value, Tensor)])
             ctx.set_materialize_grads(False)
             if keeps:
                 ctx.mark_non_differentiable(output[count])
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            saved, wanted = ctx.saved_tensors, ctx.needs_input_grad
+            saved, (_, *wanted) = ctx.saved_tensors, ctx.needs_input_grad
             outputs, tensors = saved[: count + keeps], iter(saved[count + keeps :])
             call = [next(tensors) if value is Tensor else value for value in ctx.rest]
             needs = [wanted[place] for place in places]
@@ -283,7 +339,7 @@ def _function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> Any:
             gradients: list[Tensor | None] = [None] * len(call)
             for place, gradient in zip(places, found, strict=True):
                 gradients[place] = gradient
-            return tuple(gradients)
+            return (None, *gradients)
 
         @staticmethod
         def vmap(info: Any, in_dims: Any, *values: Any) -> Any:

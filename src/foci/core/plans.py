@@ -33,6 +33,10 @@ _EMPTY = {_ATEN.empty.memory_format, _ATEN.new_empty.default, _ATEN.empty_like.d
 _ZEROS = {_ATEN.zeros.default, _ATEN.new_zeros.default, _ATEN.zeros_like.default}
 
 
+# Of what plays a call's plan, once, and the tensors that were given: the call's outputs, which autograd knows.
+Through = Callable[[Callable[[], Any], list[Tensor]], Any]
+
+
 class _Made(NamedTuple):
     """Memory that a call takes, in a row; `make` is torch.empty or torch.zeros."""
 
@@ -60,12 +64,14 @@ class _Plan(NamedTuple):
     """All steps, and the results by slot, None for None; `view`: size, strides and offset where it is no whole slot.
 
     `kernels`: what is launched, in Triton's words before it is compiled; a hook may be put on one at any time.
+    `through`: how a call that is differentiated takes its results to autograd.
     """
 
     steps: tuple[_Step, ...]
     results: tuple[tuple[int, tuple[Any, ...] | None] | None, ...]
     device: torch.device
     kernels: tuple[Any, ...]
+    through: Through | None = None
 
 
 _PLANS: dict[Any, _Plan | None] = {}
@@ -79,26 +85,31 @@ def again(kind: Any, given: Sequence[Any]) -> tuple[Any, Any]:
     """The key of a call of a public function, for `learn`, and its results where a call of its kind was learned.
 
     All that is asked of arguments before a backend runs, and which one does, follows from what the key holds: types,
-    dtypes, shapes and strides of tensors, which GPU, and all other values; a tensor that is anywhere else has no key.
-    Nor has a call that is watched, that is to be differentiated, or whose tensors autocast would change.
+    dtypes, shapes and strides of tensors, which GPU, and all other values; autocast's dtype; where a gradient is
+    wanted, of which tensors. A tensor that is anywhere else has no key, nor has a call that is watched.
     """
-    if torch.compiler.is_compiling() or not on_gpu(given[0]) or wants_gradient(given):
+    if torch.compiler.is_compiling() or not on_gpu(given[0]) or watched() or not _usable():
         return None, None
-    if watched() or torch._C._is_any_autocast_enabled() or not _usable():
-        return None, None
-    told = _told(kind, given)
+    trains = wants_gradient(given)
+    wanted = [isinstance(x, Tensor) and x.requires_grad for x in given] if trains else ()
+    told = _told((kind, _autocast(given[0]), *wanted), given)
     if told is None:
         return None, None
     key, plan = _known(_WHOLE, told)
-    if plan is not None and not _hooked(plan):
+    if plan is None or _hooked(plan):
+        return key, None
+    if not trains:
         return None, _play(plan, told)
-    return key, None
+    return None, None if plan.through is None else plan.through(functools.partial(_play, plan, told), told.tensors)
 
 
-def learn(key: Any, given: Sequence[Any], kind: Callable[..., Any], values: Sequence[Any]) -> None:
-    """Calls with this key are the plan of `kind` of these values, if it has one.
+def learn(
+    key: Any, given: Sequence[Any], kind: Callable[..., Any], values: Sequence[Any], through: Through | None = None
+) -> None:
+    """Calls with this key are the plan of `kind` of these values, if it has one, `through` autograd where they train.
 
-    The values' tensors are those that were given, in their order, or views of them that begin where they do.
+    The values' tensors are to be those that were given, in their order, or views of them that begin where they do;
+    where they are others (autocast's, a seed that was drawn) every call is to make them, and nothing is learned.
     """
     told = _told(kind, values)
     known = None if told is None else _key(told)
@@ -107,7 +118,7 @@ def learn(key: Any, given: Sequence[Any], kind: Callable[..., Any], values: Sequ
     plan, count = _PLANS[known], len(told.tensors)
     begins = [x.data_ptr() for x in given if isinstance(x, Tensor)] == told.pointers
     own = plan is not None and all(each is None or each[0] >= count for each in plan.results)
-    _WHOLE[key] = plan if begins and own else None
+    _WHOLE[key] = plan._replace(through=through) if plan is not None and begins and own else None
 
 
 def one(key: Any, given: Sequence[Any], kind: Callable[..., Tensor], values: Sequence[Any]) -> Tensor:
@@ -163,6 +174,13 @@ def wants_gradient(values: Sequence[Any]) -> bool:
         if isinstance(value, Tensor) and value.requires_grad:
             return True
     return False
+
+
+def _autocast(x: Tensor) -> torch.dtype | None:
+    """What autocast makes of tensors where this one is."""
+    if not torch._C._is_any_autocast_enabled() or not torch.is_autocast_enabled(kind := x.device.type):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def transformed() -> bool:
@@ -226,7 +244,10 @@ def _told(kind_of_call: Any, values: Sequence[Any]) -> _Told | None:
     if places is None or not places.tensors:
         return None
     tensors = [values[place] for place in places.tensors]
-    pointers = [*map(Tensor.data_ptr, tensors)]
+    try:
+        pointers = [*map(Tensor.data_ptr, tensors)]
+    except RuntimeError:  # it stands for another: of a transform that has ended
+        return None
     said = [kind_of_call, _here(), kinds, tensors[0].shape, *[pointer & 15 for pointer in pointers]]
     said += [values[place] for place in places.rest]
     said += [values[place].hex() for place in places.floats]  # 0.0 == -0.0, and no NaN equals another
