@@ -1,16 +1,23 @@
 """What the first call of each operator takes, forward and backward, with nothing compiled before. Run it by hand.
 
-    python benchmarks/first_call.py [--only NAME]
+    python benchmarks/first_call.py [--only NAME] [--one-by-one]
+    .venv/bin/python benchmarks/first_call.py --offline      # without a GPU: what compiling takes
 
 Each operator runs in a process of its own with an empty Triton cache, on a GPU, all beside each other (--one-by-one: in
 turn, as a user meets it). `forward` and `backward` are the seconds of the first call until the GPU is done, torch, foci
 and the GPU's context being there before; `again` is both a second time; then the kernels by the seconds they took.
+
+--offline: kernels are compiled for sm_90 as a call on a GPU has them compiled, and a driver that launches nothing takes
+them; once side by side as it is (core/ahead.py), once one after the other, in turn, with all of this machine's
+processors. Medians of --rounds processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,10 +27,10 @@ from typing import Any
 
 import torch
 
-OPERATORS = ("per token", "per channel", "delta", "softmax causal", "selective_scan", "scan")
+OPERATORS = ("per token", "per channel", "delta", "KDA", "softmax causal", "selective_scan", "scan")
 
 
-def problem(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+def problem(name: str, device: str = "cuda") -> tuple[Callable[..., Any], dict[str, Any]]:
     """The operator, and a small problem of it in bfloat16."""
     import foci
     from foci.ops.masks import Causal
@@ -31,18 +38,19 @@ def problem(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     B, T, H, K, D, N = 1, 512, 4, 128, 512, 16
 
     def half(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=torch.bfloat16, device="cuda").requires_grad_()
+        return torch.randn(shape, dtype=torch.bfloat16, device=device).requires_grad_()
 
     def gate(*shape: int) -> torch.Tensor:
-        return (-torch.rand(shape, device="cuda")).requires_grad_()
+        return (-torch.rand(shape, device=device)).requires_grad_()
 
-    rows = {each: half(B, T, H, K) for each in "qkv"}
+    rows, beta = {each: half(B, T, H, K) for each in "qkv"}, torch.rand(B, T, H, device=device)
     tokens = {each: half(B, T, D) for each in ("x", "dt")} | {each: half(B, T, N) for each in "BC"}
     return {
         "per token": (foci.linear_attention, {**rows, "log_decay": gate(B, T, H)}),
         "per channel": (foci.linear_attention, {**rows, "log_decay": gate(B, T, H, K)}),
-        "delta": (foci.delta_rule, {**rows, "beta": torch.rand(B, T, H, device="cuda"), "log_decay": gate(B, T, H)}),
-        "softmax causal": (foci.attention, {**rows, "mask": Causal(), "backend": "triton"}),
+        "delta": (foci.delta_rule, {**rows, "beta": beta, "log_decay": gate(B, T, H)}),
+        "KDA": (foci.delta_rule, {**rows, "beta": beta, "log_decay": gate(B, T, H, K)}),
+        "softmax causal": (foci.attention, {**rows, "mask": Causal()}),
         "selective_scan": (foci.selective_scan, {**tokens, "A": gate(D, N)}),
         "scan": (foci.scan, {"x": tokens["x"], "log_decay": gate(B, T, D)}),
     }[name]
@@ -62,6 +70,7 @@ def one(name: str) -> None:
 
     tune._start = timed
     function, given = problem(name)
+    given["backend"] = "triton"
     torch.cuda.synchronize()
     marks = []
     for _ in range(2):
@@ -78,15 +87,64 @@ def one(name: str) -> None:
     print(f"{name:16}{forward:8.1f}{backward:9.1f}{again:9.4f}  {kernels}", flush=True)
 
 
+def offline(name: str, beside: bool) -> None:
+    """Print the seconds of a forward and of a backward whose kernels nobody compiled before."""
+    from unittest.mock import patch
+
+    from host import playing, pretending
+
+    from foci.core import library
+    from foci.ops import SPECS
+
+    function, given = problem(name, "cpu")
+    operator = next(spec for spec in SPECS.values() if spec.function == function.__name__)
+    backend, call = operator.backend("triton"), operator.bind(**given)
+    module, keeps = backend.load(), hasattr(backend.load(), "kept")
+    alone = patch.object(library, "compiled_ahead", lambda *_: "")
+    with pretending(), playing(), torch.no_grad(), contextlib.nullcontext() if beside else alone:
+        began = time.perf_counter()
+        outputs = library._computed(backend, module.forward, call, *(True,) * keeps)
+        forward = time.perf_counter()
+        grads = (torch.ones_like(outputs[0]), *(None,) * (len(operator.output_names) - 1))
+        needs = [getattr(call, argument) is not None for argument in operator.differentiable]
+        library._computed(backend, module.backward, call, outputs, grads, needs)
+    print(forward - began, time.perf_counter() - forward)
+
+
+def all_offline(only: str, rounds: int) -> None:
+    """The table of --offline."""
+    print(f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} processors, seconds: one by one -> side by side")
+    for name in OPERATORS:
+        if only not in name:
+            continue
+        found: dict[str, list[list[float]]] = {"after": [], "beside": []}
+        for how in ("after", "beside") * rounds:
+            with tempfile.TemporaryDirectory() as folder:
+                found[how].append(_asked(name, how, folder))
+        middle = {how: [statistics.median(column) for column in zip(*rows, strict=True)] for how, rows in found.items()}
+        said = [f"{a:5.1f} -> {b:.1f}" for a, b in zip(middle["after"], middle["beside"], strict=True)]
+        print(f"{name:16} forward {said[0]}   backward {said[1]}", flush=True)
+
+
+def _asked(name: str, how: str, folder: str) -> list[float]:
+    command = [sys.executable, __file__, "--one", name, "--how", how]
+    run = subprocess.run(command, env={**os.environ, "TRITON_CACHE_DIR": folder}, stdout=subprocess.PIPE, check=True)
+    return [float(word) for word in run.stdout.split()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="operators whose name holds this")
     parser.add_argument("--one-by-one", action="store_true", help="no two processes at a time")
     parser.add_argument("--one", choices=OPERATORS, help=argparse.SUPPRESS)
+    parser.add_argument("--how", choices=("after", "beside"), help=argparse.SUPPRESS)
+    parser.add_argument("--offline", action="store_true", help="compile, and launch nothing")
+    parser.add_argument("--rounds", type=int, default=3, help="of --offline")
     chosen = parser.parse_args()
     if chosen.one:
-        one(chosen.one)
-        return
+        return offline(chosen.one, chosen.how == "beside") if chosen.how else one(chosen.one)
+    if chosen.offline:
+        return all_offline(chosen.only, chosen.rounds)
     print(f"torch {torch.__version__}, seconds\n{'':16} forward backward    again  kernels", flush=True)
     running = []
     with tempfile.TemporaryDirectory() as folder:

@@ -109,6 +109,15 @@ def test_a_call_of_another_kind_is_not(other) -> None:
     assert len(calls) == 1
 
 
+def test_what_goes_before_the_first_call_of_a_kind_goes_before_no_other() -> None:
+    done = []
+    for size in (8, 8, 8, 9, 8):
+        values = torch.randn(size), torch.randn(size), 1.0, [True]
+        run = lambda values=values: done.append("run") or twice(*values)  # noqa: E731
+        plans.played(twice, values, run, lambda: done.append("first"))
+    assert done == ["first", "run", "run", "first", "run"]
+
+
 @pytest.mark.parametrize("guards", [True, False])
 def test_plans_are_found_by_guards_and_by_keys_where_there_is_none(guards, monkeypatch) -> None:
     """Kinds that differ in the second tensor alone, more than get a guard."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from foci.core import plans
+from foci.core.ahead import compiled_ahead
 from foci.core.errors import Unsupported
 from foci.core.select import choose
 from foci.core.spec import Backend, Outputs, Spec
@@ -131,7 +132,9 @@ def _computed(backend: Backend, compute: Callable[..., Any], call: Any, *rest: A
     values = [*call]
     for part in rest:
         values += part if isinstance(part, tuple) else (part,)
-    return plans.played(compute, values, lambda: _as_written(compute, call, *rest))
+    return plans.played(
+        compute, values, lambda: _as_written(compute, call, *rest), lambda: compiled_ahead(compute, call, *rest)
+    )
 
 
 def _opaque(spec: Spec, backend: Backend) -> _Way:

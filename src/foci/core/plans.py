@@ -130,8 +130,10 @@ def one(key: Any, given: Sequence[Any], kind: Callable[..., Tensor], values: Seq
     return made
 
 
-def played(kind: Callable[..., Any], values: Sequence[Any], run: Callable[[], Any]) -> Any:
-    """`run()`, what `kind` makes of these values, or the same by its plan."""
+def played(
+    kind: Callable[..., Any], values: Sequence[Any], run: Callable[[], Any], first: Callable[[], Any] | None = None
+) -> Any:
+    """`run()`, what `kind` makes of these values, or the same by its plan; `first` goes before the first of a kind."""
     told = _told(kind, values) if _usable() else None
     if told is None:
         return run()
@@ -145,6 +147,8 @@ def played(kind: Callable[..., Any], values: Sequence[Any], run: Callable[[], An
             for known in (_SEEN, _PLANS, _WHOLE, _NEAR):
                 known.clear()
         _SEEN.add(key)
+        if first is not None:
+            first()
         return run()
     noted = _Noting(told.tensors)
     token = tune.NOTING.set(noted.launched)
