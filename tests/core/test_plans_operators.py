@@ -344,6 +344,23 @@ def test_what_is_wrong_is_refused_after_any_number_of_right_calls(other: dict[st
             FUNCTIONS["linear"](**rows(**other))
 
 
+def test_a_training_call_compiles_whole_and_plays_no_plan(launched: list[Any]) -> None:
+    """What the compiler traces of the autograd function may hold nothing that it does not know."""
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
+        out, _ = FUNCTIONS["linear"](q, k, v, log_decay=log_decay, backend="triton")
+        return out.float().sum()
+
+    given = [x.requires_grad_() for name, x in rows().items() if name != "backend"]
+    whole = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for _ in range(4):
+        launched.clear()
+        gradients = torch.autograd.grad(whole(*given), given)
+        assert [x.shape for x in gradients] == [x.shape for x in given]
+        assert launched
+    assert not plans._WHOLE
+
+
 def test_a_hook_on_a_kernel_and_a_watcher_are_heard_here_too(
     counted: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -309,7 +309,10 @@ def _function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> Any:
     fields = tuple(typing.get_type_hints(spec.call))
     places = tuple(fields.index(name) for name in spec.differentiable)
     count, keeps = len(spec.output_names), _keeps(backend)
-    guarded = _guarded(spec, backend, backward_op)
+    guarded, by_plan = _guarded(spec, backend, backward_op), "triton" in backend.needs
+
+    def at_once(values: list[Any]) -> Any:
+        return plans.at_once(backend.load().backward, values)
 
     class Forward(torch.autograd.Function):
         @staticmethod
@@ -334,11 +337,15 @@ def _function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> Any:
             outputs, tensors = saved[: count + keeps], iter(saved[count + keeps :])
             call = [next(tensors) if value is Tensor else value for value in ctx.rest]
             needs = [wanted[place] for place in places]
-            if torch.is_grad_enabled() or plans.transformed():
-                run = guarded.apply
-            else:
-                run = backward_op if _watched((*call, *grads)) else plain_backward
-            found = run(*grads[:count], *outputs, needs, *call)
+            grads, found = grads[:count], None
+            if by_plan and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+                found = at_once([*call, *outputs, *grads, needs])
+            if found is None:
+                if torch.is_grad_enabled() or plans.transformed():
+                    run = guarded.apply
+                else:
+                    run = backward_op if _watched((*call, *grads)) else plain_backward
+                found = run(*grads, *outputs, needs, *call)
             gradients: list[Tensor | None] = [None] * len(call)
             for place, gradient in zip(places, found, strict=True):
                 gradients[place] = gradient

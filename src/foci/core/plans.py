@@ -162,6 +162,13 @@ def played(
     return results
 
 
+def at_once(kind: Callable[..., Any], values: Sequence[Any]) -> Any:
+    """What `kind` makes of these values, by its plan; None where it has none, or somebody watches."""
+    told = None if watched() or not _usable() else _told(kind, values)
+    plan = None if told is None else _known(_PLANS, told)[1]
+    return None if told is None or plan is None or _hooked(plan) else _play(plan, told)
+
+
 def _hooked(plan: _Plan) -> bool:
     """Whether someone put a hook on one of its kernels, which only a launch through Triton calls."""
     for kernel in plan.kernels:
