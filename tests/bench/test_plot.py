@@ -6,7 +6,7 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 from foci.bench.ceilings import Ceilings
-from foci.bench.plot import page, rate, roofline
+from foci.bench.plot import colours, page, rate, roofline
 from foci.bench.record import Record
 
 TOP = Ceilings(1e12, 1e11)
@@ -40,6 +40,12 @@ def test_the_page_says_everything() -> None:
     for words in ("a machine", "torch 2", "2.000 ms", "wrong: 3 of the error budget", "a &lt; b", "both"):
         assert words in text
     assert text.count("<tr>") == len(RECORDS)
+    assert text.count("of the ceiling") == 1  # the names of the columns, for the one problem
+
+
+def test_passes_stand_in_the_order_in_which_they_run() -> None:
+    text = page([replace(ONE, stage=stage) for stage in ("both", "backward", "forward")], TOP)
+    assert text.index("<td>forward") < text.index("<td>backward") < text.index("<td>both")
 
 
 def test_no_records_make_an_empty_picture() -> None:
@@ -47,4 +53,11 @@ def test_no_records_make_an_empty_picture() -> None:
 
 
 def test_rates() -> None:
-    assert [rate(x) for x in (1.5e12, 2e9, 3e6, 4e3)] == ["1.5 TFLOP/s", "2 GFLOP/s", "3 MFLOP/s", "4 kFLOP/s"]
+    said = [rate(x) for x in (1e15, 1.5e12, 2e9, 3e6, 4e3)]
+    assert said == ["1 PFLOP/s", "1.5 TFLOP/s", "2 GFLOP/s", "3 MFLOP/s", "4 kFLOP/s"]
+
+
+def test_no_two_candidates_of_a_run_have_one_colour() -> None:
+    """On a GPU there are twelve."""
+    found = colours([replace(ONE, candidate=f"peer {place}") for place in range(14)])
+    assert len(set(found.values())) == 14

@@ -8,10 +8,13 @@ from html import escape
 from itertools import groupby
 
 from foci.bench.ceilings import Ceilings
-from foci.bench.record import Record
+from foci.bench.record import STAGES, Record
 
-_WIDTH, _HEIGHT, _LEFT, _BASE = 880, 460, 70, 400
-_COLOURS = ("#c4432b", "#6d8fe8", "#3f9b77", "#c98a1b", "#8a63b8", "#5a6470", "#d98a9e")
+_WIDTH, _HEIGHT, _LEFT, _BASE = 880, 460, 84, 400
+_COLOURS = (
+    "#c4432b", "#6d8fe8", "#3f9b77", "#c98a1b", "#8a63b8", "#5a6470", "#d98a9e", "#2aa5b8", "#9a5b2e", "#1f4e9c",
+    "#a3b32c", "#e06fc4", "#0f6b4f", "#f0a878",
+)  # fmt: skip
 _STYLE = """
   text { font: 12px system-ui, sans-serif; fill: #57606a } .head { font-size: 15px; font-weight: 600; fill: #24292f }
   .grid { stroke: #d8dee4 } .roof { stroke: #24292f; stroke-width: 2; fill: none }
@@ -20,9 +23,14 @@ _STYLE = """
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>foci bench</title><style>
 :root { color-scheme: light dark } body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2rem auto;
 padding: 0 1rem } table { border-collapse: collapse; font-size: 13px; width: 100% } td, th { padding: 2px 8px;
-text-align: left; border-bottom: 1px solid #8884 } td.n { text-align: right; font-variant-numeric: tabular-nums }
+text-align: left; border-bottom: 1px solid #8884 } td.n { text-align: right; font-variant-numeric: tabular-nums;
+white-space: nowrap }
 .bar { display: inline-block; height: 10px; border-radius: 2px } small, .no { color: #888 } svg { max-width: 100% }
+th { font-weight: 400; color: #888 } th.n { text-align: right }
 </style><h1>foci bench</h1>"""
+_HEAD = "<tr class='names'><th>pass<th>of<th>" + "".join(
+    f"<th class='n'>{name}" for name in ("median", "speed", "of the ceiling", "peak memory", "host", "")
+)
 
 
 def measured(records: Sequence[Record]) -> list[Record]:
@@ -85,9 +93,9 @@ def page(records: Sequence[Record], top: Ceilings) -> str:
     )
     parts.append(roofline(records, top))
     colour = colours(records)
-    order = sorted(records, key=lambda each: (each.operator, each.problem, each.stage))
+    order = sorted(records, key=lambda each: (each.operator, each.problem, STAGES.index(each.stage)))
     for (operator, problem), rows in groupby(order, key=lambda each: (each.operator, each.problem)):
-        parts.append(f"<h3>{escape(operator)} {escape(problem)}</h3><table>")
+        parts.append(f"<h3>{escape(operator)} {escape(problem)}</h3><table>{_HEAD}")
         for _, group in groupby(list(rows), key=lambda each: each.stage):
             of_stage = sorted(group, key=lambda each: each.median or math.inf)
             slowest = max((each.median for each in of_stage if each.median), default=1.0)
@@ -101,7 +109,7 @@ def _row(each: Record, slowest: float, fill: str) -> str:
     if not each.median or not each.floor or not each.flops:
         return f'{head}<td colspan="7" class="no">{escape(each.refused)}</td></tr>'
     bar = f'<span class="bar" style="width:{220 * each.median / slowest:.0f}px;background:{fill}"></span>'
-    host = "" if each.host is None else f"host {each.host * 1e6:.0f} us{', which rules' * each.host_bound}"
+    host = "" if each.host is None else f"{each.host * 1e6:.0f} us{', which rules' * each.host_bound}"
     cells = (
         f"{each.median * 1e3:.3f} ms",
         rate(each.flops / each.median),
@@ -115,7 +123,7 @@ def _row(each: Record, slowest: float, fill: str) -> str:
 
 def rate(flops: float) -> str:
     """1.5e12 -> 1.5 TFLOP/s"""
-    unit, size = next(((u, s) for u, s in (("T", 1e12), ("G", 1e9), ("M", 1e6)) if flops >= s), ("k", 1e3))
+    unit, size = next(((u, s) for u, s in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)) if flops >= s), ("k", 1e3))
     return f"{flops / size:.3g} {unit}FLOP/s"
 
 
