@@ -29,7 +29,7 @@ DEVICE = 77  # none that another test compiles for
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(ahead, "_SEEN", set())
     monkeypatch.setattr(ahead, "target_of", lambda device: TARGETS["sm_90"])
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.runtime.driver, "_active", Offline(gpu(TARGETS["sm_90"]), DEVICE))
 
 

@@ -43,7 +43,23 @@ def test_logits_and_gradients_equal_their_own(name: str) -> None:
             assert set(handle.sites) >= set(linear_sites(model)) != set()
             assert not handle.skipped
             got = logits_and_gradients(model, padding(side))
-        assert max(relative(g, e) for g, e in zip(got, expected, strict=True)) < BUDGET
+        error = max(relative(g, e) for g, e in zip(got, expected, strict=True))
+        assert error < BUDGET or error < 2 * rounding(model, padding(side)), (side, error)
+
+
+def rounding(model: nn.Module, real: Tensor | None) -> float:
+    """By how much its own gradient and logits change at most when its weights are rounded anew to float32.
+
+    Some models' gradients in float32 mean no more digits than that (zamba's, 8e-6), whoever computes them.
+    """
+    expected, found = logits_and_gradients(model, real), []
+    for seed in range(4):
+        other, draw = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in other.parameters():
+                weight.mul_(1 + 2.0**-24 * torch.randn(weight.shape, generator=draw))
+        found += [relative(x, y) for x, y in zip(logits_and_gradients(other, real), expected, strict=True)]
+    return max(found)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "glm5_next"])
