@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 
 from foci.cli_tune_ahead import Offline, gpu
 from foci.core import ahead
+from foci.core.assembler import assembling
 from foci.core.tune import TARGETS, recording
 from foci.ops import SPECS
 
@@ -39,30 +42,123 @@ def call(T: int = 128, K: int = 16) -> Any:
     return SPEC.bind(**rows)
 
 
+def kernels_of(call: Any) -> list[Any]:
+    """The launches of a forward, of two kernels that are not in Triton's memory."""
+    with recording(TARGETS["sm_90"]) as launches:
+        SPEC.backend("triton").load().forward(call)
+    assert len({id(launch.kernel) for launch in launches}) == 2
+    for launch in launches:
+        launch.kernel.device_caches[DEVICE][0].clear()
+    return launches
+
+
+@pytest.fixture
+def found_on_disk(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of every compilation whether it was done before."""
+    found: list[bool] = []
+
+    def listener(*, cache_hit: bool, **_: Any) -> None:
+        found.append(cache_hit)
+
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listener)
+    return found
+
+
+def watching(
+    monkeypatch: pytest.MonkeyPatch, launches: list[Any], before: Callable[[], Any], after: Callable[[], Any] = int
+) -> None:
+    """`before` and `after` go around each kernel's compilation."""
+    for launch in launches:
+
+        def compile(*given: Any, plain: Any = launch.kernel.compile, **named: Any) -> Any:
+            before()
+            made = plain(*given, **named)
+            after()
+            return made
+
+        monkeypatch.setattr(launch.kernel, "compile", compile)
+
+
 def test_what_a_call_launches_is_there_when_it_comes_and_was_made_beside_each_other(
+    monkeypatch: pytest.MonkeyPatch, found_on_disk: list[bool]
+) -> None:
+    launches, threads = kernels_of(call()), set[int]()
+    both = threading.Barrier(2, timeout=60)
+    with monkeypatch.context() as patch:
+        watching(patch, launches, lambda: (both.wait(), threads.add(threading.get_ident())))  # each waits for the other
+        assert ahead.compiled_ahead(SPEC.backend("triton").load().forward, call(), True) == ""
+    assert len(threads) == 2 and threading.get_ident() not in threads
+    assert found_on_disk == [False, False]
+    assert not any(launch.kernel.device_caches[DEVICE][0] for launch in launches)  # in memory Triton has what it had
+    for kernel, grid, arguments, meta in launches:
+        with assembling(90):
+            kernel.warmup(*arguments, grid=grid, **meta)
+    assert found_on_disk == [False, False, True, True]
+
+
+def test_who_is_interrupted_leaves_no_mode_behind_and_to_each_thread_its_assembler(
+    monkeypatch: pytest.MonkeyPatch, found_on_disk: list[bool]
+) -> None:
+    """Else Triton would take the older assembler's code from then on (core/assembler.py)."""
+    launches, gone, used = kernels_of(call()), threading.Event(), list[str]()
+    done = threading.Barrier(3, timeout=60)
+
+    started = threading.Barrier(3, timeout=60)  # else what has not begun is cancelled
+
+    def interrupted(futures: Any) -> None:
+        started.wait()
+        raise KeyboardInterrupt
+
+    def after() -> None:
+        used.append(triton.knobs.nvidia.ptxas.version)
+        done.wait()
+
+    before = triton.knobs.nvidia.ptxas.version
+    monkeypatch.setattr("concurrent.futures.wait", interrupted)
+    with monkeypatch.context() as patch:
+        watching(patch, launches, lambda: (started.wait(), gone.wait(60)), after)
+        with pytest.raises(KeyboardInterrupt):
+            ahead.compiled_ahead(SPEC.backend("triton").load().forward, call(), True)
+        gone.set()
+        done.wait()
+    with assembling(90):
+        assert used == [triton.knobs.nvidia.ptxas.version] * 2
+        for kernel, grid, arguments, meta in launches:
+            kernel.warmup(*arguments, grid=grid, **meta)
+    assert found_on_disk == [False, False, True, True]
+    for thread in threading.enumerate():
+        if thread.name.startswith("ThreadPoolExecutor"):
+            thread.join(60)
+    assert triton.knobs.nvidia.ptxas.version == before
+
+
+def test_a_compilation_that_fails_fails_where_it_is_wanted_and_not_once_it_is_cured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    forward = SPEC.backend("triton").load().forward
-    with recording(TARGETS["sm_90"]) as launches:
-        forward(call())
-    kernels = [launch.kernel for launch in launches]
-    assert len(set(map(id, kernels))) == 2
-    threads: list[tuple[int, int]] = []
-    both = threading.Barrier(2, timeout=60)
-    for kernel in kernels:
-        kernel.device_caches[DEVICE]  # it asks which compiler there is when it is asked for the first time
+    launches = kernels_of(call())
 
-        def compile(*given: Any, plain: Any = kernel.compile, **named: Any) -> Any:
-            both.wait()  # goes on when the other is being compiled too
-            threads.append(threading.get_ident())
-            return plain(*given, **named)
+    def full() -> None:
+        raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(kernel, "compile", compile)
-    assert ahead.compiled_ahead(forward, call(), True) == ""
-    assert len(set(threads)) == 2 and threading.get_ident() not in threads
+    with monkeypatch.context() as patch:
+        watching(patch, launches, full)
+        said = ahead.compiled_ahead(SPEC.backend("triton").load().forward, call(), True)
+        assert said == "OSError: [Errno 28] No space left on device"
+        for kernel, grid, arguments, meta in launches:
+            with pytest.raises(OSError, match="No space left"):
+                kernel.warmup(*arguments, grid=grid, **meta)
     for kernel, grid, arguments, meta in launches:
-        kernel.warmup(*arguments, grid=grid, **meta)
-    assert len(threads) == 2
+        assert kernel.warmup(*arguments, grid=grid, **meta).metadata.shared >= 0
+
+
+def test_where_hooks_listen_or_a_mode_is_the_users_own_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, launches = SPEC.backend("triton").load().forward, kernels_of(call())
+    watching(monkeypatch, launches, lambda: pytest.fail("nothing is to be compiled"))
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **_: None)
+        assert ahead.compiled_ahead(forward, call(), True) == ""
+    with ThreadPoolExecutor(1) as pool, triton.AsyncCompileMode(pool):
+        assert "already active" in ahead.compiled_ahead(forward, call(), True)
 
 
 @pytest.mark.parametrize(("spec", "case"), CASES, ids=lambda value: value.name)
@@ -83,8 +179,20 @@ def test_without_numbers_every_call_launches_what_it_launches_with_them(spec: An
 
 
 def told(launch: Any) -> Any:
-    arguments = [(x.dtype, x.shape, x.stride()) if isinstance(x, torch.Tensor) else x for x in launch.arguments]
-    return launch.kernel, launch.grid, arguments, launch.meta
+    def of(x: Any) -> Any:
+        return (x.dtype, x.shape, x.stride(), x.data_ptr() % 16) if isinstance(x, torch.Tensor) else x
+
+    return launch.kernel, launch.grid, [*map(of, launch.arguments)], launch.meta
+
+
+def test_tensors_that_begin_anywhere_are_asked_of_as_they_lie() -> None:
+    def compute(call: Any) -> None:
+        assert [x.data_ptr() % 16 for x in (call.q, call.k, call.v)] == [2, 0, 6]
+
+    x = torch.zeros(3, 1 * 70 * 2 * 16 + 8, dtype=torch.float16)
+    q, k, v = (x[row, at:][: 70 * 2 * 16].view(1, 70, 2, 16) for row, at in enumerate((1, 0, 3)))
+    assert SPEC.bind is not None
+    assert ahead.compiled_ahead(compute, SPEC.bind(q=q, k=k, v=v)) == ""
 
 
 def test_it_is_asked_once_of_calls_that_differ_in_rows_and_tokens_alone() -> None:

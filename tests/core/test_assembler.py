@@ -73,30 +73,27 @@ def test_within_another_it_stays() -> None:
         assert nvidia.ptxas.path == first
 
 
-def test_who_compiles_beside_another_waits_and_gets_it_for_the_whole_time() -> None:
-    """A choice that another thread made ends with that thread's compilation."""
-    newest, seen = max(versions()), []
-    inside, go = threading.Event(), threading.Event()
+def test_who_compiles_beside_another_gets_it_for_the_whole_time() -> None:
+    """Also when the one who came first has gone; the last takes the choice back."""
+    before, environment, newest, seen = nvidia.ptxas.path, dict(os.environ), max(versions()), []
+    both = threading.Barrier(2, timeout=10)
 
     def first() -> None:
         with assembling(HOPPER):
-            inside.set()
-            go.wait(10)
+            both.wait()
 
     def second() -> None:
         with assembling(HOPPER):
+            both.wait()
             one.join(10)
             seen.append(versions()[0])
 
     one, two = threading.Thread(target=first), threading.Thread(target=second)
     one.start()
-    inside.wait(10)
     two.start()
-    two.join(0.2)
-    assert two.is_alive()  # it waits
-    go.set()
     two.join(20)
-    assert seen == [newest]
+    assert seen == [newest] and not one.is_alive()
+    assert nvidia.ptxas.path == before and dict(os.environ) == environment
 
 
 def test_without_triton_there_is_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:

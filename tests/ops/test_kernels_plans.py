@@ -43,6 +43,8 @@ class Noted:
 
 def _at(address: int, dtype: torch.dtype) -> Tensor:
     """A tensor that begins there; kernels go on from it by strides of their own."""
+    if not address:
+        return torch.empty(0, dtype=dtype)
     return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)
 
 

@@ -23,13 +23,13 @@ _SEEN: set[Any] = set()
 def compiled_ahead(compute: Callable[..., Any], call: Any, *rest: Any) -> str:
     """Compile what `compute(call, *rest)` is going to launch, in threads, which Triton's compiler leaves to themselves.
 
-    It is asked on meta tensors what that is: nothing is allocated or launched. Kernels that are there already take no
-    time, and calls that differ in rows and tokens alone are not asked again. Gives what went wrong, "" if nothing did:
-    the call meets it again, where it is awaited.
+    It is asked on meta tensors what that is: nothing is allocated or launched. What is compiled lies in Triton's cache
+    on disk, where the call finds it; nothing else of Triton's is touched. Calls that differ in rows and tokens alone
+    are not asked again. Gives what went wrong, "" if nothing did: the call meets it again, where it is awaited.
     """
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     kind = compute, _kind(call), _kind(rest)
-    if not hasattr(sys.modules.get("triton"), "AsyncCompileMode") or workers < 2 or kind in _SEEN:
+    if kind in _SEEN or workers < 2 or not _possible():
         return ""
     if len(_SEEN) >= _MOST:
         _SEEN.clear()
@@ -38,22 +38,63 @@ def compiled_ahead(compute: Callable[..., Any], call: Any, *rest: Any) -> str:
     try:
         with recording(target) as launches:
             compute(_meta(call), *map(_meta, rest))
-        if len(launches) > 1:
-            _compile(launches, target, min(workers, len(launches)))
+        wanted = [] if len(launches) < 2 else _wanted(launches)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return ""
+    return _side_by_side(wanted, target, workers) if len(wanted) > 1 else ""
 
 
-def _compile(launches: list[Launch], target: Target, workers: int) -> None:
-    """A kernel that fails is compiled again when it is launched, and fails there."""
-    from concurrent.futures import ThreadPoolExecutor
+def _possible() -> bool:
+    """Whether Triton can be asked what it would compile, keeps it on disk, and tells nobody of it."""
+    triton: Any = sys.modules.get("triton")
+    if not hasattr(triton, "AsyncCompileMode"):
+        return False
+    knobs = triton.knobs
+    hooks = (knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook)
+    heard = any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+    return not heard and not knobs.compilation.always_compile
 
-    pool, side_by_side = ThreadPoolExecutor(workers), sys.modules["triton"].AsyncCompileMode
-    with pool, assembling(target.arch), side_by_side(pool, ignore_errors=True):
-        for kernel, grid, arguments, meta in launches:
-            if not kernel.pre_run_hooks:
-                kernel.warmup(*arguments, grid=grid, **meta)
+
+class _Asked(Exception):
+    """In place of a compilation."""
+
+
+def _wanted(launches: list[Launch]) -> list[Callable[[], Any]]:
+    """What compiles each kernel that Triton does not have in memory, by its own door to compilers of another kind."""
+
+    class Asking(sys.modules["triton"].AsyncCompileMode):  # type: ignore[misc]
+        def submit(self, key: Any, compile_fn: Any, finalize_fn: Any) -> Any:
+            found.setdefault(key, compile_fn)
+            raise _Asked  # before Triton notes that it is being compiled
+
+    found: dict[Any, Callable[[], Any]] = {}
+    for kernel, grid, arguments, meta in launches:
+        if not kernel.pre_run_hooks:
+            try:
+                with Asking(None):
+                    kernel.warmup(*arguments, grid=grid, **meta)
+            except _Asked:
+                continue
+    return [*found.values()]
+
+
+def _side_by_side(wanted: list[Callable[[], Any]], target: Target, workers: int) -> str:
+    """What fails is compiled again when it is launched, and fails there. Each thread chooses its assembler, and keeps
+    it to its end, also where who waits here is interrupted."""
+    from concurrent.futures import ThreadPoolExecutor, wait
+
+    def work(compile_fn: Callable[[], Any]) -> None:
+        with assembling(target.arch):
+            compile_fn()
+
+    pool = ThreadPoolExecutor(min(workers, len(wanted)))
+    try:
+        futures = [pool.submit(work, compile_fn) for compile_fn in wanted]
+        wait(futures)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    return "" if not errors else f"{type(errors[0]).__name__}: {errors[0]}"
 
 
 def _kind(value: Any) -> Any:
@@ -68,7 +109,9 @@ def _kind(value: Any) -> Any:
 def _meta(value: Any) -> Any:
     """The value with tensors that hold nothing."""
     if isinstance(value, Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        ahead = value.data_ptr() % 16 // value.itemsize  # kernels are compiled for where tensors begin
+        size = ahead + 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True) if n)
+        return torch.empty(size, dtype=value.dtype, device="meta").as_strided(value.shape, value.stride(), ahead)
     if isinstance(value, tuple):
         parts = map(_meta, value)
         return value._make(parts) if hasattr(value, "_make") else tuple(parts)

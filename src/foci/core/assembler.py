@@ -13,12 +13,38 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 HOPPER = 90
 NAMED = "TRITON_PTXAS_PATH"  # by which a user chooses one; it is left alone
-_LOCK = threading.RLock()
+
+
+class _Choice:
+    """The choice is the process's, and several threads may compile: the first makes it, the last takes it back."""
+
+    def __init__(self) -> None:
+        self.lock, self.inside, self.undo = threading.Lock(), 0, ExitStack()
+
+    def enter(self) -> None:
+        with self.lock:
+            self.inside += 1
+            if self.inside > 1 or (tool := chosen(HOPPER)) is None:
+                return
+            nvidia = sys.modules["triton"].knobs.nvidia
+            self.undo.callback(_forget)
+            self.undo.enter_context(nvidia.scope())
+            nvidia.ptxas = tool.path
+            _forget()
+
+    def leave(self) -> None:
+        with self.lock:
+            self.inside -= 1
+            if not self.inside:
+                self.undo.close()
+
+
+_CHOICE = _Choice()
 
 
 @contextmanager
@@ -27,19 +53,11 @@ def assembling(arch: int) -> Iterator[None]:
     if arch != HOPPER:
         yield
         return
-    with _LOCK:  # the choice is the process's, and a backward compiles in a thread of autograd's
-        tool = chosen(arch)
-        if tool is None:
-            yield
-            return
-        nvidia = sys.modules["triton"].knobs.nvidia
-        try:
-            with nvidia.scope():
-                nvidia.ptxas = tool.path
-                _forget()
-                yield
-        finally:
-            _forget()
+    _CHOICE.enter()
+    try:
+        yield
+    finally:
+        _CHOICE.leave()
 
 
 def _forget() -> None:

@@ -297,6 +297,8 @@ def _start(
     if compiled is None:
         with assembling(target_of(device).arch), _Lending():
             compiled = kernel[grid](*arguments, **meta)
+        if hasattr(type(compiled), "result"):  # it was being compiled elsewhere, in a mode of the user's own
+            compiled = compiled.result()
         if hasattr(compiled, "packed_metadata"):  # else it is being compiled elsewhere
             _COMPILED[key] = compiled
         if noting is not None:
