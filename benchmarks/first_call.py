@@ -113,7 +113,9 @@ def offline(name: str, beside: bool) -> None:
 
 def all_offline(only: str, rounds: int) -> None:
     """The table of --offline."""
-    print(f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} processors, seconds: one by one -> side by side")
+    from foci.core.device import cores
+
+    print(f"torch {torch.__version__}, {cores()} processors, seconds: one by one -> side by side")
     for name in OPERATORS:
         if only not in name:
             continue
@@ -139,12 +141,16 @@ def main() -> None:
     parser.add_argument("--one", choices=OPERATORS, help=argparse.SUPPRESS)
     parser.add_argument("--how", choices=("after", "beside"), help=argparse.SUPPRESS)
     parser.add_argument("--offline", action="store_true", help="compile, and launch nothing")
-    parser.add_argument("--rounds", type=int, default=3, help="of --offline")
+    parser.add_argument("--rounds", type=int, help="of --offline, 3 by default")
     chosen = parser.parse_args()
+    if chosen.offline and chosen.one_by_one:
+        parser.error("--one-by-one is without --offline, which asks one process after the other")
+    if chosen.rounds is not None and (not chosen.offline or chosen.rounds < 1):
+        parser.error(f"--rounds {chosen.rounds}: expected 1 at least, with --offline")
     if chosen.one:
         return offline(chosen.one, chosen.how == "beside") if chosen.how else one(chosen.one)
     if chosen.offline:
-        return all_offline(chosen.only, chosen.rounds)
+        return all_offline(chosen.only, chosen.rounds or 3)
     print(f"torch {torch.__version__}, seconds\n{'':16} forward backward    again  kernels", flush=True)
     running = []
     with tempfile.TemporaryDirectory() as folder:

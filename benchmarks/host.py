@@ -273,6 +273,8 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="the folder of another tree")
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
+    if chosen.against is not None and chosen.profile:
+        parser.error("--profile is of this tree, without --against")
     torch.manual_seed(0)
     torch.set_num_threads(1)
     if chosen.answer:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from foci.check.run import OVER
 from foci.cli_tune import DTYPES
 from foci.cli_tune_ahead import Offline, each, gpu
 from foci.core.assembler import assembling
+from foci.core.device import cores
 from foci.core.spec import Case, Spec
 from foci.core.tune import Launch, Target, recording, target_of
 from foci.ops import SPECS
@@ -107,12 +107,8 @@ def compile_ahead(operators: Sequence[str], dtype: torch.dtype, target: Target, 
             launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.meta)
         return ""
 
-    said = each(work, ordered, workers=_cores(), until=until, context="fork")  # launches cannot be sent
+    said = each(work, ordered, workers=cores(), until=until, context="fork")  # launches cannot be sent
     return len(ordered), sum(map(bool, said))
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def ask(operator: str, laws: str, chosen: argparse.Namespace, dtype: str, until: float) -> Group:

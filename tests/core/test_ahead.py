@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +14,13 @@ import torch
 from foci.cli_tune_ahead import Offline, gpu
 from foci.core import ahead
 from foci.core.assembler import assembling
+from foci.core.device import cores
 from foci.core.tune import TARGETS, recording
 from foci.ops import SPECS
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
-    not hasattr(triton, "AsyncCompileMode") or len(os.sched_getaffinity(0)) < 2,
+    not hasattr(triton, "AsyncCompileMode") or cores() < 2,
     reason="this Triton compiles in no threads, or there is one processor",
 )
 SPEC = SPECS["linear"]

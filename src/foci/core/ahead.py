@@ -5,7 +5,6 @@ While it runs they would be one after another, each when it is launched: seconds
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,8 @@ import torch
 from torch import Tensor
 
 from foci.core.assembler import assembling
-from foci.core.tune import Launch, Target, recording, target_of
+from foci.core.device import cores
+from foci.core.tune import Launch, Target, heard, recording, target_of
 
 _MOST = 4096  # kinds that are remembered
 _SEEN: set[Any] = set()
@@ -27,9 +27,8 @@ def compiled_ahead(compute: Callable[..., Any], call: Any, *rest: Any) -> str:
     on disk, where the call finds it; nothing else of Triton's is touched. Calls that differ in rows and tokens alone
     are not asked again. Gives what went wrong, "" if nothing did: the call meets it again, where it is awaited.
     """
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     kind = compute, _kind(call), _kind(rest)
-    if kind in _SEEN or workers < 2 or not _possible():
+    if kind in _SEEN or cores() < 2 or not _possible():
         return ""
     if len(_SEEN) >= _MOST:
         _SEEN.clear()
@@ -41,7 +40,7 @@ def compiled_ahead(compute: Callable[..., Any], call: Any, *rest: Any) -> str:
         wanted = [] if len(launches) < 2 else _wanted(launches)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return _side_by_side(wanted, target, workers) if len(wanted) > 1 else ""
+    return _side_by_side(wanted, target) if len(wanted) > 1 else ""
 
 
 def _possible() -> bool:
@@ -49,10 +48,8 @@ def _possible() -> bool:
     triton: Any = sys.modules.get("triton")
     if not hasattr(triton, "AsyncCompileMode"):
         return False
-    knobs = triton.knobs
-    hooks = (knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook)
-    heard = any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
-    return not heard and not knobs.compilation.always_compile
+    runtime, compilation = triton.knobs.runtime, triton.knobs.compilation
+    return not heard(runtime.jit_cache_hook, runtime.jit_post_compile_hook) and not compilation.always_compile
 
 
 class _Asked(Exception):
@@ -78,7 +75,7 @@ def _wanted(launches: list[Launch]) -> list[Callable[[], Any]]:
     return [*found.values()]
 
 
-def _side_by_side(wanted: list[Callable[[], Any]], target: Target, workers: int) -> str:
+def _side_by_side(wanted: list[Callable[[], Any]], target: Target) -> str:
     """What fails is compiled again when it is launched, and fails there. Each thread chooses its assembler, and keeps
     it to its end, also where who waits here is interrupted."""
     from concurrent.futures import ThreadPoolExecutor, wait
@@ -87,7 +84,7 @@ def _side_by_side(wanted: list[Callable[[], Any]], target: Target, workers: int)
         with assembling(target.arch):
             compile_fn()
 
-    pool = ThreadPoolExecutor(min(workers, len(wanted)))
+    pool = ThreadPoolExecutor(min(cores(), len(wanted)))
     try:
         futures = [pool.submit(work, compile_fn) for compile_fn in wanted]
         wait(futures)

@@ -139,6 +139,11 @@ def _platform(kind: str, index: int | None) -> Platform:
     return Platform(kind, here.torch, version_of(torch.version.cuda), _cudnn() or (), capability)
 
 
+def cores() -> int:
+    """Processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @cache
 def _machine() -> Machine:
     packages = ("numpy", "jaxtyping", "triton", "diffusers", "transformers")
@@ -152,7 +157,7 @@ def _machine() -> Machine:
         packages={name: _installed(name) for name in packages},
         cpu=_cpu_name(),
         isa=_isa(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=cores(),
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0,
         gpus=tuple(_gpu(index) for index in range(torch.cuda.device_count())),
     )

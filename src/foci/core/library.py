@@ -116,12 +116,9 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 def _as_written(compute: Callable[..., Any], call: Any, *rest: Any) -> Any:
     """Run without autocast, which inside an operator would round float32 products to half precision, lse and all."""
-    if not torch._C._is_any_autocast_enabled():
+    if plans.autocast(call[0]) is None:
         return compute(call, *rest)
-    device = call[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return compute(call, *rest)
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(call[0].device.type, enabled=False):
         return compute(call, *rest)
 
 

@@ -92,7 +92,7 @@ def again(kind: Any, given: Sequence[Any]) -> tuple[Any, Any]:
         return None, None
     trains = wants_gradient(given)
     wanted = [isinstance(x, Tensor) and x.requires_grad for x in given] if trains else ()
-    told = _told((kind, _autocast(given[0]), *wanted), given)
+    told = _told((kind, autocast(given[0]), *wanted), given)
     if told is None:
         return None, None
     key, plan = _known(_WHOLE, told)
@@ -187,11 +187,12 @@ def wants_gradient(values: Sequence[Any]) -> bool:
     return False
 
 
-def _autocast(x: Tensor) -> torch.dtype | None:
-    """What autocast makes of tensors where this one is."""
-    if not torch._C._is_any_autocast_enabled() or not torch.is_autocast_enabled(kind := x.device.type):
+def autocast(x: Tensor) -> torch.dtype | None:
+    """What autocast makes of tensors where this one is; None where it is off."""
+    if not torch._C._is_any_autocast_enabled():
         return None
-    return torch.get_autocast_dtype(kind)
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
 def transformed() -> bool:

@@ -234,7 +234,12 @@ def ordinary() -> bool:
 def watched() -> bool:
     """Whether a hook of Triton's wants to hear of every launch."""
     runtime = sys.modules["triton"].knobs.runtime
-    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):  # chains of hooks, empty as a rule
+    return heard(runtime.launch_enter_hook, runtime.launch_exit_hook)
+
+
+def heard(*hooks: Any) -> bool:
+    """Whether one of these hooks of Triton's is there: they are chains, empty as a rule."""
+    for hook in hooks:
         if hook is not None and getattr(hook, "calls", True):
             return True
     return False
@@ -297,9 +302,9 @@ def _start(
     if compiled is None:
         with assembling(target_of(device).arch), _Lending():
             compiled = kernel[grid](*arguments, **meta)
-        if hasattr(type(compiled), "result"):  # it was being compiled elsewhere, in a mode of the user's own
+        if hasattr(type(compiled), "result"):  # it is being compiled elsewhere, in a mode of the user's own
             compiled = compiled.result()
-        if hasattr(compiled, "packed_metadata"):  # else it is being compiled elsewhere
+        if hasattr(compiled, "packed_metadata"):  # else a hook has taken it
             _COMPILED[key] = compiled
         if noting is not None:
             noting(kernel, None, grid, arguments)

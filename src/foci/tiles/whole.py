@@ -13,13 +13,17 @@ from foci.tiles.memory import load_tile, store_tile
 @triton.jit
 def read(  # type: ignore[no-untyped-def]
     ptr, row0, rows, stride_row, col0, cols, stride_col,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr = False,
 ):  # fmt: skip
-    """`load_tile` of tiles/memory.py; WHOLE: nothing of the tile is outside, and it spans less than 2^31 numbers."""
-    if WHOLE:
+    """`load_tile` of tiles/memory.py; WHOLE: nothing of the tile is outside, and it spans less than 2^31 numbers.
+
+    EVEN: the same of columns alone, and row0 >= 0.
+    """
+    if WHOLE or EVEN:
         ptr += tl.cast(row0, tl.int64) * stride_row + col0 * stride_col
-        r, c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
-        tile = tl.load(ptr + (r[:, None] * stride_row + c[None, :] * stride_col))
+        r, c = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_C)[None, :]
+        ptr += r * stride_row + c * stride_col
+        tile = tl.load(ptr) if WHOLE else tl.load(ptr, mask=r < rows - row0, other=0.0)
     else:
         tile = load_tile(ptr, row0, rows, stride_row, col0, cols, stride_col, BLOCK_R, BLOCK_C)
     return tile
@@ -30,14 +34,8 @@ def read_rows(  # type: ignore[no-untyped-def]
     ptr, row0, rows, stride_row, col0, cols, stride_col,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """`load_tile` from row0 >= 0; EVEN: no column is outside, and it spans less than 2^31 numbers."""
-    if EVEN:
-        ptr += tl.cast(row0, tl.int64) * stride_row + tl.cast(col0, tl.int64) * stride_col
-        r, c = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_C)[None, :]
-        tile = tl.load(ptr + (r * stride_row + c * stride_col), mask=r < rows - row0, other=0.0)
-    else:
-        tile = load_tile(ptr, row0, rows, stride_row, col0, cols, stride_col, BLOCK_R, BLOCK_C)
-    return tile
+    """`read` of rows that may end within the tile."""
+    return read(ptr, row0, rows, stride_row, col0, cols, stride_col, BLOCK_R, BLOCK_C, False, EVEN)
 
 
 @triton.jit
