@@ -21,16 +21,11 @@ def inverse(E, PRECISION: tl.constexpr, HALVES: tl.constexpr = False):  # type: 
     """(I + E)^-1 [64,64] in float32; only what is below the diagonal of E is read.
 
     HALVES: by products of bfloat16 in two, with 16 digits where TF32 has 11: where keys are alike, these are what the
-    results of half precision miss.
+    results of half precision miss. What is above the diagonal must be finite then.
     """
     E = -E
     if HALVES:
-        X = beside(inverse_of_16(blocks_of_16(E)))
-        high, low = in_two(E)
-        for i in tl.static_range(4, 6):
-            above, below = in_two(X)
-            up, under = in_two(halves(high, low, above, below, tl.zeros_like(X)))
-            X = tl.where(meeting(i), halves(above, below, up, under, tl.zeros_like(X)), X)
+        X = inverse_in_two(blocks_in_two(E))
     else:
         t, s = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
         # The highest bit in which t and s differ says among which blocks this pair meets; below the diagonal only.
@@ -45,41 +40,97 @@ def inverse(E, PRECISION: tl.constexpr, HALVES: tl.constexpr = False):  # type: 
 
 
 @triton.jit
-def meeting(i, SIZE: tl.constexpr = 64):  # type: ignore[no-untyped-def]
-    """Which pairs of rows are in one block of 2^(i+1), the first in its lower half, the second in its upper."""
-    t, s = tl.arange(0, SIZE) >> i, tl.arange(0, SIZE) >> i
-    return tl.where(t % 2 == 1, t, -1)[:, None] == (s + 1)[None, :]
+def blocks_in_two(N):  # type: ignore[no-untyped-def]
+    """What `inverse_in_two` takes of N [64,64], finite above its diagonal: half of it, so that others have room.
+
+    The blocks of 16 on the diagonal, those left of the second and the fourth, and the left half.
+    """
+    i = (tl.arange(0, 64) // 16)[:, None]
+    left, right = parted(N)
+    first, second = parted(left)
+    third, fourth = parted(right)
+    own = tl.where(i < 2, tl.where(i == 0, first, second), tl.where(i == 2, third, fourth))
+    beside, beside_low = in_two(tl.reshape(tl.where(i < 2, first, third), [4, 16, 16]))
+    left, left_low = in_two(left)
+    return tl.reshape(own, [4, 16, 16]), beside, beside_low, in_a_row(left), in_a_row(left_low)
 
 
 @triton.jit
-def inverse_of_16(E):  # type: ignore[no-untyped-def]
-    """(I - E)^-1 of four blocks [4,16,16], each of which one warp makes alone."""
+def inverse_in_two(blocks):  # type: ignore[no-untyped-def]
+    """(I - N)^-1 by products of bfloat16 in two, of N's `blocks_in_two`.
+
+    The inverses of all blocks of a size M lie below each other in X [64,M], as left operands, and `in_a_row` as right
+    ones: of each row's product those columns are taken that its own pair of blocks has made. So products are narrow,
+    and a left operand is the result before it, in registers.
+    """
+    own, b, b_low, left, left_low = blocks
+    i = (tl.arange(0, 64) // 16)[:, None]
+    X = inverse_of_16(own)
+    x, x_low = in_two(X)
+    m, m_low = in_two(tl.reshape(halves(x, x_low, b, b_low, tl.zeros_like(X)), [64, 16]))
+    X, x, x_low = tl.reshape(X, [64, 16]), tl.reshape(x, [64, 16]), tl.reshape(x_low, [64, 16])
+    by_first, by_third = parted(halves(m, m_low, in_a_row(x), in_a_row(x_low), tl.zeros([64, 64], tl.float32)))
+    M = tl.where(i < 2, parted(by_first)[0], parted(by_third)[0])
+    X = joined(tl.where(i % 2 == 1, M, X), tl.where(i % 2 == 1, X, 0.0))
+    x, x_low = in_two(X)
+    _, M = parted(halves(x, x_low, left, left_low, tl.zeros([64, 64], tl.float32)))
+    m, m_low = in_two(M)
+    M, _ = parted(halves(m, m_low, in_a_row(x), in_a_row(x_low), tl.zeros([64, 64], tl.float32)))
+    return joined(tl.where(i < 2, X, M), tl.where(i < 2, 0.0, X))
+
+
+@triton.jit
+def inverse_of_16(N):  # type: ignore[no-untyped-def]
+    """(I - N)^-1 of four blocks [4,16,16], each of which one warp makes alone.
+
+    Next to X its transpose Y: as a right operand a thread holds of a matrix what it holds of the transpose as a result,
+    so that with both no product waits for numbers of another thread.
+    """
     t = tl.arange(0, 16)
-    X = tl.where((t[:, None] == t[None, :])[None, :, :], 1.0, tl.where(meeting(0, 16)[None, :, :], E, 0.0))
-    high, low = in_two(E)
+    X = tl.where((t[:, None] == t[None, :])[None, :, :], 1.0, tl.where(meeting(0)[None, :, :], N, 0.0))
+    Y = turned(X)
+    n, n_low = in_two(N)
     for i in tl.static_range(1, 4):
-        above, below = in_two(X)
-        up, under = in_two(halves(high, low, above, below, tl.zeros_like(X)))
-        X = tl.where(meeting(i, 16)[None, :, :], halves(above, below, up, under, tl.zeros_like(X)), X)
+        x, x_low = in_two(X)
+        y, y_low = in_two(Y)
+        c, c_low = in_two(halves(y, y_low, turned(n), turned(n_low), tl.zeros_like(X)))  # the transpose of N X
+        X = tl.where(meeting(i)[None, :, :], halves(x, x_low, turned(c), turned(c_low), tl.zeros_like(X)), X)
+        if i < 3:
+            found = halves(c, c_low, turned(x), turned(x_low), tl.zeros_like(X))
+            Y = tl.where(tl.trans(meeting(i))[None, :, :], found, Y)
     return X
 
 
 @triton.jit
-def _same():  # type: ignore[no-untyped-def]
-    t = tl.arange(0, 4)
-    return t[:, None, None, None] == t[None, None, :, None]
+def meeting(i):  # type: ignore[no-untyped-def]
+    """Which pairs of 16 rows are in one block of 2^(i+1), the first in its lower half, the second in its upper."""
+    t, s = tl.arange(0, 16) >> i, tl.arange(0, 16) >> i
+    return tl.where(t % 2 == 1, t, -1)[:, None] == (s + 1)[None, :]
 
 
 @triton.jit
-def blocks_of_16(x):  # type: ignore[no-untyped-def]
-    """The four blocks [4,16,16] on the diagonal of [64,64]."""
-    return tl.sum(tl.where(_same(), tl.reshape(x, [4, 16, 4, 16]), 0.0), 2)
+def turned(x):  # type: ignore[no-untyped-def]
+    """Each of the matrices x [4,16,16] transposed."""
+    return tl.permute(x, (0, 2, 1))
 
 
 @triton.jit
-def beside(x):  # type: ignore[no-untyped-def]
-    """The way back, zeros beside them."""
-    return tl.reshape(tl.where(_same(), x[:, :, None, :], 0.0), [64, 64])
+def parted(x):  # type: ignore[no-untyped-def]
+    """The left and the right half of the columns of x [64,2C]; in a product's result each thread has some of both."""
+    return tl.split(tl.permute(tl.reshape(x, [64, 2, x.shape[1] // 2]), (0, 2, 1)))
+
+
+@triton.jit
+def joined(left, right):  # type: ignore[no-untyped-def]
+    """The way back."""
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), [64, 2 * left.shape[1]])
+
+
+@triton.jit
+def in_a_row(x):  # type: ignore[no-untyped-def]
+    """The blocks of x [64,C], C rows each, beside each other: [C,64]."""
+    C: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(x, [64 // C, C, C]), (1, 0, 2)), [C, 64])
 
 
 @triton.jit

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from foci.core.tune import interpreting
-from foci.ops.delta import gpu
 from foci.ops.delta.api import delta_rule
 from foci.ops.delta.cases import Delta
 from foci.ops.delta.spec import SPEC
+from tests.ops.delta.in_bfloat16 import PRODUCT, halves, shortened  # noqa: F401  a fixture
 from tests.ops.in_triton import there
 from tests.ops.recurrences import BUDGET, answers, error, exact, inputs_of
 
@@ -25,14 +24,6 @@ from triton.runtime import interpreter  # isort: skip  after Triton's presence i
 
 if not interpreting():
     pytest.skip("a GPU cuts digits off by itself: there the other tests see it", allow_module_level=True)
-
-PRODUCT = interpreter.InterpreterBuilder.create_dot
-
-
-def _cut(x: Any) -> Any:
-    if x.data.dtype != np.float32:
-        return x
-    return interpreter.TensorHandle((x.data.view(np.int32) & -8192).view(np.float32), x.dtype)
 
 
 @pytest.fixture
@@ -44,7 +35,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         if a.data.dtype == np.float32:
             asked.append(input_precision.name)
         if input_precision.name == "TF32":
-            a, b = _cut(a), _cut(b)
+            a, b = shortened(a), shortened(b)
         return PRODUCT(self, a, b, d, input_precision, most)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", product)
@@ -62,42 +53,6 @@ def test_the_budget_of_half_precision_holds(name: str, cut: list[str]) -> None:
     errors = {n: error(found[n].cpu(), truth[n]) for n in truth if truth[n].numel()}
     assert "TF32" in cut
     assert all(e <= BUDGET[torch.float16] for e in errors.values()), errors
-
-
-def _wide(x: Any) -> Any:
-    """bfloat16, which the interpreter holds as 16 bits, as float32."""
-    return (x.data.astype(np.uint32) << 16).view(np.float32)
-
-
-@pytest.fixture
-def halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bfloat16 rounds to nearest, and its products are of float32; TF32 cuts."""
-    builder = interpreter.InterpreterBuilder
-    plain = builder.cast_impl
-
-    def cast(self: Any, x: Any, into: Any, *_: Any) -> Any:
-        given, wanted = x.dtype.scalar, into.scalar
-        if given == wanted == tl.bfloat16:
-            return x
-        if given == tl.bfloat16:
-            return interpreter.TensorHandle(_wide(x).astype(interpreter._get_np_dtype(into)), wanted)
-        if wanted == tl.bfloat16:
-            near = torch.from_numpy(np.ascontiguousarray(x.data, np.float32)).bfloat16()
-            return interpreter.TensorHandle(near.view(torch.int16).numpy().view(np.uint16), wanted)
-        return plain(self, x, into)
-
-    def product(self: Any, a: Any, b: Any, d: Any, input_precision: Any, most: Any) -> Any:
-        assert a.dtype.scalar == b.dtype.scalar
-        if a.dtype.scalar == tl.bfloat16:
-            a, b = (interpreter.TensorHandle(_wide(x), tl.float32) for x in (a, b))
-        elif input_precision.name == "TF32":
-            a, b = _cut(a), _cut(b)
-        return PRODUCT(self, a, b, d, input_precision, most)
-
-    monkeypatch.setattr(builder, "create_dot", product)
-    for name in ("fp_ext", "fp_trunc", "fp_to_fp", "fp_to_si", "fp_to_ui", "si_to_fp", "ui_to_fp", "int_cast"):
-        monkeypatch.setattr(builder, f"create_{name}", cast)
-    monkeypatch.setattr(gpu, "unsuitable", lambda *_: [])
 
 
 @pytest.mark.usefixtures("halves")
