@@ -41,13 +41,14 @@ def _counts(call: Call) -> tuple[int, ...]:
 
 def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     """out [B,T,H,V] in v's dtype and the final state [N,H,K,V] in float32; `keep`: and what `kept` declares."""
+    from foci.ops.delta import kernels_triton_chunks as at_once
     from foci.ops.delta import kernels_triton_forward as kernels
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
     if not keep:
-        return kernels.forward(call, None, _slots(call), partial(pieces, call))
+        return kernels.forward(call, None, _slots(call), partial(pieces, call), at_once)
     buffer = kept(call).empty(call.v)
-    return (*kernels.forward(call, _parts(call, buffer), _slots(call), partial(pieces, call)), buffer)
+    return (*kernels.forward(call, _parts(call, buffer), _slots(call), partial(pieces, call), at_once), buffer)
 
 
 def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: list[bool]) -> Gradients:

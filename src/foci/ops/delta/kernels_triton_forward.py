@@ -391,10 +391,13 @@ def _by_warpgroups(target: Target) -> bool:
     return target.kind == "cuda" and 90 <= target.arch < 120
 
 
-def forward(call: Any, parts: Parts | None, slots: int, cut: Callable[[Target, int], Any]) -> tuple[Tensor, Tensor]:
+def forward(
+    call: Any, parts: Parts | None, slots: int, cut: Callable[[Target, int], Any], at_once: Any
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out [B,T,H,V] and the final state [N,H,K,V]; `parts`, if given, is filled for the backward.
 
     Two launches, and one more where sequences are cut (`cut`: ops/delta/pieces.py), or for far rows (`chunks_kernel`).
+    `at_once`: what makes the first in bfloat16 where it may (kernels_triton_chunks.py).
     """
     B, T, _, H, K, V, N = call.sizes
     v, target = call.v, target_of(call.v.device)
@@ -405,7 +408,7 @@ def forward(call: Any, parts: Parts | None, slots: int, cut: Callable[[Target, i
     else:
         inverse, products = torch.empty(2, *wide[not halves], **near).unbind()
     through = torch.empty(wide[1], **near) if halves else None
-    gated = chunks(call, parts, inverse, products, through, slots, target)
+    gated = chunks(call, parts, inverse, products, through, slots, target, at_once)
     # Tokens behind the last document belong to no chunk.
     room = torch.empty if call.offsets is None else torch.zeros
     out = room(B, T, H, V, dtype=v.dtype, device=v.device)
@@ -442,7 +445,7 @@ def forward(call: Any, parts: Parts | None, slots: int, cut: Callable[[Target, i
 
 def chunks(
     call: Any, parts: Parts | None, inverse: Tensor, products: Tensor, through: Tensor | None, slots: int,
-    target: Target,
+    target: Target, at_once: Any,
 ) -> Gated:  # fmt: skip
     """The first launch: fills `inverse`, `products` and `through`; and what it makes of gates."""
     B, T, G, H, K, _, N = call.sizes
@@ -473,6 +476,10 @@ def chunks(
     whole = whole and within(CHUNK, K, call.q, call.k, call.erase, g)
     # Three programs a processor, as each waits for one product after the other: on an H200 195 us for 224, with spills.
     room = {"maxnreg": 168} if target.arch == 90 and through is not None and not per_channel else {}
+    if through is not None and not per_channel and at_once.fits(call, target):
+        kept = None if parts is None else products
+        at_once.chunks(call, inverse, kept, through, gated[:4], slots, whole, config, room)
+        return gated
     for again in (False, True)[: 2 if by_near else 1]:
         launch(
             chunks_kernel, (slots * H,),

@@ -1,0 +1,134 @@
+"""First launch of the delta rule's forward in bfloat16, gates per token or none: X, A, P and Q of every chunk.
+
+Letters and equations are those of kernels_triton_forward.py, where all else has the same launch as a kernel of loops.
+Here nothing is a loop, and the order is such that little waits for memory and little has to be kept: first all loads;
+the triangle's blocks before A; A and k stay in registers and in shared memory until P and Q are made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foci.core.tune import Config, Target, launch, strides
+from foci.tiles.gates import load_gates
+from foci.tiles.near import LOG2E, bounded
+from foci.tiles.solve import blocks_in_two, inverse_in_two
+from foci.tiles.state import chunk_at, halves, in_two
+from foci.tiles.whole import read, write
+
+CHUNK = 64
+
+
+@triton.jit
+def _last(a, b):  # type: ignore[no-untyped-def]
+    return b
+
+
+@triton.jit
+def kept(x):  # type: ignore[no-untyped-def]
+    """x [CHUNK], a load, as what is not loaded again for each layout that wants it: 16 addresses a thread."""
+    return tl.associative_scan(x, 0, _last)
+
+
+@triton.jit
+def times(x, y):  # type: ignore[no-untyped-def]
+    """x y, rounded: `in_two` of tiles/state.py, fused with a plain product, would take an operation more."""
+    return tl.fma(x, y, 0.0)
+
+
+@triton.jit
+def token_chunks_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr,
+    X_ptr, A_ptr, P_ptr, rise_ptr, write_ptr, total_ptr, Q_ptr,
+    q_strides, k_strides, e_strides, beta_strides, g_strides, scale, T, N, H, R, K,
+    WHOLE: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One chunk and head. WHOLE: no tile reaches beyond its tensor (tiles/whole.py). Without `A_ptr` A is not kept."""
+    h = (tl.program_id(0) % H).to(tl.int64)
+    n, b, t0, stop, slot = chunk_at(offsets_ptr, tl.program_id(0) // H, N, T, CHUNK)
+    if n < 0:
+        return
+    row = tl.cast(b, tl.int64)
+    t, at = tl.arange(0, CHUNK), t0 + tl.arange(0, CHUNK)
+    q_ptr += row * q_strides[0] + h // R * q_strides[2]
+    k_ptr += row * k_strides[0] + h // R * k_strides[2]
+    if e_ptr is not None:
+        e_ptr += row * e_strides[0] + h // R * e_strides[2]
+    beta = load_gates(beta_ptr + row * beta_strides[0] + h * beta_strides[2], t0, stop, beta_strides[1], CHUNK)
+    if g_ptr is not None:
+        g = load_gates(g_ptr + row * g_strides[0] + h * g_strides[2], t0, stop, g_strides[1], CHUNK)
+    qs, ks, es = (), (), ()
+    for i in tl.static_range(TILES):
+        k0 = i * BLOCK_K
+        qs += (read(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K, WHOLE),)  # type: ignore[assignment]
+        ks += (read(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K, WHOLE),)  # type: ignore[assignment]
+        if e_ptr is not None:
+            es += (read(e_ptr, t0, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_K, WHOLE),)  # type: ignore[assignment]
+    if e_ptr is None:
+        es = ks
+    beta = kept(beta)
+    W = tl.full([CHUNK, CHUNK], 1.0, tl.float32)
+    rise = tl.full([CHUNK], 1.0, tl.float32)
+    if g_ptr is not None:
+        g = bounded(g) * LOG2E
+        c, whole = tl.cumsum(g, 0), tl.sum(g, 0)
+        rise = tl.exp2(c)
+        token = (row * T + at) * H + h
+        tl.store(rise_ptr + token, rise, mask=at < stop)
+        tl.store(write_ptr + token, tl.exp2(whole - c) * beta, mask=at < stop)
+        tl.store(total_ptr + slot * H + h, tl.exp2(whole))
+        W = tl.exp2(c[:, None] - c[None, :])
+    W = tl.where(t[:, None] >= t[None, :], W, 0.0)
+    E = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for i in tl.static_range(TILES):
+        E = tl.dot(es[i], tl.trans(ks[i]), E)
+    # What is past the end has no key, so that X is there the unit matrix's and 0 beside it.
+    blocks = blocks_in_two(times(E * W, (beta * -1.0)[None, :]))
+    A = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for i in tl.static_range(TILES):
+        A = tl.dot(qs[i], tl.trans(ks[i]), A)
+    high, low = in_two(times(A * W, (beta * scale)[None, :]))
+    there = (row * T * H + h) * CHUNK
+    if A_ptr is not None:
+        write(A_ptr + 2 * there, high, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
+        write(A_ptr + 2 * there + CHUNK, low, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
+    X = inverse_in_two(blocks)
+    above, below = in_two(X)
+    qs = ()  # again, for it had no room, and long before it is wanted
+    for i in tl.static_range(TILES):
+        qs += (read(q_ptr, t0, stop, q_strides[1], i * BLOCK_K, K, q_strides[3], CHUNK, BLOCK_K, WHOLE),)  # type: ignore[assignment]
+    write(X_ptr + 2 * there, above, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
+    write(X_ptr + 2 * there + CHUNK, below, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
+    P = halves(high, low, above, below, tl.zeros_like(X))
+    write(P_ptr + there, P, t0, stop, H * CHUNK, 0, CHUNK, WHOLE)
+    up, down = in_two(times(P, (rise * -1.0)[None, :]))
+    into, up_by = (row * T * H + h) * K, (rise * scale)[:, None]
+    for i in tl.static_range(TILES):
+        Q = tl.dot(up, es[i], tl.dot(down, es[i], qs[i].to(tl.float32) * up_by))
+        write(Q_ptr + into, Q, t0, stop, H * K, i * BLOCK_K, K, WHOLE)
+
+
+def fits(call: Any, target: Target) -> bool:
+    """Whether registers hold all channels of a chunk's queries and keys, and shared memory does beside X."""
+    K, tiles = call.sizes[4], 2 if call.erase is None else 3
+    return target.kind == "cuda" and K <= 256 and 2 * tiles * CHUNK * K + 16_384 <= target.shared
+
+
+def chunks(
+    call: Any, inverse: Tensor, products: Tensor | None, through: Tensor, gated: Sequence[Tensor | None], slots: int,
+    whole: bool, config: Config, room: Mapping[str, int],
+) -> None:  # fmt: skip
+    """Fills X, A where it is wanted, P, and rise, write, total and Q (`gated`)."""
+    _, T, G, H, K, _, N = call.sizes
+    launch(
+        token_chunks_kernel, (slots * H,),
+        call.q, call.k, call.erase, call.beta, call.log_decay, call.offsets, inverse, products, through, *gated,
+        call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(call.log_decay),
+        call.scale, T, N, H, H // G, K,
+        config=config, WHOLE=whole, CHUNK=CHUNK, TILES=-(-K // config["BLOCK_K"]), **room,
+    )  # fmt: skip
