@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -375,3 +376,45 @@ def test_a_hook_on_a_kernel_and_a_watcher_are_heard_here_too(
     monkeypatch.setattr(tune, "watched", lambda: True)
     FUNCTIONS["linear"](**rows())
     assert counted["linear"] == 4
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("backend", ["aten", "chunked", "reference"])
+def test_a_call_of_another_backend_is_checked_once_and_keeps_nothing(
+    backend: str, trains: bool, counted: dict[str, int]
+) -> None:
+    attend = FUNCTIONS["softmax"]
+
+    def call(T: int = 8, **more: Any) -> list[torch.Tensor]:
+        rows = [torch.randn(1, T, 2, 16, requires_grad=trains) for _ in range(3)]
+        out, lse = attend(*rows, mask=Causal(), backend=backend, **more)
+        grads = torch.autograd.grad(out, rows, torch.ones_like(out)) if trains else ()
+        doubled = [x.detach().double().requires_grad_(trains) for x in rows]
+        right = attend(*doubled, mask=Causal(), backend="reference", **more)
+        exact = torch.autograd.grad(right[0], doubled, torch.ones_like(right[0])) if trains else ()
+        for found, wanted in zip((out, lse, *grads), (*right, *exact), strict=True):
+            torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
+        return rows
+
+    first = weakref.ref(call()[0])
+    for _ in range(3):
+        call()
+    assert counted["softmax"] == 2 and first() is None  # ours and the reference's
+    torch.use_deterministic_algorithms(True)
+    try:
+        call()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    call(T=9)
+    call(scale=0.5)
+    assert counted["softmax"] == 8
+    with pytest.raises(ValueError, match="scale must be a finite number"):
+        call(scale=float("nan"))
+
+
+def test_only_so_many_of_these_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "_MOST", 3)
+    for T in range(1, 9):
+        x = torch.randn(1, T, 2, 16)
+        FUNCTIONS["softmax"](x, x + 1, x + 2, backend="reference")
+        assert len(plans._WHOLE) <= 3

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from foci.core.device import Platform, Version
 
 
-@dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """One call of a foreign kernel, in the words the ledger needs."""
 
     T: int

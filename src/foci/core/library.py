@@ -56,11 +56,14 @@ class Runner:
         call = bind(*first, **rest)
         chosen = choose(self.spec, call, backend)
         made = self(chosen, call)
-        if key is not None and "triton" in chosen.needs:
+        if key is not None:
             self._learn(key, values, chosen, call)
         return made
 
     def _learn(self, key: Any, values: tuple[Any, ...], chosen: Backend, call: Any) -> None:
+        if "triton" not in chosen.needs:
+            run, make = self._ways[chosen.name].run, type(call)._make
+            return plans.decide(key, _through(values, call, lambda _, filled: run(make(filled))), call[0].device)
         forward: Callable[..., Any] = chosen.load().forward
         if not plans.wants_gradient(values):
             return plans.learn(key, values, forward, call)
@@ -86,7 +89,7 @@ def _transparent(backend: Backend) -> _Way:
 
 
 def _through(values: tuple[Any, ...], call: Any, training: Any) -> plans.Through | None:
-    """How calls like this one, made of these values, come to autograd without being bound; None where they must be.
+    """How calls like this one, made of these values, come to `training` without being bound; None where they must be.
 
     Tensors of the call are those that were given, in their order, or views of all that one holds.
     """
@@ -100,7 +103,7 @@ def _through(values: tuple[Any, ...], call: Any, training: Any) -> plans.Through
             return None
     blank = [None if isinstance(value, Tensor) else value for value in call]
 
-    def through(play: Callable[[], Outputs], tensors: list[Tensor]) -> Outputs:
+    def through(play: Callable[[], Outputs] | None, tensors: list[Tensor]) -> Outputs:
         filled = blank.copy()
         for place, x, shape in zip(places, tensors, shapes, strict=False):  # playing takes its memory behind them
             filled[place] = x if shape is None else x.view(shape)

@@ -33,8 +33,8 @@ _EMPTY = {_ATEN.empty.memory_format, _ATEN.new_empty.default, _ATEN.empty_like.d
 _ZEROS = {_ATEN.zeros.default, _ATEN.new_zeros.default, _ATEN.zeros_like.default}
 
 
-# Of what plays a call's plan, once, and the tensors that were given: the call's outputs, which autograd knows.
-Through = Callable[[Callable[[], Any], list[Tensor]], Any]
+# Of what plays a call's plan, once, if it has one, and the tensors that were given: its outputs, which autograd knows.
+Through = Callable[[Callable[[], Any] | None, list[Tensor]], Any]
 
 
 class _Made(NamedTuple):
@@ -64,7 +64,8 @@ class _Plan(NamedTuple):
     """All steps, and the results by slot, None for None; `view`: size, strides and offset where it is no whole slot.
 
     `kernels`: what is launched, in Triton's words before it is compiled; a hook may be put on one at any time.
-    `through`: how a call that is differentiated takes its results to autograd.
+    `through`: how a call that is differentiated takes its results to autograd; without steps, how a call is run whose
+    backend brings no kernels of ours.
     """
 
     steps: tuple[_Step, ...]
@@ -85,22 +86,31 @@ def again(kind: Any, given: Sequence[Any]) -> tuple[Any, Any]:
     """The key of a call of a public function, for `learn`, and its results where a call of its kind was learned.
 
     All that is asked of arguments before a backend runs, and which one does, follows from what the key holds: types,
-    dtypes, shapes and strides of tensors, which GPU, and all other values; autocast's dtype; where a gradient is
-    wanted, of which tensors. A tensor that is anywhere else has no key, nor has a call that is watched.
+    dtypes, shapes and strides of tensors, which GPU, and all other values; autocast's dtype; whether algorithms are to
+    be deterministic; where a gradient is wanted, of which tensors. A tensor that is anywhere else has no key, nor has a
+    call that is watched.
     """
     if torch.compiler.is_compiling() or not on_gpu(given[0]) or watched() or not _usable():
         return None, None
     trains = wants_gradient(given)
     wanted = [isinstance(x, Tensor) and x.requires_grad for x in given] if trains else ()
-    told = _told((kind, autocast(given[0]), *wanted), given)
+    told = _told((kind, autocast(given[0]), torch._C._get_deterministic_algorithms(), *wanted), given)
     if told is None:
         return None, None
     key, plan = _known(_WHOLE, told)
     if plan is None or _hooked(plan):
         return key, None
-    if not trains:
-        return None, _play(plan, told)
-    return None, None if plan.through is None else plan.through(functools.partial(_play, plan, told), told.tensors)
+    if plan.through is None or (plan.steps and not trains):
+        return None, None if trains else _play(plan, told)
+    return None, plan.through(functools.partial(_play, plan, told) if plan.steps else None, told.tensors)
+
+
+def decide(key: Any, through: Through | None, device: torch.device) -> None:
+    """Calls with this key are run by `through`, neither checked nor dispatched again; None: as they are written."""
+    if len(_WHOLE) >= _MOST:
+        _WHOLE.clear()
+        _NEAR.clear()
+    _WHOLE[key] = None if through is None else _Plan((), (), device, (), through)
 
 
 def learn(

@@ -190,10 +190,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     """out and lse of the first kernel that takes the call, piece by piece; a sink joins afterwards as one more key."""
     kernel = _kernel(call, gradients=True)
     if _bare(call):
-        causal = call.causal_start or (call.causal_end and call.q.shape[1] > 1)
-        q, k, v = _unit_stride(call.q), _unit_stride(call.k), _unit_stride(call.v)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out, lse = kernel.forward(q, k, v, None, causal, call.scale)
+        q, k, v = (_unit_stride(x).transpose(1, 2) for x in call[:3])
+        out, lse = kernel.forward(q, k, v, None, _squarely_causal(call), call.scale)
         return out.transpose(1, 2).contiguous(), lse.transpose(1, 2).contiguous()
     B, T, _, H, _, K, V = call.sizes
     width = max(K, V)
@@ -219,6 +217,11 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         total = torch.logaddexp(lse, call.sink.to(lse.dtype)[:, None])
         out, lse = out * torch.exp(lse - never_empty(total))[..., None], total
     return out.transpose(1, 2).to(call.v.dtype).contiguous(), lse.transpose(1, 2).contiguous()
+
+
+def _squarely_causal(call: Call) -> bool:
+    """Of a bare call: whether it is causal; a single query at the end sees every key."""
+    return call.causal_start or (call.causal_end and call.q.shape[1] > 1)
 
 
 def _bare(call: Call) -> bool:
@@ -254,12 +257,17 @@ def backward(
     dout, dlse = grads
     *_, K, V = call.sizes
     dout = torch.zeros_like(out) if dout is None else dout
+    if dlse is None and _bare(call):
+        do, q, k, v, o = (_unit_stride(x).transpose(1, 2) for x in (dout, *call[:3], out))
+        found = kernel.backward(do, q, k, v, o, lse.transpose(1, 2), None, _squarely_causal(call), call.scale)
+        whole = (x.transpose(1, 2).contiguous() if need else None for x, need in zip(found, needs, strict=False))
+        return *whole, None, None
     dsink = None
     if call.sink is not None and needs[4]:
         pull = (dout.to(lse.dtype) * out).sum(-1)
         pull = -pull if dlse is None else dlse - pull
         dsink = (torch.exp(call.sink.to(lse.dtype) - never_empty(lse)) * pull).sum((0, 1)).to(call.sink.dtype)
-    steady = lse if _bare(call) else never_empty(lse)
+    steady = never_empty(lse)
     if dlse is not None and folds_dlse(call):
         dout, out = fold(dlse.masked_fill(lse == -torch.inf, 0.0), dout, out)
         dlse = None

@@ -56,7 +56,8 @@ class _CudaKernel:
         k, v = self._heads(k, q), self._heads(v, q)
         out, lse = self._forward(q, k, v, _readable(mask, q, k), causal, scale)
         # efficient pads lse to 32 rows and cuDNN adds a dimension: one shape, [B, H, T], for all.
-        return out[..., :width], lse.reshape(*q.shape[:2], -1)[..., : q.shape[2]]
+        lse = lse.reshape(*q.shape[:2], -1)
+        return _narrow(out, width), _narrow(lse, q.shape[2])
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -68,7 +69,7 @@ class _CudaKernel:
         dq, dk, dv = self._backward(dout, q, k, v, out, lse.contiguous(), _readable(mask, q, k), causal, scale)
         if dk.shape[1] != groups:
             dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
-        return dq[..., :width], dk[..., :width], dv[..., :width]
+        return _narrow(dq, width), _narrow(dk, width), _narrow(dv, width)
 
     def _heads(self, x: Tensor, q: Tensor) -> Tensor:
         """Keys or values as the kernel wants them: repeated where it knows nothing of grouped heads."""
@@ -245,6 +246,10 @@ def _causal_beyond_squares(call: Call) -> bool:
 def _in_eights(x: Tensor) -> Tensor:
     spare = -x.shape[-1] % 8
     return pad(x, (0, spare)) if spare else x
+
+
+def _narrow(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else x[..., :width]  # a view costs the host as much as all else around it
 
 
 def _readable(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
