@@ -12,7 +12,8 @@ from tests.ops.softmax.test_paged import cache, truth
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_pages_of_any_size_and_strides(dtype: torch.dtype) -> None:
-    for page, extra in ((1, {}), (7, {"window": 20}), (64, {"softcap": 2.0, "sink": torch.randn(4)})):
+    sink = torch.randn(4)
+    for page, extra in ((1, {}), (7, {"window": 20}), (64, {"softcap": 2.0, "sink": sink}), (128, {"window": 70})):
         inputs = cache(page=page, M=-(-130 // page), lengths=(130, 3, 65), dtype=dtype)
         expected = truth(inputs, **extra)
         for name in ("k_pages", "v_pages"):  # heads first, as some caches lie

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -44,10 +45,12 @@ def forward(call: Any, table: Tensor | None = None, dtype: torch.dtype | None = 
     # Few tokens: the heads that share a key head are rows of one tile, so that its keys are read once.
     together = R > 1 and T < 64
     rows, heads = (T * R, G) if together else (T, H)
-    config = _configured(call, rows, (K, V), target)
+    config = _configured(call, rows, (K, V), page, target)
     blocks = -(-rows // config["BLOCK_T"]) * heads * B
     columns = -(-V // config["BLOCK_V"])
-    splits = _splits(call, T, S, blocks * columns, rows, target)
+    # A program with few rows waits for memory: two of them share a processor, where a tile of keys leaves room for two.
+    waits = rows <= 64 and (page > 0 or target.arch != 90)
+    splits = _splits(call, T, S, blocks * columns, (1 + waits) * target.processors)
     out = torch.empty(B, T, H, V, dtype=dtype or q.dtype, device=device)
     lse = torch.empty(B, T, H, dtype=torch.float32, device=device)
     sums, tops, masses = out, lse, lse
@@ -100,10 +103,9 @@ def _near(call: Any, bias: Tensor | None, dense: Tensor | None, config: Config) 
     return True
 
 
-def _splits(call: Any, T: int, live: int, programs: int, rows: int, target: Target) -> int:
-    """Programs that share the keys of a block of queries: as many as fill the chip, each with FEWEST keys at least."""
-    # A program with few rows waits for memory: two of them share a processor.
-    room = target.processors * (2 if rows <= 64 else 1) // programs
+def _splits(call: Any, T: int, live: int, programs: int, most: int) -> int:
+    """Programs that share the keys of a block of queries: `most` in all, each with FEWEST keys at least."""
+    room = most // programs
     if room <= 1:
         return 1
     if call.left is not None and (call.right is not None or call.causal_end):
@@ -111,11 +113,11 @@ def _splits(call: Any, T: int, live: int, programs: int, rows: int, target: Targ
     return max(1, min(room, live // FEWEST))
 
 
-def _configured(call: Any, rows: int, widths: tuple[int, int], target: Target) -> Config:
+def _configured(call: Any, rows: int, widths: tuple[int, int], page: int, target: Target) -> Config:
     few = 128 if rows > 64 else 64 if rows > 32 else 32 if rows > 16 else 16
     K, V = (_power(max(width, 16)) for width in widths)
     extra = (call.bias is not None) + (call.dense is not None) + (call.q_offsets is not None) + (call.seed is not None)
-    key = (call.q.dtype.itemsize, K, V, few, min(2, extra))
+    key = (call.q.dtype.itemsize, K, V, few, min(2, extra), math.gcd(page, 128))
     return tune.configure(
         "softmax_forward", key, functools.partial(_rule, key=key), target, vary=_MANY if few == 128 else _FEW
     )
@@ -131,13 +133,13 @@ def _power(size: int) -> int:
 
 
 @functools.cache
-def _rule(target: Target, key: tuple[int, int, int, int, int]) -> Config:
+def _rule(target: Target, key: tuple[int, int, int, int, int, int]) -> Config:
     """Tiles of queries and keys that leave room in registers and shared memory; K beyond BLOCK_K goes in a loop.
 
-    key: bytes of a number, K and V as powers of two, at least as many rows as there are, where those are few, and how
-    many things beyond q, k and v are read or made for every pair (2: two or more).
+    key: bytes of a number, K and V as powers of two, at least as many rows as there are, where those are few, how many
+    things beyond q, k and v are read or made for every pair (2: two or more), and what divides a page's keys.
     """
-    size, *widths, few, laden = key
+    size, *widths, few, laden, even = key
     roomy = target.shared > 160_000
     wgmma = target.kind == "cuda" and target.arch in (90, 100)  # products that leave their operands in shared memory
     full = (512 if roomy else 256) // size
@@ -162,6 +164,8 @@ def _rule(target: Target, key: tuple[int, int, int, int, int]) -> Config:
                 BLOCK_S = 128
         elif max(widths) <= 256 and not laden:
             BLOCK_T, BLOCK_S = 128, 64
+    if even >= 64:
+        BLOCK_S = min(BLOCK_S, even)  # a tile of keys lies in one page
     if few < BLOCK_T:
         BLOCK_T, warps = few, 4 if few < 64 and size == 2 and width <= 128 else 8
     return Config({"BLOCK_T": BLOCK_T, "BLOCK_S": BLOCK_S, "BLOCK_K": BLOCK_K, "BLOCK_V": BLOCK_V}, warps, stages)
@@ -291,7 +295,10 @@ def _step(  # type: ignore[no-untyped-def]
             # A value that no row of this block sees may be NaN, and 0 NaN is NaN: it is not read.
             wanted = tl.max(seen.to(tl.int32), 0) > 0
     if where is not None:
-        page, place = _page(where, s // PAGE, real), (s % PAGE).to(tl.int64)
+        if PAGE % BLOCK_S == 0:
+            page, place = _page(where, s0 // PAGE, None if real is None else s0 < stop), s0 % PAGE + beside
+        else:
+            page, place = _page(where, s // PAGE, real), (s % PAGE).to(tl.int64)
         k_rows = k_base + page * k_strides[0] + place * k_strides[1]
         v_rows = v_base + page * v_strides[0] + place * v_strides[1]
     else:
