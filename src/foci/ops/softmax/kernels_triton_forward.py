@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ def forward(call: Any, table: Tensor | None = None, dtype: torch.dtype | None = 
     # Few tokens: the heads that share a key head are rows of one tile, so that its keys are read once.
     together = R > 1 and T < 64
     rows, heads = (T * R, G) if together else (T, H)
-    config = _configured(call, rows, (K, V), page, target)
+    config = _configured(call, rows, (K, V), target)
     blocks = -(-rows // config["BLOCK_T"]) * heads * B
     columns = -(-V // config["BLOCK_V"])
     # A program with few rows waits for memory: two of them share a processor, where a tile of keys leaves room for two.
@@ -113,11 +112,11 @@ def _splits(call: Any, T: int, live: int, programs: int, most: int) -> int:
     return max(1, min(room, live // FEWEST))
 
 
-def _configured(call: Any, rows: int, widths: tuple[int, int], page: int, target: Target) -> Config:
+def _configured(call: Any, rows: int, widths: tuple[int, int], target: Target) -> Config:
     few = 128 if rows > 64 else 64 if rows > 32 else 32 if rows > 16 else 16
     K, V = (_power(max(width, 16)) for width in widths)
     extra = (call.bias is not None) + (call.dense is not None) + (call.q_offsets is not None) + (call.seed is not None)
-    key = (call.q.dtype.itemsize, K, V, few, min(2, extra), math.gcd(page, 128))
+    key = (call.q.dtype.itemsize, K, V, few, min(2, extra))
     return tune.configure(
         "softmax_forward", key, functools.partial(_rule, key=key), target, vary=_MANY if few == 128 else _FEW
     )
@@ -133,13 +132,13 @@ def _power(size: int) -> int:
 
 
 @functools.cache
-def _rule(target: Target, key: tuple[int, int, int, int, int, int]) -> Config:
+def _rule(target: Target, key: tuple[int, int, int, int, int]) -> Config:
     """Tiles of queries and keys that leave room in registers and shared memory; K beyond BLOCK_K goes in a loop.
 
-    key: bytes of a number, K and V as powers of two, at least as many rows as there are, where those are few, how many
-    things beyond q, k and v are read or made for every pair (2: two or more), and what divides a page's keys.
+    key: bytes of a number, K and V as powers of two, at least as many rows as there are, where those are few, and how
+    many things beyond q, k and v are read or made for every pair (2: two or more).
     """
-    size, *widths, few, laden, even = key
+    size, *widths, few, laden = key
     roomy = target.shared > 160_000
     wgmma = target.kind == "cuda" and target.arch in (90, 100)  # products that leave their operands in shared memory
     full = (512 if roomy else 256) // size
@@ -164,8 +163,6 @@ def _rule(target: Target, key: tuple[int, int, int, int, int, int]) -> Config:
                 BLOCK_S = 128
         elif max(widths) <= 256 and not laden:
             BLOCK_T, BLOCK_S = 128, 64
-    if even >= 64:
-        BLOCK_S = min(BLOCK_S, even)  # a tile of keys lies in one page
     if few < BLOCK_T:
         BLOCK_T, warps = few, 4 if few < 64 and size == 2 and width <= 128 else 8
     return Config({"BLOCK_T": BLOCK_T, "BLOCK_S": BLOCK_S, "BLOCK_K": BLOCK_K, "BLOCK_V": BLOCK_V}, warps, stages)
