@@ -418,3 +418,15 @@ def test_only_so_many_of_these_are_remembered(monkeypatch: pytest.MonkeyPatch) -
         x = torch.randn(1, T, 2, 16)
         FUNCTIONS["softmax"](x, x + 1, x + 2, backend="reference")
         assert len(plans._WHOLE) <= 3
+
+
+def test_where_triton_was_never_imported_they_are_checked_once_too(
+    counted: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(1, 8, 2, 16)
+    FUNCTIONS["softmax"](x, x + 1, x + 2, backend="reference")
+    plans._WHOLE.clear()
+    monkeypatch.delitem(sys.modules, "triton")
+    for _ in range(3):
+        FUNCTIONS["softmax"](x, x + 1, x + 2, backend="reference")
+    assert counted["softmax"] == 2

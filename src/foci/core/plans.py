@@ -219,14 +219,15 @@ def watched() -> bool:
 
 def _usable() -> bool:
     """Whether nobody watches launches, changes what is compiled, or wraps tensors."""
+    if torch.compiler.is_compiling() or not tune.ordinary():
+        return False
     triton = sys.modules.get("triton")
-    if triton is None or torch.compiler.is_compiling() or not tune.ordinary():
-        return False
-    runtime = triton.knobs.runtime
-    if runtime.debug or runtime.add_stages_inspection_hook is not None or tune.watched():
-        return False
-    if triton.knobs.compilation.instrumentation_mode:
-        return False
+    if triton is not None:  # else nothing is launched
+        runtime = triton.knobs.runtime
+        if runtime.debug or runtime.add_stages_inspection_hook is not None or tune.watched():
+            return False
+        if triton.knobs.compilation.instrumentation_mode:
+            return False
     return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.maybe_current_level() is None
 
 
