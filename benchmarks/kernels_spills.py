@@ -17,7 +17,7 @@ SPILLS: dict[tuple[str, str, str], str] = {
     ("linear", "far_kernel", "sm_90"): "40 bytes with a bonus, where rows are far, which few chunks have",
     ("linear", "pairs_kernel", "sm_120"): "12 bytes at most",
     **{("linear", "states_kernel", target): "16 bytes at most" for target in ("sm_80", "sm_100", "sm_120")},
-    **{("delta", kernel, "sm_90"): _MEASURED for kernel in ("near_side_kernel", "chunks_kernel")},
+    **{("delta", kernel, "sm_90"): _MEASURED for kernel in ("near_side_kernel", "chunks_kernel", "pairs_kernel")},
     **{("delta", "near_side_kernel", target): _LIMIT for target in ("sm_80", "sm_100", "sm_120", "gfx942")},
     **{("delta", "chunks_kernel", target): _FAR for target in ("sm_80", "sm_100", "sm_120")},
     **{("delta", "walk_kernel", target): _LIMIT for target in ("sm_80", "sm_120")},

@@ -15,7 +15,7 @@ from tests.ops.in_triton import DEVICE
 def products(x_ptr, y_ptr, right_ptr, onto_ptr, V: tl.constexpr):  # type: ignore[no-untyped-def]
     x, y = load_tile(x_ptr, 0, V, V, 0, V, 1, V, V), load_tile(y_ptr, 0, V, V, 0, V, 1, V, V)
     store_tile(right_ptr, right(x, y, y, "ieee"), 0, V, V, 0, V, 1)
-    store_tile(onto_ptr, onto(y, x_ptr, 0, V, y_ptr, (0, V, 0, 1), 0, V, 0, V, "ieee", True), 0, V, V, 0, V, 1)
+    onto(onto_ptr, y_ptr, 0, x, y_ptr, (0, V, 0, 1), 0, V, V, V, V, "ieee", True, True, 1)
 
 
 @triton.jit

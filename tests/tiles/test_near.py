@@ -60,6 +60,24 @@ def test_per_token(kind: str, own: bool) -> None:
 
 
 @triton.jit
+def _weighted(x_ptr, g_ptr, into_ptr, BELOW: tl.constexpr, NEAR: tl.constexpr):
+    g = tl.load(g_ptr + tl.arange(0, 64))
+    store_tile(into_ptr, near.weighted(_tile(x_ptr, 0, 64, 64), g, BELOW, NEAR), 0, 64, 64, 0, 64, 1)
+
+
+@KINDS
+@pytest.mark.parametrize(("below", "half"), [(True, True), (False, True), (True, False)])
+def test_what_no_weight_is_for_is_not_read(kind: str, below: bool, half: bool) -> None:
+    g, x, found = gates_of(1, kind), normal(1, C, C).float(), room(C, C)
+    unread = torch.ones(C, C).triu(0 if below else 1) > 0
+    _weighted[(1,)](x.masked_fill(unread, torch.nan).to(DEVICE), g.to(DEVICE), found, below, half)
+    weights = Gates(g.double(), True).weights
+    assert weights is not None
+    expected = (x * weights[0]).masked_fill(unread, 0.0)
+    assert (found.cpu() - expected).abs().max() < 4 * BUDGETS[kind]
+
+
+@triton.jit
 def _gradient_by_token(P_ptr, rise_ptr, fall_ptr, total_ptr, dg_ptr, OWN: tl.constexpr):
     t = tl.arange(0, 64)
     P = _tile(P_ptr, 0, 64, 64)

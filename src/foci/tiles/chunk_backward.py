@@ -7,7 +7,7 @@ import triton.language as tl
 
 from foci.tiles.memory import load_tile, store_tile
 from foci.tiles.state import in_two, rounded, working
-from foci.tiles.whole import read_rows
+from foci.tiles.whole import read, write
 
 
 @triton.jit
@@ -51,15 +51,18 @@ def gather(ptr, sums_ptr, into, tile, r, R, t0, stop, stride, k0, K):  # type: i
 
 @triton.jit
 def onto(  # type: ignore[no-untyped-def]
-    z, pairs_ptr, half, stride, y_ptr, y_strides, t0, stop, k0, K, PRECISION: tl.constexpr, EVEN: tl.constexpr
+    ptr, sums_ptr, into, P, y_ptr, y_strides, t0, stop, stride, K,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """z + P y of pairs P [CHUNK,CHUNK] as `store_in_two` left them.
-
-    One product in a loop: of two that follow each other Triton would have all warps make the same on Hopper.
-    """
-    PARTS: tl.constexpr = 2 if pairs_ptr.dtype.element_ty == tl.bfloat16 else 1
-    for i in tl.range(PARTS, disable_licm=True):
-        P = read_rows(pairs_ptr + i * half, t0, stop, stride, 0, z.shape[0], 1, z.shape[0], z.shape[0], True)
-        y = working(read_rows(y_ptr, t0, stop, y_strides[1], k0, K, y_strides[3], z.shape[0], z.shape[1], EVEN))
-        z = tl.dot(rounded(P, PRECISION), y, z, input_precision=PRECISION)
-    return z
+    """The sums with P y, P [T,T] in float32, to `ptr`; with y in bfloat16 P is taken as the sum of two of them."""
+    if ptr is not None:
+        high, low = in_two(P)
+        # The stages are said again, as a loop that says them loads sums ahead too, and not operands alone.
+        for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES, disable_licm=True):
+            y = working(read(y_ptr, t0, stop, y_strides[1], k0, K, y_strides[3], P.shape[0], BLOCK_K, WHOLE, EVEN))
+            z = read(sums_ptr + into, t0, stop, stride, k0, K, 1, P.shape[0], BLOCK_K, WHOLE, EVEN)
+            if y.dtype == tl.bfloat16:
+                z = tl.dot(high, y, tl.dot(low, y, z))
+            else:
+                z = tl.dot(rounded(P, PRECISION), y, z, input_precision=PRECISION)
+            write(ptr + into, z, t0, stop, stride, k0, K, WHOLE)

@@ -64,6 +64,19 @@ def weights(g, OWN: tl.constexpr, NEAR: tl.constexpr):  # type: ignore[no-untype
 
 
 @triton.jit
+def weighted(x, g, BELOW: tl.constexpr, NEAR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x [T,T] times the OWN `weights` of g, 0 above the diagonal, and BELOW on it, whatever x is there."""
+    t, s = tl.arange(0, g.shape[0])[:, None], tl.arange(0, g.shape[0])[None, :]
+    seen = t > s if BELOW else t >= s
+    if NEAR:
+        c = tl.cumsum(bounded(g) * LOG2E, 0)
+        x = tl.where(seen, x * tl.exp2(c[:, None] - c[None, :]), 0.0)
+    else:
+        x = tl.where(seen, x, 0.0) * gates.weights(g, True)
+    return x
+
+
+@triton.jit
 def by_chunk(P, by_rise, by_fall, by_total, OWN: tl.constexpr, NEAR: tl.constexpr):  # type: ignore[no-untyped-def]
     """Gradient of g [T]: `by_pairs` and `by_ends` of tiles/gates.py, from sums of rows and columns if NEAR.
 

@@ -227,7 +227,7 @@ def prefix_alone(decay: str, T: int, stop: int) -> None:
         assert bool(other[name].isfinite().all()), name
 
 
-@pytest.mark.parametrize(("decay", "count"), [("", 3), ("head", 4), ("token", 3), ("channel", 3)])
+@pytest.mark.parametrize(("decay", "count"), [("", 4), ("head", 5), ("token", 4), ("channel", 3)])
 def test_launches(decay: str, count: int) -> None:
     call = SPEC.bind(**problem(65, decay))
     kept, grads = left_by_forward(call), draws(call)
@@ -260,7 +260,7 @@ def test_few_heads_of_many_tokens_take_one_launch_more() -> None:
             call, kept, (call.v, None), [x is not None for x in call[:7]], partial(pieces, call), channels, tokens
         )
     names = [launch.kernel.fn.__name__ for launch in launches]
-    assert names == ["walk_kernel", "walk_kernel", "pairs_kernel", "side_kernel"]
+    assert names == ["walk_kernel", "walk_kernel", "side_kernel", "pairs_kernel", "gates_kernel"]
 
 
 @pytest.mark.usefixtures("in_pieces")

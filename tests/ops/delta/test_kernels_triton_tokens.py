@@ -81,7 +81,7 @@ def test_places_that_32_bits_do_not_number_are_taken_one_by_one() -> None:
     class Problem:
         call = SPEC.bind(**even(torch.float32))
         erase = call.k
-        K = V = 64
+        G, K, V = 2, 64, 64
 
     config, near = tokens.Config({"BLOCK_K": 64, "BLOCK_V": 32}), torch.empty(1, 70, 4, 64)
     far = torch.empty(1, device="meta").as_strided((1, 70, 4, 64), (1, 2**25, 64, 1))
