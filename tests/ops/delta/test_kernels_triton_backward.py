@@ -29,6 +29,7 @@ from tests.ops.recurrences import BUDGET, error, exact
 from foci.ops.delta import kernels_triton_backward as kernels  # isort: skip  after Triton's presence is known
 from foci.ops.delta import kernels_triton_channels as channels  # isort: skip
 from foci.ops.delta import kernels_triton_tokens as tokens  # isort: skip
+from foci.ops.delta import kernels_triton_token_walks as token_walks  # isort: skip
 
 C = kernels.CHUNK
 CPU = torch.device("cpu")
@@ -47,7 +48,8 @@ def left_by_forward(call: Call) -> tuple[Tensor | None, ...]:
     slots = B * -(-T // C) if packed is None else T // C + N
     half = torch.bfloat16 if call.q.dtype == torch.bfloat16 else torch.float32
     states = torch.full((slots, H, K, V), torch.nan, dtype=half)
-    d, X, A, rise, fall = (torch.empty(B, T, H, n) for n in (V, C, C, 1, 1))
+    d, X, A = (torch.empty(B, T, H, n) for n in (V, C, C))
+    rise, fall = torch.ones(2, B, T, H, 1)
     total = torch.full((slots, H, 1), torch.nan)
     per_token = call.log_decay is not None and call.log_decay.shape[3] == 1
     q, k, v, beta, g, e, state, _, scale = exact(call._asdict()).values()
@@ -84,9 +86,26 @@ def left_by_forward(call: Call) -> tuple[Tensor | None, ...]:
         d = torch.stack([d.bfloat16(), (d - d.bfloat16()).bfloat16()])
     if half == torch.bfloat16:
         X, A = (torch.cat([x.bfloat16(), (x - x.bfloat16()).bfloat16()], 3) for x in (X, A))
+    rows = (
+        left_for_tma(packed, slots, rise, fall * beta[..., None])
+        if half == torch.bfloat16 and g.shape[3] == 1
+        else None
+    )
     if not per_token:
-        return states, d, X, A, None, None, None
-    return states, d, X, A, rise[..., 0], (fall[..., 0] * beta).float(), total[..., 0]
+        return states, d, X, A, None, None, None, rows
+    return states, d, X, A, rise[..., 0], (fall[..., 0] * beta).float(), total[..., 0], rows
+
+
+def left_for_tma(packed: list[tuple[int, int]] | None, slots: int, rise: Tensor, write: Tensor) -> Tensor:
+    """rise and write once more, chunk by chunk: [slots,H,2,C]; NaN where no chunk is, and 0 behind its end."""
+    B, T, H, _ = rise.shape
+    rows = torch.full((slots, H, 2, C), torch.nan)
+    for n, (start, stop) in enumerate([(0, T)] * B if packed is None else packed):
+        for i, t0 in enumerate(range(start, stop, C)):
+            slot, row = (n * -(-T // C) + i, n) if packed is None else (start // C + n + i, 0)
+            found = torch.cat([rise, write], 3)[row, t0 : min(t0 + C, stop)]
+            rows[slot] = torch.nn.functional.pad(found.permute(1, 2, 0), (0, C - found.shape[0]))
+    return rows
 
 
 def starts(packed: list[tuple[int, int]] | None, T: int) -> list[tuple[int, int]]:
@@ -119,7 +138,8 @@ def found(
     with poisoned():
         moved = Call(**there(call._asdict()))
         moved_grads = [None if g is None else g.to(DEVICE) for g in grads]
-        back = kernels.backward(moved, kept, moved_grads, wanted, partial(pieces, moved), channels, tokens)
+        cut = partial(pieces, moved)
+        back = kernels.backward(moved, kept, moved_grads, wanted, cut, channels, tokens, token_walks)
     for x, name in zip(back, SPEC.differentiable, strict=True):
         assert x is None or (x.dtype == inputs[name].dtype and x.is_contiguous()), name
     return {
@@ -233,7 +253,7 @@ def test_launches(decay: str, count: int) -> None:
     kept, grads = left_by_forward(call), draws(call)
     wanted = [getattr(call, n) is not None for n in SPEC.differentiable]
     with tune.recording(tune.TARGETS["sm_90"]) as launches:
-        kernels.backward(call, kept, grads, wanted, partial(pieces, call), channels, tokens)
+        kernels.backward(call, kept, grads, wanted, partial(pieces, call), channels, tokens, token_walks)
     assert len(launches) == count
 
 
@@ -256,9 +276,8 @@ def test_few_heads_of_many_tokens_take_one_launch_more() -> None:
     call = SPEC.bind(**there(Delta("", B=1, T=4096, H=1, K=8, V=5, decay="token").case.make(torch.float32, CPU, 0)))
     kept = gpu._parts(call, gpu.kept(call).empty(call.v))
     with tune.recording(tune.TARGETS["sm_90"]) as launches:
-        kernels.backward(
-            call, kept, (call.v, None), [x is not None for x in call[:7]], partial(pieces, call), channels, tokens
-        )
+        needs, cut = [x is not None for x in call[:7]], partial(pieces, call)
+        kernels.backward(call, kept, (call.v, None), needs, cut, channels, tokens, token_walks)
     names = [launch.kernel.fn.__name__ for launch in launches]
     assert names == ["walk_kernel", "walk_kernel", "side_kernel", "pairs_kernel", "gates_kernel"]
 

@@ -36,29 +36,33 @@ def _counts(call: Call) -> tuple[int, ...]:
     B, T, _, H, _, V, _ = call.sizes
     tokens, per_token = B * T * H, call.log_decay is not None and call.log_decay.shape[3] == 1
     gates = (tokens, tokens, _slots(call) * H) if per_token else (0, 0, 0)
-    return tuple(-(-n // 4) * 4 for n in (tokens * CHUNK, tokens * CHUNK, tokens * V, *gates))
+    rows = 2 * _slots(call) * H * CHUNK if call.v.dtype == torch.bfloat16 and not per_channel(call) else 0
+    return tuple(-(-n // 4) * 4 for n in (tokens * CHUNK, tokens * CHUNK, tokens * V, *gates, rows))
 
 
 def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     """out [B,T,H,V] in v's dtype and the final state [N,H,K,V] in float32; `keep`: and what `kept` declares."""
     from foci.ops.delta import kernels_triton_chunks as at_once
     from foci.ops.delta import kernels_triton_forward as kernels
+    from foci.ops.delta import kernels_triton_token_walks as token_walks
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
     if not keep:
-        return kernels.forward(call, None, _slots(call), partial(pieces, call), at_once)
-    buffer = kept(call).empty(call.v)
-    return (*kernels.forward(call, _parts(call, buffer), _slots(call), partial(pieces, call), at_once), buffer)
+        return kernels.forward(call, None, _slots(call), partial(pieces, call), at_once, token_walks)
+    buffer, cut = kept(call).empty(call.v), partial(pieces, call)
+    return (*kernels.forward(call, _parts(call, buffer), _slots(call), cut, at_once, token_walks), buffer)
 
 
 def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: list[bool]) -> Gradients:
     """Gradients of q, k, v, beta, log_decay, erase and state, None where not needed."""
     from foci.ops.delta import kernels_triton_backward as kernels
     from foci.ops.delta import kernels_triton_channels as channels
+    from foci.ops.delta import kernels_triton_token_walks as token_walks
     from foci.ops.delta import kernels_triton_tokens as tokens
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
-    return kernels.backward(call, _parts(call, outputs[2]), grads, needs, partial(pieces, call), channels, tokens)
+    parts, cut = _parts(call, outputs[2]), partial(pieces, call)
+    return kernels.backward(call, parts, grads, needs, cut, channels, tokens, token_walks)
 
 
 def per_channel(call: Call) -> bool:
@@ -76,7 +80,7 @@ def _parts(call: Call, buffer: Tensor) -> Any:
 
     B, T, _, H, K, V, _ = call.sizes
     counts, slots, dtype = _counts(call), _slots(call), stored(call.v.dtype)
-    inverse, products, errors, rise, write, total, states = buffer.split([*counts, buffer.numel() - sum(counts)])
+    inverse, products, errors, rise, write, total, rows, states = buffer.split([*counts, buffer.numel() - sum(counts)])
     errors = errors[: B * T * H * V]
     two = call.v.dtype == torch.bfloat16 and not per_channel(call)
     gates: tuple[Tensor | None, ...] = (None, None, None)
@@ -88,4 +92,5 @@ def _parts(call: Call, buffer: Tensor) -> Any:
         inverse.view(dtype).view(B, T, H, -1),
         products.view(dtype).view(B, T, H, -1),
         *gates,
+        rows=rows.view(slots, H, 2, CHUNK) if rows.numel() else None,
     )

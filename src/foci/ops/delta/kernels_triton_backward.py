@@ -38,7 +38,7 @@ from foci.core.tune import (
 from foci.tiles.affine import joined, load_state, piece_at, store_map, store_state, with_unit
 from foci.tiles.chunk_backward import right
 from foci.tiles.memory import load_block, opened, store_block, store_tile
-from foci.tiles.state import halves, in_two, rounded, working
+from foci.tiles.state import halves, in_two, nearest_in_two, rounded, working
 
 CHUNK = 64
 
@@ -148,7 +148,10 @@ def walk_kernel(  # type: ignore[no-untyped-def]
         else:
             dv = tl.dot(tl.trans(X), rounded(dd, PRECISION), dv, input_precision=PRECISION)
         if dv_ptr is not None:
-            store_block(dv_there, dv, t0, stop, H * V, v0, V, TMA)
+            said, unsaid = dv, dv
+            if dv_ptr.dtype.element_ty == tl.bfloat16:
+                said, unsaid = nearest_in_two(dv)
+            store_block(dv_there, said, t0, stop, H * V, v0, V, TMA)
         # dS <- total dS + (scale rise q)^T do - (rise e)^T dv
         by_read, by_erase = scale * do.to(tl.float32), -dv
         if rise_ptr is not None:
@@ -178,9 +181,6 @@ def walk_kernel(  # type: ignore[no-untyped-def]
                 )
             earlier = earlier + (right(tl.trans(e), by_erase, block, PRECISION),)  # noqa: RUF005
         if d_value_ptr is not None:
-            unsaid = dv
-            if dv_ptr.dtype.element_ty == tl.bfloat16:
-                unsaid -= dv.to(tl.bfloat16).to(tl.float32)
             store_block(d_value_there, unsaid, t0, stop, H * V, v0, V, TMA)
         dS = earlier
     if dv_ptr is None:
@@ -193,13 +193,19 @@ def walk_kernel(  # type: ignore[no-untyped-def]
 def _walk_by_channel_rule(K: int, V: int, wide: bool, target: Target) -> Config:
     """As `_walk_rule`, but there is more to load for a chunk, and more programs at once hide that best."""
     config = _walk_rule(K, V, wide, target)
-    return Config(config.blocks, config.warps, 2 if target.arch == 90 and not wide and K <= 128 else 1)
+    return Config(config.blocks, config.warps, min(config.stages, 2))
+
+
+def _walk_with_erase_rule(K: int, V: int, wide: bool, target: Target) -> Config:
+    """As `_walk_rule`, but a third stage would not fit into shared memory."""
+    config = _walk_rule(K, V, wide, target)
+    return Config(config.blocks, config.warps, min(config.stages, 2))
 
 
 def _walk_rule(K: int, V: int, wide: bool, target: Target) -> Config:
     """All of K is in registers as float32, so there is less of V where K is large; `wide`: tiles of float32."""
     if target.arch == 90 and K <= 128 and not wide:  # as measured on an H200
-        return Config({"BLOCK_K": side(K, 128), "BLOCK_V": side(V, 32)}, warps=4, stages=2)
+        return Config({"BLOCK_K": side(K, 128), "BLOCK_V": side(V, 32)}, warps=4, stages=3)
     k = 32 if wide and target.shared < 160_000 else 64
     blocks = {"BLOCK_K": side(K, k), "BLOCK_V": side(V, 16 if wide or K > 128 else 32)}
     return Config(blocks, warps=4 if K <= 128 else 8, stages=1)
@@ -242,15 +248,17 @@ def backward(
     cut: Callable[..., Any],
     channels: Any,
     tokens: Any,
+    token_walks: Any,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, beta, log_decay, erase and state, None where not needed.
 
     `kept`: what the forward left (kernels_triton_forward.py: Parts). `cut`: ops/delta/pieces.py.
     What does each chunk's part: `channels` for gates per channel (kernels_triton_channels.py), `tokens` for others.
+    `token_walks`: the walk where it can be that of kernels_triton_token_walks.py.
     """
     problem = _Problem(call, needs)
     d_out = call.v.new_zeros(()).expand(call.v.shape) if grads[0] is None else grads[0]
-    dv, behind = _walk(problem, kept, d_out, grads[1], cut, channels)
+    dv, behind = _walk(problem, kept, d_out, grads[1], cut, channels, token_walks)
     if any((needs[0], needs[1], *needs[3:6])):
         if problem.per_channel:
             channels.side_by_channel(problem, kept, d_out, dv, behind)
@@ -266,13 +274,14 @@ def _walk(
     d_final: Tensor | None,
     cut: Callable[..., Any],
     channels: Any,
+    token_walks: Any,
 ) -> tuple[Any, Tensor]:
     """dv [B,T,H,V] and the gradient of the state at each chunk's end, laid out as the states are.
 
     dv is in float32; in bfloat16, but for gates per channel, it is two: dv rounded and what that left.
     """
     call, d_value, R, H, K, V = problem.call, problem.found[2], problem.H // problem.G, problem.H, problem.K, problem.V
-    states, _, inverse, products, rise, write, gone = kept
+    states, _, inverse, products, rise, write, gone, rows = kept
     q, k, e, write = call.q, call.k, call.erase, call.beta if write is None else write
     if problem.per_channel:
         q, k, e, gone = channels.with_decays(problem, states)
@@ -283,12 +292,22 @@ def _walk(
     dv = d_value if direct and d_value is not None else call.v.new_empty(call.v.shape, dtype=dtype)
     beside = torch.empty_like(dv) if two else None if direct else d_value
     behind = torch.empty_like(states)
-    named = ("walk_by_channel", _walk_by_channel_rule) if problem.per_channel else ("walk", _walk_rule)
-    config = problem.config(*named)
+    if problem.per_channel:
+        config = problem.config("walk_by_channel", _walk_by_channel_rule)
+    elif e is None:
+        config = problem.config("walk", _walk_rule)
+    else:
+        config = problem.config("walk_with_erase", _walk_with_erase_rule)
     blocks = -(-V // config["BLOCK_V"])
     pieces = cut(problem.target, problem.N * H * blocks)
     tma = problem.target.arch == 90 and q.dtype == torch.bfloat16 and K % config["BLOCK_K"] == 0
     tma = tma and all(map(by_tma, (q, k, e, d_out, d_value)))
+    heads, share = problem.N * H, 3 if e is None else 2
+    if two and not pieces.tokens and token_walks.suits(share, heads, K, V, problem.target, q, k, e, d_out, d_value):
+        token_walks.backward(
+            call, (rows, gone, products, inverse), d_out, d_final, dv, beside, behind, problem.found[6]
+        )
+        return (dv, beside), behind
 
     def go(programs: int, *results: Tensor | None) -> None:
         launch(

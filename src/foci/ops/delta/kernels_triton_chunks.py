@@ -44,7 +44,7 @@ def times(x, y):  # type: ignore[no-untyped-def]
 @triton.jit
 def token_chunks_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr,
-    X_ptr, A_ptr, P_ptr, rise_ptr, write_ptr, total_ptr, Q_ptr,
+    X_ptr, A_ptr, P_ptr, rise_ptr, write_ptr, total_ptr, Q_ptr, rows_ptr,
     q_strides, k_strides, e_strides, beta_strides, g_strides, scale, T, N, H, R, K,
     WHOLE: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -73,16 +73,20 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
         es = ks
     beta = kept(beta)
     W = tl.full([CHUNK, CHUNK], 1.0, tl.float32)
-    rise = tl.full([CHUNK], 1.0, tl.float32)
+    rise, write_by = tl.full([CHUNK], 1.0, tl.float32), beta
     if g_ptr is not None:
         g = bounded(g) * LOG2E
         c, whole = tl.cumsum(g, 0), tl.sum(g, 0)
         rise = tl.exp2(c)
         token = (row * T + at) * H + h
         tl.store(rise_ptr + token, rise, mask=at < stop)
-        tl.store(write_ptr + token, tl.exp2(whole - c) * beta, mask=at < stop)
+        write_by *= tl.exp2(whole - c)
+        tl.store(write_ptr + token, write_by, mask=at < stop)
         tl.store(total_ptr + slot * H + h, tl.exp2(whole))
         W = tl.exp2(c[:, None] - c[None, :])
+    row_ptr = rows_ptr + (slot * H + h).to(tl.int64) * 2 * CHUNK + t
+    tl.store(row_ptr, rise)
+    tl.store(row_ptr + CHUNK, write_by)
     W = tl.where(t[:, None] >= t[None, :], W, 0.0)
     E = tl.zeros([CHUNK, CHUNK], tl.float32)
     for i in tl.static_range(TILES):
@@ -123,7 +127,7 @@ def chunks(
     call: Any, inverse: Tensor, products: Tensor | None, through: Tensor, gated: Sequence[Tensor | None], slots: int,
     whole: bool, config: Config, room: Mapping[str, int],
 ) -> None:  # fmt: skip
-    """Fills X, A where it is wanted, P, and rise, write, total and Q (`gated`)."""
+    """Fills X, A where it is wanted, P, and rise, write, total, Q and rows (`gated`)."""
     _, T, G, H, K, _, N = call.sizes
     launch(
         token_chunks_kernel, (slots * H,),

@@ -52,7 +52,7 @@ from foci.tiles.chunk_backward import right, store_in_two
 from foci.tiles.gates import factors, factors_at, load_gates, pairs_of_two, total
 from foci.tiles.memory import load_block, load_tile, opened, store_block, store_tile
 from foci.tiles.solve import inverse
-from foci.tiles.state import chunk_at, halves, in_two, rounded, working
+from foci.tiles.state import chunk_at, halves, in_two, nearest_in_two, rounded, working
 from foci.tiles.whole import read, within, write
 
 CHUNK = 64
@@ -68,6 +68,7 @@ class Parts(NamedTuple):
     rise: Tensor | None  # with gates per token these three as Gated has them
     write: Tensor | None
     total: Tensor | None
+    rows: Tensor | None  # in bfloat16, but for gates per channel, as Gated has it
 
 
 class Gated(NamedTuple):
@@ -79,6 +80,7 @@ class Gated(NamedTuple):
     query: Tensor | None  # in bfloat16: [B,T,H,K], Q; else per channel: rise q
     erase: Tensor | None  # per channel: [B,T,H,K], rise e
     key: Tensor | None  # per channel: [B,T,H,K], fall k; in bfloat16 [2,B,T,H,K], its rounding and what that left
+    rows: Tensor | None  # in bfloat16, but for gates per channel: [slots,H,2,64], rise and write (beta), for TMA
 
 
 @triton.jit
@@ -339,10 +341,11 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             if BLOCK_V > 32:  # shared memory has no room for a tile to be stored from
                 store_in_two(errors_ptr + tokens * V, apart, d, t0, stop, H * V, v0, V)
             else:
-                store_block(errors_there, d, t0, stop, H * V, v0, V, TMA)
+                said = d
                 if errors_ptr.dtype.element_ty == tl.bfloat16:
-                    unsaid = d - d.to(tl.bfloat16).to(tl.float32)
+                    said, unsaid = nearest_in_two(d)
                     store_block(unsaid_there, unsaid, t0, stop, H * V, v0, V, TMA)
+                store_block(errors_there, said, t0, stop, H * V, v0, V, TMA)
         S = ahead
     if out_ptr is None:
         store_map(M_ptr, N_ptr, S, piece * H + h, K, v0, V, TILES, BLOCK_K, BLOCK_V)
@@ -392,12 +395,13 @@ def _by_warpgroups(target: Target) -> bool:
 
 
 def forward(
-    call: Any, parts: Parts | None, slots: int, cut: Callable[[Target, int], Any], at_once: Any
+    call: Any, parts: Parts | None, slots: int, cut: Callable[[Target, int], Any], at_once: Any, token_walks: Any
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out [B,T,H,V] and the final state [N,H,K,V]; `parts`, if given, is filled for the backward.
 
     Two launches, and one more where sequences are cut (`cut`: ops/delta/pieces.py), or for far rows (`chunks_kernel`).
-    `at_once`: what makes the first in bfloat16 where it may (kernels_triton_chunks.py).
+    In bfloat16, where they may, `at_once` makes the first (kernels_triton_chunks.py) and `token_walks` the other
+    (kernels_triton_token_walks.py).
     """
     B, T, _, H, K, V, N = call.sizes
     v, target = call.v, target_of(call.v.device)
@@ -409,8 +413,7 @@ def forward(
         inverse, products = torch.empty(2, *wide[not halves], **near).unbind()
     through = torch.empty(wide[1], **near) if halves else None
     gated = chunks(call, parts, inverse, products, through, slots, target, at_once)
-    # Tokens behind the last document belong to no chunk.
-    room = torch.empty if call.offsets is None else torch.zeros
+    room = torch.empty if call.offsets is None else torch.zeros  # tokens behind the last document are in no chunk
     out = room(B, T, H, V, dtype=v.dtype, device=v.device)
     final = torch.empty(N, H, K, V, dtype=torch.float32, device=v.device)
     q = call.q if gated.query is None else gated.query
@@ -424,6 +427,9 @@ def forward(
     vary = {"BLOCK_V": (16, 32, 64)} if v.dtype == torch.bfloat16 else {}
     walk = configure("delta_walk", (v.dtype, K, V, tiles), rule, target, vary)
     blocks = -(-V // walk["BLOCK_V"])
+    if not pieces.tokens and gated.key is None and token_walks.suits(2, N * H, K, V, target, q, k, e, v):
+        token_walks.forward(call, parts, q, inverse, through, gated.rows, gated.total, out, final)
+        return out, final
 
     def go(programs: int, *results: Tensor | None) -> None:
         launch(
@@ -451,7 +457,7 @@ def chunks(
     B, T, G, H, K, _, N = call.sizes
     v, g = call.v, call.log_decay
     per_channel = g is not None and g.shape[3] > 1
-    gated = Gated(None, None, None, None, None, None)
+    gated = Gated(*[None] * 7)
     rise: Tensor | None
     write: Tensor | None
     gone: Tensor | None
@@ -459,16 +465,17 @@ def chunks(
         total = torch.empty(slots, H, K, dtype=torch.float32, device=v.device)
         halves = 2 if stored(v.dtype) == torch.bfloat16 else 1
         made = torch.empty(2 + halves, B, T, H, K, dtype=stored(v.dtype), device=v.device)
-        gated = Gated(None, None, total, made[0], made[1], made[2:])
+        gated = Gated(None, None, total, made[0], made[1], made[2:], None)
     elif g is not None:
         if parts is None:
             rise, write = torch.empty(2, B, T, H, dtype=torch.float32, device=v.device).unbind()
             gone = torch.empty(slots, H, dtype=torch.float32, device=v.device)
         else:
             rise, write, gone = parts.rise, parts.write, parts.total
-        gated = Gated(rise, write, gone, None, None, None)
+        gated = Gated(rise, write, gone, None, None, None, None)
     if through is not None and not per_channel:
-        gated = gated._replace(query=torch.empty(B, T, H, K, dtype=through.dtype, device=v.device))
+        rows = torch.empty(slots, H, 2, CHUNK, device=v.device) if parts is None else parts.rows
+        gated = gated._replace(query=torch.empty(B, T, H, K, dtype=through.dtype, device=v.device), rows=rows)
     rule = partial(chunks_rule, v.dtype, K, per_channel)
     config = configure("delta_chunks", (v.dtype, K, per_channel), rule, target, {"BLOCK_K": (16, 32, 64)})
     by_near = per_channel and v.dtype != torch.float32
@@ -478,12 +485,12 @@ def chunks(
     room = {"maxnreg": 168} if target.arch == 90 and through is not None and not per_channel else {}
     if through is not None and not per_channel and at_once.fits(call, target):
         kept = None if parts is None else products
-        at_once.chunks(call, inverse, kept, through, gated[:4], slots, whole, config, room)
+        at_once.chunks(call, inverse, kept, through, (*gated[:4], gated.rows), slots, whole, config, room)
         return gated
     for again in (False, True)[: 2 if by_near else 1]:
         launch(
             chunks_kernel, (slots * H,),
-            call.q, call.k, call.erase, call.beta, g, call.offsets, inverse, products, through, *gated,
+            call.q, call.k, call.erase, call.beta, g, call.offsets, inverse, products, through, *gated[:6],
             call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(g),
             call.scale, 0, T, N, H, H // G, K, B * T * H * K,
             config=config, FAR=again, WHOLE=whole,
