@@ -229,20 +229,23 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         where = (table_ptr + b * table_strides[0], table_strides[1], pages)
     else:
         k_base, v_base = k_base + b * k_strides[0], v_base + b * v_strides[0]
-    keys = (k_base, k_strides, v_base, v_strides, where, column, stop)
+    keys = (k_base, k_strides, v_base, v_strides, column, stop)
     rest = (scale, softcap, bias_strides, dense_strides, seed_ptr, threshold, q_offsets_ptr, S)
     top, mass = tl.full((BLOCK_T,), -float("inf"), tl.float32), tl.zeros((BLOCK_T,), tl.float32)
     acc = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
     for i in range(borders(start, inner, outer, stop, BLOCK_S)):
         s0 = border(i, start, inner, outer, BLOCK_S)
         acc, top, mass = _step(
-            acc, top, mass, s0, queries, keys, rest, True, PAGE, K, V, PLACED, NEAR, PRECISE, ASCENDING, PRECISION,
-            BLOCK_S, BLOCK_K, BLOCK_V,
+            acc, top, mass, s0, _places(where, s0, stop, PAGE, BLOCK_S), queries, keys, rest, True, PAGE, K, V, PLACED,
+            NEAR, PRECISE, ASCENDING, PRECISION, BLOCK_S, BLOCK_K, BLOCK_V,
         )  # fmt: skip
     if dense_ptr is None:
+        ahead = _places(where, inner, stop, PAGE, BLOCK_S)
         for i in range((outer - inner) // BLOCK_S):
+            s0, places = inner + i * BLOCK_S, ahead
+            ahead = _places(where, s0 + BLOCK_S, stop, PAGE, BLOCK_S)  # a block before its keys are loaded
             acc, top, mass = _step(
-                acc, top, mass, inner + i * BLOCK_S, queries, keys, rest, False, PAGE, K, V, PLACED, NEAR, PRECISE,
+                acc, top, mass, s0, places, queries, keys, rest, False, PAGE, K, V, PLACED, NEAR, PRECISE,
                 ASCENDING, PRECISION, BLOCK_S, BLOCK_K, BLOCK_V,
             )  # fmt: skip
 
@@ -270,13 +273,13 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _step(  # type: ignore[no-untyped-def]
-    acc, top, mass, s0, queries, keys, rest, MASKED: tl.constexpr, PAGE: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    PLACED: tl.constexpr, NEAR: tl.constexpr, PRECISE: tl.constexpr, ASCENDING: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    acc, top, mass, s0, places, queries, keys, rest, MASKED: tl.constexpr, PAGE: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, PLACED: tl.constexpr, NEAR: tl.constexpr, PRECISE: tl.constexpr, ASCENDING: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys joins. MASKED: some of them lie behind the end, or are not for every row."""
+    """One block of keys (`_places`) joins. MASKED: some of them lie behind the end, or are not for every row."""
     q, q_rows, q_stride, low, high, bias_rows, dense_rows, coins = queries
-    k_base, k_strides, v_base, v_strides, where, column, stop = keys
+    k_base, k_strides, v_base, v_strides, column, stop = keys
     scale, softcap, bias_strides, dense_strides, seed_ptr, threshold, q_offsets_ptr, S = rest
     beside = tl.arange(0, BLOCK_S)
     s, s0 = s0 + beside, tl.multiple_of(s0.to(tl.int64), BLOCK_S)  # so that a bias is read eight at a time
@@ -291,11 +294,8 @@ def _step(  # type: ignore[no-untyped-def]
         if q_offsets_ptr is not None:
             # A value that no row of this block sees may be NaN, and 0 NaN is NaN: it is not read.
             wanted = tl.max(seen.to(tl.int32), 0) > 0
-    if where is not None:
-        if PAGE % BLOCK_S == 0:
-            page, place = _page(where, s0 // PAGE, None if real is None else s0 < stop), s0 % PAGE + beside
-        else:
-            page, place = _page(where, s // PAGE, real), (s % PAGE).to(tl.int64)
+    if PAGE > 0:
+        page, place = places
         k_rows = k_base + page * k_strides[0] + place * k_strides[1]
         v_rows = v_base + page * v_strides[0] + place * v_strides[1]
     else:
@@ -356,15 +356,23 @@ def _load(rows, real, stride, first, WIDTH: tl.constexpr, NEAR: tl.constexpr, BL
 
 
 @triton.jit
-def _page(where, place, real):  # type: ignore[no-untyped-def]
-    """The pages that a row's table names in these places, moved inside those there are: int64."""
-    row_ptr, step, pages = where
-    place = place.to(tl.int64) * step
-    if real is None:
-        page = tl.load(row_ptr + place)
+def _places(where, s0, stop, PAGE: tl.constexpr, BLOCK_S: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(pages, places in them) of a block of keys, int64; page 0 behind the end. Where nothing lies in pages: nothing.
+
+    The table may say anything: its numbers are moved inside the pages there are.
+    """
+    if where is None:
+        return s0, s0
     else:
-        page = tl.load(row_ptr + place, mask=real, other=0)
-    return tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64)
+        row_ptr, step, pages = where
+        beside, s0 = tl.arange(0, BLOCK_S), s0.to(tl.int64)
+        if PAGE % BLOCK_S == 0:
+            s, place = s0, s0 % PAGE + beside
+        else:
+            s = s0 + beside
+            place = s % PAGE
+        page = tl.load(row_ptr + s // PAGE * step, mask=s < stop, other=0)
+        return tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64), place
 
 
 @triton.jit
