@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foci.tiles.chunk_backward import decayed, gather, onto, right, store_in_two
+from foci.tiles.chunk_backward import decayed, gather, load_in_two, onto, right, store_in_two
 from foci.tiles.memory import load_tile, store_tile
 from tests.ops.in_triton import DEVICE
 
@@ -15,7 +15,8 @@ from tests.ops.in_triton import DEVICE
 def products(x_ptr, y_ptr, right_ptr, onto_ptr, V: tl.constexpr):  # type: ignore[no-untyped-def]
     x, y = load_tile(x_ptr, 0, V, V, 0, V, 1, V, V), load_tile(y_ptr, 0, V, V, 0, V, 1, V, V)
     store_tile(right_ptr, right(x, y, y, "ieee"), 0, V, V, 0, V, 1)
-    onto(onto_ptr, y_ptr, 0, x, y_ptr, (0, V, 0, 1), 0, V, V, V, V, "ieee", True, True, 1)
+    high, low = load_in_two(x_ptr, 0, 0, V, V, V, True)
+    store_tile(onto_ptr, onto(y, high, low, y, "ieee"), 0, V, V, 0, V, 1)
 
 
 @triton.jit

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from foci.tiles.memory import load_tile, store_tile
-from foci.tiles.state import in_two, rounded, working
-from foci.tiles.whole import read, write
+from foci.tiles.state import in_two, rounded
+from foci.tiles.whole import read
 
 
 @triton.jit
@@ -50,19 +50,20 @@ def gather(ptr, sums_ptr, into, tile, r, R, t0, stop, stride, k0, K):  # type: i
 
 
 @triton.jit
-def onto(  # type: ignore[no-untyped-def]
-    ptr, sums_ptr, into, P, y_ptr, y_strides, t0, stop, stride, K,
-    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """The sums with P y, P [T,T] in float32, to `ptr`; with y in bfloat16 P is taken as the sum of two of them."""
-    if ptr is not None:
-        high, low = in_two(P)
-        # The stages are said again, as a loop that says them loads sums ahead too, and not operands alone.
-        for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES, disable_licm=True):
-            y = working(read(y_ptr, t0, stop, y_strides[1], k0, K, y_strides[3], P.shape[0], BLOCK_K, WHOLE, EVEN))
-            z = read(sums_ptr + into, t0, stop, stride, k0, K, 1, P.shape[0], BLOCK_K, WHOLE, EVEN)
-            if y.dtype == tl.bfloat16:
-                z = tl.dot(high, y, tl.dot(low, y, z))
-            else:
-                z = tl.dot(rounded(P, PRECISION), y, z, input_precision=PRECISION)
-            write(ptr + into, z, t0, stop, stride, k0, K, WHOLE)
+def load_in_two(ptr, half, t0, stop, stride, BLOCK: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A square tile as `store_in_two` left it; twice the same where it left one."""
+    high = read(ptr, t0, stop, stride, 0, BLOCK, 1, BLOCK, BLOCK, WHOLE, True)
+    low = high
+    if ptr.dtype.element_ty == tl.bfloat16:
+        low = read(ptr + half, t0, stop, stride, 0, BLOCK, 1, BLOCK, BLOCK, WHOLE, True)
+    return high, low
+
+
+@triton.jit
+def onto(z, high, low, y, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """z + (high + low) y in bfloat16, z + high y in float32."""
+    if y.dtype == tl.bfloat16:
+        z = tl.dot(high, y, tl.dot(low, y, z))
+    else:
+        z = tl.dot(high, y, z, input_precision=PRECISION)
+    return z

@@ -27,11 +27,12 @@ from torch import Tensor
 
 from foci.core.tune import Config, Target, configure, launch, side, strides
 from foci.tiles import near
-from foci.tiles.chunk_backward import onto
+from foci.tiles.chunk_backward import load_in_two, onto, store_in_two
 from foci.tiles.gates import by_ends, by_pairs, load_gates
 from foci.tiles.memory import load_tile, store_tile
+from foci.tiles.pairs import parted
 from foci.tiles.state import chunk_at, rounded, working
-from foci.tiles.whole import read, within
+from foci.tiles.whole import read, within, write
 
 CHUNK = 64
 
@@ -138,15 +139,16 @@ def side_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def pairs_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, d_out_ptr, dv_ptr, dv_low_ptr, errors_ptr, offsets_ptr, rows_ptr,
+    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, d_out_ptr, dv_ptr, dv_low_ptr, errors_ptr, offsets_ptr, pairs_ptr, rows_ptr,
     q_sums_ptr, k_sums_ptr, e_sums_ptr, d_q_ptr, d_k_ptr, d_e_ptr,
-    q_strides, k_strides, e_strides, beta_strides, g_strides, d_out_strides, scale, zero, T, N, H, R, K, V, tokens,
-    SAME: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+    q_strides, k_strides, e_strides, beta_strides, g_strides, d_out_strides, scale, zero, T, N, H, R, K, V, half,
+    tokens, SAME: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The pairs of one chunk and one key head, first P_A and then P_E, onto sums as `side_kernel` left them.
 
-    SAME: e is k. What beta and gates take of either goes to rows [4,B,T,H], `tokens` apart.
+    P_A waits in pairs [..,B,T,G,CHUNK], in bfloat16 as two, `half` apart: sums are read once, and by one loop. SAME: e
+    is k. What beta and gates take of either goes to rows [4,B,T,H], `tokens` apart.
     """
     G, program = H // R, tl.num_programs(0) - 1 - tl.program_id(0)  # what was written last is in the cache yet
     group, chunk = (program % G).to(tl.int64), program // G
@@ -175,14 +177,8 @@ def pairs_kernel(  # type: ignore[no-untyped-def]
         None, errors_ptr, rows_ptr, scale, zero, first, stop, H, R, K, V, tokens,
         True, EVEN, WHOLE, PRECISION, CHUNK, BLOCK_K, BLOCK_V,
     )  # fmt: skip
-    onto(
-        d_q_ptr, q_sums_ptr, into, P, k_ptr, k_strides, first, stop, G * K, K,
-        BLOCK_K, PRECISION, EVEN, WHOLE, STAGES,
-    )  # fmt: skip
-    onto(
-        k_sums_ptr, k_sums_ptr, into, tl.trans(P), q_ptr, q_strides, first, stop, G * K, K,
-        BLOCK_K, PRECISION, EVEN, WHOLE, STAGES,
-    )  # fmt: skip
+    pairs_ptr += (row * T * G + group) * CHUNK
+    store_in_two(pairs_ptr, half, P, first, stop, G * CHUNK, 0, CHUNK)
     tl.debug_barrier()  # what others have written is read below
     # What both have alike is reckoned twice: kept from the first to the second it would cost registers.
     first += zero
@@ -197,16 +193,30 @@ def pairs_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     if SAME:
         P += tl.trans(P)
-    else:
-        onto(
-            d_e_ptr, e_sums_ptr, into, P, k_ptr, k_strides, first, stop, G * K, K,
-            BLOCK_K, PRECISION, EVEN, WHOLE, STAGES,
-        )  # fmt: skip
-        P = tl.trans(P)
-    onto(
-        d_k_ptr, k_sums_ptr, into, P, e_ptr, e_strides, first, stop, G * K, K,
-        BLOCK_K, PRECISION, EVEN, WHOLE, STAGES,
-    )  # fmt: skip
+    E, E_low = parted(P, k_ptr.dtype.element_ty, PRECISION)
+    A, A_low = load_in_two(pairs_ptr, half, first, stop, G * CHUNK, CHUNK, WHOLE)
+    A = rounded(A, PRECISION)
+    # The stages are said again, as a loop that says them loads sums ahead too, and not operands alone.
+    BLOCK_N: tl.constexpr = BLOCK_K // 2 if BLOCK_K > 16 else BLOCK_K
+    for k0 in tl.range(0, K, BLOCK_N, num_stages=STAGES, disable_licm=True):
+        k = working(read(k_ptr, first, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_N, WHOLE, EVEN))
+        q = working(read(q_ptr, first, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_N, WHOLE, EVEN))
+        if d_q_ptr is not None:
+            d_q = read(q_sums_ptr + into, first, stop, G * K, k0, K, 1, CHUNK, BLOCK_N, WHOLE, EVEN)
+            write(d_q_ptr + into, onto(d_q, A, A_low, k, PRECISION), first, stop, G * K, k0, K, WHOLE)
+        if not SAME:
+            e = working(read(e_ptr, first, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_N, WHOLE, EVEN))
+            if d_e_ptr is not None:
+                d_e = read(e_sums_ptr + into, first, stop, G * K, k0, K, 1, CHUNK, BLOCK_N, WHOLE, EVEN)
+                write(d_e_ptr + into, onto(d_e, E, E_low, k, PRECISION), first, stop, G * K, k0, K, WHOLE)
+        if d_k_ptr is not None:
+            d_k = read(k_sums_ptr + into, first, stop, G * K, k0, K, 1, CHUNK, BLOCK_N, WHOLE, EVEN)
+            d_k = onto(d_k, tl.trans(A), tl.trans(A_low), q, PRECISION)
+            if SAME:
+                d_k = onto(d_k, E, E_low, k, PRECISION)
+            else:
+                d_k = onto(d_k, tl.trans(E), tl.trans(E_low), e, PRECISION)
+            write(d_k_ptr + into, d_k, first, stop, G * K, k0, K, WHOLE)
 
 
 @triton.jit
@@ -226,7 +236,7 @@ def pairs_of(  # type: ignore[no-untyped-def]
     product *= factor
     found = tl.zeros([CHUNK, CHUNK], tl.float32)
     dP = tl.zeros([CHUNK, CHUNK], tl.float32)
-    r, v0 = 0, 0
+    r, v0 = (0 if OWN else R - 1), 0  # heads that were read last come first again
     for i in tl.range(R * tl.cdiv(V, BLOCK_V), disable_licm=True):  # all in one loop: loads run ahead
         t0 = first + zero * i  # what the loop changes stays in it: addresses kept through it would cost registers
         here = from_ptr + r * from_strides[2]
@@ -269,7 +279,7 @@ def pairs_of(  # type: ignore[no-untyped-def]
                     by_gate = by_pairs(both * beta[None, :], True)
                 tl.store(rows + tokens, by_gate, mask=at < stop)
         v0 += BLOCK_V
-        r = tl.where(v0 >= V, r + 1, r)
+        r = tl.where(v0 >= V, r + 1 if OWN else r - 1, r)
         v0 = tl.where(v0 >= V, 0, v0)
     return factor * found
 
@@ -377,6 +387,8 @@ def side_by_token(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Any, 
     rows = dv.new_empty(4 + 2 * blocks, problem.B, problem.T, problem.H, dtype=torch.float32)
     totals = dv.new_empty(behind.numel() // problem.V, dtype=torch.float32)
     sums = tuple(map(_waiting, (d_q, d_k, d_erase)))
+    halves = 2 if call.q.dtype == torch.bfloat16 else 1
+    pairs = behind.new_empty(halves, problem.B, problem.T, problem.G, CHUNK)
     sizes = (problem.T, problem.N, problem.H, problem.H // problem.G, problem.K, problem.V)
     even, whole = _even(problem, d_out, config), call.offsets is None and problem.T % CHUNK == 0
     launch(
@@ -389,9 +401,10 @@ def side_by_token(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Any, 
     even = _even(problem, d_out, ahead)
     launch(
         pairs_kernel, (problem.chunks * problem.G,),
-        call.q, call.k, erase, call.beta, g, d_out, dv, low, kept[1], call.offsets, rows, *sums, d_q, d_k, d_erase,
+        call.q, call.k, erase, call.beta, g, d_out, dv, low, kept[1], call.offsets, pairs, rows, *sums,
+        d_q, d_k, d_erase,
         call.q.stride(), call.k.stride(), erase.stride(), call.beta.stride(), strides(g), d_out.stride(),
-        call.scale, 0, *sizes, rows[0].numel(), config=ahead, SAME=call.erase is None,
+        call.scale, 0, *sizes, pairs[0].numel(), rows[0].numel(), config=ahead, SAME=call.erase is None,
         EVEN=even, WHOLE=even and whole, PRECISION=problem.precision, CHUNK=CHUNK, STAGES=min(ahead.stages, 3),
     )  # fmt: skip
     if d_beta is not None or d_g is not None:
