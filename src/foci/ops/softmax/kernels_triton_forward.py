@@ -48,7 +48,7 @@ def forward(call: Any, table: Tensor | None = None, dtype: torch.dtype | None = 
     blocks = -(-rows // config["BLOCK_T"]) * heads * B
     columns = -(-V // config["BLOCK_V"])
     # A program with few rows waits for memory: two of them share a processor, where a tile of keys leaves room for two.
-    waits = rows <= 64 and (page > 0 or target.arch != 90)
+    waits = rows <= 64 and target.arch != 90
     splits = _splits(call, T, S, blocks * columns, (1 + waits) * target.processors)
     out = torch.empty(B, T, H, V, dtype=dtype or q.dtype, device=device)
     lse = torch.empty(B, T, H, dtype=torch.float32, device=device)
