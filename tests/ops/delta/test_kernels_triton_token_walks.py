@@ -57,29 +57,27 @@ class TestWithinBudget:
         assert all(e <= BUDGET[torch.bfloat16] for e in errors.values()), errors
 
 
-@pytest.mark.parametrize(("heads", "forward", "backward"), [(44, False, False), (45, False, True), (67, True, True)])
-def test_it_walks_where_its_programs_are_enough(heads: int, forward: bool, backward: bool) -> None:
+@pytest.mark.parametrize(("heads", "enough"), [(66, False), (67, True)])
+def test_it_walks_where_its_programs_are_enough(heads: int, enough: bool) -> None:
     target = tune.TARGETS["sm_90"]
     call = bind(**there(Delta("", B=1, T=8, H=heads, K=64, V=64, decay="token").case.make(torch.bfloat16, CPU, 0)))
     with tune.recording(target) as launches:
         out, final, buffer = gpu.forward(call, True)
         gpu.backward(call, (out, final, buffer), (out, None), [True] * 5 + [False] * 2)
     names = [launch.kernel.fn.__name__ for launch in launches]
-    assert ("token_walk_kernel" in names, "token_walk_back_kernel" in names) == (forward, backward)
-    assert ("walk_kernel" in names) == (not (forward and backward))
+    walks = ["token_walk_kernel", "token_walk_back_kernel"] if enough else ["walk_kernel"] * 2
+    assert [name for name in names if "walk" in name] == walks
 
 
 @pytest.mark.parametrize("K", [64, 128])
 def test_it_takes_what_tma_reads_and_nothing_else(K: int) -> None:
     target = tune.TARGETS["sm_90"]
     x = torch.empty(1, 8, 2, K, dtype=torch.bfloat16)
-    assert token_walks.suits(2, 1000, K, 64, target, x, None)
-    assert not token_walks.suits(2, 1000, K, 32, target, x) and not token_walks.suits(2, 1000, K, 100, target, x)
-    assert not token_walks.suits(2, 1000, 96, 64, target, x) and not token_walks.suits(
-        2, 1000, K, 64, target, x.float()
-    )
-    assert not token_walks.suits(2, 1000, K, 64, target, x.transpose(2, 3))
-    assert not token_walks.suits(2, 1000, K, 64, tune.TARGETS["sm_100"], x)
+    assert token_walks.suits(1000, K, 64, target, x, None)
+    assert not token_walks.suits(1000, K, 32, target, x) and not token_walks.suits(1000, K, 100, target, x)
+    assert not token_walks.suits(1000, 96, 64, target, x) and not token_walks.suits(2, 1000, K, 64, target, x.float())
+    assert not token_walks.suits(1000, K, 64, target, x.transpose(2, 3))
+    assert not token_walks.suits(1000, K, 64, tune.TARGETS["sm_100"], x)
 
 
 def test_stages_are_what_shared_memory_holds() -> None:

@@ -86,11 +86,11 @@ def _parts(call: Call, buffer: Tensor) -> Any:
     gates: tuple[Tensor | None, ...] = (None, None, None)
     if rise.numel():
         gates = (*(x[: B * T * H].view(B, T, H) for x in (rise, write)), total[: slots * H].view(slots, H))
+    gates += (rows.view(slots, H, 2, CHUNK) if rows.numel() else None,)
     return Parts(
         states.view(dtype)[: slots * H * K * V].view(-1, H, K, V),
         errors.view(dtype).view(2, B, T, H, V) if two else errors.view(B, T, H, V),
         inverse.view(dtype).view(B, T, H, -1),
         products.view(dtype).view(B, T, H, -1),
         *gates,
-        rows=rows.view(slots, H, 2, CHUNK) if rows.numel() else None,
     )

@@ -301,9 +301,9 @@ def _walk(
     blocks = -(-V // config["BLOCK_V"])
     pieces = cut(problem.target, problem.N * H * blocks)
     tma = problem.target.arch == 90 and q.dtype == torch.bfloat16 and K % config["BLOCK_K"] == 0
-    tma = tma and all(map(by_tma, (q, k, e, d_out, d_value)))
-    heads, share = problem.N * H, 3 if e is None else 2
-    if two and not pieces.tokens and token_walks.suits(share, heads, K, V, problem.target, q, k, e, d_out, d_value):
+    operands = q, k, e, d_out, d_value
+    tma = tma and all(map(by_tma, operands))
+    if two and not pieces.tokens and token_walks.suits(problem.N * H, K, V, problem.target, *operands):
         token_walks.backward(
             call, (rows, gone, products, inverse), d_out, d_final, dv, beside, behind, problem.found[6]
         )

@@ -427,7 +427,7 @@ def forward(
     vary = {"BLOCK_V": (16, 32, 64)} if v.dtype == torch.bfloat16 else {}
     walk = configure("delta_walk", (v.dtype, K, V, tiles), rule, target, vary)
     blocks = -(-V // walk["BLOCK_V"])
-    if not pieces.tokens and gated.key is None and token_walks.suits(2, N * H, K, V, target, q, k, e, v):
+    if not pieces.tokens and gated.key is None and token_walks.suits(N * H, K, V, target, q, k, e, v):
         token_walks.forward(call, parts, q, inverse, through, gated.rows, gated.total, out, final)
         return out, final
 

@@ -175,15 +175,15 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
         store_tile(d_state_ptr + (n * H + h) * K * V, tl.trans(dS), 0, K, V, v0, V, 1)
 
 
-def suits(share: int, heads: int, K: int, V: int, target: Target, *operands: Tensor | None) -> bool:
+def suits(heads: int, K: int, V: int, target: Target, *operands: Tensor | None) -> bool:
     """Whether these kernels can walk, and are worth it: where all channels are one block and TMA reads all operands.
 
     A chunk takes them longer than it takes 32 columns alone, of which few heads make twice the programs: on an H200
-    they win forward with programs for half (`share` 2) of the processors, backward for a third.
+    they win, in both directions, with programs for more than half of the processors.
     """
     fits = target.arch == 90 and K in (64, 128) and V > 32 and V % 8 == 0
     fits = fits and all(x is None or x.dtype == torch.bfloat16 for x in operands) and all(map(by_tma, operands))
-    return fits and share * heads * -(-V // 64) > target.processors
+    return fits and 2 * heads * -(-V // 64) > target.processors
 
 
 def rule(K: int, tiles: int, target: Target) -> Config:
