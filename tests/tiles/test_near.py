@@ -182,3 +182,35 @@ def test_gradients_per_channel(kind: str, own: bool, precision: str) -> None:
         dg = dg + truth.backward(by_rows * x * truth.rise, nothing, nothing[:, 0])
         for one, expected in zip(found.cpu(), (dx, dy, dg), strict=True):
             assert error(one, expected[0]) < BUDGETS[kind]
+
+
+@triton.jit
+def _sums(g_ptr, c_ptr, gone_ptr, once_ptr):
+    g = _tile(g_ptr, 0, 16, 16)
+    c, gone, once = near.sums_and_total(g)
+    again, last = near.sums_in_two(g, False)
+    store_tile(c_ptr, c - again, 0, 64, 16, 0, 16, 1)
+    store_tile(gone_ptr, gone - tl.exp2(last), 0, 64, 16, 0, 16, 1)
+    store_tile(once_ptr, once, 0, 32, 16, 0, 16, 1)
+
+
+def test_sums_as_one_product_are_those_of_two() -> None:
+    g, c, gone, once = gates_of(K, "open"), room(C, K), room(C, K), room(C // 2, K)
+    _sums[(1,)](g.to(DEVICE), c, gone, once)
+    assert c.abs().max() == gone.abs().max() == 0
+    assert error(once.cpu(), g[0].double().sum(0).exp().expand(32, K)) < 1e-5
+
+
+@triton.jit
+def _nearest(x_ptr, y_ptr):
+    x = _tile(x_ptr, 0, 16, 16)
+    both = near.above_each_other(near.nearest(x, "tf32"), near.nearest(-x, "ieee"))
+    above, below = near.apart(both)
+    cut = (above.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    store_tile(y_ptr, cut + below, 0, 64, 16, 0, 16, 1)
+
+
+def test_what_products_cut_off_has_been_added_to() -> None:
+    x, y = normal(1, C, K), room(C, K)
+    _nearest[(1,)](x.to(DEVICE), y)
+    assert (y.cpu().abs() <= x.abs() * 2.0**-11).all() and y.abs().max() > 0

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from foci.tiles.memory import store_tile
-from foci.tiles.whole import read, read_rows, within, write
+from foci.tiles.whole import read, read_beside, read_rows, within, write, write_beside
 from tests.ops.in_triton import DEVICE
 from tests.tiles.test_memory import COLUMNS, ROWS, strided
 
@@ -59,3 +59,18 @@ def test_rows_of_whole_blocks_are_those_of_a_tile(row0: int, col0: int, even: bo
     inside = x[row0 : row0 + 4, col0 : col0 + 2]
     expected[: len(inside)] = inside
     assert torch.equal(out, expected)
+
+
+@triton.jit
+def _beside(x_ptr, y_ptr, apart, rows, columns, WHOLE: tl.constexpr):
+    tile = read_beside(x_ptr, apart, 8, rows, columns, 16, columns, 2, 16, 32, WHOLE)
+    write_beside(y_ptr, tile, apart, 8, rows, columns, 16, columns, WHOLE, 16)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(24, 48), (20, 40)])
+def test_tiles_below_each_other_lie_apart_in_memory(rows: int, columns: int) -> None:
+    x = torch.randn(3, rows, columns, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    y, expected = torch.zeros_like(x), torch.zeros_like(x)
+    _beside[(1,)](x, y, rows * columns, rows, columns, (rows, columns) == (24, 48))
+    expected[:2, 8:, 16:] = x[:2, 8:, 16:]
+    assert torch.equal(y, expected)

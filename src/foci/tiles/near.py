@@ -101,24 +101,67 @@ def exponents(g, OWN: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def in_float16(g):  # type: ignore[no-untyped-def]
+    """Gates times log2 e as the sum of two float16: what that leaves of one is 6e-8 at most, or 2^-21 of it."""
+    known = bounded(g) * LOG2E
+    high = (known.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    return high.to(tl.float16), (known - high).to(tl.float16)
+
+
+@triton.jit
 def sums_in_two(g, FAR: tl.constexpr):  # type: ignore[no-untyped-def]
     """(c [T,C] as `exponents` gives it, its last row in all rows), times log2 e, by products instead of scans.
 
-    Gates are taken as two float16: what that leaves of one is 3e-8 at most, or 2^-22 of it. NaN reaches rows before it
-    too, but not with FAR.
+    NaN reaches rows before it too, but not with FAR.
     """
     t, s = tl.arange(0, g.shape[0])[:, None], tl.arange(0, g.shape[0])[None, :]
     before, every = tl.where(s <= t, 1.0, 0.0).to(tl.float16), tl.full([g.shape[0], g.shape[0]], 1.0, tl.float16)
     known = g
     if FAR:
         known = tl.where(g == g, g, 0.0)
-    known = bounded(known) * LOG2E
-    high = known.to(tl.float16)
-    low = (known - high.to(tl.float32)).to(tl.float16)
+    high, low = in_float16(known)
     c, last = tl.dot(before, high, tl.dot(before, low)), tl.dot(every, high, tl.dot(every, low))
     if FAR:
         c += tl.cumsum(tl.where(g == g, 0.0, g), 0)
     return c, last
+
+
+@triton.jit
+def sums_and_total(g):  # type: ignore[no-untyped-def]
+    """(c [T,C] of `sums_in_two`, exp of all gates' sum in every row of [T,C], the same in [T/2,C]), by one product."""
+    T: tl.constexpr = g.shape[0]
+    high, low = in_float16(g)
+    t, s = tl.arange(0, T)[:, None], tl.arange(0, T)[None, :]
+    before = above_each_other(tl.where(s <= t, 1.0, 0.0).to(tl.float16), tl.full([T, T], 1.0, tl.float16))
+    c, last = apart(tl.dot(before, high, tl.dot(before, low)))
+    # Of rows eight apart a thread has both: one is enough.
+    once, _ = tl.split(tl.permute(tl.reshape(last, [T // 16, 2, 8, g.shape[1]]), (0, 2, 3, 1)))
+    once = tl.exp2(once)
+    gone = tl.reshape(tl.permute(tl.join(once, once), (0, 3, 1, 2)), [T, g.shape[1]])
+    return c, gone, tl.reshape(once, [T // 2, g.shape[1]])
+
+
+@triton.jit
+def nearest(x, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`rounded` of tiles/state.py by one instruction: half of TF32's last digit is added to what products cut off.
+
+    Of NaN it makes 0.
+    """
+    if PRECISION == "tf32":
+        x = (x.to(tl.int32, bitcast=True) + 4096).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def above_each_other(x, y):  # type: ignore[no-untyped-def]
+    """[2T,C] of two [T,C], y below x."""
+    return tl.reshape(tl.permute(tl.join(x, y), (2, 0, 1)), [2 * x.shape[0], x.shape[1]])
+
+
+@triton.jit
+def apart(x):  # type: ignore[no-untyped-def]
+    """The way back."""
+    return tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), (1, 2, 0)))
 
 
 @triton.jit

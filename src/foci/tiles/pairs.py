@@ -32,14 +32,21 @@ def pairs_in_two(A, E, up_x, up_e, x, e, y, c, FAR: tl.constexpr, dtype: tl.cons
     rows, rows_low = parted(up_e, dtype, PRECISION)
     E = of_two(rows, rows_low, columns, columns_low, E, PRECISION)
     if FAR:
-        count, c = near.levels_of(c), c / near.LOG2E
-        for i in tl.range(count, disable_licm=True):
-            w = near.far_level(c, c, i)
-            down = tl.trans(y * w)
-            found = of_level(tl.dot(x * w, down, input_precision=PRECISION), i)
-            A += tl.where(close[:, None], 0.0, found + tl.where(i == 0, diagonal(x, y), 0.0))
-            found = of_level(tl.dot(e * w, down, input_precision=PRECISION), i)
-            E += tl.where(close[:, None], 0.0, found)
+        A, E = of_far_rows(A, E, x, e, y, c, close, PRECISION)
+    return A, E
+
+
+@triton.jit
+def of_far_rows(A, E, x, e, y, c, close, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A and E with the pairs added of the rows that are not `close`."""
+    count, c = near.levels_of(c), c / near.LOG2E
+    for i in tl.range(count, disable_licm=True):
+        w = near.far_level(c, c, i)
+        down = tl.trans(y * w)
+        found = of_level(tl.dot(x * w, down, input_precision=PRECISION), i)
+        A += tl.where(close[:, None], 0.0, found + tl.where(i == 0, diagonal(x, y), 0.0))
+        found = of_level(tl.dot(e * w, down, input_precision=PRECISION), i)
+        E += tl.where(close[:, None], 0.0, found)
     return A, E
 
 

@@ -135,12 +135,12 @@ def in_a_row(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def across(x):  # type: ignore[no-untyped-def]
-    """The columns of x [64,64] in the order in which a product's left operand has them where x was one's result.
+    """The columns of x [R,C] in the order in which a product's left operand has them where x was one's result.
 
     Within eight the even ones come first: threads that hold two neighbours of a result hold column c and c + 4 of an
     operand, and so nothing moves between them. With the rows of the right operand by `down` the product is the same.
     """
-    return tl.reshape(tl.permute(tl.reshape(x, [64, 8, 4, 2]), (0, 1, 3, 2)), [64, 64])
+    return tl.reshape(tl.permute(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2]), (0, 1, 3, 2)), x.shape)
 
 
 @triton.jit

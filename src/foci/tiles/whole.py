@@ -49,6 +49,36 @@ def write(ptr, tile, row0, rows, stride_row, col0, cols, WHOLE: tl.constexpr):  
         store_tile(ptr, tile, row0, rows, stride_row, col0, cols, 1)
 
 
+@triton.jit
+def beside(ptr, apart, row0, stride_row, col0, TILES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(pointers, rows, columns) of tiles below each other that lie `apart` from each other in memory."""
+    r, c = tl.arange(0, TILES * BLOCK_R)[:, None], tl.arange(0, BLOCK_C)[None, :]
+    ptr += tl.cast(row0, tl.int64) * stride_row + col0
+    places = ptr + (r // BLOCK_R) * tl.cast(apart, tl.int64) + (r % BLOCK_R * stride_row + c)
+    return places, row0 + r % BLOCK_R, col0 + c
+
+
+@triton.jit
+def read_beside(  # type: ignore[no-untyped-def]
+    ptr, apart, row0, rows, stride_row, col0, cols,
+    TILES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """TILES tiles as one, below each other, under the same conditions as `read`."""
+    places, r, c = beside(ptr, apart, row0, stride_row, col0, TILES, BLOCK_R, BLOCK_C)
+    return tl.load(places) if WHOLE else tl.load(places, mask=(r < rows) & (c < cols), other=0.0)
+
+
+@triton.jit
+def write_beside(ptr, tiles, apart, row0, rows, stride_row, col0, cols, WHOLE: tl.constexpr, BLOCK_R: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The way back."""
+    TILES: tl.constexpr = tiles.shape[0] // BLOCK_R
+    places, r, c = beside(ptr, apart, row0, stride_row, col0, TILES, BLOCK_R, tiles.shape[1])
+    if WHOLE:
+        tl.store(places, tiles.to(ptr.dtype.element_ty))
+    else:
+        tl.store(places, tiles.to(ptr.dtype.element_ty), mask=(r < rows) & (c < cols))
+
+
 def within(rows: int, columns: int, *tensors: Any) -> bool:
     """Whether 32 bits count what lies between the first and the last number of a tile of these tensors [B,T,H,D]."""
     return all(x is None or rows * abs(x.stride(1)) + columns * abs(x.stride(3)) < 1 << 31 for x in tensors)

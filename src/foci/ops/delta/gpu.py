@@ -42,27 +42,31 @@ def _counts(call: Call) -> tuple[int, ...]:
 
 def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     """out [B,T,H,V] in v's dtype and the final state [N,H,K,V] in float32; `keep`: and what `kept` declares."""
+    from foci.ops.delta import kernels_triton_channel_chunks as channel_chunks
+    from foci.ops.delta import kernels_triton_channel_walks as channel_walks
     from foci.ops.delta import kernels_triton_chunks as at_once
     from foci.ops.delta import kernels_triton_forward as kernels
     from foci.ops.delta import kernels_triton_token_walks as token_walks
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
+    others = partial(pieces, call), at_once, token_walks, channel_chunks, channel_walks
     if not keep:
-        return kernels.forward(call, None, _slots(call), partial(pieces, call), at_once, token_walks)
-    buffer, cut = kept(call).empty(call.v), partial(pieces, call)
-    return (*kernels.forward(call, _parts(call, buffer), _slots(call), cut, at_once, token_walks), buffer)
+        return kernels.forward(call, None, _slots(call), *others)
+    buffer = kept(call).empty(call.v)
+    return (*kernels.forward(call, _parts(call, buffer), _slots(call), *others), buffer)
 
 
 def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: list[bool]) -> Gradients:
     """Gradients of q, k, v, beta, log_decay, erase and state, None where not needed."""
     from foci.ops.delta import kernels_triton_backward as kernels
+    from foci.ops.delta import kernels_triton_channel_walks as channel_walks
     from foci.ops.delta import kernels_triton_channels as channels
     from foci.ops.delta import kernels_triton_token_walks as token_walks
     from foci.ops.delta import kernels_triton_tokens as tokens
 
-    call = call._replace(offsets=placed(NAME, call.offsets, call.v))
+    call, walks = call._replace(offsets=placed(NAME, call.offsets, call.v)), (token_walks, channel_walks)
     parts, cut = _parts(call, outputs[2]), partial(pieces, call)
-    return kernels.backward(call, parts, grads, needs, cut, channels, tokens, token_walks)
+    return kernels.backward(call, parts, grads, needs, cut, channels, tokens, *walks)
 
 
 def per_channel(call: Call) -> bool:

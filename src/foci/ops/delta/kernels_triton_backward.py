@@ -54,7 +54,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     """BLOCK_V columns of one head's dS through one sequence, or a piece of it, last chunk to first.
 
     It keeps dS at each chunk's end, and dv. dS are BLOCKS tiles of BLOCK_K channels. Per channel q, k and e come with
-    their decays, rise and fall, in bfloat16 e as two of them, `half` apart. Without `dv_ptr` a piece's map is
+    their decays, scale and beta, in bfloat16 e as two of them, `half` apart. Without `dv_ptr` a piece's map is
     made, as by the forward's: what dS at its end is at its start; the columns behind V's blocks are M's, for which no
     output has a gradient.
     """
@@ -140,7 +140,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
                 else:
                     here = ends_ptr + tl.cast(chunk, tl.int64) * H * K * V
                     store_tile(here, dS[j], j * BLOCK_K, K, V, v0, V, 1)
-        dd += read * write[:, None]
+        dd += read if PER_CHANNEL else read * write[:, None]
         dv = tl.zeros([CHUNK, BLOCK_V], tl.float32)
         if HALVES:
             above, below = in_two(dd)
@@ -153,7 +153,9 @@ def walk_kernel(  # type: ignore[no-untyped-def]
                 said, unsaid = nearest_in_two(dv)
             store_block(dv_there, said, t0, stop, H * V, v0, V, TMA)
         # dS <- total dS + (scale rise q)^T do - (rise e)^T dv
-        by_read, by_erase = scale * do.to(tl.float32), -dv
+        by_read, by_erase = do.to(tl.float32), -dv
+        if not PER_CHANNEL:
+            by_read *= scale
         if rise_ptr is not None:
             by_read *= rise[:, None]
             by_erase *= rise[:, None]
@@ -192,6 +194,8 @@ def walk_kernel(  # type: ignore[no-untyped-def]
 
 def _walk_by_channel_rule(K: int, V: int, wide: bool, target: Target) -> Config:
     """As `_walk_rule`, but there is more to load for a chunk, and more programs at once hide that best."""
+    if target.arch == 90 and K == 128 and V > 32 and not wide:
+        return Config({"BLOCK_K": K, "BLOCK_V": 64}, warps=4, stages=2)
     config = _walk_rule(K, V, wide, target)
     return Config(config.blocks, config.warps, min(config.stages, 2))
 
@@ -249,16 +253,17 @@ def backward(
     channels: Any,
     tokens: Any,
     token_walks: Any,
+    channel_walks: Any,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, beta, log_decay, erase and state, None where not needed.
 
     `kept`: what the forward left (kernels_triton_forward.py: Parts). `cut`: ops/delta/pieces.py.
     What does each chunk's part: `channels` for gates per channel (kernels_triton_channels.py), `tokens` for others.
-    `token_walks`: the walk where it can be that of kernels_triton_token_walks.py.
+    `token_walks`, `channel_walks`: the walk where it can be that of the file of their name.
     """
     problem = _Problem(call, needs)
     d_out = call.v.new_zeros(()).expand(call.v.shape) if grads[0] is None else grads[0]
-    dv, behind = _walk(problem, kept, d_out, grads[1], cut, channels, token_walks)
+    dv, behind = _walk(problem, kept, d_out, grads[1], cut, channels, token_walks, channel_walks)
     if any((needs[0], needs[1], *needs[3:6])):
         if problem.per_channel:
             channels.side_by_channel(problem, kept, d_out, dv, behind)
@@ -275,6 +280,7 @@ def _walk(
     cut: Callable[..., Any],
     channels: Any,
     token_walks: Any,
+    channel_walks: Any,
 ) -> tuple[Any, Tensor]:
     """dv [B,T,H,V] and the gradient of the state at each chunk's end, laid out as the states are.
 
@@ -308,6 +314,13 @@ def _walk(
             call, (rows, gone, products, inverse), d_out, d_final, dv, beside, behind, problem.found[6]
         )
         return (dv, beside), behind
+
+    if problem.per_channel and tma and not pieces.tokens and channel_walks.fits(K, V, config, problem.target):
+        results = dv, beside, behind, problem.found[6]
+        channel_walks.backward(
+            call, (q, k, e, gone, products, inverse, d_out, d_final), results, pieces.programs * H * blocks, config
+        )
+        return dv, behind
 
     def go(programs: int, *results: Tensor | None) -> None:
         launch(

@@ -1,9 +1,9 @@
 """What gates per channel ask of the delta rule's backward in Triton: decayed operands, and a chunk's gradients.
 
-Its walk (kernels_triton_backward.py) reads rise q, fall k, rise e and each chunk's total, which the first launch here
-makes. The last one makes dA = do d^T and dE = -dv d^T of one chunk and head, and goes through the channels in blocks,
-each of which has decays of its own. In half precision pairs are those of tiles/pairs.py, of float32 rounded to TF32 or
-two bfloat16, in float32 those of tiles/gates.py.
+Its walk (kernels_triton_backward.py) reads scale rise q, fall beta k, rise e and each chunk's total, which the first
+launch here makes. The last one makes dA = do d^T and dE = -dv d^T of one chunk and head, and goes through the channels
+in blocks, each of which has decays of its own. In half precision pairs are those of tiles/pairs.py, of float32 rounded
+to TF32 or two bfloat16, in float32 those of tiles/gates.py.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ CHUNK = 64
 
 @triton.jit
 def ends_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, g_ptr, offsets_ptr, risen_q_ptr, fallen_k_ptr, risen_e_ptr, total_ptr,
-    q_strides, k_strides, e_strides, g_strides, T, N, H, R, K, half, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr, risen_q_ptr, fallen_k_ptr, risen_e_ptr, total_ptr,
+    q_strides, k_strides, e_strides, beta_strides, g_strides, scale, T, N, H, R, K, half,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """rise q, fall k, rise e [B,T,H,K] and total of one chunk, one head, one block of K; e in bfloat16 as two."""
+    """scale rise q, fall beta k, rise e [B,T,H,K], total of one chunk, head and block of K; e in bfloat16 as two."""
     NEAR: tl.constexpr = q_ptr.dtype.element_ty != tl.float32
     k0, rest = tl.program_id(0) % tl.cdiv(K, BLOCK_K) * BLOCK_K, tl.program_id(0) // tl.cdiv(K, BLOCK_K)
     h = (rest % H).to(tl.int64)
@@ -45,10 +46,11 @@ def ends_kernel(  # type: ignore[no-untyped-def]
     here = g_ptr + row * g_strides[0] + h * g_strides[2]
     g = load_tile(here, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
     rise, fall = near.ends(g, True, NEAR)
+    beta = load_gates(beta_ptr + row * beta_strides[0] + h * beta_strides[2], t0, stop, beta_strides[1], CHUNK)
     into = (row * T * H + h) * K
-    q = decayed(q_ptr, q_strides, row, h // R, rise, t0, stop, k0, K)
+    q = decayed(q_ptr, q_strides, row, h // R, scale * rise, t0, stop, k0, K)
     store_tile(risen_q_ptr + into, q, t0, stop, H * K, k0, K, 1)
-    k = decayed(k_ptr, k_strides, row, h // R, fall, t0, stop, k0, K)
+    k = decayed(k_ptr, k_strides, row, h // R, fall * beta[:, None], t0, stop, k0, K)
     store_tile(fallen_k_ptr + into, k, t0, stop, H * K, k0, K, 1)
     e = decayed(e_ptr, e_strides, row, h // R, rise, t0, stop, k0, K)
     store_in_two(risen_e_ptr + into, half, e, t0, stop, H * K, k0, K)
@@ -303,7 +305,7 @@ def _near_rule(K: int, V: int, wide: bool, target: Target) -> Config:
 
 
 def with_decays(problem: Any, states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """rise q, fall k, rise e [B,T,H,K], total [slots,H,K]; rise e in bfloat16 [2,..]: its rounding, what is left."""
+    """scale rise q, fall beta k, rise e [B,T,H,K], total [slots,H,K]; rise e in bfloat16 as two, [2,..]."""
     call, shape = problem.call, (problem.B, problem.T, problem.H, problem.K)
     q, k = states.new_empty(2, *shape).unbind()
     e = states.new_empty(*((2,) if states.dtype == torch.bfloat16 else ()), *shape)
@@ -311,8 +313,8 @@ def with_decays(problem: Any, states: Tensor) -> tuple[Tensor, Tensor, Tensor, T
     config = problem.config("ends", _ends_rule)
     launch(
         ends_kernel, (problem.chunks * problem.H * -(-problem.K // config["BLOCK_K"]),),
-        call.q, call.k, problem.erase, problem.g, call.offsets, q, k, e, gone,
-        call.q.stride(), call.k.stride(), problem.erase.stride(), strides(problem.g),
+        call.q, call.k, problem.erase, call.beta, problem.g, call.offsets, q, k, e, gone,
+        call.q.stride(), call.k.stride(), problem.erase.stride(), call.beta.stride(), strides(problem.g), call.scale,
         problem.T, problem.N, problem.H, problem.H // problem.G, problem.K, q.numel(), config=config, CHUNK=CHUNK,
     )  # fmt: skip
     problem.total = gone

@@ -79,7 +79,7 @@ class Gated(NamedTuple):
     total: Tensor | None  # [slots,H] or per channel [slots,H,K]
     query: Tensor | None  # in bfloat16: [B,T,H,K], Q; else per channel: rise q
     erase: Tensor | None  # per channel: [B,T,H,K], rise e
-    key: Tensor | None  # per channel: [B,T,H,K], fall k; in bfloat16 [2,B,T,H,K], its rounding and what that left
+    key: Tensor | None  # per channel: [B,T,H,K], fall beta k; in bfloat16 [2,B,T,H,K], its rounding and what that left
     rows: Tensor | None  # in bfloat16, but for gates per channel: [slots,H,2,64], rise and write (beta), for TMA
 
 
@@ -87,13 +87,13 @@ class Gated(NamedTuple):
 def chunks_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr,
     X_ptr, A_ptr, P_ptr, rise_ptr, write_ptr, total_ptr, risen_q_ptr, risen_e_ptr, fallen_ptr,
-    q_strides, k_strides, e_strides, beta_strides, g_strides, scale, zero, T, N, H, R, K, half,
+    q_strides, k_strides, e_strides, beta_strides, g_strides, scale, zero, T, N, H, R, K,
     FAR: tl.constexpr, WHOLE: tl.constexpr, ALL_K: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """X and A of one chunk and head, and its operands with their decays in them; with `P_ptr` P, and Q as risen_q.
 
-    Per channel in half precision a first launch takes all rows as near (tiles/pairs.py); where its totals say that they
+    Per channel in float16 a first launch takes all rows as near (tiles/pairs.py); where its totals say that they
     may not be, the second, FAR, does all again. WHOLE: no tile reaches beyond its tensor (tiles/whole.py).
     """
     NEAR: tl.constexpr = q_ptr.dtype.element_ty != tl.float32
@@ -111,6 +111,9 @@ def chunks_kernel(  # type: ignore[no-untyped-def]
         e_ptr += row * e_strides[0] + h // R * e_strides[2]
     if g_ptr is not None:
         g_ptr += row * g_strides[0] + h * g_strides[2]
+    t, at = tl.arange(0, CHUNK), t0 + tl.arange(0, CHUNK)
+    beta_ptr += row * beta_strides[0] + h * beta_strides[2]
+    beta = tl.load(beta_ptr + at.to(tl.int64) * beta_strides[1], mask=at < stop, other=0.0).to(tl.float32)
     A = tl.zeros([CHUNK, CHUNK], tl.float32)
     E = tl.zeros([CHUNK, CHUNK], tl.float32)
     for k0 in range(0, K, BLOCK_K):
@@ -131,11 +134,7 @@ def chunks_kernel(  # type: ignore[no-untyped-def]
             there, up_q, up_e = (row * T * H + h) * K, q * rise, e * rise
             write(risen_q_ptr + there, up_q, t0, stop, H * K, k0, K, WHOLE)
             write(risen_e_ptr + there, up_e, t0, stop, H * K, k0, K, WHOLE)
-            fallen = k * fall
-            write(fallen_ptr + there, fallen, t0, stop, H * K, k0, K, WHOLE)
-            if fallen_ptr.dtype.element_ty == tl.bfloat16:
-                lost = fallen - fallen.to(tl.bfloat16).to(tl.float32)
-                write(fallen_ptr + half + there, lost, t0, stop, H * K, k0, K, WHOLE)
+            write(fallen_ptr + there, k * (fall * beta[:, None]), t0, stop, H * K, k0, K, WHOLE)
             store_tile(total_ptr + (slot * H + h) * K, gone, 0, 1, 0, k0, K, 1)
             if NEAR:
                 A, E = pairs.pairs_in_two(A, E, up_q, up_e, q, e, k, c, FAR, q_ptr.dtype.element_ty, PRECISION)
@@ -144,9 +143,6 @@ def chunks_kernel(  # type: ignore[no-untyped-def]
         else:
             A = tl.dot(q, tl.trans(k), A, input_precision=PRECISION)
             E = tl.dot(e, tl.trans(k), E, input_precision=PRECISION)
-    t, at = tl.arange(0, CHUNK), t0 + tl.arange(0, CHUNK)
-    beta_ptr += row * beta_strides[0] + h * beta_strides[2]
-    beta = tl.load(beta_ptr + at.to(tl.int64) * beta_strides[1], mask=at < stop, other=0.0).to(tl.float32)
     if g_ptr is None or (PER_CHANNEL and NEAR):
         A = tl.where(t[:, None] >= t[None, :], A, 0.0)
     if not PER_CHANNEL:  # noqa: SIM102  constants, each of which leaves code out
@@ -184,23 +180,18 @@ def chunks_kernel(  # type: ignore[no-untyped-def]
         P = halves(high, low, above, below, tl.zeros_like(X))
         store_tile(P_ptr + there, P, t0, stop, H * CHUNK, 0, CHUNK, 1)
         into = (row * T * H + h) * K
-        if g_ptr is not None and not PER_CHANNEL:
+        if g_ptr is not None:
             P *= rise[None, :]
         t0 += zero
         up, down = in_two(-P)
         for k0 in tl.range(0, K, BLOCK_K):
-            if PER_CHANNEL:
-                q = load_tile(risen_q_ptr + into, t0, stop, H * K, k0, K, 1, CHUNK, BLOCK_K).to(tl.float32) * scale
-                e = load_tile(risen_e_ptr + into, t0, stop, H * K, k0, K, 1, CHUNK, BLOCK_K)
-                tl.debug_barrier()  # Q takes the place of rise q
-            else:
-                q = load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K).to(tl.float32) * scale
-                x_ptr, x_strides = k_ptr, k_strides
-                if e_ptr is not None:
-                    x_ptr, x_strides = e_ptr, e_strides
-                e = load_tile(x_ptr, t0, stop, x_strides[1], k0, K, x_strides[3], CHUNK, BLOCK_K)
-                if g_ptr is not None:
-                    q *= rise[:, None]
+            q = load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K).to(tl.float32) * scale
+            x_ptr, x_strides = k_ptr, k_strides
+            if e_ptr is not None:
+                x_ptr, x_strides = e_ptr, e_strides
+            e = load_tile(x_ptr, t0, stop, x_strides[1], k0, K, x_strides[3], CHUNK, BLOCK_K)
+            if g_ptr is not None:
+                q *= rise[:, None]
             store_tile(risen_q_ptr + into, tl.dot(up, e, tl.dot(down, e, q)), t0, stop, H * K, k0, K, 1)
 
 
@@ -320,7 +311,9 @@ def walk_kernel(  # type: ignore[no-untyped-def]
                     o *= rise[:, None]
                 o = tl.dot(A, rounded(d, PRECISION), o * scale, input_precision=PRECISION)
             store_block(out_there, o, t0, stop, H * V, v0, V, TMA)
-        written = d * write[:, None]
+        written = d
+        if not PER_CHANNEL:
+            written = d * write[:, None]
         ahead = ()
         for i in tl.static_range(TILES):
             k0 = i * BLOCK_K
@@ -372,8 +365,8 @@ def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, target
     k, v = side(K, 512), side(V, 64)
     if dtype == torch.bfloat16 and target.kind == "cuda":
         groups = _by_warpgroups(target)
-        once = heads * -(-V // 64) <= target.processors < heads * -(-V // 32)  # by half as many programs, all at once
-        if target.arch == 90 and tiles == 4 and k == 128 and v == 64 and once:  # as measured on an H200
+        many = 2 * heads * -(-V // 64) > target.processors
+        if target.arch == 90 and tiles == 4 and k == 128 and v == 64 and many:  # kernels_triton_channel_walks.py
             return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=4, stages=2)
         v = min(v, max(16, (4096 if groups or tiles == 2 else 2048) // k))
         while v > 16 and 2 * heads * -(-V // v) <= target.processors:
@@ -395,13 +388,14 @@ def _by_warpgroups(target: Target) -> bool:
 
 
 def forward(
-    call: Any, parts: Parts | None, slots: int, cut: Callable[[Target, int], Any], at_once: Any, token_walks: Any
+    call: Any, parts: Parts | None, slots: int, cut: Callable[[Target, int], Any],
+    at_once: Any, token_walks: Any, channel_chunks: Any, channel_walks: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out [B,T,H,V] and the final state [N,H,K,V]; `parts`, if given, is filled for the backward.
 
     Two launches, and one more where sequences are cut (`cut`: ops/delta/pieces.py), or for far rows (`chunks_kernel`).
     In bfloat16, where they may, `at_once` makes the first (kernels_triton_chunks.py) and `token_walks` the other
-    (kernels_triton_token_walks.py).
+    (kernels_triton_token_walks.py); with gates per channel `channel_chunks` and, where it may, `channel_walks`.
     """
     B, T, _, H, K, V, N = call.sizes
     v, target = call.v, target_of(call.v.device)
@@ -412,7 +406,7 @@ def forward(
     else:
         inverse, products = torch.empty(2, *wide[not halves], **near).unbind()
     through = torch.empty(wide[1], **near) if halves else None
-    gated = chunks(call, parts, inverse, products, through, slots, target, at_once)
+    gated = chunks(call, parts, inverse, products, through, slots, target, at_once, channel_chunks)
     room = torch.empty if call.offsets is None else torch.zeros  # tokens behind the last document are in no chunk
     out = room(B, T, H, V, dtype=v.dtype, device=v.device)
     final = torch.empty(N, H, K, V, dtype=torch.float32, device=v.device)
@@ -429,6 +423,9 @@ def forward(
     blocks = -(-V // walk["BLOCK_V"])
     if not pieces.tokens and gated.key is None and token_walks.suits(N * H, K, V, target, q, k, e, v):
         token_walks.forward(call, parts, q, inverse, through, gated.rows, gated.total, out, final)
+        return out, final
+    if not pieces.tokens and tiles == 4 and channel_walks.fits(K, V, walk, target) and by_tma(v):
+        channel_walks.forward(call, parts, inverse, through, gated, out, final, pieces.programs * H * blocks, walk)
         return out, final
 
     def go(programs: int, *results: Tensor | None) -> None:
@@ -451,7 +448,7 @@ def forward(
 
 def chunks(
     call: Any, parts: Parts | None, inverse: Tensor, products: Tensor, through: Tensor | None, slots: int,
-    target: Target, at_once: Any,
+    target: Target, at_once: Any, channel_chunks: Any,
 ) -> Gated:  # fmt: skip
     """The first launch: fills `inverse`, `products` and `through`; and what it makes of gates."""
     B, T, G, H, K, _, N = call.sizes
@@ -483,16 +480,18 @@ def chunks(
     whole = whole and within(CHUNK, K, call.q, call.k, call.erase, g)
     # Three programs a processor, as each waits for one product after the other: on an H200 195 us for 224, with spills.
     room = {"maxnreg": 168} if target.arch == 90 and through is not None and not per_channel else {}
-    if through is not None and not per_channel and at_once.fits(call, target):
-        kept = None if parts is None else products
-        at_once.chunks(call, inverse, kept, through, (*gated[:4], gated.rows), slots, whole, config, room)
-        return gated
+    if through is not None:
+        first = channel_chunks if per_channel else at_once if at_once.fits(call, target) else None
+        if first is not None:
+            part = gated[2:6] if per_channel else (*gated[:4], gated.rows)
+            first.chunks(call, inverse, parts and products, through, part, slots, whole, config, room)
+            return gated
     for again in (False, True)[: 2 if by_near else 1]:
         launch(
             chunks_kernel, (slots * H,),
             call.q, call.k, call.erase, call.beta, g, call.offsets, inverse, products, through, *gated[:6],
             call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(g),
-            call.scale, 0, T, N, H, H // G, K, B * T * H * K,
+            call.scale, 0, T, N, H, H // G, K,
             config=config, FAR=again, WHOLE=whole,
             ALL_K=side(K, 1 << 20), PER_CHANNEL=per_channel, PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK,
             **room,

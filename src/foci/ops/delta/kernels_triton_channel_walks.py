@@ -1,0 +1,178 @@
+"""The delta rule's walk for gates per channel on Hopper, in bfloat16: a state turned over, [V,K], in registers.
+
+The equations are those of kernels_triton_forward.py, turned over too:
+
+    d^T = (v^T - S^T (rise e)^T) X^T;  o^T = S^T Q^T + v^T P^T;  S^T <- S^T total + d^T (fall beta k)
+
+So whatever one product makes and another takes is its left operand, and stays in registers: what Hopper adds up lies
+where it takes a left operand from. The right ones lie in shared memory as TMA has brought them, none of them waits for
+a product, and between the products of a chunk, which wait for each other, nothing is stored, fenced or waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foci.core.tune import Config, Target, launch, strides
+from foci.tiles.affine import load_state
+from foci.tiles.memory import load_row, load_tile, opened, store_tile
+from foci.tiles.state import halves, in_two, sequence
+from foci.tiles.whole import write
+
+CHUNK = 64
+
+
+@triton.jit
+def channel_walk_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, e_ptr, v_ptr, X_ptr, P_ptr, total_ptr, state_ptr, offsets_ptr,
+    out_ptr, final_ptr, errors_ptr, states_ptr, v_strides, state_strides, T, N, H, V, half,
+    WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_V columns of one head's state through one sequence: `walk_kernel` of rise e, of k and X in two, Q and P."""
+    K: tl.constexpr = BLOCK_K
+    v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
+    rest = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
+    h, n = (rest % H).to(tl.int64), (rest // H).to(tl.int64)
+    b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
+    row = tl.cast(b, tl.int64)
+    tokens, first = row * T * H + h, tl.cast(slot, tl.int64) * H + h
+    q_there = opened(q_ptr + tokens * K, stop, H * K, K, CHUNK, K, True)
+    e_ptr += tokens * K
+    next_e = load_tile(e_ptr, start, stop, H * K, 0, K, 1, CHUNK, K)  # where all else has yet to be asked for
+    k_there = opened(k_ptr + tokens * K, stop, H * K, K, CHUNK, K, True)
+    lost_there = opened(k_ptr + half + tokens * K, stop, H * K, K, CHUNK, K, True)
+    v_there = opened(v_ptr + row * v_strides[0] + h * v_strides[2], stop, v_strides[1], V, CHUNK, BLOCK_V, True)
+    X_there = opened(X_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
+    P_there = opened(P_ptr + tokens * CHUNK, stop, H * CHUNK, CHUNK, CHUNK, CHUNK, True)
+    out_there = opened(out_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
+    if states_ptr is not None:
+        states_there = opened(states_ptr + first * K * V, tl.cdiv(stop - start, CHUNK) * H * K, V, V, K, BLOCK_V, True)
+    if state_ptr is not None:
+        state_ptr += n * state_strides[0] + h * state_strides[1]
+    S = tl.trans(load_state(state_ptr, state_strides, K, v0, V, 1, K, BLOCK_V)[0])
+    gone = load_row(total_ptr + first * K, 0, tl.where(start < stop, K, 0), K)  # each a chunk before it is wanted
+    total_ptr += (first + H) * K
+    for t0 in tl.range(start, stop, CHUNK):
+        e = next_e
+        next_e = load_tile(e_ptr, t0 + CHUNK, stop, H * K, 0, K, 1, CHUNK, K)
+        operand = S.to(tl.bfloat16)
+        read = tl.dot(operand, tl.trans(e))
+        v = v_there.load([t0, v0])
+        high, low = in_two(tl.trans(v).to(tl.float32) - read)
+        X, X_lost = X_there.load([t0, 0]), X_there.load([t0, CHUNK])
+        d = halves(high, low, tl.trans(X), tl.trans(X_lost), tl.zeros_like(read))
+        high, low = in_two(d)
+        S *= gone[None, :]
+        gone = load_row(total_ptr, 0, tl.where(t0 + CHUNK < stop, K, 0), K)
+        total_ptr += H * K
+        k, k_lost = k_there.load([t0, 0]), lost_there.load([t0, 0])
+        S = halves(high, low, k, k_lost, S)
+        q, P = q_there.load([t0, 0]), P_there.load([t0, 0])
+        o = tl.dot(tl.trans(v), tl.trans(P), tl.dot(operand, tl.trans(q)))
+        out_there.store([t0, v0], tl.trans(o).to(v.dtype))
+        if states_ptr is not None:
+            states_there.store([(t0 - start) // CHUNK * H * K, v0], tl.trans(operand))
+        if errors_ptr is not None:
+            write(errors_ptr + tokens * V, tl.trans(d), t0, stop, H * V, v0, V, WHOLE)
+    store_tile(final_ptr + (n * H + h) * K * V, tl.trans(S), 0, K, V, v0, V, 1)
+
+
+@triton.jit
+def channel_walk_back_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, e_ptr, total_ptr, A_ptr, X_ptr, d_out_ptr, d_final_ptr, offsets_ptr,
+    dv_ptr, d_value_ptr, ends_ptr, d_state_ptr, d_out_strides, d_final_strides, T, N, H, V, half,
+    WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The backward's walk, turned over in the same way: of scale rise q, fall beta k, and rise e in two.
+
+    dd^T = do^T A + dS^T (fall beta k)^T;  dv^T = dd^T X;  dS^T <- dS^T total + do^T (scale rise q) - dv^T (rise e)
+    """
+    K: tl.constexpr = BLOCK_K
+    v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
+    rest = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
+    h, n = (rest % H).to(tl.int64), (rest // H).to(tl.int64)
+    b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
+    row, count = tl.cast(b, tl.int64), tl.cdiv(stop - start, CHUNK)
+    tokens, first = row * T * H + h, tl.cast(slot, tl.int64) * H + h
+    q_there = opened(q_ptr + tokens * K, stop, H * K, K, CHUNK, K, True)
+    k_there = opened(k_ptr + tokens * K, stop, H * K, K, CHUNK, K, True)
+    e_there = opened(e_ptr + tokens * K, stop, H * K, K, CHUNK, K, True)
+    lost_there = opened(e_ptr + half + tokens * K, stop, H * K, K, CHUNK, K, True)
+    A_there = opened(A_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
+    X_there = opened(X_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
+    d_out_ptr += row * d_out_strides[0] + h * d_out_strides[2]
+    do_there = opened(d_out_ptr, stop, d_out_strides[1], V, CHUNK, BLOCK_V, True)
+    if d_final_ptr is not None:
+        d_final_ptr += n * d_final_strides[0] + h * d_final_strides[1]
+    dS = tl.trans(load_state(d_final_ptr, d_final_strides, K, v0, V, 1, K, BLOCK_V)[0])
+    total_ptr += (first + (count - 1) * H) * K
+    ends_ptr += (first + (count - 1) * H) * K * V
+    gone = load_row(total_ptr, 0, tl.where(count > 0, K, 0), K)  # each a chunk before it is wanted
+    for i in tl.range(count):
+        t0 = start + (count - 1 - i) * CHUNK
+        k = k_there.load([t0, 0])
+        operand = dS.to(tl.bfloat16)
+        dd = tl.dot(operand, tl.trans(k))
+        do, A, A_lost = do_there.load([t0, v0]), A_there.load([t0, 0]), A_there.load([t0, CHUNK])
+        dd = tl.dot(tl.trans(do), A, tl.dot(tl.trans(do), A_lost, dd))
+        high, low = in_two(dd)
+        X, X_lost = X_there.load([t0, 0]), X_there.load([t0, CHUNK])
+        dv = halves(high, low, X, X_lost, tl.zeros_like(dd))
+        dS *= gone[None, :]
+        total_ptr -= H * K
+        gone = load_row(total_ptr, 0, tl.where(i + 1 < count, K, 0), K)
+        high, low = in_two(-dv)
+        e, e_lost, q = e_there.load([t0, 0]), lost_there.load([t0, 0]), q_there.load([t0, 0])
+        dS = tl.dot(tl.trans(do), q, halves(high, low, e, e_lost, dS))
+        write(ends_ptr, tl.trans(operand), 0, K, V, v0, V, WHOLE)
+        ends_ptr -= H * K * V
+        write(dv_ptr + tokens * V, tl.trans(dv), t0, stop, H * V, v0, V, WHOLE)
+        if d_value_ptr is not None:
+            write(d_value_ptr + tokens * V, tl.trans(dv), t0, stop, H * V, v0, V, WHOLE)
+    if d_state_ptr is not None:
+        store_tile(d_state_ptr + (n * H + h) * K * V, tl.trans(dS), 0, K, V, v0, V, 1)
+
+
+def fits(K: int, V: int, walk: Config, target: Target) -> bool:
+    """Whether a walk may be turned: all channels in one block, as many columns as a product has rows."""
+    return target.arch == 90 and K == walk["BLOCK_K"] in (64, 128) and walk["BLOCK_V"] == 64 and V % 8 == 0
+
+
+def forward(
+    call: Any, parts: Any, inverse: Tensor, through: Tensor, gated: Any, out: Tensor, final: Tensor,
+    programs: int, walk: Config,
+) -> None:  # fmt: skip
+    """Fills out, final, and the errors and states of `parts`."""
+    B, T, _, H, K, V, N = call.sizes
+    launch(
+        channel_walk_kernel, (programs,),
+        gated.query, gated.key, gated.erase, call.v, inverse, through, gated.total, call.state, call.offsets,
+        out, final, *((None, None) if parts is None else (parts.errors, parts.states)),
+        call.v.stride(), strides(call.state), T, N, H, V, B * T * H * K,
+        config=walk, WHOLE=_whole(call, walk), CHUNK=CHUNK,
+    )  # fmt: skip
+
+
+def backward(
+    call: Any, operands: Sequence[Tensor], results: Sequence[Tensor | None], programs: int, walk: Config
+) -> None:
+    """Fills dv, its copy, the gradients of states and the first one's (`results`).
+
+    `operands`: scale rise q, fall beta k, rise e, total, A, X, and the gradients of out and of the last state.
+    """
+    _, T, _, H, _, V, N = call.sizes
+    launch(
+        channel_walk_back_kernel, (programs,),
+        *operands, call.offsets, *results, operands[6].stride(), strides(operands[7]), T, N, H, V, operands[0].numel(),
+        config=walk, WHOLE=_whole(call, walk), CHUNK=CHUNK,
+    )  # fmt: skip
+
+
+def _whole(call: Any, walk: Config) -> bool:
+    """Whether no tile of tokens, or of columns of the state, reaches beyond its tensor."""
+    return call.offsets is None and call.v.shape[1] % CHUNK == call.v.shape[3] % walk["BLOCK_V"] == 0

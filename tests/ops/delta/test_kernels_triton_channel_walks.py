@@ -1,0 +1,67 @@
+"""The turned walks, forward and backward: that they are taken where they fit, and the budget there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from foci.core import tune
+from foci.core.tune import Config, interpreting
+from foci.ops.delta import gpu
+from foci.ops.delta.api import delta_rule
+from foci.ops.delta.call import bind
+from foci.ops.delta.cases import Delta
+from foci.ops.delta.spec import SPEC
+from tests.ops.delta.in_bfloat16 import halves  # noqa: F401  a fixture
+from tests.ops.in_triton import there
+from tests.ops.recurrences import BUDGET, answers, error, exact
+
+from foci.ops.delta import kernels_triton_channel_walks as walks  # isort: skip  after Triton's presence is known
+
+if not interpreting():
+    pytest.skip("a GPU takes them for more heads than tests have: `foci check` asks there", allow_module_level=True)
+
+CPU = torch.device("cpu")
+# So many columns of states as the interpreter's four processors take at once.
+PROBLEMS = (
+    Delta("state", B=1, T=70, H=2, K=128, V=128, decay="channel", state=True),
+    Delta("whole", B=2, T=64, H=1, K=128, V=128, decay="channel", alike="correlated", beta=2.0, full=True),
+    Delta(
+        "packed", B=1, T=90, H=1, K=128, V=104, decay="channel", offsets=(0, 66, 90), state=True, erase=True,
+        beta=2.0,
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.usefixtures("halves")
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+def test_the_budget_holds_and_they_are_taken(problem: Delta, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    for name in ("forward", "backward"):
+        real = getattr(walks, name)
+        monkeypatch.setattr(walks, name, lambda *given, real=real, name=name: (taken.append(name), real(*given)))
+    inputs: dict[str, Any] = problem.case.make(torch.bfloat16, CPU, 0)
+    found = answers(delta_rule, SPEC, there(inputs), "triton")
+    truth = answers(delta_rule, SPEC, exact(inputs), "reference")
+    errors = {n: error(found[n], truth[n]) for n in truth if truth[n].numel()}
+    assert all(e <= BUDGET[torch.bfloat16] for e in errors.values()), errors
+    assert set(taken) == {"forward", "backward"}
+
+
+@pytest.mark.usefixtures("halves")
+def test_without_a_state_or_gradients_outputs_are_the_same() -> None:
+    inputs = Delta("", B=1, T=70, H=2, K=128, V=128, decay="channel").case.make(torch.bfloat16, CPU, 0)
+    call = bind(**there(inputs))
+    for one, other in zip(gpu.forward(call), gpu.forward(call, True), strict=False):
+        assert one.equal(other)
+
+
+def test_where_they_fit() -> None:
+    hopper, before = tune.TARGETS["sm_90"], tune.TARGETS["sm_80"]
+    wide = Config({"BLOCK_K": 128, "BLOCK_V": 64})
+    assert walks.fits(128, 128, wide, hopper) and walks.fits(128, 200, wide, hopper)
+    assert not walks.fits(128, 128, wide, before)
+    assert not walks.fits(100, 128, wide, hopper) and not walks.fits(128, 100, wide, hopper)
+    assert not walks.fits(128, 128, Config({"BLOCK_K": 128, "BLOCK_V": 32}), hopper)
