@@ -75,7 +75,7 @@ def test_it_takes_what_tma_reads_and_nothing_else(K: int) -> None:
     x = torch.empty(1, 8, 2, K, dtype=torch.bfloat16)
     assert token_walks.suits(1000, K, 64, target, x, None)
     assert not token_walks.suits(1000, K, 32, target, x) and not token_walks.suits(1000, K, 100, target, x)
-    assert not token_walks.suits(1000, 96, 64, target, x) and not token_walks.suits(2, 1000, K, 64, target, x.float())
+    assert not token_walks.suits(1000, 96, 64, target, x) and not token_walks.suits(1000, K, 64, target, x.float())
     assert not token_walks.suits(1000, K, 64, target, x.transpose(2, 3))
     assert not token_walks.suits(1000, K, 64, tune.TARGETS["sm_100"], x)
 
