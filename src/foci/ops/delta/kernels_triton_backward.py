@@ -192,6 +192,13 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             store_state(d_state_ptr + (n * H + h) * K * V, dS, K, v0, V, BLOCKS, BLOCK_K)
 
 
+def _named(per_channel: bool, erase: Tensor | None) -> tuple[str, Callable[[int, int, bool, Target], Config]]:
+    """The walk's name among configurations, and its rule."""
+    if per_channel:
+        return "walk_by_channel", _walk_by_channel_rule
+    return ("walk", _walk_rule) if erase is None else ("walk_with_erase", _walk_with_erase_rule)
+
+
 def _walk_by_channel_rule(K: int, V: int, wide: bool, target: Target) -> Config:
     """As `_walk_rule`, but there is more to load for a chunk, and more programs at once hide that best."""
     if target.arch == 90 and K == 128 and V > 32 and not wide:
@@ -273,15 +280,9 @@ def backward(
 
 
 def _walk(
-    problem: _Problem,
-    kept: Sequence[Any],
-    d_out: Tensor,
-    d_final: Tensor | None,
-    cut: Callable[..., Any],
-    channels: Any,
-    token_walks: Any,
-    channel_walks: Any,
-) -> tuple[Any, Tensor]:
+    problem: _Problem, kept: Sequence[Any], d_out: Tensor, d_final: Tensor | None, cut: Callable[..., Any],
+    channels: Any, token_walks: Any, channel_walks: Any,
+) -> tuple[Any, Tensor]:  # fmt: skip
     """dv [B,T,H,V] and the gradient of the state at each chunk's end, laid out as the states are.
 
     dv is in float32; in bfloat16, but for gates per channel, it is two: dv rounded and what that left.
@@ -298,12 +299,7 @@ def _walk(
     dv = d_value if direct and d_value is not None else call.v.new_empty(call.v.shape, dtype=dtype)
     beside = torch.empty_like(dv) if two else None if direct else d_value
     behind = torch.empty_like(states)
-    if problem.per_channel:
-        config = problem.config("walk_by_channel", _walk_by_channel_rule)
-    elif e is None:
-        config = problem.config("walk", _walk_rule)
-    else:
-        config = problem.config("walk_with_erase", _walk_with_erase_rule)
+    config = problem.config(*_named(problem.per_channel, e))
     blocks = -(-V // config["BLOCK_V"])
     pieces = cut(problem.target, problem.N * H * blocks)
     tma = problem.target.arch == 90 and q.dtype == torch.bfloat16 and K % config["BLOCK_K"] == 0
