@@ -22,15 +22,15 @@ python=${PYTHON:-python3}
 device=${DEVICE:-cuda}
 operators=${OPERATORS:-delta linear softmax selective_scan scan}
 dtypes=${DTYPES:-bfloat16}
-CHECK=${CHECK:-140} BENCH=${BENCH:-230} TUNE=${TUNE:-40}
+CHECK=${CHECK:-150} BENCH=${BENCH:-210} TUNE=${TUNE:-40}
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 COLUMNS=160
 mkdir -p "$out"
-work=$(mktemp -d) cold=$(mktemp -d)
+work=$(mktemp -d)
 failed=0
 
 # Whatever happens, what there is comes back: also where the archive itself is all that is fetched.
 pack() { tar czf "$out/gpu.tmp" -C "$work" . && mv "$out/gpu.tmp" "$out/gpu.tgz"; }
-trap 'pack; rm -rf "$work" "$cold"' EXIT
+trap 'pack; rm -rf "$work"' EXIT
 
 # ask NAME SECONDS COMMAND...: its whole output in NAME.txt, how it ended in steps.txt; a hang ends it, and it alone.
 ask() {
@@ -55,46 +55,32 @@ laws() {
   done
 }
 
-# The goals' shapes first: what is over the limit is left out from the end.
-declare -A shapes=(
-  [delta]="Qwen GDN 8192x1 16:32,KDA 1x8192,small,Qwen GDN 8192x4 16:32,GDN 4x2048x16,Qwen GDN 2048x1 2:8,KDA 1x1024,GDN 2x16384"
-  [linear]="GLA 4x2048x16,SSD,small,GLA 2x16384x16,RetNet 4x2048,packed,RWKV"
-  [softmax]="softcap,window,sink,bias,dlse,decode 1x4096,decode 64x8192,2x8192x16x128 causal,small,packed,Flux,1x16384x32x64 causal"
-  [selective_scan]="2.8b,small"
-  [scan]="8x2048,small"
-)
-# Where torch's kernels are as right, ours are timed beside them.
-declare -A more=([softmax]="--backends aten,triton")
-[ "$device" = cpu ] && more=() && for operator in $operators; do shapes[$operator]=small; done
-[ "$device" = cpu ] && shapes[linear]="small simple"
-
-# asks OPERATOR SECONDS FOLDER: into `words`, the command that times an operator beside its peers.
-asks() {
-  words=("$python" -m foci bench "$1" --device "$device" --limit "$2" ${more[$1]:-} --shapes "${shapes[$1]}" --out "$3")
-}
-
-# While laws are asked nothing is timed, so what will be is compiled. What peers choose by timing is not kept.
-warm() {
-  local operator words
-  for operator in $operators; do
-    asks "$operator" $((CHECK / 2)) "$cold/$operator"
-    FLA_CACHE_RESULTS=0 timeout -k 5 "$CHECK" "${words[@]}" >/dev/null 2>&1 &
-  done
-}
-
 bench() {
   # One after the other, as nothing else may run beside what is timed; a process each, as a fault of the GPU ends one.
-  # Every operator has START seconds, in which it is imported and compiled, and its share of the rest.
-  local operator seconds words count=0 total=0
+  # The goals' shapes first: what is over the limit is left out from the end. Every operator has START seconds, in which
+  # it is imported and compiled, and its share of the rest.
+  local operator seconds count=0 total=0
   local START=15
+  local -A shapes=(
+    [delta]="Qwen GDN 8192x1 16:32,KDA 1x8192,small,Qwen GDN 8192x4 16:32,GDN 4x2048x16,Qwen GDN 2048x1 2:8,KDA 1x1024,GDN 2x16384"
+    [linear]="GLA 4x2048x16,SSD,small,GLA 2x16384x16,RetNet 4x2048,packed,RWKV"
+    [softmax]="softcap,window,sink,bias,dlse,decode 1x4096,decode 64x8192,2x8192x16x128 causal,small,packed,Flux,1x16384x32x64 causal"
+    [selective_scan]="2.8b,small"
+    [scan]="8x2048,small"
+  )
   local -A share=([delta]=34 [linear]=30 [softmax]=28 [selective_scan]=5 [scan]=3)
+  # Where torch's kernels are as right, ours are timed beside them.
+  local -A more=([softmax]="--backends aten,triton")
+  [ "$device" = cpu ] && more=()
+  [ "$device" = cpu ] && for operator in "${!shapes[@]}"; do shapes[$operator]=small; done
+  [ "$device" = cpu ] && shapes[linear]="small simple"
   for operator in $operators; do
     count=$((count + 1)) total=$((total + share[$operator]))
   done
   for operator in $operators; do
     seconds=$((BENCH > START * count ? START + (BENCH - START * count) * share[$operator] / total : BENCH / count))
-    asks "$operator" $seconds "$work/$operator"
-    ask "bench_$operator" $((seconds + 50)) "${words[@]}" || failed=1
+    ask "bench_$operator" $((seconds + 50)) "$python" -m foci bench $operator --device "$device" --limit $seconds \
+      ${more[$operator]:-} --shapes "${shapes[$operator]}" --out "$work/$operator" || failed=1
     tail -n +3 "$work/bench_$operator.txt"
     pack
   done
@@ -114,11 +100,7 @@ tune() {
 
 for step in $steps; do
   case $step in
-    check)
-      case "$device $steps" in cuda*bench*) warm ;; esac
-      laws
-      wait
-      ;;
+    check) laws ;;
     bench) decode; bench ;;
     tune) tune ;;
     *) echo "h200.sh: unknown step $step; expected check, bench or tune" >&2; failed=1 ;;
