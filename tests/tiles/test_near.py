@@ -214,3 +214,16 @@ def test_what_products_cut_off_has_been_added_to() -> None:
     x, y = normal(1, C, K), room(C, K)
     _nearest[(1,)](x.to(DEVICE), y)
     assert (y.cpu().abs() <= x.abs() * 2.0**-11).all() and y.abs().max() > 0
+
+
+@triton.jit
+def _nearest_alone(x_ptr, y_ptr):
+    store_tile(y_ptr, near.nearest(_tile(x_ptr, 0, 16, 16), "tf32"), 0, 64, 16, 0, 16, 1)
+
+
+def test_what_is_no_number_stays_none_whatever_its_bits() -> None:
+    """A GPU's arithmetic gives the NaN of bits 0x7fffffff, to which nothing can be added as to an integer."""
+    x, y = normal(1, C, 16), room(C, 16)
+    x[..., 3, :], x[..., 5, :] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32), torch.nan
+    _nearest_alone[(1,)](x.to(DEVICE), y)
+    assert torch.equal(y.cpu().isnan().view(-1), x.isnan().view(-1)) and x.isnan().sum() == 32

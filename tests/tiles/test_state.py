@@ -11,7 +11,7 @@ import triton.language as tl
 
 from foci.core.tune import interpreting
 from foci.ops.gpu import chunks
-from foci.tiles.state import chunk_at, sequence, working
+from foci.tiles.state import chunk_at, nearest_in_two, sequence, working
 
 if not interpreting() and not torch.cuda.is_available():
     pytest.skip("kernels need a GPU or TRITON_INTERPRET=1, which `make test` sets for these", allow_module_level=True)
@@ -79,3 +79,22 @@ def test_float16_is_multiplied_in_float32() -> None:
     out = torch.empty(1, device=DEVICE)
     _working[(1,)](torch.full((1,), 1000.0, dtype=torch.float16, device=DEVICE), out)
     assert out.item() == 1e6
+
+
+@triton.jit
+def _nearest_in_two(x_ptr, high_ptr, low_ptr):  # type: ignore[no-untyped-def]
+    i = tl.arange(0, 16)
+    high, low = nearest_in_two(tl.load(x_ptr + i))
+    tl.store(high_ptr + i, high.to(tl.float32))
+    tl.store(low_ptr + i, low.to(tl.float32))
+
+
+def test_the_first_of_two_is_the_nearest_and_what_is_no_number_stays_none() -> None:
+    """A GPU's arithmetic gives the NaN of bits 0x7fffffff, to which nothing can be added as to an integer."""
+    x = torch.randn(16, generator=torch.Generator().manual_seed(0))
+    x[3], x[5] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32), torch.nan
+    x[7], x[9] = 0.0, -1.5
+    high, low = (torch.empty(16, device=DEVICE) for _ in range(2))
+    _nearest_in_two[(1,)](x.to(DEVICE), high, low)
+    torch.testing.assert_close(high.cpu(), x.bfloat16().float(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close((high + low).cpu(), x, rtol=2.0**-16, atol=0, equal_nan=True)

@@ -143,12 +143,12 @@ def sums_and_total(g):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def nearest(x, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`rounded` of tiles/state.py by one instruction: half of TF32's last digit is added to what products cut off.
+    """`rounded` of tiles/state.py, of the largest numbers too: half of TF32's last digit is added to what is cut off.
 
-    Of NaN it makes 0.
+    The NaN of a GPU's arithmetic is the largest integer: without the minimum it would become 0.
     """
     if PRECISION == "tf32":
-        x = (x.to(tl.int32, bitcast=True) + 4096).to(tl.float32, bitcast=True)
+        x = (tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFFEFFF) + 4096).to(tl.float32, bitcast=True)
     return x
 
 

@@ -73,9 +73,10 @@ def in_two(x):  # type: ignore[no-untyped-def]
 def nearest_in_two(x):  # type: ignore[no-untyped-def]
     """`in_two` whose first is the nearest bfloat16, for who reads no more of it; half goes away from 0.
 
-    By integers: the conversion of each number alone, and back, takes several times as long.
+    By integers: the conversion of each number alone, and back, takes several times as long. The NaN of a GPU's
+    arithmetic is the largest integer: without the minimum it would become -0.
     """
-    bits = x.to(tl.int32, bitcast=True) + 32768
+    bits = tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFF7FFF) + 32768
     high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return high, (x - (bits & -65536).to(tl.float32, bitcast=True)).to(tl.bfloat16)
 

@@ -203,8 +203,7 @@ def _walk_by_channel_rule(K: int, V: int, wide: bool, target: Target) -> Config:
     """As `_walk_rule`, but there is more to load for a chunk, and more programs at once hide that best."""
     if target.arch == 90 and K == 128 and V > 32 and not wide:
         return Config({"BLOCK_K": K, "BLOCK_V": 64}, warps=4, stages=2)
-    config = _walk_rule(K, V, wide, target)
-    return Config(config.blocks, config.warps, min(config.stages, 2))
+    return _walk_with_erase_rule(K, V, wide, target)
 
 
 def _walk_with_erase_rule(K: int, V: int, wide: bool, target: Target) -> Config:
