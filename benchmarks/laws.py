@@ -40,11 +40,25 @@ from foci.ops import SPECS
 
 # The more distinct kernels the cases of an operator launch, the more processes: 96 of softmax, 173 of linear
 # attention, 184 of the delta rule, 47 of the selective scan, 18 of the scan. Laws of a group launch much the same.
-# Of the delta rule 4 and 8 take longest: each alone, as their groups once ended without a word after 165 s.
+# Of the delta rule some take longest, which is Python's time: parts of the cases each, i/n of `foci check --cases`.
 GROUPS = {
     "softmax": ("1,2,3", "4,5,6,7", "8,9,15", "10,11,12,13,14"),
     "linear": ("1,2,3", "4,5,6,7", "8,9,15", "10,11,12,13,14"),
-    "delta": ("1,2,3", "4", "5,6,7", "8", "9,15", "10,11,12,13,14"),
+    "delta": (
+        "1,2,3",
+        "4 1/2",
+        "4 2/2",
+        "5,6,7",
+        "8 1/4",
+        "8 2/4",
+        "8 3/4",
+        "8 4/4",
+        "9,15",
+        "10,11,13,14",
+        "12 1/3",
+        "12 2/3",
+        "12 3/3",
+    ),
     "selective_scan": ("1,2,3,4,5", "6,7,8,9,15", "10,11,12,13,14"),
     "scan": ("1,2,3,4,5,6,7,8,9,10,11,12,13,14,15",),
 }
@@ -52,7 +66,7 @@ SHARE = 0.45  # of the time at most, that compiling before the laws may take
 
 
 class Group(NamedTuple):
-    """Some laws of an operator, and the process that asks them."""
+    """Some laws of an operator, of all cases or a part of them, and the process that asks them."""
 
     operator: str
     laws: str
@@ -61,20 +75,27 @@ class Group(NamedTuple):
 
     @property
     def numbers(self) -> list[int]:
-        return [int(number) for number in self.laws.split(",")]
+        return [int(number) for number in self.laws.split()[0].split(",")]
+
+    @property
+    def part(self) -> str:
+        """Of which cases its rows are, as words behind a law's name."""
+        _, *cases = self.laws.split()
+        return "".join(f" of cases {part}" for part in cases)
 
     def rows(self) -> list[dict[str, Any]]:
         """What its laws found; a law of which there is no word was not asked."""
         with suppress(FileNotFoundError, json.JSONDecodeError):
             rows: list[dict[str, Any]] = json.loads(self.report.read_text())["rows"]
-            return rows
+            return [row | {"law": row["law"] + self.part} for row in rows]
         left: list[dict[str, Any]] = []
         if self.process.returncode != -signal.SIGKILL:  # it was not out of time: it died
             said = self.report.with_suffix(".txt").read_text(errors="replace").strip().splitlines()[-1:]
             failure = {"sentence": f"exit code {self.process.returncode}: {''.join(said)}", "cases": []}
             left = [{"number": self.laws, "law": "not asked", "verdict": "FAIL", "failures": [failure]}]
         laws = [law for law in LAWS if law.number in self.numbers]
-        return left + [{"number": law.number, "law": law.name, "verdict": "not tested", "reason": OVER} for law in laws]
+        unasked = {"verdict": "not tested", "reason": OVER}
+        return left + [{"number": law.number, "law": law.name + self.part} | unasked for law in laws]
 
 
 def launches(spec: Spec, case: Case, dtype: torch.dtype, target: Target) -> list[Launch]:
@@ -114,13 +135,15 @@ def compile_ahead(operators: Sequence[str], dtype: torch.dtype, target: Target, 
 
 def ask(operator: str, laws: str, chosen: argparse.Namespace, dtype: str, until: float) -> Group:
     """Begin to ask a group of laws."""
-    name = f"check_{operator}_{dtype}_{laws.split(',')[0]}"
+    name = f"check_{operator}_{dtype}_{laws.split(',')[0]}".replace(" ", "_").replace("/", "of")
+    numbers, *cases = laws.split()
     report = Path(chosen.out) / f"{name}.json"
     within = max(10.0, until - time.monotonic() - 5)
     backend = "triton" if chosen.device == "cuda" else "chunked"
     command = [
         sys.executable, "-m", "foci", "check", operator, "--backend", backend, "--device", chosen.device,
-        "--dtype", dtype, "--laws", laws, "--limit", f"120,{within:.0f}", "--json", str(report),
+        "--dtype", dtype, "--laws", numbers, "--limit", f"120,{within:.0f}", "--json", str(report),
+        *(("--cases", *cases) if cases else ()),
     ]  # fmt: skip
     with report.with_suffix(".txt").open("wb") as said:
         return Group(operator, laws, report, subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT))

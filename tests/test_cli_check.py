@@ -134,6 +134,16 @@ def test_only_the_laws_that_are_named_are_asked(here, capsys, monkeypatch) -> No
     assert [row["number"] for row in json.loads(Path("report.json").read_text())["rows"]] == [9, 14]
 
 
+def test_parts_of_the_cases_are_all_cases(here, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(cli_check, "examine", examine)
+    counts = []
+    for cases in ("", "--cases 1/2", "--cases 2/2"):
+        code, out, _ = run(capsys, f"check scan --backend chunked --dtype float32 --laws 9 {cases} --json report.json")
+        assert code == 0 and (f"only the cases of {cases} were asked" in out) == bool(cases)
+        counts.append(json.loads(Path("report.json").read_text())["rows"][0]["cases"])
+    assert counts[0] == counts[1] + counts[2] and min(counts) > 0
+
+
 def test_what_ours_gives_is_asked_without_waking_a_gpu(monkeypatch) -> None:
     """A child of the process asks the laws, and no child of one that has used a GPU can use it."""
     asked: list[str | None] = []
@@ -188,6 +198,9 @@ def test_a_layer_is_checked_as_a_class_or_an_object(here, capsys) -> None:
         ("check softmax --laws 1,16", "--laws: there is no law '16'; they are 1, 2, 3,"),
         ("check softmax --laws two", "--laws: there is no law 'two'"),
         ("check softmax --laws 1 --world 2", "--laws does not apply with --world"),
+        ("check softmax --cases 1/2 --world 2", "--cases does not apply with --world"),
+        ("check softmax --cases 0/2", "--cases must be i/n, every nth case from the ith, 1 <= i <= n <= "),
+        ("check softmax --cases 3", "--cases must be i/n"),
         ("check softmax --json no/such/folder.json --backend aten --dtype float32", "no/such/folder.json"),
     ],
 )

@@ -32,6 +32,13 @@ def test_who_was_stopped_was_not_asked(tmp_path: Path) -> None:
     assert "0 held, 0 broken" in line and "not asked (1 " in line
 
 
+def test_a_part_of_the_cases_is_named_behind_the_law(tmp_path: Path) -> None:
+    one, other = (group(tmp_path, "raise SystemExit")._replace(laws=laws) for laws in ("8", "8 2/4"))
+    assert one.numbers == other.numbers == [8]
+    (tmp_path / "check.json").write_text('{"rows": [{"number": 8, "law": "memory", "verdict": "ok"}]}')
+    assert [each.rows()[0]["law"] for each in (one, other)] == ["memory", "memory of cases 2/4"]
+
+
 @pytest.mark.parametrize("limit", ["-5", "nan", "inf", "0"])
 def test_a_limit_is_seconds_above_0(limit: str) -> None:
     with pytest.raises(Exception, match="expected seconds above 0"):

@@ -6,6 +6,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -71,6 +72,7 @@ def check(
         ),
     ] = "",
     laws: Annotated[str | None, typer.Option(help="Only laws of these numbers, joined with commas: 1,2,9.")] = None,
+    cases: Annotated[str, typer.Option(help="Only every fourth case, from the second: 2/4.")] = "",
     as_json: Annotated[str, typer.Option("--json", metavar="PATH", help="Write the report here; - prints it.")] = "",
     ranks: Across = Across(),
 ) -> int:
@@ -81,9 +83,10 @@ def check(
     if as_json not in ("", "-") and not Path(as_json).absolute().parent.is_dir():
         raise ValueError(f"--json {as_json}: there is no folder {Path(as_json).absolute().parent}")
     if ranks.world != 1:
-        if laws is not None:
+        if laws is not None or cases:
             raise ValueError(
-                "--laws does not apply with --world: over ranks other laws are asked, which have no numbers"
+                f"--{'cases' if cases else 'laws'} does not apply with --world: over ranks other laws are asked, which "
+                "have no numbers"
             )
         waits = limits.silence if limit else None
         return _across(what, like, layout, ranks, backend, device, dtype, waits, as_json)
@@ -101,14 +104,15 @@ def check(
         if backend is not None:
             raise ValueError("--backend chooses among foci's own; it does not apply to an attention of yours")
     dtypes = _dtypes(dtype) or ((torch.float32,) if interpreting() else None)  # where bfloat16 is computed wrongly
-    reports = []
+    spec, reports = _of_cases(spec, cases), []
     for candidate in candidates:
         progress = _teller() if sys.stderr.isatty() else lambda step: None
         report = examine(spec, candidate, device=device, dtypes=dtypes, limits=limits, progress=progress, **chosen)
         progress("")
         reports.append(report)
         if as_json != "-":
-            typer.echo(table(report) + f"\nonly the laws of --laws {laws} were asked" * (laws is not None) + "\n")
+            asked = f"\nonly the laws of --laws {laws} were asked" * (laws is not None)
+            typer.echo(table(report) + asked + f"\nonly the cases of --cases {cases} were asked" * bool(cases) + "\n")
     if as_json:
         _write(reports, as_json)
     return max(report.exit_code for report in reports)
@@ -263,6 +267,18 @@ def _laws(text: str | None) -> list[str] | None:
     if not words:
         raise ValueError(f"--laws: {text!r} names no law; expected numbers of {', '.join(known)} (docs/check.md)")
     return [law.name for law in LAWS if str(law.number) in words]
+
+
+def _of_cases(spec: Spec, text: str) -> Spec:
+    """Its cases that i/n means: every nth, from the ith; all without."""
+    if not text:
+        return spec
+    first, _, step = text.partition("/")
+    if not (first.isdecimal() and step.isdecimal() and 1 <= int(first) <= int(step) <= len(spec.cases)):
+        raise ValueError(
+            f"--cases must be i/n, every nth case from the ith, 1 <= i <= n <= {len(spec.cases)}, got {text!r}"
+        )
+    return replace(spec, cases=spec.cases[int(first) - 1 :: int(step)])
 
 
 def _dtypes(text: str) -> tuple[torch.dtype, ...] | None:

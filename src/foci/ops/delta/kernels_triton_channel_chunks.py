@@ -191,7 +191,10 @@ def chunks(
     call: Any, inverse: Tensor, products: Tensor | None, through: Tensor, gated: Sequence[Tensor | None], slots: int,
     whole: bool, config: Config, room: Mapping[str, int],
 ) -> None:  # fmt: skip
-    """Fills X, A where it is wanted, P, and total, Q, rise e and fall beta k (`gated`), which lie behind each other."""
+    """Fills X, A where it is wanted, P, and total, Q, rise e and fall beta k (`gated`), which lie behind each other.
+
+    Both launches have as many warps, and so products of the same instructions: near rows have the same bits in both.
+    """
     B, T, G, H, K, _, N = call.sizes
     programs, each = slots * H, EACH.value
     far = torch.empty(programs, dtype=torch.int32, device=call.v.device)
@@ -201,7 +204,7 @@ def chunks(
             call.q, call.k, call.erase, call.beta, call.log_decay, call.offsets, inverse, products, through, *gated[:2],
             far, call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(call.log_decay),
             call.scale, 0, T, N, H, H // G, K, B * T * H * K, programs,
-            config=Config(config.blocks, 8, 1) if again else config, FAR=again, WHOLE=whole,
+            config=config, FAR=again, WHOLE=whole,
             PRECISION=float_precision(call.v.dtype, target_of(call.v.device)),
             CHUNK=CHUNK, BLOCK_Q=side(K, 128), STAGES=3, **room,
         )  # fmt: skip

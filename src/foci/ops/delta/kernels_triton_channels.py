@@ -340,7 +340,10 @@ def side_by_channel(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Ten
 
 
 def _near_side(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Tensor, behind: Tensor) -> None:
-    """The same in half precision, near chunks and then far ones."""
+    """The same in half precision, near chunks and then far ones, by as many warps.
+
+    Of other warps other instructions make a product: near rows would differ in their last bits by what comes later.
+    """
     call, config = problem.call, problem.config("near_side", _near_rule)
     d_q, d_k, d_value, d_beta, d_g, d_erase, _ = problem.found
     parts = (2,) if call.q.dtype == torch.bfloat16 else ()
@@ -359,7 +362,6 @@ def _near_side(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Tensor, 
             d_q, d_k, d_erase, d_beta, d_g,
             call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(problem.g),
             d_out.stride(), call.scale, problem.T, problem.N, problem.H, problem.H // problem.G, problem.K, problem.V,
-            waiting[0].numel(), config=Config(config.blocks, 8, 1) if far else config,
-            EACH=each, FAR=far, KEEP=not far and config["BLOCK_V"] >= problem.V, WHOLE=whole,
-            PRECISION=problem.precision, CHUNK=CHUNK, ALL_K=side(problem.K, 1 << 20),
+            waiting[0].numel(), config=config, EACH=each, FAR=far, KEEP=not far and config["BLOCK_V"] >= problem.V,
+            WHOLE=whole, PRECISION=problem.precision, CHUNK=CHUNK, ALL_K=side(problem.K, 1 << 20),
         )  # fmt: skip
