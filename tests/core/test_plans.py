@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from foci.core import plans, tune
+from foci.core import plans, steps, tune
 
 
 def _floats(pointer: int, count: int) -> ctypes.Array[ctypes.c_float]:
@@ -40,7 +40,7 @@ class Adds:
 def here(monkeypatch):
     """CPU tensors pass for a GPU's, and Triton for one that nobody watches."""
     monkeypatch.setattr(plans, "_here", lambda: -1)
-    monkeypatch.setattr(plans, "_stream", lambda device: 7)
+    monkeypatch.setattr(steps, "_stream", lambda device: 7)
     monkeypatch.setattr(plans, "_PLANS", {})
     monkeypatch.setattr(plans, "_SEEN", set())
     monkeypatch.setattr(plans, "_NEAR", {})
@@ -382,7 +382,7 @@ def test_memory_that_outlives_a_call_has_no_plan() -> None:
 
 
 def test_a_new_tensor_with_the_identity_of_one_that_is_gone_is_not_taken_for_it() -> None:
-    noted = plans._Noting((torch.randn(8),))
+    noted = steps.Noting((torch.randn(8),))
     with noted:
         gone = torch.empty(8)
     place = id(gone)
@@ -441,3 +441,40 @@ def test_a_state_that_is_changed_in_place_is_the_one_that_was_given() -> None:
         right = state + x
         plans.played(step, (state, x), lambda state=state, x=x: step(state, x))
         assert torch.allclose(state, right)
+
+
+def test_a_plan_is_found_at_once_by_what_is_said_and_a_guard_alone() -> None:
+    """And by all values where one is of another kind, or nothing is said."""
+    asked: list[object] = []
+
+    def at_once(a, b, apart, amount=1.0):
+        return plans.at_once(twice, [a, b], apart, lambda: asked.append(apart) or (a, b, amount, [False]))
+
+    a, b = torch.randn(8), torch.randn(8)
+    assert at_once(a, b, "kind") is None and len(asked) == 1  # nothing was noted
+    for _ in range(2):
+        ask(twice, a, b, 1.0, [False])
+    asked.clear()
+    for _ in range(3):
+        a, b = torch.randn(8), torch.randn(8)
+        assert torch.allclose(at_once(a, b, "kind")[0][1], a + 2 * b)
+    assert asked == ["kind"]
+    assert torch.allclose(at_once(a, b, None)[0][1], a + 2 * b) and torch.allclose(
+        at_once(a, b, None)[1], a[:4] + 2 * b[:4]
+    )
+    assert asked == ["kind", None, None]
+    asked.clear()
+    others = (a[:7], b[:7]), (torch.randn(8, 2)[:, 0], b), (torch.randn(9)[1:], b), (a.double(), b), (a, a)
+    assert [at_once(*other, "kind") for other in others] == [None] * 5 and len(asked) == 5
+    with torch.autograd.profiler.profile():
+        assert at_once(a, b, "kind") is None
+
+
+def test_on_amd_memory_that_is_large_is_another_kind(monkeypatch) -> None:
+    """There kernels are compiled for small memory and for large."""
+    a, large = torch.randn(8), torch.empty(2**31, dtype=torch.uint8)[:32].view(torch.float32)
+    pointers = [a.data_ptr(), large.data_ptr()]
+    assert plans._lies([a, large], pointers) is True
+    monkeypatch.setattr(plans, "_HIP", True)
+    assert plans._lies([a, large], pointers) == (True, 0, 1)
+    assert plans._lies([a[1:], a], [a.data_ptr() + 4, a.data_ptr()]) == ((4, 0), 0, 0)

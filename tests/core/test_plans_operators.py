@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from foci.cli_check import FUNCTIONS
-from foci.core import plans, tune
+from foci.core import plans, steps, tune
 from foci.ops import SPECS
 from foci.ops.masks import Causal, Dense, Lengths, Packed, Window, lower
 from foci.ops.softmax.api import attention_with_lse
@@ -43,7 +43,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "_start", start)
     monkeypatch.setattr(plans, "_here", lambda: -1)
     monkeypatch.setattr(plans, "on_gpu", lambda x: isinstance(x, torch.Tensor))
-    monkeypatch.setattr(plans, "_stream", lambda device: 0)
+    monkeypatch.setattr(steps, "_stream", lambda device: 0)
     monkeypatch.setattr(plans, "_PLANS", {})
     monkeypatch.setattr(plans, "_SEEN", set())
     monkeypatch.setattr(plans, "_NEAR", {})
@@ -430,3 +430,25 @@ def test_where_triton_was_never_imported_they_are_checked_once_too(
     for _ in range(3):
         FUNCTIONS["softmax"](x, x + 1, x + 2, backend="reference")
     assert counted["softmax"] == 2
+
+
+@pytest.mark.parametrize("operator", ["softmax", "delta"])
+def test_a_backward_whose_saved_tensors_come_back_otherwise_is_another_kind(operator: str, launched: list[Any]) -> None:
+    """Hooks of autograd may bring them back with other strides, and each of them is asked for it but once."""
+    case = SPECS[operator].cases[0]
+
+    def step(back: Any) -> list[Any]:
+        given = case.make(torch.float16, torch.device("cpu"), 0)
+        leaves = [x.requires_grad_() for x in given.values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        count = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: count.append(x) or back(x)):
+            out = FUNCTIONS[operator](**given, backend="triton")[0]
+        ones = torch.ones_like(out)
+        launched.clear()
+        torch.autograd.grad(out, leaves, ones, allow_unused=True)
+        assert len(count) == len({*map(id, count)})
+        return [x for x in launched if isinstance(x, tuple)]
+
+    plain = [step(lambda x: x) for _ in range(4)][-1]
+    turned = step(lambda x: x.mT.contiguous().mT if x.dim() == 4 else x)
+    assert turned != plain and step(lambda x: x) == plain

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.core import plans, tune
+from foci.core import plans, steps, tune
 from foci.ops import arguments
 from foci.ops.softmax.paged import attention_paged
 
@@ -97,7 +97,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(tune, "_start", begin)
     monkeypatch.setattr(plans, "_here", lambda: -1)
     monkeypatch.setattr(plans, "on_gpu", lambda x: isinstance(x, Tensor))
-    monkeypatch.setattr(plans, "_stream", lambda device: 0)
+    monkeypatch.setattr(steps, "_stream", lambda device: 0)
     for known, empty in (("_PLANS", {}), ("_SEEN", set()), ("_WHOLE", {}), ("_NEAR", {})):
         monkeypatch.setattr(plans, known, empty)
     return found

@@ -312,3 +312,40 @@ def test_a_kernel_that_asks_for_memory_of_its_own_is_lent_some_while_it_is_start
     assert _allocation._allocator.get() is before
     assert (seen[0] is before) == (size == 0)
     assert size == 0 or seen[0](size, 128, None) == ("lent", size)
+
+
+@pytest.mark.parametrize("size", [0, 128])
+def test_the_launcher_in_c_is_given_what_tritons_own_gives_it(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held against the Triton that is here, of which CI has each that `started` knows."""
+    pytest.importorskip("triton")
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    monkeypatch.setattr(tune, "_lent", lambda size, alignment, stream: ("lent", size))
+    seen: list[tuple[Any, ...]] = []
+    launcher = driver.CudaLauncher.__new__(driver.CudaLauncher)
+    named = {
+        "launch": lambda *given: seen.append(given), "launch_cooperative_grid": False, "launch_pdl": True,
+        "num_ctas": 2,
+        "arg_annotations": ("annotations",), "kernel_signature": b"signature", "global_scratch_align": 128,
+        "global_scratch_size": size, "profile_scratch_align": 1, "profile_scratch_size": 0,
+    }  # fmt: skip
+    for name, value in named.items():
+        setattr(launcher, name, value)
+    compiled = SimpleNamespace(run=launcher, function=5, packed_metadata=(4, 1, 99))
+    arguments = (16, (3, 1), None, True)
+    tune.fire(compiled, (3, 5, 7), 11, arguments)
+    found = tune.started(compiled, (3, 5, 7))
+    assert found.launch == launcher.launch and found.scratch == size * 2 * 105
+    told = {tune.STREAM: 11, tune.SCRATCH: ("lent", found.scratch)}
+    head = tuple(told.get(x, x) if x.__hash__ else x for x in found.head)
+    found.launch(*head, arguments) if found.nested else found.launch(*head, *arguments)
+    assert seen[0] == seen[1]
+
+
+def test_a_launcher_that_is_not_known_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(tune, "fire", lambda *given: seen.append(given))
+    compiled = SimpleNamespace(run=print)
+    found = tune.started(compiled, (3, 5, 7))
+    assert found.head == (tune.STREAM,) and not found.nested and not found.scratch
+    found.launch(11, 1, 2)
+    assert seen == [(compiled, (3, 5, 7), 11, (1, 2))]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 import foci
-from foci.core import library, plans, tune
+from foci.core import library, plans, steps, tune
 from foci.core.tune import interpreting
 from foci.ops.masks import Causal, Packed
 
@@ -63,7 +63,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "_start", start)
     monkeypatch.setattr(plans, "_here", lambda: -1)
     monkeypatch.setattr(plans, "on_gpu", lambda x: isinstance(x, Tensor))
-    monkeypatch.setattr(plans, "_stream", lambda device: 0)
+    monkeypatch.setattr(steps, "_stream", lambda device: 0)
     monkeypatch.setattr(library, "compiled_ahead", lambda *_: "")
 
 

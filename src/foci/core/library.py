@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from foci.core.ahead import compiled_ahead
 from foci.core.errors import Unsupported
 from foci.core.select import choose
 from foci.core.spec import Backend, Outputs, Spec
+from foci.core.steps import choice
 
 _SCHEMA_TYPES = {Tensor: "Tensor", float: "float", bool: "bool", int: "int", str: "str"}
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
@@ -76,11 +77,14 @@ def _brings_gradient(backend: Backend) -> bool:
     return bool(backend.missing()) or hasattr(backend.load(), "backward")
 
 
+_Playing = tuple[Callable[[], Outputs], "_Rest"]  # what plays a call, and what is known of it
+
+
 class _Way(NamedTuple):
     """How a backend runs a call; where it brings its gradient, also how autograd takes one, or what plays it."""
 
     run: Callable[[Any], Outputs]
-    training: Callable[[Callable[[], Outputs] | None, Any], Outputs] | None = None
+    training: Callable[[_Playing | None, Any], Outputs] | None = None
 
 
 def _transparent(backend: Backend) -> _Way:
@@ -101,16 +105,36 @@ def _through(values: tuple[Any, ...], call: Any, training: Any) -> plans.Through
     for place, x, shape in zip(places, given, shapes, strict=True):
         if shape is not None and not (x.numel() == shape.numel() and _same(x.detach().view(shape), call[place])):
             return None
-    blank = [None if isinstance(value, Tensor) else value for value in call]
+    rest = _Rest(call, lasts=True)
+    viewed = [(place, shape) for place, shape in enumerate(shapes) if shape is not None]
 
     def through(play: Callable[[], Outputs] | None, tensors: list[Tensor]) -> Outputs:
-        filled = blank.copy()
-        for place, x, shape in zip(places, tensors, shapes, strict=False):  # playing takes its memory behind them
-            filled[place] = x if shape is None else x.view(shape)
-        outputs: Outputs = training(play, filled)
+        tensors = tensors.copy()  # playing takes its memory behind them
+        for place, shape in viewed:
+            tensors[place] = tensors[place].view(shape)
+        outputs: Outputs = training(None if play is None else (play, rest), rest.filled(tensors))
         return outputs
 
     return through
+
+
+class _Rest:
+    """What is no tensor among the values of a call, and how its tensors come back to their places in between.
+
+    `lasts`: one for all calls like it.
+    """
+
+    def __init__(self, values: Sequence[Any], lasts: bool = False) -> None:
+        self.lasts = lasts
+        places = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
+        others = [place for place, value in enumerate(values) if not isinstance(value, Tensor)]
+        self.tensors, self.holes = choice(places), [Tensor if isinstance(x, Tensor) else x for x in values]
+        self.others = [values[place] for place in others]
+        order = [*places, *others]
+        self.order = choice([order.index(place) for place in range(len(order))])
+
+    def filled(self, tensors: list[Tensor]) -> tuple[Any, ...]:
+        return self.order(tensors + self.others)
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
@@ -145,8 +169,8 @@ def _opaque(spec: Spec, backend: Backend) -> _Way:
     # A Function's own `apply` does the same, but asks `inspect` for the signature of its forward at every call: 20 us.
     plainly = super(torch.autograd.Function, function).apply
 
-    def training(play: Callable[[], Outputs] | None, call: Any) -> Outputs:
-        outputs: Outputs = plainly(play, *call)
+    def training(playing: _Playing | None, call: Any) -> Outputs:
+        outputs: Outputs = plainly(playing, *call)
         return outputs[:count]
 
     def run(call: Any) -> Outputs:
@@ -309,43 +333,46 @@ def _function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> Any:
     fields = tuple(typing.get_type_hints(spec.call))
     places = tuple(fields.index(name) for name in spec.differentiable)
     count, keeps = len(spec.output_names), _keeps(backend)
-    guarded, by_plan = _guarded(spec, backend, backward_op), "triton" in backend.needs
-
-    def at_once(values: list[Any]) -> Any:
-        return plans.at_once(backend.load().backward, values)
+    made, guarded = count + keeps, _guarded(spec, backend, backward_op)
+    by_plan = _by_plan(backend, (count, made), places, len(fields)) if "triton" in backend.needs else None
 
     class Forward(torch.autograd.Function):
         @staticmethod
-        def forward(play: Callable[[], Outputs] | None, *values: Any) -> Outputs:
-            if play is not None:
-                return play()
+        def forward(playing: _Playing | None, *values: Any) -> Outputs:
+            if playing is not None:
+                return playing[0]()
             outputs: Outputs = (forward_op if _watched(values) else plain_forward)(*values)
             return outputs
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            _, *values = inputs
-            ctx.rest = [Tensor if isinstance(value, Tensor) else value for value in values]  # the class: a hole
-            ctx.save_for_backward(*output, *[value for value in values if isinstance(value, Tensor)])
+            playing, *values = inputs
+            if torch.compiler.is_compiling():
+                ctx.rest = [Tensor if isinstance(value, Tensor) else value for value in values]  # the class: a hole
+                tensors = [value for value in values if isinstance(value, Tensor)]
+            else:
+                ctx.known = _Rest(values) if playing is None else playing[1]
+                ctx.rest, tensors = ctx.known.holes, ctx.known.tensors(values)
+            ctx.save_for_backward(*tensors, *output)
             ctx.set_materialize_grads(False)
             if keeps:
                 ctx.mark_non_differentiable(output[count])
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            saved, (_, *wanted) = ctx.saved_tensors, ctx.needs_input_grad
-            outputs, tensors = saved[: count + keeps], iter(saved[count + keeps :])
-            call = [next(tensors) if value is Tensor else value for value in ctx.rest]
-            needs = [wanted[place] for place in places]
-            grads, found = grads[:count], None
+            saved = ctx.saved_tensors  # once: a checkpoint's hooks give them but once
             if by_plan and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-                found = at_once([*call, *outputs, *grads, needs])
-            if found is None:
-                if torch.is_grad_enabled() or plans.transformed():
-                    run = guarded.apply
-                else:
-                    run = backward_op if _watched((*call, *grads)) else plain_backward
-                found = run(*grads, *outputs, needs, *call)
+                played = by_plan(ctx, saved, grads)
+                if played is not None:
+                    return played
+            outputs, tensors, grads = saved[-made:], iter(saved[:-made]), grads[:count]
+            call = [next(tensors) if value is Tensor else value for value in ctx.rest]
+            needs = [ctx.needs_input_grad[1 + place] for place in places]
+            if torch.is_grad_enabled() or plans.transformed():
+                run = guarded.apply
+            else:
+                run = backward_op if _watched((*call, *grads)) else plain_backward
+            found = run(*grads, *outputs, needs, *call)
             gradients: list[Tensor | None] = [None] * len(call)
             for place, gradient in zip(places, found, strict=True):
                 gradients[place] = gradient
@@ -357,6 +384,29 @@ def _function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> Any:
 
     Forward.__name__ = Forward.__qualname__ = f"{spec.name}_{backend.name}_fwd"
     return Forward
+
+
+def _by_plan(backend: Backend, counts: tuple[int, int], places: tuple[int, ...], size: int) -> Callable[..., Any]:
+    """Plays a backward of this backend, None where it has no plan: autograd's thread is slow, so it does little.
+
+    `counts`: of outputs, and of all that the forward leaves; `places` of what is differentiable among `size` values.
+    """
+    count, made = counts
+    needed = choice([1 + place for place in places])
+    spread = choice([1 + places.index(place) if place in places else 0 for place in range(-1, size)])
+
+    def played(ctx: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> Any:
+        known, grads, needs = ctx.known, grads[:count], needed(ctx.needs_input_grad)
+
+        def values() -> tuple[Any, ...]:
+            return (*known.filled([*saved[:-made]]), *saved[-made:], *grads, [*needs])
+
+        there = [x for x in grads if x is not None]
+        apart = (known, needs, len(there) == count or tuple([x is None for x in grads])) if known.lasts else None
+        found = plans.at_once(backend.load().backward, [*saved, *there], apart, values)
+        return None if found is None else spread((None, *found))
+
+    return played
 
 
 def _one_by_one(apply: Callable[..., Any], info: Any, in_dims: Any, values: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -91,7 +92,13 @@ def recording(target: Target) -> Iterator[list[Launch]]:
 def interpreting() -> bool:
     """Whether Triton's interpreter, which takes tensors of the CPU, was on when Triton was imported."""
     triton = sys.modules.get("triton")
-    return triton is not None and bool(triton.knobs.runtime.interpret)
+    return triton is not None and _interprets(id(triton))
+
+
+@functools.cache
+def _interprets(triton: int) -> bool:
+    """Asked at every call: Triton itself reads it from the environment each time."""
+    return bool(sys.modules["triton"].knobs.runtime.interpret)
 
 
 @constant
@@ -253,6 +260,44 @@ def fire(compiled: Any, grid: tuple[int, ...], stream: int, arguments: Sequence[
             run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
     else:
         run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+
+
+class Started(NamedTuple):
+    """How a compiled kernel is started: `launch(*head, *arguments)`, or `launch(*head, arguments)` where `nested`.
+
+    In `head` STREAM and SCRATCH stand for the stream and for the address of `scratch` bytes for this launch alone.
+    """
+
+    launch: Callable[..., Any]
+    head: tuple[Any, ...]
+    nested: bool = False
+    scratch: int = 0
+
+
+STREAM, SCRATCH = object(), object()
+
+
+def started(compiled: Any, grid: tuple[int, ...]) -> Started:
+    """What `fire` comes to with this kernel and grid: the launcher in C, where nothing else is done on the way to it.
+
+    Held against the source of Triton's launcher on NVIDIA; all others are called as they are.
+    """
+    run = compiled.run
+    version = getattr(sys.modules.get("triton"), "__version__", "")[:4]
+    known = run.__class__.__module__ == "triton.backends.nvidia.driver" and run.__class__.__name__ == "CudaLauncher"
+    if not known or version not in ("3.6.", "3.7.") or run.profile_scratch_size:
+        return Started(functools.partial(_fired, compiled, grid), (STREAM,))
+    scratch = run.global_scratch_size * run.num_ctas * math.prod(grid)
+    room = SCRATCH if scratch else None
+    head = (*grid, STREAM, compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+    if version == "3.6.":
+        return Started(run.launch, (*head, room, None, compiled.packed_metadata, None, None, None), scratch=scratch)
+    head = (*head, compiled.packed_metadata, None, None, None, room, None, run.arg_annotations, run.kernel_signature)
+    return Started(run.launch, head, nested=True, scratch=scratch)
+
+
+def _fired(compiled: Any, grid: tuple[int, ...], stream: int, *arguments: Any) -> None:
+    fire(compiled, grid, stream, arguments)
 
 
 class _Lending:
