@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
+from torch import Tensor
+
 from foci.ops.delta.cases import Delta
+from foci.ops.draw import Draw
 from foci.ops.recurrent import SIX
 
 # Key and value heads of Qwen3.5 over ranks, and the lengths of the documents: FlashQLA's published H200 table.
@@ -25,9 +29,15 @@ def _qwen(G: int, H: int, lengths: tuple[int, ...]) -> Delta:
     )  # fmt: skip
 
 
+def _slow(draw: Draw, *shape: int) -> Tensor:
+    """A hundredth of what models have: nothing is forgotten, and no piece of a sequence can be walked alone."""
+    return draw.gates(*shape) / 100
+
+
 PROBLEMS = (
     *(Delta(f"GDN {B}x{T}x{H}x{D}", B=B, T=T, H=H, K=D, decay="token") for B, T, H, D in SIX),
     *(_qwen(*row) for row in QWEN),
+    replace(_qwen(16, 32, (8192,)), name="Qwen GDN 8192x1 16:32x128, slow gates", gates=_slow),
     *(Delta(f"KDA {B}x{T}x64x128", B=B, T=T, H=64, K=128, decay="channel") for B, T in KIMI),
     Delta("DeltaNet 4x2048x16x128", B=4, T=2048, H=16, K=128),
     Delta("small GDN 1x256x4x64", B=1, T=256, H=4, K=64, decay="token"),
