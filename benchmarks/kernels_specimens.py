@@ -193,6 +193,7 @@ _DELTA = (
     Specimen("delta", "Gated DeltaNet", recurrence(beta=True, decay="token", G=16, H=32)),
     Specimen("delta", "Kimi Delta Attention", recurrence(beta=True, decay="channel")),
     Specimen("delta", "Gated DeltaNet of few heads, in pieces", recurrence(beta=True, decay="token", G=1, H=2)),
+    Specimen("delta", "Gated DeltaNet in pieces by its gates", recurrence(beta=True, decay="token"), where="sm_90"),
     Specimen("delta", "packed Gated DeltaNet", recurrence(beta=True, decay="token", packed=True, state=True)),
     *_rest(
         "delta",

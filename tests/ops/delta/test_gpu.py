@@ -34,8 +34,10 @@ def test_the_kept_buffer_has_room_for_its_parts_and_no_more(dtype: torch.dtype, 
     assert parts.inverse.shape == parts.products.shape == (1, 70, 3, wide)
     by_rows = dtype == torch.bfloat16 and gates < 2
     assert parts.rows.shape == (slots, 3, 2, 64) if by_rows else parts.rows is None
+    forgets = by_rows and gates == 1
+    assert parts.reach.shape == (slots, 3) if forgets else parts.reach is None
     parts = [part for part in parts if part is not None]
-    assert len(parts) == (7 if gates == 1 else 4) + by_rows
+    assert len(parts) == (7 if gates == 1 else 4) + by_rows + forgets
     size = sum(part.numel() * part.element_size() for part in parts)
     assert 0 <= 4 * buffer.numel() - size < 16 * len(parts)
     starts = sorted(part.data_ptr() - buffer.data_ptr() for part in parts)

@@ -93,8 +93,9 @@ def left_by_forward(call: Call) -> tuple[Tensor | None, ...]:
         else None
     )
     if not per_token:
-        return states, d, X, A, None, None, None, rows
-    return states, d, X, A, rise[..., 0], (fall[..., 0] * beta).float(), total[..., 0], rows
+        return states, d, X, A, None, None, None, rows, None
+    reach = total[..., 0].log2().clamp(min=-9600.0) if half == torch.bfloat16 else None  # its keys are of length 1
+    return states, d, X, A, rise[..., 0], (fall[..., 0] * beta).float(), total[..., 0], rows, reach
 
 
 def left_for_tma(packed: list[tuple[int, int]] | None, slots: int, rise: Tensor, write: Tensor) -> Tensor:

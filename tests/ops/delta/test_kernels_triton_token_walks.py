@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from foci.core import tune
 from foci.ops.delta import gpu
+from foci.ops.delta import pieces as maps
 from foci.ops.delta.api import delta_rule
 from foci.ops.delta.call import bind
 from foci.ops.delta.cases import Delta
+from foci.ops.draw import Draw
+from foci.ops.stretches import cut_into
 from tests.ops.delta.in_bfloat16 import halves  # noqa: F401  a fixture
 from tests.ops.delta.test_kernels_triton_backward import CPU
 from tests.ops.delta.test_kernels_triton_backward import apart as apart_backward
@@ -55,6 +61,154 @@ class TestWithinBudget:
     def test_backward(self, more: dict[str, Any]) -> None:
         errors = apart_backward(problem(more))
         assert all(e <= BUDGET[torch.bfloat16] for e in errors.values()), errors
+
+
+def all_of(gate: float) -> Callable[..., Tensor]:
+    return lambda _, *shape: torch.full(shape, gate)
+
+
+def halted(draw: Draw, *shape: int) -> Tensor:
+    """Two tokens that forget all, else hardly anything."""
+    gates = 0.01 * draw.gates(*shape)
+    gates[:, [70, 250]] = -torch.inf
+    return gates
+
+
+AT_ONCE, IN_THREE, NEVER = all_of(-3.0), all_of(-0.6), all_of(-1e-3)  # chunks
+IN_PIECES = [
+    {"T": 390, "H": 2, "state": True},
+    {"T": 330, "K": 128, "V": 96, "gates": AT_ONCE},
+    {"T": 510, "gates": IN_THREE, "state": True},
+    {"T": 385, "gates": NEVER, "state": True},
+    {"T": 300, "gates": Draw.extremes},
+    {"T": 400, "gates": halted, "alike": "correlated", "beta": 2.0, "state": True},
+    {"T": 390, "gates": all_of(-2.0), "length": 1.5, "beta": 2.0},
+    {"T": 640, "H": 2, "gates": IN_THREE, "offsets": (0, 0, 1, 6, 500, 500, 640), "state": True},
+    {"B": 2, "T": 260, "H": 2, "G": 2, "decay": "head"},
+]
+
+
+WRONG = [
+    *((name, 5, torch.nan) for name in ("q", "k", "v", "beta", "log_decay", "state")),
+    *((name, 192, torch.nan) for name in ("q", "k", "v", "log_decay", "d_out", "d_final")),
+    *((name, 5, torch.inf) for name in ("v", "state")),
+    *((name, 192, torch.inf) for name in ("q", "d_out")),
+]
+
+
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """So many of each sequence, whatever the rules say."""
+
+    def into(pieces: int) -> None:
+        monkeypatch.setattr(token_walks, "shares", lambda *_: pieces)
+
+    monkeypatch.setattr(maps, "cut", lambda N, B, T, packed, *_: cut_into(0, N, T, packed))
+    monkeypatch.setattr(token_walks, "suits", lambda *_: True)
+    into(3)
+    return into
+
+
+def whole_walk(inputs: dict[str, Any], d_out: Tensor, d_final: Tensor) -> dict[str, Tensor]:
+    """All that a forward and a backward give, by name."""
+    call = bind(**there(inputs))
+    outputs = gpu.forward(call, True)
+    needs = [isinstance(x, Tensor) for x in call[:7]]
+    grads = gpu.backward(call, outputs, (d_out.to(call.v.device), d_final.to(call.v.device)), needs)
+    parts = gpu._parts(call, outputs[2])
+    found = {"out": outputs[0], "final": outputs[1], "states": parts.states, "errors": parts.errors}
+    return {n: x.cpu() for n, x in (found | dict(zip(call._fields, grads, strict=False))).items() if x is not None}
+
+
+def draws(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    draw, (_, _, H, V) = torch.Generator().manual_seed(1), inputs["v"].shape
+    sequences = inputs["state"].shape[0] if "state" in inputs else inputs["v"].shape[0]
+    d_final = torch.randn(sequences, H, inputs["q"].shape[3], V, generator=draw)
+    return torch.randn(inputs["v"].shape, generator=draw).bfloat16(), d_final
+
+
+small = partial(dict, H=1, G=1)
+
+
+@pytest.mark.usefixtures("halves")
+class TestInPieces:
+    @pytest.mark.parametrize("more", IN_PIECES)
+    def test_within_the_budget(self, more: dict[str, Any], in_pieces: Callable[[int], None]) -> None:
+        inputs = problem(small() | more)
+        truth = delta_rule(**exact(inputs), return_state=True, backend="chunked")
+        found = gpu.forward(bind(**there(inputs)), False)
+        errors = [error(x.cpu(), wanted) for x, wanted in zip(found, truth, strict=True)]
+        assert all(e <= BUDGET[torch.bfloat16] for e in errors), errors
+        errors = apart_backward(inputs)
+        assert all(e <= BUDGET[torch.bfloat16] for e in errors.values()), errors
+
+    @pytest.mark.parametrize("gates", [NEVER, AT_ONCE, halted], ids=["never", "at once", "halted"])
+    @pytest.mark.parametrize("offsets", [(), (0, 3, 330)])
+    def test_nothing_changes_where_all_is_remembered_or_nothing(
+        self, gates: Any, offsets: tuple[int, ...], in_pieces: Callable[[int], None]
+    ) -> None:
+        inputs = problem(small(T=330, gates=gates, state=True, offsets=offsets))
+        into = draws(inputs)
+        found = whole_walk(inputs, *into)
+        in_pieces(1)
+        wanted = whole_walk(inputs, *into)
+        for name, x in found.items():
+            assert x.equal(wanted[name]), name
+
+    @pytest.mark.parametrize(("name", "token", "wrong"), WRONG)
+    def test_what_is_no_number_is_never_forgotten(
+        self, name: str, token: int, wrong: float, in_pieces: Callable[[int], None]
+    ) -> None:
+        inputs = problem(small(T=193, gates=AT_ONCE, state=True))
+        inputs |= dict(zip(("d_out", "d_final"), draws(inputs), strict=True))
+        x = inputs[name]
+        x[(0, 0, 3, 5) if name in ("state", "d_final") else (0, token, 0, 5)[: x.dim()]] = wrong
+        into = [inputs.pop(n) for n in ("d_out", "d_final")]
+        found = whole_walk(inputs, *into)
+        in_pieces(1)
+        for n, wanted in whole_walk(inputs, *into).items():
+            assert found[n].isfinite().equal(wanted.isfinite()), n
+
+    def test_what_comes_later_changes_no_bit(self, in_pieces: Callable[[int], None]) -> None:
+        inputs = problem(small(T=320, gates=Draw.gates))
+        d_out, d_final = draws(inputs)
+        for start in (300, 100):
+            d_out[:, start:], d_final[:] = 0, 0
+            later = {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+            for name in ("q", "k", "v", "beta"):
+                later[name][:, start:] *= -0.5
+            later["log_decay"][:, start:] = -torch.inf
+            found, wanted = (whole_walk(given, d_out, d_final) for given in (later, inputs))
+            for name in ("out", "q", "k", "v", "beta", "log_decay"):
+                assert found[name][:, :start].equal(wanted[name][:, :start]), name
+
+    def test_reach_bounds_what_is_left_of_a_state(self, in_pieces: Callable[[int], None]) -> None:
+        inputs = problem(small(T=330, H=2, gates=Draw.extremes, length=1.5, beta=2.0))
+        inputs["beta"][0, 200, 1] = torch.nan
+        call = bind(**there(inputs))
+        found = gpu._parts(call, gpu.forward(call, True)[2]).reach.cpu()
+        g, beta, k = (inputs[name].double() for name in ("log_decay", "beta", "k"))
+        grown = (1 - beta * (k * k).sum(3)).abs().clamp(min=1).log2()
+        each = g.clamp(min=-104) / torch.tensor(2.0).double().log() + grown
+        wanted = torch.stack([x.sum(0) for x in each[0].split(64)])
+        assert found[3, 1] == torch.inf and found[3, 0].isfinite()
+        wanted[3, 1] = torch.inf
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-3)
+
+
+def test_sequences_are_cut_where_gates_may_forget_and_processors_idle() -> None:
+    target = tune.TARGETS["sm_90"]
+
+    def shares(T: int = 8192, H: int = 32, K: int = 128, gates: int = 1, **more: Any) -> int:
+        q, v = (torch.empty(1, T, H, n, dtype=torch.bfloat16, device="meta") for n in (K, 128))
+        g = torch.empty(*((1, T) if gates else ()), H, *((gates,) if gates > 1 else ()), device="meta")
+        beta = torch.empty(1, T, H, device="meta")
+        return token_walks.shares(bind(**{"q": q, "k": q, "v": v, "beta": beta, "log_decay": g} | more), target)
+
+    assert shares() == shares(gates=0) == shares(T=3072) == 2 and shares(H=16) == 4 and shares(H=16, T=3072) == 2
+    assert shares(H=64) == shares(T=3071) == shares(offsets=torch.empty(5, dtype=torch.int64, device="meta")) == 1
+    erase = torch.empty(1, 8192, 32, 128, dtype=torch.bfloat16, device="meta")
+    assert shares(log_decay=None) == shares(gates=128) == shares(erase=erase) == shares(K=96) == 1
 
 
 @pytest.mark.parametrize(("heads", "enough"), [(66, False), (67, True)])

@@ -36,8 +36,10 @@ def _counts(call: Call) -> tuple[int, ...]:
     B, T, _, H, _, V, _ = call.sizes
     tokens, per_token = B * T * H, call.log_decay is not None and call.log_decay.shape[3] == 1
     gates = (tokens, tokens, _slots(call) * H) if per_token else (0, 0, 0)
-    rows = 2 * _slots(call) * H * CHUNK if call.v.dtype == torch.bfloat16 and not per_channel(call) else 0
-    return tuple(-(-n // 4) * 4 for n in (tokens * CHUNK, tokens * CHUNK, tokens * V, *gates, rows))
+    walk = (0, 0)
+    if call.v.dtype == torch.bfloat16 and not per_channel(call):
+        walk = 2 * _slots(call) * H * CHUNK, gates[2]
+    return tuple(-(-n // 4) * 4 for n in (tokens * CHUNK, tokens * CHUNK, tokens * V, *gates, *walk))
 
 
 def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
@@ -84,13 +86,15 @@ def _parts(call: Call, buffer: Tensor) -> Any:
 
     B, T, _, H, K, V, _ = call.sizes
     counts, slots, dtype = _counts(call), _slots(call), stored(call.v.dtype)
-    inverse, products, errors, rise, write, total, rows, states = buffer.split([*counts, buffer.numel() - sum(counts)])
+    inverse, products, errors, *gated, states = buffer.split([*counts, buffer.numel() - sum(counts)])
+    rise, write, total, rows, reach = gated
     errors = errors[: B * T * H * V]
     two = call.v.dtype == torch.bfloat16 and not per_channel(call)
     gates: tuple[Tensor | None, ...] = (None, None, None)
     if rise.numel():
         gates = (*(x[: B * T * H].view(B, T, H) for x in (rise, write)), total[: slots * H].view(slots, H))
     gates += (rows.view(slots, H, 2, CHUNK) if rows.numel() else None,)
+    gates += (reach[: slots * H].view(slots, H) if reach.numel() else None,)
     return Parts(
         states.view(dtype)[: slots * H * K * V].view(-1, H, K, V),
         errors.view(dtype).view(2, B, T, H, V) if two else errors.view(B, T, H, V),

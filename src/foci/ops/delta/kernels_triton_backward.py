@@ -287,7 +287,7 @@ def _walk(
     dv is in float32; in bfloat16, but for gates per channel, it is two: dv rounded and what that left.
     """
     call, d_value, R, H, K, V = problem.call, problem.found[2], problem.H // problem.G, problem.H, problem.K, problem.V
-    states, _, inverse, products, rise, write, gone, rows = kept
+    states, _, inverse, products, rise, write, gone, rows, reach = kept
     q, k, e, write = call.q, call.k, call.erase, call.beta if write is None else write
     if problem.per_channel:
         q, k, e, gone = channels.with_decays(problem, states)
@@ -304,10 +304,10 @@ def _walk(
     tma = problem.target.arch == 90 and q.dtype == torch.bfloat16 and K % config["BLOCK_K"] == 0
     operands = q, k, e, d_out, d_value
     tma = tma and all(map(by_tma, operands))
-    if two and not pieces.tokens and token_walks.suits(problem.N * H, K, V, problem.target, *operands):
-        token_walks.backward(
-            call, (rows, gone, products, inverse), d_out, d_final, dv, beside, behind, problem.found[6]
-        )
+    shares = token_walks.shares(call, problem.target)
+    if two and not pieces.tokens and token_walks.suits(problem.N * H * shares, K, V, problem.target, *operands):
+        left = rows, gone, reach if shares > 1 else None, products, inverse
+        token_walks.backward(call, left, shares, d_out, d_final, dv, beside, behind, problem.found[6])
         return (dv, beside), behind
 
     if problem.per_channel and tma and not pieces.tokens and channel_walks.fits(K, V, config, problem.target):

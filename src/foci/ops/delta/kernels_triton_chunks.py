@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foci.core.tune import Config, Target, launch, strides
 from foci.tiles.gates import load_gates
-from foci.tiles.near import LOG2E, bounded
+from foci.tiles.near import LOG2E, UNREAD, bounded
 from foci.tiles.solve import blocks_in_two, inverse_in_two
 from foci.tiles.state import chunk_at, halves, in_two
 from foci.tiles.whole import read, write
@@ -44,11 +44,15 @@ def times(x, y):  # type: ignore[no-untyped-def]
 @triton.jit
 def token_chunks_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr,
-    X_ptr, A_ptr, P_ptr, rise_ptr, write_ptr, total_ptr, Q_ptr, rows_ptr,
+    X_ptr, A_ptr, P_ptr, rise_ptr, write_ptr, total_ptr, Q_ptr, rows_ptr, reach_ptr,
     q_strides, k_strides, e_strides, beta_strides, g_strides, scale, T, N, H, R, K,
     WHOLE: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One chunk and head. WHOLE: no tile reaches beyond its tensor (tiles/whole.py). Without `A_ptr` A is not kept."""
+    """One chunk and head. WHOLE: no tile reaches beyond its tensor (tiles/whole.py). Without `A_ptr` A is not kept.
+
+    reach: a state's column, of length 1 before the chunk, has 2 to this behind it at most. Infinite where a key, a beta
+    or a gate is no number; UNREAD at least where a query is none, if gradients are wanted.
+    """
     h = (tl.program_id(0) % H).to(tl.int64)
     n, b, t0, stop, slot = chunk_at(offsets_ptr, tl.program_id(0) // H, N, T, CHUNK)
     if n < 0:
@@ -93,9 +97,17 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
         E = tl.dot(es[i], tl.trans(ks[i]), E)
     # What is past the end has no key, so that X is there the unit matrix's and 0 beside it.
     blocks = blocks_in_two(times(E * W, (beta * -1.0)[None, :]))
+    if reach_ptr is not None:  # I - beta k k^T makes nothing longer than this
+        grown = tl.abs(1.0 - beta * tl.sum(tl.where(t[:, None] == t[None, :], E, 0.0), 1))
+        reach = whole + tl.sum(tl.where(grown <= 1.0, 0.0, tl.log2(grown)), 0)
     A = tl.zeros([CHUNK, CHUNK], tl.float32)
     for i in tl.static_range(TILES):
         A = tl.dot(qs[i], tl.trans(ks[i]), A)
+    if reach_ptr is not None:
+        reach = tl.where(reach < float("inf"), reach, float("inf"))
+        if A_ptr is not None:  # what is no number in a query is none in gradients before it, and in no later output
+            reach = tl.where(tl.sum(tl.sum(A * 0.0, 1), 0) == 0.0, reach, tl.maximum(reach, UNREAD))
+        tl.store(reach_ptr + slot * H + h, reach)
     high, low = in_two(times(A * W, (beta * scale)[None, :]))
     there = (row * T * H + h) * CHUNK
     if A_ptr is not None:
@@ -127,7 +139,7 @@ def chunks(
     call: Any, inverse: Tensor, products: Tensor | None, through: Tensor, gated: Sequence[Tensor | None], slots: int,
     whole: bool, config: Config, room: Mapping[str, int],
 ) -> None:  # fmt: skip
-    """Fills X, A where it is wanted, P, and rise, write, total, Q and rows (`gated`)."""
+    """Fills X, A where it is wanted, P, and rise, write, total, Q, rows and reach (`gated`)."""
     _, T, G, H, K, _, N = call.sizes
     launch(
         token_chunks_kernel, (slots * H,),

@@ -69,6 +69,7 @@ class Parts(NamedTuple):
     write: Tensor | None
     total: Tensor | None
     rows: Tensor | None  # in bfloat16, but for gates per channel, as Gated has it
+    reach: Tensor | None  # in bfloat16 with gates per token, as Gated has it
 
 
 class Gated(NamedTuple):
@@ -81,6 +82,7 @@ class Gated(NamedTuple):
     erase: Tensor | None  # per channel: [B,T,H,K], rise e
     key: Tensor | None  # per channel: [B,T,H,K], fall beta k; in bfloat16 [2,B,T,H,K], its rounding and what that left
     rows: Tensor | None  # in bfloat16, but for gates per channel: [slots,H,2,64], rise and write (beta), for TMA
+    reach: Tensor | None  # where `cut`: [slots,H], what is left of a state (kernels_triton_chunks.py)
 
 
 @triton.jit
@@ -406,7 +408,8 @@ def forward(
     else:
         inverse, products = torch.empty(2, *wide[not halves], **near).unbind()
     through = torch.empty(wide[1], **near) if halves else None
-    gated = chunks(call, parts, inverse, products, through, slots, target, at_once, channel_chunks)
+    shares = token_walks.shares(call, target)
+    gated = chunks(call, parts, inverse, products, through, slots, shares > 1, target, at_once, channel_chunks)
     room = torch.empty if call.offsets is None else torch.zeros  # tokens behind the last document are in no chunk
     out = room(B, T, H, V, dtype=v.dtype, device=v.device)
     final = torch.empty(N, H, K, V, dtype=torch.float32, device=v.device)
@@ -421,8 +424,8 @@ def forward(
     vary = {"BLOCK_V": (16, 32, 64)} if v.dtype == torch.bfloat16 else {}
     walk = configure("delta_walk", (v.dtype, K, V, tiles), rule, target, vary)
     blocks = -(-V // walk["BLOCK_V"])
-    if not pieces.tokens and gated.key is None and token_walks.suits(N * H, K, V, target, q, k, e, v):
-        token_walks.forward(call, parts, q, inverse, through, gated.rows, gated.total, out, final)
+    if not pieces.tokens and gated.key is None and token_walks.suits(N * H * shares, K, V, target, q, k, e, v):
+        token_walks.forward(call, parts, q, inverse, through, gated, shares, out, final)
         return out, final
     if not pieces.tokens and tiles == 4 and channel_walks.fits(K, V, walk, target) and by_tma(v):
         channel_walks.forward(call, parts, inverse, through, gated, out, final, pieces.programs * H * blocks, walk)
@@ -448,28 +451,26 @@ def forward(
 
 def chunks(
     call: Any, parts: Parts | None, inverse: Tensor, products: Tensor, through: Tensor | None, slots: int,
-    target: Target, at_once: Any, channel_chunks: Any,
+    cut: bool, target: Target, at_once: Any, channel_chunks: Any,
 ) -> Gated:  # fmt: skip
-    """The first launch: fills `inverse`, `products` and `through`; and what it makes of gates."""
+    """The first launch: fills `inverse`, `products` and `through`; and what it makes of gates; `cut`: reach too."""
     B, T, G, H, K, _, N = call.sizes
     v, g = call.v, call.log_decay
     per_channel = g is not None and g.shape[3] > 1
-    gated = Gated(*[None] * 7)
-    rise: Tensor | None
-    write: Tensor | None
-    gone: Tensor | None
+    gated = Gated(*[None] * 8)
+    each: tuple[Tensor | None, ...]
     if per_channel:
         total = torch.empty(slots, H, K, dtype=torch.float32, device=v.device)
         halves = 2 if stored(v.dtype) == torch.bfloat16 else 1
         made = torch.empty(2 + halves, B, T, H, K, dtype=stored(v.dtype), device=v.device)
-        gated = Gated(None, None, total, made[0], made[1], made[2:], None)
+        gated = Gated(None, None, total, made[0], made[1], made[2:], None, None)
     elif g is not None:
         if parts is None:
-            rise, write = torch.empty(2, B, T, H, dtype=torch.float32, device=v.device).unbind()
-            gone = torch.empty(slots, H, dtype=torch.float32, device=v.device)
+            wide = {"dtype": torch.float32, "device": v.device}
+            each = (*torch.empty(2, B, T, H, **wide).unbind(), *torch.empty(2, slots, H, **wide).unbind())
         else:
-            rise, write, gone = parts.rise, parts.write, parts.total
-        gated = Gated(rise, write, gone, None, None, None, None)
+            each = parts.rise, parts.write, parts.total, parts.reach
+        gated = gated._replace(rise=each[0], write=each[1], total=each[2], reach=each[3] if cut else None)
     if through is not None and not per_channel:
         rows = torch.empty(slots, H, 2, CHUNK, device=v.device) if parts is None else parts.rows
         gated = gated._replace(query=torch.empty(B, T, H, K, dtype=through.dtype, device=v.device), rows=rows)
@@ -483,7 +484,7 @@ def chunks(
     if through is not None:
         first = channel_chunks if per_channel else at_once if at_once.fits(call, target) else None
         if first is not None:
-            part = gated[2:6] if per_channel else (*gated[:4], gated.rows)
+            part = gated[2:6] if per_channel else (*gated[:4], *gated[6:])
             first.chunks(call, inverse, parts and products, through, part, slots, whole, config, room)
             return gated
     for again in (False, True)[: 2 if by_near else 1]:

@@ -13,6 +13,12 @@ What is said first is loaded first: a wait for TMA ends a stretch of code, and i
 time of products with other work. Stores of one shape have one place in shared memory, and each waits until the last has
 left it: they are far apart. Factors per token lie by columns here, where of a load each thread would take 16 addresses:
 TMA brings them too, as rows of 64 (kernels_triton_forward.py: Gated.rows).
+
+Where gates forget, few heads still fill a GPU: a sequence is cut into pieces, walked at once, each of which begins with
+the state at its first chunk. What was there some chunks before has a factor of all gates since then, and of each
+token's I - beta k k^T, which makes nothing longer than |1 - beta |k|^2| or 1 do. Where the product of these is less
+than 2^-150, which float32 has not, it is 0: so a piece warms up from there on, by states alone. Where nothing is
+forgotten it begins with the sequence. By such a factor of 0 what is no number stays none, as it does in one walk.
 """
 
 from __future__ import annotations
@@ -29,23 +35,65 @@ from torch import Tensor
 from foci.core.tune import Config, Target, by_tma, configure, launch, strides, target_of
 from foci.tiles.affine import load_state
 from foci.tiles.memory import opened, store_tile
+from foci.tiles.near import UNREAD
 from foci.tiles.state import halves, in_two, nearest_in_two, sequence
 
 CHUNK = 64
+SHORTEST = 24  # chunks of a piece
+FORGOTTEN: tl.constexpr = tl.constexpr(-150.0)  # of powers of 2: as a factor that is 0 in float32
+WARM: tl.constexpr = tl.constexpr(18)  # chunks that warm up a piece, as gates of trained models have it
+
+
+@triton.jit
+def share(piece, pieces, chunks):  # type: ignore[no-untyped-def]
+    """(first chunk, end) of a piece. The first has nothing before it: it is longer by WARM, or a 7th of all."""
+    more = tl.minimum(chunks // 7, WARM)
+    first = tl.where(piece == 0, 0, more + (chunks - more) * piece // pieces)
+    return first, more + (chunks - more) * (piece + 1) // pieces
+
+
+@triton.jit
+def remembered(reach_ptr, step, count, MOST: tl.constexpr, BLOCK: tl.constexpr = 128):  # type: ignore[no-untyped-def]
+    """(from which of `count` chunks on something is left, 0): NaN in place of 0 where one reaches further than MOST.
+
+    What was before chunk i is left with 2 to the sum of what they reach, i and those behind it (`reach` of
+    kernels_triton_chunks.py), `step` apart.
+    """
+    begin, reaches, worst = 0, 0.0, 0.0
+    for i in tl.range(0, count, BLOCK):
+        at = count - 1 - i - tl.arange(0, BLOCK)
+        reach = tl.load(reach_ptr + at.to(tl.int64) * step, mask=at >= 0, other=0.0)
+        begin = tl.maximum(begin, tl.max(tl.where(reaches + tl.cumsum(reach, 0) <= FORGOTTEN, at, 0), 0))
+        reaches, worst = reaches + tl.sum(reach, 0), tl.maximum(worst, tl.max(reach, 0))
+    return begin, tl.where(worst > MOST, float("nan"), 0.0)
+
+
+@triton.jit
+def forgotten(there, t1, t2, v0, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What is left of columns v0.. of tokens t1..t2, whole chunks, by a factor of 0: 0, or NaN of what is no number."""
+    left = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+    for t0 in tl.range(t1, t2, CHUNK, num_stages=8):
+        left += there.load([t0, v0]).to(tl.float32) * 0.0
+    return tl.sum(left, 0)
 
 
 @triton.jit
 def token_walk_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, v_ptr, X_ptr, P_ptr, rows_ptr, total_ptr, state_ptr, offsets_ptr,
+    q_ptr, k_ptr, e_ptr, v_ptr, X_ptr, P_ptr, rows_ptr, total_ptr, reach_ptr, state_ptr, offsets_ptr,
     out_ptr, final_ptr, errors_ptr, states_ptr,
-    k_strides, e_strides, v_strides, state_strides, T, N, H, R, V, apart,
+    k_strides, e_strides, v_strides, state_strides, T, N, H, R, V, apart, pieces,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_V columns of one head's state through one sequence, and what its tokens read: `walk_kernel` of Q and P."""
+    """BLOCK_V columns of one head's state through one sequence, and what its tokens read: `walk_kernel` of Q and P.
+
+    With `reach_ptr` through one of its `pieces`, after the chunks before it that are not forgotten.
+    """
     K: tl.constexpr = BLOCK_K
     v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
     rest = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
-    h, n = (rest % H).to(tl.int64), (rest // H).to(tl.int64)
+    h, n, piece = (rest % H).to(tl.int64), (rest // H).to(tl.int64), 0
+    if reach_ptr is not None:
+        n, piece = n // pieces, rest // H % pieces
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
     row = tl.cast(b, tl.int64)
     tokens, first = row * T * H + h, tl.cast(slot, tl.int64) * H + h
@@ -67,54 +115,79 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
     if state_ptr is not None:
         state_ptr += n * state_strides[0] + h * state_strides[1]
     S = tl.trans(load_state(state_ptr, state_strides, K, v0, V, 1, K, BLOCK_V)[0])
-    if total_ptr is not None:
-        gone = tl.load(total_ptr + first, mask=chunks > 0, other=0.0)  # each a chunk before it is wanted
-    for t0 in tl.range(start, stop, CHUNK):
-        chunk = (t0 - start) // CHUNK
-        v, P = v_there.load([t0, v0]), P_there.load([t0, 0])
-        k, q = k_there.load([t0, 0]), q_there.load([t0, 0])
-        e = k
-        if e_ptr is not None:
-            e = e_there.load([t0, 0])
-        X, X_lost = X_there.load([t0, 0]), X_there.load([t0, CHUNK])
-        write = rows_there.load([2 * H * chunk + 1, 0])
-        operand = S.to(tl.bfloat16)
-        if states_ptr is not None:
-            states_there.store([chunk * H * K, v0], tl.trans(operand))
-        read = tl.dot(operand, tl.trans(e))
-        if total_ptr is not None:
-            rise = rows_there.load([2 * H * chunk, 0])
-        o = tl.dot(tl.trans(v), tl.trans(P), tl.dot(operand, tl.trans(q)))
-        if total_ptr is not None:
-            read *= rise
-        high, low = in_two(tl.trans(v).to(tl.float32) - read)
-        out_there.store([t0, v0], tl.trans(o).to(out_there.dtype))
-        d = halves(high, low, tl.trans(X), tl.trans(X_lost), tl.zeros_like(read))
-        if total_ptr is not None:
-            S *= gone
-            gone = tl.load(total_ptr + first + (chunk + 1) * H, mask=chunk + 1 < chunks, other=0.0)
-        if states_ptr is not None:
-            said, unsaid = nearest_in_two(d)
-            errors_there.store([t0, v0], tl.trans(said))
-        high, low = in_two(d * write)
-        S = tl.dot(high, k, tl.dot(low, k, S))
-        if states_ptr is not None:
-            unsaid_there.store([t0, v0], tl.trans(unsaid))
-    store_tile(final_ptr + (n * H + h) * K * V, tl.trans(S), 0, K, V, v0, V, 1)
+    begin, own, end = start, start, stop
+    if reach_ptr is not None:
+        ahead, behind = share(piece, pieces, chunks)
+        if (ahead == behind) & (piece < pieces - 1):
+            return
+        known, lost = remembered(reach_ptr + first, H, ahead, 2 * UNREAD)
+        begin, own, end = start + known * CHUNK, start + ahead * CHUNK, tl.minimum(start + behind * CHUNK, stop)
+        lost += forgotten(v_there, start, begin, v0, CHUNK, BLOCK_V)
+        S = S * tl.where(known == 0, 1.0, 0.0) + lost[:, None]
+    for phase in tl.static_range(1 if reach_ptr is None else 0, 2):
+        t1, t2 = begin, own
+        if phase == 1:
+            t1, t2 = own, end
+        if total_ptr is not None:  # each a chunk before it is wanted
+            gone = tl.load(total_ptr + first + (t1 - start) // CHUNK * H, mask=t1 < stop, other=0.0)
+        for t0 in tl.range(t1, t2, CHUNK):
+            chunk = (t0 - start) // CHUNK
+            v = v_there.load([t0, v0])
+            if phase == 1:
+                P = P_there.load([t0, 0])
+            k = k_there.load([t0, 0])
+            if phase == 1:
+                q = q_there.load([t0, 0])
+            e = k
+            if e_ptr is not None:
+                e = e_there.load([t0, 0])
+            X, X_lost = X_there.load([t0, 0]), X_there.load([t0, CHUNK])
+            write = rows_there.load([2 * H * chunk + 1, 0])
+            operand = S.to(tl.bfloat16)
+            if states_ptr is not None and phase == 1:
+                states_there.store([chunk * H * K, v0], tl.trans(operand))
+            read = tl.dot(operand, tl.trans(e))
+            if total_ptr is not None:
+                rise = rows_there.load([2 * H * chunk, 0])
+            if phase == 1:
+                o = tl.dot(tl.trans(v), tl.trans(P), tl.dot(operand, tl.trans(q)))
+            if total_ptr is not None:
+                read *= rise
+            high, low = in_two(tl.trans(v).to(tl.float32) - read)
+            if phase == 1:
+                out_there.store([t0, v0], tl.trans(o).to(out_there.dtype))
+            d = halves(high, low, tl.trans(X), tl.trans(X_lost), tl.zeros_like(read))
+            if total_ptr is not None:
+                S *= gone
+                gone = tl.load(total_ptr + first + (chunk + 1) * H, mask=chunk + 1 < chunks, other=0.0)
+            if states_ptr is not None and phase == 1:
+                said, unsaid = nearest_in_two(d)
+                errors_there.store([t0, v0], tl.trans(said))
+            high, low = in_two(d * write)
+            S = tl.dot(high, k, tl.dot(low, k, S))
+            if states_ptr is not None and phase == 1:
+                unsaid_there.store([t0, v0], tl.trans(unsaid))
+    if reach_ptr is None or piece == pieces - 1:
+        store_tile(final_ptr + (n * H + h) * K * V, tl.trans(S), 0, K, V, v0, V, 1)
 
 
 @triton.jit
 def token_walk_back_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, rows_ptr, total_ptr, A_ptr, X_ptr, d_out_ptr, d_final_ptr, offsets_ptr,
+    q_ptr, k_ptr, e_ptr, rows_ptr, total_ptr, reach_ptr, A_ptr, X_ptr, d_out_ptr, d_final_ptr, offsets_ptr,
     dv_ptr, unsaid_ptr, ends_ptr, d_state_ptr,
-    q_strides, k_strides, e_strides, d_out_strides, d_final_strides, scale, T, N, H, R, V,
+    q_strides, k_strides, e_strides, d_out_strides, d_final_strides, scale, T, N, H, R, V, pieces,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_V columns of one head's dS through one sequence, last chunk to first: the backward's `walk_kernel`."""
+    """BLOCK_V columns of one head's dS through one sequence, last chunk to first: the backward's `walk_kernel`.
+
+    With `reach_ptr` through one of its `pieces`, counted from the end, after what behind it is not forgotten.
+    """
     K: tl.constexpr = BLOCK_K
     v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
     rest = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
-    h, n = (rest % H).to(tl.int64), (rest // H).to(tl.int64)
+    h, n, piece = (rest % H).to(tl.int64), (rest // H).to(tl.int64), 0
+    if reach_ptr is not None:
+        n, piece = n // pieces, rest // H % pieces
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
     row, count = tl.cast(b, tl.int64), tl.cdiv(stop - start, CHUNK)
     tokens, first = row * T * H + h, tl.cast(slot, tl.int64) * H + h
@@ -133,57 +206,87 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
     if d_final_ptr is not None:
         d_final_ptr += n * d_final_strides[0] + h * d_final_strides[1]
     dS = tl.trans(load_state(d_final_ptr, d_final_strides, K, v0, V, 1, K, BLOCK_V)[0])
-    if total_ptr is not None:
-        gone = tl.load(total_ptr + first + (count - 1) * H, mask=count > 0, other=0.0)  # as the forward's
-    for i in tl.range(count):
-        chunk = count - 1 - i
-        t0 = start + chunk * CHUNK
-        do, A, A_lost = do_there.load([t0, v0]), A_there.load([t0, 0]), A_there.load([t0, CHUNK])
-        X, X_lost = X_there.load([t0, 0]), X_there.load([t0, CHUNK])
-        k, q = k_there.load([t0, 0]), q_there.load([t0, 0])
-        e = k
-        if e_ptr is not None:
-            e = e_there.load([t0, 0])
-        write = rows_there.load([2 * H * chunk + 1, 0])
-        operand = dS.to(tl.bfloat16)
-        left, right = tl.split(tl.permute(tl.reshape(operand, [BLOCK_V, 2, K // 2]), [0, 2, 1]))
-        ends_there.store([chunk * H * K, v0], tl.trans(left))
-        read = tl.dot(operand, tl.trans(k))
-        ends_there.store([chunk * H * K + K // 2, v0], tl.trans(right))  # each from the same place in shared memory
-        dd = tl.dot(tl.trans(do), A, tl.dot(tl.trans(do), A_lost))
-        dd += read * write
-        high, low = in_two(dd)
-        _, by_read = tl.split(tl.join(dd, tl.trans(do).to(tl.float32)))  # so that both lie alike
-        if total_ptr is None:
-            by_read *= scale
-        else:
-            rise = rows_there.load([2 * H * chunk, 0])
-            by_read *= scale * rise
-            dS *= gone
-            gone = tl.load(total_ptr + first + (chunk - 1) * H, mask=chunk > 0, other=0.0)
-        dS = tl.dot(by_read.to(tl.bfloat16), q, dS)
-        dv = halves(high, low, X, X_lost, tl.zeros_like(dd))
-        said, unsaid = nearest_in_two(dv)
-        dv_there.store([t0, v0], tl.trans(said))
-        by_erase = -dv
-        if total_ptr is not None:
-            by_erase = dv * -rise
-        high, low = in_two(by_erase)
-        dS = tl.dot(high, e, tl.dot(low, e, dS))
-        unsaid_there.store([t0, v0], tl.trans(unsaid))
-    if d_state_ptr is not None:
-        store_tile(d_state_ptr + (n * H + h) * K * V, tl.trans(dS), 0, K, V, v0, V, 1)
+    begin, own, end = 0, 0, count
+    if reach_ptr is not None:
+        own, end = share(piece, pieces, count)
+        if (own == end) & (piece < pieces - 1):
+            return
+        begin, lost = remembered(reach_ptr + first + (count - 1) * H, -H, own, UNREAD / 2)
+        lost += forgotten(do_there, start + (count - begin) * CHUNK, start + count * CHUNK, v0, CHUNK, BLOCK_V)
+        dS = dS * tl.where(begin == 0, 1.0, 0.0) + lost[:, None]
+    for phase in tl.static_range(1 if reach_ptr is None else 0, 2):
+        i1, i2 = begin, own
+        if phase == 1:
+            i1, i2 = own, end
+        if total_ptr is not None:  # as the forward's
+            gone = tl.load(total_ptr + first + (count - 1 - i1) * H, mask=i1 < count, other=0.0)
+        for i in tl.range(i1, i2):
+            chunk = count - 1 - i
+            t0 = start + chunk * CHUNK
+            do, A, A_lost = do_there.load([t0, v0]), A_there.load([t0, 0]), A_there.load([t0, CHUNK])
+            X, X_lost = X_there.load([t0, 0]), X_there.load([t0, CHUNK])
+            k, q = k_there.load([t0, 0]), q_there.load([t0, 0])
+            e = k
+            if e_ptr is not None:
+                e = e_there.load([t0, 0])
+            write = rows_there.load([2 * H * chunk + 1, 0])
+            operand = dS.to(tl.bfloat16)
+            if phase == 1:
+                left, right = tl.split(tl.permute(tl.reshape(operand, [BLOCK_V, 2, K // 2]), [0, 2, 1]))
+                ends_there.store([chunk * H * K, v0], tl.trans(left))
+            read = tl.dot(operand, tl.trans(k))
+            if phase == 1:  # each from the same place in shared memory
+                ends_there.store([chunk * H * K + K // 2, v0], tl.trans(right))
+            dd = tl.dot(tl.trans(do), A, tl.dot(tl.trans(do), A_lost))
+            dd += read * write
+            high, low = in_two(dd)
+            _, by_read = tl.split(tl.join(dd, tl.trans(do).to(tl.float32)))  # so that both lie alike
+            if total_ptr is None:
+                by_read *= scale
+            else:
+                rise = rows_there.load([2 * H * chunk, 0])
+                by_read *= scale * rise
+                dS *= gone
+                gone = tl.load(total_ptr + first + (chunk - 1) * H, mask=chunk > 0, other=0.0)
+            dS = tl.dot(by_read.to(tl.bfloat16), q, dS)
+            dv = halves(high, low, X, X_lost, tl.zeros_like(dd))
+            if phase == 1:
+                said, unsaid = nearest_in_two(dv)
+                dv_there.store([t0, v0], tl.trans(said))
+            by_erase = -dv
+            if total_ptr is not None:
+                by_erase = dv * -rise
+            high, low = in_two(by_erase)
+            dS = tl.dot(high, e, tl.dot(low, e, dS))
+            if phase == 1:
+                unsaid_there.store([t0, v0], tl.trans(unsaid))
+    if d_state_ptr is not None:  # noqa: SIM102  a constant and a tensor
+        if reach_ptr is None or piece == pieces - 1:
+            store_tile(d_state_ptr + (n * H + h) * K * V, tl.trans(dS), 0, K, V, v0, V, 1)
 
 
-def suits(heads: int, K: int, V: int, target: Target, *operands: Tensor | None) -> bool:
+def suits(programs: int, K: int, V: int, target: Target, *operands: Tensor | None) -> bool:
     """Whether these kernels can walk, and are worth it: where all channels are one block and TMA reads all operands.
 
-    A chunk takes them longer than it takes 32 columns alone, of which few heads make twice the programs: on an H200
-    they win, in both directions, with programs for more than half of the processors.
+    `programs`: heads of all sequences, times the pieces of each (`shares`). A chunk takes these kernels longer than it
+    takes 32 columns alone, of which few heads make twice the programs: on an H200 they win, in both directions, with
+    programs for more than half of the processors.
     """
     fits = target.arch == 90 and K in (64, 128) and V > 32 and V % 8 == 0
     fits = fits and all(x is None or x.dtype == torch.bfloat16 for x in operands) and all(map(by_tma, operands))
-    return fits and 2 * heads * -(-V // 64) > target.processors
+    return fits and 2 * programs * -(-V // 64) > target.processors
+
+
+def shares(call: Any, target: Target) -> int:
+    """Into how many pieces a sequence is cut where its gates may forget, so that few heads fill a GPU.
+
+    Of shapes alone, as ops/delta/pieces.py has it. No bound is known of what erase keys of their own leave.
+    """
+    B, T, _, H, K, V, N = call.sizes
+    forgets = call.log_decay is not None and call.log_decay.shape[3] == 1 and call.erase is None
+    if not (forgets and target.arch == 90 and call.v.dtype == torch.bfloat16 and K in (64, 128) and N):
+        return 1
+    return max(1, min(target.processors // (N * H * -(-V // 64)), B * T // (N * CHUNK * SHORTEST)))
 
 
 def rule(K: int, tiles: int, target: Target) -> Config:
@@ -197,37 +300,37 @@ def _config(name: str, K: int, V: int, e: Tensor | None, target: Target) -> Conf
 
 
 def forward(
-    call: Any, parts: Any, query: Tensor, inverse: Tensor, through: Tensor, rows: Tensor, total: Tensor | None,
+    call: Any, parts: Any, query: Tensor, inverse: Tensor, through: Tensor, gated: Any, pieces: int,
     out: Tensor, final: Tensor,
 ) -> None:  # fmt: skip
-    """`out` and `final` of whole sequences, and the states and errors that `parts` keeps."""
+    """`out` and `final`, each sequence in `pieces` (`shares`), and the states and errors that `parts` keeps."""
     B, T, G, H, K, V, N = call.sizes
     target, k, e, v = target_of(call.v.device), call.k, call.erase, call.v
     config = _config("token_walk", K, V, e, target)
     launch(
-        token_walk_kernel, (N * H * -(-V // config["BLOCK_V"]),),
-        query, k, e, v, inverse, through, rows, total, call.state, call.offsets,
+        token_walk_kernel, (N * H * pieces * -(-V // config["BLOCK_V"]),),
+        query, k, e, v, inverse, through, gated.rows, gated.total, gated.reach, call.state, call.offsets,
         out, final, *((None, None) if parts is None else (parts.errors, parts.states)),
-        k.stride(), strides(e), v.stride(), strides(call.state), T, N, H, H // G, V, B * T * H * V,
+        k.stride(), strides(e), v.stride(), strides(call.state), T, N, H, H // G, V, B * T * H * V, pieces,
         config=config, CHUNK=CHUNK, BLOCK_K=K,
     )  # fmt: skip
 
 
 def backward(
-    call: Any, kept: Sequence[Tensor | None], d_out: Tensor, d_final: Tensor | None, dv: Tensor, beside: Tensor,
-    behind: Tensor, d_state: Tensor | None,
+    call: Any, kept: Sequence[Tensor | None], pieces: int, d_out: Tensor, d_final: Tensor | None, dv: Tensor,
+    beside: Tensor, behind: Tensor, d_state: Tensor | None,
 ) -> None:  # fmt: skip
     """dv in two, `beside` it what its rounding left, and the states' gradients `behind` each chunk.
 
-    `kept`: rows, total, A and X as the forward left them (kernels_triton_forward.py: Parts).
+    `kept`: rows, total, reach (None in one piece), A and X as the forward left them (kernels_triton_forward.py: Parts).
     """
     _, T, G, H, K, V, N = call.sizes
     target, q, k, e = target_of(call.v.device), call.q, call.k, call.erase
     config = _config("token_walk_back", K, V, e, target)
     launch(
-        token_walk_back_kernel, (N * H * -(-V // config["BLOCK_V"]),),
+        token_walk_back_kernel, (N * H * pieces * -(-V // config["BLOCK_V"]),),
         q, k, e, *kept, d_out, d_final, call.offsets,
         dv, beside, behind, d_state,
-        q.stride(), k.stride(), strides(e), d_out.stride(), strides(d_final), call.scale, T, N, H, H // G, V,
+        q.stride(), k.stride(), strides(e), d_out.stride(), strides(d_final), call.scale, T, N, H, H // G, V, pieces,
         config=config, CHUNK=CHUNK, BLOCK_K=K,
     )  # fmt: skip
