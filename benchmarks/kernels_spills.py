@@ -20,7 +20,7 @@ SPILLS: dict[tuple[str, str, str], str] = {
     **{("linear", "states_kernel", target): "16 bytes at most" for target in ("sm_80", "sm_100", "sm_120")},
     **{("delta", kernel, "sm_90"): _MEASURED for kernel in ("near_side_kernel", "pairs_kernel")},
     **{("delta", kernel, "sm_90"): _NEWER for kernel in ("token_chunks_kernel", "token_walk_kernel")},
-    ("delta", "near_chunks_kernel", "sm_90"): "12 bytes, and 1016 where rows are far: with as many warps, for the same bits",
+    ("delta", "near_chunks_kernel", "sm_90"): "12 bytes; 1016 where rows are far, by as many warps for the same bits",
     **{("delta", "token_chunks_kernel", target): "92 bytes at most" for target in ("sm_80", "sm_120")},
     **{("delta", "near_chunks_kernel", target): _FAR for target in ("sm_80", "sm_120")},
     **{("delta", "near_side_kernel", target): _LIMIT for target in ("sm_80", "sm_100", "sm_120", "gfx942")},
