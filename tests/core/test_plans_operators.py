@@ -362,6 +362,20 @@ def test_a_training_call_compiles_whole_and_plays_no_plan(launched: list[Any]) -
     assert not plans._WHOLE
 
 
+def test_a_forward_while_another_thread_compiles_has_its_backward(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That the compiler is at work, torch says to every thread."""
+    for _ in range(4):
+        given = rows()
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(torch.compiler, "is_compiling", lambda: True)
+            out, _ = FUNCTIONS["linear"](**given | {"v": given["v"].requires_grad_()})
+        launched.clear()
+        out.float().sum().backward()
+        assert launched and given["v"].grad is not None
+
+
 def test_a_hook_on_a_kernel_and_a_watcher_are_heard_here_too(
     counted: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

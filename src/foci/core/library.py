@@ -396,7 +396,9 @@ def _by_plan(backend: Backend, counts: tuple[int, int], places: tuple[int, ...],
     spread = choice([1 + places.index(place) if place in places else 0 for place in range(-1, size)])
 
     def played(ctx: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> Any:
-        known, grads, needs = ctx.known, grads[:count], needed(ctx.needs_input_grad)
+        known, grads, needs = getattr(ctx, "known", None), grads[:count], needed(ctx.needs_input_grad)
+        if known is None:  # during the forward the compiler was at work, which may have been in another thread
+            return None
 
         def values() -> tuple[Any, ...]:
             return (*known.filled([*saved[:-made]]), *saved[-made:], *grads, [*needs])
