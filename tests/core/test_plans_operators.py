@@ -376,6 +376,25 @@ def test_a_forward_while_another_thread_compiles_has_its_backward(
         assert launched and given["v"].grad is not None
 
 
+class Reserved(torch.Tensor):
+    """A subclass that does not say where it lies."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.data_ptr:
+            raise TypeError("nobody is to know")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_subclass_is_not_asked_where_it_lies_before_a_backward(launched: list[Any]) -> None:
+    for _ in range(4):
+        q = torch.randn(1, 8, 2, 16, dtype=torch.float16).as_subclass(Reserved).requires_grad_()
+        out, _ = FUNCTIONS["linear"](**rows(q=q))
+        launched.clear()
+        out.as_subclass(torch.Tensor).float().sum().backward()
+        assert launched and q.grad is not None
+
+
 def test_a_hook_on_a_kernel_and_a_watcher_are_heard_here_too(
     counted: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
