@@ -77,10 +77,12 @@ def learn(
     where they are others (autocast's, a seed that was drawn) every call is to make them, and nothing is learned.
     """
     told = _told(kind, values)
-    known = None if told is None else _key(told)
-    if told is None or known not in _PLANS:  # not yet
+    if told is None:
         return
-    plan = _PLANS[known]
+    try:
+        plan = _PLANS[_key(told)]
+    except KeyError:  # not yet
+        return
     begins = [x.data_ptr() for x in given if isinstance(x, Tensor)] == told.pointers
     _WHOLE[key] = plan._replace(through=through) if plan is not None and begins and plan.fresh else None
 
@@ -284,9 +286,10 @@ def _known(plans: dict[Any, Plan | None], told: _Told) -> tuple[Any, Plan | None
     if plan is not None:
         return None, plan
     key = _key(told)
-    if key not in plans:
+    try:
+        found = plans[key]
+    except KeyError:  # nor by another thread that clears them in between
         return key, None
-    found = plans[key]
     if found is not None:
         _guard(told.said, told.tensors, found)
     return None, found
