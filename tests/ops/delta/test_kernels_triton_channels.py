@@ -17,6 +17,7 @@ from tests.ops.recurrences import BUDGET
 from foci.ops.delta import kernels_triton_backward as backward  # isort: skip  after Triton's presence is known
 from foci.ops.delta import kernels_triton_channels as kernels  # isort: skip
 from foci.ops.delta import kernels_triton_channel_walks as walks  # isort: skip
+from foci.ops.delta import kernels_triton_token_walks as others  # isort: skip
 
 HALF = torch.float16
 
@@ -67,7 +68,7 @@ def test_far_rows_have_a_launch_of_their_own_in_half_precision_alone() -> None:
         wanted = [getattr(call, n) is not None for n in SPEC.differentiable]
         with tune.recording(tune.TARGETS["sm_90"]) as seen:
             backward.backward(
-                call, left_by_forward(call), draws(call), wanted, partial(pieces, call), kernels, None, None, walks
+                call, left_by_forward(call), draws(call), wanted, partial(pieces, call), kernels, None, others, walks
             )
         wide = [launch for launch in seen if launch.kernel is kernels.side_by_channel_kernel]
         sides = [launch for launch in seen if launch.kernel is kernels.near_side_kernel]
