@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.nvidia.driver import CudaLauncher
 
 import foci
-from foci.core import plans, tune
+from foci.core import plans, steps, tune
 from foci.ops.masks import Causal
 from foci.ops.softmax.paged import attention_paged
 
@@ -86,7 +86,7 @@ def playing() -> Iterator[None]:
         stack.enter_context(patch.object(tune, "ordinary", lambda: True))
         stack.enter_context(patch.object(plans, "_here", lambda: -1))
         stack.enter_context(patch.object(plans, "on_gpu", lambda x: True))
-        stack.enter_context(patch.object(sys.modules.get("foci.core.steps", plans), "_stream", lambda device: 0))
+        stack.enter_context(patch.object(steps, "_stream", lambda device: 0))
         yield
 
 

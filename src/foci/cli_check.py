@@ -83,11 +83,9 @@ def check(
     if as_json not in ("", "-") and not Path(as_json).absolute().parent.is_dir():
         raise ValueError(f"--json {as_json}: there is no folder {Path(as_json).absolute().parent}")
     if ranks.world != 1:
-        if laws is not None or cases:
-            raise ValueError(
-                f"--{'cases' if cases else 'laws'} does not apply with --world: over ranks other laws are asked, which "
-                "have no numbers"
-            )
+        for option, given in (("--laws", laws), ("--cases", cases or None)):
+            if given is not None:
+                raise ValueError(f"{option} does not apply with --world: over ranks others are asked, without numbers")
         waits = limits.silence if limit else None
         return _across(what, like, layout, ranks, backend, device, dtype, waits, as_json)
     for option, given in (("--order", ranks.order), ("--wrap", ranks.wrap)):

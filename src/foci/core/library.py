@@ -128,13 +128,18 @@ class _Rest:
         self.lasts = lasts
         places = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
         others = [place for place, value in enumerate(values) if not isinstance(value, Tensor)]
-        self.tensors, self.holes = choice(places), [Tensor if isinstance(x, Tensor) else x for x in values]
+        self.tensors, self.holes = choice(places), _holes(values)
         self.others = [values[place] for place in others]
         order = [*places, *others]
         self.order = choice([order.index(place) for place in range(len(order))])
 
     def filled(self, tensors: list[Tensor]) -> tuple[Any, ...]:
         return self.order(tensors + self.others)
+
+
+def _holes(values: Sequence[Any]) -> list[Any]:
+    """The values, in place of each tensor the class: a hole."""
+    return [Tensor if isinstance(value, Tensor) else value for value in values]
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
@@ -348,7 +353,7 @@ def _function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> Any:
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
             playing, *values = inputs
             if torch.compiler.is_compiling():
-                ctx.rest = [Tensor if isinstance(value, Tensor) else value for value in values]  # the class: a hole
+                ctx.rest = _holes(values)
                 tensors = [value for value in values if isinstance(value, Tensor)]
             else:
                 ctx.known = _Rest(values) if playing is None else playing[1]

@@ -92,13 +92,14 @@ def recording(target: Target) -> Iterator[list[Launch]]:
 def interpreting() -> bool:
     """Whether Triton's interpreter, which takes tensors of the CPU, was on when Triton was imported."""
     triton = sys.modules.get("triton")
-    return triton is not None and _interprets(id(triton))
+    return triton is not None and _interprets(id(triton))[1]
 
 
 @functools.cache
-def _interprets(triton: int) -> bool:
-    """Asked at every call: Triton itself reads it from the environment each time."""
-    return bool(sys.modules["triton"].knobs.runtime.interpret)
+def _interprets(triton: int) -> tuple[Any, bool]:
+    """Asked at every call, when Triton reads its environment; with the module, so that no other has its id."""
+    module: Any = sys.modules["triton"]
+    return module, bool(module.knobs.runtime.interpret)
 
 
 @constant

@@ -453,7 +453,7 @@ def chunks(
     call: Any, parts: Parts | None, inverse: Tensor, products: Tensor, through: Tensor | None, slots: int,
     cut: bool, target: Target, at_once: Any, channel_chunks: Any,
 ) -> Gated:  # fmt: skip
-    """The first launch: fills `inverse`, `products` and `through`; and what it makes of gates; `cut`: reach too."""
+    """The first launch: inverse, products, through, what is made of gates; `cut`: reach, for backward if not for us."""
     B, T, G, H, K, _, N = call.sizes
     v, g = call.v, call.log_decay
     per_channel = g is not None and g.shape[3] > 1
