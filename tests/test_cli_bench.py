@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def test_a_limit_times_the_first_and_says_what_it_left_out(tmp_path: Path, capsy
     code, out, _ = run(["scan", "decay", *shapes, "--limit", "0", "--out", str(tmp_path)], capsys)
     [said] = [line for line in out.splitlines() if "left out" in line]
     assert code == 0 and said.startswith("left out, as the limit of 0 seconds was reached: scan 8x2048x2048, linear ")
+    assert re.search(r"^seconds taken: scan compiled \d+\.\d, scan small 1x256x256 \d+\.\d, linear ", out, re.M)
     assert {(r.operator, r.problem) for r in read(tmp_path / "records.jsonl")} == {("scan", "small 1x256x256")}
 
 

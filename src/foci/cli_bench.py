@@ -88,12 +88,13 @@ def bench(
     dtype = str(options.dtype).removeprefix("torch.")
     typer.echo(f"{machine().line}\nceilings: {rate(top.flops)} in {dtype}, {top.bytes / 1e9:.4g} GB/s\n")
     found: list[Record] = []
-    ends, skipped = time.monotonic() + limit, list[str]()
+    ends, skipped, took = time.monotonic() + limit, list[str](), _Laps()
     with nullcontext() if out is None else record.Writer(out / _FILES[0]) as file, _ready(tasks, options):
         for spec, ours, chosen in tasks:
             candidates = [*ours, *(peers(spec.name, options.device) if others else [])]
             if not found or time.monotonic() < ends:
                 _warm(spec, chosen, options)
+            took.lap(f"{spec.name} compiled")
             for shape in chosen:
                 if found and time.monotonic() > ends:  # compiling may have taken it all: one is timed
                     skipped.append(f"{spec.name} {shape.name}")
@@ -104,8 +105,9 @@ def bench(
                     typer.echo(_line(each, options.rounds))
                     if file is not None:
                         file.add(found[-1])
+                took.lap(f"{spec.name} {shape.name}")
     if skipped:
-        typer.echo(f"\nleft out, as the limit of {limit:g} seconds was reached: {', '.join(skipped)}")
+        typer.echo(f"\nleft out, as the limit of {limit:g} seconds was reached: {', '.join(skipped)}\n{took}")
     if out is not None:
         for name, draw in zip(_FILES[1:], (roofline, page), strict=True):
             (out / name).write_text(draw(found, top), encoding="utf-8")
@@ -135,6 +137,21 @@ def _beside(context: typer.Context, option: str) -> list[str]:
     sources = {each: context.get_parameter_source(each.name or "") for each in context.command.params}
     given = [each for each, source in sources.items() if source and source.name != "DEFAULT" and each.name != option]
     return ["/".join([*each.opts, *each.secondary_opts]) for each in given]
+
+
+class _Laps:
+    """Where the time went, in words."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        began, self.last = self.last, time.monotonic()
+        self.seconds[name] = self.last - began
+
+    def __str__(self) -> str:
+        return "seconds taken: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
 
 
 @contextmanager
