@@ -32,6 +32,11 @@ class Target(NamedTuple):
     shared: int
     name: str = ""
 
+    @property
+    def warpgroups(self) -> bool:
+        """Whether products are made by whole warpgroups, out of shared memory."""
+        return self.kind == "cuda" and 90 <= self.arch < 120
+
 
 # A configuration must fit these without a GPU at hand: what a block may share (bytes) and how many blocks run at once.
 TARGETS = {

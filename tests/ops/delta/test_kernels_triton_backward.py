@@ -43,7 +43,7 @@ def chunk(x: Tensor, start: int, stop: int, H: int) -> Tensor:
 
 
 def left_by_forward(call: Call) -> tuple[Tensor | None, ...]:
-    """What the forward would keep (kernels_triton_forward.py: Parts), computed in float64; NaN where no chunk is."""
+    """What the forward would keep (gpu.py: Parts), computed in float64; NaN where no chunk is."""
     B, T, _, H, K, V, N = call.sizes
     packed = documents("delta_rule", call.offsets, T)
     slots = B * -(-T // C) if packed is None else T // C + N

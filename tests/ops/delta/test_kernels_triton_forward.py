@@ -181,17 +181,6 @@ class TestInPieces:
         assert all(part.isfinite().all() for part in parts if part is not None)
 
 
-@pytest.mark.parametrize("decay", ["token", "channel"])
-def test_every_size_of_a_chunks_block_that_may_be_tuned_is_right(decay: str) -> None:
-    inputs = Delta("", B=1, T=20, H=1, K=40, V=12, decay=decay).case.make(torch.float32, CPU, 0)
-    with tune.choosing({}) as asked:
-        apart(inputs, torch.float32)
-    (key, found) = next((key, found) for key, found in asked.items() if key[0] == "delta_chunks")
-    for size in found.vary["BLOCK_K"]:
-        with tune.choosing({key: replace(found.rule, blocks={"BLOCK_K": size})}):
-            apart(inputs, torch.float32)
-
-
 def test_few_heads_of_many_tokens_take_one_launch_more() -> None:
     call = bind(**there(Delta("", B=1, T=4096, H=1, K=8, V=5, decay="token").case.make(torch.float32, CPU, 0)))
     with tune.recording(tune.TARGETS["sm_90"]) as launches:

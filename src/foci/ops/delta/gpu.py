@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from foci.core.spec import Output
-from foci.core.tune import stored
+from foci.core.tune import stored, target_of
 from foci.ops.delta.call import NAME, Call
 from foci.ops.delta.pieces import pieces
 from foci.ops.gpu import CHUNK, chunks, placed, unsuitable
 
 Gradients = tuple[Tensor | None, ...]
+
+
+class Parts(NamedTuple):
+    """What the forward leaves for the backward, as contiguous tensors."""
+
+    states: Tensor  # [slots,H,K,V] at each chunk's start (tiles/state.py: slot), as `stored`
+    errors: Tensor  # [B,T,H,V]: d; in bfloat16, but for gates per channel, [2,B,T,H,V]: d rounded, what that left
+    inverse: Tensor  # [B,T,H,64]: X, row t of its chunk, 0 past the sequence's end; in bfloat16 [B,T,H,128], as two
+    products: Tensor  # as X: A, with scale, decays and beta, 0 above the diagonal
+    rise: Tensor | None  # with gates per token these three as Gated has them (kernels_triton_triangles.py)
+    write: Tensor | None
+    total: Tensor | None
+    rows: Tensor | None  # in bfloat16, but for gates per channel, as Gated has it
+    reach: Tensor | None  # in bfloat16 with gates per token, as Gated has it
 
 
 def reasons(call: Call) -> list[str]:
@@ -47,15 +61,17 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     from foci.ops.delta import kernels_triton_channel_chunks as channel_chunks
     from foci.ops.delta import kernels_triton_channel_walks as channel_walks
     from foci.ops.delta import kernels_triton_chunks as at_once
-    from foci.ops.delta import kernels_triton_forward as kernels
+    from foci.ops.delta import kernels_triton_forward as walks
     from foci.ops.delta import kernels_triton_token_walks as token_walks
+    from foci.ops.delta import kernels_triton_triangles as triangles
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
-    others = partial(pieces, call), at_once, token_walks, channel_chunks, channel_walks
-    if not keep:
-        return kernels.forward(call, None, _slots(call), *others)
-    buffer = kept(call).empty(call.v)
-    return (*kernels.forward(call, _parts(call, buffer), _slots(call), *others), buffer)
+    buffer = kept(call).empty(call.v) if keep else None
+    parts = None if buffer is None else _parts(call, buffer)
+    shares = token_walks.shares(call, target_of(call.v.device))
+    made = triangles.first(call, parts, _slots(call), shares > 1, at_once, channel_chunks)
+    found = walks.forward(call, parts, made, shares, partial(pieces, call), token_walks, channel_walks)
+    return found if buffer is None else (*found, buffer)
 
 
 def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: list[bool]) -> Gradients:
@@ -80,10 +96,8 @@ def _slots(call: Call) -> int:
     return chunks(call.v.shape[1], call.v.shape[0], call.offsets)
 
 
-def _parts(call: Call, buffer: Tensor) -> Any:
+def _parts(call: Call, buffer: Tensor) -> Parts:
     """The buffer's parts by name."""
-    from foci.ops.delta.kernels_triton_forward import Parts
-
     B, T, _, H, K, V, _ = call.sizes
     counts, slots, dtype = _counts(call), _slots(call), stored(call.v.dtype)
     inverse, products, errors, *gated, states = buffer.split([*counts, buffer.numel() - sum(counts)])

@@ -263,7 +263,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, beta, log_decay, erase and state, None where not needed.
 
-    `kept`: what the forward left (kernels_triton_forward.py: Parts). `cut`: ops/delta/pieces.py.
+    `kept`: what the forward left (gpu.py: Parts). `cut`: ops/delta/pieces.py.
     What does each chunk's part: `channels` for gates per channel (kernels_triton_channels.py), `tokens` for others.
     `token_walks`, `channel_walks`: the walk where it can be that of the file of their name.
     """

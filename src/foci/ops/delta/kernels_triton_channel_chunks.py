@@ -1,4 +1,4 @@
-"""The delta rule's first launch in bfloat16, gates per channel: what `chunks_kernel` makes (kernels_triton_forward.py).
+"""First launch of the delta rule's forward in bfloat16, gates per channel: what kernels_triton_triangles.py makes.
 
 All rows are taken as near first (tiles/near.py), to a bound that lies further off; chunks whose totals say that some
 may be far are made again by a second launch. A and E are products of operands in float32, rounded to TF32: next to

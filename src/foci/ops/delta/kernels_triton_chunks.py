@@ -1,6 +1,6 @@
 """First launch of the delta rule's forward in bfloat16, gates per token or none: X, A, P and Q of every chunk.
 
-Letters and equations are those of kernels_triton_forward.py, where all else has the same launch as a kernel of loops.
+Letters and equations are those of kernels_triton_forward.py; kernels_triton_triangles.py has the same launch in loops.
 Here nothing is a loop, and the order is such that little waits for memory and little has to be kept: first all loads;
 the triangle's blocks before A; A and k stay in registers and in shared memory until P and Q are made of them.
 """

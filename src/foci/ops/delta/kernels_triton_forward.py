@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -46,155 +46,13 @@ from foci.core.tune import (
     strides,
     target_of,
 )
-from foci.tiles import near, pairs
 from foci.tiles.affine import joined, load_state, piece_at, store_map, store_state, with_unit
 from foci.tiles.chunk_backward import right, store_in_two
-from foci.tiles.gates import factors, factors_at, load_gates, pairs_of_two, total
-from foci.tiles.memory import load_block, load_tile, opened, store_block, store_tile
-from foci.tiles.solve import inverse
-from foci.tiles.state import chunk_at, halves, in_two, nearest_in_two, rounded, working
-from foci.tiles.whole import read, within, write
+from foci.tiles.gates import factors, factors_at
+from foci.tiles.memory import load_block, opened, store_block, store_tile
+from foci.tiles.state import halves, in_two, nearest_in_two, rounded, working
 
 CHUNK = 64
-
-
-class Parts(NamedTuple):
-    """What the forward leaves for the backward, as contiguous tensors."""
-
-    states: Tensor  # [slots,H,K,V] at each chunk's start (tiles/state.py: slot), as `stored`
-    errors: Tensor  # [B,T,H,V]: d; in bfloat16, but for gates per channel, [2,B,T,H,V]: d rounded, what that left
-    inverse: Tensor  # [B,T,H,64]: X, row t of its chunk, 0 past the sequence's end; in bfloat16 [B,T,H,128], as two
-    products: Tensor  # as X: A, with scale, decays and beta, 0 above the diagonal
-    rise: Tensor | None  # with gates per token these three as Gated has them
-    write: Tensor | None
-    total: Tensor | None
-    rows: Tensor | None  # in bfloat16, but for gates per channel, as Gated has it
-    reach: Tensor | None  # in bfloat16 with gates per token, as Gated has it
-
-
-class Gated(NamedTuple):
-    """What gates make of a chunk's operands, for the walk; None where nothing decays."""
-
-    rise: Tensor | None  # per token: [B,T,H]
-    write: Tensor | None  # per token: [B,T,H], fall beta
-    total: Tensor | None  # [slots,H] or per channel [slots,H,K]
-    query: Tensor | None  # in bfloat16: [B,T,H,K], Q; else per channel: rise q
-    erase: Tensor | None  # per channel: [B,T,H,K], rise e
-    key: Tensor | None  # per channel: [B,T,H,K], fall beta k; in bfloat16 [2,B,T,H,K], its rounding and what that left
-    rows: Tensor | None  # in bfloat16, but for gates per channel: [slots,H,2,64], rise and write (beta), for TMA
-    reach: Tensor | None  # where `cut`: [slots,H], what is left of a state (kernels_triton_chunks.py)
-
-
-@triton.jit
-def chunks_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr,
-    X_ptr, A_ptr, P_ptr, rise_ptr, write_ptr, total_ptr, risen_q_ptr, risen_e_ptr, fallen_ptr,
-    q_strides, k_strides, e_strides, beta_strides, g_strides, scale, zero, T, N, H, R, K,
-    FAR: tl.constexpr, WHOLE: tl.constexpr, ALL_K: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """X and A of one chunk and head, and its operands with their decays in them; with `P_ptr` P, and Q as risen_q.
-
-    Per channel in float16 a first launch takes all rows as near (tiles/pairs.py); where its totals say that they
-    may not be, the second, FAR, does all again. WHOLE: no tile reaches beyond its tensor (tiles/whole.py).
-    """
-    NEAR: tl.constexpr = q_ptr.dtype.element_ty != tl.float32
-    h = (tl.program_id(0) % H).to(tl.int64)
-    n, b, t0, stop, slot = chunk_at(offsets_ptr, tl.program_id(0) // H, N, T, CHUNK)
-    if n < 0:
-        return
-    if FAR:  # noqa: SIM102  a constant and a tensor
-        if near.forgets(total_ptr + (slot * H + h) * K, K, ALL_K) == 0:
-            return
-    row = tl.cast(b, tl.int64)
-    q_ptr += row * q_strides[0] + h // R * q_strides[2]
-    k_ptr += row * k_strides[0] + h // R * k_strides[2]
-    if e_ptr is not None:
-        e_ptr += row * e_strides[0] + h // R * e_strides[2]
-    if g_ptr is not None:
-        g_ptr += row * g_strides[0] + h * g_strides[2]
-    t, at = tl.arange(0, CHUNK), t0 + tl.arange(0, CHUNK)
-    beta_ptr += row * beta_strides[0] + h * beta_strides[2]
-    beta = tl.load(beta_ptr + at.to(tl.int64) * beta_strides[1], mask=at < stop, other=0.0).to(tl.float32)
-    A = tl.zeros([CHUNK, CHUNK], tl.float32)
-    E = tl.zeros([CHUNK, CHUNK], tl.float32)
-    for k0 in range(0, K, BLOCK_K):
-        q = working(read(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K, WHOLE))
-        k = working(read(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K, WHOLE))
-        e = k
-        if e_ptr is not None:
-            e = working(read(e_ptr, t0, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_K, WHOLE))
-        if PER_CHANNEL:
-            g = read(g_ptr, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K, WHOLE).to(tl.float32)
-            q, k, e = q.to(tl.float32), k.to(tl.float32), e.to(tl.float32)
-            if NEAR:
-                c, last = near.sums_in_two(g, FAR)
-                rise, fall, gone = tl.exp2(c), tl.exp2(last - c), tl.exp2(last)
-            else:
-                rise, fall = near.ends(g, True, False)
-                gone = tl.broadcast_to(total(g)[None, :], g.shape)
-            there, up_q, up_e = (row * T * H + h) * K, q * rise, e * rise
-            write(risen_q_ptr + there, up_q, t0, stop, H * K, k0, K, WHOLE)
-            write(risen_e_ptr + there, up_e, t0, stop, H * K, k0, K, WHOLE)
-            write(fallen_ptr + there, k * (fall * beta[:, None]), t0, stop, H * K, k0, K, WHOLE)
-            store_tile(total_ptr + (slot * H + h) * K, gone, 0, 1, 0, k0, K, 1)
-            if NEAR:
-                A, E = pairs.pairs_in_two(A, E, up_q, up_e, q, e, k, c, FAR, q_ptr.dtype.element_ty, PRECISION)
-            else:
-                A, E = pairs_of_two(A, E, q, e, k, g, PRECISION)
-        else:
-            A = tl.dot(q, tl.trans(k), A, input_precision=PRECISION)
-            E = tl.dot(e, tl.trans(k), E, input_precision=PRECISION)
-    if g_ptr is None or (PER_CHANNEL and NEAR):
-        A = tl.where(t[:, None] >= t[None, :], A, 0.0)
-    if not PER_CHANNEL:  # noqa: SIM102  constants, each of which leaves code out
-        if g_ptr is not None:
-            g = load_gates(g_ptr, t0, stop, g_strides[1], CHUNK)
-            W = near.weights(g, True, NEAR)
-            A, E = A * W, E * W
-            rise, fall = near.ends(g, True, NEAR)
-            token = (row * T + at) * H + h
-            tl.store(rise_ptr + token, rise, mask=at < stop)
-            tl.store(write_ptr + token, fall * beta, mask=at < stop)
-            tl.store(total_ptr + slot * H + h, total(g))
-    there = (row * T * H + h) * CHUNK
-    A *= (scale * beta)[None, :]
-    HALVES: tl.constexpr = X_ptr.dtype.element_ty == tl.bfloat16
-    if not HALVES:
-        store_tile(A_ptr + there, rounded(A, PRECISION), t0, stop, H * CHUNK, 0, CHUNK, 1)  # read for products alone
-    else:
-        high, low = in_two(A)
-        store_tile(A_ptr + 2 * there, high, t0, stop, 2 * H * CHUNK, 0, CHUNK, 1)
-        store_tile(A_ptr + 2 * there + CHUNK, low, t0, stop, 2 * H * CHUNK, 0, CHUNK, 1)
-    # What is past the end has no key, so that X is there the unit matrix's and 0 beside it.
-    X = inverse(E * beta[None, :], PRECISION, HALVES)
-    t0 += zero  # addresses kept from before would cost registers
-    if not HALVES:
-        store_tile(X_ptr + there, rounded(X, PRECISION), t0, stop, H * CHUNK, 0, CHUNK, 1)
-    else:
-        above, below = in_two(X)
-        store_tile(X_ptr + 2 * there, above, t0, stop, 2 * H * CHUNK, 0, CHUNK, 1)
-        store_tile(X_ptr + 2 * there + CHUNK, below, t0, stop, 2 * H * CHUNK, 0, CHUNK, 1)
-    if P_ptr is not None:
-        tl.debug_barrier()  # what others of the program have written is read, which registers had no room for
-        high = load_tile(A_ptr + 2 * there, t0, stop, 2 * H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
-        low = load_tile(A_ptr + 2 * there + CHUNK, t0, stop, 2 * H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
-        P = halves(high, low, above, below, tl.zeros_like(X))
-        store_tile(P_ptr + there, P, t0, stop, H * CHUNK, 0, CHUNK, 1)
-        into = (row * T * H + h) * K
-        if g_ptr is not None:
-            P *= rise[None, :]
-        t0 += zero
-        up, down = in_two(-P)
-        for k0 in tl.range(0, K, BLOCK_K):
-            q = load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K).to(tl.float32) * scale
-            x_ptr, x_strides = k_ptr, k_strides
-            if e_ptr is not None:
-                x_ptr, x_strides = e_ptr, e_strides
-            e = load_tile(x_ptr, t0, stop, x_strides[1], k0, K, x_strides[3], CHUNK, BLOCK_K)
-            if g_ptr is not None:
-                q *= rise[:, None]
-            store_tile(risen_q_ptr + into, tl.dot(up, e, tl.dot(down, e, q)), t0, stop, H * K, k0, K, 1)
 
 
 @triton.jit
@@ -348,15 +206,6 @@ def walk_kernel(  # type: ignore[no-untyped-def]
         store_state(final_ptr + (n * H + h) * K * V, S, K, v0, V, TILES, BLOCK_K)
 
 
-def chunks_rule(dtype: torch.dtype, K: int, per_channel: bool, target: Target) -> Config:
-    """Blocks of channels that leave room for what the pairs of each level need."""
-    if per_channel:
-        warps = 4 if target.arch == 90 and dtype != torch.float32 else 8
-        return Config({"BLOCK_K": side(K, 32 if _by_warpgroups(target) else 16)}, warps=warps, stages=1)
-    wide = dtype == torch.bfloat16 and target.shared > 100_000
-    return Config({"BLOCK_K": side(K, 64 if wide else 32)}, warps=4 if wide else 8, stages=2 if wide else 1)
-
-
 @lru_cache(512)
 def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, target: Target) -> Config:
     """Columns of the state as many as registers hold, fewer where few heads would leave processors idle.
@@ -366,7 +215,7 @@ def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, target
     """
     k, v = side(K, 512), side(V, 64)
     if dtype == torch.bfloat16 and target.kind == "cuda":
-        groups = _by_warpgroups(target)
+        groups = target.warpgroups
         many = 2 * heads * -(-V // 64) > target.processors
         if target.arch == 90 and tiles == 4 and k == 128 and v == 64 and many:  # kernels_triton_channel_walks.py
             return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=4, stages=2)
@@ -384,32 +233,20 @@ def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, target
     return Config({"BLOCK_K": min(k, 64 if few else 32), "BLOCK_V": 16}, warps=8, stages=1)
 
 
-def _by_warpgroups(target: Target) -> bool:
-    """Whether products are made by whole warpgroups, out of shared memory."""
-    return target.kind == "cuda" and 90 <= target.arch < 120
-
-
 def forward(
-    call: Any, parts: Parts | None, slots: int, cut: Callable[[Target, int], Any],
-    at_once: Any, token_walks: Any, channel_chunks: Any, channel_walks: Any,
+    call: Any, parts: Any, made: tuple[Tensor, Tensor, Tensor | None, Any], shares: int,
+    cut: Callable[[Target, int], Any], token_walks: Any, channel_walks: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out [B,T,H,V] and the final state [N,H,K,V]; `parts`, if given, is filled for the backward.
+    """out [B,T,H,V] and the final state [N,H,K,V] of what the first launch has `made` (kernels_triton_triangles.py).
 
-    Two launches, and one more where sequences are cut (`cut`: ops/delta/pieces.py), or for far rows (`chunks_kernel`).
-    In bfloat16, where they may, `at_once` makes the first (kernels_triton_chunks.py) and `token_walks` the other
-    (kernels_triton_token_walks.py); with gates per channel `channel_chunks` and, where it may, `channel_walks`.
+    `parts` (gpu.py), if given, is filled for the backward. One launch, and one more where sequences are cut (`cut`:
+    ops/delta/pieces.py). In bfloat16, where they may, `token_walks` makes it, in so many `shares`
+    (kernels_triton_token_walks.py), or with gates per channel `channel_walks` (kernels_triton_channel_walks.py).
     """
     B, T, _, H, K, V, N = call.sizes
     v, target = call.v, target_of(call.v.device)
     halves = stored(v.dtype) == torch.bfloat16
-    wide, near = [(B, T, H, n * CHUNK) for n in (2, 1)], {"dtype": stored(v.dtype), "device": v.device}
-    if parts is not None:
-        inverse, products = parts.inverse, parts.products
-    else:
-        inverse, products = torch.empty(2, *wide[not halves], **near).unbind()
-    through = torch.empty(wide[1], **near) if halves else None
-    shares = token_walks.shares(call, target)
-    gated = chunks(call, parts, inverse, products, through, slots, shares > 1, target, at_once, channel_chunks)
+    inverse, products, through, gated = made
     room = torch.empty if call.offsets is None else torch.zeros  # tokens behind the last document are in no chunk
     out = room(B, T, H, V, dtype=v.dtype, device=v.device)
     final = torch.empty(N, H, K, V, dtype=torch.float32, device=v.device)
@@ -447,54 +284,3 @@ def forward(
         go(pieces.slots * H * (blocks + -(-K // walk["BLOCK_V"])), None, None, None, None)
     go(pieces.programs * H * blocks, out, final, *((None, None) if parts is None else (parts.errors, parts.states)))
     return out, final
-
-
-def chunks(
-    call: Any, parts: Parts | None, inverse: Tensor, products: Tensor, through: Tensor | None, slots: int,
-    cut: bool, target: Target, at_once: Any, channel_chunks: Any,
-) -> Gated:  # fmt: skip
-    """The first launch: inverse, products, through, what is made of gates; `cut`: reach, for backward if not for us."""
-    B, T, G, H, K, _, N = call.sizes
-    v, g = call.v, call.log_decay
-    per_channel = g is not None and g.shape[3] > 1
-    gated = Gated(*[None] * 8)
-    each: tuple[Tensor | None, ...]
-    if per_channel:
-        total = torch.empty(slots, H, K, dtype=torch.float32, device=v.device)
-        halves = 2 if stored(v.dtype) == torch.bfloat16 else 1
-        made = torch.empty(2 + halves, B, T, H, K, dtype=stored(v.dtype), device=v.device)
-        gated = Gated(None, None, total, made[0], made[1], made[2:], None, None)
-    elif g is not None:
-        if parts is None:
-            wide = {"dtype": torch.float32, "device": v.device}
-            each = (*torch.empty(2, B, T, H, **wide).unbind(), *torch.empty(2, slots, H, **wide).unbind())
-        else:
-            each = parts.rise, parts.write, parts.total, parts.reach
-        gated = gated._replace(rise=each[0], write=each[1], total=each[2], reach=each[3] if cut else None)
-    if through is not None and not per_channel:
-        rows = torch.empty(slots, H, 2, CHUNK, device=v.device) if parts is None else parts.rows
-        gated = gated._replace(query=torch.empty(B, T, H, K, dtype=through.dtype, device=v.device), rows=rows)
-    rule = partial(chunks_rule, v.dtype, K, per_channel)
-    config = configure("delta_chunks", (v.dtype, K, per_channel), rule, target, {"BLOCK_K": (16, 32, 64)})
-    by_near = per_channel and v.dtype != torch.float32
-    whole = call.offsets is None and T % CHUNK == K % config["BLOCK_K"] == 0
-    whole = whole and within(CHUNK, K, call.q, call.k, call.erase, g)
-    # Three programs a processor, as each waits for one product after the other: on an H200 195 us for 224, with spills.
-    room = {"maxnreg": 168} if target.arch == 90 and through is not None and not per_channel else {}
-    if through is not None:
-        first = channel_chunks if per_channel else at_once if at_once.fits(call, target) else None
-        if first is not None:
-            part = gated[2:6] if per_channel else (*gated[:4], *gated[6:])
-            first.chunks(call, inverse, parts and products, through, part, slots, whole, config, room)
-            return gated
-    for again in (False, True)[: 2 if by_near else 1]:
-        launch(
-            chunks_kernel, (slots * H,),
-            call.q, call.k, call.erase, call.beta, g, call.offsets, inverse, products, through, *gated[:6],
-            call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(g),
-            call.scale, 0, T, N, H, H // G, K,
-            config=config, FAR=again, WHOLE=whole,
-            ALL_K=side(K, 1 << 20), PER_CHANNEL=per_channel, PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK,
-            **room,
-        )  # fmt: skip
-    return gated

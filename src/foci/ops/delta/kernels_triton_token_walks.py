@@ -12,7 +12,7 @@ a product, and between the products of a chunk, which wait for each other, nothi
 What is said first is loaded first: a wait for TMA ends a stretch of code, and in one stretch the assembler fills the
 time of products with other work. Stores of one shape have one place in shared memory, and each waits until the last has
 left it: they are far apart. Factors per token lie by columns here, where of a load each thread would take 16 addresses:
-TMA brings them too, as rows of 64 (kernels_triton_forward.py: Gated.rows).
+TMA brings them too, as rows of 64 (kernels_triton_triangles.py: Gated.rows).
 
 Where gates forget, few heads still fill a GPU: a sequence is cut into pieces, walked at once, each of which begins with
 the state at its first chunk. What was there some chunks before has a factor of all gates since then, and of each
@@ -322,7 +322,7 @@ def backward(
 ) -> None:  # fmt: skip
     """dv in two, `beside` it what its rounding left, and the states' gradients `behind` each chunk.
 
-    `kept`: rows, total, reach (None in one piece), A and X as the forward left them (kernels_triton_forward.py: Parts).
+    `kept`: rows, total, reach (None in one piece), A and X as the forward left them (gpu.py: Parts).
     """
     _, T, G, H, K, V, N = call.sizes
     target, q, k, e = target_of(call.v.device), call.q, call.k, call.erase

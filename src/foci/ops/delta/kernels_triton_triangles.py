@@ -1,0 +1,227 @@
+"""First launch of the delta rule's forward: X and A of every chunk at once, in loops over channels, of any dtype.
+
+Letters and equations are those of kernels_triton_forward.py, which walks through what is made here. In bfloat16 others
+make the same where they may: kernels_triton_chunks.py and, with gates per channel, kernels_triton_channel_chunks.py.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foci.core.tune import Config, Target, configure, float_precision, launch, side, stored, strides, target_of
+from foci.tiles import near, pairs
+from foci.tiles.gates import load_gates, pairs_of_two, total
+from foci.tiles.memory import load_tile, store_tile
+from foci.tiles.solve import inverse
+from foci.tiles.state import chunk_at, halves, in_two, rounded, working
+from foci.tiles.whole import read, within, write
+
+CHUNK = 64
+
+
+class Gated(NamedTuple):
+    """What gates make of a chunk's operands, for the walk; None where nothing decays."""
+
+    rise: Tensor | None  # per token: [B,T,H]
+    write: Tensor | None  # per token: [B,T,H], fall beta
+    total: Tensor | None  # [slots,H] or per channel [slots,H,K]
+    query: Tensor | None  # in bfloat16: [B,T,H,K], Q; else per channel: rise q
+    erase: Tensor | None  # per channel: [B,T,H,K], rise e
+    key: Tensor | None  # per channel: [B,T,H,K], fall beta k; in bfloat16 [2,B,T,H,K], its rounding and what that left
+    rows: Tensor | None  # in bfloat16, but for gates per channel: [slots,H,2,64], rise and write (beta), for TMA
+    reach: Tensor | None  # where `cut`: [slots,H], what is left of a state (kernels_triton_chunks.py)
+
+
+@triton.jit
+def chunks_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr,
+    X_ptr, A_ptr, P_ptr, rise_ptr, write_ptr, total_ptr, risen_q_ptr, risen_e_ptr, fallen_ptr,
+    q_strides, k_strides, e_strides, beta_strides, g_strides, scale, zero, T, N, H, R, K,
+    FAR: tl.constexpr, WHOLE: tl.constexpr, ALL_K: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """X and A of one chunk and head, and its operands with their decays in them; with `P_ptr` P, and Q as risen_q.
+
+    Per channel in float16 a first launch takes all rows as near (tiles/pairs.py); where its totals say that they
+    may not be, the second, FAR, does all again. WHOLE: no tile reaches beyond its tensor (tiles/whole.py).
+    """
+    NEAR: tl.constexpr = q_ptr.dtype.element_ty != tl.float32
+    h = (tl.program_id(0) % H).to(tl.int64)
+    n, b, t0, stop, slot = chunk_at(offsets_ptr, tl.program_id(0) // H, N, T, CHUNK)
+    if n < 0:
+        return
+    if FAR:  # noqa: SIM102  a constant and a tensor
+        if near.forgets(total_ptr + (slot * H + h) * K, K, ALL_K) == 0:
+            return
+    row = tl.cast(b, tl.int64)
+    q_ptr += row * q_strides[0] + h // R * q_strides[2]
+    k_ptr += row * k_strides[0] + h // R * k_strides[2]
+    if e_ptr is not None:
+        e_ptr += row * e_strides[0] + h // R * e_strides[2]
+    if g_ptr is not None:
+        g_ptr += row * g_strides[0] + h * g_strides[2]
+    t, at = tl.arange(0, CHUNK), t0 + tl.arange(0, CHUNK)
+    beta_ptr += row * beta_strides[0] + h * beta_strides[2]
+    beta = tl.load(beta_ptr + at.to(tl.int64) * beta_strides[1], mask=at < stop, other=0.0).to(tl.float32)
+    A = tl.zeros([CHUNK, CHUNK], tl.float32)
+    E = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        q = working(read(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K, WHOLE))
+        k = working(read(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K, WHOLE))
+        e = k
+        if e_ptr is not None:
+            e = working(read(e_ptr, t0, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_K, WHOLE))
+        if PER_CHANNEL:
+            g = read(g_ptr, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K, WHOLE).to(tl.float32)
+            q, k, e = q.to(tl.float32), k.to(tl.float32), e.to(tl.float32)
+            if NEAR:
+                c, last = near.sums_in_two(g, FAR)
+                rise, fall, gone = tl.exp2(c), tl.exp2(last - c), tl.exp2(last)
+            else:
+                rise, fall = near.ends(g, True, False)
+                gone = tl.broadcast_to(total(g)[None, :], g.shape)
+            there, up_q, up_e = (row * T * H + h) * K, q * rise, e * rise
+            write(risen_q_ptr + there, up_q, t0, stop, H * K, k0, K, WHOLE)
+            write(risen_e_ptr + there, up_e, t0, stop, H * K, k0, K, WHOLE)
+            write(fallen_ptr + there, k * (fall * beta[:, None]), t0, stop, H * K, k0, K, WHOLE)
+            store_tile(total_ptr + (slot * H + h) * K, gone, 0, 1, 0, k0, K, 1)
+            if NEAR:
+                A, E = pairs.pairs_in_two(A, E, up_q, up_e, q, e, k, c, FAR, q_ptr.dtype.element_ty, PRECISION)
+            else:
+                A, E = pairs_of_two(A, E, q, e, k, g, PRECISION)
+        else:
+            A = tl.dot(q, tl.trans(k), A, input_precision=PRECISION)
+            E = tl.dot(e, tl.trans(k), E, input_precision=PRECISION)
+    if g_ptr is None or (PER_CHANNEL and NEAR):
+        A = tl.where(t[:, None] >= t[None, :], A, 0.0)
+    if not PER_CHANNEL:  # noqa: SIM102  constants, each of which leaves code out
+        if g_ptr is not None:
+            g = load_gates(g_ptr, t0, stop, g_strides[1], CHUNK)
+            W = near.weights(g, True, NEAR)
+            A, E = A * W, E * W
+            rise, fall = near.ends(g, True, NEAR)
+            token = (row * T + at) * H + h
+            tl.store(rise_ptr + token, rise, mask=at < stop)
+            tl.store(write_ptr + token, fall * beta, mask=at < stop)
+            tl.store(total_ptr + slot * H + h, total(g))
+    there = (row * T * H + h) * CHUNK
+    A *= (scale * beta)[None, :]
+    HALVES: tl.constexpr = X_ptr.dtype.element_ty == tl.bfloat16
+    if not HALVES:
+        store_tile(A_ptr + there, rounded(A, PRECISION), t0, stop, H * CHUNK, 0, CHUNK, 1)  # read for products alone
+    else:
+        high, low = in_two(A)
+        store_tile(A_ptr + 2 * there, high, t0, stop, 2 * H * CHUNK, 0, CHUNK, 1)
+        store_tile(A_ptr + 2 * there + CHUNK, low, t0, stop, 2 * H * CHUNK, 0, CHUNK, 1)
+    # What is past the end has no key, so that X is there the unit matrix's and 0 beside it.
+    X = inverse(E * beta[None, :], PRECISION, HALVES)
+    t0 += zero  # addresses kept from before would cost registers
+    if not HALVES:
+        store_tile(X_ptr + there, rounded(X, PRECISION), t0, stop, H * CHUNK, 0, CHUNK, 1)
+    else:
+        above, below = in_two(X)
+        store_tile(X_ptr + 2 * there, above, t0, stop, 2 * H * CHUNK, 0, CHUNK, 1)
+        store_tile(X_ptr + 2 * there + CHUNK, below, t0, stop, 2 * H * CHUNK, 0, CHUNK, 1)
+    if P_ptr is not None:
+        tl.debug_barrier()  # what others of the program have written is read, which registers had no room for
+        high = load_tile(A_ptr + 2 * there, t0, stop, 2 * H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
+        low = load_tile(A_ptr + 2 * there + CHUNK, t0, stop, 2 * H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
+        P = halves(high, low, above, below, tl.zeros_like(X))
+        store_tile(P_ptr + there, P, t0, stop, H * CHUNK, 0, CHUNK, 1)
+        into = (row * T * H + h) * K
+        if g_ptr is not None:
+            P *= rise[None, :]
+        t0 += zero
+        up, down = in_two(-P)
+        for k0 in tl.range(0, K, BLOCK_K):
+            q = load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K).to(tl.float32) * scale
+            x_ptr, x_strides = k_ptr, k_strides
+            if e_ptr is not None:
+                x_ptr, x_strides = e_ptr, e_strides
+            e = load_tile(x_ptr, t0, stop, x_strides[1], k0, K, x_strides[3], CHUNK, BLOCK_K)
+            if g_ptr is not None:
+                q *= rise[:, None]
+            store_tile(risen_q_ptr + into, tl.dot(up, e, tl.dot(down, e, q)), t0, stop, H * K, k0, K, 1)
+
+
+def chunks_rule(dtype: torch.dtype, K: int, per_channel: bool, target: Target) -> Config:
+    """Blocks of channels that leave room for what the pairs of each level need."""
+    if per_channel:
+        warps = 4 if target.arch == 90 and dtype != torch.float32 else 8
+        return Config({"BLOCK_K": side(K, 32 if target.warpgroups else 16)}, warps=warps, stages=1)
+    wide = dtype == torch.bfloat16 and target.shared > 100_000
+    return Config({"BLOCK_K": side(K, 64 if wide else 32)}, warps=4 if wide else 8, stages=2 if wide else 1)
+
+
+def first(
+    call: Any, parts: Any, slots: int, cut: bool, at_once: Any, channel_chunks: Any
+) -> tuple[Tensor, Tensor, Tensor | None, Gated]:
+    """X, A, in bfloat16 P, and what is made of gates; `parts` (gpu.py), if given, is filled; `cut`: reach too.
+
+    One launch, and one more for far rows (`chunks_kernel`). In bfloat16, where they may, `at_once` makes it
+    (kernels_triton_chunks.py) and, with gates per channel, `channel_chunks` (kernels_triton_channel_chunks.py).
+    """
+    B, T, G, H, K, _, N = call.sizes
+    v, g, target = call.v, call.log_decay, target_of(call.v.device)
+    halves = stored(v.dtype) == torch.bfloat16
+    wide, near = [(B, T, H, n * CHUNK) for n in (2, 1)], {"dtype": stored(v.dtype), "device": v.device}
+    if parts is not None:
+        inverse, products = parts.inverse, parts.products
+    else:
+        inverse, products = torch.empty(2, *wide[not halves], **near).unbind()
+    through = torch.empty(wide[1], **near) if halves else None
+    per_channel = g is not None and g.shape[3] > 1
+    gated = _gated(call, parts, through, slots, cut, per_channel)
+    rule = partial(chunks_rule, v.dtype, K, per_channel)
+    config = configure("delta_chunks", (v.dtype, K, per_channel), rule, target, {"BLOCK_K": (16, 32, 64)})
+    by_near = per_channel and v.dtype != torch.float32
+    whole = call.offsets is None and T % CHUNK == K % config["BLOCK_K"] == 0
+    whole = whole and within(CHUNK, K, call.q, call.k, call.erase, g)
+    # Three programs a processor, as each waits for one product after the other: on an H200 195 us for 224, with spills.
+    room = {"maxnreg": 168} if target.arch == 90 and through is not None and not per_channel else {}
+    if through is not None:
+        better = channel_chunks if per_channel else at_once if at_once.fits(call, target) else None
+        if better is not None:
+            part = gated[2:6] if per_channel else (*gated[:4], *gated[6:])
+            better.chunks(call, inverse, parts and products, through, part, slots, whole, config, room)
+            return inverse, products, through, gated
+    for again in (False, True)[: 2 if by_near else 1]:
+        launch(
+            chunks_kernel, (slots * H,),
+            call.q, call.k, call.erase, call.beta, g, call.offsets, inverse, products, through, *gated[:6],
+            call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(g),
+            call.scale, 0, T, N, H, H // G, K,
+            config=config, FAR=again, WHOLE=whole,
+            ALL_K=side(K, 1 << 20), PER_CHANNEL=per_channel, PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK,
+            **room,
+        )  # fmt: skip
+    return inverse, products, through, gated
+
+
+def _gated(call: Any, parts: Any, through: Tensor | None, slots: int, cut: bool, per_channel: bool) -> Gated:
+    """Room for what is made of gates, in bfloat16 of queries; what `parts` has is there already."""
+    B, T, _, H, K, *_ = call.sizes
+    v, gated = call.v, Gated(*[None] * 8)
+    each: tuple[Tensor | None, ...]
+    if per_channel:
+        total = torch.empty(slots, H, K, dtype=torch.float32, device=v.device)
+        halves = 2 if stored(v.dtype) == torch.bfloat16 else 1
+        made = torch.empty(2 + halves, B, T, H, K, dtype=stored(v.dtype), device=v.device)
+        gated = Gated(None, None, total, made[0], made[1], made[2:], None, None)
+    elif call.log_decay is not None:
+        if parts is None:
+            wide = {"dtype": torch.float32, "device": v.device}
+            each = (*torch.empty(2, B, T, H, **wide).unbind(), *torch.empty(2, slots, H, **wide).unbind())
+        else:
+            each = parts.rise, parts.write, parts.total, parts.reach
+        gated = gated._replace(rise=each[0], write=each[1], total=each[2], reach=each[3] if cut else None)
+    if through is not None and not per_channel:
+        rows = torch.empty(slots, H, 2, CHUNK, device=v.device) if parts is None else parts.rows
+        gated = gated._replace(query=torch.empty(B, T, H, K, dtype=through.dtype, device=v.device), rows=rows)
+    return gated
