@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 
 from foci.core.tune import interpreting
+from foci.ops.delta.api import delta_rule
 from foci.ops.delta.cases import Delta
 from foci.ops.delta.spec import SPEC
-from tests.ops.delta.test_kernels_triton_backward import CPU, apart, draws
-from tests.ops.recurrences import BUDGET
+from tests.ops.delta.test_kernels_triton_backward import CPU, apart, draws, found, truth
+from tests.ops.recurrences import BUDGET, error, exact
 
 from foci.ops.delta import kernels_triton_tokens as tokens  # isort: skip  after Triton's presence is known
 
@@ -75,6 +76,23 @@ class TestInBfloat16:
     def test_blocks_in_part_and_alike_keys(self, alike: str) -> None:
         errors = apart(even(torch.bfloat16, K=20, V=12, alike=alike, beta=2.0, full=True))
         assert all(e <= BUDGET[torch.bfloat16] for e in errors.values()), errors
+
+    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("decay", ["head", "channel"])
+    def test_gates_of_a_head_are_right_to_more_where_no_token_pulls_the_other_way(self, decay: str, seed: int) -> None:
+        """A head's gate is in all tokens, whose gradients may cancel, and what was rounded does not: then it misses.
+
+        So judged are |out|^2 / 2 and |state|^2 / 2, of which each token has more with less decay. What is rounded to
+        the nearest is gone in the sum, in every draw; what is cut off, of one operand alone, leaves 1e-3.
+        """
+        problem = Delta("", B=1, T=130, H=2, G=1, K=64, V=64, decay=decay)
+        inputs = problem.case.make(torch.bfloat16, CPU, seed)
+        out, final = delta_rule(**exact(inputs), return_state=True, backend="chunked")
+        grads = out.bfloat16(), final.float()
+        got, wanted = (gradients(inputs, grads)["log_decay"] for gradients in (found, truth))
+        if decay == "channel":
+            got, wanted = (x.double().sum((0, 1, 3)) for x in (got, wanted))
+        assert error(got, wanted) <= BUDGET[torch.bfloat16] / 20
 
 
 def test_places_that_32_bits_do_not_number_are_taken_one_by_one() -> None:
