@@ -28,12 +28,26 @@ CASES = [(spec, case) for spec in SPECS.values() for case in spec.cases]
 DEVICE = 77  # none that another test compiles for
 
 
+class Driver(Offline):
+    """One whose launchers only note whose they are, and in which thread they are made."""
+
+    def __init__(self) -> None:
+        super().__init__(gpu(TARGETS["sm_90"]), DEVICE)
+        self.launchers: list[tuple[str, int]] = []
+
+    def launcher_cls(self, source: Any, metadata: Any) -> None:
+        assert metadata.name == source.name
+        self.launchers.append((source.name, threading.get_ident()))
+
+
 @pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Driver:
     monkeypatch.setattr(ahead, "_SEEN", set())
     monkeypatch.setattr(ahead, "target_of", lambda device: TARGETS["sm_90"])
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(triton.runtime.driver, "_active", Offline(gpu(TARGETS["sm_90"]), DEVICE))
+    driver = Driver()
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    return driver
 
 
 def call(T: int = 128, K: int = 16) -> Any:
@@ -94,6 +108,47 @@ def test_what_a_call_launches_is_there_when_it_comes_and_was_made_beside_each_ot
         with assembling(90):
             kernel.warmup(*arguments, grid=grid, **meta)
     assert found_on_disk == [False, False, True, True]
+
+
+def test_launchers_are_made_where_kernels_are_and_not_of_those_that_fail(
+    monkeypatch: pytest.MonkeyPatch, offline: Driver
+) -> None:
+    """Triton 3.6 has a compiler of C make each: one after another when they are launched, it would be seconds."""
+    launches = kernels_of(call())
+
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    watching(monkeypatch, launches[:1], full)
+    assert "No space left" in ahead.compiled_ahead(SPEC.backend("triton").load().forward, call(), True)
+    ((name, thread),) = offline.launchers
+    assert name == launches[1].kernel.__name__ and thread != threading.get_ident()
+
+
+def test_a_launcher_that_fails_is_left_to_the_launch(
+    monkeypatch: pytest.MonkeyPatch, offline: Driver, found_on_disk: list[bool]
+) -> None:
+    def fails(source: Any, metadata: Any) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    launches = kernels_of(call())
+    monkeypatch.setattr(offline, "launcher_cls", fails)
+    said = ahead.compiled_ahead(SPEC.backend("triton").load().forward, call(), True)
+    assert said == "RuntimeError: Failed to find C compiler"
+    for kernel, grid, arguments, meta in launches:
+        with assembling(90):
+            kernel.warmup(*arguments, grid=grid, **meta)
+    assert found_on_disk == [False, False, True, True]
+
+
+def test_what_is_launched_last_is_compiled_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, begun = kernels_of(call()), list[str]()
+    monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor", lambda most: ThreadPoolExecutor(1))
+    for launch in launches:
+        name = launch.kernel.__name__
+        monkeypatch.setattr(launch.kernel, "compile", lambda *_, name=name, **__: begun.append(name))
+    ahead.compiled_ahead(SPEC.backend("triton").load().forward, call(), True)
+    assert begun == [launch.kernel.__name__ for launch in reversed(launches)]
 
 
 def test_who_is_interrupted_leaves_no_mode_behind_and_to_each_thread_its_assembler(

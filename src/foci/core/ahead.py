@@ -57,7 +57,11 @@ class _Asked(Exception):
 
 
 def _wanted(launches: list[Launch]) -> list[Callable[[], Any]]:
-    """What compiles each kernel that Triton does not have in memory, by its own door to compilers of another kind."""
+    """What compiles each kernel that Triton does not have in memory, by its own door to compilers of another kind.
+
+    The last launch first: walks come before what is made of them, which takes longest to compile. Begun last, it would
+    be waited for alone.
+    """
 
     class Asking(sys.modules["triton"].AsyncCompileMode):  # type: ignore[misc]
         def submit(self, key: Any, compile_fn: Any, finalize_fn: Any) -> Any:
@@ -72,17 +76,22 @@ def _wanted(launches: list[Launch]) -> list[Callable[[], Any]]:
                     kernel.warmup(*arguments, grid=grid, **meta)
             except _Asked:
                 continue
-    return [*found.values()]
+    return [*reversed(found.values())]
 
 
 def _side_by_side(wanted: list[Callable[[], Any]], target: Target) -> str:
     """What fails is compiled again when it is launched, and fails there. Each thread chooses its assembler, and keeps
-    it to its end, also where who waits here is interrupted."""
+    it to its end, also where who waits here is interrupted. Launchers, which Triton 3.6 has a compiler of C make, 0.2
+    to 0.4 s each, are made here too, and found on disk like kernels.
+    """
     from concurrent.futures import ThreadPoolExecutor, wait
+
+    driver = sys.modules["triton"].runtime.driver.active
 
     def work(compile_fn: Callable[[], Any]) -> None:
         with assembling(target.arch):
-            compile_fn()
+            made = compile_fn()
+        driver.launcher_cls(made.src, made.metadata)
 
     pool = ThreadPoolExecutor(min(cores(), len(wanted)))
     try:
