@@ -2,6 +2,7 @@
 
     python benchmarks/first_call.py [--only NAME] [--one-by-one]
     .venv/bin/python benchmarks/first_call.py --offline      # without a GPU: what compiling takes
+    .venv/bin/python benchmarks/first_call.py --stages       # and which of Triton's stages it takes for each kernel
 
 Each operator runs in a process of its own with an empty Triton cache, on a GPU, all beside each other (--one-by-one: in
 turn, as a user meets it). `forward` and `backward` are the seconds of the first call until the GPU is done, torch, foci
@@ -10,6 +11,9 @@ and the GPU's context being there before; `again` is both a second time; then th
 --offline: kernels are compiled for sm_90 as a call on a GPU has them compiled, and a driver that launches nothing takes
 them; once side by side as it is (core/ahead.py), once one after the other, in turn, with all of this machine's
 processors. Medians of --rounds processes.
+
+--stages: the same one after the other, by kernels: `Python` is what becomes of their source, with the interpreter's
+lock held, and what Triton looks up before; all other stages let go of it. What Triton does once a process is left out.
 """
 
 from __future__ import annotations
@@ -87,8 +91,8 @@ def one(name: str) -> None:
     print(f"{name:16}{forward:8.1f}{backward:9.1f}{again:9.4f}  {kernels}", flush=True)
 
 
-def offline(name: str, beside: bool) -> None:
-    """Print the seconds of a forward and of a backward whose kernels nobody compiled before."""
+def offline(name: str, beside: bool) -> tuple[float, float]:
+    """The seconds of a forward and of a backward whose kernels nobody compiled before."""
     from unittest.mock import patch
 
     from host import playing, pretending
@@ -108,7 +112,21 @@ def offline(name: str, beside: bool) -> None:
         grads = (torch.ones_like(outputs[0]), *(None,) * (len(operator.output_names) - 1))
         needs = [getattr(call, argument) is not None for argument in operator.differentiable]
         library._computed(backend, module.backward, call, outputs, grads, needs)
-    print(forward - began, time.perf_counter() - forward)
+    return forward - began, time.perf_counter() - forward
+
+
+def stages(name: str) -> None:
+    """Print the seconds of each kernel's stages."""
+    import triton
+    from triton.runtime.cache import triton_key
+
+    def told(*, src: Any, times: Any, **_: Any) -> None:
+        taken = (times.ir_initialization, *(microseconds for _, microseconds in times.lowering_stages))
+        print(f"{name:16}{src.name:26}", *(f"{1e-6 * each:7.2f}" for each in taken), flush=True)
+
+    triton_key()  # it reads all of Triton's library, and keeps what it found
+    triton.knobs.compilation.listener = told
+    offline(name, False)
 
 
 def all_offline(only: str, rounds: int) -> None:
@@ -128,10 +146,22 @@ def all_offline(only: str, rounds: int) -> None:
         print(f"{name:16} forward {said[0]}   backward {said[1]}", flush=True)
 
 
+def all_stages(only: str) -> None:
+    """The table of --stages."""
+    print(f"{'':42}", *(f"{stage:>7}" for stage in ("Python", "ttir", "ttgir", "llir", "ptx", "cubin")), flush=True)
+    for name in OPERATORS:
+        if only in name:
+            with tempfile.TemporaryDirectory() as folder:
+                print(_said(name, "stages", folder), end="", flush=True)
+
+
 def _asked(name: str, how: str, folder: str) -> list[float]:
-    command = [sys.executable, __file__, "--one", name, "--how", how]
-    run = subprocess.run(command, env={**os.environ, "TRITON_CACHE_DIR": folder}, stdout=subprocess.PIPE, check=True)
-    return [float(word) for word in run.stdout.split()]
+    return [float(word) for word in _said(name, how, folder).split()]
+
+
+def _said(name: str, how: str, folder: str) -> str:
+    command, empty = [sys.executable, __file__, "--one", name, "--how", how], {**os.environ, "TRITON_CACHE_DIR": folder}
+    return subprocess.run(command, env=empty, stdout=subprocess.PIPE, check=True, text=True).stdout
 
 
 def main() -> None:
@@ -139,16 +169,21 @@ def main() -> None:
     parser.add_argument("--only", default="", help="operators whose name holds this")
     parser.add_argument("--one-by-one", action="store_true", help="no two processes at a time")
     parser.add_argument("--one", choices=OPERATORS, help=argparse.SUPPRESS)
-    parser.add_argument("--how", choices=("after", "beside"), help=argparse.SUPPRESS)
+    parser.add_argument("--how", choices=("after", "beside", "stages"), help=argparse.SUPPRESS)
     parser.add_argument("--offline", action="store_true", help="compile, and launch nothing")
+    parser.add_argument("--stages", action="store_true", help="compile kernel by kernel, and launch nothing")
     parser.add_argument("--rounds", type=int, help="of --offline, 3 by default")
     chosen = parser.parse_args()
-    if chosen.offline and chosen.one_by_one:
-        parser.error("--one-by-one is without --offline, which asks one process after the other")
+    if chosen.offline + chosen.stages + chosen.one_by_one > 1:
+        parser.error("expected one of --offline, --stages and --one-by-one")
     if chosen.rounds is not None and (not chosen.offline or chosen.rounds < 1):
         parser.error(f"--rounds {chosen.rounds}: expected 1 at least, with --offline")
+    if chosen.one and chosen.how == "stages":
+        return stages(chosen.one)
     if chosen.one:
-        return offline(chosen.one, chosen.how == "beside") if chosen.how else one(chosen.one)
+        return print(*offline(chosen.one, chosen.how == "beside")) if chosen.how else one(chosen.one)
+    if chosen.stages:
+        return all_stages(chosen.only)
     if chosen.offline:
         return all_offline(chosen.only, chosen.rounds or 3)
     print(f"torch {torch.__version__}, seconds\n{'':16} forward backward    again  kernels", flush=True)
