@@ -142,3 +142,42 @@ def test_no_rows_take_no_slots(operator: str) -> None:
     pool = torch.ones(5, H, K, V)
     out = BOTH[operator][1](**token(operator, rows=0), state=pool, slots=torch.zeros(0, dtype=torch.int64))
     assert out.shape == (0, H, V) and torch.equal(pool, torch.ones(5, H, K, V))
+
+
+@both
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", ["q", "k", "v", "beta", "erase", "log_decay"])
+def test_what_lies_in_the_state_is_read_as_it_was(operator: str, name: str, dtype: torch.dtype, strided: bool) -> None:
+    if operator == "linear" and name in ("beta", "erase"):
+        return
+    sizes = (B, H, V, K) if strided else (B, H, K, V)
+    memory = -torch.rand(sizes, dtype=dtype)  # all of it could be gates
+    state = memory.mT if strided else memory
+    shape = SHAPES[{"log_decay": "channel"}.get(name, name)]
+    shape = (shape[0], *shape[2:])
+    inside = memory.view(-1)[3 : 3 + torch.Size(shape).numel()].view(shape)
+    given = token(operator, dtype) | {name: inside}
+    apart = {n: x.clone() for n, x in given.items()}
+    step, after = BOTH[operator][1], state.clone()
+    torch.testing.assert_close(step(**given, state=state), step(**apart, state=after), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state, after, rtol=1e-5, atol=1e-6)
+
+
+@both
+def test_autocast_rounds_no_product_with_the_state(operator: str) -> None:
+    step, inputs = BOTH[operator][1], token(operator, torch.bfloat16)
+    state = states()[:B].mT.contiguous().mT  # in columns, which C++ does not take
+    again = state.clone()
+    expected = step(**inputs, state=again)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = step(**inputs, state=state)
+    assert torch.equal(found, expected) and torch.equal(state, again)
+
+
+@both
+@pytest.mark.parametrize("stride", [(0, 15, 5, 1), (30, 15, 5, 1), (60, 15, 1, 1)])
+def test_a_state_whose_numbers_are_one_in_memory(operator: str, stride: tuple[int, ...]) -> None:
+    state = torch.zeros(2 * H * K * V).as_strided((B, H, K, V), stride)
+    with pytest.raises(ValueError, match=r"state has strides .*one in memory"):
+        BOTH[operator][1](**token(operator), state=state)

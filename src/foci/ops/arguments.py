@@ -190,7 +190,7 @@ def check_step(operator: str, like: Tensor, tensors: Mapping[str, Tensor | None]
     if state.dtype != accumulator(like.dtype):
         wanted = short(accumulator(like.dtype))
         raise ValueError(f"{operator}: state is {short(state.dtype)}; expected {wanted} for {short(like.dtype)} inputs")
-    if 0 in state.stride() and any(n > 1 and s == 0 for n, s in zip(state.shape, state.stride(), strict=True)):
+    if not state.is_contiguous() and folded(state):
         raise ValueError(
             f"{operator}: state has strides {list(state.stride())} for sizes {list(state.shape)}, so that several of "
             "its numbers are one in memory; expected each its own, because the step changes them: state.contiguous()"
@@ -200,6 +200,19 @@ def check_step(operator: str, like: Tensor, tensors: Mapping[str, Tensor | None]
             f"{operator}: it has no gradients, because it changes its state in place; use torch.no_grad(), or "
             f"{operator.removesuffix('_step')} with T=1"
         )
+
+
+def folded(x: Tensor) -> bool:
+    """Whether several of its numbers may be one in memory: some stride is no longer than what lies within it."""
+    places = [(s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1]
+    if torch.compiler.is_compiling():  # sizes that are held open cannot be put in order
+        return any(s == 0 for s, _ in places)
+    reach = 0
+    for stride, size in sorted(places):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def check_slots(operator: str, slots: Tensor | None, like: Tensor, M: int) -> None:

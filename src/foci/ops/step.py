@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -41,8 +42,24 @@ def forward(
         return launched(key, given, _step, values, state)
     taken = None if slots is None else arguments.Slots(state, slots)
     now = state if taken is None else taken.state
-    out = (native.step if native.steps(now) else in_torch)(q, k, v, now, scale, **rest).to(v.dtype)
+    q, k, v, *others = _apart(now, q, k, v, *rest.values())
+    with plainly(now):
+        run = native.step if native.steps(now) else in_torch
+        out = run(q, k, v, now, scale, **dict(zip(rest, others, strict=True))).to(v.dtype)
     return out if taken is None else taken.put(out)
+
+
+def plainly(state: Tensor) -> AbstractContextManager[object]:
+    """Without autocast, which would round the products of a float32 state to half precision."""
+    return nullcontext() if plans.autocast(state) is None else torch.autocast(state.device.type, enabled=False)
+
+
+def _apart(state: Tensor, *tensors: Any) -> list[Any]:
+    """The tensors; of what lies in the state's memory a copy: it would change while it is read."""
+    if not arguments.plain(state):
+        return [*tensors]
+    here = state.untyped_storage().data_ptr()
+    return [x.clone() if x is not None and x.untyped_storage().data_ptr() == here else x for x in tensors]
 
 
 def again(operator: str, given: tuple[Any, ...], state: Tensor) -> tuple[Any, Tensor | None]:

@@ -27,6 +27,13 @@ def test_only_the_state_changes_and_the_answer_is_no_view_of_it() -> None:
     assert h.all()
 
 
+def test_tokens_that_lie_in_the_state_are_read_as_they_were() -> None:
+    state, gates = torch.rand(2, 3), -torch.rand(2, 3)
+    before = state.clone()
+    h = forward(state, gates, state)
+    assert torch.equal(h, state) and torch.allclose(h, gates.exp() * before + before)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -30,6 +30,26 @@ def test_only_the_state_changes() -> None:
     assert all(torch.equal(a, b) for a, b in zip((x, A, key), before, strict=True))
 
 
+@pytest.mark.parametrize("name", ["x", "dt", "B", "C"])
+def test_tokens_that_lie_in_the_state_are_read_as_they_were(name: str) -> None:
+    memory = torch.rand(2, 3, 4)
+    given = {"x": torch.rand(2, 3), "dt": torch.rand(2, 3), "B": torch.rand(2, 4), "C": torch.rand(2, 4)}
+    given[name] = memory[..., 1] if name in ("x", "dt") else memory[:, 1]
+    apart, state, A = {n: x.clone() for n, x in given.items()}, memory.clone(), -torch.rand(3, 4)
+    expected = forward(**apart, A=A, state=state, skip=torch.ones(3))
+    torch.testing.assert_close(forward(**given, A=A, state=memory, skip=torch.ones(3)), expected)
+    torch.testing.assert_close(memory, state)
+
+
+def test_autocast_rounds_nothing() -> None:
+    x, key, A = torch.rand(2, 3), torch.rand(2, 4), -torch.rand(3, 4)
+    state, again = torch.ones(2, 3, 4), torch.ones(2, 3, 4)
+    expected = forward(x, x, A, key, key, again, skip=None)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = forward(x, x, A, key, key, state, skip=None)
+    assert torch.equal(found, expected) and torch.equal(state, again)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -27,8 +27,9 @@ def forward(x: Token, log_decay: Token, state: Token) -> Token:
     arguments.check_step(STEP, x, named)
     if steps(state):
         return step.launched(key, given, gpu.step, given, state)
-    state.mul_(torch.exp(log_decay.to(state.dtype))).add_(x)
-    return state.to(x.dtype, copy=True)
+    h = torch.exp(log_decay.to(state.dtype)).mul_(state).add_(x)  # the state last: the others may lie in its memory
+    state.copy_(h)
+    return h.to(x.dtype)
 
 
 _SIGNATURE = Signature(forward, STEP)

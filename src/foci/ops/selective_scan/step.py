@@ -31,11 +31,12 @@ def forward(x: Token, dt: Token, A: Rates, B: Key, C: Key, state: State, *, skip
         return step.launched(key, given, gpu.step, given, state)
     dtype, out_dtype = state.dtype, x.dtype
     x, dt, B, C = (each.to(dtype) for each in (x, dt, B, C))
-    state.mul_((dt[..., None] * rates(A, dtype)).exp_())
-    state.addcmul_((dt * x)[..., None], B[:, None])
-    y = torch.matmul(state, C[..., None])[..., 0]
+    h = (dt[..., None] * rates(A, dtype)).exp_().mul_(state).addcmul_((dt * x)[..., None], B[:, None])
+    with step.plainly(state):
+        y = torch.matmul(h, C[..., None])[..., 0]
     if skip is not None:
         y.addcmul_(skip.to(dtype), x)
+    state.copy_(h)  # last: the others may lie in its memory
     return y.to(out_dtype)
 
 
