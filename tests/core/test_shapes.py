@@ -91,3 +91,18 @@ def test_a_disagreement_names_tensor_letter_and_both_sizes(message: str) -> None
 def test_what_is_no_tensor_is_named(change: dict, message: str) -> None:
     with pytest.raises(TypeError, match=re.escape(message)):
         SIGNATURE.bind(tensors(**change))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_tensor_without_a_place_for_every_number_is_named() -> None:
+    x = torch.zeros(2, 3, 5)
+    nested = [torch.nested.nested_tensor([x[0], x[1, :2]], layout=layout) for layout in (torch.strided, torch.jagged)]
+    for odd, said in ((x.to_sparse(), "one of layout torch.sparse_coo"), *((each, "a nested one") for each in nested)):
+        with pytest.raises(ValueError, match=f"^toy: x must be a dense tensor, got {said}"):
+            SIGNATURE.bind(tensors(x=odd))
+
+
+def test_what_is_no_tensor_is_told_in_short() -> None:
+    with pytest.raises(TypeError, match=r"^toy: x must be a tensor, got \[0, 1, 2") as refused:
+        SIGNATURE.bind(tensors(x=list(range(10**5))))
+    assert len(str(refused.value)) < 300

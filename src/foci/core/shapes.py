@@ -6,6 +6,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from foci.core.errors import ShapeError
@@ -44,8 +45,7 @@ class Signature:
             tensor = tensors[argument]
             if tensor is None and argument in self.optional:
                 continue
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{self.name}: {argument} must be a tensor, got {tensor!r}")
+            tensor = dense(self.name, argument, tensor)
             shape = tensor.shape
             if len(shape) != len(letters):
                 raise ShapeError(
@@ -59,8 +59,7 @@ class Signature:
             tensor = tensors[argument]
             if tensor is None and argument in self.optional:
                 continue
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{self.name}: {argument} must be a tensor, got {tensor!r}")
+            tensor = dense(self.name, argument, tensor)
             self._check_broadcast(argument, letters, tensor, sizes)
         return sizes
 
@@ -88,6 +87,16 @@ class Signature:
             f"{self.name}: {argument} has shape {list(tensor.shape)} for [{', '.join(letters)}], so {letter} would be "
             f"{tensor.shape[letters.index(letter)]}; {first} says {letter}={sizes[letter]}"
         )
+
+
+def dense(name: str, argument: str, value: object) -> Tensor:
+    """The value, a tensor with a place in memory for every number; else TypeError or ValueError, naming the argument."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: {argument} must be a tensor, got {value!r:.200}")
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "a nested one" if value.is_nested else f"one of layout {value.layout}"
+        raise ValueError(f"{name}: {argument} must be a dense tensor, got {kind}")
+    return value
 
 
 def letters_of(hint: Any) -> list[str] | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foci.core.errors import ShapeError
+from foci.core.shapes import dense
 from foci.core.spec import accumulator
 
 DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
@@ -69,8 +70,7 @@ def decay(
     """
     if log_decay is None:
         return None
-    if not isinstance(log_decay, Tensor):
-        raise TypeError(f"{operator}: log_decay must be a tensor, got {log_decay!r}")
+    dense(operator, "log_decay", log_decay)
     shapes = {1: full[-2:-1], len(full) - 1: full[:-1], len(full): full}
     rank = log_decay.dim()
     if rank not in shapes or tuple(log_decay.shape) != shapes[rank]:
@@ -164,8 +164,7 @@ def bind_step(operator: str, tensors: dict[str, Tensor | None]) -> tuple[Tensor,
     for name, tensor in tensors.items():
         if tensor is None and name in ("erase", "bonus", "log_decay", "slots"):
             continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{operator}: {name} must be a tensor, got {tensor!r}")
+        tensor = dense(operator, name, tensor)
         if name == "log_decay":
             continue
         letters = "MHKV" if slotted and name == "state" else _STEP[name]

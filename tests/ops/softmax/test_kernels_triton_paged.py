@@ -7,7 +7,7 @@ import torch
 
 import foci
 from tests.ops.in_triton import DEVICE, DTYPES, there
-from tests.ops.softmax.test_paged import cache, truth
+from tests.ops.softmax.test_paged import cache, forgotten, truth
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -29,6 +29,15 @@ def test_one_token_of_one_key_head_whose_rows_are_split_over_programs() -> None:
     inputs = cache(T=1, page=16, H=4, G=1, M=40, lengths=(600, 0))
     found = foci.attention_paged(**there(inputs), backend="triton")
     torch.testing.assert_close(found.cpu().double(), truth(inputs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_pages_before_the_window_may_be_anything(T: int) -> None:
+    inputs = cache(T=T, page=16, M=8, lengths=(100, 128, 2))
+    expected = truth(inputs, window=20)
+    forgotten(inputs, 20)
+    found = foci.attention_paged(**there(inputs), window=20, backend="triton")
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_it_is_what_is_chosen() -> None:

@@ -54,6 +54,16 @@ def truth(inputs: dict[str, Any], window: int | None = None, **extra: Any) -> Te
     return torch.cat(rows)
 
 
+def forgotten(inputs: dict[str, Any], window: int) -> None:
+    """Of pages that lie before the window of every token: NaN in them, nonsense for their numbers."""
+    T, page = inputs["q"].shape[1], inputs["k_pages"].shape[1]
+    for row, length in enumerate(inputs["lengths"].tolist()):
+        for place in range(max(length - T - window, 0) // page):
+            number = int(inputs["table"][row, place])
+            inputs["k_pages"][number] = inputs["v_pages"][number] = torch.nan
+            inputs["table"][row, place] = (number, -1, 10**6)[place % 3]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_it_is_attention_to_the_gathered_cache(backend: str | None) -> None:
     for extra in ({}, {"softcap": 2.0, "scale": 0.3}, {"sink": torch.randn(4)}, {"window": 6}):
@@ -68,6 +78,33 @@ def test_one_token_of_one_key_head_and_long_rows(backend: str | None) -> None:
     inputs = cache(T=1, page=16, H=4, G=1, M=40, lengths=(600, 1, 0))
     found = foci.attention_paged(**inputs, backend=backend)
     torch.testing.assert_close(found.double(), truth(inputs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("T", [1, 3])
+def test_pages_before_the_window_may_be_anything(T: int, backend: str | None) -> None:
+    inputs = cache(T=T, M=5, lengths=(13, 25, 2))
+    expected = truth(inputs, window=6)
+    forgotten(inputs, 6)
+    found = foci.attention_paged(**inputs, window=6, backend=backend)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    inputs["table"][1, 3] = -1
+    with pytest.raises(ValueError, match=r"table\[1, 3\] is -1"):
+        foci.attention_paged(**inputs, window=6, backend=backend)
+
+
+def test_autocast_takes_its_dtype() -> None:
+    inputs = cache()
+    expected = foci.attention_paged(**{n: x.bfloat16() if x.is_floating_point() else x for n, x in inputs.items()})
+    inputs["k_pages"] = inputs["k_pages"].bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = foci.attention_paged(**inputs)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
+
+
+def test_no_pages_at_all() -> None:
+    inputs = cache(lengths=(0, 0)) | {name: torch.zeros(0, 5, 2, 16) for name in ("k_pages", "v_pages")}
+    assert not foci.attention_paged(**inputs).any()
 
 
 def test_kernels_launch_once_or_twice() -> None:

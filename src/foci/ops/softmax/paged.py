@@ -11,7 +11,7 @@ from torch import Tensor
 from foci.core import plans
 from foci.core.errors import ShapeError, Unsupported
 from foci.core.shapes import Signature
-from foci.ops.arguments import DTYPES, number
+from foci.ops.arguments import AUTOCAST, DTYPES, common_dtype, number
 from foci.ops.masks import Causal, Lengths, Window
 from foci.ops.softmax import gpu
 from foci.ops.softmax.api import attention
@@ -57,8 +57,10 @@ def attention_paged(
         out    = attention(q, k, v, mask=Lengths(lengths) & Causal() & Window(window, None))
 
     The T tokens are the last of the lengths[b] keys, already written to their pages: query i of row b sees the keys
-    j <= i + lengths[b] - T, and with `window` at most so many before itself. A row of length 0 gives out = 0. Pages
-    that no token needs are not read, nor are their numbers in the table: both may be anything. No gradient.
+    j <= i + lengths[b] - T, and with `window` at most so many before itself. Of a row of fewer than T keys the first
+    tokens are counted: query i sees j <= i. A row of length 0 gives out = 0. What pages hold that no token needs, and
+    their numbers in the table, may be anything: behind the length, and with `window` before what it reaches. No
+    gradient. Under autocast q and the pages take its dtype.
 
     q [B,T,H,K], k_pages [P,page,G,K], v_pages [P,page,G,V]: float32, bfloat16 or float16 (float64 where the pages are
     gathered), one dtype, any strides, any page size, H a multiple of G. table [B,M], lengths [B]: int32 or int64.
@@ -82,6 +84,8 @@ def attention_paged(
         raise Unsupported(f"{_NAME}: it has no gradient", ["an input requires one"], "call it under torch.no_grad()")
     if window is not None:
         Window(window, None)  # says what is wrong with it
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_values(table, lengths, window, sizes)
     if backend in (None, "triton"):
         call = _bound(tensors, softcap, window, scale)
         reasons = gpu.reasons(call) + _table_reasons(sizes)
@@ -91,7 +95,10 @@ def attention_paged(
             raise Unsupported(f"{_NAME}: backend 'triton' cannot run this call", reasons, "backend=None gathers pages")
     k, v = (gathered(pages, table) for pages in (k_pages, v_pages))
     mask = Lengths(lengths) & Causal()
-    mask = mask if window is None else mask & Window(window, None)
+    if window is not None:
+        mask = mask & Window(window, None)
+        reached = torch.arange(k.shape[1], device=k.device) >= _first(lengths, k.shape[1], q.shape[1], window)[:, None]
+        k, v = (torch.where(reached[..., None, None], x, 0) for x in (k, v))  # 0 * NaN is NaN
     return attention(q, k, v, mask=mask, softcap=softcap, sink=sink, scale=scale, backend=backend)
 
 
@@ -102,8 +109,15 @@ def _paged(*values: Any) -> Tensor:
 
 def gathered(pages: Tensor, table: Tensor) -> Tensor:
     """[B, M * page, G, D]: the pages of each row end to end; page numbers that are none name the nearest."""
+    if pages.shape[0] == 0:
+        return pages.new_zeros(table.shape[0], table.shape[1] * pages.shape[1], *pages.shape[2:])
     found = pages[table.long().clamp(0, pages.shape[0] - 1)]
     return found.flatten(1, 2)
+
+
+def _first(lengths: Tensor, room: int, T: int, window: int) -> Tensor:
+    """[B]: the first key of each row that its first token reaches."""
+    return ((lengths - T).clamp(min=min(room - T, 0)) - window).clamp(min=0)
 
 
 def _bound(tensors: _Tensors, softcap: float | None, window: int | None, scale: float | None) -> Call:
@@ -114,8 +128,9 @@ def _bound(tensors: _Tensors, softcap: float | None, window: int | None, scale: 
             raise ValueError(f"{_NAME}: softcap must be a positive finite number, got {softcap}")
     K = tensors.q.shape[-1]
     scale = (K or 1) ** -0.5 if scale is None else number(_NAME, "scale", scale)
+    q, k_pages, v_pages = common_dtype(_NAME, {name: getattr(tensors, name) for name in _Tensors._fields[:3]})
     return Call(
-        tensors.q, tensors.k_pages, tensors.v_pages, None, tensors.sink, None, None, None, None, tensors.lengths, None,
+        q, k_pages, v_pages, None, tensors.sink, None, None, None, None, tensors.lengths, None,
         None, None, True, False, window, None, softcap, scale, 0.0,
     )  # fmt: skip
 
@@ -131,7 +146,9 @@ def _check(tensors: _Tensors, sizes: dict[str, int]) -> None:
             f"{_NAME}: k_pages has {sizes['G']} heads but q has {sizes['H']}; "
             f"q heads must be a multiple of k heads (G={sizes['G']}, H={sizes['H']})"
         )
-    if not (q.dtype == k_pages.dtype == v_pages.dtype and q.dtype in DTYPES):
+    wanted = plans.autocast(q)
+    dtypes = {x.dtype if wanted is None or x.dtype not in AUTOCAST else wanted for x in tensors[:3]}
+    if len(dtypes) > 1 or not dtypes <= DTYPES:
         raise ValueError(
             f"{_NAME}: q, k_pages, v_pages have dtypes {q.dtype}, {k_pages.dtype}, {v_pages.dtype}; "
             "expected one of float64, float32, bfloat16, float16 for all three"
@@ -144,19 +161,19 @@ def _check(tensors: _Tensors, sizes: dict[str, int]) -> None:
             raise ValueError(f"{_NAME}: {name} must be an int32 or int64 tensor, got {x.dtype}")
     if sink is not None and not sink.is_floating_point():
         raise ValueError(f"{_NAME}: sink must be a floating tensor, got {sink.dtype}")
-    if q.device.type == "cpu" and not torch.compiler.is_compiling():
-        _check_values(table, lengths, sizes)
 
 
-def _check_values(table: Tensor, lengths: Tensor, sizes: dict[str, int]) -> None:
-    room = sizes["M"] * sizes["page"]
-    for row, length in enumerate(lengths.tolist()):
+def _check_values(table: Tensor, lengths: Tensor, window: int | None, sizes: dict[str, int]) -> None:
+    room, page_size = sizes["M"] * sizes["page"], max(sizes["page"], 1)
+    firsts = lengths * 0 if window is None else _first(lengths, room, sizes["T"], window)
+    for row, (length, first) in enumerate(zip(lengths.tolist(), firsts.tolist(), strict=True)):
         if not 0 <= length <= room:
             raise ValueError(
                 f"{_NAME}: lengths[{row}] is {length}; expected 0 to {room}, what {sizes['M']} pages of "
                 f"{sizes['page']} hold"
             )
-        for place, page in enumerate(table[row, : -(-length // max(sizes["page"], 1))].tolist()):
+        needed = range(first // page_size, -(-length // page_size))
+        for place, page in zip(needed, table[row, needed.start : needed.stop].tolist(), strict=True):
             if not 0 <= page < sizes["P"]:
                 raise ValueError(
                     f"{_NAME}: table[{row}, {place}] is {page}; expected 0 to {sizes['P'] - 1}, a page that there is"
