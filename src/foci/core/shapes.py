@@ -12,6 +12,7 @@ from torch import Tensor
 from foci.core.errors import ShapeError
 
 Sizes = dict[str, int]
+_STRIDED = torch.strided
 
 
 class Signature:
@@ -45,7 +46,8 @@ class Signature:
             tensor = tensors[argument]
             if tensor is None and argument in self.optional:
                 continue
-            tensor = dense(self.name, argument, tensor)
+            if not isinstance(tensor, Tensor) or tensor.layout is not _STRIDED or tensor.is_nested:
+                raise _refusal(self.name, argument, tensor)
             shape = tensor.shape
             if len(shape) != len(letters):
                 raise ShapeError(
@@ -59,7 +61,8 @@ class Signature:
             tensor = tensors[argument]
             if tensor is None and argument in self.optional:
                 continue
-            tensor = dense(self.name, argument, tensor)
+            if not isinstance(tensor, Tensor) or tensor.layout is not _STRIDED or tensor.is_nested:
+                raise _refusal(self.name, argument, tensor)
             self._check_broadcast(argument, letters, tensor, sizes)
         return sizes
 
@@ -90,13 +93,17 @@ class Signature:
 
 
 def dense(name: str, argument: str, value: object) -> Tensor:
-    """The value, a tensor with a place in memory for every number; else TypeError or ValueError, naming the argument."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: {argument} must be a tensor, got {value!r:.200}")
-    if value.layout is not torch.strided or value.is_nested:
-        kind = "a nested one" if value.is_nested else f"one of layout {value.layout}"
-        raise ValueError(f"{name}: {argument} must be a dense tensor, got {kind}")
+    """The value, a tensor with a place in memory for every number; else what is wrong with it is raised."""
+    if not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested:
+        raise _refusal(name, argument, value)
     return value
+
+
+def _refusal(name: str, argument: str, value: object) -> Exception:
+    if not isinstance(value, Tensor):
+        return TypeError(f"{name}: {argument} must be a tensor, got {value!r:.200}")
+    kind = "a nested one" if value.is_nested else f"one of layout {value.layout}"
+    return ValueError(f"{name}: {argument} must be a dense tensor, got {kind}")
 
 
 def letters_of(hint: Any) -> list[str] | None:
