@@ -137,3 +137,26 @@ for rest in ({"log_decay": -g.abs()}, {"log_decay": -g.abs()[..., 0]}):
 """
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
     subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=250)
+
+
+def _recurrences(q: torch.Tensor) -> torch.Tensor:
+    whole, _ = foci.linear_attention(q, q, q, log_decay=-q.abs())
+    packed, _ = foci.delta_rule(q, q.softmax(-1), q, q[..., 0].sigmoid())
+    return whole + packed
+
+
+@pytest.mark.parametrize("threads", [1, 64])
+def test_batch_and_heads_may_be_open_when_compiled(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    torch._dynamo.reset()
+    graphs: list[object] = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(_recurrences, fullgraph=True, backend=count, dynamic=True)
+    for B, T, H in ((2, 5, 4), (3, 7, 2), (4, 9, 3), (5, 6, 4)):
+        q = torch.randn(B, T, H, 8)
+        torch.testing.assert_close(compiled(q), _recurrences(q))
+    assert len(graphs) == 1

@@ -89,12 +89,17 @@ def _unavailable() -> tuple[str, ...]:
 
 
 @constant
+def _threads() -> int:
+    return torch.get_num_threads()
+
+
 def _idle(heads: int) -> tuple[str, ...]:
     """A head is one thread's work: too few of them, and products that are shared out are faster."""
-    threads = torch.get_num_threads()
+    threads = _threads()  # the number of heads may be one that the compiler holds open: it is no constant
     if 2 * heads >= threads:
         return ()
-    return (f"{heads} heads and rows would keep {heads} of {threads} threads busy",)
+    few = "" if torch.compiler.is_compiling() else f"{heads} "  # to say an open number is to compile for it alone
+    return (f"{few}heads and rows would keep {few}of {threads} threads busy",)
 
 
 @functools.cache
