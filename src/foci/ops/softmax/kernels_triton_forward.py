@@ -230,8 +230,9 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     else:
         k_base, v_base = k_base + b * k_strides[0], v_base + b * v_strides[0]
     keys = (k_base, k_strides, v_base, v_strides, column, stop)
-    partly = q_offsets_ptr if PAGE == 0 else left  # not None: values that no row sees may lie between those that are
-    rest = (scale, softcap, bias_strides, dense_strides, seed_ptr, threshold, partly, S)
+    rest = (scale, softcap, bias_strides, dense_strides, seed_ptr, threshold, q_offsets_ptr, S)
+    if PAGE > 0:
+        rest = (scale, softcap, bias_strides, dense_strides, seed_ptr, threshold, left, S)
     top, mass = tl.full((BLOCK_T,), -float("inf"), tl.float32), tl.zeros((BLOCK_T,), tl.float32)
     acc = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
     for i in range(borders(start, inner, outer, stop, BLOCK_S)):
@@ -292,7 +293,7 @@ def _step(  # type: ignore[no-untyped-def]
         wanted = real
         there = beside < (S - s0).to(tl.int32)  # of a bias: known to be so eight at a time
         seen = between(s[None, :], low[:, None], high[:, None])
-        if partly is not None:
+        if partly is not None:  # documents, or a window over pages
             # A value that no row of this block sees may be NaN, and 0 NaN is NaN: it is not read.
             wanted = tl.max(seen.to(tl.int32), 0) > 0
     if PAGE > 0:
