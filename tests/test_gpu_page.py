@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from benchmarks import gpu_page
 
-from foci.bench.record import Record
+from foci.bench.record import Record, read
 
 
 def record(candidate: str, stage: str, median: float | None, refused: str = "") -> Record:
@@ -144,3 +144,27 @@ def test_every_operator_has_time_to_be_compiled_and_all_of_it_is_given(
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no records"):
         gpu_page.page(tmp_path)
+
+
+def test_the_page_of_the_house_says_what_its_records_say() -> None:
+    text, records = (gpu_page.DOCS / "benchmarks.md").read_text(encoding="utf-8"), read(gpu_page.DOCS / "gpu.jsonl")
+    assert "\n".join([gpu_page.heading(records), *gpu_page.tables(records)]) in text
+
+    def ratio(problem: str, stage: str, mine: str = "foci") -> str:
+        here = [r for r in records if r.problem.startswith(problem) and r.stage == stage and r.median]
+        ours = next(r for r in here if r.candidate == mine)
+        return f"{min(r.median for r in here if not gpu_page.ours(r)) / ours.median:.2f}"  # type: ignore[type-var,operator]
+
+    goals = text.split(gpu_page.BEGIN)[0]
+    for problems, stages, mine in (
+        (("GLA ", "simple GLA ", "SSD "), ("both",), "foci"),
+        (("Qwen GDN",), ("forward", "backward"), "foci"),
+        (("KDA ",), ("forward", "backward"), "foci"),
+        (("softcap ", "window ", "sink ", "bias "), ("both",), "foci triton"),
+    ):
+        assert f"| {', '.join(ratio(problem, stage, mine) for problem in problems for stage in stages)} |" in goals
+    kernels = [
+        r for r in records if r.candidate == "foci triton" or (r.candidate == "foci" and r.operator != "softmax")
+    ]
+    hosts = [r.host * 1e6 for r in kernels if r.stage == "forward" and r.host is not None]
+    assert f"{min(hosts):.0f} to {max(hosts):.0f} us a forward" in goals

@@ -81,3 +81,13 @@ def test_plain_keeps_every_intermediate_in_the_working_dtype() -> None:
     exact, plain = SPEC.reference(**inputs)[1], SPEC.plain(**inputs)[1]
     assert plain.dtype == torch.float32
     assert float((exact - plain).abs().max()) > 1e-3
+
+
+def test_without_keys_lse_has_a_gradient_of_nothing() -> None:
+    q, k, v = (torch.randn(1, n, 2, 4, requires_grad=True) for n in (3, 0, 0))
+    out, lse = foci.attention_with_lse(q, k, v, backend="reference")
+    assert not out.any() and (lse == -torch.inf).all()
+    for gradient, x in zip(
+        torch.autograd.grad(lse, (q, k, v), torch.ones_like(lse), allow_unused=True), (q, k, v), strict=True
+    ):
+        assert gradient is None or torch.equal(gradient, torch.zeros_like(x))

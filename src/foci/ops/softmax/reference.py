@@ -40,7 +40,7 @@ def equation(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         z = torch.cat([z, call.sink.to(dtype).view(1, H, 1, 1).expand(B, H, T, 1)], dim=-1)
 
     empty = (z == -torch.inf).all(-1, keepdim=True)  # a row that may see nothing: out = 0, lse = -inf
-    lse = z.masked_fill(empty, 0.0).logsumexp(-1, keepdim=True) if z.shape[-1] else z.new_zeros(B, H, T, 1)
+    lse = z.masked_fill(empty, 0.0).logsumexp(-1, keepdim=True) if z.shape[-1] else z.sum(-1, keepdim=True)
     p = torch.exp(z - lse)[..., :S]
     if call.seed is not None:
         kept = keep(call.seed, call.dropout, *positions(B, H, T, S, z.device))
