@@ -8,10 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from foci import cli
+import foci
+from foci import cli, cli_bench
 from foci.bench.record import Record, Writer, read
 from foci.cli_bench import _line
+from foci.cli_check import FUNCTIONS
 
 QUICK = ["--shapes", "small", "--dtype", "float32", "--stages", "forward,both"]
 
@@ -59,6 +62,20 @@ def test_a_backend_by_name_and_no_peers(capsys: pytest.CaptureFixture[str]) -> N
     code, out, _ = run(["softmax", *QUICK, "--backends", "chunked,aten,chunked,", "--no-peers"], capsys)
     assert code == 0
     assert "foci chunked" in out and "foci aten" in out and "SDPA" not in out
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"), [(RuntimeError("torn\ntwo"), 1), (foci.Unsupported("scan", ["no"]), 0)]
+)
+def test_one_of_ours_that_raises_is_exit_code_1(
+    raised: Exception, expected: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def torn(x: torch.Tensor, log_decay: torch.Tensor, *, return_state: bool = False) -> None:
+        raise raised
+
+    monkeypatch.setattr(cli_bench, "FUNCTIONS", FUNCTIONS | {"scan": torn})  # the judge has the true one
+    code, out, _ = run(["scan", *QUICK, "--no-peers"], capsys)
+    assert code == expected and ("RuntimeError: torn" in out) == bool(expected)
 
 
 def test_changes_are_told_and_a_regression_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

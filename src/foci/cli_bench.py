@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ from foci.ops import SPECS
 
 ALIASES = {"decay": "linear"}
 _FILES = ("records.jsonl", "roofline.svg", "index.html")
+_FAILED = re.compile(r"wrong|\w*(Error|Exception): ")  # of ours; what a backend declines is neither
 _SLOWER = 1.05  # what --compare calls a regression, if it is beyond the spread of both as well
 
 
@@ -75,7 +77,7 @@ def bench(
     *,
     options: Options,
 ) -> int:
-    """Time operators against peers; with --compare tell what became slower. Exit code 1: a regression."""
+    """Time operators against peers; with --compare tell what became slower. Exit code 1: that, or one of ours wrong."""
     if compare is not None:
         if beside := _beside(context, "compare"):
             raise ValueError(f"--compare times nothing: leave out {', '.join(beside)}")
@@ -112,7 +114,7 @@ def bench(
         for name, draw in zip(_FILES[1:], (roofline, page), strict=True):
             (out / name).write_text(draw(found, top), encoding="utf-8")
         typer.echo(f"\nwrote {out}/{', '.join(_FILES)}")
-    return int(any(each.candidate.startswith("foci") and each.refused.startswith("wrong") for each in found))
+    return int(any(each.candidate.startswith("foci") and _FAILED.match(each.refused) for each in found))
 
 
 class _Task(NamedTuple):
