@@ -96,9 +96,7 @@ def attention_paged(
     k, v = (gathered(pages, table) for pages in (k_pages, v_pages))
     mask = Lengths(lengths) & Causal()
     if window is not None:
-        mask = mask & Window(window, None)
-        reached = torch.arange(k.shape[1], device=k.device) >= _first(lengths, k.shape[1], q.shape[1], window)[:, None]
-        k, v = (torch.where(reached[..., None, None], x, 0) for x in (k, v))  # 0 * NaN is NaN
+        mask, k, v = mask & Window(window, None), *_reached(k, v, lengths, q.shape[1], window)
     return attention(q, k, v, mask=mask, softcap=softcap, sink=sink, scale=scale, backend=backend)
 
 
@@ -113,6 +111,13 @@ def gathered(pages: Tensor, table: Tensor) -> Tensor:
         return pages.new_zeros(table.shape[0], table.shape[1] * pages.shape[1], *pages.shape[2:])
     found = pages[table.long().clamp(0, pages.shape[0] - 1)]
     return found.flatten(1, 2)
+
+
+def _reached(k: Tensor, v: Tensor, lengths: Tensor, T: int, window: int) -> list[Tensor]:
+    """Gathered keys and values with zeros before the window of every token, as 0 * NaN is NaN."""
+    room = k.shape[1]
+    reached = torch.arange(room, device=k.device) >= _first(lengths, room, T, window)[:, None]
+    return [torch.where(reached[..., None, None], x, 0) for x in (k, v)]
 
 
 def _first(lengths: Tensor, room: int, T: int, window: int) -> Tensor:
