@@ -243,6 +243,12 @@ def _paged(dtype: torch.dtype) -> dict[str, Any]:
     return {"call": call, "table": empty(8, 256, dtype=torch.int32)}
 
 
+def _paged_window(dtype: torch.dtype) -> dict[str, Any]:
+    """The same, of which a row's last 1024 keys and no others are there."""
+    named = _paged(dtype)
+    return named | {"call": named["call"]._replace(left=1024)}
+
+
 def _scan_step(dtype: torch.dtype) -> dict[str, Any]:
     return {"x": empty(32, 2048, dtype=dtype), "log_decay": empty(32, 2048), "state": empty(32, 2048)}
 
@@ -260,6 +266,9 @@ def later(module: str, function: str) -> Callable[..., object]:
 
 _STEPS = (
     Specimen("softmax", "one token, paged", _paged, run=later("softmax.gpu", "forward_paged")),
+    Specimen(
+        "softmax", "one token, paged, window", _paged_window, where="sm_90", run=later("softmax.gpu", "forward_paged")
+    ),
     Specimen("linear", "one token", one(), run=later("kernels_triton_step", "step")),
     Specimen("delta", "one token", one(beta=True), run=later("kernels_triton_step", "step")),
     Specimen(

@@ -81,8 +81,8 @@ def _wanted(launches: list[Launch]) -> list[Callable[[], Any]]:
 
 def _side_by_side(wanted: list[Callable[[], Any]], target: Target) -> str:
     """What fails is compiled again when it is launched, and fails there. Each thread chooses its assembler, and keeps
-    it to its end, also where who waits here is interrupted. Launchers, which Triton 3.6 has a compiler of C make, 0.2
-    to 0.4 s each, are made here too, and found on disk like kernels.
+    it to its end, also where who waits here is interrupted. Launchers, which Triton 3.6 has a compiler of C make,
+    0.2 s and more each, are made here too, and found on disk like kernels.
     """
     from concurrent.futures import ThreadPoolExecutor, wait
 
