@@ -147,10 +147,7 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 def _as_written(compute: Callable[..., Any], call: Any, *rest: Any) -> Any:
-    """Run without autocast, which inside an operator would round float32 products to half precision, lse and all."""
-    if plans.autocast(call[0]) is None:
-        return compute(call, *rest)
-    with torch.autocast(call[0].device.type, enabled=False):
+    with plans.unrounded(call[0]):
         return compute(call, *rest)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter, or_
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ _PLANS: dict[Any, Plan | None] = {}
 _SEEN: set[Any] = set()
 _WHOLE: dict[Any, Plan | None] = {}  # the same plans, by what a public function was given
 _NEAR: dict[Any, tuple[tuple[Any, Plan], ...]] = {}  # some of them again, each with a guard of its tensors
+_PLAINLY = nullcontext()
 _AT_HAND = 4  # guards that are asked before a key is made
 
 
@@ -167,6 +169,11 @@ def autocast(x: Tensor) -> torch.dtype | None:
         return None
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+
+
+def unrounded(x: Tensor) -> AbstractContextManager[object]:
+    """Without autocast, which would round products of float32 to half precision where this tensor is, lse and all."""
+    return _PLAINLY if autocast(x) is None else torch.autocast(x.device.type, enabled=False)
 
 
 def transformed() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -43,15 +42,10 @@ def forward(
     taken = None if slots is None else arguments.Slots(state, slots)
     now = state if taken is None else taken.state
     q, k, v, *others = _apart(now, q, k, v, *rest.values())
-    with plainly(now):
+    with plans.unrounded(now):
         run = native.step if native.steps(now) else in_torch
         out = run(q, k, v, now, scale, **dict(zip(rest, others, strict=True))).to(v.dtype)
     return out if taken is None else taken.put(out)
-
-
-def plainly(state: Tensor) -> AbstractContextManager[object]:
-    """Without autocast, which would round the products of a float32 state to half precision."""
-    return nullcontext() if plans.autocast(state) is None else torch.autocast(state.device.type, enabled=False)
 
 
 def _apart(state: Tensor, *tensors: Any) -> list[Any]:

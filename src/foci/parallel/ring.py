@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foci.core.errors import ShapeError, Unsupported
+from foci.core.plans import unrounded
 from foci.core.spec import Backend, Outputs
 from foci.ops.masks import Segment, segments
 from foci.ops.softmax.call import Call, Gradients, Rows
@@ -281,7 +282,7 @@ class _Side:
 
     def attend(self, distance: int, block: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
         """Add what the block from so many ranks before gives to out and lse."""
-        with _as_written(self.call.q):
+        with unrounded(self.call.q):
             for met in self._met(distance):
                 call = self._part(met, block)
                 self._module(call).forward_part(call, out[met.rows], lse[met.rows])
@@ -291,7 +292,7 @@ class _Side:
         dbias: Tensor | None,
     ) -> None:  # fmt: skip
         """Add what it gives to the gradients: of these queries, of the block, of the bias."""
-        with _as_written(self.call.q):
+        with unrounded(self.call.q):
             for met in self._met(distance):
                 call = self._part(met, block)
                 part = Rows(*(None if x is None else x[met.rows] for x in rows))  # type: ignore[arg-type]
@@ -347,11 +348,6 @@ class _Side:
 def _filled(call: Call, inputs: Sequence[Tensor | None]) -> Call:
     fields: dict[str, Any] = dict(zip(_INPUTS, inputs, strict=True))
     return call._replace(**fields)
-
-
-def _as_written(q: Tensor) -> Any:
-    """Without autocast, which would round float32 products."""
-    return torch.autocast(q.device.type, enabled=False)
 
 
 class _Ring(torch.autograd.Function):

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from foci.core import plans
 from foci.core.shapes import Signature
 from foci.ops import arguments, step
 from foci.ops.gpu import steps
@@ -32,7 +33,7 @@ def forward(x: Token, dt: Token, A: Rates, B: Key, C: Key, state: State, *, skip
     dtype, out_dtype = state.dtype, x.dtype
     x, dt, B, C = (each.to(dtype) for each in (x, dt, B, C))
     h = (dt[..., None] * rates(A, dtype)).exp_().mul_(state).addcmul_((dt * x)[..., None], B[:, None])
-    with step.plainly(state):
+    with plans.unrounded(state):
         y = torch.matmul(h, C[..., None])[..., 0]
     if skip is not None:
         y.addcmul_(skip.to(dtype), x)
