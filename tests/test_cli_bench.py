@@ -65,7 +65,8 @@ def test_a_backend_by_name_and_no_peers(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("raised", "expected"), [(RuntimeError("torn\ntwo"), 1), (foci.Unsupported("scan", ["no"]), 0)]
+    ("raised", "expected"),
+    [(RuntimeError("torn\ntwo"), 1), (StopIteration("RuntimeError: torn"), 1), (foci.Unsupported("scan", ["no"]), 0)],
 )
 def test_one_of_ours_that_raises_is_exit_code_1(
     raised: Exception, expected: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

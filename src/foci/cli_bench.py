@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -36,7 +35,6 @@ from foci.ops import SPECS
 
 ALIASES = {"decay": "linear"}
 _FILES = ("records.jsonl", "roofline.svg", "index.html")
-_FAILED = re.compile(r"wrong|\w*(Error|Exception): ")  # of ours; what a backend declines is neither
 _SLOWER = 1.05  # what --compare calls a regression, if it is beyond the spread of both as well
 
 
@@ -114,7 +112,7 @@ def bench(
         for name, draw in zip(_FILES[1:], (roofline, page), strict=True):
             (out / name).write_text(draw(found, top), encoding="utf-8")
         typer.echo(f"\nwrote {out}/{', '.join(_FILES)}")
-    return int(any(each.candidate.startswith("foci") and _FAILED.match(each.refused) for each in found))
+    return int(any(each.candidate.startswith("foci") and each.fault for each in found))
 
 
 class _Task(NamedTuple):

@@ -17,6 +17,7 @@ class Record:
     """One candidate on one problem in one pass of STAGES. Times in seconds, memory in bytes.
 
     `refused` says why there is no figure: the candidate cannot run the problem, or its result is outside the budget.
+    `fault`: "wrong" of such a result, the class of an error that was raised; none of what is declined.
     `error` is the share of the error budget that the result uses, None where nothing could be compared; `without`
     names what the candidate gives no gradient of. `rounds`: of how many runs `median` is. `host` is the time until a
     call returns on a GPU. `floor` is the least time that the work takes at the ceilings of the machine (`machine`,
@@ -40,6 +41,7 @@ class Record:
     floor: float | None = None
     error: float | None = None
     refused: str = ""
+    fault: str = ""
     without: str = ""
     machine: str = ""
     versions: str = ""

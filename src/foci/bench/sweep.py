@@ -16,6 +16,7 @@ from foci.bench.record import STAGES, Record
 from foci.core.errors import Unsupported
 from foci.core.spec import Candidate, Case, Inputs, Outputs, Spec
 
+_WRONG = "wrong"
 _FAR = 10.0  # what takes so many times as long as the fastest gets three rounds
 Found = Mapping[str, Tensor]
 # (inputs, what the candidate gave: outputs by name and gradients as d<name>, weights of the outputs) ->
@@ -114,11 +115,20 @@ def sweep(
         right: list[_Right] = []
         for candidate in candidates:
             verdict, refused = _examined(Trial(spec, candidate, case, inputs), case, judge, options.stages)
-            yield from (replace(blank, candidate=candidate.name, stage=s, refused=why) for s, why in refused.items())
+            yield from (
+                replace(blank, candidate=candidate.name, stage=s, **why._asdict()) for s, why in refused.items()
+            )
             right.append(verdict)
         for stage in options.stages:
             yield from _timed(spec, [each for each in right if stage in each.stages], stage, options, top, blank)
         del right, inputs
+
+
+class _Why(NamedTuple):
+    """Why there is no time, as a record has it."""
+
+    refused: str
+    fault: str = ""
 
 
 class _Right(NamedTuple):
@@ -130,12 +140,12 @@ class _Right(NamedTuple):
     without: str = ""
 
 
-def _examined(trial: Trial, case: Case, judge: Judge, stages: tuple[str, ...]) -> tuple[_Right, dict[str, str]]:
+def _examined(trial: Trial, case: Case, judge: Judge, stages: tuple[str, ...]) -> tuple[_Right, dict[str, _Why]]:
     """The stages of a candidate that get a time, and why the others get none."""
     if reasons := trial.candidate.refuses(case):
-        return _Right(trial, ()), dict.fromkeys(stages, "; ".join(reasons))
+        return _Right(trial, ()), dict.fromkeys(stages, _Why("; ".join(reasons)))
     verdict, refused = _judged(trial, judge, stages)
-    if not verdict.stages and "forward" in stages and len(stages) > 1 and not refused.startswith("wrong"):
+    if refused and refused.fault != _WRONG and "forward" in stages and len(stages) > 1:
         verdict, again = _judged(trial, judge, ("forward",))  # what cannot be differentiated can still run forward
         if verdict.stages:
             return verdict, {stage: refused for stage in stages if stage != "forward"}
@@ -143,40 +153,41 @@ def _examined(trial: Trial, case: Case, judge: Judge, stages: tuple[str, ...]) -
     return verdict, dict.fromkeys(stages, refused) if refused else {}
 
 
-def _judged(trial: Trial, judge: Judge, stages: tuple[str, ...]) -> tuple[_Right, str]:
-    """The verdict on these stages together, and why they get no time; empty: they do."""
+def _judged(trial: Trial, judge: Judge, stages: tuple[str, ...]) -> tuple[_Right, _Why | None]:
+    """The verdict on these stages together, and why they get no time; None: they do."""
     try:
         found = trial.found(stages)
         share = judge(trial.inputs, found, trial.weights)
     except Exception as error:  # somebody's code; its own words are the reason
-        return _Right(trial, ()), _words(error)
+        return _Right(trial, ()), _why(error)
     missing = [] if stages == ("forward",) else [name for name in trial.leaves if f"d{name}" not in found]
     if missing and (trial.candidate.strict or len(missing) == len(trial.leaves)):
-        return _Right(trial, ()), f"wrong: it gives no gradient of {', '.join(missing)}"
+        return _Right(trial, ()), _Why(f"{_WRONG}: it gives no gradient of {', '.join(missing)}", _WRONG)
     if share is not None and not share <= 1:
-        return _Right(trial, (), share), f"wrong: {share:.3g} of the error budget"
-    return _Right(trial, stages, share, ", ".join(missing)), ""
+        return _Right(trial, (), share), _Why(f"{_WRONG}: {share:.3g} of the error budget", _WRONG)
+    return _Right(trial, stages, share, ", ".join(missing)), None
 
 
-def _runs(trial: Trial, stage: str) -> tuple[str, Callable[[], object]]:
+def _runs(trial: Trial, stage: str) -> tuple[_Why | None, Callable[[], object]]:
     """A stage that ran once, or why it does not: a result can be right and its backward not run twice."""
     try:
         run = trial.ways((stage,))[stage]
         run()
     except Exception as error:  # somebody's code, as above
-        return _words(error), trial.forward
-    return "", run
+        return _why(error), trial.forward
+    return None, run
 
 
-def _words(error: Exception) -> str:
+def _why(error: Exception) -> _Why:
     """The first line of what went wrong. After a fault of the GPU itself nothing that follows could be believed."""
     if "CUDA error" in str(error):
         raise error
     if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
+        return _Why("out of memory")
     if isinstance(error, Unsupported):
-        return "; ".join(error.reasons) or error.what
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        return _Why("; ".join(error.reasons) or error.what)
+    name = type(error).__name__
+    return _Why(f"{name}: {(str(error).strip().splitlines() or [''])[0]}", name)
 
 
 def _timed(
@@ -187,7 +198,7 @@ def _timed(
     for name, each in known.items():
         refused, run = _runs(each.trial, stage)
         if refused:
-            yield replace(blank, candidate=name, stage=stage, refused=refused)
+            yield replace(blank, candidate=name, stage=stage, **refused._asdict())
         else:
             runs[name] = run
     ways = {name: Way(run) for name, run in runs.items()}

@@ -29,9 +29,7 @@ def common_dtype(operator: str, tensors: dict[str, T_]) -> tuple[T_, ...]:
     if any(x.device != first.device for x in tensors.values()):
         places = ", ".join(str(x.device) for x in tensors.values())
         raise ValueError(f"{operator}: {', '.join(tensors)} are on {places}; expected one device for all of them")
-    if not first.is_meta and torch.is_autocast_enabled(first.device.type):
-        wanted = torch.get_autocast_dtype(first.device.type)
-        tensors = {name: x.to(wanted) if x.dtype in AUTOCAST else x for name, x in tensors.items()}  # type: ignore[misc]
+    tensors = by_autocast(tensors)
     dtypes = {x.dtype for x in tensors.values()}
     if len(dtypes) > 1 or not dtypes <= DTYPES:
         raise ValueError(
@@ -39,6 +37,15 @@ def common_dtype(operator: str, tensors: dict[str, T_]) -> tuple[T_, ...]:
             "expected one of float64, float32, bfloat16, float16 for all of them"
         )
     return tuple(tensors.values())
+
+
+def by_autocast(tensors: dict[str, T_]) -> dict[str, T_]:
+    """The tensors, where autocast is on in its dtype."""
+    first = next(iter(tensors.values()))
+    if first.is_meta or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    wanted = torch.get_autocast_dtype(first.device.type)
+    return {name: x.to(wanted) if x.dtype in AUTOCAST else x for name, x in tensors.items()}  # type: ignore[misc]
 
 
 def check_heads(operator: str, sizes: dict[str, int]) -> None:

@@ -231,7 +231,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         k_base, v_base = k_base + b * k_strides[0], v_base + b * v_strides[0]
     keys = (k_base, k_strides, v_base, v_strides, column, stop)
     rest = (scale, softcap, bias_strides, dense_strides, seed_ptr, threshold, q_offsets_ptr, S)
-    if PAGE > 0:
+    if PAGE > 0:  # all of it again: a name of its own for one of them does not compile where that is None
         rest = (scale, softcap, bias_strides, dense_strides, seed_ptr, threshold, left, S)
     top, mass = tl.full((BLOCK_T,), -float("inf"), tl.float32), tl.zeros((BLOCK_T,), tl.float32)
     acc = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)

@@ -11,7 +11,7 @@ from torch import Tensor
 from foci.core import plans
 from foci.core.errors import ShapeError, Unsupported
 from foci.core.shapes import Signature
-from foci.ops.arguments import AUTOCAST, DTYPES, common_dtype, number
+from foci.ops.arguments import DTYPES, by_autocast, number
 from foci.ops.masks import Causal, Lengths, Window
 from foci.ops.softmax import gpu
 from foci.ops.softmax.api import attention
@@ -79,7 +79,7 @@ def attention_paged(
         return played[0]
     tensors = _Tensors(q, k_pages, v_pages, table, lengths, sink)
     sizes = _SIGNATURE.bind(tensors._asdict())
-    _check(tensors, sizes)
+    tensors = _check(tensors, sizes)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise Unsupported(f"{_NAME}: it has no gradient", ["an input requires one"], "call it under torch.no_grad()")
     if window is not None:
@@ -133,9 +133,8 @@ def _bound(tensors: _Tensors, softcap: float | None, window: int | None, scale: 
             raise ValueError(f"{_NAME}: softcap must be a positive finite number, got {softcap}")
     K = tensors.q.shape[-1]
     scale = (K or 1) ** -0.5 if scale is None else number(_NAME, "scale", scale)
-    q, k_pages, v_pages = common_dtype(_NAME, {name: getattr(tensors, name) for name in _Tensors._fields[:3]})
     return Call(
-        q, k_pages, v_pages, None, tensors.sink, None, None, None, None, tensors.lengths, None,
+        *tensors[:3], None, tensors.sink, None, None, None, None, tensors.lengths, None,
         None, None, True, False, window, None, softcap, scale, 0.0,
     )  # fmt: skip
 
@@ -144,16 +143,16 @@ def _table_reasons(sizes: dict[str, int]) -> list[str]:
     return [] if sizes["M"] else ["there is nothing to compute: the table has no columns"]
 
 
-def _check(tensors: _Tensors, sizes: dict[str, int]) -> None:
+def _check(tensors: _Tensors, sizes: dict[str, int]) -> _Tensors:
+    """The tensors, q and pages as autocast has them."""
+    tensors = tensors._replace(**by_autocast({name: getattr(tensors, name) for name in _Tensors._fields[:3]}))
     q, k_pages, v_pages, table, lengths, sink = tensors
     if sizes["G"] == 0 or sizes["H"] % sizes["G"]:
         raise ShapeError(
             f"{_NAME}: k_pages has {sizes['G']} heads but q has {sizes['H']}; "
             f"q heads must be a multiple of k heads (G={sizes['G']}, H={sizes['H']})"
         )
-    wanted = plans.autocast(q)
-    dtypes = {x.dtype if wanted is None or x.dtype not in AUTOCAST else wanted for x in tensors[:3]}
-    if len(dtypes) > 1 or not dtypes <= DTYPES:
+    if not (q.dtype == k_pages.dtype == v_pages.dtype and q.dtype in DTYPES):
         raise ValueError(
             f"{_NAME}: q, k_pages, v_pages have dtypes {q.dtype}, {k_pages.dtype}, {v_pages.dtype}; "
             "expected one of float64, float32, bfloat16, float16 for all three"
@@ -166,6 +165,7 @@ def _check(tensors: _Tensors, sizes: dict[str, int]) -> None:
             raise ValueError(f"{_NAME}: {name} must be an int32 or int64 tensor, got {x.dtype}")
     if sink is not None and not sink.is_floating_point():
         raise ValueError(f"{_NAME}: sink must be a floating tensor, got {sink.dtype}")
+    return tensors
 
 
 def _check_values(table: Tensor, lengths: Tensor, window: int | None, sizes: dict[str, int]) -> None:
