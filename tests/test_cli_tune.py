@@ -10,7 +10,7 @@ from foci import cli_tune
 from foci.bench.tuning import Row
 from foci.cli import main
 from foci.core.device import Gpu, machine
-from foci.core.tune import Config
+from foci.core.tune import TARGETS, Config
 from foci.ops import SPECS
 
 
@@ -65,7 +65,7 @@ def test_on_a_gpu_every_operator_is_searched_and_its_table_written(
     monkeypatch.setattr(cli_tune, "machine", lambda: fake)
     monkeypatch.setattr(cli_tune.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(cli_tune, "clock_on", lambda device: None)
-    monkeypatch.setattr(cli_tune, "target_of", lambda device: None)
+    monkeypatch.setattr(cli_tune, "target_of", lambda device: TARGETS["sm_90"]._replace(name=gpu.name))
     monkeypatch.setattr(cli_tune, "search", search)
     monkeypatch.setattr(type(spec), "backend", lambda self, name: self.backends[0])
     assert run("linear", "linear", "--shapes", spec.shapes[0].name, "--out", str(tmp_path)) == 0

@@ -52,13 +52,13 @@ def tune(
 
 def _tune(spec: Spec, problems: list[Case], dtype: torch.dtype, device: torch.device, until: float, out: Path) -> None:
     """One operator. The table is written at every find: a run that is cut short loses only what it was measuring."""
-    gpu = machine().gpus[device.index].name
+    target = target_of(device)
     rows: dict[Place, Row] = {}
 
     def save() -> Path:
-        return write(out, rows, gpu, versions(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
+        return write(out, rows, target, versions(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
 
-    side_by_side = ahead(spec.name, dtype, target_of(device), workers=machine().cores, until=until)
+    side_by_side = ahead(spec.name, dtype, target, workers=machine().cores, until=until)
     for place, row in search(
         spec, spec.backend("triton").load(), problems, dtype, device,
         clock=clock_on(device), tell=typer.echo, ahead=side_by_side, until=until,

@@ -172,12 +172,13 @@ def test_a_table_is_what_configure_reads_and_is_added_to(tmp_path: Path, monkeyp
 
     first = Row(Config({"BLOCK_V": 32}, 8, 2), 1.0, 2.0, "a forward")
     second = Row(Config({}, 2, 1), 1.0, 2.0, "b forward")
-    write(tmp_path, {("one", "128"): first, ("two", "64"): first}, "NVIDIA Fake", {"triton": "3.7.1"}, "2026-01-01")
-    path = write(tmp_path, {("two", "64"): second}, "NVIDIA Fake", {"triton": "3.7.1"}, "2026-01-02")
+    target = target_of(CPU)._replace(name="NVIDIA Fake")
+    write(tmp_path, {("one", "128"): first, ("two", "64"): first}, target, {"triton": "3.7.1"}, "2026-01-01")
+    path = write(tmp_path, {("two", "64"): second}, target, {"triton": "3.7.1"}, "2026-01-02")
     assert path == tmp_path / "nvidia_fake.json"
     monkeypatch.setattr(tune, "TABLES", tmp_path)
     tune._kernels.cache_clear()
-    target = target_of(CPU)._replace(name="NVIDIA Fake")
+    assert json.loads(path.read_text())["target"] == "sm_90"
     assert configure("one", (128,), rule, target) == first.config
     assert configure("two", (64,), rule, target) == second.config
     assert list(lines(json.loads(path.read_text()))) == [

@@ -238,7 +238,7 @@ def test_every_shipped_table_is_of_a_machine_that_measured_it() -> None:
 
 def test_targets_are_named_as_their_compilers_name_them() -> None:
     for name, target in TARGETS.items():
-        assert name == (f"gfx{target.arch:x}" if target.kind == "hip" else f"sm_{target.arch}")
+        assert name == target.architecture
 
 
 @pytest.mark.parametrize(

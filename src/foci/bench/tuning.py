@@ -254,13 +254,17 @@ def _fastest(quick: Sequence[tuple[Config, float]]) -> list[Config]:
     return [config for config, _ in sorted(quick, key=lambda pair: pair[1])[:FINALISTS]]
 
 
-def write(folder: Path, rows: Mapping[Place, Row], gpu: str, versions: Mapping[str, str], date: str) -> Path:
-    """The table of this GPU in the folder, these rows in place of what it had for the same kernels and keys."""
-    path = folder / f"{file_name(gpu)}.json"
+def write(folder: Path, rows: Mapping[Place, Row], target: Target, versions: Mapping[str, str], date: str) -> Path:
+    """The table of this GPU in the folder, these rows in place of what it had for the same kernels and keys.
+
+    It says which architecture the GPU has: what a table chooses is compiled where there is no such GPU.
+    """
+    path = folder / f"{file_name(target.name)}.json"
     kernels: dict[str, dict[str, Any]] = json.loads(path.read_text())["kernels"] if path.exists() else {}
     for (kernel, key), row in rows.items():
         kernels.setdefault(kernel, {})[key] = row.as_dict()
-    table = {"gpu": gpu, "date": date, "versions": dict(versions), "kernels": kernels}
+    names = {"gpu": target.name, "target": target.architecture}
+    table = {**names, "date": date, "versions": dict(versions), "kernels": kernels}
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(table, indent=1) + "\n")
     return path

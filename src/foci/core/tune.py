@@ -37,6 +37,11 @@ class Target(NamedTuple):
         """Whether products are made by whole warpgroups, out of shared memory."""
         return self.kind == "cuda" and 90 <= self.arch < 120
 
+    @property
+    def architecture(self) -> str:
+        """As compilers name it: sm_90, gfx942."""
+        return f"gfx{self.arch:x}" if self.kind == "hip" else f"sm_{self.arch}"
+
 
 # A configuration must fit these without a GPU at hand: what a block may share (bytes) and how many blocks run at once.
 TARGETS = {
