@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,6 +51,20 @@ class TestInTriton(InTriton):
         inputs = problem(70, H=3, decay=decay)
         inputs["log_decay"] = Draw(torch.float32, torch.device("cpu"), 0).extremes(*inputs["log_decay"].shape)
         self.right(inputs)
+
+    @pytest.mark.parametrize("pick", [min, max])
+    @pytest.mark.parametrize("decay", ["token", "channel"])
+    def test_every_size_that_may_be_tuned_is_right(self, decay: str, pick: Any) -> None:
+        inputs = problem(70, H=2, K=20, V=36, decay=decay)
+        with tune.choosing({}) as asked:
+            self.right(inputs)
+        chosen = {
+            key: replace(each.rule, blocks={**each.rule.blocks, **{name: pick(n) for name, n in each.vary.items()}})
+            for key, each in asked.items()
+        }
+        assert {kernel for kernel, _ in chosen} >= {"linear_states", "linear_out", "linear_values", "linear_keys"}
+        with tune.choosing(chosen):
+            self.right(inputs)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("dtype", DTYPES)

@@ -121,7 +121,8 @@ def prepared(call: Any, slots: int, summed: bool) -> Pairs | None:
     sums = (
         torch.empty(B, T, H, K, dtype=torch.float32, device=v.device) if summed and v.dtype != torch.float32 else None
     )
-    config = configure("linear_pairs", (v.dtype, K), partial(pairs_rule, v.dtype, K), target, WIDTHS)
+    key = (v.dtype, K, sums is not None)  # with sums it is another kernel, of more registers
+    config = configure("linear_pairs", key, partial(pairs_rule, v.dtype, K), target, WIDTHS)
     for FAR in (False,) if v.dtype == torch.float32 else (False, True):
         launch(
             pairs_kernel,
