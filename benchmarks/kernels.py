@@ -5,7 +5,8 @@
 
 Every operator's backend named "triton" runs forward and backward on meta tensors, which launches nothing and tells
 what would be launched (core/tune.py: recording); each launch is compiled with exactly its arguments and the
-configuration that the target selects. --only takes words found in an operator's, variant's or kernel's name. --script
+configuration that the target selects, and again where a measured table of the package chooses otherwise for its GPU
+(kernels_tables.py). --only takes words found in an operator's, variant's or kernel's name. --script
 compiles what a file of yours launches instead. --check fails on a spill without a reason, a limit exceeded, a missing
 matrix instruction, or a table that differs from docs/kernels.md; --write writes that table. --triton does the same
 with another Triton and says what differs. A kernel that has not changed is not compiled again (out/kernels).
@@ -37,9 +38,10 @@ from kernels_compile import compile_all, faults, identity, say
 from kernels_page import differences, page, sentence
 from kernels_specimens import SPECIMENS, Specimen
 from kernels_spills import SPILLS, outlived
+from kernels_tables import shipped, stale
 
 from foci.core.spec import Spec
-from foci.core.tune import TARGETS, Launch, recording
+from foci.core.tune import TARGETS, Asked, Launch, Target, choosing, recording
 from foci.ops import SPECS
 
 ROOT = Path(__file__).parents[1]
@@ -64,22 +66,22 @@ def backend_of(spec: Spec) -> ModuleType | None:
     return importlib.import_module(name) if registered or find_spec(name) else None
 
 
-def launches_of(specimen: Specimen, module: ModuleType, target: str) -> Iterator[tuple[str, Launch]]:
+def launches_of(specimen: Specimen, module: ModuleType, target: Target) -> Iterator[tuple[str, Launch]]:
     """(direction, launch) for all that a forward and a backward of this call would launch."""
     spec = SPECS[specimen.operator]
     assert spec.bind is not None and spec.outputs is not None
     if specimen.run is not None:
-        with recording(TARGETS[target]) as seen:
+        with recording(target) as seen:
             specimen.run(**specimen.make(specimen.dtype))
         yield from (("step", launch) for launch in seen)
         return
     call = spec.bind(**specimen.make(specimen.dtype))
     keeps = hasattr(module, "kept")
-    with recording(TARGETS[target]) as seen:
+    with recording(target) as seen:
         outputs = module.forward(call, True) if keeps else module.forward(call)
     yield from (("forward", launch) for launch in seen)
     if keeps and specimen.where == "asked":
-        with recording(TARGETS[target]) as seen:
+        with recording(target) as seen:
             module.forward(call)
         yield from (("inference", launch) for launch in seen)
     grads = tuple(
@@ -87,7 +89,7 @@ def launches_of(specimen: Specimen, module: ModuleType, target: str) -> Iterator
         for place, out in enumerate(spec.outputs(call))
     )
     needs = [getattr(call, name) is not None for name in spec.differentiable]
-    with recording(TARGETS[target]) as seen:
+    with recording(target) as seen:
         module.backward(call, outputs, grads, needs)
     yield from (("backward", launch) for launch in seen)
 
@@ -102,18 +104,40 @@ def recorded(options: argparse.Namespace) -> tuple[list[tuple[dict[str, Any], La
             rows += [(_names("script", options.script.stem, "launched", target, launch), launch) for launch in seen]
         none = f"--script {options.script}: it launches no kernel through foci.core.tune.launch"
         return rows, wrong if rows else [none]
+    asked: dict[Target, dict[tuple[str, str], Asked]] = {gpu: {} for gpu in shipped()}
     for specimen in SPECIMENS:
         if not (module := backend_of(SPECS[specimen.operator])):
             continue
         for target in targets_of(specimen, options):
             try:
-                for direction, launch in launches_of(specimen, module, target):
-                    rows.append((_names(specimen.operator, specimen.label, direction, target, launch), launch))
+                for label, direction, launch in launched(specimen, module, target, asked):
+                    rows.append((_names(specimen.operator, label, direction, target, launch), launch))
             except Exception as error:
                 place = traceback.extract_tb(error.__traceback__)[-1]
                 cause = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
                 wrong.append(f"{specimen.operator}, {specimen.label}, {target}: not recorded: {cause}")
+    if not options.only:
+        wrong += [line for gpu in asked if gpu.architecture in options.target for line in stale(gpu, asked[gpu])]
     return rows, wrong
+
+
+def launched(
+    specimen: Specimen, module: ModuleType, target: str, asked: dict[Target, dict[tuple[str, str], Asked]]
+) -> Iterator[tuple[str, str, Launch]]:
+    """(label, direction, launch) as the rules say; then what a GPU's table makes another kernel of, labelled by it.
+
+    What was asked of `configure` for such a GPU is added to `asked`.
+    """
+    by_rule = list(launches_of(specimen, module, TARGETS[target]))
+    yield from ((specimen.label, *pair) for pair in by_rule)
+    for gpu in (gpu for gpu in asked if gpu.architecture == target):
+        known = {identity(launch, gpu) for _, launch in by_rule}
+        with choosing({}) as there:
+            by_table = list(launches_of(specimen, module, gpu))
+        asked[gpu] |= there
+        for direction, launch in by_table:
+            if identity(launch, gpu) not in known:
+                yield f"{specimen.label}, {gpu.name}", direction, launch
 
 
 def targets_of(specimen: Specimen, options: argparse.Namespace) -> list[str]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import kernels_compile, kernels_page, kernels_spills
+from benchmarks import kernels_compile, kernels_page, kernels_spills, kernels_tables
 
+from foci.core import tune
 from foci.core.tune import TARGETS
 
 ROOT = Path(__file__).parents[1]
@@ -153,3 +157,85 @@ def test_tables_differ_by_what_is_compiled_not_by_what_is_counted() -> None:
     assert kernels_page.differences([ROW], [ROW | {"registers": 132, "spills": 4}]) == [f"{where}spills 0 -> 4"]
     assert kernels_page.differences([ROW], []) == [f"{where}is gone"]
     assert kernels_page.differences([], [ROW]) == [f"{where}is new"]
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[list[dict[str, Any]], list[str]]]:
+    """What would be compiled for sm_90, and what is wrong before anything is."""
+    if tune.interpreting():
+        pytest.skip("what Triton interprets it does not compile")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # which the module would take out for all that follow
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    kernels = importlib.import_module("kernels")
+
+    def record() -> tuple[list[dict[str, Any]], list[str]]:
+        options = argparse.Namespace(script=None, only=[], target=["sm_90"], all=False)
+        launches, wrong = kernels.recorded(options)
+        return [names for names, _ in launches], wrong
+
+    return record
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Tables of its own for the package: a file's rows, by kernel and key."""
+    monkeypatch.setattr(tune, "TABLES", tmp_path)
+    tune._kernels.cache_clear()
+
+    def plant(kernels: dict[str, dict[str, Any]], gpu: str = "NVIDIA H200") -> None:
+        table = {"gpu": gpu, "target": "sm_90", "date": "2026-01-01", "versions": {}, "kernels": kernels}
+        (tmp_path / f"{tune.file_name(gpu)}.json").write_text(json.dumps(table))
+
+    yield plant
+    tune._kernels.cache_clear()
+
+
+def test_every_row_of_every_shipped_table_is_compiled_for_its_gpu_and_may_be_tuned(recorded: Any) -> None:
+    gpus = kernels_tables.shipped()
+    rows, wrong = recorded()
+    assert gpus and not wrong
+    for gpu in gpus:
+        mine = [row for row in rows if row["variant"].endswith(f", {gpu.name}")]
+        configs = {json.dumps(row["meta"]) for row in mine}
+        for keys in (tune.table_of(gpu.name) or {})["kernels"].values():
+            for row in keys.values():
+                meta = {**row["blocks"], "num_warps": row["warps"], "num_stages": row["stages"]}
+                assert any(meta.items() <= json.loads(config).items() for config in configs), (gpu.name, row)
+
+
+def test_the_page_has_what_the_shipped_tables_choose() -> None:
+    rows = [json.loads(line) for line in (ROOT / "docs" / "kernels.jsonl").read_text().splitlines()[1:]]
+    for gpu in kernels_tables.shipped():
+        assert any(row["variant"].endswith(f", {gpu.name}") and row["target"] == gpu.architecture for row in rows)
+
+
+def test_a_table_is_compiled_only_where_it_chooses_otherwise_than_the_rule(recorded: Any, planted: Any) -> None:
+    plain, wrong = recorded()
+    assert not wrong
+    for name, size in ("NVIDIA H200", 64), ("NVIDIA H1", 16):
+        row = {"blocks": {"BLOCK_K": size}, "warps": 8, "stages": 1}
+        planted({"linear_pairs": {"torch.bfloat16,128,True": row}}, name)
+    rows, wrong = recorded()
+    assert not wrong and [row for row in rows if row["variant"].count("NVIDIA") == 0] == plain
+    for name, size in ("NVIDIA H200", 64), ("NVIDIA H1", 16):
+        mine = [row for row in rows if row["variant"] == f"per channel, {name}"]
+        assert [row["direction"] for row in mine] == ["backward", "backward"]
+        assert {(row["kernel"], row["target"], row["meta"]["BLOCK_K"]) for row in mine} == {
+            ("pairs_kernel", "sm_90", size)
+        }
+
+
+@pytest.mark.parametrize(
+    ("kernel", "key", "block", "said"),
+    [
+        ("linear_pair", "torch.bfloat16,128,False", 16, "no specimen launches it (benchmarks/kernels_specimens.py)"),
+        ("linear_pairs", "torch.bfloat16,72,False", 16, "no specimen launches it (benchmarks/kernels_specimens.py)"),
+        ("linear_pairs", "torch.bfloat16,128,False", 32, "the rule chooses the same"),
+        ("linear_pairs", "torch.bfloat16,128,False", 48, "foci tune would not try it"),
+    ],
+)
+def test_a_row_of_a_table_that_chooses_nothing_is_wrong(
+    kernel: str, key: str, block: int, said: str, recorded: Any, planted: Any
+) -> None:
+    planted({kernel: {key: {"blocks": {"BLOCK_K": block}, "warps": 8, "stages": 1}}})
+    assert recorded()[1] == [f"nvidia_h200.json, {kernel}[{key}]: {said}"]
