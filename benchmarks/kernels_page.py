@@ -94,15 +94,16 @@ def _variant(variant: str, rows: list[Row]) -> Iterator[str]:
     first = rows[0]["target"]
     counts = {
         direction: sum(row["launches"] for row in rows if row["direction"] == direction and row["target"] == first)
-        for direction in dict.fromkeys(row["direction"] for row in rows)
+        for direction in dict.fromkeys(row["direction"] for row in rows if row["direction"] != "inference")
     }
     head = f"**{variant}**: {', '.join(f'{direction} {count}' for direction, count in counts.items())} launches"
     cells: dict[tuple[str, str], dict[str, list[str]]] = {}
     for row in rows:
         cells.setdefault((row["direction"], row["kernel"]), {}).setdefault(row["target"], []).append(said(row))
-    for place, ((_, kernel), by_target) in enumerate(cells.items()):
+    for place, ((direction, kernel), by_target) in enumerate(cells.items()):
         columns = " | ".join("; ".join(by_target.get(target, [])) for target in TARGETS)
-        yield f"| {head if place == 0 else ''} | `{kernel}` | {columns} |"
+        alone = " without gradients" if direction == "inference" else ""
+        yield f"| {head if place == 0 else ''} | `{kernel}`{alone} | {columns} |"
 
 
 def _reasons(rows: list[Row], spills: Spills) -> Iterator[str]:

@@ -114,12 +114,14 @@ def constants(kernel: Any, *names: str) -> Any:
     return kernel
 
 
+@pytest.mark.parametrize("gluon", [False, True])
 def test_what_triton_compiles_apart_is_launched_apart_and_nothing_is_looked_for_twice(
-    compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch
+    compiled: list[Compiled], gluon: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from triton.experimental.gluon._runtime import GluonJITFunction
     from triton.runtime.jit import JITFunction
 
-    kernel = constants(JITFunction(jitted), "BLOCK", "num")
+    kernel = constants((GluonJITFunction if gluon else JITFunction)(jitted), "BLOCK", "num")
     x = torch.zeros(64)
     values = [
         None, 0, 1, 2, 16, 17, -16, 2**31 - 16, 2**31, 2**31 + 1, 2**40, 2**63, True, False, 0.0, 1.0, 2.5, x[1:],

@@ -294,7 +294,7 @@ def started(compiled: Any, grid: tuple[int, ...]) -> Started:
     Held against the source of Triton's launcher on NVIDIA; all others are called as they are.
     """
     run = compiled.run
-    version = getattr(sys.modules.get("triton"), "__version__", "")[:4]
+    version = _version()
     known = run.__class__.__module__ == "triton.backends.nvidia.driver" and run.__class__.__name__ == "CudaLauncher"
     if not known or version not in ("3.6.", "3.7.") or run.profile_scratch_size:
         return Started(functools.partial(_fired, compiled, grid), (STREAM,))
@@ -379,8 +379,21 @@ def _start(
 @functools.cache
 def _known(kind: Any) -> Any:
     """The module of Triton's jitted functions where `_start` has been held against its source; else None."""
-    version = getattr(sys.modules.get("triton"), "__version__", "")
-    return sys.modules[kind.__module__] if version[:4] in ("3.6.", "3.7.") and kind.__name__ == "JITFunction" else None
+    if _version() not in ("3.6.", "3.7."):
+        return None
+    if kind.__name__ == "GluonJITFunction":  # one that is compiled otherwise, and launched alike
+        kind = kind.__mro__[1]
+    return sys.modules[kind.__module__] if kind.__name__ == "JITFunction" else None
+
+
+def _version() -> str:
+    version: str = getattr(sys.modules.get("triton"), "__version__", "")
+    return version[:4]
+
+
+def with_gluon() -> bool:
+    """Whether kernels in Gluon may be asked for: of Tritons that compile them, and not of its interpreter."""
+    return _version() in ("3.6.", "3.7.") and not interpreting()
 
 
 def precision(dtype: torch.dtype, target: Target) -> str:

@@ -1,4 +1,4 @@
-"""What the GPU backend keeps for its backward: the buffer it keeps."""
+"""What the GPU backend keeps for its backward, and which kernels walk."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from foci.core import tune
 from foci.ops.delta import gpu
 from foci.ops.delta.call import Call, bind
 from foci.ops.gpu import chunks
@@ -42,3 +43,26 @@ def test_the_kept_buffer_has_room_for_its_parts_and_no_more(dtype: torch.dtype, 
     assert 0 <= 4 * buffer.numel() - size < 16 * len(parts)
     starts = sorted(part.data_ptr() - buffer.data_ptr() for part in parts)
     assert starts[0] == 0 and all(start % 16 == 0 for start in starts)
+
+
+@pytest.mark.parametrize(("H", "walk"), [(32, "wide_walk_kernel"), (16, "token_walk_kernel")])
+def test_inference_is_walked_by_warps_of_their_own_where_that_is_faster(
+    H: int, walk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    if tune.interpreting():
+        pytest.skip("Gluon has no interpreter")
+    q = torch.empty(1, 8192, H, 128, dtype=torch.bfloat16, device="meta")
+    g = torch.empty(1, 8192, H, device="meta")
+    one = bind(q, q, q, g, log_decay=g)
+
+    def walks(target: str, keep: bool) -> str:
+        with tune.recording(tune.TARGETS[target]) as launches:
+            gpu.forward(one, keep)
+        name: str = launches[-1].kernel.fn.__name__
+        return name
+
+    assert walks("sm_90", False) == walk and walks("sm_90", True) == "token_walk_kernel"
+    assert walks("sm_80", False) == walks("sm_100", False) == "walk_kernel"
+    monkeypatch.setattr(gpu, "with_gluon", lambda: False)
+    assert walks("sm_90", False) == "token_walk_kernel"

@@ -90,6 +90,7 @@ IN_PIECES = [
 
 WRONG = [
     *((name, 5, torch.nan) for name in ("q", "k", "v", "beta", "log_decay", "state")),
+    *((name, 100, torch.nan) for name in ("k", "v")),
     *((name, 192, torch.nan) for name in ("q", "k", "v", "log_decay", "d_out", "d_final")),
     *((name, 5, torch.inf) for name in ("v", "state")),
     *((name, 192, torch.inf) for name in ("q", "d_out")),
@@ -199,16 +200,39 @@ class TestInPieces:
 def test_sequences_are_cut_where_gates_may_forget_and_processors_idle() -> None:
     target = tune.TARGETS["sm_90"]
 
-    def shares(T: int = 8192, H: int = 32, K: int = 128, gates: int = 1, **more: Any) -> int:
+    def shares(T: int = 8192, H: int = 32, K: int = 128, gates: int = 1, columns: int = 64, **more: Any) -> int:
         q, v = (torch.empty(1, T, H, n, dtype=torch.bfloat16, device="meta") for n in (K, 128))
         g = torch.empty(*((1, T) if gates else ()), H, *((gates,) if gates > 1 else ()), device="meta")
         beta = torch.empty(1, T, H, device="meta")
-        return token_walks.shares(bind(**{"q": q, "k": q, "v": v, "beta": beta, "log_decay": g} | more), target)
+        call = bind(**{"q": q, "k": q, "v": v, "beta": beta, "log_decay": g} | more)
+        return token_walks.shares(call, target, columns)
 
+    assert shares(columns=128) == 4 and shares(H=64, columns=128) == 2 and shares(H=128, columns=128) == 1
     assert shares() == shares(gates=0) == shares(T=3072) == 2 and shares(H=16) == 4 and shares(H=16, T=3072) == 2
     assert shares(H=64) == shares(T=3071) == shares(offsets=torch.empty(5, dtype=torch.int64, device="meta")) == 1
     erase = torch.empty(1, 8192, 32, 128, dtype=torch.bfloat16, device="meta")
     assert shares(log_decay=None) == shares(gates=128) == shares(erase=erase) == shares(K=96) == 1
+
+
+@pytest.mark.parametrize(
+    ("N", "T", "H", "wide"),
+    [
+        *((1, 8192, H, H > 16) for H in (8, 16, 24, 32, 64, 128)),
+        *((1, 2048, H, H > 66) for H in (32, 64, 66, 67, 128)),
+        *((N, 1024 * N, 32, N > 2) for N in (1, 2, 4, 8)),
+        (0, 0, 32, False),
+    ],
+)
+def test_a_program_has_128_columns_where_64_would_take_more_rounds(N: int, T: int, H: int, wide: bool) -> None:
+    target = tune.TARGETS["sm_90"]
+    q, v = (torch.empty(1, T, H, n, dtype=torch.bfloat16, device="meta") for n in (128, 128))
+    g = torch.empty(1, T, H, device="meta")
+    call = bind(q, q, v, g, log_decay=g, offsets=torch.empty(N + 1, dtype=torch.int64, device="meta"))
+    assert token_walks.wider(call, target) == wide
+    for other in ("sm_80", "sm_100", "gfx942"):
+        assert not token_walks.wider(call, tune.TARGETS[other])
+    for odd in ({"log_decay": None}, {"erase": q}, {"v": v[..., :64]}, {"k": q[..., :64], "q": q[..., :64]}):
+        assert not token_walks.wider(call._replace(**odd), target)
 
 
 @pytest.mark.parametrize(("heads", "enough"), [(66, False), (67, True)])

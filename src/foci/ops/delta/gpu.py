@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from foci.core.spec import Output
-from foci.core.tune import stored, target_of
+from foci.core.tune import stored, target_of, with_gluon
 from foci.ops.delta.call import NAME, Call
 from foci.ops.delta.pieces import pieces
 from foci.ops.gpu import CHUNK, chunks, placed, unsuitable
@@ -68,9 +69,12 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
     buffer = kept(call).empty(call.v) if keep else None
     parts = None if buffer is None else _parts(call, buffer)
-    shares = token_walks.shares(call, target_of(call.v.device))
+    target, wide_walks = target_of(call.v.device), None
+    if not keep and with_gluon() and token_walks.wider(call, target):
+        wide_walks = import_module("foci.ops.delta.kernels_gluon")
+    shares = token_walks.shares(call, target, 64 if wide_walks is None else 128)
     made = triangles.first(call, parts, _slots(call), shares > 1, at_once, channel_chunks)
-    found = walks.forward(call, parts, made, shares, partial(pieces, call), token_walks, channel_walks)
+    found = walks.forward(call, parts, made, shares, partial(pieces, call), token_walks, channel_walks, wide_walks)
     return found if buffer is None else (*found, buffer)
 
 

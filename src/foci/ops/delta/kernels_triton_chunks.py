@@ -16,10 +16,10 @@ from torch import Tensor
 
 from foci.core.tune import Config, Target, launch, strides
 from foci.tiles.gates import load_gates
-from foci.tiles.near import LOG2E, UNREAD, bounded
+from foci.tiles.near import LASTING, LOG2E, UNREAD, bounded
 from foci.tiles.solve import blocks_in_two, inverse_in_two
 from foci.tiles.state import chunk_at, halves, in_two
-from foci.tiles.whole import read, write
+from foci.tiles.whole import read, within, write
 
 CHUNK = 64
 
@@ -43,15 +43,16 @@ def times(x, y):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def token_chunks_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr,
+    q_ptr, k_ptr, e_ptr, v_ptr, beta_ptr, g_ptr, offsets_ptr,
     X_ptr, A_ptr, P_ptr, rise_ptr, write_ptr, total_ptr, Q_ptr, rows_ptr, reach_ptr,
-    q_strides, k_strides, e_strides, beta_strides, g_strides, scale, T, N, H, R, K,
-    WHOLE: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
+    q_strides, k_strides, e_strides, v_strides, beta_strides, g_strides, scale, T, N, H, R, K, V,
+    WHOLE: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr, VALUES: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """One chunk and head. WHOLE: no tile reaches beyond its tensor (tiles/whole.py). Without `A_ptr` A is not kept.
 
     reach: a state's column, of length 1 before the chunk, has 2 to this behind it at most. Infinite where a key, a beta
-    or a gate is no number; UNREAD at least where a query is none, if gradients are wanted.
+    or a gate is no number; UNREAD at least where a query is none, if gradients are wanted; LASTING where a value is.
     """
     h = (tl.program_id(0) % H).to(tl.int64)
     n, b, t0, stop, slot = chunk_at(offsets_ptr, tl.program_id(0) // H, N, T, CHUNK)
@@ -76,6 +77,13 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
     if e_ptr is None:
         es = ks
     beta = kept(beta)
+    if reach_ptr is not None:  # its VALUES blocks
+        here = v_ptr + row * v_strides[0] + h * v_strides[2]
+        nothing = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+        for i in tl.static_range(VALUES):
+            v = read(here, t0, stop, v_strides[1], i * BLOCK_K, V, v_strides[3], CHUNK, BLOCK_K, EVEN)
+            nothing += v.to(tl.float32) * 0.0
+        nothing = tl.sum(nothing, 1)
     W = tl.full([CHUNK, CHUNK], 1.0, tl.float32)
     rise, write_by = tl.full([CHUNK], 1.0, tl.float32), beta
     if g_ptr is not None:
@@ -99,7 +107,8 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
     blocks = blocks_in_two(times(E * W, (beta * -1.0)[None, :]))
     if reach_ptr is not None:  # I - beta k k^T makes nothing longer than this
         grown = tl.abs(1.0 - beta * tl.sum(tl.where(t[:, None] == t[None, :], E, 0.0), 1))
-        reach = whole + tl.sum(tl.where(grown <= 1.0, 0.0, tl.log2(grown)), 0)
+        grown = tl.where(grown <= 1.0, 0.0, tl.log2(grown))
+        reach = whole + tl.sum(tl.where(nothing == 0.0, grown, tl.maximum(grown, LASTING, tl.PropagateNan.ALL)), 0)
     A = tl.zeros([CHUNK, CHUNK], tl.float32)
     for i in tl.static_range(TILES):
         A = tl.dot(qs[i], tl.trans(ks[i]), A)
@@ -140,11 +149,14 @@ def chunks(
     whole: bool, config: Config, room: Mapping[str, int],
 ) -> None:  # fmt: skip
     """Fills X, A where it is wanted, P, and rise, write, total, Q, rows and reach (`gated`)."""
-    _, T, G, H, K, _, N = call.sizes
+    _, T, G, H, K, V, N = call.sizes
     launch(
         token_chunks_kernel, (slots * H,),
-        call.q, call.k, call.erase, call.beta, call.log_decay, call.offsets, inverse, products, through, *gated,
-        call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(call.log_decay),
-        call.scale, T, N, H, H // G, K,
-        config=config, WHOLE=whole, CHUNK=CHUNK, TILES=-(-K // config["BLOCK_K"]), **room,
+        call.q, call.k, call.erase, call.v, call.beta, call.log_decay, call.offsets, inverse, products, through, *gated,
+        call.q.stride(), call.k.stride(), strides(call.erase), call.v.stride(), call.beta.stride(),
+        strides(call.log_decay),
+        call.scale, T, N, H, H // G, K, V,
+        config=config, WHOLE=whole, CHUNK=CHUNK, TILES=-(-K // config["BLOCK_K"]),
+        VALUES=-(-V // config["BLOCK_K"]),
+        EVEN=whole and V % config["BLOCK_K"] == 0 and within(CHUNK, V, call.v), **room,
     )  # fmt: skip

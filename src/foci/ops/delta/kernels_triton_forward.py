@@ -235,13 +235,14 @@ def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, target
 
 def forward(
     call: Any, parts: Any, made: tuple[Tensor, Tensor, Tensor | None, Any], shares: int,
-    cut: Callable[[Target, int], Any], token_walks: Any, channel_walks: Any,
+    cut: Callable[[Target, int], Any], token_walks: Any, channel_walks: Any, wide_walks: Any = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out [B,T,H,V] and the final state [N,H,K,V] of what the first launch has `made` (kernels_triton_triangles.py).
 
     `parts` (gpu.py), if given, is filled for the backward. One launch, and one more where sequences are cut (`cut`:
     ops/delta/pieces.py). In bfloat16, where they may, `token_walks` makes it, in so many `shares`
-    (kernels_triton_token_walks.py), or with gates per channel `channel_walks` (kernels_triton_channel_walks.py).
+    (kernels_triton_token_walks.py; `wide_walks`, kernels_gluon.py, where they are given), or with gates per channel
+    `channel_walks` (kernels_triton_channel_walks.py).
     """
     B, T, _, H, K, V, N = call.sizes
     v, target = call.v, target_of(call.v.device)
@@ -262,7 +263,7 @@ def forward(
     walk = configure("delta_walk", (v.dtype, K, V, tiles), rule, target, vary)
     blocks = -(-V // walk["BLOCK_V"])
     if not pieces.tokens and gated.key is None and token_walks.suits(N * H * shares, K, V, target, q, k, e, v):
-        token_walks.forward(call, parts, q, inverse, through, gated, shares, out, final)
+        (wide_walks or token_walks).forward(call, parts, q, inverse, through, gated, shares, out, final)
         return out, final
     if not pieces.tokens and tiles == 4 and channel_walks.fits(K, V, walk, target) and by_tma(v):
         channel_walks.forward(call, parts, inverse, through, gated, out, final, pieces.programs * H * blocks, walk)

@@ -18,7 +18,8 @@ Where gates forget, few heads still fill a GPU: a sequence is cut into pieces, w
 the state at its first chunk. What was there some chunks before has a factor of all gates since then, and of each
 token's I - beta k k^T, which makes nothing longer than |1 - beta |k|^2| or 1 do. Where the product of these is less
 than 2^-150, which float32 has not, it is 0: so a piece warms up from there on, by states alone. Where nothing is
-forgotten it begins with the sequence. By such a factor of 0 what is no number stays none, as it does in one walk.
+forgotten it begins with the sequence. By such a factor of 0 what is no number stays none, as it does in one walk: the
+first launch says of a chunk with such values that it lasts, and a backward looks for such gradients itself.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from torch import Tensor
 from foci.core.tune import Config, Target, by_tma, configure, launch, strides, target_of
 from foci.tiles.affine import load_state
 from foci.tiles.memory import opened, store_tile
-from foci.tiles.near import UNREAD
+from foci.tiles.near import LASTING, UNREAD
 from foci.tiles.state import halves, in_two, nearest_in_two, sequence
 
 CHUNK = 64
@@ -57,20 +58,24 @@ def remembered(reach_ptr, step, count, MOST: tl.constexpr, BLOCK: tl.constexpr =
     """(from which of `count` chunks on something is left, 0): NaN in place of 0 where one reaches further than MOST.
 
     What was before chunk i is left with 2 to the sum of what they reach, i and those behind it (`reach` of
-    kernels_triton_chunks.py), `step` apart.
+    kernels_triton_chunks.py), `step` apart. A chunk that reaches LASTING is not forgotten.
     """
-    begin, reaches, worst = 0, 0.0, 0.0
+    begin, reaches, worst, lasting = 0, 0.0, 0.0, count
     for i in tl.range(0, count, BLOCK):
         at = count - 1 - i - tl.arange(0, BLOCK)
         reach = tl.load(reach_ptr + at.to(tl.int64) * step, mask=at >= 0, other=0.0)
         begin = tl.maximum(begin, tl.max(tl.where(reaches + tl.cumsum(reach, 0) <= FORGOTTEN, at, 0), 0))
         reaches, worst = reaches + tl.sum(reach, 0), tl.maximum(worst, tl.max(reach, 0))
-    return begin, tl.where(worst > MOST, float("nan"), 0.0)
+        lasting = tl.minimum(lasting, tl.min(tl.where(reach < LASTING, count, at), 0))
+    return tl.minimum(begin, lasting), tl.where(worst > MOST, float("nan"), 0.0)
 
 
 @triton.jit
 def forgotten(there, t1, t2, v0, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What is left of columns v0.. of tokens t1..t2, whole chunks, by a factor of 0: 0, or NaN of what is no number."""
+    """What is left of columns v0.. of tokens t1..t2, whole chunks, by a factor of 0: 0, or NaN of what is no number.
+
+    Of gradients, which the first launch, where it costs nearly nothing, has not seen.
+    """
     left = tl.zeros([CHUNK, BLOCK_V], tl.float32)
     for t0 in tl.range(t1, t2, CHUNK, num_stages=8):
         left += there.load([t0, v0]).to(tl.float32) * 0.0
@@ -122,7 +127,6 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
             return
         known, lost = remembered(reach_ptr + first, H, ahead, 2 * UNREAD)
         begin, own, end = start + known * CHUNK, start + ahead * CHUNK, tl.minimum(start + behind * CHUNK, stop)
-        lost += forgotten(v_there, start, begin, v0, CHUNK, BLOCK_V)
         S = S * tl.where(known == 0, 1.0, 0.0) + lost[:, None]
     for phase in tl.static_range(1 if reach_ptr is None else 0, 2):
         t1, t2 = begin, own
@@ -277,16 +281,40 @@ def suits(programs: int, K: int, V: int, target: Target, *operands: Tensor | Non
     return fits and 2 * programs * -(-V // 64) > target.processors
 
 
-def shares(call: Any, target: Target) -> int:
+def shares(call: Any, target: Target, columns: int = 64) -> int:
     """Into how many pieces a sequence is cut where its gates may forget, so that few heads fill a GPU.
 
-    Of shapes alone, as ops/delta/pieces.py has it. No bound is known of what erase keys of their own leave.
+    Of shapes alone, as ops/delta/pieces.py has it. `columns`: what a program has of a state.
+    """
+    B, T, _, H, _, V, N = call.sizes
+    if not (_forgets(call, target) and N):
+        return 1
+    return max(1, min(target.processors // (N * H * -(-V // columns)), B * T // (N * CHUNK * SHORTEST)))
+
+
+def wider(call: Any, target: Target) -> bool:
+    """Whether a program had better walk 128 columns, by the warps of kernels_gluon.py: 4 of the time that 64 take 3 of.
+
+    (2.6 us a chunk for 1.95, on an H200.) In rounds of programs: two of 64 do not fit on a processor.
     """
     B, T, _, H, K, V, N = call.sizes
-    forgets = call.log_decay is not None and call.log_decay.shape[3] == 1 and call.erase is None
-    if not (forgets and target.arch == 90 and call.v.dtype == torch.bfloat16 and K in (64, 128) and N):
-        return 1
-    return max(1, min(target.processors // (N * H * -(-V // 64)), B * T // (N * CHUNK * SHORTEST)))
+    if not (_forgets(call, target) and N and K == 128 and V % 128 == 0):
+        return False
+    chunks = -(-B * T // (N * CHUNK))
+
+    def time(columns: int, each: int) -> int:
+        pieces = shares(call, target, columns)
+        more = min(chunks // 7, WARM.value) if pieces > 1 else 0
+        rounds = -(-N * H * pieces * -(-V // columns) // target.processors)
+        return each * rounds * (more + -(-(chunks - more) // pieces))
+
+    return time(128, 4) < time(64, 3)
+
+
+def _forgets(call: Any, target: Target) -> bool:
+    """Whether what is left of a state is known, and walked here. No bound is known of what erase keys leave."""
+    gates = call.log_decay is not None and call.log_decay.shape[3] == 1 and call.erase is None
+    return gates and target.arch == 90 and call.v.dtype == torch.bfloat16 and call.sizes[4] in (64, 128)
 
 
 def rule(K: int, tiles: int, target: Target) -> Config:

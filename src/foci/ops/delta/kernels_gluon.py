@@ -1,0 +1,255 @@
+"""The delta rule's walk on Hopper by warps with work of their own: 128 columns of a state a program, for inference.
+
+What `token_walk_kernel` does (kernels_triton_token_walks.py: equations, letters, pieces), with the same bits. There one
+program has 64 columns, and each of its products waits for the one before it; two such programs find no room beside each
+other. Here one warp loads, and two times four walk, 64 columns each: they share keys, X, P and Q where TMA brings them,
+and wait for nothing else together, so one half has the tensor cores while the other rounds, scales and stores.
+
+Gluon says where every number lies: a product's sums are the next one's left operand in the same registers, turned over
+as there. It has no interpreter: without a GPU these kernels are compiled, with one they are held to the others' bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from foci.core.tune import Config, launch, strides
+from foci.ops.delta.kernels_triton_token_walks import FORGOTTEN, share
+from foci.tiles.near import LASTING, UNREAD
+from foci.tiles.state import sequence
+
+CHUNK = 64
+HALF: gl.constexpr = gl.constexpr(64)  # columns of a state that four warps have: the rows of a product
+STAGES = 2  # chunks in shared memory, which has no room for a third
+BY_TOKEN: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of sums [HALF,tokens]
+BY_KEY: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of sums [HALF,K]
+OF_TOKENS: gl.constexpr = gl.constexpr(gl.DotOperandLayout(0, BY_TOKEN.value, 2))  # of what multiplies to such sums
+OF_KEYS: gl.constexpr = gl.constexpr(gl.DotOperandLayout(0, BY_KEY.value, 2))
+
+
+@gluon.jit
+def _plus(a, b):  # type: ignore[no-untyped-def]
+    return a + b
+
+
+@gluon.jit
+def _in_two(x, layout: gl.constexpr):  # type: ignore[no-untyped-def]
+    """`in_two` of tiles/state.py, as left operands."""
+    bits = x.to(gl.int32, bitcast=True)
+    high = (bits >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    low = (x - (bits & -65536).to(gl.float32, bitcast=True)).to(gl.bfloat16)
+    return gl.convert_layout(high, layout), gl.convert_layout(low, layout)
+
+
+@gluon.jit
+def _remembered(reach_ptr, step, count):  # type: ignore[no-untyped-def]
+    """`remembered` of kernels_triton_token_walks.py."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    begin, lasting = 0, count
+    reaches, worst = 0.0, 0.0
+    for i in range(0, count, 128):
+        at = count - 1 - i - gl.arange(0, 128, layout=layout)
+        reach = gl.load(reach_ptr + at.to(gl.int64) * step, mask=at >= 0, other=0.0)
+        sums = reaches + gl.associative_scan(reach, 0, _plus)
+        begin = gl.maximum(begin, gl.max(gl.where(sums <= FORGOTTEN, at, 0), 0))
+        reaches, worst = reaches + gl.sum(reach, 0), gl.maximum(worst, gl.max(reach, 0))
+        lasting = gl.minimum(lasting, gl.min(gl.where(reach < LASTING, count, at), 0))
+    return gl.minimum(begin, lasting), gl.where(worst > 2 * UNREAD, float("nan"), 0.0)
+
+
+@gluon.jit
+def _load(  # type: ignore[no-untyped-def]
+    there, tiles, full, empty, span, start, H, v0, CHUNK: gl.constexpr, STAGES: gl.constexpr
+):
+    """What the warp that loads does: chunk by chunk, when both halves have left the place; Q and P for what is read."""
+    q_there, k_there, v_there, X_there, P_there, rows_there, _ = there
+    q_tiles, k_tiles, v_tiles, X_tiles, P_tiles, rows, _ = tiles
+    begin, own, end = span
+    K: gl.constexpr = k_tiles.shape[2]
+    least: gl.constexpr = 2 * CHUNK * (K + 2 * HALF + 2 * CHUNK) + 8 * CHUNK  # bytes
+    for i in range(begin, end):
+        at, t0, reads = (i - begin) % STAGES, start + i * CHUNK, i >= own
+        bar = full.index(at)
+        mbarrier.wait(empty.index(at), ((i - begin) // STAGES & 1) ^ 1)
+        mbarrier.expect(bar, least, pred=i < own)
+        mbarrier.expect(bar, least + 2 * CHUNK * (K + CHUNK), pred=reads)
+        tma.async_copy_global_to_shared(k_there, [t0, 0], bar, k_tiles.index(at))
+        tma.async_copy_global_to_shared(q_there, [t0, 0], bar, q_tiles.index(at), pred=reads)
+        for half in gl.static_range(2):
+            tma.async_copy_global_to_shared(v_there, [t0, v0 + half * HALF], bar, v_tiles.index(2 * at + half))
+        tma.async_copy_global_to_shared(P_there, [t0, 0], bar, P_tiles.index(at), pred=reads)
+        for half in gl.static_range(2):
+            tma.async_copy_global_to_shared(rows_there, [2 * H * i + half, 0], bar, rows.index(2 * at + half))
+        for half in gl.static_range(2):
+            tma.async_copy_global_to_shared(X_there, [t0, half * CHUNK], bar, X_tiles.index(2 * at + half))
+
+
+@gluon.jit
+def _chunk(  # type: ignore[no-untyped-def]
+    S, gone, turn, t0, v0, out_there, tiles, full, empty, half: gl.constexpr, READS: gl.constexpr,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The state behind a chunk; READS: what its tokens read is stored."""
+    q_tiles, k_tiles, v_tiles, X_tiles, P_tiles, rows, outs = tiles
+    at = turn % STAGES
+    mbarrier.wait(full.index(at), turn // STAGES & 1)
+    k, v = k_tiles.index(at), v_tiles.index(2 * at + half).permute((1, 0))
+    X, X_lost = X_tiles.index(2 * at).permute((1, 0)), X_tiles.index(2 * at + 1).permute((1, 0))
+    none = gl.zeros([HALF, CHUNK], gl.float32, BY_TOKEN)
+    operand = gl.convert_layout(S.to(gl.bfloat16), OF_TOKENS)
+    read = warpgroup_mma(operand, k.permute((1, 0)), none, use_acc=False, is_async=True)
+    value = v.load(OF_TOKENS)
+    if READS:
+        o = warpgroup_mma(operand, q_tiles.index(at).permute((1, 0)), none, use_acc=False, is_async=True)
+        o = warpgroup_mma(value, P_tiles.index(at).permute((1, 0)), o, is_async=True)
+        read = warpgroup_mma_wait(2, deps=[read])
+    else:
+        read = warpgroup_mma_wait(0, deps=[read])
+    rise, write = rows.index(2 * at).load(BY_TOKEN), rows.index(2 * at + 1).load(BY_TOKEN)
+    high, low = _in_two(gl.convert_layout(value, BY_TOKEN).to(gl.float32) - read * rise, OF_TOKENS)
+    d = warpgroup_mma(low, X, none, use_acc=False, is_async=True)
+    d = warpgroup_mma(high, X_lost, d, is_async=True)
+    d = warpgroup_mma(high, X, d, is_async=True)
+    S *= gone
+    if READS:
+        o = warpgroup_mma_wait(3, deps=[o])
+        out = outs.index(half)
+        tma.store_wait(0)
+        out.permute((1, 0)).store(o.to(gl.bfloat16))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_there, [t0, v0], out)
+    d = warpgroup_mma_wait(0, deps=[d])
+    high, low = _in_two(d * write, OF_KEYS)
+    S = warpgroup_mma(low, k, S, is_async=True)
+    S = warpgroup_mma(high, k, S, is_async=True)
+    S = warpgroup_mma_wait(0, deps=[S])
+    mbarrier.arrive(empty.index(at), count=1)
+    return S
+
+
+@gluon.jit
+def _walk(  # type: ignore[no-untyped-def]
+    half: gl.constexpr, out_there, tiles, full, empty, span, start, state_ptr, state_strides, total_ptr, final_ptr,
+    lost, last, zero, H, V, v0, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """What four warps do: HALF columns from v0 on, or behind those, through the chunks of a piece."""
+    begin, own, end = span
+    K: gl.constexpr = tiles[1].shape[2]
+    v0 += half * HALF
+    v = (v0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, BY_KEY)))[:, None]
+    c = gl.arange(0, K, layout=gl.SliceLayout(0, BY_KEY))[None, :]
+    S = gl.zeros([HALF, K], gl.float32, BY_KEY)
+    if state_ptr is not None:
+        S = gl.load(state_ptr + c.to(gl.int64) * state_strides[2] + v.to(gl.int64) * state_strides[3]).to(gl.float32)
+    S = S * gl.where(begin == 0, 1.0, 0.0) + lost
+    gone = gl.load(total_ptr + begin * H, mask=begin < end, other=0.0)
+    for i in range(begin, own):
+        then = gl.load(total_ptr + (i + 1) * H, mask=i + 1 < end, other=0.0)
+        S = _chunk(S, gone, i - begin, 0, v0, out_there, tiles, full, empty, half, False, CHUNK, STAGES)
+        gone = then
+    for i in range(own, end):
+        then = gl.load(total_ptr + (i + 1) * H, mask=i + 1 < end, other=0.0)
+        t0 = start + i * CHUNK
+        S = _chunk(S, gone, i - begin, t0, v0, out_there, tiles, full, empty, half, True, CHUNK, STAGES)
+        gone = then
+    tma.store_wait(0)
+    if last:
+        gl.store(final_ptr + ((c + zero) * V + (v + zero)), S)  # addresses kept from before would cost registers
+
+
+@gluon.jit
+def wide_walk_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, X_ptr, P_ptr, rows_ptr, total_ptr, reach_ptr, state_ptr, offsets_ptr, out_ptr, final_ptr,
+    k_strides, v_strides, state_strides, zero, T, H, R, V, pieces,
+    CHUNK: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """2 HALF columns of one head's state through one of the `pieces` of a sequence (one, without `reach_ptr`)."""
+    K: gl.constexpr = BLOCK_K
+    v0 = gl.program_id(0) % (V // (2 * HALF)) * 2 * HALF
+    rest = gl.program_id(0) // (V // (2 * HALF))
+    h, n, piece = (rest % H).to(gl.int64), (rest // H // pieces).to(gl.int64), rest // H % pieces
+    b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
+    row, count = gl.to_tensor(b).to(gl.int64), (stop - start + CHUNK - 1) // CHUNK
+    tokens, first = row * T * H + h, gl.to_tensor(slot).to(gl.int64) * H + h
+    begin, own, end = 0, 0, count
+    lost = 0.0
+    if reach_ptr is not None:
+        own, end = share(piece, pieces, count)
+        if (own == end) & (piece < pieces - 1):
+            return
+        begin, lost = _remembered(reach_ptr + first, H, own)
+    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, K], gl.bfloat16)
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.bfloat16)
+    line: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
+    k_ptr += row * k_strides[0] + h // R * k_strides[2]
+    v_ptr += row * v_strides[0] + h * v_strides[2]
+    X_ptr += 2 * tokens * CHUNK
+    each: gl.constexpr = [CHUNK, CHUNK]
+    there = (
+        tma.make_tensor_descriptor(q_ptr + tokens * K, [stop, K], [H * K, 1], [CHUNK, K], wide),
+        tma.make_tensor_descriptor(k_ptr, [stop, K], [k_strides[1], 1], [CHUNK, K], wide),
+        tma.make_tensor_descriptor(v_ptr, [stop, V], [v_strides[1], 1], each, square),
+        tma.make_tensor_descriptor(X_ptr, [stop, 2 * CHUNK], [2 * H * CHUNK, 1], each, square),
+        tma.make_tensor_descriptor(P_ptr + tokens * CHUNK, [stop, CHUNK], [H * CHUNK, 1], each, square),
+        tma.make_tensor_descriptor(rows_ptr + first * 2 * CHUNK, [2 * H * count, CHUNK], [CHUNK, 1], [1, CHUNK], line),
+        tma.make_tensor_descriptor(out_ptr + tokens * V, [stop, V], [H * V, 1], each, square),
+    )
+    tiles = (
+        gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, K], wide),
+        gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, K], wide),
+        gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, HALF], square),
+        gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], square),
+        gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, CHUNK], square),
+        gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, CHUNK], line),
+        gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HALF], square),
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for at in gl.static_range(STAGES):
+        mbarrier.init(full.index(at), count=1)
+        mbarrier.init(empty.index(at), count=2)
+    if state_ptr is not None:
+        state_ptr += n * state_strides[0] + h * state_strides[1]
+    total_ptr += first
+    final_ptr += (n * H + h) * K * V
+    last, span = piece == pieces - 1, (begin, own, end)
+    gl.warp_specialize(
+        [
+            (_walk, (
+                gl.constexpr(0), there[6], tiles, full, empty, span, start, state_ptr, state_strides, total_ptr,
+                final_ptr, lost, last, zero, H, V, v0, CHUNK, STAGES,
+            )),
+            (_walk, (
+                gl.constexpr(1), there[6], tiles, full, empty, span, start, state_ptr, state_strides, total_ptr,
+                final_ptr, lost, last, zero, H, V, v0, CHUNK, STAGES,
+            )),
+            (_load, (there, tiles, full, empty, span, start, H, v0, CHUNK, STAGES)),
+        ],
+        [4, 4],
+        [240, 24],  # registers of a thread: what one warp does not need the others have
+    )  # fmt: skip
+
+
+def forward(
+    call: Any, parts: None, query: Tensor, inverse: Tensor, through: Tensor, gated: Any, pieces: int,
+    out: Tensor, final: Tensor,
+) -> None:  # fmt: skip
+    """`forward` of kernels_triton_token_walks.py of calls that are `wider` there; nothing is kept for a backward."""
+    _, T, G, H, K, V, N = call.sizes
+    launch(
+        wide_walk_kernel, (N * H * pieces * (V // 128),),
+        query, call.k, call.v, inverse, through, gated.rows, gated.total, gated.reach, call.state, call.offsets,
+        out, final, call.k.stride(), call.v.stride(), strides(call.state), 0, T, H, H // G, V, pieces,
+        config=Config(warps=4, stages=STAGES), CHUNK=CHUNK, BLOCK_K=K, STAGES=STAGES,
+    )  # fmt: skip

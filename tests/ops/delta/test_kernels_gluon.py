@@ -1,0 +1,70 @@
+"""The walk of 128 columns: the bits of the walk of 64, on a GPU. Without one it is compiled (tests/test_offline.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foci.core import tune
+from foci.ops.delta import gpu
+from foci.ops.delta.call import bind
+from foci.ops.delta.cases import Delta
+from foci.ops.draw import Draw
+
+from foci.ops.delta import kernels_triton_token_walks as token_walks  # isort: skip  after Triton's presence is known
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not HOPPER, reason="Gluon has no interpreter, and this kernel is for Hopper")
+SHAPES: list[dict[str, Any]] = [
+    {"T": 8192, "H": 32, "G": 16},
+    {"T": 8155, "H": 32, "G": 16, "state": True},
+    {"T": 4096, "H": 16, "V": 256, "state": True},
+    {"B": 4, "T": 2100, "H": 16, "decay": "head"},
+    {"T": 9000, "H": 32, "G": 16, "offsets": (0, 0, 1, 6000, 6064, 9000, 9000), "state": True},
+    {"T": 8192, "H": 32, "gates": lambda draw, *shape: draw.gates(*shape) / 100},
+    {"T": 8192, "H": 32, "gates": lambda draw, *shape: 30 * draw.gates(*shape)},
+    {"T": 3000, "H": 32, "gates": Draw.extremes, "alike": "correlated", "beta": 2.0},
+    {"T": 64, "H": 200},
+    {"T": 1, "H": 200, "state": True},
+]
+
+
+def problem(**options: Any) -> dict[str, Any]:
+    made = Delta("", **{"B": 1, "G": options["H"], "K": 128, "V": 128, "decay": "token"} | options).case
+    return made.make(torch.bfloat16, torch.device("cuda"), 0)
+
+
+def walked(inputs: dict[str, Any], wide: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    with monkeypatch.context() as patch:
+        patch.setattr(token_walks, "wider", lambda *_: wide)
+        patch.setattr(token_walks, "suits", lambda *_: True)
+        return [*gpu.forward(bind(**inputs))]
+
+
+@on_hopper
+@pytest.mark.parametrize("options", SHAPES, ids=str)
+def test_both_walks_have_the_same_bits(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = problem(**options)
+    found, wanted = (walked(inputs, wide, monkeypatch) for wide in (True, False))
+    for x, y in zip(found, wanted, strict=True):
+        assert y.isfinite().all() and x.equal(y)
+
+
+@on_hopper
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["q", "k", "v", "beta", "log_decay", "state"])
+def test_what_is_no_number_is_never_forgotten(name: str, wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = problem(T=8192, H=32, G=16, state=True, gates=lambda draw, *shape: 5 * draw.gates(*shape))
+    x = inputs[name]
+    x[(0, 3, 5, 7) if name == "state" else (0, 100, 3, 5)[: x.dim()]] = wrong
+    found = walked(inputs, True, monkeypatch)
+    monkeypatch.setattr(token_walks, "shares", lambda *_: 1)
+    for y, wanted in zip(found, walked(inputs, False, monkeypatch), strict=True):
+        assert y.isfinite().equal(wanted.isfinite())
+
+
+def test_the_interpreter_is_not_asked() -> None:
+    assert tune.with_gluon() == (not tune.interpreting())
