@@ -11,6 +11,7 @@ from torch import Tensor
 import foci
 from foci import Causal, Dense, Lengths, Packed, Unsupported, Window
 from foci.core.spec import Case
+from foci.ops.softmax import aten
 from foci.ops.softmax.spec import SPEC
 from tests.ops.softmax.problems import CPU, HALVES, TINY, assert_close, evaluate, gradcheck, inputs_of, promoted, tiny
 
@@ -225,3 +226,18 @@ def test_heads_that_share_a_key_sum_their_gradients_in_float32(seed: int) -> Non
     for ours, right in zip(found["aten", torch.bfloat16][1:], truth[1:], strict=True):
         once = (right.to(torch.bfloat16) - right).norm()  # what rounding the truth itself costs
         assert (ours.double() - right).norm() <= 1.5 * once
+
+
+def test_a_kernel_that_is_refused_for_gradients_computes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside a backward autograd says of nothing that it wants a gradient."""
+
+    class Refused(aten.FlashOnCpu):
+        def reasons(self, call: Any, gradients: bool = False) -> list[str]:
+            return ["its gradients are wrong"] if gradients else []
+
+        def backward(self, *given: Any) -> Any:
+            raise AssertionError("refused")
+
+    monkeypatch.setattr(aten, "_CPU_KERNELS", (Refused(), aten.FlashOnCpu()))
+    inputs = qkv()
+    assert_close(evaluate(inputs, "aten"), evaluate(inputs))

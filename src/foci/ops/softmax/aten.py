@@ -26,7 +26,7 @@ class Kernel(Protocol):
     """A fused kernel of torch behind one contract: tensors [B, H, T, D] with one D, GQA, additive mask, top-left
     causal, true lse.
 
-    `reasons` of a call whose gradients are wanted, or of the backward itself, where autograd no longer says so.
+    `reasons` of a call whose gradients are wanted: inside an op, forward or backward, autograd no longer says so.
 
     `backward` recomputes p = exp(z - lse) and takes delta from sum(dout * out); an empty row comes with lse = +inf, so
     p = 0.
@@ -86,10 +86,10 @@ def _kernels(call: Call) -> tuple[Kernel, ...]:
     return _CPU_KERNELS if device in ("cpu", "meta") else ()
 
 
-def _kernel(call: Call, gradients: bool = False) -> Kernel:
-    """The first that takes the call; out and lse are the same of all, so that another one may do the backward."""
+def _kernel(call: Call) -> Kernel:
+    """The first that takes the call and its gradients; out and lse are the same of all, whichever does the backward."""
     for kernel in _kernels(call):
-        if not kernel.reasons(call, gradients):
+        if not kernel.reasons(call, gradients=True):
             return kernel
     raise AssertionError("no kernel: reasons(call) should have refused")
 
@@ -188,7 +188,7 @@ def _cut(mask: Tensor | None, rows: slice, queries: slice, keys: slice) -> Tenso
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """out and lse of the first kernel that takes the call, piece by piece; a sink joins afterwards as one more key."""
-    kernel = _kernel(call, gradients=True)
+    kernel = _kernel(call)
     if _bare(call):
         q, k, v = (_unit_stride(x).transpose(1, 2) for x in call[:3])
         out, lse = kernel.forward(q, k, v, None, _squarely_causal(call), call.scale)
