@@ -261,6 +261,17 @@ def test_saved_tensors_are_guarded_against_being_written() -> None:
         y.sum().backward()
 
 
+def test_what_is_given_may_be_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a backend gives views, which autograd would let nobody change, whether or not a backward follows."""
+    forward = sys.modules["toy_backend_opaque"].forward
+    monkeypatch.setattr(sys.modules["toy_backend_opaque"], "forward", lambda call: tuple(x[:] for x in forward(call)))
+    x = draw(2, 3).requires_grad_()
+    y, total = toy(x)
+    assert y.requires_grad and torch.equal(total.clone(), total.mul_(1.0)) and y.mul_(2.0).requires_grad
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # they are saved
+        y.sum().backward()
+
+
 def test_opcheck() -> None:
     x, weight = draw(2, 3), draw(3)
     torch.library.opcheck(FWD, (x, weight, None, 2.0, None, True))

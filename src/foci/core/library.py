@@ -197,6 +197,11 @@ def _opaque(spec: Spec, backend: Backend) -> _Way:
     return _Way(run, training)
 
 
+def _own(outputs: Outputs) -> Outputs:
+    """The outputs, none a view: autograd lets nobody change a Function's views in place."""
+    return tuple([x.detach() if x._is_view() else x for x in outputs])
+
+
 def _keeps(backend: Backend) -> bool:
     """Whether the forward leaves one tensor more for the backward (core/spec.py: Backend)."""
     return not backend.missing() and hasattr(backend.load(), "kept")
@@ -253,8 +258,7 @@ def _define(spec: Spec, backend: Backend) -> tuple[Pair, Pair]:
     _LIBRARY.define(f"{name}_bwd({gradients}, {saved}, bool[] needs, {arguments}) -> ({returned})")
 
     def forward(*values: Any) -> Outputs:
-        outputs: Outputs = _computed(backend, backend.load().forward, call_type(*values), *(True,) * keeps)
-        return outputs
+        return _own(_computed(backend, backend.load().forward, call_type(*values), *(True,) * keeps))
 
     def forward_fake(*values: Any) -> Outputs:
         call = call_type(*values)

@@ -241,3 +241,12 @@ def test_a_kernel_that_is_refused_for_gradients_computes_none(monkeypatch: pytes
     monkeypatch.setattr(aten, "_CPU_KERNELS", (Refused(), aten.FlashOnCpu()))
     inputs = qkv()
     assert_close(evaluate(inputs, "aten"), evaluate(inputs))
+
+
+@pytest.mark.parametrize("problem", SPEC.cases, ids=lambda problem: problem.name)
+def test_outputs_of_a_call_that_trains_may_be_changed_in_place(problem: Case) -> None:
+    inputs = problem.make(torch.float64, CPU, 1)
+    if not reasons(**inputs):
+        inputs["q"].requires_grad_()
+        for x in foci.attention_with_lse(**inputs, backend="aten"):
+            x.add_(1.0)
