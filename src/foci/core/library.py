@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -62,13 +63,13 @@ class Runner:
         return made
 
     def _learn(self, key: Any, values: tuple[Any, ...], chosen: Backend, call: Any) -> None:
+        way = self._ways[chosen.name]
         if "triton" not in chosen.needs:
-            run, make = self._ways[chosen.name].run, type(call)._make
-            return plans.decide(key, _through(values, call, lambda _, filled: run(make(filled))), call[0].device)
+            return plans.decide(key, _decided(way, chosen, values, call), call[0].device)
         forward: Callable[..., Any] = chosen.load().forward
         if not plans.wants_gradient(values):
             return plans.learn(key, values, forward, call)
-        through = _through(values, call, self._ways[chosen.name].training)
+        through = _through(values, call, way.training)
         return plans.learn(key, values, forward, (*call, *(True,) * _keeps(chosen)), through)
 
 
@@ -84,7 +85,7 @@ class _Way(NamedTuple):
     """How a backend runs a call; where it brings its gradient, also how autograd takes one, or what plays it."""
 
     run: Callable[[Any], Outputs]
-    training: Callable[[_Playing | None, Any], Outputs] | None = None
+    training: Callable[[Callable[[], Outputs] | None, _Rest | None, Any], Outputs] | None = None
 
 
 def _transparent(backend: Backend) -> _Way:
@@ -92,27 +93,46 @@ def _transparent(backend: Backend) -> _Way:
     return _Way(lambda call: _as_written(forward, call))
 
 
-def _through(values: tuple[Any, ...], call: Any, training: Any) -> plans.Through | None:
-    """How calls like this one, made of these values, come to `training` without being bound; None where they must be.
+def _decided(way: _Way, backend: Backend, values: tuple[Any, ...], call: Any) -> plans.Through | None:
+    """How calls like this one, made of these values, are run by a backend that launches no kernels of ours."""
+    alike = getattr(backend.load(), "alike", None)
+    if alike is None or way.training is None:
+        run, make = way.run, type(call)._make
+        return _through(values, call, lambda _, rest, filled: run(make(filled)))
+    forward, backward = (functools.partial(_as_written, each) for each in alike(call))
+    if not plans.wants_gradient(call):
+        return _through(values, call, lambda _, rest, filled: forward(filled))
+    training = way.training
 
-    Tensors of the call are those that were given, in their order, or views of all that one holds.
+    def trained(_: Any, rest: _Rest, filled: tuple[Any, ...]) -> Outputs:
+        return training(functools.partial(forward, filled), rest, filled)
+
+    return _through(values, call, trained, backward)
+
+
+def _through(values: tuple[Any, ...], call: Any, run: Any, backward: Any = None) -> plans.Through | None:
+    """How calls like this one, made of these values, come to `run` without being bound; None where they must be.
+
+    Tensors of the call are those that were given, in their order, or views of all that one holds. `backward` runs that
+    of calls like it, where no plan does.
     """
     given = [value for value in values if isinstance(value, Tensor)]
     places = [place for place, value in enumerate(call) if isinstance(value, Tensor)]
-    if training is None or len(given) != len(places):
+    if run is None or len(given) != len(places):
         return None
     shapes = [None if call[place] is x else call[place].shape for place, x in zip(places, given, strict=True)]
     for place, x, shape in zip(places, given, shapes, strict=True):
         if shape is not None and not (x.numel() == shape.numel() and _same(x.detach().view(shape), call[place])):
             return None
     rest = _Rest(call, lasts=True)
+    rest.backward = backward
     viewed = [(place, shape) for place, shape in enumerate(shapes) if shape is not None]
 
     def through(play: Callable[[], Outputs] | None, tensors: list[Tensor]) -> Outputs:
         tensors = tensors.copy()  # playing takes its memory behind them
         for place, shape in viewed:
             tensors[place] = tensors[place].view(shape)
-        outputs: Outputs = training(None if play is None else (play, rest), rest.filled(tensors))
+        outputs: Outputs = run(play, rest, rest.filled(tensors))
         return outputs
 
     return through
@@ -121,8 +141,10 @@ def _through(values: tuple[Any, ...], call: Any, training: Any) -> plans.Through
 class _Rest:
     """What is no tensor among the values of a call, and how its tensors come back to their places in between.
 
-    `lasts`: one for all calls like it.
+    `lasts`: one for all calls like it, `backward` included.
     """
+
+    backward: Callable[..., Any] | None = None
 
     def __init__(self, values: Sequence[Any], lasts: bool = False) -> None:
         self.lasts = lasts
@@ -171,8 +193,8 @@ def _opaque(spec: Spec, backend: Backend) -> _Way:
     # A Function's own `apply` does the same, but asks `inspect` for the signature of its forward at every call: 20 us.
     plainly = super(torch.autograd.Function, function).apply
 
-    def training(playing: _Playing | None, call: Any) -> Outputs:
-        outputs: Outputs = plainly(playing, *call)
+    def training(play: Callable[[], Outputs] | None, rest: _Rest | None, call: Any) -> Outputs:
+        outputs: Outputs = plainly(None if play is None else (play, rest), *call)
         return outputs[:count]
 
     def run(call: Any) -> Outputs:
@@ -184,7 +206,7 @@ def _opaque(spec: Spec, backend: Backend) -> _Way:
                     "use backend='reference' for forward mode",
                 )
             if not torch.compiler.is_compiling() and not plans.transformed():
-                return training(None, _alive(call))
+                return training(None, None, _alive(call))
             differentiable: Outputs = function.apply(None, *_distinct(call))
             return differentiable[:count]
         if _watched(call):
@@ -340,7 +362,7 @@ def _function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> Any:
     places = tuple(fields.index(name) for name in spec.differentiable)
     count, keeps = len(spec.output_names), _keeps(backend)
     made, guarded = count + keeps, _guarded(spec, backend, backward_op)
-    by_plan = _by_plan(backend, (count, made), places, len(fields)) if "triton" in backend.needs else None
+    planned, by_plan = "triton" in backend.needs, _by_plan(backend, (count, made), places, len(fields))
 
     class Forward(torch.autograd.Function):
         @staticmethod
@@ -353,7 +375,7 @@ def _function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> Any:
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
             playing, *values = inputs
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or (playing is None and not planned):
                 ctx.rest = _holes(values)
                 tensors = [value for value in values if isinstance(value, Tensor)]
             else:
@@ -367,7 +389,7 @@ def _function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> Any:
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             saved = ctx.saved_tensors  # once: a checkpoint's hooks give them but once
-            if by_plan and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
                 played = by_plan(ctx, saved, grads)
                 if played is not None:
                     return played
@@ -393,7 +415,9 @@ def _function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> Any:
 
 
 def _by_plan(backend: Backend, counts: tuple[int, int], places: tuple[int, ...], size: int) -> Callable[..., Any]:
-    """Plays a backward of this backend, None where it has no plan: autograd's thread is slow, so it does little.
+    """Plays a backward of this backend, or runs it as was decided with its forward, else None.
+
+    Autograd's thread is slow, so it does little.
 
     `counts`: of outputs, and of all that the forward leaves; `places` of what is differentiable among `size` values.
     """
@@ -402,9 +426,14 @@ def _by_plan(backend: Backend, counts: tuple[int, int], places: tuple[int, ...],
     spread = choice([1 + places.index(place) if place in places else 0 for place in range(-1, size)])
 
     def played(ctx: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> Any:
-        known, grads, needs = getattr(ctx, "known", None), grads[:count], needed(ctx.needs_input_grad)
-        if known is None:  # during the forward the compiler was at work, which may have been in another thread
+        known = getattr(ctx, "known", None)
+        if known is None:  # or during the forward the compiler was at work, which may have been in another thread
             return None
+        grads, needs = grads[:count], needed(ctx.needs_input_grad)
+        if known.backward is not None:
+            if not plans.unseen((*saved, *grads)):
+                return None
+            return spread((None, *known.backward(known.filled([*saved[:-made]]), saved[-made:], grads, needs)))
 
         def values() -> tuple[Any, ...]:
             return (*known.filled([*saved[:-made]]), *saved[-made:], *grads, [*needs])

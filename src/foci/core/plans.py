@@ -25,6 +25,7 @@ from foci.core.steps import Noting, Plan, Through, choice, hooked, play
 
 _MOST = 4096  # kinds of calls that are remembered
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
+_ALL_PLAIN = _TENSORS | {type(None)}
 _BOOL = frozenset({bool})
 _TYPES = _TENSORS | {type(None), bool, int, str, float, list}  # of values that a plan can know
 _FACTS = attrgetter("dtype", "shape")
@@ -186,6 +187,11 @@ def watched() -> bool:
     if torch.compiler.is_compiling() or transformed() or torch.autograd._profiler_enabled():
         return True
     return torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0
+
+
+def unseen(values: Sequence[Tensor | None]) -> bool:
+    """Whether nobody is told of what is done with these: nobody watches, and none is a subclass."""
+    return _alone() and _ALL_PLAIN.issuperset(map(type, values))
 
 
 def _alone() -> bool:

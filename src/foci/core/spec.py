@@ -43,7 +43,9 @@ class Backend:
     `backward(call, outputs, gradients, needs) -> tuple` it brings its own gradient and becomes an opaque op pair;
     without, it is differentiable torch code and autograd sees through it. With `kept(call) -> Output` beside it the op
     calls `forward(call, True)`, which gives one tensor more, for the backward alone: the last of its `outputs`.
-    `prefers(call) -> str` names a later backend that is faster for a call which both can run.
+    `prefers(call) -> str` names a later backend that is faster for a call which both can run. `alike(call)` gives
+    forward and backward of flat calls like this one (core/plans.py: again). They hold no tensor, and what they do goes
+    through torch's dispatcher; outputs are no views, but of any strides, which the backward takes of all.
 
     Of the packages that it stands on `needs` are all wanted, of `one_of` any.
 

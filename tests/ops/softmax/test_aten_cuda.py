@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import pad
 
-from foci.core import device
+import foci
+from foci.core import device, plans, tune
+from foci.core.errors import Unsupported
 from foci.ops.masks import Causal, Dense, Lengths, Packed
-from foci.ops.softmax import aten_cuda
+from foci.ops.softmax import aten, aten_cuda
 from foci.ops.softmax.aten import reasons
 from foci.ops.softmax.aten_cuda import CUDA_KERNELS, cuda_kernels, fold, slow
 from foci.ops.softmax.call import bind
+from tests.ops.softmax.problems import assert_close, evaluate
 
 KERNELS = pytest.mark.parametrize("kernel", CUDA_KERNELS, ids=[kernel.name for kernel in CUDA_KERNELS])
 
@@ -101,19 +109,20 @@ def test_efficient_is_given_out_in_the_memory_order_that_it_walks(monkeypatch: p
 @pytest.mark.parametrize("kernel", CUDA_KERNELS[:2], ids=["cudnn", "flash"])
 def test_grouped_heads_are_not_repeated(kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each key is read once, and the gradients of keys come back with as many heads."""
-    seen, aten = [], torch.ops.aten
+    seen, name = [], f"_scaled_dot_product_{kernel.name}_attention"
     for way in ("forward", "backward"):
-        name = f"_scaled_dot_product_{kernel.name}_attention{'_backward' * (way == 'backward')}"
+        there = getattr(torch, name) if way == "forward" else getattr(torch.ops.aten, f"{name}_backward")
 
-        def spy(*args, there=getattr(aten, name), **kwargs):
+        def spy(*args, there=there, **kwargs):
             seen.append([x.shape[1] for x in args[:4] if isinstance(x, torch.Tensor) and x.dim() == 4])
             return there(*args, **kwargs)
 
-        monkeypatch.setattr(aten_cuda, "_aten", SimpleNamespace(**{name: spy}))
         q, k, v = (x.transpose(1, 2) for x in tensors(K=64))
         if way == "forward":
+            monkeypatch.setattr(torch, name, spy)
             out, lse = kernel.forward(q, k, v, None, True, 0.1)
         else:
+            monkeypatch.setattr(aten_cuda, "_aten", SimpleNamespace(**{f"{name}_backward": spy}))
             assert [x.shape[1] for x in kernel.backward(out, q, k, v, out, lse, None, True, 0.1)] == [8, 2, 2]
     assert seen == [[8, 2, 2], [8, 8, 2, 2]]
 
@@ -175,3 +184,138 @@ def test_what_lies_on_the_gpu_is_not_waited_for(mask: str) -> None:
         call = bind(q, q, q, mask=Packed(given) if mask == "packed" else Lengths(given))
         assert any("waits for the GPU" in reason for reason in reasons(call))
         assert not any("waits for the GPU" in reason for reason in reasons(bind(q, q, q)))
+
+
+def logits(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    z = scale * q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT + (0.0 if mask is None else mask)
+    return z.masked_fill(~torch.ones(z.shape[-2:], dtype=torch.bool).tril(), -torch.inf) if causal else z
+
+
+def forth(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """What a fused kernel of torch gives: out in the memory order of q, lse [B,H,T]."""
+    z = logits(q, k, mask, causal, scale)
+    out = z.softmax(-1).nan_to_num() @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    return torch.empty_like(q).copy_(out), z.logsumexp(-1)
+
+
+def back(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    assert lse.is_contiguous()
+    share, (B, G, S, _) = q.shape[1] // k.shape[1], k.shape
+    p = (logits(q, k, mask, causal, scale) - lse[..., None]).exp()
+    dz = p * (dout @ v.repeat_interleave(share, 1).mT - (dout * out).sum(-1, keepdim=True)) * scale
+    dk, dv = (x.reshape(B, G, share, S, -1).sum(2) for x in (dz.mT @ q, p.mT @ dout))
+    return dz @ k.repeat_interleave(share, 1), dk, dv
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """CPU tensors pass for a GPU's, in float64; which kernels are asked for reasons."""
+    cudnn, _, efficient = CUDA_KERNELS
+    asked = []
+
+    class Forth:
+        @staticmethod
+        def cudnn(q, k, v, bias, with_lse, dropout, causal, mask, scale):
+            out, lse = forth(q, k, v, None, causal, scale)
+            return out, lse[..., None], None
+
+        @staticmethod
+        def efficient(q, k, v, mask, with_lse, dropout, causal, scale):
+            out, lse = forth(q, k, v, mask, causal, scale)
+            return out, pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf), None
+
+        @staticmethod
+        def cudnn_back(dout, q, k, v, out, lse, seed, offset, *rest, scale):
+            assert lse.shape[-1] == 1 and seed.dtype == offset.dtype == torch.int64
+            return back(dout, q, k, v, out, lse[..., 0], None, rest[-1], scale)
+
+        @staticmethod
+        def efficient_back(dout, q, k, v, mask, out, lse, seed, offset, dropout, wanted, causal, scale):
+            return *back(dout, q, k, v, out, lse[..., : q.shape[2]].contiguous(), mask, causal, scale), None
+
+    def reasons(self: Any, call: Any, gradients: bool = False, plain: Any = aten_cuda._CudaKernel.reasons) -> list[str]:
+        asked.append(self.name)
+        found: list[str] = plain(self, call, gradients)
+        return found
+
+    backs = {f"_scaled_dot_product_{n}_attention_backward": getattr(Forth, f"{n}_back") for n in ("cudnn", "efficient")}
+    monkeypatch.setattr(aten_cuda, "_aten", SimpleNamespace(**backs))
+    for kernel in (cudnn, efficient):
+        monkeypatch.setattr(torch, f"_scaled_dot_product_{kernel.name}_attention", getattr(Forth, kernel.name))
+        monkeypatch.setattr(type(kernel), "dtypes", (torch.float64,))
+    monkeypatch.setattr(aten_cuda._CudaKernel, "reasons", reasons)
+    monkeypatch.setattr(aten, "_kernels", lambda call: (cudnn, efficient))
+    monkeypatch.setattr(tune, "interpreting", lambda: False)
+    monkeypatch.setattr(plans, "_here", lambda: -1)
+    monkeypatch.setattr(plans, "on_gpu", lambda x: isinstance(x, Tensor))
+    for kept in ("_NEAR", "_WHOLE"):
+        monkeypatch.setattr(plans, kept, {})
+    return asked
+
+
+def rows(T: int = 9, H: int = 4, G: int = 2, K: int = 16) -> dict[str, Any]:
+    return {n: torch.randn(2, T, h, K, dtype=torch.float64) for n, h in (("q", H), ("k", G), ("v", G))}
+
+
+ASKED: dict[str, Callable[[], dict[str, Any]]] = {
+    "causal": lambda: rows() | {"mask": Causal()},
+    "not in eights": lambda: rows(K=20),
+    "one head of one query": lambda: rows(T=1, H=1, G=1) | {"bias": torch.zeros(1, dtype=torch.float64)},
+    "wider values": lambda: rows() | {"v": torch.randn(2, 9, 2, 24, dtype=torch.float64)},
+    "bias": lambda: rows(G=4) | {"bias": torch.randn(9, 9, dtype=torch.float64)},
+    "a row sees nothing": lambda: rows() | {"mask": Dense(torch.arange(9)[:, None] != 4)},
+    "sink": lambda: rows() | {"sink": torch.randn(4, dtype=torch.float64)},
+    "another memory order": lambda: {
+        n: x.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0) for n, x in rows().items()
+    },
+}
+
+
+@pytest.mark.parametrize("through", ["out", "lse", "both"])
+@pytest.mark.parametrize("name", ASKED)
+def test_a_call_like_one_before_asks_no_kernel_and_gives_the_same(name: str, through: str, counted: list[str]) -> None:
+    for turn in range(4):
+        inputs = ASKED[name]()
+        size = (*inputs["q"].shape[:3], inputs["v"].shape[-1])
+        pulls = torch.randn(size, dtype=torch.float64), torch.randn(size[:3], dtype=torch.float64)
+        pulls = tuple(x if through in (n, "both") else None for n, x in zip(("out", "lse"), pulls, strict=True))
+        truth = evaluate(inputs, through=pulls, leave=("bias",))
+        counted.clear()
+        found = evaluate(inputs, "aten", through=pulls, leave=("bias",))
+        assert_close({n: torch.zeros_like(found[n]) if x is None else x for n, x in truth.items()}, found)
+        assert bool(counted) is (turn == 0)
+        with torch.no_grad():
+            out, lse = foci.attention_with_lse(**inputs, backend="aten")
+        assert_close({"out": out, "lse": lse}, {n: truth[n] for n in ("out", "lse")})
+        assert out.is_contiguous() and lse.is_contiguous()
+        for x in foci.attention_with_lse(**inputs | {"q": inputs["q"].clone().requires_grad_()}, backend="aten"):
+            assert x.is_contiguous() and x.add_(1.0).requires_grad
+
+
+def test_what_comes_behind_a_call_like_one_before_is_heard(counted: list[str]) -> None:
+    """Saved tensors brought back otherwise, a gradient of any strides, a second derivative, a watcher."""
+    inputs, pull = rows() | {"mask": Causal()}, torch.randn((), dtype=torch.float64).expand(2, 9, 4, 16)
+    truth = evaluate(inputs, through=(pull, None))
+    leaves = {n: inputs[n].requires_grad_() for n in "qkv"}
+
+    def step(before: Any = nullcontext, behind: Any = nullcontext, **more: Any) -> tuple[Tensor, ...]:
+        with before():
+            out = foci.attention(**inputs, backend="aten")
+        with behind():
+            return torch.autograd.grad(out, list(leaves.values()), pull, **more)
+
+    def turned() -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.mT.contiguous().mT)
+
+    ways = ({}, {}, {}, {"before": turned}, {"behind": torch.profiler.profile}, {"create_graph": True})
+    for way in ways:
+        for found, name in zip(step(**way), leaves, strict=True):
+            torch.testing.assert_close(found, truth[f"d{name}"])
+    with pytest.raises(Unsupported, match="double backward"):
+        torch.autograd.grad(step(create_graph=True)[0].sum(), leaves["k"])
+    batch = torch.func.vmap(lambda x: torch.autograd.grad(out, leaves["q"], x, retain_graph=True)[0])
+    out = foci.attention(**inputs, backend="aten")
+    torch.testing.assert_close(batch(torch.stack([pull, 2 * pull]))[1], 2 * truth["dq"])

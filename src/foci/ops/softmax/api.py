@@ -67,4 +67,4 @@ def attention_with_lse(
     """
     rest = {"softcap": softcap, "scale": scale, "dropout": dropout}
     out, lse = _run.given(bound, (q, k, v, bias, sink, *lower(mask)), rest, backend)
-    return out, lse
+    return out, lse.contiguous()

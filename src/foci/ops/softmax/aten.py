@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import isnan
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -186,13 +187,15 @@ def _cut(mask: Tensor | None, rows: slice, queries: slice, keys: slice) -> Tenso
     return mask
 
 
-def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """out and lse of the first kernel that takes the call, piece by piece; a sink joins afterwards as one more key."""
-    kernel = _kernel(call)
+def forward(call: Call, kernel: Kernel | None = None) -> tuple[Tensor, Tensor]:
+    """out and lse of this kernel, by itself the first that takes the call, piece by piece.
+
+    A sink joins afterwards as one more key.
+    """
+    kernel = kernel or _kernel(call)
     if _bare(call):
-        q, k, v = (_unit_stride(x).transpose(1, 2) for x in call[:3])
-        out, lse = kernel.forward(q, k, v, None, _squarely_causal(call), call.scale)
-        return out.transpose(1, 2).contiguous(), lse.transpose(1, 2).contiguous()
+        out, lse = _bare_forward(kernel, _squarely_causal(call), call.scale, call)
+        return out, lse.contiguous()
     B, T, _, H, _, K, V = call.sizes
     width = max(K, V)
     q, k, v = (_heads_first(x, width) for x in (call.q, call.k, call.v))
@@ -216,7 +219,40 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     if call.sink is not None:
         total = torch.logaddexp(lse, call.sink.to(lse.dtype)[:, None])
         out, lse = out * torch.exp(lse - never_empty(total))[..., None], total
-    return out.transpose(1, 2).to(call.v.dtype).contiguous(), lse.transpose(1, 2).contiguous()
+    out, lse = out.transpose(1, 2).to(call.v.dtype), lse.transpose(1, 2)
+    return out.contiguous().detach(), lse.contiguous().detach()  # no views
+
+
+def alike(call: Call) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor | None, ...]]]:
+    """`forward` and `backward` of calls like this one, whose kernel is its own; lse may stay as that gave it."""
+    kernel, make, bare = _kernel(call), type(call)._make, _bare(call) and not _sums_in_half(call)
+    how = kernel, _squarely_causal(call), call.scale
+
+    def back(values: Any, outputs: Any, grads: Any, needs: Any) -> tuple[Tensor | None, ...]:
+        if bare and grads[0] is not None and grads[1] is None:
+            return _bare_backward(*how, values, outputs, grads[0], needs)
+        return backward(make(values), outputs, grads, needs, kernel)
+
+    return partial(_bare_forward, *how) if bare else lambda values: forward(make(values), kernel), back
+
+
+def _bare_forward(kernel: Kernel, causal: bool, scale: float, values: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """out, and lse without a copy. Transposed in place, they are no views, which users could not change in place."""
+    q, k, v = values[:3]
+    q, k, v = _unit_stride(q).transpose(1, 2), _unit_stride(k).transpose(1, 2), _unit_stride(v).transpose(1, 2)
+    out, lse = kernel.forward(q, k, v, None, causal, scale)
+    return out.transpose_(1, 2).contiguous(), lse.transpose_(1, 2)
+
+
+def _bare_backward(
+    kernel: Kernel, causal: bool, scale: float, values: Sequence[Any], outputs: Sequence[Tensor], dout: Tensor,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    out, lse = outputs
+    do, q, k, v, o = [_unit_stride(x).transpose(1, 2) for x in (dout, *values[:3], out)]
+    found = kernel.backward(do, q, k, v, o, lse.transpose(1, 2), None, causal, scale)
+    whole = [x.transpose_(1, 2).contiguous() if need else None for x, need in zip(found, needs, strict=False)]
+    return *whole, None, None
 
 
 def _squarely_causal(call: Call) -> bool:
@@ -240,8 +276,9 @@ def _bare(call: Call) -> bool:
 
 
 def backward(
-    call: Call, outputs: tuple[Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None], needs: list[bool]
-) -> tuple[Tensor | None, ...]:
+    call: Call, outputs: tuple[Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None], needs: list[bool],
+    kernel: Kernel | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of q, k, v and sink. With the merged lse, p is already the share beside the sink.
 
     A gradient of lse adds p * dlse to dz. It goes into out where there is room for it (aten_cuda.py: fold). Else it
@@ -252,16 +289,13 @@ def backward(
         dout = None if grads[0] is None else grads[0].to(call.accumulator)
         found = backward(_as_part(call), (outputs[0].to(call.accumulator), outputs[1]), (dout, grads[1]), needs)
         return *(x if x is None else x.to(call.q.dtype) for x in found[:3]), *found[3:]
-    kernel = _kernel(call)
+    kernel = kernel or _kernel(call)
     out, lse = outputs
     dout, dlse = grads
     *_, K, V = call.sizes
     dout = torch.zeros_like(out) if dout is None else dout
     if dlse is None and _bare(call):
-        do, q, k, v, o = (_unit_stride(x).transpose(1, 2) for x in (dout, *call[:3], out))
-        found = kernel.backward(do, q, k, v, o, lse.transpose(1, 2), None, _squarely_causal(call), call.scale)
-        whole = (x.transpose(1, 2).contiguous() if need else None for x, need in zip(found, needs, strict=False))
-        return *whole, None, None
+        return _bare_backward(kernel, _squarely_causal(call), call.scale, call, outputs, dout, needs)
     dsink = None
     if call.sink is not None and needs[4]:
         pull = (dout.to(lse.dtype) * out).sum(-1)
