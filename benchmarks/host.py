@@ -4,7 +4,8 @@
     .venv/bin/python benchmarks/host.py --against ../before   # `played` of another tree of foci and of this, in turn
 
 Kernels are compiled for sm_90 as ever (Triton keeps them), and a driver that launches nothing takes them: tensors lie
-on the CPU, the launcher itself is not in the numbers (a few microseconds in C). Columns, in microseconds a call:
+on the CPU, the launcher itself is not in the numbers (a few microseconds in C). In place of torch's fused kernels there
+is only the memory of what they give. Columns, in microseconds a call:
 
     whole     the public call, launches and all
     Triton    what it takes of it from core/tune.py: launch to the launcher in C
@@ -40,10 +41,13 @@ from triton.backends.nvidia.driver import CudaLauncher
 
 import foci
 from foci.core import plans, steps, tune
+from foci.core.device import Platform
 from foci.ops.masks import Causal
+from foci.ops.softmax import aten, aten_cuda
 from foci.ops.softmax.paged import attention_paged
 
 COLUMNS = ("whole", "Triton", "hosts", "torch", "dispatch", "played")
+HOPPER = Platform("cuda", (2, 13), (13, 0), (9, 20), (9, 0))
 TARGET = tune.TARGETS["sm_90"]._replace(name="NVIDIA H200")
 
 
@@ -76,7 +80,20 @@ def pretending() -> Iterator[None]:
         for place in ("gpu.steps", "scan.step.steps", "selective_scan.step.steps"):
             stack.enter_context(patch(f"foci.ops.{place}", lambda state: True))
         stack.enter_context(patch.dict(tune.TARGETS, sm_90=TARGET))
+        stack.enter_context(patch.object(aten, "_kernels", lambda call: aten_cuda.CUDA_KERNELS[:1]))
+        stack.enter_context(patch.object(aten_cuda, "platform", lambda device: HOPPER))
+        stack.enter_context(
+            patch.multiple(aten_cuda.Cudnn, refused=lambda *_: [], _forward=fused, _backward=fused_back)
+        )
         yield
+
+
+def fused(self: Any, q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+    return torch.empty_like(q), q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
+
+
+def fused_back(self: Any, dout: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(map(torch.empty_like, given[:3]))
 
 
 @contextlib.contextmanager
@@ -100,8 +117,8 @@ class Timed:
     gradients: bool = False
 
 
-def half(*shape: int, grad: bool = False) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float16, requires_grad=grad)
+def half(*shape: int, grad: bool = False, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype, requires_grad=grad)
 
 
 def small(*shape: int, grad: bool = False) -> torch.Tensor:
@@ -112,11 +129,13 @@ def inputs(grad: bool) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """A small problem of every operator."""
     B, T, H, K, D, N = 2, 128, 4, 64, 64, 16
     rows = {name: half(B, T, H, K, grad=grad) for name in "qkv"}
+    brain = {name: half(B, T, H, K, grad=grad, dtype=torch.bfloat16) for name in "qkv"}  # not emulated on a CPU
     gates = {"beta": (-small(B, T, H)).requires_grad_(grad), "log_decay": small(B, T, H, grad=grad)}
     channels = {"x": half(B, T, D, grad=grad), "dt": half(B, T, D, grad=grad), "A": small(D, N, grad=grad)}
     channels |= {name: half(B, T, N, grad=grad) for name in "BC"}
     return {
         "softmax": (foci.attention, rows | {"mask": Causal()}),
+        "softmax by aten": (foci.attention, brain | {"mask": Causal()}),
         "linear": (foci.linear_attention, rows | {"log_decay": gates["log_decay"]}),
         "delta": (foci.delta_rule, rows | gates),
         "scan": (foci.scan, {"x": half(B, T, D, grad=grad), "log_decay": small(B, T, D, grad=grad)}),
@@ -129,24 +148,24 @@ def problems() -> Iterator[Timed]:
     from foci.ops import SPECS
 
     for name, (function, given) in inputs(grad=False).items():
-        spec = SPECS[name]
-        module, call = spec.backend("triton").load(), spec.bind(**given)
+        spec, backend = SPECS[name.split()[0]], "aten" if name.endswith(" aten") else "triton"
+        module, call = spec.backend(backend).load(), spec.bind(**given)
         keeps = (True,) if hasattr(module, "kept") else ()
         yield Timed(
             f"{name} forward",
-            lambda f=function, g=given: f(**g, backend="triton"),
+            lambda f=function, g=given, b=backend: f(**g, backend=b),
             lambda m=module, c=call: m.forward(c),
         )
         _, leaves = inputs(grad=True)[name]
         yield Timed(
             f"{name} training forward",
-            lambda f=function, g=leaves: f(**g, backend="triton"),
+            lambda f=function, g=leaves, b=backend: f(**g, backend=b),
             lambda m=module, c=call, k=keeps: m.forward(c, *k),
             gradients=True,
         )
         wanted = [x for x in leaves.values() if isinstance(x, torch.Tensor)]
         for _ in range(4):  # the last by its plan, where plans are played
-            out = function(**leaves, backend="triton")
+            out = function(**leaves, backend=backend)
         out = out[0] if isinstance(out, tuple) else out
         dout = torch.randn_like(out)
         kept = module.forward(call, *keeps)

@@ -99,7 +99,10 @@ def _decided(way: _Way, backend: Backend, values: tuple[Any, ...], call: Any) ->
     if alike is None or way.training is None:
         run, make = way.run, type(call)._make
         return _through(values, call, lambda _, rest, filled: run(make(filled)))
-    forward, backward = (functools.partial(_as_written, each) for each in alike(call))
+    forward, backward = alike(call)
+    backward = functools.partial(_as_written, backward)  # only then is known whether autocast is on
+    if plans.autocast(call[0]) is not None:
+        forward = functools.partial(_as_written, forward)
     if not plans.wants_gradient(call):
         return _through(values, call, lambda _, rest, filled: forward(filled))
     training = way.training

@@ -44,8 +44,8 @@ class Backend:
     without, it is differentiable torch code and autograd sees through it. With `kept(call) -> Output` beside it the op
     calls `forward(call, True)`, which gives one tensor more, for the backward alone: the last of its `outputs`.
     `prefers(call) -> str` names a later backend that is faster for a call which both can run. `alike(call)` gives
-    forward and backward of flat calls like this one (core/plans.py: again). They hold no tensor, and what they do goes
-    through torch's dispatcher; outputs are no views, but of any strides, which the backward takes of all.
+    forward and backward of flat calls like this one (core/plans.py: again), which hold no tensor and go through torch's
+    dispatcher. Outputs are no views there, but of any strides, which either backward takes.
 
     Of the packages that it stands on `needs` are all wanted, of `one_of` any.
 

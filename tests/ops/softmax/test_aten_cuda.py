@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 import foci
 from foci.core import device, plans, tune
@@ -213,7 +214,6 @@ def back(
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """CPU tensors pass for a GPU's, in float64; which kernels are asked for reasons."""
-    cudnn, _, efficient = CUDA_KERNELS
     asked = []
 
     class Forth:
@@ -221,6 +221,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def cudnn(q, k, v, bias, with_lse, dropout, causal, mask, scale):
             out, lse = forth(q, k, v, None, causal, scale)
             return out, lse[..., None], None
+
+        @staticmethod
+        def flash(q, k, v, dropout, causal, mask, scale):
+            return *forth(q, k, v, None, causal, scale), None
 
         @staticmethod
         def efficient(q, k, v, mask, with_lse, dropout, causal, scale):
@@ -233,6 +237,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return back(dout, q, k, v, out, lse[..., 0], None, rest[-1], scale)
 
         @staticmethod
+        def flash_back(dout, q, k, v, out, lse, from_q, from_k, T, S, dropout, causal, seed, offset, scale):
+            return back(dout, q, k, v, out, lse, None, causal, scale)
+
+        @staticmethod
         def efficient_back(dout, q, k, v, mask, out, lse, seed, offset, dropout, wanted, causal, scale):
             return *back(dout, q, k, v, out, lse[..., : q.shape[2]].contiguous(), mask, causal, scale), None
 
@@ -241,13 +249,13 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found: list[str] = plain(self, call, gradients)
         return found
 
-    backs = {f"_scaled_dot_product_{n}_attention_backward": getattr(Forth, f"{n}_back") for n in ("cudnn", "efficient")}
+    backs = {f"_scaled_dot_product_{n.name}_attention_backward": getattr(Forth, f"{n.name}_back") for n in CUDA_KERNELS}
     monkeypatch.setattr(aten_cuda, "_aten", SimpleNamespace(**backs))
-    for kernel in (cudnn, efficient):
+    for kernel in CUDA_KERNELS:
         monkeypatch.setattr(torch, f"_scaled_dot_product_{kernel.name}_attention", getattr(Forth, kernel.name))
         monkeypatch.setattr(type(kernel), "dtypes", (torch.float64,))
     monkeypatch.setattr(aten_cuda._CudaKernel, "reasons", reasons)
-    monkeypatch.setattr(aten, "_kernels", lambda call: (cudnn, efficient))
+    monkeypatch.setattr(aten, "_kernels", lambda call: CUDA_KERNELS)
     monkeypatch.setattr(tune, "interpreting", lambda: False)
     monkeypatch.setattr(plans, "_here", lambda: -1)
     monkeypatch.setattr(plans, "on_gpu", lambda x: isinstance(x, Tensor))
@@ -295,9 +303,35 @@ def test_a_call_like_one_before_asks_no_kernel_and_gives_the_same(name: str, thr
             assert x.is_contiguous() and x.add_(1.0).requires_grad
 
 
-def test_what_comes_behind_a_call_like_one_before_is_heard(counted: list[str]) -> None:
+def alone(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+    out = foci.attention(q, k, v, backend="aten", **more)
+    return out, out.new_zeros(())
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_one_that_wants_out_alone_too(name: str, counted: list[str]) -> None:
+    for turn in range(4):
+        inputs = ASKED[name]()
+        pulls = torch.randn_like(inputs["q"][..., :1].expand(-1, -1, -1, inputs["v"].shape[-1])), None
+        truth = evaluate(inputs, through=pulls, leave=("bias",))
+        counted.clear()
+        found = evaluate(inputs, through=pulls, leave=("bias",), call=alone)
+        assert_close({n: x for n, x in found.items() if n != "lse"}, {n: truth[n] for n in found if n != "lse"})
+        with torch.no_grad():
+            out = foci.attention(**inputs, backend="aten")
+        assert_close({"out": out}, {"out": truth["out"]})
+        assert bool(counted) is (turn == 0) and out.is_contiguous()
+        out = foci.attention(**inputs | {"q": inputs["q"].clone().requires_grad_()}, backend="aten")
+        assert out.is_contiguous() and out.add_(1.0).requires_grad
+
+
+@KERNELS
+def test_what_comes_behind_a_call_like_one_before_is_heard(
+    kernel: Any, counted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Saved tensors brought back otherwise, a gradient of any strides, a second derivative, a watcher."""
-    inputs, pull = rows() | {"mask": Causal()}, torch.randn((), dtype=torch.float64).expand(2, 9, 4, 16)
+    monkeypatch.setattr(aten, "_kernels", lambda call: (kernel,))
+    inputs, pull = rows(G=4) | {"mask": Causal()}, torch.randn((), dtype=torch.float64).expand(2, 9, 4, 16)
     truth = evaluate(inputs, through=(pull, None))
     leaves = {n: inputs[n].requires_grad_() for n in "qkv"}
 
@@ -319,3 +353,18 @@ def test_what_comes_behind_a_call_like_one_before_is_heard(counted: list[str]) -
     batch = torch.func.vmap(lambda x: torch.autograd.grad(out, leaves["q"], x, retain_graph=True)[0])
     out = foci.attention(**inputs, backend="aten")
     torch.testing.assert_close(batch(torch.stack([pull, 2 * pull]))[1], 2 * truth["dq"])
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_checkpoint_computes_the_first_call_again_as_the_second(name: str, counted: list[str]) -> None:
+    """It asks that what is saved has the same shapes, though the second is decided by the first."""
+    inputs = ASKED[name]()
+    pull = torch.randn(*inputs["q"].shape[:3], inputs["v"].shape[-1], dtype=torch.float64)
+
+    def again(*rows: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+        return checkpoint(lambda *x: alone(*x, **more), *rows, use_reentrant=False)
+
+    found = evaluate(inputs, through=(pull, None), leave=("bias",), call=again)
+    truth = evaluate(inputs, through=(pull, None), leave=("bias",))
+    assert_close({n: x for n, x in found.items() if n != "lse"}, {n: truth[n] for n in found if n != "lse"})
+    assert len(plans._WHOLE) == 1 + 1  # the reference's, too

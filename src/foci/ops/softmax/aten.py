@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from math import isnan
 from typing import Any, NamedTuple, Protocol
 
@@ -13,7 +12,7 @@ from torch.nn.functional import pad
 
 from foci.merge.partial import absorb
 from foci.ops.masks import segments
-from foci.ops.softmax.aten_cuda import cuda_kernels, fold, folds_dlse, slow
+from foci.ops.softmax.aten_cuda import cuda_kernels, fold, folds_dlse, slow, unit_stride
 from foci.ops.softmax.call import Call, Gradients, Rows, never_empty
 
 _flash_forward = torch._scaled_dot_product_flash_attention_for_cpu  # the same op, 2 us cheaper to call
@@ -46,6 +45,8 @@ class Kernel(Protocol):
         mask: Tensor | None, causal: bool, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
+    def straight(self, call: Call, causal: bool) -> tuple[Callable[..., Any], Callable[..., Any]] | None: ...
+
 
 class FlashOnCpu:
     """torch's CPU flash attention. Its lse is 0.0 for an empty row, which would merge as a real one: see `forward`."""
@@ -75,6 +76,9 @@ class FlashOnCpu:
             dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
         return grads
+
+    def straight(self, call: Call, causal: bool) -> None:
+        """Nothing: on the CPU every call is checked."""
 
 
 _CPU_KERNELS: tuple[Kernel, ...] = (FlashOnCpu(),)
@@ -194,8 +198,9 @@ def forward(call: Call, kernel: Kernel | None = None) -> tuple[Tensor, Tensor]:
     """
     kernel = kernel or _kernel(call)
     if _bare(call):
-        out, lse = _bare_forward(kernel, _squarely_causal(call), call.scale, call)
-        return out, lse.contiguous()
+        q, k, v = (unit_stride(x).transpose(1, 2) for x in call[:3])
+        out, lse = kernel.forward(q, k, v, None, _squarely_causal(call), call.scale)
+        return out.transpose_(1, 2).contiguous(), lse.transpose_(1, 2).contiguous()  # in place: no views
     B, T, _, H, _, K, V = call.sizes
     width = max(K, V)
     q, k, v = (_heads_first(x, width) for x in (call.q, call.k, call.v))
@@ -225,34 +230,16 @@ def forward(call: Call, kernel: Kernel | None = None) -> tuple[Tensor, Tensor]:
 
 def alike(call: Call) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor | None, ...]]]:
     """`forward` and `backward` of calls like this one, whose kernel is its own; lse may stay as that gave it."""
-    kernel, make, bare = _kernel(call), type(call)._make, _bare(call) and not _sums_in_half(call)
-    how = kernel, _squarely_causal(call), call.scale
+    kernel, make = _kernel(call), type(call)._make
+    straight = kernel.straight(call, _squarely_causal(call)) if _bare(call) else None
 
     def back(values: Any, outputs: Any, grads: Any, needs: Any) -> tuple[Tensor | None, ...]:
-        if bare and grads[0] is not None and grads[1] is None:
-            return _bare_backward(*how, values, outputs, grads[0], needs)
+        if straight is not None and grads[0] is not None and grads[1] is None:
+            found: tuple[Tensor | None, ...] = straight[1](values, outputs, grads[0], needs)
+            return found
         return backward(make(values), outputs, grads, needs, kernel)
 
-    return partial(_bare_forward, *how) if bare else lambda values: forward(make(values), kernel), back
-
-
-def _bare_forward(kernel: Kernel, causal: bool, scale: float, values: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """out, and lse without a copy. Transposed in place, they are no views, which users could not change in place."""
-    q, k, v = values[:3]
-    q, k, v = _unit_stride(q).transpose(1, 2), _unit_stride(k).transpose(1, 2), _unit_stride(v).transpose(1, 2)
-    out, lse = kernel.forward(q, k, v, None, causal, scale)
-    return out.transpose_(1, 2).contiguous(), lse.transpose_(1, 2)
-
-
-def _bare_backward(
-    kernel: Kernel, causal: bool, scale: float, values: Sequence[Any], outputs: Sequence[Tensor], dout: Tensor,
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    out, lse = outputs
-    do, q, k, v, o = [_unit_stride(x).transpose(1, 2) for x in (dout, *values[:3], out)]
-    found = kernel.backward(do, q, k, v, o, lse.transpose(1, 2), None, causal, scale)
-    whole = [x.transpose_(1, 2).contiguous() if need else None for x, need in zip(found, needs, strict=False)]
-    return *whole, None, None
+    return (lambda values: forward(make(values), kernel)) if straight is None else straight[0], back
 
 
 def _squarely_causal(call: Call) -> bool:
@@ -269,7 +256,7 @@ def _bare(call: Call) -> bool:
         and call.q_offsets is None
         and call.kv_lengths is None
         and call.q.shape[-1] == call.v.shape[-1]
-        and call.q.dtype != torch.float16
+        and not _upcast(call.q)
         and call.q.numel() > 0
         and call.k.numel() > 0
     )
@@ -295,7 +282,10 @@ def backward(
     *_, K, V = call.sizes
     dout = torch.zeros_like(out) if dout is None else dout
     if dlse is None and _bare(call):
-        return _bare_backward(kernel, _squarely_causal(call), call.scale, call, outputs, dout, needs)
+        do, q, k, v, o = (unit_stride(x).transpose(1, 2) for x in (dout, *call[:3], out))
+        found = kernel.backward(do, q, k, v, o, lse.transpose(1, 2), None, _squarely_causal(call), call.scale)
+        whole = (x.transpose_(1, 2).contiguous() if need else None for x, need in zip(found, needs, strict=False))
+        return *whole, None, None
     dsink = None
     if call.sink is not None and needs[4]:
         pull = (dout.to(lse.dtype) * out).sum(-1)
@@ -352,7 +342,7 @@ def backward_part(call: Call, rows: Rows, into: Gradients) -> None:
 def _as_part(call: Call) -> Call:
     wide = call.q.device.type == "cpu"
     q, k, v = (x.to(call.accumulator) if wide else x for x in call[:3])
-    return call._replace(q=q, k=k, v=v, bias=None if call.bias is None else _unit_stride(call.bias))
+    return call._replace(q=q, k=k, v=v, bias=None if call.bias is None else unit_stride(call.bias))
 
 
 def _backward_pieces(kernel: Kernel, call: Call, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -376,16 +366,11 @@ def _heads_first(x: Tensor, width: int) -> Tensor:
     if _upcast(x):
         x = x.float()
     # pad gives rows of one number channels-last strides.
-    return _unit_stride(x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])))
+    return unit_stride(x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])))
 
 
 def _upcast(x: Tensor) -> bool:
     return x.dtype == torch.float16 and x.device.type == "cpu"
-
-
-def _unit_stride(x: Tensor) -> Tensor:
-    """The kernels read a row as consecutive numbers, whatever its last stride says."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _empty_rows(mask: Tensor, causal: bool, T: int) -> Tensor:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -67,10 +71,41 @@ class _CudaKernel:
         if width % 8:
             dout, q, k, v, out = (_in_eights(x) for x in (dout, q, k, v, out))
         k, v = self._heads(k, q), self._heads(v, q)
-        dq, dk, dv = self._backward(dout, q, k, v, out, lse.contiguous(), _readable(mask, q, k), causal, scale)
+        lse = lse.contiguous().unsqueeze(-1)
+        dq, dk, dv = self._backward(dout, q, k, v, out, lse, _readable(mask, q, k), causal, scale)
         if dk.shape[1] != groups:
             dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
         return _narrow(dq, width), _narrow(dk, width), _narrow(dv, width)
+
+    def straight(self, call: Call, causal: bool) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+        """Forward and backward of flat calls like this bare one, None where their tensors are not taken as they are.
+
+        lse [B,T,H] lies as the kernel gave it, [B,H,T], so that neither copies it.
+        """
+        q, k, v = call[:3]
+        taken = self.grouped or q.shape[2] == k.shape[2]
+        if q.shape[-1] % 8 or not taken or not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+            return None
+        return partial(self._straight, causal, call.scale), partial(self._straight_back, causal, call.scale)
+
+    def _straight(self, causal: bool, scale: float, values: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        q, k, v = values[:3]
+        out, lse = self._forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, causal, scale)
+        by_row, by_head, by_query, *_ = lse.stride()
+        lse.as_strided_(q.shape[:3], (by_row, by_query, by_head))
+        return out.transpose_(1, 2).contiguous(), lse
+
+    def _straight_back(
+        self, causal: bool, scale: float, values: Sequence[Any], outputs: Sequence[Tensor], dout: Tensor,
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        out, lse = outputs
+        (B, T, H), (by_row, by_query, by_head) = lse.shape, lse.stride()
+        lse = lse.as_strided((B, H, T, 1), (by_row, by_head, by_query, 1))
+        do, q, k, v, o = [unit_stride(x).transpose(1, 2) for x in (dout, *values[:3], out)]
+        found = self._backward(do, q, k, v, o, lse.contiguous(), None, causal, scale)
+        whole = (x.transpose_(1, 2).contiguous() if need else None for x, need in zip(found, needs, strict=False))
+        return *whole, None, None
 
     def _heads(self, x: Tensor, q: Tensor) -> Tensor:
         """Keys or values as the kernel wants them: repeated where it knows nothing of grouped heads."""
@@ -105,7 +140,21 @@ class FlashOnCuda(_CudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         seed, offset = _no_dropout(q)
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-            dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset, scale=scale
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse.squeeze(-1),
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            causal,
+            seed,
+            offset,
+            scale=scale,
         )
         return dq, dk, dv
 
@@ -136,7 +185,7 @@ class Cudnn(_CudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         seed, offset = _no_dropout(q)
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, lse.unsqueeze(-1), seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, causal,
+            dout, q, k, v, out, lse, seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, causal,
             scale=scale,
         )  # fmt: skip
         return dq, dk, dv
@@ -161,7 +210,8 @@ class Efficient(_CudaKernel):
         mask: Tensor | None, causal: bool, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         seed, offset = _no_dropout(q)
-        padded = pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+        lse, spare = lse.squeeze(-1), -lse.shape[2] % 32
+        padded = pad(lse, (0, spare), value=torch.inf) if spare else lse
         # In half precision the kernel makes delta itself, and walks out as [B, T, H, D] whatever its strides say.
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
         wanted = [True, True, True, False]
@@ -242,6 +292,11 @@ def _causal_beyond_squares(call: Call) -> bool:
     unequal = T != S or call.kv_lengths is not None or call.q_offsets is not call.kv_offsets
     # A single query at the end sees every key: that is no causal piece.
     return unequal and (call.causal_start or (call.causal_end and T > 1))
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """The kernels read a row as consecutive numbers, whatever its last stride says."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _in_eights(x: Tensor) -> Tensor:
