@@ -29,7 +29,7 @@ DEVICE = 77  # none that another test compiles for
 
 
 class Driver(Offline):
-    """One whose launchers only note whose they are, and in which thread they are made."""
+    """One whose launchers note whose they are and in which thread they are made, and want to know of the kernel."""
 
     def __init__(self) -> None:
         super().__init__(gpu(TARGETS["sm_90"]), DEVICE)
@@ -123,6 +123,37 @@ def test_launchers_are_made_where_kernels_are_and_not_of_those_that_fail(
     assert "No space left" in ahead.compiled_ahead(SPEC.backend("triton").load().forward, call(), True)
     ((name, thread),) = offline.launchers
     assert name == launches[1].kernel.__name__ and thread != threading.get_ident()
+
+
+def test_launchers_are_made_beside_their_kernels_where_threads_are_free_and_once(
+    monkeypatch: pytest.MonkeyPatch, offline: Driver
+) -> None:
+    """They are of the signature alone: behind the longest kernel its launcher would be waited for."""
+    launches, made, all_made = kernels_of(call()), list[str](), threading.Event()
+
+    def launcher(source: Any, metadata: Any) -> None:
+        assert metadata.num_ctas is None and getattr(metadata, "tensordesc_meta", ()) is None
+        made.append(source.name)
+        if len(made) == 2:
+            all_made.set()
+
+    def before() -> None:
+        assert all_made.wait(60)
+
+    monkeypatch.setattr(ahead, "cores", lambda: 4)
+    monkeypatch.setattr(offline, "launcher_cls", launcher)
+    watching(monkeypatch, launches, before)
+    assert ahead.compiled_ahead(SPEC.backend("triton").load().forward, call(), True) == ""
+    assert sorted(made) == sorted(launch.kernel.__name__ for launch in launches)
+
+
+def test_what_shows_no_source_has_its_launcher_made_behind_it(monkeypatch: pytest.MonkeyPatch, offline: Driver) -> None:
+    launches = kernels_of(call())
+    assert ahead._source(int) is None and ahead._source(lambda: launches) is None
+    monkeypatch.setattr(ahead, "cores", lambda: 4)
+    monkeypatch.setattr(ahead, "_source", lambda compile_fn: None)
+    assert ahead.compiled_ahead(SPEC.backend("triton").load().forward, call(), True) == ""
+    assert sorted(name for name, _ in offline.launchers) == sorted(launch.kernel.__name__ for launch in launches)
 
 
 def test_a_launcher_that_fails_is_left_to_the_launch(

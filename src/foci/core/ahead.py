@@ -5,6 +5,7 @@ While it runs they would be one after another, each when it is launched: seconds
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -79,23 +80,46 @@ def _wanted(launches: list[Launch]) -> list[Callable[[], Any]]:
     return [*reversed(found.values())]
 
 
+class _NotYet:
+    """What a kernel is compiled to, before it is: nothing of it is known."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _source(compile_fn: Callable[[], Any]) -> Any:
+    """What is compiled, where Triton's function still has it by that name; else None."""
+    try:
+        return inspect.getclosurevars(compile_fn).nonlocals.get("src")
+    except (TypeError, ValueError):
+        return None
+
+
 def _side_by_side(wanted: list[Callable[[], Any]], target: Target) -> str:
     """What fails is compiled again when it is launched, and fails there. Each thread chooses its assembler, and keeps
     it to its end, also where who waits here is interrupted. Launchers, which Triton 3.6 has a compiler of C make,
-    0.2 s and more each, are made here too, and found on disk like kernels.
+    0.2 s and more each, are made here too, and found on disk like kernels. They are made of what is compiled alone, so
+    by threads that no kernel is left for; what was not begun or failed there, behind its kernel.
     """
-    from concurrent.futures import ThreadPoolExecutor, wait
+    from concurrent.futures import Future, ThreadPoolExecutor, wait
 
     driver = sys.modules["triton"].runtime.driver.active
+    known = target.kind == "cuda"  # AMD's launchers are made of the compiled kernel too
+    sources = {place: source for place, each in enumerate(wanted) if known and (source := _source(each)) is not None}
+    beside: dict[int, Future[Any]] = {}
 
-    def work(compile_fn: Callable[[], Any]) -> None:
+    def work(place: int) -> None:
         with assembling(target.arch):
-            made = compile_fn()
-        driver.launcher_cls(made.src, made.metadata)
+            made = wanted[place]()
+        launcher = beside.get(place)
+        if launcher is None or launcher.cancel() or launcher.exception() is not None:
+            driver.launcher_cls(made.src, made.metadata)
 
-    pool = ThreadPoolExecutor(min(cores(), len(wanted)))
+    pool = ThreadPoolExecutor(min(cores(), len(wanted) + len(sources)))
     try:
-        futures = [pool.submit(work, compile_fn) for compile_fn in wanted]
+        futures = [pool.submit(work, place) for place in range(len(wanted))]
+        for place, source in sources.items():
+            beside[place] = pool.submit(driver.launcher_cls, source, _NotYet())
         wait(futures)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
