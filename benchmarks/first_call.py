@@ -5,21 +5,25 @@
     .venv/bin/python benchmarks/first_call.py --stages       # and which of Triton's stages it takes for each kernel
 
 Each operator runs in a process of its own with an empty Triton cache, on a GPU, all beside each other (--one-by-one: in
-turn, as a user meets it). `forward` and `backward` are the seconds of the first call until the GPU is done, torch, foci
-and the GPU's context being there before; `again` is both a second time; then the kernels by the seconds they took.
+turn, as a user meets it). `forward` and `backward` are the seconds of the first call until the GPU is done; `again` is
+both a second time; then the kernels by the seconds they took. Counted is all that the call does, not what is there
+before it: torch, foci, the GPU's context, and what torch and Triton do once a process, whichever kernel comes first.
+That is the first line: torch's first backward of its own that is given a gradient (it imports sympy), Triton's import,
+its driver (a module in C, made by gcc once a machine), and the reading of its own library, by which kernels are kept.
 
 --offline: kernels are compiled for sm_90 as a call on a GPU has them compiled, and a driver that launches nothing takes
 them; once side by side as it is (core/ahead.py), once one after the other, in turn, with all of this machine's
-processors. Medians of --rounds processes.
+processors. Medians of --rounds processes. Here too Triton has read its library before.
 
 --stages: the same one after the other, by kernels: `Python` is what becomes of their source, with the interpreter's
-lock held, and what Triton looks up before; all other stages let go of it. What Triton does once a process is left out.
+lock held, and what Triton looks up before; all other stages let go of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import statistics
 import subprocess
@@ -31,6 +35,7 @@ from typing import Any
 
 import torch
 
+ITSELF = "torch and Triton"
 OPERATORS = ("per token", "per channel", "delta", "KDA", "softmax causal", "selective_scan", "scan")
 
 
@@ -60,10 +65,41 @@ def problem(name: str, device: str = "cuda") -> tuple[Callable[..., Any], dict[s
     }[name]
 
 
+def itself() -> dict[str, float]:
+    """The seconds of what torch and Triton do once a process, and once a machine, on a GPU."""
+    x = torch.ones(1, device="cuda", requires_grad=True)
+    double = 2 * x
+    torch.cuda.synchronize()
+    marks = [time.perf_counter()]
+    double.backward(torch.ones_like(double))
+    torch.cuda.synchronize()
+    marks.append(time.perf_counter())
+    import triton
+
+    marks.append(time.perf_counter())
+    driver = triton.runtime.driver.active
+    driver.get_current_target()  # until it is asked for something it is not made
+    marks.append(time.perf_counter())
+    read_library()
+    marks.append(time.perf_counter())
+    said = ("torch's first gradient", "Triton's import", "its driver", "its library read")
+    return dict(zip(said, (b - a for a, b in itertools.pairwise(marks)), strict=True))
+
+
+def read_library() -> None:
+    """Have Triton read all of its library, once a process: what it keeps on disk is found by that."""
+    from triton.runtime.cache import triton_key
+
+    triton_key()
+
+
 def one(name: str) -> None:
     """Print one row of the table."""
     from foci.core import tune
 
+    before = itself()
+    if name == ITSELF:
+        return print(f"{name}:", ", ".join(f"{what} {seconds:.1f}" for what, seconds in before.items()), flush=True)
     taken: list[tuple[float, str]] = []
     start = tune._start
 
@@ -105,6 +141,7 @@ def offline(name: str, beside: bool) -> tuple[float, float]:
     backend, call = operator.backend("triton"), operator.bind(**given)
     module, keeps = backend.load(), hasattr(backend.load(), "kept")
     alone = patch.object(library, "compiled_ahead", lambda *_: "")
+    read_library()
     with pretending(), playing(), torch.no_grad(), contextlib.nullcontext() if beside else alone:
         began = time.perf_counter()
         outputs = library._computed(backend, module.forward, call, *(True,) * keeps)
@@ -118,15 +155,28 @@ def offline(name: str, beside: bool) -> tuple[float, float]:
 def stages(name: str) -> None:
     """Print the seconds of each kernel's stages."""
     import triton
-    from triton.runtime.cache import triton_key
 
     def told(*, src: Any, times: Any, **_: Any) -> None:
         taken = (times.ir_initialization, *(microseconds for _, microseconds in times.lowering_stages))
         print(f"{name:16}{src.name:26}", *(f"{1e-6 * each:7.2f}" for each in taken), flush=True)
 
-    triton_key()  # it reads all of Triton's library, and keeps what it found
     triton.knobs.compilation.listener = told
     offline(name, False)
+
+
+def on_gpu(only: str, in_turn: bool) -> bool:
+    """The table on a GPU; whether all went well."""
+    running = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in (ITSELF, *(name for name in OPERATORS if only in name)):
+            empty = {**os.environ, "TRITON_CACHE_DIR": f"{folder}/{name.replace(' ', '_')}"}
+            running.append(subprocess.Popen([sys.executable, __file__, "--one", name], env=empty))
+            if in_turn or name == ITSELF:
+                running[-1].wait()
+            if name == ITSELF:
+                print(f"{'':16} forward backward    again  kernels", flush=True)
+        codes = [process.wait() for process in running]
+    return not any(codes)
 
 
 def all_offline(only: str, rounds: int) -> None:
@@ -168,7 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="operators whose name holds this")
     parser.add_argument("--one-by-one", action="store_true", help="no two processes at a time")
-    parser.add_argument("--one", choices=OPERATORS, help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=(ITSELF, *OPERATORS), help=argparse.SUPPRESS)
     parser.add_argument("--how", choices=("after", "beside", "stages"), help=argparse.SUPPRESS)
     parser.add_argument("--offline", action="store_true", help="compile, and launch nothing")
     parser.add_argument("--stages", action="store_true", help="compile kernel by kernel, and launch nothing")
@@ -186,18 +236,9 @@ def main() -> None:
         return all_stages(chosen.only)
     if chosen.offline:
         return all_offline(chosen.only, chosen.rounds or 3)
-    print(f"torch {torch.__version__}, seconds\n{'':16} forward backward    again  kernels", flush=True)
-    running = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name in OPERATORS:
-            if chosen.only in name:
-                empty = {**os.environ, "TRITON_CACHE_DIR": f"{folder}/{name.replace(' ', '_')}"}
-                running.append(subprocess.Popen([sys.executable, __file__, "--one", name], env=empty))
-                if chosen.one_by_one:
-                    running[-1].wait()
-        codes = [process.wait() for process in running]
-        if any(codes):
-            sys.exit(1)
+    print(f"torch {torch.__version__}, seconds", flush=True)
+    if not on_gpu(chosen.only, chosen.one_by_one):
+        sys.exit(1)
 
 
 if __name__ == "__main__":
