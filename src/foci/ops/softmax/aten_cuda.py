@@ -140,22 +140,9 @@ class FlashOnCuda(_CudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         seed, offset = _no_dropout(q)
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse.squeeze(-1),
-            None,
-            None,
-            q.shape[2],
-            k.shape[2],
-            0.0,
-            causal,
-            seed,
-            offset,
+            dout, q, k, v, out, lse.squeeze(-1), None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset,
             scale=scale,
-        )
+        )  # fmt: skip
         return dq, dk, dv
 
 
