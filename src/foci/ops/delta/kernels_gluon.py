@@ -25,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from foci.core.tune import Config, launch, strides
-from foci.ops.delta.kernels_triton_token_walks import FORGOTTEN, share
 from foci.tiles.near import LASTING, UNREAD
+from foci.tiles.pieces import FORGOTTEN, share
 from foci.tiles.state import sequence
 
 CHUNK = 64
@@ -54,7 +54,7 @@ def _in_two(x, layout: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _remembered(reach_ptr, step, count):  # type: ignore[no-untyped-def]
-    """`remembered` of kernels_triton_token_walks.py."""
+    """`remembered` of tiles/pieces.py."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     begin, lasting = 0, count
     reaches, worst = 0.0, 0.0

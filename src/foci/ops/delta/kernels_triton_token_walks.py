@@ -36,50 +36,12 @@ from torch import Tensor
 from foci.core.tune import Config, Target, by_tma, configure, launch, strides, target_of
 from foci.tiles.affine import load_state
 from foci.tiles.memory import opened, store_tile
-from foci.tiles.near import LASTING, UNREAD
+from foci.tiles.near import UNREAD
+from foci.tiles.pieces import WARM, forgotten, remembered, share
 from foci.tiles.state import halves, in_two, nearest_in_two, sequence
 
 CHUNK = 64
 SHORTEST = 24  # chunks of a piece
-FORGOTTEN: tl.constexpr = tl.constexpr(-150.0)  # of powers of 2: as a factor that is 0 in float32
-WARM: tl.constexpr = tl.constexpr(18)  # chunks that warm up a piece, as gates of trained models have it
-
-
-@triton.jit
-def share(piece, pieces, chunks):  # type: ignore[no-untyped-def]
-    """(first chunk, end) of a piece. The first has nothing before it: it is longer by WARM, or a 7th of all."""
-    more = tl.minimum(chunks // 7, WARM)
-    first = tl.where(piece == 0, 0, more + (chunks - more) * piece // pieces)
-    return first, more + (chunks - more) * (piece + 1) // pieces
-
-
-@triton.jit
-def remembered(reach_ptr, step, count, MOST: tl.constexpr, BLOCK: tl.constexpr = 128):  # type: ignore[no-untyped-def]
-    """(from which of `count` chunks on something is left, 0): NaN in place of 0 where one reaches further than MOST.
-
-    What was before chunk i is left with 2 to the sum of what they reach, i and those behind it (`reach` of
-    kernels_triton_chunks.py), `step` apart. A chunk that reaches LASTING is not forgotten.
-    """
-    begin, reaches, worst, lasting = 0, 0.0, 0.0, count
-    for i in tl.range(0, count, BLOCK):
-        at = count - 1 - i - tl.arange(0, BLOCK)
-        reach = tl.load(reach_ptr + at.to(tl.int64) * step, mask=at >= 0, other=0.0)
-        begin = tl.maximum(begin, tl.max(tl.where(reaches + tl.cumsum(reach, 0) <= FORGOTTEN, at, 0), 0))
-        reaches, worst = reaches + tl.sum(reach, 0), tl.maximum(worst, tl.max(reach, 0))
-        lasting = tl.minimum(lasting, tl.min(tl.where(reach < LASTING, count, at), 0))
-    return tl.minimum(begin, lasting), tl.where(worst > MOST, float("nan"), 0.0)
-
-
-@triton.jit
-def forgotten(there, t1, t2, v0, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What is left of columns v0.. of tokens t1..t2, whole chunks, by a factor of 0: 0, or NaN of what is no number.
-
-    Of gradients, which the first launch, where it costs nearly nothing, has not seen.
-    """
-    left = tl.zeros([CHUNK, BLOCK_V], tl.float32)
-    for t0 in tl.range(t1, t2, CHUNK, num_stages=8):
-        left += there.load([t0, v0]).to(tl.float32) * 0.0
-    return tl.sum(left, 0)
 
 
 @triton.jit
