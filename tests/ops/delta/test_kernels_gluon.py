@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from foci.core import tune
 from foci.ops.delta import gpu
+from foci.ops.delta.api import delta_rule
 from foci.ops.delta.call import bind
 from foci.ops.delta.cases import Delta
 from foci.ops.draw import Draw
@@ -24,6 +27,8 @@ SHAPES: list[dict[str, Any]] = [
     {"T": 4096, "H": 16, "V": 256, "state": True},
     {"B": 4, "T": 2100, "H": 16, "decay": "head"},
     {"T": 9000, "H": 32, "G": 16, "offsets": (0, 0, 1, 6000, 6064, 9000, 9000), "state": True},
+    {"T": 16384, "H": 16, "offsets": (0, 1, 1, 16384), "state": True},
+    {"T": 8200, "H": 32, "fused": True},
     {"T": 8192, "H": 32, "gates": lambda draw, *shape: draw.gates(*shape) / 100},
     {"T": 8192, "H": 32, "gates": lambda draw, *shape: 30 * draw.gates(*shape)},
     {"T": 3000, "H": 32, "gates": Draw.extremes, "alike": "correlated", "beta": 2.0},
@@ -32,9 +37,9 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
-def problem(**options: Any) -> dict[str, Any]:
+def problem(device: str = "cuda", /, **options: Any) -> dict[str, Any]:
     made = Delta("", **{"B": 1, "G": options["H"], "K": 128, "V": 128, "decay": "token"} | options).case
-    return made.make(torch.bfloat16, torch.device("cuda"), 0)
+    return made.make(torch.bfloat16, torch.device(device), 0)
 
 
 def walked(inputs: dict[str, Any], wide: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
@@ -53,6 +58,34 @@ def test_both_walks_have_the_same_bits(options: dict[str, Any], monkeypatch: pyt
         assert y.isfinite().all() and x.equal(y)
 
 
+def test_some_shapes_have_pieces_without_a_chunk() -> None:
+    """Which needs no GPU to be seen: such a program ends before its warps part."""
+    target, empty = tune.TARGETS["sm_90"], []
+    for options in (options for options in SHAPES if "offsets" in options):
+        x, offsets = torch.empty(1, options["T"], options["H"], 128, device="meta").bfloat16(), options["offsets"]
+        call = bind(x, x, x, x[..., 0], log_decay=x[..., 0], offsets=torch.tensor(offsets, device="meta"))
+        shares = token_walks.shares(call, target, 128)
+        empty.append(shares > 1 and any(b - a <= gpu.CHUNK for a, b in pairwise(offsets)))
+    assert any(empty)
+
+
+@on_hopper
+def test_it_is_played_again_and_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the public function, whose third call asks nothing of Triton (core/plans.py)."""
+    inputs = problem(T=8200, H=32, G=16, state=True)
+    wanted, graph = walked(inputs, False, monkeypatch), torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        for _ in range(4):
+            found = delta_rule(**inputs, return_state=True, backend="triton")
+            assert all(x is not None and x.equal(y) for x, y in zip(found, wanted, strict=True))
+        with torch.cuda.graph(graph):
+            captured = delta_rule(**inputs, return_state=True, backend="triton")
+    inputs["v"].mul_(2)
+    graph.replay()
+    for x, y in zip(captured, walked(inputs, False, monkeypatch), strict=True):
+        assert x is not None and x.equal(y)
+
+
 @on_hopper
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", ["q", "k", "v", "beta", "log_decay", "state"])
@@ -66,5 +99,11 @@ def test_what_is_no_number_is_never_forgotten(name: str, wrong: float, monkeypat
         assert y.isfinite().equal(wanted.isfinite())
 
 
-def test_the_interpreter_is_not_asked() -> None:
-    assert tune.with_gluon() == (not tune.interpreting())
+@pytest.mark.parametrize(("version", "known"), [("3.6.0", True), ("3.7.1", True), ("3.5.1", False), ("3.9.0", False)])
+def test_it_is_asked_of_tritons_that_compile_it_and_not_of_the_interpreter(
+    version: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    for interprets in (False, True):
+        monkeypatch.setattr(tune, "interpreting", lambda interprets=interprets: interprets)
+        assert tune.with_gluon() == (known and not interprets)
