@@ -73,6 +73,7 @@ def test_some_shapes_have_pieces_without_a_chunk() -> None:
 def test_it_is_played_again_and_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the public function, whose third call asks nothing of Triton (core/plans.py)."""
     inputs = problem(T=8200, H=32, G=16, state=True)
+    assert token_walks.wider(bind(**inputs), tune.target_of(inputs["v"].device))
     wanted, graph = walked(inputs, False, monkeypatch), torch.cuda.CUDAGraph()
     with torch.no_grad():
         for _ in range(4):
