@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -368,3 +370,29 @@ def test_a_checkpoint_computes_the_first_call_again_as_the_second(name: str, cou
     truth = evaluate(inputs, through=(pull, None), leave=("bias",))
     assert_close({n: x for n, x in found.items() if n != "lse"}, {n: truth[n] for n in found if n != "lse"})
     assert len(plans._WHOLE) == 1 + 1  # the reference's, too
+
+
+@pytest.mark.parametrize("alike", ["q and k", "views of one", "broadcast keys"])
+@pytest.mark.parametrize("shape", [{}, {"T": 1}, {"T": 33, "H": 1, "G": 1}], ids=str)
+def test_tensors_that_share_memory_have_each_their_gradients_and_nothing_is_kept(
+    alike: str, shape: dict[str, int], counted: list[str]
+) -> None:
+    living: list[weakref.ref[Tensor]] = []
+    for _ in range(4):
+        q, k, v = (x.requires_grad_() for x in rows(**shape | {"G": shape.get("H", 4)}).values())
+        leaves = {"q and k": [q, v], "views of one": [q], "broadcast keys": [q, k]}[alike]
+        if alike == "views of one":
+            k, v = q.flip(1), q * 2
+            q, k, v = torch.stack([q, k, v], 3).unbind(3)
+        elif alike == "broadcast keys":
+            k = v = k[:1, :, :1].expand_as(q)
+        else:
+            k = q
+        out, truth = (foci.attention(q, k, v, mask=Causal(), backend=name) for name in ("aten", "reference"))
+        pull = torch.randn_like(truth)
+        for x, y in zip(*(torch.autograd.grad(x, leaves, pull, retain_graph=True) for x in (out, truth)), strict=True):
+            torch.testing.assert_close(x, y)
+        living += [weakref.ref(x) for x in (q, k, v, out)]
+        del q, k, v, x, y, out, truth, leaves, pull
+    gc.collect()
+    assert all(there() is None for there in living)
