@@ -72,7 +72,7 @@ def _remembered(reach_ptr, step, count):  # type: ignore[no-untyped-def]
 def _load(  # type: ignore[no-untyped-def]
     there, tiles, full, empty, span, start, H, v0, CHUNK: gl.constexpr, STAGES: gl.constexpr
 ):
-    """What the warp that loads does: chunk by chunk, when both halves have left the place; Q and P for what is read."""
+    """What those who load do: chunk by chunk, when both halves have left the place; Q and P for what is read."""
     q_there, k_there, v_there, X_there, P_there, rows_there, _ = there
     q_tiles, k_tiles, v_tiles, X_tiles, P_tiles, rows, _ = tiles
     begin, own, end = span
@@ -186,9 +186,8 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     lost = 0.0
     if reach_ptr is not None:
         own, end = share(piece, pieces, count)
-        if (own == end) & (piece < pieces - 1):
-            return
         begin, lost = _remembered(reach_ptr + first, H, own)
+        begin = gl.where((own == end) & (piece < pieces - 1), end, begin)  # without a chunk nobody has anything to do
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, K], gl.bfloat16)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.bfloat16)
     line: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
