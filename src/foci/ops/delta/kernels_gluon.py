@@ -2,7 +2,7 @@
 
 What `token_walk_kernel` does (kernels_triton_token_walks.py: equations, letters, pieces), with the same bits. There one
 program has 64 columns, and each of its products waits for the one before it; two such programs find no room beside each
-other. Here one warp loads, and two times four walk, 64 columns each: they share keys, X, P and Q where TMA brings them,
+other. Here four warps load, and two times four walk, 64 columns each: they share keys, X, P and Q where TMA brings them
 and wait for nothing else together, so one half has the tensor cores while the other rounds, scales and stores.
 
 Gluon says where every number lies: a product's sums are the next one's left operand in the same registers, turned over
