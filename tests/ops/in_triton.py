@@ -10,7 +10,7 @@ import torch
 import triton  # noqa: F401  its interpreter is on or off from here
 
 from foci.core.spec import Spec
-from foci.core.tune import interpreting
+from foci.core.tune import Launch, interpreting
 from tests.ops.recurrences import BUDGET, answers, error, exact, inputs_of
 
 if not interpreting() and not torch.cuda.is_available():
@@ -25,6 +25,11 @@ SWEEP = [DTYPES[0], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in D
 def there(inputs: dict[str, Any]) -> dict[str, Any]:
     """The inputs on the device where kernels run."""
     return {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+
+
+def given(launch: Launch) -> dict[str, Any]:
+    """A recorded launch's arguments by the kernel's names of them."""
+    return dict(zip(launch.kernel.arg_names, launch.arguments, strict=False))
 
 
 class InTriton:
