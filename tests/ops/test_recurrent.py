@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foci.core.spec import Spec, within
 from foci.merge.affine import Affine
 from foci.merge.algebra import fold
+from foci.ops import SPECS
 from foci.ops.decay.cases import PROBLEMS as LINEAR
 from foci.ops.decay.spec import SPEC as LINEAR_SPEC
 from foci.ops.delta.cases import PROBLEMS as DELTA
@@ -20,6 +22,17 @@ EACH = [*((LINEAR_SPEC, problem) for problem in LINEAR), *((DELTA_SPEC, problem)
 IDS = [f"{spec.name} {problem.name}" for spec, problem in EACH]
 each_problem = pytest.mark.parametrize(("spec", "problem"), EACH, ids=IDS)
 RANKS = {1: "decay per head", 3: "decay per token", 4: "decay per channel"}
+
+
+class Counting(TorchDispatchMode):
+    """How many numbers all results have together; views have none of their own."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.numbers += result.numel() if isinstance(result, Tensor) and result._base is None else 0
+        return result
 
 
 @each_problem
@@ -109,3 +122,22 @@ def test_the_future_is_changed_and_does_not_matter(spec: Spec, problem: Problem)
         before, after = spec.reference(**inputs)[0], spec.reference(**found.inputs)[0]
         assert torch.equal(before[found.place["out"]], after[found.place["out"]])
         assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("name", ["linear", "delta", "scan", "selective_scan"])
+def test_the_gradient_of_a_reference_is_not_of_tokens_squared(name: str) -> None:
+    """What its backward makes, in numbers: a slice a token had a gradient as long as the sequence, T of them."""
+    spec = SPECS[name]
+    sized = spec.probes.sized
+    assert sized is not None
+
+    def made(tokens: int) -> int:
+        inputs = sized(tokens).make(torch.float64, CPU, 0)
+        leaves = [x.requires_grad_() for x in inputs.values() if isinstance(x, Tensor) and x.is_floating_point()]
+        loss = sum(output.sum() for output in spec.reference(**inputs))
+        with Counting() as count:
+            torch.autograd.grad(loss, leaves, allow_unused=True)
+        return count.numbers
+
+    few, more, most = (made(tokens) for tokens in (100, 200, 300))
+    assert most - more == more - few

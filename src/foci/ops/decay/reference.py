@@ -24,29 +24,32 @@ def equation(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     With a bonus u: o_t = scale (S_{t-1} + Diag(u) k_t v_t^T)^T q_t. Not causal: o_t = scale S^T q_t with the last S.
     """
     B, T, G, H, K, V, N = call.sizes
-    q, k = (x.to(dtype).repeat_interleave(H // G, dim=2) for x in (call.q, call.k))  # head h reads h // (H / G)
+    q, k = (x.to(dtype).repeat_interleave(H // G, dim=2)[..., None] for x in (call.q, call.k))  # h reads h // (H / G)
     v = call.v.to(dtype)
     decay = None if call.log_decay is None else torch.exp(call.log_decay.to(dtype)).expand(B, T, H, -1)[..., None]
     bonus = None if call.bonus is None else call.bonus.to(dtype)[..., None]
     state = v.new_zeros(N, H, K, V) if call.state is None else call.state.to(dtype)
+    # Unbound once: each x[:, t] would have a gradient as long as x, and all of them together one of T squared.
+    queries, keys, values = q.unbind(1), k.unbind(1), v[..., None, :].unbind(1)
+    decays = None if decay is None else decay.unbind(1)
 
-    def run(row: slice, start: int, stop: int, S: Tensor) -> tuple[list[Tensor], Tensor]:
+    def run(start: int, stop: int, S: Tensor) -> tuple[list[Tensor], Tensor]:
         out = []
         for t in range(start, stop):
-            new = k[row, t, :, :, None] * v[row, t, :, None, :]
+            new = keys[t] * values[t]
             seen = S if bonus is None else S + bonus * new
-            S = new + (S if decay is None else decay[row, t] * S)
-            out.append(read(q[row, t], S if bonus is None else seen))
-        return out if call.causal else [read(q[row, t], S) for t in range(start, stop)], S
+            S = new + (S if decays is None else decays[t] * S)
+            out.append(read(queries[t], S if bonus is None else seen))
+        return out if call.causal else [read(query, S) for query in queries[start:stop]], S
 
     def read(query: Tensor, S: Tensor) -> Tensor:
-        return call.scale * (query[..., None] * S).sum(-2)
+        return call.scale * (query * S).sum(-2)
 
     packed = arguments.documents(NAME, call.offsets, T)
     if packed is None:
-        out, state = run(slice(None), 0, T, state)
+        out, state = run(0, T, state)
     else:
-        runs = [run(slice(None), *place, state[n : n + 1]) for n, place in enumerate(packed)]
+        runs = [run(*place, state[n : n + 1]) for n, place in enumerate(packed)]
         out = [o for outs, _ in runs for o in outs]
         state = torch.cat([v.new_zeros(0, H, K, V), *(S for _, S in runs)])
     stacked = torch.stack(out, dim=1) if out else v[:, :0]

@@ -29,15 +29,18 @@ def equation(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     v, beta = call.v.to(dtype), call.beta.to(dtype)[..., None]
     decay = None if call.log_decay is None else torch.exp(call.log_decay.to(dtype)).expand(B, T, H, -1)[..., None]
     state = v.new_zeros(N, H, K, V) if call.state is None else call.state.to(dtype)
+    # Unbound once: each x[:, t] would have a gradient as long as x, and all of them together one of T squared.
+    queries, keys, erased, values, betas = (x.unbind(1) for x in (q, k, e, v, beta))
+    decays = None if decay is None else decay.unbind(1)
 
     def run(start: int, stop: int, S: Tensor) -> tuple[list[Tensor], Tensor]:
         out = []
         for t in range(start, stop):
-            if decay is not None:
-                S = decay[:, t] * S
-            error = v[:, t] - (e[:, t] * S).sum(-2)  # what is stored under the key is not yet the value
-            S = S + k[:, t] * (beta[:, t] * error)[..., None, :]
-            out.append(call.scale * (q[:, t] * S).sum(-2))
+            if decays is not None:
+                S = decays[t] * S
+            error = values[t] - (erased[t] * S).sum(-2)  # what is stored under the key is not yet the value
+            S = S + keys[t] * (betas[t] * error)[..., None, :]
+            out.append(call.scale * (queries[t] * S).sum(-2))
         return out, S
 
     packed = arguments.documents(NAME, call.offsets, T)

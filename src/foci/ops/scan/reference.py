@@ -26,8 +26,9 @@ def equation(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     out, final = [x[:, :0]], [state[:0]]
     for rows, states, start, stop in arguments.stretches(NAME, call.offsets, B, T):
         h = state[states]
-        for t in range(start, stop):
-            h = decay[rows, t] * h + x[rows, t]
+        # Unbound once: each x[:, t] would have a gradient as long as x, and all of them together one of T squared.
+        for gate, new in zip(*(each[rows, start:stop].unbind(1) for each in (decay, x)), strict=True):
+            h = gate * h + new
             out.append(h[:, None])
         final.append(h)
     return torch.cat(out, dim=1).to(call.x.dtype), torch.cat(final).to(call.accumulator)

@@ -27,10 +27,11 @@ def equation(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     out, final = [x[:, :0]], [state[:0]]
     for rows, states, start, stop in arguments.stretches(NAME, call.offsets, batch, T):
         h = state[states]
-        for t in range(start, stop):
-            new = (dt[rows, t] * x[rows, t])[..., None] * B[rows, t, None, :]
-            h = torch.exp(dt[rows, t, :, None] * A) * h + new
-            out.append((h * C[rows, t, None, :]).sum(-1)[:, None])
+        # Unbound once: each x[:, t] would have a gradient as long as x, and all of them together one of T squared.
+        for x_t, dt_t, B_t, C_t in zip(*(each[rows, start:stop].unbind(1) for each in (x, dt, B, C)), strict=True):
+            new = (dt_t * x_t)[..., None] * B_t[:, None, :]
+            h = torch.exp(dt_t[..., None] * A) * h + new
+            out.append((h * C_t[:, None, :]).sum(-1)[:, None])
         final.append(h)
     y = torch.cat(out, dim=1)
     if call.skip is not None:
