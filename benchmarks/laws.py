@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from kernels_compile import identity
 
 from foci.bench.tuning import META
 from foci.check import isolate
+from foci.check.exam import ROOM
 from foci.check.laws_graph import LAWS
 from foci.check.run import OVER
 from foci.cli_tune import DTYPES
@@ -38,8 +39,8 @@ from foci.core.spec import Case, Spec
 from foci.core.tune import Launch, Target, recording, target_of
 from foci.ops import SPECS
 
-# The more distinct kernels the cases of an operator launch, the more processes: 96 of softmax, 173 of linear
-# attention, 184 of the delta rule, 47 of the selective scan, 18 of the scan. Laws of a group launch much the same.
+# The more distinct kernels the cases of an operator launch, the more processes: 117 of softmax, 296 of linear
+# attention, 291 of the delta rule, 57 of the selective scan, 24 of the scan. Laws of a group launch much the same.
 # Of the delta rule some take longest, which is Python's time: parts of the cases each, i/n of `foci check --cases`.
 GROUPS = {
     "softmax": ("1,2,3", "4,5,6,7", "8,9,15", "10,11,12,13,14"),
@@ -106,16 +107,21 @@ def launches(spec: Spec, case: Case, dtype: torch.dtype, target: Target) -> list
     return found
 
 
+def launched(spec: Spec, dtype: torch.dtype, target: Target) -> Iterator[Launch]:
+    """What the laws make all cases launch, the large ones too."""
+    for case in (*spec.cases, *spec.large):
+        with suppress(Exception):  # whatever it is, the laws meet it again and say so
+            yield from launches(spec, case, dtype, target)
+
+
 def compile_ahead(operators: Sequence[str], dtype: torch.dtype, target: Target, until: float) -> tuple[int, int]:
     """Compile what all cases launch, the backwards first, as they take longest; how many there are, how many fail."""
     from triton.runtime import driver
 
     kernels: dict[str, Launch] = {}
     for operator in operators:
-        for case in SPECS[operator].cases:
-            with suppress(Exception):  # whatever it is, the laws meet it again and say so
-                for launch in launches(SPECS[operator], case, dtype, target):
-                    kernels.setdefault(identity(launch, target), launch)
+        for launch in launched(SPECS[operator], dtype, target):
+            kernels.setdefault(identity(launch, target), launch)
     ordered = sorted(kernels.values(), key=lambda launch: "backward" not in launch.kernel.__name__)
 
     def work(launch: Launch) -> str:
@@ -144,6 +150,16 @@ def ask(operator: str, laws: str, chosen: argparse.Namespace, dtype: str, until:
         return Group(operator, laws, report, subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT))
 
 
+def ask_each(chosen: argparse.Namespace, most: int, until: float) -> list[Group]:
+    """Begin to ask every group of laws, at most so many at once until time is over."""
+    groups: list[Group] = []
+    for operator, laws in [(name, laws) for name in chosen.operators for laws in GROUPS[name]]:
+        while sum(group.process.poll() is None for group in groups) >= most and time.monotonic() < until:
+            time.sleep(0.1)
+        groups.append(ask(operator, laws, chosen, chosen.dtype, until))
+    return groups
+
+
 def finish(groups: Sequence[Group], until: float) -> None:
     """Wait for all, and for none past `until`."""
     for group in groups:
@@ -170,17 +186,22 @@ def summary(operator: str, dtype: str, groups: Sequence[Group]) -> Iterator[str]
     )
 
 
-def _target() -> Target:
-    """The GPU as kernels know it, asked in a child: what has used a GPU cannot fork."""
+def _gpu() -> tuple[Target, int]:
+    """The GPU as kernels know it, and how many processes it has room for; of a child: what has used one cannot fork."""
+
+    def asked(send: Callable[[Any], None]) -> None:
+        send((tuple(target_of(torch.device("cuda", 0))), torch.cuda.mem_get_info(0)[0] // ROOM))
+
     try:
-        found = next(iter(isolate.stream(lambda send: send(tuple(target_of(torch.device("cuda", 0)))), 60)))
+        found = next(iter(isolate.stream(asked, 60)))
     except Exception as error:
         raise SystemExit(
             f"laws.py: no GPU that can be asked: {error}; --device cpu asks the laws without one"
         ) from None
     if isinstance(found, isolate.Died):
         raise SystemExit(f"laws.py: the GPU cannot be asked: {found.reason}")
-    return Target(*found)
+    target, room = found
+    return Target(*target), max(1, room)
 
 
 def _seconds(text: str) -> float:
@@ -201,16 +222,17 @@ def main() -> None:
     if unknown := set(chosen.operators) - set(GROUPS):
         parser.error(f"unknown operator {min(unknown)!r}; expected among {', '.join(GROUPS)}")
     began = time.monotonic()
-    until = began + chosen.limit
+    until, most = began + chosen.limit, sys.maxsize
     with tempfile.TemporaryDirectory() as folder:
         chosen.out = chosen.out or folder
         Path(chosen.out).mkdir(parents=True, exist_ok=True)
         if chosen.device == "cuda":
+            target, most = _gpu()
             count, failed = compile_ahead(
-                chosen.operators, DTYPES[chosen.dtype], _target(), began + SHARE * chosen.limit
+                chosen.operators, DTYPES[chosen.dtype], target, began + SHARE * chosen.limit
             )  # fmt: skip
             print(f"{count} kernels, {failed} not compiled, after {time.monotonic() - began:.0f} s", flush=True)
-        groups = [ask(o, laws, chosen, chosen.dtype, until) for o in chosen.operators for laws in GROUPS[o]]
+        groups = ask_each(chosen, most, until)
         finish(groups, until)
         lines = [
             line for o in chosen.operators for line in summary(o, chosen.dtype, [g for g in groups if g.operator == o])

@@ -1,17 +1,24 @@
-"""benchmarks/laws.py tells a group of laws that died from one that was out of time."""
+"""benchmarks/laws.py tells a group of laws that died from one that was out of time; no shipped kernel goes unasked."""
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+from kernels_tables import shipped
+
 import laws
+from foci.core.tune import TARGETS
+from foci.ops import SPECS
 
 
 def group(folder: Path, code: str) -> laws.Group:
@@ -43,3 +50,25 @@ def test_a_part_of_the_cases_is_named_behind_the_law(tmp_path: Path) -> None:
 def test_a_limit_is_seconds_above_0(limit: str) -> None:
     with pytest.raises(Exception, match="expected seconds above 0"):
         laws._seconds(limit)
+
+
+def named(kernel: str, meta: dict[str, Any]) -> tuple[str, str]:
+    """A kernel in one configuration, as docs/kernels.jsonl has it."""
+    return kernel, json.dumps({name: meta[name] for name in sorted(meta) if isinstance(meta[name], int | str | None)})
+
+
+def unasked(operator: str, target: str) -> set[tuple[str, str]]:
+    """What docs/kernels.md has for a target, by rules or by the table of a GPU, and no case launches."""
+    lines = (Path(__file__).parents[1] / "docs" / "kernels.jsonl").read_text().splitlines()[1:]
+    rows = [row for row in map(json.loads, lines) if (row["operator"], row["target"]) == (operator, target)]
+    gpus = [TARGETS[target], *(gpu for gpu in shipped() if gpu.architecture == target)]
+    found = [launch for gpu in gpus for launch in laws.launched(SPECS[operator], torch.bfloat16, gpu)]
+    wanted = {named(row["kernel"], row["meta"]) for row in rows if row["direction"] != "step"}
+    assert wanted, "the table has no such kernels"
+    return wanted - {named(launch.kernel.fn.__name__, launch.meta) for launch in found}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("operator", laws.GROUPS)
+def test_every_kernel_in_the_table_is_launched_by_a_case(operator: str, target: str) -> None:
+    assert not unasked(operator, target)

@@ -276,7 +276,8 @@ def _of_cases(spec: Spec, text: str) -> Spec:
         raise ValueError(
             f"--cases must be i/n, every nth case from the ith, 1 <= i <= n <= {len(spec.cases)}, got {text!r}"
         )
-    return replace(spec, cases=spec.cases[int(first) - 1 :: int(step)])
+    chosen = slice(int(first) - 1, None, int(step))
+    return replace(spec, cases=spec.cases[chosen], large=spec.large[chosen])
 
 
 def _dtypes(text: str) -> tuple[torch.dtype, ...] | None:

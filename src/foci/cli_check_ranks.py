@@ -160,7 +160,7 @@ def _recurrent(spec: Spec, ranks: Ranks, layout: str, name: str) -> tuple[Spec, 
     cases = (*(_even(case, size) for case in spec.cases), *(c for c in spec.cases if "packed" in c.features))
     assert spec.adapt is not None
     layouts = {"layout": layout} if spec.name in ("linear", "delta") else {}
-    return replace(spec, cases=cases), spec.adapt(ranks, name=name, **layouts)
+    return replace(spec, cases=cases, large=()), spec.adapt(ranks, name=name, **layouts)
 
 
 def _even(case: Case, size: int) -> Case:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from foci.check.exam import Exam, cast
+from foci.check.exam import ROOM, Exam, cast
 from foci.core.errors import Unsupported
 from foci.core.spec import WrongReturn
 from tests.check import toy
@@ -133,3 +133,14 @@ def test_a_yardstick_is_computed_only_where_it_is_the_budget() -> None:
             truth = found.true_gradients(case, dtype, ("out",))["x"]
             assert found.gradient_error(case, dtype, ("out",), "x", truth, truth).ok
         assert calls == expected
+
+
+@pytest.mark.parametrize(("free", "large"), [(ROOM, True), (ROOM - 1, False)])
+def test_large_cases_are_asked_on_a_gpu_with_room(monkeypatch: pytest.MonkeyPatch, free: int, large: bool) -> None:
+    case = replace(toy.SPEC.cases[0], name="wide")
+    found = replace(exam(), spec=replace(toy.SPEC, large=(case,)))
+    assert found.problems == toy.SPEC.cases  # a CPU is not asked
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
+    found = replace(found, device=torch.device("cuda"))
+    assert found.problems == toy.SPEC.cases + (case,) * large
+    assert ("10 GiB" in found.refused.get("wide", "")) is not large

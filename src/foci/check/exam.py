@@ -17,6 +17,7 @@ from foci.core.spec import Candidate, Case, Inputs, Outputs, Spec, WrongReturn
 Call = Callable[[Inputs], Outputs]
 Gradients = dict[str, Tensor | None]
 Lay = Callable[[dict[str, Any]], dict[str, Any]]
+ROOM = 10 << 30  # bytes of a GPU that the truth of a large case, its inputs and its answer take at most
 Answer = TypeVar("Answer")
 
 
@@ -90,9 +91,23 @@ class Exam:
         """The dtype of the laws that one dtype settles."""
         return self.dtypes[0]
 
+    @property
+    def problems(self) -> tuple[Case, ...]:
+        """The Spec's cases, on a GPU the large ones too; without room for their truth they are kept with the reason."""
+        if self.device.type != "cuda":
+            return self.spec.cases
+        return self._once(("problems",), lambda: self.spec.cases + self._large(torch.cuda.mem_get_info(self.device)[0]))
+
+    def _large(self, free: int) -> tuple[Case, ...]:
+        if free >= ROOM:
+            return self.spec.large
+        reason = f"their truth takes up to {ROOM >> 30} GiB of the GPU, of which {free / 2**30:.1f} are free"
+        self.refused |= {case.name: reason for case in self.spec.large}
+        return ()
+
     def cases(self, cases: Iterable[Case] | None = None) -> Iterator[Case]:
         """The cases that the candidate takes; the others are kept with the reason."""
-        for case in self.spec.cases if cases is None else cases:
+        for case in self.problems if cases is None else cases:
             reasons = self.candidate.refuses(case)
             if reasons:
                 self.refused[case.name] = reasons[0]

@@ -390,7 +390,7 @@ def _backward_lengths(exam: Exam, make: Callable[[int], Case]) -> Findings:
 @law(11, "extreme gates")
 def extreme(exam: Exam) -> Findings:
     """Gates of 0, -1e-6, -20, -1e4 and -inf in one call: finite and right, gradients too."""
-    cases = [case for case in exam.spec.cases if "extreme" in case.features]
+    cases = [case for case in exam.problems if "extreme" in case.features]
     if not cases:
         raise NotTested("the operator has no gates")
     for case in exam.cases(cases):

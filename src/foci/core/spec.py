@@ -258,7 +258,8 @@ class Spec:
 
     `call` is the operator's validated argument list, a NamedTuple whose annotations are the shapes of its tensors and
     the schema of its ops; `bind(*args, **kwargs)` makes one from a user's arguments or raises what is wrong with them.
-    `shapes` are the problems that a benchmark times and a GPU is tuned for, as they occur in models.
+    `shapes` are the problems that a benchmark times and a GPU is tuned for, as they occur in models. `large` are cases
+    in whose sizes a GPU runs the kernels of models, each that docs/kernels.md has. A CPU is not asked them.
     `outputs(call)` declares shapes and dtypes; `logs` names outputs that are logarithms. `reference(**inputs)` is the
     equation, differentiable, and run in float64 it is the truth; `plain(**inputs)` is the same equation in the working
     dtype throughout, the yardstick of half precision.
@@ -289,6 +290,7 @@ class Spec:
     logs: tuple[str, ...] = ()
     probes: Probes = NO_PROBES
     shapes: tuple[Case, ...] = ()
+    large: tuple[Case, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.function:

@@ -63,4 +63,27 @@ PROBLEMS = (
         bonus=True, scale=0.5,
     ),
 )  # fmt: skip
-CASES = tuple(problem.case for problem in PROBLEMS)
+# For GPUs, which run other kernels in the sizes of models (Spec.large).
+LARGE_PROBLEMS = (
+    Linear("width 128", T=256, K=128),
+    Linear("width 128, per head", T=2112, H=1, K=128, decay="head"),
+    Linear("width 128, per token", T=256, K=128, decay="token"),
+    Linear("width 256, per token", T=130, H=2, K=256, decay="token"),
+    Linear("width 256, per channel", T=130, H=2, K=256, decay="channel"),
+    Linear("width 128, per channel", T=256, H=16, K=128, decay="channel"),
+    Linear("width 64, bonus", T=2112, H=2, K=64, decay="channel", bonus=True),
+    Linear("width 64, bonus, one head", B=1, T=4096, H=1, K=64, decay="channel", bonus=True),
+    Linear(
+        "width 128, packed",
+        B=1,
+        T=300,
+        H=16,
+        K=128,
+        offsets=(0, 100, 100, 101, 150, 200, 210, 230, 300),
+        decay="token",
+        state=True,
+    ),
+    Linear("width 128, one head", B=1, T=4096, H=1, K=128, decay="token"),
+    Linear("width 128, one head, per channel", B=1, T=4096, H=1, K=128, decay="channel", state=True),
+)
+CASES, LARGE = (tuple(problem.case for problem in problems) for problems in (PROBLEMS, LARGE_PROBLEMS))

@@ -93,4 +93,24 @@ PROBLEMS = (
         erase=True, beta=2.0, scale=0.5,
     ),
 )  # fmt: skip
-CASES = tuple(problem.case for problem in PROBLEMS)
+# For GPUs, which run other kernels in the sizes of models (Spec.large).
+LARGE_PROBLEMS = (
+    Delta("width 128", T=256, H=16, K=128),
+    Delta("width 128, per token", T=256, G=16, H=32, K=128, decay="token"),
+    Delta("width 128, per channel", T=256, H=16, K=128, decay="channel"),
+    Delta("width 128, per channel, many heads", T=256, H=32, K=128, decay="channel"),
+    Delta("width 128, few heads", T=4096, G=1, H=2, K=128, decay="token"),
+    Delta("width 64, in pieces by its gates", B=1, T=3072, G=25, H=50, K=64, V=40, decay="token"),
+    Delta("width 256, per token", T=130, H=2, K=256, decay="token"),
+    Delta(
+        "width 128, packed",
+        B=1,
+        T=300,
+        H=16,
+        K=128,
+        offsets=(0, 100, 100, 101, 150, 200, 210, 230, 300),
+        decay="token",
+        state=True,
+    ),
+)
+CASES, LARGE = (tuple(problem.case for problem in problems) for problems in (PROBLEMS, LARGE_PROBLEMS))

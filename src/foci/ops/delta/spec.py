@@ -6,7 +6,7 @@ from foci.core.spec import Backend, Output, Spec, Work, equations
 from foci.merge.affine import Affine
 from foci.ops.delta import reference
 from foci.ops.delta.call import NAME, Call, bind
-from foci.ops.delta.cases import CASES
+from foci.ops.delta.cases import CASES, LARGE
 from foci.ops.delta.conventions import adapt
 from foci.ops.delta.mistakes import MISTAKES
 from foci.ops.delta.probes import PROBES
@@ -38,6 +38,7 @@ SPEC = Spec(
     output_names=("out", "state"),
     differentiable=("q", "k", "v", "beta", "log_decay", "erase", "state"),
     cases=CASES,
+    large=LARGE,
     call=Call,
     bind=bind,
     function=NAME,

@@ -55,3 +55,10 @@ CASES = (
     case("extreme gates", T=70, state=True, gates=Draw.extremes),
     case("extreme gates, packed", B=1, T=40, offsets=(0, 20, 20, 40), state=True, gates=Draw.extremes),
 )
+# For GPUs, which run other kernels in the sizes of models (Spec.large).
+LARGE = (
+    case("many channels", T=4000, D=2048),
+    case(
+        "many channels, packed", B=1, T=1030, D=2048, offsets=(0, 300, 300, 301, 400, 500, 600, 700, 1030), state=True
+    ),
+)

@@ -64,3 +64,17 @@ CASES = (
     case("extreme rates", "extreme", T=40, state=True),
     case("extreme rates, packed", "extreme", B=1, T=40, offsets=(0, 20, 20, 40), state=True, skip=True),
 )
+# For GPUs, which run other kernels in the sizes of models (Spec.large).
+LARGE = (
+    case("many channels", T=3100, D=2048, K=16, skip=True),
+    case(
+        "many channels, packed",
+        B=1,
+        T=1030,
+        D=2048,
+        K=16,
+        offsets=(0, 300, 300, 301, 400, 500, 600, 700, 1030),
+        state=True,
+        skip=True,
+    ),
+)

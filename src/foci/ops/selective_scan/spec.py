@@ -5,7 +5,7 @@ from __future__ import annotations
 from foci.core.spec import Backend, Output, Spec, Work, equations
 from foci.ops.selective_scan import reference
 from foci.ops.selective_scan.call import NAME, Call, bind
-from foci.ops.selective_scan.cases import CASES
+from foci.ops.selective_scan.cases import CASES, LARGE
 from foci.ops.selective_scan.conventions import adapt
 from foci.ops.selective_scan.mistakes import MISTAKES
 from foci.ops.selective_scan.probes import PROBES
@@ -32,6 +32,7 @@ SPEC = Spec(
     output_names=("out", "state"),
     differentiable=("x", "dt", "A", "B", "C", "skip", "state"),
     cases=CASES,
+    large=LARGE,
     call=Call,
     bind=bind,
     outputs=outputs,

@@ -63,7 +63,7 @@ def joined(layout: str) -> Callable[[int, Tensor, int], int | None]:
 
 def spec_for(size: int) -> Spec:
     """The softmax Spec with cases that so many ranks share equally (and some that they do not)."""
-    return replace(SPEC, cases=cases(size), probes=replace(PROBES, sized=lambda n: _sized(n, size), bad=()))
+    return replace(SPEC, cases=cases(size), large=(), probes=replace(PROBES, sized=lambda n: _sized(n, size), bad=()))
 
 
 def shown(size: int) -> Callable[[float], Case]:

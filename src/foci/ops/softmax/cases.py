@@ -109,6 +109,21 @@ CASES = (
     ),
     case("dropout", "dropout", extra=lambda d: {"dropout": 0.3}),
 )  # fmt: skip
+# For GPUs, which run other kernels in the sizes of models (Spec.large).
+LARGE = (
+    case("width 128, causal", "causal", "gqa", T=1024, H=16, G=4, K=128, extra=lambda d: {"mask": Causal()}),
+    case("width 64, causal", "causal", "gqa", T=512, H=8, G=2, K=64, extra=lambda d: {"mask": Causal()}),
+    case("width 256, causal", "causal", "gqa", T=1024, H=16, G=8, K=256, extra=lambda d: {"mask": Causal()}),
+    case(
+        "width 128, window, softcap, sink", "causal", "window", "softcap", "sink", "gqa", T=1024, H=16, G=4, K=128,
+        extra=lambda d: {"mask": Causal() & Window(100, 0), "softcap": 30.0, "sink": d.normal(16)},
+    ),
+    case("width 64, bias", "bias", T=320, H=2, K=64, extra=lambda d: {"bias": d.normal(1, 2, 320, 320)}),
+    case(
+        "width 128, packed", "packed", "causal", "gqa", B=1, T=509, H=8, G=2, K=128,
+        extra=lambda d: {"mask": Packed(d.integers(0, 130, 130, 131, 400, 509)) & Causal()},
+    ),
+)  # fmt: skip
 
 
 def _without_row(allowed: Tensor) -> Dense:
