@@ -24,6 +24,7 @@ SIX = (
     (8, 1024, 8, 64),
     (8, 2048, 32, 256),
 )
+UNEVEN = (0, 300, 300, 301, 400, 500, 600, 700, 1030)  # offsets of eight documents, one of them empty, one of one token
 
 Gates = Callable[..., Tensor]
 

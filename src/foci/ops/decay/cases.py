@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foci.ops.draw import Draw
-from foci.ops.recurrent import Problem, closed
+from foci.ops.recurrent import UNEVEN, Problem, closed
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,7 @@ LARGE_PROBLEMS = (
     Linear("width 128, per channel", T=256, H=16, K=128, decay="channel"),
     Linear("width 64, bonus", T=2112, H=2, K=64, decay="channel", bonus=True),
     Linear("width 64, bonus, one head", B=1, T=4096, H=1, K=64, decay="channel", bonus=True),
-    Linear(
-        "width 128, packed",
-        B=1,
-        T=300,
-        H=16,
-        K=128,
-        offsets=(0, 100, 100, 101, 150, 200, 210, 230, 300),
-        decay="token",
-        state=True,
-    ),
+    Linear("width 128, packed", B=1, T=UNEVEN[-1], H=16, K=128, offsets=UNEVEN, decay="token", state=True),
     Linear("width 128, one head", B=1, T=4096, H=1, K=128, decay="token"),
     Linear("width 128, one head, per channel", B=1, T=4096, H=1, K=128, decay="channel", state=True),
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foci.ops.draw import Draw
-from foci.ops.recurrent import Problem, closed
+from foci.ops.recurrent import UNEVEN, Problem, closed
 
 COSINE = 0.9  # of correlated keys: there the triangle of a chunk is badly conditioned
 
@@ -102,15 +102,6 @@ LARGE_PROBLEMS = (
     Delta("width 128, few heads", T=4096, G=1, H=2, K=128, decay="token"),
     Delta("width 64, in pieces by its gates", B=1, T=3072, G=25, H=50, K=64, V=40, decay="token"),
     Delta("width 256, per token", T=130, H=2, K=256, decay="token"),
-    Delta(
-        "width 128, packed",
-        B=1,
-        T=300,
-        H=16,
-        K=128,
-        offsets=(0, 100, 100, 101, 150, 200, 210, 230, 300),
-        decay="token",
-        state=True,
-    ),
+    Delta("width 128, packed", B=1, T=UNEVEN[-1], H=16, K=128, offsets=UNEVEN, decay="token", state=True),
 )
 CASES, LARGE = (tuple(problem.case for problem in problems) for problems in (PROBLEMS, LARGE_PROBLEMS))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foci.core.spec import Case
 from foci.ops.draw import Draw
+from foci.ops.recurrent import UNEVEN
 
 
 def case(
@@ -58,7 +59,5 @@ CASES = (
 # For GPUs, which run other kernels in the sizes of models (Spec.large).
 LARGE = (
     case("many channels", T=4000, D=2048),
-    case(
-        "many channels, packed", B=1, T=1030, D=2048, offsets=(0, 300, 300, 301, 400, 500, 600, 700, 1030), state=True
-    ),
+    case("many channels, packed", B=1, T=UNEVEN[-1], D=2048, offsets=UNEVEN, state=True),
 )
