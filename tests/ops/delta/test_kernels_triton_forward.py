@@ -55,6 +55,7 @@ def apart(inputs: dict[str, Any], dtype: torch.dtype) -> None:
         assert found.isfinite().all() and error(found, wanted) <= BUDGET[dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_case_without_gradients(dtype: torch.dtype) -> None:
     for case in SPEC.cases[:: EVERY[dtype] if interpreting() else 1]:

@@ -83,8 +83,13 @@ IN_PIECES = [
     {"T": 300, "gates": Draw.extremes},
     {"T": 400, "gates": halted, "alike": "correlated", "beta": 2.0, "state": True},
     {"T": 390, "gates": all_of(-2.0), "length": 1.5, "beta": 2.0},
-    {"T": 640, "H": 2, "gates": IN_THREE, "offsets": (0, 0, 1, 6, 500, 500, 640), "state": True},
-    {"B": 2, "T": 260, "H": 2, "G": 2, "decay": "head"},
+    *(
+        pytest.param(more, marks=pytest.mark.slow)
+        for more in (
+            {"T": 640, "H": 2, "gates": IN_THREE, "offsets": (0, 0, 1, 6, 500, 500, 640), "state": True},
+            {"B": 2, "T": 260, "H": 2, "G": 2, "decay": "head"},
+        )
+    ),
 ]
 
 
