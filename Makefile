@@ -4,7 +4,7 @@ OUT ?= out
 
 help:
 	@echo "make run     accelerate the embedded digits model, prove it equal, write $(OUT)/report.html"
-	@echo "make test    the tests (make slow: those that take more than 20 seconds each)"
+	@echo "make test    the tests (make slow: those that take longest)"
 	@echo "make kernels compile every GPU kernel for every target, and compare with docs/kernels.md"
 	@echo "make check   lint, format, types and the laws of the house"
 	@echo "make format  put the source into the house's format"

@@ -138,6 +138,7 @@ def test_two_launches_and_no_work_beside_them(keep: bool) -> None:
 class TestInPieces:
     """What few heads of long sequences are: each chunk a piece of its own."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_every_case(self, dtype: torch.dtype) -> None:
         longer = [problem for problem in PROBLEMS if problem.T > 64]

@@ -57,6 +57,7 @@ class TestWithinBudget:
             d = parts.errors[0].double() + parts.errors[1].double()
             assert d.isfinite().all() and parts.inverse.isfinite().all()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("more", MORE)
     def test_backward(self, more: dict[str, Any]) -> None:
         errors = apart_backward(problem(more))
@@ -175,6 +176,7 @@ class TestInPieces:
         for n, wanted in whole_walk(inputs, *into).items():
             assert found[n].isfinite().equal(wanted.isfinite()), n
 
+    @pytest.mark.slow
     def test_what_comes_later_changes_no_bit(self, in_pieces: Callable[[int], None]) -> None:
         inputs = problem(small(T=320, gates=Draw.gates))
         d_out, d_final = draws(inputs)
