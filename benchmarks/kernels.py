@@ -34,7 +34,7 @@ os.environ.pop("TRITON_INTERPRET", None)  # read when Triton is imported; the in
 
 import torch
 import triton
-from kernels_compile import compile_all, faults, identity, say
+from kernels_compile import compile_all, faults, identity, meta_of, say
 from kernels_page import differences, page, sentence
 from kernels_specimens import SPECIMENS, Specimen
 from kernels_spills import SPILLS, outlived
@@ -150,10 +150,9 @@ def targets_of(specimen: Specimen, options: argparse.Namespace) -> list[str]:
 
 def _names(operator: str, variant: str, direction: str, target: str, launch: Launch) -> dict[str, Any]:
     kernel = launch.kernel.fn.__name__
-    meta = {name: value for name, value in launch.meta.items() if isinstance(value, int | str | None)}
     return {
         "operator": operator, "variant": variant, "direction": direction, "kernel": kernel, "target": target,
-        "meta": meta,
+        "meta": meta_of(launch),
     }  # fmt: skip
 
 

@@ -52,6 +52,11 @@ def identity(launch: Launch, target: Target) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
+def meta_of(launch: Launch) -> dict[str, Any]:
+    """Of a kernel's constants those that a table holds: numbers and words, no dtypes."""
+    return {name: value for name, value in launch.meta.items() if isinstance(value, int | str | None)}
+
+
 def _told(value: Any) -> str:
     """An argument as a launch specialises on it: dtype and alignment of a tensor, 1 and multiples of 16 of an int."""
     if isinstance(value, torch.Tensor):

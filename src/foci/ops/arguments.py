@@ -140,6 +140,11 @@ class Stretch(NamedTuple):
     stop: int
 
 
+def by_token(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Every x[:, t] of each, taken apart at once: T slices would each have a gradient as long as x."""
+    return [x.unbind(1) for x in tensors]
+
+
 def stretches(operator: str, offsets: Tensor | None, B: int, T: int, most: int | None = None) -> list[Stretch]:
     """Every document, or the rows of the batch together (at most `most`). Reads the offsets, and checks them."""
     packed = documents(operator, offsets, T)

@@ -76,6 +76,7 @@ def halted(draw: Draw, *shape: int) -> Tensor:
 
 
 AT_ONCE, IN_THREE, NEVER = all_of(-3.0), all_of(-0.6), all_of(-1e-3)  # chunks
+slow = partial(pytest.param, marks=pytest.mark.slow)
 IN_PIECES = [
     {"T": 390, "H": 2, "state": True},
     {"T": 330, "K": 128, "V": 96, "gates": AT_ONCE},
@@ -84,13 +85,8 @@ IN_PIECES = [
     {"T": 300, "gates": Draw.extremes},
     {"T": 400, "gates": halted, "alike": "correlated", "beta": 2.0, "state": True},
     {"T": 390, "gates": all_of(-2.0), "length": 1.5, "beta": 2.0},
-    *(
-        pytest.param(more, marks=pytest.mark.slow)
-        for more in (
-            {"T": 640, "H": 2, "gates": IN_THREE, "offsets": (0, 0, 1, 6, 500, 500, 640), "state": True},
-            {"B": 2, "T": 260, "H": 2, "G": 2, "decay": "head"},
-        )
-    ),
+    slow({"T": 640, "H": 2, "gates": IN_THREE, "offsets": (0, 0, 1, 6, 500, 500, 640), "state": True}),
+    slow({"B": 2, "T": 260, "H": 2, "G": 2, "decay": "head"}),
 ]
 
 

@@ -29,9 +29,8 @@ def equation(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     decay = None if call.log_decay is None else torch.exp(call.log_decay.to(dtype)).expand(B, T, H, -1)[..., None]
     bonus = None if call.bonus is None else call.bonus.to(dtype)[..., None]
     state = v.new_zeros(N, H, K, V) if call.state is None else call.state.to(dtype)
-    # Unbound once: each x[:, t] would have a gradient as long as x, and all of them together one of T squared.
-    queries, keys, values = q.unbind(1), k.unbind(1), v[..., None, :].unbind(1)
-    decays = None if decay is None else decay.unbind(1)
+    queries, keys, values = arguments.by_token(q, k, v[..., None, :])
+    decays = None if decay is None else arguments.by_token(decay)[0]
 
     def run(start: int, stop: int, S: Tensor) -> tuple[list[Tensor], Tensor]:
         out = []

@@ -29,9 +29,8 @@ def equation(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     v, beta = call.v.to(dtype), call.beta.to(dtype)[..., None]
     decay = None if call.log_decay is None else torch.exp(call.log_decay.to(dtype)).expand(B, T, H, -1)[..., None]
     state = v.new_zeros(N, H, K, V) if call.state is None else call.state.to(dtype)
-    # Unbound once: each x[:, t] would have a gradient as long as x, and all of them together one of T squared.
-    queries, keys, erased, values, betas = (x.unbind(1) for x in (q, k, e, v, beta))
-    decays = None if decay is None else decay.unbind(1)
+    queries, keys, erased, values, betas = arguments.by_token(q, k, e, v, beta)
+    decays = None if decay is None else arguments.by_token(decay)[0]
 
     def run(start: int, stop: int, S: Tensor) -> tuple[list[Tensor], Tensor]:
         out = []

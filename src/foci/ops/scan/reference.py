@@ -24,11 +24,11 @@ def equation(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x, decay = call.x.to(dtype), torch.exp(call.log_decay.to(dtype))
     state = x.new_zeros(N, D) if call.state is None else call.state.to(dtype)
     out, final = [x[:, :0]], [state[:0]]
-    for rows, states, start, stop in arguments.stretches(NAME, call.offsets, B, T):
+    decays, news = arguments.by_token(decay, x)
+    for _, states, start, stop in arguments.stretches(NAME, call.offsets, B, T):
         h = state[states]
-        # Unbound once: each x[:, t] would have a gradient as long as x, and all of them together one of T squared.
-        for gate, new in zip(*(each[rows, start:stop].unbind(1) for each in (decay, x)), strict=True):
-            h = gate * h + new
+        for t in range(start, stop):
+            h = decays[t] * h + news[t]
             out.append(h[:, None])
         final.append(h)
     return torch.cat(out, dim=1).to(call.x.dtype), torch.cat(final).to(call.accumulator)

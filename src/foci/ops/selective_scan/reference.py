@@ -25,10 +25,10 @@ def equation(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     A = rates(call.A, dtype)
     state = x.new_zeros(N, D, K) if call.state is None else call.state.to(dtype)
     out, final = [x[:, :0]], [state[:0]]
-    for rows, states, start, stop in arguments.stretches(NAME, call.offsets, batch, T):
+    tokens = list(zip(*arguments.by_token(x, dt, B, C), strict=True))
+    for _, states, start, stop in arguments.stretches(NAME, call.offsets, batch, T):
         h = state[states]
-        # Unbound once: each x[:, t] would have a gradient as long as x, and all of them together one of T squared.
-        for x_t, dt_t, B_t, C_t in zip(*(each[rows, start:stop].unbind(1) for each in (x, dt, B, C)), strict=True):
+        for x_t, dt_t, B_t, C_t in tokens[start:stop]:
             new = (dt_t * x_t)[..., None] * B_t[:, None, :]
             h = torch.exp(dt_t[..., None] * A) * h + new
             out.append((h * C_t[:, None, :]).sum(-1)[:, None])
