@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from foci.core.tune import interpreting
-from foci.tiles.near import LASTING
 from foci.tiles.pieces import FORGOTTEN, WARM, forgotten, remembered, share
 
 if not interpreting() and not torch.cuda.is_available():
@@ -53,14 +52,14 @@ def test_pieces_share_all_chunks_the_first_has_more(chunks: int, pieces: int) ->
 
 @pytest.mark.parametrize("block", [4, 16])
 @pytest.mark.parametrize("step", [1, 3, -2])
-@pytest.mark.parametrize("kind", ["random", "never", "lasting", "unread", "infinite", "nan", "none"])
+@pytest.mark.parametrize("kind", ["random", "never", "unread", "infinite", "nan", "none"])
 def test_a_piece_begins_where_nothing_before_it_is_left(kind: str, step: int, block: int) -> None:
     draw, count = torch.Generator().manual_seed(3), 0 if kind == "none" else 21
     reach = -60 * torch.rand(count, generator=draw)
     if kind == "never":
         reach = reach / 1000
     elif kind != "random" and count:
-        reach[4] = {"lasting": LASTING.value, "unread": 1e38, "infinite": math.inf, "nan": math.nan}[kind]
+        reach[4] = {"unread": 1e38, "infinite": math.inf, "nan": math.nan}[kind]
     memory = torch.full((abs(step) * max(count, 1),), 7.0)
     memory[:: abs(step)][:count] = reach if step > 0 else reach.flip(0)
     memory = memory.to(DEVICE)
@@ -68,7 +67,7 @@ def test_a_piece_begins_where_nothing_before_it_is_left(kind: str, step: int, bl
     start = memory if step > 0 or not count else memory[(count - 1) * -step :]
     remembered_kernel[(1,)](start, begin, lost, step, count, 2e38, block)
     left = [i for i in range(count) if reach[i:].sum() <= FORGOTTEN.value]
-    wanted = min([max(left, default=0), *[i for i in range(count) if not reach[i] < LASTING.value], count])
+    wanted = max(left, default=0)
     assert begin.item() == wanted
     assert lost.isnan().item() == (kind == "infinite") or kind == "nan"
     assert kind != "random" or 0 < wanted < count

@@ -29,7 +29,6 @@ LIFT: tl.constexpr = tl.constexpr(61.0)  # of columns: sums are rounded, so one 
 CLOSE: tl.constexpr = tl.constexpr(1e-25)  # a chunk whose totals are larger has no far token, however sums are rounded
 LEAST: tl.constexpr = tl.constexpr(-104.0)
 UNREAD: tl.constexpr = tl.constexpr(1e38)  # what no sum of gates is, of a chunk where a query is no number
-LASTING: tl.constexpr = tl.constexpr(1e30)  # what no sum of gates makes good, and 64 of it are less than UNREAD
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)  # exp2 is one instruction, exp five
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foci.tiles.near import LASTING
-
 FORGOTTEN: tl.constexpr = tl.constexpr(-150.0)  # of powers of 2: as a factor that is 0 in float32
 WARM: tl.constexpr = tl.constexpr(18)  # chunks that warm up a piece, as gates of trained models have it
 
@@ -28,23 +26,22 @@ def remembered(reach_ptr, step, count, MOST: tl.constexpr, BLOCK: tl.constexpr =
     """(from which of `count` chunks on something is left, 0): NaN in place of 0 where one reaches further than MOST.
 
     What was before chunk i is left with 2 to the sum of what they reach, i and those behind it (`reach` of
-    ops/delta/kernels_triton_chunks.py), `step` apart. A chunk that reaches LASTING is not forgotten.
+    ops/delta/kernels_triton_chunks.py), `step` apart.
     """
-    begin, reaches, worst, lasting = 0, 0.0, 0.0, count
+    begin, reaches, worst = 0, 0.0, 0.0
     for i in tl.range(0, count, BLOCK):
         at = count - 1 - i - tl.arange(0, BLOCK)
         reach = tl.load(reach_ptr + at.to(tl.int64) * step, mask=at >= 0, other=0.0)
         begin = tl.maximum(begin, tl.max(tl.where(reaches + tl.cumsum(reach, 0) <= FORGOTTEN, at, 0), 0))
         reaches, worst = reaches + tl.sum(reach, 0), tl.maximum(worst, tl.max(reach, 0))
-        lasting = tl.minimum(lasting, tl.min(tl.where(reach < LASTING, count, at), 0))
-    return tl.minimum(begin, lasting), tl.where(worst > MOST, float("nan"), 0.0)
+    return begin, tl.where(worst > MOST, float("nan"), 0.0)
 
 
 @triton.jit
 def forgotten(there, t1, t2, v0, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr):  # type: ignore[no-untyped-def]
     """What is left of columns v0.. of tokens t1..t2, whole chunks, by a factor of 0: 0, or NaN of what is no number.
 
-    Of gradients, which the first launch, where it costs nearly nothing, has not seen.
+    Of gradients, of which what is left is wanted at once.
     """
     left = tl.zeros([CHUNK, BLOCK_V], tl.float32)
     for t0 in tl.range(t1, t2, CHUNK, num_stages=8):

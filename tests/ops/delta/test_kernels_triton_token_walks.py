@@ -172,6 +172,20 @@ class TestInPieces:
         for n, wanted in whole_walk(inputs, *into).items():
             assert found[n].isfinite().equal(wanted.isfinite()), n
 
+    @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+    def test_a_value_that_is_no_number_is_lost_to_its_own_column_and_document(
+        self, wrong: float, in_pieces: Callable[[int], None]
+    ) -> None:
+        inputs = problem(small(T=400, gates=AT_ONCE, state=True, offsets=(0, 3, 3, 260, 400)))
+        inputs["v"][0, 70, 0, 5] = wrong
+        call = bind(**there(inputs))
+        for keep in (False, True):
+            out, final, *_ = (x.cpu() for x in gpu.forward(call, keep))
+            lost = (~out[0, :, 0].isfinite()).nonzero().tolist()
+            assert {c for _, c in lost} == {5} and {t for t, _ in lost} >= set(range(70, 260)) - {70}
+            assert all(67 <= t < 260 for t, _ in lost)
+            assert final[2, 0, :, 5].isnan().all() and final.isfinite().sum() == final.numel() - final.shape[2]
+
     @pytest.mark.slow
     def test_what_comes_later_changes_no_bit(self, in_pieces: Callable[[int], None]) -> None:
         inputs = problem(small(T=320, gates=Draw.gates))

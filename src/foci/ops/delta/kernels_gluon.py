@@ -2,8 +2,8 @@
 
 What `token_walk_kernel` does (kernels_triton_token_walks.py: equations, letters, pieces), with the same bits. There one
 program has 64 columns, and each of its products waits for the one before it; two such programs find no room beside each
-other. Here four warps load, and two times four walk, 64 columns each: they share keys, X, P and Q where TMA brings them
-and wait for nothing else together, so one half has the tensor cores while the other rounds, scales and stores.
+other. Here four warps load, and two times four walk, 64 columns each: they share keys, queries, X and A where TMA has
+brought them and wait for nothing else, so one half has the tensor cores while the other rounds, scales and stores.
 
 Gluon says where every number lies: a product's sums are the next one's left operand in the same registers, turned over
 as there. It has no interpreter: without a GPU these kernels are compiled, with one they are held to the others' bits.
@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from foci.core.tune import Config, launch, strides
-from foci.tiles.near import LASTING, UNREAD
+from foci.tiles.near import UNREAD
 from foci.tiles.pieces import FORGOTTEN, share
 from foci.tiles.state import sequence
 
@@ -56,7 +56,7 @@ def _in_two(x, layout: gl.constexpr):  # type: ignore[no-untyped-def]
 def _remembered(reach_ptr, step, count):  # type: ignore[no-untyped-def]
     """`remembered` of tiles/pieces.py."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    begin, lasting = 0, count
+    begin = 0
     reaches, worst = 0.0, 0.0
     for i in range(0, count, 128):
         at = count - 1 - i - gl.arange(0, 128, layout=layout)
@@ -64,17 +64,16 @@ def _remembered(reach_ptr, step, count):  # type: ignore[no-untyped-def]
         sums = reaches + gl.associative_scan(reach, 0, _plus)
         begin = gl.maximum(begin, gl.max(gl.where(sums <= FORGOTTEN, at, 0), 0))
         reaches, worst = reaches + gl.sum(reach, 0), gl.maximum(worst, gl.max(reach, 0))
-        lasting = gl.minimum(lasting, gl.min(gl.where(reach < LASTING, count, at), 0))
-    return gl.minimum(begin, lasting), gl.where(worst > 2 * UNREAD, float("nan"), 0.0)
+    return begin, gl.where(worst > 2 * UNREAD, float("nan"), 0.0)
 
 
 @gluon.jit
 def _load(  # type: ignore[no-untyped-def]
     there, tiles, full, empty, span, start, H, v0, CHUNK: gl.constexpr, STAGES: gl.constexpr
 ):
-    """What those who load do: chunk by chunk, when both halves have left the place; Q and P for what is read."""
-    q_there, k_there, v_there, X_there, P_there, rows_there, _ = there
-    q_tiles, k_tiles, v_tiles, X_tiles, P_tiles, rows, _ = tiles
+    """What those who load do: chunk by chunk, when both halves have left the place; q and A for what is read."""
+    q_there, k_there, v_there, X_there, A_there, rows_there, _ = there
+    q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, _ = tiles
     begin, own, end = span
     K: gl.constexpr = k_tiles.shape[2]
     least: gl.constexpr = 2 * CHUNK * (K + 2 * HALF + 2 * CHUNK) + 8 * CHUNK  # bytes
@@ -83,25 +82,26 @@ def _load(  # type: ignore[no-untyped-def]
         bar = full.index(at)
         mbarrier.wait(empty.index(at), ((i - begin) // STAGES & 1) ^ 1)
         mbarrier.expect(bar, least, pred=i < own)
-        mbarrier.expect(bar, least + 2 * CHUNK * (K + CHUNK), pred=reads)
+        mbarrier.expect(bar, least + 2 * CHUNK * (K + 2 * CHUNK), pred=reads)
         tma.async_copy_global_to_shared(k_there, [t0, 0], bar, k_tiles.index(at))
         tma.async_copy_global_to_shared(q_there, [t0, 0], bar, q_tiles.index(at), pred=reads)
         for half in gl.static_range(2):
             tma.async_copy_global_to_shared(v_there, [t0, v0 + half * HALF], bar, v_tiles.index(2 * at + half))
-        tma.async_copy_global_to_shared(P_there, [t0, 0], bar, P_tiles.index(at), pred=reads)
         for half in gl.static_range(2):
             tma.async_copy_global_to_shared(rows_there, [2 * H * i + half, 0], bar, rows.index(2 * at + half))
         for half in gl.static_range(2):
             tma.async_copy_global_to_shared(X_there, [t0, half * CHUNK], bar, X_tiles.index(2 * at + half))
+        for half in gl.static_range(2):
+            tma.async_copy_global_to_shared(A_there, [t0, half * CHUNK], bar, A_tiles.index(2 * at + half), pred=reads)
 
 
 @gluon.jit
 def _chunk(  # type: ignore[no-untyped-def]
-    S, gone, turn, t0, v0, out_there, tiles, full, empty, half: gl.constexpr, READS: gl.constexpr,
+    S, gone, scale, turn, t0, v0, out_there, tiles, full, empty, half: gl.constexpr, READS: gl.constexpr,
     CHUNK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The state behind a chunk; READS: what its tokens read is stored."""
-    q_tiles, k_tiles, v_tiles, X_tiles, P_tiles, rows, outs = tiles
+    q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, outs = tiles
     at = turn % STAGES
     mbarrier.wait(full.index(at), turn // STAGES & 1)
     k, v = k_tiles.index(at), v_tiles.index(2 * at + half).permute((1, 0))
@@ -109,30 +109,35 @@ def _chunk(  # type: ignore[no-untyped-def]
     none = gl.zeros([HALF, CHUNK], gl.float32, BY_TOKEN)
     operand = gl.convert_layout(S.to(gl.bfloat16), OF_TOKENS)
     read = warpgroup_mma(operand, k.permute((1, 0)), none, use_acc=False, is_async=True)
-    value = v.load(OF_TOKENS)
     if READS:
         o = warpgroup_mma(operand, q_tiles.index(at).permute((1, 0)), none, use_acc=False, is_async=True)
-        o = warpgroup_mma(value, P_tiles.index(at).permute((1, 0)), o, is_async=True)
-        read = warpgroup_mma_wait(2, deps=[read])
-    else:
-        read = warpgroup_mma_wait(0, deps=[read])
+    value = v.load(BY_TOKEN).to(gl.float32)
     rise, write = rows.index(2 * at).load(BY_TOKEN), rows.index(2 * at + 1).load(BY_TOKEN)
-    high, low = _in_two(gl.convert_layout(value, BY_TOKEN).to(gl.float32) - read * rise, OF_TOKENS)
+    read = warpgroup_mma_wait(1 if READS else 0, deps=[read])
+    high, low = _in_two(value - read * rise, OF_TOKENS)
     d = warpgroup_mma(low, X, none, use_acc=False, is_async=True)
     d = warpgroup_mma(high, X_lost, d, is_async=True)
     d = warpgroup_mma(high, X, d, is_async=True)
     S *= gone
     if READS:
-        o = warpgroup_mma_wait(3, deps=[o])
+        o = warpgroup_mma_wait(3, deps=[o]) * rise * scale
+    d = warpgroup_mma_wait(0, deps=[d])
+    if READS:
+        A, A_lost = A_tiles.index(2 * at).permute((1, 0)), A_tiles.index(2 * at + 1).permute((1, 0))
+        high, low = _in_two(d, OF_TOKENS)
+        o = warpgroup_mma(low, A, o, is_async=True)
+        o = warpgroup_mma(high, A_lost, o, is_async=True)
+        o = warpgroup_mma(high, A, o, is_async=True)
+    high, low = _in_two(d * write, OF_KEYS)
+    S = warpgroup_mma(low, k, S, is_async=True)
+    S = warpgroup_mma(high, k, S, is_async=True)
+    if READS:
+        o = warpgroup_mma_wait(2, deps=[o])
         out = outs.index(half)
         tma.store_wait(0)
         out.permute((1, 0)).store(o.to(gl.bfloat16))
         fence_async_shared()
         tma.async_copy_shared_to_global(out_there, [t0, v0], out)
-    d = warpgroup_mma_wait(0, deps=[d])
-    high, low = _in_two(d * write, OF_KEYS)
-    S = warpgroup_mma(low, k, S, is_async=True)
-    S = warpgroup_mma(high, k, S, is_async=True)
     S = warpgroup_mma_wait(0, deps=[S])
     mbarrier.arrive(empty.index(at), count=1)
     return S
@@ -141,7 +146,7 @@ def _chunk(  # type: ignore[no-untyped-def]
 @gluon.jit
 def _walk(  # type: ignore[no-untyped-def]
     half: gl.constexpr, out_there, tiles, full, empty, span, start, state_ptr, state_strides, total_ptr, final_ptr,
-    lost, last, zero, H, V, v0, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+    lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """What four warps do: HALF columns from v0 on, or behind those, through the chunks of a piece."""
     begin, own, end = span
@@ -156,22 +161,26 @@ def _walk(  # type: ignore[no-untyped-def]
     gone = gl.load(total_ptr + begin * H, mask=begin < end, other=0.0)
     for i in range(begin, own):
         then = gl.load(total_ptr + (i + 1) * H, mask=i + 1 < end, other=0.0)
-        S = _chunk(S, gone, i - begin, 0, v0, out_there, tiles, full, empty, half, False, CHUNK, STAGES)
+        S = _chunk(S, gone, scale, i - begin, 0, v0, out_there, tiles, full, empty, half, False, CHUNK, STAGES)
         gone = then
     for i in range(own, end):
         then = gl.load(total_ptr + (i + 1) * H, mask=i + 1 < end, other=0.0)
         t0 = start + i * CHUNK
-        S = _chunk(S, gone, i - begin, t0, v0, out_there, tiles, full, empty, half, True, CHUNK, STAGES)
+        S = _chunk(S, gone, scale, i - begin, t0, v0, out_there, tiles, full, empty, half, True, CHUNK, STAGES)
         gone = then
     tma.store_wait(0)
+    if lost_ptr is not None:
+        at = v0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, BY_KEY))
+        gl.store(lost_ptr + at, gl.max(gl.where(S * 0.0 == 0.0, 0, 1), 1))
     if last:
         gl.store(final_ptr + ((c + zero) * V + (v + zero)), S)  # addresses kept from before would cost registers
 
 
 @gluon.jit
 def wide_walk_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, X_ptr, P_ptr, rows_ptr, total_ptr, reach_ptr, state_ptr, offsets_ptr, out_ptr, final_ptr,
-    k_strides, v_strides, state_strides, zero, T, H, R, V, pieces,
+    q_ptr, k_ptr, v_ptr, X_ptr, A_ptr, rows_ptr, total_ptr, reach_ptr, state_ptr, offsets_ptr,
+    out_ptr, final_ptr, lost_ptr,
+    q_strides, k_strides, v_strides, state_strides, scale, zero, T, H, R, V, pieces,
     CHUNK: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """2 HALF columns of one head's state through one of the `pieces` of a sequence (one, without `reach_ptr`)."""
@@ -191,16 +200,18 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, K], gl.bfloat16)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.bfloat16)
     line: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
+    q_ptr += row * q_strides[0] + h // R * q_strides[2]
     k_ptr += row * k_strides[0] + h // R * k_strides[2]
     v_ptr += row * v_strides[0] + h * v_strides[2]
     X_ptr += 2 * tokens * CHUNK
+    A_ptr += 2 * tokens * CHUNK
     each: gl.constexpr = [CHUNK, CHUNK]
     there = (
-        tma.make_tensor_descriptor(q_ptr + tokens * K, [stop, K], [H * K, 1], [CHUNK, K], wide),
+        tma.make_tensor_descriptor(q_ptr, [stop, K], [q_strides[1], 1], [CHUNK, K], wide),
         tma.make_tensor_descriptor(k_ptr, [stop, K], [k_strides[1], 1], [CHUNK, K], wide),
         tma.make_tensor_descriptor(v_ptr, [stop, V], [v_strides[1], 1], each, square),
         tma.make_tensor_descriptor(X_ptr, [stop, 2 * CHUNK], [2 * H * CHUNK, 1], each, square),
-        tma.make_tensor_descriptor(P_ptr + tokens * CHUNK, [stop, CHUNK], [H * CHUNK, 1], each, square),
+        tma.make_tensor_descriptor(A_ptr, [stop, 2 * CHUNK], [2 * H * CHUNK, 1], each, square),
         tma.make_tensor_descriptor(rows_ptr + first * 2 * CHUNK, [2 * H * count, CHUNK], [CHUNK, 1], [1, CHUNK], line),
         tma.make_tensor_descriptor(out_ptr + tokens * V, [stop, V], [H * V, 1], each, square),
     )
@@ -209,7 +220,7 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
         gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, K], wide),
         gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, HALF], square),
         gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], square),
-        gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, CHUNK], square),
+        gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], square),
         gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, CHUNK], line),
         gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HALF], square),
     )
@@ -222,16 +233,18 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
         state_ptr += n * state_strides[0] + h * state_strides[1]
     total_ptr += first
     final_ptr += (n * H + h) * K * V
+    if lost_ptr is not None:
+        lost_ptr += rest * V
     last, span = piece == pieces - 1, (begin, own, end)
     gl.warp_specialize(
         [
             (_walk, (
                 gl.constexpr(0), there[6], tiles, full, empty, span, start, state_ptr, state_strides, total_ptr,
-                final_ptr, lost, last, zero, H, V, v0, CHUNK, STAGES,
+                final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK, STAGES,
             )),
             (_walk, (
                 gl.constexpr(1), there[6], tiles, full, empty, span, start, state_ptr, state_strides, total_ptr,
-                final_ptr, lost, last, zero, H, V, v0, CHUNK, STAGES,
+                final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK, STAGES,
             )),
             (_load, (there, tiles, full, empty, span, start, H, v0, CHUNK, STAGES)),
         ],
@@ -241,14 +254,15 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
 
 
 def forward(
-    call: Any, parts: None, query: Tensor, inverse: Tensor, through: Tensor, gated: Any, pieces: int,
+    call: Any, parts: None, inverse: Tensor, products: Tensor, gated: Any, pieces: int, lost: Tensor | None,
     out: Tensor, final: Tensor,
 ) -> None:  # fmt: skip
     """`forward` of kernels_triton_token_walks.py of calls that are `wider` there; nothing is kept for a backward."""
     _, T, G, H, K, V, N = call.sizes
     launch(
         wide_walk_kernel, (N * H * pieces * (V // 128),),
-        query, call.k, call.v, inverse, through, gated.rows, gated.total, gated.reach, call.state, call.offsets,
-        out, final, call.k.stride(), call.v.stride(), strides(call.state), 0, T, H, H // G, V, pieces,
+        call.q, call.k, call.v, inverse, products, gated.rows, gated.total, gated.reach, call.state, call.offsets,
+        out, final, lost, call.q.stride(), call.k.stride(), call.v.stride(), strides(call.state), call.scale, 0,
+        T, H, H // G, V, pieces,
         config=Config(warps=4, stages=STAGES), CHUNK=CHUNK, BLOCK_K=K, STAGES=STAGES,
     )  # fmt: skip

@@ -3,13 +3,12 @@
 All rows are taken as near first (tiles/near.py), to a bound that lies further off; chunks whose totals say that some
 may be far are made again by a second launch. A and E are products of operands in float32, rounded to TF32: next to
 what bfloat16 has left of inputs that is nothing, and it is one product where two bfloat16 each would be three. Apart
-from instructions it is latencies that take time: channels are loaded two blocks ahead, A stays in registers, and what
-is read back is asked for early.
+from instructions it is latencies that take time: channels are loaded two blocks ahead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,13 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, float_precision, launch, side, strides, target_of
+from foci.core.tune import Config, float_precision, launch, strides, target_of
 from foci.tiles import near
 from foci.tiles.memory import store_tile
 from foci.tiles.near import above_each_other, apart, nearest, sums_and_total
 from foci.tiles.pairs import of_far_rows
 from foci.tiles.solve import across, inverse
-from foci.tiles.state import chunk_at, halves, in_two
+from foci.tiles.state import chunk_at, in_two
 from foci.tiles.whole import read, write, write_beside
 
 CHUNK = 64
@@ -71,12 +70,12 @@ def far_pairs(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def one_chunk(  # type: ignore[no-untyped-def]
-    h, b, t0, stop, slot, q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, X_ptr, A_ptr, P_ptr, total_ptr, made_ptr,
+    h, b, t0, stop, slot, q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, X_ptr, A_ptr, total_ptr, made_ptr,
     q_strides, k_strides, e_strides, beta_strides, g_strides, scale, zero, T, H, R, K, half,
     FAR: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_Q: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """X, A and P of one chunk and head, its totals, Q, rise e and fall beta k; whether it may have far rows, or is no
+    """X and A of one chunk and head, its totals, rise q, rise e and fall beta k; whether it may have far rows, or is no
     chunk of numbers.
     """
     row = tl.cast(b, tl.int64)
@@ -124,40 +123,23 @@ def one_chunk(  # type: ignore[no-untyped-def]
     into = (row * T * H + h) * 2 * CHUNK
     A = tl.where(t[:, None] >= t[None, :], A * scale, 0.0)
     high, low = in_two(A)
-    if A_ptr is not None:
-        write(A_ptr + into, high, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
-        write(A_ptr + into + CHUNK, low, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
+    write(A_ptr + into, high, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
+    write(A_ptr + into + CHUNK, low, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
     # What is past the end has no key, so that X is there the unit matrix's and 0 beside it.
     X = inverse(E, PRECISION, True)
     t0 += zero  # addresses kept from before would cost registers
     above, below = in_two(X)
-    tl.debug_barrier()  # what others of the program have written is read, which registers had no room for
-    e = read(made_ptr + half, t0, stop, H * K, 0, K, 1, CHUNK, BLOCK_Q, WHOLE)
-    q = read(made_ptr, t0, stop, H * K, 0, K, 1, CHUNK, BLOCK_Q, WHOLE)
     write(X_ptr + into, above, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
     write(X_ptr + into + CHUNK, below, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
-    P = halves(high, low, above, below, tl.zeros_like(X))
-    up, down = in_two(-P)
-    if K > BLOCK_Q:
-        for k0 in tl.range(BLOCK_Q, K, BLOCK_Q):
-            q_behind = read(made_ptr, t0, stop, H * K, k0, K, 1, CHUNK, BLOCK_Q, WHOLE)
-            e_behind = read(made_ptr + half, t0, stop, H * K, k0, K, 1, CHUNK, BLOCK_Q, WHOLE)
-            tl.debug_barrier()
-            Q = tl.dot(up, e_behind, tl.dot(down, e_behind, q_behind.to(tl.float32) * scale))
-            write(made_ptr, Q, t0, stop, H * K, k0, K, WHOLE)
-    tl.debug_barrier()  # Q takes the place of rise q
-    write(P_ptr + (row * T * H + h) * CHUNK, P, t0, stop, H * CHUNK, 0, CHUNK, WHOLE)
-    Q = tl.dot(up, e, tl.dot(down, e, q.to(tl.float32) * scale))
-    write(made_ptr, Q, t0, stop, H * K, 0, K, WHOLE)
     return far
 
 
 @triton.jit
 def near_chunks_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr, X_ptr, A_ptr, P_ptr, total_ptr, made_ptr, far_ptr,
+    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr, X_ptr, A_ptr, total_ptr, made_ptr, far_ptr,
     q_strides, k_strides, e_strides, beta_strides, g_strides, scale, zero, T, N, H, R, K, half, count,
     FAR: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_Q: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One chunk and head, all rows taken as near, and whether they may be far; FAR: of EACH chunks those that may."""
     if FAR:
@@ -169,9 +151,9 @@ def near_chunks_kernel(  # type: ignore[no-untyped-def]
                 n, b, t0, stop, slot = chunk_at(offsets_ptr, (first + j) // H, N, T, CHUNK)
                 one_chunk(
                     h, b, t0, stop, slot,
-                    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, X_ptr, A_ptr, P_ptr, total_ptr, made_ptr,
+                    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, X_ptr, A_ptr, total_ptr, made_ptr,
                     q_strides, k_strides, e_strides, beta_strides, g_strides, scale, zero, T, H, R, K, half,
-                    FAR, WHOLE, PRECISION, CHUNK, BLOCK_K, BLOCK_Q, STAGES,
+                    FAR, WHOLE, PRECISION, CHUNK, BLOCK_K, STAGES,
                 )  # fmt: skip
     else:
         h = (tl.program_id(0) % H).to(tl.int64)
@@ -180,18 +162,23 @@ def near_chunks_kernel(  # type: ignore[no-untyped-def]
             tl.store(far_ptr + tl.program_id(0), 0)
             return
         far = one_chunk(
-            h, b, t0, stop, slot, q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, X_ptr, A_ptr, P_ptr, total_ptr, made_ptr,
+            h, b, t0, stop, slot, q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, X_ptr, A_ptr, total_ptr, made_ptr,
             q_strides, k_strides, e_strides, beta_strides, g_strides, scale, zero, T, H, R, K, half,
-            FAR, WHOLE, PRECISION, CHUNK, BLOCK_K, BLOCK_Q, STAGES,
+            FAR, WHOLE, PRECISION, CHUNK, BLOCK_K, STAGES,
         )  # fmt: skip
         tl.store(far_ptr + tl.program_id(0), far)
 
 
 def chunks(
-    call: Any, inverse: Tensor, products: Tensor | None, through: Tensor, gated: Sequence[Tensor | None], slots: int,
-    whole: bool, config: Config, room: Mapping[str, int],
-) -> None:  # fmt: skip
-    """Fills X, A where it is wanted, P, and total, Q, rise e and fall beta k (`gated`), which lie behind each other.
+    call: Any,
+    inverse: Tensor,
+    products: Tensor,
+    gated: Sequence[Tensor | None],
+    slots: int,
+    whole: bool,
+    config: Config,
+) -> None:
+    """Fills X, A, and total, rise q, rise e and fall beta k (`gated`), which lie behind each other.
 
     Both launches have as many warps, and so products of the same instructions: near rows have the same bits in both.
     """
@@ -201,10 +188,10 @@ def chunks(
     for again in (False, True):
         launch(
             near_chunks_kernel, (-(-programs // each) if again else programs,),
-            call.q, call.k, call.erase, call.beta, call.log_decay, call.offsets, inverse, products, through, *gated[:2],
+            call.q, call.k, call.erase, call.beta, call.log_decay, call.offsets, inverse, products, *gated[:2],
             far, call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(call.log_decay),
             call.scale, 0, T, N, H, H // G, K, B * T * H * K, programs,
             config=config, FAR=again, WHOLE=whole,
             PRECISION=float_precision(call.v.dtype, target_of(call.v.device)),
-            CHUNK=CHUNK, BLOCK_Q=side(K, 128), STAGES=3, **room,
+            CHUNK=CHUNK, STAGES=3,
         )  # fmt: skip

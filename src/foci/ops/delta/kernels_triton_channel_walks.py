@@ -2,7 +2,7 @@
 
 The equations are those of kernels_triton_forward.py, turned over too:
 
-    d^T = (v^T - S^T (rise e)^T) X^T;  o^T = S^T Q^T + v^T P^T;  S^T <- S^T total + d^T (fall beta k)
+    d^T = (v^T - S^T (rise e)^T) X^T;  o^T = S^T (scale rise q)^T + d^T A^T;  S^T <- S^T total + d^T (fall beta k)
 
 So whatever one product makes and another takes is its left operand, and stays in registers: what Hopper adds up lies
 where it takes a left operand from. The right ones lie in shared memory as TMA has brought them, none of them waits for
@@ -29,11 +29,11 @@ CHUNK = 64
 
 @triton.jit
 def channel_walk_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, v_ptr, X_ptr, P_ptr, total_ptr, state_ptr, offsets_ptr,
-    out_ptr, final_ptr, errors_ptr, states_ptr, v_strides, state_strides, T, N, H, V, half,
+    q_ptr, k_ptr, e_ptr, v_ptr, X_ptr, A_ptr, total_ptr, state_ptr, offsets_ptr,
+    out_ptr, final_ptr, errors_ptr, states_ptr, v_strides, state_strides, scale, T, N, H, V, half,
     WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_V columns of one head's state through one sequence: `walk_kernel` of rise e, of k and X in two, Q and P."""
+    """BLOCK_V columns of one head's state through one sequence: `walk_kernel` of rise q and e; k, X and A in two."""
     K: tl.constexpr = BLOCK_K
     v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
     rest = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
@@ -48,7 +48,7 @@ def channel_walk_kernel(  # type: ignore[no-untyped-def]
     lost_there = opened(k_ptr + half + tokens * K, stop, H * K, K, CHUNK, K, True)
     v_there = opened(v_ptr + row * v_strides[0] + h * v_strides[2], stop, v_strides[1], V, CHUNK, BLOCK_V, True)
     X_there = opened(X_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
-    P_there = opened(P_ptr + tokens * CHUNK, stop, H * CHUNK, CHUNK, CHUNK, CHUNK, True)
+    A_there = opened(A_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
     out_there = opened(out_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
     if states_ptr is not None:
         states_there = opened(states_ptr + first * K * V, tl.cdiv(stop - start, CHUNK) * H * K, V, V, K, BLOCK_V, True)
@@ -72,8 +72,8 @@ def channel_walk_kernel(  # type: ignore[no-untyped-def]
         total_ptr += H * K
         k, k_lost = k_there.load([t0, 0]), lost_there.load([t0, 0])
         S = halves(high, low, k, k_lost, S)
-        q, P = q_there.load([t0, 0]), P_there.load([t0, 0])
-        o = tl.dot(tl.trans(v), tl.trans(P), tl.dot(operand, tl.trans(q)))
+        q, A, A_lost = q_there.load([t0, 0]), A_there.load([t0, 0]), A_there.load([t0, CHUNK])
+        o = halves(high, low, tl.trans(A), tl.trans(A_lost), tl.dot(operand, tl.trans(q)) * scale)
         out_there.store([t0, v0], tl.trans(o).to(v.dtype))
         if states_ptr is not None:
             states_there.store([(t0 - start) // CHUNK * H * K, v0], tl.trans(operand))
@@ -144,16 +144,16 @@ def fits(K: int, V: int, walk: Config, target: Target) -> bool:
 
 
 def forward(
-    call: Any, parts: Any, inverse: Tensor, through: Tensor, gated: Any, out: Tensor, final: Tensor,
+    call: Any, parts: Any, inverse: Tensor, products: Tensor, gated: Any, out: Tensor, final: Tensor,
     programs: int, walk: Config,
 ) -> None:  # fmt: skip
     """Fills out, final, and the errors and states of `parts`."""
     B, T, _, H, K, V, N = call.sizes
     launch(
         channel_walk_kernel, (programs,),
-        gated.query, gated.key, gated.erase, call.v, inverse, through, gated.total, call.state, call.offsets,
+        gated.query, gated.key, gated.erase, call.v, inverse, products, gated.total, call.state, call.offsets,
         out, final, *((None, None) if parts is None else (parts.errors, parts.states)),
-        call.v.stride(), strides(call.state), T, N, H, V, B * T * H * K,
+        call.v.stride(), strides(call.state), call.scale, T, N, H, V, B * T * H * K,
         config=walk, WHOLE=_whole(call, walk), CHUNK=CHUNK,
     )  # fmt: skip
 

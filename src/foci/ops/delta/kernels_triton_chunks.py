@@ -1,8 +1,8 @@
-"""First launch of the delta rule's forward in bfloat16, gates per token or none: X, A, P and Q of every chunk.
+"""First launch of the delta rule's forward in bfloat16, gates per token or none: X and A of every chunk.
 
 Letters and equations are those of kernels_triton_forward.py; kernels_triton_triangles.py has the same launch in loops.
 Here nothing is a loop, and the order is such that little waits for memory and little has to be kept: first all loads;
-the triangle's blocks before A; A and k stay in registers and in shared memory until P and Q are made of them.
+the triangle's blocks before A.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from foci.core.tune import Config, Target, launch, strides
 from foci.tiles.gates import load_gates
-from foci.tiles.near import LASTING, LOG2E, UNREAD, bounded
+from foci.tiles.near import LOG2E, UNREAD, bounded
 from foci.tiles.solve import blocks_in_two, inverse_in_two
-from foci.tiles.state import chunk_at, halves, in_two
-from foci.tiles.whole import read, within, write
+from foci.tiles.state import chunk_at, in_two
+from foci.tiles.whole import read, write
 
 CHUNK = 64
 
@@ -43,16 +43,15 @@ def times(x, y):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def token_chunks_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, v_ptr, beta_ptr, g_ptr, offsets_ptr,
-    X_ptr, A_ptr, P_ptr, rise_ptr, write_ptr, total_ptr, Q_ptr, rows_ptr, reach_ptr,
-    q_strides, k_strides, e_strides, v_strides, beta_strides, g_strides, scale, T, N, H, R, K, V,
-    WHOLE: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr, VALUES: tl.constexpr,
-    EVEN: tl.constexpr,
+    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr,
+    X_ptr, A_ptr, rise_ptr, write_ptr, total_ptr, rows_ptr, reach_ptr,
+    q_strides, k_strides, e_strides, beta_strides, g_strides, scale, T, N, H, R, K,
+    WHOLE: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """One chunk and head. WHOLE: no tile reaches beyond its tensor (tiles/whole.py). Without `A_ptr` A is not kept.
+    """One chunk and head. WHOLE: no tile reaches beyond its tensor (tiles/whole.py). KEEP: gradients are wanted.
 
     reach: a state's column, of length 1 before the chunk, has 2 to this behind it at most. Infinite where a key, a beta
-    or a gate is no number; UNREAD at least where a query is none, if gradients are wanted; LASTING where a value is.
+    or a gate is no number; UNREAD at least where a query is none and KEEP.
     """
     h = (tl.program_id(0) % H).to(tl.int64)
     n, b, t0, stop, slot = chunk_at(offsets_ptr, tl.program_id(0) // H, N, T, CHUNK)
@@ -77,13 +76,6 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
     if e_ptr is None:
         es = ks
     beta = kept(beta)
-    if reach_ptr is not None:  # its VALUES blocks
-        here = v_ptr + row * v_strides[0] + h * v_strides[2]
-        nothing = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-        for i in tl.static_range(VALUES):
-            v = read(here, t0, stop, v_strides[1], i * BLOCK_K, V, v_strides[3], CHUNK, BLOCK_K, EVEN)
-            nothing += v.to(tl.float32) * 0.0
-        nothing = tl.sum(nothing, 1)
     W = tl.full([CHUNK, CHUNK], 1.0, tl.float32)
     rise, write_by = tl.full([CHUNK], 1.0, tl.float32), beta
     if g_ptr is not None:
@@ -107,35 +99,22 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
     blocks = blocks_in_two(times(E * W, (beta * -1.0)[None, :]))
     if reach_ptr is not None:  # I - beta k k^T makes nothing longer than this
         grown = tl.abs(1.0 - beta * tl.sum(tl.where(t[:, None] == t[None, :], E, 0.0), 1))
-        grown = tl.where(grown <= 1.0, 0.0, tl.log2(grown))
-        reach = whole + tl.sum(tl.where(nothing == 0.0, grown, tl.maximum(grown, LASTING, tl.PropagateNan.ALL)), 0)
+        reach = whole + tl.sum(tl.where(grown <= 1.0, 0.0, tl.log2(grown)), 0)
     A = tl.zeros([CHUNK, CHUNK], tl.float32)
     for i in tl.static_range(TILES):
         A = tl.dot(qs[i], tl.trans(ks[i]), A)
     if reach_ptr is not None:
         reach = tl.where(reach < float("inf"), reach, float("inf"))
-        if A_ptr is not None:  # what is no number in a query is none in gradients before it, and in no later output
+        if KEEP:  # what is no number in a query is none in gradients before it, and in no later output
             reach = tl.where(tl.sum(tl.sum(A * 0.0, 1), 0) == 0.0, reach, tl.maximum(reach, UNREAD))
         tl.store(reach_ptr + slot * H + h, reach)
     high, low = in_two(times(A * W, (beta * scale)[None, :]))
     there = (row * T * H + h) * CHUNK
-    if A_ptr is not None:
-        write(A_ptr + 2 * there, high, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
-        write(A_ptr + 2 * there + CHUNK, low, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
-    X = inverse_in_two(blocks)
-    above, below = in_two(X)
-    qs = ()  # again, for it had no room, and long before it is wanted
-    for i in tl.static_range(TILES):
-        qs += (read(q_ptr, t0, stop, q_strides[1], i * BLOCK_K, K, q_strides[3], CHUNK, BLOCK_K, WHOLE),)  # type: ignore[assignment]
+    write(A_ptr + 2 * there, high, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
+    write(A_ptr + 2 * there + CHUNK, low, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
+    above, below = in_two(inverse_in_two(blocks))
     write(X_ptr + 2 * there, above, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
     write(X_ptr + 2 * there + CHUNK, below, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
-    P = halves(high, low, above, below, tl.zeros_like(X))
-    write(P_ptr + there, P, t0, stop, H * CHUNK, 0, CHUNK, WHOLE)
-    up, down = in_two(times(P, (rise * -1.0)[None, :]))
-    into, up_by = (row * T * H + h) * K, (rise * scale)[:, None]
-    for i in tl.static_range(TILES):
-        Q = tl.dot(up, es[i], tl.dot(down, es[i], qs[i].to(tl.float32) * up_by))
-        write(Q_ptr + into, Q, t0, stop, H * K, i * BLOCK_K, K, WHOLE)
 
 
 def fits(call: Any, target: Target) -> bool:
@@ -145,18 +124,15 @@ def fits(call: Any, target: Target) -> bool:
 
 
 def chunks(
-    call: Any, inverse: Tensor, products: Tensor | None, through: Tensor, gated: Sequence[Tensor | None], slots: int,
-    whole: bool, config: Config, room: Mapping[str, int],
+    call: Any, inverse: Tensor, products: Tensor, gated: Sequence[Tensor | None], slots: int, whole: bool, keep: bool,
+    config: Config, room: Mapping[str, int],
 ) -> None:  # fmt: skip
-    """Fills X, A where it is wanted, P, and rise, write, total, Q, rows and reach (`gated`)."""
-    _, T, G, H, K, V, N = call.sizes
+    """Fills X, A, and rise, write, total, rows and reach (`gated`)."""
+    _, T, G, H, K, _, N = call.sizes
     launch(
         token_chunks_kernel, (slots * H,),
-        call.q, call.k, call.erase, call.v, call.beta, call.log_decay, call.offsets, inverse, products, through, *gated,
-        call.q.stride(), call.k.stride(), strides(call.erase), call.v.stride(), call.beta.stride(),
-        strides(call.log_decay),
-        call.scale, T, N, H, H // G, K, V,
-        config=config, WHOLE=whole, CHUNK=CHUNK, TILES=-(-K // config["BLOCK_K"]),
-        VALUES=-(-V // config["BLOCK_K"]),
-        EVEN=whole and V % config["BLOCK_K"] == 0 and within(CHUNK, V, call.v), **room,
+        call.q, call.k, call.erase, call.beta, call.log_decay, call.offsets, inverse, products, *gated,
+        call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(call.log_decay),
+        call.scale, T, N, H, H // G, K,
+        config=config, WHOLE=whole, CHUNK=CHUNK, TILES=-(-K // config["BLOCK_K"]), KEEP=keep, **room,
     )  # fmt: skip

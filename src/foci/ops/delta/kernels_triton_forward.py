@@ -8,15 +8,10 @@ the state at a chunk's start (chunked.py; tiles/gates.py: rise, fall, total):
 The first launch makes X and A. The second has S in registers and reads o from it at once, so that without a backward
 neither states nor errors d are ever written: half of what three launches would move. Where keys are alike, sums over d
 telescope and an error in one term does not cancel: X, A, d and all sums are float32, their products TF32 at least. Only
-what came in bfloat16, and states as an operand, are multiplied in it; a state is updated with d as the sum of two.
+what came in bfloat16, and states as an operand, are multiplied in it.
 
-In bfloat16 X and A are kept as two of them, for products of 16 digits, and o comes from what the first launch has made
-of A, X, queries and erase keys, so that no product waits for d but the state's:
-
-    o = P v + Q S;   P = A X,  Q = scale rise q - P (rise e)
-
-Of these one bfloat16 each is enough: an output's error is its own, and v is exact. On Hopper the walk's tiles are moved
-by TMA (tiles/memory.py: opened): there a chunk is a matter of instructions and latencies, most of them addresses.
+In bfloat16 X, A and d are two of them each, for products of 16 digits. On Hopper the walk's tiles are moved by TMA
+(tiles/memory.py: opened): there a chunk is a matter of instructions and latencies, most of them addresses.
 
 Where few heads would leave processors idle, sequences are cut into pieces, walked at once (ops/delta/pieces.py): first
 without outputs, which makes each piece's map S -> M S + N; then as ever, after each has joined the maps before it.
@@ -65,9 +60,8 @@ def walk_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """BLOCK_V columns of one head's state through one sequence, or a piece of it, and what its tokens read.
 
-    Per channel q, k and e come decayed (in bfloat16 k in two, `half` apart), with as many heads as v. In bfloat16 Q and
-    P come in place of q and A. Without `out_ptr` a piece's map is made (tiles/affine.py: M, N): the columns behind V's
-    blocks are M's, and no token writes a value.
+    Per channel q, k and e come decayed (in bfloat16 k in two, `half` apart), with as many heads as v. Without `out_ptr`
+    a piece's map is made (tiles/affine.py: M, N): the columns behind V's blocks are M's, and no token writes a value.
     """
     blocks = tl.cdiv(V, BLOCK_V) + (tl.cdiv(K, BLOCK_V) if out_ptr is None else 0)
     v0 = tl.program_id(0) % blocks * BLOCK_V
@@ -95,9 +89,8 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     v_there = opened(v_ptr + row * v_strides[0] + h * v_strides[2], stop, v_strides[1], V, CHUNK, BLOCK_V, TMA)
     X_there = opened(X_ptr + tokens * WIDE, stop, H * WIDE, WIDE, CHUNK, CHUNK, TMA)
     if out_ptr is not None:
-        reader = h if HALVES else head
-        q_there = opened(q_ptr + row * q_strides[0] + reader * q_strides[2], stop, q_strides[1], K, CHUNK, BLOCK_K, TMA)
-        A_there = opened(A_ptr + tokens * CHUNK, stop, H * CHUNK, CHUNK, CHUNK, CHUNK, TMA)
+        q_there = opened(q_ptr + row * q_strides[0] + head * q_strides[2], stop, q_strides[1], K, CHUNK, BLOCK_K, TMA)
+        A_there = opened(A_ptr + tokens * WIDE, stop, H * WIDE, WIDE, CHUNK, CHUNK, TMA)
         out_there = opened(out_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, TMA)
     if errors_ptr is not None:
         errors_there = opened(errors_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, TMA)
@@ -134,7 +127,9 @@ def walk_kernel(  # type: ignore[no-untyped-def]
         if HALVES:
             lost = load_block(X_there, t0, stop, H * WIDE, CHUNK, WIDE, 1, CHUNK, CHUNK, TMA)
         if out_ptr is not None:
-            A = load_block(A_there, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, TMA)
+            A = load_block(A_there, t0, stop, H * WIDE, 0, CHUNK, 1, CHUNK, CHUNK, TMA)
+            if HALVES:
+                A_lost = load_block(A_there, t0, stop, H * WIDE, CHUNK, WIDE, 1, CHUNK, CHUNK, TMA)
         read = tl.zeros([CHUNK, BLOCK_V], tl.float32)
         o = tl.zeros([CHUNK, BLOCK_V], tl.float32)
         for i in tl.static_range(TILES):
@@ -164,11 +159,12 @@ def walk_kernel(  # type: ignore[no-untyped-def]
         else:
             d = tl.dot(X, rounded(error, PRECISION), d, input_precision=PRECISION)
         if out_ptr is not None:
+            if rise_ptr is not None:
+                o *= rise[:, None]
             if HALVES:
-                o = tl.dot(A, v, o)
+                above, below = in_two(d)
+                o = halves(A, A_lost, above, below, o * scale)
             else:
-                if rise_ptr is not None:
-                    o *= rise[:, None]
                 o = tl.dot(A, rounded(d, PRECISION), o * scale, input_precision=PRECISION)
             store_block(out_there, o, t0, stop, H * V, v0, V, TMA)
         written = d
@@ -234,7 +230,7 @@ def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, target
 
 
 def forward(
-    call: Any, parts: Any, made: tuple[Tensor, Tensor, Tensor | None, Any], shares: int,
+    call: Any, parts: Any, made: tuple[Tensor, Tensor, Any], shares: int,
     cut: Callable[[Target, int], Any], token_walks: Any, channel_walks: Any, wide_walks: Any = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out [B,T,H,V] and the final state [N,H,K,V] of what the first launch has `made` (kernels_triton_triangles.py).
@@ -247,7 +243,7 @@ def forward(
     B, T, _, H, K, V, N = call.sizes
     v, target = call.v, target_of(call.v.device)
     halves = stored(v.dtype) == torch.bfloat16
-    inverse, products, through, gated = made
+    inverse, products, gated = made
     room = torch.empty if call.offsets is None else torch.zeros  # tokens behind the last document are in no chunk
     out = room(B, T, H, V, dtype=v.dtype, device=v.device)
     final = torch.empty(N, H, K, V, dtype=torch.float32, device=v.device)
@@ -263,16 +259,19 @@ def forward(
     walk = configure("delta_walk", (v.dtype, K, V, tiles), rule, target, vary)
     blocks = -(-V // walk["BLOCK_V"])
     if not pieces.tokens and gated.key is None and token_walks.suits(N * H * shares, K, V, target, q, k, e, v):
-        (wide_walks or token_walks).forward(call, parts, q, inverse, through, gated, shares, out, final)
+        lost = token_walks.losses(call, gated, shares)
+        (wide_walks or token_walks).forward(call, parts, inverse, products, gated, shares, lost, out, final)
+        if lost is not None:
+            token_walks.spread(call, parts, shares, lost, out, final)
         return out, final
     if not pieces.tokens and tiles == 4 and channel_walks.fits(K, V, walk, target) and by_tma(v):
-        channel_walks.forward(call, parts, inverse, through, gated, out, final, pieces.programs * H * blocks, walk)
+        channel_walks.forward(call, parts, inverse, products, gated, out, final, pieces.programs * H * blocks, walk)
         return out, final
 
     def go(programs: int, *results: Tensor | None) -> None:
         launch(
             walk_kernel, (programs,),
-            q, k, e, v, inverse, products if through is None else through, gated.rise, write, gated.total,
+            q, k, e, v, inverse, products, gated.rise, write, gated.total,
             call.state, call.offsets, pieces.M, pieces.N, *results,
             q.stride(), k.stride()[-4:], strides(e), v.stride(), write.stride(), strides(call.state),
             call.scale, T, N, H, H // call.q.shape[2], K, V, B * T * H * K, B * T * H * V,

@@ -2,7 +2,7 @@
 
 The equations are those of kernels_triton_forward.py and kernels_triton_backward.py, turned over too:
 
-    d^T = (v^T - S^T e^T rise) X^T;  o^T = S^T Q^T + v^T P^T;  S^T <- total S^T + (fall beta d)^T k
+    d^T = (v^T - S^T e^T rise) X^T;  o^T = S^T q^T (scale rise) + d^T A^T;  S^T <- total S^T + (fall beta d)^T k
     dv^T = (do^T A + dS^T k^T (fall beta)) X;  dS^T <- total dS^T + (scale rise do)^T q - (rise dv)^T e
 
 So whatever one product makes and another takes is its left operand, and stays in registers: what Hopper adds up lies
@@ -18,8 +18,8 @@ Where gates forget, few heads still fill a GPU: a sequence is cut into pieces, w
 the state at its first chunk. What was there some chunks before has a factor of all gates since then, and of each
 token's I - beta k k^T, which makes nothing longer than |1 - beta |k|^2| or 1 do. Where the product of these is less
 than 2^-150, which float32 has not, it is 0: so a piece warms up from there on, by states alone. Where nothing is
-forgotten it begins with the sequence. By such a factor of 0 what is no number stays none, as it does in one walk: the
-first launch says of a chunk with such values that it lasts, and a backward looks for such gradients itself.
+forgotten it begins with the sequence. By such a factor of 0 what is no number stays none, as it does in one walk: where
+a piece's state is none at its end, a last launch makes all behind it none, and a backward looks for such gradients.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, by_tma, configure, launch, strides, target_of
+from foci.core.tune import Config, Target, by_tma, configure, launch, side, strides, target_of
 from foci.tiles.affine import load_state
 from foci.tiles.memory import opened, store_tile
 from foci.tiles.near import UNREAD
@@ -46,14 +46,15 @@ SHORTEST = 24  # chunks of a piece
 
 @triton.jit
 def token_walk_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, v_ptr, X_ptr, P_ptr, rows_ptr, total_ptr, reach_ptr, state_ptr, offsets_ptr,
-    out_ptr, final_ptr, errors_ptr, states_ptr,
-    k_strides, e_strides, v_strides, state_strides, T, N, H, R, V, apart, pieces,
+    q_ptr, k_ptr, e_ptr, v_ptr, X_ptr, A_ptr, rows_ptr, total_ptr, reach_ptr, state_ptr, offsets_ptr,
+    out_ptr, final_ptr, lost_ptr, errors_ptr, states_ptr,
+    q_strides, k_strides, e_strides, v_strides, state_strides, scale, T, N, H, R, V, apart, pieces,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_V columns of one head's state through one sequence, and what its tokens read: `walk_kernel` of Q and P.
+    """BLOCK_V columns of one head's state through one sequence, and what its tokens read: `walk_kernel`.
 
-    With `reach_ptr` through one of its `pieces`, after the chunks before it that are not forgotten.
+    With `reach_ptr` through one of its `pieces`, after the chunks before it that are not forgotten; `lost_ptr` says
+    which columns are no numbers behind it.
     """
     K: tl.constexpr = BLOCK_K
     v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
@@ -64,17 +65,19 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
     row = tl.cast(b, tl.int64)
     tokens, first = row * T * H + h, tl.cast(slot, tl.int64) * H + h
-    q_there = opened(q_ptr + tokens * K, stop, H * K, K, CHUNK, K, True)
+    q_there = opened(q_ptr + row * q_strides[0] + h // R * q_strides[2], stop, q_strides[1], K, CHUNK, K, True)
     k_there = opened(k_ptr + row * k_strides[0] + h // R * k_strides[2], stop, k_strides[1], K, CHUNK, K, True)
     e_there = k_there
     if e_ptr is not None:
         e_there = opened(e_ptr + row * e_strides[0] + h // R * e_strides[2], stop, e_strides[1], K, CHUNK, K, True)
     v_there = opened(v_ptr + row * v_strides[0] + h * v_strides[2], stop, v_strides[1], V, CHUNK, BLOCK_V, True)
     X_there = opened(X_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
-    P_there = opened(P_ptr + tokens * CHUNK, stop, H * CHUNK, CHUNK, CHUNK, CHUNK, True)
+    A_there = opened(A_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
     out_there = opened(out_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
     if states_ptr is not None:
-        states_there = opened(states_ptr + first * K * V, tl.cdiv(stop - start, CHUNK) * H * K, V, V, K, BLOCK_V, True)
+        states_there = opened(
+            states_ptr + first * K * V, tl.cdiv(stop - start, CHUNK) * H * K, V, V, K // 2, BLOCK_V, True
+        )  # fmt: skip
         errors_there = opened(errors_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
         unsaid_there = opened(errors_ptr + apart + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
     chunks = tl.cdiv(stop - start, CHUNK)
@@ -100,7 +103,7 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
             chunk = (t0 - start) // CHUNK
             v = v_there.load([t0, v0])
             if phase == 1:
-                P = P_there.load([t0, 0])
+                A, A_lost = A_there.load([t0, 0]), A_there.load([t0, CHUNK])
             k = k_there.load([t0, 0])
             if phase == 1:
                 q = q_there.load([t0, 0])
@@ -111,30 +114,76 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
             write = rows_there.load([2 * H * chunk + 1, 0])
             operand = S.to(tl.bfloat16)
             if states_ptr is not None and phase == 1:
-                states_there.store([chunk * H * K, v0], tl.trans(operand))
+                left, right = tl.split(tl.permute(tl.reshape(operand, [BLOCK_V, 2, K // 2]), [0, 2, 1]))
+                states_there.store([chunk * H * K, v0], tl.trans(left))
             read = tl.dot(operand, tl.trans(e))
+            if states_ptr is not None and phase == 1:  # each from the same place in shared memory
+                states_there.store([chunk * H * K + K // 2, v0], tl.trans(right))
             if total_ptr is not None:
                 rise = rows_there.load([2 * H * chunk, 0])
             if phase == 1:
-                o = tl.dot(tl.trans(v), tl.trans(P), tl.dot(operand, tl.trans(q)))
+                o = tl.dot(operand, tl.trans(q))
             if total_ptr is not None:
                 read *= rise
             high, low = in_two(tl.trans(v).to(tl.float32) - read)
             if phase == 1:
-                out_there.store([t0, v0], tl.trans(o).to(out_there.dtype))
+                if total_ptr is not None:
+                    o *= rise
+                o *= scale
             d = halves(high, low, tl.trans(X), tl.trans(X_lost), tl.zeros_like(read))
             if total_ptr is not None:
                 S *= gone
                 gone = tl.load(total_ptr + first + (chunk + 1) * H, mask=chunk + 1 < chunks, other=0.0)
+            if phase == 1:
+                high, low = in_two(d)
+                o = halves(high, low, tl.trans(A), tl.trans(A_lost), o)
             if states_ptr is not None and phase == 1:
                 said, unsaid = nearest_in_two(d)
                 errors_there.store([t0, v0], tl.trans(said))
             high, low = in_two(d * write)
             S = tl.dot(high, k, tl.dot(low, k, S))
+            if phase == 1:
+                out_there.store([t0, v0], tl.trans(o).to(out_there.dtype))
             if states_ptr is not None and phase == 1:
                 unsaid_there.store([t0, v0], tl.trans(unsaid))
+    if reach_ptr is not None:
+        v = v0 + tl.arange(0, BLOCK_V)
+        tl.store(lost_ptr + rest * V + v, (tl.sum(S * 0.0, 1) != 0.0).to(tl.int32), mask=v < V)
     if reach_ptr is None or piece == pieces - 1:
         store_tile(final_ptr + (n * H + h) * K * V, tl.trans(S), 0, K, V, v0, V, 1)
+
+
+@triton.jit
+def lost_kernel(  # type: ignore[no-untyped-def]
+    lost_ptr, offsets_ptr, out_ptr, final_ptr, errors_ptr, states_ptr, T, H, K, V, apart, pieces,
+    CHUNK: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """NaN in those columns of all that a piece has made of which a piece before it has `lost` the state."""
+    piece, rest = tl.program_id(0) % (pieces - 1) + 1, tl.program_id(0) // (pieces - 1)
+    h, n = (rest % H).to(tl.int64), (rest // H).to(tl.int64)
+    b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
+    v, chunks = tl.arange(0, BLOCK_V), tl.cdiv(stop - start, CHUNK)
+    lost = tl.zeros([BLOCK_V], tl.int32)
+    for before in range(piece):
+        ahead, behind = share(before, pieces, chunks)
+        lost |= tl.load(lost_ptr + ((n * pieces + before) * H + h) * V + v, mask=(v < V) & (ahead < behind), other=0)
+    if tl.max(lost, 0) == 0:
+        return
+    nothing = tl.full([BLOCK_V], float("nan"), tl.float32)
+    ahead, behind = share(piece, pieces, chunks)
+    for t in range(start + ahead * CHUNK, tl.minimum(start + behind * CHUNK, stop)):
+        token = ((tl.cast(b, tl.int64) * T + t) * H + h) * V + v
+        tl.store(out_ptr + token, nothing, mask=lost > 0)
+        if errors_ptr is not None:
+            tl.store(errors_ptr + token, nothing, mask=lost > 0)
+            tl.store(errors_ptr + apart + token, nothing, mask=lost > 0)
+    if states_ptr is not None:
+        for i in range(ahead * K, behind * K):
+            state = ((tl.cast(slot, tl.int64) + i // K) * H + h) * K + i % K
+            tl.store(states_ptr + state * V + v, nothing, mask=lost > 0)
+    if piece == pieces - 1:
+        for i in range(K):
+            tl.store(final_ptr + ((n * H + h) * K + i) * V + v, nothing, mask=lost > 0)
 
 
 @triton.jit
@@ -290,19 +339,36 @@ def _config(name: str, K: int, V: int, e: Tensor | None, target: Target) -> Conf
 
 
 def forward(
-    call: Any, parts: Any, query: Tensor, inverse: Tensor, through: Tensor, gated: Any, pieces: int,
+    call: Any, parts: Any, inverse: Tensor, products: Tensor, gated: Any, pieces: int, lost: Tensor | None,
     out: Tensor, final: Tensor,
 ) -> None:  # fmt: skip
-    """`out` and `final`, each sequence in `pieces` (`shares`), and the states and errors that `parts` keeps."""
+    """`out` and `final`, each sequence in `pieces` (`shares`), the states and errors that `parts` keeps, and `lost`."""
     B, T, G, H, K, V, N = call.sizes
-    target, k, e, v = target_of(call.v.device), call.k, call.erase, call.v
+    target, q, k, e, v = target_of(call.v.device), call.q, call.k, call.erase, call.v
     config = _config("token_walk", K, V, e, target)
     launch(
         token_walk_kernel, (N * H * pieces * -(-V // config["BLOCK_V"]),),
-        query, k, e, v, inverse, through, gated.rows, gated.total, gated.reach, call.state, call.offsets,
-        out, final, *((None, None) if parts is None else (parts.errors, parts.states)),
-        k.stride(), strides(e), v.stride(), strides(call.state), T, N, H, H // G, V, B * T * H * V, pieces,
+        q, k, e, v, inverse, products, gated.rows, gated.total, gated.reach, call.state, call.offsets,
+        out, final, lost, *((None, None) if parts is None else (parts.errors, parts.states)),
+        q.stride(), k.stride(), strides(e), v.stride(), strides(call.state), call.scale, T, N, H, H // G, V,
+        B * T * H * V, pieces,
         config=config, CHUNK=CHUNK, BLOCK_K=K,
+    )  # fmt: skip
+
+
+def losses(call: Any, gated: Any, pieces: int) -> Tensor | None:
+    """Room for the columns of a state that each piece has lost, where there are pieces."""
+    *_, H, _, V, N = call.sizes
+    return None if gated.reach is None else torch.empty(N, pieces, H, V, dtype=torch.int32, device=call.v.device)
+
+
+def spread(call: Any, parts: Any, pieces: int, lost: Tensor, out: Tensor, final: Tensor) -> None:
+    """NaN to the columns of all pieces behind one that has `lost` them."""
+    B, T, _, H, K, V, N = call.sizes
+    launch(
+        lost_kernel, (N * H * (pieces - 1),),
+        lost, call.offsets, out, final, *((None, None) if parts is None else (parts.errors, parts.states)),
+        T, H, K, V, B * T * H * V, pieces, config=Config(), CHUNK=CHUNK, BLOCK_V=side(V, 1 << 20),
     )  # fmt: skip
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from foci.core.tune import Config, Target, configure, float_precision, launch, side, stored, strides, target_of
 from foci.tiles import near, pairs
 from foci.tiles.gates import load_gates, pairs_of_two, total
-from foci.tiles.memory import load_tile, store_tile
+from foci.tiles.memory import store_tile
 from foci.tiles.solve import inverse
-from foci.tiles.state import chunk_at, halves, in_two, rounded, working
+from foci.tiles.state import chunk_at, in_two, rounded, working
 from foci.tiles.whole import read, within, write
 
 CHUNK = 64
@@ -31,7 +31,7 @@ class Gated(NamedTuple):
     rise: Tensor | None  # per token: [B,T,H]
     write: Tensor | None  # per token: [B,T,H], fall beta
     total: Tensor | None  # [slots,H] or per channel [slots,H,K]
-    query: Tensor | None  # in bfloat16: [B,T,H,K], Q; else per channel: rise q
+    query: Tensor | None  # per channel: [B,T,H,K], rise q
     erase: Tensor | None  # per channel: [B,T,H,K], rise e
     key: Tensor | None  # per channel: [B,T,H,K], fall beta k; in bfloat16 [2,B,T,H,K], its rounding and what that left
     rows: Tensor | None  # in bfloat16, but for gates per channel: [slots,H,2,64], rise and write (beta), for TMA
@@ -41,12 +41,12 @@ class Gated(NamedTuple):
 @triton.jit
 def chunks_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr,
-    X_ptr, A_ptr, P_ptr, rise_ptr, write_ptr, total_ptr, risen_q_ptr, risen_e_ptr, fallen_ptr,
+    X_ptr, A_ptr, rise_ptr, write_ptr, total_ptr, risen_q_ptr, risen_e_ptr, fallen_ptr,
     q_strides, k_strides, e_strides, beta_strides, g_strides, scale, zero, T, N, H, R, K,
     FAR: tl.constexpr, WHOLE: tl.constexpr, ALL_K: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """X and A of one chunk and head, and its operands with their decays in them; with `P_ptr` P, and Q as risen_q.
+    """X and A of one chunk and head, and its operands with their decays in them.
 
     Per channel in float16 a first launch takes all rows as near (tiles/pairs.py); where its totals say that they
     may not be, the second, FAR, does all again. WHOLE: no tile reaches beyond its tensor (tiles/whole.py).
@@ -128,26 +128,6 @@ def chunks_kernel(  # type: ignore[no-untyped-def]
         above, below = in_two(X)
         store_tile(X_ptr + 2 * there, above, t0, stop, 2 * H * CHUNK, 0, CHUNK, 1)
         store_tile(X_ptr + 2 * there + CHUNK, below, t0, stop, 2 * H * CHUNK, 0, CHUNK, 1)
-    if P_ptr is not None:
-        tl.debug_barrier()  # what others of the program have written is read, which registers had no room for
-        high = load_tile(A_ptr + 2 * there, t0, stop, 2 * H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
-        low = load_tile(A_ptr + 2 * there + CHUNK, t0, stop, 2 * H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
-        P = halves(high, low, above, below, tl.zeros_like(X))
-        store_tile(P_ptr + there, P, t0, stop, H * CHUNK, 0, CHUNK, 1)
-        into = (row * T * H + h) * K
-        if g_ptr is not None:
-            P *= rise[None, :]
-        t0 += zero
-        up, down = in_two(-P)
-        for k0 in tl.range(0, K, BLOCK_K):
-            q = load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K).to(tl.float32) * scale
-            x_ptr, x_strides = k_ptr, k_strides
-            if e_ptr is not None:
-                x_ptr, x_strides = e_ptr, e_strides
-            e = load_tile(x_ptr, t0, stop, x_strides[1], k0, K, x_strides[3], CHUNK, BLOCK_K)
-            if g_ptr is not None:
-                q *= rise[:, None]
-            store_tile(risen_q_ptr + into, tl.dot(up, e, tl.dot(down, e, q)), t0, stop, H * K, k0, K, 1)
 
 
 def chunks_rule(dtype: torch.dtype, K: int, per_channel: bool, target: Target) -> Config:
@@ -161,8 +141,8 @@ def chunks_rule(dtype: torch.dtype, K: int, per_channel: bool, target: Target) -
 
 def first(
     call: Any, parts: Any, slots: int, cut: bool, at_once: Any, channel_chunks: Any
-) -> tuple[Tensor, Tensor, Tensor | None, Gated]:
-    """X, A, in bfloat16 P, and what is made of gates; `parts` (gpu.py), if given, is filled; `cut`: reach too.
+) -> tuple[Tensor, Tensor, Gated]:
+    """X, A and what is made of gates; `parts` (gpu.py), if given, is filled; `cut`: reach too.
 
     One launch, and one more for far rows (`chunks_kernel`). In bfloat16, where they may, `at_once` makes it
     (kernels_triton_chunks.py) and, with gates per channel, `channel_chunks` (kernels_triton_channel_chunks.py).
@@ -170,42 +150,42 @@ def first(
     B, T, G, H, K, _, N = call.sizes
     v, g, target = call.v, call.log_decay, target_of(call.v.device)
     halves = stored(v.dtype) == torch.bfloat16
-    wide, near = [(B, T, H, n * CHUNK) for n in (2, 1)], {"dtype": stored(v.dtype), "device": v.device}
     if parts is not None:
         inverse, products = parts.inverse, parts.products
     else:
-        inverse, products = torch.empty(2, *wide[not halves], **near).unbind()
-    through = torch.empty(wide[1], **near) if halves else None
+        wide = 2 * CHUNK if halves else CHUNK
+        inverse, products = torch.empty(2, B, T, H, wide, dtype=stored(v.dtype), device=v.device).unbind()
     per_channel = g is not None and g.shape[3] > 1
-    gated = _gated(call, parts, through, slots, cut, per_channel)
+    gated = _gated(call, parts, slots, cut, per_channel)
     rule = partial(chunks_rule, v.dtype, K, per_channel)
     config = configure("delta_chunks", (v.dtype, K, per_channel), rule, target, {"BLOCK_K": (16, 32, 64)})
     by_near = per_channel and v.dtype != torch.float32
     whole = call.offsets is None and T % CHUNK == K % config["BLOCK_K"] == 0
     whole = whole and within(CHUNK, K, call.q, call.k, call.erase, g)
     # Three programs a processor, as each waits for one product after the other: on an H200 195 us for 224, with spills.
-    room = {"maxnreg": 168} if target.arch == 90 and through is not None and not per_channel else {}
-    if through is not None:
-        better = channel_chunks if per_channel else at_once if at_once.fits(call, target) else None
-        if better is not None:
-            part = gated[2:6] if per_channel else (*gated[:4], *gated[6:])
-            better.chunks(call, inverse, parts and products, through, part, slots, whole, config, room)
-            return inverse, products, through, gated
+    room = {"maxnreg": 168} if target.arch == 90 and halves and not per_channel else {}
+    if halves and per_channel:
+        channel_chunks.chunks(call, inverse, products, gated[2:6], slots, whole, config)
+        return inverse, products, gated
+    if halves and at_once.fits(call, target):
+        gates, keep = (*gated[:3], *gated[6:]), parts is not None
+        at_once.chunks(call, inverse, products, gates, slots, whole, keep, config, room)
+        return inverse, products, gated
     for again in (False, True)[: 2 if by_near else 1]:
         launch(
             chunks_kernel, (slots * H,),
-            call.q, call.k, call.erase, call.beta, g, call.offsets, inverse, products, through, *gated[:6],
+            call.q, call.k, call.erase, call.beta, g, call.offsets, inverse, products, *gated[:6],
             call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(g),
             call.scale, 0, T, N, H, H // G, K,
             config=config, FAR=again, WHOLE=whole,
             ALL_K=side(K, 1 << 20), PER_CHANNEL=per_channel, PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK,
             **room,
         )  # fmt: skip
-    return inverse, products, through, gated
+    return inverse, products, gated
 
 
-def _gated(call: Any, parts: Any, through: Tensor | None, slots: int, cut: bool, per_channel: bool) -> Gated:
-    """Room for what is made of gates, in bfloat16 of queries; what `parts` has is there already."""
+def _gated(call: Any, parts: Any, slots: int, cut: bool, per_channel: bool) -> Gated:
+    """Room for what is made of gates; what `parts` has is there already."""
     B, T, _, H, K, *_ = call.sizes
     v, gated = call.v, Gated(*[None] * 8)
     each: tuple[Tensor | None, ...]
@@ -221,7 +201,6 @@ def _gated(call: Any, parts: Any, through: Tensor | None, slots: int, cut: bool,
         else:
             each = parts.rise, parts.write, parts.total, parts.reach
         gated = gated._replace(rise=each[0], write=each[1], total=each[2], reach=each[3] if cut else None)
-    if through is not None and not per_channel:
-        rows = torch.empty(slots, H, 2, CHUNK, device=v.device) if parts is None else parts.rows
-        gated = gated._replace(query=torch.empty(B, T, H, K, dtype=through.dtype, device=v.device), rows=rows)
+    if stored(v.dtype) == torch.bfloat16 and not per_channel:
+        gated = gated._replace(rows=torch.empty(slots, H, 2, CHUNK, device=v.device) if parts is None else parts.rows)
     return gated
