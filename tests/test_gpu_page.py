@@ -141,6 +141,23 @@ def test_every_operator_has_time_to_be_compiled_and_all_of_it_is_given(
     assert seconds - len(limits) <= sum(limits.values()) <= seconds
 
 
+@pytest.mark.parametrize(("limit", "seconds"), [(470, 40), (45, 35), (12, None)])
+def test_tuning_has_what_the_steps_before_it_have_left(limit: int, seconds: int | None, tmp_path: Path) -> None:
+    """On a slow host they took so long that all three passed eight minutes."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    python.chmod(0o755)
+    asked = {"PYTHON": str(python), "OPERATORS": "scan", "LIMIT": str(limit), "PATH": os.environ["PATH"]}
+    script = Path(gpu_page.__file__).with_name("h200.sh")
+    ended = subprocess.run(
+        ["bash", str(script), str(tmp_path / "out"), "tune"], env=asked, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = re.findall(r"foci tune scan --limit (\d+) ", (tmp_path / "asked").read_text())
+    assert [0 <= (seconds or 0) - int(each) <= 5 for each in found] == [True] * (seconds is not None)
+    assert ("tune: not begun" in ended.stdout) == (seconds is None)
+
+
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no records"):
         gpu_page.page(tmp_path)

@@ -182,7 +182,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
                 now *= tl.load(total_ptr + there * K + c, mask=c < K, other=0.0)[:, None]
                 if k.dtype == tl.bfloat16:
                     lost = load_block(lost_there, t0, stop, k_strides[1], k0, K, 1, CHUNK, BLOCK_K, TMA)
-                    now = tl.dot(tl.trans(lost), written.to(tl.bfloat16), now)
+                    now = tl.dot(tl.trans(lost), in_two(written)[0], now)
             elif total_ptr is not None:
                 now *= gone
             ahead += (right(tl.trans(k), written, now, PRECISION),)  # type: ignore[assignment]
