@@ -194,11 +194,16 @@ _DELTA = (
     Specimen("delta", "Kimi Delta Attention", recurrence(beta=True, decay="channel")),
     Specimen("delta", "Gated DeltaNet of few heads, in pieces", recurrence(beta=True, decay="token", G=1, H=2)),
     Specimen("delta", "Gated DeltaNet in pieces by its gates", recurrence(beta=True, decay="token"), where="sm_90"),
+    Specimen(
+        "delta",
+        "Kimi Delta Attention of few heads, in pieces",
+        recurrence(beta=True, decay="channel", G=1, H=2),
+        where="sm_90",
+    ),
     Specimen("delta", "packed Gated DeltaNet", recurrence(beta=True, decay="token", packed=True, state=True)),
     *_rest(
         "delta",
         {
-            "KDA of few heads, in pieces": recurrence(beta=True, decay="channel", G=1, H=2),
             "erase": recurrence(beta=True, decay="channel", erase=True, K=64),
             "Gated DeltaNet K=256": recurrence(beta=True, decay="token", K=256),
             "Gated DeltaNet K=64": recurrence(beta=True, decay="token", K=64),

@@ -40,7 +40,7 @@ from foci.core.tune import Launch, Target, recording, target_of
 from foci.ops import SPECS
 
 # The more distinct kernels the cases of an operator launch, the more processes: 117 of softmax, 296 of linear
-# attention, 291 of the delta rule, 57 of the selective scan, 24 of the scan. Laws of a group launch much the same.
+# attention, 279 of the delta rule, 57 of the selective scan, 24 of the scan. Laws of a group launch much the same.
 # Of the delta rule some take longest, which is Python's time: parts of the cases each, i/n of `foci check --cases`.
 GROUPS = {
     "softmax": ("1,2,3", "4,5,6,7", "8,9,15", "10,11,12,13,14"),

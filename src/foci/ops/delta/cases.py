@@ -100,7 +100,8 @@ LARGE_PROBLEMS = (
     Delta("width 128, per channel", T=256, H=16, K=128, decay="channel"),
     Delta("width 128, per channel, many heads", T=256, H=32, K=128, decay="channel"),
     Delta("width 128, few heads", T=4096, G=1, H=2, K=128, decay="token"),
-    Delta("width 64, in pieces by its gates", B=1, T=3072, G=25, H=50, K=64, V=40, decay="token"),
+    Delta("width 128, few heads, per channel", T=4096, G=1, H=2, K=128, decay="channel"),
+    Delta("width 64, in pieces by its gates", B=1, T=3072, G=11, H=33, K=64, V=72, decay="token"),
     Delta("width 256, per token", T=130, H=2, K=256, decay="token"),
     Delta("width 128, packed", B=1, T=UNEVEN[-1], H=16, K=128, offsets=UNEVEN, decay="token", state=True),
 )

@@ -176,7 +176,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
                 )
                 if PER_CHANNEL and HALVES:
                     lost = load_block(lost_there, t0, stop, e_strides[1], j * BLOCK_K, K, 1, CHUNK, BLOCK_K, TMA)
-                    block = tl.dot(tl.trans(lost), by_erase.to(tl.bfloat16), block)
+                    block = tl.dot(tl.trans(lost), in_two(by_erase)[0], block)
             elif BLOCKS > 1:
                 e = working(
                     load_block(k_there, t0, stop, k_strides[1], j * BLOCK_K, K, k_strides[3], CHUNK, BLOCK_K, TMA)
@@ -310,12 +310,16 @@ def _walk(
         token_walks.backward(call, left, shares, d_out, d_final, dv, beside, behind, problem.found[6])
         return (dv, beside), behind
 
-    if problem.per_channel and tma and not pieces.tokens and channel_walks.fits(K, V, config, problem.target):
+    turned = problem.per_channel and tma and not pieces.tokens
+    if turned and channel_walks.fits(K, V, config, problem.target):
         results = dv, beside, behind, problem.found[6]
         channel_walks.backward(
             call, (q, k, e, gone, products, inverse, d_out, d_final), results, pieces.programs * H * blocks, config
         )
         return dv, behind
+    if problem.per_channel and config["BLOCK_V"] == 64:  # the rule's for what is turned: here shared memory has no room
+        config = Config({**config.blocks, "BLOCK_V": 16}, config.warps, config.stages)
+        blocks = -(-V // 16)
 
     def go(programs: int, *results: Tensor | None) -> None:
         launch(

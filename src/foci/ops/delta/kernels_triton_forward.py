@@ -203,17 +203,19 @@ def walk_kernel(  # type: ignore[no-untyped-def]
 
 
 @lru_cache(512)
-def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, target: Target) -> Config:
+def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, turned: bool, target: Target) -> Config:
     """Columns of the state as many as registers hold, fewer where few heads would leave processors idle.
 
     In two stages where what a chunk loads (`tiles` of all its channels, X, A and v) fits into shared memory, twice if
-    products are read from there; else in one, with the channels in blocks.
+    products are read from there; else in one, with the channels in blocks. `turned`: a whole sequence by TMA.
     """
     k, v = side(K, 512), side(V, 64)
     if dtype == torch.bfloat16 and target.kind == "cuda":
         groups = target.warpgroups
         many = 2 * heads * -(-V // 64) > target.processors
-        if target.arch == 90 and tiles == 4 and k == 128 and v == 64 and many:  # kernels_triton_channel_walks.py
+        if (
+            turned and target.arch == 90 and tiles == 4 and k == 128 and v == 64 and many
+        ):  # kernels_triton_channel_walks.py
             return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=4, stages=2)
         v = min(v, max(16, (4096 if groups or tiles == 2 else 2048) // k))
         while v > 16 and 2 * heads * -(-V // v) <= target.processors:
@@ -252,9 +254,10 @@ def forward(
     write = call.beta if gated.write is None else gated.write
     assert q is not None and k is not None
     tiles = 2 if gated.key is None and e is None else 3 if stored(v.dtype) != torch.bfloat16 or gated.key is None else 4
-    widest = walk_rule(v.dtype, K, V, target.processors, tiles, target)["BLOCK_V"]
+    widest = walk_rule(v.dtype, K, V, target.processors, tiles, True, target)["BLOCK_V"]
     pieces = cut(target, N * H * -(-V // widest))
-    rule = partial(walk_rule, v.dtype, K, V, pieces.programs * H, tiles)
+    turned = not pieces.tokens and by_tma(v)
+    rule = partial(walk_rule, v.dtype, K, V, pieces.programs * H, tiles, turned)
     vary = {"BLOCK_V": (16, 32, 64)} if v.dtype == torch.bfloat16 else {}
     walk = configure("delta_walk", (v.dtype, K, V, tiles), rule, target, vary)
     blocks = -(-V // walk["BLOCK_V"])
@@ -264,7 +267,7 @@ def forward(
         if lost is not None:
             token_walks.spread(call, parts, shares, lost, out, final)
         return out, final
-    if not pieces.tokens and tiles == 4 and channel_walks.fits(K, V, walk, target) and by_tma(v):
+    if turned and tiles == 4 and channel_walks.fits(K, V, walk, target):
         channel_walks.forward(call, parts, inverse, products, gated, out, final, pieces.programs * H * blocks, walk)
         return out, final
 
