@@ -3,9 +3,9 @@
     python benchmarks/laws.py [OPERATOR...] [--dtype bfloat16] [--limit 150] [--out FOLDER]
 
 Most of that time goes into compiling. So first the kernels that the cases launch are compiled, side by side, into
-Triton's cache; then `foci check --laws` runs for groups of laws, one process each and all at once. It prints what was
-broken, and a line for each operator: how many rows hold, are broken, were not asked. FOLDER gets each group's table and
-its JSON.
+Triton's cache; then `foci check --cases` runs for parts of the cases, one process each, as many at once as the GPU has
+room for: the truth of a case, which takes longest, is computed once for all laws. It prints what was broken, and a line
+for each operator: how many laws of a part hold, are broken, were not asked. FOLDER gets each part's table and its JSON.
 """
 
 from __future__ import annotations
@@ -39,59 +39,32 @@ from foci.core.spec import Case, Spec
 from foci.core.tune import Launch, Target, recording, target_of
 from foci.ops import SPECS
 
-# The more distinct kernels the cases of an operator launch, the more processes: 117 of softmax, 296 of linear
-# attention, 279 of the delta rule, 57 of the selective scan, 24 of the scan. Laws of a group launch much the same.
-# Of the delta rule some take longest, which is Python's time: parts of the cases each, i/n of `foci check --cases`.
-GROUPS = {
-    "softmax": ("1,2,3", "4,5,6,7", "8,9,15", "10,11,12,13,14"),
-    "linear": ("1,2,3", "4,5,6,7", "8,9,15", "10,11,12,13,14"),
-    "delta": (
-        *("1,2,3", "5,6,7", "9,15", "10,11,13,14"),
-        *("4 1/2", "4 2/2", "8 1/4", "8 2/4", "8 3/4", "8 4/4", "12 1/3", "12 2/3", "12 3/3"),
-    ),
-    "selective_scan": ("1,2,3,4,5", "6,7,8,9,15", "10,11,12,13,14"),
-    "scan": ("1,2,3,4,5,6,7,8,9,10,11,12,13,14,15",),
-}
+# Parts of the cases, i/n of `foci check --cases`: about as many as an operator has large ones. They launch 117 distinct
+# kernels of softmax, 296 of linear attention, 279 of the delta rule, 57 of the selective scan, 24 of the scan.
+PARTS = {"softmax": 6, "linear": 11, "delta": 9, "selective_scan": 2, "scan": 2}
 SHARE = 0.45  # of the time at most, that compiling before the laws may take
 
 
-def apart(laws: str) -> tuple[str, str]:
-    """The numbers of a group of laws, and of which cases, "" for all."""
-    numbers, _, cases = laws.partition(" ")
-    return numbers, cases
-
-
-class Group(NamedTuple):
-    """Some laws of an operator, of all cases or a part of them, and the process that asks them."""
+class Part(NamedTuple):
+    """A part of an operator's cases, as `--cases` has it, and the process that asks all laws of them."""
 
     operator: str
-    laws: str
+    cases: str
     report: Path
     process: subprocess.Popen[bytes]
-
-    @property
-    def numbers(self) -> list[int]:
-        return [int(number) for number in apart(self.laws)[0].split(",")]
-
-    @property
-    def part(self) -> str:
-        """Of which cases its rows are, as words behind a law's name."""
-        _, cases = apart(self.laws)
-        return f" of cases {cases}" if cases else ""
 
     def rows(self) -> list[dict[str, Any]]:
         """What its laws found; a law of which there is no word was not asked."""
         with suppress(FileNotFoundError, json.JSONDecodeError):
             rows: list[dict[str, Any]] = json.loads(self.report.read_text())["rows"]
-            return [row | {"law": row["law"] + self.part} for row in rows]
+            return [row | {"cases": self.cases} for row in rows]
         left: list[dict[str, Any]] = []
         if self.process.returncode != -signal.SIGKILL:  # it was not out of time: it died
             said = self.report.with_suffix(".txt").read_text(errors="replace").strip().splitlines()[-1:]
             failure = {"sentence": f"exit code {self.process.returncode}: {''.join(said)}", "cases": []}
-            left = [{"number": self.laws, "law": "not asked", "verdict": "FAIL", "failures": [failure]}]
-        laws = [law for law in LAWS if law.number in self.numbers]
-        unasked = {"verdict": "not tested", "reason": OVER}
-        return left + [{"number": law.number, "law": law.name + self.part} | unasked for law in laws]
+            left = [{"number": 0, "law": "not asked", "verdict": "FAIL", "failures": [failure], "cases": self.cases}]
+        unasked = {"verdict": "not tested", "reason": OVER, "cases": self.cases}
+        return left + [{"number": law.number, "law": law.name} | unasked for law in LAWS]
 
 
 def launches(spec: Spec, case: Case, dtype: torch.dtype, target: Target) -> list[Launch]:
@@ -134,51 +107,54 @@ def compile_ahead(operators: Sequence[str], dtype: torch.dtype, target: Target, 
     return len(ordered), sum(map(bool, said))
 
 
-def ask(operator: str, laws: str, chosen: argparse.Namespace, dtype: str, until: float) -> Group:
-    """Begin to ask a group of laws."""
-    name = f"check_{operator}_{dtype}_{laws.split(',')[0]}".replace(" ", "_").replace("/", "of")
-    numbers, cases = apart(laws)
-    report = Path(chosen.out) / f"{name}.json"
+def ask(operator: str, cases: str, chosen: argparse.Namespace, dtype: str, until: float) -> Part:
+    """Begin to ask all laws of a part of the cases."""
+    report = Path(chosen.out) / f"check_{operator}_{dtype}_{cases.replace('/', 'of')}.json"
     within = max(10.0, until - time.monotonic() - 5)
     backend = "triton" if chosen.device == "cuda" else "chunked"
     command = [
         sys.executable, "-m", "foci", "check", operator, "--backend", backend, "--device", chosen.device,
-        "--dtype", dtype, "--laws", numbers, "--limit", f"120,{within:.0f}", "--json", str(report),
-        *(("--cases", cases) if cases else ()),
+        "--dtype", dtype, "--cases", cases, "--limit", f"120,{within:.0f}", "--json", str(report),
     ]  # fmt: skip
     with report.with_suffix(".txt").open("wb") as said:
-        return Group(operator, laws, report, subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT))
+        return Part(operator, cases, report, subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT))
 
 
-def ask_each(chosen: argparse.Namespace, most: int, until: float) -> list[Group]:
-    """Begin to ask every group of laws, at most so many at once until time is over."""
-    groups: list[Group] = []
-    for operator, laws in [(name, laws) for name in chosen.operators for laws in GROUPS[name]]:
-        while sum(group.process.poll() is None for group in groups) >= most and time.monotonic() < until:
+def ask_each(chosen: argparse.Namespace, most: int, until: float) -> list[Part]:
+    """Begin to ask of every part of the cases, at most of so many at once until time is over."""
+    parts: list[Part] = []
+    for operator, cases in [
+        (name, f"{i}/{PARTS[name]}") for name in chosen.operators for i in range(1, PARTS[name] + 1)
+    ]:
+        while sum(part.process.poll() is None for part in parts) >= most and time.monotonic() < until:
             time.sleep(0.1)
-        groups.append(ask(operator, laws, chosen, chosen.dtype, until))
-    return groups
+        parts.append(ask(operator, cases, chosen, chosen.dtype, until))
+    return parts
 
 
-def finish(groups: Sequence[Group], until: float) -> None:
+def finish(parts: Sequence[Part], until: float) -> None:
     """Wait for all, and for none past `until`."""
-    for group in groups:
+    for part in parts:
         with suppress(subprocess.TimeoutExpired):
-            group.process.wait(max(0.1, until - time.monotonic()))
-        group.process.kill()
-        group.process.wait()
+            part.process.wait(max(0.1, until - time.monotonic()))
+        part.process.kill()
+        part.process.wait()
 
 
-def summary(operator: str, dtype: str, groups: Sequence[Group]) -> Iterator[str]:
+def summary(operator: str, dtype: str, parts: Sequence[Part]) -> Iterator[str]:
     """What was broken, then how many rows hold, are broken, were not asked and do not apply."""
-    rows = [row for group in groups for row in group.rows()]
+    rows = [row for part in parts for row in part.rows()]
     held = [row for row in rows if row["verdict"] == "ok"]
     broken = [row for row in rows if row["verdict"] == "FAIL"]
     unasked = [row for row in rows if row["verdict"] == "not tested" and row["reason"] == OVER]
     for row in broken:
         for failure in row["failures"]:
-            yield f"FAIL {operator} {dtype} {row['number']} {row['law']}: {failure['sentence']} {failure['cases'][:4]}"
-    named = ", ".join(f"{row['number']} {row['law']}" for row in unasked)
+            law = f"{row['number']} {row['law']} of cases {row['cases']}"
+            yield f"FAIL {operator} {dtype} {law}: {failure['sentence']} {failure['cases'][:4]}"
+    laws: dict[str, list[str]] = {}
+    for row in unasked:
+        laws.setdefault(f"{row['number']} {row['law']}", []).append(row["cases"])
+    named = ", ".join(law + f" of {' '.join(of)}" * (len(of) < len(parts)) for law, of in laws.items())
     rest = len(rows) - len(held) - len(broken) - len(unasked)
     yield (
         f"{operator} {dtype}: {len(held)} held, {len(broken)} broken, {len(unasked)} not asked"
@@ -213,14 +189,14 @@ def _seconds(text: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("operators", nargs="*", metavar="OPERATOR", default=list(GROUPS), help=", ".join(GROUPS))
+    parser.add_argument("operators", nargs="*", metavar="OPERATOR", default=list(PARTS), help=", ".join(PARTS))
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--limit", type=_seconds, default=150.0, help="seconds in all")
-    parser.add_argument("--out", default="", help="a folder for each group's table and JSON")
+    parser.add_argument("--out", default="", help="a folder for each part's table and JSON")
     chosen = parser.parse_args()
-    if unknown := set(chosen.operators) - set(GROUPS):
-        parser.error(f"unknown operator {min(unknown)!r}; expected among {', '.join(GROUPS)}")
+    if unknown := set(chosen.operators) - set(PARTS):
+        parser.error(f"unknown operator {min(unknown)!r}; expected among {', '.join(PARTS)}")
     began = time.monotonic()
     until, most = began + chosen.limit, sys.maxsize
     with tempfile.TemporaryDirectory() as folder:
@@ -232,10 +208,10 @@ def main() -> None:
                 chosen.operators, DTYPES[chosen.dtype], target, began + SHARE * chosen.limit
             )  # fmt: skip
             print(f"{count} kernels, {failed} not compiled, after {time.monotonic() - began:.0f} s", flush=True)
-        groups = ask_each(chosen, most, until)
-        finish(groups, until)
+        parts = ask_each(chosen, most, until)
+        finish(parts, until)
         lines = [
-            line for o in chosen.operators for line in summary(o, chosen.dtype, [g for g in groups if g.operator == o])
+            line for o in chosen.operators for line in summary(o, chosen.dtype, [p for p in parts if p.operator == o])
         ]
     print("\n".join(sorted(lines, key=lambda line: line.startswith("FAIL"), reverse=True)))
     print(f"{time.monotonic() - began:.0f} s", flush=True)

@@ -1,4 +1,4 @@
-"""benchmarks/laws.py tells a group of laws that died from one that was out of time; no shipped kernel goes unasked."""
+"""benchmarks/laws.py tells cases whose process died from those out of time; no shipped kernel goes unasked."""
 
 from __future__ import annotations
 
@@ -22,29 +22,35 @@ from foci.core.tune import TARGETS
 from foci.ops import SPECS
 
 
-def group(folder: Path, code: str) -> laws.Group:
+def part(folder: Path, code: str) -> laws.Part:
     process = subprocess.Popen([sys.executable, "-c", code])
     process.wait()
-    return laws.Group("scan", "1,2", folder / "check.json", process)
+    return laws.Part("scan", "2/4", folder / "check.json", process)
 
 
 def test_who_dies_without_a_report_is_broken_and_says_with_what(tmp_path: Path) -> None:
     (tmp_path / "check.txt").write_text("Traceback\nImportError: no such module\n")
-    lines = list(laws.summary("scan", "bfloat16", [group(tmp_path, "raise SystemExit(3)")]))
+    lines = list(laws.summary("scan", "bfloat16", [part(tmp_path, "raise SystemExit(3)")]))
     assert "exit code 3: ImportError: no such module" in lines[0] and "0 held, 1 broken" in lines[-1]
 
 
 def test_who_was_stopped_was_not_asked(tmp_path: Path) -> None:
-    killed = group(tmp_path, f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})")
+    killed = part(tmp_path, f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})")
     (line,) = laws.summary("scan", "bfloat16", [killed])
     assert "0 held, 0 broken" in line and "not asked (1 " in line
 
 
-def test_a_part_of_the_cases_is_named_behind_the_law(tmp_path: Path) -> None:
-    one, other = (group(tmp_path, "raise SystemExit")._replace(laws=laws) for laws in ("8", "8 2/4"))
-    assert one.numbers == other.numbers == [8]
-    (tmp_path / "check.json").write_text('{"rows": [{"number": 8, "law": "memory", "verdict": "ok"}]}')
-    assert [each.rows()[0]["law"] for each in (one, other)] == ["memory", "memory of cases 2/4"]
+def test_cases_are_named_behind_a_law_that_not_all_were_asked(tmp_path: Path) -> None:
+    killed = part(tmp_path, f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})")
+    asked = part(tmp_path, "raise SystemExit")._replace(cases="1/4", report=tmp_path / "asked.json")
+    failure = {"number": 8, "law": "memory", "verdict": "FAIL", "failures": [{"sentence": "off", "cases": ["a"]}]}
+    rows = [failure, *({"number": n, "law": "x", "verdict": "not tested", "reason": laws.OVER} for n in (1, 2))]
+    asked.report.write_text(json.dumps({"rows": rows}))
+    lines = list(laws.summary("scan", "bfloat16", [asked, killed]))
+    assert lines[0] == "FAIL scan bfloat16 8 memory of cases 1/4: off ['a']"
+    assert "(1 x of 1/4, 2 x of 1/4, 1 shapes and dtypes of 2/4, " in lines[-1] and "0 held, 1 broken" in lines[-1]
+    (alone,) = laws.summary("scan", "bfloat16", [killed])
+    assert "(1 shapes and dtypes, " in alone
 
 
 @pytest.mark.parametrize("limit", ["-5", "nan", "inf", "0"])
@@ -70,6 +76,12 @@ def unasked(operator: str, target: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("operator", laws.GROUPS)
+@pytest.mark.parametrize("operator", laws.PARTS)
 def test_every_kernel_in_the_table_is_launched_by_a_case(operator: str, target: str) -> None:
     assert not unasked(operator, target)
+
+
+@pytest.mark.parametrize("operator", laws.PARTS)
+def test_every_part_has_cases(operator: str) -> None:
+    """`--cases i/n` refuses an n past the cases."""
+    assert 1 <= laws.PARTS[operator] <= len(SPECS[operator].cases)
