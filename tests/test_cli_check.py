@@ -144,6 +144,14 @@ def test_parts_of_the_cases_are_all_cases(here, capsys, monkeypatch) -> None:
     assert counts[0] == counts[1] + counts[2] and min(counts) > 0
 
 
+@pytest.mark.parametrize(("cases", "verdict"), [("1/2", "ok"), ("2/2", "not tested")])
+def test_bad_inputs_are_the_first_case_spoiled(cases: str, verdict: str, here, capsys, monkeypatch) -> None:
+    """Of the second case, which has a state, offsets that decrease were refused for the state: law 14 was broken."""
+    monkeypatch.setattr(cli_check, "examine", examine)
+    run(capsys, f"check scan --backend chunked --dtype float32 --laws 14 --cases {cases} --json report.json")
+    assert json.loads(Path("report.json").read_text())["rows"][0]["verdict"] == verdict
+
+
 def test_what_ours_gives_is_asked_without_waking_a_gpu(monkeypatch) -> None:
     """A child of the process asks the laws, and no child of one that has used a GPU can use it."""
     asked: list[str | None] = []

@@ -268,7 +268,7 @@ def _laws(text: str | None) -> list[str] | None:
 
 
 def _of_cases(spec: Spec, text: str) -> Spec:
-    """Its cases that i/n means: every nth, from the ith; all without."""
+    """Its cases that i/n means: every nth, from the ith; all without. Bad inputs are asked with the first."""
     if not text:
         return spec
     first, _, step = text.partition("/")
@@ -277,7 +277,9 @@ def _of_cases(spec: Spec, text: str) -> Spec:
             f"--cases must be i/n, every nth case from the ith, 1 <= i <= n <= {len(spec.cases)}, got {text!r}"
         )
     chosen = slice(int(first) - 1, None, int(step))
-    return replace(spec, cases=spec.cases[chosen], large=spec.large[chosen])
+    # Bad inputs are the first case's, spoiled: of another's, offsets that decrease would not fit its state.
+    probes = spec.probes if int(first) == 1 else replace(spec.probes, bad=())
+    return replace(spec, cases=spec.cases[chosen], large=spec.large[chosen], probes=probes)
 
 
 def _dtypes(text: str) -> tuple[torch.dtype, ...] | None:
