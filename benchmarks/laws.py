@@ -4,8 +4,9 @@
 
 Most of that time goes into compiling. So first the kernels that the cases launch are compiled, side by side, into
 Triton's cache; then `foci check --cases` runs for parts of the cases, one process each, as many at once as the GPU has
-room for: the truth of a case, which takes longest, is computed once for all laws. It prints what was broken, and a line
-for each operator: how many laws of a part hold, are broken, were not asked. FOLDER gets each part's table and its JSON.
+room for: the truth of a large case is a loop over thousands of tokens, and serves all laws. It prints what was broken,
+and a line for each operator: how many laws of a part hold, are broken, were not asked. FOLDER gets each part's table
+and its JSON.
 """
 
 from __future__ import annotations
