@@ -121,20 +121,28 @@ def test_what_was_not_timed_is_named_also_where_an_operator_has_no_record(folder
     assert f"\n### not timed\n\n- scan: {said}\n" in gpu_page.page(folder)[0]
 
 
+def asked_for(folder: Path, step: str, **given: object) -> tuple[str, str]:
+    """(what benchmarks/h200.sh asks of an interpreter that only says so, and what it prints) for a step."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\n')
+    python.chmod(0o755)
+    given = {"PYTHON": python, "PATH": os.environ["PATH"]} | given
+    ended = subprocess.run(
+        ["bash", str(Path(gpu_page.__file__).with_name("h200.sh")), str(folder / "out"), step],
+        env={name: str(value) for name, value in given.items()}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    return (folder / "asked").read_text(), ended.stdout
+
+
 @pytest.mark.parametrize("operators", ["delta linear softmax selective_scan scan", "scan", "selective_scan scan"])
 @pytest.mark.parametrize("seconds", [60, 190, 300])
 def test_every_operator_has_time_to_be_compiled_and_all_of_it_is_given(
     operators: str, seconds: int, tmp_path: Path
 ) -> None:
-    """benchmarks/h200.sh with an interpreter that only says what it was asked: 5 of 190 seconds once timed no scan."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
-    python.chmod(0o755)
-    asked = {"PYTHON": str(python), "OPERATORS": operators, "BENCH": str(seconds), "PATH": os.environ["PATH"]}
-    script = Path(gpu_page.__file__).with_name("h200.sh")
-    ended = subprocess.run(["bash", str(script), str(tmp_path / "out"), "bench"], env=asked, capture_output=True)
-    assert ended.returncode == 0, ended.stderr
-    found = re.findall(r"foci bench (\w+) .*--limit (\d+) ", (tmp_path / "asked").read_text())
+    """5 of 190 seconds once timed no scan."""
+    asked, _ = asked_for(tmp_path, "bench", OPERATORS=operators, BENCH=seconds)
+    found = re.findall(r"foci bench (\w+) .*--limit (\d+) ", asked)
     limits = {operator: int(limit) for operator, limit in found}
     assert list(limits) == operators.split()
     assert min(limits.values()) >= min(15, seconds // len(limits))
@@ -144,18 +152,10 @@ def test_every_operator_has_time_to_be_compiled_and_all_of_it_is_given(
 @pytest.mark.parametrize(("limit", "seconds"), [(470, 40), (45, 35), (12, None)])
 def test_tuning_has_what_the_steps_before_it_have_left(limit: int, seconds: int | None, tmp_path: Path) -> None:
     """On a slow host they took so long that all three passed eight minutes."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
-    python.chmod(0o755)
-    asked = {"PYTHON": str(python), "OPERATORS": "scan", "LIMIT": str(limit), "PATH": os.environ["PATH"]}
-    script = Path(gpu_page.__file__).with_name("h200.sh")
-    ended = subprocess.run(
-        ["bash", str(script), str(tmp_path / "out"), "tune"], env=asked, capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stderr
-    found = re.findall(r"foci tune scan --limit (\d+) ", (tmp_path / "asked").read_text())
+    asked, said = asked_for(tmp_path, "tune", OPERATORS="scan", LIMIT=limit)
+    found = re.findall(r"foci tune scan --limit (\d+) ", asked)
     assert [0 <= (seconds or 0) - int(each) <= 5 for each in found] == [True] * (seconds is not None)
-    assert ("tune: not begun" in ended.stdout) == (seconds is None)
+    assert ("tune: not begun" in said) == (seconds is None)
 
 
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
