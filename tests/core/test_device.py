@@ -69,3 +69,27 @@ def test_importing_asks_nothing() -> None:
     code = "import foci.core.device as d, sys; assert d._machine.cache_info().currsize == 0; "
     code += "import torch; assert not torch.cuda.is_initialized(); assert 'torch._dynamo' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+ON_THE_CPU = """
+import torch
+
+def woken(*_):
+    raise SystemExit("a call on the CPU asks for GPUs: CUDA is initialised, and no fork can use it")
+
+torch.cuda.device_count = torch.cuda.get_device_properties = torch.cuda._lazy_init = woken
+import foci
+
+x, gate = torch.randn(1, 80, 64, 8, requires_grad=True), torch.rand(1, 80, 64)
+foci.attention(x, x, x).sum().backward()
+for out, _ in (
+    foci.linear_attention(x, x, x, log_decay=-gate), foci.delta_rule(x, x, x, gate),
+    foci.delta_rule(x, x, x, gate, backend="native"), foci.scan(x[:, :, 0], -x[:, :, 0].abs()),
+):
+    out.sum().backward()
+"""
+
+
+def test_a_call_on_the_cpu_wakes_no_gpu() -> None:
+    """The compiled recurrences asked for all facts of the machine to know one of the processor."""
+    subprocess.run([sys.executable, "-c", ON_THE_CPU], check=True)

@@ -156,7 +156,7 @@ def _machine() -> Machine:
         cudnn=_cudnn(),
         packages={name: _installed(name) for name in packages},
         cpu=_cpu_name(),
-        isa=_isa(),
+        isa=isa(),
         cores=cores(),
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0,
         gpus=tuple(_gpu(index) for index in range(torch.cuda.device_count())),
@@ -188,7 +188,8 @@ def _cpu_name() -> str:
     return host.processor() or host.machine()
 
 
-def _isa() -> tuple[str, ...]:
+def isa() -> tuple[str, ...]:
+    """What torch runs on this CPU and what it has beyond that; asks no GPU, which would initialise CUDA."""
     best = torch.backends.cpu.get_cpu_capability()
     has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     extras = {"bf16": has.get("avx512_bf16"), "fp16": has.get("avx512_fp16"), "AMX": has.get("amx_tile")}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.core.device import constant, machine
+from foci.core.device import constant, isa
 from foci.core.spec import Output
 from foci.ops import arguments
 from foci.ops.slabs import initial
@@ -111,7 +111,7 @@ def _build() -> ctypes.CDLL | str:
     flags = _FLAGS.get(capability)
     if flags is None:
         return "it needs AVX2 or AVX-512"
-    if capability == "AVX512" and "bf16" in machine().isa:
+    if capability == "AVX512" and "bf16" in isa():
         flags = [*flags, "-mavx512bf16"]
     for tool in ("c++", "ninja"):
         if shutil.which(tool) is None:
