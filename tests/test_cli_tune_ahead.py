@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace as Namespace
 
 import pytest
 import torch
 
 import foci
 from foci.bench.tuning import Attempt
-from foci.cli_tune_ahead import ahead, each
+from foci.cli_tune_ahead import ahead, each, launchable
 from foci.core.tune import TARGETS, Config
 from foci.ops import SPECS
 
@@ -53,6 +54,28 @@ def test_a_candidate_lands_in_the_cache_and_one_that_does_not_fit_says_so(
         assert compile_all([Attempt(case, "forward", place, Config({"BLOCK_D": 64, "BLOCK_T": 16}, 2, 2))]) == [said]
     compiled = [json.loads(path.read_text()) for path in tmp_path.glob("*/forward_kernel.json")]
     assert [(found["num_warps"], found["target"]["arch"]) for found in compiled] == [(2, 90)]
+
+
+@pytest.mark.parametrize(("backend", "compiler"), [("cuda", True), ("cuda", False), ("hip", True)])
+def test_a_launcher_is_made_where_a_compiler_of_c_makes_each(
+    backend: str, compiler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Triton 3.6 does, and for NVIDIA alone; that it cannot be made here is told by the launch."""
+    from triton.backends.nvidia import driver
+
+    made: list[object] = []
+
+    def launcher(source: object, metadata: object) -> None:
+        made.append(source)
+        raise OSError("there is no compiler of C")
+
+    monkeypatch.setattr(driver, "CudaLauncher", launcher)
+    monkeypatch.delattr(driver, "make_launcher", raising=False)
+    if compiler:
+        monkeypatch.setattr(driver, "make_launcher", launcher, raising=False)
+    kernel = Namespace(src="kernel", metadata=Namespace(target=Namespace(backend=backend)))
+    assert launchable(kernel) is kernel
+    assert made == ["kernel"] * (compiler and backend == "cuda")
 
 
 TUNED = """
