@@ -3,10 +3,10 @@
     python benchmarks/laws.py [OPERATOR...] [--dtype bfloat16] [--limit 150] [--out FOLDER]
 
 Most of that time goes into compiling. So first the kernels that the cases launch are compiled, side by side, into
-Triton's cache; then `foci check --cases` runs for parts of the cases, one process each, as many at once as the GPU has
-room for: the truth of a large case is a loop over thousands of tokens, and serves all laws. It prints what was broken,
-and a line for each operator: how many laws of a part hold, are broken, were not asked. FOLDER gets each part's table
-and its JSON.
+Triton's cache, their launchers too; then `foci check --cases` runs for parts of the cases, one process each, as many at
+once as the GPU has room for: few, as kernels of several processes take turns on it, and the truth is a loop of short
+ones. It prints what was broken, and a line for each operator: how many laws of a part hold, are broken, were not asked.
+FOLDER gets each part's table and its JSON.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
+import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,18 +34,20 @@ from foci.check import isolate
 from foci.check.exam import ROOM
 from foci.check.laws_graph import LAWS
 from foci.check.run import OVER
+from foci.cli import main
 from foci.cli_tune import DTYPES
-from foci.cli_tune_ahead import Offline, each, gpu
+from foci.cli_tune_ahead import Offline, each, gpu, launchable
 from foci.core.assembler import assembling
 from foci.core.device import cores
 from foci.core.spec import Case, Spec
 from foci.core.tune import Launch, Target, recording, target_of
 from foci.ops import SPECS
 
-# Parts of the cases, i/n of `foci check --cases`: about as many as an operator has large ones. They launch 117 distinct
+# Parts of the cases, i/n of `foci check --cases`: together as many as an H200 has room for. They launch 117 distinct
 # kernels of softmax, 296 of linear attention, 279 of the delta rule, 57 of the selective scan, 24 of the scan.
-PARTS = {"softmax": 6, "linear": 11, "delta": 9, "selective_scan": 2, "scan": 2}
+PARTS = {"softmax": 3, "linear": 4, "delta": 4, "selective_scan": 1, "scan": 1}
 SHARE = 0.45  # of the time at most, that compiling before the laws may take
+SPARE = 10.0  # seconds before the end: a part finds its GPU in some, and writes what it knows in others
 
 
 class Part(NamedTuple):
@@ -52,7 +56,7 @@ class Part(NamedTuple):
     operator: str
     cases: str
     report: Path
-    process: subprocess.Popen[bytes]
+    process: BaseProcess
 
     def rows(self) -> list[dict[str, Any]]:
         """What its laws found; a law of which there is no word was not asked."""
@@ -60,9 +64,9 @@ class Part(NamedTuple):
             rows: list[dict[str, Any]] = json.loads(self.report.read_text())["rows"]
             return [row | {"cases": self.cases} for row in rows]
         left: list[dict[str, Any]] = []
-        if self.process.returncode != -signal.SIGKILL:  # it was not out of time: it died
+        if self.process.exitcode != -signal.SIGKILL:  # it was not out of time: it died
             said = self.report.with_suffix(".txt").read_text(errors="replace").strip().splitlines()[-1:]
-            failure = {"sentence": f"exit code {self.process.returncode}: {''.join(said)}", "cases": []}
+            failure = {"sentence": f"exit code {self.process.exitcode}: {''.join(said)}", "cases": []}
             left = [{"number": 0, "law": "not asked", "verdict": "FAIL", "failures": [failure], "cases": self.cases}]
         unasked = {"verdict": "not tested", "reason": OVER, "cases": self.cases}
         return left + [{"number": law.number, "law": law.name} | unasked for law in LAWS]
@@ -101,24 +105,32 @@ def compile_ahead(operators: Sequence[str], dtype: torch.dtype, target: Target, 
     def work(launch: Launch) -> str:
         driver.set_active(Offline(gpu(target)))
         with assembling(target.arch):
-            launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.meta)
+            launchable(launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.meta))
         return ""
 
     said = each(work, ordered, workers=cores(), until=until, context="fork")  # launches cannot be sent
     return len(ordered), sum(map(bool, said))
 
 
-def ask(operator: str, cases: str, chosen: argparse.Namespace, dtype: str, until: float) -> Part:
-    """Begin to ask all laws of a part of the cases."""
-    report = Path(chosen.out) / f"check_{operator}_{dtype}_{cases.replace('/', 'of')}.json"
-    within = max(10.0, until - time.monotonic() - 5)
+def ask(operator: str, cases: str, chosen: argparse.Namespace, until: float) -> Part:
+    """Begin to ask all laws of a part of the cases, in a fork of this process: it has imported everything."""
+    report = Path(chosen.out) / f"check_{operator}_{chosen.dtype}_{cases.replace('/', 'of')}.json"
+    process = multiprocessing.get_context("fork").Process(target=_asked, args=(operator, cases, chosen, report, until))
+    process.start()
+    return Part(operator, cases, report, process)
+
+
+def _asked(operator: str, cases: str, chosen: argparse.Namespace, report: Path, until: float) -> None:
+    """The process of a part. Its laws are asked in a child of its own, so that what it knows is written in time."""
+    within = max(1.0, until - time.monotonic() - SPARE)
+    with report.with_suffix(".txt").open("w") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
     backend = "triton" if chosen.device == "cuda" else "chunked"
-    command = [
-        sys.executable, "-m", "foci", "check", operator, "--backend", backend, "--device", chosen.device,
-        "--dtype", dtype, "--cases", cases, "--limit", f"120,{within:.0f}", "--json", str(report),
-    ]  # fmt: skip
-    with report.with_suffix(".txt").open("wb") as said:
-        return Part(operator, cases, report, subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT))
+    main([
+        "check", operator, "--backend", backend, "--device", chosen.device, "--dtype", chosen.dtype,
+        "--cases", cases, "--limit", f"120,{within:.0f}", "--json", str(report),
+    ])  # fmt: skip
 
 
 def ask_each(chosen: argparse.Namespace, most: int, until: float) -> list[Part]:
@@ -127,19 +139,18 @@ def ask_each(chosen: argparse.Namespace, most: int, until: float) -> list[Part]:
     for operator, cases in [
         (name, f"{i}/{PARTS[name]}") for name in chosen.operators for i in range(1, PARTS[name] + 1)
     ]:
-        while sum(part.process.poll() is None for part in parts) >= most and time.monotonic() < until:
+        while sum(part.process.is_alive() for part in parts) >= most and time.monotonic() < until:
             time.sleep(0.1)
-        parts.append(ask(operator, cases, chosen, chosen.dtype, until))
+        parts.append(ask(operator, cases, chosen, until))
     return parts
 
 
 def finish(parts: Sequence[Part], until: float) -> None:
     """Wait for all, and for none past `until`."""
     for part in parts:
-        with suppress(subprocess.TimeoutExpired):
-            part.process.wait(max(0.1, until - time.monotonic()))
+        part.process.join(max(0.1, until - time.monotonic()))
         part.process.kill()
-        part.process.wait()
+        part.process.join()
 
 
 def summary(operator: str, dtype: str, parts: Sequence[Part]) -> Iterator[str]:
@@ -188,7 +199,7 @@ def _seconds(text: str) -> float:
     return value
 
 
-def main() -> None:
+def run() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operators", nargs="*", metavar="OPERATOR", default=list(PARTS), help=", ".join(PARTS))
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
@@ -220,4 +231,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run()
