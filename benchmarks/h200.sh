@@ -26,12 +26,19 @@ dtypes=${DTYPES:-bfloat16}
 CHECK=${CHECK:-120} BENCH=${BENCH:-210} TUNE=${TUNE:-40} LIMIT=${LIMIT:-470}
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 COLUMNS=160
 mkdir -p "$out"
-work=$(mktemp -d)
+work=$(mktemp -d) rehearsed=$(mktemp -d)
 failed=0
 
 # Whatever happens, what there is comes back: also where the archive itself is all that is fetched.
 pack() { tar czf "$out/gpu.tmp" -C "$work" . && mv "$out/gpu.tmp" "$out/gpu.tgz"; }
-trap 'pack; rm -rf "$work"' EXIT
+trap 'still; pack; rm -rf "$work" "$rehearsed"' EXIT
+
+# Nothing runs any more that was begun beside.
+still() {
+  local begun
+  begun=$(jobs -p)
+  [ -z "$begun" ] || { kill $begun; wait; } 2>/dev/null
+}
 
 # ask NAME SECONDS COMMAND...: its whole output in NAME.txt, how it ended in steps.txt; a hang ends it, and it alone.
 ask() {
@@ -46,6 +53,35 @@ ask() {
 ask doctor 60 "$python" -m foci doctor || failed=1
 cat "$work/doctor.txt"
 
+# The goals' shapes first: what is over the limit is left out from the end.
+declare -A shapes=(
+  [delta]="Qwen GDN 8192x1 16:32,KDA 1x8192,small,Qwen GDN 8192x4 16:32,GDN 4x2048x16,Qwen GDN 2048x1 2:8,KDA 1x1024,GDN 2x16384"
+  [linear]="GLA 4x2048x16,SSD,small,GLA 2x16384x16,RetNet 4x2048,packed,RWKV"
+  [softmax]="softcap,window,sink,bias,dlse,decode 1x4096,decode 64x8192,2x8192x16x128 causal,small,packed,Flux,1x16384x32x64 causal"
+  [selective_scan]="2.8b,small"
+  [scan]="8x2048,small"
+)
+declare -A share=([delta]=34 [linear]=30 [softmax]=28 [selective_scan]=5 [scan]=3)
+# Where torch's kernels are as right, ours are timed beside them.
+declare -A more=([softmax]="--backends aten,triton")
+if [ "$device" = cpu ]; then
+  more=()
+  for operator in "${!shapes[@]}"; do shapes[$operator]=small; done
+  shapes[linear]="small simple"
+fi
+
+# told_of OPERATOR: what its benchmark is told, a word a line.
+told_of() { printf '%s\n' --device "$device" ${more[$1]:-} --shapes "${shapes[$1]}"; }
+
+rehearse() {
+  local operator
+  for operator in $operators; do
+    mapfile -t told < <(told_of "$operator")
+    timeout -k 5 $((CHECK + 30)) "$python" -m foci bench "$operator" "${told[@]}" --out "$rehearsed/$operator" \
+      >"$rehearsed/$operator.txt" 2>&1 &
+  done
+}
+
 laws() {
   local dtype
   for dtype in $dtypes; do
@@ -58,30 +94,17 @@ laws() {
 
 bench() {
   # One after the other, as nothing else may run beside what is timed; a process each, as a fault of the GPU ends one.
-  # The goals' shapes first: what is over the limit is left out from the end. Every operator has START seconds, in which
-  # it is imported and compiled, and its share of the rest.
+  # Every operator has START seconds, in which it is imported and compiled, and its share of the rest.
   local operator seconds count=0 total=0
   local START=15
-  local -A shapes=(
-    [delta]="Qwen GDN 8192x1 16:32,KDA 1x8192,small,Qwen GDN 8192x4 16:32,GDN 4x2048x16,Qwen GDN 2048x1 2:8,KDA 1x1024,GDN 2x16384"
-    [linear]="GLA 4x2048x16,SSD,small,GLA 2x16384x16,RetNet 4x2048,packed,RWKV"
-    [softmax]="softcap,window,sink,bias,dlse,decode 1x4096,decode 64x8192,2x8192x16x128 causal,small,packed,Flux,1x16384x32x64 causal"
-    [selective_scan]="2.8b,small"
-    [scan]="8x2048,small"
-  )
-  local -A share=([delta]=34 [linear]=30 [softmax]=28 [selective_scan]=5 [scan]=3)
-  # Where torch's kernels are as right, ours are timed beside them.
-  local -A more=([softmax]="--backends aten,triton")
-  [ "$device" = cpu ] && more=()
-  [ "$device" = cpu ] && for operator in "${!shapes[@]}"; do shapes[$operator]=small; done
-  [ "$device" = cpu ] && shapes[linear]="small simple"
   for operator in $operators; do
     count=$((count + 1)) total=$((total + share[$operator]))
   done
   for operator in $operators; do
     seconds=$((BENCH > START * count ? START + (BENCH - START * count) * share[$operator] / total : BENCH / count))
-    ask "bench_$operator" $((seconds + 50)) "$python" -m foci bench $operator --device "$device" --limit $seconds \
-      ${more[$operator]:-} --shapes "${shapes[$operator]}" --out "$work/$operator" || failed=1
+    mapfile -t told < <(told_of "$operator")
+    ask "bench_$operator" $((seconds + 50)) "$python" -m foci bench "$operator" "${told[@]}" --limit $seconds \
+      --out "$work/$operator" || failed=1
     tail -n +3 "$work/bench_$operator.txt"
     pack
   done
@@ -107,7 +130,11 @@ tune() {
 
 for step in $steps; do
   case $step in
-    check) laws ;;
+    check)
+      [ "$device" = cpu ] || [[ " $steps " != *" bench "* ]] || rehearse
+      laws
+      still
+      ;;
     bench) decode; bench ;;
     tune) tune ;;
     *) echo "h200.sh: unknown step $step; expected check, bench or tune" >&2; failed=1 ;;

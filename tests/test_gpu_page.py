@@ -121,14 +121,14 @@ def test_what_was_not_timed_is_named_also_where_an_operator_has_no_record(folder
     assert f"\n### not timed\n\n- scan: {said}\n" in gpu_page.page(folder)[0]
 
 
-def asked_for(folder: Path, step: str, **given: object) -> tuple[str, str]:
-    """(what benchmarks/h200.sh asks of an interpreter that only says so, and what it prints) for a step."""
+def asked_for(folder: Path, steps: str, **given: object) -> tuple[str, str]:
+    """(what benchmarks/h200.sh asks of an interpreter that only says so, and what it prints) for these steps."""
     python = folder / "python"
-    python.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\n')
+    python.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\ncase "$*" in *laws.py*) sleep 1;; esac\n')
     python.chmod(0o755)
     given = {"PYTHON": python, "PATH": os.environ["PATH"]} | given
     ended = subprocess.run(
-        ["bash", str(Path(gpu_page.__file__).with_name("h200.sh")), str(folder / "out"), step],
+        ["bash", str(Path(gpu_page.__file__).with_name("h200.sh")), str(folder / "out"), *steps.split()],
         env={name: str(value) for name, value in given.items()}, capture_output=True, text=True,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
@@ -147,6 +147,21 @@ def test_every_operator_has_time_to_be_compiled_and_all_of_it_is_given(
     assert list(limits) == operators.split()
     assert min(limits.values()) >= min(15, seconds // len(limits))
     assert seconds - len(limits) <= sum(limits.values()) <= seconds
+
+
+@pytest.mark.parametrize(
+    ("steps", "device", "beside"),
+    [("check bench", "cuda", True), ("bench", "cuda", False), ("check bench", "cpu", False)],
+)
+def test_what_is_timed_ran_beside_the_laws_by_the_same_words(
+    steps: str, device: str, beside: bool, tmp_path: Path
+) -> None:
+    """There peers compile: one after the other in front of the clock, they left time for one shape."""
+    asked, _ = asked_for(tmp_path, steps, DEVICE=device)
+    found = [line for line in asked.splitlines() if "foci bench" in line]
+    timed = [line.split(" --limit ")[0] for line in found if " --limit " in line]
+    rehearsed = [line.split(" --out ")[0] for line in found if " --limit " not in line]
+    assert len(timed) == 5 and sorted(rehearsed) == sorted(timed) * beside
 
 
 @pytest.mark.parametrize(("limit", "seconds"), [(470, 40), (45, 35), (12, None)])
