@@ -53,6 +53,20 @@ def test_a_hang_is_stopped() -> None:
     assert "no answer" in last.reason and time.monotonic() - start < 10
 
 
+def test_past_its_end_nothing_is_waited_for_though_it_still_answers() -> None:
+    """Its silence began anew with each answer: a check that had 50 s left waited 50 more behind the last."""
+
+    def work(send) -> None:
+        for n in range(100):
+            send(n)
+            time.sleep(0.2)
+
+    start = time.monotonic()
+    *answers, last = stream(work, limit=10, ends=start + 1)
+    assert answers[:2] == [0, 1] and len(answers) < 8 and "no answer" in last.reason
+    assert time.monotonic() - start < 10
+
+
 def test_an_exception_of_ours_is_raised() -> None:
     with pytest.raises(RuntimeError, match="KeyError: 'x'"):
         list(stream(lambda send: {}["x"], limit=10))
@@ -68,6 +82,9 @@ def test_leaving_early_ends_the_child() -> None:
 
 def test_unfit(monkeypatch) -> None:
     assert isolate.unfit("cpu") == ""
+    with monkeypatch.context() as counted:
+        counted.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+        assert "has counted its GPUs" in isolate.unfit("cuda") and isolate.unfit("cpu") == ""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert "has used CUDA" in isolate.unfit("cuda") and isolate.unfit("cpu") == ""
     monkeypatch.setattr(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from types import ModuleType
@@ -77,7 +78,8 @@ import torch
 def woken(*_):
     raise SystemExit("a call on the CPU asks for GPUs: CUDA is initialised, and no fork can use it")
 
-torch.cuda.device_count = torch.cuda.get_device_properties = torch.cuda._lazy_init = woken
+torch._C._cuda_getDeviceCount = torch.cuda.get_device_properties = torch.cuda._lazy_init = woken
+torch.cuda._device_count_nvml, torch.version.cuda = lambda: 1, "13.0"
 import foci
 
 x, gate = torch.randn(1, 80, 64, 8, requires_grad=True), torch.rand(1, 80, 64)
@@ -91,5 +93,8 @@ for out, _ in (
 
 
 def test_a_call_on_the_cpu_wakes_no_gpu() -> None:
-    """The compiled recurrences asked for all facts of the machine to know one of the processor."""
-    subprocess.run([sys.executable, "-c", ON_THE_CPU], check=True)
+    """The compiled recurrences asked for all facts of the machine to know one of the processor.
+
+    To have them built, they asked CUDA whether there is a GPU, as torch.utils.cpp_extension does.
+    """
+    subprocess.run([sys.executable, "-c", ON_THE_CPU], check=True, env={**os.environ, "CUDA_HOME": "/usr"})

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import multiprocessing
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,11 +23,11 @@ class Died:
     reason: str
 
 
-def stream(work: Callable[[Callable[[Any], None]], None], limit: float) -> Iterator[Any]:
+def stream(work: Callable[[Callable[[Any], None]], None], limit: float, ends: float = math.inf) -> Iterator[Any]:
     """Run `work(send)` in a forked child and yield what it sends; a Died at the end when it did not finish.
 
-    `limit` is the longest silence in seconds. The child is a fork, so that `work` may be any function; it runs on one
-    thread, since a fork has none of its parent's.
+    `limit` is the longest silence in seconds, `ends` when nothing more is waited for (monotonic). The child is a fork,
+    so that `work` may be any function; it runs on one thread, since a fork has none of its parent's.
     """
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
@@ -33,8 +36,9 @@ def stream(work: Callable[[Callable[[Any], None]], None], limit: float) -> Itera
     there.close()
     try:
         while True:
-            if not here.poll(limit):
-                yield Died(f"it gave no answer for {limit:.0f} s and was stopped")
+            patience = min(limit, max(0.0, ends - time.monotonic()))
+            if not here.poll(patience):
+                yield Died(f"it gave no answer for {patience:.0f} s and was stopped")
                 return
             try:
                 message = here.recv()
@@ -57,12 +61,16 @@ def unfit(device: str) -> str:
     """Why no child can do this work here; empty when one can. Asked of a child: only there does it show."""
     if "fork" not in multiprocessing.get_all_start_methods():
         return "this platform cannot fork"
-    if device.startswith("cuda") and torch.cuda.is_initialized():
+    on_gpu = device.startswith("cuda")
+    if on_gpu and torch.cuda.is_initialized():
         return "this process has used CUDA, and a fork of it cannot"
-    return str(next(iter(stream(_differentiate, 60.0))))
+    return str(next(iter(stream(partial(_differentiate, on_gpu), 60.0))))
 
 
-def _differentiate(send: Callable[[Any], None]) -> None:
+def _differentiate(on_gpu: bool, send: Callable[[Any], None]) -> None:
+    if on_gpu and torch.cuda._is_in_bad_fork():  # where torch.cuda.is_available() is asked, CUDA is
+        send("this process has counted its GPUs, and a fork of it cannot use them")
+        return
     try:
         torch.ones(1, requires_grad=True).sum().backward()
     except RuntimeError as error:  # where there is a GPU, one backward in the parent starts threads that no fork has

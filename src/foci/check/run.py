@@ -171,8 +171,8 @@ def _isolated(exam: Exam, chosen: list[Law], limits: Limits, progress: Callable[
                 send(("law", law.name))
                 send(("row", ask(exam, law), exam.refused))
 
-        for message in isolate.stream(work, min(limits.silence, max(1.0, ends - time.monotonic()))):
-            if isinstance(message, isolate.Died) and time.monotonic() > ends:
+        for message in isolate.stream(work, limits.silence, ends):
+            if isinstance(message, isolate.Died) and time.monotonic() >= ends:
                 break
             if isinstance(message, isolate.Died):
                 law = chosen[len(rows)]

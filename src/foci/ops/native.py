@@ -10,12 +10,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib
 import os
 import platform
 import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ _SPAN = 64  # tokens between kept states: native_back.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FLAGS = {"AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"], "AVX2": ["-mavx2"]}
 _HERE = Path(__file__).parent
+_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 class View(ctypes.Structure):
@@ -102,6 +105,20 @@ def _idle(heads: int) -> tuple[str, ...]:
     return (f"{few}heads and rows would keep {few}of {threads} threads busy",)
 
 
+def _extensions() -> ModuleType:
+    """torch.utils.cpp_extension, which asks whether there is a GPU as it is imported: here of NVML, not of CUDA.
+
+    After that no fork of this process could use one any more.
+    """
+    theirs = _BY_NVML in os.environ
+    os.environ.setdefault(_BY_NVML, "1")
+    try:
+        return importlib.import_module("torch.utils.cpp_extension")
+    finally:
+        if not theirs:
+            del os.environ[_BY_NVML]
+
+
 @functools.cache
 def _build() -> ctypes.CDLL | str:
     """The library, or why there is none."""
@@ -116,8 +133,7 @@ def _build() -> ctypes.CDLL | str:
     for tool in ("c++", "ninja"):
         if shutil.which(tool) is None:
             return f"there is no {tool} to build it with"
-    from torch.utils import cpp_extension
-
+    cpp_extension = _extensions()
     sources = sorted([*_HERE.glob("native*.cpp"), *_HERE.glob("native*.h")])
     text = " ".join(flags) + "".join(source.read_text() for source in sources)
     name = f"foci_recurrences_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
@@ -132,11 +148,9 @@ def _build() -> ctypes.CDLL | str:
 
 def _compile(name: str, flags: list[str], ready: Path) -> None:
     """Build in a place of this process's own and move it there whole: a build that is killed leaves no lock behind."""
-    from torch.utils import cpp_extension
-
     ready.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=ready.parent) as place:
-        made = cpp_extension.load(
+        made = _extensions().load(
             name,
             [str(_HERE / "native.cpp")],
             extra_cflags=["-O3", "-std=c++17", "-fopenmp", "-mfma", "-mf16c", *flags],
