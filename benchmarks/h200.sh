@@ -23,10 +23,12 @@ python=${PYTHON:-python3}
 device=${DEVICE:-cuda}
 operators=${OPERATORS:-delta linear softmax selective_scan scan}
 dtypes=${DTYPES:-bfloat16}
-CHECK=${CHECK:-120} BENCH=${BENCH:-210} TUNE=${TUNE:-40} LIMIT=${LIMIT:-470}
+CHECK=${CHECK:-150} BENCH=${BENCH:-195} TUNE=${TUNE:-40} LIMIT=${LIMIT:-470}
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 COLUMNS=160
 mkdir -p "$out"
 work=$(mktemp -d) rehearsed=$(mktemp -d)
+# Where Python may not write beside what it imports, every process would compile torch's modules again.
+export PYTHONPYCACHEPREFIX=${PYTHONPYCACHEPREFIX:-$rehearsed/python}
 failed=0
 
 # Whatever happens, what there is comes back: also where the archive itself is all that is fetched.

@@ -12,6 +12,7 @@ FOLDER gets each part's table and its JSON.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import multiprocessing
@@ -31,15 +32,16 @@ from kernels_compile import identity
 
 from foci.bench.tuning import META
 from foci.check import isolate
-from foci.check.exam import ROOM
+from foci.check.exam import ROOM, Exam
 from foci.check.laws_graph import LAWS
 from foci.check.run import OVER
 from foci.cli import main
+from foci.cli_check import of_cases
 from foci.cli_tune import DTYPES
 from foci.cli_tune_ahead import Offline, each, gpu, launchable
 from foci.core.assembler import assembling
 from foci.core.device import cores
-from foci.core.spec import Case, Spec
+from foci.core.spec import Candidate, Case, Spec
 from foci.core.tune import Launch, Target, recording, target_of
 from foci.ops import SPECS
 
@@ -72,24 +74,45 @@ class Part(NamedTuple):
         return left + [{"number": law.number, "law": law.name} | unasked for law in LAWS]
 
 
-def launches(spec: Spec, case: Case, dtype: torch.dtype, target: Target) -> list[Launch]:
-    """What the laws make a case launch: forward as it is, forward that keeps, and backward from every output."""
+def parts_of(operators: Sequence[str]) -> list[tuple[str, str]]:
+    """(operator, i/n) of every part."""
+    return [(operator, f"{i}/{PARTS[operator]}") for operator in operators for i in range(1, PARTS[operator] + 1)]
+
+
+def launches(
+    spec: Spec, case: Case, dtype: torch.dtype, target: Target, through: str = "", leaf: str = ""
+) -> list[Launch]:  # fmt: skip
+    """What the laws make a case launch: forward as it is, forward that keeps, and backward.
+
+    Gradients come `through` one output where it is named, and go to one `leaf`; otherwise through and to all.
+    """
     assert spec.bind is not None and spec.outputs is not None
     module, call = spec.backend("triton").load(), spec.bind(**case.make(dtype, META, 0))
     with recording(target) as found:
         module.forward(call)
         outputs = module.forward(call, *((True,) if hasattr(module, "kept") else ()))
-        grads = tuple(torch.ones_like(output) for output in outputs[: len(spec.outputs(call))])
-        needs = [getattr(call, name) is not None for name in spec.differentiable]
-        module.backward(call, outputs, grads, needs)
+        given = zip(spec.output_names, outputs[: len(spec.outputs(call))], strict=True)
+        grads = tuple(torch.ones_like(output) if through in ("", name) else None for name, output in given)
+        needs = [getattr(call, name) is not None and leaf in ("", name) for name in spec.differentiable]
+        if any(needs):
+            module.backward(call, outputs, grads, needs)
     return found
 
 
 def launched(spec: Spec, dtype: torch.dtype, target: Target) -> Iterator[Launch]:
-    """What the laws make all cases launch, the large ones too."""
-    for case in (*spec.cases, *spec.large):
+    """What the laws make all its cases launch, the large ones too.
+
+    Of few cases gradients come through one output alone, and of the first that has a leaf they go there alone.
+    """
+    few = [*Exam(spec, Candidate(spec.name, lambda inputs: ()), META, (dtype,)).few(lambda case: True)]
+    every = (*spec.cases, *spec.large)
+    holders = {leaf: case for case in reversed(every) for leaf in case.make(dtype, META, 0)}
+    asked = [(case, "", "") for case in every]
+    asked += [(case, output, "") for output in spec.output_names for case in few]
+    asked += [(holders[leaf], "", leaf) for leaf in spec.differentiable if leaf in holders]
+    for case, *only in asked:
         with suppress(Exception):  # whatever it is, the laws meet it again and say so
-            yield from launches(spec, case, dtype, target)
+            yield from launches(spec, case, dtype, target, *only)
 
 
 def compile_ahead(operators: Sequence[str], dtype: torch.dtype, target: Target, until: float) -> tuple[int, int]:
@@ -97,8 +120,8 @@ def compile_ahead(operators: Sequence[str], dtype: torch.dtype, target: Target, 
     from triton.runtime import driver
 
     kernels: dict[str, Launch] = {}
-    for operator in operators:
-        for launch in launched(SPECS[operator], dtype, target):
+    for operator, cases in parts_of(operators):
+        for launch in launched(of_cases(SPECS[operator], cases), dtype, target):
             kernels.setdefault(identity(launch, target), launch)
     ordered = sorted(kernels.values(), key=lambda launch: "backward" not in launch.kernel.__name__)
 
@@ -136,9 +159,7 @@ def _asked(operator: str, cases: str, chosen: argparse.Namespace, report: Path, 
 def ask_each(chosen: argparse.Namespace, most: int, until: float) -> list[Part]:
     """Begin to ask of every part of the cases, at most of so many at once until time is over."""
     parts: list[Part] = []
-    for operator, cases in [
-        (name, f"{i}/{PARTS[name]}") for name in chosen.operators for i in range(1, PARTS[name] + 1)
-    ]:
+    for operator, cases in parts_of(chosen.operators):
         while sum(part.process.is_alive() for part in parts) >= most and time.monotonic() < until:
             time.sleep(0.1)
         parts.append(ask(operator, cases, chosen, until))
@@ -210,6 +231,8 @@ def run() -> None:
     if unknown := set(chosen.operators) - set(PARTS):
         parser.error(f"unknown operator {min(unknown)!r}; expected among {', '.join(PARTS)}")
     began = time.monotonic()
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # whoever asks of GPUs leaves them to forks
+    importlib.import_module("torch._dynamo")  # once, in place of once in every part
     until, most = began + chosen.limit, sys.maxsize
     with tempfile.TemporaryDirectory() as folder:
         chosen.out = chosen.out or folder

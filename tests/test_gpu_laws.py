@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from kernels_compile import meta_of
 from kernels_tables import shipped
 
 import laws
-from foci.core.tune import TARGETS
+from foci.core.tune import TARGETS, Launch
 from foci.ops import SPECS
 
 
@@ -98,6 +98,23 @@ def unasked(operator: str, target: str) -> set[tuple[str, str]]:
 @pytest.mark.parametrize("operator", laws.PARTS)
 def test_every_kernel_in_the_table_is_launched_by_a_case(operator: str, target: str) -> None:
     assert not unasked(operator, target)
+
+
+def test_single_outputs_and_single_leaves_are_compiled_for_too() -> None:
+    """Their kernels are others: 11 of the scan's 35 were compiled by the laws themselves, one after the other."""
+    spec, target = SPECS["scan"], TARGETS["sm_90"]
+
+    def identities(found: Iterable[Launch]) -> set[str]:
+        return {laws.identity(launch, target) for launch in found}
+
+    found = identities(laws.launched(spec, torch.bfloat16, target))
+    for only in (("out", ""), ("state", ""), ("", "x"), ("", "state")):
+        own = [
+            identities(laws.launches(spec, case, torch.bfloat16, target, *only))
+            - identities(laws.launches(spec, case, torch.bfloat16, target))
+            for case in spec.cases
+        ]
+        assert any(kernels and kernels <= found for kernels in own), only
 
 
 @pytest.mark.parametrize("operator", laws.PARTS)

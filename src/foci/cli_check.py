@@ -102,7 +102,7 @@ def check(
         if backend is not None:
             raise ValueError("--backend chooses among foci's own; it does not apply to an attention of yours")
     dtypes = _dtypes(dtype) or ((torch.float32,) if interpreting() else None)  # where bfloat16 is computed wrongly
-    spec, reports = _of_cases(spec, cases), []
+    spec, reports = of_cases(spec, cases), []
     for candidate in candidates:
         progress = _teller() if sys.stderr.isatty() else lambda step: None
         report = examine(spec, candidate, device=device, dtypes=dtypes, limits=limits, progress=progress, **chosen)
@@ -267,7 +267,7 @@ def _laws(text: str | None) -> list[str] | None:
     return [law.name for law in LAWS if str(law.number) in words]
 
 
-def _of_cases(spec: Spec, text: str) -> Spec:
+def of_cases(spec: Spec, text: str) -> Spec:
     """Its cases that i/n means: every nth, from the ith; all without. Bad inputs are asked with the first."""
     if not text:
         return spec

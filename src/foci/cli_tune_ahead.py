@@ -75,9 +75,9 @@ def launchable(kernel: Any) -> Any:
 
 
 def warm(spec: Spec, cases: Sequence[Case], dtype: torch.dtype, target: Target, *, workers: int) -> None:
-    """Compile what the problems launch, forward and backward, as configured."""
+    """Compile what the problems launch, forward and backward, as configured; in forks, which have imported it all."""
     attempts = [Attempt(case, stage, ("", "")) for case in cases for stage in ("forward", "backward")]
-    ahead(spec.name, dtype, target, workers=workers)(attempts)
+    ahead(spec.name, dtype, target, workers=workers, context="fork")(attempts)
 
 
 @contextmanager
@@ -122,7 +122,10 @@ def _current(driver: Any) -> tuple[Any, int]:
     return driver.active.get_current_target(), driver.active.get_current_device()
 
 
-def ahead(operator: str, dtype: torch.dtype, target: Target, *, workers: int, until: float = math.inf) -> Ahead:
+def ahead(
+    operator: str, dtype: torch.dtype, target: Target, *, workers: int, until: float = math.inf,
+    context: str = "forkserver",
+) -> Ahead:  # fmt: skip
     """What `search` asks to compile its attempts, at most `workers` at a time and none after `until` (monotonic)."""
 
     def compile_all(attempts: Sequence[Attempt]) -> list[str]:
@@ -130,7 +133,7 @@ def ahead(operator: str, dtype: torch.dtype, target: Target, *, workers: int, un
 
         where = str(knobs.cache.dir)
         tasks = [Task(operator, a.case.name, a.stage, dtype, target, a.place, a.config, where) for a in attempts]
-        return each(compiled, tasks, workers=workers, until=until)
+        return each(compiled, tasks, workers=workers, until=until, context=context)
 
     return compile_all
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -108,7 +109,7 @@ class Exam:
     def cases(self, cases: Iterable[Case] | None = None) -> Iterator[Case]:
         """The cases that the candidate takes; the others are kept with the reason."""
         for case in self.problems if cases is None else cases:
-            reasons = self.candidate.refuses(case)
+            reasons = self._once(("reasons", case), partial(self.candidate.refuses, case))
             if reasons:
                 self.refused[case.name] = reasons[0]
             else:
