@@ -28,6 +28,7 @@ export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 COLUM
 mkdir -p "$out"
 work=$(mktemp -d) rehearsed=$(mktemp -d)
 # Where Python may not write beside what it imports, every process would compile torch's modules again.
+unset PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX=${PYTHONPYCACHEPREFIX:-$rehearsed/python}
 failed=0
 

@@ -145,6 +145,7 @@ def ask(operator: str, cases: str, chosen: argparse.Namespace, until: float) -> 
 
 def _asked(operator: str, cases: str, chosen: argparse.Namespace, report: Path, until: float) -> None:
     """The process of a part. Its laws are asked in a child of its own, so that what it knows is written in time."""
+    torch.set_num_threads(1)  # a fork has none of its parent's
     within = max(1.0, until - time.monotonic() - SPARE)
     with report.with_suffix(".txt").open("w") as said:
         os.dup2(said.fileno(), 1)

@@ -36,6 +36,21 @@ def test_each_task_answers_for_itself() -> None:
     assert said == ["one", "its compiler died (exit code -6)", "", "its compiler took more than 8 s", "two"]
 
 
+def attended(task: str) -> str:
+    q = torch.randn(4, 8, 256, 64)
+    return f"{task} {len(torch.nn.functional.scaled_dot_product_attention(q, q, q))}"
+
+
+def test_a_fork_waits_for_no_thread_of_its_parent() -> None:
+    """OpenMP's threads are not forked, and the child of a process that has used them would wait for them."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert each(attended, [attended("here")], workers=1, limit=20.0, context="fork") == ["here 4 4"]
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_past_the_limit_nothing_begins() -> None:
     assert each(answer, ["one", "two"], workers=2, until=time.monotonic() - 1) == ["", ""]
 

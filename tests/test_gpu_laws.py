@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -70,6 +71,25 @@ def test_when_time_is_over_every_part_has_said_what_it_knows(tmp_path: Path) -> 
     (line,) = laws.summary("delta", "bfloat16", parts)
     assert parts[0].process.exitcode == 1 and "15 inputs untouched" in line
     assert ", 0 broken, " in line and not line.startswith("delta bfloat16: 0 held")
+
+
+def test_a_part_waits_for_no_thread_of_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU's machine softmax was asked nothing: to see what it takes it is called, which takes threads."""
+
+    def attend(*_: object) -> None:
+        q = torch.randn(4, 8, 256, 64)
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+    monkeypatch.setattr(laws, "main", attend)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        attend()
+        part = laws.ask("softmax", "1/3", Namespace(out=str(tmp_path), device="cpu", dtype="bfloat16"), math.inf)
+        laws.finish([part], time.monotonic() + 20)
+    finally:
+        torch.set_num_threads(threads)
+    assert part.process.exitcode == 0
 
 
 @pytest.mark.parametrize("limit", ["-5", "nan", "inf", "0"])

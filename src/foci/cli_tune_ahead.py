@@ -210,7 +210,10 @@ def _verdict(process: BaseProcess, here: Connection, late: str) -> str:
 
 
 def _say(work: Callable[[Any], str], task: Any, pipe: Connection) -> None:
-    """In the child, in silence: what a compiler prints of a candidate is not the user's concern."""
+    """In the child, in silence: what a compiler prints of a candidate is not the user's concern. On one thread, since a
+    fork has none of its parent's.
+    """
+    torch.set_num_threads(1)
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)
