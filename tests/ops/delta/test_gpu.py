@@ -68,3 +68,17 @@ def test_inference_is_walked_by_warps_of_their_own_where_that_is_faster(
     assert walks("sm_80", False) == walks("sm_100", False) == "walk_kernel"
     monkeypatch.setattr(gpu, "with_gluon", lambda: False)
     assert walks("sm_90", False) == "token_walk_kernel"
+
+
+def test_a_walk_that_is_turned_has_a_table_of_its_own() -> None:
+    """A table that gave its columns to few heads, walked in pieces, would ask for more shared memory than there is."""
+    pytest.importorskip("triton")
+    named = {}
+    for T, H in ((256, 64), (4096, 2)):
+        q = torch.empty(1, T, H, 128, dtype=torch.bfloat16, device="meta")
+        one = bind(q, q, q, torch.empty(1, T, H, device="meta"), log_decay=torch.empty(1, T, H, 128, device="meta"))
+        with tune.recording(tune.TARGETS["sm_90"]) as launches, tune.choosing({}) as asked:
+            gpu.forward(one)
+        walk = next(launch.kernel.__name__ for launch in launches if "walk" in launch.kernel.__name__)
+        named[walk] = [place for place, _ in asked if "walk" in place]
+    assert named == {"channel_walk_kernel": ["delta_walk_by_channel"], "walk_kernel": ["delta_walk"]}

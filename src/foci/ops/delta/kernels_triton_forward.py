@@ -259,7 +259,9 @@ def forward(
     turned = not pieces.tokens and by_tma(v)
     rule = partial(walk_rule, v.dtype, K, V, pieces.programs * H, tiles, turned)
     vary = {"BLOCK_V": (16, 32, 64)} if v.dtype == torch.bfloat16 else {}
-    walk = configure("delta_walk", (v.dtype, K, V, tiles), rule, target, vary)
+    # A walk that is turned over has columns for which another has no shared memory: no table gives it those.
+    name = "delta_walk_by_channel" if turned and tiles == 4 else "delta_walk"
+    walk = configure(name, (v.dtype, K, V, tiles), rule, target, vary)
     blocks = -(-V // walk["BLOCK_V"])
     if not pieces.tokens and gated.key is None and token_walks.suits(N * H * shares, K, V, target, q, k, e, v):
         lost = token_walks.losses(call, gated, shares)
