@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -61,17 +61,15 @@ def gpu(target: Target) -> Any:
     return GPUTarget("hip", f"gfx{target.arch:x}", 64) if hip else GPUTarget("cuda", target.arch, 32)
 
 
-def launchable(kernel: Any) -> Any:
-    """The compiled kernel, with its launcher on disk beside it: Triton 3.6 has a compiler of C make one, 0.2 s each.
+def launchable(kernel: Any) -> None:
+    """Have the launcher of a compiled kernel on disk beside it: Triton 3.6 has a compiler of C make one, 0.2 s each.
 
-    Left to the launch, they would be made one after the other. What fails there is told there.
+    Left to the launch, they would be made one after the other.
     """
     from triton.backends.nvidia import driver
 
     if hasattr(driver, "make_launcher") and kernel.metadata.target.backend == "cuda":  # from 3.7 one serves all
-        with suppress(Exception):
-            driver.CudaLauncher(kernel.src, kernel.metadata)
-    return kernel
+        driver.CudaLauncher(kernel.src, kernel.metadata)
 
 
 def warm(spec: Spec, cases: Sequence[Case], dtype: torch.dtype, target: Target, *, workers: int) -> None:
@@ -156,9 +154,10 @@ def compiled(task: Task) -> str:
     for kernel, grid, arguments, meta in launches:
         if task.config is None or task.config.meta.items() <= meta.items():
             with assembling(task.target.arch):
-                shared = launchable(kernel.warmup(*arguments, grid=grid, **meta)).metadata.shared
-            if shared > task.target.shared:
-                return f"{shared} bytes of shared memory, the GPU has {task.target.shared}"
+                made = kernel.warmup(*arguments, grid=grid, **meta)
+            if made.metadata.shared > task.target.shared:
+                return f"{made.metadata.shared} bytes of shared memory, the GPU has {task.target.shared}"
+            launchable(made)
     return ""
 
 

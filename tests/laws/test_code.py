@@ -138,7 +138,9 @@ PUT_BACK = {
     "src/foci/check/memory.py": "torch's own poison for unwritten memory is such a switch; put back afterwards",
     "src/foci/check/isolate.py": "sets the threads of the child process it started",
     "src/foci/core/assembler.py": "Triton's choice of an assembler has one place, and a user's is in the environment",
+    "src/foci/cli_tune_ahead.py": "sets the threads of the child processes it started",
     "src/foci/core/world.py": "sets threads and seed of the ranks, processes that it started",
+    "src/foci/ops/native.py": "what builds it counts GPUs as it is imported: by this it leaves them to forks; put back",
 }
 
 
