@@ -9,6 +9,9 @@
 # the laws) what is asked, PYTHON names the interpreter; DEVICE=cpu runs the same without kernels, to see that nothing
 # is missing.
 #
+# Most of a benchmark's time goes into compiling peers, one kernel after the other. So each is begun beside the laws,
+# unheeded: what was compiled by their end lies on disk when it counts, and the GPU is measured with nothing beside.
+#
 # It needs torch, triton, numpy, jaxtyping and typer. Peers are timed where they are there: FlexAttention and SDPA are
 # torch's own, transformers gives Qwen3-Next's fallback, Flash Linear Attention is the wheel fla-core (pure Python,
 # 1 MB; it needs einops). Where nothing can be installed from outside:
@@ -28,8 +31,10 @@ export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 COLUM
 mkdir -p "$out"
 work=$(mktemp -d) rehearsed=$(mktemp -d)
 # Where Python may not write beside what it imports, every process would compile torch's modules again.
-unset PYTHONDONTWRITEBYTECODE
-export PYTHONPYCACHEPREFIX=${PYTHONPYCACHEPREFIX:-$rehearsed/python}
+if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
+  unset PYTHONDONTWRITEBYTECODE
+  export PYTHONPYCACHEPREFIX=$rehearsed/python
+fi
 failed=0
 
 # Whatever happens, what there is comes back: also where the archive itself is all that is fetched.
@@ -80,8 +85,9 @@ rehearse() {
   local operator
   for operator in $operators; do
     mapfile -t told < <(told_of "$operator")
-    timeout -k 5 $((CHECK + 30)) "$python" -m foci bench "$operator" "${told[@]}" --out "$rehearsed/$operator" \
-      >"$rehearsed/$operator.txt" 2>&1 &
+    # What a peer chooses for itself it would keep on disk: it chooses when nothing runs beside it.
+    FLA_CACHE_RESULTS=0 TRITON_CACHE_AUTOTUNING=0 timeout -k 5 $((CHECK + 30)) \
+      "$python" -m foci bench "$operator" "${told[@]}" --out "$rehearsed/$operator" >"$rehearsed/$operator.txt" 2>&1 &
   done
 }
 

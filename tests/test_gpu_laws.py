@@ -23,6 +23,11 @@ from kernels_compile import meta_of
 from kernels_tables import shipped
 
 import laws
+from foci.check import isolate
+from foci.check import run as check
+from foci.check.exam import UNROOMY, Exam
+from foci.check.laws import Law
+from foci.check.run import Row
 from foci.core.tune import TARGETS, Launch
 from foci.ops import SPECS
 
@@ -54,7 +59,7 @@ def test_cases_are_named_behind_a_law_that_not_all_were_asked(tmp_path: Path) ->
     asked = part(tmp_path, sys.exit)._replace(cases="1/4", report=tmp_path / "asked.json")
     failure = {"number": 8, "law": "memory", "verdict": "FAIL", "failures": [{"sentence": "off", "cases": ["a"]}]}
     rows = [failure, *({"number": n, "law": "x", "verdict": "not tested", "reason": laws.OVER} for n in (1, 2))]
-    asked.report.write_text(json.dumps({"rows": rows}))
+    asked.report.write_text(json.dumps({"rows": rows, "not_tested": []}))
     lines = list(laws.summary("scan", "bfloat16", [asked, killed]))
     assert lines[0] == "FAIL scan bfloat16 8 memory of cases 1/4: off ['a']"
     assert "(1 x of 1/4, 2 x of 1/4, 1 shapes and dtypes of 2/4, " in lines[-1] and "0 held, 1 broken" in lines[-1]
@@ -62,15 +67,49 @@ def test_cases_are_named_behind_a_law_that_not_all_were_asked(tmp_path: Path) ->
     assert "(1 shapes and dtypes, " in alone
 
 
-def test_when_time_is_over_every_part_has_said_what_it_knows(tmp_path: Path) -> None:
+def test_when_time_is_over_every_part_has_said_what_it_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that were stopped in the middle of a law once had found nothing: 4 rows of 612 on a slow host."""
+
+    def slowly(exam: Exam, law: Law) -> Row:
+        time.sleep(1.0)
+        return Row(law.number, law.name, cases=1)
+
+    monkeypatch.setattr(check, "ask", slowly)
     chosen = Namespace(out=str(tmp_path), device="cpu", dtype="bfloat16")
-    until = time.monotonic() + laws.SPARE + 1
-    parts = [laws.ask("delta", "1/4", chosen, until)]
+    until = time.monotonic() + laws.SPARE + 6
+    parts = [laws.ask("delta", "1/3", chosen, until)]
     laws.finish(parts, until + 60)
     (line,) = laws.summary("delta", "bfloat16", parts)
     assert parts[0].process.exitcode == 1 and "15 inputs untouched" in line
     assert ", 0 broken, " in line and not line.startswith("delta bfloat16: 0 held")
+
+
+def test_who_is_stopped_leaves_no_child_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that went on asking a GPU would run beside what is timed next."""
+
+    def asking(send: Callable[[object], None]) -> None:
+        (tmp_path / "child").write_text(str(os.getpid()))
+        time.sleep(60)
+
+    monkeypatch.setattr(laws, "main", lambda *_: list(isolate.stream(asking, 60)))
+    part = laws.ask("scan", "1/1", Namespace(out=str(tmp_path), device="cpu", dtype="bfloat16"), math.inf)
+    until = time.monotonic() + 30
+    while not (tmp_path / "child").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    laws.finish([part], 0.0)
+    assert part.process.exitcode == laws.STOPPED
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "child").read_text()), 0)
+    (line,) = laws.summary("scan", "bfloat16", [part])
+    assert "0 held, 0 broken" in line
+
+
+def test_large_cases_without_room_are_told(tmp_path: Path) -> None:
+    asked = part(tmp_path, sys.exit)
+    rows = [{"number": 1, "law": "x", "verdict": "ok"}]
+    asked.report.write_text(json.dumps({"rows": rows, "not_tested": [f"{UNROOMY} 10 GiB of the GPU [width 128]"]}))
+    (line,) = laws.summary("scan", "bfloat16", [asked])
+    assert "1 held" in line and line.endswith("; without large cases, for which there was no room: 2/4")
 
 
 def test_a_part_waits_for_no_thread_of_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,13 +151,15 @@ def compiled(task: Task) -> str:
         run = Problem(spec, spec.backend("triton").load(), call).passes()[task.stage]
         launches.clear()
         run()
+    kernels = []
     for kernel, grid, arguments, meta in launches:
         if task.config is None or task.config.meta.items() <= meta.items():
             with assembling(task.target.arch):
-                made = kernel.warmup(*arguments, grid=grid, **meta)
-            if made.metadata.shared > task.target.shared:
-                return f"{made.metadata.shared} bytes of shared memory, the GPU has {task.target.shared}"
-            launchable(made)
+                kernels.append(kernel.warmup(*arguments, grid=grid, **meta))
+            if (shared := kernels[-1].metadata.shared) > task.target.shared:
+                return f"{shared} bytes of shared memory, the GPU has {task.target.shared}"
+    for kernel in kernels:
+        launchable(kernel)
     return ""
 
 

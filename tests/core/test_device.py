@@ -13,6 +13,7 @@ import torch
 
 from foci.core import device
 from foci.core.device import Platform, machine, platform, version_of
+from tests.ops.in_native import BUILT
 
 
 @pytest.mark.parametrize(
@@ -92,6 +93,7 @@ for out, _ in (
 """
 
 
+@BUILT
 def test_a_call_on_the_cpu_wakes_no_gpu() -> None:
     """The compiled recurrences asked for all facts of the machine to know one of the processor.
 

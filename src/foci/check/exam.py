@@ -19,6 +19,7 @@ Call = Callable[[Inputs], Outputs]
 Gradients = dict[str, Tensor | None]
 Lay = Callable[[dict[str, Any]], dict[str, Any]]
 ROOM = 10 << 30  # bytes of a GPU that the truth of a large case, its inputs and its answer take at most
+UNROOMY = "their truth takes up to"  # how the reason begins for which large cases are left out
 Answer = TypeVar("Answer")
 
 
@@ -102,7 +103,7 @@ class Exam:
     def _large(self, free: int) -> tuple[Case, ...]:
         if free >= ROOM:
             return self.spec.large
-        reason = f"their truth takes up to {ROOM >> 30} GiB of the GPU, of which {free / 2**30:.1f} are free"
+        reason = f"{UNROOMY} {ROOM >> 30} GiB of the GPU, of which {free / 2**30:.1f} are free"
         self.refused |= {case.name: reason for case in self.spec.large}
         return ()
 

@@ -68,7 +68,7 @@ def unfit(device: str) -> str:
 
 
 def _differentiate(on_gpu: bool, send: Callable[[Any], None]) -> None:
-    if on_gpu and torch.cuda._is_in_bad_fork():  # where torch.cuda.is_available() is asked, CUDA is
+    if on_gpu and torch.cuda._is_in_bad_fork():  # torch.cuda.is_available() asks CUDA
         send("this process has counted its GPUs, and a fork of it cannot use them")
         return
     try:

@@ -106,9 +106,9 @@ def _idle(heads: int) -> tuple[str, ...]:
 
 
 def _extensions() -> ModuleType:
-    """torch.utils.cpp_extension, which asks whether there is a GPU as it is imported: here of NVML, not of CUDA.
+    """torch.utils.cpp_extension, which asks whether there is a GPU as it is imported: here of NVML.
 
-    After that no fork of this process could use one any more.
+    Asked of CUDA, no fork of this process could use one any more.
     """
     theirs = _BY_NVML in os.environ
     os.environ.setdefault(_BY_NVML, "1")
