@@ -2,8 +2,8 @@
 
     python benchmarks/laws.py [OPERATOR...] [--dtype bfloat16] [--limit 150] [--out FOLDER]
 
-Most of that time goes into compiling. So first the kernels that the cases launch are compiled, side by side, into
-Triton's cache, their launchers too; then `foci check --cases` runs for parts of the cases, one process each, as many at
+Most of that time goes into compiling. So the kernels that the laws launch (laws_ahead.py) are compiled side by side, a
+while before and then beside them; `foci check --cases` runs for parts of the cases, one process each, as many at
 once as the GPU has room for: few, as kernels of several processes take turns on it, and the truth is a loop of short
 ones. It prints what was broken, and a line for each operator: how many laws of a part hold, are broken, were not asked.
 FOLDER gets each part's table and its JSON.
@@ -22,28 +22,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from kernels_compile import identity
+from laws_ahead import compile_ahead
 
-from foci.bench.tuning import META
 from foci.check import isolate
-from foci.check.exam import ROOM, UNROOMY, Exam
+from foci.check.exam import ROOM, UNROOMY
 from foci.check.laws_graph import LAWS
 from foci.check.run import OVER
 from foci.cli import main
 from foci.cli_check import of_cases
 from foci.cli_tune import DTYPES
-from foci.cli_tune_ahead import Offline, each, gpu, launchable
-from foci.core.assembler import assembling
-from foci.core.device import cores
-from foci.core.spec import Candidate, Case, Spec
-from foci.core.tune import Launch, Target, recording, target_of
+from foci.core.tune import Target, target_of
 from foci.ops import SPECS
 
 # Parts of the cases, i/n of `foci check --cases`: together as many as an H200 has room for, what else it may be asked
@@ -83,60 +79,32 @@ def parts_of(operators: Sequence[str]) -> list[tuple[str, str]]:
     return [(operator, f"{i}/{PARTS[operator]}") for i, operator in sorted(parts, key=itemgetter(0))]
 
 
-def launches(
-    spec: Spec, case: Case, dtype: torch.dtype, target: Target, through: str = "", leaf: str = ""
-) -> list[Launch]:  # fmt: skip
-    """What the laws make a case launch: forward as it is, forward that keeps, and backward.
-
-    Gradients come `through` one output where it is named, and go to one `leaf`; otherwise through and to all.
-    """
-    assert spec.bind is not None and spec.outputs is not None
-    module, call = spec.backend("triton").load(), spec.bind(**case.make(dtype, META, 0))
-    with recording(target) as found:
-        module.forward(call)
-        outputs = module.forward(call, *((True,) if hasattr(module, "kept") else ()))
-        given = zip(spec.output_names, outputs[: len(spec.outputs(call))], strict=True)
-        grads = tuple(torch.ones_like(output) if through in ("", name) else None for name, output in given)
-        needs = [getattr(call, name) is not None and leaf in ("", name) for name in spec.differentiable]
-        if any(needs):
-            module.backward(call, outputs, grads, needs)
-    return found
+@contextmanager
+def compiling(chosen: argparse.Namespace, target: Target, began: float) -> Iterator[None]:
+    """What the laws launch is compiled: ahead for a share of the time, then beside what is done within."""
+    until, (here, there) = began + chosen.limit, multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_compiling, args=(chosen, target, until, there))
+    process.start()
+    there.close()
+    here.poll(max(0.0, began + SHARE * chosen.limit - time.monotonic()))
+    try:
+        yield
+    finally:
+        stop(process, 0.0)
+        with suppress(EOFError):  # it was not done
+            print(here.recv(), flush=True)
 
 
-def launched(spec: Spec, dtype: torch.dtype, target: Target) -> Iterator[Launch]:
-    """What the laws make all its cases launch, the large ones too.
-
-    Of few cases gradients come through one output alone, and of the first that has a leaf they go there alone.
-    """
-    few = [*Exam(spec, Candidate(spec.name, lambda inputs: ()), META, (dtype,)).few(lambda case: True)]
-    every = (*spec.cases, *spec.large)
-    holders = {leaf: case for case in reversed(every) for leaf in case.make(dtype, META, 0)}
-    asked = [(case, "", "") for case in every]
-    asked += [(case, output, "") for output in spec.output_names for case in few]
-    asked += [(holders[leaf], "", leaf) for leaf in spec.differentiable if leaf in holders]
-    for case, *only in asked:
-        with suppress(Exception):  # whatever it is, the laws meet it again and say so
-            yield from launches(spec, case, dtype, target, *only)
+def _compiling(chosen: argparse.Namespace, target: Target, until: float, pipe: Connection) -> None:
+    _alone()
+    specs = [of_cases(SPECS[operator], cases) for operator, cases in parts_of(chosen.operators)]
+    compile_ahead(specs, DTYPES[chosen.dtype], target, until, pipe.send)
 
 
-def compile_ahead(operators: Sequence[str], dtype: torch.dtype, target: Target, until: float) -> tuple[int, int]:
-    """Compile what all cases launch, the backwards first, as they take longest; how many there are, how many fail."""
-    from triton.runtime import driver
-
-    kernels: dict[str, Launch] = {}
-    for operator, cases in parts_of(operators):
-        for launch in launched(of_cases(SPECS[operator], cases), dtype, target):
-            kernels.setdefault(identity(launch, target), launch)
-    ordered = sorted(kernels.values(), key=lambda launch: "backward" not in launch.kernel.__name__)
-
-    def work(launch: Launch) -> str:
-        driver.set_active(Offline(gpu(target)))
-        with assembling(target.arch):
-            launchable(launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.meta))
-        return ""
-
-    said = each(work, ordered, workers=cores(), until=until, context="fork")  # launches cannot be sent
-    return len(ordered), sum(map(bool, said))
+def _alone() -> None:
+    """In a fork: it has none of its parent's threads, and who stops it stops its children too."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))
 
 
 def ask(operator: str, cases: str, chosen: argparse.Namespace, until: float) -> Part:
@@ -149,8 +117,7 @@ def ask(operator: str, cases: str, chosen: argparse.Namespace, until: float) -> 
 
 def _asked(operator: str, cases: str, chosen: argparse.Namespace, report: Path, until: float) -> None:
     """The process of a part. Its laws are asked in a child of its own, so that what it knows is written in time."""
-    torch.set_num_threads(1)  # a fork has none of its parent's
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))  # as an exception, which ends the child too
+    _alone()
     within = max(1.0, until - time.monotonic() - SPARE)
     with report.with_suffix(".txt").open("w") as said:
         os.dup2(said.fileno(), 1)
@@ -175,11 +142,16 @@ def ask_each(chosen: argparse.Namespace, most: int, until: float) -> list[Part]:
 def finish(parts: Sequence[Part], until: float) -> None:
     """Wait for all, and for none past `until`."""
     for part in parts:
-        part.process.join(max(0.1, until - time.monotonic()))
-        part.process.terminate()
-        part.process.join(5)
-        part.process.kill()
-        part.process.join()
+        stop(part.process, max(0.1, until - time.monotonic()))
+
+
+def stop(process: BaseProcess, patience: float) -> None:
+    """Wait so long for it to end, then end it."""
+    process.join(patience)
+    process.terminate()
+    process.join(5)
+    process.kill()
+    process.join()
 
 
 def summary(operator: str, dtype: str, parts: Sequence[Part]) -> Iterator[str]:
@@ -247,14 +219,13 @@ def run() -> None:
     with tempfile.TemporaryDirectory() as folder:
         chosen.out = chosen.out or folder
         Path(chosen.out).mkdir(parents=True, exist_ok=True)
+        ahead: AbstractContextManager[None] = nullcontext()
         if chosen.device == "cuda":
             target, most = _gpu()
-            count, failed = compile_ahead(
-                chosen.operators, DTYPES[chosen.dtype], target, began + SHARE * chosen.limit
-            )  # fmt: skip
-            print(f"{count} kernels, {failed} not compiled, after {time.monotonic() - began:.0f} s", flush=True)
-        parts = ask_each(chosen, most, until)
-        finish(parts, until)
+            ahead = compiling(chosen, target, began)
+        with ahead:
+            parts = ask_each(chosen, most, until)
+            finish(parts, until)
         lines = [
             line for o in chosen.operators for line in summary(o, chosen.dtype, [p for p in parts if p.operator == o])
         ]

@@ -167,15 +167,18 @@ def _ours(name: str, backend: str | None, device: str) -> list[Candidate]:
             gpu = "; --device cuda asks it there" if chosen[0].needs else ""
             raise ValueError(f"--backend {backend}: {'; '.join(refused[backend])}{gpu}{_INTERPRETER * bool(gpu)}")
         chosen = [b for b in chosen if b.name not in refused]
-    return [_candidate(spec, FUNCTIONS[name], b.name, device) for b in chosen]
+    return [candidate_of(spec, FUNCTIONS[name], b.name, device) for b in chosen]
 
 
-def _candidate(spec: Spec, function: Callable[..., Any], backend: str, device: str) -> Candidate:
-    """It with this backend. What it gives and takes is asked of the CPU: the GPU is left to the child that needs it."""
+def candidate_of(spec: Spec, function: Callable[..., Any], backend: str, device: str) -> Candidate:
+    """It with this backend. What it gives and takes is asked of the CPU: the GPU is left to the child that needs it.
+
+    There of the reference, which all backends answer as: another might have to be built first.
+    """
     assert spec.adapt is not None
     if device == "cpu":
         return spec.adapt(partial(function, backend=backend), name=f"foci {backend}")
-    fixed: dict[str, str] = {}
+    fixed = {"backend": "reference"}
 
     @wraps(function)
     def ours(*args: Any, **options: Any) -> Any:

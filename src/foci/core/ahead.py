@@ -37,7 +37,7 @@ def compiled_ahead(compute: Callable[..., Any], call: Any, *rest: Any) -> str:
     target = target_of(call[0].device)
     try:
         with recording(target) as launches:
-            compute(_meta(call), *map(_meta, rest))
+            compute(shadow(call), *map(shadow, rest))
         wanted = [] if len(launches) < 2 else _wanted(launches)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -136,13 +136,13 @@ def _kind(value: Any) -> Any:
     return value if isinstance(value, bool | str | None) else type(value)
 
 
-def _meta(value: Any) -> Any:
+def shadow(value: Any) -> Any:
     """The value with tensors that hold nothing."""
     if isinstance(value, Tensor):
         ahead = value.data_ptr() % 16 // value.itemsize  # kernels are compiled for where tensors begin
         size = ahead + 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True) if n)
         return torch.empty(size, dtype=value.dtype, device="meta").as_strided(value.shape, value.stride(), ahead)
     if isinstance(value, tuple):
-        parts = map(_meta, value)
+        parts = map(shadow, value)
         return value._make(parts) if hasattr(value, "_make") else tuple(parts)
     return value

@@ -1,0 +1,142 @@
+"""What the laws make kernels launch, found without a GPU or a number, and compiled side by side into Triton's cache.
+
+The laws themselves are asked, of a candidate that computes nothing: it notes what kernels would be launched for a call,
+forward or backward, and answers zeros, as the reference does here too, so that each law goes its way to the end.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+from kernels_compile import identity
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+
+from foci.bench.tuning import META
+from foci.check.exam import Exam
+from foci.check.laws_graph import LAWS
+from foci.check.run import ask
+from foci.cli_check import FUNCTIONS, candidate_of
+from foci.cli_tune_ahead import Offline, each, gpu, launchable
+from foci.core.ahead import shadow
+from foci.core.assembler import assembling
+from foci.core.device import cores
+from foci.core.spec import Case, Outputs, Spec
+from foci.core.tune import Launch, Target, recording
+
+GRAPHS = 12  # the laws of graphs: they launch what others do, and would have the graphs' compiler at work
+
+
+def compile_ahead(
+    specs: Sequence[Spec], dtype: torch.dtype, target: Target, until: float, tell: Callable[[str], object]
+) -> None:
+    """Compile it in the laws' order, and tell how much that was.
+
+    For a process of its own: the laws differentiate, which takes threads that no fork of it would have.
+    """
+    from triton.runtime import driver
+
+    began, kernels = time.monotonic(), dict[str, Launch]()
+    rehearsed = (noted for spec in specs for noted in launched(spec, dtype, target))
+    for _, launch in sorted(rehearsed, key=itemgetter(0)):
+        kernels.setdefault(identity(launch, target), launch)
+    found = time.monotonic() - began
+
+    def work(launch: Launch) -> str:
+        os.nice(10)  # behind the laws themselves
+        driver.set_active(Offline(gpu(target)))
+        with assembling(target.arch):
+            launchable(launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.meta))
+        return ""
+
+    said = each(work, [*kernels.values()], workers=cores(), until=until, context="fork")  # launches cannot be sent
+    took = time.monotonic() - began
+    tell(f"{len(kernels)} kernels, found in {found:.0f} s; after {took:.0f} s {sum(map(bool, said))} not compiled")
+
+
+def launched(spec: Spec, dtype: torch.dtype, target: Target) -> Iterator[tuple[int, Launch]]:
+    """What the laws make all cases launch on a GPU, with the place of the law; of large cases forward and backward."""
+    for case in spec.large:  # whose numbers take seconds to draw
+        yield from ((0, launch) for launch in _of_shapes(spec, case, dtype, target))
+    found: list[Launch] = []
+    answer = partial(_answers(spec, target), found)
+    blank = replace(spec, reference=partial(answer, False), plain=partial(answer, False))
+    noted = candidate_of(spec, FUNCTIONS[spec.name], "triton", "cuda")
+    noted = replace(noted, call=lambda inputs: answer(True, **inputs))
+    exam = Exam(blank, noted, torch.device("cpu"), (dtype,))
+    for place, law in enumerate(LAWS):
+        if law.number != GRAPHS:
+            ask(exam, law)
+            yield from ((place, launch) for launch in found)
+            found.clear()
+
+
+def _of_shapes(spec: Spec, case: Case, dtype: torch.dtype, target: Target) -> list[Launch]:
+    """Forward as it is, forward that keeps, and backward from all outputs to all leaves."""
+    assert spec.bind is not None and spec.outputs is not None
+    module, call, found = spec.backend("triton").load(), spec.bind(**case.make(dtype, META, 0)), list[Launch]()
+    needs = [getattr(call, name) is not None for name in spec.differentiable]
+    _note(found, target, lambda: module.forward(call))
+    made = _note(found, target, lambda: module.forward(call, *_keeps(module)))
+    grads = tuple(map(torch.ones_like, made[: len(spec.output_names)]))
+    _note(found, target, lambda: module.backward(call, made, grads, needs))
+    return found
+
+
+def _answers(spec: Spec, target: Target) -> Callable[..., Outputs]:
+    """`answer(found, noting, **inputs)`: zeros, with zeros for gradients; `noting` what that launches, in `found`."""
+    assert spec.bind is not None and spec.outputs is not None
+    bind, outputs, module = spec.bind, spec.outputs, spec.backend("triton").load()
+
+    class Answer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, found: list[Launch] | None, call: Any, *leaves: Tensor | None) -> Outputs:
+            ctx.found, ctx.call, ctx.leaves = found, call, leaves
+            ctx.set_materialize_grads(False)
+            if found is not None:
+                trained = any(x is not None and x.requires_grad for x in leaves)
+                _note(found, target, lambda: module.forward(shadow(call), *_keeps(module) * trained))
+            return tuple(output.empty(call[0]).zero_() for output in outputs(call))
+
+        @staticmethod
+        @once_differentiable  # type: ignore[misc]  torch does not type it
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            needs = list(ctx.needs_input_grad[2:])
+            if ctx.found is not None:
+                call = shadow(ctx.call)
+                made = _note([], target, lambda: module.forward(call, *_keeps(module)))
+                _note(ctx.found, target, lambda: module.backward(call, made, shadow(grads), needs))
+            zeros = (torch.zeros_like(x) if need else None for x, need in zip(ctx.leaves, needs, strict=True))
+            return None, None, *zeros
+
+    def answer(found: list[Launch], noting: bool, **inputs: Any) -> Outputs:
+        call = bind(**inputs)
+        tensors = [x for x in call if isinstance(x, Tensor)]
+        unlaunched = torch.float64 in (x.dtype for x in tensors) or any(isinstance(x, FakeTensor) for x in tensors)
+        leaves = (getattr(call, name) for name in spec.differentiable)
+        answered: Outputs = Answer.apply(found if noting and not unlaunched else None, call, *leaves)
+        return answered
+
+    return answer
+
+
+def _note(found: list[Launch], target: Target, work: Callable[[], Outputs]) -> Outputs:
+    """What it launches; an error is no finding: the laws meet it again and say so."""
+    made: Outputs = ()
+    with recording(target) as launches, suppress(Exception):
+        made = work()
+    found += launches
+    return made
+
+
+def _keeps(module: Any) -> tuple[bool, ...]:
+    return (True,) * hasattr(module, "kept")
