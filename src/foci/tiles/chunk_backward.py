@@ -22,6 +22,16 @@ def right(x, y, z, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def across(x, y, z, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x y^T + z; beside an x in bfloat16 a y in float32 is taken as the sum of two of them."""
+    if x.dtype == y.dtype:
+        z = tl.dot(x, tl.trans(y), z, input_precision=PRECISION)
+    else:
+        z = right(x, tl.trans(y), z, PRECISION)
+    return z
+
+
+@triton.jit
 def decayed(ptr, strides, row, h, decays, t0, stop, k0, K):  # type: ignore[no-untyped-def]
     """A tile of a row's head h, each number times its decay."""
     ptr += row * strides[0] + h * strides[2]

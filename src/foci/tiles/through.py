@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from foci.tiles.chunk_backward import across
 from foci.tiles.pairs import of_two, parted
 from foci.tiles.state import rounded, working
 from foci.tiles.whole import read
@@ -55,6 +56,6 @@ def through_states(  # type: ignore[no-untyped-def]
         d = read(d_ptr, t0, stop, stride, v0, V, 1, CHUNK, BLOCK_V, WHOLE).to(S.dtype)
         by_out = tl.dot(do, tl.trans(S), by_out, input_precision=PRECISION)
         by_value = tl.dot(dv, tl.trans(S), by_value, input_precision=PRECISION)
-        by_error = tl.dot(d, tl.trans(dS), by_error, input_precision=PRECISION)
+        by_error = across(d, dS, by_error, PRECISION)
         by_total += S.to(tl.float32) * dS.to(tl.float32)
     return by_out, by_value, by_error, tl.sum(by_total, 1)

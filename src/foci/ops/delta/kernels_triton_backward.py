@@ -49,14 +49,15 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     M_ptr, N_ptr, dv_ptr, d_value_ptr, ends_ptr, d_state_ptr,
     q_strides, k_strides, e_strides, write_strides, d_out_strides, d_final_strides, scale, T, N, H, R, K, V, half,
     PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, JOIN: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V columns of one head's dS through one sequence, or a piece of it, last chunk to first.
 
     It keeps dS at each chunk's end, and dv. dS are BLOCKS tiles of BLOCK_K channels. Per channel q, k and e come with
     their decays, scale and beta, in bfloat16 e as two of them, `half` apart. Without `dv_ptr` a piece's map is
     made, as by the forward's: what dS at its end is at its start; the columns behind V's blocks are M's, for which no
-    output has a gradient.
+    output has a gradient. FULL: in bfloat16 no digit of dS is lost, also not at a chunk's end: erase keys that are not
+    the written ones would let what is lost grow.
     """
     blocks = tl.cdiv(V, BLOCK_V) + (tl.cdiv(K, BLOCK_V) if dv_ptr is None else 0)
     v0 = tl.program_id(0) % blocks * BLOCK_V
@@ -133,9 +134,11 @@ def walk_kernel(  # type: ignore[no-untyped-def]
         for j in tl.static_range(BLOCKS):
             k = working(load_block(k_there, t0, stop, k_strides[1], j * BLOCK_K, K, k_strides[3], CHUNK, BLOCK_K, TMA))
             operand = dS[j].to(k.dtype)
+            if FULL:
+                read = tl.dot(k, (dS[j] - operand.to(tl.float32)).to(k.dtype), read)
             read = tl.dot(k, operand, read, input_precision=PRECISION)
             if ends_ptr is not None:
-                if TMA:
+                if TMA and not FULL:
                     store_block(ends_there, operand, chunk * H * K + j * BLOCK_K, 0, 0, v0, V, TMA)
                 else:
                     here = ends_ptr + tl.cast(chunk, tl.int64) * H * K * V
@@ -278,14 +281,24 @@ def backward(
     return problem.found
 
 
+def _room(problem: _Problem, two: bool) -> tuple[Tensor, Tensor | None]:
+    """Where dv [B,T,H,V] goes, and what is stored beside it.
+
+    In float32, with its copy if v's gradient is of another dtype; in bfloat16, but for gates per channel, it is two:
+    dv rounded and what that left.
+    """
+    v, d_value = problem.call.v, problem.found[2]
+    direct = d_value is not None and (two or d_value.dtype == torch.float32)
+    dtype = torch.bfloat16 if two else torch.float32
+    dv = d_value if direct and d_value is not None else v.new_empty(v.shape, dtype=dtype)
+    return dv, torch.empty_like(dv) if two else None if direct else d_value
+
+
 def _walk(
     problem: _Problem, kept: Sequence[Any], d_out: Tensor, d_final: Tensor | None, cut: Callable[..., Any],
     channels: Any, token_walks: Any, channel_walks: Any,
 ) -> tuple[Any, Tensor]:  # fmt: skip
-    """dv [B,T,H,V] and the gradient of the state at each chunk's end, laid out as the states are.
-
-    dv is in float32; in bfloat16, but for gates per channel, it is two: dv rounded and what that left.
-    """
+    """dv [B,T,H,V] and the gradient of the state at each chunk's end, laid out as the states are; as `_room` has dv."""
     call, d_value, R, H, K, V = problem.call, problem.found[2], problem.H // problem.G, problem.H, problem.K, problem.V
     states, _, inverse, products, rise, write, gone, rows, reach = kept
     q, k, e, write = call.q, call.k, call.erase, call.beta if write is None else write
@@ -293,25 +306,24 @@ def _walk(
         q, k, e, gone = channels.with_decays(problem, states)
         R = 1
     two = call.v.dtype == torch.bfloat16 and not problem.per_channel
-    direct = d_value is not None and (two or d_value.dtype == torch.float32)
-    dtype = torch.bfloat16 if two else torch.float32
-    dv = d_value if direct and d_value is not None else call.v.new_empty(call.v.shape, dtype=dtype)
-    beside = torch.empty_like(dv) if two else None if direct else d_value
-    behind = torch.empty_like(states)
+    dv, beside = _room(problem, two)
     config = problem.config(*_named(problem.per_channel, e))
     blocks = -(-V // config["BLOCK_V"])
     pieces = cut(problem.target, problem.N * H * blocks)
-    tma = problem.target.arch == 90 and q.dtype == torch.bfloat16 and K % config["BLOCK_K"] == 0
     operands = q, k, e, d_out, d_value
+    tma = problem.target.arch == 90 and q.dtype == torch.bfloat16 and K % config["BLOCK_K"] == 0
     tma = tma and all(map(by_tma, operands))
     shares = token_walks.shares(call, problem.target)
-    if two and not pieces.tokens and token_walks.suits(problem.N * H * shares, K, V, problem.target, *operands):
+    by_token = two and not pieces.tokens and token_walks.suits(problem.N * H * shares, K, V, problem.target, *operands)
+    by_channel = problem.per_channel and tma and not pieces.tokens and channel_walks.fits(K, V, config, problem.target)
+    full = call.erase is not None and states.dtype == torch.bfloat16 and not (by_token or by_channel)
+    behind = torch.empty_like(states, dtype=torch.float32 if full else None)
+    if by_token:
         left = rows, gone, reach if shares > 1 else None, products, inverse
         token_walks.backward(call, left, shares, d_out, d_final, dv, beside, behind, problem.found[6])
         return (dv, beside), behind
 
-    turned = problem.per_channel and tma and not pieces.tokens
-    if turned and channel_walks.fits(K, V, config, problem.target):
+    if by_channel:
         results = dv, beside, behind, problem.found[6]
         channel_walks.backward(
             call, (q, k, e, gone, products, inverse, d_out, d_final), results, pieces.programs * H * blocks, config
@@ -330,7 +342,7 @@ def _walk(
             strides(d_final), call.scale, problem.T, problem.N, H, R, K, V, q.numel(),
             config=config, PER_CHANNEL=problem.per_channel, PRECISION=problem.precision,
             JOIN=precision(torch.float32, problem.target), CHUNK=CHUNK, PIECE=pieces.tokens,
-            BLOCKS=-(-K // config["BLOCK_K"]), TMA=tma,
+            BLOCKS=-(-K // config["BLOCK_K"]), TMA=tma, FULL=full,
         )  # fmt: skip
 
     if pieces.tokens:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foci.core.tune import Config, Target, launch, side, stored, strides
 from foci.tiles import gates, near
-from foci.tiles.chunk_backward import decayed, gather, store_in_two
+from foci.tiles.chunk_backward import across, decayed, gather, store_in_two
 from foci.tiles.gates import load_gates, pairs_backward_onto, total
 from foci.tiles.memory import load_row, load_tile, store_tile
 from foci.tiles.pairs import below, far_backward, of_two, on_diagonal, parted, sums_behind
@@ -214,7 +214,7 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
                     dS = working(read(ends_ptr + there, k0, K, V, 0, V, 1, BLOCK_K, BLOCK_V, WHOLE))
                     to_q = tl.dot(do, tl.trans(S), input_precision=PRECISION)
                     to_e = tl.dot(dv, tl.trans(S), input_precision=PRECISION)
-                    by_w = tl.dot(d, tl.trans(dS), input_precision=PRECISION)
+                    by_w = across(d, dS, tl.zeros([CHUNK, BLOCK_K], tl.float32), PRECISION)
                     by_total = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
                 else:
                     to_q, to_e, by_w, by_total = through_states(

@@ -11,8 +11,11 @@ first left; beta and gates take of pairs no more than products with q k^T and e 
 gates take of either. No launch's registers hold another's tiles.
 
 Keys that are alike make sums over d and dv telescope. These lie in memory as two bfloat16 each, of which pairs take
-both, in three products or two; what goes through a state in bfloat16 takes the first. For float16, whose range holds no
-decays, all products are of float32 tiles (tiles/state.py: working).
+both, in three products or two. Of what goes through a state dv S^T takes both and d dS^T the first, which is too little
+for gates. As dd - E^T dv = dv, d times this says what they are to have of it: over channels fall w (d dS^T) sums to
+d dv less what the columns of A and E sum to. That is taken unless fall leaves so little that the product is nearer, or
+nothing comes from behind. For float16, whose range holds no decays, all products are of float32 tiles (tiles/state.py:
+working).
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from torch import Tensor
 
 from foci.core.tune import Config, Target, configure, launch, side, strides
 from foci.tiles import near
-from foci.tiles.chunk_backward import load_in_two, onto, store_in_two
+from foci.tiles.chunk_backward import across, load_in_two, onto, store_in_two
 from foci.tiles.gates import by_ends, by_pairs, load_gates
 from foci.tiles.memory import load_tile, store_tile
 from foci.tiles.pairs import parted
@@ -35,6 +38,7 @@ from foci.tiles.state import chunk_at, rounded, working
 from foci.tiles.whole import read, within, write
 
 CHUNK = 64
+CLEAR: tl.constexpr = tl.constexpr(2.0**-8)  # a decay that leaves a rest larger than the rounding of what it is left of
 
 
 @triton.jit
@@ -45,8 +49,8 @@ def plus(a, b, c, d):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def side_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, rise_ptr, write_ptr, d_out_ptr, dv_ptr, errors_ptr, states_ptr, ends_ptr, offsets_ptr,
-    rows_ptr, totals_ptr, q_sums_ptr, k_sums_ptr, e_sums_ptr,
+    q_ptr, k_ptr, e_ptr, rise_ptr, write_ptr, d_out_ptr, dv_ptr, dv_low_ptr, errors_ptr, states_ptr, ends_ptr,
+    offsets_ptr, rows_ptr, totals_ptr, q_sums_ptr, k_sums_ptr, e_sums_ptr,
     q_strides, k_strides, e_strides, write_strides, d_out_strides, scale, zero, T, N, H, R, K, V,
     tokens, EVEN: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
@@ -102,8 +106,11 @@ def side_kernel(  # type: ignore[no-untyped-def]
         by_q, by_e = tl.where(v0 > 0, by_q, 0.0), tl.where(v0 > 0, by_e, 0.0)
         by_w, by_total = tl.where(v0 > 0, by_w, 0.0), tl.where(v0 > 0, by_total, 0.0)
         by_q = tl.dot(do.to(S.dtype), tl.trans(S), by_q, input_precision=PRECISION)
+        if dv_low_ptr is not None:
+            low = read(dv_low_ptr + head * V, t0, stop, H * V, v0, V, 1, CHUNK, BLOCK_V, WHOLE, EVEN)
+            by_e = tl.dot(low, tl.trans(S), by_e)
         by_e = tl.dot(dv, tl.trans(S), by_e, input_precision=PRECISION)
-        by_w = tl.dot(d, tl.trans(dS), by_w, input_precision=PRECISION)
+        by_w = across(d, dS, by_w, PRECISION)
         by_total += tl.sum(tl.reshape(S.to(tl.float32) * dS.to(tl.float32), [BLOCK_K, BLOCK_V // 8, 8]), 2)
         if v0 + BLOCK_V >= V:  # a branch too where V is one block: what is in one comes after the next loads' start
             on_q, on_e = by_q * scale, by_e
@@ -148,7 +155,7 @@ def pairs_kernel(  # type: ignore[no-untyped-def]
     """The pairs of one chunk and one key head, first P_A and then P_E, onto sums as `side_kernel` left them.
 
     P_A waits in pairs [..,B,T,G,CHUNK], in bfloat16 as two, `half` apart: sums are read once, and by one loop. SAME: e
-    is k. What beta and gates take of either goes to rows [4,B,T,H], `tokens` apart.
+    is k. What beta and gates take of either goes to rows [5,B,T,H], `tokens` apart; behind that, with gates, d dv.
     """
     G, program = H // R, tl.num_programs(0) - 1 - tl.program_id(0)  # what was written last is in the cache yet
     group, chunk = (program % G).to(tl.int64), program // G
@@ -278,6 +285,8 @@ def pairs_of(  # type: ignore[no-untyped-def]
                 else:
                     by_gate = by_pairs(both * beta[None, :], True)
                 tl.store(rows + tokens, by_gate, mask=at < stop)
+                if low_ptr is not None:
+                    tl.store(rows + 2 * tokens, tl.sum(tl.where(t == s, dP, 0.0), 1), mask=at < stop)
         v0 += BLOCK_V
         r = tl.where(v0 >= V, r + 1 if OWN else r - 1, r)
         v0 = tl.where(v0 >= V, 0, v0)
@@ -287,8 +296,8 @@ def pairs_of(  # type: ignore[no-untyped-def]
 @triton.jit
 def gates_kernel(  # type: ignore[no-untyped-def]
     beta_ptr, g_ptr, offsets_ptr, rows_ptr, totals_ptr, d_beta_ptr, d_g_ptr, beta_strides, g_strides,
-    T, N, H, K, tokens, BLOCKS: tl.constexpr, CONSTANT: tl.constexpr, NEAR: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+    T, N, H, K, tokens, BLOCKS: tl.constexpr, CONSTANT: tl.constexpr, NEAR: tl.constexpr, TWO: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Gradients of beta and gates of one chunk and BLOCK_H heads, from what both kernels above left in rows.
 
@@ -306,8 +315,8 @@ def gates_kernel(  # type: ignore[no-untyped-def]
     by_fall = tl.zeros([CHUNK, BLOCK_H], tl.float32)
     by_rise = tl.zeros([CHUNK, BLOCK_H], tl.float32)
     for i in tl.static_range(BLOCKS):
-        by_fall += load_tile(rows_ptr + (4 + 2 * i) * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
-        by_rise += load_tile(rows_ptr + (5 + 2 * i) * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
+        by_fall += load_tile(rows_ptr + (5 + 2 * i) * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
+        by_rise += load_tile(rows_ptr + (6 + 2 * i) * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
     by_total = tl.zeros([BLOCK_H], tl.float32)
     totals_ptr += tl.cast(slot, tl.int64) * H * K
     for k0 in tl.range(0, K, BLOCK_K):
@@ -315,25 +324,33 @@ def gates_kernel(  # type: ignore[no-untyped-def]
     # A gate takes what rise has from its token on: at the last one is also what total has.
     end = tl.minimum(stop, first + CHUNK) - 1
     by_rise += tl.where((first + tl.arange(0, CHUNK) == end)[:, None], by_total[None, :], 0.0)
+    rise = tl.full([CHUNK, BLOCK_H], 1.0, tl.float32)
+    fall = rise
     if g_ptr is not None:
         g_ptr += row * g_strides[0]
         g = load_tile(g_ptr, first, stop, g_strides[1], h0, H, g_strides[2], CHUNK, BLOCK_H).to(tl.float32)
         rise, fall = near.ends(g, True, NEAR)
-        by_fall, by_rise = by_fall * fall, by_rise * rise
+    by_fall, by_rise = by_fall * fall, by_rise * rise
+    columns_A = load_tile(rows_ptr, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
+    columns_E = load_tile(rows_ptr + 2 * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
     if d_beta_ptr is not None:
-        d_beta = load_tile(rows_ptr, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
-        d_beta += load_tile(rows_ptr + 2 * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
-        store_tile(d_beta_ptr + row * T * H, d_beta + by_fall, first, stop, H, h0, H, 1)
+        store_tile(d_beta_ptr + row * T * H, columns_A + columns_E + by_fall, first, stop, H, h0, H, 1)
     if d_g_ptr is not None:
         beta_ptr += row * beta_strides[0]
-        beta = load_tile(beta_ptr, first, stop, beta_strides[1], h0, H, beta_strides[2], CHUNK, BLOCK_H)
+        beta = load_tile(beta_ptr, first, stop, beta_strides[1], h0, H, beta_strides[2], CHUNK, BLOCK_H).to(tl.float32)
         d_g = load_tile(rows_ptr + tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
         d_g += load_tile(rows_ptr + 3 * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
+        by_fall *= beta
+        if TWO:
+            by_error = load_tile(rows_ptr + 4 * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
+            # Where nothing comes from behind, what is left of the sums is rounding, and fall is the future's.
+            clear = (fall > CLEAR) & (by_fall != 0.0)
+            by_fall = tl.where(clear, by_error - beta * (columns_A + columns_E), by_fall)
         none = tl.zeros([BLOCK_H], tl.float32)
         if NEAR:
-            d_g = by_ends(by_rise + d_g, beta.to(tl.float32) * by_fall, none)
+            d_g = by_ends(by_rise + d_g, by_fall, none)
         else:
-            d_g += by_ends(by_rise, beta.to(tl.float32) * by_fall, none)
+            d_g += by_ends(by_rise, by_fall, none)
         if CONSTANT:
             d_g = tl.where((first + tl.arange(0, CHUNK) < stop)[:, None], d_g, 0.0)
             tl.store(d_g_ptr + tl.cast(chunk, tl.int64) * H + h, tl.sum(d_g, 0), mask=h < H)
@@ -365,6 +382,12 @@ def _side_rule(K: int, V: int, wide: bool, target: Target) -> Config:
     return Config({"BLOCK_K": side(K, 16 if wide else 32), "BLOCK_V": side(V, 32)}, warps=8, stages=1)
 
 
+def _side_with_erase_rule(K: int, V: int, wide: bool, target: Target) -> Config:
+    """As `_side_rule`, but e is read too, and dS may be in float32: shared memory has no room for all of V."""
+    config = _side_rule(K, V, wide, target)
+    return Config({**config.blocks, "BLOCK_V": min(config["BLOCK_V"], 64)}, config.warps, config.stages)
+
+
 def _gates_rule(target: Target) -> Config:
     return Config({"BLOCK_H": 8, "BLOCK_K": 64}, warps=4, stages=1)
 
@@ -382,19 +405,20 @@ def side_by_token(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Any, 
         (dv, low), errors = dv, errors[0]
     if d_g is not None and problem.constant:
         d_g = parts = dv.new_empty(problem.chunks, problem.H, dtype=torch.float32)
-    config, ahead = problem.config("side", _side_rule), problem.config("pairs", _pairs_rule)
+    side_of = ("side", _side_rule) if call.erase is None else ("side_with_erase", _side_with_erase_rule)
+    config, ahead = problem.config(*side_of), problem.config("pairs", _pairs_rule)
     blocks = -(-problem.K // config["BLOCK_K"])
-    rows = dv.new_empty(4 + 2 * blocks, problem.B, problem.T, problem.H, dtype=torch.float32)
+    rows = dv.new_empty(5 + 2 * blocks, problem.B, problem.T, problem.H, dtype=torch.float32)
     totals = dv.new_empty(behind.numel() // problem.V, dtype=torch.float32)
     sums = tuple(map(_waiting, (d_q, d_k, d_erase)))
     halves = 2 if call.q.dtype == torch.bfloat16 else 1
-    pairs = behind.new_empty(halves, problem.B, problem.T, problem.G, CHUNK)
+    pairs = kept[0].new_empty(halves, problem.B, problem.T, problem.G, CHUNK)
     sizes = (problem.T, problem.N, problem.H, problem.H // problem.G, problem.K, problem.V)
     even, whole = _even(problem, d_out, config), call.offsets is None and problem.T % CHUNK == 0
     launch(
         side_kernel, (problem.chunks * problem.G,),
-        call.q, call.k, call.erase, kept[4], write, d_out, dv, errors, kept[0], behind, call.offsets,
-        rows[4:], totals, *sums, call.q.stride(), call.k.stride(), strides(call.erase), write.stride(), d_out.stride(),
+        call.q, call.k, call.erase, kept[4], write, d_out, dv, low, errors, kept[0], behind, call.offsets,
+        rows[5:], totals, *sums, call.q.stride(), call.k.stride(), strides(call.erase), write.stride(), d_out.stride(),
         call.scale, 0, *sizes, rows[0].numel(), config=config, EVEN=even, WHOLE=even and whole,
         PRECISION=problem.precision, CHUNK=CHUNK, STAGES=config.stages,
     )  # fmt: skip
@@ -413,7 +437,7 @@ def side_by_token(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Any, 
             gates_kernel, (problem.chunks * -(-problem.H // config["BLOCK_H"]),),
             call.beta, g, call.offsets, rows, totals, d_beta, d_g, call.beta.stride(), strides(g), problem.T, problem.N,
             problem.H, problem.K, rows[0].numel(), config=config, BLOCKS=blocks, CONSTANT=problem.constant,
-            NEAR=call.q.dtype != torch.float32, CHUNK=CHUNK,
+            NEAR=call.q.dtype != torch.float32, TWO=low is not None, CHUNK=CHUNK,
         )  # fmt: skip
     if parts is not None:
         config = configure("delta_backward_sums", (), _sums_rule, problem.target)
