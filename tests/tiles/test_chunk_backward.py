@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import triton
 import triton.language as tl
 
-from foci.tiles.chunk_backward import decayed, gather, load_in_two, onto, right, store_in_two
+from foci.tiles.chunk_backward import across, decayed, gather, load_in_two, onto, right, store_in_two
 from foci.tiles.memory import load_tile, store_tile
+from tests.ops.delta.in_bfloat16 import halves  # noqa: F401  a fixture
 from tests.ops.in_triton import DEVICE
 
 
 @triton.jit
-def products(x_ptr, y_ptr, right_ptr, onto_ptr, V: tl.constexpr):  # type: ignore[no-untyped-def]
+def products(x_ptr, y_ptr, right_ptr, onto_ptr, across_ptr, V: tl.constexpr):  # type: ignore[no-untyped-def]
     x, y = load_tile(x_ptr, 0, V, V, 0, V, 1, V, V), load_tile(y_ptr, 0, V, V, 0, V, 1, V, V)
     store_tile(right_ptr, right(x, y, y, "ieee"), 0, V, V, 0, V, 1)
+    store_tile(across_ptr, across(x, tl.trans(y), y, "ieee"), 0, V, V, 0, V, 1)
     high, low = load_in_two(x_ptr, 0, 0, V, V, V, True)
     store_tile(onto_ptr, onto(y, high, low, y, "ieee"), 0, V, V, 0, V, 1)
 
@@ -28,9 +31,9 @@ def heads(x_ptr, sums_ptr, into_ptr, R, rows, K, C: tl.constexpr):  # type: igno
 
 def test_a_product_with_float32_keeps_its_digits() -> None:
     x, y = torch.randn(2, 32, 32, device=DEVICE).unbind()
-    found = torch.empty(2, 32, 32, device=DEVICE)
-    products[(1,)](x, y, found[0], found[1], V=32)
-    torch.testing.assert_close(found, (x @ y + y).expand(2, 32, 32), atol=1e-5, rtol=1e-5)
+    found = torch.empty(3, 32, 32, device=DEVICE)
+    products[(1,)](x, y, *found, V=32)
+    torch.testing.assert_close(found, (x @ y + y).expand(3, 32, 32), atol=1e-5, rtol=1e-5)
 
 
 def test_heads_are_summed_one_after_the_other() -> None:
@@ -57,3 +60,17 @@ def test_a_tile_with_its_decays_keeps_its_digits_as_two_in_bfloat16() -> None:
     one = torch.empty(21, 20, device=DEVICE)
     in_two[(1,)](x, w, one, 0, 21, 20)
     assert torch.equal(one, x * w)
+
+
+@triton.jit
+def beside(x_ptr, y_ptr, into_ptr, V: tl.constexpr):  # type: ignore[no-untyped-def]
+    x, y = load_tile(x_ptr, 0, V, V, 0, V, 1, V, V), load_tile(y_ptr, 0, V, V, 0, V, 1, V, V)
+    store_tile(into_ptr, across(x, y, tl.zeros([V, V], tl.float32), "ieee"), 0, V, V, 0, V, 1)
+
+
+@pytest.mark.usefixtures("halves")
+def test_float32_beside_bfloat16_is_two_of_them() -> None:
+    x, y = torch.randn(2, 32, 32, device=DEVICE).unbind()
+    found = torch.empty(32, 32, device=DEVICE)
+    beside[(1,)](x.bfloat16(), y, found, V=32)
+    torch.testing.assert_close(found, x.bfloat16().float() @ y.T, atol=1e-3, rtol=0)  # rounded once 2.7e-2
