@@ -91,8 +91,10 @@ def compiling(chosen: argparse.Namespace, target: Target, began: float) -> Itera
         yield
     finally:
         stop(process, 0.0)
-        with suppress(EOFError):  # it was not done
+        try:
             print(here.recv(), flush=True)
+        except EOFError:
+            print("not all kernels were compiled before the end: laws compiled those that they met first", flush=True)
 
 
 def _compiling(chosen: argparse.Namespace, target: Target, until: float, pipe: Connection) -> None:

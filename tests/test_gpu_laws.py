@@ -225,6 +225,16 @@ def test_a_process_of_its_own_compiles(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert capsys.readouterr().out == "4 parts for 90\n"
 
 
+def test_what_was_not_compiled_in_time_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(laws, "compile_ahead", lambda *_: time.sleep(60))
+    chosen = Namespace(operators=["scan"], dtype="bfloat16", limit=1.0)
+    with laws.compiling(chosen, TARGETS["sm_90"], time.monotonic()):
+        pass
+    assert capsys.readouterr().out.startswith("not all kernels were compiled")
+
+
 @pytest.mark.parametrize("operator", laws.PARTS)
 def test_every_part_has_cases(operator: str) -> None:
     """`--cases i/n` refuses an n past the cases."""
