@@ -44,12 +44,14 @@ def forward(call: Any, table: Tensor | None = None, dtype: torch.dtype | None = 
     # Few tokens: the heads that share a key head are rows of one tile, so that its keys are read once.
     together = R > 1 and T < 64
     rows, heads = (T * R, G) if together else (T, H)
-    config = _configured(call, rows, (K, V), target)
+    config = _configured(call, rows, (K, V), page > 0, target)
     blocks = -(-rows // config["BLOCK_T"]) * heads * B
     columns = -(-V // config["BLOCK_V"])
-    # A program with few rows waits for memory: two of them share a processor, where a tile of keys leaves room for two.
-    waits = rows <= 64 and target.arch != 90
-    splits = _splits(call, T, S, blocks * columns, (1 + waits) * target.processors)
+    # A program with few rows waits for memory: two of them share a processor, where tiles of keys leave room for two.
+    # On an H200 more than 32 rows of more than 64 channels do not wait.
+    two = rows <= (32 if target.arch == 90 and max(K, V) > 64 else 64)
+    two = two and 2 * _room(config, q.dtype.itemsize) <= target.shared
+    splits = _splits(call, T, S, config["BLOCK_S"], blocks * columns, target.processors, two)
     out = torch.empty(B, T, H, V, dtype=dtype or q.dtype, device=device)
     lse = torch.empty(B, T, H, dtype=torch.float32, device=device)
     sums, tops, masses = out, lse, lse
@@ -102,21 +104,33 @@ def _near(call: Any, bias: Tensor | None, dense: Tensor | None, config: Config) 
     return True
 
 
-def _splits(call: Any, T: int, live: int, programs: int, most: int) -> int:
-    """Programs that share the keys of a block of queries: `most` in all, each with FEWEST keys at least."""
-    room = most // programs
-    if room <= 1:
+def _room(config: Config, size: int) -> int:
+    """Bytes of shared memory that keys and values take while they are on their way."""
+    return max(1, config.stages - 1) * config["BLOCK_S"] * (config["BLOCK_K"] + config["BLOCK_V"]) * size
+
+
+def _splits(call: Any, T: int, live: int, block: int, programs: int, processors: int, two: bool) -> int:
+    """Programs that share the keys of a block of queries, each with FEWEST keys at least and none idle.
+
+    One for every processor in all, or two. None share where more than half of the processors have work without that:
+    to merge takes longer than the others would save.
+    """
+    if 2 * programs > processors:
         return 1
     if call.left is not None and (call.right is not None or call.causal_end):
         live = min(live, call.left + (0 if call.causal_end else call.right) + T)
-    return max(1, min(room, live // FEWEST))
+    room = min((1 + two) * processors // programs, live // FEWEST)
+    if room <= 1:
+        return 1
+    blocks = -(-live // block)
+    return -(-blocks // -(-blocks // room))
 
 
-def _configured(call: Any, rows: int, widths: tuple[int, int], target: Target) -> Config:
+def _configured(call: Any, rows: int, widths: tuple[int, int], paged: bool, target: Target) -> Config:
     few = 128 if rows > 64 else 64 if rows > 32 else 32 if rows > 16 else 16
     K, V = (_power(max(width, 16)) for width in widths)
     extra = (call.bias is not None) + (call.dense is not None) + (call.q_offsets is not None) + (call.seed is not None)
-    key = (call.q.dtype.itemsize, K, V, few, min(2, extra))
+    key = (call.q.dtype.itemsize, K, V, few, min(2, extra), paged)
     return tune.configure(
         "softmax_forward", key, functools.partial(_rule, key=key), target, vary=_MANY if few == 128 else _FEW
     )
@@ -131,14 +145,18 @@ def _power(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+# By the wider of K and V: keys at a time and stages, where few rows wait for memory, as measured on an H200.
+_WAITING = {16: (128, 4), 32: (128, 4), 64: (128, 4), 128: (128, 3), 256: (64, 3)}
+
+
 @functools.cache
-def _rule(target: Target, key: tuple[int, int, int, int, int]) -> Config:
+def _rule(target: Target, key: tuple[int, int, int, int, int, bool]) -> Config:
     """Tiles of queries and keys that leave room in registers and shared memory; K beyond BLOCK_K goes in a loop.
 
     key: bytes of a number, K and V as powers of two, at least as many rows as there are, where those are few, and how
-    many things beyond q, k and v are read or made for every pair (2: two or more).
+    many things beyond q, k and v are read or made for every pair (2: two or more), and whether keys lie in pages.
     """
-    size, *widths, few, laden = key
+    size, *widths, few, laden, paged = key
     roomy = target.shared > 160_000
     wgmma = target.kind == "cuda" and target.arch in (90, 100)  # products that leave their operands in shared memory
     full = (512 if roomy else 256) // size
@@ -165,6 +183,8 @@ def _rule(target: Target, key: tuple[int, int, int, int, int]) -> Config:
             BLOCK_T, BLOCK_S = 128, 64
     if few < BLOCK_T:
         BLOCK_T, warps = few, 4 if few < 64 and size == 2 and width <= 128 else 8
+        if target.kind == "cuda" and target.arch == 90 and size == 2 and few < 64 and not laden and max(widths) <= 256:
+            warps, (BLOCK_S, stages) = 4, (64, 4) if paged and 64 < width <= 128 else _WAITING[width]
     return Config({"BLOCK_T": BLOCK_T, "BLOCK_S": BLOCK_S, "BLOCK_K": BLOCK_K, "BLOCK_V": BLOCK_V}, warps, stages)
 
 
