@@ -3,7 +3,9 @@
     python benchmarks/decode.py [--device cuda] [--json PATH]
 
 Right before fast: every answer is compared with float64 first. `share`: bytes a second over those of a copy that is
-timed in the same run. Memory that is read lies in no cache: it is larger than one, and a write goes before every call.
+timed in the same run. Memory that is read lies in no cache: it is larger than one, and something else has filled that
+before every call, by a write, as in `foci bench`, or (`clean`) by a read, as weights do before a step of a model. What
+was written goes to memory during the call: on an H200 50 MB, beside the 268 that one row of 65536 keys reads.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ class Row:
     host_us: float
     share: float
     error: float
+    clean_us: float
+    clean_share: float
 
 
 def recurrent(device: torch.device, B: int, H: int, K: int) -> Iterator[Step]:
@@ -109,9 +113,13 @@ def measure(step: Step, device: torch.device, copied: float) -> Row:
         error = float((step.run()[: len(truth)].double() - truth).norm() / truth.norm())
         if not error <= WRONG:
             raise ValueError(f"off by {error:.2g}: no time is given for it")
-        taken = interleave({"it": Way(step.run)}, rounds=15, seconds=0.5, clock=clock_on(device))["it"].median
+        taken, clean = (
+            interleave({"it": Way(step.run)}, rounds=15, seconds=0.5, clock=clock_on(device, clean=clean))["it"].median
+            for clean in (False, True)
+        )
         host = host_seconds(step.run)
-    return Row(step.name, taken * 1e6, host * 1e6, step.moved / taken / copied, error)
+    shares = [step.moved / seconds / copied for seconds in (taken, clean)]
+    return Row(step.name, taken * 1e6, host * 1e6, shares[0], error, clean * 1e6, shares[1])
 
 
 def main() -> None:
@@ -134,7 +142,8 @@ def main() -> None:
             print(f"{step.name:<44}-  {type(error).__name__}: {str(error).splitlines()[0]}")
             continue
         row = rows[-1]
-        print(f"{row.name:<44}{row.gpu_us:8.1f} us, {row.share:4.0%} of a copy, host {row.host_us:.0f} us", flush=True)
+        times = f"{row.gpu_us:8.1f} us, {row.share:4.0%} of a copy, clean {row.clean_us:.1f} us, {row.clean_share:.0%}"
+        print(f"{row.name:<44}{times}, host {row.host_us:.0f} us", flush=True)
     if given.json:
         given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     if len(rows) < len(steps):

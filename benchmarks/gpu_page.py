@@ -23,6 +23,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 BEGIN, END = "<!-- by benchmarks/gpu_page.py --write -->", "<!-- end -->"
 STAGES = ("forward", "backward", "both")
 FOUND = re.compile(r"^FAIL |\d+ held, \d+ broken")
+STEP = ("gpu_us", "share", "clean_us", "clean_share", "host_us")  # numbers that a step of decoding has
 
 
 def ours(record: Record) -> bool:
@@ -118,12 +119,14 @@ def decoding(path: Path) -> Iterator[str]:
         rows = json.loads("\n".join(lines_of(path)))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: no JSON: {error}") from error
-    yield "\n### decoding\n\n| step | on the GPU | of a copy's bandwidth | host |\n| --- | --- | --- | --- |"
+    yield "\n### decoding\n\nOf a copy's bandwidth, the cache filled before by a write or (clean) by a read.\n"
+    yield "| step | on the GPU | of a copy | clean | of a copy | host |\n| --- | --- | --- | --- | --- | --- |"
     for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
         known = row if isinstance(row, dict) else {}
-        if bad := [name for name in ("gpu_us", "share", "host_us") if not measurable(known.get(name))]:
+        if bad := [name for name in STEP if not measurable(known.get(name))]:
             raise ValueError(f"{path}: row {number} has no number of {', '.join(bad)}: {row!r:.60}")
-        yield f"| {row.get('name', '-')} | {row['gpu_us']:.0f} us | {row['share']:.0%} | {row['host_us']:.0f} us |"
+        times = f"{row['gpu_us']:.0f} us | {row['share']:.0%} | {row['clean_us']:.0f} us | {row['clean_share']:.0%}"
+        yield f"| {row.get('name', '-')} | {times} | {row['host_us']:.0f} us |"
 
 
 def laws(folder: Path) -> Iterator[str]:

@@ -37,7 +37,10 @@ def folder(tmp_path: Path) -> Path:
         record("foci", "both", None, "wrong: 2.0 of the error budget"), record("FLA", "both", 4e-3),
     ]  # fmt: skip
     leave(tmp_path, found)
-    step = {"name": "a step", "gpu_us": 72.0, "host_us": 66.0, "share": 0.889, "error": 1e-3}
+    step = {"name": "a step", "gpu_us": 72.0, "host_us": 66.0, "share": 0.889, "error": 1e-3} | {
+        "clean_us": 64.0,
+        "clean_share": 1.0,
+    }
     (tmp_path / "decode.json").write_text(json.dumps([step]))
     said = "9 kernels\nFAIL delta bfloat16 2 forward: wrong\ndelta bfloat16: 7 held, 1 broken, 0 not asked\n30 s\n"
     (tmp_path / "laws_bfloat16.txt").write_text(said)
@@ -90,8 +93,12 @@ def test_a_peer_that_does_less_is_said_to_and_one_that_does_all_stands_beside_it
         ("delta/records.jsonl", b"[1,2]\n", "delta/records.jsonl:1: no record of foci bench"),
         ("delta/records.jsonl", json.dumps(asdict(record("", "forward", 1.0))).encode(), "candidate must be a word"),
         ("decode.json", b'[\n{"x":1\n', "decode.json:2: no JSON: Expecting"),
-        ("decode.json", b'[{"name":"a"}]', "decode.json: row 1 has no number of gpu_us, share, host_us: {'name': 'a'}"),
-        ("decode.json", b"3", "decode.json: row 1 has no number of gpu_us, share, host_us: 3"),
+        (
+            "decode.json",
+            b'[{"name":"a"}]',
+            "decode.json: row 1 has no number of gpu_us, share, clean_us, clean_share, host_us: {'name'",
+        ),
+        ("decode.json", b"3", "decode.json: row 1 has no number of gpu_us, share, clean_us, clean_share, host_us: 3"),
         ("decode.json", b"\xff", "decode.json:1: no text"),
         ("laws_x.txt", b"fine\n\xff\xfe\n", "laws_x.txt:2: no text"),
         ("bench_x.txt", b"\xff\xfe\n", "bench_x.txt:1: no text"),
@@ -110,7 +117,7 @@ def test_what_is_damaged_is_named_in_one_line(
 
 def test_decoding_and_laws_stand_below(folder: Path) -> None:
     text, _ = gpu_page.page(folder)
-    assert "| a step | 72 us | 89% | 66 us |" in text
+    assert "| a step | 72 us | 89% | 64 us | 100% | 66 us |" in text
     laws = "FAIL delta bfloat16 2 forward: wrong\ndelta bfloat16: 7 held, 1 broken, 0 not asked"
     assert text.endswith(f"### laws, bfloat16\n\n```\n{laws}\n```")
 

@@ -61,15 +61,19 @@ def clock(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def clock_on(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """The clock of a device. On CUDA its own events, behind a write that leaves nothing of the run in the L2 cache."""
+def clock_on(device: torch.device, *, clean: bool = False) -> Callable[[Callable[[], object]], float]:
+    """The clock of a device. On CUDA its own events, behind a write that leaves nothing of the run in the L2 cache.
+
+    What was written goes from there to memory while the run takes place, 50 MB on an H200. `clean`: behind a read.
+    """
     if device.type != "cuda":
         return clock
-    flush = torch.empty(_FLUSH, dtype=torch.int8, device=device)
+    flush = torch.zeros(_FLUSH // 4, device=device)
+    fill = flush.sum if clean else flush.zero_
 
     def timed(run: Callable[[], object]) -> float:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.zero_()
+        fill()
         start.record()
         run()
         stop.record()

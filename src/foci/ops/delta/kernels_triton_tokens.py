@@ -11,11 +11,11 @@ first left; beta and gates take of pairs no more than products with q k^T and e 
 gates take of either. No launch's registers hold another's tiles.
 
 Keys that are alike make sums over d and dv telescope. These lie in memory as two bfloat16 each, of which pairs take
-both, in three products or two. Of what goes through a state dv S^T takes both and d dS^T the first, which is too little
-for gates. As dd - E^T dv = dv, d times this says what they are to have of it: over channels fall w (d dS^T) sums to
-d dv less what the columns of A and E sum to. That is taken unless fall leaves so little that the product is nearer, or
-nothing comes from behind. For float16, whose range holds no decays, all products are of float32 tiles (tiles/state.py:
-working).
+both, in three products or two, and what goes through a state the first, which is too little for gates. The equations
+that d and dv obey say what gates are to have of it: as dd - E^T dv = dv, over channels fall w (d dS^T) sums to d dv less
+what the columns of A and E sum to; as v - rise e S = d + E d, rise e (dv S^T) to v dv - d dv less what the rows of E
+do. These are taken unless fall or rise leaves so little that the product is nearer, or nothing comes from behind. For
+float16, whose range holds no decays, all products are of float32 tiles (tiles/state.py: working).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ CLEAR: tl.constexpr = tl.constexpr(2.0**-8)  # a decay that leaves a rest larger
 
 
 @triton.jit
-def plus(a, b, c, d):  # type: ignore[no-untyped-def]
-    """Two sums at once wait for each other's warps once."""
-    return a + c, b + d
+def plus(a, b, c, d, e, f):  # type: ignore[no-untyped-def]
+    """Three sums at once wait for each other's warps once."""
+    return a + d, b + e, c + f
 
 
 @triton.jit
 def side_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, rise_ptr, write_ptr, d_out_ptr, dv_ptr, dv_low_ptr, errors_ptr, states_ptr, ends_ptr,
+    q_ptr, k_ptr, e_ptr, rise_ptr, write_ptr, d_out_ptr, dv_ptr, errors_ptr, states_ptr, ends_ptr,
     offsets_ptr, rows_ptr, totals_ptr, q_sums_ptr, k_sums_ptr, e_sums_ptr,
     q_strides, k_strides, e_strides, write_strides, d_out_strides, scale, zero, T, N, H, R, K, V,
     tokens, EVEN: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
@@ -57,9 +57,9 @@ def side_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """What goes through the states of one chunk of one key head and the R heads that read it.
 
-    Without `e_ptr` k erases. To sums [B,T,G,K] go q's, k's and e's parts; to rows [2 blocks of K,B,T,H], `tokens`
-    apart, of each block what fall and rise are to be multiplied by, to totals [slots,H,K] what total is. EVEN: no block
-    of K or V is a part of one; WHOLE: and no chunk.
+    Without `e_ptr` k erases. To sums [B,T,G,K] go q's, k's and e's parts; to rows [3 blocks of K,B,T,H], `tokens`
+    apart, of each block what fall and, for q and for e, rise are to be multiplied by, to totals [slots,H,K] what total
+    is. EVEN: no block of K or V is a part of one; WHOLE: and no chunk.
     """
     tl.assume(K > 0)  # else a loop might be left out, and Hopper's assembler would have each product wait (C7515)
     tl.assume(V > 0)
@@ -106,16 +106,13 @@ def side_kernel(  # type: ignore[no-untyped-def]
         by_q, by_e = tl.where(v0 > 0, by_q, 0.0), tl.where(v0 > 0, by_e, 0.0)
         by_w, by_total = tl.where(v0 > 0, by_w, 0.0), tl.where(v0 > 0, by_total, 0.0)
         by_q = tl.dot(do.to(S.dtype), tl.trans(S), by_q, input_precision=PRECISION)
-        if dv_low_ptr is not None:
-            low = read(dv_low_ptr + head * V, t0, stop, H * V, v0, V, 1, CHUNK, BLOCK_V, WHOLE, EVEN)
-            by_e = tl.dot(low, tl.trans(S), by_e)
         by_e = tl.dot(dv, tl.trans(S), by_e, input_precision=PRECISION)
         by_w = across(d, dS, by_w, PRECISION)
         by_total += tl.sum(tl.reshape(S.to(tl.float32) * dS.to(tl.float32), [BLOCK_K, BLOCK_V // 8, 8]), 2)
         if v0 + BLOCK_V >= V:  # a branch too where V is one block: what is in one comes after the next loads' start
             on_q, on_e = by_q * scale, by_e
-            by_rise, by_fall = tl.reduce(
-                (q.to(tl.float32) * on_q - e.to(tl.float32) * by_e, k.to(tl.float32) * by_w), 1, plus
+            by_read, by_erase, by_fall = tl.reduce(
+                (q.to(tl.float32) * on_q, e.to(tl.float32) * by_e, k.to(tl.float32) * by_w), 1, plus
             )
             if rise_ptr is not None:
                 on_q, on_e = on_q * rise[:, None], on_e * rise[:, None]
@@ -127,9 +124,10 @@ def side_kernel(  # type: ignore[no-untyped-def]
                 d_e = tl.where(r > 0, d_e, 0.0) - on_e
             c = k0 + tl.arange(0, BLOCK_K)
             tl.store(totals_ptr + (slot * H + h) * K + c, tl.sum(by_total, 1), mask=c < K)
-            rows = rows_ptr + head + at * H + k0 // BLOCK_K * 2 * tokens
+            rows = rows_ptr + head + at * H + k0 // BLOCK_K * 3 * tokens
             tl.store(rows, by_fall, mask=at < stop)
-            tl.store(rows + tokens, by_rise, mask=at < stop)
+            tl.store(rows + tokens, by_read, mask=at < stop)
+            tl.store(rows + 2 * tokens, by_erase, mask=at < stop)
             if r == R - 1:
                 if q_sums_ptr is not None:
                     store_tile(q_sums_ptr + into, d_q, t0, stop, G * K, k0, K, 1)
@@ -146,16 +144,16 @@ def side_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def pairs_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, d_out_ptr, dv_ptr, dv_low_ptr, errors_ptr, offsets_ptr, pairs_ptr, rows_ptr,
-    q_sums_ptr, k_sums_ptr, e_sums_ptr, d_q_ptr, d_k_ptr, d_e_ptr,
-    q_strides, k_strides, e_strides, beta_strides, g_strides, d_out_strides, scale, zero, T, N, H, R, K, V, half,
-    tokens, SAME: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+    q_ptr, k_ptr, e_ptr, v_ptr, beta_ptr, g_ptr, d_out_ptr, dv_ptr, dv_low_ptr, errors_ptr, offsets_ptr, pairs_ptr,
+    rows_ptr, q_sums_ptr, k_sums_ptr, e_sums_ptr, d_q_ptr, d_k_ptr, d_e_ptr,
+    q_strides, k_strides, e_strides, v_strides, beta_strides, g_strides, d_out_strides, scale, zero, T, N, H, R, K, V,
+    half, tokens, SAME: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The pairs of one chunk and one key head, first P_A and then P_E, onto sums as `side_kernel` left them.
 
     P_A waits in pairs [..,B,T,G,CHUNK], in bfloat16 as two, `half` apart: sums are read once, and by one loop. SAME: e
-    is k. What beta and gates take of either goes to rows [5,B,T,H], `tokens` apart; behind that, with gates, d dv.
+    is k. What beta and gates take of either goes to rows [6,B,T,H], `tokens` apart; with values d dv and v dv too.
     """
     G, program = H // R, tl.num_programs(0) - 1 - tl.program_id(0)  # what was written last is in the cache yet
     group, chunk = (program % G).to(tl.int64), program // G
@@ -173,6 +171,8 @@ def pairs_kernel(  # type: ignore[no-untyped-def]
     if g_ptr is not None:
         g_ptr += row * g_strides[0] + group * R * g_strides[2]
     d_out_ptr += row * d_out_strides[0] + group * R * d_out_strides[2]
+    if v_ptr is not None:
+        v_ptr += row * v_strides[0] + group * R * v_strides[2]
     into, head = (row * T * G + group) * K, row * T * H + group * R
     errors_ptr += head * V
     dv_ptr += head * V
@@ -181,7 +181,7 @@ def pairs_kernel(  # type: ignore[no-untyped-def]
     rows_ptr += head
     P = pairs_of(
         q_ptr, q_strides, k_ptr, k_strides, beta_ptr, beta_strides, g_ptr, g_strides, d_out_ptr, d_out_strides,
-        None, errors_ptr, rows_ptr, scale, zero, first, stop, H, R, K, V, tokens,
+        None, None, None, errors_ptr, rows_ptr, scale, zero, first, stop, H, R, K, V, tokens,
         True, EVEN, WHOLE, PRECISION, CHUNK, BLOCK_K, BLOCK_V,
     )  # fmt: skip
     pairs_ptr += (row * T * G + group) * CHUNK
@@ -195,7 +195,7 @@ def pairs_kernel(  # type: ignore[no-untyped-def]
     k_strides = (0, k_strides[1] + zero, 0, k_strides[3])
     P = pairs_of(
         e_ptr, e_strides, k_ptr, k_strides, beta_ptr, beta_strides, g_ptr, g_strides, dv_ptr, (0, H * V, V, 1),
-        dv_low_ptr, errors_ptr, rows_ptr + 2 * tokens, -1.0, zero, first, stop, H, R, K, V, tokens,
+        dv_low_ptr, v_ptr, v_strides, errors_ptr, rows_ptr + 2 * tokens, -1.0, zero, first, stop, H, R, K, V, tokens,
         False, EVEN, WHOLE, PRECISION, CHUNK, BLOCK_K, BLOCK_V,
     )  # fmt: skip
     if SAME:
@@ -229,7 +229,7 @@ def pairs_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def pairs_of(  # type: ignore[no-untyped-def]
     x_ptr, x_strides, k_ptr, k_strides, beta_ptr, beta_strides, g_ptr, g_strides, from_ptr, from_strides, low_ptr,
-    d_ptr, rows_ptr, factor, zero, first, stop, H, R, K, V, tokens,
+    v_ptr, v_strides, d_ptr, rows_ptr, factor, zero, first, stop, H, R, K, V, tokens,
     OWN: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -243,6 +243,7 @@ def pairs_of(  # type: ignore[no-untyped-def]
     product *= factor
     found = tl.zeros([CHUNK, CHUNK], tl.float32)
     dP = tl.zeros([CHUNK, CHUNK], tl.float32)
+    by_value = tl.zeros([CHUNK], tl.float32)
     r, v0 = (0 if OWN else R - 1), 0  # heads that were read last come first again
     for i in tl.range(R * tl.cdiv(V, BLOCK_V), disable_licm=True):  # all in one loop: loads run ahead
         t0 = first + zero * i  # what the loop changes stays in it: addresses kept through it would cost registers
@@ -257,6 +258,12 @@ def pairs_of(  # type: ignore[no-untyped-def]
                 low = read(low_ptr + r * V, t0, stop, H * V, v0, V, 1, CHUNK, BLOCK_V, WHOLE, EVEN)
                 dP = tl.dot(low, tl.trans(d), dP)
             dP = tl.dot(x, tl.trans(d), dP)
+            if v_ptr is not None:
+                v = read(
+                    v_ptr + r * v_strides[2], t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V, WHOLE, EVEN
+                )
+                by_value = tl.where(v0 > 0, by_value, 0.0)
+                by_value += tl.sum(v.to(tl.float32) * (x.to(tl.float32) + low.to(tl.float32)), 1)
         else:
             d = tl.trans(rounded(d, PRECISION))
             dP = tl.dot(rounded(x, PRECISION), d, dP, input_precision=PRECISION)
@@ -285,8 +292,9 @@ def pairs_of(  # type: ignore[no-untyped-def]
                 else:
                     by_gate = by_pairs(both * beta[None, :], True)
                 tl.store(rows + tokens, by_gate, mask=at < stop)
-                if low_ptr is not None:
+                if v_ptr is not None:
                     tl.store(rows + 2 * tokens, tl.sum(tl.where(t == s, dP, 0.0), 1), mask=at < stop)
+                    tl.store(rows + 3 * tokens, by_value, mask=at < stop)
         v0 += BLOCK_V
         r = tl.where(v0 >= V, r + 1 if OWN else r - 1, r)
         v0 = tl.where(v0 >= V, 0, v0)
@@ -314,23 +322,22 @@ def gates_kernel(  # type: ignore[no-untyped-def]
     rows_ptr += row * T * H
     by_fall = tl.zeros([CHUNK, BLOCK_H], tl.float32)
     by_rise = tl.zeros([CHUNK, BLOCK_H], tl.float32)
+    by_erase = tl.zeros([CHUNK, BLOCK_H], tl.float32)
     for i in tl.static_range(BLOCKS):
-        by_fall += load_tile(rows_ptr + (5 + 2 * i) * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
-        by_rise += load_tile(rows_ptr + (6 + 2 * i) * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
+        by_fall += load_tile(rows_ptr + (6 + 3 * i) * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
+        by_rise += load_tile(rows_ptr + (7 + 3 * i) * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
+        by_erase += load_tile(rows_ptr + (8 + 3 * i) * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
     by_total = tl.zeros([BLOCK_H], tl.float32)
     totals_ptr += tl.cast(slot, tl.int64) * H * K
     for k0 in tl.range(0, K, BLOCK_K):
         by_total += tl.sum(load_tile(totals_ptr, h0, H, K, k0, K, 1, BLOCK_H, BLOCK_K), 1)
-    # A gate takes what rise has from its token on: at the last one is also what total has.
-    end = tl.minimum(stop, first + CHUNK) - 1
-    by_rise += tl.where((first + tl.arange(0, CHUNK) == end)[:, None], by_total[None, :], 0.0)
     rise = tl.full([CHUNK, BLOCK_H], 1.0, tl.float32)
     fall = rise
     if g_ptr is not None:
         g_ptr += row * g_strides[0]
         g = load_tile(g_ptr, first, stop, g_strides[1], h0, H, g_strides[2], CHUNK, BLOCK_H).to(tl.float32)
         rise, fall = near.ends(g, True, NEAR)
-    by_fall, by_rise = by_fall * fall, by_rise * rise
+    by_fall, by_rise, by_erase = by_fall * fall, by_rise * rise, by_erase * rise
     columns_A = load_tile(rows_ptr, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
     columns_E = load_tile(rows_ptr + 2 * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
     if d_beta_ptr is not None:
@@ -338,14 +345,19 @@ def gates_kernel(  # type: ignore[no-untyped-def]
     if d_g_ptr is not None:
         beta_ptr += row * beta_strides[0]
         beta = load_tile(beta_ptr, first, stop, beta_strides[1], h0, H, beta_strides[2], CHUNK, BLOCK_H).to(tl.float32)
-        d_g = load_tile(rows_ptr + tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
-        d_g += load_tile(rows_ptr + 3 * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
+        by_E = load_tile(rows_ptr + 3 * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
+        d_g = load_tile(rows_ptr + tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H) + by_E
         by_fall *= beta
         if TWO:
             by_error = load_tile(rows_ptr + 4 * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
+            by_value = load_tile(rows_ptr + 5 * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
             # Where nothing comes from behind, what is left of the sums is rounding, and fall is the future's.
             clear = (fall > CLEAR) & (by_fall != 0.0)
             by_fall = tl.where(clear, by_error - beta * (columns_A + columns_E), by_fall)
+            by_erase = tl.where(rise > CLEAR, by_value - by_error + by_E + beta * columns_E, by_erase)
+        # A gate takes what rise has from its token on: at the last one is also what total has.
+        end = tl.minimum(stop, first + CHUNK) - 1
+        by_rise += tl.where((first + tl.arange(0, CHUNK) == end)[:, None], by_total[None, :] * rise, 0.0) - by_erase
         none = tl.zeros([BLOCK_H], tl.float32)
         if NEAR:
             d_g = by_ends(by_rise + d_g, by_fall, none)
@@ -405,10 +417,11 @@ def side_by_token(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Any, 
         (dv, low), errors = dv, errors[0]
     if d_g is not None and problem.constant:
         d_g = parts = dv.new_empty(problem.chunks, problem.H, dtype=torch.float32)
+    value = None if low is None or g is None else call.v
     side_of = ("side", _side_rule) if call.erase is None else ("side_with_erase", _side_with_erase_rule)
     config, ahead = problem.config(*side_of), problem.config("pairs", _pairs_rule)
     blocks = -(-problem.K // config["BLOCK_K"])
-    rows = dv.new_empty(5 + 2 * blocks, problem.B, problem.T, problem.H, dtype=torch.float32)
+    rows = dv.new_empty(6 + 3 * blocks, problem.B, problem.T, problem.H, dtype=torch.float32)
     totals = dv.new_empty(behind.numel() // problem.V, dtype=torch.float32)
     sums = tuple(map(_waiting, (d_q, d_k, d_erase)))
     halves = 2 if call.q.dtype == torch.bfloat16 else 1
@@ -417,18 +430,18 @@ def side_by_token(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Any, 
     even, whole = _even(problem, d_out, config), call.offsets is None and problem.T % CHUNK == 0
     launch(
         side_kernel, (problem.chunks * problem.G,),
-        call.q, call.k, call.erase, kept[4], write, d_out, dv, low, errors, kept[0], behind, call.offsets,
-        rows[5:], totals, *sums, call.q.stride(), call.k.stride(), strides(call.erase), write.stride(), d_out.stride(),
+        call.q, call.k, call.erase, kept[4], write, d_out, dv, errors, kept[0], behind, call.offsets,
+        rows[6:], totals, *sums, call.q.stride(), call.k.stride(), strides(call.erase), write.stride(), d_out.stride(),
         call.scale, 0, *sizes, rows[0].numel(), config=config, EVEN=even, WHOLE=even and whole,
         PRECISION=problem.precision, CHUNK=CHUNK, STAGES=config.stages,
     )  # fmt: skip
     even = _even(problem, d_out, ahead)
     launch(
         pairs_kernel, (problem.chunks * problem.G,),
-        call.q, call.k, erase, call.beta, g, d_out, dv, low, kept[1], call.offsets, pairs, rows, *sums,
+        call.q, call.k, erase, value, call.beta, g, d_out, dv, low, kept[1], call.offsets, pairs, rows, *sums,
         d_q, d_k, d_erase,
-        call.q.stride(), call.k.stride(), erase.stride(), call.beta.stride(), strides(g), d_out.stride(),
-        call.scale, 0, *sizes, pairs[0].numel(), rows[0].numel(), config=ahead, SAME=call.erase is None,
+        call.q.stride(), call.k.stride(), erase.stride(), strides(value), call.beta.stride(), strides(g),
+        d_out.stride(), call.scale, 0, *sizes, pairs[0].numel(), rows[0].numel(), config=ahead, SAME=call.erase is None,
         EVEN=even, WHOLE=even and whole, PRECISION=problem.precision, CHUNK=CHUNK, STAGES=min(ahead.stages, 3),
     )  # fmt: skip
     if d_beta is not None or d_g is not None:
@@ -437,7 +450,7 @@ def side_by_token(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Any, 
             gates_kernel, (problem.chunks * -(-problem.H // config["BLOCK_H"]),),
             call.beta, g, call.offsets, rows, totals, d_beta, d_g, call.beta.stride(), strides(g), problem.T, problem.N,
             problem.H, problem.K, rows[0].numel(), config=config, BLOCKS=blocks, CONSTANT=problem.constant,
-            NEAR=call.q.dtype != torch.float32, TWO=low is not None, CHUNK=CHUNK,
+            NEAR=call.q.dtype != torch.float32, TWO=value is not None, CHUNK=CHUNK,
         )  # fmt: skip
     if parts is not None:
         config = configure("delta_backward_sums", (), _sums_rule, problem.target)
@@ -451,6 +464,7 @@ def _waiting(found: Tensor | None) -> Tensor | None:
 
 def _even(problem: Any, d_out: Tensor, config: Config) -> bool:
     """Whether no block of K or V is a part of one, and a tile's places are numbers of 32 bits (tiles/whole.py)."""
-    near = within(CHUNK, max(problem.K, problem.V), problem.call.q, problem.call.k, problem.erase, d_out)
+    call = problem.call
+    near = within(CHUNK, max(problem.K, problem.V), call.q, call.k, call.v, problem.erase, d_out)
     near = near and CHUNK * problem.G * problem.K < 1 << 31
     return near and problem.K % config["BLOCK_K"] == 0 and problem.V % config["BLOCK_V"] == 0
