@@ -157,11 +157,11 @@ def stop(process: BaseProcess, patience: float) -> None:
 
 
 def summary(operator: str, dtype: str, parts: Sequence[Part]) -> Iterator[str]:
-    """What was broken, then how many rows hold, are broken, were not asked and do not apply."""
+    """What was broken, then how many rows hold, are broken, were not asked and do not apply, and what took longest."""
     rows = [row for part in parts for row in part.rows()]
     held = [row for row in rows if row["verdict"] == "ok"]
     broken = [row for row in rows if row["verdict"] == "FAIL"]
-    unasked = [row for row in rows if row["verdict"] == "not tested" and row["reason"] == OVER]
+    unasked = [row for row in rows if row["verdict"] == "not tested" and row["reason"].startswith(OVER)]
     for row in broken:
         for failure in row["failures"]:
             law = f"{row['number']} {row['law']} of cases {row['cases']}"
@@ -177,6 +177,10 @@ def summary(operator: str, dtype: str, parts: Sequence[Part]) -> Iterator[str]:
         f"{f' ({named})' * bool(unasked)}, {rest} do not apply"
         f"{f'; without large cases, for which there was no room: {chr(32).join(small)}' * bool(small)}"
     )
+    slow = max(rows, key=lambda row: float(row.get("seconds", 0.0)), default={})
+    if slow.get("seconds"):
+        where = f", {slow['reason']}" * (slow["verdict"] == "not tested")
+        yield f"  longest: {slow['number']} {slow['law']} of {slow['cases']}, {slow['seconds']:.0f} s{where}"
 
 
 def _gpu() -> tuple[Target, int]:

@@ -83,7 +83,8 @@ def test_when_time_is_over_every_part_has_said_what_it_knows(tmp_path: Path, mon
     until = time.monotonic() + laws.SPARE + 6
     parts = [laws.ask("delta", "1/3", chosen, until)]
     laws.finish(parts, until + 60)
-    (line,) = laws.summary("delta", "bfloat16", parts)
+    line, longest = laws.summary("delta", "bfloat16", parts)
+    assert longest.startswith("  longest: ") and f" of 1/3, 1 s, {laws.OVER}, at " in longest
     assert parts[0].process.exitcode == 1 and "15 inputs untouched" in line
     assert ", 0 broken, " in line and not line.startswith("delta bfloat16: 0 held")
 

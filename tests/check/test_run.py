@@ -62,6 +62,7 @@ def test_json_is_the_report() -> None:
     assert facts["ok"] and facts["operator"] == "toy" and facts["torch"] == torch.__version__
     assert facts["rows"][0] == {
         "number": 2, "law": "forward", "cases": 6, "failures": [], "reason": "", "verdict": "ok",
+        "seconds": report.rows[0].seconds,
         "error": {"size": report.rows[0].error.size, "budget": report.rows[0].error.budget},
     }  # fmt: skip
 
@@ -104,4 +105,6 @@ def test_past_the_time_given_laws_are_left_unasked_and_say_so(isolated: bool) ->
     report = examine(toy.SPEC, toy.candidate(slow), only=names, isolated=isolated, limits=Limits(within=0.5))
     assert [row.law for row in report.rows] == names
     assert report.rows[-1].verdict == "not tested" and report.rows[-1].reason == OVER and not report.failures
+    asked = next(row for row in report.rows[::-1] if row.seconds)
+    assert 0.1 < asked.seconds < 5 and (asked.cases or asked.reason.startswith(f"{OVER}, at "))
     assert not report.ok and f"{report.unasked} left unasked: {OVER}" in table(report)

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +46,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Row:
-    """What one law found. `verdict` is "ok", "FAIL" or "not tested", then with a reason."""
+    """What one law found. `verdict` is "ok", "FAIL" or "not tested", then with a reason.
+
+    `seconds`: how long it was asked, also where the time that was given was over meanwhile.
+    """
 
     number: int
     law: str
@@ -54,6 +57,7 @@ class Row:
     error: Error | None = None
     failures: tuple[Failure, ...] = ()
     reason: str = ""
+    seconds: float = 0.0
 
     @property
     def verdict(self) -> str:
@@ -80,7 +84,7 @@ class Report:
     @property
     def unasked(self) -> int:
         """Laws that the time did not reach."""
-        return sum(row.reason == OVER for row in self.rows)
+        return sum(row.reason.startswith(OVER) for row in self.rows)
 
     @property
     def failures(self) -> tuple[Failure, ...]:
@@ -150,16 +154,23 @@ def _here(exam: Exam, chosen: list[Law], limits: Limits, progress: Callable[[str
     return _unasked(rows, chosen), _refusals(exam.refused)
 
 
-def _unasked(rows: list[Row], chosen: list[Law]) -> list[Row]:
-    """With a row for every law that was left."""
-    return rows + [Row(law.number, law.name, reason=OVER) for law in chosen[len(rows) :]]
+def _unasked(rows: list[Row], chosen: list[Law], begun: float = math.inf, step: str = "") -> list[Row]:
+    """With a row for every law that was left; the first of them may have `begun`, and come to the case `step`."""
+    left = [Row(law.number, law.name, reason=OVER) for law in chosen[len(rows) :]]
+    if left and begun < math.inf:
+        left[0] = replace(left[0], reason=f"{OVER}, at {step!r}", seconds=_since(begun))
+    return rows + left
+
+
+def _since(begun: float) -> float:
+    return round(max(0.0, time.monotonic() - begun), 2)
 
 
 def _isolated(exam: Exam, chosen: list[Law], limits: Limits, progress: Callable[[str], None]) -> Answers:
     """Law by law in a child; one that dies has broken the law it was asked, and another child goes on from there."""
     rows: list[Row] = []
     refused: dict[str, str] = {}
-    ends = time.monotonic() + limits.within
+    ends, begun, step = time.monotonic() + limits.within, math.inf, ""
     while len(rows) < len(chosen) and time.monotonic() <= ends:
         rest, step = chosen[len(rows) :], ""
 
@@ -177,26 +188,30 @@ def _isolated(exam: Exam, chosen: list[Law], limits: Limits, progress: Callable[
             if isinstance(message, isolate.Died):
                 law = chosen[len(rows)]
                 sentence = f"{message.reason} at {step!r}: no exception, the whole program would be gone"
-                rows.append(Row(law.number, law.name, 1, None, (Failure(sentence, (step,)),)))
+                rows.append(Row(law.number, law.name, 1, None, (Failure(sentence, (step,)),), seconds=_since(begun)))
+                begun = math.inf
             elif message[0] == "law":
                 progress(message[1])
+                begun = time.monotonic()
             elif message[0] == "case":
                 step = message[1]
             else:
                 rows.append(message[1])
                 refused |= message[2]
+                begun = math.inf
             if time.monotonic() > ends:
                 break
-    return _unasked(rows, chosen), _refusals(refused)
+    return _unasked(rows, chosen, begun, step), _refusals(refused)
 
 
 def ask(exam: Exam, law: Law) -> Row:
     """One law of one candidate."""
     findings: list[Finding] = []
+    begun = time.monotonic()
     try:
         findings.extend(law.ask(exam))
     except NotTested as error:
-        return Row(law.number, law.name, reason=str(error))
+        return Row(law.number, law.name, reason=str(error), seconds=_since(begun))
     grouped: dict[str, list[str]] = {}
     for finding in findings:
         if finding.sentence:
@@ -205,7 +220,7 @@ def ask(exam: Exam, law: Law) -> Row:
     failures.sort(key=lambda failure: -len(failure.cases))
     cases = len({finding.case for finding in findings})
     reason = "" if cases else "no case of it applies"
-    return Row(law.number, law.name, cases, laws.worst(findings), tuple(failures), reason)
+    return Row(law.number, law.name, cases, laws.worst(findings), tuple(failures), reason, _since(begun))
 
 
 def _refusals(refused: dict[str, str]) -> list[str]:
