@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -240,12 +241,12 @@ def one(*, K: int = 128, H: int = 16, beta: bool = False, channels: bool = False
     return make
 
 
-def _paged(dtype: torch.dtype) -> dict[str, Any]:
-    """Eight rows of 256 pages of 16 keys."""
-    q, pages = empty(8, 1, 32, 128, dtype=dtype), empty(4096, 16, 8, 128, dtype=dtype)
-    call = SPECS["softmax"].bind(q, pages[:8], pages[:8])  # type: ignore[misc]
-    call = call._replace(k=pages, v=pages, kv_lengths=empty(8, dtype=torch.int64), causal_end=True)
-    return {"call": call, "table": empty(8, 256, dtype=torch.int32)}
+def _paged(dtype: torch.dtype, K: int = 128) -> dict[str, Any]:
+    """Four rows of 256 pages of 16 keys."""
+    q, pages = empty(4, 1, 32, K, dtype=dtype), empty(4096, 16, 8, K, dtype=dtype)
+    call = SPECS["softmax"].bind(q, pages[:4], pages[:4])  # type: ignore[misc]
+    call = call._replace(k=pages, v=pages, kv_lengths=empty(4, dtype=torch.int64), causal_end=True)
+    return {"call": call, "table": empty(4, 256, dtype=torch.int32)}
 
 
 def _paged_window(dtype: torch.dtype) -> dict[str, Any]:
@@ -271,6 +272,13 @@ def later(module: str, function: str) -> Callable[..., object]:
 
 _STEPS = (
     Specimen("softmax", "one token, paged", _paged, run=later("softmax.gpu", "forward_paged")),
+    *(
+        Specimen(
+            "softmax", f"one token, paged, K={K}", partial(_paged, K=K), where="sm_90",
+            run=later("softmax.gpu", "forward_paged"),
+        )
+        for K in (64, 256)
+    ),
     Specimen(
         "softmax", "one token, paged, window", _paged_window, where="sm_90", run=later("softmax.gpu", "forward_paged")
     ),

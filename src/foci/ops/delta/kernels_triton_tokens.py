@@ -12,9 +12,9 @@ gates take of either. No launch's registers hold another's tiles.
 
 Keys that are alike make sums over d and dv telescope. These lie in memory as two bfloat16 each, of which pairs take
 both, in three products or two, and what goes through a state the first, which is too little for gates. The equations
-that d and dv obey say what gates are to have of it: as dd - E^T dv = dv, over channels fall w (d dS^T) sums to d dv less
-what the columns of A and E sum to; as v - rise e S = d + E d, rise e (dv S^T) to v dv - d dv less what the rows of E
-do. These are taken unless fall or rise leaves so little that the product is nearer, or nothing comes from behind. For
+of d and dv say what gates are to have of it: as dd - E^T dv = dv, over channels fall w (d dS^T) sums to d dv less what
+the columns of A and E sum to; as v - rise e S = d + E d, rise e (dv S^T) to v dv - d dv less what the rows of E do.
+These are taken unless fall or rise leaves so little that the product is nearer, or nothing comes from behind. For
 float16, whose range holds no decays, all products are of float32 tiles (tiles/state.py: working).
 """
 
