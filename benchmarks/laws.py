@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from laws_ahead import compile_ahead
+from laws_ahead import compile_ahead, compile_large
 
 from foci.check import isolate
 from foci.check.exam import ROOM, UNROOMY
@@ -46,6 +46,7 @@ from foci.ops import SPECS
 # beside them too (benchmarks/h200.sh).
 PARTS = {"softmax": 2, "linear": 3, "delta": 3, "selective_scan": 1, "scan": 1}
 SHARE = 0.45  # of the time at most, that compiling before the laws may take
+LONG = 250.0  # seconds, in less of which an H200's host would compile large cases' kernels in place of other ones
 SPARE = 10.0  # seconds before the end: a part finds its GPU in some, and writes what it knows in others
 STOPPED = 124  # exit code of a part that was out of time
 
@@ -82,25 +83,33 @@ def parts_of(operators: Sequence[str]) -> list[tuple[str, str]]:
 @contextmanager
 def compiling(chosen: argparse.Namespace, target: Target, began: float) -> Iterator[None]:
     """What the laws launch is compiled: ahead for a share of the time, then beside what is done within."""
-    until, (here, there) = began + chosen.limit, multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_compiling, args=(chosen, target, until, there))
-    process.start()
-    there.close()
-    here.poll(max(0.0, began + SHARE * chosen.limit - time.monotonic()))
+    until, beside = began + chosen.limit, list[tuple[BaseProcess, Connection]]()
+    for work in (compile_ahead, compile_large)[: 1 + (chosen.limit >= LONG)]:
+        here, there = multiprocessing.Pipe(duplex=False)
+        told = (work, chosen, target, until, there)
+        process = multiprocessing.get_context("fork").Process(target=_compiling, args=told)
+        process.start()
+        there.close()
+        beside.append((process, here))
+    for _, here in beside:
+        here.poll(max(0.0, began + SHARE * chosen.limit - time.monotonic()))
     try:
         yield
     finally:
-        stop(process, 0.0)
-        try:
-            print(here.recv(), flush=True)
-        except EOFError:
-            print("not all kernels were compiled before the end: laws compiled those that they met first", flush=True)
+        for process, here in beside:
+            stop(process, 0.0)
+            try:
+                print(here.recv(), flush=True)
+            except EOFError:
+                print("not all kernels were compiled before the end: laws compiled those that they met first")
 
 
-def _compiling(chosen: argparse.Namespace, target: Target, until: float, pipe: Connection) -> None:
+def _compiling(
+    work: Callable[..., None], chosen: argparse.Namespace, target: Target, until: float, pipe: Connection
+) -> None:
     _alone()
     specs = [of_cases(SPECS[operator], cases) for operator, cases in parts_of(chosen.operators)]
-    compile_ahead(specs, DTYPES[chosen.dtype], target, until, pipe.send)
+    work(specs, DTYPES[chosen.dtype], target, until, pipe.send)
 
 
 def _alone() -> None:

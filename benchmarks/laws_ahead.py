@@ -6,6 +6,7 @@ forward or backward, and answers zeros, as the reference does here too, so that 
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,8 +44,6 @@ def compile_ahead(
 
     For a process of its own: the laws differentiate, which takes threads that no fork of it would have.
     """
-    from triton.runtime import driver
-
     began, kernels = time.monotonic(), dict[str, Launch]()
     rehearsed = (noted for spec in specs for noted in launched(spec, dtype, target))
     for _, launch in sorted(rehearsed, key=itemgetter(0)):
@@ -53,14 +52,49 @@ def compile_ahead(
 
     def work(launch: Launch) -> str:
         os.nice(10)  # behind the laws themselves
-        driver.set_active(Offline(gpu(target)))
-        with assembling(target.arch):
-            launchable(launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.meta))
+        compile_one(launch, target)
         return ""
 
     said = each(work, [*kernels.values()], workers=cores(), until=until, context="fork")  # launches cannot be sent
     took = time.monotonic() - began
     tell(f"{len(kernels)} kernels, found in {found:.0f} s; after {took:.0f} s {sum(map(bool, said))} not compiled")
+
+
+def compile_large(
+    specs: Sequence[Spec], dtype: torch.dtype, target: Target, until: float, tell: Callable[[str], object]
+) -> None:
+    """Compile what the laws ask beyond that of large cases, each in a process that finds it and compiles it.
+
+    To find it takes as long for one as for all small ones. For a process that has differentiated nothing: its forks do.
+    """
+    began = time.monotonic()
+
+    def work(task: tuple[Spec, Case]) -> str:
+        os.nice(10)
+        spec, case = task
+        known, failed = {identity(launch, target) for launch in _of_shapes(spec, case, dtype, target)}, 0
+        for _, launch in launched(replace(spec, cases=(case,), large=()), dtype, target):
+            if (name := identity(launch, target)) not in known:
+                known.add(name)
+                try:
+                    compile_one(launch, target)
+                except Exception:  # the laws meet it again and say so
+                    failed += 1
+        return f"{failed} kernels" if failed else ""
+
+    tasks = [(spec, case) for spec in specs for case in spec.large]
+    said = each(work, tasks, workers=cores(), until=until, limit=math.inf, context="fork")
+    left, took = sum(map(bool, said)), time.monotonic() - began
+    tell(f"{len(tasks)} large cases' other kernels: after {took:.0f} s {left} cases with some not compiled")
+
+
+def compile_one(launch: Launch, target: Target) -> None:
+    """Into Triton's cache, with its launcher, for a GPU that this process does not use."""
+    from triton.runtime import driver
+
+    driver.set_active(Offline(gpu(target)))
+    with assembling(target.arch):
+        launchable(launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.meta))
 
 
 def launched(spec: Spec, dtype: torch.dtype, target: Target) -> Iterator[tuple[int, Launch]]:

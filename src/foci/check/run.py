@@ -158,7 +158,7 @@ def _unasked(rows: list[Row], chosen: list[Law], begun: float = math.inf, step: 
     """With a row for every law that was left; the first of them may have `begun`, and come to the case `step`."""
     left = [Row(law.number, law.name, reason=OVER) for law in chosen[len(rows) :]]
     if left and begun < math.inf:
-        left[0] = replace(left[0], reason=f"{OVER}, at {step!r}", seconds=_since(begun))
+        left[0] = replace(left[0], reason=f"{OVER}, at {step!r}" if step else OVER, seconds=_since(begun))
     return rows + left
 
 
@@ -192,7 +192,7 @@ def _isolated(exam: Exam, chosen: list[Law], limits: Limits, progress: Callable[
                 begun = math.inf
             elif message[0] == "law":
                 progress(message[1])
-                begun = time.monotonic()
+                begun, step = time.monotonic(), ""
             elif message[0] == "case":
                 step = message[1]
             else:

@@ -86,3 +86,13 @@ def test_no_gate_of_a_prefix_knows_what_comes_later() -> None:
     (law,) = (law for law in LAWS if law.name == "causality")
     row = law_of(exam_of(*named(GATED)), law)
     assert row.cases == len(GATED) and not row.failures, row.failures
+
+
+@pytest.mark.usefixtures("halves")
+def test_a_gate_before_which_there_is_nothing_gets_nothing() -> None:
+    """What v dv - d dv leaves there is rounding, and the gradient of a gate on a state of zeros is 0."""
+    case = Delta("a first token", B=2, T=1, H=2, K=8, decay="token").case
+    found = exam_of(case).gradients(case, torch.bfloat16, ("out", "state"))
+    assert found.gradients is not None, found
+    gate = found.gradients["log_decay"]
+    assert gate is not None and not gate.any()

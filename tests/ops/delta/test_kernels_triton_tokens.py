@@ -104,3 +104,13 @@ def test_places_that_32_bits_do_not_number_are_taken_one_by_one() -> None:
     config, near = tokens.Config({"BLOCK_K": 64, "BLOCK_V": 32}), torch.empty(1, 70, 4, 64)
     far = torch.empty(1, device="meta").as_strided((1, 70, 4, 64), (1, 2**25, 64, 1))
     assert tokens._even(Problem, near, config) and not tokens._even(Problem, far, config)
+
+
+def test_heads_that_32_bits_do_not_number_are_copied() -> None:
+    class Problem:
+        H, G = 32, 1
+
+    near, far = (
+        torch.empty(1, device="meta").as_strided((1, 70, 32, 64), (1, 64, step, 1)) for step in (2**26 - 1, 2**26)
+    )
+    assert tokens._close(near, Problem) is near and tokens._close(far, Problem).is_contiguous()

@@ -11,11 +11,11 @@ first left; beta and gates take of pairs no more than products with q k^T and e 
 gates take of either. No launch's registers hold another's tiles.
 
 Keys that are alike make sums over d and dv telescope. These lie in memory as two bfloat16 each, of which pairs take
-both, in three products or two, and what goes through a state the first, which is too little for gates. The equations
-of d and dv say what gates are to have of it: as dd - E^T dv = dv, over channels fall w (d dS^T) sums to d dv less what
-the columns of A and E sum to; as v - rise e S = d + E d, rise e (dv S^T) to v dv - d dv less what the rows of E do.
-These are taken unless fall or rise leaves so little that the product is nearer, or nothing comes from behind. For
-float16, whose range holds no decays, all products are of float32 tiles (tiles/state.py: working).
+both, in three products or two. Products through a state take the first alone, which is too little for gates. The
+equations of d and dv say what these are to have: as dd - E^T dv = dv, over channels fall w (d dS^T) sums to d dv less
+what the columns of A and E sum to; as v - rise e S = d + E d, rise e (dv S^T) to v dv - d dv less what E's rows do.
+These are taken unless fall or rise leaves so little that the product is nearer, or that is 0. For float16, whose range
+holds no decays, all products are of float32 tiles (tiles/state.py: working).
 """
 
 from __future__ import annotations
@@ -259,9 +259,8 @@ def pairs_of(  # type: ignore[no-untyped-def]
                 dP = tl.dot(low, tl.trans(d), dP)
             dP = tl.dot(x, tl.trans(d), dP)
             if v_ptr is not None:
-                v = read(
-                    v_ptr + r * v_strides[2], t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V, WHOLE, EVEN
-                )
+                there = v_ptr + r * v_strides[2]
+                v = read(there, t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V, WHOLE, EVEN)
                 by_value = tl.where(v0 > 0, by_value, 0.0)
                 by_value += tl.sum(v.to(tl.float32) * (x.to(tl.float32) + low.to(tl.float32)), 1)
         else:
@@ -351,10 +350,11 @@ def gates_kernel(  # type: ignore[no-untyped-def]
         if TWO:
             by_error = load_tile(rows_ptr + 4 * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
             by_value = load_tile(rows_ptr + 5 * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
-            # Where nothing comes from behind, what is left of the sums is rounding, and fall is the future's.
+            # Where nothing comes from behind or before, the sums are rounding; and fall is the future's.
             clear = (fall > CLEAR) & (by_fall != 0.0)
             by_fall = tl.where(clear, by_error - beta * (columns_A + columns_E), by_fall)
-            by_erase = tl.where(rise > CLEAR, by_value - by_error + by_E + beta * columns_E, by_erase)
+            clear = (rise > CLEAR) & (by_erase != 0.0)
+            by_erase = tl.where(clear, by_value - by_error + by_E + beta * columns_E, by_erase)
         # A gate takes what rise has from its token on: at the last one is also what total has.
         end = tl.minimum(stop, first + CHUNK) - 1
         by_rise += tl.where((first + tl.arange(0, CHUNK) == end)[:, None], by_total[None, :] * rise, 0.0) - by_erase
@@ -417,7 +417,8 @@ def side_by_token(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Any, 
         (dv, low), errors = dv, errors[0]
     if d_g is not None and problem.constant:
         d_g = parts = dv.new_empty(problem.chunks, problem.H, dtype=torch.float32)
-    value = None if low is None or g is None else call.v
+    value = None if low is None or d_g is None else _close(call.v, problem)
+    near_out = _close(d_out, problem)
     side_of = ("side", _side_rule) if call.erase is None else ("side_with_erase", _side_with_erase_rule)
     config, ahead = problem.config(*side_of), problem.config("pairs", _pairs_rule)
     blocks = -(-problem.K // config["BLOCK_K"])
@@ -435,14 +436,15 @@ def side_by_token(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Any, 
         call.scale, 0, *sizes, rows[0].numel(), config=config, EVEN=even, WHOLE=even and whole,
         PRECISION=problem.precision, CHUNK=CHUNK, STAGES=config.stages,
     )  # fmt: skip
-    even = _even(problem, d_out, ahead)
+    even = _even(problem, near_out, ahead)
     launch(
         pairs_kernel, (problem.chunks * problem.G,),
-        call.q, call.k, erase, value, call.beta, g, d_out, dv, low, kept[1], call.offsets, pairs, rows, *sums,
+        call.q, call.k, erase, value, call.beta, g, near_out, dv, low, kept[1], call.offsets, pairs, rows, *sums,
         d_q, d_k, d_erase,
         call.q.stride(), call.k.stride(), erase.stride(), strides(value), call.beta.stride(), strides(g),
-        d_out.stride(), call.scale, 0, *sizes, pairs[0].numel(), rows[0].numel(), config=ahead, SAME=call.erase is None,
-        EVEN=even, WHOLE=even and whole, PRECISION=problem.precision, CHUNK=CHUNK, STAGES=min(ahead.stages, 3),
+        near_out.stride(), call.scale, 0, *sizes, pairs[0].numel(), rows[0].numel(), config=ahead,
+        SAME=call.erase is None, EVEN=even, WHOLE=even and whole, PRECISION=problem.precision, CHUNK=CHUNK,
+        STAGES=min(ahead.stages, 3),
     )  # fmt: skip
     if d_beta is not None or d_g is not None:
         config = configure("delta_backward_gates", (), _gates_rule, problem.target)
@@ -455,6 +457,11 @@ def side_by_token(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Any, 
     if parts is not None:
         config = configure("delta_backward_sums", (), _sums_rule, problem.target)
         launch(sums_kernel, (-(-problem.H // config["BLOCK_C"]),), parts, problem.found[4], *parts.shape, config=config)
+
+
+def _close(x: Tensor, problem: Any) -> Tensor:
+    """x, copied where heads that read one key lie further apart than numbers of 32 bits reach."""
+    return x if problem.H // problem.G * x.stride(2) < 1 << 31 else x.contiguous()
 
 
 def _waiting(found: Tensor | None) -> Tensor | None:

@@ -51,7 +51,7 @@ def forward(call: Any, table: Tensor | None = None, dtype: torch.dtype | None = 
     # On an H200 more than 32 rows of more than 64 channels do not wait.
     two = rows <= (32 if target.arch == 90 and max(K, V) > 64 else 64)
     two = two and 2 * _room(config, q.dtype.itemsize) <= target.shared
-    splits = _splits(call, T, S, config["BLOCK_S"], blocks * columns, target.processors, two)
+    splits = _splits(call, T, S, config["BLOCK_S"], blocks * columns, target, two)
     out = torch.empty(B, T, H, V, dtype=dtype or q.dtype, device=device)
     lse = torch.empty(B, T, H, dtype=torch.float32, device=device)
     sums, tops, masses = out, lse, lse
@@ -109,17 +109,17 @@ def _room(config: Config, size: int) -> int:
     return max(1, config.stages - 1) * config["BLOCK_S"] * (config["BLOCK_K"] + config["BLOCK_V"]) * size
 
 
-def _splits(call: Any, T: int, live: int, block: int, programs: int, processors: int, two: bool) -> int:
-    """Programs that share the keys of a block of queries, each with FEWEST keys at least and none idle.
+def _splits(call: Any, T: int, live: int, block: int, programs: int, target: Target, two: bool) -> int:
+    """Programs that share the keys of a block of queries, each with FEWEST keys at least, and as many blocks of them.
 
-    One for every processor in all, or two. None share where more than half of the processors have work without that:
-    to merge takes longer than the others would save.
+    One for every processor in all, or two. On an H200 none share where more than half of the processors have work
+    without that: of 2048 keys to merge took longer than the others saved.
     """
-    if 2 * programs > processors:
+    if target.arch == 90 and 2 * programs > target.processors:
         return 1
     if call.left is not None and (call.right is not None or call.causal_end):
         live = min(live, call.left + (0 if call.causal_end else call.right) + T)
-    room = min((1 + two) * processors // programs, live // FEWEST)
+    room = min((1 + two) * target.processors // programs, live // FEWEST)
     if room <= 1:
         return 1
     blocks = -(-live // block)
