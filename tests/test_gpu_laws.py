@@ -248,7 +248,7 @@ def test_every_part_has_cases(operator: str) -> None:
 
 
 def test_what_laws_launch_of_large_cases_is_compiled_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A third of the delta rule's laws found no time on a GPU: they compiled 115 such kernels, one after the other."""
+    """A third of the delta rule's laws found no time on a GPU: they launch 115 such kernels, compiled one by one."""
     spec, target = SPECS["scan"], TARGETS["sm_90"]
     case = next(case for case in spec.cases if "state" in case.name)
     alone, compiled, told = replace(spec, cases=(case,), large=()), tmp_path / "compiled", list[str]()
