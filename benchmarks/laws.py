@@ -84,7 +84,7 @@ def parts_of(operators: Sequence[str]) -> list[tuple[str, str]]:
 def compiling(chosen: argparse.Namespace, target: Target, began: float) -> Iterator[None]:
     """What the laws launch is compiled: ahead for a share of the time, then beside what is done within."""
     until, beside = began + chosen.limit, list[tuple[BaseProcess, Connection]]()
-    for work in (compile_ahead, compile_large)[: 1 + (chosen.limit >= LONG)]:
+    for work in (compile_ahead, compile_large) if chosen.limit >= LONG else (compile_ahead,):
         here, there = multiprocessing.Pipe(duplex=False)
         told = (work, chosen, target, until, there)
         process = multiprocessing.get_context("fork").Process(target=_compiling, args=told)
@@ -101,7 +101,8 @@ def compiling(chosen: argparse.Namespace, target: Target, began: float) -> Itera
             try:
                 print(here.recv(), flush=True)
             except EOFError:
-                print("not all kernels were compiled before the end: laws compiled those that they met first")
+                said = "not all kernels were compiled before the end: laws compiled those that they met first"
+                print(said, flush=True)
 
 
 def _compiling(

@@ -52,8 +52,7 @@ def compile_ahead(
 
     def work(launch: Launch) -> str:
         os.nice(10)  # behind the laws themselves
-        compile_one(launch, target)
-        return ""
+        return "" if compiled(launch, target) else "failed"
 
     said = each(work, [*kernels.values()], workers=cores(), until=until, context="fork")  # launches cannot be sent
     took = time.monotonic() - began
@@ -71,15 +70,15 @@ def compile_large(
 
     def work(task: tuple[Spec, Case]) -> str:
         os.nice(10)
-        spec, case = task
-        known, failed = {identity(launch, target) for launch in _of_shapes(spec, case, dtype, target)}, 0
-        for _, launch in launched(replace(spec, cases=(case,), large=()), dtype, target):
-            if (name := identity(launch, target)) not in known:
-                known.add(name)
-                try:
-                    compile_one(launch, target)
-                except Exception:  # the laws meet it again and say so
-                    failed += 1
+        (spec, case), failed = task, 0
+        try:
+            known = {identity(launch, target) for launch in _of_shapes(spec, case, dtype, target)}
+            for _, launch in launched(replace(spec, cases=(case,), large=()), dtype, target):
+                if (name := identity(launch, target)) not in known:
+                    known.add(name)
+                    failed += not compiled(launch, target)
+        except Exception as error:  # it is told as a case that was not compiled
+            return type(error).__name__
         return f"{failed} kernels" if failed else ""
 
     tasks = [(spec, case) for spec in specs for case in spec.large]
@@ -88,13 +87,17 @@ def compile_large(
     tell(f"{len(tasks)} large cases' other kernels: after {took:.0f} s {left} cases with some not compiled")
 
 
-def compile_one(launch: Launch, target: Target) -> None:
-    """Into Triton's cache, with its launcher, for a GPU that this process does not use."""
+def compiled(launch: Launch, target: Target) -> bool:
+    """Whether it lies in Triton's cache now, with its launcher, for a GPU that this process does not use."""
     from triton.runtime import driver
 
     driver.set_active(Offline(gpu(target)))
-    with assembling(target.arch):
-        launchable(launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.meta))
+    try:
+        with assembling(target.arch):
+            launchable(launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.meta))
+    except Exception:  # the laws meet it again and say why
+        return False
+    return True
 
 
 def launched(spec: Spec, dtype: torch.dtype, target: Target) -> Iterator[tuple[int, Launch]]:

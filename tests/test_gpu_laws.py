@@ -256,14 +256,19 @@ def test_what_laws_launch_of_large_cases_is_compiled_too(monkeypatch: pytest.Mon
     shapes = laws_ahead._of_shapes(spec, case, torch.bfloat16, target)
     known = {laws_ahead.identity(launch, target) for launch in shapes}
 
-    def note(launch: Launch, target: Target) -> None:
+    def note(launch: Launch, target: Target) -> bool:
         with compiled.open("a") as file:
             file.write(laws_ahead.identity(launch, target).encode().hex() + "\n")
+        return works
 
-    monkeypatch.setattr(laws_ahead, "compile_one", note)
+    works = True
+    monkeypatch.setattr(laws_ahead, "compiled", note)
     laws_ahead.compile_large(
         [replace(spec, large=(case,))], torch.bfloat16, target, time.monotonic() + 120, told.append
     )
     lines = [bytes.fromhex(line).decode() for line in compiled.read_text().split()]
     assert set(lines) == wanted - known and len(lines) == len(set(lines)) > 10
     assert told[0].startswith("1 large cases' other kernels: ") and told[0].endswith(" 0 cases with some not compiled")
+    works = False
+    laws_ahead.compile_large([replace(spec, large=(case,))], torch.bfloat16, target, math.inf, told.append)
+    assert told[1].endswith(" 1 cases with some not compiled")

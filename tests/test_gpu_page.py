@@ -37,10 +37,8 @@ def folder(tmp_path: Path) -> Path:
         record("foci", "both", None, "wrong: 2.0 of the error budget"), record("FLA", "both", 4e-3),
     ]  # fmt: skip
     leave(tmp_path, found)
-    step = {"name": "a step", "gpu_us": 72.0, "host_us": 66.0, "share": 0.889, "error": 1e-3} | {
-        "clean_us": 64.0,
-        "clean_share": 1.0,
-    }
+    step = {"name": "a step", "gpu_us": 72.0, "host_us": 66.0, "share": 0.889, "error": 1e-3}
+    step |= {"clean_us": 64.0, "clean_share": 1.0}
     (tmp_path / "decode.json").write_text(json.dumps([step]))
     said = "9 kernels\nFAIL delta bfloat16 2 forward: wrong\ndelta bfloat16: 7 held, 1 broken, 0 not asked\n30 s\n"
     (tmp_path / "laws_bfloat16.txt").write_text(said)

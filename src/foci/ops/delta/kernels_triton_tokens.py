@@ -417,8 +417,7 @@ def side_by_token(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Any, 
         (dv, low), errors = dv, errors[0]
     if d_g is not None and problem.constant:
         d_g = parts = dv.new_empty(problem.chunks, problem.H, dtype=torch.float32)
-    value = None if low is None or d_g is None else _close(call.v, problem)
-    near_out = _close(d_out, problem)
+    value, d_out = None if low is None or d_g is None else _close(call.v, problem), _close(d_out, problem)
     side_of = ("side", _side_rule) if call.erase is None else ("side_with_erase", _side_with_erase_rule)
     config, ahead = problem.config(*side_of), problem.config("pairs", _pairs_rule)
     blocks = -(-problem.K // config["BLOCK_K"])
@@ -436,13 +435,13 @@ def side_by_token(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Any, 
         call.scale, 0, *sizes, rows[0].numel(), config=config, EVEN=even, WHOLE=even and whole,
         PRECISION=problem.precision, CHUNK=CHUNK, STAGES=config.stages,
     )  # fmt: skip
-    even = _even(problem, near_out, ahead)
+    even = _even(problem, d_out, ahead)
     launch(
         pairs_kernel, (problem.chunks * problem.G,),
-        call.q, call.k, erase, value, call.beta, g, near_out, dv, low, kept[1], call.offsets, pairs, rows, *sums,
+        call.q, call.k, erase, value, call.beta, g, d_out, dv, low, kept[1], call.offsets, pairs, rows, *sums,
         d_q, d_k, d_erase,
         call.q.stride(), call.k.stride(), erase.stride(), strides(value), call.beta.stride(), strides(g),
-        near_out.stride(), call.scale, 0, *sizes, pairs[0].numel(), rows[0].numel(), config=ahead,
+        d_out.stride(), call.scale, 0, *sizes, pairs[0].numel(), rows[0].numel(), config=ahead,
         SAME=call.erase is None, EVEN=even, WHOLE=even and whole, PRECISION=problem.precision, CHUNK=CHUNK,
         STAGES=min(ahead.stages, 3),
     )  # fmt: skip

@@ -145,8 +145,12 @@ def _power(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-# By the wider of K and V: keys at a time and stages, where few rows wait for memory, as measured on an H200.
-_WAITING = {16: (128, 4), 32: (128, 4), 64: (128, 4), 128: (128, 3), 256: (64, 3)}
+# Keys at a time and stages where few rows wait for memory, as measured on an H200: by the wider of K and V, 64 at
+# least, and by whether keys lie in pages.
+_WAITING = {
+    (64, False): (128, 4), (64, True): (128, 4), (128, False): (128, 3), (128, True): (64, 4),
+    (256, False): (64, 3), (256, True): (64, 3),
+}  # fmt: skip
 
 
 @functools.cache
@@ -174,7 +178,8 @@ def _rule(target: Target, key: tuple[int, int, int, int, int, bool]) -> Config:
     else:
         BLOCK_T, BLOCK_S = 32 if many else 64, 32 if laden else 64
     warps, stages = 8, 1 if size == 4 and max(widths) > full else 3 if width <= 128 and roomy else 2
-    if target.kind == "cuda" and target.arch == 90 and size == 2 and laden < 2:  # as measured on an H200
+    hopper = target.kind == "cuda" and target.arch == 90 and size == 2
+    if hopper and laden < 2:  # as measured on an H200
         if width <= 128:
             BLOCK_T, BLOCK_S, warps, stages = 64, 64, 4, 2 if width <= 64 and not laden else 3
             if few < 64:
@@ -183,8 +188,8 @@ def _rule(target: Target, key: tuple[int, int, int, int, int, bool]) -> Config:
             BLOCK_T, BLOCK_S = 128, 64
     if few < BLOCK_T:
         BLOCK_T, warps = few, 4 if few < 64 and size == 2 and width <= 128 else 8
-        if target.kind == "cuda" and target.arch == 90 and size == 2 and few < 64 and not laden and max(widths) <= 256:
-            warps, (BLOCK_S, stages) = 4, (64, 4) if paged and 64 < width <= 128 else _WAITING[width]
+        if hopper and few < 64 and not laden and max(widths) <= 256:
+            warps, (BLOCK_S, stages) = 4, _WAITING[max(width, 64), paged]
     return Config({"BLOCK_T": BLOCK_T, "BLOCK_S": BLOCK_S, "BLOCK_K": BLOCK_K, "BLOCK_V": BLOCK_V}, warps, stages)
 
 
