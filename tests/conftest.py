@@ -14,6 +14,10 @@ import torch
 from foci.core.world import World
 
 torch.set_num_threads(2)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests import interpreter
+
+    interpreter.hasten()
 # What ranks would import one by one, each for itself; the server that they come from does it once.
 PRELOAD = ("foci.parallel", "pytest", "diffusers.models.transformers", "diffusers.models.autoencoders")
 

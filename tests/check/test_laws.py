@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from foci.check.exam import Exam
-from foci.check.laws import NotTested
+from foci.check.laws import NotTested, _one_of
 from foci.check.laws_graph import LAWS
 from foci.core.spec import Case, Probes
 from foci.ops.masks import Mask
@@ -107,6 +108,27 @@ def test_a_backward_that_knows_one_block_is_told_by_law_10() -> None:
     assert told and all(sentence.startswith("at some lengths: dx is 2 times") for sentence in told)
     everywhere = toy.candidate(lambda x, gate: toy.reference(Twice.apply(x), gate))
     assert ask("any length", everywhere, toy.SPEC) == [], "law 2 tells it"
+
+
+@pytest.mark.parametrize(("law", "logs"), [("gradients", ()), ("gradients through the logarithm", ("total",))])
+def test_what_other_outputs_drown_is_asked_of_one_alone(law: str, logs: tuple[str, ...]) -> None:
+    class Rough(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 1.001 * grad
+
+    def long_ones_are_rough(x, gate):
+        out, total = toy.reference(x, gate)
+        return out, toy.reference(x, Rough.apply(gate))[1] if x.shape[1] == 11 else total
+
+    cases = (toy.case("short"), *(toy.case(f"{place}", T=11, gate=4.0) for place in range(8)))
+    told = ask(law, toy.candidate(long_ones_are_rough), replace(toy.SPEC, cases=cases, logs=logs))
+    assert told and all("dgate" in sentence for sentence in told)
+    assert len(told) == sum(_one_of(("out", "total"), case) == "total" for case in cases[1:]) < 8
 
 
 def test_under_extreme_gates_a_wrong_forward_is_told_once() -> None:

@@ -17,9 +17,7 @@ if not interpreting() and not torch.cuda.is_available():
     pytest.skip("kernels need a GPU or TRITON_INTERPRET=1, which `make test` sets for these", allow_module_level=True)
 
 DEVICE = torch.device("cpu" if interpreting() else "cuda")
-DTYPES = [torch.float32, torch.float16] if interpreting() else [torch.float32, torch.float16, torch.bfloat16]
-# Every case again in half precision takes the interpreter a minute an operator.
-SWEEP = [DTYPES[0], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:])]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def there(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +43,7 @@ class InTriton:
         truth = answers(self.function, self.spec, exact(inputs), truth_by)
         return {n: error(found[n].cpu(), truth[n]) for n in truth if truth[n].numel()}
 
-    @pytest.mark.parametrize("dtype", SWEEP)
+    @pytest.mark.parametrize("dtype", DTYPES)
     def test_every_case_equals_the_equation_or_is_refused(self, dtype: torch.dtype) -> None:
         assert self.spec.bind is not None
         ran = 0

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from foci.tiles.chunk_backward import across, decayed, gather, load_in_two, onto, right, store_in_two
 from foci.tiles.memory import load_tile, store_tile
-from tests.ops.delta.in_bfloat16 import halves  # noqa: F401  a fixture
+from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
 from tests.ops.in_triton import DEVICE
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foci.tiles import solve
 from foci.tiles.memory import load_tile, store_tile
-from tests.ops.delta.in_bfloat16 import halves  # noqa: F401  a fixture
+from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
 from tests.ops.in_triton import DEVICE
 from tests.ops.recurrences import error
 

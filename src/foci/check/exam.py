@@ -201,16 +201,26 @@ class Exam:
             lambda: self.differentiate(self._plain, case, dtype, through, exact=False),
         )
 
-    def gradients(self, case: Case, dtype: torch.dtype, through: tuple[str, ...]) -> Backward:
-        """The candidate's gradients of a fixed random combination of the outputs named in `through`."""
-        return self._once(("gradients", case, dtype, through), lambda: self.attempt_gradients(case, dtype, through))
+    def gradients(self, case: Case, dtype: torch.dtype, through: tuple[str, ...], zeros: bool = False) -> Backward:
+        """The candidate's gradients of a fixed random combination of the outputs named in `through`.
+
+        `zeros`: the other outputs have gradients too, of zeros.
+        """
+        ask = partial(self.attempt_gradients, case, dtype, through, zeros=zeros)
+        return self._once(("gradients", case, dtype, through, zeros), ask)
 
     def attempt_gradients(
-        self, case: Case, dtype: torch.dtype, through: tuple[str, ...], lay: Lay = dict, alone: str = ""
+        self,
+        case: Case,
+        dtype: torch.dtype,
+        through: tuple[str, ...],
+        lay: Lay = dict,
+        alone: str = "",
+        zeros: bool = False,
     ) -> Backward:
         """The same anew; `lay` and `alone` as in `differentiate`."""
         try:
-            return Backward(self.differentiate(self.candidate.call, case, dtype, through, False, lay, alone))
+            return Backward(self.differentiate(self.candidate.call, case, dtype, through, False, lay, alone, zeros))
         except NotImplementedError as error:
             if case.name not in self.refused:
                 self.refused[f"gradients of {case.name}"] = diagnose.refusal(error)
@@ -302,16 +312,21 @@ class Exam:
         exact: bool,
         lay: Lay = dict,
         alone: str = "",
+        zeros: bool = False,
     ) -> Gradients:
-        """Gradients by leaf. `lay`: how inputs and cotangents lie in memory; `alone`: the only leaf that wants one."""
+        """Gradients by leaf. `lay`: how inputs and cotangents lie in memory; `alone`: the only leaf that wants one.
+
+        `zeros`: what is not in `through` is differentiated too, with a gradient of zeros.
+        """
         inputs = lay(self.exact(case, dtype) if exact else self.fresh(case, dtype))
         leaves = self.leaves(inputs)
         for leaf in [leaf for leaf in leaves if alone not in ("", leaf)]:
             leaves.pop(leaf).requires_grad_(False)
         outputs = self.run(call, inputs)
         pairs = zip(self.names, self.cotangents(case, dtype), outputs, strict=True)
-        weights = lay({name: weight.to(output.dtype) for name, weight, output in pairs})
-        chosen = [(o, weights[n]) for n, o in zip(self.names, outputs, strict=True) if n in through and o.requires_grad]
+        weights = lay({name: weight.to(output.dtype) * (name in through) for name, weight, output in pairs})
+        asked = self.names if zeros else through
+        chosen = [(o, weights[n]) for n, o in zip(self.names, outputs, strict=True) if n in asked and o.requires_grad]
         if not chosen or not leaves:
             return dict.fromkeys(leaves)
         with diagnose.inherited([o for o, _ in chosen]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -123,7 +124,15 @@ def gradients(exam: Exam) -> Findings:
         for case in exam.few(right.__contains__):  # a loss on one output brings no gradient back through the others
             for output in through:
                 yield from _gradients(exam, case, exam.dtype, (output,))
+        for dtype in exam.dtypes:  # and the others drown what little one brings: of every case one, the rest zeros
+            for case in _right(exam, dtype, through):
+                yield from _gradients(exam, case, dtype, (_one_of(through, case),), zeros=True)
     yield from _alone(exam, through)
+
+
+def _one_of(outputs: tuple[str, ...], case: Case) -> str:
+    """An output for each case, the same one whatever others are asked beside it."""
+    return outputs[zlib.crc32(case.name.encode()) % len(outputs)]
 
 
 def _alone(exam: Exam, through: tuple[str, ...]) -> Findings:
@@ -155,6 +164,8 @@ def gradients_through_logarithm(exam: Exam) -> Findings:
             # What is already wrong without it is told by the row above.
             if all(finding.sentence is None for finding in _gradients(exam, case, dtype, outputs)):
                 yield from _gradients(exam, case, dtype, exam.names, without=outputs)
+                if (one := _one_of(exam.names, case)) not in outputs:
+                    yield from _gradients(exam, case, dtype, (one,), zeros=True)
 
 
 def _right(exam: Exam, dtype: torch.dtype, outputs: tuple[str, ...]) -> Iterator[Case]:
@@ -174,9 +185,14 @@ def _right(exam: Exam, dtype: torch.dtype, outputs: tuple[str, ...]) -> Iterator
 
 
 def _gradients(
-    exam: Exam, case: Case, dtype: torch.dtype, through: tuple[str, ...], without: tuple[str, ...] = ()
+    exam: Exam,
+    case: Case,
+    dtype: torch.dtype,
+    through: tuple[str, ...],
+    without: tuple[str, ...] = (),
+    zeros: bool = False,
 ) -> Findings:
-    found, truths = exam.gradients(case, dtype, through), exam.true_gradients(case, dtype, through)
+    found, truths = exam.gradients(case, dtype, through, zeros), exam.true_gradients(case, dtype, through)
     if found.gradients is None:
         if found.fault:
             yield Finding(label(case, dtype), None, found.fault)

@@ -66,7 +66,6 @@ class TestInTriton(InTriton):
         with tune.choosing(chosen):
             self.right(inputs)
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_every_case_of_more_than_a_chunk_cut(self, dtype: torch.dtype, cut: None) -> None:  # noqa: F811
         every = [inputs_of(SPEC, case.name, dtype) for case in SPEC.cases]

@@ -15,7 +15,7 @@ from foci.ops.delta.api import delta_rule
 from foci.ops.delta.call import bind
 from foci.ops.delta.cases import Delta
 from foci.ops.draw import Draw
-from tests.ops.delta.in_bfloat16 import halves  # noqa: F401  a fixture
+from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
 from tests.ops.in_triton import there
 from tests.ops.recurrences import BUDGET, error, exact
 

@@ -36,7 +36,6 @@ BOTH_WAYS = (
     "packed, per head",
     "erase without decay",
 )
-EVERY = {torch.float32: 1, torch.float16: 6, torch.bfloat16: 1}  # float16, whose tiles are float32's, every sixth
 
 
 class TestInTriton(InTriton):
@@ -55,10 +54,9 @@ def apart(inputs: dict[str, Any], dtype: torch.dtype) -> None:
         assert found.isfinite().all() and error(found, wanted) <= BUDGET[dtype]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_case_without_gradients(dtype: torch.dtype) -> None:
-    for case in SPEC.cases[:: EVERY[dtype] if interpreting() else 1]:
+    for case in SPEC.cases:
         apart(case.make(dtype, CPU, 0), dtype)
 
 
@@ -138,11 +136,10 @@ def test_two_launches_and_no_work_beside_them(keep: bool) -> None:
 class TestInPieces:
     """What few heads of long sequences are: each chunk a piece of its own."""
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_every_case(self, dtype: torch.dtype) -> None:
         longer = [problem for problem in PROBLEMS if problem.T > 64]
-        for problem in longer[:: EVERY[dtype] if interpreting() else 1]:
+        for problem in longer:
             apart(problem.case.make(dtype, CPU, 0), dtype)
 
     @pytest.mark.parametrize("name", ["no whole chunks, per channel", "everything"])

@@ -22,7 +22,7 @@ from foci.core.spec import Case
 from foci.core.tune import interpreting
 from foci.ops.delta.cases import Delta
 from foci.ops.delta.spec import SPEC
-from tests.ops.delta.in_bfloat16 import halves  # noqa: F401  a fixture
+from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
 
 if not interpreting():
     pytest.skip("a GPU is asked by `foci check --device cuda`", allow_module_level=True)

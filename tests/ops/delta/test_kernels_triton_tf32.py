@@ -16,7 +16,7 @@ from foci.core.tune import interpreting
 from foci.ops.delta.api import delta_rule
 from foci.ops.delta.cases import Delta
 from foci.ops.delta.spec import SPEC
-from tests.ops.delta.in_bfloat16 import PRODUCT, halves, shortened  # noqa: F401  a fixture
+from tests.ops.in_bfloat16 import PRODUCT, halves, shortened  # noqa: F401  a fixture
 from tests.ops.in_triton import there
 from tests.ops.recurrences import BUDGET, answers, error, exact, inputs_of
 

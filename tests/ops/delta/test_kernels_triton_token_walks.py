@@ -18,9 +18,9 @@ from foci.ops.delta.call import bind
 from foci.ops.delta.cases import Delta
 from foci.ops.draw import Draw
 from foci.ops.stretches import cut_into
-from tests.ops.delta.in_bfloat16 import halves  # noqa: F401  a fixture
 from tests.ops.delta.test_kernels_triton_backward import CPU
 from tests.ops.delta.test_kernels_triton_backward import apart as apart_backward
+from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
 from tests.ops.in_triton import there
 from tests.ops.recurrences import BUDGET, error, exact
 
@@ -57,7 +57,6 @@ class TestWithinBudget:
             d = parts.errors[0].double() + parts.errors[1].double()
             assert d.isfinite().all() and parts.inverse.isfinite().all()
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("more", MORE)
     def test_backward(self, more: dict[str, Any]) -> None:
         errors = apart_backward(problem(more))
@@ -76,7 +75,6 @@ def halted(draw: Draw, *shape: int) -> Tensor:
 
 
 AT_ONCE, IN_THREE, NEVER = all_of(-3.0), all_of(-0.6), all_of(-1e-3)  # chunks
-slow = partial(pytest.param, marks=pytest.mark.slow)
 IN_PIECES = [
     {"T": 390, "H": 2, "state": True},
     {"T": 330, "K": 128, "V": 96, "gates": AT_ONCE},
@@ -85,8 +83,8 @@ IN_PIECES = [
     {"T": 300, "gates": Draw.extremes},
     {"T": 400, "gates": halted, "alike": "correlated", "beta": 2.0, "state": True},
     {"T": 390, "gates": all_of(-2.0), "length": 1.5, "beta": 2.0},
-    slow({"T": 640, "H": 2, "gates": IN_THREE, "offsets": (0, 0, 1, 6, 500, 500, 640), "state": True}),
-    slow({"B": 2, "T": 260, "H": 2, "G": 2, "decay": "head"}),
+    {"T": 640, "H": 2, "gates": IN_THREE, "offsets": (0, 0, 1, 6, 500, 500, 640), "state": True},
+    {"B": 2, "T": 260, "H": 2, "G": 2, "decay": "head"},
 ]
 
 
@@ -186,7 +184,6 @@ class TestInPieces:
             assert all(67 <= t < 260 for t, _ in lost)
             assert final[2, 0, :, 5].isnan().all() and final.isfinite().sum() == final.numel() - final.shape[2]
 
-    @pytest.mark.slow
     def test_what_comes_later_changes_no_bit(self, in_pieces: Callable[[int], None]) -> None:
         inputs = problem(small(T=320, gates=Draw.gates))
         d_out, d_final = draws(inputs)

@@ -1,0 +1,120 @@
+"""Triton's interpreter as the tests of kernels have it gives its own answers, and a GPU's in bfloat16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+from foci.core.tune import interpreting
+from tests.interpreter import DTYPE, NUMBER_BY_NUMBER, Dtypes, Patched
+from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
+
+if not interpreting():
+    pytest.skip("a GPU has no interpreter", allow_module_level=True)
+
+
+@triton.jit
+def _composed(a, b, c, d):  # type: ignore[no-untyped-def]
+    """a x + b, then c x + d: which of two comes first matters."""
+    return a * c, b * c + d
+
+
+@triton.jit
+def _along_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, y_ptr, ends_ptr, all_ptr, M: tl.constexpr, N: tl.constexpr, AXIS: tl.constexpr, KEEP: tl.constexpr
+):
+    at = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
+    x, y = tl.load(x_ptr + at), tl.load(y_ptr + at)
+    a, b = tl.reduce((x, y), AXIS, _composed, keep_dims=KEEP)
+    size: tl.constexpr = M * N // (M if AXIS == 0 else N)
+    to = ends_ptr + 2 * tl.arange(0, size)
+    tl.store(to, tl.reshape(a, [size]))
+    tl.store(to + 1, tl.reshape(b, [size]))
+    a, b = tl.associative_scan((x, y), AXIS, _composed, reverse=KEEP)
+    tl.store(all_ptr + at, a)
+    tl.store(all_ptr + M * N + at, b)
+
+
+@triton.jit
+def _of_all_kernel(x_ptr, y_ptr, ends_ptr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, N)
+    a, b = tl.reduce((tl.load(x_ptr + at), tl.load(y_ptr + at)), 0, _composed)
+    tl.store(ends_ptr, a)
+    tl.store(ends_ptr + 1, b)
+
+
+def found(kernel: Any, *sizes: Any) -> list[torch.Tensor]:
+    x, y = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
+    made = [torch.full((n,), torch.nan) for n in (32, 256)]
+    kernel[(1,)](x, y, *made[: 1 if len(sizes) == 1 else 2], *sizes)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kernel", "sizes"),
+    [(_along_kernel, (8, 16, axis, keep)) for axis in (0, 1) for keep in (False, True)] + [(_of_all_kernel, (128,))],
+)
+def test_reductions_and_scans_have_the_bits_they_had(
+    kernel: Any, sizes: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sooner = found(kernel, *sizes)
+    monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", NUMBER_BY_NUMBER[0])
+    monkeypatch.setattr(interpreter.ScanOps, "generic_scan", NUMBER_BY_NUMBER[1])
+    for now, before in zip(sooner, found(kernel, *sizes), strict=True):
+        assert not before.isnan().all() or len(sizes) == 1
+        torch.testing.assert_close(now, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_dtypes_are_those_of_the_interpreter() -> None:
+    dtypes = Dtypes()
+    for scalar in (tl.int1, tl.int32, tl.uint16, tl.float16, tl.bfloat16, tl.float32, tl.int64):
+        for dtype in (scalar, tl.pointer_type(scalar), tl.block_type(scalar, [4, 8])):
+            assert dtypes(dtype) == dtypes(dtype) == DTYPE(dtype)
+    assert dtypes(tl.block_type(tl.pointer_type(tl.int1), [4])) == DTYPE(tl.pointer_type(tl.int1))
+
+
+def test_a_launch_leaves_the_language_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {name: getattr(lang, name) for lang in (tl, tl.core) for name in ("load", "reduce", "arange")}
+    found(_along_kernel, 8, 16, 0, False)
+    assert before == {name: getattr(lang, name) for lang in (tl, tl.core) for name in ("load", "reduce", "arange")}
+    assert isinstance(interpreter._patch_lang, Patched) and not interpreter._patch_lang.scopes
+
+    def fails(*_: Any) -> None:
+        raise ValueError("in the middle of a launch")
+
+    monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", fails)
+    with pytest.raises(Exception, match="in the middle of a launch"):
+        found(_along_kernel, 8, 16, 0, False)
+    assert not interpreter._patch_lang.scopes and before["load"] is tl.core.load
+
+
+@triton.jit
+def _arithmetic_kernel(a_ptr, b_ptr, made_ptr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, N)
+    a, b = tl.load(a_ptr + at), tl.load(b_ptr + at)
+    tl.store(made_ptr + at, a * b)
+    tl.store(made_ptr + N + at, a + b)
+    tl.store(made_ptr + 2 * N + at, tl.where(a < b, a, 1.5))
+    tl.store(made_ptr + 3 * N + at, (a.to(tl.float32) * b.to(tl.float32) + 1).to(tl.bfloat16))
+
+
+@triton.jit
+def _sum_kernel(a_ptr, made_ptr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(made_ptr, tl.reduce(tl.load(a_ptr + tl.arange(0, N)), 0, tl.standard._sum_combine))
+
+
+@pytest.mark.usefixtures("halves")
+def test_bfloat16_is_what_torch_computes_and_what_is_not_mended_fails() -> None:
+    a, b = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    a[:4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0])
+    made = torch.empty(4, 64, dtype=torch.bfloat16)
+    _arithmetic_kernel[(1,)](a, b, made, 64)
+    wanted = [a * b, a + b, torch.where(a < b, a, 1.5), (a.float() * b.float() + 1).bfloat16()]
+    torch.testing.assert_close(made, torch.stack(wanted), rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(Exception, match="AssertionError"):
+        _sum_kernel[(1,)](a, made, 64)
