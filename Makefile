@@ -5,7 +5,7 @@ OUT ?= out
 help:
 	@echo "make run     accelerate the embedded digits model, prove it equal, write $(OUT)/report.html"
 	@echo "make test    the tests (make slow: those that take longest)"
-	@echo "make kernels compile every GPU kernel for every target, and compare with docs/kernels.md"
+	@echo "make kernels compile every GPU kernel for every target, and compare with docs/kernels.md (make tritons: by other Tritons)"
 	@echo "make check   lint, format, types and the laws of the house"
 	@echo "make format  put the source into the house's format"
 
@@ -21,17 +21,19 @@ OTHERS = --ignore=tests/tiles --ignore-glob='*/test_kernels_*'
 
 test: environment
 	@said=$$(mktemp); \
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 .venv/bin/python -m pytest -q -m "not slow" $(KERNELS) >$$said 2>&1 & beside=$$!; \
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 .venv/bin/python -m pytest -q $(KERNELS) >$$said 2>&1 & beside=$$!; \
 	trap 'kill $$beside 2>/dev/null; rm -f $$said' EXIT; trap 'exit 130' INT TERM; \
 	.venv/bin/python -m pytest -q -m "not slow" $(OTHERS); code=$$?; \
 	wait $$beside || code=1; cat $$said; exit $$code
 
 slow: environment
 	@.venv/bin/python -m pytest -q -m slow --timeout 900 $(OTHERS)
-	@TRITON_INTERPRET=1 .venv/bin/python -m pytest -q -m slow --timeout 900 $(KERNELS)
 
 kernels: environment
 	@.venv/bin/python benchmarks/kernels.py --check
+
+tritons: environment
+	@.venv/bin/python benchmarks/kernels.py --triton 3.6.0 newest --check
 
 check: environment
 	@.venv/bin/ruff check .
@@ -43,4 +45,4 @@ format: environment
 	@.venv/bin/ruff check --fix-only --quiet .
 	@.venv/bin/ruff format --quiet .
 
-.PHONY: help environment run test slow kernels check format
+.PHONY: help environment run test slow kernels tritons check format

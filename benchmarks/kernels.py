@@ -1,15 +1,16 @@
 """Compiles every Triton kernel for every target without a GPU: registers, spills, memory, instructions, launches.
 
     python benchmarks/kernels.py [--only linear ...] [--target sm_90 ...] [--all] [--script FILE.py]
-                                 [--check | --write] [--triton 3.6.0] [--out FILE.jsonl] [--workers 2]
+                                 [--check | --write] [--triton 3.6.0 newest] [--out FILE.jsonl] [--workers 2]
 
 Every operator's backend named "triton" runs forward and backward on meta tensors, which launches nothing and tells
 what would be launched (core/tune.py: recording); each launch is compiled with exactly its arguments and the
 configuration that the target selects, and again where a measured table of the package chooses otherwise for its GPU
 (kernels_tables.py). --only takes words found in an operator's, variant's or kernel's name. --script
 compiles what a file of yours launches instead. --check fails on a spill without a reason, a limit exceeded, a missing
-matrix instruction, or a table that differs from docs/kernels.md; --write writes that table. --triton does the same
-with another Triton and says what differs. A kernel that has not changed is not compiled again (out/kernels).
+matrix instruction, or a table that differs from docs/kernels.md; --write writes that table. --triton asks other
+Tritons, each with a table of its own (kernels_tritons.py). A kernel that has not changed is not compiled again
+(out/kernels).
 """
 
 from __future__ import annotations
@@ -19,9 +20,7 @@ import importlib
 import json
 import os
 import runpy
-import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -35,10 +34,11 @@ os.environ.pop("TRITON_INTERPRET", None)  # read when Triton is imported; the in
 import torch
 import triton
 from kernels_compile import compile_all, faults, identity, meta_of, say
-from kernels_page import differences, page, sentence
+from kernels_page import differences, page, sentence, table
 from kernels_specimens import SPECIMENS, Specimen
 from kernels_spills import SPILLS, outlived
 from kernels_tables import shipped, stale
+from kernels_tritons import IDENTITIES, Others, remember
 
 from foci.core.spec import Spec
 from foci.core.tune import TARGETS, Asked, Launch, Target, choosing, recording
@@ -51,10 +51,11 @@ PAGE, LINES = ROOT / "docs" / "kernels.md", ROOT / "docs" / "kernels.jsonl"
 
 @dataclass
 class Found:
-    """What was recorded and compiled: rows as they stand in the table, and what is wrong."""
+    """What was recorded and compiled: rows as they stand in the table, what is wrong, and spills without a reason."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    spills: list[str] = field(default_factory=list)
     seconds: float = 0.0  # of a processor, for all compilations
 
 
@@ -170,71 +171,40 @@ def measure(options: argparse.Namespace) -> Found:
         wrong += [] if launches or wrong else [f"--only {' '.join(options.only)}: no kernel has such a name"]
     jobs = [(launch, TARGETS[names["target"]]) for names, launch in launches]
     records = compile_all(jobs, CACHE, workers=options.workers, tell=say)
-    found, seen = Found(wrong=wrong), set()
+    found, seen = Found(wrong=wrong), dict[str, dict[str, Any]]()
     for names, launch in launches:
         target = TARGETS[names["target"]]
         record = records[identity(launch, target)]
-        row = names | {key: value for key, value in record.items() if key not in ("seconds", "dots")}
+        row = names | {key: value for key, value in record.items() if key != "seconds"}
         found.seconds += record.get("seconds", 0.0)
-        key = json.dumps(row)
-        if key in seen:
-            next(other for other in found.rows if other["key"] == key)["launches"] += 1
+        known = seen.setdefault(json.dumps(row), row | {"launches": 0, IDENTITIES: []})
+        known["launches"] += 1
+        known[IDENTITIES] = sorted({*known[IDENTITIES], identity(launch, target)})
+        if known["launches"] > 1:
             continue
-        seen.add(key)
-        found.rows.append(row | {"launches": 1, "key": key})
         where = f"{names['operator']}, {names['variant']}: {names['kernel']} on {names['target']}"
         found.wrong += [f"{where}: {fault}" for fault in faults(record, target)]
         if record.get("spills") and (names["operator"], names["kernel"], names["target"]) not in SPILLS:
             config = ", ".join(f"{name} {value}" for name, value in names["meta"].items())
-            found.wrong.append(f"{where}: spills {record['spills']} bytes ({config})")
-    for row in found.rows:
-        del row["key"]
+            found.spills.append(f"{where}: spills {record['spills']} bytes ({config})")
+    found.rows = list(seen.values())
     return found
 
 
-def with_another_triton(version: str, options: argparse.Namespace) -> int:
-    """The same kernels by another Triton, in an environment of its own over this one; what differs is said."""
-    with tempfile.TemporaryDirectory(prefix="foci-triton-") as folder:
-        python = Path(folder) / "venv" / "bin" / "python"
-        subprocess.run([sys.executable, "-m", "venv", python.parents[1]], check=True)
-        package = "triton" if version == "newest" else f"triton=={version}"
-        if subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", package], check=False).returncode:
-            say(f"--triton {version}: pip could not install {package}; expected a version that there is, or newest")
-            return 1
-        ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        theirs = subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
-        ours = Path(triton.__file__).parents[1]
-        # Its own packages are found first, then all of this environment's: torch is not installed twice.
-        (Path(theirs) / "ours.pth").write_text(f"import site; site.addsitedir({str(ours)!r})\n")
-        out = Path(folder) / "lines.jsonl"
-        words = ["--target", *options.target, *(["--only", *options.only] if options.only else [])]
-        words += ["--all"] * options.all + ["--workers", str(options.workers)]
-        command = [python, __file__, *words, "--out", out]
-        subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
-        if not out.exists():
-            say(f"Triton {version} gave no table")
-            return 1
-        head, *rows = [json.loads(line) for line in out.read_text().splitlines()]
-    mine = measure(options)
-    lines = differences(mine.rows, rows)
-    print(f"Triton {triton.__version__} -> {head['triton']}: {len(rows)} kernels, {len(lines)} differ")
-    print("\n".join(lines))
-    return 0
-
-
 def lines_of(found: Found) -> str:
+    """A table as a file has it; what no GPU could run is said in its first line."""
     head = {"triton": triton.__version__, "by": "benchmarks/kernels.py"}
-    return "\n".join(json.dumps(line) for line in (head, *found.rows)) + "\n"
+    return "\n".join(json.dumps(line) for line in (head | {"wrong": found.wrong}, *found.rows)) + "\n"
 
 
-def check(found: Found) -> list[str]:
+def check(found: Found, others: Others) -> list[str]:
     """What is wrong, and where the pages are not what was just compiled."""
-    wrong = [*found.wrong, *outlived(found.rows)]
-    head, *rows = [json.loads(line) for line in LINES.read_text().splitlines()] if LINES.exists() else [{}]
-    if head.get("triton") != triton.__version__:
-        return [*wrong, f"docs/kernels.jsonl is of Triton {head.get('triton')}, this is {triton.__version__}"]
+    wrong = [*found.wrong, *found.spills, *outlived(found.rows)]
+    version, rows = table(LINES)
+    if version != triton.__version__:
+        return [*wrong, f"docs/kernels.jsonl is of Triton {version}, this is {triton.__version__}"]
     stale = differences(rows, found.rows)
-    if not stale and PAGE.read_text() != page(PAGE.read_text(), rows, triton.__version__, SPILLS):
+    if not stale and PAGE.read_text() != page(PAGE.read_text(), rows, version, SPILLS, others.tables()):
         stale = ["docs/kernels.md: the table is not that of docs/kernels.jsonl"]
     if stale:
         wrong += [*stale, "if that is right: python benchmarks/kernels.py --write"]
@@ -251,8 +221,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--script", type=Path, metavar="FILE.py")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--triton", metavar="VERSION", help="a version, or newest")
+    parser.add_argument("--triton", nargs="+", default=[], metavar="VERSION", help="other versions, newest among them")
     parser.add_argument("--out", type=Path, metavar="FILE.jsonl")
+    parser.add_argument("--known", type=Path, nargs="+", default=[], metavar="FILE.jsonl", help="not compiled again")
     parser.add_argument("--workers", type=int, default=2)
     return parser.parse_args()
 
@@ -265,19 +236,28 @@ def main() -> int:
         raise SystemExit("--check and --write are of the whole table: without --script, --only, --all and --target")
     if options.script and not options.script.is_file():
         raise SystemExit(f"--script {options.script}: there is no such file")
+    others = Others(LINES)
     if options.triton:
-        return with_another_triton(options.triton, options)
+        words = ["--target", *options.target, *(["--only", *options.only] if options.only else [])]
+        words += ["--all"] * options.all + ["--workers", str(options.workers)]
+        return max(
+            others.ask(version, [__file__, *words], write=options.write, check=options.check)
+            for version in options.triton
+        )
+    for path in options.known:
+        remember(table(path)[1], CACHE)
     found = measure(options)
     if options.out:
         options.out.write_text(lines_of(found))
     if options.write:
         LINES.write_text(lines_of(found))
-        PAGE.write_text(page(PAGE.read_text(), found.rows, triton.__version__, SPILLS))
+        PAGE.write_text(page(PAGE.read_text(), found.rows, triton.__version__, SPILLS, others.tables()))
         say(f"wrote {len(found.rows)} rows")
         found.wrong += outlived(found.rows)
     if options.check:
-        found.wrong = check(found)
+        found.wrong = check(found, others)
     else:
+        found.wrong += found.spills
         print("\n".join(sentence(row) for row in found.rows))
     print("\n".join(["", *found.wrong, ""]) if found.wrong else "nothing wrong")
     print(f"{len(found.rows)} kernels, {found.seconds:.0f} s of compilation on one processor")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from foci.core.tune import TARGETS
@@ -16,6 +18,12 @@ COMPARED = ("registers", "spills", "serial", "stack", "shared", "tensor", "warps
 # By how much the compiler differs from itself, as it orders by addresses, which each process has others of: of 466
 # kernels, each compiled four times, three had up to 4 registers more or less, and all else was the same.
 SWAY = {"registers": 4}
+
+
+def table(path: Path) -> tuple[str, list[Row]]:
+    """The Triton that a kept table is of, and its rows."""
+    head, *rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return head["triton"], rows
 
 
 def said(row: Row) -> str:
@@ -38,19 +46,20 @@ def sentence(row: Row) -> str:
     return f"{names}\n       {said(row).replace('**', '')}{columns}{scratch}  [{config}]"
 
 
+def named(rows: list[Row]) -> dict[tuple[Any, ...], Row]:
+    """Rows by what they are of, those of one name counted."""
+    places: dict[tuple[str, ...], int] = {}
+    found = {}
+    for row in rows:
+        name = tuple(row[key] for key in NAMES)
+        places[name] = places.get(name, -1) + 1
+        found[*name, places[name]] = row
+    return found
+
+
 def differences(before: list[Row], after: list[Row]) -> list[str]:
     """What two tables say otherwise, kernel by kernel, beyond what two compilations of the same kernel may."""
-
-    def by_name(rows: list[Row]) -> dict[tuple[Any, ...], Row]:
-        places: dict[tuple[str, ...], int] = {}
-        named = {}
-        for row in rows:
-            name = tuple(row[key] for key in NAMES)
-            places[name] = places.get(name, -1) + 1
-            named[*name, places[name]] = row
-        return named
-
-    old, new = by_name(before), by_name(after)
+    old, new = named(before), named(after)
     return [line for name in dict.fromkeys([*old, *new]) for line in _between(name, old.get(name), new.get(name))]
 
 
@@ -73,9 +82,10 @@ def _alike(key: str, old: Row, new: Row) -> bool:
     return bool(old.get(key) == new.get(key))
 
 
-def page(text: str, rows: list[Row], version: str, spills: Spills) -> str:
-    """The page with its tables made new between the two marks."""
-    made = "\n".join([f"Triton {version}.", "", *_tables(rows), *_reasons(rows, spills)])
+def page(text: str, rows: list[Row], version: str, spills: Spills, others: Mapping[str, list[Row]]) -> str:
+    """The page with its tables made new between the two marks; of other Tritons what differs in short."""
+    parts = [f"Triton {version}.", "", *_tables(rows), *_reasons(rows, spills), *_by_others(rows, version, others)]
+    made = "\n".join(parts)
     return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n\n{made}\n{END}", text, flags=re.DOTALL)
 
 
@@ -116,3 +126,22 @@ def _reasons(rows: list[Row], spills: Spills) -> Iterator[str]:
         yield from ("### Known spills", "")
         yield from (f"- {op}, `{k}` on {', '.join(targets)}: {why}" for (op, k, why), targets in reasons.items())
         yield ""
+
+
+def _by_others(rows: list[Row], version: str, others: Mapping[str, list[Row]]) -> Iterator[str]:
+    if not others:
+        return
+    yield from ("### By other Tritons", "", f"| Triton | kernels | not as by {version} | spill less | spill more |")
+    yield "|---|---|---|---|---|"
+    mine = named(rows)
+    for other, theirs in others.items():
+        both = ((name, mine.get(name, row), row) for name, row in named(theirs).items())
+        spilled = {name: (ours.get("spills", 0), row.get("spills", 0)) for name, ours, row in both}
+        less = sum(now < before for before, now in spilled.values())
+        more = {name: pair for name, pair in spilled.items() if pair[1] > pair[0]}
+        most = ""
+        if more:
+            (_, _, _, kernel, target, _), (before, now) = max(more.items(), key=lambda item: item[1][1] - item[1][0])
+            most = f", `{kernel}` on {target} most: {before} -> {now} bytes"
+        yield f"| {other} | {len(theirs)} | {len(differences(rows, theirs))} | {less} | {len(more)}{most} |"
+    yield ""

@@ -7,7 +7,7 @@ import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,8 @@ def test_what_does_not_compile_is_said_with_its_reason(tmp_path: Path) -> None:
 
 def table(*rows: dict[str, Any]) -> str:
     text = f"# Page\n\nbefore\n\n{kernels_page.BEGIN}\nold\n{kernels_page.END}\n\nafter\n"
-    return kernels_page.page(text, list(rows), "3.7.1", {("linear", "walk", "sm_80"): "four bytes, outside the loop"})
+    reasons = {("linear", "walk", "sm_80"): "four bytes, outside the loop"}
+    return kernels_page.page(text, list(rows), "3.7.1", reasons, {})
 
 
 def test_the_page_has_a_row_a_kernel_and_a_column_a_target() -> None:
@@ -140,7 +141,99 @@ def test_the_page_has_a_row_a_kernel_and_a_column_a_target() -> None:
 
 def test_the_page_is_made_from_itself_again() -> None:
     text = table(ROW)
-    assert kernels_page.page(text, [ROW], "3.7.1", {}) == text
+    assert kernels_page.page(text, [ROW], "3.7.1", {}, {}) == text
+
+
+def test_the_page_says_in_a_line_what_another_triton_makes_of_all() -> None:
+    theirs = [ROW | {"spills": 8}, ROW | {"target": "sm_80", "registers": 130}, ROW | {"target": "sm_120", "spills": 0}]
+    mine = [ROW, ROW | {"target": "sm_80"}, ROW | {"target": "sm_120", "spills": 4}]
+    text = kernels_page.page(table(), mine, "3.7.1", {}, {"3.6.0": theirs})
+    assert "| 3.6.0 | 3 | 2 | 1 | 1, `walk` on sm_90 most: 0 -> 8 bytes |" in text
+    assert "| 3.6.0 | 3 | 0 | 0 | 0 |" in kernels_page.page(table(), mine, "3.7.1", {}, {"3.6.0": mine})
+
+
+@pytest.fixture
+def kernels_tritons(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("kernels_tritons")
+
+
+@pytest.fixture
+def another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels_tritons: Any) -> Callable[..., int]:
+    """What is said of a Triton 3.6.0 that makes such rows, beside tables of this one and perhaps its own."""
+
+    def ask(
+        rows: list[dict[str, Any]], known: list[dict[str, Any]] | None, wrong: Sequence[str] = (), **how: bool
+    ) -> int:
+        def write(path: Path, version: str, rows: list[dict[str, Any]], wrong: Sequence[str] = ()) -> None:
+            lines = [{"triton": version, "wrong": list(wrong)}, *rows]
+            path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+
+        def run(command: list[Any], **_: Any) -> None:
+            write(Path(command[command.index("--out") + 1]), "3.6.0", rows, wrong)
+
+        others = kernels_tritons.Others(tmp_path / "kernels.jsonl")
+        write(others.lines, "3.7.1", [ROW])
+        if known is not None:
+            write(others.path("3.6.0"), "3.6.0", known)
+        monkeypatch.setattr(kernels_tritons, "_environment", lambda folder, version: Path("python"))
+        monkeypatch.setattr(kernels_tritons.subprocess, "run", run)
+        return others.ask("3.6.0", ["kernels.py"], **({"write": False, "check": True} | how))
+
+    return ask
+
+
+SPILLED = ROW | {"spills": 8}
+
+
+@pytest.mark.parametrize(
+    ("rows", "known", "wrong", "code", "said"),
+    [
+        ([SPILLED], [SPILLED], (), 0, "Triton 3.6.0, as it is kept -> 3.6.0: 1 kernels, 0 differ"),
+        ([SPILLED], [ROW], (), 1, "walk on sm_90: spills 0 -> 8"),
+        ([SPILLED], None, (), 0, "Triton 3.7.1, as it is kept -> 3.6.0: 1 kernels, 1 differ"),
+        ([ROW], None, ("the compiler died",), 1, "the compiler died"),
+        ([ROW], [ROW], ("the compiler died",), 1, "the compiler died"),
+        ([], [ROW], (), 1, "walk on sm_90: is gone"),
+    ],
+)
+def test_another_triton_is_held_to_its_own_table_and_without_one_to_what_a_gpu_asks(
+    rows: list[dict[str, Any]], known: list[dict[str, Any]] | None, wrong: tuple[str, ...], code: int, said: str,
+    another: Callable[..., int], capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert another(rows, known, wrong) == code
+    assert said in capsys.readouterr().out
+
+
+def test_the_table_of_another_triton_is_written_beside_this_ones(
+    another: Callable[..., int], kernels_tritons: Any, tmp_path: Path
+) -> None:
+    assert another([SPILLED], None, write=True, check=False) == 0
+    others = kernels_tritons.Others(tmp_path / "kernels.jsonl")
+    assert others.tables() == {"3.6.0": [SPILLED]}
+    assert another([SPILLED], None, ("it has no matrix instruction",), write=False, check=False) == 1
+
+
+def test_what_a_table_tells_of_is_not_compiled_again(kernels_tritons: Any, tmp_path: Path) -> None:
+    kernels_tritons.remember([SPILLED | {"dots": 1, "identities": ["a", "b"]}], tmp_path)
+    kernels_tritons.remember([{"error": "not compiled in time", "stopped": True, "identities": ["c"]}], tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.json"]
+    record = json.loads((tmp_path / "a.json").read_text())
+    assert record["spills"] == 8 and not {"operator", "meta", "launches", "identities"} & record.keys()
+    assert kernels_compile.faults(record | {"instructions": {}}, TARGETS["sm_90"])
+
+
+def test_every_kept_table_is_of_the_kernels_that_there_are(kernels_tritons: Any) -> None:
+    lines = ROOT / "docs" / "kernels.jsonl"
+    version, rows = kernels_page.table(lines)
+    others = kernels_tritons.Others(lines).tables()
+    assert "3.6.0" in others and version not in others and len(others) == 2
+    for version, other in others.items():
+        head = json.loads((ROOT / "docs" / f"kernels-{version}.jsonl").read_text().splitlines()[0])
+        assert head["wrong"] == [], "Triton's own table has what no GPU could run"
+        there, here = ({tuple(row[key] for key in kernels_page.NAMES) for row in each} for each in (other, rows))
+        assert there <= here  # without Gluon inference of the delta rule has no kernels of its own
+        assert {row[2:4] for row in here - there} <= {("inference", "wide_walk_kernel"), ("inference", "lost_kernel")}
 
 
 def test_tables_differ_by_what_is_compiled_not_by_what_is_counted() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foci.check.exam import Exam
-from foci.check.laws import NotTested, _one_of
+from foci.check.laws import NotTested, one_of
 from foci.check.laws_graph import LAWS
 from foci.core.spec import Case, Probes
 from foci.ops.masks import Mask
@@ -128,7 +128,7 @@ def test_what_other_outputs_drown_is_asked_of_one_alone(law: str, logs: tuple[st
     cases = (toy.case("short"), *(toy.case(f"{place}", T=11, gate=4.0) for place in range(8)))
     told = ask(law, toy.candidate(long_ones_are_rough), replace(toy.SPEC, cases=cases, logs=logs))
     assert told and all("dgate" in sentence for sentence in told)
-    assert len(told) == sum(_one_of(("out", "total"), case) == "total" for case in cases[1:]) < 8
+    assert len(told) == sum(one_of(("out", "total"), case) == "total" for case in cases[1:]) < 8
 
 
 def test_under_extreme_gates_a_wrong_forward_is_told_once() -> None:

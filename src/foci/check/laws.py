@@ -126,11 +126,11 @@ def gradients(exam: Exam) -> Findings:
                 yield from _gradients(exam, case, exam.dtype, (output,))
         for dtype in exam.dtypes:  # and the others drown what little one brings: of every case one, the rest zeros
             for case in _right(exam, dtype, through):
-                yield from _gradients(exam, case, dtype, (_one_of(through, case),), zeros=True)
+                yield from _gradients(exam, case, dtype, (one_of(through, case),), zeros=True)
     yield from _alone(exam, through)
 
 
-def _one_of(outputs: tuple[str, ...], case: Case) -> str:
+def one_of(outputs: tuple[str, ...], case: Case) -> str:
     """An output for each case, the same one whatever others are asked beside it."""
     return outputs[zlib.crc32(case.name.encode()) % len(outputs)]
 
@@ -164,7 +164,7 @@ def gradients_through_logarithm(exam: Exam) -> Findings:
             # What is already wrong without it is told by the row above.
             if all(finding.sentence is None for finding in _gradients(exam, case, dtype, outputs)):
                 yield from _gradients(exam, case, dtype, exam.names, without=outputs)
-                if (one := _one_of(exam.names, case)) not in outputs:
+                if (one := one_of(exam.names, case)) not in outputs:
                     yield from _gradients(exam, case, dtype, (one,), zeros=True)
 
 

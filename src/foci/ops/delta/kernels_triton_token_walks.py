@@ -92,7 +92,7 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
             return
         known, lost = remembered(reach_ptr + first, H, ahead, 2 * UNREAD)
         begin, own, end = start + known * CHUNK, start + ahead * CHUNK, tl.minimum(start + behind * CHUNK, stop)
-        S = S * tl.where(known == 0, 1.0, 0.0) + lost[:, None]
+        S = S * tl.where(known == 0, 1.0, 0.0) + lost
     for phase in tl.static_range(1 if reach_ptr is None else 0, 2):
         t1, t2 = begin, own
         if phase == 1:

@@ -1,0 +1,95 @@
+"""The kernels of foci by other Tritons than the one it is tested with, each in an environment of its own.
+
+Each has a table of its own beside docs/kernels.jsonl, docs/kernels-<version>.jsonl. That a kernel spills there is no
+fault, as its tiles were chosen by another compiler; that it spills more than its table says is. A Triton that has no
+table yet, as it has just come out, is held to what any GPU asks of a kernel alone.
+
+A row says of what it was compiled: source, arguments, configuration, Triton and assembler. With --check what is still
+compiled of the same is taken from the table, so that only what has changed since takes time, and is compared.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from kernels_compile import say
+from kernels_page import NAMES, Row, differences, named, table
+
+IDENTITIES = "identities"  # of a row: what its launches were compiled of (kernels_compile.identity)
+
+
+@dataclass(frozen=True)
+class Others:
+    """Tables of other Tritons beside `lines`, the one of this."""
+
+    lines: Path
+
+    def path(self, version: str) -> Path:
+        return self.lines.with_stem(f"{self.lines.stem}-{version}")
+
+    def tables(self) -> dict[str, list[Row]]:
+        """Those that are kept, by version."""
+        return dict(table(path) for path in self._kept())
+
+    def _kept(self) -> list[Path]:
+        return sorted(self.lines.parent.glob(self.path("*").name))
+
+    def ask(self, version: str, command: Sequence[str], *, write: bool, check: bool) -> int:
+        """Compile all by this version and say what differs from its table, else from this Triton's; 1 where wrong."""
+        with tempfile.TemporaryDirectory(prefix="foci-triton-") as folder:
+            out = Path(folder) / "lines.jsonl"
+            if (python := _environment(Path(folder) / "venv", version)) is None:
+                say(f"--triton {version}: pip could not install it; expected a version that there is, or newest")
+                return 1
+            known = ["--known", *kept] if check and (kept := self._kept()) else []
+            subprocess.run([python, *command, *known, "--out", out], check=False, stdout=subprocess.DEVNULL)
+            if not out.exists():
+                say(f"Triton {version} gave no table")
+                return 1
+            made = out.read_text()
+        head, *rows = [json.loads(line) for line in made.splitlines()]
+        own = self.path(head["triton"])
+        beside, before = table(own if check and own.exists() else self.lines)
+        after = rows
+        if not check:  # perhaps of a part, or of more than a table has
+            common = {name[:-1] for name in named(before)} & {name[:-1] for name in named(rows)}
+            before, after = ([row for row in each if tuple(row[k] for k in NAMES) in common] for each in (before, rows))
+        lines = differences(before, after)
+        print(f"Triton {beside}, as it is kept -> {head['triton']}: {len(after)} kernels, {len(lines)} differ")
+        if write:
+            own.write_text(made)
+            say(f"wrote {own.name}; docs/kernels.md has it by: python benchmarks/kernels.py --write")
+        wrong = head["wrong"] + (lines if check and beside == head["triton"] else [])
+        print("\n".join(wrong if check else [*head["wrong"], *lines]))
+        return int(bool(wrong))
+
+
+def remember(rows: list[Row], cache: Path) -> None:
+    """The cache knows what these rows tell of, by what it was compiled of."""
+    cache.mkdir(parents=True, exist_ok=True)
+    for row in rows:
+        record = {name: value for name, value in row.items() if name not in (*NAMES, "meta", "launches", IDENTITIES)}
+        for identity in () if "stopped" in row else row[IDENTITIES]:
+            (cache / f"{identity}.json").write_text(json.dumps(record))
+
+
+def _environment(folder: Path, version: str) -> Path | None:
+    """A Python with that Triton, and all else of this one: torch is not installed twice."""
+    python = folder / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    package = "triton" if version == "newest" else f"triton=={version}"
+    if subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", package], check=False).returncode:
+        return None
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    theirs = subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+    # Its own packages are found first, then all of this environment's.
+    ours = str(Path(triton.__file__).parents[1])
+    (Path(theirs) / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
+    return python
