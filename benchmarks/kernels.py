@@ -24,6 +24,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -38,7 +39,7 @@ from kernels_page import differences, page, sentence, table
 from kernels_specimens import SPECIMENS, Specimen
 from kernels_spills import SPILLS, outlived
 from kernels_tables import shipped, stale
-from kernels_tritons import IDENTITIES, Others, remember
+from kernels_tritons import IDENTITIES, Others, recalled
 
 from foci.core.spec import Spec
 from foci.core.tune import TARGETS, Asked, Launch, Target, choosing, recording
@@ -170,7 +171,10 @@ def measure(options: argparse.Namespace) -> Found:
         wrong = [line for line in wrong if any(word in line for word in options.only)]
         wrong += [] if launches or wrong else [f"--only {' '.join(options.only)}: no kernel has such a name"]
     jobs = [(launch, TARGETS[names["target"]]) for names, launch in launches]
-    records = compile_all(jobs, CACHE, workers=options.workers, tell=say)
+    known = recalled(options.known, date.today())
+    records = compile_all(jobs, CACHE, known=known, workers=options.workers, tell=say)
+    if known:
+        say(f"{len(records.keys() & known)} of {len(records)} compilations are told by their table")
     found, seen = Found(wrong=wrong), dict[str, dict[str, Any]]()
     for names, launch in launches:
         target = TARGETS[names["target"]]
@@ -193,8 +197,8 @@ def measure(options: argparse.Namespace) -> Found:
 
 def lines_of(found: Found) -> str:
     """A table as a file has it; what no GPU could run is said in its first line."""
-    head = {"triton": triton.__version__, "by": "benchmarks/kernels.py"}
-    return "\n".join(json.dumps(line) for line in (head | {"wrong": found.wrong}, *found.rows)) + "\n"
+    head = {"triton": triton.__version__, "by": "benchmarks/kernels.py", "wrong": found.wrong}
+    return "\n".join(json.dumps(line) for line in (head, *found.rows)) + "\n"
 
 
 def check(found: Found, others: Others) -> list[str]:
@@ -244,12 +248,12 @@ def main() -> int:
             others.ask(version, [__file__, *words], write=options.write, check=options.check)
             for version in options.triton
         )
-    for path in options.known:
-        remember(table(path)[1], CACHE)
     found = measure(options)
     if options.out:
         options.out.write_text(lines_of(found))
     if options.write:
+        for row in found.rows:
+            del row[IDENTITIES]  # this Triton compiles all of them anew
         LINES.write_text(lines_of(found))
         PAGE.write_text(page(PAGE.read_text(), found.rows, triton.__version__, SPILLS, others.tables()))
         say(f"wrote {len(found.rows)} rows")

@@ -15,12 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from triton._C.libtriton import get_cache_invalidating_env_vars
 
 from foci.cli_tune_ahead import Offline as _Offline
 from foci.cli_tune_ahead import gpu
@@ -49,6 +50,10 @@ def identity(launch: Launch, target: Target) -> str:
     )  # fmt: skip
     if (tool := chosen(target.arch)) is not None:
         parts += (tool.version,)
+    # What a user has set for the compiler; where it is nothing, as nearly always, it is not told.
+    ours = {name: value for name, value in os.environ.items() if name.startswith(("TRITON_PTXAS", "PTXAS_OPTIONS"))}
+    if said := sorted((get_cache_invalidating_env_vars() | ours).items()):
+        parts += (said,)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
@@ -70,13 +75,18 @@ def _told(value: Any) -> str:
 
 
 def compile_all(
-    jobs: Iterable[tuple[Launch, Target]], cache: Path, *, workers: int = 2, tell: Callable[[str], None] | None = None
+    jobs: Iterable[tuple[Launch, Target]],
+    cache: Path,
+    *,
+    known: Mapping[str, dict[str, Any]] | None = None,
+    workers: int = 2,
+    tell: Callable[[str], None] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """The record of every job by its identity: from the cache, else compiled, each in a process of its own."""
+    """The record of every job by its identity: `known` or in the cache, else compiled, each in a process of its own."""
     cache.mkdir(parents=True, exist_ok=True)
     wanted = {identity(launch, target): (launch, target) for launch, target in jobs}
-    found: dict[str, dict[str, Any]] = {}
-    for key in wanted:
+    found = {key: record for key, record in (known or {}).items() if key in wanted}
+    for key in wanted.keys() - found.keys():
         if (path := cache / f"{key}.json").exists():
             found[key] = json.loads(path.read_text())
     left = [(key, *wanted[key]) for key in wanted if key not in found]
@@ -209,7 +219,7 @@ def _ptxas(ptx: str, target: Target) -> str:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         command = [path, "-v", f"--gpu-name=sm_{target.arch}{suffix}", str(source), "-o", f"{source}.o"]
-        if triton.__version__ >= "3.7":
+        if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7):
             command.insert(2, "--regAllocOptLevel=2")
         return subprocess.run(command, check=True, capture_output=True, text=True).stderr
 

@@ -8,7 +8,7 @@ from typing import Any
 _TUNED = "its tiles are chosen for sm_90, where nothing spills; smaller ones would compute dA more often"
 _MEASURED = "on an H200 the fastest of the tiles that were tried, also beside those that do not spill"
 _NEWER = "24 bytes at most by Triton 3.7.1; none by 3.6, with which it was measured on an H200"
-_WALK = "128 bytes at most, 48 by Triton 3.6; on an H200 both launches take as long as those of a form without"
+_WALK = "128 bytes at most; on an H200 both launches take as long as those of a form without"
 _FAR = "where rows are far, which few chunks have"
 _LIMIT = "its tiles are chosen for sm_90, where they fill the registers"
 SPILLS: dict[tuple[str, str, str], str] = {

@@ -4,8 +4,9 @@ Each has a table of its own beside docs/kernels.jsonl, docs/kernels-<version>.js
 fault, as its tiles were chosen by another compiler; that it spills more than its table says is. A Triton that has no
 table yet, as it has just come out, is held to what any GPU asks of a kernel alone.
 
-A row says of what it was compiled: source, arguments, configuration, Triton and assembler. With --check what is still
-compiled of the same is taken from the table, so that only what has changed since takes time, and is compared.
+A row says of what it was compiled: source, arguments, configuration, Triton, assembler and what the environment tells
+them. With --check what is still compiled of the same is taken from the table, so that only what has changed since takes
+time, and a few of the others, of every day's own choice, so that no table is taken at its word for long.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import triton
@@ -23,6 +25,7 @@ from kernels_compile import say
 from kernels_page import NAMES, Row, differences, named, table
 
 IDENTITIES = "identities"  # of a row: what its launches were compiled of (kernels_compile.identity)
+DAYS = 31  # after so many every kernel has been compiled again
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,10 @@ class Others:
         return sorted(self.lines.parent.glob(self.path("*").name))
 
     def ask(self, version: str, command: Sequence[str], *, write: bool, check: bool) -> int:
-        """Compile all by this version and say what differs from its table, else from this Triton's; 1 where wrong."""
+        """Compile all by this version and say what differs from this Triton's; 1 where no GPU could run something.
+
+        With `check` what differs from the version's own table, if there is one, and 1 where anything does.
+        """
         with tempfile.TemporaryDirectory(prefix="foci-triton-") as folder:
             out = Path(folder) / "lines.jsonl"
             if (python := _environment(Path(folder) / "venv", version)) is None:
@@ -71,13 +77,14 @@ class Others:
         return int(bool(wrong))
 
 
-def remember(rows: list[Row], cache: Path) -> None:
-    """The cache knows what these rows tell of, by what it was compiled of."""
-    cache.mkdir(parents=True, exist_ok=True)
-    for row in rows:
+def recalled(paths: Iterable[Path], today: date) -> dict[str, Row]:
+    """What tables tell of compilations, by what was compiled; but a few, others each day, which are made again."""
+    found = {}
+    for row in (row for path in paths for row in table(path)[1] if "stopped" not in row):
         record = {name: value for name, value in row.items() if name not in (*NAMES, "meta", "launches", IDENTITIES)}
-        for identity in () if "stopped" in row else row[IDENTITIES]:
-            (cache / f"{identity}.json").write_text(json.dumps(record))
+        found |= dict.fromkeys(row[IDENTITIES], record)
+    due = today.toordinal() % DAYS
+    return {identity: record for identity, record in found.items() if int(identity, 16) % DAYS != due}
 
 
 def _environment(folder: Path, version: str) -> Path | None:

@@ -75,16 +75,35 @@ def scanned(self: Any, given: tuple[Any, ...]) -> list[Any]:
 
 
 def come_to(self: Any, parts: tuple[Any, ...], axis: int) -> Iterator[list[Any]]:
-    """What the first along an axis, the first two, the first three and so on come to."""
+    """What the first along an axis, the first two, the first three and so on come to.
+
+    By a function that computes each number by itself: one that branches on a number, or makes others of two, fails.
+    """
     columns = [np.moveaxis(part.handle.data, axis, 0) for part in parts]
     dtypes = [part.dtype for part in parts] * 2
     found: list[Any] = [column[0] for column in columns]
     yield found
+    branch = tl.tensor.__bool__
     for at in range(1, len(columns[0])):
         operands = [*found, *(column[at] for column in columns)]
-        made = self.combine_fn.fn(*map(self.to_tensor, operands, dtypes))
-        numbers = [
-            x.handle.data if isinstance(x, tl.tensor) else x for x in (made if isinstance(made, tuple) else [made])
-        ]
-        found = [np.resize(x, old.shape).astype(old.dtype) for x, old in zip(numbers, found, strict=True)]
+        tl.tensor.__bool__ = whole
+        try:
+            made = self.combine_fn.fn(*map(self.to_tensor, operands, dtypes))
+        finally:
+            tl.tensor.__bool__ = branch
+        made = made if isinstance(made, tuple) else (made,)
+        found = [fitted(x, old) for x, old in zip(made, found, strict=True)]
         yield found
+
+
+def whole(value: Any) -> bool:
+    """What a branch goes by: of one number that number, of more there is none."""
+    assert value.handle.data.size == 1, "a branch on a number of many"
+    return bool(value.handle.data)
+
+
+def fitted(value: Any, old: Any) -> Any:
+    """A column of what was made, in the shape and dtype of the one before."""
+    data = np.asarray(value.handle.data if isinstance(value, tl.tensor) else value)
+    assert data.size == 1 or data.shape == old.shape, (data.shape, old.shape)
+    return np.broadcast_to(data.reshape(()) if data.size == 1 else data, old.shape).astype(old.dtype)

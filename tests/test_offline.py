@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -215,10 +216,18 @@ def test_the_table_of_another_triton_is_written_beside_this_ones(
 
 
 def test_what_a_table_tells_of_is_not_compiled_again(kernels_tritons: Any, tmp_path: Path) -> None:
-    kernels_tritons.remember([SPILLED | {"dots": 1, "identities": ["a", "b"]}], tmp_path)
-    kernels_tritons.remember([{"error": "not compiled in time", "stopped": True, "identities": ["c"]}], tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.json"]
-    record = json.loads((tmp_path / "a.json").read_text())
+    keys = [f"{place:032x}" for place in range(kernels_tritons.DAYS + 1)]
+    rows = [
+        SPILLED | {"dots": 1, "identities": keys},
+        ROW | {"error": "late", "stopped": True, "identities": ["f" * 32]},
+    ]
+    path = tmp_path / "kernels-3.6.0.jsonl"
+    path.write_text("\n".join(map(json.dumps, [{"triton": "3.6.0"}, *rows])))
+    day = date.fromordinal(7 * kernels_tritons.DAYS)
+    known = kernels_tritons.recalled([path], day)
+    assert known.keys() == set(keys[1:-1]), "two are due that day"
+    assert kernels_tritons.recalled([path], day.replace(day=day.day + 1)).keys() == {keys[0], *keys[2:]}
+    record = known[keys[1]]
     assert record["spills"] == 8 and not {"operator", "meta", "launches", "identities"} & record.keys()
     assert kernels_compile.faults(record | {"instructions": {}}, TARGETS["sm_90"])
 

@@ -127,7 +127,7 @@ def test_what_other_outputs_drown_is_asked_of_one_alone(law: str, logs: tuple[st
 
     cases = (toy.case("short"), *(toy.case(f"{place}", T=11, gate=4.0) for place in range(8)))
     told = ask(law, toy.candidate(long_ones_are_rough), replace(toy.SPEC, cases=cases, logs=logs))
-    assert told and all("dgate" in sentence for sentence in told)
+    assert told and all("dgate" in sentence and "of a loss on total alone" in sentence for sentence in told)
     assert len(told) == sum(one_of(("out", "total"), case) == "total" for case in cases[1:]) < 8
 
 

@@ -20,7 +20,7 @@ from foci.ops.selective_scan import gpu as selective_scan
 from foci.ops.softmax import gpu as softmax
 
 PRODUCT = interpreter.InterpreterBuilder.create_dot
-BETWEEN, OF_ONE = interpreter.InterpreterBuilder.binary_op, interpreter.InterpreterBuilder.unary_op
+BETWEEN = interpreter.InterpreterBuilder.binary_op
 
 
 def shortened(x: Any) -> Any:
@@ -77,17 +77,14 @@ def between(self: Any, a: Any, b: Any, op: Callable[..., Any]) -> Any:
     return interpreter.TensorHandle(made, tl.int1) if made.dtype == bool else _near(made)
 
 
-def of_one(self: Any, a: Any, op: Callable[..., Any]) -> Any:
-    assert not _half(a), f"{op.__name__} of bfloat16 is not what a GPU computes"
-    return OF_ONE(self, a, op)
+def unmended(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """What is asked of no bfloat16: the interpreter would compute it of its bits."""
 
-
-def along(reduce: Callable[..., Any]) -> Callable[..., Any]:
-    """A sum or a maximum, asked of no bfloat16: the interpreter would take that of its bits."""
-
-    def asked(self: Any, given: Any, *more: Any, **options: Any) -> Any:
-        assert not _half((given[0] if isinstance(given, tuple) else given).handle), reduce
-        return reduce(self, given, *more, **options)
+    def asked(self: Any, *given: Any, **options: Any) -> Any:
+        for value in given[0] if given and isinstance(given[0], tuple) else given:
+            handle = getattr(value, "handle", value)
+            assert not isinstance(handle, interpreter.TensorHandle) or not _half(handle), (compute, "of bfloat16")
+        return compute(self, *given, **options)
 
     return asked
 
@@ -104,11 +101,12 @@ def mend(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(builder, f"create_{name}", cast(getattr(builder, f"create_{name}")))
     monkeypatch.setattr(builder, "create_dot", product)
     monkeypatch.setattr(builder, "binary_op", between)
-    monkeypatch.setattr(builder, "unary_op", of_one)
     monkeypatch.setattr(builder, "get_bf16", lambda self, value: _near([value]), raising=False)
-    for ops, names in ((interpreter.ReduceOps, ("sum", "min_max")), (interpreter.ScanOps, ("cumsum", "cumprod"))):
+    arithmetic = ("unary_op", "create_fma", "create_clampf", "create_idiv", "create_erf", "create_rsqrt")
+    sums = ((interpreter.ReduceOps, ("sum", "min_max")), (interpreter.ScanOps, ("cumsum", "cumprod")))
+    for ops, names in ((builder, arithmetic), *sums):
         for name in names:
-            monkeypatch.setattr(ops, name, along(getattr(ops, name)))
+            monkeypatch.setattr(ops, name, unmended(getattr(ops, name)))
     for backend in (decay, delta, scan, selective_scan, softmax):
         monkeypatch.setattr(backend, "unsuitable", but_bfloat16)
 

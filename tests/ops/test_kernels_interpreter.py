@@ -31,6 +31,9 @@ def _along_kernel(  # type: ignore[no-untyped-def]
     at = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
     x, y = tl.load(x_ptr + at), tl.load(y_ptr + at)
     a, b = tl.reduce((x, y), AXIS, _composed, keep_dims=KEEP)
+    if KEEP:
+        tl.static_assert(len(a.shape) == 2)
+        tl.static_assert(a.shape[AXIS] == 1)
     size: tl.constexpr = M * N // (M if AXIS == 0 else N)
     to = ends_ptr + 2 * tl.arange(0, size)
     tl.store(to, tl.reshape(a, [size]))
@@ -41,33 +44,61 @@ def _along_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _halved(a, b):  # type: ignore[no-untyped-def]
+    return a // 2 + b if a.dtype == tl.int32 else a * 0.5 + b
+
+
+@triton.jit
 def _of_all_kernel(x_ptr, y_ptr, ends_ptr, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.arange(0, N)
-    a, b = tl.reduce((tl.load(x_ptr + at), tl.load(y_ptr + at)), 0, _composed)
-    tl.store(ends_ptr, a)
-    tl.store(ends_ptr + 1, b)
+    x = tl.load(x_ptr + tl.reshape(tl.arange(0, N), [4, N // 4]))
+    tl.store(ends_ptr, tl.reduce(x, None, _halved))  # of all axes: by Triton's interpreter only of one tensor
 
 
-def found(kernel: Any, *sizes: Any) -> list[torch.Tensor]:
-    x, y = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
-    made = [torch.full((n,), torch.nan) for n in (32, 256)]
+def found(kernel: Any, *sizes: Any, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    x, y = (3 * torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))).to(dtype)
+    made = [torch.full((n,), 77, dtype=dtype) for n in (32, 256)]
     kernel[(1,)](x, y, *made[: 1 if len(sizes) == 1 else 2], *sizes)
     return made
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32])
 @pytest.mark.parametrize(
     ("kernel", "sizes"),
     [(_along_kernel, (8, 16, axis, keep)) for axis in (0, 1) for keep in (False, True)] + [(_of_all_kernel, (128,))],
 )
 def test_reductions_and_scans_have_the_bits_they_had(
-    kernel: Any, sizes: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+    kernel: Any, sizes: tuple[Any, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sooner = found(kernel, *sizes)
+    sooner = found(kernel, *sizes, dtype=dtype)
     monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", NUMBER_BY_NUMBER[0])
     monkeypatch.setattr(interpreter.ScanOps, "generic_scan", NUMBER_BY_NUMBER[1])
-    for now, before in zip(sooner, found(kernel, *sizes), strict=True):
-        assert not before.isnan().all() or len(sizes) == 1
+    for now, before in zip(sooner, found(kernel, *sizes, dtype=dtype), strict=True):
         torch.testing.assert_close(now, before, rtol=0, atol=0, equal_nan=True)
+    assert (sooner[0][:1] != 77).all(), "something was written"
+
+
+@triton.jit
+def _larger(a, b):  # type: ignore[no-untyped-def]
+    if a > b:
+        return a
+    return b
+
+
+@triton.jit
+def _two(a, b):  # type: ignore[no-untyped-def]
+    return tl.join(a, b)
+
+
+@triton.jit
+def _by_kernel(x_ptr, ends_ptr, N: tl.constexpr, BY: tl.constexpr):  # type: ignore[no-untyped-def]
+    x = tl.load(x_ptr + tl.reshape(tl.arange(0, N), [4, N // 4]))
+    tl.store(ends_ptr + tl.arange(0, N // 4), tl.reduce(x, 0, BY))
+
+
+@pytest.mark.parametrize("by", [_larger, _two])
+def test_what_does_not_take_each_number_by_itself_fails(by: Any) -> None:
+    with pytest.raises(Exception, match="AssertionError"):
+        _by_kernel[(1,)](torch.randn(16), torch.empty(4), 16, by)
 
 
 def test_dtypes_are_those_of_the_interpreter() -> None:
@@ -78,19 +109,27 @@ def test_dtypes_are_those_of_the_interpreter() -> None:
     assert dtypes(tl.block_type(tl.pointer_type(tl.int1), [4])) == DTYPE(tl.pointer_type(tl.int1))
 
 
+def language() -> dict[tuple[str, str], Any]:
+    """What a launch replaces, some of it, where it is."""
+    names = ("load", "reduce", "associative_scan", "arange", "static_range", "where")
+    own = {(lang.__name__, name): getattr(lang, name) for lang in (tl, tl.core) for name in names}
+    return own | {("tensor", name): getattr(tl.tensor, name, None) for name in ("__bool__", "__index__", "T", "to")}
+
+
 def test_a_launch_leaves_the_language_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {name: getattr(lang, name) for lang in (tl, tl.core) for name in ("load", "reduce", "arange")}
+    before = language()
     found(_along_kernel, 8, 16, 0, False)
-    assert before == {name: getattr(lang, name) for lang in (tl, tl.core) for name in ("load", "reduce", "arange")}
+    assert language() == before
     assert isinstance(interpreter._patch_lang, Patched) and not interpreter._patch_lang.scopes
 
     def fails(*_: Any) -> None:
+        assert language() != before
         raise ValueError("in the middle of a launch")
 
     monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", fails)
     with pytest.raises(Exception, match="in the middle of a launch"):
         found(_along_kernel, 8, 16, 0, False)
-    assert not interpreter._patch_lang.scopes and before["load"] is tl.core.load
+    assert language() == before and not interpreter._patch_lang.scopes
 
 
 @triton.jit
@@ -101,6 +140,12 @@ def _arithmetic_kernel(a_ptr, b_ptr, made_ptr, N: tl.constexpr):  # type: ignore
     tl.store(made_ptr + N + at, a + b)
     tl.store(made_ptr + 2 * N + at, tl.where(a < b, a, 1.5))
     tl.store(made_ptr + 3 * N + at, (a.to(tl.float32) * b.to(tl.float32) + 1).to(tl.bfloat16))
+
+
+@triton.jit
+def _fused_kernel(a_ptr, made_ptr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    a = tl.load(a_ptr + tl.arange(0, N))
+    tl.store(made_ptr + tl.arange(0, N), tl.fma(a, a, a))
 
 
 @triton.jit
@@ -116,5 +161,6 @@ def test_bfloat16_is_what_torch_computes_and_what_is_not_mended_fails() -> None:
     _arithmetic_kernel[(1,)](a, b, made, 64)
     wanted = [a * b, a + b, torch.where(a < b, a, 1.5), (a.float() * b.float() + 1).bfloat16()]
     torch.testing.assert_close(made, torch.stack(wanted), rtol=0, atol=0, equal_nan=True)
-    with pytest.raises(Exception, match="AssertionError"):
-        _sum_kernel[(1,)](a, made, 64)
+    for kernel in (_sum_kernel, _fused_kernel):
+        with pytest.raises(Exception, match="AssertionError"):
+            kernel[(1,)](a, made, 64)

@@ -118,15 +118,12 @@ def gradients(exam: Exam) -> Findings:
     through = tuple(name for name in exam.names if name not in exam.spec.logs)
     for dtype in exam.dtypes:
         for case in _right(exam, dtype, through):
-            yield from _gradients(exam, case, dtype, through)
+            yield from _together(exam, case, dtype, through)
     if len(through) > 1:
         right = set(_right(exam, exam.dtype, through))
         for case in exam.few(right.__contains__):  # a loss on one output brings no gradient back through the others
             for output in through:
                 yield from _gradients(exam, case, exam.dtype, (output,))
-        for dtype in exam.dtypes:  # and the others drown what little one brings: of every case one, the rest zeros
-            for case in _right(exam, dtype, through):
-                yield from _gradients(exam, case, dtype, (one_of(through, case),), zeros=True)
     yield from _alone(exam, through)
 
 
@@ -163,9 +160,7 @@ def gradients_through_logarithm(exam: Exam) -> Findings:
         for case in _right(exam, dtype, exam.names):
             # What is already wrong without it is told by the row above.
             if all(finding.sentence is None for finding in _gradients(exam, case, dtype, outputs)):
-                yield from _gradients(exam, case, dtype, exam.names, without=outputs)
-                if (one := one_of(exam.names, case)) not in outputs:
-                    yield from _gradients(exam, case, dtype, (one,), zeros=True)
+                yield from _together(exam, case, dtype, exam.names, without=outputs)
 
 
 def _right(exam: Exam, dtype: torch.dtype, outputs: tuple[str, ...]) -> Iterator[Case]:
@@ -182,6 +177,16 @@ def _right(exam: Exam, dtype: torch.dtype, outputs: tuple[str, ...]) -> Iterator
             yield case
     if not any_case and dtype == exam.dtype:
         raise NotTested(f"in no case is {' and '.join(outputs)} right")
+
+
+def _together(
+    exam: Exam, case: Case, dtype: torch.dtype, through: tuple[str, ...], without: tuple[str, ...] = ()
+) -> Findings:
+    """A loss on these outputs; where its gradients are right on one of them too, which the others would drown."""
+    found = list(_gradients(exam, case, dtype, through, without))
+    yield from found
+    if len(through) > 1 and not any(finding.sentence for finding in found):
+        yield from _gradients(exam, case, dtype, (one_of(through, case),), zeros=True)
 
 
 def _gradients(
@@ -228,7 +233,7 @@ def _gradients(
 
             fits = got is not None and got.shape == truth.shape
             sentence = exam.explain(case, dtype, leaf, got, known, through) if fits else known()
-        yield Finding(label(case, dtype), error, sentence)
+        yield Finding(label(case, dtype), error, f"{sentence} (of a loss on {through[0]} alone)" if zeros else sentence)
 
 
 # torch.autograd.gradcheck's own step and tolerances. Not it itself: on a failure it goes through every element.

@@ -1,6 +1,6 @@
 """Laws of the kernels in bfloat16, with gradients through one output alone: no GPU is needed to see them broken.
 
-On a GPU they are asked of all cases (benchmarks/laws.py), of single outputs by a few. Through the final state alone,
+On a GPU they are asked of all cases (benchmarks/laws.py), of each through one output. Through the final state alone,
 which the outputs drown in most gradients, identical keys with a beta of 2 once took 2.2 of the budget of gates, and
 erase keys that are not the written ones 1.1 of theirs.
 """

@@ -207,7 +207,8 @@ def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, turned
     """Columns of the state as many as registers hold, fewer where few heads would leave processors idle.
 
     In two stages where what a chunk loads (`tiles` of all its channels, X, A and v) fits into shared memory, twice if
-    products are read from there; else in one, with the channels in blocks. `turned`: a whole sequence by TMA.
+    products are read from there, on Hopper in three where it fits thrice; else in one, with the channels in blocks.
+    `turned`: a whole sequence by TMA.
     """
     k, v = side(K, 512), side(V, 64)
     if dtype == torch.bfloat16 and target.kind == "cuda":
@@ -224,7 +225,9 @@ def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, turned
             chunk = 2 * tiles * CHUNK * k + 8 * CHUNK * CHUNK + 2 * CHUNK * v
             needed = 2 * chunk + 2 * k * v + 4 * CHUNK * v if groups else chunk + 4 * k * v
             if needed <= target.shared or (k <= 128 and not groups):
-                hopper = target.arch == 90  # on sm_100 Triton 3.9 asks for more by three stages than there is
+                hopper = (
+                    target.arch == 90
+                )  # by three stages Triton 3.9 asks for more than sm_100 has; no speed is known there
                 ahead = 3 if hopper and needed + chunk <= target.shared else 2
                 return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=4 if hopper else 8, stages=ahead)
             v //= 2
