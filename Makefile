@@ -5,7 +5,8 @@ OUT ?= out
 help:
 	@echo "make run     accelerate the embedded digits model, prove it equal, write $(OUT)/report.html"
 	@echo "make test    the tests (make slow: those that take longest)"
-	@echo "make kernels compile every GPU kernel for every target, and compare with docs/kernels.md (make tritons: by other Tritons)"
+	@echo "make kernels compile every GPU kernel for every target, and compare with docs/kernels.md"
+	@echo "make tritons the same by the oldest and the newest Triton, where a kernel has changed"
 	@echo "make check   lint, format, types and the laws of the house"
 	@echo "make format  put the source into the house's format"
 

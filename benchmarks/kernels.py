@@ -181,10 +181,10 @@ def measure(options: argparse.Namespace) -> Found:
         record = records[identity(launch, target)]
         row = names | {key: value for key, value in record.items() if key != "seconds"}
         found.seconds += record.get("seconds", 0.0)
-        known = seen.setdefault(json.dumps(row), row | {"launches": 0, IDENTITIES: []})
-        known["launches"] += 1
-        known[IDENTITIES] = sorted({*known[IDENTITIES], identity(launch, target)})
-        if known["launches"] > 1:
+        line = seen.setdefault(json.dumps(row), row | {"launches": 0, IDENTITIES: []})
+        line["launches"] += 1
+        line[IDENTITIES] = sorted({*line[IDENTITIES], identity(launch, target)})
+        if line["launches"] > 1:
             continue
         where = f"{names['operator']}, {names['variant']}: {names['kernel']} on {names['target']}"
         found.wrong += [f"{where}: {fault}" for fault in faults(record, target)]
@@ -227,7 +227,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--triton", nargs="+", default=[], metavar="VERSION", help="other versions, newest among them")
     parser.add_argument("--out", type=Path, metavar="FILE.jsonl")
-    parser.add_argument("--known", type=Path, nargs="+", default=[], metavar="FILE.jsonl", help="not compiled again")
+    parser.add_argument("--known", type=Path, nargs="+", default=[], metavar="FILE.jsonl", help="tables to take from")
     parser.add_argument("--workers", type=int, default=2)
     return parser.parse_args()
 
@@ -240,6 +240,10 @@ def main() -> int:
         raise SystemExit("--check and --write are of the whole table: without --script, --only, --all and --target")
     if options.script and not options.script.is_file():
         raise SystemExit(f"--script {options.script}: there is no such file")
+    if options.triton and (options.script or options.out or options.known):
+        raise SystemExit(
+            "--triton asks for the package's kernels and keeps their table: without --script, --out, --known"
+        )
     others = Others(LINES)
     if options.triton:
         words = ["--target", *options.target, *(["--only", *options.only] if options.only else [])]

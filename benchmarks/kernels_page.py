@@ -21,7 +21,9 @@ SWAY = {"registers": 4}
 
 
 def table(path: Path) -> tuple[str, list[Row]]:
-    """The Triton that a kept table is of, and its rows."""
+    """The Triton that a kept table is of, and its rows; none where there is no file."""
+    if not path.exists():
+        return "none", []
     head, *rows = [json.loads(line) for line in path.read_text().splitlines()]
     return head["triton"], rows
 
@@ -46,12 +48,16 @@ def sentence(row: Row) -> str:
     return f"{names}\n       {said(row).replace('**', '')}{columns}{scratch}  [{config}]"
 
 
+def name_of(row: Row) -> tuple[str, ...]:
+    return tuple(row[key] for key in NAMES)
+
+
 def named(rows: list[Row]) -> dict[tuple[Any, ...], Row]:
     """Rows by what they are of, those of one name counted."""
     places: dict[tuple[str, ...], int] = {}
     found = {}
     for row in rows:
-        name = tuple(row[key] for key in NAMES)
+        name = name_of(row)
         places[name] = places.get(name, -1) + 1
         found[*name, places[name]] = row
     return found

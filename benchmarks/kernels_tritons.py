@@ -1,7 +1,7 @@
 """The kernels of foci by other Tritons than the one it is tested with, each in an environment of its own.
 
 Each has a table of its own beside docs/kernels.jsonl, docs/kernels-<version>.jsonl. That a kernel spills there is no
-fault, as its tiles were chosen by another compiler; that it spills more than its table says is. A Triton that has no
+fault, as its tiles were chosen by another compiler; that anything differs from its table is. A Triton that has no
 table yet, as it has just come out, is held to what any GPU asks of a kernel alone.
 
 A row says of what it was compiled: source, arguments, configuration, Triton, assembler and what the environment tells
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import triton
 from kernels_compile import say
-from kernels_page import NAMES, Row, differences, named, table
+from kernels_page import NAMES, Row, differences, name_of, table
 
 IDENTITIES = "identities"  # of a row: what its launches were compiled of (kernels_compile.identity)
 DAYS = 31  # after so many every kernel has been compiled again
@@ -65,8 +65,8 @@ class Others:
         beside, before = table(own if check and own.exists() else self.lines)
         after = rows
         if not check:  # perhaps of a part, or of more than a table has
-            common = {name[:-1] for name in named(before)} & {name[:-1] for name in named(rows)}
-            before, after = ([row for row in each if tuple(row[k] for k in NAMES) in common] for each in (before, rows))
+            common = set(map(name_of, before)) & set(map(name_of, rows))
+            before, after = ([row for row in each if name_of(row) in common] for each in (before, rows))
         lines = differences(before, after)
         print(f"Triton {beside}, as it is kept -> {head['triton']}: {len(after)} kernels, {len(lines)} differ")
         if write:

@@ -40,6 +40,19 @@ def ours(change=lambda out, lse: (out, lse), drop=(), seen=lambda mask: mask):
     return adapt(attend)
 
 
+class Times(torch.autograd.Function):
+    """The identity, whose gradient is so many times what it should be."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.factor * grad, None
+
+
 def test_causality_of_gradients() -> None:
     class Leaks(torch.autograd.Function):
         """The identity, whose gradient counts the whole sequence."""
@@ -92,38 +105,20 @@ def test_lengths_are_asked_of_the_first_kind_that_is_taken() -> None:
 
 
 def test_a_backward_that_knows_one_block_is_told_by_law_10() -> None:
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return 2 * grad
-
     def blocked(x, gate):
-        return toy.reference(Twice.apply(x) if x.shape[1] > 63 else x, gate)
+        return toy.reference(Times.apply(x, 2) if x.shape[1] > 63 else x, gate)
 
     told = ask("any length", toy.candidate(blocked), toy.SPEC)
     assert told and all(sentence.startswith("at some lengths: dx is 2 times") for sentence in told)
-    everywhere = toy.candidate(lambda x, gate: toy.reference(Twice.apply(x), gate))
+    everywhere = toy.candidate(lambda x, gate: toy.reference(Times.apply(x, 2), gate))
     assert ask("any length", everywhere, toy.SPEC) == [], "law 2 tells it"
 
 
 @pytest.mark.parametrize(("law", "logs"), [("gradients", ()), ("gradients through the logarithm", ("total",))])
 def test_what_other_outputs_drown_is_asked_of_one_alone(law: str, logs: tuple[str, ...]) -> None:
-    class Rough(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return 1.001 * grad
-
     def long_ones_are_rough(x, gate):
         out, total = toy.reference(x, gate)
-        return out, toy.reference(x, Rough.apply(gate))[1] if x.shape[1] == 11 else total
+        return out, toy.reference(x, Times.apply(gate, 1.001))[1] if x.shape[1] == 11 else total
 
     cases = (toy.case("short"), *(toy.case(f"{place}", T=11, gate=4.0) for place in range(8)))
     told = ask(law, toy.candidate(long_ones_are_rough), replace(toy.SPEC, cases=cases, logs=logs))

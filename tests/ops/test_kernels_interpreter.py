@@ -49,16 +49,16 @@ def _halved(a, b):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _of_all_kernel(x_ptr, y_ptr, ends_ptr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _of_all_kernel(x_ptr, ends_ptr, N: tl.constexpr):  # type: ignore[no-untyped-def]
     x = tl.load(x_ptr + tl.reshape(tl.arange(0, N), [4, N // 4]))
     tl.store(ends_ptr, tl.reduce(x, None, _halved))  # of all axes: by Triton's interpreter only of one tensor
 
 
 def found(kernel: Any, *sizes: Any, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     x, y = (3 * torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))).to(dtype)
-    made = [torch.full((n,), 77, dtype=dtype) for n in (32, 256)]
-    kernel[(1,)](x, y, *made[: 1 if len(sizes) == 1 else 2], *sizes)
-    return made
+    ends, each = (torch.full((n,), 77, dtype=dtype) for n in (32, 256))
+    kernel[(1,)](*((x, y, ends, each) if kernel is _along_kernel else (x, ends)), *sizes)
+    return [ends, each]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32])
