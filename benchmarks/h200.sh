@@ -13,10 +13,9 @@
 # unheeded: what was compiled by their end lies on disk when it counts, and the GPU is measured with nothing beside.
 #
 # It needs torch, triton, numpy, jaxtyping and typer. Peers are timed where they are there: FlexAttention and SDPA are
-# torch's own, transformers gives Qwen3-Next's fallback, Flash Linear Attention is the wheel fla-core (pure Python,
-# 1 MB; it needs einops). Where nothing can be installed from outside:
-#     pip download --no-deps -d wheels fla-core        and on the machine
-#     python3 -m pip install --no-index --no-deps --target /tmp/site wheels/*.whl; export PYTHONPATH=/tmp/site
+# torch's own, transformers gives Qwen3-Next's fallback. Flash Linear Attention, FlashQLA and xFormers come along as
+# PEERS=FILE, which benchmarks/peers.sh makes where there is a registry. FLA computes by its Triton kernels, as in
+# what it and FlashQLA publish, also where TileLang is there and it would take that for some.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 out=${1:-out/gpu}
@@ -30,6 +29,11 @@ CHECK=${CHECK:-150} BENCH=${BENCH:-195} TUNE=${TUNE:-40} LIMIT=${LIMIT:-470}
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 COLUMNS=160
 mkdir -p "$out"
 work=$(mktemp -d) rehearsed=$(mktemp -d)
+if [ -n "${PEERS:-}" ]; then
+  mkdir "$rehearsed/peers" && tar xJf "$PEERS" -C "$rehearsed/peers" || exit 2
+  export PYTHONPATH="$PYTHONPATH:$rehearsed/peers" TILELANG_CACHE_DIR="$rehearsed/peers/tilelang_cache"
+fi
+export FLA_TILELANG=${FLA_TILELANG:-0}
 # Where Python may not write beside what it imports, every process would compile torch's modules again.
 if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
   unset PYTHONDONTWRITEBYTECODE

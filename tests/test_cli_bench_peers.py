@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -65,6 +66,29 @@ def test_a_guard_that_judging_makes_needless_is_lifted_and_put_back(monkeypatch:
     monkeypatch.setattr(cli_bench_peers, "find_spec", lambda name: None)
     with unguarded(said.append):
         assert len(said) == 1
+
+
+@pytest.mark.parametrize(("operator", "decay"), [("linear", "token"), ("delta", "token"), ("delta", "channel")])
+def test_fla_is_timed_by_its_own_code(operator: str, decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hands Gated DeltaNet to FlashQLA, and Kimi Delta Attention to FlashKDA, where these are installed."""
+
+    def own(q, k, v, **options):
+        return v + 1, None
+
+    @functools.wraps(own)
+    def handed_on(*args, **options):
+        raise AssertionError("another package's kernels, told as FLA's")
+
+    names = ("chunk_simple_gla", "chunk_gla", "chunk_gated_delta_rule", "chunk_kda", "chunk_delta_rule")
+    monkeypatch.setattr(cli_bench_peers, "find_spec", lambda name: name == "fla" or None)
+    monkeypatch.setattr(cli_bench_peers, "_theirs", lambda name: SimpleNamespace(**dict.fromkeys(names, handed_on)))
+    case = next(case for case in SPECS[operator].cases if case.name == f"decay per {decay}")
+    given, ran = case.make(torch.float32, CPU, 0), 0
+    for peer in peers(operator, torch.device("cuda")):
+        if not peer.refuses(case):
+            assert torch.equal(peer.call(given)[0], given["v"] + 1)
+            ran += 1
+    assert ran == 1
 
 
 def test_what_torch_compiles_can_be_differentiated_twice() -> None:

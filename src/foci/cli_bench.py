@@ -185,7 +185,7 @@ def _ours(spec: Spec, backends: list[str]) -> list[Candidate]:
 
 def _placed(each: Record) -> Record:
     """With where and when it was measured."""
-    names = ("torch", "triton", "fla-core", "flash-attn", "xformers", "transformers")
+    names = ("torch", "triton", "fla-core", "flash_qla", "tilelang", "flash-attn", "xformers", "transformers")
     versions = [f"{name} {version}" for name in names if (version := _version(name))]
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return replace(each, machine=machine().line, versions=", ".join(versions), date=now)

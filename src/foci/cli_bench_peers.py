@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
@@ -40,7 +41,7 @@ def _candidate(name: str, call: Callable[[Given], Any], can: set[str], needs: st
     """A peer that gives `out` alone and takes problems whose features are among `can`; `needs` must be one of them."""
 
     def refuses(case: Case) -> list[str]:
-        extra = sorted(case.features - can - {"small", "decode", "causal", "value width"})
+        extra = sorted(case.features - can - {"small", "decode", "causal", "value width", "extreme"})
         missing = [] if not needs or needs in case.features else [f"it is for {needs}"]
         return missing + [f"{feature} is not supported" for feature in extra]
 
@@ -183,7 +184,8 @@ def repeatable() -> Iterator[None]:
 
 
 def _fla(module: str, function: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(_theirs(f"fla.ops.{module}"), function)
+    """FLA's own code: since 0.6 it hands a call to FlashQLA or FlashKDA where they are installed."""
+    found: Callable[..., Any] = inspect.unwrap(getattr(_theirs(f"fla.ops.{module}"), function))
     return found
 
 
