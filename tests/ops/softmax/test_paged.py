@@ -48,9 +48,9 @@ def truth(inputs: dict[str, Any], window: int | None = None, **extra: Any) -> Te
         k, v = (inputs[name][used].flatten(0, 1)[None, :length].double() for name in ("k_pages", "v_pages"))
         q = inputs["q"][row : row + 1].double()
         # Of fewer keys than tokens the first tokens are counted, as Lengths counts them.
-        mask: foci.Mask = foci.Causal() if length >= q.shape[1] else foci.Causal("top-left")
-        mask = mask if window is None else mask & foci.Window(window, None)
-        rows.append(foci.attention(q, k, v, mask=mask, backend="reference", **extra))
+        place, key = torch.arange(q.shape[1])[:, None] + max(length - q.shape[1], 0), torch.arange(length)
+        seen = (key <= place) & (key >= place - (10**6 if window is None else window))
+        rows.append(foci.attention(q, k, v, mask=foci.Dense(seen[None, None]), backend="reference", **extra))
     return torch.cat(rows)
 
 
@@ -78,6 +78,17 @@ def test_one_token_of_one_key_head_and_long_rows(backend: str | None) -> None:
     inputs = cache(T=1, page=16, H=4, G=1, M=40, lengths=(600, 1, 0))
     found = foci.attention_paged(**inputs, backend=backend)
     torch.testing.assert_close(found.double(), truth(inputs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_that_the_table_has_no_room_for_are_padding_too(backend: str | None, window: int | None) -> None:
+    """A batch may be as long as a bucket says; query i sees j <= i of a row of fewer keys, whatever its table holds."""
+    inputs = cache(T=12, M=2, page=3, lengths=(4, 2, 0, 6))
+    found = foci.attention_paged(**inputs, window=window, backend=backend)
+    torch.testing.assert_close(found.double(), truth(inputs, window=window), rtol=1e-5, atol=1e-5)
+    with pytest.raises(foci.Unsupported, match="room for 6 keys, fewer than the 12 tokens"):
+        foci.attention_paged(**inputs, backend="triton")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from foci.core import plans
 from foci.core.errors import ShapeError, Unsupported
@@ -94,6 +95,9 @@ def attention_paged(
         if backend is not None:
             raise Unsupported(f"{_NAME}: backend 'triton' cannot run this call", reasons, "backend=None gathers pages")
     k, v = (gathered(pages, table) for pages in (k_pages, v_pages))
+    if (room := k.shape[1]) < sizes["T"]:  # of so few keys Causal would count the last tokens, not the first
+        k, v = (pad(x, (0, 0, 0, 0, 0, sizes["T"] - room)) for x in (k, v))
+        lengths = lengths.clamp(max=room)
     mask = Lengths(lengths) & Causal()
     if window is not None:
         mask, k, v = mask & Window(window, None), *_reached(k, v, lengths, q.shape[1], window)
@@ -115,14 +119,13 @@ def gathered(pages: Tensor, table: Tensor) -> Tensor:
 
 def _reached(k: Tensor, v: Tensor, lengths: Tensor, T: int, window: int) -> list[Tensor]:
     """Gathered keys and values with zeros before the window of every token, as 0 * NaN is NaN."""
-    room = k.shape[1]
-    reached = torch.arange(room, device=k.device) >= _first(lengths, room, T, window)[:, None]
+    reached = torch.arange(k.shape[1], device=k.device) >= _first(lengths, T, window)[:, None]
     return [torch.where(reached[..., None, None], x, 0) for x in (k, v)]
 
 
-def _first(lengths: Tensor, room: int, T: int, window: int) -> Tensor:
+def _first(lengths: Tensor, T: int, window: int) -> Tensor:
     """[B]: the first key of each row that its first token reaches."""
-    return ((lengths - T).clamp(min=min(room - T, 0)) - window).clamp(min=0)
+    return ((lengths - T).clamp(min=0) - window).clamp(min=0)
 
 
 def _bound(tensors: _Tensors, softcap: float | None, window: int | None, scale: float | None) -> Call:
@@ -140,7 +143,10 @@ def _bound(tensors: _Tensors, softcap: float | None, window: int | None, scale: 
 
 
 def _table_reasons(sizes: dict[str, int]) -> list[str]:
-    return [] if sizes["M"] else ["there is nothing to compute: the table has no columns"]
+    if not sizes["M"]:
+        return ["there is nothing to compute: the table has no columns"]
+    room = sizes["M"] * sizes["page"]
+    return [f"the table has room for {room} keys, fewer than the {sizes['T']} tokens"] if room < sizes["T"] else []
 
 
 def _check(tensors: _Tensors, sizes: dict[str, int]) -> _Tensors:
@@ -170,7 +176,7 @@ def _check(tensors: _Tensors, sizes: dict[str, int]) -> _Tensors:
 
 def _check_values(table: Tensor, lengths: Tensor, window: int | None, sizes: dict[str, int]) -> None:
     room, page_size = sizes["M"] * sizes["page"], max(sizes["page"], 1)
-    firsts = lengths * 0 if window is None else _first(lengths, room, sizes["T"], window)
+    firsts = lengths * 0 if window is None else _first(lengths, sizes["T"], window)
     for row, (length, first) in enumerate(zip(lengths.tolist(), firsts.tolist(), strict=True)):
         if not 0 <= length <= room:
             raise ValueError(
