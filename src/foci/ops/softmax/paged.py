@@ -13,7 +13,7 @@ from foci.core import plans
 from foci.core.errors import ShapeError, Unsupported
 from foci.core.shapes import Signature
 from foci.ops.arguments import DTYPES, by_autocast, number
-from foci.ops.masks import Causal, Lengths, Window
+from foci.ops.masks import Causal, Lengths, Mask, Window
 from foci.ops.softmax import gpu
 from foci.ops.softmax.api import attention
 from foci.ops.softmax.call import Call, Out, Query, Sink
@@ -94,13 +94,7 @@ def attention_paged(
             return plans.one(key, given, _paged, (*call, table))
         if backend is not None:
             raise Unsupported(f"{_NAME}: backend 'triton' cannot run this call", reasons, "backend=None gathers pages")
-    k, v = (gathered(pages, table) for pages in (k_pages, v_pages))
-    if (room := k.shape[1]) < sizes["T"]:  # of so few keys Causal would count the last tokens, not the first
-        k, v = (pad(x, (0, 0, 0, 0, 0, sizes["T"] - room)) for x in (k, v))
-        lengths = lengths.clamp(max=room)
-    mask = Lengths(lengths) & Causal()
-    if window is not None:
-        mask, k, v = mask & Window(window, None), *_reached(k, v, lengths, q.shape[1], window)
+    k, v, mask = _end_to_end(tensors, window)
     return attention(q, k, v, mask=mask, softcap=softcap, sink=sink, scale=scale, backend=backend)
 
 
@@ -117,10 +111,23 @@ def gathered(pages: Tensor, table: Tensor) -> Tensor:
     return found.flatten(1, 2)
 
 
-def _reached(k: Tensor, v: Tensor, lengths: Tensor, T: int, window: int) -> list[Tensor]:
+def _end_to_end(tensors: _Tensors, window: int | None) -> tuple[Tensor, Tensor, Mask]:
+    """Gathered keys and values, and the mask with which `attention` reads them."""
+    q, k_pages, v_pages, table, lengths, _ = tensors
+    k, v = (gathered(pages, table) for pages in (k_pages, v_pages))
+    if (lacking := q.shape[1] - k.shape[1]) > 0:  # of so few keys Causal would count the last tokens, not the first
+        lengths = lengths.clamp(max=k.shape[1])
+        k, v = (pad(x, (0, 0, 0, 0, 0, lacking)) for x in (k, v))
+    mask = Lengths(lengths) & Causal()
+    if window is None:
+        return k, v, mask
+    return *_reached(k, v, lengths, q.shape[1], window), mask & Window(window, None)
+
+
+def _reached(k: Tensor, v: Tensor, lengths: Tensor, T: int, window: int) -> tuple[Tensor, Tensor]:
     """Gathered keys and values with zeros before the window of every token, as 0 * NaN is NaN."""
     reached = torch.arange(k.shape[1], device=k.device) >= _first(lengths, T, window)[:, None]
-    return [torch.where(reached[..., None, None], x, 0) for x in (k, v)]
+    return torch.where(reached[..., None, None], k, 0), torch.where(reached[..., None, None], v, 0)
 
 
 def _first(lengths: Tensor, T: int, window: int) -> Tensor:
