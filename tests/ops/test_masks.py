@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 import torch
@@ -122,6 +123,16 @@ def test_live_keys_hold_what_any_of_the_queries_sees(data: st.DataObject) -> Non
             assert set(seen) <= set(range(first, last))
             if segment.low is None and segment.high is not None:
                 assert seen == list(range(first, last))
+
+
+@pytest.mark.parametrize("wide", [2**62, sys.maxsize, 2**70])
+def test_a_reach_as_wide_as_a_number_hides_nothing(wide: int) -> None:
+    for mask in (Window(wide, wide), Window(3, wide), Window(None, wide), Band(-wide, wide), Band(None, wide)):
+        assert mask.materialize(3, 3).all() and (mask & Lengths(torch.tensor([3, 3]))).materialize(3, 3).all(), mask
+
+
+def test_no_rows_have_a_mask_too() -> None:
+    assert (Lengths(torch.zeros(0, dtype=torch.int64)) & Band(0, None)).materialize(2, 2).shape == (0, 1, 2, 2)
 
 
 def test_existing_is_what_packed_and_lengths_include() -> None:

@@ -13,7 +13,7 @@ class Partial(NamedTuple):
 
     Two parts over disjoint keys combine exactly, in any order, differentiably:
     lse = log(exp lse_a + exp lse_b);  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b   (arXiv 2205.14135)
-    The sum is kept in lse's dtype (float32 at least) and out keeps its own.
+    The sum is kept in lse's dtype, so lse had better be float32, and out keeps the first part's.
     """
 
     out: Tensor

@@ -13,6 +13,7 @@ from torch import Tensor
 from foci.core.errors import ShapeError
 
 _INTEGERS = (torch.int32, torch.int64)
+FARTHEST = 2**61  # more tokens than there can be; positions may be added to it in int64
 
 
 class Mask:
@@ -34,8 +35,9 @@ class Mask:
     def materialize(self, T: int, S: int) -> Tensor:
         """The boolean tensor, broadcastable to [B, H, T, S], that is True where query t may see key s."""
         visible = lower(self)
-        per_row = [x.numel() for x in (visible.kv_lengths, visible.band_low, visible.band_high) if x is not None]
-        check(visible, 1 if visible.q_offsets is not None else max(per_row, default=1), T, S)
+        entries = [x.numel() for x in (visible.kv_lengths, visible.band_low, visible.band_high) if x is not None]
+        rows = next((n for n in entries if n != 1), 1)  # one entry holds for all rows
+        check(visible, 1 if visible.q_offsets is not None else rows, T, S)
         return materialize(visible, T, S)
 
 
@@ -182,7 +184,7 @@ def lower(mask: Mask | None) -> Visible:
         if isinstance(part, Causal):
             found["causal_end" if part.align == "bottom-right" else "causal_start"] = True
         elif isinstance(part, Window):
-            found.update(left=part.left, right=part.right)
+            found.update(left=_within(part.left), right=_within(part.right))
         elif isinstance(part, Packed):
             kv_offsets = part.q_offsets if part.kv_offsets is None else part.kv_offsets
             found.update(q_offsets=part.q_offsets, kv_offsets=kv_offsets)
@@ -197,8 +199,12 @@ def lower(mask: Mask | None) -> Visible:
     return Visible(**found)  # type: ignore[arg-type]
 
 
+def _within(reach: int | None) -> int | None:
+    return max(-FARTHEST, min(reach, FARTHEST)) if isinstance(reach, int) else reach
+
+
 def _bound(bound: int | Tensor | None) -> Tensor | None:
-    return torch.tensor([bound]) if isinstance(bound, int) else bound
+    return torch.tensor([_within(bound)]) if isinstance(bound, int) else bound
 
 
 def _refusal(thing: object) -> str:

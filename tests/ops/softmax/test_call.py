@@ -67,6 +67,8 @@ VALUES: dict[str, dict[str, Any]] = {
     "attention: softcap must be a positive finite number, got nan": {"softcap": NAN},
     "attention: softcap must be a positive finite number, got inf": {"softcap": INF},
     "attention: softcap must be a positive finite number, got 0.0": {"softcap": 0},
+    "got 1e+40; expected 1e-30 to 1e30": {"softcap": 1e40},
+    "got 1e-40; expected 1e-30 to 1e30": {"softcap": 1e-40},
     "attention: scale must be a finite number, got nan": {"scale": NAN},
     "attention: scale must be a finite number, got -inf": {"scale": -INF},
     "attention: dropout must be a probability in [0, 1), got 1": {"dropout": 1.0},

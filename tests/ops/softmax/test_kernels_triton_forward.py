@@ -121,6 +121,11 @@ def test_a_part_that_sees_nothing_and_a_large_logit() -> None:
     assert_right(call)
 
 
+@pytest.mark.parametrize("scale", [1e-300, 1e-46, 1e-39])
+def test_a_scale_that_is_nothing_in_float32(scale: float) -> None:
+    assert_right(drawn(T=5, S=70, H=2)._replace(scale=scale))
+
+
 def test_heads_of_one_key_head_are_rows_of_one_tile() -> None:
     call = drawn(B=2, T=3, S=70, H=6, G=2, mask=foci.Causal(), bias=torch.randn(6, 3, 1), dropout=0.3)
     assert launched(call)[0].grid[0] == 2 * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -89,6 +90,13 @@ def test_tokens_that_the_table_has_no_room_for_are_padding_too(backend: str | No
     torch.testing.assert_close(found.double(), truth(inputs, window=window), rtol=1e-5, atol=1e-5)
     with pytest.raises(foci.Unsupported, match="room for 6 keys, fewer than the 12 tokens"):
         foci.attention_paged(**inputs, backend="triton")
+
+
+@pytest.mark.parametrize("window", [2**31 + 7, 2**32, sys.maxsize, 2**70])
+def test_a_window_as_wide_as_a_number_hides_nothing(window: int) -> None:
+    inputs = cache()
+    inputs["lengths"] = inputs["lengths"].int()
+    assert torch.equal(foci.attention_paged(**inputs, window=window), foci.attention_paged(**inputs, window=100))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

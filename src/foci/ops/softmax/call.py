@@ -126,6 +126,16 @@ def bind(
     return bound(q, k, v, bias, sink, *lower(mask), softcap=softcap, scale=scale, dropout=dropout)
 
 
+def cap(operator: str, softcap: float | None) -> float | None:
+    """softcap, within what float32 can multiply and divide by."""
+    if softcap is None:
+        return None
+    softcap = number(operator, "softcap", softcap, "positive finite number")
+    if not 1e-30 <= softcap <= 1e30:
+        raise ValueError(f"{operator}: softcap must be a positive finite number, got {softcap}; expected 1e-30 to 1e30")
+    return softcap
+
+
 def bound(
     q: Query, k: Key, v: Value, bias: Bias | None, sink: Sink | None, *mask: Any,
     softcap: float | None, scale: float | None, dropout: float,
@@ -146,10 +156,7 @@ def bound(
         _refuse_dtypes(q, k, v)
     if any(x is not None for x in (bias, sink, *visible[:7])):
         _check_rest(visible, bias, sink, q, sizes)
-    if softcap is not None:
-        softcap = number("attention", "softcap", softcap, "positive finite number")
-        if softcap <= 0:
-            raise ValueError(f"attention: softcap must be a positive finite number, got {softcap}")
+    softcap = cap("attention", softcap)
     if scale is None:
         scale = (sizes["K"] or 1) ** -0.5
     else:

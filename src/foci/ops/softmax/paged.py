@@ -13,10 +13,10 @@ from foci.core import plans
 from foci.core.errors import ShapeError, Unsupported
 from foci.core.shapes import Signature
 from foci.ops.arguments import DTYPES, by_autocast, number
-from foci.ops.masks import Causal, Lengths, Mask, Window
+from foci.ops.masks import FARTHEST, Causal, Lengths, Mask, Window
 from foci.ops.softmax import gpu
 from foci.ops.softmax.api import attention
-from foci.ops.softmax.call import Call, Out, Query, Sink
+from foci.ops.softmax.call import Call, Out, Query, Sink, cap
 
 KeyPages = Float[Tensor, "P page G K"]
 ValuePages = Float[Tensor, "P page G V"]
@@ -132,20 +132,16 @@ def _reached(k: Tensor, v: Tensor, lengths: Tensor, T: int, window: int) -> tupl
 
 def _first(lengths: Tensor, T: int, window: int) -> Tensor:
     """[B]: the first key of each row that its first token reaches."""
-    return ((lengths - T).clamp(min=0) - window).clamp(min=0)
+    return ((lengths.long() - T).clamp(min=0) - min(window, FARTHEST)).clamp(min=0)
 
 
 def _bound(tensors: _Tensors, softcap: float | None, window: int | None, scale: float | None) -> Call:
     """The call as its kernel takes it: pages where keys would be, the mask of the gathered cache."""
-    if softcap is not None:
-        softcap = number(_NAME, "softcap", softcap, "positive finite number")
-        if softcap <= 0:
-            raise ValueError(f"{_NAME}: softcap must be a positive finite number, got {softcap}")
     K = tensors.q.shape[-1]
     scale = (K or 1) ** -0.5 if scale is None else number(_NAME, "scale", scale)
     return Call(
         *tensors[:3], None, tensors.sink, None, None, None, None, tensors.lengths, None,
-        None, None, True, False, window, None, softcap, scale, 0.0,
+        None, None, True, False, window, None, cap(_NAME, softcap), scale, 0.0,
     )  # fmt: skip
 
 
