@@ -125,7 +125,9 @@ def test_a_damaged_file_is_no_regression(tmp_path: Path, capsys: pytest.CaptureF
         (["scan", "--shapes", "nonsense,small"], "--shapes 'nonsense': scan has 8x2048x2048"),
         (["scan", "linear", "--shapes", "small 1x256x256"], "--shapes 'small 1x256x256': linear has GLA"),
         (["scan", "linear", "--shapes", "small,GLU"], "--shapes 'GLU': scan has 8x2048x2048"),
-        (["scan", "softmax", "--shapes", "small", "--backends", "aten"], "scan: unknown backend 'aten'"),
+        (["scan", "softmax", "--shapes", "small", "--backends", "aten"], "--backends: scan: unknown backend 'aten'"),
+        (["scan", "--shapes", "small", "--backends", ","], "--backends: scan: unknown backend ','"),
+        (["scan", "--shapes", ","], "--shapes ',': scan has 8x2048x2048"),
     ],
 )
 def test_what_one_operator_does_not_have_is_told_before_anything_is_measured(
@@ -167,7 +169,8 @@ def test_where_nothing_can_be_written_nothing_is_measured(
         (["scan", "--stages", ","], "--stages must be some of forward, backward, both, got ','"),
         (["scan", "--limit", "nan"], "--limit must be seconds, 0 or more; got nan"),
         (["scan", "--limit", "-5"], "--limit must be seconds, 0 or more; got -5"),
-        (["--compare", "nothing", "nowhere"], "nothing"),
+        (["--compare", "nothing", "nowhere"], "--compare: nothing is no file of records: No such file or directory"),
+        (["--compare", "/", "nowhere"], "--compare: / is no file of records: Is a directory"),
         (
             ["--compare", "a", "b", "scan", "--dtype", "bfloat16", "--no-peers"],
             "operators, --peers/--no-peers, --dtype",

@@ -162,6 +162,13 @@ def test_explain_knows_the_sizes_of_every_operator(capsys, arguments: str, retur
         ("softmax --shape T4,H6,K8 --mask packed:0,x", "--mask packed: expected whole numbers separated by commas"),
         ("softmax --shape T4,H6,K8 --mask causal:left", "align must be 'bottom-right' or 'top-left', got 'left'"),
         ("softmax --shape B2,T4,H6,K8 --mask packed:0,4", "Packed needs a batch of 1"),
+        (
+            "softmax --shape T4,H2,K8 --mask packed:0,9",
+            "--mask packed:0,9: Packed: q_offsets ends at 9, past the 4 tokens",
+        ),
+        ("softmax --shape T4,H2,K8 --mask packed:1,2", "--mask packed:1,2: Packed: q_offsets must start at 0, got 1"),
+        ("softmax --shape T4,H2,K8 --mask packed:0,3,2", "--mask packed:0,3,2: Packed: q_offsets must never decrease"),
+        ("softmax --shape T4,H2,K8 --mask causal&lengths:7", "--mask causal&lengths:7: Lengths: kv_lengths[0] is 7"),
     ],
 )
 def test_explain_asked_wrongly_says_how_in_one_sentence(capsys, arguments: str, sentence: str) -> None:

@@ -39,6 +39,7 @@ def test_without_a_gpu_it_declines_in_one_sentence(capsys: pytest.CaptureFixture
         (("linear", "--limit", "nan"), "--limit must be seconds, 0 or more; got nan"),
         (("linear", "--limit", "-5"), "--limit must be seconds, 0 or more; got -5"),
         (("linear", "--shapes", "nonesuch"), "--shapes 'nonesuch': linear has "),
+        (("linear", "--shapes", " , "), "--shapes ' , ': linear has "),
         (("linear", "--shapes", "small,nonesuch"), "--shapes 'nonesuch': linear has "),
     ],
 )

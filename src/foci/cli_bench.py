@@ -25,7 +25,7 @@ from foci.bench.sweep import Options, sweep
 from foci.cli_bench_peers import peers, repeatable, unguarded
 from foci.cli_bench_truth import Truth
 from foci.cli_check import FUNCTIONS
-from foci.cli_options import Option, gathered, hold_limit, hold_out
+from foci.cli_options import Option, backend_of, gathered, hold_limit, hold_out
 from foci.cli_tune import DTYPES, shapes_of, specs_of, words_of
 from foci.cli_tune_ahead import side_by_side, warm
 from foci.core.device import installed, machine
@@ -128,7 +128,7 @@ def _tasks(operators: list[str], shapes: str, backends: str) -> list[_Task]:
     if not operators:
         raise ValueError(f"bench: name an operator ({', '.join(SPECS)}), or two files with --compare")
     specs = specs_of("bench", (ALIASES.get(name, name) for name in operators))
-    ours = [_ours(spec, words_of(backends)) for spec in specs]
+    ours = [_ours(spec, backends) for spec in specs]
     return [_Task(*each) for each in zip(specs, ours, shapes_of(specs, shapes), strict=True)]
 
 
@@ -173,13 +173,13 @@ def _warm(spec: Spec, shapes: list[Case], options: Options) -> None:
         warm(spec, shapes, options.dtype, target_of(options.device), workers=machine().cores)
 
 
-def _ours(spec: Spec, backends: list[str]) -> list[Candidate]:
+def _ours(spec: Spec, backends: str) -> list[Candidate]:
     """What foci chooses, or the backends that are named; through the public function, as users call it."""
     assert spec.adapt is not None
     function = FUNCTIONS[spec.name]
     if not backends:
         return [spec.adapt(function, name="foci")]
-    chosen = [spec.backend(name) for name in backends]
+    chosen = [backend_of("--backends", spec, name) for name in words_of(backends) or [backends]]
     return [spec.adapt(partial(function, backend=b.name), name=f"foci {b.name}") for b in chosen]
 
 
@@ -215,8 +215,16 @@ def _line(each: Record, rounds: int) -> str:
     )
 
 
+def _records(path: Path) -> list[Record]:
+    """What one file of --compare holds."""
+    try:
+        return record.read(path)
+    except OSError as error:
+        raise ValueError(f"--compare: {path} is no file of records: {error.strerror}") from error
+
+
 def _compare(old: Path, new: Path) -> int:
-    before, after = record.read(old), record.read(new)
+    before, after = _records(old), _records(new)
     if not {each.key for each in before if each.median} & {each.key for each in after}:
         raise ValueError(f"--compare: {old} and {new} have no record in common")
     changes = sorted(record.compare(before, after), key=lambda change: -change.ratio)

@@ -18,7 +18,7 @@ from foci.check import isolate
 from foci.check.laws_graph import LAWS
 from foci.check.render import table
 from foci.check.run import Limits, Report, examine
-from foci.cli_options import Option, gathered
+from foci.cli_options import Option, backend_of, gathered
 from foci.core.spec import Candidate, Spec
 from foci.core.tune import interpreting
 from foci.ops import SPECS
@@ -159,7 +159,7 @@ def _ours(name: str, backend: str | None, device: str) -> list[Candidate]:
     hidden = {"reference"} if spec.recurrent else set()
     chosen = [b for b in spec.backends if not b.missing() and b.name not in hidden]
     if backend is not None:
-        chosen = [spec.backend(backend).ready()]
+        chosen = [backend_of("--backend", spec, backend).ready()]
     if device == "cpu":
         plain = spec.bind(**spec.cases[0].make(torch.float32, torch.device(device), 0))
         refused = {b.name: reasons for b in chosen if (reasons := b.reasons(plain))}
@@ -245,13 +245,15 @@ def _load(target: str) -> Any:
 
 def _limits(text: str) -> Limits:
     """ "120" or "120,300"."""
-    found = []
-    for word in filter(None, text.split(",")):
+    words, most, found = list(filter(None, text.split(","))), len(Limits._fields), []
+    if len(words) > most:
+        raise ValueError(f"--limit takes at most {most} numbers of seconds, got {len(words)}: {text}")
+    for word in words:
         try:
             found.append(float(word))
         except ValueError:
             found.append(math.nan)
-        if not found[-1] > 0 or len(found) > len(Limits._fields):
+        if not found[-1] > 0:
             raise ValueError(f"--limit must be a positive number of seconds, got {word.strip()}")
     return Limits(*found)
 

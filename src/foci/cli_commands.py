@@ -24,7 +24,7 @@ from foci.core.ledger import in_force
 from foci.core.select import explain as explain_call
 from foci.core.spec import Spec
 from foci.core.tune import interpreting, table_of
-from foci.ops import SPECS
+from foci.ops import SPECS, masks
 from foci.ops.masks import Causal, Dense, Lengths, Mask, Packed, Window
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True, help="Attention you can prove.")
@@ -159,6 +159,8 @@ def explain(
             f"{spec.name} has no {min(unknown)}; it has {', '.join(inspect.signature(spec.bind).parameters)}"
         )
     call = spec.bind(**tensors, **options)
+    if "mask" in options:
+        _hold_values(mask, options["mask"], sizes)
     explanation = explain_call(spec, call)
     returned = spec.outputs(call)[: None if lse else 1]
     results = {out.name: {"shape": list(out.shape), "dtype": _word(out.dtype)} for out in returned}
@@ -245,6 +247,14 @@ def _mask(text: str, sizes: dict[str, int], device: torch.device) -> Mask | None
         made = makers[kind](words)
         mask = made if mask is None else mask & made
     return mask
+
+
+def _hold_values(text: str, mask: Mask, sizes: dict[str, int]) -> None:
+    """Offsets and lengths fit the sizes: a call would refuse those that do not, and the tensors here have no values."""
+    try:
+        masks.check(masks.lower(mask), sizes["B"], sizes["T"], sizes["S"])
+    except ValueError as error:
+        raise ValueError(f"--mask {text}: {error}") from error
 
 
 def _integers(kind: str, text: str, count: int | None = None) -> list[int]:

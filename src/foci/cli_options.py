@@ -11,6 +11,8 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from foci.core.spec import Backend, Spec
+
 
 class Option(NamedTuple):
     """One option: its type, its line of help, what it is where it is not given."""
@@ -50,6 +52,14 @@ def hold_limit(limit: float) -> None:
     """Seconds for all of a command; infinity is no limit, and NaN no number of seconds."""
     if not limit >= 0:
         raise ValueError(f"--limit must be seconds, 0 or more; got {limit:g}")
+
+
+def backend_of(option: str, spec: Spec, name: str) -> Backend:
+    """The operator's backend of this name, or a sentence with the option and the names there are."""
+    try:
+        return spec.backend(name)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from error
 
 
 def hold_out(out: Path, *names: str) -> None:

@@ -84,9 +84,10 @@ def words_of(text: str) -> list[str]:
 def cases(spec: Spec, words: str) -> list[Case]:
     """The Spec's shapes whose names have one of the words, in the words' order, or a sentence with the names there are.
 
-    No words: all shapes.
+    An empty text: all shapes.
     """
-    found = {shape.name: shape for word in words_of(words) or [""] for shape in spec.shapes if word in shape.name}
+    asked = words_of(words) if words else [""]
+    found = {shape.name: shape for word in asked for shape in spec.shapes if word in shape.name}
     if not found:
         raise _unknown(words, [spec])
     return list(found.values())
