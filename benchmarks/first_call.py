@@ -228,6 +228,10 @@ def main() -> None:
         parser.error("expected one of --offline, --stages and --one-by-one")
     if chosen.rounds is not None and (not chosen.offline or chosen.rounds < 1):
         parser.error(f"--rounds {chosen.rounds}: expected 1 at least, with --offline")
+    if not any(chosen.only in name for name in OPERATORS):
+        parser.error(f"--only {chosen.only}: expected a part of a name among {', '.join(OPERATORS)}")
+    if not (chosen.offline or chosen.stages or chosen.how or torch.cuda.is_available()):
+        raise SystemExit("first_call.py: it needs a GPU, and there is none here; --offline and --stages do without one")
     if chosen.one and chosen.how == "stages":
         return stages(chosen.one)
     if chosen.one:

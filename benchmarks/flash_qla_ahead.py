@@ -68,8 +68,12 @@ def main() -> int:
 
     words = sys.argv[1:]
     (peer,) = (each for each in peers("delta", GPU) if each.name == "FlashQLA")
-    for shape in SPECS["delta"].shapes:
-        if WIDTH not in shape.name or peer.refuses(shape) or (words and not any(word in shape.name for word in words)):
+    shapes = [shape for shape in SPECS["delta"].shapes if WIDTH in shape.name and not peer.refuses(shape)]
+    if unknown := [word for word in words if not any(word in shape.name for shape in shapes)]:
+        names = ", ".join(shape.name for shape in shapes)
+        raise SystemExit(f"SHAPE {', '.join(unknown)}: expected a part of a name among {names}")
+    for shape in shapes:
+        if words and not any(word in shape.name for word in words):
             continue
         began = time.perf_counter()
         given = shape.make(torch.bfloat16, CPU, 0)

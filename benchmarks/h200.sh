@@ -3,11 +3,12 @@
 #
 #     benchmarks/h200.sh [FOLDER] [STEP...]
 #
-# Steps: check bench tune; by default all three, within eight minutes. FOLDER/gpu.tgz holds all that was found and is
-# written anew as it goes, so that a run which is cut short loses little. CHECK, BENCH and TUNE are the seconds that
-# a step may take (CHECK: for each dtype), LIMIT those in which all is over but what has begun; OPERATORS and DTYPES (of
-# the laws) what is asked, PYTHON names the interpreter; DEVICE=cpu runs the same without kernels, to see that nothing
-# is missing.
+# Steps: check bench tune; by default all three, within eight minutes. What is not known is refused with exit code 2,
+# before anything runs. FOLDER/gpu.tgz holds all that was found and is written anew as it goes, so that a run which is
+# cut short loses little. CHECK, BENCH and TUNE are the seconds that a step may take (CHECK: for each dtype), LIMIT
+# those in which all is over but what has begun; OPERATORS and DTYPES (of the laws) what is asked, PYTHON names the
+# interpreter; DEVICE=cpu runs the same without kernels, to see that nothing is missing: check and bench by default, as
+# tune needs a GPU.
 #
 # Most of a benchmark's time goes into compiling peers, one kernel after the other. So each is begun beside the laws,
 # unheeded: what was compiled by their end lies on disk when it counts, and the GPU is measured with nothing beside.
@@ -20,14 +21,25 @@ set -u
 cd "$(dirname "$0")/.." || exit 2
 out=${1:-out/gpu}
 shift || true
-steps=${*:-check bench tune}
 python=${PYTHON:-python3}
 device=${DEVICE:-cuda}
-operators=${OPERATORS:-delta linear softmax selective_scan scan}
+steps=${*:-check bench$([ "$device" = cpu ] || echo ' tune')}
+known="delta linear softmax selective_scan scan"
+operators=${OPERATORS:-$known}
 dtypes=${DTYPES:-bfloat16}
 CHECK=${CHECK:-150} BENCH=${BENCH:-195} TUNE=${TUNE:-40} LIMIT=${LIMIT:-470}
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 COLUMNS=160
-mkdir -p "$out"
+refuse() { echo "h200.sh: $1" >&2; exit 2; }
+for step in $steps; do
+  [[ " check bench tune " == *" $step "* ]] || refuse "unknown STEP $step; expected check, bench or tune"
+done
+for operator in $operators; do
+  [[ " $known " == *" $operator "* ]] || refuse "OPERATORS: unknown $operator; expected some of $known"
+done
+for name in CHECK BENCH TUNE LIMIT; do
+  [[ ${!name} =~ ^[1-9][0-9]*$ ]] || refuse "$name=${!name}; expected seconds, a whole number above 0"
+done
+mkdir -p -- "$out" && [ -w "$out" ] || refuse "FOLDER $out cannot be made or written"
 work=$(mktemp -d) rehearsed=$(mktemp -d)
 if [ -n "${PEERS:-}" ]; then
   mkdir "$rehearsed/peers" && tar xJf "$PEERS" -C "$rehearsed/peers" || exit 2
@@ -150,7 +162,6 @@ for step in $steps; do
       ;;
     bench) decode; bench ;;
     tune) tune ;;
-    *) echo "h200.sh: unknown step $step; expected check, bench or tune" >&2; failed=1 ;;
   esac
   pack
 done

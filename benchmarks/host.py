@@ -46,6 +46,7 @@ from foci.ops.masks import Causal
 from foci.ops.softmax import aten, aten_cuda
 from foci.ops.softmax.paged import attention_paged
 
+WAYS = ("forward", "training forward", "backward")
 COLUMNS = ("whole", "Triton", "hosts", "torch", "dispatch", "played")
 HOPPER = Platform("cuda", (2, 13), (13, 0), (9, 20), (9, 0))
 TARGET = tune.TARGETS["sm_90"]._replace(name="NVIDIA H200")
@@ -143,6 +144,11 @@ def inputs(grad: bool) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     }
 
 
+def names() -> list[str]:
+    """Of all problems; nothing is compiled for it."""
+    return [f"{name} {way}" for name in inputs(grad=False) for way in WAYS] + [*tokens()]
+
+
 def problems() -> Iterator[Timed]:
     """Forward without gradients and with, backward, and one token."""
     from foci.ops import SPECS
@@ -151,14 +157,15 @@ def problems() -> Iterator[Timed]:
         spec, backend = SPECS[name.split()[0]], "aten" if name.endswith(" aten") else "triton"
         module, call = spec.backend(backend).load(), spec.bind(**given)
         keeps = (True,) if hasattr(module, "kept") else ()
+        forward, training, backward = (f"{name} {way}" for way in WAYS)
         yield Timed(
-            f"{name} forward",
+            forward,
             lambda f=function, g=given, b=backend: f(**g, backend=b),
             lambda m=module, c=call: m.forward(c),
         )
         _, leaves = inputs(grad=True)[name]
         yield Timed(
-            f"{name} training forward",
+            training,
             lambda f=function, g=leaves, b=backend: f(**g, backend=b),
             lambda m=module, c=call, k=keeps: m.forward(c, *k),
             gradients=True,
@@ -172,16 +179,22 @@ def problems() -> Iterator[Timed]:
         grads = (dout, *(None,) * (len(spec.output_names) - 1))
         needs = [getattr(spec.bind(**leaves), each, None) is not None for each in spec.differentiable]
         yield Timed(
-            f"{name} backward",
+            backward,
             lambda o=out, w=wanted, d=dout: torch.autograd.grad(o, w, d, retain_graph=True),
             lambda m=module, c=call, k=kept, g=grads, n=needs: m.backward(c, k, g, n),
             gradients=True,
         )
+    for name, step in tokens().items():
+        yield Timed(name, step, step)
+
+
+def tokens() -> dict[str, Callable[[], Any]]:
+    """One token of every operator."""
     B, H, K, D, N = 2, 4, 64, 64, 16
     table, lengths = torch.arange(8, dtype=torch.int32).view(2, 4), torch.full((B,), 200, dtype=torch.int32)
     row = {name: half(B, H, K) for name in "qkv"}
     decay, beta, state = small(B, H), -small(B, H), small(B, H, K, K)
-    steps = {
+    return {
         "softmax one token": lambda q=half(B, 1, H, K), k=half(B, 256, H, K), v=half(B, 256, H, K): foci.attention(
             q, k, v, backend="triton"
         ),
@@ -195,8 +208,6 @@ def problems() -> Iterator[Timed]:
             foci.selective_scan_step(*x)
         ),
     }
-    for name, step in steps.items():
-        yield Timed(name, step, step)
 
 
 class _Noted(TorchDispatchMode):
@@ -302,6 +313,12 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.against is not None and chosen.profile:
         parser.error("--profile is of this tree, without --against")
+    if chosen.against is not None and not (chosen.against / "src" / "foci" / "__init__.py").is_file():
+        parser.error(f"--against {chosen.against}: expected the folder of another tree of foci, with src/foci in it")
+    if chosen.rounds < 2:
+        parser.error(f"--rounds {chosen.rounds}: expected 2 at least")
+    if not any(chosen.only in name for name in names()):
+        parser.error(f"--only {chosen.only}: expected a part of a name among {', '.join(names())}")
     torch.manual_seed(0)
     torch.set_num_threads(1)
     if chosen.answer:

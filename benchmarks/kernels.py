@@ -35,7 +35,7 @@ os.environ.pop("TRITON_INTERPRET", None)  # read when Triton is imported; the in
 import torch
 import triton
 from kernels_compile import compile_all, faults, identity, meta_of, say
-from kernels_page import differences, page, sentence, table
+from kernels_page import Row, differences, page, sentence, table
 from kernels_specimens import SPECIMENS, Specimen
 from kernels_spills import SPILLS, outlived
 from kernels_tables import shipped, stale
@@ -166,12 +166,18 @@ def wanted(names: dict[str, Any], words: list[str]) -> bool:
 def measure(options: argparse.Namespace) -> Found:
     """Record, compile, and judge."""
     launches, wrong = recorded(options)
-    launches = [(names, launch) for names, launch in launches if wanted(names, options.only)]
     if options.only:
         wrong = [line for line in wrong if any(word in line for word in options.only)]
-        wrong += [] if launches or wrong else [f"--only {' '.join(options.only)}: no kernel has such a name"]
+        none = [
+            f"--only {word}: no operator, variant or kernel that is asked for has such a name"
+            for word in options.only
+            if not any(wanted(names, [word]) for names, _ in launches) and not any(word in line for line in wrong)
+        ]
+        if none:
+            raise SystemExit("\n".join(none))
+    launches = [(names, launch) for names, launch in launches if wanted(names, options.only)]
     jobs = [(launch, TARGETS[names["target"]]) for names, launch in launches]
-    known = recalled(options.known, date.today())
+    known = {key: record for table in options.known for key, record in table.items()}
     records = compile_all(jobs, CACHE, known=known, workers=options.workers, tell=say)
     if known:
         say(f"{len(records.keys() & known)} of {len(records)} compilations are told by their table")
@@ -215,6 +221,34 @@ def check(found: Found, others: Others) -> list[str]:
     return wrong
 
 
+def _workers(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number above 0")
+    return int(text)
+
+
+def _out(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: expected a file in a folder that is there")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text}: it cannot be written")
+    return path
+
+
+def _known(text: str) -> dict[str, Row]:
+    """What this table tells of compilations."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text}: there is no such file")
+    try:
+        return recalled([Path(text)], date.today())
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise argparse.ArgumentTypeError(
+            f"{text}: expected a table with identities, as --out writes: {cause}"
+        ) from None
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD")
@@ -223,12 +257,13 @@ def arguments() -> argparse.Namespace:
         "--all", action="store_true", help="every specimen, dtype and direction, not only the main ones"
     )
     parser.add_argument("--script", type=Path, metavar="FILE.py")
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--write", action="store_true")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--check", action="store_true")
+    either.add_argument("--write", action="store_true")
     parser.add_argument("--triton", nargs="+", default=[], metavar="VERSION", help="other versions, newest among them")
-    parser.add_argument("--out", type=Path, metavar="FILE.jsonl")
-    parser.add_argument("--known", type=Path, nargs="+", default=[], metavar="FILE.jsonl", help="tables to take from")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--out", type=_out, metavar="FILE.jsonl")
+    parser.add_argument("--known", type=_known, nargs="+", default=[], metavar="FILE.jsonl", help="tables to take from")
+    parser.add_argument("--workers", type=_workers, default=2)
     return parser.parse_args()
 
 

@@ -197,6 +197,8 @@ def _gpu() -> tuple[Target, int]:
     """The GPU as kernels know it, and how many processes it has room for; of a child: what has used one cannot fork."""
 
     def asked(send: Callable[[Any], None]) -> None:
+        if not torch.cuda.is_available():
+            return send(None)
         send((tuple(target_of(torch.device("cuda", 0))), torch.cuda.mem_get_info(0)[0] // ROOM))
 
     try:
@@ -205,6 +207,8 @@ def _gpu() -> tuple[Target, int]:
         raise SystemExit(
             f"laws.py: no GPU that can be asked: {error}; --device cpu asks the laws without one"
         ) from None
+    if found is None:
+        raise SystemExit("laws.py: there is no GPU here; --device cpu asks the laws without one")
     if isinstance(found, isolate.Died):
         raise SystemExit(f"laws.py: the GPU cannot be asked: {found.reason}")
     target, room = found

@@ -88,6 +88,28 @@ def test_a_script_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:
     assert done.stderr.splitlines() == [f"--script {tmp_path / 'nope.py'}: there is no such file"]
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("--workers 0", 2, "--workers: 0: expected a whole number above 0"),
+        ("--check --write", 2, "--write: not allowed with argument --check"),
+        ("--known nope.jsonl", 2, "--known: nope.jsonl: there is no such file"),
+        ("--known cut.jsonl", 2, "--known: cut.jsonl: expected a table with identities"),
+        (f"--known {ROOT}/docs/kernels.jsonl", 2, "kernels.jsonl: expected a table with identities"),
+        ("--out .", 2, "--out: .: expected a file in a folder that is there"),
+        ("--out nope/lines.jsonl", 2, "--out: nope/lines.jsonl: expected a file in a folder that is there"),
+        ("--only planted nope", 1, "--only nope: no operator, variant or kernel that is asked for has such a name"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_compiled(
+    words: str, code: int, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "cut.jsonl").write_text('{"triton": "3.6.0"}\n{"operator": "li')
+    done = compiled(tmp_path, [(64, 4)], *words.split())
+    assert (done.returncode, done.stdout) == (code, "")
+    assert said in done.stderr
+
+
 def test_a_kernel_whose_products_wait_for_each_other_is_said() -> None:
     assert kernels_page.said(ROW) == "128, 48 K, wgmma cp.async"
     assert kernels_page.said(ROW | {"serial": True}) == "128, serial, 48 K, wgmma cp.async"
