@@ -17,7 +17,6 @@ from foci.ops.softmax.call import Call, Gradients, Rows, never_empty
 
 _flash_forward = torch._scaled_dot_product_flash_attention_for_cpu  # the same op, 2 us cheaper to call
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-_LEAST_SCALE = torch.finfo(torch.float32).tiny  # less is 0 to a float32 kernel
 _HALF = (torch.bfloat16, torch.float16)
 _WIDEST_VECTOR = 16  # float32 numbers in an AVX-512 register
 
@@ -54,7 +53,7 @@ class FlashOnCpu:
     name = "cpu flash"
 
     def reasons(self, call: Call, gradients: bool = False) -> list[str]:
-        if call.scale < _LEAST_SCALE and (call.causal_end or call.causal_start):
+        if not call.ascending and (call.causal_end or call.causal_start):
             return ["causal needs a positive scale there: -inf is multiplied by it"]
         return []
 

@@ -59,6 +59,11 @@ class Call(NamedTuple):
         return B, T, S, H, G, K, V
 
     @property
+    def ascending(self) -> bool:
+        """Whether larger q k are larger logits to float32 kernels: a scale of less than its least number is 0 there."""
+        return self.scale >= torch.finfo(torch.float32).tiny
+
+    @property
     def accumulator(self) -> torch.dtype:
         return accumulator(self.q.dtype)
 

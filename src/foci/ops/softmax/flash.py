@@ -29,7 +29,6 @@ from foci.ops.softmax.call import Call
 from foci.ops.softmax.flash_packages import PACKAGES, Asked, Grads, Package, arguments, there
 
 _HALF = (torch.bfloat16, torch.float16)
-_LEAST_SCALE = torch.finfo(torch.float32).tiny  # less is 0 to them
 _MOST = 65535  # rows of a batch, or heads: one dimension of a grid
 
 
@@ -86,7 +85,7 @@ def _unfit(call: Call) -> list[str]:
         "of more queries than keys their window hides what it should show": (
             T > S and asked.right != 0 and (asked.left is not None or asked.right is not None)
         ),
-        "the scale must be positive: -inf is multiplied by it": call.scale < _LEAST_SCALE,
+        "the scale must be positive: -inf is multiplied by it": not call.ascending,
         f"more than {_MOST} rows or heads are not supported": max(B, H) > _MOST,
     }
     return [reason for reason, holds in against.items() if holds]

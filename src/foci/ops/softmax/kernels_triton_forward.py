@@ -70,7 +70,7 @@ def forward(call: Any, table: Tensor | None = None, dtype: torch.dtype | None = 
         call.scale, call.softcap, int(call.dropout * 2**53), 1 / (1 - call.dropout), splits,
         config=config, PAGE=page, R=R, K=K, V=V, END=call.causal_end, START=call.causal_start, TOGETHER=together,
         PARTIAL=splits > 1, PLACED=call.seed is not None and call.seed.dim() == 1,
-        NEAR=_near(call, bias, dense, config), PRECISE=q.dtype == torch.float32, ASCENDING=call.scale >= _LEAST,
+        NEAR=_near(call, bias, dense, config), PRECISE=q.dtype == torch.float32, ASCENDING=call.ascending,
         PRECISION=tune.precision(q.dtype, target),
     )  # fmt: skip
     if splits > 1:
@@ -136,7 +136,6 @@ def _configured(call: Any, rows: int, widths: tuple[int, int], paged: bool, targ
     )
 
 
-_LEAST = torch.finfo(torch.float32).tiny  # a scale of less is 0 to a GPU
 _FEW = {"BLOCK_S": (32, 64, 128)}
 _MANY = {"BLOCK_T": (32, 64, 128), **_FEW}
 
