@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import file_to_write
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -126,12 +125,8 @@ def measure(step: Step, device: torch.device, copied: float) -> Row:
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    words.add_argument("--json", type=Path)
+    words.add_argument("--json", type=file_to_write)
     given = words.parse_args()
-    if given.json and (given.json.is_dir() or not given.json.parent.is_dir()):
-        words.error(f"--json {given.json}: expected a file in a folder that is there")
-    if given.json and not os.access(given.json if given.json.exists() else given.json.parent, os.W_OK):
-        words.error(f"--json {given.json}: it cannot be written")
     if given.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("decode.py: it needs a GPU, and there is none here; --device cpu does without one")
     device = torch.device(given.device)

@@ -34,6 +34,7 @@ os.environ.pop("TRITON_INTERPRET", None)  # read when Triton is imported; the in
 
 import torch
 import triton
+from arguments import file_to_write
 from kernels_compile import compile_all, faults, identity, meta_of, say
 from kernels_page import Row, differences, page, sentence, table
 from kernels_specimens import SPECIMENS, Specimen
@@ -177,7 +178,7 @@ def measure(options: argparse.Namespace) -> Found:
             raise SystemExit("\n".join(none))
     launches = [(names, launch) for names, launch in launches if wanted(names, options.only)]
     jobs = [(launch, TARGETS[names["target"]]) for names, launch in launches]
-    known = {key: record for table in options.known for key, record in table.items()}
+    known = {key: record for told in options.known for key, record in told.items()}
     records = compile_all(jobs, CACHE, known=known, workers=options.workers, tell=say)
     if known:
         say(f"{len(records.keys() & known)} of {len(records)} compilations are told by their table")
@@ -227,15 +228,6 @@ def _workers(text: str) -> int:
     return int(text)
 
 
-def _out(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: expected a file in a folder that is there")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text}: it cannot be written")
-    return path
-
-
 def _known(text: str) -> dict[str, Row]:
     """What this table tells of compilations."""
     if not Path(text).is_file():
@@ -261,7 +253,7 @@ def arguments() -> argparse.Namespace:
     either.add_argument("--check", action="store_true")
     either.add_argument("--write", action="store_true")
     parser.add_argument("--triton", nargs="+", default=[], metavar="VERSION", help="other versions, newest among them")
-    parser.add_argument("--out", type=_out, metavar="FILE.jsonl")
+    parser.add_argument("--out", type=file_to_write, metavar="FILE.jsonl")
     parser.add_argument("--known", type=_known, nargs="+", default=[], metavar="FILE.jsonl", help="tables to take from")
     parser.add_argument("--workers", type=_workers, default=2)
     return parser.parse_args()

@@ -250,7 +250,7 @@ def _mask(text: str, sizes: dict[str, int], device: torch.device) -> Mask | None
 
 
 def _hold_values(text: str, mask: Mask, sizes: dict[str, int]) -> None:
-    """Offsets and lengths fit the sizes: a call would refuse those that do not, and the tensors here have no values."""
+    """Offsets and lengths fit the sizes: a call on a CPU refuses those that do not."""
     try:
         masks.check(masks.lower(mask), sizes["B"], sizes["T"], sizes["S"])
     except ValueError as error:

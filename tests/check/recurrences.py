@@ -254,22 +254,22 @@ def drops_the_last_block(q, k, v, g=None, beta=None):
     return torch.cat([out, torch.zeros_like(v[:, whole:])], 1), state
 
 
-class _Half(torch.autograd.Function):
-    """Its backward is right for up to 63 tokens."""
+class Times(torch.autograd.Function):
+    """The identity, whose gradient is so many times what it should be."""
 
     @staticmethod
-    def forward(ctx, v, many):
-        ctx.many = many
-        return v.clone()
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        return grad * (1.1 if ctx.many else 1.0), None
+        return ctx.factor * grad, None
 
 
 @plant("delta", "any length", "at some lengths: dv is 1.1 times the right one")
 def gradient_of_a_second_block(q, k, v, g=None, beta=None):
-    return loop(q, k, _Half.apply(v, q.shape[1] > 63), g, beta)
+    return loop(q, k, Times.apply(v, 1.1 if q.shape[1] > 63 else 1.0), g, beta)
 
 
 class _OutputAlone(torch.autograd.Function):

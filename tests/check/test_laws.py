@@ -16,6 +16,7 @@ from foci.ops.softmax import spec as softmax
 from foci.ops.softmax.api import attention_with_lse
 from foci.ops.softmax.conventions import adapt
 from tests.check import toy
+from tests.check.recurrences import Times
 
 CPU = torch.device("cpu")
 
@@ -38,19 +39,6 @@ def ours(change=lambda out, lse: (out, lse), drop=(), seen=lambda mask: mask):
         return change(*attention_with_lse(q, k, v, mask=seen(mask), **kept))
 
     return adapt(attend)
-
-
-class Times(torch.autograd.Function):
-    """The identity, whose gradient is so many times what it should be."""
-
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.factor * grad, None
 
 
 def test_causality_of_gradients() -> None:

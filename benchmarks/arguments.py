@@ -1,0 +1,17 @@
+"""What the scripts here ask of their command lines before they measure or compile."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+
+def file_to_write(text: str) -> Path:
+    """A path, for argparse: of a file that can be written, in a folder that is there."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: expected a file in a folder that is there")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text}: it cannot be written")
+    return path
