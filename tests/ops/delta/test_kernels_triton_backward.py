@@ -31,6 +31,7 @@ from foci.ops.delta import kernels_triton_channels as channels  # isort: skip
 from foci.ops.delta import kernels_triton_tokens as tokens  # isort: skip
 from foci.ops.delta import kernels_triton_token_walks as token_walks  # isort: skip
 from foci.ops.delta import kernels_triton_channel_walks as channel_walks  # isort: skip
+from foci.ops.kernels_triton_packed import rooms  # isort: skip
 
 C = kernels.CHUNK
 CPU = torch.device("cpu")
@@ -141,7 +142,8 @@ def found(
         moved = Call(**there(call._asdict()))
         moved_grads = [None if g is None else g.to(DEVICE) for g in grads]
         cut = partial(pieces, moved)
-        back = kernels.backward(moved, kept, moved_grads, wanted, cut, channels, tokens, token_walks, channel_walks)
+        back = rooms(moved, moved[: len(wanted)], wanted)
+        kernels.backward(moved, kept, moved_grads, back, cut, channels, tokens, token_walks, channel_walks)
     for x, name in zip(back, SPEC.differentiable, strict=True):
         assert x is None or (x.dtype == inputs[name].dtype and x.is_contiguous()), name
     return {
@@ -255,8 +257,8 @@ def test_launches(decay: str, count: int) -> None:
     kept, grads = left_by_forward(call), draws(call)
     wanted = [getattr(call, n) is not None for n in SPEC.differentiable]
     with tune.recording(tune.TARGETS["sm_90"]) as launches:
-        walks = token_walks, channel_walks
-        kernels.backward(call, kept, grads, wanted, partial(pieces, call), channels, tokens, *walks)
+        back, walks = rooms(call, call[: len(wanted)], wanted), (token_walks, channel_walks)
+        kernels.backward(call, kept, grads, back, partial(pieces, call), channels, tokens, *walks)
     assert len(launches) == count
 
 
@@ -279,8 +281,8 @@ def test_few_heads_of_many_tokens_take_one_launch_more() -> None:
     call = SPEC.bind(**there(Delta("", B=1, T=4096, H=1, K=8, V=5, decay="token").case.make(torch.float32, CPU, 0)))
     kept = gpu._parts(call, gpu.kept(call).empty(call.v))
     with tune.recording(tune.TARGETS["sm_90"]) as launches:
-        needs, cut = [x is not None for x in call[:7]], partial(pieces, call)
-        kernels.backward(call, kept, (call.v, None), needs, cut, channels, tokens, token_walks, channel_walks)
+        back, cut = rooms(call, call[:7], [True] * 7), partial(pieces, call)
+        kernels.backward(call, kept, (call.v, None), back, cut, channels, tokens, token_walks, channel_walks)
     names = [launch.kernel.fn.__name__ for launch in launches]
     assert names == ["walk_kernel", "walk_kernel", "side_kernel", "pairs_kernel", "gates_kernel"]
 

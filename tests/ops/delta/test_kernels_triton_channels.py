@@ -18,6 +18,7 @@ from foci.ops.delta import kernels_triton_backward as backward  # isort: skip  a
 from foci.ops.delta import kernels_triton_channels as kernels  # isort: skip
 from foci.ops.delta import kernels_triton_channel_walks as walks  # isort: skip
 from foci.ops.delta import kernels_triton_token_walks as others  # isort: skip
+from foci.ops.kernels_triton_packed import rooms  # isort: skip
 
 HALF = torch.float16
 
@@ -67,8 +68,9 @@ def test_far_rows_have_a_launch_of_their_own_in_half_precision_alone() -> None:
         call = SPEC.bind(**inputs)
         wanted = [getattr(call, n) is not None for n in SPEC.differentiable]
         with tune.recording(tune.TARGETS["sm_90"]) as seen:
+            back = rooms(call, call[: len(wanted)], wanted)
             backward.backward(
-                call, left_by_forward(call), draws(call), wanted, partial(pieces, call), kernels, None, others, walks
+                call, left_by_forward(call), draws(call), back, partial(pieces, call), kernels, None, others, walks
             )
         wide = [launch for launch in seen if launch.kernel is kernels.side_by_channel_kernel]
         sides = [launch for launch in seen if launch.kernel is kernels.near_side_kernel]

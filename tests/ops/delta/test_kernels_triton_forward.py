@@ -124,12 +124,12 @@ def test_unwritten_memory_and_strides_do_not_matter_and_all_that_is_kept_is_writ
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_two_launches_and_no_work_beside_them(keep: bool) -> None:
-    for name in ("plain", "everything"):
+def test_two_launches_and_one_for_documents(keep: bool) -> None:
+    for name, rest in (("plain", []), ("everything", ["rest_kernel"])):
         call = bind(**there(inputs_of(SPEC, name, torch.float32)))
         with tune.recording(tune.TARGETS["sm_90"]) as launches:
             gpu.forward(call, keep)
-        assert [launch.kernel.fn.__name__ for launch in launches] == ["chunks_kernel", "walk_kernel"]
+        assert [launch.kernel.fn.__name__ for launch in launches] == ["chunks_kernel", *rest, "walk_kernel"]
 
 
 @pytest.mark.usefixtures("in_pieces")

@@ -35,10 +35,12 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     """out [B,T,H,V] in v's dtype and the final state [N,H,K,V]; `keep`: and what `kept` declares."""
     from foci.ops.decay import kernels_triton_forward as kernels
     from foci.ops.decay.kernels_triton_pairs import prepared
+    from foci.ops.kernels_triton_packed import room
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
     states = kept(call).empty(call.v) if keep or call.causal else None
-    out, final = kernels.forward(call, prepared(call, _slots(call), False), states, _slots(call), _cut(call))
+    out, made = room(call, call.v), prepared(call, _slots(call), False)
+    final = kernels.forward(call, made, out, states, _slots(call), _cut(call))
     return (out, final) if states is None or not keep else (out, final, states)
 
 
@@ -46,14 +48,16 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     """Gradients of q, k, v, log_decay, bonus and state, None where not needed."""
     from foci.ops.decay import kernels_triton_backward, kernels_triton_keys
     from foci.ops.decay.kernels_triton_pairs import prepared
+    from foci.ops.kernels_triton_packed import rooms
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
     slots, states = _slots(call), outputs[2] if call.causal else outputs[1]
     do = call.v.new_zeros(()).expand(call.v.shape) if grads[0] is None else grads[0]
     made = prepared(call, slots, True)
-    ends, dv, d_state = kernels_triton_backward.backward(call, made, states, do, grads[1], needs, slots, _cut(call))
-    dq, dk, dg, d_bonus = kernels_triton_keys.backward(call, made, states, ends, do, needs, slots)
-    return dq, dk, dv, dg, d_bonus, d_state
+    dq, dk, dv, dg, d_bonus = found = rooms(call, (call.q, call.k, call.v, call.log_decay, call.bonus), needs[:5])
+    ends, d_state = kernels_triton_backward.backward(call, made, states, do, grads[1], dv, needs, slots, _cut(call))
+    kernels_triton_keys.backward(call, made, states, ends, do, (dq, dk, dg, d_bonus), slots)
+    return *found, d_state
 
 
 def _cut(call: Call) -> partial[stretches.Cut]:

@@ -171,26 +171,24 @@ def values_rule(dtype: torch.dtype, K: int, V: int, by_channel: bool, target: Ta
 
 
 def backward(
-    call: Any, made: Any, like: Tensor, do: Tensor, d_final: Tensor | None, needs: Sequence[bool], slots: int,
-    cut: Callable[[Target, int], Any],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of the states at the chunks' ends, as many as `like`, of v and of the first state; None if not needed.
+    call: Any, made: Any, like: Tensor, do: Tensor, d_final: Tensor | None, dv: Tensor | None, needs: Sequence[bool],
+    slots: int, cut: Callable[[Target, int], Any],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of the states at the chunks' ends, as many as `like`, and of the first state; None if not needed.
 
-    `made`: the Pairs of gates per channel (kernels_triton_pairs.py). `cut` is that of ops/stretches.py.
+    `dv`, if given, is filled. `made`: the Pairs of gates per channel (kernels_triton_pairs.py). `cut`: stretches.py.
     """
     _, of_k, of_v, of_g, _, of_state = needs
-    ends = dv = d_state = None
+    ends = d_state = None
     if of_k or of_v or of_g:
         ends = torch.empty(like.shape, dtype=stored(call.v.dtype), device=like.device)
     if of_state:
         d_state = torch.empty_like(call.state, memory_format=torch.contiguous_format)
     if ends is not None or d_state is not None:
         _dstates(call, made, do, d_final, ends, d_state, cut)
-    if of_v:
-        # Tokens behind the last document belong to no chunk.
-        dv = (torch.empty if call.offsets is None else torch.zeros)(do.shape, dtype=do.dtype, device=do.device)
+    if dv is not None:
         _values(call, made, ends, do, dv, slots)
-    return ends, dv, d_state
+    return ends, d_state
 
 
 def _dstates(

@@ -164,18 +164,15 @@ def out_rule(dtype: torch.dtype, K: int, V: int, by_channel: bool, target: Targe
 
 
 def forward(
-    call: Any, made: Any, kept: Tensor | None, slots: int, cut: Callable[[Target, int], Any]
-) -> tuple[Tensor, Tensor]:
-    """out [B,T,H,V] and the final state [N,H,K,V]; the states at the chunks' starts are left in `kept`, if given.
+    call: Any, made: Any, out: Tensor, kept: Tensor | None, slots: int, cut: Callable[[Target, int], Any]
+) -> Tensor:
+    """The final state [N,H,K,V]; `out` is filled, and `kept`, if given, with the states at the chunks' starts.
 
     `made`: the Pairs of gates per channel (kernels_triton_pairs.py). `cut` is that of ops/stretches.py.
     """
-    B, T, G, H, K, V, N = call.sizes
+    _, T, G, H, K, V, N = call.sizes
     v, target = call.v, target_of(call.v.device)
     q, k, g, R = (call.q, call.k, call.log_decay, H // G) if made is None else (made.risen, made.fallen, made.totals, 1)
-    # Tokens behind the last document belong to no chunk.
-    room = torch.empty if call.offsets is None else torch.zeros
-    out = room(B, T, H, V, dtype=v.dtype, device=v.device)
     final = torch.empty(N, H, K, V, dtype=torch.float32, device=v.device)
     if kept is None and call.causal:
         kept = torch.empty(slots, H, K, V, dtype=stored(v.dtype), device=v.device)
@@ -206,4 +203,4 @@ def forward(
         q.stride(), k.stride(), v.stride(), strides(g), strides(call.bonus), call.scale, T, N, H, R, K, V,
         config=read, **shared,
     )  # fmt: skip
-    return out, final
+    return final

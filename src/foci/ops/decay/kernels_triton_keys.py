@@ -301,22 +301,18 @@ def sums_rule(parts: int, target: Target) -> Config:
 
 
 def backward(
-    call: Any, made: Any, states: Tensor, ends: Tensor | None, do: Tensor, needs: Sequence[bool], chunks: int
-) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, log_decay and the bonus, None where not needed.
+    call: Any, made: Any, states: Tensor, ends: Tensor | None, do: Tensor, found: Sequence[Tensor | None], chunks: int
+) -> None:
+    """Fills the gradients of q, k, log_decay and the bonus (`found`), None where not needed.
 
     `states`: what the forward kept, or the last ones where it is not causal; `ends`: their gradients. `chunks`: at most
     so many (ops/gpu.py). `made`: the Pairs of gates per channel (kernels_triton_pairs.py).
     """
     B, T, G, H, K, V, N = call.sizes
     g, target = call.log_decay, target_of(do.device)
-    room = torch.empty if call.offsets is None else torch.zeros  # tokens behind the last document belong to no chunk
-    dq, dk, dg, d_bonus = (
-        room(x.shape, dtype=x.dtype, device=x.device) if need else None
-        for x, need in zip((call.q, call.k, g, call.bonus), (needs[0], needs[1], needs[3], needs[4]), strict=True)
-    )
-    if not any(x is not None for x in (dq, dk, dg, d_bonus)):
-        return dq, dk, dg, d_bonus
+    if all(x is None for x in found):
+        return
+    dq, dk, dg, d_bonus = found
     by_channel = made is not None
     constant = g is not None and g.shape[0] * g.shape[1] < B * T
     key = do.dtype, K, V, by_channel, call.bonus is not None, H > G
@@ -324,15 +320,16 @@ def backward(
     blocks = -(-K // config["BLOCK_K"])
     g_parts = chunks * blocks if constant else 1 if by_channel else blocks
     g_size = H if constant else B * T * H
+    blank = torch.empty if call.offsets is None else torch.zeros  # parts are added up where no document is, too
     dg_parts = bonus_parts = None
     if dg is not None and (constant or g_parts > 1):
-        dg_parts = room(g_parts, g_size, dtype=torch.float32, device=do.device)
+        dg_parts = blank(g_parts, g_size, dtype=torch.float32, device=do.device)
     if d_bonus is not None:
         bonus_parts = torch.empty(chunks, H, K, dtype=torch.float32, device=do.device)
     share = _share(H // G, chunks * G * blocks, target)
     parts = -(-H // G // share)
     dq_parts, dk_parts = (
-        room(parts, *x.shape, dtype=torch.float32, device=do.device) if x is not None and parts > 1 else None
+        blank(parts, *x.shape, dtype=torch.float32, device=do.device) if x is not None and parts > 1 else None
         for x in (dq, dk)
     )
     onto = (dq if dq_parts is None else dq_parts), (dk if dk_parts is None else dk_parts)
@@ -359,7 +356,6 @@ def backward(
         )  # fmt: skip
     left = (dg_parts, dg, g_parts), (bonus_parts, d_bonus, chunks), (dq_parts, dq, parts), (dk_parts, dk, parts)
     _sums(left, target)
-    return dq, dk, dg, d_bonus
 
 
 def _sums(left: Sequence[tuple[Tensor | None, Tensor | None, int]], target: Target) -> None:

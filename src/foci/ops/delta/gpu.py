@@ -65,6 +65,7 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     from foci.ops.delta import kernels_triton_forward as walks
     from foci.ops.delta import kernels_triton_token_walks as token_walks
     from foci.ops.delta import kernels_triton_triangles as triangles
+    from foci.ops.kernels_triton_packed import room
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
     buffer = kept(call).empty(call.v) if keep else None
@@ -74,8 +75,9 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
         wide_walks = import_module("foci.ops.delta.kernels_gluon")
     shares = token_walks.shares(call, target, 64 if wide_walks is None else 128)
     made = triangles.first(call, parts, _slots(call), shares > 1, at_once, channel_chunks)
-    found = walks.forward(call, parts, made, shares, partial(pieces, call), token_walks, channel_walks, wide_walks)
-    return found if buffer is None else (*found, buffer)
+    out, cut = room(call, call.v), partial(pieces, call)
+    final = walks.forward(call, parts, made, out, shares, cut, token_walks, channel_walks, wide_walks)
+    return (out, final) if buffer is None else (out, final, buffer)
 
 
 def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: list[bool]) -> Gradients:
@@ -85,10 +87,14 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     from foci.ops.delta import kernels_triton_channels as channels
     from foci.ops.delta import kernels_triton_token_walks as token_walks
     from foci.ops.delta import kernels_triton_tokens as tokens
+    from foci.ops.kernels_triton_packed import rooms
 
     call, walks = call._replace(offsets=placed(NAME, call.offsets, call.v)), (token_walks, channel_walks)
     parts, cut = _parts(call, outputs[2]), partial(pieces, call)
-    return kernels.backward(call, parts, grads, needs, cut, channels, tokens, *walks)
+    arguments = call.q, call.k, call.v, call.beta, call.log_decay, call.erase, call.state
+    found = rooms(call, arguments, needs)
+    kernels.backward(call, parts, grads, found, cut, channels, tokens, *walks)
+    return found
 
 
 def per_channel(call: Call) -> bool:

@@ -57,7 +57,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     their decays, scale and beta, in bfloat16 e as two of them, `half` apart. Without `dv_ptr` a piece's map is
     made, as by the forward's: what dS at its end is at its start; the columns behind V's blocks are M's, for which no
     output has a gradient. FULL: in bfloat16 no digit of dS is lost, also not at a chunk's end: erase keys that are not
-    the written ones would let what is lost grow.
+    the written ones would let what is lost grow. Without decays none is lost for dv, as nothing else forgets it.
     """
     blocks = tl.cdiv(V, BLOCK_V) + (tl.cdiv(K, BLOCK_V) if dv_ptr is None else 0)
     v0 = tl.program_id(0) % blocks * BLOCK_V
@@ -134,7 +134,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
         for j in tl.static_range(BLOCKS):
             k = working(load_block(k_there, t0, stop, k_strides[1], j * BLOCK_K, K, k_strides[3], CHUNK, BLOCK_K, TMA))
             operand = dS[j].to(k.dtype)
-            if FULL:
+            if FULL or (HALVES and total_ptr is None):
                 read = tl.dot(k, (dS[j] - operand.to(tl.float32)).to(k.dtype), read)
             read = tl.dot(k, operand, read, input_precision=PRECISION)
             if ends_ptr is not None:
@@ -227,12 +227,10 @@ def _walk_rule(K: int, V: int, wide: bool, target: Target) -> Config:
 class _Problem:
     """A call, its sizes, and its gradients: contiguous, each in its argument's dtype, None where not needed."""
 
-    def __init__(self, call: Any, needs: Sequence[bool]) -> None:
+    def __init__(self, call: Any, found: Sequence[Tensor | None]) -> None:
         self.call, self.target, self.g = call, target_of(call.q.device), call.log_decay
         self.B, self.T, self.G, self.H, self.K, self.V, self.N = call.sizes
-        arguments = (call.q, call.k, call.v, call.beta, call.log_decay, call.erase, call.state)
-        room = torch.Tensor.new_empty if call.offsets is None else torch.Tensor.new_zeros  # tokens of no document
-        self.found = tuple(room(x, x.shape) if need else None for x, need in zip(arguments, needs, strict=True))
+        self.found = found
         self.erase = call.k if call.erase is None else call.erase
         self.per_channel = self.g is not None and self.g.shape[3] > 1
         self.constant = self.g is not None and self.g.shape[:2] != (self.B, self.T)
@@ -257,28 +255,27 @@ def backward(
     call: Any,
     kept: Sequence[Any],
     grads: Sequence[Tensor | None],
-    needs: Sequence[bool],
+    found: Sequence[Tensor | None],
     cut: Callable[..., Any],
     channels: Any,
     tokens: Any,
     token_walks: Any,
     channel_walks: Any,
-) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, beta, log_decay, erase and state, None where not needed.
+) -> None:
+    """Fills the gradients of q, k, v, beta, log_decay, erase and state (`found`), None where not needed.
 
     `kept`: what the forward left (gpu.py: Parts). `cut`: ops/delta/pieces.py.
     What does each chunk's part: `channels` for gates per channel (kernels_triton_channels.py), `tokens` for others.
     `token_walks`, `channel_walks`: the walk where it can be that of the file of their name.
     """
-    problem = _Problem(call, needs)
+    problem = _Problem(call, found)
     d_out = call.v.new_zeros(()).expand(call.v.shape) if grads[0] is None else grads[0]
     dv, behind = _walk(problem, kept, d_out, grads[1], cut, channels, token_walks, channel_walks)
-    if any((needs[0], needs[1], *needs[3:6])):
+    if any(x is not None for x in (found[0], found[1], *found[3:6])):
         if problem.per_channel:
             channels.side_by_channel(problem, kept, d_out, dv, behind)
         else:
             tokens.side_by_token(problem, kept, d_out, dv, behind)
-    return problem.found
 
 
 def _room(problem: _Problem, two: bool) -> tuple[Tensor, Tensor | None]:

@@ -236,10 +236,10 @@ def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, turned
 
 
 def forward(
-    call: Any, parts: Any, made: tuple[Tensor, Tensor, Any], shares: int,
+    call: Any, parts: Any, made: tuple[Tensor, Tensor, Any], out: Tensor, shares: int,
     cut: Callable[[Target, int], Any], token_walks: Any, channel_walks: Any, wide_walks: Any = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out [B,T,H,V] and the final state [N,H,K,V] of what the first launch has `made` (kernels_triton_triangles.py).
+) -> Tensor:  # fmt: skip
+    """Fills `out` and gives the final state, of what the first launch has `made` (kernels_triton_triangles.py).
 
     `parts` (gpu.py), if given, is filled for the backward. One launch, and one more where sequences are cut (`cut`:
     ops/delta/pieces.py). In bfloat16, where they may, `token_walks` makes it, in so many `shares`
@@ -250,8 +250,6 @@ def forward(
     v, target = call.v, target_of(call.v.device)
     halves = stored(v.dtype) == torch.bfloat16
     inverse, products, gated = made
-    room = torch.empty if call.offsets is None else torch.zeros  # tokens behind the last document are in no chunk
-    out = room(B, T, H, V, dtype=v.dtype, device=v.device)
     final = torch.empty(N, H, K, V, dtype=torch.float32, device=v.device)
     q = call.q if gated.query is None else gated.query
     k, e = (call.k, call.erase) if gated.key is None else (gated.key, gated.erase)
@@ -272,10 +270,10 @@ def forward(
         (wide_walks or token_walks).forward(call, parts, inverse, products, gated, shares, lost, out, final)
         if lost is not None:
             token_walks.spread(call, parts, shares, lost, out, final)
-        return out, final
+        return final
     if turned and tiles == 4 and channel_walks.fits(K, V, walk, target):
         channel_walks.forward(call, parts, inverse, products, gated, out, final, pieces.programs * H * blocks, walk)
-        return out, final
+        return final
 
     def go(programs: int, *results: Tensor | None) -> None:
         launch(
@@ -292,4 +290,4 @@ def forward(
     if pieces.tokens:
         go(pieces.slots * H * (blocks + -(-K // walk["BLOCK_V"])), None, None, None, None)
     go(pieces.programs * H * blocks, out, final, *((None, None) if parts is None else (parts.errors, parts.states)))
-    return out, final
+    return final

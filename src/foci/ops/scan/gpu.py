@@ -17,19 +17,25 @@ def reasons(call: Call) -> list[str]:
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """h [B,T,D] in x's dtype and the final state [N,D]."""
+    from foci.ops.kernels_triton_packed import room
     from foci.ops.scan import kernels_triton
 
-    return kernels_triton.forward(call._replace(offsets=placed(NAME, call.offsets, call.x)), _cut(call))
+    call = call._replace(offsets=placed(NAME, call.offsets, call.x))
+    out = room(call, call.x)
+    return out, kernels_triton.forward(call, out, _cut(call))
 
 
 def backward(
     call: Call, outputs: tuple[Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None], needs: list[bool]
 ) -> tuple[Tensor | None, ...]:
     """The gradients that `needs` asks for, each in its tensor's dtype."""
+    from foci.ops.kernels_triton_packed import rooms
     from foci.ops.scan import kernels_triton
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.x))
-    return kernels_triton.backward(call, outputs[0], grads, needs, _cut(call))
+    found = rooms(call, (call.x, call.log_decay, call.state), needs)
+    kernels_triton.backward(call, outputs[0], grads, found, _cut(call))
+    return found
 
 
 def step(x: Tensor, log_decay: Tensor, state: Tensor) -> Tensor:

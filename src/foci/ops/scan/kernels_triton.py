@@ -10,7 +10,7 @@ never divided or subtracted, and what comes later has no part in what comes befo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -204,34 +204,31 @@ def _maps(x: Tensor | None, call: Any, STRETCH: int, slots: int, back: bool, con
     return decays, ends
 
 
-def forward(call: Any, cut: Callable[[Target, int], Any]) -> tuple[Tensor, Tensor]:
-    """h [B,T,D] in x's dtype and the final state [N,D]: one launch, two where sequences are cut.
+def forward(call: Any, out: Tensor, cut: Callable[[Target, int], Any]) -> Tensor:
+    """`out` [B,T,D] is filled with h; the final state [N,D]: one launch, two where sequences are cut.
 
     `cut` is that of ops/stretches.py.
     """
-    B, T, D, N = call.sizes
+    _, T, D, N = call.sizes
     x, g, state = call.x, call.log_decay, call.state
     target = target_of(x.device)
     config = configure("scan_forward", (x.dtype,), partial(rule, D, 32), target, VARY)
     blocks = -(-D // config["BLOCK_D"])
     STRETCH, programs, slots = cut(target, blocks * config.warps)
     decays, ends = _maps(x, call, STRETCH, slots, False, config) if STRETCH else (None, None)
-    # Tokens behind the last document belong to no sequence.
-    room = torch.empty if call.offsets is None else torch.zeros
-    out = room(B, T, D, dtype=x.dtype, device=x.device)
     final = torch.empty(N, D, dtype=torch.float32, device=x.device)
     launch(
         forward_kernel, (programs * blocks,), x, g, state, call.offsets, decays, ends, out, final,
         *map(strides, (x, g, state)), T, N, D, config=config, STRETCH=STRETCH,
     )  # fmt: skip
-    return out, final
+    return final
 
 
 def backward(
-    call: Any, out: Tensor, grads: tuple[Tensor | None, Tensor | None], needs: list[bool],
+    call: Any, out: Tensor, grads: tuple[Tensor | None, Tensor | None], found: Sequence[Tensor | None],
     cut: Callable[[Target, int], Any],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of x, log_decay and state: one launch, two where sequences are cut."""
+) -> None:  # fmt: skip
+    """Fills the gradients that are `found`, of x, log_decay and state: one launch, two where sequences are cut."""
     _, T, D, N = call.sizes
     g, state, (dout, dfinal) = call.log_decay, call.state, grads
     target = target_of(g.device)
@@ -239,16 +236,10 @@ def backward(
     blocks = -(-D // config["BLOCK_D"])
     STRETCH, programs, slots = cut(target, blocks * config.warps)
     decays, ends = _maps(dout, call, STRETCH, slots, True, config) if STRETCH else (None, None)
-    room = torch.empty if call.offsets is None else torch.zeros  # tokens behind the last document: no sequence's
-    made = [
-        room(tensor.shape, dtype=tensor.dtype, device=g.device) if need and tensor is not None else None
-        for tensor, need in zip((call.x, g, state), needs, strict=True)
-    ]
     launch(
-        backward_kernel, (programs * blocks,), g, out, state, call.offsets, dout, dfinal, decays, ends, *made,
+        backward_kernel, (programs * blocks,), g, out, state, call.offsets, dout, dfinal, decays, ends, *found,
         *map(strides, (g, state, dout, dfinal)), T, N, D, config=config, STRETCH=STRETCH,
     )  # fmt: skip
-    return tuple(made)
 
 
 def step(x: Tensor, log_decay: Tensor, state: Tensor) -> Tensor:

@@ -28,24 +28,26 @@ def kept(call: Call) -> Output:
 
 def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     """y [B,T,D] in x's dtype and the final state [N,D,K]; `keep`: and what `kept` declares."""
+    from foci.ops.kernels_triton_packed import room
     from foci.ops.selective_scan import kernels_triton_forward
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.x))
-    if not keep:
-        return kernels_triton_forward.forward(call, None, KEEP, _cut(call))
-    states = kept(call).empty(call.x)
-    return *kernels_triton_forward.forward(call, states, KEEP, _cut(call)), states
+    out, states = room(call, call.x), kept(call).empty(call.x) if keep else None
+    final = kernels_triton_forward.forward(call, out, states, KEEP, _cut(call))
+    return (out, final) if states is None else (out, final, states)
 
 
 def backward(
     call: Call, outputs: tuple[Tensor, ...], grads: tuple[Tensor | None, Tensor | None], needs: list[bool]
 ) -> tuple[Tensor | None, ...]:
     """The gradients that `needs` asks for, each in its tensor's dtype."""
+    from foci.ops.kernels_triton_packed import rooms
     from foci.ops.selective_scan import kernels_triton_backward
 
-    return kernels_triton_backward.backward(
-        call._replace(offsets=placed(NAME, call.offsets, call.x)), outputs[2], KEEP, grads, needs, _cut(call)
-    )
+    call = call._replace(offsets=placed(NAME, call.offsets, call.x))
+    found = rooms(call, (call.x, call.dt, call.A, call.B, call.C, call.skip, call.state), needs)
+    kernels_triton_backward.backward(call, outputs[2], KEEP, grads, found, _cut(call))
+    return found
 
 
 def step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, skip: Tensor | None) -> Tensor:

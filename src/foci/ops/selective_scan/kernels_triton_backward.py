@@ -11,7 +11,7 @@ it does dA and dskip of all stretches. Nothing is added in memory by two program
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -258,13 +258,13 @@ def rule(D: int, K: int, packed: bool, target: Target) -> Config:
     return Config({"BLOCK_D": BLOCK_D, "BLOCK_K": BLOCK_K, "BLOCK_T": BLOCK_T}, warps=warps, stages=1)
 
 
-def _parts(call: Any, needs: list[bool], groups: int, programs: int) -> list[Tensor | None]:
+def _parts(call: Any, found: Sequence[Tensor | None], groups: int, programs: int) -> list[Tensor | None]:
     """Room for dA by program, dB and dC side by side by group of channels, dskip by program, where asked for."""
     B, T, D, K, _ = call.sizes
     wanted = (
-        (needs[2], programs * D * K),
-        (needs[3] or needs[4], 2 * groups * B * T * K),
-        (needs[5] and call.skip is not None, programs * D),
+        (found[2] is not None, programs * D * K),
+        (found[3] is not None or found[4] is not None, 2 * groups * B * T * K),
+        (found[5] is not None, programs * D),
     )
     return [torch.empty(size, dtype=torch.float32, device=call.x.device) if need else None for need, size in wanted]
 
@@ -284,10 +284,10 @@ def _add_up(call: Any, parts: list[Tensor | None], sums: list[Tensor | None], gr
 
 
 def backward(
-    call: Any, kept: Tensor, keep: int, grads: tuple[Tensor | None, Tensor | None], needs: list[bool],
+    call: Any, kept: Tensor, keep: int, grads: tuple[Tensor | None, Tensor | None], found: Sequence[Tensor | None],
     cut: Callable[[Target, int], Any],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of x, dt, A, B, C, skip and state: two launches, three where sequences are cut.
+) -> None:  # fmt: skip
+    """Fills the gradients of x, dt, A, B, C, skip and state (`found`): two launches, three where sequences are cut.
 
     `kept` [slots,D,K] has the states at every `keep`-th token; `cut`: ops/stretches.py.
     """
@@ -310,13 +310,8 @@ def backward(
             *map(strides, (dy, call.dt, call.A, call.C)), T, N, D, K, config=config, STRETCH=STRETCH,
         )  # fmt: skip
     inputs = (call.x, call.dt, call.A, call.B, call.C, call.skip)
-    room = torch.empty if call.offsets is None else torch.zeros  # tokens behind the last document: no sequence's
-    made = [
-        room(tensor.shape, dtype=tensor.dtype, device=kept.device) if need and tensor is not None else None
-        for tensor, need in zip((*inputs, call.state), needs, strict=True)
-    ]
-    dx, ddt, dA, dB, dC, dskip, dstate = made
-    dA_parts, pairs, dskip_parts = parts = _parts(call, needs, groups, programs)
+    dx, ddt, dA, dB, dC, dskip, dstate = found
+    dA_parts, pairs, dskip_parts = parts = _parts(call, found, groups, programs)
     launch(
         backward_kernel, (programs * groups,), *inputs, call.offsets, kept, dy, dfinal, decays, ends,
         dx, ddt, dA_parts, pairs, dskip_parts, dstate,
@@ -324,4 +319,3 @@ def backward(
         GROUP=GROUP,
     )  # fmt: skip
     _add_up(call, parts, [dA, dB, dC, dskip], groups, programs)
-    return tuple(made)

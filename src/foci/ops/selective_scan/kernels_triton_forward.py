@@ -140,12 +140,12 @@ def rule(D: int, K: int, target: Target) -> Config:
     return Config({"BLOCK_D": BLOCK_D, "BLOCK_K": BLOCK_K, "BLOCK_T": 8}, warps=warps, stages=1)
 
 
-def forward(call: Any, kept: Tensor | None, keep: int, cut: Callable[[Target, int], Any]) -> tuple[Tensor, Tensor]:
-    """y [B,T,D] in x's dtype and the final state [N,D,K]: one launch, two where sequences are cut.
+def forward(call: Any, out: Tensor, kept: Tensor | None, keep: int, cut: Callable[[Target, int], Any]) -> Tensor:
+    """`out` [B,T,D] is filled with y; the final state [N,D,K]: one launch, two where sequences are cut.
 
     The states at every `keep`-th token go to `kept` [slots,D,K]; `cut`: ops/stretches.py.
     """
-    B, T, D, K, N = call.sizes
+    _, T, D, K, N = call.sizes
     x, target = call.x, target_of(call.x.device)
     key = (x.dtype, triton.next_power_of_2(K))
     config = configure("selective_scan_forward", key, partial(rule, D, K), target, VARY)
@@ -158,16 +158,13 @@ def forward(call: Any, kept: Tensor | None, keep: int, cut: Callable[[Target, in
             ends_kernel, (slots * blocks,), x, call.dt, call.A, call.B, call.offsets, decays, ends,
             *map(strides, (x, call.dt, call.A, call.B)), T, N, D, K, config=config, STRETCH=STRETCH,
         )  # fmt: skip
-    # Tokens behind the last document belong to no sequence.
-    room = torch.empty if call.offsets is None else torch.zeros
-    out = room(B, T, D, dtype=x.dtype, device=x.device)
     final = torch.empty(N, D, K, dtype=torch.float32, device=x.device)
     inputs = (x, call.dt, call.A, call.B, call.C, call.skip, call.state)
     launch(
         forward_kernel, (programs * blocks,), *inputs, call.offsets, decays, ends, out, final, kept,
         *map(strides, inputs), T, N, D, K, config=config, STRETCH=STRETCH, KEEP=keep,
     )  # fmt: skip
-    return out, final
+    return final
 
 
 def step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, skip: Tensor | None) -> Tensor:

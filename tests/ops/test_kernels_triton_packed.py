@@ -1,0 +1,63 @@
+"""Memory for what packed documents give: 0 behind the last one, and nothing written before it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from foci.core import tune
+from tests.ops.in_triton import DEVICE
+
+from foci.ops import kernels_triton_packed as packed  # isort: skip  after Triton's presence is known
+
+T, KEPT = 700, 7.0
+WIDTHS: list[tuple[int, ...]] = [(4, 32), (1,), (), (3, 5), (2, 1), (128,), (9,)]
+
+
+def call(*offsets: int) -> Any:
+    """All that is asked of one."""
+    return SimpleNamespace(sizes=(1, T), offsets=torch.tensor(offsets, device=DEVICE) if offsets else None)
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not written is `KEPT`."""
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(*shape, KEPT, **options))
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("end", [0, 1, 64, 699, T])
+def test_what_no_document_has_is_zero_and_nothing_else_is_written(end: int, dtype: torch.dtype) -> None:
+    likes = [torch.zeros(1, T, *width, dtype=dtype, device=DEVICE) for width in WIDTHS]
+    for found in (
+        packed.rooms(call(0, end // 2, end), likes, [True] * len(likes)),
+        [packed.room(call(0, end), likes[0])],
+    ):
+        for x, like in zip(found, likes, strict=False):
+            assert x is not None
+            assert x.shape == like.shape
+            assert x.dtype == dtype
+            assert bool((x[:, :end] == KEPT).all())
+            assert not x[:, end:].any()
+
+
+@pytest.mark.usefixtures("kept")
+def test_what_has_other_rows_is_as_it_came() -> None:
+    state = torch.zeros(2, 4, 8, 8, device=DEVICE)
+    _, found, none = packed.rooms(call(0, 3, 600), (state, state, None), (False, True, True))
+    assert found is not None
+    assert bool((found == KEPT).all())
+    assert none is None
+
+
+@pytest.mark.parametrize(("count", "launches"), [(1, 1), (6, 1), (7, 2)])
+def test_launches(count: int, launches: int) -> None:
+    likes = [torch.zeros(1, T, 4, device="meta")] * count
+    for offsets, wanted in ((torch.zeros(3, device="meta"), launches), (None, 0)):
+        with tune.recording(tune.TARGETS["sm_90"]) as made:
+            packed.rooms(SimpleNamespace(sizes=(1, T), offsets=offsets), likes, [True] * count)
+        assert len(made) == wanted
