@@ -253,6 +253,8 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
             if phase == 1:  # each from the same place in shared memory
                 ends_there.store([chunk * H * K + K // 2, v0], tl.trans(right))
             dd = tl.dot(tl.trans(do), A, tl.dot(tl.trans(do), A_lost))
+            if total_ptr is None:  # what roundings leave is not forgotten either
+                read = tl.dot((dS - operand.to(tl.float32)).to(tl.bfloat16), tl.trans(k), read)
             dd += read * write
             high, low = in_two(dd)
             _, by_read = tl.split(tl.join(dd, tl.trans(do).to(tl.float32)))  # so that both lie alike

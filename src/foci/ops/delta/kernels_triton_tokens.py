@@ -14,8 +14,9 @@ Keys that are alike make sums over d and dv telescope. These lie in memory as tw
 both, in three products or two. Products through a state take the first alone, which is too little for gates. The
 equations of d and dv say what these are to have: as dd - E^T dv = dv, over channels fall w (d dS^T) sums to d dv less
 what the columns of A and E sum to; as v - rise e S = d + E d, rise e (dv S^T) to v dv - d dv less what E's rows do.
-These are taken unless fall or rise leaves so little that the product is nearer, or that is 0. For float16, whose range
-holds no decays, all products are of float32 tiles (tiles/state.py: working).
+These are taken unless fall or rise leaves so little that the product is nearer, or that is 0. Without gates the walk
+makes dv of more digits, and beta's gradient, by the equations of both, is d dv / beta.
+For float16, whose range holds no decays, all products are of float32 tiles (tiles/state.py: working).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from foci.tiles.state import chunk_at, rounded, working
 from foci.tiles.whole import read, within, write
 
 CHUNK = 64
+FAINT: tl.constexpr = tl.constexpr(2.0**-60)  # a beta that may have left dv without some of its digits
 CLEAR: tl.constexpr = tl.constexpr(2.0**-8)  # a decay that leaves a rest larger than the rounding of what it is left of
 
 
@@ -291,9 +293,10 @@ def pairs_of(  # type: ignore[no-untyped-def]
                 else:
                     by_gate = by_pairs(both * beta[None, :], True)
                 tl.store(rows + tokens, by_gate, mask=at < stop)
-                if v_ptr is not None:
-                    tl.store(rows + 2 * tokens, tl.sum(tl.where(t == s, dP, 0.0), 1), mask=at < stop)
-                    tl.store(rows + 3 * tokens, by_value, mask=at < stop)
+            if low_ptr is not None:
+                tl.store(rows + 2 * tokens, tl.sum(tl.where(t == s, dP, 0.0), 1), mask=at < stop)
+            if v_ptr is not None:
+                tl.store(rows + 3 * tokens, by_value, mask=at < stop)
         v0 += BLOCK_V
         r = tl.where(v0 >= V, r + 1 if OWN else r - 1, r)
         v0 = tl.where(v0 >= V, 0, v0)
@@ -339,16 +342,20 @@ def gates_kernel(  # type: ignore[no-untyped-def]
     by_fall, by_rise, by_erase = by_fall * fall, by_rise * rise, by_erase * rise
     columns_A = load_tile(rows_ptr, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
     columns_E = load_tile(rows_ptr + 2 * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
+    beta_ptr += row * beta_strides[0]
+    beta = load_tile(beta_ptr, first, stop, beta_strides[1], h0, H, beta_strides[2], CHUNK, BLOCK_H).to(tl.float32)
+    if TWO:
+        by_error = load_tile(rows_ptr + 4 * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
     if d_beta_ptr is not None:
-        store_tile(d_beta_ptr + row * T * H, columns_A + columns_E + by_fall, first, stop, H, h0, H, 1)
+        d_beta = columns_A + columns_E + by_fall
+        if TWO and g_ptr is None:
+            d_beta = tl.where(tl.abs(beta) > FAINT, by_error / beta, d_beta)
+        store_tile(d_beta_ptr + row * T * H, d_beta, first, stop, H, h0, H, 1)
     if d_g_ptr is not None:
-        beta_ptr += row * beta_strides[0]
-        beta = load_tile(beta_ptr, first, stop, beta_strides[1], h0, H, beta_strides[2], CHUNK, BLOCK_H).to(tl.float32)
         by_E = load_tile(rows_ptr + 3 * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
         d_g = load_tile(rows_ptr + tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H) + by_E
         by_fall *= beta
         if TWO:
-            by_error = load_tile(rows_ptr + 4 * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
             by_value = load_tile(rows_ptr + 5 * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
             # Where nothing comes from behind or before, the sums are rounding; and fall is the future's.
             clear = (fall > CLEAR) & (by_fall != 0.0)
@@ -451,7 +458,7 @@ def side_by_token(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Any, 
             gates_kernel, (problem.chunks * -(-problem.H // config["BLOCK_H"]),),
             call.beta, g, call.offsets, rows, totals, d_beta, d_g, call.beta.stride(), strides(g), problem.T, problem.N,
             problem.H, problem.K, rows[0].numel(), config=config, BLOCKS=blocks, CONSTANT=problem.constant,
-            NEAR=call.q.dtype != torch.float32, TWO=value is not None, CHUNK=CHUNK,
+            NEAR=call.q.dtype != torch.float32, TWO=low is not None, CHUNK=CHUNK,
         )  # fmt: skip
     if parts is not None:
         config = configure("delta_backward_sums", (), _sums_rule, problem.target)
