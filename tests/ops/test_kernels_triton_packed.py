@@ -46,6 +46,17 @@ def test_what_no_document_has_is_zero_and_nothing_else_is_written(end: int, dtyp
 
 
 @pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize(
+    ("offsets", "start", "stop"), [((20, 60), 20, 60), ((-5, 60), 0, 60), ((0, 9, -5), 0, 9), ((5, 5, 9999), 5, T)]
+)
+def test_offsets_that_a_gpu_moves_inside(offsets: tuple[int, ...], start: int, stop: int) -> None:
+    x = packed.room(call(*offsets), torch.zeros(1, T, 3, 5, device=DEVICE))
+    assert bool((x[:, start:stop] == KEPT).all())
+    assert not x[:, :start].any()
+    assert not x[:, stop:].any()
+
+
+@pytest.mark.usefixtures("kept")
 def test_what_has_other_rows_is_as_it_came() -> None:
     state = torch.zeros(2, 4, 8, 8, device=DEVICE)
     _, found, none = packed.rooms(call(0, 3, 600), (state, state, None), (False, True, True))

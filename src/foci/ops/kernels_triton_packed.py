@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.core.tune import Config, launch
+from foci.tiles.state import sequence
 
 CONFIG = Config({"BLOCK": 1024}, warps=4, stages=1)
 PROGRAMS = 128  # each takes every 128th block of the rest: where there is none they end at once
@@ -22,27 +23,34 @@ MOST = 6  # tensors of a launch
 
 
 @triton.jit
-def _clear(x_ptr, width, first, T, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows from `first` on of x [T,width]."""
+def _clear(x_ptr, width, start, stop, T, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows of x [T,width] before `start`, and from `stop` on."""
     if x_ptr is not None:
-        end = tl.cast(T, tl.int64) * width
-        for i in range(first * width + tl.program_id(0) * BLOCK, end, PROGRAMS * BLOCK):
-            at = i + tl.arange(0, BLOCK)
-            tl.store(x_ptr + at, 0.0, mask=at < end)
+        for i in range(tl.program_id(0) * BLOCK, start * width, PROGRAMS * BLOCK):
+            at = i + tl.arange(0, BLOCK).to(tl.int64)
+            tl.store(x_ptr + at, 0.0, mask=at < start * width)
+        for i in range(stop * width + tl.program_id(0) * BLOCK, T * width, PROGRAMS * BLOCK):
+            at = i + tl.arange(0, BLOCK).to(tl.int64)
+            tl.store(x_ptr + at, 0.0, mask=at < T * width)
 
 
 @triton.jit
 def rest_kernel(  # type: ignore[no-untyped-def]
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, f_ptr, offsets_ptr, widths, N, T, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Tokens behind the last document in up to six tensors of T rows, `widths` wide."""
-    first = tl.load(offsets_ptr + N).to(tl.int64)
-    _clear(a_ptr, widths[0], first, T, PROGRAMS, BLOCK)
-    _clear(b_ptr, widths[1], first, T, PROGRAMS, BLOCK)
-    _clear(c_ptr, widths[2], first, T, PROGRAMS, BLOCK)
-    _clear(d_ptr, widths[3], first, T, PROGRAMS, BLOCK)
-    _clear(e_ptr, widths[4], first, T, PROGRAMS, BLOCK)
-    _clear(f_ptr, widths[5], first, T, PROGRAMS, BLOCK)
+    """Tokens that none of N documents has, in up to six tensors of T rows, `widths` wide.
+
+    None should be before the first; but offsets on a GPU are moved inside 0..T and not refused (tiles/state.py).
+    """
+    start = sequence(offsets_ptr, 0, T, 1)[1].to(tl.int64)
+    stop = sequence(offsets_ptr, N - 1, T, 1)[2].to(tl.int64)
+    T = tl.cast(T, tl.int64)
+    _clear(a_ptr, widths[0], start, stop, T, PROGRAMS, BLOCK)
+    _clear(b_ptr, widths[1], start, stop, T, PROGRAMS, BLOCK)
+    _clear(c_ptr, widths[2], start, stop, T, PROGRAMS, BLOCK)
+    _clear(d_ptr, widths[3], start, stop, T, PROGRAMS, BLOCK)
+    _clear(e_ptr, widths[4], start, stop, T, PROGRAMS, BLOCK)
+    _clear(f_ptr, widths[5], start, stop, T, PROGRAMS, BLOCK)
 
 
 def room(call: Any, like: Tensor) -> Tensor:
