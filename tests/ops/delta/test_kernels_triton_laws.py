@@ -56,6 +56,18 @@ def never_forgotten() -> Case:
     return Delta("never forgotten", B=1, T=512, H=1, K=64, alike="identical", beta=1.9, full=True).case
 
 
+def faint() -> Case:
+    """Without gates, where beta's gradient is over beta: betas of 0, and such as leave next to nothing of dv."""
+    case = Delta("faint betas", B=1, T=70, H=2, K=8, beta=2.0).case
+
+    def make(dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Any]:
+        made = case.make(dtype, device, seed)
+        made["beta"][:, ::3], made["beta"][:, 1::6], made["beta"][:, 4::6] = 0.0, 1e-30, 1e-12
+        return made
+
+    return replace(case, make=make)
+
+
 def named(names: Iterable[str]) -> list[Case]:
     known = {case.name: case for case in SPEC.cases}
     return [known[name] for name in names]
@@ -69,7 +81,9 @@ def exam_of(*cases: Case) -> Exam:
 @pytest.mark.usefixtures("halves")
 @pytest.mark.parametrize("through", [("state",), ("out",)], ids="+".join)
 @pytest.mark.parametrize(
-    "case", [*named(HARD), erased_by_its_keys(), never_forgotten(), *map(steep, (1, 4, 16))], ids=lambda case: case.name
+    "case",
+    [*named(HARD), erased_by_its_keys(), never_forgotten(), faint(), *map(steep, (1, 4, 16))],
+    ids=lambda case: case.name,
 )
 def test_gradients_through_one_output_alone_keep_the_budget(case: Case, through: tuple[str, ...]) -> None:
     exam = exam_of(case)

@@ -195,22 +195,24 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             store_state(d_state_ptr + (n * H + h) * K * V, dS, K, v0, V, BLOCKS, BLOCK_K)
 
 
-def _named(per_channel: bool, erase: Tensor | None) -> tuple[str, Callable[[int, int, bool, Target], Config]]:
+def _named(call: Any, per_channel: bool) -> tuple[str, Callable[[int, int, bool, Target], Config]]:
     """The walk's name among configurations, and its rule."""
     if per_channel:
         return "walk_by_channel", _walk_by_channel_rule
-    return ("walk", _walk_rule) if erase is None else ("walk_with_erase", _walk_with_erase_rule)
+    if call.erase is None and call.log_decay is not None:
+        return "walk", _walk_rule
+    return "walk_in_full", _walk_in_full_rule
 
 
 def _walk_by_channel_rule(K: int, V: int, wide: bool, target: Target) -> Config:
     """As `_walk_rule`, but there is more to load for a chunk, and more programs at once hide that best."""
     if target.arch == 90 and K == 128 and V > 32 and not wide:
         return Config({"BLOCK_K": K, "BLOCK_V": 64}, warps=4, stages=2)
-    return _walk_with_erase_rule(K, V, wide, target)
+    return _walk_in_full_rule(K, V, wide, target)
 
 
-def _walk_with_erase_rule(K: int, V: int, wide: bool, target: Target) -> Config:
-    """As `_walk_rule`, but a third stage would not fit into shared memory."""
+def _walk_in_full_rule(K: int, V: int, wide: bool, target: Target) -> Config:
+    """As `_walk_rule`, but beside erase keys or what rounding left of dS a third stage finds no shared memory."""
     config = _walk_rule(K, V, wide, target)
     return Config(config.blocks, config.warps, min(config.stages, 2))
 
@@ -304,7 +306,7 @@ def _walk(
         R = 1
     two = call.v.dtype == torch.bfloat16 and not problem.per_channel
     dv, beside = _room(problem, two)
-    config = problem.config(*_named(problem.per_channel, e))
+    config = problem.config(*_named(call, problem.per_channel))
     blocks = -(-V // config["BLOCK_V"])
     pieces = cut(problem.target, problem.N * H * blocks)
     operands = q, k, e, d_out, d_value
