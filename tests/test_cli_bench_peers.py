@@ -91,6 +91,20 @@ def test_fla_is_timed_by_its_own_code(operator: str, decay: str, monkeypatch: py
     assert ran == 1
 
 
+def test_xformers_has_its_bias_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with its gradient, where the problem's is one for all rows."""
+
+    def theirs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_bias: torch.Tensor) -> torch.Tensor:
+        assert attn_bias.shape == (3, 4, 5, 7)
+        return (q.transpose(1, 2) @ k.permute(0, 2, 3, 1) + attn_bias) @ v.transpose(1, 2)
+
+    monkeypatch.setattr(cli_bench_peers, "_theirs", lambda name: SimpleNamespace(memory_efficient_attention=theirs))
+    q, k = torch.randn(3, 5, 4, 8), torch.randn(3, 7, 4, 8)
+    bias = torch.randn(1, 4, 5, 7, requires_grad=True)
+    out = cli_bench_peers._xformers({"q": q, "k": k, "v": k, "bias": bias})
+    assert torch.autograd.grad(out.sum(), bias)[0].shape == bias.shape
+
+
 def test_what_torch_compiles_can_be_differentiated_twice() -> None:
     import torch._functorch.config as config
 

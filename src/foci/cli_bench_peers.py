@@ -81,9 +81,11 @@ def _softmax(device: torch.device) -> Iterator[Candidate]:
 
 
 def _xformers(given: Given) -> Tensor:
-    ops = _theirs("xformers.ops")
+    ops, (q, k, v) = _theirs("xformers.ops"), (given[name] for name in "qkv")
     bias = ops.LowerTriangularMask() if "mask" in given else given.get("bias")
-    out: Tensor = ops.memory_efficient_attention(given["q"], given["k"], given["v"], attn_bias=bias)
+    if isinstance(bias, Tensor):  # whose batch and heads it wants in full
+        bias = bias.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    out: Tensor = ops.memory_efficient_attention(q, k, v, attn_bias=bias)
     return out
 
 

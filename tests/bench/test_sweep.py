@@ -57,10 +57,16 @@ def test_what_cannot_run_says_why() -> None:
     def unable(given: object) -> tuple[Tensor, ...]:
         raise Unsupported("attention: backend 'x' cannot run this call", ["no window", "no sink"], "try another")
 
+    def lists(given: object) -> tuple[Tensor, ...]:
+        raise NotImplementedError("\nno operator for:\n    query\n    key\n" + "too long " * 100)
+
     refusing = replace(OURS, name="refusing", refuses=lambda case: ["it is Tuesday"])
-    unsupported = replace(OURS, name="unable", call=unable)
-    records = run([refusing, replace(OURS, name="failing", call=fails), unsupported, OURS])
+    unsupported, listing = replace(OURS, name="unable", call=unable), replace(OURS, name="listing", call=lists)
+    records = run([refusing, replace(OURS, name="failing", call=fails), unsupported, listing, OURS])
     said = {r.candidate: r.refused for r in records}
+    listed = said.pop("listing")
+    assert listed.startswith("NotImplementedError: no operator for: query key too long too")
+    assert len(listed) < 650
     assert said == {
         "refusing": "it is Tuesday", "failing": "RuntimeError: no kernel", "unable": "no window; no sink", "ours": "",
     }  # fmt: skip

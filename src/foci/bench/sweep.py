@@ -17,6 +17,7 @@ from foci.core.errors import Unsupported
 from foci.core.spec import Candidate, Case, Inputs, Outputs, Spec
 
 _WRONG = "wrong"
+_LONGEST = 600  # of an error that lists its reasons
 _FAR = 10.0  # what takes so many times as long as the fastest gets three rounds
 Found = Mapping[str, Tensor]
 # (inputs, what the candidate gave: outputs by name and gradients as d<name>, weights of the outputs) ->
@@ -179,15 +180,21 @@ def _runs(trial: Trial, stage: str) -> tuple[_Why | None, Callable[[], object]]:
 
 
 def _why(error: Exception) -> _Why:
-    """The first line of what went wrong. After a fault of the GPU itself nothing that follows could be believed."""
+    """The first line of what went wrong, and _LONGEST letters of all where a list follows.
+
+    After a fault of the GPU itself nothing that follows could be believed.
+    """
     if "CUDA error" in str(error):
         raise error
     if isinstance(error, torch.OutOfMemoryError):
         return _Why("out of memory")
     if isinstance(error, Unsupported):
         return _Why("; ".join(error.reasons) or error.what)
-    name = type(error).__name__
-    return _Why(f"{name}: {(str(error).strip().splitlines() or [''])[0]}", name)
+    name, lines = type(error).__name__, [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[0] if lines else ""
+    if said.endswith(":"):
+        said = " ".join(lines)[:_LONGEST]
+    return _Why(f"{name}: {said}", name)
 
 
 def _timed(
