@@ -14,6 +14,7 @@ import pytest
 from benchmarks import gpu_page
 
 from foci.bench.record import Record, read
+from foci.ops import SPECS
 
 
 def record(candidate: str, stage: str, median: float | None, refused: str = "") -> Record:
@@ -199,19 +200,30 @@ def test_the_page_of_the_house_says_what_its_records_say() -> None:
     text, records = (gpu_page.DOCS / "benchmarks.md").read_text(encoding="utf-8"), read(gpu_page.DOCS / "gpu.jsonl")
     assert "\n".join([gpu_page.heading(records), *gpu_page.tables(records)]) in text
 
-    def ratio(problem: str, stage: str, mine: str = "foci") -> str:
+    def ratio(problem: str, stage: str, mine: str = "foci", peer: str = "") -> str:
         here = [r for r in records if r.problem.startswith(problem) and r.stage == stage and r.median]
         ours = next(r for r in here if r.candidate == mine)
-        return f"{min(r.median for r in here if not gpu_page.ours(r)) / ours.median:.2f}"  # type: ignore[type-var,operator]
+        theirs = (r.median for r in here if not gpu_page.ours(r) and r.candidate.startswith(peer))
+        return f"{min(theirs) / ours.median:.2f}"  # type: ignore[type-var,operator]
 
     goals = text.split(gpu_page.BEGIN)[0]
-    for problems, stages, mine in (
-        (("GLA ", "simple GLA ", "SSD "), ("both",), "foci"),
-        (("Qwen GDN",), ("forward", "backward"), "foci"),
-        (("KDA ",), ("forward", "backward"), "foci"),
-        (("softcap ", "window ", "sink ", "bias "), ("both",), "foci triton"),
+    for problems, stages, mine, peer in (
+        (("GLA ", "simple GLA ", "SSD "), ("both",), "foci", "FLA"),
+        (("Qwen GDN 8192x1 16:32x128",), ("forward", "backward"), "foci", "FLA"),
+        (("KDA ",), ("forward", "backward"), "foci", "FLA"),
+        (("softcap ", "window ", "sink ", "bias "), ("both",), "foci triton", "Flex"),
     ):
-        assert f"| {', '.join(ratio(problem, stage, mine) for problem in problems for stage in stages)} |" in goals
+        assert ", ".join(ratio(problem, stage, mine, peer) for problem in problems for stage in stages) in goals
+    shapes = [
+        shape.name for shape in SPECS["delta"].shapes if shape.name.startswith("Qwen") and "slow" not in shape.name
+    ]
+    assert len(shapes) == 14
+    for shape in shapes:
+        ours = next(r.median for r in records if (r.problem, r.candidate, r.stage) == (shape, "foci", "forward"))
+        named = shape.removeprefix("Qwen GDN ").removesuffix("x128")
+        assert f"| {named} | {(ours or 0) * 1e3:.3f} | {ratio(shape, 'forward', peer='FLA')} " in goals
+        beside = (ratio(shape, stage, peer="FlashQLA") for stage in gpu_page.STAGES)
+        assert re.search(rf"\| {re.escape(named)} \|.* \| {' [|] '.join(beside)} \|\n", goals)
     kernels = [
         r for r in records if r.candidate == "foci triton" or (r.candidate == "foci" and r.operator != "softmax")
     ]

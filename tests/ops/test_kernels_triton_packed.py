@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from foci.check.memory import poisoned
+from foci.cli_check import FUNCTIONS
 from foci.core import tune
+from foci.ops import gpu
 from tests.ops.in_triton import DEVICE
 
 from foci.ops import kernels_triton_packed as packed  # isort: skip  after Triton's presence is known
@@ -72,3 +75,39 @@ def test_launches(count: int, launches: int) -> None:
         with tune.recording(tune.TARGETS["sm_90"]) as made:
             packed.rooms(SimpleNamespace(sizes=(1, T), offsets=offsets), likes, [True] * count)
         assert len(made) == wanted
+
+
+def problems() -> dict[str, dict[str, Any]]:
+    """One of each operator, of 70 tokens: what it is given, all of which may have gradients."""
+    x, K = (lambda *shape: torch.randn(1, 70, *shape, device=DEVICE)), 8
+    gates = -torch.rand(1, 70, 4, K, device=DEVICE)
+    keys = {"q": x(2, K), "k": x(2, K), "v": x(4, 5)}
+    return {
+        "linear": keys | {"log_decay": gates},
+        "delta": keys | {"beta": x(4).sigmoid(), "log_decay": gates[..., 0].contiguous()},
+        "scan": {"x": x(3), "log_decay": -x(3).abs()},
+        "selective_scan": {
+            "x": x(3), "dt": x(3).abs(), "A": -torch.rand(3, 4, device=DEVICE), "B": x(4), "C": x(4),
+            "skip": torch.randn(3, device=DEVICE),
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("offsets", [(0, 0, 3, 66, 66), (4, 9, 30)], ids=str)
+@pytest.mark.parametrize("name", ["linear", "delta", "scan", "selective_scan"])
+def test_outputs_and_gradients_of_tokens_in_no_document_are_zero(
+    name: str, offsets: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offsets as they may lie on a GPU, where nobody looks at them; a CPU refuses such."""
+    monkeypatch.setattr(gpu, "documents", lambda *_: None)
+    leaves = {each: x.requires_grad_() for each, x in problems()[name].items()}
+    with poisoned():
+        out = FUNCTIONS[name](**leaves, offsets=torch.tensor(offsets, device=DEVICE), backend="triton")
+        out = out[0] if isinstance(out, tuple) else out
+        found = torch.autograd.grad(out, list(leaves.values()), torch.randn_like(out))
+    for each, x in {"out": out, **dict(zip(leaves, found, strict=True))}.items():
+        assert x.isfinite().all(), each
+        if x.shape[:2] == (1, 70):
+            assert not x[:, : offsets[0]].any(), each
+            assert not x[:, offsets[-1] :].any(), each
+            assert bool(x[:, offsets[0] : offsets[-1]].any()), each

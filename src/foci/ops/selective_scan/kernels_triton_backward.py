@@ -221,7 +221,7 @@ def total(parts_ptr, block, count, size, BLOCK: tl.constexpr, BATCH: tl.constexp
 @triton.jit
 def totals_kernel(  # type: ignore[no-untyped-def]
     pairs_ptr, dA_parts_ptr, dskip_parts_ptr, dB_ptr, dC_ptr, dA_ptr, dskip_ptr,
-    groups, programs, tokens, channels, cells, BLOCK: tl.constexpr, BATCH: tl.constexpr,
+    offsets_ptr, groups, programs, tokens, channels, cells, T, N, K, BLOCK: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
     """dB and dC of all groups of channels, dA and dskip of all programs; each sum has its own programs here."""
     index, tokens = tl.program_id(0), tl.cast(tokens, tl.int64)
@@ -230,6 +230,10 @@ def totals_kernel(  # type: ignore[no-untyped-def]
             both = total(pairs_ptr, index, groups, 2 * tokens, BLOCK, BATCH)
             dB, dC = tl.split(tl.reshape(both, [BLOCK // 2, 2]))
             places = tl.cast(index, tl.int64) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+            if offsets_ptr is not None:
+                t = places // K
+                known = (t >= sequence(offsets_ptr, 0, T, 1)[1]) & (t < sequence(offsets_ptr, N - 1, T, 1)[2])
+                dB, dC = tl.where(known, dB, 0.0), tl.where(known, dC, 0.0)
             if dB_ptr is not None:
                 tl.store(dB_ptr + places, dB.to(dB_ptr.dtype.element_ty), mask=places < tokens)
             if dC_ptr is not None:
@@ -271,7 +275,7 @@ def _parts(call: Any, found: Sequence[Tensor | None], groups: int, programs: int
 
 def _add_up(call: Any, parts: list[Tensor | None], sums: list[Tensor | None], groups: int, programs: int) -> None:
     """dA, dB, dC and dskip of their parts, in one launch."""
-    B, T, D, K, _ = call.sizes
+    B, T, D, K, N = call.sizes
     config = Config({"BLOCK": 256, "BATCH": 8}, warps=4, stages=1)
     (dA_parts, pairs, dskip_parts), (dA, dB, dC, dskip) = parts, sums
     sizes = (pairs is not None and 2 * B * T * K, dA_parts is not None and D * K, dskip_parts is not None and D)
@@ -279,7 +283,7 @@ def _add_up(call: Any, parts: list[Tensor | None], sums: list[Tensor | None], gr
         grid = sum(-(-size // config["BLOCK"]) for size in sizes)
         launch(
             totals_kernel, (grid,), pairs, dA_parts, dskip_parts, dB, dC, dA, dskip,
-            groups, programs, B * T * K, D, D * K, config=config,
+            call.offsets, groups, programs, B * T * K, D, D * K, T, N, K, config=config,
         )  # fmt: skip
 
 
