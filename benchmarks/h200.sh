@@ -33,6 +33,11 @@ refuse() { echo "h200.sh: $1" >&2; exit 2; }
 for step in $steps; do
   [[ " check bench tune " == *" $step "* ]] || refuse "unknown STEP $step; expected check, bench or tune"
 done
+[[ " check bench tune " != *" $out "* ]] || refuse "FOLDER is $out, which is a STEP; expected a folder before the steps"
+[[ " cuda cpu " == *" $device "* ]] || refuse "DEVICE=$device; expected cuda or cpu"
+for dtype in $dtypes; do
+  [[ " bfloat16 float16 float32 " == *" $dtype "* ]] || refuse "DTYPES: unknown $dtype; expected bfloat16, float16, float32"
+done
 for operator in $operators; do
   [[ " $known " == *" $operator "* ]] || refuse "OPERATORS: unknown $operator; expected some of $known"
 done

@@ -153,6 +153,27 @@ def asked_for(folder: Path, steps: str, **given: object) -> tuple[str, str]:
     return (folder / "asked").read_text(), ended.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "given", "said"),
+    [
+        ("check", {}, "FOLDER is check, which is a STEP"),
+        ("out", {"DEVICE": "gpu"}, "DEVICE=gpu"),
+        ("out", {"DTYPES": "bfloat16 f16"}, "DTYPES: unknown f16"),
+        ("out", {"OPERATORS": "gla"}, "OPERATORS: unknown gla"),
+        ("out measure", {}, "unknown STEP measure"),
+        ("out", {"LIMIT": "soon"}, "LIMIT=soon"),
+    ],
+)
+def test_what_is_not_known_is_refused_before_anything_runs(
+    words: str, given: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    script = str(Path(gpu_page.__file__).with_name("h200.sh"))
+    here = {"PATH": os.environ["PATH"], "PYTHON": "false"} | given
+    ended = subprocess.run(["bash", script, *words.split()], env=here, capture_output=True, text=True, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert said in ended.stderr
+
+
 @pytest.mark.parametrize("operators", ["delta linear softmax selective_scan scan", "scan", "selective_scan scan"])
 @pytest.mark.parametrize("seconds", [60, 190, 300])
 def test_every_operator_has_time_to_be_compiled_and_all_of_it_is_given(

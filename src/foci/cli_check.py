@@ -246,6 +246,8 @@ def _load(target: str) -> Any:
 def _limits(text: str) -> Limits:
     """ "120" or "120,300"."""
     words, most, found = list(filter(None, text.split(","))), len(Limits._fields), []
+    if text and not words:
+        raise ValueError(f"--limit: {text!r} has no number of seconds; expected one, or {most} joined with a comma")
     if len(words) > most:
         raise ValueError(f"--limit takes at most {most} numbers of seconds, got {len(words)}: {text}")
     for word in words:
@@ -293,6 +295,8 @@ def _dtypes(text: str) -> tuple[torch.dtype, ...] | None:
     for word in words:
         if word not in known:
             raise ValueError(f"--dtype must be among {', '.join(known)}; got {word!r}")
+    if text and not words:
+        raise ValueError(f"--dtype: {text!r} names no dtype; expected some of {', '.join(known)}")
     return tuple(known[word] for word in words) or None
 
 
