@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.core.tune import Config, launch
-from foci.tiles.state import sequence
+from foci.tiles.state import covered
 
 CONFIG = Config({"BLOCK": 1024}, warps=4, stages=1)
 PROGRAMS = 128  # each takes every 128th block of the rest: where there is none they end at once
@@ -42,9 +42,8 @@ def rest_kernel(  # type: ignore[no-untyped-def]
 
     None should be before the first; but offsets on a GPU are moved inside 0..T and not refused (tiles/state.py).
     """
-    start = sequence(offsets_ptr, 0, T, 1)[1].to(tl.int64)
-    stop = sequence(offsets_ptr, N - 1, T, 1)[2].to(tl.int64)
-    T = tl.cast(T, tl.int64)
+    start, stop = covered(offsets_ptr, N, T)
+    start, stop, T = start.to(tl.int64), stop.to(tl.int64), tl.cast(T, tl.int64)
     _clear(a_ptr, widths[0], start, stop, T, PROGRAMS, BLOCK)
     _clear(b_ptr, widths[1], start, stop, T, PROGRAMS, BLOCK)
     _clear(c_ptr, widths[2], start, stop, T, PROGRAMS, BLOCK)

@@ -85,3 +85,9 @@ def nearest_in_two(x):  # type: ignore[no-untyped-def]
 def halves(high, low, above, below, z):  # type: ignore[no-untyped-def]
     """(high + low) (above + below) + z of bfloat16 tiles, low by below left out: nearly as of float32."""
     return tl.dot(high, above, tl.dot(high, below, tl.dot(low, above, z)))
+
+
+@triton.jit
+def covered(offsets_ptr, N, T):  # type: ignore[no-untyped-def]
+    """(the first token that one of N documents has, the one behind the last): no other token is in any."""
+    return sequence(offsets_ptr, 0, T, 1)[1], sequence(offsets_ptr, N - 1, T, 1)[2]

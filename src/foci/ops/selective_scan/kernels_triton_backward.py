@@ -22,7 +22,7 @@ from torch import Tensor
 
 from foci.core.tune import Config, Target, configure, launch, strides, target_of
 from foci.tiles.channels import states_of
-from foci.tiles.state import sequence
+from foci.tiles.state import covered, sequence
 from foci.tiles.stretches import decay_rates, join, row, rows, stretch
 
 VARY = {"BLOCK_D": (8, 16, 32, 64), "BLOCK_T": (4, 8, 16)}  # what `foci tune` may try
@@ -231,8 +231,8 @@ def totals_kernel(  # type: ignore[no-untyped-def]
             dB, dC = tl.split(tl.reshape(both, [BLOCK // 2, 2]))
             places = tl.cast(index, tl.int64) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
             if offsets_ptr is not None:
-                t = places // K
-                known = (t >= sequence(offsets_ptr, 0, T, 1)[1]) & (t < sequence(offsets_ptr, N - 1, T, 1)[2])
+                (start, end), t = covered(offsets_ptr, N, T), places // K
+                known = (t >= start) & (t < end)
                 dB, dC = tl.where(known, dB, 0.0), tl.where(known, dC, 0.0)
             if dB_ptr is not None:
                 tl.store(dB_ptr + places, dB.to(dB_ptr.dtype.element_ty), mask=places < tokens)
