@@ -231,8 +231,8 @@ def totals_kernel(  # type: ignore[no-untyped-def]
             dB, dC = tl.split(tl.reshape(both, [BLOCK // 2, 2]))
             places = tl.cast(index, tl.int64) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
             if offsets_ptr is not None:
-                (start, end), t = covered(offsets_ptr, N, T), places // K
-                known = (t >= start) & (t < end)
+                start, end = covered(offsets_ptr, N, T)
+                known = (places // K >= start) & (places // K < end)
                 dB, dC = tl.where(known, dB, 0.0), tl.where(known, dC, 0.0)
             if dB_ptr is not None:
                 tl.store(dB_ptr + places, dB.to(dB_ptr.dtype.element_ty), mask=places < tokens)
