@@ -66,26 +66,26 @@ def softmax(
     return make
 
 
-def gates(decay: str | None, B: int, H: int, K: int) -> Tensor | None:
-    shapes = {"head": (H,), "token": (B, T, H), "channel": (B, T, H, K)}
+def gates(decay: str | None, B: int, t: int, H: int, K: int) -> Tensor | None:
+    shapes = {"head": (H,), "token": (B, t, H), "channel": (B, t, H, K)}
     return empty(*shapes[decay]) if decay else None
 
 
 def recurrence(
     *, K: int = 128, V: int | None = None, G: int = 16, H: int = 16, decay: str | None = None, beta: bool = False,
-    bonus: bool = False, erase: bool = False, state: bool = False, packed: bool = False, **options: Any,
+    bonus: bool = False, erase: bool = False, state: bool = False, packed: bool = False, t: int = T, **options: Any,
 ) -> Callable[[torch.dtype], dict[str, Any]]:  # fmt: skip
     """Linear attention, and with `beta` the delta rule."""
 
     def make(dtype: torch.dtype) -> dict[str, Any]:
         B, width = (1 if packed else 2), V or K
-        made: dict[str, Any] = {name: empty(B, T, G, K, dtype=dtype) for name in ("q", "k")}
-        made["v"] = empty(B, T, H, width, dtype=dtype)
+        made: dict[str, Any] = {name: empty(B, t, G, K, dtype=dtype) for name in ("q", "k")}
+        made["v"] = empty(B, t, H, width, dtype=dtype)
         optional = {
-            "beta": empty(B, T, H) if beta else None,
-            "log_decay": gates(decay, B, H, K),
+            "beta": empty(B, t, H) if beta else None,
+            "log_decay": gates(decay, B, t, H, K),
             "bonus": empty(H, K) if bonus else None,
-            "erase": empty(B, T, G, K, dtype=dtype) if erase else None,
+            "erase": empty(B, t, G, K, dtype=dtype) if erase else None,
             "state": empty(DOCUMENTS if packed else B, H, K, width) if state else None,
             "offsets": offsets() if packed else None,
         }
@@ -195,6 +195,12 @@ _DELTA = (
     Specimen("delta", "Kimi Delta Attention", recurrence(beta=True, decay="channel")),
     Specimen("delta", "Gated DeltaNet of few heads, in pieces", recurrence(beta=True, decay="token", G=1, H=2)),
     Specimen("delta", "Gated DeltaNet in pieces by its gates", recurrence(beta=True, decay="token"), where="sm_90"),
+    Specimen(
+        "delta",
+        "Gated DeltaNet in pieces by its gates or by maps",
+        recurrence(beta=True, decay="token", G=1, H=4, t=8 * T),
+        where="sm_90",
+    ),
     Specimen(
         "delta",
         "Kimi Delta Attention of few heads, in pieces",

@@ -8,7 +8,8 @@ from typing import Any
 _TUNED = "its tiles are chosen for sm_90, where nothing spills; smaller ones would compute dA more often"
 _MEASURED = "on an H200 the fastest of the tiles that were tried, also beside those that do not spill"
 _NEWER = "24 bytes at most by Triton 3.7.1; none by 3.6, with which it was measured on an H200"
-_WALK = "128 bytes at most; on an H200 both launches take as long as those of a form without"
+_WALK = "132 bytes at most; on an H200 both launches take as long as those of a form without"
+_WIDE = "32 bytes at most, once, where a piece may begin with a state that maps have made"
 _FAR = "where rows are far, which few chunks have"
 _LIMIT = "its tiles are chosen for sm_90, where they fill the registers"
 SPILLS: dict[tuple[str, str, str], str] = {
@@ -22,6 +23,7 @@ SPILLS: dict[tuple[str, str, str], str] = {
     **{("delta", kernel, "sm_90"): _MEASURED for kernel in ("near_side_kernel", "pairs_kernel")},
     ("delta", "token_chunks_kernel", "sm_90"): _NEWER,
     ("delta", "token_walk_kernel", "sm_90"): _WALK,
+    ("delta", "wide_walk_kernel", "sm_90"): _WIDE,
     ("delta", "near_chunks_kernel", "sm_90"): "16 bytes; 1016 where rows are far, by as many warps for the same bits",
     **{("delta", "token_chunks_kernel", target): "40 bytes at most" for target in ("sm_80", "sm_120")},
     **{("delta", "near_chunks_kernel", target): _FAR for target in ("sm_80", "sm_120")},

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from foci.core.tune import interpreting
-from foci.tiles.pieces import FORGOTTEN, WARM, forgotten, remembered, share
+from foci.tiles.pieces import FORGOTTEN, WARM, forgotten, remembered, share, slow_pieces
 
 if not interpreting() and not torch.cuda.is_available():
     pytest.skip("kernels need a GPU or TRITON_INTERPRET=1, which `make test` sets for these", allow_module_level=True)
@@ -30,6 +30,14 @@ def remembered_kernel(reach_ptr, begin_ptr, lost_ptr, step, count, MOST: tl.cons
     begin, lost = remembered(reach_ptr, step, count, MOST, BLOCK)
     tl.store(begin_ptr, begin)
     tl.store(lost_ptr, lost)
+
+
+@triton.jit
+def slow_kernel(reach_ptr, own_ptr, later_ptr, step, pieces, chunks, FAR: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    piece = tl.program_id(0)
+    own, later = slow_pieces(reach_ptr, step, piece, pieces, chunks, FAR, BLOCK)
+    tl.store(own_ptr + piece, own)
+    tl.store(later_ptr + piece, later)
 
 
 @triton.jit
@@ -71,6 +79,28 @@ def test_a_piece_begins_where_nothing_before_it_is_left(kind: str, step: int, bl
     assert begin.item() == wanted
     assert lost.isnan().item() == (kind == "infinite") or kind == "nan"
     assert kind != "random" or 0 < wanted < count
+
+
+@pytest.mark.parametrize("block", [2, 16])
+@pytest.mark.parametrize("step", [1, 3, -2])
+@pytest.mark.parametrize(("kind", "far"), [("random", 4), ("never", 8), ("infinite", 8), ("at once", 1)])
+def test_a_piece_is_slow_by_the_chunks_before_it_alone(kind: str, far: int, step: int, block: int) -> None:
+    draw, count, pieces = torch.Generator().manual_seed(5), 40, 7
+    reach = -60 * torch.rand(count, generator=draw)
+    reach = {"random": reach, "never": reach / 1000, "infinite": reach, "at once": reach - 200}[kind]
+    if kind == "infinite":
+        reach[20] = math.inf
+    memory = torch.full((abs(step) * count,), 7.0)
+    memory[:: abs(step)] = reach if step > 0 else reach.flip(0)
+    start = memory.to(DEVICE) if step > 0 else memory.to(DEVICE)[(count - 1) * -step :]
+    own, later = torch.empty(2, pieces, dtype=torch.int32, device=DEVICE)
+    slow_kernel[(pieces,)](start, own, later, step, pieces, count, far, block)
+    ends = torch.empty(pieces, 2, dtype=torch.int32, device=DEVICE)
+    shares_kernel[(pieces,)](ends, pieces, count)
+    wanted = [far < first and bool(reach[first - far : first].sum() > FORGOTTEN.value) for first, _ in ends.tolist()]
+    assert own.tolist() == wanted
+    assert later.tolist() == [any(wanted[piece + 1 :]) for piece in range(pieces)]
+    assert (0 < sum(wanted) < pieces - 1) == (kind in ("random", "infinite")) and any(wanted) == (kind != "at once")
 
 
 @pytest.mark.parametrize("wrong", [None, math.nan, math.inf])

@@ -38,6 +38,25 @@ def remembered(reach_ptr, step, count, MOST: tl.constexpr, BLOCK: tl.constexpr =
 
 
 @triton.jit
+def slow_pieces(reach_ptr, step, piece, pieces, chunks, FAR: tl.constexpr, BLOCK: tl.constexpr = 32):  # type: ignore[no-untyped-def]
+    """(1 where more than FAR chunks, a power of 2, before a piece are not forgotten, 1 where so before a later one).
+
+    Of its own only chunks before a piece tell, so that what comes later changes nothing.
+    """
+    own, later = 0, 0
+    for i in tl.range(piece, pieces, BLOCK):
+        each = i + tl.arange(0, BLOCK)
+        ahead, _ = share(each, pieces, chunks)
+        at = ahead[:, None] - 1 - tl.arange(0, FAR)[None, :]
+        ours = (each < pieces) & (ahead > FAR)
+        reach = tl.load(reach_ptr + at.to(tl.int64) * step, mask=ours[:, None], other=0.0)
+        slow = (ours & (tl.sum(reach, 1) > FORGOTTEN)).to(tl.int32)
+        own = tl.maximum(own, tl.max(tl.where(each == piece, slow, 0), 0))
+        later = tl.maximum(later, tl.max(tl.where(each > piece, slow, 0), 0))
+    return own, later
+
+
+@triton.jit
 def forgotten(there, t1, t2, v0, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr):  # type: ignore[no-untyped-def]
     """What is left of columns v0.. of tokens t1..t2, whole chunks, by a factor of 0: 0, or NaN of what is no number.
 

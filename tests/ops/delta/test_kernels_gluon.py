@@ -14,10 +14,11 @@ from foci.core import tune
 from foci.ops.delta import gpu
 from foci.ops.delta.api import delta_rule
 from foci.ops.delta.call import bind
-from foci.ops.delta.cases import Delta
+from foci.ops.delta.cases import Delta, every_other_slow
 from foci.ops.draw import Draw
 
-from foci.ops.delta import kernels_triton_token_walks as token_walks  # isort: skip  after Triton's presence is known
+from foci.ops.delta import kernels_triton_token_joins as joins  # isort: skip  after Triton's presence is known
+from foci.ops.delta import kernels_triton_token_walks as token_walks  # isort: skip
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="Gluon has no interpreter, and this kernel is for Hopper")
@@ -34,6 +35,11 @@ SHAPES: list[dict[str, Any]] = [
     {"T": 3000, "H": 32, "gates": Draw.extremes, "alike": "correlated", "beta": 2.0},
     {"T": 64, "H": 200},
     {"T": 1, "H": 200, "state": True},
+]
+BY_MAPS: list[dict[str, Any]] = [
+    {"T": 32768, "H": 8, "G": 2},
+    {"T": 16001, "H": 4, "V": 256},
+    {"T": 20000, "H": 4, "offsets": (0, 0, 1, 6000, 20000)},
 ]
 
 
@@ -56,6 +62,20 @@ def test_both_walks_have_the_same_bits(options: dict[str, Any], monkeypatch: pyt
     found, wanted = (walked(inputs, wide, monkeypatch) for wide in (True, False))
     for x, y in zip(found, wanted, strict=True):
         assert y.isfinite().all() and x.equal(y)
+
+
+@on_hopper
+@pytest.mark.parametrize("options", BY_MAPS, ids=str)
+def test_both_walks_begin_by_the_same_maps(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where some heads forget too slowly, and near what one walk of the whole sequence finds."""
+    inputs = problem(**{"gates": every_other_slow, "state": True} | options)
+    target = tune.target_of(inputs["v"].device)
+    assert joins.by_maps(bind(**inputs), target, token_walks.shares(bind(**inputs), target, 128))
+    monkeypatch.setattr(token_walks, "shares", lambda *_: 9)
+    found, wanted = (walked(inputs, wide, monkeypatch) for wide in (True, False))
+    monkeypatch.setattr(token_walks, "shares", lambda *_: 1)
+    for x, y, z in zip(found, wanted, walked(inputs, False, monkeypatch), strict=True):
+        assert x.isfinite().all() and x.equal(y) and (x.float() - z.float()).norm() <= 5e-3 * z.float().norm()
 
 
 def test_some_shapes_have_pieces_without_a_chunk() -> None:

@@ -29,6 +29,7 @@ from tests.ops.recurrences import BUDGET, error, exact
 from foci.ops.delta import kernels_triton_backward as kernels  # isort: skip  after Triton's presence is known
 from foci.ops.delta import kernels_triton_channels as channels  # isort: skip
 from foci.ops.delta import kernels_triton_tokens as tokens  # isort: skip
+from foci.ops.delta import kernels_triton_token_joins as joins  # isort: skip
 from foci.ops.delta import kernels_triton_token_walks as token_walks  # isort: skip
 from foci.ops.delta import kernels_triton_channel_walks as channel_walks  # isort: skip
 from foci.ops.kernels_triton_packed import rooms  # isort: skip
@@ -143,7 +144,7 @@ def found(
         moved_grads = [None if g is None else g.to(DEVICE) for g in grads]
         cut = partial(pieces, moved)
         back = rooms(moved, moved[: len(wanted)], wanted)
-        kernels.backward(moved, kept, moved_grads, back, cut, channels, tokens, token_walks, channel_walks)
+        kernels.backward(moved, kept, moved_grads, back, cut, channels, tokens, token_walks, joins, channel_walks)
     for x, name in zip(back, SPEC.differentiable, strict=True):
         assert x is None or (x.dtype == inputs[name].dtype and x.is_contiguous()), name
     return {
@@ -257,7 +258,7 @@ def test_launches(decay: str, count: int) -> None:
     kept, grads = left_by_forward(call), draws(call)
     wanted = [getattr(call, n) is not None for n in SPEC.differentiable]
     with tune.recording(tune.TARGETS["sm_90"]) as launches:
-        back, walks = rooms(call, call[: len(wanted)], wanted), (token_walks, channel_walks)
+        back, walks = rooms(call, call[: len(wanted)], wanted), (token_walks, joins, channel_walks)
         kernels.backward(call, kept, grads, back, partial(pieces, call), channels, tokens, *walks)
     assert len(launches) == count
 
@@ -282,7 +283,7 @@ def test_few_heads_of_many_tokens_take_one_launch_more() -> None:
     kept = gpu._parts(call, gpu.kept(call).empty(call.v))
     with tune.recording(tune.TARGETS["sm_90"]) as launches:
         back, cut = rooms(call, call[:7], [True] * 7), partial(pieces, call)
-        kernels.backward(call, kept, (call.v, None), back, cut, channels, tokens, token_walks, channel_walks)
+        kernels.backward(call, kept, (call.v, None), back, cut, channels, tokens, token_walks, joins, channel_walks)
     names = [launch.kernel.fn.__name__ for launch in launches]
     assert names == ["walk_kernel", "walk_kernel", "side_kernel", "pairs_kernel", "gates_kernel"]
 

@@ -52,6 +52,13 @@ class Delta(Problem):
         return made | ({"erase": draw.unit(self.B, self.T, self.heads, self.K)} if self.erase else {})
 
 
+def every_other_slow(draw: Draw, *shape: int) -> Tensor:
+    """Of every other head gates that forget hardly anything."""
+    gates = draw.gates(*shape)
+    gates[..., 1::2] /= 1000
+    return gates
+
+
 PROBLEMS = (
     Delta("plain"),
     Delta("one token", T=1, decay="channel", state=True),
@@ -101,6 +108,7 @@ LARGE_PROBLEMS = (
     Delta("width 128, per channel, many heads", T=256, H=32, K=128, decay="channel"),
     Delta("width 128, few heads", T=4096, G=1, H=2, K=128, decay="token"),
     Delta("width 128, few heads, per channel", T=4096, G=1, H=2, K=128, decay="channel"),
+    Delta("width 128, in pieces by gates or maps", B=1, T=7680, G=2, H=8, K=128, decay="token", gates=every_other_slow),
     Delta("width 64, in pieces by its gates", B=1, T=3072, G=11, H=33, K=64, V=72, decay="token"),
     Delta("width 256, per token", T=130, H=2, K=256, decay="token"),
     Delta("width 128, packed", B=1, T=UNEVEN[-1], H=16, K=128, offsets=UNEVEN, decay="token", state=True),

@@ -63,6 +63,7 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     from foci.ops.delta import kernels_triton_channel_walks as channel_walks
     from foci.ops.delta import kernels_triton_chunks as at_once
     from foci.ops.delta import kernels_triton_forward as walks
+    from foci.ops.delta import kernels_triton_token_joins as joins
     from foci.ops.delta import kernels_triton_token_walks as token_walks
     from foci.ops.delta import kernels_triton_triangles as triangles
     from foci.ops.kernels_triton_packed import room
@@ -76,7 +77,7 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     shares = token_walks.shares(call, target, 64 if wide_walks is None else 128)
     made = triangles.first(call, parts, _slots(call), shares > 1, at_once, channel_chunks)
     out, cut = room(call, call.v), partial(pieces, call)
-    final = walks.forward(call, parts, made, out, shares, cut, token_walks, channel_walks, wide_walks)
+    final = walks.forward(call, parts, made, out, shares, cut, token_walks, joins, channel_walks, wide_walks)
     return (out, final) if buffer is None else (out, final, buffer)
 
 
@@ -85,11 +86,12 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     from foci.ops.delta import kernels_triton_backward as kernels
     from foci.ops.delta import kernels_triton_channel_walks as channel_walks
     from foci.ops.delta import kernels_triton_channels as channels
+    from foci.ops.delta import kernels_triton_token_joins as joins
     from foci.ops.delta import kernels_triton_token_walks as token_walks
     from foci.ops.delta import kernels_triton_tokens as tokens
     from foci.ops.kernels_triton_packed import rooms
 
-    call, walks = call._replace(offsets=placed(NAME, call.offsets, call.v)), (token_walks, channel_walks)
+    call, walks = call._replace(offsets=placed(NAME, call.offsets, call.v)), (token_walks, joins, channel_walks)
     parts, cut = _parts(call, outputs[2]), partial(pieces, call)
     arguments = call.q, call.k, call.v, call.beta, call.log_decay, call.erase, call.state
     found = rooms(call, arguments, needs)

@@ -145,8 +145,8 @@ def _chunk(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _walk(  # type: ignore[no-untyped-def]
-    half: gl.constexpr, out_there, tiles, full, empty, span, start, state_ptr, state_strides, total_ptr, final_ptr,
-    lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+    half: gl.constexpr, out_there, tiles, full, empty, span, start, state_ptr, state_strides, first_ptr, slow,
+    total_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """What four warps do: HALF columns from v0 on, or behind those, through the chunks of a piece."""
     begin, own, end = span
@@ -158,6 +158,9 @@ def _walk(  # type: ignore[no-untyped-def]
     if state_ptr is not None:
         S = gl.load(state_ptr + c.to(gl.int64) * state_strides[2] + v.to(gl.int64) * state_strides[3]).to(gl.float32)
     S = S * gl.where(begin == 0, 1.0, 0.0) + lost
+    if first_ptr is not None:  # noqa: SIM102  a constant and a tensor
+        if slow:
+            S += gl.load(first_ptr + ((c + zero) * V + (v + zero)))
     gone = gl.load(total_ptr + begin * H, mask=begin < end, other=0.0)
     for i in range(begin, own):
         then = gl.load(total_ptr + (i + 1) * H, mask=i + 1 < end, other=0.0)
@@ -178,7 +181,7 @@ def _walk(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def wide_walk_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, X_ptr, A_ptr, rows_ptr, total_ptr, reach_ptr, state_ptr, offsets_ptr,
+    q_ptr, k_ptr, v_ptr, X_ptr, A_ptr, rows_ptr, total_ptr, reach_ptr, slow_ptr, first_ptr, state_ptr, offsets_ptr,
     out_ptr, final_ptr, lost_ptr,
     q_strides, k_strides, v_strides, state_strides, scale, zero, T, H, R, V, pieces,
     CHUNK: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
@@ -192,10 +195,14 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     row, count = gl.to_tensor(b).to(gl.int64), (stop - start + CHUNK - 1) // CHUNK
     tokens, first = row * T * H + h, gl.to_tensor(slot).to(gl.int64) * H + h
     begin, own, end = 0, 0, count
-    lost = 0.0
+    lost, slow = 0.0, False
     if reach_ptr is not None:
         own, end = share(piece, pieces, count)
         begin, lost = _remembered(reach_ptr + first, H, own)
+        if slow_ptr is not None:
+            slow = gl.load(slow_ptr + rest) != 0
+            begin = gl.where(slow, own, begin)
+            first_ptr += rest.to(gl.int64) * K * V
         begin = gl.where((own == end) & (piece < pieces - 1), end, begin)  # without a chunk nobody has anything to do
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, K], gl.bfloat16)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.bfloat16)
@@ -239,12 +246,12 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     gl.warp_specialize(
         [
             (_walk, (
-                gl.constexpr(0), there[6], tiles, full, empty, span, start, state_ptr, state_strides, total_ptr,
-                final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK, STAGES,
+                gl.constexpr(0), there[6], tiles, full, empty, span, start, state_ptr, state_strides, first_ptr,
+                slow, total_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK, STAGES,
             )),
             (_walk, (
-                gl.constexpr(1), there[6], tiles, full, empty, span, start, state_ptr, state_strides, total_ptr,
-                final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK, STAGES,
+                gl.constexpr(1), there[6], tiles, full, empty, span, start, state_ptr, state_strides, first_ptr,
+                slow, total_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK, STAGES,
             )),
             (_load, (there, tiles, full, empty, span, start, H, v0, CHUNK, STAGES)),
         ],
@@ -254,15 +261,17 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
 
 
 def forward(
-    call: Any, parts: None, inverse: Tensor, products: Tensor, gated: Any, pieces: int, lost: Tensor | None,
-    out: Tensor, final: Tensor,
+    call: Any, parts: None, made: tuple[Tensor, Tensor, Any], pieces: int, lost: Tensor | None, out: Tensor,
+    final: Tensor, slow: Tensor | None, first: Tensor | None,
 ) -> None:  # fmt: skip
     """`forward` of kernels_triton_token_walks.py of calls that are `wider` there; nothing is kept for a backward."""
     _, T, G, H, K, V, N = call.sizes
+    inverse, products, gated = made
     launch(
         wide_walk_kernel, (N * H * pieces * (V // 128),),
-        call.q, call.k, call.v, inverse, products, gated.rows, gated.total, gated.reach, call.state, call.offsets,
-        out, final, lost, call.q.stride(), call.k.stride(), call.v.stride(), strides(call.state), call.scale, 0,
+        call.q, call.k, call.v, inverse, products, gated.rows, gated.total, gated.reach, slow, first,
+        call.state, call.offsets, out, final, lost,
+        call.q.stride(), call.k.stride(), call.v.stride(), strides(call.state), call.scale, 0,
         T, H, H // G, V, pieces,
         config=Config(warps=4, stages=STAGES), CHUNK=CHUNK, BLOCK_K=K, STAGES=STAGES,
     )  # fmt: skip

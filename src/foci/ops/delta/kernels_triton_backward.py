@@ -262,17 +262,18 @@ def backward(
     channels: Any,
     tokens: Any,
     token_walks: Any,
+    joins: Any,
     channel_walks: Any,
 ) -> None:
     """Fills the gradients of q, k, v, beta, log_decay, erase and state (`found`), None where not needed.
 
     `kept`: what the forward left (gpu.py: Parts). `cut`: ops/delta/pieces.py.
     What does each chunk's part: `channels` for gates per channel (kernels_triton_channels.py), `tokens` for others.
-    `token_walks`, `channel_walks`: the walk where it can be that of the file of their name.
+    `token_walks`, `channel_walks`: the walk where it can be that of the file of their name; `joins` as the forward's.
     """
     problem = _Problem(call, found)
     d_out = call.v.new_zeros(()).expand(call.v.shape) if grads[0] is None else grads[0]
-    dv, behind = _walk(problem, kept, d_out, grads[1], cut, channels, token_walks, channel_walks)
+    dv, behind = _walk(problem, kept, d_out, grads[1], cut, channels, token_walks, joins, channel_walks)
     if any(x is not None for x in (found[0], found[1], *found[3:6])):
         if problem.per_channel:
             channels.side_by_channel(problem, kept, d_out, dv, behind)
@@ -295,7 +296,7 @@ def _room(problem: _Problem, two: bool) -> tuple[Tensor, Tensor | None]:
 
 def _walk(
     problem: _Problem, kept: Sequence[Any], d_out: Tensor, d_final: Tensor | None, cut: Callable[..., Any],
-    channels: Any, token_walks: Any, channel_walks: Any,
+    channels: Any, token_walks: Any, joins: Any, channel_walks: Any,
 ) -> tuple[Any, Tensor]:  # fmt: skip
     """dv [B,T,H,V] and the gradient of the state at each chunk's end, laid out as the states are; as `_room` has dv."""
     call, d_value, R, H, K, V = problem.call, problem.found[2], problem.H // problem.G, problem.H, problem.K, problem.V
@@ -308,22 +309,24 @@ def _walk(
     dv, beside = _room(problem, two)
     config = problem.config(*_named(call, problem.per_channel))
     blocks = -(-V // config["BLOCK_V"])
-    pieces = cut(problem.target, problem.N * H * blocks)
     operands = q, k, e, d_out, d_value
+    shares = token_walks.shares(call, problem.target)
+    by_token = two and token_walks.suits(problem.N * H * shares, K, V, problem.target, *operands)
+    pieces = cut(problem.target, problem.N * H * blocks if not by_token or shares == 1 else problem.target.processors)
+    by_token = by_token and not pieces.tokens
     tma = problem.target.arch == 90 and q.dtype == torch.bfloat16 and K % config["BLOCK_K"] == 0
     tma = tma and all(map(by_tma, operands))
-    shares = token_walks.shares(call, problem.target)
-    by_token = two and not pieces.tokens and token_walks.suits(problem.N * H * shares, K, V, problem.target, *operands)
     by_channel = problem.per_channel and tma and not pieces.tokens and channel_walks.fits(K, V, config, problem.target)
     full = call.erase is not None and states.dtype == torch.bfloat16 and not (by_token or by_channel)
     behind = torch.empty_like(states, dtype=torch.float32 if full else None)
+    results = dv, beside, behind, problem.found[6]
     if by_token:
         left = rows, gone, reach if shares > 1 else None, products, inverse
-        token_walks.backward(call, left, shares, d_out, d_final, dv, beside, behind, problem.found[6])
+        make = partial(token_walks.backward, call, left, shares, d_out, d_final, [None] * 4)
+        token_walks.backward(call, left, shares, d_out, d_final, results, *joins.starts(call, shares, make))
         return (dv, beside), behind
 
     if by_channel:
-        results = dv, beside, behind, problem.found[6]
         channel_walks.backward(
             call, (q, k, e, gone, products, inverse, d_out, d_final), results, pieces.programs * H * blocks, config
         )
@@ -347,5 +350,5 @@ def _walk(
     if pieces.tokens:
         # Made again and not kept: what a forward keeps is declared to the compiler, whose lengths are symbols.
         go(pieces.slots * H * (blocks + -(-K // config["BLOCK_V"])), None, None, None, None)
-    go(pieces.programs * H * blocks, dv, beside, behind, problem.found[6])
+    go(pieces.programs * H * blocks, *results)
     return (dv, beside) if two else dv, behind

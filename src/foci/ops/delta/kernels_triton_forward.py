@@ -237,14 +237,14 @@ def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, turned
 
 def forward(
     call: Any, parts: Any, made: tuple[Tensor, Tensor, Any], out: Tensor, shares: int,
-    cut: Callable[[Target, int], Any], token_walks: Any, channel_walks: Any, wide_walks: Any = None,
+    cut: Callable[[Target, int], Any], token_walks: Any, joins: Any, channel_walks: Any, wide_walks: Any = None,
 ) -> Tensor:  # fmt: skip
     """Fills `out` and gives the final state, of what the first launch has `made` (kernels_triton_triangles.py).
 
     `parts` (gpu.py), if given, is filled for the backward. One launch, and one more where sequences are cut (`cut`:
     ops/delta/pieces.py). In bfloat16, where they may, `token_walks` makes it, in so many `shares`
-    (kernels_triton_token_walks.py; `wide_walks`, kernels_gluon.py, where they are given), or with gates per channel
-    `channel_walks` (kernels_triton_channel_walks.py).
+    (kernels_triton_token_walks.py; `wide_walks`, kernels_gluon.py, where they are given), which `joins` tells how each
+    begins (kernels_triton_token_joins.py), or with gates per channel `channel_walks` (kernels_triton_channel_walks.py).
     """
     B, T, _, H, K, V, N = call.sizes
     v, target = call.v, target_of(call.v.device)
@@ -257,7 +257,8 @@ def forward(
     assert q is not None and k is not None
     tiles = 2 if gated.key is None and e is None else 3 if stored(v.dtype) != torch.bfloat16 or gated.key is None else 4
     widest = walk_rule(v.dtype, K, V, target.processors, tiles, True, target)["BLOCK_V"]
-    pieces = cut(target, N * H * -(-V // widest))
+    by_token = gated.key is None and token_walks.suits(N * H * shares, K, V, target, q, k, e, v)
+    pieces = cut(target, N * H * -(-V // widest) if not by_token or shares == 1 else target.processors)
     turned = not pieces.tokens and by_tma(v)
     rule = partial(walk_rule, v.dtype, K, V, pieces.programs * H, tiles, turned)
     vary = {"BLOCK_V": (16, 32, 64)} if v.dtype == torch.bfloat16 else {}
@@ -265,9 +266,10 @@ def forward(
     name = "delta_walk_by_channel" if turned and tiles == 4 else "delta_walk"
     walk = configure(name, (v.dtype, K, V, tiles), rule, target, vary)
     blocks = -(-V // walk["BLOCK_V"])
-    if not pieces.tokens and gated.key is None and token_walks.suits(N * H * shares, K, V, target, q, k, e, v):
+    if by_token and not pieces.tokens:
+        begins = joins.starts(call, shares, partial(token_walks.forward, call, None, made, shares, None, None, None))
         lost = token_walks.losses(call, gated, shares)
-        (wide_walks or token_walks).forward(call, parts, inverse, products, gated, shares, lost, out, final)
+        (wide_walks or token_walks).forward(call, parts, made, shares, lost, out, final, *begins)
         if lost is not None:
             token_walks.spread(call, parts, shares, lost, out, final)
         return final

@@ -18,8 +18,9 @@ Where gates forget, few heads still fill a GPU: a sequence is cut into pieces, w
 the state at its first chunk. What was there some chunks before has a factor of all gates since then, and of each
 token's I - beta k k^T, which makes nothing longer than |1 - beta |k|^2| or 1 do. Where the product of these is less
 than 2^-150, which float32 has not, it is 0: so a piece warms up from there on, by states alone. Where nothing is
-forgotten it begins with the sequence. By such a factor of 0 what is no number stays none, as it does in one walk: where
-a piece's state is none at its end, a last launch makes all behind it none, and a backward looks for such gradients.
+forgotten it begins with the sequence, or by maps (kernels_triton_token_joins.py). By such a factor of 0 what is no
+number stays none, as it does in one walk: where a piece's state is none at its end, a last launch makes all behind it
+none, and a backward looks for such gradients.
 """
 
 from __future__ import annotations
@@ -34,66 +35,90 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.core.tune import Config, Target, by_tma, configure, launch, side, strides, target_of
-from foci.tiles.affine import load_state
-from foci.tiles.memory import opened, store_tile
+from foci.tiles.affine import load_state, store_map, with_unit
+from foci.tiles.memory import load_tile, opened, store_tile
 from foci.tiles.near import UNREAD
-from foci.tiles.pieces import WARM, forgotten, remembered, share
+from foci.tiles.pieces import WARM, forgotten, remembered, share, slow_pieces
 from foci.tiles.state import halves, in_two, nearest_in_two, sequence
 
 CHUNK = 64
 SHORTEST = 24  # chunks of a piece
+FAR = 32  # chunks that warm a piece up at most, where it can be told by maps what is before it
 
 
 @triton.jit
 def token_walk_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, v_ptr, X_ptr, A_ptr, rows_ptr, total_ptr, reach_ptr, state_ptr, offsets_ptr,
-    out_ptr, final_ptr, lost_ptr, errors_ptr, states_ptr,
+    q_ptr, k_ptr, e_ptr, v_ptr, X_ptr, A_ptr, rows_ptr, total_ptr, reach_ptr, slow_ptr, M_ptr, N_ptr, state_ptr,
+    offsets_ptr, out_ptr, final_ptr, lost_ptr, errors_ptr, states_ptr,
     q_strides, k_strides, e_strides, v_strides, state_strides, scale, T, N, H, R, V, apart, pieces,
-    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    FAR: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V columns of one head's state through one sequence, and what its tokens read: `walk_kernel`.
 
     With `reach_ptr` through one of its `pieces`, after the chunks before it that are not forgotten; `lost_ptr` says
-    which columns are no numbers behind it.
+    which columns are no numbers behind it. A piece that is `slow` begins with its state in `N_ptr`. Without `out_ptr`
+    it is found out which are, and the maps are made of all before those (tiles/affine.py: M, N).
     """
     K: tl.constexpr = BLOCK_K
-    v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
-    rest = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
+    blocks = tl.cdiv(V, BLOCK_V) + (K // BLOCK_V if out_ptr is None else 0)
+    v0 = tl.program_id(0) % blocks * BLOCK_V
+    rest = tl.program_id(0) // blocks
     h, n, piece = (rest % H).to(tl.int64), (rest // H).to(tl.int64), 0
     if reach_ptr is not None:
         n, piece = n // pieces, rest // H % pieces
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
-    row = tl.cast(b, tl.int64)
+    row, chunks = tl.cast(b, tl.int64), tl.cdiv(stop - start, CHUNK)
     tokens, first = row * T * H + h, tl.cast(slot, tl.int64) * H + h
-    q_there = opened(q_ptr + row * q_strides[0] + h // R * q_strides[2], stop, q_strides[1], K, CHUNK, K, True)
+    behind_V = v0 - tl.cdiv(V, BLOCK_V) * BLOCK_V
+    if out_ptr is None:  # before anything else, as mostly nothing else is to be done
+        slow, later = slow_pieces(reach_ptr + first, H, piece, pieces, chunks, FAR)
+        if v0 == 0:
+            tl.store(slow_ptr + rest, slow)
+        if (later == 0) | ((piece == 0) & (behind_V >= 0)):
+            return
     k_there = opened(k_ptr + row * k_strides[0] + h // R * k_strides[2], stop, k_strides[1], K, CHUNK, K, True)
     e_there = k_there
     if e_ptr is not None:
         e_there = opened(e_ptr + row * e_strides[0] + h // R * e_strides[2], stop, e_strides[1], K, CHUNK, K, True)
     v_there = opened(v_ptr + row * v_strides[0] + h * v_strides[2], stop, v_strides[1], V, CHUNK, BLOCK_V, True)
     X_there = opened(X_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
-    A_there = opened(A_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
-    out_there = opened(out_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
+    if out_ptr is not None:
+        q_there = opened(q_ptr + row * q_strides[0] + h // R * q_strides[2], stop, q_strides[1], K, CHUNK, K, True)
+        A_there = opened(A_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
+        out_there = opened(out_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
     if states_ptr is not None:
         states_there = opened(
-            states_ptr + first * K * V, tl.cdiv(stop - start, CHUNK) * H * K, V, V, K // 2, BLOCK_V, True
+            states_ptr + first * K * V, chunks * H * K, V, V, K // 2, BLOCK_V, True
         )  # fmt: skip
         errors_there = opened(errors_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
         unsaid_there = opened(errors_ptr + apart + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
-    chunks = tl.cdiv(stop - start, CHUNK)
     rows_there = opened(rows_ptr + first * 2 * CHUNK, 2 * H * chunks, CHUNK, CHUNK, 1, CHUNK, True)
     if state_ptr is not None:
         state_ptr += n * state_strides[0] + h * state_strides[1]
-    S = tl.trans(load_state(state_ptr, state_strides, K, v0, V, 1, K, BLOCK_V)[0])
+    rows = K if out_ptr is not None or piece == 0 else 0
+    S = load_state(state_ptr, state_strides, rows, v0, V, 1, K, BLOCK_V)
+    if out_ptr is None:
+        S = with_unit(S, behind_V, 1, K, BLOCK_V)
+    S = tl.trans(S[0])
     begin, own, end = start, start, stop
     if reach_ptr is not None:
         ahead, behind = share(piece, pieces, chunks)
-        if (ahead == behind) & (piece < pieces - 1):
-            return
-        known, lost = remembered(reach_ptr + first, H, ahead, 2 * UNREAD)
-        begin, own, end = start + known * CHUNK, start + ahead * CHUNK, tl.minimum(start + behind * CHUNK, stop)
-        S = S * tl.where(known == 0, 1.0, 0.0) + lost
-    for phase in tl.static_range(1 if reach_ptr is None else 0, 2):
+        own, end = start + ahead * CHUNK, tl.minimum(start + behind * CHUNK, stop)
+        if out_ptr is None:
+            begin, own = own, end
+        else:
+            if (ahead == behind) & (piece < pieces - 1):
+                return
+            known, lost = remembered(reach_ptr + first, H, ahead, 2 * UNREAD)
+            if slow_ptr is not None:
+                slow = tl.load(slow_ptr + rest) != 0
+                known = tl.where(slow, ahead, known)
+            begin = start + known * CHUNK
+            S = S * tl.where(known == 0, 1.0, 0.0) + lost
+            if slow_ptr is not None:
+                there = N_ptr + rest.to(tl.int64) * K * V
+                S += tl.trans(load_tile(there, 0, tl.where(slow, K, 0), V, v0, V, 1, K, BLOCK_V))
+    for phase in tl.static_range(1 if reach_ptr is None else 0, 1 if out_ptr is None else 2):
         t1, t2 = begin, own
         if phase == 1:
             t1, t2 = own, end
@@ -146,11 +171,14 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
                 out_there.store([t0, v0], tl.trans(o).to(out_there.dtype))
             if states_ptr is not None and phase == 1:
                 unsaid_there.store([t0, v0], tl.trans(unsaid))
-    if reach_ptr is not None:
+    if out_ptr is None:
+        store_map(M_ptr, N_ptr, (tl.trans(S),), rest.to(tl.int64), K, v0, V, 1, K, BLOCK_V)
+    elif reach_ptr is not None:
         v = v0 + tl.arange(0, BLOCK_V)
         tl.store(lost_ptr + rest * V + v, (tl.sum(S * 0.0, 1) != 0.0).to(tl.int32), mask=v < V)
-    if reach_ptr is None or piece == pieces - 1:
-        store_tile(final_ptr + (n * H + h) * K * V, tl.trans(S), 0, K, V, v0, V, 1)
+    if final_ptr is not None:  # noqa: SIM102  a constant and a tensor
+        if reach_ptr is None or piece == pieces - 1:
+            store_tile(final_ptr + (n * H + h) * K * V, tl.trans(S), 0, K, V, v0, V, 1)
 
 
 @triton.jit
@@ -188,24 +216,33 @@ def lost_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def token_walk_back_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, rows_ptr, total_ptr, reach_ptr, A_ptr, X_ptr, d_out_ptr, d_final_ptr, offsets_ptr,
-    dv_ptr, unsaid_ptr, ends_ptr, d_state_ptr,
+    q_ptr, k_ptr, e_ptr, rows_ptr, total_ptr, reach_ptr, A_ptr, X_ptr, slow_ptr, M_ptr, N_ptr, d_out_ptr, d_final_ptr,
+    offsets_ptr, dv_ptr, unsaid_ptr, ends_ptr, d_state_ptr,
     q_strides, k_strides, e_strides, d_out_strides, d_final_strides, scale, T, N, H, R, V, pieces,
-    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    FAR: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V columns of one head's dS through one sequence, last chunk to first: the backward's `walk_kernel`.
 
-    With `reach_ptr` through one of its `pieces`, counted from the end, after what behind it is not forgotten.
+    With `reach_ptr` through one of its `pieces`, counted from the end, after what behind it is not forgotten;
+    `slow_ptr` and, without `dv_ptr`, maps as the forward has them.
     """
     K: tl.constexpr = BLOCK_K
-    v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
-    rest = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
+    blocks = tl.cdiv(V, BLOCK_V) + (K // BLOCK_V if dv_ptr is None else 0)
+    v0 = tl.program_id(0) % blocks * BLOCK_V
+    rest = tl.program_id(0) // blocks
     h, n, piece = (rest % H).to(tl.int64), (rest // H).to(tl.int64), 0
     if reach_ptr is not None:
         n, piece = n // pieces, rest // H % pieces
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
     row, count = tl.cast(b, tl.int64), tl.cdiv(stop - start, CHUNK)
     tokens, first = row * T * H + h, tl.cast(slot, tl.int64) * H + h
+    behind_V = v0 - tl.cdiv(V, BLOCK_V) * BLOCK_V
+    if dv_ptr is None:
+        slow, later = slow_pieces(reach_ptr + first + (count - 1) * H, -H, piece, pieces, count, FAR)
+        if v0 == 0:
+            tl.store(slow_ptr + rest, slow)
+        if (later == 0) | ((piece == 0) & (behind_V >= 0)):
+            return
     q_there = opened(q_ptr + row * q_strides[0] + h // R * q_strides[2], stop, q_strides[1], K, CHUNK, K, True)
     k_there = opened(k_ptr + row * k_strides[0] + h // R * k_strides[2], stop, k_strides[1], K, CHUNK, K, True)
     if e_ptr is not None:
@@ -214,22 +251,37 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
     do_there = opened(d_out_ptr, stop, d_out_strides[1], V, CHUNK, BLOCK_V, True)
     A_there = opened(A_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
     X_there = opened(X_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
-    dv_there = opened(dv_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
-    unsaid_there = opened(unsaid_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
-    ends_there = opened(ends_ptr + first * K * V, count * H * K, V, V, K // 2, BLOCK_V, True)
+    if dv_ptr is not None:
+        dv_there = opened(dv_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
+        unsaid_there = opened(unsaid_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
+        ends_there = opened(ends_ptr + first * K * V, count * H * K, V, V, K // 2, BLOCK_V, True)
     rows_there = opened(rows_ptr + first * 2 * CHUNK, 2 * H * count, CHUNK, CHUNK, 1, CHUNK, True)
     if d_final_ptr is not None:
         d_final_ptr += n * d_final_strides[0] + h * d_final_strides[1]
-    dS = tl.trans(load_state(d_final_ptr, d_final_strides, K, v0, V, 1, K, BLOCK_V)[0])
+    rows = K if dv_ptr is not None or piece == 0 else 0
+    dS = load_state(d_final_ptr, d_final_strides, rows, v0, V, 1, K, BLOCK_V)
+    if dv_ptr is None:
+        dS = with_unit(dS, behind_V, 1, K, BLOCK_V)
+    dS = tl.trans(dS[0])
     begin, own, end = 0, 0, count
     if reach_ptr is not None:
         own, end = share(piece, pieces, count)
-        if (own == end) & (piece < pieces - 1):
-            return
-        begin, lost = remembered(reach_ptr + first + (count - 1) * H, -H, own, UNREAD / 2)
-        lost += forgotten(do_there, start + (count - begin) * CHUNK, start + count * CHUNK, v0, CHUNK, BLOCK_V)
-        dS = dS * tl.where(begin == 0, 1.0, 0.0) + lost[:, None]
-    for phase in tl.static_range(1 if reach_ptr is None else 0, 2):
+        if dv_ptr is None:
+            begin, own = own, end
+        else:
+            if (own == end) & (piece < pieces - 1):
+                return
+            begin, lost = remembered(reach_ptr + first + (count - 1) * H, -H, own, UNREAD / 2)
+            gone_by = begin
+            if slow_ptr is not None:
+                slow = tl.load(slow_ptr + rest) != 0
+                begin, gone_by = tl.where(slow, own, begin), tl.where(slow, 0, begin)
+            lost += forgotten(do_there, start + (count - gone_by) * CHUNK, start + count * CHUNK, v0, CHUNK, BLOCK_V)
+            dS = dS * tl.where(begin == 0, 1.0, 0.0) + lost[:, None]
+            if slow_ptr is not None:
+                there = N_ptr + rest.to(tl.int64) * K * V
+                dS += tl.trans(load_tile(there, 0, tl.where(slow, K, 0), V, v0, V, 1, K, BLOCK_V))
+    for phase in tl.static_range(1 if reach_ptr is None else 0, 1 if dv_ptr is None else 2):
         i1, i2 = begin, own
         if phase == 1:
             i1, i2 = own, end
@@ -277,7 +329,9 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
             dS = tl.dot(high, e, tl.dot(low, e, dS))
             if phase == 1:
                 unsaid_there.store([t0, v0], tl.trans(unsaid))
-    if d_state_ptr is not None:  # noqa: SIM102  a constant and a tensor
+    if dv_ptr is None:
+        store_map(M_ptr, N_ptr, (tl.trans(dS),), rest.to(tl.int64), K, v0, V, 1, K, BLOCK_V)
+    elif d_state_ptr is not None:  # noqa: SIM102  a constant and a tensor
         if reach_ptr is None or piece == pieces - 1:
             store_tile(d_state_ptr + (n * H + h) * K * V, tl.trans(dS), 0, K, V, v0, V, 1)
 
@@ -341,20 +395,25 @@ def _config(name: str, K: int, V: int, e: Tensor | None, target: Target) -> Conf
 
 
 def forward(
-    call: Any, parts: Any, inverse: Tensor, products: Tensor, gated: Any, pieces: int, lost: Tensor | None,
-    out: Tensor, final: Tensor,
+    call: Any, parts: Any, made: tuple[Tensor, Tensor, Any], pieces: int, lost: Tensor | None, out: Tensor | None,
+    final: Tensor | None, slow: Tensor | None, first: Tensor | None, maps: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`out` and `final`, each sequence in `pieces` (`shares`), the states and errors that `parts` keeps, and `lost`."""
+    """`out` and `final`, each sequence in `pieces` (`shares`), the states and errors that `parts` keeps, and `lost`.
+
+    `slow`, `first`: as kernels_triton_token_joins.py has them. Without `out` finds `slow`, `maps` M and, as `first`, N.
+    """
     B, T, G, H, K, V, N = call.sizes
+    inverse, products, gated = made
     target, q, k, e, v = target_of(call.v.device), call.q, call.k, call.erase, call.v
     config = _config("token_walk", K, V, e, target)
+    blocks = -(-V // config["BLOCK_V"]) + (K // config["BLOCK_V"] if out is None else 0)
     launch(
-        token_walk_kernel, (N * H * pieces * -(-V // config["BLOCK_V"]),),
-        q, k, e, v, inverse, products, gated.rows, gated.total, gated.reach, call.state, call.offsets,
-        out, final, lost, *((None, None) if parts is None else (parts.errors, parts.states)),
+        token_walk_kernel, (N * H * pieces * blocks,),
+        q, k, e, v, inverse, products, gated.rows, gated.total, gated.reach, slow, maps, first, call.state,
+        call.offsets, out, final, lost, *((None, None) if parts is None else (parts.errors, parts.states)),
         q.stride(), k.stride(), strides(e), v.stride(), strides(call.state), call.scale, T, N, H, H // G, V,
         B * T * H * V, pieces,
-        config=config, CHUNK=CHUNK, BLOCK_K=K,
+        config=config, FAR=FAR, CHUNK=CHUNK, BLOCK_K=K,
     )  # fmt: skip
 
 
@@ -375,20 +434,21 @@ def spread(call: Any, parts: Any, pieces: int, lost: Tensor, out: Tensor, final:
 
 
 def backward(
-    call: Any, kept: Sequence[Tensor | None], pieces: int, d_out: Tensor, d_final: Tensor | None, dv: Tensor,
-    beside: Tensor, behind: Tensor, d_state: Tensor | None,
+    call: Any, kept: Sequence[Tensor | None], pieces: int, d_out: Tensor, d_final: Tensor | None,
+    results: Sequence[Tensor | None], slow: Tensor | None, first: Tensor | None, maps: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """dv in two, `beside` it what its rounding left, and the states' gradients `behind` each chunk.
+    """`results`: dv, what its rounding left, the states' gradients behind each chunk, and that of the first state.
 
-    `kept`: rows, total, reach (None in one piece), A and X as the forward left them (gpu.py: Parts).
+    `kept`: rows, total, reach (None in one piece), A and X as the forward left them (gpu.py: Parts). `slow`, `first`,
+    `maps` as the forward has them, found without dv.
     """
     _, T, G, H, K, V, N = call.sizes
     target, q, k, e = target_of(call.v.device), call.q, call.k, call.erase
     config = _config("token_walk_back", K, V, e, target)
+    blocks = -(-V // config["BLOCK_V"]) + (K // config["BLOCK_V"] if results[0] is None else 0)
     launch(
-        token_walk_back_kernel, (N * H * pieces * -(-V // config["BLOCK_V"]),),
-        q, k, e, *kept, d_out, d_final, call.offsets,
-        dv, beside, behind, d_state,
+        token_walk_back_kernel, (N * H * pieces * blocks,),
+        q, k, e, *kept, slow, maps, first, d_out, d_final, call.offsets, *results,
         q.stride(), k.stride(), strides(e), d_out.stride(), strides(d_final), call.scale, T, N, H, H // G, V, pieces,
-        config=config, CHUNK=CHUNK, BLOCK_K=K,
+        config=config, FAR=FAR, CHUNK=CHUNK, BLOCK_K=K,
     )  # fmt: skip

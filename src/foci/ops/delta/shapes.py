@@ -38,6 +38,7 @@ PROBLEMS = (
     *(Delta(f"GDN {B}x{T}x{H}x{D}", B=B, T=T, H=H, K=D, decay="token") for B, T, H, D in SIX),
     *(_qwen(*row) for row in QWEN),
     replace(_qwen(16, 32, (8192,)), name="Qwen GDN 8192x1 16:32x128, slow gates", gates=_slow),
+    replace(_qwen(2, 8, (32768,)), name="Qwen GDN 32768x1 2:8x128, slow gates", gates=_slow),
     *(Delta(f"KDA {B}x{T}x64x128", B=B, T=T, H=64, K=128, decay="channel") for B, T in KIMI),
     Delta("DeltaNet 4x2048x16x128", B=4, T=2048, H=16, K=128),
     Delta("small GDN 1x256x4x64", B=1, T=256, H=4, K=64, decay="token"),

@@ -1,0 +1,89 @@
+"""Pieces that begin by maps: for which calls, of which pieces, and what states the maps make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foci.core import tune
+from foci.ops.delta import gpu
+from foci.ops.delta.call import Call, bind
+from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
+from tests.ops.in_triton import DEVICE
+
+from foci.ops.delta import kernels_triton_token_joins as joins  # isort: skip  after Triton's presence is known
+
+HOPPER = tune.TARGETS["sm_90"]
+IN_PIECES = {"forward": ["token_walk_kernel", "join_kernel", "token_walk_kernel", "lost_kernel"]}
+IN_PIECES["backward"] = ["token_walk_back_kernel", "join_kernel", "token_walk_back_kernel"]
+
+
+def call_of(T: int, H: int, documents: int = 0) -> Call:
+    q = torch.empty(1, T, 1, 128, dtype=torch.bfloat16, device="meta")
+    v, g = q.expand(1, T, H, 128).contiguous(), torch.empty(1, T, H, device="meta")
+    offsets = torch.empty(documents + 1, dtype=torch.int64, device="meta") if documents else None
+    return bind(q, q, v, g, log_decay=g, offsets=offsets)
+
+
+@pytest.mark.parametrize(
+    ("T", "H", "documents", "pieces", "wanted"),
+    [
+        *((32768, H, 0, 4, H <= 16) for H in (1, 8, 16, 17, 32)),
+        *((65536, 2, N, 2, N <= 8) for N in (8, 9)),
+        (32768, 8, 0, 1, False),
+    ],
+)
+def test_maps_are_made_where_whole_sequences_fill_a_quarter_of_the_gpu(
+    T: int, H: int, documents: int, pieces: int, wanted: bool
+) -> None:
+    assert joins.by_maps(call_of(T, H, documents), HOPPER, pieces) == wanted
+
+
+@pytest.mark.parametrize(
+    ("T", "H", "by_maps"), [(32768, 8, True), (8192, 8, True), (2048, 8, False), (8192, 32, False)]
+)
+def test_few_heads_of_long_sequences_are_joined_by_maps_in_both_directions(T: int, H: int, by_maps: bool) -> None:
+    call = call_of(T, H)
+    with tune.recording(HOPPER) as launches:
+        outputs = gpu.forward(call, True)
+        gpu.backward(call, outputs, (outputs[0], None), [True] * 5 + [False] * 2)
+    names = [launch.kernel.fn.__name__ for launch in launches]
+    walks = [name for name in names if "walk" in name or name in ("join_kernel", "lost_kernel")]
+    assert (walks == [*IN_PIECES["forward"], *IN_PIECES["backward"]]) == by_maps, names
+
+
+@pytest.mark.usefixtures("halves")
+@pytest.mark.parametrize("slow", [(), (3,), (1, 2, 4), (4,)])
+def test_states_are_joined_up_to_the_last_slow_piece(slow: tuple[int, ...]) -> None:
+    """Of one head; the other has none that is slow, and nothing of it is read or written."""
+    N, pieces, H, K, V = 2, 5, 2, 64, 40
+    draw = torch.Generator().manual_seed(2)
+    M, states = torch.randn(N, pieces, H, K, K, generator=draw) / 8, torch.randn(N, pieces, H, K, V, generator=draw)
+    M[:, 4], states[:, 4] = torch.nan, torch.nan  # the last piece has no map
+    flags = torch.zeros(N, pieces, H, dtype=torch.int32)
+    flags[1, slow, 0] = 1
+    high = M.bfloat16()
+    parts = torch.stack([high, (M - high.float()).bfloat16()], 3)
+    first = torch.full((N, pieces, H, K, V), torch.nan)
+    given: list[Tensor] = [x.to(DEVICE) for x in (flags, parts, states, first)]
+    joins.launch(
+        joins.join_kernel, (N * H * 3,), *given, H, V, pieces,
+        config=tune.Config({"BLOCK_V": 16}), PRECISION="ieee", PIECES=8, BLOCK_K=K,
+    )  # fmt: skip
+    found, last = given[3].cpu().double(), max(slow, default=0)
+    S = states[1, 0, 0].double()
+    for piece in range(1, last + 1):
+        assert (found[1, piece, 0] - S).norm() <= 1e-3 * S.norm()
+        S = M[1, piece, 0].double() @ S + states[1, piece, 0].double()
+    found[1, 1 : last + 1, 0] = torch.nan
+    assert found.isnan().all()
+
+
+def test_what_has_no_maps_has_no_states() -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError
+
+    assert joins.starts(call_of(8192, 32), 2, never) == (None, None)
