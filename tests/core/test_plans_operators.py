@@ -64,6 +64,24 @@ def test_a_call_and_its_backward_have_a_plan(spec: Any, case: Any) -> None:
     ]
 
 
+def test_pieces_that_begin_by_maps_have_a_plan_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one head, as kernels for the CPU are those of a small GPU."""
+    names: list[str] = []
+
+    def begin(kernel: Any, *rest: Any) -> None:
+        names.append(kernel.fn.__name__)
+        start(kernel, *rest)
+
+    monkeypatch.setattr(tune, "_start", begin)
+    monkeypatch.setattr("foci.ops.delta.gpu.unsuitable", lambda *_: [])  # the interpreter's reason against bfloat16
+    q, k, v = (torch.empty(1, 6144, 1, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    gates = torch.empty(1, 6144, 1)
+    for _ in range(3):
+        out = FUNCTIONS["delta"](q, k, v, gates, log_decay=gates, backend="triton")[0]
+        torch.autograd.grad(out, [q, k, v], out)
+    assert names.count("join_kernel") == 4 and [plan is not None for plan in plans._PLANS.values()] == [True, True]
+
+
 class Telling(Compiled):
     """A kernel that says with what it was started."""
 
