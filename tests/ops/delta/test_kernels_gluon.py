@@ -69,8 +69,7 @@ def test_both_walks_have_the_same_bits(options: dict[str, Any], monkeypatch: pyt
 def test_both_walks_begin_by_the_same_maps(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where some heads forget too slowly, and near what one walk of the whole sequence finds."""
     inputs = problem(**{"gates": every_other_slow, "state": True} | options)
-    target = tune.target_of(inputs["v"].device)
-    assert joins.by_maps(bind(**inputs), target, token_walks.shares(bind(**inputs), target, 128))
+    monkeypatch.setattr(joins, "by_maps", lambda call, target, pieces: pieces > 1)
     monkeypatch.setattr(token_walks, "shares", lambda *_: 9)
     found, wanted = (walked(inputs, wide, monkeypatch) for wide in (True, False))
     monkeypatch.setattr(token_walks, "shares", lambda *_: 1)

@@ -21,37 +21,42 @@ IN_PIECES = {"forward": ["token_walk_kernel", "join_kernel", "token_walk_kernel"
 IN_PIECES["backward"] = ["token_walk_back_kernel", "join_kernel", "token_walk_back_kernel"]
 
 
-def call_of(T: int, H: int, documents: int = 0) -> Call:
-    q = torch.empty(1, T, 1, 128, dtype=torch.bfloat16, device="meta")
-    v, g = q.expand(1, T, H, 128).contiguous(), torch.empty(1, T, H, device="meta")
+def call_of(T: int, H: int, rows: int = 1, documents: int = 0) -> Call:
+    q = torch.empty(rows, T, 1, 128, dtype=torch.bfloat16, device="meta")
+    v, g = q.expand(rows, T, H, 128).contiguous(), torch.empty(rows, T, H, device="meta")
     offsets = torch.empty(documents + 1, dtype=torch.int64, device="meta") if documents else None
     return bind(q, q, v, g, log_decay=g, offsets=offsets)
 
 
 @pytest.mark.parametrize(
-    ("T", "H", "documents", "pieces", "wanted"),
+    ("H", "rows", "documents", "pieces", "wanted"),
     [
-        *((32768, H, 0, 4, H <= 16) for H in (1, 8, 16, 17, 32)),
-        *((65536, 2, N, 2, N <= 8) for N in (8, 9)),
-        (32768, 8, 0, 1, False),
+        *((H, 1, 0, 4, H <= 16) for H in (1, 8, 16, 17, 32)),
+        *((2, rows, 0, 2, rows <= 8) for rows in (8, 9)),
+        (8, 1, 0, 1, False),
+        (2, 1, 2, 4, False),
     ],
 )
 def test_maps_are_made_where_whole_sequences_fill_a_quarter_of_the_gpu(
-    T: int, H: int, documents: int, pieces: int, wanted: bool
+    H: int, rows: int, documents: int, pieces: int, wanted: bool
 ) -> None:
-    assert joins.by_maps(call_of(T, H, documents), HOPPER, pieces) == wanted
+    assert joins.by_maps(call_of(32768, H, rows, documents), HOPPER, pieces) == wanted
 
 
 @pytest.mark.parametrize(
-    ("T", "H", "by_maps"), [(32768, 8, True), (8192, 8, True), (2048, 8, False), (8192, 32, False)]
+    ("T", "H", "documents", "by_maps"),
+    [(32768, 8, 0, True), (8192, 8, 0, True), (2048, 8, 0, False), (8192, 32, 0, False), (32768, 4, 2, False)],
 )
-def test_few_heads_of_long_sequences_are_joined_by_maps_in_both_directions(T: int, H: int, by_maps: bool) -> None:
-    call = call_of(T, H)
+def test_few_heads_of_long_sequences_are_joined_by_maps_in_both_directions(
+    T: int, H: int, documents: int, by_maps: bool
+) -> None:
+    call = call_of(T, H, 1, documents)
     with tune.recording(HOPPER) as launches:
         outputs = gpu.forward(call, True)
         gpu.backward(call, outputs, (outputs[0], None), [True] * 5 + [False] * 2)
     names = [launch.kernel.fn.__name__ for launch in launches]
     walks = [name for name in names if "walk" in name or name in ("join_kernel", "lost_kernel")]
+    assert not documents or walks == ["walk_kernel"] * 4
     assert (walks == [*IN_PIECES["forward"], *IN_PIECES["backward"]]) == by_maps, names
 
 

@@ -162,14 +162,16 @@ class TestInPieces:
         found = whole_walk(inputs, *into)
         in_pieces(1)
         wanted = whole_walk(inputs, *into)
-        for name, x in found.items():  # maps round what they join
-            assert (by_maps and gates is NEVER) != x.equal(wanted[name]) or name == "log_decay", name
+        rounds = by_maps and gates is NEVER  # what maps join
+        for name, x in found.items():
+            assert x.equal(wanted[name]) != rounds or (rounds and name == "log_decay"), name
 
     @pytest.mark.parametrize(("name", "token", "wrong"), WRONG)
+    @pytest.mark.parametrize("gates", [AT_ONCE, NEVER], ids=["at once", "never"])
     def test_what_is_no_number_is_never_forgotten(
-        self, name: str, token: int, wrong: float, in_pieces: Callable[[int], None]
+        self, name: str, token: int, wrong: float, gates: Any, in_pieces: Callable[[int], None]
     ) -> None:
-        inputs = problem(small(T=193, gates=AT_ONCE, state=True))
+        inputs = problem(small(T=193, gates=gates, state=True))
         inputs |= dict(zip(("d_out", "d_final"), draws(inputs), strict=True))
         x = inputs[name]
         x[(0, 0, 3, 5) if name in ("state", "d_final") else (0, token, 0, 5)[: x.dim()]] = wrong
@@ -192,6 +194,29 @@ class TestInPieces:
             assert {c for _, c in lost} == {5} and {t for t, _ in lost} >= set(range(71, 260))
             assert all(67 <= t < 260 for t, _ in lost)
             assert final[2, 0, :, 5].isnan().all() and final.isfinite().sum() == final.numel() - final.shape[2]
+
+    def test_what_lies_before_a_piece_says_whether_it_is_slow(
+        self, in_pieces: Callable[[int], None], by_maps: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Four pieces of 12 chunks, of which the first half forgets nothing: what is behind counts in the backward."""
+        found: list[Any] = []
+        real = joins.starts
+
+        def starts(*given: Any) -> Any:
+            found.append(real(*given))
+            return found[-1]
+
+        def half(_: Draw, *shape: int) -> Tensor:
+            gates = torch.full(shape, -3.0)
+            gates[:, : shape[1] // 2] = -1e-3
+            return gates
+
+        monkeypatch.setattr(joins, "starts", starts)
+        in_pieces(4)
+        inputs = problem(small(T=768, gates=half))
+        whole_walk(inputs, *draws(inputs))
+        flags = [None if slow is None else slow.flatten().tolist() for slow, _ in found]
+        assert flags == ([[0, 1, 1, 0], [0, 0, 0, 1]] if by_maps else [None, None])
 
     def test_what_comes_later_changes_no_bit(self, in_pieces: Callable[[int], None]) -> None:
         inputs = problem(small(T=320, gates=Draw.gates))

@@ -312,7 +312,8 @@ def _walk(
     operands = q, k, e, d_out, d_value
     shares = token_walks.shares(call, problem.target)
     by_token = two and token_walks.suits(problem.N * H * shares, K, V, problem.target, *operands)
-    pieces = cut(problem.target, problem.N * H * blocks if not by_token or shares == 1 else problem.target.processors)
+    warm = by_token and joins.by_maps(call, problem.target, shares)
+    pieces = cut(problem.target, problem.target.processors if warm else problem.N * H * blocks)
     by_token = by_token and not pieces.tokens
     tma = problem.target.arch == 90 and q.dtype == torch.bfloat16 and K % config["BLOCK_K"] == 0
     tma = tma and all(map(by_tma, operands))

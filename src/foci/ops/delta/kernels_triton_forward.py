@@ -241,8 +241,8 @@ def forward(
 ) -> Tensor:  # fmt: skip
     """Fills `out` and gives the final state, of what the first launch has `made` (kernels_triton_triangles.py).
 
-    `parts` (gpu.py), if given, is filled for the backward. One launch, and one more where sequences are cut (`cut`:
-    ops/delta/pieces.py). In bfloat16, where they may, `token_walks` makes it, in so many `shares`
+    `parts` (gpu.py), if given, is filled for the backward. One launch, and up to three more where sequences are cut
+    (`cut`: ops/delta/pieces.py). In bfloat16, where they may, `token_walks` makes it, in so many `shares`
     (kernels_triton_token_walks.py; `wide_walks`, kernels_gluon.py, where they are given), which `joins` tells how each
     begins (kernels_triton_token_joins.py), or with gates per channel `channel_walks` (kernels_triton_channel_walks.py).
     """
@@ -258,7 +258,8 @@ def forward(
     tiles = 2 if gated.key is None and e is None else 3 if stored(v.dtype) != torch.bfloat16 or gated.key is None else 4
     widest = walk_rule(v.dtype, K, V, target.processors, tiles, True, target)["BLOCK_V"]
     by_token = gated.key is None and token_walks.suits(N * H * shares, K, V, target, q, k, e, v)
-    pieces = cut(target, N * H * -(-V // widest) if not by_token or shares == 1 else target.processors)
+    warm = by_token and joins.by_maps(call, target, shares)
+    pieces = cut(target, target.processors if warm else N * H * -(-V // widest))
     turned = not pieces.tokens and by_tma(v)
     rule = partial(walk_rule, v.dtype, K, V, pieces.programs * H, tiles, turned)
     vary = {"BLOCK_V": (16, 32, 64)} if v.dtype == torch.bfloat16 else {}

@@ -45,10 +45,11 @@ def join_kernel(  # type: ignore[no-untyped-def]
 def by_maps(call: Any, target: Target, pieces: int) -> bool:
     """Whether pieces that warm up too slowly are told from others, and joined by maps.
 
-    Where whole ones would fill a quarter of the processors or less: there is room then for twice the work.
+    Where whole ones would fill a quarter of the processors or less: there is room then for twice the work. Not of
+    documents: each has as many pieces, and those of one that is longer than all others would be as long.
     """
     *_, H, _, V, N = call.sizes
-    return pieces > 1 and target.processors >= 4 * N * H * -(-V // 64)
+    return pieces > 1 and call.offsets is None and target.processors >= 4 * N * H * -(-V // 64)
 
 
 def starts(call: Any, pieces: int, make: Callable[..., None]) -> tuple[Tensor | None, Tensor | None]:
