@@ -70,7 +70,16 @@ def test_far_rows_have_a_launch_of_their_own_in_half_precision_alone() -> None:
         with tune.recording(tune.TARGETS["sm_90"]) as seen:
             back = rooms(call, call[: len(wanted)], wanted)
             backward.backward(
-                call, left_by_forward(call), draws(call), back, partial(pieces, call), kernels, None, others, walks
+                call,
+                left_by_forward(call),
+                draws(call),
+                back,
+                partial(pieces, call),
+                kernels,
+                None,
+                others,
+                None,
+                walks,
             )
         wide = [launch for launch in seen if launch.kernel is kernels.side_by_channel_kernel]
         sides = [launch for launch in seen if launch.kernel is kernels.near_side_kernel]
