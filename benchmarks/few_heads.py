@@ -3,8 +3,8 @@
     python benchmarks/few_heads.py [--gates 1 0.01]
 
 In turn, on a GPU, bfloat16, in microseconds behind a read that leaves nothing in a cache: forward, forward of a
-training step, backward. The results of each way are compared with the first one's. `--gates`: times those that models
-have.
+training step, backward. Kernels only: the GPU sleeps until all of them wait in its queue. The results of each way are
+compared with the first one's. `--gates`: times those that models have.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from foci.bench.measure import Way, clock_on, interleave
+from foci.bench.measure import Way, interleave
 from foci.ops.delta import gpu
 from foci.ops.delta.call import Call, bind
 from foci.ops.delta.cases import Delta
@@ -69,6 +69,23 @@ def off(found: Any, right: Any) -> float:
     return max(float((x.double() - y.double()).norm() / y.double().norm()) for x, y in pairs)
 
 
+def clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
+    """Seconds of what a run launches, whatever Python takes."""
+    flush = torch.zeros(1 << 26, device=device)
+
+    def timed(run: Callable[[], object]) -> float:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.sum()
+        torch.cuda._sleep(6_000_000)  # cycles: 3 ms, where the slowest host takes 1
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1e3
+
+    return timed
+
+
 def measure(call: Call, device: torch.device) -> str:
     """One row: each way's three times, and how far it is from the first way."""
     runs = {}
@@ -85,7 +102,7 @@ def measure(call: Call, device: torch.device) -> str:
             with by(way):
                 results[way] = runs[way][stage]()
             errors[way] = max(errors[way], off(results[way], results["maps alone"]))
-        for way, sample in interleave(each, rounds=12, clock=clock_on(device, clean=True)).items():
+        for way, sample in interleave(each, rounds=12, clock=clock(device)).items():
             found[way].append(f"{sample.median * 1e6:.0f}")
     return ", ".join(f"{way} {' '.join(found[way])} (off {errors[way]:.1e})" for way in WAYS)
 
