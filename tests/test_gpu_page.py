@@ -229,9 +229,12 @@ def test_the_page_of_the_house_says_what_its_records_say() -> None:
 
     goals = text.split(gpu_page.BEGIN)[0]
     for problems, stages, mine, peer in (
-        (("GLA ", "simple GLA ", "SSD "), ("both",), "foci", "FLA"),
+        (("GLA 4x2048", "simple GLA 4x2048", "SSD "), ("both",), "foci", "FLA"),
+        (("simple GLA 2x16384",), ("both",), "foci", "FLA"),
+        (("GDN 2x16384",), ("forward", "backward"), "foci", "FLA"),
         (("Qwen GDN 8192x1 16:32x128",), ("forward", "backward"), "foci", "FLA"),
-        (("KDA ",), ("forward", "backward"), "foci", "FLA"),
+        (("KDA 1x8192",), ("forward", "backward"), "foci", "FLA"),
+        (("KDA 2x8192",), ("forward", "backward"), "foci", "FLA"),
         (("softcap ", "window ", "sink ", "bias "), ("both",), "foci triton", "Flex"),
     ):
         assert ", ".join(ratio(problem, stage, mine, peer) for problem in problems for stage in stages) in goals

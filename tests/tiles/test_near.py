@@ -39,10 +39,11 @@ def gates_of(D: int, kind: str) -> Tensor:
 
 
 @triton.jit
-def _by_token(g_ptr, W_ptr, rise_ptr, fall_ptr, OWN: tl.constexpr):
+def _by_token(g_ptr, W_ptr, rise_ptr, fall_ptr, total_ptr, OWN: tl.constexpr):
     t = tl.arange(0, 64)
     g = tl.load(g_ptr + t)
-    rise, fall = near.ends(g, OWN, True)
+    rise, fall, total = near.ends_and_total(g, OWN, True)
+    tl.store(total_ptr, total)
     store_tile(W_ptr, near.weights(g, OWN, True), 0, 64, 64, 0, 64, 1)
     tl.store(rise_ptr + t, rise)
     tl.store(fall_ptr + t, fall)
@@ -51,12 +52,13 @@ def _by_token(g_ptr, W_ptr, rise_ptr, fall_ptr, OWN: tl.constexpr):
 @OWN
 @KINDS
 def test_per_token(kind: str, own: bool) -> None:
-    g, W, rise, fall = gates_of(1, kind), room(C, C), room(C), room(C)
-    _by_token[(1,)](g.to(DEVICE), W, rise, fall, own)
+    g, W, rise, fall, total = gates_of(1, kind), room(C, C), room(C), room(C), room(1)
+    _by_token[(1,)](g.to(DEVICE), W, rise, fall, total, own)
     truth = Gates(g.double(), own)
     assert truth.weights is not None
     for found, expected in (W, truth.weights[0]), (rise, truth.rise[0, :, 0]), (fall, truth.fall[0, :, 0]):
         assert (found.cpu() - expected).abs().max() < BUDGETS[kind]
+    assert (total.cpu() - g.double().sum().exp()).abs() < BUDGETS[kind]
 
 
 @triton.jit

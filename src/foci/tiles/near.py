@@ -41,13 +41,22 @@ def bounded(g):  # type: ignore[no-untyped-def]
 @triton.jit
 def ends(g, OWN: tl.constexpr, NEAR: tl.constexpr):  # type: ignore[no-untyped-def]
     """(rise, fall) as those of tiles/gates.py, which they are unless NEAR."""
+    rise, fall, _ = ends_and_total(g, OWN, NEAR)
+    return rise, fall
+
+
+@triton.jit
+def ends_and_total(g, OWN: tl.constexpr, NEAR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(rise, fall, total): by one sum of all tokens if NEAR, for loops that wait for it."""
     if NEAR:
         g = bounded(g)
         c, whole = tl.cumsum(g, 0), tl.sum(g, 0)
-        rise, fall = tl.exp(c if OWN else c - g), tl.exp((whole if len(g.shape) == 1 else whole[None, :]) - c)
+        rise, gone = tl.exp(c if OWN else c - g), tl.exp(whole)
+        fall = tl.exp((whole if len(g.shape) == 1 else whole[None, :]) - c)
     else:
         rise, fall = gates.ends(g, OWN)
-    return rise, fall
+        gone = gates.total(g)
+    return rise, fall, gone
 
 
 @triton.jit

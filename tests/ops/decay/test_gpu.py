@@ -31,10 +31,14 @@ def test_what_is_kept_of_documents_and_without_an_order() -> None:
 
 
 @pytest.mark.parametrize(
-    "T, heads, stretches", [(4095, 1, 0), (4096, 1, 4), (8192, 8, 8), (8192, 9, 0), (65536, 8, 16)]
-)
-def test_few_heads_of_long_sequences_are_cut(T: int, heads: int, stretches: int) -> None:
+    "T, heads, few, stretches",
+    [
+        (4095, 1, 4, 0), (4096, 1, 4, 4), (8192, 8, 4, 8), (8192, 16, 4, 8), (8192, 17, 4, 0), (65536, 8, 4, 16),
+        (8192, 8, 2, 8), (8192, 9, 2, 0),
+    ],
+)  # fmt: skip
+def test_few_heads_of_long_sequences_are_cut(T: int, heads: int, few: int, stretches: int) -> None:
     """On an H200 into as many stretches as fill it twice, of 16 chunks or more; each walk has 8 programs of 4 warps."""
     q = torch.empty(1, T, heads, 128, dtype=torch.bfloat16, device="meta")
-    found = gpu._cut(bind(q, q, q))(TARGETS["sm_90"], heads * 8 * 4)
+    found = gpu._cut(bind(q, q, q), few)(TARGETS["sm_90"], heads * 8 * 4)
     assert found.slots == stretches and found.tokens % (16 * 64) == 0

@@ -153,7 +153,7 @@ def test_the_gradient_of_a_loss_on_the_past_does_not_know_the_future(decay: str,
         assert x is y is None or torch.equal(x[:, :at], y[:, :at])
 
 
-@pytest.mark.parametrize("heads", [1, 128])
+@pytest.mark.parametrize("heads", [1, 512])
 @pytest.mark.parametrize("target", tune.TARGETS.values(), ids=tune.TARGETS)
 def test_three_launches_and_one_more_for_pairs_for_far_tokens_for_what_is_left_to_sum_and_where_few_heads_are_cut(
     target: tune.Target, heads: int

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from foci.core import tune
 from foci.core.tune import Config
 from foci.ops.decay import kernels_triton_keys as keys
 from foci.ops.decay import kernels_triton_pairs
 from foci.ops.decay.api import linear_attention
+from foci.ops.decay.call import bind
 from foci.ops.decay.spec import SPEC
 from foci.ops.draw import Draw
 from tests.ops.decay.test_kernels_triton_forward import problem
@@ -59,6 +61,34 @@ def test_any_share_of_the_heads_of_a_group(share: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(keys, "_share", lambda *_: share)
     errors = apart(inputs)
     assert max(errors.values()) < BUDGET[torch.float16], errors
+
+
+@pytest.mark.parametrize("offsets", [None, (0, 1, 1, 70, 90)])
+@pytest.mark.parametrize("decay", ["token", "head"])
+def test_gates_of_all_channels_are_summed_by_one_program(
+    decay: str, offsets: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "keys_rule", lambda *_: Config({"BLOCK_K": 16, "BLOCK_V": 16}))
+    inputs = problem(90, H=3, K=40, V=24, decay=decay)
+    errors = apart(inputs | ({} if offsets is None else {"offsets": torch.tensor(offsets)}))
+    assert "log_decay" in " ".join(errors) and max(errors.values()) < BUDGET[torch.float16], errors
+
+
+@pytest.mark.parametrize(
+    "target, groups, decay, parts",
+    [("sm_90", 1, "token", 0), ("sm_80", 1, "token", 1), ("sm_90", 2, "token", 1), ("sm_90", 1, "head", 1)],
+)
+def test_who_has_all_channels_leaves_nothing_to_sum(target: str, groups: int, decay: str, parts: int) -> None:
+    """But constant gates, which all chunks have a part of."""
+    inputs = {name: x.bfloat16() if name in "qkv" else x for name, x in problem(130, H=4, K=256, decay=decay).items()}
+    inputs |= {name: inputs[name][:, :, ::groups] for name in "qk"}
+    call = bind(**inputs)
+    states, do = torch.empty(3, 4, 256, 8).bfloat16(), torch.empty_like(call.v)
+    found = [torch.empty_like(x) for x in (call.q, call.k, call.log_decay)]
+    with tune.recording(tune.TARGETS[target]) as launches:
+        keys.backward(call, None, states, torch.empty_like(states), do, (*found, None), 3)
+    names = [launch.kernel.fn.__name__ for launch in launches]
+    assert names == ["keys_kernel", *["sums_kernel"] * parts]
 
 
 def test_a_sum_that_rounding_puts_below_the_bound_loses_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ PROBLEMS = (
 # For GPUs, which run other kernels in the sizes of models (Spec.large).
 LARGE_PROBLEMS = (
     Linear("width 128", T=256, K=128),
-    Linear("width 128, per head", T=2112, H=1, K=128, decay="head"),
+    Linear("width 128, per head", T=2112, H=4, K=128, decay="head"),
     Linear("width 128, per token", T=256, K=128, decay="token"),
     Linear("width 256, per token", T=130, H=2, K=256, decay="token"),
     Linear("width 256, per channel", T=130, H=2, K=256, decay="channel"),
@@ -76,5 +76,8 @@ LARGE_PROBLEMS = (
     Linear("width 128, packed", B=1, T=UNEVEN[-1], H=16, K=128, offsets=UNEVEN, decay="token", state=True),
     Linear("width 128, one head", B=1, T=4096, H=1, K=128, decay="token"),
     Linear("width 128, one head, per channel", B=1, T=4096, H=1, K=128, decay="channel", state=True),
+    Linear("width 128, 24 heads, per token", B=1, T=4096, H=24, K=128, decay="token"),
+    Linear("width 128, 24 heads, per channel", B=1, T=4096, H=24, K=128, decay="channel"),
+    Linear("width 64, bonus, 60 heads", B=1, T=4096, H=60, K=64, decay="channel", bonus=True),
 )
 CASES, LARGE = (tuple(problem.case for problem in problems) for problems in (PROBLEMS, LARGE_PROBLEMS))

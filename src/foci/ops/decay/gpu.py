@@ -55,17 +55,19 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     do = call.v.new_zeros(()).expand(call.v.shape) if grads[0] is None else grads[0]
     made = prepared(call, slots, True)
     dq, dk, dv, dg, d_bonus = found = rooms(call, (call.q, call.k, call.v, call.log_decay, call.bonus), needs[:5])
-    ends, d_state = kernels_triton_backward.backward(call, made, states, do, grads[1], dv, needs, slots, _cut(call))
+    cut = _cut(call, 2 if made is None else 4)
+    ends, d_state = kernels_triton_backward.backward(call, made, states, do, grads[1], dv, needs, slots, cut)
     kernels_triton_keys.backward(call, made, states, ends, do, (dq, dk, dg, d_bonus), slots)
     return *found, d_state
 
 
-def _cut(call: Call) -> partial[stretches.Cut]:
+def _cut(call: Call, few: int = 4) -> partial[stretches.Cut]:
     """What is left to say: for which GPU, and how many warps walk a sequence.
 
     A stretch has 16 chunks at least, and there are four of them: a walk of so many chunks twice, and the fold of the
-    stretches before it, then take half the time or less. Half a program of four warps a processor, and products and
-    memory are busy enough for a second reading to cost what the shorter walk saves.
+    stretches before it, then take less time. With a program of four warps a processor (`few`), products and memory are
+    busy enough for a second reading to cost what the shorter walk saves; with half of that in a backward of gates per
+    token or none, as measured on an H200.
     """
     B, T, *_, N = call.sizes
-    return partial(stretches.cut, N, B, T, call.offsets is not None, shortest=16 * CHUNK, few=2)
+    return partial(stretches.cut, N, B, T, call.offsets is not None, shortest=16 * CHUNK, few=few)

@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.core.tune import Config, Target, configure, float_precision, launch, side, stored, strides, target_of
-from foci.tiles.gates import load_gates, scaled, total
+from foci.tiles.gates import load_gates, scaled
 from foci.tiles.memory import load_row, load_tile, store_tile
-from foci.tiles.near import ends, weights
+from foci.tiles.near import ends, ends_and_total, weights
 from foci.tiles.state import chunk_at, sequence, working
 from foci.tiles.stretches import join_states, stretch
 
@@ -80,8 +80,8 @@ def states_kernel(  # type: ignore[no-untyped-def]
                 S *= w[:, None]
             else:
                 g = load_gates(g_ptr + b * g_strides[0] + h * g_strides[2], t0, end, g_strides[1], CHUNK)
-                v = scaled(v, ends(g, True, NEAR)[1][:, None])
-                w = total(g)
+                _rise, fall, w = ends_and_total(g, True, NEAR)
+                v = scaled(v, fall[:, None])
                 S *= w
             if MAP:
                 decay *= w
@@ -150,7 +150,7 @@ def out_kernel(  # type: ignore[no-untyped-def]
 def states_rule(dtype: torch.dtype, K: int, V: int, heads: int, target: Target) -> Config:
     """Small blocks, because a program walks a whole sequence; smaller where few heads would leave processors idle."""
     k, v = side(K, 64), side(V, 64)
-    if heads * -(-K // k) * -(-V // v) < target.processors:
+    if 2 * heads * -(-K // k) * -(-V // v) < target.processors:
         v = min(v, 32)
     half = dtype == torch.bfloat16
     return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=8 if dtype == torch.float32 else 4, stages=3 if half else 2)
@@ -160,6 +160,8 @@ def out_rule(dtype: torch.dtype, K: int, V: int, by_channel: bool, target: Targe
     """All columns that registers hold, because every block of them makes A again, or reads it."""
     small = target.shared < 80_000 or dtype != torch.bfloat16
     k, v = side(K, 32 if small else 64), side(V, 64 if small else 128)
+    if v > 64 and target.arch == 90 and not by_channel:  # as measured on an H200
+        return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=4, stages=3)
     return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=8 if v > 64 else 4, stages=2)
 
 

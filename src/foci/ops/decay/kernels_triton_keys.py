@@ -33,33 +33,35 @@ WIDTHS = {"BLOCK_K": (16, 32, 64, 128), "BLOCK_V": (16, 32, 64, 128)}  # what `f
 def keys_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, g_ptr, bonus_ptr, offsets_ptr, states_ptr, ends_ptr, do_ptr,
     sums_ptr, dq_ptr, dk_ptr, dg_ptr, d_bonus_ptr,
-    q_strides, k_strides, v_strides, g_strides, bonus_strides, do_strides, scale, T, N, H, R, K, V, part,
+    q_strides, k_strides, v_strides, g_strides, bonus_strides, do_strides, scale, zero, T, N, H, R, K, V, part,
     share, size, CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, CONSTANT: tl.constexpr, SPLIT: tl.constexpr,
-    AHEAD: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    ALONE: tl.constexpr, AHEAD: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, summed over `share` of the R heads that read one head of keys, and dg, of one chunk's BLOCK_K channels.
+    """dq, dk, summed over `share` of the R heads that read one head of keys, and dg, of one chunk's channels.
 
-    AHEAD: many heads and one block of V, so that the next head's tiles are loaded while this one's are multiplied.
+    Of BLOCKS times BLOCK_K of them, one block after the other. ALONE: a head has keys of its own. AHEAD: many heads and
+    one block of V, so that the next head's tiles are loaded while this one's are multiplied. In both rise and fall
+    weigh sums over V, and not what is summed.
     What is left to sum goes to parts: dq and dk to that of their share of heads, `size` entries apart; dg of a gate per
     token to that of its block of K, `part` entries apart; constant gates' and the bonus' to that of its chunk.
     """
     OWN: tl.constexpr = bonus_ptr is None
     NEAR: tl.constexpr = k_ptr.dtype.element_ty != tl.float32
     PER_TOKEN: tl.constexpr = (g_ptr is not None) and not PER_CHANNEL
+    AFTER: tl.constexpr = PER_CHANNEL or ALONE or AHEAD
     ROWS: tl.constexpr = (dq_ptr is not None) or (dg_ptr is not None)
-    block = tl.program_id(0) % tl.cdiv(K, BLOCK_K)
-    k0 = block * BLOCK_K
-    rest = tl.program_id(0) // tl.cdiv(K, BLOCK_K)
+    block, rest = tl.program_id(0) % tl.cdiv(K, BLOCKS * BLOCK_K), tl.program_id(0) // tl.cdiv(K, BLOCKS * BLOCK_K)
     G, r0, heads = H // R, 0, R
     if SPLIT:
         r0 = rest % tl.cdiv(R, share) * share
         rest, heads = rest // tl.cdiv(R, share), tl.minimum(R, r0 + share)
     first, chunk = (rest % G).to(tl.int64), (rest // G).to(tl.int64)
-    n, b, t0, stop, slot = chunk_at(offsets_ptr, rest // G, N, T, CHUNK)
+    n, b, start, stop, slot = chunk_at(offsets_ptr, rest // G, N, T, CHUNK)
     row = tl.cast(b, tl.int64)
     if offsets_ptr is not None:  # noqa: SIM102  known before n is
         if n < 0:  # no such chunk: its parts are 0, of slots that may hold anything
-            n, stop, slot, t0 = 0, 0, 0, 0
+            n, stop, slot, start = 0, 0, 0, 0
             if not CONSTANT and d_bonus_ptr is None:
                 heads = 0
     # A loop over V that might be left out would set its sums to 0 there again, and Hopper's assembler would have each
@@ -68,116 +70,137 @@ def keys_kernel(  # type: ignore[no-untyped-def]
     t = tl.arange(0, CHUNK)
     q_ptr += row * q_strides[0] + first * q_strides[2]
     k_ptr += row * k_strides[0] + first * k_strides[2]
-    dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-    dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-    pairs_of_all = tl.zeros([CHUNK, CHUNK], tl.float32)
-    by_q, by_k = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
-    for r in tl.range(r0, heads, disable_licm=True):
-        h = first * R + r
-        dA = tl.zeros([CHUNK, CHUNK], tl.float32)
-        by_rows = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-        by_columns = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-        by_state = tl.zeros([BLOCK_K], tl.float32)
-        if PER_TOKEN:
-            g = load_gates(g_ptr + row * g_strides[0] + h * g_strides[2], t0, stop, g_strides[1], CHUNK)
-            rise, fall = ends(g, OWN, NEAR)
-        place = ((slot if CAUSAL else n) * H + h) * K * V
-        for v0 in tl.range(0, BLOCK_V if AHEAD else V, BLOCK_V):
-            here = v_ptr + row * v_strides[0] + h * v_strides[2]
-            v = working(load_tile(here, t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V))
-            here = do_ptr + row * do_strides[0] + h * do_strides[2]
-            do = working(load_tile(here, t0, stop, do_strides[1], v0, V, do_strides[3], CHUNK, BLOCK_V))
-            if CAUSAL:
-                dA = tl.dot(do, tl.trans(v), dA, input_precision=PRECISION)
-            if ROWS:
-                S = load_tile(states_ptr + place, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V)
-                if PER_CHANNEL or AHEAD:
-                    by_rows = tl.dot(do, tl.trans(S.to(do.dtype)), by_rows, input_precision=PRECISION)
-                else:
-                    do = scaled(do, (scale * rise)[:, None] if PER_TOKEN else scale)
-                    dq = tl.dot(do, tl.trans(S.to(do.dtype)), dq, input_precision=PRECISION)
-            if ends_ptr is not None:
-                dS = load_tile(ends_ptr + place, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V)
-                if PER_CHANNEL or AHEAD:
-                    by_columns = tl.dot(v, tl.trans(dS.to(v.dtype)), by_columns, input_precision=PRECISION)
-                else:
-                    v = scaled(v, fall[:, None]) if PER_TOKEN else v
-                    dk = tl.dot(v, tl.trans(dS.to(v.dtype)), dk, input_precision=PRECISION)
-                if dg_ptr is not None:
-                    by_state += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-        if AHEAD:  # only now, as operands that are what was loaded go to shared memory by themselves
-            dq += by_rows * ((scale * rise)[:, None] if PER_TOKEN else scale)
-            dk += by_columns * (fall[:, None] if PER_TOKEN else 1.0)
-        # Only now, and again for each head: through the loop above they would not fit into registers.
-        q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
-        k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
-        dA *= scale
-        if PER_CHANNEL:
-            if NEAR:
-                c, last = load_sums(sums_ptr + (row * T * H + h) * K, t0, stop, H * K, k0, K, CHUNK, BLOCK_K)
-            if not NEAR or not OWN:
-                here = g_ptr + row * g_strides[0] + h * g_strides[2]
-                g = load_tile(here, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
-            by_rows *= scale
-            by_columns *= tl.exp(last[None, :] - c) if NEAR else ends(g, True, False)[1]
-            dg = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-            if dg_ptr is not None:  # by_ends as products: sums along the tokens of a tile so wide spill
-                dg += (by_state * (tl.exp(last) if NEAR else total(g)))[None, :]
-                of_fall = t[:, None] > t[None, :]
-                dg = tl.dot(of_fall.to(k.dtype), (k * by_columns).to(k.dtype), dg, input_precision=PRECISION)
-            dk += by_columns
-            if NEAR:
-                risen, close = c if OWN else c - near.bounded(g), tl.min(c, 1) >= near.FAR
-                by_rows, dk, dg = near.pairs_backward(by_rows, dk, dg, dA, q, k, risen, c, close, OWN, PRECISION)
-                dq += by_rows
-            else:
-                by_rows *= ends(g, OWN, False)[0]
-                if dg_ptr is not None:
-                    of_rise = t[:, None] <= t[None, :] if OWN else t[:, None] < t[None, :]
-                    dg = tl.dot(of_rise.to(q.dtype), (q * by_rows).to(q.dtype), dg, input_precision=PRECISION)
-                dq, dk, dg = pairs_backward_onto(dq + by_rows, dk, dg, dA, q, k, g, OWN, PRECISION)
-            if dg_ptr is not None:
-                store_tile(dg_ptr + (row * T * H + h) * K, dg, t0, stop, H * K, k0, K, 1)
-        elif CAUSAL:
-            if g_ptr is None:
-                W = tl.where(t[:, None] >= t[None, :] if OWN else t[:, None] > t[None, :], 1.0, 0.0)
-            else:
-                W = weights(g, OWN, NEAR)
-                if dg_ptr is not None:
-                    P = dA * W * tl.dot(q, tl.trans(k), input_precision=PRECISION)
-                    # This head's part of what q dq and k dk sum to.
-                    rise, fall = tl.sum(q * dq, 1), tl.sum(k * dk, 1)
-                    dg = by_chunk(P, rise - by_q, fall - by_k, tl.sum(by_state) * total(g), OWN, NEAR)
-                    by_q, by_k = rise, fall
-                    if CONSTANT:
-                        dg = tl.sum(tl.where(t0 + t < stop, dg, 0.0))
-                        tl.store(dg_ptr + (chunk * tl.cdiv(K, BLOCK_K) + block) * H + h, dg)
+    dg_before = tl.zeros([CHUNK], tl.float32)
+    for i in tl.range(BLOCKS, disable_licm=True):
+        k0 = (block * BLOCKS + i) * BLOCK_K
+        t0 = start + zero * i  # what the loop changes stays in it: addresses kept through it would cost registers
+        dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+        dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+        pairs_of_all = tl.zeros([CHUNK, CHUNK], tl.float32)
+        by_q, by_k = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+        for r in tl.range(r0, heads, disable_licm=True):
+            h = first * R + r
+            dA = tl.zeros([CHUNK, CHUNK], tl.float32)
+            by_rows = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+            by_columns = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+            by_state = tl.zeros([BLOCK_K], tl.float32)
+            if PER_TOKEN:
+                g = load_gates(g_ptr + row * g_strides[0] + h * g_strides[2], t0, stop, g_strides[1], CHUNK)
+                rise, fall = ends(g, OWN, NEAR)
+            place = ((slot if CAUSAL else n) * H + h) * K * V
+            for v0 in tl.range(0, BLOCK_V if AHEAD else V, BLOCK_V):
+                here = v_ptr + row * v_strides[0] + h * v_strides[2]
+                v = working(load_tile(here, t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V))
+                here = do_ptr + row * do_strides[0] + h * do_strides[2]
+                do = working(load_tile(here, t0, stop, do_strides[1], v0, V, do_strides[3], CHUNK, BLOCK_V))
+                if CAUSAL:
+                    dA = tl.dot(do, tl.trans(v), dA, input_precision=PRECISION)
+                if ROWS:
+                    S = load_tile(states_ptr + place, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V)
+                    if AFTER:
+                        by_rows = tl.dot(do, tl.trans(S.to(do.dtype)), by_rows, input_precision=PRECISION)
                     else:
-                        to = dg_ptr + tl.cast(block, tl.int64) * part + row * T * H + h
-                        tl.store(to + (t0 + t) * H, dg.to(dg_ptr.dtype.element_ty), mask=t0 + t < stop)
-            pairs_of_all += dA * W
-        if not OWN:
-            own = tl.sum(tl.where(t[:, None] == t[None, :], dA, 0.0), 1)[:, None]
-            here = bonus_ptr + h * bonus_strides[0]
-            u = load_tile(here, 0, 1, 0, k0, K, bonus_strides[1], 1, BLOCK_K).to(tl.float32)
-            dq += own * u * k
-            dk += own * u * q
-            if d_bonus_ptr is not None:
-                du = tl.sum(own * q * k, 0)
-                store_tile(d_bonus_ptr + (chunk * H + h) * K, du[None, :], 0, 1, 0, k0, K, 1)
-            if PER_TOKEN and dg_ptr is not None:
-                by_q, by_k = tl.sum(q * dq, 1), tl.sum(k * dk, 1)
-    if CAUSAL and not PER_CHANNEL:  # heads that read the same keys and queries: one product of the sum
-        q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
-        k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
-        P = pairs_of_all.to(k.dtype)
-        dq = tl.dot(P, k, dq, input_precision=PRECISION)
-        dk = tl.dot(tl.trans(P), q, dk, input_precision=PRECISION)
-    into = tl.cast(r0 // share, tl.int64) * size
-    if dq_ptr is not None:
-        store_tile(dq_ptr + into + (row * T * G + first) * K, dq, t0, stop, G * K, k0, K, 1)
-    if dk_ptr is not None:
-        store_tile(dk_ptr + into + (row * T * G + first) * K, dk, t0, stop, G * K, k0, K, 1)
+                        do = scaled(do, (scale * rise)[:, None] if PER_TOKEN else scale)
+                        dq = tl.dot(do, tl.trans(S.to(do.dtype)), dq, input_precision=PRECISION)
+                if ends_ptr is not None:
+                    dS = load_tile(ends_ptr + place, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V)
+                    if AFTER:
+                        by_columns = tl.dot(v, tl.trans(dS.to(v.dtype)), by_columns, input_precision=PRECISION)
+                    else:
+                        v = scaled(v, fall[:, None]) if PER_TOKEN else v
+                        dk = tl.dot(v, tl.trans(dS.to(v.dtype)), dk, input_precision=PRECISION)
+                    if dg_ptr is not None:
+                        by_state += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+            if AFTER and not PER_CHANNEL:  # only now, as what was loaded goes to shared memory by itself
+                dq += by_rows * ((scale * rise)[:, None] if PER_TOKEN else scale)
+                dk += by_columns * (fall[:, None] if PER_TOKEN else 1.0)
+            # Only now, and again for each head: through the loop above they would not fit into registers.
+            q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
+            k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
+            dA *= scale
+            if PER_CHANNEL:
+                dq, dk, dg = of_channels(
+                    dq, dk, by_rows * scale, by_columns, by_state, dA, q, k, sums_ptr, (row * T * H + h) * K, H * K,
+                    g_ptr + row * g_strides[0] + h * g_strides[2], g_strides, t0, stop, k0, K,
+                    dg_ptr is not None, OWN, NEAR, PRECISION, CHUNK, BLOCK_K,
+                )  # fmt: skip
+                if dg_ptr is not None:
+                    store_tile(dg_ptr + (row * T * H + h) * K, dg, t0, stop, H * K, k0, K, 1)
+            elif CAUSAL:
+                if g_ptr is None:
+                    W = tl.where(t[:, None] >= t[None, :] if OWN else t[:, None] > t[None, :], 1.0, 0.0)
+                else:
+                    W = weights(g, OWN, NEAR)
+                    if dg_ptr is not None:
+                        P = dA * W * tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                        # This head's part of what q dq and k dk sum to.
+                        rise, fall = tl.sum(q * dq, 1), tl.sum(k * dk, 1)
+                        dg = by_chunk(P, rise - by_q, fall - by_k, tl.sum(by_state) * total(g), OWN, NEAR)
+                        by_q, by_k = rise, fall
+                        if BLOCKS > 1:  # and of those before: what is stored last is the sum
+                            dg += dg_before
+                            dg_before = dg
+                        if CONSTANT:
+                            dg = tl.sum(tl.where(t0 + t < stop, dg, 0.0))
+                            tl.store(dg_ptr + (chunk * tl.cdiv(K, BLOCKS * BLOCK_K) + block) * H + h, dg)
+                        else:
+                            to = dg_ptr + tl.cast(block, tl.int64) * part + row * T * H + h
+                            tl.store(to + (t0 + t) * H, dg.to(dg_ptr.dtype.element_ty), mask=t0 + t < stop)
+                pairs_of_all += dA * W
+            if not OWN:
+                own = tl.sum(tl.where(t[:, None] == t[None, :], dA, 0.0), 1)[:, None]
+                here = bonus_ptr + h * bonus_strides[0]
+                u = load_tile(here, 0, 1, 0, k0, K, bonus_strides[1], 1, BLOCK_K).to(tl.float32)
+                dq += own * u * k
+                dk += own * u * q
+                if d_bonus_ptr is not None:
+                    du = tl.sum(own * q * k, 0)
+                    store_tile(d_bonus_ptr + (chunk * H + h) * K, du[None, :], 0, 1, 0, k0, K, 1)
+                if PER_TOKEN and dg_ptr is not None:
+                    by_q, by_k = tl.sum(q * dq, 1), tl.sum(k * dk, 1)
+        if CAUSAL and not PER_CHANNEL:  # heads that read the same keys and queries: one product of the sum
+            q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
+            k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
+            P = pairs_of_all.to(k.dtype)
+            dq = tl.dot(P, k, dq, input_precision=PRECISION)
+            dk = tl.dot(tl.trans(P), q, dk, input_precision=PRECISION)
+        into = tl.cast(r0 // share, tl.int64) * size
+        if dq_ptr is not None:
+            store_tile(dq_ptr + into + (row * T * G + first) * K, dq, t0, stop, G * K, k0, K, 1)
+        if dk_ptr is not None:
+            store_tile(dk_ptr + into + (row * T * G + first) * K, dk, t0, stop, G * K, k0, K, 1)
+
+
+@triton.jit
+def of_channels(  # type: ignore[no-untyped-def]
+    dq, dk, by_rows, by_columns, by_state, dA, q, k, sums_ptr, place, stride, g_ptr, g_strides, t0, stop, k0, K,
+    GATES: tl.constexpr, OWN: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """(dq, dk, dg) with what a head gives of gates per channel; `by_rows` and `by_columns` are not weighed yet."""
+    t = tl.arange(0, CHUNK)
+    if NEAR:
+        c, last = load_sums(sums_ptr + place, t0, stop, stride, k0, K, CHUNK, BLOCK_K)
+    if not NEAR or not OWN:
+        g = load_tile(g_ptr, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+    by_columns *= tl.exp(last[None, :] - c) if NEAR else ends(g, True, False)[1]
+    dg = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+    if GATES:  # by_ends as products: sums along the tokens of a tile so wide spill
+        dg += (by_state * (tl.exp(last) if NEAR else total(g)))[None, :]
+        of_fall = t[:, None] > t[None, :]
+        dg = tl.dot(of_fall.to(k.dtype), (k * by_columns).to(k.dtype), dg, input_precision=PRECISION)
+    dk += by_columns
+    if NEAR:
+        risen, close = c if OWN else c - near.bounded(g), tl.min(c, 1) >= near.FAR
+        by_rows, dk, dg = near.pairs_backward(by_rows, dk, dg, dA, q, k, risen, c, close, OWN, PRECISION)
+        dq += by_rows
+    else:
+        by_rows *= ends(g, OWN, False)[0]
+        if GATES:
+            of_rise = t[:, None] <= t[None, :] if OWN else t[:, None] < t[None, :]
+            dg = tl.dot(of_rise.to(q.dtype), (q * by_rows).to(q.dtype), dg, input_precision=PRECISION)
+        dq, dk, dg = pairs_backward_onto(dq + by_rows, dk, dg, dA, q, k, g, OWN, PRECISION)
+    return dq, dk, dg
 
 
 @triton.jit
@@ -270,6 +293,8 @@ def keys_rule(
 ) -> Config:
     """All channels that registers hold, because every block of them makes dA again."""
     more, bf16 = bonus or groups, dtype == torch.bfloat16
+    if bf16 and target.arch == 90 and not more and not by_channel:  # as measured on an H200, spills and all
+        return Config({"BLOCK_K": side(K, 64), "BLOCK_V": side(V, 64)}, warps=4, stages=3)
     if bf16 and target.shared > 200_000 and not bonus and by_channel != groups:
         k, v = (64, 64) if by_channel else (128, 64)  # as measured on an H200
         return Config({"BLOCK_K": side(K, k), "BLOCK_V": side(V, v)}, warps=8, stages=2 if groups and v >= V else 1)
@@ -318,6 +343,9 @@ def backward(
     key = do.dtype, K, V, by_channel, call.bonus is not None, H > G
     config = configure("linear_keys", key, partial(keys_rule, *key), target, WIDTHS)
     blocks = -(-K // config["BLOCK_K"])
+    # Gates want sums over all channels: where one program has them, no launch has to add them up.
+    gated = dg is not None and not by_channel and call.bonus is None and H == G
+    blocks, together = (1, blocks) if gated and target.arch == 90 else (blocks, 1)
     g_parts = chunks * blocks if constant else 1 if by_channel else blocks
     g_size = H if constant else B * T * H
     blank = torch.empty if call.offsets is None else torch.zeros  # parts are added up where no document is, too
@@ -339,9 +367,10 @@ def backward(
         call.q, call.k, call.v, g, call.bonus, call.offsets, states, ends, do, None if made is None else made.sums,
         *onto, dg if dg_parts is None else dg_parts, bonus_parts,
         call.q.stride(), call.k.stride(), call.v.stride(), strides(g), strides(call.bonus), do.stride(),
-        call.scale, T, N, H, H // G, K, V, g_size, share, call.q.numel(),
+        call.scale, 0, T, N, H, H // G, K, V, g_size, share, call.q.numel(),
         config=config, CAUSAL=call.causal, PER_CHANNEL=by_channel, CONSTANT=constant, SPLIT=parts > 1, CHUNK=CHUNK,
-        AHEAD=H > G and not by_channel and config["BLOCK_V"] >= V, PRECISION=float_precision(do.dtype, target),
+        ALONE=H == G, BLOCKS=together, AHEAD=H > G and not by_channel and config["BLOCK_V"] >= V,
+        PRECISION=float_precision(do.dtype, target),
     )  # fmt: skip
     if made is not None and made.sums is not None:
         narrow = far_rule(config)
