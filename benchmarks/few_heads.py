@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from foci.bench.measure import Way, interleave
+from foci.bench.measure import Way, clock_on, interleave
 from foci.ops.delta import gpu
 from foci.ops.delta.call import Call, bind
 from foci.ops.delta.cases import Delta
@@ -32,6 +32,7 @@ WAYS = {
     "gates or maps": {},
     "gates alone": {"token_joins.by_maps": lambda *_: False},
 }
+ASLEEP = 6_000_000  # cycles: 3 ms, where the slowest host takes 1 to launch a stage
 WHERE = "foci.ops.delta.kernels_triton_"
 
 
@@ -69,23 +70,6 @@ def off(found: Any, right: Any) -> float:
     return max(float((x.double() - y.double()).norm() / y.double().norm()) for x, y in pairs)
 
 
-def clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """Seconds of what a run launches, whatever Python takes."""
-    flush = torch.zeros(1 << 26, device=device)
-
-    def timed(run: Callable[[], object]) -> float:
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.sum()
-        torch.cuda._sleep(6_000_000)  # cycles: 3 ms, where the slowest host takes 1
-        start.record()
-        run()
-        stop.record()
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) / 1e3
-
-    return timed
-
-
 def measure(call: Call, device: torch.device) -> str:
     """One row: each way's three times, and how far it is from the first way."""
     runs = {}
@@ -93,6 +77,7 @@ def measure(call: Call, device: torch.device) -> str:
         torch.manual_seed(0)  # the same incoming gradients
         with by(way):
             runs[way] = stages(call)
+    clock = clock_on(device, clean=True, asleep=ASLEEP)
     found: dict[str, list[str]] = {way: [] for way in WAYS}
     errors = dict.fromkeys(WAYS, 0.0)
     for stage in ("forward", "training", "backward"):
@@ -102,7 +87,7 @@ def measure(call: Call, device: torch.device) -> str:
             with by(way):
                 results[way] = runs[way][stage]()
             errors[way] = max(errors[way], off(results[way], results["maps alone"]))
-        for way, sample in interleave(each, rounds=12, clock=clock(device)).items():
+        for way, sample in interleave(each, rounds=12, clock=clock).items():
             found[way].append(f"{sample.median * 1e6:.0f}")
     return ", ".join(f"{way} {' '.join(found[way])} (off {errors[way]:.1e})" for way in WAYS)
 

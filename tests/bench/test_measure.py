@@ -82,7 +82,7 @@ def test_the_clock_can_be_another() -> None:
     taken = interleave({"a": Way(lambda: None)}, rounds=2, clock=lambda run: 7.0)
     assert taken["a"].seconds == (7.0, 7.0)
     assert clock_on(torch.device("cpu")) is clock
-    assert clock_on(torch.device("cpu"), clean=True) is clock
+    assert clock_on(torch.device("cpu"), clean=True, asleep=1) is clock
 
 
 def test_the_host_is_timed_call_by_call() -> None:
