@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from foci.check import memory
 from foci.core import tune
 from foci.core.tune import Config
+from foci.ops import gpu
 from foci.ops.decay import kernels_triton_keys as keys
 from foci.ops.decay import kernels_triton_pairs
 from foci.ops.decay.api import linear_attention
@@ -16,7 +18,7 @@ from foci.ops.decay.call import bind
 from foci.ops.decay.spec import SPEC
 from foci.ops.draw import Draw
 from tests.ops.decay.test_kernels_triton_forward import problem
-from tests.ops.in_triton import there
+from tests.ops.in_triton import DEVICE, there
 from tests.ops.recurrences import BUDGET, answers, error, exact
 
 
@@ -72,6 +74,30 @@ def test_gates_of_all_channels_are_summed_by_one_program(
     inputs = problem(90, H=3, K=40, V=24, decay=decay)
     errors = apart(inputs | ({} if offsets is None else {"offsets": torch.tensor(offsets)}))
     assert "log_decay" in " ".join(errors) and max(errors.values()) < BUDGET[torch.float16], errors
+
+
+@pytest.mark.parametrize("decay", ["token", "head", "channel"])
+def test_parts_that_no_document_has_are_not_summed(decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does anything clear them: heads of a group and blocks of channels have parts, which hold what memory held."""
+    monkeypatch.setattr(gpu, "documents", lambda *_: None)  # a CPU refuses offsets that leave the first tokens out
+    monkeypatch.setattr(keys, "keys_rule", lambda *_: Config({"BLOCK_K": 16, "BLOCK_V": 16}))
+    monkeypatch.setattr(keys, "_share", lambda *_: 2)
+    inputs = there(problem(90, H=5, K=40, decay=decay))
+    inputs |= {name: inputs[name][:, :, :1].contiguous() for name in "qk"}
+    weights = torch.randn(inputs["v"].shape, device=DEVICE)
+
+    def gradients(rows: slice, *offsets: int) -> dict[str, torch.Tensor]:
+        leaves = {name: (x[:, rows] if len(x.shape) > 1 else x).requires_grad_() for name, x in inputs.items()}
+        with memory.poisoned():
+            out, _ = linear_attention(**leaves, offsets=torch.tensor(offsets, device=DEVICE), backend="triton")
+            return dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), weights[:, rows]), strict=True))
+
+    some = gradients(slice(20, 80), 0, 30, 60)
+    for name, x in gradients(slice(0, 90), 20, 50, 80).items():
+        if len(x.shape) > 1:
+            assert not x[:, :20].any() and not x[:, 80:].any(), name
+            x = x[:, 20:80]
+        assert torch.equal(x, some[name]), name
 
 
 @pytest.mark.parametrize(

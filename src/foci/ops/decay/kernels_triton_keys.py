@@ -23,7 +23,7 @@ from foci.tiles import near
 from foci.tiles.gates import load_gates, pairs_backward_onto, scaled, total
 from foci.tiles.memory import add_tile, load_row, load_tile, store_tile
 from foci.tiles.near import by_chunk, ends, load_sums, weights
-from foci.tiles.state import chunk_at, working
+from foci.tiles.state import chunk_at, covered, working
 
 CHUNK = 64
 WIDTHS = {"BLOCK_K": (16, 32, 64, 128), "BLOCK_V": (16, 32, 64, 128)}  # what `foci tune` may try
@@ -260,32 +260,42 @@ def far_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def sums_kernel(  # type: ignore[no-untyped-def]
-    g_ptr, dg_ptr, bonus_ptr, d_bonus_ptr, q_ptr, dq_ptr, k_ptr, dk_ptr, g_parts, g_size, bonus_parts, bonus_size,
-    parts, q_size, k_size, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr,
+    g_ptr, dg_ptr, bonus_ptr, d_bonus_ptr, q_ptr, dq_ptr, k_ptr, dk_ptr, offsets_ptr, g_parts, g_size, bonus_parts,
+    bonus_size, parts, q_size, k_size, T, N, CONSTANT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sums over parts [parts, size] of what gradients have them, in a fixed order; where not, the size is 0."""
+    """The sums over parts [parts, size] of what gradients have them, in a fixed order; where not, the size is 0.
+
+    Packed, only of tokens that a document has: no other has parts. CONSTANT gates and the bonus have no tokens.
+    """
     block = tl.program_id(0)
     if g_ptr is not None:
-        _sum(block, g_ptr, dg_ptr, g_parts, g_size, BLOCK_P, BLOCK)
+        _sum(block, g_ptr, dg_ptr, None if CONSTANT else offsets_ptr, g_parts, g_size, T, N, BLOCK_P, BLOCK)
         block -= tl.cdiv(g_size, BLOCK)
     if bonus_ptr is not None:
-        _sum(block, bonus_ptr, d_bonus_ptr, bonus_parts, bonus_size, BLOCK_P, BLOCK)
+        _sum(block, bonus_ptr, d_bonus_ptr, None, bonus_parts, bonus_size, T, N, BLOCK_P, BLOCK)
         block -= tl.cdiv(bonus_size, BLOCK)
     if q_ptr is not None:
-        _sum(block, q_ptr, dq_ptr, parts, q_size, BLOCK_P, BLOCK)
+        _sum(block, q_ptr, dq_ptr, offsets_ptr, parts, q_size, T, N, BLOCK_P, BLOCK)
         block -= tl.cdiv(q_size, BLOCK)
     if k_ptr is not None:
-        _sum(block, k_ptr, dk_ptr, parts, k_size, BLOCK_P, BLOCK)
+        _sum(block, k_ptr, dk_ptr, offsets_ptr, parts, k_size, T, N, BLOCK_P, BLOCK)
 
 
 @triton.jit
-def _sum(block, ptr, out_ptr, parts, size, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sum(  # type: ignore[no-untyped-def]
+    block, ptr, out_ptr, offsets_ptr, parts, size, T, N, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr
+):
     """Block `block` of the sum, if there is one."""
     if (block >= 0) & (block < tl.cdiv(size, BLOCK)):
         x = tl.zeros([BLOCK_P, BLOCK], tl.float32)
         for p in range(0, parts, BLOCK_P):
             x += load_tile(ptr, p, parts, size, block * BLOCK, size, 1, BLOCK_P, BLOCK)
-        store_tile(out_ptr, tl.sum(x, 0)[None, :], 0, 1, 0, block * BLOCK, size, 1)
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        here = at < size
+        if offsets_ptr is not None:
+            first, last = covered(offsets_ptr, N, T)
+            here &= (at >= first * (size // T)) & (at < last * (size // T))
+        tl.store(out_ptr + at, tl.sum(x, 0).to(out_ptr.dtype.element_ty), mask=here)
 
 
 def keys_rule(
@@ -348,16 +358,15 @@ def backward(
     blocks, together = (1, blocks) if gated and target.arch == 90 else (blocks, 1)
     g_parts = chunks * blocks if constant else 1 if by_channel else blocks
     g_size = H if constant else B * T * H
-    blank = torch.empty if call.offsets is None else torch.zeros  # parts are added up where no document is, too
     dg_parts = bonus_parts = None
     if dg is not None and (constant or g_parts > 1):
-        dg_parts = blank(g_parts, g_size, dtype=torch.float32, device=do.device)
+        dg_parts = torch.empty(g_parts, g_size, dtype=torch.float32, device=do.device)
     if d_bonus is not None:
         bonus_parts = torch.empty(chunks, H, K, dtype=torch.float32, device=do.device)
     share = _share(H // G, chunks * G * blocks, target)
     parts = -(-H // G // share)
     dq_parts, dk_parts = (
-        blank(parts, *x.shape, dtype=torch.float32, device=do.device) if x is not None and parts > 1 else None
+        torch.empty(parts, *x.shape, dtype=torch.float32, device=do.device) if x is not None and parts > 1 else None
         for x in (dq, dk)
     )
     onto = (dq if dq_parts is None else dq_parts), (dk if dk_parts is None else dk_parts)
@@ -384,10 +393,13 @@ def backward(
             PRECISION=float_precision(do.dtype, target), CHUNK=CHUNK,
         )  # fmt: skip
     left = (dg_parts, dg, g_parts), (bonus_parts, d_bonus, chunks), (dq_parts, dq, parts), (dk_parts, dk, parts)
-    _sums(left, target)
+    _sums(left, call.offsets, T, N, constant, target)
 
 
-def _sums(left: Sequence[tuple[Tensor | None, Tensor | None, int]], target: Target) -> None:
+def _sums(
+    left: Sequence[tuple[Tensor | None, Tensor | None, int]], offsets: Tensor | None, T: int, N: int, constant: bool,
+    target: Target,
+) -> None:  # fmt: skip
     """What parts are left to sum: (parts, the sum, how many), None where there is none."""
     sizes = [0 if one is None or into is None else into.numel() for one, into, _ in left]
     if not any(sizes):
@@ -399,6 +411,6 @@ def _sums(left: Sequence[tuple[Tensor | None, Tensor | None, int]], target: Targ
         sums_kernel,
         (sum(-(-size // config["BLOCK"]) for size in sizes),),
         *(x for one, into, _ in left for x in (one, into)),
-        g_parts, sizes[0], bonus_parts, sizes[1], parts, *sizes[2:],
-        config=config,
+        offsets, g_parts, sizes[0], bonus_parts, sizes[1], parts, *sizes[2:], T, N,
+        config=config, CONSTANT=constant,
     )  # fmt: skip
