@@ -144,12 +144,22 @@ def test_a_single_query_and_key_ends_the_process_in_cudnn() -> None:
     assert any("single query and key" in reason for reason in CUDA_KERNELS[0].reasons(bind(*tensors(T=1, S=1))))
 
 
-def test_triton_is_preferred_for_few_queries_and_for_masks_without_gradients() -> None:
-    bias = torch.empty(1, 1, 50, 50, dtype=torch.bfloat16, device="meta")
-    assert slow(bind(*tensors(T=1, S=80))) and slow(bind(*tensors(), bias=bias))
-    assert not slow(bind(*tensors())) and not slow(bind(*tensors(T=1, S=80, dtype=torch.float32)))
-    q, k, v = tensors(T=1, S=80)
-    assert not slow(bind(q.requires_grad_(), k, v))
+def test_triton_is_preferred_for_little_and_for_few_queries_and_masks() -> None:
+    large = tensors(T=2048, S=2048)
+    assert not slow(bind(*large)) and slow(bind(*tensors()))
+    assert not slow(bind(*tensors(dtype=torch.float32)))
+    assert slow(bind(*large, bias=torch.empty(1, 1, 2048, 2048, dtype=torch.bfloat16, device="meta")))
+    assert slow(bind(*large, mask=Dense(torch.empty(2048, 2048, dtype=torch.bool, device="meta"))))
+    assert slow(bind(*tensors(T=16, S=65536))) and not slow(bind(*tensors(T=17, S=2049)))
+
+
+@pytest.mark.parametrize(("T", "S", "better"), [(1, 65536, True), (4, 65536, True), (5, 65536, False)])
+def test_with_gradients_triton_is_preferred_where_one_tile_has_all_queries(T: int, S: int, better: bool) -> None:
+    q, k, v = tensors(T=T, S=S)
+    call = bind(q.requires_grad_(), k, v)
+    assert slow(call) == call.few == better
+    with torch.no_grad():
+        assert slow(call)
 
 
 @pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])

@@ -201,15 +201,16 @@ def test_which_card_each_is_for_and_who_goes_first(install: Install, monkeypatch
     assert reasons(bind(**tensors())) == ["it needs an NVIDIA GPU, the tensors are on cpu"]
 
 
-def test_triton_is_preferred_for_few_queries_and_on_hopper_to_the_second(
+def test_triton_is_preferred_for_little_and_few_queries_and_on_hopper_to_the_second(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install("flash_attn_2", "flash_attn_3")
-    assert prefers(bind(**tensors())) == "" and prefers(bind(**tensors(T=2))) == "triton"
+    large = bind(**tensors(T=4096, S=4096))
+    assert prefers(large) == "" and prefers(bind(**tensors())) == prefers(bind(**tensors(T=2, S=65536))) == "triton"
     install(flash_attn_3="raise ImportError('an undefined symbol')")
-    assert prefers(bind(**tensors())) == "triton"
+    assert prefers(large) == "triton"
     on(monkeypatch, 8, 0)
-    assert prefers(bind(**tensors())) == ""
+    assert prefers(large) == ""
 
 
 def test_it_is_chosen_behind_torch_s_kernels_and_before_triton_s(install: Install) -> None:

@@ -13,6 +13,7 @@ from foci.check.memory import poisoned, strided
 from foci.core.tune import TARGETS, interpreting, recording
 from foci.ops.masks import Band
 from foci.ops.softmax import gpu
+from foci.ops.softmax.kernels_triton_few import ROWS
 from foci.ops.softmax.spec import SPEC
 from tests.ops.softmax.problems import pulls
 from tests.ops.softmax.test_kernels_triton_backward import agree, drawn, gradients
@@ -69,7 +70,8 @@ def test_which_calls_it_takes() -> None:
     assert kernels(one, needs) == ["few_kernel", "sum_kernel"]
     assert kernels(one, [False, True, False, False, False]) == ["few_kernel"]
     assert kernels(drawn(T=1, S=63, H=4, G=1), needs) == ["queries_kernel", "keys_kernel"]
-    assert kernels(drawn(T=1, S=128, H=17, G=1), needs) == ["queries_kernel", "keys_kernel"]
+    assert kernels(drawn(T=1, S=128, H=ROWS, G=1), needs) == ["few_kernel", "sum_kernel"]
+    assert kernels(drawn(T=1, S=128, H=ROWS + 1, G=1), needs) == ["queries_kernel", "keys_kernel"]
 
 
 def test_unwritten_memory_strides_and_what_is_needed_do_not_matter() -> None:

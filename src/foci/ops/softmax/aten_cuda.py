@@ -17,6 +17,7 @@ from foci.ops.softmax.call import Call
 # Shapes are checked on the meta device; the numbers need a GPU (docs/softmax.md says which one has seen them).
 _aten = torch.ops.aten  # forwards are called as torch's own functions: the same op, 1 us cheaper
 _HALF = (torch.bfloat16, torch.float16)
+_LITTLE, _SHORT = 1 << 30, 2048  # products of two numbers and length of a walk: some microseconds of a GPU
 
 
 class _CudaKernel:
@@ -235,14 +236,17 @@ def _width_of_cudnn(device: torch.device) -> int:
 
 
 def slow(call: Call) -> bool:
-    """Whether Triton's kernels are faster than these: keys are read for few queries, or `efficient` takes a mask.
+    """Whether Triton's kernels are faster than these: there is little to compute, or a mask, or few queries.
 
-    cuDNN reads as fast, but plans for 40 ms whenever a cache has another length, and flash repeats none of its work
-    over the card for few rows. Where a gradient is asked for, they stay the faster ones.
+    With little to compute the time is the host's, which has less to do for ours. A mask only `efficient` takes. Keys
+    that are read for few queries cuDNN reads as fast, but plans for 40 ms whenever a cache has another length, and
+    flash repeats none of its work over the card; their backwards take six times as long (docs/benchmarks.md).
     """
-    if call.q.dtype not in _HALF or differentiated(call):
+    if call.q.dtype not in _HALF:
         return False
-    return call.q.shape[1] <= 16 or call.bias is not None or call.dense is not None
+    B, T, S, H, _, K, V = call.sizes
+    little = max(T, S) <= _SHORT and B * H * T * S * (K + V) <= _LITTLE
+    return little or call.bias is not None or call.dense is not None or (call.few if differentiated(call) else T <= 16)
 
 
 def folds_dlse(call: Call) -> bool:

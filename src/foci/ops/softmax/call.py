@@ -59,6 +59,12 @@ class Call(NamedTuple):
         return B, T, S, H, G, K, V
 
     @property
+    def few(self) -> bool:
+        """Whether queries are few next to the keys: Triton's backward has them all in one tile then."""
+        _, T, S, H, G, K, V = self.sizes
+        return T * H <= 16 * G and S >= 64 * T and max(K, V) <= 256
+
+    @property
     def ascending(self) -> bool:
         """Whether larger q k are larger logits to float32 kernels: a scale of less than its least number is 0 there."""
         return self.scale >= torch.finfo(torch.float32).tiny

@@ -15,7 +15,7 @@ from foci.tiles.softmax import between, keys_of
 from foci.tiles.softmax_backward import load_rows, probabilities, stays, unit
 
 # tiles/softmax_backward.py has the equations.
-ROWS = 16  # queries of all heads that share a key head: as many as a product has at least
+ROWS = 16  # queries of all heads that share a key head, at most (Call.few): as many as a product has at least
 
 
 @triton.jit
@@ -104,9 +104,8 @@ def _put(ptr, tile, row0, rows, strides, cols: tl.constexpr):  # type: ignore[no
 
 def suits(call: Any, grads: tuple[Tensor | None, Tensor | None], needs: Sequence[bool]) -> bool:
     """Few queries next to the keys. Gradients of bias and sink, and packed rows, are left to the kernels for many."""
-    _, T, S, H, G, K, V = call.sizes
     plain = grads[0] is not None and call.q_offsets is None and call.sink is None and not needs[3]
-    return plain and T * (H // G) <= ROWS and S >= 64 * T and max(K, V) <= 256
+    return plain and bool(call.few)
 
 
 def backward(
