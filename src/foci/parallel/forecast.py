@@ -249,7 +249,10 @@ def _handoff(
 
 
 def summary(shape: Shape) -> float:
-    """What a stretch does to a state, as a share of the operator itself: products that the operator makes too."""
+    """What a stretch does to a state, as a share of the operator itself: products that the operator makes too.
+
+    Above 1 for the delta rule of wide heads, whose map [K,K] the operator never makes.
+    """
     K, V = shape.K, shape.values
     if shape.operator == "linear_attention":
         each = 2 * K * V
@@ -257,7 +260,7 @@ def summary(shape: Shape) -> float:
         each = CHUNK * (4 * K + V) + 4 * K * (K + V)
     else:
         return 1.0
-    return min(1.0, each * shape.B * shape.T * shape.H / shape.flops)
+    return each * shape.B * shape.T * shape.H / shape.flops
 
 
 def memory(shape: Shape, split: Split) -> float:
