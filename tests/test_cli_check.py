@@ -207,6 +207,7 @@ def test_a_layer_is_checked_as_a_class_or_an_object(here, capsys) -> None:
             "--dtype: ',' names no dtype; expected some of float64, float32",
         ),
         ("check softmax --limit ,", "--limit: ',' has no number of seconds; expected one, or 2 joined with a comma"),
+        ("check softmax --world 2 --wrap ring --limit 10,9", "--limit takes one number with --world, what a rank"),
         ("check softmax --backend aten --limit 60,9,7", "--limit takes at most 2 numbers of seconds, got 3: 60,9,7"),
         ("check softmax --laws 1,16", "--laws: there is no law '16'; they are 1, 2, 3,"),
         ("check softmax --laws two", "--laws: there is no law 'two'"),

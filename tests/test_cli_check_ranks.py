@@ -82,3 +82,13 @@ def test_ours_pass(here, capsys) -> None:
 def test_options_that_do_not_fit_are_refused(here, capsys, words, said) -> None:
     code, _, err = run(capsys, *words)
     assert code == 2 and said in re.sub(r"\s+", " ", err)
+
+
+@pytest.mark.parametrize("name", ["linear", "delta", "scan", "selective_scan"])
+def test_no_case_is_asked_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(
+        cli_check_ranks, "examine_ranks", lambda spec, *_, **__: seen.append([case.name for case in spec.cases])
+    )
+    cli_check_ranks.check_ranks(name, "", "", 2, "", "handoff")
+    assert sorted(set(seen[0])) == sorted(seen[0]) and any("packed" in each for each in seen[0])

@@ -67,8 +67,8 @@ def check(
     limit: Annotated[
         str,
         typer.Option(
-            help="Seconds after which a case is taken to hang: 120; with --world what a rank waits, 10. After a comma "
-            "seconds for each backend in all, past which laws are left unasked."
+            help="Seconds after which a case is taken to hang: 120; with --world what a rank waits, 10. After a comma, "
+            "without --world, seconds for each backend in all, past which laws are left unasked."
         ),
     ] = "",
     laws: Annotated[str | None, typer.Option(help="Only laws of these numbers, joined with commas: 1,2,9.")] = None,
@@ -86,6 +86,8 @@ def check(
         for option, given in (("--laws", laws), ("--cases", cases or None)):
             if given is not None:
                 raise ValueError(f"{option} does not apply with --world: over ranks others are asked, without numbers")
+        if limits.within != math.inf:
+            raise ValueError(f"--limit takes one number with --world, what a rank waits: got {limit}")
         waits = limits.silence if limit else None
         return _across(what, like, layout, ranks, backend, device, dtype, waits, as_json)
     for option, given in (("--order", ranks.order), ("--wrap", ranks.wrap)):

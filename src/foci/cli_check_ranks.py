@@ -157,7 +157,7 @@ def _roles(like: str, layout: str) -> Roles:
 def _recurrent(spec: Spec, ranks: Ranks, layout: str, name: str) -> tuple[Spec, Candidate]:
     """A recurrence's Spec with cases cut to lengths that the ranks share equally, and the function as a candidate."""
     size = ranks.world.size
-    cases = (*(_even(case, size) for case in spec.cases), *(c for c in spec.cases if "packed" in c.features))
+    cases = tuple(_even(case, size) for case in spec.cases)
     assert spec.adapt is not None
     layouts = {"layout": layout} if spec.name in ("linear", "delta") else {}
     return replace(spec, cases=cases, large=()), spec.adapt(ranks, name=name, **layouts)

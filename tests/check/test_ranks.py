@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from foci.check.ranks import Fatal, Named, farthest
+from foci.check.ranks import Fatal, Named, _fatal, farthest
+from foci.core.world import Lost, Raised
 from tests.check import ranks_gallery
 from tests.check.conftest import make_ranks
 from tests.check.ranks_gallery import GALLERY, Plant
@@ -24,6 +28,14 @@ def test_fault_is_caught_and_named(plant: Plant, over_ranks) -> None:
     )
     assert not report.ok and report.exit_code == 1
     assert any(all(word in failure.sentence for word in plant.words) for failure in report.failures), told(report)
+
+
+def test_a_rank_that_never_comes_back_is_named_and_not_those_that_wait_for_it() -> None:
+    late = Raised(RuntimeError("Timed out waiting 1000ms for recv operation"), "")
+    failed = {0: Lost("it gave no answer for 63 s and was stopped", died=False), 1: late}
+    world: Any = SimpleNamespace(size=3, timeout=1.0)
+    assert _fatal(failed, world) == "it hangs: rank 0: it gave no answer for 63 s and was stopped"
+    assert _fatal({1: late}, world) == "it hangs: rank 1 waited for ranks 0, 2, which had finished, until 1 s were over"
 
 
 @pytest.mark.parametrize("plant", [p for p in GALLERY if p.hidden], ids=lambda plant: plant.name)

@@ -15,7 +15,7 @@ from foci.core.spec import Candidate, Spec
 
 LAWS = (
     "shapes and dtypes", "forward", "logarithm", "gradients", "gradients through the logarithm",
-    "cut and merge", "packed = separate", "causality", "batch slot", "same bits twice", "any length",
+    "cut and merge", "packed = separate", "causality", "batch slot", "same bits twice", "any length", "extreme gates",
     "inputs untouched",
 )  # fmt: skip
 LEFT_OUT = (

@@ -317,6 +317,7 @@ class Ranks:
 def _fatal(failed: Mapping[int, Raised | Lost], world: World) -> str:
     """One sentence for ranks that did not answer together."""
     died = {rank: each.reason for rank, each in failed.items() if isinstance(each, Lost) and each.died}
+    silent = {rank: each.reason for rank, each in failed.items() if isinstance(each, Lost) and not each.died}
     own = {rank: each.error for rank, each in failed.items() if isinstance(each, Raised) and not waited(each.error)}
     if died:
         rank, reason = next(iter(died.items()))
@@ -326,6 +327,8 @@ def _fatal(failed: Mapping[int, Raised | Lost], world: World) -> str:
         others = ranks_said([each for each in range(world.size) if each not in own])
         waiting = f", while {others} waited for it until the group's timeout: a hang" if len(own) < world.size else ""
         return f"rank {rank} raised {type(error).__name__}: {diagnose.first_line(error)}{waiting}"
+    if silent:
+        return f"it hangs: {'; '.join(f'rank {rank}: {reason}' for rank, reason in silent.items())}"
     stuck, idle = sorted(failed), [rank for rank in range(world.size) if rank not in failed]
     whom = f"for {ranks_said(idle)}, which had finished," if idle else "for each other"
     return f"it hangs: {ranks_said(stuck)} waited {whom} until {world.timeout:.0f} s were over"
