@@ -8,13 +8,17 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from benchmarks import gpu_page
 
 from foci.bench.record import Record, read
 from foci.ops import SPECS
+from foci.ops.softmax.aten_cuda import slow
+from foci.ops.softmax.call import bind
 
 
 def record(candidate: str, stage: str, median: float | None, refused: str = "") -> Record:
@@ -253,3 +257,18 @@ def test_the_page_of_the_house_says_what_its_records_say() -> None:
     ]
     hosts = [r.host * 1e6 for r in kernels if r.stage == "forward" and r.host is not None]
     assert f"{min(hosts):.0f} to {max(hosts):.0f} us a forward" in goals
+
+
+def test_softmax_goes_to_the_kernels_that_were_the_faster_ones() -> None:
+    """Of torch's and Triton's, where both have records: forward alone, and with gradients."""
+    held, records = 0, [r for r in read(gpu_page.DOCS / "gpu.jsonl") if r.operator == "softmax" and gpu_page.ours(r)]
+    for shape, (stage, differentiated) in product(SPECS["softmax"].shapes, (("forward", False), ("both", True))):
+        here = [r for r in records if (r.problem, r.stage) == (shape.name, stage)]
+        times = {r.candidate.removeprefix("foci "): r.median for r in here if r.median}
+        if not times.keys() >= {"aten", "triton"} or ("dlse" in shape.features and differentiated):
+            continue  # that a gradient of lse will come no call can know
+        inputs = shape.make(torch.bfloat16, torch.device("meta"), 0)
+        call = bind(**inputs | {"q": inputs["q"].requires_grad_(differentiated)})
+        assert times["triton" if slow(call) else "aten"] <= 1.03 * min(times["aten"], times["triton"]), shape.name
+        held += 1
+    assert held >= 10

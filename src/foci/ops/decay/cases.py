@@ -66,7 +66,7 @@ PROBLEMS = (
 # For GPUs, which run other kernels in the sizes of models (Spec.large).
 LARGE_PROBLEMS = (
     Linear("width 128", T=256, K=128),
-    Linear("width 128, per head", T=2112, H=4, K=128, decay="head"),
+    Linear("width 128, per head", T=2112, H=4, K=128, decay="head"),  # four: an RMS of one number is none
     Linear("width 128, per token", T=256, K=128, decay="token"),
     Linear("width 256, per token", T=130, H=2, K=256, decay="token"),
     Linear("width 256, per channel", T=130, H=2, K=256, decay="channel"),

@@ -1,4 +1,4 @@
-"""The scan in C++, sixteen channels at a time, where a compiler is; its backward is that of chunked."""
+"""The scan in C++, a vector of channels at a time, where a compiler is; its backward is that of chunked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from foci.ops.selective_scan.chunked import backward
 
 __all__ = ["backward", "forward", "reasons"]
 
-_MOST = 1024  # numbers of a state that are kept on a thread's stack, for each of sixteen channels
+_MOST = 1024  # numbers of a state that are kept on a thread's stack, for each of at most sixteen channels
 _VIEWS, _POINTERS = ("x", "dt", "b", "c", "out"), ("A", "skip", "state")
 
 
