@@ -34,6 +34,50 @@ def cut(
     return cut_into(tokens if tokens < T else 0, N, T, packed)
 
 
+class Costs(NamedTuple):
+    """Microseconds on one GPU: what chunks of 64 tokens take a program, and what stretches cost besides.
+
+    `alone` and `shared`: a chunk of a program that has a processor for itself, of two that share one. `mapped`: a chunk
+    of the launch that makes maps; `joined`: a map, to those behind it.
+    """
+
+    alone: float
+    shared: float
+    mapped: float
+    joined: float
+
+
+STARTED = 8.0  # microseconds that one launch more costs
+LEAST = 256  # tokens of a stretch
+
+
+def cheapest(N: int, B: int, T: int, packed: bool, programs: int, costs: Costs, target: Target) -> Cut:
+    """The Cut of N sequences in B rows of T tokens, `programs` each, that is estimated to take least.
+
+    Stretches are LEAST tokens long or 2, 4 ... times as many. Of packed documents the mean length counts.
+    """
+    mean = -(-B * T // N)
+
+    def time(tokens: int) -> float:
+        count, chunks = -(-mean // tokens), tokens / 64
+        walks, maps = N * programs * count, N * programs * (count - 1)
+        rounds = -(-walks // (2 * target.processors))
+        walked = chunks * (costs.alone if walks <= target.processors else costs.shared * rounds)
+        if count == 1:
+            return walked
+        return (
+            walked + STARTED + costs.mapped * chunks * max(1.0, maps / (2 * target.processors)) + costs.joined * count
+        )
+
+    sizes = [mean]
+    tokens = LEAST
+    while tokens < mean:
+        sizes.append(tokens)
+        tokens *= 2
+    best = min(sizes, key=time)
+    return cut_into(best if best < mean else 0, N, T, packed)
+
+
 def cut_into(tokens: int, N: int, T: int, packed: bool) -> Cut:
     """The Cut into stretches of so many tokens, or none.
 

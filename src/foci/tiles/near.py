@@ -60,6 +60,13 @@ def ends_and_total(g, OWN: tl.constexpr, NEAR: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
+def powers(g):  # type: ignore[no-untyped-def]
+    """(c, whole) of gates g [T, ..]: sums from the chunk's start on, and of all, as powers of 2."""
+    g = bounded(g) * LOG2E
+    return tl.cumsum(g, 0), tl.sum(g, 0)
+
+
+@triton.jit
 def weights(g, OWN: tl.constexpr, NEAR: tl.constexpr):  # type: ignore[no-untyped-def]
     """W [T,T] of gates [T] per token, as those of tiles/gates.py, which they are unless NEAR."""
     if NEAR:

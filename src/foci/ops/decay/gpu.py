@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from foci.core.spec import Output
+from foci.core.tune import target_of
 from foci.ops import stretches
 from foci.ops.decay.call import NAME, Call
 from foci.ops.gpu import CHUNK, chunks, placed, unsuitable
@@ -34,19 +36,29 @@ def _slots(call: Call) -> int:
 def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     """out [B,T,H,V] in v's dtype and the final state [N,H,K,V]; `keep`: and what `kept` declares."""
     from foci.ops.decay import kernels_triton_forward as kernels
+    from foci.ops.decay import kernels_triton_walks as walks
     from foci.ops.decay.kernels_triton_pairs import prepared
     from foci.ops.kernels_triton_packed import room
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
-    states = kept(call).empty(call.v) if keep or call.causal else None
-    out, made = room(call, call.v), prepared(call, _slots(call), False)
-    final = kernels.forward(call, made, out, states, _slots(call), _cut(call))
-    return (out, final) if states is None or not keep else (out, final, states)
+    slots = _slots(call)
+    out, made = room(call, call.v), prepared(call, slots, False)
+    states = kept(call).empty(call.v) if keep else None
+    if walks.suits(call, made):
+        *_, H, K, V, N = call.sizes
+        final = torch.empty(N, H, K, V, dtype=torch.float32, device=call.v.device)
+        cut = _cheapest(call, walks.FORWARD)
+        sums = walks.sums(call, slots, cut.tokens == 0)
+        walks.walk(call, made, sums, out, states, final, cut, kernels.maps(call, made, cut, sums))
+    else:
+        final = kernels.forward(call, made, out, states, slots, _cut(call))
+    return (out, final) if states is None else (out, final, states)
 
 
 def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: list[bool]) -> Gradients:
     """Gradients of q, k, v, log_decay, bonus and state, None where not needed."""
     from foci.ops.decay import kernels_triton_backward, kernels_triton_keys
+    from foci.ops.decay import kernels_triton_walks as walks
     from foci.ops.decay.kernels_triton_pairs import prepared
     from foci.ops.kernels_triton_packed import rooms
 
@@ -55,10 +67,48 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     do = call.v.new_zeros(()).expand(call.v.shape) if grads[0] is None else grads[0]
     made = prepared(call, slots, True)
     dq, dk, dv, dg, d_bonus = found = rooms(call, (call.q, call.k, call.v, call.log_decay, call.bonus), needs[:5])
-    cut = _cut(call, 2 if made is None else 4)
-    ends, d_state = kernels_triton_backward.backward(call, made, states, do, grads[1], dv, needs, slots, cut)
-    kernels_triton_keys.backward(call, made, states, ends, do, (dq, dk, dg, d_bonus), slots)
+    walked = walks.suits_back(call, made, do)
+    if walked:
+        ends, d_state = _by_walks(call, made, states, do, grads[1], found, needs)
+    else:
+        cut = _cut(call, 2 if made is None else 4)
+        ends, d_state = kernels_triton_backward.backward(call, made, states, do, grads[1], dv, needs, slots, cut)
+    if made is not None or not walked:
+        kernels_triton_keys.backward(call, made, states, ends, do, (dq, dk, dg, d_bonus), slots)
     return *found, d_state
+
+
+def _by_walks(
+    call: Call, made: Any, states: Tensor, do: Tensor, d_final: Tensor | None, found: Gradients, needs: list[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the states at the chunks' ends, of gates per channel, and of the first one; all else is `found`."""
+    from foci.ops.decay import kernels_triton_backward, kernels_triton_keys
+    from foci.ops.decay import kernels_triton_walks as walks
+
+    dq, dk, dv, dg, _ = found
+    of_q, of_k, _, of_g, _, of_state = needs
+    slots, cut = _slots(call), _cheapest(call, walks.BACKWARD)
+    sums = walks.sums(call, slots, cut.tokens == 0)
+    maps = kernels_triton_backward.maps(call, made, do, cut, sums)
+    parts = ends = d_state = None
+    if made is None and (of_q or of_k or of_g):
+        dq, dk = (torch.empty_like(call.q, memory_format=torch.contiguous_format) if x is None else x for x in (dq, dk))
+        parts = walks.sides(call, sums, states, do, d_final, (dq, dk, dg), slots, cut, maps)
+    elif of_k or of_g:
+        ends = torch.empty(slots, *states.shape[1:], dtype=states.dtype, device=do.device)
+    if of_state and call.state is not None:
+        d_state = torch.empty_like(call.state, memory_format=torch.contiguous_format)
+    walks.walk_back(call, made, sums, do, d_final, dv, ends, d_state, cut, maps, (parts, dg), slots)
+    if parts is not None and dg is not None and parts.dim() == 2:
+        kernels_triton_keys.sums(call, parts, dg)
+    return ends, d_state
+
+
+def _cheapest(call: Call, costs: tuple[float, ...]) -> stretches.Cut:
+    """For walks: the Cut that is estimated to take least."""
+    B, T, _, H, _, V, N = call.sizes
+    packed, target = call.offsets is not None, target_of(call.v.device)
+    return stretches.cheapest(N, B, T, packed, H * -(-V // 64), stretches.Costs(*costs), target)
 
 
 def _cut(call: Call, few: int = 4) -> partial[stretches.Cut]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from foci.core.tune import Config, Target, configure, float_precision, launch, side, stored, strides, target_of
 from foci.tiles.gates import load_gates, scaled, total
 from foci.tiles.memory import load_row, load_tile, store_tile
-from foci.tiles.near import ends, weights
+from foci.tiles.near import ends, powers, weights
 from foci.tiles.state import chunk_at, sequence, working
 from foci.tiles.stretches import join_states, stretch
 
@@ -32,7 +32,7 @@ WIDTHS = {"BLOCK_K": (16, 32, 64, 128), "BLOCK_V": (16, 32, 64, 128)}  # what `f
 
 @triton.jit
 def dstates_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, do_ptr, g_ptr, d_final_ptr, offsets_ptr, ends_ptr, d_initial_ptr, decays_ptr, starts_ptr,
+    q_ptr, do_ptr, g_ptr, d_final_ptr, offsets_ptr, ends_ptr, d_initial_ptr, decays_ptr, starts_ptr, sums_ptr,
     q_strides, do_strides, g_strides, d_final_strides, scale, T, N, H, R, K, V,
     CAUSAL: tl.constexpr, OWN: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
     STRETCH: tl.constexpr, MAP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -41,6 +41,7 @@ def dstates_kernel(  # type: ignore[no-untyped-def]
 
     Kept at each chunk's end; not causal, all tokens read the last state, whose gradient is kept alone. MAP: the map
     that the stretch is, of the gradient behind it to that at its start; a sequence's first stretch is needed by none.
+    Then with sums_ptr as the forward's walk has it.
     """
     NEAR: tl.constexpr = q_ptr.dtype.element_ty != tl.float32
     v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
@@ -50,7 +51,8 @@ def dstates_kernel(  # type: ignore[no-untyped-def]
     h, n = (rest % H).to(tl.int64), (rest // H).to(tl.int64)
     if STRETCH > 0:
         n, _, start, _, first, end, piece = stretch(offsets_ptr, rest // H, T, N, STRETCH)
-        if n < 0 or (MAP and first == start):
+        summing = (k0 == 0) & (v0 == 0) if sums_ptr is not None else False
+        if n < 0 or (MAP and first == start and not summing):
             return
     n = tl.cast(n, tl.int64)
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
@@ -82,8 +84,14 @@ def dstates_kernel(  # type: ignore[no-untyped-def]
                 dS *= w[:, None]
             else:
                 g = load_gates(g_ptr + b * g_strides[0] + h * g_strides[2], t0, end, g_strides[1], CHUNK)
-                do = scaled(do, ends(g, OWN, NEAR)[0][:, None])
-                w = total(g)
+                if sums_ptr is not None:
+                    c, whole = powers(g)
+                    rise, w = tl.exp2(c), tl.exp2(whole)
+                    to = sums_ptr + ((slot + (t0 - start) // CHUNK) * H + h) * CHUNK + tl.arange(0, CHUNK)
+                    tl.store(to, c, mask=summing)
+                else:
+                    rise, w = ends(g, OWN, NEAR)[0], total(g)
+                do = scaled(do, rise[:, None])
                 dS *= w
             if MAP:
                 decay *= w
@@ -186,33 +194,51 @@ def backward(
     if of_state:
         d_state = torch.empty_like(call.state, memory_format=torch.contiguous_format)
     if ends is not None or d_state is not None:
-        _dstates(call, made, do, d_final, ends, d_state, cut)
+        config, blocks = _dstates_config(call, target_of(do.device))
+        stretches = cut(target_of(do.device), blocks * config.warps)
+        _dstates(call, made, do, d_final, ends, d_state, stretches, maps(call, made, do, stretches), False)
     if dv is not None:
         _values(call, made, ends, do, dv, slots)
     return ends, d_state
 
 
+def maps(
+    call: Any, made: Any, do: Tensor, cut: Any, sums: Tensor | None = None
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """What each stretch of a Cut does to the gradient of the state behind it, as the forward's `maps` have it."""
+    *_, H, K, V, _ = call.sizes
+    if not cut.tokens:
+        return None, None
+    decays = torch.empty(cut.slots, H, K, dtype=torch.float32, device=do.device)
+    starts = torch.empty(cut.slots, H, K, V, dtype=torch.float32, device=do.device)
+    _dstates(call, made, do, None, None, None, cut, (decays, starts), True, sums)
+    return decays, starts
+
+
+def _dstates_config(call: Any, target: Target) -> tuple[Config, int]:
+    """How gradients of states are walked, and how many programs have one each."""
+    *_, H, K, V, N = call.sizes
+    dtype = call.v.dtype
+    config = configure("linear_dstates", (dtype, K, V), partial(dstates_rule, dtype, K, V, N * H), target, WIDTHS)
+    return config, H * -(-K // config["BLOCK_K"]) * -(-V // config["BLOCK_V"])
+
+
 def _dstates(
-    call: Any, made: Any, do: Tensor, d_final: Tensor | None, ends: Tensor | None, d_state: Tensor | None,
-    cut: Callable[[Target, int], Any],
+    call: Any, made: Any, do: Tensor, d_final: Tensor | None, ends: Tensor | None, d_state: Tensor | None, cut: Any,
+    maps: tuple[Any, Any], MAP: bool, sums: Tensor | None = None,
 ) -> None:  # fmt: skip
     _, T, G, H, K, V, N = call.sizes
     q, g, R = (call.q, call.log_decay, H // G) if made is None else (made.risen, made.totals, 1)
     target = target_of(do.device)
-    walk = configure("linear_dstates", (do.dtype, K, V), partial(dstates_rule, do.dtype, K, V, N * H), target, WIDTHS)
-    blocks = H * -(-K // walk["BLOCK_K"]) * -(-V // walk["BLOCK_V"])
-    STRETCH, programs, maps = cut(target, blocks * walk.warps)
-    decays = torch.empty(maps, H, K, dtype=torch.float32, device=do.device) if STRETCH else None
-    starts = torch.empty(maps, H, K, V, dtype=torch.float32, device=do.device) if STRETCH else None
-    for MAP in (True, False) if STRETCH else (False,):
-        launch(
-            dstates_kernel,
-            ((maps if MAP else programs) * blocks,),
-            q, do, g, None if MAP else d_final, call.offsets, ends, d_state, decays, starts,
-            q.stride(), do.stride(), strides(g), strides(d_final), call.scale, T, N, H, R, K, V,
-            config=walk, CAUSAL=call.causal, OWN=call.bonus is None, PER_CHANNEL=made is not None,
-            PRECISION=float_precision(do.dtype, target), CHUNK=CHUNK, STRETCH=STRETCH, MAP=MAP,
-        )  # fmt: skip
+    config, blocks = _dstates_config(call, target)
+    launch(
+        dstates_kernel,
+        ((cut.slots if MAP else cut.programs) * blocks,),
+        q, do, g, d_final, call.offsets, ends, d_state, *maps, sums,
+        q.stride(), do.stride(), strides(g), strides(d_final), call.scale, T, N, H, R, K, V,
+        config=config, CAUSAL=call.causal, OWN=call.bonus is None, PER_CHANNEL=made is not None,
+        PRECISION=float_precision(do.dtype, target), CHUNK=CHUNK, STRETCH=cut.tokens, MAP=MAP,
+    )  # fmt: skip
 
 
 def _values(call: Any, made: Any, ends: Tensor | None, do: Tensor, dv: Tensor, slots: int) -> None:

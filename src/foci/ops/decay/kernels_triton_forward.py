@@ -25,7 +25,7 @@ from torch import Tensor
 from foci.core.tune import Config, Target, configure, float_precision, launch, side, stored, strides, target_of
 from foci.tiles.gates import load_gates, scaled
 from foci.tiles.memory import load_row, load_tile, store_tile
-from foci.tiles.near import ends, ends_and_total, weights
+from foci.tiles.near import ends, ends_and_total, powers, weights
 from foci.tiles.state import chunk_at, sequence, working
 from foci.tiles.stretches import join_states, stretch
 
@@ -35,14 +35,15 @@ WIDTHS = {"BLOCK_K": (16, 32, 64, 128), "BLOCK_V": (16, 32, 64, 128)}  # what `f
 
 @triton.jit
 def states_kernel(  # type: ignore[no-untyped-def]
-    k_ptr, v_ptr, g_ptr, state_ptr, offsets_ptr, kept_ptr, final_ptr, decays_ptr, ends_ptr,
+    k_ptr, v_ptr, g_ptr, state_ptr, offsets_ptr, kept_ptr, final_ptr, decays_ptr, ends_ptr, sums_ptr,
     k_strides, v_strides, g_strides, state_strides, T, N, H, R, K, V,
     CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
     STRETCH: tl.constexpr, MAP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One block of one head's state through one sequence, or one stretch; kept at each chunk's start, and the last.
 
-    MAP: the map that the stretch is, state -> decay state + end; a sequence's last stretch is needed by none.
+    MAP: the map that the stretch is, state -> decay state + end; a sequence's last stretch is needed by none. Then
+    with sums_ptr, for walks behind it, sums of the gates of all stretches too (kernels_triton_walks.py).
     """
     NEAR: tl.constexpr = k_ptr.dtype.element_ty != tl.float32
     v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
@@ -52,7 +53,8 @@ def states_kernel(  # type: ignore[no-untyped-def]
     h, n = (rest % H).to(tl.int64), (rest // H).to(tl.int64)
     if STRETCH > 0:
         n, _, _, stop, first, end, piece = stretch(offsets_ptr, rest // H, T, N, STRETCH)
-        if n < 0 or (MAP and end == stop):
+        summing = (k0 == 0) & (v0 == 0) if sums_ptr is not None else False
+        if n < 0 or (MAP and end == stop and not summing):
             return
     n = tl.cast(n, tl.int64)
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
@@ -80,7 +82,13 @@ def states_kernel(  # type: ignore[no-untyped-def]
                 S *= w[:, None]
             else:
                 g = load_gates(g_ptr + b * g_strides[0] + h * g_strides[2], t0, end, g_strides[1], CHUNK)
-                _rise, fall, w = ends_and_total(g, True, NEAR)
+                if sums_ptr is not None:
+                    c, whole = powers(g)
+                    fall, w = tl.exp2(whole - c), tl.exp2(whole)
+                    to = sums_ptr + ((slot + (t0 - start) // CHUNK) * H + h) * CHUNK + tl.arange(0, CHUNK)
+                    tl.store(to, c, mask=summing)
+                else:
+                    _rise, fall, w = ends_and_total(g, True, NEAR)
                 v = scaled(v, fall[:, None])
                 S *= w
             if MAP:
@@ -178,23 +186,10 @@ def forward(
     final = torch.empty(N, H, K, V, dtype=torch.float32, device=v.device)
     if kept is None and call.causal:
         kept = torch.empty(slots, H, K, V, dtype=stored(v.dtype), device=v.device)
+    config, blocks = _states_config(call, target)
+    stretches = cut(target, blocks * config.warps)
+    _states(call, made, kept, final, stretches, maps(call, made, stretches), False)
     by_channel = made is not None
-    shared = {
-        "CAUSAL": call.causal, "PER_CHANNEL": by_channel, "PRECISION": float_precision(v.dtype, target), "CHUNK": CHUNK,
-    }  # fmt: skip
-    walk = configure("linear_states", (v.dtype, K, V), partial(states_rule, v.dtype, K, V, N * H), target, WIDTHS)
-    blocks = H * -(-K // walk["BLOCK_K"]) * -(-V // walk["BLOCK_V"])
-    STRETCH, programs, maps = cut(target, blocks * walk.warps)
-    decays = torch.empty(maps, H, K, dtype=torch.float32, device=v.device) if STRETCH else None
-    ends = torch.empty(maps, H, K, V, dtype=torch.float32, device=v.device) if STRETCH else None
-    for MAP in (True, False) if STRETCH else (False,):
-        launch(
-            states_kernel,
-            ((maps if MAP else programs) * blocks,),
-            k, v, g, None if MAP else call.state, call.offsets, kept, final, decays, ends,
-            k.stride(), v.stride(), strides(g), strides(call.state), T, N, H, R, K, V,
-            config=walk, STRETCH=STRETCH, MAP=MAP, **shared,
-        )  # fmt: skip
     key = v.dtype, K, V, by_channel
     read = configure("linear_out", key, partial(out_rule, *key), target, WIDTHS)
     launch(
@@ -203,6 +198,48 @@ def forward(
         q, k, v, g, None if by_channel else call.bonus, call.offsets, kept if call.causal else final,
         None if made is None else made.pairs, out,
         q.stride(), k.stride(), v.stride(), strides(g), strides(call.bonus), call.scale, T, N, H, R, K, V,
-        config=read, **shared,
+        config=read, CAUSAL=call.causal, PER_CHANNEL=by_channel,
+        PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK,
     )  # fmt: skip
     return final
+
+
+def maps(call: Any, made: Any, cut: Any, sums: Tensor | None = None) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """What each stretch of a Cut does to a state: decays [slots,H,K] of its rows, and ends [slots,H,K,V] added.
+
+    `sums`, if given and there are stretches, is filled as walks want it (kernels_triton_walks.py).
+    """
+    *_, H, K, V, _ = call.sizes
+    if not cut.tokens:
+        return None, None
+    decays = torch.empty(cut.slots, H, K, dtype=torch.float32, device=call.v.device)
+    ends = torch.empty(cut.slots, H, K, V, dtype=torch.float32, device=call.v.device)
+    _states(call, made, None, None, cut, (decays, ends), True, sums)
+    return decays, ends
+
+
+def _states_config(call: Any, target: Target) -> tuple[Config, int]:
+    """How states are walked, and how many programs have one each."""
+    *_, H, K, V, N = call.sizes
+    dtype = call.v.dtype
+    config = configure("linear_states", (dtype, K, V), partial(states_rule, dtype, K, V, N * H), target, WIDTHS)
+    return config, H * -(-K // config["BLOCK_K"]) * -(-V // config["BLOCK_V"])
+
+
+def _states(
+    call: Any, made: Any, kept: Tensor | None, final: Tensor | None, cut: Any, maps: tuple[Any, Any], MAP: bool,
+    sums: Tensor | None = None,
+) -> None:  # fmt: skip
+    _, T, G, H, K, V, N = call.sizes
+    v, target = call.v, target_of(call.v.device)
+    k, g, R = (call.k, call.log_decay, H // G) if made is None else (made.fallen, made.totals, 1)
+    state = None if MAP else call.state
+    config, blocks = _states_config(call, target)
+    launch(
+        states_kernel,
+        ((cut.slots if MAP else cut.programs) * blocks,),
+        k, v, g, state, call.offsets, kept, final, *maps, sums,
+        k.stride(), v.stride(), strides(g), strides(state), T, N, H, R, K, V,
+        config=config, CAUSAL=call.causal, PER_CHANNEL=made is not None,
+        PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK, STRETCH=cut.tokens, MAP=MAP,
+    )  # fmt: skip

@@ -396,6 +396,14 @@ def backward(
     _sums(left, call.offsets, T, N, constant, target)
 
 
+def sums(call: Any, parts: Tensor, dg: Tensor) -> None:
+    """Fills dg with the sum of its parts, where these are all that is left to sum."""
+    B, T, *_, N = call.sizes
+    nothing = None, None, 0
+    constant = call.log_decay.shape[0] * call.log_decay.shape[1] < B * T
+    _sums(((parts, dg, parts.shape[0]), *(nothing,) * 3), call.offsets, T, N, constant, target_of(dg.device))
+
+
 def _sums(
     left: Sequence[tuple[Tensor | None, Tensor | None, int]], offsets: Tensor | None, T: int, N: int, constant: bool,
     target: Target,

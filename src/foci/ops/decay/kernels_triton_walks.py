@@ -1,0 +1,386 @@
+"""Linear attention by walks that give what tokens read of a state as they go: none is written for a launch behind.
+
+A program takes some columns of a head's state through a sequence, or a stretch of one. With x, y and z the queries,
+keys and values, and A the weighed products of a chunk's x and y:
+
+    out = scale (A z + (rise x) S)        S <- total S + (fall y)^T z          (tiles/gates.py: rise, fall, total)
+
+From the last token to the first, each reading what is behind it, dv is the same of (k, q, do), with rise and fall in
+each other's place, and dS its state. dk is that of (v, do, q), whose state is some rows of dS, and dq is read of the
+same rows of the states that the forward kept: both in one walk, with all that gates take of them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foci.core.tune import Config, Target, by_tma, configure, launch, side, strides, target_of
+from foci.tiles.memory import load_tile, opened, store_tile
+from foci.tiles.near import powers
+from foci.tiles.state import chunk_at, sequence
+from foci.tiles.stretches import join_states, stretch
+
+CHUNK = 64
+WIDTHS = {"BLOCK_Z": (64, 128)}  # what `foci tune` may try
+# Microseconds a chunk and block of 64 columns take an H200, bfloat16, K = V = 128 (ops/stretches.py: Costs).
+FORWARD = 2.6, 4.1, 1.4, 0.9
+BACKWARD = 7.7, 11.3, 1.6, 1.8  # both walks
+ROWS: tl.constexpr = tl.constexpr(9)  # of CHUNK numbers, that a block of channels leaves of a chunk's gates
+
+
+@triton.jit
+def sums_kernel(  # type: ignore[no-untyped-def]
+    g_ptr, sums_ptr, offsets_ptr, g_strides, T, N, H, CHUNK: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    """Sums [slots,H,CHUNK] of gates per token from each chunk's start on, as powers of 2."""
+    h = tl.program_id(0) % tl.cdiv(H, BLOCK_H) * BLOCK_H + tl.arange(0, BLOCK_H)
+    n, b, t0, stop, slot = chunk_at(offsets_ptr, tl.program_id(0) // tl.cdiv(H, BLOCK_H), N, T, CHUNK)
+    if n < 0:
+        return
+    t = tl.arange(0, CHUNK)
+    places = (t0 + t).to(tl.int64)[:, None] * g_strides[1] + h[None, :] * g_strides[2]
+    inside = (t0 + t < stop)[:, None] & (h < H)[None, :]
+    g = tl.load(g_ptr + tl.cast(b, tl.int64) * g_strides[0] + places, mask=inside, other=0.0).to(tl.float32)
+    c, _ = powers(g)
+    to = sums_ptr + (tl.cast(slot, tl.int64) * H + h[None, :]) * CHUNK + t[:, None]
+    tl.store(to, c, mask=(h < H)[None, :])
+
+
+@triton.jit
+def walk_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, y_ptr, z_ptr, gates_ptr, pairs_ptr, state_ptr, offsets_ptr, out_ptr, kept_ptr, last_ptr, decays_ptr,
+    maps_ptr, parts_ptr, dg_ptr, x_strides, y_strides, z_strides, state_strides, scale, T, N, H, R, K, V, walks,
+    BACK: tl.constexpr, CHUNK: tl.constexpr, STRETCH: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_X: tl.constexpr,
+    BLOCK_Z: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_Z columns of out, of the last state, and of the states that are kept, each at a chunk's start.
+
+    S is held as [Z,X]: a left operand where it lies. `gates`: a chunk's sums, or with `pairs` its totals per channel.
+    BACK, behind so many `walks` programs sum the `parts` of gates' gradients, of BLOCKS each.
+    """
+    if dg_ptr is not None:  # noqa: SIM102  a constant and a number
+        if tl.program_id(0) >= walks:
+            sum_gates(parts_ptr, dg_ptr, offsets_ptr, tl.program_id(0) - walks, T, N, H, BLOCKS, CHUNK, BLOCK_H)
+            return
+    z0 = tl.program_id(0) % tl.cdiv(V, BLOCK_Z) * BLOCK_Z
+    rest = tl.program_id(0) // tl.cdiv(V, BLOCK_Z)
+    h = (rest % H).to(tl.int64)
+    n, _, _, _, first, end, piece = stretch(offsets_ptr, rest // H, T, N, STRETCH)
+    if n < 0:
+        return
+    n = tl.cast(n, tl.int64)
+    b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
+    b, count = tl.cast(b, tl.int64), tl.cdiv(end - first, CHUNK)
+    slot = (tl.cast(slot, tl.int64) + (first - start) // CHUNK) * H + h
+    x_there = opened(x_ptr + b * x_strides[0] + h // R * x_strides[2], end, x_strides[1], K, CHUNK, BLOCK_X, True)
+    y_there = opened(y_ptr + b * y_strides[0] + h // R * y_strides[2], end, y_strides[1], K, CHUNK, BLOCK_X, True)
+    z_there = opened(z_ptr + b * z_strides[0] + h * z_strides[2], end, z_strides[1], V, CHUNK, BLOCK_Z, True)
+    out_there = opened(out_ptr + (b * T * H + h) * V, end, H * V, V, CHUNK, BLOCK_Z, True)
+    if kept_ptr is not None:
+        kept_there = opened(kept_ptr + slot * K * V, count * H * K, V, V, BLOCK_X, BLOCK_Z, True)
+    if pairs_ptr is not None:
+        pairs_there = opened(pairs_ptr + (b * T * H + h) * CHUNK, end, H * CHUNK, CHUNK, CHUNK, CHUNK, True)
+        gates_there = opened(gates_ptr + slot * K, count * H, K, K, 1, BLOCK_X, True)
+    elif gates_ptr is not None:
+        gates_there = opened(gates_ptr + slot * CHUNK, count * H, CHUNK, CHUNK, 1, CHUNK, True)
+        gates_ptr += slot * CHUNK + CHUNK - 1
+        whole = tl.load(gates_ptr + (count - 1 if BACK else 0) * H * CHUNK, mask=count > 0, other=0.0)
+    S = tl.zeros([BLOCK_X, BLOCK_Z], tl.float32)
+    if state_ptr is not None:
+        state_ptr += n * state_strides[0] + h * state_strides[1]
+        S = load_tile(state_ptr, 0, K, state_strides[2], z0, V, state_strides[3], BLOCK_X, BLOCK_Z).to(tl.float32)
+    if STRETCH > 0:
+        others = tl.cdiv(stop - end, STRETCH) if BACK else (first - start) // STRETCH
+        nearest = piece + others if BACK else piece - others
+        S = join_states(S, decays_ptr, maps_ptr, nearest, others, h, H, 0, K, z0, V, -1 if BACK else 1)
+    S = tl.trans(S)
+    t = tl.arange(0, CHUNK)
+    for i in tl.range(count):
+        chunk = count - 1 - i if BACK else i
+        t0 = first + chunk * CHUNK
+        x, y, z = x_there.load([t0, 0]), y_there.load([t0, 0]), z_there.load([t0, z0])
+        operand = S.to(tl.bfloat16)
+        if kept_ptr is not None:
+            kept_there.store([chunk * H * K, z0], tl.trans(operand))
+        o = tl.dot(operand, tl.trans(x))
+        w = tl.trans(z)
+        if pairs_ptr is not None:
+            A = pairs_there.load([t0, 0])
+            A = ((A if BACK else tl.trans(A)) * scale).to(tl.bfloat16)
+            if BACK:
+                w = (w * scale).to(tl.bfloat16)
+            else:
+                o *= scale
+            S *= gates_there.load([chunk * H, 0])
+        else:
+            A = tl.dot(y, tl.trans(x)) * scale  # columns are who reads
+            if gates_ptr is not None:
+                c = gates_there.load([chunk * H, 0])
+                A *= tl.exp2(tl.trans(c) - c if BACK else c - tl.trans(c))
+                rise, fall = tl.exp2(c), tl.exp2(whole - c)
+                o *= fall if BACK else scale * rise
+                w = (w * (scale * rise if BACK else fall)).to(tl.bfloat16)
+                S *= tl.exp2(whole)
+                ahead = chunk - 1 if BACK else chunk + 1
+                whole = tl.load(gates_ptr + ahead * H * CHUNK, mask=i + 1 < count, other=0.0)
+            elif BACK:
+                w = (w * scale).to(tl.bfloat16)
+            else:
+                o *= scale
+            A = tl.where(t[:, None] >= t[None, :] if BACK else t[:, None] <= t[None, :], A, 0.0).to(tl.bfloat16)
+        o = tl.dot(tl.trans(z), A, o)
+        S = tl.dot(w, y, S)
+        out_there.store([t0, z0], tl.trans(o).to(tl.bfloat16))
+    if last_ptr is not None:  # noqa: SIM102
+        if first == start if BACK else end == stop:
+            store_tile(last_ptr + (n * H + h) * K * V, tl.trans(S), 0, K, V, z0, V, 1)
+
+
+@triton.jit
+def sides_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, sums_ptr, do_ptr, d_final_ptr, offsets_ptr, kept_ptr, dq_ptr, dk_ptr, parts_ptr, decays_ptr,
+    starts_ptr, q_strides, k_strides, v_strides, do_strides, d_final_strides, scale, T, N, H, K, V,
+    CONSTANT: tl.constexpr, CHUNK: tl.constexpr, STRETCH: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Z: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_Z columns of dq and dk, from last to first, with as many rows of dS [Z,X]; parts of gates' gradients.
+
+    Of each chunk ROWS rows: what out and state of a token sum to there, for itself and those before it, by four warps;
+    what reaches a token from its chunk's end, for those behind it, likewise; and S dS. Or all of a CONSTANT gate.
+    """
+    GATES: tl.constexpr = parts_ptr is not None
+    blocks = tl.cdiv(K, BLOCK_Z)
+    z0, rest = tl.program_id(0) % blocks * BLOCK_Z, tl.program_id(0) // blocks
+    h = (rest % H).to(tl.int64)
+    n, _, _, _, first, end, piece = stretch(offsets_ptr, rest // H, T, N, STRETCH)
+    if CONSTANT:
+        parts_ptr += (rest // H * blocks + tl.program_id(0) % blocks) * H + h
+    if n < 0:
+        if CONSTANT:
+            tl.store(parts_ptr, 0.0)
+        return
+    n = tl.cast(n, tl.int64)
+    b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
+    b, count = tl.cast(b, tl.int64), tl.cdiv(end - first, CHUNK)
+    slot = (tl.cast(slot, tl.int64) + (first - start) // CHUNK) * H + h
+    q_there = opened(q_ptr + b * q_strides[0] + h * q_strides[2], end, q_strides[1], K, CHUNK, BLOCK_Z, True)
+    k_there = opened(k_ptr + b * k_strides[0] + h * k_strides[2], end, k_strides[1], K, CHUNK, BLOCK_Z, True)
+    v_there = opened(v_ptr + b * v_strides[0] + h * v_strides[2], end, v_strides[1], V, CHUNK, BLOCK_X, True)
+    do_there = opened(do_ptr + b * do_strides[0] + h * do_strides[2], end, do_strides[1], V, CHUNK, BLOCK_X, True)
+    kept_there = opened(kept_ptr + slot * K * V, count * H * K, V, V, BLOCK_Z, BLOCK_X, True)
+    dq_there = opened(dq_ptr + (b * T * H + h) * K, end, H * K, K, CHUNK, BLOCK_Z, True)
+    dk_there = opened(dk_ptr + (b * T * H + h) * K, end, H * K, K, CHUNK, BLOCK_Z, True)
+    if sums_ptr is not None:
+        gates_there = opened(sums_ptr + slot * CHUNK, count * H, CHUNK, CHUNK, 1, CHUNK, True)
+        sums_ptr += slot * CHUNK + CHUNK - 1
+        whole = tl.load(sums_ptr + (count - 1) * H * CHUNK, mask=count > 0, other=0.0)
+    t, z, warp = tl.arange(0, CHUNK), tl.arange(0, BLOCK_Z), tl.arange(0, 4)
+    if GATES and not CONSTANT:
+        parts_ptr += (slot * blocks + z0 // BLOCK_Z) * ROWS * CHUNK
+        rows = warp[:, None] * CHUNK + t[None, :]
+    dS = tl.zeros([BLOCK_Z, BLOCK_X], tl.float32)
+    if d_final_ptr is not None:
+        d_final_ptr += n * d_final_strides[0] + h * d_final_strides[1]
+        dS = load_tile(d_final_ptr, z0, K, d_final_strides[2], 0, V, d_final_strides[3], BLOCK_Z, BLOCK_X)
+        dS = dS.to(tl.float32)
+    if STRETCH > 0:
+        behind = tl.cdiv(stop - end, STRETCH)
+        dS = join_states(dS, decays_ptr, starts_ptr, piece + behind, behind, h, H, z0, K, 0, V, -1)
+    of_all, of_start = tl.zeros([4, CHUNK], tl.float32), tl.zeros([BLOCK_Z], tl.float32)
+    for i in tl.range(count):
+        chunk = count - 1 - i
+        t0 = first + chunk * CHUNK
+        do, v = do_there.load([t0, 0]), v_there.load([t0, 0])
+        q, k = q_there.load([t0, z0]), k_there.load([t0, z0])
+        S = kept_there.load([chunk * H * K + z0, 0])
+        if GATES:
+            of_S = tl.exp2(whole) * tl.sum(dS * S.to(tl.float32), 1)
+        A = tl.dot(do, tl.trans(v)) * scale
+        if sums_ptr is not None:
+            c = gates_there.load([chunk * H, 0])
+            A *= tl.exp2(tl.trans(c) - c)
+        A = tl.where(t[:, None] >= t[None, :], A, 0.0).to(tl.bfloat16)
+        dq = tl.dot(S, tl.trans(do)) * scale
+        if sums_ptr is not None:
+            dq *= tl.exp2(c)
+        dq = tl.dot(tl.trans(k), tl.trans(A), dq)
+        dq_there.store([t0, z0], tl.trans(dq).to(tl.bfloat16))
+        if GATES:
+            of_token = by_warps(dq * tl.trans(q))
+        dk = tl.dot(dS.to(tl.bfloat16), tl.trans(v))
+        if sums_ptr is not None:
+            dk *= tl.exp2(whole - c)
+        if GATES:
+            of_states = by_warps(dk * tl.trans(k))
+        dk = tl.dot(tl.trans(q), A, dk)
+        dk_there.store([t0, z0], tl.trans(dk).to(tl.bfloat16))
+        if GATES:
+            of_token += of_states - by_warps(dk * tl.trans(k))
+            if CONSTANT:
+                here = tl.minimum(end - t0, CHUNK)
+                of_all += of_token * (t + 1)[None, :] + tl.where(t < here, here - 1 - t, 0)[None, :] * of_states
+                of_start += of_S * here
+            else:
+                to = parts_ptr + chunk * H * blocks * ROWS * CHUNK
+                tl.store(to + rows, of_token)
+                tl.store(to + 4 * CHUNK + rows, of_states)
+                tl.store(to + 8 * CHUNK + z, of_S)
+        w = tl.trans(q)
+        if sums_ptr is not None:
+            w = (w * (scale * tl.exp2(c))).to(tl.bfloat16)
+            dS *= tl.exp2(whole)
+            whole = tl.load(sums_ptr + (chunk - 1) * H * CHUNK, mask=chunk > 0, other=0.0)
+        else:
+            w = (w * scale).to(tl.bfloat16)
+        dS = tl.dot(w, do, dS)
+    if CONSTANT:
+        tl.store(parts_ptr, tl.sum(of_all) + tl.sum(of_start))
+
+
+@triton.jit
+def by_warps(x):  # type: ignore[no-untyped-def]
+    """Sums [4,C] of rows of x [Z,C], which four warps have: each its own, so that none waits for another."""
+    return tl.sum(tl.reshape(x, [4, x.shape[0] // 4, x.shape[1]]), 1)
+
+
+@triton.jit
+def sum_gates(  # type: ignore[no-untyped-def]
+    parts_ptr, dg_ptr, offsets_ptr, index, T, N, H, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    """dg of a chunk of BLOCK_H heads: a token's own part with those behind it, those before it, what began the chunk."""
+    h = index % tl.cdiv(H, BLOCK_H) * BLOCK_H + tl.arange(0, BLOCK_H)
+    n, b, t0, stop, slot = chunk_at(offsets_ptr, index // tl.cdiv(H, BLOCK_H), N, T, CHUNK)
+    if n >= 0:
+        t = tl.arange(0, CHUNK)
+        places = (tl.cast(slot, tl.int64) * H + h[None, :]) * BLOCKS * ROWS * CHUNK + t[:, None]
+        own, before = tl.zeros([CHUNK, BLOCK_H], tl.float32), tl.zeros([CHUNK, BLOCK_H], tl.float32)
+        start = tl.zeros([CHUNK, BLOCK_H], tl.float32)
+        for block in tl.static_range(BLOCKS):
+            for warp in tl.static_range(4):
+                at = parts_ptr + places + (block * ROWS + warp) * CHUNK
+                own += tl.load(at, mask=(h < H)[None, :], other=0.0)
+                before += tl.load(at + 4 * CHUNK, mask=(h < H)[None, :], other=0.0)
+            start += tl.load(parts_ptr + places + (block * ROWS + 8) * CHUNK, mask=(h < H)[None, :], other=0.0)
+        dg = tl.cumsum(own, 0, reverse=True) + tl.cumsum(before, 0) - before + tl.sum(start, 0)[None, :]
+        to = dg_ptr + (tl.cast(b, tl.int64) * T + t0 + t)[:, None] * H + h[None, :]
+        tl.store(to, dg.to(dg_ptr.dtype.element_ty), mask=(t0 + t < stop)[:, None] & (h < H)[None, :])
+
+
+def rule(few: bool, target: Target) -> Config:
+    """As many columns as a warpgroup's product has rows. Two programs share a processor; `few` have one, and load ahead."""
+    return Config({"BLOCK_Z": 64}, warps=4, stages=3 if few else 2)
+
+
+def suits(call: Any, made: Any) -> bool:
+    """Whether these kernels can walk forward: all channels are one block, and TMA reads all operands."""
+    *_, K, V, _ = call.sizes
+    q, k = (call.q, call.k) if made is None else (made.risen, made.fallen)
+    fits = target_of(call.v.device).arch == 90 and call.causal and (call.bonus is None or made is not None)
+    return fits and K in (64, 128) and V > 32 and V % 8 == 0 and _readable(q, k, call.v)
+
+
+def suits_back(call: Any, made: Any, do: Tensor) -> bool:
+    """The same of dv; and without gates per channel of dq and dk, where heads have keys of their own, values as wide."""
+    _, _, G, H, _, V, _ = call.sizes
+    return suits(call, made) and _readable(do) and (made is not None or (G == H and V in (64, 128)))
+
+
+def _readable(*operands: Tensor) -> bool:
+    return all(x.dtype == torch.bfloat16 and by_tma(x) for x in operands)
+
+
+def sums(call: Any, slots: int, made: bool) -> Tensor | None:
+    """Of gates per token or per head [slots,H,CHUNK], for the walks of either direction; `made` by a launch of its own."""
+    _, T, _, H, _, _, N = call.sizes
+    g = call.log_decay
+    if g is None or g.shape[3] > 1:
+        return None
+    found = torch.empty(slots, H, CHUNK, dtype=torch.float32, device=g.device)
+    if made:
+        config = Config({"BLOCK_H": side(H, 16)}, warps=4, stages=1)
+        launch(
+            sums_kernel, (slots * -(-H // config["BLOCK_H"]),),
+            g, found, call.offsets, strides(g), T, N, H, config=config, CHUNK=CHUNK,
+        )  # fmt: skip
+    return found
+
+
+def walk(
+    call: Any, made: Any, sums: Tensor | None, out: Tensor, kept: Tensor | None, final: Tensor, cut: Any,
+    maps: tuple[Tensor | None, ...],
+) -> None:  # fmt: skip
+    """Fills `out`, `kept`, if given, with the states at the chunks' starts, and the `final` one.
+
+    `made`: the Pairs of gates per channel (kernels_triton_pairs.py). `maps`: of the stretches that `cut` says.
+    """
+    operands = (call.q, call.k, call.v, sums, None)
+    if made is not None:
+        operands = (made.risen, made.fallen, call.v, made.totals, made.pairs)
+    _walk(call, operands, call.state, out, kept, final, cut, maps, False, (None, None), 0)
+
+
+def walk_back(
+    call: Any, made: Any, sums: Tensor | None, do: Tensor, d_final: Tensor | None, dv: Tensor | None, ends: Tensor | None,
+    d_state: Tensor | None, cut: Any, maps: tuple[Tensor | None, ...], dg: tuple[Tensor | None, Tensor | None], slots: int,
+) -> None:  # fmt: skip
+    """Fills dv, the states' gradients at the chunks' `ends` and of the first state; and dg, of its parts of tokens."""
+    parts, into = dg
+    if parts is None or parts.dim() == 2:
+        parts = into = None
+    if dv is None and ends is None and d_state is None and into is None:
+        return
+    operands = (call.k, call.q, do, sums, None)
+    if made is not None:
+        operands = (made.fallen, made.risen, do, made.totals, made.pairs)
+    out = torch.empty(do.shape, dtype=do.dtype, device=do.device) if dv is None else dv
+    _walk(call, operands, d_final, out, ends, d_state, cut, maps, True, (parts, into), slots)
+
+
+def _walk(
+    call: Any, operands: tuple[Any, ...], state: Tensor | None, out: Tensor, kept: Tensor | None, last: Tensor | None,
+    cut: Any, maps: tuple[Tensor | None, ...], back: bool, dg: tuple[Any, Any], slots: int,
+) -> None:  # fmt: skip
+    _, T, _, H, K, V, N = call.sizes
+    x, y, z, _, pairs = operands
+    target, blocks = target_of(out.device), H * -(-V // 64)
+    few = cut.programs * blocks <= target.processors or (pairs is not None and kept is not None)
+    config = configure("linear_walk", (K, V, pairs is not None, back, few), partial(rule, few), target, WIDTHS)
+    walks, heads = cut.programs * H * -(-V // config["BLOCK_Z"]), side(H, 16)
+    parts, into = dg
+    launch(
+        walk_kernel,
+        (walks + (0 if into is None else slots * -(-H // heads)),),
+        *operands, state, call.offsets, out, kept, last, *maps, parts, into,
+        x.stride(), y.stride(), z.stride(), strides(state), call.scale, T, N, H, H // x.shape[2], K, V, walks,
+        config=config, BACK=back, CHUNK=CHUNK, STRETCH=cut.tokens, BLOCKS=1 if into is None else parts.shape[2],
+        BLOCK_X=K, BLOCK_H=heads,
+    )  # fmt: skip
+
+
+def sides(
+    call: Any, sums: Tensor | None, kept: Tensor, do: Tensor, d_final: Tensor | None, found: tuple[Tensor | None, ...],
+    slots: int, cut: Any, maps: tuple[Tensor | None, ...],
+) -> Tensor | None:  # fmt: skip
+    """Fills dq and dk; parts of dg, if that is among what is `found`: [slots,H,blocks,ROWS,CHUNK], of constant gates [parts,H]."""
+    B, T, _, H, K, V, N = call.sizes
+    target, (dq, dk, dg), g = target_of(do.device), found, call.log_decay
+    constant = dg is not None and g.shape[0] * g.shape[1] < B * T
+    few = cut.programs * H * -(-K // 64) <= target.processors
+    config = configure("linear_sides", (K, V, dg is not None, few), partial(rule, few), target, WIDTHS)
+    blocks, parts = K // config["BLOCK_Z"], None
+    if dg is not None:
+        shape = (cut.programs * blocks, H) if constant else (slots, H, blocks, ROWS.value, CHUNK)
+        parts = torch.empty(shape, dtype=torch.float32, device=do.device)
+    launch(
+        sides_kernel,
+        (cut.programs * H * blocks,),
+        call.q, call.k, call.v, sums, do, d_final, call.offsets, kept, dq, dk, parts, *maps,
+        call.q.stride(), call.k.stride(), call.v.stride(), do.stride(), strides(d_final), call.scale, T, N, H, K, V,
+        config=config, CONSTANT=constant, CHUNK=CHUNK, STRETCH=cut.tokens, BLOCK_X=V,
+    )  # fmt: skip
+    return parts
