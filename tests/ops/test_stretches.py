@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from foci.core.tune import TARGETS
-from foci.ops.stretches import SHORTEST, Cut, cut, cut_into
+from foci.ops.stretches import LEAST, SHORTEST, Costs, Cut, cheapest, cut, cut_into
 
 H200 = TARGETS["sm_90"]
 
@@ -44,3 +44,18 @@ def test_a_cut_of_a_given_length() -> None:
     assert cut_into(0, 3, 600, True) == Cut(0, 3, 0)
     assert cut_into(64, 3, 130, False) == Cut(64, 9, 9)
     assert cut_into(64, 3, 130, True) == Cut(64, 8, 5)
+
+
+COSTS = Costs(alone=2.0, shared=3.0, mapped=1.0, joined=1.0)
+
+
+@pytest.mark.parametrize(("N", "T", "blocks"), [(1, LEAST, 1), (1, 512, 1), (264, 4096, 1), (1, 100, 1)])
+def test_walks_that_are_short_or_fill_a_gpu_are_not_cut(N: int, T: int, blocks: int) -> None:
+    assert cheapest(N, N, T, False, blocks, COSTS, H200) == Cut(0, N, 0)
+
+
+def test_walks_are_cut_where_that_takes_less_and_never_where_maps_take_all_of_it() -> None:
+    found = [cheapest(1, 1, T, False, 2, COSTS, H200).tokens for T in (4096, 65536)]
+    assert found == [256, 1024]
+    assert cheapest(1, 1, 65536, False, 2, COSTS._replace(mapped=1000.0), H200).tokens == 0
+    assert cheapest(4, 1, 65536, True, 2, COSTS, H200).tokens == cheapest(4, 4, 16384, False, 2, COSTS, H200).tokens > 0

@@ -103,12 +103,20 @@ def test_gradient_per_token(kind: str, own: bool) -> None:
 
 
 @triton.jit
+def _both(A, x_risen, x, y, risen, c, close, OWN: tl.constexpr):
+    """A with the pairs of near rows, by one product, and of far ones."""
+    products = tl.dot(x_risen, tl.trans(y * near.lift(c)).to(x.dtype), input_precision="ieee")
+    A += tl.where(near.seen(close, OWN), products, 0.0)
+    return near.far_pairs(A, x, y, risen, c, close, OWN, IEEE)
+
+
+@triton.jit
 def _pairs(x_ptr, y_ptr, g_ptr, A_ptr, ends_ptr, OWN: tl.constexpr):
     A = tl.zeros([64, 64], tl.float32)
     for k in range(0, 32, 16):
         x, y, g = _tile(x_ptr, k, 32, 16), _tile(y_ptr, k, 32, 16), _tile(g_ptr, k, 32, 16)
         risen, c, close = near.exponents(g, OWN)
-        A = near.pairs(A, (x * tl.exp(risen)).to(x.dtype), x, y, risen, c, close, OWN, IEEE)
+        A = _both(A, (x * tl.exp(risen)).to(x.dtype), x, y, risen, c, close, OWN)
         rise, fall = near.ends(g, OWN, True)
         store_tile(ends_ptr, rise, 0, 64, 32, k, 32, 1)
         store_tile(ends_ptr + 64 * 32, fall, 0, 64, 32, k, 32, 1)
@@ -143,7 +151,7 @@ def test_what_comes_later_changes_no_bit(kind: str, late: float) -> None:
 def _pairs_of_sums(x_ptr, y_ptr, c_ptr, A_ptr):
     x, y, c = _tile(x_ptr, 0, 16, 16), _tile(y_ptr, 0, 16, 16), _tile(c_ptr, 0, 16, 16)
     A = tl.zeros([64, 64], tl.float32)
-    A = near.pairs(A, x * tl.exp(c), x, y, c, c, tl.min(c, 1) >= near.FAR, True, IEEE)
+    A = _both(A, x * tl.exp(c), x, y, c, c, tl.min(c, 1) >= near.FAR, True)
     store_tile(A_ptr, A, 0, 64, 64, 0, 64, 1)
 
 

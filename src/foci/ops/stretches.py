@@ -35,10 +35,10 @@ def cut(
 
 
 class Costs(NamedTuple):
-    """Microseconds on one GPU: what chunks of 64 tokens take a program, and what stretches cost besides.
+    """What a walk takes of a GPU's time, microseconds, a chunk of 64 tokens and a block of 64 channels of one head.
 
-    `alone` and `shared`: a chunk of a program that has a processor for itself, of two that share one. `mapped`: a chunk
-    of the launch that makes maps; `joined`: a map, to those behind it.
+    `alone` and `shared`: of a program that has a processor for itself, of two that share one. `mapped`: of the launch
+    that makes maps. `joined`: of a map, whoever is behind it.
     """
 
     alone: float
@@ -47,34 +47,29 @@ class Costs(NamedTuple):
     joined: float
 
 
-STARTED = 8.0  # microseconds that one launch more costs
+STARTED = 6.0  # microseconds that one launch more takes
 LEAST = 256  # tokens of a stretch
 
 
-def cheapest(N: int, B: int, T: int, packed: bool, programs: int, costs: Costs, target: Target) -> Cut:
-    """The Cut of N sequences in B rows of T tokens, `programs` each, that is estimated to take least.
+def cheapest(N: int, B: int, T: int, packed: bool, blocks: int, costs: Costs, target: Target) -> Cut:
+    """The Cut of N sequences in B rows of T tokens, each of so many blocks, that is estimated to take least.
 
-    Stretches are LEAST tokens long or 2, 4 ... times as many. Of packed documents the mean length counts.
+    Stretches are of LEAST tokens or 2, 4 ... times as many. Of packed documents the mean length counts.
     """
     mean = -(-B * T // N)
 
     def time(tokens: int) -> float:
         count, chunks = -(-mean // tokens), tokens / 64
-        walks, maps = N * programs * count, N * programs * (count - 1)
-        rounds = -(-walks // (2 * target.processors))
-        walked = chunks * (costs.alone if walks <= target.processors else costs.shared * rounds)
+        rounds, rest = divmod(N * blocks * count, 2 * target.processors)
+        more = max(0.0, rest / target.processors - 1) * (costs.shared - costs.alone)
+        walked = chunks * (rounds * costs.shared + (costs.alone + more if rest else 0))
         if count == 1:
             return walked
-        return (
-            walked + STARTED + costs.mapped * chunks * max(1.0, maps / (2 * target.processors)) + costs.joined * count
-        )
+        crowd = max(1.0, N * blocks * (count - 1) / (1.7 * target.processors))
+        return walked + STARTED + costs.mapped * chunks * crowd + costs.joined * count * (rounds + (rest > 0))
 
-    sizes = [mean]
-    tokens = LEAST
-    while tokens < mean:
-        sizes.append(tokens)
-        tokens *= 2
-    best = min(sizes, key=time)
+    lengths = [LEAST << i for i in range(max(0, (mean - 1) // LEAST).bit_length())]
+    best = min([mean, *lengths], key=time)
     return cut_into(best if best < mean else 0, N, T, packed)
 
 

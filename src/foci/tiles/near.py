@@ -23,6 +23,7 @@ from foci.tiles.gates import (
     summed,
 )
 from foci.tiles.memory import load_row, load_tile
+from foci.tiles.state import chunk_at
 
 FAR: tl.constexpr = tl.constexpr(-60.0)
 LIFT: tl.constexpr = tl.constexpr(61.0)  # of columns: sums are rounded, so one that a near row reads may lie below FAR
@@ -64,6 +65,22 @@ def powers(g):  # type: ignore[no-untyped-def]
     """(c, whole) of gates g [T, ..]: sums from the chunk's start on, and of all, as powers of 2."""
     g = bounded(g) * LOG2E
     return tl.cumsum(g, 0), tl.sum(g, 0)
+
+
+@triton.jit
+def store_powers(  # type: ignore[no-untyped-def]
+    ptr, g_ptr, g_strides, offsets_ptr, index, T, N, H, CHUNK: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    """The `powers` [slots,H,CHUNK] of gates per token of a chunk and BLOCK_H heads, counted through all chunks."""
+    h = index % tl.cdiv(H, BLOCK_H) * BLOCK_H + tl.arange(0, BLOCK_H)
+    n, b, t0, stop, slot = chunk_at(offsets_ptr, index // tl.cdiv(H, BLOCK_H), N, T, CHUNK)
+    if n >= 0:
+        t = tl.arange(0, CHUNK)
+        places = (t0 + t).to(tl.int64)[:, None] * g_strides[1] + h[None, :] * g_strides[2]
+        inside = (t0 + t < stop)[:, None] & (h < H)[None, :]
+        g = tl.load(g_ptr + tl.cast(b, tl.int64) * g_strides[0] + places, mask=inside, other=0.0)
+        c, _ = powers(g.to(tl.float32))
+        tl.store(ptr + (tl.cast(slot, tl.int64) * H + h[None, :]) * CHUNK + t[:, None], c, mask=(h < H)[None, :])
 
 
 @triton.jit
@@ -230,10 +247,8 @@ def far_level(risen, c, i):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def pairs(A, x_risen, x, y, risen, c, near, OWN: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A [T,T] with the `pairs` of tiles/gates.py added: `x_risen` is x times exp(risen)."""
-    products = tl.dot(x_risen, tl.trans(scaled(y, lift(c))), input_precision=PRECISION)
-    A += tl.where(seen(near, OWN), products, 0.0)
+def far_pairs(A, x, y, risen, c, near, OWN: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A [T,T] with the `pairs` of tiles/gates.py of far rows added, by halving; other rows as they are."""
     for i in tl.range(far_levels(near), disable_licm=True):
         w = far_level(risen, c, i)
         found = of_level(tl.dot(scaled(x, w), tl.trans(scaled(y, w)), input_precision=PRECISION), i)

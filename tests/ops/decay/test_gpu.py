@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from foci.core.tune import TARGETS
+from foci.core.tune import TARGETS, recording
 from foci.ops.decay import gpu
 from foci.ops.decay.call import Call, bind
+
+pytest.importorskip("triton")
+from foci.ops.decay import kernels_triton_walks as walks  # isort: skip
 
 
 def call(dtype: torch.dtype = torch.float32, K: int = 8, V: int = 5, **options: Any) -> Call:
@@ -42,3 +45,18 @@ def test_few_heads_of_long_sequences_are_cut(T: int, heads: int, few: int, stret
     q = torch.empty(1, T, heads, 128, dtype=torch.bfloat16, device="meta")
     found = gpu._cut(bind(q, q, q), few)(TARGETS["sm_90"], heads * 8 * 4)
     assert found.slots == stretches and found.tokens % (16 * 64) == 0
+
+
+@pytest.mark.parametrize(
+    "shape, forward, backward",
+    [
+        ((2, 16384, 16, 128), 4096, 4096), ((4, 2048, 16, 128), 0, 1024), ((1, 8192, 96, 128), 0, 0),
+        ((1, 16384, 4, 128), 1024, 512), ((8, 1024, 8, 64), 256, 256), ((1, 256, 4, 64), 0, 0),
+    ],
+)  # fmt: skip
+def test_walks_are_cut_as_was_fastest_on_an_h200(shape: tuple[int, ...], forward: int, backward: int) -> None:
+    """Or within 5 % of it: benchmarks.md."""
+    q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    with recording(TARGETS["sm_90"]):
+        found = [gpu._cheapest(bind(q, q, q), costs).tokens for costs in (walks.FORWARD, walks.BACKWARD)]
+    assert found == [forward, backward]

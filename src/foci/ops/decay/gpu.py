@@ -87,7 +87,7 @@ def _by_walks(
 
     dq, dk, dv, dg, _ = found
     of_q, of_k, _, of_g, _, of_state = needs
-    slots, cut = _slots(call), _cheapest(call, walks.BACKWARD)
+    slots, cut = _slots(call), _cheapest(call, walks.BACKWARD if made is None else walks.FORWARD)
     sums = walks.sums(call, slots, cut.tokens == 0)
     maps = kernels_triton_backward.maps(call, made, do, cut, sums)
     parts = ends = d_state = None

@@ -22,7 +22,7 @@ from torch import Tensor
 from foci.core.tune import Config, Target, configure, float_precision, launch, side, stored, strides, target_of
 from foci.tiles.gates import load_gates, scaled, total
 from foci.tiles.memory import load_row, load_tile, store_tile
-from foci.tiles.near import ends, powers, weights
+from foci.tiles.near import ends, store_powers, weights
 from foci.tiles.state import chunk_at, sequence, working
 from foci.tiles.stretches import join_states, stretch
 
@@ -33,17 +33,21 @@ WIDTHS = {"BLOCK_K": (16, 32, 64, 128), "BLOCK_V": (16, 32, 64, 128)}  # what `f
 @triton.jit
 def dstates_kernel(  # type: ignore[no-untyped-def]
     q_ptr, do_ptr, g_ptr, d_final_ptr, offsets_ptr, ends_ptr, d_initial_ptr, decays_ptr, starts_ptr, sums_ptr,
-    q_strides, do_strides, g_strides, d_final_strides, scale, T, N, H, R, K, V,
+    q_strides, do_strides, g_strides, d_final_strides, scale, T, N, H, R, K, V, walks,
     CAUSAL: tl.constexpr, OWN: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    STRETCH: tl.constexpr, MAP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    STRETCH: tl.constexpr, MAP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One block of the gradient of one head's state, from a sequence's end, or a stretch's, to its start.
 
     Kept at each chunk's end; not causal, all tokens read the last state, whose gradient is kept alone. MAP: the map
     that the stretch is, of the gradient behind it to that at its start; a sequence's first stretch is needed by none.
-    Then with sums_ptr as the forward's walk has it.
+    Sums of gates behind `walks` programs as in the forward.
     """
     NEAR: tl.constexpr = q_ptr.dtype.element_ty != tl.float32
+    if sums_ptr is not None:  # noqa: SIM102  a constant and a number
+        if tl.program_id(0) >= walks:
+            store_powers(sums_ptr, g_ptr, g_strides, offsets_ptr, tl.program_id(0) - walks, T, N, H, CHUNK, BLOCK_H)
+            return
     v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
     rest = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
     k0 = rest % tl.cdiv(K, BLOCK_K) * BLOCK_K
@@ -51,8 +55,7 @@ def dstates_kernel(  # type: ignore[no-untyped-def]
     h, n = (rest % H).to(tl.int64), (rest // H).to(tl.int64)
     if STRETCH > 0:
         n, _, start, _, first, end, piece = stretch(offsets_ptr, rest // H, T, N, STRETCH)
-        summing = (k0 == 0) & (v0 == 0) if sums_ptr is not None else False
-        if n < 0 or (MAP and first == start and not summing):
+        if n < 0 or (MAP and first == start):
             return
     n = tl.cast(n, tl.int64)
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
@@ -84,14 +87,8 @@ def dstates_kernel(  # type: ignore[no-untyped-def]
                 dS *= w[:, None]
             else:
                 g = load_gates(g_ptr + b * g_strides[0] + h * g_strides[2], t0, end, g_strides[1], CHUNK)
-                if sums_ptr is not None:
-                    c, whole = powers(g)
-                    rise, w = tl.exp2(c), tl.exp2(whole)
-                    to = sums_ptr + ((slot + (t0 - start) // CHUNK) * H + h) * CHUNK + tl.arange(0, CHUNK)
-                    tl.store(to, c, mask=summing)
-                else:
-                    rise, w = ends(g, OWN, NEAR)[0], total(g)
-                do = scaled(do, rise[:, None])
+                do = scaled(do, ends(g, OWN, NEAR)[0][:, None])
+                w = total(g)
                 dS *= w
             if MAP:
                 decay *= w
@@ -231,13 +228,14 @@ def _dstates(
     q, g, R = (call.q, call.log_decay, H // G) if made is None else (made.risen, made.totals, 1)
     target = target_of(do.device)
     config, blocks = _dstates_config(call, target)
+    walks, heads = (cut.slots if MAP else cut.programs) * blocks, side(H, 16)
     launch(
         dstates_kernel,
-        ((cut.slots if MAP else cut.programs) * blocks,),
+        (walks + (0 if sums is None else sums.shape[0] * -(-H // heads)),),
         q, do, g, d_final, call.offsets, ends, d_state, *maps, sums,
-        q.stride(), do.stride(), strides(g), strides(d_final), call.scale, T, N, H, R, K, V,
+        q.stride(), do.stride(), strides(g), strides(d_final), call.scale, T, N, H, R, K, V, walks,
         config=config, CAUSAL=call.causal, OWN=call.bonus is None, PER_CHANNEL=made is not None,
-        PRECISION=float_precision(do.dtype, target), CHUNK=CHUNK, STRETCH=cut.tokens, MAP=MAP,
+        PRECISION=float_precision(do.dtype, target), CHUNK=CHUNK, STRETCH=cut.tokens, MAP=MAP, BLOCK_H=heads,
     )  # fmt: skip
 
 

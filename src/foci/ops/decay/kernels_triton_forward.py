@@ -25,7 +25,7 @@ from torch import Tensor
 from foci.core.tune import Config, Target, configure, float_precision, launch, side, stored, strides, target_of
 from foci.tiles.gates import load_gates, scaled
 from foci.tiles.memory import load_row, load_tile, store_tile
-from foci.tiles.near import ends, ends_and_total, powers, weights
+from foci.tiles.near import ends, ends_and_total, store_powers, weights
 from foci.tiles.state import chunk_at, sequence, working
 from foci.tiles.stretches import join_states, stretch
 
@@ -36,16 +36,20 @@ WIDTHS = {"BLOCK_K": (16, 32, 64, 128), "BLOCK_V": (16, 32, 64, 128)}  # what `f
 @triton.jit
 def states_kernel(  # type: ignore[no-untyped-def]
     k_ptr, v_ptr, g_ptr, state_ptr, offsets_ptr, kept_ptr, final_ptr, decays_ptr, ends_ptr, sums_ptr,
-    k_strides, v_strides, g_strides, state_strides, T, N, H, R, K, V,
+    k_strides, v_strides, g_strides, state_strides, T, N, H, R, K, V, walks,
     CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    STRETCH: tl.constexpr, MAP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    STRETCH: tl.constexpr, MAP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One block of one head's state through one sequence, or one stretch; kept at each chunk's start, and the last.
 
-    MAP: the map that the stretch is, state -> decay state + end; a sequence's last stretch is needed by none. Then
-    with sums_ptr, for walks behind it, sums of the gates of all stretches too (kernels_triton_walks.py).
+    MAP: the map that the stretch is, state -> decay state + end; a sequence's last stretch is needed by none. Behind so
+    many `walks` programs sum gates for who walks next (kernels_triton_walks.py).
     """
     NEAR: tl.constexpr = k_ptr.dtype.element_ty != tl.float32
+    if sums_ptr is not None:  # noqa: SIM102  a constant and a number
+        if tl.program_id(0) >= walks:
+            store_powers(sums_ptr, g_ptr, g_strides, offsets_ptr, tl.program_id(0) - walks, T, N, H, CHUNK, BLOCK_H)
+            return
     v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
     rest = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
     k0 = rest % tl.cdiv(K, BLOCK_K) * BLOCK_K
@@ -53,8 +57,7 @@ def states_kernel(  # type: ignore[no-untyped-def]
     h, n = (rest % H).to(tl.int64), (rest // H).to(tl.int64)
     if STRETCH > 0:
         n, _, _, stop, first, end, piece = stretch(offsets_ptr, rest // H, T, N, STRETCH)
-        summing = (k0 == 0) & (v0 == 0) if sums_ptr is not None else False
-        if n < 0 or (MAP and end == stop and not summing):
+        if n < 0 or (MAP and end == stop):
             return
     n = tl.cast(n, tl.int64)
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
@@ -82,13 +85,7 @@ def states_kernel(  # type: ignore[no-untyped-def]
                 S *= w[:, None]
             else:
                 g = load_gates(g_ptr + b * g_strides[0] + h * g_strides[2], t0, end, g_strides[1], CHUNK)
-                if sums_ptr is not None:
-                    c, whole = powers(g)
-                    fall, w = tl.exp2(whole - c), tl.exp2(whole)
-                    to = sums_ptr + ((slot + (t0 - start) // CHUNK) * H + h) * CHUNK + tl.arange(0, CHUNK)
-                    tl.store(to, c, mask=summing)
-                else:
-                    _rise, fall, w = ends_and_total(g, True, NEAR)
+                _rise, fall, w = ends_and_total(g, True, NEAR)
                 v = scaled(v, fall[:, None])
                 S *= w
             if MAP:
@@ -235,11 +232,12 @@ def _states(
     k, g, R = (call.k, call.log_decay, H // G) if made is None else (made.fallen, made.totals, 1)
     state = None if MAP else call.state
     config, blocks = _states_config(call, target)
+    walks, heads = (cut.slots if MAP else cut.programs) * blocks, side(H, 16)
     launch(
         states_kernel,
-        ((cut.slots if MAP else cut.programs) * blocks,),
+        (walks + (0 if sums is None else sums.shape[0] * -(-H // heads)),),
         k, v, g, state, call.offsets, kept, final, *maps, sums,
-        k.stride(), v.stride(), strides(g), strides(state), T, N, H, R, K, V,
+        k.stride(), v.stride(), strides(g), strides(state), T, N, H, R, K, V, walks,
         config=config, CAUSAL=call.causal, PER_CHANNEL=made is not None,
-        PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK, STRETCH=cut.tokens, MAP=MAP,
+        PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK, STRETCH=cut.tokens, MAP=MAP, BLOCK_H=heads,
     )  # fmt: skip

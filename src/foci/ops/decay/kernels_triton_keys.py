@@ -21,7 +21,7 @@ from torch import Tensor
 from foci.core.tune import Config, Target, configure, float_precision, launch, side, strides, target_of
 from foci.tiles import near
 from foci.tiles.gates import load_gates, pairs_backward_onto, scaled, total
-from foci.tiles.memory import add_tile, load_row, load_tile, store_tile
+from foci.tiles.memory import add_tile, load_tile, store_tile
 from foci.tiles.near import by_chunk, ends, load_sums, weights
 from foci.tiles.state import chunk_at, covered, working
 
@@ -32,7 +32,7 @@ WIDTHS = {"BLOCK_K": (16, 32, 64, 128), "BLOCK_V": (16, 32, 64, 128)}  # what `f
 @triton.jit
 def keys_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, g_ptr, bonus_ptr, offsets_ptr, states_ptr, ends_ptr, do_ptr,
-    sums_ptr, dq_ptr, dk_ptr, dg_ptr, d_bonus_ptr,
+    sums_ptr, far_ptr, dq_ptr, dk_ptr, dg_ptr, d_bonus_ptr,
     q_strides, k_strides, v_strides, g_strides, bonus_strides, do_strides, scale, zero, T, N, H, R, K, V, part,
     share, size, CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, CONSTANT: tl.constexpr, SPLIT: tl.constexpr,
     ALONE: tl.constexpr, AHEAD: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
@@ -68,9 +68,10 @@ def keys_kernel(  # type: ignore[no-untyped-def]
     # product wait for the one before it (its note C7515).
     tl.assume(V > 0)
     t = tl.arange(0, CHUNK)
+    q_all_ptr, k_all_ptr = q_ptr, k_ptr
     q_ptr += row * q_strides[0] + first * q_strides[2]
     k_ptr += row * k_strides[0] + first * k_strides[2]
-    dg_before = tl.zeros([CHUNK], tl.float32)
+    dg_before, far = tl.zeros([CHUNK], tl.float32), 0
     for i in tl.range(BLOCKS, disable_licm=True):
         k0 = (block * BLOCKS + i) * BLOCK_K
         t0 = start + zero * i  # what the loop changes stays in it: addresses kept through it would cost registers
@@ -84,6 +85,8 @@ def keys_kernel(  # type: ignore[no-untyped-def]
             by_rows = tl.zeros([CHUNK, BLOCK_K], tl.float32)
             by_columns = tl.zeros([CHUNK, BLOCK_K], tl.float32)
             by_state = tl.zeros([BLOCK_K], tl.float32)
+            if far_ptr is not None:
+                far |= tl.load(far_ptr + slot * H + h).to(tl.int32)
             if PER_TOKEN:
                 g = load_gates(g_ptr + row * g_strides[0] + h * g_strides[2], t0, stop, g_strides[1], CHUNK)
                 rise, fall = ends(g, OWN, NEAR)
@@ -169,6 +172,64 @@ def keys_kernel(  # type: ignore[no-untyped-def]
             store_tile(dq_ptr + into + (row * T * G + first) * K, dq, t0, stop, G * K, k0, K, 1)
         if dk_ptr is not None:
             store_tile(dk_ptr + into + (row * T * G + first) * K, dk, t0, stop, G * K, k0, K, 1)
+    if far_ptr is not None:  # noqa: SIM102  a constant and a number
+        if far != 0:
+            tl.debug_barrier()  # what is stored is read again, by other threads
+            far_tokens(
+                tl.program_id(0) + zero, q_all_ptr, k_all_ptr, v_ptr, g_ptr, offsets_ptr, do_ptr, sums_ptr, dq_ptr,
+                dk_ptr, dg_ptr, q_strides, k_strides, v_strides, g_strides, do_strides, scale, T, N, H, R, K, V, share,
+                size, SPLIT, OWN, PRECISION, CHUNK, BLOCK_K, BLOCK_V,
+            )  # fmt: skip
+
+
+@triton.jit
+def far_tokens(  # type: ignore[no-untyped-def]
+    index, q_ptr, k_ptr, v_ptr, g_ptr, offsets_ptr, do_ptr, sums_ptr, dq_ptr, dk_ptr, dg_ptr,
+    q_strides, k_strides, v_strides, g_strides, do_strides, scale, T, N, H, R, K, V, share, size,
+    SPLIT: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Adds what the pairs of far tokens (tiles/near.py) give to dq, dk and dg of program `index` above.
+
+    Behind all else, as its levels want the registers, and with nothing of what is there, which would have to be kept.
+    A token is far where any of the WIDE channels says so.
+    """
+    BLOCK_K: tl.constexpr = 32 if WIDE > 32 else WIDE
+    wide0, rest = index % tl.cdiv(K, WIDE) * WIDE, index // tl.cdiv(K, WIDE)
+    G, r0, heads = H // R, 0, R
+    if SPLIT:
+        r0 = rest % tl.cdiv(R, share) * share
+        rest, heads = rest // tl.cdiv(R, share), tl.minimum(R, r0 + share)
+    first = (rest % G).to(tl.int64)
+    n, b, t0, stop, _slot = chunk_at(offsets_ptr, rest // G, N, T, CHUNK)
+    row = tl.cast(b, tl.int64)
+    into = tl.cast(r0 // share, tl.int64) * size + (row * T * G + first) * K
+    for r in tl.range(r0, heads if n >= 0 else r0, disable_licm=True):
+        h = first * R + r
+        of_head = (row * T * H + h) * K
+        close = tl.min(load_sums(sums_ptr + of_head, t0, stop, H * K, wide0, K, CHUNK, WIDE)[0], 1) >= near.FAR
+        for k0 in tl.range(wide0, wide0 + WIDE, BLOCK_K, disable_licm=True):
+            dA = tl.zeros([CHUNK, CHUNK], tl.float32)
+            for v0 in range(0, V, BLOCK_V):
+                here = v_ptr + row * v_strides[0] + h * v_strides[2]
+                v = working(load_tile(here, t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V))
+                here = do_ptr + row * do_strides[0] + h * do_strides[2]
+                do = working(load_tile(here, t0, stop, do_strides[1], v0, V, do_strides[3], CHUNK, BLOCK_V))
+                dA = tl.dot(do, tl.trans(v), dA, input_precision=PRECISION)
+            here = q_ptr + row * q_strides[0] + first * q_strides[2]
+            q = working(load_tile(here, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
+            here = k_ptr + row * k_strides[0] + first * k_strides[2]
+            k = working(load_tile(here, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
+            c = load_sums(sums_ptr + of_head, t0, stop, H * K, k0, K, CHUNK, BLOCK_K)[0]
+            risen = c
+            if not OWN:
+                here = g_ptr + row * g_strides[0] + h * g_strides[2]
+                g = load_tile(here, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+                risen -= near.bounded(g)
+            dq, dk, dg = near.far_backward(scale * dA, q, k, risen, c, close, OWN, PRECISION)
+            add_tile(dq_ptr, into, dq, t0, stop, G * K, k0, K)
+            add_tile(dk_ptr, into, dk, t0, stop, G * K, k0, K)
+            add_tile(dg_ptr, of_head, dg, t0, stop, H * K, k0, K)
 
 
 @triton.jit
@@ -201,61 +262,6 @@ def of_channels(  # type: ignore[no-untyped-def]
             dg = tl.dot(of_rise.to(q.dtype), (q * by_rows).to(q.dtype), dg, input_precision=PRECISION)
         dq, dk, dg = pairs_backward_onto(dq + by_rows, dk, dg, dA, q, k, g, OWN, PRECISION)
     return dq, dk, dg
-
-
-@triton.jit
-def far_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, g_ptr, offsets_ptr, do_ptr, sums_ptr, dq_ptr, dk_ptr, dg_ptr,
-    q_strides, k_strides, v_strides, g_strides, do_strides, scale, T, N, H, R, K, V, share, size,
-    ALL: tl.constexpr, WIDE: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """What the pairs of far tokens (tiles/near.py) add to dq, dk and dg, where there are any, of a chunk and its heads.
-
-    A kernel of its own, because its levels would take the registers of the one above, which rarely needs them; of few
-    programs, as most find nothing to do in their ALL channels. WIDE: the channels of a block above, any of which makes
-    a token far there.
-    """
-    r0, G = tl.program_id(0) % tl.cdiv(R, share) * share, H // R
-    rest = tl.program_id(0) // tl.cdiv(R, share)
-    first = (rest % G).to(tl.int64)
-    n, b, t0, stop, _slot = chunk_at(offsets_ptr, rest // G, N, T, CHUNK)
-    if n < 0:
-        return
-    row = tl.cast(b, tl.int64)
-    into = tl.cast(r0 // share, tl.int64) * size + (row * T * G + first) * K
-    for r in range(r0, tl.minimum(R, r0 + share)):
-        h = first * R + r
-        here = sums_ptr + (row * T * H + h) * K
-        last_ptr = here + tl.cast(tl.minimum(stop, t0 + CHUNK) - 1, tl.int64) * H * K
-        # Sums are rounded: one before the last may lie below it.
-        far = tl.min(load_row(last_ptr, 0, K, ALL), 0) < near.FAR + 1.0
-        for k0 in tl.range(0, K if far else 0, BLOCK_K, disable_licm=True):
-            wide0 = k0 // WIDE * WIDE
-            if tl.min(load_row(last_ptr, wide0, K, WIDE), 0) < near.FAR + 1.0:
-                dA = tl.zeros([CHUNK, CHUNK], tl.float32)
-                for v0 in range(0, V, BLOCK_V):
-                    to = v_ptr + row * v_strides[0] + h * v_strides[2]
-                    v = working(load_tile(to, t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V))
-                    to = do_ptr + row * do_strides[0] + h * do_strides[2]
-                    do = working(load_tile(to, t0, stop, do_strides[1], v0, V, do_strides[3], CHUNK, BLOCK_V))
-                    dA = tl.dot(do, tl.trans(v), dA, input_precision=PRECISION)
-                to = q_ptr + row * q_strides[0] + first * q_strides[2]
-                q = working(load_tile(to, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
-                to = k_ptr + row * k_strides[0] + first * k_strides[2]
-                k = working(load_tile(to, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
-                c, _last = load_sums(here, t0, stop, H * K, k0, K, CHUNK, BLOCK_K)
-                risen = c
-                if not OWN:
-                    to = g_ptr + row * g_strides[0] + h * g_strides[2]
-                    g = load_tile(to, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
-                    risen -= near.bounded(g)
-                wide = c if WIDE == BLOCK_K else load_sums(here, t0, stop, H * K, wide0, K, CHUNK, WIDE)[0]
-                close = tl.min(wide, 1) >= near.FAR
-                dq, dk, dg = near.far_backward(scale * dA, q, k, risen, c, close, OWN, PRECISION)
-                add_tile(dq_ptr, into, dq, t0, stop, G * K, k0, K)
-                add_tile(dk_ptr, into, dk, t0, stop, G * K, k0, K)
-                add_tile(dg_ptr, (row * T * H + h) * K, dg, t0, stop, H * K, k0, K)
 
 
 @triton.jit
@@ -319,11 +325,6 @@ def keys_rule(
     return Config(blocks, warps=8, stages=1 if by_channel and groups else 2)
 
 
-def far_rule(keys: Config) -> Config:
-    """Blocks that divide those of the kernel whose sums it adds to; levels hold many tiles."""
-    return Config({"BLOCK_K": min(32, keys["BLOCK_K"]), "BLOCK_V": keys["BLOCK_V"]}, warps=8, stages=1)
-
-
 def _share(heads: int, others: int, target: Target) -> int:
     """How many of the heads that read one head of keys a program takes: as many as leave enough programs to all."""
     parts = min(heads, -(-8 * target.processors // others))
@@ -373,7 +374,8 @@ def backward(
     launch(
         keys_kernel,
         (chunks * G * parts * blocks,),
-        call.q, call.k, call.v, g, call.bonus, call.offsets, states, ends, do, None if made is None else made.sums,
+        call.q, call.k, call.v, g, call.bonus, call.offsets, states, ends, do,
+        *((None, None) if made is None else (made.sums, made.far)),
         *onto, dg if dg_parts is None else dg_parts, bonus_parts,
         call.q.stride(), call.k.stride(), call.v.stride(), strides(g), strides(call.bonus), do.stride(),
         call.scale, 0, T, N, H, H // G, K, V, g_size, share, call.q.numel(),
@@ -381,17 +383,6 @@ def backward(
         ALONE=H == G, BLOCKS=together, AHEAD=H > G and not by_channel and config["BLOCK_V"] >= V,
         PRECISION=float_precision(do.dtype, target),
     )  # fmt: skip
-    if made is not None and made.sums is not None:
-        narrow = far_rule(config)
-        launch(
-            far_kernel,
-            (chunks * G * parts,),
-            call.q, call.k, call.v, g, call.offsets, do, made.sums, *onto, dg,
-            call.q.stride(), call.k.stride(), call.v.stride(), strides(g), do.stride(),
-            call.scale, T, N, H, H // G, K, V, share, call.q.numel(),
-            config=narrow, ALL=side(K, 512), WIDE=config["BLOCK_K"], OWN=call.bonus is None,
-            PRECISION=float_precision(do.dtype, target), CHUNK=CHUNK,
-        )  # fmt: skip
     left = (dg_parts, dg, g_parts), (bonus_parts, d_bonus, chunks), (dq_parts, dq, parts), (dk_parts, dk, parts)
     _sums(left, call.offsets, T, N, constant, target)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from foci.core.tune import Config, Target, configure, float_precision, launch, side, stored, strides, target_of
 from foci.tiles import near
 from foci.tiles.gates import ends, pairs, scaled
-from foci.tiles.memory import load_row, load_tile, store_tile
+from foci.tiles.memory import load_tile, store_tile
 from foci.tiles.state import chunk_at, working
 
 CHUNK = 64
@@ -26,25 +26,28 @@ WIDTHS = {"BLOCK_K": (16, 32, 64, 128)}  # what `foci tune` may try
 
 
 class Pairs(NamedTuple):
-    """As above; `sums` [B,T,H,K]: of the gates from the chunk's start on (tiles/near.py), where a backward wants it."""
+    """As above. Where a backward in half precision wants them, too (tiles/near.py):
+
+    `sums` [B,T,H,K] of the gates from the chunk's start on, `far` [slots,H]: whether a chunk has far tokens.
+    """
 
     risen: Tensor
     fallen: Tensor
     pairs: Tensor
     totals: Tensor
     sums: Tensor | None
+    far: Tensor | None
 
 
 @triton.jit
 def pairs_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, g_ptr, bonus_ptr, offsets_ptr, risen_ptr, fallen_ptr, pairs_ptr, totals_ptr, sums_ptr,
+    q_ptr, k_ptr, g_ptr, bonus_ptr, offsets_ptr, risen_ptr, fallen_ptr, pairs_ptr, totals_ptr, sums_ptr, far_ptr,
     q_strides, k_strides, g_strides, bonus_strides, T, N, H, R, K,
-    FAR: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head; in half precision as if all tokens were near (tiles/near.py).
+    """One chunk of one head; in half precision as if all tokens were near (tiles/near.py), then of rows that are not.
 
-    FAR: the pairs of rows that are not, alone. Which rows these are depends on no later one; and levels, which take
-    many registers, are rarely wanted.
+    Which rows these are depends on no later one.
     """
     OWN: tl.constexpr = bonus_ptr is None
     NEAR: tl.constexpr = k_ptr.dtype.element_ty != tl.float32
@@ -54,20 +57,13 @@ def pairs_kernel(  # type: ignore[no-untyped-def]
         return
     row, t = tl.cast(b, tl.int64), tl.arange(0, CHUNK)
     totals_ptr += (slot * H + h) * K
-    if FAR:
-        least = 1.0
-        for k0 in range(0, K, BLOCK_K):
-            w = load_row(totals_ptr, k0, K, BLOCK_K)
-            least = tl.minimum(least, tl.min(tl.where(k0 + tl.arange(0, BLOCK_K) < K, w, 1.0), 0))
-        if least > near.CLOSE:
-            return
     into, at = (row * T * H + h) * K, pairs_ptr + (row * T * H + h) * CHUNK
     q_ptr += row * q_strides[0] + h // R * q_strides[2]
     k_ptr += row * k_strides[0] + h // R * k_strides[2]
     g_ptr += row * g_strides[0] + h * g_strides[2]
     A = tl.zeros([CHUNK, CHUNK], tl.float32)
     own = tl.zeros([CHUNK], tl.float32)
-    close = tl.full([CHUNK], True, tl.int1)
+    least = tl.zeros([CHUNK], tl.float32)
     for k0 in range(0, K, BLOCK_K):
         q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
         k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
@@ -76,31 +72,36 @@ def pairs_kernel(  # type: ignore[no-untyped-def]
             u = load_tile(bonus_ptr + h * bonus_strides[0], 0, 1, 0, k0, K, bonus_strides[1], 1, BLOCK_K)
             own += tl.sum(q * u.to(tl.float32) * k, 1)
         if NEAR:
-            up, c, here = near.exponents(g, OWN)
+            up, c, _ = near.exponents(g, OWN)
             risen = scaled(q, tl.exp(up))
-            if FAR:
-                A = near.pairs(A, risen, q, k, up, c, here, OWN, PRECISION)
-                close &= tl.min(c, 1) >= near.FAR + 0.01  # the other launch may have summed a row at FAR otherwise
-            else:
-                A = tl.dot(risen, tl.trans(scaled(k, near.lift(c))), A, input_precision=PRECISION)
-                if sums_ptr is not None:
-                    store_tile(sums_ptr + into, c, t0, stop, H * K, k0, K, 1)
+            A = tl.dot(risen, tl.trans(scaled(k, near.lift(c))), A, input_precision=PRECISION)
+            least = tl.minimum(least, tl.min(c, 1))
+            if sums_ptr is not None:
+                store_tile(sums_ptr + into, c, t0, stop, H * K, k0, K, 1)
             whole = tl.sum(near.bounded(g), 0)
             fallen = scaled(k, tl.exp(whole[None, :] - c))
         else:
             A = pairs(A, q, k, g, OWN, PRECISION)
             rise, fall = ends(g, OWN)
             risen, fallen, whole = scaled(q, rise), scaled(k, fall), tl.sum(g, 0)
-        if not FAR:
-            store_tile(risen_ptr + into, risen, t0, stop, H * K, k0, K, 1)
-            store_tile(fallen_ptr + into, fallen, t0, stop, H * K, k0, K, 1)
-            store_tile(totals_ptr, tl.exp(whole)[None, :], 0, 1, 0, k0, K, 1)
-    if NEAR and not FAR:
+        store_tile(risen_ptr + into, risen, t0, stop, H * K, k0, K, 1)
+        store_tile(fallen_ptr + into, fallen, t0, stop, H * K, k0, K, 1)
+        store_tile(totals_ptr, tl.exp(whole)[None, :], 0, 1, 0, k0, K, 1)
+    close = least >= near.FAR
+    if NEAR:
         A = tl.where(near.seen(close, OWN), A, 0.0)
+        far = tl.min(least, 0) < near.FAR  # rarely
+        if far_ptr is not None:
+            tl.store(far_ptr + slot * H + h, far.to(tl.int8))
+        if far:
+            for k0 in tl.range(0, K, BLOCK_K, disable_licm=True):
+                q = working(load_tile(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
+                k = working(load_tile(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
+                g = load_tile(g_ptr, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+                up, c, _ = near.exponents(g, OWN)
+                A = near.far_pairs(A, q, k, up, c, close, OWN, PRECISION)
     if not OWN:
         A = tl.where(t[:, None] == t[None, :], own[:, None], A)
-    if FAR:
-        A = tl.where(close[:, None], load_tile(at, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK).to(tl.float32), A)
     store_tile(at, A, t0, stop, H * CHUNK, 0, CHUNK, 1)
 
 
@@ -118,18 +119,19 @@ def prepared(call: Any, slots: int, summed: bool) -> Pairs | None:
     risen, fallen = (torch.empty(B, T, H, K, dtype=stored(v.dtype), device=v.device) for _ in range(2))
     pairs = torch.empty(B, T, H, CHUNK, dtype=risen.dtype, device=v.device)
     totals = torch.empty(slots, H, K, dtype=torch.float32, device=v.device)
-    sums = (
-        torch.empty(B, T, H, K, dtype=torch.float32, device=v.device) if summed and v.dtype != torch.float32 else None
-    )
+    sums = far = None
+    if summed and v.dtype != torch.float32:
+        sums = torch.empty(B, T, H, K, dtype=torch.float32, device=v.device)
+        far = torch.empty(slots, H, dtype=torch.int8, device=v.device)
     key = (v.dtype, K, sums is not None)  # with sums it is another kernel, of more registers
     config = configure("linear_pairs", key, partial(pairs_rule, v.dtype, K), target, WIDTHS)
-    for FAR in (False,) if v.dtype == torch.float32 else (False, True):
-        launch(
-            pairs_kernel,
-            (slots * H,),
-            call.q, call.k, g, call.bonus, call.offsets, risen, fallen, pairs, totals, sums,
-            call.q.stride(), call.k.stride(), strides(g), strides(call.bonus), T, N, H, H // G, K,
-            config=config, FAR=FAR,
-            PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK,
-        )  # fmt: skip
-    return Pairs(risen, fallen, pairs, totals, sums)
+    # As many programs on a processor as without the far rows' levels, which rarely run: these may spill.
+    room = {"maxnreg": 128} if target.arch == 90 and v.dtype != torch.float32 else {}
+    launch(
+        pairs_kernel,
+        (slots * H,),
+        call.q, call.k, g, call.bonus, call.offsets, risen, fallen, pairs, totals, sums, far,
+        call.q.stride(), call.k.stride(), strides(g), strides(call.bonus), T, N, H, H // G, K,
+        config=config, PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK, **room,
+    )  # fmt: skip
+    return Pairs(risen, fallen, pairs, totals, sums, far)

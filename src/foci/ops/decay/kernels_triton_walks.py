@@ -22,15 +22,15 @@ from torch import Tensor
 
 from foci.core.tune import Config, Target, by_tma, configure, launch, side, strides, target_of
 from foci.tiles.memory import load_tile, opened, store_tile
-from foci.tiles.near import powers
+from foci.tiles.near import store_powers
 from foci.tiles.state import chunk_at, sequence
 from foci.tiles.stretches import join_states, stretch
 
 CHUNK = 64
-WIDTHS = {"BLOCK_Z": (64, 128)}  # what `foci tune` may try
+WIDTHS = {"BLOCK_Z": (64, 128)}  # what `foci tune` may try, where gates leave no rows
 # Microseconds a chunk and block of 64 columns take an H200, bfloat16, K = V = 128 (ops/stretches.py: Costs).
-FORWARD = 2.6, 4.1, 1.4, 0.9
-BACKWARD = 7.7, 11.3, 1.6, 1.8  # both walks
+FORWARD = 2.6, 4.1, 1.4, 1.3
+BACKWARD = 7.7, 11.3, 1.6, 2.2  # both walks
 ROWS: tl.constexpr = tl.constexpr(9)  # of CHUNK numbers, that a block of channels leaves of a chunk's gates
 
 
@@ -38,18 +38,8 @@ ROWS: tl.constexpr = tl.constexpr(9)  # of CHUNK numbers, that a block of channe
 def sums_kernel(  # type: ignore[no-untyped-def]
     g_ptr, sums_ptr, offsets_ptr, g_strides, T, N, H, CHUNK: tl.constexpr, BLOCK_H: tl.constexpr
 ):
-    """Sums [slots,H,CHUNK] of gates per token from each chunk's start on, as powers of 2."""
-    h = tl.program_id(0) % tl.cdiv(H, BLOCK_H) * BLOCK_H + tl.arange(0, BLOCK_H)
-    n, b, t0, stop, slot = chunk_at(offsets_ptr, tl.program_id(0) // tl.cdiv(H, BLOCK_H), N, T, CHUNK)
-    if n < 0:
-        return
-    t = tl.arange(0, CHUNK)
-    places = (t0 + t).to(tl.int64)[:, None] * g_strides[1] + h[None, :] * g_strides[2]
-    inside = (t0 + t < stop)[:, None] & (h < H)[None, :]
-    g = tl.load(g_ptr + tl.cast(b, tl.int64) * g_strides[0] + places, mask=inside, other=0.0).to(tl.float32)
-    c, _ = powers(g)
-    to = sums_ptr + (tl.cast(slot, tl.int64) * H + h[None, :]) * CHUNK + t[:, None]
-    tl.store(to, c, mask=(h < H)[None, :])
+    """What chunks' gates sum to, where no launch before it has made it beside maps."""
+    store_powers(sums_ptr, g_ptr, g_strides, offsets_ptr, tl.program_id(0), T, N, H, CHUNK, BLOCK_H)
 
 
 @triton.jit
@@ -252,7 +242,7 @@ def by_warps(x):  # type: ignore[no-untyped-def]
 def sum_gates(  # type: ignore[no-untyped-def]
     parts_ptr, dg_ptr, offsets_ptr, index, T, N, H, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_H: tl.constexpr
 ):
-    """dg of a chunk of BLOCK_H heads: a token's own part with those behind it, those before it, what began the chunk."""
+    """dg of a chunk's BLOCK_H heads: of a token and those behind it, those before it, and the chunk's start."""
     h = index % tl.cdiv(H, BLOCK_H) * BLOCK_H + tl.arange(0, BLOCK_H)
     n, b, t0, stop, slot = chunk_at(offsets_ptr, index // tl.cdiv(H, BLOCK_H), N, T, CHUNK)
     if n >= 0:
@@ -272,7 +262,7 @@ def sum_gates(  # type: ignore[no-untyped-def]
 
 
 def rule(few: bool, target: Target) -> Config:
-    """As many columns as a warpgroup's product has rows. Two programs share a processor; `few` have one, and load ahead."""
+    """As many columns as a warpgroup's product has rows. Two programs share a processor, but few: these load ahead."""
     return Config({"BLOCK_Z": 64}, warps=4, stages=3 if few else 2)
 
 
@@ -285,7 +275,7 @@ def suits(call: Any, made: Any) -> bool:
 
 
 def suits_back(call: Any, made: Any, do: Tensor) -> bool:
-    """The same of dv; and without gates per channel of dq and dk, where heads have keys of their own, values as wide."""
+    """The same of dv, and of dq and dk where gates are not per channel: then heads must have keys of their own."""
     _, _, G, H, _, V, _ = call.sizes
     return suits(call, made) and _readable(do) and (made is not None or (G == H and V in (64, 128)))
 
@@ -295,7 +285,7 @@ def _readable(*operands: Tensor) -> bool:
 
 
 def sums(call: Any, slots: int, made: bool) -> Tensor | None:
-    """Of gates per token or per head [slots,H,CHUNK], for the walks of either direction; `made` by a launch of its own."""
+    """Of gates per token or per head [slots,H,CHUNK], for walks in either direction; `made` by a launch of its own."""
     _, T, _, H, _, _, N = call.sizes
     g = call.log_decay
     if g is None or g.shape[3] > 1:
@@ -325,8 +315,9 @@ def walk(
 
 
 def walk_back(
-    call: Any, made: Any, sums: Tensor | None, do: Tensor, d_final: Tensor | None, dv: Tensor | None, ends: Tensor | None,
-    d_state: Tensor | None, cut: Any, maps: tuple[Tensor | None, ...], dg: tuple[Tensor | None, Tensor | None], slots: int,
+    call: Any, made: Any, sums: Tensor | None, do: Tensor, d_final: Tensor | None, dv: Tensor | None,
+    ends: Tensor | None, d_state: Tensor | None, cut: Any, maps: tuple[Tensor | None, ...],
+    dg: tuple[Tensor | None, Tensor | None], slots: int,
 ) -> None:  # fmt: skip
     """Fills dv, the states' gradients at the chunks' `ends` and of the first state; and dg, of its parts of tokens."""
     parts, into = dg
@@ -366,12 +357,12 @@ def sides(
     call: Any, sums: Tensor | None, kept: Tensor, do: Tensor, d_final: Tensor | None, found: tuple[Tensor | None, ...],
     slots: int, cut: Any, maps: tuple[Tensor | None, ...],
 ) -> Tensor | None:  # fmt: skip
-    """Fills dq and dk; parts of dg, if that is among what is `found`: [slots,H,blocks,ROWS,CHUNK], of constant gates [parts,H]."""
+    """Fills dq and dk. If dg is among what is `found`, parts [slots,H,blocks,ROWS,CHUNK], of constant gates [.,H]."""
     B, T, _, H, K, V, N = call.sizes
     target, (dq, dk, dg), g = target_of(do.device), found, call.log_decay
     constant = dg is not None and g.shape[0] * g.shape[1] < B * T
     few = cut.programs * H * -(-K // 64) <= target.processors
-    config = configure("linear_sides", (K, V, dg is not None, few), partial(rule, few), target, WIDTHS)
+    config = configure("linear_sides", (K, V, dg is not None, few), partial(rule, few), target)
     blocks, parts = K // config["BLOCK_Z"], None
     if dg is not None:
         shape = (cut.programs * blocks, H) if constant else (slots, H, blocks, ROWS.value, CHUNK)
