@@ -98,7 +98,7 @@ def _by_walks(
         ends = torch.empty(slots, *states.shape[1:], dtype=states.dtype, device=do.device)
     if of_state and call.state is not None:
         d_state = torch.empty_like(call.state, memory_format=torch.contiguous_format)
-    walks.walk_back(call, made, sums, do, d_final, dv, ends, d_state, cut, maps, (parts, dg), slots)
+    walks.walk_back(call, made, sums, do, d_final, (dv, ends, d_state, dg), parts, cut, maps)
     if parts is not None and dg is not None and parts.dim() == 2:
         kernels_triton_keys.sums(call, parts, dg)
     return ends, d_state

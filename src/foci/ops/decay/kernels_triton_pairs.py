@@ -126,7 +126,7 @@ def prepared(call: Any, slots: int, summed: bool) -> Pairs | None:
     key = (v.dtype, K, sums is not None)  # with sums it is another kernel, of more registers
     config = configure("linear_pairs", key, partial(pairs_rule, v.dtype, K), target, WIDTHS)
     # As many programs on a processor as without the far rows' levels, which rarely run: these may spill.
-    room = {"maxnreg": 128} if target.arch == 90 and v.dtype != torch.float32 else {}
+    room = {"maxnreg": 128} if target.arch == 90 and v.dtype == torch.bfloat16 else {}
     launch(
         pairs_kernel,
         (slots * H,),

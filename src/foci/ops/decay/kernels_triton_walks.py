@@ -12,6 +12,7 @@ same rows of the states that the forward kept: both in one walk, with all that g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -99,14 +100,14 @@ def walk_kernel(  # type: ignore[no-untyped-def]
         if kept_ptr is not None:
             kept_there.store([chunk * H * K, z0], tl.trans(operand))
         o = tl.dot(operand, tl.trans(x))
-        w = tl.trans(z)
-        if pairs_ptr is not None:
+        left, w = tl.trans(z), tl.trans(z)
+        if pairs_ptr is not None:  # A is rounded already: scale goes to what is not
             A = pairs_there.load([t0, 0])
-            A = ((A if BACK else tl.trans(A)) * scale).to(tl.bfloat16)
             if BACK:
                 w = (w * scale).to(tl.bfloat16)
+                left = w
             else:
-                o *= scale
+                A = tl.trans(A)
             S *= gates_there.load([chunk * H, 0])
         else:
             A = tl.dot(y, tl.trans(x)) * scale  # columns are who reads
@@ -124,8 +125,10 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             else:
                 o *= scale
             A = tl.where(t[:, None] >= t[None, :] if BACK else t[:, None] <= t[None, :], A, 0.0).to(tl.bfloat16)
-        o = tl.dot(tl.trans(z), A, o)
+        o = tl.dot(left, A, o)
         S = tl.dot(w, y, S)
+        if pairs_ptr is not None and not BACK:
+            o *= scale
         out_there.store([t0, z0], tl.trans(o).to(tl.bfloat16))
     if last_ptr is not None:  # noqa: SIM102
         if first == start if BACK else end == stop:
@@ -311,44 +314,46 @@ def walk(
     operands = (call.q, call.k, call.v, sums, None)
     if made is not None:
         operands = (made.risen, made.fallen, call.v, made.totals, made.pairs)
-    _walk(call, operands, call.state, out, kept, final, cut, maps, False, (None, None), 0)
+    _walk(call, operands, call.state, out, kept, final, cut, maps, False)
 
 
 def walk_back(
-    call: Any, made: Any, sums: Tensor | None, do: Tensor, d_final: Tensor | None, dv: Tensor | None,
-    ends: Tensor | None, d_state: Tensor | None, cut: Any, maps: tuple[Tensor | None, ...],
-    dg: tuple[Tensor | None, Tensor | None], slots: int,
+    call: Any, made: Any, sums: Tensor | None, do: Tensor, d_final: Tensor | None, found: Sequence[Tensor | None],
+    parts: Tensor | None, cut: Any, maps: tuple[Tensor | None, ...],
 ) -> None:  # fmt: skip
-    """Fills dv, the states' gradients at the chunks' `ends` and of the first state; and dg, of its parts of tokens."""
-    parts, into = dg
+    """Fills what is `found`: dv, gradients of the states at the chunks' ends and of the first, and dg, of its `parts`.
+
+    The parts of constant gates are left as they are.
+    """
+    dv, ends, d_state, dg = found
     if parts is None or parts.dim() == 2:
-        parts = into = None
-    if dv is None and ends is None and d_state is None and into is None:
+        parts = dg = None
+    if dv is None and ends is None and d_state is None and dg is None:
         return
     operands = (call.k, call.q, do, sums, None)
     if made is not None:
         operands = (made.fallen, made.risen, do, made.totals, made.pairs)
     out = torch.empty(do.shape, dtype=do.dtype, device=do.device) if dv is None else dv
-    _walk(call, operands, d_final, out, ends, d_state, cut, maps, True, (parts, into), slots)
+    _walk(call, operands, d_final, out, ends, d_state, cut, maps, True, parts, dg)
 
 
 def _walk(
     call: Any, operands: tuple[Any, ...], state: Tensor | None, out: Tensor, kept: Tensor | None, last: Tensor | None,
-    cut: Any, maps: tuple[Tensor | None, ...], back: bool, dg: tuple[Any, Any], slots: int,
+    cut: Any, maps: tuple[Tensor | None, ...], back: bool, parts: Tensor | None = None, dg: Tensor | None = None,
 ) -> None:  # fmt: skip
     _, T, _, H, K, V, N = call.sizes
     x, y, z, _, pairs = operands
-    target, blocks = target_of(out.device), H * -(-V // 64)
-    few = cut.programs * blocks <= target.processors or (pairs is not None and kept is not None)
+    target = target_of(out.device)
+    few = cut.programs * H * -(-V // 64) <= target.processors or (pairs is not None and kept is not None)
     config = configure("linear_walk", (K, V, pairs is not None, back, few), partial(rule, few), target, WIDTHS)
     walks, heads = cut.programs * H * -(-V // config["BLOCK_Z"]), side(H, 16)
-    parts, into = dg
+    slots, _, blocks = (0, 0, 1) if parts is None else parts.shape[:3]
     launch(
         walk_kernel,
-        (walks + (0 if into is None else slots * -(-H // heads)),),
-        *operands, state, call.offsets, out, kept, last, *maps, parts, into,
+        (walks + slots * -(-H // heads),),
+        *operands, state, call.offsets, out, kept, last, *maps, parts, dg,
         x.stride(), y.stride(), z.stride(), strides(state), call.scale, T, N, H, H // x.shape[2], K, V, walks,
-        config=config, BACK=back, CHUNK=CHUNK, STRETCH=cut.tokens, BLOCKS=1 if into is None else parts.shape[2],
+        config=config, BACK=back, CHUNK=CHUNK, STRETCH=cut.tokens, BLOCKS=blocks,
         BLOCK_X=K, BLOCK_H=heads,
     )  # fmt: skip
 
