@@ -76,6 +76,7 @@ LARGE_PROBLEMS = (
     Linear("width 128, packed", B=1, T=UNEVEN[-1], H=16, K=128, offsets=UNEVEN, decay="token", state=True),
     Linear("width 128, one head", B=1, T=4096, H=1, K=128, decay="token"),
     Linear("width 128, one head, per channel", B=1, T=4096, H=1, K=128, decay="channel", state=True),
+    Linear("width 128, 32 heads", B=1, T=4096, H=32, K=128),
     Linear("width 128, 32 heads, per head", B=1, T=4096, H=32, K=128, decay="head"),
     Linear("width 128, 24 heads, per token", B=1, T=4096, H=24, K=128, decay="token"),
     Linear("width 128, 24 heads, per channel", B=1, T=4096, H=24, K=128, decay="channel"),

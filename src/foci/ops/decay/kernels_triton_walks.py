@@ -219,7 +219,7 @@ def sides_kernel(  # type: ignore[no-untyped-def]
                 of_all += of_token * (t + 1)[None, :] + tl.where(t < here, here - 1 - t, 0)[None, :] * of_states
                 of_start += of_S * here
             else:
-                to = parts_ptr + chunk * H * blocks * ROWS * CHUNK
+                to = parts_ptr + tl.cast(chunk, tl.int64) * H * blocks * ROWS * CHUNK
                 tl.store(to + rows, of_token)
                 tl.store(to + 4 * CHUNK + rows, of_states)
                 tl.store(to + 8 * CHUNK + z, of_S)
@@ -366,7 +366,7 @@ def sides(
     B, T, _, H, K, V, N = call.sizes
     target, (dq, dk, dg), g = target_of(do.device), found, call.log_decay
     constant = dg is not None and g.shape[0] * g.shape[1] < B * T
-    few = cut.programs * H * -(-K // 64) <= target.processors
+    few = cut.programs * H * -(-K // 64) <= target.processors or sums is None  # of which two do not fit
     config = configure("linear_sides", (K, V, dg is not None, few), partial(rule, few), target)
     blocks, parts = K // config["BLOCK_Z"], None
     if dg is not None:
