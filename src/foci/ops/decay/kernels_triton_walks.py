@@ -143,8 +143,8 @@ def sides_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """BLOCK_Z columns of dq and dk, from last to first, with as many rows of dS [Z,X]; parts of gates' gradients.
 
-    Of each chunk ROWS rows: what out and state of a token sum to there, for itself and those before it, by four warps;
-    what reaches a token from its chunk's end, for those behind it, likewise; and S dS. Or all of a CONSTANT gate.
+    Of each chunk ROWS rows: of each token q dq less what pairs give k dk, for its gate and those before it, by four
+    warps; what dS gives k dk, for the gates behind it, likewise; and S dS, for all. Or the sum for a CONSTANT gate.
     """
     GATES: tl.constexpr = parts_ptr is not None
     blocks = tl.cdiv(K, BLOCK_Z)
@@ -344,7 +344,8 @@ def _walk(
     _, T, _, H, K, V, N = call.sizes
     x, y, z, _, pairs = operands
     target = target_of(out.device)
-    few = cut.programs * H * -(-V // 64) <= target.processors or (pairs is not None and kept is not None)
+    alone = pairs is not None and kept is not None  # two do not fit
+    few = alone or cut.programs * H * -(-V // 64) <= target.processors
     config = configure("linear_walk", (K, V, pairs is not None, back, few), partial(rule, few), target, WIDTHS)
     walks, heads = cut.programs * H * -(-V // config["BLOCK_Z"]), side(H, 16)
     slots, _, blocks = (0, 0, 1) if parts is None else parts.shape[:3]
@@ -366,7 +367,7 @@ def sides(
     B, T, _, H, K, V, N = call.sizes
     target, (dq, dk, dg), g = target_of(do.device), found, call.log_decay
     constant = dg is not None and g.shape[0] * g.shape[1] < B * T
-    few = cut.programs * H * -(-K // 64) <= target.processors or sums is None  # of which two do not fit
+    few = cut.programs * H * -(-K // 64) <= target.processors or sums is None  # with 128 channels two do not fit
     config = configure("linear_sides", (K, V, dg is not None, few), partial(rule, few), target)
     blocks, parts = K // config["BLOCK_Z"], None
     if dg is not None:
