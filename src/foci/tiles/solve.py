@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foci.tiles.state import halves, in_two, rounded
+from foci.tiles.state import in_two, rounded
 
 
 @triton.jit
@@ -40,65 +40,93 @@ def inverse(E, PRECISION: tl.constexpr, HALVES: tl.constexpr = False):  # type: 
 
 
 @triton.jit
-def blocks_in_two(N):  # type: ignore[no-untyped-def]
+def blocks_in_two(N, exact=None, TWO: tl.constexpr = True):  # type: ignore[no-untyped-def]
     """What `inverse_in_two` takes of N [64,64], finite above its diagonal: half of it, so that others have room.
 
     The blocks of 16 on the diagonal, those left of the second and the fourth, and the left half.
     """
-    i = (tl.arange(0, 64) // 16)[:, None]
+    t = tl.arange(0, 64)[:, None]
+    i = t // 16
     left, right = parted(N)
     first, second = parted(left)
     third, fourth = parted(right)
     own = tl.where(i < 2, tl.where(i == 0, first, second), tl.where(i == 2, third, fourth))
-    beside, beside_low = in_two(tl.reshape(tl.where(i < 2, first, third), [4, 16, 16]))
-    left, left_low = in_two(left)
-    return tl.reshape(own, [4, 16, 16]), beside, beside_low, in_a_row(left), in_a_row(left_low)
+    beside, beside_low = parts(tl.where(i < 2, first, third), t, exact, TWO)
+    left, left_low = parts(left, t, exact, TWO)
+    return by_16(own), by_16(beside), by_16(beside_low), in_a_row(left), in_a_row(left_low)
 
 
 @triton.jit
-def inverse_in_two(blocks):  # type: ignore[no-untyped-def]
+def inverse_in_two(blocks, exact=None, TWO: tl.constexpr = True):  # type: ignore[no-untyped-def]
     """(I - N)^-1 by products of bfloat16 in two, of N's `blocks_in_two`.
 
     The inverses of all blocks of a size M lie below each other in X [64,M], as left operands, and `in_a_row` as right
     ones: of each row's product those columns are taken that its own pair of blocks has made. So products are narrow,
     and a left operand is the result before it, in registers.
+
+    `exact`: from which row on; those before, whose N is small, have the bits that all have without TWO, by products of
+    one bfloat16.
     """
     own, b, b_low, left, left_low = blocks
-    i = (tl.arange(0, 64) // 16)[:, None]
-    X = inverse_of_16(own)
-    x, x_low = in_two(X)
-    m, m_low = in_two(tl.reshape(halves(x, x_low, b, b_low, tl.zeros_like(X)), [64, 16]))
-    X, x, x_low = tl.reshape(X, [64, 16]), tl.reshape(x, [64, 16]), tl.reshape(x_low, [64, 16])
-    by_first, by_third = parted(halves(m, m_low, in_a_row(x), in_a_row(x_low), tl.zeros([64, 64], tl.float32)))
+    t = tl.arange(0, 64)[:, None]
+    i = t // 16
+    X = tl.reshape(inverse_of_16(own, exact, TWO), [64, 16])
+    x, x_low = parts(X, t, exact, TWO)
+    m, m_low = parts(tl.reshape(product(by_16(x), by_16(x_low), b, b_low, TWO), [64, 16]), t, exact, TWO)
+    by_first, by_third = parted(product(m, m_low, in_a_row(x), in_a_row(x_low), TWO))
     M = tl.where(i < 2, parted(by_first)[0], parted(by_third)[0])
     X = joined(tl.where(i % 2 == 1, M, X), tl.where(i % 2 == 1, X, 0.0))
-    x, x_low = in_two(X)
-    _, M = parted(halves(x, x_low, left, left_low, tl.zeros([64, 64], tl.float32)))
-    m, m_low = in_two(M)
-    M, _ = parted(halves(m, m_low, in_a_row(x), in_a_row(x_low), tl.zeros([64, 64], tl.float32)))
+    x, x_low = parts(X, t, exact, TWO)
+    _, M = parted(product(x, x_low, left, left_low, TWO))
+    m, m_low = parts(M, t, exact, TWO)
+    M, _ = parted(product(m, m_low, in_a_row(x), in_a_row(x_low), TWO))
     return joined(tl.where(i < 2, X, M), tl.where(i < 2, 0.0, X))
 
 
 @triton.jit
-def inverse_of_16(N):  # type: ignore[no-untyped-def]
-    """(I - N)^-1 of four blocks [4,16,16], each of which one warp makes alone.
+def inverse_of_16(N, exact, TWO: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(I - N)^-1 of four blocks below each other, each of which one warp makes alone.
 
     Next to X its transpose Y: as a right operand a thread holds of a matrix what it holds of the transpose as a result,
     so that with both no product waits for numbers of another thread.
     """
     t = tl.arange(0, 16)
+    block, rows = tl.arange(0, 4)[:, None, None] * 16, t[None, :, None]
+    n, n_low = parts(N, rows + block, exact, TWO)
+    n, n_low = turned(n), turned(n_low)
     X = tl.where((t[:, None] == t[None, :])[None, :, :], 1.0, tl.where(meeting(0)[None, :, :], N, 0.0))
     Y = turned(X)
-    n, n_low = in_two(N)
     for i in tl.static_range(1, 4):
-        x, x_low = in_two(X)
-        y, y_low = in_two(Y)
-        c, c_low = in_two(halves(y, y_low, turned(n), turned(n_low), tl.zeros_like(X)))  # the transpose of N X
-        X = tl.where(meeting(i)[None, :, :], halves(x, x_low, turned(c), turned(c_low), tl.zeros_like(X)), X)
+        x, x_low = parts(X, rows + block, exact, TWO)
+        y, y_low = parts(Y, turned(rows) + block, exact, TWO)
+        c, c_low = parts(product(y, y_low, n, n_low, TWO), turned(rows) + block, exact, TWO)  # the transpose of N X
+        X = tl.where(meeting(i)[None, :, :], product(x, x_low, turned(c), turned(c_low), TWO), X)
         if i < 3:
-            found = halves(c, c_low, turned(x), turned(x_low), tl.zeros_like(X))
-            Y = tl.where(tl.trans(meeting(i))[None, :, :], found, Y)
+            Y = tl.where(tl.trans(meeting(i))[None, :, :], product(c, c_low, turned(x), turned(x_low), TWO), Y)
     return X
+
+
+@triton.jit
+def parts(x, t, exact, TWO: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x as bfloat16 `in_two`; with `exact` rounded, and what that left of tokens t from there on; or rounded alone."""
+    if TWO and exact is None:
+        high, low = in_two(x)
+    else:
+        high = x.to(tl.bfloat16)
+        low = high
+        if TWO:
+            low = tl.where(t >= exact, x - high.to(tl.float32), 0.0).to(tl.bfloat16)
+    return high, low
+
+
+@triton.jit
+def product(high, low, above, below, TWO: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of `parts`: as `halves` of tiles/state.py, or of the first ones."""
+    if TWO:
+        x = tl.dot(high, above, tl.dot(high, below, tl.dot(low, above)))
+    else:
+        x = tl.dot(high, above)
+    return x
 
 
 @triton.jit
@@ -106,6 +134,12 @@ def meeting(i):  # type: ignore[no-untyped-def]
     """Which pairs of 16 rows are in one block of 2^(i+1), the first in its lower half, the second in its upper."""
     t, s = tl.arange(0, 16) >> i, tl.arange(0, 16) >> i
     return tl.where(t % 2 == 1, t, -1)[:, None] == (s + 1)[None, :]
+
+
+@triton.jit
+def by_16(x):  # type: ignore[no-untyped-def]
+    """The blocks of x [64,16] as matrices [4,16,16]."""
+    return tl.reshape(x, [4, 16, 16])
 
 
 @triton.jit

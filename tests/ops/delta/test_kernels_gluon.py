@@ -1,4 +1,4 @@
-"""The walk of 128 columns: the bits of the walk of 64, on a GPU. Without one it is compiled (tests/test_offline.py)."""
+"""The walk of 128 columns on a GPU, beside that of 64 and the equation. Without one: test_kernels_gluon_threads.py."""
 
 from __future__ import annotations
 
@@ -55,26 +55,53 @@ def walked(inputs: dict[str, Any], wide: bool, monkeypatch: pytest.MonkeyPatch) 
         return [*gpu.forward(bind(**inputs))]
 
 
+def apart(x: Tensor, y: Tensor) -> float:
+    return float((x.double() - y.double()).norm() / y.double().norm())
+
+
 @on_hopper
 @pytest.mark.parametrize("options", SHAPES, ids=str)
-def test_both_walks_have_the_same_bits(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_holds(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = problem(**options)
-    found, wanted = (walked(inputs, wide, monkeypatch) for wide in (True, False))
-    for x, y in zip(found, wanted, strict=True):
-        assert y.isfinite().all() and x.equal(y)
+    found, beside = (walked(inputs, wide, monkeypatch) for wide in (True, False))
+    wide = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in inputs.items()}
+    for x, y, wanted in zip(found, beside, delta_rule(**wide, return_state=True, backend="chunked"), strict=True):
+        assert wanted is not None and apart(x, wanted) <= 4.5e-3 and apart(x, y) <= 5e-3
+
+
+@on_hopper
+def test_where_keys_are_alike_it_is_as_exact_as_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one bfloat16 of each number this is at 20e-3."""
+    inputs = problem(T=8192, H=32, G=16, alike="identical", beta=2.0, state=True)
+    found, beside = (walked(inputs, wide, monkeypatch) for wide in (True, False))
+    for x, y in zip(found, beside, strict=True):
+        assert apart(x, y) <= 3e-3
+
+
+@on_hopper
+@pytest.mark.parametrize("start", [3, 35, 64])
+@pytest.mark.parametrize("alike", [False, True])
+def test_what_comes_later_changes_no_bit(start: int, alike: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though keys that are alike have a whole chunk walked in another way."""
+    inputs = problem(T=8192, H=32, G=16, alike="identical" if alike else "independent", beta=2.0)
+    later, start = dict(inputs), 20 * gpu.CHUNK + start
+    later["k"] = inputs["k"].clone()
+    later["k"][:, start:] = 0.0 if alike else inputs["k"][:, :1]
+    found, wanted = (walked(x, True, monkeypatch)[0][:, :start] for x in (later, inputs))
+    assert found.equal(wanted)
 
 
 @on_hopper
 @pytest.mark.parametrize("options", BY_MAPS, ids=str)
-def test_both_walks_begin_by_the_same_maps(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where some heads forget too slowly, and near what one walk of the whole sequence finds."""
+def test_it_begins_by_maps_too(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where some heads forget too slowly; near what one walk of the whole sequence finds."""
     inputs = problem(**{"gates": every_other_slow, "state": True} | options)
     monkeypatch.setattr(joins, "by_maps", lambda call, target, pieces: pieces > 1)
     monkeypatch.setattr(token_walks, "shares", lambda *_: 9)
-    found, wanted = (walked(inputs, wide, monkeypatch) for wide in (True, False))
+    found = walked(inputs, True, monkeypatch)
     monkeypatch.setattr(token_walks, "shares", lambda *_: 1)
-    for x, y, z in zip(found, wanted, walked(inputs, False, monkeypatch), strict=True):
-        assert x.isfinite().all() and x.equal(y) and (x.float() - z.float()).norm() <= 5e-3 * z.float().norm()
+    for x, z in zip(found, walked(inputs, False, monkeypatch), strict=True):
+        assert x.isfinite().all() and apart(x, z) <= 5e-3
 
 
 def test_some_shapes_have_pieces_without_a_chunk() -> None:
@@ -93,7 +120,7 @@ def test_it_is_played_again_and_captured(monkeypatch: pytest.MonkeyPatch) -> Non
     """By the public function, whose third call asks nothing of Triton (core/plans.py)."""
     inputs = problem(T=8200, H=32, G=16, state=True)
     assert token_walks.wider(bind(**inputs), tune.target_of(inputs["v"].device))
-    wanted, graph = walked(inputs, False, monkeypatch), torch.cuda.CUDAGraph()
+    wanted, graph = walked(inputs, True, monkeypatch), torch.cuda.CUDAGraph()
     with torch.no_grad():
         for _ in range(4):
             found = delta_rule(**inputs, return_state=True, backend="triton")
@@ -102,7 +129,7 @@ def test_it_is_played_again_and_captured(monkeypatch: pytest.MonkeyPatch) -> Non
             captured = delta_rule(**inputs, return_state=True, backend="triton")
     inputs["v"].mul_(2)
     graph.replay()
-    for x, y in zip(captured, walked(inputs, False, monkeypatch), strict=True):
+    for x, y in zip(captured, walked(inputs, True, monkeypatch), strict=True):
         assert x is not None and x.equal(y)
 
 

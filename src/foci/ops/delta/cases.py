@@ -104,6 +104,7 @@ PROBLEMS = (
 LARGE_PROBLEMS = (
     Delta("width 128", T=256, H=16, K=128),
     Delta("width 128, per token", T=256, G=16, H=32, K=128, decay="token"),
+    Delta("width 128, many heads", B=3, T=256, G=16, H=32, K=128, decay="token"),
     Delta("width 128, per channel", T=256, H=16, K=128, decay="channel"),
     Delta("width 128, per channel, many heads", T=256, H=32, K=128, decay="channel"),
     Delta("width 128, few heads", T=4096, G=1, H=2, K=128, decay="token"),

@@ -71,13 +71,15 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
     buffer = kept(call).empty(call.v) if keep else None
     parts = None if buffer is None else _parts(call, buffer)
-    target, wide_walks = target_of(call.v.device), None
-    if not keep and with_gluon() and token_walks.wider(call, target):
-        wide_walks = import_module("foci.ops.delta.kernels_gluon")
-    shares = token_walks.shares(call, target, 64 if wide_walks is None else 128)
-    made = triangles.first(call, parts, _slots(call), shares > 1, at_once, channel_chunks)
-    out, cut = room(call, call.v), partial(pieces, call)
-    final = walks.forward(call, parts, made, out, shares, cut, token_walks, joins, channel_walks, wide_walks)
+    target = target_of(call.v.device)
+    wide = not keep and with_gluon() and token_walks.wider(call, target)
+    shares = token_walks.shares(call, target, 128 if wide else 64)
+    by = walks.way(call, shares, partial(pieces, call), token_walks, joins)
+    wide_walks = import_module("foci.ops.delta.kernels_gluon") if wide and by[0] else None
+    every = None if wide_walks is None else joins.by_maps(call, target, shares)
+    made = triangles.first(call, parts, _slots(call), shares > 1, at_once, channel_chunks, every)
+    out = room(call, call.v)
+    final = walks.forward(call, parts, made, out, shares, by, token_walks, joins, channel_walks, wide_walks)
     return (out, final) if buffer is None else (out, final, buffer)
 
 

@@ -1,12 +1,16 @@
 """The delta rule's walk on Hopper by warps with work of their own: 128 columns of a state a program, for inference.
 
-What `token_walk_kernel` does (kernels_triton_token_walks.py: equations, letters, pieces), with the same bits. There one
-program has 64 columns, and each of its products waits for the one before it; two such programs find no room beside each
-other. Here four warps load, and two times four walk, 64 columns each: they share keys, queries, X and A where TMA has
-brought them and wait for nothing else, so one half has the tensor cores while the other rounds, scales and stores.
+What `token_walk_kernel` does (kernels_triton_token_walks.py: equations, letters, pieces). There one program has 64
+columns, and each of its products waits for the one before it; two such programs find no room beside each other. Here
+four warps load, and two times four walk, 64 columns each: they share keys, queries, X and A where TMA has brought them
+and wait for nothing else, so one half has the tensor cores while the other rounds, scales and stores.
+
+What is not a state is two bfloat16 there. Here it is one, and 4 products in place of 7, but of exact tokens: those
+from the first one on in their chunk whose keys are alike (kernels_triton_chunks.py). A chunk that has some loads and
+multiplies both, and those before have 0 as the second, so that what comes later changes no bit.
 
 Gluon says where every number lies: a product's sums are the next one's left operand in the same registers, turned over
-as there. It has no interpreter: without a GPU these kernels are compiled, with one they are held to the others' bits.
+as there. It has no interpreter: without a GPU these kernels are compiled, with one they are held to the equation.
 """
 
 from __future__ import annotations
@@ -44,11 +48,12 @@ def _plus(a, b):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _in_two(x, layout: gl.constexpr):  # type: ignore[no-untyped-def]
-    """`in_two` of tiles/state.py, as left operands."""
-    bits = x.to(gl.int32, bitcast=True)
-    high = (bits >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    low = (x - (bits & -65536).to(gl.float32, bitcast=True)).to(gl.bfloat16)
+def _rounded(x, exact, layout: gl.constexpr):  # type: ignore[no-untyped-def]
+    """x [HALF,tokens] rounded, and what that left of tokens that are `exact`, as left operands."""
+    high = x.to(gl.bfloat16)
+    low = high
+    if exact is not None:
+        low = gl.where(exact > 0, x - high.to(gl.float32), 0.0).to(gl.bfloat16)
     return gl.convert_layout(high, layout), gl.convert_layout(low, layout)
 
 
@@ -69,39 +74,51 @@ def _remembered(reach_ptr, step, count):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _load(  # type: ignore[no-untyped-def]
-    there, tiles, full, empty, span, start, H, v0, CHUNK: gl.constexpr, STAGES: gl.constexpr
+    there, tiles, full, empty, span, exact_ptr, start, H, v0, CHUNK: gl.constexpr, STAGES: gl.constexpr
 ):
-    """What those who load do: chunk by chunk, when both halves have left the place; q and A for what is read."""
-    q_there, k_there, v_there, X_there, A_there, rows_there, _ = there
-    q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, _ = tiles
+    """What those who load do: chunk by chunk, when both halves have left the place.
+
+    q and A for what is read; of X and A what rounding left where some tokens are exact.
+    """
+    q_there, k_there, v_there, X_there, A_there, rows_there, marks_there, _ = there
+    q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, marks, _ = tiles
     begin, own, end = span
     K: gl.constexpr = k_tiles.shape[2]
-    least: gl.constexpr = 2 * CHUNK * (K + 2 * HALF + 2 * CHUNK) + 8 * CHUNK  # bytes
+    each: gl.constexpr = 2 * CHUNK * CHUNK  # bytes
+    least: gl.constexpr = 2 * CHUNK * (K + 2 * HALF) + each + 8 * CHUNK
+    read: gl.constexpr = 2 * CHUNK * K + each
+    lost: gl.constexpr = each + 4 * CHUNK
+    exact = gl.load(exact_ptr + begin * H * CHUNK, mask=begin < end, other=0.0) != 0.0
     for i in range(begin, end):
+        then = gl.load(exact_ptr + (i + 1) * H * CHUNK, mask=i + 1 < end, other=0.0) != 0.0
         at, t0, reads = (i - begin) % STAGES, start + i * CHUNK, i >= own
-        bar = full.index(at)
+        bar, both = full.index(at), reads & exact
         mbarrier.wait(empty.index(at), ((i - begin) // STAGES & 1) ^ 1)
-        mbarrier.expect(bar, least, pred=i < own)
-        mbarrier.expect(bar, least + 2 * CHUNK * (K + 2 * CHUNK), pred=reads)
+        mbarrier.expect(bar, least, pred=(i < own) & (exact == 0))
+        mbarrier.expect(bar, least + lost, pred=(i < own) & exact)
+        mbarrier.expect(bar, least + read, pred=reads & (exact == 0))
+        mbarrier.expect(bar, least + read + lost + each, pred=both)
         tma.async_copy_global_to_shared(k_there, [t0, 0], bar, k_tiles.index(at))
         tma.async_copy_global_to_shared(q_there, [t0, 0], bar, q_tiles.index(at), pred=reads)
         for half in gl.static_range(2):
             tma.async_copy_global_to_shared(v_there, [t0, v0 + half * HALF], bar, v_tiles.index(2 * at + half))
-        for half in gl.static_range(2):
-            tma.async_copy_global_to_shared(rows_there, [2 * H * i + half, 0], bar, rows.index(2 * at + half))
-        for half in gl.static_range(2):
-            tma.async_copy_global_to_shared(X_there, [t0, half * CHUNK], bar, X_tiles.index(2 * at + half))
-        for half in gl.static_range(2):
-            tma.async_copy_global_to_shared(A_there, [t0, half * CHUNK], bar, A_tiles.index(2 * at + half), pred=reads)
+        for part in gl.static_range(2):
+            tma.async_copy_global_to_shared(rows_there, [2 * H * i + part, 0], bar, rows.index(2 * at + part))
+        tma.async_copy_global_to_shared(marks_there, [H * i, 0], bar, marks.index(at), pred=exact)
+        tma.async_copy_global_to_shared(X_there, [t0, 0], bar, X_tiles.index(2 * at))
+        tma.async_copy_global_to_shared(X_there, [t0, CHUNK], bar, X_tiles.index(2 * at + 1), pred=exact)
+        tma.async_copy_global_to_shared(A_there, [t0, 0], bar, A_tiles.index(2 * at), pred=reads)
+        tma.async_copy_global_to_shared(A_there, [t0, CHUNK], bar, A_tiles.index(2 * at + 1), pred=both)
+        exact = then
 
 
 @gluon.jit
 def _chunk(  # type: ignore[no-untyped-def]
     S, gone, scale, turn, t0, v0, out_there, tiles, full, empty, half: gl.constexpr, READS: gl.constexpr,
-    CHUNK: gl.constexpr, STAGES: gl.constexpr,
+    EXACT: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The state behind a chunk; READS: what its tokens read is stored."""
-    q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, outs = tiles
+    """The state behind a chunk; READS: what its tokens read is stored. EXACT: some of its tokens are."""
+    q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, marks, outs = tiles
     at = turn % STAGES
     mbarrier.wait(full.index(at), turn // STAGES & 1)
     k, v = k_tiles.index(at), v_tiles.index(2 * at + half).permute((1, 0))
@@ -113,26 +130,31 @@ def _chunk(  # type: ignore[no-untyped-def]
         o = warpgroup_mma(operand, q_tiles.index(at).permute((1, 0)), none, use_acc=False, is_async=True)
     value = v.load(BY_TOKEN).to(gl.float32)
     rise, write = rows.index(2 * at).load(BY_TOKEN), rows.index(2 * at + 1).load(BY_TOKEN)
+    exact = marks.index(at).load(BY_TOKEN) if EXACT else None
     read = warpgroup_mma_wait(1 if READS else 0, deps=[read])
-    high, low = _in_two(value - read * rise, OF_TOKENS)
-    d = warpgroup_mma(low, X, none, use_acc=False, is_async=True)
-    d = warpgroup_mma(high, X_lost, d, is_async=True)
-    d = warpgroup_mma(high, X, d, is_async=True)
+    high, low = _rounded(value - read * rise, exact, OF_TOKENS)
+    d = none
+    if EXACT:
+        d = warpgroup_mma(low, X, d, use_acc=False, is_async=True)
+        d = warpgroup_mma(high, X_lost, d, is_async=True)
+    d = warpgroup_mma(high, X, d, use_acc=EXACT, is_async=True)
     S *= gone
     if READS:
-        o = warpgroup_mma_wait(3, deps=[o]) * rise * scale
+        o = warpgroup_mma_wait(3 if EXACT else 1, deps=[o]) * rise * scale
     d = warpgroup_mma_wait(0, deps=[d])
     if READS:
         A, A_lost = A_tiles.index(2 * at).permute((1, 0)), A_tiles.index(2 * at + 1).permute((1, 0))
-        high, low = _in_two(d, OF_TOKENS)
-        o = warpgroup_mma(low, A, o, is_async=True)
-        o = warpgroup_mma(high, A_lost, o, is_async=True)
+        high, low = _rounded(d, exact, OF_TOKENS)
+        if EXACT:
+            o = warpgroup_mma(low, A, o, is_async=True)
+            o = warpgroup_mma(high, A_lost, o, is_async=True)
         o = warpgroup_mma(high, A, o, is_async=True)
-    high, low = _in_two(d * write, OF_KEYS)
-    S = warpgroup_mma(low, k, S, is_async=True)
+    high, low = _rounded(d * write, exact, OF_KEYS)
+    if EXACT:
+        S = warpgroup_mma(low, k, S, is_async=True)
     S = warpgroup_mma(high, k, S, is_async=True)
     if READS:
-        o = warpgroup_mma_wait(2, deps=[o])
+        o = warpgroup_mma_wait(2 if EXACT else 1, deps=[o])
         out = outs.index(half)
         tma.store_wait(0)
         out.permute((1, 0)).store(o.to(gl.bfloat16))
@@ -146,7 +168,8 @@ def _chunk(  # type: ignore[no-untyped-def]
 @gluon.jit
 def _walk(  # type: ignore[no-untyped-def]
     half: gl.constexpr, out_there, tiles, full, empty, span, start, state_ptr, state_strides, first_ptr, slow,
-    total_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+    total_ptr, exact_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """What four warps do: HALF columns from v0 on, or behind those, through the chunks of a piece."""
     begin, own, end = span
@@ -162,15 +185,22 @@ def _walk(  # type: ignore[no-untyped-def]
         if slow:
             S += gl.load(first_ptr + ((c + zero) * V + (v + zero)))
     gone = gl.load(total_ptr + begin * H, mask=begin < end, other=0.0)
-    for i in range(begin, own):
-        then = gl.load(total_ptr + (i + 1) * H, mask=i + 1 < end, other=0.0)
-        S = _chunk(S, gone, scale, i - begin, 0, v0, out_there, tiles, full, empty, half, False, CHUNK, STAGES)
-        gone = then
-    for i in range(own, end):
-        then = gl.load(total_ptr + (i + 1) * H, mask=i + 1 < end, other=0.0)
-        t0 = start + i * CHUNK
-        S = _chunk(S, gone, scale, i - begin, t0, v0, out_there, tiles, full, empty, half, True, CHUNK, STAGES)
-        gone = then
+    exact = gl.load(exact_ptr + begin * H * CHUNK, mask=begin < end, other=0.0)
+    for phase in gl.static_range(2):
+        first, stop = (begin, own) if phase == 0 else (own, end)
+        for i in range(first, stop):
+            gone_then = gl.load(total_ptr + (i + 1) * H, mask=i + 1 < end, other=0.0)
+            exact_then = gl.load(exact_ptr + (i + 1) * H * CHUNK, mask=i + 1 < end, other=0.0)
+            turn, t0 = i - begin, start + i * CHUNK
+            if exact != 0.0:
+                S = _chunk(
+                    S, gone, scale, turn, t0, v0, out_there, tiles, full, empty, half, phase == 1, True, CHUNK, STAGES
+                )
+            else:
+                S = _chunk(
+                    S, gone, scale, turn, t0, v0, out_there, tiles, full, empty, half, phase == 1, False, CHUNK, STAGES
+                )
+            gone, exact = gone_then, exact_then
     tma.store_wait(0)
     if lost_ptr is not None:
         at = v0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, BY_KEY))
@@ -181,8 +211,8 @@ def _walk(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def wide_walk_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, X_ptr, A_ptr, rows_ptr, total_ptr, reach_ptr, slow_ptr, first_ptr, state_ptr, offsets_ptr,
-    out_ptr, final_ptr, lost_ptr,
+    q_ptr, k_ptr, v_ptr, X_ptr, A_ptr, rows_ptr, total_ptr, exact_ptr, reach_ptr, slow_ptr, first_ptr, state_ptr,
+    offsets_ptr, out_ptr, final_ptr, lost_ptr,
     q_strides, k_strides, v_strides, state_strides, scale, zero, T, H, R, V, pieces,
     CHUNK: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -220,6 +250,7 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
         tma.make_tensor_descriptor(X_ptr, [stop, 2 * CHUNK], [2 * H * CHUNK, 1], each, square),
         tma.make_tensor_descriptor(A_ptr, [stop, 2 * CHUNK], [2 * H * CHUNK, 1], each, square),
         tma.make_tensor_descriptor(rows_ptr + first * 2 * CHUNK, [2 * H * count, CHUNK], [CHUNK, 1], [1, CHUNK], line),
+        tma.make_tensor_descriptor(exact_ptr + first * CHUNK, [H * count, CHUNK], [CHUNK, 1], [1, CHUNK], line),
         tma.make_tensor_descriptor(out_ptr + tokens * V, [stop, V], [H * V, 1], each, square),
     )
     tiles = (
@@ -229,6 +260,7 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
         gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], square),
         gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], square),
         gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, CHUNK], line),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], line),
         gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HALF], square),
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -239,6 +271,7 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     if state_ptr is not None:
         state_ptr += n * state_strides[0] + h * state_strides[1]
     total_ptr += first
+    exact_ptr += first * CHUNK + CHUNK - 1  # of the last token: where one is exact, it is
     final_ptr += (n * H + h) * K * V
     if lost_ptr is not None:
         lost_ptr += rest * V
@@ -246,14 +279,14 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     gl.warp_specialize(
         [
             (_walk, (
-                gl.constexpr(0), there[6], tiles, full, empty, span, start, state_ptr, state_strides, first_ptr,
-                slow, total_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK, STAGES,
+                gl.constexpr(0), there[7], tiles, full, empty, span, start, state_ptr, state_strides, first_ptr,
+                slow, total_ptr, exact_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK, STAGES,
             )),
             (_walk, (
-                gl.constexpr(1), there[6], tiles, full, empty, span, start, state_ptr, state_strides, first_ptr,
-                slow, total_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK, STAGES,
+                gl.constexpr(1), there[7], tiles, full, empty, span, start, state_ptr, state_strides, first_ptr,
+                slow, total_ptr, exact_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK, STAGES,
             )),
-            (_load, (there, tiles, full, empty, span, start, H, v0, CHUNK, STAGES)),
+            (_load, (there, tiles, full, empty, span, exact_ptr, start, H, v0, CHUNK, STAGES)),
         ],
         [4, 4],
         [240, 24],  # registers of a thread: what one warp does not need the others have
@@ -269,7 +302,7 @@ def forward(
     inverse, products, gated = made
     launch(
         wide_walk_kernel, (N * H * pieces * (V // 128),),
-        call.q, call.k, call.v, inverse, products, gated.rows, gated.total, gated.reach, slow, first,
+        call.q, call.k, call.v, inverse, products, gated.rows, gated.total, gated.exact, gated.reach, slow, first,
         call.state, call.offsets, out, final, lost,
         call.q.stride(), call.k.stride(), call.v.stride(), strides(call.state), call.scale, 0,
         T, H, H // G, V, pieces,

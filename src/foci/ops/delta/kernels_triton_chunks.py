@@ -17,11 +17,12 @@ from torch import Tensor
 from foci.core.tune import Config, Target, launch, strides
 from foci.tiles.gates import load_gates
 from foci.tiles.near import LOG2E, UNREAD, bounded
-from foci.tiles.solve import blocks_in_two, inverse_in_two
+from foci.tiles.solve import blocks_in_two, inverse_in_two, parts
 from foci.tiles.state import chunk_at, in_two
 from foci.tiles.whole import read, write
 
 CHUNK = 64
+ALIKE: tl.constexpr = tl.constexpr(0.2)  # up to which sum of a row of E, squared, one bfloat16 is enough: docs/delta.md
 
 
 @triton.jit
@@ -44,12 +45,15 @@ def times(x, y):  # type: ignore[no-untyped-def]
 @triton.jit
 def token_chunks_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr,
-    X_ptr, A_ptr, rise_ptr, write_ptr, total_ptr, rows_ptr, reach_ptr,
-    q_strides, k_strides, e_strides, beta_strides, g_strides, scale, T, N, H, R, K,
+    X_ptr, A_ptr, rise_ptr, write_ptr, total_ptr, rows_ptr, reach_ptr, exact_ptr,
+    q_strides, k_strides, e_strides, beta_strides, g_strides, scale, every, T, N, H, R, K,
     WHOLE: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """One chunk and head. WHOLE: no tile reaches beyond its tensor (tiles/whole.py). KEEP: gradients are wanted.
 
+    exact, if it is asked for: 1 of tokens whose rows of X and A are two bfloat16, from the first one on in the chunk
+    whose keys are alike, 0 of those before: their rows are one, of which nothing later changes a bit. Where none is
+    exact the second part is not written, but X's if `every`.
     reach: a state's column, of length 1 before the chunk, has 2 to this behind it at most. Infinite where a key, a beta
     or a gate is no number; UNREAD at least where a query is none and KEEP.
     """
@@ -82,10 +86,11 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
         g = bounded(g) * LOG2E
         c, whole = tl.cumsum(g, 0), tl.sum(g, 0)
         rise = tl.exp2(c)
-        token = (row * T + at) * H + h
-        tl.store(rise_ptr + token, rise, mask=at < stop)
         write_by *= tl.exp2(whole - c)
-        tl.store(write_ptr + token, write_by, mask=at < stop)
+        if rise_ptr is not None:
+            token = (row * T + at) * H + h
+            tl.store(rise_ptr + token, rise, mask=at < stop)
+            tl.store(write_ptr + token, write_by, mask=at < stop)
         tl.store(total_ptr + slot * H + h, tl.exp2(whole))
         W = tl.exp2(c[:, None] - c[None, :])
     row_ptr = rows_ptr + (slot * H + h).to(tl.int64) * 2 * CHUNK + t
@@ -96,10 +101,25 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
     for i in tl.static_range(TILES):
         E = tl.dot(es[i], tl.trans(ks[i]), E)
     # What is past the end has no key, so that X is there the unit matrix's and 0 beside it.
-    blocks = blocks_in_two(times(E * W, (beta * -1.0)[None, :]))
+    minus = times(E * W, (beta * -1.0)[None, :])
+    there = (row * T * H + h) * CHUNK
+    if exact_ptr is None:
+        blocks = blocks_in_two(minus)
     if reach_ptr is not None:  # I - beta k k^T makes nothing longer than this
         grown = tl.abs(1.0 - beta * tl.sum(tl.where(t[:, None] == t[None, :], E, 0.0), 1))
         reach = whole + tl.sum(tl.where(grown <= 1.0, 0.0, tl.log2(grown)), 0)
+    if exact_ptr is not None:
+        alike = tl.sum(tl.where(t[:, None] > t[None, :], minus * minus, 0.0), 1)
+        exact = tl.min(tl.where(alike <= ALIKE, CHUNK, t), 0)
+        tl.store(exact_ptr + (slot * H + h).to(tl.int64) * CHUNK + t, tl.where(t >= exact, 1.0, 0.0))
+        if (exact < CHUNK) | (every != 0):
+            X = inverse_in_two(blocks_in_two(minus, exact), exact)
+            above, below = parts(X, t[:, None], exact, True)
+            write(X_ptr + 2 * there, above, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
+            write(X_ptr + 2 * there + CHUNK, below, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
+        else:
+            above = inverse_in_two(blocks_in_two(minus, None, False), None, False).to(tl.bfloat16)
+            write(X_ptr + 2 * there, above, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
     A = tl.zeros([CHUNK, CHUNK], tl.float32)
     for i in tl.static_range(TILES):
         A = tl.dot(qs[i], tl.trans(ks[i]), A)
@@ -108,13 +128,19 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
         if KEEP:  # what is no number in a query is none in gradients before it, and in no later output
             reach = tl.where(tl.sum(tl.sum(A * 0.0, 1), 0) == 0.0, reach, tl.maximum(reach, UNREAD))
         tl.store(reach_ptr + slot * H + h, reach)
-    high, low = in_two(times(A * W, (beta * scale)[None, :]))
-    there = (row * T * H + h) * CHUNK
-    write(A_ptr + 2 * there, high, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
-    write(A_ptr + 2 * there + CHUNK, low, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
-    above, below = in_two(inverse_in_two(blocks))
-    write(X_ptr + 2 * there, above, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
-    write(X_ptr + 2 * there + CHUNK, below, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
+    if exact_ptr is None:
+        high, low = in_two(times(A * W, (beta * scale)[None, :]))
+        write(A_ptr + 2 * there, high, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
+        write(A_ptr + 2 * there + CHUNK, low, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
+        above, below = in_two(inverse_in_two(blocks))
+        write(X_ptr + 2 * there, above, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
+        write(X_ptr + 2 * there + CHUNK, below, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
+    else:
+        W = tl.where(t[:, None] >= t[None, :], tl.exp2(c[:, None] - c[None, :]), 0.0)
+        high, low = parts(times(A * W, (beta * scale)[None, :]), t[:, None], exact, True)
+        write(A_ptr + 2 * there, high, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
+        if exact < CHUNK:
+            write(A_ptr + 2 * there + CHUNK, low, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
 
 
 def fits(call: Any, target: Target) -> bool:
@@ -125,14 +151,14 @@ def fits(call: Any, target: Target) -> bool:
 
 def chunks(
     call: Any, inverse: Tensor, products: Tensor, gated: Sequence[Tensor | None], slots: int, whole: bool, keep: bool,
-    config: Config, room: Mapping[str, int],
+    config: Config, room: Mapping[str, int], every: bool,
 ) -> None:  # fmt: skip
-    """Fills X, A, and rise, write, total, rows and reach (`gated`)."""
+    """Fills X, A, and rise, write, total, rows, reach and exact (`gated`); `every`: X's second part in every row."""
     _, T, G, H, K, _, N = call.sizes
     launch(
         token_chunks_kernel, (slots * H,),
         call.q, call.k, call.erase, call.beta, call.log_decay, call.offsets, inverse, products, *gated,
         call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(call.log_decay),
-        call.scale, T, N, H, H // G, K,
+        call.scale, int(every), T, N, H, H // G, K,
         config=config, WHOLE=whole, CHUNK=CHUNK, TILES=-(-K // config["BLOCK_K"]), KEEP=keep, **room,
     )  # fmt: skip

@@ -235,14 +235,32 @@ def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, turned
     return Config({"BLOCK_K": min(k, 64 if few else 32), "BLOCK_V": 16}, warps=8, stages=1)
 
 
+def way(call: Any, shares: int, cut: Callable[[Target, int], Any], token_walks: Any, joins: Any) -> tuple[bool, Any]:
+    """(whether `token_walks` walk, in so many `shares`; the pieces by maps, of a `cut`, of those that do not)."""
+    *_, H, K, V, N = call.sizes
+    target, tiles = target_of(call.v.device), _tiles(call)
+    widest = walk_rule(call.v.dtype, K, V, target.processors, tiles, True, target)["BLOCK_V"]
+    by_token = tiles < 4 and token_walks.suits(N * H * shares, K, V, target, call.q, call.k, call.erase, call.v)
+    warm = by_token and joins.by_maps(call, target, shares)
+    pieces = cut(target, target.processors if warm else N * H * -(-V // widest))
+    return by_token and not pieces.tokens, pieces
+
+
+def _tiles(call: Any) -> int:
+    """How many tiles of all channels a chunk's walk loads: queries, keys, erase keys; in bfloat16 keys as two."""
+    if call.log_decay is not None and call.log_decay.shape[3] > 1:
+        return 4 if stored(call.v.dtype) == torch.bfloat16 else 3
+    return 2 if call.erase is None else 3
+
+
 def forward(
-    call: Any, parts: Any, made: tuple[Tensor, Tensor, Any], out: Tensor, shares: int,
-    cut: Callable[[Target, int], Any], token_walks: Any, joins: Any, channel_walks: Any, wide_walks: Any = None,
+    call: Any, parts: Any, made: tuple[Tensor, Tensor, Any], out: Tensor, shares: int, by: tuple[bool, Any],
+    token_walks: Any, joins: Any, channel_walks: Any, wide_walks: Any = None,
 ) -> Tensor:  # fmt: skip
     """Fills `out` and gives the final state, of what the first launch has `made` (kernels_triton_triangles.py).
 
     `parts` (gpu.py), if given, is filled for the backward. One launch, and up to three more where sequences are cut
-    (`cut`: ops/delta/pieces.py). In bfloat16, where they may, `token_walks` makes it, in so many `shares`
+    (`by`: the `way` they go). In bfloat16, where they may, `token_walks` makes it, in so many `shares`
     (kernels_triton_token_walks.py; `wide_walks`, kernels_gluon.py, where they are given), which `joins` tells how each
     begins (kernels_triton_token_joins.py), or with gates per channel `channel_walks` (kernels_triton_channel_walks.py).
     """
@@ -255,11 +273,7 @@ def forward(
     k, e = (call.k, call.erase) if gated.key is None else (gated.key, gated.erase)
     write = call.beta if gated.write is None else gated.write
     assert q is not None and k is not None
-    tiles = 2 if gated.key is None and e is None else 3 if stored(v.dtype) != torch.bfloat16 or gated.key is None else 4
-    widest = walk_rule(v.dtype, K, V, target.processors, tiles, True, target)["BLOCK_V"]
-    by_token = gated.key is None and token_walks.suits(N * H * shares, K, V, target, q, k, e, v)
-    warm = by_token and joins.by_maps(call, target, shares)
-    pieces = cut(target, target.processors if warm else N * H * -(-V // widest))
+    (by_token, pieces), tiles = by, _tiles(call)
     turned = not pieces.tokens and by_tma(v)
     rule = partial(walk_rule, v.dtype, K, V, pieces.programs * H, tiles, turned)
     vary = {"BLOCK_V": (16, 32, 64)} if v.dtype == torch.bfloat16 else {}
@@ -267,7 +281,7 @@ def forward(
     name = "delta_walk_by_channel" if turned and tiles == 4 else "delta_walk"
     walk = configure(name, (v.dtype, K, V, tiles), rule, target, vary)
     blocks = -(-V // walk["BLOCK_V"])
-    if by_token and not pieces.tokens:
+    if by_token:
         begins = joins.starts(call, shares, partial(token_walks.forward, call, None, made, shares, None, None, None))
         lost = token_walks.losses(call, gated, shares)
         (wide_walks or token_walks).forward(call, parts, made, shares, lost, out, final, *begins)

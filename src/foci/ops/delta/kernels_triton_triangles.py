@@ -36,6 +36,7 @@ class Gated(NamedTuple):
     key: Tensor | None  # per channel: [B,T,H,K], fall beta k; in bfloat16 [2,B,T,H,K], its rounding and what that left
     rows: Tensor | None  # in bfloat16, but for gates per channel: [slots,H,2,64], rise and write (beta), for TMA
     reach: Tensor | None  # where `cut`: [slots,H], what is left of a state (kernels_triton_chunks.py)
+    exact: Tensor | None = None  # for kernels_gluon.py: [slots,H,64], 1 of tokens that have two bfloat16, else 0
 
 
 @triton.jit
@@ -140,11 +141,12 @@ def chunks_rule(dtype: torch.dtype, K: int, per_channel: bool, target: Target) -
 
 
 def first(
-    call: Any, parts: Any, slots: int, cut: bool, at_once: Any, channel_chunks: Any
+    call: Any, parts: Any, slots: int, cut: bool, at_once: Any, channel_chunks: Any, every: bool | None = None
 ) -> tuple[Tensor, Tensor, Gated]:
     """X, A and what is made of gates; `parts` (gpu.py), if given, is filled; `cut`: reach too.
 
-    One launch, and one more for far rows (`chunks_kernel`). In bfloat16, where they may, `at_once` makes it
+    One launch, and one more for far rows (`chunks_kernel`). `every`: for the walk of kernels_gluon.py, and whether X's
+    second part is read of all tokens (kernels_triton_chunks.py). In bfloat16, where they may, `at_once` makes it
     (kernels_triton_chunks.py) and, with gates per channel, `channel_chunks` (kernels_triton_channel_chunks.py).
     """
     B, T, G, H, K, _, N = call.sizes
@@ -153,23 +155,25 @@ def first(
     if parts is not None:
         inverse, products = parts.inverse, parts.products
     else:
-        wide = 2 * CHUNK if halves else CHUNK
-        inverse, products = torch.empty(2, B, T, H, wide, dtype=stored(v.dtype), device=v.device).unbind()
+        width = 2 * CHUNK if halves else CHUNK
+        inverse, products = torch.empty(2, B, T, H, width, dtype=stored(v.dtype), device=v.device).unbind()
     per_channel = g is not None and g.shape[3] > 1
-    gated = _gated(call, parts, slots, cut, per_channel)
+    gated = _gated(call, parts, slots, cut, every is not None, per_channel)
     rule = partial(chunks_rule, v.dtype, K, per_channel)
     config = configure("delta_chunks", (v.dtype, K, per_channel), rule, target, {"BLOCK_K": (16, 32, 64)})
     by_near = per_channel and v.dtype != torch.float32
     whole = call.offsets is None and T % CHUNK == K % config["BLOCK_K"] == 0
     whole = whole and within(CHUNK, K, call.q, call.k, call.erase, g)
-    # Three programs a processor, as each waits for one product after the other: on an H200 195 us for 224, with spills.
-    room = {"maxnreg": 168} if target.arch == 90 and halves and not per_channel else {}
+    # Three programs a processor, or four that hold less, as each waits for one product after the other: on an H200 195
+    # us for 224, with spills, and 245 for 274 where `every` is given.
+    registers = 168 if every is None else 128
+    room = {"maxnreg": registers} if target.arch == 90 and halves and not per_channel else {}
     if halves and per_channel:
         channel_chunks.chunks(call, inverse, products, gated[2:6], slots, whole, config)
         return inverse, products, gated
     if halves and at_once.fits(call, target):
         gates, keep = (*gated[:3], *gated[6:]), parts is not None
-        at_once.chunks(call, inverse, products, gates, slots, whole, keep, config, room)
+        at_once.chunks(call, inverse, products, gates, slots, whole, keep, config, room, bool(every))
         return inverse, products, gated
     for again in (False, True)[: 2 if by_near else 1]:
         launch(
@@ -184,7 +188,7 @@ def first(
     return inverse, products, gated
 
 
-def _gated(call: Any, parts: Any, slots: int, cut: bool, per_channel: bool) -> Gated:
+def _gated(call: Any, parts: Any, slots: int, cut: bool, exact: bool, per_channel: bool) -> Gated:
     """Room for what is made of gates; what `parts` has is there already."""
     B, T, _, H, K, *_ = call.sizes
     v, gated = call.v, Gated(*[None] * 8)
@@ -196,11 +200,15 @@ def _gated(call: Any, parts: Any, slots: int, cut: bool, per_channel: bool) -> G
         gated = Gated(None, None, total, made[0], made[1], made[2:], None, None)
     elif call.log_decay is not None:
         if parts is None:
-            wide = {"dtype": torch.float32, "device": v.device}
-            each = (*torch.empty(2, B, T, H, **wide).unbind(), *torch.empty(2, slots, H, **wide).unbind())
+            kind: dict[str, Any] = {"dtype": torch.float32, "device": v.device}
+            per_token = (None, None) if exact else torch.empty(2, B, T, H, **kind).unbind()
+            each = (*per_token, *torch.empty(2, slots, H, **kind).unbind())
         else:
             each = parts.rise, parts.write, parts.total, parts.reach
         gated = gated._replace(rise=each[0], write=each[1], total=each[2], reach=each[3] if cut else None)
     if stored(v.dtype) == torch.bfloat16 and not per_channel:
-        gated = gated._replace(rows=torch.empty(slots, H, 2, CHUNK, device=v.device) if parts is None else parts.rows)
+        rows = torch.empty(slots, H, 2, CHUNK, device=v.device) if parts is None else parts.rows
+        gated = gated._replace(rows=rows)
+    if exact:
+        gated = gated._replace(exact=torch.empty(slots, H, CHUNK, device=v.device))
     return gated

@@ -1,0 +1,117 @@
+"""The walk of 128 columns as threads on a CPU (tests/ops/in_gluon.py), behind a first launch by the interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foci.core import tune
+from foci.ops.delta import gpu
+from foci.ops.delta.api import delta_rule
+from foci.ops.delta.call import bind
+from foci.ops.delta.cases import Delta
+from foci.ops.draw import Draw
+from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
+from tests.ops.in_gluon import Gluon
+from tests.ops.in_triton import there
+from tests.ops.recurrences import BUDGET, error, exact
+
+from foci.ops.delta import kernels_gluon  # isort: skip  after Triton's presence is known
+from foci.ops.delta import kernels_triton_token_joins as joins  # isort: skip
+from foci.ops.delta import kernels_triton_token_walks as token_walks  # isort: skip
+
+pytestmark = [
+    pytest.mark.usefixtures("halves"),
+    pytest.mark.skipif(not tune.interpreting(), reason="on a GPU test_kernels_gluon.py asks the kernel itself"),
+]
+CPU = torch.device("cpu")
+
+
+def problem(options: dict[str, Any]) -> dict[str, Any]:
+    made = Delta("", **{"B": 1, "G": 1, "H": 2, "K": 128, "V": 128, "decay": "token"} | options).case
+    return made.make(torch.bfloat16, CPU, 0)
+
+
+def walked(inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, pieces: int = 1) -> list[Tensor]:
+    """Out and the final state, each sequence in so many `pieces`."""
+
+    def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, config: Any, **meta: Any) -> None:
+        Gluon(kernels_gluon.gl).run(kernels_gluon, kernel, grid, arguments, **meta)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu, "with_gluon", lambda: True)
+        patch.setattr(kernels_gluon, "launch", launch)
+        patch.setattr(token_walks, "wider", lambda *_: True)
+        patch.setattr(token_walks, "suits", lambda *_: True)
+        patch.setattr(token_walks, "shares", lambda *_: pieces)
+        return [x.cpu() for x in gpu.forward(bind(**there(inputs)))]
+
+
+@pytest.mark.parametrize("alike", ["independent", "correlated", "identical"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"B": 2, "T": 256, "state": True},
+        {"T": 201, "H": 1, "V": 256, "decay": "head"},
+        {"T": 193, "offsets": (0, 0, 1, 130, 193), "state": True},
+        {"T": 130, "gates": Draw.extremes},
+    ],
+    ids=str,
+)
+def test_the_budget_holds(options: dict[str, Any], alike: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = problem(options | {"alike": alike, "beta": 2.0 if alike == "identical" else 1.0})
+    truth = delta_rule(**exact(inputs), return_state=True, backend="chunked")
+    for found, wanted in zip(walked(inputs, monkeypatch), truth, strict=True):
+        assert error(found, wanted) <= BUDGET[torch.bfloat16]
+
+
+def test_of_two_heads_one_has_keys_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = problem({"B": 2, "T": 200, "G": 2, "beta": 2.0, "gates": lambda draw, *shape: draw.gates(*shape) / 100})
+    for name in "q", "k":
+        inputs[name][:, :, 1] = inputs["k"][:, :1, 1]
+        inputs[name][0, 100:, 0] = inputs["k"][0, :1, 0]
+    truth = delta_rule(**exact(inputs), return_state=True, backend="chunked")
+    for found, wanted in zip(walked(inputs, monkeypatch), truth, strict=True):
+        heads = 2 if found.dtype == torch.bfloat16 else 1
+        for one, right in zip(found.unbind(heads), wanted.unbind(heads), strict=True):
+            assert error(one, right) <= BUDGET[torch.bfloat16]
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_pieces_begin_as_one_walk_would(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After what is not forgotten, or, of one head, by maps."""
+
+    def gates(draw: Draw, *shape: int) -> Tensor:
+        made = torch.full(shape, -1.2)
+        made[..., 1] = -0.001 if slow else -1.2
+        return made
+
+    monkeypatch.setattr(joins, "by_maps", lambda call, target, pieces: slow and pieces > 1)
+    monkeypatch.setattr(token_walks, "FAR", 2)
+    inputs = problem({"T": 700, "state": True, "gates": gates, "alike": "correlated"})
+    for found, wanted in zip(walked(inputs, monkeypatch, 3), walked(inputs, monkeypatch), strict=True):
+        assert error(found, wanted) <= BUDGET[torch.bfloat16]
+
+
+@pytest.mark.parametrize("start", [64, 83, 127])
+@pytest.mark.parametrize("alike", [False, True])
+def test_what_comes_later_changes_no_bit(start: int, alike: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though keys that are alike have a whole chunk walked in another way."""
+    inputs = problem({"T": 130, "H": 1, "alike": "identical" if alike else "independent", "beta": 2.0})
+    later = dict(inputs) | {"k": inputs["k"].clone()}
+    later["k"][:, start:] = 0.0 if alike else inputs["k"][:, :1]
+    found, wanted = (walked(x, monkeypatch)[0][:, :start] for x in (later, inputs))
+    assert found.equal(wanted)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "beta", "log_decay", "state"])
+def test_what_is_no_number_is_never_forgotten(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = problem({"T": 260, "H": 1, "state": True, "gates": lambda draw, *shape: 20 * draw.gates(*shape)})
+    x = inputs[name]
+    x[(0, 0, 5, 7) if name == "state" else (0, 70, 0, 5)[: x.dim()]] = torch.nan
+    for y, wanted in zip(walked(inputs, monkeypatch, 2), walked(inputs, monkeypatch), strict=True):
+        assert y.isfinite().equal(wanted.isfinite())
+    assert not y.isfinite().all() or name == "q"  # which the final state does not depend on

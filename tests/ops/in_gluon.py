@@ -1,0 +1,334 @@
+"""Enough of Gluon's language, as threads and torch on a CPU, to run kernels that no interpreter runs.
+
+Each partition of a kernel's warps is a thread. What a GPU does behind a program's back is done late: a copy by TMA at
+any time before its barrier says so, a product of a warpgroup when it is waited for, and no sooner. So who does not
+wait reads what was there before, NaN at first; who waits for what never comes fails after a while.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from queue import SimpleQueue
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+PATIENCE = 60.0  # seconds until what is waited for is taken never to come
+
+
+def plain(x: Any) -> Any:
+    """The value of a constexpr."""
+    return getattr(x, "value", x)
+
+
+class Value(Tensor):
+    """A value, which nothing changes: what is computed of it is another one."""
+
+    def __iadd__(self, x: Any) -> Any:
+        return self + x
+
+    def __isub__(self, x: Any) -> Any:
+        return self - x
+
+    def __imul__(self, x: Any) -> Any:
+        return self * x
+
+
+def value(x: Any) -> Value:
+    return torch.as_tensor(x).as_subclass(Value)
+
+
+class Pointer:
+    """Numbers of a tensor's memory from one on, or, of an offset with dimensions, many."""
+
+    def __init__(self, memory: Tensor, offset: Any = 0) -> None:
+        self.memory, self.offset = memory, offset
+
+    def __add__(self, more: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + more)
+
+
+def pointer(x: Tensor) -> Pointer:
+    size = x.untyped_storage().nbytes() // x.element_size()
+    return Pointer(x.detach().as_strided((size,), (1,), 0), x.storage_offset())
+
+
+def load(ptr: Pointer, mask: Any = None, other: float = 0.0) -> Tensor:
+    at = torch.as_tensor(ptr.offset)
+    inside = torch.ones_like(at, dtype=torch.bool) if mask is None else torch.as_tensor(mask).expand(at.shape)
+    assert bool((~inside | ((at >= 0) & (at < ptr.memory.numel()))).all()), "a load from behind a tensor"
+    found = ptr.memory[torch.where(inside, at, 0)]
+    return value(torch.where(inside, found, torch.as_tensor(other, dtype=found.dtype)))
+
+
+def store(ptr: Pointer, x: Any) -> None:
+    at = torch.as_tensor(ptr.offset)
+    assert bool(((at >= 0) & (at < ptr.memory.numel())).all()), "a store behind a tensor"
+    ptr.memory[at] = torch.as_tensor(x).to(ptr.memory.dtype).expand(at.shape)
+
+
+class Shared:
+    """Shared memory, or a part of it seen in some way."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.shape = tuple(memory.shape)
+
+    def index(self, at: Any) -> Shared:
+        assert 0 <= int(at) < self.shape[0]
+        return Shared(self.memory[int(at)])
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return Shared(self.memory.permute(*order))
+
+    def load(self, _layout: Any) -> Tensor:
+        return value(self.memory.clone())
+
+    def store(self, x: Tensor) -> None:
+        assert self.shape == x.shape and self.memory.dtype == x.dtype
+        self.memory.copy_(x)
+
+
+class Layout:
+    """Where numbers lie does not matter here."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    @classmethod
+    def get_default_for(cls, *_: Any) -> Layout:
+        return cls()
+
+
+class Barrier:
+    """An mbarrier: a phase is over when all that are counted have come, and all bytes that are expected."""
+
+    def __init__(self) -> None:
+        self.changed, self.phase, self.bytes, self.count, self.missing = threading.Condition(), 0, 0, 0, 0
+
+    def come(self, arrivals: int, more: int) -> None:
+        with self.changed:
+            self.missing, self.bytes = self.missing - arrivals, self.bytes + more
+            assert self.missing >= 0, "one arrival too many"
+            if self.missing == self.bytes == 0:
+                self.phase, self.missing = self.phase + 1, self.count
+                self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.phase % 2 != parity, PATIENCE):
+                raise TimeoutError(f"phase {self.phase}: {self.missing} arrivals and {self.bytes} bytes are missing")
+
+
+class Barriers:
+    def __init__(self, count: int) -> None:
+        self.all = [Barrier() for _ in range(count)]
+
+    def index(self, at: Any) -> Barrier:
+        return self.all[int(at)]
+
+
+class Descriptor:
+    """A matrix in memory for TMA: what is asked of behind its rows and columns is 0, and is not stored."""
+
+    def __init__(
+        self, ptr: Pointer, shape: Sequence[Any], steps: Sequence[Any], block: Sequence[Any], _layout: Any
+    ) -> None:
+        self.ptr, self.block = ptr, [int(plain(x)) for x in block]
+        self.shape, self.steps = [int(plain(x)) for x in shape], [int(plain(x)) for x in steps]
+        assert self.steps[1] == 1 and self.steps[0] * ptr.memory.element_size() % 16 == 0, "TMA wants 16 bytes"
+        assert int(ptr.offset) * ptr.memory.element_size() % 16 == 0, "TMA begins at 16 bytes"
+
+    def places(self, at: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        rows, columns = (int(plain(x)) + torch.arange(n) for x, n in zip(at, self.block, strict=True))
+        inside = (rows < self.shape[0])[:, None] & (columns < self.shape[1])[None, :]
+        return int(self.ptr.offset) + rows[:, None] * self.steps[0] + columns[None, :], inside
+
+
+class Engine:
+    """The thread that copies: what is queued, in any order."""
+
+    def __init__(self) -> None:
+        self.queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def run(self) -> None:
+        held: list[Callable[[], None]] = []
+        draw, ended = random.Random(0), False
+        while held or not ended:
+            while not self.queue.empty() or not held:
+                task = self.queue.get()
+                ended = task is None
+                if ended:
+                    break
+                held.append(task)
+            if held:
+                try:
+                    held.pop(draw.randrange(len(held)))()
+                except BaseException as error:
+                    self.error = error
+
+    def end(self) -> None:
+        self.queue.put(None)
+        self.thread.join(PATIENCE)
+        if self.error is not None:
+            raise self.error
+
+
+class Product:
+    """A product that has not been waited for."""
+
+    def __init__(self, a: Any, b: Shared, sums: Any) -> None:
+        self.a, self.b, self.sums, self.value = a, b, sums, None
+
+    def end(self) -> None:
+        left = self.a.memory if isinstance(self.a, Shared) else self.a
+        sums = self.sums.value if isinstance(self.sums, Product) else self.sums
+        found = left.float() @ self.b.memory.float()
+        self.value = value(found if sums is None else found + sums)
+
+
+class Threads(threading.local):
+    """What each partition has to itself."""
+
+    def __init__(self) -> None:
+        self.products: list[Product] = []
+        self.stores: list[threading.Event] = []
+
+
+class Gluon:
+    """The language, for the programs of one launch."""
+
+    def __init__(self, real: ModuleType) -> None:
+        self.own, self.engine, self.program = Threads(), Engine(), 0
+        names = {name: getattr(real, name) for name in vars(real) if not name.startswith("__")}
+        self.gl = SimpleNamespace(**(names | self.language()))
+        self.mbarrier = SimpleNamespace(
+            MBarrierLayout=lambda: None, init=self.init, wait=self.wait, expect=self.expect, arrive=self.arrive
+        )
+        self.tma = SimpleNamespace(
+            make_tensor_descriptor=Descriptor, async_copy_global_to_shared=self.copy_in,
+            async_copy_shared_to_global=self.copy_out, store_wait=self.store_wait,
+        )  # fmt: skip
+
+    def language(self) -> dict[str, Any]:
+        def where(c: Any, x: Any, y: Any) -> Tensor:
+            return value(torch.where(value(c), value(x), value(y)))
+
+        return {
+            "program_id": lambda _: value(self.program), "to_tensor": value, "num_warps": lambda: 4,
+            "int64": torch.int64, "int32": torch.int32, "float32": torch.float32, "bfloat16": torch.bfloat16,
+            "arange": lambda low, high, layout: value(torch.arange(plain(low), plain(high))), "static_range": range,
+            "zeros": lambda shape, dtype, _: value(torch.zeros([plain(n) for n in shape], dtype=dtype)), "where": where,
+            "convert_layout": lambda x, _: x, "load": load, "store": store, "exp2": torch.exp2,
+            "maximum": lambda x, y: torch.maximum(value(x), value(y)),
+            "max": lambda x, axis: x.amax(axis), "sum": lambda x, axis: x.sum(axis),
+            "associative_scan": lambda x, axis, _plus: x.cumsum(axis), "allocate_shared_memory": self.allocate,
+            "warp_specialize": self.part, "NVMMASharedLayout": Layout, "BlockedLayout": Layout, "SliceLayout": Layout,
+        }  # fmt: skip
+
+    def allocate(self, dtype: torch.dtype, shape: Sequence[int], _layout: Any) -> Any:
+        sizes = [int(plain(n)) for n in shape]
+        return Barriers(sizes[0]) if dtype == torch.int64 else Shared(torch.full(sizes, float("nan"), dtype=dtype))
+
+    def part(self, partitions: Sequence[tuple[Any, tuple[Any, ...]]], _warps: Any, _registers: Any) -> None:
+        errors: list[BaseException] = []
+
+        def go(function: Any, arguments: tuple[Any, ...]) -> None:
+            try:
+                function(*map(plain, arguments))
+                assert not self.own.products, "a product that nobody waits for"
+                self.store_wait(0)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=go, args=each, daemon=True) for each in partitions]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * PATIENCE)
+        if errors:
+            raise errors[0]
+
+    def init(self, bar: Barrier, count: int) -> None:
+        bar.count = bar.missing = count
+
+    def wait(self, bar: Barrier, parity: Any) -> None:
+        bar.wait(int(parity))
+
+    def expect(self, bar: Barrier, size: int, pred: Any = True) -> None:
+        if bool(pred):
+            bar.come(1, int(plain(size)))
+
+    def arrive(self, bar: Barrier, count: int = 1) -> None:
+        bar.come(count, 0)
+
+    def copy_in(self, there: Descriptor, at: Sequence[Any], bar: Barrier, tile: Shared, pred: Any = True) -> None:
+        def copy() -> None:
+            places, inside = there.places(at)
+            tile.memory.copy_(load(Pointer(there.ptr.memory, places), inside))
+            bar.come(0, -tile.memory.numel() * tile.memory.element_size())
+
+        if bool(pred):
+            self.engine.queue.put(copy)
+
+    def copy_out(self, there: Descriptor, at: Sequence[Any], tile: Shared) -> None:
+        left = threading.Event()
+
+        def copy() -> None:
+            places, inside = there.places(at)
+            store(Pointer(there.ptr.memory, places[inside]), tile.memory[inside])
+            left.set()
+
+        self.own.stores.append(left)
+        self.engine.queue.put(copy)
+
+    def store_wait(self, count: int) -> None:
+        while len(self.own.stores) > count:
+            assert self.own.stores.pop(0).wait(PATIENCE)
+
+    def product(self, a: Any, b: Shared, sums: Any, use_acc: bool = True, is_async: bool = False) -> Any:
+        made = Product(a, b, sums if use_acc else None)
+        self.own.products.append(made)
+        return made if is_async else self.product_wait(0, [made])
+
+    def product_wait(self, count: int, deps: Sequence[Product]) -> Any:
+        while len(self.own.products) > count:
+            self.own.products.pop(0).end()
+        assert all(each.value is not None for each in deps), "what is waited for may not be there yet"
+        found = tuple(each.value for each in deps)
+        return found[0] if len(found) == 1 else found
+
+    def run(
+        self, module: ModuleType, kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], **meta: Any
+    ) -> None:
+        """All programs of a launch of the module's kernel, one after the other."""
+        given = [pointer(x) if isinstance(x, Tensor) else x for x in arguments]
+        named = {"gl": self.gl, "mbarrier": self.mbarrier, "tma": self.tma, "fence_async_shared": lambda: None}
+        named |= {"warpgroup_mma": self.product, "warpgroup_mma_wait": self.product_wait}
+        named |= {name: plain(x) for name, x in vars(module).items() if type(x).__name__ == "constexpr"}
+        functions = {name: x for name, x in vars(module).items() if hasattr(x, "fn") and callable(x)}
+        named |= {name: x.fn for name, x in functions.items()}
+        others = {x.fn.__globals__["__name__"] for x in functions.values()} - {module.__name__}
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.multiple(module, **named))
+            for other in others:
+                stack.enter_context(mock.patch(f"{other}.tl", self.triton()))
+            for self.program in range(grid[0]):
+                kernel.fn(*given, **meta)
+        self.engine.end()
+
+    def triton(self) -> SimpleNamespace:
+        """What is used of Triton's language by device functions of both."""
+        return SimpleNamespace(
+            load=load, cdiv=lambda x, y: (x + y - 1) // y, int32=torch.int32,
+            minimum=lambda x, y: torch.minimum(value(plain(x)), value(plain(y))),
+            maximum=self.gl.maximum, where=self.gl.where,
+        )  # fmt: skip
