@@ -1,7 +1,8 @@
 """Memory for what packed documents give: tokens before the first and behind the last are in none, and 0 in all of it.
 
 Which those are only the GPU knows. Zeros everywhere, nearly all of which are written over, took a tenth of the time of
-Gated DeltaNet's forward.
+Gated DeltaNet's forward. A launch of its own takes 1 us, and what the host takes. So programs behind those of a kernel
+that is launched anyway write these zeros, where one has them.
 """
 
 from __future__ import annotations
@@ -15,72 +16,58 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.core.tune import Config, launch
-from foci.tiles.state import covered
+from foci.tiles.rest import PROGRAMS, clear_rest
 
-CONFIG = Config({"BLOCK": 1024}, warps=4, stages=1)
-PROGRAMS = 128  # each takes every 128th block of the rest: where there is none they end at once
 MOST = 6  # tensors of a launch
 
 
 @triton.jit
-def _clear(x_ptr, width, start, stop, T, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows of x [T,width] before `start`, and from `stop` on."""
-    if x_ptr is not None:
-        for i in range(tl.program_id(0) * BLOCK, start * width, PROGRAMS * BLOCK):
-            at = i + tl.arange(0, BLOCK).to(tl.int64)
-            tl.store(x_ptr + at, 0.0, mask=at < start * width)
-        for i in range(stop * width + tl.program_id(0) * BLOCK, T * width, PROGRAMS * BLOCK):
-            at = i + tl.arange(0, BLOCK).to(tl.int64)
-            tl.store(x_ptr + at, 0.0, mask=at < T * width)
+def rest_kernel(a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, f_ptr, widths, offsets_ptr, N, T):  # type: ignore[no-untyped-def]
+    """`clear_rest`, where no other launch has programs for it."""
+    clear_rest(a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, f_ptr, widths, offsets_ptr, tl.program_id(0), N, T)
 
 
-@triton.jit
-def rest_kernel(  # type: ignore[no-untyped-def]
-    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, f_ptr, offsets_ptr, widths, N, T, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Tokens that none of N documents has, in up to six tensors of T rows, `widths` wide.
+class Rest:
+    """What is still to be cleared of what a call has of each token: behind another launch, or by one of its own."""
 
-    None should be before the first; but offsets on a GPU are moved inside 0..T and not refused (tiles/state.py).
-    """
-    start, stop = covered(offsets_ptr, N, T)
-    start, stop, T = start.to(tl.int64), stop.to(tl.int64), tl.cast(T, tl.int64)
-    _clear(a_ptr, widths[0], start, stop, T, PROGRAMS, BLOCK)
-    _clear(b_ptr, widths[1], start, stop, T, PROGRAMS, BLOCK)
-    _clear(c_ptr, widths[2], start, stop, T, PROGRAMS, BLOCK)
-    _clear(d_ptr, widths[3], start, stop, T, PROGRAMS, BLOCK)
-    _clear(e_ptr, widths[4], start, stop, T, PROGRAMS, BLOCK)
-    _clear(f_ptr, widths[5], start, stop, T, PROGRAMS, BLOCK)
+    def __init__(self, call: Any, found: Sequence[Tensor | None]) -> None:
+        T, self.offsets = call.sizes[1], call.offsets
+        rows = [x for x in found if x is not None and x.dim() > 2 and x.shape[:2] == (1, T)]
+        self.left, self.T = rows if self.offsets is not None else [], T
+
+    def taken(self) -> tuple[int, tuple[Any, ...]]:
+        """(how many programs more, what `clear_rest` takes: tensors and widths, all None where nothing is left)."""
+        some, self.left = self.left[:MOST], self.left[MOST:]
+        none = (None,) * (MOST - len(some))
+        widths = (*(x.numel() // self.T for x in some), *(0 for _ in none)) if some else None
+        return PROGRAMS.value if some else 0, (*some, *none, widths)
+
+    def end(self) -> None:
+        """What nothing has taken."""
+        while self.left:
+            programs, given = self.taken()
+            launch(
+                rest_kernel, (programs,), *given, self.offsets, self.offsets.shape[0] - 1, self.T, config=Config()
+            )  # fmt: skip
 
 
-def room(call: Any, like: Tensor) -> Tensor:
-    """Memory for an output of a call, contiguous, with the shape, dtype and device of `like`."""
+def room(call: Any, like: Tensor) -> tuple[Tensor, Rest]:
+    """Memory for an output of a call, contiguous, with the shape, dtype and device of `like`; and its Rest."""
     found = _empty(like)
-    _clear_rest(call, [found])
-    return found
+    return found, Rest(call, [found])
 
 
-def rooms(call: Any, likes: Iterable[Tensor | None], needs: Iterable[bool]) -> tuple[Tensor | None, ...]:
+def rooms(
+    call: Any, likes: Iterable[Tensor | None], needs: Iterable[bool]
+) -> tuple[tuple[Tensor | None, ...], Rest]:  # fmt: skip
     """Memory for gradients of a call, as `room` has it: of what there is and is needed."""
-    found = [_empty(like) if need and like is not None else None for like, need in zip(likes, needs, strict=True)]
-    _clear_rest(call, [x for x in found if x is not None])
-    return tuple(found)
+    found, of_tokens = [], []
+    for like, need in zip(likes, needs, strict=True):
+        found.append(_empty(like) if need and like is not None else None)
+        if like is not call.state:  # which may have as many heads as there are tokens
+            of_tokens.append(found[-1])
+    return tuple(found), Rest(call, of_tokens)
 
 
 def _empty(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)
-
-
-def _clear_rest(call: Any, found: Sequence[Tensor]) -> None:
-    """Of each that has the call's tokens [1,T,..]."""
-    T, offsets = call.sizes[1], call.offsets
-    if offsets is None:
-        return
-    rows = [x for x in found if x.shape[:2] == (1, T)]
-    for i in range(0, len(rows), MOST):
-        some = rows[i : i + MOST]
-        none = (None,) * (MOST - len(some))
-        widths = (*(x.numel() // T for x in some), *(0 for _ in none))
-        launch(
-            rest_kernel, (PROGRAMS,), *some, *none, offsets, widths, offsets.shape[0] - 1, T,
-            config=CONFIG, PROGRAMS=PROGRAMS,
-        )  # fmt: skip

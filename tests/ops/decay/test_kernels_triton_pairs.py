@@ -14,6 +14,7 @@ from foci.ops.decay.call import Call, bind
 from foci.ops.decay.kernels_triton_pairs import CHUNK, WIDTHS, Pairs, prepared
 from foci.ops.draw import Draw
 from foci.ops.gates import Gates
+from foci.ops.kernels_triton_packed import Rest
 from tests.ops.decay.test_kernels_triton_forward import problem
 from tests.ops.in_triton import there
 from tests.ops.recurrences import error
@@ -24,7 +25,7 @@ BUDGET = {torch.float32: 1e-5, torch.float16: 1e-3}
 def found(inputs: dict[str, Any], slots: int, summed: bool = True) -> tuple[Call, Pairs]:
     call = bind(**there(inputs))
     with memory.poisoned():
-        pairs = prepared(call, slots, summed)
+        pairs = prepared(call, slots, summed, Rest(call, []))
     assert pairs is not None
     return call, pairs
 
@@ -100,4 +101,4 @@ def test_sums_are_there_where_a_backward_in_half_precision_wants_them() -> None:
 
 def test_gates_of_another_shape_have_none() -> None:
     for decay in ("none", "head", "token"):
-        assert prepared(bind(**there(problem(70, decay=decay))), 2, True) is None
+        assert prepared(bind(**there(problem(70, decay=decay))), 2, True, None) is None

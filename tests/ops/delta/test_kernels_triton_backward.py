@@ -143,8 +143,9 @@ def found(
         moved = Call(**there(call._asdict()))
         moved_grads = [None if g is None else g.to(DEVICE) for g in grads]
         cut = partial(pieces, moved)
-        back = rooms(moved, moved[: len(wanted)], wanted)
-        kernels.backward(moved, kept, moved_grads, back, cut, channels, tokens, token_walks, joins, channel_walks)
+        back, rest = rooms(moved, moved[: len(wanted)], wanted)
+        room = back, rest
+        kernels.backward(moved, kept, moved_grads, room, cut, channels, tokens, token_walks, joins, channel_walks)
     for x, name in zip(back, SPEC.differentiable, strict=True):
         assert x is None or (x.dtype == inputs[name].dtype and x.is_contiguous()), name
     return {

@@ -42,16 +42,18 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
     slots = _slots(call)
-    out, made = room(call, call.v), prepared(call, slots, False)
+    out, rest = room(call, call.v)
+    made = prepared(call, slots, False, rest)
     states = kept(call).empty(call.v) if keep else None
     if walks.suits(call, made):
         *_, H, K, V, N = call.sizes
         final = torch.empty(N, H, K, V, dtype=torch.float32, device=call.v.device)
         cut = _cheapest(call, walks.FORWARD)
-        sums = walks.sums(call, slots, cut.tokens == 0)
+        sums = walks.sums(call, slots, cut.tokens == 0, rest)
         walks.walk(call, made, sums, out, states, final, cut, kernels.maps(call, made, cut, sums))
     else:
         final = kernels.forward(call, made, out, states, slots, _cut(call))
+    rest.end()
     return (out, final) if states is None else (out, final, states)
 
 
@@ -65,30 +67,40 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
     slots, states = _slots(call), outputs[2] if call.causal else outputs[1]
     do = call.v.new_zeros(()).expand(call.v.shape) if grads[0] is None else grads[0]
-    made = prepared(call, slots, True)
-    dq, dk, dv, dg, d_bonus = found = rooms(call, (call.q, call.k, call.v, call.log_decay, call.bonus), needs[:5])
+    found, rest = rooms(call, (call.q, call.k, call.v, call.log_decay, call.bonus), needs[:5])
+    made, (dq, dk, dv, dg, d_bonus) = prepared(call, slots, True, rest), found
     walked = walks.suits_back(call, made, do)
     if walked:
-        ends, d_state = _by_walks(call, made, states, do, grads[1], found, needs)
+        ends, d_state = _by_walks(call, made, states, do, grads[1], (found, rest), needs)
     else:
         cut = _cut(call, 2 if made is None else 4)
         ends, d_state = kernels_triton_backward.backward(call, made, states, do, grads[1], dv, needs, slots, cut)
     if made is not None or not walked:
         kernels_triton_keys.backward(call, made, states, ends, do, (dq, dk, dg, d_bonus), slots)
+    rest.end()
     return *found, d_state
 
 
 def _by_walks(
-    call: Call, made: Any, states: Tensor, do: Tensor, d_final: Tensor | None, found: Gradients, needs: list[bool]
+    call: Call,
+    made: Any,
+    states: Tensor,
+    do: Tensor,
+    d_final: Tensor | None,
+    found: tuple[Gradients, Any],
+    needs: list[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the states at the chunks' ends, of gates per channel, and of the first one; all else is `found`."""
+    """Gradients of the states at the chunks' ends, of gates per channel, and of the first one; all else is `found`.
+
+    That with its Rest (kernels_triton_packed.py).
+    """
     from foci.ops.decay import kernels_triton_backward, kernels_triton_keys
     from foci.ops.decay import kernels_triton_walks as walks
 
-    dq, dk, dv, dg, _ = found
+    (dq, dk, dv, dg, _), rest = found
     of_q, of_k, _, of_g, _, of_state = needs
     slots, cut = _slots(call), _cheapest(call, walks.BACKWARD if made is None else walks.FORWARD)
-    sums = walks.sums(call, slots, cut.tokens == 0)
+    sums = walks.sums(call, slots, cut.tokens == 0, rest)
     maps = kernels_triton_backward.maps(call, made, do, cut, sums)
     parts = ends = d_state = None
     if made is None and (of_q or of_k or of_g):

@@ -19,6 +19,7 @@ from foci.core.tune import Config, Target, configure, float_precision, launch, s
 from foci.tiles import near
 from foci.tiles.gates import ends, pairs, scaled
 from foci.tiles.memory import load_tile, store_tile
+from foci.tiles.rest import clear_rest
 from foci.tiles.state import chunk_at, working
 
 CHUNK = 64
@@ -42,13 +43,19 @@ class Pairs(NamedTuple):
 @triton.jit
 def pairs_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, g_ptr, bonus_ptr, offsets_ptr, risen_ptr, fallen_ptr, pairs_ptr, totals_ptr, sums_ptr, far_ptr,
-    q_strides, k_strides, g_strides, bonus_strides, T, N, H, R, K,
+    rest_a, rest_b, rest_c, rest_d, rest_e, rest_f, widths,
+    q_strides, k_strides, g_strides, bonus_strides, T, N, H, R, K, own,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head; in half precision as if all tokens were near (tiles/near.py), then of rows that are not.
 
-    Which rows these are depends on no later one.
+    Which rows these are depends on no later one. Behind its `own` programs are those of `clear_rest`.
     """
+    if widths is not None:  # noqa: SIM102  a constant and a tensor
+        if tl.program_id(0) >= own:
+            rest = tl.program_id(0) - own
+            clear_rest(rest_a, rest_b, rest_c, rest_d, rest_e, rest_f, widths, offsets_ptr, rest, N, T)
+            return
     OWN: tl.constexpr = bonus_ptr is None
     NEAR: tl.constexpr = k_ptr.dtype.element_ty != tl.float32
     h = (tl.program_id(0) % H).to(tl.int64)
@@ -110,8 +117,11 @@ def pairs_rule(dtype: torch.dtype, K: int, target: Target) -> Config:
     return Config({"BLOCK_K": side(K, 32)}, warps=8, stages=1)
 
 
-def prepared(call: Any, slots: int, summed: bool) -> Pairs | None:
-    """The Pairs of a call of gates per channel; `summed`: with `sums`, where dtypes use them."""
+def prepared(call: Any, slots: int, summed: bool, rest: Any) -> Pairs | None:
+    """The Pairs of a call of gates per channel; `summed`: with `sums`, where dtypes use them.
+
+    Takes the `rest` of outputs with it (kernels_triton_packed.py).
+    """
     B, T, G, H, K, _, N = call.sizes
     v, g, target = call.v, call.log_decay, target_of(call.v.device)
     if g is None or g.shape[3] == 1:
@@ -127,11 +137,12 @@ def prepared(call: Any, slots: int, summed: bool) -> Pairs | None:
     config = configure("linear_pairs", key, partial(pairs_rule, v.dtype, K), target, WIDTHS)
     # As many programs on a processor as without the far rows' levels, which rarely run: these may spill.
     room = {"maxnreg": 128} if target.arch == 90 and v.dtype == torch.bfloat16 else {}
+    more, given = rest.taken()
     launch(
         pairs_kernel,
-        (slots * H,),
-        call.q, call.k, g, call.bonus, call.offsets, risen, fallen, pairs, totals, sums, far,
-        call.q.stride(), call.k.stride(), strides(g), strides(call.bonus), T, N, H, H // G, K,
+        (slots * H + more,),
+        call.q, call.k, g, call.bonus, call.offsets, risen, fallen, pairs, totals, sums, far, *given,
+        call.q.stride(), call.k.stride(), strides(g), strides(call.bonus), T, N, H, H // G, K, slots * H,
         config=config, PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK, **room,
     )  # fmt: skip
     return Pairs(risen, fallen, pairs, totals, sums, far)

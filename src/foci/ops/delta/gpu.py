@@ -78,7 +78,8 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     wide_walks = import_module("foci.ops.delta.kernels_gluon") if wide and by[0] else None
     every = None if wide_walks is None else joins.by_maps(call, target, shares)
     made = triangles.first(call, parts, _slots(call), shares > 1, at_once, channel_chunks, every)
-    out = room(call, call.v)
+    out, rest = room(call, call.v)
+    rest.end()
     final = walks.forward(call, parts, made, out, shares, by, token_walks, joins, channel_walks, wide_walks)
     return (out, final) if buffer is None else (out, final, buffer)
 
@@ -96,8 +97,8 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     call, walks = call._replace(offsets=placed(NAME, call.offsets, call.v)), (token_walks, joins, channel_walks)
     parts, cut = _parts(call, outputs[2]), partial(pieces, call)
     arguments = call.q, call.k, call.v, call.beta, call.log_decay, call.erase, call.state
-    found = rooms(call, arguments, needs)
-    kernels.backward(call, parts, grads, found, cut, channels, tokens, *walks)
+    found, rest = rooms(call, arguments, needs)
+    kernels.backward(call, parts, grads, (found, rest), cut, channels, tokens, *walks)
     return found
 
 

@@ -229,10 +229,10 @@ def _walk_rule(K: int, V: int, wide: bool, target: Target) -> Config:
 class _Problem:
     """A call, its sizes, and its gradients: contiguous, each in its argument's dtype, None where not needed."""
 
-    def __init__(self, call: Any, found: Sequence[Tensor | None]) -> None:
+    def __init__(self, call: Any, found: Sequence[Tensor | None], rest: Any) -> None:
         self.call, self.target, self.g = call, target_of(call.q.device), call.log_decay
         self.B, self.T, self.G, self.H, self.K, self.V, self.N = call.sizes
-        self.found = found
+        self.found, self.rest = found, rest  # kernels_triton_packed.py
         self.erase = call.k if call.erase is None else call.erase
         self.per_channel = self.g is not None and self.g.shape[3] > 1
         self.constant = self.g is not None and self.g.shape[:2] != (self.B, self.T)
@@ -257,7 +257,7 @@ def backward(
     call: Any,
     kept: Sequence[Any],
     grads: Sequence[Tensor | None],
-    found: Sequence[Tensor | None],
+    room: tuple[Sequence[Tensor | None], Any],
     cut: Callable[..., Any],
     channels: Any,
     tokens: Any,
@@ -265,13 +265,15 @@ def backward(
     joins: Any,
     channel_walks: Any,
 ) -> None:
-    """Fills the gradients of q, k, v, beta, log_decay, erase and state (`found`), None where not needed.
+    """Fills the gradients of q, k, v, beta, log_decay, erase and state, None where not needed.
 
-    `kept`: what the forward left (gpu.py: Parts). `cut`: ops/delta/pieces.py.
+    `room`: these and their Rest (kernels_triton_packed.py). `kept`: what the forward left (gpu.py: Parts). `cut`:
+    ops/delta/pieces.py.
     What does each chunk's part: `channels` for gates per channel (kernels_triton_channels.py), `tokens` for others.
     `token_walks`, `channel_walks`: the walk where it can be that of the file of their name; `joins` as the forward's.
     """
-    problem = _Problem(call, found)
+    found, rest = room
+    problem = _Problem(call, found, rest)
     d_out = call.v.new_zeros(()).expand(call.v.shape) if grads[0] is None else grads[0]
     dv, behind = _walk(problem, kept, d_out, grads[1], cut, channels, token_walks, joins, channel_walks)
     if any(x is not None for x in (found[0], found[1], *found[3:6])):
@@ -279,6 +281,7 @@ def backward(
             channels.side_by_channel(problem, kept, d_out, dv, behind)
         else:
             tokens.side_by_token(problem, kept, d_out, dv, behind)
+    rest.end()
 
 
 def _room(problem: _Problem, two: bool) -> tuple[Tensor, Tensor | None]:

@@ -21,7 +21,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     from foci.ops.scan import kernels_triton
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.x))
-    out = room(call, call.x)
+    out, rest = room(call, call.x)
+    rest.end()
     return out, kernels_triton.forward(call, out, _cut(call))
 
 
@@ -33,7 +34,8 @@ def backward(
     from foci.ops.scan import kernels_triton
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.x))
-    found = rooms(call, (call.x, call.log_decay, call.state), needs)
+    found, rest = rooms(call, (call.x, call.log_decay, call.state), needs)
+    rest.end()
     kernels_triton.backward(call, outputs[0], grads, found, _cut(call))
     return found
 

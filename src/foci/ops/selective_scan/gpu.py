@@ -32,7 +32,8 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     from foci.ops.selective_scan import kernels_triton_forward
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.x))
-    out, states = room(call, call.x), kept(call).empty(call.x) if keep else None
+    (out, rest), states = room(call, call.x), kept(call).empty(call.x) if keep else None
+    rest.end()
     final = kernels_triton_forward.forward(call, out, states, KEEP, _cut(call))
     return (out, final) if states is None else (out, final, states)
 
@@ -45,7 +46,8 @@ def backward(
     from foci.ops.selective_scan import kernels_triton_backward
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.x))
-    found = rooms(call, (call.x, call.dt, call.A, call.B, call.C, call.skip, call.state), needs)
+    found, rest = rooms(call, (call.x, call.dt, call.A, call.B, call.C, call.skip, call.state), needs)
+    rest.end()
     kernels_triton_backward.backward(call, outputs[2], KEEP, grads, found, _cut(call))
     return found
 
