@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from foci.core.tune import interpreting
-from foci.tiles.rest import PROGRAMS, clear_rest
+from foci.tiles.rest import PROGRAMS, behind, clear_rest
 
 if not interpreting() and not torch.cuda.is_available():
     pytest.skip("kernels need a GPU or TRITON_INTERPRET=1, which `make test` sets for these", allow_module_level=True)
@@ -17,9 +17,12 @@ DEVICE = torch.device("cpu" if interpreting() else "cuda")
 
 
 @triton.jit
-def behind_kernel(x_ptr, y_ptr, widths, offsets_ptr, own, N, T):  # type: ignore[no-untyped-def]
-    if tl.program_id(0) >= own:
-        clear_rest(x_ptr, None, y_ptr, None, None, None, widths, offsets_ptr, tl.program_id(0) - own, N, T)
+def behind_kernel(x_ptr, y_ptr, own_ptr, widths, offsets_ptr, N, T):  # type: ignore[no-untyped-def]
+    rest = behind()
+    if rest >= 0:
+        clear_rest(x_ptr, None, y_ptr, None, None, None, widths, offsets_ptr, rest, N, T)
+        return
+    tl.store(own_ptr + tl.program_id(0), 1)
 
 
 @pytest.mark.parametrize("own", [0, 3])
@@ -32,8 +35,9 @@ def test_tokens_of_no_document_are_zero_and_no_others(
 ) -> None:
     T, N = 300, len(offsets) - 1
     x, y = torch.ones(T, 70, device=DEVICE), torch.ones(T, 1, dtype=torch.float16, device=DEVICE)
-    there = torch.tensor(offsets, device=DEVICE)
-    behind_kernel[(own + PROGRAMS.value,)](x, y, (70, 0, 1, 0, 0, 0), there, own, N, T)
+    there, seen = torch.tensor(offsets, device=DEVICE), torch.zeros(5, dtype=torch.int32, device=DEVICE)
+    behind_kernel[(own + PROGRAMS.value,)](x, y, seen, (70, 0, 1, 0, 0, 0), there, N, T)
+    assert seen.tolist() == [1] * own + [0] * (5 - own)
     for found in x, y:
         assert bool((found[start:stop] == 1).all())
         assert not found[:start].any() and not found[stop:].any()

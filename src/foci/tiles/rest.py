@@ -12,6 +12,12 @@ BLOCK: tl.constexpr = tl.constexpr(1024)
 
 
 @triton.jit
+def behind():  # type: ignore[no-untyped-def]
+    """Which of PROGRAMS behind a launch's own this one is; below 0 it is one of those."""
+    return tl.program_id(0) - (tl.num_programs(0) - PROGRAMS)
+
+
+@triton.jit
 def _clear(x_ptr, width, index, start, stop, T):  # type: ignore[no-untyped-def]
     """Rows of x [T,width] before `start`, and from `stop` on."""
     if x_ptr is not None:

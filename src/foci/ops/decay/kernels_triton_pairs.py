@@ -19,7 +19,7 @@ from foci.core.tune import Config, Target, configure, float_precision, launch, s
 from foci.tiles import near
 from foci.tiles.gates import ends, pairs, scaled
 from foci.tiles.memory import load_tile, store_tile
-from foci.tiles.rest import clear_rest
+from foci.tiles.rest import behind, clear_rest
 from foci.tiles.state import chunk_at, working
 
 CHUNK = 64
@@ -44,16 +44,16 @@ class Pairs(NamedTuple):
 def pairs_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, g_ptr, bonus_ptr, offsets_ptr, risen_ptr, fallen_ptr, pairs_ptr, totals_ptr, sums_ptr, far_ptr,
     rest_a, rest_b, rest_c, rest_d, rest_e, rest_f, widths,
-    q_strides, k_strides, g_strides, bonus_strides, T, N, H, R, K, own,
+    q_strides, k_strides, g_strides, bonus_strides, T, N, H, R, K,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head; in half precision as if all tokens were near (tiles/near.py), then of rows that are not.
 
-    Which rows these are depends on no later one. Behind its `own` programs are those of `clear_rest`.
+    Which rows these are depends on no later one. Behind its programs are those of `clear_rest`.
     """
-    if widths is not None:  # noqa: SIM102  a constant and a tensor
-        if tl.program_id(0) >= own:
-            rest = tl.program_id(0) - own
+    if widths is not None:
+        rest = behind()
+        if rest >= 0:
             clear_rest(rest_a, rest_b, rest_c, rest_d, rest_e, rest_f, widths, offsets_ptr, rest, N, T)
             return
     OWN: tl.constexpr = bonus_ptr is None
@@ -142,7 +142,7 @@ def prepared(call: Any, slots: int, summed: bool, rest: Any) -> Pairs | None:
         pairs_kernel,
         (slots * H + more,),
         call.q, call.k, g, call.bonus, call.offsets, risen, fallen, pairs, totals, sums, far, *given,
-        call.q.stride(), call.k.stride(), strides(g), strides(call.bonus), T, N, H, H // G, K, slots * H,
+        call.q.stride(), call.k.stride(), strides(g), strides(call.bonus), T, N, H, H // G, K,
         config=config, PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK, **room,
     )  # fmt: skip
     return Pairs(risen, fallen, pairs, totals, sums, far)

@@ -24,7 +24,7 @@ from torch import Tensor
 from foci.core.tune import Config, Target, by_tma, configure, launch, side, strides, target_of
 from foci.tiles.memory import load_tile, opened, store_tile
 from foci.tiles.near import store_powers
-from foci.tiles.rest import clear_rest
+from foci.tiles.rest import behind, clear_rest
 from foci.tiles.state import chunk_at, sequence
 from foci.tiles.stretches import join_states, stretch
 
@@ -38,13 +38,13 @@ ROWS: tl.constexpr = tl.constexpr(9)  # of CHUNK numbers, that a block of channe
 
 @triton.jit
 def sums_kernel(  # type: ignore[no-untyped-def]
-    g_ptr, sums_ptr, offsets_ptr, rest_a, rest_b, rest_c, rest_d, rest_e, rest_f, widths, g_strides, T, N, H, own,
+    g_ptr, sums_ptr, offsets_ptr, rest_a, rest_b, rest_c, rest_d, rest_e, rest_f, widths, g_strides, T, N, H,
     CHUNK: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """What chunks' gates sum to, where no launch before it has made it beside maps; behind that `clear_rest`."""
-    if widths is not None:  # noqa: SIM102  a constant and a tensor
-        if tl.program_id(0) >= own:
-            rest = tl.program_id(0) - own
+    if widths is not None:
+        rest = behind()
+        if rest >= 0:
             clear_rest(rest_a, rest_b, rest_c, rest_d, rest_e, rest_f, widths, offsets_ptr, rest, N, T)
             return
     store_powers(sums_ptr, g_ptr, g_strides, offsets_ptr, tl.program_id(0), T, N, H, CHUNK, BLOCK_H)
@@ -306,10 +306,10 @@ def sums(call: Any, slots: int, made: bool, rest: Any) -> Tensor | None:
     found = torch.empty(slots, H, CHUNK, dtype=torch.float32, device=g.device)
     if made:
         config = Config({"BLOCK_H": side(H, 16)}, warps=4, stages=1)
-        own, (more, given) = slots * -(-H // config["BLOCK_H"]), rest.taken()
+        more, given = rest.taken()
         launch(
-            sums_kernel, (own + more,),
-            g, found, call.offsets, *given, strides(g), T, N, H, own, config=config, CHUNK=CHUNK,
+            sums_kernel, (slots * -(-H // config["BLOCK_H"]) + more,),
+            g, found, call.offsets, *given, strides(g), T, N, H, config=config, CHUNK=CHUNK,
         )  # fmt: skip
     return found
 

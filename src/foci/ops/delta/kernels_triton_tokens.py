@@ -35,7 +35,7 @@ from foci.tiles.chunk_backward import across, load_in_two, onto, store_in_two
 from foci.tiles.gates import by_ends, by_pairs, load_gates
 from foci.tiles.memory import load_tile, store_tile
 from foci.tiles.pairs import parted
-from foci.tiles.rest import clear_rest
+from foci.tiles.rest import behind, clear_rest
 from foci.tiles.state import chunk_at, rounded, working
 from foci.tiles.whole import read, within, write
 
@@ -307,17 +307,17 @@ def pairs_of(  # type: ignore[no-untyped-def]
 @triton.jit
 def gates_kernel(  # type: ignore[no-untyped-def]
     beta_ptr, g_ptr, offsets_ptr, rows_ptr, totals_ptr, d_beta_ptr, d_g_ptr,
-    rest_a, rest_b, rest_c, rest_d, rest_e, rest_f, widths, beta_strides, g_strides, T, N, H, K, tokens, own,
+    rest_a, rest_b, rest_c, rest_d, rest_e, rest_f, widths, beta_strides, g_strides, T, N, H, K, tokens,
     BLOCKS: tl.constexpr, CONSTANT: tl.constexpr, NEAR: tl.constexpr, TWO: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Gradients of beta and gates of one chunk and BLOCK_H heads, from what both kernels above left in rows.
 
-    BLOCKS of K. CONSTANT: d_g [chunks,H], the sum over tokens. Behind its `own` programs are those of `clear_rest`.
+    BLOCKS of K. CONSTANT: d_g [chunks,H], the sum over tokens. Behind its programs are those of `clear_rest`.
     """
-    if widths is not None:  # noqa: SIM102  a constant and a tensor
-        if tl.program_id(0) >= own:
-            rest = tl.program_id(0) - own
+    if widths is not None:
+        rest = behind()
+        if rest >= 0:
             clear_rest(rest_a, rest_b, rest_c, rest_d, rest_e, rest_f, widths, offsets_ptr, rest, N, T)
             return
     chunk, h0 = tl.program_id(0) // tl.cdiv(H, BLOCK_H), tl.program_id(0) % tl.cdiv(H, BLOCK_H) * BLOCK_H
@@ -461,11 +461,11 @@ def side_by_token(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Any, 
     )  # fmt: skip
     if d_beta is not None or d_g is not None:
         config = configure("delta_backward_gates", (), _gates_rule, problem.target)
-        own, (more, rest) = problem.chunks * -(-problem.H // config["BLOCK_H"]), problem.rest.taken()
+        more, rest = problem.rest.taken()
         launch(
-            gates_kernel, (own + more,),
+            gates_kernel, (problem.chunks * -(-problem.H // config["BLOCK_H"]) + more,),
             call.beta, g, call.offsets, rows, totals, d_beta, d_g, *rest, call.beta.stride(), strides(g),
-            problem.T, problem.N, problem.H, problem.K, rows[0].numel(), own,
+            problem.T, problem.N, problem.H, problem.K, rows[0].numel(),
             config=config, BLOCKS=blocks, CONSTANT=problem.constant, NEAR=call.q.dtype != torch.float32,
             TWO=low is not None, CHUNK=CHUNK,
         )  # fmt: skip
