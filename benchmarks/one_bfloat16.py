@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from foci.ops.delta.api import delta_rule
+from foci.ops.delta.kernels_triton_chunks import ALIKE
 
 SHAPES = ((4, 8192, 16, 32), (1, 8192, 16, 32))  # rows, tokens, heads of keys and of values
-CHUNK, K, BOUND = 64, 128, 0.2  # ops/delta/kernels_triton_chunks.py: ALIKE
+CHUNK, K = 64, 128
 
 
 def inputs(
@@ -71,7 +72,7 @@ def walked(call: dict[str, Any], rounds: bool) -> tuple[Tensor, Tensor]:
         rise, fall = c.exp()[:, None], (c[-1] - c).exp()[:, None] * write[:, None]
         W = (c[:, None] - c[None, :]).exp().tril() * write
         E, A = (keys @ keys.mT * W).tril(-1), queries @ keys.mT * W * scale
-        exact = (E.square().sum(1) > BOUND).cumsum(0)[:, None] > 0
+        exact = (E.square().sum(1) > ALIKE.value).cumsum(0)[:, None] > 0
 
         def one(x: Tensor, exact: Tensor = exact) -> Tensor:
             high = rounded(x)
@@ -105,6 +106,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--emulate", type=int, metavar="PROBLEMS")
     count = parser.parse_args().emulate
+    if count is not None and count < 1:
+        parser.error(f"argument --emulate: {count}: expected a number of problems above 0")
     if count:
         worst = emulated(count)
         print(f"{count} problems, {sum(each[0] > 0.5 for each in worst)} over 0.5 %; the worst:")

@@ -180,6 +180,7 @@ class Engine:
         self.thread.join(PATIENCE)
         if self.error is not None:
             raise self.error
+        assert not self.thread.is_alive(), "copies that do not end"
 
 
 class Product:
@@ -244,8 +245,7 @@ class Gluon:
         def go(function: Any, arguments: tuple[Any, ...]) -> None:
             try:
                 function(*map(plain, arguments))
-                assert not self.own.products, "a product that nobody waits for"
-                self.store_wait(0)
+                assert not self.own.products and not self.own.stores, "a product or a store that nobody waits for"
             except BaseException as error:
                 errors.append(error)
 
@@ -256,6 +256,7 @@ class Gluon:
             thread.join(2 * PATIENCE)
         if errors:
             raise errors[0]
+        assert not any(thread.is_alive() for thread in threads), "warps that do not end"
 
     def init(self, bar: Barrier, count: int) -> None:
         bar.count = bar.missing = count
@@ -318,12 +319,12 @@ class Gluon:
         named |= {name: x.fn for name, x in functions.items()}
         others = {x.fn.__globals__["__name__"] for x in functions.values()} - {module.__name__}
         with ExitStack() as stack:
+            stack.callback(self.engine.end)
             stack.enter_context(mock.patch.multiple(module, **named))
             for other in others:
                 stack.enter_context(mock.patch(f"{other}.tl", self.triton()))
             for self.program in range(grid[0]):
                 kernel.fn(*given, **meta)
-        self.engine.end()
 
     def triton(self) -> SimpleNamespace:
         """What is used of Triton's language by device functions of both."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foci.tiles.state import in_two, rounded
+from foci.tiles.state import halves, in_two, rounded
 
 
 @triton.jit
@@ -68,18 +68,19 @@ def inverse_in_two(blocks, exact=None, TWO: tl.constexpr = True):  # type: ignor
     one bfloat16.
     """
     own, b, b_low, left, left_low = blocks
-    t = tl.arange(0, 64)[:, None]
+    t, zero = tl.arange(0, 64)[:, None], tl.zeros([64, 64], tl.float32)
     i = t // 16
     X = tl.reshape(inverse_of_16(own, exact, TWO), [64, 16])
     x, x_low = parts(X, t, exact, TWO)
-    m, m_low = parts(tl.reshape(product(by_16(x), by_16(x_low), b, b_low, TWO), [64, 16]), t, exact, TWO)
-    by_first, by_third = parted(product(m, m_low, in_a_row(x), in_a_row(x_low), TWO))
+    m = product(by_16(x), by_16(x_low), b, b_low, tl.zeros([4, 16, 16], tl.float32), TWO)
+    m, m_low = parts(tl.reshape(m, [64, 16]), t, exact, TWO)
+    by_first, by_third = parted(product(m, m_low, in_a_row(x), in_a_row(x_low), zero, TWO))
     M = tl.where(i < 2, parted(by_first)[0], parted(by_third)[0])
     X = joined(tl.where(i % 2 == 1, M, X), tl.where(i % 2 == 1, X, 0.0))
     x, x_low = parts(X, t, exact, TWO)
-    _, M = parted(product(x, x_low, left, left_low, TWO))
+    _, M = parted(product(x, x_low, left, left_low, zero, TWO))
     m, m_low = parts(M, t, exact, TWO)
-    M, _ = parted(product(m, m_low, in_a_row(x), in_a_row(x_low), TWO))
+    M, _ = parted(product(m, m_low, in_a_row(x), in_a_row(x_low), zero, TWO))
     return joined(tl.where(i < 2, X, M), tl.where(i < 2, 0.0, X))
 
 
@@ -90,7 +91,7 @@ def inverse_of_16(N, exact, TWO: tl.constexpr):  # type: ignore[no-untyped-def]
     Next to X its transpose Y: as a right operand a thread holds of a matrix what it holds of the transpose as a result,
     so that with both no product waits for numbers of another thread.
     """
-    t = tl.arange(0, 16)
+    t, zero = tl.arange(0, 16), tl.zeros([4, 16, 16], tl.float32)
     block, rows = tl.arange(0, 4)[:, None, None] * 16, t[None, :, None]
     n, n_low = parts(N, rows + block, exact, TWO)
     n, n_low = turned(n), turned(n_low)
@@ -99,10 +100,13 @@ def inverse_of_16(N, exact, TWO: tl.constexpr):  # type: ignore[no-untyped-def]
     for i in tl.static_range(1, 4):
         x, x_low = parts(X, rows + block, exact, TWO)
         y, y_low = parts(Y, turned(rows) + block, exact, TWO)
-        c, c_low = parts(product(y, y_low, n, n_low, TWO), turned(rows) + block, exact, TWO)  # the transpose of N X
-        X = tl.where(meeting(i)[None, :, :], product(x, x_low, turned(c), turned(c_low), TWO), X)
+        c, c_low = parts(
+            product(y, y_low, n, n_low, zero, TWO), turned(rows) + block, exact, TWO
+        )  # the transpose of N X
+        X = tl.where(meeting(i)[None, :, :], product(x, x_low, turned(c), turned(c_low), zero, TWO), X)
         if i < 3:
-            Y = tl.where(tl.trans(meeting(i))[None, :, :], product(c, c_low, turned(x), turned(x_low), TWO), Y)
+            found = product(c, c_low, turned(x), turned(x_low), zero, TWO)
+            Y = tl.where(tl.trans(meeting(i))[None, :, :], found, Y)
     return X
 
 
@@ -120,13 +124,9 @@ def parts(x, t, exact, TWO: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def product(high, low, above, below, TWO: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of `parts`: as `halves` of tiles/state.py, or of the first ones."""
-    if TWO:
-        x = tl.dot(high, above, tl.dot(high, below, tl.dot(low, above)))
-    else:
-        x = tl.dot(high, above)
-    return x
+def product(high, low, above, below, z, TWO: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`halves` of `parts`, or of the first ones alone."""
+    return halves(high, low, above, below, z) if TWO else tl.dot(high, above, z)
 
 
 @triton.jit

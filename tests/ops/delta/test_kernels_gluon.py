@@ -71,7 +71,7 @@ def test_the_budget_holds(options: dict[str, Any], monkeypatch: pytest.MonkeyPat
 
 @on_hopper
 def test_where_keys_are_alike_it_is_as_exact_as_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By one bfloat16 of each number this is at 20e-3."""
+    """By one bfloat16 of each number out misses the budget (as threads: 6.9e-3)."""
     inputs = problem(T=8192, H=32, G=16, alike="identical", beta=2.0, state=True)
     found, beside = (walked(inputs, wide, monkeypatch) for wide in (True, False))
     for x, y in zip(found, beside, strict=True):

@@ -10,7 +10,7 @@ from the first one on in their chunk whose keys are alike (kernels_triton_chunks
 multiplies both, and those before have 0 as the second, so that what comes later changes no bit.
 
 Gluon says where every number lies: a product's sums are the next one's left operand in the same registers, turned over
-as there. It has no interpreter: without a GPU these kernels are compiled, with one they are held to the equation.
+as there. It has no interpreter: the tests hold these kernels to the equation as threads on a CPU, and on a GPU.
 """
 
 from __future__ import annotations

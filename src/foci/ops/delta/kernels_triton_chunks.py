@@ -103,6 +103,7 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
     # What is past the end has no key, so that X is there the unit matrix's and 0 beside it.
     minus = times(E * W, (beta * -1.0)[None, :])
     there = (row * T * H + h) * CHUNK
+    exact = None
     if exact_ptr is None:
         blocks = blocks_in_two(minus)
     if reach_ptr is not None:  # I - beta k k^T makes nothing longer than this
@@ -128,19 +129,15 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
         if KEEP:  # what is no number in a query is none in gradients before it, and in no later output
             reach = tl.where(tl.sum(tl.sum(A * 0.0, 1), 0) == 0.0, reach, tl.maximum(reach, UNREAD))
         tl.store(reach_ptr + slot * H + h, reach)
+    high, low = parts(times(A * W, (beta * scale)[None, :]), t[:, None], exact, True)
+    write(A_ptr + 2 * there, high, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
     if exact_ptr is None:
-        high, low = in_two(times(A * W, (beta * scale)[None, :]))
-        write(A_ptr + 2 * there, high, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
         write(A_ptr + 2 * there + CHUNK, low, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
         above, below = in_two(inverse_in_two(blocks))
         write(X_ptr + 2 * there, above, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
         write(X_ptr + 2 * there + CHUNK, below, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
-    else:
-        W = tl.where(t[:, None] >= t[None, :], tl.exp2(c[:, None] - c[None, :]), 0.0)
-        high, low = parts(times(A * W, (beta * scale)[None, :]), t[:, None], exact, True)
-        write(A_ptr + 2 * there, high, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
-        if exact < CHUNK:
-            write(A_ptr + 2 * there + CHUNK, low, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
+    elif exact < CHUNK:
+        write(A_ptr + 2 * there + CHUNK, low, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
 
 
 def fits(call: Any, target: Target) -> bool:
