@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from foci.bench.measure import Way, clock_on, interleave
+from foci.bench.measure import ASLEEP, Way, clock_on, interleave
 from foci.ops.delta import gpu
 from foci.ops.delta.call import Call, bind
 from foci.ops.delta.cases import Delta
@@ -32,7 +32,6 @@ WAYS = {
     "gates or maps": {},
     "gates alone": {"token_joins.by_maps": lambda *_: False},
 }
-ASLEEP = 6_000_000  # cycles: 3 ms, where the slowest host takes 1 to launch a stage
 WHERE = "foci.ops.delta.kernels_triton_"
 
 

@@ -44,8 +44,8 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def offsets() -> Tensor:
-    return empty(DOCUMENTS + 1, dtype=torch.int64)
+def offsets(documents: int = DOCUMENTS) -> Tensor:
+    return empty(documents + 1, dtype=torch.int64)
 
 
 def softmax(
@@ -170,6 +170,8 @@ _LINEAR = (
     Specimen("linear", "per channel", recurrence(decay="channel")),
     Specimen("linear", "per channel, bonus", recurrence(K=64, G=32, H=32, decay="channel", bonus=True)),
     Specimen("linear", "packed, per token", recurrence(decay="token", packed=True, state=True)),
+    # A number that is 1 is a constant, of which a compiler makes something else.
+    Specimen("linear", "one document", recurrence(decay="token", packed=True, offsets=offsets(1)), where="sm_90"),
     # Few enough to be cut: states are walked twice.
     Specimen("linear", "one head, per token", recurrence(G=1, H=1, decay="token"), where="sm_90"),
     Specimen("linear", "one head, per channel", recurrence(G=1, H=1, decay="channel", state=True), where="sm_90"),
@@ -208,6 +210,12 @@ _DELTA = (
         where="sm_90",
     ),
     Specimen("delta", "packed Gated DeltaNet", recurrence(beta=True, decay="token", packed=True, state=True)),
+    Specimen(
+        "delta",
+        "Gated DeltaNet of one document",
+        recurrence(beta=True, decay="token", packed=True, offsets=offsets(1)),
+        where="sm_90",
+    ),
     *_rest(
         "delta",
         {

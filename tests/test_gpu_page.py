@@ -250,6 +250,13 @@ def test_the_page_of_the_house_says_what_its_records_say() -> None:
         ours = next(r.median for r in records if (r.problem, r.candidate, r.stage) == (shape, "foci", "forward"))
         named = shape.removeprefix("Qwen GDN ").removesuffix("x128")
         assert f"| {named} | {(ours or 0) * 1e3:.3f} | {ratio(shape, 'forward', peer='FLA')} " in goals
+        timed = {r.candidate: r.alone for r in records if (r.problem, r.stage) == (shape, "forward")}
+        mine, alone = timed["foci"], []
+        for peer in ("FLA chunk_gated_delta_rule", "FlashQLA"):
+            theirs = timed[peer]
+            alone.append(f"{theirs / mine:.2f}" if mine and theirs else "before")
+        row = next(line for line in goals.splitlines() if line.startswith(f"| {named} | "))
+        assert [row.replace("*", "").split(" | ")[place] for place in (3, 6)] == alone
         beside = (ratio(shape, stage, peer="FlashQLA") for stage in gpu_page.STAGES)
         assert re.search(rf"\| {re.escape(named)} \|.* \| {' [|] '.join(beside)} \|\n", goals)
     kernels = [

@@ -206,12 +206,13 @@ def _line(each: Record, rounds: int) -> str:
         return f"{head} -  {each.refused}"
     error = "not compared" if each.error is None else f"{each.error:.2f} of its budget"
     host = "" if each.host is None else f", host {each.host * 1e6:.0f} us{', which rules' * each.host_bound}"
+    alone = "" if each.alone is None else f", the GPU alone {each.alone * 1e3:.3f} ms"
     few = f", {each.rounds} rounds" if each.rounds is not None and each.rounds < rounds else ""
     without = f", no gradient of {each.without}" if each.without else ""
     return (
         f"{head} {each.median * 1e3:9.3f} ms ({(each.fast or 0) * 1e3:.3f} .. {(each.slow or 0) * 1e3:.3f})  "
         f"{rate(each.flops / each.median):>12}, {each.floor / each.median:4.0%} of the ceiling, "
-        f"{(each.peak or 0) / 2**20:.0f} MiB{host}, error {error}{few}{without}"
+        f"{(each.peak or 0) / 2**20:.0f} MiB{host}{alone}, error {error}{few}{without}"
     )
 
 

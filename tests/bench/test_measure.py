@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
+from foci.bench import measure
 from foci.bench.measure import Sample, Way, clock, clock_on, host_seconds, interleave, ratio
 
 
@@ -89,3 +91,18 @@ def test_the_host_is_timed_call_by_call() -> None:
     runs: list[int] = []
     assert host_seconds(lambda: runs.append(1), rounds=3) >= 0
     assert len(runs) == 3
+
+
+def test_a_gpu_is_timed_alone_where_it_sleeps_longer_than_the_host_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def slept(device: torch.device, *, clean: bool = False, asleep: int = 0) -> Any:
+        asked.append((device.type, asleep))
+        return lambda run: run()
+
+    monkeypatch.setattr(measure, "clock_on", slept)
+    ways = {"ours": Way(lambda: 2e-4), "theirs": Way(lambda: 3e-4), "a loop": Way(lambda: 4e-2)}
+    hosts = {"ours": 1e-4, "theirs": 1.2e-3, "a loop": 3e-2}
+    assert measure.alone(ways, hosts, torch.device("cuda")) == {"ours": 2e-4, "theirs": 3e-4}
+    assert asked == [("cuda", measure.ASLEEP)]
+    assert measure.alone(ways, hosts, torch.device("cpu")) == {} and len(asked) == 1

@@ -94,7 +94,7 @@ def test_what_another_launch_has_taken_is_not_cleared_again() -> None:
 
 @pytest.mark.parametrize(
     ("operator", "gates", "forward", "backward"),
-    [("linear", 4, 2, 3), ("linear", 3, 2, 3), ("linear", 0, 2, 3), ("delta", 3, 3, 4), ("delta", 4, 4, 5)],
+    [("linear", 4, 2, 3), ("linear", 3, 2, 3), ("linear", 0, 2, 3), ("delta", 3, 2, 4), ("delta", 4, 4, 5)],
 )
 def test_documents_take_no_launch_more_where_another_has_programs_for_them(
     operator: str, gates: int, forward: int, backward: int

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foci.tiles.memory import document, load_tile, store_tile
+from foci.tiles.memory import load_tile, store_tile
 from tests.ops.in_triton import DEVICE
 
 ROWS, COLUMNS = 5, 3
@@ -26,16 +26,6 @@ def load_kernel(x_ptr, out_ptr, row0, col0, rows, cols, x_row, x_col, BLOCK_R: t
     tile = load_tile(x_ptr, row0, rows, x_row, col0, cols, x_col, BLOCK_R, BLOCK_C)
     places = tl.arange(0, BLOCK_R)[:, None] * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     tl.store(out_ptr + places, tile)
-
-
-@triton.jit
-def document_kernel(offsets_ptr, out_ptr, N, T, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
-    chunk = tl.program_id(0)
-    found, start, stop, place = document(offsets_ptr, N, chunk, T, BLOCK_T, BLOCK_N)
-    tl.store(out_ptr + 4 * chunk, found)
-    tl.store(out_ptr + 4 * chunk + 1, start)
-    tl.store(out_ptr + 4 * chunk + 2, stop)
-    tl.store(out_ptr + 4 * chunk + 3, place)
 
 
 def strided(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -90,29 +80,3 @@ def test_a_stride_of_0_is_one_row_many_times() -> None:
     out = torch.empty(ROWS, 3, device=DEVICE)
     copy_kernel[(1,)](x, out, 0, 0, ROWS, 3, x.stride(), out.stride(), 8, 4)
     assert torch.equal(out, x)
-
-
-def documents(offsets: list[int], T: int, chunks: int, BLOCK_T: int, BLOCK_N: int, dtype: torch.dtype) -> list:
-    out = torch.full((chunks, 4), -7, dtype=torch.int32, device=DEVICE)
-    values = torch.tensor(offsets, dtype=dtype, device=DEVICE)
-    document_kernel[(chunks,)](values, out, len(offsets) - 1, T, BLOCK_T, BLOCK_N)
-    return out.tolist()
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("BLOCK_N", [2, 4, 8])
-@pytest.mark.parametrize("lengths", [[9], [3, 1, 4, 8], [0, 5, 0, 0, 4, 12, 0], [0, 0, 0, 1], [4] * 9])
-def test_every_chunk_finds_its_document(lengths: list[int], BLOCK_N: int, dtype: torch.dtype) -> None:
-    offsets = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
-    expected = [
-        [n, offsets[n], offsets[n + 1], place] for n, length in enumerate(lengths) for place in range(-(-length // 4))
-    ]
-    found = documents(offsets, offsets[-1], len(expected) + 2, 4, BLOCK_N, dtype)
-    assert found[:-2] == expected
-    assert [row[0] for row in found[-2:]] == [-1, -1]
-
-
-def test_offsets_that_lie_never_lead_outside() -> None:
-    for offsets in ([0, -5, 99, 3], [-3, 50], [7, 2, 9]):
-        for found, start, stop, _ in documents(offsets, 10, 6, 4, 4, torch.int64):
-            assert found == -1 or 0 <= start <= stop <= 10, offsets

@@ -31,9 +31,9 @@ def _sequences(offsets_ptr, out_ptr, T, CHUNK: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
-def _chunks(offsets_ptr, out_ptr, N, T, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _chunks(offsets_ptr, out_ptr, N, T, CHUNK: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     c = tl.program_id(0)
-    n, b, first, stop, slot = chunk_at(offsets_ptr, c, N, T, CHUNK, BLOCK_N)
+    n, b, first, stop, slot = chunk_at(offsets_ptr, c, N, T, CHUNK, WIDE)
     tl.store(out_ptr + 5 * c, n)
     tl.store(out_ptr + 5 * c + 1, b)
     tl.store(out_ptr + 5 * c + 2, first)
@@ -68,6 +68,39 @@ def test_who_walks_and_who_takes_a_chunk_agree(offsets: tuple[int, ...] | None, 
     assert len(set(slots)) == len(slots) and max(slots) < count
     bounds = [(0, T)] * B if offsets is None else list(itertools.pairwise(offsets))
     assert [tuple(row[1:3]) for row in walks.tolist()] == bounds
+
+
+def _taken(offsets: list[int], T: int, WIDE: int, dtype: torch.dtype = torch.int64) -> list[list[int]]:
+    N = len(offsets) - 1
+    takes = torch.full((T // CHUNK + N + 2, 5), -7, dtype=torch.int32, device=DEVICE)
+    _chunks[(takes.shape[0],)](torch.tensor(offsets, dtype=dtype, device=DEVICE), takes, N, T, CHUNK, WIDE)
+    return takes.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("WIDE", [2, 4, 32])
+@pytest.mark.parametrize(
+    "lengths", [[9], [16], [12, 4, 16, 32], [0, 20, 0, 0, 16, 48, 0], [0, 0, 0, 1], [16] * 9, [1] * 70, [0] * 33 + [99]]
+)
+@pytest.mark.parametrize("start", [0, 5, 40])
+def test_every_slot_finds_its_document_however_many_there_are(
+    start: int, lengths: list[int], WIDE: int, dtype: torch.dtype
+) -> None:
+    offsets = [start + sum(lengths[:n]) for n in range(len(lengths) + 1)]
+    expected = [
+        [n, 0, first, stop, begin // CHUNK + n + i]
+        for n, (begin, stop) in enumerate(itertools.pairwise(offsets))
+        for i, first in enumerate(range(begin, stop, CHUNK))
+    ]
+    found = _taken(offsets, offsets[-1] + 3, WIDE, dtype)
+    assert [row for row in found if row[0] >= 0] == expected
+    assert all(row[0] == -1 for row in found if row[-1] not in {each[-1] for each in expected})
+
+
+def test_offsets_that_lie_never_lead_outside() -> None:
+    for offsets in ([0, -5, 99, 3], [-3, 50], [7, 2, 9], [99, 99, 99], [40, 20, 0, 10]):
+        for n, _, first, stop, _ in _taken(offsets, 50, 2):
+            assert n == -1 or 0 <= first < stop <= 50, offsets
 
 
 def test_there_is_room_for_every_slot() -> None:

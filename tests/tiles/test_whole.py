@@ -14,9 +14,9 @@ from tests.tiles.test_memory import COLUMNS, ROWS, strided
 
 
 @triton.jit
-def _copy(x_ptr, y_ptr, row, rows, stride, column, columns, step, WHOLE: tl.constexpr):
-    tile = read(x_ptr, row, rows, stride, column, columns, step, 16, 32, WHOLE)
-    write(y_ptr, tile, row, rows, columns, column, columns, WHOLE)
+def _copy(x_ptr, y_ptr, row, rows, stride, column, columns, step, WHOLE: tl.constexpr, EVEN: tl.constexpr):
+    tile = read(x_ptr, row, rows, stride, column, columns, step, 16, 32, WHOLE, EVEN)
+    write(y_ptr, tile, row, rows, columns, column, columns, WHOLE, EVEN)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -24,9 +24,9 @@ def test_a_whole_tile_comes_and_goes_as_with_masks(turned: bool) -> None:
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     x = x.t().contiguous().t() if turned else x
     for row, column in (0, 0), (16, 32), (48, 64):
-        for whole in (False, True):
+        for whole, even in ((False, False), (False, True), (True, False)):
             y = torch.zeros(64, 96, device=DEVICE)
-            _copy[(1,)](x, y, row, 64, x.stride(0), column, 96, x.stride(1), whole)
+            _copy[(1,)](x, y, row, 64, x.stride(0), column, 96, x.stride(1), whole, even)
             expected = torch.zeros_like(y)
             expected[row : row + 16, column : column + 32] = x[row : row + 16, column : column + 32]
             assert torch.equal(y, expected)
@@ -34,8 +34,14 @@ def test_a_whole_tile_comes_and_goes_as_with_masks(turned: bool) -> None:
 
 def test_with_masks_nothing_outside_is_written() -> None:
     x, y = torch.ones(64, 96, device=DEVICE), torch.zeros(64, 96, device=DEVICE)
-    _copy[(1,)](x, y, 56, 64, 96, 80, 96, 1, False)
+    _copy[(1,)](x, y, 56, 64, 96, 80, 96, 1, False, False)
     assert y.sum() == 8 * 16
+
+
+def test_where_columns_are_whole_rows_outside_are_not_written() -> None:
+    x, y = torch.ones(64, 96, device=DEVICE), torch.zeros(64, 96, device=DEVICE)
+    _copy[(1,)](x, y, 40, 50, 96, 64, 96, 1, False, True)
+    assert y.sum() == 10 * 32 and y[40:50, 64:].all()
 
 
 def test_which_tiles_32_bits_can_count() -> None:

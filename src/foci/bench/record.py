@@ -20,8 +20,9 @@ class Record:
     `fault`: "wrong" of such a result, the class of an error that was raised; none of what is declined.
     `error` is the share of the error budget that the result uses, None where nothing could be compared; `without`
     names what the candidate gives no gradient of. `rounds`: of how many runs `median` is. `host` is the time until a
-    call returns on a GPU. `floor` is the least time that the work takes at the ceilings of the machine (`machine`,
-    `date`: where and when).
+    call returns on a GPU; `alone` that of the GPU, where all is launched before the first kernel begins, as in a CUDA
+    graph, None where the host takes too long for that. `floor` is the least time that the work takes at the ceilings of
+    the machine (`machine`, `date`: where and when).
     """
 
     operator: str
@@ -35,6 +36,7 @@ class Record:
     slow: float | None = None
     rounds: int | None = None
     host: float | None = None
+    alone: float | None = None
     peak: int | None = None
     flops: float | None = None
     bytes: float | None = None

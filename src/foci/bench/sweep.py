@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foci.bench.ceilings import Ceilings
-from foci.bench.measure import Sample, Way, clock_on, host_seconds, interleave
+from foci.bench.measure import Sample, Way, alone, clock_on, host_seconds, interleave
 from foci.bench.memory import peak_memory
 from foci.bench.record import STAGES, Record
 from foci.core.errors import Unsupported
@@ -212,6 +212,8 @@ def _timed(
     taken = interleave(
         ways, rounds=options.rounds, seconds=options.seconds * len(ways), far=_FAR, clock=clock_on(options.device)
     ) if ways else {}  # fmt: skip
+    hosts = {name: host_seconds(runs[name]) for name in ways} if options.device.type == "cuda" else {}
+    gpu = alone(ways, hosts, options.device) if hosts else {}
     for name, sample in taken.items():
         work = _work(spec, known[name].trial.inputs, stage)
         yield replace(
@@ -219,7 +221,8 @@ def _timed(
             candidate=name,
             stage=stage,
             **_figures(sample),
-            host=host_seconds(runs[name]) if options.device.type == "cuda" else None,
+            host=hosts.get(name),
+            alone=gpu.get(name),
             peak=peak_memory(runs[name], options.device),
             error=known[name].share,
             without="" if stage == "forward" else known[name].without,

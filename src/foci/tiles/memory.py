@@ -1,4 +1,4 @@
-"""Tiles from and to memory: rows of any stride, with what lies outside masked; where packed documents lie."""
+"""Tiles from and to memory: rows of any stride, with what lies outside masked."""
 
 from __future__ import annotations
 
@@ -37,29 +37,6 @@ def load_row(ptr, col0, cols, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped
     """[BLOCK_C] from columns col0.. of `cols`, one beside the other; zeros outside."""
     c = col0 + tl.arange(0, BLOCK_C)
     return tl.load(ptr + c, mask=c < cols, other=0.0)
-
-
-@triton.jit
-def document(offsets_ptr, N, chunk, T, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a chunk of packed documents lies: (document, its start, its stop, the chunk's place in it).
-
-    Every document has its own chunks of BLOCK_T tokens, counted through all of them; -1 as document is past the last.
-    Values outside 0..T are moved inside, so that nothing is read from elsewhere.
-    """
-    found, start, stop, before, place = -1, 0, 0, 0, 0
-    for n0 in range(0, N, BLOCK_N):
-        n = n0 + tl.arange(0, BLOCK_N)
-        a = tl.minimum(tl.maximum(tl.load(offsets_ptr + n, mask=n < N, other=0), 0), T).to(tl.int32)
-        b = tl.minimum(tl.maximum(tl.load(offsets_ptr + n + 1, mask=n < N, other=0), a), T).to(tl.int32)
-        count = tl.where(n < N, (b - a + BLOCK_T - 1) // BLOCK_T, 0)
-        behind = before + tl.cumsum(count, 0)
-        here = (behind > chunk) & (behind - count <= chunk)
-        if tl.sum(here.to(tl.int32), 0) > 0:
-            found = tl.sum(tl.where(here, n, 0), 0)
-            start, stop = tl.sum(tl.where(here, a, 0), 0), tl.sum(tl.where(here, b, 0), 0)
-            place = chunk - tl.sum(tl.where(here, behind - count, 0), 0)
-        before += tl.sum(count, 0)
-    return found, start, stop, place
 
 
 @triton.jit

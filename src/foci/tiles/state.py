@@ -5,15 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foci.tiles.memory import document
-
 
 @triton.jit
 def sequence(offsets_ptr, n, T, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sequence n: (row of the batch, start, stop, slot of its first chunk). Packed, it is document n of the one row.
 
     Chunk i of document n has slot start // CHUNK + n + i: no two share one, T // CHUNK + N are enough, and nothing has
-    to be counted over the documents before it. Values outside 0..T are moved inside, as `document` does.
+    to be counted over the documents before it. Values outside 0..T are moved inside: nothing is read from elsewhere.
     """
     if offsets_ptr is None:
         b, start, stop, slot = n, 0, T, n * tl.cdiv(T, CHUNK)
@@ -25,18 +23,40 @@ def sequence(offsets_ptr, n, T, CHUNK: tl.constexpr):  # type: ignore[no-untyped
 
 
 @triton.jit
-def chunk_at(offsets_ptr, chunk, N, T, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr = 128):  # type: ignore[no-untyped-def]
-    """A chunk counted through all sequences: (sequence, row of the batch, first token, its sequence's stop, slot).
+def document(offsets_ptr, slot, N, T, CHUNK: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The last of N documents whose own slots are not past this one, which grow with them; the first if all are.
 
-    -1 as sequence is past the last.
+    Of WIDE at once, or of each WIDEth part of them: a warp alone finds it, and waits for no other.
+    """
+    n, i = tl.full((), 0, tl.int32), tl.arange(0, WIDE)
+    left = n + N
+    if N > 1:  # of one, a constant, Triton 3.6 cannot compile a loop that never runs
+        while left > 1:
+            step = tl.cdiv(left, WIDE)
+            inside = i * step < left
+            start = tl.load(offsets_ptr + n + i * step, mask=inside, other=0)
+            start = tl.minimum(tl.maximum(start, 0), T).to(tl.int32)
+            passed = inside & (start // CHUNK + n + i * step <= slot)
+            skipped = tl.maximum(tl.sum(passed.to(tl.int32), 0) - 1, 0) * step
+            n, left = n + skipped, tl.minimum(step, left - skipped)
+    return n
+
+
+@triton.jit
+def chunk_at(offsets_ptr, slot, N, T, CHUNK: tl.constexpr, WIDE: tl.constexpr = 32):  # type: ignore[no-untyped-def]
+    """The chunk that has a slot: (sequence, row of the batch, first token, its sequence's stop, the slot).
+
+    -1 as sequence: none has it.
     """
     if offsets_ptr is None:
         count = tl.cdiv(T, CHUNK)
-        n, first, stop, slot = chunk // count, chunk % count * CHUNK, T, chunk
+        n, first, stop = slot // count, slot % count * CHUNK, T
         b = n
     else:
-        n, start, stop, place = document(offsets_ptr, N, chunk, T, CHUNK, BLOCK_N)
-        b, first, slot = 0, start + place * CHUNK, start // CHUNK + n + place
+        n = document(offsets_ptr, slot, N, T, CHUNK, WIDE)
+        b, start, stop, own = sequence(offsets_ptr, n, T, CHUNK)
+        first = start + (slot - own) * CHUNK
+        n = tl.where((slot >= own) & (first < stop), n, -1)
     return n, b, first, stop, slot
 
 

@@ -39,12 +39,14 @@ def read_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def write(ptr, tile, row0, rows, stride_row, col0, cols, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+def write(  # type: ignore[no-untyped-def]
+    ptr, tile, row0, rows, stride_row, col0, cols, WHOLE: tl.constexpr, EVEN: tl.constexpr = False
+):
     """`store_tile` of columns side by side, under the same conditions."""
-    if WHOLE:
+    if WHOLE or EVEN:
         ptr += tl.cast(row0, tl.int64) * stride_row + col0
-        r, c = tl.arange(0, tile.shape[0]), tl.arange(0, tile.shape[1])
-        tl.store(ptr + (r[:, None] * stride_row + c[None, :]), tile.to(ptr.dtype.element_ty))
+        r, c = tl.arange(0, tile.shape[0])[:, None], tl.arange(0, tile.shape[1])[None, :]
+        tl.store(ptr + (r * stride_row + c), tile.to(ptr.dtype.element_ty), mask=None if WHOLE else r < rows - row0)
     else:
         store_tile(ptr, tile, row0, rows, stride_row, col0, cols, 1)
 

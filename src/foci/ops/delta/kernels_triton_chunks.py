@@ -17,6 +17,7 @@ from torch import Tensor
 from foci.core.tune import Config, Target, launch, strides
 from foci.tiles.gates import load_gates
 from foci.tiles.near import LOG2E, UNREAD, bounded
+from foci.tiles.rest import behind, clear_rest
 from foci.tiles.solve import blocks_in_two, inverse_in_two, parts
 from foci.tiles.state import chunk_at, in_two
 from foci.tiles.whole import read, write
@@ -46,17 +47,25 @@ def times(x, y):  # type: ignore[no-untyped-def]
 def token_chunks_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr,
     X_ptr, A_ptr, rise_ptr, write_ptr, total_ptr, rows_ptr, reach_ptr, exact_ptr,
+    rest_a, rest_b, rest_c, rest_d, rest_e, rest_f, widths,
     q_strides, k_strides, e_strides, beta_strides, g_strides, scale, every, T, N, H, R, K,
-    WHOLE: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr, KEEP: tl.constexpr,
+    WHOLE: tl.constexpr, EVEN: tl.constexpr, KEEP: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One chunk and head. WHOLE: no tile reaches beyond its tensor (tiles/whole.py). KEEP: gradients are wanted.
+    """One chunk and head. WHOLE, EVEN: what tiles reach beyond (tiles/whole.py). KEEP: gradients are wanted.
 
+    Behind its programs are those of `clear_rest`.
     exact, if it is asked for: 1 of tokens whose rows of X and A are two bfloat16, from the first one on in the chunk
     whose keys are alike, 0 of those before: their rows are one, of which nothing later changes a bit. Where none is
     exact the second part is not written, but X's if `every`.
     reach: a state's column, of length 1 before the chunk, has 2 to this behind it at most. Infinite where a key, a beta
     or a gate is no number; UNREAD at least where a query is none and KEEP.
     """
+    if widths is not None:
+        rest = behind()
+        if rest >= 0:
+            clear_rest(rest_a, rest_b, rest_c, rest_d, rest_e, rest_f, widths, offsets_ptr, rest, N, T)
+            return
     h = (tl.program_id(0) % H).to(tl.int64)
     n, b, t0, stop, slot = chunk_at(offsets_ptr, tl.program_id(0) // H, N, T, CHUNK)
     if n < 0:
@@ -73,10 +82,10 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
     qs, ks, es = (), (), ()
     for i in tl.static_range(TILES):
         k0 = i * BLOCK_K
-        qs += (read(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K, WHOLE),)  # type: ignore[assignment]
-        ks += (read(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K, WHOLE),)  # type: ignore[assignment]
+        qs += (read(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K, WHOLE, EVEN),)  # type: ignore[assignment]
+        ks += (read(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K, WHOLE, EVEN),)  # type: ignore[assignment]
         if e_ptr is not None:
-            es += (read(e_ptr, t0, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_K, WHOLE),)  # type: ignore[assignment]
+            es += (read(e_ptr, t0, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_K, WHOLE, EVEN),)  # type: ignore[assignment]
     if e_ptr is None:
         es = ks
     beta = kept(beta)
@@ -102,6 +111,8 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
         E = tl.dot(es[i], tl.trans(ks[i]), E)
     # What is past the end has no key, so that X is there the unit matrix's and 0 beside it.
     minus = times(E * W, (beta * -1.0)[None, :])
+    if exact_ptr is not None:
+        minus = tl.where(t[:, None] > t[None, :], minus, 0.0)
     there = (row * T * H + h) * CHUNK
     exact = None
     if exact_ptr is None:
@@ -110,17 +121,17 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
         grown = tl.abs(1.0 - beta * tl.sum(tl.where(t[:, None] == t[None, :], E, 0.0), 1))
         reach = whole + tl.sum(tl.where(grown <= 1.0, 0.0, tl.log2(grown)), 0)
     if exact_ptr is not None:
-        alike = tl.sum(tl.where(t[:, None] > t[None, :], minus * minus, 0.0), 1)
+        alike = tl.sum(minus * minus, 1)
         exact = tl.min(tl.where(alike <= ALIKE, CHUNK, t), 0)
         tl.store(exact_ptr + (slot * H + h).to(tl.int64) * CHUNK + t, tl.where(t >= exact, 1.0, 0.0))
         if (exact < CHUNK) | (every != 0):
             X = inverse_in_two(blocks_in_two(minus, exact), exact)
             above, below = parts(X, t[:, None], exact, True)
-            write(X_ptr + 2 * there, above, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
-            write(X_ptr + 2 * there + CHUNK, below, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
+            write(X_ptr + 2 * there, above, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE, EVEN)
+            write(X_ptr + 2 * there + CHUNK, below, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE, EVEN)
         else:
             above = inverse_in_two(blocks_in_two(minus, None, False), None, False).to(tl.bfloat16)
-            write(X_ptr + 2 * there, above, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
+            write(X_ptr + 2 * there, above, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE, EVEN)
     A = tl.zeros([CHUNK, CHUNK], tl.float32)
     for i in tl.static_range(TILES):
         A = tl.dot(qs[i], tl.trans(ks[i]), A)
@@ -130,14 +141,14 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
             reach = tl.where(tl.sum(tl.sum(A * 0.0, 1), 0) == 0.0, reach, tl.maximum(reach, UNREAD))
         tl.store(reach_ptr + slot * H + h, reach)
     high, low = parts(times(A * W, (beta * scale)[None, :]), t[:, None], exact, True)
-    write(A_ptr + 2 * there, high, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
+    write(A_ptr + 2 * there, high, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE, EVEN)
     if exact_ptr is None:
-        write(A_ptr + 2 * there + CHUNK, low, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
+        write(A_ptr + 2 * there + CHUNK, low, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE, EVEN)
         above, below = in_two(inverse_in_two(blocks))
-        write(X_ptr + 2 * there, above, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
-        write(X_ptr + 2 * there + CHUNK, below, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
+        write(X_ptr + 2 * there, above, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE, EVEN)
+        write(X_ptr + 2 * there + CHUNK, below, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE, EVEN)
     elif exact < CHUNK:
-        write(A_ptr + 2 * there + CHUNK, low, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
+        write(A_ptr + 2 * there + CHUNK, low, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE, EVEN)
 
 
 def fits(call: Any, target: Target) -> bool:
@@ -147,15 +158,19 @@ def fits(call: Any, target: Target) -> bool:
 
 
 def chunks(
-    call: Any, inverse: Tensor, products: Tensor, gated: Sequence[Tensor | None], slots: int, whole: bool, keep: bool,
-    config: Config, room: Mapping[str, int], every: bool,
+    call: Any, inverse: Tensor, products: Tensor, gated: Sequence[Tensor | None], slots: int, config: Config,
+    constants: Mapping[str, int], every: bool, rest: Any,
 ) -> None:  # fmt: skip
-    """Fills X, A, and rise, write, total, rows, reach and exact (`gated`); `every`: X's second part in every row."""
+    """Fills X, A, and rise, write, total, rows, reach and exact (`gated`); `every`: X's second part in every row.
+
+    And clears the `rest` of the output (ops/kernels_triton_packed.py).
+    """
     _, T, G, H, K, _, N = call.sizes
+    more, left = rest.taken()
     launch(
-        token_chunks_kernel, (slots * H,),
-        call.q, call.k, call.erase, call.beta, call.log_decay, call.offsets, inverse, products, *gated,
+        token_chunks_kernel, (slots * H + more,),
+        call.q, call.k, call.erase, call.beta, call.log_decay, call.offsets, inverse, products, *gated, *left,
         call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(call.log_decay),
         call.scale, int(every), T, N, H, H // G, K,
-        config=config, WHOLE=whole, CHUNK=CHUNK, TILES=-(-K // config["BLOCK_K"]), KEEP=keep, **room,
+        config=config, CHUNK=CHUNK, TILES=-(-K // config["BLOCK_K"]), **constants,
     )  # fmt: skip

@@ -141,13 +141,14 @@ def chunks_rule(dtype: torch.dtype, K: int, per_channel: bool, target: Target) -
 
 
 def first(
-    call: Any, parts: Any, slots: int, cut: bool, at_once: Any, channel_chunks: Any, every: bool | None = None
+    call: Any, parts: Any, slots: int, cut: bool, at_once: Any, channel_chunks: Any, every: bool | None, rest: Any
 ) -> tuple[Tensor, Tensor, Gated]:
     """X, A and what is made of gates; `parts` (gpu.py), if given, is filled; `cut`: reach too.
 
     One launch, and one more for far rows (`chunks_kernel`). `every`: for the walk of kernels_gluon.py, and whether X's
     second part is read of all tokens (kernels_triton_chunks.py). In bfloat16, where they may, `at_once` makes it
-    (kernels_triton_chunks.py) and, with gates per channel, `channel_chunks` (kernels_triton_channel_chunks.py).
+    (kernels_triton_chunks.py), which clears the `rest` of the output too, and, with gates per channel, `channel_chunks`
+    (kernels_triton_channel_chunks.py).
     """
     B, T, G, H, K, _, N = call.sizes
     v, g, target = call.v, call.log_decay, target_of(call.v.device)
@@ -162,8 +163,8 @@ def first(
     rule = partial(chunks_rule, v.dtype, K, per_channel)
     config = configure("delta_chunks", (v.dtype, K, per_channel), rule, target, {"BLOCK_K": (16, 32, 64)})
     by_near = per_channel and v.dtype != torch.float32
-    whole = call.offsets is None and T % CHUNK == K % config["BLOCK_K"] == 0
-    whole = whole and within(CHUNK, K, call.q, call.k, call.erase, g)
+    even = K % config["BLOCK_K"] == 0 and within(CHUNK, K, call.q, call.k, call.erase, g)
+    whole = even and call.offsets is None and T % CHUNK == 0
     # Three programs a processor, or four that hold less, as each waits for one product after the other: on an H200 195
     # us for 224, with spills, and 245 for 274 where `every` is given.
     registers = 168 if every is None else 128
@@ -172,8 +173,8 @@ def first(
         channel_chunks.chunks(call, inverse, products, gated[2:6], slots, whole, config)
         return inverse, products, gated
     if halves and at_once.fits(call, target):
-        gates, keep = (*gated[:3], *gated[6:]), parts is not None
-        at_once.chunks(call, inverse, products, gates, slots, whole, keep, config, room, bool(every))
+        constants = {"WHOLE": whole, "EVEN": even, "KEEP": parts is not None, **room}
+        at_once.chunks(call, inverse, products, (*gated[:3], *gated[6:]), slots, config, constants, bool(every), rest)
         return inverse, products, gated
     for again in (False, True)[: 2 if by_near else 1]:
         launch(
