@@ -171,7 +171,9 @@ _LINEAR = (
     Specimen("linear", "per channel, bonus", recurrence(K=64, G=32, H=32, decay="channel", bonus=True)),
     Specimen("linear", "packed, per token", recurrence(decay="token", packed=True, state=True)),
     # A number that is 1 is a constant, of which a compiler makes something else.
-    Specimen("linear", "one document", recurrence(decay="token", packed=True, offsets=offsets(1)), where="sm_90"),
+    Specimen(
+        "linear", "one document", recurrence(G=32, H=32, decay="token", packed=True, offsets=offsets(1)), where="sm_90"
+    ),
     # Few enough to be cut: states are walked twice.
     Specimen("linear", "one head, per token", recurrence(G=1, H=1, decay="token"), where="sm_90"),
     Specimen("linear", "one head, per channel", recurrence(G=1, H=1, decay="channel", state=True), where="sm_90"),
@@ -213,7 +215,7 @@ _DELTA = (
     Specimen(
         "delta",
         "Gated DeltaNet of one document",
-        recurrence(beta=True, decay="token", packed=True, offsets=offsets(1)),
+        recurrence(beta=True, G=32, H=32, decay="token", packed=True, offsets=offsets(1)),
         where="sm_90",
     ),
     *_rest(
