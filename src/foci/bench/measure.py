@@ -144,7 +144,7 @@ def alone(
 
     Of those ways whose host takes less than the GPU sleeps for that (`hosts`: seconds of a call); medians of `rounds`.
     """
-    quick = {name: way for name, way in ways.items() if hosts[name] < _AWAKE}
+    quick = {name: ways[name] for name, host in hosts.items() if host < _AWAKE}
     taken = interleave(quick, rounds=rounds, clock=clock_on(device, asleep=ASLEEP)) if device.type == "cuda" else {}
     return {name: sample.median for name, sample in taken.items()}
 

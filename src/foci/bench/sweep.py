@@ -213,7 +213,7 @@ def _timed(
         ways, rounds=options.rounds, seconds=options.seconds * len(ways), far=_FAR, clock=clock_on(options.device)
     ) if ways else {}  # fmt: skip
     hosts = {name: host_seconds(runs[name]) for name in ways} if options.device.type == "cuda" else {}
-    gpu = alone(ways, hosts, options.device) if hosts else {}
+    gpu = alone(ways, hosts, options.device)
     for name, sample in taken.items():
         work = _work(spec, known[name].trial.inputs, stage)
         yield replace(
