@@ -107,6 +107,14 @@ def test_changes_are_paired_and_judged_by_their_spread() -> None:
     assert list(compare([ONE], [replace(slower, problem="another")])) == []
 
 
+def test_a_gpu_alone_is_compared_where_both_know_it() -> None:
+    before, now = replace(ONE, alone=1.0), replace(ONE, alone=1.25)
+    (change,) = compare([before], [now])
+    assert change.ratio == 1.0 and str(change).endswith("within the spread, the GPU alone 1.25 x")
+    (change,) = compare([ONE], [now])
+    assert change.alone is None and str(change).endswith("within the spread")
+
+
 def test_what_lost_its_time_is_named_with_the_reason() -> None:
     (line,) = lost([ONE], [replace(ONE, median=None, refused="wrong: 3 of the error budget")])
     assert "wrong: 3 of the error budget" in line

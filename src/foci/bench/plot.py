@@ -29,7 +29,7 @@ white-space: nowrap }
 th { font-weight: 400; color: #888 } th.n { text-align: right }
 </style><h1>foci bench</h1>"""
 _HEAD = "<tr class='names'><th>pass<th>of<th>" + "".join(
-    f"<th class='n'>{name}" for name in ("median", "speed", "of the ceiling", "peak memory", "host", "")
+    f"<th class='n'>{name}" for name in ("median", "GPU alone", "speed", "of the ceiling", "peak memory", "host", "")
 )
 
 
@@ -107,11 +107,12 @@ def page(records: Sequence[Record], top: Ceilings) -> str:
 def _row(each: Record, slowest: float, fill: str) -> str:
     head = f"<tr><td>{each.stage}</td><td>{escape(each.candidate)}</td>"
     if not each.median or not each.floor or not each.flops:
-        return f'{head}<td colspan="7" class="no">{escape(each.refused)}</td></tr>'
+        return f'{head}<td colspan="8" class="no">{escape(each.refused)}</td></tr>'
     bar = f'<span class="bar" style="width:{220 * each.median / slowest:.0f}px;background:{fill}"></span>'
     host = "" if each.host is None else f"{each.host * 1e6:.0f} us{', which rules' * each.host_bound}"
     cells = (
         f"{each.median * 1e3:.3f} ms",
+        "" if each.alone is None else f"{each.alone * 1e3:.3f} ms",
         rate(each.flops / each.median),
         f"{each.floor / each.median:.0%}",
         f"{(each.peak or 0) / 2**20:.0f} MiB",

@@ -132,16 +132,21 @@ def measurable(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Change:
-    """The same thing measured twice. `ratio` is new over old; `beyond` the spread of both: it moved, not wavered."""
+    """The same thing measured twice. `ratio` is new over old; `beyond` the spread of both: it moved, not wavered.
+
+    `alone`: the same of a GPU alone, where both know it.
+    """
 
     record: Record
     ratio: float
     beyond: bool
+    alone: float | None = None
 
     def __str__(self) -> str:
         what = f"{self.record.operator} {self.record.problem} {self.record.candidate} {self.record.stage}"
         word = "slower" if self.ratio > 1 else "faster"
-        return f"{what:<70} {self.ratio:6.2f} x {word if self.beyond else 'within the spread'}"
+        alone = "" if self.alone is None else f", the GPU alone {self.alone:.2f} x"
+        return f"{what:<70} {self.ratio:6.2f} x {word if self.beyond else 'within the spread'}{alone}"
 
 
 def compare(old: Iterable[Record], new: Iterable[Record]) -> Iterator[Change]:
@@ -153,7 +158,8 @@ def compare(old: Iterable[Record], new: Iterable[Record]) -> Iterator[Change]:
             continue
         assert was.fast and was.slow and record.fast and record.slow
         beyond = record.fast > was.slow or record.slow < was.fast
-        yield Change(record, record.median / was.median, beyond)
+        alone = record.alone / was.alone if record.alone and was.alone else None
+        yield Change(record, record.median / was.median, beyond, alone)
 
 
 def lost(old: Iterable[Record], new: Iterable[Record]) -> list[str]:
