@@ -61,17 +61,10 @@ def ends_and_total(g, OWN: tl.constexpr, NEAR: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
-def powers(g):  # type: ignore[no-untyped-def]
-    """(c, whole) of gates g [T, ..]: sums from the chunk's start on, and of all, as powers of 2."""
-    g = bounded(g) * LOG2E
-    return tl.cumsum(g, 0), tl.sum(g, 0)
-
-
-@triton.jit
 def store_powers(  # type: ignore[no-untyped-def]
     ptr, g_ptr, g_strides, offsets_ptr, index, T, N, H, CHUNK: tl.constexpr, BLOCK_H: tl.constexpr
 ):
-    """The `powers` [slots,H,CHUNK] of gates per token of a chunk and BLOCK_H heads, counted through all chunks."""
+    """Sums [slots,H,CHUNK] of gates per token from a chunk's start on, as powers of 2, of BLOCK_H heads of a slot."""
     h = index % tl.cdiv(H, BLOCK_H) * BLOCK_H + tl.arange(0, BLOCK_H)
     n, b, t0, stop, slot = chunk_at(offsets_ptr, index // tl.cdiv(H, BLOCK_H), N, T, CHUNK)
     if n >= 0:
@@ -79,7 +72,7 @@ def store_powers(  # type: ignore[no-untyped-def]
         places = (t0 + t).to(tl.int64)[:, None] * g_strides[1] + h[None, :] * g_strides[2]
         inside = (t0 + t < stop)[:, None] & (h < H)[None, :]
         g = tl.load(g_ptr + tl.cast(b, tl.int64) * g_strides[0] + places, mask=inside, other=0.0)
-        c, _ = powers(g.to(tl.float32))
+        c = tl.cumsum(bounded(g.to(tl.float32)) * LOG2E, 0)
         tl.store(ptr + (tl.cast(slot, tl.int64) * H + h[None, :]) * CHUNK + t[:, None], c, mask=(h < H)[None, :])
 
 

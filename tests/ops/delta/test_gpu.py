@@ -45,8 +45,8 @@ def test_the_kept_buffer_has_room_for_its_parts_and_no_more(dtype: torch.dtype, 
     assert starts[0] == 0 and all(start % 16 == 0 for start in starts)
 
 
-@pytest.mark.parametrize(("H", "walk"), [(32, "wide_walk_kernel"), (16, "token_walk_kernel")])
-def test_inference_is_walked_by_warps_of_their_own_where_that_is_faster(
+@pytest.mark.parametrize(("H", "walk"), [(32, "wide_walk_kernel"), (16, "wide_walk_kernel"), (2, "walk_kernel")])
+def test_inference_is_walked_by_warps_of_their_own_where_there_is_enough_for_them(
     H: int, walk: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
@@ -64,10 +64,11 @@ def test_inference_is_walked_by_warps_of_their_own_where_that_is_faster(
         *_, name = (launch.kernel.fn.__name__ for launch in launches if "walk" in launch.kernel.fn.__name__)
         return str(name)  # the last one: what is launched before it makes maps
 
-    assert walks("sm_90", False) == walk and walks("sm_90", True) == "token_walk_kernel"
+    by_triton = walk if H == 2 else "token_walk_kernel"
+    assert walks("sm_90", False) == walk and walks("sm_90", True) == by_triton
     assert walks("sm_80", False) == walks("sm_100", False) == "walk_kernel"
     monkeypatch.setattr(gpu, "with_gluon", lambda: False)
-    assert walks("sm_90", False) == "token_walk_kernel"
+    assert walks("sm_90", False) == by_triton
 
 
 def test_a_walk_that_is_turned_has_a_table_of_its_own() -> None:

@@ -80,9 +80,10 @@ def test_of_two_heads_one_has_keys_that_are_alike(monkeypatch: pytest.MonkeyPatc
             assert error(one, right) <= BUDGET[torch.bfloat16]
 
 
+@pytest.mark.parametrize("alike", ["independent", "correlated"])
 @pytest.mark.parametrize("slow", [False, True])
-def test_pieces_begin_as_one_walk_would(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After what is not forgotten, or, of one head, by maps."""
+def test_pieces_begin_as_one_walk_would(slow: bool, alike: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After what is not forgotten, or, of one head, by maps: of one bfloat16 where keys are not alike."""
 
     def gates(draw: Draw, *shape: int) -> Tensor:
         made = torch.full(shape, -1.2)
@@ -91,7 +92,7 @@ def test_pieces_begin_as_one_walk_would(slow: bool, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(joins, "by_maps", lambda call, target, pieces: slow and pieces > 1)
     monkeypatch.setattr(token_walks, "FAR", 2)
-    inputs = problem({"T": 700, "state": True, "gates": gates, "alike": "correlated"})
+    inputs = problem({"T": 700, "state": True, "gates": gates, "alike": alike})
     for found, wanted in zip(walked(inputs, monkeypatch, 3), walked(inputs, monkeypatch), strict=True):
         assert error(found, wanted) <= BUDGET[torch.bfloat16]
 

@@ -256,27 +256,19 @@ def test_sequences_are_cut_where_gates_may_forget_and_processors_idle() -> None:
         return token_walks.shares(call, target, columns)
 
     assert shares(columns=128) == 4 and shares(H=64, columns=128) == 2 and shares(H=128, columns=128) == 1
-    assert shares() == shares(gates=0) == shares(T=3072) == 2 and shares(H=16) == 4 and shares(H=16, T=3072) == 2
-    assert shares(H=64) == shares(T=3071) == shares(offsets=torch.empty(5, dtype=torch.int64, device="meta")) == 1
+    assert shares() == shares(gates=0) == shares(T=1280) == 2 and shares(H=16) == 4 and shares(H=16, T=1280) == 2
+    assert shares(H=64) == shares(T=1279) == shares(offsets=torch.empty(5, dtype=torch.int64, device="meta")) == 1
     erase = torch.empty(1, 8192, 32, 128, dtype=torch.bfloat16, device="meta")
     assert shares(log_decay=None) == shares(gates=128) == shares(erase=erase) == shares(K=96) == 1
 
 
-@pytest.mark.parametrize(
-    ("N", "T", "H", "wide"),
-    [
-        *((1, 8192, H, H > 16) for H in (8, 16, 24, 32, 64, 128)),
-        *((1, 2048, H, H > 66) for H in (32, 64, 66, 67, 128)),
-        *((N, 1024 * N, 32, N > 2) for N in (1, 2, 4, 8)),
-        (0, 0, 32, False),
-    ],
-)
-def test_a_program_has_128_columns_where_64_would_take_more_rounds(N: int, T: int, H: int, wide: bool) -> None:
+@pytest.mark.parametrize(("N", "T", "H"), [(1, 8192, 8), (1, 2048, 128), (8, 8192, 32), (0, 0, 32)])
+def test_a_program_has_128_columns_wherever_it_can(N: int, T: int, H: int) -> None:
     target = tune.TARGETS["sm_90"]
     q, v = (torch.empty(1, T, H, n, dtype=torch.bfloat16, device="meta") for n in (128, 128))
     g = torch.empty(1, T, H, device="meta")
     call = bind(q, q, v, g, log_decay=g, offsets=torch.empty(N + 1, dtype=torch.int64, device="meta"))
-    assert token_walks.wider(call, target) == wide
+    assert token_walks.wider(call, target) == (N > 0)
     for other in ("sm_80", "sm_100", "gfx942"):
         assert not token_walks.wider(call, tune.TARGETS[other])
     for odd in ({"log_decay": None}, {"erase": q}, {"v": v[..., :64]}, {"k": q[..., :64], "q": q[..., :64]}):

@@ -114,3 +114,11 @@ def test_heads_that_32_bits_do_not_number_are_copied() -> None:
         torch.empty(1, device="meta").as_strided((1, 70, 32, 64), (1, 64, step, 1)) for step in (2**26 - 1, 2**26)
     )
     assert tokens._close(near, Problem) is near and tokens._close(far, Problem).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_wait_in_their_own_place_where_its_range_holds_sums(dtype: torch.dtype) -> None:
+    found = torch.empty(3, dtype=dtype)
+    waiting = tokens._waiting(found)
+    assert waiting is not None and tokens._waiting(None) is None
+    assert (waiting is found) == (dtype != torch.float16) and (waiting is found or waiting.dtype == torch.float32)

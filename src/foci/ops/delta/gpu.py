@@ -76,9 +76,8 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     shares = token_walks.shares(call, target, 128 if wide else 64)
     by = walks.way(call, shares, partial(pieces, call), token_walks, joins)
     wide_walks = import_module("foci.ops.delta.kernels_gluon") if wide and by[0] else None
-    every = None if wide_walks is None else joins.by_maps(call, target, shares)
     out, rest = room(call, call.v)
-    made = triangles.first(call, parts, _slots(call), shares > 1, at_once, channel_chunks, every, rest)
+    made = triangles.first(call, parts, _slots(call), shares > 1, at_once, channel_chunks, wide_walks is not None, rest)
     rest.end()
     final = walks.forward(call, parts, made, out, shares, by, token_walks, joins, channel_walks, wide_walks)
     return (out, final) if buffer is None else (out, final, buffer)

@@ -74,13 +74,13 @@ def _remembered(reach_ptr, step, count):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _load(  # type: ignore[no-untyped-def]
-    there, tiles, full, empty, span, exact_ptr, start, H, v0, CHUNK: gl.constexpr, STAGES: gl.constexpr
+    there, tiles, full, empty, span, exact, exact_ptr, start, H, v0, CHUNK: gl.constexpr, STAGES: gl.constexpr
 ):
     """What those who load do: chunk by chunk, when both halves have left the place.
 
     q and A for what is read; of X and A what rounding left where some tokens are exact.
     """
-    q_there, k_there, v_there, X_there, A_there, rows_there, marks_there, _ = there
+    q_there, k_there, v_there, XA_there, rows_there = there
     q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, marks, _ = tiles
     begin, own, end = span
     K: gl.constexpr = k_tiles.shape[2]
@@ -88,9 +88,9 @@ def _load(  # type: ignore[no-untyped-def]
     least: gl.constexpr = 2 * CHUNK * (K + 2 * HALF) + each + 8 * CHUNK
     read: gl.constexpr = 2 * CHUNK * K + each
     lost: gl.constexpr = each + 4 * CHUNK
-    exact = gl.load(exact_ptr + begin * H * CHUNK, mask=begin < end, other=0.0) != 0.0
+    exact = exact != 0.0
     for i in range(begin, end):
-        then = gl.load(exact_ptr + (i + 1) * H * CHUNK, mask=i + 1 < end, other=0.0) != 0.0
+        then = gl.load(exact_ptr + (i + 1) * 3 * H * CHUNK, mask=i + 1 < end, other=0.0) != 0.0
         at, t0, reads = (i - begin) % STAGES, start + i * CHUNK, i >= own
         bar, both = full.index(at), reads & exact
         mbarrier.wait(empty.index(at), ((i - begin) // STAGES & 1) ^ 1)
@@ -103,12 +103,12 @@ def _load(  # type: ignore[no-untyped-def]
         for half in gl.static_range(2):
             tma.async_copy_global_to_shared(v_there, [t0, v0 + half * HALF], bar, v_tiles.index(2 * at + half))
         for part in gl.static_range(2):
-            tma.async_copy_global_to_shared(rows_there, [2 * H * i + part, 0], bar, rows.index(2 * at + part))
-        tma.async_copy_global_to_shared(marks_there, [H * i, 0], bar, marks.index(at), pred=exact)
-        tma.async_copy_global_to_shared(X_there, [t0, 0], bar, X_tiles.index(2 * at))
-        tma.async_copy_global_to_shared(X_there, [t0, CHUNK], bar, X_tiles.index(2 * at + 1), pred=exact)
-        tma.async_copy_global_to_shared(A_there, [t0, 0], bar, A_tiles.index(2 * at), pred=reads)
-        tma.async_copy_global_to_shared(A_there, [t0, CHUNK], bar, A_tiles.index(2 * at + 1), pred=both)
+            tma.async_copy_global_to_shared(rows_there, [3 * H * i + part, 0], bar, rows.index(2 * at + part))
+        tma.async_copy_global_to_shared(rows_there, [3 * H * i + 2, 0], bar, marks.index(at), pred=exact)
+        tma.async_copy_global_to_shared(XA_there, [t0, 0], bar, X_tiles.index(2 * at))
+        tma.async_copy_global_to_shared(XA_there, [t0, CHUNK], bar, X_tiles.index(2 * at + 1), pred=exact)
+        tma.async_copy_global_to_shared(XA_there, [t0, 2 * CHUNK], bar, A_tiles.index(2 * at), pred=reads)
+        tma.async_copy_global_to_shared(XA_there, [t0, 3 * CHUNK], bar, A_tiles.index(2 * at + 1), pred=both)
         exact = then
 
 
@@ -168,7 +168,7 @@ def _chunk(  # type: ignore[no-untyped-def]
 @gluon.jit
 def _walk(  # type: ignore[no-untyped-def]
     half: gl.constexpr, out_there, tiles, full, empty, span, start, state_ptr, state_strides, first_ptr, slow,
-    total_ptr, exact_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK: gl.constexpr,
+    gone, exact, total_ptr, exact_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """What four warps do: HALF columns from v0 on, or behind those, through the chunks of a piece."""
@@ -184,13 +184,11 @@ def _walk(  # type: ignore[no-untyped-def]
     if first_ptr is not None:  # noqa: SIM102  a constant and a tensor
         if slow:
             S += gl.load(first_ptr + ((c + zero) * V + (v + zero)))
-    gone = gl.load(total_ptr + begin * H, mask=begin < end, other=0.0)
-    exact = gl.load(exact_ptr + begin * H * CHUNK, mask=begin < end, other=0.0)
     for phase in gl.static_range(2):
         first, stop = (begin, own) if phase == 0 else (own, end)
         for i in range(first, stop):
             gone_then = gl.load(total_ptr + (i + 1) * H, mask=i + 1 < end, other=0.0)
-            exact_then = gl.load(exact_ptr + (i + 1) * H * CHUNK, mask=i + 1 < end, other=0.0)
+            exact_then = gl.load(exact_ptr + (i + 1) * 3 * H * CHUNK, mask=i + 1 < end, other=0.0)
             turn, t0 = i - begin, start + i * CHUNK
             if exact != 0.0:
                 S = _chunk(
@@ -211,7 +209,7 @@ def _walk(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def wide_walk_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, X_ptr, A_ptr, rows_ptr, total_ptr, exact_ptr, reach_ptr, slow_ptr, first_ptr, state_ptr,
+    q_ptr, k_ptr, v_ptr, XA_ptr, rows_ptr, total_ptr, reach_ptr, slow_ptr, first_ptr, state_ptr,
     offsets_ptr, out_ptr, final_ptr, lost_ptr,
     q_strides, k_strides, v_strides, state_strides, scale, zero, T, H, R, V, pieces,
     CHUNK: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
@@ -234,24 +232,26 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
             begin = gl.where(slow, own, begin)
             first_ptr += rest.to(gl.int64) * K * V
         begin = gl.where((own == end) & (piece < pieces - 1), end, begin)  # without a chunk nobody has anything to do
+    total_ptr += first
+    rows_ptr += 3 * first * CHUNK
+    exact_ptr = rows_ptr + (3 * CHUNK - 1)  # of the last token: where one is exact, it is
+    # Asked for before the descriptors are made, which takes as long.
+    gone = gl.load(total_ptr + begin * H, mask=begin < end, other=0.0)
+    exact = gl.load(exact_ptr + begin * 3 * H * CHUNK, mask=begin < end, other=0.0)
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, K], gl.bfloat16)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.bfloat16)
     line: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
     q_ptr += row * q_strides[0] + h // R * q_strides[2]
     k_ptr += row * k_strides[0] + h // R * k_strides[2]
     v_ptr += row * v_strides[0] + h * v_strides[2]
-    X_ptr += 2 * tokens * CHUNK
-    A_ptr += 2 * tokens * CHUNK
+    XA_ptr += 4 * tokens * CHUNK
     each: gl.constexpr = [CHUNK, CHUNK]
     there = (
         tma.make_tensor_descriptor(q_ptr, [stop, K], [q_strides[1], 1], [CHUNK, K], wide),
         tma.make_tensor_descriptor(k_ptr, [stop, K], [k_strides[1], 1], [CHUNK, K], wide),
         tma.make_tensor_descriptor(v_ptr, [stop, V], [v_strides[1], 1], each, square),
-        tma.make_tensor_descriptor(X_ptr, [stop, 2 * CHUNK], [2 * H * CHUNK, 1], each, square),
-        tma.make_tensor_descriptor(A_ptr, [stop, 2 * CHUNK], [2 * H * CHUNK, 1], each, square),
-        tma.make_tensor_descriptor(rows_ptr + first * 2 * CHUNK, [2 * H * count, CHUNK], [CHUNK, 1], [1, CHUNK], line),
-        tma.make_tensor_descriptor(exact_ptr + first * CHUNK, [H * count, CHUNK], [CHUNK, 1], [1, CHUNK], line),
-        tma.make_tensor_descriptor(out_ptr + tokens * V, [stop, V], [H * V, 1], each, square),
+        tma.make_tensor_descriptor(XA_ptr, [stop, 4 * CHUNK], [4 * H * CHUNK, 1], each, square),
+        tma.make_tensor_descriptor(rows_ptr, [3 * H * count, CHUNK], [CHUNK, 1], [1, CHUNK], line),
     )
     tiles = (
         gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, K], wide),
@@ -270,8 +270,7 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
         mbarrier.init(empty.index(at), count=2)
     if state_ptr is not None:
         state_ptr += n * state_strides[0] + h * state_strides[1]
-    total_ptr += first
-    exact_ptr += first * CHUNK + CHUNK - 1  # of the last token: where one is exact, it is
+    out_there = tma.make_tensor_descriptor(out_ptr + tokens * V, [stop, V], [H * V, 1], each, square)
     final_ptr += (n * H + h) * K * V
     if lost_ptr is not None:
         lost_ptr += rest * V
@@ -279,14 +278,16 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     gl.warp_specialize(
         [
             (_walk, (
-                gl.constexpr(0), there[7], tiles, full, empty, span, start, state_ptr, state_strides, first_ptr,
-                slow, total_ptr, exact_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK, STAGES,
+                gl.constexpr(0), out_there, tiles, full, empty, span, start, state_ptr, state_strides, first_ptr,
+                slow, gone, exact, total_ptr, exact_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0,
+                CHUNK, STAGES,
             )),
             (_walk, (
-                gl.constexpr(1), there[7], tiles, full, empty, span, start, state_ptr, state_strides, first_ptr,
-                slow, total_ptr, exact_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK, STAGES,
+                gl.constexpr(1), out_there, tiles, full, empty, span, start, state_ptr, state_strides, first_ptr,
+                slow, gone, exact, total_ptr, exact_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0,
+                CHUNK, STAGES,
             )),
-            (_load, (there, tiles, full, empty, span, exact_ptr, start, H, v0, CHUNK, STAGES)),
+            (_load, (there, tiles, full, empty, span, exact, exact_ptr, start, H, v0, CHUNK, STAGES)),
         ],
         [4, 4],
         [240, 24],  # registers of a thread: what one warp does not need the others have
@@ -299,10 +300,10 @@ def forward(
 ) -> None:  # fmt: skip
     """`forward` of kernels_triton_token_walks.py of calls that are `wider` there; nothing is kept for a backward."""
     _, T, G, H, K, V, N = call.sizes
-    inverse, products, gated = made
+    inverse, _, gated = made
     launch(
         wide_walk_kernel, (N * H * pieces * (V // 128),),
-        call.q, call.k, call.v, inverse, products, gated.rows, gated.total, gated.exact, gated.reach, slow, first,
+        call.q, call.k, call.v, inverse, gated.rows, gated.total, gated.reach, slow, first,
         call.state, call.offsets, out, final, lost,
         call.q.stride(), call.k.stride(), call.v.stride(), strides(call.state), call.scale, 0,
         T, H, H // G, V, pieces,

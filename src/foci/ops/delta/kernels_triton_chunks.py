@@ -46,18 +46,18 @@ def times(x, y):  # type: ignore[no-untyped-def]
 @triton.jit
 def token_chunks_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr,
-    X_ptr, A_ptr, rise_ptr, write_ptr, total_ptr, rows_ptr, reach_ptr, exact_ptr,
+    X_ptr, A_ptr, rise_ptr, write_ptr, total_ptr, rows_ptr, reach_ptr,
     rest_a, rest_b, rest_c, rest_d, rest_e, rest_f, widths,
-    q_strides, k_strides, e_strides, beta_strides, g_strides, scale, every, T, N, H, R, K,
-    WHOLE: tl.constexpr, EVEN: tl.constexpr, KEEP: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    q_strides, k_strides, e_strides, beta_strides, g_strides, scale, T, N, H, R, K,
+    EXACT: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, KEEP: tl.constexpr, CHUNK: tl.constexpr,
+    TILES: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One chunk and head. WHOLE, EVEN: what tiles reach beyond (tiles/whole.py). KEEP: gradients are wanted.
 
     Behind its programs are those of `clear_rest`.
-    exact, if it is asked for: 1 of tokens whose rows of X and A are two bfloat16, from the first one on in the chunk
-    whose keys are alike, 0 of those before: their rows are one, of which nothing later changes a bit. Where none is
-    exact the second part is not written, but X's if `every`.
+    EXACT: X and A lie beside each other, and rows say third of which tokens they are two bfloat16: 1 from the first one
+    on in the chunk whose keys are alike, 0 of those before: their rows are one, of which nothing later changes a bit.
+    Where none is exact the second part is not written.
     reach: a state's column, of length 1 before the chunk, has 2 to this behind it at most. Infinite where a key, a beta
     or a gate is no number; UNREAD at least where a query is none and KEEP.
     """
@@ -102,7 +102,7 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
             tl.store(write_ptr + token, write_by, mask=at < stop)
         tl.store(total_ptr + slot * H + h, tl.exp2(whole))
         W = tl.exp2(c[:, None] - c[None, :])
-    row_ptr = rows_ptr + (slot * H + h).to(tl.int64) * 2 * CHUNK + t
+    row_ptr = rows_ptr + (slot * H + h).to(tl.int64) * (3 if EXACT else 2) * CHUNK + t
     tl.store(row_ptr, rise)
     tl.store(row_ptr + CHUNK, write_by)
     W = tl.where(t[:, None] >= t[None, :], W, 0.0)
@@ -111,27 +111,29 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
         E = tl.dot(es[i], tl.trans(ks[i]), E)
     # What is past the end has no key, so that X is there the unit matrix's and 0 beside it.
     minus = times(E * W, (beta * -1.0)[None, :])
-    if exact_ptr is not None:
+    if EXACT:
         minus = tl.where(t[:, None] > t[None, :], minus, 0.0)
-    there = (row * T * H + h) * CHUNK
+    width: tl.constexpr = (4 if EXACT else 2) * CHUNK  # of a token, X's and A's together or each by itself
+    X_ptr += (row * T * H + h) * width
+    A_ptr += (row * T * H + h) * width
     exact = None
-    if exact_ptr is None:
+    if not EXACT:
         blocks = blocks_in_two(minus)
     if reach_ptr is not None:  # I - beta k k^T makes nothing longer than this
         grown = tl.abs(1.0 - beta * tl.sum(tl.where(t[:, None] == t[None, :], E, 0.0), 1))
         reach = whole + tl.sum(tl.where(grown <= 1.0, 0.0, tl.log2(grown)), 0)
-    if exact_ptr is not None:
+    if EXACT:
         alike = tl.sum(minus * minus, 1)
         exact = tl.min(tl.where(alike <= ALIKE, CHUNK, t), 0)
-        tl.store(exact_ptr + (slot * H + h).to(tl.int64) * CHUNK + t, tl.where(t >= exact, 1.0, 0.0))
-        if (exact < CHUNK) | (every != 0):
+        tl.store(row_ptr + 2 * CHUNK, tl.where(t >= exact, 1.0, 0.0))
+        if exact < CHUNK:
             X = inverse_in_two(blocks_in_two(minus, exact), exact)
             above, below = parts(X, t[:, None], exact, True)
-            write(X_ptr + 2 * there, above, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE, EVEN)
-            write(X_ptr + 2 * there + CHUNK, below, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE, EVEN)
+            write(X_ptr, above, t0, stop, H * width, 0, CHUNK, WHOLE, EVEN)
+            write(X_ptr + CHUNK, below, t0, stop, H * width, 0, CHUNK, WHOLE, EVEN)
         else:
             above = inverse_in_two(blocks_in_two(minus, None, False), None, False).to(tl.bfloat16)
-            write(X_ptr + 2 * there, above, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE, EVEN)
+            write(X_ptr, above, t0, stop, H * width, 0, CHUNK, WHOLE, EVEN)
     A = tl.zeros([CHUNK, CHUNK], tl.float32)
     for i in tl.static_range(TILES):
         A = tl.dot(qs[i], tl.trans(ks[i]), A)
@@ -141,14 +143,14 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
             reach = tl.where(tl.sum(tl.sum(A * 0.0, 1), 0) == 0.0, reach, tl.maximum(reach, UNREAD))
         tl.store(reach_ptr + slot * H + h, reach)
     high, low = parts(times(A * W, (beta * scale)[None, :]), t[:, None], exact, True)
-    write(A_ptr + 2 * there, high, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE, EVEN)
-    if exact_ptr is None:
-        write(A_ptr + 2 * there + CHUNK, low, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE, EVEN)
+    write(A_ptr, high, t0, stop, H * width, 0, CHUNK, WHOLE, EVEN)
+    if not EXACT:
+        write(A_ptr + CHUNK, low, t0, stop, H * width, 0, CHUNK, WHOLE, EVEN)
         above, below = in_two(inverse_in_two(blocks))
-        write(X_ptr + 2 * there, above, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE, EVEN)
-        write(X_ptr + 2 * there + CHUNK, below, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE, EVEN)
+        write(X_ptr, above, t0, stop, H * width, 0, CHUNK, WHOLE, EVEN)
+        write(X_ptr + CHUNK, below, t0, stop, H * width, 0, CHUNK, WHOLE, EVEN)
     elif exact < CHUNK:
-        write(A_ptr + 2 * there + CHUNK, low, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE, EVEN)
+        write(A_ptr + CHUNK, low, t0, stop, H * width, 0, CHUNK, WHOLE, EVEN)
 
 
 def fits(call: Any, target: Target) -> bool:
@@ -159,9 +161,9 @@ def fits(call: Any, target: Target) -> bool:
 
 def chunks(
     call: Any, inverse: Tensor, products: Tensor, gated: Sequence[Tensor | None], slots: int, config: Config,
-    constants: Mapping[str, int], every: bool, rest: Any,
+    constants: Mapping[str, int], rest: Any,
 ) -> None:  # fmt: skip
-    """Fills X, A, and rise, write, total, rows, reach and exact (`gated`); `every`: X's second part in every row.
+    """Fills X, A, and rise, write, total, rows and reach (`gated`).
 
     And clears the `rest` of the output (ops/kernels_triton_packed.py).
     """
@@ -171,6 +173,6 @@ def chunks(
         token_chunks_kernel, (slots * H + more,),
         call.q, call.k, call.erase, call.beta, call.log_decay, call.offsets, inverse, products, *gated, *left,
         call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(call.log_decay),
-        call.scale, int(every), T, N, H, H // G, K,
+        call.scale, T, N, H, H // G, K,
         config=config, CHUNK=CHUNK, TILES=-(-K // config["BLOCK_K"]), **constants,
     )  # fmt: skip

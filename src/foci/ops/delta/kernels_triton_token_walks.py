@@ -38,11 +38,11 @@ from foci.core.tune import Config, Target, by_tma, configure, launch, side, stri
 from foci.tiles.affine import load_state, store_map, with_unit
 from foci.tiles.memory import load_tile, opened, store_tile
 from foci.tiles.near import UNREAD
-from foci.tiles.pieces import WARM, forgotten, remembered, share, slow_pieces
+from foci.tiles.pieces import forgotten, remembered, share, slow_pieces
 from foci.tiles.state import halves, in_two, nearest_in_two, sequence
 
 CHUNK = 64
-SHORTEST = 24  # chunks of a piece
+SHORTEST = 10  # chunks of a piece
 FAR = 32  # chunks that warm a piece up at most, where it can be told by maps what is before it
 
 
@@ -51,14 +51,16 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, v_ptr, X_ptr, A_ptr, rows_ptr, total_ptr, reach_ptr, slow_ptr, M_ptr, N_ptr, state_ptr,
     offsets_ptr, out_ptr, final_ptr, lost_ptr, errors_ptr, states_ptr,
     q_strides, k_strides, e_strides, v_strides, state_strides, scale, T, N, H, R, V, apart, pieces,
-    FAR: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    EXACT: tl.constexpr, FAR: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V columns of one head's state through one sequence, and what its tokens read: `walk_kernel`.
 
     With `reach_ptr` through one of its `pieces`, after the chunks before it that are not forgotten; `lost_ptr` says
     which columns are no numbers behind it. A piece that is `slow` begins with its state in `N_ptr`. Without `out_ptr`
-    it is found out which are, and the maps are made of all before those (tiles/affine.py: M, N).
+    it is found out which are, and the maps are made of all before those (tiles/affine.py: M, N). EXACT, of these maps
+    alone: X has a second part in chunks whose last token is exact (kernels_triton_chunks.py).
     """
+    tl.static_assert(out_ptr is None or not EXACT)
     K: tl.constexpr = BLOCK_K
     blocks = tl.cdiv(V, BLOCK_V) + (K // BLOCK_V if out_ptr is None else 0)
     v0 = tl.program_id(0) % blocks * BLOCK_V
@@ -81,7 +83,9 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
     if e_ptr is not None:
         e_there = opened(e_ptr + row * e_strides[0] + h // R * e_strides[2], stop, e_strides[1], K, CHUNK, K, True)
     v_there = opened(v_ptr + row * v_strides[0] + h * v_strides[2], stop, v_strides[1], V, CHUNK, BLOCK_V, True)
-    X_there = opened(X_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
+    width: tl.constexpr = (4 if EXACT else 2) * CHUNK
+    lines: tl.constexpr = 3 if EXACT else 2
+    X_there = opened(X_ptr + tokens * width, stop, H * width, 2 * CHUNK, CHUNK, CHUNK, True)
     if out_ptr is not None:
         q_there = opened(q_ptr + row * q_strides[0] + h // R * q_strides[2], stop, q_strides[1], K, CHUNK, K, True)
         A_there = opened(A_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
@@ -92,7 +96,8 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         errors_there = opened(errors_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
         unsaid_there = opened(errors_ptr + apart + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
-    rows_there = opened(rows_ptr + first * 2 * CHUNK, 2 * H * chunks, CHUNK, CHUNK, 1, CHUNK, True)
+    rows_ptr += first * lines * CHUNK
+    rows_there = opened(rows_ptr, lines * H * chunks, CHUNK, CHUNK, 1, CHUNK, True)
     if state_ptr is not None:
         state_ptr += n * state_strides[0] + h * state_strides[1]
     rows = K if out_ptr is not None or piece == 0 else 0
@@ -135,8 +140,12 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
             e = k
             if e_ptr is not None:
                 e = e_there.load([t0, 0])
-            X, X_lost = X_there.load([t0, 0]), X_there.load([t0, CHUNK])
-            write = rows_there.load([2 * H * chunk + 1, 0])
+            second = t0
+            if EXACT:  # behind the end lie zeros
+                exact = tl.load(rows_ptr + (chunk * H + 1) * lines * CHUNK - 1)
+                second = tl.where(exact != 0.0, t0, stop)
+            X, X_lost = X_there.load([t0, 0]), X_there.load([second, CHUNK])
+            write = rows_there.load([lines * H * chunk + 1, 0])
             operand = S.to(tl.bfloat16)
             if states_ptr is not None and phase == 1:
                 left, right = tl.split(tl.permute(tl.reshape(operand, [BLOCK_V, 2, K // 2]), [0, 2, 1]))
@@ -145,7 +154,7 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
             if states_ptr is not None and phase == 1:  # each from the same place in shared memory
                 states_there.store([chunk * H * K + K // 2, v0], tl.trans(right))
             if total_ptr is not None:
-                rise = rows_there.load([2 * H * chunk, 0])
+                rise = rows_there.load([lines * H * chunk, 0])
             if phase == 1:
                 o = tl.dot(operand, tl.trans(q))
             if total_ptr is not None:
@@ -360,22 +369,12 @@ def shares(call: Any, target: Target, columns: int = 64) -> int:
 
 
 def wider(call: Any, target: Target) -> bool:
-    """Whether a program had better walk 128 columns, by the warps of kernels_gluon.py: 4 of the time that 64 take 3 of.
+    """Whether programs that are enough (`suits`) walk 128 columns, by the warps of kernels_gluon.py: wherever they can.
 
-    (2.6 us a chunk for 1.95, on an H200.) In rounds of programs: two of 64 do not fit on a processor.
+    Of inference. On an H200 a chunk takes them as long as 64 columns take here, and the launch before a quarter less.
     """
-    B, T, _, H, K, V, N = call.sizes
-    if not (_forgets(call, target) and N and K == 128 and V % 128 == 0):
-        return False
-    chunks = -(-B * T // (N * CHUNK))
-
-    def time(columns: int, each: int) -> int:
-        pieces = shares(call, target, columns)
-        more = min(chunks // 7, WARM.value) if pieces > 1 else 0
-        rounds = -(-N * H * pieces * -(-V // columns) // target.processors)
-        return each * rounds * (more + -(-(chunks - more) // pieces))
-
-    return time(128, 4) < time(64, 3)
+    *_, K, V, N = call.sizes
+    return _forgets(call, target) and N > 0 and K == 128 and V % 128 == 0
 
 
 def _forgets(call: Any, target: Target) -> bool:
@@ -413,7 +412,7 @@ def forward(
         call.offsets, out, final, lost, *((None, None) if parts is None else (parts.errors, parts.states)),
         q.stride(), k.stride(), strides(e), v.stride(), strides(call.state), call.scale, T, N, H, H // G, V,
         B * T * H * V, pieces,
-        config=config, FAR=FAR, CHUNK=CHUNK, BLOCK_K=K,
+        config=config, EXACT=gated.rows.shape[2] > 2, FAR=FAR, CHUNK=CHUNK, BLOCK_K=K,
     )  # fmt: skip
 
 

@@ -212,15 +212,15 @@ def pairs_kernel(  # type: ignore[no-untyped-def]
         k = working(read(k_ptr, first, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_N, WHOLE, EVEN))
         q = working(read(q_ptr, first, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_N, WHOLE, EVEN))
         if d_q_ptr is not None:
-            d_q = read(q_sums_ptr + into, first, stop, G * K, k0, K, 1, CHUNK, BLOCK_N, WHOLE, EVEN)
+            d_q = read(q_sums_ptr + into, first, stop, G * K, k0, K, 1, CHUNK, BLOCK_N, WHOLE, EVEN).to(tl.float32)
             write(d_q_ptr + into, onto(d_q, A, A_low, k, PRECISION), first, stop, G * K, k0, K, WHOLE)
         if not SAME:
             e = working(read(e_ptr, first, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_N, WHOLE, EVEN))
             if d_e_ptr is not None:
-                d_e = read(e_sums_ptr + into, first, stop, G * K, k0, K, 1, CHUNK, BLOCK_N, WHOLE, EVEN)
+                d_e = read(e_sums_ptr + into, first, stop, G * K, k0, K, 1, CHUNK, BLOCK_N, WHOLE, EVEN).to(tl.float32)
                 write(d_e_ptr + into, onto(d_e, E, E_low, k, PRECISION), first, stop, G * K, k0, K, WHOLE)
         if d_k_ptr is not None:
-            d_k = read(k_sums_ptr + into, first, stop, G * K, k0, K, 1, CHUNK, BLOCK_N, WHOLE, EVEN)
+            d_k = read(k_sums_ptr + into, first, stop, G * K, k0, K, 1, CHUNK, BLOCK_N, WHOLE, EVEN).to(tl.float32)
             d_k = onto(d_k, tl.trans(A), tl.trans(A_low), q, PRECISION)
             if SAME:
                 d_k = onto(d_k, E, E_low, k, PRECISION)
@@ -480,8 +480,8 @@ def _close(x: Tensor, problem: Any) -> Tensor:
 
 
 def _waiting(found: Tensor | None) -> Tensor | None:
-    """Where a gradient waits in float32 for the part of its pairs."""
-    return found if found is None or found.dtype == torch.float32 else torch.empty_like(found, dtype=torch.float32)
+    """Where a gradient waits for the part of its pairs: its own place, but for float16, whose range holds no sums."""
+    return torch.empty_like(found, dtype=torch.float32) if found is not None and found.dtype == torch.float16 else found
 
 
 def _even(problem: Any, d_out: Tensor, config: Config) -> bool:

@@ -34,9 +34,9 @@ class Gated(NamedTuple):
     query: Tensor | None  # per channel: [B,T,H,K], rise q
     erase: Tensor | None  # per channel: [B,T,H,K], rise e
     key: Tensor | None  # per channel: [B,T,H,K], fall beta k; in bfloat16 [2,B,T,H,K], its rounding and what that left
-    rows: Tensor | None  # in bfloat16, but for gates per channel: [slots,H,2,64], rise and write (beta), for TMA
+    rows: Tensor | None  # in bfloat16, but for gates per channel: [slots,H,2,64], rise and write (beta), for TMA;
+    # for kernels_gluon.py [slots,H,3,64], third 1 of tokens that have two bfloat16, else 0
     reach: Tensor | None  # where `cut`: [slots,H], what is left of a state (kernels_triton_chunks.py)
-    exact: Tensor | None = None  # for kernels_gluon.py: [slots,H,64], 1 of tokens that have two bfloat16, else 0
 
 
 @triton.jit
@@ -141,40 +141,42 @@ def chunks_rule(dtype: torch.dtype, K: int, per_channel: bool, target: Target) -
 
 
 def first(
-    call: Any, parts: Any, slots: int, cut: bool, at_once: Any, channel_chunks: Any, every: bool | None, rest: Any
+    call: Any, parts: Any, slots: int, cut: bool, at_once: Any, channel_chunks: Any, exact: bool, rest: Any
 ) -> tuple[Tensor, Tensor, Gated]:
     """X, A and what is made of gates; `parts` (gpu.py), if given, is filled; `cut`: reach too.
 
-    One launch, and one more for far rows (`chunks_kernel`). `every`: for the walk of kernels_gluon.py, and whether X's
-    second part is read of all tokens (kernels_triton_chunks.py). In bfloat16, where they may, `at_once` makes it
-    (kernels_triton_chunks.py), which clears the `rest` of the output too, and, with gates per channel, `channel_chunks`
-    (kernels_triton_channel_chunks.py).
+    One launch, and one more for far rows (`chunks_kernel`). `exact`: for the walk of kernels_gluon.py. In bfloat16,
+    where they may, `at_once` makes it (kernels_triton_chunks.py), which clears the `rest` of the output too, and, with
+    gates per channel, `channel_chunks` (kernels_triton_channel_chunks.py).
     """
     B, T, G, H, K, _, N = call.sizes
     v, g, target = call.v, call.log_decay, target_of(call.v.device)
     halves = stored(v.dtype) == torch.bfloat16
     if parts is not None:
         inverse, products = parts.inverse, parts.products
+    elif exact:  # beside each other, for one descriptor
+        made = torch.empty(B, T, H, 4 * CHUNK, dtype=torch.bfloat16, device=v.device)
+        inverse, products = made.split(2 * CHUNK, 3)
     else:
         width = 2 * CHUNK if halves else CHUNK
         inverse, products = torch.empty(2, B, T, H, width, dtype=stored(v.dtype), device=v.device).unbind()
     per_channel = g is not None and g.shape[3] > 1
-    gated = _gated(call, parts, slots, cut, every is not None, per_channel)
+    gated = _gated(call, parts, slots, cut, exact, per_channel)
     rule = partial(chunks_rule, v.dtype, K, per_channel)
     config = configure("delta_chunks", (v.dtype, K, per_channel), rule, target, {"BLOCK_K": (16, 32, 64)})
     by_near = per_channel and v.dtype != torch.float32
     even = K % config["BLOCK_K"] == 0 and within(CHUNK, K, call.q, call.k, call.erase, g)
     whole = even and call.offsets is None and T % CHUNK == 0
     # Three programs a processor, or four that hold less, as each waits for one product after the other: on an H200 195
-    # us for 224, with spills, and 245 for 274 where `every` is given.
-    registers = 168 if every is None else 128
+    # us for 224, with spills, and 245 for 274 where `exact`.
+    registers = 128 if exact else 168
     room = {"maxnreg": registers} if target.arch == 90 and halves and not per_channel else {}
     if halves and per_channel:
         channel_chunks.chunks(call, inverse, products, gated[2:6], slots, whole, config)
         return inverse, products, gated
     if halves and at_once.fits(call, target):
-        constants = {"WHOLE": whole, "EVEN": even, "KEEP": parts is not None, **room}
-        at_once.chunks(call, inverse, products, (*gated[:3], *gated[6:]), slots, config, constants, bool(every), rest)
+        constants = {"EXACT": exact, "WHOLE": whole, "EVEN": even, "KEEP": parts is not None, **room}
+        at_once.chunks(call, inverse, products, (*gated[:3], *gated[6:]), slots, config, constants, rest)
         return inverse, products, gated
     for again in (False, True)[: 2 if by_near else 1]:
         launch(
@@ -208,8 +210,6 @@ def _gated(call: Any, parts: Any, slots: int, cut: bool, exact: bool, per_channe
             each = parts.rise, parts.write, parts.total, parts.reach
         gated = gated._replace(rise=each[0], write=each[1], total=each[2], reach=each[3] if cut else None)
     if stored(v.dtype) == torch.bfloat16 and not per_channel:
-        rows = torch.empty(slots, H, 2, CHUNK, device=v.device) if parts is None else parts.rows
+        rows = torch.empty(slots, H, 3 if exact else 2, CHUNK, device=v.device) if parts is None else parts.rows
         gated = gated._replace(rows=rows)
-    if exact:
-        gated = gated._replace(exact=torch.empty(slots, H, CHUNK, device=v.device))
     return gated
