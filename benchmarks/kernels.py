@@ -83,13 +83,11 @@ def launches_of(specimen: Specimen, module: ModuleType, target: Target) -> Itera
     with recording(target) as seen:
         outputs = module.forward(call, True) if keeps else module.forward(call)
     yield from (("forward", launch) for launch in seen)
-    if keeps:  # of what is asked for by hand all, else the kernels of its own, and others that hold less
-        known = [] if specimen.where == "asked" else [(launch.kernel, launch.meta.get("maxnreg")) for launch in seen]
+    if keeps:  # of what is asked for by hand all, else what is compiled to another kernel
+        known = set() if specimen.where == "asked" else {identity(launch, target) for launch in seen}
         with recording(target) as seen:
             module.forward(call)
-        yield from (
-            ("inference", launch) for launch in seen if (launch.kernel, launch.meta.get("maxnreg")) not in known
-        )
+        yield from (("inference", launch) for launch in seen if identity(launch, target) not in known)
     grads = tuple(
         out.empty(call[0]) if place == 0 or specimen.where == "asked" else None
         for place, out in enumerate(spec.outputs(call))
