@@ -67,10 +67,11 @@ def load(ptr: Pointer, mask: Any = None, other: float = 0.0) -> Tensor:
     return value(torch.where(inside, found, torch.as_tensor(other, dtype=found.dtype)))
 
 
-def store(ptr: Pointer, x: Any) -> None:
+def store(ptr: Pointer, x: Any, mask: Any = True) -> None:
     at = torch.as_tensor(ptr.offset)
-    assert bool(((at >= 0) & (at < ptr.memory.numel())).all()), "a store behind a tensor"
-    ptr.memory[at] = torch.as_tensor(x).to(ptr.memory.dtype).expand(at.shape)
+    inside = torch.as_tensor(mask).expand(at.shape)
+    assert bool((~inside | ((at >= 0) & (at < ptr.memory.numel()))).all()), "a store behind a tensor"
+    ptr.memory[at[inside]] = torch.as_tensor(x).to(ptr.memory.dtype).expand(at.shape)[inside]
 
 
 class Shared:
@@ -86,6 +87,9 @@ class Shared:
 
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.memory.permute(*order))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.memory.narrow(dim, start, length))
 
     def load(self, _layout: Any) -> Tensor:
         return value(self.memory.clone())
@@ -208,7 +212,7 @@ class Gluon:
     """The language, for the programs of one launch."""
 
     def __init__(self, real: ModuleType) -> None:
-        self.own, self.engine, self.program = Threads(), Engine(), 0
+        self.own, self.engine, self.program, self.programs = Threads(), Engine(), 0, 1
         names = {name: getattr(real, name) for name in vars(real) if not name.startswith("__")}
         self.gl = SimpleNamespace(**(names | self.language()))
         self.mbarrier = SimpleNamespace(
@@ -229,7 +233,8 @@ class Gluon:
             "arange": lambda low, high, layout: value(torch.arange(plain(low), plain(high))), "static_range": range,
             "zeros": lambda shape, dtype, _: value(torch.zeros([plain(n) for n in shape], dtype=dtype)), "where": where,
             "convert_layout": lambda x, _: x, "load": load, "store": store, "exp2": torch.exp2,
-            "maximum": lambda x, y: torch.maximum(value(x), value(y)),
+            "maximum": lambda x, y: torch.maximum(value(x), value(y)), "num_programs": lambda _: self.programs,
+            "minimum": lambda x, y: torch.minimum(value(plain(x)), value(plain(y))),
             "max": lambda x, axis: x.amax(axis), "sum": lambda x, axis: x.sum(axis),
             "associative_scan": lambda x, axis, _plus: x.cumsum(axis), "allocate_shared_memory": self.allocate,
             "warp_specialize": self.part, "NVMMASharedLayout": Layout, "BlockedLayout": Layout, "SliceLayout": Layout,
@@ -268,8 +273,9 @@ class Gluon:
         if bool(pred):
             bar.come(1, int(plain(size)))
 
-    def arrive(self, bar: Barrier, count: int = 1) -> None:
-        bar.come(count, 0)
+    def arrive(self, bar: Barrier, count: int = 1, pred: Any = True) -> None:
+        if bool(pred):
+            bar.come(count, 0)
 
     def copy_in(self, there: Descriptor, at: Sequence[Any], bar: Barrier, tile: Shared, pred: Any = True) -> None:
         def copy() -> None:
@@ -323,6 +329,7 @@ class Gluon:
             stack.enter_context(mock.patch.multiple(module, **named))
             for other in others:
                 stack.enter_context(mock.patch(f"{other}.tl", self.triton()))
+            self.programs = grid[0]
             for self.program in range(grid[0]):
                 kernel.fn(*given, **meta)
 

@@ -145,7 +145,9 @@ def found(
         cut = partial(pieces, moved)
         back, rest = rooms(moved, moved[: len(wanted)], wanted)
         room = back, rest
-        kernels.backward(moved, kept, moved_grads, room, cut, channels, tokens, token_walks, joins, channel_walks)
+        kernels.backward(
+            moved, kept, moved_grads, room, cut, channels, (tokens, None), token_walks, joins, channel_walks
+        )
     for x, name in zip(back, SPEC.differentiable, strict=True):
         assert x is None or (x.dtype == inputs[name].dtype and x.is_contiguous()), name
     return {
@@ -260,7 +262,7 @@ def test_launches(decay: str, count: int) -> None:
     wanted = [getattr(call, n) is not None for n in SPEC.differentiable]
     with tune.recording(tune.TARGETS["sm_90"]) as launches:
         back, walks = rooms(call, call[: len(wanted)], wanted), (token_walks, joins, channel_walks)
-        kernels.backward(call, kept, grads, back, partial(pieces, call), channels, tokens, *walks)
+        kernels.backward(call, kept, grads, back, partial(pieces, call), channels, (tokens, None), *walks)
     assert len(launches) == count
 
 
@@ -284,7 +286,9 @@ def test_few_heads_of_many_tokens_take_one_launch_more() -> None:
     kept = gpu._parts(call, gpu.kept(call).empty(call.v))
     with tune.recording(tune.TARGETS["sm_90"]) as launches:
         back, cut = rooms(call, call[:7], [True] * 7), partial(pieces, call)
-        kernels.backward(call, kept, (call.v, None), back, cut, channels, tokens, token_walks, joins, channel_walks)
+        kernels.backward(
+            call, kept, (call.v, None), back, cut, channels, (tokens, None), token_walks, joins, channel_walks
+        )
     names = [launch.kernel.fn.__name__ for launch in launches]
     assert names == ["walk_kernel", "walk_kernel", "side_kernel", "pairs_kernel", "gates_kernel"]
 

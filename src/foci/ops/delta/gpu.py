@@ -97,7 +97,8 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     parts, cut = _parts(call, outputs[2]), partial(pieces, call)
     arguments = call.q, call.k, call.v, call.beta, call.log_decay, call.erase, call.state
     found, rest = rooms(call, arguments, needs)
-    kernels.backward(call, parts, grads, (found, rest), cut, channels, tokens, *walks)
+    by_warps = import_module("foci.ops.delta.kernels_gluon_backward") if with_gluon() else None
+    kernels.backward(call, parts, grads, (found, rest), cut, channels, (tokens, by_warps), *walks)
     return found
 
 

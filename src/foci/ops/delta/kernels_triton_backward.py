@@ -269,7 +269,8 @@ def backward(
 
     `room`: these and their Rest (kernels_triton_packed.py). `kept`: what the forward left (gpu.py: Parts). `cut`:
     ops/delta/pieces.py.
-    What does each chunk's part: `channels` for gates per channel (kernels_triton_channels.py), `tokens` for others.
+    What does each chunk's part: `channels` for gates per channel (kernels_triton_channels.py), `tokens` for others:
+    kernels_triton_tokens.py and kernels_gluon_backward.py, or None.
     `token_walks`, `channel_walks`: the walk where it can be that of the file of their name; `joins` as the forward's.
     """
     found, rest = room
@@ -280,7 +281,7 @@ def backward(
         if problem.per_channel:
             channels.side_by_channel(problem, kept, d_out, dv, behind)
         else:
-            tokens.side_by_token(problem, kept, d_out, dv, behind)
+            tokens[0].side_by_token(problem, kept, d_out, dv, behind, tokens[1])
     rest.end()
 
 

@@ -21,7 +21,6 @@ For float16, whose range holds no decays, all products are of float32 tiles (til
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,14 +54,14 @@ def side_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, rise_ptr, write_ptr, d_out_ptr, dv_ptr, errors_ptr, states_ptr, ends_ptr,
     offsets_ptr, rows_ptr, totals_ptr, q_sums_ptr, k_sums_ptr, e_sums_ptr,
     q_strides, k_strides, e_strides, write_strides, d_out_strides, scale, zero, T, N, H, R, K, V,
-    tokens, EVEN: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+    apart, EVEN: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """What goes through the states of one chunk of one key head and the R heads that read it.
 
-    Without `e_ptr` k erases. To sums [B,T,G,K] go q's, k's and e's parts; to rows [3 blocks of K,B,T,H], `tokens`
-    apart, of each block what fall and, for q and for e, rise are to be multiplied by, to totals [slots,H,K] what total
-    is. EVEN: no block of K or V is a part of one; WHOLE: and no chunk.
+    Without `e_ptr` k erases. To sums [B,T,G,K] go q's, k's and e's parts; to rows [3 blocks of K,slots,H,CHUNK] what
+    fall and, for q and e, rise are to be multiplied by, to totals [slots,H,K] what total is.
+    EVEN: no block of K or V is a part of one; WHOLE: and no chunk.
     """
     tl.assume(K > 0)  # else a loop might be left out, and Hopper's assembler would have each product wait (C7515)
     tl.assume(V > 0)
@@ -71,7 +70,7 @@ def side_kernel(  # type: ignore[no-untyped-def]
     n, b, first, stop, slot = chunk_at(offsets_ptr, chunk, N, T, CHUNK)
     if n < 0:
         return
-    row, tokens = tl.cast(b, tl.int64), tl.cast(tokens, tl.int64)
+    row, apart = tl.cast(b, tl.int64), tl.cast(apart, tl.int64)
     q_ptr += row * q_strides[0] + group * q_strides[2]
     k_ptr += row * k_strides[0] + group * k_strides[2]
     if e_ptr is not None:
@@ -127,10 +126,10 @@ def side_kernel(  # type: ignore[no-untyped-def]
                 d_e = tl.where(r > 0, d_e, 0.0) - on_e
             c = k0 + tl.arange(0, BLOCK_K)
             tl.store(totals_ptr + (slot * H + h) * K + c, tl.sum(by_total, 1), mask=c < K)
-            rows = rows_ptr + head + at * H + k0 // BLOCK_K * 3 * tokens
-            tl.store(rows, by_fall, mask=at < stop)
-            tl.store(rows + tokens, by_read, mask=at < stop)
-            tl.store(rows + 2 * tokens, by_erase, mask=at < stop)
+            rows = rows_ptr + (slot * H + h) * CHUNK + k0 // BLOCK_K * 3 * apart + tl.arange(0, CHUNK)
+            tl.store(rows, by_fall)
+            tl.store(rows + apart, by_read)
+            tl.store(rows + 2 * apart, by_erase)
             if r == R - 1:
                 if q_sums_ptr is not None:
                     store_tile(q_sums_ptr + into, d_q, t0, stop, G * K, k0, K, 1)
@@ -150,23 +149,23 @@ def pairs_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, v_ptr, beta_ptr, g_ptr, d_out_ptr, dv_ptr, dv_low_ptr, errors_ptr, offsets_ptr, pairs_ptr,
     rows_ptr, q_sums_ptr, k_sums_ptr, e_sums_ptr, d_q_ptr, d_k_ptr, d_e_ptr,
     q_strides, k_strides, e_strides, v_strides, beta_strides, g_strides, d_out_strides, scale, zero, T, N, H, R, K, V,
-    half, tokens, SAME: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+    half, tokens, apart, SAME: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The pairs of one chunk and one key head, first P_A and then P_E, onto sums as `side_kernel` left them.
 
     P_A waits in pairs [..,B,T,G,CHUNK], in bfloat16 as two, `half` apart: sums are read once, and by one loop. SAME: e
-    is k. What beta and gates take of either goes to rows [6,B,T,H], `tokens` apart; with values d dv and v dv too.
+    is k. What beta and gates take of either goes to rows [6,slots,H,CHUNK], with values d dv and v dv too.
     """
     G, program = H // R, tl.num_programs(0) - 1 - tl.program_id(0)  # what was written last is in the cache yet
     group, chunk = (program % G).to(tl.int64), program // G
-    n, b, first, stop, _slot = chunk_at(offsets_ptr, chunk, N, T, CHUNK)
+    n, b, first, stop, slot = chunk_at(offsets_ptr, chunk, N, T, CHUNK)
     if n < 0:
         return
     tl.assume(K > 0)
     tl.assume(V > 0)
     tl.assume(R > 0)
-    row, tokens = tl.cast(b, tl.int64), tl.cast(tokens, tl.int64)
+    row, tokens, apart = tl.cast(b, tl.int64), tl.cast(tokens, tl.int64), tl.cast(apart, tl.int64)
     q_ptr += row * q_strides[0] + group * q_strides[2]
     k_ptr += row * k_strides[0] + group * k_strides[2]
     e_ptr += row * e_strides[0] + group * e_strides[2]
@@ -181,10 +180,10 @@ def pairs_kernel(  # type: ignore[no-untyped-def]
     dv_ptr += head * V
     if dv_low_ptr is not None:
         dv_low_ptr += head * V
-    rows_ptr += head
+    rows_ptr += (tl.cast(slot, tl.int64) * H + group * R) * CHUNK
     P = pairs_of(
         q_ptr, q_strides, k_ptr, k_strides, beta_ptr, beta_strides, g_ptr, g_strides, d_out_ptr, d_out_strides,
-        None, None, None, errors_ptr, rows_ptr, scale, zero, first, stop, H, R, K, V, tokens,
+        None, None, None, errors_ptr, rows_ptr, scale, zero, first, stop, H, R, K, V, tokens, apart,
         True, EVEN, WHOLE, PRECISION, CHUNK, BLOCK_K, BLOCK_V,
     )  # fmt: skip
     pairs_ptr += (row * T * G + group) * CHUNK
@@ -198,8 +197,8 @@ def pairs_kernel(  # type: ignore[no-untyped-def]
     k_strides = (0, k_strides[1] + zero, 0, k_strides[3])
     P = pairs_of(
         e_ptr, e_strides, k_ptr, k_strides, beta_ptr, beta_strides, g_ptr, g_strides, dv_ptr, (0, H * V, V, 1),
-        dv_low_ptr, v_ptr, v_strides, errors_ptr, rows_ptr + 2 * tokens, -1.0, zero, first, stop, H, R, K, V, tokens,
-        False, EVEN, WHOLE, PRECISION, CHUNK, BLOCK_K, BLOCK_V,
+        dv_low_ptr, v_ptr, v_strides, errors_ptr, rows_ptr + 2 * apart, -1.0, zero, first, stop, H, R, K, V, tokens,
+        apart, False, EVEN, WHOLE, PRECISION, CHUNK, BLOCK_K, BLOCK_V,
     )  # fmt: skip
     if SAME:
         P += tl.trans(P)
@@ -232,7 +231,7 @@ def pairs_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def pairs_of(  # type: ignore[no-untyped-def]
     x_ptr, x_strides, k_ptr, k_strides, beta_ptr, beta_strides, g_ptr, g_strides, from_ptr, from_strides, low_ptr,
-    v_ptr, v_strides, d_ptr, rows_ptr, factor, zero, first, stop, H, R, K, V, tokens,
+    v_ptr, v_strides, d_ptr, rows_ptr, factor, zero, first, stop, H, R, K, V, tokens, apart,
     OWN: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -285,19 +284,18 @@ def pairs_of(  # type: ignore[no-untyped-def]
                 behind = tl.where(t > s, both, 0.0)
                 on, both = tl.sum(both - behind, 1), behind
             by_columns = tl.sum(both, 0)
-            at = (t0 + tl.arange(0, CHUNK)).to(tl.int64)
-            rows = rows_ptr + r + at * H
-            tl.store(rows, by_columns + on if OWN else by_columns, mask=at < stop)
+            rows = rows_ptr + r * CHUNK + tl.arange(0, CHUNK)
+            tl.store(rows, by_columns + on if OWN else by_columns)
             if g_ptr is not None:
                 if NEAR:
                     by_gate = tl.sum(both * beta[None, :], 1) - beta * by_columns
                 else:
                     by_gate = by_pairs(both * beta[None, :], True)
-                tl.store(rows + tokens, by_gate, mask=at < stop)
+                tl.store(rows + apart, by_gate)
             if low_ptr is not None:
-                tl.store(rows + 2 * tokens, tl.sum(tl.where(t == s, dP, 0.0), 1), mask=at < stop)
+                tl.store(rows + 2 * apart, tl.sum(tl.where(t == s, dP, 0.0), 1))
             if v_ptr is not None:
-                tl.store(rows + 3 * tokens, by_value, mask=at < stop)
+                tl.store(rows + 3 * apart, by_value)
         v0 += BLOCK_V
         r = tl.where(v0 >= V, r + 1 if OWN else r - 1, r)
         v0 = tl.where(v0 >= V, 0, v0)
@@ -307,7 +305,7 @@ def pairs_of(  # type: ignore[no-untyped-def]
 @triton.jit
 def gates_kernel(  # type: ignore[no-untyped-def]
     beta_ptr, g_ptr, offsets_ptr, rows_ptr, totals_ptr, d_beta_ptr, d_g_ptr,
-    rest_a, rest_b, rest_c, rest_d, rest_e, rest_f, widths, beta_strides, g_strides, T, N, H, K, tokens,
+    rest_a, rest_b, rest_c, rest_d, rest_e, rest_f, widths, beta_strides, g_strides, T, N, H, K, apart,
     BLOCKS: tl.constexpr, CONSTANT: tl.constexpr, NEAR: tl.constexpr, TWO: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -327,15 +325,15 @@ def gates_kernel(  # type: ignore[no-untyped-def]
         if CONSTANT and d_g_ptr is not None:
             tl.store(d_g_ptr + tl.cast(chunk, tl.int64) * H + h, tl.zeros([BLOCK_H], tl.float32), mask=h < H)
         return
-    row, tokens = tl.cast(b, tl.int64), tl.cast(tokens, tl.int64)
-    rows_ptr += row * T * H
+    row, apart = tl.cast(b, tl.int64), tl.cast(apart, tl.int64)
+    rows_ptr += tl.cast(slot, tl.int64) * H * CHUNK
+    left = stop - first
     by_fall = tl.zeros([CHUNK, BLOCK_H], tl.float32)
-    by_rise = tl.zeros([CHUNK, BLOCK_H], tl.float32)
-    by_erase = tl.zeros([CHUNK, BLOCK_H], tl.float32)
+    by_rise, by_erase = by_fall, by_fall
     for i in tl.static_range(BLOCKS):
-        by_fall += load_tile(rows_ptr + (6 + 3 * i) * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
-        by_rise += load_tile(rows_ptr + (7 + 3 * i) * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
-        by_erase += load_tile(rows_ptr + (8 + 3 * i) * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
+        by_fall += load_tile(rows_ptr + (6 + 3 * i) * apart, 0, left, 1, h0, H, CHUNK, CHUNK, BLOCK_H)
+        by_rise += load_tile(rows_ptr + (7 + 3 * i) * apart, 0, left, 1, h0, H, CHUNK, CHUNK, BLOCK_H)
+        by_erase += load_tile(rows_ptr + (8 + 3 * i) * apart, 0, left, 1, h0, H, CHUNK, CHUNK, BLOCK_H)
     by_total = tl.zeros([BLOCK_H], tl.float32)
     totals_ptr += tl.cast(slot, tl.int64) * H * K
     for k0 in tl.range(0, K, BLOCK_K):
@@ -347,23 +345,23 @@ def gates_kernel(  # type: ignore[no-untyped-def]
         g = load_tile(g_ptr, first, stop, g_strides[1], h0, H, g_strides[2], CHUNK, BLOCK_H).to(tl.float32)
         rise, fall = near.ends(g, True, NEAR)
     by_fall, by_rise, by_erase = by_fall * fall, by_rise * rise, by_erase * rise
-    columns_A = load_tile(rows_ptr, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
-    columns_E = load_tile(rows_ptr + 2 * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
+    columns_A = load_tile(rows_ptr, 0, left, 1, h0, H, CHUNK, CHUNK, BLOCK_H)
+    columns_E = load_tile(rows_ptr + 2 * apart, 0, left, 1, h0, H, CHUNK, CHUNK, BLOCK_H)
     beta_ptr += row * beta_strides[0]
     beta = load_tile(beta_ptr, first, stop, beta_strides[1], h0, H, beta_strides[2], CHUNK, BLOCK_H).to(tl.float32)
     if TWO:
-        by_error = load_tile(rows_ptr + 4 * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
+        by_error = load_tile(rows_ptr + 4 * apart, 0, left, 1, h0, H, CHUNK, CHUNK, BLOCK_H)
     if d_beta_ptr is not None:
         d_beta = columns_A + columns_E + by_fall
         if TWO and g_ptr is None:
             d_beta = tl.where(tl.abs(beta) > FAINT, by_error / beta, d_beta)
         store_tile(d_beta_ptr + row * T * H, d_beta, first, stop, H, h0, H, 1)
     if d_g_ptr is not None:
-        by_E = load_tile(rows_ptr + 3 * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
-        d_g = load_tile(rows_ptr + tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H) + by_E
+        by_E = load_tile(rows_ptr + 3 * apart, 0, left, 1, h0, H, CHUNK, CHUNK, BLOCK_H)
+        d_g = load_tile(rows_ptr + apart, 0, left, 1, h0, H, CHUNK, CHUNK, BLOCK_H) + by_E
         by_fall *= beta
         if TWO:
-            by_value = load_tile(rows_ptr + 5 * tokens, first, stop, H, h0, H, 1, CHUNK, BLOCK_H)
+            by_value = load_tile(rows_ptr + 5 * apart, 0, left, 1, h0, H, CHUNK, CHUNK, BLOCK_H)
             # Where nothing comes from behind or before, the sums are rounding; and fall is the future's.
             clear = (fall > CLEAR) & (by_fall != 0.0)
             by_fall = tl.where(clear, by_error - beta * (columns_A + columns_E), by_fall)
@@ -422,24 +420,46 @@ def _sums_rule(target: Target) -> Config:
     return Config({"BLOCK_R": 32, "BLOCK_C": 64}, warps=4, stages=1)
 
 
-def side_by_token(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Any, behind: Tensor) -> None:
-    """All that is left when the walk has made dv and the gradients `behind` each chunk."""
-    call, g, parts, erase = problem.call, problem.g, None, problem.erase
-    d_q, d_k, _, d_beta, d_g, d_erase, _ = problem.found
+def side_by_token(problem: Any, kept: Any, d_out: Tensor, dv: Any, behind: Tensor, by_warps: Any) -> None:
+    """What is left when the walk has made dv and the gradients `behind` each chunk; `by_warps` has what it takes."""
+    call, g, parts, two = problem.call, problem.g, None, isinstance(dv, tuple)
+    d_beta, d_g = problem.found[3:5]
+    if by_warps is not None and by_warps.takes(problem, d_out, dv):
+        rows, totals = by_warps.side_and_pairs(problem, kept, d_out, dv, behind)
+    else:
+        rows, totals = _in_two_launches(problem, kept, d_out, dv, behind)
+    if d_g is not None and problem.constant:
+        d_g = parts = totals.new_empty(problem.chunks, problem.H)
+    if d_beta is not None or d_g is not None:
+        config = configure("delta_backward_gates", (), _gates_rule, problem.target)
+        more, rest = problem.rest.taken()
+        launch(
+            gates_kernel, (problem.chunks * -(-problem.H // config["BLOCK_H"]) + more,),
+            call.beta, g, call.offsets, rows, totals, d_beta, d_g, *rest, call.beta.stride(), strides(g),
+            problem.T, problem.N, problem.H, totals.shape[2], rows[0].numel(),
+            config=config, BLOCKS=len(rows) // 3 - 2, CONSTANT=problem.constant, NEAR=call.q.dtype != torch.float32,
+            TWO=two, CHUNK=CHUNK,
+        )  # fmt: skip
+    if parts is not None:
+        config = configure("delta_backward_sums", (), _sums_rule, problem.target)
+        launch(sums_kernel, (-(-problem.H // config["BLOCK_C"]),), parts, problem.found[4], *parts.shape, config=config)
+
+
+def _in_two_launches(problem: Any, kept: Any, d_out: Tensor, dv: Any, behind: Tensor) -> tuple[Tensor, Tensor]:
+    """dq, dk and de by `side_kernel` and `pairs_kernel`; (rows, totals [slots,H,K]) for `gates_kernel`."""
+    call, g, erase = problem.call, problem.g, problem.erase
+    d_q, d_k, _, _, d_g, d_erase, _ = problem.found
     low, errors, write = None, kept[1], call.beta if kept[5] is None else kept[5]
     if isinstance(dv, tuple):
         (dv, low), errors = dv, errors[0]
-    if d_g is not None and problem.constant:
-        d_g = parts = dv.new_empty(problem.chunks, problem.H, dtype=torch.float32)
     value, d_out = None if low is None or d_g is None else _close(call.v, problem), _close(d_out, problem)
     side_of = ("side", _side_rule) if call.erase is None else ("side_with_erase", _side_with_erase_rule)
     config, ahead = problem.config(*side_of), problem.config("pairs", _pairs_rule)
     blocks = -(-problem.K // config["BLOCK_K"])
-    rows = dv.new_empty(6 + 3 * blocks, problem.B, problem.T, problem.H, dtype=torch.float32)
-    totals = dv.new_empty(behind.numel() // problem.V, dtype=torch.float32)
+    rows = dv.new_empty(6 + 3 * blocks, *behind.shape[:2], CHUNK, dtype=torch.float32)
+    totals = dv.new_empty(*behind.shape[:3], dtype=torch.float32)
     sums = tuple(map(_waiting, (d_q, d_k, d_erase)))
-    halves = 2 if call.q.dtype == torch.bfloat16 else 1
-    pairs = kept[0].new_empty(halves, problem.B, problem.T, problem.G, CHUNK)
+    pairs = kept[0].new_empty(2 if call.q.dtype == torch.bfloat16 else 1, problem.B, problem.T, problem.G, CHUNK)
     sizes = (problem.T, problem.N, problem.H, problem.H // problem.G, problem.K, problem.V)
     even, whole = _even(problem, d_out, config), call.offsets is None and problem.T % CHUNK == 0
     launch(
@@ -455,23 +475,11 @@ def side_by_token(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Any, 
         call.q, call.k, erase, value, call.beta, g, d_out, dv, low, kept[1], call.offsets, pairs, rows, *sums,
         d_q, d_k, d_erase,
         call.q.stride(), call.k.stride(), erase.stride(), strides(value), call.beta.stride(), strides(g),
-        d_out.stride(), call.scale, 0, *sizes, pairs[0].numel(), rows[0].numel(), config=ahead,
+        d_out.stride(), call.scale, 0, *sizes, pairs[0].numel(), dv.numel() // problem.V, rows[0].numel(), config=ahead,
         SAME=call.erase is None, EVEN=even, WHOLE=even and whole, PRECISION=problem.precision, CHUNK=CHUNK,
         STAGES=min(ahead.stages, 3),
     )  # fmt: skip
-    if d_beta is not None or d_g is not None:
-        config = configure("delta_backward_gates", (), _gates_rule, problem.target)
-        more, rest = problem.rest.taken()
-        launch(
-            gates_kernel, (problem.chunks * -(-problem.H // config["BLOCK_H"]) + more,),
-            call.beta, g, call.offsets, rows, totals, d_beta, d_g, *rest, call.beta.stride(), strides(g),
-            problem.T, problem.N, problem.H, problem.K, rows[0].numel(),
-            config=config, BLOCKS=blocks, CONSTANT=problem.constant, NEAR=call.q.dtype != torch.float32,
-            TWO=low is not None, CHUNK=CHUNK,
-        )  # fmt: skip
-    if parts is not None:
-        config = configure("delta_backward_sums", (), _sums_rule, problem.target)
-        launch(sums_kernel, (-(-problem.H // config["BLOCK_C"]),), parts, problem.found[4], *parts.shape, config=config)
+    return rows, totals
 
 
 def _close(x: Tensor, problem: Any) -> Tensor:

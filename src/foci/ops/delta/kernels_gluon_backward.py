@@ -1,0 +1,483 @@
+"""What the delta rule's backward on Hopper has left after its walk, by warps with work of their own.
+
+The equations are those of kernels_triton_tokens.py, letters too; this does both launches of products there as one, so
+that nothing is read twice and no sum waits in memory. A program takes one chunk and key head after the other, and of
+each all heads that read the key. Four warps load: each tile when all have left its place, of which every tile has one,
+so what is needed first of the next chunk comes while the last of this one is multiplied. Three times four share the
+work, for none has registers for all of it:
+
+- pairs: P_A and P_E of a head, handed on as two bfloat16 each, and what beta and gates take of them;
+- queries: scale rise (do S^T) + P_A k = dq; what the state's decay takes, S dS; and what values tell of gates, v dv;
+- keys: fall beta (d dS^T) - rise (dv S^T) + P_A^T q + (P_E + P_E^T) k = dk.
+
+A gradient leaves by the place of the pairs it was made of.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from foci.core.tune import Config, by_tma, launch, strides
+from foci.tiles.near import LEAST, LOG2E
+from foci.tiles.state import sequence
+
+CHUNK: gl.constexpr = gl.constexpr(64)
+WIDTH: gl.constexpr = gl.constexpr(128)  # of keys and of values
+PARTS: gl.constexpr = gl.constexpr(16)  # of the sum over a state
+# Places in shared memory. Barriers are known by them too, V by that of LOW, K by that of Q.
+STATE, END, OUT, ERROR, VALUE, REST, LOW, Q, K, V, PAIRS_A, PAIRS_E = (gl.constexpr(place) for place in range(12))
+USERS: gl.constexpr = gl.constexpr((2, 2, 2, 2, 3, 1, 2, 3))  # how many of the three use what a barrier tells of
+A_THERE, A_USED, A_GONE, E_THERE, E_GONE = (gl.constexpr(what) for what in range(5))  # barriers of what is handed on
+BY_TOKEN: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of [tokens,tokens]
+BY_KEY: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of sums [tokens,keys]
+LINE: gl.constexpr = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # of one number a token: each warp has all
+ROWS: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # of tiles that nothing multiplies
+
+
+@gluon.jit
+def _plus(a, b):  # type: ignore[no-untyped-def]
+    return a + b
+
+
+@gluon.jit
+def _document(offsets_ptr, slot, N, T):  # type: ignore[no-untyped-def]
+    """`document` of tiles/state.py, by every warp for itself."""
+    i = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    n = gl.to_tensor(0)
+    if N > 1:  # of one, a constant, Triton 3.6 cannot compile a loop that never runs
+        left = gl.to_tensor(N)
+        while left > 1:
+            step = (left + 31) // 32
+            inside = i * step < left
+            start = gl.load(offsets_ptr + n + i * step, mask=inside, other=0)
+            start = gl.minimum(gl.maximum(start, 0), T).to(gl.int32)
+            passed = inside & (start // CHUNK + n + i * step <= slot)
+            skipped = gl.maximum(gl.sum(passed.to(gl.int32), 0) - 1, 0) * step
+            n, left = n + skipped, gl.minimum(step, left - skipped)
+    return n
+
+
+@gluon.jit
+def _place(item, offsets_ptr, sizes, WHOLE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(row of the batch, first token, that of all rows, slot, key head, tokens) of a program's item.
+
+    A slot that is no document's has no token.
+    """
+    T, N, _items, H, R, _apart = sizes
+    slot, group = gl.to_tensor(item) // (H // R), gl.to_tensor(item) % (H // R)
+    if offsets_ptr is None:
+        count = (T + CHUNK - 1) // CHUNK
+        b, first = slot // count, slot % count * CHUNK
+        left = CHUNK if WHOLE else gl.minimum(CHUNK, T - first)
+    else:
+        b, start, stop, own = sequence(offsets_ptr, _document(offsets_ptr, slot, N, T), T, CHUNK)
+        b, first = gl.to_tensor(b), start + (slot - own) * CHUNK
+        inside = (slot >= own) & (first < stop)
+        first, left = gl.where(inside, first, 0), gl.where(inside, gl.minimum(CHUNK, stop - first), 0)
+    return b, first, slot * CHUNK if WHOLE else b * T + first, slot, group, left
+
+
+@gluon.jit
+def _by_token(g_ptr, g_strides, beta_ptr, beta_strides, b, first, h, left):  # type: ignore[no-untyped-def]
+    """Of one head's tokens: gates and beta."""
+    t = gl.arange(0, CHUNK, layout=LINE)
+    g_ptr += b.to(gl.int64) * g_strides[0] + first.to(gl.int64) * g_strides[1] + h * g_strides[2]
+    beta_ptr += b.to(gl.int64) * beta_strides[0] + first.to(gl.int64) * beta_strides[1] + h * beta_strides[2]
+    g = gl.load(g_ptr + t.to(gl.int64) * g_strides[1], mask=t < left, other=0.0).to(gl.float32)
+    beta = gl.load(beta_ptr + t.to(gl.int64) * beta_strides[1], mask=t < left, other=0.0).to(gl.float32)
+    return g, beta
+
+
+@gluon.jit
+def _weighted(dP, product, g, beta, rows_ptr, apart, left, OWN: gl.constexpr):  # type: ignore[no-untyped-def]
+    """beta P, P = W dP of a head's pairs on (OWN) and below the diagonal; to rows what beta and gates take of it."""
+    by_row: gl.constexpr = gl.SliceLayout(1, BY_TOKEN)
+    by_column: gl.constexpr = gl.SliceLayout(0, BY_TOKEN)
+    at = gl.arange(0, CHUNK, layout=by_row)
+    t, s = at[:, None], gl.arange(0, CHUNK, layout=by_column)[None, :]
+    beta_s = gl.convert_layout(beta, by_column)[None, :]
+    sums = gl.associative_scan(gl.where(g < LEAST, LEAST, g) * LOG2E, 0, _plus)  # late, as it waits for the gates
+    power = gl.convert_layout(sums, by_row)[:, None] - gl.convert_layout(sums, by_column)[None, :]
+    below = (t > s) & (t < left)
+    seen = (t >= s) & (t < left) if OWN else below
+    both = gl.where(seen, dP * gl.exp2(power), 0.0)
+    found = both * beta_s
+    both *= product
+    pairs = gl.where(below, both, 0.0)
+    by_columns = gl.convert_layout(gl.sum(pairs, 0), by_row)
+    by_gate = gl.sum(pairs * beta_s, 1) - gl.convert_layout(beta, by_row) * by_columns
+    if OWN:
+        by_columns += gl.sum(gl.where(t == s, both, 0.0), 1)
+    gl.store(rows_ptr + at, by_columns)
+    gl.store(rows_ptr + apart + at, by_gate)
+    return found
+
+
+@gluon.jit
+def _brought(there, at, place: gl.constexpr, tiles, bars, turn, count: gl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile by TMA, when all have left its place, the first of `count` that its barrier tells of."""
+    full, empty = bars
+    tile = tiles[place].index(0)
+    mbarrier.wait(empty.index(place), (turn & 1) ^ 1)
+    mbarrier.expect(full.index(place), count * 2 * tile.shape[0] * tile.shape[1])
+    tma.async_copy_global_to_shared(there, at, full.index(place), tile)
+
+
+@gluon.jit
+def _load(there, tiles, bars, offsets_ptr, sizes, tokens, WHOLE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """What those who load do, in the order in which it is wanted."""
+    q_there, k_there, v_there, do_there, dv_there, low_there, d_there, S_there, dS_there = there
+    full, _ = bars
+    _T, _N, items, H, R, _apart = sizes
+    i, turn = 0, 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        _b, _first, t0, slot, group, _left = _place(item, offsets_ptr, sizes, WHOLE)
+        for r in range(R):
+            h = group * R + r
+            c, line = h * WIDTH, (slot * H + h) * WIDTH
+            _brought(S_there, [line, 0], STATE, tiles, bars, turn, 1)
+            _brought(do_there, [t0, c], OUT, tiles, bars, turn, 1)
+            _brought(d_there, [t0, c], ERROR, tiles, bars, turn, 1)
+            _brought(dS_there, [line, 0], END, tiles, bars, turn, 1)
+            if r == 0:
+                _brought(q_there, [t0, group * WIDTH], Q, tiles, bars, i, 2)
+                tma.async_copy_global_to_shared(k_there, [t0, group * WIDTH], full.index(Q), tiles[K].index(0))
+            _brought(d_there, [tokens + t0, c], REST, tiles, bars, turn, 1)
+            _brought(dv_there, [t0, c], VALUE, tiles, bars, turn, 1)
+            _brought(low_there, [t0, c], LOW, tiles, bars, turn, 2)
+            tma.async_copy_global_to_shared(v_there, [t0, c], full.index(LOW), tiles[V].index(0))
+            turn += 1
+        i += 1  # noqa: SIM113  what enumerates is Python's
+
+
+@gluon.jit
+def _pairs(  # type: ignore[no-untyped-def]
+    tiles, bars, handed, g_ptr, g_strides, beta_ptr, beta_strides, rows_ptr, scale, zero, offsets_ptr, sizes,
+    WHOLE: gl.constexpr,
+):  # fmt: skip
+    """What the first four warps do: P_A and P_E, for both others to multiply."""
+    full, empty = bars
+    _T, _N, items, H, R, apart = sizes
+    apart = gl.to_tensor(apart).to(gl.int64)
+    i, turn = 0, 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        b, first, _t0, slot, group, left = _place(item, offsets_ptr, sizes, WHOLE)
+        for r in range(R):
+            at = turn * zero  # not known before the loop: what is would be kept in registers
+            do, d, dv = tiles[OUT].index(at), tiles[ERROR].index(at), tiles[VALUE].index(at)
+            rest, low = tiles[REST].index(at), tiles[LOW].index(at)
+            q, k, A, E = tiles[Q].index(at), tiles[K].index(at), tiles[PAIRS_A].index(at), tiles[PAIRS_E].index(at)
+            h, parity = group * R + r, turn & 1
+            g, beta = _by_token(g_ptr, g_strides, beta_ptr, beta_strides, b, first, h, left)
+            rows = rows_ptr + (slot * H + h).to(gl.int64) * CHUNK
+            none = gl.zeros([CHUNK, CHUNK], gl.float32, BY_TOKEN)
+            mbarrier.wait(full.index(OUT), parity)
+            mbarrier.wait(full.index(Q), i & 1)
+            mbarrier.wait(full.index(REST), parity)
+            product = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
+            dP = warpgroup_mma(do, rest.permute((1, 0)), none, use_acc=False, is_async=True)
+            mbarrier.wait(full.index(ERROR), parity)
+            dP = warpgroup_mma(do, d.permute((1, 0)), dP, is_async=True)
+            dP, product = warpgroup_mma_wait(0, deps=[dP, product])
+            mbarrier.arrive(empty.index(OUT), count=1)
+            found = _weighted(dP, product * scale, g, beta, rows, apart, left, True) * scale
+            mbarrier.wait(handed.index(A_GONE), parity ^ 1)
+            _handed_on(found, A)
+            if not WHOLE:  # noqa: SIM102  a constant and a tensor
+                if left < CHUNK:  # tokens of who comes next, which nothing that is multiplied by 0 may see
+                    inside = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ROWS))[:, None] < left
+                    q.store(gl.where(inside, q.load(ROWS).to(gl.float32), 0.0).to(gl.bfloat16))
+                    k.store(gl.where(inside, k.load(ROWS).to(gl.float32), 0.0).to(gl.bfloat16))
+            fence_async_shared()
+            mbarrier.arrive(handed.index(A_THERE), count=1)
+            mbarrier.wait(full.index(VALUE), parity)
+            mbarrier.wait(full.index(LOW), parity)
+            product = warpgroup_mma(k, k.permute((1, 0)), none, use_acc=False, is_async=True)
+            dP = warpgroup_mma(dv, rest.permute((1, 0)), none, use_acc=False, is_async=True)
+            dP = warpgroup_mma(low, d.permute((1, 0)), dP, is_async=True)
+            dP = warpgroup_mma(dv, d.permute((1, 0)), dP, is_async=True)
+            dP, product = warpgroup_mma_wait(0, deps=[dP, product])
+            mbarrier.arrive(empty.index(REST), count=1)
+            mbarrier.arrive(empty.index(ERROR), count=1)
+            mbarrier.arrive(empty.index(VALUE), count=1)
+            mbarrier.arrive(empty.index(LOW), count=1)
+            t = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, BY_TOKEN))
+            s = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, BY_TOKEN))
+            gl.store(rows + 4 * apart + t, gl.sum(gl.where(t[:, None] == s[None, :], dP, 0.0), 1))
+            found = -_weighted(dP, -product, g, beta, rows + 2 * apart, apart, left, False)
+            mbarrier.wait(handed.index(E_GONE), parity ^ 1)
+            _handed_on(found, E)
+            fence_async_shared()
+            mbarrier.arrive(handed.index(E_THERE), count=1)
+            turn += 1
+        mbarrier.arrive(empty.index(Q), count=1)
+        i += 1  # noqa: SIM113  what enumerates is Python's
+
+
+@gluon.jit
+def _handed_on(x, tile):  # type: ignore[no-untyped-def]
+    """x [CHUNK,CHUNK] rounded, and beside it what that left."""
+    high = x.to(gl.bfloat16)
+    tile.slice(0, CHUNK, 1).store(high)
+    tile.slice(CHUNK, CHUNK, 1).store((x - high.to(gl.float32)).to(gl.bfloat16))
+
+
+@gluon.jit
+def _queries(  # type: ignore[no-untyped-def]
+    tiles, bars, handed, out_there, gated_ptr, rows_ptr, totals_ptr, d_q_ptr, scale, zero, offsets_ptr, sizes,
+    WHOLE: gl.constexpr,
+):  # fmt: skip
+    """What the next four do: dq, and what the state's decay and values tell of gates."""
+    full, empty = bars
+    _T, _N, items, H, R, apart = sizes
+    apart = gl.to_tensor(apart).to(gl.int64)
+    token = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, BY_KEY))
+    row, part = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ROWS)), gl.arange(0, PARTS, layout=gl.SliceLayout(1, ROWS))
+    i, turn = 0, 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        _b, _first, t0, slot, group, left = _place(item, offsets_ptr, sizes, WHOLE)
+        d_q = gl.zeros([CHUNK, WIDTH], gl.float32, BY_KEY)
+        for r in range(R):
+            at = turn * zero  # not known before the loop: what is would be kept in registers
+            S, dS, do = tiles[STATE].index(at), tiles[END].index(at), tiles[OUT].index(at)
+            dv, low = tiles[VALUE].index(at), tiles[LOW].index(at)
+            q, k, v, A = tiles[Q].index(at), tiles[K].index(at), tiles[V].index(at), tiles[PAIRS_A].index(at)
+            h, parity = group * R + r, turn & 1
+            line = (slot * H + h).to(gl.int64)
+            rise = gl.load(gated_ptr + line * 2 * CHUNK + token)
+            rows = rows_ptr + line * CHUNK
+            mbarrier.wait(full.index(STATE), parity)
+            mbarrier.wait(full.index(OUT), parity)
+            none = gl.zeros([CHUNK, WIDTH], gl.float32, BY_KEY)
+            read = warpgroup_mma(do, S.permute((1, 0)), none, use_acc=False, is_async=True)
+            tma.store_wait(0)
+            mbarrier.arrive(handed.index(A_GONE), count=1, pred=turn > 0)
+            mbarrier.wait(full.index(END), parity)
+            total = gl.zeros([PARTS, WIDTH], gl.float32, ROWS)
+            for j in gl.static_range(WIDTH // PARTS):
+                one, other = S.slice(j * PARTS, PARTS).load(ROWS), dS.slice(j * PARTS, PARTS).load(ROWS)
+                total += one.to(gl.float32) * other.to(gl.float32)
+            gl.store(totals_ptr + line * PARTS + part, gl.sum(total, 1))
+            mbarrier.wait(full.index(Q), i & 1)
+            read = warpgroup_mma_wait(0, deps=[read]) * scale
+            mbarrier.arrive(empty.index(STATE), count=1)
+            mbarrier.arrive(empty.index(END), count=1)
+            mbarrier.arrive(empty.index(OUT), count=1)
+            gl.store(rows + 7 * apart + token, gl.sum(q.load(BY_KEY).to(gl.float32) * read, 1))
+            d_q += read * rise[:, None]
+            mbarrier.wait(full.index(VALUE), parity)
+            mbarrier.wait(full.index(LOW), parity)
+            by_value = dv.load(ROWS).to(gl.float32) + low.load(ROWS).to(gl.float32)
+            gl.store(rows + 5 * apart + row, gl.sum(v.load(ROWS).to(gl.float32) * by_value, 1))
+            mbarrier.arrive(empty.index(VALUE), count=1)
+            mbarrier.arrive(empty.index(LOW), count=1)
+            mbarrier.wait(handed.index(A_THERE), parity)
+            d_q = warpgroup_mma(A.slice(CHUNK, CHUNK, 1), k, d_q, is_async=True)
+            d_q = warpgroup_mma(A.slice(0, CHUNK, 1), k, d_q, is_async=True)
+            d_q = warpgroup_mma_wait(0, deps=[d_q])
+            mbarrier.wait(handed.index(A_USED), parity)
+            turn += 1
+        mbarrier.arrive(empty.index(Q), count=1)
+        _stored(d_q, tiles[PAIRS_A].index(turn * zero), out_there, d_q_ptr, t0, group, left, H // R, zero, WHOLE)
+        i += 1  # noqa: SIM113  what enumerates is Python's
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _stored(x, tile, there, ptr, t0, group, left, G, zero, WHOLE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """A gradient to memory, by TMA or, of a chunk that ends early, token by token."""
+    tile.store(x.to(gl.bfloat16))
+    fence_async_shared()
+    if WHOLE:  # noqa: SIM114  a constant and a tensor
+        tma.async_copy_shared_to_global(there, [t0, group * WIDTH], tile)
+    elif left == CHUNK:
+        tma.async_copy_shared_to_global(there, [t0, group * WIDTH], tile)
+    else:
+        t = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ROWS))[:, None]
+        c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ROWS))[None, :]
+        to = ptr + (t0.to(gl.int64) * G + group) * WIDTH
+        gl.store(to + ((t + zero) * G * WIDTH + c), tile.load(ROWS), mask=t < left)
+
+
+@gluon.jit
+def _keys(  # type: ignore[no-untyped-def]
+    tiles, bars, handed, out_there, gated_ptr, rows_ptr, d_k_ptr, zero, offsets_ptr, sizes, WHOLE: gl.constexpr,
+):  # fmt: skip
+    """What the last four do: dk."""
+    full, empty = bars
+    _T, _N, items, H, R, apart = sizes
+    apart = gl.to_tensor(apart).to(gl.int64)
+    token = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, BY_KEY))
+    i, turn = 0, 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        _b, _first, t0, slot, group, left = _place(item, offsets_ptr, sizes, WHOLE)
+        d_k = gl.zeros([CHUNK, WIDTH], gl.float32, BY_KEY)
+        for r in range(R):
+            at = turn * zero  # not known before the loop: what is would be kept in registers
+            S, dS, d, dv = tiles[STATE].index(at), tiles[END].index(at), tiles[ERROR].index(at), tiles[VALUE].index(at)
+            q, k, A, E = tiles[Q].index(at), tiles[K].index(at), tiles[PAIRS_A].index(at), tiles[PAIRS_E].index(at)
+            h, parity = group * R + r, turn & 1
+            line = (slot * H + h).to(gl.int64)
+            gated = gated_ptr + line * 2 * CHUNK + token
+            rise, write = gl.load(gated), gl.load(gated + CHUNK)
+            rows = rows_ptr + line * CHUNK
+            none = gl.zeros([CHUNK, WIDTH], gl.float32, BY_KEY)
+            mbarrier.wait(full.index(ERROR), parity)
+            mbarrier.wait(full.index(END), parity)
+            written = warpgroup_mma(d, dS.permute((1, 0)), none, use_acc=False, is_async=True)
+            tma.store_wait(0)
+            mbarrier.arrive(handed.index(E_GONE), count=1, pred=turn > 0)
+            mbarrier.wait(full.index(Q), i & 1)
+            written = warpgroup_mma_wait(0, deps=[written])
+            mbarrier.arrive(empty.index(END), count=1)
+            mbarrier.arrive(empty.index(ERROR), count=1)
+            gl.store(rows + 6 * apart + token, gl.sum(k.load(BY_KEY).to(gl.float32) * written, 1))
+            d_k += written * write[:, None]
+            mbarrier.wait(full.index(VALUE), parity)
+            mbarrier.wait(full.index(STATE), parity)
+            erased = warpgroup_mma(dv, S.permute((1, 0)), none, use_acc=False, is_async=True)
+            erased = warpgroup_mma_wait(0, deps=[erased])
+            mbarrier.arrive(empty.index(STATE), count=1)
+            mbarrier.arrive(empty.index(VALUE), count=1)
+            gl.store(rows + 8 * apart + token, gl.sum(k.load(BY_KEY).to(gl.float32) * erased, 1))
+            d_k -= erased * rise[:, None]
+            mbarrier.wait(handed.index(A_THERE), parity)
+            d_k = warpgroup_mma(A.slice(CHUNK, CHUNK, 1).permute((1, 0)), q, d_k, is_async=True)
+            d_k = warpgroup_mma(A.slice(0, CHUNK, 1).permute((1, 0)), q, d_k, is_async=True)
+            mbarrier.wait(handed.index(E_THERE), parity)
+            d_k = warpgroup_mma_wait(0, deps=[d_k])
+            mbarrier.arrive(handed.index(A_USED), count=1)
+            d_k = warpgroup_mma(E.slice(CHUNK, CHUNK, 1), k, d_k, is_async=True)
+            d_k = warpgroup_mma(E.slice(0, CHUNK, 1), k, d_k, is_async=True)
+            d_k = warpgroup_mma(E.slice(CHUNK, CHUNK, 1).permute((1, 0)), k, d_k, is_async=True)
+            d_k = warpgroup_mma(E.slice(0, CHUNK, 1).permute((1, 0)), k, d_k, is_async=True)
+            d_k = warpgroup_mma_wait(0, deps=[d_k])
+            turn += 1
+        mbarrier.arrive(empty.index(Q), count=1)
+        _stored(d_k, tiles[PAIRS_E].index(turn * zero), out_there, d_k_ptr, t0, group, left, H // R, zero, WHOLE)
+        i += 1  # noqa: SIM113  what enumerates is Python's
+    tma.store_wait(0)
+
+
+@gluon.jit
+def side_and_pairs_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, beta_ptr, g_ptr, d_out_ptr, dv_ptr, low_ptr, errors_ptr, states_ptr, ends_ptr, gated_ptr,
+    offsets_ptr, rows_ptr, totals_ptr, d_q_ptr, d_k_ptr,
+    q_step, k_step, v_step, d_out_step, beta_strides, g_strides, scale, zero, T, N, items, H, R, tokens, lines, apart,
+    WHOLE: gl.constexpr, ALONE: gl.constexpr,
+):  # fmt: skip
+    """Chunks and key heads, `items` of them, one after the other. WHOLE: no chunk ends early. ALONE: R is 1.
+
+    To d_q and d_k [B,T,G,128] go the gradients, to rows [9,slots,H,CHUNK] and totals [slots,H,PARTS] what
+    kernels_triton_tokens.py: gates_kernel reads there.
+    """
+    G = H // R
+    tile: gl.constexpr = [CHUNK, WIDTH]
+    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, WIDTH], gl.bfloat16)
+    state: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDTH, WIDTH], gl.bfloat16)
+    there = (
+        tma.make_tensor_descriptor(q_ptr, [tokens, G * WIDTH], [q_step, 1], tile, wide),
+        tma.make_tensor_descriptor(k_ptr, [tokens, G * WIDTH], [k_step, 1], tile, wide),
+        tma.make_tensor_descriptor(v_ptr, [tokens, H * WIDTH], [v_step, 1], tile, wide),
+        tma.make_tensor_descriptor(d_out_ptr, [tokens, H * WIDTH], [d_out_step, 1], tile, wide),
+        tma.make_tensor_descriptor(dv_ptr, [tokens, H * WIDTH], [H * WIDTH, 1], tile, wide),
+        tma.make_tensor_descriptor(low_ptr, [tokens, H * WIDTH], [H * WIDTH, 1], tile, wide),
+        tma.make_tensor_descriptor(errors_ptr, [2 * tokens, H * WIDTH], [H * WIDTH, 1], tile, wide),
+        tma.make_tensor_descriptor(states_ptr, [lines, WIDTH], [WIDTH, 1], [WIDTH, WIDTH], state),
+        tma.make_tensor_descriptor(ends_ptr, [lines, WIDTH], [WIDTH, 1], [WIDTH, WIDTH], state),
+    )
+    d_q_there = tma.make_tensor_descriptor(d_q_ptr, [tokens, G * WIDTH], [G * WIDTH, 1], tile, wide)
+    d_k_there = tma.make_tensor_descriptor(d_k_ptr, [tokens, G * WIDTH], [G * WIDTH, 1], tile, wide)
+    tiles = (
+        gl.allocate_shared_memory(gl.bfloat16, [1, WIDTH, WIDTH], state),
+        gl.allocate_shared_memory(gl.bfloat16, [1, WIDTH, WIDTH], state),
+        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], wide),
+        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], wide),
+        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], wide),
+        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], wide),
+        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], wide),
+        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], wide),
+        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], wide),
+        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], wide),
+        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], wide),
+        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], wide),
+    )
+    places: gl.constexpr = len(USERS)
+    full = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
+    handed = gl.allocate_shared_memory(gl.int64, [5, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(places):
+        mbarrier.init(full.index(place), count=1)
+        mbarrier.init(empty.index(place), count=USERS[place])
+    for place in gl.static_range(5):
+        mbarrier.init(handed.index(place), count=1)
+    bars, sizes = (full, empty), (T, N, items, H, R, apart)
+    gl.warp_specialize(
+        [
+            (_keys, (tiles, bars, handed, d_k_there, gated_ptr, rows_ptr, d_k_ptr, zero, offsets_ptr, sizes, WHOLE)),
+            (_queries, (
+                tiles, bars, handed, d_q_there, gated_ptr, rows_ptr, totals_ptr, d_q_ptr, scale, zero, offsets_ptr,
+                sizes, WHOLE,
+            )),
+            (_pairs, (
+                tiles, bars, handed, g_ptr, g_strides, beta_ptr, beta_strides, rows_ptr, scale, zero, offsets_ptr,
+                sizes, WHOLE,
+            )),
+            (_load, (there, tiles, bars, offsets_ptr, sizes, tokens, WHOLE)),
+        ],
+        [4, 4, 4],
+        [144 if ALONE else 160, 176 if ALONE else 160 if WHOLE else 152, 24],  # registers; keys have what is left
+    )  # fmt: skip
+
+
+def takes(problem: Any, d_out: Tensor, dv: Any) -> bool:
+    """Whether `side_and_pairs` has a backward's last products.
+
+    In bfloat16, heads of 128 and gates per token; of tensors that are one matrix of all heads.
+    """
+    call, (d_q, d_k, *_) = problem.call, problem.found
+    *_, H, K, V, _ = call.sizes
+    lines = problem.chunks * H * K
+    if problem.target.arch != 90 or not isinstance(dv, tuple) or problem.g is None or d_q is None or d_k is None:
+        return False
+    if int(WIDTH) != K or V != K or call.erase is not None or lines >= 1 << 31:
+        return False
+    return all(map(_in_line, (call.q, call.k, call.v, d_out)))
+
+
+def _in_line(x: Tensor) -> bool:
+    """Whether TMA takes all rows as one matrix of all heads' channels."""
+    rows = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+    return by_tma(x) and rows and (x.shape[2] == 1 or x.stride(2) == x.shape[3])
+
+
+def side_and_pairs(
+    problem: Any, kept: Any, d_out: Tensor, dv: tuple[Tensor, Tensor], behind: Tensor
+) -> tuple[Tensor, Tensor]:
+    """dq and dk; (rows, totals [slots,H,PARTS]) for `gates_kernel` of kernels_triton_tokens.py."""
+    call, (d_q, d_k, *_) = problem.call, problem.found
+    B, T, G, H, _, V, N = call.sizes
+    states, errors, gated = kept[0], kept[1], kept[7]
+    totals = gated.new_empty(*states.shape[:2], int(PARTS))
+    rows = gated.new_empty(9, *states.shape[:2], int(CHUNK))
+    items = len(states) * G
+    launch(
+        side_and_pairs_kernel, (min(items, problem.target.processors),),
+        call.q, call.k, call.v, call.beta, problem.g, d_out, *dv, errors, states, behind, gated,
+        call.offsets, rows, totals,
+        d_q, d_k, call.q.stride(1), call.k.stride(1), call.v.stride(1), d_out.stride(1), call.beta.stride(),
+        strides(problem.g), call.scale, 0, T, N, items, H, H // G, B * T, states.numel() // V, rows[0].numel(),
+        config=Config(warps=4, stages=1), WHOLE=call.offsets is None and T % int(CHUNK) == 0, ALONE=G == H,
+    )  # fmt: skip
+    return rows, totals

@@ -1,0 +1,163 @@
+"""The backward's last products by warps on a GPU, beside Triton's and the equation.
+
+Without a GPU: test_kernels_gluon_backward_threads.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foci.core import tune
+from foci.ops.delta import gpu
+from foci.ops.delta.api import delta_rule
+from foci.ops.delta.call import bind
+from foci.ops.delta.cases import Delta
+from foci.ops.draw import Draw
+
+from foci.ops.delta import kernels_gluon_backward as by_warps  # isort: skip  after Triton's presence is known
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not HOPPER, reason="Gluon has no interpreter, and this kernel is for Hopper")
+NAMES = ("q", "k", "v", "beta", "log_decay", "erase", "state")
+SHAPES: list[dict[str, Any]] = [
+    {"B": 2, "T": 2048, "H": 16, "state": True},
+    {"T": 1024, "H": 4},
+    {"T": 4096, "H": 32, "G": 16},
+    {"B": 3, "T": 1111, "H": 12, "G": 3, "state": True},
+    {"T": 2048, "H": 16, "G": 2},
+    {"B": 2, "T": 1000, "H": 8, "decay": "head"},
+    {"T": 2048, "H": 8, "fused": True},
+    {"T": 2048, "H": 8, "gates": lambda draw, *shape: draw.gates(*shape) / 100, "alike": "correlated", "beta": 2.0},
+    {"T": 2048, "H": 8, "gates": lambda draw, *shape: 30 * draw.gates(*shape)},
+    {"T": 1500, "H": 8, "gates": Draw.extremes, "alike": "identical"},
+    {"T": 9000, "H": 16, "offsets": (0, 0, 1, 6000, 6064, 9000, 9000), "state": True},
+    {"T": 4096, "H": 8, "G": 4, "offsets": (0, *range(100, 4096, 77), 4096)},
+    {"T": 64, "H": 1},
+    {"T": 1, "H": 200, "state": True},
+]
+
+
+def problem(device: str = "cuda", /, **options: Any) -> dict[str, Any]:
+    made = Delta("", **{"B": 1, "G": options["H"], "K": 128, "V": 128, "decay": "token"} | options).case
+    return made.make(torch.bfloat16, torch.device(device), 0)
+
+
+def gradients(inputs: dict[str, Any], d_out: Tensor, monkeypatch: pytest.MonkeyPatch, warps: bool) -> dict[str, Tensor]:
+    """Of all inputs, by the kernel under test or by Triton's two."""
+    call, asked, takes = bind(**inputs), [], by_warps.takes
+
+    def known(*problem: Any) -> bool:
+        asked.append(takes(*problem))
+        return warps
+
+    with monkeypatch.context() as patch:
+        patch.setattr(by_warps, "takes", known)
+        needs = [getattr(call, name) is not None for name in NAMES]
+        found = gpu.backward(call, gpu.forward(call, True), (d_out, None), needs)
+    assert asked == [True]
+    return {name: x for name, x in zip(NAMES, found, strict=True) if x is not None}
+
+
+def apart(x: Tensor, y: Tensor) -> float:
+    return float((x.double() - y.double()).norm() / y.double().norm())
+
+
+def drawn(inputs: dict[str, Any]) -> Tensor:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(inputs["v"].shape, generator=draw).bfloat16().to(inputs["v"].device)
+
+
+@on_hopper
+@pytest.mark.parametrize("options", SHAPES, ids=str)
+def test_the_budget_holds(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = problem(**options)
+    d_out = drawn(inputs)
+    found, beside = (gradients(inputs, d_out, monkeypatch, warps) for warps in (True, False))
+    wide = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in inputs.items()}
+    leaves = {name: wide[name].requires_grad_() for name in found}
+    out, _ = delta_rule(**wide | leaves, return_state=False, backend="chunked")
+    truth = torch.autograd.grad(out, list(leaves.values()), d_out.double())
+    for name, wanted in zip(found, truth, strict=True):
+        x, y = found[name].view(wanted.shape), beside[name].view(wanted.shape)
+        assert x.isfinite().all()
+        assert apart(x, wanted) <= max(4.5e-3, 1.05 * apart(y, wanted)), name
+
+
+@on_hopper
+def test_it_is_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile that is read before it is there, or after it has left, would give other bits now and then."""
+    inputs = problem(B=2, T=4096, H=32, G=16)
+    d_out = drawn(inputs)
+    wanted = gradients(inputs, d_out, monkeypatch, True)
+    for _ in range(20):
+        for name, x in gradients(inputs, d_out, monkeypatch, True).items():
+            assert x.equal(wanted[name]), name
+
+
+@on_hopper
+def test_it_is_played_again_and_captured() -> None:
+    """By the public function, whose third backward asks nothing of Triton (core/plans.py)."""
+    inputs = problem(T=2048, H=16)
+    leaves = {name: inputs[name].requires_grad_() for name in ("q", "k", "v", "beta", "log_decay")}
+    d_out = drawn(inputs)
+
+    def gradients() -> tuple[Tensor, ...]:
+        out, _ = delta_rule(**inputs, return_state=False, backend="triton")
+        return torch.autograd.grad(out, list(leaves.values()), d_out)
+
+    wanted, graph = gradients(), torch.cuda.CUDAGraph()
+    for _ in range(4):
+        assert all(x.equal(y) for x, y in zip(gradients(), wanted, strict=True))
+    with torch.cuda.graph(graph):
+        captured = gradients()
+    d_out.mul_(2)
+    graph.replay()
+    for x, y in zip(captured, gradients(), strict=True):
+        assert x.equal(y)
+
+
+@pytest.mark.parametrize(
+    ("options", "taken"),
+    [
+        ({}, True),
+        ({"T": 1000, "B": 2}, True),
+        ({"H": 8, "G": 2}, True),
+        ({"decay": "head"}, True),
+        ({"fused": True}, True),
+        ({"K": 64}, False),
+        ({"V": 256}, False),
+        ({"decay": None}, False),
+        ({"offsets": (0, 64, 256)}, True),
+    ],
+    ids=str,
+)
+def test_which_calls_it_takes(options: dict[str, Any], taken: bool) -> None:
+    """Which needs no GPU to be told."""
+    call = bind(**problem("cpu", **{"T": 256, "H": 2} | options))
+    assert by_warps.takes(*asked(call, "sm_90")) == taken
+    assert not by_warps.takes(*asked(call, "sm_100"))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "d_out"])
+def test_what_is_not_one_matrix_of_all_heads_is_left_to_triton(name: str) -> None:
+    call = bind(**problem("cpu", B=2, T=256, H=2))
+    given, d_out, dv = asked(call, "sm_90")
+    heads_first = d_out.transpose(1, 2).contiguous().transpose(1, 2)
+    if name == "d_out":
+        d_out = heads_first
+    else:
+        given.call = call._replace(**{name: heads_first})
+    assert not by_warps.takes(given, d_out, dv)
+
+
+def asked(call: Any, target: str) -> tuple[Any, Tensor, tuple[Tensor, Tensor]]:
+    """What a backward asks about its call."""
+    found = [call.q, call.k, call.v, call.beta, call.log_decay, None, None]
+    given = type("Problem", (), {})()
+    given.call, given.found, given.g, given.chunks = call, found, call.log_decay, 8
+    given.target = tune.TARGETS[target]
+    return given, torch.empty_like(call.v), (call.v, call.v)

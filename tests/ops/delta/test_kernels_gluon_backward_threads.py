@@ -1,0 +1,88 @@
+"""The backward's last products as threads on a CPU (tests/ops/in_gluon.py), behind walks by the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foci.core import tune
+from foci.ops.delta import gpu
+from foci.ops.delta.api import delta_rule
+from foci.ops.delta.call import bind
+from foci.ops.delta.cases import Delta
+from foci.ops.draw import Draw
+from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
+from tests.ops.in_gluon import Gluon
+from tests.ops.in_triton import there
+from tests.ops.recurrences import BUDGET, error, exact
+
+from foci.ops.delta import kernels_gluon_backward as by_warps  # isort: skip  after Triton's presence is known
+
+pytestmark = [
+    pytest.mark.usefixtures("halves"),
+    pytest.mark.skipif(
+        not tune.interpreting(), reason="on a GPU test_kernels_gluon_backward.py asks the kernel itself"
+    ),
+]
+NAMES = ("q", "k", "v", "beta", "log_decay", "state")
+
+
+def problem(options: dict[str, Any]) -> dict[str, Any]:
+    made = Delta("", **{"B": 1, "G": 1, "H": 2, "K": 128, "V": 128, "decay": "token"} | options).case
+    return made.make(torch.bfloat16, torch.device("cpu"), 0)
+
+
+def gradients(inputs: dict[str, Any], d_out: Tensor, monkeypatch: pytest.MonkeyPatch, programs: int) -> Sequence[Any]:
+    """By `programs` of them, or by Triton without any."""
+    ran = []
+
+    def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, config: Any, **meta: Any) -> None:
+        ran.append(kernel)
+        Gluon(by_warps.gl).run(by_warps, kernel, (min(programs, *grid),), arguments, **meta)
+
+    call = bind(**there(inputs))
+    with monkeypatch.context() as patch:
+        outputs = gpu.forward(call, True)
+        if programs:
+            patch.setattr(gpu, "with_gluon", lambda: True)
+            patch.setattr(by_warps, "launch", launch)
+            patch.setattr(by_warps, "takes", lambda *_: True)
+        needs = [getattr(call, name) is not None for name in ("q", "k", "v", "beta", "log_decay", "erase", "state")]
+        found = gpu.backward(call, outputs, (d_out, None), needs)
+    assert len(ran) == (programs > 0)
+    return [None if x is None else x.cpu() for x in found]
+
+
+@pytest.mark.parametrize("alike", ["independent", "correlated", "identical"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"B": 2, "T": 192, "state": True},
+        {"B": 2, "T": 201, "H": 3, "G": 3},
+        {"T": 130, "decay": "head"},
+        {"T": 130, "gates": Draw.extremes, "beta": 2.0},
+        {"T": 330, "offsets": (0, 0, 1, 130, 193, 330), "state": True},
+        {"T": 100, "offsets": (0, 100), "H": 3, "G": 3},
+    ],
+    ids=str,
+)
+def test_the_budget_holds(options: dict[str, Any], alike: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = problem(options | {"alike": alike})
+    d_out = torch.randn(inputs["v"].shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = gradients(inputs, d_out, monkeypatch, 2)
+    beside = gradients(inputs, d_out, monkeypatch, 0)
+    wide = {
+        n: x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for n, x in exact(inputs).items()
+    }
+    out, _ = delta_rule(**wide, return_state=False, backend="chunked")
+    for name, x, y in zip(("q", "k", "v", "beta", "log_decay", "erase", "state"), found, beside, strict=True):
+        if x is not None:
+            (truth,) = torch.autograd.grad(out, [wide[name]], d_out.double(), retain_graph=True)
+            x, y = x.view(truth.shape), y.view(truth.shape)
+            print(name, error(x, truth), error(y, truth))
+            assert error(x, truth) <= max(BUDGET[torch.bfloat16], 1.1 * error(y, truth)), name
