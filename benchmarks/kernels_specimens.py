@@ -215,7 +215,7 @@ _DELTA = (
     Specimen(
         "delta",
         "Gated DeltaNet of one document",
-        recurrence(beta=True, G=32, H=32, decay="token", packed=True, offsets=offsets(1)),
+        recurrence(beta=True, G=16, H=32, decay="token", packed=True, offsets=offsets(1)),
         where="sm_90",
     ),
     *_rest(

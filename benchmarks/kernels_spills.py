@@ -12,7 +12,7 @@ _WALK = "132 bytes at most; on an H200 both launches take as long as those of a 
 _WIDE = "120 bytes at most, mostly where keys are alike; other forms were no faster on an H200"
 _FAR = "where rows are far, which few chunks have"
 _LIMIT = "its tiles are chosen for sm_90, where they fill the registers"
-_BY_WARPS = "960 bytes at most, 436 with one head a key; on an H200 faster than two launches that spill less"
+_BY_WARPS = "1428 bytes at most, 436 with one head a key; on an H200 faster than two launches that spill less"
 SPILLS: dict[tuple[str, str, str], str] = {
     **{("softmax", kernel, "sm_90"): _MEASURED for kernel in ("_attend_kernel", "queries_kernel", "keys_kernel")},
     ("softmax", "queries_kernel", "sm_100"): "12 bytes at most",

@@ -35,7 +35,8 @@ SHAPES: list[dict[str, Any]] = [
     {"T": 2048, "H": 8, "gates": lambda draw, *shape: 30 * draw.gates(*shape)},
     {"T": 1500, "H": 8, "gates": Draw.extremes, "alike": "identical"},
     {"T": 9000, "H": 16, "offsets": (0, 0, 1, 6000, 6064, 9000, 9000), "state": True},
-    {"T": 4096, "H": 8, "G": 4, "offsets": (0, *range(100, 4096, 77), 4096)},
+    {"T": 4096, "H": 8, "G": 4, "offsets": (0, *range(100, 4096, 300), 4096)},
+    {"T": 2100, "H": 8, "G": 4, "offsets": (0, 2100)},
     {"T": 64, "H": 1},
     {"T": 1, "H": 200, "state": True},
 ]
@@ -99,8 +100,31 @@ def test_it_is_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @on_hopper
-def test_it_is_played_again_and_captured() -> None:
+@pytest.mark.parametrize("options", [{"T": 700, "B": 2}, {"T": 1400, "offsets": (0, 130, 700, 1400)}], ids=str)
+@pytest.mark.parametrize("heads", [4, 8])
+def test_no_number_of_one_sequence_is_seen_by_another(
+    options: dict[str, Any], heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though a tile of its last tokens holds the first ones of what lies behind it."""
+    inputs = problem(H=heads, G=4, **options)
+    d_out = drawn(inputs)
+    wanted = gradients(inputs, d_out, monkeypatch, True)
+    own = (slice(0, 1), slice(0, 700)) if "B" in options else (slice(0, 1), slice(0, 130))
+    spoilt = {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    d_out = d_out.clone()
+    for x in (*(spoilt[name] for name in ("q", "k", "v")), d_out):
+        kept = x[own].clone()
+        x.fill_(torch.nan)
+        x[own] = kept
+    for name, x in gradients(spoilt, d_out, monkeypatch, True).items():
+        assert x[own].equal(wanted[name][own]), name
+
+
+@on_hopper
+def test_it_is_played_again_and_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the public function, whose third backward asks nothing of Triton (core/plans.py)."""
+    ran, run = [], by_warps.side_and_pairs
+    monkeypatch.setattr(by_warps, "side_and_pairs", lambda *given: ran.append(1) or run(*given))
     inputs = problem(T=2048, H=16)
     leaves = {name: inputs[name].requires_grad_() for name in ("q", "k", "v", "beta", "log_decay")}
     d_out = drawn(inputs)
@@ -110,6 +134,7 @@ def test_it_is_played_again_and_captured() -> None:
         return torch.autograd.grad(out, list(leaves.values()), d_out)
 
     wanted, graph = gradients(), torch.cuda.CUDAGraph()
+    assert ran
     for _ in range(4):
         assert all(x.equal(y) for x, y in zip(gradients(), wanted, strict=True))
     with torch.cuda.graph(graph):
@@ -131,7 +156,9 @@ def test_it_is_played_again_and_captured() -> None:
         ({"K": 64}, False),
         ({"V": 256}, False),
         ({"decay": None}, False),
-        ({"offsets": (0, 64, 256)}, True),
+        ({"erase": True}, False),
+        ({"T": 512, "offsets": (0, 64, 512)}, True),
+        ({"T": 511, "offsets": (0, 64, 511)}, False),
     ],
     ids=str,
 )
@@ -151,6 +178,21 @@ def test_what_is_not_one_matrix_of_all_heads_is_left_to_triton(name: str) -> Non
         d_out = heads_first
     else:
         given.call = call._replace(**{name: heads_first})
+    assert not by_warps.takes(given, d_out, dv)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_gradients_that_nobody_wants_are_left_to_triton(missing: int) -> None:
+    given, d_out, dv = asked(bind(**problem("cpu", T=256, H=2)), "sm_90")
+    given.found[missing] = None
+    assert not by_warps.takes(given, d_out, dv)
+
+
+def test_what_tma_cannot_read_or_count_is_left_to_triton() -> None:
+    given, d_out, dv = asked(bind(**problem("cpu", T=256, H=2)), "sm_90")
+    assert by_warps.takes(given, d_out, dv) and not by_warps.takes(given, d_out, dv[0])
+    assert not by_warps.takes(given, d_out[:1, :1, :1, :1].expand(d_out.shape), dv)
+    given.chunks = 1 << 23  # times 2 heads of 128 channels
     assert not by_warps.takes(given, d_out, dv)
 
 

@@ -57,6 +57,23 @@ def gradients(inputs: dict[str, Any], d_out: Tensor, monkeypatch: pytest.MonkeyP
     return [None if x is None else x.cpu() for x in found]
 
 
+@pytest.mark.parametrize("options", [{"T": 70, "B": 2}, {"T": 140, "offsets": (0, 70, 140)}], ids=str)
+@pytest.mark.parametrize("heads", [1, 2])
+def test_no_number_of_one_sequence_is_seen_by_another(
+    options: dict[str, Any], heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though a tile of its last tokens holds the first ones of what lies behind it."""
+    inputs = problem({"H": heads} | options)
+    d_out = torch.randn(inputs["v"].shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    wanted, own = gradients(inputs, d_out, monkeypatch, 2), (slice(0, 1), slice(0, 70))
+    for x in (inputs["q"], inputs["k"], inputs["v"], d_out):
+        kept = x[own].clone()
+        x.fill_(torch.nan)
+        x[own] = kept
+    for found, known in zip(gradients(inputs, d_out, monkeypatch, 2), wanted, strict=True):
+        assert known is None or found[own].equal(known[own])
+
+
 @pytest.mark.parametrize("alike", ["independent", "correlated", "identical"])
 @pytest.mark.parametrize(
     "options",

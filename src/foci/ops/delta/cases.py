@@ -114,5 +114,9 @@ LARGE_PROBLEMS = (
     Delta("width 64, in pieces by its gates", B=1, T=3072, G=11, H=33, K=64, V=72, decay="token"),
     Delta("width 256, per token", T=130, H=2, K=256, decay="token"),
     Delta("width 128, packed", B=1, T=UNEVEN[-1], H=16, K=128, offsets=UNEVEN, decay="token", state=True),
+    Delta("width 128, two documents", B=1, T=600, H=16, K=128, offsets=(0, 290, 600), decay="token"),
+    Delta(
+        "width 128, two documents, grouped heads", B=1, T=600, G=8, H=16, K=128, offsets=(0, 290, 600), decay="token"
+    ),
 )
 CASES, LARGE = (tuple(problem.case for problem in problems) for problems in (PROBLEMS, LARGE_PROBLEMS))

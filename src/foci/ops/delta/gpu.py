@@ -97,7 +97,8 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     parts, cut = _parts(call, outputs[2]), partial(pieces, call)
     arguments = call.q, call.k, call.v, call.beta, call.log_decay, call.erase, call.state
     found, rest = rooms(call, arguments, needs)
-    by_warps = import_module("foci.ops.delta.kernels_gluon_backward") if with_gluon() else None
+    hopper = target_of(call.v.device).arch == 90
+    by_warps = import_module("foci.ops.delta.kernels_gluon_backward") if hopper and with_gluon() else None
     kernels.backward(call, parts, grads, (found, rest), cut, channels, (tokens, by_warps), *walks)
     return found
 

@@ -92,8 +92,9 @@ def _place(item, offsets_ptr, sizes, WHOLE: gl.constexpr):  # type: ignore[no-un
 def _by_token(g_ptr, g_strides, beta_ptr, beta_strides, b, first, h, left):  # type: ignore[no-untyped-def]
     """Of one head's tokens: gates and beta."""
     t = gl.arange(0, CHUNK, layout=LINE)
-    g_ptr += b.to(gl.int64) * g_strides[0] + first.to(gl.int64) * g_strides[1] + h * g_strides[2]
-    beta_ptr += b.to(gl.int64) * beta_strides[0] + first.to(gl.int64) * beta_strides[1] + h * beta_strides[2]
+    b, first, h = b.to(gl.int64), first.to(gl.int64), h.to(gl.int64)
+    g_ptr += b * g_strides[0] + first * g_strides[1] + h * g_strides[2]
+    beta_ptr += b * beta_strides[0] + first * beta_strides[1] + h * beta_strides[2]
     g = gl.load(g_ptr + t.to(gl.int64) * g_strides[1], mask=t < left, other=0.0).to(gl.float32)
     beta = gl.load(beta_ptr + t.to(gl.int64) * beta_strides[1], mask=t < left, other=0.0).to(gl.float32)
     return g, beta
@@ -166,7 +167,7 @@ def _pairs(  # type: ignore[no-untyped-def]
     tiles, bars, handed, g_ptr, g_strides, beta_ptr, beta_strides, rows_ptr, scale, zero, offsets_ptr, sizes,
     WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """What the first four warps do: P_A and P_E, for both others to multiply."""
+    """What four warps do: P_A and P_E, for both others to multiply."""
     full, empty = bars
     _T, _N, items, H, R, apart = sizes
     apart = gl.to_tensor(apart).to(gl.int64)
@@ -238,7 +239,7 @@ def _queries(  # type: ignore[no-untyped-def]
     tiles, bars, handed, out_there, gated_ptr, rows_ptr, totals_ptr, d_q_ptr, scale, zero, offsets_ptr, sizes,
     WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """What the next four do: dq, and what the state's decay and values tell of gates."""
+    """What four do: dq, and what the state's decay and values tell of gates."""
     full, empty = bars
     _T, _N, items, H, R, apart = sizes
     apart = gl.to_tensor(apart).to(gl.int64)
@@ -314,7 +315,7 @@ def _stored(x, tile, there, ptr, t0, group, left, G, zero, WHOLE: gl.constexpr):
 def _keys(  # type: ignore[no-untyped-def]
     tiles, bars, handed, out_there, gated_ptr, rows_ptr, d_k_ptr, zero, offsets_ptr, sizes, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """What the last four do: dk."""
+    """What four do: dk."""
     full, empty = bars
     _T, _N, items, H, R, apart = sizes
     apart = gl.to_tensor(apart).to(gl.int64)
@@ -444,10 +445,13 @@ def side_and_pairs_kernel(  # type: ignore[no-untyped-def]
 def takes(problem: Any, d_out: Tensor, dv: Any) -> bool:
     """Whether `side_and_pairs` has a backward's last products.
 
-    In bfloat16, heads of 128 and gates per token; of tensors that are one matrix of all heads.
+    In bfloat16, heads of 128 and gates per token; of tensors that are one matrix of all heads; and of documents of four
+    chunks in the mean, as each may leave a slot that is nobody's, and is walked as well.
     """
     call, (d_q, d_k, *_) = problem.call, problem.found
-    *_, H, K, V, _ = call.sizes
+    _, T, _, H, K, V, N = call.sizes
+    if call.offsets is not None and 4 * N * int(CHUNK) > T:
+        return False
     lines = problem.chunks * H * K
     if problem.target.arch != 90 or not isinstance(dv, tuple) or problem.g is None or d_q is None or d_k is None:
         return False
