@@ -88,6 +88,7 @@ def test_no_number_of_one_sequence_is_seen_by_another(
     ids=str,
 )
 def test_the_budget_holds(options: dict[str, Any], alike: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or what Triton's two kernels are off by, which miss it by constant gates whose terms cancel."""
     inputs = problem(options | {"alike": alike})
     d_out = torch.randn(inputs["v"].shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     found = gradients(inputs, d_out, monkeypatch, 2)
@@ -101,5 +102,4 @@ def test_the_budget_holds(options: dict[str, Any], alike: str, monkeypatch: pyte
         if x is not None:
             (truth,) = torch.autograd.grad(out, [wide[name]], d_out.double(), retain_graph=True)
             x, y = x.view(truth.shape), y.view(truth.shape)
-            print(name, error(x, truth), error(y, truth))
             assert error(x, truth) <= max(BUDGET[torch.bfloat16], 1.1 * error(y, truth)), name
