@@ -79,7 +79,7 @@ class Shared:
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self.shape = tuple(memory.shape)
+        self.shape, self.layout = tuple(memory.shape), None
 
     def index(self, at: Any) -> Shared:
         assert 0 <= int(at) < self.shape[0]

@@ -2,8 +2,9 @@
 
 What `token_walk_kernel` does (kernels_triton_token_walks.py: equations, letters, pieces). There one program has 64
 columns, and each of its products waits for the one before it; two such programs find no room beside each other. Here
-four warps load, and two times four walk, 64 columns each: they share keys, queries, X and A where TMA has brought them
-and wait for nothing else, so one half has the tensor cores while the other rounds, scales and stores.
+four warps load, each what it has described to TMA while others do so, and one of them stores. Two times four walk, 64
+columns each: they share keys, queries, X and A where these have been brought and wait for nothing else, so one half
+has the tensor cores while the other rounds and scales.
 
 What is not a state is two bfloat16 there. Here it is one, and 4 products in place of 7, but of exact tokens: those
 from the first one on in their chunk whose keys are alike (kernels_triton_chunks.py). A chunk that has some loads and
@@ -74,37 +75,37 @@ def _remembered(reach_ptr, step, count):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _load(  # type: ignore[no-untyped-def]
-    there, tiles, full, empty, span, exact, exact_ptr, start, H, v0, CHUNK: gl.constexpr, STAGES: gl.constexpr
+    ptr, step, stop, columns, first, tiles, full, empty, span, start, CHUNK: gl.constexpr, STAGES: gl.constexpr
 ):
-    """What those who load do: chunk by chunk, when both halves have left the place.
+    """What a warp that loads does, chunk by chunk, when both halves have left the place: keys, or values."""
+    begin, _own, end = span
+    there = tma.make_tensor_descriptor(ptr, [stop, columns], [step, 1], [CHUNK, tiles.shape[2]], tiles.layout)
+    for i in range(begin, end):
+        turn = i - begin
+        at, bar = turn % STAGES, full.index(turn % STAGES)
+        mbarrier.wait(empty.index(at), (turn // STAGES & 1) ^ 1)
+        mbarrier.expect(bar, 2 * CHUNK * tiles.shape[2])
+        tma.async_copy_global_to_shared(there, [start + i * CHUNK, first], bar, tiles.index(at))
 
-    q and A for what is read; of X and A what rounding left where some tokens are exact.
-    """
-    q_there, k_there, v_there, XA_there, rows_there = there
-    q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, marks, _ = tiles
+
+@gluon.jit
+def _load_products(  # type: ignore[no-untyped-def]
+    XA_ptr, exact_ptr, stop, H, X_tiles, A_tiles, full, empty, span, start,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """What the third does: X, A for what is read, and of both what rounding left where some tokens are exact."""
     begin, own, end = span
-    K: gl.constexpr = k_tiles.shape[2]
+    exact = gl.load(exact_ptr + begin * 3 * H * CHUNK, mask=begin < end, other=0.0) != 0.0
+    XA_there = tma.make_tensor_descriptor(XA_ptr, [stop, 4 * CHUNK], [4 * H * CHUNK, 1], [CHUNK, CHUNK], X_tiles.layout)
     each: gl.constexpr = 2 * CHUNK * CHUNK  # bytes
-    least: gl.constexpr = 2 * CHUNK * (K + 2 * HALF) + each + 8 * CHUNK
-    read: gl.constexpr = 2 * CHUNK * K + each
-    lost: gl.constexpr = each + 4 * CHUNK
-    exact = exact != 0.0
     for i in range(begin, end):
         then = gl.load(exact_ptr + (i + 1) * 3 * H * CHUNK, mask=i + 1 < end, other=0.0) != 0.0
-        at, t0, reads = (i - begin) % STAGES, start + i * CHUNK, i >= own
-        bar, both = full.index(at), reads & exact
-        mbarrier.wait(empty.index(at), ((i - begin) // STAGES & 1) ^ 1)
-        mbarrier.expect(bar, least, pred=(i < own) & (exact == 0))
-        mbarrier.expect(bar, least + lost, pred=(i < own) & exact)
-        mbarrier.expect(bar, least + read, pred=reads & (exact == 0))
-        mbarrier.expect(bar, least + read + lost + each, pred=both)
-        tma.async_copy_global_to_shared(k_there, [t0, 0], bar, k_tiles.index(at))
-        tma.async_copy_global_to_shared(q_there, [t0, 0], bar, q_tiles.index(at), pred=reads)
-        for half in gl.static_range(2):
-            tma.async_copy_global_to_shared(v_there, [t0, v0 + half * HALF], bar, v_tiles.index(2 * at + half))
-        for part in gl.static_range(2):
-            tma.async_copy_global_to_shared(rows_there, [3 * H * i + part, 0], bar, rows.index(2 * at + part))
-        tma.async_copy_global_to_shared(rows_there, [3 * H * i + 2, 0], bar, marks.index(at), pred=exact)
+        turn, t0, reads = i - begin, start + i * CHUNK, i >= own
+        at, bar, both = turn % STAGES, full.index(turn % STAGES), reads & exact
+        mbarrier.wait(empty.index(at), (turn // STAGES & 1) ^ 1)
+        mbarrier.expect(bar, each, pred=(i < own) & (exact == 0))
+        mbarrier.expect(bar, 2 * each, pred=reads != exact)
+        mbarrier.expect(bar, 4 * each, pred=both)
         tma.async_copy_global_to_shared(XA_there, [t0, 0], bar, X_tiles.index(2 * at))
         tma.async_copy_global_to_shared(XA_there, [t0, CHUNK], bar, X_tiles.index(2 * at + 1), pred=exact)
         tma.async_copy_global_to_shared(XA_there, [t0, 2 * CHUNK], bar, A_tiles.index(2 * at), pred=reads)
@@ -113,15 +114,85 @@ def _load(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _chunk(  # type: ignore[no-untyped-def]
-    S, gone, scale, turn, t0, v0, out_there, tiles, full, empty, half: gl.constexpr, READS: gl.constexpr,
-    EXACT: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+def _load_queries(  # type: ignore[no-untyped-def]
+    i, exact, there, rows_ptr, exact_ptr, H, tiles, full, empty, span, start,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The state behind a chunk; READS: what its tokens read is stored. EXACT: some of its tokens are."""
+    """q of a chunk that is read, factors per token, marks where some tokens are `exact`; whether the next has some."""
+    q_tiles, rows, marks, _ = tiles
+    begin, own, end = span
+    then = gl.load(exact_ptr + (i + 1) * 3 * H * CHUNK, mask=i + 1 < end, other=0.0)
+    turn = i - begin
+    at = turn % STAGES
+    line: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [1, 1], [1, 0])
+    ptr = rows_ptr + (3 * H * i * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, line))[None, :])
+    rise, write = gl.load(ptr), gl.load(ptr + CHUNK)
+    mbarrier.wait(empty.index(at), (turn // STAGES & 1) ^ 1)
+    tma.async_copy_global_to_shared(there, [start + i * CHUNK, 0], full.index(at), q_tiles.index(at), pred=i >= own)
+    rows.index(2 * at).store(rise)
+    rows.index(2 * at + 1).store(write)
+    if exact != 0.0:
+        marks.index(at).store(gl.load(ptr + 2 * CHUNK))
+    return then
+
+
+@gluon.jit
+def _store(  # type: ignore[no-untyped-def]
+    there, i, v0, outs, empty, span, start, CHUNK: gl.constexpr, STAGES: gl.constexpr
+):
+    """Outputs of a chunk that was read to memory, when both halves have left its place, which then is free."""
+    begin, own, _end = span
+    turn = i - begin
+    at = turn % STAGES
+    mbarrier.wait(empty.index(at), turn // STAGES & 1)
+    if i >= own:
+        tma.async_copy_shared_to_global(there, [start + i * CHUNK, v0], outs.index(at))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _load_queries_and_store(  # type: ignore[no-untyped-def]
+    q_ptr, q_step, rows_ptr, exact_ptr, out_ptr, stop, H, V, v0, tiles, full, empty, span, start,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """What the last does: `_load_queries`, and `_store` of the chunk whose place it is, before it says that it came.
+
+    Where outputs go is described behind the first loads: it takes as long as they do.
+    """
+    q_tiles, _, _, outs = tiles
+    begin, own, end = span
+    K: gl.constexpr = q_tiles.shape[2]
+    each: gl.constexpr = 2 * CHUNK * K  # bytes
+    exact = gl.load(exact_ptr + begin * 3 * H * CHUNK, mask=begin < end, other=0.0)
+    there = tma.make_tensor_descriptor(q_ptr, [stop, K], [q_step, 1], [CHUNK, K], q_tiles.layout)
+    for phase in gl.static_range(2):
+        i0, i1 = (begin, gl.minimum(begin + STAGES, end)) if phase == 0 else (begin + STAGES, end)
+        if phase == 1:
+            block: gl.constexpr = [CHUNK, outs.shape[2]]
+            out_there = tma.make_tensor_descriptor(out_ptr, [stop, V], [H * V, 1], block, outs.layout)
+        for i in range(i0, i1):
+            exact = _load_queries(
+                i, exact, there, rows_ptr, exact_ptr, H, tiles, full, empty, span, start, CHUNK, STAGES
+            )
+            if phase == 1:
+                _store(out_there, i - STAGES, v0, outs, empty, span, start, CHUNK, STAGES)
+            bar = full.index((i - begin) % STAGES)
+            mbarrier.expect(bar, each, pred=i >= own)
+            mbarrier.arrive(bar, count=1, pred=i < own)
+    for i in range(gl.maximum(begin, end - STAGES), end):
+        _store(out_there, i, v0, outs, empty, span, start, CHUNK, STAGES)
+
+
+@gluon.jit
+def _chunk(  # type: ignore[no-untyped-def]
+    S, gone, scale, turn, tiles, full, empty, half: gl.constexpr, READS: gl.constexpr, EXACT: gl.constexpr,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The state behind a chunk; READS: what its tokens read is handed on. EXACT: some of its tokens are."""
     q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, marks, outs = tiles
     at = turn % STAGES
     mbarrier.wait(full.index(at), turn // STAGES & 1)
-    k, v = k_tiles.index(at), v_tiles.index(2 * at + half).permute((1, 0))
+    k, v = k_tiles.index(at), v_tiles.index(at).slice(half * HALF, HALF, 1).permute((1, 0))
     X, X_lost = X_tiles.index(2 * at).permute((1, 0)), X_tiles.index(2 * at + 1).permute((1, 0))
     none = gl.zeros([HALF, CHUNK], gl.float32, BY_TOKEN)
     operand = gl.convert_layout(S.to(gl.bfloat16), OF_TOKENS)
@@ -155,25 +226,24 @@ def _chunk(  # type: ignore[no-untyped-def]
     S = warpgroup_mma(high, k, S, is_async=True)
     if READS:
         o = warpgroup_mma_wait(2 if EXACT else 1, deps=[o])
-        out = outs.index(half)
-        tma.store_wait(0)
-        out.permute((1, 0)).store(o.to(gl.bfloat16))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out_there, [t0, v0], out)
+        outs.index(at).slice(half * HALF, HALF, 1).permute((1, 0)).store(o.to(gl.bfloat16))
     S = warpgroup_mma_wait(0, deps=[S])
+    if READS:
+        fence_async_shared()
     mbarrier.arrive(empty.index(at), count=1)
     return S
 
 
 @gluon.jit
 def _walk(  # type: ignore[no-untyped-def]
-    half: gl.constexpr, out_there, tiles, full, empty, span, start, state_ptr, state_strides, first_ptr, slow,
-    gone, exact, total_ptr, exact_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK: gl.constexpr,
-    STAGES: gl.constexpr,
+    half: gl.constexpr, tiles, full, empty, span, state_ptr, state_strides, first_ptr, slow, total_ptr, exact_ptr,
+    final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """What four warps do: HALF columns from v0 on, or behind those, through the chunks of a piece."""
     begin, own, end = span
     K: gl.constexpr = tiles[1].shape[2]
+    gone = gl.load(total_ptr + begin * H, mask=begin < end, other=0.0)
+    exact = gl.load(exact_ptr + begin * 3 * H * CHUNK, mask=begin < end, other=0.0)
     v0 += half * HALF
     v = (v0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, BY_KEY)))[:, None]
     c = gl.arange(0, K, layout=gl.SliceLayout(0, BY_KEY))[None, :]
@@ -189,17 +259,12 @@ def _walk(  # type: ignore[no-untyped-def]
         for i in range(first, stop):
             gone_then = gl.load(total_ptr + (i + 1) * H, mask=i + 1 < end, other=0.0)
             exact_then = gl.load(exact_ptr + (i + 1) * 3 * H * CHUNK, mask=i + 1 < end, other=0.0)
-            turn, t0 = i - begin, start + i * CHUNK
+            turn = i - begin
             if exact != 0.0:
-                S = _chunk(
-                    S, gone, scale, turn, t0, v0, out_there, tiles, full, empty, half, phase == 1, True, CHUNK, STAGES
-                )
+                S = _chunk(S, gone, scale, turn, tiles, full, empty, half, phase == 1, True, CHUNK, STAGES)
             else:
-                S = _chunk(
-                    S, gone, scale, turn, t0, v0, out_there, tiles, full, empty, half, phase == 1, False, CHUNK, STAGES
-                )
+                S = _chunk(S, gone, scale, turn, tiles, full, empty, half, phase == 1, False, CHUNK, STAGES)
             gone, exact = gone_then, exact_then
-    tma.store_wait(0)
     if lost_ptr is not None:
         at = v0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, BY_KEY))
         gl.store(lost_ptr + at, gl.max(gl.where(S * 0.0 == 0.0, 0, 1), 1))
@@ -235,9 +300,6 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     total_ptr += first
     rows_ptr += 3 * first * CHUNK
     exact_ptr = rows_ptr + (3 * CHUNK - 1)  # of the last token: where one is exact, it is
-    # Asked for before the descriptors are made, which takes as long.
-    gone = gl.load(total_ptr + begin * H, mask=begin < end, other=0.0)
-    exact = gl.load(exact_ptr + begin * 3 * H * CHUNK, mask=begin < end, other=0.0)
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, K], gl.bfloat16)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.bfloat16)
     line: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
@@ -245,52 +307,51 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     k_ptr += row * k_strides[0] + h // R * k_strides[2]
     v_ptr += row * v_strides[0] + h * v_strides[2]
     XA_ptr += 4 * tokens * CHUNK
-    each: gl.constexpr = [CHUNK, CHUNK]
-    there = (
-        tma.make_tensor_descriptor(q_ptr, [stop, K], [q_strides[1], 1], [CHUNK, K], wide),
-        tma.make_tensor_descriptor(k_ptr, [stop, K], [k_strides[1], 1], [CHUNK, K], wide),
-        tma.make_tensor_descriptor(v_ptr, [stop, V], [v_strides[1], 1], each, square),
-        tma.make_tensor_descriptor(XA_ptr, [stop, 4 * CHUNK], [4 * H * CHUNK, 1], each, square),
-        tma.make_tensor_descriptor(rows_ptr, [3 * H * count, CHUNK], [CHUNK, 1], [1, CHUNK], line),
-    )
+    out_ptr += tokens * V
     tiles = (
         gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, K], wide),
         gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, K], wide),
-        gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, HALF], square),
+        gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, 2 * HALF], wide),
         gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], square),
         gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], square),
         gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, CHUNK], line),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], line),
-        gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HALF], square),
+        gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, 2 * HALF], wide),
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for at in gl.static_range(STAGES):
-        mbarrier.init(full.index(at), count=1)
+        mbarrier.init(full.index(at), count=4)
         mbarrier.init(empty.index(at), count=2)
     if state_ptr is not None:
         state_ptr += n * state_strides[0] + h * state_strides[1]
-    out_there = tma.make_tensor_descriptor(out_ptr + tokens * V, [stop, V], [H * V, 1], each, square)
     final_ptr += (n * H + h) * K * V
     if lost_ptr is not None:
         lost_ptr += rest * V
     last, span = piece == pieces - 1, (begin, own, end)
+    q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, marks, outs = tiles
     gl.warp_specialize(
         [
             (_walk, (
-                gl.constexpr(0), out_there, tiles, full, empty, span, start, state_ptr, state_strides, first_ptr,
-                slow, gone, exact, total_ptr, exact_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0,
-                CHUNK, STAGES,
+                gl.constexpr(0), tiles, full, empty, span, state_ptr, state_strides, first_ptr, slow,
+                total_ptr, exact_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK, STAGES,
             )),
             (_walk, (
-                gl.constexpr(1), out_there, tiles, full, empty, span, start, state_ptr, state_strides, first_ptr,
-                slow, gone, exact, total_ptr, exact_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0,
-                CHUNK, STAGES,
+                gl.constexpr(1), tiles, full, empty, span, state_ptr, state_strides, first_ptr, slow,
+                total_ptr, exact_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK, STAGES,
             )),
-            (_load, (there, tiles, full, empty, span, exact, exact_ptr, start, H, v0, CHUNK, STAGES)),
+            (_load, (k_ptr, k_strides[1], stop, K, 0, k_tiles, full, empty, span, start, CHUNK, STAGES)),
+            (_load, (v_ptr, v_strides[1], stop, V, v0, v_tiles, full, empty, span, start, CHUNK, STAGES)),
+            (_load_products, (
+                XA_ptr, exact_ptr, stop, H, X_tiles, A_tiles, full, empty, span, start, CHUNK, STAGES,
+            )),
+            (_load_queries_and_store, (
+                q_ptr, q_strides[1], rows_ptr, exact_ptr, out_ptr, stop, H, V, v0, (q_tiles, rows, marks, outs),
+                full, empty, span, start, CHUNK, STAGES,
+            )),
         ],
-        [4, 4],
-        [240, 24],  # registers of a thread: what one warp does not need the others have
+        [4, 1, 1, 1, 1],
+        [240, 24, 24, 24, 24],  # registers of a thread: what one warp does not need the others have
     )  # fmt: skip
 
 
