@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from queue import SimpleQueue
@@ -307,6 +308,8 @@ class Gluon:
         return made if is_async else self.product_wait(0, [made])
 
     def product_wait(self, count: int, deps: Sequence[Product]) -> Any:
+        if len(self.own.products) > count:
+            time.sleep(0.0002)  # what was let go too early is copied over in between
         while len(self.own.products) > count:
             self.own.products.pop(0).end()
         assert all(each.value is not None for each in deps), "what is waited for may not be there yet"
@@ -316,7 +319,7 @@ class Gluon:
     def run(
         self, module: ModuleType, kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], **meta: Any
     ) -> None:
-        """All programs of a launch of the module's kernel, one after the other."""
+        """All programs of a launch of the module's kernel, one by one, the last one first: any order will do."""
         given = [pointer(x) if isinstance(x, Tensor) else x for x in arguments]
         named = {"gl": self.gl, "mbarrier": self.mbarrier, "tma": self.tma, "fence_async_shared": lambda: None}
         named |= {"warpgroup_mma": self.product, "warpgroup_mma_wait": self.product_wait}
@@ -330,7 +333,7 @@ class Gluon:
             for other in others:
                 stack.enter_context(mock.patch(f"{other}.tl", self.triton()))
             self.programs = grid[0]
-            for self.program in range(grid[0]):
+            for self.program in reversed(range(grid[0])):
                 kernel.fn(*given, **meta)
 
     def triton(self) -> SimpleNamespace:

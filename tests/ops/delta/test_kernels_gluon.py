@@ -105,7 +105,7 @@ def test_it_begins_by_maps_too(options: dict[str, Any], monkeypatch: pytest.Monk
 
 
 def test_some_shapes_have_pieces_without_a_chunk() -> None:
-    """Which needs no GPU to be seen: such a program ends before its warps part."""
+    """Which needs no GPU to be seen: the warps of such a program have nothing to do."""
     target, empty = tune.TARGETS["sm_90"], []
     for options in (options for options in SHAPES if "offsets" in options):
         x, offsets = torch.empty(1, options["T"], options["H"], 128, device="meta").bfloat16(), options["offsets"]

@@ -108,6 +108,19 @@ def test_what_comes_later_changes_no_bit(start: int, alike: bool, monkeypatch: p
     assert found.equal(wanted)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "beta", "log_decay"])
+def test_no_document_sees_what_is_no_number_in_another(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies behind a document's end in its last chunk is the next one's."""
+    inputs = problem({"T": 200, "H": 1, "offsets": (0, 70, 75, 200), "alike": "correlated"})
+    clean = walked(inputs, monkeypatch)
+    inputs[name] = inputs[name].clone()
+    inputs[name][:, 70:75] = torch.nan
+    out, final = walked(inputs, monkeypatch)
+    assert out[:, :70].equal(clean[0][:, :70]) and out[:, 75:].equal(clean[0][:, 75:])
+    assert final[[0, 2]].equal(clean[1][[0, 2]])
+    assert out[:, 70:75].isnan().any()
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v", "beta", "log_decay", "state"])
 def test_what_is_no_number_is_never_forgotten(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = problem({"T": 260, "H": 1, "state": True, "gates": lambda draw, *shape: 20 * draw.gates(*shape)})

@@ -177,8 +177,8 @@ def _load_queries_and_store(  # type: ignore[no-untyped-def]
             if phase == 1:
                 _store(out_there, i - STAGES, v0, outs, empty, span, start, CHUNK, STAGES)
             bar = full.index((i - begin) % STAGES)
+            mbarrier.arrive(bar, count=1, pred=i < own)  # before it, in any case, all of the warp have stored factors
             mbarrier.expect(bar, each, pred=i >= own)
-            mbarrier.arrive(bar, count=1, pred=i < own)
     for i in range(gl.maximum(begin, end - STAGES), end):
         _store(out_there, i, v0, outs, empty, span, start, CHUNK, STAGES)
 
