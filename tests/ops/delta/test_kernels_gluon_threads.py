@@ -108,6 +108,16 @@ def test_what_comes_later_changes_no_bit(start: int, alike: bool, monkeypatch: p
     assert found.equal(wanted)
 
 
+@pytest.mark.parametrize("alike", ["correlated", "identical"])
+def test_a_chunk_has_the_same_bits_in_every_place(alike: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a chunk that writes nothing, so that each is where the other one was."""
+    inputs = problem({"T": 130, "H": 1, "alike": alike, "beta": 2.0})
+    later = {name: torch.cat([torch.zeros_like(x[:, :64]), x], 1) for name, x in inputs.items()}
+    out, final = walked(inputs, monkeypatch)
+    behind, last = walked(later, monkeypatch)
+    assert behind[:, 64:].equal(out) and last.equal(final)
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v", "beta", "log_decay"])
 def test_no_document_sees_what_is_no_number_in_another(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies behind a document's end in its last chunk is the next one's."""
