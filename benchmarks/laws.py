@@ -33,7 +33,7 @@ import torch
 from laws_ahead import compile_ahead, compile_large
 
 from foci.check import isolate
-from foci.check.exam import ROOM, UNROOMY
+from foci.check.exam import UNROOMY
 from foci.check.laws_graph import LAWS
 from foci.check.run import OVER
 from foci.cli import main
@@ -45,6 +45,7 @@ from foci.ops import SPECS
 # Parts of the cases, i/n of `foci check --cases`: together as many as an H200 has room for, what else it may be asked
 # beside them too (benchmarks/h200.sh).
 PARTS = {"softmax": 2, "linear": 3, "delta": 3, "selective_scan": 1, "scan": 1}
+EACH = 14 << 30  # bytes that a part holds in the mean, with what torch keeps: six filled an H100
 SHARE = 0.45  # of the time at most, that compiling before the laws may take
 LONG = 250.0  # seconds, in less of which an H200's host would compile large cases' kernels in place of other ones
 SPARE = 10.0  # seconds before the end: a part finds its GPU in some, and writes what it knows in others
@@ -199,7 +200,7 @@ def _gpu() -> tuple[Target, int]:
     def asked(send: Callable[[Any], None]) -> None:
         if not torch.cuda.is_available():
             return send(None)
-        send((tuple(target_of(torch.device("cuda", 0))), torch.cuda.mem_get_info(0)[0] // ROOM))
+        send((tuple(target_of(torch.device("cuda", 0))), torch.cuda.mem_get_info(0)[0] // EACH))
 
     try:
         found = next(iter(isolate.stream(asked, 60)))

@@ -54,6 +54,11 @@ class Pointer:
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.memory, self.offset + more)
 
+    def to(self, dtype: torch.dtype) -> Value:
+        """An address, 0 of a tensor without elements."""
+        assert dtype == torch.int64
+        return value(1 + self.offset if self.memory.numel() else 0)
+
 
 def pointer(x: Tensor) -> Pointer:
     size = x.untyped_storage().nbytes() // x.element_size()
@@ -339,7 +344,7 @@ class Gluon:
     def triton(self) -> SimpleNamespace:
         """What is used of Triton's language by device functions of both."""
         return SimpleNamespace(
-            load=load, cdiv=lambda x, y: (x + y - 1) // y, int32=torch.int32,
+            load=load, cdiv=lambda x, y: (x + y - 1) // y, int32=torch.int32, int64=torch.int64,
             minimum=lambda x, y: torch.minimum(value(plain(x)), value(plain(y))),
             maximum=self.gl.maximum, where=self.gl.where,
         )  # fmt: skip

@@ -11,7 +11,7 @@ import triton  # noqa: F401  its interpreter is on or off from here
 
 from foci.core.spec import Spec
 from foci.core.tune import Launch, interpreting
-from tests.ops.recurrences import BUDGET, answers, error, exact, inputs_of
+from tests.ops.recurrences import BUDGET, answers, error, exact, inputs_of, unasked
 
 if not interpreting() and not torch.cuda.is_available():
     pytest.skip("kernels need a GPU or TRITON_INTERPRET=1, which `make test` sets for these", allow_module_level=True)
@@ -56,3 +56,12 @@ class InTriton:
             ran += 1
             assert all(e <= BUDGET[dtype] for e in errors.values()), (case.name, errors)
         assert ran > 3
+
+    def test_a_state_that_nobody_asks_for_is_not_made(self) -> None:
+        """Though in no other kernel: where it would be stored, 0 is told."""
+        assert self.spec.bind is not None
+        for case in self.spec.cases:
+            call = self.spec.bind(**there(inputs_of(self.spec, case.name, torch.float16)))
+            if not self.module.reasons(call):
+                state = unasked(self.spec, self.module.forward, call)
+                assert state.untyped_storage().nbytes() == 0 or not getattr(call, "causal", True), case.name

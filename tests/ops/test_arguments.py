@@ -9,6 +9,9 @@ import torch
 
 import foci
 from foci.core.errors import ShapeError
+from foci.core.spec import Spec
+from foci.ops import SPECS
+from tests.ops.recurrences import CPU, unasked
 
 B, T, G, H, K, V = 2, 6, 2, 4, 3, 5
 
@@ -114,3 +117,28 @@ def test_a_step_under_autocast_is_the_call_of_one_token(function: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, _ = getattr(foci, function)(**{name: x[:, None] for name, x in token.items()})
         torch.testing.assert_close(getattr(foci, f"{function}_step")(**token, state=torch.zeros(B, H, K, V)), out[:, 0])
+
+
+@pytest.mark.parametrize("backend", ["native", "chunked", "reference"])
+@pytest.mark.parametrize("spec", [each for each in SPECS.values() if each.recurrent], ids=lambda spec: spec.name)
+def test_a_state_that_nobody_asks_for_holds_no_memory(spec: Spec, backend: str) -> None:
+    chosen = next((each for each in spec.backends if each.name == backend), None)
+    if chosen is None:
+        return
+    assert spec.bind is not None
+    for case in spec.cases:
+        call = spec.bind(**case.make(torch.float32, CPU, 0))
+        if not chosen.reasons(call):
+            state = unasked(spec, chosen.load().forward, call)
+            assert state.untyped_storage().nbytes() == 0 or not getattr(call, "causal", True), case.name
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_op_gives_as_many_states_as_its_fake_says(wanted: bool) -> None:
+    call = [torch.randn(B, T, G, K), torch.randn(B, T, G, K), torch.randn(B, T, H, V), *[None] * 4, True, 0.5, wanted]
+    utilities = (
+        "test_schema",
+        "test_faketensor",
+    )  # nobody fills all of `kept`: bits are not compared
+    torch.library.opcheck(torch.ops.foci.linear_chunked_fwd.default, tuple(call), test_utils=utilities)
+    assert len(torch.ops.foci.linear_chunked_fwd(*call)[1]) == (B if wanted else 0)

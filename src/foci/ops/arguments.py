@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,11 @@ def by_autocast(tensors: dict[str, T_]) -> dict[str, T_]:
         return tensors
     wanted = torch.get_autocast_dtype(first.device.type)
     return {name: x.to(wanted) if x.dtype in AUTOCAST else x for name, x in tensors.items()}  # type: ignore[misc]
+
+
+def ends(call: Any, state: Tensor) -> Tensor:
+    """The final states where the call asks for them; else none of them, in no memory of theirs."""
+    return state if call.ends else state.new_empty((0, *state.shape[1:]))
 
 
 def check_heads(operator: str, sizes: dict[str, int]) -> None:

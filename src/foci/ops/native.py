@@ -179,7 +179,8 @@ def forward(call: Any, keep: bool = False) -> tuple[Tensor, ...]:
     job.kept = pointer(states)
     _run(call, "forward", job)
     del alive
-    return (out, final) if states is None else (out, final, states)
+    given = out, arguments.ends(call, final)
+    return given if states is None else (*given, states)
 
 
 def backward(

@@ -69,15 +69,15 @@ class Handoff:
 
     @torch.compiler.disable
     def run(self, call: Any, backend: str | None) -> Outputs:
-        """All outputs of a bound call, the final state among them."""
+        """All outputs of a bound call."""
         doing = Doing(self.group, self.operator.name, "forward")
-        return self._run(doing, Bound(call, backend, {"return_state": True}))
+        return self._run(doing, Bound(call, backend))
 
     def _run(self, doing: Doing, bound: Bound | None) -> Outputs:
         facts: dict[str, object] = {}
         numbers = [0]
         if bound is not None:
-            facts = {**self.operator.facts(bound.call), **bound.options, "wrapper": "handoff"}
+            facts = self.operator.facts(bound.call) | {"wrapper": "handoff"}
             facts["offsets"] = bound.call.offsets
             numbers = [bound.call[0].shape[1]]
         lengths = [row[0] for row in doing.agree(facts, numbers)]
@@ -85,8 +85,8 @@ class Handoff:
         call = bound.call
         documents = arguments.documents(self.operator.name, call.offsets, sum(lengths))
         cut = Cut(tuple(lengths), None if documents is None else tuple(documents))
-        plan = _Plan(self.operator, self.group, cut, bound.backend, bool(bound.options["return_state"]))
-        outputs: Outputs = _Handoff.apply(plan, *call)
+        plan = _Plan(self.operator, self.group, cut, bound.backend, call.return_state)
+        outputs: Outputs = _Handoff.apply(plan, *call._replace(return_state=True))
         return outputs
 
 

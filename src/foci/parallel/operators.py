@@ -46,7 +46,7 @@ class Letters(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """One call of a wrapper: this rank's tensors under a mask of the whole sequence, and what the caller wants back.
+    """One call of a wrapper: this rank's tensors under a mask of the whole sequence, and by which backend.
 
     `call`: q, k, v and all that has tokens is this rank's part; offsets, lengths and the columns of bias and dense are
     those of the whole. A decay per head stands there as [H, 1], without the dimension of tokens that it does not have.
@@ -54,7 +54,6 @@ class Bound(NamedTuple):
 
     call: Any
     backend: str | None = None
-    options: Mapping[str, Any] = {}
 
 
 @runtime_checkable
@@ -113,12 +112,14 @@ class Operator:
         arguments = dict(given.arguments)
         backend = arguments.pop("backend", None)
         wide = _narrowed(arguments)
+        if self.spec.recurrent:
+            arguments.setdefault("return_state", False)
         assert self.spec.bind is not None
         call = self.spec.bind(**arguments)
         decay = arguments.get("log_decay")
         if isinstance(decay, Tensor) and decay.dim() == 1:
             wide["log_decay"] = decay[:, None]
-        return Bound(call._replace(**wide), backend, {"return_state": arguments.get("return_state", False)})
+        return Bound(call._replace(**wide), backend)
 
     def run(self, call: Any, backend: str | None) -> Outputs:
         """All outputs of the Spec, in one process."""
@@ -135,12 +136,12 @@ class Operator:
 
     def wanted(self, bound: Bound) -> int:
         """How many of the outputs the caller asked for: the others need not travel."""
-        return 1 if self.spec.recurrent and not bound.options["return_state"] else self.count
+        return 1 if self.spec.recurrent and not bound.call.return_state else self.count
 
     def returns(self, outputs: Outputs, bound: Bound) -> Any:
         """What the function returns, from the outputs of its Spec, or from those that were wanted."""
         if self.spec.recurrent:
-            return outputs[0], outputs[1] if bound.options["return_state"] else None
+            return outputs[0], outputs[1] if bound.call.return_state else None
         return outputs[0] if self.count == 1 else outputs
 
     def facts(self, call: Any) -> dict[str, object]:

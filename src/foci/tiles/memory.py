@@ -25,6 +25,12 @@ def store_tile(ptr, tile, row0, rows, stride_row, col0, cols, stride_col):  # ty
 
 
 @triton.jit
+def present(ptr):  # type: ignore[no-untyped-def]
+    """Whether the tensor has elements: one without begins at 0. So results that nobody asks for need no kernel more."""
+    return ptr.to(tl.int64) != 0
+
+
+@triton.jit
 def add_tile(ptr, into, tile, row0, rows, stride_row, col0, cols):  # type: ignore[no-untyped-def]
     """`store_tile` at ptr + into of what is there and the tile, columns side by side; a ptr of None takes nothing."""
     if ptr is not None:

@@ -19,7 +19,7 @@ from foci.ops.decay.spec import SPEC
 from foci.ops.draw import Draw
 from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
 from tests.ops.in_triton import there
-from tests.ops.recurrences import BUDGET, CPU, answers, error, exact
+from tests.ops.recurrences import BUDGET, CPU, answers, error, exact, unasked
 
 NAMES = ("q", "k", "v", "log_decay", "bonus", "state")
 SQUARE: list[dict[str, Any]] = [
@@ -68,6 +68,10 @@ class TestWithinBudget:
             found = gpu.forward(bind(**there(inputs)))
         errors = [error(x.cpu(), wanted) for x, wanted in zip(found, truth, strict=True)]
         assert all(e <= BUDGET[torch.bfloat16] for e in errors), errors
+
+    def test_a_state_that_nobody_asks_for_is_not_stored(self) -> None:
+        for decay in ("token", "channel"):
+            unasked(SPEC, gpu.forward, bind(**there(problem({"T": 150, "H": 2, "decay": decay}))))
 
     def test_only_what_is_needed_comes_and_it_is_the_same(self) -> None:
         for decay in ("token", "head", "channel", ""):

@@ -35,7 +35,9 @@ def problem(options: dict[str, Any]) -> dict[str, Any]:
     return made.make(torch.bfloat16, CPU, 0)
 
 
-def walked(inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, pieces: int = 1) -> list[Tensor]:
+def walked(
+    inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, pieces: int = 1, return_state: bool = True
+) -> list[Tensor]:
     """Out and the final state, each sequence in so many `pieces`."""
 
     def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, config: Any, **meta: Any) -> None:
@@ -47,7 +49,7 @@ def walked(inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, pieces: int 
         patch.setattr(token_walks, "wider", lambda *_: True)
         patch.setattr(token_walks, "suits", lambda *_: True)
         patch.setattr(token_walks, "shares", lambda *_: pieces)
-        return [x.cpu() for x in gpu.forward(bind(**there(inputs)))]
+        return [x.cpu() for x in gpu.forward(bind(**there(inputs), return_state=return_state))]
 
 
 @pytest.mark.parametrize("alike", ["independent", "correlated", "identical"])
@@ -95,6 +97,13 @@ def test_pieces_begin_as_one_walk_would(slow: bool, alike: str, monkeypatch: pyt
     inputs = problem({"T": 700, "state": True, "gates": gates, "alike": alike})
     for found, wanted in zip(walked(inputs, monkeypatch, 3), walked(inputs, monkeypatch), strict=True):
         assert error(found, wanted) <= BUDGET[torch.bfloat16]
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_state_that_nobody_asks_for_is_not_stored(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = problem({"T": 200, "H": 1})
+    (out, final), (wanted, _) = (walked(inputs, monkeypatch, pieces, asked) for asked in (False, True))
+    assert out.equal(wanted) and final.shape == (0, 1, 128, 128)
 
 
 @pytest.mark.parametrize("start", [64, 83, 127])

@@ -55,7 +55,7 @@ def left_by_forward(call: Call) -> tuple[Tensor | None, ...]:
     rise, fall = torch.ones(2, B, T, H, 1)
     total = torch.full((slots, H, 1), torch.nan)
     per_token = call.log_decay is not None and call.log_decay.shape[3] == 1
-    q, k, v, beta, g, e, state, _, scale = exact(call._asdict()).values()
+    q, k, v, beta, g, e, state, _, scale, _ = exact(call._asdict()).values()
     e = k if e is None else e
     g = q.new_zeros(B, T, H, 1) if g is None else g.expand(B, T, H, -1)
     state = q.new_zeros(N, H, K, V) if state is None else state

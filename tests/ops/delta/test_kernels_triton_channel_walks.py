@@ -16,7 +16,7 @@ from foci.ops.delta.cases import Delta
 from foci.ops.delta.spec import SPEC
 from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
 from tests.ops.in_triton import there
-from tests.ops.recurrences import BUDGET, answers, error, exact
+from tests.ops.recurrences import BUDGET, answers, error, exact, unasked
 
 from foci.ops.delta import kernels_triton_channel_walks as walks  # isort: skip  after Triton's presence is known
 
@@ -56,6 +56,7 @@ def test_without_a_state_or_gradients_outputs_are_the_same() -> None:
     call = bind(**there(inputs))
     for one, other in zip(gpu.forward(call), gpu.forward(call, True), strict=False):
         assert one.equal(other)
+    unasked(SPEC, gpu.forward, call)
 
 
 def test_where_they_fit() -> None:

@@ -16,13 +16,14 @@ from foci.ops.delta import pieces as maps
 from foci.ops.delta.api import delta_rule
 from foci.ops.delta.call import bind
 from foci.ops.delta.cases import Delta
+from foci.ops.delta.spec import SPEC
 from foci.ops.draw import Draw
 from foci.ops.stretches import cut_into
 from tests.ops.delta.test_kernels_triton_backward import CPU
 from tests.ops.delta.test_kernels_triton_backward import apart as apart_backward
 from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
 from tests.ops.in_triton import there
-from tests.ops.recurrences import BUDGET, error, exact
+from tests.ops.recurrences import BUDGET, error, exact, unasked
 
 from foci.ops.delta import kernels_triton_token_joins as joins  # isort: skip  after Triton's presence is known
 from foci.ops.delta import kernels_triton_token_walks as token_walks  # isort: skip
@@ -57,6 +58,11 @@ class TestWithinBudget:
             parts = gpu._parts(bind(**inputs), found[2])
             d = parts.errors[0].double() + parts.errors[1].double()
             assert d.isfinite().all() and parts.inverse.isfinite().all()
+
+    @pytest.mark.parametrize("keep", [False, True])
+    def test_a_state_that_nobody_asks_for_is_not_stored(self, keep: bool) -> None:
+        for more in MORE[:2]:
+            unasked(SPEC, partial(gpu.forward, keep=keep), bind(**there(problem(more))))
 
     @pytest.mark.parametrize("more", MORE)
     def test_backward(self, more: dict[str, Any]) -> None:
@@ -149,6 +155,7 @@ class TestInPieces:
         found = gpu.forward(bind(**there(inputs)), False)
         errors = [error(x.cpu(), wanted) for x, wanted in zip(found, truth, strict=True)]
         assert all(e <= BUDGET[torch.bfloat16] for e in errors), errors
+        unasked(SPEC, gpu.forward, bind(**there(inputs)))
         errors = apart_backward(inputs)
         assert all(e <= BUDGET[torch.bfloat16] for e in errors.values()), errors
 
@@ -194,6 +201,8 @@ class TestInPieces:
             assert {c for _, c in lost} == {5} and {t for t, _ in lost} >= set(range(71, 260))
             assert all(67 <= t < 260 for t, _ in lost)
             assert final[2, 0, :, 5].isnan().all() and final.isfinite().sum() == final.numel() - final.shape[2]
+            alone = gpu.forward(call._replace(return_state=False), keep)[0].cpu()
+            assert alone.nan_to_num(7).equal(out.nan_to_num(7))
 
     def test_what_lies_before_a_piece_says_whether_it_is_slow(
         self, in_pieces: Callable[[int], None], by_maps: bool, monkeypatch: pytest.MonkeyPatch

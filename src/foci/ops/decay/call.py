@@ -36,6 +36,7 @@ class Call(NamedTuple):
     offsets: Offsets | None
     causal: bool
     scale: float
+    return_state: bool = True
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int, int]:
@@ -47,6 +48,14 @@ class Call(NamedTuple):
     @property
     def accumulator(self) -> torch.dtype:
         return accumulator(self.q.dtype)
+
+    @property
+    def ends(self) -> int:
+        """Final states that are given: one a sequence, none where they are not asked for.
+
+        Without causality they are what every token reads, and always given.
+        """
+        return self.sizes[-1] if self.return_state or not self.causal else 0
 
 
 SIGNATURE = Signature(Call, NAME)
@@ -64,9 +73,12 @@ def bind(
     state: State | None = None,
     offsets: Offsets | None = None,
     causal: bool = True,
-    return_state: bool = False,
+    return_state: bool = True,
 ) -> Call:
-    """The Call of these arguments; raises ShapeError, ValueError or TypeError naming the argument and its value."""
+    """The Call of these arguments, by default for all outputs.
+
+    Raises ShapeError, ValueError or TypeError naming the argument and its value.
+    """
     tensors = {"q": q, "k": k, "v": v, "log_decay": None, "bonus": bonus, "state": state, "offsets": offsets}
     sizes = SIGNATURE.bind(tensors)
     q, k, v = arguments.common_dtype(NAME, {"q": q, "k": k, "v": v})
@@ -81,4 +93,4 @@ def bind(
     arguments.check_rest(NAME, v, {"log_decay": log_decay, "bonus": bonus, "state": state})
     arguments.check_documents(NAME, offsets, state, sizes["B"])
     scale = (sizes["K"] or 1) ** -0.5 if scale is None else arguments.number(NAME, "scale", scale)
-    return Call(q, k, v, log_decay, bonus, state, offsets, causal, scale)
+    return Call(q, k, v, log_decay, bonus, state, offsets, causal, scale, return_state)

@@ -42,7 +42,8 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
             starts = borders(gates, gates.fallen(k), v, state)
             read = torch.bmm(gates.risen(q), starts.to(work))
             store(read.baddbmm_(A, v, beta=call.scale), slab, out)
-    return (out, final) if states is None else (out, final, states)
+    given = out, arguments.ends(call, final)
+    return given if states is None else (*given, states)
 
 
 def _products_in(call: Call) -> torch.dtype:

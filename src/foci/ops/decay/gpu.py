@@ -46,8 +46,8 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     made = prepared(call, slots, False, rest)
     states = kept(call).empty(call.v) if keep else None
     if walks.suits(call, made):
-        *_, H, K, V, N = call.sizes
-        final = torch.empty(N, H, K, V, dtype=torch.float32, device=call.v.device)
+        *_, H, K, V, _ = call.sizes
+        final = torch.empty(call.ends, H, K, V, dtype=torch.float32, device=call.v.device)
         cut = _cheapest(call, walks.FORWARD)
         sums = walks.sums(call, slots, cut.tokens == 0, rest)
         walks.walk(call, made, sums, out, states, final, cut, kernels.maps(call, made, cut, sums))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from foci.core.tune import Config, Target, configure, float_precision, launch, side, stored, strides, target_of
 from foci.tiles.gates import load_gates, scaled
-from foci.tiles.memory import load_row, load_tile, store_tile
+from foci.tiles.memory import load_row, load_tile, present, store_tile
 from foci.tiles.near import ends, ends_and_total, store_powers, weights
 from foci.tiles.state import chunk_at, sequence, working
 from foci.tiles.stretches import join_states, stretch
@@ -95,7 +95,7 @@ def states_kernel(  # type: ignore[no-untyped-def]
         store_tile(ends_ptr + (tl.cast(piece, tl.int64) * H + h) * K * V, S, k0, K, V, v0, V, 1)
         if v0 == 0:
             store_tile(decays_ptr + (tl.cast(piece, tl.int64) * H + h) * K, decay[None, :], 0, 1, 0, k0, K, 1)
-    elif end == stop:
+    elif (end == stop) & present(final_ptr):
         store_tile(final_ptr + (n * H + h) * K * V, S, k0, K, V, v0, V, 1)
 
 
@@ -180,7 +180,7 @@ def forward(
     _, T, G, H, K, V, N = call.sizes
     v, target = call.v, target_of(call.v.device)
     q, k, g, R = (call.q, call.k, call.log_decay, H // G) if made is None else (made.risen, made.fallen, made.totals, 1)
-    final = torch.empty(N, H, K, V, dtype=torch.float32, device=v.device)
+    final = torch.empty(call.ends, H, K, V, dtype=torch.float32, device=v.device)
     if kept is None and call.causal:
         kept = torch.empty(slots, H, K, V, dtype=stored(v.dtype), device=v.device)
     config, blocks = _states_config(call, target)

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.core.tune import Config, Target, by_tma, configure, launch, side, strides, target_of
-from foci.tiles.memory import load_tile, opened, store_tile
+from foci.tiles.memory import load_tile, opened, present, store_tile
 from foci.tiles.near import store_powers
 from foci.tiles.rest import behind, clear_rest
 from foci.tiles.state import chunk_at, sequence
@@ -138,7 +138,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             o *= scale
         out_there.store([t0, z0], tl.trans(o).to(tl.bfloat16))
     if last_ptr is not None:  # noqa: SIM102
-        if first == start if BACK else end == stop:
+        if ((first == start) if BACK else (end == stop)) & present(last_ptr):
             store_tile(last_ptr + (n * H + h) * K * V, tl.trans(S), 0, K, V, z0, V, 1)
 
 

@@ -52,4 +52,4 @@ def equation(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         out = [o for outs, _ in runs for o in outs]
         state = torch.cat([v.new_zeros(0, H, K, V), *(S for _, S in runs)])
     stacked = torch.stack(out, dim=1) if out else v[:, :0]
-    return stacked.to(call.v.dtype).contiguous(), state.to(call.accumulator).clone()
+    return stacked.to(call.v.dtype).contiguous(), arguments.ends(call, state.to(call.accumulator).clone())

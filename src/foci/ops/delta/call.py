@@ -36,6 +36,7 @@ class Call(NamedTuple):
     state: State | None
     offsets: Offsets | None
     scale: float
+    return_state: bool = True
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int, int]:
@@ -47,6 +48,11 @@ class Call(NamedTuple):
     @property
     def accumulator(self) -> torch.dtype:
         return accumulator(self.q.dtype)
+
+    @property
+    def ends(self) -> int:
+        """Final states that are given: one a sequence, none where they are not asked for."""
+        return self.sizes[-1] if self.return_state else 0
 
 
 SIGNATURE = Signature(Call, NAME)
@@ -64,9 +70,12 @@ def bind(
     scale: float | None = None,
     state: State | None = None,
     offsets: Offsets | None = None,
-    return_state: bool = False,
+    return_state: bool = True,
 ) -> Call:
-    """The Call of these arguments; raises ShapeError, ValueError or TypeError naming the argument and its value."""
+    """The Call of these arguments, by default for all outputs.
+
+    Raises ShapeError, ValueError or TypeError naming the argument and its value.
+    """
     tensors = {
         "q": q, "k": k, "v": v, "beta": beta, "log_decay": None, "erase": erase, "state": state, "offsets": offsets
     }  # fmt: skip
@@ -79,4 +88,4 @@ def bind(
     arguments.check_rest(NAME, v, {"beta": beta, "log_decay": log_decay, "erase": erase, "state": state})
     arguments.check_documents(NAME, offsets, state, sizes["B"])
     scale = (sizes["K"] or 1) ** -0.5 if scale is None else arguments.number(NAME, "scale", scale)
-    return Call(q, k, v, beta, log_decay, erase, state, offsets, scale)
+    return Call(q, k, v, beta, log_decay, erase, state, offsets, scale, return_state)

@@ -104,7 +104,8 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
             _, _, _, errors, starts = _through(chunks, state)
             read = torch.bmm(chunks.gates.risen(chunks.reads[:, :, 0]), starts)
             store(read.baddbmm_(chunks.A, errors), slab, out)
-    return (out, final) if states is None else (out, final, states)
+    given = out, arguments.ends(call, final)
+    return given if states is None else (*given, states)
 
 
 def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: list[bool]) -> Gradients:

@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from foci.core.tune import Config, launch, strides
+from foci.tiles.memory import present
 from foci.tiles.near import UNREAD
 from foci.tiles.pieces import FORGOTTEN, share
 from foci.tiles.state import sequence
@@ -325,10 +326,10 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
         mbarrier.init(empty.index(at), count=2)
     if state_ptr is not None:
         state_ptr += n * state_strides[0] + h * state_strides[1]
-    final_ptr += (n * H + h) * K * V
     if lost_ptr is not None:
         lost_ptr += rest * V
-    last, span = piece == pieces - 1, (begin, own, end)
+    last, span = (piece == pieces - 1) & present(final_ptr), (begin, own, end)
+    final_ptr += (n * H + h) * K * V
     q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, marks, outs = tiles
     gl.warp_specialize(
         [

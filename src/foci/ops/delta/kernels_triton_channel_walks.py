@@ -20,7 +20,7 @@ from torch import Tensor
 
 from foci.core.tune import Config, Target, launch, strides
 from foci.tiles.affine import load_state
-from foci.tiles.memory import load_row, load_tile, opened, store_tile
+from foci.tiles.memory import load_row, load_tile, opened, present, store_tile
 from foci.tiles.state import halves, in_two, sequence
 from foci.tiles.whole import write
 
@@ -79,7 +79,8 @@ def channel_walk_kernel(  # type: ignore[no-untyped-def]
             states_there.store([(t0 - start) // CHUNK * H * K, v0], tl.trans(operand))
         if errors_ptr is not None:
             write(errors_ptr + tokens * V, tl.trans(d), t0, stop, H * V, v0, V, WHOLE)
-    store_tile(final_ptr + (n * H + h) * K * V, tl.trans(S), 0, K, V, v0, V, 1)
+    if present(final_ptr):
+        store_tile(final_ptr + (n * H + h) * K * V, tl.trans(S), 0, K, V, v0, V, 1)
 
 
 @triton.jit

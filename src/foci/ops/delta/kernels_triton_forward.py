@@ -44,7 +44,7 @@ from foci.core.tune import (
 from foci.tiles.affine import joined, load_state, piece_at, store_map, store_state, with_unit
 from foci.tiles.chunk_backward import right, store_in_two
 from foci.tiles.gates import factors, factors_at
-from foci.tiles.memory import load_block, opened, store_block, store_tile
+from foci.tiles.memory import load_block, opened, present, store_block, store_tile
 from foci.tiles.state import halves, in_two, nearest_in_two, rounded, working
 
 CHUNK = 64
@@ -198,7 +198,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
         S = ahead
     if out_ptr is None:
         store_map(M_ptr, N_ptr, S, piece * H + h, K, v0, V, TILES, BLOCK_K, BLOCK_V)
-    elif behind == 0:
+    elif (behind == 0) & present(final_ptr):
         store_state(final_ptr + (n * H + h) * K * V, S, K, v0, V, TILES, BLOCK_K)
 
 
@@ -268,7 +268,7 @@ def forward(
     v, target = call.v, target_of(call.v.device)
     halves = stored(v.dtype) == torch.bfloat16
     inverse, products, gated = made
-    final = torch.empty(N, H, K, V, dtype=torch.float32, device=v.device)
+    final = torch.empty(call.ends, H, K, V, dtype=torch.float32, device=v.device)
     q = call.q if gated.query is None else gated.query
     k, e = (call.k, call.erase) if gated.key is None else (gated.key, gated.erase)
     write = call.beta if gated.write is None else gated.write

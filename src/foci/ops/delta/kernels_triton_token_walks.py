@@ -36,7 +36,7 @@ from torch import Tensor
 
 from foci.core.tune import Config, Target, by_tma, configure, launch, side, strides, target_of
 from foci.tiles.affine import load_state, store_map, with_unit
-from foci.tiles.memory import load_tile, opened, store_tile
+from foci.tiles.memory import load_tile, opened, present, store_tile
 from foci.tiles.near import UNREAD
 from foci.tiles.pieces import forgotten, remembered, share, slow_pieces
 from foci.tiles.state import halves, in_two, nearest_in_two, sequence
@@ -186,7 +186,7 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
         v = v0 + tl.arange(0, BLOCK_V)
         tl.store(lost_ptr + rest * V + v, (tl.sum(S * 0.0, 1) != 0.0).to(tl.int32), mask=v < V)
     if final_ptr is not None:  # noqa: SIM102  a constant and a tensor
-        if reach_ptr is None or piece == pieces - 1:
+        if (piece == pieces - 1) & present(final_ptr):
             store_tile(final_ptr + (n * H + h) * K * V, tl.trans(S), 0, K, V, v0, V, 1)
 
 
@@ -218,7 +218,7 @@ def lost_kernel(  # type: ignore[no-untyped-def]
         for i in range(ahead * K, behind * K):
             state = ((tl.cast(slot, tl.int64) + i // K) * H + h) * K + i % K
             tl.store(states_ptr + state * V + v, nothing, mask=lost > 0)
-    if piece == pieces - 1:
+    if (piece == pieces - 1) & present(final_ptr):
         for i in range(K):
             tl.store(final_ptr + ((n * H + h) * K + i) * V + v, nothing, mask=lost > 0)
 

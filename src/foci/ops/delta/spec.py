@@ -15,8 +15,8 @@ from foci.ops.slabs import CHUNK
 
 
 def outputs(call: Call) -> tuple[Output, ...]:
-    B, T, _, H, K, V, N = call.sizes
-    return Output("out", (B, T, H, V), call.v.dtype), Output("state", (N, H, K, V), call.accumulator)
+    B, T, _, H, K, V, _ = call.sizes
+    return Output("out", (B, T, H, V), call.v.dtype), Output("state", (call.ends, H, K, V), call.accumulator)
 
 
 def work(call: Call) -> Work:

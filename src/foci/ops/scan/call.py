@@ -26,6 +26,7 @@ class Call(NamedTuple):
     log_decay: Tokens
     state: State | None
     offsets: Offsets | None
+    return_state: bool = True
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -37,6 +38,11 @@ class Call(NamedTuple):
     def accumulator(self) -> torch.dtype:
         return accumulator(self.x.dtype)
 
+    @property
+    def ends(self) -> int:
+        """Final states that are given: one a sequence, none where they are not asked for."""
+        return self.sizes[-1] if self.return_state else 0
+
 
 SIGNATURE = Signature(Call, NAME)
 
@@ -47,13 +53,16 @@ def bind(
     *,
     state: State | None = None,
     offsets: Offsets | None = None,
-    return_state: bool = False,
+    return_state: bool = True,
 ) -> Call:
-    """The Call of these arguments; raises ShapeError, ValueError or TypeError naming the argument and its value."""
+    """The Call of these arguments, by default for all outputs.
+
+    Raises ShapeError, ValueError or TypeError naming the argument and its value.
+    """
     floating = {"x": x, "log_decay": log_decay, "state": state}
     sizes = SIGNATURE.bind(floating | {"offsets": offsets})
     if not isinstance(return_state, bool):
         raise TypeError(f"{NAME}: return_state must be True or False, got {return_state!r}")
     arguments.check_rest(NAME, x, floating)
     arguments.check_documents(NAME, offsets, state, sizes["B"])
-    return Call(x, log_decay, state, offsets)
+    return Call(x, log_decay, state, offsets, return_state)

@@ -22,7 +22,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         h[rows, start].addcmul_(decay[rows, start], final[states])
         _recur(h[rows, start:stop], decay[rows, start:stop])
         final[states] = h[rows, stop - 1]
-    return h.to(call.x.dtype), final
+    return h.to(call.x.dtype), arguments.ends(call, final)
 
 
 def backward(

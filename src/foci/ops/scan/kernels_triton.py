@@ -21,6 +21,7 @@ from torch import Tensor
 
 from foci.core.tune import Config, Target, configure, launch, strides, target_of
 from foci.tiles.channels import channels_of
+from foci.tiles.memory import present
 from foci.tiles.stretches import join, rows, stretch
 
 VARY = {"BLOCK_D": (32, 64, 128, 256), "BLOCK_T": (8, 16, 32)}  # what `foci tune` may try
@@ -99,7 +100,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
             t = tl.cast(t0 + i, tl.int64)
             tl.store(out_ptr + t * D + d, hs[i].to(out_ptr.dtype.element_ty), mask=inside & (t >= first) & (t < end))
         xs, gs = next_xs, next_gs
-    tl.store(final_ptr + n * D + d, h, mask=inside & (end == stop))
+    tl.store(final_ptr + n * D + d, h, mask=inside & (end == stop) & present(final_ptr))
 
 
 @triton.jit
@@ -216,7 +217,7 @@ def forward(call: Any, out: Tensor, cut: Callable[[Target, int], Any]) -> Tensor
     blocks = -(-D // config["BLOCK_D"])
     STRETCH, programs, slots = cut(target, blocks * config.warps)
     decays, ends = _maps(x, call, STRETCH, slots, False, config) if STRETCH else (None, None)
-    final = torch.empty(N, D, dtype=torch.float32, device=x.device)
+    final = torch.empty(call.ends, D, dtype=torch.float32, device=x.device)
     launch(
         forward_kernel, (programs * blocks,), x, g, state, call.offsets, decays, ends, out, final,
         *map(strides, (x, g, state)), T, N, D, config=config, STRETCH=STRETCH,

@@ -31,4 +31,4 @@ def equation(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
             h = decays[t] * h + news[t]
             out.append(h[:, None])
         final.append(h)
-    return torch.cat(out, dim=1).to(call.x.dtype), torch.cat(final).to(call.accumulator)
+    return torch.cat(out, dim=1).to(call.x.dtype), arguments.ends(call, torch.cat(final).to(call.accumulator))

@@ -13,8 +13,8 @@ from foci.ops.scan.shapes import SHAPES
 
 
 def outputs(call: Call) -> tuple[Output, ...]:
-    B, T, D, N = call.sizes
-    return Output("out", (B, T, D), call.x.dtype), Output("state", (N, D), call.accumulator)
+    B, T, D, _ = call.sizes
+    return Output("out", (B, T, D), call.x.dtype), Output("state", (call.ends, D), call.accumulator)
 
 
 def work(call: Call) -> Work:

@@ -33,6 +33,7 @@ class Call(NamedTuple):
     skip: Skip | None
     state: State | None
     offsets: Offsets | None
+    return_state: bool = True
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
@@ -43,6 +44,11 @@ class Call(NamedTuple):
     @property
     def accumulator(self) -> torch.dtype:
         return accumulator(self.x.dtype)
+
+    @property
+    def ends(self) -> int:
+        """Final states that are given: one a sequence, none where they are not asked for."""
+        return self.sizes[-1] if self.return_state else 0
 
 
 SIGNATURE = Signature(Call, NAME)
@@ -58,16 +64,19 @@ def bind(
     skip: Skip | None = None,
     state: State | None = None,
     offsets: Offsets | None = None,
-    return_state: bool = False,
+    return_state: bool = True,
 ) -> Call:
-    """The Call of these arguments; raises ShapeError, ValueError or TypeError naming the argument and its value."""
+    """The Call of these arguments, by default for all outputs.
+
+    Raises ShapeError, ValueError or TypeError naming the argument and its value.
+    """
     floating = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "skip": skip, "state": state}
     sizes = SIGNATURE.bind(floating | {"offsets": offsets})
     if not isinstance(return_state, bool):
         raise TypeError(f"{NAME}: return_state must be True or False, got {return_state!r}")
     arguments.check_rest(NAME, x, floating)
     arguments.check_documents(NAME, offsets, state, sizes["B"])
-    return Call(x, dt, A, B, C, skip, state, offsets)
+    return Call(x, dt, A, B, C, skip, state, offsets, return_state)
 
 
 def rates(A: Tensor, dtype: torch.dtype) -> Tensor:

@@ -31,7 +31,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
             y[slab] = _pair(scan.C[slab], hs)
     if call.skip is not None:
         y.addcmul_(call.skip.to(y.dtype), scan.x)
-    return y.transpose(0, 1).to(call.x.dtype).contiguous(), state.transpose(1, 2).contiguous()
+    final = arguments.ends(call, state.transpose(1, 2)).contiguous()
+    return y.transpose(0, 1).to(call.x.dtype).contiguous(), final
 
 
 def backward(

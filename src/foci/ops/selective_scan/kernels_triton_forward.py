@@ -21,6 +21,7 @@ from torch import Tensor
 
 from foci.core.tune import Config, Target, configure, launch, strides, target_of
 from foci.tiles.channels import states_of
+from foci.tiles.memory import present
 from foci.tiles.state import sequence
 from foci.tiles.stretches import join, rows, stretch
 
@@ -105,7 +106,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         for i in tl.static_range(BLOCK_T):
             t = tl.cast(t0 + i, tl.int64)
             tl.store(out_ptr + t * D + d, ys[i].to(out_ptr.dtype.element_ty), mask=channels & (t < end))
-    tl.store(final_ptr + n * D * K + cells, h, mask=inside & (end == stop))
+    tl.store(final_ptr + n * D * K + cells, h, mask=inside & (end == stop) & present(final_ptr))
 
 
 @triton.jit
@@ -158,7 +159,7 @@ def forward(call: Any, out: Tensor, kept: Tensor | None, keep: int, cut: Callabl
             ends_kernel, (slots * blocks,), x, call.dt, call.A, call.B, call.offsets, decays, ends,
             *map(strides, (x, call.dt, call.A, call.B)), T, N, D, K, config=config, STRETCH=STRETCH,
         )  # fmt: skip
-    final = torch.empty(N, D, K, dtype=torch.float32, device=x.device)
+    final = torch.empty(call.ends, D, K, dtype=torch.float32, device=x.device)
     inputs = (x, call.dt, call.A, call.B, call.C, call.skip, call.state)
     launch(
         forward_kernel, (programs * blocks,), *inputs, call.offsets, decays, ends, out, final, kept,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foci.ops import native
-from foci.ops.arguments import documents
+from foci.ops.arguments import documents, ends
 from foci.ops.native import View
 from foci.ops.selective_scan.call import NAME, Call, rates
 from foci.ops.selective_scan.chunked import backward
@@ -57,4 +57,4 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         offsets=native.pointer(offsets), **dict(views), **dict(pointers),
     )  # fmt: skip
     native.library().foci_selective_forward(ctypes.byref(job))
-    return out, state.transpose(1, 2).contiguous()
+    return out, ends(call, state.transpose(1, 2)).contiguous()

@@ -36,4 +36,4 @@ def equation(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     y = torch.cat(out, dim=1)
     if call.skip is not None:
         y = y + call.skip.to(dtype) * x
-    return y.to(call.x.dtype), torch.cat(final).to(call.accumulator)
+    return y.to(call.x.dtype), arguments.ends(call, torch.cat(final).to(call.accumulator))

@@ -13,8 +13,8 @@ from foci.ops.selective_scan.shapes import SHAPES
 
 
 def outputs(call: Call) -> tuple[Output, ...]:
-    batch, T, D, K, N = call.sizes
-    return Output("out", (batch, T, D), call.x.dtype), Output("state", (N, D, K), call.accumulator)
+    batch, T, D, K, _ = call.sizes
+    return Output("out", (batch, T, D), call.x.dtype), Output("state", (call.ends, D, K), call.accumulator)
 
 
 def work(call: Call) -> Work:
