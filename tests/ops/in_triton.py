@@ -11,7 +11,7 @@ import triton  # noqa: F401  its interpreter is on or off from here
 
 from foci.core.spec import Spec
 from foci.core.tune import Launch, interpreting
-from tests.ops.recurrences import BUDGET, answers, error, exact, inputs_of, unasked
+from tests.ops.recurrences import BUDGET, answers, error, exact, inputs_of, told_of_nothing, unasked
 
 if not interpreting() and not torch.cuda.is_available():
     pytest.skip("kernels need a GPU or TRITON_INTERPRET=1, which `make test` sets for these", allow_module_level=True)
@@ -65,3 +65,4 @@ class InTriton:
             if not self.module.reasons(call):
                 state = unasked(self.spec, self.module.forward, call)
                 assert state.untyped_storage().nbytes() == 0 or not getattr(call, "causal", True), case.name
+                assert told_of_nothing(self.spec, "triton", call), case.name

@@ -11,7 +11,7 @@ import foci
 from foci.core.errors import ShapeError
 from foci.core.spec import Spec
 from foci.ops import SPECS
-from tests.ops.recurrences import CPU, unasked
+from tests.ops.recurrences import CPU, told_of_nothing, unasked
 
 B, T, G, H, K, V = 2, 6, 2, 4, 3, 5
 
@@ -131,6 +131,26 @@ def test_a_state_that_nobody_asks_for_holds_no_memory(spec: Spec, backend: str) 
         if not chosen.reasons(call):
             state = unasked(spec, chosen.load().forward, call)
             assert state.untyped_storage().nbytes() == 0 or not getattr(call, "causal", True), case.name
+            assert backend == "reference" or told_of_nothing(spec, backend, call), case.name
+
+
+@pytest.mark.parametrize("backend", ["native", "chunked"])
+@pytest.mark.parametrize("spec", [each for each in SPECS.values() if each.recurrent], ids=lambda spec: spec.name)
+def test_compiled_without_a_state_gradients_are_those_of_eager(spec: Spec, backend: str) -> None:
+    if backend not in {each.name for each in spec.backends}:
+        return
+    inputs = spec.cases[0].make(torch.float32, CPU, 0)
+    names = [name for name in inputs if name in spec.differentiable]
+    function = getattr(foci, spec.function)
+
+    def out(*leaves: torch.Tensor) -> torch.Tensor:
+        return function(**inputs | dict(zip(names, leaves, strict=True)), backend=backend)[0]
+
+    found = []
+    for run in (out, torch.compile(out, backend="aot_eager")):
+        leaves = [inputs[name].clone().requires_grad_() for name in names]
+        found.append(torch.autograd.grad(run(*leaves).square().sum(), leaves))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("wanted", [True, False])

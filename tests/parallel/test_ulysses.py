@@ -16,6 +16,7 @@ from foci.core.errors import Disagreement, RankError, ShapeError, Unsupported
 from foci.core.world import Raised, World
 from foci.parallel.balance import pieces
 from foci.parallel.group import Group
+from foci.parallel.handoff import handoff
 from foci.parallel.ulysses import Ulysses, ulysses, usp
 from tests.parallel.proof import even, plain, prove
 
@@ -449,3 +450,18 @@ def watched() -> list[bool]:
 
 def test_without_gradients_nothing_is_recorded(worlds: Worlds) -> None:
     assert worlds(2).run(watched) == [[True, False]] * 2
+
+
+def over_two_levels_and_a_line(op: Any) -> Ulysses:
+    mesh = dist.init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("outer", "inner", "line"))
+    return ulysses(ulysses(handoff(op, mesh["line"]), mesh["inner"]), mesh["outer"])
+
+
+@pytest.mark.parametrize("wrap", [over_two_levels, over_two_levels_and_a_line])
+@pytest.mark.parametrize("name", ["linear", "delta"])
+def test_wrappers_in_wrappers_hand_on_no_state_that_nobody_asks_for(worlds: Worlds, name: str, wrap: Any) -> None:
+    torch.manual_seed(1)
+    runs = plain((2, 1, 3, 1))
+    held = [{"T": runs[place]} for place in (0, 2, 1, 3)]
+    function, inputs, options = CASES[name]()
+    prove(worlds(4), wrap, function, inputs, options | {"return_state": False}, held)

@@ -222,6 +222,11 @@ def _opaque(spec: Spec, backend: Backend) -> _Way:
     return _Way(run, training)
 
 
+def _said(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """None for a gradient of no elements, such as the compiler makes for a state that nobody asked for."""
+    return tuple([x if x is None or x.numel() else None for x in grads])
+
+
 def _own(outputs: Outputs) -> Outputs:
     """The outputs, none a view: autograd lets nobody change a Function's views in place."""
     return tuple([x.detach() if x._is_view() else x for x in outputs])
@@ -292,8 +297,8 @@ def _define(spec: Spec, backend: Backend) -> tuple[Pair, Pair]:
 
     def backward(*values: Any) -> tuple[Tensor | None, ...]:
         grads, outputs, needs = values[:count], values[count:place], values[place]
-        call = call_type(*values[place + 1 :])
-        found: tuple[Tensor | None, ...] = _computed(backend, backend.load().backward, call, outputs, grads, needs)
+        call, compute = call_type(*values[place + 1 :]), backend.load().backward
+        found: tuple[Tensor | None, ...] = _computed(backend, compute, call, outputs, _said(grads), needs)
         return found
 
     def backward_fake(*values: Any) -> tuple[Tensor | None, ...]:
@@ -432,7 +437,7 @@ def _by_plan(backend: Backend, counts: tuple[int, int], places: tuple[int, ...],
         known = getattr(ctx, "known", None)
         if known is None:  # or during the forward the compiler was at work, which may have been in another thread
             return None
-        grads, needs = grads[:count], needed(ctx.needs_input_grad)
+        grads, needs = _said(grads[:count]), needed(ctx.needs_input_grad)
         if known.backward is not None:
             if not plans.unseen((*saved, *grads)):
                 return None
@@ -463,11 +468,14 @@ def _one_by_one(apply: Callable[..., Any], info: Any, in_dims: Any, values: Any)
 
 
 def _schema(call_type: type) -> str:
-    """The op schema of a Call: its field annotations in torch's words."""
-    parts = []
+    """The op schema of a Call: its field annotations in torch's words, and its defaults.
+
+    So a program that was saved before a field with a default was added runs on.
+    """
+    parts, defaults = [], getattr(call_type, "_field_defaults", {})
     for name, hint in typing.get_type_hints(call_type).items():
         options = [option for option in (typing.get_args(hint) or (hint,)) if option is not type(None)]
         optional = "?" if type(None) in typing.get_args(hint) else ""
         kind = "Tensor" if hasattr(options[0], "dim_str") else _SCHEMA_TYPES[options[0]]
-        parts.append(f"{kind}{optional} {name}")
+        parts.append(f"{kind}{optional} {name}" + (f"={defaults[name]}" if name in defaults else ""))
     return ", ".join(parts)

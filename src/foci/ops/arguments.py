@@ -49,7 +49,7 @@ def by_autocast(tensors: dict[str, T_]) -> dict[str, T_]:
 
 
 def ends(call: Any, state: Tensor) -> Tensor:
-    """The final states where the call asks for them; else none of them, in no memory of theirs."""
+    """The final states where the call asks for them; else none of them, and what they were in is let go."""
     return state if call.ends else state.new_empty((0, *state.shape[1:]))
 
 

@@ -171,7 +171,7 @@ def kept(call: Any) -> Output:
 
 
 def forward(call: Any, keep: bool = False) -> tuple[Tensor, ...]:
-    """out [B,T,H,V] in v's dtype and the final state [N,H,K,V]; `keep`: and what `kept` declares."""
+    """out [B,T,H,V] in v's dtype and the final state [call.ends,H,K,V]; `keep`: and what `kept` declares."""
     out, final = torch.empty_like(call.v, memory_format=torch.contiguous_format), initial(call)
     job, alive = _job(call, final)
     job.out = _view(out)

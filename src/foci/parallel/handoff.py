@@ -86,8 +86,8 @@ class Handoff:
         documents = arguments.documents(self.operator.name, call.offsets, sum(lengths))
         cut = Cut(tuple(lengths), None if documents is None else tuple(documents))
         plan = _Plan(self.operator, self.group, cut, bound.backend, call.return_state)
-        outputs: Outputs = _Handoff.apply(plan, *call._replace(return_state=True))
-        return outputs
+        out, final = _Handoff.apply(plan, *call._replace(return_state=True))
+        return out, arguments.ends(call, final)
 
 
 @dataclass(frozen=True)

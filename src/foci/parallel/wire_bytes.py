@@ -131,15 +131,14 @@ def _outputs(shape: Shape, split: Split, call: Any, held: list[Share], r: int) -
 
 
 def _handoff(shape: Shape, split: Split, call: Any, share: Share, r: int, backward: bool) -> dict[str, Any]:
-    """Every rank's map of states goes to the ranks behind it; backward to those before. Inside Ulysses to all."""
+    """Every rank's map of states goes to the ranks behind it; backward to those before."""
     transition, offset = SUMMARIES[shape.operator].shapes(call, shape.B)
     wide = call.accumulator.itemsize
     heads = (share.heads[1] - share.heads[0]) / shape.H
     state = round(math.prod(offset) * heads)
-    inside = split.ulysses > 1  # there the final state is computed too, and its gradient summed
-    passes = inside or not backward or r < split.ring - 1  # behind the last rank no gradient comes in
+    passes = not backward or r < split.ring - 1  # behind the last rank no gradient comes in
     link = (passes * round(math.prod(transition) * heads) + state) * wide
-    others = split.ring - 1 if inside and not backward else r if backward else split.ring - 1 - r
+    others = r if backward else split.ring - 1 - r
     lengths = [sum(each) for each in tokens(shape.T, split)]
     sums = 0
     if backward:
@@ -149,7 +148,6 @@ def _handoff(shape: Shape, split: Split, call: Any, share: Share, r: int, backwa
             if isinstance(tensor := getattr(call, name), Tensor) and letters.token(tensor) is None
         )
         sums = _all_reduce(same, split.ring, r) * wide
-        sums += _all_reduce(state, split.ring, r) * wide if inside else 0
     return {"states": others * link if lengths[r] else 0, "sums": sums}
 
 

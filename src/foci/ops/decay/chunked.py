@@ -25,7 +25,7 @@ def reasons(call: Call) -> list[str]:
 
 
 def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
-    """out [B,T,H,V] in v's dtype and the final state [N,H,K,V], accumulated; `keep`: and what `kept` declares."""
+    """out [B,T,H,V] in v's dtype, the final state [call.ends,H,K,V], accumulated; `keep`: and what `kept` declares."""
     states = kept(call).empty(call.v) if keep else None
     if not call.causal:
         return everywhere.forward(call) + ((states,) if states is not None else ())

@@ -34,7 +34,7 @@ def _slots(call: Call) -> int:
 
 
 def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
-    """out [B,T,H,V] in v's dtype and the final state [N,H,K,V]; `keep`: and what `kept` declares."""
+    """out [B,T,H,V] in v's dtype and the final state [call.ends,H,K,V]; `keep`: and what `kept` declares."""
     from foci.ops.decay import kernels_triton_forward as kernels
     from foci.ops.decay import kernels_triton_walks as walks
     from foci.ops.decay.kernels_triton_pairs import prepared

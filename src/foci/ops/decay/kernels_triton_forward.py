@@ -173,7 +173,7 @@ def out_rule(dtype: torch.dtype, K: int, V: int, by_channel: bool, target: Targe
 def forward(
     call: Any, made: Any, out: Tensor, kept: Tensor | None, slots: int, cut: Callable[[Target, int], Any]
 ) -> Tensor:
-    """The final state [N,H,K,V]; `out` is filled, and `kept`, if given, with the states at the chunks' starts.
+    """The final state [call.ends,H,K,V]; `out` is filled, and `kept`, if given, with the states at the chunks' starts.
 
     `made`: the Pairs of gates per channel (kernels_triton_pairs.py). `cut` is that of ops/stretches.py.
     """

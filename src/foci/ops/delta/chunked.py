@@ -91,7 +91,7 @@ def _through(chunks: _Chunks, state: Tensor) -> _Pass:
 
 
 def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
-    """out [B,T,H,V] in v's dtype and the final state [N,H,K,V], accumulated; `keep`: and what `kept` declares."""
+    """out [B,T,H,V] in v's dtype, the final state [call.ends,H,K,V], accumulated; `keep`: and what `kept` declares."""
     states = kept(call).empty(call.v) if keep else None
     T = call.v.shape[1]
     out, final = room(call, call.v), initial(call)

@@ -58,7 +58,7 @@ def _counts(call: Call) -> tuple[int, ...]:
 
 
 def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
-    """out [B,T,H,V] in v's dtype and the final state [N,H,K,V] in float32; `keep`: and what `kept` declares."""
+    """out [B,T,H,V] in v's dtype and the final state [call.ends,H,K,V] in float32; `keep`: and what `kept` declares."""
     from foci.ops.delta import kernels_triton_channel_chunks as channel_chunks
     from foci.ops.delta import kernels_triton_channel_walks as channel_walks
     from foci.ops.delta import kernels_triton_chunks as at_once

@@ -257,12 +257,13 @@ def forward(
     call: Any, parts: Any, made: tuple[Tensor, Tensor, Any], out: Tensor, shares: int, by: tuple[bool, Any],
     token_walks: Any, joins: Any, channel_walks: Any, wide_walks: Any = None,
 ) -> Tensor:  # fmt: skip
-    """Fills `out` and gives the final state, of what the first launch has `made` (kernels_triton_triangles.py).
+    """Fills `out` and gives the final state [call.ends,H,K,V], of what the first launch has `made`.
 
-    `parts` (gpu.py), if given, is filled for the backward. One launch, and up to three more where sequences are cut
-    (`by`: the `way` they go). In bfloat16, where they may, `token_walks` makes it, in so many `shares`
-    (kernels_triton_token_walks.py; `wide_walks`, kernels_gluon.py, where they are given), which `joins` tells how each
-    begins (kernels_triton_token_joins.py), or with gates per channel `channel_walks` (kernels_triton_channel_walks.py).
+    By kernels_triton_triangles.py. `parts` (gpu.py), if given, is filled for the backward. One launch, and up to three
+    more where sequences are cut (`by`: the `way` they go). In bfloat16, where they may, `token_walks` makes it, in so
+    many `shares` (kernels_triton_token_walks.py; `wide_walks`, kernels_gluon.py, where they are given), which `joins`
+    tells how each begins (kernels_triton_token_joins.py), or with gates per channel `channel_walks`
+    (kernels_triton_channel_walks.py).
     """
     B, T, _, H, K, V, N = call.sizes
     v, target = call.v, target_of(call.v.device)

@@ -14,7 +14,7 @@ def reasons(call: Call) -> list[str]:
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """out [B,T,H,V] in v's dtype and the final state [N,H,K,V]; computed in float32, float64 for float64."""
+    """out [B,T,H,V] in v's dtype and the final state [call.ends,H,K,V]; computed in float32, float64 for float64."""
     return equation(call, call.accumulator)
 
 

@@ -16,7 +16,7 @@ def reasons(call: Call) -> list[str]:
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """h [B,T,D] in x's dtype and the final state [N,D]."""
+    """h [B,T,D] in x's dtype and the final state [call.ends,D]."""
     from foci.ops.kernels_triton_packed import room
     from foci.ops.scan import kernels_triton
 

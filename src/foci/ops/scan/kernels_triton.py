@@ -206,7 +206,7 @@ def _maps(x: Tensor | None, call: Any, STRETCH: int, slots: int, back: bool, con
 
 
 def forward(call: Any, out: Tensor, cut: Callable[[Target, int], Any]) -> Tensor:
-    """`out` [B,T,D] is filled with h; the final state [N,D]: one launch, two where sequences are cut.
+    """`out` [B,T,D] is filled with h; the final state [call.ends,D]: one launch, two where sequences are cut.
 
     `cut` is that of ops/stretches.py.
     """

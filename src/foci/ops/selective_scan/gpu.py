@@ -27,7 +27,7 @@ def kept(call: Call) -> Output:
 
 
 def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
-    """y [B,T,D] in x's dtype and the final state [N,D,K]; `keep`: and what `kept` declares."""
+    """y [B,T,D] in x's dtype and the final state [call.ends,D,K]; `keep`: and what `kept` declares."""
     from foci.ops.kernels_triton_packed import room
     from foci.ops.selective_scan import kernels_triton_forward
 

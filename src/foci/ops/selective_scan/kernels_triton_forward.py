@@ -142,7 +142,7 @@ def rule(D: int, K: int, target: Target) -> Config:
 
 
 def forward(call: Any, out: Tensor, kept: Tensor | None, keep: int, cut: Callable[[Target, int], Any]) -> Tensor:
-    """`out` [B,T,D] is filled with y; the final state [N,D,K]: one launch, two where sequences are cut.
+    """`out` [B,T,D] is filled with y; the final state [call.ends,D,K]: one launch, two where sequences are cut.
 
     The states at every `keep`-th token go to `kept` [slots,D,K]; `cut`: ops/stretches.py.
     """

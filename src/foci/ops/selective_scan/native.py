@@ -38,7 +38,7 @@ def reasons(call: Call) -> list[str]:
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T;  y_t = h_t C_t + skip x_t: y [B,T,D], the final state [N,D,K]."""
+    """h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T;  y_t = h_t C_t + skip x_t: y [B,T,D], the last h [call.ends,D,K]."""
     B, T, D, K, N = call.sizes
     documents(NAME, call.offsets, T)
     x = native.rows(call.x)

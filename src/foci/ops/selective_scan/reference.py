@@ -14,7 +14,7 @@ def reasons(call: Call) -> list[str]:
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """y [B,T,D] in x's dtype and the final state [N,D,K]; computed in float32, float64 for float64."""
+    """y [B,T,D] in x's dtype and the final state [call.ends,D,K]; computed in float32, float64 for float64."""
     return equation(call, call.accumulator)
 
 
