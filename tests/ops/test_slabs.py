@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import foci
 from foci.ops.gates import Gates
@@ -106,3 +108,18 @@ def test_a_size_of_0_gives_zeros(B: int, T: int, G: int, H: int, K: int, V: int)
             assert torch.equal(final, state)
             found = torch.autograd.grad(out.sum() + final.sum(), (q, k, v, beta, g), allow_unused=True)
             assert not any(x is not None and x.any() for x in found)
+
+
+def test_kept_has_as_many_places_as_the_compiler_thinks() -> None:
+    """It keeps sizes open (here up to 16 rows), and makes one floor of two: where one divisor was negative, wrongly."""
+
+    def places(B: int, T: int) -> int:
+        return kept(SimpleNamespace(sizes=(B, T, 2, 2, 4, 5, B), offsets=None, causal=True, accumulator=x.dtype)).shape[
+            0
+        ]
+
+    x, open_sizes = torch.empty(5, 333), StatelessSymbolicContext([DimDynamic.DYNAMIC] * 2)
+    B, T = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(x, symbolic_context=open_sizes).shape
+    found = places(B, T).node.expr
+    for rows, tokens in [(2, 7), (1, 64), (3, 70), (5, 333), (1, 2050), (16, 129)]:
+        assert found.subs({B.node.expr: rows, T.node.expr: tokens}) == places(rows, tokens)

@@ -116,11 +116,12 @@ def kept(call: Any) -> Output:
     """The state at the start of every slab, which the backward begins with; none where packing cuts slabs by value.
 
     Room for as many as `slabs` yields, counted without its loop, which would hold the compiler to one T, and for two
-    more, since it would tell 0 and 1 from other numbers.
+    more, since it would tell 0 and 1 from other numbers. No divisor is negative: the compiler makes one floor of two.
     """
     B, T, _, H, K, V, _ = call.sizes
     together = max(1, _TOGETHER // max(B * H, 1))
-    count = 2 - T // CHUNK // -together - T % CHUNK // -CHUNK if keeps(call) else 0
+    whole, rest = (T // CHUNK + together - 1) // together, (T % CHUNK + CHUNK - 1) // CHUNK
+    count = 2 + whole + rest if keeps(call) else 0
     return Output("kept", (count, B * H, K, V), call.accumulator)
 
 
