@@ -283,6 +283,7 @@ def shapes_of(case: Case) -> list[list[int]]:
     operator = known(getattr(foci, case.function))
     inputs = {n: x for n, x in case.inputs(torch.float32).items() if n != "dense"}
     options = {n: x for n, x in case.options.items() if n not in ("mask", "dropout")}
+    options |= {} if case.function == FLAT else {"return_state": True}
     call = operator.bind((), inputs | options).call
     return [list(output.shape) for output in operator.declared(call)]
 

@@ -53,7 +53,7 @@ def shards(function: str, inputs: dict[str, Any], lengths: list[int]) -> tuple[l
     calls = []
     for rank, n in enumerate(lengths):
         mine = {k: x.narrow(dims[k], cut.borders[rank], n) if k in dims else x for k, x in inputs.items()}
-        calls.append(operator.operator.bind((), mine).call)
+        calls.append(operator.operator.bind((), mine | {"return_state": True}).call)
     return calls, [Carries(operator.operator, cut, rank) for rank in range(len(lengths))]
 
 
