@@ -223,8 +223,11 @@ def _opaque(spec: Spec, backend: Backend) -> _Way:
 
 
 def _said(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """None for a gradient of no elements, such as the compiler makes for a state that nobody asked for."""
-    return tuple([x if x is None or x.numel() else None for x in grads])
+    """None for a gradient of no elements, such as the compiler makes for a state that nobody asked for.
+
+    The first output is always asked for.
+    """
+    return grads[0], *[x if x is None or x.numel() else None for x in grads[1:]]
 
 
 def _own(outputs: Outputs) -> Outputs:
