@@ -42,8 +42,8 @@ from foci.cli_tune import DTYPES
 from foci.core.tune import Target, target_of
 from foci.ops import SPECS
 
-# Parts of the cases, i/n of `foci check --cases`: together as many as an H200 has room for, what else it may be asked
-# beside them too (benchmarks/h200.sh).
+# Parts of the cases, i/n of `foci check --cases`: an H200 has room for nine of them at once, what else it may be
+# asked beside them too (benchmarks/h200.sh).
 PARTS = {"softmax": 2, "linear": 3, "delta": 3, "selective_scan": 1, "scan": 1}
 EACH = 14 << 30  # bytes that a part holds in the mean, with what torch keeps: six filled an H100
 SHARE = 0.45  # of the time at most, that compiling before the laws may take

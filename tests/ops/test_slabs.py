@@ -114,9 +114,8 @@ def test_kept_has_as_many_places_as_the_compiler_thinks() -> None:
     """It keeps sizes open (here up to 16 rows), and makes one floor of two: where one divisor was negative, wrongly."""
 
     def places(B: int, T: int) -> int:
-        return kept(SimpleNamespace(sizes=(B, T, 2, 2, 4, 5, B), offsets=None, causal=True, accumulator=x.dtype)).shape[
-            0
-        ]
+        call = SimpleNamespace(sizes=(B, T, 2, 2, 4, 5, B), offsets=None, causal=True, accumulator=x.dtype)
+        return kept(call).shape[0]
 
     x, open_sizes = torch.empty(5, 333), StatelessSymbolicContext([DimDynamic.DYNAMIC] * 2)
     B, T = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(x, symbolic_context=open_sizes).shape

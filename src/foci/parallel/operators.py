@@ -109,11 +109,10 @@ class Operator:
             given = inspect.signature(self.function).bind(*args, **options)
         except TypeError as error:
             raise TypeError(f"{self.name}: {error}") from error
+        given.apply_defaults()  # the function's; `bind` asks for all outputs by its own
         arguments = dict(given.arguments)
         backend = arguments.pop("backend", None)
         wide = _narrowed(arguments)
-        if self.spec.recurrent:
-            arguments.setdefault("return_state", False)
         assert self.spec.bind is not None
         call = self.spec.bind(**arguments)
         decay = arguments.get("log_decay")
