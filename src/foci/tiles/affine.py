@@ -52,6 +52,43 @@ def store_state(ptr, S, rows, v0, V, TILES: tl.constexpr, BLOCK_K: tl.constexpr)
 
 
 @triton.jit
+def turned(S, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Each tile transposed: of rows into such of columns, and back."""
+    found = ()
+    for i in tl.static_range(TILES):
+        found += (tl.trans(S[i]),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def load_columns(there, row, TILES: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A block of rows by TMA, as a tuple of tiles of BLOCK_K columns each."""
+    found = ()
+    for i in tl.static_range(TILES):
+        found += (there.load([row, i * BLOCK_K]),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def faded(S, gone, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """gone S."""
+    found = ()
+    for i in tl.static_range(TILES):
+        found += (S[i] * gone,)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def added(S, high, low, x, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """S + (high + low) x, of tiles of columns; `low` may be None."""
+    found = ()
+    for i in tl.static_range(TILES):
+        tile = S[i] if low is None else tl.dot(low, x[i], S[i])
+        found += (tl.dot(high, x[i], tile),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
 def with_unit(S, c0, TILES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):  # type: ignore[no-untyped-def]
     """S with columns c0.. of the unit matrix added; with c0 < 0 none."""
     column = c0 + tl.arange(0, BLOCK_V)

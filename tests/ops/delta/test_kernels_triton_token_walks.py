@@ -35,6 +35,8 @@ MORE = [
     {"T": 129, "V": 40, "alike": "correlated", "beta": 2.0, "full": True, "decay": ""},
     {"T": 129, "alike": "identical", "beta": 1.9, "full": True, "decay": ""},
     {"B": 2, "T": 66, "decay": "head"},
+    {"T": 130, "H": 2, "K": 256, "state": True},
+    {"T": 70, "K": 256, "V": 96, "decay": "", "erase": True},
 ]
 
 
@@ -309,4 +311,4 @@ def test_it_takes_what_tma_reads_and_nothing_else(K: int) -> None:
 
 def test_stages_are_what_shared_memory_holds() -> None:
     target = tune.TARGETS["sm_90"]
-    assert [token_walks.rule(K, tiles, target).stages for K in (64, 128) for tiles in (2, 3)] == [3, 3, 3, 2]
+    assert [token_walks.rule(K, tiles, target).stages for K in (64, 128, 256) for tiles in (2, 3)] == [3, 3, 3, 2, 2, 1]

@@ -50,6 +50,12 @@ class Call(NamedTuple):
         return accumulator(self.q.dtype)
 
     @property
+    def constant(self) -> bool:
+        """Whether all tokens of a head have one gate, whose gradient then sums over them."""
+        g = self.log_decay
+        return g is not None and g.shape[0] * g.shape[1] < self.q.shape[0] * self.q.shape[1]
+
+    @property
     def ends(self) -> int:
         """Final states that are given: one a sequence, none where they are not asked for.
 

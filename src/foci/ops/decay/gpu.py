@@ -48,9 +48,9 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     if walks.suits(call, made):
         *_, H, K, V, _ = call.sizes
         final = torch.empty(call.ends, H, K, V, dtype=torch.float32, device=call.v.device)
-        cut = _cheapest(call, walks.FORWARD)
+        cut, two = _cheapest(call, walks.FORWARD), keep and kernels.two_halves(call)
         sums = walks.sums(call, slots, cut.tokens == 0, rest)
-        walks.walk(call, made, sums, out, states, final, cut, kernels.maps(call, made, cut, sums))
+        walks.walk(call, made, sums, out, states, final, cut, kernels.maps(call, made, cut, two, sums))
     else:
         final = kernels.forward(call, made, out, states, slots, _cut(call))
     rest.end()
@@ -94,14 +94,15 @@ def _by_walks(
 
     That with its Rest (kernels_triton_packed.py).
     """
-    from foci.ops.decay import kernels_triton_backward, kernels_triton_keys
+    from foci.ops.decay import kernels_triton_backward, kernels_triton_forward, kernels_triton_keys
     from foci.ops.decay import kernels_triton_walks as walks
 
     (dq, dk, dv, dg, _), rest = found
     of_q, of_k, _, of_g, _, of_state = needs
     slots, cut = _slots(call), _cheapest(call, walks.BACKWARD if made is None else walks.FORWARD)
     sums = walks.sums(call, slots, cut.tokens == 0, rest)
-    maps = kernels_triton_backward.maps(call, made, do, cut, sums)
+    two = of_g and kernels_triton_forward.two_halves(call)
+    maps = kernels_triton_backward.maps(call, made, do, cut, two, sums)
     parts = ends = d_state = None
     if made is None and (of_q or of_k or of_g):
         dq, dk = (torch.empty_like(call.q, memory_format=torch.contiguous_format) if x is None else x for x in (dq, dk))

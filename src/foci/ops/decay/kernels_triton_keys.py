@@ -350,7 +350,7 @@ def backward(
         return
     dq, dk, dg, d_bonus = found
     by_channel = made is not None
-    constant = g is not None and g.shape[0] * g.shape[1] < B * T
+    constant = call.constant
     key = do.dtype, K, V, by_channel, call.bonus is not None, H > G
     config = configure("linear_keys", key, partial(keys_rule, *key), target, WIDTHS)
     blocks = -(-K // config["BLOCK_K"])
@@ -389,10 +389,9 @@ def backward(
 
 def sums(call: Any, parts: Tensor, dg: Tensor) -> None:
     """Fills dg with the sum of its parts, where these are all that is left to sum."""
-    B, T, *_, N = call.sizes
+    _, T, *_, N = call.sizes
     nothing = None, None, 0
-    constant = call.log_decay.shape[0] * call.log_decay.shape[1] < B * T
-    _sums(((parts, dg, parts.shape[0]), *(nothing,) * 3), call.offsets, T, N, constant, target_of(dg.device))
+    _sums(((parts, dg, parts.shape[0]), *(nothing,) * 3), call.offsets, T, N, call.constant, target_of(dg.device))
 
 
 def _sums(

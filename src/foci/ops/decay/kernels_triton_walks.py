@@ -22,10 +22,11 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.core.tune import Config, Target, by_tma, configure, launch, side, strides, target_of
+from foci.ops.decay.kernels_triton_forward import two_halves
 from foci.tiles.memory import load_tile, opened, present, store_tile
 from foci.tiles.near import store_powers
 from foci.tiles.rest import behind, clear_rest
-from foci.tiles.state import chunk_at, sequence
+from foci.tiles.state import chunk_at, sequence, weighed
 from foci.tiles.stretches import join_states, stretch
 
 CHUNK = 64
@@ -54,8 +55,8 @@ def sums_kernel(  # type: ignore[no-untyped-def]
 def walk_kernel(  # type: ignore[no-untyped-def]
     x_ptr, y_ptr, z_ptr, gates_ptr, pairs_ptr, state_ptr, offsets_ptr, out_ptr, kept_ptr, last_ptr, decays_ptr,
     maps_ptr, parts_ptr, dg_ptr, x_strides, y_strides, z_strides, state_strides, scale, T, N, H, R, K, V, walks,
-    BACK: tl.constexpr, CHUNK: tl.constexpr, STRETCH: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_X: tl.constexpr,
-    BLOCK_Z: tl.constexpr, BLOCK_H: tl.constexpr,
+    BACK: tl.constexpr, TWO: tl.constexpr, CHUNK: tl.constexpr, STRETCH: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK_X: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_Z columns of out, of the last state, and of the states that are kept, each at a chunk's start.
 
@@ -123,7 +124,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
                 A *= tl.exp2(tl.trans(c) - c if BACK else c - tl.trans(c))
                 rise, fall = tl.exp2(c), tl.exp2(whole - c)
                 o *= fall if BACK else scale * rise
-                w = (w * (scale * rise if BACK else fall)).to(tl.bfloat16)
+                w, rest_of_w = weighed(w, scale * rise if BACK else fall, TWO)
                 S *= tl.exp2(whole)
                 ahead = chunk - 1 if BACK else chunk + 1
                 whole = tl.load(gates_ptr + ahead * H * CHUNK, mask=i + 1 < count, other=0.0)
@@ -134,6 +135,8 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             A = tl.where(t[:, None] >= t[None, :] if BACK else t[:, None] <= t[None, :], A, 0.0).to(tl.bfloat16)
         o = tl.dot(left, A, o)
         S = tl.dot(w, y, S)
+        if TWO:
+            S = tl.dot(rest_of_w, y, S)
         if pairs_ptr is not None and not BACK:
             o *= scale
         out_there.store([t0, z0], tl.trans(o).to(tl.bfloat16))
@@ -232,12 +235,14 @@ def sides_kernel(  # type: ignore[no-untyped-def]
                 tl.store(to + 8 * CHUNK + z, of_S)
         w = tl.trans(q)
         if sums_ptr is not None:
-            w = (w * (scale * tl.exp2(c))).to(tl.bfloat16)
+            w, rest_of_w = weighed(w, scale * tl.exp2(c), CONSTANT)
             dS *= tl.exp2(whole)
             whole = tl.load(sums_ptr + (chunk - 1) * H * CHUNK, mask=chunk > 0, other=0.0)
         else:
             w = (w * scale).to(tl.bfloat16)
         dS = tl.dot(w, do, dS)
+        if CONSTANT:
+            dS = tl.dot(rest_of_w, do, dS)
     if CONSTANT:
         tl.store(parts_ptr, tl.sum(of_all) + tl.sum(of_start))
 
@@ -355,7 +360,8 @@ def _walk(
     _, T, _, H, K, V, N = call.sizes
     x, y, z, _, pairs = operands
     target = target_of(out.device)
-    alone = pairs is not None and kept is not None  # two do not fit
+    two = not back and kept is not None and two_halves(call)
+    alone = two or (pairs is not None and kept is not None)  # two programs do not fit
     few = alone or cut.programs * H * -(-V // 64) <= target.processors
     config = configure("linear_walk", (K, V, pairs is not None, back, few), partial(rule, few), target, WIDTHS)
     walks, heads = cut.programs * H * -(-V // config["BLOCK_Z"]), side(H, 16)
@@ -365,7 +371,7 @@ def _walk(
         (walks + slots * -(-H // heads),),
         *operands, state, call.offsets, out, kept, last, *maps, parts, dg,
         x.stride(), y.stride(), z.stride(), strides(state), call.scale, T, N, H, H // x.shape[2], K, V, walks,
-        config=config, BACK=back, CHUNK=CHUNK, STRETCH=cut.tokens, BLOCKS=blocks,
+        config=config, BACK=back, TWO=two, CHUNK=CHUNK, STRETCH=cut.tokens, BLOCKS=blocks,
         BLOCK_X=K, BLOCK_H=heads,
     )  # fmt: skip
 
@@ -375,10 +381,11 @@ def sides(
     slots: int, cut: Any, maps: tuple[Tensor | None, ...],
 ) -> Tensor | None:  # fmt: skip
     """Fills dq and dk. If dg is among what is `found`, parts [slots,H,blocks,ROWS,CHUNK], of constant gates [.,H]."""
-    B, T, _, H, K, V, N = call.sizes
-    target, (dq, dk, dg), g = target_of(do.device), found, call.log_decay
-    constant = dg is not None and g.shape[0] * g.shape[1] < B * T
-    few = cut.programs * H * -(-K // 64) <= target.processors or sums is None  # with 128 channels two do not fit
+    _, T, _, H, K, V, N = call.sizes
+    target, (dq, dk, dg) = target_of(do.device), found
+    constant = dg is not None and call.constant
+    alone = sums is None or constant  # with 128 channels two do not fit
+    few = alone or cut.programs * H * -(-K // 64) <= target.processors
     config = configure("linear_sides", (K, V, dg is not None, few), partial(rule, few), target)
     blocks, parts = K // config["BLOCK_Z"], None
     if dg is not None:

@@ -35,8 +35,8 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.core.tune import Config, Target, by_tma, configure, launch, side, strides, target_of
-from foci.tiles.affine import load_state, store_map, with_unit
-from foci.tiles.memory import load_tile, opened, present, store_tile
+from foci.tiles.affine import added, faded, load_columns, load_state, store_map, store_state, turned, with_unit
+from foci.tiles.memory import load_tile, opened, present
 from foci.tiles.near import UNREAD
 from foci.tiles.pieces import forgotten, remembered, share, slow_pieces
 from foci.tiles.state import halves, in_two, nearest_in_two, sequence
@@ -51,7 +51,8 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, v_ptr, X_ptr, A_ptr, rows_ptr, total_ptr, reach_ptr, slow_ptr, M_ptr, N_ptr, state_ptr,
     offsets_ptr, out_ptr, final_ptr, lost_ptr, errors_ptr, states_ptr,
     q_strides, k_strides, e_strides, v_strides, state_strides, scale, T, N, H, R, V, apart, pieces,
-    EXACT: tl.constexpr, FAR: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    EXACT: tl.constexpr, FAR: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V columns of one head's state through one sequence, and what its tokens read: `walk_kernel`.
 
@@ -61,7 +62,8 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
     alone: X has a second part in chunks whose last token is exact (kernels_triton_chunks.py).
     """
     tl.static_assert(out_ptr is None or not EXACT)
-    K: tl.constexpr = BLOCK_K
+    tl.static_assert(TILES == 1 or reach_ptr is None)
+    K: tl.constexpr = TILES * BLOCK_K
     blocks = tl.cdiv(V, BLOCK_V) + (K // BLOCK_V if out_ptr is None else 0)
     v0 = tl.program_id(0) % blocks * BLOCK_V
     rest = tl.program_id(0) // blocks
@@ -78,21 +80,25 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
             tl.store(slow_ptr + rest, slow)
         if (later == 0) | ((piece == 0) & (behind_V >= 0)):
             return
-    k_there = opened(k_ptr + row * k_strides[0] + h // R * k_strides[2], stop, k_strides[1], K, CHUNK, K, True)
+    k_there = opened(k_ptr + row * k_strides[0] + h // R * k_strides[2], stop, k_strides[1], K, CHUNK, BLOCK_K, True)
     e_there = k_there
     if e_ptr is not None:
-        e_there = opened(e_ptr + row * e_strides[0] + h // R * e_strides[2], stop, e_strides[1], K, CHUNK, K, True)
+        e_there = opened(
+            e_ptr + row * e_strides[0] + h // R * e_strides[2], stop, e_strides[1], K, CHUNK, BLOCK_K, True
+        )
     v_there = opened(v_ptr + row * v_strides[0] + h * v_strides[2], stop, v_strides[1], V, CHUNK, BLOCK_V, True)
     width: tl.constexpr = (4 if EXACT else 2) * CHUNK
     lines: tl.constexpr = 3 if EXACT else 2
     X_there = opened(X_ptr + tokens * width, stop, H * width, 2 * CHUNK, CHUNK, CHUNK, True)
     if out_ptr is not None:
-        q_there = opened(q_ptr + row * q_strides[0] + h // R * q_strides[2], stop, q_strides[1], K, CHUNK, K, True)
+        q_there = opened(
+            q_ptr + row * q_strides[0] + h // R * q_strides[2], stop, q_strides[1], K, CHUNK, BLOCK_K, True
+        )
         A_there = opened(A_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
         out_there = opened(out_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
     if states_ptr is not None:
         states_there = opened(
-            states_ptr + first * K * V, chunks * H * K, V, V, K // 2, BLOCK_V, True
+            states_ptr + first * K * V, chunks * H * K, V, V, BLOCK_K // 2, BLOCK_V, True
         )  # fmt: skip
         errors_there = opened(errors_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
         unsaid_there = opened(errors_ptr + apart + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
@@ -101,10 +107,10 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
     if state_ptr is not None:
         state_ptr += n * state_strides[0] + h * state_strides[1]
     rows = K if out_ptr is not None or piece == 0 else 0
-    S = load_state(state_ptr, state_strides, rows, v0, V, 1, K, BLOCK_V)
+    S = load_state(state_ptr, state_strides, rows, v0, V, TILES, BLOCK_K, BLOCK_V)
     if out_ptr is None:
-        S = with_unit(S, behind_V, 1, K, BLOCK_V)
-    S = tl.trans(S[0])
+        S = with_unit(S, behind_V, TILES, BLOCK_K, BLOCK_V)
+    S = turned(S, TILES)
     begin, own, end = start, start, stop
     if reach_ptr is not None:
         ahead, behind = share(piece, pieces, chunks)
@@ -119,10 +125,11 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
                 slow = tl.load(slow_ptr + rest) != 0
                 known = tl.where(slow, ahead, known)
             begin = start + known * CHUNK
-            S = S * tl.where(known == 0, 1.0, 0.0) + lost
+            first_state = S[0] * tl.where(known == 0, 1.0, 0.0) + lost
             if slow_ptr is not None:
                 there = N_ptr + rest.to(tl.int64) * K * V
-                S += tl.trans(load_tile(there, 0, tl.where(slow, K, 0), V, v0, V, 1, K, BLOCK_V))
+                first_state += tl.trans(load_tile(there, 0, tl.where(slow, K, 0), V, v0, V, 1, K, BLOCK_V))
+            S = (first_state,)
     for phase in tl.static_range(1 if reach_ptr is None else 0, 1 if out_ptr is None else 2):
         t1, t2 = begin, own
         if phase == 1:
@@ -134,29 +141,31 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
             v = v_there.load([t0, v0])
             if phase == 1:
                 A, A_lost = A_there.load([t0, 0]), A_there.load([t0, CHUNK])
-            k = k_there.load([t0, 0])
+            k = load_columns(k_there, t0, TILES, BLOCK_K)
             if phase == 1:
-                q = q_there.load([t0, 0])
+                q = load_columns(q_there, t0, TILES, BLOCK_K)
             e = k
             if e_ptr is not None:
-                e = e_there.load([t0, 0])
+                e = load_columns(e_there, t0, TILES, BLOCK_K)
             second = t0
             if EXACT:  # behind the end lie zeros
                 exact = tl.load(rows_ptr + (chunk * H + 1) * lines * CHUNK - 1)
                 second = tl.where(exact != 0.0, t0, stop)
             X, X_lost = X_there.load([t0, 0]), X_there.load([second, CHUNK])
             write = rows_there.load([lines * H * chunk + 1, 0])
-            operand = S.to(tl.bfloat16)
-            if states_ptr is not None and phase == 1:
-                left, right = tl.split(tl.permute(tl.reshape(operand, [BLOCK_V, 2, K // 2]), [0, 2, 1]))
-                states_there.store([chunk * H * K, v0], tl.trans(left))
-            read = tl.dot(operand, tl.trans(e))
-            if states_ptr is not None and phase == 1:  # each from the same place in shared memory
-                states_there.store([chunk * H * K + K // 2, v0], tl.trans(right))
-            if total_ptr is not None:
-                rise = rows_there.load([lines * H * chunk, 0])
-            if phase == 1:
-                o = tl.dot(operand, tl.trans(q))
+            read, o = tl.zeros([BLOCK_V, CHUNK], tl.float32), tl.zeros([BLOCK_V, CHUNK], tl.float32)
+            for i in tl.static_range(TILES):
+                operand = S[i].to(tl.bfloat16)
+                if states_ptr is not None and phase == 1:
+                    left, right = tl.split(tl.permute(tl.reshape(operand, [BLOCK_V, 2, BLOCK_K // 2]), [0, 2, 1]))
+                    states_there.store([chunk * H * K + i * BLOCK_K, v0], tl.trans(left))
+                read = tl.dot(operand, tl.trans(e[i]), read)
+                if states_ptr is not None and phase == 1:  # each from the same place in shared memory
+                    states_there.store([chunk * H * K + i * BLOCK_K + BLOCK_K // 2, v0], tl.trans(right))
+                if total_ptr is not None and i == TILES - 1:
+                    rise = rows_there.load([lines * H * chunk, 0])
+                if phase == 1:
+                    o = tl.dot(operand, tl.trans(q[i]), o)
             if total_ptr is not None:
                 read *= rise
             high, low = in_two(tl.trans(v).to(tl.float32) - read)
@@ -166,7 +175,7 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
                 o *= scale
             d = halves(high, low, tl.trans(X), tl.trans(X_lost), tl.zeros_like(read))
             if total_ptr is not None:
-                S *= gone
+                S = faded(S, gone, TILES)
                 gone = tl.load(total_ptr + first + (chunk + 1) * H, mask=chunk + 1 < chunks, other=0.0)
             if phase == 1:
                 high, low = in_two(d)
@@ -175,19 +184,19 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
                 said, unsaid = nearest_in_two(d)
                 errors_there.store([t0, v0], tl.trans(said))
             high, low = in_two(d * write)
-            S = tl.dot(high, k, tl.dot(low, k, S))
+            S = added(S, high, low, k, TILES)
             if phase == 1:
                 out_there.store([t0, v0], tl.trans(o).to(out_there.dtype))
             if states_ptr is not None and phase == 1:
                 unsaid_there.store([t0, v0], tl.trans(unsaid))
     if out_ptr is None:
-        store_map(M_ptr, N_ptr, (tl.trans(S),), rest.to(tl.int64), K, v0, V, 1, K, BLOCK_V)
+        store_map(M_ptr, N_ptr, turned(S, TILES), rest.to(tl.int64), K, v0, V, TILES, BLOCK_K, BLOCK_V)
     elif reach_ptr is not None:
         v = v0 + tl.arange(0, BLOCK_V)
-        tl.store(lost_ptr + rest * V + v, (tl.sum(S * 0.0, 1) != 0.0).to(tl.int32), mask=v < V)
+        tl.store(lost_ptr + rest * V + v, (tl.sum(S[0] * 0.0, 1) != 0.0).to(tl.int32), mask=v < V)
     if final_ptr is not None:  # noqa: SIM102  a constant and a tensor
         if (piece == pieces - 1) & present(final_ptr):
-            store_tile(final_ptr + (n * H + h) * K * V, tl.trans(S), 0, K, V, v0, V, 1)
+            store_state(final_ptr + (n * H + h) * K * V, turned(S, TILES), K, v0, V, TILES, BLOCK_K)
 
 
 @triton.jit
@@ -228,14 +237,15 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, rows_ptr, total_ptr, reach_ptr, A_ptr, X_ptr, slow_ptr, M_ptr, N_ptr, d_out_ptr, d_final_ptr,
     offsets_ptr, dv_ptr, unsaid_ptr, ends_ptr, d_state_ptr,
     q_strides, k_strides, e_strides, d_out_strides, d_final_strides, scale, T, N, H, R, V, pieces,
-    FAR: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    FAR: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V columns of one head's dS through one sequence, last chunk to first: the backward's `walk_kernel`.
 
     With `reach_ptr` through one of its `pieces`, counted from the end, after what behind it is not forgotten;
     `slow_ptr` and, without `dv_ptr`, maps as the forward has them.
     """
-    K: tl.constexpr = BLOCK_K
+    tl.static_assert(TILES == 1 or reach_ptr is None)
+    K: tl.constexpr = TILES * BLOCK_K
     blocks = tl.cdiv(V, BLOCK_V) + (K // BLOCK_V if dv_ptr is None else 0)
     v0 = tl.program_id(0) % blocks * BLOCK_V
     rest = tl.program_id(0) // blocks
@@ -252,10 +262,12 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
             tl.store(slow_ptr + rest, slow)
         if (later == 0) | ((piece == 0) & (behind_V >= 0)):
             return
-    q_there = opened(q_ptr + row * q_strides[0] + h // R * q_strides[2], stop, q_strides[1], K, CHUNK, K, True)
-    k_there = opened(k_ptr + row * k_strides[0] + h // R * k_strides[2], stop, k_strides[1], K, CHUNK, K, True)
+    q_there = opened(q_ptr + row * q_strides[0] + h // R * q_strides[2], stop, q_strides[1], K, CHUNK, BLOCK_K, True)
+    k_there = opened(k_ptr + row * k_strides[0] + h // R * k_strides[2], stop, k_strides[1], K, CHUNK, BLOCK_K, True)
     if e_ptr is not None:
-        e_there = opened(e_ptr + row * e_strides[0] + h // R * e_strides[2], stop, e_strides[1], K, CHUNK, K, True)
+        e_there = opened(
+            e_ptr + row * e_strides[0] + h // R * e_strides[2], stop, e_strides[1], K, CHUNK, BLOCK_K, True
+        )
     d_out_ptr += row * d_out_strides[0] + h * d_out_strides[2]
     do_there = opened(d_out_ptr, stop, d_out_strides[1], V, CHUNK, BLOCK_V, True)
     A_there = opened(A_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
@@ -263,15 +275,15 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
     if dv_ptr is not None:
         dv_there = opened(dv_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
         unsaid_there = opened(unsaid_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
-        ends_there = opened(ends_ptr + first * K * V, count * H * K, V, V, K // 2, BLOCK_V, True)
+        ends_there = opened(ends_ptr + first * K * V, count * H * K, V, V, BLOCK_K // 2, BLOCK_V, True)
     rows_there = opened(rows_ptr + first * 2 * CHUNK, 2 * H * count, CHUNK, CHUNK, 1, CHUNK, True)
     if d_final_ptr is not None:
         d_final_ptr += n * d_final_strides[0] + h * d_final_strides[1]
     rows = K if dv_ptr is not None or piece == 0 else 0
-    dS = load_state(d_final_ptr, d_final_strides, rows, v0, V, 1, K, BLOCK_V)
+    dS = load_state(d_final_ptr, d_final_strides, rows, v0, V, TILES, BLOCK_K, BLOCK_V)
     if dv_ptr is None:
-        dS = with_unit(dS, behind_V, 1, K, BLOCK_V)
-    dS = tl.trans(dS[0])
+        dS = with_unit(dS, behind_V, TILES, BLOCK_K, BLOCK_V)
+    dS = turned(dS, TILES)
     begin, own, end = 0, 0, count
     if reach_ptr is not None:
         own, end = share(piece, pieces, count)
@@ -286,10 +298,11 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
                 slow = tl.load(slow_ptr + rest) != 0
                 begin, gone_by = tl.where(slow, own, begin), tl.where(slow, 0, begin)
             lost += forgotten(do_there, start + (count - gone_by) * CHUNK, start + count * CHUNK, v0, CHUNK, BLOCK_V)
-            dS = dS * tl.where(begin == 0, 1.0, 0.0) + lost[:, None]
+            last_state = dS[0] * tl.where(begin == 0, 1.0, 0.0) + lost[:, None]
             if slow_ptr is not None:
                 there = N_ptr + rest.to(tl.int64) * K * V
-                dS += tl.trans(load_tile(there, 0, tl.where(slow, K, 0), V, v0, V, 1, K, BLOCK_V))
+                last_state += tl.trans(load_tile(there, 0, tl.where(slow, K, 0), V, v0, V, 1, K, BLOCK_V))
+            dS = (last_state,)
     for phase in tl.static_range(1 if reach_ptr is None else 0, 1 if dv_ptr is None else 2):
         i1, i2 = begin, own
         if phase == 1:
@@ -301,21 +314,25 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
             t0 = start + chunk * CHUNK
             do, A, A_lost = do_there.load([t0, v0]), A_there.load([t0, 0]), A_there.load([t0, CHUNK])
             X, X_lost = X_there.load([t0, 0]), X_there.load([t0, CHUNK])
-            k, q = k_there.load([t0, 0]), q_there.load([t0, 0])
+            k, q = load_columns(k_there, t0, TILES, BLOCK_K), load_columns(q_there, t0, TILES, BLOCK_K)
             e = k
             if e_ptr is not None:
-                e = e_there.load([t0, 0])
+                e = load_columns(e_there, t0, TILES, BLOCK_K)
             write = rows_there.load([2 * H * chunk + 1, 0])
-            operand = dS.to(tl.bfloat16)
-            if phase == 1:
-                left, right = tl.split(tl.permute(tl.reshape(operand, [BLOCK_V, 2, K // 2]), [0, 2, 1]))
-                ends_there.store([chunk * H * K, v0], tl.trans(left))
-            read = tl.dot(operand, tl.trans(k))
-            if phase == 1:  # each from the same place in shared memory
-                ends_there.store([chunk * H * K + K // 2, v0], tl.trans(right))
+            read = tl.zeros([BLOCK_V, CHUNK], tl.float32)
+            for j in tl.static_range(TILES):
+                operand = dS[j].to(tl.bfloat16)
+                if phase == 1:
+                    left, right = tl.split(tl.permute(tl.reshape(operand, [BLOCK_V, 2, BLOCK_K // 2]), [0, 2, 1]))
+                    ends_there.store([chunk * H * K + j * BLOCK_K, v0], tl.trans(left))
+                read = tl.dot(operand, tl.trans(k[j]), read)
+                if phase == 1:  # each from the same place in shared memory
+                    ends_there.store([chunk * H * K + j * BLOCK_K + BLOCK_K // 2, v0], tl.trans(right))
             dd = tl.dot(tl.trans(do), A, tl.dot(tl.trans(do), A_lost))
             if total_ptr is None:  # what roundings leave is not forgotten either
-                read = tl.dot((dS - operand.to(tl.float32)).to(tl.bfloat16), tl.trans(k), read)
+                for j in tl.static_range(TILES):
+                    lost_of_it = (dS[j] - dS[j].to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16)
+                    read = tl.dot(lost_of_it, tl.trans(k[j]), read)
             dd += read * write
             high, low = in_two(dd)
             _, by_read = tl.split(tl.join(dd, tl.trans(do).to(tl.float32)))  # so that both lie alike
@@ -324,9 +341,10 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
             else:
                 rise = rows_there.load([2 * H * chunk, 0])
                 by_read *= scale * rise
-                dS *= gone
+                dS = faded(dS, gone, TILES)
                 gone = tl.load(total_ptr + first + (chunk - 1) * H, mask=chunk > 0, other=0.0)
-            dS = tl.dot(by_read.to(tl.bfloat16), q, dS)
+            by_read = by_read.to(tl.bfloat16)
+            dS = added(dS, by_read, None, q, TILES)
             dv = halves(high, low, X, X_lost, tl.zeros_like(dd))
             if phase == 1:
                 said, unsaid = nearest_in_two(dv)
@@ -335,24 +353,24 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
             if total_ptr is not None:
                 by_erase = dv * -rise
             high, low = in_two(by_erase)
-            dS = tl.dot(high, e, tl.dot(low, e, dS))
+            dS = added(dS, high, low, e, TILES)
             if phase == 1:
                 unsaid_there.store([t0, v0], tl.trans(unsaid))
     if dv_ptr is None:
-        store_map(M_ptr, N_ptr, (tl.trans(dS),), rest.to(tl.int64), K, v0, V, 1, K, BLOCK_V)
+        store_map(M_ptr, N_ptr, turned(dS, TILES), rest.to(tl.int64), K, v0, V, TILES, BLOCK_K, BLOCK_V)
     elif d_state_ptr is not None:  # noqa: SIM102  a constant and a tensor
         if reach_ptr is None or piece == pieces - 1:
-            store_tile(d_state_ptr + (n * H + h) * K * V, tl.trans(dS), 0, K, V, v0, V, 1)
+            store_state(d_state_ptr + (n * H + h) * K * V, turned(dS, TILES), K, v0, V, TILES, BLOCK_K)
 
 
 def suits(programs: int, K: int, V: int, target: Target, *operands: Tensor | None) -> bool:
-    """Whether these kernels can walk, and are worth it: where all channels are one block and TMA reads all operands.
+    """Whether these kernels can walk, and are worth it: where programs have all channels and TMA reads all operands.
 
     `programs`: heads of all sequences, times the pieces of each (`shares`). A chunk takes these kernels longer than it
     takes 32 columns alone, of which few heads make twice the programs: on an H200 they win, in both directions, with
     programs for more than half of the processors.
     """
-    fits = target.arch == 90 and K in (64, 128) and V > 32 and V % 8 == 0
+    fits = target.arch == 90 and K in (64, 128, 256) and V > 32 and V % 8 == 0
     fits = fits and all(x is None or x.dtype == torch.bfloat16 for x in operands) and all(map(by_tma, operands))
     return fits and 2 * programs * -(-V // 64) > target.processors
 
@@ -385,7 +403,7 @@ def _forgets(call: Any, target: Target) -> bool:
 
 def rule(K: int, tiles: int, target: Target) -> Config:
     """As many columns as a warpgroup's product has rows; loads two chunks ahead where shared memory has the room."""
-    return Config({"BLOCK_V": 64}, warps=4, stages=3 if K * tiles <= 256 else 2)
+    return Config({"BLOCK_V": 64}, warps=4, stages=3 if K * tiles <= 256 else 2 if K * tiles <= 512 else 1)
 
 
 def _config(name: str, K: int, V: int, e: Tensor | None, target: Target) -> Config:
@@ -406,13 +424,14 @@ def forward(
     target, q, k, e, v = target_of(call.v.device), call.q, call.k, call.erase, call.v
     config = _config("token_walk", K, V, e, target)
     blocks = -(-V // config["BLOCK_V"]) + (K // config["BLOCK_V"] if out is None else 0)
+    tile = K if K <= 128 else 64  # with 128 channels at once products wait for registers
     launch(
         token_walk_kernel, (N * H * pieces * blocks,),
         q, k, e, v, inverse, products, gated.rows, gated.total, gated.reach, slow, maps, first, call.state,
         call.offsets, out, final, lost, *((None, None) if parts is None else (parts.errors, parts.states)),
         q.stride(), k.stride(), strides(e), v.stride(), strides(call.state), call.scale, T, N, H, H // G, V,
         B * T * H * V, pieces,
-        config=config, EXACT=gated.rows.shape[2] > 2, FAR=FAR, CHUNK=CHUNK, BLOCK_K=K,
+        config=config, EXACT=gated.rows.shape[2] > 2, FAR=FAR, CHUNK=CHUNK, TILES=K // tile, BLOCK_K=tile,
     )  # fmt: skip
 
 
@@ -444,10 +463,10 @@ def backward(
     _, T, G, H, K, V, N = call.sizes
     target, q, k, e = target_of(call.v.device), call.q, call.k, call.erase
     config = _config("token_walk_back", K, V, e, target)
-    blocks = -(-V // config["BLOCK_V"]) + (K // config["BLOCK_V"] if results[0] is None else 0)
+    blocks, tile = -(-V // config["BLOCK_V"]) + (K // config["BLOCK_V"] if results[0] is None else 0), min(K, 128)
     launch(
         token_walk_back_kernel, (N * H * pieces * blocks,),
         q, k, e, *kept, slow, maps, first, d_out, d_final, call.offsets, *results,
         q.stride(), k.stride(), strides(e), d_out.stride(), strides(d_final), call.scale, T, N, H, H // G, V, pieces,
-        config=config, FAR=FAR, CHUNK=CHUNK, BLOCK_K=K,
+        config=config, FAR=FAR, CHUNK=CHUNK, TILES=K // tile, BLOCK_K=tile,
     )  # fmt: skip
