@@ -165,7 +165,7 @@ _SOFTMAX = (
 )
 _LINEAR = (
     Specimen("linear", "no decay", recurrence(), where="sm_90"),
-    Specimen("linear", "per head", recurrence(decay="head"), where="sm_90"),
+    Specimen("linear", "per head", recurrence(decay="head")),
     Specimen("linear", "per token", recurrence(decay="token")),
     Specimen("linear", "per channel", recurrence(decay="channel")),
     Specimen("linear", "per channel, bonus", recurrence(K=64, G=32, H=32, decay="channel", bonus=True)),
@@ -196,6 +196,8 @@ _LINEAR = (
 _DELTA = (
     Specimen("delta", "DeltaNet", recurrence(beta=True), where="sm_90"),
     Specimen("delta", "Gated DeltaNet", recurrence(beta=True, decay="token", G=16, H=32)),
+    Specimen("delta", "Gated DeltaNet, K = 256", recurrence(beta=True, decay="token", K=256)),
+    Specimen("delta", "DeltaNet, K = 256", recurrence(beta=True, K=256), where="sm_90"),
     Specimen("delta", "Kimi Delta Attention", recurrence(beta=True, decay="channel")),
     Specimen("delta", "Gated DeltaNet of few heads, in pieces", recurrence(beta=True, decay="token", G=1, H=2)),
     Specimen("delta", "Gated DeltaNet in pieces by its gates", recurrence(beta=True, decay="token"), where="sm_90"),

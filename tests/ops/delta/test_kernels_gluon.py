@@ -33,6 +33,8 @@ SHAPES: list[dict[str, Any]] = [
     {"T": 8192, "H": 32, "gates": lambda draw, *shape: draw.gates(*shape) / 100},
     {"T": 8192, "H": 32, "gates": lambda draw, *shape: 30 * draw.gates(*shape)},
     {"T": 3000, "H": 32, "gates": Draw.extremes, "alike": "correlated", "beta": 2.0},
+    {"B": 2, "T": 2048, "H": 32, "K": 256, "V": 256, "state": True},
+    {"T": 1100, "H": 66, "K": 256, "offsets": (0, 0, 1, 600, 1100), "alike": "correlated", "beta": 2.0},
     {"T": 64, "H": 200},
     {"T": 1, "H": 200, "state": True},
 ]

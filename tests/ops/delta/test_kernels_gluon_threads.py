@@ -60,6 +60,7 @@ def walked(
         {"T": 201, "H": 1, "V": 256, "decay": "head"},
         {"T": 193, "offsets": (0, 0, 1, 130, 193), "state": True},
         {"T": 130, "gates": Draw.extremes},
+        {"T": 201, "H": 1, "K": 256, "V": 256, "state": True},
     ],
     ids=str,
 )

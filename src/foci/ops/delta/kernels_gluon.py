@@ -39,7 +39,7 @@ CHUNK = 64
 HALF: gl.constexpr = gl.constexpr(64)  # columns of a state that four warps have: the rows of a product
 STAGES = 2  # chunks in shared memory, which has no room for a third
 BY_TOKEN: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of sums [HALF,tokens]
-BY_KEY: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of sums [HALF,K]
+BY_KEY: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of 128 channels
 OF_TOKENS: gl.constexpr = gl.constexpr(gl.DotOperandLayout(0, BY_TOKEN.value, 2))  # of what multiplies to such sums
 OF_KEYS: gl.constexpr = gl.constexpr(gl.DotOperandLayout(0, BY_KEY.value, 2))
 
@@ -50,12 +50,12 @@ def _plus(a, b):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _rounded(x, exact, layout: gl.constexpr):  # type: ignore[no-untyped-def]
-    """x [HALF,tokens] rounded, and what that left of tokens that are `exact`, as left operands."""
+def _rounded(x, marks, EXACT: gl.constexpr, layout: gl.constexpr):  # type: ignore[no-untyped-def]
+    """x [HALF,tokens] rounded, and what that left of tokens that are marked as exact, as left operands."""
     high = x.to(gl.bfloat16)
     low = high
-    if exact is not None:
-        low = gl.where(exact > 0, x - high.to(gl.float32), 0.0).to(gl.bfloat16)
+    if EXACT:
+        low = gl.where(marks.load(BY_TOKEN) > 0, x - high.to(gl.float32), 0.0).to(gl.bfloat16)
     return gl.convert_layout(high, layout), gl.convert_layout(low, layout)
 
 
@@ -75,18 +75,66 @@ def _remembered(reach_ptr, step, count):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _load(  # type: ignore[no-untyped-def]
-    ptr, step, stop, columns, first, tiles, full, empty, span, start, CHUNK: gl.constexpr, STAGES: gl.constexpr
-):
-    """What a warp that loads does, chunk by chunk, when both halves have left the place: keys, or values."""
+def _copy(there, row, first, tiles, at, bar, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """CHUNK rows to their place in shared memory, tile by tile of columns from `first` on."""
+    count: gl.constexpr = tiles.shape[0] // STAGES
+    for tile in gl.static_range(count):
+        column = first + tile * tiles.shape[2]
+        tma.async_copy_global_to_shared(there, [row, column], bar, tiles.index(count * at + tile))
+
+
+@gluon.jit
+def _load_keys(ptr, step, stop, tiles, full, empty, span, start, CHUNK: gl.constexpr, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """What a warp that loads does, chunk by chunk, when both halves have left the place."""
     begin, _own, end = span
-    there = tma.make_tensor_descriptor(ptr, [stop, columns], [step, 1], [CHUNK, tiles.shape[2]], tiles.layout)
+    tile: gl.constexpr = tiles.shape[2]
+    K: gl.constexpr = tiles.shape[0] // STAGES * tile
+    there = tma.make_tensor_descriptor(ptr, [stop, K], [step, 1], [CHUNK, tile], tiles.layout)
     for i in range(begin, end):
         turn = i - begin
         at, bar = turn % STAGES, full.index(turn % STAGES)
         mbarrier.wait(empty.index(at), (turn // STAGES & 1) ^ 1)
-        mbarrier.expect(bar, 2 * CHUNK * tiles.shape[2])
-        tma.async_copy_global_to_shared(there, [start + i * CHUNK, first], bar, tiles.index(at))
+        mbarrier.expect(bar, 2 * CHUNK * K)
+        _copy(there, start + i * CHUNK, 0, tiles, at, bar, STAGES)
+
+
+@gluon.jit
+def _load_values_and_store(  # type: ignore[no-untyped-def]
+    v_ptr, v_step, out_ptr, stop, H, V, v0, tiles, full, empty, span, start, CHUNK: gl.constexpr, STAGES: gl.constexpr
+):
+    """What the second does: outputs of the chunk whose place it is lie where its values were, and go first.
+
+    Where they go is described behind the first loads: it takes as long as they do.
+    """
+    begin, _own, end = span
+    there = tma.make_tensor_descriptor(v_ptr, [stop, V], [v_step, 1], [CHUNK, HALF], tiles.layout)
+    for phase in gl.static_range(2):
+        i0, i1 = (begin, gl.minimum(begin + STAGES, end)) if phase == 0 else (begin + STAGES, end)
+        if phase == 1:
+            out_there = tma.make_tensor_descriptor(out_ptr, [stop, V], [H * V, 1], [CHUNK, HALF], tiles.layout)
+        for i in range(i0, i1):
+            turn = i - begin
+            at, bar = turn % STAGES, full.index(turn % STAGES)
+            mbarrier.wait(empty.index(at), (turn // STAGES & 1) ^ 1)
+            if phase == 1:
+                _store(out_there, i - STAGES, v0, tiles, span, start, CHUNK, STAGES)
+            mbarrier.expect(bar, 4 * CHUNK * HALF)
+            _copy(there, start + i * CHUNK, v0, tiles, at, bar, STAGES)
+    for i in range(gl.maximum(begin, end - STAGES), end):
+        turn = i - begin
+        mbarrier.wait(empty.index(turn % STAGES), turn // STAGES & 1)
+        _store(out_there, i, v0, tiles, span, start, CHUNK, STAGES)
+
+
+@gluon.jit
+def _store(there, i, v0, tiles, span, start, CHUNK: gl.constexpr, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Outputs of a chunk that was read to memory; then its place is free."""
+    begin, own, _end = span
+    at = (i - begin) % STAGES
+    if i >= own:
+        for half in gl.static_range(2):
+            tma.async_copy_shared_to_global(there, [start + i * CHUNK, v0 + half * HALF], tiles.index(2 * at + half))
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -116,119 +164,100 @@ def _load_products(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _load_queries(  # type: ignore[no-untyped-def]
-    i, exact, there, rows_ptr, exact_ptr, H, tiles, full, empty, span, start,
+    ptr, step, rows_ptr, exact_ptr, stop, H, tiles, rows, marks, full, empty, span, start,
     CHUNK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """q of a chunk that is read, factors per token, marks where some tokens are `exact`; whether the next has some."""
-    q_tiles, rows, marks, _ = tiles
+    """What the last does: q of what is read, factors per token, marks where some tokens are exact."""
     begin, own, end = span
-    then = gl.load(exact_ptr + (i + 1) * 3 * H * CHUNK, mask=i + 1 < end, other=0.0)
-    turn = i - begin
-    at = turn % STAGES
+    tile: gl.constexpr = tiles.shape[2]
+    K: gl.constexpr = tiles.shape[0] // STAGES * tile
     line: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [1, 1], [1, 0])
-    ptr = rows_ptr + (3 * H * i * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, line))[None, :])
-    rise, write = gl.load(ptr), gl.load(ptr + CHUNK)
-    mbarrier.wait(empty.index(at), (turn // STAGES & 1) ^ 1)
-    tma.async_copy_global_to_shared(there, [start + i * CHUNK, 0], full.index(at), q_tiles.index(at), pred=i >= own)
-    rows.index(2 * at).store(rise)
-    rows.index(2 * at + 1).store(write)
-    if exact != 0.0:
-        marks.index(at).store(gl.load(ptr + 2 * CHUNK))
-    return then
-
-
-@gluon.jit
-def _store(  # type: ignore[no-untyped-def]
-    there, i, v0, outs, empty, span, start, CHUNK: gl.constexpr, STAGES: gl.constexpr
-):
-    """Outputs of a chunk that was read to memory, when both halves have left its place, which then is free."""
-    begin, own, _end = span
-    turn = i - begin
-    at = turn % STAGES
-    mbarrier.wait(empty.index(at), turn // STAGES & 1)
-    if i >= own:
-        tma.async_copy_shared_to_global(there, [start + i * CHUNK, v0], outs.index(at))
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _load_queries_and_store(  # type: ignore[no-untyped-def]
-    q_ptr, q_step, rows_ptr, exact_ptr, out_ptr, stop, H, V, v0, tiles, full, empty, span, start,
-    CHUNK: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """What the last does: `_load_queries`, and `_store` of the chunk whose place it is, before it says that it came.
-
-    Where outputs go is described behind the first loads: it takes as long as they do.
-    """
-    q_tiles, _, _, outs = tiles
-    begin, own, end = span
-    K: gl.constexpr = q_tiles.shape[2]
-    each: gl.constexpr = 2 * CHUNK * K  # bytes
     exact = gl.load(exact_ptr + begin * 3 * H * CHUNK, mask=begin < end, other=0.0)
-    there = tma.make_tensor_descriptor(q_ptr, [stop, K], [q_step, 1], [CHUNK, K], q_tiles.layout)
-    for phase in gl.static_range(2):
-        i0, i1 = (begin, gl.minimum(begin + STAGES, end)) if phase == 0 else (begin + STAGES, end)
-        if phase == 1:
-            block: gl.constexpr = [CHUNK, outs.shape[2]]
-            out_there = tma.make_tensor_descriptor(out_ptr, [stop, V], [H * V, 1], block, outs.layout)
-        for i in range(i0, i1):
-            exact = _load_queries(
-                i, exact, there, rows_ptr, exact_ptr, H, tiles, full, empty, span, start, CHUNK, STAGES
-            )
-            if phase == 1:
-                _store(out_there, i - STAGES, v0, outs, empty, span, start, CHUNK, STAGES)
-            bar = full.index((i - begin) % STAGES)
-            mbarrier.arrive(bar, count=1, pred=i < own)  # before it, in any case, all of the warp have stored factors
-            mbarrier.expect(bar, each, pred=i >= own)
-    for i in range(gl.maximum(begin, end - STAGES), end):
-        _store(out_there, i, v0, outs, empty, span, start, CHUNK, STAGES)
+    there = tma.make_tensor_descriptor(ptr, [stop, K], [step, 1], [CHUNK, tile], tiles.layout)
+    for i in range(begin, end):
+        then = gl.load(exact_ptr + (i + 1) * 3 * H * CHUNK, mask=i + 1 < end, other=0.0)
+        turn = i - begin
+        at, bar = turn % STAGES, full.index(turn % STAGES)
+        here = rows_ptr + (3 * H * i * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, line))[None, :])
+        rise, write = gl.load(here), gl.load(here + CHUNK)
+        mbarrier.wait(empty.index(at), (turn // STAGES & 1) ^ 1)
+        if i >= own:
+            _copy(there, start + i * CHUNK, 0, tiles, at, bar, STAGES)
+        rows.index(2 * at).store(rise)
+        rows.index(2 * at + 1).store(write)
+        if exact != 0.0:
+            marks.index(at).store(gl.load(here + 2 * CHUNK))
+        mbarrier.arrive(bar, count=1, pred=i < own)  # before it, in any case, all of the warp have stored factors
+        mbarrier.expect(bar, 2 * CHUNK * K, pred=i >= own)
+        exact = then
+
+
+@gluon.jit
+def _faded(S, gone, TILES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """gone S."""
+    found = ()
+    for i in gl.static_range(TILES):
+        found += (S[i] * gone,)  # type: ignore[assignment]
+    return found
 
 
 @gluon.jit
 def _chunk(  # type: ignore[no-untyped-def]
     S, gone, scale, turn, tiles, full, empty, half: gl.constexpr, READS: gl.constexpr, EXACT: gl.constexpr,
-    CHUNK: gl.constexpr, STAGES: gl.constexpr,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     """The state behind a chunk; READS: what its tokens read is handed on. EXACT: some of its tokens are."""
-    q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, marks, outs = tiles
+    q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, marks = tiles
     at = turn % STAGES
     mbarrier.wait(full.index(at), turn // STAGES & 1)
-    k, v = k_tiles.index(at), v_tiles.index(at).slice(half * HALF, HALF, 1).permute((1, 0))
+    v = v_tiles.index(2 * at + half).permute((1, 0))
     X, X_lost = X_tiles.index(2 * at).permute((1, 0)), X_tiles.index(2 * at + 1).permute((1, 0))
     none = gl.zeros([HALF, CHUNK], gl.float32, BY_TOKEN)
-    operand = gl.convert_layout(S.to(gl.bfloat16), OF_TOKENS)
-    read = warpgroup_mma(operand, k.permute((1, 0)), none, use_acc=False, is_async=True)
-    if READS:
-        o = warpgroup_mma(operand, q_tiles.index(at).permute((1, 0)), none, use_acc=False, is_async=True)
-    value = v.load(BY_TOKEN).to(gl.float32)
-    rise, write = rows.index(2 * at).load(BY_TOKEN), rows.index(2 * at + 1).load(BY_TOKEN)
-    exact = marks.index(at).load(BY_TOKEN) if EXACT else None
+    read, o = none, none
+    for i in gl.static_range(TILES):
+        operand = gl.convert_layout(S[i].to(gl.bfloat16), OF_TOKENS)
+        k = k_tiles.index(TILES * at + i).permute((1, 0))
+        read = warpgroup_mma(operand, k, read, use_acc=i > 0, is_async=True)
+        if READS:
+            q = q_tiles.index(TILES * at + i).permute((1, 0))
+            o = warpgroup_mma(operand, q, o, use_acc=i > 0, is_async=True)
+    if TILES == 1:
+        value, rise = v.load(BY_TOKEN).to(gl.float32), rows.index(2 * at).load(BY_TOKEN)
     read = warpgroup_mma_wait(1 if READS else 0, deps=[read])
-    high, low = _rounded(value - read * rise, exact, OF_TOKENS)
+    if TILES > 1:  # no sooner, as registers hold little else than a state
+        value, rise = v.load(BY_TOKEN).to(gl.float32), rows.index(2 * at).load(BY_TOKEN)
+    high, low = _rounded(value - read * rise, marks.index(at), EXACT, OF_TOKENS)
     d = none
     if EXACT:
         d = warpgroup_mma(low, X, d, use_acc=False, is_async=True)
         d = warpgroup_mma(high, X_lost, d, is_async=True)
     d = warpgroup_mma(high, X, d, use_acc=EXACT, is_async=True)
-    S *= gone
+    S = _faded(S, gone, TILES)
     if READS:
-        o = warpgroup_mma_wait(3 if EXACT else 1, deps=[o]) * rise * scale
+        o = warpgroup_mma_wait(3 if EXACT else 1, deps=[o]) * (rows.index(2 * at).load(BY_TOKEN) * scale)
     d = warpgroup_mma_wait(0, deps=[d])
     if READS:
         A, A_lost = A_tiles.index(2 * at).permute((1, 0)), A_tiles.index(2 * at + 1).permute((1, 0))
-        high, low = _rounded(d, exact, OF_TOKENS)
+        high, low = _rounded(d, marks.index(at), EXACT, OF_TOKENS)
         if EXACT:
             o = warpgroup_mma(low, A, o, is_async=True)
             o = warpgroup_mma(high, A_lost, o, is_async=True)
         o = warpgroup_mma(high, A, o, is_async=True)
-    high, low = _rounded(d * write, exact, OF_KEYS)
-    if EXACT:
-        S = warpgroup_mma(low, k, S, is_async=True)
-    S = warpgroup_mma(high, k, S, is_async=True)
+    of_keys: gl.constexpr = OF_KEYS if TILES == 1 else OF_TOKENS
+    high, low = _rounded(d * rows.index(2 * at + 1).load(BY_TOKEN), marks.index(at), EXACT, of_keys)
+    behind = ()
+    for i in gl.static_range(TILES):
+        k = k_tiles.index(TILES * at + i)
+        tile = S[i]
+        if EXACT:
+            tile = warpgroup_mma(low, k, tile, is_async=True)
+        behind += (warpgroup_mma(high, k, tile, is_async=True),)  # type: ignore[assignment]
     if READS:
-        o = warpgroup_mma_wait(2 if EXACT else 1, deps=[o])
-        outs.index(at).slice(half * HALF, HALF, 1).permute((1, 0)).store(o.to(gl.bfloat16))
-    S = warpgroup_mma_wait(0, deps=[S])
+        o = warpgroup_mma_wait(2 * TILES if EXACT else TILES, deps=[o])
+        v.store(o.to(gl.bfloat16))
+    S = ()
+    for i in gl.static_range(TILES):
+        S += (warpgroup_mma_wait(TILES - 1 - i, deps=[behind[i]]),)  # type: ignore[assignment]
     if READS:
         fence_async_shared()
     mbarrier.arrive(empty.index(at), count=1)
@@ -238,23 +267,29 @@ def _chunk(  # type: ignore[no-untyped-def]
 @gluon.jit
 def _walk(  # type: ignore[no-untyped-def]
     half: gl.constexpr, tiles, full, empty, span, state_ptr, state_strides, first_ptr, slow, total_ptr, exact_ptr,
-    final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+    final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     """What four warps do: HALF columns from v0 on, or behind those, through the chunks of a piece."""
     begin, own, end = span
-    K: gl.constexpr = tiles[1].shape[2]
     gone = gl.load(total_ptr + begin * H, mask=begin < end, other=0.0)
     exact = gl.load(exact_ptr + begin * 3 * H * CHUNK, mask=begin < end, other=0.0)
     v0 += half * HALF
-    v = (v0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, BY_KEY)))[:, None]
-    c = gl.arange(0, K, layout=gl.SliceLayout(0, BY_KEY))[None, :]
-    S = gl.zeros([HALF, K], gl.float32, BY_KEY)
-    if state_ptr is not None:
-        S = gl.load(state_ptr + c.to(gl.int64) * state_strides[2] + v.to(gl.int64) * state_strides[3]).to(gl.float32)
-    S = S * gl.where(begin == 0, 1.0, 0.0) + lost
-    if first_ptr is not None:  # noqa: SIM102  a constant and a tensor
-        if slow:
-            S += gl.load(first_ptr + ((c + zero) * V + (v + zero)))
+    TILE: gl.constexpr = tiles[1].shape[2]
+    by_key: gl.constexpr = BY_KEY if TILES == 1 else BY_TOKEN
+    v = (v0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, by_key)))[:, None]
+    S = ()
+    for tile in gl.static_range(TILES):
+        c = (tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, by_key)))[None, :]
+        first = gl.zeros([HALF, TILE], gl.float32, by_key)
+        if state_ptr is not None:
+            there = state_ptr + c.to(gl.int64) * state_strides[2] + v.to(gl.int64) * state_strides[3]
+            first = gl.load(there).to(gl.float32)
+        first = first * gl.where(begin == 0, 1.0, 0.0) + lost
+        if first_ptr is not None:  # noqa: SIM102  a constant and a tensor
+            if slow:
+                first += gl.load(first_ptr + ((c + zero) * V + (v + zero)))
+        S += (first,)  # type: ignore[assignment]
     for phase in gl.static_range(2):
         first, stop = (begin, own) if phase == 0 else (own, end)
         for i in range(first, stop):
@@ -262,15 +297,19 @@ def _walk(  # type: ignore[no-untyped-def]
             exact_then = gl.load(exact_ptr + (i + 1) * 3 * H * CHUNK, mask=i + 1 < end, other=0.0)
             turn = i - begin
             if exact != 0.0:
-                S = _chunk(S, gone, scale, turn, tiles, full, empty, half, phase == 1, True, CHUNK, STAGES)
+                S = _chunk(S, gone, scale, turn, tiles, full, empty, half, phase == 1, True, CHUNK, STAGES, TILES)
             else:
-                S = _chunk(S, gone, scale, turn, tiles, full, empty, half, phase == 1, False, CHUNK, STAGES)
+                S = _chunk(S, gone, scale, turn, tiles, full, empty, half, phase == 1, False, CHUNK, STAGES, TILES)
             gone, exact = gone_then, exact_then
     if lost_ptr is not None:
-        at = v0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, BY_KEY))
-        gl.store(lost_ptr + at, gl.max(gl.where(S * 0.0 == 0.0, 0, 1), 1))
+        at, none = v0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, by_key)), S[0] * 0.0
+        for tile in gl.static_range(1, TILES):
+            none += S[tile] * 0.0
+        gl.store(lost_ptr + at, gl.max(gl.where(none == 0.0, 0, 1), 1))
     if last:
-        gl.store(final_ptr + ((c + zero) * V + (v + zero)), S)  # addresses kept from before would cost registers
+        for tile in gl.static_range(TILES):  # addresses kept from before would cost registers
+            c = (tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, by_key)) + zero)[None, :]
+            gl.store(final_ptr + (c * V + (v + zero)), S[tile])
 
 
 @gluon.jit
@@ -282,6 +321,8 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """2 HALF columns of one head's state through one of the `pieces` of a sequence (one, without `reach_ptr`)."""
     K: gl.constexpr = BLOCK_K
+    TILE: gl.constexpr = K if K == 128 else HALF
+    TILES: gl.constexpr = K // TILE
     v0 = gl.program_id(0) % (V // (2 * HALF)) * 2 * HALF
     rest = gl.program_id(0) // (V // (2 * HALF))
     h, n, piece = (rest % H).to(gl.int64), (rest // H // pieces).to(gl.int64), rest // H % pieces
@@ -301,7 +342,7 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     total_ptr += first
     rows_ptr += 3 * first * CHUNK
     exact_ptr = rows_ptr + (3 * CHUNK - 1)  # of the last token: where one is exact, it is
-    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, K], gl.bfloat16)
+    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, TILE], gl.bfloat16)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.bfloat16)
     line: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
     q_ptr += row * q_strides[0] + h // R * q_strides[2]
@@ -310,14 +351,13 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     XA_ptr += 4 * tokens * CHUNK
     out_ptr += tokens * V
     tiles = (
-        gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, K], wide),
-        gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, K], wide),
-        gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, 2 * HALF], wide),
+        gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, CHUNK, TILE], wide),
+        gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, CHUNK, TILE], wide),
+        gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, CHUNK, HALF], square),
         gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], square),
         gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], square),
         gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, CHUNK], line),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], line),
-        gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, 2 * HALF], wide),
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -330,25 +370,27 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
         lost_ptr += rest * V
     last, span = (piece == pieces - 1) & present(final_ptr), (begin, own, end)
     final_ptr += (n * H + h) * K * V
-    q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, marks, outs = tiles
+    q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, marks = tiles
     gl.warp_specialize(
         [
             (_walk, (
                 gl.constexpr(0), tiles, full, empty, span, state_ptr, state_strides, first_ptr, slow,
-                total_ptr, exact_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK, STAGES,
+                total_ptr, exact_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK, STAGES, TILES,
             )),
             (_walk, (
                 gl.constexpr(1), tiles, full, empty, span, state_ptr, state_strides, first_ptr, slow,
-                total_ptr, exact_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK, STAGES,
+                total_ptr, exact_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK, STAGES, TILES,
             )),
-            (_load, (k_ptr, k_strides[1], stop, K, 0, k_tiles, full, empty, span, start, CHUNK, STAGES)),
-            (_load, (v_ptr, v_strides[1], stop, V, v0, v_tiles, full, empty, span, start, CHUNK, STAGES)),
+            (_load_keys, (k_ptr, k_strides[1], stop, k_tiles, full, empty, span, start, CHUNK, STAGES)),
+            (_load_values_and_store, (
+                v_ptr, v_strides[1], out_ptr, stop, H, V, v0, v_tiles, full, empty, span, start, CHUNK, STAGES,
+            )),
             (_load_products, (
                 XA_ptr, exact_ptr, stop, H, X_tiles, A_tiles, full, empty, span, start, CHUNK, STAGES,
             )),
-            (_load_queries_and_store, (
-                q_ptr, q_strides[1], rows_ptr, exact_ptr, out_ptr, stop, H, V, v0, (q_tiles, rows, marks, outs),
-                full, empty, span, start, CHUNK, STAGES,
+            (_load_queries, (
+                q_ptr, q_strides[1], rows_ptr, exact_ptr, stop, H, q_tiles, rows, marks, full, empty, span, start,
+                CHUNK, STAGES,
             )),
         ],
         [4, 1, 1, 1, 1],

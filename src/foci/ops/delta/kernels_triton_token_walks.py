@@ -368,11 +368,11 @@ def suits(programs: int, K: int, V: int, target: Target, *operands: Tensor | Non
 
     `programs`: heads of all sequences, times the pieces of each (`shares`). A chunk takes these kernels longer than it
     takes 32 columns alone, of which few heads make twice the programs: on an H200 they win, in both directions, with
-    programs for more than half of the processors.
+    programs for more than half of the processors; of 256 channels, of which those have 16 columns, wherever they can.
     """
     fits = target.arch == 90 and K in (64, 128, 256) and V > 32 and V % 8 == 0
     fits = fits and all(x is None or x.dtype == torch.bfloat16 for x in operands) and all(map(by_tma, operands))
-    return fits and 2 * programs * -(-V // 64) > target.processors
+    return fits and (K > 128 or 2 * programs * -(-V // 64) > target.processors)
 
 
 def shares(call: Any, target: Target, columns: int = 64) -> int:
@@ -380,8 +380,8 @@ def shares(call: Any, target: Target, columns: int = 64) -> int:
 
     Of shapes alone, as ops/delta/pieces.py has it. `columns`: what a program has of a state.
     """
-    B, T, _, H, _, V, N = call.sizes
-    if not (_forgets(call, target) and N):
+    B, T, _, H, K, V, N = call.sizes
+    if K > 128 or not (_forgets(call, target) and N):
         return 1
     return max(1, min(target.processors // (N * H * -(-V // columns)), B * T // (N * CHUNK * SHORTEST)))
 
@@ -392,13 +392,13 @@ def wider(call: Any, target: Target) -> bool:
     Of inference. On an H200 a chunk takes them as long as 64 columns take here, and the launch before a quarter less.
     """
     *_, K, V, N = call.sizes
-    return _forgets(call, target) and N > 0 and K == 128 and V % 128 == 0
+    return _forgets(call, target) and N > 0 and K in (128, 256) and V % 128 == 0
 
 
 def _forgets(call: Any, target: Target) -> bool:
     """Whether what is left of a state is known, and walked here. No bound is known of what erase keys leave."""
     gates = call.log_decay is not None and call.log_decay.shape[3] == 1 and call.erase is None
-    return gates and target.arch == 90 and call.v.dtype == torch.bfloat16 and call.sizes[4] in (64, 128)
+    return gates and target.arch == 90 and call.v.dtype == torch.bfloat16 and call.sizes[4] in (64, 128, 256)
 
 
 def rule(K: int, tiles: int, target: Target) -> Config:
