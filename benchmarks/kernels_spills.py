@@ -8,8 +8,9 @@ from typing import Any
 _TUNED = "its tiles are chosen for sm_90, where nothing spills; smaller ones would compute dA more often"
 _MEASURED = "on an H200 the fastest of the tiles that were tried, also beside those that do not spill"
 _NEWER = "36 bytes at most, 40 without gradients: there on an H200 four programs a processor are faster than three"
-_WALK = "132 bytes at most; on an H200 both launches take as long as those of a form without"
-_WIDE = "148 bytes at most; on an H100 2 to 8 us faster than with four warps that load together, which spill 120"
+_WALK = "132 bytes at most: on an H200 as fast as a form without; with 256 channels 308, other forms up to 564"
+_BACK = "of 256 channels: 80 bytes, 440 without gates; in tiles of 64 columns 164"
+_WIDE = "112 bytes at most; with 256 channels 660, by Triton 3.6 544, where ten other forms spilled 544 to 1132"
 _FAR = "where rows are far, which few chunks have"
 _LIMIT = "its tiles are chosen for sm_90, where they fill the registers"
 _BY_WARPS = "1428 bytes at most, 436 with one head a key; on an H200 faster than two launches that spill less"
@@ -22,10 +23,12 @@ SPILLS: dict[tuple[str, str, str], str] = {
     ("linear", "pairs_kernel", "sm_90"): f"28 bytes at most, {_FAR}: in return as many programs run at once",
     ("linear", "pairs_kernel", "sm_120"): "16 bytes at most",
     ("linear", "sides_kernel", "sm_90"): "of forms that spill 164 to 740 bytes the fastest on an H200",
+    ("linear", "dstates_kernel", "sm_120"): "84 bytes, of constant gates, whose operands are two bfloat16",
     ("linear", "walk_kernel", "sm_90"): "60 bytes at most; of three tiles that were tried on an H200 the fastest",
     **{("delta", kernel, "sm_90"): _MEASURED for kernel in ("near_side_kernel", "pairs_kernel")},
     ("delta", "token_chunks_kernel", "sm_90"): _NEWER,
     ("delta", "token_walk_kernel", "sm_90"): _WALK,
+    ("delta", "token_walk_back_kernel", "sm_90"): _BACK,
     ("delta", "wide_walk_kernel", "sm_90"): _WIDE,
     ("delta", "side_and_pairs_kernel", "sm_90"): _BY_WARPS,
     ("delta", "near_chunks_kernel", "sm_90"): "16 bytes; 1016 where rows are far, by as many warps for the same bits",

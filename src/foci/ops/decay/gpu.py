@@ -48,7 +48,7 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     if walks.suits(call, made):
         *_, H, K, V, _ = call.sizes
         final = torch.empty(call.ends, H, K, V, dtype=torch.float32, device=call.v.device)
-        cut, two = _cheapest(call, walks.FORWARD), keep and kernels.two_halves(call)
+        cut, two = _cheapest(call, walks.FORWARD), keep and call.in_two
         sums = walks.sums(call, slots, cut.tokens == 0, rest)
         walks.walk(call, made, sums, out, states, final, cut, kernels.maps(call, made, cut, two, sums))
     else:
@@ -94,14 +94,14 @@ def _by_walks(
 
     That with its Rest (kernels_triton_packed.py).
     """
-    from foci.ops.decay import kernels_triton_backward, kernels_triton_forward, kernels_triton_keys
+    from foci.ops.decay import kernels_triton_backward, kernels_triton_keys
     from foci.ops.decay import kernels_triton_walks as walks
 
     (dq, dk, dv, dg, _), rest = found
     of_q, of_k, _, of_g, _, of_state = needs
     slots, cut = _slots(call), _cheapest(call, walks.BACKWARD if made is None else walks.FORWARD)
     sums = walks.sums(call, slots, cut.tokens == 0, rest)
-    two = of_g and kernels_triton_forward.two_halves(call)
+    two = of_g and call.in_two
     maps = kernels_triton_backward.maps(call, made, do, cut, two, sums)
     parts = ends = d_state = None
     if made is None and (of_q or of_k or of_g):

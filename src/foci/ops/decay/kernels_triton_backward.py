@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.core.tune import Config, Target, configure, float_precision, launch, side, stored, strides, target_of
-from foci.ops.decay.kernels_triton_forward import two_halves
 from foci.tiles.gates import load_gates, scaled, total
 from foci.tiles.memory import load_row, load_tile, store_tile
 from foci.tiles.near import ends, store_powers, weights
@@ -195,7 +194,7 @@ def backward(
     if of_state:
         d_state = torch.empty_like(call.state, memory_format=torch.contiguous_format)
     if ends is not None or d_state is not None:
-        two = of_g and two_halves(call)
+        two = of_g and call.in_two
         config, blocks = _dstates_config(call, target_of(do.device))
         stretches = cut(target_of(do.device), blocks * config.warps)
         _dstates(call, made, do, d_final, ends, d_state, stretches, maps(call, made, do, stretches, two), False, two)

@@ -184,7 +184,7 @@ def forward(
     v, target = call.v, target_of(call.v.device)
     q, k, g, R = (call.q, call.k, call.log_decay, H // G) if made is None else (made.risen, made.fallen, made.totals, 1)
     final = torch.empty(call.ends, H, K, V, dtype=torch.float32, device=v.device)
-    two = kept is not None and two_halves(call)
+    two = kept is not None and call.in_two
     if kept is None and call.causal:
         kept = torch.empty(slots, H, K, V, dtype=stored(v.dtype), device=v.device)
     config, blocks = _states_config(call, target)
@@ -203,14 +203,6 @@ def forward(
         PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK,
     )  # fmt: skip
     return final
-
-
-def two_halves(call: Any) -> bool:
-    """Whether what goes into a state for a backward is rounded to two bfloat16, of gates whose gradient asks for it.
-
-    A constant gate's sums over all tokens, and its terms may nearly cancel.
-    """
-    return call.constant and call.v.dtype == torch.bfloat16
 
 
 def maps(

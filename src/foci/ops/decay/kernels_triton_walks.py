@@ -22,7 +22,6 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.core.tune import Config, Target, by_tma, configure, launch, side, strides, target_of
-from foci.ops.decay.kernels_triton_forward import two_halves
 from foci.tiles.memory import load_tile, opened, present, store_tile
 from foci.tiles.near import store_powers
 from foci.tiles.rest import behind, clear_rest
@@ -360,7 +359,7 @@ def _walk(
     _, T, _, H, K, V, N = call.sizes
     x, y, z, _, pairs = operands
     target = target_of(out.device)
-    two = not back and kept is not None and two_halves(call)
+    two = not back and kept is not None and call.in_two
     alone = two or (pairs is not None and kept is not None)  # two programs do not fit
     few = alone or cut.programs * H * -(-V // 64) <= target.processors
     config = configure("linear_walk", (K, V, pairs is not None, back, few), partial(rule, few), target, WIDTHS)

@@ -112,8 +112,9 @@ LARGE_PROBLEMS = (
     Delta("width 128, few heads, per channel", T=4096, G=1, H=2, K=128, decay="channel"),
     Delta("width 128, in pieces by gates or maps", B=1, T=7680, G=2, H=8, K=128, decay="token", gates=every_other_slow),
     Delta("width 64, in pieces by its gates", B=1, T=3072, G=11, H=33, K=64, V=72, decay="token"),
-    Delta("width 256", T=130, H=2, K=256),
-    Delta("width 256, per token", T=130, H=2, K=256, decay="token"),
+    Delta("width 256", T=256, H=2, K=256),
+    Delta("width 256, no whole chunks", T=130, H=2, K=256, decay="token"),
+    Delta("width 256, per token", T=256, H=2, K=256, decay="token"),
     Delta("width 128, packed", B=1, T=UNEVEN[-1], H=16, K=128, offsets=UNEVEN, decay="token", state=True),
     Delta("width 128, two documents", B=1, T=600, H=16, K=128, offsets=(0, 290, 600), decay="token"),
     Delta(

@@ -257,7 +257,7 @@ def _chunk(  # type: ignore[no-untyped-def]
         v.store(o.to(gl.bfloat16))
     S = ()
     for i in gl.static_range(TILES):
-        S += (warpgroup_mma_wait(TILES - 1 - i, deps=[behind[i]]),)  # type: ignore[assignment]
+        S += (warpgroup_mma_wait(TILES - 1 - i, deps=[behind[i]]),)
     if READS:
         fence_async_shared()
     mbarrier.arrive(empty.index(at), count=1)
@@ -302,7 +302,7 @@ def _walk(  # type: ignore[no-untyped-def]
                 S = _chunk(S, gone, scale, turn, tiles, full, empty, half, phase == 1, False, CHUNK, STAGES, TILES)
             gone, exact = gone_then, exact_then
     if lost_ptr is not None:
-        at, none = v0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, by_key)), S[0] * 0.0
+        at, none = v0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, by_key)), S[0] * 0.0  # type: ignore[misc]
         for tile in gl.static_range(1, TILES):
             none += S[tile] * 0.0
         gl.store(lost_ptr + at, gl.max(gl.where(none == 0.0, 0, 1), 1))

@@ -156,8 +156,8 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
 def fits(call: Any, target: Target) -> bool:
     """Whether registers hold all channels of a chunk's queries and keys, and shared memory does beside X."""
     K, tiles = call.sizes[4], 2 if call.erase is None else 3
-    widest = 256 if target.arch >= 90 else 128  # products take operands from registers before Hopper
-    return target.kind == "cuda" and K <= widest and 2 * tiles * CHUNK * K + 16_384 <= target.shared
+    holds = target.arch >= 90 or K <= 128  # products take operands from registers before Hopper
+    return target.kind == "cuda" and holds and K <= 256 and 2 * tiles * CHUNK * K + 16_384 <= target.shared
 
 
 def chunks(
