@@ -217,8 +217,8 @@ class Threads(threading.local):
 class Gluon:
     """The language, for the programs of one launch."""
 
-    def __init__(self, real: ModuleType) -> None:
-        self.own, self.engine, self.program, self.programs = Threads(), Engine(), 0, 1
+    def __init__(self, real: ModuleType, ahead: bool = False) -> None:
+        self.own, self.engine, self.program, self.programs, self.ahead = Threads(), Engine(), 0, 1, ahead
         names = {name: getattr(real, name) for name in vars(real) if not name.startswith("__")}
         self.gl = SimpleNamespace(**(names | self.language()))
         self.mbarrier = SimpleNamespace(
@@ -324,7 +324,7 @@ class Gluon:
     def run(
         self, module: ModuleType, kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], **meta: Any
     ) -> None:
-        """All programs of a launch of the module's kernel, one by one, the last one first: any order will do."""
+        """All programs of a launch of the module's kernel, one by one, the last one first unless `ahead`."""
         given = [pointer(x) if isinstance(x, Tensor) else x for x in arguments]
         named = {"gl": self.gl, "mbarrier": self.mbarrier, "tma": self.tma, "fence_async_shared": lambda: None}
         named |= {"warpgroup_mma": self.product, "warpgroup_mma_wait": self.product_wait}
@@ -338,7 +338,8 @@ class Gluon:
             for other in others:
                 stack.enter_context(mock.patch(f"{other}.tl", self.triton()))
             self.programs = grid[0]
-            for self.program in reversed(range(grid[0])):
+            programs = range(grid[0]) if self.ahead else reversed(range(grid[0]))
+            for self.program in programs:
                 kernel.fn(*given, **meta)
 
     def triton(self) -> SimpleNamespace:

