@@ -347,5 +347,5 @@ class Gluon:
         return SimpleNamespace(
             load=load, cdiv=lambda x, y: (x + y - 1) // y, int32=torch.int32, int64=torch.int64,
             minimum=lambda x, y: torch.minimum(value(plain(x)), value(plain(y))),
-            maximum=self.gl.maximum, where=self.gl.where,
+            maximum=self.gl.maximum, where=self.gl.where, static_range=range,
         )  # fmt: skip

@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from foci.core.tune import Config, launch, strides
+from foci.tiles.affine import faded
 from foci.tiles.memory import present
 from foci.tiles.near import UNREAD
 from foci.tiles.pieces import FORGOTTEN, share
@@ -193,15 +194,6 @@ def _load_queries(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _faded(S, gone, TILES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """gone S."""
-    found = ()
-    for i in gl.static_range(TILES):
-        found += (S[i] * gone,)  # type: ignore[assignment]
-    return found
-
-
-@gluon.jit
 def _chunk(  # type: ignore[no-untyped-def]
     S, gone, scale, turn, tiles, full, empty, half: gl.constexpr, READS: gl.constexpr, EXACT: gl.constexpr,
     CHUNK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
@@ -232,7 +224,7 @@ def _chunk(  # type: ignore[no-untyped-def]
         d = warpgroup_mma(low, X, d, use_acc=False, is_async=True)
         d = warpgroup_mma(high, X_lost, d, is_async=True)
     d = warpgroup_mma(high, X, d, use_acc=EXACT, is_async=True)
-    S = _faded(S, gone, TILES)
+    S = faded(S, gone, TILES)
     if READS:
         o = warpgroup_mma_wait(3 if EXACT else 1, deps=[o]) * (rows.index(2 * at).load(BY_TOKEN) * scale)
     d = warpgroup_mma_wait(0, deps=[d])
