@@ -190,6 +190,7 @@ _LINEAR = (
             "not causal": recurrence(K=32, causal=False),
         },
     ),
+    *_dtypes("linear", "per head", recurrence(decay="head")),
     *_dtypes("linear", "per token", recurrence(decay="token")),
     *_dtypes("linear", "per channel", recurrence(decay="channel")),
 )

@@ -23,7 +23,6 @@ SPILLS: dict[tuple[str, str, str], str] = {
     ("linear", "pairs_kernel", "sm_90"): f"28 bytes at most, {_FAR}: in return as many programs run at once",
     ("linear", "pairs_kernel", "sm_120"): "16 bytes at most",
     ("linear", "sides_kernel", "sm_90"): "of forms that spill 164 to 740 bytes the fastest on an H200",
-    ("linear", "dstates_kernel", "sm_120"): "84 bytes, of constant gates, whose operands are two bfloat16",
     ("linear", "walk_kernel", "sm_90"): "60 bytes at most; of three tiles that were tried on an H200 the fastest",
     **{("delta", kernel, "sm_90"): _MEASURED for kernel in ("near_side_kernel", "pairs_kernel")},
     ("delta", "token_chunks_kernel", "sm_90"): _NEWER,

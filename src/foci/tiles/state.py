@@ -102,17 +102,6 @@ def nearest_in_two(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def weighed(x, w, TWO: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(x w, nothing of use) in x's dtype, or with TWO the two bfloat16 that x w is the sum of."""
-    if TWO:
-        high, low = in_two(x * w)
-    else:
-        high = (x * w).to(x.dtype)
-        low = high
-    return high, low
-
-
-@triton.jit
 def halves(high, low, above, below, z):  # type: ignore[no-untyped-def]
     """(high + low) (above + below) + z of bfloat16 tiles, low by below left out: nearly as of float32."""
     return tl.dot(high, above, tl.dot(high, below, tl.dot(low, above, z)))

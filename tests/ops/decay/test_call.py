@@ -13,10 +13,8 @@ class TestCall(InCall):
     args = (torch.zeros(B, T, G, K), torch.zeros(B, T, G, K), torch.zeros(B, T, H, V))
 
 
-def test_only_constant_gates_of_bfloat16_have_states_rounded_to_two() -> None:
-    def in_two(gates: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> bool:
-        q, k, v = (torch.zeros(B, T, heads, n, dtype=dtype) for heads, n in ((G, K), (G, K), (H, V)))
-        return call.bind(q, k, v, log_decay=torch.zeros(gates) if gates else None).in_two
+def test_gates_are_constant_that_a_head_has_one_of() -> None:
+    def constant(gates: tuple[int, ...]) -> bool:
+        return call.bind(*TestCall.args, log_decay=torch.zeros(gates) if gates else None).constant
 
-    assert in_two((H,)) and not in_two((H,), torch.float16) and not in_two((H,), torch.float32)
-    assert not in_two((B, T, H)) and not in_two((B, T, H, K)) and not in_two(())
+    assert constant((H,)) and not constant((B, T, H)) and not constant((B, T, H, K)) and not constant(())

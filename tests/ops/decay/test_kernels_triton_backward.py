@@ -166,7 +166,7 @@ def test_three_launches_and_one_more_for_pairs_for_what_is_left_to_sum_and_where
         "token": (bind(q, q, q, log_decay=q[..., 0]), three),
         "channel": (bind(q, q, q, log_decay=q), channel),
         "not causal": (bind(q, q, q, causal=False), three),
-        "head": (bind(q, q, q, log_decay=q[0, 0, :, 0]), three | {"sums_kernel": 1}),
+        "head": (bind(q, q, q, log_decay=q[0, 0, :, 0]), three | {"constant_kernel": 1, "sums_kernel": 1}),
         "bonus": (bind(q, q, q, log_decay=q, bonus=q[0, 0]), channel | {"sums_kernel": 1}),
     }
     for name, (call, expected) in counted.items():

@@ -43,18 +43,6 @@ def problem(more: dict[str, Any], seed: int = 0) -> dict[str, Any]:
     return Linear("", **{"B": 1, "H": 1, "K": 64, **more}).case.make(torch.bfloat16, CPU, seed)
 
 
-def of_gates(inputs: dict[str, Any], backend: str) -> torch.Tensor:
-    """Their gradient through what tokens read."""
-    gates = inputs["log_decay"].requires_grad_()
-    out, _ = linear_attention(**inputs, backend=backend)
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(out)
-    return torch.autograd.grad(out, gates, weights)[0].cpu().double()
-
-
-def slow(draw: Draw, *shape: int) -> torch.Tensor:
-    return 0 * draw.gates(*shape) - 0.003
-
-
 @pytest.fixture(params=[0, 64, 128])
 def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences are walked whole, or in stretches of so many tokens."""
@@ -81,24 +69,11 @@ class TestWithinBudget:
         errors = [error(x.cpu(), wanted) for x, wanted in zip(found, truth, strict=True)]
         assert all(e <= BUDGET[torch.bfloat16] for e in errors), errors
 
-    @pytest.mark.parametrize("K", [64, 32])
-    def test_little_is_rounded_on_the_way_to_a_constant_gates_gradient(self, K: int) -> None:
-        """Which sums over all tokens. Walked, and (K = 32) by the other kernels; by one bfloat16 0.22 %, 0.26 %."""
-        wrong, true = 0.0, 0.0
-        for seed in range(4):
-            inputs = problem({"T": 640, "H": 4, "K": K, "decay": "head", "gates": slow}, seed)
-            found, truth = (
-                of_gates(given, backend) for given, backend in ((there(inputs), "triton"), (exact(inputs), "chunked"))
-            )
-            wrong, true = wrong + float((found - truth).square().sum()), true + float(truth.square().sum())
-        assert wrong**0.5 < 0.0015 * true**0.5, (wrong / true) ** 0.5
-
     def test_a_state_that_nobody_asks_for_is_not_stored(self) -> None:
         for decay in ("token", "channel"):
             unasked(SPEC, gpu.forward, bind(**there(problem({"T": 150, "H": 2, "decay": decay}))))
 
     def test_only_what_is_needed_comes_and_it_is_the_same(self) -> None:
-        """But that a constant gate, whose gradient is wanted, has states' gradients rounded less."""
         for decay in ("token", "head", "channel", ""):
             call = bind(**there(problem({"T": 150, "H": 2, "decay": decay, "state": True})))
             outputs, grads = gpu.forward(call, True), (torch.randn_like(call.v), torch.randn_like(call.state))
@@ -108,10 +83,7 @@ class TestWithinBudget:
                 needs = [place == other for other in range(len(NAMES))]
                 found = gpu.backward(call, outputs, grads, needs)
                 assert [x is not None for x in found] == needs
-                if decay == "head" and NAMES[place] != "log_decay":
-                    assert error(found[place], expected[place]) <= BUDGET[torch.bfloat16], NAMES[place]
-                else:
-                    assert torch.equal(found[place], expected[place]), NAMES[place]
+                assert torch.equal(found[place], expected[place]), NAMES[place]
 
     @pytest.mark.parametrize("decay", ["token", "head", "channel"])
     def test_what_comes_later_changes_no_bit_of_what_comes_before(self, decay: str) -> None:

@@ -56,14 +56,6 @@ class Call(NamedTuple):
         return g is not None and g.shape[0] * g.shape[1] < self.q.shape[0] * self.q.shape[1]
 
     @property
-    def in_two(self) -> bool:
-        """Whether kernels round to two bfloat16 what goes into a state on its way to gates' gradients.
-
-        A constant gate's sums over all tokens, and its terms may nearly cancel.
-        """
-        return self.constant and self.v.dtype == torch.bfloat16
-
-    @property
     def ends(self) -> int:
         """Final states that are given: one a sequence, none where they are not asked for.
 

@@ -48,9 +48,9 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     if walks.suits(call, made):
         *_, H, K, V, _ = call.sizes
         final = torch.empty(call.ends, H, K, V, dtype=torch.float32, device=call.v.device)
-        cut, two = _cheapest(call, walks.FORWARD), keep and call.in_two
+        cut = _cheapest(call, walks.FORWARD)
         sums = walks.sums(call, slots, cut.tokens == 0, rest)
-        walks.walk(call, made, sums, out, states, final, cut, kernels.maps(call, made, cut, two, sums))
+        walks.walk(call, made, sums, out, states, final, cut, kernels.maps(call, made, cut, sums))
     else:
         final = kernels.forward(call, made, out, states, slots, _cut(call))
     rest.end()
@@ -59,7 +59,7 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
 
 def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: list[bool]) -> Gradients:
     """Gradients of q, k, v, log_decay, bonus and state, None where not needed."""
-    from foci.ops.decay import kernels_triton_backward, kernels_triton_keys
+    from foci.ops.decay import kernels_triton_backward, kernels_triton_constant, kernels_triton_keys
     from foci.ops.decay import kernels_triton_walks as walks
     from foci.ops.decay.kernels_triton_pairs import prepared
     from foci.ops.kernels_triton_packed import rooms
@@ -69,9 +69,15 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     do = call.v.new_zeros(()).expand(call.v.shape) if grads[0] is None else grads[0]
     found, rest = rooms(call, (call.q, call.k, call.v, call.log_decay, call.bonus), needs[:5])
     made, (dq, dk, dv, dg, d_bonus) = prepared(call, slots, True, rest), found
+    if dg is not None and call.constant:
+        kernels_triton_keys.sums(kernels_triton_constant.parts(call, do, grads[1], slots), dg)
+        dg, needs = None, [*needs[:3], False, *needs[4:]]
+        if not any(needs):
+            rest.end()
+            return *found, None
     walked = walks.suits_back(call, made, do)
     if walked:
-        ends, d_state = _by_walks(call, made, states, do, grads[1], (found, rest), needs)
+        ends, d_state = _by_walks(call, made, states, do, grads[1], ((dq, dk, dv, dg), rest), needs)
     else:
         cut = _cut(call, 2 if made is None else 4)
         ends, d_state = kernels_triton_backward.backward(call, made, states, do, grads[1], dv, needs, slots, cut)
@@ -94,15 +100,14 @@ def _by_walks(
 
     That with its Rest (kernels_triton_packed.py).
     """
-    from foci.ops.decay import kernels_triton_backward, kernels_triton_keys
+    from foci.ops.decay import kernels_triton_backward
     from foci.ops.decay import kernels_triton_walks as walks
 
-    (dq, dk, dv, dg, _), rest = found
+    (dq, dk, dv, dg), rest = found
     of_q, of_k, _, of_g, _, of_state = needs
     slots, cut = _slots(call), _cheapest(call, walks.BACKWARD if made is None else walks.FORWARD)
     sums = walks.sums(call, slots, cut.tokens == 0, rest)
-    two = of_g and call.in_two
-    maps = kernels_triton_backward.maps(call, made, do, cut, two, sums)
+    maps = kernels_triton_backward.maps(call, made, do, cut, sums)
     parts = ends = d_state = None
     if made is None and (of_q or of_k or of_g):
         dq, dk = (torch.empty_like(call.q, memory_format=torch.contiguous_format) if x is None else x for x in (dq, dk))
@@ -112,8 +117,6 @@ def _by_walks(
     if of_state and call.state is not None:
         d_state = torch.empty_like(call.state, memory_format=torch.contiguous_format)
     walks.walk_back(call, made, sums, do, d_final, (dv, ends, d_state, dg), parts, cut, maps)
-    if parts is not None and dg is not None and parts.dim() == 2:
-        kernels_triton_keys.sums(call, parts, dg)
     return ends, d_state
 
 

@@ -23,7 +23,7 @@ from foci.core.tune import Config, Target, configure, float_precision, launch, s
 from foci.tiles.gates import load_gates, scaled, total
 from foci.tiles.memory import load_row, load_tile, store_tile
 from foci.tiles.near import ends, store_powers, weights
-from foci.tiles.state import chunk_at, sequence, weighed, working
+from foci.tiles.state import chunk_at, sequence, working
 from foci.tiles.stretches import join_states, stretch
 
 CHUNK = 64
@@ -35,8 +35,7 @@ def dstates_kernel(  # type: ignore[no-untyped-def]
     q_ptr, do_ptr, g_ptr, d_final_ptr, offsets_ptr, ends_ptr, d_initial_ptr, decays_ptr, starts_ptr, sums_ptr,
     q_strides, do_strides, g_strides, d_final_strides, scale, T, N, H, R, K, V, walks,
     CAUSAL: tl.constexpr, OWN: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    STRETCH: tl.constexpr, MAP: tl.constexpr, TWO: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    STRETCH: tl.constexpr, MAP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One block of the gradient of one head's state, from a sequence's end, or a stretch's, to its start.
 
@@ -88,13 +87,11 @@ def dstates_kernel(  # type: ignore[no-untyped-def]
                 dS *= w[:, None]
             else:
                 g = load_gates(g_ptr + b * g_strides[0] + h * g_strides[2], t0, end, g_strides[1], CHUNK)
-                do, rest_of_do = weighed(do, ends(g, OWN, NEAR)[0][:, None], TWO)
+                do = scaled(do, ends(g, OWN, NEAR)[0][:, None])
                 w = total(g)
                 dS *= w
             if MAP:
                 decay *= w
-            if TWO:
-                dS += scale * tl.dot(tl.trans(q), rest_of_do)
         dS += scale * tl.dot(tl.trans(q), do, input_precision=PRECISION)
     if MAP:
         store_tile(starts_ptr + (tl.cast(piece, tl.int64) * H + h) * K * V, dS, k0, K, V, v0, V, 1)
@@ -194,17 +191,16 @@ def backward(
     if of_state:
         d_state = torch.empty_like(call.state, memory_format=torch.contiguous_format)
     if ends is not None or d_state is not None:
-        two = of_g and call.in_two
         config, blocks = _dstates_config(call, target_of(do.device))
         stretches = cut(target_of(do.device), blocks * config.warps)
-        _dstates(call, made, do, d_final, ends, d_state, stretches, maps(call, made, do, stretches, two), False, two)
+        _dstates(call, made, do, d_final, ends, d_state, stretches, maps(call, made, do, stretches), False)
     if dv is not None:
         _values(call, made, ends, do, dv, slots)
     return ends, d_state
 
 
 def maps(
-    call: Any, made: Any, do: Tensor, cut: Any, two: bool, sums: Tensor | None = None
+    call: Any, made: Any, do: Tensor, cut: Any, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """What each stretch of a Cut does to the gradient of the state behind it, as the forward's `maps` have it."""
     *_, H, K, V, _ = call.sizes
@@ -212,7 +208,7 @@ def maps(
         return None, None
     decays = torch.empty(cut.slots, H, K, dtype=torch.float32, device=do.device)
     starts = torch.empty(cut.slots, H, K, V, dtype=torch.float32, device=do.device)
-    _dstates(call, made, do, None, None, None, cut, (decays, starts), True, two, sums)
+    _dstates(call, made, do, None, None, None, cut, (decays, starts), True, sums)
     return decays, starts
 
 
@@ -226,7 +222,7 @@ def _dstates_config(call: Any, target: Target) -> tuple[Config, int]:
 
 def _dstates(
     call: Any, made: Any, do: Tensor, d_final: Tensor | None, ends: Tensor | None, d_state: Tensor | None, cut: Any,
-    maps: tuple[Any, Any], MAP: bool, TWO: bool, sums: Tensor | None = None,
+    maps: tuple[Any, Any], MAP: bool, sums: Tensor | None = None,
 ) -> None:  # fmt: skip
     _, T, G, H, K, V, N = call.sizes
     q, g, R = (call.q, call.log_decay, H // G) if made is None else (made.risen, made.totals, 1)
@@ -239,7 +235,7 @@ def _dstates(
         q, do, g, d_final, call.offsets, ends, d_state, *maps, sums,
         q.stride(), do.stride(), strides(g), strides(d_final), call.scale, T, N, H, R, K, V, walks,
         config=config, CAUSAL=call.causal, OWN=call.bonus is None, PER_CHANNEL=made is not None,
-        PRECISION=float_precision(do.dtype, target), CHUNK=CHUNK, STRETCH=cut.tokens, MAP=MAP, TWO=TWO, BLOCK_H=heads,
+        PRECISION=float_precision(do.dtype, target), CHUNK=CHUNK, STRETCH=cut.tokens, MAP=MAP, BLOCK_H=heads,
     )  # fmt: skip
 
 

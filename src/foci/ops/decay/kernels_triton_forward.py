@@ -23,10 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.core.tune import Config, Target, configure, float_precision, launch, side, stored, strides, target_of
-from foci.tiles.gates import load_gates
+from foci.tiles.gates import load_gates, scaled
 from foci.tiles.memory import load_row, load_tile, present, store_tile
 from foci.tiles.near import ends, ends_and_total, store_powers, weights
-from foci.tiles.state import chunk_at, sequence, weighed, working
+from foci.tiles.state import chunk_at, sequence, working
 from foci.tiles.stretches import join_states, stretch
 
 CHUNK = 64
@@ -38,8 +38,7 @@ def states_kernel(  # type: ignore[no-untyped-def]
     k_ptr, v_ptr, g_ptr, state_ptr, offsets_ptr, kept_ptr, final_ptr, decays_ptr, ends_ptr, sums_ptr,
     k_strides, v_strides, g_strides, state_strides, T, N, H, R, K, V, walks,
     CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    STRETCH: tl.constexpr, MAP: tl.constexpr, TWO: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    STRETCH: tl.constexpr, MAP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One block of one head's state through one sequence, or one stretch; kept at each chunk's start, and the last.
 
@@ -87,12 +86,10 @@ def states_kernel(  # type: ignore[no-untyped-def]
             else:
                 g = load_gates(g_ptr + b * g_strides[0] + h * g_strides[2], t0, end, g_strides[1], CHUNK)
                 _rise, fall, w = ends_and_total(g, True, NEAR)
-                v, rest_of_v = weighed(v, fall[:, None], TWO)
+                v = scaled(v, fall[:, None])
                 S *= w
             if MAP:
                 decay *= w
-            if TWO:
-                S = tl.dot(tl.trans(k), rest_of_v, S)
         S = tl.dot(tl.trans(k), v, S, input_precision=PRECISION)
     if MAP:
         store_tile(ends_ptr + (tl.cast(piece, tl.int64) * H + h) * K * V, S, k0, K, V, v0, V, 1)
@@ -184,12 +181,11 @@ def forward(
     v, target = call.v, target_of(call.v.device)
     q, k, g, R = (call.q, call.k, call.log_decay, H // G) if made is None else (made.risen, made.fallen, made.totals, 1)
     final = torch.empty(call.ends, H, K, V, dtype=torch.float32, device=v.device)
-    two = kept is not None and call.in_two
     if kept is None and call.causal:
         kept = torch.empty(slots, H, K, V, dtype=stored(v.dtype), device=v.device)
     config, blocks = _states_config(call, target)
     stretches = cut(target, blocks * config.warps)
-    _states(call, made, kept, final, stretches, maps(call, made, stretches, two), False, two)
+    _states(call, made, kept, final, stretches, maps(call, made, stretches), False)
     by_channel = made is not None
     key = v.dtype, K, V, by_channel
     read = configure("linear_out", key, partial(out_rule, *key), target, WIDTHS)
@@ -205,9 +201,7 @@ def forward(
     return final
 
 
-def maps(
-    call: Any, made: Any, cut: Any, two: bool, sums: Tensor | None = None
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
+def maps(call: Any, made: Any, cut: Any, sums: Tensor | None = None) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """What each stretch of a Cut does to a state: decays [slots,H,K] of its rows, and ends [slots,H,K,V] added.
 
     `sums`, if given and there are stretches, is filled as walks want it (kernels_triton_walks.py).
@@ -217,7 +211,7 @@ def maps(
         return None, None
     decays = torch.empty(cut.slots, H, K, dtype=torch.float32, device=call.v.device)
     ends = torch.empty(cut.slots, H, K, V, dtype=torch.float32, device=call.v.device)
-    _states(call, made, None, None, cut, (decays, ends), True, two, sums)
+    _states(call, made, None, None, cut, (decays, ends), True, sums)
     return decays, ends
 
 
@@ -231,7 +225,7 @@ def _states_config(call: Any, target: Target) -> tuple[Config, int]:
 
 def _states(
     call: Any, made: Any, kept: Tensor | None, final: Tensor | None, cut: Any, maps: tuple[Any, Any], MAP: bool,
-    TWO: bool, sums: Tensor | None = None,
+    sums: Tensor | None = None,
 ) -> None:  # fmt: skip
     _, T, G, H, K, V, N = call.sizes
     v, target = call.v, target_of(call.v.device)
@@ -245,5 +239,5 @@ def _states(
         k, v, g, state, call.offsets, kept, final, *maps, sums,
         k.stride(), v.stride(), strides(g), strides(state), T, N, H, R, K, V, walks,
         config=config, CAUSAL=call.causal, PER_CHANNEL=made is not None,
-        PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK, STRETCH=cut.tokens, MAP=MAP, TWO=TWO, BLOCK_H=heads,
+        PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK, STRETCH=cut.tokens, MAP=MAP, BLOCK_H=heads,
     )  # fmt: skip

@@ -34,7 +34,7 @@ def keys_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, g_ptr, bonus_ptr, offsets_ptr, states_ptr, ends_ptr, do_ptr,
     sums_ptr, far_ptr, dq_ptr, dk_ptr, dg_ptr, d_bonus_ptr,
     q_strides, k_strides, v_strides, g_strides, bonus_strides, do_strides, scale, zero, T, N, H, R, K, V, part,
-    share, size, CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, CONSTANT: tl.constexpr, SPLIT: tl.constexpr,
+    share, size, CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, SPLIT: tl.constexpr,
     ALONE: tl.constexpr, AHEAD: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +44,7 @@ def keys_kernel(  # type: ignore[no-untyped-def]
     one block of V, so that the next head's tiles are loaded while this one's are multiplied. In both rise and fall
     weigh sums over V, and not what is summed.
     What is left to sum goes to parts: dq and dk to that of their share of heads, `size` entries apart; dg of a gate per
-    token to that of its block of K, `part` entries apart; constant gates' and the bonus' to that of its chunk.
+    token to that of its block of K, `part` entries apart; the bonus' to that of its chunk.
     """
     OWN: tl.constexpr = bonus_ptr is None
     NEAR: tl.constexpr = k_ptr.dtype.element_ty != tl.float32
@@ -62,7 +62,7 @@ def keys_kernel(  # type: ignore[no-untyped-def]
     if offsets_ptr is not None:  # noqa: SIM102  known before n is
         if n < 0:  # no such chunk: its parts are 0, of slots that may hold anything
             n, stop, slot, start = 0, 0, 0, 0
-            if not CONSTANT and d_bonus_ptr is None:
+            if d_bonus_ptr is None:
                 heads = 0
     # A loop over V that might be left out would set its sums to 0 there again, and Hopper's assembler would have each
     # product wait for the one before it (its note C7515).
@@ -143,12 +143,8 @@ def keys_kernel(  # type: ignore[no-untyped-def]
                         if BLOCKS > 1:  # and of those before: what is stored last is the sum
                             dg += dg_before
                             dg_before = dg
-                        if CONSTANT:
-                            dg = tl.sum(tl.where(t0 + t < stop, dg, 0.0))
-                            tl.store(dg_ptr + (chunk * tl.cdiv(K, BLOCKS * BLOCK_K) + block) * H + h, dg)
-                        else:
-                            to = dg_ptr + tl.cast(block, tl.int64) * part + row * T * H + h
-                            tl.store(to + (t0 + t) * H, dg.to(dg_ptr.dtype.element_ty), mask=t0 + t < stop)
+                        to = dg_ptr + tl.cast(block, tl.int64) * part + row * T * H + h
+                        tl.store(to + (t0 + t) * H, dg.to(dg_ptr.dtype.element_ty), mask=t0 + t < stop)
                 pairs_of_all += dA * W
             if not OWN:
                 own = tl.sum(tl.where(t[:, None] == t[None, :], dA, 0.0), 1)[:, None]
@@ -267,15 +263,15 @@ def of_channels(  # type: ignore[no-untyped-def]
 @triton.jit
 def sums_kernel(  # type: ignore[no-untyped-def]
     g_ptr, dg_ptr, bonus_ptr, d_bonus_ptr, q_ptr, dq_ptr, k_ptr, dk_ptr, offsets_ptr, g_parts, g_size, bonus_parts,
-    bonus_size, parts, q_size, k_size, T, N, CONSTANT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr,
+    bonus_size, parts, q_size, k_size, T, N, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sums over parts [parts, size] of what gradients have them, in a fixed order; where not, the size is 0.
 
-    Packed, only of tokens that a document has: no other has parts. CONSTANT gates and the bonus have no tokens.
+    Packed, only of tokens that a document has: no other has parts. The bonus has no tokens.
     """
     block = tl.program_id(0)
     if g_ptr is not None:
-        _sum(block, g_ptr, dg_ptr, None if CONSTANT else offsets_ptr, g_parts, g_size, T, N, BLOCK_P, BLOCK)
+        _sum(block, g_ptr, dg_ptr, offsets_ptr, g_parts, g_size, T, N, BLOCK_P, BLOCK)
         block -= tl.cdiv(g_size, BLOCK)
     if bonus_ptr is not None:
         _sum(block, bonus_ptr, d_bonus_ptr, None, bonus_parts, bonus_size, T, N, BLOCK_P, BLOCK)
@@ -339,7 +335,7 @@ def sums_rule(parts: int, target: Target) -> Config:
 def backward(
     call: Any, made: Any, states: Tensor, ends: Tensor | None, do: Tensor, found: Sequence[Tensor | None], chunks: int
 ) -> None:
-    """Fills the gradients of q, k, log_decay and the bonus (`found`), None where not needed.
+    """Fills the gradients of q, k, log_decay and the bonus (`found`), None where not needed, or constant.
 
     `states`: what the forward kept, or the last ones where it is not causal; `ends`: their gradients. `chunks`: at most
     so many (ops/gpu.py). `made`: the Pairs of gates per channel (kernels_triton_pairs.py).
@@ -350,17 +346,16 @@ def backward(
         return
     dq, dk, dg, d_bonus = found
     by_channel = made is not None
-    constant = call.constant
     key = do.dtype, K, V, by_channel, call.bonus is not None, H > G
     config = configure("linear_keys", key, partial(keys_rule, *key), target, WIDTHS)
     blocks = -(-K // config["BLOCK_K"])
     # Gates want sums over all channels: where one program has them, no launch has to add them up.
     gated = dg is not None and not by_channel and call.bonus is None and H == G
     blocks, together = (1, blocks) if gated and target.arch == 90 else (blocks, 1)
-    g_parts = chunks * blocks if constant else 1 if by_channel else blocks
-    g_size = H if constant else B * T * H
+    g_parts = 1 if by_channel else blocks
+    g_size = B * T * H
     dg_parts = bonus_parts = None
-    if dg is not None and (constant or g_parts > 1):
+    if dg is not None and g_parts > 1:
         dg_parts = torch.empty(g_parts, g_size, dtype=torch.float32, device=do.device)
     if d_bonus is not None:
         bonus_parts = torch.empty(chunks, H, K, dtype=torch.float32, device=do.device)
@@ -379,23 +374,21 @@ def backward(
         *onto, dg if dg_parts is None else dg_parts, bonus_parts,
         call.q.stride(), call.k.stride(), call.v.stride(), strides(g), strides(call.bonus), do.stride(),
         call.scale, 0, T, N, H, H // G, K, V, g_size, share, call.q.numel(),
-        config=config, CAUSAL=call.causal, PER_CHANNEL=by_channel, CONSTANT=constant, SPLIT=parts > 1, CHUNK=CHUNK,
+        config=config, CAUSAL=call.causal, PER_CHANNEL=by_channel, SPLIT=parts > 1, CHUNK=CHUNK,
         ALONE=H == G, BLOCKS=together, AHEAD=H > G and not by_channel and config["BLOCK_V"] >= V,
         PRECISION=float_precision(do.dtype, target),
     )  # fmt: skip
     left = (dg_parts, dg, g_parts), (bonus_parts, d_bonus, chunks), (dq_parts, dq, parts), (dk_parts, dk, parts)
-    _sums(left, call.offsets, T, N, constant, target)
+    _sums(left, call.offsets, T, N, target)
 
 
-def sums(call: Any, parts: Tensor, dg: Tensor) -> None:
-    """Fills dg with the sum of its parts, where these are all that is left to sum."""
-    _, T, *_, N = call.sizes
-    nothing = None, None, 0
-    _sums(((parts, dg, parts.shape[0]), *(nothing,) * 3), call.offsets, T, N, call.constant, target_of(dg.device))
+def sums(parts: Tensor, dg: Tensor) -> None:
+    """Fills dg, which has no tokens, with the sum of its parts."""
+    _sums(((parts, dg, parts.shape[0]), *((None, None, 0),) * 3), None, 0, 0, target_of(dg.device))
 
 
 def _sums(
-    left: Sequence[tuple[Tensor | None, Tensor | None, int]], offsets: Tensor | None, T: int, N: int, constant: bool,
+    left: Sequence[tuple[Tensor | None, Tensor | None, int]], offsets: Tensor | None, T: int, N: int,
     target: Target,
 ) -> None:  # fmt: skip
     """What parts are left to sum: (parts, the sum, how many), None where there is none."""
@@ -410,5 +403,5 @@ def _sums(
         (sum(-(-size // config["BLOCK"]) for size in sizes),),
         *(x for one, into, _ in left for x in (one, into)),
         offsets, g_parts, sizes[0], bonus_parts, sizes[1], parts, *sizes[2:], T, N,
-        config=config, CONSTANT=constant,
+        config=config,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from foci.core.tune import Config, Target, by_tma, configure, launch, side, stri
 from foci.tiles.memory import load_tile, opened, present, store_tile
 from foci.tiles.near import store_powers
 from foci.tiles.rest import behind, clear_rest
-from foci.tiles.state import chunk_at, sequence, weighed
+from foci.tiles.state import chunk_at, sequence
 from foci.tiles.stretches import join_states, stretch
 
 CHUNK = 64
@@ -54,8 +54,8 @@ def sums_kernel(  # type: ignore[no-untyped-def]
 def walk_kernel(  # type: ignore[no-untyped-def]
     x_ptr, y_ptr, z_ptr, gates_ptr, pairs_ptr, state_ptr, offsets_ptr, out_ptr, kept_ptr, last_ptr, decays_ptr,
     maps_ptr, parts_ptr, dg_ptr, x_strides, y_strides, z_strides, state_strides, scale, T, N, H, R, K, V, walks,
-    BACK: tl.constexpr, TWO: tl.constexpr, CHUNK: tl.constexpr, STRETCH: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK_X: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_H: tl.constexpr,
+    BACK: tl.constexpr, CHUNK: tl.constexpr, STRETCH: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_X: tl.constexpr,
+    BLOCK_Z: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_Z columns of out, of the last state, and of the states that are kept, each at a chunk's start.
 
@@ -123,7 +123,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
                 A *= tl.exp2(tl.trans(c) - c if BACK else c - tl.trans(c))
                 rise, fall = tl.exp2(c), tl.exp2(whole - c)
                 o *= fall if BACK else scale * rise
-                w, rest_of_w = weighed(w, scale * rise if BACK else fall, TWO)
+                w = (w * (scale * rise if BACK else fall)).to(tl.bfloat16)
                 S *= tl.exp2(whole)
                 ahead = chunk - 1 if BACK else chunk + 1
                 whole = tl.load(gates_ptr + ahead * H * CHUNK, mask=i + 1 < count, other=0.0)
@@ -134,8 +134,6 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             A = tl.where(t[:, None] >= t[None, :] if BACK else t[:, None] <= t[None, :], A, 0.0).to(tl.bfloat16)
         o = tl.dot(left, A, o)
         S = tl.dot(w, y, S)
-        if TWO:
-            S = tl.dot(rest_of_w, y, S)
         if pairs_ptr is not None and not BACK:
             o *= scale
         out_there.store([t0, z0], tl.trans(o).to(tl.bfloat16))
@@ -148,23 +146,19 @@ def walk_kernel(  # type: ignore[no-untyped-def]
 def sides_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, sums_ptr, do_ptr, d_final_ptr, offsets_ptr, kept_ptr, dq_ptr, dk_ptr, parts_ptr, decays_ptr,
     starts_ptr, q_strides, k_strides, v_strides, do_strides, d_final_strides, scale, T, N, H, K, V,
-    CONSTANT: tl.constexpr, CHUNK: tl.constexpr, STRETCH: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Z: tl.constexpr,
+    CHUNK: tl.constexpr, STRETCH: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Z: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_Z columns of dq and dk, from last to first, with as many rows of dS [Z,X]; parts of gates' gradients.
 
     Of each chunk ROWS rows: of each token q dq less what pairs give k dk, for its gate and those before it, by four
-    warps; what dS gives k dk, for the gates behind it, likewise; and S dS, for all. Or the sum for a CONSTANT gate.
+    warps; what dS gives k dk, for the gates behind it, likewise; and S dS, for all.
     """
     GATES: tl.constexpr = parts_ptr is not None
     blocks = tl.cdiv(K, BLOCK_Z)
     z0, rest = tl.program_id(0) % blocks * BLOCK_Z, tl.program_id(0) // blocks
     h = (rest % H).to(tl.int64)
     n, _, _, _, first, end, piece = stretch(offsets_ptr, rest // H, T, N, STRETCH)
-    if CONSTANT:
-        parts_ptr += (rest // H * blocks + tl.program_id(0) % blocks) * H + h
     if n < 0:
-        if CONSTANT:
-            tl.store(parts_ptr, 0.0)
         return
     n = tl.cast(n, tl.int64)
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
@@ -182,7 +176,7 @@ def sides_kernel(  # type: ignore[no-untyped-def]
         sums_ptr += slot * CHUNK + CHUNK - 1
         whole = tl.load(sums_ptr + (count - 1) * H * CHUNK, mask=count > 0, other=0.0)
     t, z, warp = tl.arange(0, CHUNK), tl.arange(0, BLOCK_Z), tl.arange(0, 4)
-    if GATES and not CONSTANT:
+    if GATES:
         parts_ptr += (slot * blocks + z0 // BLOCK_Z) * ROWS * CHUNK
         rows = warp[:, None] * CHUNK + t[None, :]
     dS = tl.zeros([BLOCK_Z, BLOCK_X], tl.float32)
@@ -193,7 +187,6 @@ def sides_kernel(  # type: ignore[no-untyped-def]
     if STRETCH > 0:
         behind = tl.cdiv(stop - end, STRETCH)
         dS = join_states(dS, decays_ptr, starts_ptr, piece + behind, behind, h, H, z0, K, 0, V, -1)
-    of_all, of_start = tl.zeros([4, CHUNK], tl.float32), tl.zeros([BLOCK_Z], tl.float32)
     for i in tl.range(count):
         chunk = count - 1 - i
         t0 = first + chunk * CHUNK
@@ -223,27 +216,18 @@ def sides_kernel(  # type: ignore[no-untyped-def]
         dk_there.store([t0, z0], tl.trans(dk).to(tl.bfloat16))
         if GATES:
             of_token += of_states - by_warps(dk * tl.trans(k))
-            if CONSTANT:
-                here = tl.minimum(end - t0, CHUNK)
-                of_all += of_token * (t + 1)[None, :] + tl.where(t < here, here - 1 - t, 0)[None, :] * of_states
-                of_start += of_S * here
-            else:
-                to = parts_ptr + tl.cast(chunk, tl.int64) * H * blocks * ROWS * CHUNK
-                tl.store(to + rows, of_token)
-                tl.store(to + 4 * CHUNK + rows, of_states)
-                tl.store(to + 8 * CHUNK + z, of_S)
+            to = parts_ptr + tl.cast(chunk, tl.int64) * H * blocks * ROWS * CHUNK
+            tl.store(to + rows, of_token)
+            tl.store(to + 4 * CHUNK + rows, of_states)
+            tl.store(to + 8 * CHUNK + z, of_S)
         w = tl.trans(q)
         if sums_ptr is not None:
-            w, rest_of_w = weighed(w, scale * tl.exp2(c), CONSTANT)
+            w = (w * (scale * tl.exp2(c))).to(tl.bfloat16)
             dS *= tl.exp2(whole)
             whole = tl.load(sums_ptr + (chunk - 1) * H * CHUNK, mask=chunk > 0, other=0.0)
         else:
             w = (w * scale).to(tl.bfloat16)
         dS = tl.dot(w, do, dS)
-        if CONSTANT:
-            dS = tl.dot(rest_of_w, do, dS)
-    if CONSTANT:
-        tl.store(parts_ptr, tl.sum(of_all) + tl.sum(of_start))
 
 
 @triton.jit
@@ -336,13 +320,10 @@ def walk_back(
     call: Any, made: Any, sums: Tensor | None, do: Tensor, d_final: Tensor | None, found: Sequence[Tensor | None],
     parts: Tensor | None, cut: Any, maps: tuple[Tensor | None, ...],
 ) -> None:  # fmt: skip
-    """Fills what is `found`: dv, gradients of the states at the chunks' ends and of the first, and dg, of its `parts`.
-
-    The parts of constant gates are left as they are.
-    """
+    """Fills what is `found`: dv, gradients of the states at the chunks' ends and of the first, dg of its `parts`."""
     dv, ends, d_state, dg = found
-    if parts is None or parts.dim() == 2:
-        parts = dg = None
+    if parts is None:
+        dg = None
     if dv is None and ends is None and d_state is None and dg is None:
         return
     operands = (call.k, call.q, do, sums, None)
@@ -359,8 +340,7 @@ def _walk(
     _, T, _, H, K, V, N = call.sizes
     x, y, z, _, pairs = operands
     target = target_of(out.device)
-    two = not back and kept is not None and call.in_two
-    alone = two or (pairs is not None and kept is not None)  # two programs do not fit
+    alone = pairs is not None and kept is not None  # two do not fit
     few = alone or cut.programs * H * -(-V // 64) <= target.processors
     config = configure("linear_walk", (K, V, pairs is not None, back, few), partial(rule, few), target, WIDTHS)
     walks, heads = cut.programs * H * -(-V // config["BLOCK_Z"]), side(H, 16)
@@ -370,7 +350,7 @@ def _walk(
         (walks + slots * -(-H // heads),),
         *operands, state, call.offsets, out, kept, last, *maps, parts, dg,
         x.stride(), y.stride(), z.stride(), strides(state), call.scale, T, N, H, H // x.shape[2], K, V, walks,
-        config=config, BACK=back, TWO=two, CHUNK=CHUNK, STRETCH=cut.tokens, BLOCKS=blocks,
+        config=config, BACK=back, CHUNK=CHUNK, STRETCH=cut.tokens, BLOCKS=blocks,
         BLOCK_X=K, BLOCK_H=heads,
     )  # fmt: skip
 
@@ -379,22 +359,19 @@ def sides(
     call: Any, sums: Tensor | None, kept: Tensor, do: Tensor, d_final: Tensor | None, found: tuple[Tensor | None, ...],
     slots: int, cut: Any, maps: tuple[Tensor | None, ...],
 ) -> Tensor | None:  # fmt: skip
-    """Fills dq and dk. If dg is among what is `found`, parts [slots,H,blocks,ROWS,CHUNK], of constant gates [.,H]."""
+    """Fills dq and dk. If dg is among what is `found`, parts [slots,H,blocks,ROWS,CHUNK] of it."""
     _, T, _, H, K, V, N = call.sizes
     target, (dq, dk, dg) = target_of(do.device), found
-    constant = dg is not None and call.constant
-    alone = sums is None or constant  # with 128 channels two do not fit
-    few = alone or cut.programs * H * -(-K // 64) <= target.processors
+    few = cut.programs * H * -(-K // 64) <= target.processors or sums is None  # with 128 channels two do not fit
     config = configure("linear_sides", (K, V, dg is not None, few), partial(rule, few), target)
     blocks, parts = K // config["BLOCK_Z"], None
     if dg is not None:
-        shape = (cut.programs * blocks, H) if constant else (slots, H, blocks, ROWS.value, CHUNK)
-        parts = torch.empty(shape, dtype=torch.float32, device=do.device)
+        parts = torch.empty(slots, H, blocks, ROWS.value, CHUNK, dtype=torch.float32, device=do.device)
     launch(
         sides_kernel,
         (cut.programs * H * blocks,),
         call.q, call.k, call.v, sums, do, d_final, call.offsets, kept, dq, dk, parts, *maps,
         call.q.stride(), call.k.stride(), call.v.stride(), do.stride(), strides(d_final), call.scale, T, N, H, K, V,
-        config=config, CONSTANT=constant, CHUNK=CHUNK, STRETCH=cut.tokens, BLOCK_X=V,
+        config=config, CHUNK=CHUNK, STRETCH=cut.tokens, BLOCK_X=V,
     )  # fmt: skip
     return parts
