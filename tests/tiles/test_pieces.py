@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from foci.core.tune import interpreting
-from foci.tiles.pieces import FORGOTTEN, WARM, forgotten, remembered, share, slow_pieces
+from foci.tiles.pieces import FORGOTTEN, WARM, forgotten, remembered, share, silent, slow_pieces
 
 if not interpreting() and not torch.cuda.is_available():
     pytest.skip("kernels need a GPU or TRITON_INTERPRET=1, which `make test` sets for these", allow_module_level=True)
@@ -33,9 +33,9 @@ def remembered_kernel(reach_ptr, begin_ptr, lost_ptr, step, count, MOST: tl.cons
 
 
 @triton.jit
-def slow_kernel(reach_ptr, own_ptr, later_ptr, step, pieces, chunks, FAR: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def slow_kernel(reach_ptr, own_ptr, later_ptr, step, pieces, chunks, still, FAR: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     piece = tl.program_id(0)
-    own, later = slow_pieces(reach_ptr, step, piece, pieces, chunks, FAR, BLOCK)
+    own, later = slow_pieces(reach_ptr, step, piece, pieces, chunks, still, FAR, BLOCK)
     tl.store(own_ptr + piece, own)
     tl.store(later_ptr + piece, later)
 
@@ -44,6 +44,11 @@ def slow_kernel(reach_ptr, own_ptr, later_ptr, step, pieces, chunks, FAR: tl.con
 def forgotten_kernel(x_ptr, out_ptr, t1, t2):  # type: ignore[no-untyped-def]
     there = tl.make_tensor_descriptor(x_ptr, [128, 16], [16, 1], [32, 16])
     tl.store(out_ptr + tl.arange(0, 16), forgotten(there, t1, t2, 0, 32, 16))
+
+
+@triton.jit
+def silent_kernel(x_ptr, out_ptr, start, stop, cols, stride_row, stride_col, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(out_ptr, silent(x_ptr, start, stop, stride_row, cols, stride_col, CHUNK, 16))
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 2, 6, 7, 50, 128, 1000])
@@ -83,8 +88,11 @@ def test_a_piece_begins_where_nothing_before_it_is_left(kind: str, step: int, bl
 
 @pytest.mark.parametrize("block", [2, 16])
 @pytest.mark.parametrize("step", [1, 3, -2])
-@pytest.mark.parametrize(("kind", "far"), [("random", 4), ("never", 8), ("infinite", 8), ("at once", 1)])
-def test_a_piece_is_slow_by_the_chunks_before_it_alone(kind: str, far: int, step: int, block: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "far", "still"),
+    [("random", 4, 0), ("never", 8, 0), ("never", 8, 11), ("infinite", 8, 0), ("at once", 1, 0)],
+)
+def test_a_piece_is_slow_by_the_chunks_before_it_alone(kind: str, far: int, still: int, step: int, block: int) -> None:
     draw, count, pieces = torch.Generator().manual_seed(5), 40, 7
     reach = -60 * torch.rand(count, generator=draw)
     reach = {"random": reach, "never": reach / 1000, "infinite": reach, "at once": reach - 200}[kind]
@@ -94,13 +102,17 @@ def test_a_piece_is_slow_by_the_chunks_before_it_alone(kind: str, far: int, step
     memory[:: abs(step)] = reach if step > 0 else reach.flip(0)
     start = memory.to(DEVICE) if step > 0 else memory.to(DEVICE)[(count - 1) * -step :]
     own, later = torch.empty(2, pieces, dtype=torch.int32, device=DEVICE)
-    slow_kernel[(pieces,)](start, own, later, step, pieces, count, far, block)
+    slow_kernel[(pieces,)](start, own, later, step, pieces, count, still, far, block)
     ends = torch.empty(pieces, 2, dtype=torch.int32, device=DEVICE)
     shares_kernel[(pieces,)](ends, pieces, count)
-    wanted = [far < first and bool(reach[first - far : first].sum() > FORGOTTEN.value) for first, _ in ends.tolist()]
+    wanted = [
+        far < first - still and bool(reach[first - far : first].sum() > FORGOTTEN.value) for first, _ in ends.tolist()
+    ]
     assert own.tolist() == wanted
     assert later.tolist() == [any(wanted[piece + 1 :]) for piece in range(pieces)]
-    assert (0 < sum(wanted) < pieces - 1) == (kind in ("random", "infinite")) and any(wanted) == (kind != "at once")
+    assert (0 < sum(wanted) < pieces - 1) == (kind in ("random", "infinite") or still > 0) and any(wanted) == (
+        kind != "at once"
+    )
 
 
 @pytest.mark.parametrize("wrong", [None, math.nan, math.inf])
@@ -111,3 +123,19 @@ def test_what_is_forgotten_leaves_nothing_but_what_is_no_number(wrong: float | N
         x[100, 5] = wrong
     forgotten_kernel[(1,)](x, out, 32, 96)
     assert out.isnan().tolist() == [c == 3 and wrong is not None for c in range(16)] and (out.nan_to_num() == 0).all()
+
+
+@pytest.mark.parametrize(("last", "wanted"), [(None, 4), (0, 3), (31, 3), (32, 2), (95, 1), (96, 0), (99, 0)])
+@pytest.mark.parametrize("value", [1e-30, math.nan, -math.inf])
+def test_chunks_are_silent_from_the_end_to_the_last_that_is_not_0(last: int | None, wanted: int, value: float) -> None:
+    """Of rows 7 to 107, a chunk of which has 32; others are not asked, and -0 is 0."""
+    x = torch.full((120, 2, 24), -0.0)
+    x[:7], x[107:], x[:, 1] = 1.0, 1.0, 1.0
+    if last is not None:
+        x[7 + last, 0, 20] = value
+    x, out = x.to(DEVICE), torch.empty(1, dtype=torch.int32, device=DEVICE)
+    for rows, turned in ((x, False), (x.transpose(0, 2).contiguous().transpose(0, 2), True)):
+        silent_kernel[(1,)](rows, out, 7, 107, 24, rows.stride(0), rows.stride(2), 32)
+        assert out.item() == wanted, turned
+    silent_kernel[(1,)](x, out, 7, 7, 24, 48, 1, 32)
+    assert out.item() == 0

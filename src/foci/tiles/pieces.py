@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from foci.tiles.memory import load_tile
+
 FORGOTTEN: tl.constexpr = tl.constexpr(-150.0)  # of powers of 2: as a factor that is 0 in float32
 WARM: tl.constexpr = tl.constexpr(18)  # chunks that warm up a piece, as gates of trained models have it
 
@@ -38,17 +40,19 @@ def remembered(reach_ptr, step, count, MOST: tl.constexpr, BLOCK: tl.constexpr =
 
 
 @triton.jit
-def slow_pieces(reach_ptr, step, piece, pieces, chunks, FAR: tl.constexpr, BLOCK: tl.constexpr = 32):  # type: ignore[no-untyped-def]
+def slow_pieces(  # type: ignore[no-untyped-def]
+    reach_ptr, step, piece, pieces, chunks, still, FAR: tl.constexpr, BLOCK: tl.constexpr = 32
+):
     """(1 where more than FAR chunks, a power of 2, before a piece are not forgotten, 1 where so before a later one).
 
-    Of its own only chunks before a piece tell, so that what comes later changes nothing.
+    Of its own only chunks before a piece tell, and the first that are `silent` as if they were none.
     """
     own, later = 0, 0
     for i in tl.range(piece, pieces, BLOCK):
         each = i + tl.arange(0, BLOCK)
         ahead, _ = share(each, pieces, chunks)
         at = ahead[:, None] - 1 - tl.arange(0, FAR)[None, :]
-        ours = (each < pieces) & (ahead > FAR)
+        ours = (each < pieces) & (ahead - still > FAR)
         reach = tl.load(reach_ptr + at.to(tl.int64) * step, mask=ours[:, None], other=0.0)
         slow = (ours & (tl.sum(reach, 1) > FORGOTTEN)).to(tl.int32)
         own = tl.maximum(own, tl.max(tl.where(each == piece, slow, 0), 0))
@@ -66,3 +70,19 @@ def forgotten(there, t1, t2, v0, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr):  #
     for t0 in tl.range(t1, t2, CHUNK, num_stages=8):
         left += there.load([t0, v0]).to(tl.float32) * 0.0
     return tl.sum(left, 0)
+
+
+@triton.jit
+def silent(ptr, start, stop, stride_row, cols, stride_col, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many chunks of the rows from start to stop, from the last one on, hold nothing but 0."""
+    n, count = 0, tl.cdiv(stop - start, CHUNK)
+    still = count > 0
+    while still:
+        t0, found = start + (count - 1 - n) * CHUNK, tl.zeros([CHUNK], tl.int32)
+        for col0 in range(0, cols, BLOCK_C):
+            x = load_tile(ptr, t0, stop, stride_row, col0, cols, stride_col, CHUNK, BLOCK_C)
+            found |= tl.max((x != 0.0).to(tl.int32), 1)
+        nothing = tl.max(found, 0) == 0
+        n += nothing.to(tl.int32)
+        still = nothing & (n < count)
+    return n

@@ -238,10 +238,21 @@ class TestInPieces:
         flags = [None if slow is None else slow.flatten().tolist() for slow, _ in found]
         assert flags == ([[0, 1, 1, 0], [0, 0, 0, 1]] if by_maps else [None, None])
 
-    def test_what_comes_later_changes_no_bit(self, in_pieces: Callable[[int], None]) -> None:
-        inputs = problem(small(T=320, gates=Draw.gates))
+    @pytest.mark.parametrize(("gates", "T", "starts"), [(Draw.gates, 320, (300, 100)), (NEVER, 960, (640, 700, 100))])
+    def test_what_comes_later_changes_no_bit(
+        self,
+        gates: Any,
+        T: int,
+        starts: tuple[int, ...],
+        in_pieces: Callable[[int], None],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Nor says it whether pieces of what comes before begin by maps, which round otherwise."""
+        in_pieces(T // 160)
+        monkeypatch.setattr(token_walks, "FAR", 4)
+        inputs = problem(small(T=T, gates=gates))
         d_out, d_final = draws(inputs)
-        for start in (300, 100):
+        for start in starts:
             d_out[:, start:], d_final[:] = 0, 0
             later = {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
             for name in ("q", "k", "v", "beta"):

@@ -2,7 +2,8 @@
 
 Which pieces these are only the GPU knows. So the walk of kernels_triton_token_walks.py is launched once more before: it
 finds out, and makes maps S -> M S + N (tiles/affine.py) of all pieces before one of those; mostly it has nothing to do.
-Then the launch here joins them, one product M S after the other. What is before a piece decides, and nothing later.
+Then the launch here joins them, one product M S after the other. What is before a piece decides, and nothing later; in
+a backward what is behind it, but not what is behind all gradients: of those no bit may know what comes later.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def join_kernel(  # type: ignore[no-untyped-def]
     v0, head = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V, tl.program_id(0) // tl.cdiv(V, BLOCK_V)
     at, piece = (tl.cast(head, tl.int64) // H * pieces) * H + head % H, tl.arange(0, PIECES)
     slow = tl.load(slow_ptr + at + piece * H, mask=piece < pieces, other=0)
-    last = tl.max(tl.where(slow != 0, piece, 0), 0)
+    last = tl.max(tl.where(slow > 0, piece, 0), 0)
     if last == 0:
         return
     S = (load_tile(N_ptr + at * K * V, 0, K, V, v0, V, 1, K, BLOCK_V),)
@@ -53,7 +54,7 @@ def by_maps(call: Any, target: Target, pieces: int) -> bool:
 
 
 def starts(call: Any, pieces: int, make: Callable[..., None]) -> tuple[Tensor | None, Tensor | None]:
-    """Which pieces are slow [N,pieces,H], and with what state these begin [N,pieces,H,K,V].
+    """Which pieces are slow [N,pieces,H], if above 0, and with what state these begin [N,pieces,H,K,V].
 
     Two launches, without much to do where none is; none where `by_maps` says so. `make` fills (slow, N, M).
     """

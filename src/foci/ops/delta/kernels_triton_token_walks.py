@@ -38,7 +38,7 @@ from foci.core.tune import Config, Target, by_tma, configure, launch, side, stri
 from foci.tiles.affine import added, faded, load_columns, load_state, store_map, store_state, turned, with_unit
 from foci.tiles.memory import load_tile, opened, present
 from foci.tiles.near import UNREAD
-from foci.tiles.pieces import forgotten, remembered, share, slow_pieces
+from foci.tiles.pieces import forgotten, remembered, share, silent, slow_pieces
 from foci.tiles.state import halves, in_two, nearest_in_two, sequence
 
 CHUNK = 64
@@ -75,7 +75,7 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
     tokens, first = row * T * H + h, tl.cast(slot, tl.int64) * H + h
     behind_V = v0 - tl.cdiv(V, BLOCK_V) * BLOCK_V
     if out_ptr is None:  # before anything else, as mostly nothing else is to be done
-        slow, later = slow_pieces(reach_ptr + first, H, piece, pieces, chunks, FAR)
+        slow, later = slow_pieces(reach_ptr + first, H, piece, pieces, chunks, 0, FAR)
         if v0 == 0:
             tl.store(slow_ptr + rest, slow)
         if (later == 0) | ((piece == 0) & (behind_V >= 0)):
@@ -242,7 +242,8 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
     """BLOCK_V columns of one head's dS through one sequence, last chunk to first: the backward's `walk_kernel`.
 
     With `reach_ptr` through one of its `pieces`, counted from the end, after what behind it is not forgotten;
-    `slow_ptr` and, without `dv_ptr`, maps as the forward has them.
+    `slow_ptr` and, without `dv_ptr`, maps as the forward has them. But behind the last gradient no gate tells a piece
+    how it begins, which would know the future: of a piece that is not slow `slow_ptr` has less the chunks there.
     """
     tl.static_assert(TILES == 1 or reach_ptr is None)
     K: tl.constexpr = TILES * BLOCK_K
@@ -256,10 +257,20 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
     row, count = tl.cast(b, tl.int64), tl.cdiv(stop - start, CHUNK)
     tokens, first = row * T * H + h, tl.cast(slot, tl.int64) * H + h
     behind_V = v0 - tl.cdiv(V, BLOCK_V) * BLOCK_V
+    d_out_ptr += row * d_out_strides[0] + h * d_out_strides[2]
+    if d_final_ptr is not None:
+        d_final_ptr += n * d_final_strides[0] + h * d_final_strides[1]
     if dv_ptr is None:
-        slow, later = slow_pieces(reach_ptr + first + (count - 1) * H, -H, piece, pieces, count, FAR)
+        slow, later = slow_pieces(reach_ptr + first + (count - 1) * H, -H, piece, pieces, count, 0, FAR)
+        still = 0
+        if (slow != 0) | (later != 0):
+            still = silent(d_out_ptr, start, stop, d_out_strides[1], V, d_out_strides[3], CHUNK, BLOCK_V)
+            if d_final_ptr is not None:
+                none = silent(d_final_ptr, 0, K, d_final_strides[2], V, d_final_strides[3], CHUNK, BLOCK_V) * CHUNK >= K
+                still = tl.where(none, still, 0)
+            slow, later = slow_pieces(reach_ptr + first + (count - 1) * H, -H, piece, pieces, count, still, FAR)
         if v0 == 0:
-            tl.store(slow_ptr + rest, slow)
+            tl.store(slow_ptr + rest, tl.where(slow != 0, 1, -still))
         if (later == 0) | ((piece == 0) & (behind_V >= 0)):
             return
     q_there = opened(q_ptr + row * q_strides[0] + h // R * q_strides[2], stop, q_strides[1], K, CHUNK, BLOCK_K, True)
@@ -268,7 +279,6 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
         e_there = opened(
             e_ptr + row * e_strides[0] + h // R * e_strides[2], stop, e_strides[1], K, CHUNK, BLOCK_K, True
         )
-    d_out_ptr += row * d_out_strides[0] + h * d_out_strides[2]
     do_there = opened(d_out_ptr, stop, d_out_strides[1], V, CHUNK, BLOCK_V, True)
     A_there = opened(A_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
     X_there = opened(X_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
@@ -277,8 +287,6 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
         unsaid_there = opened(unsaid_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
         ends_there = opened(ends_ptr + first * K * V, count * H * K, V, V, BLOCK_K // 2, BLOCK_V, True)
     rows_there = opened(rows_ptr + first * 2 * CHUNK, 2 * H * count, CHUNK, CHUNK, 1, CHUNK, True)
-    if d_final_ptr is not None:
-        d_final_ptr += n * d_final_strides[0] + h * d_final_strides[1]
     rows = K if dv_ptr is not None or piece == 0 else 0
     dS = load_state(d_final_ptr, d_final_strides, rows, v0, V, TILES, BLOCK_K, BLOCK_V)
     if dv_ptr is None:
@@ -295,8 +303,10 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
             begin, lost = remembered(reach_ptr + first + (count - 1) * H, -H, own, UNREAD / 2)
             gone_by = begin
             if slow_ptr is not None:
-                slow = tl.load(slow_ptr + rest) != 0
-                begin, gone_by = tl.where(slow, own, begin), tl.where(slow, 0, begin)
+                told = tl.load(slow_ptr + rest)
+                slow = told > 0
+                gone_by = tl.where(slow, 0, begin)
+                begin = tl.where(slow, own, tl.minimum(tl.maximum(begin, -told), own))
             lost += forgotten(do_there, start + (count - gone_by) * CHUNK, start + count * CHUNK, v0, CHUNK, BLOCK_V)
             last_state = dS[0] * tl.where(begin == 0, 1.0, 0.0) + lost[:, None]
             if slow_ptr is not None:
