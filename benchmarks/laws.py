@@ -45,7 +45,8 @@ from foci.ops import SPECS
 # Parts of the cases, i/n of `foci check --cases`: an H200 has room for nine of them at once, what else it may be
 # asked beside them too (benchmarks/h200.sh).
 PARTS = {"softmax": 2, "linear": 3, "delta": 3, "selective_scan": 1, "scan": 1}
-EACH = 14 << 30  # bytes that a part holds in the mean, with what torch keeps: six filled an H100
+# GiB that a part holds in the mean, with what torch keeps: an H100 has 78.
+EACH = {"softmax": 14, "linear": 14, "delta": 25, "selective_scan": 14, "scan": 14}
 SHARE = 0.45  # of the time at most, that compiling before the laws may take
 LONG = 250.0  # seconds, in less of which an H200's host would compile large cases' kernels in place of other ones
 SPARE = 10.0  # seconds before the end: a part finds its GPU in some, and writes what it knows in others
@@ -142,14 +143,18 @@ def _asked(operator: str, cases: str, chosen: argparse.Namespace, report: Path, 
     ])  # fmt: skip
 
 
-def ask_each(chosen: argparse.Namespace, most: int, until: float) -> list[Part]:
-    """Begin to ask of every part of the cases, at most of so many at once until time is over."""
+def ask_each(chosen: argparse.Namespace, room: float, until: float) -> list[Part]:
+    """Begin to ask of every part of the cases, of one at least and of as many at once as have `room`, in GiB."""
     parts: list[Part] = []
     for operator, cases in parts_of(chosen.operators):
-        while sum(part.process.is_alive() for part in parts) >= most and time.monotonic() < until:
+        while (held := _held(parts)) and held + EACH[operator] > room and time.monotonic() < until:
             time.sleep(0.1)
         parts.append(ask(operator, cases, chosen, until))
     return parts
+
+
+def _held(parts: Sequence[Part]) -> int:
+    return sum(EACH[part.operator] for part in parts if part.process.is_alive())
 
 
 def finish(parts: Sequence[Part], until: float) -> None:
@@ -194,13 +199,13 @@ def summary(operator: str, dtype: str, parts: Sequence[Part]) -> Iterator[str]:
         yield f"  longest: {slow['number']} {slow['law']} of {slow['cases']}, {slow['seconds']:.0f} s{where}"
 
 
-def _gpu() -> tuple[Target, int]:
-    """The GPU as kernels know it, and how many processes it has room for; of a child: what has used one cannot fork."""
+def _gpu() -> tuple[Target, float]:
+    """The GPU as kernels know it, and its free GiB; asked by a child, as a process that has used one cannot fork."""
 
     def asked(send: Callable[[Any], None]) -> None:
         if not torch.cuda.is_available():
             return send(None)
-        send((tuple(target_of(torch.device("cuda", 0))), torch.cuda.mem_get_info(0)[0] // EACH))
+        send((tuple(target_of(torch.device("cuda", 0))), torch.cuda.mem_get_info(0)[0] / 2**30))
 
     try:
         found = next(iter(isolate.stream(asked, 60)))
@@ -213,7 +218,7 @@ def _gpu() -> tuple[Target, int]:
     if isinstance(found, isolate.Died):
         raise SystemExit(f"laws.py: the GPU cannot be asked: {found.reason}")
     target, room = found
-    return Target(*target), max(1, room)
+    return Target(*target), room
 
 
 def _seconds(text: str) -> float:
@@ -236,16 +241,16 @@ def run() -> None:
     began = time.monotonic()
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # whoever asks of GPUs leaves them to forks
     importlib.import_module("torch._dynamo")  # once, in place of once in every part
-    until, most = began + chosen.limit, sys.maxsize
+    until, room = began + chosen.limit, math.inf
     with tempfile.TemporaryDirectory() as folder:
         chosen.out = chosen.out or folder
         Path(chosen.out).mkdir(parents=True, exist_ok=True)
         ahead: AbstractContextManager[None] = nullcontext()
         if chosen.device == "cuda":
-            target, most = _gpu()
+            target, room = _gpu()
             ahead = compiling(chosen, target, began)
         with ahead:
-            parts = ask_each(chosen, most, until)
+            parts = ask_each(chosen, room, until)
             finish(parts, until)
         lines = [
             line for o in chosen.operators for line in summary(o, chosen.dtype, [p for p in parts if p.operator == o])

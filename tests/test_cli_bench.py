@@ -15,6 +15,7 @@ from foci import cli, cli_bench
 from foci.bench.record import Record, Writer, read
 from foci.cli_bench import _line
 from foci.cli_check import FUNCTIONS
+from foci.ops import SPECS
 
 QUICK = ["--shapes", "small", "--dtype", "float32", "--stages", "forward,both"]
 
@@ -62,6 +63,16 @@ def test_a_backend_by_name_and_no_peers(capsys: pytest.CaptureFixture[str]) -> N
     code, out, _ = run(["softmax", *QUICK, "--backends", "chunked,aten,chunked,", "--no-peers"], capsys)
     assert code == 0
     assert "foci chunked" in out and "foci aten" in out and "SDPA" not in out
+
+
+def test_ours_is_what_users_call_for_the_shape() -> None:
+    """The logarithm is another output, which peers do not give: it is asked for where its gradient is what is timed."""
+    spec = SPECS["softmax"]
+    for shape in spec.shapes:
+        for named in ([], ["chunked"]):
+            [ours] = cli_bench._ours(spec, named, shape)
+            assert ours.outputs == (("out", "lse") if shape.name.startswith("dlse") else ("out",)), shape.name
+    assert [each.outputs for each in cli_bench._ours(SPECS["scan"], [], SPECS["scan"].shapes[0])] == [("out", "state")]
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,10 @@ from foci.core.device import installed, machine
 from foci.core.spec import Candidate, Case, Spec
 from foci.core.tune import target_of
 from foci.ops import SPECS
+from foci.ops.softmax.api import attention
 
 ALIASES = {"decay": "linear"}
+_UNTOLD = {"softmax": attention}  # without the logarithm, which a user of no gradient through it does not ask for
 _FILES = ("records.jsonl", "roofline.svg", "index.html")
 _SLOWER = 1.05  # what --compare calls a regression, if it is beyond the spread of both as well
 
@@ -91,7 +93,7 @@ def bench(
     ends, skipped, took = time.monotonic() + limit, list[str](), _Laps()
     with nullcontext() if out is None else record.Writer(out / _FILES[0]) as file, _ready(tasks, options):
         for spec, ours, chosen in tasks:
-            candidates = [*ours, *(peers(spec.name, options.device) if others else [])]
+            theirs = peers(spec.name, options.device) if others else []
             if not found or time.monotonic() < ends:
                 _warm(spec, chosen, options)
             took.lap(f"{spec.name} compiled")
@@ -100,6 +102,7 @@ def bench(
                     skipped.append(f"{spec.name} {shape.name}")
                     continue
                 torch.compiler.reset()  # dynamo gives up, without a word, after eight graphs of one function
+                candidates = [*_ours(spec, ours, shape), *theirs]
                 for each in sweep(spec, candidates, [shape], options, top, Truth(spec)):
                     found.append(_placed(each))
                     typer.echo(_line(each, options.rounds))
@@ -116,10 +119,10 @@ def bench(
 
 
 class _Task(NamedTuple):
-    """One operator: ours, on these shapes."""
+    """One operator: the backends of ours that are named, if any are, on these shapes."""
 
     spec: Spec
-    ours: list[Candidate]
+    ours: list[str]
     shapes: list[Case]
 
 
@@ -128,7 +131,8 @@ def _tasks(operators: list[str], shapes: str, backends: str) -> list[_Task]:
     if not operators:
         raise ValueError(f"bench: name an operator ({', '.join(SPECS)}), or two files with --compare")
     specs = specs_of("bench", (ALIASES.get(name, name) for name in operators))
-    ours = [_ours(spec, backends) for spec in specs]
+    named = (words_of(backends) or [backends]) if backends else []
+    ours = [[backend_of("--backends", spec, name).name for name in named] for spec in specs]
     return [_Task(*each) for each in zip(specs, ours, shapes_of(specs, shapes), strict=True)]
 
 
@@ -173,14 +177,14 @@ def _warm(spec: Spec, shapes: list[Case], options: Options) -> None:
         warm(spec, shapes, options.dtype, target_of(options.device), workers=machine().cores)
 
 
-def _ours(spec: Spec, backends: str) -> list[Candidate]:
-    """What foci chooses, or the backends that are named; through the public function, as users call it."""
+def _ours(spec: Spec, backends: list[str], shape: Case) -> list[Candidate]:
+    """What foci chooses, or the backends that are named; through the public function that users call for this shape."""
     assert spec.adapt is not None
-    function = FUNCTIONS[spec.name]
+    told = any(f"d{log}" in shape.features for log in spec.logs)
+    function = FUNCTIONS[spec.name] if told else _UNTOLD.get(spec.name, FUNCTIONS[spec.name])
     if not backends:
         return [spec.adapt(function, name="foci")]
-    chosen = [backend_of("--backends", spec, name) for name in words_of(backends) or [backends]]
-    return [spec.adapt(partial(function, backend=b.name), name=f"foci {b.name}") for b in chosen]
+    return [spec.adapt(partial(function, backend=name), name=f"foci {name}") for name in backends]
 
 
 def _placed(each: Record) -> Record:

@@ -23,6 +23,11 @@ from torch import Tensor
 PATIENCE = 60.0  # seconds until what is waited for is taken never to come
 
 
+def told(options: dict[str, Any]) -> str:
+    """A test's name of its options, the same in every process: a function's own word has its address."""
+    return " ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in options.items())
+
+
 def plain(x: Any) -> Any:
     """The value of a constexpr."""
     return getattr(x, "value", x)

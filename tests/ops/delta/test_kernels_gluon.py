@@ -16,6 +16,7 @@ from foci.ops.delta.api import delta_rule
 from foci.ops.delta.call import bind
 from foci.ops.delta.cases import Delta, every_other_slow
 from foci.ops.draw import Draw
+from tests.ops.in_gluon import told
 
 from foci.ops.delta import kernels_triton_token_joins as joins  # isort: skip  after Triton's presence is known
 from foci.ops.delta import kernels_triton_token_walks as token_walks  # isort: skip
@@ -62,7 +63,7 @@ def apart(x: Tensor, y: Tensor) -> float:
 
 
 @on_hopper
-@pytest.mark.parametrize("options", SHAPES, ids=str)
+@pytest.mark.parametrize("options", SHAPES, ids=told)
 def test_the_budget_holds(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = problem(**options)
     found, beside = (walked(inputs, wide, monkeypatch) for wide in (True, False))
@@ -94,7 +95,7 @@ def test_what_comes_later_changes_no_bit(start: int, alike: bool, monkeypatch: p
 
 
 @on_hopper
-@pytest.mark.parametrize("options", BY_MAPS, ids=str)
+@pytest.mark.parametrize("options", BY_MAPS, ids=told)
 def test_it_begins_by_maps_too(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where some heads forget too slowly; near what one walk of the whole sequence finds."""
     inputs = problem(**{"gates": every_other_slow, "state": True} | options)

@@ -17,6 +17,7 @@ from foci.ops.delta.api import delta_rule
 from foci.ops.delta.call import bind
 from foci.ops.delta.cases import Delta
 from foci.ops.draw import Draw
+from tests.ops.in_gluon import told
 
 from foci.ops.delta import kernels_gluon_backward as by_warps  # isort: skip  after Triton's presence is known
 
@@ -73,7 +74,7 @@ def drawn(inputs: dict[str, Any]) -> Tensor:
 
 
 @on_hopper
-@pytest.mark.parametrize("options", SHAPES, ids=str)
+@pytest.mark.parametrize("options", SHAPES, ids=told)
 def test_the_budget_holds(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = problem(**options)
     d_out = drawn(inputs)
