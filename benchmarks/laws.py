@@ -42,8 +42,7 @@ from foci.cli_tune import DTYPES
 from foci.core.tune import Target, target_of
 from foci.ops import SPECS
 
-# Parts of the cases, i/n of `foci check --cases`: an H200 has room for nine of them at once, what else it may be
-# asked beside them too (benchmarks/h200.sh).
+# Parts of the cases, i/n of `foci check --cases`: an H200 has room for eight of them at once.
 PARTS = {"softmax": 2, "linear": 3, "delta": 3, "selective_scan": 1, "scan": 1}
 # GiB that a part holds in the mean, with what torch keeps: an H100 has 78.
 EACH = {"softmax": 14, "linear": 14, "delta": 25, "selective_scan": 14, "scan": 14}

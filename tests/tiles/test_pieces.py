@@ -90,7 +90,7 @@ def test_a_piece_begins_where_nothing_before_it_is_left(kind: str, step: int, bl
 @pytest.mark.parametrize("step", [1, 3, -2])
 @pytest.mark.parametrize(
     ("kind", "far", "still"),
-    [("random", 4, 0), ("never", 8, 0), ("never", 8, 11), ("infinite", 8, 0), ("at once", 1, 0)],
+    [("random", 4, 0), ("never", 8, 0), ("never", 8, 11), ("never", 8, 12), ("infinite", 8, 0), ("at once", 1, 0)],
 )
 def test_a_piece_is_slow_by_the_chunks_before_it_alone(kind: str, far: int, still: int, step: int, block: int) -> None:
     draw, count, pieces = torch.Generator().manual_seed(5), 40, 7

@@ -95,12 +95,42 @@ def test_any_blocks_of_a_state(blocks: tuple[int, int], monkeypatch: pytest.Monk
     assert apart.norm() <= 1e-5 * truth.norm()
 
 
+def test_what_is_no_number_stays_where_it_is() -> None:
+    """A document without tokens has no gate, and of a last token's value nothing is read behind it."""
+    inputs = problem({"T": 70, "offsets": (0, 0, 70), "state": True}, torch.float32)
+    call = bind(**there(inputs))
+    outputs, d_final = gpu.forward(call, True), torch.ones_like(call.state)
+    d_final[0] = torch.nan
+    lost = call._replace(v=call.v.clone())
+    lost.v[0, 69] = torch.nan
+    of_gates = [False] * 3 + [True, False, False]
+    for given, grads in ((call, (None, d_final)), (lost, (torch.ones_like(call.v), None))):
+        found = gpu.backward(given, outputs, grads, of_gates)[3]
+        assert found is not None and found.isfinite().all()
+
+
+@pytest.mark.parametrize("T", [5, 40])
+def test_gates_above_0_overflow_no_sooner_than_they_must(T: int) -> None:
+    """Nobody checks for them."""
+    inputs = problem({"T": T, "state": True, "gates": lambda draw, *shape: 0 * draw.gates(*shape) + 1.5}, torch.float32)
+    apart, truth = wrong(inputs, slice(0, 2))
+    assert truth.norm() > 0 and apart.norm() <= 1e-5 * truth.norm()
+
+
 def test_no_other_gradient_knows_whether_it_is_wanted() -> None:
     call = bind(**there(problem({"T": 150, "state": True}, torch.float16)))
     outputs, grads = gpu.forward(call, True), (torch.randn_like(call.v), torch.randn_like(call.state))
     every, rest = (gpu.backward(call, outputs, grads, [True] * 3 + [wanted, False, True]) for wanted in (True, False))
     assert every[3] is not None and rest[3] is None
     assert all(x.equal(y) for x, y in zip(every, rest, strict=True) if x is not None and y is not None)
+
+
+def test_tensors_of_any_strides() -> None:
+    inputs = there(problem({"B": 2, "T": 70, "state": True}, torch.float32))
+    spread = {n: torch.stack([x] * 2, -1)[..., 0] if isinstance(x, Tensor) else x for n, x in inputs.items()}
+    spread["state"] = inputs["state"].transpose(2, 3).contiguous().transpose(2, 3)
+    one, other = (of_gates(each, "triton", slice(0, 2)) for each in (inputs, spread))
+    assert error(other, one) <= 1e-6
 
 
 def test_gradients_of_any_strides() -> None:

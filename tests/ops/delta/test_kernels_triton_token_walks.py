@@ -238,7 +238,9 @@ class TestInPieces:
         flags = [None if slow is None else slow.flatten().tolist() for slow, _ in found]
         assert flags == ([[0, 1, 1, 0], [0, 0, 0, 1]] if by_maps else [None, None])
 
-    @pytest.mark.parametrize(("gates", "T", "starts"), [(Draw.gates, 320, (300, 100)), (NEVER, 960, (640, 700, 100))])
+    @pytest.mark.parametrize(
+        ("gates", "T", "starts"), [(Draw.gates, 320, (300, 100)), (NEVER, 960, (700, 640, 540, 100))]
+    )
     def test_what_comes_later_changes_no_bit(
         self,
         gates: Any,
@@ -261,6 +263,39 @@ class TestInPieces:
             found, wanted = (whole_walk(given, d_out, d_final) for given in (later, inputs))
             for name in ("out", "q", "k", "v", "beta", "log_decay"):
                 assert found[name][:, :start].equal(wanted[name][:, :start]), name
+
+    def test_a_map_of_what_has_no_gradient_is_nothing(
+        self, in_pieces: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Though it would be infinite, of keys that are alike and too long: 0 times it would be no number."""
+        in_pieces(4)
+        monkeypatch.setattr(token_walks, "FAR", 2)
+        inputs = problem(small(T=1920, gates=NEVER, beta=1.9, alike="identical", full=True))
+        d_out, d_final = draws(inputs)
+        d_out[:, 768:], d_final[:] = 0, 0
+        later = {**inputs, "k": inputs["k"].clone()}
+        later["k"][:, 768:] *= 1.1
+        found, wanted = (whole_walk(given, d_out, d_final) for given in (later, inputs))
+        for name in ("q", "k", "v", "beta", "log_decay"):
+            assert found[name][:, :768].equal(wanted[name][:, :768]), name
+
+    @pytest.mark.parametrize("rows", [slice(0, 128), slice(0, 64)])
+    def test_a_gradient_of_the_final_state_is_behind_all(
+        self, rows: slice, in_pieces: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of some of its rows too, and as a view: no chunk is silent then."""
+        in_pieces(6)
+        monkeypatch.setattr(token_walks, "FAR", 4)
+        inputs = problem(small(T=960, K=128, gates=NEVER))
+        d_out, d_final = draws(inputs)
+        d_out[:, 300:], kept = 0, d_final[:, :, rows].clone()
+        d_final = torch.zeros(*d_final.shape[:2], d_final.shape[3], 128).transpose(2, 3)
+        d_final[:, :, rows] = kept
+        found = whole_walk(inputs, d_out, d_final)
+        in_pieces(1)
+        wanted = whole_walk(inputs, d_out, d_final)
+        for name in ("q", "k", "v", "beta", "log_decay"):
+            assert error(found[name], wanted[name].double()) <= BUDGET[torch.bfloat16], name
 
     def test_reach_bounds_what_is_left_of_a_state(self, in_pieces: Callable[[int], None]) -> None:
         inputs = problem(small(T=330, H=2, gates=Draw.extremes, length=1.5, beta=2.0))

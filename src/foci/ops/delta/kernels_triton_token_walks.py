@@ -242,8 +242,8 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
     """BLOCK_V columns of one head's dS through one sequence, last chunk to first: the backward's `walk_kernel`.
 
     With `reach_ptr` through one of its `pieces`, counted from the end, after what behind it is not forgotten;
-    `slow_ptr` and, without `dv_ptr`, maps as the forward has them. But behind the last gradient no gate tells a piece
-    how it begins, which would know the future: of a piece that is not slow `slow_ptr` has less the chunks there.
+    `slow_ptr` and, without `dv_ptr`, maps as the forward has them. But gates behind the last gradient do not tell which
+    piece is slow, as bits of what is before would know the future; `slow_ptr` has less these chunks, for who warms up.
     """
     tl.static_assert(TILES == 1 or reach_ptr is None)
     K: tl.constexpr = TILES * BLOCK_K
@@ -264,10 +264,11 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
         slow, later = slow_pieces(reach_ptr + first + (count - 1) * H, -H, piece, pieces, count, 0, FAR)
         still = 0
         if (slow != 0) | (later != 0):
-            still = silent(d_out_ptr, start, stop, d_out_strides[1], V, d_out_strides[3], CHUNK, BLOCK_V)
-            if d_final_ptr is not None:
+            asked = start
+            if d_final_ptr is not None:  # it is behind all: where there is any, no chunk is silent
                 none = silent(d_final_ptr, 0, K, d_final_strides[2], V, d_final_strides[3], CHUNK, BLOCK_V) * CHUNK >= K
-                still = tl.where(none, still, 0)
+                asked = tl.where(none, start, stop)
+            still = silent(d_out_ptr, asked, stop, d_out_strides[1], V, d_out_strides[3], CHUNK, BLOCK_V)
             slow, later = slow_pieces(reach_ptr + first + (count - 1) * H, -H, piece, pieces, count, still, FAR)
         if v0 == 0:
             tl.store(slow_ptr + rest, tl.where(slow != 0, 1, -still))
@@ -295,7 +296,8 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
     begin, own, end = 0, 0, count
     if reach_ptr is not None:
         own, end = share(piece, pieces, count)
-        if dv_ptr is None:
+        if dv_ptr is None:  # a map of nothing, that is not asked for, may not be infinite: it is multiplied by 0
+            dS = (dS[0] * tl.where((behind_V >= 0) & (own < still), 0.0, 1.0),)
             begin, own = own, end
         else:
             if (own == end) & (piece < pieces - 1):
