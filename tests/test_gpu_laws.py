@@ -72,6 +72,35 @@ def test_cases_are_named_behind_a_law_that_not_all_were_asked(tmp_path: Path) ->
     assert "(1 shapes and dtypes, " in alone
 
 
+@pytest.mark.parametrize(("room", "most"), [(10.0, 25), (60.0, 53), (math.inf, 117)])
+def test_as_many_parts_run_at_once_as_the_gpu_has_room_for(
+    room: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One at least; what an operator's parts hold is its own."""
+    held: list[int] = []
+    begun: list[laws.Part] = []
+
+    class Process:
+        """Alive for the moment."""
+
+        def __init__(self) -> None:
+            self.ends = time.monotonic() + 0.3
+
+        def is_alive(self) -> bool:
+            return time.monotonic() < self.ends
+
+    def ask(operator: str, cases: str, chosen: Namespace, until: float) -> Any:
+        begun.append(laws.Part(operator, cases, Path(), Process()))  # type: ignore[arg-type]
+        held.append(laws._held(begun))
+        return begun[-1]
+
+    monkeypatch.setattr(laws, "ask", ask)
+    operators = ["linear", "delta"]
+    parts = laws.ask_each(Namespace(operators=operators), room, time.monotonic() + 60)
+    assert [(part.operator, part.cases) for part in parts] == laws.parts_of(operators)
+    assert max(held) == most
+
+
 def test_when_time_is_over_every_part_has_said_what_it_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that were stopped in the middle of a law once had found nothing: 4 rows of 612 on a slow host."""
 

@@ -52,19 +52,8 @@ def constant_kernel(  # type: ignore[no-untyped-def]
     if tl.program_id(0) >= walks:
         n, b, t0, stop, _slot = chunk_at(offsets_ptr, part - walks // H, N, T, CHUNK)
         row, stop = tl.cast(b, tl.int64), tl.where(n < 0, t0, stop)
-        A, dA = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
-        for k0 in range(0, K, BLOCK_K):
-            here = q_ptr + row * q_strides[0]
-            q = working(load_tile(here, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K))
-            here = k_ptr + row * k_strides[0]
-            k = working(load_tile(here, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K))
-            A = tl.dot(q, tl.trans(k), A, input_precision=PRECISION)
-        for v0 in range(0, V, BLOCK_V):
-            here = v_ptr + row * v_strides[0]
-            v = working(load_tile(here, t0, stop, v_strides[1], v0, V, v_strides[3], CHUNK, BLOCK_V))
-            here = do_ptr + row * do_strides[0]
-            do = working(load_tile(here, t0, stop, do_strides[1], v0, V, do_strides[3], CHUNK, BLOCK_V))
-            dA = tl.dot(do, tl.trans(v), dA, input_precision=PRECISION)
+        A = of_rows(q_ptr, q_strides, k_ptr, k_strides, row, t0, stop, K, PRECISION, CHUNK, BLOCK_K)
+        dA = of_rows(do_ptr, do_strides, v_ptr, v_strides, row, t0, stop, V, PRECISION, CHUNK, BLOCK_V)
         lag = t[:, None] - t[None, :] if OWN else t[:, None] - t[None, :] - 1
         there = (lag > 0) & (t[:, None] < stop - t0)
         tl.store(parts_ptr + tl.program_id(0), scale * tl.sum(tl.where(there, lag * tl.exp(lag * g) * A * dA, 0.0)))
@@ -103,6 +92,22 @@ def constant_kernel(  # type: ignore[no-untyped-def]
         M *= load_tile(d_final_ptr, k0, K, d_final_strides[2], v0, V, d_final_strides[3], BLOCK_K, BLOCK_V)
         dg += beside(tl.zeros_like(M), tl.where(stop > start, M, 0.0))  # where no gate was, whatever d_final is
     tl.store(parts_ptr + tl.program_id(0), tl.sum(dg))
+
+
+@triton.jit
+def of_rows(  # type: ignore[no-untyped-def]
+    x_ptr, x_strides, y_ptr, y_strides, b, t0, stop, columns, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x y^T [CHUNK,CHUNK] of a chunk's rows, over all columns; 0 from `stop` on."""
+    A = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for c0 in range(0, columns, BLOCK):
+        here = x_ptr + b * x_strides[0]
+        x = working(load_tile(here, t0, stop, x_strides[1], c0, columns, x_strides[3], CHUNK, BLOCK))
+        here = y_ptr + b * y_strides[0]
+        y = working(load_tile(here, t0, stop, y_strides[1], c0, columns, y_strides[3], CHUNK, BLOCK))
+        A = tl.dot(x, tl.trans(y), A, input_precision=PRECISION)
+    return A
 
 
 @triton.jit
