@@ -31,7 +31,7 @@ class Tokens:
         offsets: Tensor | None,
         held: LayerCache | None,
         backend: str | None,
-        operators: Operators = ALONE,
+        operators: Operators,
     ) -> None:
         self.offsets, self.held, self.backend, self.operators = offsets, held, backend, operators
         self.B, self.T = hidden.shape[:2]
