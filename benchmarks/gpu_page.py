@@ -15,9 +15,11 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from foci.bench.record import Record, measurable, read
+from foci.ops import SPECS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 BEGIN, END = "<!-- by benchmarks/gpu_page.py --write -->", "<!-- end -->"
@@ -103,7 +105,7 @@ def lines_of(path: Path) -> list[str]:
 def untimed(folder: Path) -> Iterator[str]:
     """What `foci bench` says that it left out, an operator a line."""
     said = [
-        f"- {path.stem.removeprefix('bench_')}: {line}"
+        f"- {_named(path)}: {line}"
         for path in sorted(folder.glob("bench_*.txt"))
         for line in lines_of(path)
         if "left out" in line
@@ -131,24 +133,38 @@ def decoding(path: Path) -> Iterator[str]:
 
 def laws(folder: Path) -> Iterator[str]:
     """What benchmarks/laws.py said: what was broken, and of each operator how many rows held."""
-    for path in sorted(folder.glob("laws_*.txt")):
-        yield f"\n### laws, {path.stem.removeprefix('laws_')}\n\n```"
-        said = lines_of(path)
-        yield from [line for line in said if FOUND.search(line)] or said[-1:]
+    paths = sorted(folder.glob("laws_*.txt"))
+    for dtype in dict.fromkeys(map(_named, paths)):
+        yield f"\n### laws, {dtype}\n\n```"
+        for path in paths:
+            if _named(path) == dtype:
+                said = lines_of(path)
+                yield from [line for line in said if FOUND.search(line)] or said[-1:]
         yield "```"
+
+
+def _named(path: Path) -> str:
+    """Of what a file tells: laws_bfloat16.txt, or laws_bfloat16.1.txt of one of several GPUs."""
+    return path.stem.split("_", 1)[1].split(".")[0]
+
+
+def placed(record: Record) -> tuple[str, int]:
+    """Its operator, and the place of its problem among those timed; one that is timed no more comes behind."""
+    shapes = SPECS[record.operator].shapes if record.operator in SPECS else ()
+    names = [shape.name for shape in shapes]
+    return record.operator, names.index(record.problem) if record.problem in names else len(names)
 
 
 def page(folder: Path) -> tuple[str, list[str]]:
     """The text between the marks, and the lines of docs/gpu.jsonl; what is damaged is named with its file and line."""
-    files = sorted(folder.glob("*/records.jsonl"))
-    records = read(*files)
+    records = sorted(read(*sorted(folder.glob("*/records.jsonl"))), key=placed)
     if not records:
         raise ValueError(f"{folder}: no records; expected gpu.tgz of benchmarks/h200.sh, unpacked")
     lines = [heading(records), *tables(records), *untimed(folder)]
     if (folder / "decode.json").exists():
         lines += decoding(folder / "decode.json")
     lines += laws(folder)
-    return "\n".join(lines), [line for path in files for line in lines_of(path)]
+    return "\n".join(lines), [json.dumps(asdict(record)) for record in records]
 
 
 def main() -> None:

@@ -10,8 +10,11 @@
 # interpreter; DEVICE=cpu runs the same without kernels, to see that nothing is missing: check and bench by default, as
 # tune needs a GPU.
 #
+# On a machine with several GPUs each takes its part of the shapes, all of them then, and laws of other operators; cores
+# are shared out among them. GPUS says which (0,2): by default all, or those of CUDA_VISIBLE_DEVICES.
+#
 # Most of a benchmark's time goes into compiling peers, one kernel after the other. So each is begun beside the laws,
-# unheeded: what was compiled by their end lies on disk when it counts, and the GPU is measured with nothing beside.
+# unheeded: what was compiled by their end lies on disk when it counts, and a GPU is measured with nothing beside on it.
 #
 # It needs torch, triton, numpy, jaxtyping and typer. Peers are timed where they are there: FlexAttention and SDPA are
 # torch's own, transformers gives Qwen3-Next's fallback. Flash Linear Attention, FlashQLA and xFormers come along as
@@ -44,6 +47,14 @@ done
 for name in CHECK BENCH TUNE LIMIT; do
   [[ ${!name} =~ ^[1-9][0-9]*$ ]] || refuse "$name=${!name}; expected seconds, a whole number above 0"
 done
+gpus=${GPUS:-${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)}}
+[ "$device" = cuda ] && [ -n "$gpus" ] || gpus=0
+[[ ${GPUS:-$gpus} =~ ^[^,[:space:]]+(,[^,[:space:]]+)*$ ]] || refuse "GPUS=${GPUS:-$gpus}; expected GPUs joined by commas"
+if [ -n "${GPUS:-}" ]; then
+  [ "$device" = cuda ] || refuse "GPUS=$GPUS with DEVICE=$device; expected DEVICE=cuda"
+  export CUDA_VISIBLE_DEVICES=$GPUS
+fi
+IFS=, read -ra gpus <<<"$gpus"
 mkdir -p -- "$out" && [ -w "$out" ] || refuse "FOLDER $out cannot be made or written"
 work=$(mktemp -d) rehearsed=$(mktemp -d)
 if [ -n "${PEERS:-}" ]; then
@@ -57,6 +68,7 @@ if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
   export PYTHONPYCACHEPREFIX=$rehearsed/python
 fi
 failed=0
+REHEARSAL=30 # GiB of a GPU that benchmarks hold which are begun beside the laws: the largest of them have 12 and 12
 
 # Whatever happens, what there is comes back: also where the archive itself is all that is fetched.
 pack() { tar czf "$out/gpu.tmp" -C "$work" . && mv "$out/gpu.tmp" "$out/gpu.tgz"; }
@@ -69,17 +81,41 @@ still() {
   [ -z "$begun" ] || { kill $begun; wait; } 2>/dev/null
 }
 
-# ask NAME SECONDS COMMAND...: its whole output in NAME.txt, how it ended in steps.txt; a hang ends it, and it alone.
+# at PLACE: what a command on the GPU at this place begins with, in `here`: this GPU alone, and its share of the cores.
+cores=$(($(nproc) / ${#gpus[@]}))
+at() {
+  here=()
+  [ ${#gpus[@]} = 1 ] && return
+  here=(env "CUDA_VISIBLE_DEVICES=${gpus[$1]}" taskset -c "$(($1 * cores))-$((($1 + 1) * cores - 1))")
+  "${here[@]}" true 2>/dev/null || here=("${here[@]:0:2}")
+}
+
+# ask NAME PLACE SECONDS COMMAND...: its whole output in NAME.txt, how it ended in steps.txt; a hang ends it, and it alone.
 ask() {
-  local name=$1 seconds=$2 began=$SECONDS code
-  shift 2
-  timeout -k 10 "$seconds" "$@" >"$work/$name.txt" 2>&1
+  local name=$1 place=$2 seconds=$3 began=$SECONDS here code
+  shift 3
+  at "$place"
+  "${here[@]}" timeout -k 10 "$seconds" "$@" >"$work/$name.txt" 2>&1
   code=$?
   echo "$name: exit code $code after $((SECONDS - began)) s$([ $code = 124 ] && echo ', out of time')" | tee -a "$work/steps.txt"
   return $code
 }
 
-ask doctor 60 "$python" -m foci doctor || failed=1
+# each FUNCTION: on every GPU at once, told its place and how what it leaves is named; whether all went well.
+each() {
+  local place begun=() well=0
+  for place in "${!gpus[@]}"; do
+    "$1" "$place" "$(named "$place")" &
+    begun+=($!)
+  done
+  for place in "${begun[@]}"; do wait "$place" || well=1; done
+  return $well
+}
+
+# named PLACE: nothing where there is one GPU.
+named() { [ ${#gpus[@]} = 1 ] || echo ".$1"; }
+
+ask doctor 0 60 "$python" -m foci doctor || failed=1
 cat "$work/doctor.txt"
 
 # The goals' shapes first: what is over the limit is left out from the end.
@@ -99,27 +135,46 @@ if [ "$device" = cpu ]; then
   shapes[linear]="small simple"
 fi
 
-# told_of OPERATOR: what its benchmark is told, a word a line.
-told_of() { printf '%s\n' --device "$device" ${more[$1]:-} --shapes "${shapes[$1]}"; }
+# told_of OPERATOR PLACE: what its benchmark is told, a word a line. Several GPUs have time for all shapes.
+told_of() {
+  printf '%s\n' --device "$device" ${more[$1]:-}
+  if [ ${#gpus[@]} = 1 ]; then printf '%s\n' --shapes "${shapes[$1]}"; else printf '%s\n' --part "$(($2 + 1))/${#gpus[@]}"; fi
+}
 
 rehearse() {
-  local operator
-  for operator in $operators; do
-    mapfile -t told < <(told_of "$operator")
-    # What a peer chooses for itself it would keep on disk: it chooses when nothing runs beside it.
-    FLA_CACHE_RESULTS=0 TRITON_CACHE_AUTOTUNING=0 timeout -k 5 $((CHECK + 30)) \
-      "$python" -m foci bench "$operator" "${told[@]}" --out "$rehearsed/$operator" >"$rehearsed/$operator.txt" 2>&1 &
+  local operator place here
+  for place in "${!gpus[@]}"; do
+    at "$place"
+    for operator in $operators; do
+      mapfile -t told < <(told_of "$operator" "$place")
+      # What a peer chooses for itself it would keep on disk: it chooses when nothing runs beside it.
+      FLA_CACHE_RESULTS=0 TRITON_CACHE_AUTOTUNING=0 "${here[@]}" timeout -k 5 $((CHECK + 30)) "$python" -m foci \
+        bench "$operator" "${told[@]}" --out "$rehearsed/$operator.$place" >"$rehearsed/$operator.$place.txt" 2>&1 &
+    done
   done
+}
+
+# Each GPU has the laws of one operator, the last one those of all that are left.
+laws_on() {
+  local mine=($operators)
+  mine=(${mine[@]:$1:$(($1 + 1 < ${#gpus[@]} ? 1 : ${#mine[@]}))})
+  [ ${#mine[@]} = 0 ] || ask "laws_$dtype$2" "$1" $((CHECK + 30)) "$python" benchmarks/laws.py "${mine[@]}" \
+    --device "$device" --dtype "$dtype" --limit "$CHECK" --leave "$leave" --out "$work/laws"
 }
 
 laws() {
   local dtype
   for dtype in $dtypes; do
-    ask "laws_$dtype" $((CHECK + 30)) "$python" benchmarks/laws.py $operators --device "$device" --dtype $dtype \
-      --limit "$CHECK" --out "$work/laws" || failed=1
-    cat "$work/laws_$dtype.txt"
+    each laws_on || failed=1
+    cat "$work/laws_$dtype"*.txt
     pack
   done
+}
+
+bench_on() {
+  mapfile -t told < <(told_of "$operator" "$1")
+  ask "bench_$operator$2" "$1" $((seconds + 50)) "$python" -m foci bench "$operator" "${told[@]}" --limit $seconds \
+    --out "$work/$operator$2"
 }
 
 bench() {
@@ -132,16 +187,14 @@ bench() {
   done
   for operator in $operators; do
     seconds=$((BENCH > START * count ? START + (BENCH - START * count) * share[$operator] / total : BENCH / count))
-    mapfile -t told < <(told_of "$operator")
-    ask "bench_$operator" $((seconds + 50)) "$python" -m foci bench "$operator" "${told[@]}" --limit $seconds \
-      --out "$work/$operator" || failed=1
-    tail -n +3 "$work/bench_$operator.txt"
+    each bench_on || failed=1
+    tail -q -n +3 "$work/bench_$operator"*.txt
     pack
   done
 }
 
 decode() {
-  ask decode 120 "$python" benchmarks/decode.py --device "$device" --json "$work/decode.json" || failed=1
+  ask decode 0 120 "$python" benchmarks/decode.py --device "$device" --json "$work/decode.json" || failed=1
   cat "$work/decode.txt"
 }
 
@@ -154,14 +207,15 @@ tune() {
     return
   fi
   left=$((left < TUNE ? left : TUNE))
-  ask tune $((left + 60)) "$python" -m foci tune $operators --limit "$left" --out "$work/tuned" || failed=1
+  ask tune 0 $((left + 60)) "$python" -m foci tune $operators --limit "$left" --out "$work/tuned" || failed=1
   tail -n 40 "$work/tune.txt"
 }
 
 for step in $steps; do
   case $step in
     check)
-      [ "$device" = cpu ] || [[ " $steps " != *" bench "* ]] || rehearse
+      leave=0
+      [ "$device" = cpu ] || [[ " $steps " != *" bench "* ]] || { rehearse; leave=$REHEARSAL; }
       laws
       still
       ;;

@@ -227,12 +227,20 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _room(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected GiB, 0 or more")
+    return value
+
+
 def run() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operators", nargs="*", metavar="OPERATOR", default=list(PARTS), help=", ".join(PARTS))
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--limit", type=_seconds, default=150.0, help="seconds in all")
+    parser.add_argument("--leave", type=_room, default=0.0, help="GiB of the GPU that others need beside the laws")
     parser.add_argument("--out", default="", help="a folder for each part's table and JSON")
     chosen = parser.parse_args()
     if unknown := set(chosen.operators) - set(PARTS):
@@ -247,6 +255,7 @@ def run() -> None:
         ahead: AbstractContextManager[None] = nullcontext()
         if chosen.device == "cuda":
             target, room = _gpu()
+            room -= chosen.leave
             ahead = compiling(chosen, target, began)
         with ahead:
             parts = ask_each(chosen, room, until)

@@ -125,6 +125,23 @@ def test_decoding_and_laws_stand_below(folder: Path) -> None:
     assert text.endswith(f"### laws, bfloat16\n\n```\n{laws}\n```")
 
 
+def test_what_several_gpus_found_is_one_page(folder: Path) -> None:
+    """In the order in which shapes are listed, whichever GPU had them."""
+    names = [shape.name for shape in SPECS["scan"].shapes[:3]]
+    for gpu, name in enumerate(reversed(names)):
+        (folder / f"scan.{gpu}").mkdir()
+        found = replace(record("foci", "forward", 1e-3), operator="scan", problem=name)
+        (folder / f"scan.{gpu}" / "records.jsonl").write_text(json.dumps(asdict(found)) + "\n")
+        (folder / f"bench_scan.{gpu}.txt").write_text(f"left out: {name}\n")
+        (folder / f"laws_float16.{gpu}.txt").write_text(f"scan float16: {gpu} held, 0 broken, 0 not asked\n")
+    text, lines = gpu_page.page(folder)
+    assert re.findall(r"\| (\S+) \| foci", text.split("### scan, bfloat16\n")[1]) == names
+    assert [json.loads(line)["problem"] for line in lines[-3:]] == names
+    assert all(f"\n- scan: left out: {name}\n" in text for name in names)
+    counts = "\n".join(f"scan float16: {gpu} held, 0 broken, 0 not asked" for gpu in range(3))
+    assert f"### laws, float16\n\n```\n{counts}\n```" in text and text.count("### laws") == 2
+
+
 def test_what_was_not_timed_is_named_also_where_an_operator_has_no_record(folder: Path) -> None:
     said = "left out, as the limit of 5 seconds was reached: scan 8x2048x2048, scan small 1x256x256"
     (folder / "bench_scan.txt").write_text(f"ceilings: 802 TFLOP/s\n\n{said}\n")
@@ -133,7 +150,7 @@ def test_what_was_not_timed_is_named_also_where_an_operator_has_no_record(folder
 
 # It says what it is asked; laws take until so many benchmarks were begun beside them.
 INTERPRETER = """#!/bin/sh
-echo "$@" >> {asked}
+echo "GPU ${{CUDA_VISIBLE_DEVICES:-all}}: $@" >> {asked}
 case "$*" in *laws.py*)
   for turn in $(seq 200); do
     [ "$(grep -c "foci bench" {asked})" -ge "${{BESIDE:-0}}" ] && break
@@ -148,7 +165,8 @@ def asked_for(folder: Path, steps: str, **given: object) -> tuple[str, str]:
     python = folder / "python"
     python.write_text(INTERPRETER.format(asked=folder / "asked"))
     python.chmod(0o755)
-    given = {"PYTHON": python, "PATH": os.environ["PATH"]} | given
+    alone = {} if given.get("DEVICE") == "cpu" else {"GPUS": "0"}
+    given = {"PYTHON": python, "PATH": os.environ["PATH"]} | alone | given
     ended = subprocess.run(
         ["bash", str(Path(gpu_page.__file__).with_name("h200.sh")), str(folder / "out"), *steps.split()],
         env={name: str(value) for name, value in given.items()}, capture_output=True, text=True,
@@ -166,6 +184,8 @@ def asked_for(folder: Path, steps: str, **given: object) -> tuple[str, str]:
         ("out", {"OPERATORS": "gla"}, "OPERATORS: unknown gla"),
         ("out measure", {}, "unknown STEP measure"),
         ("out", {"LIMIT": "soon"}, "LIMIT=soon"),
+        ("out", {"GPUS": "0 1"}, "GPUS=0 1; expected GPUs joined by commas"),
+        ("out", {"GPUS": "0", "DEVICE": "cpu"}, "GPUS=0 with DEVICE=cpu"),
     ],
 )
 def test_what_is_not_known_is_refused_before_anything_runs(
@@ -205,6 +225,36 @@ def test_what_is_timed_ran_beside_the_laws_by_the_same_words(
     timed = [line.split(" --limit ")[0] for line in found if " --limit " in line]
     rehearsed = [line.split(" --out ")[0] for line in found if " --limit " not in line]
     assert len(timed) == 5 and sorted(rehearsed) == sorted(timed) * beside
+
+
+@pytest.mark.parametrize("source", ["GPUS", "CUDA_VISIBLE_DEVICES"])
+def test_each_of_several_gpus_takes_its_part_of_all_shapes_and_laws_of_its_own(source: str, tmp_path: Path) -> None:
+    asked, said = asked_for(tmp_path, "check bench tune", BESIDE=15, **{"GPUS": "", source: "1,4,6"})
+    lines = asked.splitlines()
+    for operator in ("delta", "linear", "softmax", "selective_scan", "scan"):
+        for timed in (True, False):  # and before, unheeded, beside the laws
+            found = [line for line in lines if f"foci bench {operator} " in line and (" --limit " in line) == timed]
+            told = sorted((line.split(":")[0], line.split(" --part ")[1].split()[0]) for line in found)
+            assert told == [("GPU 1", "1/3"), ("GPU 4", "2/3"), ("GPU 6", "3/3")]
+            assert not any("--shapes" in line for line in found)
+    laws = sorted(line.split(" --device ")[0].split(": ") for line in lines if "laws.py" in line)
+    script = "benchmarks/laws.py"
+    assert laws == [
+        ["GPU 1", f"{script} delta"], ["GPU 4", f"{script} linear"], ["GPU 6", f"{script} softmax selective_scan scan"],
+    ]  # fmt: skip
+    alone = [line.split(":")[0] for line in lines if "decode.py" in line or "foci tune" in line]
+    assert alone == ["GPU 1", "GPU 1"] and "bench_delta.2: exit code 0" in said and "laws_bfloat16.0: " in said
+
+
+def test_one_gpu_has_the_goals_shapes_and_names_without_a_number(tmp_path: Path) -> None:
+    asked, said = asked_for(tmp_path, "bench", GPUS="3", OPERATORS="scan")
+    assert "GPU 3: -m foci bench scan --device cuda --shapes 8x2048,small " in asked and "bench_scan: " in said
+
+
+def test_what_rehearses_beside_the_laws_has_room_on_the_gpu(tmp_path: Path) -> None:
+    assert " --leave 30 " in asked_for(tmp_path, "check bench", BESIDE=5)[0]
+    (tmp_path / "asked").unlink()
+    assert " --leave 0 " in asked_for(tmp_path, "check")[0]
 
 
 @pytest.mark.parametrize(("limit", "seconds"), [(470, 40), (45, 35), (12, None)])

@@ -25,7 +25,7 @@ from foci.bench.sweep import Options, sweep
 from foci.cli_bench_peers import peers, repeatable, unguarded
 from foci.cli_bench_truth import Truth
 from foci.cli_check import FUNCTIONS
-from foci.cli_options import Option, backend_of, gathered, hold_limit, hold_out
+from foci.cli_options import Option, backend_of, gathered, hold_limit, hold_out, part_of
 from foci.cli_tune import DTYPES, shapes_of, specs_of, words_of
 from foci.cli_tune_ahead import side_by_side, warm
 from foci.core.device import installed, machine
@@ -67,6 +67,7 @@ def bench(
     context: typer.Context,
     operators: Annotated[list[str] | None, typer.Argument(metavar="OPERATOR...", help=", ".join(SPECS))] = None,
     shapes: Annotated[str, typer.Option(help="Only shapes whose name has one of these words, joined by commas.")] = "",
+    part: Annotated[str, typer.Option(help="i/n: every nth of them, from the ith, as for one of n GPUs.")] = "1/1",
     backends: Annotated[str, typer.Option(help="Of ours, joined by commas; by default what foci chooses.")] = "",
     others: Annotated[bool, typer.Option("--peers/--no-peers", help="Time installed peers too.")] = True,
     limit: Annotated[
@@ -83,7 +84,10 @@ def bench(
             raise ValueError(f"--compare times nothing: leave out {', '.join(beside)}")
         return _compare(*compare)
     hold_limit(limit)
-    tasks = _tasks(operators or [], shapes, backends)
+    tasks = _tasks(operators or [], shapes, part_of("--part", part), backends)
+    if not tasks:
+        typer.echo(f"nothing to time: --part {part} has no shape")
+        return 0
     if out is not None:
         hold_out(out, *_FILES)
     top = ceilings(options.dtype, options.device)
@@ -126,14 +130,15 @@ class _Task(NamedTuple):
     shapes: list[Case]
 
 
-def _tasks(operators: list[str], shapes: str, backends: str) -> list[_Task]:
-    """Each operator once; what one of them does not have is an error before any is timed."""
+def _tasks(operators: list[str], shapes: str, part: slice, backends: str) -> list[_Task]:
+    """Each operator that has a shape in this part, once; what one does not have is an error before any is timed."""
     if not operators:
         raise ValueError(f"bench: name an operator ({', '.join(SPECS)}), or two files with --compare")
     specs = specs_of("bench", (ALIASES.get(name, name) for name in operators))
     named = (words_of(backends) or [backends]) if backends else []
     ours = [[backend_of("--backends", spec, name).name for name in named] for spec in specs]
-    return [_Task(*each) for each in zip(specs, ours, shapes_of(specs, shapes), strict=True)]
+    chosen = [found[part] for found in shapes_of(specs, shapes)]
+    return [_Task(*each) for each in zip(specs, ours, chosen, strict=True) if each[-1]]
 
 
 def _beside(context: typer.Context, option: str) -> list[str]:

@@ -18,7 +18,7 @@ from foci.check import isolate
 from foci.check.laws_graph import LAWS
 from foci.check.render import table
 from foci.check.run import Limits, Report, examine
-from foci.cli_options import Option, backend_of, gathered
+from foci.cli_options import Option, backend_of, gathered, part_of
 from foci.core.spec import Candidate, Spec
 from foci.core.tune import interpreting
 from foci.ops import SPECS
@@ -280,14 +280,9 @@ def of_cases(spec: Spec, text: str) -> Spec:
     """Its cases that i/n means: every nth, from the ith; all without. Bad inputs are asked with the first."""
     if not text:
         return spec
-    first, _, step = text.partition("/")
-    if not (first.isdecimal() and step.isdecimal() and 1 <= int(first) <= int(step) <= len(spec.cases)):
-        raise ValueError(
-            f"--cases must be i/n, every nth case from the ith, 1 <= i <= n <= {len(spec.cases)}, got {text!r}"
-        )
-    chosen = slice(int(first) - 1, None, int(step))
+    chosen = part_of("--cases", text, len(spec.cases))
     # Bad inputs are the first case's, spoiled: of another's, offsets that decrease would not fit its state.
-    probes = spec.probes if int(first) == 1 else replace(spec.probes, bad=())
+    probes = spec.probes if chosen.start == 0 else replace(spec.probes, bad=())
     return replace(spec, cases=spec.cases[chosen], large=spec.large[chosen], probes=probes)
 
 
