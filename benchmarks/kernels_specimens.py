@@ -200,6 +200,9 @@ _DELTA = (
     Specimen("delta", "Gated DeltaNet, K = 256", recurrence(beta=True, decay="token", K=256)),
     Specimen("delta", "DeltaNet, K = 256", recurrence(beta=True, K=256), where="sm_90"),
     Specimen("delta", "Kimi Delta Attention", recurrence(beta=True, decay="channel")),
+    Specimen(
+        "delta", "Kimi Delta Attention of many heads", recurrence(beta=True, decay="channel", G=48, H=48), where="sm_90"
+    ),
     Specimen("delta", "Gated DeltaNet of few heads, in pieces", recurrence(beta=True, decay="token", G=1, H=2)),
     Specimen("delta", "Gated DeltaNet in pieces by its gates", recurrence(beta=True, decay="token"), where="sm_90"),
     Specimen(

@@ -51,11 +51,15 @@ def test_the_budget_holds_and_they_are_taken(problem: Delta, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("halves")
-def test_without_a_state_or_gradients_outputs_are_the_same() -> None:
-    inputs = Delta("", B=1, T=70, H=2, K=128, V=128, decay="channel").case.make(torch.bfloat16, CPU, 0)
-    call = bind(**there(inputs))
+@pytest.mark.parametrize("B", [1, 3])
+def test_without_a_state_or_gradients_outputs_are_the_same(B: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where programs would take turns, inference walks twice as many columns at once."""
+    inputs = Delta("", B=B, T=70, H=2, K=128, V=128, decay="channel").case.make(torch.bfloat16, CPU, 0)
+    call, taken, real = bind(**there(inputs)), list[int](), walks.forward
+    monkeypatch.setattr(walks, "forward", lambda *given: (taken.append(given[-1]["BLOCK_V"]), real(*given)))
     for one, other in zip(gpu.forward(call), gpu.forward(call, True), strict=False):
         assert one.equal(other)
+    assert taken == [64 if B == 1 else 128, 64]
     unasked(SPEC, gpu.forward, call)
 
 
@@ -63,6 +67,7 @@ def test_where_they_fit() -> None:
     hopper, before = tune.TARGETS["sm_90"], tune.TARGETS["sm_80"]
     wide = Config({"BLOCK_K": 128, "BLOCK_V": 64})
     assert walks.fits(128, 128, wide, hopper) and walks.fits(128, 200, wide, hopper)
+    assert walks.fits(128, 128, Config({"BLOCK_K": 128, "BLOCK_V": 128}), hopper)
     assert not walks.fits(128, 128, wide, before)
     assert not walks.fits(100, 128, wide, hopper) and not walks.fits(128, 100, wide, hopper)
     assert not walks.fits(128, 128, Config({"BLOCK_K": 128, "BLOCK_V": 32}), hopper)

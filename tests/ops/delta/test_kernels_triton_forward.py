@@ -191,8 +191,8 @@ def test_few_heads_of_many_tokens_take_one_launch_more() -> None:
 def test_a_rule_gives_blocks_that_hold_the_head(target: tune.Target) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for K in (1, 64, 100, 128, 256, 512):
-            config = kernels.walk_rule(dtype, K, K, 16, 2, True, target)
+            config = kernels.walk_rule(dtype, K, K, 16, 2, 64, target)
             assert config["BLOCK_V"] >= 16 and config["BLOCK_K"] in (16, 32, 64, 128, 256, 512)
             assert config["BLOCK_K"] * config["BLOCK_V"] <= 4096
-    few = kernels.walk_rule(torch.bfloat16, 64, 64, 1, 2, True, target)
-    assert few["BLOCK_V"] <= kernels.walk_rule(torch.bfloat16, 64, 64, 1000, 2, True, target)["BLOCK_V"]
+    few = kernels.walk_rule(torch.bfloat16, 64, 64, 1, 2, 64, target)
+    assert few["BLOCK_V"] <= kernels.walk_rule(torch.bfloat16, 64, 64, 1000, 2, 64, target)["BLOCK_V"]

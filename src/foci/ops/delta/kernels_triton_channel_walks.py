@@ -140,8 +140,8 @@ def channel_walk_back_kernel(  # type: ignore[no-untyped-def]
 
 
 def fits(K: int, V: int, walk: Config, target: Target) -> bool:
-    """Whether a walk may be turned: all channels in one block, as many columns as a product has rows."""
-    return target.arch == 90 and K == walk["BLOCK_K"] in (64, 128) and walk["BLOCK_V"] == 64 and V % 8 == 0
+    """Whether a walk may be turned: all channels in one block, columns as many as a product has rows, or twice that."""
+    return target.arch == 90 and K == walk["BLOCK_K"] in (64, 128) and walk["BLOCK_V"] in (64, 128) and V % 8 == 0
 
 
 def forward(

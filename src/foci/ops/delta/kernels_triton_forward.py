@@ -203,21 +203,22 @@ def walk_kernel(  # type: ignore[no-untyped-def]
 
 
 @lru_cache(512)
-def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, turned: bool, target: Target) -> Config:
+def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, turned: int, target: Target) -> Config:
     """Columns of the state as many as registers hold, fewer where few heads would leave processors idle.
 
     In two stages where what a chunk loads (`tiles` of all its channels, X, A and v) fits into shared memory, twice if
     products are read from there, on Hopper in three where it fits thrice; else in one, with the channels in blocks.
-    `turned`: a whole sequence by TMA.
+    `turned`: how many columns a program may have that walks a whole sequence by TMA, 0 where none does.
     """
     k, v = side(K, 512), side(V, 64)
     if dtype == torch.bfloat16 and target.kind == "cuda":
         groups = target.warpgroups
-        many = 2 * heads * -(-V // 64) > target.processors
-        if (
-            turned and target.arch == 90 and tiles == 4 and k == 128 and v == 64 and many
-        ):  # kernels_triton_channel_walks.py
-            return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=4, stages=2)
+        programs = heads * -(-V // 64)
+        many = 2 * programs > target.processors
+        if turned and target.arch == 90 and tiles == 4 and k == 128 and v == 64 and many:
+            # kernels_triton_channel_walks.py; 128 columns take 1.3 times as long, and half as many programs turns
+            wide = turned >= 128 and V % 128 == 0 and programs > target.processors
+            return Config({"BLOCK_K": k, "BLOCK_V": 128 if wide else v}, warps=8 if wide else 4, stages=2)
         v = min(v, max(16, (4096 if groups or tiles == 2 else 2048) // k))
         while v > 16 and 2 * heads * -(-V // v) <= target.processors:
             v //= 2
@@ -239,7 +240,7 @@ def way(call: Any, shares: int, cut: Callable[[Target, int], Any], token_walks: 
     """(whether `token_walks` walk, in so many `shares`; the pieces by maps, of a `cut`, of those that do not)."""
     *_, H, K, V, N = call.sizes
     target, tiles = target_of(call.v.device), _tiles(call)
-    widest = walk_rule(call.v.dtype, K, V, target.processors, tiles, True, target)["BLOCK_V"]
+    widest = walk_rule(call.v.dtype, K, V, target.processors, tiles, 64, target)["BLOCK_V"]
     by_token = tiles < 4 and token_walks.suits(N * H * shares, K, V, target, call.q, call.k, call.erase, call.v)
     warm = by_token and joins.by_maps(call, target, shares)
     pieces = cut(target, target.processors if warm else N * H * -(-V // widest))
@@ -275,7 +276,7 @@ def forward(
     write = call.beta if gated.write is None else gated.write
     assert q is not None and k is not None
     (by_token, pieces), tiles = by, _tiles(call)
-    turned = not pieces.tokens and by_tma(v)
+    turned = (128 if parts is None else 64) if not pieces.tokens and by_tma(v) else 0  # states take shared memory
     rule = partial(walk_rule, v.dtype, K, V, pieces.programs * H, tiles, turned)
     vary = {"BLOCK_V": (16, 32, 64)} if v.dtype == torch.bfloat16 else {}
     # A walk that is turned over has columns for which another has no shared memory: no table gives it those.
