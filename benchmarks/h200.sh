@@ -10,8 +10,8 @@
 # interpreter; DEVICE=cpu runs the same without kernels, to see that nothing is missing: check and bench by default, as
 # tune needs a GPU.
 #
-# On a machine with several GPUs each takes its part of the shapes, all of them then, and laws of other operators; cores
-# are shared out among them. GPUS says which (0,2): by default all, or those of CUDA_VISIBLE_DEVICES.
+# On a machine with several GPUs each takes its part of the shapes, behind the goals' the others too, and laws of other
+# operators; cores are shared out among them. GPUS says which (0,2): by default all, or those of CUDA_VISIBLE_DEVICES.
 #
 # Most of a benchmark's time goes into compiling peers, one kernel after the other. So each is begun beside the laws,
 # unheeded: what was compiled by their end lies on disk when it counts, and a GPU is measured with nothing beside on it.
@@ -135,10 +135,11 @@ if [ "$device" = cpu ]; then
   shapes[linear]="small simple"
 fi
 
-# told_of OPERATOR PLACE: what its benchmark is told, a word a line. Several GPUs have time for all shapes.
+# told_of OPERATOR PLACE: what its benchmark is told, a word a line. Several GPUs take the other shapes too: all have an x.
 told_of() {
-  printf '%s\n' --device "$device" ${more[$1]:-}
-  if [ ${#gpus[@]} = 1 ]; then printf '%s\n' --shapes "${shapes[$1]}"; else printf '%s\n' --part "$(($2 + 1))/${#gpus[@]}"; fi
+  local part=()
+  [ ${#gpus[@]} = 1 ] || part=(",x" --part "$(($2 + 1))/${#gpus[@]}")
+  printf '%s\n' --device "$device" ${more[$1]:-} --shapes "${shapes[$1]}${part[0]:-}" "${part[@]:1}"
 }
 
 rehearse() {

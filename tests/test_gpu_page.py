@@ -236,7 +236,8 @@ def test_each_of_several_gpus_takes_its_part_of_all_shapes_and_laws_of_its_own(s
             found = [line for line in lines if f"foci bench {operator} " in line and (" --limit " in line) == timed]
             told = sorted((line.split(":")[0], line.split(" --part ")[1].split()[0]) for line in found)
             assert told == [("GPU 1", "1/3"), ("GPU 4", "2/3"), ("GPU 6", "3/3")]
-            assert not any("--shapes" in line for line in found)
+            (words,) = {line.split(" --shapes ")[1].split(" --part ")[0] for line in found}
+            assert words.endswith(",x") and words.count(",") > 1 and all("x" in s.name for s in SPECS[operator].shapes)
     laws = sorted(line.split(" --device ")[0].split(": ") for line in lines if "laws.py" in line)
     script = "benchmarks/laws.py"
     assert laws == [

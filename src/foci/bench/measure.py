@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -115,8 +116,9 @@ def interleave(
 ) -> dict[str, Sample]:
     """Run every way once a round, so that a drift of the machine's speed falls on all of them alike.
 
-    The order is reversed every other round. When the timed runs have taken `seconds` together no further round begins,
-    after three at least. A way whose first three rounds all took `far` times the fastest way's slowest gets no more: to
+    The order is another one every round, the same in every call: a GPU runs slower behind what draws more power, and
+    reversing it alone would have the first and the last run twice in a row. When the timed runs have taken `seconds`
+    together no further round begins, after three at least. A way whose first three rounds all took `far` times the fastest way's slowest gets no more: to
     know of it that it is so slow, they are enough. `clock(run)` gives the seconds of a run (`clock_on`).
     """
     if rounds < 1:
@@ -128,7 +130,7 @@ def interleave(
         if turn == _LEAST and far < math.inf:
             fastest = min(max(times) for times in taken.values())
             ways = {name: way for name, way in ways.items() if min(taken[name]) < far * fastest}
-        for name in list(ways)[:: 1 if turn % 2 == 0 else -1]:
+        for name in random.Random(turn).sample(list(ways), len(ways)):
             way, times = ways[name], taken[name]
             with way.within():
                 if not times or times[-1] < _SHORT:

@@ -29,7 +29,7 @@ def asked(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 def refuse(keywords: Mapping[str, Any], where: str) -> None:
     """Raise Unsupported for keywords that are set and that may change the result in a way foci does not know."""
-    unknown = sorted(keywords.keys() - WITHOUT_EFFECT)
+    unknown = sorted(name for name in keywords if name not in WITHOUT_EFFECT)  # as torch 2.11 can trace it
     reasons = [f"{name}=... may change the result, and foci does not know it" for name in unknown]
     if "output_attentions" in keywords:
         reasons = ["output_attentions=True asks for the attention weights, which foci never forms"]

@@ -218,7 +218,7 @@ class _RefuseDocuments:
     kinds: tuple[str, ...]
 
     def __call__(self, module: nn.Module, args: Any, keywords: dict[str, Any]) -> None:
-        if given := sorted(asked(keywords).keys() & set(DOCUMENTS)):
+        if given := sorted(name for name in asked(keywords) if name in DOCUMENTS):
             raise Unsupported(
                 f"{type(module).__name__} cannot keep packed documents apart",
                 [f"its {' and '.join(self.kinds)} layers are not told of {', '.join(given)}"],
