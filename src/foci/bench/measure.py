@@ -118,8 +118,9 @@ def interleave(
 
     The order is another one every round, the same in every call: a GPU runs slower behind what draws more power, and
     reversing it alone would have the first and the last run twice in a row. When the timed runs have taken `seconds`
-    together no further round begins, after three at least. A way whose first three rounds all took `far` times the fastest way's slowest gets no more: to
-    know of it that it is so slow, they are enough. `clock(run)` gives the seconds of a run (`clock_on`).
+    together no further round begins, after three at least. A way whose first three rounds all took `far` times the
+    fastest way's slowest gets no more: to know of it that it is so slow, they are enough. `clock(run)` gives the
+    seconds of a run (`clock_on`).
     """
     if rounds < 1:
         raise ValueError(f"interleave: rounds must be at least 1, got {rounds}")
