@@ -213,7 +213,7 @@ def test_a_layer_is_checked_as_a_class_or_an_object(here, capsys) -> None:
         ("check softmax --laws two", "--laws: there is no law 'two'"),
         ("check softmax --laws 1 --world 2", "--laws does not apply with --world"),
         ("check softmax --cases 1/2 --world 2", "--cases does not apply with --world"),
-        ("check softmax --cases 0/2", "--cases must be i/n, every nth case from the ith, 1 <= i <= n <= "),
+        ("check softmax --cases 0/2", "--cases must be i/n, every nth from the ith, 1 <= i <= n <= "),
         ("check softmax --cases 3", "--cases must be i/n"),
         ("check softmax --json no/such/folder.json --backend aten --dtype float32", "no/such/folder.json"),
     ],

@@ -238,6 +238,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, config: Config, 
         _start(kernel, grid, arguments, meta, device)
 
 
+def beside(target: Target) -> dict[str, bool]:
+    """What a launch is told that may begin beside the one before it (tiles/turns.py): BESIDE, and Triton's word."""
+    there = target.kind == "cuda" and target.arch >= 90 and not interpreting()
+    return {"BESIDE": True, "launch_pdl": True} if there else {"BESIDE": False}
+
+
 _COMPILED: dict[tuple[Any, ...], Any] = {}
 # Told of every launch (core/plans.py): the kernel, as compiled (None: not known), its grid, all its arguments.
 Noting = Callable[[Any, Any, tuple[int, ...], tuple[Any, ...]], None]

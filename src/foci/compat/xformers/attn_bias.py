@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn, Self
 
@@ -63,9 +63,9 @@ class AttentionBias:
             mask[rows, columns] = mask[rows, columns].masked_fill(self.rule().allows(queries, keys, device), 0.0)
         return mask.expand(shape)
 
-    def blocks(self, T: int, S: int) -> Iterator[tuple[slice, slice]]:
+    def blocks(self, T: int, S: int) -> list[tuple[slice, slice]]:
         """The stretches of queries and the keys that each may see at all."""
-        yield slice(0, T), slice(0, S)
+        return [(slice(0, T), slice(0, S))]
 
     def lower(self, T: int, S: int, device: torch.device) -> tuple[Mask | None, Tensor | None]:
         """A mask of foci and an additive tensor that together are this bias."""
@@ -161,17 +161,18 @@ class _Blocks(AttentionBias):
     def to(self, device: torch.device) -> Self:
         return replace(self, q_seqinfo=self.q_seqinfo.to(device), k_seqinfo=self.k_seqinfo.to(device))
 
-    def blocks(self, T: int, S: int) -> Iterator[tuple[slice, slice]]:
+    def blocks(self, T: int, S: int) -> list[tuple[slice, slice]]:
         for name, info, letter, size in (("q", self.q_seqinfo, "T", T), ("k", self.k_seqinfo, "S", S)):
             if info.seqstart_py[-1] != size:
                 raise ShapeError(
                     f"xformers: the blocks of {type(self).__name__}.{name}_seqinfo end at {info.seqstart_py[-1]}; "
                     f"expected {letter}={size}, the tokens there are"
                 )
-        yield from zip(self.q_seqinfo.slices(), self.k_seqinfo.slices(), strict=True)
+        # A list, as torch 2.14 traces no generator here.
+        return list(zip(self.q_seqinfo.slices(), self.k_seqinfo.slices(), strict=True))
 
     def lower(self, T: int, S: int, device: torch.device) -> tuple[Mask | None, Tensor | None]:
-        blocks, rule = list(self.blocks(T, S)), self.rule()
+        blocks, rule = self.blocks(T, S), self.rule()
         q, k = self.q_seqinfo, self.k_seqinfo
         unequal = any(a.stop - a.start != b.stop - b.start for a, b in blocks)
         if not k.in_order() or (rule.top_left and rule.left is not None and unequal):

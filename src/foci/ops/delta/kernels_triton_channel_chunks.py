@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, float_precision, launch, strides, target_of
+from foci.core.tune import Config, beside, float_precision, launch, strides, target_of
 from foci.tiles import near
 from foci.tiles.memory import store_tile
 from foci.tiles.near import above_each_other, apart, nearest, sums_and_total
 from foci.tiles.pairs import of_far_rows
 from foci.tiles.solve import across, inverse
 from foci.tiles.state import chunk_at, in_two
+from foci.tiles.turns import begin_next
 from foci.tiles.whole import read, write, write_beside
 
 CHUNK = 64
@@ -139,10 +139,14 @@ def near_chunks_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr, X_ptr, A_ptr, total_ptr, made_ptr, far_ptr,
     q_strides, k_strides, e_strides, beta_strides, g_strides, scale, zero, T, N, H, R, K, half, count,
     FAR: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """One chunk and head, all rows taken as near, and whether they may be far; FAR: of EACH chunks those that may."""
+    """One chunk and head, all rows taken as near, and whether they may be far; FAR: of EACH chunks those that may.
+
+    BESIDE: the walk behind waits for the second launch only in heads of such chunks.
+    """
     if FAR:
+        begin_next(BESIDE)
         first, i = tl.program_id(0) * EACH, tl.arange(0, EACH)
         flags = tl.load(far_ptr + first + i, mask=first + i < count, other=0)
         for j in tl.range(tl.where(tl.max(flags, 0) > 0, EACH, 0), disable_licm=True):
@@ -173,18 +177,17 @@ def chunks(
     call: Any,
     inverse: Tensor,
     products: Tensor,
-    gated: Sequence[Tensor | None],
-    slots: int,
+    gated: Sequence[Any],
     whole: bool,
     config: Config,
 ) -> None:
-    """Fills X, A, and total, rise q, rise e and fall beta k (`gated`), which lie behind each other.
+    """Fills X, A, and total, rise q, rise e and fall beta k, which lie behind each other, and which are far (`gated`).
 
     Both launches have as many warps, and so products of the same instructions: near rows have the same bits in both.
     """
     B, T, G, H, K, _, N = call.sizes
-    programs, each = slots * H, EACH.value
-    far = torch.empty(programs, dtype=torch.int32, device=call.v.device)
+    far, target = gated[-1], target_of(call.v.device)
+    programs, each = far.numel(), EACH.value
     for again in (False, True):
         launch(
             near_chunks_kernel, (-(-programs // each) if again else programs,),
@@ -192,6 +195,6 @@ def chunks(
             far, call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(call.log_decay),
             call.scale, 0, T, N, H, H // G, K, B * T * H * K, programs,
             config=config, FAR=again, WHOLE=whole,
-            PRECISION=float_precision(call.v.dtype, target_of(call.v.device)),
-            CHUNK=CHUNK, STAGES=3,
+            PRECISION=float_precision(call.v.dtype, target), CHUNK=CHUNK, STAGES=3,
+            BESIDE=again and beside(target)["BESIDE"],
         )  # fmt: skip

@@ -18,10 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, launch, strides
+from foci.core.tune import Config, Target, beside, launch, strides, target_of
 from foci.tiles.affine import load_state
 from foci.tiles.memory import load_row, load_tile, opened, present, store_tile
 from foci.tiles.state import halves, in_two, sequence
+from foci.tiles.turns import wait_for_last, wait_if_flagged
 from foci.tiles.whole import write
 
 CHUNK = 64
@@ -29,11 +30,15 @@ CHUNK = 64
 
 @triton.jit
 def channel_walk_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, v_ptr, X_ptr, A_ptr, total_ptr, state_ptr, offsets_ptr,
+    q_ptr, k_ptr, e_ptr, v_ptr, X_ptr, A_ptr, total_ptr, far_ptr, state_ptr, offsets_ptr,
     out_ptr, final_ptr, errors_ptr, states_ptr, v_strides, state_strides, scale, T, N, H, V, half,
-    WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    WHOLE: tl.constexpr, BESIDE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_V columns of one head's state through one sequence: `walk_kernel` of rise q and e; k, X and A in two."""
+    """BLOCK_V columns of one head's state through one sequence: `walk_kernel` of rise q and e; k, X and A in two.
+
+    BESIDE: the launch before it makes far chunks anew (kernels_triton_channel_chunks.py), which a head without waits
+    for at its end alone.
+    """
     K: tl.constexpr = BLOCK_K
     v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
     rest = tl.program_id(0) // tl.cdiv(V, BLOCK_V)
@@ -41,6 +46,7 @@ def channel_walk_kernel(  # type: ignore[no-untyped-def]
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
     row = tl.cast(b, tl.int64)
     tokens, first = row * T * H + h, tl.cast(slot, tl.int64) * H + h
+    wait_if_flagged(far_ptr + first, tl.cdiv(stop - start, CHUNK), H, BESIDE)
     q_there = opened(q_ptr + tokens * K, stop, H * K, K, CHUNK, K, True)
     e_ptr += tokens * K
     next_e = load_tile(e_ptr, start, stop, H * K, 0, K, 1, CHUNK, K)  # where all else has yet to be asked for
@@ -81,6 +87,7 @@ def channel_walk_kernel(  # type: ignore[no-untyped-def]
             write(errors_ptr + tokens * V, tl.trans(d), t0, stop, H * V, v0, V, WHOLE)
     if present(final_ptr):
         store_tile(final_ptr + (n * H + h) * K * V, tl.trans(S), 0, K, V, v0, V, 1)
+    wait_for_last(BESIDE)
 
 
 @triton.jit
@@ -152,10 +159,10 @@ def forward(
     B, T, _, H, K, V, N = call.sizes
     launch(
         channel_walk_kernel, (programs,),
-        gated.query, gated.key, gated.erase, call.v, inverse, products, gated.total, call.state, call.offsets,
-        out, final, *((None, None) if parts is None else (parts.errors, parts.states)),
+        gated.query, gated.key, gated.erase, call.v, inverse, products, gated.total, gated.far, call.state,
+        call.offsets, out, final, *((None, None) if parts is None else (parts.errors, parts.states)),
         call.v.stride(), strides(call.state), call.scale, T, N, H, V, B * T * H * K,
-        config=walk, WHOLE=_whole(call, walk), CHUNK=CHUNK,
+        config=walk, WHOLE=_whole(call, walk), CHUNK=CHUNK, **beside(target_of(call.v.device)),
     )  # fmt: skip
 
 

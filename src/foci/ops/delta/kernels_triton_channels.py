@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, launch, side, stored, strides
+from foci.core.tune import Config, Target, beside, launch, side, stored, strides
 from foci.tiles import gates, near
 from foci.tiles.chunk_backward import across, decayed, gather, store_in_two
 from foci.tiles.gates import load_gates, pairs_backward_onto, total
@@ -24,6 +24,7 @@ from foci.tiles.memory import load_row, load_tile, store_tile
 from foci.tiles.pairs import below, far_backward, of_two, on_diagonal, parted, sums_behind
 from foci.tiles.state import chunk_at, rounded, working
 from foci.tiles.through import outers, through_states
+from foci.tiles.turns import begin_next, wait_for_last
 from foci.tiles.whole import read, within, write
 
 CHUNK = 64
@@ -142,10 +143,11 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
     dP_ptr, d_value_ptr, q_sums_ptr, k_sums_ptr, e_sums_ptr, d_q_ptr, d_k_ptr, d_e_ptr, d_beta_ptr, d_g_ptr,
     q_strides, k_strides, e_strides, beta_strides, g_strides, d_out_strides, scale, T, N, H, R, K, V, half,
     EACH: tl.constexpr, FAR: tl.constexpr, KEEP: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, ALL_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr, ALL_K: tl.constexpr, BESIDE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """`side_by_channel_kernel` in half precision, of EACH chunks: a launch for those whose rows are all near, and, FAR,
-    one for all others, as totals say. In bfloat16 dA and dE are two, side by side.
+    one before it for all others, as totals say; BESIDE: neither waits for the other, far rows take long. In bfloat16
+    dA and dE are two, side by side.
 
     KEEP: do, dv and d, V in one block, lie in shared memory through the channels, as dA and dE do. WHOLE: no tile
     reaches beyond its tensor (tiles/whole.py). What d_q, d_e and d_w wait for, exp(c) or exp(-c), they are given when
@@ -153,6 +155,8 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
     """
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     PARTS: tl.constexpr = 2 if dP_ptr.dtype.element_ty == tl.bfloat16 else 1
+    if FAR:
+        begin_next(BESIDE)
     for i in range(EACH):
         program, G = tl.program_id(0) * EACH + i, H // R
         group = (program % G).to(tl.int64)
@@ -270,6 +274,8 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
             if d_beta_ptr is not None:
                 at = (t0 + tl.arange(0, CHUNK)).to(tl.int64)
                 tl.store(d_beta_ptr + head + at * H, d_beta, mask=at < stop)
+    if not FAR:
+        wait_for_last(BESIDE)
 
 
 @triton.jit
@@ -340,7 +346,7 @@ def side_by_channel(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Ten
 
 
 def _near_side(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Tensor, behind: Tensor) -> None:
-    """The same in half precision, near chunks and then far ones, by as many warps.
+    """The same in half precision, far chunks and beside them near ones, by as many warps.
 
     Of other warps other instructions make a product: near rows would differ in their last bits by what comes later.
     """
@@ -351,10 +357,10 @@ def _near_side(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Tensor, 
     sizes = (problem.T % CHUNK, problem.K % config["BLOCK_K"], problem.V % config["BLOCK_V"])
     whole = call.offsets is None and not any(sizes)
     whole = whole and within(CHUNK, max(problem.K, problem.V), call.q, call.k, call.erase, problem.g, d_out)
-    programs, each = problem.chunks * problem.G, 1
-    for far in (False, True):
-        if far:  # most find nothing to do: fewer of them take less time for it
-            each = next(n for n in (8, 4, 2, 1) if programs % n == 0)
+    programs, together = problem.chunks * problem.G, beside(problem.target)
+    for far in (True, False):
+        # Most find nothing far: fewer of them take less time for it.
+        each = next(n for n in (8, 4, 2, 1) if programs % n == 0) if far else 1
         launch(
             near_side_kernel, (programs // each,),
             call.q, call.k, call.erase, call.beta, problem.g, problem.total, d_out, dv, kept[1], kept[0], behind,
@@ -364,4 +370,5 @@ def _near_side(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Tensor, 
             d_out.stride(), call.scale, problem.T, problem.N, problem.H, problem.H // problem.G, problem.K, problem.V,
             waiting[0].numel(), config=config, EACH=each, FAR=far, KEEP=not far and config["BLOCK_V"] >= problem.V,
             WHOLE=whole, PRECISION=problem.precision, CHUNK=CHUNK, ALL_K=side(problem.K, 1 << 20),
+            **({"BESIDE": together["BESIDE"]} if far else together),
         )  # fmt: skip

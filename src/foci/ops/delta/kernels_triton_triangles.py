@@ -37,6 +37,7 @@ class Gated(NamedTuple):
     rows: Tensor | None  # in bfloat16, but for gates per channel: [slots,H,2,64], rise and write (beta), for TMA;
     # for kernels_gluon.py [slots,H,3,64], third 1 of tokens that have two bfloat16, else 0
     reach: Tensor | None  # where `cut`: [slots,H], what is left of a state (kernels_triton_chunks.py)
+    far: Tensor | None  # in bfloat16 per channel: [slots,H] int32, not 0 of chunks that the second launch makes again
 
 
 @triton.jit
@@ -172,11 +173,11 @@ def first(
     registers = 128 if exact else 168
     room = {"maxnreg": registers} if target.arch == 90 and halves and not per_channel else {}
     if halves and per_channel:
-        channel_chunks.chunks(call, inverse, products, gated[2:6], slots, whole, config)
+        channel_chunks.chunks(call, inverse, products, (*gated[2:6], gated.far), whole, config)
         return inverse, products, gated
     if halves and at_once.fits(call, target):
         constants = {"EXACT": exact, "WHOLE": whole, "EVEN": even, "KEEP": parts is not None, **room}
-        at_once.chunks(call, inverse, products, (*gated[:3], *gated[6:]), slots, config, constants, rest)
+        at_once.chunks(call, inverse, products, (*gated[:3], *gated[6:8]), slots, config, constants, rest)
         return inverse, products, gated
     for again in (False, True)[: 2 if by_near else 1]:
         launch(
@@ -194,13 +195,14 @@ def first(
 def _gated(call: Any, parts: Any, slots: int, cut: bool, exact: bool, per_channel: bool) -> Gated:
     """Room for what is made of gates; what `parts` has is there already."""
     B, T, _, H, K, *_ = call.sizes
-    v, gated = call.v, Gated(*[None] * 8)
+    v, gated = call.v, Gated(*[None] * 9)
     each: tuple[Tensor | None, ...]
     if per_channel:
         total = torch.empty(slots, H, K, dtype=torch.float32, device=v.device)
         halves = 2 if stored(v.dtype) == torch.bfloat16 else 1
         made = torch.empty(2 + halves, B, T, H, K, dtype=stored(v.dtype), device=v.device)
-        gated = Gated(None, None, total, made[0], made[1], made[2:], None, None)
+        far = torch.empty(slots, H, dtype=torch.int32, device=v.device) if halves == 2 else None
+        gated = Gated(None, None, total, made[0], made[1], made[2:], None, None, far)
     elif call.log_decay is not None:
         if parts is None:
             kind: dict[str, Any] = {"dtype": torch.float32, "device": v.device}

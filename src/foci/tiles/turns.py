@@ -1,0 +1,38 @@
+"""Two launches of which the second begins beside the first: programmatic dependent launch, from Hopper on.
+
+The first one's programs call `begin_next`, and the second runs where processors are free. It may read what was written
+before the first launch; before what that one writes, and at its end, its programs call `wait_for_last`: so whatever
+comes behind the second launch comes behind both.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def begin_next(BESIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Once all programs have come here, or ended, the next launch may begin."""
+    if BESIDE:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_last(BESIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Behind it all that the launch before has written is there."""
+    if BESIDE:
+        gdc_wait()
+
+
+@triton.jit
+def wait_if_flagged(ptr, count, stride, BESIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`wait_for_last` where one of `count` flags is not 0."""
+    if BESIDE:
+        found = 0
+        for i in range(0, count, 64):
+            at = i + tl.arange(0, 64)
+            found = tl.maximum(found, tl.max(tl.load(ptr + at.to(tl.int64) * stride, mask=at < count, other=0), 0))
+        if found > 0:
+            gdc_wait()
