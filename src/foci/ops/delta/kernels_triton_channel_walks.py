@@ -22,7 +22,7 @@ from foci.core.tune import Config, Target, beside, launch, strides, target_of
 from foci.tiles.affine import load_state
 from foci.tiles.memory import load_row, load_tile, opened, present, store_tile
 from foci.tiles.state import halves, in_two, sequence
-from foci.tiles.turns import wait_for_last, wait_if_flagged
+from foci.tiles.turns import outlast, wait_if_flagged
 from foci.tiles.whole import write
 
 CHUNK = 64
@@ -36,8 +36,8 @@ def channel_walk_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """BLOCK_V columns of one head's state through one sequence: `walk_kernel` of rise q and e; k, X and A in two.
 
-    BESIDE: the launch before it makes far chunks anew (kernels_triton_channel_chunks.py), which a head without waits
-    for at its end alone.
+    BESIDE: the launch before it makes far chunks anew (kernels_triton_channel_chunks.py), for which heads wait that
+    have some.
     """
     K: tl.constexpr = BLOCK_K
     v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
@@ -87,7 +87,7 @@ def channel_walk_kernel(  # type: ignore[no-untyped-def]
             write(errors_ptr + tokens * V, tl.trans(d), t0, stop, H * V, v0, V, WHOLE)
     if present(final_ptr):
         store_tile(final_ptr + (n * H + h) * K * V, tl.trans(S), 0, K, V, v0, V, 1)
-    wait_for_last(BESIDE)
+    outlast(BESIDE)
 
 
 @triton.jit
@@ -157,12 +157,14 @@ def forward(
 ) -> None:  # fmt: skip
     """Fills out, final, and the errors and states of `parts`."""
     B, T, _, H, K, V, N = call.sizes
+    # In inference all heads walk at once, as a rule: one with a far chunk keeps the launch waiting then, either way.
+    together = {"BESIDE": False} if parts is None else beside(target_of(call.v.device))
     launch(
         channel_walk_kernel, (programs,),
         gated.query, gated.key, gated.erase, call.v, inverse, products, gated.total, gated.far, call.state,
         call.offsets, out, final, *((None, None) if parts is None else (parts.errors, parts.states)),
         call.v.stride(), strides(call.state), call.scale, T, N, H, V, B * T * H * K,
-        config=walk, WHOLE=_whole(call, walk), CHUNK=CHUNK, **beside(target_of(call.v.device)),
+        config=walk, WHOLE=_whole(call, walk), CHUNK=CHUNK, **together,
     )  # fmt: skip
 
 
