@@ -47,7 +47,10 @@ done
 for name in CHECK BENCH TUNE LIMIT; do
   [[ ${!name} =~ ^[1-9][0-9]*$ ]] || refuse "$name=${!name}; expected seconds, a whole number above 0"
 done
-gpus=${GPUS:-${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)}}
+found=$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null) || found=  # its errors it prints as it does GPUs
+gpus=${GPUS:-${CUDA_VISIBLE_DEVICES-$found}}
+gpus=${gpus//$'\n'/,}
+[ -n "${GPUS:-}" ] || gpus=${gpus// /}
 [ "$device" = cuda ] && [ -n "$gpus" ] || gpus=0
 [[ ${GPUS:-$gpus} =~ ^[^,[:space:]]+(,[^,[:space:]]+)*$ ]] || refuse "GPUS=${GPUS:-$gpus}; expected GPUs joined by commas"
 if [ -n "${GPUS:-}" ]; then
@@ -55,6 +58,7 @@ if [ -n "${GPUS:-}" ]; then
   export CUDA_VISIBLE_DEVICES=$GPUS
 fi
 IFS=, read -ra gpus <<<"$gpus"
+[ -z "$(printf '%s\n' "${gpus[@]}" | sort | uniq -d)" ] || refuse "GPUS=${gpus[*]}; expected each GPU once"
 mkdir -p -- "$out" && [ -w "$out" ] || refuse "FOLDER $out cannot be made or written"
 work=$(mktemp -d) rehearsed=$(mktemp -d)
 if [ -n "${PEERS:-}" ]; then
@@ -82,11 +86,13 @@ still() {
 }
 
 # at PLACE: what a command on the GPU at this place begins with, in `here`: this GPU alone, and its share of the cores.
-cores=$(($(nproc) / ${#gpus[@]}))
+mapfile -t cores < <("$python" -c 'import os; print(*sorted(os.sched_getaffinity(0)), sep="\n")' 2>/dev/null)
 at() {
+  local each=$((${#cores[@]} / ${#gpus[@]})) IFS=,
   here=()
   [ ${#gpus[@]} = 1 ] && return
-  here=(env "CUDA_VISIBLE_DEVICES=${gpus[$1]}" taskset -c "$(($1 * cores))-$((($1 + 1) * cores - 1))")
+  here=(env "CUDA_VISIBLE_DEVICES=${gpus[$1]}")
+  [ $each = 0 ] || here+=(taskset -c "${cores[*]:$1 * each:each}")
   "${here[@]}" true 2>/dev/null || here=("${here[@]:0:2}")
 }
 

@@ -59,6 +59,22 @@ def test_a_line_says_how_many_rounds_a_figure_is_of_where_they_are_fewer_than_us
     assert _line(replace(record, rounds=None), 15).endswith("error 0.50 of its budget")  # of an old file
 
 
+def test_a_part_of_the_shapes_is_timed_of_each_operator_and_nothing_where_it_has_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        cli_bench, "sweep", lambda spec, candidates, cases, *rest: timed.append((spec.name, cases[0].name)) or []
+    )
+    for part in (1, 2, 3):
+        assert run(["scan", "selective_scan", "--no-peers", "--part", f"{part}/3"], capsys)[0] == 0
+    found = [(name, shape.name) for name in ("scan", "selective_scan") for shape in SPECS[name].shapes]
+    assert sorted(timed) == sorted(found) and timed[:2] == [found[0], found[3]]
+    timed.clear()
+    code, said, _ = run(["scan", "--part", "5/5"], capsys)
+    assert (code, timed) == (0, []) and "nothing to time: --part 5/5 has no shape" in said
+
+
 def test_a_backend_by_name_and_no_peers(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(["softmax", *QUICK, "--backends", "chunked,aten,chunked,", "--no-peers"], capsys)
     assert code == 0
@@ -179,6 +195,8 @@ def test_where_nothing_can_be_written_nothing_is_measured(
         (["scan", "--stages", "sideways"], "'sideways' is none of"),
         (["scan", "--stages", ","], "--stages must be some of forward, backward, both, got ','"),
         (["scan", "--limit", "nan"], "--limit must be seconds, 0 or more; got nan"),
+        (["scan", "--part", "3/2"], "--part must be i/n, every nth from the ith, 1 <= i <= n, got '3/2'"),
+        (["scan", "--part", "0/2"], "--part must be i/n, every nth from the ith, 1 <= i <= n, got '0/2'"),
         (["scan", "--limit", "-5"], "--limit must be seconds, 0 or more; got -5"),
         (["--compare", "nothing", "nowhere"], "--compare: nothing is no file of records: No such file or directory"),
         (["--compare", "/", "nowhere"], "--compare: / is no file of records: Is a directory"),

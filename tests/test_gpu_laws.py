@@ -11,6 +11,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,27 @@ def test_a_part_waits_for_no_thread_of_its_parent(tmp_path: Path, monkeypatch: p
     finally:
         torch.set_num_threads(threads)
     assert part.process.exitcode == 0
+
+
+@pytest.mark.parametrize(("leave", "room"), [("0", 139.0), ("30", 109.0)])
+def test_others_beside_have_the_room_that_is_left_to_them(
+    leave: str, room: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+    monkeypatch.setattr(laws, "_gpu", lambda: (TARGETS["sm_90"], 139.0))
+    monkeypatch.setattr(laws, "compiling", lambda *_: nullcontext())
+    monkeypatch.setattr(laws, "ask_each", lambda chosen, room, until: given.append(room) or [])
+    monkeypatch.setattr(laws, "summary", lambda *_: [])
+    monkeypatch.setattr(sys, "argv", ["laws.py", "scan", "--leave", leave])
+    with pytest.raises(SystemExit):
+        laws.run()
+    assert given == [room]
+
+
+@pytest.mark.parametrize("leave", ["-1", "nan", "inf"])
+def test_what_is_left_to_others_is_gib_from_0_on(leave: str) -> None:
+    with pytest.raises(Exception, match="expected GiB, 0 or more"):
+        laws._room(leave)
 
 
 @pytest.mark.parametrize("limit", ["-5", "nan", "inf", "0"])

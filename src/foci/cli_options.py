@@ -57,7 +57,8 @@ def hold_limit(limit: float) -> None:
 def part_of(option: str, text: str, most: int | None = None) -> slice:
     """What i/n takes of a sequence: every nth, from the ith; n is at most `most`, where it is told."""
     first, _, step = text.partition("/")
-    if not (first.isdecimal() and step.isdecimal() and 1 <= int(first) <= int(step) <= (most or int(step))):
+    known = first.isdecimal() and step.isdecimal() and 1 <= int(first) <= int(step)
+    if not known or (most is not None and int(step) > most):
         bound = "" if most is None else f" <= {most}"
         raise ValueError(f"{option} must be i/n, every nth from the ith, 1 <= i <= n{bound}, got {text!r}")
     return slice(int(first) - 1, None, int(step))

@@ -15,18 +15,21 @@ from foci.bench import measure
 from foci.bench.measure import Sample, Way, clock, clock_on, host_seconds, interleave, ratio
 
 
-def test_ways_run_in_turn_each_behind_every_other() -> None:
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_ways_run_in_turn_each_behind_every_other_and_none_behind_itself(count: int) -> None:
     """What draws more power slows down whatever comes next: the first and the last ran twice in a row."""
     seen: list[str] = []
-    samples = interleave({name: Way(lambda name=name: seen.append(name)) for name in "abcd"}, rounds=15)
-    # Short runs are made twice, once untimed.
-    timed = seen[1::2]
+    names = "abcde"[:count]
+    samples = interleave({name: Way(lambda name=name: seen.append(name)) for name in names}, rounds=15)
+    timed = seen[1::2]  # short runs are made twice, once untimed
     assert timed == seen[::2]
-    assert all(sorted(timed[i : i + 4]) == list("abcd") for i in range(0, 60, 4))
-    assert [len(sample.seconds) for sample in samples.values()] == [15] * 4
+    assert all(sorted(timed[i : i + count]) == list(names) for i in range(0, 15 * count, count))
+    assert [len(sample.seconds) for sample in samples.values()] == [15] * count
     behind = Counter(pairwise(timed))
-    assert all(behind[one, other] >= 2 for one, other in permutations("abcd", 2))
-    assert max(behind[one, one] for one in "abcd") <= 4
+    assert all(behind[one, other] >= 1 for one, other in permutations(names, 2))
+    assert not any(behind[one, one] for one in names)
+    orders = [timed[i : i + count] for i in range(0, 15 * count, count)]
+    assert all(one != other for one, other in pairwise(orders)) or count == 2
 
 
 def test_a_way_runs_within_its_context() -> None:

@@ -116,22 +116,27 @@ def interleave(
 ) -> dict[str, Sample]:
     """Run every way once a round, so that a drift of the machine's speed falls on all of them alike.
 
-    The order is another one every round, the same in every call: a GPU runs slower behind what draws more power, and
-    reversing it alone would have the first and the last run twice in a row. When the timed runs have taken `seconds`
-    together no further round begins, after three at least. A way whose first three rounds all took `far` times the
-    fastest way's slowest gets no more: to know of it that it is so slow, they are enough. `clock(run)` gives the
-    seconds of a run (`clock_on`).
+    The order of a round is drawn, the same in every call, another than the round before's where there are three ways
+    or more, and none runs twice in a row: a GPU runs slower behind what draws more power, and in an order that is
+    reversed every other round the first and the last would. When the timed runs have taken `seconds` together no
+    further round begins, after three at least. A way whose first three rounds all took `far` times the fastest way's
+    slowest gets no more: to know of it that it is so slow, they are enough. `clock(run)` gives the seconds of a run
+    (`clock_on`).
     """
     if rounds < 1:
         raise ValueError(f"interleave: rounds must be at least 1, got {rounds}")
     taken: dict[str, list[float]] = {name: [] for name in ways}
+    draw, order = random.Random(0), list[str]()
     for turn in range(rounds):
         if turn >= _LEAST and sum(map(sum, taken.values())) >= seconds:
             break
         if turn == _LEAST and far < math.inf:
             fastest = min(max(times) for times in taken.values())
             ways = {name: way for name, way in ways.items() if min(taken[name]) < far * fastest}
-        for name in random.Random(turn).sample(list(ways), len(ways)):
+        before, order = order, draw.sample(list(ways), len(ways))
+        while len(ways) > 1 and (order[:1] == before[-1:] or (len(ways) > 2 and order == before)):
+            order = draw.sample(list(ways), len(ways))
+        for name in order:
             way, times = ways[name], taken[name]
             with way.within():
                 if not times or times[-1] < _SHORT:

@@ -65,9 +65,9 @@ def test_without_a_state_or_gradients_outputs_are_the_same(B: int, monkeypatch: 
 
 def test_where_they_fit() -> None:
     hopper, before = tune.TARGETS["sm_90"], tune.TARGETS["sm_80"]
-    wide = Config({"BLOCK_K": 128, "BLOCK_V": 64})
-    assert walks.fits(128, 128, wide, hopper) and walks.fits(128, 200, wide, hopper)
-    assert walks.fits(128, 128, Config({"BLOCK_K": 128, "BLOCK_V": 128}), hopper)
-    assert not walks.fits(128, 128, wide, before)
-    assert not walks.fits(100, 128, wide, hopper) and not walks.fits(128, 100, wide, hopper)
-    assert not walks.fits(128, 128, Config({"BLOCK_K": 128, "BLOCK_V": 32}), hopper)
+    some, many = (Config({"BLOCK_K": 128, "BLOCK_V": columns}) for columns in (64, 128))
+    assert walks.fits(128, 128, some, 64, hopper) and walks.fits(128, 200, some, 128, hopper)
+    assert walks.fits(128, 128, many, 128, hopper) and not walks.fits(128, 128, many, 64, hopper)
+    assert not walks.fits(128, 128, some, 64, before)
+    assert not walks.fits(100, 128, some, 64, hopper) and not walks.fits(128, 100, some, 64, hopper)
+    assert not walks.fits(128, 128, Config({"BLOCK_K": 128, "BLOCK_V": 32}), 64, hopper)

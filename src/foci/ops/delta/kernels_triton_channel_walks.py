@@ -22,7 +22,7 @@ from foci.core.tune import Config, Target, beside, launch, strides, target_of
 from foci.tiles.affine import load_state
 from foci.tiles.memory import load_row, load_tile, opened, present, store_tile
 from foci.tiles.state import halves, in_two, sequence
-from foci.tiles.turns import outlast, wait_if_flagged
+from foci.tiles.turns import flagged, wait_for_last
 from foci.tiles.whole import write
 
 CHUNK = 64
@@ -36,8 +36,8 @@ def channel_walk_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """BLOCK_V columns of one head's state through one sequence: `walk_kernel` of rise q and e; k, X and A in two.
 
-    BESIDE: the launch before it makes far chunks anew (kernels_triton_channel_chunks.py), for which heads wait that
-    have some.
+    BESIDE: the launch before it makes far chunks anew (kernels_triton_channel_chunks.py): heads that have some wait for
+    it first, all others at their end.
     """
     K: tl.constexpr = BLOCK_K
     v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
@@ -46,7 +46,9 @@ def channel_walk_kernel(  # type: ignore[no-untyped-def]
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
     row = tl.cast(b, tl.int64)
     tokens, first = row * T * H + h, tl.cast(slot, tl.int64) * H + h
-    wait_if_flagged(far_ptr + first, tl.cdiv(stop - start, CHUNK), H, BESIDE)
+    if BESIDE:  # noqa: SIM102  what is known when it is compiled
+        if flagged(far_ptr + first, tl.cdiv(stop - start, CHUNK), H) > 0:
+            wait_for_last(BESIDE)
     q_there = opened(q_ptr + tokens * K, stop, H * K, K, CHUNK, K, True)
     e_ptr += tokens * K
     next_e = load_tile(e_ptr, start, stop, H * K, 0, K, 1, CHUNK, K)  # where all else has yet to be asked for
@@ -87,7 +89,7 @@ def channel_walk_kernel(  # type: ignore[no-untyped-def]
             write(errors_ptr + tokens * V, tl.trans(d), t0, stop, H * V, v0, V, WHOLE)
     if present(final_ptr):
         store_tile(final_ptr + (n * H + h) * K * V, tl.trans(S), 0, K, V, v0, V, 1)
-    outlast(BESIDE)
+    wait_for_last(BESIDE)
 
 
 @triton.jit
@@ -146,9 +148,9 @@ def channel_walk_back_kernel(  # type: ignore[no-untyped-def]
         store_tile(d_state_ptr + (n * H + h) * K * V, tl.trans(dS), 0, K, V, v0, V, 1)
 
 
-def fits(K: int, V: int, walk: Config, target: Target) -> bool:
-    """Whether a walk may be turned: all channels in one block, columns as many as a product has rows, or twice that."""
-    return target.arch == 90 and K == walk["BLOCK_K"] in (64, 128) and walk["BLOCK_V"] in (64, 128) and V % 8 == 0
+def fits(K: int, V: int, walk: Config, columns: int, target: Target) -> bool:
+    """Whether a walk may be turned: all channels in one block, columns as many as a product has rows, or `columns`."""
+    return target.arch == 90 and K == walk["BLOCK_K"] in (64, 128) and walk["BLOCK_V"] in (64, columns) and V % 8 == 0
 
 
 def forward(

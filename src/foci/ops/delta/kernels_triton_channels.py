@@ -24,7 +24,7 @@ from foci.tiles.memory import load_row, load_tile, store_tile
 from foci.tiles.pairs import below, far_backward, of_two, on_diagonal, parted, sums_behind
 from foci.tiles.state import chunk_at, rounded, working
 from foci.tiles.through import outers, through_states
-from foci.tiles.turns import begin_next, outlast
+from foci.tiles.turns import begin_next, wait_for_last
 from foci.tiles.whole import read, within, write
 
 CHUNK = 64
@@ -275,7 +275,7 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
                 at = (t0 + tl.arange(0, CHUNK)).to(tl.int64)
                 tl.store(d_beta_ptr + head + at * H, d_beta, mask=at < stop)
     if not FAR:
-        outlast(BESIDE)
+        wait_for_last(BESIDE)
 
 
 @triton.jit

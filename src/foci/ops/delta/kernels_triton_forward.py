@@ -279,9 +279,9 @@ def forward(
     turned = (128 if parts is None else 64) if not pieces.tokens and by_tma(v) else 0  # states take shared memory
     rule = partial(walk_rule, v.dtype, K, V, pieces.programs * H, tiles, turned)
     vary = {"BLOCK_V": (16, 32, 64)} if v.dtype == torch.bfloat16 else {}
-    # A walk that is turned over has columns for which another has no shared memory: no table gives it those.
-    name = "delta_walk_by_channel" if turned and tiles == 4 else "delta_walk"
-    walk = configure(name, (v.dtype, K, V, tiles), rule, target, vary)
+    # A walk that is turned over has columns for which others have no shared memory, training's too: a table of its own.
+    name, kind = ("delta_walk_by_channel", (turned,)) if turned and tiles == 4 else ("delta_walk", ())
+    walk = configure(name, (v.dtype, K, V, tiles, *kind), rule, target, vary)
     blocks = -(-V // walk["BLOCK_V"])
     if by_token:
         begins = joins.starts(call, shares, partial(token_walks.forward, call, None, made, shares, None, None, None))
@@ -290,7 +290,7 @@ def forward(
         if lost is not None:
             token_walks.spread(call, parts, shares, lost, out, final)
         return final
-    if turned and tiles == 4 and channel_walks.fits(K, V, walk, target):
+    if turned and tiles == 4 and channel_walks.fits(K, V, walk, turned, target):
         channel_walks.forward(call, parts, inverse, products, gated, out, final, pieces.programs * H * blocks, walk)
         return final
 
