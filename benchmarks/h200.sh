@@ -88,11 +88,11 @@ still() {
 # at PLACE: what a command on the GPU at this place begins with, in `here`: this GPU alone, and its share of the cores.
 mapfile -t cores < <("$python" -c 'import os; print(*sorted(os.sched_getaffinity(0)), sep="\n")' 2>/dev/null)
 at() {
-  local each=$((${#cores[@]} / ${#gpus[@]})) IFS=,
+  local many=$((${#cores[@]} / ${#gpus[@]})) IFS=,
   here=()
   [ ${#gpus[@]} = 1 ] && return
   here=(env "CUDA_VISIBLE_DEVICES=${gpus[$1]}")
-  [ $each = 0 ] || here+=(taskset -c "${cores[*]:$1 * each:each}")
+  [ $many = 0 ] || here+=(taskset -c "${cores[*]:$1 * many:many}")
   "${here[@]}" true 2>/dev/null || here=("${here[@]:0:2}")
 }
 

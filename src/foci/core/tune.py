@@ -238,10 +238,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, config: Config, 
         _start(kernel, grid, arguments, meta, device)
 
 
-def beside(target: Target) -> dict[str, bool]:
-    """What a launch is told that may begin beside the one before it (tiles/turns.py): BESIDE, and Triton's word."""
+def beside(target: Target, second: bool) -> dict[str, bool]:
+    """What two launches are told of which the `second` may begin beside the first (tiles/turns.py)."""
     there = target.kind == "cuda" and target.arch >= 90 and not interpreting()
-    return {"BESIDE": True, "launch_pdl": True} if there else {"BESIDE": False}
+    return {"BESIDE": there, "launch_pdl": True} if there and second else {"BESIDE": there}
 
 
 _COMPILED: dict[tuple[Any, ...], Any] = {}

@@ -97,7 +97,7 @@ def test_bits_are_those_of_launches_behind_each_other(
         captured = [*made[:2], *gpu.backward(call, made, (into_all[0], into_all[1]), GRADIENTS)[:5]]
     graph.replay()
     for module in (channel_chunks, walks, channels):
-        monkeypatch.setattr(module, "beside", lambda target: {"BESIDE": False})
+        monkeypatch.setattr(module, "beside", lambda target, second: {"BESIDE": False})
     wanted = all_of(call)
     assert all(x.equal(y) for each in found for x, y in zip(each, wanted, strict=True))
     assert all(x.equal(y) for each in played for x, y in zip(each, played[0], strict=True))

@@ -77,8 +77,6 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     by = walks.way(call, shares, partial(pieces, call), token_walks, joins)
     wide_walks = import_module("foci.ops.delta.kernels_gluon") if wide and by[0] else None
     out, rest = room(call, call.v)
-    if per_channel(call):  # nothing stands between its last launch and the walk, which may begin beside it
-        rest.end()
     made = triangles.first(call, parts, _slots(call), shares > 1, at_once, channel_chunks, wide_walks is not None, rest)
     rest.end()
     final = walks.forward(call, parts, made, out, shares, by, token_walks, joins, channel_walks, wide_walks)

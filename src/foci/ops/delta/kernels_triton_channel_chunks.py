@@ -196,5 +196,5 @@ def chunks(
             call.scale, 0, T, N, H, H // G, K, B * T * H * K, programs,
             config=config, FAR=again, WHOLE=whole,
             PRECISION=float_precision(call.v.dtype, target), CHUNK=CHUNK, STAGES=3,
-            BESIDE=again and beside(target)["BESIDE"],
+            **(beside(target, False) if again else {"BESIDE": False}),
         )  # fmt: skip

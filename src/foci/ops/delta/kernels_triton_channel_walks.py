@@ -160,7 +160,7 @@ def forward(
     """Fills out, final, and the errors and states of `parts`."""
     B, T, _, H, K, V, N = call.sizes
     # In inference all heads walk at once, as a rule: one with a far chunk keeps the launch waiting then, either way.
-    together = {"BESIDE": False} if parts is None else beside(target_of(call.v.device))
+    together = {"BESIDE": False} if parts is None else beside(target_of(call.v.device), True)
     launch(
         channel_walk_kernel, (programs,),
         gated.query, gated.key, gated.erase, call.v, inverse, products, gated.total, gated.far, call.state,

@@ -346,7 +346,7 @@ def side_by_channel(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Ten
 
 
 def _near_side(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Tensor, behind: Tensor) -> None:
-    """The same in half precision, far chunks and beside them near ones, by as many warps.
+    """The same in half precision, far chunks and beside them near ones, which wait at their end, by as many warps.
 
     Of other warps other instructions make a product: near rows would differ in their last bits by what comes later.
     """
@@ -357,7 +357,7 @@ def _near_side(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Tensor, 
     sizes = (problem.T % CHUNK, problem.K % config["BLOCK_K"], problem.V % config["BLOCK_V"])
     whole = call.offsets is None and not any(sizes)
     whole = whole and within(CHUNK, max(problem.K, problem.V), call.q, call.k, call.erase, problem.g, d_out)
-    programs, together = problem.chunks * problem.G, beside(problem.target)
+    programs = problem.chunks * problem.G
     for far in (True, False):
         # Most find nothing far: fewer of them take less time for it.
         each = next(n for n in (8, 4, 2, 1) if programs % n == 0) if far else 1
@@ -370,5 +370,5 @@ def _near_side(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Tensor, 
             d_out.stride(), call.scale, problem.T, problem.N, problem.H, problem.H // problem.G, problem.K, problem.V,
             waiting[0].numel(), config=config, EACH=each, FAR=far, KEEP=not far and config["BLOCK_V"] >= problem.V,
             WHOLE=whole, PRECISION=problem.precision, CHUNK=CHUNK, ALL_K=side(problem.K, 1 << 20),
-            **({"BESIDE": together["BESIDE"]} if far else together),
+            **beside(problem.target, not far),
         )  # fmt: skip

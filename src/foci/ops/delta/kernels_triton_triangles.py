@@ -148,7 +148,7 @@ def first(
 
     One launch, and one more for far rows (`chunks_kernel`). `exact`: for the walk of kernels_gluon.py. In bfloat16,
     where they may, `at_once` makes it (kernels_triton_chunks.py), which clears the `rest` of the output too, and, with
-    gates per channel, `channel_chunks` (kernels_triton_channel_chunks.py).
+    gates per channel, `channel_chunks` (kernels_triton_channel_chunks.py), behind the `rest`.
     """
     B, T, G, H, K, _, N = call.sizes
     v, g, target = call.v, call.log_decay, target_of(call.v.device)
@@ -173,6 +173,7 @@ def first(
     registers = 128 if exact else 168
     room = {"maxnreg": registers} if target.arch == 90 and halves and not per_channel else {}
     if halves and per_channel:
+        rest.end()  # nothing stands between the last launch and the walk, which may begin beside it
         channel_chunks.chunks(call, inverse, products, (*gated[2:6], gated.far), whole, config)
         return inverse, products, gated
     if halves and at_once.fits(call, target):
