@@ -66,8 +66,8 @@ def test_without_a_state_or_gradients_outputs_are_the_same(B: int, monkeypatch: 
 def test_where_they_fit() -> None:
     hopper, before = tune.TARGETS["sm_90"], tune.TARGETS["sm_80"]
     some, many = (Config({"BLOCK_K": 128, "BLOCK_V": columns}) for columns in (64, 128))
-    assert walks.fits(128, 128, some, 64, hopper) and walks.fits(128, 200, some, 128, hopper)
-    assert walks.fits(128, 128, many, 128, hopper) and not walks.fits(128, 128, many, 64, hopper)
-    assert not walks.fits(128, 128, some, 64, before)
-    assert not walks.fits(100, 128, some, 64, hopper) and not walks.fits(128, 100, some, 64, hopper)
-    assert not walks.fits(128, 128, Config({"BLOCK_K": 128, "BLOCK_V": 32}), 64, hopper)
+    assert walks.fits(128, 128, some, hopper, 64) and walks.fits(128, 200, some, hopper, 128)
+    assert walks.fits(128, 128, many, hopper, 128) and not walks.fits(128, 128, many, hopper, 64)
+    assert not walks.fits(128, 128, some, before, 64)
+    assert not walks.fits(100, 128, some, hopper, 64) and not walks.fits(128, 100, some, hopper, 64)
+    assert not walks.fits(128, 128, Config({"BLOCK_K": 128, "BLOCK_V": 32}), hopper, 64)

@@ -321,9 +321,7 @@ def _walk(
     by_token = by_token and not pieces.tokens
     tma = problem.target.arch == 90 and q.dtype == torch.bfloat16 and K % config["BLOCK_K"] == 0
     tma = tma and all(map(by_tma, operands))
-    by_channel = (
-        problem.per_channel and tma and not pieces.tokens and channel_walks.fits(K, V, config, 64, problem.target)
-    )
+    by_channel = problem.per_channel and tma and not pieces.tokens and channel_walks.fits(K, V, config, problem.target)
     full = call.erase is not None and states.dtype == torch.bfloat16 and not (by_token or by_channel)
     behind = torch.empty_like(states, dtype=torch.float32 if full else None)
     results = dv, beside, behind, problem.found[6]

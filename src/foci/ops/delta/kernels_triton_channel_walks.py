@@ -148,7 +148,7 @@ def channel_walk_back_kernel(  # type: ignore[no-untyped-def]
         store_tile(d_state_ptr + (n * H + h) * K * V, tl.trans(dS), 0, K, V, v0, V, 1)
 
 
-def fits(K: int, V: int, walk: Config, columns: int, target: Target) -> bool:
+def fits(K: int, V: int, walk: Config, target: Target, columns: int = 64) -> bool:
     """Whether a walk may be turned: all channels in one block, columns as many as a product has rows, or `columns`."""
     return target.arch == 90 and K == walk["BLOCK_K"] in (64, 128) and walk["BLOCK_V"] in (64, columns) and V % 8 == 0
 

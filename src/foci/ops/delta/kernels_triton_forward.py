@@ -290,7 +290,7 @@ def forward(
         if lost is not None:
             token_walks.spread(call, parts, shares, lost, out, final)
         return final
-    if turned and tiles == 4 and channel_walks.fits(K, V, walk, turned, target):
+    if turned and tiles == 4 and channel_walks.fits(K, V, walk, target, turned):
         channel_walks.forward(call, parts, inverse, products, gated, out, final, pieces.programs * H * blocks, walk)
         return final
 
