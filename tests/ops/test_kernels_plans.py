@@ -49,6 +49,9 @@ def _at(address: int, dtype: torch.dtype) -> Tensor:
 
 
 def start(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: Any, device: torch.device) -> None:
+    meta = {name: value for name, value in meta.items() if name != "launch_pdl"}
+    if "BESIDE" in meta:  # the interpreter runs one launch behind the other and knows no word for more
+        meta["BESIDE"] = False
     with _disable_current_modes():  # what the interpreter asks of torch is nothing that the call does
         kernel[grid](*arguments, **meta)
     if (noting := tune.NOTING.get()) is not None:
