@@ -46,8 +46,10 @@ def backward(
     from foci.ops.selective_scan import kernels_triton_backward
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.x))
-    found, rest = rooms(call, (call.x, call.dt, call.A, call.B, call.C, call.skip, call.state), needs)
+    found, rest = rooms(call, (call.x, call.dt), needs[:2])
     rest.end()
+    sums, _ = rooms(call, (call.A, call.B, call.C, call.skip, call.state), needs[2:])  # none has rows left to clear
+    found += sums
     kernels_triton_backward.backward(call, outputs[2], KEEP, grads, found, _cut(call))
     return found
 
