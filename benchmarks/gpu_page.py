@@ -155,34 +155,58 @@ def placed(record: Record) -> tuple[str, int]:
     return record.operator, names.index(record.problem) if record.problem in names else len(names)
 
 
-def page(folder: Path) -> tuple[str, list[str]]:
-    """The text between the marks, and the lines of docs/gpu.jsonl; what is damaged is named with its file and line."""
+def records_of(folder: Path) -> list[Record]:
+    """All that a run found; what is damaged is named with its file and line."""
     records = sorted(read(*sorted(folder.glob("*/records.jsonl"))), key=placed)
     if not records:
         raise ValueError(f"{folder}: no records; expected gpu.tgz of benchmarks/h200.sh, unpacked")
-    lines = [heading(records), *tables(records), *untimed(folder)]
-    if (folder / "decode.json").exists():
-        lines += decoding(folder / "decode.json")
-    lines += laws(folder)
-    return "\n".join(lines), [json.dumps(asdict(record)) for record in records]
+    return records
+
+
+def asked(folder: Path) -> str:
+    """What a run says of decoding and of laws."""
+    return "\n".join([*(decoding(folder / "decode.json") if (folder / "decode.json").exists() else ()), *laws(folder)])
+
+
+def page(folder: Path) -> str:
+    """A run by itself."""
+    records = records_of(folder)
+    return "\n".join([heading(records), *tables(records), *untimed(folder), asked(folder)])
+
+
+def added(folder: Path, text: str, known: list[Record]) -> tuple[str, list[Record]]:
+    """The docs' page, which is `text`, and its records, `known`, with a run in it."""
+    found = records_of(folder)
+    anew = {(record.operator, record.problem, record.dtype) for record in found}
+    kept = [record for record in known if (record.operator, record.problem, record.dtype) not in anew]
+    records = sorted([*kept, *found], key=placed)
+    said = _sections(text, ("decoding", "laws, ")) | _sections(asked(folder))
+    return "\n".join([heading(records), *tables(records), *said.values()]), records
+
+
+def _sections(text: str, titles: tuple[str, ...] = ("",)) -> dict[str, str]:
+    """What stands below headings that begin so, by heading."""
+    parts = (part.rstrip() for part in text.split("\n### ")[1:])
+    return {part.splitlines()[0]: f"\n### {part}" for part in parts if part.startswith(titles)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="gpu.tgz, unpacked")
-    parser.add_argument("--write", action="store_true", help="into docs/; else it is printed")
+    parser.add_argument("--write", action="store_true", help="add it to docs/; else it is printed")
     chosen = parser.parse_args()
+    path, lines = DOCS / "benchmarks.md", DOCS / "gpu.jsonl"
     try:
-        text, lines = page(chosen.folder)
+        if not chosen.write:
+            print(page(chosen.folder))
+            return
+        before, rest = path.read_text(encoding="utf-8").split(BEGIN)
+        old, after = rest.split(END)
+        text, records = added(chosen.folder, old, read(lines))
     except (ValueError, OSError) as error:
         sys.exit(f"gpu_page.py: {error}")
-    if not chosen.write:
-        print(text)
-        return
-    path = DOCS / "benchmarks.md"
-    before, rest = path.read_text(encoding="utf-8").split(BEGIN)
-    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
-    (DOCS / "gpu.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+    lines.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records), encoding="utf-8")
 
 
 if __name__ == "__main__":
