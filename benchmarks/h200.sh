@@ -5,10 +5,10 @@
 #
 # Steps: check bench tune; by default all three, within eight minutes. What is not known is refused with exit code 2,
 # before anything runs. FOLDER/gpu.tgz holds all that was found and is written anew as it goes, so that a run which is
-# cut short loses little. CHECK, BENCH and TUNE are the seconds that a step may take (CHECK: for each dtype), LIMIT
-# those in which all is over but what has begun; OPERATORS and DTYPES (of the laws) what is asked, PYTHON names the
-# interpreter; DEVICE=cpu runs the same without kernels, to see that nothing is missing: check and bench by default, as
-# tune needs a GPU.
+# cut short loses little; an older run's is kept beside it, named by its time. CHECK, BENCH and TUNE are the seconds that
+# a step may take (CHECK: for each dtype), LIMIT those in which all is over but what has begun: of a step there is as
+# much as it leaves. OPERATORS and DTYPES (of the laws) say what is asked, PYTHON names the interpreter; DEVICE=cpu runs
+# check and bench without kernels, to see that nothing is missing.
 #
 # On a machine with several GPUs each takes its part of the shapes, behind the goals' the others too, and laws of other
 # operators; cores are shared out among them. GPUS says which (0,2): by default all, or those of CUDA_VISIBLE_DEVICES.
@@ -36,8 +36,10 @@ refuse() { echo "h200.sh: $1" >&2; exit 2; }
 for step in $steps; do
   [[ " check bench tune " == *" $step "* ]] || refuse "unknown STEP $step; expected check, bench or tune"
 done
+[[ $out != -* ]] || refuse "FOLDER is $out; expected a folder, which does not begin with -"
 [[ " check bench tune " != *" $out "* ]] || refuse "FOLDER is $out, which is a STEP; expected a folder before the steps"
 [[ " cuda cpu " == *" $device "* ]] || refuse "DEVICE=$device; expected cuda or cpu"
+[ "$device" = cuda ] || [[ " $steps " != *" tune "* ]] || refuse "STEP tune with DEVICE=$device; expected DEVICE=cuda"
 for dtype in $dtypes; do
   [[ " bfloat16 float16 float32 " == *" $dtype "* ]] || refuse "DTYPES: unknown $dtype; expected bfloat16, float16, float32"
 done
@@ -48,23 +50,30 @@ for name in CHECK BENCH TUNE LIMIT; do
   [[ ${!name} =~ ^[1-9][0-9]*$ ]] || refuse "$name=${!name}; expected seconds, a whole number above 0"
 done
 found=$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null) || found=  # its errors it prints as it does GPUs
-gpus=${GPUS:-${CUDA_VISIBLE_DEVICES-$found}}
-gpus=${gpus//$'\n'/,}
-[ -n "${GPUS:-}" ] || gpus=${gpus// /}
-[ "$device" = cuda ] && [ -n "$gpus" ] || gpus=0
-[[ ${GPUS:-$gpus} =~ ^[^,[:space:]]+(,[^,[:space:]]+)*$ ]] || refuse "GPUS=${GPUS:-$gpus}; expected GPUs joined by commas"
-if [ -n "${GPUS:-}" ]; then
-  [ "$device" = cuda ] || refuse "GPUS=$GPUS with DEVICE=$device; expected DEVICE=cuda"
-  export CUDA_VISIBLE_DEVICES=$GPUS
+source=GPUS named=${GPUS:-}
+if [ -z "$named" ]; then
+  source=CUDA_VISIBLE_DEVICES named=${CUDA_VISIBLE_DEVICES-$found}
+  named=${named//$'\n'/,} named=${named// /}
 fi
-IFS=, read -ra gpus <<<"$gpus"
-[ -z "$(printf '%s\n' "${gpus[@]}" | sort | uniq -d)" ] || refuse "GPUS=${gpus[*]}; expected each GPU once"
+if [ "$device" = cpu ]; then
+  [ -z "${GPUS:-}" ] || refuse "GPUS=$GPUS with DEVICE=$device; expected DEVICE=cuda"
+  named=0
+fi
+[ -n "$named" ] || refuse "there is no GPU; expected one that nvidia-smi or GPUS names, or DEVICE=cpu"
+[[ $named =~ ^[^,[:space:]]+(,[^,[:space:]]+)*$ ]] || refuse "$source=$named; expected GPUs joined by commas"
+[ -z "${GPUS:-}" ] || export CUDA_VISIBLE_DEVICES=$GPUS
+IFS=, read -ra gpus <<<"$named"
+[ -z "$(printf '%s\n' "${gpus[@]}" | sort | uniq -d)" ] || refuse "$source=$named; expected each GPU once"
+out=$(realpath -m -- "$out")
 mkdir -p -- "$out" && [ -w "$out" ] || refuse "FOLDER $out cannot be made or written"
 work=$(mktemp -d) rehearsed=$(mktemp -d)
+trap 'rm -rf "$work" "$rehearsed"' EXIT
 if [ -n "${PEERS:-}" ]; then
-  mkdir "$rehearsed/peers" && tar xJf "$PEERS" -C "$rehearsed/peers" || exit 2
+  mkdir "$rehearsed/peers" && tar xJf "$PEERS" -C "$rehearsed/peers" ||
+    refuse "PEERS=$PEERS; expected an archive that benchmarks/peers.sh made"
   export PYTHONPATH="$PYTHONPATH:$rehearsed/peers" TILELANG_CACHE_DIR="$rehearsed/peers/tilelang_cache"
 fi
+[ ! -e "$out/gpu.tgz" ] || mv --backup=numbered "$out/gpu.tgz" "$out/gpu.$(date -r "$out/gpu.tgz" +%Y%m%d-%H%M%S).tgz"
 export FLA_TILELANG=${FLA_TILELANG:-0}
 # Where Python may not write beside what it imports, every process would compile torch's modules again.
 if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
@@ -165,13 +174,24 @@ rehearse() {
 laws_on() {
   local mine=($operators)
   mine=(${mine[@]:$1:$(($1 + 1 < ${#gpus[@]} ? 1 : ${#mine[@]}))})
-  [ ${#mine[@]} = 0 ] || ask "laws_$dtype$2" "$1" $((CHECK + 30)) "$python" benchmarks/laws.py "${mine[@]}" \
-    --device "$device" --dtype "$dtype" --limit "$CHECK" --leave "$leave" --out "$work/laws"
+  [ ${#mine[@]} = 0 ] || ask "laws_$dtype$2" "$1" $((seconds + 30)) "$python" benchmarks/laws.py "${mine[@]}" \
+    --device "$device" --dtype "$dtype" --limit "$seconds" --leave "$leave" --out "$work/laws"
+}
+
+# within NAME SECONDS: as many of these `seconds` as LIMIT leaves; where that is next to nothing, it is said to be none.
+# What ends a step takes some seconds.
+within() {
+  seconds=$((LIMIT - SECONDS - 10))
+  seconds=$((seconds < $2 ? seconds : $2))
+  [ "$seconds" -ge $(($2 < 10 ? $2 : 10)) ] && return
+  echo "$1: not begun, $SECONDS s of $LIMIT are over" | tee -a "$work/steps.txt"
+  return 1
 }
 
 laws() {
-  local dtype
+  local dtype seconds
   for dtype in $dtypes; do
+    within "laws_$dtype" "$CHECK" || continue
     each laws_on || failed=1
     cat "$work/laws_$dtype"*.txt
     pack
@@ -187,34 +207,34 @@ bench_on() {
 bench() {
   # One after the other, as nothing else may run beside what is timed; a process each, as a fault of the GPU ends one.
   # Every operator has START seconds, in which it is imported and compiled, and its share of the rest.
-  local operator seconds count=0 total=0
+  local operator seconds all count=0 total=0
   local START=15
+  within bench "$BENCH" || return
+  all=$seconds
   for operator in $operators; do
     count=$((count + 1)) total=$((total + share[$operator]))
   done
   for operator in $operators; do
-    seconds=$((BENCH > START * count ? START + (BENCH - START * count) * share[$operator] / total : BENCH / count))
+    seconds=$((all > START * count ? START + (all - START * count) * share[$operator] / total : all / count))
     each bench_on || failed=1
-    tail -q -n +3 "$work/bench_$operator"*.txt
+    tail -q -n +3 "$work/bench_$operator"*.txt | sed '/^wrote /d'
     pack
   done
 }
 
 decode() {
-  ask decode 0 120 "$python" benchmarks/decode.py --device "$device" --json "$work/decode.json" || failed=1
+  local seconds
+  within decode 120 || return
+  ask decode 0 "$seconds" "$python" benchmarks/decode.py --device "$device" --json "$work/decode.json" || failed=1
   cat "$work/decode.txt"
 }
 
 tune() {
   # A second table for each dtype is not made: half precision is what models run in.
-  # It comes last and ends some seconds after its limit; a slow host has used its time up by then.
-  local left=$((LIMIT - SECONDS - 10))
-  if [ "$left" -lt 10 ]; then
-    echo "tune: not begun, ${SECONDS} s of ${LIMIT} are over" | tee -a "$work/steps.txt"
-    return
-  fi
-  left=$((left < TUNE ? left : TUNE))
-  ask tune 0 $((left + 60)) "$python" -m foci tune $operators --limit "$left" --out "$work/tuned" || failed=1
+  # It comes last: a slow host has used its time up by then.
+  local seconds
+  within tune "$TUNE" || return
+  ask tune 0 $((seconds + 60)) "$python" -m foci tune $operators --limit "$seconds" --out "$work/tuned" || failed=1
   tail -n 40 "$work/tune.txt"
 }
 

@@ -51,16 +51,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_row_has_our_time_and_the_fastest_peer_s_ratio_to_it(folder: Path) -> None:
-    text, lines = gpu_page.page(folder)
+    text = gpu_page.page(folder)
     assert "| GDN | foci | 1.000 ms, 2.00 x FLA | 4.000 ms, 0.50 x FLA | wrong: 2.0 of the error budget |" in text
-    assert text.startswith("2026-11-21: a GPU; torch 2.11.0.") and len(lines) == 7
+    assert text.startswith("2026-11-21: a GPU; torch 2.11.0.")
 
 
 def test_dtypes_stand_apart(folder: Path) -> None:
     """A ratio across them would say that one of us computes in halves."""
     half = [record("foci", "forward", 1e-3), record("FLA", "forward", 2e-3)]
     leave(folder, half + [replace(each, dtype="float32", median=5e-3 * n) for n, each in enumerate(half, 1)])
-    text, _ = gpu_page.page(folder)
+    text = gpu_page.page(folder)
     first, second = text.split("\n### ")[1:3]
     assert first.startswith("delta, bfloat16\n") and "| 1.000 ms, 2.00 x FLA |" in first and "5.000" not in first
     assert second.startswith("delta, float32\n") and "| 5.000 ms, 2.00 x FLA |" in second
@@ -76,7 +76,7 @@ def test_several_machines_are_no_page(folder: Path, other: dict[str, str]) -> No
 def test_each_of_several_versions_is_told_with_its_operators(folder: Path) -> None:
     one = record("foci", "forward", 1e-3)
     leave(folder, [one, replace(one, operator="scan", versions="torch 2.12.0")])
-    assert gpu_page.page(folder)[0].startswith("2026-11-21: a GPU; torch 2.11.0 (delta); torch 2.12.0 (scan).\n")
+    assert gpu_page.page(folder).startswith("2026-11-21: a GPU; torch 2.11.0 (delta); torch 2.12.0 (scan).\n")
 
 
 def test_a_peer_that_does_less_is_said_to_and_one_that_does_all_stands_beside_it(folder: Path) -> None:
@@ -119,7 +119,7 @@ def test_what_is_damaged_is_named_in_one_line(
 
 
 def test_decoding_and_laws_stand_below(folder: Path) -> None:
-    text, _ = gpu_page.page(folder)
+    text = gpu_page.page(folder)
     assert "| a step | 72 us | 89% | 64 us | 100% | 66 us |" in text
     laws = "FAIL delta bfloat16 2 forward: wrong\ndelta bfloat16: 7 held, 1 broken, 0 not asked"
     assert text.endswith(f"### laws, bfloat16\n\n```\n{laws}\n```")
@@ -134,18 +134,50 @@ def test_what_several_gpus_found_is_one_page(folder: Path) -> None:
         (folder / f"scan.{gpu}" / "records.jsonl").write_text(json.dumps(asdict(found)) + "\n")
         (folder / f"bench_scan.{gpu}.txt").write_text(f"left out: {name}\n")
         (folder / f"laws_float16.{gpu}.txt").write_text(f"scan float16: {gpu} held, 0 broken, 0 not asked\n")
-    text, lines = gpu_page.page(folder)
+    text = gpu_page.page(folder)
     assert re.findall(r"\| (\S+) \| foci", text.split("### scan, bfloat16\n")[1]) == names
-    assert [json.loads(line)["problem"] for line in lines[-3:]] == names
+    assert [each.problem for each in gpu_page.records_of(folder)[-3:]] == names
     assert all(f"\n- scan: left out: {name}\n" in text for name in names)
     counts = "\n".join(f"scan float16: {gpu} held, 0 broken, 0 not asked" for gpu in range(3))
     assert f"### laws, float16\n\n```\n{counts}\n```" in text and text.count("### laws") == 2
 
 
+def test_a_run_is_added_to_what_the_docs_have(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It once took the place of all, though one run times a part of the shapes."""
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    monkeypatch.setattr(gpu_page, "DOCS", docs)
+    monkeypatch.setattr(sys, "argv", ["gpu_page.py", str(folder), "--write"])
+    (docs / "benchmarks.md").write_text(f"above\n{gpu_page.BEGIN}\n{gpu_page.END}\nbelow\n")
+    (docs / "gpu.jsonl").write_text("")
+    gpu_page.main()
+    first = (docs / "benchmarks.md").read_text()
+    assert first == f"above\n{gpu_page.BEGIN}\n{gpu_page.page(folder)}\n{gpu_page.END}\nbelow\n"
+    gpu_page.main()
+    assert (docs / "benchmarks.md").read_text() == first and len(read(docs / "gpu.jsonl")) == 7
+    # Another shape, and the same one without what it had backward; laws of another dtype, no decoding.
+    again = replace(record("foci", "forward", 3e-3), date="2026-11-22")
+    leave(folder, [again, replace(again, problem="other", median=5e-3)])
+    for name in ("decode.json", "laws_bfloat16.txt"):
+        (folder / name).unlink()
+    (folder / "laws_float16.txt").write_text("delta float16: 9 held, 0 broken, 0 not asked\n")
+    (folder / "bench_delta.txt").write_text("left out, as the limit was reached: delta GDN 2x16384\n")
+    gpu_page.main()
+    text, records = (docs / "benchmarks.md").read_text(), read(docs / "gpu.jsonl")
+    assert sorted((each.problem, each.median) for each in records) == [("GDN", 3e-3), ("other", 5e-3)]
+    assert "| GDN | foci | 3.000 ms | - | - |" in text and "| other | foci | 5.000 ms | - | - |" in text
+    assert "| a step | 72 us |" in text and "7 held" in text and "9 held" in text and "left out" not in text
+    # What is of another machine is refused, and nothing written.
+    leave(folder, [replace(again, machine="no GPU", device="cpu")])
+    with pytest.raises(SystemExit, match="a page is of one machine"):
+        gpu_page.main()
+    assert (docs / "benchmarks.md").read_text() == text and read(docs / "gpu.jsonl") == records
+
+
 def test_what_was_not_timed_is_named_also_where_an_operator_has_no_record(folder: Path) -> None:
     said = "left out, as the limit of 5 seconds was reached: scan 8x2048x2048, scan small 1x256x256"
     (folder / "bench_scan.txt").write_text(f"ceilings: 802 TFLOP/s\n\n{said}\n")
-    assert f"\n### not timed\n\n- scan: {said}\n" in gpu_page.page(folder)[0]
+    assert f"\n### not timed\n\n- scan: {said}\n" in gpu_page.page(folder)
 
 
 # It says what it is asked; laws take until so many benchmarks were begun beside them.
@@ -186,6 +218,11 @@ def asked_for(folder: Path, steps: str, **given: object) -> tuple[str, str]:
         ("out", {"LIMIT": "soon"}, "LIMIT=soon"),
         ("out", {"GPUS": "0 1"}, "GPUS=0 1; expected GPUs joined by commas"),
         ("out", {"GPUS": "0", "DEVICE": "cpu"}, "GPUS=0 with DEVICE=cpu"),
+        ("out", {"GPUS": "1,1"}, "GPUS=1,1; expected each GPU once"),
+        ("out", {"CUDA_VISIBLE_DEVICES": "0,,1"}, "CUDA_VISIBLE_DEVICES=0,,1; expected GPUs joined by commas"),
+        ("out", {"CUDA_VISIBLE_DEVICES": ""}, "there is no GPU; expected one that nvidia-smi or GPUS"),
+        ("out tune", {"DEVICE": "cpu"}, "STEP tune with DEVICE=cpu"),
+        ("--help", {}, "FOLDER is --help; expected a folder"),
     ],
 )
 def test_what_is_not_known_is_refused_before_anything_runs(
@@ -196,6 +233,21 @@ def test_what_is_not_known_is_refused_before_anything_runs(
     ended = subprocess.run(["bash", script, *words.split()], env=here, capture_output=True, text=True, cwd=tmp_path)
     assert ended.returncode == 2
     assert said in ended.stderr
+
+
+def test_peers_that_are_no_archive_are_named_and_nothing_is_left(tmp_path: Path) -> None:
+    script, temporary = str(Path(gpu_page.__file__).with_name("h200.sh")), tmp_path / "tmp"
+    temporary.mkdir()
+    here = {"PATH": os.environ["PATH"], "PEERS": "/nope.tar.xz", "GPUS": "0", "TMPDIR": str(temporary)}
+    ended = subprocess.run(["bash", script, str(tmp_path / "out")], env=here, capture_output=True, text=True)
+    assert ended.returncode == 2 and "h200.sh: PEERS=/nope.tar.xz; expected an archive" in ended.stderr
+    assert not list(temporary.iterdir()) and not list((tmp_path / "out").iterdir())
+
+
+def test_an_older_archive_is_kept(tmp_path: Path) -> None:
+    for _ in range(3):
+        asked_for(tmp_path, "tune", OPERATORS="scan")
+    assert len(list((tmp_path / "out").glob("gpu.*.tgz*"))) == 2 and (tmp_path / "out" / "gpu.tgz").exists()
 
 
 @pytest.mark.parametrize("operators", ["delta linear softmax selective_scan scan", "scan", "selective_scan scan"])
@@ -265,6 +317,17 @@ def test_tuning_has_what_the_steps_before_it_have_left(limit: int, seconds: int 
     found = re.findall(r"foci tune scan --limit (\d+) ", asked)
     assert [0 <= (seconds or 0) - int(each) <= 5 for each in found] == [True] * (seconds is not None)
     assert ("tune: not begun" in said) == (seconds is None)
+
+
+def test_no_step_takes_more_than_the_limit_leaves(tmp_path: Path) -> None:
+    asked, said = asked_for(tmp_path, "check bench", OPERATORS="scan", LIMIT=30, BESIDE=1)
+    laws = re.search(r"laws.py scan .*--limit (\d+) ", asked)
+    timed = re.search(r"foci bench scan .*--limit (\d+) ", asked)
+    assert laws and timed and 10 <= int(timed[1]) <= int(laws[1]) <= 20
+    (tmp_path / "asked").unlink()
+    asked, said = asked_for(tmp_path, "check bench", OPERATORS="scan", LIMIT=12, BESIDE=1)
+    assert "laws.py" not in asked and "--limit" not in asked and "decode.py" not in asked
+    assert all(f"{step}: not begun, " in said for step in ("laws_bfloat16", "decode", "bench"))
 
 
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
