@@ -313,7 +313,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     tune._kernels.cache_clear()
 
     def plant(kernels: dict[str, dict[str, Any]], gpu: str = "NVIDIA H200") -> None:
-        table = {"gpu": gpu, "target": "sm_90", "date": "2026-01-01", "versions": {}, "kernels": kernels}
+        table = {"gpu": gpu, "target": "sm_90", "kernels": kernels}
         (tmp_path / f"{tune.file_name(gpu)}.json").write_text(json.dumps(table))
 
     yield plant

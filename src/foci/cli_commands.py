@@ -23,7 +23,7 @@ from foci.core.device import machine, own_version, platform
 from foci.core.ledger import in_force
 from foci.core.select import explain as explain_call
 from foci.core.spec import Spec
-from foci.core.tune import interpreting, table_of
+from foci.core.tune import interpreting, measured, table_of
 from foci.ops import SPECS, masks
 from foci.ops.masks import Causal, Dense, Lengths, Mask, Packed, Window
 
@@ -65,7 +65,7 @@ def doctor(as_json: Json = False) -> None:
     packages = ", ".join(f"{name} {version or 'absent'}" for name, version in here.packages.items())
     lines = [
         f"foci {own_version()} · {here.line}",
-        f"machine   {here.system}, {here.cpu}, {here.cores} cores, {here.memory / 2**30:.1f} GiB, Python {here.python}",
+        f"machine   {here.computer}, Python {here.python}",
         f"packages  {packages}",
         *(f"gpu       {g.name}, sm_{''.join(map(str, g.capability))}, {g.memory / 2**30:.1f} GiB" for g in here.gpus),
         f"triton    {kernels['line']}",
@@ -101,13 +101,13 @@ def _triton(installed: bool) -> dict[str, Any]:
     import triton  # its interpreter is on or off from here, and backends that are asked later say so
 
     tables = {gpu.name: table_of(gpu.name) for gpu in here.gpus}
-    measured = [
-        f"{name}: configurations " + (f"measured {table['date']}" if table else "by rule, not yet measured")
-        for name, table in tables.items()
+    dates = {name: measured(table) if table else None for name, table in tables.items()}
+    of_gpus = [
+        f"{name}: configurations " + (f"measured {date}" if date else "by rule, not yet measured")
+        for name, date in dates.items()
     ]
     runs = "interpreter on" if interpreting() else "interpreter off"
-    line = "; ".join([f"{triton.__version__}, {runs}", *(measured or ["no GPU"])])
-    dates = {name: table["date"] if table else None for name, table in tables.items()}
+    line = "; ".join([f"{triton.__version__}, {runs}", *(of_gpus or ["no GPU"])])
     there = {"version": triton.__version__, "interpreter": interpreting(), "tables": dates}
     return {**there, "assembler": assembler.told(), "line": line}
 

@@ -13,7 +13,7 @@ import torch
 import typer
 
 from foci.bench.measure import clock_on
-from foci.bench.tuning import Place, Row, search, write
+from foci.bench.tuning import Place, Row, kernels_of, search, write
 from foci.cli_options import hold_limit, hold_out
 from foci.cli_tune_ahead import ahead
 from foci.core.device import machine, own_version
@@ -42,7 +42,9 @@ def tune(
     if not machine().gpus:
         raise ValueError("tune: there is no GPU here, and configurations can only be measured on the GPU they are for")
     device = torch.device("cuda", torch.cuda.current_device())
-    hold_out(out, f"{file_name(machine().gpus[device.index].name)}.json")
+    table = f"{file_name(machine().gpus[device.index].name)}.json"
+    hold_out(out, table)
+    kernels_of(out / table)  # what cannot be added to is told before anything is measured
     ends = time.monotonic() + limit
     for place, (spec, problems) in enumerate(chosen):
         now = time.monotonic()
@@ -65,7 +67,7 @@ def _tune(spec: Spec, problems: list[Case], dtype: torch.dtype, device: torch.de
     ):  # fmt: skip
         rows[place] = row
         save()
-    typer.echo(f"{spec.name}: {len(rows)} configurations beat the rule; {save()}")
+    typer.echo(f"{spec.name}: {len(rows)} configurations beat the rule; {save() if rows else 'nothing is written'}")
 
 
 def specs_of(command: str, operators: Iterable[str]) -> list[Spec]:
@@ -81,30 +83,19 @@ def words_of(text: str) -> list[str]:
     return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
-def cases(spec: Spec, words: str) -> list[Case]:
-    """The Spec's shapes whose names have one of the words, in the words' order, or a sentence with the names there are.
+def shapes_of(specs: Sequence[Spec], words: str) -> list[list[Case]]:
+    """Each operator's shapes whose names have one of the words, in the words' order; all of them where none is given.
 
-    An empty text: all shapes.
+    A word may be for one operator alone, but not for none; nor may an operator have no shape.
     """
     asked = words_of(words) if words else [""]
-    found = {shape.name: shape for word in asked for shape in spec.shapes if word in shape.name}
-    if not found:
-        raise _unknown(words, [spec])
-    return list(found.values())
-
-
-def shapes_of(specs: Sequence[Spec], words: str) -> list[list[Case]]:
-    """Each operator's cases. A word may be for one operator alone, but not for none."""
-    found = [cases(spec, words) for spec in specs]
-    for word in words_of(words):
-        if not any(word in case.name for each in found for case in each):
-            raise _unknown(word, specs)
-    return found
-
-
-def _unknown(words: str, specs: Iterable[Spec]) -> ValueError:
-    there = "; ".join(f"{spec.name} has {', '.join(shape.name for shape in spec.shapes)}" for spec in specs)
-    return ValueError(f"--shapes {words!r}: {there}")
+    found = [{shape.name: shape for word in asked for shape in spec.shapes if word in shape.name} for spec in specs]
+    wrong = [(words, [spec]) for spec, there in zip(specs, found, strict=True) if not there]
+    wrong += [(word, [*specs]) for word in asked if not any(word in name for there in found for name in there)]
+    for word, those in wrong:
+        there = "; ".join(f"{spec.name} has {', '.join(shape.name for shape in spec.shapes)}" for spec in those)
+        raise ValueError(f"--shapes {word!r}: expected what is in a shape's name; {there}")
+    return [list(each.values()) for each in found]
 
 
 def versions() -> dict[str, str]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foci.bench.tuning import Attempt, Row, _apart, lines, search, write
+from foci.bench.tuning import Attempt, Row, _apart, search, write
 from foci.core.spec import Case
 from foci.core.tune import Asked, Config, Target, candidates, configure, target_of
 from foci.ops import SPECS
@@ -173,7 +173,7 @@ def test_a_table_is_what_configure_reads_and_is_added_to(tmp_path: Path, monkeyp
     first = Row(Config({"BLOCK_V": 32}, 8, 2), 1.0, 2.0, "a forward")
     second = Row(Config({}, 2, 1), 1.0, 2.0, "b forward")
     target = target_of(CPU)._replace(name="NVIDIA Fake")
-    write(tmp_path, {("one", "128"): first, ("two", "64"): first}, target, {"triton": "3.7.1"}, "2026-01-01")
+    write(tmp_path, {("one", "128"): first, ("two", "64"): first}, target, {"triton": "3.6.0"}, "2026-01-01")
     path = write(tmp_path, {("two", "64"): second}, target, {"triton": "3.7.1"}, "2026-01-02")
     assert path == tmp_path / "nvidia_fake.json"
     monkeypatch.setattr(tune, "TABLES", tmp_path)
@@ -181,7 +181,8 @@ def test_a_table_is_what_configure_reads_and_is_added_to(tmp_path: Path, monkeyp
     assert json.loads(path.read_text())["target"] == "sm_90"
     assert configure("one", (128,), rule, target) == first.config
     assert configure("two", (64,), rule, target) == second.config
-    assert list(lines(json.loads(path.read_text()))) == [
-        "NVIDIA Fake: 2 configurations measured 2026-01-02 with triton 3.7.1"
-    ]
+    kept, anew = (row for rows in json.loads(path.read_text())["kernels"].values() for row in rows.values())
+    assert (kept["date"], kept["versions"]) == ("2026-01-01", {"triton": "3.6.0"})  # of when it was measured
+    assert (anew["date"], anew["versions"]) == ("2026-01-02", {"triton": "3.7.1"})
+    assert tune.measured(json.loads(path.read_text())) == "2026-01-01 to 2026-01-02"
     tune._kernels.cache_clear()

@@ -234,9 +234,9 @@ def test_every_shipped_table_is_of_a_machine_that_measured_it() -> None:
         table = json.loads(path.read_text())
         assert tune.file_name(table["gpu"]) == path.stem
         assert table["target"] in TARGETS  # what it chooses can be compiled: benchmarks/kernels.py
-        assert table["date"] and table["versions"]["triton"]
         for rows in table["kernels"].values():
-            assert all(row["ms"] < row["rule_ms"] for row in rows.values())
+            for row in rows.values():
+                assert row["ms"] < row["rule_ms"] and row["date"] and row["versions"]["triton"]
 
 
 def test_targets_are_named_as_their_compilers_name_them() -> None:

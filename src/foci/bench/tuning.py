@@ -257,17 +257,31 @@ def _fastest(quick: Sequence[tuple[Config, float]]) -> list[Config]:
 def write(folder: Path, rows: Mapping[Place, Row], target: Target, versions: Mapping[str, str], date: str) -> Path:
     """The table of this GPU in the folder, these rows in place of what it had for the same kernels and keys.
 
-    It says which architecture the GPU has: what a table chooses is compiled where there is no such GPU.
+    Each says when and with which versions it was measured; the table, which architecture the GPU has: what it chooses
+    is compiled where there is no such GPU.
     """
     path = folder / f"{file_name(target.name)}.json"
-    kernels: dict[str, dict[str, Any]] = json.loads(path.read_text())["kernels"] if path.exists() else {}
+    kernels = kernels_of(path)
     for (kernel, key), row in rows.items():
-        kernels.setdefault(kernel, {})[key] = row.as_dict()
-    names = {"gpu": target.name, "target": target.architecture}
-    table = {**names, "date": date, "versions": dict(versions), "kernels": kernels}
+        kernels.setdefault(kernel, {})[key] = row.as_dict() | {"date": date, "versions": dict(versions)}
     folder.mkdir(parents=True, exist_ok=True)
+    table = {"gpu": target.name, "target": target.architecture, "kernels": kernels}
     path.write_text(json.dumps(table, indent=1) + "\n")
     return path
+
+
+def kernels_of(path: Path) -> dict[str, dict[str, Any]]:
+    """What a table has, by kernel and key; nothing where there is no file, and a sentence where it is no table."""
+    if not path.exists():
+        return {}
+    try:
+        table = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: no table of foci tune: {error}") from error
+    kernels = table.get("kernels") if isinstance(table, dict) else None
+    if not isinstance(kernels, dict) or not all(isinstance(rows, dict) for rows in kernels.values()):
+        raise ValueError(f"{path}: no table of foci tune: expected 'kernels', and rows of each, by its keys")
+    return kernels
 
 
 def _apart(x: Tensor, true: Tensor) -> float:
@@ -299,10 +313,3 @@ def _line(place: Place, row: Row | None, problem: str) -> str:
     if row is None:
         return f"{head}the rule's choice stays"
     return f"{head}{_name(row.config)}: {row.ms:.3f} ms for {row.rule_ms:.3f}"
-
-
-def lines(table: Mapping[str, Any]) -> Iterator[str]:
-    """A table in words."""
-    count = sum(map(len, table["kernels"].values()))
-    versions = ", ".join(f"{name} {version}" for name, version in table["versions"].items())
-    yield f"{table['gpu']}: {count} configurations measured {table['date']} with {versions}"

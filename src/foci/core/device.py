@@ -60,6 +60,11 @@ class Machine:
         gpus = ", ".join(dict.fromkeys(gpu.name for gpu in self.gpus)) or "no GPU"
         return f"torch {self.torch} · CPU, {self.threads} threads, {' '.join(self.isa)} · {gpus}"
 
+    @property
+    def computer(self) -> str:
+        """What else times depend on."""
+        return f"{self.system}, {self.cpu}, {self.cores} cores, {self.memory / 2**30:.1f} GiB"
+
     def as_dict(self) -> dict[str, Any]:
         """All facts as plain values, for JSON."""
         return asdict(self) | {"threads": self.threads}

@@ -199,10 +199,16 @@ def candidates(asked: Asked) -> list[Config]:
 
 
 def table_of(gpu: str) -> dict[str, Any] | None:
-    """The table that was measured on a GPU of this name and lies in the package: when, with what, and `kernels`."""
+    """The table that was measured on a GPU of this name and lies in the package."""
     path = TABLES / f"{file_name(gpu)}.json"
     table: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
     return table
+
+
+def measured(table: Mapping[str, Any]) -> str:
+    """When the rows of a table were, from the first to the last."""
+    dates = sorted(row["date"] for rows in table["kernels"].values() for row in rows.values())
+    return " to ".join(dict.fromkeys((dates[0], dates[-1])))
 
 
 @constant
