@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from foci import cli, cli_bench
 from foci.bench.record import Record, Writer, read
 from foci.cli_bench import _line
 from foci.cli_check import FUNCTIONS
+from foci.core.device import machine
 from foci.ops import SPECS
 
 QUICK = ["--shapes", "small", "--dtype", "float32", "--stages", "forward,both"]
@@ -35,6 +37,7 @@ def test_operators_are_timed_and_written(tmp_path: Path, capsys: pytest.CaptureF
     records = read(tmp_path / "found" / "records.jsonl")  # which refuses what is there twice
     assert {(r.operator, r.stage) for r in records} == {(o, s) for o in ("scan", "linear") for s in ("forward", "both")}
     assert all(r.median and r.error is not None and r.machine and "torch" in r.versions and r.date for r in records)
+    assert {r.computer for r in records} == {machine().computer} and machine().cpu in records[0].computer
     assert (tmp_path / "found" / "roofline.svg").read_text().startswith("<svg")
     assert "</html>" in (tmp_path / "found" / "index.html").read_text()
 
@@ -60,7 +63,7 @@ def test_a_line_says_how_many_rounds_a_figure_is_of_where_they_are_fewer_than_us
 
 
 def test_a_part_of_the_shapes_is_timed_of_each_operator_and_nothing_where_it_has_none(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed: list[tuple[str, str]] = []
     monkeypatch.setattr(
@@ -71,8 +74,29 @@ def test_a_part_of_the_shapes_is_timed_of_each_operator_and_nothing_where_it_has
     found = [(name, shape.name) for name in ("scan", "selective_scan") for shape in SPECS[name].shapes]
     assert sorted(timed) == sorted(found) and timed[:2] == [found[0], found[3]]
     timed.clear()
-    code, said, _ = run(["scan", "--part", "5/5"], capsys)
-    assert (code, timed) == (0, []) and "nothing to time: --part 5/5 has no shape" in said
+    (tmp_path / "records.jsonl").write_text("of another run")
+    (tmp_path / "index.html").write_text("of another run")
+    code, said, _ = run(["scan", "--part", "5/5", "--out", str(tmp_path)], capsys)
+    assert (code, timed) == (0, []) and "scan: nothing to time: --part 5/5 has no shape\n" in said
+    assert (tmp_path / "records.jsonl").read_text() == "" and "another run" not in (tmp_path / "index.html").read_text()
+
+
+def test_a_run_that_is_cut_short_has_pictures_of_what_it_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of an older run stood there, beside new records."""
+    (tmp_path / "index.html").write_text("of another run")
+    one = Record("scan", "cut short", "foci", "float32", "cpu", "forward", 1e-3, 1e-3, 1e-3, flops=1.0, bytes=1.0)
+
+    def sweep(*given: object) -> Iterator[Record]:
+        yield one
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_bench, "sweep", sweep)
+    assert run(["scan", *QUICK, "--no-peers", "--out", str(tmp_path)], capsys)[0] == 130
+    assert [each.problem for each in read(tmp_path / "records.jsonl")] == ["cut short"]
+    page = (tmp_path / "index.html").read_text()
+    assert "cut short" in page and "another run" not in page and page.endswith("</html>\n")
 
 
 def test_a_backend_by_name_and_no_peers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,6 +163,25 @@ def test_other_conditions_and_what_is_gone_are_told(tmp_path: Path, capsys: pyte
     assert "conditions" not in out
 
 
+def test_files_without_a_time_are_told_from_those_without_a_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = Record("scan", "small", "foci", "float32", "cpu", "forward", refused="it cannot")
+    for name, records in (("refused", [refused]), ("timed", [replace(refused, median=1e-3, fast=1e-3, slow=1e-3)])):
+        with Writer(tmp_path / name) as file:
+            file.add(records[0])
+    (tmp_path / "empty").write_text("")
+    paths = {name: str(tmp_path / name) for name in ("refused", "timed", "empty")}
+    for old, new, words in (
+        ("refused", "timed", "/refused has no time among its 1 records"),
+        ("empty", "timed", "/empty has no record"),
+        ("timed", "empty", "/empty has no record"),
+    ):
+        code, _, err = run(["--compare", paths[old], paths[new]], capsys)
+        assert code == 2 and err.endswith(f"{words}\n")
+    assert run(["--compare", paths["timed"], paths["refused"]], capsys)[0] == 1
+
+
 def test_a_damaged_file_is_no_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "old").write_bytes(b"\xff\xfe\n")
     code, _, err = run(["--compare", str(tmp_path / "old"), str(tmp_path / "old")], capsys)
@@ -148,13 +191,25 @@ def test_a_damaged_file_is_no_regression(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["scan", "--shapes", "nonsense"], "--shapes 'nonsense': scan has 8x2048x2048"),
-        (["scan", "--shapes", "nonsense,small"], "--shapes 'nonsense': scan has 8x2048x2048"),
-        (["scan", "linear", "--shapes", "small 1x256x256"], "--shapes 'small 1x256x256': linear has GLA"),
-        (["scan", "linear", "--shapes", "small,GLU"], "--shapes 'GLU': scan has 8x2048x2048"),
+        (
+            ["scan", "--shapes", "nonsense"],
+            "--shapes 'nonsense': expected what is in a shape's name; scan has 8x2048x2048",
+        ),
+        (
+            ["scan", "--shapes", "nonsense,small"],
+            "--shapes 'nonsense': expected what is in a shape's name; scan has 8x2048x2048",
+        ),
+        (
+            ["scan", "linear", "--shapes", "small 1x256x256"],
+            "--shapes 'small 1x256x256': expected what is in a shape's name; linear has GLA",
+        ),
+        (
+            ["scan", "linear", "--shapes", "small,GLU"],
+            "--shapes 'GLU': expected what is in a shape's name; scan has 8x2048x2048",
+        ),
         (["scan", "softmax", "--shapes", "small", "--backends", "aten"], "--backends: scan: unknown backend 'aten'"),
         (["scan", "--shapes", "small", "--backends", ","], "--backends: scan: unknown backend ','"),
-        (["scan", "--shapes", ","], "--shapes ',': scan has 8x2048x2048"),
+        (["scan", "--shapes", ","], "--shapes ',': expected what is in a shape's name; scan has 8x2048x2048"),
     ],
 )
 def test_what_one_operator_does_not_have_is_told_before_anything_is_measured(

@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -18,7 +18,7 @@ import torch
 import typer
 
 from foci.bench import record
-from foci.bench.ceilings import ceilings
+from foci.bench.ceilings import Ceilings, ceilings
 from foci.bench.plot import page, rate, roofline
 from foci.bench.record import STAGES, Record
 from foci.bench.sweep import Options, sweep
@@ -85,9 +85,6 @@ def bench(
         return _compare(*compare)
     hold_limit(limit)
     tasks = _tasks(operators or [], shapes, part_of("--part", part), backends)
-    if not tasks:
-        typer.echo(f"nothing to time: --part {part} has no shape")
-        return 0
     if out is not None:
         hold_out(out, *_FILES)
     top = ceilings(options.dtype, options.device)
@@ -95,8 +92,11 @@ def bench(
     typer.echo(f"{machine().line}\nceilings: {rate(top.flops)} in {dtype}, {top.bytes / 1e9:.4g} GB/s\n")
     found: list[Record] = []
     ends, skipped, took = time.monotonic() + limit, list[str](), _Laps()
-    with nullcontext() if out is None else record.Writer(out / _FILES[0]) as file, _ready(tasks, options):
+    with _written(out, found, top) as file, _ready(tasks, options):
         for spec, ours, chosen in tasks:
+            if not chosen:
+                typer.echo(f"{spec.name}: nothing to time: --part {part} has no shape")
+                continue
             theirs = peers(spec.name, options.device) if others else []
             if not found or time.monotonic() < ends:
                 _warm(spec, chosen, options)
@@ -116,10 +116,22 @@ def bench(
     if skipped:
         typer.echo(f"\nleft out, as the limit of {limit:g} seconds was reached: {', '.join(skipped)}\n{took}")
     if out is not None:
-        for name, draw in zip(_FILES[1:], (roofline, page), strict=True):
-            (out / name).write_text(draw(found, top), encoding="utf-8")
         typer.echo(f"\nwrote {out}/{', '.join(_FILES)}")
     return int(any(each.candidate.startswith("foci") and each.fault for each in found))
+
+
+@contextmanager
+def _written(out: Path | None, found: list[Record], top: Ceilings) -> Iterator[record.Writer | None]:
+    """Records to a folder as they come; behind them, also where a run is cut short, the pictures of what was found."""
+    if out is None:
+        yield None
+        return
+    with record.Writer(out / _FILES[0]) as file:
+        try:
+            yield file
+        finally:
+            for name, draw in zip(_FILES[1:], (roofline, page), strict=True):
+                (out / name).write_text(draw(found, top), encoding="utf-8")
 
 
 class _Task(NamedTuple):
@@ -131,14 +143,14 @@ class _Task(NamedTuple):
 
 
 def _tasks(operators: list[str], shapes: str, part: slice, backends: str) -> list[_Task]:
-    """Each operator that has a shape in this part, once; what one does not have is an error before any is timed."""
+    """Each operator once, with its shapes in this part; what none has is an error before any is timed."""
     if not operators:
         raise ValueError(f"bench: name an operator ({', '.join(SPECS)}), or two files with --compare")
     specs = specs_of("bench", (ALIASES.get(name, name) for name in operators))
     named = (words_of(backends) or [backends]) if backends else []
     ours = [[backend_of("--backends", spec, name).name for name in named] for spec in specs]
     chosen = [found[part] for found in shapes_of(specs, shapes)]
-    return [_Task(*each) for each in zip(specs, ours, chosen, strict=True) if each[-1]]
+    return [_Task(*each) for each in zip(specs, ours, chosen, strict=True)]
 
 
 def _beside(context: typer.Context, option: str) -> list[str]:
@@ -197,7 +209,8 @@ def _placed(each: Record) -> Record:
     names = ("torch", "triton", "fla-core", "flash_qla", "tilelang", "flash-attn", "xformers", "transformers")
     versions = [f"{name} {version}" for name in names if (version := _version(name))]
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return replace(each, machine=machine().line, versions=", ".join(versions), date=now)
+    here = machine()
+    return replace(each, machine=here.line, computer=here.computer, versions=", ".join(versions), date=now)
 
 
 def _version(package: str) -> str:
@@ -235,6 +248,10 @@ def _records(path: Path) -> list[Record]:
 
 def _compare(old: Path, new: Path) -> int:
     before, after = _records(old), _records(new)
+    for path, records in ((old, [each for each in before if each.median]), (new, after)):
+        if not records:
+            what = f"time among its {len(before)} records" if path is old and before else "record"
+            raise ValueError(f"--compare: {path} has no {what}")
     if not {each.key for each in before if each.median} & {each.key for each in after}:
         raise ValueError(f"--compare: {old} and {new} have no record in common")
     changes = sorted(record.compare(before, after), key=lambda change: -change.ratio)

@@ -135,3 +135,4 @@ def test_another_machine_or_other_versions_are_told() -> None:
         "machine A before, B now; versions torch 1 and torch 2 before, torch 2 now"
     )
     assert moved([ONE], [replace(ONE, machine="B")]) == "machine unknown before, B now"
+    assert moved([replace(ONE, computer="A")], [replace(ONE, computer="B")]) == "computer A before, B now"

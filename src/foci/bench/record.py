@@ -22,7 +22,7 @@ class Record:
     names what the candidate gives no gradient of. `rounds`: of how many runs `median` is. `host` is the time until a
     call returns on a GPU; `alone` that of the GPU, where all is launched before the first kernel begins, as in a CUDA
     graph, None where the host takes too long for that. `floor` is the least time that the work takes at the ceilings of
-    the machine (`machine`, `date`: where and when).
+    the machine (`machine`, `computer`, `date`: where and when).
     """
 
     operator: str
@@ -46,6 +46,7 @@ class Record:
     fault: str = ""
     without: str = ""
     machine: str = ""
+    computer: str = ""
     versions: str = ""
     date: str = ""
 
@@ -175,7 +176,7 @@ def lost(old: Iterable[Record], new: Iterable[Record]) -> list[str]:
 def moved(old: Sequence[Record], new: Sequence[Record]) -> str:
     """In which machine or versions two files differ, and a ratio between them may be of these; empty: in none."""
     said = []
-    for name in ("machine", "versions"):
+    for name in ("machine", "computer", "versions"):
         was, now = (" and ".join(sorted({getattr(each, name) or "unknown" for each in x})) for x in (old, new))
         if was != now:
             said.append(f"{name} {was} before, {now} now")
