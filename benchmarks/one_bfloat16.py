@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 from collections import defaultdict
 from typing import Any
 
@@ -115,6 +116,8 @@ def main() -> None:
             print(f"  out {out:.3f} %, state {state:.3f} %  {options}")
         print(f"  state {max(each[1] for each in worst):.3f} % at most")
         return
+    if not torch.cuda.is_available():
+        sys.exit("one_bfloat16.py: there is no GPU here; --emulate PROBLEMS needs none")
     for shape in SHAPES:
         for alike in (0.0, 2.0):
             call = inputs(*shape, alike, "cuda")

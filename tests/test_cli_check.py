@@ -199,7 +199,10 @@ def test_a_layer_is_checked_as_a_class_or_an_object(here, capsys) -> None:
         ("check softmax --backend triton", "it needs a GPU, the tensors are on cpu; --device cuda asks it there, and"),
         ("check softmax --like softmax", "'softmax' is foci's own"),
         ("check softmax --dtype int8", "--dtype must be among float64, float32, bfloat16, float16; got 'int8'"),
-        ("check softmax --device tpu", "--device must be cpu or cuda, got 'tpu'"),
+        ("check softmax --device tpu", "--device must be cpu or cuda, or one of several such as cuda:1, got 'tpu'"),
+        ("check softmax --device cpu:banana", "one of several such as cuda:1, got 'cpu:banana'"),
+        ("check softmax --device cuda:", "one of several such as cuda:1, got 'cuda:'"),
+        ("check softmax --device cuda:99", "--device cuda:99: this machine has "),
         ("check softmax --backend aten --limit 0", "--limit must be a positive number of seconds, got 0"),
         ("check softmax --backend aten --limit 60,soon", "--limit must be a positive number of seconds, got soon"),
         (

@@ -145,10 +145,14 @@ def _across(
 
 def _require_device(name: str) -> None:
     """Asked in a child: a process that has counted its GPUs can no longer fork one that uses them."""
-    if name.split(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be cpu or cuda, got {name!r}")
-    if name.startswith("cuda") and list(isolate.stream(lambda send: send(torch.cuda.is_available()), 60)) != [True]:
-        raise ValueError(f"--device {name}: this machine has no CUDA device")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (":" in name and not (index.isascii() and index.isdigit())):
+        raise ValueError(f"--device must be cpu or cuda, or one of several such as cuda:1, got {name!r}")
+    if kind == "cuda":
+        told = isolate.stream(lambda send: send(torch.cuda.device_count()), 60)
+        count = next((each for each in told if isinstance(each, int)), 0)
+        if count <= int(index or 0):
+            raise ValueError(f"--device {name}: this machine has {f'{count} of them' if count else 'no CUDA device'}")
 
 
 def _ours(name: str, backend: str | None, device: str) -> list[Candidate]:
