@@ -7,6 +7,13 @@ import os
 from pathlib import Path
 
 
+def above_0(text: str) -> int:
+    """A whole number above 0, for argparse."""
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number above 0")
+    return int(text)
+
+
 def file_to_write(text: str) -> Path:
     """A path, for argparse: of a file that can be written, in a folder that is there."""
     path = Path(text)

@@ -34,7 +34,7 @@ os.environ.pop("TRITON_INTERPRET", None)  # read when Triton is imported; the in
 
 import torch
 import triton
-from arguments import file_to_write
+from arguments import above_0, file_to_write
 from kernels_compile import compile_all, faults, identity, meta_of, say
 from kernels_page import Row, differences, page, sentence, table
 from kernels_specimens import SPECIMENS, Specimen
@@ -104,10 +104,13 @@ def recorded(options: argparse.Namespace) -> tuple[list[tuple[dict[str, Any], La
     if options.script:
         for target in options.target:
             with recording(TARGETS[target]) as seen:
-                runpy.run_path(str(options.script), run_name="__main__")
+                try:
+                    runpy.run_path(str(options.script), run_name="__main__")
+                except SystemExit as ended:  # as a script ends that says how it went
+                    wrong += [f"--script {options.script}: it ended with {ended.code}"] if ended.code else []
             rows += [(_names("script", options.script.stem, "launched", target, launch), launch) for launch in seen]
         none = f"--script {options.script}: it launches no kernel through foci.core.tune.launch"
-        return rows, wrong if rows else [none]
+        return rows, wrong if rows else [*wrong, none]
     asked: dict[Target, dict[tuple[str, str], Asked]] = {gpu: {} for gpu in shipped()}
     for specimen in SPECIMENS:
         if not (module := backend_of(SPECS[specimen.operator])):
@@ -168,11 +171,12 @@ def measure(options: argparse.Namespace) -> Found:
     """Record, compile, and judge."""
     launches, wrong = recorded(options)
     if options.only:
-        wrong = [line for line in wrong if any(word in line for word in options.only)]
+        # What could not be recorded may have had any kernel of its operator.
+        wrong = [line for line in wrong if any(word in line or word not in SPECS for word in options.only)]
         none = [
             f"--only {word}: no operator, variant or kernel that is asked for has such a name"
             for word in options.only
-            if not any(wanted(names, [word]) for names, _ in launches) and not any(word in line for line in wrong)
+            if not wrong and not any(wanted(names, [word]) for names, _ in launches)
         ]
         if none:
             raise SystemExit("\n".join(none))
@@ -208,6 +212,14 @@ def lines_of(found: Found) -> str:
     return "\n".join(json.dumps(line) for line in (head, *found.rows)) + "\n"
 
 
+def paged(rows: list[Row], version: str, others: Others) -> str:
+    """The page with its table made new."""
+    try:
+        return page(PAGE.read_text(), rows, version, SPILLS, others.tables())
+    except ValueError as error:
+        raise SystemExit(f"docs/kernels.md: {error}") from None
+
+
 def check(found: Found, others: Others) -> list[str]:
     """What is wrong, and where the pages are not what was just compiled."""
     wrong = [*found.wrong, *found.spills, *outlived(found.rows)]
@@ -215,17 +227,11 @@ def check(found: Found, others: Others) -> list[str]:
     if version != triton.__version__:
         return [*wrong, f"docs/kernels.jsonl is of Triton {version}, this is {triton.__version__}"]
     stale = differences(rows, found.rows)
-    if not stale and PAGE.read_text() != page(PAGE.read_text(), rows, version, SPILLS, others.tables()):
+    if not stale and PAGE.read_text() != paged(rows, version, others):
         stale = ["docs/kernels.md: the table is not that of docs/kernels.jsonl"]
     if stale:
         wrong += [*stale, "if that is right: python benchmarks/kernels.py --write"]
     return wrong
-
-
-def _workers(text: str) -> int:
-    if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text}: expected a whole number above 0")
-    return int(text)
 
 
 def _known(text: str) -> dict[str, Row]:
@@ -255,12 +261,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--triton", nargs="+", default=[], metavar="VERSION", help="other versions, newest among them")
     parser.add_argument("--out", type=file_to_write, metavar="FILE.jsonl")
     parser.add_argument("--known", type=_known, nargs="+", default=[], metavar="FILE.jsonl", help="tables to take from")
-    parser.add_argument("--workers", type=_workers, default=2)
+    parser.add_argument("--workers", type=above_0, default=2)
     return parser.parse_args()
 
 
 def main() -> int:
     options = arguments()
+    options.target = list(dict.fromkeys(options.target))
     torch.set_num_threads(1)
     partly = options.script or options.only or options.all or options.target != list(TARGETS)
     if (options.check or options.write) and partly:
@@ -276,7 +283,7 @@ def main() -> int:
         words = ["--target", *options.target, *(["--only", *options.only] if options.only else [])]
         words += ["--all"] * options.all + ["--workers", str(options.workers)]
         return max(
-            others.ask(version, [__file__, *words], write=options.write, check=options.check)
+            others.ask(version, [__file__, *words], write=options.write, check=options.check, partly=bool(partly))
             for version in options.triton
         )
     found = measure(options)
@@ -285,8 +292,9 @@ def main() -> int:
     if options.write:
         for row in found.rows:
             del row[IDENTITIES]  # this Triton compiles all of them anew
+        text = paged(found.rows, triton.__version__, others)
         LINES.write_text(lines_of(found))
-        PAGE.write_text(page(PAGE.read_text(), found.rows, triton.__version__, SPILLS, others.tables()))
+        PAGE.write_text(text)
         say(f"wrote {len(found.rows)} rows")
         found.wrong += outlived(found.rows)
     if options.check:

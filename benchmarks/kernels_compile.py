@@ -148,6 +148,9 @@ def _compile_into(out: Path, launch: Launch, target: Target) -> None:
         record = _compiled(launch, target)
     except Exception as error:
         record = {"error": f"{type(error).__name__}: {_last_words(str(error))}"}
+        # A full disk, or an assembler that was killed: the machine's doing too.
+        if isinstance(error, OSError) or re.search(r"code -\d", str(error)):
+            record["stopped"] = True
     (out / "record.tmp").write_text(json.dumps(record))
     (out / "record.tmp").rename(out / "record.json")
 

@@ -92,7 +92,10 @@ def page(text: str, rows: list[Row], version: str, spills: Spills, others: Mappi
     """The page with its tables made new between the two marks; of other Tritons what differs in short."""
     parts = [f"Triton {version}.", "", *_tables(rows), *_reasons(rows, spills), *_by_others(rows, version, others)]
     made = "\n".join(parts)
-    return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n\n{made}\n{END}", text, flags=re.DOTALL)
+    found, count = re.subn(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n\n{made}\n{END}", text, flags=re.DOTALL)
+    if count != 1:
+        raise ValueError(f"expected one table between {BEGIN} and {END}, found {count}")
+    return found
 
 
 def _tables(rows: list[Row]) -> Iterator[str]:
@@ -123,13 +126,16 @@ def _variant(variant: str, rows: list[Row]) -> Iterator[str]:
 
 
 def _reasons(rows: list[Row], spills: Spills) -> Iterator[str]:
-    present = {(row["operator"], row["kernel"], row["target"]) for row in rows if row.get("spills")}
+    most: dict[tuple[str, str, str], int] = {}
+    for row in rows:
+        place = row["operator"], row["kernel"], row["target"]
+        most[place] = max(most.get(place, 0), row.get("spills") or 0)
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for (operator, kernel, target), reason in spills.items():
-        if (operator, kernel, target) in present:
-            reasons.setdefault((operator, kernel, reason), []).append(target)
+        if bytes_ := most.get((operator, kernel, target)):
+            reasons.setdefault((operator, kernel, reason), []).append(f"{target} ({bytes_})")
     if reasons:
-        yield from ("### Known spills", "")
+        yield from ("### Known spills", "", "In brackets the most bytes of any variant above.", "")
         yield from (f"- {op}, `{k}` on {', '.join(targets)}: {why}" for (op, k, why), targets in reasons.items())
         yield ""
 

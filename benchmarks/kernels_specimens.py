@@ -133,8 +133,10 @@ def _rest(operator: str, named: dict[str, Any]) -> tuple[Specimen, ...]:
     return tuple(Specimen(operator, name, make, where="asked") for name, make in named.items())
 
 
-def _dtypes(operator: str, name: str, make: Any) -> tuple[Specimen, ...]:
-    return tuple(Specimen(operator, name, make, dtype, where="asked") for dtype in (torch.float16, torch.float32))
+def _dtypes(
+    operator: str, name: str, make: Any, dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.float32)
+) -> tuple[Specimen, ...]:
+    return tuple(Specimen(operator, name, make, dtype, where="asked") for dtype in dtypes)
 
 
 _SOFTMAX = (
@@ -146,6 +148,7 @@ _SOFTMAX = (
     ),
     Specimen("softmax", "bias", softmax(K=64, H=8, t=1024, s=1024, bias=True)),
     Specimen("softmax", "packed", softmax(B=1, mask=_packed)),
+    Specimen("softmax", "one query", softmax(t=1, s=8192, B=8, mask=Causal)),
     *_rest(
         "softmax",
         {
@@ -158,7 +161,6 @@ _SOFTMAX = (
             "dense": softmax(t=1024, s=1024, mask=lambda: Dense(empty(1024, 1024, dtype=torch.bool))),
             "lengths": softmax(mask=lambda: Lengths(empty(2, dtype=torch.int64))),
             "band": softmax(mask=lambda: Band(empty(2, dtype=torch.int64), empty(2, dtype=torch.int64))),
-            "one query": softmax(t=1, s=8192, B=8, mask=Causal),
         },
     ),
     *_dtypes("softmax", "causal K=128", softmax(mask=Causal)),
@@ -168,6 +170,7 @@ _LINEAR = (
     Specimen("linear", "per head", recurrence(decay="head")),
     Specimen("linear", "per token", recurrence(decay="token")),
     Specimen("linear", "per channel", recurrence(decay="channel")),
+    Specimen("linear", "per channel K=256", recurrence(K=256, decay="channel"), where="sm_90"),
     Specimen("linear", "per channel, bonus", recurrence(K=64, G=32, H=32, decay="channel", bonus=True)),
     Specimen("linear", "packed, per token", recurrence(decay="token", packed=True, state=True)),
     # A number that is 1 is a constant, of which a compiler makes something else.
@@ -182,7 +185,6 @@ _LINEAR = (
         {
             "SSD K=128, V=64, G=1": recurrence(V=64, G=1, H=64, decay="token"),
             "per token K=256": recurrence(K=256, decay="token"),
-            "per channel K=256": recurrence(K=256, decay="channel"),
             "per channel K=512": recurrence(K=512, decay="channel"),
             "per token K=64": recurrence(K=64, decay="token"),
             "per token K=40, V=72": recurrence(K=40, V=72, decay="token"),
@@ -199,7 +201,9 @@ _DELTA = (
     Specimen("delta", "Gated DeltaNet", recurrence(beta=True, decay="token", G=16, H=32)),
     Specimen("delta", "Gated DeltaNet, K = 256", recurrence(beta=True, decay="token", K=256)),
     Specimen("delta", "DeltaNet, K = 256", recurrence(beta=True, K=256), where="sm_90"),
+    Specimen("delta", "gates of heads", recurrence(beta=True, decay="head")),
     Specimen("delta", "Kimi Delta Attention", recurrence(beta=True, decay="channel")),
+    Specimen("delta", "Kimi Delta Attention", recurrence(beta=True, decay="channel"), torch.float32),
     Specimen(
         "delta", "Kimi Delta Attention of many heads", recurrence(beta=True, decay="channel", G=48, H=48), where="sm_90"
     ),
@@ -237,7 +241,7 @@ _DELTA = (
         },
     ),
     *_dtypes("delta", "Gated DeltaNet", recurrence(beta=True, decay="token", G=16, H=32)),
-    *_dtypes("delta", "Kimi Delta Attention", recurrence(beta=True, decay="channel")),
+    *_dtypes("delta", "Kimi Delta Attention", recurrence(beta=True, decay="channel"), (torch.float16,)),
     *_dtypes("delta", "Gated DeltaNet of few heads, in pieces", recurrence(beta=True, decay="token", G=1, H=2)),
 )
 _SCANS = (

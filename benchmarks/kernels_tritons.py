@@ -44,8 +44,9 @@ class Others:
     def _kept(self) -> list[Path]:
         return sorted(self.lines.parent.glob(self.path("*").name))
 
-    def ask(self, version: str, command: Sequence[str], *, write: bool, check: bool) -> int:
-        """Compile all by this version and say what differs from this Triton's; 1 where no GPU could run something.
+    def ask(self, version: str, command: Sequence[str], *, write: bool, check: bool, partly: bool = False) -> int:
+        """Compile all, or `partly`, by this version and say what differs from this Triton's; 1 where no GPU could run
+        something.
 
         With `check` what differs from the version's own table, if there is one, and 1 where anything does.
         """
@@ -55,16 +56,16 @@ class Others:
                 say(f"--triton {version}: pip could not install it; expected a version that there is, or newest")
                 return 1
             known = ["--known", *kept] if check and (kept := self._kept()) else []
-            subprocess.run([python, *command, *known, "--out", out], check=False, stdout=subprocess.DEVNULL)
-            if not out.exists():
-                say(f"Triton {version} gave no table")
-                return 1
-            made = out.read_text()
-        head, *rows = [json.loads(line) for line in made.splitlines()]
+            ended = subprocess.run([python, *command, *known, "--out", out], check=False, stdout=subprocess.DEVNULL)
+            made = out.read_text() if out.exists() else ""
+        head, *rows = [json.loads(line) for line in made.splitlines()] or [{}]
+        if not rows or ended.returncode not in (0, 1):  # 1: something is wrong, which the table says
+            say(f"Triton {version} gave no table, exit code {ended.returncode}")
+            return 1
         own = self.path(head["triton"])
         beside, before = table(own if check and own.exists() else self.lines)
         after = rows
-        if not check:  # perhaps of a part, or of more than a table has
+        if partly:  # or of more than a table has
             common = set(map(name_of, before)) & set(map(name_of, rows))
             before, after = ([row for row in each if name_of(row) in common] for each in (before, rows))
         lines = differences(before, after)

@@ -140,6 +140,18 @@ def test_who_is_stopped_leaves_no_child_behind(tmp_path: Path, monkeypatch: pyte
     assert "0 held, 0 broken" in line
 
 
+def test_what_an_earlier_run_said_is_not_this_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one folder laws that nobody asked again were held."""
+    chosen = Namespace(out=str(tmp_path), device="cpu", dtype="bfloat16")
+    report = tmp_path / "check_scan_bfloat16_1of1.json"
+    report.write_text(json.dumps({"rows": [{"number": 1, "law": "x", "verdict": "PASS"}], "not_tested": []}))
+    monkeypatch.setattr(laws, "_asked", lambda *_: sys.exit(3))
+    part = laws.ask("scan", "1/1", chosen, math.inf)
+    part.process.join()
+    lines = list(laws.summary("scan", "bfloat16", [part]))
+    assert lines[0].startswith("FAIL scan bfloat16 0 not asked of cases 1/1: exit code 3") and ": 0 held" in lines[1]
+
+
 def test_large_cases_without_room_are_told(tmp_path: Path) -> None:
     asked = part(tmp_path, sys.exit)
     rows = [{"number": 1, "law": "x", "verdict": "ok"}]
@@ -204,10 +216,16 @@ def unasked(operator: str, target: str) -> set[tuple[str, str]]:
     lines = (Path(__file__).parents[1] / "docs" / "kernels.jsonl").read_text().splitlines()[1:]
     rows = [row for row in map(json.loads, lines) if (row["operator"], row["target"]) == (operator, target)]
     gpus = [TARGETS[target], *(gpu for gpu in shipped() if gpu.architecture == target)]
-    found = [launch for gpu in gpus for _, launch in laws_ahead.launched(SPECS[operator], torch.bfloat16, gpu)]
-    wanted = {named(row["kernel"], row["meta"]) for row in rows if row["direction"] != "step"}
-    assert wanted, "the table has no such kernels"
-    return wanted - {named(launch.kernel.fn.__name__, meta_of(launch)) for launch in found}
+    left = set()
+    for dtype in (torch.bfloat16, torch.float32):
+        of_it = [row for row in rows if row["variant"].endswith(", float32") == (dtype == torch.float32)]
+        wanted = {named(row["kernel"], row["meta"]) for row in of_it if row["direction"] != "step"}
+        assert wanted or dtype == torch.float32, "the table has no such kernels"
+        found = (
+            [launch for gpu in gpus for _, launch in laws_ahead.launched(SPECS[operator], dtype, gpu)] if wanted else []
+        )
+        left |= wanted - {named(launch.kernel.fn.__name__, meta_of(launch)) for launch in found}
+    return left
 
 
 @pytest.mark.parametrize("target", TARGETS)

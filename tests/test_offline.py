@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from foci.core import tune
 from foci.core.tune import TARGETS
 
 ROOT = Path(__file__).parents[1]
+OPS = ROOT / "src" / "foci" / "ops"
 SCRIPT = '''"""Kernels that are good and bad on purpose."""
 import torch, triton, triton.language as tl
 from foci.core.tune import Config, launch
@@ -159,7 +161,7 @@ def test_the_page_has_a_row_a_kernel_and_a_column_a_target() -> None:
     assert text.startswith("# Page\n\nbefore\n") and text.endswith("\nafter\n")
     row = next(line for line in text.splitlines() if "`walk`" in line)
     assert "128, **spills 4 B**, 48 K, mma | 128, 48 K, wgmma cp.async |  |" in row
-    assert "- linear, `walk` on sm_80: four bytes, outside the loop" in text
+    assert "- linear, `walk` on sm_80 (4): four bytes, outside the loop" in text
     assert table(ROW).count("four bytes") == 0
 
 
@@ -187,14 +189,16 @@ def another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels_tritons: An
     """What is said of a Triton 3.6.0 that makes such rows, beside tables of this one and perhaps its own."""
 
     def ask(
-        rows: list[dict[str, Any]], known: list[dict[str, Any]] | None, wrong: Sequence[str] = (), **how: bool
-    ) -> int:
+        rows: list[dict[str, Any]], known: list[dict[str, Any]] | None, wrong: Sequence[str] = (), ended: int = 0,
+        **how: bool,
+    ) -> int:  # fmt: skip
         def write(path: Path, version: str, rows: list[dict[str, Any]], wrong: Sequence[str] = ()) -> None:
             lines = [{"triton": version, "wrong": list(wrong)}, *rows]
             path.write_text("\n".join(map(json.dumps, lines)) + "\n")
 
-        def run(command: list[Any], **_: Any) -> None:
+        def run(command: list[Any], **_: Any) -> Any:
             write(Path(command[command.index("--out") + 1]), "3.6.0", rows, wrong)
+            return subprocess.CompletedProcess(command, ended)
 
         others = kernels_tritons.Others(tmp_path / "kernels.jsonl")
         write(others.lines, "3.7.1", [ROW])
@@ -210,6 +214,35 @@ def another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels_tritons: An
 SPILLED = ROW | {"spills": 8}
 
 
+@pytest.mark.parametrize("text", ["# nothing", kernels_page.BEGIN, f"{kernels_page.END}{kernels_page.BEGIN}"])
+def test_a_page_without_its_marks_is_no_page(text: str) -> None:
+    """It passed for one whose table is right, and was written as it was."""
+    with pytest.raises(ValueError, match="expected one table between"):
+        kernels_page.page(text, [ROW], "3.7.1", {}, {})
+
+
+@pytest.mark.parametrize(
+    ("error", "stopped"),
+    [
+        (RuntimeError("PTXASError: Internal Triton PTX codegen error\n`ptxas` failed with error code -9"), True),
+        (OSError(28, "No space left on device"), True),
+        (RuntimeError("`ptxas` failed with error code 255"), False),
+        (ValueError("tile of 3"), False),
+    ],
+)
+def test_what_the_machine_did_is_no_verdict_of_the_compiler(
+    error: Exception, stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiled(launch: Any, target: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(kernels_compile, "_compiled", compiled)
+    monkeypatch.setattr(kernels_compile.os, "dup2", lambda *_: None)  # which is of the child that this has none of
+    monkeypatch.setattr(kernels_compile.triton.knobs.cache, "dir", "")
+    kernels_compile._compile_into(tmp_path / "out", None, None)  # type: ignore[arg-type]
+    assert ("stopped" in json.loads((tmp_path / "out" / "record.json").read_text())) == stopped
+
+
 @pytest.mark.parametrize(
     ("rows", "known", "wrong", "code", "said"),
     [
@@ -218,7 +251,7 @@ SPILLED = ROW | {"spills": 8}
         ([SPILLED], None, (), 0, "Triton 3.7.1, as it is kept -> 3.6.0: 1 kernels, 1 differ"),
         ([ROW], None, ("the compiler died",), 1, "the compiler died"),
         ([ROW], [ROW], ("the compiler died",), 1, "the compiler died"),
-        ([], [ROW], (), 1, "walk on sm_90: is gone"),
+        ([SPILLED], [SPILLED, ROW | {"target": "sm_80"}], (), 1, "walk on sm_80: is gone"),
     ],
 )
 def test_another_triton_is_held_to_its_own_table_and_without_one_to_what_a_gpu_asks(
@@ -227,6 +260,21 @@ def test_another_triton_is_held_to_its_own_table_and_without_one_to_what_a_gpu_a
 ) -> None:  # fmt: skip
     assert another(rows, known, wrong) == code
     assert said in capsys.readouterr().out
+
+
+def test_kernels_that_vanished_are_said_to_be_gone_and_none_is_no_table(
+    another: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Only those of both were compared: of none left, 0 differed."""
+    how: dict[str, Any] = {"write": True, "check": False}
+    for rows, ended, said in (([], 0, "exit code 0"), ([SPILLED], 139, "exit code 139")):
+        assert another(rows, None, ended=ended, **how) == 1
+        assert f"Triton 3.6.0 gave no table, {said}" in capsys.readouterr().err
+    assert not (tmp_path / "kernels-3.6.0.jsonl").exists()
+    other = SPILLED | {"target": "sm_80"}
+    for partly, found in ((False, 2), (True, 0)):
+        another([other], None, write=False, check=False, partly=partly)
+        assert f"1 kernels, {found} differ" in capsys.readouterr().out.replace("0 kernels", "1 kernels")
 
 
 def test_the_table_of_another_triton_is_written_beside_this_ones(
@@ -291,17 +339,17 @@ def test_tables_differ_by_what_is_compiled_not_by_what_is_counted() -> None:
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[list[dict[str, Any]], list[str]]]:
-    """What would be compiled for sm_90, and what is wrong before anything is."""
+    """What would be compiled, for sm_90 where nothing else is said, and what is wrong before anything is."""
     if tune.interpreting():
         pytest.skip("what Triton interprets it does not compile")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # which the module would take out for all that follow
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     kernels = importlib.import_module("kernels")
 
-    def record() -> tuple[list[dict[str, Any]], list[str]]:
-        options = argparse.Namespace(script=None, only=[], target=["sm_90"], all=False)
-        launches, wrong = kernels.recorded(options)
-        return [names for names, _ in launches], wrong
+    def record(**options: Any) -> tuple[list[dict[str, Any]], list[str]]:
+        options = {"script": None, "only": [], "target": ["sm_90"], "all": False} | options
+        launches, wrong = kernels.recorded(argparse.Namespace(**options))
+        return [names | {"module": launch.kernel.fn.__module__} for names, launch in launches], wrong
 
     return record
 
@@ -318,6 +366,24 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     yield plant
     tune._kernels.cache_clear()
+
+
+def test_every_kernel_is_compiled_for_every_target_that_is_known_to_launch_it(recorded: Any) -> None:
+    """`--all` records more calls: of each kernel that these launch the page and CI have a row."""
+
+    def kernels(**options: Any) -> set[tuple[str, str, str]]:
+        rows, wrong = recorded(target=list(tune.TARGETS), **options)
+        assert not wrong
+        return {(row["module"], row["kernel"], row["target"]) for row in rows}
+
+    compiled = kernels(all=False)
+    assert kernels(all=True) <= compiled
+    written = {
+        (f"foci.ops.{'.'.join(path.relative_to(OPS).with_suffix('').parts)}", name)
+        for path in OPS.rglob("kernels_*.py")
+        for name in re.findall(r"^def (\w*kernel)\(", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert len(written) > 40 and {each[:2] for each in compiled} == written
 
 
 def test_every_row_of_every_shipped_table_is_compiled_for_its_gpu_and_may_be_tuned(recorded: Any) -> None:

@@ -104,6 +104,7 @@ PROBLEMS = (
 LARGE_PROBLEMS = (
     Delta("width 128", T=256, H=16, K=128),
     Delta("width 128, a key a head", T=256, H=16, K=128, decay="token"),
+    Delta("width 128, per head", T=256, H=16, K=128, decay="head"),
     Delta("width 128, per token", T=256, G=16, H=32, K=128, decay="token"),
     Delta("width 128, many heads", B=3, T=256, G=16, H=32, K=128, decay="token"),
     Delta("width 128, per channel", T=256, H=16, K=128, decay="channel"),

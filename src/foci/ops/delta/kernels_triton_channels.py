@@ -146,8 +146,8 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr, ALL_K: tl.constexpr, BESIDE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """`side_by_channel_kernel` in half precision, of EACH chunks: a launch for those whose rows are all near, and, FAR,
-    one before it for all others, as totals say; BESIDE: neither waits for the other, far rows take long. In bfloat16
-    dA and dE are two, side by side.
+    one before it for all others, as totals say; BESIDE: it begins beside that one, whose rows take long, and waits for
+    it at its end. In bfloat16 dA and dE are two, side by side.
 
     KEEP: do, dv and d, V in one block, lie in shared memory through the channels, as dA and dE do. WHOLE: no tile
     reaches beyond its tensor (tiles/whole.py). What d_q, d_e and d_w wait for, exp(c) or exp(-c), they are given when

@@ -112,6 +112,10 @@ CASES = (
 # For GPUs, which run other kernels in the sizes of models (Spec.large).
 LARGE = (
     case("width 128, causal", "causal", "gqa", T=1024, H=16, G=4, K=128, extra=lambda d: {"mask": Causal()}),
+    case(
+        "width 128, one query of many keys", "causal", "gqa", T=1, S=2048, H=16, G=4, K=128,
+        extra=lambda d: {"mask": Causal()},
+    ),
     case("width 64, causal", "causal", "gqa", T=512, H=8, G=2, K=64, extra=lambda d: {"mask": Causal()}),
     case("width 256, causal", "causal", "gqa", T=1024, H=16, G=8, K=256, extra=lambda d: {"mask": Causal()}),
     case(
