@@ -6,6 +6,10 @@ FOLDER is gpu.tgz unpacked. A row is one of ours on one problem: its millisecond
 fastest peer takes (1.5 x: we are faster, 0.9 x: it is). A peer that gives fewer gradients, or whose result could not be
 compared, is said to, and the fastest that does all stands after it. What was refused or wrong has its reason, and what
 was left out for want of time is named. A page is of one machine.
+
+With --write a run is added to what the docs have: the records of a shape's stage take the place of those there, as
+ratios are of one run, and what it says of decoding and of laws takes that of older words. Which ways have no figure
+any more is said; what was left out says nothing of the docs' page.
 """
 
 from __future__ import annotations
@@ -121,6 +125,8 @@ def decoding(path: Path) -> Iterator[str]:
         rows = json.loads("\n".join(lines_of(path)))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: no JSON: {error}") from error
+    if rows == []:  # every step failed
+        return
     yield "\n### decoding\n\nOf a copy's bandwidth, the cache filled before by a write or (clean) by a read.\n"
     yield "| step | on the GPU | of a copy | clean | of a copy | host |\n| --- | --- | --- | --- | --- | --- |"
     for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
@@ -133,7 +139,7 @@ def decoding(path: Path) -> Iterator[str]:
 
 def laws(folder: Path) -> Iterator[str]:
     """What benchmarks/laws.py said: what was broken, and of each operator how many rows held."""
-    paths = sorted(folder.glob("laws_*.txt"))
+    paths = [path for path in sorted(folder.glob("laws_*.txt")) if lines_of(path)]
     for dtype in dict.fromkeys(map(_named, paths)):
         yield f"\n### laws, {dtype}\n\n```"
         for path in paths:
@@ -177,8 +183,8 @@ def page(folder: Path) -> str:
 def added(folder: Path, text: str, known: list[Record]) -> tuple[str, list[Record]]:
     """The docs' page, which is `text`, and its records, `known`, with a run in it."""
     found = records_of(folder)
-    anew = {(record.operator, record.problem, record.dtype) for record in found}
-    kept = [record for record in known if (record.operator, record.problem, record.dtype) not in anew]
+    anew = {(record.operator, record.problem, record.dtype, record.stage) for record in found}
+    kept = [each for each in known if (each.operator, each.problem, each.dtype, each.stage) not in anew]
     records = sorted([*kept, *found], key=placed)
     said = _sections(text, ("decoding", "laws, ")) | _sections(asked(folder))
     return "\n".join([heading(records), *tables(records), *said.values()]), records
@@ -200,13 +206,19 @@ def main() -> None:
         if not chosen.write:
             print(page(chosen.folder))
             return
-        before, rest = path.read_text(encoding="utf-8").split(BEGIN)
+        whole, known = path.read_text(encoding="utf-8"), read(lines)
+        if (whole.count(BEGIN), whole.count(END)) != (1, 1):
+            raise ValueError(f"{path}: expected one table between {BEGIN} and {END}")
+        before, rest = whole.split(BEGIN)
         old, after = rest.split(END)
-        text, records = added(chosen.folder, old, read(lines))
+        text, records = added(chosen.folder, old, known)
     except (ValueError, OSError) as error:
         sys.exit(f"gpu_page.py: {error}")
     path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
     lines.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records), encoding="utf-8")
+    timed, now = ({each.key for each in some if each.median} for some in (known, records))
+    gone = sorted(" ".join(key) for key in timed - now)
+    print("\n".join([f"{len(records)} records", *(f"no figure any more: {each}" for each in gone)]))
 
 
 if __name__ == "__main__":

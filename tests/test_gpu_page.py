@@ -142,7 +142,9 @@ def test_what_several_gpus_found_is_one_page(folder: Path) -> None:
     assert f"### laws, float16\n\n```\n{counts}\n```" in text and text.count("### laws") == 2
 
 
-def test_a_run_is_added_to_what_the_docs_have(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_added_to_what_the_docs_have(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It once took the place of all, though one run times a part of the shapes."""
     docs = tmp_path / "docs"
     docs.mkdir()
@@ -155,7 +157,7 @@ def test_a_run_is_added_to_what_the_docs_have(folder: Path, tmp_path: Path, monk
     assert first == f"above\n{gpu_page.BEGIN}\n{gpu_page.page(folder)}\n{gpu_page.END}\nbelow\n"
     gpu_page.main()
     assert (docs / "benchmarks.md").read_text() == first and len(read(docs / "gpu.jsonl")) == 7
-    # Another shape, and the same one without what it had backward; laws of another dtype, no decoding.
+    # Another shape, and of the same one the forward alone; laws of another dtype, no decoding.
     again = replace(record("foci", "forward", 3e-3), date="2026-11-22")
     leave(folder, [again, replace(again, problem="other", median=5e-3)])
     for name in ("decode.json", "laws_bfloat16.txt"):
@@ -164,14 +166,30 @@ def test_a_run_is_added_to_what_the_docs_have(folder: Path, tmp_path: Path, monk
     (folder / "bench_delta.txt").write_text("left out, as the limit was reached: delta GDN 2x16384\n")
     gpu_page.main()
     text, records = (docs / "benchmarks.md").read_text(), read(docs / "gpu.jsonl")
-    assert sorted((each.problem, each.median) for each in records) == [("GDN", 3e-3), ("other", 5e-3)]
-    assert "| GDN | foci | 3.000 ms | - | - |" in text and "| other | foci | 5.000 ms | - | - |" in text
+    forwards = [(each.problem, each.median) for each in records if each.stage == "forward"]
+    assert forwards == [("GDN", 3e-3), ("other", 5e-3)] and len(records) == 6
+    assert (
+        "| GDN | foci | 3.000 ms | 4.000 ms, 0.50 x FLA | wrong" in text
+        and "| other | foci | 5.000 ms | - | - |" in text
+    )
     assert "| a step | 72 us |" in text and "7 held" in text and "9 held" in text and "left out" not in text
-    # What is of another machine is refused, and nothing written.
+    # A run that says nothing of decoding or of laws leaves what is there, and what has no figure any more is told.
+    (folder / "decode.json").write_text("[]")
+    (folder / "laws_float16.txt").write_text("")
+    leave(folder, [replace(again, candidate="foci triton")])
+    capsys.readouterr()
+    gpu_page.main()
+    assert capsys.readouterr().out == "6 records\nno figure any more: delta GDN foci bfloat16 cuda forward\n"
+    text, records = (docs / "benchmarks.md").read_text(), read(docs / "gpu.jsonl")
+    assert "| a step | 72 us |" in text and "7 held" in text and "9 held" in text
+    # What is of another machine is refused, and nothing written; so is a page without its marks.
     leave(folder, [replace(again, machine="no GPU", device="cpu")])
     with pytest.raises(SystemExit, match="a page is of one machine"):
         gpu_page.main()
     assert (docs / "benchmarks.md").read_text() == text and read(docs / "gpu.jsonl") == records
+    (docs / "benchmarks.md").write_text("above")
+    with pytest.raises(SystemExit, match=f"gpu_page.py: {docs}/benchmarks.md: expected one table between"):
+        gpu_page.main()
 
 
 def test_what_was_not_timed_is_named_also_where_an_operator_has_no_record(folder: Path) -> None:
