@@ -2,10 +2,11 @@
 
     python benchmarks/decode.py [--device cuda] [--json PATH]
 
-Right before fast: every answer is compared with float64 first. `share`: bytes a second over those of a copy that is
-timed in the same run. Memory that is read lies in no cache: it is larger than one, and something else has filled that
-before every call, by a write, as in `foci bench`, or (`clean`) by a read, as weights do before a step of a model. What
-was written goes to memory during the call: on an H200 50 MB, beside the 268 that one row of 65536 keys reads.
+Right before fast: every answer, and every state that is written, is compared with float64 first. `share`: bytes a
+second over those of a copy that is timed in the same run. Memory that is read lies in no cache: it is larger than one,
+and something else has filled that before every call, by a write, as in `foci bench`, or (`clean`) by a read, as weights
+do before a step of a model. What was written goes to memory during the call: on an H200 50 MB, beside the 268 that one
+row of 65536 keys reads.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from arguments import file_to_write
+from errors import worst
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -31,12 +33,16 @@ WRONG = 5e-3  # relative RMS against float64: the budget of half precision
 
 @dataclass(frozen=True)
 class Step:
-    """One kind of decoding: `run` does it, `exact` gives its answer in float64, `moved` bytes at least are moved."""
+    """One kind of decoding: `run` does it, `exact` gives its answer in float64, `moved` bytes at least are moved.
+
+    Of what has a `state`, `run` writes it in place, and `exact` gives it as well.
+    """
 
     name: str
     run: Callable[[], Tensor]
-    exact: Callable[[], Tensor]
+    exact: Callable[[], tuple[Tensor, ...]]
     moved: int
+    state: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -63,10 +69,10 @@ def recurrent(device: torch.device, B: int, H: int, K: int) -> Iterator[Step]:
     beta, state = draw(B, H).sigmoid(), draw(B, H, K, K)
     for name, gates in (("token", -draw(B, H).exp()), ("channel", -draw(B, H, K).exp())):
 
-        def whole(call: Callable[..., Any], *given: Tensor, gates: Tensor = gates, start: Tensor = state) -> Tensor:
-            tokens = [x[:, None].double() for x in given]
-            out: Tensor = call(*tokens, log_decay=gates[:, None].double(), state=start.double())[0]
-            return out[:, 0]
+        def whole(call: Callable[..., Any], *given: Tensor, gates: Tensor = gates) -> tuple[Tensor, ...]:
+            tokens, start = [x[:, None].double() for x in given], state.double()
+            out, final = call(*tokens, log_decay=gates[:, None].double(), state=start, return_state=True)
+            return out[:, 0], final
 
         start = state.clone()
         yield Step(
@@ -74,6 +80,7 @@ def recurrent(device: torch.device, B: int, H: int, K: int) -> Iterator[Step]:
             lambda s=start, g=gates: foci.linear_attention_step(q, k, v, s, log_decay=g),  # type: ignore[misc]
             lambda whole=whole: whole(foci.linear_attention, q, k, v),  # type: ignore[misc]
             2 * state.nbytes,
+            start,
         )
         start = state.clone()
         yield Step(
@@ -81,6 +88,7 @@ def recurrent(device: torch.device, B: int, H: int, K: int) -> Iterator[Step]:
             lambda s=start, g=gates: foci.delta_rule_step(q, k, v, beta, s, log_decay=g),  # type: ignore[misc]
             lambda whole=whole: whole(foci.delta_rule, q, k, v, beta),  # type: ignore[misc]
             2 * state.nbytes,
+            start,
         )
 
 
@@ -92,8 +100,9 @@ def softmax(device: torch.device, B: int, S: int, H: int, G: int, K: int, page: 
     table = torch.arange(B * S // page, dtype=torch.int32, device=device).view(B, -1)
     lengths = torch.full((B,), S, dtype=torch.int32, device=device)
 
-    def exact() -> Tensor:
-        return foci.attention(q[:1].double(), k[:1].double(), v[:1].double())
+    def exact() -> tuple[Tensor, ...]:
+        rows = zip(q.split(1), k.split(1), v.split(1), strict=True)  # one at a time: all of it may be much
+        return (torch.cat([foci.attention(*(x.double() for x in row)) for row in rows]),)
 
     def whole() -> Tensor:
         return foci.attention(q, k, v)
@@ -108,9 +117,10 @@ def softmax(device: torch.device, B: int, S: int, H: int, G: int, K: int, page: 
 
 def measure(step: Step, device: torch.device, copied: float) -> Row:
     """Bytes a second over `copied`, or what is wrong."""
-    truth = step.exact()
     with torch.no_grad():
-        error = float((step.run()[: len(truth)].double() - truth).norm() / truth.norm())
+        truths, found = step.exact(), [step.run(), *([] if step.state is None else [step.state])]
+        pairs = zip(found, truths, strict=True)
+        error = worst(*(float((x.double() - true).norm() / true.norm()) for x, true in pairs))
         if not error <= WRONG:
             raise ValueError(f"off by {error:.2g}: no time is given for it")
         taken, clean = (

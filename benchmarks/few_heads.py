@@ -10,13 +10,14 @@ compared with the first one's. `--gates`: times those that models have.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from errors import worst
 
 from foci.bench.measure import ASLEEP, Way, clock_on, interleave
 from foci.ops.delta import gpu
@@ -64,9 +65,11 @@ def stages(call: Call) -> dict[str, Callable[[], Any]]:
 
 
 def off(found: Any, right: Any) -> float:
-    """The largest relative RMS error of tensors of which some are None."""
-    pairs = [(x, y) for x, y in zip(found, right, strict=True) if isinstance(x, Tensor)]
-    return max(float((x.double() - y.double()).norm() / y.double().norm()) for x, y in pairs)
+    """The largest relative RMS error of tensors of which some are None, the same of both."""
+    pairs = [(x, y) for x, y in zip(found, right, strict=True) if x is not None or y is not None]
+    if any(x is None or y is None for x, y in pairs):
+        return math.inf
+    return worst(*(float((x.double() - y.double()).norm() / y.double().norm()) for x, y in pairs))
 
 
 def measure(call: Call, device: torch.device) -> str:
@@ -85,7 +88,7 @@ def measure(call: Call, device: torch.device) -> str:
         for way in WAYS:
             with by(way):
                 results[way] = runs[way][stage]()
-            errors[way] = max(errors[way], off(results[way], results["maps alone"]))
+            errors[way] = worst(errors[way], off(results[way], results["maps alone"]))
         for way, sample in interleave(each, rounds=12, clock=clock).items():
             found[way].append(f"{sample.median * 1e6:.0f}")
     return ", ".join(f"{way} {' '.join(found[way])} (off {errors[way]:.1e})" for way in WAYS)

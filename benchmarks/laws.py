@@ -68,7 +68,8 @@ class Part(NamedTuple):
             return [row | {"cases": self.cases, "small": small} for row in report["rows"]]
         left: list[dict[str, Any]] = []
         if self.process.exitcode not in (STOPPED, -signal.SIGTERM, -signal.SIGKILL):  # it was not out of time: it died
-            said = self.report.with_suffix(".txt").read_text(errors="replace").strip().splitlines()[-1:]
+            text = self.report.with_suffix(".txt")
+            said = (text.read_text(errors="replace") if text.exists() else "").strip().splitlines()[-1:]
             failure = {"sentence": f"exit code {self.process.exitcode}: {''.join(said)}", "cases": []}
             left = [{"number": 0, "law": "not asked", "verdict": "FAIL", "failures": [failure], "cases": self.cases}]
         unasked = {"verdict": "not tested", "reason": OVER, "cases": self.cases}
@@ -123,6 +124,8 @@ def _alone() -> None:
 def ask(operator: str, cases: str, chosen: argparse.Namespace, until: float) -> Part:
     """Begin to ask all laws of a part of the cases, in a fork of this process: it has imported everything."""
     report = Path(chosen.out) / f"check_{operator}_{chosen.dtype}_{cases.replace('/', 'of')}.json"
+    for older in (report, report.with_suffix(".txt")):  # of another run, in the same folder
+        older.unlink(missing_ok=True)
     process = multiprocessing.get_context("fork").Process(target=_asked, args=(operator, cases, chosen, report, until))
     process.start()
     return Part(operator, cases, report, process)
@@ -245,6 +248,7 @@ def run() -> None:
     chosen = parser.parse_args()
     if unknown := set(chosen.operators) - set(PARTS):
         parser.error(f"unknown operator {min(unknown)!r}; expected among {', '.join(PARTS)}")
+    chosen.operators = list(dict.fromkeys(chosen.operators))
     began = time.monotonic()
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # whoever asks of GPUs leaves them to forks
     importlib.import_module("torch._dynamo")  # once, in place of once in every part

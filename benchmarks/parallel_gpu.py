@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import socket
 import statistics
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from arguments import file_to_write
+from errors import worst
 from torch import Tensor
 
 import foci
@@ -173,18 +175,20 @@ def compare(case: Case, dtype: torch.dtype, world: Any, mesh: Any) -> list[dict[
             records.append(record | {"passes": False, "raised": traceback.format_exc()})
             continue
         errors = {}
-        for key, x in got.items():
-            expected = part(case.function, key, truth[key], places)
-            one = error(single[key], truth[key])
-            errors[key] = (error(x, expected), one, 2 * one + 2 * torch.finfo(dtype).eps)
+        for key in truth.keys() | got.keys():
+            errors[key] = (math.inf, 0.0, 1.0)  # where only one of them gives it
+            if key in truth and key in got:
+                one = error(single[key], truth[key])
+                expected = part(case.function, key, truth[key], places)
+                errors[key] = (error(got[key], expected), one, 2 * one + 2 * torch.finfo(dtype).eps)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, errors)
-        ratio, worst, rank = max(
-            (each[key][0] / each[key][2], key, rank) for rank, each in enumerate(everyone) for key in each
+        ratio, where_worst, rank = max(
+            (worst(each[key][0] / each[key][2]), key, rank) for rank, each in enumerate(everyone) for key in each
         )
-        found, one, _ = everyone[rank][worst]
+        found, one, _ = everyone[rank][where_worst]
         records.append(
-            record | {"passes": ratio <= 1, "worst": worst, "rank": rank, "error": found, "one process": one}
+            record | {"passes": ratio <= 1, "worst": where_worst, "rank": rank, "error": found, "one process": one}
         )
     return records
 
@@ -207,6 +211,7 @@ def clock(op: Callable[..., Any], leaves: list[Tensor], options: Mapping[str, An
         out.backward(torch.ones_like(out))
         events[2].record()
         torch.cuda.synchronize()
+        del result, out  # else the next round would have them in memory before it begins
         if round_ >= 2:
             taken["forward"].append(events[0].elapsed_time(events[1]))
             taken["both"].append(events[0].elapsed_time(events[2]))
@@ -285,7 +290,7 @@ def main() -> None:
     parser.add_argument("--backend", default="cpu:gloo,cuda:nccl")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=file_to_write)
     options = parser.parse_args()
     size = torch.cuda.device_count()
     if size < 2:
