@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import sys
 import types
 import zipfile
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import above_0, file_to_write
 from torch import Tensor
 
 import foci
@@ -424,12 +426,12 @@ def wheel() -> Path | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, nargs="+", default=[2])
+    parser.add_argument("--threads", type=above_0, nargs="+", default=[2])
     parser.add_argument("--only", nargs="+", choices=FIGURES, default=list(FIGURES))
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=above_0, default=9)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--fla", type=Path, default=wheel())
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=file_to_write)
     options = parser.parse_args()
     bench = Bench(3 if options.quick else options.rounds, options.quick, options.fla)
     for bench.threads in options.threads:
@@ -446,6 +448,7 @@ def main() -> None:
     goals = sum(bool(r["goal"]) for r in bench.records)
     found = f"{goals - len(missed)} of {goals} goals met" + (f"; missed:{''.join(missed)}" if missed else "")
     print(f"\n{'All of it runs; small problems are not judged' if bench.quick else found}")
+    sys.exit(bool(missed) and not bench.quick)
 
 
 if __name__ == "__main__":

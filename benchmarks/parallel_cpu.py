@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from arguments import above_0, file_to_write
 
 from foci.bench.measure import clock
 from foci.core.device import machine
@@ -97,9 +97,10 @@ def report(shape: Shape, split: Split, told: Forecast, taken: list[float], sent:
     last = len(taken) - 1
     low, high = taken[round(last * 0.25)], taken[round(last * 0.75)]
     middle = median(taken)
+    counted = f"{told.sent / sent:.3f}" if sent else "1.000" if not told.sent else "nothing counted"
     print(
         f"| {shape} | {split} | {time(told.seconds)} | {time(middle)} ({time(low)} .. {time(high)}) | "
-        f"{told.seconds / middle:.2f} | {told.sent / sent if sent else 1:.3f} |",
+        f"{told.seconds / middle:.2f} | {counted} |",
         flush=True,
     )
     return {
@@ -151,10 +152,10 @@ def on_cpu(options: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", default="2,4")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--rounds", type=above_0, default=5)
+    parser.add_argument("--tokens", type=above_0, default=2048)
     parser.add_argument("--cuda", action="store_true")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=file_to_write)
     options = parser.parse_args()
     if options.cuda:
         dist.init_process_group("nccl")

@@ -15,12 +15,12 @@ import argparse
 import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from arguments import above_0, file_to_write
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -207,9 +207,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(STEPS))
     parser.add_argument("--cuda", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=above_0, default=5)
     parser.add_argument("--decoder-only", action="store_true", help="with --cuda")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=file_to_write)
     options = parser.parse_args()
     rows = on_gpus(options.rounds, options.decoder_only) if options.cuda else on_this_machine(options.models.split(","))
     if options.out:

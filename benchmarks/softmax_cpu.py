@@ -11,11 +11,12 @@ import argparse
 import json
 import multiprocessing
 import resource
+import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from arguments import above_0, file_to_write
 from torch import Tensor
 
 import foci
@@ -217,17 +218,20 @@ def blocks(rounds: int) -> None:
         )  # fmt: skip
 
 
+FIGURES = ("time", "call", "memory", "blocks")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", default="time,call,memory,blocks")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--threads", type=above_0, default=2)
+    parser.add_argument("--rounds", type=above_0, default=9)
+    parser.add_argument("--only", nargs="+", choices=FIGURES, default=FIGURES)
+    parser.add_argument("--out", type=file_to_write)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     print(f"{machine().line}\nB{B} H{H} T2048 K{K}, {options.threads} threads, {options.rounds} interleaved rounds\n")
-    wanted = options.only.split(",")
+    wanted = options.only
     if "time" in wanted:
         against_sdpa(options.rounds)
         against_eager(options.rounds)
@@ -241,6 +245,7 @@ def main() -> None:
         options.out.write_text(json.dumps({"machine": machine().as_dict(), "records": RECORDS}, indent=1) + "\n")
     missed = [r["line"] for r in RECORDS if not r["met"]]
     print(f"\n{len(RECORDS) - len(missed)} of {len(RECORDS)} goals met" + (f"; missed: {missed}" if missed else ""))
+    sys.exit(bool(missed))
 
 
 if __name__ == "__main__":
