@@ -87,8 +87,8 @@ def compile_all(
     wanted = {identity(launch, target): (launch, target) for launch, target in jobs}
     found = {key: record for key, record in (known or {}).items() if key in wanted}
     for key in wanted.keys() - found.keys():
-        if (path := cache / f"{key}.json").exists():
-            found[key] = json.loads(path.read_text())
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # a cut one is no record
+            found[key] = json.loads((cache / f"{key}.json").read_text())
     left = [(key, *wanted[key]) for key in wanted if key not in found]
     for done, (key, record) in enumerate(_compile_each(left, workers), 1):
         found[key] = record

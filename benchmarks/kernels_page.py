@@ -24,8 +24,11 @@ def table(path: Path) -> tuple[str, list[Row]]:
     """The Triton that a kept table is of, and its rows; none where there is no file."""
     if not path.exists():
         return "none", []
-    head, *rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return head["triton"], rows
+    try:
+        head, *rows = [json.loads(line) for line in path.read_text().splitlines()]
+        return head["triton"], rows
+    except (ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"{path}: no table of benchmarks/kernels.py: {error}") from error
 
 
 def said(row: Row) -> str:

@@ -223,15 +223,23 @@ def _gpu() -> tuple[Target, float]:
     return Target(*target), room
 
 
+def _number(text: str) -> float:
+    """What is none at all is no number of anything."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def _seconds(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"{text!r}; expected seconds above 0")
     return value
 
 
 def _room(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not (math.isfinite(value) and value >= 0):
         raise argparse.ArgumentTypeError(f"{text!r}; expected GiB, 0 or more")
     return value

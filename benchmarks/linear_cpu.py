@@ -433,6 +433,10 @@ def main() -> None:
     parser.add_argument("--fla", type=Path, default=wheel())
     parser.add_argument("--out", type=file_to_write)
     options = parser.parse_args()
+    if options.fla is None:
+        print("FLA is not timed: expected its wheel as --fla FILE.whl, or where the tests put it")
+    elif not options.fla.is_file():
+        parser.error(f"argument --fla: {options.fla}: expected FLA's wheel")
     bench = Bench(3 if options.quick else options.rounds, options.quick, options.fla)
     for bench.threads in options.threads:
         torch.set_num_threads(bench.threads)

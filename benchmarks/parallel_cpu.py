@@ -135,7 +135,7 @@ def on_gpus(options: argparse.Namespace) -> list[dict[str, Any]]:
 def on_cpu(options: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"{machine().line}\n{machine().cores} cores, a thread a rank, {options.rounds} rounds")
     records = []
-    for size in map(int, options.worlds.split(",")):
+    for size in options.worlds:
         with World(size, timeout=120, limit=600, preload=("foci.parallel",)) as world:
             for place, shape in enumerate(cases(options.tokens, cuda=False)):
                 links, compute = world.run(measure, shape, "cpu", options.rounds)[0]
@@ -149,9 +149,17 @@ def on_cpu(options: argparse.Namespace) -> list[dict[str, Any]]:
     return records
 
 
+def _sizes(text: str) -> tuple[int, ...]:
+    """Numbers of ranks, for argparse."""
+    sizes = tuple(int(word) if word.isdecimal() else 0 for word in text.split(","))
+    if min(sizes) < 2:
+        raise argparse.ArgumentTypeError(f"{text}: expected numbers of ranks, 2 or more, joined by commas")
+    return sizes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worlds", default="2,4")
+    parser.add_argument("--worlds", type=_sizes, default=(2, 4), help="joined by commas")
     parser.add_argument("--rounds", type=above_0, default=5)
     parser.add_argument("--tokens", type=above_0, default=2048)
     parser.add_argument("--cuda", action="store_true")

@@ -211,6 +211,10 @@ def main() -> None:
     parser.add_argument("--decoder-only", action="store_true", help="with --cuda")
     parser.add_argument("--out", type=file_to_write)
     options = parser.parse_args()
+    if unknown := [name for name in options.models.split(",") if name not in STEPS]:
+        parser.error(f"argument --models: {unknown[0]!r}; expected some of {', '.join(STEPS)}, joined by commas")
+    if options.decoder_only and not options.cuda:
+        parser.error("argument --decoder-only: expected --cuda beside it")
     rows = on_gpus(options.rounds, options.decoder_only) if options.cuda else on_this_machine(options.models.split(","))
     if options.out:
         options.out.write_text(json.dumps({"machine": machine().line, "rows": rows}, indent=1))
