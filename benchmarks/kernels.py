@@ -279,6 +279,11 @@ def main() -> int:
             "--triton asks for the package's kernels and keeps their table: without --script, --out, --known"
         )
     others = Others(LINES)
+    if options.check or options.write or options.triton:
+        try:  # before anything is compiled
+            table(LINES), others.tables()
+        except ValueError as error:
+            raise SystemExit(str(error)) from None
     if options.triton:
         words = ["--target", *options.target, *(["--only", *options.only] if options.only else [])]
         words += ["--all"] * options.all + ["--workers", str(options.workers)]

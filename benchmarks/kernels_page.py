@@ -28,7 +28,7 @@ def table(path: Path) -> tuple[str, list[Row]]:
         head, *rows = [json.loads(line) for line in path.read_text().splitlines()]
         return head["triton"], rows
     except (ValueError, KeyError, TypeError) as error:
-        raise SystemExit(f"{path}: no table of benchmarks/kernels.py: {error}") from error
+        raise ValueError(f"{path}: no table of benchmarks/kernels.py: {error}") from error
 
 
 def said(row: Row) -> str:
