@@ -82,7 +82,8 @@ def tables(records: list[Record]) -> Iterator[str]:
 
 def heading(records: list[Record]) -> str:
     """When and where they were measured; which operators with which versions, where these differ."""
-    places = dict.fromkeys(f"{record.machine or 'a machine without a name'}, {record.device}" for record in records)
+    gpus = (record.machine.rpartition(" · ")[2] or "a machine without a name" for record in records)
+    places = dict.fromkeys(f"{gpu}, {record.device}" for gpu, record in zip(gpus, records, strict=True))
     if len(places) > 1:
         raise ValueError(f"a page is of one machine, and these records are of {len(places)}: {'; '.join(places)}")
     dates = sorted(record.date for record in records)
@@ -92,7 +93,8 @@ def heading(records: list[Record]) -> str:
     versions = [
         each + f" ({', '.join(dict.fromkeys(operators))})" * (len(found) > 1) for each, operators in found.items()
     ]
-    return f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}: {'; '.join((records[0].machine, *versions))}."
+    where = dict.fromkeys(record.machine for record in records)
+    return f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}: {'; '.join((*where, *versions))}."
 
 
 def lines_of(path: Path) -> list[str]:
@@ -186,7 +188,8 @@ def added(folder: Path, text: str, known: list[Record]) -> tuple[str, list[Recor
     anew = {(record.operator, record.problem, record.dtype, record.stage) for record in found}
     kept = [each for each in known if (each.operator, each.problem, each.dtype, each.stage) not in anew]
     records = sorted([*kept, *found], key=placed)
-    said = _sections(text, ("decoding", "laws, ")) | _sections(asked(folder))
+    said, now = _sections(text, ("decoding", "laws, ")), _sections(asked(folder))
+    said |= {title: _merged(said.get(title, ""), section) for title, section in now.items()}
     return "\n".join([heading(records), *tables(records), *said.values()]), records
 
 
@@ -194,6 +197,20 @@ def _sections(text: str, titles: tuple[str, ...] = ("",)) -> dict[str, str]:
     """What stands below headings that begin so, by heading."""
     parts = (part.rstrip() for part in text.split("\n### ")[1:])
     return {part.splitlines()[0]: f"\n### {part}" for part in parts if part.startswith(titles)}
+
+
+def _merged(old: str, new: str) -> str:
+    """A section of this run, with lines of the older one in it that tell of an operator or a step that it has not."""
+    lines, anew = new.splitlines(), set(map(_of, new.splitlines()))
+    kept = [line for line in old.splitlines() if _of(line) not in anew]
+    first = next(place for place, line in enumerate(lines) if _of(line) not in ("", "| step", "| ---"))
+    return "\n".join([*lines[:first], *kept, *lines[first:]])
+
+
+def _of(line: str) -> str:
+    """The step of decoding, or the operator, that a line tells of."""
+    found = re.match(rf"(?:FAIL )?({'|'.join(SPECS)}) |(\| [^|]+) \|", line)
+    return (found[1] or found[2]) if found else ""
 
 
 def main() -> None:

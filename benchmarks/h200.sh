@@ -59,7 +59,7 @@ if [ "$device" = cpu ]; then
   [ -z "${GPUS:-}" ] || refuse "GPUS=$GPUS with DEVICE=$device; expected DEVICE=cuda"
   named=0
 fi
-[ -n "$named" ] || refuse "there is no GPU; expected one that nvidia-smi or GPUS names, or DEVICE=cpu"
+[ -n "$named" ] && [ "$named" != -1 ] || refuse "there is no GPU; expected one that nvidia-smi or GPUS names, or DEVICE=cpu"
 [[ $named =~ ^[^,[:space:]]+(,[^,[:space:]]+)*$ ]] || refuse "$source=$named; expected GPUs joined by commas"
 [ -z "${GPUS:-}" ] || export CUDA_VISIBLE_DEVICES=$GPUS
 IFS=, read -ra gpus <<<"$named"
@@ -178,20 +178,25 @@ laws_on() {
     --device "$device" --dtype "$dtype" --limit "$seconds" --leave "$leave" --out "$work/laws"
 }
 
-# within NAME SECONDS: as many of these `seconds` as LIMIT leaves; where that is next to nothing, it is said to be none.
-# What ends a step takes some seconds.
+# within NAME SECONDS [LEAST]: as many of these `seconds` as LIMIT leaves, and it is said where these are fewer; where
+# they are fewer than pay, none. What ends a step takes some seconds.
 within() {
+  local least=${3:-10}
   seconds=$((LIMIT - SECONDS - 10))
-  seconds=$((seconds < $2 ? seconds : $2))
-  [ "$seconds" -ge $(($2 < 10 ? $2 : 10)) ] && return
-  echo "$1: not begun, $SECONDS s of $LIMIT are over" | tee -a "$work/steps.txt"
-  return 1
+  if [ "$seconds" -ge "$2" ]; then
+    seconds=$2
+  elif [ "$seconds" -ge "$least" ]; then
+    echo "$1: $seconds s of $2, as LIMIT is $LIMIT" | tee -a "$work/steps.txt"
+  else
+    echo "$1: not begun, $SECONDS s of $LIMIT are over" | tee -a "$work/steps.txt"
+    return 1
+  fi
 }
 
 laws() {
   local dtype seconds
   for dtype in $dtypes; do
-    within "laws_$dtype" "$CHECK" || continue
+    within "laws_$dtype" "$CHECK" || { failed=1; continue; }
     each laws_on || failed=1
     cat "$work/laws_$dtype"*.txt
     pack
@@ -209,13 +214,14 @@ bench() {
   # Every operator has START seconds, in which it is imported and compiled, and its share of the rest.
   local operator seconds all count=0 total=0
   local START=15
-  within bench "$BENCH" || return
+  within bench "$BENCH" || { failed=1; return; }
   all=$seconds
   for operator in $operators; do
     count=$((count + 1)) total=$((total + share[$operator]))
   done
   for operator in $operators; do
     seconds=$((all > START * count ? START + (all - START * count) * share[$operator] / total : all / count))
+    within "bench_$operator" "$seconds" 1 || { failed=1; continue; }
     each bench_on || failed=1
     tail -q -n +3 "$work/bench_$operator"*.txt | sed '/^wrote /d'
     pack
@@ -224,7 +230,7 @@ bench() {
 
 decode() {
   local seconds
-  within decode 120 || return
+  within decode 120 40 || { failed=1; return; }
   ask decode 0 "$seconds" "$python" benchmarks/decode.py --device "$device" --json "$work/decode.json" || failed=1
   cat "$work/decode.txt"
 }

@@ -4,9 +4,10 @@
                                     [--quick] [--fla fla_core-*.whl] [--out FILE.json]
 
 One process, ours and theirs in turn; results must agree before they are timed. Every line prints the ratio it measured
-beside its goal. Machines are noisy: read the ratios, not the milliseconds, and measure on an idle one. --quick shows
-that all of it runs, on small problems, and is no measurement; the rest takes about a quarter of an hour for each number
-of threads. FLA's naive modules are read from its wheel, which is not installed.
+beside its goal, and the exit code is 1 where one is missed. Machines are noisy: read the ratios, not the milliseconds,
+and measure on an idle one. --quick shows that all of it runs, on small problems, and is no measurement; the rest takes
+about a quarter of an hour for each number of threads. FLA's naive modules are read from its wheel, which is not
+installed.
 """
 
 from __future__ import annotations

@@ -111,11 +111,11 @@ def main() -> None:
     if count is not None and count < 1:
         parser.error(f"argument --emulate: {count}: expected a number of problems above 0")
     if count:
-        worst = emulated(count)
-        print(f"{count} problems, {sum(each[0] > 0.5 for each in worst)} over 0.5 %; the worst:")
-        for out, state, options in worst[:5]:
+        found = emulated(count)
+        print(f"{count} problems, {sum(each[0] > 0.5 for each in found)} over 0.5 %; the worst:")
+        for out, state, options in found[:5]:
             print(f"  out {out:.3f} %, state {state:.3f} %  {options}")
-        print(f"  state {max(each[1] for each in worst):.3f} % at most")
+        print(f"  state {max(each[1] for each in found):.3f} % at most")
         return
     if not torch.cuda.is_available():
         sys.exit("one_bfloat16.py: there is no GPU here; --emulate PROBLEMS needs none")

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from arguments import file_to_write
+from arguments import above_0, file_to_write
 from errors import worst
 from torch import Tensor
 
@@ -288,7 +288,7 @@ def line(each: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="cpu:gloo,cuda:nccl")
-    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--tokens", type=above_0, default=32768)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=file_to_write)
     options = parser.parse_args()

@@ -1,8 +1,9 @@
 """Softmax attention on the CPU against torch's, in one process and in turn: time, call cost, memory, skipped blocks.
 
-    python benchmarks/softmax_cpu.py [--threads 2] [--rounds 9] [--out FILE.json] [--only time,call,memory,blocks]
+    python benchmarks/softmax_cpu.py [--threads 2] [--rounds 9] [--out FILE.json] [--only time call memory blocks]
 
-Every line prints the ratio it measured beside its goal. Machines are noisy: read the ratios, not the milliseconds.
+Every line prints the ratio it measured beside its goal. Machines are noisy: read the ratios, not the milliseconds. The
+exit code is 1 where a goal is missed.
 """
 
 from __future__ import annotations

@@ -75,7 +75,13 @@ def test_on_a_gpu_every_operator_is_searched_and_its_table_written(
     assert "linear: 1 configurations beat the rule" in capsys.readouterr().out
     assert run("linear", "--out", str(tmp_path / "nvidia_fake.json")) == 2
     assert "nvidia_fake.json: File exists" in capsys.readouterr().err and len(asked) == 1
-    for spoilt in ("{", "[]", "{}", '{"kernels": {"a": 1}}'):  # told before anything is measured
+    for spoilt in (
+        "{",
+        "[]",
+        "{}",
+        '{"kernels": {"a": 1}}',
+        '{"kernels": {"a": {"64": {"ms": 1}}}}',
+    ):  # told before anything is measured
         (tmp_path / "nvidia_fake.json").write_text(spoilt)
         assert run("linear", "--out", str(tmp_path)) == 2
         assert "nvidia_fake.json: no table of foci tune: " in capsys.readouterr().err and len(asked) == 1

@@ -73,6 +73,13 @@ def test_several_machines_are_no_page(folder: Path, other: dict[str, str]) -> No
         gpu_page.page(folder)
 
 
+def test_another_torch_on_one_gpu_is_no_other_machine(folder: Path) -> None:
+    one = replace(record("foci", "forward", 1e-3), machine="torch 2.11.0 · CPU, 16 threads · a GPU")
+    leave(folder, [one, replace(one, operator="scan", machine="torch 2.13.0 · CPU, 8 threads · a GPU")])
+    both = "torch 2.11.0 · CPU, 16 threads · a GPU; torch 2.13.0 · CPU, 8 threads · a GPU"
+    assert gpu_page.page(folder).startswith(f"2026-11-21: {both}; torch 2.11.0.\n")
+
+
 def test_each_of_several_versions_is_told_with_its_operators(folder: Path) -> None:
     one = record("foci", "forward", 1e-3)
     leave(folder, [one, replace(one, operator="scan", versions="torch 2.12.0")])
@@ -146,7 +153,7 @@ def test_a_run_is_added_to_what_the_docs_have(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It once took the place of all, though one run times a part of the shapes."""
-    docs = tmp_path / "docs"
+    docs, first_steps = tmp_path / "docs", (folder / "decode.json").read_text()
     docs.mkdir()
     monkeypatch.setattr(gpu_page, "DOCS", docs)
     monkeypatch.setattr(sys, "argv", ["gpu_page.py", str(folder), "--write"])
@@ -173,6 +180,18 @@ def test_a_run_is_added_to_what_the_docs_have(
         and "| other | foci | 5.000 ms | - | - |" in text
     )
     assert "| a step | 72 us |" in text and "7 held" in text and "9 held" in text and "left out" not in text
+    # Of one operator's laws, and of one step.
+    (folder / "laws_bfloat16.txt").write_text("scan bfloat16: 5 held, 0 broken, 0 not asked\n")
+    (folder / "decode.json").write_text(first_steps.replace("a step", "another step"))
+    gpu_page.main()
+    text = (docs / "benchmarks.md").read_text()
+    told = "FAIL delta bfloat16 2 forward: wrong\ndelta bfloat16: 7 held, 1 broken, 0 not asked\nscan bfloat16: 5 held"
+    laws = f"### laws, bfloat16\n\n```\n{told}"
+    assert laws in text and re.findall(r"\| (a\w* step) \| 72 us", text) == ["a step", "another step"]
+    (folder / "laws_bfloat16.txt").write_text("delta bfloat16: 8 held, 0 broken, 0 not asked\n")
+    gpu_page.main()
+    text = (docs / "benchmarks.md").read_text()
+    assert "FAIL" not in text and "7 held" not in text and "5 held" in text and "8 held" in text
     # A run that says nothing of decoding or of laws leaves what is there, and what has no figure any more is told.
     (folder / "decode.json").write_text("[]")
     (folder / "laws_float16.txt").write_text("")
@@ -181,7 +200,7 @@ def test_a_run_is_added_to_what_the_docs_have(
     gpu_page.main()
     assert capsys.readouterr().out == "6 records\nno figure any more: delta GDN foci bfloat16 cuda forward\n"
     text, records = (docs / "benchmarks.md").read_text(), read(docs / "gpu.jsonl")
-    assert "| a step | 72 us |" in text and "7 held" in text and "9 held" in text
+    assert "| a step | 72 us |" in text and "8 held" in text and "9 held" in text
     # What is of another machine is refused, and nothing written; so is a page without its marks.
     leave(folder, [replace(again, machine="no GPU", device="cpu")])
     with pytest.raises(SystemExit, match="a page is of one machine"):
@@ -210,7 +229,7 @@ esac
 """
 
 
-def asked_for(folder: Path, steps: str, **given: object) -> tuple[str, str]:
+def asked_for(folder: Path, steps: str, code: int = 0, **given: object) -> tuple[str, str]:
     """(what benchmarks/h200.sh asks of an interpreter that only says so, and what it prints) for these steps."""
     python = folder / "python"
     python.write_text(INTERPRETER.format(asked=folder / "asked"))
@@ -221,7 +240,7 @@ def asked_for(folder: Path, steps: str, **given: object) -> tuple[str, str]:
         ["bash", str(Path(gpu_page.__file__).with_name("h200.sh")), str(folder / "out"), *steps.split()],
         env={name: str(value) for name, value in given.items()}, capture_output=True, text=True,
     )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == code, ended.stderr
     return (folder / "asked").read_text(), ended.stdout
 
 
@@ -338,14 +357,15 @@ def test_tuning_has_what_the_steps_before_it_have_left(limit: int, seconds: int 
 
 
 def test_no_step_takes_more_than_the_limit_leaves(tmp_path: Path) -> None:
-    asked, said = asked_for(tmp_path, "check bench", OPERATORS="scan", LIMIT=30, BESIDE=1)
+    asked, said = asked_for(tmp_path, "check bench", OPERATORS="scan", LIMIT=140, BENCH=200)
     laws = re.search(r"laws.py scan .*--limit (\d+) ", asked)
     timed = re.search(r"foci bench scan .*--limit (\d+) ", asked)
-    assert laws and timed and 10 <= int(timed[1]) <= int(laws[1]) <= 20
+    assert laws and timed and int(timed[1]) <= int(laws[1]) <= 130
+    assert f"laws_bfloat16: {laws[1]} s of 150, as LIMIT is 140" in said and " s of 200, as LIMIT is 140" in said
     (tmp_path / "asked").unlink()
-    asked, said = asked_for(tmp_path, "check bench", OPERATORS="scan", LIMIT=12, BESIDE=1)
+    asked, said = asked_for(tmp_path, "check bench tune", code=1, OPERATORS="scan", LIMIT=12)
     assert "laws.py" not in asked and "--limit" not in asked and "decode.py" not in asked
-    assert all(f"{step}: not begun, " in said for step in ("laws_bfloat16", "decode", "bench"))
+    assert all(f"{step}: not begun, " in said for step in ("laws_bfloat16", "decode", "bench", "tune"))
 
 
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:

@@ -272,9 +272,9 @@ def test_kernels_that_vanished_are_said_to_be_gone_and_none_is_no_table(
         assert f"Triton 3.6.0 gave no table, {said}" in capsys.readouterr().err
     assert not (tmp_path / "kernels-3.6.0.jsonl").exists()
     other = SPILLED | {"target": "sm_80"}
-    for partly, found in ((False, 2), (True, 0)):
+    for partly, found in ((False, "1 kernels, 2 differ"), (True, "0 kernels, 0 differ")):
         another([other], None, write=False, check=False, partly=partly)
-        assert f"1 kernels, {found} differ" in capsys.readouterr().out.replace("0 kernels", "1 kernels")
+        assert found in capsys.readouterr().out
 
 
 def test_the_table_of_another_triton_is_written_beside_this_ones(

@@ -127,6 +127,8 @@ def _written(out: Path | None, found: list[Record], top: Ceilings) -> Iterator[r
         yield None
         return
     with record.Writer(out / _FILES[0]) as file:
+        for name in _FILES[1:]:  # of an older run
+            (out / name).unlink(missing_ok=True)
         try:
             yield file
         finally:

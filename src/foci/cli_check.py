@@ -149,7 +149,7 @@ def _require_device(name: str) -> None:
     if kind not in ("cpu", "cuda") or (":" in name and not (index.isascii() and index.isdigit())):
         raise ValueError(f"--device must be cpu or cuda, or one of several such as cuda:1, got {name!r}")
     if kind == "cuda":
-        told = isolate.stream(lambda send: send(torch.cuda.device_count()), 60)
+        told = isolate.stream(lambda send: send(torch.cuda.is_available() and torch.cuda.device_count()), 60)
         count = next((each for each in told if isinstance(each, int)), 0)
         if count <= int(index or 0):
             raise ValueError(f"--device {name}: this machine has {f'{count} of them' if count else 'no CUDA device'}")

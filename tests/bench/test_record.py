@@ -136,3 +136,4 @@ def test_another_machine_or_other_versions_are_told() -> None:
     )
     assert moved([ONE], [replace(ONE, machine="B")]) == "machine unknown before, B now"
     assert moved([replace(ONE, computer="A")], [replace(ONE, computer="B")]) == "computer A before, B now"
+    assert moved([ONE], [replace(ONE, computer="B")]) == ""  # an older file, which does not know

@@ -229,6 +229,11 @@ def test_a_gpu_has_a_file_name_that_stays_in_its_folder(gpu: str, file: str) -> 
     assert tune.file_name(gpu) == file
 
 
+def test_a_table_without_rows_was_never_measured() -> None:
+    assert tune.measured({"kernels": {}}) == tune.measured({"kernels": {"a": {}}}) == ""
+    assert tune.measured({"kernels": {"a": {"1": {"date": "2"}, "2": {"date": "1"}}}}) == "1 to 2"
+
+
 def test_every_shipped_table_is_of_a_machine_that_measured_it() -> None:
     for path in sorted(tune.TABLES.glob("*.json")):
         table = json.loads(path.read_text())

@@ -176,7 +176,8 @@ def lost(old: Iterable[Record], new: Iterable[Record]) -> list[str]:
 def moved(old: Sequence[Record], new: Sequence[Record]) -> str:
     """In which machine or versions two files differ, and a ratio between them may be of these; empty: in none."""
     said = []
-    for name in ("machine", "computer", "versions"):
+    told = all(each.computer for each in (*old, *new))  # older files have none
+    for name in ("machine", "computer", "versions") if told else ("machine", "versions"):
         was, now = (" and ".join(sorted({getattr(each, name) or "unknown" for each in x})) for x in (old, new))
         if was != now:
             said.append(f"{name} {was} before, {now} now")

@@ -281,6 +281,8 @@ def kernels_of(path: Path) -> dict[str, dict[str, Any]]:
     kernels = table.get("kernels") if isinstance(table, dict) else None
     if not isinstance(kernels, dict) or not all(isinstance(rows, dict) for rows in kernels.values()):
         raise ValueError(f"{path}: no table of foci tune: expected 'kernels', and rows of each, by its keys")
+    if not all(isinstance(row, dict) and "date" in row for rows in kernels.values() for row in rows.values()):
+        raise ValueError(f"{path}: no table of foci tune: expected the date of each row")
     return kernels
 
 

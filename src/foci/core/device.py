@@ -63,7 +63,7 @@ class Machine:
     @property
     def computer(self) -> str:
         """What else times depend on."""
-        return f"{self.system}, {self.cpu}, {self.cores} cores, {self.memory / 2**30:.1f} GiB"
+        return f"{self.system}, {self.cpu}, {self.cores} cores, {self.memory / 2**30:.0f} GiB"
 
     def as_dict(self) -> dict[str, Any]:
         """All facts as plain values, for JSON."""

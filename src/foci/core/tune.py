@@ -206,9 +206,9 @@ def table_of(gpu: str) -> dict[str, Any] | None:
 
 
 def measured(table: Mapping[str, Any]) -> str:
-    """When the rows of a table were, from the first to the last."""
+    """When the rows of a table were, from the first to the last; empty where it has none."""
     dates = sorted(row["date"] for rows in table["kernels"].values() for row in rows.values())
-    return " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    return " to ".join(dict.fromkeys((*dates[:1], *dates[-1:])))
 
 
 @constant
