@@ -203,7 +203,8 @@ def _merged(old: str, new: str) -> str:
     """A section of this run, with lines of the older one in it that tell of an operator or a step that it has not."""
     lines, anew = new.splitlines(), set(map(_of, new.splitlines()))
     kept = [line for line in old.splitlines() if _of(line) not in anew]
-    first = next(place for place, line in enumerate(lines) if _of(line) not in ("", "| step", "| ---"))
+    told = (place for place, line in enumerate(lines) if _of(line) not in ("", "| step", "| ---"))
+    first = next(told, len(lines) - 1)  # laws that were not asked tell of no operator
     return "\n".join([*lines[:first], *kept, *lines[first:]])
 
 

@@ -279,8 +279,8 @@ def main() -> int:
             "--triton asks for the package's kernels and keeps their table: without --script, --out, --known"
         )
     others = Others(LINES)
-    if options.check or options.write or options.triton:
-        try:  # before anything is compiled
+    if options.check:
+        try:  # before anything is compiled; --write makes what was cut anew
             table(LINES), others.tables()
         except ValueError as error:
             raise SystemExit(str(error)) from None

@@ -192,6 +192,14 @@ def test_a_run_is_added_to_what_the_docs_have(
     gpu_page.main()
     text = (docs / "benchmarks.md").read_text()
     assert "FAIL" not in text and "7 held" not in text and "5 held" in text and "8 held" in text
+    (folder / "laws_bfloat16.txt").write_text("laws.py: the GPU cannot be asked\n")
+    gpu_page.main()
+    text = (docs / "benchmarks.md").read_text()
+    assert (
+        "laws.py: the GPU cannot be asked\nscan bfloat16: 5 held" in text
+        and "8 held, 0 broken, 0 not asked\n```" in text
+    )
+    (folder / "laws_bfloat16.txt").unlink()
     # A run that says nothing of decoding or of laws leaves what is there, and what has no figure any more is told.
     (folder / "decode.json").write_text("[]")
     (folder / "laws_float16.txt").write_text("")

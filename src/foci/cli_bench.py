@@ -184,7 +184,7 @@ def _ready(tasks: list[_Task], options: Options) -> Iterator[None]:
         stack.enter_context(repeatable())
         if options.device.type == "cuda" and installed("triton"):
             stack.enter_context(side_by_side(machine().cores))
-            if any(task.spec.name in ("linear", "delta") for task in tasks):
+            if any(task.spec.name in ("linear", "delta") for task in tasks if task.shapes):
                 stack.enter_context(unguarded(typer.echo))
         yield
 
