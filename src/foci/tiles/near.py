@@ -31,6 +31,12 @@ CLOSE: tl.constexpr = tl.constexpr(1e-25)  # a chunk whose totals are larger has
 LEAST: tl.constexpr = tl.constexpr(-104.0)
 UNREAD: tl.constexpr = tl.constexpr(1e38)  # what no sum of gates is, of a chunk where a query is no number
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)  # exp2 is one instruction, exp five
+# Rows' factors 2^UP times as large and columns' as small: float32 has numbers for a token that forgets all, with others
+# around it. Of sums times log2 e; REACH as CLOSE, of sums.
+UP: tl.constexpr = tl.constexpr(88.0)
+DOWN: tl.constexpr = tl.constexpr(2.0**-88)
+LOW: tl.constexpr = tl.constexpr(FAR.value * LOG2E.value - UP.value)
+REACH: tl.constexpr = tl.constexpr(-119.0)
 
 
 @triton.jit
@@ -154,8 +160,11 @@ def sums_in_two(g, FAR: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def sums_and_total(g):  # type: ignore[no-untyped-def]
-    """(c [T,C] of `sums_in_two`, exp of all gates' sum in every row of [T,C], the same in [T/2,C]), by one product."""
+def sums_and_total(g, up):  # type: ignore[no-untyped-def]
+    """(c [T,C] of `sums_in_two`, 2^up times exp of all gates' sum in every row of [T,C], the same in [T/2,C]).
+
+    By one product.
+    """
     T: tl.constexpr = g.shape[0]
     high, low = in_float16(g)
     t, s = tl.arange(0, T)[:, None], tl.arange(0, T)[None, :]
@@ -163,7 +172,7 @@ def sums_and_total(g):  # type: ignore[no-untyped-def]
     c, last = apart(tl.dot(before, high, tl.dot(before, low)))
     # Of rows eight apart a thread has both: one is enough.
     once, _ = tl.split(tl.permute(tl.reshape(last, [T // 16, 2, 8, g.shape[1]]), (0, 2, 3, 1)))
-    once = tl.exp2(once)
+    once = tl.exp2(once + up)
     gone = tl.reshape(tl.permute(tl.join(once, once), (0, 3, 1, 2)), [T, g.shape[1]])
     return c, gone, tl.reshape(once, [T // 2, g.shape[1]])
 
@@ -198,10 +207,10 @@ def lift_in_two(c):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def forgets(total_ptr, K, ALL_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """1 if a chunk whose totals [K] these are may have far rows, or is no chunk of numbers, else 0."""
+def forgets(ptr, least, K, ALL_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """1 if a chunk may have far rows, or is no chunk of numbers, as its totals or its gates' sums [K] say, else 0."""
     c = tl.arange(0, ALL_K)
-    return tl.max(tl.where(tl.load(total_ptr + c, mask=c < K, other=1.0) > CLOSE, 0, 1), 0)
+    return tl.max(tl.where(tl.load(ptr + c, mask=c < K, other=1.0) > least, 0, 1), 0)
 
 
 @triton.jit
@@ -217,9 +226,12 @@ def far_levels(near):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def levels_of(c):  # type: ignore[no-untyped-def]
-    """`far_levels` of sums times log2 e; of all at once, for sm_100 has no compiler for a minimum of rows' minima."""
-    return tl.where(tl.min(c) >= FAR * LOG2E, 0, levels(c.shape[0]))
+def levels_of(c, least):  # type: ignore[no-untyped-def]
+    """`far_levels` of sums, near from `least` on.
+
+    Of all at once: sm_100 has no compiler for a minimum of rows' minima.
+    """
+    return tl.where(tl.min(c) >= least, 0, levels(c.shape[0]))
 
 
 @triton.jit

@@ -32,14 +32,14 @@ def pairs_in_two(A, E, up_x, up_e, x, e, y, c, FAR: tl.constexpr, dtype: tl.cons
     rows, rows_low = parted(up_e, dtype, PRECISION)
     E = of_two(rows, rows_low, columns, columns_low, E, PRECISION)
     if FAR:
-        A, E = of_far_rows(A, E, x, e, y, c, close, PRECISION)
+        A, E = of_far_rows(A, E, x, e, y, c, near.FAR * near.LOG2E, PRECISION)
     return A, E
 
 
 @triton.jit
-def of_far_rows(A, E, x, e, y, c, close, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A and E with the pairs added of the rows that are not `close`."""
-    count, c = near.levels_of(c), c / near.LOG2E
+def of_far_rows(A, E, x, e, y, c, least, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A and E with the pairs added of the rows of which a sum is less than `least`; c times log2 e."""
+    close, count, c = tl.min(c, 1) >= least, near.levels_of(c, least), c / near.LOG2E
     for i in tl.range(count, disable_licm=True):
         w = near.far_level(c, c, i)
         down = tl.trans(y * w)

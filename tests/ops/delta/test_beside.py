@@ -28,13 +28,16 @@ GRADIENTS = [True] * 5 + [False] * 2
 
 
 def call_of(device: str, B: int = 2, T: int = 512, H: int = 40, offsets: tuple[int, ...] = ()) -> Call:
-    """Some gates forget all at once: their chunks have far rows, and every third head none."""
+    """Some gates forget all at once: where two of a chunk do, it has far rows, and every third head has none."""
     problem = Delta("", B=1 if offsets else B, T=T, H=H, K=128, decay="channel", offsets=offsets)
     inputs: dict[str, Any] = problem.case.make(torch.bfloat16, torch.device(device), 0)
     gates = inputs["log_decay"]
     if device != "meta":
-        gates[:, 7::113, 0::3] = -90.0
-        gates[:, 50::201, 1::3, ::5] = -200.0
+        for first in 7, 9:
+            gates[:, first::113, 0::3] = -90.0
+        for first in 50, 51:
+            gates[:, first::201, 1::3, ::5] = -200.0
+        gates[:, 100::301, 2::3] = -90.0
     return bind(**inputs)
 
 

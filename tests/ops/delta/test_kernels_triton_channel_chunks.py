@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from foci.core import tune
 from foci.ops.delta import gpu
+from foci.ops.delta import kernels_triton_channel_chunks as chunks
 from foci.ops.delta.api import delta_rule
 from foci.ops.delta.call import bind
 from foci.ops.delta.cases import Delta
@@ -27,11 +29,11 @@ def gated(kind: str, problem: Delta = PROBLEM) -> dict[str, Any]:
     inputs: dict[str, Any] = problem.case.make(torch.bfloat16, CPU, 0)
     gates = inputs["log_decay"]
     if kind == "meeting":
-        gates.copy_(-3.0 * torch.rand(gates.shape, generator=torch.Generator().manual_seed(7)))
+        gates.copy_(-4.0 * torch.rand(gates.shape, generator=torch.Generator().manual_seed(7)))
     elif kind == "cut":
         gates[:, 20] = -torch.inf
     elif kind == "one channel":
-        gates[:, 10:30, :, 1], gates[:, 70, :, 3] = -5.0, -90.0
+        gates[:, 10:30, :, 1], gates[:, 70, :, 3] = -6.5, -90.0
     return inputs
 
 
@@ -49,6 +51,16 @@ def holds(inputs: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", ["open", "meeting", "cut", "one channel"])
 def test_the_budget_holds_for_near_rows_and_far_ones(kind: str) -> None:
     holds(gated(kind))
+
+
+@pytest.mark.usefixtures("halves")
+@pytest.mark.parametrize("kind", ["cut", "one channel"])
+def test_a_token_that_forgets_all_is_near(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second launch is left out, which a sum of gates further off alone needs."""
+    launch = chunks.launch
+    monkeypatch.setattr(chunks, "launch", lambda *given, FAR, **more: FAR or launch(*given, FAR=FAR, **more))
+    with contextlib.nullcontext() if kind == "cut" else pytest.raises(AssertionError):
+        holds(gated(kind))
 
 
 @pytest.mark.usefixtures("halves")

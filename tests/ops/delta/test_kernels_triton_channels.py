@@ -28,7 +28,7 @@ def gated(kind: str, T: int = 70, **more: Any) -> dict[str, Any]:
     inputs = problem(T, "channel", dtype=HALF, **more)
     gates, draw = inputs["log_decay"], torch.Generator().manual_seed(7)
     if kind == "meeting":
-        gates.copy_(-3.0 * torch.rand(gates.shape, generator=draw))
+        gates.copy_(-3.5 * torch.rand(gates.shape, generator=draw))
     elif kind == "cut":
         gates[:, 20] = -torch.inf
     elif kind == "one chunk":

@@ -237,7 +237,7 @@ class _Problem:
         self.per_channel = self.g is not None and self.g.shape[3] > 1
         self.constant = self.g is not None and self.g.shape[:2] != (self.B, self.T)
         self.precision = float_precision(call.q.dtype, self.target)  # of products of float32 tiles
-        self.total: Tensor | None = None  # per channel [slots,H,K], when the walk's operands are made
+        self.gates: Tensor | None = None  # sums per channel [slots,H,K], when the walk's operands are made
         self.chunks = self.B * -(-self.T // CHUNK) if call.offsets is None else self.T // CHUNK + self.N
 
     def sums(self, x: Tensor | None) -> Tensor | None:

@@ -1,9 +1,11 @@
 """First launch of the delta rule's forward in bfloat16, gates per channel: what kernels_triton_triangles.py makes.
 
-All rows are taken as near first (tiles/near.py), to a bound that lies further off; chunks whose totals say that some
-may be far are made again by a second launch. A and E are products of operands in float32, rounded to TF32: next to
-what bfloat16 has left of inputs that is nothing, and it is one product where two bfloat16 each would be three. Apart
-from instructions it is latencies that take time: channels are loaded two blocks ahead.
+All rows are taken as near first (tiles/near.py), to a bound that lies further off: factors of rows are 2^UP times as
+large, those of columns as small, so that float32 has numbers for a token that forgets all, with others around it.
+Chunks whose totals say that some may be far are made again by a second launch. A and E are products of operands in
+float32, rounded to TF32: next to what bfloat16 has left of inputs that is nothing, and it is one product where two
+bfloat16 each would be three. Apart from instructions it is latencies that take time: channels are loaded two blocks
+ahead.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor
 from foci.core.tune import Config, beside, float_precision, launch, strides, target_of
 from foci.tiles import near
 from foci.tiles.memory import store_tile
-from foci.tiles.near import above_each_other, apart, nearest, sums_and_total
+from foci.tiles.near import DOWN, UP, above_each_other, apart, nearest, sums_and_total
 from foci.tiles.pairs import of_far_rows
 from foci.tiles.solve import across, inverse
 from foci.tiles.state import chunk_at, in_two
@@ -27,9 +29,6 @@ from foci.tiles.whole import read, write, write_beside
 
 CHUNK = 64
 EACH: tl.constexpr = tl.constexpr(32)  # chunks that one program of the second launch looks at
-# A near row's sum of gates: what columns have, its exponential's inverse, is far from the largest float32.
-BOUND: tl.constexpr = tl.constexpr(-78.0)
-FORGOTTEN: tl.constexpr = tl.constexpr(1e-33)  # a total above it has no sum below that, however sums are rounded
 
 
 @triton.jit
@@ -51,19 +50,17 @@ def far_pairs(  # type: ignore[no-untyped-def]
         if e_ptr is not None:
             e = read(e_ptr, t0, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_K, WHOLE).to(tl.float32)
         c, last = near.sums_in_two(g, True)
-        rise, close = tl.exp2(c), tl.min(c, 1) > BOUND * near.LOG2E
+        rise, close = tl.exp2(c + UP), tl.min(c, 1) >= near.LOW
         up_q, up_e = q * rise, e * rise
         high, low = in_two(k * (tl.exp2(last - c) * beta[:, None]))
-        four = above_each_other(above_each_other(up_q, up_e).to(tl.bfloat16), above_each_other(high, low))
+        four = above_each_other((above_each_other(up_q, up_e) * DOWN).to(tl.bfloat16), above_each_other(high, low))
         write_beside(made_ptr, four, half, t0, stop, stride, k0, K, WHOLE, CHUNK)
         store_tile(total_ptr, tl.exp2(last), 0, 1, 0, k0, K, 1)
         up_q, up_e = tl.where(close[:, None], up_q, 0.0), tl.where(close[:, None], up_e, 0.0)
-        columns = tl.trans(
-            across(nearest(k * (tl.exp2(-tl.maximum(c, (BOUND - 1.0) * near.LOG2E)) * beta[:, None]), PRECISION))
-        )
+        columns = tl.trans(across(nearest(k * (near.lift_in_two(c + UP) * beta[:, None]), PRECISION)))
         rows = across(nearest(above_each_other(up_q, up_e), PRECISION))
         pairs = tl.dot(rows, columns, pairs, input_precision=PRECISION)
-        A, E = of_far_rows(A, E, q, e, k * beta[:, None], c, close, PRECISION)
+        A, E = of_far_rows(A, E, q, e, k * beta[:, None], c, near.LOW, PRECISION)
     near_A, near_E = apart(pairs)
     return A + near_A, E + near_E
 
@@ -105,28 +102,29 @@ def one_chunk(  # type: ignore[no-untyped-def]
             e = k
             if e_ptr is not None:
                 e = read(e_ptr, t0, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_K, WHOLE)
-            c, gone, once = sums_and_total(g)
-            rise, lift = tl.exp2(c), tl.exp2(-c)  # infinite where rows are far
+            c, gone, once = sums_and_total(g, UP)
+            rise, lift = tl.exp2(c + UP), tl.exp2(-(c + UP))  # infinite where rows are far
             columns = k.to(tl.float32) * (lift * beta[:, None])
             up_q, up_e = q.to(tl.float32) * rise, e.to(tl.float32) * rise
             fallen, lost = in_two(columns * gone)
             rows = above_each_other(up_q, up_e)
-            four = above_each_other(rows.to(tl.bfloat16), above_each_other(fallen, lost))
+            four = above_each_other((rows * DOWN).to(tl.bfloat16), above_each_other(fallen, lost))
             write_beside(made_ptr, four, half, t0, stop, H * K, k0, K, WHOLE, CHUNK)
-            store_tile(total_ptr, once, 0, 1, 0, k0, K, 1)
+            store_tile(total_ptr, once * DOWN, 0, 1, 0, k0, K, 1)
             least = tl.minimum(least, once, tl.PropagateNan.ALL)
             columns = tl.trans(across(nearest(columns, PRECISION)))
             rows = across(nearest(rows, PRECISION))
             pairs = tl.dot(rows, columns, pairs, input_precision=PRECISION)
-        far = tl.max(tl.where(least > FORGOTTEN, 0, 1))
+        far = tl.max(tl.where(least > near.CLOSE, 0, 1))
         A, E = apart(pairs)
     into = (row * T * H + h) * 2 * CHUNK
     A = tl.where(t[:, None] >= t[None, :], A * scale, 0.0)
     high, low = in_two(A)
     write(A_ptr + into, high, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
     write(A_ptr + into + CHUNK, low, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)
-    # What is past the end has no key, so that X is there the unit matrix's and 0 beside it.
-    X = inverse(E, PRECISION, True)
+    # What is past the end has no key, so that X is there the unit matrix's and 0 beside it. Above the diagonal products
+    # may be infinite.
+    X = inverse(tl.where(t[:, None] > t[None, :], E, 0.0), PRECISION, True)
     t0 += zero  # addresses kept from before would cost registers
     above, below = in_two(X)
     write(X_ptr + into, above, t0, stop, 2 * H * CHUNK, 0, CHUNK, WHOLE)

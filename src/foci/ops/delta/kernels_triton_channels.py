@@ -21,6 +21,7 @@ from foci.tiles import gates, near
 from foci.tiles.chunk_backward import across, decayed, gather, store_in_two
 from foci.tiles.gates import load_gates, pairs_backward_onto, total
 from foci.tiles.memory import load_row, load_tile, store_tile
+from foci.tiles.near import DOWN, UP
 from foci.tiles.pairs import below, far_backward, of_two, on_diagonal, parted, sums_behind
 from foci.tiles.state import chunk_at, rounded, working
 from foci.tiles.through import outers, through_states
@@ -32,11 +33,14 @@ CHUNK = 64
 
 @triton.jit
 def ends_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr, risen_q_ptr, fallen_k_ptr, risen_e_ptr, total_ptr,
+    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr, risen_q_ptr, fallen_k_ptr, risen_e_ptr, total_ptr, sums_ptr,
     q_strides, k_strides, e_strides, beta_strides, g_strides, scale, T, N, H, R, K, half,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """scale rise q, fall beta k, rise e [B,T,H,K], total of one chunk, head and block of K; e in bfloat16 as two."""
+    """scale rise q, fall beta k, rise e [B,T,H,K], total of one chunk, head and block of K; e in bfloat16 as two.
+
+    In half precision also what gates sum to, which tells of totals that float32 has no number for.
+    """
     NEAR: tl.constexpr = q_ptr.dtype.element_ty != tl.float32
     k0, rest = tl.program_id(0) % tl.cdiv(K, BLOCK_K) * BLOCK_K, tl.program_id(0) // tl.cdiv(K, BLOCK_K)
     h = (rest % H).to(tl.int64)
@@ -56,7 +60,10 @@ def ends_kernel(  # type: ignore[no-untyped-def]
     e = decayed(e_ptr, e_strides, row, h // R, rise, t0, stop, k0, K)
     store_in_two(risen_e_ptr + into, half, e, t0, stop, H * K, k0, K)
     c = k0 + tl.arange(0, BLOCK_K)
-    tl.store(total_ptr + (slot * H + h) * K + c, total(g), mask=c < K)
+    whole = tl.sum(near.bounded(g) if NEAR else g, 0)
+    tl.store(total_ptr + (slot * H + h) * K + c, tl.exp(whole), mask=c < K)
+    if NEAR:
+        tl.store(sums_ptr + (slot * H + h) * K + c, whole, mask=c < K)
 
 
 @triton.jit
@@ -139,19 +146,19 @@ def side_by_channel_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def near_side_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, total_ptr, d_out_ptr, dv_ptr, errors_ptr, states_ptr, ends_ptr, offsets_ptr,
+    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, sums_ptr, d_out_ptr, dv_ptr, errors_ptr, states_ptr, ends_ptr, offsets_ptr,
     dP_ptr, d_value_ptr, q_sums_ptr, k_sums_ptr, e_sums_ptr, d_q_ptr, d_k_ptr, d_e_ptr, d_beta_ptr, d_g_ptr,
     q_strides, k_strides, e_strides, beta_strides, g_strides, d_out_strides, scale, T, N, H, R, K, V, half,
     EACH: tl.constexpr, FAR: tl.constexpr, KEEP: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, ALL_K: tl.constexpr, BESIDE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """`side_by_channel_kernel` in half precision, of EACH chunks: a launch for those whose rows are all near, and, FAR,
-    one before it for all others, as totals say; BESIDE: it begins beside that one, whose rows take long, and waits for
-    it at its end. In bfloat16 dA and dE are two, side by side.
+    one before it for all others, as sums of gates say; BESIDE: it begins beside that one, whose rows take long, and its
+    last program waits for it. In bfloat16 dA and dE are two, side by side.
 
     KEEP: do, dv and d, V in one block, lie in shared memory through the channels, as dA and dE do. WHOLE: no tile
-    reaches beyond its tensor (tiles/whole.py). What d_q, d_e and d_w wait for, exp(c) or exp(-c), they are given when
-    products have been added up; for a near row's fall is exp(-c) total.
+    reaches beyond its tensor (tiles/whole.py). What d_q, d_e and d_w wait for, exp(c) 2^UP or exp(-c) 2^-UP, they are
+    given when products have been added up; for a near row's fall is exp(-c) total.
     """
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     PARTS: tl.constexpr = 2 if dP_ptr.dtype.element_ty == tl.bfloat16 else 1
@@ -165,7 +172,7 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
         into = (row * T * G + group) * K
         far = 0
         for r in range(heads):
-            far = tl.maximum(far, near.forgets(total_ptr + (slot * H + group * R + r) * K, K, ALL_K))
+            far = tl.maximum(far, near.forgets(sums_ptr + (slot * H + group * R + r) * K, near.REACH, K, ALL_K))
         for r in tl.range(tl.where((far == 0) == FAR, 0, heads), disable_licm=True):
             h = group * R + r
             query_ptr = q_ptr + row * q_strides[0] + group * q_strides[2]
@@ -205,7 +212,7 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
             beta = load_gates(beta_ptr + row * beta_strides[0] + h * beta_strides[2], t0, stop, beta_strides[1], CHUNK)
             d_beta = tl.zeros([CHUNK], tl.float32)
             for k0 in tl.range(0, K, BLOCK_K, disable_licm=True):
-                whole = load_row(total_ptr + (slot * H + h) * K, k0, K, BLOCK_K)
+                whole = tl.exp2(load_row(sums_ptr + (slot * H + h) * K, k0, K, BLOCK_K) * near.LOG2E + UP)
                 g = read(gates_ptr, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K, WHOLE).to(tl.float32)
                 q = read(query_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K, WHOLE).to(tl.float32)
                 k = read(key_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K, WHOLE).to(tl.float32)
@@ -227,18 +234,18 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
                     )  # fmt: skip
                 c, last = near.sums_in_two(g, FAR)
                 w = k * beta[:, None]
-                close = tl.min(c, 1) >= near.FAR * near.LOG2E
+                close = tl.min(c, 1) >= near.LOW
                 near_A, near_A_low, near_E, near_E_low = A, A_low, E, E_low
                 if FAR:
                     near_A, near_A_low = tl.where(close[:, None], A, 0.0), tl.where(close[:, None], A_low, 0.0)
                     near_E, near_E_low = tl.where(close[:, None], E, 0.0), tl.where(close[:, None], E_low, 0.0)
-                rise, lift = tl.exp2(c), near.lift_in_two(c)
+                rise, lift = tl.exp2(c + UP), near.lift_in_two(c + UP)
                 up_q, up_e, down = q * rise, e * rise, w * lift
                 if PARTS == 1:
                     up_q, up_e, down = rounded(up_q, PRECISION), rounded(up_e, PRECISION), rounded(down, PRECISION)
                 down_high, down_low = parted(down, DTYPE, PRECISION)
-                to_q = of_two(near_A, near_A_low, down_high, down_low, scale * to_q, PRECISION)
-                to_e = of_two(near_E, near_E_low, down_high, down_low, -to_e, PRECISION)
+                to_q = of_two(near_A, near_A_low, down_high, down_low, scale * DOWN * to_q, PRECISION)
+                to_e = of_two(near_E, near_E_low, down_high, down_low, -DOWN * to_e, PRECISION)
                 if FAR:
                     d_w = tl.exp2(last - c) * by_w
                     by_fall, to_w = w * d_w, tl.zeros([CHUNK, BLOCK_K], tl.float32)
@@ -251,10 +258,10 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
                 to_w = of_two(tl.trans(near_E), tl.trans(near_E_low), up_high, up_low, to_w, PRECISION)
                 by_token = up_q * to_q + up_e * to_e - down * to_w
                 d_q, d_e, d_w = rise * to_q, rise * to_e, lift * to_w + d_w
-                d_g = tl.zeros([CHUNK, BLOCK_K], tl.float32) + (by_total * whole + tl.sum(by_fall, 0))[None, :]
+                d_g = tl.zeros([CHUNK, BLOCK_K], tl.float32) + (by_total * (whole * DOWN) + tl.sum(by_fall, 0))[None, :]
                 if FAR:
                     by_token -= by_fall
-                    for i in tl.range(2 * near.levels_of(c), disable_licm=True):  # A and E in turn
+                    for i in tl.range(2 * near.levels_of(c, near.LOW), disable_licm=True):  # A and E in turn
                         x, dP = tl.where(i % 2 == 0, q, e), tl.where(i % 2 == 0, dA, dE)
                         to_x, d_w, d_g = far_backward(d_w, d_g, dP, x, w, c / near.LOG2E, close, i // 2, PRECISION)
                         d_q += tl.where(i % 2 == 0, to_x, 0.0)
@@ -274,7 +281,7 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
             if d_beta_ptr is not None:
                 at = (t0 + tl.arange(0, CHUNK)).to(tl.int64)
                 tl.store(d_beta_ptr + head + at * H, d_beta, mask=at < stop)
-    if not FAR:
+    if not FAR and tl.program_id(0) == tl.num_programs(0) - 1:
         wait_for_last(BESIDE)
 
 
@@ -311,19 +318,22 @@ def _near_rule(K: int, V: int, wide: bool, target: Target) -> Config:
 
 
 def with_decays(problem: Any, states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """scale rise q, fall beta k, rise e [B,T,H,K], total [slots,H,K]; rise e in bfloat16 as two, [2,..]."""
+    """scale rise q, fall beta k, rise e [B,T,H,K], total [slots,H,K]; rise e in bfloat16 as two, [2,..].
+
+    The problem is given what gates sum to.
+    """
     call, shape = problem.call, (problem.B, problem.T, problem.H, problem.K)
     q, k = states.new_empty(2, *shape).unbind()
     e = states.new_empty(*((2,) if states.dtype == torch.bfloat16 else ()), *shape)
-    gone = states.new_empty(states.numel() // problem.V, dtype=torch.float32)
+    gone, sums = states.new_empty(2, states.numel() // problem.V, dtype=torch.float32).unbind()
     config = problem.config("ends", _ends_rule)
     launch(
         ends_kernel, (problem.chunks * problem.H * -(-problem.K // config["BLOCK_K"]),),
-        call.q, call.k, problem.erase, call.beta, problem.g, call.offsets, q, k, e, gone,
+        call.q, call.k, problem.erase, call.beta, problem.g, call.offsets, q, k, e, gone, sums,
         call.q.stride(), call.k.stride(), problem.erase.stride(), call.beta.stride(), strides(problem.g), call.scale,
         problem.T, problem.N, problem.H, problem.H // problem.G, problem.K, q.numel(), config=config, CHUNK=CHUNK,
     )  # fmt: skip
-    problem.total = gone
+    problem.gates = sums
     return q, k, e, gone
 
 
@@ -363,7 +373,7 @@ def _near_side(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Tensor, 
         each = next(n for n in (8, 4, 2, 1) if programs % n == 0) if far else 1
         launch(
             near_side_kernel, (programs // each,),
-            call.q, call.k, call.erase, call.beta, problem.g, problem.total, d_out, dv, kept[1], kept[0], behind,
+            call.q, call.k, call.erase, call.beta, problem.g, problem.gates, d_out, dv, kept[1], kept[0], behind,
             call.offsets, waiting, d_value if parts else None, *map(problem.sums, (d_q, d_k, d_erase)),
             d_q, d_k, d_erase, d_beta, d_g,
             call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(problem.g),

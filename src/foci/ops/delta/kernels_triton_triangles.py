@@ -59,7 +59,7 @@ def chunks_kernel(  # type: ignore[no-untyped-def]
     if n < 0:
         return
     if FAR:  # noqa: SIM102  a constant and a tensor
-        if near.forgets(total_ptr + (slot * H + h) * K, K, ALL_K) == 0:
+        if near.forgets(total_ptr + (slot * H + h) * K, near.CLOSE, K, ALL_K) == 0:
             return
     row = tl.cast(b, tl.int64)
     q_ptr += row * q_strides[0] + h // R * q_strides[2]
