@@ -31,8 +31,8 @@ CLOSE: tl.constexpr = tl.constexpr(1e-25)  # a chunk whose totals are larger has
 LEAST: tl.constexpr = tl.constexpr(-104.0)
 UNREAD: tl.constexpr = tl.constexpr(1e38)  # what no sum of gates is, of a chunk where a query is no number
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)  # exp2 is one instruction, exp five
-# Rows' factors 2^UP times as large and columns' as small: float32 has numbers for a token that forgets all, with others
-# around it. Of sums times log2 e; REACH as CLOSE, of sums.
+# Sums times log2 e lie in bands, the first from LOW on. In it rows' factors are 2^UP times as large and columns' as
+# small: float32 has numbers for a token that forgets all, with others around it. REACH: as CLOSE, of sums.
 UP: tl.constexpr = tl.constexpr(88.0)
 DOWN: tl.constexpr = tl.constexpr(2.0**-88)
 LOW: tl.constexpr = tl.constexpr(FAR.value * LOG2E.value - UP.value)
@@ -201,12 +201,6 @@ def apart(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def lift_in_two(c):  # type: ignore[no-untyped-def]
-    """`lift` of sums times log2 e."""
-    return tl.exp2(tl.minimum(-c, LIFT * LOG2E))
-
-
-@triton.jit
 def forgets(ptr, least, K, ALL_K: tl.constexpr):  # type: ignore[no-untyped-def]
     """1 if a chunk may have far rows, or is no chunk of numbers, as its totals or its gates' sums [K] say, else 0."""
     c = tl.arange(0, ALL_K)
@@ -226,12 +220,25 @@ def far_levels(near):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def levels_of(c, least):  # type: ignore[no-untyped-def]
-    """`far_levels` of sums, near from `least` on.
+def bands(c):  # type: ignore[no-untyped-def]
+    """How many bands sums times log2 e reach down to."""
+    return 1 + tl.maximum(tl.min(c) / LOW, 0.0).to(tl.int32)
 
-    Of all at once: sm_100 has no compiler for a minimum of rows' minima.
+
+@triton.jit
+def of_band(c, i, FAR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(rise, lift) [T,C] of band i of sums times log2 e, without FAR of the first, in which all are then.
+
+    rise[t] lift[s], s <= t, is exp(c[t] - c[s]) where c[t] is in the band, and rise 0 where it is not: all bands'
+    products together are those of all pairs.
     """
-    return tl.where(tl.min(c) >= least, 0, levels(c.shape[0]))
+    up = c + UP
+    if FAR:
+        up -= LOW * i
+    rise, lift = tl.exp2(up), tl.exp2(tl.minimum(-up, LIFT * LOG2E))
+    if FAR:
+        rise = tl.where((c < LOW * (i + 1)) | (c >= tl.where(i == 0, 1e38, LOW * i)), 0.0, rise)
+    return rise, lift
 
 
 @triton.jit

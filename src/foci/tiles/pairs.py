@@ -11,43 +11,47 @@ import triton
 import triton.language as tl
 
 from foci.tiles import near
-from foci.tiles.gates import diagonal, diagonal_of, gates_of_level, of_level, summed
-from foci.tiles.near import far_level
+from foci.tiles.gates import diagonal_of
 from foci.tiles.state import halves, in_two, rounded
 
 
 @triton.jit
-def pairs_in_two(A, E, up_x, up_e, x, e, y, c, FAR: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A and E with pairs added, also those above the diagonal: for `up_x` and `up_e`, x and e times exp(c), float32.
+def pairs_in_two(A, E, x, e, y, c, FAR: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A and E with pairs of x and of e with y added, also those above the diagonal: float32, and c times log2 e.
 
-    c times log2 e (`sums_in_two` of tiles/near.py). Without FAR all rows are taken as near.
+    By bands (tiles/near.py), without FAR by the first alone.
     """
-    close = tl.min(c, 1) >= near.FAR * near.LOG2E
-    columns, columns_low = parted(y * near.lift_in_two(c), dtype, PRECISION)
-    columns, columns_low = tl.trans(columns), tl.trans(columns_low)
-    if FAR:
-        up_x, up_e = tl.where(close[:, None], up_x, 0.0), tl.where(close[:, None], up_e, 0.0)
-    rows, rows_low = parted(up_x, dtype, PRECISION)
-    A = of_two(rows, rows_low, columns, columns_low, A, PRECISION)
-    rows, rows_low = parted(up_e, dtype, PRECISION)
-    E = of_two(rows, rows_low, columns, columns_low, E, PRECISION)
-    if FAR:
-        A, E = of_far_rows(A, E, x, e, y, c, near.FAR * near.LOG2E, PRECISION)
+    for i in tl.range(near.bands(c) if FAR else 1, disable_licm=True):
+        rise, lift = near.of_band(c, i, FAR)
+        columns, columns_low = parted(y * lift, dtype, PRECISION)
+        columns, columns_low = tl.trans(columns), tl.trans(columns_low)
+        rows, rows_low = parted(x * rise, dtype, PRECISION)
+        A = of_two(rows, rows_low, columns, columns_low, A, PRECISION)
+        rows, rows_low = parted(e * rise, dtype, PRECISION)
+        E = of_two(rows, rows_low, columns, columns_low, E, PRECISION)
     return A, E
 
 
 @triton.jit
-def of_far_rows(A, E, x, e, y, c, least, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A and E with the pairs added of the rows of which a sum is less than `least`; c times log2 e."""
-    close, count, c = tl.min(c, 1) >= least, near.levels_of(c, least), c / near.LOG2E
-    for i in tl.range(count, disable_licm=True):
-        w = near.far_level(c, c, i)
-        down = tl.trans(y * w)
-        found = of_level(tl.dot(x * w, down, input_precision=PRECISION), i)
-        A += tl.where(close[:, None], 0.0, found + tl.where(i == 0, diagonal(x, y), 0.0))
-        found = of_level(tl.dot(e * w, down, input_precision=PRECISION), i)
-        E += tl.where(close[:, None], 0.0, found)
-    return A, E
+def band_backward(  # type: ignore[no-untyped-def]
+    to_x, to_e, to_y, pairs, x, e, y, rise, lift, dtype: tl.constexpr, PRECISION: tl.constexpr
+):
+    """(dx, de, dy) of one band's pairs and what is `to` be added up with them, and what they give the gate of a token.
+
+    `pairs`: A and E, gradients below the diagonal, each `parted`.
+    """
+    A, A_low, E, E_low = pairs
+    up_x, up_e, down = x * rise, e * rise, y * lift
+    if dtype != tl.bfloat16:
+        up_x, up_e, down = rounded(up_x, PRECISION), rounded(up_e, PRECISION), rounded(down, PRECISION)
+    high, low = parted(down, dtype, PRECISION)
+    to_x = of_two(A, A_low, high, low, to_x, PRECISION)
+    to_e = of_two(E, E_low, high, low, to_e, PRECISION)
+    high, low = parted(up_x, dtype, PRECISION)
+    to_y = of_two(tl.trans(A), tl.trans(A_low), high, low, to_y, PRECISION)
+    high, low = parted(up_e, dtype, PRECISION)
+    to_y = of_two(tl.trans(E), tl.trans(E_low), high, low, to_y, PRECISION)
+    return rise * to_x, rise * to_e, lift * to_y, up_x * to_x + up_e * to_e - down * to_y
 
 
 @triton.jit
@@ -94,12 +98,3 @@ def below(A):  # type: ignore[no-untyped-def]
 def on_diagonal(A):  # type: ignore[no-untyped-def]
     """[T]: A's diagonal."""
     return tl.sum(tl.where(diagonal_of(A), A, 0.0), 1)
-
-
-@triton.jit
-def far_backward(dy, dg, dA, x, y, c, near, i, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(dx, dy, dg) of far rows' pairs on level i, dy and dg onto what is there."""
-    w, block = far_level(c, c, i), tl.where(near[:, None], 0.0, of_level(dA, i))
-    dx = w * tl.dot(block, y * w, input_precision=PRECISION)
-    to_y = w * tl.dot(tl.trans(block), x * w, input_precision=PRECISION)
-    return dx, dy + to_y, summed(gates_of_level(dA, i, True), x * dx + y * to_y, dg, PRECISION)

@@ -33,7 +33,7 @@ def gated(kind: str, problem: Delta = PROBLEM) -> dict[str, Any]:
     elif kind == "cut":
         gates[:, 20] = -torch.inf
     elif kind == "one channel":
-        gates[:, 10:30, :, 1], gates[:, 70, :, 3] = -6.5, -90.0
+        gates[:, 10:30, :, 1], gates[:, 70, :, 3] = -9.0, -90.0
     return inputs
 
 

@@ -21,7 +21,6 @@ from foci.core.tune import Config, beside, float_precision, launch, strides, tar
 from foci.tiles import near
 from foci.tiles.memory import store_tile
 from foci.tiles.near import DOWN, UP, above_each_other, apart, nearest, sums_and_total
-from foci.tiles.pairs import of_far_rows
 from foci.tiles.solve import across, inverse
 from foci.tiles.state import chunk_at, in_two
 from foci.tiles.turns import begin_next
@@ -39,8 +38,6 @@ def far_pairs(  # type: ignore[no-untyped-def]
     """(A without scale, E) of a chunk that may have far rows, with what else its channels leave: near rows bit by bit
     as without them.
     """
-    A = tl.zeros([CHUNK, CHUNK], tl.float32)
-    E = tl.zeros([CHUNK, CHUNK], tl.float32)
     pairs = tl.zeros([2 * CHUNK, CHUNK], tl.float32)
     for k0 in tl.range(0, K, BLOCK_K, disable_licm=True):
         g = read(g_ptr, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K, WHOLE).to(tl.float32)
@@ -50,19 +47,17 @@ def far_pairs(  # type: ignore[no-untyped-def]
         if e_ptr is not None:
             e = read(e_ptr, t0, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_K, WHOLE).to(tl.float32)
         c, last = near.sums_in_two(g, True)
-        rise, close = tl.exp2(c + UP), tl.min(c, 1) >= near.LOW
-        up_q, up_e = q * rise, e * rise
-        high, low = in_two(k * (tl.exp2(last - c) * beta[:, None]))
-        four = above_each_other((above_each_other(up_q, up_e) * DOWN).to(tl.bfloat16), above_each_other(high, low))
-        write_beside(made_ptr, four, half, t0, stop, stride, k0, K, WHOLE, CHUNK)
         store_tile(total_ptr, tl.exp2(last), 0, 1, 0, k0, K, 1)
-        up_q, up_e = tl.where(close[:, None], up_q, 0.0), tl.where(close[:, None], up_e, 0.0)
-        columns = tl.trans(across(nearest(k * (near.lift_in_two(c + UP) * beta[:, None]), PRECISION)))
-        rows = across(nearest(above_each_other(up_q, up_e), PRECISION))
-        pairs = tl.dot(rows, columns, pairs, input_precision=PRECISION)
-        A, E = of_far_rows(A, E, q, e, k * beta[:, None], c, near.LOW, PRECISION)
-    near_A, near_E = apart(pairs)
-    return A + near_A, E + near_E
+        fallen, lost = in_two(k * (tl.exp2(last - c) * beta[:, None]))
+        for i in tl.range(near.bands(c), disable_licm=True):
+            rise, lift = near.of_band(c, i, True)
+            rows = above_each_other(q * rise, e * rise)
+            if i == 0:
+                four = above_each_other((rows * DOWN).to(tl.bfloat16), above_each_other(fallen, lost))
+                write_beside(made_ptr, four, half, t0, stop, stride, k0, K, WHOLE, CHUNK)
+            columns = tl.trans(across(nearest(k * (lift * beta[:, None]), PRECISION)))
+            pairs = tl.dot(across(nearest(rows, PRECISION)), columns, pairs, input_precision=PRECISION)
+    return apart(pairs)
 
 
 @triton.jit

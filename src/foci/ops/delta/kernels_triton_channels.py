@@ -22,8 +22,8 @@ from foci.tiles.chunk_backward import across, decayed, gather, store_in_two
 from foci.tiles.gates import load_gates, pairs_backward_onto, total
 from foci.tiles.memory import load_row, load_tile, store_tile
 from foci.tiles.near import DOWN, UP
-from foci.tiles.pairs import below, far_backward, of_two, on_diagonal, parted, sums_behind
-from foci.tiles.state import chunk_at, rounded, working
+from foci.tiles.pairs import band_backward, below, on_diagonal, parted, sums_behind
+from foci.tiles.state import chunk_at, working
 from foci.tiles.through import outers, through_states
 from foci.tiles.turns import begin_next, wait_for_last
 from foci.tiles.whole import read, within, write
@@ -202,6 +202,7 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
             if PARTS > 1:
                 A_low = read(pairs_ptr + CHUNK, t0, stop, H * PARTS * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, WHOLE)
                 E_low = read(pairs_ptr + half + CHUNK, t0, stop, H * PARTS * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, WHOLE)
+            pairs = A, A_low, E, E_low
             if KEEP:
                 do = working(read(out_ptr, t0, stop, d_out_strides[1], 0, V, d_out_strides[3], CHUNK, BLOCK_V, WHOLE))
                 if d_value_ptr is None:
@@ -234,38 +235,29 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
                     )  # fmt: skip
                 c, last = near.sums_in_two(g, FAR)
                 w = k * beta[:, None]
-                close = tl.min(c, 1) >= near.LOW
-                near_A, near_A_low, near_E, near_E_low = A, A_low, E, E_low
                 if FAR:
-                    near_A, near_A_low = tl.where(close[:, None], A, 0.0), tl.where(close[:, None], A_low, 0.0)
-                    near_E, near_E_low = tl.where(close[:, None], E, 0.0), tl.where(close[:, None], E_low, 0.0)
-                rise, lift = tl.exp2(c + UP), near.lift_in_two(c + UP)
-                up_q, up_e, down = q * rise, e * rise, w * lift
-                if PARTS == 1:
-                    up_q, up_e, down = rounded(up_q, PRECISION), rounded(up_e, PRECISION), rounded(down, PRECISION)
-                down_high, down_low = parted(down, DTYPE, PRECISION)
-                to_q = of_two(near_A, near_A_low, down_high, down_low, scale * DOWN * to_q, PRECISION)
-                to_e = of_two(near_E, near_E_low, down_high, down_low, -DOWN * to_e, PRECISION)
-                if FAR:
+                    d_q, d_e, by_token = tl.zeros_like(c), tl.zeros_like(c), tl.zeros_like(c)
                     d_w = tl.exp2(last - c) * by_w
-                    by_fall, to_w = w * d_w, tl.zeros([CHUNK, BLOCK_K], tl.float32)
+                    by_fall = w * d_w
+                    for i in tl.range(near.bands(c), disable_licm=True):
+                        rise, lift = near.of_band(c, i, True)
+                        once = tl.where(i == 0, DOWN, 0.0)
+                        x, y, z, of_token = band_backward(
+                            scale * once * to_q, -once * to_e, tl.zeros_like(c), pairs, q, e, w, rise, lift,
+                            DTYPE, PRECISION,
+                        )  # fmt: skip
+                        d_q, d_e, d_w, by_token = d_q + x, d_e + y, d_w + z, by_token + of_token
                 else:
-                    d_w, to_w = 0.0, by_w * whole[None, :]
-                    by_fall = down * to_w
-                up_high, up_low = parted(up_q, DTYPE, PRECISION)
-                to_w = of_two(tl.trans(near_A), tl.trans(near_A_low), up_high, up_low, to_w, PRECISION)
-                up_high, up_low = parted(up_e, DTYPE, PRECISION)
-                to_w = of_two(tl.trans(near_E), tl.trans(near_E_low), up_high, up_low, to_w, PRECISION)
-                by_token = up_q * to_q + up_e * to_e - down * to_w
-                d_q, d_e, d_w = rise * to_q, rise * to_e, lift * to_w + d_w
-                d_g = tl.zeros([CHUNK, BLOCK_K], tl.float32) + (by_total * (whole * DOWN) + tl.sum(by_fall, 0))[None, :]
+                    rise, lift = near.of_band(c, 0, False)
+                    to_w = by_w * whole[None, :]
+                    by_fall = w * lift * to_w
+                    d_q, d_e, d_w, by_token = band_backward(
+                        scale * DOWN * to_q, -DOWN * to_e, to_w, pairs, q, e, w, rise, lift, DTYPE, PRECISION
+                    )
+                d_g = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+                d_g += (by_total * (whole * DOWN) + tl.sum(by_fall, 0))[None, :]
                 if FAR:
                     by_token -= by_fall
-                    for i in tl.range(2 * near.levels_of(c, near.LOW), disable_licm=True):  # A and E in turn
-                        x, dP = tl.where(i % 2 == 0, q, e), tl.where(i % 2 == 0, dA, dE)
-                        to_x, d_w, d_g = far_backward(d_w, d_g, dP, x, w, c / near.LOG2E, close, i // 2, PRECISION)
-                        d_q += tl.where(i % 2 == 0, to_x, 0.0)
-                        d_e += tl.where(i % 2 == 0, 0.0, to_x)
                 d_g = sums_behind(by_token, d_g, DTYPE)
                 d_q, d_w = d_q + on[:, None] * w, d_w + on[:, None] * q
                 gather(d_q_ptr, q_sums_ptr, into, d_q, r, R, t0, stop, G * K, k0, K)

@@ -88,13 +88,13 @@ def chunks_kernel(  # type: ignore[no-untyped-def]
             else:
                 rise, fall = near.ends(g, True, False)
                 gone = tl.broadcast_to(total(g)[None, :], g.shape)
-            there, up_q, up_e = (row * T * H + h) * K, q * rise, e * rise
-            write(risen_q_ptr + there, up_q, t0, stop, H * K, k0, K, WHOLE)
-            write(risen_e_ptr + there, up_e, t0, stop, H * K, k0, K, WHOLE)
+            there = (row * T * H + h) * K
+            write(risen_q_ptr + there, q * rise, t0, stop, H * K, k0, K, WHOLE)
+            write(risen_e_ptr + there, e * rise, t0, stop, H * K, k0, K, WHOLE)
             write(fallen_ptr + there, k * (fall * beta[:, None]), t0, stop, H * K, k0, K, WHOLE)
             store_tile(total_ptr + (slot * H + h) * K, gone, 0, 1, 0, k0, K, 1)
             if NEAR:
-                A, E = pairs.pairs_in_two(A, E, up_q, up_e, q, e, k, c, FAR, q_ptr.dtype.element_ty, PRECISION)
+                A, E = pairs.pairs_in_two(A, E, q, e, k, c, FAR, q_ptr.dtype.element_ty, PRECISION)
             else:
                 A, E = pairs_of_two(A, E, q, e, k, g, PRECISION)
         else:
@@ -102,6 +102,8 @@ def chunks_kernel(  # type: ignore[no-untyped-def]
             E = tl.dot(e, tl.trans(k), E, input_precision=PRECISION)
     if g_ptr is None or (PER_CHANNEL and NEAR):
         A = tl.where(t[:, None] >= t[None, :], A, 0.0)
+    if PER_CHANNEL and NEAR:  # above the diagonal products may be infinite
+        E = tl.where(t[:, None] > t[None, :], E, 0.0)
     if not PER_CHANNEL:  # noqa: SIM102  constants, each of which leaves code out
         if g_ptr is not None:
             g = load_gates(g_ptr, t0, stop, g_strides[1], CHUNK)
