@@ -1,11 +1,9 @@
 """First launch of the delta rule's forward in bfloat16, gates per channel: what kernels_triton_triangles.py makes.
 
-All rows are taken as near first (tiles/near.py), to a bound that lies further off: factors of rows are 2^UP times as
-large, those of columns as small, so that float32 has numbers for a token that forgets all, with others around it.
-Chunks whose totals say that some may be far are made again by a second launch. A and E are products of operands in
-float32, rounded to TF32: next to what bfloat16 has left of inputs that is nothing, and it is one product where two
-bfloat16 each would be three. Apart from instructions it is latencies that take time: channels are loaded two blocks
-ahead.
+All rows are taken as near first, which is in the first band (tiles/near.py); chunks whose totals say that some may be
+far are made again by a second launch, band by band. A and E are products of operands in float32, rounded to TF32: next
+to what bfloat16 has left of inputs that is nothing, and it is one product where two bfloat16 each would be three. Apart
+from instructions it is latencies that take time: channels are loaded two blocks ahead.
 """
 
 from __future__ import annotations

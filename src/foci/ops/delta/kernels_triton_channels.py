@@ -157,8 +157,8 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
     last program waits for it. In bfloat16 dA and dE are two, side by side.
 
     KEEP: do, dv and d, V in one block, lie in shared memory through the channels, as dA and dE do. WHOLE: no tile
-    reaches beyond its tensor (tiles/whole.py). What d_q, d_e and d_w wait for, exp(c) 2^UP or exp(-c) 2^-UP, they are
-    given when products have been added up; for a near row's fall is exp(-c) total.
+    reaches beyond its tensor (tiles/whole.py). What d_q, d_e and d_w wait for, a band's rise or lift, they are given
+    when products have been added up; for in the first one fall is lift times total.
     """
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     PARTS: tl.constexpr = 2 if dP_ptr.dtype.element_ty == tl.bfloat16 else 1

@@ -154,8 +154,8 @@ class Cudnn(_CudaKernel):
 
     def refused(self, call: Call) -> list[str]:
         found = [] if _has_cudnn(call.q.device) else ["this torch has no cuDNN"]
-        if call.q.shape[1] == call.k.shape[1] == 1:
-            found.append("its gradient of a single query and key is not supported, and ends the process")
+        if call.q.shape[1] == 1:  # with a single key besides, its gradient ends the process
+            found.append("its log-sum-exp of a single query differs from call to call")
         return found
 
     def widest(self, device: torch.device) -> int:
@@ -250,21 +250,24 @@ def slow(call: Call) -> bool:
 
 
 def folds_dlse(call: Call) -> bool:
-    """Whether a gradient of lse goes into `out` rather than into a column of its own: bfloat16 has room for that."""
-    return call.q.dtype == torch.bfloat16 and call.q.device.type != "cpu"
+    """Whether a gradient of lse goes into `out` rather than into a column of its own: bfloat16 has room for that.
+
+    Of a single key nothing else is in the gradient, and `out`, the value itself, is rounded by more than it may be off.
+    """
+    return call.q.dtype == torch.bfloat16 and call.q.device.type != "cpu" and call.k.shape[1] > 1
 
 
 def fold(dlse: Tensor, dout: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """(dout, out) [B,T,H,V] of which delta = sum(dout * out) comes out less by dlse [B,T,H].
 
     out - dlse dout / |dout|^2. The length is taken in float64: a square of it would not fit into float32. A row of dout
-    that is 0 gets a number so small, 2^-64, that dv does not feel it.
+    that is 0 gets a number so small, 2^-64, that dv does not feel it, and stays 0 if dlse is.
     """
     length = torch.linalg.vector_norm(dout, dim=-1, keepdim=True, dtype=torch.float64)
     none = length < 2.0**-64
     share = length.reciprocal().masked_fill(none, 0.0).float()
     moved = torch.addcmul(out, dout * share, dlse[..., None] * share, value=-1).to(out.dtype)
-    none, first = none[..., 0], dout[..., 0]
+    none, first = none[..., 0] & (dlse != 0), dout[..., 0]
     dout, first = dout.clone(), torch.where(none, 2.0**-64, first)
     dout[..., 0] = first
     moved[..., 0] = torch.where(none, -dlse * 2.0**64, moved[..., 0]).to(out.dtype)
