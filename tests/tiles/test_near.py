@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foci.ops.gates import Gates
 from foci.tiles import near
-from foci.tiles.memory import store_tile
+from foci.tiles.memory import load_tile, store_tile
 from tests.ops.in_triton import DEVICE
 from tests.ops.recurrences import error
 from tests.tiles.test_gates import _tile, drawn, normal, room
@@ -209,6 +209,26 @@ def test_sums_as_one_product_are_those_of_two() -> None:
     _sums[(1,)](g.to(DEVICE), c, gone, once)
     assert c.abs().max() == gone.abs().max() == 0
     assert error(once.cpu() / 32, g[0].double().sum(0).exp().expand(32, K)) < 1e-5
+
+
+@triton.jit
+def _bands(c_ptr, count_ptr):
+    c = load_tile(c_ptr, 0, 64, 16, 0, 16, 1, 64, 16)
+    count = tl.zeros([64, 16], tl.float32)
+    for i in tl.range(near.bands(c)):
+        rise, _ = near.of_band(c, i, True)
+        count += tl.where(rise > 0, 1.0, 0.0)
+    store_tile(count_ptr, count, 0, 64, 16, 0, 16, 1)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 7, 12, 30, 54])
+@pytest.mark.parametrize("towards", [0.0, None, -torch.inf])
+def test_each_sum_is_in_one_band(k: int, towards: float | None) -> None:
+    """Also the last one of all on a band's border, or the number beside it."""
+    c, count, border = torch.zeros(64, 16), room(64, 16), torch.tensor(near.LOW.value) * k
+    c[40], c[-1, 3] = border / 2, border if towards is None else torch.nextafter(border, torch.tensor(towards))
+    _bands[(1,)](c.to(DEVICE), count)
+    assert (count.cpu() == 1).all()
 
 
 @triton.jit

@@ -3,7 +3,8 @@
 Let c[t] sum the gates from the chunk's start through t. A pair t >= s has the weight exp(c[t] - c[s]), which gates per
 channel need as a product of factors: exp(c[t]) exp(-c[s]). That is one product of matrices instead of six, as long as
 c[t] is not below FAR; the tokens behind, of chunks that forget so much, are left to the halving of tiles/gates.py.
-The delta rule has bands of c instead, each as wide as float32's numbers reach, and a product for each: `of_band`.
+The delta rule has bands of c instead, and a product for each (`of_band`), as wide as float32's numbers reach where
+operands, and gradients, are of sizes from 2^-38 to 2^40.
 Which token is near, or in which band, depends on no later one, so what comes later changes no bit.
 
 A gate counts as LEAST at least: that is 0 as a factor, and sums of it can still be taken from each other.
@@ -33,7 +34,8 @@ LEAST: tl.constexpr = tl.constexpr(-104.0)
 UNREAD: tl.constexpr = tl.constexpr(1e38)  # what no sum of gates is, of a chunk where a query is no number
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)  # exp2 is one instruction, exp five
 # Sums times log2 e are in the first band from LOW on, -121 without the log2 e. Rows' factors are 2^UP times as large
-# in it, and columns' as small: a token that forgets all is in it, with others around. REACH: as CLOSE, of sums.
+# in it, and columns' as small: a token that forgets all is in it, with others around. CLOSE is of totals 2^UP times as
+# large where rows are, REACH the same of sums.
 UP: tl.constexpr = tl.constexpr(88.0)
 DOWN: tl.constexpr = tl.constexpr(2.0**-88)
 LOW: tl.constexpr = tl.constexpr(FAR.value * LOG2E.value - UP.value)
@@ -222,8 +224,8 @@ def far_levels(near):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def bands(c):  # type: ignore[no-untyped-def]
-    """How many bands sums times log2 e reach down to."""
-    return 1 + tl.maximum(tl.min(c) / LOW, 0.0).to(tl.int32)
+    """How many bands sums times log2 e reach down to; one too many at a border, where a GPU's product may be off."""
+    return 1 + tl.maximum(tl.min(c) * (1.0 / LOW) + 1e-3, 0.0).to(tl.int32)
 
 
 @triton.jit

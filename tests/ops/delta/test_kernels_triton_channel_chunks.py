@@ -25,13 +25,19 @@ PROBLEM = Delta("", B=1, T=128, H=2, K=40, V=16, decay="channel", state=True)
 
 
 def gated(kind: str, problem: Delta = PROBLEM) -> dict[str, Any]:
-    """Sums of gates that come to where rows are far on the way, gates that forget all, one channel that does."""
+    """Sums of gates that come to where rows are far on the way, gates that forget all, one channel that does; bands."""
     inputs: dict[str, Any] = problem.case.make(torch.bfloat16, CPU, 0)
     gates = inputs["log_decay"]
     if kind == "meeting":
         gates.copy_(-4.0 * torch.rand(gates.shape, generator=torch.Generator().manual_seed(7)))
     elif kind == "cut":
         gates[:, 20] = -torch.inf
+    elif kind == "closed":
+        gates.fill_(-torch.inf)
+    elif kind == "bands":
+        gates.copy_(-30.0 * torch.rand(gates.shape, generator=torch.Generator().manual_seed(7)))
+    elif kind == "then open":
+        gates[:, :60] = -torch.inf
     elif kind == "one channel":
         gates[:, 10:30, :, 1], gates[:, 70, :, 3] = -9.0, -90.0
     return inputs
@@ -48,7 +54,7 @@ def holds(inputs: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("halves")
-@pytest.mark.parametrize("kind", ["open", "meeting", "cut", "one channel"])
+@pytest.mark.parametrize("kind", ["open", "meeting", "cut", "one channel", "closed", "bands", "then open"])
 def test_the_budget_holds_for_near_rows_and_far_ones(kind: str) -> None:
     holds(gated(kind))
 
@@ -91,6 +97,15 @@ def test_what_comes_later_changes_no_bit(late: float) -> None:
     inputs = gated("open")
     later = inputs | {"log_decay": inputs["log_decay"].clone()}
     later["log_decay"][:, 37:] = late
+    assert forward(inputs)[0][:, :37].equal(forward(later)[0][:, :37])
+
+
+@pytest.mark.usefixtures("halves")
+def test_what_comes_later_changes_no_bit_of_rows_that_are_nearly_far() -> None:
+    inputs = gated("open")
+    inputs["log_decay"][:, :37], inputs["log_decay"][:, 37:] = -3.5, 0.0
+    later = inputs | {"log_decay": inputs["log_decay"].clone()}
+    later["log_decay"][:, 37:] = -torch.inf
     assert forward(inputs)[0][:, :37].equal(forward(later)[0][:, :37])
 
 

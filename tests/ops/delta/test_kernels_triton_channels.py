@@ -11,8 +11,9 @@ import torch
 from foci.core import tune
 from foci.ops.delta.pieces import pieces
 from foci.ops.delta.spec import SPEC
-from tests.ops.delta.test_kernels_triton_backward import apart, draws, found, left_by_forward, problem
-from tests.ops.recurrences import BUDGET
+from tests.ops.delta.test_kernels_triton_backward import apart, draws, found, left_by_forward, problem, truth
+from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
+from tests.ops.recurrences import BUDGET, error
 
 from foci.ops.delta import kernels_triton_backward as backward  # isort: skip  after Triton's presence is known
 from foci.ops.delta import kernels_triton_channels as kernels  # isort: skip
@@ -23,23 +24,49 @@ from foci.ops.kernels_triton_packed import rooms  # isort: skip
 HALF = torch.float16
 
 
-def gated(kind: str, T: int = 70, **more: Any) -> dict[str, Any]:
+def gated(kind: str, T: int = 70, dtype: torch.dtype = HALF, **more: Any) -> dict[str, Any]:
     """Sums of gates that come to where rows are far on the way, one gate that forgets all, or chunks of both kinds."""
-    inputs = problem(T, "channel", dtype=HALF, **more)
+    inputs = problem(T, "channel", dtype=dtype, **more)
     gates, draw = inputs["log_decay"], torch.Generator().manual_seed(7)
     if kind == "meeting":
         gates.copy_(-3.5 * torch.rand(gates.shape, generator=draw))
     elif kind == "cut":
         gates[:, 20] = -torch.inf
+    elif kind == "closed":
+        gates.fill_(-torch.inf)
+    elif kind == "bands":
+        gates.copy_(-30.0 * torch.rand(gates.shape, generator=draw))
     elif kind == "one chunk":
         gates[:, :64, 1] = -5.0
     return inputs
 
 
-@pytest.mark.parametrize("kind", ["open", "meeting", "cut", "one chunk"])
+@pytest.mark.parametrize("kind", ["open", "meeting", "cut", "one chunk", "bands"])
 def test_gradients_in_half_precision(kind: str) -> None:
     errors = apart(gated(kind))
     assert all(e <= BUDGET[HALF] for e in errors.values()), errors
+
+
+@pytest.mark.usefixtures("halves")
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e9])
+@pytest.mark.parametrize("kind", ["open", "bands"])
+def test_gradients_in_bfloat16_of_any_size(kind: str, size: float) -> None:
+    inputs = gated(kind, dtype=torch.bfloat16)
+    errors = apart(inputs, tuple(size * x for x in draws(SPEC.bind(**inputs))))
+    assert all(e <= BUDGET[torch.bfloat16] for e in errors.values()), errors
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16])
+def test_where_all_is_forgotten_gates_have_no_gradient(dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+    if dtype == torch.bfloat16:
+        request.getfixturevalue("halves")
+    inputs = gated("closed", dtype=dtype)
+    grads = draws(SPEC.bind(**inputs))
+    got, wanted = found(inputs, grads), truth(inputs, grads)
+    gates = got.pop("log_decay")
+    assert gates is not None and gates.abs().max() < 1e-4 and wanted["log_decay"].abs().max() == 0
+    for name, gradient in got.items():
+        assert gradient is not None and (name == "state" or error(gradient, wanted[name]) <= BUDGET[dtype]), name
 
 
 def test_another_key_erases_among_packed_documents() -> None:

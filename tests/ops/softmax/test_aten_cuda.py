@@ -22,7 +22,7 @@ from foci.core.errors import Unsupported
 from foci.ops.masks import Causal, Dense, Lengths, Packed
 from foci.ops.softmax import aten, aten_cuda
 from foci.ops.softmax.aten import reasons
-from foci.ops.softmax.aten_cuda import CUDA_KERNELS, cuda_kernels, fold, slow
+from foci.ops.softmax.aten_cuda import CUDA_KERNELS, cuda_kernels, fold, folds_dlse, slow
 from foci.ops.softmax.call import bind
 from tests.ops.softmax.problems import assert_close, evaluate
 
@@ -184,6 +184,13 @@ def test_a_gradient_of_lse_is_folded_into_out(size: float) -> None:
     folded = (given.double() * moved.double()).sum(-1)
     rounding = (given.double() * moved.double()).abs().sum(-1) * 2.0**-8  # bfloat16 has eight digits
     assert ((folded - (delta - dlse)).abs() <= 1.001 * rounding).all()
+
+
+@pytest.mark.parametrize(
+    ("S", "dtype", "folds"), [(2, torch.bfloat16, True), (1, torch.bfloat16, False), (2, torch.float16, False)]
+)
+def test_of_a_single_key_a_gradient_of_lse_has_a_column(S: int, dtype: torch.dtype, folds: bool) -> None:
+    assert folds_dlse(bind(*tensors(T=S, S=S, dtype=dtype))) == folds
 
 
 def test_the_ledger_is_asked() -> None:
