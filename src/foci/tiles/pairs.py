@@ -2,7 +2,7 @@
 
 Operands are float32. Their products are those of two bfloat16 each where inputs are bfloat16, which keeps 2^-16 of each
 number and takes operands as they lie, and TF32 where these are float16; next to that exp(c[t]) exp(-c[s]) adds an error
-of 1e-5 of an entry.
+of 1e-5 of an entry, in the last of 56 bands of 7e-4, where sums of gates have no more digits.
 """
 
 from __future__ import annotations
