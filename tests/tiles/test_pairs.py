@@ -41,8 +41,7 @@ def _pairs(x_ptr, e_ptr, y_ptr, g_ptr, A_ptr, FAR: tl.constexpr):
     for k in range(0, 32, 16):
         x, e, y = _tile(x_ptr, k, 32, 16), _tile(e_ptr, k, 32, 16), _tile(y_ptr, k, 32, 16)
         c, _ = near.sums_in_two(_tile(g_ptr, k, 32, 16), FAR)
-        rise = tl.exp2(c)
-        A, E = pairs.pairs_in_two(A, E, x * rise, e * rise, x, e, y, c, FAR, tl.float16, IEEE)
+        A, E = pairs.pairs_in_two(A, E, x, e, y, c, FAR, tl.float16, IEEE)
     store_tile(A_ptr, A, 0, 64, 64, 0, 64, 1)
     store_tile(A_ptr + 64 * 64, E, 0, 64, 64, 0, 64, 1)
 
@@ -70,18 +69,18 @@ def _back(x_ptr, y_ptr, g_ptr, dA_ptr, rows_ptr, d_ptr, PRECISION: tl.constexpr)
     x, y, dA = _tile(x_ptr, 0, 16, 16), _tile(y_ptr, 0, 16, 16), _tile(dA_ptr, 0, 64, 64)
     on, dA = pairs.on_diagonal(dA)[:, None], pairs.below(dA)
     c, _ = near.sums_in_two(_tile(g_ptr, 0, 16, 16), True)
-    close = tl.min(c, 1) >= near.FAR * near.LOG2E
-    rise, lift = tl.exp2(c), near.lift_in_two(c)
-    P, P_low = pairs.parted(tl.where(close[:, None], dA, 0.0), tl.float16, PRECISION)
-    up, up_low = pairs.parted(x * rise, tl.float16, PRECISION)
-    down, down_low = pairs.parted(y * lift, tl.float16, PRECISION)
-    to_x = pairs.of_two(P, P_low, down, down_low, _tile(rows_ptr, 0, 16, 16), PRECISION)
-    to_y = pairs.of_two(tl.trans(P), tl.trans(P_low), up, up_low, tl.zeros([64, 16], tl.float32), PRECISION)
-    dg = pairs.sums_behind(up * to_x - down * to_y, tl.zeros([64, 16], tl.float32), tl.float16)
-    dx, dy = rise * to_x + on * y, lift * to_y + on * x
-    for i in range(near.levels_of(c)):
-        to_x, dy, dg = pairs.far_backward(dy, dg, dA, x, y, c / near.LOG2E, close, i, PRECISION)
-        dx += to_x
+    zero, nothing = tl.zeros([64, 16], tl.float32), tl.zeros([64, 64], tl.float32)
+    P, P_low = pairs.parted(dA, tl.float16, PRECISION)
+    both, rows = (P, P_low, nothing, nothing), _tile(rows_ptr, 0, 16, 16)
+    dx, dy, by_token = on * y, on * x, zero
+    for i in range(near.bands(c)):
+        rise, lift = near.of_band(c, i, True)
+        first = tl.where(i == 0, near.DOWN, 0.0)
+        to_x, _, to_y, found = pairs.band_backward(
+            first * rows, zero, zero, both, x, x, y, rise, lift, tl.float16, PRECISION
+        )
+        dx, dy, by_token = dx + to_x, dy + to_y, by_token + found
+    dg = pairs.sums_behind(by_token, zero, tl.float16)
     store_tile(d_ptr, dx, 0, 64, 16, 0, 16, 1)
     store_tile(d_ptr + 64 * 16, dy, 0, 64, 16, 0, 16, 1)
     store_tile(d_ptr + 2 * 64 * 16, dg, 0, 64, 16, 0, 16, 1)
