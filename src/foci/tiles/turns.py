@@ -2,8 +2,9 @@
 
 The first one's programs call `begin_next`, and the second runs where processors are free. It may read what was written
 before the first launch, an ordinary one; before it reads what that one writes it waits (`wait_for_last`). At its end
-its programs wait too, so that whatever comes behind the second launch comes behind both. What the first one reads or
-writes must be kept until the second is launched: memory that was given back could be the second one's.
+its programs wait too, or the last of them alone, so that whatever comes behind the second launch comes behind both.
+What the first one reads or writes must be kept until the second is launched: memory that was given back could be the
+second one's.
 """
 
 from __future__ import annotations
