@@ -25,7 +25,7 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 
 from foci.cli_tune_ahead import Offline as _Offline
 from foci.cli_tune_ahead import gpu
-from foci.core.assembler import assembling, chosen
+from foci.core.assembler import assembling, chosen, persistent
 from foci.core.tune import Launch, Target
 
 FORMAT = 5  # of a record: what is read from a compiled kernel; a change makes every cached record unfit
@@ -168,7 +168,7 @@ def _compiled(launch: Launch, target: Target) -> dict[str, Any]:
     if hasattr(triton.knobs.nvidia, "dump_ptxas_log"):
         triton.knobs.nvidia.dump_ptxas_log = True
     with contextlib.redirect_stdout(log), assembling(target.arch):
-        compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.meta)
+        compiled = persistent(lambda: launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.meta))
     seconds = _processor() - began
     metadata, asm = compiled.metadata, compiled.asm
     read = _of_amd(asm["amdgcn"]) if target.kind == "hip" else _of_nvidia(asm, log.getvalue(), target)

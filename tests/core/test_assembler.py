@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
@@ -12,7 +13,7 @@ import torch
 
 from foci.cli_tune_ahead import Offline, gpu
 from foci.core import assembler
-from foci.core.assembler import HOPPER, NAMED, _forget, assembling, chosen, told
+from foci.core.assembler import HOPPER, NAMED, _forget, assembling, chosen, persistent, told
 from foci.core.tune import TARGETS
 
 triton = pytest.importorskip("triton")
@@ -145,3 +146,20 @@ def _ptx(kernel: Any) -> tuple[int, ...]:
 
 def _nothing(x_ptr) -> None:
     triton.language.store(x_ptr, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("fails", "says", "asked"), [(2, "PassManager::run failed", 3), (9, "PassManager::run failed", 4), (9, "no", 1)]
+)
+def test_passes_that_fail_once_are_run_again(fails: int, says: str, asked: int) -> None:
+    calls = []
+
+    def ask() -> str:
+        calls.append(1)
+        if len(calls) <= fails:
+            raise RuntimeError(says)
+        return "made"
+
+    with pytest.raises(RuntimeError, match=says) if fails == 9 else contextlib.nullcontext():
+        assert persistent(ask) == "made"
+    assert len(calls) == asked

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -58,6 +58,21 @@ def assembling(arch: int) -> Iterator[None]:
         yield
     finally:
         _CHOICE.leave()
+
+
+def persistent(ask: Callable[[], Any]) -> Any:
+    """What `ask` gives, which compiles a kernel: again where passes of Triton's failed that do not the next time.
+
+    For sm_100 its TritonGPUHoistTMEMAlloc goes by the order of addresses, and fails in one compilation of 16 of the
+    delta rule's near_side_kernel of far rows (Triton 3.7.1, 2026-11-26).
+    """
+    for _ in range(3):
+        try:
+            return ask()
+        except RuntimeError as error:
+            if "PassManager::run failed" not in str(error):
+                raise
+    return ask()
 
 
 def _forget() -> None:

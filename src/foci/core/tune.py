@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from foci.core.assembler import assembling
+from foci.core.assembler import assembling, persistent
 from foci.core.device import constant, machine
 
 TABLES = Path(__file__).parent / "tuned"
@@ -369,7 +369,7 @@ def _start(
     compiled = _COMPILED.get(key)
     if compiled is None:
         with assembling(target_of(device).arch), _Lending():
-            compiled = kernel[grid](*arguments, **meta)
+            compiled = persistent(lambda: kernel[grid](*arguments, **meta))
         if hasattr(type(compiled), "result"):  # it is being compiled elsewhere, in a mode of the user's own
             compiled = compiled.result()
         if hasattr(compiled, "packed_metadata"):  # else a hook has taken it
