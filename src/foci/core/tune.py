@@ -357,7 +357,7 @@ def _start(
     triton, noting = _known(kernel.__class__), NOTING.get()
     if triton is None or kernel.pre_run_hooks or triton.knobs.runtime.add_stages_inspection_hook is not None:
         with assembling(target_of(device).arch), _Lending():
-            kernel[grid](*arguments, **meta)
+            persistent(lambda: kernel[grid](*arguments, **meta))
         if noting is not None:
             noting(kernel, None, grid, arguments)
         return
