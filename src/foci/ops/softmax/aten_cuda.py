@@ -250,29 +250,29 @@ def slow(call: Call) -> bool:
 
 
 def folds_dlse(call: Call) -> bool:
-    """Whether a gradient of lse goes into `out` rather than into a column of its own: bfloat16 has room for that.
-
-    Of a single key nothing else is in the gradient, and `out`, the value itself, is rounded by more than it may be off:
-    1 to 2 % of dlse, as of each row that sees one key among others that see more.
-    """
-    return call.q.dtype == torch.bfloat16 and call.q.device.type != "cpu" and call.k.shape[1] > 1
+    """Whether a gradient of lse goes into `out` rather than into a column of its own: bfloat16 has room for that."""
+    return call.q.dtype == torch.bfloat16 and call.q.device.type != "cpu"
 
 
 def fold(dlse: Tensor, dout: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """(dout, out) [B,T,H,V] of which delta = sum(dout * out) comes out less by dlse [B,T,H].
+    """(dout, out) [B,T,H,V] of which delta = sum(dout * out) comes out less by dlse [B,T,H]; out serves nothing else.
 
-    out - dlse dout / |dout|^2. The length is taken in float64: a square of it would not fit into float32. A row of dout
-    that is 0 gets a number so small, 2^-64, that dv does not feel it, and stays 0 if dlse is.
+    Where dlse is not 0, out is 0 but for two numbers, at the largest of each half of dout: the second has what
+    rounding left of the first. Where dout is 0, or less than 2^-64, it gets two numbers so small that dv does not feel
+    them.
     """
-    length = torch.linalg.vector_norm(dout, dim=-1, keepdim=True, dtype=torch.float64)
-    none = length < 2.0**-64
-    share = length.reciprocal().masked_fill(none, 0.0).float()
-    moved = torch.addcmul(out, dout * share, dlse[..., None] * share, value=-1).to(out.dtype)
-    none, first = none[..., 0] & (dlse != 0), dout[..., 0]
-    dout, first = dout.clone(), torch.where(none, 2.0**-64, first)
-    dout[..., 0] = first
-    moved[..., 0] = torch.where(none, -dlse * 2.0**64, moved[..., 0]).to(out.dtype)
-    return dout, moved
+    half, moves = -(-dout.shape[-1] // 2), (dlse != 0)[..., None]
+    left = (dout.float() * out).sum(-1, keepdim=True) - dlse[..., None]
+    none = moves & (torch.linalg.vector_norm(dout, torch.inf, -1, keepdim=True) < 2.0**-64)
+    dout, out = dout.clone(), out.masked_fill(moves, 0.0)
+    dout[..., ::half] = torch.where(none, 2.0**-64, dout[..., ::half])
+    for pulls, shares in zip(dout.split(half, -1), out.split(half, -1), strict=True):
+        place = pulls.abs().argmax(-1, keepdim=True)
+        pull = pulls.gather(-1, place).float()
+        share = (left / torch.where(pull == 0, torch.inf, pull)).to(out.dtype)
+        shares.scatter_(-1, place, torch.where(moves, share, shares.gather(-1, place)))
+        left = left - share.float() * pull
+    return dout, out
 
 
 def differentiated(call: Call) -> bool:
