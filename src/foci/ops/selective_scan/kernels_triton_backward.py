@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.core.tune import Config, Target, configure, launch, strides, target_of
-from foci.tiles.channels import states_of
+from foci.tiles.channels import four_sums, load_four, rates_of, states_of, store_four
 from foci.tiles.state import covered, sequence
-from foci.tiles.stretches import decay_rates, join, row, rows, stretch
+from foci.tiles.stretches import join, row, rows, stretch
 
 VARY = {"BLOCK_D": (8, 16, 32, 64), "BLOCK_T": (4, 8, 16)}  # what `foci tune` may try
 CHANNELS = 32  # that share a sum for dB and dC, where programs are many: room for B T D K / 4 bytes of them
@@ -107,10 +107,10 @@ def backward_kernel(  # type: ignore[no-untyped-def]
         pairs_ptr += (tl.cast(group, tl.int64) * TOKENS + b * T) * K * 2
     _, _, _, border = sequence(offsets_ptr, n, T, KEEP)
     half = tl.arange(0, 2)
-    four_rows = half[None, None, :, None] + 2 * half[None, None, None, :]  # tokens as `join` orders them
+    four_rows = half[None, None, :, None] + 2 * half[None, None, None, :]  # tokens as `four_sums` orders them
     four_cells = 2 * k[:, None, None, None] + half[None, :, None, None]
-    count = tl.cdiv(end - first, KEEP)
-    SPANS: tl.constexpr = KEEP // BLOCK_T
+    SPANS: tl.constexpr = min(KEEP // BLOCK_T, 4)  # whose first states are held at once
+    count = tl.cdiv(end - first, SPANS * BLOCK_T)
     for member in range(GROUP):
         if GROUP > 1:
             tl.debug_barrier()  # all sums of the member before are written
@@ -118,8 +118,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
         channels, d = d < D, d.to(tl.int64)
         inside, cells = channels[:, None] & keys[None, :], d[:, None] * K + k[None, :]
         alive = inside & known
-        rates = decay_rates(A_ptr + d[:, None] * A_s[0] + k[None, :] * A_s[1], inside)
-        unit = tl.where(k[None, :] == 0, 1.0 + 0.0 * rates, 0.0)  # laid out as `rates` is
+        rates = rates_of(A_ptr, A_s, d, k, inside)
         r = tl.zeros([BLOCK_D, BLOCK_K], tl.float32)
         if dfinal_ptr is not None:
             places = dfinal_ptr + n * dfinal_s[0] + d[:, None] * dfinal_s[1] + k[None, :] * dfinal_s[2]
@@ -128,24 +127,23 @@ def backward_kernel(  # type: ignore[no-untyped-def]
             behind = tl.cdiv(stop - end, STRETCH)
             r = join(r, decays_ptr + cells, ends_ptr + cells, slot + behind, behind, D * K, alive, -1, 4)
         if skip_ptr is not None:
-            skip = tl.load(skip_ptr + d * skip_s[0], mask=channels, other=0.0).to(tl.float32)
-            skip = unit * skip[:, None]  # a tile, as rows that are wanted beside a sum of tiles would be loaded twice
-        dA, dskip = tl.zeros([BLOCK_D, BLOCK_K], tl.float32), tl.zeros([BLOCK_D, BLOCK_K], tl.float32)
+            skip = tl.load(skip_ptr + d * skip_s[0], mask=channels, other=0.0).to(tl.float32)[:, None, None]
+        dA, dskip = tl.zeros([BLOCK_D, BLOCK_K], tl.float32), tl.zeros([BLOCK_D, 2, 2], tl.float32)
         for j in range(count):
-            kept0 = first + (count - 1 - j) * KEEP
-            place = tl.cast(border + (kept0 - start) // KEEP, tl.int64) * D * K
+            first0 = first + (count - 1 - j) * (SPANS * BLOCK_T)
+            place = tl.cast(border + (first0 - start) // KEEP, tl.int64) * D * K
             h = tl.load(kept_ptr + place + cells, mask=inside, other=0.0)
-            starts = (h,) * SPANS  # the states at every BLOCK_T-th token from the one that was kept to the next
-            for span in range(1, tl.minimum(SPANS, tl.cdiv(end - kept0, BLOCK_T))):
-                t0 = kept0 + (span - 1) * BLOCK_T
+            starts, spans = (h,) * SPANS, tl.minimum(SPANS, tl.cdiv(end - first0, BLOCK_T))
+            for span in range(1 - (first0 - start) % KEEP // BLOCK_T, spans):  # from the state that was kept on
+                t0 = first0 + (span - 1) * BLOCK_T
                 xs = rows(x_ptr, t0, end, x_s[1], d * x_s[2], channels, BLOCK_T)
                 dts = rows(dt_ptr, t0, end, dt_s[1], d * dt_s[2], channels, BLOCK_T)
                 bs = rows(B_ptr, t0, end, B_s[1], k * B_s[2], keys, BLOCK_T)
                 for i in tl.static_range(BLOCK_T):
                     h = after(h, rates, xs[i], dts[i], bs[i])
                 starts = put(starts, span, h, SPANS)
-            for span in range(tl.minimum(SPANS, tl.cdiv(end - kept0, BLOCK_T)) - 1, -1, -1):
-                t0, h = kept0 + span * BLOCK_T, starts[0]
+            for span in range(spans - 1, -1, -1):
+                t0, h = first0 + span * BLOCK_T, starts[0]
                 for i in tl.static_range(1, SPANS):
                     h = tl.where(span == i, starts[i], h)
                 if dy_ptr is not None:
@@ -153,14 +151,12 @@ def backward_kernel(  # type: ignore[no-untyped-def]
                 xs = rows(x_ptr, t0, end, x_s[1], d * x_s[2], channels, BLOCK_T)
                 dts = rows(dt_ptr, t0, end, dt_s[1], d * dt_s[2], channels, BLOCK_T)
                 bs = rows(B_ptr, t0, end, B_s[1], k * B_s[2], keys, BLOCK_T)
-                out_row = (b * T + t0) * D
                 hs = (h,)
                 for i in tl.static_range(BLOCK_T):
                     h = after(h, rates, xs[i], dts[i], bs[i])
                     hs = hs + (h,)  # type: ignore[assignment]  # noqa: RUF005
-                pairs = ()
+                pairs, dus, es = (), (), ()
                 for i in tl.static_range(BLOCK_T - 1, -1, -1):
-                    here = t0 + i < end
                     x, dt, key = xs[i].to(tl.float32), dts[i].to(tl.float32), bs[i].to(tl.float32)
                     dy = tl.zeros([BLOCK_D], tl.float32)
                     if dy_ptr is not None:
@@ -172,34 +168,39 @@ def backward_kernel(  # type: ignore[no-untyped-def]
                         if i % 4 == 0:  # of four tokens at once: each sum over channels waits for all warps
                             there = pairs_ptr + tl.cast(t0 + i, tl.int64) * K * 2 + four_rows * K * 2
                             found = (keys[:, None, None, None]) & (t0 + i + four_rows < end)
-                            four = tl.join(tl.join(pairs[0], pairs[1]), tl.join(pairs[2], pairs[3]))  # type: ignore[misc]
-                            four = tl.sum(four, 0)
+                            four = tl.sum(tl.join(tl.join(pairs[0], pairs[1]), tl.join(pairs[2], pairs[3])), 0)  # type: ignore[misc]
                             if GROUP > 1:
                                 four += tl.load(there + four_cells, mask=found & (member > 0), other=0.0)
                                 tl.debug_barrier()  # all have read before any writes
                             tl.store(there + four_cells, four, mask=found)
                             pairs = ()
                     du = r * key[None, :]
-                    if dx_ptr is not None:
-                        dx = du * dt[:, None]
-                        if skip_ptr is not None:
-                            dx += skip * dy[:, None]
-                        dx = tl.sum(dx, 1).to(dx_ptr.dtype.element_ty)
-                        tl.store(dx_ptr + out_row + (i * D + d), dx, mask=channels & here)
+                    dus = (du,) + dus  # type: ignore[assignment]  # noqa: RUF005
                     r *= tl.exp2(dt[:, None] * rates)
                     e = r * hs[i]
                     if dA_ptr is not None:
                         dA += e * dt[:, None]
-                    if ddt_ptr is not None:
-                        ddt = tl.sum(e * (rates * 0.6931471805599453) + du * x[:, None], 1)
-                        ddt = ddt.to(ddt_ptr.dtype.element_ty)
-                        tl.store(ddt_ptr + out_row + (i * D + d), ddt, mask=channels & here)
-                    if dskip_ptr is not None:
-                        dskip += unit * (dy * x)[:, None]
+                    es = (e * rates,) + es  # type: ignore[assignment]  # noqa: RUF005
+                    if i % 4 == 0:
+                        here = load_four(x_ptr, t0 + i, end, x_s, d, channels)
+                        du = four_sums(dus)
+                        if dy_ptr is not None:
+                            pull = load_four(dy_ptr, t0 + i, end, dy_s, d, channels)
+                            if dskip_ptr is not None:
+                                dskip += pull * here
+                        if dx_ptr is not None:
+                            dx = du * load_four(dt_ptr, t0 + i, end, dt_s, d, channels)
+                            if skip_ptr is not None and dy_ptr is not None:
+                                dx += skip * pull
+                            store_four(dx_ptr + b * T * D, dx, t0 + i, end, d, channels, D)
+                        if ddt_ptr is not None:
+                            ddt = four_sums(es) * 0.6931471805599453 + du * here
+                            store_four(ddt_ptr + b * T * D, ddt, t0 + i, end, d, channels, D)
+                        dus, es = (), ()
         if dA_ptr is not None:
             tl.store(dA_ptr + index * D * K + cells, dA, mask=inside)
         if dskip_ptr is not None:
-            tl.store(dskip_ptr + index * D + d, tl.sum(dskip, 1), mask=channels)
+            tl.store(dskip_ptr + index * D + d, tl.sum(tl.sum(dskip, 2), 1), mask=channels)
         if dstate_ptr is not None:
             tl.store(dstate_ptr + n * D * K + cells, r.to(dstate_ptr.dtype.element_ty), mask=alive & (first == start))
         if GROUP > 1:
@@ -252,14 +253,17 @@ def totals_kernel(  # type: ignore[no-untyped-def]
             tl.store(dskip_ptr + places, dskip.to(dskip_ptr.dtype.element_ty), mask=places < channels)
 
 
-def rule(D: int, K: int, packed: bool, target: Target) -> Config:
-    """Four states a thread, as those of all BLOCK_T tokens are in registers; fewer tokens where `packed` needs some."""
+def rule(D: int, K: int, rows: int, target: Target) -> Config:
+    """Eight states a thread, of one warp where that has two channels: sums over keys and channels wait for no other.
+
+    Of `rows` that are too few for the GPU four, as each token of a row waits for the one before it.
+    """
     BLOCK_K = triton.next_power_of_2(K)
     lanes = 64 if target.kind == "hip" else 32
-    warps = 1 if BLOCK_K <= 16 else 8 * 32 // lanes  # sums over the channels of one warp wait for no other
-    BLOCK_D = max(1, min(4 * warps * lanes // BLOCK_K, 128, triton.next_power_of_2(D)))
-    BLOCK_T = 8 if BLOCK_K <= 16 and not packed and (target.kind == "hip" or target.arch >= 90) else 4
-    return Config({"BLOCK_D": BLOCK_D, "BLOCK_K": BLOCK_K, "BLOCK_T": BLOCK_T}, warps=warps, stages=1)
+    warps = max(1, BLOCK_K // (4 * lanes))
+    states = 4 if rows * D * BLOCK_K <= 4 * warps * lanes * target.processors else 8
+    BLOCK_D = max(1, min(states * warps * lanes // BLOCK_K, lanes, triton.next_power_of_2(D)))
+    return Config({"BLOCK_D": BLOCK_D, "BLOCK_K": BLOCK_K, "BLOCK_T": 4}, warps=warps, stages=1)
 
 
 def _parts(call: Any, found: Sequence[Tensor | None], groups: int, programs: int) -> list[Tensor | None]:
@@ -297,9 +301,8 @@ def backward(
     """
     B, T, D, K, N = call.sizes
     (dy, dfinal), target = grads, target_of(kept.device)
-    packed = call.offsets is not None
-    key = (call.x.dtype, triton.next_power_of_2(K), packed)
-    config = configure("selective_scan_backward", key, partial(rule, D, K, packed), target, VARY)
+    key = (call.x.dtype, triton.next_power_of_2(K), call.offsets is not None)
+    config = configure("selective_scan_backward", key, partial(rule, D, K, N), target, VARY)
     blocks, GROUP = -(-D // config["BLOCK_D"]), max(1, min(CHANNELS, triton.next_power_of_2(D)) // config["BLOCK_D"])
     groups = -(-blocks // GROUP)
     while GROUP > 1 and cut(target, groups * config.warps).programs * groups * config.warps < 4 * target.processors:

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.core.tune import Config, Target, configure, launch, strides, target_of
-from foci.tiles.channels import states_of
+from foci.tiles.channels import four_sums, load_four, states_of, store_four
 from foci.tiles.memory import present
 from foci.tiles.state import sequence
 from foci.tiles.stretches import join, rows, stretch
@@ -76,8 +76,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         before = (first - start) // STRETCH
         h = join(h, decays_ptr + cells, ends_ptr + cells, slot - before, before, D * K, inside, 1, 4)
     if skip_ptr is not None:
-        skip = tl.load(skip_ptr + d * skip_s[0], mask=channels, other=0.0).to(tl.float32)
-        skip = tl.where(k[None, :] == 0, skip[:, None], 0.0)  # a tile, as what is beside the sum would be loaded twice
+        skip = tl.load(skip_ptr + d * skip_s[0], mask=channels, other=0.0).to(tl.float32)[:, None, None]
     x_ptr += b * x_s[0]
     dt_ptr += b * dt_s[0]
     B_ptr += b * B_s[0]
@@ -99,13 +98,13 @@ def forward_kernel(  # type: ignore[no-untyped-def]
             # Tokens from `end` on have dt = 0: they change nothing.
             x, dt = xs[i].to(tl.float32), dts[i].to(tl.float32)
             h = tl.exp2(dt[:, None] * rates) * h + (dt * x)[:, None] * bs[i].to(tl.float32)[None, :]
-            y = h * cs[i].to(tl.float32)[None, :]
-            if skip_ptr is not None:
-                y += skip * x[:, None]
-            ys = ys + (tl.sum(y, 1),)  # type: ignore[assignment]  # noqa: RUF005
-        for i in tl.static_range(BLOCK_T):
-            t = tl.cast(t0 + i, tl.int64)
-            tl.store(out_ptr + t * D + d, ys[i].to(out_ptr.dtype.element_ty), mask=channels & (t < end))
+            ys = ys + (h * cs[i].to(tl.float32)[None, :],)  # type: ignore[assignment]  # noqa: RUF005
+            if i % 4 == 3:
+                y = four_sums(ys)
+                if skip_ptr is not None:
+                    y += skip * load_four(x_ptr, t0 + i - 3, end, x_s, d, channels)
+                store_four(out_ptr, y, t0 + i - 3, end, d, channels, D)
+                ys = ()
     tl.store(final_ptr + n * D * K + cells, h, mask=inside & (end == stop) & present(final_ptr))
 
 
@@ -133,12 +132,15 @@ def step_kernel(  # type: ignore[no-untyped-def]
 
 
 def rule(D: int, K: int, target: Target) -> Config:
-    """Eight states a thread, whose tokens' loads are on their way at once."""
-    BLOCK_K = triton.next_power_of_2(K)
-    warps = 4 if BLOCK_K >= 64 else 2
-    states = 8 * warps * (64 if target.kind == "hip" else 32)
-    BLOCK_D = max(1, min(states // BLOCK_K, 128, triton.next_power_of_2(D)))
-    return Config({"BLOCK_D": BLOCK_D, "BLOCK_K": BLOCK_K, "BLOCK_T": 8}, warps=warps, stages=1)
+    """Sixteen states a thread, of one warp where that has two channels: sums over keys wait for no other."""
+    warps = max(1, triton.next_power_of_2(K) // 256)
+    return Config({**_blocks(D, K, 16 * warps, target), "BLOCK_T": 4}, warps=warps, stages=1)
+
+
+def _blocks(D: int, K: int, states: int, target: Target) -> dict[str, int]:
+    """Tiles of so many states for each lane of a warp."""
+    BLOCK_K, lanes = triton.next_power_of_2(K), 64 if target.kind == "hip" else 32
+    return {"BLOCK_D": max(1, min(states * lanes // BLOCK_K, 2 * lanes, triton.next_power_of_2(D))), "BLOCK_K": BLOCK_K}
 
 
 def forward(call: Any, out: Tensor, kept: Tensor | None, keep: int, cut: Callable[[Target, int], Any]) -> Tensor:
@@ -172,8 +174,8 @@ def step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, 
     """y [B,D] in x's dtype, `state` changed in place: one launch."""
     rows, D = x.shape
     out = torch.empty(rows, D, dtype=x.dtype, device=x.device)
-    config = rule(D, A.shape[1], target_of(x.device))
-    config = Config({name: config[name] for name in ("BLOCK_D", "BLOCK_K")}, config.warps, 1)
+    warps = 4 if A.shape[1] > 32 else 2
+    config = Config(_blocks(D, A.shape[1], 8 * warps, target_of(x.device)), warps, 1)
     inputs = (x, dt, A, B, C, skip, state)
     launch(
         step_kernel, (rows * -(-D // config["BLOCK_D"]),), *inputs, out, *map(strides, inputs), D, A.shape[1],
