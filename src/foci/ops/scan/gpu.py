@@ -48,6 +48,10 @@ def step(x: Tensor, log_decay: Tensor, state: Tensor) -> Tensor:
 
 
 def _cut(call: Call) -> partial[stretches.Cut]:
-    """What is left to say: for which GPU, and how many warps walk a sequence. Three a processor are enough."""
+    """What is left to say: for which GPU, and how many warps walk a sequence. Three a processor are enough.
+
+    Stretches are of 256 tokens or more where that leaves four of a row: fewer maps, to be joined by more of them.
+    """
     B, T, _, N = call.sizes
-    return partial(stretches.cut, N, B, T, call.offsets is not None, few=3)
+    shortest = 2 * stretches.SHORTEST if T >= 8 * stretches.SHORTEST else None
+    return partial(stretches.cut, N, B, T, call.offsets is not None, shortest=shortest, few=3)

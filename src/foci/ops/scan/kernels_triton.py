@@ -188,8 +188,8 @@ def step_kernel(x_ptr, g_ptr, state_ptr, out_ptr, x_s, g_s, state_s, D, BLOCK_D:
 
 
 def rule(D: int, BLOCK_T: int, target: Target) -> Config:
-    """One warp, a channel a thread; as many tokens are on their way as registers hold beside those that are walked."""
-    most = 64 if target.kind == "hip" else 32
+    """One warp, two channels a thread; BLOCK_T tokens are on their way while as many are walked."""
+    most = 128 if target.kind == "hip" else 64
     return Config({"BLOCK_D": min(most, triton.next_power_of_2(D)), "BLOCK_T": BLOCK_T}, warps=1, stages=1)
 
 
@@ -213,7 +213,7 @@ def forward(call: Any, out: Tensor, cut: Callable[[Target, int], Any]) -> Tensor
     _, T, D, N = call.sizes
     x, g, state = call.x, call.log_decay, call.state
     target = target_of(x.device)
-    config = configure("scan_forward", (x.dtype,), partial(rule, D, 32), target, VARY)
+    config = configure("scan_forward", (x.dtype,), partial(rule, D, 16), target, VARY)
     blocks = -(-D // config["BLOCK_D"])
     STRETCH, programs, slots = cut(target, blocks * config.warps)
     decays, ends = _maps(x, call, STRETCH, slots, False, config) if STRETCH else (None, None)
@@ -233,7 +233,7 @@ def backward(
     _, T, D, N = call.sizes
     g, state, (dout, dfinal) = call.log_decay, call.state, grads
     target = target_of(g.device)
-    config = configure("scan_backward", (call.x.dtype,), partial(rule, D, 16), target, VARY)
+    config = configure("scan_backward", (call.x.dtype,), partial(rule, D, 8), target, VARY)
     blocks = -(-D // config["BLOCK_D"])
     STRETCH, programs, slots = cut(target, blocks * config.warps)
     decays, ends = _maps(dout, call, STRETCH, slots, True, config) if STRETCH else (None, None)
