@@ -49,7 +49,7 @@ SPILLS: dict[tuple[str, str, str], str] = {
     ("delta", "side_by_channel_kernel", "gfx942"): "of float32; not measured here",
     ("selective_scan", "backward_kernel", "sm_90"): "of packed documents; its tiles are the fastest of rows on an H100",
     ("selective_scan", "ends_kernel", "sm_100"): _ELSEWHERE,
-    **{("selective_scan", "backward_kernel", target): _ELSEWHERE for target in ("sm_100", "sm_120")},
+    ("selective_scan", "backward_kernel", "sm_100"): _ELSEWHERE,
 }
 
 

@@ -41,7 +41,9 @@ def _sums(x_ptr, y_ptr, out_ptr, x_strides, end, D, K: tl.constexpr, BLOCK_D: tl
     for i in tl.static_range(4):
         there = y_ptr + ((t0 + i) * D + d[:, None]) * K + k[None, :]
         tiles = tiles + (tl.load(there, mask=channels[:, None], other=0.0),)  # noqa: RUF005
-    store_four(out_ptr, four_sums(tiles) + load_four(x_ptr, t0, end, x_strides, d, channels), t0, end, d, channels, D)
+    store_four(
+        out_ptr, four_sums(tiles, 1) + load_four(x_ptr, t0, end, x_strides, d, channels), t0, end, d, channels, D
+    )
 
 
 @pytest.mark.parametrize("D", [1, 4, 7])

@@ -36,13 +36,14 @@ def rates_of(A_ptr, A_strides, d, k, inside):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def four_sums(tiles):  # type: ignore[no-untyped-def]
-    """Sums [BLOCK_D,2,2] over the states of four tokens' tiles: as tokens lie in `load_four` and `store_four`."""
-    return tl.sum(tl.join(tl.join(tiles[0], tiles[1]), tl.join(tiles[2], tiles[3])), 1)
+def four_sums(tiles, axis: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums over an axis of four tokens' tiles, [..,2,2]: as `four_rows` has the tokens."""
+    return tl.sum(tl.join(tl.join(tiles[0], tiles[1]), tl.join(tiles[2], tiles[3])), axis)
 
 
 @triton.jit
 def four_rows(t0):  # type: ignore[no-untyped-def]
+    """Tokens t0 to t0 + 3 as [1,2,2]."""
     half = tl.arange(0, 2)
     return t0 + half[None, :, None] + 2 * half[None, None, :]
 

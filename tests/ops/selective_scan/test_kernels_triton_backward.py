@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from foci.core.tune import TARGETS
 from foci.ops.draw import Draw
 from foci.ops.selective_scan import gpu
 from foci.ops.selective_scan.api import selective_scan
+from foci.ops.selective_scan.kernels_triton_backward import rule
 from foci.ops.selective_scan.spec import SPEC
 from tests.ops.in_scans import InScans
 from tests.ops.recurrences import BUDGET, CPU
@@ -43,3 +45,26 @@ class TestSelectiveScan(InScans):
         assert self.launches(self.problem(100)) == (["forward_kernel"], last)
         for inputs, first in ((self.problem(600), ["ends_kernel"]), (packed, ["rest_kernel", "ends_kernel"])):
             assert self.launches(inputs) == ([*first, "forward_kernel"], [*first, *last])
+
+
+def test_rates_without_end_leave_what_a_step_of_0_keeps() -> None:
+    """A of -inf counts as half the lowest number there: two keys of opposite sign cancel, and are not inf less inf."""
+    state, A = torch.tensor([[[1.5, -1.5, 1.0]]]), torch.tensor([[-torch.inf, -torch.inf, -1.0]])
+    none, one = torch.zeros(1, 1, 1), torch.ones(1, 1, 3)
+    found = []
+    for backend in ("triton", "chunked"):
+        dt = none.clone().requires_grad_()
+        selective_scan(none, dt, A, one, one, state=state, backend=backend)[0].sum().backward()
+        found.append(dt.grad)
+    assert found[0] is not None and found[0].item() == -1.0 and found[0].equal(found[1])
+
+
+@pytest.mark.parametrize(
+    ("K", "walks", "tiles"),
+    [(16, 64, (16, 1)), (16, 1, (8, 1)), (128, 8, (2, 1)), (256, 8, (2, 2)), (512, 8, (2, 4))],
+)
+def test_one_warp_has_the_states_of_two_channels_and_few_walks_have_less(
+    K: int, walks: int, tiles: tuple[int, int]
+) -> None:
+    config = rule(1024, K, walks, TARGETS["sm_90"])
+    assert (config["BLOCK_D"], config.warps) == tiles

@@ -21,11 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.core.tune import Config, Target, configure, launch, strides, target_of
-from foci.tiles.channels import four_sums, load_four, rates_of, states_of, store_four
+from foci.tiles.channels import four_rows, four_sums, load_four, rates_of, states_of, store_four
 from foci.tiles.state import covered, sequence
 from foci.tiles.stretches import join, row, rows, stretch
 
-VARY = {"BLOCK_D": (8, 16, 32, 64), "BLOCK_T": (4, 8, 16)}  # what `foci tune` may try
+VARY = {"BLOCK_D": (4, 8, 16, 32), "BLOCK_T": (4, 8)}  # what `foci tune` may try: tokens in fours
 CHANNELS = 32  # that share a sum for dB and dC, where programs are many: room for B T D K / 4 bytes of them
 
 
@@ -106,9 +106,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     if pairs_ptr is not None:
         pairs_ptr += (tl.cast(group, tl.int64) * TOKENS + b * T) * K * 2
     _, _, _, border = sequence(offsets_ptr, n, T, KEEP)
-    half = tl.arange(0, 2)
-    four_rows = half[None, None, :, None] + 2 * half[None, None, None, :]  # tokens as `four_sums` orders them
-    four_cells = 2 * k[:, None, None, None] + half[None, :, None, None]
+    four_cells = 2 * k[:, None, None, None] + tl.arange(0, 2)[None, :, None, None]
     SPANS: tl.constexpr = min(KEEP // BLOCK_T, 4)  # whose first states are held at once
     count = tl.cdiv(end - first, SPANS * BLOCK_T)
     for member in range(GROUP):
@@ -165,10 +163,10 @@ def backward_kernel(  # type: ignore[no-untyped-def]
                         r += dy[:, None] * query[None, :]
                     if pairs_ptr is not None:
                         pairs = (tl.join((dt * x)[:, None] * r, dy[:, None] * hs[i + 1]),) + pairs  # type: ignore[assignment]  # noqa: RUF005
-                        if i % 4 == 0:  # of four tokens at once: each sum over channels waits for all warps
-                            there = pairs_ptr + tl.cast(t0 + i, tl.int64) * K * 2 + four_rows * K * 2
-                            found = (keys[:, None, None, None]) & (t0 + i + four_rows < end)
-                            four = tl.sum(tl.join(tl.join(pairs[0], pairs[1]), tl.join(pairs[2], pairs[3])), 0)  # type: ignore[misc]
+                        if i % 4 == 0:
+                            t = four_rows(t0 + i)[:, None, :, :]
+                            there, found = pairs_ptr + t.to(tl.int64) * K * 2, keys[:, None, None, None] & (t < end)
+                            four = four_sums(pairs, 0)
                             if GROUP > 1:
                                 four += tl.load(there + four_cells, mask=found & (member > 0), other=0.0)
                                 tl.debug_barrier()  # all have read before any writes
@@ -180,10 +178,10 @@ def backward_kernel(  # type: ignore[no-untyped-def]
                     e = r * hs[i]
                     if dA_ptr is not None:
                         dA += e * dt[:, None]
-                    es = (e * rates,) + es  # type: ignore[assignment]  # noqa: RUF005
+                    es = (e * (rates * 0.6931471805599453),) + es  # type: ignore[assignment]  # noqa: RUF005
                     if i % 4 == 0:
                         here = load_four(x_ptr, t0 + i, end, x_s, d, channels)
-                        du = four_sums(dus)
+                        du = four_sums(dus, 1)
                         if dy_ptr is not None:
                             pull = load_four(dy_ptr, t0 + i, end, dy_s, d, channels)
                             if dskip_ptr is not None:
@@ -194,8 +192,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
                                 dx += skip * pull
                             store_four(dx_ptr + b * T * D, dx, t0 + i, end, d, channels, D)
                         if ddt_ptr is not None:
-                            ddt = four_sums(es) * 0.6931471805599453 + du * here
-                            store_four(ddt_ptr + b * T * D, ddt, t0 + i, end, d, channels, D)
+                            store_four(ddt_ptr + b * T * D, four_sums(es, 1) + du * here, t0 + i, end, d, channels, D)
                         dus, es = (), ()
         if dA_ptr is not None:
             tl.store(dA_ptr + index * D * K + cells, dA, mask=inside)
@@ -253,15 +250,15 @@ def totals_kernel(  # type: ignore[no-untyped-def]
             tl.store(dskip_ptr + places, dskip.to(dskip_ptr.dtype.element_ty), mask=places < channels)
 
 
-def rule(D: int, K: int, rows: int, target: Target) -> Config:
-    """Eight states a thread, of one warp where that has two channels: sums over keys and channels wait for no other.
+def rule(D: int, K: int, walks: int, target: Target) -> Config:
+    """Eight states a thread, of one warp as long as that has two channels: sums within a warp wait for no other.
 
-    Of `rows` that are too few for the GPU four, as each token of a row waits for the one before it.
+    Four where `walks` of all channels are too few for a program a processor, as each token waits for the one before it.
     """
     BLOCK_K = triton.next_power_of_2(K)
     lanes = 64 if target.kind == "hip" else 32
     warps = max(1, BLOCK_K // (4 * lanes))
-    states = 4 if rows * D * BLOCK_K <= 4 * warps * lanes * target.processors else 8
+    states = 4 if walks * D * BLOCK_K <= 4 * warps * lanes * target.processors else 8
     BLOCK_D = max(1, min(states * warps * lanes // BLOCK_K, lanes, triton.next_power_of_2(D)))
     return Config({"BLOCK_D": BLOCK_D, "BLOCK_K": BLOCK_K, "BLOCK_T": 4}, warps=warps, stages=1)
 
@@ -302,7 +299,7 @@ def backward(
     B, T, D, K, N = call.sizes
     (dy, dfinal), target = grads, target_of(kept.device)
     key = (call.x.dtype, triton.next_power_of_2(K), call.offsets is not None)
-    config = configure("selective_scan_backward", key, partial(rule, D, K, N), target, VARY)
+    config = configure("selective_scan_backward", key, partial(rule, D, K, cut(target, 1).programs), target, VARY)
     blocks, GROUP = -(-D // config["BLOCK_D"]), max(1, min(CHANNELS, triton.next_power_of_2(D)) // config["BLOCK_D"])
     groups = -(-blocks // GROUP)
     while GROUP > 1 and cut(target, groups * config.warps).programs * groups * config.warps < 4 * target.processors:

@@ -25,7 +25,7 @@ from foci.tiles.memory import present
 from foci.tiles.state import sequence
 from foci.tiles.stretches import join, rows, stretch
 
-VARY = {"BLOCK_D": (8, 16, 32, 64), "BLOCK_T": (4, 8, 16)}  # what `foci tune` may try: BLOCK_T divides `keep`
+VARY = {"BLOCK_D": (8, 16, 32, 64), "BLOCK_T": (4, 8, 16)}  # for `foci tune`: tokens in fours that divide `keep`
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
             h = tl.exp2(dt[:, None] * rates) * h + (dt * x)[:, None] * bs[i].to(tl.float32)[None, :]
             ys = ys + (h * cs[i].to(tl.float32)[None, :],)  # type: ignore[assignment]  # noqa: RUF005
             if i % 4 == 3:
-                y = four_sums(ys)
+                y = four_sums(ys, 1)
                 if skip_ptr is not None:
                     y += skip * load_four(x_ptr, t0 + i - 3, end, x_s, d, channels)
                 store_four(out_ptr, y, t0 + i - 3, end, d, channels, D)
@@ -132,7 +132,7 @@ def step_kernel(  # type: ignore[no-untyped-def]
 
 
 def rule(D: int, K: int, target: Target) -> Config:
-    """Sixteen states a thread, of one warp where that has two channels: sums over keys wait for no other."""
+    """Sixteen states a thread, of one warp as long as that has two channels: sums within a warp wait for no other."""
     warps = max(1, triton.next_power_of_2(K) // 256)
     return Config({**_blocks(D, K, 16 * warps, target), "BLOCK_T": 4}, warps=warps, stages=1)
 

@@ -250,29 +250,33 @@ def slow(call: Call) -> bool:
 
 
 def folds_dlse(call: Call) -> bool:
-    """Whether a gradient of lse goes into `out` rather than into a column of its own: bfloat16 has room for that."""
-    return call.q.dtype == torch.bfloat16 and call.q.device.type != "cpu"
+    """Whether a gradient of lse goes into `out` rather than into a column of its own: three of bfloat16 hold it."""
+    return call.q.dtype == torch.bfloat16 and call.q.device.type != "cpu" and call.v.shape[-1] > 2
 
 
 def fold(dlse: Tensor, dout: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """(dout, out) [B,T,H,V] of which delta = sum(dout * out) comes out less by dlse [B,T,H]; out serves nothing else.
 
-    Where dlse is not 0, out is 0 but for two numbers, at the largest of each half of dout: the second has what
-    rounding left of the first. Where dout is 0, or less than 2^-64, it gets two numbers so small that dv does not feel
-    them.
+    Where dlse is not 0, out is 0 but for three numbers, at the largest of each third of dout: each has what rounding
+    left of those before it. A third below 2^-40 of its row, or 2^-64, gets a number so small that dv does not feel it.
     """
-    half, moves = -(-dout.shape[-1] // 2), (dlse != 0)[..., None]
+    moves = (dlse != 0)[..., None]
     left = (dout.float() * out).sum(-1, keepdim=True) - dlse[..., None]
-    none = moves & (torch.linalg.vector_norm(dout, torch.inf, -1, keepdim=True) < 2.0**-64)
+    least = (_largest(dout) * 2.0**-40).clamp_min(2.0**-64)
     dout, out = dout.clone(), out.masked_fill(moves, 0.0)
-    dout[..., ::half] = torch.where(none, 2.0**-64, dout[..., ::half])
-    for pulls, shares in zip(dout.split(half, -1), out.split(half, -1), strict=True):
+    for pulls, shares in zip(dout.tensor_split(3, -1), out.tensor_split(3, -1), strict=True):
+        pulls[..., :1] = torch.where(moves & (_largest(pulls) < least), least, pulls[..., :1])
         place = pulls.abs().argmax(-1, keepdim=True)
         pull = pulls.gather(-1, place).float()
         share = (left / torch.where(pull == 0, torch.inf, pull)).to(out.dtype)
         shares.scatter_(-1, place, torch.where(moves, share, shares.gather(-1, place)))
         left = left - share.float() * pull
     return dout, out
+
+
+def _largest(x: Tensor) -> Tensor:
+    largest: Tensor = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True)
+    return largest
 
 
 def differentiated(call: Call) -> bool:
