@@ -57,8 +57,7 @@ def gpu(target: Target) -> Any:
     """The target in Triton's words."""
     from triton.backends.compiler import GPUTarget
 
-    hip = target.kind == "hip"
-    return GPUTarget("hip", f"gfx{target.arch:x}", 64) if hip else GPUTarget("cuda", target.arch, 32)
+    return GPUTarget(target.kind, target.architecture if target.kind == "hip" else target.arch, target.lanes)
 
 
 def launchable(kernel: Any) -> None:

@@ -38,6 +38,11 @@ class Target(NamedTuple):
         return self.kind == "cuda" and 90 <= self.arch < 120
 
     @property
+    def lanes(self) -> int:
+        """Threads of a warp."""
+        return 64 if self.kind == "hip" else 32
+
+    @property
     def architecture(self) -> str:
         """As compilers name it: sm_90, gfx942."""
         return f"gfx{self.arch:x}" if self.kind == "hip" else f"sm_{self.arch}"

@@ -189,8 +189,7 @@ def step_kernel(x_ptr, g_ptr, state_ptr, out_ptr, x_s, g_s, state_s, D, BLOCK_D:
 
 def rule(D: int, BLOCK_T: int, target: Target) -> Config:
     """One warp, two channels a thread; BLOCK_T tokens are on their way while as many are walked."""
-    most = 128 if target.kind == "hip" else 64
-    return Config({"BLOCK_D": min(most, triton.next_power_of_2(D)), "BLOCK_T": BLOCK_T}, warps=1, stages=1)
+    return Config({"BLOCK_D": min(2 * target.lanes, triton.next_power_of_2(D)), "BLOCK_T": BLOCK_T}, warps=1, stages=1)
 
 
 def _maps(x: Tensor | None, call: Any, STRETCH: int, slots: int, back: bool, config: Config) -> tuple[Tensor, Tensor]:

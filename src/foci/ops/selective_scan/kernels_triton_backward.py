@@ -255,8 +255,7 @@ def rule(D: int, K: int, walks: int, target: Target) -> Config:
 
     Four where `walks` of all channels are too few for a program a processor, as each token waits for the one before it.
     """
-    BLOCK_K = triton.next_power_of_2(K)
-    lanes = 64 if target.kind == "hip" else 32
+    BLOCK_K, lanes = triton.next_power_of_2(K), target.lanes
     warps = max(1, BLOCK_K // (4 * lanes))
     states = 4 if walks * D * BLOCK_K <= 4 * warps * lanes * target.processors else 8
     BLOCK_D = max(1, min(states * warps * lanes // BLOCK_K, lanes, triton.next_power_of_2(D)))

@@ -139,7 +139,7 @@ def rule(D: int, K: int, target: Target) -> Config:
 
 def _blocks(D: int, K: int, states: int, target: Target) -> dict[str, int]:
     """Tiles of so many states for each lane of a warp."""
-    BLOCK_K, lanes = triton.next_power_of_2(K), 64 if target.kind == "hip" else 32
+    BLOCK_K, lanes = triton.next_power_of_2(K), target.lanes
     return {"BLOCK_D": max(1, min(states * lanes // BLOCK_K, 2 * lanes, triton.next_power_of_2(D))), "BLOCK_K": BLOCK_K}
 
 
