@@ -76,7 +76,7 @@ def launches_of(specimen: Specimen, module: ModuleType, target: Target) -> Itera
     if specimen.run is not None:
         with recording(target) as seen:
             specimen.run(**specimen.make(specimen.dtype))
-        yield from (("step", launch) for launch in seen)
+        yield from ((specimen.direction, launch) for launch in seen)
         return
     call = spec.bind(**specimen.make(specimen.dtype))
     keeps = hasattr(module, "kept")

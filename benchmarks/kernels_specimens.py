@@ -24,7 +24,8 @@ class Specimen:
 
     `where`: the page and CI have it for every target ("everywhere") or for the one that we tune for ("sm_90"),
     or it is compiled when --all asks for it ("asked").
-    `run` takes what `make` makes, for what is no forward and backward of a Spec: decoding.
+    `run` takes what `make` makes, for what is no forward and backward of our kernels' own; `direction` says what it is:
+    a step of decoding, or what a backward by torch's kernels has of ours.
     """
 
     operator: str
@@ -33,6 +34,7 @@ class Specimen:
     dtype: torch.dtype = torch.bfloat16
     where: str = "everywhere"
     run: Callable[..., object] | None = None
+    direction: str = "step"
 
     @property
     def label(self) -> str:
@@ -281,6 +283,12 @@ def _paged_window(dtype: torch.dtype) -> dict[str, Any]:
     return named | {"call": named["call"]._replace(left=1024)}
 
 
+def _dlse(dtype: torch.dtype, K: int = 128) -> dict[str, Any]:
+    """A gradient of lse as autograd gives it, lse as cuDNN does."""
+    lse, dout, out = empty(2, 16, T).transpose(1, 2), *(empty(2, T, 16, K, dtype=dtype) for _ in range(2))
+    return {"dlse": empty(2, T, 16), "lse": lse, "dout": dout, "out": out}
+
+
 def _scan_step(dtype: torch.dtype) -> dict[str, Any]:
     return {"x": empty(32, 2048, dtype=dtype), "log_decay": empty(32, 2048), "state": empty(32, 2048)}
 
@@ -319,4 +327,11 @@ _STEPS = (
         "selective_scan", "one token", _selective_step, run=later("selective_scan.kernels_triton_forward", "step"),
     ),
 )  # fmt: skip
-SPECIMENS = (*_SOFTMAX, *_LINEAR, *_DELTA, *_SCANS, *_STEPS)
+_FOLDED = tuple(
+    Specimen(
+        "softmax", f"a gradient of lse, K={K}", partial(_dlse, K=K), where=where,
+        run=later("softmax.kernels_triton_dlse", "fold"), direction="aten",
+    )
+    for K, where in ((128, "everywhere"), (64, "sm_90"), (256, "sm_90"))
+)  # fmt: skip
+SPECIMENS = (*_SOFTMAX, *_LINEAR, *_DELTA, *_SCANS, *_STEPS, *_FOLDED)

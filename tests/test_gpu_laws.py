@@ -219,7 +219,7 @@ def unasked(operator: str, target: str) -> set[tuple[str, str]]:
     left = set()
     for dtype in (torch.bfloat16, torch.float32):
         of_it = [row for row in rows if row["variant"].endswith(", float32") == (dtype == torch.float32)]
-        wanted = {named(row["kernel"], row["meta"]) for row in of_it if row["direction"] != "step"}
+        wanted = {named(row["kernel"], row["meta"]) for row in of_it if row["direction"] not in ("step", "aten")}
         assert wanted or dtype == torch.float32, "the table has no such kernels"
         found = (
             [launch for gpu in gpus for _, launch in laws_ahead.launched(SPECS[operator], dtype, gpu)] if wanted else []

@@ -37,19 +37,21 @@ def _theirs(module: str) -> Any:
     return import_module(module)
 
 
-def _candidate(name: str, call: Callable[[Given], Any], can: set[str], needs: str = "") -> Candidate:
-    """A peer that gives `out` alone and takes problems whose features are among `can`; `needs` must be one of them."""
+def _candidate(
+    name: str, call: Callable[[Given], Any], can: set[str], needs: str = "", outputs: tuple[str, ...] = OUT
+) -> Candidate:
+    """A peer that gives `outputs`, and takes problems whose features are among `can`, `needs` one of them."""
 
     def refuses(case: Case) -> list[str]:
         extra = sorted(case.features - can - {"small", "decode", "causal", "value width", "extreme"})
         missing = [] if not needs or needs in case.features else [f"it is for {needs}"]
         return missing + [f"{feature} is not supported" for feature in extra]
 
-    def run(inputs: Given) -> tuple[Tensor]:
+    def run(inputs: Given) -> tuple[Tensor, ...]:
         result = call(inputs)
-        return (result[0] if isinstance(result, tuple) else result,)
+        return result[: len(outputs)] if isinstance(result, tuple) else (result,)
 
-    return Candidate(name, run, refuses=refuses, outputs=OUT)
+    return Candidate(name, run, refuses=refuses, outputs=outputs)
 
 
 def _softmax(device: torch.device) -> Iterator[Candidate]:
@@ -71,9 +73,9 @@ def _softmax(device: torch.device) -> Iterator[Candidate]:
     for name, kernel in kernels.items():
         yield _candidate(name, functools.partial(sdpa, kernel=kernel), {"gqa", "bias"})
     if device.type == "cuda":
-        yield _candidate(
-            "FlexAttention", _flex(), {"gqa", "bias", "softcap", "window", "packed", "sink"}
-        )  # fmt: skip
+        takes = {"gqa", "bias", "softcap", "window", "packed"}
+        yield _candidate("FlexAttention", _flex(), takes | {"sink"})
+        yield _candidate("FlexAttention with lse", _flex(lse=True), takes | {"dlse"}, "dlse", ("out", "lse"))
     if device.type == "cuda" and find_spec("flash_attn"):
         yield _candidate("flash-attn", _flash_attn, {"gqa", "softcap", "window", "packed"})
     if device.type == "cuda" and find_spec("xformers"):
@@ -89,8 +91,8 @@ def _xformers(given: Given) -> Tensor:
     return out
 
 
-def _flex() -> Callable[[Given], Tensor]:
-    """FlexAttention compiled once for each problem, its block mask made once, as its users do."""
+def _flex(lse: bool = False) -> Callable[[Given], Any]:
+    """FlexAttention compiled once for each problem, its block mask made once, as its users do; `lse` gives that too."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
@@ -113,7 +115,7 @@ def _flex() -> Callable[[Given], Tensor]:
             made[:] = given["mask"], create_block_mask(visible, None, None, T, S, device=str(place.device))
         return made[1]
 
-    def run(given: Given) -> Tensor:
+    def run(given: Given) -> Any:
         cap, bias, sink = given.get("softcap"), given.get("bias"), given.get("sink")
 
         def score(z: Tensor, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
@@ -124,11 +126,13 @@ def _flex() -> Callable[[Given], Tensor]:
         plain = cap is None and bias is None
         out: Any = compiled(
             q, k, v, score_mod=None if plain else score, block_mask=block_mask(given),
-            enable_gqa=q.shape[1] != k.shape[1], return_lse=sink is not None,
+            enable_gqa=q.shape[1] != k.shape[1], return_lse=lse or sink is not None,
         )  # fmt: skip
+        if lse:
+            return out[0].transpose(1, 2), out[1].transpose(1, 2)
         if sink is not None:
-            out, lse = out
-            out = out * torch.sigmoid(lse - sink[:, None])[..., None].to(out.dtype)
+            out, top = out
+            out = out * torch.sigmoid(top - sink[:, None])[..., None].to(out.dtype)
         return out.transpose(1, 2)
 
     return run

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from foci.core.tune import TARGETS, recording
 from foci.ops.draw import Draw
 from foci.ops.scan import gpu
 from foci.ops.scan.api import scan
@@ -37,6 +38,21 @@ class TestScan(InScans):
         assert self.launches(self.problem(100)) == (["forward_kernel"], ["backward_kernel"])
         for inputs, first in ((self.problem(600), ["ends_kernel"]), (packed, ["rest_kernel", "ends_kernel"])):
             assert self.launches(inputs) == ([*first, "forward_kernel"], [*first, "backward_kernel"])
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "D", "channels", "stretch"),
+    [(8, 2048, 2048, 32, 0), (1, 8192, 4096, 64, 256), (1, 900, 4096, 64, 128), (1, 256, 256, 32, 0)],
+)
+def test_few_sequences_are_cut_and_have_two_channels_a_thread(
+    B: int, T: int, D: int, channels: int, stretch: int
+) -> None:
+    x = torch.empty(B, T, D, dtype=torch.bfloat16, device="meta")
+    call = SPEC.bind(x=x, log_decay=x)  # type: ignore[misc]
+    with recording(TARGETS["sm_90"]) as seen:
+        outputs = gpu.forward(call)
+        gpu.backward(call, outputs, outputs, [True, True, False])
+    assert {(launch.meta["BLOCK_D"], launch.meta["STRETCH"]) for launch in seen} == {(channels, stretch)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -22,8 +22,9 @@ from foci.core.errors import Unsupported
 from foci.ops.masks import Causal, Dense, Lengths, Packed
 from foci.ops.softmax import aten, aten_cuda
 from foci.ops.softmax.aten import reasons
-from foci.ops.softmax.aten_cuda import CUDA_KERNELS, cuda_kernels, fold, folds_dlse, slow
+from foci.ops.softmax.aten_cuda import CUDA_KERNELS, cuda_kernels, folds_dlse, slow
 from foci.ops.softmax.call import bind
+from tests.ops.softmax.in_out import InOut
 from tests.ops.softmax.problems import assert_close, evaluate
 
 KERNELS = pytest.mark.parametrize("kernel", CUDA_KERNELS, ids=[kernel.name for kernel in CUDA_KERNELS])
@@ -167,46 +168,10 @@ def test_with_gradients_triton_is_preferred_where_one_tile_has_all_queries(T: in
         assert slow(call)
 
 
-@pytest.mark.parametrize("width", [3, 4, 32, 128])
-@pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
-def test_a_gradient_of_lse_is_folded_into_out(size: float, width: int) -> None:
-    """sum(dout * out) comes out less by it, also where dout is 0; dout stays as it was but for 2^-40, or 0 for 0."""
-    torch.manual_seed(0)
-    dout, out = (torch.randn(2, 9, 3, width).bfloat16() for _ in range(2))
-    dout *= size
-    dout[0, 2], dout[1, 4], dout[1, 5] = 0.0, dout[1, 4] * 1e-3, dout[1, 5] * 1e-12
-    dlse = size * torch.randn(2, 9, 3)
-    dout[0, 7], dlse[0, 7], dlse[1, 7] = 0.0, 0.0, 0.0
-    before = dout.clone(), out.clone()
-    given, moved = fold(dlse, dout, out)
-    assert dout.equal(before[0]) and out.equal(before[1])
-    assert given[0, 7].eq(0).all() and moved[0, 7].equal(out[0, 7]) and moved[1, 7].equal(out[1, 7])
-    assert moved.dtype == given.dtype == torch.bfloat16
-    assert ((given - dout).abs() <= (dout.abs().amax(-1, keepdim=True) * 2.0**-40).clamp_min(2.0**-64)).all()
-    assert (_off(given, moved, dout, out, dlse) <= _rounding(dout, out, dlse)).all()
+class TestFolded(InOut):
+    """By torch, where no kernel of ours is."""
 
-
-@pytest.mark.parametrize("few", [0.0, 1e-36, 1e-39, 1e-20])
-@pytest.mark.parametrize("width", [3, 8, 64])
-def test_a_gradient_of_lse_is_folded_where_one_number_is_all_that_dout_has(width: int, few: float) -> None:
-    """And where others are so small that what they would take of it is no number."""
-    torch.manual_seed(0)
-    dout, out = few * torch.randn(width, width).bfloat16(), torch.randn(width, width).bfloat16()
-    dlse = torch.randn(width) * torch.logspace(-3, 4, width)
-    dout.fill_diagonal_(10.0)
-    given, moved = fold(dlse, dout, out)
-    assert (given - dout).abs().max() <= 10 * 2.0**-40
-    assert (_off(given, moved, dout, out, dlse) <= _rounding(dout, out, dlse)).all()
-
-
-def _off(given: Tensor, moved: Tensor, dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
-    """How far what a kernel adds up in float32 is from delta - dlse."""
-    return ((given.float() * moved.float()).sum(-1).double() - (dout.double() * out.double()).sum(-1) + dlse).abs()
-
-
-def _rounding(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
-    """That of float32 sums, here and in a kernel; three numbers of eight digits hold as many."""
-    return 2.0**-22 * ((dout.double() * out.double()).abs().sum(-1) + dlse.abs()) + 2.0**-80
+    fold = staticmethod(aten_cuda._folded)
 
 
 @pytest.mark.parametrize(
@@ -340,9 +305,23 @@ ASKED: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+def turned(dlse: Tensor, lse: Tensor, dout: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """dout, never 0, and out less so much of it that sum(dout * out) is less by dlse, where a row sees anything."""
+    dout = dout.where(dout.any(-1, keepdim=True), 1e-12)
+    dlse = dlse.masked_fill(lse == -torch.inf, 0.0)[..., None]
+    return dout, out - dlse / dout.square().sum(-1, keepdim=True) * dout
+
+
 @pytest.mark.parametrize("through", ["out", "lse", "both"])
 @pytest.mark.parametrize("name", ASKED)
-def test_a_call_like_one_before_asks_no_kernel_and_gives_the_same(name: str, through: str, counted: list[str]) -> None:
+@pytest.mark.parametrize("folds", [False, True], ids=["column", "folded"])
+def test_a_call_like_one_before_asks_no_kernel_and_gives_the_same(
+    name: str, through: str, folds: bool, counted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if folds:
+        monkeypatch.setattr(aten, "fold", turned)
+        for module in (aten, aten_cuda):
+            monkeypatch.setattr(module, "folds_dlse", lambda call: True)
     for turn in range(4):
         inputs = ASKED[name]()
         size = (*inputs["q"].shape[:3], inputs["v"].shape[-1])

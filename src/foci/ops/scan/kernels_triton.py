@@ -187,9 +187,20 @@ def step_kernel(x_ptr, g_ptr, state_ptr, out_ptr, x_s, g_s, state_s, D, BLOCK_D:
     tl.store(out_ptr + b * D + d, h.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def rule(D: int, BLOCK_T: int, target: Target) -> Config:
-    """One warp, two channels a thread; BLOCK_T tokens are on their way while as many are walked."""
-    return Config({"BLOCK_D": min(2 * target.lanes, triton.next_power_of_2(D)), "BLOCK_T": BLOCK_T}, warps=1, stages=1)
+def rule(D: int, BLOCK_T: int, whole: bool, target: Target) -> Config:
+    """One warp, a channel a thread where sequences are walked `whole`, else two, each with half as many tokens.
+
+    As many tokens are on their way as are walked.
+    """
+    wide, most = (1, 2 * BLOCK_T) if whole else (2, BLOCK_T)
+    return Config({"BLOCK_D": min(wide * target.lanes, triton.next_power_of_2(D)), "BLOCK_T": most}, 1, 1)
+
+
+def _config(kernel: str, call: Any, BLOCK_T: int, cut: Callable[[Target, int], Any], target: Target) -> Config:
+    """Sequences are whole where they would be with a channel a thread."""
+    D = call.sizes[2]
+    whole = not cut(target, -(-D // target.lanes)).tokens
+    return configure(f"scan_{kernel}", (call.x.dtype, whole), partial(rule, D, BLOCK_T, whole), target, VARY)
 
 
 def _maps(x: Tensor | None, call: Any, STRETCH: int, slots: int, back: bool, config: Config) -> tuple[Tensor, Tensor]:
@@ -212,7 +223,7 @@ def forward(call: Any, out: Tensor, cut: Callable[[Target, int], Any]) -> Tensor
     _, T, D, N = call.sizes
     x, g, state = call.x, call.log_decay, call.state
     target = target_of(x.device)
-    config = configure("scan_forward", (x.dtype,), partial(rule, D, 16), target, VARY)
+    config = _config("forward", call, 16, cut, target)
     blocks = -(-D // config["BLOCK_D"])
     STRETCH, programs, slots = cut(target, blocks * config.warps)
     decays, ends = _maps(x, call, STRETCH, slots, False, config) if STRETCH else (None, None)
@@ -232,7 +243,7 @@ def backward(
     _, T, D, N = call.sizes
     g, state, (dout, dfinal) = call.log_decay, call.state, grads
     target = target_of(g.device)
-    config = configure("scan_backward", (call.x.dtype,), partial(rule, D, 8), target, VARY)
+    config = _config("backward", call, 8, cut, target)
     blocks = -(-D // config["BLOCK_D"])
     STRETCH, programs, slots = cut(target, blocks * config.warps)
     decays, ends = _maps(dout, call, STRETCH, slots, True, config) if STRETCH else (None, None)

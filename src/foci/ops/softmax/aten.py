@@ -230,13 +230,16 @@ def forward(call: Call, kernel: Kernel | None = None) -> tuple[Tensor, Tensor]:
 def alike(call: Call) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor | None, ...]]]:
     """`forward` and `backward` of calls like this one, whose kernel is its own; lse may stay as that gave it."""
     kernel, make = _kernel(call), type(call)._make
-    straight = kernel.straight(call, _squarely_causal(call)) if _bare(call) else None
+    straight, folds = kernel.straight(call, _squarely_causal(call)) if _bare(call) else None, folds_dlse(call)
 
     def back(values: Any, outputs: Any, grads: Any, needs: Any) -> tuple[Tensor | None, ...]:
-        if straight is not None and grads[0] is not None and grads[1] is None:
-            found: tuple[Tensor | None, ...] = straight[1](values, outputs, grads[0], needs)
-            return found
-        return backward(make(values), outputs, grads, needs, kernel)
+        (out, lse), (dout, dlse) = outputs, grads
+        if straight is None or dout is None or (dlse is not None and not folds):
+            return backward(make(values), outputs, grads, needs, kernel)
+        if dlse is not None:
+            dout, out = fold(dlse, lse, dout, out)
+        found: tuple[Tensor | None, ...] = straight[1](values, (out, lse), dout, needs)
+        return found
 
     return (lambda values: forward(make(values), kernel)) if straight is None else straight[0], back
 
@@ -280,20 +283,20 @@ def backward(
     dout, dlse = grads
     *_, K, V = call.sizes
     dout = torch.zeros_like(out) if dout is None else dout
-    if dlse is None and _bare(call):
-        do, q, k, v, o = (unit_stride(x).transpose(1, 2) for x in (dout, *call[:3], out))
-        found = kernel.backward(do, q, k, v, o, lse.transpose(1, 2), None, _squarely_causal(call), call.scale)
-        whole = (x.transpose_(1, 2).contiguous() if need else None for x, need in zip(found, needs, strict=False))
-        return *whole, None, None
     dsink = None
     if call.sink is not None and needs[4]:
         pull = (dout.to(lse.dtype) * out).sum(-1)
         pull = -pull if dlse is None else dlse - pull
         dsink = (torch.exp(call.sink.to(lse.dtype) - never_empty(lse)) * pull).sum((0, 1)).to(call.sink.dtype)
-    steady = never_empty(lse)
     if dlse is not None and folds_dlse(call):
-        dout, out = fold(dlse.masked_fill(lse == -torch.inf, 0.0), dout, out)
+        dout, out = fold(dlse, lse, dout, out)
         dlse = None
+    if dlse is None and _bare(call):
+        do, q, k, v, o = (unit_stride(x).transpose(1, 2) for x in (dout, *call[:3], out))
+        found = kernel.backward(do, q, k, v, o, lse.transpose(1, 2), None, _squarely_causal(call), call.scale)
+        whole = (x.transpose_(1, 2).contiguous() if need else None for x, need in zip(found, needs, strict=False))
+        return *whole, None, None
+    steady = never_empty(lse)
     # Kernels like widths that fill vectors: one column more means eight.
     width = max(K, V) if dlse is None else -(-(V + 1) // 8) * 8 if V + 1 > K else K
     width = max(width, K)

@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foci.core.device import constant, platform
+from foci.core.device import constant, installed, platform
 from foci.core.ledger import Use, vetoes
+from foci.core.plans import played
+from foci.ops.gpu import unsuitable
 from foci.ops.softmax.call import Call
 
 # Shapes are checked on the meta device; the numbers need a GPU (docs/softmax.md says which one has seen them).
 _aten = torch.ops.aten  # forwards are called as torch's own functions: the same op, 1 us cheaper
 _HALF = (torch.bfloat16, torch.float16)
 _LITTLE, _SHORT = 1 << 30, 2048  # products of two numbers and length of a walk: some microseconds of a GPU
+_FAR = 1 << 30  # rows that 32 bits count
 
 
 class _CudaKernel:
@@ -254,13 +257,26 @@ def folds_dlse(call: Call) -> bool:
     return call.q.dtype == torch.bfloat16 and call.q.device.type != "cpu" and call.v.shape[-1] > 2
 
 
-def fold(dlse: Tensor, dout: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+def fold(dlse: Tensor, lse: Tensor, dout: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """(dout, out) [B,T,H,V] of which delta = sum(dout * out) comes out less by dlse [B,T,H]; out serves nothing else.
 
-    Where dlse is not 0, out is 0 but for three numbers, at the largest of each third of dout: each has what rounding
-    left of those before it. A third below 2^-40 of its row, or 2^-64, gets a number so small that dv does not feel it.
+    Where dlse is not 0, and lse not -inf, out is 0 but for three numbers, at the largest of each third of dout: each
+    has what rounding left of those before it. A third below 2^-40 of its row, or 2^-64, gets a number so small that dv
+    does not feel it.
     """
-    moves = (dlse != 0)[..., None]
+    given = dlse, lse, dout, out
+    if out.dtype not in _HALF or lse.numel() >= _FAR or not installed("triton"):
+        return _folded(*given)
+    if unsuitable(out, out.shape, out.shape[-1:]):
+        return _folded(*given)
+    from foci.ops.softmax import kernels_triton_dlse as kernels
+
+    folded: tuple[Tensor, Tensor] = played(kernels.fold, given, lambda: kernels.fold(*given))
+    return folded
+
+
+def _folded(dlse: Tensor, lse: Tensor, dout: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    moves = ((dlse != 0) & (lse != -torch.inf))[..., None]
     left = (dout.float() * out).sum(-1, keepdim=True) - dlse[..., None]
     least = (_largest(dout) * 2.0**-40).clamp_min(2.0**-64)
     dout, out = dout.clone(), out.masked_fill(moves, 0.0)

@@ -144,13 +144,13 @@ def _backward(
     asked, (out, lse), (dout, dlse) = _asked(call), outputs, grads
     dout = torch.zeros_like(out) if dout is None else dout
     empty = _empty(call, asked)
+    if dlse is not None and package.folds:
+        dout, out = fold(dlse, lse, dout, out)
+        dlse = None
     lse = lse.transpose(1, 2).clone(memory_format=torch.contiguous_format)
     if empty:
         lse[..., :empty] = package.empty
         dlse = None if dlse is None else dlse.index_fill(1, torch.arange(empty, device=dlse.device), 0.0)
-    if dlse is not None and package.folds:
-        dout, out = fold(dlse, dout, out)
-        dlse = None
     dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
     asked = asked._replace(q=_aligned(asked.q), k=_aligned(asked.k), v=_aligned(asked.v))
     with torch.cuda.device_of(asked.q):
