@@ -96,11 +96,12 @@ def recurrence(
     return make
 
 
-def scan(*, D: int = 2048, state: bool = False, packed: bool = False) -> Callable[[torch.dtype], dict[str, Any]]:
-    """A scan over single channels."""
+def scan(
+    *, B: int = 2, D: int = 2048, state: bool = False, packed: bool = False
+) -> Callable[[torch.dtype], dict[str, Any]]:
+    """A scan over single channels; of packed documents B is 1."""
 
     def make(dtype: torch.dtype) -> dict[str, Any]:
-        B = 1 if packed else 2
         made: dict[str, Any] = {"x": empty(B, T, D, dtype=dtype), "log_decay": empty(B, T, D)}
         if state:
             made["state"] = empty(DOCUMENTS if packed else B, D)
@@ -248,7 +249,8 @@ _DELTA = (
 )
 _SCANS = (
     Specimen("scan", "D=2048", scan()),
-    Specimen("scan", "packed", scan(packed=True, state=True), where="sm_90"),
+    Specimen("scan", "D=2048, walked whole", scan(B=16)),  # a channel a thread
+    Specimen("scan", "packed", scan(B=1, packed=True, state=True), where="sm_90"),
     *_dtypes("scan", "D=2048", scan()),
     Specimen("selective_scan", "N=16", selective()),
     Specimen("selective_scan", "packed", selective(packed=True, state=True), where="sm_90"),
