@@ -89,8 +89,11 @@ def pretending() -> Iterator[None]:
         yield
 
 
-def fused(self: Any, q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
-    return torch.empty_like(q), q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
+def fused(self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+    """One op to autograd, as torch's own is, where a gradient is wanted."""
+    trains = torch.is_grad_enabled() and q.requires_grad
+    out = torch.addcmul(q, k, v) if trains else torch.empty_like(q)
+    return out, q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
 
 
 def fused_back(self: Any, dout: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:

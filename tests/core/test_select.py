@@ -40,10 +40,10 @@ def test_the_first_that_can_is_chosen(spec: Spec, call: set, chosen: str) -> Non
 
 def test_one_may_prefer_another_that_can(spec: Spec) -> None:
     """As torch's kernels do Triton's for decoding: it is taken where it can run the call, and only then."""
-    sys.modules["toy_fast"].prefers = lambda call: "middle"
+    sys.modules["toy_fast"].prefers = lambda call, single: "middle"
     assert choose(spec, set()).name == explain(spec, set()).chosen == "middle"
     assert choose(spec, set(), "fast").name == explain(spec, set(), "fast").chosen == "fast"
-    sys.modules["toy_fast"].prefers = lambda call: "gpu"  # which is not there
+    sys.modules["toy_fast"].prefers = lambda call, single: "gpu"  # which is not there
     assert choose(spec, set()).name == explain(spec, set()).chosen == "fast"
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from foci.core import plans
+from foci.core.again import PLAIN, Rest, Way, as_written, by_torch, decided, holes, through_of
 from foci.core.ahead import compiled_ahead
 from foci.core.errors import Unsupported
 from foci.core.select import choose
@@ -19,7 +19,6 @@ from foci.core.spec import Backend, Outputs, Spec
 from foci.core.steps import choice
 
 _SCHEMA_TYPES = {Tensor: "Tensor", float: "float", bool: "bool", int: "int", str: "str"}
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
 Pair = tuple[Callable[..., Any], Callable[..., Any]]
 _LIBRARY = torch.library.Library("foci", "DEF")
 _unwrapped: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
@@ -44,19 +43,29 @@ class Runner:
         return self._ways[backend.name].run(call)
 
     def given(
-        self, bind: Callable[..., Any], first: tuple[Any, ...], rest: dict[str, Any], backend: str | None
-    ) -> Outputs:
+        self, bind: Callable[..., Any], first: tuple[Any, ...], rest: dict[str, Any], backend: str | None,
+        single: bool = False,
+    ) -> Outputs:  # fmt: skip
         """The outputs of `bind(*first, **rest)`, a public function's call, by the backend that is named or chosen.
 
         What is given is all that decides about the call, its tensors in the order of the Call. On a GPU, where nobody
         watches, a call like one before is neither checked nor dispatched again; autograd is told where it must be.
+        `single`: nobody asks for more than the first output, and there may be no other.
         """
         values = (*first, *rest.values())
-        key, played = plans.again(self, (*values, backend))
+        key, played = plans.again((self, single), (*values, backend))
         if played is not None:
             return played
         call = bind(*first, **rest)
-        chosen = choose(self.spec, call, backend)
+        chosen = choose(self.spec, call, backend, single)
+        compute = by_torch(chosen, call) if single else None
+        if compute is not None:
+            tensors = [value for value in _alive(call) if isinstance(value, Tensor)]
+            if key is not None:
+                given = [value for value in values if isinstance(value, Tensor)]
+                same = len(given) == len(tensors) and all(x is y for x, y in zip(given, tensors, strict=True))
+                plans.decide(key, (lambda _, tensors: compute(*tensors)) if same else None, call[0].device)
+            return compute(*tensors)
         made = self(chosen, call)
         if key is not None:
             self._learn(key, values, chosen, call)
@@ -65,11 +74,11 @@ class Runner:
     def _learn(self, key: Any, values: tuple[Any, ...], chosen: Backend, call: Any) -> None:
         way = self._ways[chosen.name]
         if "triton" not in chosen.needs:
-            return plans.decide(key, _decided(way, chosen, values, call), call[0].device)
+            return plans.decide(key, decided(way, chosen, values, call), call[0].device)
         forward: Callable[..., Any] = chosen.load().forward
         if not plans.wants_gradient(values):
             return plans.learn(key, values, forward, call)
-        through = _through(values, call, way.training)
+        through = through_of(values, call, way.training)
         return plans.learn(key, values, forward, (*call, *(True,) * _keeps(chosen)), through)
 
 
@@ -78,117 +87,27 @@ def _brings_gradient(backend: Backend) -> bool:
     return bool(backend.missing()) or hasattr(backend.load(), "backward")
 
 
-_Playing = tuple[Callable[[], Outputs], "_Rest"]  # what plays a call, and what is known of it
+_Playing = tuple[Callable[[], Outputs], Rest]  # what plays a call, and what is known of it
 
 
-class _Way(NamedTuple):
-    """How a backend runs a call; where it brings its gradient, also how autograd takes one, or what plays it."""
-
-    run: Callable[[Any], Outputs]
-    training: Callable[[Callable[[], Outputs] | None, _Rest | None, Any], Outputs] | None = None
-
-
-def _transparent(backend: Backend) -> _Way:
+def _transparent(backend: Backend) -> Way:
     forward: Callable[[Any], Outputs] = backend.load().forward
-    return _Way(lambda call: _as_written(forward, call))
-
-
-def _decided(way: _Way, backend: Backend, values: tuple[Any, ...], call: Any) -> plans.Through | None:
-    """How calls like this one, made of these values, are run by a backend that launches no kernels of ours."""
-    alike = getattr(backend.load(), "alike", None)
-    if alike is None or way.training is None:
-        run, make = way.run, type(call)._make
-        return _through(values, call, lambda _, rest, filled: run(make(filled)))
-    forward, backward = alike(call)
-    backward = functools.partial(_as_written, backward)  # only then is known whether autocast is on
-    if plans.autocast(call[0]) is not None:
-        forward = functools.partial(_as_written, forward)
-    if not plans.wants_gradient(call):
-        return _through(values, call, lambda _, rest, filled: forward(filled))
-    training = way.training
-
-    def trained(_: Any, rest: _Rest, filled: tuple[Any, ...]) -> Outputs:
-        return training(functools.partial(forward, filled), rest, filled)
-
-    return _through(values, call, trained, backward)
-
-
-def _through(values: tuple[Any, ...], call: Any, run: Any, backward: Any = None) -> plans.Through | None:
-    """How calls like this one, made of these values, come to `run` without being bound; None where they must be.
-
-    Tensors of the call are those that were given, in their order, or views of all that one holds. `backward` runs that
-    of calls like it, where no plan does.
-    """
-    given = [value for value in values if isinstance(value, Tensor)]
-    places = [place for place, value in enumerate(call) if isinstance(value, Tensor)]
-    if run is None or len(given) != len(places):
-        return None
-    shapes = [None if call[place] is x else call[place].shape for place, x in zip(places, given, strict=True)]
-    for place, x, shape in zip(places, given, shapes, strict=True):
-        if shape is not None and not (x.numel() == shape.numel() and _same(x.detach().view(shape), call[place])):
-            return None
-    rest = _Rest(call, lasts=True)
-    rest.backward = backward
-    viewed = [(place, shape) for place, shape in enumerate(shapes) if shape is not None]
-
-    def through(play: Callable[[], Outputs] | None, tensors: list[Tensor]) -> Outputs:
-        tensors = tensors.copy()  # playing takes its memory behind them
-        for place, shape in viewed:
-            tensors[place] = tensors[place].view(shape)
-        outputs: Outputs = run(play, rest, rest.filled(tensors))
-        return outputs
-
-    return through
-
-
-class _Rest:
-    """What is no tensor among the values of a call, and how its tensors come back to their places in between.
-
-    `lasts`: one for all calls like it, `backward` included.
-    """
-
-    backward: Callable[..., Any] | None = None
-
-    def __init__(self, values: Sequence[Any], lasts: bool = False) -> None:
-        self.lasts = lasts
-        places = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
-        others = [place for place, value in enumerate(values) if not isinstance(value, Tensor)]
-        self.tensors, self.holes = choice(places), _holes(values)
-        self.others = [values[place] for place in others]
-        order = [*places, *others]
-        self.order = choice([order.index(place) for place in range(len(order))])
-
-    def filled(self, tensors: list[Tensor]) -> tuple[Any, ...]:
-        return self.order(tensors + self.others)
-
-
-def _holes(values: Sequence[Any]) -> list[Any]:
-    """The values, in place of each tensor the class: a hole."""
-    return [Tensor if isinstance(value, Tensor) else value for value in values]
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    return x.data_ptr() == y.data_ptr() and x.stride() == y.stride() and x.dtype == y.dtype
-
-
-def _as_written(compute: Callable[..., Any], call: Any, *rest: Any) -> Any:
-    with plans.unrounded(call[0]):
-        return compute(call, *rest)
+    return Way(lambda call: as_written(forward, call))
 
 
 def _computed(backend: Backend, compute: Callable[..., Any], call: Any, *rest: Any) -> Any:
     """What a backend makes of a call; kernels by their plan, where the call is of a kind that was seen before."""
     if "triton" not in backend.needs:
-        return _as_written(compute, call, *rest)
+        return as_written(compute, call, *rest)
     values = [*call]
     for part in rest:
         values += part if isinstance(part, tuple) else (part,)
     return plans.played(
-        compute, values, lambda: _as_written(compute, call, *rest), lambda: compiled_ahead(compute, call, *rest)
+        compute, values, lambda: as_written(compute, call, *rest), lambda: compiled_ahead(compute, call, *rest)
     )
 
 
-def _opaque(spec: Spec, backend: Backend) -> _Way:
+def _opaque(spec: Spec, backend: Backend) -> Way:
     ops = _define(spec, backend)
     function = _function(spec, backend, ops)
     alone = _define_alone(spec, backend) if _keeps(backend) else ops[0][0]
@@ -196,7 +115,7 @@ def _opaque(spec: Spec, backend: Backend) -> _Way:
     # A Function's own `apply` does the same, but asks `inspect` for the signature of its forward at every call: 20 us.
     plainly = super(torch.autograd.Function, function).apply
 
-    def training(play: Callable[[], Outputs] | None, rest: _Rest | None, call: Any) -> Outputs:
+    def training(play: Callable[[], Outputs] | None, rest: Rest | None, call: Any) -> Outputs:
         outputs: Outputs = plainly(None if play is None else (play, rest), *call)
         return outputs[:count]
 
@@ -219,7 +138,7 @@ def _opaque(spec: Spec, backend: Backend) -> _Way:
         plain: Outputs = _computed(backend, backend.load().forward, _alive(call))
         return plain
 
-    return _Way(run, training)
+    return Way(run, training)
 
 
 def _said(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -257,7 +176,7 @@ def _watched(call: Any) -> bool:
     Or torch's dispatcher must make a tensor what it stands for: negated when it is read (the imaginary part of a
     conjugate), or zeros that no memory holds.
     """
-    if plans.watched() or call[0].is_meta or not _PLAIN.issuperset(map(type, call)):
+    if plans.watched() or call[0].is_meta or not PLAIN.issuperset(map(type, call)):
         return True
     tensors = [value for value in call if isinstance(value, Tensor)]
     return any(map(Tensor.is_neg, tensors)) or any(map(Tensor._is_zerotensor, tensors))
@@ -323,7 +242,7 @@ def _define_alone(spec: Spec, backend: Backend) -> Any:
     _LIBRARY.define(f"{name}({_schema(call_type)}) -> ({', '.join('Tensor' for _ in spec.output_names)})")
 
     def forward(*values: Any) -> Outputs:
-        outputs: Outputs = _as_written(backend.load().forward, call_type(*values))
+        outputs: Outputs = as_written(backend.load().forward, call_type(*values))
         return outputs
 
     def fake(*values: Any) -> Outputs:
@@ -387,10 +306,10 @@ def _function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> Any:
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
             playing, *values = inputs
             if torch.compiler.is_compiling() or (playing is None and not planned):
-                ctx.rest = _holes(values)
+                ctx.rest = holes(values)
                 tensors = [value for value in values if isinstance(value, Tensor)]
             else:
-                ctx.known = _Rest(values) if playing is None else playing[1]
+                ctx.known = Rest(values) if playing is None else playing[1]
                 ctx.rest, tensors = ctx.known.holes, ctx.known.tensors(values)
             ctx.save_for_backward(*tensors, *output)
             ctx.set_materialize_grads(False)

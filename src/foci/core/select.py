@@ -9,13 +9,13 @@ from foci.core.errors import Unsupported
 from foci.core.spec import Backend, Spec
 
 
-def choose(spec: Spec, call: Any, backend: str | None = None) -> Backend:
+def choose(spec: Spec, call: Any, backend: str | None = None, single: bool = False) -> Backend:
     """The first backend of the Spec (fastest first) without a reason against the call, or the one that it prefers.
 
-    A named one is taken as it is.
+    A named one is taken as it is. `single`: nobody asks for more than the first output.
     """
     if backend is None:
-        if (found := _fastest(spec, call)) is not None:
+        if (found := _fastest(spec, call, single)) is not None:
             return found
         reasons = [f"{b.name}: {reason}" for b in spec.backends for reason in b.reasons(call)]
         raise Unsupported(f"{spec.function}: no backend can run this call", reasons)
@@ -30,10 +30,10 @@ def choose(spec: Spec, call: Any, backend: str | None = None) -> Backend:
     return chosen
 
 
-def _fastest(spec: Spec, call: Any) -> Backend | None:
+def _fastest(spec: Spec, call: Any, single: bool) -> Backend | None:
     for candidate in spec.backends:
         if not candidate.reasons(call):
-            preferred = candidate.prefers(call)
+            preferred = candidate.prefers(call, single)
             if preferred and not (other := spec.backend(preferred)).reasons(call):
                 return other
             return candidate
@@ -63,10 +63,10 @@ class Explanation:
 
 
 def explain(spec: Spec, call: Any, backend: str | None = None) -> Explanation:
-    """The Explanation of one call; `backend` is the explicit choice a caller would make."""
+    """The Explanation of one call of Spec.function; `backend` is the explicit choice a caller would make."""
     verdicts = {b.name: b.ready().reasons(call) for b in spec.backends}
     able = [name for name, reasons in verdicts.items() if not reasons]
-    fastest = _fastest(spec, call) if backend is None else spec.backend(backend)
+    fastest = _fastest(spec, call, single=True) if backend is None else spec.backend(backend)
     chosen = None if fastest is None else fastest.name
     if chosen is not None and verdicts[chosen]:
         chosen = None

@@ -43,9 +43,11 @@ class Backend:
     `backward(call, outputs, gradients, needs) -> tuple` it brings its own gradient and becomes an opaque op pair;
     without, it is differentiable torch code and autograd sees through it. With `kept(call) -> Output` beside it the op
     calls `forward(call, True)`, which gives one tensor more, for the backward alone: the last of its `outputs`.
-    `prefers(call) -> str` names a later backend that is faster for a call which both can run. `alike(call)` gives
-    forward and backward of flat calls like this one (core/plans.py: again), which hold no tensor and go through torch's
-    dispatcher. Outputs are no views there, but of any strides, which either backward takes.
+    `prefers(call, single) -> str` names a later backend that is faster for a call which both can run, and of which the
+    first output is all that is asked for where it is `single`. `alike(call)` gives forward and backward of flat calls
+    like this one (core/plans.py: again), which hold no tensor and go through torch's dispatcher. Outputs are no views
+    there, but of any strides, which either backward takes. `by_torch(call)` makes of the tensors of calls like this one
+    a tuple of the first output alone, differentiable by torch, or is None.
 
     Of the packages that it stands on `needs` are all wanted, of `one_of` any.
 
@@ -84,10 +86,10 @@ class Backend:
         found: list[str] = self.load().reasons(call)
         return found
 
-    def prefers(self, call: Any) -> str:
+    def prefers(self, call: Any, single: bool) -> str:
         """The backend that is faster for this call where it can run it, which this one could; "": none."""
         ask = getattr(self.load(), "prefers", None)
-        return "" if ask is None else str(ask(call))
+        return "" if ask is None else str(ask(call, single))
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,16 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import pad
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import foci
@@ -21,7 +23,7 @@ from foci.core import device, plans, tune
 from foci.core.errors import Unsupported
 from foci.ops.masks import Causal, Dense, Lengths, Packed
 from foci.ops.softmax import aten, aten_cuda
-from foci.ops.softmax.aten import reasons
+from foci.ops.softmax.aten import by_torch, reasons
 from foci.ops.softmax.aten_cuda import CUDA_KERNELS, cuda_kernels, folds_dlse, slow
 from foci.ops.softmax.call import bind
 from tests.ops.softmax.in_out import InOut
@@ -166,6 +168,49 @@ def test_with_gradients_triton_is_preferred_where_one_tile_has_all_queries(T: in
     assert slow(call) == call.few == better
     with torch.no_grad():
         assert slow(call)
+
+
+@pytest.mark.parametrize(
+    ("T", "more", "single", "trains", "chosen"),
+    [
+        (50, {}, True, True, "aten"),
+        (50, {}, False, True, "triton"),
+        (50, {}, True, False, "triton"),
+        (1, {}, True, True, "triton"),
+        (2048, {}, False, True, "aten"),
+        (50, {"K": 60}, True, True, "triton"),
+    ],
+    ids=["out alone", "lse too", "inference", "few queries", "much", "no whole eights"],
+)
+def test_for_a_gradient_of_little_torch_is_preferred_where_its_own_op_gives_all(
+    T: int, more: dict[str, int], single: bool, trains: bool, chosen: str
+) -> None:
+    with FakeTensorMode():
+        made = partial(torch.empty, dtype=torch.bfloat16, device="cuda", requires_grad=trains)
+        call = bind(*(made(2, n, 8, more.get("K", 64)) for n in (T, max(T, 512), max(T, 512))))
+        assert (aten.prefers(call, single) or "aten") == chosen
+
+
+def test_little_goes_to_what_is_quick_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aten, "_kernels", lambda call: CUDA_KERNELS)
+    for T, quick, much in ((64, "flash", "cudnn"), (4096, "cudnn", "cudnn")):
+        call = bind(*tensors(T=T, S=T, K=64))
+        assert (by_torch(call).func.__self__.name, aten._kernel(call).name) == (quick, much)
+
+
+def test_a_watcher_sees_one_op_of_ours(counted: list[str]) -> None:
+    class Seen(TorchDispatchMode):
+        names: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    inputs = rows()
+    for _ in range(3):
+        with Seen():
+            foci.attention(**inputs, backend="aten")
+    assert Seen.names == ["foci.softmax_aten_fwd.default"] * 3
 
 
 class TestFolded(InOut):
@@ -366,15 +411,20 @@ def test_one_that_wants_out_alone_too(name: str, counted: list[str]) -> None:
 def test_what_comes_behind_a_call_like_one_before_is_heard(
     kernel: Any, counted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Saved tensors brought back otherwise, a gradient of any strides, a second derivative, a watcher."""
+    """Saved tensors brought back otherwise, a gradient of any strides, a second derivative, a watcher.
+
+    Of out alone torch itself says that its op has no second derivative.
+    """
     monkeypatch.setattr(aten, "_kernels", lambda call: (kernel,))
     inputs, pull = rows(G=4) | {"mask": Causal()}, torch.randn((), dtype=torch.float64).expand(2, 9, 4, 16)
     truth = evaluate(inputs, through=(pull, None))
     leaves = {n: inputs[n].requires_grad_() for n in "qkv"}
 
-    def step(before: Any = nullcontext, behind: Any = nullcontext, **more: Any) -> tuple[Tensor, ...]:
+    def step(
+        before: Any = nullcontext, behind: Any = nullcontext, attend: Any = foci.attention, **more: Any
+    ) -> tuple[Tensor, ...]:
         with before():
-            out = foci.attention(**inputs, backend="aten")
+            out, *_ = outputs if isinstance(outputs := attend(**inputs, backend="aten"), tuple) else (outputs,)
         with behind():
             return torch.autograd.grad(out, list(leaves.values()), pull, **more)
 
@@ -382,11 +432,12 @@ def test_what_comes_behind_a_call_like_one_before_is_heard(
         return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.mT.contiguous().mT)
 
     ways = ({}, {}, {}, {"before": turned}, {"behind": torch.profiler.profile}, {"create_graph": True})
-    for way in ways:
-        for found, name in zip(step(**way), leaves, strict=True):
-            torch.testing.assert_close(found, truth[f"d{name}"])
+    for attend in (foci.attention, foci.attention_with_lse):
+        for way in ways:
+            for found, name in zip(step(attend=attend, **way), leaves, strict=True):
+                torch.testing.assert_close(found, truth[f"d{name}"])
     with pytest.raises(Unsupported, match="double backward"):
-        torch.autograd.grad(step(create_graph=True)[0].sum(), leaves["k"])
+        torch.autograd.grad(step(attend=attend, create_graph=True)[0].sum(), leaves["k"])
     batch = torch.func.vmap(lambda x: torch.autograd.grad(out, leaves["q"], x, retain_graph=True)[0])
     out = foci.attention(**inputs, backend="aten")
     torch.testing.assert_close(batch(torch.stack([pull, 2 * pull]))[1], 2 * truth["dq"])

@@ -206,11 +206,14 @@ def test_triton_is_preferred_for_little_and_few_queries_and_on_hopper_to_the_sec
 ) -> None:
     install("flash_attn_2", "flash_attn_3")
     large = bind(**tensors(T=4096, S=4096))
-    assert prefers(large) == "" and prefers(bind(**tensors())) == prefers(bind(**tensors(T=2, S=65536))) == "triton"
+    assert (
+        prefers(large, True) == ""
+        and prefers(bind(**tensors()), True) == prefers(bind(**tensors(T=2, S=65536)), True) == "triton"
+    )
     install(flash_attn_3="raise ImportError('an undefined symbol')")
-    assert prefers(large) == "triton"
+    assert prefers(large, True) == "triton"
     on(monkeypatch, 8, 0)
-    assert prefers(large) == ""
+    assert prefers(large, True) == ""
 
 
 def test_it_is_chosen_behind_torch_s_kernels_and_before_triton_s(install: Install) -> None:

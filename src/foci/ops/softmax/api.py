@@ -43,7 +43,7 @@ def attention(
     Papers: Vaswani et al. 2017 (arXiv 1706.03762); softcap Gemma 2 (2408.00118); sinks Xiao et al. 2023 (2309.17453).
     """
     rest = {"softcap": softcap, "scale": scale, "dropout": dropout}
-    return _run.given(bound, (q, k, v, bias, sink, *lower(mask)), rest, backend)[0]
+    return _run.given(bound, (q, k, v, bias, sink, *lower(mask)), rest, backend, single=True)[0]
 
 
 def attention_with_lse(

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from foci.merge.partial import absorb
 from foci.ops.masks import segments
-from foci.ops.softmax.aten_cuda import cuda_kernels, fold, folds_dlse, slow, unit_stride
+from foci.ops.softmax.aten_cuda import cuda_kernels, differentiated, fold, folds_dlse, little, slow, unit_stride
 from foci.ops.softmax.call import Call, Gradients, Rows, never_empty
 
 _flash_forward = torch._scaled_dot_product_flash_attention_for_cpu  # the same op, 2 us cheaper to call
@@ -32,6 +32,7 @@ class Kernel(Protocol):
     """
 
     name: str
+    quick: bool
 
     def reasons(self, call: Call, gradients: bool = False) -> list[str]: ...
 
@@ -46,11 +47,14 @@ class Kernel(Protocol):
 
     def straight(self, call: Call, causal: bool) -> tuple[Callable[..., Any], Callable[..., Any]] | None: ...
 
+    def by_torch(self, call: Call, causal: bool) -> Callable[..., tuple[Tensor]] | None: ...
+
 
 class FlashOnCpu:
     """torch's CPU flash attention. Its lse is 0.0 for an empty row, which would merge as a real one: see `forward`."""
 
     name = "cpu flash"
+    quick = True
 
     def reasons(self, call: Call, gradients: bool = False) -> list[str]:
         if not call.ascending and (call.causal_end or call.causal_start):
@@ -79,6 +83,8 @@ class FlashOnCpu:
     def straight(self, call: Call, causal: bool) -> None:
         """Nothing: on the CPU every call is checked."""
 
+    by_torch = straight
+
 
 _CPU_KERNELS: tuple[Kernel, ...] = (FlashOnCpu(),)
 
@@ -90,9 +96,12 @@ def _kernels(call: Call) -> tuple[Kernel, ...]:
     return _CPU_KERNELS if device in ("cpu", "meta") else ()
 
 
-def _kernel(call: Call) -> Kernel:
-    """The first that takes the call and its gradients; out and lse are the same of all, whichever does the backward."""
-    for kernel in _kernels(call):
+def _kernel(call: Call, quick: bool = False) -> Kernel:
+    """The first that takes the call and its gradients; out and lse are the same of all, whichever does the backward.
+
+    Of those, the first that is `quick` to launch.
+    """
+    for kernel in sorted(_kernels(call), key=lambda kernel: quick and not kernel.quick):
         if not kernel.reasons(call, gradients=True):
             return kernel
     raise AssertionError("no kernel: reasons(call) should have refused")
@@ -130,9 +139,14 @@ def reasons(call: Call) -> list[str]:
     return found
 
 
-def prefers(call: Call) -> str:
-    """The backend that is faster where both can run this call."""
-    return "triton" if call.q.is_cuda and slow(call) else ""
+def prefers(call: Call, single: bool) -> str:
+    """The backend that is faster where both can run this call.
+
+    For a gradient torch's own autograd has less to do on the host than any Function, where it is to be had.
+    """
+    if not call.q.is_cuda or not slow(call):
+        return ""
+    return "" if single and differentiated(call) and not call.few and by_torch(call) is not None else "triton"
 
 
 def _causal_fits(call: Call) -> bool:
@@ -242,6 +256,11 @@ def alike(call: Call) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..
         return found
 
     return (lambda values: forward(make(values), kernel)) if straight is None else straight[0], back
+
+
+def by_torch(call: Call) -> Callable[..., tuple[Tensor]] | None:
+    """What makes (out,) of q, k and v of calls like this one; None where a kernel needs help of ours."""
+    return _kernel(call, quick=little(call)).by_torch(call, _squarely_causal(call)) if _bare(call) else None
 
 
 def _squarely_causal(call: Call) -> bool:

@@ -24,9 +24,13 @@ _FAR = 1 << 30  # rows that 32 bits count
 
 
 class _CudaKernel:
-    """What the three have in common: widths in eights, the ledger consulted; `grouped`: it reads each key head once."""
+    """What the three have in common: widths in eights, the ledger consulted.
+
+    `grouped`: it reads each key head once. `quick`: to launch, next to others.
+    """
 
     name = ""
+    quick = False
     dtypes: tuple[torch.dtype, ...] = _HALF
     takes_mask = False
     grouped = True
@@ -86,11 +90,26 @@ class _CudaKernel:
 
         lse [B,T,H] lies as the kernel gave it, [B,H,T], so that neither copies it.
         """
-        q, k, v = call[:3]
-        taken = self.grouped or q.shape[2] == k.shape[2]
-        if q.shape[-1] % 8 or not taken or not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        if not self._as_they_are(call):
             return None
         return partial(self._straight, causal, call.scale), partial(self._straight_back, causal, call.scale)
+
+    def by_torch(self, call: Call, causal: bool) -> Callable[..., tuple[Tensor]] | None:
+        """What makes (out,) of q, k and v of calls like this bare one, to autograd torch's own op; None as above.
+
+        An lse is made only for a gradient.
+        """
+        return partial(self._by_torch, causal, call.scale, differentiated(call)) if self._as_they_are(call) else None
+
+    def _as_they_are(self, call: Call) -> bool:
+        q, k, v = call[:3]
+        taken = self.grouped or q.shape[2] == k.shape[2]
+        return not q.shape[-1] % 8 and taken and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+
+    def _by_torch(self, causal: bool, scale: float, trains: bool, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out, _ = self._forward(q, k, v, None, causal, scale, trains)
+        return ((out.transpose(1, 2) if trains else out.transpose_(1, 2)).contiguous(),)
 
     def _straight(self, causal: bool, scale: float, values: Sequence[Any]) -> tuple[Tensor, Tensor]:
         q, k, v = values[:3]
@@ -116,7 +135,7 @@ class _CudaKernel:
         return x if self.grouped or x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
     def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, lse: bool = True
     ) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
@@ -131,12 +150,13 @@ class FlashOnCuda(_CudaKernel):
     """FlashAttention-2 as torch builds it. arXiv 2307.08691"""
 
     name = "flash"
+    quick = True
 
     def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, lse: bool = True
     ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-        return out, lse
+        out, top, *_ = torch._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return out, top
 
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -165,10 +185,10 @@ class Cudnn(_CudaKernel):
         return _width_of_cudnn(device)
 
     def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, lse: bool = True
     ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
-        return out, lse
+        out, top, *_ = torch._scaled_dot_product_cudnn_attention(q, k, v, None, lse, 0.0, causal, False, scale=scale)
+        return out, top
 
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -191,10 +211,10 @@ class Efficient(_CudaKernel):
     grouped = False
 
     def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, lse: bool = True
     ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, causal, scale=scale)
-        return out, lse
+        out, top, *_ = torch._scaled_dot_product_efficient_attention(q, k, v, mask, lse, 0.0, causal, scale=scale)
+        return out, top
 
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -247,9 +267,15 @@ def slow(call: Call) -> bool:
     """
     if call.q.dtype not in _HALF:
         return False
+    if little(call) or call.bias is not None or call.dense is not None:
+        return True
+    return call.few if differentiated(call) else call.q.shape[1] <= 16
+
+
+def little(call: Call) -> bool:
+    """Whether the host takes longer than a GPU."""
     B, T, S, H, _, K, V = call.sizes
-    little = max(T, S) <= _SHORT and B * H * T * S * (K + V) <= _LITTLE
-    return little or call.bias is not None or call.dense is not None or (call.few if differentiated(call) else T <= 16)
+    return max(T, S) <= _SHORT and B * H * T * S * (K + V) <= _LITTLE
 
 
 def folds_dlse(call: Call) -> bool:

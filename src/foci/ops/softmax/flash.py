@@ -45,7 +45,7 @@ def reasons(call: Call) -> list[str]:
     return found
 
 
-def prefers(call: Call) -> str:
+def prefers(call: Call, single: bool) -> str:
     """The backend that is faster where both can run this call."""
     behind = _first(call).name == "flash_attn_2" and platform(call.q.device).capability >= (9, 0)
     return "triton" if behind or slow(call) else ""

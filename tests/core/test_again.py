@@ -1,0 +1,113 @@
+"""A backend's first output by an op of torch: where it is taken, and that a call like one before is not bound again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from foci.core import plans
+from foci.core.again import by_torch
+from foci.core.library import Runner
+from tests.core.test_library import SPEC, Call, draw
+
+CALL = Call(torch.randn(2, 3), torch.randn(3), None, 3.0, None, True)
+
+
+class Rows(Tensor):
+    """A subclass."""
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The backend of the toy operator; its `by_torch` is there for a call with a weight."""
+    module = SPEC.backend("opaque").load()
+
+    def compute(x: Tensor, weight: Tensor) -> tuple[Tensor]:
+        return (x.mul(3.0) * weight + torch.is_autocast_enabled("cpu"),)
+
+    monkeypatch.setattr(module, "by_torch", lambda call: None if call.weight is None else compute, raising=False)
+    return module
+
+
+def test_it_makes_of_the_tensors_the_first_output(toy: ModuleType) -> None:
+    compute = by_torch(SPEC.backend("opaque"), CALL)
+    assert compute is not None
+    (found,) = compute(*CALL[:2])
+    assert found.equal(3.0 * CALL.x * CALL.weight)
+
+
+def test_some_calls_and_some_backends_have_none(toy: ModuleType) -> None:
+    assert by_torch(SPEC.backend("opaque"), CALL._replace(weight=None)) is None
+    assert by_torch(SPEC.backend("plain"), CALL) is None
+
+
+def test_autocast_rounds_nothing_in_it(toy: ModuleType) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        compute = by_torch(SPEC.backend("opaque"), CALL)
+        assert compute is not None and compute(*CALL[:2])[0].equal(3.0 * CALL.x * CALL.weight)
+
+
+class _Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_where_one_op_is_to_be_seen_there_is_none(toy: ModuleType) -> None:
+    def asked(x: Tensor = CALL.x) -> bool:
+        return by_torch(SPEC.backend("opaque"), CALL._replace(x=x)) is not None
+
+    seen: list[bool] = []
+
+    def within(x: Tensor) -> Tensor:
+        seen.append(asked())
+        return x
+
+    assert asked() and not asked(CALL.x.as_subclass(Rows))
+    with _Mode():
+        assert not asked()
+    torch.func.vmap(within)(CALL.x)
+    torch.func.grad(lambda x: within(x).sum())(CALL.x)
+    assert seen == [False, False] and asked()
+
+
+@pytest.mark.parametrize("way", [nullcontext, torch.no_grad])
+def test_a_call_like_one_before_is_not_bound_again(
+    way: Callable[[], Any], toy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, stand_in in (("_here", lambda: -1), ("on_gpu", lambda x: True), ("_NEAR", {}), ("_WHOLE", {})):
+        monkeypatch.setattr(plans, name, stand_in)
+    bound: list[Tensor] = []
+
+    def bind(x: Tensor, weight: Tensor | None, factor: float) -> Call:
+        bound.append(x)
+        return CALL._replace(x=x, weight=weight, factor=factor)
+
+    run, weight = Runner.__new__(Runner), draw(3)
+    run.spec, run._ways = SPEC, {}
+    with way():
+        for place in range(4):
+            x = draw(2, 3).requires_grad_()
+            (found,) = run.given(bind, (x, weight), {"factor": 3.0}, "opaque", single=True)
+            assert torch.allclose(found, 3.0 * x * weight) and found.requires_grad == (way is nullcontext)
+            assert len(bound) == 1, place
+
+
+def test_what_is_made_of_a_tensor_that_was_given_is_made_every_time(
+    toy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as autocast's: it is no view of what was given."""
+    for name, stand_in in (("_here", lambda: -1), ("on_gpu", lambda x: True), ("_NEAR", {}), ("_WHOLE", {})):
+        monkeypatch.setattr(plans, name, stand_in)
+    run = Runner.__new__(Runner)
+    run.spec, run._ways = SPEC, {}
+    for _ in range(4):
+        x, weight = draw(2, 3), draw(3)
+        (found,) = run.given(lambda x, weight: CALL._replace(x=x + 1, weight=weight), (x, weight), {}, "opaque", True)
+        assert torch.allclose(found, 3.0 * (x + 1) * weight)
