@@ -14,12 +14,15 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+from tests import front_end
+
 DTYPE, PATCH = interpreter._get_np_dtype, interpreter._patch_lang
 NUMBER_BY_NUMBER = interpreter.ReduceOps.generic_reduce, interpreter.ScanOps.generic_scan
 
 
 def hasten() -> None:
     """From here on, in this process."""
+    front_end.hasten()
     interpreter._get_np_dtype = Dtypes()
     interpreter._patch_lang = Patched()
     interpreter.ReduceOps.generic_reduce = reduced
@@ -42,9 +45,14 @@ class Patched:
     def __init__(self) -> None:
         self.scopes: list[Any] = []
         self.languages: set[int] = set()
+        self.seen: dict[int, tuple[int, set[int]]] = {}
 
     def __call__(self, fn: Callable[..., Any]) -> Patched:
-        wanted = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
+        names = fn.__globals__
+        size, wanted = self.seen.get(id(names), (0, set()))
+        if size != len(names):
+            wanted = {id(value) for value in names.values() if value is tl or value is tl.core}
+            self.seen[id(names)] = len(names), wanted
         if not wanted or not wanted <= self.languages:
             self.scopes.append(PATCH(fn))
             self.languages |= wanted
@@ -54,6 +62,7 @@ class Patched:
         while self.scopes:
             self.scopes.pop().restore()
         self.languages.clear()
+        front_end.forget()
 
 
 def reduced(self: Any, given: tuple[Any, ...]) -> list[Any]:

@@ -31,7 +31,7 @@ def shortened(x: Any) -> Any:
 
 
 def _half(x: Any) -> bool:
-    return bool(x.dtype.scalar == tl.bfloat16)
+    return bool(x.dtype.scalar.name == "bf16")
 
 
 def _wide(x: Any) -> Any:
