@@ -17,7 +17,8 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-BLOCK, NEW_BLOCK = tl.block_type.__init__, tl.block_type.__new__
+BLOCK, OF_ELEMENT = tl.block_type.__init__, tl.block_type.with_element_ty
+HELD, PATCH = interpreter.TensorHandle.__init__, interpreter._patch_attr
 EQUAL, UNWRAP, VALUE = tl.dtype.__eq__, tl.core._unwrap_if_constexpr, tl.tensor.__init__
 FITS, CAST, UNKNOWN = interpreter._validate_np_data_size, TritonSemantic.cast, object()
 CHECK, OVERFLOW = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.binary_op_sanitize_overflow_impl
@@ -35,18 +36,27 @@ numbers: dict[tuple[Any, ...], Any] = {}  # an operand's type and a number: that
 
 def hasten() -> None:
     """From here on, in this process."""
-    tl.block_type.__new__ = one_of_a_kind
-    tl.block_type.__init__ = made_once
-    tl.block_type.with_element_ty = of_element
-    tl.dtype.__eq__ = equal
-    tl.tensor.__init__ = of_type
-    tl.core._unwrap_if_constexpr = unwrapped
-    interpreter.TensorHandle.__init__ = held
-    interpreter._validate_np_data_size = fits
-    interpreter._patch_attr = direct
-    TritonSemantic.binary_op_type_checking_impl = checked
-    TritonSemantic.cast = converted
-    TritonSemantic.binary_op_sanitize_overflow_impl = overflow
+    for owner, name, _, now in changes():
+        setattr(owner, name, now)
+
+
+def changes() -> list[tuple[Any, str, Any, Any]]:
+    """Where something is, its name, what it was, and what it is then."""
+    handle, semantic = interpreter.TensorHandle, TritonSemantic
+    return [
+        (tl.block_type, "__new__", lambda cls, *_, **__: object.__new__(cls), one_of_a_kind),
+        (tl.block_type, "__init__", BLOCK, made_once),
+        (tl.block_type, "with_element_ty", OF_ELEMENT, of_element),
+        (tl.dtype, "__eq__", EQUAL, equal),
+        (tl.tensor, "__init__", VALUE, of_type),
+        (tl.core, "_unwrap_if_constexpr", UNWRAP, unwrapped),
+        (handle, "__init__", HELD, held),
+        (interpreter, "_validate_np_data_size", FITS, fits),
+        (interpreter, "_patch_attr", PATCH, direct),
+        (semantic, "binary_op_type_checking_impl", CHECK, checked),
+        (semantic, "cast", CAST, converted),
+        (semantic, "binary_op_sanitize_overflow_impl", OVERFLOW, overflow),
+    ]
 
 
 def forget() -> None:
@@ -69,11 +79,11 @@ def equal(self: Any, other: Any) -> bool:
 def one_of_a_kind(cls: Any, element: Any = None, shape: Any = None) -> Any:
     """The type of blocks of a shape, of which there is one: then types are the same where they are equal."""
     if cls is not tl.block_type or element is None:
-        return NEW_BLOCK(cls)
+        return object.__new__(cls)
     key = (id(element), *[x.value if type(x) is tl.constexpr else x for x in shape])
     found = blocks.get(key)
     if found is None:
-        found = NEW_BLOCK(cls)
+        found = object.__new__(cls)
         BLOCK(found, element, shape)
         blocks[key] = found
     return found

@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from foci.core.tune import interpreting
+from tests import front_end
 from tests.interpreter import DTYPE, NUMBER_BY_NUMBER, Dtypes, Patched
 from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
 
@@ -164,3 +165,90 @@ def test_bfloat16_is_what_torch_computes_and_what_is_not_mended_fails() -> None:
     for kernel in (_sum_kernel, _fused_kernel):
         with pytest.raises(Exception, match="AssertionError"):
             kernel[(1,)](a, made, 64)
+
+
+@triton.jit
+def _mixed_kernel(x_ptr, ints_ptr, bools_ptr, made_ptr, found_ptr, first, M: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Operands of all kinds, of which front_end.py knows some and asks Triton's front end for the others."""
+    rows, columns = tl.arange(0, M), tl.arange(0, N)
+    at = rows[:, None].to(tl.int64) * N + columns[None, :]
+    x, ints = tl.load(x_ptr + at), tl.load(ints_ptr + rows)
+    one, bools = tl.load(x_ptr + first), tl.load(bools_ptr + columns)
+    wide = x.to(tl.float32)
+    a = tl.where(bools[None, :] & (ints[:, None] > -2), wide * 2 - 1, 0.5 / (wide * wide + 1.5))
+    a += tl.dot(wide, wide.T) if M == N else wide * tl.sum(wide, 1)[:, None]
+    a -= 3 - one.to(tl.float32) * a + (2.5 - a) * ints[:, None]
+    tl.store(made_ptr + at, a)
+    tl.store(
+        made_ptr + M * N + at, (a.to(x.dtype) + 0.1 * x - (1 - x) + one * x).to(tl.float32), mask=ints[:, None] < 9
+    )
+    n = (ints * 3 + 1) // 2 - 7 % (ints * ints + 2) + (5 - ints) + (rows < 3) * 2 + True
+    unsigned = ints.to(tl.uint32) >> 3
+    n64 = n.to(tl.int64) * 3000000000 + unsigned + (ints >> 1) - (first + rows) * ints
+    tl.store(found_ptr + rows, n64)
+    tl.store(found_ptr + M + rows, (n64 // 7).to(tl.int32) + (-unsigned.to(tl.int64)))
+    tl.store(found_ptr + 2 * M, tl.sum(n, 0) + tl.max(tl.abs(a)).to(tl.int32))
+
+
+def mixed(dtype: torch.dtype, columns: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(2)
+    x = (2 * torch.randn(16, columns, generator=draw)).to(dtype)
+    ints = torch.randint(-9, 20, (16,), generator=draw, dtype=torch.int32)
+    bools = torch.arange(columns) % 3 != 0
+    made = [torch.full((2 * x.numel(),), 77.0), torch.full((33,), 77)]
+    _mixed_kernel[(1,)](x, ints, bools, *made, 5, 16, columns)
+    return made
+
+
+def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    front_end.forget()
+    for owner, name, before, now in front_end.changes():
+        assert getattr(owner, name) is now
+        monkeypatch.setattr(owner, name, before)
+
+
+@pytest.mark.usefixtures("halves")
+@pytest.mark.parametrize("columns", [16, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_front_end_computes_the_bits_it_did(
+    dtype: torch.dtype, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = mixed(dtype, columns)
+    slowly(monkeypatch)
+    for x, before in zip(now, mixed(dtype, columns), strict=True):
+        assert x.equal(before) and x.isfinite().all() and (x != 77).sum() > x.numel() // 2
+
+
+@triton.jit
+def _sum_of_two_kernel(x_ptr, y_ptr, by: tl.constexpr):  # type: ignore[no-untyped-def]
+    x, at = tl.load(x_ptr + tl.arange(0, 4)), tl.arange(0, 8)
+    if by == "shapes":
+        tl.store(x_ptr + tl.arange(0, 4), x + at)
+    elif by == "pointers":
+        tl.store(x_ptr + y_ptr, x)
+    elif by == "signs":
+        tl.store(x_ptr + tl.arange(0, 4), x.to(tl.uint32) + (-1))
+    else:
+        tl.store(x_ptr + tl.arange(0, 4), x.to(tl.int32) + 2147483647)
+
+
+@pytest.mark.parametrize(
+    ("by", "what"),
+    [
+        ("shapes", "incompatible dim"),
+        ("pointers", "pointers together"),
+        ("signs", "negative"),
+        ("overflow", "overflow"),
+    ],
+)
+def test_what_the_front_end_refuses_it_still_refuses(by: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice, as what it takes is remembered; an overflow where it is asked for, as by TRITON_DEBUG."""
+    builder = interpreter.interpreter_builder
+    for debug in (False, True, True):
+        x = torch.ones(4)
+        monkeypatch.setattr(builder, "options", interpreter.InterpreterOptions(debug=debug))
+        if by == "overflow" and not debug:
+            _sum_of_two_kernel[(1,)](x, x, by)
+            continue
+        with pytest.raises(Exception, match=what):
+            _sum_of_two_kernel[(1,)](x, x, by)
