@@ -187,7 +187,7 @@ def taken(self: Any, x: Any, dtype: Any, shape: Any, kind: Any) -> Any:
 
 def beside(self: Any, x: Any, number: Any, at: int, how: tuple[Any, ...]) -> Any:
     """A value and a number, which is first or second."""
-    key = id(x.type), at, type(number), number, how
+    key = id(x.type), type(number), number, how
     known = numbers.get(key)
     if known is None:
         found = CHECK(self, *((x, number) if at else (number, x)), *how)
@@ -198,13 +198,13 @@ def beside(self: Any, x: Any, number: Any, at: int, how: tuple[Any, ...]) -> Any
     return (x, made) if at else (made, x)
 
 
-def converted(self: Any, x: Any, dtype: Any, *rounding: Any, **options: Any) -> Any:
+def converted(self: Any, x: Any, dtype: Any, fp_downcast_rounding: Any = None) -> Any:
     scalar = dtype.scalar
     if x.dtype is scalar:
         return x
-    name = None if rounding or options else CONVERSIONS.get((x.dtype.name, scalar.name))
+    name = None if fp_downcast_rounding else CONVERSIONS.get((x.dtype.name, scalar.name))
     if name is None:
-        return CAST(self, x, dtype, *rounding, **options)
+        return CAST(self, x, dtype, fp_downcast_rounding)
     kind = x.type.with_element_ty(scalar) if x.type.is_block() else dtype
     more = (True,) if name == "create_int_cast" else ()
     return tl.tensor(getattr(self.builder, name)(x.handle, kind, *more), kind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -110,6 +111,14 @@ def test_dtypes_are_those_of_the_interpreter() -> None:
     assert dtypes(tl.block_type(tl.pointer_type(tl.int1), [4])) == DTYPE(tl.pointer_type(tl.int1))
 
 
+def test_numbers_wider_than_their_type_are_refused() -> None:
+    for data, dtype in ((np.float64, tl.float32), (np.int32, tl.int16), (np.uint16, tl.int1)):
+        with pytest.raises(ValueError, match="exceeds"):
+            interpreter.TensorHandle(np.zeros(4, data), dtype)
+    for data, dtype in ((np.float16, tl.float32), (np.uint8, tl.int1), (np.uint64, tl.pointer_type(tl.int8))):
+        assert interpreter.TensorHandle(np.zeros(4, data), dtype).attr == {}
+
+
 def language() -> dict[tuple[str, str], Any]:
     """What a launch replaces, some of it, where it is."""
     names = ("load", "reduce", "associative_scan", "arange", "static_range", "where")
@@ -169,7 +178,12 @@ def test_bfloat16_is_what_torch_computes_and_what_is_not_mended_fails() -> None:
 
 @triton.jit
 def _mixed_kernel(x_ptr, ints_ptr, bools_ptr, made_ptr, found_ptr, first, M: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Operands of all kinds, of which front_end.py knows some and asks Triton's front end for the others."""
+    """Operands of all kinds, of which front_end.py knows some and asks Triton's front end for the others.
+
+    A second program does it by what is remembered of the first.
+    """
+    made_ptr += tl.program_id(0) * 2 * M * N
+    found_ptr += tl.program_id(0) * (2 * M + 1)
     rows, columns = tl.arange(0, M), tl.arange(0, N)
     at = rows[:, None].to(tl.int64) * N + columns[None, :]
     x, ints = tl.load(x_ptr + at), tl.load(ints_ptr + rows)
@@ -182,7 +196,14 @@ def _mixed_kernel(x_ptr, ints_ptr, bools_ptr, made_ptr, found_ptr, first, M: tl.
     tl.store(
         made_ptr + M * N + at, (a.to(x.dtype) + 0.1 * x - (1 - x) + one * x).to(tl.float32), mask=ints[:, None] < 9
     )
-    n = (ints * 3 + 1) // 2 - 7 % (ints * ints + 2) + (5 - ints) + (rows < 3) * 2 + True
+    n = (
+        (ints * 3 + 1) // 2
+        - 7 % (ints * ints + 2)
+        + (5 - ints)
+        + (rows < 3) * 2
+        + ((rows < 5) & True)
+        + (((rows < 5) & 1) + ((rows < 5) & 1))
+    )
     unsigned = ints.to(tl.uint32) >> 3
     n64 = n.to(tl.int64) * 3000000000 + unsigned + (ints >> 1) - (first + rows) * ints
     tl.store(found_ptr + rows, n64)
@@ -195,8 +216,8 @@ def mixed(dtype: torch.dtype, columns: int) -> list[torch.Tensor]:
     x = (2 * torch.randn(16, columns, generator=draw)).to(dtype)
     ints = torch.randint(-9, 20, (16,), generator=draw, dtype=torch.int32)
     bools = torch.arange(columns) % 3 != 0
-    made = [torch.full((2 * x.numel(),), 77.0), torch.full((33,), 77)]
-    _mixed_kernel[(1,)](x, ints, bools, *made, 5, 16, columns)
+    made = [torch.full((2, 2 * x.numel()), 77.0), torch.full((2, 33), 77)]
+    _mixed_kernel[(2,)](x, ints, bools, *made, 5, 16, columns)
     return made
 
 
@@ -216,7 +237,7 @@ def test_the_front_end_computes_the_bits_it_did(
     now = mixed(dtype, columns)
     slowly(monkeypatch)
     for x, before in zip(now, mixed(dtype, columns), strict=True):
-        assert x.equal(before) and x.isfinite().all() and (x != 77).sum() > x.numel() // 2
+        assert x.equal(before) and x[0].equal(x[1]) and x.isfinite().all() and (x != 77).sum() > x.numel() // 2
 
 
 @triton.jit
