@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterator
 
 # Before any import of huggingface_hub, which reads it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Before any import of torch, whose OpenMP reads it once. A thread that waits by turning holds the core that the other
+# one, or the process beside, would work on: beside `make test`'s kernels, tests of many small sums took four times as
+# long. Two threads as before, in ranks and children too.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
