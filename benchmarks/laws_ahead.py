@@ -35,6 +35,7 @@ from foci.core.spec import Case, Outputs, Spec
 from foci.core.tune import Launch, Target, recording
 
 GRAPHS = 12  # the laws of graphs: they launch what others do, and would have the graphs' compiler at work
+Noted = list[tuple[Target, Launch]]
 
 
 def compile_ahead(
@@ -72,7 +73,7 @@ def compile_large(
         os.nice(10)
         (spec, case), failed = task, 0
         try:
-            known = {identity(launch, target) for launch in _of_shapes(spec, case, dtype, target)}
+            known = {identity(launch, target) for _, launch in _of_shapes(spec, case, dtype, [target])}
             for _, launch in launched(replace(spec, cases=(case,), large=()), dtype, target):
                 if (name := identity(launch, target)) not in known:
                     known.add(name)
@@ -102,10 +103,15 @@ def compiled(launch: Launch, target: Target) -> bool:
 
 def launched(spec: Spec, dtype: torch.dtype, target: Target) -> Iterator[tuple[int, Launch]]:
     """What the laws make all cases launch on a GPU, with the place of the law; of large cases forward and backward."""
+    return ((place, launch) for place, _, launch in launched_on(spec, dtype, [target]))
+
+
+def launched_on(spec: Spec, dtype: torch.dtype, targets: Sequence[Target]) -> Iterator[tuple[int, Target, Launch]]:
+    """The same for several GPUs: the laws, which are most of the work, go one way whatever is noted, and once."""
     for case in spec.large:  # whose numbers take seconds to draw
-        yield from ((0, launch) for launch in _of_shapes(spec, case, dtype, target))
-    found: list[Launch] = []
-    answer = partial(_answers(spec, target), found)
+        yield from ((0, *noted) for noted in _of_shapes(spec, case, dtype, targets))
+    found: Noted = []
+    answer = partial(_answers(spec, targets), found)
     blank = replace(spec, reference=partial(answer, False), plain=partial(answer, False))
     noted = candidate_of(spec, FUNCTIONS[spec.name], "triton", "cuda")
     noted = replace(noted, call=lambda inputs: answer(True, **inputs))
@@ -113,35 +119,38 @@ def launched(spec: Spec, dtype: torch.dtype, target: Target) -> Iterator[tuple[i
     for place, law in enumerate(LAWS):
         if law.number != GRAPHS:
             ask(exam, law)
-            yield from ((place, launch) for launch in found)
+            yield from ((place, *each) for each in found)
             found.clear()
 
 
-def _of_shapes(spec: Spec, case: Case, dtype: torch.dtype, target: Target) -> list[Launch]:
+def _of_shapes(spec: Spec, case: Case, dtype: torch.dtype, targets: Sequence[Target]) -> Noted:
     """Forward as it is, forward that keeps, and backward from all outputs to all leaves."""
     assert spec.bind is not None and spec.outputs is not None
-    module, call, found = spec.backend("triton").load(), spec.bind(**case.make(dtype, META, 0)), list[Launch]()
+    module, call, found = spec.backend("triton").load(), spec.bind(**case.make(dtype, META, 0)), Noted()
     needs = [getattr(call, name) is not None for name in spec.differentiable]
-    _note(found, target, lambda: module.forward(call))
-    made = _note(found, target, lambda: module.forward(call, *_keeps(module)))
-    grads = tuple(map(torch.ones_like, made[: len(spec.output_names)]))
-    _note(found, target, lambda: module.backward(call, made, grads, needs))
+    for target in targets:
+        _note(found, target, lambda: module.forward(call))
+        made = _note(found, target, lambda: module.forward(call, *_keeps(module)))
+        grads = tuple(map(torch.ones_like, made[: len(spec.output_names)]))
+        _note(found, target, partial(module.backward, call, made, grads, needs))
     return found
 
 
-def _answers(spec: Spec, target: Target) -> Callable[..., Outputs]:
+def _answers(spec: Spec, targets: Sequence[Target]) -> Callable[..., Outputs]:
     """`answer(found, noting, **inputs)`: zeros, with zeros for gradients; `noting` what that launches, in `found`."""
     assert spec.bind is not None and spec.outputs is not None
     bind, outputs, module = spec.bind, spec.outputs, spec.backend("triton").load()
 
     class Answer(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, found: list[Launch] | None, call: Any, *leaves: Tensor | None) -> Outputs:
+        def forward(ctx: Any, found: Noted | None, call: Any, *leaves: Tensor | None) -> Outputs:
             ctx.found, ctx.call, ctx.leaves = found, call, leaves
             ctx.set_materialize_grads(False)
             if found is not None:
                 trained = any(x is not None and x.requires_grad for x in leaves)
-                _note(found, target, lambda: module.forward(shadow(call), *_keeps(module) * trained))
+                there = shadow(call)
+                for target in targets:
+                    _note(found, target, lambda: module.forward(there, *_keeps(module) * trained))
             return tuple(output.empty(call[0]).zero_() for output in outputs(call))
 
         @staticmethod
@@ -149,13 +158,14 @@ def _answers(spec: Spec, target: Target) -> Callable[..., Outputs]:
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             needs = list(ctx.needs_input_grad[2:])
             if ctx.found is not None:
-                call = shadow(ctx.call)
-                made = _note([], target, lambda: module.forward(call, *_keeps(module)))
-                _note(ctx.found, target, lambda: module.backward(call, made, shadow(grads), needs))
+                call, given = shadow(ctx.call), shadow(grads)
+                for target in targets:
+                    made = _note([], target, lambda: module.forward(call, *_keeps(module)))
+                    _note(ctx.found, target, partial(module.backward, call, made, given, needs))
             zeros = (torch.zeros_like(x) if need else None for x, need in zip(ctx.leaves, needs, strict=True))
             return None, None, *zeros
 
-    def answer(found: list[Launch], noting: bool, **inputs: Any) -> Outputs:
+    def answer(found: Noted, noting: bool, **inputs: Any) -> Outputs:
         call = bind(**inputs)
         tensors = [x for x in call if isinstance(x, Tensor)]
         unlaunched = torch.float64 in (x.dtype for x in tensors) or any(isinstance(x, FakeTensor) for x in tensors)
@@ -166,12 +176,12 @@ def _answers(spec: Spec, target: Target) -> Callable[..., Outputs]:
     return answer
 
 
-def _note(found: list[Launch], target: Target, work: Callable[[], Outputs]) -> Outputs:
+def _note(found: Noted, target: Target, work: Callable[[], Outputs]) -> Outputs:
     """What it launches; an error is no finding: the laws meet it again and say so."""
     made: Outputs = ()
     with recording(target) as launches, suppress(Exception):
         made = work()
-    found += launches
+    found += ((target, launch) for launch in launches)
     return made
 
 
