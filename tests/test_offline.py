@@ -8,12 +8,13 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from benchmarks import kernels_compile, kernels_page, kernels_spills, kernels_tables
 
 from foci.core import tune
@@ -48,6 +49,32 @@ def compiled(folder: Path, sizes: list[tuple[int, int]], *words: str) -> subproc
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
 
 
+@pytest.fixture
+def refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., tuple[object, str, str]]]:
+    """What `compiled` says where nothing comes to be compiled, without a process that imports torch and Triton anew.
+
+    The exit code, what was printed, and the errors, among them the words that Python prints of an exit with words.
+    """
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # which the module would take out for all that follow
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    kernels, threads = importlib.import_module("kernels"), torch.get_num_threads()
+
+    def ask(sizes: list[tuple[int, int]], *words: str) -> tuple[object, str, str]:
+        (tmp_path / "planted.py").write_text(SCRIPT.format(sizes=sizes))
+        monkeypatch.setattr(sys, "argv", ["kernels.py", "--script", str(tmp_path / "planted.py"), *words])
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(SystemExit) as ended:
+            sys.exit(kernels.main())
+        out, err = capfd.readouterr()
+        code = ended.value.code
+        return (code, out, err) if isinstance(code, int) else (1, out, f"{err}{code}\n")
+
+    yield ask
+    torch.set_num_threads(threads)
+
+
 def test_a_good_kernel_is_compiled_for_every_target_in_a_process_of_its_own(tmp_path: Path) -> None:
     done = compiled(tmp_path, [(64, 4)], "--out", "lines.jsonl")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -75,12 +102,12 @@ def test_a_spill_is_wrong_and_said_with_the_configuration(tmp_path: Path) -> Non
     ],
 )
 def test_a_script_that_launches_nothing_or_would_replace_the_table_is_wrong(
-    words: tuple[str, ...], said: str, tmp_path: Path
+    words: tuple[str, ...], said: str, refused: Callable[..., tuple[object, str, str]]
 ) -> None:
     before = (ROOT / "docs" / "kernels.jsonl").read_bytes()
-    done = compiled(tmp_path, [], *words)
-    assert done.returncode == 1
-    assert said in done.stdout + done.stderr
+    code, out, err = refused([], *words)
+    assert code == 1
+    assert said in out + err
     assert (ROOT / "docs" / "kernels.jsonl").read_bytes() == before
 
 
@@ -104,12 +131,12 @@ def test_a_script_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_is_compiled(
-    words: str, code: int, said: str, tmp_path: Path
+    words: str, code: int, said: str, tmp_path: Path, refused: Callable[..., tuple[object, str, str]]
 ) -> None:
     (tmp_path / "cut.jsonl").write_text('{"triton": "3.6.0"}\n{"operator": "li')
-    done = compiled(tmp_path, [(64, 4)], *words.split())
-    assert (done.returncode, done.stdout) == (code, "")
-    assert said in done.stderr
+    ended, out, err = refused([(64, 4)], *words.split())
+    assert (ended, out) == (code, "")
+    assert said in err
 
 
 def test_a_kernel_whose_products_wait_for_each_other_is_said() -> None:
