@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import statistics
 import subprocess
 import sys
 
@@ -53,7 +52,10 @@ def test_import_costs_under_a_third_of_a_second() -> None:
     users = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     run("import foci", users)
     code = "import torch, time; start = time.process_time(); import foci; print(time.process_time() - start)"
-    assert statistics.median(float(run(code, users)) for _ in range(5)) < 0.3
+    under, asked = 0, 0
+    while max(under, asked - under) < 3:  # three of five are where the median is
+        under, asked = under + (float(run(code, users)) < 0.3), asked + 1
+    assert under == 3
 
 
 def test_the_call_that_readme_shows_runs() -> None:
