@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foci.core import plans
-from foci.core.again import by_torch
+from foci.core.again import by_torch, traced
 from foci.core.library import Runner
 from tests.core.test_library import SPEC, Call, draw
 
@@ -59,22 +60,30 @@ class _Mode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_where_one_op_is_to_be_seen_there_is_none(toy: ModuleType) -> None:
-    def asked(x: Tensor = CALL.x) -> bool:
-        return by_torch(SPEC.backend("opaque"), CALL._replace(x=x)) is not None
-
+def test_a_graph_is_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
 
     def within(x: Tensor) -> Tensor:
-        seen.append(asked())
-        return x
+        seen.append(traced(CALL))
+        return x + 1
 
-    assert asked() and not asked(CALL.x.as_subclass(Rows))
-    with _Mode():
-        assert not asked()
+    assert not traced(CALL) and traced(CALL._replace(x=CALL.x.as_subclass(Rows)))
     torch.func.vmap(within)(CALL.x)
     torch.func.grad(lambda x: within(x).sum())(CALL.x)
-    assert seen == [False, False] and asked()
+    torch.jit.trace(within, CALL.x, check_trace=False)
+    for early in (False, True):
+        make_fx(within, pre_dispatch=early)(CALL.x)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        within(CALL.x)
+    assert seen == [True] * 6 and not traced(CALL)
+
+
+@pytest.mark.parametrize("way", [_Mode, lambda: torch.device("cpu"), torch.profiler.profile, torch.no_grad])
+def test_who_watches_makes_no_graph(way: Callable[[], Any]) -> None:
+    """Else a checkpoint that is computed again without a mode would save other tensors."""
+    with way():
+        assert not traced(CALL)
 
 
 @pytest.mark.parametrize("way", [nullcontext, torch.no_grad])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,14 +24,24 @@ class Way(NamedTuple):
     training: Callable[[Callable[[], Outputs] | None, Rest | None, Any], Outputs] | None = None
 
 
+def traced(call: Any) -> bool:
+    """Whether a graph is made of the call, of which one op of ours is to be a part; or it is of a subclass.
+
+    Not whether anybody watches: what is computed again for a checkpoint is to save what it saved the first time, and
+    only then, or not any more, a mode may be on.
+    """
+    if torch.compiler.is_compiling() or plans.transformed() or torch._C._get_tracing_state() is not None:
+        return True
+    tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return (tracer is not None and tracer.get_proxy_mode() is not None) or not PLAIN.issuperset(map(type, call))
+
+
 def by_torch(backend: Backend, call: Any) -> Callable[..., Outputs] | None:
     """What makes of a call's tensors the first output alone, by an op of torch that autograd knows.
 
-    So no Python of ours runs backward. None where the backend has none, or one op of ours is to be seen. Which it is
-    does not depend on calls before: what is computed again for a checkpoint is to save what it saved the first time.
+    So no Python of ours runs backward. None where the backend has none.
     """
-    seen = torch.compiler.is_compiling() or plans.transformed() or torch._C._len_torch_dispatch_stack() > 0
-    find = None if seen or not PLAIN.issuperset(map(type, call)) else getattr(backend.load(), "by_torch", None)
+    find = getattr(backend.load(), "by_torch", None)
     compute: Callable[..., Outputs] | None = None if find is None else find(call)
     if compute is None or plans.autocast(call[0]) is None:
         return compute

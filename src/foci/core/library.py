@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from foci.core import plans
-from foci.core.again import PLAIN, Rest, Way, as_written, by_torch, decided, holes, through_of
+from foci.core.again import PLAIN, Rest, Way, as_written, by_torch, decided, holes, through_of, traced
 from foci.core.ahead import compiled_ahead
 from foci.core.errors import Unsupported
 from foci.core.select import choose
@@ -57,6 +57,7 @@ class Runner:
         if played is not None:
             return played
         call = bind(*first, **rest)
+        single = single and not traced(call)
         chosen = choose(self.spec, call, backend, single)
         compute = by_torch(chosen, call) if single else None
         if compute is not None:

@@ -63,7 +63,7 @@ class Explanation:
 
 
 def explain(spec: Spec, call: Any, backend: str | None = None) -> Explanation:
-    """The Explanation of one call of Spec.function; `backend` is the explicit choice a caller would make."""
+    """The Explanation of one call of Spec.function, no graph; `backend` is the explicit choice a caller would make."""
     verdicts = {b.name: b.ready().reasons(call) for b in spec.backends}
     able = [name for name, reasons in verdicts.items() if not reasons]
     fastest = _fastest(spec, call, single=True) if backend is None else spec.backend(backend)

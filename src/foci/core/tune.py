@@ -418,9 +418,14 @@ def precision(dtype: torch.dtype, target: Target) -> str:
     return "tf32x3" if dtype == torch.float32 and target.kind == "cuda" else "ieee"
 
 
-def float_precision(dtype: torch.dtype, target: Target) -> str:
-    """The same of float32 tiles made of inputs of this dtype: of half ones by TF32, with as many digits as float16."""
-    return "tf32" if dtype != torch.float32 and target.kind == "cuda" else precision(dtype, target)
+def float_precision(dtype: torch.dtype, target: Target, telescoping: bool = False) -> str:
+    """The same of float32 tiles made of inputs of this dtype: of half ones by TF32, with as many digits as float16.
+
+    Where sums are `telescoping` that is too few for float16 (in bfloat16 tiles that matter are two numbers each).
+    """
+    if target.kind != "cuda" or dtype == torch.float32 or (telescoping and dtype == torch.float16):
+        return precision(torch.float32, target)
+    return "tf32"
 
 
 def stored(dtype: torch.dtype) -> torch.dtype:

@@ -44,15 +44,19 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize(
     "name",
-    ["beta of 2", "identical keys, beta of 1", "correlated keys, beta of 2", "extreme gates per head", "everything"],
-)
+    [
+        "beta of 2", "identical keys, beta of 1", "identical keys, beta of 2", "correlated keys, beta of 2",
+        "extreme gates per head", "everything",
+    ],
+)  # fmt: skip
 def test_the_budget_of_half_precision_holds(name: str, cut: list[str]) -> None:
+    """In float16 ten times over: its tiles are one number each, and no product of theirs is of TF32."""
     inputs: dict[str, Any] = inputs_of(SPEC, name, torch.float16)
     found = answers(delta_rule, SPEC, there(inputs), "triton")
     truth: dict[str, Tensor] = answers(delta_rule, SPEC, exact(inputs), "reference")
     errors = {n: error(found[n].cpu(), truth[n]) for n in truth if truth[n].numel()}
-    assert "TF32" in cut
-    assert all(e <= BUDGET[torch.float16] for e in errors.values()), errors
+    assert "TF32" not in cut and "TF32x3" in cut
+    assert all(e <= BUDGET[torch.float16] / 10 for e in errors.values()), errors
 
 
 @pytest.mark.usefixtures("halves")

@@ -26,7 +26,7 @@ class InOut:
         return pulls.cpu(), shares.cpu()
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
-    @pytest.mark.parametrize("width", [3, 4, 5, 32, 128])
+    @pytest.mark.parametrize("width", [3, 4, 5, 32, 300])
     @pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
     def test_sums_come_out_less_by_it(self, size: float, width: int, dtype: torch.dtype) -> None:
         """Also where dout is 0; dout stays as it was but for 2^-40, or 0 for 0."""

@@ -8,35 +8,30 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import pad
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import foci
-from foci.core import device, plans, tune
+from foci.core import device, plans
 from foci.core.errors import Unsupported
 from foci.ops.masks import Causal, Dense, Lengths, Packed
 from foci.ops.softmax import aten, aten_cuda
 from foci.ops.softmax.aten import by_torch, reasons
 from foci.ops.softmax.aten_cuda import CUDA_KERNELS, cuda_kernels, folds_dlse, slow
 from foci.ops.softmax.call import bind
+from tests.ops.softmax.fused import rows
 from tests.ops.softmax.in_out import InOut
 from tests.ops.softmax.problems import assert_close, evaluate
 
 KERNELS = pytest.mark.parametrize("kernel", CUDA_KERNELS, ids=[kernel.name for kernel in CUDA_KERNELS])
 
 
-@pytest.fixture(autouse=True)
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reasons ask the ledger about the tensors' platform: say it is a Hopper card with today's libraries."""
-    place = device.Platform("cuda", (2, 13, 0), (13, 0), (9, 20, 0), (9, 0))
-    monkeypatch.setattr(aten_cuda, "platform", lambda _: place)
+pytestmark = pytest.mark.usefixtures("hopper")
 
 
 def tensors(T: int = 50, S: int = 50, H: int = 8, G: int = 2, K: int = 60, dtype: torch.dtype = torch.bfloat16):
@@ -191,26 +186,18 @@ def test_for_a_gradient_of_little_torch_is_preferred_where_its_own_op_gives_all(
         assert (aten.prefers(call, single) or "aten") == chosen
 
 
+def test_what_only_efficient_takes_is_left_to_triton() -> None:
+    with FakeTensorMode():
+        made = partial(torch.empty, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        call = bind(*(made(2, n, 8, 64) for n in (64, 128, 128)), mask=Causal("top-left"))
+        assert by_torch(call).func.__self__.name == "efficient" and aten.prefers(call, True) == "triton"
+
+
 def test_little_goes_to_what_is_quick_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aten, "_kernels", lambda call: CUDA_KERNELS)
     for T, quick, much in ((64, "flash", "cudnn"), (4096, "cudnn", "cudnn")):
         call = bind(*tensors(T=T, S=T, K=64))
         assert (by_torch(call).func.__self__.name, aten._kernel(call).name) == (quick, much)
-
-
-def test_a_watcher_sees_one_op_of_ours(counted: list[str]) -> None:
-    class Seen(TorchDispatchMode):
-        names: ClassVar[list[str]] = []
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.names.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    inputs = rows()
-    for _ in range(3):
-        with Seen():
-            foci.attention(**inputs, backend="aten")
-    assert Seen.names == ["foci.softmax_aten_fwd.default"] * 3
 
 
 class TestFolded(InOut):
@@ -255,87 +242,6 @@ def test_what_lies_on_the_gpu_is_not_waited_for(mask: str) -> None:
         assert not any("waits for the GPU" in reason for reason in reasons(bind(q, q, q)))
 
 
-def logits(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    z = scale * q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT + (0.0 if mask is None else mask)
-    return z.masked_fill(~torch.ones(z.shape[-2:], dtype=torch.bool).tril(), -torch.inf) if causal else z
-
-
-def forth(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """What a fused kernel of torch gives: out in the memory order of q, lse [B,H,T]."""
-    z = logits(q, k, mask, causal, scale)
-    out = z.softmax(-1).nan_to_num() @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-    return torch.empty_like(q).copy_(out), z.logsumexp(-1)
-
-
-def back(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    assert lse.is_contiguous()
-    share, (B, G, S, _) = q.shape[1] // k.shape[1], k.shape
-    p = (logits(q, k, mask, causal, scale) - lse[..., None]).exp()
-    dz = p * (dout @ v.repeat_interleave(share, 1).mT - (dout * out).sum(-1, keepdim=True)) * scale
-    dk, dv = (x.reshape(B, G, share, S, -1).sum(2) for x in (dz.mT @ q, p.mT @ dout))
-    return dz @ k.repeat_interleave(share, 1), dk, dv
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """CPU tensors pass for a GPU's, in float64; which kernels are asked for reasons."""
-    asked = []
-
-    class Forth:
-        @staticmethod
-        def cudnn(q, k, v, bias, with_lse, dropout, causal, mask, scale):
-            out, lse = forth(q, k, v, None, causal, scale)
-            return out, lse[..., None], None
-
-        @staticmethod
-        def flash(q, k, v, dropout, causal, mask, scale):
-            return *forth(q, k, v, None, causal, scale), None
-
-        @staticmethod
-        def efficient(q, k, v, mask, with_lse, dropout, causal, scale):
-            out, lse = forth(q, k, v, mask, causal, scale)
-            return out, pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf), None
-
-        @staticmethod
-        def cudnn_back(dout, q, k, v, out, lse, seed, offset, *rest, scale):
-            assert lse.shape[-1] == 1 and seed.dtype == offset.dtype == torch.int64
-            return back(dout, q, k, v, out, lse[..., 0], None, rest[-1], scale)
-
-        @staticmethod
-        def flash_back(dout, q, k, v, out, lse, from_q, from_k, T, S, dropout, causal, seed, offset, scale):
-            return back(dout, q, k, v, out, lse, None, causal, scale)
-
-        @staticmethod
-        def efficient_back(dout, q, k, v, mask, out, lse, seed, offset, dropout, wanted, causal, scale):
-            return *back(dout, q, k, v, out, lse[..., : q.shape[2]].contiguous(), mask, causal, scale), None
-
-    def reasons(self: Any, call: Any, gradients: bool = False, plain: Any = aten_cuda._CudaKernel.reasons) -> list[str]:
-        asked.append(self.name)
-        found: list[str] = plain(self, call, gradients)
-        return found
-
-    backs = {f"_scaled_dot_product_{n.name}_attention_backward": getattr(Forth, f"{n.name}_back") for n in CUDA_KERNELS}
-    monkeypatch.setattr(aten_cuda, "_aten", SimpleNamespace(**backs))
-    for kernel in CUDA_KERNELS:
-        monkeypatch.setattr(torch, f"_scaled_dot_product_{kernel.name}_attention", getattr(Forth, kernel.name))
-        monkeypatch.setattr(type(kernel), "dtypes", (torch.float64,))
-    monkeypatch.setattr(aten_cuda._CudaKernel, "reasons", reasons)
-    monkeypatch.setattr(aten, "_kernels", lambda call: CUDA_KERNELS)
-    monkeypatch.setattr(tune, "interpreting", lambda: False)
-    monkeypatch.setattr(plans, "_here", lambda: -1)
-    monkeypatch.setattr(plans, "on_gpu", lambda x: isinstance(x, Tensor))
-    for kept in ("_NEAR", "_WHOLE"):
-        monkeypatch.setattr(plans, kept, {})
-    return asked
-
-
-def rows(T: int = 9, H: int = 4, G: int = 2, K: int = 16) -> dict[str, Any]:
-    return {n: torch.randn(2, T, h, K, dtype=torch.float64) for n, h in (("q", H), ("k", G), ("v", G))}
-
-
 ASKED: dict[str, Callable[[], dict[str, Any]]] = {
     "causal": lambda: rows() | {"mask": Causal()},
     "not in eights": lambda: rows(K=20),
@@ -344,6 +250,8 @@ ASKED: dict[str, Callable[[], dict[str, Any]]] = {
     "bias": lambda: rows(G=4) | {"bias": torch.randn(9, 9, dtype=torch.float64)},
     "a row sees nothing": lambda: rows() | {"mask": Dense(torch.arange(9)[:, None] != 4)},
     "sink": lambda: rows() | {"sink": torch.randn(4, dtype=torch.float64)},
+    "a scale": lambda: rows() | {"scale": 0.7},
+    "heads first": lambda: {n: x.transpose(1, 2).contiguous().transpose(1, 2) for n, x in rows().items()},
     "another memory order": lambda: {
         n: x.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0) for n, x in rows().items()
     },
@@ -376,7 +284,7 @@ def test_a_call_like_one_before_asks_no_kernel_and_gives_the_same(
         counted.clear()
         found = evaluate(inputs, "aten", through=pulls, leave=("bias",))
         assert_close({n: torch.zeros_like(found[n]) if x is None else x for n, x in truth.items()}, found)
-        assert bool(counted) is (turn == 0)
+        assert bool({*counted} - {"an lse"}) is (turn == 0)
         with torch.no_grad():
             out, lse = foci.attention_with_lse(**inputs, backend="aten")
         assert_close({"out": out, "lse": lse}, {n: truth[n] for n in ("out", "lse")})
@@ -402,7 +310,7 @@ def test_one_that_wants_out_alone_too(name: str, counted: list[str]) -> None:
         with torch.no_grad():
             out = foci.attention(**inputs, backend="aten")
         assert_close({"out": out}, {"out": truth["out"]})
-        assert bool(counted) is (turn == 0) and out.is_contiguous()
+        assert bool({*counted} - {"an lse"}) is (turn == 0) and out.is_contiguous()
         out = foci.attention(**inputs | {"q": inputs["q"].clone().requires_grad_()}, backend="aten")
         assert out.is_contiguous() and out.add_(1.0).requires_grad
 

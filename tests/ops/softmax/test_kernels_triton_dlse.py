@@ -31,6 +31,16 @@ def test_it_writes_all_that_torch_does(width: int, dtype: torch.dtype) -> None:
     assert (shares != 0).sum(-1).le(3).all() and shares.isfinite().all()
 
 
+def test_heads_may_lie_further_apart_than_32_bits_tell() -> None:
+    """Memory that is touched at a few places only."""
+    T, H, V, dtype = 2, 18, 8, torch.float16
+    far = torch.empty(((H - 1) << 27) + T * V, dtype=dtype, device=DEVICE).as_strided((1, T, H, V), (1, V, 1 << 27, 1))
+    near, out = torch.randn(1, T, H, V, device=DEVICE).to(dtype), torch.randn(1, T, H, V, device=DEVICE).to(dtype)
+    lse = torch.randn(1, T, H, device=DEVICE)
+    found = kernels_triton_dlse.fold(lse, lse, far.copy_(near), out)
+    assert all(x.equal(y) for x, y in zip(found, kernels_triton_dlse.fold(lse, lse, near, out), strict=True))
+
+
 @pytest.mark.skipif(not interpreting(), reason="which kernel computes is asked of tensors of the CPU")
 def test_it_is_asked_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, beside, launch, side, stored, strides
+from foci.core.tune import Config, Target, beside, float_precision, launch, side, stored, strides
 from foci.tiles import gates, near
 from foci.tiles.chunk_backward import across, decayed, gather, store_in_two
 from foci.tiles.gates import load_gates, pairs_backward_onto, total
@@ -359,7 +359,7 @@ def _near_side(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Tensor, 
     sizes = (problem.T % CHUNK, problem.K % config["BLOCK_K"], problem.V % config["BLOCK_V"])
     whole = call.offsets is None and not any(sizes)
     whole = whole and within(CHUNK, max(problem.K, problem.V), call.q, call.k, call.erase, problem.g, d_out)
-    programs = problem.chunks * problem.G
+    programs, by = problem.chunks * problem.G, float_precision(call.q.dtype, problem.target)  # more has no room
     for far in (True, False):
         # Most find nothing far: fewer of them take less time for it.
         each = next(n for n in (8, 4, 2, 1) if programs % n == 0) if far else 1
@@ -371,6 +371,6 @@ def _near_side(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Tensor, 
             call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(problem.g),
             d_out.stride(), call.scale, problem.T, problem.N, problem.H, problem.H // problem.G, problem.K, problem.V,
             waiting[0].numel(), config=config, EACH=each, FAR=far, KEEP=not far and config["BLOCK_V"] >= problem.V,
-            WHOLE=whole, PRECISION=problem.precision, CHUNK=CHUNK, ALL_K=side(problem.K, 1 << 20),
+            WHOLE=whole, PRECISION=by, CHUNK=CHUNK, ALL_K=side(problem.K, 1 << 20),
             **beside(problem.target, not far),
         )  # fmt: skip

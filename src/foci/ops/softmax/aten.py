@@ -142,11 +142,12 @@ def reasons(call: Call) -> list[str]:
 def prefers(call: Call, single: bool) -> str:
     """The backend that is faster where both can run this call.
 
-    For a gradient torch's own autograd has less to do on the host than any Function, where it is to be had.
+    For a gradient torch's own autograd has less to do on the host than any Function, by a kernel that is quick.
     """
     if not call.q.is_cuda or not slow(call):
         return ""
-    return "" if single and differentiated(call) and not call.few and by_torch(call) is not None else "triton"
+    trained = single and differentiated(call) and not call.few and _kernel(call, quick=True).quick
+    return "" if trained and by_torch(call) is not None else "triton"
 
 
 def _causal_fits(call: Call) -> bool:

@@ -97,9 +97,12 @@ class _CudaKernel:
     def by_torch(self, call: Call, causal: bool) -> Callable[..., tuple[Tensor]] | None:
         """What makes (out,) of q, k and v of calls like this bare one, to autograd torch's own op; None as above.
 
-        An lse is made only for a gradient.
+        An lse is made only for a gradient. Of heads that lie before tokens torch would keep its own out beside ours:
+        that is taken only of little.
         """
-        return partial(self._by_torch, causal, call.scale, differentiated(call)) if self._as_they_are(call) else None
+        trains = differentiated(call)
+        twice = trains and call.q.stride(1) < call.q.stride(2) and not little(call)
+        return partial(self._by_torch, causal, call.scale, trains) if self._as_they_are(call) and not twice else None
 
     def _as_they_are(self, call: Call) -> bool:
         q, k, v = call[:3]

@@ -44,15 +44,15 @@ def fold_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Rows of `rows` = B T H: dout and out anew, contiguous, out three numbers a row where dlse is not 0."""
     row, c = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_V)
-    real, there = row < rows, (row < rows)[:, None] & (c < V)[None, :]
-    h, t, b = row % H, (row // H % T).to(tl.int64), (row // H // T).to(tl.int64)
+    real, there, far = row < rows, (row < rows)[:, None] & (c < V)[None, :], c[None, :].to(tl.int64)
+    h, t, b = (row % H).to(tl.int64), (row // H % T).to(tl.int64), (row // H // T).to(tl.int64)
     dlse = tl.load(dlse_ptr + b * dlse_strides[0] + t * dlse_strides[1] + h * dlse_strides[2], mask=real, other=0.0)
     lse = tl.load(lse_ptr + b * lse_strides[0] + t * lse_strides[1] + h * lse_strides[2], mask=real, other=0.0)
     moves = (dlse != 0.0) & (lse != -float("inf"))
     at = b * dout_strides[0] + t * dout_strides[1] + h * dout_strides[2]
-    dout = tl.load(dout_ptr + at[:, None] + c[None, :] * dout_strides[3], mask=there, other=0.0)
+    dout = tl.load(dout_ptr + at[:, None] + far * dout_strides[3], mask=there, other=0.0)
     at = b * out_strides[0] + t * out_strides[1] + h * out_strides[2]
-    out = tl.load(out_ptr + at[:, None] + c[None, :] * out_strides[3], mask=there, other=0.0)
+    out = tl.load(out_ptr + at[:, None] + far * out_strides[3], mask=there, other=0.0)
 
     left = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1) - dlse
     out, columns = tl.where(moves[:, None], 0.0, out).to(out.dtype), c[None, :]

@@ -1,0 +1,112 @@
+"""`attention` by torch's own op: what that is asked for, and that who computes it again saves the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import foci
+from foci.ops.masks import Causal
+from foci.ops.softmax import aten
+from foci.ops.softmax.aten_cuda import CUDA_KERNELS
+from foci.ops.softmax.call import bind
+from tests.ops.softmax.fused import rows
+
+CUDNN, _, EFFICIENT = CUDA_KERNELS
+
+
+def nodes(out: Tensor) -> set[str]:
+    """Of the graph behind it."""
+    found, left = set[str](), [out.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node.name() not in found:
+            found.add(node.name())
+            left += [before for before, _ in node.next_functions]
+    return found
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", ""])
+def test_an_lse_is_made_only_for_a_gradient(wanted: str, counted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aten, "_kernels", lambda call: (CUDNN,))
+    for _ in range(3):
+        inputs = rows()
+        for name in wanted:
+            inputs[name].requires_grad_()
+        counted.clear()
+        out = foci.attention(**inputs, mask=Causal(), backend="aten")
+        assert ("an lse" in counted) == bool(wanted) == out.requires_grad
+        if wanted:
+            assert "OpBackward" in nodes(out) and not any("softmax" in name for name in nodes(out))
+            (found,) = torch.autograd.grad(out.sum(), inputs[wanted])
+            truth = foci.attention(**inputs, mask=Causal(), backend="reference")
+            torch.testing.assert_close(found, torch.autograd.grad(truth.sum(), inputs[wanted])[0])
+        with torch.no_grad():
+            counted.clear()
+            foci.attention(**inputs, backend="aten")
+            assert "an lse" not in counted
+
+
+@pytest.mark.parametrize("G", [2, 4])
+def test_heads_are_repeated_for_a_kernel_that_knows_no_groups(
+    G: int, counted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aten, "_kernels", lambda call: (EFFICIENT,))
+    inputs = {n: x.requires_grad_() for n, x in rows(G=G).items()}
+    for _ in range(3):
+        out = foci.attention(**inputs, backend="aten")
+        assert ("OpBackward" in nodes(out)) == (G == 4)
+        torch.testing.assert_close(out, foci.attention(**inputs, backend="reference"))
+
+
+def test_of_heads_first_torch_would_keep_another_out_so_it_has_only_little() -> None:
+    for T, taken in ((64, True), (4096, False)):
+        x = torch.empty(2, 8, T, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for q, kept in ((x.transpose(1, 2), taken), (x.view(2, T, 8, 64), True)):
+            call = bind(q, q, q)
+            assert (CUDNN.by_torch(call, False) is not None) == kept
+            with torch.no_grad():
+                assert CUDNN.by_torch(bind(q, q, q), False) is not None
+
+
+class Watched(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("mode", [Watched, lambda: torch.device("cpu"), torch.profiler.profile])
+@pytest.mark.parametrize("first", [True, False], ids=["forward", "backward"])
+def test_a_checkpoint_saves_the_same_whoever_watches_one_of_both(
+    first: bool, mode: Callable[[], Any], reentrant: bool, counted: list[str]
+) -> None:
+    before, behind = (mode, nullcontext) if first else (nullcontext, mode)
+    inputs = {n: x.requires_grad_() for n, x in rows().items()}
+    truth = torch.autograd.grad(foci.attention(**inputs, backend="reference").sum(), list(inputs.values()))
+    for _ in range(3):
+        for x in inputs.values():
+            x.grad = None
+        with before():
+            out = checkpoint(lambda *x: foci.attention(*x, backend="aten"), *inputs.values(), use_reentrant=reentrant)
+        with behind():
+            out.sum().backward()
+        for x, right in zip(inputs.values(), truth, strict=True):
+            torch.testing.assert_close(x.grad, right)
+
+
+def test_the_choice_is_told_whether_out_is_all(counted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(aten, "prefers", lambda call, single: told.append(single) or "")
+    inputs = rows()
+    foci.attention(**inputs)
+    foci.attention_with_lse(**inputs)
+    torch.func.vmap(lambda q: foci.attention(**inputs | {"q": q}))(inputs["q"][None])
+    foci.explain("softmax", **inputs)
+    assert told == [True, False, False, True]
