@@ -50,14 +50,14 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ],
 )  # fmt: skip
 def test_the_budget_of_half_precision_holds(name: str, cut: list[str]) -> None:
-    """In float16 ten times over: its tiles are one number each, and only pairs of gates per channel are of TF32."""
+    """In float16 ten times over: but for sums of gates per channel, parted before, no product is of one TF32."""
     inputs: dict[str, Any] = inputs_of(SPEC, name, torch.float16)
     found = answers(delta_rule, SPEC, there(inputs), "triton")
     truth: dict[str, Tensor] = answers(delta_rule, SPEC, exact(inputs), "reference")
     errors = {n: error(found[n].cpu(), truth[n]) for n in truth if truth[n].numel()}
     channels = inputs.get("log_decay", inputs["beta"]).dim() == 4
     assert "TF32x3" in cut and ("TF32" in cut) == channels
-    assert all(e <= BUDGET[torch.float16] / (2 if channels else 10) for e in errors.values()), errors
+    assert all(e <= BUDGET[torch.float16] / 10 for e in errors.values()), errors
 
 
 @pytest.mark.usefixtures("halves")

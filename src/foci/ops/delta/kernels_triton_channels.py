@@ -2,8 +2,8 @@
 
 Its walk (kernels_triton_backward.py) reads scale rise q, fall beta k, rise e and each chunk's total, which the first
 launch here makes. The last one makes dA = do d^T and dE = -dv d^T of one chunk and head, and goes through the channels
-in blocks, each of which has decays of its own. In half precision pairs are those of tiles/pairs.py, of float32 rounded
-to TF32 or two bfloat16, in float32 those of tiles/gates.py.
+in blocks, each of which has decays of its own. In bfloat16 pairs are those of tiles/pairs.py, of float32 rounded to
+TF32 or two bfloat16, else those of tiles/gates.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, beside, float_precision, launch, side, stored, strides
+from foci.core.tune import Config, Target, beside, launch, side, strides
 from foci.tiles import gates, near
 from foci.tiles.chunk_backward import across, decayed, gather, store_in_two
 from foci.tiles.gates import load_gates, pairs_backward_onto, total
@@ -152,16 +152,16 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
     EACH: tl.constexpr, FAR: tl.constexpr, KEEP: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, ALL_K: tl.constexpr, BESIDE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """`side_by_channel_kernel` in half precision, of EACH chunks: a launch for those whose rows are all near, and, FAR,
+    """`side_by_channel_kernel` in bfloat16, of EACH chunks: a launch for those whose rows are all near, and, FAR,
     one before it for all others, as sums of gates say; BESIDE: it begins beside that one, whose rows take long, and its
-    last program waits for it. In bfloat16 dA and dE are two, side by side.
+    last program waits for it. dA and dE are two, side by side.
 
     KEEP: do, dv and d, V in one block, lie in shared memory through the channels, as dA and dE do. WHOLE: no tile
     reaches beyond its tensor (tiles/whole.py). What d_q, d_e and d_w wait for, a band's rise or lift, they are given
     when products have been added up; for in the first one fall is lift times total.
     """
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
-    PARTS: tl.constexpr = 2 if dP_ptr.dtype.element_ty == tl.bfloat16 else 1
+    PARTS: tl.constexpr = 2
     if FAR:
         begin_next(BESIDE)
     for i in range(EACH):
@@ -189,19 +189,15 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
             pairs_ptr = dP_ptr + head * PARTS * CHUNK
             high, low = parted(dA, DTYPE, PRECISION)
             write(pairs_ptr, high, t0, stop, H * PARTS * CHUNK, 0, CHUNK, WHOLE)
-            if PARTS > 1:
-                write(pairs_ptr + CHUNK, low, t0, stop, H * PARTS * CHUNK, 0, CHUNK, WHOLE)
+            write(pairs_ptr + CHUNK, low, t0, stop, H * PARTS * CHUNK, 0, CHUNK, WHOLE)
             high, low = parted(dE, DTYPE, PRECISION)
             write(pairs_ptr + half, high, t0, stop, H * PARTS * CHUNK, 0, CHUNK, WHOLE)
-            if PARTS > 1:
-                write(pairs_ptr + half + CHUNK, low, t0, stop, H * PARTS * CHUNK, 0, CHUNK, WHOLE)
+            write(pairs_ptr + half + CHUNK, low, t0, stop, H * PARTS * CHUNK, 0, CHUNK, WHOLE)
             tl.debug_barrier()
             A = read(pairs_ptr, t0, stop, H * PARTS * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, WHOLE)
             E = read(pairs_ptr + half, t0, stop, H * PARTS * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, WHOLE)
-            A_low, E_low = A, E
-            if PARTS > 1:
-                A_low = read(pairs_ptr + CHUNK, t0, stop, H * PARTS * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, WHOLE)
-                E_low = read(pairs_ptr + half + CHUNK, t0, stop, H * PARTS * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, WHOLE)
+            A_low = read(pairs_ptr + CHUNK, t0, stop, H * PARTS * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, WHOLE)
+            E_low = read(pairs_ptr + half + CHUNK, t0, stop, H * PARTS * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, WHOLE)
             pairs = A, A_low, E, E_low
             if KEEP:
                 do = working(read(out_ptr, t0, stop, d_out_strides[1], 0, V, d_out_strides[3], CHUNK, BLOCK_V, WHOLE))
@@ -331,7 +327,7 @@ def with_decays(problem: Any, states: Tensor) -> tuple[Tensor, Tensor, Tensor, T
 
 def side_by_channel(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Tensor, behind: Tensor) -> None:
     """All that is left when the walk has made dv and the gradients `behind` each chunk."""
-    if problem.call.q.dtype != torch.float32:
+    if problem.call.q.dtype == torch.bfloat16:
         _near_side(problem, kept, d_out, dv, behind)
         return
     call, config = problem.call, problem.config("side_by_channel", _channels_rule)
@@ -348,29 +344,28 @@ def side_by_channel(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Ten
 
 
 def _near_side(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Tensor, behind: Tensor) -> None:
-    """The same in half precision, far chunks and beside them near ones, which wait at their end, by as many warps.
+    """The same in bfloat16, far chunks and beside them near ones, which wait at their end, by as many warps.
 
     Of other warps other instructions make a product: near rows would differ in their last bits by what comes later.
     """
     call, config = problem.call, problem.config("near_side", _near_rule)
     d_q, d_k, d_value, d_beta, d_g, d_erase, _ = problem.found
-    parts = (2,) if call.q.dtype == torch.bfloat16 else ()
-    waiting = dv.new_empty(2, problem.B, problem.T, problem.H, *parts, CHUNK, dtype=stored(call.q.dtype))
+    waiting = dv.new_empty(2, problem.B, problem.T, problem.H, 2, CHUNK, dtype=torch.bfloat16)
     sizes = (problem.T % CHUNK, problem.K % config["BLOCK_K"], problem.V % config["BLOCK_V"])
     whole = call.offsets is None and not any(sizes)
     whole = whole and within(CHUNK, max(problem.K, problem.V), call.q, call.k, call.erase, problem.g, d_out)
-    programs, by = problem.chunks * problem.G, float_precision(call.q.dtype, problem.target)  # more has no room
+    programs = problem.chunks * problem.G
     for far in (True, False):
         # Most find nothing far: fewer of them take less time for it.
         each = next(n for n in (8, 4, 2, 1) if programs % n == 0) if far else 1
         launch(
             near_side_kernel, (programs // each,),
             call.q, call.k, call.erase, call.beta, problem.g, problem.gates, d_out, dv, kept[1], kept[0], behind,
-            call.offsets, waiting, d_value if parts else None, *map(problem.sums, (d_q, d_k, d_erase)),
+            call.offsets, waiting, d_value, *map(problem.sums, (d_q, d_k, d_erase)),
             d_q, d_k, d_erase, d_beta, d_g,
             call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(problem.g),
             d_out.stride(), call.scale, problem.T, problem.N, problem.H, problem.H // problem.G, problem.K, problem.V,
             waiting[0].numel(), config=config, EACH=each, FAR=far, KEEP=not far and config["BLOCK_V"] >= problem.V,
-            WHOLE=whole, PRECISION=by, CHUNK=CHUNK, ALL_K=side(problem.K, 1 << 20),
+            WHOLE=whole, PRECISION=problem.precision, CHUNK=CHUNK, ALL_K=side(problem.K, 1 << 20),
             **beside(problem.target, not far),
         )  # fmt: skip
