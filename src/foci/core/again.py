@@ -36,6 +36,14 @@ def traced(call: Any) -> bool:
     return (tracer is not None and tracer.get_proxy_mode() is not None) or not PLAIN.issuperset(map(type, call))
 
 
+def whole(values: tuple[Any, ...], call: Any, compute: Callable[..., Outputs]) -> plans.Through | None:
+    """How calls like this one, made of these values, come to `compute`; None where tensors are not what was given."""
+    given, tensors = ([x for x in each if isinstance(x, Tensor)] for each in (values, call))
+    if len(given) != len(tensors) or any(x is not y for x, y in zip(given, tensors, strict=True)):
+        return None
+    return lambda _, tensors: compute(*tensors)
+
+
 def by_torch(backend: Backend, call: Any) -> Callable[..., Outputs] | None:
     """What makes of a call's tensors the first output alone, by an op of torch that autograd knows.
 

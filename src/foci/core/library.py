@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from foci.core import plans
-from foci.core.again import PLAIN, Rest, Way, as_written, by_torch, decided, holes, through_of, traced
+from foci.core.again import PLAIN, Rest, Way, as_written, by_torch, decided, holes, through_of, traced, whole
 from foci.core.ahead import compiled_ahead
 from foci.core.errors import Unsupported
 from foci.core.select import choose
@@ -57,16 +57,13 @@ class Runner:
         if played is not None:
             return played
         call = bind(*first, **rest)
-        single = single and not traced(call)
+        single = single and plans.on_gpu(call[0]) and not traced(call)
         chosen = choose(self.spec, call, backend, single)
         compute = by_torch(chosen, call) if single else None
         if compute is not None:
-            tensors = [value for value in _alive(call) if isinstance(value, Tensor)]
             if key is not None:
-                given = [value for value in values if isinstance(value, Tensor)]
-                same = len(given) == len(tensors) and all(x is y for x, y in zip(given, tensors, strict=True))
-                plans.decide(key, (lambda _, tensors: compute(*tensors)) if same else None, call[0].device)
-            return compute(*tensors)
+                plans.decide(key, whole(values, call, compute), call[0].device)
+            return compute(*[value for value in _alive(call) if isinstance(value, Tensor)])
         made = self(chosen, call)
         if key is not None:
             self._learn(key, values, chosen, call)

@@ -110,3 +110,10 @@ def test_the_choice_is_told_whether_out_is_all(counted: list[str], monkeypatch: 
     torch.func.vmap(lambda q: foci.attention(**inputs | {"q": q}))(inputs["q"][None])
     foci.explain("softmax", **inputs)
     assert told == [True, False, False, True]
+
+
+def test_on_the_cpu_nobody_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a tiny call would be half as long again."""
+    monkeypatch.setattr(aten, "by_torch", lambda call: pytest.fail("asked"))
+    inputs = {n: x.float().requires_grad_() for n, x in rows().items()}
+    foci.attention(**inputs).sum().backward()

@@ -236,7 +236,7 @@ class _Problem:
         self.erase = call.k if call.erase is None else call.erase
         self.per_channel = self.g is not None and self.g.shape[3] > 1
         self.constant = self.g is not None and self.g.shape[:2] != (self.B, self.T)
-        self.precision = float_precision(call.q.dtype, self.target, True)  # of products of float32 tiles
+        self.precision = float_precision(call.q.dtype, self.target, telescoping=True)  # of products of float32 tiles
         self.gates: Tensor | None = None  # sums per channel [slots,H,K], when the walk's operands are made
         self.chunks = self.B * -(-self.T // CHUNK) if call.offsets is None else self.T // CHUNK + self.N
 

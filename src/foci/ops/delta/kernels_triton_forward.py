@@ -301,7 +301,8 @@ def forward(
             call.state, call.offsets, pieces.M, pieces.N, *results,
             q.stride(), k.stride()[-4:], strides(e), v.stride(), write.stride(), strides(call.state),
             call.scale, T, N, H, H // call.q.shape[2], K, V, B * T * H * K, B * T * H * V,
-            config=walk, PER_CHANNEL=gated.key is not None, PRECISION=float_precision(v.dtype, target, True),
+            config=walk, PER_CHANNEL=gated.key is not None,
+            PRECISION=float_precision(v.dtype, target, telescoping=True),
             JOIN=precision(torch.float32, target), CHUNK=CHUNK, PIECE=pieces.tokens, TILES=-(-K // walk["BLOCK_K"]),
             TMA=target.arch == 90 and halves and K % walk["BLOCK_K"] == 0 and all(map(by_tma, (q, k, e, v))),
         )  # fmt: skip

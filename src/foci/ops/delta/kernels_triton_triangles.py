@@ -189,8 +189,8 @@ def first(
             call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(g),
             call.scale, 0, T, N, H, H // G, K,
             config=config, FAR=again, WHOLE=whole,
-            ALL_K=side(K, 1 << 20), PER_CHANNEL=per_channel, PRECISION=float_precision(v.dtype, target, True),
-            CHUNK=CHUNK, **room,
+            ALL_K=side(K, 1 << 20), PER_CHANNEL=per_channel, CHUNK=CHUNK,
+            PRECISION=float_precision(v.dtype, target, telescoping=True), **room,
         )  # fmt: skip
     return inverse, products, gated
 

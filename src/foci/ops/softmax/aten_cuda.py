@@ -294,9 +294,8 @@ def fold(dlse: Tensor, lse: Tensor, dout: Tensor, out: Tensor) -> tuple[Tensor, 
     does not feel it.
     """
     given = dlse, lse, dout, out
-    if out.dtype not in _HALF or lse.numel() >= _FAR or not installed("triton"):
-        return _folded(*given)
-    if unsuitable(out, out.shape, out.shape[-1:]):
+    takes = out.dtype in _HALF and lse.numel() < _FAR and installed("triton")
+    if not takes or unsuitable(out, out.shape, out.shape[-1:]):
         return _folded(*given)
     from foci.ops.softmax import kernels_triton_dlse as kernels
 
