@@ -83,6 +83,17 @@ def test_changed() -> None:
     assert not changed(TRUTH + 1e-15, TRUTH, bitwise=True).ok
     assert changed(TRUTH + 0.9 * CAUSAL, TRUTH, bitwise=False).ok
     assert not changed(TRUTH + 3 * CAUSAL, TRUTH, bitwise=False).ok
+    assert changed(TRUTH * torch.inf, TRUTH * torch.inf, bitwise=True).ok
+
+
+def test_a_number_larger_than_the_others_may_change_by_its_last_digit() -> None:
+    before = torch.ones(4096)
+    before[5] = 20.3
+    for place, move, ok in ((5, 2.0**-19, True), (5, 3 * CAUSAL * 20.3, False), (7, 3 * CAUSAL, False)):
+        after = before.clone()
+        after[place] += move
+        assert changed(after, before, bitwise=False).ok == ok and not changed(after, before, bitwise=True).ok
+        assert float((after - before).abs().max()) > CAUSAL * rms(before)  # which was the bound of each number
 
 
 def test_twice() -> None:

@@ -30,6 +30,21 @@ def shortened(x: Any) -> Any:
     return interpreter.TensorHandle((x.data.view(np.int32) & -8192).view(np.float32), x.dtype)
 
 
+def by_three(a: Any, b: Any, d: Any, exact: Any, most: Any) -> Any:
+    """A product of float32 as a GPU makes it of float16's tiles (core/tune.py: float_precision), bfloat16 by bfloat16."""
+    (high, low), (above, below) = (_in_two(x) for x in (a, b))
+    small = PRODUCT(None, high, below, PRODUCT(None, low, above, d, exact, most), exact, most)
+    return PRODUCT(None, high, above, small, exact, most)
+
+
+def _in_two(x: Any) -> Any:
+    """float32 as the nearest bfloat16, and that of what it leaves: 0 where it leaves no number."""
+    wide = torch.from_numpy(np.ascontiguousarray(x.data))
+    high = wide.bfloat16().float()
+    low = (wide - high).nan_to_num(nan=0.0).bfloat16().float()
+    return tuple(interpreter.TensorHandle(part.numpy(), x.dtype) for part in (high, low))
+
+
 def _half(x: Any) -> bool:
     return bool(x.dtype.scalar.name == "bf16")
 

@@ -91,11 +91,18 @@ def twice(got: Tensor, plain: Tensor, truth: Tensor) -> Error:
 
 
 def changed(got: Tensor, before: Tensor, bitwise: bool) -> Error:
-    """How much a tensor moved that must not move: no bit, or 1e-6 of its size."""
+    """How much a tensor moved that must not move: no bit, or each number by 1e-6 of itself or of their RMS.
+
+    The last digit of a number of eight times the RMS is more than 1e-6 of that: who sums in another order moves it.
+    """
+    budget = 0.0 if bitwise else CAUSAL
     if before.numel() == 0:
-        return Error(0.0, 0.0 if bitwise else CAUSAL)
+        return Error(0.0, budget)
     error, scale = difference(got, before), rms(before)
-    return _relative(float(error.max()), 0.0 if bitwise else CAUSAL * scale, scale)
+    if scale == 0 or not math.isfinite(scale):
+        return Error(float(error.max()), budget and budget * scale)
+    size = before.detach().to(torch.float64).abs().clamp(min=scale)
+    return Error(float(torch.where(error == 0, 0.0, error / size).nan_to_num(nan=torch.inf).max()), budget)
 
 
 def difference(got: Tensor, truth: Tensor) -> Tensor:

@@ -418,14 +418,15 @@ def precision(dtype: torch.dtype, target: Target) -> str:
     return "tf32x3" if dtype == torch.float32 and target.kind == "cuda" else "ieee"
 
 
-def float_precision(dtype: torch.dtype, target: Target, telescoping: bool = False) -> str:
-    """The same of float32 tiles made of inputs of this dtype: of half ones by TF32, with as many digits as float16.
+def float_precision(dtype: torch.dtype, target: Target) -> str:
+    """The same of float32 tiles made of inputs of this dtype: of bfloat16 by TF32.
 
-    Where sums are `telescoping` that is too few for float16 (in bfloat16 tiles that matter are two numbers each).
+    Of float16 by three products of bfloat16, each number the sum of two: 16 digits, as bfloat16's own kernels have of
+    tiles that matter, where TF32 has 11, too few for sums that telescope. The interpreter knows no such products.
     """
-    if target.kind != "cuda" or dtype == torch.float32 or (telescoping and dtype == torch.float16):
+    if target.kind != "cuda" or dtype == torch.float32 or (dtype == torch.float16 and interpreting()):
         return precision(torch.float32, target)
-    return "tf32"
+    return "bf16x3" if dtype == torch.float16 else "tf32"
 
 
 def stored(dtype: torch.dtype) -> torch.dtype:

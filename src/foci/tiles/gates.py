@@ -159,7 +159,7 @@ def gates_of_level(like, i, OWN: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def summed(L, x, onto, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """onto + L x, L of zeros and ones: of float32 operands only x has a part that TF32 leaves out."""
-    if PRECISION == "tf32x3" and x.dtype == tl.float32:
+    if (PRECISION == "tf32x3" or PRECISION == "bf16x3") and x.dtype == tl.float32:
         large = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
         onto = tl.dot(L, large, onto, input_precision="tf32")
         return tl.dot(L, x - large, onto, input_precision="tf32")

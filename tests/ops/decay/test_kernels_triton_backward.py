@@ -17,6 +17,7 @@ from foci.ops.decay.call import Call, bind
 from foci.ops.decay.spec import SPEC
 from foci.ops.draw import Draw
 from tests.ops.decay.test_kernels_triton_forward import cut, problem  # noqa: F401  a fixture
+from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
 from tests.ops.in_triton import DTYPES, InTriton, there
 from tests.ops.recurrences import BUDGET, error, inputs_of
 
@@ -65,6 +66,17 @@ class TestInTriton(InTriton):
         assert {kernel for kernel, _ in chosen} >= {"linear_states", "linear_out", "linear_values", "linear_keys"}
         with tune.choosing(chosen):
             self.right(inputs)
+
+    @pytest.mark.usefixtures("halves")
+    @pytest.mark.parametrize("decay", ["head", "token", "channel"])
+    def test_sums_that_telescope_in_float16(self, decay: str) -> None:
+        """One key, values of both signs, gates near 0: TF32 cuts digits off, always towards 0."""
+        inputs = problem(1024, decay=decay)
+        sign, third = torch.arange(1024) % 2 * 2.0 - 1, torch.arange(1024) % 300 == 3
+        inputs["k"] = inputs["k"][:, :1].expand(1, 1024, 1, 8)
+        inputs["v"] = inputs["v"][:, :1] * (sign * torch.where(third, 0.5, 1.0))[None, :, None, None]
+        inputs["log_decay"] = torch.full_like(inputs["log_decay"], -1e-6)
+        self.right({name: x if name == "log_decay" else x.half() for name, x in inputs.items()})
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_every_case_of_more_than_a_chunk_cut(self, dtype: torch.dtype, cut: None) -> None:  # noqa: F811

@@ -1,4 +1,4 @@
-"""A GPU's TF32 products cut digits off; the interpreter's do not. With that put into it the budgets still hold.
+"""A GPU's products cut digits off; the interpreter's do not. With that put into it the budgets still hold.
 
 So they do in bfloat16, which the interpreter computes wrongly by itself: there it is put right, and TMA is played too.
 """
@@ -16,7 +16,7 @@ from foci.core.tune import interpreting
 from foci.ops.delta.api import delta_rule
 from foci.ops.delta.cases import Delta
 from foci.ops.delta.spec import SPEC
-from tests.ops.in_bfloat16 import PRODUCT, halves, shortened  # noqa: F401  a fixture
+from tests.ops.in_bfloat16 import PRODUCT, by_three, halves, shortened  # noqa: F401  a fixture
 from tests.ops.in_triton import there
 from tests.ops.recurrences import BUDGET, answers, error, exact, inputs_of
 
@@ -28,12 +28,17 @@ if not interpreting():
 
 @pytest.fixture
 def cut(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Products of float32 take 11 digits of each number where TF32 is asked; gives what was asked."""
+    """Products of float32 take 11 digits of each number where TF32 is asked, else 16; gives what was asked.
+
+    By three of TF32 the interpreter makes what a GPU makes by three of bfloat16, of float16's tiles.
+    """
     asked = []
 
     def product(self: Any, a: Any, b: Any, d: Any, input_precision: Any, most: Any) -> Any:
         if a.data.dtype == np.float32:
             asked.append(input_precision.name)
+            if input_precision.name == "TF32x3":
+                return by_three(a, b, d, input_precision, most)
         if input_precision.name == "TF32":
             a, b = shortened(a), shortened(b)
         return PRODUCT(self, a, b, d, input_precision, most)

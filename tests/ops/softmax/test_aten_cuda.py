@@ -156,6 +156,17 @@ def test_triton_is_preferred_for_little_and_for_few_queries_and_masks() -> None:
     assert slow(bind(*tensors(T=16, S=65536))) and not slow(bind(*tensors(T=17, S=2049)))
 
 
+def test_in_float32_triton_is_preferred_for_narrow_heads_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(**kind: Any) -> bool:
+        return slow(bind(*tensors(dtype=torch.float32, **({"T": 2048, "S": 2048, "K": 64} | kind))))
+
+    for capability, faster in (((8, 0), False), ((9, 0), True)):
+        place = device.Platform("cuda", (2, 13, 0), (13, 0), (9, 20, 0), capability)
+        monkeypatch.setattr(aten_cuda, "platform", lambda _, place=place: place)
+        assert found() == faster
+        assert not (found(K=72) or found(T=50, S=50) or found(T=16, S=65536))
+
+
 @pytest.mark.parametrize(("T", "S", "better"), [(1, 65536, True), (4, 65536, True), (5, 65536, False)])
 def test_with_gradients_triton_is_preferred_where_one_tile_has_all_queries(T: int, S: int, better: bool) -> None:
     q, k, v = tensors(T=T, S=S)

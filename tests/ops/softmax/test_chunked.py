@@ -153,3 +153,15 @@ def test_inputs_are_not_written() -> None:
     evaluate(inputs, "chunked")
     for name, x in before.items():
         assert torch.equal(inputs[name], x), name
+
+
+@pytest.mark.parametrize("sink", [None, -1e9, -torch.inf])
+def test_a_row_of_biases_far_below_zero_is_a_mean(sink: float | None) -> None:
+    """log S is lost in its lse, but not in what divides its sums; a sink as low is one more key."""
+    q, k, v = (torch.randn(1, n, 2, 16) for n in (3, 8, 8))
+    bias = torch.zeros(3, 8)
+    bias[1] = -1e9
+    low = None if sink is None else torch.full((2,), sink)
+    out = foci.attention(q, k, v, bias=bias, sink=low, backend="chunked")
+    expected = v.mean(1) if sink != -1e9 else v.sum(1) / 9
+    torch.testing.assert_close(out[:, 1], expected)

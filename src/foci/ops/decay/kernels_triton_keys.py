@@ -310,6 +310,10 @@ def keys_rule(
     if bf16 and target.shared > 200_000 and not bonus and by_channel != groups:
         k, v = (64, 64) if by_channel else (128, 64)  # as measured on an H200
         return Config({"BLOCK_K": side(K, k), "BLOCK_V": side(V, v)}, warps=8, stages=2 if groups and v >= V else 1)
+    if target.arch == 90 and not bf16:  # as measured on an H100, spills and all
+        half = dtype == torch.float16
+        k, v, stages = (32, 32 if half else 64, 2 if half else 1) if by_channel else (64 if half else 32, 32, 2)
+        return Config({"BLOCK_K": side(K, k), "BLOCK_V": side(V, v)}, warps=4, stages=stages)
     if by_channel:
         k = 16 if dtype == torch.float32 or (more and not bf16) else 32
     elif more or dtype == torch.float32:

@@ -195,7 +195,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             store_state(d_state_ptr + (n * H + h) * K * V, dS, K, v0, V, BLOCKS, BLOCK_K)
 
 
-def _named(call: Any, per_channel: bool) -> tuple[str, Callable[[int, int, bool, Target], Config]]:
+def _named(call: Any, per_channel: bool) -> tuple[str, Callable[[int, int, torch.dtype, Target], Config]]:
     """The walk's name among configurations, and its rule."""
     if per_channel:
         return "walk_by_channel", _walk_by_channel_rule
@@ -204,23 +204,26 @@ def _named(call: Any, per_channel: bool) -> tuple[str, Callable[[int, int, bool,
     return "walk_in_full", _walk_in_full_rule
 
 
-def _walk_by_channel_rule(K: int, V: int, wide: bool, target: Target) -> Config:
+def _walk_by_channel_rule(K: int, V: int, dtype: torch.dtype, target: Target) -> Config:
     """As `_walk_rule`, but there is more to load for a chunk, and more programs at once hide that best."""
-    if target.arch == 90 and K == 128 and V > 32 and not wide:
+    if target.arch == 90 and K == 128 and V > 32 and dtype == torch.bfloat16:
         return Config({"BLOCK_K": K, "BLOCK_V": 64}, warps=4, stages=2)
-    return _walk_in_full_rule(K, V, wide, target)
+    return _walk_in_full_rule(K, V, dtype, target)
 
 
-def _walk_in_full_rule(K: int, V: int, wide: bool, target: Target) -> Config:
+def _walk_in_full_rule(K: int, V: int, dtype: torch.dtype, target: Target) -> Config:
     """As `_walk_rule`, but beside erase keys or what rounding left of dS a third stage finds no shared memory."""
-    config = _walk_rule(K, V, wide, target)
+    config = _walk_rule(K, V, dtype, target)
     return Config(config.blocks, config.warps, min(config.stages, 2))
 
 
-def _walk_rule(K: int, V: int, wide: bool, target: Target) -> Config:
-    """All of K is in registers as float32, so there is less of V where K is large; `wide`: tiles of float32."""
+def _walk_rule(K: int, V: int, dtype: torch.dtype, target: Target) -> Config:
+    """All of K is in registers as float32, so there is less of V where K is large, and where tiles are of float32."""
+    wide = dtype != torch.bfloat16
     if target.arch == 90 and K <= 128 and not wide:  # as measured on an H200
         return Config({"BLOCK_K": side(K, 128), "BLOCK_V": side(V, 32)}, warps=4, stages=3)
+    if target.arch == 90 and wide and 64 < K <= 256:  # as measured on an H100, spills and all
+        return Config({"BLOCK_K": 64, "BLOCK_V": side(V, 32)}, warps=4, stages=1)
     k = 32 if wide and target.shared < 160_000 else 64
     blocks = {"BLOCK_K": side(K, k), "BLOCK_V": side(V, 16 if wide or K > 128 else 32)}
     return Config(blocks, warps=4 if K <= 128 else 8, stages=1)
@@ -236,7 +239,7 @@ class _Problem:
         self.erase = call.k if call.erase is None else call.erase
         self.per_channel = self.g is not None and self.g.shape[3] > 1
         self.constant = self.g is not None and self.g.shape[:2] != (self.B, self.T)
-        self.precision = float_precision(call.q.dtype, self.target, telescoping=True)  # of products of float32 tiles
+        self.precision = float_precision(call.q.dtype, self.target)  # of products of float32 tiles
         self.gates: Tensor | None = None  # sums per channel [slots,H,K], when the walk's operands are made
         self.chunks = self.B * -(-self.T // CHUNK) if call.offsets is None else self.T // CHUNK + self.N
 
@@ -246,11 +249,10 @@ class _Problem:
             return None
         return x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
 
-    def config(self, kernel: str, rule: Callable[[int, int, bool, Target], Config]) -> Config:
-        wide = self.call.q.dtype != torch.bfloat16
-        key = (self.K, self.V, "float32" if wide else "bfloat16")
+    def config(self, kernel: str, rule: Callable[[int, int, torch.dtype, Target], Config]) -> Config:
+        key = (self.K, self.V, self.call.q.dtype)
         vary = {"BLOCK_K": (16, 32, 64)} if kernel == "ends" else {"BLOCK_V": (16, 32, 64)}
-        return configure(f"delta_backward_{kernel}", key, partial(rule, self.K, self.V, wide), self.target, vary)
+        return configure(f"delta_backward_{kernel}", key, partial(rule, *key), self.target, vary)
 
 
 def backward(

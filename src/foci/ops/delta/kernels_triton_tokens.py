@@ -21,6 +21,7 @@ For float16, whose range holds no decays, all products are of float32 tiles (til
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -392,24 +393,21 @@ def sums_kernel(parts_ptr, sum_ptr, rows, columns, BLOCK_R: tl.constexpr, BLOCK_
     store_tile(sum_ptr, found, 0, 1, columns, c0, columns, 1)
 
 
-def _pairs_rule(K: int, V: int, wide: bool, target: Target) -> Config:
-    """On Hopper operands go to shared memory by themselves, blocks ahead."""
-    if target.arch == 90 and not wide:  # as measured on an H200
-        return Config({"BLOCK_K": side(K, 64), "BLOCK_V": side(V, 64)}, warps=4, stages=3)
-    return Config({"BLOCK_K": side(K, 16 if wide else 32), "BLOCK_V": side(V, 32)}, warps=8, stages=1)
+# Channels of K and of V, warps and stages on Hopper: measured on an H200, of float16 and float32 on an H100. There
+# operands of pairs go to shared memory by themselves, blocks ahead, and of a side in bfloat16 V at once, and the next
+# head's meanwhile. Beside erase keys, and dS in float32, shared memory has no room for all of V.
+_ON_HOPPER = {
+    "pairs": {torch.bfloat16: (64, 64, 4, 3), torch.float16: (64, 64, 4, 2), torch.float32: (32, 32, 4, 2)},
+    "side": {torch.bfloat16: (64, 128, 8, 2), torch.float16: (32, 32, 4, 2), torch.float32: (32, 32, 4, 2)},
+    "side_with_erase": {torch.bfloat16: (64, 64, 8, 2), torch.float16: (32, 32, 4, 2), torch.float32: (32, 32, 4, 2)},
+}
 
 
-def _side_rule(K: int, V: int, wide: bool, target: Target) -> Config:
-    """As many channels as registers hold without a spill; on Hopper V at once, and the next head's comes meanwhile."""
-    if target.arch == 90 and not wide:  # as measured on an H200
-        return Config({"BLOCK_K": side(K, 64), "BLOCK_V": side(V, 128)}, warps=8, stages=2)
-    return Config({"BLOCK_K": side(K, 16 if wide else 32), "BLOCK_V": side(V, 32)}, warps=8, stages=1)
-
-
-def _side_with_erase_rule(K: int, V: int, wide: bool, target: Target) -> Config:
-    """As `_side_rule`, but e is read too, and dS may be in float32: shared memory has no room for all of V."""
-    config = _side_rule(K, V, wide, target)
-    return Config({**config.blocks, "BLOCK_V": min(config["BLOCK_V"], 64)}, config.warps, config.stages)
+def _rule(kernel: str, K: int, V: int, dtype: torch.dtype, target: Target) -> Config:
+    """Elsewhere as many channels as registers hold without a spill."""
+    few = 32 if dtype == torch.bfloat16 else 16, 32, 8, 1
+    k, v, warps, stages = _ON_HOPPER[kernel][dtype] if target.arch == 90 else few
+    return Config({"BLOCK_K": side(K, k), "BLOCK_V": side(V, v)}, warps, stages)
 
 
 def _gates_rule(target: Target) -> Config:
@@ -453,8 +451,8 @@ def _in_two_launches(problem: Any, kept: Any, d_out: Tensor, dv: Any, behind: Te
     if isinstance(dv, tuple):
         (dv, low), errors = dv, errors[0]
     value, d_out = None if low is None or d_g is None else _close(call.v, problem), _close(d_out, problem)
-    side_of = ("side", _side_rule) if call.erase is None else ("side_with_erase", _side_with_erase_rule)
-    config, ahead = problem.config(*side_of), problem.config("pairs", _pairs_rule)
+    name = "side" if call.erase is None else "side_with_erase"
+    config, ahead = (problem.config(kernel, partial(_rule, kernel)) for kernel in (name, "pairs"))
     blocks = -(-problem.K // config["BLOCK_K"])
     rows = dv.new_empty(6 + 3 * blocks, *behind.shape[:2], CHUNK, dtype=torch.float32)
     totals = dv.new_empty(*behind.shape[:3], dtype=torch.float32)

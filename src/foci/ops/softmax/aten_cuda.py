@@ -266,11 +266,14 @@ def slow(call: Call) -> bool:
 
     With little to compute the time is the host's, which has less to do for ours. A mask only `efficient` takes. Keys
     that are read for few queries cuDNN reads as fast, but plans for 40 ms whenever a cache has another length, and
-    flash repeats none of its work over the card; their backwards take six times as long (docs/benchmarks.md).
+    flash repeats none of its work over the card; their backwards take six times as long (docs/benchmarks.md). In
+    float32 `efficient` is slower on Hopper for heads of up to 64, and sums dq in an order that differs from run to run.
     """
+    masked = call.bias is not None or call.dense is not None
     if call.q.dtype not in _HALF:
-        return False
-    if little(call) or call.bias is not None or call.dense is not None:
+        fast = max(call.sizes[5:]) <= 64 and platform(call.q.device).capability == (9, 0)
+        return fast and call.q.dtype == torch.float32 and call.q.shape[1] > 16 and not masked and not little(call)
+    if little(call) or masked:
         return True
     return call.few if differentiated(call) else call.q.shape[1] <= 16
 

@@ -44,17 +44,18 @@ class Tile(NamedTuple):
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """One pass over the tiles. A tile holds every key of its rows, so its softmax is final and needs no rescaling.
 
-    out = exp(m - lse) * sum_s exp(z - m) v_s with m = max_s z; lse = log(sum_s exp(z - m) + exp(sink - m)) + m
+    out = sum_s exp(z - m) v_s / L with m = max_s z, L = sum_s exp(z - m) + exp(sink - m); lse = log L + m
     """
     heads = _Heads(call)
     B, T, _, H, _, _, V = call.sizes
     out = call.v.new_zeros(B, T, H, V)
     lse = _initial_lse(call)
     for tile, m, mass, weighted in _sums(call, heads):
-        total = mass.log_().add_(m)
+        total = mass.log().add_(m)
         if call.sink is not None:
-            total = torch.logaddexp(total, call.sink.to(m.dtype)[tile.g0 * heads.R : tile.g1 * heads.R, None, None])
-        weighted.mul_(torch.exp(m - never_empty(total)))
+            sink = call.sink.to(m.dtype)[tile.g0 * heads.R : tile.g1 * heads.R, None, None]
+            total, mass = torch.logaddexp(total, sink), mass.add_(torch.exp(sink - m))
+        weighted.div_(mass.masked_fill_(mass == 0, 1.0))  # an empty row's sum is 0
         _place(out, tile, heads.R).copy_(weighted)
         _place(lse, tile, heads.R).copy_(total[..., 0])
     return out, lse

@@ -164,7 +164,8 @@ def _rule(target: Target, key: tuple[int, int, int, int, int, bool]) -> Config:
     roomy = target.shared > 160_000
     wgmma = target.kind == "cuda" and target.arch in (90, 100)  # products that leave their operands in shared memory
     full = (512 if roomy else 256) // size
-    if size == 4 and max(widths) > full:
+    whole = target.kind == "cuda" and target.arch == 90 and max(widths) <= 256 and few == 128
+    if size == 4 and max(widths) > full and not whole:
         full = 64
     BLOCK_K, BLOCK_V = (min(width, full) for width in widths)
     width = max(BLOCK_K, BLOCK_V) * size // 2  # in numbers of two bytes
@@ -178,6 +179,8 @@ def _rule(target: Target, key: tuple[int, int, int, int, int, bool]) -> Config:
     else:
         BLOCK_T, BLOCK_S = 32 if many else 64, 32 if laden else 64
     warps, stages = 8, 1 if size == 4 and max(widths) > full else 3 if width <= 128 and roomy else 2
+    if size == 4 and whole and BLOCK_T == 32:  # as measured on an H100
+        BLOCK_T, BLOCK_S, warps, stages = (128, 64, 8, 1) if max(widths) > 128 else (32, 32, 4, 2)
     hopper = target.kind == "cuda" and target.arch == 90 and size == 2
     if hopper and laden < 2:  # as measured on an H200
         if width <= 128:
