@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import foci
 
@@ -181,3 +182,21 @@ def test_a_state_whose_numbers_are_one_in_memory(operator: str, stride: tuple[in
     state = torch.zeros(2 * H * K * V).as_strided((B, H, K, V), stride)
     with pytest.raises(ValueError, match=r"state has strides .*one in memory"):
         BOTH[operator][1](**token(operator), state=state)
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", ["v", "state"])
+def test_a_tangent_is_never_lost(operator: str, name: str, dtype: torch.dtype) -> None:
+    """Forward mode wants no gradient: what runs without torch's knowledge would drop it without a word."""
+    given = {**token(operator, dtype), "state": states(dtype)[:B].clone()}
+    direction = torch.randn_like(given[name])
+    whole = {n: x[:, None] if n != "state" else x for n, x in given.items()}
+    _, expected = torch.func.jvp(
+        lambda x: BOTH[operator][0](**whole | {name: x if name == "state" else x[:, None]}, backend="reference")[0],
+        (given[name].clone(),), (direction,),
+    )  # fmt: skip
+    with forward_ad.dual_level():
+        given[name] = forward_ad.make_dual(given[name], direction)
+        found = forward_ad.unpack_dual(BOTH[operator][1](**given)).tangent
+    torch.testing.assert_close(found, expected[:, 0], rtol=1e-4, atol=1e-5)

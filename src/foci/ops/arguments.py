@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from foci.core.errors import ShapeError
 from foci.core.shapes import dense
@@ -254,6 +255,11 @@ def plain(x: Tensor) -> bool:
         return False
     watched = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0
     return not watched and torch._C._functorch.maybe_current_level() is None
+
+
+def alone(x: Tensor) -> bool:
+    """Whether it is plain, and no forward-mode derivative is taken, whose tangents only torch's own operations know."""
+    return plain(x) and forward_ad._current_level < 0
 
 
 class Slots:

@@ -10,7 +10,7 @@ from torch import Tensor
 from foci.core.device import installed
 from foci.core.errors import Unsupported
 from foci.core.tune import interpreting, target_of
-from foci.ops.arguments import documents, plain, short
+from foci.ops.arguments import alone, documents, short
 
 CHUNK = 64  # tokens a chunk of the recurrences has in every kernel
 WIDEST = 512
@@ -68,4 +68,4 @@ def brought(operator: str, name: str, x: Tensor, device: torch.device) -> Tensor
 def steps(state: Tensor) -> bool:
     """Whether a kernel may take this state one token further: float32 on a GPU, and no one traces or transforms."""
     fits = state.device.type == "cuda" and state.dtype == torch.float32 and state.numel() > 0
-    return fits and max(state.shape[2:], default=0) <= WIDEST and plain(state) and installed("triton")
+    return fits and max(state.shape[2:], default=0) <= WIDEST and alone(state) and installed("triton")

@@ -217,7 +217,7 @@ def backward(
 
 def steps(state: Tensor) -> bool:
     """Whether `step` can write this state: plain float32 memory in rows, and no one is tracing or transforming."""
-    if not arguments.plain(state) or state.device.type != "cpu" or state.dtype != torch.float32:
+    if not arguments.alone(state) or state.device.type != "cpu" or state.dtype != torch.float32:
         return False
     return state.is_contiguous() and state.numel() > 0 and max(state.shape[2:]) <= 4096 and not _unavailable()
 
