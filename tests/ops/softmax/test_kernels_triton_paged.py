@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import foci
 from tests.ops.in_triton import DEVICE, DTYPES, there
@@ -43,3 +44,19 @@ def test_pages_before_the_window_may_be_anything(T: int) -> None:
 def test_it_is_what_is_chosen() -> None:
     inputs = there(cache())
     assert torch.equal(foci.attention_paged(**inputs), foci.attention_paged(**inputs, backend="triton"))
+
+
+def test_transforms_gather_the_pages_and_a_tangent_is_not_lost() -> None:
+    inputs = there(cache())
+    expected, turned = foci.attention_paged(**inputs), inputs | {"q": -inputs["q"]}
+    both = torch.stack([inputs["q"], turned["q"]])
+    found = torch.func.vmap(lambda q: foci.attention_paged(**inputs | {"q": q}))(both)
+    truth_of_both = torch.stack([expected, foci.attention_paged(**turned)])
+    torch.testing.assert_close(found, truth_of_both, rtol=1e-5, atol=1e-5)
+    with forward_ad.dual_level():
+        moved = inputs | {"q": forward_ad.make_dual(inputs["q"], torch.ones_like(inputs["q"]))}
+        with pytest.raises(foci.Unsupported, match="forward-mode"):
+            foci.attention_paged(**moved)
+        with pytest.raises(foci.Unsupported, match="do not reach it"):
+            foci.attention_paged(**moved, backend="triton")
+        assert forward_ad.unpack_dual(foci.attention_paged(**moved, backend="reference")).tangent.isfinite().all()

@@ -124,6 +124,24 @@ def test_autocast_takes_its_dtype() -> None:
 def test_no_pages_at_all() -> None:
     inputs = cache(lengths=(0, 0)) | {name: torch.zeros(0, 5, 2, 16) for name in ("k_pages", "v_pages")}
     assert not foci.attention_paged(**inputs).any()
+    with pytest.raises(foci.Unsupported, match="there are no pages"):  # on a GPU its lengths are read unchecked
+        foci.attention_paged(**inputs, backend="triton")
+
+
+@pytest.mark.parametrize("name", ["table", "lengths", "q"])
+def test_rows_of_vmap_are_calls(name: str) -> None:
+    inputs = cache()
+    rows = torch.stack([inputs[name], inputs[name].flip(0)])
+    if name == "table":  # of other rows' pages, and of no others: vmap shows no values to look at
+        rows = rows.clamp(0, 3)
+        inputs["lengths"] = inputs["lengths"].clamp(max=5)
+        inputs["k_pages"], inputs["v_pages"] = (inputs[x].nan_to_num(1.0) for x in ("k_pages", "v_pages"))
+    if name == "lengths":
+        inputs["table"] = torch.arange(20).view(4, 5)
+        inputs["k_pages"], inputs["v_pages"] = torch.randn(20, 5, 2, 16), torch.randn(20, 5, 2, 24)
+    found = torch.func.vmap(lambda row: foci.attention_paged(**inputs | {name: row}))(rows)
+    for row, out in zip(rows, found, strict=True):
+        torch.testing.assert_close(out, foci.attention_paged(**inputs | {name: row}))
 
 
 def test_kernels_launch_once_or_twice() -> None:
@@ -148,6 +166,9 @@ WRONG = {
     "softcap must be a positive finite number, got -1": {"softcap": -1.0},
     "Window: left must be a non-negative int or None, got -2": {"window": -2},
     "unknown backend 'paged'": {"backend": "paged"},
+    "attention_paged: sink must be a floating tensor, got torch.float8_e4m3fn": {
+        "sink": torch.zeros(4).to(torch.float8_e4m3fn)
+    },
 }
 
 

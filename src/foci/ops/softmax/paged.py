@@ -85,11 +85,11 @@ def attention_paged(
         raise Unsupported(f"{_NAME}: it has no gradient", ["an input requires one"], "call it under torch.no_grad()")
     if window is not None:
         Window(window, None)  # says what is wrong with it
-    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+    if q.device.type == "cpu" and not _unseen(table, lengths):
         _check_values(table, lengths, window, sizes)
     if backend in (None, "triton"):
         call = _bound(tensors, softcap, window, scale)
-        reasons = gpu.reasons(call) + _table_reasons(sizes)
+        reasons = gpu.reasons(call) + _table_reasons(sizes) + _watchers()
         if not reasons:
             return plans.one(key, given, _paged, (*call, table))
         if backend is not None:
@@ -146,10 +146,24 @@ def _bound(tensors: _Tensors, softcap: float | None, window: int | None, scale: 
 
 
 def _table_reasons(sizes: dict[str, int]) -> list[str]:
+    if not sizes["P"]:  # a page number has nowhere to be moved to
+        return ["there are no pages"]
     if not sizes["M"]:
         return ["there is nothing to compute: the table has no columns"]
     room = sizes["M"] * sizes["page"]
     return [f"the table has room for {room} keys, fewer than the {sizes['T']} tokens"] if room < sizes["T"] else []
+
+
+def _watchers() -> list[str]:
+    """The kernel is started without torch's knowledge: it would lose a tangent, and knows no row of a vmap."""
+    if torch.compiler.is_compiling() or not plans.transformed():
+        return []
+    return ["torch.func transforms and forward-mode derivatives do not reach it"]
+
+
+def _unseen(*tensors: Tensor) -> bool:
+    """Whether the compiler or vmap shows no values to look at."""
+    return torch.compiler.is_compiling() or any(map(torch._C._functorch.is_batchedtensor, tensors))
 
 
 def _check(tensors: _Tensors, sizes: dict[str, int]) -> _Tensors:
@@ -172,7 +186,7 @@ def _check(tensors: _Tensors, sizes: dict[str, int]) -> _Tensors:
     for name, x in (("table", table), ("lengths", lengths)):
         if x.dtype not in _INTEGERS:
             raise ValueError(f"{_NAME}: {name} must be an int32 or int64 tensor, got {x.dtype}")
-    if sink is not None and not sink.is_floating_point():
+    if sink is not None and sink.dtype not in DTYPES:
         raise ValueError(f"{_NAME}: sink must be a floating tensor, got {sink.dtype}")
     return tensors
 
