@@ -83,7 +83,8 @@ def test_slots_and_padding_touch_only_their_states(operator: str, whole: torch.d
         apart(operator, inputs, torch.float32, slots)
     here = {n: x.to(DEVICE) for n, x in inputs.items()} | {"log_decay": inputs["log_decay"].view(B, H, 1).to(DEVICE)}
     here["state"] = before.to(DEVICE).clone()
-    out = step(**here, scale=0.3, slots=slots.to(DEVICE))
+    apart_in_memory = slots.to(DEVICE).repeat_interleave(2)[::2]
+    out = step(**here, scale=0.3, slots=apart_in_memory)
     assert torch.equal(out[1].cpu(), torch.zeros(H, V))
     untouched = here["state"].cpu()
     assert all(torch.equal(untouched[m], before[m]) != (m in (0, 3)) for m in range(5))

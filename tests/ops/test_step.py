@@ -94,7 +94,7 @@ def test_compiled_in_one_graph(operator: str, slots: Tensor | None) -> None:
 
 @both
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("slots", [(4, 0), (-1, 2), (-1, -1)])
+@pytest.mark.parametrize("slots", [(4, 0), (-1, 2), (-1, 0), (0, -1), (-1, -1)])
 def test_slots_are_the_states_of_rows(operator: str, slots: tuple[int, ...], dtype: torch.dtype) -> None:
     step, inputs, pool = BOTH[operator][1], token(operator, dtype), states(dtype)
     before, expected = pool.clone(), pool.clone()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from foci.check.memory import strided
 from foci.core.tune import TARGETS, recording
 from foci.ops.draw import Draw
 from foci.ops.scan import gpu
@@ -64,3 +65,11 @@ def test_a_step_is_one_launch_in_place(dtype: torch.dtype) -> None:
     out = gpu.step(x.expand(3, 70), gates, found)
     assert out.dtype == dtype
     assert error(out.cpu(), expected) < 1e-3 and error(found.cpu(), wanted) < 1e-6
+
+
+def test_a_step_of_any_strides() -> None:
+    draw = Draw(torch.float32, CPU, 0)
+    x, gates, state = draw.normal(3, 70), draw.extremes(3, 70), draw.state(3, 70)
+    expected, wanted = step(x, gates, held := state.clone()), held
+    mine = strided(there({"x": x, "g": gates, "s": state}))
+    assert error(gpu.step(*mine.values()).cpu(), expected) < 1e-6 and error(mine["s"].cpu(), wanted) < 1e-6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from foci.check.memory import strided
 from foci.ops.draw import Draw
 from foci.ops.selective_scan import gpu
 from foci.ops.selective_scan.api import selective_scan
@@ -50,3 +51,13 @@ def test_a_step_is_one_launch_in_place(dtype: torch.dtype, K: int) -> None:
         expected = step(**inputs | {"skip": skip, "state": (state := held.clone())})
         assert out.dtype == dtype
         assert error(out.cpu(), expected) < 1e-3 and error(mine["state"].cpu(), state) < 1e-6
+
+
+def test_a_step_of_any_strides() -> None:
+    draw, K = Draw(torch.float32, CPU, 0), 20
+    inputs = {"x": draw.normal(3, 7), "dt": draw.uniform(3, 7), "A": draw.extremes(7, K), "B": draw.normal(3, K)}
+    inputs |= {"C": draw.normal(3, K), "state": draw.state(3, 7, K), "skip": draw.normal(7)}
+    mine = strided(there(inputs))
+    mine["skip"] = mine["skip"].repeat_interleave(2)[::2]
+    expected, out = step(**inputs), gpu.step(**mine)
+    assert error(out.cpu(), expected) < 1e-3 and error(mine["state"].cpu(), inputs["state"]) < 1e-6

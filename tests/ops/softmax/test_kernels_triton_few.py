@@ -28,17 +28,18 @@ FEATURES: dict[str, Any] = {
     "lengths": lambda: {"mask": Lengths(torch.tensor([7, 0]))},
     "band": lambda: {"mask": Band(-3, torch.tensor([1, 40]))},
     "dense": lambda: {"mask": Dense(torch.rand(2, 1, 1, 130) < 0.5)},
+    "dense without a key for one row": lambda: {"mask": Dense(torch.tensor([True, False])[:, None, None, None])},
     "dropout": lambda: {"dropout": 0.3},
 }
 
 
-def kernels(inputs: dict[str, Any], needs: list[bool]) -> list[str]:
+def kernels(inputs: dict[str, Any], needs: list[bool], lse_alone: bool = False) -> list[str]:
     """What a backward of these launches on Hopper."""
     moved = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
     call = SPEC.bind(**moved)
     outputs = tuple(output.empty(call.q) for output in SPEC.outputs(call))  # type: ignore[misc]
     with recording(TARGETS["sm_90"]) as seen:
-        gpu.backward(call, outputs, outputs, needs)  # type: ignore[arg-type]
+        gpu.backward(call, outputs, (None, outputs[1]) if lse_alone else outputs, needs)  # type: ignore[arg-type]
     return [launch.kernel.__name__ for launch in seen]
 
 
@@ -59,6 +60,7 @@ def test_several_queries_and_odd_widths(T: int, H: int, G: int, K: int, V: int) 
 
 def test_a_bias_that_wants_no_gradient() -> None:
     inputs = drawn(T=1, S=70, H=4, G=2) | {"bias": torch.randn(1, 4, 1, 70)}
+    inputs["bias"][:, 1] = -torch.inf  # a head that sees nothing
     needs = [True, True, True, False, False]
     every = gradients(inputs)
     found = gradients(inputs, needs=needs)
@@ -68,10 +70,18 @@ def test_a_bias_that_wants_no_gradient() -> None:
 def test_which_calls_it_takes() -> None:
     one, needs = drawn(T=1, S=128, H=4, G=1), [True, True, True, False, False]
     assert kernels(one, needs) == ["few_kernel", "sum_kernel"]
+    assert kernels(one, needs, lse_alone=True) == ["queries_kernel", "keys_kernel"]
     assert kernels(one, [False, True, False, False, False]) == ["few_kernel"]
     assert kernels(drawn(T=1, S=63, H=4, G=1), needs) == ["queries_kernel", "keys_kernel"]
     assert kernels(drawn(T=1, S=128, H=ROWS, G=1), needs) == ["few_kernel", "sum_kernel"]
     assert kernels(drawn(T=1, S=128, H=ROWS + 1, G=1), needs) == ["queries_kernel", "keys_kernel"]
+
+
+@pytest.mark.parametrize("name", ["sink", "bias"])
+def test_gradients_that_it_does_not_make_are_made(name: str) -> None:
+    beside = {"sink": torch.randn(4), "bias": torch.randn(1, 4, 1, 130)}
+    agree(drawn(T=1, S=130, H=4, G=1) | {name: beside[name]})
+    agree(drawn(T=1, S=130, H=4, G=1) | {name: beside[name], "mask": Lengths(torch.tensor([70, 0]))})
 
 
 def test_unwritten_memory_strides_and_what_is_needed_do_not_matter() -> None:

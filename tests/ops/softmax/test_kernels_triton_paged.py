@@ -7,6 +7,7 @@ import torch
 from torch.autograd import forward_ad
 
 import foci
+from foci.ops.softmax import gpu, paged
 from tests.ops.in_triton import DEVICE, DTYPES, there
 from tests.ops.softmax.test_paged import cache, forgotten, truth
 
@@ -60,3 +61,16 @@ def test_transforms_gather_the_pages_and_a_tangent_is_not_lost() -> None:
         with pytest.raises(foci.Unsupported, match="do not reach it"):
             foci.attention_paged(**moved, backend="triton")
         assert forward_ad.unpack_dual(foci.attention_paged(**moved, backend="reference")).tangent.isfinite().all()
+
+
+def test_page_numbers_out_of_range_name_the_nearest_page() -> None:
+    """On a GPU nobody looks at them before the kernel does: nothing may be read from elsewhere."""
+    inputs = cache(T=1, page=16, M=2, lengths=(20, 32))
+    inputs |= {name: inputs[name].nan_to_num(1.0) for name in ("k_pages", "v_pages")}
+    last = inputs["k_pages"].shape[0] - 1
+    expected = foci.attention_paged(**inputs | {"table": torch.tensor([[0, 1], [last, 0]])}, backend="reference")
+    for least, most in ((-1, last + 1), (-(2**31), 2**31 - 1)):
+        wrong = inputs | {"table": torch.tensor([[least, 1], [most, least]], dtype=torch.int32)}
+        tensors = paged._Tensors(**there(wrong), sink=None)
+        found = gpu.forward_paged(paged._bound(tensors, None, None, None), tensors.table)
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
