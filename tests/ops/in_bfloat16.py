@@ -31,7 +31,7 @@ def shortened(x: Any) -> Any:
 
 
 def by_three(a: Any, b: Any, d: Any, exact: Any, most: Any) -> Any:
-    """A product of float32 as a GPU makes it of float16's tiles (core/tune.py: float_precision), bfloat16 by bfloat16."""
+    """A product of float32 as a GPU makes it of what came in float16 (core/tune.py: float_precision)."""
     (high, low), (above, below) = (_in_two(x) for x in (a, b))
     small = PRODUCT(None, high, below, PRODUCT(None, low, above, d, exact, most), exact, most)
     return PRODUCT(None, high, above, small, exact, most)
