@@ -234,9 +234,9 @@ def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, turned
             v //= 2
     if dtype != torch.bfloat16 and target.arch == 90 and K <= 256:  # as measured on an H100, spills and all
         v = min(v, 32 if 2 * heads * -(-V // 32) > target.processors else 16)
-        ahead = dtype == torch.float16 and tiles == 2 and K <= 128
-        wide = 128 if dtype == torch.float16 and not ahead else 64
-        return Config({"BLOCK_K": min(k, wide), "BLOCK_V": v}, warps=4, stages=2 if ahead else 1)
+        twice = dtype == torch.float16 and tiles == 2 and K <= 128
+        channels = 128 if dtype == torch.float16 and not twice else 64
+        return Config({"BLOCK_K": min(k, channels), "BLOCK_V": v}, warps=4, stages=2 if twice else 1)
     few = dtype == torch.bfloat16 and tiles == 2
     return Config({"BLOCK_K": min(k, 64 if few else 32), "BLOCK_V": 16}, warps=8, stages=1)
 
