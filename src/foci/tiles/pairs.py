@@ -1,8 +1,8 @@
 """Pairs of two operands of rows with one of columns, gates per channel: tiles/near.py for the delta rule's A and E.
 
-Operands are float32. Their products are those of two bfloat16 each where inputs are bfloat16, which keeps 2^-16 of each
-number and takes operands as they lie, and TF32 where these are float16; next to that exp(c[t]) exp(-c[s]) adds an error
-of 1e-5 of an entry, in the last of 56 bands of 7e-4, where sums of gates have no more digits.
+Operands are float32. Their products are those of two bfloat16 each, which keeps 2^-16 of each number; where inputs are
+bfloat16 they are taken apart here, and operands as they lie, else by the compiler. Next to that exp(c[t]) exp(-c[s])
+adds an error of 1e-5 of an entry, in the last of 56 bands of 7e-4, where sums of gates have no more digits.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def sums_behind(x, onto, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def parted(x, dtype: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Operands that stand for x float32: if `dtype` is bfloat16 `in_two` of tiles/state.py, else TF32's, twice."""
+    """Operands that stand for x float32: if `dtype` is bfloat16 `in_two` of tiles/state.py, else itself, twice."""
     if dtype == tl.bfloat16:
         return in_two(x)
     else:
