@@ -6,6 +6,7 @@ CPU tensors pass for a GPU's, and a launch that was noted is interpreted on what
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,8 @@ from foci.core.tune import interpreting
 from foci.ops.masks import Causal, Packed
 
 pytest.importorskip("triton")
+from triton.runtime import interpreter  # noqa: E402
+
 pytestmark = pytest.mark.skipif(not interpreting(), reason="on a GPU tests/core/test_library_graph.py plays plans")
 T, H, K = 70, 2, 16
 
@@ -63,6 +66,9 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, found in (("_PLANS", {}), ("_SEEN", set()), ("_NEAR", {}), ("_WHOLE", {})):
         monkeypatch.setattr(plans, name, found)
     monkeypatch.setattr(tune, "interpreting", lambda: False)
+    builder = interpreter.interpreter_builder
+    known = (*builder.options.allowed_dot_input_precisions, "bf16x3")  # as a GPU's Triton knows it: float16 asks for it
+    monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, allowed_dot_input_precisions=known))
     monkeypatch.setattr(tune, "_start", start)
     monkeypatch.setattr(plans, "_here", lambda: -1)
     monkeypatch.setattr(plans, "on_gpu", lambda x: isinstance(x, Tensor))

@@ -102,7 +102,7 @@ def changed(got: Tensor, before: Tensor, bitwise: bool) -> Error:
     if scale == 0 or not math.isfinite(scale):
         return Error(float(error.max()), budget and budget * scale)
     size = before.detach().to(torch.float64).abs().clamp(min=scale)
-    return Error(float(torch.where(error == 0, 0.0, error / size).nan_to_num(nan=torch.inf).max()), budget)
+    return Error(float(torch.where(error == 0, 0.0, error / size).nan_to_num(torch.inf, torch.inf).max()), budget)
 
 
 def difference(got: Tensor, truth: Tensor) -> Tensor:
