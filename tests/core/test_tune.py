@@ -261,6 +261,21 @@ def test_float32_products_are_in_full(dtype: torch.dtype, target: str, expected:
     assert tune.precision(dtype, TARGETS[target]) == expected
 
 
+@pytest.mark.parametrize(
+    ("dtype", "target", "expected"),
+    [
+        (torch.float32, "sm_90", "tf32x3"),
+        (torch.bfloat16, "sm_90", "tf32"),
+        (torch.float16, "sm_80", "tf32x3" if tune.interpreting() else "bf16x3"),
+        (torch.float16, "gfx942", "ieee"),
+    ],
+)
+def test_float32_tiles_of_half_inputs_keep_more_digits_than_these(
+    dtype: torch.dtype, target: str, expected: str
+) -> None:
+    assert tune.float_precision(dtype, TARGETS[target]) == expected
+
+
 def test_the_compiler_does_not_trace_into_the_facts() -> None:
     def add(x: Tensor) -> Tensor:
         return x + target_of(x.device).arch + tune.interpreting()

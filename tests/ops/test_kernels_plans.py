@@ -23,7 +23,7 @@ from foci.core.tune import interpreting
 from foci.ops.masks import Causal, Packed
 
 pytest.importorskip("triton")
-from triton.runtime import interpreter  # noqa: E402
+from triton.runtime import interpreter
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="on a GPU tests/core/test_library_graph.py plays plans")
 T, H, K = 70, 2, 16
