@@ -71,7 +71,7 @@ def sums_behind(x, onto, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def parted(x, dtype: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Operands that stand for x float32: if `dtype` is bfloat16 `in_two` of tiles/state.py, else itself, twice."""
+    """Operands that stand for x float32: if `dtype` is bfloat16 `in_two` of tiles/state.py, else TF32's, twice."""
     if dtype == tl.bfloat16:
         return in_two(x)
     else:
