@@ -83,3 +83,30 @@ def test_a_walk_that_is_turned_has_a_table_of_its_own() -> None:
         walk = next(launch.kernel.__name__ for launch in launches if "walk" in launch.kernel.__name__)
         named[walk] = [place for place, _ in asked if "walk" in place]
     assert named == {"channel_walk_kernel": ["delta_walk_by_channel"], "walk_kernel": ["delta_walk"]}
+
+
+@pytest.mark.parametrize(
+    ("T", "H", "K", "forward", "backward"),
+    [
+        (512, 64, 128, ("channel_walk_kernel", 64, 2), ("channel_walk_back_kernel", 64, 2)),
+        (512, 64, 64, ("channel_walk_kernel", 64, 3), ("channel_walk_back_kernel", 64, 3)),
+        (512, 16, 64, ("walk_kernel", 16, 3), ("channel_walk_back_kernel", 64, 3)),  # forward, few heads are narrow
+        (8192, 2, 64, ("walk_kernel", 16, 3), ("walk_kernel", 32, 3)),  # in pieces
+        (8192, 2, 128, ("walk_kernel", 16, 2), ("walk_kernel", 16, 2)),
+    ],
+)
+def test_walks_of_gates_per_channel_are_turned_but_for_few_heads(
+    T: int, H: int, K: int, forward: tuple[str, int, int], backward: tuple[str, int, int]
+) -> None:
+    """Kernel, columns and stages on Hopper: as was fastest on an H100."""
+    pytest.importorskip("triton")
+    q = torch.empty(1, T, H, K, dtype=torch.bfloat16, device="meta")
+    one = bind(q, q, q, torch.empty(1, T, H, device="meta"), log_decay=torch.empty(1, T, H, K, device="meta"))
+    with tune.recording(tune.TARGETS["sm_90"]) as launches:
+        gpu.backward(one, gpu.forward(one, True), (q, None), [True] * 5 + [False, False])
+    walks = [
+        (launch.kernel.fn.__name__, launch.meta["BLOCK_V"], launch.meta["num_stages"])
+        for launch in launches
+        if "walk" in launch.kernel.fn.__name__
+    ]
+    assert walks[0] == forward and walks[-1] == backward

@@ -104,7 +104,7 @@ def test_far_rows_have_a_launch_of_their_own_in_half_precision_alone() -> None:
                 left_by_forward(call),
                 draws(call),
                 back,
-                partial(pieces, call),
+                partial(pieces, call, True),
                 kernels,
                 None,
                 others,

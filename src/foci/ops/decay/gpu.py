@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from foci.core.spec import Output
 from foci.core.tune import target_of
 from foci.ops import stretches
+from foci.ops.decay import rules
 from foci.ops.decay.call import NAME, Call
 from foci.ops.gpu import CHUNK, chunks, placed, unsuitable
 
@@ -50,9 +50,11 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
         final = torch.empty(call.ends, H, K, V, dtype=torch.float32, device=call.v.device)
         cut = _cheapest(call, walks.FORWARD)
         sums = walks.sums(call, slots, cut.tokens == 0, rest)
-        walks.walk(call, made, sums, out, states, final, cut, kernels.maps(call, made, cut, sums))
+        maps = kernels.maps(call, made, rules.walk("linear_states", call, lambda _: cut), sums)
+        walks.walk(call, made, sums, out, states, final, cut, maps)
     else:
-        final = kernels.forward(call, made, out, states, slots, _cut(call))
+        walk = _walk("linear_states", call)
+        final = kernels.forward(call, made, out, states, slots, walk, rules.read("linear_out", call))
     rest.end()
     return (out, final) if states is None else (out, final, states)
 
@@ -79,8 +81,8 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     if walked:
         ends, d_state = _by_walks(call, made, states, do, grads[1], ((dq, dk, dv, dg), rest), needs)
     else:
-        cut = _cut(call, 2 if made is None else 4)
-        ends, d_state = kernels_triton_backward.backward(call, made, states, do, grads[1], dv, needs, slots, cut)
+        how = _walk("linear_dstates", call, 2 if made is None else 4), rules.read("linear_values", call)
+        ends, d_state = kernels_triton_backward.backward(call, made, states, do, grads[1], dv, needs, slots, *how)
     if made is not None or not walked:
         kernels_triton_keys.backward(call, made, states, ends, do, (dq, dk, dg, d_bonus), slots)
     rest.end()
@@ -107,7 +109,7 @@ def _by_walks(
     of_q, of_k, _, of_g, _, of_state = needs
     slots, cut = _slots(call), _cheapest(call, walks.BACKWARD if made is None else walks.FORWARD)
     sums = walks.sums(call, slots, cut.tokens == 0, rest)
-    maps = kernels_triton_backward.maps(call, made, do, cut, sums)
+    maps = kernels_triton_backward.maps(call, made, do, rules.walk("linear_dstates", call, lambda _: cut), sums)
     parts = ends = d_state = None
     if made is None and (of_q or of_k or of_g):
         dq, dk = (torch.empty_like(call.q, memory_format=torch.contiguous_format) if x is None else x for x in (dq, dk))
@@ -127,8 +129,8 @@ def _cheapest(call: Call, costs: tuple[float, ...]) -> stretches.Cut:
     return stretches.cheapest(N, B, T, packed, H * -(-V // 64), stretches.Costs(*costs), target)
 
 
-def _cut(call: Call, few: int = 4) -> partial[stretches.Cut]:
-    """What is left to say: for which GPU, and how many warps walk a sequence.
+def _walk(kernel: str, call: Call, few: int = 4) -> rules.Walk:
+    """How `kernel` walks states where tokens read them by a launch behind.
 
     A stretch has 16 chunks at least, and there are four of them: a walk of so many chunks twice, and the fold of the
     stretches before it, then take less time. With a program of four warps a processor (`few`), products and memory are
@@ -136,4 +138,7 @@ def _cut(call: Call, few: int = 4) -> partial[stretches.Cut]:
     token or none, as measured on an H200.
     """
     B, T, *_, N = call.sizes
-    return partial(stretches.cut, N, B, T, call.offsets is not None, shortest=16 * CHUNK, few=few)
+    packed, target = call.offsets is not None, target_of(call.v.device)
+    return rules.walk(
+        kernel, call, lambda warps: stretches.cut(N, B, T, packed, target, warps, shortest=16 * CHUNK, few=few)
+    )

@@ -10,8 +10,7 @@ Those of queries, keys and gates are in kernels_triton_keys.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, configure, float_precision, launch, side, stored, strides, target_of
+from foci.core.tune import Config, float_precision, launch, side, stored, strides, target_of
 from foci.tiles.gates import load_gates, scaled, total
 from foci.tiles.memory import load_row, load_tile, store_tile
 from foci.tiles.near import ends, store_powers, weights
@@ -27,7 +26,6 @@ from foci.tiles.state import chunk_at, sequence, working
 from foci.tiles.stretches import join_states, stretch
 
 CHUNK = 64
-WIDTHS = {"BLOCK_K": (16, 32, 64, 128), "BLOCK_V": (16, 32, 64, 128)}  # what `foci tune` may try
 
 
 @triton.jit
@@ -159,34 +157,14 @@ def values_kernel(  # type: ignore[no-untyped-def]
     store_tile(dv_ptr + (row * T * H + h) * V, dv, t0, stop, H * V, v0, V, 1)
 
 
-def dstates_rule(dtype: torch.dtype, K: int, V: int, heads: int, target: Target) -> Config:
-    """As the forward's walk (kernels_triton_forward.py)."""
-    k, v = side(K, 64), side(V, 64)
-    if 2 * heads * -(-K // k) * -(-V // v) < target.processors:
-        v = min(v, 32)
-    if dtype == torch.float32 and target.arch == 90:  # as measured on an H100
-        return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=4, stages=1)
-    half = dtype == torch.bfloat16
-    return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=8 if dtype == torch.float32 else 4, stages=3 if half else 2)
-
-
-def values_rule(dtype: torch.dtype, K: int, V: int, by_channel: bool, target: Target) -> Config:
-    """As the forward's reading (kernels_triton_forward.py)."""
-    if dtype == torch.float16 and target.arch == 90:  # as measured on an H100
-        return Config({"BLOCK_K": side(K, 64), "BLOCK_V": side(V, 128)}, warps=4, stages=1)
-    small = target.shared < 80_000 or dtype != torch.bfloat16
-    k, v = side(K, 32 if small else 64), side(V, 64 if small else 128)
-    few = v <= 64 or (target.arch == 90 and not by_channel)  # as measured on an H200
-    return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=4 if few else 8, stages=2)
-
-
 def backward(
     call: Any, made: Any, like: Tensor, do: Tensor, d_final: Tensor | None, dv: Tensor | None, needs: Sequence[bool],
-    slots: int, cut: Callable[[Target, int], Any],
+    slots: int, walk: Any, read: Config,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of the states at the chunks' ends, as many as `like`, and of the first state; None if not needed.
 
-    `dv`, if given, is filled. `made`: the Pairs of gates per channel (kernels_triton_pairs.py). `cut`: stretches.py.
+    `dv`, if given, is filled. `made`: the Pairs of gates per channel (kernels_triton_pairs.py). `walk`, `read`: as
+    rules.py has them.
     """
     _, of_k, of_v, of_g, _, of_state = needs
     ends = d_state = None
@@ -195,43 +173,34 @@ def backward(
     if of_state:
         d_state = torch.empty_like(call.state, memory_format=torch.contiguous_format)
     if ends is not None or d_state is not None:
-        config, blocks = _dstates_config(call, target_of(do.device))
-        stretches = cut(target_of(do.device), blocks * config.warps)
-        _dstates(call, made, do, d_final, ends, d_state, stretches, maps(call, made, do, stretches), False)
+        _dstates(call, made, do, d_final, ends, d_state, walk, maps(call, made, do, walk), False)
     if dv is not None:
-        _values(call, made, ends, do, dv, slots)
+        _values(call, made, ends, do, dv, slots, read)
     return ends, d_state
 
 
 def maps(
-    call: Any, made: Any, do: Tensor, cut: Any, sums: Tensor | None = None
+    call: Any, made: Any, do: Tensor, walk: Any, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """What each stretch of a Cut does to the gradient of the state behind it, as the forward's `maps` have it."""
+    """What each stretch of a `walk` does to the gradient of the state behind it, as the forward's `maps` have it."""
     *_, H, K, V, _ = call.sizes
-    if not cut.tokens:
+    slots = walk.cut.slots
+    if not walk.cut.tokens:
         return None, None
-    decays = torch.empty(cut.slots, H, K, dtype=torch.float32, device=do.device)
-    starts = torch.empty(cut.slots, H, K, V, dtype=torch.float32, device=do.device)
-    _dstates(call, made, do, None, None, None, cut, (decays, starts), True, sums)
+    decays = torch.empty(slots, H, K, dtype=torch.float32, device=do.device)
+    starts = torch.empty(slots, H, K, V, dtype=torch.float32, device=do.device)
+    _dstates(call, made, do, None, None, None, walk, (decays, starts), True, sums)
     return decays, starts
 
 
-def _dstates_config(call: Any, target: Target) -> tuple[Config, int]:
-    """How gradients of states are walked, and how many programs have one each."""
-    *_, H, K, V, N = call.sizes
-    dtype = call.v.dtype
-    config = configure("linear_dstates", (dtype, K, V), partial(dstates_rule, dtype, K, V, N * H), target, WIDTHS)
-    return config, H * -(-K // config["BLOCK_K"]) * -(-V // config["BLOCK_V"])
-
-
 def _dstates(
-    call: Any, made: Any, do: Tensor, d_final: Tensor | None, ends: Tensor | None, d_state: Tensor | None, cut: Any,
+    call: Any, made: Any, do: Tensor, d_final: Tensor | None, ends: Tensor | None, d_state: Tensor | None, walk: Any,
     maps: tuple[Any, Any], MAP: bool, sums: Tensor | None = None,
 ) -> None:  # fmt: skip
     _, T, G, H, K, V, N = call.sizes
     q, g, R = (call.q, call.log_decay, H // G) if made is None else (made.risen, made.totals, 1)
     target = target_of(do.device)
-    config, blocks = _dstates_config(call, target)
+    config, blocks, cut = walk
     walks, heads = (cut.slots if MAP else cut.programs) * blocks, side(H, 16)
     launch(
         dstates_kernel,
@@ -243,12 +212,10 @@ def _dstates(
     )  # fmt: skip
 
 
-def _values(call: Any, made: Any, ends: Tensor | None, do: Tensor, dv: Tensor, slots: int) -> None:
+def _values(call: Any, made: Any, ends: Tensor | None, do: Tensor, dv: Tensor, slots: int, config: Config) -> None:
     _, T, G, H, K, V, N = call.sizes
     q, k, R = (call.q, call.k, H // G) if made is None else (made.risen, made.fallen, 1)
     g, target = call.log_decay, target_of(do.device)
-    key = do.dtype, K, V, made is not None
-    config = configure("linear_values", key, partial(values_rule, *key), target, WIDTHS)
     launch(
         values_kernel,
         (slots * H * -(-V // config["BLOCK_V"]),),

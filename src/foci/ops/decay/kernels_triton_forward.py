@@ -13,8 +13,6 @@ are most of what is moved. For float16 they stay float32, as do all products of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, configure, float_precision, launch, side, stored, strides, target_of
+from foci.core.tune import Config, float_precision, launch, side, stored, strides, target_of
 from foci.tiles.gates import load_gates, scaled
 from foci.tiles.memory import load_row, load_tile, present, store_tile
 from foci.tiles.near import ends, ends_and_total, store_powers, weights
@@ -30,7 +28,6 @@ from foci.tiles.state import chunk_at, sequence, working
 from foci.tiles.stretches import join_states, stretch
 
 CHUNK = 64
-WIDTHS = {"BLOCK_K": (16, 32, 64, 128), "BLOCK_V": (16, 32, 64, 128)}  # what `foci tune` may try
 
 
 @triton.jit
@@ -152,34 +149,10 @@ def out_kernel(  # type: ignore[no-untyped-def]
     store_tile(out_ptr + (row * T * H + h) * V, scale * o, t0, stop, H * V, v0, V, 1)
 
 
-def states_rule(dtype: torch.dtype, K: int, V: int, heads: int, target: Target) -> Config:
-    """Small blocks, because a program walks a whole sequence; smaller where few heads would leave processors idle."""
-    k, v = side(K, 64), side(V, 64)
-    if 2 * heads * -(-K // k) * -(-V // v) < target.processors:
-        v = min(v, 32)
-    if dtype == torch.float32 and target.arch == 90:  # as measured on an H100
-        return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=4, stages=1)
-    half = dtype == torch.bfloat16
-    return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=8 if dtype == torch.float32 else 4, stages=3 if half else 2)
-
-
-def out_rule(dtype: torch.dtype, K: int, V: int, by_channel: bool, target: Target) -> Config:
-    """All columns that registers hold, because every block of them makes A again, or reads it."""
-    if dtype == torch.float16 and target.arch == 90:  # as measured on an H100
-        return Config({"BLOCK_K": side(K, 64), "BLOCK_V": side(V, 128)}, warps=4, stages=1)
-    small = target.shared < 80_000 or dtype != torch.bfloat16
-    k, v = side(K, 32 if small else 64), side(V, 64 if small else 128)
-    if v > 64 and target.arch == 90 and not by_channel:  # as measured on an H200
-        return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=4, stages=3)
-    return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=8 if v > 64 else 4, stages=2)
-
-
-def forward(
-    call: Any, made: Any, out: Tensor, kept: Tensor | None, slots: int, cut: Callable[[Target, int], Any]
-) -> Tensor:
+def forward(call: Any, made: Any, out: Tensor, kept: Tensor | None, slots: int, walk: Any, read: Config) -> Tensor:
     """The final state [call.ends,H,K,V]; `out` is filled, and `kept`, if given, with the states at the chunks' starts.
 
-    `made`: the Pairs of gates per channel (kernels_triton_pairs.py). `cut` is that of ops/stretches.py.
+    `made`: the Pairs of gates per channel (kernels_triton_pairs.py). `walk`, `read`: as rules.py has them.
     """
     _, T, G, H, K, V, N = call.sizes
     v, target = call.v, target_of(call.v.device)
@@ -187,12 +160,8 @@ def forward(
     final = torch.empty(call.ends, H, K, V, dtype=torch.float32, device=v.device)
     if kept is None and call.causal:
         kept = torch.empty(slots, H, K, V, dtype=stored(v.dtype), device=v.device)
-    config, blocks = _states_config(call, target)
-    stretches = cut(target, blocks * config.warps)
-    _states(call, made, kept, final, stretches, maps(call, made, stretches), False)
+    _states(call, made, kept, final, walk, maps(call, made, walk), False)
     by_channel = made is not None
-    key = v.dtype, K, V, by_channel
-    read = configure("linear_out", key, partial(out_rule, *key), target, WIDTHS)
     launch(
         out_kernel,
         (slots * H * -(-V // read["BLOCK_V"]),),
@@ -205,37 +174,30 @@ def forward(
     return final
 
 
-def maps(call: Any, made: Any, cut: Any, sums: Tensor | None = None) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """What each stretch of a Cut does to a state: decays [slots,H,K] of its rows, and ends [slots,H,K,V] added.
+def maps(call: Any, made: Any, walk: Any, sums: Tensor | None = None) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """What each stretch of a `walk` does to a state: decays [slots,H,K] of its rows, and ends [slots,H,K,V] added.
 
     `sums`, if given and there are stretches, is filled as walks want it (kernels_triton_walks.py).
     """
     *_, H, K, V, _ = call.sizes
-    if not cut.tokens:
+    slots = walk.cut.slots
+    if not walk.cut.tokens:
         return None, None
-    decays = torch.empty(cut.slots, H, K, dtype=torch.float32, device=call.v.device)
-    ends = torch.empty(cut.slots, H, K, V, dtype=torch.float32, device=call.v.device)
-    _states(call, made, None, None, cut, (decays, ends), True, sums)
+    decays = torch.empty(slots, H, K, dtype=torch.float32, device=call.v.device)
+    ends = torch.empty(slots, H, K, V, dtype=torch.float32, device=call.v.device)
+    _states(call, made, None, None, walk, (decays, ends), True, sums)
     return decays, ends
 
 
-def _states_config(call: Any, target: Target) -> tuple[Config, int]:
-    """How states are walked, and how many programs have one each."""
-    *_, H, K, V, N = call.sizes
-    dtype = call.v.dtype
-    config = configure("linear_states", (dtype, K, V), partial(states_rule, dtype, K, V, N * H), target, WIDTHS)
-    return config, H * -(-K // config["BLOCK_K"]) * -(-V // config["BLOCK_V"])
-
-
 def _states(
-    call: Any, made: Any, kept: Tensor | None, final: Tensor | None, cut: Any, maps: tuple[Any, Any], MAP: bool,
+    call: Any, made: Any, kept: Tensor | None, final: Tensor | None, walk: Any, maps: tuple[Any, Any], MAP: bool,
     sums: Tensor | None = None,
 ) -> None:  # fmt: skip
     _, T, G, H, K, V, N = call.sizes
     v, target = call.v, target_of(call.v.device)
     k, g, R = (call.k, call.log_decay, H // G) if made is None else (made.fallen, made.totals, 1)
     state = None if MAP else call.state
-    config, blocks = _states_config(call, target)
+    config, blocks, cut = walk
     walks, heads = (cut.slots if MAP else cut.programs) * blocks, side(H, 16)
     launch(
         states_kernel,

@@ -305,15 +305,12 @@ def keys_rule(
 ) -> Config:
     """All channels that registers hold, because every block of them makes dA again."""
     more, bf16 = bonus or groups, dtype == torch.bfloat16
-    if bf16 and target.arch == 90 and not more and not by_channel:  # as measured on an H200, spills and all
-        return Config({"BLOCK_K": side(K, 64), "BLOCK_V": side(V, 64)}, warps=4, stages=3)
+    if target.arch == 90 and (by_channel or not (bf16 and bonus)):
+        k, v, warps, stages = _on_hopper(dtype, K, V, by_channel, more, groups)
+        return Config({"BLOCK_K": side(K, k), "BLOCK_V": side(V, v)}, warps, stages)
     if bf16 and target.shared > 200_000 and not bonus and by_channel != groups:
-        k, v = (64, 64) if by_channel else (128, 64)  # as measured on an H200
+        k, v = (64, 64) if by_channel else (128, 64)  # as it was fastest on an H200
         return Config({"BLOCK_K": side(K, k), "BLOCK_V": side(V, v)}, warps=8, stages=2 if groups and v >= V else 1)
-    if target.arch == 90 and not bf16:  # as measured on an H100, spills and all
-        half = dtype == torch.float16
-        k, v, stages = (32, 32 if half else 64, 2 if half else 1) if by_channel else (64 if half else 32, 32, 2)
-        return Config({"BLOCK_K": side(K, k), "BLOCK_V": side(V, v)}, warps=4, stages=stages)
     if by_channel:
         k = 16 if dtype == torch.float32 or (more and not bf16) else 32
     elif more or dtype == torch.float32:
@@ -323,6 +320,20 @@ def keys_rule(
     v = 64 if bf16 and not more and target.shared > 80_000 else 32
     blocks = {"BLOCK_K": side(K, k), "BLOCK_V": side(V, v)}
     return Config(blocks, warps=8, stages=1 if by_channel and groups else 2)
+
+
+def _on_hopper(
+    dtype: torch.dtype, K: int, V: int, by_channel: bool, more: bool, groups: bool
+) -> tuple[int, int, int, int]:
+    """Channels of K and of V, warps and stages as measured on an H200 and an H100, spills and all."""
+    if dtype != torch.bfloat16:
+        half = dtype == torch.float16
+        k, v, stages = (32, 32 if half else 64, 2 if half else 1) if by_channel else (64 if half else 32, 32, 2)
+        return k, v, 4, stages
+    if by_channel:
+        v, stages = (64, 3) if more or V > 128 else (32, 4 if V > 64 else 3)
+        return 32, v, 4, stages
+    return (128, 64, 8, 3) if (64 if groups else 128) < K else (64, 64, 4, 3)
 
 
 def _share(heads: int, others: int, target: Target) -> int:

@@ -259,9 +259,9 @@ def sum_gates(  # type: ignore[no-untyped-def]
         tl.store(to, dg.to(dg_ptr.dtype.element_ty), mask=(t0 + t < stop)[:, None] & (h < H)[None, :])
 
 
-def rule(few: bool, target: Target) -> Config:
-    """As many columns as a warpgroup's product has rows. Two programs share a processor, but few: these load ahead."""
-    return Config({"BLOCK_Z": 64}, warps=4, stages=3 if few else 2)
+def rule(ahead: bool, target: Target) -> Config:
+    """As many columns as a warpgroup's product has rows; loads two chunks `ahead` where a processor has the room."""
+    return Config({"BLOCK_Z": 64}, warps=4, stages=3 if ahead else 2)
 
 
 def suits(call: Any, made: Any) -> bool:
@@ -342,7 +342,10 @@ def _walk(
     target = target_of(out.device)
     alone = pairs is not None and kept is not None  # two do not fit
     few = alone or cut.programs * H * -(-V // 64) <= target.processors
-    config = configure("linear_walk", (K, V, pairs is not None, back, few), partial(rule, few), target, WIDTHS)
+    # Two programs share a processor, but few; and of 64 channels two have room for three chunks each.
+    config = configure(
+        "linear_walk", (K, V, pairs is not None, back, few), partial(rule, few or K <= 64), target, WIDTHS
+    )
     walks, heads = cut.programs * H * -(-V // config["BLOCK_Z"]), side(H, 16)
     slots, _, blocks = (0, 0, 1) if parts is None else parts.shape[:3]
     launch(

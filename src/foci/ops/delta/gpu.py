@@ -74,7 +74,7 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     target = target_of(call.v.device)
     wide = not keep and with_gluon() and token_walks.wider(call, target)
     shares = token_walks.shares(call, target, 128 if wide else 64)
-    by = walks.way(call, shares, partial(pieces, call), token_walks, joins)
+    by = walks.way(call, shares, partial(pieces, call, False), token_walks, joins)
     wide_walks = import_module("foci.ops.delta.kernels_gluon") if wide and by[0] else None
     out, rest = room(call, call.v)
     made = triangles.first(call, parts, _slots(call), shares > 1, at_once, channel_chunks, wide_walks is not None, rest)
@@ -94,7 +94,7 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     from foci.ops.kernels_triton_packed import rooms
 
     call, walks = call._replace(offsets=placed(NAME, call.offsets, call.v)), (token_walks, joins, channel_walks)
-    parts, cut = _parts(call, outputs[2]), partial(pieces, call)
+    parts, cut = _parts(call, outputs[2]), partial(pieces, call, True)
     arguments = call.q, call.k, call.v, call.beta, call.log_decay, call.erase, call.state
     found, rest = rooms(call, arguments, needs)
     hopper = target_of(call.v.device).arch == 90

@@ -214,11 +214,12 @@ def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, turned
     if dtype == torch.bfloat16 and target.kind == "cuda":
         groups = target.warpgroups
         programs = heads * -(-V // 64)
-        many = 2 * programs > target.processors
-        if turned and target.arch == 90 and tiles == 4 and k == 128 and v == 64 and many:
+        many = (2 if k == 128 else 4) * programs > target.processors
+        if turned and target.arch == 90 and tiles == 4 and k in (64, 128) and v == 64 and many:
             # kernels_triton_channel_walks.py; 128 columns take 1.3 times as long, and half as many programs turns
-            wide = turned >= 128 and V % 128 == 0 and programs > target.processors
-            return Config({"BLOCK_K": k, "BLOCK_V": 128 if wide else v}, warps=8 if wide else 4, stages=2)
+            wide = turned >= 128 and k == 128 and V % 128 == 0 and programs > target.processors
+            blocks = {"BLOCK_K": k, "BLOCK_V": 128 if wide else v}
+            return Config(blocks, warps=8 if wide else 4, stages=2 if k == 128 else 3)  # 64: as measured on an H100
         v = min(v, max(16, (4096 if groups or tiles == 2 else 2048) // k))
         while v > 16 and 2 * heads * -(-V // v) <= target.processors:
             v //= 2

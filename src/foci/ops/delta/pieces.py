@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -28,48 +29,70 @@ class Pieces(NamedTuple):
     N: Tensor | None  # [slots,H,K,V]
 
 
-def pieces(call: Call, target: Target, programs: int) -> Pieces:
-    """The pieces of a call that so many programs would walk whole."""
+class Costs(NamedTuple):
+    """Of pieces, in the time in which one program takes one chunk. As measured on an H100, in bfloat16."""
+
+    map: float  # a chunk of a map, by a program that has a processor for itself
+    shared: float | None  # the same where two programs share one; None: where two have no room
+    join: float  # a map of 128 channels, whoever is behind it
+    launch: float = 3.0  # one launch more
+
+
+FORWARD = Costs(0.8, 1.25, 3.0)
+BACKWARD = Costs(1.0, 1.25, 2.2)
+WORTH = 0.92  # of the time of whole sequences, from which on a launch more is worth it
+
+
+def pieces(call: Call, back: bool, target: Target, programs: int) -> Pieces:
+    """The pieces of a call that so many programs would walk whole, `back` or forward."""
     B, T, _, H, K, V, N = call.sizes
-    tokens, programs, slots = cut(N, B, T, call.offsets is not None, K, V, target, programs)
+    dtype, device = stored(call.v.dtype), call.v.device
+    costs = BACKWARD if back else FORWARD
+    if dtype != torch.bfloat16 or K * _operands(call) > (128 if back else 256):
+        costs = costs._replace(shared=None)
+    tokens, programs, slots = cut(N, B, T, call.offsets is not None, K, V, costs, target, programs)
     if not tokens:
         return Pieces(0, programs, 0, None, None)
-    dtype, device = stored(call.v.dtype), call.v.device
     M = torch.empty(slots, H, *((2,) if dtype == torch.bfloat16 else ()), K, K, dtype=dtype, device=device)
     return Pieces(tokens, programs, slots, M, torch.empty(slots, H, K, V, dtype=torch.float32, device=device))
 
 
+def _operands(call: Call) -> int:
+    """How many tiles of all channels a chunk has: queries, keys, erase keys; with gates per channel keys as two."""
+    per_channel = call.log_decay is not None and call.log_decay.shape[3] > 1
+    return 4 if per_channel else 2 if call.erase is None else 3
+
+
 @functools.lru_cache(512)
-def cut(N: int, B: int, T: int, packed: bool, K: int, V: int, target: Target, programs: int) -> Cut:
+def cut(N: int, B: int, T: int, packed: bool, K: int, V: int, costs: Costs, target: Target, programs: int) -> Cut:
     """The Cut of N sequences in B rows of T tokens, which so many programs would walk whole.
 
     A piece is S -> M S + N, with M the K columns that the walk makes of the unit matrix and N the V that it makes of
-    zeros and values. M and N come by a launch without outputs (`MAPS` of the work of a walk's columns, V of each piece
-    but the last, K of each but the first and last); then each piece joins those before it, one product M S after the
-    other (`JOIN`), and walks. In the time that one program takes for one chunk, whole sequences of c chunks take c, and
+    zeros and values. M and N come by a launch without outputs (V columns of each piece but the last, K of each but the
+    first and last); then each piece joins those before it, one product M S after the other, and walks. In the time
+    that one program takes for one chunk, whole sequences of c chunks take c, and cut into P
 
-        MAPS c/P max(1, ((P-1) + (P-2) K/V) programs / processors) + JOIN (P-2) + LAUNCH + c/P max(1, P programs / ..)
+        map c/P rounds((P-1 + (P-2) K/V) programs) + join (P-1) K/128 + launch + c/P rounds(P programs)
 
-    cut into P. The P with the least is taken where that is less than `WORTH` c: half as wide a block of V, which gives
-    whole sequences twice the programs, is worth as much. All four are reckoned from the forward's products and not
-    measured; the backward's maps cost a little more.
-    Of shapes alone: of packed documents, whose lengths only the GPU knows, the mean length counts.
+    with `rounds` the times that programs fill the processors. The P with the least is taken where that is less than
+    WORTH c. Of shapes alone: of packed documents, whose lengths only the GPU knows, the mean length counts.
     """
     chunks = -(-(B * T) // (N * CHUNK))
     tokens, least = 0, WORTH * chunks
     if K <= WIDEST and programs < target.processors:
         for P in range(2, min(MOST, chunks // SHORTEST) + 1):
-            time = _steps(chunks, P, K / V, programs / target.processors)
+            time = _time(chunks, P, programs, K, V, costs, target.processors)
             if time < least:
                 tokens, least = CHUNK * -(-chunks // P), time
     return cut_into(tokens if tokens < T else 0, N, T, packed)
 
 
-MAPS, JOIN, LAUNCH, WORTH = 0.6, 0.5, 3.0, 0.7
-
-
-def _steps(chunks: int, P: int, wide: float, filled: float) -> float:
-    """The time of a cut walk, in that of one chunk; `filled`: programs a processor, `wide`: K / V."""
-    piece = -(-chunks // P)
-    maps = MAPS * piece * max(1.0, (P - 1 + (P - 2) * wide) * filled)
-    return maps + JOIN * (P - 2) + LAUNCH + piece * max(1.0, P * filled)
+def _time(chunks: int, P: int, programs: int, K: int, V: int, costs: Costs, processors: int) -> float:
+    """How long a walk cut into P takes, in the time of one chunk."""
+    piece, maps = -(-chunks // P), programs * (P - 1 + (P - 2) * K / V)
+    if costs.shared is None or maps <= processors:
+        mapped = costs.map * math.ceil(maps / processors)
+    else:
+        mapped = costs.shared * math.ceil(maps / (2 * processors))
+    walked = math.ceil(P * programs / processors)
+    return piece * (mapped + walked) + costs.join * (P - 1) * K / 128 + costs.launch

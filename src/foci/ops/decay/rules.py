@@ -1,0 +1,65 @@
+"""How the launches that walk states, and those that read them, are configured: the same in either direction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from foci.core.tune import Config, Target, configure, side, target_of
+from foci.ops.stretches import Cut
+
+WIDTHS = {"BLOCK_K": (16, 32, 64, 128), "BLOCK_V": (16, 32, 64, 128)}  # what `foci tune` may try
+
+
+class Walk(NamedTuple):
+    """A launch that takes blocks of states through sequences."""
+
+    config: Config
+    blocks: int  # programs that have a sequence, or a stretch of one
+    cut: Cut
+
+
+def walk(kernel: str, call: Any, cut: Callable[[int], Cut]) -> Walk:
+    """Of `linear_states` or `linear_dstates`. `cut`: of how many warps have a sequence."""
+    *_, H, K, V, N = call.sizes
+    key = call.v.dtype, K, V
+    config = configure(kernel, key, partial(walked, *key, N * H, _by_channel(call)), target_of(call.v.device), WIDTHS)
+    blocks = H * -(-K // config["BLOCK_K"]) * -(-V // config["BLOCK_V"])
+    return Walk(config, blocks, cut(blocks * config.warps))
+
+
+def read(kernel: str, call: Any) -> Config:
+    """Of `linear_out` or `linear_values`."""
+    *_, K, V, _ = call.sizes
+    key = call.v.dtype, K, V, _by_channel(call)
+    return configure(kernel, key, partial(tokens, *key[:3]), target_of(call.v.device), WIDTHS)
+
+
+def _by_channel(call: Any) -> bool:
+    return call.log_decay is not None and call.log_decay.shape[3] > 1
+
+
+def walked(dtype: torch.dtype, K: int, V: int, heads: int, by_channel: bool, target: Target) -> Config:
+    """Small blocks, because a program walks a whole sequence; smaller where few heads would leave processors idle."""
+    half, hopper = dtype == torch.bfloat16, target.arch == 90
+    wide = half and hopper and K > 128 and not by_channel  # as measured on an H100
+    k, v = side(K, 128 if wide else 64), side(V, 64)
+    if 2 * heads * -(-K // k) * -(-V // v) < target.processors:
+        v = min(v, 32)
+    if dtype == torch.float32 and hopper:  # as measured on an H100
+        return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=4, stages=1)
+    return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=8 if dtype == torch.float32 else 4, stages=3 if half else 2)
+
+
+def tokens(dtype: torch.dtype, K: int, V: int, target: Target) -> Config:
+    """All columns that registers hold, because every block of them makes A again, or reads it."""
+    if dtype == torch.float16 and target.arch == 90:  # as measured on an H100
+        return Config({"BLOCK_K": side(K, 64), "BLOCK_V": side(V, 128)}, warps=4, stages=1)
+    small = target.shared < 80_000 or dtype != torch.bfloat16
+    k, v = side(K, 32 if small else 64), side(V, 64 if small else 128)
+    if v > 64 and target.arch == 90:  # as measured on an H200 and an H100
+        return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=4, stages=3)
+    return Config({"BLOCK_K": k, "BLOCK_V": v}, warps=8 if v > 64 else 4, stages=2)
