@@ -414,10 +414,9 @@ def test_every_kernel_is_compiled_for_every_target_that_is_known_to_launch_it(re
 
 
 def test_every_row_of_every_shipped_table_is_compiled_for_its_gpu_and_may_be_tuned(recorded: Any) -> None:
-    gpus = kernels_tables.shipped()
     rows, wrong = recorded()
-    assert gpus and not wrong
-    for gpu in gpus:
+    assert not wrong
+    for gpu in kernels_tables.shipped():  # none at present: the next test plants two
         mine = [row for row in rows if row["variant"].endswith(f", {gpu.name}")]
         configs = {json.dumps(row["meta"]) for row in mine}
         for keys in (tune.table_of(gpu.name) or {})["kernels"].values():
@@ -460,5 +459,5 @@ def test_a_table_is_compiled_only_where_it_chooses_otherwise_than_the_rule(recor
 def test_a_row_of_a_table_that_chooses_nothing_is_wrong(
     kernel: str, key: str, block: int, said: str, recorded: Any, planted: Any
 ) -> None:
-    planted({kernel: {key: {"blocks": {"BLOCK_K": block}, "warps": 8, "stages": 1}}})
+    planted({kernel: {key: {"blocks": {"BLOCK_K": block}, "warps": 4, "stages": 2}}})
     assert recorded()[1] == [f"nvidia_h200.json, {kernel}[{key}]: {said}"]
