@@ -60,8 +60,8 @@ def test_doctor_says_what_is_true_of_triton_here(capsys, monkeypatch) -> None:
     gpus = tuple(Gpu(place, f"NVIDIA {name}", (9, 0), 1, 1, 1) for place, name in enumerate(("H200", "H100")))
     monkeypatch.setattr(cli_commands, "machine", lambda: replace(here, gpus=gpus))
     shipped = table_of("NVIDIA H200")
-    assert shipped
-    assert f"NVIDIA H200: configurations measured {measured(shipped)}; " in cli_commands._triton(True)["line"]
+    said = f"measured {measured(shipped)}" if shipped else "by rule, not yet measured"
+    assert f"NVIDIA H200: configurations {said}; " in cli_commands._triton(True)["line"]
     table = {"kernels": {"a": {"64": {"date": "2026-01-01"}}}}
     monkeypatch.setattr(cli_commands, "table_of", lambda gpu: table if "H200" in gpu else None)
     assert cli_commands._triton(True)["line"].endswith(

@@ -36,17 +36,17 @@ def test_a_walk_says_how_many_programs_have_a_sequence_and_how_many_warps_decide
 @pytest.mark.parametrize("target", TARGETS.values(), ids=list(TARGETS))
 def test_few_heads_walk_narrower_blocks_and_none_is_wider_than_a_head(dtype, target: tune.Target) -> None:
     for by_channel in (False, True):
-        many, few = (rules.walked(dtype, 128, 128, heads, by_channel, target) for heads in (1000, 1))
+        many, few = (rules.walked(dtype, 128, 128, by_channel, heads, target) for heads in (1000, 1))
         assert few["BLOCK_V"] == 32 < many["BLOCK_V"] and few["BLOCK_K"] == many["BLOCK_K"]
-        narrow = rules.walked(dtype, 16, 20, 1000, by_channel, target), rules.tokens(dtype, 16, 20, target)
+        narrow = rules.walked(dtype, 16, 20, by_channel, 1000, target), rules.tokens(dtype, 16, 20, target)
         assert all(config["BLOCK_K"] == 16 and config["BLOCK_V"] == 32 for config in narrow)
 
 
 def test_256_channels_are_walked_128_at_once_on_hopper_but_for_gates_per_channel() -> None:
     """As they took less time on an H100: docs/benchmarks.md."""
-    assert rules.walked(torch.bfloat16, 256, 512, 16, False, HOPPER)["BLOCK_K"] == 128
-    assert rules.walked(torch.bfloat16, 256, 512, 16, True, HOPPER)["BLOCK_K"] == 64
-    assert rules.walked(torch.bfloat16, 256, 512, 16, False, TARGETS["sm_100"])["BLOCK_K"] == 64
+    assert rules.walked(torch.bfloat16, 256, 512, False, 16, HOPPER)["BLOCK_K"] == 128
+    assert rules.walked(torch.bfloat16, 256, 512, True, 16, HOPPER)["BLOCK_K"] == 64
+    assert rules.walked(torch.bfloat16, 256, 512, False, 16, TARGETS["sm_100"])["BLOCK_K"] == 64
 
 
 @pytest.mark.parametrize("kernel", ["linear_out", "linear_values"])

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from foci.core.tune import TARGETS
+from foci.ops.delta import pieces as maps
+from foci.ops.delta.call import bind
+from foci.ops.delta.cases import Delta
 from foci.ops.delta.pieces import BACKWARD, FORWARD, Costs, cut
 from foci.ops.gpu import CHUNK
+from foci.ops.stretches import Cut, cut_into
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=list(TARGETS))
@@ -50,6 +57,7 @@ ALONE = BACKWARD._replace(shared=None)  # of 128 channels
         (2048, 128, 64, FORWARD, {1: 61, 2: 69, 3: 89, 4: 95, 6: 119, 8: 144}),
         (2048, 128, 64, ALONE, {1: 106, 2: 114, 3: 155, 4: 159, 6: 195, 8: 231}),
         (32768, 128, 16, FORWARD, {1: 837, 2: 737, 3: 496, 4: 424, 6: 352, 8: 282, 12: 382, 16: 322}),
+        (8192, 64, 16, BACKWARD, {1: 341, 2: 334, 3: 228, 4: 181, 6: 140, 8: 115, 12: 130, 16: 120}),
         (32768, 128, 16, ALONE, {1: 1486, 2: 1437, 3: 963, 4: 731, 6: 738, 8: 572, 12: 649, 16: 612}),
     ],
 )
@@ -59,3 +67,34 @@ def test_pieces_are_those_that_took_least_on_an_h100(
     """Microseconds of both launches, DeltaNet and Gated DeltaNet (docs/delta.md)."""
     found = cut(1, 1, tokens, False, K, K, costs, TARGETS["sm_90"], programs).slots or 1
     assert measured[found] <= 1.02 * min(measured.values())
+
+
+def test_maps_of_wide_keys_cost_more_than_those_of_wide_values() -> None:
+    """A map has the K columns of the unit matrix beside its V."""
+    few, many = (cut(1, 1, 8192, False, K, V, FORWARD, TARGETS["sm_90"], 24).slots for K, V in ((128, 32), (32, 128)))
+    assert 0 < few < many
+
+
+@pytest.mark.parametrize(
+    ("back", "decay", "erase", "K", "shared"),
+    [
+        (False, "token", False, 128, True), (False, "channel", False, 128, False), (False, "token", True, 128, False),
+        (False, "channel", False, 64, True), (True, "token", False, 128, False), (True, "token", False, 64, True),
+        (True, "token", True, 64, False),
+    ],
+)  # fmt: skip
+def test_two_programs_share_a_processor_where_their_tiles_have_room(
+    back: bool, decay: str, erase: bool, K: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Costs] = []
+
+    def noted(N: int, B: int, T: int, packed: bool, *rest: Any) -> Cut:
+        asked.append(rest[2])
+        return cut_into(0, N, T, packed)
+
+    monkeypatch.setattr(maps, "cut", noted)
+    for dtype in (torch.bfloat16, torch.float16):
+        made = Delta("", B=1, T=100, H=2, K=K, V=K, decay=decay, erase=erase).case.make(dtype, torch.device("cpu"), 0)
+        maps.pieces(bind(**made), back, TARGETS["sm_90"], 8)
+    costs = BACKWARD if back else FORWARD
+    assert asked == [costs if shared else costs._replace(shared=None), costs._replace(shared=None)]

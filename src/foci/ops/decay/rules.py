@@ -25,8 +25,8 @@ class Walk(NamedTuple):
 def walk(kernel: str, call: Any, cut: Callable[[int], Cut]) -> Walk:
     """Of `linear_states` or `linear_dstates`. `cut`: of how many warps have a sequence."""
     *_, H, K, V, N = call.sizes
-    key = call.v.dtype, K, V
-    config = configure(kernel, key, partial(walked, *key, N * H, _by_channel(call)), target_of(call.v.device), WIDTHS)
+    key = call.v.dtype, K, V, _by_channel(call)
+    config = configure(kernel, key, partial(walked, *key, N * H), target_of(call.v.device), WIDTHS)
     blocks = H * -(-K // config["BLOCK_K"]) * -(-V // config["BLOCK_V"])
     return Walk(config, blocks, cut(blocks * config.warps))
 
@@ -42,7 +42,7 @@ def _by_channel(call: Any) -> bool:
     return call.log_decay is not None and call.log_decay.shape[3] > 1
 
 
-def walked(dtype: torch.dtype, K: int, V: int, heads: int, by_channel: bool, target: Target) -> Config:
+def walked(dtype: torch.dtype, K: int, V: int, by_channel: bool, heads: int, target: Target) -> Config:
     """Small blocks, because a program walks a whole sequence; smaller where few heads would leave processors idle."""
     half, hopper = dtype == torch.bfloat16, target.arch == 90
     wide = half and hopper and K > 128 and not by_channel  # as measured on an H100

@@ -318,13 +318,13 @@ def _walk(
         R = 1
     two = call.v.dtype == torch.bfloat16 and not problem.per_channel
     dv, beside = _room(problem, two)
-    config = problem.config(*_named(call, problem.per_channel))
+    config, operands = problem.config(*_named(call, problem.per_channel)), (q, k, e, d_out, d_value)
     blocks = -(-V // config["BLOCK_V"])
-    operands = q, k, e, d_out, d_value
     shares = token_walks.shares(call, problem.target)
     by_token = two and token_walks.suits(problem.N * H * shares, K, V, problem.target, *operands)
     warm = by_token and joins.by_maps(call, problem.target, shares)
-    apart = blocks if config["BLOCK_V"] < 64 or not problem.per_channel else -(-V // _narrow(K))
+    turned = problem.per_channel and config["BLOCK_V"] >= 64  # the rule's for what is turned
+    apart = -(-V // _narrow(K)) if turned else blocks
     pieces = cut(problem.target, problem.target.processors if warm else problem.N * H * apart)
     by_token = by_token and not pieces.tokens
     tma = problem.target.arch == 90 and q.dtype == torch.bfloat16 and K % config["BLOCK_K"] == 0
@@ -344,8 +344,9 @@ def _walk(
             call, (q, k, e, gone, products, inverse, d_out, d_final), results, pieces.programs * H * blocks, config
         )
         return dv, behind
-    if problem.per_channel and config["BLOCK_V"] == 64:  # the rule's for what is turned: here shared memory has no room
-        config, blocks = Config({**config.blocks, "BLOCK_V": _narrow(K)}, config.warps, config.stages), apart
+    if turned:  # here shared memory has no room for as much
+        blocks, narrow = apart, {**config.blocks, "BLOCK_V": _narrow(K)}
+        config = Config(narrow, config.warps, min(config.stages, 2))
 
     def go(programs: int, *results: Tensor | None) -> None:
         launch(

@@ -282,7 +282,8 @@ def forward(
     write = call.beta if gated.write is None else gated.write
     assert q is not None and k is not None
     (by_token, pieces), tiles = by, _tiles(call)
-    turned = (128 if parts is None else 64) if not pieces.tokens and by_tma(v) else 0  # states take shared memory
+    whole = not pieces.tokens and by_tma(v) and K in (64, 128) and V % 8 == 0  # as channel_walks.fits asks
+    turned = (128 if parts is None else 64) if whole else 0  # states take shared memory
     rule = partial(walk_rule, v.dtype, K, V, pieces.programs * H, tiles, turned)
     vary = {"BLOCK_V": (16, 32, 64)} if v.dtype == torch.bfloat16 else {}
     # A walk that is turned over has columns for which others have no shared memory, training's too: a table of its own.

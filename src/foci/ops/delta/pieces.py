@@ -74,8 +74,9 @@ def cut(N: int, B: int, T: int, packed: bool, K: int, V: int, costs: Costs, targ
 
         map c/P rounds((P-1 + (P-2) K/V) programs) + join (P-1) K/128 + launch + c/P rounds(P programs)
 
-    with `rounds` the times that programs fill the processors. The P with the least is taken where that is less than
-    WORTH c. Of shapes alone: of packed documents, whose lengths only the GPU knows, the mean length counts.
+    with `rounds` the times that programs fill the processors; more maps than those, where two have room, are `shared`
+    in place of `map`, and rounds are of twice as many. The P with the least is taken where that is less than WORTH c.
+    Of shapes alone: of packed documents, whose lengths only the GPU knows, the mean length counts.
     """
     chunks = -(-(B * T) // (N * CHUNK))
     tokens, least = 0, WORTH * chunks
