@@ -56,6 +56,11 @@ class Call(NamedTuple):
         return g is not None and g.shape[0] * g.shape[1] < self.q.shape[0] * self.q.shape[1]
 
     @property
+    def per_channel(self) -> bool:
+        """Whether gates are each channel's own."""
+        return self.log_decay is not None and self.log_decay.shape[3] > 1
+
+    @property
     def ends(self) -> int:
         """Final states that are given: one a sequence, none where they are not asked for.
 

@@ -25,7 +25,7 @@ class Walk(NamedTuple):
 def walk(kernel: str, call: Any, cut: Callable[[int], Cut]) -> Walk:
     """Of `linear_states` or `linear_dstates`. `cut`: of how many warps have a sequence."""
     *_, H, K, V, N = call.sizes
-    key = call.v.dtype, K, V, _by_channel(call)
+    key = call.v.dtype, K, V, call.per_channel
     config = configure(kernel, key, partial(walked, *key, N * H), target_of(call.v.device), WIDTHS)
     blocks = H * -(-K // config["BLOCK_K"]) * -(-V // config["BLOCK_V"])
     return Walk(config, blocks, cut(blocks * config.warps))
@@ -34,12 +34,8 @@ def walk(kernel: str, call: Any, cut: Callable[[int], Cut]) -> Walk:
 def read(kernel: str, call: Any) -> Config:
     """Of `linear_out` or `linear_values`."""
     *_, K, V, _ = call.sizes
-    key = call.v.dtype, K, V, _by_channel(call)
+    key = call.v.dtype, K, V, call.per_channel
     return configure(kernel, key, partial(tokens, *key[:3]), target_of(call.v.device), WIDTHS)
-
-
-def _by_channel(call: Any) -> bool:
-    return call.log_decay is not None and call.log_decay.shape[3] > 1
 
 
 def walked(dtype: torch.dtype, K: int, V: int, by_channel: bool, heads: int, target: Target) -> Config:

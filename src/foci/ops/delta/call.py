@@ -50,6 +50,11 @@ class Call(NamedTuple):
         return accumulator(self.q.dtype)
 
     @property
+    def per_channel(self) -> bool:
+        """Whether gates are each channel's own."""
+        return self.log_decay is not None and self.log_decay.shape[3] > 1
+
+    @property
     def ends(self) -> int:
         """Final states that are given: one a sequence, none where they are not asked for."""
         return self.sizes[-1] if self.return_state else 0

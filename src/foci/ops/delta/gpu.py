@@ -52,7 +52,7 @@ def _counts(call: Call) -> tuple[int, ...]:
     tokens, per_token = B * T * H, call.log_decay is not None and call.log_decay.shape[3] == 1
     gates = (tokens, tokens, _slots(call) * H) if per_token else (0, 0, 0)
     walk = (0, 0)
-    if call.v.dtype == torch.bfloat16 and not per_channel(call):
+    if call.v.dtype == torch.bfloat16 and not call.per_channel:
         walk = 2 * _slots(call) * H * CHUNK, gates[2]
     return tuple(-(-n // 4) * 4 for n in (tokens * CHUNK, tokens * CHUNK, tokens * V, *gates, *walk))
 
@@ -103,11 +103,6 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     return found
 
 
-def per_channel(call: Call) -> bool:
-    """Whether gates are each channel's own."""
-    return call.log_decay is not None and call.log_decay.shape[3] > 1
-
-
 def _slots(call: Call) -> int:
     return chunks(call.v.shape[1], call.v.shape[0], call.offsets)
 
@@ -119,7 +114,7 @@ def _parts(call: Call, buffer: Tensor) -> Parts:
     inverse, products, errors, *gated, states = buffer.split([*counts, buffer.numel() - sum(counts)])
     rise, write, total, rows, reach = gated
     errors = errors[: B * T * H * V]
-    two = call.v.dtype == torch.bfloat16 and not per_channel(call)
+    two = call.v.dtype == torch.bfloat16 and not call.per_channel
     gates: tuple[Tensor | None, ...] = (None, None, None)
     if rise.numel():
         gates = (*(x[: B * T * H].view(B, T, H) for x in (rise, write)), total[: slots * H].view(slots, H))

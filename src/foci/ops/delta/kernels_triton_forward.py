@@ -255,7 +255,7 @@ def way(call: Any, shares: int, cut: Callable[[Target, int], Any], token_walks: 
 
 def _tiles(call: Any) -> int:
     """How many tiles of all channels a chunk's walk loads: queries, keys, erase keys; in bfloat16 keys as two."""
-    if call.log_decay is not None and call.log_decay.shape[3] > 1:
+    if call.per_channel:
         return 4 if stored(call.v.dtype) == torch.bfloat16 else 3
     return 2 if call.erase is None else 3
 

@@ -59,8 +59,7 @@ def pieces(call: Call, back: bool, target: Target, programs: int) -> Pieces:
 
 def _operands(call: Call) -> int:
     """How many tiles of all channels a chunk has: queries, keys, erase keys; with gates per channel keys as two."""
-    per_channel = call.log_decay is not None and call.log_decay.shape[3] > 1
-    return 4 if per_channel else 2 if call.erase is None else 3
+    return 4 if call.per_channel else 2 if call.erase is None else 3
 
 
 @functools.lru_cache(512)
