@@ -72,6 +72,29 @@ def join(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def arrive(flag_ptr):  # type: ignore[no-untyped-def]
+    """Says to who does `await_stretches` that what this program has stored is there."""
+    tl.debug_barrier()  # all of its threads have
+    tl.atomic_xchg(flag_ptr, 1, sem="release")
+
+
+@triton.jit
+def await_stretches(flags_ptr, slot, count, size, STEP: tl.constexpr, BATCH: tl.constexpr = 128):  # type: ignore[no-untyped-def]
+    """Until `count` stretches from `slot` on, in steps of STEP, have arrived; flags that are 0 before, `size` apart.
+
+    Those must be programs of lower numbers in this launch: a GPU has begun with them, so that they come to an end
+    whoever waits. BATCH: a multiple of the threads, so that each has a flag of its own.
+    """
+    for s0 in range(0, count, BATCH):
+        each = s0 + tl.arange(0, BATCH)
+        flags, missing = flags_ptr + (slot + each * STEP).to(tl.int64) * size, True
+        while missing:
+            seen = tl.atomic_add(flags, 0, mask=each < count, sem="acquire")
+            missing = tl.min(tl.where(each < count, seen, 1), 0) == 0
+    tl.debug_barrier()
+
+
+@triton.jit
 def decay_rates(places, inside):  # type: ignore[no-untyped-def]
     """A in powers of 2, for exp2(dt A); half the lowest number for -inf, since 0 * -inf is NaN."""
     A = tl.load(places, mask=inside, other=0.0).to(tl.float32)

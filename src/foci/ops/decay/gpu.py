@@ -41,16 +41,17 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     from foci.ops.kernels_triton_packed import room
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
-    slots = _slots(call)
-    out, rest = room(call, call.v)
-    made = prepared(call, slots, False, rest)
+    slots, walked, (out, rest) = _slots(call), walks.suits(call), room(call, call.v)
+    cut = _cheapest(call, walks.FORWARD) if walked else None
+    maps = walks.maps(call, cut)
+    made = prepared(call, slots, False, rest, maps[2])
     states = kept(call).empty(call.v) if keep else None
-    if walks.suits(call, made):
+    if cut is not None:
         *_, H, K, V, _ = call.sizes
         final = torch.empty(call.ends, H, K, V, dtype=torch.float32, device=call.v.device)
-        cut = _cheapest(call, walks.FORWARD)
         sums = walks.sums(call, slots, cut.tokens == 0, rest)
-        maps = kernels.maps(call, made, rules.walk("linear_states", call, lambda _: cut), sums)
+        if made is None:
+            maps = *kernels.maps(call, made, rules.walk("linear_states", call, lambda _: cut), sums), None
         walks.walk(call, made, sums, out, states, final, cut, maps)
     else:
         walk = _walk("linear_states", call)
@@ -70,20 +71,23 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     slots, states = _slots(call), outputs[2] if call.causal else outputs[1]
     do = call.v.new_zeros(()).expand(call.v.shape) if grads[0] is None else grads[0]
     found, rest = rooms(call, (call.q, call.k, call.v, call.log_decay, call.bonus), needs[:5])
-    made, (dq, dk, dv, dg, d_bonus) = prepared(call, slots, True, rest), found
+    costs = walks.FORWARD if call.per_channel else walks.BACKWARD
+    cut = _cheapest(call, costs) if walks.suits_back(call, do) else None
+    maps = walks.maps(call, cut)
+    made, (dq, dk, dv, dg, d_bonus) = prepared(call, slots, True, rest, maps[2]), found
     if dg is not None and call.constant:
         kernels_triton_keys.sums(kernels_triton_constant.parts(call, do, grads[1], slots), dg)
         dg, needs = None, [*needs[:3], False, *needs[4:]]
         if not any(needs):
             rest.end()
             return *found, None
-    walked = walks.suits_back(call, made, do)
-    if walked:
-        ends, d_state = _by_walks(call, made, states, do, grads[1], ((dq, dk, dv, dg), rest), needs)
+    if cut is not None:
+        given = (dq, dk, dv, dg), rest
+        ends, d_state = _by_walks(call, (made, maps), states, do, grads[1], given, needs, cut)
     else:
         how = _walk("linear_dstates", call, 2 if made is None else 4), rules.read("linear_values", call)
         ends, d_state = kernels_triton_backward.backward(call, made, states, do, grads[1], dv, needs, slots, *how)
-    if made is not None or not walked:
+    if made is not None or cut is None:
         kernels_triton_keys.backward(call, made, states, ends, do, (dq, dk, dg, d_bonus), slots)
     rest.end()
     return *found, d_state
@@ -91,34 +95,37 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
 
 def _by_walks(
     call: Call,
-    made: Any,
+    made: tuple[Any, tuple[Tensor | None, ...]],
     states: Tensor,
     do: Tensor,
     d_final: Tensor | None,
     found: tuple[Gradients, Any],
     needs: list[bool],
+    cut: stretches.Cut,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of the states at the chunks' ends, of gates per channel, and of the first one; all else is `found`.
 
-    That with its Rest (kernels_triton_packed.py).
+    That with its Rest (kernels_triton_packed.py). `made`: the Pairs and maps of gates per channel.
     """
     from foci.ops.decay import kernels_triton_backward
     from foci.ops.decay import kernels_triton_walks as walks
 
     (dq, dk, dv, dg), rest = found
     of_q, of_k, _, of_g, _, of_state = needs
-    slots, cut = _slots(call), _cheapest(call, walks.BACKWARD if made is None else walks.FORWARD)
+    (pairs, maps), slots = made, _slots(call)
     sums = walks.sums(call, slots, cut.tokens == 0, rest)
-    maps = kernels_triton_backward.maps(call, made, do, rules.walk("linear_dstates", call, lambda _: cut), sums)
     parts = ends = d_state = None
-    if made is None and (of_q or of_k or of_g):
+    if pairs is None:
+        walk = rules.walk("linear_dstates", call, lambda _: cut)
+        maps = *kernels_triton_backward.maps(call, pairs, do, walk, sums), None
+    if pairs is None and (of_q or of_k or of_g):
         dq, dk = (torch.empty_like(call.q, memory_format=torch.contiguous_format) if x is None else x for x in (dq, dk))
         parts = walks.sides(call, sums, states, do, d_final, (dq, dk, dg), slots, cut, maps)
     elif of_k or of_g:
         ends = torch.empty(slots, *states.shape[1:], dtype=states.dtype, device=do.device)
     if of_state and call.state is not None:
         d_state = torch.empty_like(call.state, memory_format=torch.contiguous_format)
-    walks.walk_back(call, made, sums, do, d_final, (dv, ends, d_state, dg), parts, cut, maps)
+    walks.walk_back(call, pairs, sums, do, d_final, (dv, ends, d_state, dg), parts, cut, maps)
     return ends, d_state
 
 

@@ -23,6 +23,7 @@ from foci.tiles.rest import behind, clear_rest
 from foci.tiles.state import chunk_at, working
 
 CHUNK = 64
+FLAGS: tl.constexpr = tl.constexpr(16)  # at least as many as a stretch's head has blocks of V
 WIDTHS = {"BLOCK_K": (16, 32, 64, 128)}  # what `foci tune` may try
 
 
@@ -43,19 +44,23 @@ class Pairs(NamedTuple):
 @triton.jit
 def pairs_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, g_ptr, bonus_ptr, offsets_ptr, risen_ptr, fallen_ptr, pairs_ptr, totals_ptr, sums_ptr, far_ptr,
-    rest_a, rest_b, rest_c, rest_d, rest_e, rest_f, widths,
-    q_strides, k_strides, g_strides, bonus_strides, T, N, H, R, K,
+    flags_ptr, rest_a, rest_b, rest_c, rest_d, rest_e, rest_f, widths,
+    q_strides, k_strides, g_strides, bonus_strides, T, N, H, R, K, flags,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head; in half precision as if all tokens were near (tiles/near.py), then of rows that are not.
 
-    Which rows these are depends on no later one. Behind its programs are those of `clear_rest`.
+    Which rows these are depends on no later one. Behind its programs are those of `clear_rest`. Each sets FLAGS of so
+    many `flags` to 0, for who walks next (kernels_triton_walks.py).
     """
     if widths is not None:
         rest = behind()
         if rest >= 0:
             clear_rest(rest_a, rest_b, rest_c, rest_d, rest_e, rest_f, widths, offsets_ptr, rest, N, T)
             return
+    if flags_ptr is not None:
+        flag = tl.program_id(0) * FLAGS + tl.arange(0, FLAGS)
+        tl.store(flags_ptr + flag, 0, mask=flag < flags)
     OWN: tl.constexpr = bonus_ptr is None
     NEAR: tl.constexpr = k_ptr.dtype.element_ty != tl.float32
     h = (tl.program_id(0) % H).to(tl.int64)
@@ -119,10 +124,10 @@ def pairs_rule(dtype: torch.dtype, K: int, summed: bool, target: Target) -> Conf
     return Config({"BLOCK_K": side(K, 64 if summed else 32)}, warps=4, stages=1 if summed else 2)
 
 
-def prepared(call: Any, slots: int, summed: bool, rest: Any) -> Pairs | None:
+def prepared(call: Any, slots: int, summed: bool, rest: Any, flags: Tensor | None = None) -> Pairs | None:
     """The Pairs of a call of gates per channel; `summed`: with `sums`, where dtypes use them.
 
-    Takes the `rest` of outputs with it (kernels_triton_packed.py).
+    Takes the `rest` of outputs with it (kernels_triton_packed.py), and sets `flags` [stretches,H,blocks] to 0.
     """
     B, T, G, H, K, _, N = call.sizes
     v, g, target = call.v, call.log_decay, target_of(call.v.device)
@@ -143,8 +148,9 @@ def prepared(call: Any, slots: int, summed: bool, rest: Any) -> Pairs | None:
     launch(
         pairs_kernel,
         (slots * H + more,),
-        call.q, call.k, g, call.bonus, call.offsets, risen, fallen, pairs, totals, sums, far, *given,
+        call.q, call.k, g, call.bonus, call.offsets, risen, fallen, pairs, totals, sums, far, flags, *given,
         call.q.stride(), call.k.stride(), strides(g), strides(call.bonus), T, N, H, H // G, K,
+        0 if flags is None else flags.numel(),
         config=config, PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK, **room,
     )  # fmt: skip
     return Pairs(risen, fallen, pairs, totals, sums, far)

@@ -26,7 +26,7 @@ from foci.tiles.memory import load_tile, opened, present, store_tile
 from foci.tiles.near import store_powers
 from foci.tiles.rest import behind, clear_rest
 from foci.tiles.state import chunk_at, sequence
-from foci.tiles.stretches import join_states, stretch
+from foci.tiles.stretches import arrive, await_stretches, join_states, stretch
 
 CHUNK = 64
 WIDTHS = {"BLOCK_Z": (64, 128)}  # what `foci tune` may try, where gates leave no rows
@@ -53,23 +53,28 @@ def sums_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def walk_kernel(  # type: ignore[no-untyped-def]
     x_ptr, y_ptr, z_ptr, gates_ptr, pairs_ptr, state_ptr, offsets_ptr, out_ptr, kept_ptr, last_ptr, decays_ptr,
-    maps_ptr, parts_ptr, dg_ptr, x_strides, y_strides, z_strides, state_strides, scale, T, N, H, R, K, V, walks,
+    maps_ptr, flags_ptr, parts_ptr, dg_ptr,
+    x_strides, y_strides, z_strides, state_strides, scale, T, N, H, R, K, V, walks,
     BACK: tl.constexpr, CHUNK: tl.constexpr, STRETCH: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_X: tl.constexpr,
     BLOCK_Z: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_Z columns of out, of the last state, and of the states that are kept, each at a chunk's start.
 
     S is held as [Z,X]: a left operand where it lies. `gates`: a chunk's sums, or with `pairs` its totals per channel.
-    BACK, behind so many `walks` programs sum the `parts` of gates' gradients, of BLOCKS each.
+    BACK, behind so many `walks` programs sum the `parts` of gates' gradients, of BLOCKS each. With `flags` each stretch
+    makes its own map (tiles/stretches.py), by states alone, and waits for those of the ones before it.
     """
+    MAKES: tl.constexpr = flags_ptr is not None
     if dg_ptr is not None:  # noqa: SIM102  a constant and a number
         if tl.program_id(0) >= walks:
             sum_gates(parts_ptr, dg_ptr, offsets_ptr, tl.program_id(0) - walks, T, N, H, BLOCKS, CHUNK, BLOCK_H)
             return
-    z0 = tl.program_id(0) % tl.cdiv(V, BLOCK_Z) * BLOCK_Z
-    rest = tl.program_id(0) // tl.cdiv(V, BLOCK_Z)
-    h = (rest % H).to(tl.int64)
-    n, _, _, _, first, end, piece = stretch(offsets_ptr, rest // H, T, N, STRETCH)
+    blocks = tl.cdiv(V, BLOCK_Z)
+    z0, rest = tl.program_id(0) % blocks * BLOCK_Z, tl.program_id(0) // blocks
+    h, index = (rest % H).to(tl.int64), rest // H
+    if BACK and MAKES:  # those behind it are programs of lower numbers
+        index = walks // (H * blocks) - 1 - index
+    n, _, _, _, first, end, piece = stretch(offsets_ptr, index, T, N, STRETCH)
     if n < 0:
         return
     n = tl.cast(n, tl.int64)
@@ -89,6 +94,25 @@ def walk_kernel(  # type: ignore[no-untyped-def]
         gates_there = opened(gates_ptr + slot * CHUNK, count * H, CHUNK, CHUNK, 1, CHUNK, True)
         gates_ptr += slot * CHUNK + CHUNK - 1
         whole = tl.load(gates_ptr + (count - 1 if BACK else 0) * H * CHUNK, mask=count > 0, other=0.0)
+    t = tl.arange(0, CHUNK)
+    if MAKES:
+        wanted = first > start if BACK else end < stop
+        end_of_it, decay = tl.zeros([BLOCK_Z, BLOCK_X], tl.float32), tl.full([1, BLOCK_X], 1.0, tl.float32)
+        for i in tl.range(tl.where(wanted, count, 0), num_stages=4):  # less is loaded of a chunk than below
+            chunk = count - 1 - i if BACK else i
+            t0 = first + chunk * CHUNK
+            y, z = y_there.load([t0, 0]), z_there.load([t0, z0])
+            gone = gates_there.load([chunk * H, 0])
+            w = tl.trans(z)
+            if BACK:
+                w = (w * scale).to(tl.bfloat16)
+            end_of_it = tl.dot(w, y, end_of_it * gone)
+            decay *= gone
+        if wanted:
+            at = piece.to(tl.int64) * H + h
+            store_tile(maps_ptr + at * K * V, tl.trans(end_of_it), 0, K, V, z0, V, 1)
+            store_tile(decays_ptr + at * K, decay, 0, 1, 0, 0, K, 1)  # each block the same
+            arrive(flags_ptr + at * blocks + z0 // BLOCK_Z)
     S = tl.zeros([BLOCK_X, BLOCK_Z], tl.float32)
     if state_ptr is not None:
         state_ptr += n * state_strides[0] + h * state_strides[1]
@@ -96,9 +120,11 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     if STRETCH > 0:
         others = tl.cdiv(stop - end, STRETCH) if BACK else (first - start) // STRETCH
         nearest = piece + others if BACK else piece - others
+        if MAKES:
+            flags = flags_ptr + h * blocks + z0 // BLOCK_Z
+            await_stretches(flags, nearest, others, H * blocks, -1 if BACK else 1)
         S = join_states(S, decays_ptr, maps_ptr, nearest, others, h, H, 0, K, z0, V, -1 if BACK else 1)
     S = tl.trans(S)
-    t = tl.arange(0, CHUNK)
     for i in tl.range(count):
         chunk = count - 1 - i if BACK else i
         t0 = first + chunk * CHUNK
@@ -264,18 +290,18 @@ def rule(ahead: bool, target: Target) -> Config:
     return Config({"BLOCK_Z": 64}, warps=4, stages=3 if ahead else 2)
 
 
-def suits(call: Any, made: Any) -> bool:
+def suits(call: Any) -> bool:
     """Whether these kernels can walk forward: all channels are one block, and TMA reads all operands."""
     *_, K, V, _ = call.sizes
-    q, k = (call.q, call.k) if made is None else (made.risen, made.fallen)
-    fits = target_of(call.v.device).arch == 90 and call.causal and (call.bonus is None or made is not None)
-    return fits and K in (64, 128) and V > 32 and V % 8 == 0 and _readable(q, k, call.v)
+    read = (call.v,) if call.per_channel else (call.q, call.k, call.v)  # of their queries and keys is made what is read
+    fits = target_of(call.v.device).arch == 90 and call.causal and (call.bonus is None or call.per_channel)
+    return fits and K in (64, 128) and V > 32 and V % 8 == 0 and _readable(*read)
 
 
-def suits_back(call: Any, made: Any, do: Tensor) -> bool:
+def suits_back(call: Any, do: Tensor) -> bool:
     """The same of dv, and of dq and dk where gates are not per channel: then heads must have keys of their own."""
     _, _, G, H, _, V, _ = call.sizes
-    return suits(call, made) and _readable(do) and (made is not None or (G == H and V in (64, 128)))
+    return suits(call) and _readable(do) and (call.per_channel or (G == H and V in (64, 128)))
 
 
 def _readable(*operands: Tensor) -> bool:
@@ -300,6 +326,20 @@ def sums(call: Any, slots: int, made: bool, rest: Any) -> Tensor | None:
             g, found, call.offsets, *given, strides(g), T, N, H, config=config, CHUNK=CHUNK,
         )  # fmt: skip
     return found
+
+
+def maps(call: Any, cut: Any | None) -> tuple[Tensor | None, ...]:
+    """Room for what stretches do to a state, decays and ends (kernels_triton_forward.py: maps), and their flags.
+
+    Of gates per channel alone, whose pairs are a launch before, which clears the flags: maps of others are made by one.
+    None where nobody walks, or sequences whole.
+    """
+    *_, H, K, V, _ = call.sizes
+    if cut is None or not (cut.tokens and call.per_channel):
+        return None, None, None
+    decays = torch.empty(cut.slots, H, K, dtype=torch.float32, device=call.v.device)
+    ends = torch.empty(cut.slots, H, K, V, dtype=torch.float32, device=call.v.device)
+    return decays, ends, torch.empty(cut.slots, H, -(-V // 64), dtype=torch.int32, device=call.v.device)
 
 
 def walk(
@@ -373,7 +413,7 @@ def sides(
     launch(
         sides_kernel,
         (cut.programs * H * blocks,),
-        call.q, call.k, call.v, sums, do, d_final, call.offsets, kept, dq, dk, parts, *maps,
+        call.q, call.k, call.v, sums, do, d_final, call.offsets, kept, dq, dk, parts, *maps[:2],
         call.q.stride(), call.k.stride(), call.v.stride(), do.stride(), strides(d_final), call.scale, T, N, H, K, V,
         config=config, CHUNK=CHUNK, STRETCH=cut.tokens, BLOCK_X=V,
     )  # fmt: skip
