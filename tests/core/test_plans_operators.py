@@ -79,7 +79,8 @@ def test_pieces_that_begin_by_maps_have_a_plan_too(monkeypatch: pytest.MonkeyPat
     for _ in range(3):
         out = FUNCTIONS["delta"](q, k, v, gates, log_decay=gates, backend="triton")[0]
         torch.autograd.grad(out, [q, k, v], out)
-    assert names.count("join_kernel") == 4 and [plan is not None for plan in plans._PLANS.values()] == [True, True]
+    assert names.count("token_walk_kernel") == names.count("token_walk_back_kernel") == 4
+    assert [plan is not None for plan in plans._PLANS.values()] == [True, True]
 
 
 class Telling(Compiled):

@@ -8,7 +8,18 @@ import triton
 import triton.language as tl
 
 from foci.core.tune import interpreting
-from foci.tiles.affine import joined, load_state, piece_at, store_map, store_state, with_unit
+from foci.tiles.affine import (
+    joined,
+    joined_turned,
+    load_state,
+    piece_at,
+    store_map,
+    store_state,
+    store_turned_map,
+    with_unit,
+)
+from foci.tiles.memory import load_tile, store_tile
+from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
 
 if not interpreting() and not torch.cuda.is_available():
     pytest.skip("kernels need a GPU or TRITON_INTERPRET=1, which `make test` sets for these", allow_module_level=True)
@@ -31,6 +42,19 @@ def _store(x_ptr, M_ptr, N_ptr, strides, K, V, TILES: tl.constexpr):  # type: ig
     S = load_state(x_ptr, strides, K, v0, V, TILES, 16, 16)
     S = with_unit(S, v0 - tl.cdiv(V, 16) * 16, TILES, 16, 16)
     store_map(M_ptr, N_ptr, S, 0, K, v0, V, TILES, 16, 16)
+
+
+@triton.jit
+def _join_turned(state_ptr, M_ptr, N_ptr, out_ptr, at, size, count, V, K: tl.constexpr):  # type: ignore[no-untyped-def]
+    v0 = tl.program_id(0) * 16
+    S = load_tile(state_ptr, v0, V, K, 0, K, 1, 16, K)
+    store_tile(out_ptr, joined_turned(S, M_ptr, N_ptr, at, size, count, v0, V), v0, V, K, 0, K, 1)
+
+
+@triton.jit
+def _store_turned(x_ptr, M_ptr, N_ptr, at, V, K: tl.constexpr):  # type: ignore[no-untyped-def]
+    v0 = tl.program_id(0) * 16
+    store_turned_map(M_ptr, N_ptr, load_tile(x_ptr, v0, 256, K, 0, K, 1, 16, K), at, v0, V)
 
 
 @triton.jit
@@ -58,6 +82,34 @@ def test_maps_joined_one_after_another(count: int, step: int) -> None:
     out, (M, N, state) = torch.empty(H, K, V, device=DEVICE), (x.to(DEVICE) for x in (M, N, state))
     _join[(H, 2)](state, state.stride(), M, N, out, first, count, H, K, V, STEP=step, TILES=2)
     torch.testing.assert_close(out.cpu(), truth)
+
+
+@pytest.mark.usefixtures("halves")
+@pytest.mark.skipif(not interpreting(), reason="a tensor map wants an allocator, which a launch of ours brings")
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_turned_maps_joined_one_after_another(count: int) -> None:
+    """Of bfloat16 in two; every second one, as those of two heads, from the second on."""
+    K, V, size = 32, 18, 2
+    M, N, state = torch.randn(9, K, K) / K**0.5, torch.randn(9, K, V), torch.randn(K, V)
+    truth = state + (N[1] if count else 0)
+    for i in range(1, count):
+        truth = M[1 + i * size] @ truth + N[1 + i * size]
+    high = M.transpose(1, 2).bfloat16()
+    parts = torch.stack([high, (M.transpose(1, 2) - high.float()).bfloat16()], 1).to(DEVICE)
+    out, of_state = torch.empty(V, K, device=DEVICE), state.T.contiguous().to(DEVICE)
+    _join_turned[(2,)](of_state, parts, N.transpose(1, 2).contiguous().to(DEVICE), out, 1, size, count, V, K=K)
+    torch.testing.assert_close(out.cpu().T, truth, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.usefixtures("halves")
+def test_a_turned_map_is_stored_by_rows() -> None:
+    """V of them are N's, and those behind whole blocks M's, as what bfloat16 says and what that left."""
+    K, V, at = 32, 18, 1
+    x = torch.randn(256, K)
+    M, N = torch.zeros(2, 2, K, K, dtype=torch.bfloat16, device=DEVICE), torch.zeros(2, V, K, device=DEVICE)
+    _store_turned[(4,)](x.to(DEVICE), M, N, at, V, K=K)
+    assert N[1].cpu().equal(x[:V]) and not N[0].any() and not M[0].any()
+    torch.testing.assert_close(M[1].float().sum(0).cpu(), x[32:64], rtol=2e-5, atol=0)
 
 
 def test_columns_behind_those_of_the_state_are_the_unit_matrix() -> None:

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from foci.tiles.chunk_backward import right
-from foci.tiles.memory import load_tile, store_tile
-from foci.tiles.state import sequence
+from foci.tiles.memory import load_tile, opened, store_tile
+from foci.tiles.state import halves, in_two, sequence
 from foci.tiles.stretches import stretch
 
 
@@ -153,4 +153,44 @@ def joined(  # type: ignore[no-untyped-def]
     S = found
     for i in tl.range(1, count, disable_licm=True):
         S = mapped(S, M_ptr, N_ptr, (slot + i * STEP) * H + h, K, v0, V, PRECISION, TILES, BLOCK_K, BLOCK_V)
+    return S
+
+
+@triton.jit
+def store_turned_map(M_ptr, N_ptr, S, at, v0, V):  # type: ignore[no-untyped-def]
+    """`store_map` of a state turned over, [columns,K]: rows of N^T [V,K], or of M^T [K,K] as two bfloat16."""
+    K: tl.constexpr = S.shape[1]
+    c0 = v0 - tl.cdiv(V, S.shape[0]) * S.shape[0]
+    if c0 < 0:
+        store_tile(N_ptr + at * K * V, S, v0, V, K, 0, K, 1)
+    else:
+        high, here = S.to(tl.bfloat16), M_ptr + at * 2 * K * K
+        store_tile(here, high, c0, K, K, 0, K, 1)
+        store_tile(here + K * K, S - high.to(tl.float32), c0, K, K, 0, K, 1)
+
+
+@triton.jit
+def turned_maps(M_ptr, at, size, count, K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """M^T of `count` pieces from `at` on, `size` apart, for TMA."""
+    return opened(M_ptr + at * 2 * K * K, ((count - 1) * size + 1) * 2 * K, K, K, K, K, True)
+
+
+@triton.jit
+def mapped_turned(S, M_there, N_ptr, at, size, i, v0, V):  # type: ignore[no-untyped-def]
+    """S M^T + N^T in columns v0.. of a state turned over, by the i-th of `turned_maps`."""
+    K: tl.constexpr = S.shape[1]
+    M, lost = M_there.load([i * size * 2 * K, 0]), M_there.load([i * size * 2 * K + K, 0])
+    N = load_tile(N_ptr + (at + i * size) * K * V, v0, V, K, 0, K, 1, S.shape[0], K)
+    high, low = in_two(S)
+    return halves(high, low, M, lost, N)
+
+
+@triton.jit
+def joined_turned(S, M_ptr, N_ptr, at, size, count, v0, V):  # type: ignore[no-untyped-def]
+    """`joined` of a state turned over, of pieces from `at` on, `size` apart."""
+    K: tl.constexpr = S.shape[1]
+    S += load_tile(N_ptr + at * K * V, v0, tl.where(count > 0, V, 0), K, 0, K, 1, S.shape[0], K)
+    there = turned_maps(M_ptr, at, size, count, K)
+    for i in tl.range(1, count, num_stages=2):
+        S = mapped_turned(S, there, N_ptr, at, size, i, v0, V)
     return S

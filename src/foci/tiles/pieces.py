@@ -16,9 +16,9 @@ WARM: tl.constexpr = tl.constexpr(18)  # chunks that warm up a piece, as gates o
 
 
 @triton.jit
-def share(piece, pieces, chunks):  # type: ignore[no-untyped-def]
-    """(first chunk, end) of a piece. The first has nothing before it: it is longer by WARM, or a 7th of all."""
-    more = tl.minimum(chunks // 7, WARM)
+def share(piece, pieces, chunks, WARMS: tl.constexpr = True):  # type: ignore[no-untyped-def]
+    """(first chunk, end) of a piece. Where it WARMS up, but the first: that is longer by WARM, or a 7th of all."""
+    more = tl.minimum(chunks // 7, WARM) if WARMS else 0
     first = tl.where(piece == 0, 0, more + (chunks - more) * piece // pieces)
     return first, more + (chunks - more) * (piece + 1) // pieces
 

@@ -30,6 +30,15 @@ def found(inputs: dict[str, Any], slots: int, summed: bool = True) -> tuple[Call
     return call, pairs
 
 
+def test_flags_of_who_walks_next_are_cleared_also_where_no_document_is() -> None:
+    """Half as many stretches as slots, of as many blocks as there may be; nothing behind them is touched."""
+    call = bind(**there(documents(torch.float32, False)))
+    buffer = torch.full((5 * 4 * 8 + 1,), 7, dtype=torch.int32, device=call.v.device)
+    flags = buffer[:-1].view(5, 4, 8)
+    assert prepared(call, 5, False, Rest(call, []), flags) is not None
+    assert not flags.any() and buffer[-1] == 7
+
+
 def truth(call: Call, head: int, first: int, stop: int) -> dict[str, Tensor]:
     """Of one chunk and head: risen, fallen and pairs [tokens, ..], total [K]."""
     assert call.log_decay is not None

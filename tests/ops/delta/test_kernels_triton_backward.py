@@ -17,7 +17,7 @@ from foci.ops.delta import gpu
 from foci.ops.delta.api import delta_rule
 from foci.ops.delta.call import Call
 from foci.ops.delta.cases import Delta
-from foci.ops.delta.pieces import pieces
+from foci.ops.delta.pieces import way
 from foci.ops.delta.spec import SPEC
 from foci.ops.delta.triangle import inverse
 from foci.ops.draw import Draw
@@ -142,7 +142,7 @@ def found(
     with poisoned():
         moved = Call(**there(call._asdict()))
         moved_grads = [None if g is None else g.to(DEVICE) for g in grads]
-        cut = partial(pieces, moved, True)
+        cut = partial(way, moved, True, token_walks, joins)
         back, rest = rooms(moved, moved[: len(wanted)], wanted)
         room = back, rest
         kernels.backward(
@@ -262,7 +262,8 @@ def test_launches(decay: str, count: int) -> None:
     wanted = [getattr(call, n) is not None for n in SPEC.differentiable]
     with tune.recording(tune.TARGETS["sm_90"]) as launches:
         back, walks = rooms(call, call[: len(wanted)], wanted), (token_walks, joins, channel_walks)
-        kernels.backward(call, kept, grads, back, partial(pieces, call, True), channels, (tokens, None), *walks)
+        by = partial(way, call, True, token_walks, joins)
+        kernels.backward(call, kept, grads, back, by, channels, (tokens, None), *walks)
     assert len(launches) == count
 
 
@@ -285,7 +286,7 @@ def test_few_heads_of_many_tokens_take_one_launch_more() -> None:
     call = SPEC.bind(**there(Delta("", B=1, T=4096, H=1, K=8, V=5, decay="token").case.make(torch.float32, CPU, 0)))
     kept = gpu._parts(call, gpu.kept(call).empty(call.v))
     with tune.recording(tune.TARGETS["sm_90"]) as launches:
-        back, cut = rooms(call, call[:7], [True] * 7), partial(pieces, call, True)
+        back, cut = rooms(call, call[:7], [True] * 7), partial(way, call, True, token_walks, joins)
         kernels.backward(
             call, kept, (call.v, None), back, cut, channels, (tokens, None), token_walks, joins, channel_walks
         )

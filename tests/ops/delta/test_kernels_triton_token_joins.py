@@ -17,8 +17,8 @@ from tests.ops.in_triton import DEVICE
 from foci.ops.delta import kernels_triton_token_joins as joins  # isort: skip  after Triton's presence is known
 
 HOPPER = tune.TARGETS["sm_90"]
-IN_PIECES = {"forward": ["token_walk_kernel", "join_kernel", "token_walk_kernel", "lost_kernel"]}
-IN_PIECES["backward"] = ["token_walk_back_kernel", "join_kernel", "token_walk_back_kernel"]
+IN_PIECES = {"forward": ["token_walk_kernel", "token_walk_kernel", "lost_kernel"]}
+IN_PIECES["backward"] = ["token_walk_back_kernel", "token_walk_back_kernel"]
 
 
 def call_of(T: int, H: int, rows: int = 1, documents: int = 0) -> Call:
@@ -71,14 +71,14 @@ def test_states_are_joined_up_to_the_last_slow_piece(slow: tuple[int, ...]) -> N
     flags = torch.zeros(N, pieces, H, dtype=torch.int32)
     flags[1, slow, 0] = 1
     high = M.bfloat16()
-    parts = torch.stack([high, (M - high.float()).bfloat16()], 3)
-    first = torch.full((N, pieces, H, K, V), torch.nan)
-    given: list[Tensor] = [x.to(DEVICE) for x in (flags, parts, states, first)]
+    parts = torch.stack([high, (M - high.float()).bfloat16()], 3).transpose(4, 5).contiguous()
+    first = torch.full((N, pieces, H, V, K), torch.nan)
+    given: list[Tensor] = [x.to(DEVICE) for x in (flags, parts, states.transpose(3, 4).contiguous(), first)]
     joins.launch(
         joins.join_kernel, (N * H * 3,), *given, H, V, pieces,
-        config=tune.Config({"BLOCK_V": 16}), PRECISION="ieee", PIECES=8, BLOCK_K=K,
+        config=tune.Config({"BLOCK_V": 16}), PIECES=8, BLOCK_K=K,
     )  # fmt: skip
-    found, last = given[3].cpu().double(), max(slow, default=0)
+    found, last = given[3].cpu().double().transpose(3, 4), max(slow, default=0)
     S = states[1, 0, 0].double()
     for piece in range(1, last + 1):
         assert (found[1, piece, 0] - S).norm() <= 1e-3 * S.norm()
@@ -91,4 +91,4 @@ def test_what_has_no_maps_has_no_states() -> None:
     def never(*_: Any) -> None:
         raise AssertionError
 
-    assert joins.starts(call_of(8192, 32), 2, never) == (None, None)
+    assert joins.starts(call_of(8192, 32), 2, never, False, False) == (None, None, None)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from foci.check import memory
 from foci.core import tune
 from foci.ops.delta import gpu
 from foci.ops.delta import pieces as maps
@@ -235,7 +236,7 @@ class TestInPieces:
         in_pieces(4)
         inputs = problem(small(T=768, gates=half))
         whole_walk(inputs, *draws(inputs))
-        flags = [None if slow is None else slow.flatten().tolist() for slow, _ in found]
+        flags = [None if slow is None else slow.flatten().tolist() for slow, *_ in found]
         assert flags == ([[0, 1, 1, 0], [0, 0, 0, 1]] if by_maps else [None, None])
 
     @pytest.mark.parametrize(
@@ -309,6 +310,82 @@ class TestInPieces:
         assert found[3, 1] == torch.inf and found[3, 0].isfinite()
         wanted[3, 1] = torch.inf
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-3)
+
+
+BY_MAPS = [
+    {"B": 2, "T": 330, "state": True},
+    {"T": 385, "K": 128, "V": 96, "decay": "", "beta": 2.0, "state": True},
+    {"T": 130, "erase": True, "state": True},
+    {"T": 300, "gates": Draw.extremes, "H": 2, "G": 1},
+    {"T": 100, "decay": "head"},
+    {"T": 385, "V": 40, "alike": "correlated", "beta": 2.0, "full": True, "decay": ""},
+]
+
+
+@pytest.fixture
+def each_by_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three pieces of each sequence, all of which begin by maps."""
+    monkeypatch.setattr(token_walks, "suits", lambda *_: False)
+    monkeypatch.setattr(maps, "_turned", lambda *_: 3)
+
+
+@pytest.mark.usefixtures("halves", "each_by_maps")
+class TestByMaps:
+    @pytest.mark.parametrize("more", BY_MAPS)
+    def test_within_the_budget(self, more: dict[str, Any]) -> None:
+        inputs = problem(small() | more)
+        truth = delta_rule(**exact(inputs), return_state=True, backend="chunked")
+        with memory.poisoned():
+            found = gpu.forward(bind(**there(inputs)), False)
+            errors = [error(x.cpu(), wanted) for x, wanted in zip(found, truth, strict=True)]
+            assert all(e <= BUDGET[torch.bfloat16] for e in errors), errors
+            unasked(SPEC, gpu.forward, bind(**there(inputs)))
+            errors = apart_backward(inputs)
+        assert all(e <= BUDGET[torch.bfloat16] for e in errors.values()), errors
+
+    def test_what_is_kept_is_the_state_at_each_chunks_start(self) -> None:
+        inputs = problem(small(T=330, state=True))
+        kept = gpu._parts(bind(**inputs), gpu.forward(bind(**there(inputs)), True)[2].cpu()).states
+        for slot in range(6):
+            part = {n: x if n == "state" else x[:, : 64 * slot] for n, x in exact(inputs).items()}
+            state = delta_rule(**part, return_state=True, backend="chunked")[1] if slot else part["state"]
+            assert state is not None and error(kept[slot], state[0]) < BUDGET[torch.bfloat16]
+
+    @pytest.mark.parametrize(("name", "token", "wrong"), WRONG)
+    def test_what_is_no_number_is_never_forgotten(
+        self, name: str, token: int, wrong: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        inputs = problem(small(T=193, gates=NEVER, state=True))
+        inputs |= dict(zip(("d_out", "d_final"), draws(inputs), strict=True))
+        x = inputs[name]
+        x[(0, 0, 3, 5) if name in ("state", "d_final") else (0, token, 0, 5)[: x.dim()]] = wrong
+        into = [inputs.pop(n) for n in ("d_out", "d_final")]
+        found = whole_walk(inputs, *into)
+        monkeypatch.setattr(maps, "_turned", lambda *_: 1)
+        for n, wanted in whole_walk(inputs, *into).items():
+            assert found[n].isfinite().equal(wanted.isfinite()), n
+
+    def test_what_comes_later_changes_no_bit(self) -> None:
+        inputs = problem(small(T=450, gates=NEVER))
+        d_out, d_final = draws(inputs)
+        start = 300
+        d_out[:, start:], d_final[:] = 0, 0
+        later = {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        for name in ("q", "k", "v", "beta"):
+            later[name][:, start:] *= -0.5
+        later["log_decay"][:, start:] = -torch.inf
+        found, wanted = (whole_walk(given, d_out, d_final) for given in (later, inputs))
+        for name in ("out", "q", "k", "v", "beta", "log_decay"):
+            assert found[name][:, :start].equal(wanted[name][:, :start]), name
+
+    def test_each_direction_takes_one_launch_more(self) -> None:
+        call = bind(**there(problem(small(T=450))))
+        with tune.recording(tune.TARGETS["sm_90"]) as launches:
+            outputs = gpu.forward(call, True)
+            gpu.backward(call, outputs, (outputs[0], None), [True] * 5 + [False] * 2)
+        names = [launch.kernel.fn.__name__ for launch in launches]
+        assert names[:3] == ["token_chunks_kernel", "token_walk_kernel", "token_walk_kernel"]
+        assert names[3:5] == ["token_walk_back_kernel"] * 2 and "join_kernel" not in names
 
 
 def test_sequences_are_cut_where_gates_may_forget_and_processors_idle() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from foci.core.spec import Output
 from foci.core.tune import stored, target_of, with_gluon
 from foci.ops.delta.call import NAME, Call
-from foci.ops.delta.pieces import pieces
+from foci.ops.delta.pieces import way
 from foci.ops.gpu import CHUNK, chunks, placed, unsuitable
 
 Gradients = tuple[Tensor | None, ...]
@@ -74,12 +74,12 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     target = target_of(call.v.device)
     wide = not keep and with_gluon() and token_walks.wider(call, target)
     shares = token_walks.shares(call, target, 128 if wide else 64)
-    by = walks.way(call, shares, partial(pieces, call, False), token_walks, joins)
-    wide_walks = import_module("foci.ops.delta.kernels_gluon") if wide and by[0] else None
+    by = way(call, False, token_walks, joins, shares, *walks.untold(call))
+    wide_walks = import_module("foci.ops.delta.kernels_gluon") if wide and by.turned and not by.maps else None
     out, rest = room(call, call.v)
     made = triangles.first(call, parts, _slots(call), shares > 1, at_once, channel_chunks, wide_walks is not None, rest)
     rest.end()
-    final = walks.forward(call, parts, made, out, shares, by, token_walks, joins, channel_walks, wide_walks)
+    final = walks.forward(call, parts, made, out, by, token_walks, joins, channel_walks, wide_walks)
     return (out, final) if buffer is None else (out, final, buffer)
 
 
@@ -94,12 +94,12 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     from foci.ops.kernels_triton_packed import rooms
 
     call, walks = call._replace(offsets=placed(NAME, call.offsets, call.v)), (token_walks, joins, channel_walks)
-    parts, cut = _parts(call, outputs[2]), partial(pieces, call, True)
+    parts, by = _parts(call, outputs[2]), partial(way, call, True, token_walks, joins)
     arguments = call.q, call.k, call.v, call.beta, call.log_decay, call.erase, call.state
     found, rest = rooms(call, arguments, needs)
     hopper = target_of(call.v.device).arch == 90
     by_warps = import_module("foci.ops.delta.kernels_gluon_backward") if hopper and with_gluon() else None
-    kernels.backward(call, parts, grads, (found, rest), cut, channels, (tokens, by_warps), *walks)
+    kernels.backward(call, parts, grads, (found, rest), by, channels, (tokens, by_warps), *walks)
     return found
 
 

@@ -280,7 +280,7 @@ def _walk(  # type: ignore[no-untyped-def]
         first = first * gl.where(begin == 0, 1.0, 0.0) + lost
         if first_ptr is not None:  # noqa: SIM102  a constant and a tensor
             if slow:
-                first += gl.load(first_ptr + ((c + zero) * V + (v + zero)))
+                first += gl.load(first_ptr + ((v + zero) * (TILES * TILE) + (c + zero)))
         S += (first,)  # type: ignore[assignment]
     for phase in gl.static_range(2):
         first, stop = (begin, own) if phase == 0 else (own, end)
@@ -392,7 +392,7 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
 
 def forward(
     call: Any, parts: None, made: tuple[Tensor, Tensor, Any], pieces: int, lost: Tensor | None, out: Tensor,
-    final: Tensor, slow: Tensor | None, first: Tensor | None,
+    final: Tensor, slow: Tensor | None, first: Tensor | None, maps: None,
 ) -> None:  # fmt: skip
     """`forward` of kernels_triton_token_walks.py of calls that are `wider` there; nothing is kept for a backward."""
     _, T, G, H, K, V, N = call.sizes

@@ -265,7 +265,7 @@ def backward(
     kept: Sequence[Any],
     grads: Sequence[Tensor | None],
     room: tuple[Sequence[Tensor | None], Any],
-    cut: Callable[..., Any],
+    way: Callable[..., Any],
     channels: Any,
     tokens: Any,
     token_walks: Any,
@@ -274,7 +274,7 @@ def backward(
 ) -> None:
     """Fills the gradients of q, k, v, beta, log_decay, erase and state, None where not needed.
 
-    `room`: these and their Rest (kernels_triton_packed.py). `kept`: what the forward left (gpu.py: Parts). `cut`:
+    `room`: these and their Rest (kernels_triton_packed.py). `kept`: what the forward left (gpu.py: Parts). `way`:
     ops/delta/pieces.py.
     What does each chunk's part: `channels` for gates per channel (kernels_triton_channels.py), `tokens` for others:
     kernels_triton_tokens.py and kernels_gluon_backward.py, or None.
@@ -283,7 +283,7 @@ def backward(
     found, rest = room
     problem = _Problem(call, found, rest)
     d_out = call.v.new_zeros(()).expand(call.v.shape) if grads[0] is None else grads[0]
-    dv, behind = _walk(problem, kept, d_out, grads[1], cut, channels, token_walks, joins, channel_walks)
+    dv, behind = _walk(problem, kept, d_out, grads[1], way, channels, token_walks, joins, channel_walks)
     if any(x is not None for x in (found[0], found[1], *found[3:6])):
         if problem.per_channel:
             channels.side_by_channel(problem, kept, d_out, dv, behind)
@@ -306,7 +306,7 @@ def _room(problem: _Problem, two: bool) -> tuple[Tensor, Tensor | None]:
 
 
 def _walk(
-    problem: _Problem, kept: Sequence[Any], d_out: Tensor, d_final: Tensor | None, cut: Callable[..., Any],
+    problem: _Problem, kept: Sequence[Any], d_out: Tensor, d_final: Tensor | None, way: Callable[..., Any],
     channels: Any, token_walks: Any, joins: Any, channel_walks: Any,
 ) -> tuple[Any, Tensor]:  # fmt: skip
     """dv [B,T,H,V] and the gradient of the state at each chunk's end, laid out as the states are; as `_room` has dv."""
@@ -320,23 +320,21 @@ def _walk(
     dv, beside = _room(problem, two)
     config, operands = problem.config(*_named(call, problem.per_channel)), (q, k, e, d_out, d_value)
     blocks = -(-V // config["BLOCK_V"])
-    shares = token_walks.shares(call, problem.target)
-    by_token = two and token_walks.suits(problem.N * H * shares, K, V, problem.target, *operands)
-    warm = by_token and joins.by_maps(call, problem.target, shares)
     turned = problem.per_channel and config["BLOCK_V"] >= 64  # the rule's for what is turned
     apart = -(-V // _narrow(K)) if turned else blocks
-    pieces = cut(problem.target, problem.target.processors if warm else problem.N * H * apart)
-    by_token = by_token and not pieces.tokens
+    by = way(token_walks.shares(call, problem.target), apart, operands if two else None)
+    pieces = by.cut
     tma = problem.target.arch == 90 and q.dtype == torch.bfloat16 and K % config["BLOCK_K"] == 0
     tma = tma and all(map(by_tma, operands))
     by_channel = problem.per_channel and tma and not pieces.tokens and channel_walks.fits(K, V, config, problem.target)
-    full = call.erase is not None and states.dtype == torch.bfloat16 and not (by_token or by_channel)
+    full = call.erase is not None and states.dtype == torch.bfloat16 and not (by.turned or by_channel)
     behind = torch.empty_like(states, dtype=torch.float32 if full else None)
     results = dv, beside, behind, problem.found[6]
-    if by_token:
-        left = rows, gone, reach if shares > 1 else None, products, inverse
-        make = partial(token_walks.backward, call, left, shares, d_out, d_final, [None] * 4)
-        token_walks.backward(call, left, shares, d_out, d_final, results, *joins.starts(call, shares, make))
+    if by.turned:
+        left = rows, gone, reach if by.pieces > 1 and not by.maps else None, products, inverse
+        make = partial(token_walks.backward, call, left, by.pieces, d_out, d_final, [None] * 4)
+        begins = joins.starts(call, by.pieces, make, by.maps, False)
+        token_walks.backward(call, left, by.pieces, d_out, d_final, results, *begins)
         return (dv, beside), behind
 
     if by_channel:

@@ -19,7 +19,6 @@ without outputs, which makes each piece's map S -> M S + N; then as ever, after 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -242,15 +241,12 @@ def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, turned
     return Config({"BLOCK_K": min(k, 64 if few else 32), "BLOCK_V": 16}, warps=8, stages=1)
 
 
-def way(call: Any, shares: int, cut: Callable[[Target, int], Any], token_walks: Any, joins: Any) -> tuple[bool, Any]:
-    """(whether `token_walks` walk, in so many `shares`; the pieces by maps, of a `cut`, of those that do not)."""
-    *_, H, K, V, N = call.sizes
-    target, tiles = target_of(call.v.device), _tiles(call)
+def untold(call: Any) -> tuple[int, tuple[Tensor | None, ...] | None]:
+    """(programs of a head that is not turned over, what else TMA has to read; None where gates are per channel)."""
+    tiles, target = _tiles(call), target_of(call.v.device)
+    *_, K, V, _ = call.sizes
     widest = walk_rule(call.v.dtype, K, V, target.processors, tiles, 64, target)["BLOCK_V"]
-    by_token = tiles < 4 and token_walks.suits(N * H * shares, K, V, target, call.q, call.k, call.erase, call.v)
-    warm = by_token and joins.by_maps(call, target, shares)
-    pieces = cut(target, target.processors if warm else N * H * -(-V // widest))
-    return by_token and not pieces.tokens, pieces
+    return -(-V // widest), None if call.per_channel else (call.q, call.k, call.erase, call.v)
 
 
 def _tiles(call: Any) -> int:
@@ -261,16 +257,15 @@ def _tiles(call: Any) -> int:
 
 
 def forward(
-    call: Any, parts: Any, made: tuple[Tensor, Tensor, Any], out: Tensor, shares: int, by: tuple[bool, Any],
-    token_walks: Any, joins: Any, channel_walks: Any, wide_walks: Any = None,
+    call: Any, parts: Any, made: tuple[Tensor, Tensor, Any], out: Tensor, way: Any, token_walks: Any, joins: Any,
+    channel_walks: Any, wide_walks: Any = None,
 ) -> Tensor:  # fmt: skip
     """Fills `out` and gives the final state [call.ends,H,K,V], of what the first launch has `made`.
 
     By kernels_triton_triangles.py. `parts` (gpu.py), if given, is filled for the backward. One launch, and up to three
-    more where sequences are cut (`by`: the `way` they go). In bfloat16, where they may, `token_walks` makes it, in so
-    many `shares` (kernels_triton_token_walks.py; `wide_walks`, kernels_gluon.py, where they are given), which `joins`
-    tells how each begins (kernels_triton_token_joins.py), or with gates per channel `channel_walks`
-    (kernels_triton_channel_walks.py).
+    more where sequences are cut (`way`: pieces.py). Turned over `token_walks` make it (kernels_triton_token_walks.py;
+    `wide_walks`, kernels_gluon.py, where they are given), which `joins` tells how each piece begins
+    (kernels_triton_token_joins.py), or with gates per channel `channel_walks` (kernels_triton_channel_walks.py).
     """
     B, T, _, H, K, V, N = call.sizes
     v, target = call.v, target_of(call.v.device)
@@ -281,7 +276,7 @@ def forward(
     k, e = (call.k, call.erase) if gated.key is None else (gated.key, gated.erase)
     write = call.beta if gated.write is None else gated.write
     assert q is not None and k is not None
-    (by_token, pieces), tiles = by, _tiles(call)
+    pieces, tiles = way.cut, _tiles(call)
     whole = not pieces.tokens and by_tma(v) and K in (64, 128) and V % 8 == 0  # as channel_walks.fits asks
     turned = (128 if parts is None else 64) if whole else 0  # states take shared memory
     rule = partial(walk_rule, v.dtype, K, V, pieces.programs * H, tiles, turned)
@@ -290,12 +285,15 @@ def forward(
     name, kind = ("delta_walk_by_channel", (turned,)) if turned and tiles == 4 else ("delta_walk", ())
     walk = configure(name, (v.dtype, K, V, tiles, *kind), rule, target, vary)
     blocks = -(-V // walk["BLOCK_V"])
-    if by_token:
-        begins = joins.starts(call, shares, partial(token_walks.forward, call, None, made, shares, None, None, None))
-        lost = token_walks.losses(call, gated, shares)
-        (wide_walks or token_walks).forward(call, parts, made, shares, lost, out, final, *begins)
+    if way.turned:
+        if way.maps:
+            made = inverse, products, gated._replace(reach=None)
+        count, lost = way.pieces, joins.losses(call, made[2], way.pieces)
+        make = partial(token_walks.forward, call, None, made, count, None, None, None)
+        begins = joins.starts(call, count, make, way.maps, wide_walks is not None)
+        (wide_walks or token_walks).forward(call, parts, made, count, lost, out, final, *begins)
         if lost is not None:
-            token_walks.spread(call, parts, shares, lost, out, final)
+            joins.spread(call, parts, count, lost, out, final)
         return final
     if turned and tiles == 4 and channel_walks.fits(K, V, walk, target, turned):
         channel_walks.forward(call, parts, inverse, products, gated, out, final, pieces.programs * H * blocks, walk)

@@ -34,9 +34,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, by_tma, configure, launch, side, strides, target_of
-from foci.tiles.affine import added, faded, load_columns, load_state, store_map, store_state, turned, with_unit
-from foci.tiles.memory import load_tile, opened, present
+from foci.core.tune import Config, Target, by_tma, configure, launch, strides, target_of
+from foci.tiles.affine import (
+    added,
+    faded,
+    joined_turned,
+    load_columns,
+    load_state,
+    store_state,
+    store_turned_map,
+    turned,
+    with_unit,
+)
+from foci.tiles.memory import opened, present
 from foci.tiles.near import UNREAD
 from foci.tiles.pieces import forgotten, remembered, share, silent, slow_pieces
 from foci.tiles.state import halves, in_two, nearest_in_two, sequence
@@ -51,33 +61,37 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, v_ptr, X_ptr, A_ptr, rows_ptr, total_ptr, reach_ptr, slow_ptr, M_ptr, N_ptr, state_ptr,
     offsets_ptr, out_ptr, final_ptr, lost_ptr, errors_ptr, states_ptr,
     q_strides, k_strides, e_strides, v_strides, state_strides, scale, T, N, H, R, V, apart, pieces,
-    EXACT: tl.constexpr, FAR: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    EXACT: tl.constexpr, FAR: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V columns of one head's state through one sequence, and what its tokens read: `walk_kernel`.
 
     With `reach_ptr` through one of its `pieces`, after the chunks before it that are not forgotten; `lost_ptr` says
-    which columns are no numbers behind it. A piece that is `slow` begins with its state in `N_ptr`. Without `out_ptr`
-    it is found out which are, and the maps are made of all before those (tiles/affine.py: M, N). EXACT, of these maps
-    alone: X has a second part in chunks whose last token is exact (kernels_triton_chunks.py).
+    which columns are no numbers behind it. A piece that is `slow`, or without `reach_ptr` each, begins with what maps
+    (tiles/affine.py: M, N) make of the first state. Without `out_ptr` it is found out which are slow, and the maps are
+    made of all before those. EXACT, of these maps alone: X has a second part in chunks whose last token is exact
+    (kernels_triton_chunks.py).
     """
+    PIECES: tl.constexpr = reach_ptr is not None or M_ptr is not None
     tl.static_assert(out_ptr is None or not EXACT)
-    tl.static_assert(TILES == 1 or reach_ptr is None)
+    tl.static_assert(TILES == 1 or not PIECES)
     K: tl.constexpr = TILES * BLOCK_K
     blocks = tl.cdiv(V, BLOCK_V) + (K // BLOCK_V if out_ptr is None else 0)
     v0 = tl.program_id(0) % blocks * BLOCK_V
     rest = tl.program_id(0) // blocks
     h, n, piece = (rest % H).to(tl.int64), (rest // H).to(tl.int64), 0
-    if reach_ptr is not None:
+    if PIECES:
         n, piece = n // pieces, rest // H % pieces
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
     row, chunks = tl.cast(b, tl.int64), tl.cdiv(stop - start, CHUNK)
     tokens, first = row * T * H + h, tl.cast(slot, tl.int64) * H + h
     behind_V = v0 - tl.cdiv(V, BLOCK_V) * BLOCK_V
     if out_ptr is None:  # before anything else, as mostly nothing else is to be done
-        slow, later = slow_pieces(reach_ptr + first, H, piece, pieces, chunks, 0, FAR)
-        if v0 == 0:
-            tl.store(slow_ptr + rest, slow)
+        later = (piece < pieces - 1).to(tl.int32)
+        if reach_ptr is not None:
+            slow, later = slow_pieces(reach_ptr + first, H, piece, pieces, chunks, 0, FAR)
+            if v0 == 0:
+                tl.store(slow_ptr + rest, slow)
         if (later == 0) | ((piece == 0) & (behind_V >= 0)):
             return
     k_there = opened(k_ptr + row * k_strides[0] + h // R * k_strides[2], stop, k_strides[1], K, CHUNK, BLOCK_K, True)
@@ -112,25 +126,26 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
         S = with_unit(S, behind_V, TILES, BLOCK_K, BLOCK_V)
     S = turned(S, TILES)
     begin, own, end = start, start, stop
-    if reach_ptr is not None:
-        ahead, behind = share(piece, pieces, chunks)
+    if PIECES:
+        ahead, behind = share(piece, pieces, chunks, reach_ptr is not None)
         own, end = start + ahead * CHUNK, tl.minimum(start + behind * CHUNK, stop)
         if out_ptr is None:
             begin, own = own, end
         else:
             if (ahead == behind) & (piece < pieces - 1):
                 return
-            known, lost = remembered(reach_ptr + first, H, ahead, 2 * UNREAD)
-            if slow_ptr is not None:
-                slow = tl.load(slow_ptr + rest) != 0
-                known = tl.where(slow, ahead, known)
-            begin = start + known * CHUNK
+            known, lost, others = piece, 0.0, piece
+            if reach_ptr is not None:
+                known, lost = remembered(reach_ptr + first, H, ahead, 2 * UNREAD)
+                if slow_ptr is not None:
+                    slow = tl.load(slow_ptr + rest) != 0
+                    known, others = tl.where(slow, ahead, known), tl.where(slow, piece, 0)
+            begin = own if reach_ptr is None else start + known * CHUNK
             first_state = S[0] * tl.where(known == 0, 1.0, 0.0) + lost
-            if slow_ptr is not None:
-                there = N_ptr + rest.to(tl.int64) * K * V
-                first_state += tl.trans(load_tile(there, 0, tl.where(slow, K, 0), V, v0, V, 1, K, BLOCK_V))
+            if M_ptr is not None:
+                first_state = joined_turned(first_state, M_ptr, N_ptr, n * pieces * H + h, H, others, v0, V)
             S = (first_state,)
-    for phase in tl.static_range(1 if reach_ptr is None else 0, 1 if out_ptr is None else 2):
+    for phase in tl.static_range(0 if reach_ptr is not None or out_ptr is None else 1, 1 if out_ptr is None else 2):
         t1, t2 = begin, own
         if phase == 1:
             t1, t2 = own, end
@@ -190,7 +205,7 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
             if states_ptr is not None and phase == 1:
                 unsaid_there.store([t0, v0], tl.trans(unsaid))
     if out_ptr is None:
-        store_map(M_ptr, N_ptr, turned(S, TILES), rest.to(tl.int64), K, v0, V, TILES, BLOCK_K, BLOCK_V)
+        store_turned_map(M_ptr, N_ptr, S[0], rest.to(tl.int64), v0, V)
     elif reach_ptr is not None:
         v = v0 + tl.arange(0, BLOCK_V)
         tl.store(lost_ptr + rest * V + v, (tl.sum(S[0] * 0.0, 1) != 0.0).to(tl.int32), mask=v < V)
@@ -200,58 +215,28 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def lost_kernel(  # type: ignore[no-untyped-def]
-    lost_ptr, offsets_ptr, out_ptr, final_ptr, errors_ptr, states_ptr, T, H, K, V, apart, pieces,
-    CHUNK: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """NaN in those columns of all that a piece has made of which a piece before it has `lost` the state."""
-    piece, rest = tl.program_id(0) % (pieces - 1) + 1, tl.program_id(0) // (pieces - 1)
-    h, n = (rest % H).to(tl.int64), (rest // H).to(tl.int64)
-    b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
-    v, chunks = tl.arange(0, BLOCK_V), tl.cdiv(stop - start, CHUNK)
-    lost = tl.zeros([BLOCK_V], tl.int32)
-    for before in range(piece):
-        ahead, behind = share(before, pieces, chunks)
-        lost |= tl.load(lost_ptr + ((n * pieces + before) * H + h) * V + v, mask=(v < V) & (ahead < behind), other=0)
-    if tl.max(lost, 0) == 0:
-        return
-    nothing = tl.full([BLOCK_V], float("nan"), tl.float32)
-    ahead, behind = share(piece, pieces, chunks)
-    for t in range(start + ahead * CHUNK, tl.minimum(start + behind * CHUNK, stop)):
-        token = ((tl.cast(b, tl.int64) * T + t) * H + h) * V + v
-        tl.store(out_ptr + token, nothing, mask=lost > 0)
-        if errors_ptr is not None:
-            tl.store(errors_ptr + token, nothing, mask=lost > 0)
-            tl.store(errors_ptr + apart + token, nothing, mask=lost > 0)
-    if states_ptr is not None:
-        for i in range(ahead * K, behind * K):
-            state = ((tl.cast(slot, tl.int64) + i // K) * H + h) * K + i % K
-            tl.store(states_ptr + state * V + v, nothing, mask=lost > 0)
-    if (piece == pieces - 1) & present(final_ptr):
-        for i in range(K):
-            tl.store(final_ptr + ((n * H + h) * K + i) * V + v, nothing, mask=lost > 0)
-
-
-@triton.jit
 def token_walk_back_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, rows_ptr, total_ptr, reach_ptr, A_ptr, X_ptr, slow_ptr, M_ptr, N_ptr, d_out_ptr, d_final_ptr,
     offsets_ptr, dv_ptr, unsaid_ptr, ends_ptr, d_state_ptr,
     q_strides, k_strides, e_strides, d_out_strides, d_final_strides, scale, T, N, H, R, V, pieces,
-    FAR: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    FAR: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V columns of one head's dS through one sequence, last chunk to first: the backward's `walk_kernel`.
 
     With `reach_ptr` through one of its `pieces`, counted from the end, after what behind it is not forgotten;
-    `slow_ptr` and, without `dv_ptr`, maps as the forward has them. But gates behind the last gradient do not tell which
-    piece is slow, as bits of what is before would know the future; `slow_ptr` has less these chunks, for who warms up.
+    `slow_ptr` and maps as the forward has them, these made without `dv_ptr`. But gates behind the last gradient do not
+    tell which piece is slow, as bits of what is before would know the future; `slow_ptr` has less these chunks, for who
+    warms up.
     """
-    tl.static_assert(TILES == 1 or reach_ptr is None)
+    PIECES: tl.constexpr = reach_ptr is not None or M_ptr is not None
+    tl.static_assert(TILES == 1 or not PIECES)
     K: tl.constexpr = TILES * BLOCK_K
     blocks = tl.cdiv(V, BLOCK_V) + (K // BLOCK_V if dv_ptr is None else 0)
     v0 = tl.program_id(0) % blocks * BLOCK_V
     rest = tl.program_id(0) // blocks
     h, n, piece = (rest % H).to(tl.int64), (rest // H).to(tl.int64), 0
-    if reach_ptr is not None:
+    if PIECES:
         n, piece = n // pieces, rest // H % pieces
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
     row, count = tl.cast(b, tl.int64), tl.cdiv(stop - start, CHUNK)
@@ -260,9 +245,9 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
     d_out_ptr += row * d_out_strides[0] + h * d_out_strides[2]
     if d_final_ptr is not None:
         d_final_ptr += n * d_final_strides[0] + h * d_final_strides[1]
-    if dv_ptr is None:
+    still, later = 0, (piece < pieces - 1).to(tl.int32)
+    if dv_ptr is None and reach_ptr is not None:
         slow, later = slow_pieces(reach_ptr + first + (count - 1) * H, -H, piece, pieces, count, 0, FAR)
-        still = 0
         if (slow != 0) | (later != 0):
             asked = start
             if d_final_ptr is not None:  # it is behind all: where there is any, no chunk is silent
@@ -272,6 +257,7 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
             slow, later = slow_pieces(reach_ptr + first + (count - 1) * H, -H, piece, pieces, count, still, FAR)
         if v0 == 0:
             tl.store(slow_ptr + rest, tl.where(slow != 0, 1, -still))
+    if dv_ptr is None:  # noqa: SIM102  a constant and a tensor
         if (later == 0) | ((piece == 0) & (behind_V >= 0)):
             return
     q_there = opened(q_ptr + row * q_strides[0] + h // R * q_strides[2], stop, q_strides[1], K, CHUNK, BLOCK_K, True)
@@ -294,28 +280,32 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
         dS = with_unit(dS, behind_V, TILES, BLOCK_K, BLOCK_V)
     dS = turned(dS, TILES)
     begin, own, end = 0, 0, count
-    if reach_ptr is not None:
-        own, end = share(piece, pieces, count)
+    if PIECES:
+        own, end = share(piece, pieces, count, reach_ptr is not None)
         if dv_ptr is None:  # a map of nothing, that is not asked for, may not be infinite: it is multiplied by 0
-            dS = (dS[0] * tl.where((behind_V >= 0) & (own < still), 0.0, 1.0),)
+            if reach_ptr is not None:
+                dS = (dS[0] * tl.where((behind_V >= 0) & (own < still), 0.0, 1.0),)
             begin, own = own, end
         else:
             if (own == end) & (piece < pieces - 1):
                 return
-            begin, lost = remembered(reach_ptr + first + (count - 1) * H, -H, own, UNREAD / 2)
-            gone_by = begin
-            if slow_ptr is not None:
-                told = tl.load(slow_ptr + rest)
-                slow = told > 0
-                gone_by = tl.where(slow, 0, begin)
-                begin = tl.where(slow, own, tl.minimum(tl.maximum(begin, -told), own))
-            lost += forgotten(do_there, start + (count - gone_by) * CHUNK, start + count * CHUNK, v0, CHUNK, BLOCK_V)
-            last_state = dS[0] * tl.where(begin == 0, 1.0, 0.0) + lost[:, None]
-            if slow_ptr is not None:
-                there = N_ptr + rest.to(tl.int64) * K * V
-                last_state += tl.trans(load_tile(there, 0, tl.where(slow, K, 0), V, v0, V, 1, K, BLOCK_V))
+            begin, others = own, piece
+            last_state = dS[0] * tl.where(piece == 0, 1.0, 0.0)
+            if reach_ptr is not None:
+                begin, lost = remembered(reach_ptr + first + (count - 1) * H, -H, own, UNREAD / 2)
+                gone_by = begin
+                if slow_ptr is not None:
+                    told = tl.load(slow_ptr + rest)
+                    slow = told > 0
+                    gone_by, others = tl.where(slow, 0, begin), tl.where(slow, piece, 0)
+                    begin = tl.where(slow, own, tl.minimum(tl.maximum(begin, -told), own))
+                t1 = start + (count - gone_by) * CHUNK
+                lost += forgotten(do_there, t1, start + count * CHUNK, v0, CHUNK, BLOCK_V)
+                last_state = dS[0] * tl.where(begin == 0, 1.0, 0.0) + lost[:, None]
+            if M_ptr is not None:
+                last_state = joined_turned(last_state, M_ptr, N_ptr, n * pieces * H + h, H, others, v0, V)
             dS = (last_state,)
-    for phase in tl.static_range(1 if reach_ptr is None else 0, 1 if dv_ptr is None else 2):
+    for phase in tl.static_range(0 if reach_ptr is not None or dv_ptr is None else 1, 1 if dv_ptr is None else 2):
         i1, i2 = begin, own
         if phase == 1:
             i1, i2 = own, end
@@ -369,22 +359,27 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
             if phase == 1:
                 unsaid_there.store([t0, v0], tl.trans(unsaid))
     if dv_ptr is None:
-        store_map(M_ptr, N_ptr, turned(dS, TILES), rest.to(tl.int64), K, v0, V, TILES, BLOCK_K, BLOCK_V)
+        store_turned_map(M_ptr, N_ptr, dS[0], rest.to(tl.int64), v0, V)
     elif d_state_ptr is not None:  # noqa: SIM102  a constant and a tensor
-        if reach_ptr is None or piece == pieces - 1:
+        if not PIECES or piece == pieces - 1:
             store_state(d_state_ptr + (n * H + h) * K * V, turned(dS, TILES), K, v0, V, TILES, BLOCK_K)
 
 
 def suits(programs: int, K: int, V: int, target: Target, *operands: Tensor | None) -> bool:
-    """Whether these kernels can walk, and are worth it: where programs have all channels and TMA reads all operands.
+    """Whether these kernels can walk (`fits`), and are worth it, where no piece begins by maps (ops/delta/pieces.py).
 
     `programs`: heads of all sequences, times the pieces of each (`shares`). A chunk takes these kernels longer than it
     takes 32 columns alone, of which few heads make twice the programs: on an H200 they win, in both directions, with
     programs for more than half of the processors; of 256 channels, of which those have 16 columns, wherever they can.
     """
-    fits = target.arch == 90 and K in (64, 128, 256) and V > 32 and V % 8 == 0
-    fits = fits and all(x is None or x.dtype == torch.bfloat16 for x in operands) and all(map(by_tma, operands))
-    return fits and (K > 128 or 2 * programs * -(-V // 64) > target.processors)
+    enough = K > 128 or 2 * programs * -(-V // 64) > target.processors
+    return enough and fits(K, V, target, *operands)
+
+
+def fits(K: int, V: int, target: Target, *operands: Tensor | None) -> bool:
+    """Whether these kernels can walk."""
+    found = target.arch == 90 and K in (64, 128, 256) and V > 32 and V % 8 == 0
+    return found and all(x is None or x.dtype == torch.bfloat16 for x in operands) and all(map(by_tma, operands))
 
 
 def shares(call: Any, target: Target, columns: int = 64) -> int:
@@ -425,11 +420,11 @@ def _config(name: str, K: int, V: int, e: Tensor | None, target: Target) -> Conf
 
 def forward(
     call: Any, parts: Any, made: tuple[Tensor, Tensor, Any], pieces: int, lost: Tensor | None, out: Tensor | None,
-    final: Tensor | None, slow: Tensor | None, first: Tensor | None, maps: Tensor | None = None,
+    final: Tensor | None, slow: Tensor | None, ends: Tensor | None, maps: Tensor | None,
 ) -> None:  # fmt: skip
-    """`out` and `final`, each sequence in `pieces` (`shares`), the states and errors that `parts` keeps, and `lost`.
+    """`out` and `final`, each sequence in `pieces`, the states and errors that `parts` keeps, and `lost`.
 
-    `slow`, `first`: as kernels_triton_token_joins.py has them. Without `out` finds `slow`, `maps` M and, as `first`, N.
+    `slow`, `ends`, `maps`: as kernels_triton_token_joins.py has slow, N and M; without `out` these are found.
     """
     B, T, G, H, K, V, N = call.sizes
     inverse, products, gated = made
@@ -439,38 +434,23 @@ def forward(
     tile = K if K <= 128 else 64  # with 128 channels at once products wait for registers
     launch(
         token_walk_kernel, (N * H * pieces * blocks,),
-        q, k, e, v, inverse, products, gated.rows, gated.total, gated.reach, slow, maps, first, call.state,
+        q, k, e, v, inverse, products, gated.rows, gated.total, gated.reach, slow, maps, ends, call.state,
         call.offsets, out, final, lost, *((None, None) if parts is None else (parts.errors, parts.states)),
         q.stride(), k.stride(), strides(e), v.stride(), strides(call.state), call.scale, T, N, H, H // G, V,
         B * T * H * V, pieces,
-        config=config, EXACT=gated.rows.shape[2] > 2, FAR=FAR, CHUNK=CHUNK, TILES=K // tile, BLOCK_K=tile,
-    )  # fmt: skip
-
-
-def losses(call: Any, gated: Any, pieces: int) -> Tensor | None:
-    """Room for the columns of a state that each piece has lost, where there are pieces."""
-    *_, H, _, V, N = call.sizes
-    return None if gated.reach is None else torch.empty(N, pieces, H, V, dtype=torch.int32, device=call.v.device)
-
-
-def spread(call: Any, parts: Any, pieces: int, lost: Tensor, out: Tensor, final: Tensor) -> None:
-    """NaN to the columns of all pieces behind one that has `lost` them."""
-    B, T, _, H, K, V, N = call.sizes
-    launch(
-        lost_kernel, (N * H * (pieces - 1),),
-        lost, call.offsets, out, final, *((None, None) if parts is None else (parts.errors, parts.states)),
-        T, H, K, V, B * T * H * V, pieces, config=Config(), CHUNK=CHUNK, BLOCK_V=side(V, 1 << 20),
+        config=config, EXACT=gated.rows.shape[2] > 2, FAR=FAR, CHUNK=CHUNK,
+        TILES=K // tile, BLOCK_K=tile,
     )  # fmt: skip
 
 
 def backward(
     call: Any, kept: Sequence[Tensor | None], pieces: int, d_out: Tensor, d_final: Tensor | None,
-    results: Sequence[Tensor | None], slow: Tensor | None, first: Tensor | None, maps: Tensor | None = None,
+    results: Sequence[Tensor | None], slow: Tensor | None, ends: Tensor | None, maps: Tensor | None,
 ) -> None:  # fmt: skip
     """`results`: dv, what its rounding left, the states' gradients behind each chunk, and that of the first state.
 
-    `kept`: rows, total, reach (None in one piece), A and X as the forward left them (gpu.py: Parts). `slow`, `first`,
-    `maps` as the forward has them, found without dv.
+    `kept`: rows, total, reach (None where no piece warms up), A and X as the forward left them (gpu.py: Parts). `slow`,
+    `ends`, `maps` as the forward has them, found without dv.
     """
     _, T, G, H, K, V, N = call.sizes
     target, q, k, e = target_of(call.v.device), call.q, call.k, call.erase
@@ -478,7 +458,7 @@ def backward(
     blocks, tile = -(-V // config["BLOCK_V"]) + (K // config["BLOCK_V"] if results[0] is None else 0), min(K, 128)
     launch(
         token_walk_back_kernel, (N * H * pieces * blocks,),
-        q, k, e, *kept, slow, maps, first, d_out, d_final, call.offsets, *results,
+        q, k, e, *kept, slow, maps, ends, d_out, d_final, call.offsets, *results,
         q.stride(), k.stride(), strides(e), d_out.stride(), strides(d_final), call.scale, T, N, H, H // G, V, pieces,
         config=config, FAR=FAR, CHUNK=CHUNK, TILES=K // tile, BLOCK_K=tile,
     )  # fmt: skip

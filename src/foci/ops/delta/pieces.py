@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from foci.core.tune import Target, stored
+from foci.core.tune import Target, stored, target_of
 from foci.ops.delta.call import Call
 from foci.ops.gpu import CHUNK
 from foci.ops.stretches import Cut, cut_into
@@ -32,29 +32,85 @@ class Pieces(NamedTuple):
 class Costs(NamedTuple):
     """Of pieces, in the time in which one program takes one chunk. As measured on an H100, in bfloat16."""
 
+    chunk: float  # that time, in microseconds
     map: float  # a chunk of a map, by a program that has a processor for itself
     shared: float | None  # the same where two programs share one; None: where two have no room
     join: float  # a map of 128 channels, whoever is behind it
     launch: float = 3.0  # one launch more
 
 
-FORWARD = Costs(0.8, 1.25, 3.0)
-BACKWARD = Costs(1.0, 1.25, 2.2)
+FORWARD = Costs(1.65, 0.8, 1.25, 3.0)
+BACKWARD = Costs(2.5, 1.0, 1.25, 2.2)
+TURNED = Costs(2.4, 0.62, 1.0, 1.5, 3.2)  # twice as many columns a program (kernels_triton_token_walks.py)
+TURNED_BACK = Costs(2.9, 0.8, None, 1.0, 2.8)
 WORTH = 0.92  # of the time of whole sequences, from which on a launch more is worth it
+
+
+class Way(NamedTuple):
+    """How a call's sequences are walked."""
+
+    turned: bool  # states turned over (kernels_triton_token_walks.py)
+    pieces: int  # of a sequence that is turned
+    maps: bool  # whether each of these begins by maps; else after a warm-up, where there are several
+    cut: Pieces  # of those that are not
+
+
+def way(
+    call: Call, back: bool, token_walks: Any, joins: Any, shares: int, blocks: int, operands: Any | None
+) -> Way:  # fmt: skip
+    """In so many `shares` where states are turned and warm up.
+
+    `blocks`: programs that a head has of those that are not; `operands`: what is read of those that are, None where
+    none can be.
+    """
+    *_, H, K, V, N = call.sizes
+    target, whole = target_of(call.v.device), Pieces(0, N, 0, None, None)
+    turned = operands is not None and token_walks.suits(N * H * shares, K, V, target, *operands)
+    if turned and joins.by_maps(call, target, shares):
+        return Way(True, shares, False, whole)
+    if operands is not None and not turned and token_walks.fits(K, V, target, *operands):
+        several = _turned(call, back, target, N * H * blocks)
+        if several > 1:
+            return Way(True, several, True, whole)
+    found = pieces(call, back, target, N * H * blocks)
+    return Way(turned and not found.tokens, shares, False, found)
+
+
+def _turned(call: Call, back: bool, target: Target, programs: int) -> int:
+    """Pieces by maps of each sequence that is turned over, of 64 columns a program; 1 where that would take longer.
+
+    Than by so many `programs` that are not turned, whole or in `pieces`. Documents are not cut, as each would have as
+    many.
+    """
+    _, T, _, H, K, V, N = call.sizes
+    if call.offsets is not None or not N:
+        return 1
+    costs, others, chunks = _costs(call, back), TURNED_BACK if back else TURNED, -(-T // CHUNK)
+    if call.erase is not None:
+        others = others._replace(shared=None)
+    several, time = _least(chunks, N * H * -(-V // 64), K, V, others, target.processors)
+    _, other = _least(chunks, programs, K, V, costs, target.processors)
+    return several if time * others.chunk < min(other, chunks) * costs.chunk else 1
 
 
 def pieces(call: Call, back: bool, target: Target, programs: int) -> Pieces:
     """The pieces of a call that so many programs would walk whole, `back` or forward."""
     B, T, _, H, K, V, N = call.sizes
     dtype, device = stored(call.v.dtype), call.v.device
-    costs = BACKWARD if back else FORWARD
-    if dtype != torch.bfloat16 or K * _operands(call) > (128 if back else 256):
-        costs = costs._replace(shared=None)
+    costs = _costs(call, back)
     tokens, programs, slots = cut(N, B, T, call.offsets is not None, K, V, costs, target, programs)
     if not tokens:
         return Pieces(0, programs, 0, None, None)
     M = torch.empty(slots, H, *((2,) if dtype == torch.bfloat16 else ()), K, K, dtype=dtype, device=device)
     return Pieces(tokens, programs, slots, M, torch.empty(slots, H, K, V, dtype=torch.float32, device=device))
+
+
+def _costs(call: Call, back: bool) -> Costs:
+    """Of pieces that are not turned over."""
+    costs, K = BACKWARD if back else FORWARD, call.sizes[4]
+    if stored(call.v.dtype) != torch.bfloat16 or K * _operands(call) > (128 if back else 256):
+        return costs._replace(shared=None)
+    return costs
 
 
 def _operands(call: Call) -> int:
@@ -71,28 +127,35 @@ def cut(N: int, B: int, T: int, packed: bool, K: int, V: int, costs: Costs, targ
     first and last); then each piece joins those before it, one product M S after the other, and walks. In the time
     that one program takes for one chunk, whole sequences of c chunks take c, and cut into P
 
-        map c/P rounds((P-1 + (P-2) K/V) programs) + join (P-1) K/128 + launch + c/P rounds(P programs)
+        (map c/P + launch) rounds((P-1 + (P-2) K/V) programs) + join (P-1) K/128 + c/P rounds(P programs)
 
     with `rounds` the times that programs fill the processors; more maps than those, where two have room, are `shared`
     in place of `map`, and rounds are of twice as many. The P with the least is taken where that is less than WORTH c.
     Of shapes alone: of packed documents, whose lengths only the GPU knows, the mean length counts.
     """
     chunks = -(-(B * T) // (N * CHUNK))
-    tokens, least = 0, WORTH * chunks
-    if K <= WIDEST and programs < target.processors:
-        for P in range(2, min(MOST, chunks // SHORTEST) + 1):
-            time = _time(chunks, P, programs, K, V, costs, target.processors)
-            if time < least:
-                tokens, least = CHUNK * -(-chunks // P), time
+    several, time = _least(chunks, programs, K, V, costs, target.processors)
+    tokens = CHUNK * -(-chunks // several) if time < WORTH * chunks else 0
     return cut_into(tokens if tokens < T else 0, N, T, packed)
+
+
+@functools.lru_cache(512)
+def _least(chunks: int, programs: int, K: int, V: int, costs: Costs, processors: int) -> tuple[int, float]:
+    """(pieces, two at least, that are estimated to take least; how long). 1 and infinite where none may be."""
+    pieces, least = 1, math.inf
+    if K <= WIDEST and programs < processors:
+        for P in range(2, min(MOST, chunks // SHORTEST) + 1):
+            time = _time(chunks, P, programs, K, V, costs, processors)
+            if time < least:
+                pieces, least = P, time
+    return pieces, least
 
 
 def _time(chunks: int, P: int, programs: int, K: int, V: int, costs: Costs, processors: int) -> float:
     """How long a walk cut into P takes, in the time of one chunk."""
     piece, maps = -(-chunks // P), programs * (P - 1 + (P - 2) * K / V)
-    if costs.shared is None or maps <= processors:
-        mapped = costs.map * math.ceil(maps / processors)
-    else:
-        mapped = costs.shared * math.ceil(maps / (2 * processors))
+    mapped, rounds = costs.map, math.ceil(maps / processors)
+    if costs.shared is not None and maps > processors:
+        mapped, rounds = costs.shared, math.ceil(maps / (2 * processors))
     walked = math.ceil(P * programs / processors)
-    return piece * (mapped + walked) + costs.join * (P - 1) * K / 128 + costs.launch
+    return piece * (mapped * rounds + walked) + costs.join * (P - 1) * K / 128 + costs.launch * rounds
