@@ -155,6 +155,41 @@ def draws(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return torch.randn(inputs["v"].shape, generator=draw).bfloat16(), d_final
 
 
+def holds_before(start: int, inputs: dict[str, Any], d_out: Tensor, d_final: Tensor) -> None:
+    """Other tokens from `start` on, none of which has a gradient, change no bit of those before."""
+    d_out[:, start:], d_final[:] = 0, 0
+    later = {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    for name in ("q", "k", "v", "beta"):
+        later[name][:, start:] *= -0.5
+    later["log_decay"][:, start:] = -torch.inf
+    found, wanted = (whole_walk(given, d_out, d_final) for given in (later, inputs))
+    for name in ("out", "q", "k", "v", "beta", "log_decay"):
+        assert found[name][:, :start].equal(wanted[name][:, :start]), name
+
+
+def keeps_the_budget(inputs: dict[str, Any]) -> None:
+    """Forward and every gradient; and the final state is not stored where nobody asks for it."""
+    truth = delta_rule(**exact(inputs), return_state=True, backend="chunked")
+    found = gpu.forward(bind(**there(inputs)), False)
+    errors = [error(x.cpu(), wanted) for x, wanted in zip(found, truth, strict=True)]
+    assert all(e <= BUDGET[torch.bfloat16] for e in errors), errors
+    unasked(SPEC, gpu.forward, bind(**there(inputs)))
+    backward = apart_backward(inputs)
+    assert all(e <= BUDGET[torch.bfloat16] for e in backward.values()), backward
+
+
+def never_forgotten(inputs: dict[str, Any], name: str, token: int, wrong: float, whole: Callable[[], None]) -> None:
+    """What is no number is so where it is in one walk: in `whole` ones."""
+    inputs |= dict(zip(("d_out", "d_final"), draws(inputs), strict=True))
+    x = inputs[name]
+    x[(0, 0, 3, 5) if name in ("state", "d_final") else (0, token, 0, 5)[: x.dim()]] = wrong
+    into = [inputs.pop(n) for n in ("d_out", "d_final")]
+    found = whole_walk(inputs, *into)
+    whole()
+    for n, wanted in whole_walk(inputs, *into).items():
+        assert found[n].isfinite().equal(wanted.isfinite()), n
+
+
 small = partial(dict, H=1, G=1)
 
 
@@ -162,14 +197,7 @@ small = partial(dict, H=1, G=1)
 class TestInPieces:
     @pytest.mark.parametrize("more", IN_PIECES)
     def test_within_the_budget(self, more: dict[str, Any], in_pieces: Callable[[int], None]) -> None:
-        inputs = problem(small() | more)
-        truth = delta_rule(**exact(inputs), return_state=True, backend="chunked")
-        found = gpu.forward(bind(**there(inputs)), False)
-        errors = [error(x.cpu(), wanted) for x, wanted in zip(found, truth, strict=True)]
-        assert all(e <= BUDGET[torch.bfloat16] for e in errors), errors
-        unasked(SPEC, gpu.forward, bind(**there(inputs)))
-        errors = apart_backward(inputs)
-        assert all(e <= BUDGET[torch.bfloat16] for e in errors.values()), errors
+        keeps_the_budget(problem(small() | more))
 
     @pytest.mark.parametrize("gates", [NEVER, AT_ONCE, halted], ids=["never", "at once", "halted"])
     @pytest.mark.parametrize("offsets", [(), (0, 3, 330)])
@@ -191,14 +219,7 @@ class TestInPieces:
         self, name: str, token: int, wrong: float, gates: Any, in_pieces: Callable[[int], None]
     ) -> None:
         inputs = problem(small(T=193, gates=gates, state=True))
-        inputs |= dict(zip(("d_out", "d_final"), draws(inputs), strict=True))
-        x = inputs[name]
-        x[(0, 0, 3, 5) if name in ("state", "d_final") else (0, token, 0, 5)[: x.dim()]] = wrong
-        into = [inputs.pop(n) for n in ("d_out", "d_final")]
-        found = whole_walk(inputs, *into)
-        in_pieces(1)
-        for n, wanted in whole_walk(inputs, *into).items():
-            assert found[n].isfinite().equal(wanted.isfinite()), n
+        never_forgotten(inputs, name, token, wrong, partial(in_pieces, 1))
 
     @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
     def test_a_value_that_is_no_number_is_lost_to_its_own_column_and_document(
@@ -256,14 +277,7 @@ class TestInPieces:
         inputs = problem(small(T=T, gates=gates))
         d_out, d_final = draws(inputs)
         for start in starts:
-            d_out[:, start:], d_final[:] = 0, 0
-            later = {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
-            for name in ("q", "k", "v", "beta"):
-                later[name][:, start:] *= -0.5
-            later["log_decay"][:, start:] = -torch.inf
-            found, wanted = (whole_walk(given, d_out, d_final) for given in (later, inputs))
-            for name in ("out", "q", "k", "v", "beta", "log_decay"):
-                assert found[name][:, :start].equal(wanted[name][:, :start]), name
+            holds_before(start, inputs, d_out, d_final)
 
     def test_a_map_of_what_has_no_gradient_is_nothing(
         self, in_pieces: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
@@ -333,15 +347,8 @@ def each_by_maps(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestByMaps:
     @pytest.mark.parametrize("more", BY_MAPS)
     def test_within_the_budget(self, more: dict[str, Any]) -> None:
-        inputs = problem(small() | more)
-        truth = delta_rule(**exact(inputs), return_state=True, backend="chunked")
         with memory.poisoned():
-            found = gpu.forward(bind(**there(inputs)), False)
-            errors = [error(x.cpu(), wanted) for x, wanted in zip(found, truth, strict=True)]
-            assert all(e <= BUDGET[torch.bfloat16] for e in errors), errors
-            unasked(SPEC, gpu.forward, bind(**there(inputs)))
-            errors = apart_backward(inputs)
-        assert all(e <= BUDGET[torch.bfloat16] for e in errors.values()), errors
+            keeps_the_budget(problem(small() | more))
 
     def test_what_is_kept_is_the_state_at_each_chunks_start(self) -> None:
         inputs = problem(small(T=330, state=True))
@@ -356,27 +363,11 @@ class TestByMaps:
         self, name: str, token: int, wrong: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         inputs = problem(small(T=193, gates=NEVER, state=True))
-        inputs |= dict(zip(("d_out", "d_final"), draws(inputs), strict=True))
-        x = inputs[name]
-        x[(0, 0, 3, 5) if name in ("state", "d_final") else (0, token, 0, 5)[: x.dim()]] = wrong
-        into = [inputs.pop(n) for n in ("d_out", "d_final")]
-        found = whole_walk(inputs, *into)
-        monkeypatch.setattr(maps, "_turned", lambda *_: 1)
-        for n, wanted in whole_walk(inputs, *into).items():
-            assert found[n].isfinite().equal(wanted.isfinite()), n
+        never_forgotten(inputs, name, token, wrong, partial(monkeypatch.setattr, maps, "_turned", lambda *_: 1))
 
     def test_what_comes_later_changes_no_bit(self) -> None:
         inputs = problem(small(T=450, gates=NEVER))
-        d_out, d_final = draws(inputs)
-        start = 300
-        d_out[:, start:], d_final[:] = 0, 0
-        later = {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
-        for name in ("q", "k", "v", "beta"):
-            later[name][:, start:] *= -0.5
-        later["log_decay"][:, start:] = -torch.inf
-        found, wanted = (whole_walk(given, d_out, d_final) for given in (later, inputs))
-        for name in ("out", "q", "k", "v", "beta", "log_decay"):
-            assert found[name][:, :start].equal(wanted[name][:, :start]), name
+        holds_before(300, inputs, *draws(inputs))
 
     def test_each_direction_takes_one_launch_more(self) -> None:
         call = bind(**there(problem(small(T=450))))

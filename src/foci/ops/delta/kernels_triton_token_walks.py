@@ -67,10 +67,9 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
     """BLOCK_V columns of one head's state through one sequence, and what its tokens read: `walk_kernel`.
 
     With `reach_ptr` through one of its `pieces`, after the chunks before it that are not forgotten; `lost_ptr` says
-    which columns are no numbers behind it. A piece that is `slow`, or without `reach_ptr` each, begins with what maps
-    (tiles/affine.py: M, N) make of the first state. Without `out_ptr` it is found out which are slow, and the maps are
-    made of all before those. EXACT, of these maps alone: X has a second part in chunks whose last token is exact
-    (kernels_triton_chunks.py).
+    which columns are no numbers behind it. A piece that is `slow`, or without `reach_ptr` each, begins by maps
+    (tiles/affine.py: M, N). Without `out_ptr` it is found out which are slow, and maps are made of all before those.
+    EXACT, of these alone: X has a second part in chunks whose last token is exact (kernels_triton_chunks.py).
     """
     PIECES: tl.constexpr = reach_ptr is not None or M_ptr is not None
     tl.static_assert(out_ptr is None or not EXACT)
@@ -97,23 +96,20 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
     k_there = opened(k_ptr + row * k_strides[0] + h // R * k_strides[2], stop, k_strides[1], K, CHUNK, BLOCK_K, True)
     e_there = k_there
     if e_ptr is not None:
-        e_there = opened(
-            e_ptr + row * e_strides[0] + h // R * e_strides[2], stop, e_strides[1], K, CHUNK, BLOCK_K, True
-        )
+        e_ptr += row * e_strides[0] + h // R * e_strides[2]
+        e_there = opened(e_ptr, stop, e_strides[1], K, CHUNK, BLOCK_K, True)
     v_there = opened(v_ptr + row * v_strides[0] + h * v_strides[2], stop, v_strides[1], V, CHUNK, BLOCK_V, True)
     width: tl.constexpr = (4 if EXACT else 2) * CHUNK
     lines: tl.constexpr = 3 if EXACT else 2
     X_there = opened(X_ptr + tokens * width, stop, H * width, 2 * CHUNK, CHUNK, CHUNK, True)
     if out_ptr is not None:
-        q_there = opened(
-            q_ptr + row * q_strides[0] + h // R * q_strides[2], stop, q_strides[1], K, CHUNK, BLOCK_K, True
-        )
+        q_ptr += row * q_strides[0] + h // R * q_strides[2]
+        q_there = opened(q_ptr, stop, q_strides[1], K, CHUNK, BLOCK_K, True)
         A_there = opened(A_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
         out_there = opened(out_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
     if states_ptr is not None:
-        states_there = opened(
-            states_ptr + first * K * V, chunks * H * K, V, V, BLOCK_K // 2, BLOCK_V, True
-        )  # fmt: skip
+        states_ptr += first * K * V
+        states_there = opened(states_ptr, chunks * H * K, V, V, BLOCK_K // 2, BLOCK_V, True)
         errors_there = opened(errors_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
         unsaid_there = opened(errors_ptr + apart + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
     rows_ptr += first * lines * CHUNK
@@ -164,8 +160,7 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
                 e = load_columns(e_there, t0, TILES, BLOCK_K)
             second = t0
             if EXACT:  # behind the end lie zeros
-                exact = tl.load(rows_ptr + (chunk * H + 1) * lines * CHUNK - 1)
-                second = tl.where(exact != 0.0, t0, stop)
+                second = tl.where(tl.load(rows_ptr + (chunk * H + 1) * lines * CHUNK - 1) != 0.0, t0, stop)
             X, X_lost = X_there.load([t0, 0]), X_there.load([second, CHUNK])
             write = rows_there.load([lines * H * chunk + 1, 0])
             read, o = tl.zeros([BLOCK_V, CHUNK], tl.float32), tl.zeros([BLOCK_V, CHUNK], tl.float32)
