@@ -177,12 +177,16 @@ def turned_maps(M_ptr, at, size, count, K: tl.constexpr):  # type: ignore[no-unt
 
 @triton.jit
 def mapped_turned(S, M_there, N_ptr, at, size, i, v0, V):  # type: ignore[no-untyped-def]
-    """S M^T + N^T in columns v0.. of a state turned over, by the i-th of `turned_maps`."""
+    """S M^T + N^T in columns v0.. of a state turned over, by the i-th of `turned_maps`.
+
+    N^T alone where nothing is of a column: M may have overflowed, over tokens that nobody reads.
+    """
     K: tl.constexpr = S.shape[1]
     M, lost = M_there.load([i * size * 2 * K, 0]), M_there.load([i * size * 2 * K + K, 0])
-    N = load_tile(N_ptr + (at + i * size) * K * V, v0, V, K, 0, K, 1, S.shape[0], K)
+    some = tl.max((S != 0.0).to(tl.int32), 1)[:, None] > 0
     high, low = in_two(S)
-    return halves(high, low, M, lost, N)
+    S = tl.where(some, halves(high, low, M, lost, tl.zeros_like(S)), 0.0)
+    return S + load_tile(N_ptr + (at + i * size) * K * V, v0, V, K, 0, K, 1, S.shape[0], K)
 
 
 @triton.jit

@@ -82,8 +82,8 @@ def arrive(flag_ptr):  # type: ignore[no-untyped-def]
 def await_stretches(flags_ptr, slot, count, size, STEP: tl.constexpr, BATCH: tl.constexpr = 128):  # type: ignore[no-untyped-def]
     """Until `count` stretches from `slot` on, in steps of STEP, have arrived; flags that are 0 before, `size` apart.
 
-    Those must be programs of lower numbers in this launch: a GPU has begun with them, so that they come to an end
-    whoever waits. BATCH: a multiple of the threads, so that each has a flag of its own.
+    Those must be programs of lower numbers in this launch, none of which is missing: a GPU has begun with them, so that
+    they come to an end whoever waits. BATCH: a multiple of the threads, so that each has a flag of its own.
     """
     for s0 in range(0, count, BATCH):
         each = s0 + tl.arange(0, BATCH)

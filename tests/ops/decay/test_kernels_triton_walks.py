@@ -145,7 +145,10 @@ def counted(*names: str) -> Counter[str]:
 
 
 def test_two_launches_and_three_back_where_sequences_fill_a_gpu_and_where_they_are_cut() -> None:
-    """And one for documents, in either direction, where no launch that sums gates or makes pairs clears the rest."""
+    """And one for documents, in either direction, where no launch that sums gates or makes pairs clears the rest.
+
+    Those with gates per channel take one more where they are cut: nobody waits for what offsets may not have.
+    """
     meta = torch.device("meta")
     for T, heads, cut in (2048, 128, False), (32768, 16, True):
         q = torch.empty(1, T, heads, 128, dtype=torch.bfloat16, device=meta)
@@ -161,6 +164,9 @@ def test_two_launches_and_three_back_where_sequences_fill_a_gpu_and_where_they_a
         )  # fmt: skip
         offsets = torch.empty(2, device=meta).int()
         assert launched(bind(q, q, q, offsets=offsets))[0] == counted("rest", *forward, "walk")
+        assert launched(bind(q, q, q, log_decay=g, offsets=offsets)) == (
+            counted("pairs", *forward, "walk"), counted("pairs", *back, "walk", "keys")
+        )  # fmt: skip
 
 
 def test_who_walks_only_forward() -> None:

@@ -71,6 +71,20 @@ def test_inference_is_walked_by_warps_of_their_own_where_there_is_enough_for_the
     assert walks("sm_90", False) == by_triton
 
 
+def test_inference_by_maps_is_not_walked_by_warps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from foci.ops.delta import kernels_triton_token_walks, pieces
+
+    monkeypatch.setattr(kernels_triton_token_walks, "suits", lambda *_: False)
+    monkeypatch.setattr(pieces, "_turned", lambda *_: 3)
+    q = torch.empty(1, 4096, 8, 128, dtype=torch.bfloat16, device="meta")
+    g = torch.empty(1, 4096, 8, device="meta")
+    with tune.recording(tune.TARGETS["sm_90"]) as launches:
+        gpu.forward(bind(q, q, q, g, log_decay=g))
+    names = [launch.kernel.fn.__name__ for launch in launches]
+    assert names == ["token_chunks_kernel", "token_walk_kernel", "token_walk_kernel"]
+
+
 def test_a_walk_that_is_turned_has_a_table_of_its_own() -> None:
     """A table that gave its columns to few heads, walked in pieces, would ask for more shared memory than there is."""
     pytest.importorskip("triton")

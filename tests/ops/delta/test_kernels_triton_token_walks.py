@@ -338,7 +338,8 @@ BY_MAPS = [
 
 @pytest.fixture
 def each_by_maps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three pieces of each sequence, all of which begin by maps."""
+    """Three pieces of each sequence, all of which begin by maps; as many as would warm up."""
+    monkeypatch.setattr(token_walks, "shares", lambda *_: 3)
     monkeypatch.setattr(token_walks, "suits", lambda *_: False)
     monkeypatch.setattr(maps, "_turned", lambda *_: 3)
 
@@ -368,6 +369,18 @@ class TestByMaps:
     def test_what_comes_later_changes_no_bit(self) -> None:
         inputs = problem(small(T=450, gates=NEVER))
         holds_before(300, inputs, *draws(inputs))
+
+    def test_a_map_of_what_nobody_reads_may_be_infinite(self) -> None:
+        """Of padding that is too long, without a gradient; and of a state that nothing was written to."""
+        inputs = problem(small(T=1920, gates=NEVER, beta=1.9, alike="identical", full=True))
+        d_out, d_final = draws(inputs)
+        d_out[:, 640:], d_final[:] = 0, 0
+        inputs["k"][:, 640:] *= 1.1
+        found = whole_walk(inputs, d_out, d_final)
+        for name in ("q", "k", "v", "beta", "log_decay"):
+            assert found[name][:, :640].isfinite().all(), name
+        inputs["v"][:] = 0
+        assert not gpu.forward(bind(**there(inputs)))[0].any()
 
     def test_each_direction_takes_one_launch_more(self) -> None:
         call = bind(**there(problem(small(T=450))))

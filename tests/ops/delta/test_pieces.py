@@ -98,6 +98,22 @@ def test_turned_over_by_maps_where_that_took_less_on_an_h100(
     assert measured.get(found, before) <= 1.08 * min(before, *measured.values())
 
 
+@pytest.mark.parametrize("back", [False, True])
+def test_turned_over_no_two_share_a_processor_beside_erase_keys(back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Costs] = []
+
+    def noted(chunks: int, programs: int, K: int, V: int, costs: Costs, processors: int) -> tuple[int, float]:
+        asked.append(costs)
+        return 3, float(len(asked))
+
+    monkeypatch.setattr(maps, "_least", noted)
+    q, beta = torch.empty(1, 2048, 8, 128, dtype=torch.bfloat16, device="meta"), torch.empty(1, 2048, 8, device="meta")
+    for erase in (None, q):
+        assert maps._turned(bind(q, q, q, beta, erase=erase), back, TARGETS["sm_90"], 32) in (1, 3)
+    costs = maps.TURNED_BACK if back else maps.TURNED
+    assert asked[::2] == [costs, costs._replace(shared=None)]
+
+
 def test_documents_are_not_turned_over_by_maps() -> None:
     q, g = torch.empty(1, 8192, 8, 128, dtype=torch.bfloat16, device="meta"), torch.empty(1, 8192, 8, device="meta")
     call = bind(q, q, q, g, log_decay=g)

@@ -50,7 +50,7 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
         *_, H, K, V, _ = call.sizes
         final = torch.empty(call.ends, H, K, V, dtype=torch.float32, device=call.v.device)
         sums = walks.sums(call, slots, cut.tokens == 0, rest)
-        if made is None:
+        if maps[2] is None:
             maps = *kernels.maps(call, made, rules.walk("linear_states", call, lambda _: cut), sums), None
         walks.walk(call, made, sums, out, states, final, cut, maps)
     else:
@@ -115,7 +115,7 @@ def _by_walks(
     (pairs, maps), slots = made, _slots(call)
     sums = walks.sums(call, slots, cut.tokens == 0, rest)
     parts = ends = d_state = None
-    if pairs is None:
+    if maps[2] is None:
         walk = rules.walk("linear_dstates", call, lambda _: cut)
         maps = *kernels_triton_backward.maps(call, pairs, do, walk, sums), None
     if pairs is None and (of_q or of_k or of_g):

@@ -331,11 +331,12 @@ def sums(call: Any, slots: int, made: bool, rest: Any) -> Tensor | None:
 def maps(call: Any, cut: Any | None) -> tuple[Tensor | None, ...]:
     """Room for what stretches do to a state, decays and ends (kernels_triton_forward.py: maps), and their flags.
 
-    Of gates per channel alone, whose pairs are a launch before, which clears the flags: maps of others are made by one.
-    None where nobody walks, or sequences whole.
+    Of gates per channel alone, whose pairs are a launch before, which clears the flags: maps of others are made by one;
+    and those of documents, as by offsets that do not rise some would be waited for that nobody makes. None where nobody
+    walks, or sequences whole.
     """
     *_, H, K, V, _ = call.sizes
-    if cut is None or not (cut.tokens and call.per_channel):
+    if cut is None or not (cut.tokens and call.per_channel) or call.offsets is not None:
         return None, None, None
     decays = torch.empty(cut.slots, H, K, dtype=torch.float32, device=call.v.device)
     ends = torch.empty(cut.slots, H, K, V, dtype=torch.float32, device=call.v.device)

@@ -36,7 +36,7 @@ class Costs(NamedTuple):
     map: float  # a chunk of a map, by a program that has a processor for itself
     shared: float | None  # the same where two programs share one; None: where two have no room
     join: float  # a map of 128 channels, whoever is behind it
-    launch: float = 3.0  # one launch more
+    launch: float = 3.0  # one launch more, and each time more that its programs fill the processors
 
 
 FORWARD = Costs(1.65, 0.8, 1.25, 3.0)
