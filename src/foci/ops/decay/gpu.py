@@ -41,8 +41,8 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     from foci.ops.kernels_triton_packed import room
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
-    slots, walked, (out, rest) = _slots(call), walks.suits(call), room(call, call.v)
-    cut = _cheapest(call, walks.FORWARD) if walked else None
+    slots, (out, rest) = _slots(call), room(call, call.v)
+    cut = _cheapest(call, walks.FORWARD) if walks.suits(call) else None
     maps = walks.maps(call, cut)
     made = prepared(call, slots, False, rest, maps[2])
     states = kept(call).empty(call.v) if keep else None

@@ -241,7 +241,7 @@ def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, turned
     return Config({"BLOCK_K": min(k, 64 if few else 32), "BLOCK_V": 16}, warps=8, stages=1)
 
 
-def untold(call: Any) -> tuple[int, tuple[Tensor | None, ...] | None]:
+def unturned(call: Any) -> tuple[int, tuple[Tensor | None, ...] | None]:
     """(programs of a head that is not turned over, what else TMA has to read; None where gates are per channel)."""
     tiles, target = _tiles(call), target_of(call.v.device)
     *_, K, V, _ = call.sizes
