@@ -120,8 +120,8 @@ def starts(
 
 
 def _join_rule(V: int, target: Target) -> Config:
-    """As few columns a program as a warpgroup's product has rows: products follow each other, and heads are few."""
-    return Config({"BLOCK_V": side(V, 64)}, warps=4, stages=2)
+    """Few columns a program: products follow each other, and there are few heads."""
+    return Config({"BLOCK_V": side(V, 16)}, warps=4, stages=2)
 
 
 def losses(call: Any, gated: Any, pieces: int) -> Tensor | None:
