@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foci.core import tune
-from foci.ops.delta.pieces import pieces
+from foci.ops.delta.pieces import way
 from foci.ops.delta.spec import SPEC
 from tests.ops.delta.test_kernels_triton_backward import apart, draws, found, left_by_forward, problem, truth
 from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
@@ -104,7 +104,7 @@ def test_far_rows_have_a_launch_of_their_own_in_half_precision_alone() -> None:
                 left_by_forward(call),
                 draws(call),
                 back,
-                partial(pieces, call, True),
+                partial(way, call, True, others, None),
                 kernels,
                 None,
                 others,
