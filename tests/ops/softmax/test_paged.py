@@ -163,7 +163,9 @@ WRONG = {
     "attention_paged: lengths has shape [3] for [B], so B would be 3; q says B=4": {"lengths": [1, 2, 3]},
     "attention_paged: k_pages has 3 heads but q has 4": {"G": 3},
     "attention_paged: q, k_pages, v_pages have dtypes torch.float32, torch.float16, torch.float32": {"half": True},
-    "softcap must be a positive finite number, got -1": {"softcap": -1.0},
+    "attention_paged: softcap must be a positive finite number, got -1": {"softcap": -1.0},
+    "attention_paged: softcap must be a positive finite number, got -2": {"softcap": -2.0, "backend": "chunked"},
+    "attention_paged: scale must be a finite number, got nan": {"scale": float("nan"), "backend": "reference"},
     "Window: left must be a non-negative int or None, got -2": {"window": -2},
     "unknown backend 'paged'": {"backend": "paged"},
     "attention_paged: sink must be a floating tensor, got torch.float8_e4m3fn": {

@@ -87,8 +87,8 @@ def attention_paged(
         Window(window, None)  # says what is wrong with it
     if q.device.type == "cpu" and not _unseen(table, lengths):
         _check_values(table, lengths, window, sizes)
+    call = _bound(tensors, softcap, window, scale)  # as the window's: said by this name, whoever runs it
     if backend in (None, "triton"):
-        call = _bound(tensors, softcap, window, scale)
         reasons = gpu.reasons(call) + _table_reasons(sizes) + _watchers()
         if not reasons:
             return plans.one(key, given, _paged, (*call, table))
