@@ -1,12 +1,12 @@
 """Every law of every operator on one GPU, as much as the time allows. Run it by hand.
 
-    python benchmarks/laws.py [OPERATOR...] [--dtype bfloat16] [--limit 150] [--out FOLDER]
+    python benchmarks/laws.py [OPERATOR...] [--dtype bfloat16] [--limit 150] [--packed FILE] [--out FOLDER]
 
 Most of that time goes into compiling. So the kernels that the laws launch (laws_ahead.py) are compiled side by side, a
 while before and then beside them; `foci check --cases` runs for parts of the cases, one process each, as many at
 once as the GPU has room for: few, as kernels of several processes take turns on it, and the truth is a loop of short
-ones. It prints what was broken, and a line for each operator: how many laws of a part hold, are broken, were not asked.
-FOLDER gets each part's table and its JSON.
+ones. What laws_packed.py has compiled elsewhere is taken from FILE. It prints what was broken, and a line for each
+operator: how many laws of a part hold, are broken, were not asked. FOLDER gets each part's table and its JSON.
 """
 
 from __future__ import annotations
@@ -252,10 +252,13 @@ def run() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--limit", type=_seconds, default=150.0, help="seconds in all")
     parser.add_argument("--leave", type=_room, default=0.0, help="GiB of the GPU that others need beside the laws")
+    parser.add_argument("--packed", type=Path, help="kernels that laws_packed.py has compiled")
     parser.add_argument("--out", default="", help="a folder for each part's table and JSON")
     chosen = parser.parse_args()
     if unknown := set(chosen.operators) - set(PARTS):
         parser.error(f"unknown operator {min(unknown)!r}; expected among {', '.join(PARTS)}")
+    if chosen.packed is not None and not chosen.packed.is_file():
+        parser.error(f"--packed {chosen.packed}: expected a file that laws_packed.py has made")
     chosen.operators = list(dict.fromkeys(chosen.operators))
     began = time.monotonic()
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # whoever asks of GPUs leaves them to forks
@@ -264,6 +267,8 @@ def run() -> None:
     with tempfile.TemporaryDirectory() as folder:
         chosen.out = chosen.out or folder
         Path(chosen.out).mkdir(parents=True, exist_ok=True)
+        if chosen.packed is not None:
+            importlib.import_module("laws_packed").use(chosen.packed, Path(folder, "kernels"))
         ahead: AbstractContextManager[None] = nullcontext()
         if chosen.device == "cuda":
             target, room = _gpu()

@@ -39,9 +39,10 @@ Noted = list[tuple[Target, Launch]]
 
 
 def compile_ahead(
-    specs: Sequence[Spec], dtype: torch.dtype, target: Target, until: float, tell: Callable[[str], object]
-) -> None:
-    """Compile it in the laws' order, and tell how much that was.
+    specs: Sequence[Spec], dtype: torch.dtype, target: Target, until: float, tell: Callable[[str], object],
+    launchers: bool = True,
+) -> None:  # fmt: skip
+    """Compile it in the laws' order, with `launchers` for this Python, and tell how much that was.
 
     For a process of its own: the laws differentiate, which takes threads that no fork of it would have.
     """
@@ -53,7 +54,7 @@ def compile_ahead(
 
     def work(launch: Launch) -> str:
         os.nice(10)  # behind the laws themselves
-        return "" if compiled(launch, target) else "failed"
+        return "" if compiled(launch, target, launchers) else "failed"
 
     said = each(work, [*kernels.values()], workers=cores(), until=until, context="fork")  # launches cannot be sent
     took = time.monotonic() - began
@@ -88,14 +89,16 @@ def compile_large(
     tell(f"{len(tasks)} large cases' other kernels: after {took:.0f} s {left} cases with some not compiled")
 
 
-def compiled(launch: Launch, target: Target) -> bool:
-    """Whether it lies in Triton's cache now, with its launcher, for a GPU that this process does not use."""
+def compiled(launch: Launch, target: Target, launcher: bool = True) -> bool:
+    """Whether it lies in Triton's cache now, its `launcher` too, for a GPU that this process does not use."""
     from triton.runtime import driver
 
     driver.set_active(Offline(gpu(target)))
     try:
         with assembling(target.arch):
-            launchable(launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.meta))
+            kernel = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.meta)
+        if launcher:
+            launchable(kernel)
     except Exception:  # the laws meet it again and say why
         return False
     return True

@@ -43,7 +43,7 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
     slots, (out, rest) = _slots(call), room(call, call.v)
     cut = _cheapest(call, walks.FORWARD) if walks.suits(call) else None
-    maps = walks.maps(call, cut)
+    maps = walks.empty_maps(call, cut)
     made = prepared(call, slots, False, rest, maps[2])
     states = kept(call).empty(call.v) if keep else None
     if cut is not None:
@@ -73,7 +73,7 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     found, rest = rooms(call, (call.q, call.k, call.v, call.log_decay, call.bonus), needs[:5])
     costs = walks.FORWARD if call.per_channel else walks.BACKWARD
     cut = _cheapest(call, costs) if walks.suits_back(call, do) else None
-    maps = walks.maps(call, cut)
+    maps = walks.empty_maps(call, cut)
     made, (dq, dk, dv, dg, d_bonus) = prepared(call, slots, True, rest, maps[2]), found
     if dg is not None and call.constant:
         kernels_triton_keys.sums(kernels_triton_constant.parts(call, do, grads[1], slots), dg)

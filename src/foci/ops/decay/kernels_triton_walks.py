@@ -328,7 +328,7 @@ def sums(call: Any, slots: int, made: bool, rest: Any) -> Tensor | None:
     return found
 
 
-def maps(call: Any, cut: Any | None) -> tuple[Tensor | None, ...]:
+def empty_maps(call: Any, cut: Any | None) -> tuple[Tensor | None, ...]:
     """Room for what stretches do to a state, decays and ends (kernels_triton_forward.py: maps), and their flags.
 
     Of gates per channel alone, whose pairs are a launch before, which clears the flags: maps of others are made by one;

@@ -55,6 +55,13 @@ class Call(NamedTuple):
         return self.log_decay is not None and self.log_decay.shape[3] > 1
 
     @property
+    def tiles(self) -> int:
+        """Tiles of all channels of a chunk: queries, keys, erase keys; with gates per channel keys as two bfloat16."""
+        if self.per_channel:
+            return 4 if self.v.dtype == torch.bfloat16 else 3
+        return 2 if self.erase is None else 3
+
+    @property
     def ends(self) -> int:
         """Final states that are given: one a sequence, none where they are not asked for."""
         return self.sizes[-1] if self.return_state else 0

@@ -243,17 +243,10 @@ def walk_rule(dtype: torch.dtype, K: int, V: int, heads: int, tiles: int, turned
 
 def unturned(call: Any) -> tuple[int, tuple[Tensor | None, ...] | None]:
     """(programs of a head that is not turned over, what else TMA has to read; None where gates are per channel)."""
-    tiles, target = _tiles(call), target_of(call.v.device)
+    tiles, target = call.tiles, target_of(call.v.device)
     *_, K, V, _ = call.sizes
     widest = walk_rule(call.v.dtype, K, V, target.processors, tiles, 64, target)["BLOCK_V"]
     return -(-V // widest), None if call.per_channel else (call.q, call.k, call.erase, call.v)
-
-
-def _tiles(call: Any) -> int:
-    """How many tiles of all channels a chunk's walk loads: queries, keys, erase keys; in bfloat16 keys as two."""
-    if call.per_channel:
-        return 4 if stored(call.v.dtype) == torch.bfloat16 else 3
-    return 2 if call.erase is None else 3
 
 
 def forward(
@@ -276,7 +269,7 @@ def forward(
     k, e = (call.k, call.erase) if gated.key is None else (gated.key, gated.erase)
     write = call.beta if gated.write is None else gated.write
     assert q is not None and k is not None
-    pieces, tiles = way.cut, _tiles(call)
+    pieces, tiles = way.cut, call.tiles
     whole = not pieces.tokens and by_tma(v) and K in (64, 128) and V % 8 == 0  # as channel_walks.fits asks
     turned = (128 if parts is None else 64) if whole else 0  # states take shared memory
     rule = partial(walk_rule, v.dtype, K, V, pieces.programs * H, tiles, turned)

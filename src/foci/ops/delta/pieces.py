@@ -108,14 +108,9 @@ def pieces(call: Call, back: bool, target: Target, programs: int) -> Pieces:
 def _costs(call: Call, back: bool) -> Costs:
     """Of pieces that are not turned over."""
     costs, K = BACKWARD if back else FORWARD, call.sizes[4]
-    if stored(call.v.dtype) != torch.bfloat16 or K * _operands(call) > (128 if back else 256):
+    if stored(call.v.dtype) != torch.bfloat16 or K * call.tiles > (128 if back else 256):
         return costs._replace(shared=None)
     return costs
-
-
-def _operands(call: Call) -> int:
-    """How many tiles of all channels a chunk has: queries, keys, erase keys; with gates per channel keys as two."""
-    return 4 if call.per_channel else 2 if call.erase is None else 3
 
 
 @functools.lru_cache(512)
