@@ -257,8 +257,6 @@ def run() -> None:
     chosen = parser.parse_args()
     if unknown := set(chosen.operators) - set(PARTS):
         parser.error(f"unknown operator {min(unknown)!r}; expected among {', '.join(PARTS)}")
-    if chosen.packed is not None and not chosen.packed.is_file():
-        parser.error(f"--packed {chosen.packed}: expected a file that laws_packed.py has made")
     chosen.operators = list(dict.fromkeys(chosen.operators))
     began = time.monotonic()
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # whoever asks of GPUs leaves them to forks

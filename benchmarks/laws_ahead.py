@@ -34,6 +34,7 @@ from foci.core.device import cores
 from foci.core.spec import Case, Outputs, Spec
 from foci.core.tune import Launch, Target, recording
 
+DONE = "done"
 GRAPHS = 12  # the laws of graphs: they launch what others do, and would have the graphs' compiler at work
 Noted = list[tuple[Target, Launch]]
 
@@ -54,11 +55,12 @@ def compile_ahead(
 
     def work(launch: Launch) -> str:
         os.nice(10)  # behind the laws themselves
-        return "" if compiled(launch, target, launchers) else "failed"
+        return DONE if compiled(launch, target, launchers) else "failed"
 
     said = each(work, [*kernels.values()], workers=cores(), until=until, context="fork")  # launches cannot be sent
     took = time.monotonic() - began
-    tell(f"{len(kernels)} kernels, found in {found:.0f} s; after {took:.0f} s {sum(map(bool, said))} not compiled")
+    left = len(said) - said.count(DONE)  # those not begun too
+    tell(f"{len(kernels)} kernels, found in {found:.0f} s; after {took:.0f} s {left} not compiled")
 
 
 def compile_large(
@@ -81,11 +83,11 @@ def compile_large(
                     failed += not compiled(launch, target)
         except Exception as error:  # it is told as a case that was not compiled
             return type(error).__name__
-        return f"{failed} kernels" if failed else ""
+        return f"{failed} kernels" if failed else DONE
 
     tasks = [(spec, case) for spec in specs for case in spec.large]
     said = each(work, tasks, workers=cores(), until=until, limit=math.inf, context="fork")
-    left, took = sum(map(bool, said)), time.monotonic() - began
+    left, took = len(said) - said.count(DONE), time.monotonic() - began
     tell(f"{len(tasks)} large cases' other kernels: after {took:.0f} s {left} cases with some not compiled")
 
 

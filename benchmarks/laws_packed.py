@@ -50,9 +50,13 @@ def pack(folder: Path, file: Path) -> int:
 
 def use(file: Path, folder: Path) -> None:
     """Unpack it to `folder`, which Triton's cache is from here on, in this process and its children."""
-    with tarfile.open(file) as packed:
-        packed.extractall(folder, filter="data")
-    if (made := (folder / VERSION).read_text()) != triton.__version__:
+    try:
+        with tarfile.open(file) as packed:
+            packed.extractall(folder, filter="data")
+        made = (folder / VERSION).read_text()
+    except (tarfile.ReadError, FileNotFoundError):
+        raise SystemExit(f"laws.py: --packed {file}: expected a file that laws_packed.py has made") from None
+    if made != triton.__version__:
         raise SystemExit(f"laws.py: --packed {file} is of Triton {made}; expected {triton.__version__}, as here")
     os.environ["TRITON_CACHE_DIR"] = str(folder)
     by_version()

@@ -351,3 +351,11 @@ def test_what_laws_launch_of_large_cases_is_compiled_too(monkeypatch: pytest.Mon
     works = False
     laws_ahead.compile_large([replace(spec, large=(case,))], torch.bfloat16, target, math.inf, told.append)
     assert told[1].endswith(" 1 cases with some not compiled")
+
+
+def test_what_time_was_too_short_to_begin_is_not_said_to_be_compiled() -> None:
+    spec, told = SPECS["scan"], list[object]()
+    few = replace(spec, cases=spec.cases[:1], large=())
+    laws_ahead.compile_ahead([few], torch.bfloat16, TARGETS["sm_90"], time.monotonic(), told.append)
+    count = str(told[0]).split()[0]
+    assert int(count) > 0 and str(told[0]).endswith(f" {count} not compiled")

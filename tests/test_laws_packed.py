@@ -66,8 +66,8 @@ def test_what_another_triton_made_is_not_taken(tmp_path: Path, monkeypatch: pyte
         laws_packed.use(file, tmp_path / "there")
 
 
-def test_a_file_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["laws.py", "scan", "--device", "cpu", "--packed", "nowhere.tar.xz"])
-    with pytest.raises(SystemExit):
+@pytest.mark.parametrize("file", ["nowhere.tar.xz", __file__])
+def test_what_is_no_such_file_is_named(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["laws.py", "scan", "--device", "cpu", "--packed", file])
+    with pytest.raises(SystemExit, match=f"--packed {file}: expected a file that laws_packed.py has made"):
         laws.run()
-    assert "--packed nowhere.tar.xz: expected a file that laws_packed.py has made" in capsys.readouterr().err
