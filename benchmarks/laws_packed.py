@@ -54,7 +54,7 @@ def use(file: Path, folder: Path) -> None:
         with tarfile.open(file) as packed:
             packed.extractall(folder, filter="data")
         made = (folder / VERSION).read_text()
-    except (tarfile.ReadError, FileNotFoundError):
+    except (tarfile.ReadError, EOFError, FileNotFoundError):
         raise SystemExit(f"laws.py: --packed {file}: expected a file that laws_packed.py has made") from None
     if made != triton.__version__:
         raise SystemExit(f"laws.py: --packed {file} is of Triton {made}; expected {triton.__version__}, as here")
