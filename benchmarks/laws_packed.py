@@ -63,6 +63,7 @@ def use(file: Path, folder: Path) -> None:
 
 
 def compile_and_pack(operators: Sequence[str], dtype: str, target: str, limit: float, file: Path) -> None:
+    """What was compiled when so many seconds were over."""
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder
         by_version()

@@ -55,8 +55,7 @@ def test_what_was_packed_is_not_compiled_again(tmp_path: Path) -> None:
     assert run("use", tmp_path / "there", tmp_path / "packed.tar.xz") == "0 compiled,"
 
 
-def test_what_another_triton_made_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", "as it was")
+def test_what_another_triton_made_is_not_taken(tmp_path: Path) -> None:
     file = tmp_path / "packed.tar.xz"
     with tarfile.open(file, "w:xz") as packed:
         said = tarfile.TarInfo(laws_packed.VERSION)
