@@ -11,6 +11,7 @@ since nothing is taken. Launchers are made there, if this Triton has some made (
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tarfile
 import tempfile
@@ -58,6 +59,10 @@ def use(file: Path, folder: Path) -> None:
         raise SystemExit(f"laws.py: --packed {file}: expected a file that laws_packed.py has made") from None
     if made != triton.__version__:
         raise SystemExit(f"laws.py: --packed {file} is of Triton {made}; expected {triton.__version__}, as here")
+    for group in folder.rglob("__grp__*.json"):  # which say where their files lay when they were made
+        known = json.loads(group.read_text())
+        known["child_paths"] = {name: str(group.parent / name) for name in known["child_paths"]}
+        group.write_text(json.dumps(known))
     os.environ["TRITON_CACHE_DIR"] = str(folder)
     by_version()
 
