@@ -86,7 +86,8 @@ def parts_of(operators: Sequence[str]) -> list[tuple[str, str]]:
 def compiling(chosen: argparse.Namespace, target: Target, began: float) -> Iterator[None]:
     """What the laws launch is compiled: ahead for a share of the time, then beside what is done within."""
     until, beside = began + chosen.limit, list[tuple[BaseProcess, Connection]]()
-    for work in (compile_ahead, compile_large) if chosen.limit >= LONG else (compile_ahead,):
+    large = chosen.limit >= LONG and chosen.packed is None  # whoever packed has found them
+    for work in (compile_ahead, compile_large) if large else (compile_ahead,):
         here, there = multiprocessing.Pipe(duplex=False)
         told = (work, chosen, target, until, there)
         process = multiprocessing.get_context("fork").Process(target=_compiling, args=told)

@@ -64,8 +64,9 @@ def compile_ahead(
 
 
 def compile_large(
-    specs: Sequence[Spec], dtype: torch.dtype, target: Target, until: float, tell: Callable[[str], object]
-) -> None:
+    specs: Sequence[Spec], dtype: torch.dtype, target: Target, until: float, tell: Callable[[str], object],
+    launchers: bool = True,
+) -> None:  # fmt: skip
     """Compile what the laws ask beyond that of large cases, each in a process that finds it and compiles it.
 
     To find it takes as long for one as for all small ones. For a process that has differentiated nothing: its forks do.
@@ -80,7 +81,7 @@ def compile_large(
             for _, launch in launched(replace(spec, cases=(case,), large=()), dtype, target):
                 if (name := identity(launch, target)) not in known:
                     known.add(name)
-                    failed += not compiled(launch, target)
+                    failed += not compiled(launch, target, launchers)
         except Exception as error:  # it is told as a case that was not compiled
             return type(error).__name__
         return f"{failed} kernels" if failed else DONE

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import triton
 from arguments import above_0, file_to_write
-from laws_ahead import compile_ahead
+from laws_ahead import compile_ahead, compile_large
 from triton.runtime import cache
 
 import laws
@@ -74,7 +74,8 @@ def compile_and_pack(operators: Sequence[str], dtype: str, target: str, limit: f
         by_version()
         specs = [of_cases(SPECS[operator], cases) for operator, cases in laws.parts_of(operators)]
         until = time.monotonic() + limit
-        compile_ahead(specs, DTYPES[dtype], TARGETS[target], until, print, launchers=False)
+        for work in (compile_large, compile_ahead):  # the latter differentiates here, behind which nobody may fork to
+            work(specs, DTYPES[dtype], TARGETS[target], until, print, launchers=False)
         print(f"{pack(Path(folder), file)} kernels, {file.stat().st_size / 1e6:.0f} MB")
 
 
