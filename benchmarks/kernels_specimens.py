@@ -173,6 +173,8 @@ _LINEAR = (
     Specimen("linear", "per head", recurrence(decay="head")),
     Specimen("linear", "per token", recurrence(decay="token")),
     Specimen("linear", "per channel", recurrence(decay="channel")),
+    Specimen("linear", "no decay, K=256", recurrence(K=256), where="sm_90"),
+    Specimen("linear", "per token K=256", recurrence(K=256, decay="token"), where="sm_90"),
     Specimen("linear", "per channel K=256", recurrence(K=256, decay="channel"), where="sm_90"),
     Specimen("linear", "per channel, bonus", recurrence(K=64, G=32, H=32, decay="channel", bonus=True)),
     Specimen("linear", "packed, per token", recurrence(decay="token", packed=True, state=True)),
@@ -187,7 +189,6 @@ _LINEAR = (
         "linear",
         {
             "SSD K=128, V=64, G=1": recurrence(V=64, G=1, H=64, decay="token"),
-            "per token K=256": recurrence(K=256, decay="token"),
             "per channel K=512": recurrence(K=512, decay="channel"),
             "per token K=64": recurrence(K=64, decay="token"),
             "per token K=40, V=72": recurrence(K=40, V=72, decay="token"),

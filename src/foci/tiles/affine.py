@@ -198,3 +198,12 @@ def joined_turned(S, M_ptr, N_ptr, at, size, count, v0, V):  # type: ignore[no-u
     for i in tl.range(1, count, num_stages=2):
         S = mapped_turned(S, there, N_ptr, at, size, i, v0, V)
     return S
+
+
+@triton.jit
+def faded_each(S, gone, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`faded` where each tile has its own gates."""
+    found = ()
+    for i in tl.static_range(TILES):
+        found += (S[i] * gone[i],)  # type: ignore[assignment]
+    return found

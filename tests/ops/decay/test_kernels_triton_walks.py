@@ -21,12 +21,15 @@ from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
 from tests.ops.in_triton import there
 from tests.ops.recurrences import BUDGET, CPU, answers, error, exact, unasked
 
+from foci.ops.decay import kernels_triton_walks as walks  # isort: skip  after Triton's presence is known
+
 NAMES = ("q", "k", "v", "log_decay", "bonus", "state")
 SQUARE: list[dict[str, Any]] = [
     {"B": 2, "T": 150, "H": 2, "decay": "token", "state": True},
     {"T": 130, "H": 4, "decay": "head", "state": True},
     {"T": 66, "decay": ""},
     {"T": 129, "K": 128, "decay": "token"},
+    {"T": 150, "K": 256, "H": 2, "decay": "", "state": True},
     {"T": 150, "H": 2, "decay": "token", "offsets": (0, 3, 3, 140, 150), "state": True},
     {"T": 150, "H": 4, "decay": "head", "offsets": (0, 70, 70, 150)},
     {"T": 200, "H": 2, "decay": "token", "gates": Draw.extremes},
@@ -36,6 +39,7 @@ CHANNELS: list[dict[str, Any]] = [
     {"T": 70, "H": 4, "G": 2, "decay": "channel"},
     {"T": 130, "decay": "channel", "bonus": True, "offsets": (0, 3, 3, 130)},
     {"T": 130, "decay": "channel", "gates": Draw.extremes},
+    {"T": 150, "K": 256, "H": 2, "V": 40, "decay": "channel", "bonus": True, "offsets": (0, 3, 3, 150), "state": True},
 ]
 
 
@@ -45,8 +49,9 @@ def problem(more: dict[str, Any], seed: int = 0) -> dict[str, Any]:
 
 @pytest.fixture(params=[0, 64, 128])
 def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences are walked whole, or in stretches of so many tokens."""
+    """Sequences are walked whole, or in stretches of so many tokens, how few these may be."""
     tokens = request.param
+    monkeypatch.setattr(walks, "enough", lambda *_: True)
     monkeypatch.setattr(stretches, "cheapest", lambda N, B, T, packed, *_: stretches.cut_into(tokens, N, T, packed))
 
 
@@ -61,8 +66,18 @@ class TestWithinBudget:
         errors = {n: error(found[n].cpu(), truth[n]) for n in truth}
         assert all(e <= BUDGET[torch.bfloat16] for e in errors.values()), errors
 
-    def test_forward_of_heads_that_share_keys(self) -> None:
-        inputs = problem({"T": 70, "H": 4, "G": 2, "V": 40, "decay": "token"})
+    @pytest.mark.parametrize(
+        "more",
+        [
+            {"T": 70, "H": 4, "G": 2, "V": 40},
+            {"T": 150, "K": 256, "H": 2, "G": 1, "V": 96, "state": True},
+            {"T": 150, "K": 256, "H": 2, "decay": "head", "offsets": (0, 3, 3, 140, 150), "state": True},
+            {"T": 150, "K": 256, "gates": Draw.extremes},
+        ],
+    )
+    def test_forward_of_heads_that_share_keys_and_of_256_channels(self, more: dict[str, Any]) -> None:
+        """Which walk only forward."""
+        inputs = problem({"decay": "token"} | more)
         truth = linear_attention(**exact(inputs), return_state=True, backend="chunked")
         with memory.poisoned():
             found = gpu.forward(bind(**there(inputs)))
@@ -177,3 +192,21 @@ def test_who_walks_only_forward() -> None:
     wide = torch.empty(1, 2048, 64, 96, dtype=torch.bfloat16, device="meta")
     forward, back = launched(bind(q, q, wide))
     assert forward == counted("walk") and not back & counted("sides", "walk")
+
+
+def test_of_256_channels_no_state_is_kept_that_gates_fade_and_no_stretch_is_short() -> None:
+    def inference(call: Call) -> Counter[str]:
+        with tune.recording(tune.TARGETS["sm_90"]) as launches:
+            gpu.forward(call)
+        return Counter(launch.kernel.fn.__name__ for launch in launches)
+
+    def fading(T: int, heads: int) -> Call:
+        q = torch.empty(1, T, heads, 256, dtype=torch.bfloat16, device="meta")
+        return bind(q, q, q, log_decay=torch.empty(1, T, heads, device="meta"))
+
+    many = fading(2048, 64)
+    assert launched(many._replace(log_decay=None))[0] == counted("walk")
+    assert launched(many)[0] == counted("states", "out")
+    assert inference(many) == counted("sums", "walk")
+    assert inference(fading(2048, 4)) == counted("states", "out")
+    assert inference(fading(16384, 4)) == counted("states", "walk")

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.core.tune import Config, Target, by_tma, configure, launch, side, strides, target_of
+from foci.tiles.affine import added, faded, faded_each, load_columns, load_state, store_state, turned
 from foci.tiles.memory import load_tile, opened, present, store_tile
 from foci.tiles.near import store_powers
 from foci.tiles.rest import behind, clear_rest
@@ -55,8 +56,8 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     x_ptr, y_ptr, z_ptr, gates_ptr, pairs_ptr, state_ptr, offsets_ptr, out_ptr, kept_ptr, last_ptr, decays_ptr,
     maps_ptr, flags_ptr, parts_ptr, dg_ptr,
     x_strides, y_strides, z_strides, state_strides, scale, T, N, H, R, K, V, walks,
-    BACK: tl.constexpr, CHUNK: tl.constexpr, STRETCH: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_X: tl.constexpr,
-    BLOCK_Z: tl.constexpr, BLOCK_H: tl.constexpr,
+    BACK: tl.constexpr, CHUNK: tl.constexpr, STRETCH: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_X: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_Z columns of out, of the last state, and of the states that are kept, each at a chunk's start.
 
@@ -65,6 +66,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     makes its own map (tiles/stretches.py), by states alone, and waits for those of the ones before it.
     """
     MAKES: tl.constexpr = flags_ptr is not None
+    tl.static_assert(TILES == 1 or not MAKES)
     if dg_ptr is not None:  # noqa: SIM102  a constant and a number
         if tl.program_id(0) >= walks:
             sum_gates(parts_ptr, dg_ptr, offsets_ptr, tl.program_id(0) - walks, T, N, H, BLOCKS, CHUNK, BLOCK_H)
@@ -113,59 +115,71 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             store_tile(maps_ptr + at * K * V, tl.trans(end_of_it), 0, K, V, z0, V, 1)
             store_tile(decays_ptr + at * K, decay, 0, 1, 0, 0, K, 1)  # each block the same
             arrive(flags_ptr + at * blocks + z0 // BLOCK_Z)
-    S = tl.zeros([BLOCK_X, BLOCK_Z], tl.float32)
     if state_ptr is not None:
         state_ptr += n * state_strides[0] + h * state_strides[1]
-        S = load_tile(state_ptr, 0, K, state_strides[2], z0, V, state_strides[3], BLOCK_X, BLOCK_Z).to(tl.float32)
+    S = load_state(state_ptr, state_strides, K, z0, V, TILES, BLOCK_X, BLOCK_Z)
     if STRETCH > 0:
         others = tl.cdiv(stop - end, STRETCH) if BACK else (first - start) // STRETCH
         nearest = piece + others if BACK else piece - others
         if MAKES:
             flags = flags_ptr + h * blocks + z0 // BLOCK_Z
             await_stretches(flags, nearest, others, H * blocks, -1 if BACK else 1)
-        S = join_states(S, decays_ptr, maps_ptr, nearest, others, h, H, 0, K, z0, V, -1 if BACK else 1)
-    S = tl.trans(S)
+        found = ()
+        for j in tl.static_range(TILES):
+            k0, step = j * BLOCK_X, -1 if BACK else 1
+            tile = join_states(S[j], decays_ptr, maps_ptr, nearest, others, h, H, k0, K, z0, V, step)
+            found += (tile,)  # type: ignore[assignment]
+        S = found
+    S = turned(S, TILES)
     for i in tl.range(count):
         chunk = count - 1 - i if BACK else i
         t0 = first + chunk * CHUNK
-        x, y, z = x_there.load([t0, 0]), y_there.load([t0, 0]), z_there.load([t0, z0])
-        operand = S.to(tl.bfloat16)
-        if kept_ptr is not None:
-            kept_there.store([chunk * H * K, z0], tl.trans(operand))
-        o = tl.dot(operand, tl.trans(x))
-        left, w = tl.trans(z), tl.trans(z)
-        if pairs_ptr is not None:  # A is rounded already: scale goes to what is not
+        x, y = load_columns(x_there, t0, TILES, BLOCK_X), load_columns(y_there, t0, TILES, BLOCK_X)
+        z = z_there.load([t0, z0])
+        if pairs_ptr is not None:  # rounded already: scale goes to what is not
             A = pairs_there.load([t0, 0])
-            if BACK:
-                w = (w * scale).to(tl.bfloat16)
-                left = w
-            else:
+            if not BACK:
                 A = tl.trans(A)
-            S *= gates_there.load([chunk * H, 0])
         else:
-            A = tl.dot(y, tl.trans(x)) * scale  # columns are who reads
+            A = tl.zeros([CHUNK, CHUNK], tl.float32)
+            for j in tl.static_range(TILES):
+                A = tl.dot(y[j], tl.trans(x[j]), A)  # columns are who reads
+            A *= scale
             if gates_ptr is not None:
                 c = gates_there.load([chunk * H, 0])
                 A *= tl.exp2(tl.trans(c) - c if BACK else c - tl.trans(c))
-                rise, fall = tl.exp2(c), tl.exp2(whole - c)
-                o *= fall if BACK else scale * rise
-                w = (w * (scale * rise if BACK else fall)).to(tl.bfloat16)
-                S *= tl.exp2(whole)
-                ahead = chunk - 1 if BACK else chunk + 1
-                whole = tl.load(gates_ptr + ahead * H * CHUNK, mask=i + 1 < count, other=0.0)
-            elif BACK:
-                w = (w * scale).to(tl.bfloat16)
-            else:
-                o *= scale
             A = tl.where(t[:, None] >= t[None, :] if BACK else t[:, None] <= t[None, :], A, 0.0).to(tl.bfloat16)
+        o = tl.zeros([BLOCK_Z, CHUNK], tl.float32)
+        for j in tl.static_range(TILES):
+            operand = S[j].to(tl.bfloat16)
+            if kept_ptr is not None:
+                kept_there.store([chunk * H * K + j * BLOCK_X, z0], tl.trans(operand))
+            o = tl.dot(operand, tl.trans(x[j]), o)
+        left, w = tl.trans(z), tl.trans(z)
+        if pairs_ptr is not None:
+            if BACK:
+                w = (w * scale).to(tl.bfloat16)
+                left = w
+            S = faded_each(S, load_columns(gates_there, chunk * H, TILES, BLOCK_X), TILES)
+        elif gates_ptr is not None:
+            rise, fall = tl.exp2(c), tl.exp2(whole - c)
+            o *= fall if BACK else scale * rise
+            w = (w * (scale * rise if BACK else fall)).to(tl.bfloat16)
+            S = faded(S, tl.exp2(whole), TILES)
+            ahead = chunk - 1 if BACK else chunk + 1
+            whole = tl.load(gates_ptr + ahead * H * CHUNK, mask=i + 1 < count, other=0.0)
+        elif BACK:
+            w = (w * scale).to(tl.bfloat16)
+        else:
+            o *= scale
         o = tl.dot(left, A, o)
-        S = tl.dot(w, y, S)
+        S = added(S, w, None, y, TILES)
         if pairs_ptr is not None and not BACK:
             o *= scale
         out_there.store([t0, z0], tl.trans(o).to(tl.bfloat16))
     if last_ptr is not None:  # noqa: SIM102
         if ((first == start) if BACK else (end == stop)) & present(last_ptr):
-            store_tile(last_ptr + (n * H + h) * K * V, tl.trans(S), 0, K, V, z0, V, 1)
+            store_state(last_ptr + (n * H + h) * K * V, turned(S, TILES), K, z0, V, TILES, BLOCK_X)
 
 
 @triton.jit
@@ -290,18 +304,27 @@ def rule(ahead: bool, target: Target) -> Config:
     return Config({"BLOCK_Z": 64}, warps=4, stages=3 if ahead else 2)
 
 
-def suits(call: Any) -> bool:
-    """Whether these kernels can walk forward: all channels are one block, and TMA reads all operands."""
+def suits(call: Any, keeps: bool) -> bool:
+    """Whether these kernels can walk forward, as TMA reads all operands, and are worth it.
+
+    Of 256 channels they are, but where gates fade a state that is kept: on an H100 that takes as long.
+    """
     *_, K, V, _ = call.sizes
     read = (call.v,) if call.per_channel else (call.q, call.k, call.v)  # of their queries and keys is made what is read
     fits = target_of(call.v.device).arch == 90 and call.causal and (call.bonus is None or call.per_channel)
-    return fits and K in (64, 128) and V > 32 and V % 8 == 0 and _readable(*read)
+    wide = K == 256 and (call.log_decay is None or not keeps)
+    return fits and (K in (64, 128) or wide) and V > 32 and V % 8 == 0 and _readable(*read)
+
+
+def enough(call: Any, cut: Any) -> bool:
+    """Whether stretches are long enough: of 256 channels to begin one takes as long as some 16 chunks, on an H100."""
+    return call.sizes[4] <= 128 or not cut.tokens or cut.tokens >= 16 * CHUNK
 
 
 def suits_back(call: Any, do: Tensor) -> bool:
     """The same of dv, and of dq and dk where gates are not per channel: then heads must have keys of their own."""
-    _, _, G, H, _, V, _ = call.sizes
-    return suits(call) and _readable(do) and (call.per_channel or (G == H and V in (64, 128)))
+    _, _, G, H, K, V, _ = call.sizes
+    return K < 256 and suits(call, True) and _readable(do) and (call.per_channel or (G == H and V in (64, 128)))
 
 
 def _readable(*operands: Tensor) -> bool:
@@ -332,11 +355,11 @@ def empty_maps(call: Any, cut: Any | None) -> tuple[Tensor | None, ...]:
     """Room for what stretches do to a state, decays and ends (kernels_triton_forward.py: maps), and their flags.
 
     Of gates per channel alone, whose pairs are a launch before, which clears the flags: maps of others are made by one;
-    and those of documents, as by offsets that do not rise some would be waited for that nobody makes. None where nobody
-    walks, or sequences whole.
+    and those of documents, as by offsets that do not rise some would be waited for that nobody makes; and of 256
+    channels. None where nobody walks, or sequences whole.
     """
     *_, H, K, V, _ = call.sizes
-    if cut is None or not (cut.tokens and call.per_channel) or call.offsets is not None:
+    if cut is None or not (cut.tokens and call.per_channel) or call.offsets is not None or K > 128:
         return None, None, None
     decays = torch.empty(cut.slots, H, K, dtype=torch.float32, device=call.v.device)
     ends = torch.empty(cut.slots, H, K, V, dtype=torch.float32, device=call.v.device)
@@ -383,10 +406,9 @@ def _walk(
     target = target_of(out.device)
     alone = pairs is not None and kept is not None  # two do not fit
     few = alone or cut.programs * H * -(-V // 64) <= target.processors
-    # Two programs share a processor, but few; and of 64 channels two have room for three chunks each.
-    config = configure(
-        "linear_walk", (K, V, pairs is not None, back, few), partial(rule, few or K <= 64), target, WIDTHS
-    )
+    # Two programs share a processor, but few; of 64 channels two have room for three chunks each, of 256 none has.
+    ahead = K <= 64 or (few and K <= 128)
+    config = configure("linear_walk", (K, V, pairs is not None, back, few), partial(rule, ahead), target, WIDTHS)
     walks, heads = cut.programs * H * -(-V // config["BLOCK_Z"]), side(H, 16)
     slots, _, blocks = (0, 0, 1) if parts is None else parts.shape[:3]
     launch(
@@ -395,7 +417,7 @@ def _walk(
         *operands, state, call.offsets, out, kept, last, *maps, parts, dg,
         x.stride(), y.stride(), z.stride(), strides(state), call.scale, T, N, H, H // x.shape[2], K, V, walks,
         config=config, BACK=back, CHUNK=CHUNK, STRETCH=cut.tokens, BLOCKS=blocks,
-        BLOCK_X=K, BLOCK_H=heads,
+        TILES=-(-K // 128), BLOCK_X=min(K, 128), BLOCK_H=heads,
     )  # fmt: skip
 
 
