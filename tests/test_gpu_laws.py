@@ -292,9 +292,15 @@ def test_what_laws_launch_is_known_before_they_are_asked(operator: str, monkeypa
     assert {LAWS[place].number for place in rehearsed.values()} >= {1, 2, 4, 8, 10}
 
 
-@pytest.mark.parametrize(("limit", "processes"), [(60.0, 1), (laws.LONG, 2)])
+@pytest.mark.parametrize(
+    ("limit", "packed", "processes"), [(60.0, None, 1), (laws.LONG, None, 2), (laws.LONG, Path("kernels.tar.xz"), 1)]
+)
 def test_processes_of_their_own_compile(
-    limit: float, processes: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    limit: float,
+    packed: Path | None,
+    processes: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def little(
         specs: list[Any], dtype: torch.dtype, target: Target, until: float, tell: Callable[[str], object]
@@ -304,7 +310,7 @@ def test_processes_of_their_own_compile(
 
     monkeypatch.setattr(laws, "compile_ahead", little)
     monkeypatch.setattr(laws, "compile_large", little)
-    chosen = Namespace(operators=["scan", "delta"], dtype="bfloat16", limit=limit)
+    chosen = Namespace(operators=["scan", "delta"], dtype="bfloat16", limit=limit, packed=packed)
     with laws.compiling(chosen, TARGETS["sm_90"], time.monotonic()):
         pass
     assert capsys.readouterr().out == "4 parts for 90\n" * processes
@@ -314,7 +320,7 @@ def test_what_was_not_compiled_in_time_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(laws, "compile_ahead", lambda *_: time.sleep(60))
-    chosen = Namespace(operators=["scan"], dtype="bfloat16", limit=1.0)
+    chosen = Namespace(operators=["scan"], dtype="bfloat16", limit=1.0, packed=None)
     with laws.compiling(chosen, TARGETS["sm_90"], time.monotonic()):
         pass
     assert capsys.readouterr().out.startswith("not all kernels were compiled")
@@ -335,7 +341,8 @@ def test_what_laws_launch_of_large_cases_is_compiled_too(monkeypatch: pytest.Mon
     shapes = laws_ahead._of_shapes(spec, case, torch.bfloat16, [target])
     known = {laws_ahead.identity(launch, target) for _, launch in shapes}
 
-    def note(launch: Launch, target: Target) -> bool:
+    def note(launch: Launch, target: Target, launcher: bool) -> bool:
+        assert launcher
         with compiled.open("a") as file:
             file.write(laws_ahead.identity(launch, target).encode().hex() + "\n")
         return works

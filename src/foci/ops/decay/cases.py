@@ -68,7 +68,9 @@ LARGE_PROBLEMS = (
     Linear("width 128", T=256, K=128),
     Linear("width 128, per head", T=2112, H=4, K=128, decay="head"),  # four: an RMS of one number is none
     Linear("width 128, per token", T=256, K=128, decay="token"),
+    Linear("width 256", T=130, H=16, K=256),
     Linear("width 256, per token", T=130, H=2, K=256, decay="token"),
+    Linear("width 256, 16 heads, per token", T=130, H=16, K=256, decay="token"),
     Linear("width 256, per channel", T=130, H=16, K=256, decay="channel"),
     Linear("width 128, per channel", T=256, H=16, K=128, decay="channel"),
     Linear("width 64, bonus", T=2112, H=2, K=64, decay="channel", bonus=True),
