@@ -39,7 +39,6 @@ CHANNELS: list[dict[str, Any]] = [
     {"T": 70, "H": 4, "G": 2, "decay": "channel"},
     {"T": 130, "decay": "channel", "bonus": True, "offsets": (0, 3, 3, 130)},
     {"T": 130, "decay": "channel", "gates": Draw.extremes},
-    {"T": 150, "K": 256, "H": 2, "V": 40, "decay": "channel", "bonus": True, "offsets": (0, 3, 3, 150), "state": True},
 ]
 
 
@@ -73,6 +72,8 @@ class TestWithinBudget:
             {"T": 150, "K": 256, "H": 2, "G": 1, "V": 96, "state": True},
             {"T": 150, "K": 256, "H": 2, "decay": "head", "offsets": (0, 3, 3, 140, 150), "state": True},
             {"T": 150, "K": 256, "gates": Draw.extremes},
+            {"T": 150, "K": 256, "H": 2, "G": 1, "V": 40, "decay": "channel", "state": True},
+            {"T": 150, "K": 256, "V": 40, "decay": "channel", "bonus": True, "offsets": (0, 3, 3, 150), "state": True},
         ],
     )
     def test_forward_of_heads_that_share_keys_and_of_256_channels(self, more: dict[str, Any]) -> None:
@@ -210,3 +211,6 @@ def test_of_256_channels_no_state_is_kept_that_gates_fade_and_no_stretch_is_shor
     assert inference(many) == counted("sums", "walk")
     assert inference(fading(2048, 4)) == counted("states", "out")
     assert inference(fading(16384, 4)) == counted("states", "walk")
+    q = fading(2048, 128).q
+    forward, back = launched(bind(q, q, q[..., :64].contiguous()))
+    assert forward == counted("walk") and not back & counted("sides", "walk")
