@@ -229,10 +229,7 @@ class Gluon:
         self.mbarrier = SimpleNamespace(
             MBarrierLayout=lambda: None, init=self.init, wait=self.wait, expect=self.expect, arrive=self.arrive
         )
-        self.tma = SimpleNamespace(
-            make_tensor_descriptor=Descriptor, async_copy_global_to_shared=self.copy_in,
-            async_copy_shared_to_global=self.copy_out, store_wait=self.store_wait,
-        )  # fmt: skip
+        self.tma = SimpleNamespace(make_tensor_descriptor=Descriptor, store_wait=self.store_wait)
 
     def language(self) -> dict[str, Any]:
         def where(c: Any, x: Any, y: Any) -> Tensor:
@@ -332,6 +329,7 @@ class Gluon:
         """All programs of a launch of the module's kernel, one by one, the last one first unless `ahead`."""
         given = [pointer(x) if isinstance(x, Tensor) else x for x in arguments]
         named = {"gl": self.gl, "mbarrier": self.mbarrier, "tma": self.tma, "fence_async_shared": lambda: None}
+        named |= {"async_load": self.copy_in, "async_store": self.copy_out}
         named |= {"warpgroup_mma": self.product, "warpgroup_mma_wait": self.product_wait}
         named |= {name: plain(x) for name, x in vars(module).items() if type(x).__name__ == "constexpr"}
         functions = {name: x for name, x in vars(module).items() if hasattr(x, "fn") and callable(x)}

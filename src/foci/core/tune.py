@@ -410,7 +410,7 @@ def _version() -> str:
 
 def with_gluon() -> bool:
     """Whether kernels in Gluon may be asked for: of Tritons that compile them, and not of its interpreter."""
-    return _version() in ("3.6.", "3.7.") and not interpreting()
+    return _version() in ("3.6.", "3.7.", "3.9.") and not interpreting()
 
 
 def precision(dtype: torch.dtype, target: Target) -> str:

@@ -35,6 +35,7 @@ from foci.tiles.memory import present
 from foci.tiles.near import UNREAD
 from foci.tiles.pieces import FORGOTTEN, share
 from foci.tiles.state import sequence
+from foci.tiles.tma import async_load, async_store
 
 CHUNK = 64
 HALF: gl.constexpr = gl.constexpr(64)  # columns of a state that four warps have: the rows of a product
@@ -81,7 +82,7 @@ def _copy(there, row, first, tiles, at, bar, STAGES: gl.constexpr):  # type: ign
     count: gl.constexpr = tiles.shape[0] // STAGES
     for tile in gl.static_range(count):
         column = first + tile * tiles.shape[2]
-        tma.async_copy_global_to_shared(there, [row, column], bar, tiles.index(count * at + tile))
+        async_load(there, [row, column], bar, tiles.index(count * at + tile))
 
 
 @gluon.jit
@@ -134,7 +135,7 @@ def _store(there, i, v0, tiles, span, start, CHUNK: gl.constexpr, STAGES: gl.con
     at = (i - begin) % STAGES
     if i >= own:
         for half in gl.static_range(2):
-            tma.async_copy_shared_to_global(there, [start + i * CHUNK, v0 + half * HALF], tiles.index(2 * at + half))
+            async_store(there, [start + i * CHUNK, v0 + half * HALF], tiles.index(2 * at + half))
     tma.store_wait(0)
 
 
@@ -156,10 +157,10 @@ def _load_products(  # type: ignore[no-untyped-def]
         mbarrier.expect(bar, each, pred=(i < own) & (exact == 0))
         mbarrier.expect(bar, 2 * each, pred=reads != exact)
         mbarrier.expect(bar, 4 * each, pred=both)
-        tma.async_copy_global_to_shared(XA_there, [t0, 0], bar, X_tiles.index(2 * at))
-        tma.async_copy_global_to_shared(XA_there, [t0, CHUNK], bar, X_tiles.index(2 * at + 1), pred=exact)
-        tma.async_copy_global_to_shared(XA_there, [t0, 2 * CHUNK], bar, A_tiles.index(2 * at), pred=reads)
-        tma.async_copy_global_to_shared(XA_there, [t0, 3 * CHUNK], bar, A_tiles.index(2 * at + 1), pred=both)
+        async_load(XA_there, [t0, 0], bar, X_tiles.index(2 * at))
+        async_load(XA_there, [t0, CHUNK], bar, X_tiles.index(2 * at + 1), pred=exact)
+        async_load(XA_there, [t0, 2 * CHUNK], bar, A_tiles.index(2 * at), pred=reads)
+        async_load(XA_there, [t0, 3 * CHUNK], bar, A_tiles.index(2 * at + 1), pred=both)
         exact = then
 
 

@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from foci.core.tune import Config, by_tma, launch, strides
 from foci.tiles.near import LEAST, LOG2E
 from foci.tiles.state import sequence
+from foci.tiles.tma import async_load, async_store
 
 CHUNK: gl.constexpr = gl.constexpr(64)
 WIDTH: gl.constexpr = gl.constexpr(128)  # of keys and of values
@@ -132,7 +133,7 @@ def _brought(there, at, place: gl.constexpr, tiles, bars, turn, count: gl.conste
     tile = tiles[place].index(0)
     mbarrier.wait(empty.index(place), (turn & 1) ^ 1)
     mbarrier.expect(full.index(place), count * 2 * tile.shape[0] * tile.shape[1])
-    tma.async_copy_global_to_shared(there, at, full.index(place), tile)
+    async_load(there, at, full.index(place), tile)
 
 
 @gluon.jit
@@ -153,11 +154,11 @@ def _load(there, tiles, bars, offsets_ptr, sizes, tokens, WHOLE: gl.constexpr): 
             _brought(dS_there, [line, 0], END, tiles, bars, turn, 1)
             if r == 0:
                 _brought(q_there, [t0, group * WIDTH], Q, tiles, bars, i, 2)
-                tma.async_copy_global_to_shared(k_there, [t0, group * WIDTH], full.index(Q), tiles[K].index(0))
+                async_load(k_there, [t0, group * WIDTH], full.index(Q), tiles[K].index(0))
             _brought(d_there, [tokens + t0, c], REST, tiles, bars, turn, 1)
             _brought(dv_there, [t0, c], VALUE, tiles, bars, turn, 1)
             _brought(low_there, [t0, c], LOW, tiles, bars, turn, 2)
-            tma.async_copy_global_to_shared(v_there, [t0, c], full.index(LOW), tiles[V].index(0))
+            async_load(v_there, [t0, c], full.index(LOW), tiles[V].index(0))
             turn += 1
         i += 1  # noqa: SIM113  what enumerates is Python's
 
@@ -301,9 +302,9 @@ def _stored(x, tile, there, ptr, t0, group, left, G, zero, WHOLE: gl.constexpr):
     tile.store(x.to(gl.bfloat16))
     fence_async_shared()
     if WHOLE:  # noqa: SIM114  a constant and a tensor
-        tma.async_copy_shared_to_global(there, [t0, group * WIDTH], tile)
+        async_store(there, [t0, group * WIDTH], tile)
     elif left == CHUNK:
-        tma.async_copy_shared_to_global(there, [t0, group * WIDTH], tile)
+        async_store(there, [t0, group * WIDTH], tile)
     else:
         t = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ROWS))[:, None]
         c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ROWS))[None, :]
