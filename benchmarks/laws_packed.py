@@ -1,7 +1,7 @@
 """What the laws make kernels launch, compiled where there is no GPU, for a machine that has one and little time.
 
     python benchmarks/laws_packed.py [OPERATOR...] [--dtype bfloat16] [--target sm_90] [--limit 3600] --out FILE.tar.xz
-    python benchmarks/laws.py [OPERATOR...] --packed FILE.tar.xz          # there
+    python benchmarks/laws.py [OPERATOR...] --packed FILE.tar.xz          # there, of the same operators
 
 Triton finds what it keeps by all of its own files, its library for one version of Python among them. Here it is found
 by Triton's version alone, which must be the same there; and by the kernel's source, as ever: of one that has changed

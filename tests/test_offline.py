@@ -339,13 +339,7 @@ def test_every_kept_table_is_of_the_kernels_that_there_are(kernels_tritons: Any)
         head = json.loads((ROOT / "docs" / f"kernels-{version}.jsonl").read_text().splitlines()[0])
         assert head["wrong"] == [], "Triton's own table has what no GPU could run"
         there, here = ({kernels_page.name_of(row) for row in each} for each in (other, rows))
-        # Without Gluon inference of the delta rule walks as a forward does, and keeps nothing; and its backward is two.
-        assert version.startswith(("3.6.", "3.7.", "3.9.")) == any(row[3] == "side_and_pairs_kernel" for row in there)
-        two = {("backward", name) for name in ("side_kernel", "pairs_kernel")}
-        assert {row[2:4] for row in there - here} <= {("inference", "token_walk_kernel"), *two}
-        more = {"wide_walk_kernel", "token_chunks_kernel", "token_walk_kernel", "join_kernel", "lost_kernel"}
-        one = {("backward", "side_and_pairs_kernel")}
-        assert {row[2:4] for row in here - there} <= {("inference", name) for name in more} | one
+        assert there == here
 
 
 def test_tables_differ_by_what_is_compiled_not_by_what_is_counted() -> None:

@@ -1,4 +1,4 @@
-"""Gluon's copies are there whatever Triton calls them; that kernels compile by each is tests/test_offline.py's."""
+"""Gluon's copies are there whatever Triton calls them; that kernels compile by each, `make tritons` asks."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
     slots, (out, rest) = _slots(call), room(call, call.v)
     cut = _cheapest(call, walks.FORWARD) if walks.suits(call, keep) else None
-    cut = None if cut is None or not walks.enough(call, cut) else cut
+    if cut is not None and not walks.enough(call, cut):
+        cut = None
     maps = walks.empty_maps(call, cut)
     made = prepared(call, slots, False, rest, maps[2])
     states = kept(call).empty(call.v) if keep else None
