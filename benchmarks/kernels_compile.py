@@ -26,6 +26,7 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 from foci.cli_tune_ahead import Offline as _Offline
 from foci.cli_tune_ahead import gpu
 from foci.core.assembler import assembling, chosen, persistent
+from foci.core.maps import is_map
 from foci.core.tune import Launch, Target
 
 FORMAT = 5  # of a record: what is read from a compiled kernel; a change makes every cached record unfit
@@ -69,6 +70,8 @@ def _told(value: Any) -> str:
         return f"{value.dtype} {value.data_ptr() % 16 == 0} {small}"
     if isinstance(value, tuple | list):
         return f"({', '.join(_told(part) for part in value)})"
+    if is_map(value):
+        return f"map {value.base.dtype} {value.block_shape}"
     if isinstance(value, bool) or not isinstance(value, int):
         return f"{type(value).__name__} {value if value is None or isinstance(value, bool) else ''}"
     return f"int {value == 1} {value % 16 == 0} {-(2**31) <= value < 2**31}"

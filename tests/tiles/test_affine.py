@@ -48,7 +48,7 @@ def _store(x_ptr, M_ptr, N_ptr, strides, K, V, TILES: tl.constexpr):  # type: ig
 def _join_turned(state_ptr, M_ptr, N_ptr, out_ptr, at, size, count, V, K: tl.constexpr):  # type: ignore[no-untyped-def]
     v0 = tl.program_id(0) * 16
     S = load_tile(state_ptr, v0, V, K, 0, K, 1, 16, K)
-    store_tile(out_ptr, joined_turned(S, M_ptr, N_ptr, at, size, count, v0, V), v0, V, K, 0, K, 1)
+    store_tile(out_ptr, joined_turned(S, M_ptr, N_ptr, at, size, count, v0, V, 1), v0, V, K, 0, K, 1)
 
 
 @triton.jit

@@ -42,7 +42,7 @@ def slow_kernel(reach_ptr, own_ptr, later_ptr, step, pieces, chunks, still, FAR:
 
 @triton.jit
 def forgotten_kernel(x_ptr, out_ptr, t1, t2):  # type: ignore[no-untyped-def]
-    there = tl.make_tensor_descriptor(x_ptr, [128, 16], [16, 1], [32, 16])
+    there = tl.make_tensor_descriptor(x_ptr, [128, 16], [16, 1], [32, 16]), 0, 0
     tl.store(out_ptr + tl.arange(0, 16), forgotten(there, t1, t2, 0, 32, 16))
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foci.core import tune
+from foci.core import maps, tune
 
 _ATEN = torch.ops.aten
 _EMPTY = {_ATEN.empty.memory_format, _ATEN.new_empty.default, _ATEN.empty_like.default, _ATEN.empty_strided.default}
@@ -65,8 +65,18 @@ class _At(NamedTuple):
         return _At(self.slot, self.offset + further)
 
 
+class _Map(NamedTuple):
+    """A map for TMA of what lies there, as `make` makes it of an address (maps.py)."""
+
+    at: _At
+    make: Callable[[int], Any]
+
+    def of(self, at: _At) -> _Map:
+        return _Map(at, self.make)
+
+
 class _Launch(NamedTuple):
-    """A launch as it was noted; an _At in what it was told stands for a tensor."""
+    """A launch as it was noted; an _At in what it was told stands for a tensor, a _Map for what reads one."""
 
     compiled: Any
     grid: tuple[int, ...]
@@ -76,7 +86,8 @@ class _Launch(NamedTuple):
 class _Step(NamedTuple):
     """What is made, in the order of slots; pointers into what there is, from where and how far; the launch behind it.
 
-    `plain`: of what is made shape, strides and dtype, where nothing of it is filled. `rest`: what goes to the launch as
+    `plain`: of what is made shape, strides and dtype, where nothing of it is filled. `maps`: for TMA, each of what lies
+    where a place of the pool says. `rest`: what goes to the launch as
     one argument more, all in a tuple. `last`: whose memory it is the last to use.
     """
 
@@ -84,6 +95,7 @@ class _Step(NamedTuple):
     plain: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
     begins: Callable[[list[Any]], tuple[int, ...]]
     offsets: tuple[int, ...]
+    maps: tuple[tuple[Callable[[int], Any], int], ...]
     launch: Callable[..., Any] | None
     line: Callable[[list[Any]], tuple[Any, ...]] | None
     rest: Callable[[list[Any]], tuple[Any, ...]] | None
@@ -112,7 +124,7 @@ def play(plan: Plan, tensors: list[Tensor], pointers: list[int]) -> tuple[Tensor
     """What the call gives that was noted, of these tensors, which begin at these addresses."""
     device, room = plan.device, tensors
     pool, empty = [_stream(device), *plan.constants, *pointers], _empty(device)
-    for made, plain, begins, offsets, launch, line, rest, last in plan.steps:
+    for made, plain, begins, offsets, read, launch, line, rest, last in plan.steps:
         if plain and empty is not None:
             new = [*starmap(empty, plain)]
         else:
@@ -120,6 +132,8 @@ def play(plan: Plan, tensors: list[Tensor], pointers: list[int]) -> tuple[Tensor
         room += new
         pool += map(_begins, new)
         pool += map(add, begins(pool), offsets)
+        if read:
+            pool += [make(pool[place]) for make, place in read]
         if launch is not None and line is not None:
             if rest is None:
                 launch(*line(pool))
@@ -219,13 +233,22 @@ class Noting(TorchDispatchMode):
 
     def launched(self, kernel: Any, compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         told: list[Any] = []
+        makers = maps.makers(compiled, arguments)
         for x in arguments:
-            if isinstance(x, Tensor):
-                slot = self._slot(x)
-                if slot is None or (x.numel() == 0 and self.starts[slot]):  # whose pointer is 0, wherever it lies
+            lies = x.base if maps.is_map(x) else x
+            if isinstance(lies, Tensor):
+                slot = self._slot(lies)
+                if slot is None or (lies.numel() == 0 and self.starts[slot]):  # whose pointer is 0, wherever it lies
                     self.plain = False
                     return
-                told.append(_At(slot, x.data_ptr() - self.starts[slot]))
+                at = _At(slot, lies.data_ptr() - self.starts[slot])
+                if lies is x:
+                    told.append(at)
+                elif makers:
+                    told += [_Map(at, makers.pop(0)), *x.shape, *x.strides]
+                else:
+                    self.plain = False
+                    return
             else:
                 told.append(x)
                 self.plain &= _lasting(x)
@@ -310,6 +333,8 @@ def _laid(first: int, made: list[_Made], used: set[int], kept: set[int]) -> tupl
 def _row(launch: _Launch, turn: int, first: int, made: list[_Made]) -> _Row:
     """A launch with all that its launcher is told; the memory that it asks for itself is made like all other."""
     how = tune.started(launch.compiled, launch.grid)
+    if any(isinstance(x, _Map) for x in launch.told):  # they are made by who plays
+        how = how._replace(launch=maps.beneath(how.launch)[0])
     scratch = _At(first + len(made), 0)
     if how.scratch:
         made.append(_Made(torch.empty, (how.scratch,), (1,), torch.uint8, turn))
@@ -326,10 +351,17 @@ class _Row(NamedTuple):
 
     @property
     def slots(self) -> set[int]:
-        return {x.slot for x in self.told if isinstance(x, _At)}
+        return {at.slot for at in map(_at, self.told) if at is not None}
 
     def moved(self, lies: dict[int, _At]) -> _Row:
-        return self._replace(told=[lies[x.slot].on(x.offset) if isinstance(x, _At) else x for x in self.told])
+        def anew(x: Any) -> Any:
+            at = _at(x)
+            if at is None:
+                return x
+            there = lies[at.slot].on(at.offset)
+            return x.of(there) if isinstance(x, _Map) else there
+
+        return self._replace(told=[*map(anew, self.told)])
 
 
 class _Pool:
@@ -339,9 +371,13 @@ class _Pool:
         self.constants: list[Any] = []
         self.places: dict[Any, int] = {}
         self.pointers: dict[_At, None] = {}  # in the order in which they are told
+        self.maps: dict[_Map, None] = {}
         for x in (x for row in rows for x in row.told):
-            if isinstance(x, _At):
-                self.pointers[x] = None
+            at = _at(x)
+            if at is not None:
+                self.pointers[at] = None
+                if isinstance(x, _Map):
+                    self.maps[x] = None
             elif x is not tune.STREAM and _same(x) not in self.places:
                 self.constants.append(x)
                 self.places[_same(x)] = len(self.constants)
@@ -353,7 +389,7 @@ class _Pool:
             self._enter(_At(self.made, 0))
             self.made += 1
 
-    def _enter(self, at: _At) -> None:
+    def _enter(self, at: _At | _Map) -> None:
         self.places[at] = self.size
         self.size += 1
 
@@ -364,13 +400,22 @@ class _Pool:
         begins, offsets = choice([self.places[_At(at.slot, 0)] for at in new]), tuple(at.offset for at in new)
         for at in new:
             self._enter(at)
+        read = [each for each in self.maps if each.at.slot < self.made and each not in self.places]
+        made_of = tuple((each.make, self.places[each.at]) for each in read)
+        for each in read:
+            self._enter(each)
         filled = any(each.make is not torch.empty for each in made)
         plain = () if filled else tuple((each.shape, each.strides, each.dtype) for each in made)
         if row is None:
-            return _Step(made, plain, begins, offsets, None, None, None, last)
-        line = [0 if x is tune.STREAM else self.places[x if isinstance(x, _At) else _same(x)] for x in row.told]
+            return _Step(made, plain, begins, offsets, made_of, None, None, None, last)
+        line = [0 if x is tune.STREAM else self.places[x if isinstance(x, _At | _Map) else _same(x)] for x in row.told]
         rest = None if row.rest is None else choice(line[row.rest :])
-        return _Step(made, plain, begins, offsets, row.launch, choice(line[: row.rest]), rest, last)
+        return _Step(made, plain, begins, offsets, made_of, row.launch, choice(line[: row.rest]), rest, last)
+
+
+def _at(x: Any) -> _At | None:
+    """Where what a launch is told lies, if it lies anywhere."""
+    return x if isinstance(x, _At) else x.at if isinstance(x, _Map) else None
 
 
 def _same(x: Any) -> Any:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from foci.tiles.chunk_backward import right
-from foci.tiles.memory import load_tile, opened, store_tile
+from foci.tiles.memory import lines_of, load_tile, loaded, store_tile
 from foci.tiles.state import halves, in_two, sequence
 from foci.tiles.stretches import stretch
 
@@ -62,10 +62,10 @@ def turned(S, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def load_columns(there, row, TILES: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A block of rows by TMA, as a tuple of tiles of BLOCK_K columns each."""
+    """A block of rows by a map, as a tuple of tiles of BLOCK_K columns each."""
     found = ()
     for i in tl.static_range(TILES):
-        found += (there.load([row, i * BLOCK_K]),)  # type: ignore[assignment]
+        found += (loaded(there, row, i * BLOCK_K),)  # type: ignore[assignment]
     return found
 
 
@@ -170,9 +170,9 @@ def store_turned_map(M_ptr, N_ptr, S, at, v0, V):  # type: ignore[no-untyped-def
 
 
 @triton.jit
-def turned_maps(M_ptr, at, size, count, K: tl.constexpr):  # type: ignore[no-untyped-def]
+def turned_maps(M_ptr, at, size, count, K: tl.constexpr, TMA: tl.constexpr):  # type: ignore[no-untyped-def]
     """M^T of `count` pieces from `at` on, `size` apart, for TMA."""
-    return opened(M_ptr + at * 2 * K * K, ((count - 1) * size + 1) * 2 * K, K, K, K, K, True)
+    return lines_of(M_ptr, at * 2 * K, ((count - 1) * size + 1) * 2 * K, K, K, K, TMA)
 
 
 @triton.jit
@@ -182,7 +182,7 @@ def mapped_turned(S, M_there, N_ptr, at, size, i, v0, V):  # type: ignore[no-unt
     N^T alone where nothing is of a column: M may have overflowed, over tokens that nobody reads.
     """
     K: tl.constexpr = S.shape[1]
-    M, lost = M_there.load([i * size * 2 * K, 0]), M_there.load([i * size * 2 * K + K, 0])
+    M, lost = loaded(M_there, i * size * 2 * K, 0), loaded(M_there, i * size * 2 * K + K, 0)
     some = tl.max((S != 0.0).to(tl.int32), 1)[:, None] > 0
     high, low = in_two(S)
     S = tl.where(some, halves(high, low, M, lost, tl.zeros_like(S)), 0.0)
@@ -190,11 +190,11 @@ def mapped_turned(S, M_there, N_ptr, at, size, i, v0, V):  # type: ignore[no-unt
 
 
 @triton.jit
-def joined_turned(S, M_ptr, N_ptr, at, size, count, v0, V):  # type: ignore[no-untyped-def]
+def joined_turned(S, M_ptr, N_ptr, at, size, count, v0, V, TMA: tl.constexpr):  # type: ignore[no-untyped-def]
     """`joined` of a state turned over, of pieces from `at` on, `size` apart."""
     K: tl.constexpr = S.shape[1]
     S += load_tile(N_ptr + at * K * V, v0, tl.where(count > 0, V, 0), K, 0, K, 1, S.shape[0], K)
-    there = turned_maps(M_ptr, at, size, count, K)
+    there = turned_maps(M_ptr, at, size, count, K, TMA)
     for i in tl.range(1, count, num_stages=2):
         S = mapped_turned(S, there, N_ptr, at, size, i, v0, V)
     return S

@@ -47,7 +47,7 @@ def load_row(ptr, col0, cols, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit
 def opened(ptr, rows, stride_row, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where `load_block` and `store_block` find tiles: the pointer, or with TMA a tensor descriptor.
+    """The pointer, or with TMA a tensor map, which is made here.
 
     TMA reckons addresses and masks itself. It wants columns side by side, and rows that begin at multiples of 16 bytes.
     """
@@ -55,6 +55,48 @@ def opened(ptr, rows, stride_row, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.const
         return tl.make_tensor_descriptor(ptr, [rows, cols], [stride_row, 1], [BLOCK_R, BLOCK_C])
     else:
         return ptr
+
+
+@triton.jit
+def rows_of(  # type: ignore[no-untyped-def]
+    x, b, h, T, stop, strides, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr
+):
+    """Where `load_block` and `store_block` find a head's rows in x [B,T,H,cols]: (pointer or map, row, column).
+
+    TMA: 0 for a pointer, 1 for a map that is made here, 2 where x is one, of all heads (tiles/maps.py).
+    """
+    if TMA == 2:
+        return x, tl.cast(b * T, tl.int32), tl.cast(h * cols, tl.int32)
+    else:
+        here = x + tl.cast(b, tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[2]
+        return opened(here, stop, strides[1], cols, BLOCK_R, BLOCK_C, TMA), 0, 0
+
+
+@triton.jit
+def own_rows(  # type: ignore[no-untyped-def]
+    x, b, h, T, H, stop, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr
+):
+    """`rows_of` what lies one after another."""
+    if TMA == 2:
+        return x, tl.cast(b * T, tl.int32), tl.cast(h * cols, tl.int32)
+    else:
+        here = x + (tl.cast(b, tl.int64) * T * H + h) * cols
+        return opened(here, stop, H * cols, cols, BLOCK_R, BLOCK_C, TMA), 0, 0
+
+
+@triton.jit
+def lines_of(x, first, count, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The same of `count` lines from `first` on of x [lines,cols], one after another."""
+    if TMA == 2:
+        return x, tl.cast(first, tl.int32), 0
+    else:
+        return opened(x + tl.cast(first, tl.int64) * cols, count, cols, cols, BLOCK_R, BLOCK_C, TMA), 0, 0
+
+
+@triton.jit
+def unless(there, none, cols):  # type: ignore[no-untyped-def]
+    """`there`, or where `none` is to be read behind all `cols` of a map of all heads, where zeros are."""
+    return there[0], there[1], tl.where(none, cols, there[2])
 
 
 @triton.jit
@@ -72,15 +114,27 @@ def load_block(  # type: ignore[no-untyped-def]
 ):
     """`load_tile` of what was opened."""
     if TMA:
-        return there.load([row0, col0])
+        return loaded(there, row0, col0)
     else:
-        return load_tile(there, row0, rows, stride_row, col0, cols, stride_col, BLOCK_R, BLOCK_C)
+        return load_tile(there[0], row0, rows, stride_row, col0, cols, stride_col, BLOCK_R, BLOCK_C)
 
 
 @triton.jit
 def store_block(there, tile, row0, rows, stride_row, col0, cols, TMA: tl.constexpr):  # type: ignore[no-untyped-def]
     """`store_tile` to what was opened, columns side by side."""
     if TMA:
-        there.store([row0, col0], tile.to(there.dtype))
+        put(there, tile, row0, col0)
     else:
-        store_tile(there, tile, row0, rows, stride_row, col0, cols, 1)
+        store_tile(there[0], tile, row0, rows, stride_row, col0, cols, 1)
+
+
+@triton.jit
+def loaded(there, row0, col0):  # type: ignore[no-untyped-def]
+    """`load_block` by a map."""
+    return there[0].load([there[1] + row0, there[2] + col0])
+
+
+@triton.jit
+def put(there, tile, row0, col0):  # type: ignore[no-untyped-def]
+    """`store_block` by a map."""
+    there[0].store([there[1] + row0, there[2] + col0], tile.to(there[0].dtype))

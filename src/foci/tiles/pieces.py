@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foci.tiles.memory import load_tile
+from foci.tiles.memory import load_tile, loaded
 
 FORGOTTEN: tl.constexpr = tl.constexpr(-150.0)  # of powers of 2: as a factor that is 0 in float32
 WARM: tl.constexpr = tl.constexpr(18)  # chunks that warm up a piece, as gates of trained models have it
@@ -68,7 +68,7 @@ def forgotten(there, t1, t2, v0, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr):  #
     """
     left = tl.zeros([CHUNK, BLOCK_V], tl.float32)
     for t0 in tl.range(t1, t2, CHUNK, num_stages=8):
-        left += there.load([t0, v0]).to(tl.float32) * 0.0
+        left += loaded(there, t0, v0).to(tl.float32) * 0.0
     return tl.sum(left, 0)
 
 

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from foci.core.tune import Config, Target, by_tma, configure, launch, side, strides, target_of
 from foci.tiles.affine import added, faded, faded_each, load_columns, load_state, store_state, turned
-from foci.tiles.memory import load_tile, opened, present, store_tile
+from foci.tiles.maps import tiles_of
+from foci.tiles.memory import lines_of, load_tile, loaded, own_rows, present, put, rows_of, store_tile
 from foci.tiles.near import store_powers
 from foci.tiles.rest import behind, clear_rest
 from foci.tiles.state import chunk_at, sequence
@@ -53,15 +54,16 @@ def sums_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def walk_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, y_ptr, z_ptr, gates_ptr, pairs_ptr, state_ptr, offsets_ptr, out_ptr, kept_ptr, last_ptr, decays_ptr,
-    maps_ptr, flags_ptr, parts_ptr, dg_ptr,
+    x_ptr, y_ptr, z_ptr, gates_ptr, wholes_ptr, pairs_ptr, state_ptr, offsets_ptr, out_ptr, kept_ptr, last_ptr,
+    decays_ptr, maps_ptr, flags_ptr, parts_ptr, dg_ptr,
     x_strides, y_strides, z_strides, state_strides, scale, T, N, H, R, K, V, walks,
     BACK: tl.constexpr, CHUNK: tl.constexpr, STRETCH: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr,
-    BLOCK_X: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_X: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_H: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_Z columns of out, of the last state, and of the states that are kept, each at a chunk's start.
 
-    S is held as [Z,X]: a left operand where it lies. `gates`: a chunk's sums, or with `pairs` its totals per channel.
+    S is held as [Z,X]: a left operand where it lies. `gates`: a chunk's sums, or with `pairs` its totals per channel;
+    `wholes` as it, by a pointer.
     BACK, behind so many `walks` programs sum the `parts` of gates' gradients, of BLOCKS each. With `flags` each stretch
     makes its own map (tiles/stretches.py), by states alone, and waits for those of the ones before it.
     """
@@ -83,19 +85,19 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
     b, count = tl.cast(b, tl.int64), tl.cdiv(end - first, CHUNK)
     slot = (tl.cast(slot, tl.int64) + (first - start) // CHUNK) * H + h
-    x_there = opened(x_ptr + b * x_strides[0] + h // R * x_strides[2], end, x_strides[1], K, CHUNK, BLOCK_X, True)
-    y_there = opened(y_ptr + b * y_strides[0] + h // R * y_strides[2], end, y_strides[1], K, CHUNK, BLOCK_X, True)
-    z_there = opened(z_ptr + b * z_strides[0] + h * z_strides[2], end, z_strides[1], V, CHUNK, BLOCK_Z, True)
-    out_there = opened(out_ptr + (b * T * H + h) * V, end, H * V, V, CHUNK, BLOCK_Z, True)
+    x_there = rows_of(x_ptr, b, h // R, T, end, x_strides, K, CHUNK, BLOCK_X, TMA)
+    y_there = rows_of(y_ptr, b, h // R, T, end, y_strides, K, CHUNK, BLOCK_X, TMA)
+    z_there = rows_of(z_ptr, b, h, T, end, z_strides, V, CHUNK, BLOCK_Z, TMA)
+    out_there = own_rows(out_ptr, b, h, T, H, end, V, CHUNK, BLOCK_Z, TMA)
     if kept_ptr is not None:
-        kept_there = opened(kept_ptr + slot * K * V, count * H * K, V, V, BLOCK_X, BLOCK_Z, True)
+        kept_there = lines_of(kept_ptr, slot * K, count * H * K, V, BLOCK_X, BLOCK_Z, TMA)
     if pairs_ptr is not None:
-        pairs_there = opened(pairs_ptr + (b * T * H + h) * CHUNK, end, H * CHUNK, CHUNK, CHUNK, CHUNK, True)
-        gates_there = opened(gates_ptr + slot * K, count * H, K, K, 1, BLOCK_X, True)
+        pairs_there = own_rows(pairs_ptr, b, h, T, H, end, CHUNK, CHUNK, CHUNK, TMA)
+        gates_there = lines_of(gates_ptr, slot, count * H, K, 1, BLOCK_X, TMA)
     elif gates_ptr is not None:
-        gates_there = opened(gates_ptr + slot * CHUNK, count * H, CHUNK, CHUNK, 1, CHUNK, True)
-        gates_ptr += slot * CHUNK + CHUNK - 1
-        whole = tl.load(gates_ptr + (count - 1 if BACK else 0) * H * CHUNK, mask=count > 0, other=0.0)
+        gates_there = lines_of(gates_ptr, slot, count * H, CHUNK, 1, CHUNK, TMA)
+        wholes_ptr += slot * CHUNK + CHUNK - 1
+        whole = tl.load(wholes_ptr + (count - 1 if BACK else 0) * H * CHUNK, mask=count > 0, other=0.0)
     t = tl.arange(0, CHUNK)
     if MAKES:
         wanted = first > start if BACK else end < stop
@@ -103,8 +105,8 @@ def walk_kernel(  # type: ignore[no-untyped-def]
         for i in tl.range(tl.where(wanted, count, 0), num_stages=4):  # less is loaded of a chunk than below
             chunk = count - 1 - i if BACK else i
             t0 = first + chunk * CHUNK
-            y, z = y_there.load([t0, 0]), z_there.load([t0, z0])
-            gone = gates_there.load([chunk * H, 0])
+            y, z = loaded(y_there, t0, 0), loaded(z_there, t0, z0)
+            gone = loaded(gates_there, chunk * H, 0)
             w = tl.trans(z)
             if BACK:
                 w = (w * scale).to(tl.bfloat16)
@@ -135,9 +137,9 @@ def walk_kernel(  # type: ignore[no-untyped-def]
         chunk = count - 1 - i if BACK else i
         t0 = first + chunk * CHUNK
         x, y = load_columns(x_there, t0, TILES, BLOCK_X), load_columns(y_there, t0, TILES, BLOCK_X)
-        z = z_there.load([t0, z0])
+        z = loaded(z_there, t0, z0)
         if pairs_ptr is not None:  # rounded already: scale goes to what is not
-            A = pairs_there.load([t0, 0])
+            A = loaded(pairs_there, t0, 0)
             if not BACK:
                 A = tl.trans(A)
         else:
@@ -146,14 +148,14 @@ def walk_kernel(  # type: ignore[no-untyped-def]
                 A = tl.dot(y[j], tl.trans(x[j]), A)  # columns are who reads
             A *= scale
             if gates_ptr is not None:
-                c = gates_there.load([chunk * H, 0])
+                c = loaded(gates_there, chunk * H, 0)
                 A *= tl.exp2(tl.trans(c) - c if BACK else c - tl.trans(c))
             A = tl.where(t[:, None] >= t[None, :] if BACK else t[:, None] <= t[None, :], A, 0.0).to(tl.bfloat16)
         o = tl.zeros([BLOCK_Z, CHUNK], tl.float32)
         for j in tl.static_range(TILES):
             operand = S[j].to(tl.bfloat16)
             if kept_ptr is not None:
-                kept_there.store([chunk * H * K + j * BLOCK_X, z0], tl.trans(operand))
+                put(kept_there, tl.trans(operand), chunk * H * K + j * BLOCK_X, z0)
             o = tl.dot(operand, tl.trans(x[j]), o)
         left, w = tl.trans(z), tl.trans(z)
         if pairs_ptr is not None:
@@ -167,7 +169,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             w = (w * (scale * rise if BACK else fall)).to(tl.bfloat16)
             S = faded(S, tl.exp2(whole), TILES)
             ahead = chunk - 1 if BACK else chunk + 1
-            whole = tl.load(gates_ptr + ahead * H * CHUNK, mask=i + 1 < count, other=0.0)
+            whole = tl.load(wholes_ptr + ahead * H * CHUNK, mask=i + 1 < count, other=0.0)
         elif BACK:
             w = (w * scale).to(tl.bfloat16)
         else:
@@ -176,7 +178,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
         S = added(S, w, None, y, TILES)
         if pairs_ptr is not None and not BACK:
             o *= scale
-        out_there.store([t0, z0], tl.trans(o).to(tl.bfloat16))
+        put(out_there, tl.trans(o), t0, z0)
     if last_ptr is not None:  # noqa: SIM102
         if ((first == start) if BACK else (end == stop)) & present(last_ptr):
             store_state(last_ptr + (n * H + h) * K * V, turned(S, TILES), K, z0, V, TILES, BLOCK_X)
@@ -184,9 +186,9 @@ def walk_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def sides_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, sums_ptr, do_ptr, d_final_ptr, offsets_ptr, kept_ptr, dq_ptr, dk_ptr, parts_ptr, decays_ptr,
-    starts_ptr, q_strides, k_strides, v_strides, do_strides, d_final_strides, scale, T, N, H, K, V,
-    CHUNK: tl.constexpr, STRETCH: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Z: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, gates_ptr, sums_ptr, do_ptr, d_final_ptr, offsets_ptr, kept_ptr, dq_ptr, dk_ptr, parts_ptr,
+    decays_ptr, starts_ptr, q_strides, k_strides, v_strides, do_strides, d_final_strides, scale, T, N, H, K, V,
+    CHUNK: tl.constexpr, STRETCH: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Z: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_Z columns of dq and dk, from last to first, with as many rows of dS [Z,X]; parts of gates' gradients.
 
@@ -204,15 +206,15 @@ def sides_kernel(  # type: ignore[no-untyped-def]
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
     b, count = tl.cast(b, tl.int64), tl.cdiv(end - first, CHUNK)
     slot = (tl.cast(slot, tl.int64) + (first - start) // CHUNK) * H + h
-    q_there = opened(q_ptr + b * q_strides[0] + h * q_strides[2], end, q_strides[1], K, CHUNK, BLOCK_Z, True)
-    k_there = opened(k_ptr + b * k_strides[0] + h * k_strides[2], end, k_strides[1], K, CHUNK, BLOCK_Z, True)
-    v_there = opened(v_ptr + b * v_strides[0] + h * v_strides[2], end, v_strides[1], V, CHUNK, BLOCK_X, True)
-    do_there = opened(do_ptr + b * do_strides[0] + h * do_strides[2], end, do_strides[1], V, CHUNK, BLOCK_X, True)
-    kept_there = opened(kept_ptr + slot * K * V, count * H * K, V, V, BLOCK_Z, BLOCK_X, True)
-    dq_there = opened(dq_ptr + (b * T * H + h) * K, end, H * K, K, CHUNK, BLOCK_Z, True)
-    dk_there = opened(dk_ptr + (b * T * H + h) * K, end, H * K, K, CHUNK, BLOCK_Z, True)
+    q_there = rows_of(q_ptr, b, h, T, end, q_strides, K, CHUNK, BLOCK_Z, TMA)
+    k_there = rows_of(k_ptr, b, h, T, end, k_strides, K, CHUNK, BLOCK_Z, TMA)
+    v_there = rows_of(v_ptr, b, h, T, end, v_strides, V, CHUNK, BLOCK_X, TMA)
+    do_there = rows_of(do_ptr, b, h, T, end, do_strides, V, CHUNK, BLOCK_X, TMA)
+    kept_there = lines_of(kept_ptr, slot * K, count * H * K, V, BLOCK_Z, BLOCK_X, TMA)
+    dq_there = own_rows(dq_ptr, b, h, T, H, end, K, CHUNK, BLOCK_Z, TMA)
+    dk_there = own_rows(dk_ptr, b, h, T, H, end, K, CHUNK, BLOCK_Z, TMA)
     if sums_ptr is not None:
-        gates_there = opened(sums_ptr + slot * CHUNK, count * H, CHUNK, CHUNK, 1, CHUNK, True)
+        gates_there = lines_of(gates_ptr, slot, count * H, CHUNK, 1, CHUNK, TMA)
         sums_ptr += slot * CHUNK + CHUNK - 1
         whole = tl.load(sums_ptr + (count - 1) * H * CHUNK, mask=count > 0, other=0.0)
     t, z, warp = tl.arange(0, CHUNK), tl.arange(0, BLOCK_Z), tl.arange(0, 4)
@@ -227,24 +229,24 @@ def sides_kernel(  # type: ignore[no-untyped-def]
     if STRETCH > 0:
         behind = tl.cdiv(stop - end, STRETCH)
         dS = join_states(dS, decays_ptr, starts_ptr, piece + behind, behind, h, H, z0, K, 0, V, -1)
-    for i in tl.range(count):
+    for i in tl.range(count, disable_licm=True):  # else where tiles lie is kept in registers, and these spilled
         chunk = count - 1 - i
         t0 = first + chunk * CHUNK
-        do, v = do_there.load([t0, 0]), v_there.load([t0, 0])
-        q, k = q_there.load([t0, z0]), k_there.load([t0, z0])
-        S = kept_there.load([chunk * H * K + z0, 0])
+        do, v = loaded(do_there, t0, 0), loaded(v_there, t0, 0)
+        S = loaded(kept_there, chunk * H * K + z0, 0)
         if GATES:
             of_S = tl.exp2(whole) * tl.sum(dS * S.to(tl.float32), 1)
         A = tl.dot(do, tl.trans(v)) * scale
         if sums_ptr is not None:
-            c = gates_there.load([chunk * H, 0])
+            c = loaded(gates_there, chunk * H, 0)
             A *= tl.exp2(tl.trans(c) - c)
         A = tl.where(t[:, None] >= t[None, :], A, 0.0).to(tl.bfloat16)
         dq = tl.dot(S, tl.trans(do)) * scale
         if sums_ptr is not None:
             dq *= tl.exp2(c)
+        k, q = loaded(k_there, t0, z0), loaded(q_there, t0, z0)
         dq = tl.dot(tl.trans(k), tl.trans(A), dq)
-        dq_there.store([t0, z0], tl.trans(dq).to(tl.bfloat16))
+        put(dq_there, tl.trans(dq), t0, z0)
         if GATES:
             of_token = by_warps(dq * tl.trans(q))
         dk = tl.dot(dS.to(tl.bfloat16), tl.trans(v))
@@ -253,7 +255,7 @@ def sides_kernel(  # type: ignore[no-untyped-def]
         if GATES:
             of_states = by_warps(dk * tl.trans(k))
         dk = tl.dot(tl.trans(q), A, dk)
-        dk_there.store([t0, z0], tl.trans(dk).to(tl.bfloat16))
+        put(dk_there, tl.trans(dk), t0, z0)
         if GATES:
             of_token += of_states - by_warps(dk * tl.trans(k))
             to = parts_ptr + tl.cast(chunk, tl.int64) * H * blocks * ROWS * CHUNK
@@ -402,7 +404,7 @@ def _walk(
     cut: Any, maps: tuple[Tensor | None, ...], back: bool, parts: Tensor | None = None, dg: Tensor | None = None,
 ) -> None:  # fmt: skip
     _, T, _, H, K, V, N = call.sizes
-    x, y, z, _, pairs = operands
+    x, y, z, gates, pairs = operands
     target = target_of(out.device)
     alone = pairs is not None and kept is not None  # two do not fit
     few = alone or cut.programs * H * -(-V // 64) <= target.processors
@@ -411,13 +413,18 @@ def _walk(
     config = configure("linear_walk", (K, V, pairs is not None, back, few), partial(rule, ahead), target, WIDTHS)
     walks, heads = cut.programs * H * -(-V // config["BLOCK_Z"]), side(H, 16)
     slots, _, blocks = (0, 0, 1) if parts is None else parts.shape[:3]
+    key, value = (CHUNK, min(K, 128)), (CHUNK, config["BLOCK_Z"])
+    by = tiles_of(True, V % value[1] == 0, CHUNK, call.offsets, x, y, z)
     launch(
         walk_kernel,
         (walks + slots * -(-H // heads),),
-        *operands, state, call.offsets, out, kept, last, *maps, parts, dg,
+        by.rows(x, *key), by.rows(y, *key), by.rows(z, *value),
+        by.lines(gates, 1, CHUNK if pairs is None else key[1]), gates, by.rows(pairs, CHUNK, CHUNK), state,
+        call.offsets, by.rows(out, *value),
+        by.lines(kept, key[1], value[1]), last, *maps, parts, dg,
         x.stride(), y.stride(), z.stride(), strides(state), call.scale, T, N, H, H // x.shape[2], K, V, walks,
         config=config, BACK=back, CHUNK=CHUNK, STRETCH=cut.tokens, BLOCKS=blocks,
-        TILES=-(-K // 128), BLOCK_X=min(K, 128), BLOCK_H=heads,
+        TILES=-(-K // 128), BLOCK_X=key[1], BLOCK_H=heads, TMA=by.tma,
     )  # fmt: skip
 
 
@@ -433,11 +440,15 @@ def sides(
     blocks, parts = K // config["BLOCK_Z"], None
     if dg is not None:
         parts = torch.empty(slots, H, blocks, ROWS.value, CHUNK, dtype=torch.float32, device=do.device)
+    key, value = (CHUNK, config["BLOCK_Z"]), (CHUNK, V)
+    by = tiles_of(True, True, CHUNK, call.offsets, call.q, call.k, call.v, do)
     launch(
         sides_kernel,
         (cut.programs * H * blocks,),
-        call.q, call.k, call.v, sums, do, d_final, call.offsets, kept, dq, dk, parts, *maps[:2],
+        by.rows(call.q, *key), by.rows(call.k, *key), by.rows(call.v, *value), by.lines(sums, 1, CHUNK), sums,
+        by.rows(do, *value), d_final, call.offsets, by.lines(kept, key[1], V), by.rows(dq, *key), by.rows(dk, *key),
+        parts, *maps[:2],
         call.q.stride(), call.k.stride(), call.v.stride(), do.stride(), strides(d_final), call.scale, T, N, H, K, V,
-        config=config, CHUNK=CHUNK, STRETCH=cut.tokens, BLOCK_X=V,
+        config=config, CHUNK=CHUNK, STRETCH=cut.tokens, BLOCK_X=V, TMA=by.tma,
     )  # fmt: skip
     return parts

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from foci.core.tune import Config, by_tma, launch, strides
 from foci.tiles.near import LEAST, LOG2E
@@ -43,6 +44,8 @@ A_THERE, A_USED, A_GONE, E_THERE, E_GONE = (gl.constexpr(what) for what in range
 BY_TOKEN: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of [tokens,tokens]
 BY_KEY: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of sums [tokens,keys]
 LINE: gl.constexpr = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # of one number a token: each warp has all
+OF_ROWS: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16))  # of what TMA brings
+OF_STATES: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout.get_default_for([128, 128], gl.bfloat16))
 ROWS: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # of tiles that nothing multiplies
 
 
@@ -374,9 +377,9 @@ def _keys(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def side_and_pairs_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, beta_ptr, g_ptr, d_out_ptr, dv_ptr, low_ptr, errors_ptr, states_ptr, ends_ptr, gated_ptr,
-    offsets_ptr, rows_ptr, totals_ptr, d_q_ptr, d_k_ptr,
-    q_step, k_step, v_step, d_out_step, beta_strides, g_strides, scale, zero, T, N, items, H, R, tokens, lines, apart,
+    q_there, k_there, v_there, beta_ptr, g_ptr, do_there, dv_there, low_there, d_there, S_there, dS_there, gated_ptr,
+    offsets_ptr, rows_ptr, totals_ptr, d_q_there, d_q_ptr, d_k_there, d_k_ptr,
+    beta_strides, g_strides, scale, zero, T, N, items, H, R, tokens, apart,
     WHOLE: gl.constexpr, ALONE: gl.constexpr,
 ):  # fmt: skip
     """Chunks and key heads, `items` of them, one after the other. WHOLE: no chunk ends early. ALONE: R is 1.
@@ -384,36 +387,20 @@ def side_and_pairs_kernel(  # type: ignore[no-untyped-def]
     To d_q and d_k [B,T,G,128] go the gradients, to rows [9,slots,H,CHUNK] and totals [slots,H,PARTS] what
     kernels_triton_tokens.py: gates_kernel reads there.
     """
-    G = H // R
-    tile: gl.constexpr = [CHUNK, WIDTH]
-    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, WIDTH], gl.bfloat16)
-    state: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDTH, WIDTH], gl.bfloat16)
-    there = (
-        tma.make_tensor_descriptor(q_ptr, [tokens, G * WIDTH], [q_step, 1], tile, wide),
-        tma.make_tensor_descriptor(k_ptr, [tokens, G * WIDTH], [k_step, 1], tile, wide),
-        tma.make_tensor_descriptor(v_ptr, [tokens, H * WIDTH], [v_step, 1], tile, wide),
-        tma.make_tensor_descriptor(d_out_ptr, [tokens, H * WIDTH], [d_out_step, 1], tile, wide),
-        tma.make_tensor_descriptor(dv_ptr, [tokens, H * WIDTH], [H * WIDTH, 1], tile, wide),
-        tma.make_tensor_descriptor(low_ptr, [tokens, H * WIDTH], [H * WIDTH, 1], tile, wide),
-        tma.make_tensor_descriptor(errors_ptr, [2 * tokens, H * WIDTH], [H * WIDTH, 1], tile, wide),
-        tma.make_tensor_descriptor(states_ptr, [lines, WIDTH], [WIDTH, 1], [WIDTH, WIDTH], state),
-        tma.make_tensor_descriptor(ends_ptr, [lines, WIDTH], [WIDTH, 1], [WIDTH, WIDTH], state),
-    )
-    d_q_there = tma.make_tensor_descriptor(d_q_ptr, [tokens, G * WIDTH], [G * WIDTH, 1], tile, wide)
-    d_k_there = tma.make_tensor_descriptor(d_k_ptr, [tokens, G * WIDTH], [G * WIDTH, 1], tile, wide)
+    there = q_there, k_there, v_there, do_there, dv_there, low_there, d_there, S_there, dS_there
     tiles = (
-        gl.allocate_shared_memory(gl.bfloat16, [1, WIDTH, WIDTH], state),
-        gl.allocate_shared_memory(gl.bfloat16, [1, WIDTH, WIDTH], state),
-        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], wide),
-        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], wide),
-        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], wide),
-        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], wide),
-        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], wide),
-        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], wide),
-        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], wide),
-        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], wide),
-        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], wide),
-        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], wide),
+        gl.allocate_shared_memory(gl.bfloat16, [1, WIDTH, WIDTH], OF_STATES),
+        gl.allocate_shared_memory(gl.bfloat16, [1, WIDTH, WIDTH], OF_STATES),
+        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),
+        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),
+        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),
+        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),
+        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),
+        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),
+        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),
+        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),
+        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),
+        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),
     )
     places: gl.constexpr = len(USERS)
     full = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
@@ -477,12 +464,21 @@ def side_and_pairs(
     totals = gated.new_empty(*states.shape[:2], int(PARTS))
     rows = gated.new_empty(9, *states.shape[:2], int(CHUNK))
     items = len(states) * G
+    q, k, v, do, dv_there, low, d, d_q_there, d_k_there = (
+        _map(x, x.shape[-2] * V, x.stride(-3), int(CHUNK), OF_ROWS)
+        for x in (call.q, call.k, call.v, d_out, *dv, errors, d_q, d_k)
+    )
+    S, dS = (_map(x, V, V, V, OF_STATES) for x in (states, behind))
     launch(
         side_and_pairs_kernel, (min(items, problem.target.processors),),
-        call.q, call.k, call.v, call.beta, problem.g, d_out, *dv, errors, states, behind, gated,
-        call.offsets, rows, totals,
-        d_q, d_k, call.q.stride(1), call.k.stride(1), call.v.stride(1), d_out.stride(1), call.beta.stride(),
-        strides(problem.g), call.scale, 0, T, N, items, H, H // G, B * T, states.numel() // V, rows[0].numel(),
+        q, k, v, call.beta, problem.g, do, dv_there, low, d, S, dS, gated,
+        call.offsets, rows, totals, d_q_there, d_q, d_k_there, d_k,
+        call.beta.stride(), strides(problem.g), call.scale, 0, T, N, items, H, H // G, B * T, rows[0].numel(),
         config=Config(warps=4, stages=1), WHOLE=call.offsets is None and T % int(CHUNK) == 0, ALONE=G == H,
     )  # fmt: skip
     return rows, totals
+
+
+def _map(x: Tensor, width: int, step: int, rows: int, layout: Any) -> TensorDescriptor:
+    """For TMA, of a matrix so wide, whose rows are a `step` apart; tiles of so many `rows`."""
+    return TensorDescriptor(x, [x.numel() // width, width], [step, 1], [rows, int(WIDTH)], layout.value)

@@ -37,7 +37,8 @@ from foci.core.tune import (
 )
 from foci.tiles.affine import joined, load_state, piece_at, store_map, store_state, with_unit
 from foci.tiles.chunk_backward import right
-from foci.tiles.memory import load_block, opened, store_block, store_tile
+from foci.tiles.maps import tiles_of
+from foci.tiles.memory import lines_of, load_block, own_rows, rows_of, store_block, store_tile, unless
 from foci.tiles.state import halves, in_two, nearest_in_two, rounded, working
 
 CHUNK = 64
@@ -48,8 +49,9 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, rise_ptr, write_ptr, total_ptr, A_ptr, X_ptr, d_out_ptr, d_final_ptr, offsets_ptr,
     M_ptr, N_ptr, dv_ptr, d_value_ptr, ends_ptr, d_state_ptr,
     q_strides, k_strides, e_strides, write_strides, d_out_strides, d_final_strides, scale, T, N, H, R, K, V, half,
-    PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, JOIN: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr, FULL: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr, JOIN: tl.constexpr, CHUNK: tl.constexpr,
+    PIECE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr,
+    FULL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V columns of one head's dS through one sequence, or a piece of it, last chunk to first.
 
@@ -72,30 +74,28 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     if dv_ptr is None:  # noqa: SIM102  a constant and a tensor
         if (before == 0) | ((behind == 0) & (v0 >= tl.cdiv(V, BLOCK_V) * BLOCK_V)):
             return
-    HALVES: tl.constexpr = X_ptr.dtype.element_ty == tl.bfloat16
     WIDE: tl.constexpr = 2 * CHUNK if HALVES else CHUNK
-    tokens = row * T * H + h
-    q_there = opened(q_ptr + row * q_strides[0] + h // R * q_strides[2], stop, q_strides[1], K, CHUNK, BLOCK_K, TMA)
-    k_there = opened(k_ptr + row * k_strides[0] + h // R * k_strides[2], stop, k_strides[1], K, CHUNK, BLOCK_K, TMA)
+    q_there = rows_of(q_ptr, row, h // R, T, stop, q_strides, K, CHUNK, BLOCK_K, TMA)
+    k_there = rows_of(k_ptr, row, h // R, T, stop, k_strides, K, CHUNK, BLOCK_K, TMA)
     if e_ptr is not None:
-        e_ptr += row * e_strides[0] + h // R * e_strides[2]
-        e_there = opened(e_ptr, stop, e_strides[1], K, CHUNK, BLOCK_K, TMA)
+        e_there = rows_of(e_ptr, row, h // R, T, stop, e_strides, K, CHUNK, BLOCK_K, TMA)
         if PER_CHANNEL and HALVES:
-            lost_there = opened(e_ptr + half, stop, e_strides[1], K, CHUNK, BLOCK_K, TMA)
-    d_out_ptr += row * d_out_strides[0] + h * d_out_strides[2]
-    do_there = opened(d_out_ptr, stop, d_out_strides[1], V, CHUNK, BLOCK_V, TMA)
-    A_there = opened(A_ptr + tokens * WIDE, stop, H * WIDE, WIDE, CHUNK, CHUNK, TMA)
-    X_there = opened(X_ptr + tokens * WIDE, stop, H * WIDE, WIDE, CHUNK, CHUNK, TMA)
+            lost_there = rows_of(e_ptr + half, row, h // R, T, stop, e_strides, K, CHUNK, BLOCK_K, TMA)
+    do_there = rows_of(d_out_ptr, row, h, T, stop, d_out_strides, V, CHUNK, BLOCK_V, TMA)
+    if dv_ptr is None:
+        do_there = unless(do_there, v0 >= V, H * V)
+    A_there = own_rows(A_ptr, row, h, T, H, stop, WIDE, CHUNK, CHUNK, TMA)
+    X_there = own_rows(X_ptr, row, h, T, H, stop, WIDE, CHUNK, CHUNK, TMA)
     count = tl.cdiv(stop - start, CHUNK)
     if dv_ptr is not None:
-        dv_there = opened(dv_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, TMA)
-        ends_ptr += (slot * H + h) * K * V  # chunk by chunk, H K rows behind each other
-        ends_there = opened(ends_ptr, count * H * K, V, V, BLOCK_K, BLOCK_V, TMA)
+        dv_there = own_rows(dv_ptr, row, h, T, H, stop, V, CHUNK, BLOCK_V, TMA)
+        # chunk by chunk, H K rows behind each other
+        ends_there = lines_of(ends_ptr, (slot * H + h) * K, count * H * K, V, BLOCK_K, BLOCK_V, TMA)
     if d_value_ptr is not None:
-        d_value_there = opened(d_value_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, TMA)
+        d_value_there = own_rows(d_value_ptr, row, h, T, H, stop, V, CHUNK, BLOCK_V, TMA)
     write_ptr += row * write_strides[0] + h * write_strides[2]
     if rise_ptr is not None:
-        rise_ptr += tokens
+        rise_ptr += row * T * H + h
     gone_ptr = write_ptr
     if total_ptr is not None and not PER_CHANNEL:
         gone_ptr = total_ptr + (slot + count) * H + h
@@ -141,7 +141,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
                 if TMA and not FULL:
                     store_block(ends_there, operand, chunk * H * K + j * BLOCK_K, 0, 0, v0, V, TMA)
                 else:
-                    here = ends_ptr + tl.cast(chunk, tl.int64) * H * K * V
+                    here = ends_ptr + ((slot + chunk) * H + h) * K * V
                     store_tile(here, dS[j], j * BLOCK_K, K, V, v0, V, 1)
         dd += read if PER_CHANNEL else read * write[:, None]
         dv = tl.zeros([CHUNK, BLOCK_V], tl.float32)
@@ -152,7 +152,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             dv = tl.dot(tl.trans(X), rounded(dd, PRECISION), dv, input_precision=PRECISION)
         if dv_ptr is not None:
             said, unsaid = dv, dv
-            if dv_ptr.dtype.element_ty == tl.bfloat16:
+            if HALVES and not PER_CHANNEL:
                 said, unsaid = nearest_in_two(dv)
             store_block(dv_there, said, t0, stop, H * V, v0, V, TMA)
         # dS <- total dS + (scale rise q)^T do - (rise e)^T dv
@@ -324,9 +324,9 @@ def _walk(
     apart = -(-V // _narrow(K)) if turned else blocks
     by = way(token_walks.shares(call, problem.target), apart, operands if two else None)
     pieces = by.cut
-    tma = problem.target.arch == 90 and q.dtype == torch.bfloat16 and K % config["BLOCK_K"] == 0
-    tma = tma and all(map(by_tma, operands))
-    by_channel = problem.per_channel and tma and not pieces.tokens and channel_walks.fits(K, V, config, problem.target)
+    able = problem.target.arch == 90 and q.dtype == torch.bfloat16 and K % config["BLOCK_K"] == 0
+    able = able and all(map(by_tma, operands))
+    by_channel = problem.per_channel and able and not pieces.tokens and channel_walks.fits(K, V, config, problem.target)
     full = call.erase is not None and states.dtype == torch.bfloat16 and not (by.turned or by_channel)
     behind = torch.empty_like(states, dtype=torch.float32 if full else None)
     results = dv, beside, behind, problem.found[6]
@@ -346,16 +346,23 @@ def _walk(
         blocks, narrow = apart, {**config.blocks, "BLOCK_V": _narrow(K)}
         config = Config(narrow, config.warps, min(config.stages, 2))
 
-    def go(programs: int, *results: Tensor | None) -> None:
+    key, value, pair = (CHUNK, config["BLOCK_K"]), (CHUNK, config["BLOCK_V"]), (CHUNK, CHUNK)
+    whole = problem.V % value[1] == 0 and not problem.per_channel
+    tiles = tiles_of(able, whole, CHUNK, call.offsets, *operands[:4])
+
+    def go(programs: int, *results: Any) -> None:
+        dv, beside, behind, d_state = results
         launch(
             walk_kernel, (programs,),
-            q, k, e, rise, write, gone, products, inverse, d_out, d_final, call.offsets,
-            pieces.M, pieces.N, *results,
+            tiles.rows(q, *key), tiles.rows(k, *key), tiles.rows(e, *key), rise, write, gone,
+            tiles.rows(products, *pair), tiles.rows(inverse, *pair), tiles.rows(d_out, *value), d_final,
+            call.offsets, pieces.M, pieces.N, tiles.rows(dv, *value), tiles.rows(beside, *value),
+            behind if full else tiles.lines(behind, key[1], value[1]), d_state,
             q.stride(), k.stride(), None if e is None else e.stride()[-4:], write.stride(), d_out.stride(),
             strides(d_final), call.scale, problem.T, problem.N, H, R, K, V, q.numel(),
-            config=config, PER_CHANNEL=problem.per_channel, PRECISION=problem.precision,
-            JOIN=precision(torch.float32, problem.target), CHUNK=CHUNK, PIECE=pieces.tokens,
-            BLOCKS=-(-K // config["BLOCK_K"]), TMA=tma, FULL=full,
+            config=config, PER_CHANNEL=problem.per_channel, HALVES=products.dtype == torch.bfloat16,
+            PRECISION=problem.precision, JOIN=precision(torch.float32, problem.target), CHUNK=CHUNK,
+            PIECE=pieces.tokens, BLOCKS=-(-K // config["BLOCK_K"]), TMA=tiles.tma, FULL=full,
         )  # fmt: skip
 
     if pieces.tokens:

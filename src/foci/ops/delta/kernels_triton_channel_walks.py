@@ -20,7 +20,8 @@ from torch import Tensor
 
 from foci.core.tune import Config, Target, beside, launch, strides, target_of
 from foci.tiles.affine import load_state
-from foci.tiles.memory import load_row, load_tile, opened, present, store_tile
+from foci.tiles.maps import tiles_of
+from foci.tiles.memory import lines_of, load_row, load_tile, loaded, own_rows, present, put, rows_of, store_tile
 from foci.tiles.state import halves, in_two, sequence
 from foci.tiles.turns import flagged, wait_for_last
 from foci.tiles.whole import write
@@ -31,8 +32,9 @@ CHUNK = 64
 @triton.jit
 def channel_walk_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, v_ptr, X_ptr, A_ptr, total_ptr, far_ptr, state_ptr, offsets_ptr,
-    out_ptr, final_ptr, errors_ptr, states_ptr, v_strides, state_strides, scale, T, N, H, V, half,
+    out_ptr, final_ptr, errors_ptr, states_ptr, v_strides, state_strides, scale, B, T, N, H, V,
     WHOLE: tl.constexpr, BESIDE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V columns of one head's state through one sequence: `walk_kernel` of rise q and e; k, X and A in two.
 
@@ -49,42 +51,43 @@ def channel_walk_kernel(  # type: ignore[no-untyped-def]
     if BESIDE:  # noqa: SIM102  what is known when it is compiled
         if flagged(far_ptr + first, tl.cdiv(stop - start, CHUNK), H) > 0:
             wait_for_last(BESIDE)
-    q_there = opened(q_ptr + tokens * K, stop, H * K, K, CHUNK, K, True)
+    q_there = own_rows(q_ptr, row, h, T, H, stop, K, CHUNK, K, TMA)
     e_ptr += tokens * K
     next_e = load_tile(e_ptr, start, stop, H * K, 0, K, 1, CHUNK, K)  # where all else has yet to be asked for
-    k_there = opened(k_ptr + tokens * K, stop, H * K, K, CHUNK, K, True)
-    lost_there = opened(k_ptr + half + tokens * K, stop, H * K, K, CHUNK, K, True)
-    v_there = opened(v_ptr + row * v_strides[0] + h * v_strides[2], stop, v_strides[1], V, CHUNK, BLOCK_V, True)
-    X_there = opened(X_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
-    A_there = opened(A_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
-    out_there = opened(out_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
+    k_there = own_rows(k_ptr, row, h, T, H, stop, K, CHUNK, K, TMA)
+    lost_there = own_rows(k_ptr, row + B, h, T, H, stop, K, CHUNK, K, TMA)
+    v_there = rows_of(v_ptr, row, h, T, stop, v_strides, V, CHUNK, BLOCK_V, TMA)
+    X_there = own_rows(X_ptr, row, h, T, H, stop, 2 * CHUNK, CHUNK, CHUNK, TMA)
+    A_there = own_rows(A_ptr, row, h, T, H, stop, 2 * CHUNK, CHUNK, CHUNK, TMA)
+    out_there = own_rows(out_ptr, row, h, T, H, stop, V, CHUNK, BLOCK_V, TMA)
     if states_ptr is not None:
-        states_there = opened(states_ptr + first * K * V, tl.cdiv(stop - start, CHUNK) * H * K, V, V, K, BLOCK_V, True)
+        states_there = lines_of(states_ptr, first * K, tl.cdiv(stop - start, CHUNK) * H * K, V, K, BLOCK_V, TMA)
     if state_ptr is not None:
         state_ptr += n * state_strides[0] + h * state_strides[1]
     S = tl.trans(load_state(state_ptr, state_strides, K, v0, V, 1, K, BLOCK_V)[0])
     gone = load_row(total_ptr + first * K, 0, tl.where(start < stop, K, 0), K)  # each a chunk before it is wanted
     total_ptr += (first + H) * K
-    for t0 in tl.range(start, stop, CHUNK):
+    # Else where tiles lie would be kept in registers, and these spilled.
+    for t0 in tl.range(start, stop, CHUNK, disable_licm=TMA == 2):
         e = next_e
         next_e = load_tile(e_ptr, t0 + CHUNK, stop, H * K, 0, K, 1, CHUNK, K)
         operand = S.to(tl.bfloat16)
         read = tl.dot(operand, tl.trans(e))
-        v = v_there.load([t0, v0])
+        v = loaded(v_there, t0, v0)
         high, low = in_two(tl.trans(v).to(tl.float32) - read)
-        X, X_lost = X_there.load([t0, 0]), X_there.load([t0, CHUNK])
+        X, X_lost = loaded(X_there, t0, 0), loaded(X_there, t0, CHUNK)
         d = halves(high, low, tl.trans(X), tl.trans(X_lost), tl.zeros_like(read))
         high, low = in_two(d)
         S *= gone[None, :]
         gone = load_row(total_ptr, 0, tl.where(t0 + CHUNK < stop, K, 0), K)
         total_ptr += H * K
-        k, k_lost = k_there.load([t0, 0]), lost_there.load([t0, 0])
+        k, k_lost = loaded(k_there, t0, 0), loaded(lost_there, t0, 0)
         S = halves(high, low, k, k_lost, S)
-        q, A, A_lost = q_there.load([t0, 0]), A_there.load([t0, 0]), A_there.load([t0, CHUNK])
+        q, A, A_lost = loaded(q_there, t0, 0), loaded(A_there, t0, 0), loaded(A_there, t0, CHUNK)
         o = halves(high, low, tl.trans(A), tl.trans(A_lost), tl.dot(operand, tl.trans(q)) * scale)
-        out_there.store([t0, v0], tl.trans(o).to(v.dtype))
+        put(out_there, tl.trans(o), t0, v0)
         if states_ptr is not None:
-            states_there.store([(t0 - start) // CHUNK * H * K, v0], tl.trans(operand))
+            put(states_there, tl.trans(operand), (t0 - start) // CHUNK * H * K, v0)
         if errors_ptr is not None:
             write(errors_ptr + tokens * V, tl.trans(d), t0, stop, H * V, v0, V, WHOLE)
     if present(final_ptr):
@@ -95,8 +98,8 @@ def channel_walk_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def channel_walk_back_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, total_ptr, A_ptr, X_ptr, d_out_ptr, d_final_ptr, offsets_ptr,
-    dv_ptr, d_value_ptr, ends_ptr, d_state_ptr, d_out_strides, d_final_strides, T, N, H, V, half,
-    WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    dv_ptr, d_value_ptr, ends_ptr, d_state_ptr, d_out_strides, d_final_strides, B, T, N, H, V,
+    WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """The backward's walk, turned over in the same way: of scale rise q, fall beta k, and rise e in two.
 
@@ -109,38 +112,37 @@ def channel_walk_back_kernel(  # type: ignore[no-untyped-def]
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
     row, count = tl.cast(b, tl.int64), tl.cdiv(stop - start, CHUNK)
     tokens, first = row * T * H + h, tl.cast(slot, tl.int64) * H + h
-    q_there = opened(q_ptr + tokens * K, stop, H * K, K, CHUNK, K, True)
-    k_there = opened(k_ptr + tokens * K, stop, H * K, K, CHUNK, K, True)
-    e_there = opened(e_ptr + tokens * K, stop, H * K, K, CHUNK, K, True)
-    lost_there = opened(e_ptr + half + tokens * K, stop, H * K, K, CHUNK, K, True)
-    A_there = opened(A_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
-    X_there = opened(X_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
-    d_out_ptr += row * d_out_strides[0] + h * d_out_strides[2]
-    do_there = opened(d_out_ptr, stop, d_out_strides[1], V, CHUNK, BLOCK_V, True)
+    q_there = own_rows(q_ptr, row, h, T, H, stop, K, CHUNK, K, TMA)
+    k_there = own_rows(k_ptr, row, h, T, H, stop, K, CHUNK, K, TMA)
+    e_there = own_rows(e_ptr, row, h, T, H, stop, K, CHUNK, K, TMA)
+    lost_there = own_rows(e_ptr, row + B, h, T, H, stop, K, CHUNK, K, TMA)
+    A_there = own_rows(A_ptr, row, h, T, H, stop, 2 * CHUNK, CHUNK, CHUNK, TMA)
+    X_there = own_rows(X_ptr, row, h, T, H, stop, 2 * CHUNK, CHUNK, CHUNK, TMA)
+    do_there = rows_of(d_out_ptr, row, h, T, stop, d_out_strides, V, CHUNK, BLOCK_V, TMA)
     if d_final_ptr is not None:
         d_final_ptr += n * d_final_strides[0] + h * d_final_strides[1]
     dS = tl.trans(load_state(d_final_ptr, d_final_strides, K, v0, V, 1, K, BLOCK_V)[0])
     total_ptr += (first + (count - 1) * H) * K
     ends_ptr += (first + (count - 1) * H) * K * V
     gone = load_row(total_ptr, 0, tl.where(count > 0, K, 0), K)  # each a chunk before it is wanted
-    for i in tl.range(count):
+    for i in tl.range(count, disable_licm=TMA == 2):
         t0 = start + (count - 1 - i) * CHUNK
-        k = k_there.load([t0, 0])
+        k = loaded(k_there, t0, 0)
         operand = dS.to(tl.bfloat16)
         dd = tl.dot(operand, tl.trans(k))
-        do, A, A_lost = do_there.load([t0, v0]), A_there.load([t0, 0]), A_there.load([t0, CHUNK])
+        write(ends_ptr, tl.trans(operand), 0, K, V, v0, V, WHOLE)
+        ends_ptr -= H * K * V
+        do, A, A_lost = loaded(do_there, t0, v0), loaded(A_there, t0, 0), loaded(A_there, t0, CHUNK)
         dd = tl.dot(tl.trans(do), A, tl.dot(tl.trans(do), A_lost, dd))
         high, low = in_two(dd)
-        X, X_lost = X_there.load([t0, 0]), X_there.load([t0, CHUNK])
+        X, X_lost = loaded(X_there, t0, 0), loaded(X_there, t0, CHUNK)
         dv = halves(high, low, X, X_lost, tl.zeros_like(dd))
         dS *= gone[None, :]
         total_ptr -= H * K
         gone = load_row(total_ptr, 0, tl.where(i + 1 < count, K, 0), K)
         high, low = in_two(-dv)
-        e, e_lost, q = e_there.load([t0, 0]), lost_there.load([t0, 0]), q_there.load([t0, 0])
+        e, e_lost, q = loaded(e_there, t0, 0), loaded(lost_there, t0, 0), loaded(q_there, t0, 0)
         dS = tl.dot(tl.trans(do), q, halves(high, low, e, e_lost, dS))
-        write(ends_ptr, tl.trans(operand), 0, K, V, v0, V, WHOLE)
-        ends_ptr -= H * K * V
         write(dv_ptr + tokens * V, tl.trans(dv), t0, stop, H * V, v0, V, WHOLE)
         if d_value_ptr is not None:
             write(d_value_ptr + tokens * V, tl.trans(dv), t0, stop, H * V, v0, V, WHOLE)
@@ -161,12 +163,16 @@ def forward(
     B, T, _, H, K, V, N = call.sizes
     # In inference all heads walk at once, as a rule: one with a far chunk keeps the launch waiting then, either way.
     together = {"BESIDE": False} if parts is None else beside(target_of(call.v.device), True)
+    whole, key, value, pair = _whole(call, walk), (CHUNK, K), (CHUNK, walk["BLOCK_V"]), (CHUNK, CHUNK)
+    by = tiles_of(True, whole, CHUNK, call.offsets, call.v)
+    errors, states = (None, None) if parts is None else (parts.errors, parts.states)
     launch(
         channel_walk_kernel, (programs,),
-        gated.query, gated.key, gated.erase, call.v, inverse, products, gated.total, gated.far, call.state,
-        call.offsets, out, final, *((None, None) if parts is None else (parts.errors, parts.states)),
-        call.v.stride(), strides(call.state), call.scale, T, N, H, V, B * T * H * K,
-        config=walk, WHOLE=_whole(call, walk), CHUNK=CHUNK, **together,
+        by.rows(gated.query, *key), by.rows(gated.key, *key), gated.erase, by.rows(call.v, *value),
+        by.rows(inverse, *pair), by.rows(products, *pair), gated.total, gated.far, call.state,
+        call.offsets, by.rows(out, *value), final, errors, by.lines(states, K, value[1]),
+        call.v.stride(), strides(call.state), call.scale, B, T, N, H, V,
+        config=walk, WHOLE=whole, CHUNK=CHUNK, TMA=by.tma, **together,
     )  # fmt: skip
 
 
@@ -177,11 +183,15 @@ def backward(
 
     `operands`: scale rise q, fall beta k, rise e, total, A, X, and the gradients of out and of the last state.
     """
-    _, T, _, H, _, V, N = call.sizes
+    B, T, _, H, K, V, N = call.sizes
+    q, k, e, total, products, inverse, d_out, d_final = operands
+    whole, key, value, pair = _whole(call, walk), (CHUNK, K), (CHUNK, walk["BLOCK_V"]), (CHUNK, CHUNK)
+    by = tiles_of(True, whole, CHUNK, call.offsets, d_out)
     launch(
         channel_walk_back_kernel, (programs,),
-        *operands, call.offsets, *results, operands[6].stride(), strides(operands[7]), T, N, H, V, operands[0].numel(),
-        config=walk, WHOLE=_whole(call, walk), CHUNK=CHUNK,
+        by.rows(q, *key), by.rows(k, *key), by.rows(e, *key), total, by.rows(products, *pair), by.rows(inverse, *pair),
+        by.rows(d_out, *value), d_final, call.offsets, *results, d_out.stride(), strides(d_final), B, T, N, H, V,
+        config=walk, WHOLE=whole, CHUNK=CHUNK, TMA=by.tma,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ without outputs, which makes each piece's map S -> M S + N; then as ever, after 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -43,7 +44,8 @@ from foci.core.tune import (
 from foci.tiles.affine import joined, load_state, piece_at, store_map, store_state, with_unit
 from foci.tiles.chunk_backward import right, store_in_two
 from foci.tiles.gates import factors, factors_at
-from foci.tiles.memory import load_block, opened, present, store_block, store_tile
+from foci.tiles.maps import tiles_of
+from foci.tiles.memory import lines_of, load_block, own_rows, present, rows_of, store_block, store_tile, unless
 from foci.tiles.state import halves, in_two, nearest_in_two, rounded, working
 
 CHUNK = 64
@@ -53,9 +55,9 @@ CHUNK = 64
 def walk_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, v_ptr, X_ptr, A_ptr, rise_ptr, write_ptr, total_ptr, state_ptr, offsets_ptr, M_ptr, N_ptr,
     out_ptr, final_ptr, errors_ptr, states_ptr,
-    q_strides, k_strides, e_strides, v_strides, write_strides, state_strides, scale, T, N, H, R, K, V, half, apart,
-    PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, JOIN: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr,
-    TILES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr,
+    q_strides, k_strides, e_strides, v_strides, write_strides, state_strides, scale, B, T, N, H, R, K, V, half,
+    PER_CHANNEL: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr, JOIN: tl.constexpr, CHUNK: tl.constexpr,
+    PIECE: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V columns of one head's state through one sequence, or a piece of it, and what its tokens read.
 
@@ -75,28 +77,29 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     if out_ptr is None:  # noqa: SIM102  a constant and a tensor
         if (behind == 0) | ((before == 0) & (v0 >= tl.cdiv(V, BLOCK_V) * BLOCK_V)):
             return
-    HALVES: tl.constexpr = X_ptr.dtype.element_ty == tl.bfloat16
     WIDE: tl.constexpr = 2 * CHUNK if HALVES else CHUNK
     head = h if PER_CHANNEL else h // R
     tokens = row * T * H + h
-    k_there = opened(k_ptr + row * k_strides[0] + head * k_strides[2], stop, k_strides[1], K, CHUNK, BLOCK_K, TMA)
+    k_there = rows_of(k_ptr, row, head, T, stop, k_strides, K, CHUNK, BLOCK_K, TMA)
     e_there = k_there
     if e_ptr is not None:
-        e_there = opened(e_ptr + row * e_strides[0] + head * e_strides[2], stop, e_strides[1], K, CHUNK, BLOCK_K, TMA)
-    if PER_CHANNEL and k_ptr.dtype.element_ty == tl.bfloat16:
-        lost_there = opened(k_ptr + half + tokens * K, stop, k_strides[1], K, CHUNK, BLOCK_K, TMA)
-    v_there = opened(v_ptr + row * v_strides[0] + h * v_strides[2], stop, v_strides[1], V, CHUNK, BLOCK_V, TMA)
-    X_there = opened(X_ptr + tokens * WIDE, stop, H * WIDE, WIDE, CHUNK, CHUNK, TMA)
+        e_there = rows_of(e_ptr, row, head, T, stop, e_strides, K, CHUNK, BLOCK_K, TMA)
+    if PER_CHANNEL and HALVES:
+        lost_there = own_rows(k_ptr + half, row, head, T, H, stop, K, CHUNK, BLOCK_K, TMA)
+    v_there = unless(rows_of(v_ptr, row, h, T, stop, v_strides, V, CHUNK, BLOCK_V, TMA), v0 >= V, H * V)
+    X_there = own_rows(X_ptr, row, h, T, H, stop, WIDE, CHUNK, CHUNK, TMA)
     if out_ptr is not None:
-        q_there = opened(q_ptr + row * q_strides[0] + head * q_strides[2], stop, q_strides[1], K, CHUNK, BLOCK_K, TMA)
-        A_there = opened(A_ptr + tokens * WIDE, stop, H * WIDE, WIDE, CHUNK, CHUNK, TMA)
-        out_there = opened(out_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, TMA)
+        q_there = rows_of(q_ptr, row, head, T, stop, q_strides, K, CHUNK, BLOCK_K, TMA)
+        A_there = own_rows(A_ptr, row, h, T, H, stop, WIDE, CHUNK, CHUNK, TMA)
+        out_there = own_rows(out_ptr, row, h, T, H, stop, V, CHUNK, BLOCK_V, TMA)
     if errors_ptr is not None:
-        errors_there = opened(errors_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, TMA)
-        if errors_ptr.dtype.element_ty == tl.bfloat16:
-            unsaid_there = opened(errors_ptr + apart + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, TMA)
-        states_ptr += (slot * H + h) * K * V  # chunk by chunk, H K rows behind each other
-        states_there = opened(states_ptr, tl.cdiv(stop - start, CHUNK) * H * K, V, V, BLOCK_K, BLOCK_V, TMA)
+        states_there = lines_of(
+            states_ptr, (slot * H + h) * K, tl.cdiv(stop - start, CHUNK) * H * K, V, BLOCK_K, BLOCK_V, TMA
+        )  # chunk by chunk, H K rows behind each other
+        if BLOCK_V <= 32:
+            errors_there = own_rows(errors_ptr, row, h, T, H, stop, V, CHUNK, BLOCK_V, TMA)
+        if BLOCK_V <= 32 and HALVES and not PER_CHANNEL:
+            unsaid_there = own_rows(errors_ptr, row + B, h, T, H, stop, V, CHUNK, BLOCK_V, TMA)
     write_ptr += row * write_strides[0] + h * write_strides[2]
     if rise_ptr is not None:
         rise_ptr += tokens
@@ -114,7 +117,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
         else:
             S = joined(S, M_ptr, N_ptr, piece - before, before, h, H, K, v0, V, 1, JOIN, TILES, BLOCK_K, BLOCK_V)
     # What is the same for all chunks would otherwise be kept in registers, and these spilled.
-    for t0 in tl.range(start, stop, CHUNK, disable_licm=PIECE > 0 or k_ptr.dtype.element_ty != tl.bfloat16):
+    for t0 in tl.range(start, stop, CHUNK, disable_licm=PIECE > 0 or not HALVES):
         chunk = (t0 - start) // CHUNK
         rise, write, gone = next_rise, next_write, next_gone  # loaded a chunk before they are wanted
         rise_at, write_at, gone_at = rise_at + CHUNK * H, write_at + CHUNK * write_strides[1], gone_at + H
@@ -129,8 +132,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             A = load_block(A_there, t0, stop, H * WIDE, 0, CHUNK, 1, CHUNK, CHUNK, TMA)
             if HALVES:
                 A_lost = load_block(A_there, t0, stop, H * WIDE, CHUNK, WIDE, 1, CHUNK, CHUNK, TMA)
-        read = tl.zeros([CHUNK, BLOCK_V], tl.float32)
-        o = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+        read, o = tl.zeros([CHUNK, BLOCK_V], tl.float32), tl.zeros([CHUNK, BLOCK_V], tl.float32)
         for i in tl.static_range(TILES):
             k0 = i * BLOCK_K
             if e_ptr is None:
@@ -145,7 +147,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
                 if TMA:
                     store_block(states_there, operand, chunk * H * K + k0, 0, 0, v0, V, TMA)
                 else:
-                    store_tile(states_ptr + tl.cast(chunk, tl.int64) * H * K * V, operand, k0, K, V, v0, V, 1)
+                    store_tile(states_there[0] + tl.cast(chunk, tl.int64) * H * K * V, operand, k0, K, V, v0, V, 1)
             if out_ptr is not None:
                 o = tl.dot(q, operand, o, input_precision=PRECISION)
         if rise_ptr is not None:
@@ -187,10 +189,10 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             ahead += (right(tl.trans(k), written, now, PRECISION),)  # type: ignore[assignment]
         if errors_ptr is not None:
             if BLOCK_V > 32:  # shared memory has no room for a tile to be stored from
-                store_in_two(errors_ptr + tokens * V, apart, d, t0, stop, H * V, v0, V)
+                store_in_two(errors_ptr + tokens * V, tl.cast(B, tl.int64) * T * H * V, d, t0, stop, H * V, v0, V)
             else:
                 said = d
-                if errors_ptr.dtype.element_ty == tl.bfloat16:
+                if HALVES and not PER_CHANNEL:
                     said, unsaid = nearest_in_two(d)
                     store_block(unsaid_there, unsaid, t0, stop, H * V, v0, V, TMA)
                 store_block(errors_there, said, t0, stop, H * V, v0, V, TMA)
@@ -260,15 +262,10 @@ def forward(
     `wide_walks`, kernels_gluon.py, where they are given), which `joins` tells how each piece begins
     (kernels_triton_token_joins.py), or with gates per channel `channel_walks` (kernels_triton_channel_walks.py).
     """
-    B, T, _, H, K, V, N = call.sizes
+    *_, H, K, V, _ = call.sizes
     v, target = call.v, target_of(call.v.device)
-    halves = stored(v.dtype) == torch.bfloat16
     inverse, products, gated = made
     final = torch.empty(call.ends, H, K, V, dtype=torch.float32, device=v.device)
-    q = call.q if gated.query is None else gated.query
-    k, e = (call.k, call.erase) if gated.key is None else (gated.key, gated.erase)
-    write = call.beta if gated.write is None else gated.write
-    assert q is not None and k is not None
     pieces, tiles = way.cut, call.tiles
     whole = not pieces.tokens and by_tma(v) and K in (64, 128) and V % 8 == 0  # as channel_walks.fits asks
     turned = (128 if parts is None else 64) if whole else 0  # states take shared memory
@@ -292,20 +289,39 @@ def forward(
         channel_walks.forward(call, parts, inverse, products, gated, out, final, pieces.programs * H * blocks, walk)
         return final
 
-    def go(programs: int, *results: Tensor | None) -> None:
-        launch(
-            walk_kernel, (programs,),
-            q, k, e, v, inverse, products, gated.rise, write, gated.total,
-            call.state, call.offsets, pieces.M, pieces.N, *results,
-            q.stride(), k.stride()[-4:], strides(e), v.stride(), write.stride(), strides(call.state),
-            call.scale, T, N, H, H // call.q.shape[2], K, V, B * T * H * K, B * T * H * V,
-            config=walk, PER_CHANNEL=gated.key is not None,
-            PRECISION=float_precision(v.dtype, target),
-            JOIN=precision(torch.float32, target), CHUNK=CHUNK, PIECE=pieces.tokens, TILES=-(-K // walk["BLOCK_K"]),
-            TMA=target.arch == 90 and halves and K % walk["BLOCK_K"] == 0 and all(map(by_tma, (q, k, e, v))),
-        )  # fmt: skip
-
+    go = _walk(call, made, pieces, walk)
     if pieces.tokens:
         go(pieces.slots * H * (blocks + -(-K // walk["BLOCK_V"])), None, None, None, None)
     go(pieces.programs * H * blocks, out, final, *((None, None) if parts is None else (parts.errors, parts.states)))
     return final
+
+
+def _walk(call: Any, made: tuple[Tensor, Tensor, Any], pieces: Any, walk: Config) -> Callable[..., None]:
+    """What launches so many programs of `walk_kernel`, which fill (out, final, errors, states) or find maps."""
+    B, T, _, H, K, V, N = call.sizes
+    v, target, (inverse, products, gated) = call.v, target_of(call.v.device), made
+    halves = stored(v.dtype) == torch.bfloat16
+    q = call.q if gated.query is None else gated.query
+    k, e = (call.k, call.erase) if gated.key is None else (gated.key, gated.erase)
+    write = call.beta if gated.write is None else gated.write
+    key, value = walk["BLOCK_K"], walk["BLOCK_V"]
+    able = target.arch == 90 and halves and K % key == 0 and all(map(by_tma, (q, k, e, v)))
+    operands = (q, k, e, v) if gated.key is None else ()  # else k and e are two each
+    by = tiles_of(able, V % value == 0 and bool(operands), CHUNK, call.offsets, *operands)
+
+    def go(programs: int, out: Tensor | None, final: Tensor | None, errors: Tensor | None, states: Any) -> None:
+        launch(
+            walk_kernel, (programs,),
+            by.rows(q, CHUNK, key), by.rows(k, CHUNK, key), by.rows(e, CHUNK, key), by.rows(v, CHUNK, value),
+            by.rows(inverse, CHUNK, CHUNK), by.rows(products, CHUNK, CHUNK), gated.rise, write, gated.total,
+            call.state, call.offsets, pieces.M, pieces.N, by.rows(out, CHUNK, value), final,
+            by.rows(errors, CHUNK, value) if value <= 32 else errors, by.lines(states, key, value),
+            q.stride(), k.stride()[-4:], strides(e), v.stride(), write.stride(), strides(call.state),
+            call.scale, B, T, N, H, H // call.q.shape[2], K, V, B * T * H * K,
+            config=walk, PER_CHANNEL=gated.key is not None, HALVES=halves,
+            PRECISION=float_precision(v.dtype, target),
+            JOIN=precision(torch.float32, target), CHUNK=CHUNK, PIECE=pieces.tokens, TILES=-(-K // walk["BLOCK_K"]),
+            TMA=by.tma,
+        )  # fmt: skip
+
+    return go

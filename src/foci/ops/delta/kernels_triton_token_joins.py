@@ -40,7 +40,7 @@ def join_kernel(  # type: ignore[no-untyped-def]
     last = tl.max(tl.where(slow > 0, piece, 0), 0)
     if last == 0:
         return
-    there = turned_maps(M_ptr, at, H, last, K)
+    there = turned_maps(M_ptr, at, H, last, K, 1)
     S = load_tile(N_ptr + at * K * V, v0, V, K, 0, K, 1, BLOCK_V, K)
     for i in tl.range(1, last):
         store_tile(first_ptr + (at + i * H) * K * V, S, v0, V, K, 0, K, 1)

@@ -46,13 +46,14 @@ from foci.tiles.affine import (
     turned,
     with_unit,
 )
-from foci.tiles.memory import opened, present
+from foci.tiles.maps import tiles_of
+from foci.tiles.memory import lines_of, loaded, own_rows, present, put, rows_of, unless
 from foci.tiles.near import UNREAD
 from foci.tiles.pieces import forgotten, remembered, share, silent, slow_pieces
 from foci.tiles.state import halves, in_two, nearest_in_two, sequence
 
 CHUNK = 64
-SHORTEST = 10  # chunks of a piece
+SHORTEST, FEW, SHORTEST_OF_FEW = 8, 3, 10  # chunks of a piece; of up to so many pieces
 FAR = 32  # chunks that warm a piece up at most, where it can be told by maps what is before it
 
 
@@ -60,9 +61,9 @@ FAR = 32  # chunks that warm a piece up at most, where it can be told by maps wh
 def token_walk_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, v_ptr, X_ptr, A_ptr, rows_ptr, total_ptr, reach_ptr, slow_ptr, M_ptr, N_ptr, state_ptr,
     offsets_ptr, out_ptr, final_ptr, lost_ptr, errors_ptr, states_ptr,
-    q_strides, k_strides, e_strides, v_strides, state_strides, scale, T, N, H, R, V, apart, pieces,
+    q_strides, k_strides, e_strides, v_strides, state_strides, scale, B, T, N, H, R, V, pieces,
     EXACT: tl.constexpr, FAR: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V columns of one head's state through one sequence, and what its tokens read: `walk_kernel`.
 
@@ -83,7 +84,7 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
         n, piece = n // pieces, rest // H % pieces
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
     row, chunks = tl.cast(b, tl.int64), tl.cdiv(stop - start, CHUNK)
-    tokens, first = row * T * H + h, tl.cast(slot, tl.int64) * H + h
+    first = tl.cast(slot, tl.int64) * H + h
     behind_V = v0 - tl.cdiv(V, BLOCK_V) * BLOCK_V
     if out_ptr is None:  # before anything else, as mostly nothing else is to be done
         later = (piece < pieces - 1).to(tl.int32)
@@ -93,27 +94,24 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
                 tl.store(slow_ptr + rest, slow)
         if (later == 0) | ((piece == 0) & (behind_V >= 0)):
             return
-    k_there = opened(k_ptr + row * k_strides[0] + h // R * k_strides[2], stop, k_strides[1], K, CHUNK, BLOCK_K, True)
+    k_there = rows_of(k_ptr, row, h // R, T, stop, k_strides, K, CHUNK, BLOCK_K, TMA)
     e_there = k_there
     if e_ptr is not None:
-        e_ptr += row * e_strides[0] + h // R * e_strides[2]
-        e_there = opened(e_ptr, stop, e_strides[1], K, CHUNK, BLOCK_K, True)
-    v_there = opened(v_ptr + row * v_strides[0] + h * v_strides[2], stop, v_strides[1], V, CHUNK, BLOCK_V, True)
-    width: tl.constexpr = (4 if EXACT else 2) * CHUNK
+        e_there = rows_of(e_ptr, row, h // R, T, stop, e_strides, K, CHUNK, BLOCK_K, TMA)
+    v_there = rows_of(v_ptr, row, h, T, stop, v_strides, V, CHUNK, BLOCK_V, TMA)
+    if out_ptr is None:
+        v_there = unless(v_there, behind_V >= 0, H * V)
     lines: tl.constexpr = 3 if EXACT else 2
-    X_there = opened(X_ptr + tokens * width, stop, H * width, 2 * CHUNK, CHUNK, CHUNK, True)
+    X_there = own_rows(X_ptr, row, h, T, H, stop, (4 if EXACT else 2) * CHUNK, CHUNK, CHUNK, TMA)
     if out_ptr is not None:
-        q_ptr += row * q_strides[0] + h // R * q_strides[2]
-        q_there = opened(q_ptr, stop, q_strides[1], K, CHUNK, BLOCK_K, True)
-        A_there = opened(A_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
-        out_there = opened(out_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
+        q_there = rows_of(q_ptr, row, h // R, T, stop, q_strides, K, CHUNK, BLOCK_K, TMA)
+        A_there = own_rows(A_ptr, row, h, T, H, stop, 2 * CHUNK, CHUNK, CHUNK, TMA)
+        out_there = own_rows(out_ptr, row, h, T, H, stop, V, CHUNK, BLOCK_V, TMA)
     if states_ptr is not None:
-        states_ptr += first * K * V
-        states_there = opened(states_ptr, chunks * H * K, V, V, BLOCK_K // 2, BLOCK_V, True)
-        errors_there = opened(errors_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
-        unsaid_there = opened(errors_ptr + apart + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
-    rows_ptr += first * lines * CHUNK
-    rows_there = opened(rows_ptr, lines * H * chunks, CHUNK, CHUNK, 1, CHUNK, True)
+        states_there = lines_of(states_ptr, first * K, chunks * H * K, V, BLOCK_K // 2, BLOCK_V, TMA)
+        errors_there = own_rows(errors_ptr, row, h, T, H, stop, V, CHUNK, BLOCK_V, TMA)
+        unsaid_there = own_rows(errors_ptr, row + B, h, T, H, stop, V, CHUNK, BLOCK_V, TMA)
+    rows_there = lines_of(rows_ptr, first * lines, lines * H * chunks, CHUNK, 1, CHUNK, TMA)
     if state_ptr is not None:
         state_ptr += n * state_strides[0] + h * state_strides[1]
     rows = K if out_ptr is not None or piece == 0 else 0
@@ -139,7 +137,7 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
             begin = own if reach_ptr is None else start + known * CHUNK
             first_state = S[0] * tl.where(known == 0, 1.0, 0.0) + lost
             if M_ptr is not None:
-                first_state = joined_turned(first_state, M_ptr, N_ptr, n * pieces * H + h, H, others, v0, V)
+                first_state = joined_turned(first_state, M_ptr, N_ptr, n * pieces * H + h, H, others, v0, V, TMA)
             S = (first_state,)
     for phase in tl.static_range(0 if reach_ptr is not None or out_ptr is None else 1, 1 if out_ptr is None else 2):
         t1, t2 = begin, own
@@ -149,9 +147,9 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
             gone = tl.load(total_ptr + first + (t1 - start) // CHUNK * H, mask=t1 < stop, other=0.0)
         for t0 in tl.range(t1, t2, CHUNK):
             chunk = (t0 - start) // CHUNK
-            v = v_there.load([t0, v0])
+            v = loaded(v_there, t0, v0)
             if phase == 1:
-                A, A_lost = A_there.load([t0, 0]), A_there.load([t0, CHUNK])
+                A, A_lost = loaded(A_there, t0, 0), loaded(A_there, t0, CHUNK)
             k = load_columns(k_there, t0, TILES, BLOCK_K)
             if phase == 1:
                 q = load_columns(q_there, t0, TILES, BLOCK_K)
@@ -160,20 +158,20 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
                 e = load_columns(e_there, t0, TILES, BLOCK_K)
             second = t0
             if EXACT:  # behind the end lie zeros
-                second = tl.where(tl.load(rows_ptr + (chunk * H + 1) * lines * CHUNK - 1) != 0.0, t0, stop)
-            X, X_lost = X_there.load([t0, 0]), X_there.load([second, CHUNK])
-            write = rows_there.load([lines * H * chunk + 1, 0])
+                second = tl.where(tl.load(rows_ptr + (first + chunk * H + 1) * lines * CHUNK - 1) != 0.0, t0, stop)
+            X, X_lost = loaded(X_there, t0, 0), loaded(X_there, second, CHUNK)
+            write = loaded(rows_there, lines * H * chunk + 1, 0)
             read, o = tl.zeros([BLOCK_V, CHUNK], tl.float32), tl.zeros([BLOCK_V, CHUNK], tl.float32)
             for i in tl.static_range(TILES):
                 operand = S[i].to(tl.bfloat16)
                 if states_ptr is not None and phase == 1:
                     left, right = tl.split(tl.permute(tl.reshape(operand, [BLOCK_V, 2, BLOCK_K // 2]), [0, 2, 1]))
-                    states_there.store([chunk * H * K + i * BLOCK_K, v0], tl.trans(left))
+                    put(states_there, tl.trans(left), chunk * H * K + i * BLOCK_K, v0)
                 read = tl.dot(operand, tl.trans(e[i]), read)
                 if states_ptr is not None and phase == 1:  # each from the same place in shared memory
-                    states_there.store([chunk * H * K + i * BLOCK_K + BLOCK_K // 2, v0], tl.trans(right))
+                    put(states_there, tl.trans(right), chunk * H * K + i * BLOCK_K + BLOCK_K // 2, v0)
                 if total_ptr is not None and i == TILES - 1:
-                    rise = rows_there.load([lines * H * chunk, 0])
+                    rise = loaded(rows_there, lines * H * chunk, 0)
                 if phase == 1:
                     o = tl.dot(operand, tl.trans(q[i]), o)
             if total_ptr is not None:
@@ -192,13 +190,13 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
                 o = halves(high, low, tl.trans(A), tl.trans(A_lost), o)
             if states_ptr is not None and phase == 1:
                 said, unsaid = nearest_in_two(d)
-                errors_there.store([t0, v0], tl.trans(said))
+                put(errors_there, tl.trans(said), t0, v0)
             high, low = in_two(d * write)
             S = added(S, high, low, k, TILES)
             if phase == 1:
-                out_there.store([t0, v0], tl.trans(o).to(out_there.dtype))
+                put(out_there, tl.trans(o), t0, v0)
             if states_ptr is not None and phase == 1:
-                unsaid_there.store([t0, v0], tl.trans(unsaid))
+                put(unsaid_there, tl.trans(unsaid), t0, v0)
     if out_ptr is None:
         store_turned_map(M_ptr, N_ptr, S[0], rest.to(tl.int64), v0, V)
     elif reach_ptr is not None:
@@ -211,11 +209,11 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def token_walk_back_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, rows_ptr, total_ptr, reach_ptr, A_ptr, X_ptr, slow_ptr, M_ptr, N_ptr, d_out_ptr, d_final_ptr,
-    offsets_ptr, dv_ptr, unsaid_ptr, ends_ptr, d_state_ptr,
+    q_ptr, k_ptr, e_ptr, rows_ptr, total_ptr, reach_ptr, A_ptr, X_ptr, slow_ptr, M_ptr, N_ptr, do_ptr, d_out_ptr,
+    d_final_ptr, offsets_ptr, dv_ptr, unsaid_ptr, ends_ptr, d_state_ptr,
     q_strides, k_strides, e_strides, d_out_strides, d_final_strides, scale, T, N, H, R, V, pieces,
     FAR: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    BLOCK_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V columns of one head's dS through one sequence, last chunk to first: the backward's `walk_kernel`.
 
@@ -235,7 +233,7 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
         n, piece = n // pieces, rest // H % pieces
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
     row, count = tl.cast(b, tl.int64), tl.cdiv(stop - start, CHUNK)
-    tokens, first = row * T * H + h, tl.cast(slot, tl.int64) * H + h
+    first = tl.cast(slot, tl.int64) * H + h
     behind_V = v0 - tl.cdiv(V, BLOCK_V) * BLOCK_V
     d_out_ptr += row * d_out_strides[0] + h * d_out_strides[2]
     if d_final_ptr is not None:
@@ -255,20 +253,20 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
     if dv_ptr is None:  # noqa: SIM102  a constant and a tensor
         if (later == 0) | ((piece == 0) & (behind_V >= 0)):
             return
-    q_there = opened(q_ptr + row * q_strides[0] + h // R * q_strides[2], stop, q_strides[1], K, CHUNK, BLOCK_K, True)
-    k_there = opened(k_ptr + row * k_strides[0] + h // R * k_strides[2], stop, k_strides[1], K, CHUNK, BLOCK_K, True)
+    q_there = rows_of(q_ptr, row, h // R, T, stop, q_strides, K, CHUNK, BLOCK_K, TMA)
+    k_there = rows_of(k_ptr, row, h // R, T, stop, k_strides, K, CHUNK, BLOCK_K, TMA)
     if e_ptr is not None:
-        e_there = opened(
-            e_ptr + row * e_strides[0] + h // R * e_strides[2], stop, e_strides[1], K, CHUNK, BLOCK_K, True
-        )
-    do_there = opened(d_out_ptr, stop, d_out_strides[1], V, CHUNK, BLOCK_V, True)
-    A_there = opened(A_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
-    X_there = opened(X_ptr + 2 * tokens * CHUNK, stop, 2 * H * CHUNK, 2 * CHUNK, CHUNK, CHUNK, True)
+        e_there = rows_of(e_ptr, row, h // R, T, stop, e_strides, K, CHUNK, BLOCK_K, TMA)
+    do_there = rows_of(do_ptr, row, h, T, stop, d_out_strides, V, CHUNK, BLOCK_V, TMA)
+    if dv_ptr is None:
+        do_there = unless(do_there, behind_V >= 0, H * V)
+    A_there = own_rows(A_ptr, row, h, T, H, stop, 2 * CHUNK, CHUNK, CHUNK, TMA)
+    X_there = own_rows(X_ptr, row, h, T, H, stop, 2 * CHUNK, CHUNK, CHUNK, TMA)
     if dv_ptr is not None:
-        dv_there = opened(dv_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
-        unsaid_there = opened(unsaid_ptr + tokens * V, stop, H * V, V, CHUNK, BLOCK_V, True)
-        ends_there = opened(ends_ptr + first * K * V, count * H * K, V, V, BLOCK_K // 2, BLOCK_V, True)
-    rows_there = opened(rows_ptr + first * 2 * CHUNK, 2 * H * count, CHUNK, CHUNK, 1, CHUNK, True)
+        dv_there = own_rows(dv_ptr, row, h, T, H, stop, V, CHUNK, BLOCK_V, TMA)
+        unsaid_there = own_rows(unsaid_ptr, row, h, T, H, stop, V, CHUNK, BLOCK_V, TMA)
+        ends_there = lines_of(ends_ptr, first * K, count * H * K, V, BLOCK_K // 2, BLOCK_V, TMA)
+    rows_there = lines_of(rows_ptr, first * 2, 2 * H * count, CHUNK, 1, CHUNK, TMA)
     rows = K if dv_ptr is not None or piece == 0 else 0
     dS = load_state(d_final_ptr, d_final_strides, rows, v0, V, TILES, BLOCK_K, BLOCK_V)
     if dv_ptr is None:
@@ -298,7 +296,7 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
                 lost += forgotten(do_there, t1, start + count * CHUNK, v0, CHUNK, BLOCK_V)
                 last_state = dS[0] * tl.where(begin == 0, 1.0, 0.0) + lost[:, None]
             if M_ptr is not None:
-                last_state = joined_turned(last_state, M_ptr, N_ptr, n * pieces * H + h, H, others, v0, V)
+                last_state = joined_turned(last_state, M_ptr, N_ptr, n * pieces * H + h, H, others, v0, V, TMA)
             dS = (last_state,)
     for phase in tl.static_range(0 if reach_ptr is not None or dv_ptr is None else 1, 1 if dv_ptr is None else 2):
         i1, i2 = begin, own
@@ -309,22 +307,22 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
         for i in tl.range(i1, i2):
             chunk = count - 1 - i
             t0 = start + chunk * CHUNK
-            do, A, A_lost = do_there.load([t0, v0]), A_there.load([t0, 0]), A_there.load([t0, CHUNK])
-            X, X_lost = X_there.load([t0, 0]), X_there.load([t0, CHUNK])
+            do, A, A_lost = loaded(do_there, t0, v0), loaded(A_there, t0, 0), loaded(A_there, t0, CHUNK)
+            X, X_lost = loaded(X_there, t0, 0), loaded(X_there, t0, CHUNK)
             k, q = load_columns(k_there, t0, TILES, BLOCK_K), load_columns(q_there, t0, TILES, BLOCK_K)
             e = k
             if e_ptr is not None:
                 e = load_columns(e_there, t0, TILES, BLOCK_K)
-            write = rows_there.load([2 * H * chunk + 1, 0])
+            write = loaded(rows_there, 2 * H * chunk + 1, 0)
             read = tl.zeros([BLOCK_V, CHUNK], tl.float32)
             for j in tl.static_range(TILES):
                 operand = dS[j].to(tl.bfloat16)
                 if phase == 1:
                     left, right = tl.split(tl.permute(tl.reshape(operand, [BLOCK_V, 2, BLOCK_K // 2]), [0, 2, 1]))
-                    ends_there.store([chunk * H * K + j * BLOCK_K, v0], tl.trans(left))
+                    put(ends_there, tl.trans(left), chunk * H * K + j * BLOCK_K, v0)
                 read = tl.dot(operand, tl.trans(k[j]), read)
                 if phase == 1:  # each from the same place in shared memory
-                    ends_there.store([chunk * H * K + j * BLOCK_K + BLOCK_K // 2, v0], tl.trans(right))
+                    put(ends_there, tl.trans(right), chunk * H * K + j * BLOCK_K + BLOCK_K // 2, v0)
             dd = tl.dot(tl.trans(do), A, tl.dot(tl.trans(do), A_lost))
             if total_ptr is None:  # what roundings leave is not forgotten either
                 for j in tl.static_range(TILES):
@@ -336,7 +334,7 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
             if total_ptr is None:
                 by_read *= scale
             else:
-                rise = rows_there.load([2 * H * chunk, 0])
+                rise = loaded(rows_there, 2 * H * chunk, 0)
                 by_read *= scale * rise
                 dS = faded(dS, gone, TILES)
                 gone = tl.load(total_ptr + first + (chunk - 1) * H, mask=chunk > 0, other=0.0)
@@ -345,14 +343,14 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
             dv = halves(high, low, X, X_lost, tl.zeros_like(dd))
             if phase == 1:
                 said, unsaid = nearest_in_two(dv)
-                dv_there.store([t0, v0], tl.trans(said))
+                put(dv_there, tl.trans(said), t0, v0)
             by_erase = -dv
             if total_ptr is not None:
                 by_erase = dv * -rise
             high, low = in_two(by_erase)
             dS = added(dS, high, low, e, TILES)
             if phase == 1:
-                unsaid_there.store([t0, v0], tl.trans(unsaid))
+                put(unsaid_there, tl.trans(unsaid), t0, v0)
     if dv_ptr is None:
         store_turned_map(M_ptr, N_ptr, dS[0], rest.to(tl.int64), v0, V)
     elif d_state_ptr is not None:  # noqa: SIM102  a constant and a tensor
@@ -385,7 +383,9 @@ def shares(call: Any, target: Target, columns: int = 64) -> int:
     B, T, _, H, K, V, N = call.sizes
     if K > 128 or not (_forgets(call, target) and N):
         return 1
-    return max(1, min(target.processors // (N * H * -(-V // columns)), B * T // (N * CHUNK * SHORTEST)))
+    room, chunks = target.processors // (N * H * -(-V // columns)), B * T // (N * CHUNK)
+    several = min(room, chunks // SHORTEST)
+    return max(1, several if several > FEW else min(room, chunks // SHORTEST_OF_FEW))
 
 
 def wider(call: Any, target: Target) -> bool:
@@ -423,18 +423,25 @@ def forward(
     """
     B, T, G, H, K, V, N = call.sizes
     inverse, products, gated = made
-    target, q, k, e, v = target_of(call.v.device), call.q, call.k, call.erase, call.v
-    config = _config("token_walk", K, V, e, target)
+    q, k, e, v, rows = call.q, call.k, call.erase, call.v, gated.rows
+    config = _config("token_walk", K, V, e, target_of(v.device))
     blocks = -(-V // config["BLOCK_V"]) + (K // config["BLOCK_V"] if out is None else 0)
-    tile = K if K <= 128 else 64  # with 128 channels at once products wait for registers
+    tile, exact = K if K <= 128 else 64, rows.shape[2] > 2  # with 128 channels at once products wait for registers
+    key = CHUNK, tile
+    by = tiles_of(True, not exact and V % config["BLOCK_V"] == 0, CHUNK, call.offsets, q, k, e, v)
+    value, pair, (errors, states) = (
+        (CHUNK, config["BLOCK_V"]),
+        (CHUNK, CHUNK),
+        (None, None) if parts is None else (parts.errors, parts.states),
+    )
     launch(
         token_walk_kernel, (N * H * pieces * blocks,),
-        q, k, e, v, inverse, products, gated.rows, gated.total, gated.reach, slow, maps, ends, call.state,
-        call.offsets, out, final, lost, *((None, None) if parts is None else (parts.errors, parts.states)),
-        q.stride(), k.stride(), strides(e), v.stride(), strides(call.state), call.scale, T, N, H, H // G, V,
-        B * T * H * V, pieces,
-        config=config, EXACT=gated.rows.shape[2] > 2, FAR=FAR, CHUNK=CHUNK,
-        TILES=K // tile, BLOCK_K=tile,
+        by.rows(q, *key), by.rows(k, *key), by.rows(e, *key), by.rows(v, *value), by.rows(inverse, *pair),
+        by.rows(products, *pair), by.lines(rows, 1, CHUNK), gated.total, gated.reach, slow,
+        maps if out is None else by.lines(maps, K, K), ends, call.state, call.offsets, by.rows(out, *value), final,
+        lost, by.rows(errors, *value), by.lines(states, tile // 2, value[1]),
+        q.stride(), k.stride(), strides(e), v.stride(), strides(call.state), call.scale, B, T, N, H, H // G, V, pieces,
+        config=config, EXACT=exact, FAR=FAR, CHUNK=CHUNK, TILES=K // tile, BLOCK_K=tile, TMA=by.tma,
     )  # fmt: skip
 
 
@@ -448,12 +455,23 @@ def backward(
     `ends`, `maps` as the forward has them, found without dv.
     """
     _, T, G, H, K, V, N = call.sizes
-    target, q, k, e = target_of(call.v.device), call.q, call.k, call.erase
-    config = _config("token_walk_back", K, V, e, target)
-    blocks, tile = -(-V // config["BLOCK_V"]) + (K // config["BLOCK_V"] if results[0] is None else 0), min(K, 128)
+    q, k, e, (rows, total, reach, products, inverse), (dv, unsaid, behind, d_state) = (
+        call.q,
+        call.k,
+        call.erase,
+        kept,
+        results,
+    )
+    config = _config("token_walk_back", K, V, e, target_of(q.device))
+    blocks, tile = -(-V // config["BLOCK_V"]) + (K // config["BLOCK_V"] if dv is None else 0), min(K, 128)
+    by = tiles_of(True, V % config["BLOCK_V"] == 0, CHUNK, call.offsets, q, k, e, d_out)
+    key, value, pair = (CHUNK, tile), (CHUNK, config["BLOCK_V"]), (CHUNK, CHUNK)
     launch(
         token_walk_back_kernel, (N * H * pieces * blocks,),
-        q, k, e, *kept, slow, maps, ends, d_out, d_final, call.offsets, *results,
+        by.rows(q, *key), by.rows(k, *key), by.rows(e, *key), by.lines(rows, 1, CHUNK), total, reach,
+        by.rows(products, *pair), by.rows(inverse, *pair), slow,
+        maps if dv is None else by.lines(maps, K, K), ends, by.rows(d_out, *value), d_out, d_final, call.offsets,
+        by.rows(dv, *value), by.rows(unsaid, *value), by.lines(behind, tile // 2, value[1]), d_state,
         q.stride(), k.stride(), strides(e), d_out.stride(), strides(d_final), call.scale, T, N, H, H // G, V, pieces,
-        config=config, FAR=FAR, CHUNK=CHUNK, TILES=K // tile, BLOCK_K=tile,
+        config=config, FAR=FAR, CHUNK=CHUNK, TILES=K // tile, BLOCK_K=tile, TMA=by.tma,
     )  # fmt: skip

@@ -1,0 +1,43 @@
+"""What a launch tells a kernel of tiles: pointers, or maps for TMA, which a kernel takes 1 us each to make itself."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+class Tiles(NamedTuple):
+    """How a launch tells a kernel where tiles lie (tiles/memory.py: rows_of).
+
+    `tma`: 0 by pointers; 1 so too, of which the kernel makes maps; 2 by maps.
+    """
+
+    tma: int
+
+    def rows(self, x: Any, rows: int, columns: int) -> Any:
+        """Of a tensor [..,B,T,H,C] as a matrix [.. B T, H C], for tiles of so many rows and columns."""
+        return x if x is None or self.tma < 2 else _map(x, x.stride(-3), x.shape[-2] * x.shape[-1], rows, columns)
+
+    def lines(self, x: Any, rows: int, columns: int) -> Any:
+        """Of [..,C], one after another, as a matrix."""
+        return x if x is None or self.tma < 2 else _map(x, x.shape[-1], x.shape[-1], rows, columns)
+
+
+def _map(x: Any, step: int, width: int, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(x, [x.numel() // width, width], [step, 1], [rows, columns])
+
+
+def tiles_of(able: bool, whole: bool, chunk: int, offsets: Any, *operands: Any) -> Tiles:
+    """By TMA where it is `able` to read these tensors [B,T,H,C]; by maps where no tile of so many tokens is cut.
+
+    Neither by columns (`whole`), nor by a sequence's end, nor because what a map has for one matrix is none.
+    """
+    if not able:
+        return Tiles(0)
+    whole = whole and offsets is None
+    for x in operands:
+        if x is not None:
+            (B, T, H, C), (b, t, h, _) = x.shape, x.stride()
+            whole = whole and not (T % chunk or (B > 1 and b != T * t) or (H > 1 and h != C))
+    return Tiles(2 if whole else 1)
