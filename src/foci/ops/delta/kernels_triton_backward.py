@@ -310,12 +310,11 @@ def _walk(
     channels: Any, token_walks: Any, joins: Any, channel_walks: Any,
 ) -> tuple[Any, Tensor]:  # fmt: skip
     """dv [B,T,H,V] and the gradient of the state at each chunk's end, laid out as the states are; as `_room` has dv."""
-    call, d_value, R, H, K, V = problem.call, problem.found[2], problem.H // problem.G, problem.H, problem.K, problem.V
+    call, d_value, H, K, V = problem.call, problem.found[2], problem.H, problem.K, problem.V
     states, _, inverse, products, rise, write, gone, rows, reach = kept
     q, k, e, write = call.q, call.k, call.erase, call.beta if write is None else write
     if problem.per_channel:
         q, k, e, gone = channels.with_decays(problem, states)
-        R = 1
     two = call.v.dtype == torch.bfloat16 and not problem.per_channel
     dv, beside = _room(problem, two)
     config, operands = problem.config(*_named(call, problem.per_channel)), (q, k, e, d_out, d_value)
@@ -346,9 +345,30 @@ def _walk(
         blocks, narrow = apart, {**config.blocks, "BLOCK_V": _narrow(K)}
         config = Config(narrow, config.warps, min(config.stages, 2))
 
+    pairs, gates = (products, inverse), (rise, write, gone)
+    go = _launcher(problem, operands, pairs, gates, d_final, pieces, config, able, full)
+    if pieces.tokens:
+        # Made again and not kept: what a forward keeps is declared to the compiler, whose lengths are symbols.
+        go(pieces.slots * H * (blocks + -(-K // config["BLOCK_V"])), None, None, None, None)
+    go(pieces.programs * H * blocks, *results)
+    return (dv, beside) if two else dv, behind
+
+
+def _launcher(
+    problem: _Problem, operands: tuple[Tensor | None, ...], pairs: tuple[Tensor, Tensor],
+    gates: tuple[Tensor | None, ...], d_final: Tensor | None, pieces: Any, config: Config, able: bool, full: bool,
+) -> Callable[..., None]:  # fmt: skip
+    """What launches so many programs of `walk_kernel`, which fill dv, what it leaves, dS behind chunks and the first.
+
+    `able`: TMA can read the `operands`: q, k, e and the gradient of out, with others that only count for that.
+    """
+    (q, k, e, d_out, _), (products, inverse), (rise, write, gone) = operands, pairs, gates
+    H, K, V = problem.H, problem.K, problem.V
+    assert q is not None and k is not None and d_out is not None and write is not None
     key, value, pair = (CHUNK, config["BLOCK_K"]), (CHUNK, config["BLOCK_V"]), (CHUNK, CHUNK)
-    whole = problem.V % value[1] == 0 and not problem.per_channel
-    tiles = tiles_of(able, whole, CHUNK, call.offsets, *operands[:4])
+    rows = () if problem.per_channel else (q, k, e, d_out)  # else e is two
+    R, whole = 1 if problem.per_channel else H // problem.G, problem.V % value[1] == 0 and bool(rows)
+    tiles = tiles_of(able, whole, CHUNK, problem.call.offsets, *rows)
 
     def go(programs: int, *results: Any) -> None:
         dv, beside, behind, d_state = results
@@ -356,17 +376,13 @@ def _walk(
             walk_kernel, (programs,),
             tiles.rows(q, *key), tiles.rows(k, *key), tiles.rows(e, *key), rise, write, gone,
             tiles.rows(products, *pair), tiles.rows(inverse, *pair), tiles.rows(d_out, *value), d_final,
-            call.offsets, pieces.M, pieces.N, tiles.rows(dv, *value), tiles.rows(beside, *value),
+            problem.call.offsets, pieces.M, pieces.N, tiles.rows(dv, *value), tiles.rows(beside, *value),
             behind if full else tiles.lines(behind, key[1], value[1]), d_state,
             q.stride(), k.stride(), None if e is None else e.stride()[-4:], write.stride(), d_out.stride(),
-            strides(d_final), call.scale, problem.T, problem.N, H, R, K, V, q.numel(),
+            strides(d_final), problem.call.scale, problem.T, problem.N, H, R, K, V, q.numel(),
             config=config, PER_CHANNEL=problem.per_channel, HALVES=products.dtype == torch.bfloat16,
             PRECISION=problem.precision, JOIN=precision(torch.float32, problem.target), CHUNK=CHUNK,
             PIECE=pieces.tokens, BLOCKS=-(-K // config["BLOCK_K"]), TMA=tiles.tma, FULL=full,
         )  # fmt: skip
 
-    if pieces.tokens:
-        # Made again and not kept: what a forward keeps is declared to the compiler, whose lengths are symbols.
-        go(pieces.slots * H * (blocks + -(-K // config["BLOCK_V"])), None, None, None, None)
-    go(pieces.programs * H * blocks, *results)
-    return (dv, beside) if two else dv, behind
+    return go
