@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foci.core import steps, tune
+from foci.core import maps, steps, tune
 from foci.core.steps import Noting, Plan, choice, play
 
 N = 8
@@ -118,6 +118,47 @@ def test_little_that_nobody_else_sees_is_taken_at_once_and_much_when_it_is_wante
         [96, 64, 512], [32, 32, 512], [512], []
     ]  # fmt: skip
     assert [step.last for step in much.steps] == [(4,), (2, 5, 7), (8,), ()]
+
+
+@pytest.mark.parametrize("little", [0, 1 << 22])
+def test_maps_are_made_of_where_tensors_lie_now(little: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what was given, of what is made, of a part of it; each by its own way, as many times as it is played."""
+    descriptor = pytest.importorskip("triton.tools.tensor_descriptor").TensorDescriptor
+    monkeypatch.setattr(steps, "_LITTLE", little)
+    told: list[tuple[Any, ...]] = []
+    kernel = SimpleNamespace(run=lambda *given: told.append(given[9:]), function=0, packed_metadata=0, pre_run_hooks=())
+    made = iter("abc")
+    ways = [[lambda address, name=next(made): (name, address) for _ in range(n)] for n in (2, 1)]  # type: ignore[misc]
+    monkeypatch.setattr(maps, "makers", lambda *_: list(ways.pop(0)))
+    monkeypatch.setattr(maps, "beneath", lambda launch: (launch, ()))
+    x = torch.zeros(16, 64, dtype=torch.bfloat16)
+
+    def of(tensor: Tensor) -> Any:
+        return descriptor(tensor, [16, 64], [64, 1], [8, 64])
+
+    with Noting([x]) as noting:
+        out = torch.empty(2, 16, 64, dtype=torch.bfloat16)
+        noting.launched(kernel, kernel, (1, 1, 1), (of(x), 7, of(out[1]), out))
+        noting.launched(kernel, kernel, (1, 1, 1), (of(out), x))
+        plan = noting.plan((out,))
+    assert plan is not None
+    for _ in range(2):
+        told.clear()
+        other = torch.zeros(16, 64, dtype=torch.bfloat16)
+        (given,) = play(plan, [other], [other.data_ptr()])
+        assert given is not None
+        here, there = other.data_ptr(), given.data_ptr()
+        assert told[0] == (("a", here), 16, 64, 64, 1, 7, ("b", there + 2048), 16, 64, 64, 1, there)
+        assert told[1] == (("c", there), 16, 64, 64, 1, here)
+
+
+def test_a_launch_whose_maps_nobody_can_make_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    descriptor = pytest.importorskip("triton.tools.tensor_descriptor").TensorDescriptor
+    kernel = SimpleNamespace(run=print, function=0, packed_metadata=0, pre_run_hooks=())
+    x = torch.zeros(16, 64, dtype=torch.bfloat16)
+    with Noting([x]) as noting:
+        noting.launched(kernel, kernel, (1, 1, 1), (descriptor(x, [16, 64], [64, 1], [8, 64]),))
+        assert noting.plan((x,)) is None
 
 
 def test_numbers_that_are_merely_equal_are_told_apart() -> None:

@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from foci.tiles.memory import load_tile, store_tile
+from foci.tiles.maps import Tiles
+from foci.tiles.memory import lines_of, load_block, load_tile, own_rows, rows_of, store_block, store_tile, unless
 from tests.ops.in_triton import DEVICE
 
 ROWS, COLUMNS = 5, 3
@@ -79,4 +80,63 @@ def test_a_stride_of_0_is_one_row_many_times() -> None:
     x = torch.arange(3.0, device=DEVICE).expand(ROWS, 3)
     out = torch.empty(ROWS, 3, device=DEVICE)
     copy_kernel[(1,)](x, out, 0, 0, ROWS, 3, x.stride(), out.stride(), 8, 4)
+    assert torch.equal(out, x)
+
+
+B, T, H, C = 2, 32, 3, 16
+
+
+@triton.jit
+def rows_kernel(
+    x, own, lines, out_ptr, x_strides, T, H, C, first, none, OWN: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr
+):
+    """Tiles of head 1 in row 1 of the batch, from token 16 on; what is `none`; and some lines."""
+    if OWN:
+        there = own_rows(own, 1, 1, T, H, T, C, BLOCK, BLOCK, TMA)
+    else:
+        there = rows_of(x, 1, 1, T, T, x_strides, C, BLOCK, BLOCK, TMA)
+    there = unless(there, none != 0, H * C)
+    step = H * C if OWN else x_strides[1]
+    tile = load_block(there, 16, T, step, tl.where(none != 0, C, 0), C, 1, BLOCK, BLOCK, TMA)
+    store_tile(out_ptr, tile, 0, BLOCK, BLOCK, 0, BLOCK, 1)
+    there = lines_of(lines, first, 8, C, BLOCK, BLOCK, TMA)
+    tile = load_block(there, 1, 8, C, 0, C, 1, BLOCK, BLOCK, TMA)
+    store_tile(out_ptr + BLOCK * BLOCK, tile, 0, BLOCK, BLOCK, 0, BLOCK, 1)
+
+
+@triton.jit
+def put_kernel(x, out, x_strides, T, H, C, BLOCK: tl.constexpr, TMA: tl.constexpr):
+    """Each head's rows of x [B,T,H,C] to where they are in out."""
+    b, h, t0 = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK
+    here = rows_of(x, b, h, T, T, x_strides, C, BLOCK, BLOCK, TMA)
+    there = own_rows(out, b, h, T, H, T, C, BLOCK, BLOCK, TMA)
+    tile = load_block(here, t0, T, x_strides[1], 0, C, 1, BLOCK, BLOCK, TMA)
+    store_block(there, tile.to(tl.float32), t0, T, H * C, 0, C, TMA)
+
+
+def numbered() -> torch.Tensor:
+    """[B,T,H,C], heads 1 to 3 of six, all of them other numbers."""
+    whole = torch.arange(B * T * 2 * H * C, device=DEVICE).view(B, T, 2 * H, C) % 2039
+    return whole.to(torch.float16)[:, :, 1 : 1 + H]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("none", [0, 1])
+@pytest.mark.parametrize("tma", [0, 1, 2])
+def test_a_head_is_found_by_a_pointer_and_by_a_map(tma: int, none: int, own: bool) -> None:
+    """What is nothing is behind all heads, not in the next one."""
+    x, by = numbered(), Tiles(tma)
+    packed = x.contiguous()
+    lines, out = packed.view(-1, C), torch.full((2, 16, 16), torch.nan, device=DEVICE)
+    given = by.rows(x, 16, 16), by.rows(packed, 16, 16), by.lines(lines, 16, 16)
+    rows_kernel[(1,)](*given, out, x.stride(), T, H, C, 5, none, own, 16, tma)
+    assert torch.equal(out[0], torch.zeros_like(out[0]) if none else x[1, 16:32, 1].float())
+    assert torch.equal(out[1, :7], lines[6:13].float())  # what is behind 8 lines a map of all has
+
+
+@pytest.mark.parametrize("tma", [0, 1, 2])
+def test_tiles_go_back_to_where_they_were(tma: int) -> None:
+    x, by = numbered(), Tiles(tma)
+    out = torch.full((B, T, H, C), torch.nan, dtype=torch.float16, device=DEVICE)
+    put_kernel[(B, H, T // 16)](by.rows(x, 16, 16), by.rows(out, 16, 16), x.stride(), T, H, C, 16, tma)
     assert torch.equal(out, x)

@@ -25,6 +25,7 @@ from foci.ops.decay import kernels_triton_walks as walks  # isort: skip  after T
 
 NAMES = ("q", "k", "v", "log_decay", "bonus", "state")
 SQUARE: list[dict[str, Any]] = [
+    {"B": 2, "T": 192, "H": 2, "decay": "token", "state": True},  # of whole chunks: by maps for TMA (tiles/maps.py)
     {"B": 2, "T": 150, "H": 2, "decay": "token", "state": True},
     {"T": 130, "H": 4, "decay": "head", "state": True},
     {"T": 66, "decay": ""},
@@ -35,6 +36,7 @@ SQUARE: list[dict[str, Any]] = [
     {"T": 200, "H": 2, "decay": "token", "gates": Draw.extremes},
 ]
 CHANNELS: list[dict[str, Any]] = [
+    {"B": 2, "T": 128, "H": 2, "decay": "channel", "state": True},
     {"T": 130, "V": 96, "decay": "channel", "state": True},
     {"T": 70, "H": 4, "G": 2, "decay": "channel"},
     {"T": 130, "decay": "channel", "bonus": True, "offsets": (0, 3, 3, 130)},
@@ -68,6 +70,7 @@ class TestWithinBudget:
     @pytest.mark.parametrize(
         "more",
         [
+            {"B": 2, "T": 192, "H": 4, "G": 2},
             {"T": 70, "H": 4, "G": 2, "V": 40},
             {"T": 150, "K": 256, "H": 2, "G": 1, "V": 96, "state": True},
             {"T": 150, "K": 256, "H": 2, "decay": "head", "offsets": (0, 3, 3, 140, 150), "state": True},

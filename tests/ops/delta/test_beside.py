@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -59,15 +60,16 @@ def test_the_launch_behind_the_far_ones_alone_begins_beside_them(name: str, offs
             assert one.meta["FAR"] and one.meta["BESIDE"] and "launch_pdl" not in one.meta
             assert other.meta["BESIDE"] and not other.meta.get("FAR")
             # No memory of the first is given back before the second is there: that could be the second one's.
-            kept = [*other.arguments, *call, *made]
-            assert all(
-                any(x is y or x._base is y._base is not None for y in kept if isinstance(y, Tensor))
-                for x in one.arguments
-                if isinstance(x, Tensor)
-            )
+            kept = [*tensors(other.arguments), *tensors([*call, *made])]
+            assert all(any(x is y or x._base is y._base is not None for y in kept) for x in tensors(one.arguments))
     turned = {"channel_walk_kernel": "near_chunks_kernel"} if name == "sm_90" else {}  # others ask for no flags
     assert behind == ({**turned, "near_side_kernel": "near_side_kernel"} if able else {})
     assert all(each.meta["BESIDE"] == able for each in launches if each.kernel.fn.__name__ == "near_side_kernel")
+
+
+def tensors(told: Iterable[Any]) -> list[Tensor]:
+    """What a launch is told of, by maps too."""
+    return [x for x in (getattr(x, "base", x) for x in told) if isinstance(x, Tensor)]
 
 
 def all_of(call: Call) -> list[Tensor]:

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 # So many columns of states as the interpreter's four processors take at once.
 PROBLEMS = (
     Delta("state", B=1, T=70, H=2, K=128, V=128, decay="channel", state=True),
-    Delta("whole", B=2, T=64, H=1, K=128, V=128, decay="channel", alike="correlated", beta=2.0, full=True),
+    Delta("whole", B=2, T=128, H=2, K=128, V=128, decay="channel", alike="correlated", beta=2.0, full=True),
     Delta(
         "packed", B=1, T=90, H=1, K=128, V=104, decay="channel", offsets=(0, 66, 90), state=True, erase=True,
         beta=2.0,

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from foci.core.tune import interpreting
+from foci.ops.delta import pieces
 from foci.ops.delta.api import delta_rule
 from foci.ops.delta.cases import Delta
 from foci.ops.delta.spec import SPEC
+from foci.ops.stretches import cut_into
 from tests.ops.in_bfloat16 import PRODUCT, by_three, halves, shortened  # noqa: F401  a fixture
 from tests.ops.in_triton import there
 from tests.ops.recurrences import BUDGET, answers, error, exact, inputs_of
@@ -69,6 +71,7 @@ def test_the_budget_of_half_precision_holds(name: str, cut: list[str]) -> None:
 @pytest.mark.parametrize(
     "problem",
     [
+        Delta("whole chunks", B=2, T=128, H=4, G=2, K=16, V=16, decay="token", state=True),
         Delta("token", B=1, T=150, H=2, G=1, K=16, V=24, decay="token", state=True),
         Delta("channel", B=1, T=70, H=2, K=16, V=16, decay="channel", state=True),
         Delta("packed", B=1, T=150, H=1, K=16, V=8, decay="token", erase=True, offsets=(0, 3, 3, 140, 150), state=True),
@@ -79,6 +82,20 @@ def test_the_budget_of_half_precision_holds(name: str, cut: list[str]) -> None:
 )
 def test_the_budget_of_bfloat16_holds(problem: Delta) -> None:
     inputs: dict[str, Any] = problem.case.make(torch.bfloat16, torch.device("cpu"), 0)
+    found = answers(delta_rule, SPEC, inputs, "triton")
+    truth: dict[str, Tensor] = answers(delta_rule, SPEC, exact(inputs), "reference")
+    errors = {n: error(found[n], truth[n]) for n in truth if truth[n].numel()}
+    assert all(e <= BUDGET[torch.bfloat16] for e in errors.values()), errors
+
+
+@pytest.mark.usefixtures("halves")
+@pytest.mark.parametrize("decay", ["token", ""])
+def test_it_holds_in_pieces_that_begin_by_maps(decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whole chunks and several heads, so that a map for TMA has the next head's values where these have none."""
+    monkeypatch.setattr(pieces, "cut", lambda N, B, T, packed, *_: cut_into(128, N, T, packed))
+    inputs: dict[str, Any] = Delta("", B=2, T=384, H=4, G=2, K=16, V=16, decay=decay, state=True).case.make(
+        torch.bfloat16, torch.device("cpu"), 0
+    )
     found = answers(delta_rule, SPEC, inputs, "triton")
     truth: dict[str, Tensor] = answers(delta_rule, SPEC, exact(inputs), "reference")
     errors = {n: error(found[n], truth[n]) for n in truth if truth[n].numel()}

@@ -30,6 +30,7 @@ from foci.ops.delta import kernels_triton_token_joins as joins  # isort: skip  a
 from foci.ops.delta import kernels_triton_token_walks as token_walks  # isort: skip
 
 MORE = [
+    {"B": 2, "T": 128, "V": 128, "state": True},  # of whole chunks: by maps for TMA (tiles/maps.py)
     {"B": 2, "T": 150, "V": 128, "state": True},
     {"T": 150, "erase": True, "offsets": (0, 3, 3, 140, 150), "state": True},
     {"T": 70, "K": 128, "V": 96, "decay": "", "beta": 2.0},
@@ -95,6 +96,8 @@ def halted(draw: Draw, *shape: int) -> Tensor:
 
 AT_ONCE, IN_THREE, NEVER = all_of(-3.0), all_of(-0.6), all_of(-1e-3)  # chunks
 IN_PIECES = [
+    {"B": 2, "T": 384, "H": 2, "state": True},
+    {"T": 448, "H": 2, "G": 2, "gates": NEVER},
     {"T": 390, "H": 2, "state": True},
     {"T": 330, "K": 128, "V": 96, "gates": AT_ONCE},
     {"T": 510, "gates": IN_THREE, "state": True},
@@ -327,6 +330,7 @@ class TestInPieces:
 
 
 BY_MAPS = [
+    {"B": 2, "T": 384, "H": 4, "state": True},
     {"B": 2, "T": 330, "state": True},
     {"T": 385, "K": 128, "V": 96, "decay": "", "beta": 2.0, "state": True},
     {"T": 130, "erase": True, "state": True},
