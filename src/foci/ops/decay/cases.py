@@ -68,7 +68,7 @@ LARGE_PROBLEMS = (
     Linear("width 128", T=256, K=128),
     Linear("width 128, per head", T=2112, H=4, K=128, decay="head"),  # four: an RMS of one number is none
     Linear("width 128, per token", T=256, K=128, decay="token"),
-    Linear("width 256", T=130, H=16, K=256),
+    Linear("width 256", T=128, H=16, K=256),
     Linear("width 256, per token", T=130, H=2, K=256, decay="token"),
     Linear("width 256, 16 heads, per token", T=130, H=16, K=256, decay="token"),
     Linear("width 256, per channel", T=130, H=16, K=256, decay="channel"),
@@ -81,6 +81,7 @@ LARGE_PROBLEMS = (
     Linear("width 128, 32 heads", B=1, T=4096, H=32, K=128),
     Linear("width 128, 32 heads, per head", B=1, T=4096, H=32, K=128, decay="head"),
     Linear("width 128, 24 heads, per token", B=1, T=4096, H=24, K=128, decay="token"),
+    Linear("width 128, 24 heads, no whole chunks", B=1, T=4090, H=24, K=128, decay="token"),
     Linear("width 128, 24 heads, per channel", B=1, T=4096, H=24, K=128, decay="channel"),
     Linear("width 64, bonus, 60 heads", B=1, T=4096, H=60, K=64, decay="channel", bonus=True),
 )
