@@ -26,7 +26,7 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 from foci.cli_tune_ahead import Offline as _Offline
 from foci.cli_tune_ahead import gpu
 from foci.core.assembler import assembling, chosen, persistent
-from foci.core.maps import is_map
+from foci.core.tensor_maps import is_map
 from foci.core.tune import Launch, Target
 
 FORMAT = 5  # of a record: what is read from a compiled kernel; a change makes every cached record unfit

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from foci.cli_check import FUNCTIONS
-from foci.core import maps, plans, steps, tune
+from foci.core import plans, steps, tensor_maps, tune
 from foci.ops import SPECS
 from foci.ops.masks import Causal, Dense, Lengths, Packed, Window, lower
 from foci.ops.softmax.api import attention_with_lse
@@ -73,8 +73,10 @@ def test_pieces_that_begin_by_maps_have_a_plan_too(monkeypatch: pytest.MonkeyPat
         start(kernel, *rest)
 
     monkeypatch.setattr(tune, "_start", begin)
-    monkeypatch.setattr(maps, "makers", lambda _, told: [lambda address: address for _ in filter(maps.is_map, told)])
-    monkeypatch.setattr(maps, "beneath", lambda launch: (launch, ()))
+    monkeypatch.setattr(
+        tensor_maps, "makers", lambda _, told: [lambda address: address for _ in filter(tensor_maps.is_map, told)]
+    )
+    monkeypatch.setattr(tensor_maps, "beneath", lambda launch: (launch, ()))
     monkeypatch.setattr("foci.ops.delta.gpu.unsuitable", lambda *_: [])  # the interpreter's reason against bfloat16
     q, k, v = (torch.empty(1, 6144, 1, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     gates = torch.empty(1, 6144, 1)

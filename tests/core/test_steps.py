@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foci.core import maps, steps, tune
+from foci.core import steps, tensor_maps, tune
 from foci.core.steps import Noting, Plan, choice, play
 
 N = 8
@@ -129,8 +129,8 @@ def test_maps_are_made_of_where_tensors_lie_now(little: int, monkeypatch: pytest
     kernel = SimpleNamespace(run=lambda *given: told.append(given[9:]), function=0, packed_metadata=0, pre_run_hooks=())
     made = iter("abc")
     ways = [[lambda address, name=next(made): (name, address) for _ in range(n)] for n in (2, 1)]  # type: ignore[misc]
-    monkeypatch.setattr(maps, "makers", lambda *_: list(ways.pop(0)))
-    monkeypatch.setattr(maps, "beneath", lambda launch: (launch, ()))
+    monkeypatch.setattr(tensor_maps, "makers", lambda *_: list(ways.pop(0)))
+    monkeypatch.setattr(tensor_maps, "beneath", lambda launch: (launch, ()))
     x = torch.zeros(16, 64, dtype=torch.bfloat16)
 
     def of(tensor: Tensor) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foci.core import maps, tune
+from foci.core import tensor_maps, tune
 
 _ATEN = torch.ops.aten
 _EMPTY = {_ATEN.empty.memory_format, _ATEN.new_empty.default, _ATEN.empty_like.default, _ATEN.empty_strided.default}
@@ -66,7 +66,7 @@ class _At(NamedTuple):
 
 
 class _Map(NamedTuple):
-    """A map for TMA of what lies there, as `make` makes it of an address (maps.py)."""
+    """A map for TMA of what lies there, as `make` makes it of an address (tensor_maps.py)."""
 
     at: _At
     make: Callable[[int], Any]
@@ -233,9 +233,9 @@ class Noting(TorchDispatchMode):
 
     def launched(self, kernel: Any, compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         told: list[Any] = []
-        makers = maps.makers(compiled, arguments)
+        makers = tensor_maps.makers(compiled, arguments)
         for x in arguments:
-            lies = x.base if maps.is_map(x) else x
+            lies = x.base if tensor_maps.is_map(x) else x
             if isinstance(lies, Tensor):
                 slot = self._slot(lies)
                 if slot is None or (lies.numel() == 0 and self.starts[slot]):  # whose pointer is 0, wherever it lies
@@ -334,7 +334,7 @@ def _row(launch: _Launch, turn: int, first: int, made: list[_Made]) -> _Row:
     """A launch with all that its launcher is told; the memory that it asks for itself is made like all other."""
     how = tune.started(launch.compiled, launch.grid)
     if any(isinstance(x, _Map) for x in launch.told):  # they are made by who plays
-        how = how._replace(launch=maps.beneath(how.launch)[0])
+        how = how._replace(launch=tensor_maps.beneath(how.launch)[0])
     scratch = _At(first + len(made), 0)
     if how.scratch:
         made.append(_Made(torch.empty, (how.scratch,), (1,), torch.uint8, turn))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from foci.core import maps
+from foci.core import tensor_maps
 
 descriptor = pytest.importorskip("triton.tools.tensor_descriptor").TensorDescriptor
 driver = pytest.importorskip("triton.backends.nvidia.driver")
@@ -26,8 +26,8 @@ def launcher(ways: list[Any] | None, seen: list[Any]) -> Any:
 
 
 def test_a_map_is_known_as_one_and_nothing_else_is() -> None:
-    assert maps.is_map(a_map())
-    assert not any(map(maps.is_map, (None, 3, torch.empty(2), (a_map(),), SimpleNamespace(base=1))))
+    assert tensor_maps.is_map(a_map())
+    assert not any(map(tensor_maps.is_map, (None, 3, torch.empty(2), (a_map(),), SimpleNamespace(base=1))))
 
 
 def test_the_launcher_beneath_is_what_tritons_own_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def test_the_launcher_beneath_is_what_tritons_own_calls(monkeypatch: pytest.Monk
     seen: list[Any] = []
     first, second = a_map(), a_map()
     compiled = SimpleNamespace(run=SimpleNamespace(launch=launcher([WAY, WAY], seen)))
-    makers = maps.makers(compiled, (3, first, second))
+    makers = tensor_maps.makers(compiled, (3, first, second))
     expanded = [x for make, each in zip(makers, (first, second), strict=True)
                 for x in (make(each.base.data_ptr()), *each.shape, *each.strides)]  # fmt: skip
     assert len(makers) == 2 and expanded[0] == ("map", first.base.data_ptr()) and expanded[1:5] == [16, 64, 64, 1]
@@ -51,7 +51,7 @@ def test_the_launcher_beneath_is_what_tritons_own_calls(monkeypatch: pytest.Monk
     head = (1, 1, 1, 0, 5, False, False, None, None, (4, 1, 99), None, None, None)
     nested = driver.wrap_handle_tensordesc.__code__.co_consts and "kernel_args" in _names(compiled.run.launch)
     compiled.run.launch(*head, arguments) if nested else compiled.run.launch(*head, *arguments)
-    beneath, _ = maps.beneath(compiled.run.launch)
+    beneath, _ = tensor_maps.beneath(compiled.run.launch)
     beneath(*head, [3, *expanded]) if nested else beneath(*head, 3, *expanded)
     assert seen[0] == seen[1]
     count = len(filled)
@@ -66,10 +66,10 @@ def _names(function: Any) -> tuple[str, ...]:
 def test_of_another_launcher_nothing_is_known() -> None:
     seen: list[Any] = []
     for run in (SimpleNamespace(launch=print), SimpleNamespace(), SimpleNamespace(launch=launcher(None, seen))):
-        assert maps.makers(SimpleNamespace(run=run), (3, a_map(), a_map())) == []
-    assert maps.beneath(print) == (None, ()) and maps.makers(None, (a_map(),)) == []
+        assert tensor_maps.makers(SimpleNamespace(run=run), (3, a_map(), a_map())) == []
+    assert tensor_maps.beneath(print) == (None, ()) and tensor_maps.makers(None, (a_map(),)) == []
     known = SimpleNamespace(run=SimpleNamespace(launch=launcher([WAY, WAY], seen)))
-    assert maps.makers(known, (3, a_map())) == [] and maps.makers(known, (3, torch.empty(2))) == []
+    assert tensor_maps.makers(known, (3, a_map())) == [] and tensor_maps.makers(known, (3, torch.empty(2))) == []
 
 
 def test_no_tensor_is_kept() -> None:
@@ -77,7 +77,7 @@ def test_no_tensor_is_kept() -> None:
 
     given = a_map()
     compiled = SimpleNamespace(run=SimpleNamespace(launch=launcher([WAY, WAY], [])))
-    makers = maps.makers(compiled, (3, given, a_map()))
+    makers = tensor_maps.makers(compiled, (3, given, a_map()))
     there = weakref.ref(given.base)
     del given
     assert len(makers) == 2 and there() is None
