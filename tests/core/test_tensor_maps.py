@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +44,7 @@ def test_the_launcher_beneath_is_what_tritons_own_calls(monkeypatch: pytest.Monk
     seen: list[Any] = []
     first, second = a_map(), a_map()
     compiled = SimpleNamespace(run=SimpleNamespace(launch=launcher([WAY, WAY], seen)))
-    makers = tensor_maps.makers(compiled, (3, first, second))
+    makers = tensor_maps.makers(compiled.run.launch, (3, first, second))
     expanded = [x for make, each in zip(makers, (first, second), strict=True)
                 for x in (make(each.base.data_ptr()), *each.shape, *each.strides)]  # fmt: skip
     assert len(makers) == 2 and expanded[0] == ("map", first.base.data_ptr()) and expanded[1:5] == [16, 64, 64, 1]
@@ -65,10 +66,10 @@ def _names(function: Any) -> tuple[str, ...]:
 
 def test_of_another_launcher_nothing_is_known() -> None:
     seen: list[Any] = []
-    for run in (SimpleNamespace(launch=print), SimpleNamespace(), SimpleNamespace(launch=launcher(None, seen))):
-        assert tensor_maps.makers(SimpleNamespace(run=run), (3, a_map(), a_map())) == []
-    assert tensor_maps.beneath(print) == (None, ()) and tensor_maps.makers(None, (a_map(),)) == []
-    known = SimpleNamespace(run=SimpleNamespace(launch=launcher([WAY, WAY], seen)))
+    for launch in (print, None, functools.partial(launcher([WAY, WAY], seen)), launcher(None, seen)):
+        assert tensor_maps.makers(launch, (3, a_map(), a_map())) == []
+    assert tensor_maps.beneath(print) == (None, ())
+    known = launcher([WAY, WAY], seen)
     assert tensor_maps.makers(known, (3, a_map())) == [] and tensor_maps.makers(known, (3, torch.empty(2))) == []
 
 
@@ -76,8 +77,7 @@ def test_no_tensor_is_kept() -> None:
     import weakref
 
     given = a_map()
-    compiled = SimpleNamespace(run=SimpleNamespace(launch=launcher([WAY, WAY], [])))
-    makers = tensor_maps.makers(compiled, (3, given, a_map()))
+    makers = tensor_maps.makers(launcher([WAY, WAY], []), (3, given, a_map()))
     there = weakref.ref(given.base)
     del given
     assert len(makers) == 2 and there() is None

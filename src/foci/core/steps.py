@@ -233,7 +233,8 @@ class Noting(TorchDispatchMode):
 
     def launched(self, kernel: Any, compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         told: list[Any] = []
-        makers = tensor_maps.makers(compiled, arguments)
+        launch = None if compiled is None else tune.started(compiled, grid).launch
+        makers = tensor_maps.makers(launch, arguments)
         for x in arguments:
             lies = x.base if tensor_maps.is_map(x) else x
             if isinstance(lies, Tensor):

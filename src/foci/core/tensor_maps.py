@@ -32,12 +32,9 @@ def beneath(launch: Any) -> tuple[Any, Sequence[Any]]:
     return (held["launcher"], ways) if None not in ways and callable(held.get("launcher")) else (None, ())
 
 
-def makers(compiled: Any, arguments: Sequence[Any]) -> list[Callable[[int], Any]]:
-    """Of each map among the arguments what makes one like it of an address; none where that is not known."""
-    found = [x for x in arguments if is_map(x)]
-    if not found or compiled is None:
-        return []
-    _, ways = beneath(getattr(compiled.run, "launch", None))
+def makers(launch: Any, arguments: Sequence[Any]) -> list[Callable[[int], Any]]:
+    """Of each map among the arguments what makes one like it of an address; none where `launch` is not known."""
+    found, (_, ways) = [x for x in arguments if is_map(x)], beneath(launch)
     return [_maker(x, way) for x, way in zip(found, ways, strict=True)] if len(ways) == len(found) else []
 
 

@@ -240,7 +240,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, config: Config, 
     if there is not None:
         there.launches.append(Launch(kernel, grid, arguments, constants | config.meta))
         return
-    device = next(value.device for value in arguments if isinstance(value, torch.Tensor))
+    read = (getattr(value, "base", value) for value in arguments)  # a map's tensor
+    device = next(value.device for value in read if isinstance(value, torch.Tensor))
     meta = constants | config.meta
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):

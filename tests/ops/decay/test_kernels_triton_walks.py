@@ -104,6 +104,15 @@ class TestWithinBudget:
                 assert [x is not None for x in found] == needs
                 assert torch.equal(found[place], expected[place]), NAMES[place]
 
+    def test_a_launch_may_be_told_of_maps_alone(self) -> None:
+        """Without gates, and without a gradient of a state, of whole chunks."""
+        inputs = there(problem({"B": 2, "T": 128, "H": 2, "decay": ""}))
+        call = bind(**inputs)
+        outputs, do = gpu.forward(call, True), torch.randn_like(call.v)
+        found = gpu.backward(call, outputs, (do, None), [True] * 3 + [False] * 3)[:3]
+        wanted = gpu.backward(call, outputs, (do, torch.zeros_like(outputs[1])), [True] * 3 + [False] * 3)[:3]
+        assert all(x is not None and torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+
     @pytest.mark.parametrize("decay", ["token", "head", "channel"])
     def test_what_comes_later_changes_no_bit_of_what_comes_before(self, decay: str) -> None:
         inputs, at = there(problem({"T": 200, "decay": decay})), 70
