@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,6 +151,10 @@ def test_launchers_are_made_beside_their_kernels_where_threads_are_free_and_once
 def test_what_shows_no_source_has_its_launcher_made_behind_it(monkeypatch: pytest.MonkeyPatch, offline: Driver) -> None:
     launches = kernels_of(call())
     assert ahead._source(int) is None and ahead._source(lambda: launches) is None
+    src = SimpleNamespace(signature={"x": "i32", "strides": ("i32",)})
+    assert ahead._source(lambda: src) is src
+    src.signature["y"] = "tensordesc<bf16[64, 64]>"  # how it is to be given only the compiled kernel says
+    assert ahead._source(lambda: src) is None
     monkeypatch.setattr(ahead, "cores", lambda: 4)
     monkeypatch.setattr(ahead, "_source", lambda compile_fn: None)
     assert ahead.compiled_ahead(SPEC.backend("triton").load().forward, call(), True) == ""

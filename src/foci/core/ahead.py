@@ -88,11 +88,16 @@ class _NotYet:
 
 
 def _source(compile_fn: Callable[[], Any]) -> Any:
-    """What is compiled, where Triton's function still has it by that name; else None."""
+    """What is compiled, where Triton's function still has it by that name and a launcher is made of it alone; else None.
+
+    What a launcher does with maps for TMA the compiled kernel says.
+    """
     try:
-        return inspect.getclosurevars(compile_fn).nonlocals.get("src")
+        source = inspect.getclosurevars(compile_fn).nonlocals.get("src")
     except (TypeError, ValueError):
         return None
+    kinds = getattr(source, "signature", {}).values()
+    return None if any(isinstance(kind, str) and kind.startswith("tensordesc") for kind in kinds) else source
 
 
 def _side_by_side(wanted: list[Callable[[], Any]], target: Target) -> str:
