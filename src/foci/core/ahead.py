@@ -88,7 +88,7 @@ class _NotYet:
 
 
 def _source(compile_fn: Callable[[], Any]) -> Any:
-    """What is compiled, where Triton's function still has it by that name and a launcher is made of it alone; else None.
+    """What is compiled, where Triton's function has it by that name and a launcher is made of it alone; else None.
 
     What a launcher does with maps for TMA the compiled kernel says.
     """
