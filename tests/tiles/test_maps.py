@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from foci.tiles import maps
 from foci.tiles.maps import Tiles, tiles_of
 
 
@@ -46,3 +47,13 @@ def test_maps_are_given_where_no_tile_is_cut() -> None:
 )
 def test_what_is_not_one_matrix_has_no_map(name: str, x: torch.Tensor, tma: int) -> None:
     assert tiles_of(True, True, 64, None, of(2, 128, 4, 64), x).tma == tma, name
+
+
+@pytest.mark.parametrize(("version", "most"), [("3.6.0", 2), ("3.7.1", 1), ("3.9.0", 1)])
+def test_what_is_too_much_for_a_map_has_none(version: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's sum of bytes overflows from 3.7 on. What counts is a state for each chunk, or a chunk's pairs."""
+    monkeypatch.setattr(maps.triton, "__version__", version)
+    for shape, by in (((1, 1 << 16, 32, 128), 2), ((1, 1 << 17, 32, 128), most), ((1, 1 << 18, 32, 64), most)):
+        x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        assert tiles_of(True, True, 64, None, x) == Tiles(by), shape
+    assert maps.reaches((1 << 31) - 1) and maps.reaches(1 << 31) == (most == 2)

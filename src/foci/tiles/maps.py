@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
@@ -31,13 +32,24 @@ def _map(x: Any, step: int, width: int, rows: int, columns: int) -> TensorDescri
 def tiles_of(able: bool, whole: bool, chunk: int, offsets: Any, *operands: Any) -> Tiles:
     """By TMA where it is `able` to read these tensors [B,T,H,C]; by maps where no tile of so many tokens is cut.
 
-    Neither by columns (`whole`), nor by a sequence's end, nor because what a map has for one matrix is none.
+    Neither by columns (`whole`), nor by a sequence's end, nor because what a map has for one matrix is none; nor where
+    a state for each chunk, or two rows of a chunk for each token, are more than a map `reaches`.
     """
     if not able:
         return Tiles(0)
-    whole = whole and offsets is None
+    whole, tokens, widest = whole and offsets is None, 0, 0
     for x in operands:
         if x is not None:
             (B, T, H, C), (b, t, h, _) = x.shape, x.stride()
+            tokens, widest = max(tokens, B * T * H), max(widest, C)
             whole = whole and not (T % chunk or (B > 1 and b != T * t) or (H > 1 and h != C))
-    return Tiles(2 if whole else 1)
+    return Tiles(2 if whole and reaches(tokens * max(4 * chunk, 2 * widest * widest // chunk)) else 1)
+
+
+def reaches(size: int) -> bool:
+    """Whether a launch may be given a map of so many bytes.
+
+    Triton from 3.7 on adds them up in an int, and takes what overflows for one of those below 128 KiB, in whose maps it
+    changes a bit.
+    """
+    return size < 1 << 31 or triton.__version__.startswith("3.6.")

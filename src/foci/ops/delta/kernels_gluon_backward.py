@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from foci.core.tune import Config, by_tma, launch, strides
+from foci.tiles.maps import reaches
 from foci.tiles.near import LEAST, LOG2E
 from foci.tiles.state import sequence
 from foci.tiles.tma import async_load, async_store
@@ -443,7 +444,7 @@ def takes(problem: Any, d_out: Tensor, dv: Any) -> bool:
     lines = problem.chunks * H * K
     if problem.target.arch != 90 or not isinstance(dv, tuple) or problem.g is None or d_q is None or d_k is None:
         return False
-    if int(WIDTH) != K or V != K or call.erase is not None or lines >= 1 << 31:
+    if int(WIDTH) != K or V != K or call.erase is not None or lines >= 1 << 31 or not reaches(2 * lines * V):
         return False
     return all(map(_in_line, (call.q, call.k, call.v, d_out)))
 

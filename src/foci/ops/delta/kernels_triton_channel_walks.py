@@ -164,7 +164,7 @@ def forward(
     # In inference all heads walk at once, as a rule: one with a far chunk keeps the launch waiting then, either way.
     together = {"BESIDE": False} if parts is None else beside(target_of(call.v.device), True)
     whole, key, value, pair = _whole(call, walk), (CHUNK, K), (CHUNK, walk["BLOCK_V"]), (CHUNK, CHUNK)
-    by = tiles_of(True, whole, CHUNK, call.offsets, call.v)
+    by = tiles_of(True, whole, CHUNK, call.offsets, gated.query, call.v)
     errors, states = (None, None) if parts is None else (parts.errors, parts.states)
     launch(
         channel_walk_kernel, (programs,),
@@ -186,7 +186,7 @@ def backward(
     B, T, _, H, K, V, N = call.sizes
     q, k, e, total, products, inverse, d_out, d_final = operands
     whole, key, value, pair = _whole(call, walk), (CHUNK, K), (CHUNK, walk["BLOCK_V"]), (CHUNK, CHUNK)
-    by = tiles_of(True, whole, CHUNK, call.offsets, d_out)
+    by = tiles_of(True, whole, CHUNK, call.offsets, q, d_out)
     launch(
         channel_walk_back_kernel, (programs,),
         by.rows(q, *key), by.rows(k, *key), by.rows(e, *key), total, by.rows(products, *pair), by.rows(inverse, *pair),
