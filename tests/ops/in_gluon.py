@@ -20,6 +20,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from foci.core.tensor_maps import is_map
+
 PATIENCE = 60.0  # seconds until what is waited for is taken never to come
 
 
@@ -163,6 +165,13 @@ class Descriptor:
         rows, columns = (int(plain(x)) + torch.arange(n) for x, n in zip(at, self.block, strict=True))
         inside = (rows < self.shape[0])[:, None] & (columns < self.shape[1])[None, :]
         return int(self.ptr.offset) + rows[:, None] * self.steps[0] + columns[None, :], inside
+
+
+def given_by_host(x: Any) -> Any:
+    """An argument of a launch as a kernel has it."""
+    if is_map(x):
+        return Descriptor(pointer(x.base), x.shape, x.strides, x.block_shape, x.layout)
+    return pointer(x) if isinstance(x, Tensor) else x
 
 
 class Engine:
@@ -327,7 +336,7 @@ class Gluon:
         self, module: ModuleType, kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], **meta: Any
     ) -> None:
         """All programs of a launch of the module's kernel, one by one, the last one first unless `ahead`."""
-        given = [pointer(x) if isinstance(x, Tensor) else x for x in arguments]
+        given = [*map(given_by_host, arguments)]
         named = {"gl": self.gl, "mbarrier": self.mbarrier, "tma": self.tma, "fence_async_shared": lambda: None}
         named |= {"async_load": self.copy_in, "async_store": self.copy_out}
         named |= {"warpgroup_mma": self.product, "warpgroup_mma_wait": self.product_wait}
