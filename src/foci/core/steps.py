@@ -71,9 +71,6 @@ class _Map(NamedTuple):
     at: _At
     make: Callable[[int], Any]
 
-    def of(self, at: _At) -> _Map:
-        return _Map(at, self.make)
-
 
 class _Launch(NamedTuple):
     """A launch as it was noted; an _At in what it was told stands for a tensor, a _Map for what reads one."""
@@ -86,9 +83,9 @@ class _Launch(NamedTuple):
 class _Step(NamedTuple):
     """What is made, in the order of slots; pointers into what there is, from where and how far; the launch behind it.
 
-    `plain`: of what is made shape, strides and dtype, where nothing of it is filled. `maps`: for TMA, each of what lies
-    where a place of the pool says. `rest`: what goes to the launch as
-    one argument more, all in a tuple. `last`: whose memory it is the last to use.
+    `plain`: of what is made shape, strides and dtype, where nothing of it is filled. `maps`: what makes each for TMA,
+    and which place of the pool says where its tensor lies. `rest`: what goes to the launch as one argument more, all in
+    a tuple. `last`: whose memory it is the last to use.
     """
 
     made: tuple[_Made, ...]
@@ -124,7 +121,7 @@ def play(plan: Plan, tensors: list[Tensor], pointers: list[int]) -> tuple[Tensor
     """What the call gives that was noted, of these tensors, which begin at these addresses."""
     device, room = plan.device, tensors
     pool, empty = [_stream(device), *plan.constants, *pointers], _empty(device)
-    for made, plain, begins, offsets, read, launch, line, rest, last in plan.steps:
+    for made, plain, begins, offsets, maps, launch, line, rest, last in plan.steps:
         if plain and empty is not None:
             new = [*starmap(empty, plain)]
         else:
@@ -132,8 +129,8 @@ def play(plan: Plan, tensors: list[Tensor], pointers: list[int]) -> tuple[Tensor
         room += new
         pool += map(_begins, new)
         pool += map(add, begins(pool), offsets)
-        if read:
-            pool += [make(pool[place]) for make, place in read]
+        if maps:
+            pool += [make(pool[place]) for make, place in maps]
         if launch is not None and line is not None:
             if rest is None:
                 launch(*line(pool))
@@ -236,7 +233,7 @@ class Noting(TorchDispatchMode):
         launch = None if compiled is None else tune.started(compiled, grid).launch
         makers = tensor_maps.makers(launch, arguments)
         for x in arguments:
-            lies = x.base if tensor_maps.is_map(x) else x
+            lies = tensor_maps.tensor_of(x)
             if isinstance(lies, Tensor):
                 slot = self._slot(lies)
                 if slot is None or (lies.numel() == 0 and self.starts[slot]):  # whose pointer is 0, wherever it lies
@@ -360,7 +357,7 @@ class _Row(NamedTuple):
             if at is None:
                 return x
             there = lies[at.slot].on(at.offset)
-            return x.of(there) if isinstance(x, _Map) else there
+            return x._replace(at=there) if isinstance(x, _Map) else there
 
         return self._replace(told=[*map(anew, self.told)])
 
@@ -401,17 +398,17 @@ class _Pool:
         begins, offsets = choice([self.places[_At(at.slot, 0)] for at in new]), tuple(at.offset for at in new)
         for at in new:
             self._enter(at)
-        read = [each for each in self.maps if each.at.slot < self.made and each not in self.places]
-        made_of = tuple((each.make, self.places[each.at]) for each in read)
-        for each in read:
+        new_maps = [each for each in self.maps if each.at.slot < self.made and each not in self.places]
+        maps = tuple((each.make, self.places[each.at]) for each in new_maps)
+        for each in new_maps:
             self._enter(each)
         filled = any(each.make is not torch.empty for each in made)
         plain = () if filled else tuple((each.shape, each.strides, each.dtype) for each in made)
         if row is None:
-            return _Step(made, plain, begins, offsets, made_of, None, None, None, last)
+            return _Step(made, plain, begins, offsets, maps, None, None, None, last)
         line = [0 if x is tune.STREAM else self.places[x if isinstance(x, _At | _Map) else _same(x)] for x in row.told]
         rest = None if row.rest is None else choice(line[row.rest :])
-        return _Step(made, plain, begins, offsets, made_of, row.launch, choice(line[: row.rest]), rest, last)
+        return _Step(made, plain, begins, offsets, maps, row.launch, choice(line[: row.rest]), rest, last)
 
 
 def _at(x: Any) -> _At | None:

@@ -20,6 +20,11 @@ def is_map(x: Any) -> bool:
     return kind.__name__ == "TensorDescriptor" and kind.__module__.startswith("triton.")
 
 
+def tensor_of(x: Any) -> Any:
+    """The tensor that a map reads; of what is no map, itself."""
+    return x.base if is_map(x) else x
+
+
 def beneath(launch: Any) -> tuple[Any, Sequence[Any]]:
     """The launcher in C that Triton's calls with maps it has made, and how each is made.
 

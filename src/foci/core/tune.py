@@ -19,6 +19,7 @@ import torch
 
 from foci.core.assembler import assembling, persistent
 from foci.core.device import constant, machine
+from foci.core.tensor_maps import tensor_of
 
 TABLES = Path(__file__).parent / "tuned"
 
@@ -240,8 +241,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, config: Config, 
     if there is not None:
         there.launches.append(Launch(kernel, grid, arguments, constants | config.meta))
         return
-    read = (getattr(value, "base", value) for value in arguments)  # a map's tensor
-    device = next(value.device for value in read if isinstance(value, torch.Tensor))
+    device = next(x.device for x in map(tensor_of, arguments) if isinstance(x, torch.Tensor))
     meta = constants | config.meta
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):

@@ -26,7 +26,18 @@ class Tiles(NamedTuple):
 
 
 def _map(x: Any, step: int, width: int, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor(x, [x.numel() // width, width], [step, 1], [rows, columns])
+    return TensorDescriptor(x, *matrix(x, step, width), [rows, columns])
+
+
+def matrix(x: Any, step: int, width: int) -> tuple[list[int], list[int]]:
+    """Shape and strides of all of a tensor as rows so wide, a `step` apart."""
+    return [x.numel() // width, width], [step, 1]
+
+
+def in_line(x: Any) -> bool:
+    """Whether all rows of a tensor [B,T,H,C] are those of one matrix [B T, H C]."""
+    (B, T, H, C), (b, t, h, _) = x.shape, x.stride()
+    return bool((B == 1 or b == T * t) and (H == 1 or h == C))
 
 
 def tiles_of(able: bool, whole: bool, chunk: int, offsets: Any, *operands: Any) -> Tiles:
@@ -40,9 +51,9 @@ def tiles_of(able: bool, whole: bool, chunk: int, offsets: Any, *operands: Any) 
     whole, tokens, widest = whole and offsets is None, 0, 0
     for x in operands:
         if x is not None:
-            (B, T, H, C), (b, t, h, _) = x.shape, x.stride()
+            B, T, H, C = x.shape
             tokens, widest = max(tokens, B * T * H), max(widest, C)
-            whole = whole and not (T % chunk or (B > 1 and b != T * t) or (H > 1 and h != C))
+            whole = whole and T % chunk == 0 and in_line(x)
     return Tiles(2 if whole and reaches(tokens * max(4 * chunk, 2 * widest * widest // chunk)) else 1)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foci.core import tune
+from foci.core.tensor_maps import tensor_of
 from foci.ops.delta import gpu
 from foci.ops.delta.api import delta_rule
 from foci.ops.delta.call import Call, bind
@@ -69,7 +70,7 @@ def test_the_launch_behind_the_far_ones_alone_begins_beside_them(name: str, offs
 
 def tensors(told: Iterable[Any]) -> list[Tensor]:
     """What a launch is told of, by maps too."""
-    return [x for x in (getattr(x, "base", x) for x in told) if isinstance(x, Tensor)]
+    return [x for x in map(tensor_of, told) if isinstance(x, Tensor)]
 
 
 def all_of(call: Call) -> list[Tensor]:

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from foci.core.tune import Config, by_tma, launch, strides
-from foci.tiles.maps import reaches
+from foci.tiles.maps import in_line, matrix, reaches
 from foci.tiles.near import LEAST, LOG2E
 from foci.tiles.state import sequence
 from foci.tiles.tma import async_load, async_store
@@ -446,13 +446,7 @@ def takes(problem: Any, d_out: Tensor, dv: Any) -> bool:
         return False
     if int(WIDTH) != K or V != K or call.erase is not None or lines >= 1 << 31 or not reaches(2 * lines * V):
         return False
-    return all(map(_in_line, (call.q, call.k, call.v, d_out)))
-
-
-def _in_line(x: Tensor) -> bool:
-    """Whether TMA takes all rows as one matrix of all heads' channels."""
-    rows = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
-    return by_tma(x) and rows and (x.shape[2] == 1 or x.stride(2) == x.shape[3])
+    return all(by_tma(x) and in_line(x) for x in (call.q, call.k, call.v, d_out))
 
 
 def side_and_pairs(
@@ -466,7 +460,7 @@ def side_and_pairs(
     rows = gated.new_empty(9, *states.shape[:2], int(CHUNK))
     items = len(states) * G
     q, k, v, do, dv_there, low, d, d_q_there, d_k_there = (
-        _map(x, x.shape[-2] * V, x.stride(-3), int(CHUNK), OF_ROWS)
+        _map(x, x.stride(-3), x.shape[-2] * V, int(CHUNK), OF_ROWS)
         for x in (call.q, call.k, call.v, d_out, *dv, errors, d_q, d_k)
     )
     S, dS = (_map(x, V, V, V, OF_STATES) for x in (states, behind))
@@ -480,6 +474,6 @@ def side_and_pairs(
     return rows, totals
 
 
-def _map(x: Tensor, width: int, step: int, rows: int, layout: Any) -> TensorDescriptor:
-    """For TMA, of a matrix so wide, whose rows are a `step` apart; tiles of so many `rows`."""
-    return TensorDescriptor(x, [x.numel() // width, width], [step, 1], [rows, int(WIDTH)], layout.value)
+def _map(x: Tensor, step: int, width: int, rows: int, layout: Any) -> TensorDescriptor:
+    """For TMA, of tiles of so many `rows` of a matrix (tiles/maps.py)."""
+    return TensorDescriptor(x, *matrix(x, step, width), [rows, int(WIDTH)], layout.value)

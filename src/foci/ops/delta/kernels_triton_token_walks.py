@@ -53,7 +53,7 @@ from foci.tiles.pieces import forgotten, remembered, share, silent, slow_pieces
 from foci.tiles.state import halves, in_two, nearest_in_two, sequence
 
 CHUNK = 64
-SHORTEST, FEW, SHORTEST_OF_FEW = 8, 3, 10  # chunks of a piece; of up to so many pieces
+SHORTEST, FEW, SHORTEST_OF_FEW = 8, 3, 10  # chunks of a piece where there are more than FEW, and where there are not
 FAR = 32  # chunks that warm a piece up at most, where it can be told by maps what is before it
 
 
@@ -427,13 +427,9 @@ def forward(
     config = _config("token_walk", K, V, e, target_of(v.device))
     blocks = -(-V // config["BLOCK_V"]) + (K // config["BLOCK_V"] if out is None else 0)
     tile, exact = K if K <= 128 else 64, rows.shape[2] > 2  # with 128 channels at once products wait for registers
-    key = CHUNK, tile
     by = tiles_of(True, not exact and V % config["BLOCK_V"] == 0, CHUNK, call.offsets, q, k, e, v)
-    value, pair, (errors, states) = (
-        (CHUNK, config["BLOCK_V"]),
-        (CHUNK, CHUNK),
-        (None, None) if parts is None else (parts.errors, parts.states),
-    )
+    key, value, pair = (CHUNK, tile), (CHUNK, config["BLOCK_V"]), (CHUNK, CHUNK)
+    errors, states = (None, None) if parts is None else (parts.errors, parts.states)
     launch(
         token_walk_kernel, (N * H * pieces * blocks,),
         by.rows(q, *key), by.rows(k, *key), by.rows(e, *key), by.rows(v, *value), by.rows(inverse, *pair),
@@ -455,13 +451,8 @@ def backward(
     `ends`, `maps` as the forward has them, found without dv.
     """
     _, T, G, H, K, V, N = call.sizes
-    q, k, e, (rows, total, reach, products, inverse), (dv, unsaid, behind, d_state) = (
-        call.q,
-        call.k,
-        call.erase,
-        kept,
-        results,
-    )
+    q, k, e = call.q, call.k, call.erase
+    (rows, total, reach, products, inverse), (dv, unsaid, behind, d_state) = kept, results
     config = _config("token_walk_back", K, V, e, target_of(q.device))
     blocks, tile = -(-V // config["BLOCK_V"]) + (K // config["BLOCK_V"] if dv is None else 0), min(K, 128)
     by = tiles_of(True, V % config["BLOCK_V"] == 0, CHUNK, call.offsets, q, k, e, d_out)
