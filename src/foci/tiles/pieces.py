@@ -1,7 +1,8 @@
 """How a sequence whose gates forget is cut into pieces that are walked at once, and where each of them begins.
 
 A piece begins with the state at its first chunk. What was some chunks before has a factor of all that happened to a
-state since then: where that is less than float32 has, it is 0, and the piece warms up from there on, by states alone.
+state since then: where that is less than float32 has with all digits, it is taken as 0, and the piece warms up from
+there on, by states alone.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import triton.language as tl
 
 from foci.tiles.memory import load_tile, loaded
 
-FORGOTTEN: tl.constexpr = tl.constexpr(-150.0)  # of powers of 2: as a factor that is 0 in float32
-WARM: tl.constexpr = tl.constexpr(18)  # chunks that warm up a piece, as gates of trained models have it
+FORGOTTEN: tl.constexpr = tl.constexpr(-126.0)  # of powers of 2: the least factor that float32 has with all digits
+FAR: tl.constexpr = tl.constexpr(32)  # chunks that warm a piece up at most, where maps can tell it what is before it
+WARM: tl.constexpr = tl.constexpr(8)  # chunks that take as long as those 15 that warm up a piece, by models' gates
 
 
 @triton.jit

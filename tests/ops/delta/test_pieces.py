@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from foci.core.tune import TARGETS
+from foci.core.tune import TARGETS, recording
 from foci.ops.delta import pieces as maps
 from foci.ops.delta.call import bind
 from foci.ops.delta.cases import Delta
+from foci.ops.delta.kernels_triton_forward import unturned
 from foci.ops.delta.pieces import BACKWARD, FORWARD, Costs, cut
 from foci.ops.gpu import CHUNK
 from foci.ops.stretches import Cut, cut_into
@@ -86,6 +87,17 @@ def test_pieces_are_those_that_took_least_on_an_h100(
         (4096, 16, 128, True, 378, {2: 357, 3: 308, 4: 330, 5: 358}),
         (2048, 16, 128, True, 201, {2: 198, 3: 178, 4: 190, 5: 211}),
         (512, 4, 128, True, 58, {2: 71, 3: 69, 4: 67}),
+        (1536, 4, 128, False, 50, {5: 42, 6: 41}),
+        (1536, 8, 128, False, 53, {5: 46}),
+        (2048, 16, 128, False, 77, {3: 73, 4: 71}),
+        (2048, 20, 128, False, 89, {3: 82}),
+        (4096, 6, 128, False, 88, {7: 76}),
+        (1024, 12, 128, False, 40, {3: 43, 4: 43}),
+        (4096, 2, 128, False, 57, {8: 61}),
+        (8192, 1, 128, False, 72, {13: 78}),
+        (2048, 16, 64, False, 51, {6: 48, 8: 46}),
+        (8192, 8, 64, False, 97, {8: 90, 16: 85}),
+        (4096, 4, 64, False, 43, {8: 48, 12: 46}),
     ],
 )
 def test_turned_over_by_maps_where_that_took_less_on_an_h100(
@@ -94,7 +106,9 @@ def test_turned_over_by_maps_where_that_took_less_on_an_h100(
     """Microseconds of all launches, DeltaNet (the last one gated): within 8 % of the least (docs/delta.md)."""
     q = torch.empty(1, tokens, heads, K, dtype=torch.bfloat16, device="meta")
     call = bind(q, q, q, torch.empty(1, tokens, heads, device="meta"))
-    found = maps._turned(call, back, TARGETS["sm_90"], heads * K // 32)
+    with recording(TARGETS["sm_90"]):
+        blocks, _ = unturned(call)
+    found = maps._turned(call, back, TARGETS["sm_90"], heads * blocks)
     assert measured.get(found, before) <= 1.08 * min(before, *measured.values())
 
 

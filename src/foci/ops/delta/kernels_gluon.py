@@ -31,11 +31,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from foci.core.tune import Config, launch, strides
 from foci.tiles.affine import faded
+from foci.tiles.maps import tiles_of
 from foci.tiles.memory import present
 from foci.tiles.near import UNREAD
 from foci.tiles.pieces import FORGOTTEN, share
 from foci.tiles.state import sequence
-from foci.tiles.tma import async_load, async_store
+from foci.tiles.tma import async_load, async_store, map_of
 
 CHUNK = 64
 HALF: gl.constexpr = gl.constexpr(64)  # columns of a state that four warps have: the rows of a product
@@ -43,6 +44,8 @@ STAGES = 2  # chunks in shared memory, which has no room for a third
 BY_TOKEN: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of sums [HALF,tokens]
 BY_KEY: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of 128 channels
 OF_TOKENS: gl.constexpr = gl.constexpr(gl.DotOperandLayout(0, BY_TOKEN.value, 2))  # of what multiplies to such sums
+OF_ROWS: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16))  # of what TMA brings
+OF_PAIRS: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16))
 OF_KEYS: gl.constexpr = gl.constexpr(gl.DotOperandLayout(0, BY_KEY.value, 2))
 
 
@@ -77,6 +80,15 @@ def _remembered(reach_ptr, step, count):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def _described(x, step, stop, cols, tiles, MAPS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """A head's rows for TMA, or the map of all heads that x is."""
+    if MAPS:
+        return x
+    else:
+        return tma.make_tensor_descriptor(x, [stop, cols], [step, 1], [tiles.shape[1], tiles.shape[2]], tiles.layout)
+
+
+@gluon.jit
 def _copy(there, row, first, tiles, at, bar, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
     """CHUNK rows to their place in shared memory, tile by tile of columns from `first` on."""
     count: gl.constexpr = tiles.shape[0] // STAGES
@@ -86,34 +98,37 @@ def _copy(there, row, first, tiles, at, bar, STAGES: gl.constexpr):  # type: ign
 
 
 @gluon.jit
-def _load_keys(ptr, step, stop, tiles, full, empty, span, start, CHUNK: gl.constexpr, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+def _load_keys(  # type: ignore[no-untyped-def]
+    keys, step, stop, first, tiles, full, empty, span, start,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr,
+):  # fmt: skip
     """What a warp that loads does, chunk by chunk, when both halves have left the place."""
     begin, _own, end = span
-    tile: gl.constexpr = tiles.shape[2]
-    K: gl.constexpr = tiles.shape[0] // STAGES * tile
-    there = tma.make_tensor_descriptor(ptr, [stop, K], [step, 1], [CHUNK, tile], tiles.layout)
+    K: gl.constexpr = tiles.shape[0] // STAGES * tiles.shape[2]
+    there = _described(keys, step, stop, K, tiles, MAPS)
     for i in range(begin, end):
         turn = i - begin
         at, bar = turn % STAGES, full.index(turn % STAGES)
         mbarrier.wait(empty.index(at), (turn // STAGES & 1) ^ 1)
         mbarrier.expect(bar, 2 * CHUNK * K)
-        _copy(there, start + i * CHUNK, 0, tiles, at, bar, STAGES)
+        _copy(there, start + i * CHUNK, first, tiles, at, bar, STAGES)
 
 
 @gluon.jit
 def _load_values_and_store(  # type: ignore[no-untyped-def]
-    v_ptr, v_step, out_ptr, stop, H, V, v0, tiles, full, empty, span, start, CHUNK: gl.constexpr, STAGES: gl.constexpr
-):
+    values, step, outputs, stop, H, V, v0, tiles, full, empty, span, start,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr,
+):  # fmt: skip
     """What the second does: outputs of the chunk whose place it is lie where its values were, and go first.
 
-    Where they go is described behind the first loads: it takes as long as they do.
+    Where they go is described, if it is here, behind the first loads: it takes as long as they do.
     """
     begin, _own, end = span
-    there = tma.make_tensor_descriptor(v_ptr, [stop, V], [v_step, 1], [CHUNK, HALF], tiles.layout)
+    there = _described(values, step, stop, V, tiles, MAPS)
     for phase in gl.static_range(2):
         i0, i1 = (begin, gl.minimum(begin + STAGES, end)) if phase == 0 else (begin + STAGES, end)
         if phase == 1:
-            out_there = tma.make_tensor_descriptor(out_ptr, [stop, V], [H * V, 1], [CHUNK, HALF], tiles.layout)
+            out_there = _described(outputs, H * V, stop, V, tiles, MAPS)
         for i in range(i0, i1):
             turn = i - begin
             at, bar = turn % STAGES, full.index(turn % STAGES)
@@ -141,13 +156,13 @@ def _store(there, i, v0, tiles, span, start, CHUNK: gl.constexpr, STAGES: gl.con
 
 @gluon.jit
 def _load_products(  # type: ignore[no-untyped-def]
-    XA_ptr, exact_ptr, stop, H, X_tiles, A_tiles, full, empty, span, start,
-    CHUNK: gl.constexpr, STAGES: gl.constexpr,
+    products, exact_ptr, stop, first, H, X_tiles, A_tiles, full, empty, span, start,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr,
 ):  # fmt: skip
     """What the third does: X, A for what is read, and of both what rounding left where some tokens are exact."""
     begin, own, end = span
     exact = gl.load(exact_ptr + begin * 3 * H * CHUNK, mask=begin < end, other=0.0) != 0.0
-    XA_there = tma.make_tensor_descriptor(XA_ptr, [stop, 4 * CHUNK], [4 * H * CHUNK, 1], [CHUNK, CHUNK], X_tiles.layout)
+    there = _described(products, 4 * H * CHUNK, stop, 4 * CHUNK, X_tiles, MAPS)
     each: gl.constexpr = 2 * CHUNK * CHUNK  # bytes
     for i in range(begin, end):
         then = gl.load(exact_ptr + (i + 1) * 3 * H * CHUNK, mask=i + 1 < end, other=0.0) != 0.0
@@ -157,25 +172,24 @@ def _load_products(  # type: ignore[no-untyped-def]
         mbarrier.expect(bar, each, pred=(i < own) & (exact == 0))
         mbarrier.expect(bar, 2 * each, pred=reads != exact)
         mbarrier.expect(bar, 4 * each, pred=both)
-        async_load(XA_there, [t0, 0], bar, X_tiles.index(2 * at))
-        async_load(XA_there, [t0, CHUNK], bar, X_tiles.index(2 * at + 1), pred=exact)
-        async_load(XA_there, [t0, 2 * CHUNK], bar, A_tiles.index(2 * at), pred=reads)
-        async_load(XA_there, [t0, 3 * CHUNK], bar, A_tiles.index(2 * at + 1), pred=both)
+        async_load(there, [t0, first], bar, X_tiles.index(2 * at))
+        async_load(there, [t0, first + CHUNK], bar, X_tiles.index(2 * at + 1), pred=exact)
+        async_load(there, [t0, first + 2 * CHUNK], bar, A_tiles.index(2 * at), pred=reads)
+        async_load(there, [t0, first + 3 * CHUNK], bar, A_tiles.index(2 * at + 1), pred=both)
         exact = then
 
 
 @gluon.jit
 def _load_queries(  # type: ignore[no-untyped-def]
-    ptr, step, rows_ptr, exact_ptr, stop, H, tiles, rows, marks, full, empty, span, start,
-    CHUNK: gl.constexpr, STAGES: gl.constexpr,
+    queries, step, rows_ptr, exact_ptr, stop, first, H, tiles, rows, marks, full, empty, span, start,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr,
 ):  # fmt: skip
     """What the last does: q of what is read, factors per token, marks where some tokens are exact."""
     begin, own, end = span
-    tile: gl.constexpr = tiles.shape[2]
-    K: gl.constexpr = tiles.shape[0] // STAGES * tile
+    K: gl.constexpr = tiles.shape[0] // STAGES * tiles.shape[2]
     line: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [1, 1], [1, 0])
     exact = gl.load(exact_ptr + begin * 3 * H * CHUNK, mask=begin < end, other=0.0)
-    there = tma.make_tensor_descriptor(ptr, [stop, K], [step, 1], [CHUNK, tile], tiles.layout)
+    there = _described(queries, step, stop, K, tiles, MAPS)
     for i in range(begin, end):
         then = gl.load(exact_ptr + (i + 1) * 3 * H * CHUNK, mask=i + 1 < end, other=0.0)
         turn = i - begin
@@ -184,7 +198,7 @@ def _load_queries(  # type: ignore[no-untyped-def]
         rise, write = gl.load(here), gl.load(here + CHUNK)
         mbarrier.wait(empty.index(at), (turn // STAGES & 1) ^ 1)
         if i >= own:
-            _copy(there, start + i * CHUNK, 0, tiles, at, bar, STAGES)
+            _copy(there, start + i * CHUNK, first, tiles, at, bar, STAGES)
         rows.index(2 * at).store(rise)
         rows.index(2 * at + 1).store(write)
         if exact != 0.0:
@@ -307,12 +321,15 @@ def _walk(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def wide_walk_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, XA_ptr, rows_ptr, total_ptr, reach_ptr, slow_ptr, first_ptr, state_ptr,
-    offsets_ptr, out_ptr, final_ptr, lost_ptr,
+    queries, keys, values, products, rows_ptr, total_ptr, reach_ptr, slow_ptr, first_ptr, state_ptr,
+    offsets_ptr, outputs, final_ptr, lost_ptr,
     q_strides, k_strides, v_strides, state_strides, scale, zero, T, H, R, V, pieces,
-    CHUNK: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    CHUNK: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr,
 ):  # fmt: skip
-    """2 HALF columns of one head's state through one of the `pieces` of a sequence (one, without `reach_ptr`)."""
+    """2 HALF columns of one head's state through one of the `pieces` of a sequence (one, without `reach_ptr`).
+
+    MAPS: what TMA reads and writes are maps (tiles/maps.py), of all heads; else pointers.
+    """
     K: gl.constexpr = BLOCK_K
     TILE: gl.constexpr = K if K == 128 else HALF
     TILES: gl.constexpr = K // TILE
@@ -321,7 +338,7 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     h, n, piece = (rest % H).to(gl.int64), (rest // H // pieces).to(gl.int64), rest // H % pieces
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
     row, count = gl.to_tensor(b).to(gl.int64), (stop - start + CHUNK - 1) // CHUNK
-    tokens, first = row * T * H + h, gl.to_tensor(slot).to(gl.int64) * H + h
+    first = gl.to_tensor(slot).to(gl.int64) * H + h
     begin, own, end = 0, 0, count
     lost, slow = 0.0, False
     if reach_ptr is not None:
@@ -335,20 +352,24 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     total_ptr += first
     rows_ptr += 3 * first * CHUNK
     exact_ptr = rows_ptr + (3 * CHUNK - 1)  # of the last token: where one is exact, it is
-    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, TILE], gl.bfloat16)
-    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.bfloat16)
+    wide: gl.constexpr = OF_ROWS if TILES == 1 else OF_PAIRS
     line: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
-    q_ptr += row * q_strides[0] + h // R * q_strides[2]
-    k_ptr += row * k_strides[0] + h // R * k_strides[2]
-    v_ptr += row * v_strides[0] + h * v_strides[2]
-    XA_ptr += 4 * tokens * CHUNK
-    out_ptr += tokens * V
+    group, key_at, XA_at, value_at = h // R, 0, 0, v0
+    if MAPS:
+        start += (row * T).to(gl.int32)
+        key_at, XA_at, value_at = (group * K).to(gl.int32), (h * 4 * CHUNK).to(gl.int32), v0 + (h * V).to(gl.int32)
+    else:
+        queries += row * q_strides[0] + group * q_strides[2]
+        keys += row * k_strides[0] + group * k_strides[2]
+        values += row * v_strides[0] + h * v_strides[2]
+        products += 4 * (row * T * H + h) * CHUNK
+        outputs += (row * T * H + h) * V
     tiles = (
         gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, CHUNK, TILE], wide),
         gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, CHUNK, TILE], wide),
-        gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, CHUNK, HALF], square),
-        gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], square),
-        gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], square),
+        gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, CHUNK, HALF], OF_PAIRS),
+        gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], OF_PAIRS),
+        gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], OF_PAIRS),
         gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, CHUNK], line),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], line),
     )
@@ -374,16 +395,17 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
                 gl.constexpr(1), tiles, full, empty, span, state_ptr, state_strides, first_ptr, slow,
                 total_ptr, exact_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK, STAGES, TILES,
             )),
-            (_load_keys, (k_ptr, k_strides[1], stop, k_tiles, full, empty, span, start, CHUNK, STAGES)),
+            (_load_keys, (keys, k_strides[1], stop, key_at, k_tiles, full, empty, span, start, CHUNK, STAGES, MAPS)),
             (_load_values_and_store, (
-                v_ptr, v_strides[1], out_ptr, stop, H, V, v0, v_tiles, full, empty, span, start, CHUNK, STAGES,
+                values, v_strides[1], outputs, stop, H, V, value_at, v_tiles, full, empty, span, start,
+                CHUNK, STAGES, MAPS,
             )),
             (_load_products, (
-                XA_ptr, exact_ptr, stop, H, X_tiles, A_tiles, full, empty, span, start, CHUNK, STAGES,
+                products, exact_ptr, stop, XA_at, H, X_tiles, A_tiles, full, empty, span, start, CHUNK, STAGES, MAPS,
             )),
             (_load_queries, (
-                q_ptr, q_strides[1], rows_ptr, exact_ptr, stop, H, q_tiles, rows, marks, full, empty, span, start,
-                CHUNK, STAGES,
+                queries, q_strides[1], rows_ptr, exact_ptr, stop, key_at, H, q_tiles, rows, marks, full, empty, span,
+                start, CHUNK, STAGES, MAPS,
             )),
         ],
         [4, 1, 1, 1, 1],
@@ -398,11 +420,19 @@ def forward(
     """`forward` of kernels_triton_token_walks.py of calls that are `wider` there; nothing is kept for a backward."""
     _, T, G, H, K, V, N = call.sizes
     inverse, _, gated = made
+    by_maps = tiles_of(True, True, CHUNK, call.offsets, call.q, call.k, call.v).tma == 2
+    tiles: Any = call.q, call.k, call.v, inverse, out
+    if by_maps:
+        of_keys, half = (OF_ROWS, K) if K == 128 else (OF_PAIRS, int(HALF)), (OF_PAIRS, int(HALF))
+        tiles = tuple(
+            map_of(x, x.stride(-3), x.shape[-2] * x.shape[-1], (CHUNK, width), layout)
+            for x, (layout, width) in zip(tiles, (of_keys, of_keys, half, half, half), strict=True)
+        )
     launch(
         wide_walk_kernel, (N * H * pieces * (V // 128),),
-        call.q, call.k, call.v, inverse, gated.rows, gated.total, gated.reach, slow, first,
-        call.state, call.offsets, out, final, lost,
+        *tiles[:4], gated.rows, gated.total, gated.reach, slow, first,
+        call.state, call.offsets, tiles[4], final, lost,
         call.q.stride(), call.k.stride(), call.v.stride(), strides(call.state), call.scale, 0,
         T, H, H // G, V, pieces,
-        config=Config(warps=4, stages=STAGES), CHUNK=CHUNK, BLOCK_K=K, STAGES=STAGES,
+        config=Config(warps=4, stages=STAGES), CHUNK=CHUNK, BLOCK_K=K, STAGES=STAGES, MAPS=by_maps,
     )  # fmt: skip

@@ -27,13 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from foci.core.tune import Config, by_tma, launch, strides
-from foci.tiles.maps import in_line, matrix, reaches
+from foci.tiles.maps import in_line, reaches
 from foci.tiles.near import LEAST, LOG2E
 from foci.tiles.state import sequence
-from foci.tiles.tma import async_load, async_store
+from foci.tiles.tma import async_load, async_store, map_of
 
 CHUNK: gl.constexpr = gl.constexpr(64)
 WIDTH: gl.constexpr = gl.constexpr(128)  # of keys and of values
@@ -460,10 +459,10 @@ def side_and_pairs(
     rows = gated.new_empty(9, *states.shape[:2], int(CHUNK))
     items = len(states) * G
     q, k, v, do, dv_there, low, d, d_q_there, d_k_there = (
-        _map(x, x.stride(-3), x.shape[-2] * V, int(CHUNK), OF_ROWS)
+        map_of(x, x.stride(-3), x.shape[-2] * V, (int(CHUNK), V), OF_ROWS)
         for x in (call.q, call.k, call.v, d_out, *dv, errors, d_q, d_k)
     )
-    S, dS = (_map(x, V, V, V, OF_STATES) for x in (states, behind))
+    S, dS = (map_of(x, V, V, (V, V), OF_STATES) for x in (states, behind))
     launch(
         side_and_pairs_kernel, (min(items, problem.target.processors),),
         q, k, v, call.beta, problem.g, do, dv_there, low, d, S, dS, gated,
@@ -472,8 +471,3 @@ def side_and_pairs(
         config=Config(warps=4, stages=1), WHOLE=call.offsets is None and T % int(CHUNK) == 0, ALONE=G == H,
     )  # fmt: skip
     return rows, totals
-
-
-def _map(x: Tensor, step: int, width: int, rows: int, layout: Any) -> TensorDescriptor:
-    """For TMA, of tiles of so many `rows` of a matrix (tiles/maps.py)."""
-    return TensorDescriptor(x, *matrix(x, step, width), [rows, int(WIDTH)], layout.value)

@@ -22,7 +22,7 @@ from torch import Tensor
 from foci.core.tune import Config, Target, configure, launch, side, target_of
 from foci.tiles.affine import mapped_turned, turned_maps
 from foci.tiles.memory import load_tile, present, store_tile
-from foci.tiles.pieces import share
+from foci.tiles.pieces import FAR, share
 from foci.tiles.state import sequence
 
 CHUNK = 64
@@ -81,14 +81,22 @@ def lost_kernel(  # type: ignore[no-untyped-def]
             tl.store(final_ptr + ((n * H + h) * K + i) * V + v, nothing, mask=lost > 0)
 
 
-def by_maps(call: Any, target: Target, pieces: int) -> bool:
-    """Whether pieces that warm up too slowly are told from others, and joined by maps.
+def few(call: Any, target: Target, pieces: int) -> bool:
+    """Whether whole sequences, if cut into `pieces`, would fill a quarter of the processors or less.
 
-    Where whole ones would fill a quarter of the processors or less: there is room then for twice the work. Not of
-    documents: each has as many pieces, and those of one that is longer than all others would be as long.
+    There is room then for twice the work. Not of documents: each has as many pieces, and those of one that is longer
+    than all others would be as long.
     """
     *_, H, _, V, N = call.sizes
     return pieces > 1 and call.offsets is None and target.processors >= 4 * N * H * -(-V // 64)
+
+
+def by_maps(call: Any, target: Target, pieces: int) -> bool:
+    """Whether pieces of `few` heads that warm up too slowly are told from others, and joined by maps.
+
+    In sequences that are longer than what may warm a piece up.
+    """
+    return call.sizes[1] > int(FAR) * CHUNK and few(call, target, pieces)
 
 
 def starts(

@@ -17,10 +17,10 @@ TMA brings them too, as rows of 64 (kernels_triton_triangles.py: Gated.rows).
 Where gates forget, few heads still fill a GPU: a sequence is cut into pieces, walked at once, each of which begins with
 the state at its first chunk. What was there some chunks before has a factor of all gates since then, and of each
 token's I - beta k k^T, which makes nothing longer than |1 - beta |k|^2| or 1 do. Where the product of these is less
-than 2^-150, which float32 has not, it is 0: so a piece warms up from there on, by states alone. Where nothing is
-forgotten it begins with the sequence, or by maps (kernels_triton_token_joins.py). By such a factor of 0 what is no
-number stays none, as it does in one walk: where a piece's state is none at its end, a last launch makes all behind it
-none, and a backward looks for such gradients.
+than 2^-126, below which float32 has fewer digits, it is taken as 0: so a piece warms up from there on, by states alone.
+Where nothing is forgotten it begins with the sequence, or by maps (kernels_triton_token_joins.py). By such a factor of
+0 what is no number stays none, as it does in one walk: where a piece's state is none at its end, a last launch makes
+all behind it none, and a backward looks for such gradients.
 """
 
 from __future__ import annotations
@@ -49,12 +49,11 @@ from foci.tiles.affine import (
 from foci.tiles.maps import tiles_of
 from foci.tiles.memory import lines_of, loaded, own_rows, present, put, rows_of, unless
 from foci.tiles.near import UNREAD
-from foci.tiles.pieces import forgotten, remembered, share, silent, slow_pieces
+from foci.tiles.pieces import FAR, forgotten, remembered, share, silent, slow_pieces
 from foci.tiles.state import halves, in_two, nearest_in_two, sequence
 
 CHUNK = 64
 SHORTEST, FEW, SHORTEST_OF_FEW = 8, 3, 10  # chunks of a piece where there are more than FEW, and where there are not
-FAR = 32  # chunks that warm a piece up at most, where it can be told by maps what is before it
 
 
 @triton.jit
@@ -437,7 +436,7 @@ def forward(
         maps if out is None else by.lines(maps, K, K), ends, call.state, call.offsets, by.rows(out, *value), final,
         lost, by.rows(errors, *value), by.lines(states, tile // 2, value[1]),
         q.stride(), k.stride(), strides(e), v.stride(), strides(call.state), call.scale, B, T, N, H, H // G, V, pieces,
-        config=config, EXACT=exact, FAR=FAR, CHUNK=CHUNK, TILES=K // tile, BLOCK_K=tile, TMA=by.tma,
+        config=config, EXACT=exact, FAR=int(FAR), CHUNK=CHUNK, TILES=K // tile, BLOCK_K=tile, TMA=by.tma,
     )  # fmt: skip
 
 
@@ -464,5 +463,5 @@ def backward(
         maps if dv is None else by.lines(maps, K, K), ends, by.rows(d_out, *value), d_out, d_final, call.offsets,
         by.rows(dv, *value), by.rows(unsaid, *value), by.lines(behind, tile // 2, value[1]), d_state,
         q.stride(), k.stride(), strides(e), d_out.stride(), strides(d_final), call.scale, T, N, H, H // G, V, pieces,
-        config=config, FAR=FAR, CHUNK=CHUNK, TILES=K // tile, BLOCK_K=tile, TMA=by.tma,
+        config=config, FAR=int(FAR), CHUNK=CHUNK, TILES=K // tile, BLOCK_K=tile, TMA=by.tma,
     )  # fmt: skip

@@ -159,9 +159,9 @@ def first(
     halves = stored(v.dtype) == torch.bfloat16
     if parts is not None:
         inverse, products = parts.inverse, parts.products
-    elif exact:  # beside each other, for one descriptor
-        made = torch.empty(B, T, H, 4 * CHUNK, dtype=torch.bfloat16, device=v.device)
-        inverse, products = made.split(2 * CHUNK, 3)
+    elif exact:  # beside each other, for one map
+        inverse = torch.empty(B, T, H, 4 * CHUNK, dtype=torch.bfloat16, device=v.device)
+        products = inverse[..., 2 * CHUNK :]
     else:
         width = 2 * CHUNK if halves else CHUNK
         inverse, products = torch.empty(2, B, T, H, width, dtype=stored(v.dtype), device=v.device).unbind()

@@ -37,13 +37,16 @@ class Costs(NamedTuple):
     shared: float | None  # the same where two programs share one; None: where two have no room
     join: float  # a map of 128 channels, whoever is behind it
     launch: float = 3.0  # one launch more, and each time more that its programs fill the processors
+    whole: float = 0.0  # what a walk of whole sequences takes besides its chunks
+    crowd: int = 0  # programs for two processors: with fewer, in all, those that are not turned over take less
 
 
-FORWARD = Costs(1.65, 0.8, 1.25, 3.0)
-BACKWARD = Costs(2.5, 1.0, 1.25, 2.2)
-TURNED = Costs(2.4, 0.62, 1.0, 1.5, 3.2)  # twice as many columns a program (kernels_triton_token_walks.py)
+FORWARD = Costs(1.65, 0.8, 1.25, 3.0, whole=2.0)
+BACKWARD = Costs(2.5, 1.0, 1.25, 2.2, whole=1.0)
+TURNED = Costs(2.4, 0.62, 1.0, 1.5, 1.45, crowd=1)  # twice as many columns a program (kernels_triton_token_walks.py)
 TURNED_BACK = Costs(2.9, 0.8, None, 1.0, 2.8)
 WORTH = 0.92  # of the time of whole sequences, from which on a launch more is worth it
+UNGATED = 3.4  # microseconds: a chunk backwards, not turned over, where no gates forget what roundings leave
 
 
 class Way(NamedTuple):
@@ -66,7 +69,7 @@ def way(
     *_, H, K, V, N = call.sizes
     target, whole = target_of(call.v.device), Pieces(0, N, 0, None, None)
     turned = operands is not None and token_walks.suits(N * H * shares, K, V, target, *operands)
-    if turned and joins.by_maps(call, target, shares):
+    if turned and joins.few(call, target, shares):
         return Way(True, shares, False, whole)
     if operands is not None and not turned and token_walks.fits(K, V, target, *operands):
         several = _turned(call, back, target, N * H * blocks)
@@ -88,9 +91,14 @@ def _turned(call: Call, back: bool, target: Target, programs: int) -> int:
     costs, others, chunks = _costs(call, back), TURNED_BACK if back else TURNED, -(-T // CHUNK)
     if call.erase is not None:
         others = others._replace(shared=None)
-    several, time = _least(chunks, N * H * -(-V // 64), K, V, others, target.processors)
+    turned = N * H * -(-V // 64)
+    several, time = _least(chunks, turned, K, V, others, target.processors)
     _, other = _least(chunks, programs, K, V, costs, target.processors)
-    return several if time * others.chunk < min(other, chunks) * costs.chunk else 1
+    if other >= WORTH * chunks:
+        other = chunks + costs.whole
+    elif 2 * several * turned <= others.crowd * target.processors:
+        return 1
+    return several if time * others.chunk < other * costs.chunk else 1
 
 
 def pieces(call: Call, back: bool, target: Target, programs: int) -> Pieces:
@@ -108,6 +116,8 @@ def pieces(call: Call, back: bool, target: Target, programs: int) -> Pieces:
 def _costs(call: Call, back: bool) -> Costs:
     """Of pieces that are not turned over."""
     costs, K = BACKWARD if back else FORWARD, call.sizes[4]
+    if back and call.log_decay is None:
+        costs = costs._replace(chunk=UNGATED)
     if stored(call.v.dtype) != torch.bfloat16 or K * call.tiles > (128 if back else 256):
         return costs._replace(shared=None)
     return costs
