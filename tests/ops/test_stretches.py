@@ -46,7 +46,7 @@ def test_a_cut_of_a_given_length() -> None:
     assert cut_into(64, 3, 130, True) == Cut(64, 8, 5)
 
 
-COSTS = Costs(alone=2.0, shared=3.0, mapped=1.0, joined=1.0)
+COSTS = Costs(alone=2.0, shared=3.0, mapped=1.0, joined=1.0, started=6.0)
 
 
 @pytest.mark.parametrize(("N", "T", "blocks"), [(1, LEAST, 1), (1, 512, 1), (264, 4096, 1), (1, 100, 1)])

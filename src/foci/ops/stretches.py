@@ -37,17 +37,17 @@ def cut(
 class Costs(NamedTuple):
     """What a walk takes of a GPU's time, microseconds, a chunk of 64 tokens and a block of 64 channels of one head.
 
-    `alone` and `shared`: of a program that has a processor for itself, of two that share one. `mapped`: of the launch
-    that makes maps. `joined`: of a map, whoever is behind it.
+    `alone` and `shared`: of a program that has a processor for itself, of two that share one. `mapped`: of what makes
+    maps. `joined`: of a map, whoever is behind it. `started`: of what stretches take besides, in all.
     """
 
     alone: float
     shared: float
     mapped: float
     joined: float
+    started: float
 
 
-STARTED = 6.0  # microseconds that one launch more takes
 LEAST = 256  # tokens of a stretch
 
 
@@ -66,7 +66,7 @@ def cheapest(N: int, B: int, T: int, packed: bool, blocks: int, costs: Costs, ta
         if count == 1:
             return walked
         crowd = max(1.0, N * blocks * (count - 1) / (1.7 * target.processors))
-        return walked + STARTED + costs.mapped * chunks * crowd + costs.joined * count * (rounds + (rest > 0))
+        return walked + costs.started + costs.mapped * chunks * crowd + costs.joined * count * (rounds + (rest > 0))
 
     lengths = [LEAST << i for i in range(max(0, (mean - 1) // LEAST).bit_length())]
     best = min([mean, *lengths], key=time)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
 
     call = call._replace(offsets=placed(NAME, call.offsets, call.v))
     slots, (out, rest) = _slots(call), room(call, call.v)
-    cut = _cheapest(call, walks.FORWARD) if walks.suits(call, keep) else None
+    cut = _cheapest(call, rules.FORWARD) if walks.suits(call, keep) else None
     if cut is not None and not walks.enough(call, cut):
         cut = None
     maps = walks.empty_maps(call, cut)
@@ -73,7 +74,7 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     slots, states = _slots(call), outputs[2] if call.causal else outputs[1]
     do = call.v.new_zeros(()).expand(call.v.shape) if grads[0] is None else grads[0]
     found, rest = rooms(call, (call.q, call.k, call.v, call.log_decay, call.bonus), needs[:5])
-    costs = walks.FORWARD if call.per_channel else walks.BACKWARD
+    costs = rules.FORWARD if call.per_channel else rules.BACKWARD
     cut = _cheapest(call, costs) if walks.suits_back(call, do) else None
     maps = walks.empty_maps(call, cut)
     made, (dq, dk, dv, dg, d_bonus) = prepared(call, slots, True, rest, maps[2]), found
@@ -131,11 +132,12 @@ def _by_walks(
     return ends, d_state
 
 
-def _cheapest(call: Call, costs: tuple[float, ...]) -> stretches.Cut:
+def _cheapest(call: Call, costs: Mapping[str, stretches.Costs]) -> stretches.Cut:
     """For walks: the Cut that is estimated to take least."""
     B, T, _, H, _, V, N = call.sizes
     packed, target = call.offsets is not None, target_of(call.v.device)
-    return stretches.cheapest(N, B, T, packed, H * -(-V // 64), stretches.Costs(*costs), target)
+    gates = "documents" if packed else "channel" if call.per_channel else "" if call.log_decay is None else "token"
+    return stretches.cheapest(N, B, T, packed, H * -(-V // 64), costs[gates], target)
 
 
 def _walk(kernel: str, call: Call, few: int = 4) -> rules.Walk:

@@ -32,9 +32,6 @@ from foci.tiles.stretches import arrive, await_stretches, join_states, stretch
 
 CHUNK = 64
 WIDTHS = {"BLOCK_Z": (64, 128)}  # what `foci tune` may try, where gates leave no rows
-# Microseconds a chunk and block of 64 columns take an H200, bfloat16, K = V = 128 (ops/stretches.py: Costs).
-FORWARD = 2.6, 4.1, 1.4, 1.3
-BACKWARD = 7.7, 11.3, 1.6, 2.2  # both walks
 ROWS: tl.constexpr = tl.constexpr(9)  # of CHUNK numbers, that a block of channels leaves of a chunk's gates
 
 
