@@ -56,4 +56,6 @@ def test_what_is_too_much_for_a_map_has_none(version: str, most: int, monkeypatc
     for shape, by in (((1, 1 << 16, 32, 128), 2), ((1, 1 << 17, 32, 128), most), ((1, 1 << 18, 32, 64), most)):
         x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
         assert tiles_of(True, True, 64, None, x) == Tiles(by), shape
+    part = torch.empty(1, 1 << 16, 3 * 48, 128, dtype=torch.bfloat16, device="meta")[:, :, :48]  # of 2.25 GiB
+    assert tiles_of(True, True, 64, None, part) == Tiles(most)
     assert maps.reaches((1 << 31) - 1) and maps.reaches(1 << 31) == (most == 2)

@@ -44,17 +44,18 @@ def tiles_of(able: bool, whole: bool, chunk: int, offsets: Any, *operands: Any) 
     """By TMA where it is `able` to read these tensors [B,T,H,C]; by maps where no tile of so many tokens is cut.
 
     Neither by columns (`whole`), nor by a sequence's end, nor because what a map has for one matrix is none; nor where
-    a state for each chunk, or two rows of a chunk for each token, are more than a map `reaches`.
+    all rows of one, a state for each chunk, or two rows of a chunk for each token, are more than a map `reaches`.
     """
     if not able:
         return Tiles(0)
-    whole, tokens, widest = whole and offsets is None, 0, 0
+    whole, tokens, widest, longest = whole and offsets is None, 0, 0, 0
     for x in operands:
         if x is not None:
             B, T, H, C = x.shape
             tokens, widest = max(tokens, B * T * H), max(widest, C)
+            longest = max(longest, B * T * x.stride(1) * x.element_size())
             whole = whole and T % chunk == 0 and in_line(x)
-    return Tiles(2 if whole and reaches(tokens * max(4 * chunk, 2 * widest * widest // chunk)) else 1)
+    return Tiles(2 if whole and reaches(max(longest, tokens * max(4 * chunk, 2 * widest * widest // chunk))) else 1)
 
 
 def reaches(size: int) -> bool:

@@ -71,6 +71,17 @@ def test_inference_is_walked_by_warps_of_their_own_where_there_is_enough_for_the
     assert walks("sm_90", False) == by_triton
 
 
+@pytest.mark.parametrize(("T", "documents"), [(2048, 0), (2000, 0), (2048, 2)])
+def test_warps_of_their_own_are_given_maps_of_whole_chunks(T: int, documents: int) -> None:
+    pytest.importorskip("triton")
+    q, g = torch.empty(1, T, 32, 128, dtype=torch.bfloat16, device="meta"), torch.empty(1, T, 32, device="meta")
+    offsets = torch.empty(documents + 1, dtype=torch.int64, device="meta") if documents else None
+    with tune.recording(tune.TARGETS["sm_90"]) as launches:
+        gpu.forward(bind(q, q, q, g, log_decay=g, offsets=offsets))
+    walk = next(launch for launch in launches if launch.kernel.fn.__name__ == "wide_walk_kernel")
+    assert walk.meta["MAPS"] == (T % 64 == 0 and not documents)
+
+
 def test_inference_by_maps_is_not_walked_by_warps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from foci.ops.delta import kernels_triton_token_walks, pieces

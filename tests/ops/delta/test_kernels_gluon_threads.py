@@ -62,6 +62,8 @@ def walked(
         {"T": 193, "offsets": (0, 0, 1, 130, 193), "state": True},
         {"T": 130, "gates": Draw.extremes},
         {"T": 201, "H": 1, "K": 256, "V": 256, "state": True},
+        {"T": 128, "G": 2, "H": 2, "K": 256, "V": 256, "state": True},
+        {"B": 2, "T": 128, "G": 2, "H": 4, "fused": True},
     ],
     ids=str,
 )
@@ -87,7 +89,7 @@ def test_of_two_heads_one_has_keys_that_are_alike(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("alike", ["independent", "correlated"])
 @pytest.mark.parametrize("slow", [False, True])
 def test_pieces_begin_as_one_walk_would(slow: bool, alike: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After what is not forgotten, or, of one head, by maps: of one bfloat16 where keys are not alike."""
+    """After what is not forgotten, or, of one head, by maps: one bfloat16 of keys that are not alike (whole chunks)."""
 
     def gates(draw: Draw, *shape: int) -> Tensor:
         made = torch.full(shape, -1.2)
@@ -96,7 +98,7 @@ def test_pieces_begin_as_one_walk_would(slow: bool, alike: str, monkeypatch: pyt
 
     monkeypatch.setattr(joins, "by_maps", lambda call, target, pieces: slow and pieces > 1)
     monkeypatch.setattr(token_walks, "FAR", 2)
-    inputs = problem({"T": 700, "state": True, "gates": gates, "alike": alike})
+    inputs = problem({"T": 768 if alike == "independent" else 700, "state": True, "gates": gates, "alike": alike})
     in_pieces = walked(inputs, monkeypatch, 3)
     for found, wanted in zip(in_pieces, walked(inputs, monkeypatch), strict=True):
         assert error(found, wanted) <= BUDGET[torch.bfloat16]

@@ -43,6 +43,16 @@ def test_maps_are_made_where_whole_sequences_fill_a_quarter_of_the_gpu(
     assert joins.by_maps(call_of(32768, H, rows, documents), HOPPER, pieces) == wanted
 
 
+@pytest.mark.parametrize(("T", "wanted"), [(2048, False), (2049, True)])
+def test_none_are_made_where_no_piece_can_be_slow(T: int, wanted: bool) -> None:
+    call = call_of(T, 16)
+    assert joins.few(call, HOPPER, 4) and joins.by_maps(call, HOPPER, 4) == wanted
+    with tune.recording(HOPPER) as launches:
+        gpu.forward(call, True)
+    names = [launch.kernel.fn.__name__ for launch in launches]
+    assert names == ["token_chunks_kernel", *["token_walk_kernel"] * (1 + wanted), "lost_kernel"]
+
+
 @pytest.mark.parametrize(
     ("T", "H", "documents", "by_maps"),
     [(32768, 8, 0, True), (8192, 8, 0, True), (2048, 8, 0, False), (8192, 32, 0, False), (32768, 4, 2, False)],

@@ -11,7 +11,7 @@ import torch
 from foci.core.tune import Config, Target, configure, side, target_of
 from foci.ops.stretches import Costs, Cut
 
-# Of walks on Hopper, by gates, as the cuts that took an H100 least tell; per channel in both directions. Walks of
+# Of walks on Hopper, by gates, fitted to the times that an H100 took for cuts; per channel in both directions. Walks of
 # documents make maps for TMA themselves, which others are given: those are as they were, of an H200.
 FORWARD = {
     "": Costs(1.5, 9.4, 1.3, 0.9, 3.8),

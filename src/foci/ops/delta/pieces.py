@@ -38,12 +38,12 @@ class Costs(NamedTuple):
     join: float  # a map of 128 channels, whoever is behind it
     launch: float = 3.0  # one launch more, and each time more that its programs fill the processors
     whole: float = 0.0  # what a walk of whole sequences takes besides its chunks
-    crowd: int = 0  # programs for two processors: with fewer, in all, those that are not turned over take less
+    fill: float = 0.0  # of the processors: programs that fill no more take longer than others, where those are cut
 
 
 FORWARD = Costs(1.65, 0.8, 1.25, 3.0, whole=2.0)
 BACKWARD = Costs(2.5, 1.0, 1.25, 2.2, whole=1.0)
-TURNED = Costs(2.4, 0.62, 1.0, 1.5, 1.45, crowd=1)  # twice as many columns a program (kernels_triton_token_walks.py)
+TURNED = Costs(2.4, 0.62, 1.0, 1.5, 1.45, fill=0.4)  # twice as many columns a program (kernels_triton_token_walks.py)
 TURNED_BACK = Costs(2.9, 0.8, None, 1.0, 2.8)
 WORTH = 0.92  # of the time of whole sequences, from which on a launch more is worth it
 UNGATED = 3.4  # microseconds: a chunk backwards, not turned over, where no gates forget what roundings leave
@@ -96,7 +96,7 @@ def _turned(call: Call, back: bool, target: Target, programs: int) -> int:
     _, other = _least(chunks, programs, K, V, costs, target.processors)
     if other >= WORTH * chunks:
         other = chunks + costs.whole
-    elif 2 * several * turned <= others.crowd * target.processors:
+    elif several * turned <= others.fill * target.processors:
         return 1
     return several if time * others.chunk < other * costs.chunk else 1
 
