@@ -212,6 +212,9 @@ _DELTA = (
         "delta", "Kimi Delta Attention of many heads", recurrence(beta=True, decay="channel", G=48, H=48), where="sm_90"
     ),
     Specimen("delta", "Gated DeltaNet of few heads, in pieces", recurrence(beta=True, decay="token", G=1, H=2)),
+    Specimen(
+        "delta", "Gated DeltaNet of two heads, in pieces", recurrence(beta=True, decay="token", G=1, H=1), where="sm_90"
+    ),
     Specimen("delta", "DeltaNet of few heads, in pieces", recurrence(beta=True, G=2, H=4), where="sm_90"),
     Specimen("delta", "Gated DeltaNet in pieces by its gates", recurrence(beta=True, decay="token"), where="sm_90"),
     Specimen(

@@ -111,6 +111,7 @@ LARGE_PROBLEMS = (
     Delta("width 128, per channel, many heads", T=256, H=32, K=128, decay="channel"),
     Delta("width 128, per channel, more heads than at once", B=3, T=256, H=32, K=128, decay="channel"),
     Delta("width 128, few heads", T=4096, G=1, H=2, K=128, decay="token"),
+    Delta("width 128, two heads", B=1, T=4096, G=1, H=2, K=128, decay="token"),
     Delta("width 128, few heads, no gates", B=1, T=4096, G=4, H=8, K=128),
     Delta("width 128, few heads, per channel", T=4096, G=1, H=2, K=128, decay="channel"),
     Delta("width 128, in pieces by gates or maps", B=1, T=7680, G=2, H=8, K=128, decay="token", gates=every_other_slow),
