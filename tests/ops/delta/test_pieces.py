@@ -11,7 +11,6 @@ from foci.core.tune import TARGETS, recording
 from foci.ops.delta import pieces as maps
 from foci.ops.delta.call import bind
 from foci.ops.delta.cases import Delta
-from foci.ops.delta.kernels_triton_forward import unturned
 from foci.ops.delta.pieces import BACKWARD, FORWARD, Costs, cut
 from foci.ops.gpu import CHUNK
 from foci.ops.stretches import Cut, cut_into
@@ -126,6 +125,9 @@ def test_a_gated_backward_too(tokens: int, heads: int, K: int, before: int, meas
 
 def _found(tokens: int, heads: int, K: int, back: bool, gated: bool) -> int:
     """Into how many pieces a call is cut that is turned over."""
+    pytest.importorskip("triton")
+    from foci.ops.delta.kernels_triton_forward import unturned
+
     q, g = (
         torch.empty(1, tokens, heads, K, dtype=torch.bfloat16, device="meta"),
         torch.empty(1, tokens, heads, device="meta"),
