@@ -103,7 +103,8 @@ def test_turned_over_by_maps_where_that_took_less_on_an_h100(
     tokens: int, heads: int, K: int, back: bool, before: int, measured: dict[int, int]
 ) -> None:
     """Microseconds of all launches, DeltaNet: within 8 % of the least (docs/delta.md, docs/h200.md)."""
-    assert measured.get(_found(tokens, heads, K, back, gated=False), before) <= 1.08 * min(before, *measured.values())
+    known = {1: before} | measured
+    assert known[_found(tokens, heads, K, back, gated=False)] <= 1.08 * min(known.values())
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,8 @@ def test_turned_over_by_maps_where_that_took_less_on_an_h100(
 )
 def test_a_gated_backward_too(tokens: int, heads: int, K: int, before: int, measured: dict[int, int]) -> None:
     """The same of Gated DeltaNet, within 6 %."""
-    assert measured.get(_found(tokens, heads, K, True, gated=True), before) <= 1.06 * min(before, *measured.values())
+    known = {1: before} | measured
+    assert known[_found(tokens, heads, K, True, gated=True)] <= 1.06 * min(known.values())
 
 
 def _found(tokens: int, heads: int, K: int, back: bool, gated: bool) -> int:

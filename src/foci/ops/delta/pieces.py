@@ -93,10 +93,8 @@ def _turned(call: Call, back: bool, target: Target, programs: int) -> int:
         others = others._replace(shared=None)
     turned = N * H * -(-V // 64)
     several, time = _least(chunks, turned, K, V, others, target.processors)
-    _, other = _least(chunks, programs, K, V, costs, target.processors)
-    if other >= WORTH * chunks:
-        other = chunks + costs.whole
-    elif several * turned <= others.fill * target.processors:
+    cuts, other = _worth(chunks, programs, K, V, costs, target.processors)
+    if cuts > 1 and several * turned <= others.fill * target.processors:
         return 1
     return several if time * others.chunk < other * costs.chunk else 1
 
@@ -139,9 +137,15 @@ def cut(N: int, B: int, T: int, packed: bool, K: int, V: int, costs: Costs, targ
     Of shapes alone: of packed documents, whose lengths only the GPU knows, the mean length counts.
     """
     chunks = -(-(B * T) // (N * CHUNK))
-    several, time = _least(chunks, programs, K, V, costs, target.processors)
-    tokens = CHUNK * -(-chunks // several) if time < WORTH * chunks else 0
+    several, _ = _worth(chunks, programs, K, V, costs, target.processors)
+    tokens = CHUNK * -(-chunks // several) if several > 1 else 0
     return cut_into(tokens if tokens < T else 0, N, T, packed)
+
+
+def _worth(chunks: int, programs: int, K: int, V: int, costs: Costs, processors: int) -> tuple[int, float]:
+    """(pieces that are not turned over, 1 where a launch more is not worth it; how long that takes)."""
+    several, time = _least(chunks, programs, K, V, costs, processors)
+    return (several, time) if time < WORTH * chunks else (1, chunks + costs.whole)
 
 
 @functools.lru_cache(512)
