@@ -225,6 +225,12 @@ _DELTA = (
     ),
     Specimen(
         "delta",
+        "Gated DeltaNet of long documents, in pieces",
+        recurrence(beta=True, decay="token", G=4, H=4, t=8 * T, packed=True, offsets=offsets(2)),
+        where="sm_90",
+    ),
+    Specimen(
+        "delta",
         "Kimi Delta Attention of few heads, in pieces",
         recurrence(beta=True, decay="channel", G=1, H=2),
         where="sm_90",

@@ -10,11 +10,10 @@ import torch
 
 from foci.check.memory import poisoned, strided
 from foci.core import tune
-from foci.ops import stretches
 from tests.ops.in_triton import DEVICE, InTriton, there
 from tests.ops.recurrences import BUDGET, answers
 
-MANY = tune.TARGETS["sm_90"]._replace(processors=10_000)  # so that every sequence of four stretches is cut
+MANY = tune.TARGETS["sm_90"]._replace(processors=10_000)  # so that every sequence of 128 tokens is cut
 
 
 class InScans(InTriton):
@@ -37,7 +36,6 @@ class InScans(InTriton):
     @pytest.fixture
     def cut(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Sequences of 128 tokens are cut into stretches of 32."""
-        monkeypatch.setattr(stretches, "SHORTEST", 32)
         monkeypatch.setattr(tune, "TARGETS", tune.TARGETS | {"sm_90": MANY})
 
     @pytest.mark.parametrize("T", [1, 7, 8, 9, 16, 17, 31, 33, 65])

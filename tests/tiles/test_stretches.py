@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from foci.core.tune import TARGETS, interpreting
-from foci.ops.stretches import cut
+from foci.ops.stretches import Rule, cut
 from foci.tiles.memory import load_tile, store_tile
 from foci.tiles.stretches import decay_rates, join, join_states, row, rows, stretch
 
@@ -89,7 +89,7 @@ def test_every_token_lies_in_one_stretch_and_every_sequence_is_ended_once(offset
 
 
 def test_as_many_programs_as_the_cut_says() -> None:
-    found = cut(3, 1, 600, True, TARGETS["sm_90"], 1)
+    found = cut(Rule(128, few=4, most=16), 3, 1, 600, True, TARGETS["sm_90"], 1)
     out = torch.full((found.programs, 7), -7, dtype=torch.int32, device=DEVICE)
     _stretches[(found.programs,)](torch.tensor([0, 0, 300, 600], device=DEVICE), out, 600, 3, STRETCH=found.tokens)
     assert sorted(n for n, *_, end, _ in out.tolist() if n >= 0 and end in (0, 300, 600)) == [0, 1, 2]

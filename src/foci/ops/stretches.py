@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from foci.core.tune import Target
 
-SHORTEST = 128
-
 
 class Cut(NamedTuple):
     """Tokens of a stretch (0: sequences are walked whole), programs that walk one block of channels, slots of maps."""
@@ -17,20 +15,27 @@ class Cut(NamedTuple):
     slots: int
 
 
-def cut(
-    N: int, B: int, T: int, packed: bool, target: Target, warps: int, shortest: int | None = None, few: int = 4
-) -> Cut:
+class Rule(NamedTuple):
+    """When sequences that threads walk token by token are cut, and into how many stretches."""
+
+    shortest: int  # tokens of a stretch; there are four of a sequence at least
+    few: float  # sequences that give each processor so many warps are walked whole
+    most: int  # stretches give each processor fewer warps than these
+    joined: float = 0.0  # of a sequence there are no more than their tokens / joined, as each joins those before it
+
+
+def cut(rule: Rule, N: int, B: int, T: int, packed: bool, target: Target, warps: int) -> Cut:
     """The Cut of N sequences in B rows of T tokens where all channels of one sequence make so many warps.
 
-    What is cut is read twice, so as few stretches are made as keep eight warps a processor busy: of `shortest` tokens
-    (SHORTEST) or 4, 16 ... times as many. Short sequences are not cut, as one launch more takes as long; nor those that
-    are enough to give each processor `few` warps.
+    Of `shortest` tokens each or 2, 4 ... times as many: the shortest that give each processor fewer than `most` warps
+    and of which none has too many to join. Of packed documents the mean length counts.
     """
-    shortest, tokens = shortest or SHORTEST, 0
+    shortest, few, most, joined = rule
+    tokens = 0
     if 4 * shortest <= T and N * warps < few * target.processors:
-        tokens = shortest
-        while 4 * tokens * 8 * target.processors <= B * T * warps:
-            tokens *= 4
+        tokens, mean = shortest, B * T / N
+        while most * tokens * target.processors <= B * T * warps or tokens * tokens < joined * mean:
+            tokens *= 2
     return cut_into(tokens if tokens < T else 0, N, T, packed)
 
 

@@ -104,10 +104,34 @@ def test_short_walks_and_those_of_many_heads_are_not_cut() -> None:
             assert not any(gpu._cheapest(bind(q, q, q), costs).tokens for costs in (rules.FORWARD, rules.BACKWARD))
 
 
-def test_documents_are_cut_as_their_walks_were_when_all_made_maps_themselves() -> None:
-    q = torch.empty(1, 16384, 4, 128, dtype=torch.bfloat16, device="meta")
-    offsets = torch.empty(9, dtype=torch.int64, device="meta")
+@pytest.mark.parametrize(
+    ("decay", "shape", "forward", "backward"),
+    [
+        ("", (8, 1024, 8), {0: 46, 256: 81, 512: 71}, {0: 114, 256: 169, 512: 140}),
+        ("", (2, 4096, 8), {0: 98, 256: 89, 512: 67, 1024: 69, 2048: 73}, {512: 139, 1024: 133, 2048: 146}),
+        ("", (6, 3072, 8), {0: 91, 512: 134, 1024: 125}, {0: 232, 512: 283, 1024: 253, 2048: 267}),
+        ("", (3, 8192, 16), {0: 211, 2048: 273, 4096: 239}, {0: 571, 1024: 612, 2048: 580, 4096: 555}),
+        ("", (1, 8192, 8), {256: 104, 512: 69, 1024: 70, 2048: 73}, {512: 151, 1024: 136, 2048: 150}),
+        ("token", (8, 1024, 8), {0: 58, 256: 96, 512: 85}, {0: 142, 256: 175, 512: 163}),
+        ("token", (4, 2048, 8), {0: 98, 256: 105, 512: 87, 1024: 93}, {0: 250, 256: 183, 512: 165, 1024: 182}),
+        ("token", (1, 8192, 8), {512: 82, 1024: 88}, {512: 156}),
+        ("token", (4, 1024, 8), {0: 50, 256: 57}, {256: 98}),
+        ("token", (3, 8192, 16), {0: 311, 2048: 346}, {2048: 656, 4096: 670}),
+        ("token", (2, 16384, 8), {512: 311, 1024: 243, 2048: 245, 4096: 312}, {1024: 481, 2048: 443, 4096: 593}),
+        ("channel", (8, 2048, 4), {0: 140, 256: 153, 512: 135, 1024: 141}, {0: 344, 512: 342, 1024: 340}),
+        ("channel", (2, 16384, 8), {1024: 437, 2048: 437, 4096: 466}, {1024: 1234, 2048: 1198, 4096: 1170}),
+    ],
+)
+def test_documents_are_cut_as_was_fastest_on_an_h100(
+    decay: str, shape: tuple[int, ...], forward: dict[int, int], backward: dict[int, int]
+) -> None:
+    """As above, of (documents, their tokens in the mean, heads): within 5 % of the least."""
+    N, T, H = shape
+    q = torch.empty(1, N * T, H, 128, dtype=torch.bfloat16, device="meta")
+    g = {"": None, "token": torch.empty(1, N * T, H, device="meta"), "channel": q}[decay]
+    call = bind(q, q, q, log_decay=g, offsets=torch.empty(N + 1, dtype=torch.int64, device="meta"))
     with recording(TARGETS["sm_90"]):
-        for gates in None, torch.empty(1, 16384, 4, device="meta"), q:
-            call = bind(q, q, q, log_decay=gates, offsets=offsets)
-            assert [gpu._cheapest(call, costs).tokens for costs in (rules.FORWARD, rules.BACKWARD)] == [512, 512]
+        back = rules.FORWARD if decay == "channel" else rules.BACKWARD
+        for measured, costs in ((forward, rules.FORWARD), (backward, back)):
+            found = gpu._cheapest(call, costs).tokens
+            assert measured.get(found, 9999) <= 1.05 * min(measured.values()), found

@@ -33,7 +33,7 @@ def problem(
 @pytest.fixture
 def cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sequence is cut into stretches of one chunk."""
-    monkeypatch.setattr(stretches, "cut", lambda N, B, T, packed, *_, **__: stretches.cut_into(64, N, T, packed))
+    monkeypatch.setattr(stretches, "cut", lambda _, N, B, T, packed, *__: stretches.cut_into(64, N, T, packed))
 
 
 def errors(inputs: dict[str, Any]) -> list[float]:
@@ -69,7 +69,7 @@ def test_gates_of_every_size_in_one_chunk(decay: str) -> None:
 
 @pytest.mark.parametrize("T, tokens", [(64, 64), (65, 64), (200, 64), (330, 128)])
 def test_lengths_cut(T: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stretches, "cut", lambda N, B, T, packed, *_, **__: stretches.cut_into(tokens, N, T, packed))
+    monkeypatch.setattr(stretches, "cut", lambda _, N, B, T, packed, *__: stretches.cut_into(tokens, N, T, packed))
     state = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     for decay in ("none", "head", "token", "channel"):
         assert max(errors(problem(T, B=2, decay=decay, state=state))) < BUDGET[torch.float32], decay

@@ -34,7 +34,8 @@ def call_of(T: int, H: int, rows: int = 1, documents: int = 0) -> Call:
         *((H, 1, 0, 4, H <= 16) for H in (1, 8, 16, 17, 32)),
         *((2, rows, 0, 2, rows <= 8) for rows in (8, 9)),
         (8, 1, 0, 1, False),
-        (2, 1, 2, 4, False),
+        *((1, 1, documents, 4, documents <= 8) for documents in (2, 8, 9)),
+        (4, 1, 5, 4, False),
     ],
 )
 def test_maps_are_made_where_whole_sequences_fill_a_quarter_of_the_gpu(
@@ -55,7 +56,10 @@ def test_none_are_made_where_no_piece_can_be_slow(T: int, wanted: bool) -> None:
 
 @pytest.mark.parametrize(
     ("T", "H", "documents", "by_maps"),
-    [(32768, 8, 0, True), (8192, 8, 0, True), (2048, 8, 0, False), (8192, 32, 0, False), (32768, 4, 2, False)],
+    [
+        *((32768, 8, 0, True), (8192, 8, 0, True), (2048, 8, 0, False), (8192, 32, 0, False)),
+        *((32768, 4, 2, True), (8192, 4, 2, True), (8191, 4, 2, False)),
+    ],
 )
 def test_few_heads_of_long_sequences_are_joined_by_maps_in_both_directions(
     T: int, H: int, documents: int, by_maps: bool
@@ -66,7 +70,7 @@ def test_few_heads_of_long_sequences_are_joined_by_maps_in_both_directions(
         gpu.backward(call, outputs, (outputs[0], None), [True] * 5 + [False] * 2)
     names = [launch.kernel.fn.__name__ for launch in launches]
     walks = [name for name in names if "walk" in name or name in ("join_kernel", "lost_kernel")]
-    assert not documents or walks == ["walk_kernel"] * 4
+    assert by_maps or not documents or walks == ["walk_kernel"] * 4
     assert (walks == [*IN_PIECES["forward"], *IN_PIECES["backward"]]) == by_maps, names
 
 

@@ -43,7 +43,7 @@ class TestScan(InScans):
 
 @pytest.mark.parametrize(
     ("B", "T", "D", "channels", "stretch"),
-    [(8, 2048, 2048, 32, 0), (1, 8192, 4096, 64, 256), (1, 900, 4096, 64, 128), (1, 256, 256, 32, 0)],
+    [(8, 2048, 2048, 32, 0), (1, 8192, 4096, 64, 256), (1, 900, 4096, 64, 32), (1, 127, 256, 32, 0)],
 )
 def test_few_sequences_are_cut_and_have_two_channels_a_thread(
     B: int, T: int, D: int, channels: int, stretch: int

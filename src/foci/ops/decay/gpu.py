@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,12 +133,12 @@ def _by_walks(
     return ends, d_state
 
 
-def _cheapest(call: Call, costs: Mapping[str, stretches.Costs]) -> stretches.Cut:
+def _cheapest(call: Call, costs: Mapping[bool, Mapping[str, stretches.Costs]]) -> stretches.Cut:
     """For walks: the Cut that is estimated to take least."""
     B, T, _, H, _, V, N = call.sizes
     packed, target = call.offsets is not None, target_of(call.v.device)
-    gates = "documents" if packed else "channel" if call.per_channel else "" if call.log_decay is None else "token"
-    return stretches.cheapest(N, B, T, packed, H * -(-V // 64), costs[gates], target)
+    gates = "channel" if call.per_channel else "" if call.log_decay is None else "token"
+    return stretches.cheapest(N, B, T, packed, H * -(-V // 64), costs[packed][gates], target)
 
 
 def _walk(kernel: str, call: Call, few: int = 4) -> rules.Walk:
@@ -150,6 +151,5 @@ def _walk(kernel: str, call: Call, few: int = 4) -> rules.Walk:
     """
     B, T, *_, N = call.sizes
     packed, target = call.offsets is not None, target_of(call.v.device)
-    return rules.walk(
-        kernel, call, lambda warps: stretches.cut(N, B, T, packed, target, warps, shortest=16 * CHUNK, few=few)
-    )
+    rule = stretches.Rule(16 * CHUNK, few, most=32)
+    return rules.walk(kernel, call, partial(stretches.cut, rule, N, B, T, packed, target))

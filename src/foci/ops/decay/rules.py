@@ -11,18 +11,23 @@ import torch
 from foci.core.tune import Config, Target, configure, side, target_of
 from foci.ops.stretches import Costs, Cut
 
-# Of walks on Hopper, by gates, fitted to the times that an H100 took for cuts; per channel in both directions. Walks of
-# documents make maps for TMA themselves, which others are given: those are as they were, of an H200.
+# Of walks on Hopper, by whether there are documents, and by gates, fitted to the times that an H100 took for cuts; per
+# channel in both directions. Walks of documents make maps for TMA themselves, which others are given.
 FORWARD = {
-    "": Costs(1.5, 9.4, 1.3, 0.9, 3.8),
-    "token": Costs(2.1, 5.8, 1.5, 0.9, 1.2),
-    "channel": Costs(2.7, 9.6, 0.8, 1.1, 7.5),
-    "documents": Costs(2.6, 4.1, 1.4, 1.3, 6.0),
+    False: {
+        "": Costs(1.5, 9.4, 1.3, 0.9, 3.8),
+        "token": Costs(2.1, 5.8, 1.5, 0.9, 1.2),
+        "channel": Costs(2.7, 9.6, 0.8, 1.1, 7.5),
+    },
+    True: {
+        "": Costs(1.3, 3.5, 1.6, 0.6, 0.4),
+        "token": Costs(1.9, 4.2, 1.4, 0.8, 6.7),
+        "channel": Costs(1.9, 4.7, 1.3, 0.6, 5.0),
+    },
 }
 BACKWARD = {
-    "": Costs(3.7, 12.6, 0.8, 1.4, 6.5),
-    "token": Costs(2.7, 6.0, 1.1, 1.0, 1.4),
-    "documents": Costs(7.7, 11.3, 1.6, 2.2, 6.0),
+    False: {"": Costs(3.7, 12.6, 0.8, 1.4, 6.5), "token": Costs(2.7, 6.0, 1.1, 1.0, 1.4)},
+    True: {"": Costs(2.7, 5.6, 0.5, 1.9, 13.6), "token": Costs(4.8, 8.9, 0.4, 1.1, 13.1)},
 }
 WIDTHS = {"BLOCK_K": (16, 32, 64, 128), "BLOCK_V": (16, 32, 64, 128)}  # what `foci tune` may try
 

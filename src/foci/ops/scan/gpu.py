@@ -10,6 +10,8 @@ from foci.ops import stretches
 from foci.ops.gpu import placed, unsuitable
 from foci.ops.scan.call import NAME, Call
 
+CUT = stretches.Rule(32, few=3, most=16, joined=0.5)  # as measured on an H100
+
 
 def reasons(call: Call) -> list[str]:
     return unsuitable(call.x, call.sizes, (1,))
@@ -48,10 +50,6 @@ def step(x: Tensor, log_decay: Tensor, state: Tensor) -> Tensor:
 
 
 def _cut(call: Call) -> partial[stretches.Cut]:
-    """What is left to say: for which GPU, and how many warps walk a sequence. Three a processor are enough.
-
-    Stretches are of 256 tokens or more where that leaves four of a row: fewer maps, to be joined by more of them.
-    """
+    """What is left to say: for which GPU, and how many warps walk a sequence."""
     B, T, _, N = call.sizes
-    shortest = 2 * stretches.SHORTEST if T >= 8 * stretches.SHORTEST else None
-    return partial(stretches.cut, N, B, T, call.offsets is not None, shortest=shortest, few=3)
+    return partial(stretches.cut, CUT, N, B, T, call.offsets is not None)

@@ -304,7 +304,7 @@ def backward(
     while GROUP > 1 and cut(target, groups * config.warps).programs * groups * config.warps < 4 * target.processors:
         GROUP //= 2  # few programs: there is little to share, and one block after another takes longer
         groups = -(-blocks // GROUP)
-    STRETCH, programs, slots = cut(target, max(1, groups * config.warps // 2))  # a processor has room for eight warps
+    STRETCH, programs, slots = cut(target, groups * config.warps)
     decays = ends = None
     if STRETCH:
         decays, ends = (torch.empty(slots, D, K, dtype=torch.float32, device=kept.device) for _ in range(2))
