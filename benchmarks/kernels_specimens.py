@@ -260,11 +260,11 @@ _DELTA = (
 )
 _SCANS = (
     Specimen("scan", "D=2048", scan()),
-    Specimen("scan", "D=2048, walked whole", scan(B=16)),  # a channel a thread
+    Specimen("scan", "D=2048, walked whole", scan(B=32)),  # a channel a thread
     Specimen("scan", "packed", scan(B=1, packed=True, state=True), where="sm_90"),
     *_dtypes("scan", "D=2048", scan()),
     Specimen("selective_scan", "N=16", selective()),
-    Specimen("selective_scan", "packed", selective(packed=True, state=True), where="sm_90"),
+    Specimen("selective_scan", "packed", selective(D=1024, packed=True, state=True), where="sm_90"),
     *_rest("selective_scan", {"N=128": selective(N=128, D=1024), "N=1": selective(N=1)}),
     *_dtypes("selective_scan", "N=16", selective()),
 )
