@@ -65,7 +65,7 @@ def test_a_candidate_lands_in_the_cache_and_one_that_does_not_fit_says_so(
     narrow = TARGETS["sm_90"]._replace(shared=-1)
     for target, said in ((TARGETS["sm_90"], ""), (narrow, "0 bytes of shared memory, the GPU has -1")):
         compile_all = ahead("scan", torch.bfloat16, target, workers=1)
-        place = ("scan_forward", "torch.bfloat16,True")
+        place = ("scan_forward", "torch.bfloat16,False")
         assert compile_all([Attempt(case, "forward", place, Config({"BLOCK_D": 64, "BLOCK_T": 16}, 2, 2))]) == [said]
     compiled = [json.loads(path.read_text()) for path in tmp_path.glob("*/forward_kernel.json")]
     assert [(found["num_warps"], found["target"]["arch"]) for found in compiled] == [(2, 90)]
