@@ -33,8 +33,8 @@ def cut(rule: Rule, N: int, B: int, T: int, packed: bool, target: Target, warps:
     shortest, few, most, joined = rule
     tokens = 0
     if 4 * shortest <= T and N * warps < few * target.processors:
-        tokens, mean = shortest, B * T / N
-        while most * tokens * target.processors <= B * T * warps or tokens * tokens < joined * mean:
+        tokens = shortest
+        while most * tokens * target.processors <= B * T * warps or N * tokens * tokens < joined * B * T:
             tokens *= 2
     return cut_into(tokens if tokens < T else 0, N, T, packed)
 

@@ -34,8 +34,8 @@ def call_of(T: int, H: int, rows: int = 1, documents: int = 0) -> Call:
         *((H, 1, 0, 4, H <= 16) for H in (1, 8, 16, 17, 32)),
         *((2, rows, 0, 2, rows <= 8) for rows in (8, 9)),
         (8, 1, 0, 1, False),
-        *((1, 1, documents, 4, documents <= 8) for documents in (2, 8, 9)),
-        (4, 1, 5, 4, False),
+        *((1, 1, documents, 4, documents <= 4) for documents in (2, 4, 5)),
+        *((H, 1, 2, 4, H <= 8) for H in (8, 9)),
     ],
 )
 def test_maps_are_made_where_whole_sequences_fill_a_quarter_of_the_gpu(

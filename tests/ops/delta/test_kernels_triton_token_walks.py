@@ -202,6 +202,11 @@ class TestInPieces:
     def test_within_the_budget(self, more: dict[str, Any], in_pieces: Callable[[int], None]) -> None:
         keeps_the_budget(problem(small() | more))
 
+    def test_documents_with_fewer_chunks_than_pieces(self, in_pieces: Callable[[int], None]) -> None:
+        """Some of a document's pieces are empty, before others that begin by maps."""
+        in_pieces(6)
+        keeps_the_budget(problem(small(T=330, gates=NEVER, offsets=(0, 200, 200, 201, 330), state=True)))
+
     @pytest.mark.parametrize("gates", [NEVER, AT_ONCE, halted], ids=["never", "at once", "halted"])
     @pytest.mark.parametrize("offsets", [(), (0, 3, 330)])
     def test_nothing_changes_where_all_is_remembered_or_nothing(

@@ -84,11 +84,11 @@ def lost_kernel(  # type: ignore[no-untyped-def]
 def few(call: Any, target: Target, pieces: int) -> bool:
     """Whether whole sequences, if cut into `pieces`, would fill a quarter of the processors or less.
 
-    There is room then for twice the work. Of documents only where they are long in the mean: each has as many pieces,
-    and those of one that is longer than all others are as long.
+    There is room then for twice the work. Not of more than four documents, or short ones: each has as many pieces, and
+    those of one that is longer than all others are as long.
     """
     B, T, _, H, _, V, N = call.sizes
-    long = call.offsets is None or 2 * int(FAR) * CHUNK * N <= B * T
+    long = call.offsets is None or (N <= 4 and 2 * int(FAR) * CHUNK * N <= B * T)
     return pieces > 1 and long and target.processors >= 4 * N * H * -(-V // 64)
 
 
