@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import triton
+from kernels_races import races
 from triton._C.libtriton import get_cache_invalidating_env_vars
 
 from foci.cli_tune_ahead import Offline as _Offline
@@ -177,8 +178,10 @@ def _compiled(launch: Launch, target: Target) -> dict[str, Any]:
     read = _of_amd(asm["amdgcn"]) if target.kind == "hip" else _of_nvidia(asm, log.getvalue(), target)
     text = asm["amdgcn"] if target.kind == "hip" else asm["ptx"]
     instructions = {name: len(re.findall(pattern, text)) for name, pattern in MATRIX.items()}
+    raced = races(asm["ttgir"]) if target.kind == "cuda" else []
     return {
         **read,
+        **({"races": raced} if raced else {}),
         "shared": metadata.shared,
         "tensor": getattr(metadata, "tmem_size", None) or 0,
         "warps": metadata.num_warps,
@@ -248,7 +251,7 @@ def faults(record: dict[str, Any], target: Target) -> list[str]:
     """What no GPU of this target could run, or not as it was meant; a spill is judged by who knows the kernel."""
     if "error" in record:
         return [record["error"]]
-    found = []
+    found: list[str] = record.get("races", [])[:1]
     if record["shared"] > target.shared:
         found.append(f"{record['shared']} bytes of shared memory, the target has {target.shared}")
     if record["tensor"] > TENSOR_MEMORY:

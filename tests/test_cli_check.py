@@ -152,6 +152,25 @@ def test_bad_inputs_are_the_first_case_spoiled(cases: str, verdict: str, here, c
     assert json.loads(Path("report.json").read_text())["rows"][0]["verdict"] == verdict
 
 
+def test_drawn_cases_are_asked_in_place_of_the_own_and_one_of_them_again(here, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(cli_check, "examine", examine)
+    asked = "check delta --backend chunked --dtype float32 --laws 2 --drawn 6,3"
+    code, out, _ = run(capsys, asked)
+    assert code == 0 and out.rstrip().endswith("only the cases of --drawn 6,3 were asked")
+    assert re.search(r" 2 forward +6 ", out)
+    spec = cli_check._drawn(cli_check.SPECS["delta"], "6,3", "cpu")
+    assert [case.name.partition(":")[0] for case in spec.cases] == [f"3.{i}" for i in range(1, 7)]
+    assert cli_check.of_cases(spec, "5/6").cases[0].name == spec.cases[4].name and not spec.probes.bad
+    code, out, _ = run(capsys, f"{asked} --cases 5/6")
+    assert code == 0 and re.search(r" 2 forward +1 ", out)
+
+
+def test_a_drawn_case_shows_a_fault_of_theirs_and_is_named(here, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(cli_check, "examine", examine)
+    code, out, _ = run(capsys, "check theirs:good --like softmax --layout bhtd --dtype float32 --laws 2 --drawn 20,1")
+    assert code == 1 and re.search(r"\[1\.\d+: ", out), out
+
+
 def test_what_ours_gives_is_asked_without_waking_a_gpu(monkeypatch) -> None:
     """A child of the process asks the laws, and no child of one that has used a GPU can use it."""
     asked: list[str | None] = []
@@ -215,6 +234,11 @@ def test_a_layer_is_checked_as_a_class_or_an_object(here, capsys) -> None:
         ("check softmax --laws 1,16", "--laws: there is no law '16'; they are 1, 2, 3,"),
         ("check softmax --laws two", "--laws: there is no law 'two'"),
         ("check softmax --laws 1 --world 2", "--laws does not apply with --world"),
+        ("check softmax --drawn 3 --world 2", "--drawn does not apply with --world"),
+        ("check softmax --drawn 0", "after a comma the seed: 40 or 40,7; got '0'"),
+        ("check softmax --drawn 4,x", "--drawn must be how many, 1 or more, and after a comma the seed"),
+        ("check softmax --drawn 4,1,2", "--drawn must be how many, 1 or more, and after a comma the seed"),
+        ("check foci.nn:Attention --like layer --drawn 4", "--drawn is for softmax, linear, delta, scan,"),
         ("check softmax --cases 1/2 --world 2", "--cases does not apply with --world"),
         ("check softmax --cases 0/2", "--cases must be i/n, every nth from the ith, 1 <= i <= n <= "),
         ("check softmax --cases 3", "--cases must be i/n"),

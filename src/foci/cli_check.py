@@ -41,6 +41,36 @@ _INTERPRETER = ", and TRITON_INTERPRET=1 in the environment runs its kernels in 
 WHAT = f"{', '.join(FUNCTIONS)}, or your own: package.module:name."
 
 
+# Numbers that the truth of a drawn case keeps at most, on a CPU and a GPU: some 10 MB, and 5 GiB of a recurrence.
+ROOM = {"cpu": 2**21, "cuda": 2**29}
+
+
+class Asked(NamedTuple):
+    """Which laws are asked, and of which cases."""
+
+    laws: str | None = None
+    cases: str = ""
+    drawn: str = ""
+
+    def given(self) -> dict[str, str]:
+        """What was chosen, by option."""
+        return {option: text for option, text in self._asdict().items() if text not in (None, "")}
+
+    def told(self) -> list[str]:
+        """A line for each, of what a report has not all of."""
+        kinds = {"laws": "laws", "cases": "cases", "drawn": "cases"}
+        return [f"only the {kinds[option]} of --{option} {text} were asked" for option, text in self.given().items()]
+
+
+_ASKED = {
+    "laws": Option(str, "Only laws of these numbers, joined with commas: 1,2,9."),
+    "cases": Option(str, "Only every fourth case, from the second: 2/4.", ""),
+    "drawn": Option(
+        str, "Of so many cases that nobody chose, in place of foci's own; after a comma the seed: 40,7.", ""
+    ),
+}
+
+
 class Across(NamedTuple):
     """What was asked for over ranks: how many, and of what is foci's own how tokens lie and what is round it."""
 
@@ -57,6 +87,7 @@ _RANKS = {
 
 
 @partial(gathered, name="ranks", options=_RANKS, make=Across)
+@partial(gathered, name="asked", options=_ASKED, make=Asked)
 def check(
     what: Annotated[str, typer.Argument(metavar="WHAT", help=WHAT)],
     like: Annotated[str, typer.Option(help=f"What yours is: {', '.join(LIKE)}.")] = "",
@@ -71,21 +102,19 @@ def check(
             "without --world, seconds for each backend in all, past which laws are left unasked."
         ),
     ] = "",
-    laws: Annotated[str | None, typer.Option(help="Only laws of these numbers, joined with commas: 1,2,9.")] = None,
-    cases: Annotated[str, typer.Option(help="Only every fourth case, from the second: 2/4.")] = "",
+    asked: Asked = Asked(),
     as_json: Annotated[str, typer.Option("--json", metavar="PATH", help="Write the report here; - prints it.")] = "",
     ranks: Across = Across(),
 ) -> int:
     """Ask every law of an attention; exit code 1 when one is broken."""
     _require_device(device)
-    limits, only = _limits(limit), _laws(laws)
+    limits, only = _limits(limit), _laws(asked.laws)
     chosen: dict[str, Any] = {} if only is None else {"only": only}
     if as_json not in ("", "-") and not Path(as_json).absolute().parent.is_dir():
         raise ValueError(f"--json {as_json}: there is no folder {Path(as_json).absolute().parent}")
     if ranks.world != 1:
-        for option, given in (("--laws", laws), ("--cases", cases or None)):
-            if given is not None:
-                raise ValueError(f"{option} does not apply with --world: over ranks others are asked, without numbers")
+        for option in asked.given():
+            raise ValueError(f"--{option} does not apply with --world: over ranks others are asked, without numbers")
         if limits.within != math.inf:
             raise ValueError(f"--limit takes one number with --world, what a rank waits: got {limit}")
         waits = limits.silence if limit else None
@@ -104,15 +133,14 @@ def check(
         if backend is not None:
             raise ValueError("--backend chooses among foci's own; it does not apply to an attention of yours")
     dtypes = _dtypes(dtype) or ((torch.float32,) if interpreting() else None)  # where bfloat16 is computed wrongly
-    spec, reports = of_cases(spec, cases), []
+    spec, reports = of_cases(_drawn(spec, asked.drawn, device), asked.cases), []
     for candidate in candidates:
         progress = _teller() if sys.stderr.isatty() else lambda step: None
         report = examine(spec, candidate, device=device, dtypes=dtypes, limits=limits, progress=progress, **chosen)
         progress("")
         reports.append(report)
         if as_json != "-":
-            asked = f"\nonly the laws of --laws {laws} were asked" * (laws is not None)
-            typer.echo(table(report) + asked + f"\nonly the cases of --cases {cases} were asked" * bool(cases) + "\n")
+            typer.echo("\n".join((table(report), *asked.told())) + "\n")
     if as_json:
         _write(reports, as_json)
     return max(report.exit_code for report in reports)
@@ -278,6 +306,20 @@ def _laws(text: str | None) -> list[str] | None:
     if not words:
         raise ValueError(f"--laws: {text!r} names no law; expected numbers of {', '.join(known)} (docs/check.md)")
     return [law.name for law in LAWS if str(law.number) in words]
+
+
+def _drawn(spec: Spec, text: str, device: str) -> Spec:
+    """With so many drawn cases in place of its own; of bad inputs, which are made of its own first case, none."""
+    if not text:
+        return spec
+    count, _, seed = text.partition(",")
+    if not (count.isdecimal() and int(count) and (seed or "0").isdecimal()):
+        raise ValueError(f"--drawn must be how many, 1 or more, and after a comma the seed: 40 or 40,7; got {text!r}")
+    if spec.drawn is None:
+        raise ValueError(f"--drawn is for {', '.join(FUNCTIONS)} and what is --like them: of others no case is drawn")
+    room = ROOM[device.partition(":")[0]]
+    cases = tuple(spec.drawn(f"{int(seed or 0)}.{i}", room) for i in range(1, int(count) + 1))
+    return replace(spec, cases=cases, large=(), probes=replace(spec.probes, bad=()))
 
 
 def of_cases(spec: Spec, text: str) -> Spec:

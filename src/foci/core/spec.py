@@ -262,6 +262,7 @@ class Spec:
     the schema of its ops; `bind(*args, **kwargs)` makes one from a user's arguments or raises what is wrong with them.
     `shapes` are the problems that a benchmark times and a GPU is tuned for, as they occur in models. `large` are cases
     in whose sizes a GPU runs the kernels of models, each that docs/kernels.md has. A CPU is not asked them.
+    `drawn(name, room)` is a case that nobody chose, the same for the same name, whose truth keeps about `room` numbers.
     `outputs(call)` declares shapes and dtypes; `logs` names outputs that are logarithms. `reference(**inputs)` is the
     equation, differentiable, and run in float64 it is the truth; `plain(**inputs)` is the same equation in the working
     dtype throughout, the yardstick of half precision.
@@ -293,6 +294,7 @@ class Spec:
     probes: Probes = NO_PROBES
     shapes: tuple[Case, ...] = ()
     large: tuple[Case, ...] = ()
+    drawn: Callable[[str, int], Case] | None = None
 
     def __post_init__(self) -> None:
         if not self.function:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from foci.core.spec import Bad, Case, Future, Inputs, Part, Probes, Slices, accumulator
+from foci.ops.chance import Chance, told
 from foci.ops.draw import Draw, OnDevice
 
 ALL = slice(None)
@@ -56,6 +57,31 @@ class Problem:
     offsets: tuple[int, ...] = ()
     scale: float | None = None
     fused: bool = False
+
+    @classmethod
+    def drawn(cls, chance: Chance, name: str) -> Self:
+        """A problem of any of the fields that all operators have."""
+        K, V, (G, H), B = chance.width(), chance.width(), chance.heads(48), chance.one(1, 1, 2, 3)
+        K, V = (K, V) if chance.yes(0.3) else (K, K)
+        T = max(chance.tokens(B * H * K * V), 16 // (B * H))  # what few numbers sum to may cancel
+        offsets = chance.cuts(T) if B == 1 and chance.yes() else ()
+        decay = chance.one("", "head", "token", "token", "channel", "channel")
+        # An RMS of one number is none: what few gates of heads get may cancel.
+        gates = Draw.gates if decay == "head" or chance.yes(0.7) else chance.one(Draw.extremes, closed)
+        return cls(
+            name, B, T, H, 0 if G == H else G, K, 0 if V == K else V, "" if decay == "head" and H < 8 else decay, gates,
+            narrow=chance.yes(0.2), state=chance.yes(), offsets=offsets, scale=chance.one(None, None, 0.3),
+            fused=chance.yes(0.2),
+        )  # fmt: skip
+
+    @property
+    def told(self) -> Case:
+        """The case, named by its sizes and by all else that is not as it is by default."""
+        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
+        usual = {field.name: field.default for field in fields(self) if field.name not in "BTHK"}
+        return replace(
+            self.case, name=told(chosen.pop("name"), {key: x for key, x in chosen.items() if x != usual.get(key)})
+        )
 
     @property
     def case(self) -> Case:

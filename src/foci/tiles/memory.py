@@ -138,3 +138,15 @@ def loaded(there, row0, col0):  # type: ignore[no-untyped-def]
 def put(there, tile, row0, col0):  # type: ignore[no-untyped-def]
     """`store_block` by a map."""
     there[0].store([there[1] + row0, there[2] + col0], tile.to(there[0].dtype))
+
+
+@triton.jit
+def awaited(product, always):  # type: ignore[no-untyped-def]
+    """The last product of a loop's round, to be waited for before the loads behind it begin; `always` is true there.
+
+    Hopper's products read shared memory while the code goes on. Where something else reads what they read, Triton has
+    one place too few for the loads that run ahead, and the next round's tile would be read in place of this one's
+    (benchmarks/kernels_races.py). It waits for a product that something reads, and for all before it. For Blackwell,
+    whose products are waited for otherwise, Triton does not compile this.
+    """
+    return tl.where(always, product, 0.0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from foci.core.spec import Case
+from foci.ops.chance import Chance
 from foci.ops.draw import Draw
 from foci.ops.recurrent import UNEVEN, Problem, closed
 
@@ -74,6 +76,8 @@ LARGE_PROBLEMS = (
     Linear("width 256, per channel", T=130, H=16, K=256, decay="channel"),
     Linear("width 128, per channel", T=256, H=16, K=128, decay="channel"),
     Linear("width 64, bonus", T=2112, H=2, K=64, decay="channel", bonus=True),
+    Linear("width 64, bonus, per token", T=256, H=16, G=8, K=64, decay="token", bonus=True),
+    Linear("width 64, bonus, no gates", B=3, T=8, H=2, K=64, state=True, bonus=True),
     Linear("width 64, bonus, one head", B=1, T=4096, H=1, K=64, decay="channel", bonus=True),
     Linear("width 128, packed", B=1, T=UNEVEN[-1], H=16, K=128, offsets=UNEVEN, decay="token", state=True),
     Linear("width 128, one head", B=1, T=4096, H=1, K=128, decay="token"),
@@ -86,3 +90,10 @@ LARGE_PROBLEMS = (
     Linear("width 64, bonus, 60 heads", B=1, T=4096, H=60, K=64, decay="channel", bonus=True),
 )
 CASES, LARGE = (tuple(problem.case for problem in problems) for problems in (PROBLEMS, LARGE_PROBLEMS))
+
+
+def drawn(name: str, room: int) -> Case:
+    """A problem that nobody chose (Spec.drawn). Without an order of tokens nothing decays."""
+    chance = Chance(name, room)
+    drawn, bonus = Linear.drawn(chance, name), chance.yes(0.3)
+    return replace(drawn, bonus=bonus, causal=bonus or drawn.decay != "" or chance.yes()).told

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from foci.core.tune import Config, float_precision, launch, side, stored, strides, target_of
 from foci.tiles.gates import load_gates, scaled, total
-from foci.tiles.memory import load_row, load_tile, store_tile
+from foci.tiles.memory import awaited, load_row, load_tile, store_tile
 from foci.tiles.near import ends, store_powers, weights
 from foci.tiles.state import chunk_at, sequence, working
 from foci.tiles.stretches import join_states, stretch
@@ -106,8 +106,8 @@ def dstates_kernel(  # type: ignore[no-untyped-def]
 def values_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, g_ptr, bonus_ptr, offsets_ptr, ends_ptr, pairs_ptr, do_ptr, dv_ptr,
     q_strides, k_strides, g_strides, bonus_strides, do_strides, scale, T, N, H, R, K, V,
-    CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, AWAIT: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """dv = scale A^T do + (fall k) dS of one chunk and head, BLOCK_V of its columns; not causal: k dS alone."""
     OWN: tl.constexpr = bonus_ptr is None
@@ -136,6 +136,8 @@ def values_kernel(  # type: ignore[no-untyped-def]
                 u = load_tile(u_ptr, 0, 1, 0, k0, K, bonus_strides[1], 1, BLOCK_K).to(tl.float32)
                 own += tl.sum(q * u * k, 1)
         dv = tl.dot(k, dS, dv, input_precision=PRECISION)
+        if AWAIT and not OWN and not PER_CHANNEL:
+            dv = awaited(dv, k0 < K)
     if CAUSAL:
         do_ptr += row * do_strides[0] + h * do_strides[2]
         do = working(load_tile(do_ptr, t0, stop, do_strides[1], v0, V, do_strides[3], CHUNK, BLOCK_V))
@@ -221,6 +223,6 @@ def _values(call: Any, made: Any, ends: Tensor | None, do: Tensor, dv: Tensor, s
         (slots * H * -(-V // config["BLOCK_V"]),),
         q, k, g, call.bonus, call.offsets, ends, None if made is None else made.pairs, do, dv,
         q.stride(), k.stride(), strides(g), strides(call.bonus), do.stride(), call.scale, T, N, H, R, K, V,
-        config=config, CAUSAL=call.causal, PER_CHANNEL=made is not None,
+        config=config, CAUSAL=call.causal, PER_CHANNEL=made is not None, AWAIT=target.arch == 90,
         PRECISION=float_precision(do.dtype, target), CHUNK=CHUNK,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from foci.core.tune import Config, float_precision, launch, side, stored, strides, target_of
 from foci.tiles.gates import load_gates, scaled
-from foci.tiles.memory import load_row, load_tile, present, store_tile
+from foci.tiles.memory import awaited, load_row, load_tile, present, store_tile
 from foci.tiles.near import ends, ends_and_total, store_powers, weights
 from foci.tiles.state import chunk_at, sequence, working
 from foci.tiles.stretches import join_states, stretch
@@ -100,8 +100,8 @@ def states_kernel(  # type: ignore[no-untyped-def]
 def out_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, g_ptr, bonus_ptr, offsets_ptr, states_ptr, pairs_ptr, out_ptr,
     q_strides, k_strides, v_strides, g_strides, bonus_strides, scale, T, N, H, R, K, V,
-    CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, AWAIT: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """o = scale (A v + (rise q) S) of one chunk and head, BLOCK_V of its columns; not causal: scale q S, S the last."""
     OWN: tl.constexpr = bonus_ptr is None
@@ -131,6 +131,8 @@ def out_kernel(  # type: ignore[no-untyped-def]
                 u = load_tile(u_ptr, 0, 1, 0, k0, K, bonus_strides[1], 1, BLOCK_K).to(tl.float32)
                 own += tl.sum(q * u * k, 1)
         o = tl.dot(q, S, o, input_precision=PRECISION)
+        if AWAIT and not OWN:
+            o = awaited(o, k0 < K)
     if CAUSAL:
         if PER_CHANNEL:
             A = load_tile(pairs_ptr + (row * T * H + h) * CHUNK, t0, stop, H * CHUNK, 0, CHUNK, 1, CHUNK, CHUNK)
@@ -168,7 +170,7 @@ def forward(call: Any, made: Any, out: Tensor, kept: Tensor | None, slots: int, 
         q, k, v, g, None if by_channel else call.bonus, call.offsets, kept if call.causal else final,
         None if made is None else made.pairs, out,
         q.stride(), k.stride(), v.stride(), strides(g), strides(call.bonus), call.scale, T, N, H, R, K, V,
-        config=read, CAUSAL=call.causal, PER_CHANNEL=by_channel,
+        config=read, CAUSAL=call.causal, PER_CHANNEL=by_channel, AWAIT=target.arch == 90,
         PRECISION=float_precision(v.dtype, target), CHUNK=CHUNK,
     )  # fmt: skip
     return final

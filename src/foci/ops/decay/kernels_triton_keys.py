@@ -21,7 +21,7 @@ from torch import Tensor
 from foci.core.tune import Config, Target, configure, float_precision, launch, side, strides, target_of
 from foci.tiles import near
 from foci.tiles.gates import load_gates, pairs_backward_onto, scaled, total
-from foci.tiles.memory import add_tile, load_tile, store_tile
+from foci.tiles.memory import add_tile, awaited, load_tile, store_tile
 from foci.tiles.near import by_chunk, ends, load_sums, weights
 from foci.tiles.state import chunk_at, covered, working
 
@@ -34,7 +34,7 @@ def keys_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, g_ptr, bonus_ptr, offsets_ptr, states_ptr, ends_ptr, do_ptr,
     sums_ptr, far_ptr, dq_ptr, dk_ptr, dg_ptr, d_bonus_ptr,
     q_strides, k_strides, v_strides, g_strides, bonus_strides, do_strides, scale, zero, T, N, H, R, K, V, part,
-    share, size, CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, SPLIT: tl.constexpr,
+    share, size, CAUSAL: tl.constexpr, PER_CHANNEL: tl.constexpr, AWAIT: tl.constexpr, SPLIT: tl.constexpr,
     ALONE: tl.constexpr, AHEAD: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -105,15 +105,19 @@ def keys_kernel(  # type: ignore[no-untyped-def]
                     else:
                         do = scaled(do, (scale * rise)[:, None] if PER_TOKEN else scale)
                         dq = tl.dot(do, tl.trans(S.to(do.dtype)), dq, input_precision=PRECISION)
+                        dq = awaited(dq, v0 < V) if AWAIT else dq
                 if ends_ptr is not None:
                     dS = load_tile(ends_ptr + place, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V)
+                    if dg_ptr is not None:
+                        by_state += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
                     if AFTER:
                         by_columns = tl.dot(v, tl.trans(dS.to(v.dtype)), by_columns, input_precision=PRECISION)
+                        if AWAIT and dg_ptr is not None:
+                            by_columns = awaited(by_columns, v0 < V)
                     else:
                         v = scaled(v, fall[:, None]) if PER_TOKEN else v
                         dk = tl.dot(v, tl.trans(dS.to(v.dtype)), dk, input_precision=PRECISION)
-                    if dg_ptr is not None:
-                        by_state += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+                        dk = awaited(dk, v0 < V) if AWAIT else dk
             if AFTER and not PER_CHANNEL:  # only now, as what was loaded goes to shared memory by itself
                 dq += by_rows * ((scale * rise)[:, None] if PER_TOKEN else scale)
                 dk += by_columns * (fall[:, None] if PER_TOKEN else 1.0)
@@ -389,8 +393,8 @@ def backward(
         *onto, dg if dg_parts is None else dg_parts, bonus_parts,
         call.q.stride(), call.k.stride(), call.v.stride(), strides(g), strides(call.bonus), do.stride(),
         call.scale, 0, T, N, H, H // G, K, V, g_size, share, call.q.numel(),
-        config=config, CAUSAL=call.causal, PER_CHANNEL=by_channel, SPLIT=parts > 1, CHUNK=CHUNK,
-        ALONE=H == G, BLOCKS=together, AHEAD=H > G and not by_channel and config["BLOCK_V"] >= V,
+        config=config, CAUSAL=call.causal, PER_CHANNEL=by_channel, AWAIT=target.arch == 90, SPLIT=parts > 1,
+        CHUNK=CHUNK, ALONE=H == G, BLOCKS=together, AHEAD=H > G and not by_channel and config["BLOCK_V"] >= V,
         PRECISION=float_precision(do.dtype, target),
     )  # fmt: skip
     left = (dg_parts, dg, g_parts), (bonus_parts, d_bonus, chunks), (dq_parts, dq, parts), (dk_parts, dk, parts)

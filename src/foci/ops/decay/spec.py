@@ -6,7 +6,7 @@ from foci.core.spec import Backend, Output, Spec, Work, equations
 from foci.merge.affine import Affine
 from foci.ops.decay import reference
 from foci.ops.decay.call import NAME, Call, bind
-from foci.ops.decay.cases import CASES, LARGE
+from foci.ops.decay.cases import CASES, LARGE, drawn
 from foci.ops.decay.conventions import adapt
 from foci.ops.decay.mistakes import MISTAKES
 from foci.ops.decay.probes import PROBES
@@ -39,6 +39,7 @@ SPEC = Spec(
     differentiable=("q", "k", "v", "log_decay", "bonus", "state"),
     cases=CASES,
     large=LARGE,
+    drawn=drawn,
     call=Call,
     bind=bind,
     function=NAME,

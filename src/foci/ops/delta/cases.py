@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from foci.core.spec import Case
+from foci.ops.chance import Chance
 from foci.ops.draw import Draw
 from foci.ops.recurrent import UNEVEN, Problem, closed
 
@@ -136,3 +138,25 @@ LARGE_PROBLEMS = (
     ),
 )
 CASES, LARGE = (tuple(problem.case for problem in problems) for problems in (PROBLEMS, LARGE_PROBLEMS))
+
+
+def drawn(name: str, room: int) -> Case:
+    """A problem that nobody chose (Spec.drawn).
+
+    What is nearly nothing is lost in the roundings of a sum, and what never fades gathers them: so few tokens come
+    after a state or are written twice each, and constant gates have independent keys. What is read by another key than
+    it is written by may grow: tokens are few there too.
+    """
+    chance = Chance(name, room)
+    drawn = Delta.drawn(chance, name)
+    few = drawn.T <= 2 * drawn.K
+    alike = chance.one("independent", "independent", "correlated", "identical")
+    return replace(
+        drawn,
+        state=drawn.state and few,
+        length=chance.one(1.0, 0.5),
+        beta=chance.one(1.0, 2.0),
+        full=few and chance.yes(0.2),
+        alike="independent" if drawn.decay == "head" else alike,
+        erase=drawn.decay != "" and few and chance.yes(0.3),
+    ).told

@@ -6,7 +6,7 @@ from foci.core.spec import Backend, Output, Spec, Work, equations
 from foci.merge.affine import Affine
 from foci.ops.delta import reference
 from foci.ops.delta.call import NAME, Call, bind
-from foci.ops.delta.cases import CASES, LARGE
+from foci.ops.delta.cases import CASES, LARGE, drawn
 from foci.ops.delta.conventions import adapt
 from foci.ops.delta.mistakes import MISTAKES
 from foci.ops.delta.probes import PROBES
@@ -39,6 +39,7 @@ SPEC = Spec(
     differentiable=("q", "k", "v", "beta", "log_decay", "erase", "state"),
     cases=CASES,
     large=LARGE,
+    drawn=drawn,
     call=Call,
     bind=bind,
     function=NAME,

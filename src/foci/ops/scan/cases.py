@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foci.core.spec import Case
+from foci.ops.chance import Chance, told
 from foci.ops.draw import Draw
 from foci.ops.recurrent import UNEVEN
 
@@ -62,3 +63,14 @@ LARGE = (
     case("many channels, few tokens", T=100, D=2048),
     case("many channels, packed", B=1, T=UNEVEN[-1], D=2048, offsets=UNEVEN, state=True),
 )
+
+
+def drawn(name: str, room: int) -> Case:
+    """A problem that nobody chose (Spec.drawn)."""
+    chance = Chance(name, room)
+    B, D = chance.one(1, 1, 2, 3), chance.size(2048)
+    T = chance.tokens(B * D)
+    offsets = chance.cuts(T) if B == 1 and chance.yes() else ()
+    chosen: dict[str, Any] = {"state": chance.yes(), "offsets": offsets, "fused": chance.yes(0.3)}
+    gates = chance.one(Draw.gates, Draw.gates, Draw.extremes)
+    return case(told(name, {"B": B, "T": T, "D": D, "gates": gates} | chosen), B=B, T=T, D=D, gates=gates, **chosen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from foci.core.spec import Backend, Output, Spec, Work, equations
 from foci.ops.scan import reference
 from foci.ops.scan.call import NAME, Call, bind
-from foci.ops.scan.cases import CASES, LARGE
+from foci.ops.scan.cases import CASES, LARGE, drawn
 from foci.ops.scan.conventions import adapt
 from foci.ops.scan.mistakes import MISTAKES
 from foci.ops.scan.probes import PROBES
@@ -31,6 +31,7 @@ SPEC = Spec(
     differentiable=("x", "log_decay", "state"),
     cases=CASES,
     large=LARGE,
+    drawn=drawn,
     call=Call,
     bind=bind,
     function=NAME,

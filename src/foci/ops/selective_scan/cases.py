@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from foci.core.spec import Case
+from foci.ops.chance import Chance, told
 from foci.ops.draw import Draw
 from foci.ops.recurrent import UNEVEN
 
@@ -70,3 +71,15 @@ LARGE = (
     case("many channels", T=3800, D=2048, K=16, skip=True),
     case("many channels, packed", B=1, T=UNEVEN[-1], D=2048, K=16, offsets=UNEVEN, state=True, skip=True),
 )
+
+
+def drawn(name: str, room: int) -> Case:
+    """A problem that nobody chose (Spec.drawn). What a sum over all tokens gives few channels may cancel."""
+    chance = Chance(name, room)
+    B, D, K = chance.one(1, 1, 2, 3), chance.size(2048), chance.one(16, chance.size(64))
+    T = chance.tokens(B * D * K)
+    offsets = chance.cuts(T) if B == 1 and chance.yes() else ()
+    sizes: dict[str, Any] = {"B": B, "T": T, "D": D, "K": K, "offsets": offsets}
+    chosen = sizes | {"skip": D > 3 and chance.yes(), "state": chance.yes(), "fused": chance.yes(0.3)}
+    features = ("extreme",) * chance.yes(0.2)
+    return case(told(name, chosen, features), *features, **chosen)

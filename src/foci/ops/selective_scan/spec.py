@@ -5,7 +5,7 @@ from __future__ import annotations
 from foci.core.spec import Backend, Output, Spec, Work, equations
 from foci.ops.selective_scan import reference
 from foci.ops.selective_scan.call import NAME, Call, bind
-from foci.ops.selective_scan.cases import CASES, LARGE
+from foci.ops.selective_scan.cases import CASES, LARGE, drawn
 from foci.ops.selective_scan.conventions import adapt
 from foci.ops.selective_scan.mistakes import MISTAKES
 from foci.ops.selective_scan.probes import PROBES
@@ -33,6 +33,7 @@ SPEC = Spec(
     differentiable=("x", "dt", "A", "B", "C", "skip", "state"),
     cases=CASES,
     large=LARGE,
+    drawn=drawn,
     call=Call,
     bind=bind,
     outputs=outputs,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
+from itertools import pairwise
+from operator import and_
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from foci.core.spec import Case
+from foci.ops.chance import Chance, told
 from foci.ops.draw import Draw
-from foci.ops.masks import Causal, Dense, Lengths, Packed, Window
+from foci.ops.masks import Causal, Dense, Lengths, Mask, Packed, Window
 
 
 def _none(draw: Draw) -> dict[str, Any]:
@@ -133,3 +137,52 @@ LARGE = (
 def _without_row(allowed: Tensor) -> Dense:
     allowed[..., 2, :] = False
     return Dense(allowed)
+
+
+def drawn(name: str, room: int) -> Case:
+    """A problem that nobody chose (Spec.drawn). Its truth keeps some 16 numbers for a query and a key of a head."""
+    chance = Chance(name, room)
+    (G, H), K, V, B = chance.heads(16), chance.width(), chance.width(), chance.one(1, 1, 2, 3)
+    most = max(2, int((room / (16 * B * H)) ** 0.5))
+    T = chance.one(1, *(chance.size(most) for _ in range(3)))
+    S = T if chance.yes() else chance.size(min(room >> 12, most * most // T))
+    sizes: dict[str, Any] = {"B": B, "T": T, "S": S, "H": H, "G": G, "K": K, "V": chance.one(K, K, V)}
+    bias, softcap = chance.one((B, H, T, S), (H, T, S), (B, 1, 1, S), (1, H, 1, S), (T, S)), chance.one(1.5, 30.0)
+    any_of: dict[str, Callable[[Draw], Any]] = {
+        "bias": lambda draw: draw.normal(*bias),
+        "sink": lambda draw: draw.normal(H),
+        "softcap": lambda draw: softcap,
+        "scale": lambda draw: 0.3,
+    }
+    masks, extra = _drawn_masks(chance, B, T, S, H), {word: make for word, make in any_of.items() if chance.yes(0.2)}
+    said = {"gqa": G < H, "cross": T != S, "value width": sizes["V"] != K}
+    features = sorted((*masks, *extra, *(feature for feature, present in said.items() if present)))
+    if masks:
+        extra["mask"] = lambda draw: reduce(and_, (mask(draw) for mask in masks.values()))
+    return case(
+        told(name, sizes, features), *features, **sizes,
+        extra=lambda draw: {word: make(draw) for word, make in extra.items()},
+    )  # fmt: skip
+
+
+def _drawn_masks(chance: Chance, B: int, T: int, S: int, H: int) -> dict[str, Callable[[Draw], Mask]]:
+    """Masks of any kinds, by the features that they are."""
+    found: dict[str, Callable[[Draw], Mask]] = {}
+    ends = [(T, S)] * B
+    if B == 1 and chance.yes(0.4):
+        of_q, of_k = (chance.cuts(tokens) for tokens in (T, S))
+        of_k = of_q if T == S and chance.yes() else of_k
+        found["packed"] = lambda draw: Packed(draw.integers(*of_q), draw.integers(*of_k))
+        ends = [(t - t0, s - s0) for (t0, t), (s0, s) in zip(pairwise(of_q), pairwise(of_k), strict=True)]
+    if chance.yes(0.25):
+        keys, queries = [chance.between(0, s) for _, s in ends], [chance.between(0, t) for t, _ in ends]
+        some = chance.yes(0.3)
+        found["padding"] = lambda draw: Lengths(draw.integers(*keys), draw.integers(*queries) if some else None)
+    causal, left, right = chance.one("bottom-right", "bottom-right", "top-left"), chance.size(S), chance.size(S)
+    window, dense = Window(*chance.one((left, right), (left, 0), (None, right))), chance.one((B, H), (B, 1), (1, 1))
+    more: dict[str, tuple[float, Callable[[Draw], Mask]]] = {
+        "causal": (0.5, lambda draw: Causal(causal)),
+        "window": (0.3, lambda draw: window),
+        "dense": (0.15, lambda draw: Dense(draw.boolean(*dense, T, S))),
+    }
+    return found | {word: make for word, (share, make) in more.items() if chance.yes(share)}

@@ -7,7 +7,7 @@ from foci.merge.partial import Partial
 from foci.ops.masks import pairs
 from foci.ops.softmax import reference
 from foci.ops.softmax.call import Call, bind
-from foci.ops.softmax.cases import CASES, LARGE
+from foci.ops.softmax.cases import CASES, LARGE, drawn
 from foci.ops.softmax.conventions import adapt
 from foci.ops.softmax.mistakes import MISTAKES
 from foci.ops.softmax.probes import PROBES
@@ -36,6 +36,7 @@ SPEC = Spec(
     differentiable=("q", "k", "v", "bias", "sink"),
     cases=CASES,
     large=LARGE,
+    drawn=drawn,
     call=Call,
     bind=bind,
     function="attention",
