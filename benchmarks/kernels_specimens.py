@@ -177,7 +177,7 @@ _LINEAR = (
     Specimen("linear", "per token K=256", recurrence(K=256, decay="token"), where="sm_90"),
     Specimen("linear", "per channel K=256", recurrence(K=256, decay="channel"), where="sm_90"),
     Specimen("linear", "per channel, bonus", recurrence(K=64, G=32, H=32, decay="channel", bonus=True)),
-    Specimen("linear", "per token, bonus", recurrence(K=64, decay="token", bonus=True), where="sm_90"),
+    Specimen("linear", "per token, bonus", recurrence(K=64, G=96, H=96, decay="token", bonus=True), where="sm_90"),
     Specimen("linear", "packed, per token", recurrence(decay="token", packed=True, state=True)),
     # A number that is 1 is a constant, of which a compiler makes something else.
     Specimen(

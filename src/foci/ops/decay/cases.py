@@ -76,7 +76,7 @@ LARGE_PROBLEMS = (
     Linear("width 256, per channel", T=130, H=16, K=256, decay="channel"),
     Linear("width 128, per channel", T=256, H=16, K=128, decay="channel"),
     Linear("width 64, bonus", T=2112, H=2, K=64, decay="channel", bonus=True),
-    Linear("width 64, bonus, per token", T=256, H=16, G=8, K=64, decay="token", bonus=True),
+    Linear("width 64, bonus, per token", T=256, H=36, K=64, decay="token", bonus=True),
     Linear("width 64, bonus, no gates", B=3, T=8, H=2, K=64, state=True, bonus=True),
     Linear("width 64, bonus, one head", B=1, T=4096, H=1, K=64, decay="channel", bonus=True),
     Linear("width 128, packed", B=1, T=UNEVEN[-1], H=16, K=128, offsets=UNEVEN, decay="token", state=True),
