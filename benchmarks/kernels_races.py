@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections import ChainMap, Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 ROUNDS = 8  # of a loop: more than slots of a buffer, of which two rounds of each would do
@@ -24,8 +25,9 @@ _PENDING = re.compile(r"pendings = (\d+)")
 _COPIES = ("ttg.async_copy_global_to_local", "ttng.async_tma_copy_global_to_local")
 
 
-class Buffer(NamedTuple):
-    """Shared memory: what allocates it, and how many tiles it holds at once."""
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """Shared memory: what allocates it, and how many tiles it holds at once. Two of one name are two."""
 
     name: str
     slots: int
@@ -108,11 +110,11 @@ def _of(text: str, known: ChainMap[str, Buffer]) -> list[Buffer]:
 
 
 def _loops(lines: list[str]) -> Iterator[tuple[int, int]]:
-    """First and last line of every loop that has no other in it."""
+    """First and last line of every `for`, which Triton pipelines, that has no other in it."""
     begun: list[tuple[int, int]] = []
     for place, line in enumerate(lines):
         depth = len(line) - len(line.lstrip())
-        if "scf.for" in line or "scf.while" in line:
+        if "scf.for" in line:
             begun.append((place, depth))
         elif begun and depth == begun[-1][1] and line.lstrip().startswith("}"):
             start, _ = begun.pop()

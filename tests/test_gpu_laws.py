@@ -17,12 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import laws_ahead
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-import laws_ahead
 from kernels_compile import meta_of
 from kernels_tables import shipped
 

@@ -13,8 +13,6 @@ import pytest
 
 pytest.importorskip("triton")
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
 import laws_packed
 
 import laws

@@ -15,9 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
 from benchmarks import kernels_compile, kernels_page, kernels_spills, kernels_tables
 
 from foci.core import tune

@@ -41,7 +41,7 @@ _INTERPRETER = ", and TRITON_INTERPRET=1 in the environment runs its kernels in 
 WHAT = f"{', '.join(FUNCTIONS)}, or your own: package.module:name."
 
 
-# Numbers that the truth of a drawn case keeps at most, on a CPU and a GPU: some 10 MB, and 5 GiB of a recurrence.
+# Numbers that the truth of a drawn case keeps at most, on a CPU and a GPU: of float64 16 MiB and 4 GiB.
 ROOM = {"cpu": 2**21, "cuda": 2**29}
 
 
@@ -58,8 +58,10 @@ class Asked(NamedTuple):
 
     def told(self) -> list[str]:
         """A line for each, of what a report has not all of."""
-        kinds = {"laws": "laws", "cases": "cases", "drawn": "cases"}
-        return [f"only the {kinds[option]} of --{option} {text} were asked" for option, text in self.given().items()]
+        return [
+            f"only the {'laws' if option == 'laws' else 'cases'} of --{option} {text} were asked"
+            for option, text in self.given().items()
+        ]
 
 
 _ASKED = {

@@ -33,6 +33,9 @@ class Chance:
     def between(self, least: int, most: int) -> int:
         return self._random.randint(least, most)
 
+    def rows(self) -> int:
+        return self.one(1, 1, 2, 3)
+
     def size(self, most: int) -> int:
         """1 to `most`, each doubling as likely as another; half of them what blocks fit, or one more or less."""
         size = int(2 ** self._random.uniform(0, math.log2(most + 1)))
@@ -59,6 +62,10 @@ class Chance:
         """Offsets of this problem's documents, some of them empty."""
         inner = [self.between(0, tokens) for _ in range(self.documents - 1)]
         return (0, *sorted(self.one(*inner) if self.yes(0.2) else place for place in inner), tokens)
+
+    def packed(self, rows: int, tokens: int) -> tuple[int, ...]:
+        """Such offsets in half of the problems of one row, in others none."""
+        return self.cuts(tokens) if rows == 1 and self.yes() else ()
 
 
 def told(name: str, chosen: Mapping[str, Any], features: Iterable[str] = ()) -> str:

@@ -61,10 +61,10 @@ class Problem:
     @classmethod
     def drawn(cls, chance: Chance, name: str) -> Self:
         """A problem of any of the fields that all operators have."""
-        K, V, (G, H), B = chance.width(), chance.width(), chance.heads(48), chance.one(1, 1, 2, 3)
+        K, V, (G, H), B = chance.width(), chance.width(), chance.heads(48), chance.rows()
         K, V = (K, V) if chance.yes(0.3) else (K, K)
         T = max(chance.tokens(B * H * K * V), 16 // (B * H))  # what few numbers sum to may cancel
-        offsets = chance.cuts(T) if B == 1 and chance.yes() else ()
+        offsets = chance.packed(B, T)
         decay = chance.one("", "head", "token", "token", "channel", "channel")
         # An RMS of one number is none: what few gates of heads get may cancel.
         gates = Draw.gates if decay == "head" or chance.yes(0.7) else chance.one(Draw.extremes, closed)

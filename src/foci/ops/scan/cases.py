@@ -68,9 +68,9 @@ LARGE = (
 def drawn(name: str, room: int) -> Case:
     """A problem that nobody chose (Spec.drawn)."""
     chance = Chance(name, room)
-    B, D = chance.one(1, 1, 2, 3), chance.size(2048)
+    B, D = chance.rows(), chance.size(2048)
     T = chance.tokens(B * D)
-    offsets = chance.cuts(T) if B == 1 and chance.yes() else ()
+    offsets = chance.packed(B, T)
     chosen: dict[str, Any] = {"state": chance.yes(), "offsets": offsets, "fused": chance.yes(0.3)}
     gates = chance.one(Draw.gates, Draw.gates, Draw.extremes)
     return case(told(name, {"B": B, "T": T, "D": D, "gates": gates} | chosen), B=B, T=T, D=D, gates=gates, **chosen)

@@ -76,9 +76,9 @@ LARGE = (
 def drawn(name: str, room: int) -> Case:
     """A problem that nobody chose (Spec.drawn). What a sum over all tokens gives few channels may cancel."""
     chance = Chance(name, room)
-    B, D, K = chance.one(1, 1, 2, 3), chance.size(2048), chance.one(16, chance.size(64))
+    B, D, K = chance.rows(), chance.size(2048), chance.one(16, chance.size(64))
     T = chance.tokens(B * D * K)
-    offsets = chance.cuts(T) if B == 1 and chance.yes() else ()
+    offsets = chance.packed(B, T)
     sizes: dict[str, Any] = {"B": B, "T": T, "D": D, "K": K, "offsets": offsets}
     chosen = sizes | {"skip": D > 3 and chance.yes(), "state": chance.yes(), "fused": chance.yes(0.3)}
     features = ("extreme",) * chance.yes(0.2)

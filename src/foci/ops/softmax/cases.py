@@ -142,7 +142,7 @@ def _without_row(allowed: Tensor) -> Dense:
 def drawn(name: str, room: int) -> Case:
     """A problem that nobody chose (Spec.drawn). Its truth keeps some 16 numbers for a query and a key of a head."""
     chance = Chance(name, room)
-    (G, H), K, V, B = chance.heads(16), chance.width(), chance.width(), chance.one(1, 1, 2, 3)
+    (G, H), K, V, B = chance.heads(16), chance.width(), chance.width(), chance.rows()
     most = max(2, int((room / (16 * B * H)) ** 0.5))
     T = chance.one(1, *(chance.size(most) for _ in range(3)))
     S = T if chance.yes() else chance.size(min(room >> 12, most * most // T))
