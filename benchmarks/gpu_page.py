@@ -4,8 +4,9 @@
 
 FOLDER is gpu.tgz unpacked. A row is one of ours on one problem: its milliseconds, and how many times as long the
 fastest peer takes (1.5 x: we are faster, 0.9 x: it is). A peer that gives fewer gradients, or whose result could not be
-compared, is said to, and the fastest that does all stands after it. What was refused or wrong has its reason, and what
-was left out for want of time is named. A page is of one machine.
+compared, is said to, and the fastest that does all stands after it. Where the GPU's time alone, Python hidden, says
+something else by a twentieth, it stands behind them. What was refused or wrong has its reason, and what was left out
+for want of time is named. A page is of one machine.
 
 With --write a run is added to what the docs have: the records of a shape's stage take the place of those there, as
 ratios are of one run, and what it says of decoding and of laws takes that of older words. Which ways have no figure
@@ -20,6 +21,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 
 from foci.bench.record import Record, measurable, read
@@ -41,13 +43,27 @@ def cell(mine: Record, peers: list[Record]) -> str:
     """Our time, and what the fastest peer of the same stage takes in it; while one does less, the next one's too."""
     if mine.median is None:
         return mine.refused or "-"
-    text = f"{mine.median * 1e3:.3f} ms{_notes(mine)}"
+    text, last = f"{mine.median * 1e3:.3f} ms{_notes(mine)}", ""
     timed = [peer for peer in peers if peer.median is not None and peer.stage == mine.stage]
     for peer in sorted(timed, key=lambda peer: peer.median or 0.0):
-        text += f", {(peer.median or 0.0) / mine.median:.2f} x {peer.candidate}{_notes(peer)}"
+        text, last = (
+            f"{text}, {(peer.median or 0.0) / mine.median:.2f} x {peer.candidate}{_notes(peer)}",
+            peer.candidate,
+        )
         if not peer.without and peer.error is not None:
             break
-    return text
+    return text + _alone(mine, timed, last)
+
+
+def _alone(mine: Record, peers: list[Record], told: str) -> str:
+    """What the fastest peer takes where nobody waits for Python, if that is another figure by a twentieth."""
+    known = [(peer.alone, peer) for peer in peers if peer.alone and not peer.without and peer.error is not None]
+    if not known or not mine.alone or not mine.median:
+        return ""
+    least, peer = min(known, key=itemgetter(0))
+    ratio, called = least / mine.alone, (peer.median or 0.0) / mine.median
+    name = f" x {peer.candidate}" * (peer.candidate != told)
+    return "" if abs(ratio - called) <= called / 20 else f"; alone {ratio:.2f}{name}"
 
 
 def _notes(record: Record) -> str:

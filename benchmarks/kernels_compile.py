@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import kernels_races
 import torch
 import triton
-from kernels_races import races
 from triton._C.libtriton import get_cache_invalidating_env_vars
 
 from foci.cli_tune_ahead import Offline as _Offline
@@ -30,7 +30,9 @@ from foci.core.assembler import assembling, chosen, persistent
 from foci.core.tensor_maps import is_map
 from foci.core.tune import Launch, Target
 
-FORMAT = 5  # of a record: what is read from a compiled kernel; a change makes every cached record unfit
+FORMAT = 6  # of a record: what is read from a compiled kernel; a change makes every cached record unfit
+HOPPER = 90  # whose products are searched for races, and by what: another search is asked of all
+SEARCH = hashlib.sha256(Path(kernels_races.__file__).read_bytes()).hexdigest()
 LIMIT = 300.0  # seconds that one compilation may take
 MATRIX = {
     "wgmma": r"\bwgmma\.mma_async", "tcgen05": r"\btcgen05\.mma", "mma": r"\bmma\.sync", "mfma": r"\bv_mfma_",
@@ -52,6 +54,8 @@ def identity(launch: Launch, target: Target) -> str:
     )  # fmt: skip
     if (tool := chosen(target.arch)) is not None:
         parts += (tool.version,)
+    if (target.kind, target.arch) == ("cuda", HOPPER):
+        parts += (SEARCH,)
     # What a user has set for the compiler; where it is nothing, as nearly always, it is not told.
     ours = {name: value for name, value in os.environ.items() if name.startswith(("TRITON_PTXAS", "PTXAS_OPTIONS"))}
     if said := sorted((get_cache_invalidating_env_vars() | ours).items()):
@@ -178,7 +182,7 @@ def _compiled(launch: Launch, target: Target) -> dict[str, Any]:
     read = _of_amd(asm["amdgcn"]) if target.kind == "hip" else _of_nvidia(asm, log.getvalue(), target)
     text = asm["amdgcn"] if target.kind == "hip" else asm["ptx"]
     instructions = {name: len(re.findall(pattern, text)) for name, pattern in MATRIX.items()}
-    raced = races(asm["ttgir"]) if target.kind == "cuda" else []
+    raced = kernels_races.races(asm["ttgir"]) if (target.kind, target.arch) == ("cuda", HOPPER) else []
     return {
         **read,
         **({"races": raced} if raced else {}),
@@ -251,7 +255,7 @@ def faults(record: dict[str, Any], target: Target) -> list[str]:
     """What no GPU of this target could run, or not as it was meant; a spill is judged by who knows the kernel."""
     if "error" in record:
         return [record["error"]]
-    found: list[str] = record.get("races", [])[:1]
+    found: list[str] = list(record.get("races", []))
     if record["shared"] > target.shared:
         found.append(f"{record['shared']} bytes of shared memory, the target has {target.shared}")
     if record["tensor"] > TENSOR_MEMORY:

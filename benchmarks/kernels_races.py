@@ -1,28 +1,53 @@
-"""Where a loop, as Triton has pipelined it, overwrites what a product on Hopper may still be reading.
+"""Where a kernel, as Triton has compiled it for Hopper, overwrites what a product may still be reading.
 
 A product of a warpgroup goes on behind the instruction that begins it, until a wait. Loads that run ahead of a loop
 write to a buffer of several slots, one after the other. Triton counts these slots by who reads a load; where a product
 reads it and something else does too, one is missing, and the next load's bytes are multiplied in place of this one's:
 where a loop ends, zeros. A left operand may lie in registers, which the next round writes as well
 (triton-lang/triton#9433). No test of numbers is sure to see either, as it takes a product that is later than what
-overwrites it. So what was compiled is asked: some rounds of each innermost loop are gone through, and nothing may be
-written that a product under way reads.
+overwrites it. So what was compiled is walked through as a GPU does: indices are computed, every loop has some rounds,
+loops within loops too; a branch that nothing known decides is left to chance, some walks long. Nothing may be written
+on the way that a product under way reads. Parts of a program that run beside each other are walked one by one.
 """
 
 from __future__ import annotations
 
+import operator
+import random
 import re
-from collections import ChainMap, Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import NamedTuple
 
-ROUNDS = 8  # of a loop: more than slots of a buffer, of which two rounds of each would do
-_DEFINED = re.compile(r"\s*(%\w+)\S* = (\S+) ?(.*)")
-_NAMES = re.compile(r"%\w+")
-_SLOTS = re.compile(r"!ttg\.memdesc<((?:\d+x)+)")
+ROUNDS = 5  # of each loop: more than slots of a buffer, as Triton makes them
+WALKS = 4  # through a kernel, which differ in the branches that they take
+_LOCATION = re.compile(r" loc\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
+_NAME = re.compile(r"%[\w.$-]+(?:#\d+)?")
+_RESULT = re.compile(r"(%[\w.$-]+)(?::(\d+))? = (.*)")
+_CARRIED = re.compile(r"(%[\w.$-]+) = (%[\w.$-]+(?:#\d+)?)")
+_SHAPE = re.compile(r"-> !ttg\.memdesc<((?:\d+x)+)")
 _PENDING = re.compile(r"pendings = (\d+)")
-_COPIES = ("ttg.async_copy_global_to_local", "ttng.async_tma_copy_global_to_local")
+_COPIES = ("ttg.async_copy_global_to_local", "ttng.async_tma_copy_global_to_local", "ttng.async_tma_gather")
+_VIEWS = ("ttg.memdesc_index", "ttg.memdesc_trans", "ttg.memdesc_subslice", "ttg.memdesc_reshape",
+          "ttg.memdesc_reinterpret")  # fmt: skip
+_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+    "addi": operator.add, "subi": operator.sub, "muli": operator.mul, "andi": operator.and_, "xori": operator.xor,
+    "remsi": operator.mod, "remui": operator.mod,
+}  # fmt: skip
+_COMPARED: dict[str, Callable[[int, int], bool]] = {
+    "eq": operator.eq, "ne": operator.ne, "slt": operator.lt, "sle": operator.le, "sgt": operator.gt,
+    "sge": operator.ge, "ult": operator.lt, "ule": operator.le, "ugt": operator.gt, "uge": operator.ge,
+}  # fmt: skip
+
+
+@dataclass(eq=False)
+class Line:
+    """One operation, and the blocks in its braces."""
+
+    text: str
+    blocks: list[list[Line]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,113 +58,209 @@ class Buffer:
     slots: int
 
 
-class Copy(NamedTuple):
-    """Memory is copied, or a value stored, to the next slot of a buffer."""
+class Tile(NamedTuple):
+    """A tile in shared memory. Of which slot, may be unknown: then it may be any."""
 
-    to: Buffer
+    of: Buffer
+    slot: int | None
 
-
-class Made(NamedTuple):
-    """A value, in registers or none."""
-
-    name: str
+    def overlaps(self, other: Tile) -> bool:
+        return self.of is other.of and (self.slot == other.slot or None in (self.slot, other.slot))
 
 
 class Product(NamedTuple):
-    """A product begins, of buffers and maybe of a value on its left; and whether the code behind it goes on."""
+    """A product under way: the tiles that it reads, and names of what it reads from registers."""
 
     name: str
-    of: tuple[Buffer, ...]
-    left: tuple[Made, ...]
-    goes_on: bool
+    tiles: list[Tile]
+    registers: list[str]
 
 
-class Wait(NamedTuple):
-    """No more than `left` products are under way behind it."""
-
-    left: int
-
-
-Event = Copy | Made | Product | Wait | None
+Value = int | Tile | None  # what a name stands for, as far as that is known
 
 
 def races(ttgir: str) -> list[str]:
-    """A sentence for every buffer that is overwritten too early."""
-    lines = [line.split(" loc(")[0] for line in ttgir.splitlines()]
-    events = list(_events(lines))
-    found = [told for start, stop in _loops(lines) for told in _in_loop(events[:start], events[start + 1 : stop])]
-    return list(dict.fromkeys(found))
+    """A sentence for everything that is overwritten too early, or of which that could not be found out."""
+    program = _lines(ttgir)
+    found: dict[str, None] = {}
+    for walk in range(WALKS):
+        Walk(random.Random(walk), found).through(program)
+    return list(found)
 
 
-def _events(lines: Iterable[str]) -> Iterator[Event]:
-    """What each line does to buffers. A name holds in its braces, and behind them may stand for something else."""
-    known: ChainMap[str, Buffer] = ChainMap()
-    for line in lines:
-        if line.lstrip().startswith("}"):
-            known = known.parents
-        yield _event(line, known)
-        if line.endswith("{"):
-            known = known.new_child()
+def _lines(ttgir: str) -> list[Line]:
+    program: list[Line] = []
+    blocks = [program]
+    for text in (_LOCATION.sub("", line).strip() for line in ttgir.splitlines()):
+        if text.startswith("}"):
+            blocks.pop()
+        elif text:
+            blocks[-1].append(Line(text))
+        if text.endswith("{"):
+            last = blocks[-1][-1]  # behind `} else {` as well
+            last.blocks.append([])
+            blocks.append(last.blocks[-1])
+    return program
 
 
-def _event(line: str, known: ChainMap[str, Buffer]) -> Event:
-    """The event of a line; what it defines is added to `known`: buffers, their slots and other views of them."""
-    if not (made := _DEFINED.match(line)):
-        return next((Copy(buffer) for copy in _COPIES if copy in line for buffer in _of(line, known)), None)
-    name, operation, rest = made.groups()
-    buffers = _of(rest, known)
-    if operation == "ttg.local_alloc" and (shape := _SLOTS.search(line)):
-        sizes, stored = shape[1].rstrip("x").split("x"), rest.startswith("%")
-        known[name] = Buffer(name, 1 if stored or len(sizes) < 3 else int(sizes[0]))
-        return Copy(known[name]) if stored else None
-    if operation.startswith("ttg.memdesc_") and buffers:
-        known[name] = buffers[0]
-    if operation in _COPIES and buffers:
-        return Copy(buffers[0])
-    if operation == "ttng.warp_group_dot":
-        operands = _NAMES.findall(rest)[:2]
-        left = tuple(Made(each) for each in operands if each not in known)
-        return Product(name, tuple(_of(" ".join(operands), known)), left, "isAsync = true" in rest)
-    if operation == "ttng.warp_group_dot_wait" and (left := _PENDING.search(rest)):
-        return Wait(int(left[1]))
-    return Made(name)
+class Walk:
+    """One way through a kernel: what is known of names, and which products are under way."""
+
+    def __init__(self, chance: random.Random, found: dict[str, None]) -> None:
+        self.chance, self.found = chance, found
+        self.known: dict[str, Value] = {}
+        self.buffers: dict[Line, Buffer] = {}  # of each allocation, also where a loop comes by again
+        self.under_way: list[Product] = []
+        self.handed: list[str] = []  # to parts of a program that run beside each other
+
+    def through(self, block: Iterable[Line]) -> list[str]:
+        """All of a block; the names that it gives to what it is in."""
+        given: list[str] = []
+        for line in block:
+            result = _RESULT.match(line.text)
+            results = _results(result) if result else []
+            called, _, rest = (result[3] if result else line.text).partition(" ")
+            if called == "scf.yield" or called.startswith("scf.condition("):
+                given = _NAME.findall(rest.partition(" :")[0])
+            elif called in ("scf.for", "scf.while"):
+                self._loop(called, rest, line.blocks, results)
+            elif called == "scf.if":
+                self._branch(rest, line.blocks, results)
+            elif called.startswith(("ttg.warp_specialize(", "default", "partition")):
+                self._beside(line)
+            else:
+                for inner in line.blocks:
+                    self.through(inner)
+                self._operation(line, called, rest, results)
+        return given
+
+    def _loop(self, called: str, rest: str, blocks: list[list[Line]], results: list[str]) -> None:
+        head = rest.partition(" ->")[0]
+        carried = _CARRIED.findall(head)
+        counter, start, step = "", None, None
+        if called == "scf.for":  # COUNTER = START to STOP step STEP
+            (counter, _), *carried = carried
+            start, step = (self.known.get(name) for name in _NAME.findall(head)[1:4:2])
+        for name, begins in carried:
+            self._is(name, self.known.get(begins))
+        for turn in range(ROUNDS):
+            if counter:
+                self._is(counter, start + turn * step if isinstance(start, int) and isinstance(step, int) else None)
+            given = [self.through(block) for block in blocks][-1]
+            values = [self.known.get(name) for name in given]
+            for (name, _), new, value in zip(carried, given, values, strict=False):
+                if name != new:
+                    self._is(name, value)
+        for result, (name, _) in zip(results, carried, strict=False):
+            self._is(result, self.known.get(name))
+
+    def _branch(self, rest: str, blocks: list[list[Line]], results: list[str]) -> None:
+        decided = self.known.get(_NAME.findall(rest)[0])
+        taken = decided if isinstance(decided, int) else self.chance.random() < 0.5
+        given = self.through(blocks[0] if taken else blocks[1] if len(blocks) > 1 else [])
+        for result, name in zip(results, given, strict=False):
+            self._is(result, self.known.get(name))
+
+    def _beside(self, line: Line) -> None:
+        """A part of a program that others run beside: it has products of its own, and names that no other sees."""
+        if line.text.startswith("ttg.warp_specialize"):
+            self.handed = _NAME.findall(line.text.partition(")")[0])
+            return
+        part = Walk(self.chance, self.found)
+        part.known, part.buffers = dict(self.known), self.buffers
+        named = _NAME.findall(line.text) if line.text.startswith("partition") else []
+        part.known.update({name: self.known.get(given) for name, given in zip(named, self.handed, strict=False)})
+        for block in line.blocks:
+            part.through(block)
+
+    def _operation(self, line: Line, called: str, rest: str, results: list[str]) -> None:
+        names = _NAME.findall(rest)
+        values = [self.known.get(name) for name in names]
+        tiles = [value for value in values if isinstance(value, Tile)]
+        if called == "ttng.warp_group_dot":
+            self._product(results[0], rest, names[:2])
+        elif called == "ttng.warp_group_dot_wait" and (left := _PENDING.search(rest)):
+            self.under_way = self.under_way[-int(left[1]) :] if int(left[1]) else []
+        elif called in _COPIES or called in ("ttg.local_store", "ttg.local_dealloc"):
+            for tile in tiles[:1]:
+                self._written(tile if called != "ttg.local_dealloc" else Tile(tile.of, None))
+        elif called == "ttg.local_alloc":
+            tile = self._allocated(line, results[0], stored=rest.startswith("%"))
+            self._is(results[0], tile)
+            if rest.startswith("%"):
+                self._written(tile)
+        else:
+            value = _computed(called, rest, values) if results else None
+            if called == "arith.select" and not isinstance(values[0], int):
+                value = self.chance.choice(values[1:3])
+            for result in results:
+                self._is(result, value)
+
+    def _allocated(self, line: Line, name: str, stored: bool) -> Tile:
+        if line not in self.buffers:
+            shape = _SHAPE.search(line.text)
+            sizes = shape[1].rstrip("x").split("x") if shape else []
+            self.buffers[line] = Buffer(name, 1 if stored or len(sizes) < 3 else int(sizes[0]))
+        buffer = self.buffers[line]
+        return Tile(buffer, 0 if buffer.slots == 1 else None)
+
+    def _product(self, name: str, rest: str, operands: list[str]) -> None:
+        kinds = rest.rpartition(" : ")[2].partition(" -> ")[0].split(" * ")
+        of: list[Tile] = []
+        registers: list[str] = []
+        for operand, kind in zip_longest(operands, kinds[:2], fillvalue=""):
+            tile = self.known.get(operand)
+            if isinstance(tile, Tile):
+                of.append(tile)
+            elif kind.startswith("tensor"):
+                registers.append(operand)
+            else:
+                self.found[f"{name} reads {operand}, of which it is not known where it lies"] = None
+        self._is(name, None)
+        self.under_way = [*self.under_way, Product(name, of, registers)] if "isAsync = true" in rest else []
+
+    def _written(self, tile: Tile) -> None:
+        for product in self.under_way:
+            if any(map(tile.overlaps, product.tiles)):
+                self.found[f"{product.name} may still read {tile.of.name} when other bytes are written there"] = None
+
+    def _is(self, name: str, value: Value) -> None:
+        """A name stands for this from here on; registers that had what it stood for before are written."""
+        self.known[name] = value
+        for product in self.under_way:
+            if name in product.registers:
+                self.found[f"{product.name} may still read {name} when it is made anew"] = None
 
 
-def _of(text: str, known: ChainMap[str, Buffer]) -> list[Buffer]:
-    return [known[name] for name in _NAMES.findall(text) if name in known]
+def _results(found: re.Match[str]) -> list[str]:
+    """The names of what an operation gives: %a, or of several %a#0 and so on."""
+    return [f"{found[1]}#{place}" for place in range(int(found[2]))] if found[2] else [found[1]]
 
 
-def _loops(lines: list[str]) -> Iterator[tuple[int, int]]:
-    """First and last line of every `for`, which Triton pipelines, that has no other in it."""
-    begun: list[tuple[int, int]] = []
-    for place, line in enumerate(lines):
-        depth = len(line) - len(line.lstrip())
-        if "scf.for" in line:
-            begun.append((place, depth))
-        elif begun and depth == begun[-1][1] and line.lstrip().startswith("}"):
-            start, _ = begun.pop()
-            if not any("scf.for" in inner for inner in lines[start + 1 : place]):
-                yield start, place
+def _computed(called: str, rest: str, values: list[Value]) -> Value:
+    """What is known of a number, or a tile's place."""
+    with suppress(TypeError, KeyError, ZeroDivisionError, IndexError):  # what is not known, or of no interest
+        if called == "arith.constant":
+            word = rest.partition(" ")[0]
+            return {"true": 1, "false": 0}[word] if word in ("true", "false") else _number(word)
+        if called in _VIEWS:
+            return _viewed(called, values)
+        kind, _, name = called.partition(".")
+        if called == "arith.cmpi":
+            return int(_COMPARED[rest.partition(",")[0]](*values[:2]))  # type: ignore[arg-type]
+        if called == "arith.select":
+            return values[1 if values[0] else 2]
+        if kind == "arith":
+            return _ARITHMETIC[name](*values[:2])  # type: ignore[arg-type]
+    return None
 
 
-def _in_loop(before: list[Event], body: list[Event]) -> Iterator[str]:
-    ahead = Counter(event.to for event in before if isinstance(event, Copy))
-    under_way: list[tuple[str, set[object]]] = []  # products, and what each reads
-    for turn in range(ROUNDS):
-        for event in body:
-            if isinstance(event, Copy):
-                slot = event.to, (turn + ahead[event.to]) % event.to.slots
-                for product in _reading(slot, under_way):
-                    yield f"{product} may still read {event.to.name} when the next tile is copied there"
-            elif isinstance(event, Made):
-                for product in _reading(event, under_way):
-                    yield f"{product} may still read {event.name} when the next round makes it anew"
-            elif isinstance(event, Product):
-                read = {*event.left, *((buffer, turn % buffer.slots) for buffer in event.of)}
-                under_way = [*under_way, (event.name, read)] if event.goes_on else []
-            elif isinstance(event, Wait):
-                under_way = under_way[-event.left :] if event.left else []
+def _number(word: str) -> int | None:
+    return int(word) if re.fullmatch(r"-?\d+", word) else None
 
 
-def _reading(what: object, under_way: list[tuple[str, set[object]]]) -> Iterator[str]:
-    return (product for product, read in under_way if what in read)
+def _viewed(called: str, values: list[Value]) -> Value:
+    tile = values[0]
+    if called == "ttg.memdesc_index" and isinstance(tile, Tile) and tile.of.slots > 1:
+        return Tile(tile.of, values[1] if isinstance(values[1], int) else None)
+    return tile

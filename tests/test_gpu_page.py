@@ -56,6 +56,19 @@ def test_a_row_has_our_time_and_the_fastest_peer_s_ratio_to_it(folder: Path) -> 
     assert text.startswith("2026-11-21: a GPU; torch 2.11.0.")
 
 
+@pytest.mark.parametrize(
+    ("mine", "theirs", "said"),
+    [(1e-3, 1e-3, "; alone 1.00"), (1e-3, 1.95e-3, ""), (None, 1e-3, ""), (1e-3, None, "")],
+)
+def test_the_gpu_s_time_alone_stands_where_it_says_something_else(
+    mine: float | None, theirs: float | None, said: str, tmp_path: Path
+) -> None:
+    ours, peer, less = record("foci", "forward", 1e-3), record("FLA", "forward", 2e-3), record("torch", "forward", 3e-3)
+    less = replace(less, alone=1e-4, without="beta")
+    leave(tmp_path, [replace(ours, alone=mine), replace(peer, alone=theirs), less])
+    assert f"| GDN | foci | 1.000 ms, 2.00 x FLA{said} | - |" in gpu_page.page(tmp_path)
+
+
 def test_dtypes_stand_apart(folder: Path) -> None:
     """A ratio across them would say that one of us computes in halves."""
     half = [record("foci", "forward", 1e-3), record("FLA", "forward", 2e-3)]
@@ -386,7 +399,8 @@ def test_the_page_of_the_house_says_what_its_records_say() -> None:
     assert "\n".join([gpu_page.heading(records), *gpu_page.tables(records)]) in text
 
     def ratio(problem: str, stage: str, mine: str = "foci", peer: str = "") -> str:
-        here = [r for r in records if r.problem.startswith(problem) and r.stage == stage and r.median]
+        alike = [r for r in records if r.problem.startswith(problem) and "slow" not in r.problem]
+        here = [r for r in alike if r.stage == stage and r.median]
         ours = next(r for r in here if r.candidate == mine)
         theirs = (r.median for r in here if not gpu_page.ours(r) and r.candidate.startswith(peer))
         return f"{min(theirs) / ours.median:.2f}"  # type: ignore[type-var,operator]
