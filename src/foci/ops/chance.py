@@ -5,13 +5,22 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
+
+import torch
+
+from foci.core.spec import Case, accumulator
 
 One = TypeVar("One")
 
 WIDTHS = (64, 128, 128, 256)  # of heads as models have them, for which GPUs have kernels of their own
+WIDEST = 512
+FEW = 4  # an RMS of one number is none: of fewer, each a sum that may cancel, no gradient is drawn
 EDGE = 16  # blocks of kernels are multiples of it
 LONGEST = 8192  # tokens: the truth of a recurrence goes through them one by one
+SHARES = (1, 1, 1, 2, 3, 4, 8, 16)  # heads that read one key head
+ROWS = (1, 1, 1, 2, 3, 5, 8)
 
 
 class Chance:
@@ -33,30 +42,35 @@ class Chance:
     def between(self, least: int, most: int) -> int:
         return self._random.randint(least, most)
 
-    def rows(self) -> int:
-        return self.one(1, 1, 2, 3)
+    def rows(self, most: int) -> int:
+        return max(1, min(self.one(*ROWS), most))
 
-    def size(self, most: int) -> int:
-        """1 to `most`, each doubling as likely as another; half of them what blocks fit, or one more or less."""
-        size = int(2 ** self._random.uniform(0, math.log2(most + 1)))
+    def size(self, most: int, least: int = 1) -> int:
+        """`least` to `most`, each doubling as likely as another; half of them what blocks fit, or one more or less."""
+        most = max(1, most)
+        least = min(least, most)
+        size = int(2 ** self._random.uniform(math.log2(least), math.log2(most + 1)))
         if size > EDGE and self.yes():
             size = round(size / EDGE) * EDGE + self.one(-1, 0, 0, 1)
-        return max(1, min(size, most))
+        return max(least, min(size, most))
 
-    def tokens(self, each: int) -> int:
-        """A length, where the truth keeps `each` numbers for a token."""
-        return self.size(max(1, min(LONGEST, self.room >> 12, self.room // each)))
+    def tokens(self, most: int) -> int:
+        """A length: in one problem of ten fewer than a block has, half of these 1."""
+        if self.yes(0.1):
+            return self.one(1, self.size(min(most, EDGE - 1)))
+        return self.size(min(most, max(EDGE, self.room >> 12)), EDGE)
 
-    def width(self) -> int:
-        """Of heads: a model's where there is room for many, else any from 4 on, most of them small."""
-        many = self.room >= 2**26
-        return self.one(*WIDTHS) if many and self.yes(0.7) else max(4, self.size(200 if many else 40))
+    def widths(self, most: int) -> tuple[int, int]:
+        """Of keys and of values, most of them alike: a model's on a GPU, else any from 4 on."""
+        models = [width for width in WIDTHS if width <= most and self.room >= 2**26]
+        K, V = (self.one(*models) if models and self.yes(0.7) else self.size(min(WIDEST, most), 4) for _ in range(2))
+        return (K, K) if self.yes(0.7) else (K, V)
 
     def heads(self, most: int) -> tuple[int, int]:
-        """Of keys, and of queries or values that share them."""
-        groups = self.one(1, 1, 2, 3, 4, 8)
-        heads = groups * self.size(max(1, most // groups))
-        return (heads, heads) if self.yes() else (heads // groups, heads)
+        """Of keys, and of queries or values that share them, perhaps one of all; often as many as there is room for."""
+        heads = max(1, most) if self.yes(0.3) else self.size(most)
+        share = min(heads, self.one(*SHARES, heads))
+        return heads // share, heads // share * share
 
     def cuts(self, tokens: int) -> tuple[int, ...]:
         """Offsets of this problem's documents, some of them empty."""
@@ -68,8 +82,39 @@ class Chance:
         return self.cuts(tokens) if rows == 1 and self.yes() else ()
 
 
+def varied(
+    chance: Chance, case: Case, wide: Iterable[str] = (), narrow: Iterable[str] = (), turned: Iterable[str] = ()
+) -> Case:
+    """The case with some of its arguments in another dtype, or laid otherwise in memory, as its name then tells.
+
+    `wide`: those that may be in the dtype of states, `narrow`: in that of the first. `turned`: those that may lie head
+    by head, all or none. Offsets may be int32.
+    """
+    widened, narrowed = (tuple(name for name in names if chance.yes(0.3)) for names in (wide, narrow))
+    heads = tuple(turned) if chance.yes(0.3) else ()
+    int32 = "offsets" if "offsets=" in case.name and chance.yes() else ""
+
+    def make(dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Any]:
+        made = case.make(dtype, device, seed)
+        if widened:
+            wider = case.make(accumulator(dtype), device, seed)
+            made |= {name: wider[name] for name in widened}
+        made |= {name: made[name].to(dtype) for name in narrowed}
+        made |= {name: made[name].transpose(1, 2).contiguous().transpose(1, 2) for name in heads}
+        return made | ({int32: made[int32].int()} if int32 else {})
+
+    said = {"wide": ",".join(widened), "narrow": ",".join(narrowed), "turned": bool(heads), "int32": bool(int32)}
+    return replace(case, name=" ".join((case.name, *words(said))), make=make)
+
+
+def words(chosen: Mapping[str, Any]) -> list[str]:
+    """What was chosen, in a word each; what is absent or false is left out."""
+    present = {
+        key: getattr(x, "__name__", x) for key, x in chosen.items() if x not in (None, "", ()) and x is not False
+    }
+    return [key if x is True else f"{key}={x}".replace(", ", ",") for key, x in present.items()]
+
+
 def told(name: str, chosen: Mapping[str, Any], features: Iterable[str] = ()) -> str:
-    """The name of a drawn case, from which a reader sees what it is; what is absent or false is left out."""
-    present = {key: getattr(x, "__name__", x) for key, x in chosen.items() if not (x is None or x is False or x == ())}
-    words = (key if x is True else f"{key}={x}".replace(", ", ",") for key, x in present.items())
-    return f"{name}: {' '.join((*features, *words))}"
+    """The name of a drawn case, from which a reader sees what it is."""
+    return f"{name}: {' '.join((*features, *words(chosen)))}"

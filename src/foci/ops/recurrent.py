@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foci.core.spec import Bad, Case, Future, Inputs, Part, Probes, Slices, accumulator
-from foci.ops.chance import Chance, told
+from foci.ops.chance import FEW, LONGEST, Chance, told, varied
 from foci.ops.draw import Draw, OnDevice
 
 ALL = slice(None)
@@ -60,19 +61,29 @@ class Problem:
 
     @classmethod
     def drawn(cls, chance: Chance, name: str) -> Self:
-        """A problem of any of the fields that all operators have."""
-        K, V, (G, H), B = chance.width(), chance.width(), chance.heads(48), chance.rows()
-        K, V = (K, V) if chance.yes(0.3) else (K, K)
-        T = max(chance.tokens(B * H * K * V), 16 // (B * H))  # what few numbers sum to may cancel
+        """A problem of any of the fields that all operators have. For each token the truth keeps a state of its own."""
+        T = chance.tokens(LONGEST)
+        K, V = chance.widths(math.isqrt(chance.room // T))
+        G, H = chance.heads(min(64, chance.room // (T * K * V)))
+        B = chance.rows(chance.room // (T * K * V * H))
+        T = max(T, 16 // (B * H))  # what few numbers sum to may cancel
         offsets = chance.packed(B, T)
-        decay = chance.one("", "head", "token", "token", "channel", "channel")
-        # An RMS of one number is none: what few gates of heads get may cancel.
-        gates = Draw.gates if decay == "head" or chance.yes(0.7) else chance.one(Draw.extremes, closed)
+        decay = chance.one("", "head" if H >= FEW else "", "token", "token", "channel", "channel")
+        strong = decay in ("token", "channel") and chance.yes(0.3)
         return cls(
-            name, B, T, H, 0 if G == H else G, K, 0 if V == K else V, "" if decay == "head" and H < 8 else decay, gates,
-            narrow=chance.yes(0.2), state=chance.yes(), offsets=offsets, scale=chance.one(None, None, 0.3),
-            fused=chance.yes(0.2),
+            name, B, T, H, 0 if G == H else G, K, 0 if V == K else V, decay,
+            chance.one(Draw.extremes, closed) if strong else Draw.gates, state=chance.yes(), offsets=offsets,
+            scale=chance.one(None, None, None, 0.3, 1.0, -0.7), fused=chance.yes(0.2),
         )  # fmt: skip
+
+    def varied(self, chance: Chance, *own: str) -> Case:
+        """It as its sizes name it, in dtypes and strides of any kind; `own`: tensors that an operator adds.
+
+        The gradient of gates per head is a sum over all tokens, which float16 may not hold.
+        """
+        gates = ("log_decay",) * (self.decay in ("token", "channel"))
+        turned = () if self.fused else ("q", "k", "v", *gates)
+        return varied(chance, self.told, own, (*gates, *("state",) * self.state), turned)
 
     @property
     def told(self) -> Case:
@@ -99,7 +110,7 @@ class Problem:
     def features(self) -> set[str]:
         said = {
             f"decay per {self.decay}": self.decay,
-            "extreme": self.gates is not Draw.gates,
+            "extreme": self.decay and self.gates is not Draw.gates,
             "gqa": self.heads != self.H,
             "value width": self.width != self.K,
             "state": self.state,

@@ -7,7 +7,9 @@ import torch
 
 from foci.merge.algebra import fold
 from foci.merge.partial import Partial
+from foci.ops.masks import Band, Packed
 from foci.ops.softmax.cases import CASES
+from foci.ops.softmax.cases import case as made
 from foci.ops.softmax.probes import BAD, cut, documents, future, poison, rows, sized
 from foci.ops.softmax.spec import SPEC
 
@@ -19,7 +21,16 @@ def reference(inputs):
     return SPEC.reference(**inputs)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if "dropout" not in c.features], **IDS)
+LOW, HIGH = torch.tensor([-3, -1]), torch.tensor([0, 2])
+# What only drawn cases have: bands, of each row or document its own.
+BANDED = (
+    made("band", "band", extra=lambda d: {"mask": Band(-3, 2)}),
+    made("band per row", "band", extra=lambda d: {"mask": Band(LOW, HIGH)}),
+    made("band per document", "band", B=1, extra=lambda d: {"mask": Packed(d.integers(0, 8, 19)) & Band(LOW, HIGH)}),
+)
+
+
+@pytest.mark.parametrize("case", [c for c in (*CASES, *BANDED) if "dropout" not in c.features], **IDS)
 def test_parts_make_the_whole(case) -> None:
     inputs = case.make(F64, CPU, 0)
     whole = reference(inputs)
@@ -30,6 +41,15 @@ def test_parts_make_the_whole(case) -> None:
         for part in take(case, inputs):
             for alone, together in zip(reference(part.case.make(F64, CPU, 0)), whole, strict=True):
                 torch.testing.assert_close(alone, together[part.place])
+
+
+def test_parts_keep_what_is_wider_than_the_rest() -> None:
+    """A bias in float32 beside q in bfloat16, as only drawn cases have it: its parts were rounded."""
+    problem = made("bias", "bias", extra=lambda d: {"bias": d.normal(2, 1, 19, 19).float()})
+    inputs = problem.make(torch.bfloat16, CPU, 0)
+    for part in (*cut(problem, inputs), *rows(problem, inputs)):
+        taken = part.case.make(torch.bfloat16, CPU, 0)
+        assert (taken["q"].dtype, taken["bias"].dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_they_apply_where_they_should() -> None:

@@ -96,4 +96,5 @@ def drawn(name: str, room: int) -> Case:
     """A problem that nobody chose (Spec.drawn). Without an order of tokens nothing decays."""
     chance = Chance(name, room)
     drawn, bonus = Linear.drawn(chance, name), chance.yes(0.3)
-    return replace(drawn, bonus=bonus, causal=bonus or drawn.decay != "" or chance.yes()).told
+    causal = bonus or drawn.decay != "" or chance.yes()
+    return replace(drawn, bonus=bonus, causal=causal).varied(chance, *("bonus",) * bonus)

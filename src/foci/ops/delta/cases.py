@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foci.core.spec import Case
-from foci.ops.chance import Chance
+from foci.ops.chance import FEW, Chance
 from foci.ops.draw import Draw
 from foci.ops.recurrent import UNEVEN, Problem, closed
 
@@ -43,10 +43,10 @@ class Delta(Problem):
             return self.length * draw.unit(*shape)
         common = draw.unit(self.B, 1, self.heads, self.K).expand(shape)
         if self.alike == "identical":
-            return common.contiguous()
+            return self.length * common.contiguous()
         # Two keys a c + b d_i with independent d_i meet at the cosine a^2 / (a^2 + b^2).
         mixed = COSINE**0.5 * common.double() + (1 - COSINE) ** 0.5 * draw.unit(*shape).double()
-        return torch.nn.functional.normalize(mixed, dim=-1).to(draw.dtype)
+        return self.length * torch.nn.functional.normalize(mixed, dim=-1).to(draw.dtype)
 
     def more(self, draw: Draw) -> dict[str, Any]:
         beta = draw.uniform(self.B, self.T, self.H, most=self.beta)
@@ -144,19 +144,21 @@ def drawn(name: str, room: int) -> Case:
     """A problem that nobody chose (Spec.drawn).
 
     What is nearly nothing is lost in the roundings of a sum, and what never fades gathers them: so few tokens come
-    after a state or are written twice each, and constant gates have independent keys. What is read by another key than
-    it is written by may grow: tokens are few there too.
+    after a state or are written twice each, none along one key, and constant gates have independent keys. Along one key
+    gates of few heads get sums that cancel. What is read by another key than it is written by may grow: tokens are few.
     """
     chance = Chance(name, room)
     drawn = Delta.drawn(chance, name)
     few = drawn.T <= 2 * drawn.K
-    alike = chance.one("independent", "independent", "correlated", "identical")
+    kinds = ("independent", "independent", "correlated", *("identical",) * (drawn.B * drawn.H >= FEW))
+    alike = "independent" if drawn.decay == "head" else chance.one(*kinds)
+    erase = few and chance.yes(0.3)
     return replace(
         drawn,
         state=drawn.state and few,
         length=chance.one(1.0, 0.5),
-        beta=chance.one(1.0, 2.0),
+        beta=1.0 if alike == "identical" else chance.one(1.0, 2.0),
         full=few and chance.yes(0.2),
-        alike="independent" if drawn.decay == "head" else alike,
-        erase=drawn.decay != "" and few and chance.yes(0.3),
-    ).told
+        alike=alike,
+        erase=erase,
+    ).varied(chance, "beta", *("erase",) * erase)

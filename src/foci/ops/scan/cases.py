@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from foci.core.spec import Case
-from foci.ops.chance import Chance, told
+from foci.ops.chance import LONGEST, Chance, told, varied
 from foci.ops.draw import Draw
 from foci.ops.recurrent import UNEVEN
+
+WIDEST = 8192  # drawn channels
 
 
 def case(
@@ -68,9 +70,12 @@ LARGE = (
 def drawn(name: str, room: int) -> Case:
     """A problem that nobody chose (Spec.drawn)."""
     chance = Chance(name, room)
-    B, D = chance.rows(), chance.size(2048)
-    T = chance.tokens(B * D)
+    T = chance.tokens(LONGEST)
+    D = chance.size(min(WIDEST, room // T))
+    B = chance.rows(room // (T * D))
     offsets = chance.packed(B, T)
     chosen: dict[str, Any] = {"state": chance.yes(), "offsets": offsets, "fused": chance.yes(0.3)}
     gates = chance.one(Draw.gates, Draw.gates, Draw.extremes)
-    return case(told(name, {"B": B, "T": T, "D": D, "gates": gates} | chosen), B=B, T=T, D=D, gates=gates, **chosen)
+    name = told(name, {"B": B, "T": T, "D": D, "gates": gates is not Draw.gates and gates} | chosen)
+    made = case(name, B=B, T=T, D=D, gates=gates, **chosen)
+    return varied(chance, made, narrow=("log_decay",) * (not chosen["fused"]) + ("state",) * chosen["state"])

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from foci.core.spec import Case
-from foci.ops.chance import Chance, told
+from foci.ops.chance import FEW, LONGEST, Chance, told, varied
 from foci.ops.draw import Draw
 from foci.ops.recurrent import UNEVEN
+
+WIDEST = 8192  # drawn channels
 
 
 def case(
@@ -76,10 +78,13 @@ LARGE = (
 def drawn(name: str, room: int) -> Case:
     """A problem that nobody chose (Spec.drawn). What a sum over all tokens gives few channels may cancel."""
     chance = Chance(name, room)
-    B, D, K = chance.rows(), chance.size(2048), chance.one(16, chance.size(64))
-    T = chance.tokens(B * D * K)
+    T, K = chance.tokens(LONGEST), chance.one(16, chance.size(64))
+    D = chance.size(min(WIDEST, room // (T * K)))
+    B = chance.rows(room // (T * K * D))
     offsets = chance.packed(B, T)
     sizes: dict[str, Any] = {"B": B, "T": T, "D": D, "K": K, "offsets": offsets}
-    chosen = sizes | {"skip": D > 3 and chance.yes(), "state": chance.yes(), "fused": chance.yes(0.3)}
+    chosen = sizes | {"skip": D >= FEW and chance.yes(), "state": chance.yes(), "fused": chance.yes(0.3)}
     features = ("extreme",) * chance.yes(0.2)
-    return case(told(name, chosen, features), *features, **chosen)
+    wide = ("A", *("skip",) * chosen["skip"], *("dt", "B", "C") * (not chosen["fused"]))
+    made = case(told(name, chosen, features), *features, **chosen)
+    return varied(chance, made, wide, ("state",) * chosen["state"])

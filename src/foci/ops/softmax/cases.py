@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import reduce
+import math
+from collections.abc import Callable, Mapping
+from functools import partial, reduce
 from itertools import pairwise
 from operator import and_
 from typing import Any
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor
 
 from foci.core.spec import Case
-from foci.ops.chance import Chance, told
+from foci.ops.chance import FEW, Chance, told, varied
 from foci.ops.draw import Draw
-from foci.ops.masks import Causal, Dense, Lengths, Mask, Packed, Window
+from foci.ops.masks import Band, Causal, Dense, Lengths, Mask, Packed, Window
 
 
 def _none(draw: Draw) -> dict[str, Any]:
@@ -139,50 +140,101 @@ def _without_row(allowed: Tensor) -> Dense:
     return Dense(allowed)
 
 
+PAIR = 16  # numbers that the truth keeps for a query and a key of a head; for each channel of a token 4
+
+
 def drawn(name: str, room: int) -> Case:
-    """A problem that nobody chose (Spec.drawn). Its truth keeps some 16 numbers for a query and a key of a head."""
+    """A problem that nobody chose (Spec.drawn)."""
     chance = Chance(name, room)
-    (G, H), K, V, B = chance.heads(16), chance.width(), chance.width(), chance.rows()
-    most = max(2, int((room / (16 * B * H)) ** 0.5))
-    T = chance.one(1, *(chance.size(most) for _ in range(3)))
-    S = T if chance.yes() else chance.size(min(room >> 12, most * most // T))
-    sizes: dict[str, Any] = {"B": B, "T": T, "S": S, "H": H, "G": G, "K": K, "V": chance.one(K, K, V)}
-    bias, softcap = chance.one((B, H, T, S), (H, T, S), (B, 1, 1, S), (1, H, 1, S), (T, S)), chance.one(1.5, 30.0)
-    any_of: dict[str, Callable[[Draw], Any]] = {
-        "bias": lambda draw: draw.normal(*bias),
-        "sink": lambda draw: draw.normal(H),
-        "softcap": lambda draw: softcap,
-        "scale": lambda draw: 0.3,
+    T = chance.tokens(math.isqrt(room // PAIR))
+    S = T if chance.yes() else chance.tokens(room // (PAIR * T))
+    K, V = chance.widths(room // (PAIR * (T + S)))
+    each = PAIR * T * S + 4 * (T + S) * (K + V)
+    G, H = chance.heads(min(32, room // each))
+    B = chance.rows(room // (each * H))
+    sizes: dict[str, Any] = {"B": B, "T": T, "S": S, "H": H, "G": G, "K": K, "V": V}
+    hides, options = _drawn_masks(chance, B, T, S, H), _drawn_options(chance, B, T, S, H)
+    mask = partial(_mask, hides, chance.between(0, 2**31))
+    said = {
+        "gqa": G < H, "cross": T != S, "value width": V != K, "padded queries": len(hides.get("padding", ())) > 1,
+        "empty rows": _empty_rows(mask(torch.device("cpu")), T, S),
+    }  # fmt: skip
+    features = {*hides, *options, *(feature for feature, present in said.items() if present)} - {"int64"}
+    chosen = sizes | {word: x for word, x in (hides | options).items() if word != "sink"}
+
+    def extra(draw: Draw) -> dict[str, Any]:
+        made = {word: draw.normal(*x) if isinstance(x, tuple) else x for word, x in options.items()}
+        return made | ({"mask": mask(draw.device)} if hides else {})
+
+    made = case(told(name, chosen, sorted(features - chosen.keys())), *features, **sizes, extra=extra)
+    return varied(chance, made, (word for word in ("bias", "sink") if word in options), turned=("q", "k", "v"))
+
+
+def _empty_rows(mask: Mask | None, T: int, S: int) -> bool:
+    """Whether some query sees no key."""
+    return mask is not None and not bool(mask.materialize(T, S).any(-1).all())
+
+
+def _drawn_options(chance: Chance, B: int, T: int, S: int, H: int) -> dict[str, Any]:
+    """Shapes of bias and sink, the other options as they are.
+
+    What is the same for all keys cancels out of the softmax, unless there is a sink: its gradient is but roundings.
+    """
+    sink = H >= FEW and chance.yes(0.3)
+    shapes: list[tuple[int, ...]] = [(B, H, T, S), (H, T, S), (B, 1, T, S), (T, S), (B, 1, 1, S), (1, H, 1, S), (S,)]
+    shapes += [(B, H, T, 1), (H, 1, 1)] * sink
+    options: dict[str, Any] = {
+        "bias": chance.one(*(shape for shape in shapes if math.prod(shape) >= FEW), None),
+        "softcap": chance.one(1.5, 5.0, 30.0, 50.0),
+        "scale": chance.one(0.3, 0.02, 0.0, -0.2),
     }
-    masks, extra = _drawn_masks(chance, B, T, S, H), {word: make for word, make in any_of.items() if chance.yes(0.2)}
-    said = {"gqa": G < H, "cross": T != S, "value width": sizes["V"] != K}
-    features = sorted((*masks, *extra, *(feature for feature, present in said.items() if present)))
-    if masks:
-        extra["mask"] = lambda draw: reduce(and_, (mask(draw) for mask in masks.values()))
-    return case(
-        told(name, sizes, features), *features, **sizes,
-        extra=lambda draw: {word: make(draw) for word, make in extra.items()},
-    )  # fmt: skip
+    found = {word: x for word, x in options.items() if x is not None and chance.yes(0.2)}
+    return found | ({"sink": (H,)} if sink else {})
 
 
-def _drawn_masks(chance: Chance, B: int, T: int, S: int, H: int) -> dict[str, Callable[[Draw], Mask]]:
-    """Masks of any kinds, by the features that they are."""
-    found: dict[str, Callable[[Draw], Mask]] = {}
+def _drawn_masks(chance: Chance, B: int, T: int, S: int, H: int) -> dict[str, Any]:
+    """What masks of any kinds are made of, by the features that they are."""
+    found: dict[str, Any] = {}
     ends = [(T, S)] * B
     if B == 1 and chance.yes(0.4):
-        of_q, of_k = (chance.cuts(tokens) for tokens in (T, S))
-        of_k = of_q if T == S and chance.yes() else of_k
-        found["packed"] = lambda draw: Packed(draw.integers(*of_q), draw.integers(*of_k))
-        ends = [(t - t0, s - s0) for (t0, t), (s0, s) in zip(pairwise(of_q), pairwise(of_k), strict=True)]
+        # What lies behind the last document sees nothing.
+        last = [tokens if chance.yes(0.8) else chance.between(0, tokens) for tokens in (T, S)]
+        of_q, of_k = chance.cuts(last[0]), chance.cuts(last[1])
+        found["packed"] = (of_q,) if T == S and chance.yes() else (of_q, of_k)
+        pairs = zip(pairwise(of_q), pairwise(found["packed"][-1]), strict=True)
+        ends = [(t - t0, s - s0) for (t0, t), (s0, s) in pairs]
     if chance.yes(0.25):
-        keys, queries = [chance.between(0, s) for _, s in ends], [chance.between(0, t) for t, _ in ends]
-        some = chance.yes(0.3)
-        found["padding"] = lambda draw: Lengths(draw.integers(*keys), draw.integers(*queries) if some else None)
-    causal, left, right = chance.one("bottom-right", "bottom-right", "top-left"), chance.size(S), chance.size(S)
-    window, dense = Window(*chance.one((left, right), (left, 0), (None, right))), chance.one((B, H), (B, 1), (1, 1))
-    more: dict[str, tuple[float, Callable[[Draw], Mask]]] = {
-        "causal": (0.5, lambda draw: Causal(causal)),
-        "window": (0.3, lambda draw: window),
-        "dense": (0.15, lambda draw: Dense(draw.boolean(*dense, T, S))),
+        keys, queries = tuple(chance.between(0, s) for _, s in ends), tuple(chance.between(0, t) for t, _ in ends)
+        found["padding"] = (keys, queries) if chance.yes(0.3) else (keys,)
+    left, right = (chance.one(0, chance.size(S), 2 * S) for _ in range(2))
+    low, high = (tuple(sign * chance.between(0, S) for _ in ends) for sign in (-1, 1))
+    dense = ((B, H, T, S), (B, 1, T, S), (1, 1, T, S), (B, 1, 1, S), (1, H, T, S), (B, H, T, 1), (T, S), (S,))
+    more: dict[str, tuple[float, Any]] = {
+        "causal": (0.4, True),
+        "causal top-left": (0.15, True),
+        "window": (0.3, chance.one((left, right), (left, None), (None, right))),
+        "band": (0.1, chance.one((low, high), (low[0], high[0]), (None, high), (low[0], None))),
+        "dense": (0.15, chance.one(*dense)),
     }
-    return found | {word: make for word, (share, make) in more.items() if chance.yes(share)}
+    found |= {word: x for word, (share, x) in more.items() if chance.yes(share)}
+    return found | ({"int64": True} if found.keys() & {"packed", "padding"} and chance.yes() else {})
+
+
+def _mask(hides: Mapping[str, Any], seed: int, device: torch.device) -> Mask | None:
+    """The mask of `_drawn_masks`, which draws by a seed of its own: it is the same without the rest of the problem."""
+    draw, kind = Draw(torch.float32, device, seed), torch.int64 if "int64" in hides else torch.int32
+
+    def whole(x: int | tuple[int, ...] | None) -> Any:
+        return torch.tensor(x, dtype=kind, device=device) if isinstance(x, tuple) else x
+
+    kinds: dict[str, Callable[[Any], Mask]] = {
+        "packed": lambda x: Packed(*map(whole, x)),
+        "padding": lambda x: Lengths(*map(whole, x)),
+        "causal": lambda _: Causal(),
+        "causal top-left": lambda _: Causal("top-left"),
+        "window": lambda x: Window(*x),
+        "band": lambda x: Band(*map(whole, x)),
+        "dense": lambda x: Dense(draw.boolean(*x)),
+    }
+    made = [kinds[word](x) for word, x in hides.items() if word in kinds]
+    return reduce(and_, made) if made else None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foci.core.spec import Bad, Case, Future, Inputs, Part, Probes
-from foci.ops.masks import All, Causal, Dense, Lengths, Mask, Packed, existing, lower
+from foci.ops.masks import All, Band, Causal, Dense, Lengths, Mask, Packed, existing, lower
 from foci.ops.softmax.cases import case
 
 ALL = slice(None)
@@ -19,11 +19,7 @@ def sized(length: int) -> Case:
 
 
 def _part(name: str, features: frozenset[str], inputs: dict[str, Any], place: tuple[slice, ...] = ()) -> Part:
-    return Part(Case(name, features, lambda dtype, device, seed: _cast(inputs, dtype)), place)
-
-
-def _cast(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    return {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
+    return Part(Case(name, features, lambda dtype, device, seed: inputs), place)
 
 
 def _take(inputs: Inputs, rows: slice = ALL, queries: slice = ALL, keys: slice = ALL) -> dict[str, Any]:
@@ -67,12 +63,12 @@ def documents(case: Case, inputs: Inputs) -> tuple[Part, ...]:
         return ()
     q_offsets = packed.q_offsets.tolist()
     kv_offsets = q_offsets if packed.kv_offsets is None else packed.kv_offsets.tolist()
-    rest = _join([mask for mask in kinds if mask is not packed])
     found = []
     for n, (t0, t1, s0, s1) in enumerate(
         zip(q_offsets[:-1], q_offsets[1:], kv_offsets[:-1], kv_offsets[1:], strict=True)
     ):
         if t1 > t0:
+            rest = _join([_row(mask, slice(n, n + 1)) for mask in kinds if mask is not packed])
             taken = _take(inputs, queries=slice(t0, t1), keys=slice(s0, s1)) | {"mask": rest}
             found.append(_part(f"{case.name}, document {n}", case.features, taken, (ALL, slice(t0, t1))))
     return tuple(found)
@@ -92,10 +88,13 @@ def rows(case: Case, inputs: Inputs) -> tuple[Part, ...]:
 
 
 def _row(mask: Mask, row: slice) -> Mask:
+    """What it says of one row, or document."""
     if isinstance(mask, Lengths):
         return Lengths(mask.kv_lengths[row], None if mask.q_lengths is None else mask.q_lengths[row])
     if isinstance(mask, Dense):
         return Dense(_take4(mask.allowed, row, ALL, ALL))
+    if isinstance(mask, Band):
+        return Band(*(x[row] if isinstance(x, Tensor) and x.numel() > 1 else x for x in (mask.low, mask.high)))
     return mask
 
 
