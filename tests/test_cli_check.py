@@ -131,7 +131,39 @@ def test_only_the_laws_that_are_named_are_asked(here, capsys, monkeypatch) -> No
     monkeypatch.setattr(cli_check, "examine", examine)
     code, out, _ = run(capsys, "check scan --backend chunked --dtype float32 --laws 9,14 --json report.json")
     assert code == 0 and out.rstrip().endswith("only the laws of --laws 9,14 were asked")
-    assert [row["number"] for row in json.loads(Path("report.json").read_text())["rows"]] == [9, 14]
+    facts = json.loads(Path("report.json").read_text())
+    assert [row["number"] for row in facts["rows"]] == [9, 14] and facts["asked"] == {"laws": "9,14"}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "asked"),
+    [
+        ("", {}),
+        ("--cases 2/9", {"cases": "2/9"}),
+        ("--drawn 2", {"drawn": "2,0,21"}),
+        ("--drawn 2,3 --cases 2/2", {"cases": "2/2", "drawn": "2,3,21"}),
+        ("--drawn 2,3,15", {"drawn": "2,3,15"}),
+    ],
+)
+def test_a_report_says_what_was_asked(here, capsys, chosen: str, asked: dict[str, str]) -> None:
+    """A part that holds must not look as if all did."""
+    code, out, _ = run(capsys, f"check scan --backend chunked --dtype float32 {chosen} --json report.json")
+    facts = json.loads(Path("report.json").read_text())
+    assert code == 0 and facts["ok"] and facts["asked"] == asked
+    assert all(f"only the cases of --{option} {text} were asked" in out for option, text in asked.items())
+
+
+@pytest.mark.parametrize("operator", cli_check.FUNCTIONS)
+def test_what_a_gpu_drew_is_drawn_again_anywhere(operator: str) -> None:
+    """Room enters the draw, and the printed line tells it."""
+    spec = cli_check.SPECS[operator]
+    there, here, own = (
+        cli_check.drawn(spec, cli_check.drawing_of(text, device))
+        for text, device in (("12,5", "cuda:1"), ("12,5,29", "cpu"), ("12,5", "cpu"))
+    )
+    assert [case.name for case in there.cases] == [case.name for case in here.cases]
+    assert [case.name for case in here.cases] != [case.name for case in own.cases]
+    assert str(cli_check.drawing_of("12,5", "cuda")) == "12,5,29"
 
 
 def test_parts_of_the_cases_are_all_cases(here, capsys, monkeypatch) -> None:
@@ -156,9 +188,9 @@ def test_drawn_cases_are_asked_in_place_of_the_own_and_one_of_them_again(here, c
     monkeypatch.setattr(cli_check, "examine", examine)
     asked = "check delta --backend chunked --dtype float32 --laws 2 --drawn 6,3"
     code, out, _ = run(capsys, asked)
-    assert code == 0 and out.rstrip().endswith("only the cases of --drawn 6,3 were asked")
+    assert code == 0 and out.rstrip().endswith("only the cases of --drawn 6,3,21 were asked")
     assert re.search(r" 2 forward +6 ", out)
-    spec = cli_check._drawn(cli_check.SPECS["delta"], "6,3", "cpu")
+    spec = cli_check.drawn(cli_check.SPECS["delta"], cli_check.drawing_of("6,3", "cpu"))
     assert [case.name.partition(":")[0] for case in spec.cases] == [f"3.{i}" for i in range(1, 7)]
     assert cli_check.of_cases(spec, "5/6").cases[0].name == spec.cases[4].name and not spec.probes.bad
     code, out, _ = run(capsys, f"{asked} --cases 5/6")
@@ -235,9 +267,18 @@ def test_a_layer_is_checked_as_a_class_or_an_object(here, capsys) -> None:
         ("check softmax --laws two", "--laws: there is no law 'two'"),
         ("check softmax --laws 1 --world 2", "--laws does not apply with --world"),
         ("check softmax --drawn 3 --world 2", "--drawn does not apply with --world"),
-        ("check softmax --drawn 0", "after a comma the seed: 40 or 40,7; got '0'"),
-        ("check softmax --drawn 4,x", "--drawn must be how many, 1 or more, and after a comma the seed"),
-        ("check softmax --drawn 4,1,2", "--drawn must be how many, 1 or more, and after a comma the seed"),
+        ("check softmax --drawn 0", "room, 14 to 34: 40 or 40,7 or 40,7,29; got '0'"),
+        ("check softmax --drawn 4,x", "--drawn must be how many, 1 to 100000, and after commas the seed"),
+        ("check softmax --drawn 4,1,2", "--drawn must be how many, 1 to 100000, and after commas the seed"),
+        ("check softmax --drawn 4,1,21,3", "got '4,1,21,3'"),
+        ("check softmax --drawn 4,", "got '4,'"),
+        ("check softmax --drawn=", "got ''"),
+        ("check softmax --cases=", "--cases must be i/n, every nth from the ith, 1 <= i <= n <= "),
+        ("check softmax --drawn= --world 2", "--drawn does not apply with --world"),
+        ("check softmax --drawn \u0664", "got '\u0664'"),
+        ("check softmax --drawn 100001", "--drawn must be how many, 1 to 100000,"),
+        ("check softmax --drawn 99999999999", "--drawn must be how many, 1 to 100000,"),
+        (f"check softmax --drawn 2,{'9' * 5000}", f"got '2,{'9' * 38}'"),
         ("check foci.nn:Attention --like layer --drawn 4", "--drawn is for softmax, linear, delta, scan,"),
         ("check softmax --cases 1/2 --world 2", "--cases does not apply with --world"),
         ("check softmax --cases 0/2", "--cases must be i/n, every nth from the ith, 1 <= i <= n <= "),
@@ -252,6 +293,12 @@ def test_bad_input_is_one_sentence(here, capsys, arguments: str, sentence: str) 
 
 PAGE = (Path(__file__).parent.parent / "docs" / "check.md").read_text()
 SHOWN = re.findall(r"```python\n(.*?)```\s*```\n\$ foci (check [^\n]*)\n(.*?)\n```", PAGE, re.S)
+
+
+def test_the_drawn_case_in_the_docs_is_drawn() -> None:
+    (name,) = re.findall(r"`(3\.17: [^`]*)`", PAGE)
+    spec = cli_check.drawn(cli_check.SPECS["delta"], cli_check.drawing_of("30,3,21", "cpu"))
+    assert cli_check.of_cases(spec, "17/30").cases[0].name == name
 
 
 @pytest.mark.parametrize(("code", "command", "printed"), SHOWN, ids=[command.split()[1] for _, command, _ in SHOWN])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,34 +42,42 @@ _INTERPRETER = ", and TRITON_INTERPRET=1 in the environment runs its kernels in 
 WHAT = f"{', '.join(FUNCTIONS)}, or your own: package.module:name."
 
 
-# Numbers that the truth of a drawn case keeps at most, on a CPU and a GPU: of float64 16 MiB and 4 GiB.
-ROOM = {"cpu": 2**21, "cuda": 2**29}
+# The truth of a drawn case keeps 2^room numbers at most, on a CPU and a GPU: of float64 16 MiB and 4 GiB.
+ROOM = {"cpu": 21, "cuda": 29}
+ROOMS = range(14, 35)
+MOST_DRAWN = 100_000
 
 
 class Asked(NamedTuple):
     """Which laws are asked, and of which cases."""
 
     laws: str | None = None
-    cases: str = ""
-    drawn: str = ""
+    cases: str | None = None
+    drawn: str | None = None
 
     def given(self) -> dict[str, str]:
         """What was chosen, by option."""
-        return {option: text for option, text in self._asdict().items() if text not in (None, "")}
+        return {option: text for option, text in self._asdict().items() if text is not None}
 
-    def told(self) -> list[str]:
-        """A line for each, of what a report has not all of."""
-        return [
-            f"only the {'laws' if option == 'laws' else 'cases'} of --{option} {text} were asked"
-            for option, text in self.given().items()
-        ]
+
+class Drawing(NamedTuple):
+    """What --drawn says: how many cases, the seed, the room of each. These three alone say what is drawn."""
+
+    cases: int
+    seed: int
+    room: int
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self))
 
 
 _ASKED = {
     "laws": Option(str, "Only laws of these numbers, joined with commas: 1,2,9."),
-    "cases": Option(str, "Only every fourth case, from the second: 2/4.", ""),
+    "cases": Option(str, "Only every fourth case, from the second: 2/4."),
     "drawn": Option(
-        str, "Of so many cases that nobody chose, in place of foci's own; after a comma the seed: 40,7.", ""
+        str,
+        "Of so many cases that nobody chose, in place of foci's own; after commas the seed and the room, 2^29 numbers "
+        "on a GPU and 2^21 on a CPU: 40,7,29.",
     ),
 }
 
@@ -135,14 +144,17 @@ def check(
         if backend is not None:
             raise ValueError("--backend chooses among foci's own; it does not apply to an attention of yours")
     dtypes = _dtypes(dtype) or ((torch.float32,) if interpreting() else None)  # where bfloat16 is computed wrongly
-    spec, reports = of_cases(_drawn(spec, asked.drawn, device), asked.cases), []
+    if asked.drawn is not None:
+        drawing = drawing_of(asked.drawn, device)
+        spec, asked = drawn(spec, drawing), asked._replace(drawn=str(drawing))
+    spec, reports = of_cases(spec, asked.cases), []
     for candidate in candidates:
         progress = _teller() if sys.stderr.isatty() else lambda step: None
         report = examine(spec, candidate, device=device, dtypes=dtypes, limits=limits, progress=progress, **chosen)
         progress("")
-        reports.append(report)
+        reports.append(replace(report, asked=asked.given()))
         if as_json != "-":
-            typer.echo("\n".join((table(report), *asked.told())) + "\n")
+            typer.echo(table(reports[-1]) + "\n")
     if as_json:
         _write(reports, as_json)
     return max(report.exit_code for report in reports)
@@ -310,23 +322,31 @@ def _laws(text: str | None) -> list[str] | None:
     return [law.name for law in LAWS if str(law.number) in words]
 
 
-def _drawn(spec: Spec, text: str, device: str) -> Spec:
+def drawing_of(text: str, device: str) -> Drawing:
+    """ "40", "40,7" or "40,7,29"."""
+    usual = ("", "0", str(ROOM[device.partition(":")[0]]))
+    words = [*text.split(","), *usual[text.count(",") + 1 :]]
+    known = len(words) == len(usual) and all(re.fullmatch("[0-9]{1,9}", word) for word in words)
+    found = Drawing(*map(int, words)) if known else None
+    if found is None or not (1 <= found.cases <= MOST_DRAWN and found.room in ROOMS):
+        raise ValueError(
+            f"--drawn must be how many, 1 to {MOST_DRAWN}, and after commas the seed, of 9 digits at most, and the "
+            f"room, {ROOMS[0]} to {ROOMS[-1]}: 40 or 40,7 or 40,7,29; got {text[:40]!r}"
+        )
+    return found
+
+
+def drawn(spec: Spec, drawing: Drawing) -> Spec:
     """With so many drawn cases in place of its own; of bad inputs, which are made of its own first case, none."""
-    if not text:
-        return spec
-    count, _, seed = text.partition(",")
-    if not (count.isdecimal() and int(count) and (seed or "0").isdecimal()):
-        raise ValueError(f"--drawn must be how many, 1 or more, and after a comma the seed: 40 or 40,7; got {text!r}")
     if spec.drawn is None:
         raise ValueError(f"--drawn is for {', '.join(FUNCTIONS)} and what is --like them: of others no case is drawn")
-    room = ROOM[device.partition(":")[0]]
-    cases = tuple(spec.drawn(f"{int(seed or 0)}.{i}", room) for i in range(1, int(count) + 1))
+    cases = tuple(spec.drawn(f"{drawing.seed}.{i}", 2**drawing.room) for i in range(1, drawing.cases + 1))
     return replace(spec, cases=cases, large=(), probes=replace(spec.probes, bad=()))
 
 
-def of_cases(spec: Spec, text: str) -> Spec:
+def of_cases(spec: Spec, text: str | None) -> Spec:
     """Its cases that i/n means: every nth, from the ith; all without. Bad inputs are asked with the first."""
-    if not text:
+    if text is None:
         return spec
     chosen = part_of("--cases", text, len(spec.cases))
     # Bad inputs are the first case's, spoiled: of another's, offsets that decrease would not fit its state.

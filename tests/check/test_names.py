@@ -58,3 +58,10 @@ def test_the_less_contradicted_mistake_is_believed() -> None:
 def test_an_amount_is_fitted() -> None:
     fitted = Mistake("scaled", "off by {:+.2%}", scaled, fits=True)
     assert named(lambda x, gate: scaled({"x": x, "gate": gate}, 0.031), (fitted,)) == ["off by +3.10%"] * 2
+
+
+def test_a_mistake_that_finds_no_memory_names_nothing() -> None:
+    def raises(inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert named(halves, (Mistake("large", "too large", raises), HALVED)) == [toy.HALVED] * 2

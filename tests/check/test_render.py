@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from foci.check.compare import Error
 from foci.check.render import table
 from foci.check.run import Failure, Report, Row
@@ -33,3 +35,11 @@ def test_width_is_kept() -> None:
 def test_verdicts() -> None:
     assert table(report(ROWS[0])).endswith("every law holds · 2 s")
     assert table(report(ROWS[2])).endswith("nothing was tested · 2 s")
+
+
+def test_what_was_chosen_stands_at_the_end() -> None:
+    chosen = replace(report(ROWS[0]), asked={"laws": "2", "drawn": "40,7,21"})
+    assert table(chosen).splitlines()[-2:] == [
+        "only the laws of --laws 2 were asked",
+        "only the cases of --drawn 40,7,21 were asked",
+    ]

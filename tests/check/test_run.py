@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -56,10 +57,61 @@ def test_a_crash_breaks_one_law_and_the_next_is_asked() -> None:
     assert "killed the interpreter (SIGSEGV) at 'T=0'" in report.failures[0].sentence
 
 
+@pytest.mark.parametrize("isolated", [True, False])
+def test_a_case_whose_truth_has_no_room_is_not_tested_and_others_are(isolated: bool) -> None:
+    def scarce(x, gate):
+        if x.dtype == torch.float64 and len(x) == 1 and x.shape[1] > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return toy.reference(x, gate)
+
+    spec = replace(toy.SPEC, reference=scarce)
+    names = ["forward", "gradients", "gradcheck", "same bits twice"]
+    report = examine(spec, toy.candidate(), only=names, dtypes=(torch.float32,), isolated=isolated)
+    assert report.ok and [row.verdict for row in report.rows] == ["ok"] * 4
+    assert report.rows[0].cases == 2 and not any("one row" in failure.cases for failure in report.failures)
+    assert report.not_tested == ("their truth takes more memory than is free [one row]",)
+
+
+def test_gradients_that_have_no_room_leave_the_case_out() -> None:
+    calls = []
+
+    def scarce(x, gate):
+        calls.append(x.requires_grad)
+        if x.requires_grad and x.dtype == torch.float64 and len(x) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return toy.reference(x, gate)
+
+    report = examine(
+        replace(toy.SPEC, reference=scarce), toy.candidate(), only=["gradients", "forward"], isolated=False
+    )
+    assert report.ok and any(calls) and report.not_tested == ("their truth takes more memory than is free [one row]",)
+    assert [row.reason for row in report.rows] == ["", ""]
+
+
+def test_a_law_of_a_case_of_its_own_that_has_no_room_is_not_tested() -> None:
+    """The compiler's: it is not asked of the operator's cases, and asked anew for ever it would never end."""
+
+    def scarce(x, gate):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    spec = replace(toy.SPEC, reference=scarce)
+    report = examine(spec, toy.candidate(), only=["compiled = eager", "any length"], isolated=False)
+    assert not report.ok and {row.verdict for row in report.rows} == {"not tested"}
+    assert "their truth takes more memory than is free" in {row.reason for row in report.rows}
+
+
+def test_memory_that_the_candidate_lacks_is_a_fault_of_its_own() -> None:
+    def scarce(x, gate):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    report = examine(toy.SPEC, toy.candidate(scarce), only=["forward"], isolated=False)
+    assert "forward raised OutOfMemoryError" in report.failures[0].sentence
+
+
 def test_json_is_the_report() -> None:
     report = examine(toy.SPEC, toy.candidate(), only=["forward"])
     facts = json.loads(report.to_json())
-    assert facts["ok"] and facts["operator"] == "toy" and facts["torch"] == torch.__version__
+    assert facts["ok"] and facts["operator"] == "toy" and facts["torch"] == torch.__version__ and facts["asked"] == {}
     assert facts["rows"][0] == {
         "number": 2, "law": "forward", "cases": 6, "failures": [], "reason": "", "verdict": "ok",
         "seconds": report.rows[0].seconds,

@@ -23,6 +23,14 @@ UNROOMY = "their truth takes up to"  # how the reason begins for which large cas
 Answer = TypeVar("Answer")
 
 
+class NoRoom(Exception):
+    """The truth of a case takes more memory than there is: it can be asked nothing, and others can."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__("their truth takes more memory than is free")
+        self.case = case
+
+
 @dataclass(frozen=True)
 class Forward:
     """What a call gave: outputs, or the sentence that says what is wrong, or why it honestly refused."""
@@ -81,6 +89,7 @@ class Exam:
     news: Callable[[str], None] = lambda step: None
     refused: dict[str, str] = field(default_factory=dict)
     detective: Detective | None = None
+    roomless: set[str] = field(default_factory=set)
     _kept: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     @property
@@ -108,14 +117,24 @@ class Exam:
         return ()
 
     def cases(self, cases: Iterable[Case] | None = None) -> Iterator[Case]:
-        """The cases that the candidate takes; the others are kept with the reason."""
+        """The cases that the candidate takes and whose truth has room; the others are kept with the reason."""
         for case in self.problems if cases is None else cases:
+            if case.name in self.roomless:
+                continue
             reasons = self._once(("reasons", case), partial(self.candidate.refuses, case))
             if reasons:
                 self.refused[case.name] = reasons[0]
             else:
                 self.news(case.name)
                 yield case
+
+    def leave(self, error: NoRoom) -> bool:
+        """Ask its case no more; False where that has been said, and it was asked all the same."""
+        name = error.case.name
+        known = name in self.roomless
+        self.roomless.add(name)
+        self.refused[name] = str(error)
+        return not known
 
     def few(self, able: Callable[[Case], bool]) -> Iterator[Case]:
         """The smallest able cases that together show every feature, for what need not be asked of all."""
@@ -225,6 +244,8 @@ class Exam:
             if case.name not in self.refused:
                 self.refused[f"gradients of {case.name}"] = diagnose.refusal(error)
             return Backward(refused=diagnose.refusal(error))
+        except NoRoom:
+            raise
         except Exception as error:
             return Backward(fault=diagnose.exception(error, "backward"))
 
@@ -360,7 +381,11 @@ class Exam:
         return tuple(o for name, o in zip(self.spec.output_names, outputs, strict=True) if name in self.names)
 
     def _once(self, key: tuple[Any, ...], make: Callable[[], Answer]) -> Answer:
+        """By a word and what it is asked of, a case first. The candidate's own memory is its own affair (attempt)."""
         if key not in self._kept:
-            self._kept[key] = make()
+            try:
+                self._kept[key] = make()
+            except torch.OutOfMemoryError:
+                raise NoRoom(key[1]) from None
         found: Answer = self._kept[key]
         return found

@@ -77,5 +77,8 @@ def _predicted(
     exam: Exam, mistake: Mistake, output: str, case: Case, dtype: torch.dtype, amount: float | None
 ) -> Tensor | None:
     inputs = exam.exact(case, dtype)
-    outputs: Outputs | None = mistake.compute(inputs) if amount is None else mistake.compute(inputs, amount)
+    try:
+        outputs: Outputs | None = mistake.compute(inputs) if amount is None else mistake.compute(inputs, amount)
+    except torch.OutOfMemoryError:  # the fault is told all the same, by its size
+        return None
     return None if outputs is None else outputs[exam.spec.output_names.index(output)]

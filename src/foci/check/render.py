@@ -11,7 +11,10 @@ LAW, CASES, ERROR = 41, 6, 20
 
 
 def table(report: Report, width: int | None = None) -> str:
-    """Law, cases, worst error against its budget, verdict, and for a failure its sentence; then what was not tested."""
+    """Law, cases, worst error against its budget, verdict, and for a failure its sentence; then what was not tested.
+
+    At the end a line for each choice of laws or cases.
+    """
     width = max(80, width or shutil.get_terminal_size((120, 24)).columns)
     broken = sum(row.verdict == "FAIL" for row in report.rows)
     asked = sum(row.verdict != "not tested" for row in report.rows)
@@ -29,7 +32,11 @@ def table(report: Report, width: int | None = None) -> str:
     verdict = f"{broken} of {asked} rows broken" if broken else "nothing was tested" if not asked else "every law holds"
     if report.unasked:
         verdict = f"{broken} of {asked} rows broken, {report.unasked} left unasked: {OVER}"
-    return "\n".join([*lines, "", f"{verdict} · {report.seconds:.0f} s"])
+    told = [
+        f"only the {'laws' if option == 'laws' else 'cases'} of --{option} {text} were asked"
+        for option, text in report.asked.items()
+    ]
+    return "\n".join([*lines, "", f"{verdict} · {report.seconds:.0f} s", *told])
 
 
 def _row(row: Row, width: int) -> list[str]:

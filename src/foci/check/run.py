@@ -6,15 +6,15 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from foci.check import isolate, laws
 from foci.check.compare import Error
-from foci.check.exam import Detective, Exam
+from foci.check.exam import Detective, Exam, NoRoom
 from foci.check.laws import Finding, Law, NotTested
 from foci.check.laws_graph import LAWS
 from foci.core.spec import Candidate, Spec
@@ -66,7 +66,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """The rows of one candidate. `not_tested` is what no row could ask, with the reason."""
+    """The rows of one candidate. `not_tested` is what no row could ask, with the reason.
+
+    `asked`: what was chosen of laws and cases, by option of `foci check`; empty where all were asked.
+    """
 
     operator: str
     candidate: str
@@ -75,6 +78,7 @@ class Report:
     rows: tuple[Row, ...]
     not_tested: tuple[str, ...]
     seconds: float
+    asked: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -205,13 +209,10 @@ def _isolated(exam: Exam, chosen: list[Law], limits: Limits, progress: Callable[
 
 
 def ask(exam: Exam, law: Law) -> Row:
-    """One law of one candidate."""
-    findings: list[Finding] = []
-    begun = time.monotonic()
-    try:
-        findings.extend(law.ask(exam))
-    except NotTested as error:
-        return Row(law.number, law.name, reason=str(error), seconds=_since(begun))
+    """One law of one candidate, anew without a case whose truth has no room: what is known of others is kept."""
+    begun, findings = time.monotonic(), None
+    while findings is None:
+        findings, unasked = _findings(exam, law)
     grouped: dict[str, list[str]] = {}
     for finding in findings:
         if finding.sentence:
@@ -219,8 +220,18 @@ def ask(exam: Exam, law: Law) -> Row:
     failures = [Failure(sentence, tuple(dict.fromkeys(cases))) for sentence, cases in grouped.items()]
     failures.sort(key=lambda failure: -len(failure.cases))
     cases = len({finding.case for finding in findings})
-    reason = "" if cases else "no case of it applies"
+    reason = "" if cases else unasked
     return Row(law.number, law.name, cases, laws.worst(findings), tuple(failures), reason, _since(begun))
+
+
+def _findings(exam: Exam, law: Law) -> tuple[list[Finding] | None, str]:
+    """What a law finds, and why nothing if nothing; None where it is to be asked anew, without a case."""
+    try:
+        return list(law.ask(exam)), "no case of it applies"
+    except NotTested as error:
+        return [], str(error)
+    except NoRoom as error:
+        return (None if exam.leave(error) else []), str(error)
 
 
 def _refusals(refused: dict[str, str]) -> list[str]:
