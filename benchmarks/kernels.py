@@ -1,16 +1,16 @@
 """Compiles every Triton kernel for every target without a GPU: registers, spills, memory, instructions, launches.
 
-    python benchmarks/kernels.py [--only linear ...] [--target sm_90 ...] [--all] [--script FILE.py]
+    python benchmarks/kernels.py [--only linear ...] [--target sm_90 ...] [--all] [--script FILE.py | --drawn 20,7]
                                  [--check | --write] [--triton 3.6.0 newest] [--out FILE.jsonl] [--workers 2]
 
 Every operator's backend named "triton" runs forward and backward on meta tensors, which launches nothing and tells
 what would be launched (core/tune.py: recording); each launch is compiled with exactly its arguments and the
 configuration that the target selects, and again where a measured table of the package chooses otherwise for its GPU
-(kernels_tables.py). --only takes words found in an operator's, variant's or kernel's name. --script
-compiles what a file of yours launches instead. --check fails on a spill without a reason, a limit exceeded, a missing
-matrix instruction, or a table that differs from docs/kernels.md; --write writes that table. --triton asks other
-Tritons, each with a table of its own (kernels_tritons.py). A kernel that has not changed is not compiled again
-(out/kernels).
+(kernels_tables.py). --only takes words found in an operator's, variant's or kernel's name. --script compiles what a
+file of yours launches instead, --drawn what calls launch that nobody chose (kernels_drawn.py), whose spills are no
+fault. --check fails on a spill without a reason, a limit exceeded, a missing matrix instruction, or a table that
+differs from docs/kernels.md; --write writes that table. --triton asks other Tritons, each with a table of its own
+(kernels_tritons.py). A kernel that has not changed is not compiled again (out/kernels).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ import torch
 import triton
 from arguments import above_0, file_to_write
 from kernels_compile import compile_all, faults, identity, meta_of, say
+from kernels_drawn import specimens
 from kernels_page import Row, differences, page, sentence, table
 from kernels_specimens import SPECIMENS, Specimen
 from kernels_spills import SPILLS, outlived
@@ -112,7 +113,7 @@ def recorded(options: argparse.Namespace) -> tuple[list[tuple[dict[str, Any], La
         none = f"--script {options.script}: it launches no kernel through foci.core.tune.launch"
         return rows, wrong if rows else [*wrong, none]
     asked: dict[Target, dict[tuple[str, str], Asked]] = {gpu: {} for gpu in shipped()}
-    for specimen in SPECIMENS:
+    for specimen in options.drawn or SPECIMENS:
         if not (module := backend_of(SPECS[specimen.operator])):
             continue
         for target in targets_of(specimen, options):
@@ -123,7 +124,7 @@ def recorded(options: argparse.Namespace) -> tuple[list[tuple[dict[str, Any], La
                 place = traceback.extract_tb(error.__traceback__)[-1]
                 cause = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
                 wrong.append(f"{specimen.operator}, {specimen.label}, {target}: not recorded: {cause}")
-    if not options.only:
+    if not (options.only or options.drawn):
         wrong += [line for gpu in asked if gpu.architecture in options.target for line in stale(gpu, asked[gpu])]
     return rows, wrong
 
@@ -149,7 +150,8 @@ def launched(
 
 def targets_of(specimen: Specimen, options: argparse.Namespace) -> list[str]:
     """For which of the targets asked for: of the whole table, those it stands there for."""
-    if options.all or (specimen.where != "asked" and (options.only or options.target != list(TARGETS))):
+    partly = options.only or options.drawn or options.target != list(TARGETS)
+    if options.all or (specimen.where != "asked" and partly):
         return list(options.target)
     return {"everywhere": list(options.target), "sm_90": ["sm_90"], "asked": []}[specimen.where]
 
@@ -254,7 +256,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--all", action="store_true", help="every specimen, dtype and direction, not only the main ones"
     )
-    parser.add_argument("--script", type=Path, metavar="FILE.py")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--script", type=Path, metavar="FILE.py")
+    instead.add_argument("--drawn", type=specimens, default=[], metavar="N,SEED", help="as `foci check` takes it")
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--check", action="store_true")
     either.add_argument("--write", action="store_true")
@@ -269,14 +273,16 @@ def main() -> int:
     options = arguments()
     options.target = list(dict.fromkeys(options.target))
     torch.set_num_threads(1)
-    partly = options.script or options.only or options.all or options.target != list(TARGETS)
+    partly = options.script or options.drawn or options.only or options.all or options.target != list(TARGETS)
     if (options.check or options.write) and partly:
-        raise SystemExit("--check and --write are of the whole table: without --script, --only, --all and --target")
+        raise SystemExit(
+            "--check and --write are of the whole table: without --script, --drawn, --only, --all, --target"
+        )
     if options.script and not options.script.is_file():
         raise SystemExit(f"--script {options.script}: there is no such file")
-    if options.triton and (options.script or options.out or options.known):
+    if options.triton and (options.script or options.drawn or options.out or options.known):
         raise SystemExit(
-            "--triton asks for the package's kernels and keeps their table: without --script, --out, --known"
+            "--triton asks for the package's kernels and keeps their table: without --script, --drawn, --out, --known"
         )
     others = Others(LINES)
     if options.check:
@@ -305,7 +311,7 @@ def main() -> int:
     if options.check:
         found.wrong = check(found, others)
     else:
-        found.wrong += found.spills
+        found.wrong += [] if options.drawn else found.spills
         print("\n".join(sentence(row) for row in found.rows))
     print("\n".join(["", *found.wrong, ""]) if found.wrong else "nothing wrong")
     print(f"{len(found.rows)} kernels, {found.seconds:.0f} s of compilation on one processor")

@@ -273,6 +273,7 @@ def test_a_layer_is_checked_as_a_class_or_an_object(here, capsys) -> None:
         ("check softmax --drawn 4,1,21,3", "got '4,1,21,3'"),
         ("check softmax --drawn 4,", "got '4,'"),
         ("check softmax --drawn=", "got ''"),
+        ("check softmax --cases 1/\u0663", "--cases must be i/n, every nth from the ith, 1 <= i <= n <= "),
         ("check softmax --cases=", "--cases must be i/n, every nth from the ith, 1 <= i <= n <= "),
         ("check softmax --drawn= --world 2", "--drawn does not apply with --world"),
         ("check softmax --drawn \u0664", "got '\u0664'"),

@@ -368,7 +368,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[list[dict[st
     kernels = importlib.import_module("kernels")
 
     def record(**options: Any) -> tuple[list[dict[str, Any]], list[str]]:
-        options = {"script": None, "only": [], "target": ["sm_90"], "all": False} | options
+        options = {"script": None, "drawn": [], "only": [], "target": ["sm_90"], "all": False} | options
         launches, wrong = kernels.recorded(argparse.Namespace(**options))
         return [names | {"module": launch.kernel.fn.__module__} for names, launch in launches], wrong
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -57,7 +58,7 @@ def hold_limit(limit: float) -> None:
 def part_of(option: str, text: str, most: int | None = None) -> slice:
     """What i/n takes of a sequence: every nth, from the ith; n is at most `most`, where it is told."""
     first, _, step = text.partition("/")
-    known = first.isdecimal() and step.isdecimal() and 1 <= int(first) <= int(step)
+    known = re.fullmatch("[0-9]{1,9}/[0-9]{1,9}", text) and 1 <= int(first) <= int(step)
     if not known or (most is not None and int(step) > most):
         bound = "" if most is None else f" <= {most}"
         raise ValueError(f"{option} must be i/n, every nth from the ith, 1 <= i <= n{bound}, got {text!r}")
