@@ -5,9 +5,10 @@ write to a buffer of several slots, one after the other. Triton counts these slo
 reads it and something else does too, one is missing, and the next load's bytes are multiplied in place of this one's:
 where a loop ends, zeros. A left operand may lie in registers, which the next round writes as well
 (triton-lang/triton#9433). No test of numbers is sure to see either, as it takes a product that is later than what
-overwrites it. So what was compiled is walked through as a GPU does: indices are computed, every loop has some rounds,
-loops within loops too; a branch that nothing known decides is left to chance, some walks long. Nothing may be written
-on the way that a product under way reads. Parts of a program that run beside each other are walked one by one.
+overwrites it. So what was compiled is walked through as a GPU does: indices are computed, loops within loops too. What
+nothing known decides, whether a loop has a round and which branch is taken, is left to chance, some walks long. Nothing
+may be written on the way that a product under way reads. Parts of a program that run beside each other are walked one
+by one.
 """
 
 from __future__ import annotations
@@ -21,25 +22,28 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple
 
-ROUNDS = 5  # of each loop: more than slots of a buffer, as Triton makes them
-WALKS = 4  # through a kernel, which differ in the branches that they take
-_LOCATION = re.compile(r" loc\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
+MOST = 12  # rounds of a loop: more than slots of a buffer, as Triton makes them
+WALKS = 8  # through a kernel, which differ in the branches that they take
+_LOCATION = re.compile(r' loc\((?:"[^"]*"|[^()"]|\((?:"[^"]*"|[^()"]|\([^()]*\))*\))*\)')
 _NAME = re.compile(r"%[\w.$-]+(?:#\d+)?")
 _RESULT = re.compile(r"(%[\w.$-]+)(?::(\d+))? = (.*)")
 _CARRIED = re.compile(r"(%[\w.$-]+) = (%[\w.$-]+(?:#\d+)?)")
 _SHAPE = re.compile(r"-> !ttg\.memdesc<((?:\d+x)+)")
 _PENDING = re.compile(r"pendings = (\d+)")
-_COPIES = ("ttg.async_copy_global_to_local", "ttng.async_tma_copy_global_to_local", "ttng.async_tma_gather")
+_TMA = ("ttng.async_tma_copy_global_to_local", "ttng.async_tma_gather")  # MAP[PLACE] TILE, BARRIER, ..
+_WRITTEN = {"ttg.async_copy_global_to_local": 1, "ttg.local_store": 1, "ttg.local_scatter": 0, "ttg.local_dealloc": 0}
 _VIEWS = ("ttg.memdesc_index", "ttg.memdesc_trans", "ttg.memdesc_subslice", "ttg.memdesc_reshape",
           "ttg.memdesc_reinterpret")  # fmt: skip
+_SAME = ("extsi", "extui", "trunci", "index_cast")
 _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "addi": operator.add, "subi": operator.sub, "muli": operator.mul, "andi": operator.and_, "xori": operator.xor,
-    "remsi": operator.mod, "remui": operator.mod,
+    "ori": operator.or_, "shli": operator.lshift, "shrsi": operator.rshift, "minsi": min, "maxsi": max,
+    "divsi": lambda a, b: int(a / b), "remsi": lambda a, b: a - b * int(a / b), "remui": lambda a, b: a % b,
 }  # fmt: skip
 _COMPARED: dict[str, Callable[[int, int], bool]] = {
-    "eq": operator.eq, "ne": operator.ne, "slt": operator.lt, "sle": operator.le, "sgt": operator.gt,
-    "sge": operator.ge, "ult": operator.lt, "ule": operator.le, "ugt": operator.gt, "uge": operator.ge,
+    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge
 }  # fmt: skip
+_UNSIGNED = 2**64 - 1
 
 
 @dataclass(eq=False)
@@ -127,7 +131,7 @@ class Walk:
             elif called == "scf.if":
                 self._branch(rest, line.blocks, results)
             elif called.startswith(("ttg.warp_specialize(", "default", "partition")):
-                self._beside(line)
+                self._beside(line, called, rest)
             else:
                 for inner in line.blocks:
                     self.through(inner)
@@ -136,35 +140,44 @@ class Walk:
 
     def _loop(self, called: str, rest: str, blocks: list[list[Line]], results: list[str]) -> None:
         head = rest.partition(" ->")[0]
-        carried = _CARRIED.findall(head)
-        counter, start, step = "", None, None
+        carried = [name for name, _ in _CARRIED.findall(head)]
+        values = [self.known.get(begins) for _, begins in _CARRIED.findall(head)]
+        counter, start, step, rounds = "", None, None, self._rounds()
         if called == "scf.for":  # COUNTER = START to STOP step STEP
-            (counter, _), *carried = carried
-            start, step = (self.known.get(name) for name in _NAME.findall(head)[1:4:2])
-        for name, begins in carried:
-            self._is(name, self.known.get(begins))
-        for turn in range(ROUNDS):
+            (counter, *carried), (_, *values) = carried, values
+            start, stop, step = (self.known.get(name) for name in _NAME.findall(head)[1:4])
+            if isinstance(start, int) and isinstance(stop, int) and isinstance(step, int) and step:
+                rounds = min(MOST, max(0, -(-(stop - start) // step)))
+        self._are(carried, values)
+        for turn in range(rounds):
             if counter:
                 self._is(counter, start + turn * step if isinstance(start, int) and isinstance(step, int) else None)
-            given = [self.through(block) for block in blocks][-1]
-            values = [self.known.get(name) for name in given]
-            for (name, _), new, value in zip(carried, given, values, strict=False):
-                if name != new:
-                    self._is(name, value)
-        for result, (name, _) in zip(results, carried, strict=False):
-            self._is(result, self.known.get(name))
+            for block in blocks:
+                if block and block[0].text.startswith("^"):  # of `while`: what its condition hands on
+                    self._are(_NAME.findall(block[0].text), values)
+                given = self.through(block)
+                values = [self.known.get(name) for name in given]
+            changed = [place for place, (name, new) in enumerate(zip(carried, given, strict=False)) if name != new]
+            self._are([carried[place] for place in changed], [values[place] for place in changed])
+        self._are(results, [self.known.get(name) for name in carried])
+
+    def _rounds(self) -> int:
+        """Of a loop whose end is not known: none, now and then, else more than any buffer has slots."""
+        slots = max((buffer.slots for buffer in self.buffers.values()), default=1)
+        return self.chance.choice((0, *(min(slots + 3, MOST),) * 3))
 
     def _branch(self, rest: str, blocks: list[list[Line]], results: list[str]) -> None:
-        decided = self.known.get(_NAME.findall(rest)[0])
-        taken = decided if isinstance(decided, int) else self.chance.random() < 0.5
+        condition = _NAME.findall(rest)[0]
+        decided = self.known.get(condition)
+        taken = int(decided if isinstance(decided, int) else self.chance.random() < 0.5)
+        self.known[condition] = taken
         given = self.through(blocks[0] if taken else blocks[1] if len(blocks) > 1 else [])
-        for result, name in zip(results, given, strict=False):
-            self._is(result, self.known.get(name))
+        self._are(results, [self.known.get(name) for name in given])
 
-    def _beside(self, line: Line) -> None:
+    def _beside(self, line: Line, called: str, rest: str) -> None:
         """A part of a program that others run beside: it has products of its own, and names that no other sees."""
-        if line.text.startswith("ttg.warp_specialize"):
-            self.handed = _NAME.findall(line.text.partition(")")[0])
+        if called.startswith("ttg.warp_specialize"):
+            self.handed = _NAME.findall(f"{called} {rest}".partition(")")[0])
             return
         part = Walk(self.chance, self.found)
         part.known, part.buffers = dict(self.known), self.buffers
@@ -176,25 +189,24 @@ class Walk:
     def _operation(self, line: Line, called: str, rest: str, results: list[str]) -> None:
         names = _NAME.findall(rest)
         values = [self.known.get(name) for name in names]
-        tiles = [value for value in values if isinstance(value, Tile)]
         if called == "ttng.warp_group_dot":
             self._product(results[0], rest, names[:2])
         elif called == "ttng.warp_group_dot_wait" and (left := _PENDING.search(rest)):
             self.under_way = self.under_way[-int(left[1]) :] if int(left[1]) else []
-        elif called in _COPIES or called in ("ttg.local_store", "ttg.local_dealloc"):
-            for tile in tiles[:1]:
-                self._written(tile if called != "ttg.local_dealloc" else Tile(tile.of, None))
+            self._are(results, values)
+        elif called in _WRITTEN or called in _TMA:
+            place = _NAME.findall(rest.partition("]")[2])[0] if called in _TMA else names[_WRITTEN[called]]
+            self._written(self.known.get(place), place, whole=called == "ttg.local_dealloc")
         elif called == "ttg.local_alloc":
             tile = self._allocated(line, results[0], stored=rest.startswith("%"))
             self._is(results[0], tile)
             if rest.startswith("%"):
-                self._written(tile)
+                self._written(tile, results[0])
         else:
             value = _computed(called, rest, values) if results else None
             if called == "arith.select" and not isinstance(values[0], int):
                 value = self.chance.choice(values[1:3])
-            for result in results:
-                self._is(result, value)
+            self._are(results, [value] * len(results))
 
     def _allocated(self, line: Line, name: str, stored: bool) -> Tile:
         if line not in self.buffers:
@@ -219,10 +231,17 @@ class Walk:
         self._is(name, None)
         self.under_way = [*self.under_way, Product(name, of, registers)] if "isAsync = true" in rest else []
 
-    def _written(self, tile: Tile) -> None:
+    def _written(self, tile: Value, place: str, whole: bool = False) -> None:
+        """What lies at a place, or all of its buffer, is overwritten."""
         for product in self.under_way:
-            if any(map(tile.overlaps, product.tiles)):
+            if not isinstance(tile, Tile):
+                self.found[f"{product.name} may still read {place}, of which it is not known where it lies"] = None
+            elif any(map((Tile(tile.of, None) if whole else tile).overlaps, product.tiles)):
                 self.found[f"{product.name} may still read {tile.of.name} when other bytes are written there"] = None
+
+    def _are(self, names: Iterable[str], values: Iterable[Value]) -> None:
+        for name, value in zip(names, values, strict=False):
+            self._is(name, value)
 
     def _is(self, name: str, value: Value) -> None:
         """A name stands for this from here on; registers that had what it stood for before are written."""
@@ -239,17 +258,22 @@ def _results(found: re.Match[str]) -> list[str]:
 
 def _computed(called: str, rest: str, values: list[Value]) -> Value:
     """What is known of a number, or a tile's place."""
-    with suppress(TypeError, KeyError, ZeroDivisionError, IndexError):  # what is not known, or of no interest
+    kind, _, name = called.partition(".")
+    with suppress(TypeError, KeyError, ValueError, ZeroDivisionError, IndexError):  # not known, or of no interest
         if called == "arith.constant":
             word = rest.partition(" ")[0]
             return {"true": 1, "false": 0}[word] if word in ("true", "false") else _number(word)
         if called in _VIEWS:
             return _viewed(called, values)
-        kind, _, name = called.partition(".")
         if called == "arith.cmpi":
-            return int(_COMPARED[rest.partition(",")[0]](*values[:2]))  # type: ignore[arg-type]
+            how, numbers = rest.partition(",")[0], [value for value in values[:2] if isinstance(value, int)]
+            if how[0] == "u":
+                how, numbers = f" {how[1:]}", [number & _UNSIGNED for number in numbers]
+            return int(_COMPARED[how if how in ("eq", "ne") else how[1:]](*numbers))
         if called == "arith.select":
             return values[1 if values[0] else 2]
+        if name in _SAME:
+            return values[0]
         if kind == "arith":
             return _ARITHMETIC[name](*values[:2])  # type: ignore[arg-type]
     return None

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from foci.check import isolate
+from foci.check.exam import Exam
 from foci.check.render import table
 from foci.check.run import LAWS, OVER, Limits, examine
 from tests.check import toy
@@ -98,6 +99,43 @@ def test_a_law_of_a_case_of_its_own_that_has_no_room_is_not_tested() -> None:
     report = examine(spec, toy.candidate(), only=["compiled = eager", "any length"], isolated=False)
     assert not report.ok and {row.verdict for row in report.rows} == {"not tested"}
     assert "their truth takes more memory than is free" in {row.reason for row in report.rows}
+
+
+def test_a_fault_that_was_found_before_there_was_no_room_stays() -> None:
+    """Of the case itself, in float32: the yardstick of bfloat16 has no room."""
+
+    def wrong(x, gate):
+        out, total = toy.reference(x, gate)
+        return (out * 2 if len(x) == 1 else out), total
+
+    def scarce(x, gate):
+        if x.dtype == torch.bfloat16 and len(x) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return toy.plain(x, gate)
+
+    spec, dtypes = replace(toy.SPEC, plain=scarce), (torch.float32, torch.bfloat16)
+    report = examine(spec, toy.candidate(wrong), only=["forward"], dtypes=dtypes, isolated=False)
+    assert not report.ok and report.failures[0].cases == ("one row, float32",)
+    assert report.not_tested == ("their truth takes more memory than is free [one row]",)
+
+
+def test_a_law_that_has_no_room_for_what_it_computes_itself_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scarce(*given, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("foci.check.exam.compare", scarce)
+    report = examine(toy.SPEC, toy.candidate(), only=["forward", "same bits twice"], isolated=False)
+    assert [row.verdict for row in report.rows] == ["not tested", "ok"]
+    assert report.rows[0].reason == "their truth takes more memory than is free"
+
+
+def test_a_loss_that_has_no_room_is_no_fault_of_the_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scarce(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Exam, "_cotangents", scarce)
+    report = examine(toy.SPEC, toy.candidate(), only=["gradients"], isolated=False)
+    assert not report.failures and report.rows[0].verdict == "not tested"
 
 
 def test_memory_that_the_candidate_lacks_is_a_fault_of_its_own() -> None:

@@ -21,6 +21,15 @@ def source_is_mirrored_by_tests(house: House) -> Iterator[str]:
             yield f"{module.path}: {test} is missing"
 
 
+@LAWS.law({"tests/test_kernels_a.py": ""}, {"tests/ops/a/b/test_kernels_a.py": ""})
+def kernels_tests_lie_where_they_are_run(house: House) -> Iterator[str]:
+    """`make test` leaves files of that name to Triton's interpreter, which gets those of tests/ops and its rooms."""
+    for module in house.python:
+        name = re.fullmatch(r"tests/(.*/)?test_kernels_\w*\.py", module.path)
+        if name and not re.fullmatch(r"ops/(\w+/)?", name[1] or ""):
+            yield f"{module.path}: no command runs it"
+
+
 def shown(house: House) -> Iterator[str]:
     """What README shows as code, line by line: fenced blocks and `inline`."""
     readme = house.root / "README.md"

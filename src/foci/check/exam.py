@@ -24,9 +24,9 @@ Answer = TypeVar("Answer")
 
 
 class NoRoom(Exception):
-    """The truth of a case takes more memory than there is: it can be asked nothing, and others can."""
+    """The truth takes more memory than there is: of a case, which can be asked nothing while others can, or of all."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case | None = None) -> None:
         super().__init__("their truth takes more memory than is free")
         self.case = case
 
@@ -129,7 +129,9 @@ class Exam:
                 yield case
 
     def leave(self, error: NoRoom) -> bool:
-        """Ask its case no more; False where that has been said, and it was asked all the same."""
+        """Ask its case no more; False where that has been said, and it was asked all the same, or there is none."""
+        if error.case is None:
+            return False
         name = error.case.name
         known = name in self.roomless
         self.roomless.add(name)
@@ -237,15 +239,14 @@ class Exam:
         alone: str = "",
         zeros: bool = False,
     ) -> Backward:
-        """The same anew; `lay` and `alone` as in `differentiate`."""
+        """The same anew; `lay` and `alone` as in `differentiate`. Memory for the loss is not the candidate's affair."""
+        self.cotangents(case, dtype)
         try:
             return Backward(self.differentiate(self.candidate.call, case, dtype, through, False, lay, alone, zeros))
         except NotImplementedError as error:
             if case.name not in self.refused:
                 self.refused[f"gradients of {case.name}"] = diagnose.refusal(error)
             return Backward(refused=diagnose.refusal(error))
-        except NoRoom:
-            raise
         except Exception as error:
             return Backward(fault=diagnose.exception(error, "backward"))
 
@@ -317,6 +318,9 @@ class Exam:
 
         They are numbers of `dtype`: an output that comes in it, and the truth, are given the very same ones.
         """
+        return self._once(("cotangents", case, dtype), partial(self._cotangents, case, dtype))
+
+    def _cotangents(self, case: Case, dtype: torch.dtype) -> Outputs:
         generator = torch.Generator().manual_seed(self.seed + 1)
         drawn = (torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in self.truth(case, dtype))
         return tuple(
@@ -386,6 +390,6 @@ class Exam:
             try:
                 self._kept[key] = make()
             except torch.OutOfMemoryError:
-                raise NoRoom(key[1]) from None
+                raise NoRoom(key[1]) if len(key) > 1 else NoRoom() from None
         found: Answer = self._kept[key]
         return found

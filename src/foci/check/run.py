@@ -209,10 +209,11 @@ def _isolated(exam: Exam, chosen: list[Law], limits: Limits, progress: Callable[
 
 
 def ask(exam: Exam, law: Law) -> Row:
-    """One law of one candidate, anew without a case whose truth has no room: what is known of others is kept."""
-    begun, findings = time.monotonic(), None
-    while findings is None:
-        findings, unasked = _findings(exam, law)
+    """One law of one candidate; anew without a case whose truth has no room, but faults once found stay."""
+    begun, findings, unasked, again = time.monotonic(), list[Finding](), "", True
+    while again:
+        found, unasked, again = _findings(exam, law)
+        findings = [finding for finding in findings if finding.sentence] + found
     grouped: dict[str, list[str]] = {}
     for finding in findings:
         if finding.sentence:
@@ -224,14 +225,21 @@ def ask(exam: Exam, law: Law) -> Row:
     return Row(law.number, law.name, cases, laws.worst(findings), tuple(failures), reason, _since(begun))
 
 
-def _findings(exam: Exam, law: Law) -> tuple[list[Finding] | None, str]:
-    """What a law finds, and why nothing if nothing; None where it is to be asked anew, without a case."""
+def _findings(exam: Exam, law: Law) -> tuple[list[Finding], str, bool]:
+    """What a law finds, why nothing if nothing, and whether it is to be asked anew, as it now is without a case.
+
+    Where there was no room for something else of its own, what it had found right says nothing of the rest.
+    """
+    found: list[Finding] = []
     try:
-        return list(law.ask(exam)), "no case of it applies"
+        for finding in law.ask(exam):  # one by one: those before an error are not lost
+            found.append(finding)
     except NotTested as error:
-        return [], str(error)
-    except NoRoom as error:
-        return (None if exam.leave(error) else []), str(error)
+        return found, str(error), False
+    except (NoRoom, torch.OutOfMemoryError) as error:
+        room = error if isinstance(error, NoRoom) else NoRoom()
+        return [finding for finding in found if finding.sentence], str(room), exam.leave(room)
+    return found, "no case of it applies", False
 
 
 def _refusals(refused: dict[str, str]) -> list[str]:

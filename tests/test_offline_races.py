@@ -139,6 +139,39 @@ def test_behind_a_loop_products_may_be_under_way() -> None:
     assert races(LOOP.format(**AS_USUAL) + other + behind) == OVERWRITTEN
 
 
+START = LOOP.split("    %sum:2")[0].format(**AS_USUAL | {"slots": 1})  # one buffer of one tile, %at
+BEGUN = START + DOT.format(**AS_USUAL | {"left": "%at"}).replace("%turned", "%at") + "\n"
+AGAIN = COPY.replace("%next", "%at") + "\n"
+DONE = "%w:2 = ttng.warp_group_dot_wait %d, %at {pendings = 0 : i32} : tensor<64x64xf32>\n"
+
+
+@pytest.mark.parametrize(
+    ("behind", "found"),
+    [
+        (DONE + AGAIN, []),
+        ("scf.for %i = %c0 to %K step %c1  : i32 {\n" + DONE + "}\n" + AGAIN, OVERWRITTEN),  # it may have no round
+        ("scf.for %i = %c0 to %c1 step %c1  : i32 {\n" + DONE + "}\n" + AGAIN, []),  # it has one
+        ("scf.if %c {\n" + DONE + "}\nscf.if %c {\n" + AGAIN + "}\n", []),  # where one is, the other is
+        (DONE.replace("= 0", "= 1") + AGAIN.replace("%at", "%w#1"), OVERWRITTEN),  # a wait hands on what it waits for
+        (f"%g = scf.while (%h = %at) : ({VIEW}) -> {VIEW} {{\nscf.condition(%b) %h\n}} do {{\n^bb0(%z: {VIEW}):\n"
+         + AGAIN.replace("%at", "%z") + "scf.yield %z\n}\n", OVERWRITTEN),
+        (AGAIN.replace("%at", "%there"), ["%d may still read %there, of which it is not known where it lies"]),
+        ("%n = arith.constant -1 : i32\n%b = arith.cmpi ugt, %n, %c1 : i32\n"
+         "scf.if %b {\n" + AGAIN + "}\n", OVERWRITTEN),
+        ("%n = arith.constant -1 : i32\n%o = arith.constant 2 : i32\n%r = arith.remsi %n, %o : i32\n"
+         "%b = arith.cmpi sgt, %r, %c0 : i32\nscf.if %b {\n" + AGAIN + "}\n", []),
+        ('scf.if %c {\n%y = arith.constant 1 : i32 loc("a)(b"(#l))\n} loc("a(b/c.py":1:2)\n' + AGAIN, OVERWRITTEN),
+    ],
+)  # fmt: skip
+def test_what_is_behind_a_product(behind: str, found: list[str]) -> None:
+    assert races(BEGUN + behind) == found
+
+
+def test_a_ring_of_many_slots_is_gone_through_to_its_end() -> None:
+    assert races(LOOP.format(**AS_USUAL | {"slots": 6, "pending": 5})) == []
+    assert races(LOOP.format(**AS_USUAL | {"slots": 6, "pending": 6})) == OVERWRITTEN
+
+
 def test_a_name_stands_for_something_else_in_other_braces() -> None:
     """The second loop's tiles lie elsewhere, though their views have the first one's names."""
     first, second = LOOP.format(**AS_USUAL), LOOP.format(**AS_USUAL).replace("%x", "%y").replace("%at", "%there")
@@ -153,6 +186,7 @@ def test_parts_that_run_beside_each_other_are_walked_one_by_one() -> None:
     beside = "ttg.warp_specialize(%x, %K) attributes {a = 1}\ndefault {\nttg.warp_yield\n}\n"
     beside += f"partition0(%arg0: {VIEW} loc(#loc), %K: i32 loc(#loc)) num_warps(4) {{\n{part}}} : (i32) -> ()\n"
     assert races(head + beside) == OVERWRITTEN
+    assert races(head + "%given = " + beside) == OVERWRITTEN
     assert races(head + beside.replace(part, "ttg.warp_return\n") + "%at =" + body) == OVERWRITTEN
 
 
