@@ -267,9 +267,9 @@ def _computed(called: str, rest: str, values: list[Value]) -> Value:
             return _viewed(called, values)
         if called == "arith.cmpi":
             how, numbers = rest.partition(",")[0], [value for value in values[:2] if isinstance(value, int)]
-            if how[0] == "u":
-                how, numbers = f" {how[1:]}", [number & _UNSIGNED for number in numbers]
-            return int(_COMPARED[how if how in ("eq", "ne") else how[1:]](*numbers))
+            if how.startswith("u"):
+                numbers = [number & _UNSIGNED for number in numbers]
+            return int(_COMPARED[how.lstrip("su")](*numbers))
         if called == "arith.select":
             return values[1 if values[0] else 2]
         if name in _SAME:
