@@ -46,10 +46,8 @@ def cell(mine: Record, peers: list[Record]) -> str:
     text, last = f"{mine.median * 1e3:.3f} ms{_notes(mine)}", ""
     timed = [peer for peer in peers if peer.median is not None and peer.stage == mine.stage]
     for peer in sorted(timed, key=lambda peer: peer.median or 0.0):
-        text, last = (
-            f"{text}, {(peer.median or 0.0) / mine.median:.2f} x {peer.candidate}{_notes(peer)}",
-            peer.candidate,
-        )
+        text += f", {(peer.median or 0.0) / mine.median:.2f} x {peer.candidate}{_notes(peer)}"
+        last = peer.candidate
         if not peer.without and peer.error is not None:
             break
     return text + _alone(mine, timed, last)
