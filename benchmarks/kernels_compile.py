@@ -31,7 +31,7 @@ from foci.core.tensor_maps import is_map
 from foci.core.tune import Launch, Target
 
 FORMAT = 6  # of a record: what is read from a compiled kernel; a change makes every cached record unfit
-HOPPER = 90  # whose products are searched for races, and by what: another search is asked of all
+# What Hopper's kernels are searched for races by: another search is asked of all of them.
 SEARCH = hashlib.sha256(Path(kernels_races.__file__).read_bytes()).hexdigest()
 LIMIT = 300.0  # seconds that one compilation may take
 MATRIX = {
@@ -54,13 +54,18 @@ def identity(launch: Launch, target: Target) -> str:
     )  # fmt: skip
     if (tool := chosen(target.arch)) is not None:
         parts += (tool.version,)
-    if (target.kind, target.arch) == ("cuda", HOPPER):
+    if _searched(target):
         parts += (SEARCH,)
     # What a user has set for the compiler; where it is nothing, as nearly always, it is not told.
     ours = {name: value for name, value in os.environ.items() if name.startswith(("TRITON_PTXAS", "PTXAS_OPTIONS"))}
     if said := sorted((get_cache_invalidating_env_vars() | ours).items()):
         parts += (said,)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _searched(target: Target) -> bool:
+    """For races: of Hopper, whose products alone go on behind what begins them and wait by no barrier."""
+    return (target.kind, target.arch) == ("cuda", 90)
 
 
 def meta_of(launch: Launch) -> dict[str, Any]:
@@ -182,7 +187,7 @@ def _compiled(launch: Launch, target: Target) -> dict[str, Any]:
     read = _of_amd(asm["amdgcn"]) if target.kind == "hip" else _of_nvidia(asm, log.getvalue(), target)
     text = asm["amdgcn"] if target.kind == "hip" else asm["ptx"]
     instructions = {name: len(re.findall(pattern, text)) for name, pattern in MATRIX.items()}
-    raced = kernels_races.races(asm["ttgir"]) if (target.kind, target.arch) == ("cuda", HOPPER) else []
+    raced = kernels_races.races(asm["ttgir"]) if _searched(target) else []
     return {
         **read,
         **({"races": raced} if raced else {}),

@@ -1,6 +1,7 @@
-"""Calls that nobody chose, as `foci check --drawn` draws them, on tensors without memory: in place of the specimens.
+"""Calls that nobody chose, as `foci check --drawn` draws them, in place of the specimens.
 
-What they launch has to compile as well: widths, heads and features meet there as no specimen has them.
+They are drawn on the CPU and handed on as tensors without memory. What they launch has to compile as well: widths,
+heads and features meet there as no specimen has them.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def test_every_operator_has_so_many_in_one_dtype_after_the_other() -> None:
     assert len(drawn) == len(found) and not drawn & others
 
 
-def test_all_that_they_launch_is_recorded() -> None:
+def test_forward_and_backward_of_each_are_recorded() -> None:
     for each in specimens("3,2"):
         module = backend_of(SPECS[each.operator])
         assert module is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 
 from foci.check import isolate
 from foci.check.exam import Exam
+from foci.check.laws import Finding, Law, NotTested
 from foci.check.render import table
-from foci.check.run import LAWS, OVER, Limits, examine
+from foci.check.run import LAWS, OVER, Limits, Row, ask, examine
 from tests.check import toy
 
 FAST = [law.name for law in LAWS if law.number not in (1, 12)]
@@ -117,6 +119,22 @@ def test_a_fault_that_was_found_before_there_was_no_room_stays() -> None:
     report = examine(spec, toy.candidate(wrong), only=["forward"], dtypes=dtypes, isolated=False)
     assert not report.ok and report.failures[0].cases == ("one row, float32",)
     assert report.not_tested == ("their truth takes more memory than is free [one row]",)
+
+
+@pytest.mark.parametrize("error", [NotTested("it ends here"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_of_a_law_that_breaks_off_faults_alone_count(error: Exception) -> None:
+    exam = Exam(toy.SPEC, toy.candidate(), torch.device("cpu"), (torch.float64,))
+
+    def row(*findings: Finding) -> Row:
+        def broken_off(exam: Exam) -> Iterator[Finding]:
+            yield from findings
+            raise error
+
+        return ask(exam, Law(2, "a law", broken_off))
+
+    right, wrong = Finding("right", None), Finding("wrong", None, "it is wrong")
+    assert row(right).verdict == "not tested"
+    assert row(right, wrong).verdict == "FAIL" and row(right, wrong).failures[0].cases == ("wrong",)
 
 
 def test_a_law_that_has_no_room_for_what_it_computes_itself_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:

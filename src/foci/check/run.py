@@ -213,7 +213,7 @@ def ask(exam: Exam, law: Law) -> Row:
     begun, findings, unasked, again = time.monotonic(), list[Finding](), "", True
     while again:
         found, unasked, again = _findings(exam, law)
-        findings = [finding for finding in findings if finding.sentence] + found
+        findings = _faults(findings) + found
     grouped: dict[str, list[str]] = {}
     for finding in findings:
         if finding.sentence:
@@ -228,18 +228,22 @@ def ask(exam: Exam, law: Law) -> Row:
 def _findings(exam: Exam, law: Law) -> tuple[list[Finding], str, bool]:
     """What a law finds, why nothing if nothing, and whether it is to be asked anew, as it now is without a case.
 
-    Where there was no room for something else of its own, what it had found right says nothing of the rest.
+    Of a law that breaks off its faults alone count: what it had found right says nothing of the rest.
     """
     found: list[Finding] = []
     try:
         for finding in law.ask(exam):  # one by one: those before an error are not lost
             found.append(finding)
     except NotTested as error:
-        return found, str(error), False
+        return _faults(found), str(error), False
     except (NoRoom, torch.OutOfMemoryError) as error:
         room = error if isinstance(error, NoRoom) else NoRoom()
-        return [finding for finding in found if finding.sentence], str(room), exam.leave(room)
+        return _faults(found), str(room), exam.leave(room)
     return found, "no case of it applies", False
+
+
+def _faults(findings: list[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.sentence]
 
 
 def _refusals(refused: dict[str, str]) -> list[str]:

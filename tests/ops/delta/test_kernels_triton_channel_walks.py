@@ -55,13 +55,14 @@ def test_the_budget_holds_and_they_are_taken(problem: Delta, monkeypatch: pytest
 def test_without_a_state_or_gradients_outputs_are_the_same(B: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where programs would take turns, inference walks twice as many columns at once.
 
-    The interpreter's products are numpy's, and of another width they are added up in another order on some processors.
+    The interpreter's products are numpy's, and of another width they are added up in another order on some processors:
+    3e-8 of the final state, nothing of the output, of which a number here and there may round otherwise.
     """
     inputs = Delta("", B=B, T=70, H=2, K=128, V=128, decay="channel").case.make(torch.bfloat16, CPU, 0)
     call, taken, real = bind(**there(inputs)), list[int](), walks.forward
     monkeypatch.setattr(walks, "forward", lambda *given: (taken.append(given[-1]["BLOCK_V"]), real(*given)))
     for one, other in zip(gpu.forward(call), gpu.forward(call, True), strict=False):
-        assert one.equal(other) if B == 1 else error(one.double(), other.double()) <= torch.finfo(one.dtype).eps
+        assert one.equal(other) if B == 1 else error(one, other) <= (1e-6 if one.dtype == torch.float32 else 1e-4)
     assert taken == [64 if B == 1 else 128, 64]
     unasked(SPEC, gpu.forward, call)
 
