@@ -6,6 +6,8 @@ import argparse
 import os
 from pathlib import Path
 
+from foci.cli_check import Drawing, drawing_of
+
 
 def above_0(text: str) -> int:
     """A whole number above 0, for argparse."""
@@ -22,3 +24,11 @@ def file_to_write(text: str) -> Path:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text}: it cannot be written")
     return path
+
+
+def drawing(text: str) -> Drawing:
+    """N,SEED,ROOM of `foci check --drawn`, for argparse; without a room a GPU's."""
+    try:
+        return drawing_of(text, "cuda")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -6,15 +6,15 @@ heads and features meet there as no specimen has them.
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from itertools import cycle
 
 import torch
+from arguments import drawing
 from kernels_specimens import Specimen
 
 from foci.bench.tuning import META
-from foci.cli_check import drawing_of, drawn
+from foci.cli_check import drawn
 from foci.cli_tune import DTYPES
 from foci.core.spec import Case
 from foci.ops import SPECS
@@ -22,10 +22,7 @@ from foci.ops import SPECS
 
 def specimens(text: str) -> list[Specimen]:
     """Of every operator so many as `text` says, with the room of a GPU, in one dtype after the other."""
-    try:
-        said = drawing_of(text, "cuda")
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    said = drawing(text)
     return [
         Specimen(spec.name, case.name, partial(_made, case), dtype)
         for spec in SPECS.values()

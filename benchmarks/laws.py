@@ -1,6 +1,8 @@
 """Every law of every operator on one GPU, as much as the time allows. Run it by hand.
 
     python benchmarks/laws.py [OPERATOR...] [--dtype bfloat16] [--limit 150] [--packed FILE] [--out FOLDER]
+    python benchmarks/laws.py delta:2/3 linear           # of the delta rule's cases every third, from the second
+    python benchmarks/laws.py --drawn 60,7,27 --laws 2   # that law alone, of sixty cases of each that nobody chose
 
 Most of that time goes into compiling. So the kernels that the laws launch (laws_ahead.py) are compiled side by side, a
 while before and then beside them; `foci check --cases` runs for parts of the cases, one process each, as many at
@@ -23,13 +25,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from arguments import drawing
 from laws_ahead import compile_ahead, compile_large
 
 from foci.check import isolate
@@ -37,15 +40,18 @@ from foci.check.exam import UNROOMY
 from foci.check.laws_graph import LAWS
 from foci.check.run import OVER
 from foci.cli import main
-from foci.cli_check import of_cases
+from foci.cli_check import Drawing, drawn, of_cases
+from foci.cli_options import part_of
 from foci.cli_tune import DTYPES
+from foci.core.spec import Spec
 from foci.core.tune import Target, target_of
 from foci.ops import SPECS
 
 # Parts of the cases, i/n of `foci check --cases`: an H200 has room for eight of them at once.
 PARTS = {"softmax": 2, "linear": 3, "delta": 3, "selective_scan": 1, "scan": 1}
 # GiB that a part holds in the mean, with what torch keeps: an H100 has 78.
-EACH = {"softmax": 14, "linear": 14, "delta": 25, "selective_scan": 14, "scan": 14}
+EACH = {"softmax": 14, "linear": 30, "delta": 25, "selective_scan": 14, "scan": 14}
+GRADIENTS = 7  # times the room of a drawn case: what its truth keeps with gradients
 SHARE = 0.45  # of the time at most, that compiling before the laws may take
 LONG = 250.0  # seconds, in less of which an H200's host would compile large cases' kernels in place of other ones
 SPARE = 10.0  # seconds before the end: a part finds its GPU in some, and writes what it knows in others
@@ -78,15 +84,25 @@ class Part(NamedTuple):
 
 def parts_of(operators: Sequence[str]) -> list[tuple[str, str]]:
     """(operator, i/n) of every part; the first of each operator first, for a GPU without room for all."""
-    parts = [(i, operator) for operator in operators for i in range(1, PARTS[operator] + 1)]
-    return [(operator, f"{i}/{PARTS[operator]}") for i, operator in sorted(parts, key=itemgetter(0))]
+    parts = []
+    for name, _, part in (operator.partition(":") for operator in operators):
+        parts += [(name, part)] if part else [(name, f"{i}/{PARTS[name]}") for i in range(1, PARTS[name] + 1)]
+    return sorted(parts, key=lambda part: int(part[1].partition("/")[0]))
+
+
+def specs_of(operators: Sequence[str], drawing: Drawing | None) -> list[Spec]:
+    """What each part asks: its cases, or drawn ones, whose numbers take as long to draw as large cases' do."""
+    if drawing is None:
+        return [of_cases(SPECS[operator], cases) for operator, cases in parts_of(operators)]
+    parts = [of_cases(drawn(SPECS[operator], drawing), cases) for operator, cases in parts_of(operators)]
+    return [replace(spec, cases=(), large=spec.cases) for spec in parts]
 
 
 @contextmanager
 def compiling(chosen: argparse.Namespace, target: Target, began: float) -> Iterator[None]:
     """What the laws launch is compiled: ahead for a share of the time, then beside what is done within."""
     until, beside = began + chosen.limit, list[tuple[BaseProcess, Connection]]()
-    large = chosen.limit >= LONG and chosen.packed is None  # whoever packed has found them
+    large = chosen.limit >= LONG and chosen.packed is None and chosen.drawn is None  # whoever packed has found them
     for work in (compile_ahead, compile_large) if large else (compile_ahead,):
         here, there = multiprocessing.Pipe(duplex=False)
         told = (work, chosen, target, until, there)
@@ -112,8 +128,7 @@ def _compiling(
     work: Callable[..., None], chosen: argparse.Namespace, target: Target, until: float, pipe: Connection
 ) -> None:
     _alone()
-    specs = [of_cases(SPECS[operator], cases) for operator, cases in parts_of(chosen.operators)]
-    work(specs, DTYPES[chosen.dtype], target, until, pipe.send)
+    work(specs_of(chosen.operators, chosen.drawn), DTYPES[chosen.dtype], target, until, pipe.send)
 
 
 def _alone() -> None:
@@ -140,9 +155,10 @@ def _asked(operator: str, cases: str, chosen: argparse.Namespace, report: Path, 
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
     backend = "triton" if chosen.device == "cuda" else "chunked"
+    asked = [f"--{option}={text}" for option in ("drawn", "laws") if (text := getattr(chosen, option)) is not None]
     main([
         "check", operator, "--backend", backend, "--device", chosen.device, "--dtype", chosen.dtype,
-        "--cases", cases, "--limit", f"120,{within:.0f}", "--json", str(report),
+        "--cases", cases, "--limit", f"120,{within:.0f}", "--json", str(report), *asked,
     ])  # fmt: skip
 
 
@@ -150,14 +166,21 @@ def ask_each(chosen: argparse.Namespace, room: float, until: float) -> list[Part
     """Begin to ask of every part of the cases, of one at least and of as many at once as have `room`, in GiB."""
     parts: list[Part] = []
     for operator, cases in parts_of(chosen.operators):
-        while (held := _held(parts)) and held + EACH[operator] > room and time.monotonic() < until:
+        while (held := _held(parts, chosen.drawn)) and time.monotonic() < until:
+            if held + _each(operator, chosen.drawn) <= room:
+                break
             time.sleep(0.1)
         parts.append(ask(operator, cases, chosen, until))
     return parts
 
 
-def _held(parts: Sequence[Part]) -> int:
-    return sum(EACH[part.operator] for part in parts if part.process.is_alive())
+def _held(parts: Sequence[Part], drawing: Drawing | None) -> float:
+    return sum(_each(part.operator, drawing) for part in parts if part.process.is_alive())
+
+
+def _each(operator: str, drawing: Drawing | None) -> float:
+    """GiB of a part."""
+    return EACH[operator] if drawing is None else GRADIENTS * 2.0 ** (drawing.room - 27) + 1
 
 
 def finish(parts: Sequence[Part], until: float) -> None:
@@ -232,6 +255,26 @@ def _number(text: str) -> float:
         return math.nan
 
 
+def operator_of(text: str) -> str:
+    """OPERATOR, or OPERATOR:i/n, for argparse."""
+    name, mark, part = text.partition(":")
+    if name not in PARTS:
+        raise argparse.ArgumentTypeError(f"unknown operator {name!r}; expected among {', '.join(PARTS)}")
+    try:
+        part_of(f"{name}:", part) if mark else None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def hold(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
+    """No part without a case is begun."""
+    try:
+        specs_of(chosen.operators, chosen.drawn)
+    except ValueError as error:
+        parser.error(str(error))
+
+
 def _seconds(text: str) -> float:
     value = _number(text)
     if not (math.isfinite(value) and value > 0):
@@ -248,17 +291,18 @@ def _room(text: str) -> float:
 
 def run() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("operators", nargs="*", metavar="OPERATOR", default=list(PARTS), help=", ".join(PARTS))
+    parser.add_argument("operators", nargs="*", metavar="OPERATOR", type=operator_of, help=", ".join(PARTS))
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--limit", type=_seconds, default=150.0, help="seconds in all")
     parser.add_argument("--leave", type=_room, default=0.0, help="GiB of the GPU that others need beside the laws")
+    parser.add_argument("--drawn", type=drawing, help="of so many drawn cases of each operator: N,SEED,ROOM")
+    parser.add_argument("--laws", help="only laws of these numbers, joined with commas")
     parser.add_argument("--packed", type=Path, help="kernels that laws_packed.py has compiled")
     parser.add_argument("--out", default="", help="a folder for each part's table and JSON")
     chosen = parser.parse_args()
-    if unknown := set(chosen.operators) - set(PARTS):
-        parser.error(f"unknown operator {min(unknown)!r}; expected among {', '.join(PARTS)}")
-    chosen.operators = list(dict.fromkeys(chosen.operators))
+    chosen.operators = list(dict.fromkeys(chosen.operators or PARTS))
+    hold(parser, chosen)
     began = time.monotonic()
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # whoever asks of GPUs leaves them to forks
     importlib.import_module("torch._dynamo")  # once, in place of once in every part
@@ -277,7 +321,9 @@ def run() -> None:
             parts = ask_each(chosen, room, until)
             finish(parts, until)
         lines = [
-            line for o in chosen.operators for line in summary(o, chosen.dtype, [p for p in parts if p.operator == o])
+            line
+            for operator in dict.fromkeys(part.operator for part in parts)
+            for line in summary(operator, chosen.dtype, [part for part in parts if part.operator == operator])
         ]
     print("\n".join(sorted(lines, key=lambda line: line.startswith("FAIL"), reverse=True)))
     print(f"{time.monotonic() - began:.0f} s", flush=True)

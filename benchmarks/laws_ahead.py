@@ -130,15 +130,17 @@ def launched_on(spec: Spec, dtype: torch.dtype, targets: Sequence[Target]) -> It
 
 
 def _of_shapes(spec: Spec, case: Case, dtype: torch.dtype, targets: Sequence[Target]) -> Noted:
-    """Forward as it is, forward that keeps, and backward from all outputs to all leaves."""
+    """Forward as it is, forward that keeps, and backward from all outputs, and without logarithms, to all leaves."""
     assert spec.bind is not None and spec.outputs is not None
     module, call, found = spec.backend("triton").load(), spec.bind(**case.make(dtype, META, 0)), Noted()
     needs = [getattr(call, name) is not None for name in spec.differentiable]
     for target in targets:
         _note(found, target, lambda: module.forward(call))
         made = _note(found, target, lambda: module.forward(call, *_keeps(module)))
-        grads = tuple(map(torch.ones_like, made[: len(spec.output_names)]))
-        _note(found, target, partial(module.backward, call, made, grads, needs))
+        grads = dict(zip(spec.output_names, map(torch.ones_like, made), strict=False))
+        for left in {(): None, spec.logs: None}:
+            given = tuple(None if name in left else grad for name, grad in grads.items())
+            _note(found, target, partial(module.backward, call, made, given, needs))
     return found
 
 

@@ -1,7 +1,8 @@
 """What the laws make kernels launch, compiled where there is no GPU, for a machine that has one and little time.
 
-    python benchmarks/laws_packed.py [OPERATOR...] [--dtype bfloat16] [--target sm_90] [--limit 3600] --out FILE.tar.xz
-    python benchmarks/laws.py [OPERATOR...] --packed FILE.tar.xz          # there, of the same operators
+    python benchmarks/laws_packed.py [OPERATOR...] [--drawn 60,7,27] [--dtype bfloat16] [--target sm_90] \
+        [--limit 3600] --out FILE.tar.xz
+    python benchmarks/laws.py [OPERATOR...] [--drawn 60,7,27] --packed FILE.tar.xz          # there, of the same
 
 Triton finds what it keeps by all of its own files, its library for one version of Python among them. Here it is found
 by Triton's version alone, which must be the same there; and by the kernel's source, as ever: of one that has changed
@@ -16,19 +17,16 @@ import os
 import tarfile
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import triton
-from arguments import above_0, file_to_write
+from arguments import above_0, drawing, file_to_write
 from laws_ahead import compile_ahead, compile_large
 from triton.runtime import cache
 
 import laws
-from foci.cli_check import of_cases
 from foci.cli_tune import DTYPES
 from foci.core.tune import TARGETS
-from foci.ops import SPECS
 
 VERSION = "triton"  # the file that says of which Triton they are
 KEPT = (".cubin", ".hsaco", ".json")  # what a launch reads
@@ -67,29 +65,31 @@ def use(file: Path, folder: Path) -> None:
     by_version()
 
 
-def compile_and_pack(operators: Sequence[str], dtype: str, target: str, limit: float, file: Path) -> None:
-    """What was compiled when so many seconds were over."""
+def compile_and_pack(chosen: argparse.Namespace) -> None:
+    """What was compiled when the time was over."""
+    file: Path = chosen.out
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder
         by_version()
-        specs = [of_cases(SPECS[operator], cases) for operator, cases in laws.parts_of(operators)]
-        until = time.monotonic() + limit
-        for work in (compile_large, compile_ahead):  # the latter differentiates here, behind which nobody may fork to
-            work(specs, DTYPES[dtype], TARGETS[target], until, print, launchers=False)
+        specs, until = laws.specs_of(chosen.operators, chosen.drawn), time.monotonic() + chosen.limit
+        large = (compile_large,) if chosen.drawn is None else ()
+        for work in (*large, compile_ahead):  # the latter differentiates here, behind which nobody may fork to
+            work(specs, DTYPES[chosen.dtype], TARGETS[chosen.target], until, print, launchers=False)
         print(f"{pack(Path(folder), file)} kernels, {file.stat().st_size / 1e6:.0f} MB")
 
 
 def run() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("operators", nargs="*", metavar="OPERATOR")
+    parser.add_argument("operators", nargs="*", metavar="OPERATOR", type=laws.operator_of)
+    parser.add_argument("--drawn", type=drawing, help="of so many drawn cases of each operator: N,SEED,ROOM")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--target", choices=list(TARGETS), default="sm_90")
     parser.add_argument("--limit", type=above_0, default=3600, help="seconds in all; what is not compiled is said")
     parser.add_argument("--out", type=file_to_write, required=True)
     chosen = parser.parse_args()
-    if unknown := set(chosen.operators) - set(laws.PARTS):
-        parser.error(f"unknown operator {min(unknown)!r}; expected among {', '.join(laws.PARTS)}")
-    compile_and_pack(chosen.operators or list(laws.PARTS), chosen.dtype, chosen.target, chosen.limit, chosen.out)
+    chosen.operators = list(dict.fromkeys(chosen.operators or laws.PARTS))
+    laws.hold(parser, chosen)
+    compile_and_pack(chosen)
 
 
 if __name__ == "__main__":

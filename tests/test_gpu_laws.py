@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -30,7 +30,7 @@ from foci.check.exam import UNROOMY, Exam
 from foci.check.laws import Law
 from foci.check.laws_graph import LAWS
 from foci.check.run import Row
-from foci.cli_check import FUNCTIONS, candidate_of
+from foci.cli_check import FUNCTIONS, Drawing, candidate_of, drawn
 from foci.core.ahead import shadow
 from foci.core.tune import TARGETS, Launch, Target, recording
 from foci.ops import SPECS
@@ -71,7 +71,7 @@ def test_cases_are_named_behind_a_law_that_not_all_were_asked(tmp_path: Path) ->
     assert "(1 shapes and dtypes, " in alone
 
 
-@pytest.mark.parametrize(("room", "most"), [(10.0, 25), (60.0, 53), (math.inf, 117)])
+@pytest.mark.parametrize(("room", "most"), [(10.0, 30), (60.0, 55), (math.inf, 165)])
 def test_as_many_parts_run_at_once_as_the_gpu_has_room_for(
     room: float, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,14 +90,56 @@ def test_as_many_parts_run_at_once_as_the_gpu_has_room_for(
 
     def ask(operator: str, cases: str, chosen: Namespace, until: float) -> Any:
         begun.append(laws.Part(operator, cases, Path(), Process()))  # type: ignore[arg-type]
-        held.append(laws._held(begun))
+        held.append(laws._held(begun, None))
         return begun[-1]
 
     monkeypatch.setattr(laws, "ask", ask)
     operators = ["linear", "delta"]
-    parts = laws.ask_each(Namespace(operators=operators), room, time.monotonic() + 60)
+    parts = laws.ask_each(Namespace(operators=operators, drawn=None), room, time.monotonic() + 60)
     assert [(part.operator, part.cases) for part in parts] == laws.parts_of(operators)
     assert max(held) == most
+
+
+def test_parts_are_of_all_cases_or_the_one_that_is_named() -> None:
+    asked = laws.parts_of(["delta:2/3", "scan", "linear"])
+    assert asked == [("scan", "1/1"), ("linear", "1/3"), ("delta", "2/3"), ("linear", "2/3"), ("linear", "3/3")]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("gla", "unknown operator 'gla'; expected among softmax"),
+        ("delta:4/3", "delta: must be i/n"),
+        ("delta:", "delta: must be i/n"),
+    ],
+)
+def test_what_is_no_operator_or_part_is_named(text: str, said: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=said):
+        laws.operator_of(text)
+
+
+def test_drawn_cases_are_in_parts_too_and_none_is_drawn_to_see_what_it_launches() -> None:
+    """Every part's are those that `foci check --drawn N,SEED,ROOM --cases i/n` asks there."""
+    said = Drawing(5, 3, 18)
+    specs = laws.specs_of(["scan", "delta:2/2"], said)
+    assert [spec.name for spec in specs] == ["scan", "delta"] and not any(spec.cases for spec in specs)
+    assert [case.name for case in specs[1].large] == [case.name for case in drawn(SPECS["delta"], said).cases[1::2]]
+
+
+def test_a_part_of_drawn_cases_holds_what_their_room_says() -> None:
+    """Whatever the operator's own cases would hold."""
+    assert laws._each("delta", None) == laws.EACH["delta"]
+    assert [laws._each("delta", Drawing(9, 0, room)) for room in (27, 29)] == [8, 29]
+
+
+def test_a_part_asks_of_drawn_cases_and_of_some_laws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(laws, "main", lambda words: told.extend(words))
+    monkeypatch.setattr(laws.os, "dup2", lambda *_: None)
+    monkeypatch.setattr(laws, "_alone", lambda: None)
+    chosen = Namespace(device="cpu", dtype="float16", drawn=Drawing(5, 3, 18), laws="1,2")
+    laws._asked("scan", "2/3", chosen, tmp_path / "report.json", math.inf)
+    assert {"--drawn=5,3,18", "--laws=1,2"} < set(told) and told[told.index("--cases") + 1] == "2/3"
 
 
 def test_when_time_is_over_every_part_has_said_what_it_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +150,7 @@ def test_when_time_is_over_every_part_has_said_what_it_knows(tmp_path: Path, mon
         return Row(law.number, law.name, cases=1, seconds=9.0)
 
     monkeypatch.setattr(check, "ask", slowly)
-    chosen = Namespace(out=str(tmp_path), device="cpu", dtype="bfloat16")
+    chosen = Namespace(out=str(tmp_path), device="cpu", dtype="bfloat16", drawn=None, laws=None)
     until = time.monotonic() + laws.SPARE + 6
     parts = [laws.ask("delta", "1/3", chosen, until)]
     laws.finish(parts, until + 60)
@@ -126,7 +168,9 @@ def test_who_is_stopped_leaves_no_child_behind(tmp_path: Path, monkeypatch: pyte
         time.sleep(60)
 
     monkeypatch.setattr(laws, "main", lambda *_: list(isolate.stream(asking, 60)))
-    part = laws.ask("scan", "1/1", Namespace(out=str(tmp_path), device="cpu", dtype="bfloat16"), math.inf)
+    part = laws.ask(
+        "scan", "1/1", Namespace(out=str(tmp_path), device="cpu", dtype="bfloat16", drawn=None, laws=None), math.inf
+    )
     until = time.monotonic() + 30
     while not (tmp_path / "child").exists() and time.monotonic() < until:
         time.sleep(0.05)
@@ -140,7 +184,7 @@ def test_who_is_stopped_leaves_no_child_behind(tmp_path: Path, monkeypatch: pyte
 
 def test_what_an_earlier_run_said_is_not_this_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one folder laws that nobody asked again were held."""
-    chosen = Namespace(out=str(tmp_path), device="cpu", dtype="bfloat16")
+    chosen = Namespace(out=str(tmp_path), device="cpu", dtype="bfloat16", drawn=None, laws=None)
     report = tmp_path / "check_scan_bfloat16_1of1.json"
     report.write_text(json.dumps({"rows": [{"number": 1, "law": "x", "verdict": "PASS"}], "not_tested": []}))
     monkeypatch.setattr(laws, "_asked", lambda *_: sys.exit(3))
@@ -170,7 +214,12 @@ def test_a_part_waits_for_no_thread_of_its_parent(tmp_path: Path, monkeypatch: p
     try:
         torch.set_num_threads(2)
         attend()
-        part = laws.ask("softmax", "1/3", Namespace(out=str(tmp_path), device="cpu", dtype="bfloat16"), math.inf)
+        part = laws.ask(
+            "softmax",
+            "1/3",
+            Namespace(out=str(tmp_path), device="cpu", dtype="bfloat16", drawn=None, laws=None),
+            math.inf,
+        )
         laws.finish([part], time.monotonic() + 20)
     finally:
         torch.set_num_threads(threads)
