@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import pytest
 import torch
 
 from foci.check.exam import Exam
 from foci.check.laws import NotTested
-from foci.check.laws_graph import LAWS, UNREAD, _harmless, _onto
+from foci.check.laws_graph import HALF, LAWS, UNREAD, _harmless, _onto
 from foci.core.spec import Bad, Candidate
+from foci.ops.delta.api import delta_rule
+from foci.ops.delta.spec import SPEC as DELTA
 from foci.ops.masks import Causal, Packed, lower
 from foci.ops.softmax.api import attention_with_lse
 from foci.ops.softmax.conventions import adapt
@@ -87,6 +92,25 @@ def test_mixed_dtypes_may_raise_but_not_lie() -> None:
 
     assert ask("autocast and mixed dtypes", toy.candidate(strict)) == []
     assert "with x in another dtype" in ask("autocast and mixed dtypes", toy.candidate(lies))[0]
+
+
+def test_every_feature_is_asked_under_autocast_and_every_argument_in_another_dtype() -> None:
+    """A delta rule's erase keys, which the first case has not, kept their dtype under autocast: a GPU broke there."""
+    seen: list[tuple[str, ...]] = []
+
+    @functools.wraps(delta_rule)
+    def forgets(q, k, v, beta, **rest):
+        seen.append(tuple(name for name, x in rest.items() if isinstance(x, torch.Tensor) and x.dtype == HALF))
+        if torch.is_autocast_enabled("cpu") and rest.get("erase") is not None:
+            raise TypeError("erase has another dtype")
+        return delta_rule(q, k, v, beta, **rest)
+
+    cases = tuple(case for case in DELTA.cases if case.name in ("plain", "erase", "state"))
+    assert any("erase" in case.features for case in cases)
+    candidate = DELTA.adapt(forgets, name="forgets")
+    told = ask("autocast and mixed dtypes", candidate, dataclasses.replace(DELTA, cases=cases))
+    assert told == ["under autocast: forward raised TypeError: erase has another dtype"]
+    assert {("erase",), ("log_decay",), ("state",)} <= set(seen)
 
 
 def test_bad_input() -> None:
