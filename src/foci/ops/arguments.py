@@ -16,6 +16,7 @@ from foci.core.shapes import dense
 from foci.core.spec import accumulator
 
 DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+ALIKE = ("q", "k", "v", "erase")  # of one dtype: rows of keys and values, where they are given
 AUTOCAST = DTYPES - {torch.float64}  # what torch's autocast converts
 _INTEGERS = frozenset({torch.int32, torch.int64})
 T_ = TypeVar("T_", bound=Tensor)
@@ -175,8 +176,8 @@ _STEP = {
 }  # fmt: skip
 
 
-def bind_step(operator: str, tensors: dict[str, Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of one step in one dtype, or what is wrong with its arguments. log_decay's shape has its own check."""
+def bind_step(operator: str, tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """q, k, v and erase of one step in one dtype, or what is wrong with its arguments; not with log_decay's shape."""
     sizes: dict[str, int] = {}
     slotted = tensors.get("slots") is not None
     for name, tensor in tensors.items():
@@ -192,11 +193,12 @@ def bind_step(operator: str, tensors: dict[str, Tensor | None]) -> tuple[Tensor,
             known = ", ".join(f"{letter}={sizes[letter]}" if letter in sizes else letter for letter in letters)
             raise ShapeError(f"{operator}: {name} has shape {list(tensor.shape)}; expected [{known}]")
     check_heads(operator, sizes)
-    q, k, v = common_dtype(operator, {name: x for name, x in tensors.items() if name in "qkv" and x is not None})
-    check_step(operator, v, {name: x for name, x in tensors.items() if name != "slots"})
+    alike = {name: x for name in ALIKE if (x := tensors.get(name)) is not None}
+    found = dict(zip(alike, common_dtype(operator, alike), strict=True))
+    check_step(operator, found["v"], {name: x for name, x in tensors.items() if name != "slots"})
     if slotted:
-        check_slots(operator, tensors["slots"], v, sizes["M"])
-    return q, k, v
+        check_slots(operator, tensors["slots"], found["v"], sizes["M"])
+    return found
 
 
 def check_step(operator: str, like: Tensor, tensors: Mapping[str, Tensor | None]) -> None:

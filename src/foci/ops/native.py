@@ -284,7 +284,7 @@ def _job(call: Any, state: Tensor) -> tuple[Job, list[Tensor | None]]:
     B, T, G, H, K, V, N = call.sizes
     q, k, v = (rows(x) for x in call[:3])
     erase, beta, bonus, offsets = (getattr(call, name, None) for name in ("erase", "beta", "bonus", "offsets"))
-    erase = None if erase is None else rows(erase.to(q.dtype))
+    erase = None if erase is None else rows(erase)
     beta = None if beta is None else beta.float()
     bonus = None if bonus is None else bonus.float().contiguous()
     decay = None if call.log_decay is None else rows(call.log_decay.float()).expand(B, T, -1, -1)

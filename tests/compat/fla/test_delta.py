@@ -182,6 +182,15 @@ def test_gdn2(fla: Any, name: str, grouped: bool, dtype: torch.dtype) -> None:
     check(getattr(ours, name), theirs, Problem(tokens, STATES, decays=("g",), positive=("w",)), dtype)
 
 
+def test_gates_of_gdn2_may_be_wider_than_keys() -> None:
+    """b in float32, as a gate is: what is erased is rounded to keys' dtype."""
+    given = [torch.randn(1, 20, H, K).bfloat16() for _ in range(2)] + [torch.randn(1, 20, H, V).bfloat16()]
+    g, b, w = -torch.rand(1, 20, H, K), torch.rand(1, 20, H, K), torch.rand(1, 20, H, V)
+    wide, narrow = (ours.chunk_gdn2(*given, g, *gates)[0] for gates in ((b, w), (b.bfloat16(), w.bfloat16())))
+    assert wide.dtype == torch.bfloat16
+    assert (wide - narrow).norm() < 0.02 * narrow.norm()
+
+
 @pytest.mark.parametrize(
     ("name", "rest"),
     [

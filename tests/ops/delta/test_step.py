@@ -25,3 +25,15 @@ def test_what_is_under_the_key_is_replaced() -> None:
     out = foci.delta_rule_step(key, key, v, torch.ones(1, 1), state, scale=1.0)
     torch.testing.assert_close(out, v)
     torch.testing.assert_close(state[0, 0], torch.cat([v[0], before[0, 0, 1:]]))
+
+
+def test_erase_keys_are_keys() -> None:
+    """Of the dtype of the others, under autocast in its own, which a call on a GPU cannot do without."""
+    q, k, erase = (torch.randn(2, 2, 4) for _ in range(3))
+    v, beta, state = torch.randn(2, 2, 3), torch.rand(2, 2), torch.randn(2, 2, 4, 3)
+    with pytest.raises(ValueError, match=r"q, k, v, erase have dtypes bfloat16, bfloat16, bfloat16, float32; expected"):
+        foci.delta_rule_step(*(x.bfloat16() for x in (q, k, v)), beta, state.clone(), erase=erase)
+    with torch.autocast("cpu"):
+        out = foci.delta_rule_step(q, k, v, beta, state.clone(), erase=erase)
+    halves = (x.bfloat16() for x in (q, k, v))
+    assert out.equal(foci.delta_rule_step(*halves, beta, state.clone(), erase=erase.bfloat16()))

@@ -75,9 +75,10 @@ class Run:
         erase: Tensor | None = None,
         value_decay: Tensor | None = None,
     ) -> Pair:
-        """`delta_rule`; value_decay as in `linear`."""
+        """`delta_rule`, erase rounded to keys' dtype; value_decay as in `linear`."""
         q, k, v, beta = map(self.turn, (q, k, v, beta))
-        log_decay, erase, value_decay = map(self.turn, (log_decay, erase, value_decay))
+        erase = None if erase is None else self.turn(erase.to(k.dtype))
+        log_decay, value_decay = map(self.turn, (log_decay, value_decay))
         state = self.layout(self.initial_state)
         if value_decay is not None:
             beta = beta.repeat_interleave(v.shape[-1], dim=2)

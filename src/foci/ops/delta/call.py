@@ -92,12 +92,13 @@ def bind(
         "q": q, "k": k, "v": v, "beta": beta, "log_decay": None, "erase": erase, "state": state, "offsets": offsets
     }  # fmt: skip
     sizes = SIGNATURE.bind(tensors)
-    q, k, v = arguments.common_dtype(NAME, {"q": q, "k": k, "v": v})
+    alike = {"q": q, "k": k, "v": v} if erase is None else {"q": q, "k": k, "v": v, "erase": erase}
+    q, k, v, *others = arguments.common_dtype(NAME, alike)
     arguments.check_heads(NAME, sizes)
     if not isinstance(return_state, bool):
         raise TypeError(f"{NAME}: return_state must be True or False, got {return_state!r}")
     log_decay = arguments.decay(NAME, log_decay, _DECAYS, (*v.shape[:3], sizes["K"]))
-    arguments.check_rest(NAME, v, {"beta": beta, "log_decay": log_decay, "erase": erase, "state": state})
+    arguments.check_rest(NAME, v, {"beta": beta, "log_decay": log_decay, "state": state})
     arguments.check_documents(NAME, offsets, state, sizes["B"])
     scale = (sizes["K"] or 1) ** -0.5 if scale is None else arguments.number(NAME, "scale", scale)
-    return Call(q, k, v, beta, log_decay, erase, state, offsets, scale, return_state)
+    return Call(q, k, v, beta, log_decay, others[0] if others else None, state, offsets, scale, return_state)

@@ -161,4 +161,4 @@ def drawn(name: str, room: int) -> Case:
         full=few and chance.yes(0.2),
         alike=alike,
         erase=erase,
-    ).varied(chance, "beta", *("erase",) * erase)
+    ).varied(chance, "beta")
