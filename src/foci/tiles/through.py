@@ -53,9 +53,18 @@ def through_states(  # type: ignore[no-untyped-def]
         dS = working(read(ends_ptr, k0, K, V, v0, V, 1, BLOCK_K, BLOCK_V, WHOLE))
         do = read(out_ptr, t0, stop, out_strides[1], v0, V, out_strides[3], CHUNK, BLOCK_V, WHOLE).to(S.dtype)
         dv = read(dv_ptr, t0, stop, stride, v0, V, 1, CHUNK, BLOCK_V, WHOLE).to(S.dtype)
-        d = read(d_ptr, t0, stop, stride, v0, V, 1, CHUNK, BLOCK_V, WHOLE).to(S.dtype)
+        d, lost = parted(read(d_ptr, t0, stop, stride, v0, V, 1, CHUNK, BLOCK_V, WHOLE), S.dtype, PRECISION)
         by_out = tl.dot(do, tl.trans(S), by_out, input_precision=PRECISION)
         by_value = tl.dot(dv, tl.trans(S), by_value, input_precision=PRECISION)
-        by_error = across(d, dS, by_error, PRECISION)
+        by_error = onto_end(d, lost, dS, by_error, PRECISION)
         by_total += S.to(tl.float32) * dS.to(tl.float32)
     return by_out, by_value, by_error, tl.sum(by_total, 1)
+
+
+@triton.jit
+def onto_end(d, lost, dS, z, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """d dS^T + z, d in two bfloat16: what is left of alike errors is small, and beta's gradient with it."""
+    z = across(d, dS, z, PRECISION)
+    if d.dtype == tl.bfloat16:
+        z = tl.dot(lost, tl.trans(dS.to(tl.bfloat16)), z)
+    return z

@@ -56,6 +56,14 @@ def never_forgotten() -> Case:
     return Delta("never forgotten", B=1, T=512, H=1, K=64, alike="identical", beta=1.9, full=True).case
 
 
+def unforgotten() -> Case:
+    """One key, gates per channel of 0: with d as one bfloat16 gates' gradient took 2.3 of its budget."""
+    return Delta(
+        "unforgotten per channel", B=1, T=70, H=1, K=16, decay="channel", alike="identical", full=True,
+        gates=lambda draw, *shape: 0.0 * draw.gates(*shape),
+    ).case  # fmt: skip
+
+
 def faint() -> Case:
     """Without gates, where beta's gradient is over beta: betas of 0, and such as leave next to nothing of dv."""
     case = Delta("faint betas", B=1, T=70, H=2, K=8, beta=2.0).case
@@ -82,7 +90,7 @@ def exam_of(*cases: Case) -> Exam:
 @pytest.mark.parametrize("through", [("state",), ("out",)], ids="+".join)
 @pytest.mark.parametrize(
     "case",
-    [*named(HARD), erased_by_its_keys(), never_forgotten(), faint(), *map(steep, (1, 4, 16))],
+    [*named(HARD), erased_by_its_keys(), never_forgotten(), unforgotten(), faint(), *map(steep, (1, 4, 16))],
     ids=lambda case: case.name,
 )
 def test_gradients_through_one_output_alone_keep_the_budget(case: Case, through: tuple[str, ...]) -> None:

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from foci.core.tune import Config, Target, beside, launch, side, strides
 from foci.tiles import gates, near
-from foci.tiles.chunk_backward import across, decayed, gather, store_in_two
+from foci.tiles.chunk_backward import decayed, gather, store_in_two
 from foci.tiles.gates import load_gates, pairs_backward_onto, total
 from foci.tiles.memory import load_row, load_tile, store_tile
 from foci.tiles.near import DOWN, UP
 from foci.tiles.pairs import band_backward, below, on_diagonal, parted, sums_behind
 from foci.tiles.state import chunk_at, working
-from foci.tiles.through import outers, through_states
+from foci.tiles.through import onto_end, outers, through_states
 from foci.tiles.turns import begin_next, wait_for_last
 from foci.tiles.whole import read, within, write
 
@@ -205,7 +205,7 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
                     dv = read(value_ptr, t0, stop, H * V, 0, V, 1, CHUNK, BLOCK_V, WHOLE).to(do.dtype)
                 else:
                     dv = working(read(d_value_ptr + head * V, t0, stop, H * V, 0, V, 1, CHUNK, BLOCK_V, WHOLE))
-                d = read(d_ptr, t0, stop, H * V, 0, V, 1, CHUNK, BLOCK_V, WHOLE).to(do.dtype)
+                d, d_lost = parted(read(d_ptr, t0, stop, H * V, 0, V, 1, CHUNK, BLOCK_V, WHOLE), DTYPE, PRECISION)
             beta = load_gates(beta_ptr + row * beta_strides[0] + h * beta_strides[2], t0, stop, beta_strides[1], CHUNK)
             d_beta = tl.zeros([CHUNK], tl.float32)
             for k0 in tl.range(0, K, BLOCK_K, disable_licm=True):
@@ -222,7 +222,7 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
                     dS = working(read(ends_ptr + there, k0, K, V, 0, V, 1, BLOCK_K, BLOCK_V, WHOLE))
                     to_q = tl.dot(do, tl.trans(S), input_precision=PRECISION)
                     to_e = tl.dot(dv, tl.trans(S), input_precision=PRECISION)
-                    by_w = across(d, dS, tl.zeros([CHUNK, BLOCK_K], tl.float32), PRECISION)
+                    by_w = onto_end(d, d_lost, dS, tl.zeros([CHUNK, BLOCK_K], tl.float32), PRECISION)
                     by_total = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
                 else:
                     to_q, to_e, by_w, by_total = through_states(
