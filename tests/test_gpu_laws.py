@@ -356,7 +356,7 @@ def test_processes_of_their_own_compile(
 
     monkeypatch.setattr(laws, "compile_ahead", little)
     monkeypatch.setattr(laws, "compile_large", little)
-    chosen = Namespace(operators=["scan", "delta"], dtype="bfloat16", limit=limit, packed=packed)
+    chosen = Namespace(operators=["scan", "delta"], dtype="bfloat16", limit=limit, packed=packed, drawn=None)
     with laws.compiling(chosen, TARGETS["sm_90"], time.monotonic()):
         pass
     assert capsys.readouterr().out == "4 parts for 90\n" * processes

@@ -399,7 +399,8 @@ def test_the_page_of_the_house_says_what_its_records_say() -> None:
     assert "\n".join([gpu_page.heading(records), *gpu_page.tables(records)]) in text
 
     def ratio(problem: str, stage: str, mine: str = "foci", peer: str = "") -> str:
-        alike = [r for r in records if r.problem.startswith(problem) and "slow" not in r.problem]
+        alike = [r for r in records if r.problem == problem]
+        alike = alike or [r for r in records if r.problem.startswith(problem) and "slow" not in r.problem]
         here = [r for r in alike if r.stage == stage and r.median]
         ours = next(r for r in here if r.candidate == mine)
         theirs = (r.median for r in here if not gpu_page.ours(r) and r.candidate.startswith(peer))
@@ -408,7 +409,16 @@ def test_the_page_of_the_house_says_what_its_records_say() -> None:
     goals = text.split(gpu_page.BEGIN)[0]
     for problems, stages, mine, peer in (
         (("GLA 4x2048", "simple GLA 4x2048", "SSD "), ("both",), "foci", "FLA"),
-        (("simple GLA 2x16384",), ("both",), "foci", "FLA"),
+        (("GLA 8x1024", "simple GLA 8x1024"), ("both",), "foci", "FLA"),
+        (("GLA 2x16384", "GLA 1x8192", "GLA 4x4096", "GLA 8x2048", "packed GLA"), ("both",), "foci", "FLA"),
+        (
+            ("simple GLA 2x16384", "simple GLA 1x8192", "simple GLA 4x4096", "simple GLA 8x2048"),
+            ("both",),
+            "foci",
+            "FLA",
+        ),
+        (("GDN 1x8192",), ("forward", "backward"), "foci", "FLA"),
+        (("GDN 4x4096",), ("forward", "backward"), "foci", "FLA"),
         (("GDN 2x16384",), ("forward", "backward"), "foci", "FLA"),
         (("Qwen GDN 8192x1 16:32x128",), ("forward", "backward"), "foci", "FLA"),
         (("KDA 1x8192",), ("forward", "backward"), "foci", "FLA"),
@@ -416,6 +426,16 @@ def test_the_page_of_the_house_says_what_its_records_say() -> None:
         (("softcap ", "window ", "sink ", "bias "), ("both",), "foci triton", "Flex"),
     ):
         assert ", ".join(ratio(problem, stage, mine, peer) for problem in problems for stage in stages) in goals
+    plain = {r.problem for r in records if r.operator == "softmax" and r.problem[0].isdecimal()} | {
+        "Flux 1x4608x24x128"
+    }
+    found = [ratio(problem, stage) for problem in plain for stage in gpu_page.STAGES]
+    assert (
+        f"{len(plain) - 1} shapes of 64, 128 and 256 channels, Flux and Wan | {min(found)} to {max(found)}; " in goals
+    )
+    kimi = [r.problem for r in records if r.problem.startswith("KDA ") and (r.candidate, r.stage) == ("foci", "both")]
+    most, backward = max(ratio(p, "forward") for p in kimi), [ratio(p, "backward") for p in kimi]
+    assert len(kimi) == 10 and f"forward to {most}, backward {min(backward)} to {max(backward)} (" in goals
     shapes = [
         shape.name for shape in SPECS["delta"].shapes if shape.name.startswith("Qwen") and "slow" not in shape.name
     ]
