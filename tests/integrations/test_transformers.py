@@ -14,9 +14,13 @@ from torch import Tensor, nn
 from foci.core.errors import MissingExtra, ShapeError, Unsupported
 from foci.integrations import transformers as integration
 from foci.integrations.transformers import attend, find_sites, install
+from foci.integrations.transformers_masks import ModelMask
+from foci.ops.masks import Causal
 from tests.integrations.transformers_models import (
+    COMPUTING,
     DECODERS,
     bert,
+    computing,
     decoder,
     drawn,
     padding,
@@ -112,6 +116,68 @@ def test_position_bias_of_t5_equals_eager() -> None:
     with install(model) as handle:
         assert relative(model(**inputs).last_hidden_state, expected) < BUDGET
     assert len(handle.sites) == 6
+
+
+def _for_computing(name: str, padded: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """What such a model is given, and which of its places are real."""
+    if not name.startswith("beit"):
+        real = padding("left") if padded else torch.ones(3, 12, dtype=torch.long)
+        return {"input_ids": tokens(), "use_cache": False} | ({"attention_mask": real} if padded else {}), real.bool()
+    real = torch.ones(3, 17, dtype=torch.long)
+    real[1, 9:] = int(not padded)
+    pixels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(3))
+    return {"pixel_values": pixels} | ({"attention_mask": real} if padded else {}), real.bool()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", COMPUTING)
+def test_a_model_that_computes_with_its_mask_equals_eager(name: str, padded: bool) -> None:
+    model = computing(name)
+    inputs, real = _for_computing(name, padded)
+
+    def run() -> tuple[Tensor, Tensor]:
+        model.zero_grad()
+        kept = model(**inputs)[0][real]
+        kept.square().mean().backward()
+        return kept.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    expected = run()
+    with install(model) as handle:
+        got = run()
+    assert len(handle.sites) == 2
+    assert not handle.skipped
+    assert max(relative(g, e) for g, e in zip(got, expected, strict=True)) < BUDGET
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["doge", "beit"])
+def test_a_model_that_computes_with_its_mask_equals_eager_compiled(name: str, padded: bool) -> None:
+    model = computing(name)
+    inputs, real = _for_computing(name, padded)
+    expected = model(**inputs)[0][real]
+    with install(model):
+        torch._dynamo.reset()
+        got = torch.compile(model, backend="eager", fullgraph=True)(**inputs)[0][real]
+    assert relative(got, expected) < BUDGET
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["doge", "deepseek_v4"])
+def test_a_decoder_that_computes_with_its_mask_generates_as_eager_does(name: str) -> None:
+    model, options = computing(name), {"max_new_tokens": 5, "do_sample": False}
+    expected = model.generate(tokens(), **options)
+    with install(model):
+        assert torch.equal(model.generate(tokens(), **options), expected)
+
+
+def test_a_mask_for_another_layers_keys_is_refused() -> None:
+    """Nothing about a cache or padding that is not there."""
+    q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8)
+    with pytest.raises(
+        Unsupported, match=r"for 4 queries and 4 keys, these are 4 and 6\n.*leave this layer out by a plan"
+    ):
+        attend(nn.Module(), q, k, k, ModelMask(Causal(), (1, 1, 4, 4)))
 
 
 def test_a_composite_model_with_image_blocks_equals_eager() -> None:

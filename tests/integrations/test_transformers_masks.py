@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -47,6 +48,8 @@ def test_a_mask_shows_what_transformers_own_mask_shows(
     seen = torch.ones(T, S, dtype=torch.bool) if made.mask is None else made.mask.materialize(T, S)
     # A cache's unwritten slots are hidden by length; transformers hides them by causality.
     assert torch.equal(seen.expand(2, 1, T, S), expected)
+    added = theirs.eager_mask(*given[:5], mask_function=function, attention_mask=real)
+    assert torch.equal(made.tensor, added)
     if function is not CHUNKS and kv_offset == 0 and 0 <= q_offset <= S - T:
         assert all(part.allowed.shape[2] == 1 for part in getattr(made.mask, "parts", ()) if isinstance(part, Dense))
 
@@ -76,3 +79,22 @@ def test_a_function_of_the_users_own_is_evaluated() -> None:
     mask = make_mask(2, 4, 6, mask_function=theirs.and_masks(own, CAUSAL), use_vmap=True, device="cpu").mask
     row, query, key = torch.meshgrid(torch.arange(2), torch.arange(4), torch.arange(6), indexing="ij")
     assert torch.equal(mask.allowed[:, 0], ((key + query + row) % 2 == 0) & (key <= query))
+
+
+def test_to_who_computes_with_it_a_mask_is_eagers_tensor() -> None:
+    real = torch.ones(2, 5, dtype=torch.bool)
+    real[1, 3:] = False
+    given = {"mask_function": CAUSAL, "attention_mask": real, "dtype": torch.float64}
+    made, eager = make_mask(2, 5, 5, **given, device="cpu"), theirs.eager_mask(2, 5, 5, **given)
+    bias = torch.randn(2, 3, 5, 5, dtype=torch.float64)
+    assert (made.dtype, made.device, made.size(-1), made.dim()) == (torch.float64, "cpu", 5, 4)
+    assert torch.equal(bias + made, bias + eager)
+    assert torch.equal(made + bias, eager + bias)
+    assert torch.equal(made + made, eager + eager)
+    assert torch.equal(made[:, :, :, :3] != 0, eager[:, :, :, :3] != 0)
+    assert torch.equal(torch.cat([made, made], dim=-1), torch.cat([eager, eager], dim=-1))
+    assert torch.equal(bias.masked_fill(made < 0, 1.0), bias.masked_fill(eager < 0, 1.0))
+    assert torch.equal(torch.nn.functional.pad(made, (0, 2)), torch.nn.functional.pad(eager, (0, 2)))
+    assert copy.deepcopy(made).mask.materialize(5, 5).equal(made.mask.materialize(5, 5))
+    with pytest.raises(AttributeError, match="no attribute 'dtyp'"):
+        _ = made.dtyp

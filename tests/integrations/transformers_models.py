@@ -31,6 +31,31 @@ DECODERS = {
     "qwen3": lambda: transformers.Qwen3Config(**_SIZES),
     "llama4": lambda: transformers.Llama4TextConfig(**_SIZES, **_EXPERTS, **_CHUNKED, intermediate_size_mlp=48),
 }
+_IMAGE = {**{k: v for k, v in _TEXT.items() if not k.endswith("id")}, "image_size": 32, "patch_size": 8}
+_COMPRESSED = {"layer_types": ["sliding_attention", "heavily_compressed_attention"], "sliding_window": 5} | {
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 4}
+}
+
+# Models that compute with the mask they are given: they add a bias to it, read it, or lengthen it.
+COMPUTING = {
+    "doge": lambda: transformers.DogeForCausalLM(transformers.DogeConfig(**_SIZES, keep_window_size=8)),
+    "deepseek_v4": lambda: transformers.DeepseekV4ForCausalLM(
+        transformers.DeepseekV4Config(
+            **{**_SIZES, "num_key_value_heads": 1}, **_COMPRESSED, n_routed_experts=2, num_experts_per_tok=1,
+            moe_intermediate_size=16, q_lora_rank=8, o_groups=2, o_lora_rank=8,
+        )
+    ),
+    "beit": lambda: transformers.BeitModel(transformers.BeitConfig(**_IMAGE, use_relative_position_bias=True)),
+    "beit_shared": lambda: transformers.BeitModel(
+        transformers.BeitConfig(**_IMAGE, use_shared_relative_position_bias=True)
+    ),
+}  # fmt: skip
+
+
+def computing(name: str) -> nn.Module:
+    model = COMPUTING[name]()
+    model.set_attn_implementation("eager")
+    return drawn(model)
 
 
 def decoder(name: str, implementation: str = "eager") -> nn.Module:

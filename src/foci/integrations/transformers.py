@@ -24,6 +24,7 @@ from foci.ops.softmax.spec import SPEC
 
 NAME = "foci"
 _MARK = "_foci_site"
+_LENGTHENS = {"isinstance", "Tensor", "cat"}  # what a method calls that joins something to its mask if it is a tensor
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ def _route_softmax(
     """Name foci in copies of the configurations; the modules with their own ones."""
     library.AttentionInterface.register(NAME, attend)
     library.AttentionMaskInterface.register(NAME, make_mask)
-    modules = [*_whole_models(model, list(routed), left), *(model.get_submodule(name) for name in routed)]
+    whole = dict(_whole_models(model, list(routed), left))
+    modules = [*whole.values(), *(model.get_submodule(name) for name in routed)]
     configs: list[tuple[nn.Module, Any]] = [(module, module.config) for module in modules]
     copies: dict[int, Any] = {}  # copy.deepcopy's memo: modules that shared a configuration share its copy
     for module, config in configs:
@@ -119,7 +121,7 @@ def find_sites(model: nn.Module) -> tuple[dict[str, Recurrence | None], list[tup
     for name, module in model.named_modules():
         if name in recurrences:
             sites[name] = recurrences[name]
-        elif not _asks_for_attention(type(module)):
+        elif not _asking(type(module)):
             skipped += [(name, unknown[name])] if name in unknown else []
         elif isinstance(getattr(module, "config", None), config_class):
             sites[name] = None
@@ -157,29 +159,31 @@ def _check(
         raise Unsupported(refusal, ["config.output_attentions is True, and foci never forms the attention weights"])
 
 
-def _whole_models(model: nn.Module, routed: Sequence[str], left: Sequence[str]) -> Iterator[nn.Module]:
-    """The transformers models in `model` all of whose attention is routed: those may make foci's masks.
+def _whole_models(model: nn.Module, routed: Sequence[str], left: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    """The transformers models in `model` all of whose attention is routed, by name: those may make foci's masks.
 
-    An indexer computes with the mask itself, so it needs a tensor.
+    Not those that lengthen their mask if it is a tensor, and only then (DeepSeek-V4, by its compressed keys).
     """
     model_class = require("transformers", extra="transformers").PreTrainedModel
     for name, module in model.named_modules():
         some, others = (any(_inside(site, name) for site in sites) for sites in (routed, left))
-        indexed = any("Indexer" in type(part).__name__ for part in module.modules())
-        if isinstance(module, model_class) and some and not others and not indexed:
-            yield module
+        if isinstance(module, model_class) and some and not others:
+            classes = {type(part) for part in module.modules()}
+            if not any(names >= _LENGTHENS for cls in classes for names in _asking(cls)):
+                yield name, module
 
 
 def _inside(name: str, parent: str) -> bool:
     return parent == "" or name == parent or name.startswith(parent + ".")
 
 
-def _asks_for_attention(cls: type) -> bool:
-    """Whether a method of the class looks an attention function up in transformers' registry."""
+def _asking(cls: type) -> list[set[str]]:
+    """The names that each method of the class uses that looks an attention function up in transformers' registry."""
     # PreTrainedModel itself reads the registry, to validate names.
     bases = (base for base in cls.__mro__ if base.__module__ != "transformers.modeling_utils")
     methods = (inspect.unwrap(method) for base in bases for method in vars(base).values() if inspect.isfunction(method))
-    return any("ALL_ATTENTION_FUNCTIONS" in method.__code__.co_names for method in methods)
+    names = (set(method.__code__.co_names) for method in methods)
+    return [used for used in names if "ALL_ATTENTION_FUNCTIONS" in used]
 
 
 def attend(
@@ -238,7 +242,7 @@ def _mask_and_bias(
             raise Unsupported(
                 f"attention of {site.name} cannot run here",
                 [f"the model's mask is for {given.shape[2]} queries and {given.shape[3]} keys, these are {T} and {S}"],
-                "it asks its cache for a length that this layer does not keep; use no padding, or no cache",
+                "it was made for other layers' keys; leave this layer out by a plan, or use no padding or no cache",
             )
         return given.mask, None
     if given is None:
