@@ -23,6 +23,7 @@ from tests.integrations.transformers_models import (
     computing,
     decoder,
     drawn,
+    mllama,
     padding,
     relative,
     tokens,
@@ -169,6 +170,38 @@ def test_a_decoder_that_computes_with_its_mask_generates_as_eager_does(name: str
     expected = model.generate(tokens(), **options)
     with install(model):
         assert torch.equal(model.generate(tokens(), **options), expected)
+
+
+class TestCrossAttentionThatDoesNotSaySo:
+    """Mllama's text model looks at images without a mask, in a module without is_causal."""
+
+    @torch.no_grad()
+    @pytest.mark.parametrize("seen", [12, 7])
+    @pytest.mark.parametrize("plan", [None, {"model.layers.1.cross_attn": "reference"}])
+    def test_it_sees_all_keys_as_in_eager(self, seen: int, plan: dict[str, str] | None) -> None:
+        model, inputs = mllama("eager"), {"cross_attention_states": torch.randn(3, seen, 32), "use_cache": False}
+        expected = model(tokens(), **inputs).logits
+        assert (
+            relative(model(tokens(), cross_attention_states=-inputs["cross_attention_states"]).logits, expected) > 0.1
+        )
+        with install(model, plan) as handle:
+            assert relative(model(tokens(), **inputs).logits, expected) < BUDGET
+        assert "model.layers.1.cross_attn" in handle.sites
+
+    @torch.no_grad()
+    def test_where_sdpa_leaves_masks_out_it_is_refused_by_a_plan_and_right_without(self) -> None:
+        inputs = {"cross_attention_states": torch.randn(3, 12, 32), "use_cache": False}
+        expected = mllama("eager")(tokens(), **inputs).logits
+        model = mllama("sdpa")
+        with install(model, {"model.layers.1.cross_attn": None, "model.layers.0.self_attn": "reference"}):
+            model(tokens(), **inputs)
+        with (
+            install(model, {"model.layers.1.cross_attn": "reference"}),
+            pytest.raises(Unsupported, match="neither the call nor the module says is_causal"),
+        ):
+            model(tokens(), **inputs)
+        with install(model):
+            assert relative(model(tokens(), **inputs).logits, expected) < BUDGET
 
 
 def test_a_mask_for_another_layers_keys_is_refused() -> None:

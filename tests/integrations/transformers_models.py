@@ -58,6 +58,19 @@ def computing(name: str) -> nn.Module:
     return drawn(model)
 
 
+def mllama(implementation: str) -> nn.Module:
+    """A text model whose second layer looks at images; its gates are open, so that what it sees is seen."""
+    from transformers.models.mllama.configuration_mllama import MllamaTextConfig
+
+    config = MllamaTextConfig(**_SIZES, cross_attention_layers=[1])
+    config._attn_implementation = implementation
+    model = drawn(transformers.MllamaForCausalLM(config))
+    for name, parameter in model.named_parameters():
+        if name.endswith("gate"):
+            parameter.data.fill_(1.0)
+    return model
+
+
 def decoder(name: str, implementation: str = "eager") -> nn.Module:
     config = DECODERS[name]()
     config._attn_implementation = implementation

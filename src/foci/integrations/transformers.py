@@ -29,10 +29,14 @@ _LENGTHENS = {"isinstance", "Tensor", "cat"}  # what a method calls that joins s
 
 @dataclass(frozen=True)
 class _Site:
-    """What an attention module with foci in it knows of itself. Without a backend foci chooses one for each call."""
+    """What an attention module with foci in it knows of itself. Without a backend foci chooses one for each call.
+
+    `causal`: whether a call without a mask is, where neither the call nor the module says so; None: it is not known.
+    """
 
     name: str
     backend: str | None
+    causal: bool | None
 
 
 @dataclass
@@ -99,13 +103,17 @@ def _route_softmax(
     whole = dict(_whole_models(model, list(routed), left))
     modules = [*whole.values(), *(model.get_submodule(name) for name in routed)]
     configs: list[tuple[nn.Module, Any]] = [(module, module.config) for module in modules]
+    before = {id(module): config._attn_implementation for module, config in configs}
     copies: dict[int, Any] = {}  # copy.deepcopy's memo: modules that shared a configuration share its copy
     for module, config in configs:
         ours = copy.deepcopy(config, copies)
         ours._attn_implementation = NAME
         module.config = ours
     for name, backend in routed.items():
-        setattr(model.get_submodule(name), _MARK, _Site(name, backend))
+        # A layer that is to hide something gets a mask from foci, as from eager. transformers' sdpa may leave it out.
+        module = model.get_submodule(name)
+        told = any(_inside(name, parent) for parent in whole) or before[id(module)] in (None, "eager")
+        setattr(module, _MARK, _Site(name, backend, causal=False if told else None))
     return configs
 
 
@@ -204,11 +212,11 @@ def attend(
     Unsupported.
     q, k and v of several dtypes take v's; under autocast all three take autocast's, as torch's own attention does.
     """
-    site = getattr(module, _MARK, _Site(type(module).__name__, None))
+    site = getattr(module, _MARK, _Site(type(module).__name__, None, True))  # True as in transformers' own functions
     asked = keywords_asked(options)
     causal = options.get("is_causal")
     if causal is None:
-        causal = getattr(module, "is_causal", True)
+        causal = getattr(module, "is_causal", site.causal)
     asked.pop("is_causal", None)
     mask, bias = _mask_and_bias(attention_mask, causal, query, key, asked.pop("sliding_window", None), site)
     mask = _documents(mask, {name: asked.pop(name) for name in DOCUMENTS if name in asked})
@@ -233,7 +241,7 @@ def attend(
 
 
 def _mask_and_bias(
-    given: Tensor | ModelMask | None, causal: bool, query: Tensor, key: Tensor, window: int | None, site: _Site
+    given: Tensor | ModelMask | None, causal: bool | None, query: Tensor, key: Tensor, window: int | None, site: _Site
 ) -> tuple[Mask | None, Tensor | None]:
     """What the given mask means. It is complete: causality and windows only stand in for a mask that is not there."""
     T, S = query.shape[2], key.shape[2]
@@ -246,14 +254,16 @@ def _mask_and_bias(
             )
         return given.mask, None
     if given is None:
-        if not causal or (T == 1 and window is None):
+        if causal is False or (T == 1 and window is None):
             return None, None
-        if T not in (1, S):
-            # Flash kernels mean bottom-right by this, torch's kernels top-left over an empty static cache.
+        if causal is None or T not in (1, S):
+            # Flash kernels mean bottom-right by T < S, torch's kernels top-left over an empty static cache.
+            unsaid = "neither the call nor the module says is_causal, and transformers' sdpa leaves causal masks out"
+            unseen = f"{T} causal queries over {S} keys: only a mask can say which keys each query may see"
             raise Unsupported(
                 f"attention of {site.name} cannot run without a mask here",
-                [f"{T} causal queries over {S} keys: only a mask can say which keys each query may see"],
-                "models with foci installed make such a mask themselves",
+                [unsaid if causal is None else unseen],
+                "give it an attention_mask; without a plan, models make the masks of their causal layers themselves",
             )
         return (Causal() if window is None else Causal() & Window(window - 1, 0)), None
     if given.dim() != 4:
