@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foci.core.errors import ShapeError, Unsupported
 from foci.nn.attention import Attention
-from foci.nn.cache import Cache
+from foci.nn.cache import BLOCK, Cache
 from foci.nn.parts import rotary
 
 SIZE = 24
@@ -133,6 +133,33 @@ def test_compiles_whole_and_equals_eager():
     torch.testing.assert_close(whole(x), layer(x))
     mask = torch.tensor([[0] * 3 + [1] * 6, [1] * 9]).bool()
     torch.testing.assert_close(whole(x, mask=mask), layer(x, mask=mask))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_compiled_it_decodes_past_its_first_buffers(window):
+    torch.compiler.reset()
+    layer = Attention(SIZE, 4, window=window, dtype=torch.float64)
+    compiled, x = torch.compile(layer, fullgraph=True, backend="aot_eager"), _x(2, 2 * BLOCK)
+    whole = layer(x)
+    torch.testing.assert_close(compiled(x), whole)
+    with torch.no_grad():
+        for prompt in (4, 9):
+            cache, out = Cache(), []
+            for piece in x.split([prompt, *[1] * (x.shape[1] - prompt)], 1):
+                out.append(compiled(piece, cache=cache))
+            torch.testing.assert_close(torch.cat(out, 1), whole)
+    torch.compiler.reset()
+
+
+def test_compiled_it_decodes_after_a_padded_prompt():
+    torch.compiler.reset()
+    layer, x = _layer("all"), _x(2, 16)
+    compiled, ours, theirs = torch.compile(layer, fullgraph=True, backend="aot_eager"), Cache(), Cache()
+    mask = torch.tensor([[0] * 3 + [1] * 6, [1] * 9]).bool()
+    with torch.no_grad():
+        for piece, real in ((x[:, :9], mask), *((x[:, t : t + 1], None) for t in range(9, 16))):
+            torch.testing.assert_close(compiled(piece, mask=real, cache=theirs), layer(piece, mask=real, cache=ours))
+    torch.compiler.reset()
 
 
 def test_what_does_not_fit_is_refused_with_its_name():

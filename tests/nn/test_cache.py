@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
+import pytest
 import torch
 
 from foci.nn.cache import BLOCK, Cache, LayerCache
@@ -56,15 +58,28 @@ def test_gradients_flow_through_what_was_appended_before():
     torch.testing.assert_close(second.grad, 2 * second.detach())
 
 
-def test_a_fork_does_not_feel_the_other():
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_fork_does_not_feel_the_other(copied):
     cache = Cache()
     cache.layer(0).append("k", torch.zeros(1, 2, 1))
     cache.layer(0).seen = 2
-    fork = copy.deepcopy(cache)
+    fork = copied(cache)
     assert fork.seen == 2
     fork.layer(0).append("k", torch.ones(1, 1, 1))
     held = cache.layer(0).append("k", torch.full((1, 1, 1), 7.0))
     assert held.flatten().tolist() == [0, 0, 7]
+
+
+def test_names_are_found_listed_and_removed():
+    layer = LayerCache()
+    assert "k" not in layer and len(layer) == 0 and layer.get("k") is None
+    layer.append("k", torch.zeros(1, 2, 1))
+    layer["state"] = torch.zeros(1)
+    assert "k" in layer and list(layer) == ["k", "state"] and layer["k"].shape == (1, 2, 1)
+    del layer["k"]
+    assert list(layer) == ["state"] and layer.append("k", torch.ones(1, 1, 1)).flatten().tolist() == [1]
+    layer["k"] = torch.full((1, 1, 1), 5.0)
+    assert layer.append("k", torch.ones(1, 1, 1)).flatten().tolist() == [5, 1]
 
 
 def test_reorder_moves_rows_of_every_layer_and_appending_goes_on():

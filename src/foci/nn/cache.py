@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, MutableMapping
+
 import torch
 from torch import Tensor
 
 BLOCK = 64  # tokens of room that a growing tensor gets at least
 
 
-class LayerCache(dict[str, Tensor]):
+class LayerCache(MutableMapping[str, Tensor]):
     """One layer's tensors by name, and how many tokens it has `seen` (padding counted; the layer adds to it).
 
     A recurrent layer keeps tensors of fixed size and changes them in place. An attention layer keeps growing ones with
-    `append`.
+    `append`: what is read of them is a view, made anew at each reading.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.seen = 0
-        self._room: dict[str, tuple[Tensor, int]] = {}  # the buffer that self[name] is a part of, and where it ends
+        # Of a growing tensor the buffer, with no view of it beside it: given both, torch.compile loses track of sizes.
+        self._held: dict[str, Tensor] = {}
+        self._spans: dict[str, tuple[int, int]] = {}  # where in its buffer a growing tensor begins and ends
+
+    def __getitem__(self, name: str) -> Tensor:
+        held = self._held[name]
+        if name not in self._spans:
+            return held
+        begin, end = self._spans[name]
+        return held[:, begin:end]
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        self._room.pop(name, None)
-        super().__setitem__(name, value)
+        self._spans.pop(name, None)
+        self._held[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        self._spans.pop(name, None)
+        del self._held[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._held
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
 
     def append(self, name: str, new: Tensor, last: int | None = None) -> Tensor:
         """What `name` holds and `new` [B, T, ...] behind it, [B, S, ...]; of which the `last` tokens are kept, or all.
@@ -31,25 +54,25 @@ class LayerCache(dict[str, Tensor]):
         token copy O(T) tokens, not O(T^2), and with `last` the memory stays the same for ever. Where gradients flow the
         two are concatenated instead: what a backward needs is never overwritten.
         """
-        held = self.get(name, new[:, :0])
-        size = held.shape[1] + new.shape[1]
-        if torch.is_grad_enabled() and (new.requires_grad or held.requires_grad):
-            whole, room = torch.cat([held, new], 1), None
+        buffer = self._held.get(name, new[:, :0])
+        begin, end = self._spans.get(name, (0, buffer.shape[1]))
+        size = end - begin + new.shape[1]
+        kept = size if last is None else min(size, last)
+        if torch.is_grad_enabled() and (new.requires_grad or buffer.requires_grad):
+            whole = torch.cat([buffer[:, begin:end], new], 1)
+            self[name] = whole[:, size - kept :]
+            return whole
+        if end + new.shape[1] >= buffer.shape[1]:  # one token stays free: a view of all is another graph, compiled
+            grown = new.new_empty(new.shape[0], size + _room(size), *new.shape[2:])
+            grown[:, : end - begin] = buffer[:, begin:end]
+            buffer, begin, end = grown, 0, end - begin
+        end += new.shape[1]
+        buffer[:, end - new.shape[1] : end] = new
+        whole = buffer[:, end - size : end]
+        if last is not None and buffer.shape[1] > last + 1 + _room(last + 1):
+            self[name] = whole[:, size - kept :].clone()  # a long piece went by; its memory need not stay
         else:
-            buffer, end = self._room.get(name, (held, held.shape[1]))
-            if end + new.shape[1] > buffer.shape[1]:
-                buffer = new.new_empty(new.shape[0], size + _room(size), *new.shape[2:])
-                buffer[:, : held.shape[1]] = held
-                end = held.shape[1]
-            buffer[:, end : end + new.shape[1]] = new
-            end += new.shape[1]
-            whole, room = buffer[:, end - size : end], (buffer, end)
-        kept = whole if last is None else whole[:, max(size - last, 0) :]
-        if room is not None and last is not None and room[0].shape[1] > last + 1 + _room(last + 1):
-            kept, room = kept.clone(), None  # a long piece went by; its memory need not stay
-        self[name] = kept
-        if room is not None:
-            self._room[name] = room
+            self._held[name], self._spans[name] = buffer, (end - kept, end)
         return whole
 
     def reorder(self, rows: Tensor) -> None:
@@ -60,13 +83,13 @@ class LayerCache(dict[str, Tensor]):
     @property
     def nbytes(self) -> int:
         """Bytes allocated, the unused room of growing tensors counted."""
-        return sum(_bytes(self._room.get(name, (value, 0))[0]) for name, value in self.items())
+        return sum(held.numel() * held.element_size() for held in self._held.values())
 
 
 class Cache:
     """The caches of a model's layers: `cache.layer(index)` is the one of that layer, made when first asked for.
 
-    A layer reads it, computes, writes it back and adds to its `seen`. A plain object: copy.deepcopy forks it.
+    A layer reads it, computes, writes it back and adds to its `seen`. A plain object: deepcopy forks it, pickle keeps it.
     """
 
     def __init__(self) -> None:
@@ -94,7 +117,3 @@ class Cache:
 
 def _room(size: int) -> int:
     return max(BLOCK, size // 4)
-
-
-def _bytes(value: Tensor) -> int:
-    return value.numel() * value.element_size()
