@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from foci import Unsupported, nn
+from foci import ShapeError, Unsupported, nn
 from foci.nn.operators import ALONE
 
 
@@ -51,3 +51,27 @@ def test_positions_count_from_the_first_token_of_all() -> None:
     layer.operators = replace(ALONE, attention=layer.operators.attention)
     layer(x)
     torch.testing.assert_close(seen[0], seen[1][:, 3:])
+
+
+LAYERS = [layer for name in nn.__all__ if hasattr(layer := getattr(nn, name), "operators")]
+
+
+@pytest.mark.parametrize("make", LAYERS)
+def test_a_call_that_is_refused_leaves_the_cache_as_it_was(make) -> None:
+    layer, cache, hidden = make(16, 2), nn.Cache(), torch.randn(2, 6, 16)
+    with torch.no_grad():
+        whole = layer(hidden)
+        layer(hidden[:, :3], cache=cache)
+        before = {name: held.clone() for name, held in cache.layer(0).items()}
+        for rows in (1, 3):
+            with pytest.raises(ShapeError, match=rf"{make.__name__}: cache holds \w+ of 2 rows; expected {rows}"):
+                layer(torch.randn(rows, 1, 16), cache=cache)
+        layer.backend = "none of that name"
+        for piece in (hidden[:, 3:4], hidden[:, 3:]):
+            with pytest.raises(ValueError, match="none of that name"):
+                layer(piece, cache=cache)
+        layer.backend = None
+        assert cache.seen == 3 and before.keys() == cache.layer(0).keys()
+        assert all(torch.equal(before[name], held) for name, held in cache.layer(0).items())
+        rest = [layer(hidden[:, t : t + 1], cache=cache) for t in (3, 4, 5)]
+    torch.testing.assert_close(torch.cat(rest, 1), whole[:, 3:])

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from foci.core.errors import ShapeError, Unsupported
+from foci.core.errors import Unsupported
 from foci.nn.cache import Cache, LayerCache
 from foci.nn.operators import ALONE
 from foci.nn.parts import RMSNorm, rotary
@@ -82,41 +82,24 @@ class Attention(nn.Module):
         cache: tokens before these, and it is given these too. Raises ShapeError or ValueError for what does not fit,
         Unsupported for offsets together with mask or cache.
         """
-        self._check(hidden, mask, offsets, cache)
-        memory = None if cache is None else cache.layer(self.layer_index)
+        self.operators.check("Attention", self.q_proj.in_features, hidden, mask, offsets, cache)
+        others = [name for name, other in (("mask", mask), ("cache", cache)) if other is not None]
+        if offsets is not None and others:
+            reasons = [f"{name} is given too" for name in others]
+            raise Unsupported("Attention: packed documents (offsets) stand alone", reasons)
+        kept = None if cache is None else cache.layer(self.layer_index)
+        memory = None if kept is None else kept.draft("Attention", hidden.shape[0])
         if mask is None:
-            return self.o_proj(self._attend(hidden, memory, None, offsets))
-        # Rows end together, padding before them: then a cache is one block, and Causal and Window mean real tokens.
-        order = mask.long().argsort(stable=True, dim=1)
-        moved = _pick(hidden.masked_fill(~mask[..., None], 0), order)
-        y = self.o_proj(self._attend(moved, memory, mask.sum(1), None))
-        return _pick(y, order.argsort(1)).masked_fill(~mask[..., None], 0)
-
-    def _check(self, hidden: Tensor, mask: Tensor | None, offsets: Tensor | None, cache: Cache | None) -> None:
-        self.operators.allow("Attention", mask)
-        if hidden.dim() != 3 or hidden.shape[2] != self.q_proj.in_features:
-            raise ShapeError(
-                f"Attention: hidden has shape {list(hidden.shape)}; expected [B, T, {self.q_proj.in_features}]"
-            )
-        if mask is not None and (mask.shape != hidden.shape[:2] or mask.dtype != torch.bool):
-            raise ShapeError(
-                f"Attention: mask is {mask.dtype} {list(mask.shape)}; expected torch.bool {list(hidden.shape[:2])}"
-            )
-        if cache is not None and not isinstance(cache, Cache):
-            raise TypeError(f"Attention: cache is {cache!r}; expected a foci.nn.Cache")
-        if offsets is not None:
-            if not isinstance(offsets, Tensor):
-                raise TypeError(f"Attention: offsets is {offsets!r}; expected a tensor [N + 1]")
-            if hidden.shape[0] != 1 or offsets.dim() != 1 or offsets.shape[0] < 1:
-                raise ShapeError(
-                    f"Attention: offsets {list(offsets.shape)} with hidden {list(hidden.shape)}; "
-                    "expected [N + 1], batch 1"
-                )
-            reasons = [
-                f"{name} is given too" for name, other in (("mask", mask), ("cache", cache)) if other is not None
-            ]
-            if reasons:
-                raise Unsupported("Attention: packed documents (offsets) stand alone", reasons)
+            out = self.o_proj(self._attend(hidden, memory, None, offsets))
+        else:
+            # Rows end together, padding before them: then a cache is one block, and Causal and Window mean real tokens.
+            order = mask.long().argsort(stable=True, dim=1)
+            moved = _pick(hidden.masked_fill(~mask[..., None], 0), order)
+            y = self.o_proj(self._attend(moved, memory, mask.sum(1), None))
+            out = _pick(y, order.argsort(1)).masked_fill(~mask[..., None], 0)
+        if kept is not None and memory is not None:
+            kept.take(memory)
+        return out
 
     def _attend(self, x: Tensor, memory: LayerCache | None, lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
         """Heads merged, [B, T, H K]. lengths [B]: the real tokens of each row, which are its last ones."""

@@ -7,6 +7,8 @@ from collections.abc import Iterator, MutableMapping
 import torch
 from torch import Tensor
 
+from foci.core.errors import ShapeError
+
 BLOCK = 64  # tokens of room that a growing tensor gets at least
 
 
@@ -75,6 +77,23 @@ class LayerCache(MutableMapping[str, Tensor]):
             self._held[name], self._spans[name] = buffer, (end - kept, end)
         return whole
 
+    def draft(self, owner: str, rows: int) -> LayerCache:
+        """One to go on in, of which this knows nothing until it is to `take` it: a refused call changes nothing.
+
+        They share buffers, of which a draft fills what is free; only a recurrent layer's step changes more in place.
+        Raises ShapeError where this is not of so many rows.
+        """
+        for name, value in self._held.items():
+            if value.shape[0] != rows:
+                raise ShapeError(f"{owner}: cache holds {name} of {value.shape[0]} rows; expected {rows}")
+        draft = LayerCache()
+        draft.take(self)
+        return draft
+
+    def take(self, draft: LayerCache) -> None:
+        """What the draft holds and has seen."""
+        self.seen, self._held, self._spans = draft.seen, dict(draft._held), dict(draft._spans)
+
     def reorder(self, rows: Tensor) -> None:
         """Row b becomes what row `rows[b]` was, as beam search needs it."""
         for name, value in self.items():
@@ -89,7 +108,8 @@ class LayerCache(MutableMapping[str, Tensor]):
 class Cache:
     """The caches of a model's layers: `cache.layer(index)` is the one of that layer, made when first asked for.
 
-    A layer reads it, computes, writes it back and adds to its `seen`. A plain object: deepcopy forks it, pickle keeps it.
+    A layer reads it, computes, writes it back and adds to its `seen`. A plain object: deepcopy forks it, and it can be
+    pickled.
     """
 
     def __init__(self) -> None:

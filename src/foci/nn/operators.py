@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from foci.core.errors import Unsupported
-from foci.nn.cache import LayerCache
+from foci.core.errors import ShapeError, Unsupported
+from foci.nn.cache import Cache, LayerCache
 from foci.nn.parts import History, history
 from foci.ops.decay.api import linear_attention
 from foci.ops.delta.api import delta_rule
@@ -36,13 +37,31 @@ class Operators:
     span: Callable[[int], tuple[int, int]] = _alone
     whole: bool = True
 
-    def allow(self, name: str, mask: Tensor | None) -> None:
-        """Unsupported for padding where the sequence is on several ranks."""
+    def check(
+        self, name: str, size: int, hidden: Tensor, mask: Tensor | None, offsets: Tensor | None, cache: Cache | None
+    ) -> None:
+        """What all layers refuse: TypeError, ShapeError, ValueError; Unsupported for padding over several ranks."""
+        if hidden.dim() != 3 or hidden.shape[2] != size:
+            raise ShapeError(f"{name}: hidden has shape {list(hidden.shape)}; expected [B, T, {size}]")
         if mask is not None and not self.whole:
             raise Unsupported(
                 f"{name}: mask, where the sequence is split over ranks",
                 ["real tokens are moved to one end of their row, which lies on other ranks"],
                 "pack the rows end to end (offsets), or pad on the right and leave the mask out",
+            )
+        if mask is not None and (mask.shape != hidden.shape[:2] or mask.dtype != torch.bool):
+            raise ShapeError(
+                f"{name}: mask is {mask.dtype} {list(mask.shape)}; expected torch.bool {list(hidden.shape[:2])}"
+            )
+        if cache is not None and not isinstance(cache, Cache):
+            raise TypeError(f"{name}: cache is {cache!r}; expected a foci.nn.Cache")
+        if offsets is None:
+            return
+        if not isinstance(offsets, Tensor):
+            raise TypeError(f"{name}: offsets is {offsets!r}; expected a tensor [N + 1]")
+        if hidden.shape[0] != 1 or offsets.dim() != 1 or offsets.shape[0] < 1:
+            raise ShapeError(
+                f"{name}: offsets {list(offsets.shape)} with hidden {list(hidden.shape)}; expected [N + 1], batch 1"
             )
 
 

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foci.core.errors import ShapeError
 from foci.core.spec import accumulator
 from foci.nn.cache import Cache, LayerCache
 from foci.nn.operators import ALONE, Operators
@@ -207,15 +206,19 @@ class Recurrent(nn.Module):
 
         Raises ShapeError or ValueError for a mask, offsets or cache that do not fit.
         """
-        if cache is not None and not isinstance(cache, Cache):
-            raise TypeError(f"{type(self).__name__}: cache is {cache!r}; expected a foci.nn.Cache")
-        held = None if cache is None else cache.layer(self.layer_index)
-        self._check(hidden, mask, offsets, held)
+        name = type(self).__name__
+        if mask is not None and offsets is not None:
+            raise ValueError(f"{name}: mask and offsets are both given; expected one: packed tokens have no padding")
+        self.operators.check(name, self.hidden_size, hidden, mask, offsets, cache)
+        rows = hidden.shape[0] if offsets is None else offsets.shape[0] - 1
+        kept = None if cache is None else cache.layer(self.layer_index)
+        held = None if kept is None else kept.draft(name, rows)
         tokens = Tokens(hidden, mask, offsets, held, self.backend, self.operators)
-        out = self.get_submodule(self.output)(self.mix(tokens.front(hidden), tokens).flatten(2))
-        if held is not None:
+        out = tokens.back(self.get_submodule(self.output)(self.mix(tokens.front(hidden), tokens).flatten(2)))
+        if kept is not None and held is not None:
             held.seen += self.operators.span(tokens.T)[1]
-        return tokens.back(out)
+            kept.take(held)
+        return out
 
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
         """x [B,T,D], real tokens first -> what the output projection takes, [B,T,H,V] or heads merged."""
@@ -243,31 +246,6 @@ class Recurrent(nn.Module):
             found.append(y.unflatten(-1, (heads, -1)))
         q, k, v = found
         return q, k, v
-
-    def _check(self, hidden: Tensor, mask: Tensor | None, offsets: Tensor | None, held: LayerCache | None) -> None:
-        name = type(self).__name__
-        if hidden.dim() != 3 or hidden.shape[2] != self.hidden_size:
-            raise ShapeError(f"{name}: hidden has shape {list(hidden.shape)}; expected [B, T, {self.hidden_size}]")
-        self.operators.allow(name, mask)
-        if mask is not None:
-            if offsets is not None:
-                raise ValueError(
-                    f"{name}: mask and offsets are both given; expected one: packed tokens have no padding"
-                )
-            if mask.dtype != torch.bool or mask.shape != hidden.shape[:2]:
-                raise ShapeError(
-                    f"{name}: mask is {mask.dtype} {list(mask.shape)}; expected torch.bool {list(hidden.shape[:2])}"
-                )
-        if offsets is not None and not isinstance(offsets, Tensor):
-            raise TypeError(f"{name}: offsets is {offsets!r}; expected a tensor [N + 1]")
-        if offsets is not None and (hidden.shape[0] != 1 or offsets.dim() != 1 or offsets.shape[0] < 1):
-            raise ShapeError(
-                f"{name}: offsets {list(offsets.shape)} with hidden {list(hidden.shape)}; expected [N + 1], batch 1"
-            )
-        rows = hidden.shape[0] if offsets is None else offsets.shape[0] - 1
-        for key, value in (held or {}).items():
-            if value.shape[0] != rows:
-                raise ShapeError(f"{name}: cache holds {key} of {value.shape[0]} rows; expected {rows}")
 
 
 def low_rank(
