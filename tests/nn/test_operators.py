@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from foci import ShapeError, Unsupported, nn
 from foci.nn.operators import ALONE
@@ -53,7 +55,32 @@ def test_positions_count_from_the_first_token_of_all() -> None:
     torch.testing.assert_close(seen[0], seen[1][:, 3:])
 
 
+class _Watched(TorchFunctionMode):
+    """Under it nobody looks at the values of a tensor before an operator does, as on a GPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
 LAYERS = [layer for name in nn.__all__ if hasattr(layer := getattr(nn, name), "operators")]
+
+
+@pytest.mark.parametrize("make", LAYERS)
+@pytest.mark.parametrize("values", [[0, 3], [0, 9], [1, 7], [0, 5, 3, 7], [0]])
+def test_every_layer_refuses_documents_that_are_not_all_of_the_tokens(make, values) -> None:
+    layer, hidden = make(16, 2), torch.randn(1, 7, 16)
+    with pytest.raises(
+        ValueError, match=rf"{make.__name__}: offsets must rise from 0 to T=7, got {re.escape(str(values))}"
+    ):
+        layer(hidden, offsets=torch.tensor(values))
+
+
+@pytest.mark.parametrize("make", [make for make in LAYERS if make is not nn.Attention])
+@pytest.mark.parametrize("values", [[0, 3], [0, 9]])
+def test_before_their_values_are_seen_documents_are_moved_inside(make, values) -> None:
+    layer, hidden, offsets = make(16, 2), torch.randn(1, 7, 16), torch.tensor(values)
+    with _Watched(), pytest.raises(ValueError, match="offsets must rise from 0 to T=7"):
+        layer(hidden, offsets=offsets)
 
 
 @pytest.mark.parametrize("make", LAYERS)

@@ -11,6 +11,7 @@ from torch import Tensor
 from foci.core.errors import ShapeError, Unsupported
 from foci.nn.cache import Cache, LayerCache
 from foci.nn.parts import History, history
+from foci.ops.arguments import check_near
 from foci.ops.decay.api import linear_attention
 from foci.ops.delta.api import delta_rule
 from foci.ops.softmax.api import attention
@@ -63,6 +64,8 @@ class Operators:
             raise ShapeError(
                 f"{name}: offsets {list(offsets.shape)} with hidden {list(hidden.shape)}; expected [N + 1], batch 1"
             )
+        if self.whole:  # over ranks they are those of all tokens, and the ranks look at them together
+            check_near(name, offsets, hidden.shape[1])
 
 
 ALONE = Operators()

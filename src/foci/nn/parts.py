@@ -118,9 +118,10 @@ def history(
             return History(joined, None, joined[:, T:].clone())  # not a view, which would hold all of the buffer
         last = lengths[:, None] + torch.arange(width, device=x.device)
         return History(joined, None, joined.gather(1, last[..., None].expand(B, width, D)))
-    offsets, N = offsets.long(), offsets.shape[0] - 1
+    # Those on a GPU nobody has looked at: values outside 0..T are moved inside, tokens of no document into the last.
+    offsets, N = offsets.long().clamp(0, T), offsets.shape[0] - 1
     token, document = torch.arange(T, device=x.device), torch.arange(N, device=x.device)
-    own = token + torch.searchsorted(offsets[1:], token, right=True) * width
+    own = token + torch.searchsorted(offsets[1:-1], token, right=True) * width
     slots = torch.arange(width, device=x.device) + width * document[:, None]  # + where the document begins, or ends
     joined = x.new_zeros(B, T + N * width, D).index_copy(1, own + width, x)
     if tail is not None:

@@ -79,7 +79,7 @@ class Tokens:
             self._keep("positions", before + (total if self.lengths is None else self.lengths))
             return before[:, None] + token
         self._keep("positions", before + self.offsets.diff())
-        return (token + (before - self.offsets[:-1])[torch.searchsorted(self.offsets[1:], token, right=True)])[None]
+        return (token + (before - self.offsets[:-1])[torch.searchsorted(self.offsets[1:-1], token, right=True)])[None]
 
     def linear_attention(
         self,

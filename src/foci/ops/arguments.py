@@ -138,6 +138,12 @@ def documents(operator: str, offsets: Tensor | None, T: int) -> list[tuple[int, 
     return pairs
 
 
+def check_near(operator: str, offsets: Tensor, T: int) -> None:
+    """What `documents` raises, where the values lie on the CPU and may be looked at: nobody waits for a GPU."""
+    if offsets.device.type == "cpu" and plain(offsets):
+        documents(operator, offsets, T)
+
+
 class Stretch(NamedTuple):
     """Tokens start:stop of some rows, which follow each other: the states of these rows, or of one document."""
 
