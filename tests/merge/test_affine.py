@@ -67,3 +67,9 @@ def test_gradients(first: str, second: str) -> None:
     one, two = draw(first), draw(second)
     inputs = [x.requires_grad_() for x in (*one, *two)]
     assert gradcheck(lambda a, b, c, d: Affine(a, b).combine(Affine(c, d)).offset, inputs)
+
+
+def test_parts_of_other_shapes_are_refused_not_broadcast() -> None:
+    part, other = draw("channel"), Affine(torch.zeros(1, K), torch.zeros(1, K, V))
+    with pytest.raises(ValueError, match=r"Affine: a part has offset \[1, 3, 2\]; expected \[2, 3, 2\]"):
+        fold([part, other])

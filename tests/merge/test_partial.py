@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise, permutations
 
 import pytest
@@ -113,3 +114,14 @@ def test_scan_gives_the_attention_of_every_prefix_of_the_keys() -> None:
         torch.testing.assert_close(part.lse, lse, rtol=0, atol=1e-14)
     first = scan(parts(q, k, v, [3, 9]), inclusive=False)[0]
     assert (first.lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("shapes", [((1, 5, 3, 4), (1, 5, 3)), ((2, 5, 3, 4), (2, 1, 3)), ((2, 5, 3, 1), (2, 5, 3))])
+def test_parts_of_other_shapes_are_refused_not_broadcast(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    part = Partial(torch.zeros(2, 5, 3, 4), torch.zeros(2, 5, 3))
+    other = Partial(*(torch.zeros(shape) for shape in shapes))
+    told = f"Partial: a part has out {[*shapes[0]]} and lse {[*shapes[1]]}; expected [2, 5, 3, 4] and [2, 5, 3]"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        fold([part, other])
+    with pytest.raises(ValueError, match="Partial: a part has out"):
+        scan([part, part, other])

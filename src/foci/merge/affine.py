@@ -14,6 +14,7 @@ class Affine(NamedTuple):
     transition: [..., K] or [..., 1], the diagonal of A (linear attention, scan), or [..., K, K], A itself (delta rule);
     which of them is said by its rank beside offset [..., K, V]. Two stretches that follow each other combine exactly:
     (A, B) then (A', B') is (A' A, A' B + B'). Differentiable; sums are kept in the dtype of the offset.
+    Offsets of other shapes than each other's raise ValueError.
     Paper: Martin and Cundy 2018 (arXiv 1709.04057).
     """
 
@@ -31,6 +32,11 @@ class Affine(NamedTuple):
         return torch.addcmul(self.offset, self.transition[..., None], state, out=out)
 
     def combine(self, later: Affine) -> Affine:
+        if later.offset.shape != self.offset.shape:
+            raise ValueError(
+                f"Affine: a part has offset {list(later.offset.shape)}; expected {list(self.offset.shape)}, "
+                "the shape of the part before"
+            )
         if self.dense and later.dense:
             transition = later.transition @ self.transition
         elif self.dense:

@@ -13,13 +13,19 @@ class Partial(NamedTuple):
 
     Two parts over disjoint keys combine exactly, in any order, differentiably:
     lse = log(exp lse_a + exp lse_b);  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b   (arXiv 2205.14135)
-    The sum is kept in lse's dtype, so lse had better be float32, and out keeps the first part's.
+    The sum is kept in lse's dtype, so lse had better be float32, and out keeps the first part's. Parts of other shapes
+    than each other's raise ValueError.
     """
 
     out: Tensor
     lse: Tensor
 
     def combine(self, later: Partial) -> Partial:
+        if later.out.shape != self.out.shape or later.lse.shape != self.lse.shape:
+            raise ValueError(
+                f"Partial: a part has out {list(later.out.shape)} and lse {list(later.lse.shape)}; expected "
+                f"{list(self.out.shape)} and {list(self.lse.shape)}, the shapes of the part before"
+            )
         top = torch.maximum(self.lse, later.lse).detach()
         empty = top == -torch.inf
         top = torch.where(empty, 0.0, top)  # -inf + inf would be NaN, and so would its gradient
