@@ -182,3 +182,14 @@ def test_what_does_not_fit_is_refused_with_its_name():
         Attention(SIZE, 5)
     with pytest.raises(ValueError, match="window is 0"):
         Attention(SIZE, 4, window=0)
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(2, 3).bool()])
+def test_keys_of_a_layer_with_other_heads_are_refused_with_both_shapes(mask):
+    cache, x = Cache(), _x(2, 6)
+    layer = _layer("plain")
+    with torch.no_grad():
+        layer(x[:, :3], cache=cache)
+        with pytest.raises(ShapeError, match=r"cache holds k of heads by head_dim \[4, 6\]; expected \[2, 8\]"):
+            _layer("grouped")(x[:, 3:], mask=mask, cache=cache)
+        torch.testing.assert_close(layer(x[:, 3:], cache=cache), layer(x)[:, 3:])

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from foci.core.errors import Unsupported
+from foci.core.errors import ShapeError, Unsupported
 from foci.nn.cache import Cache, LayerCache
 from foci.nn.operators import ALONE
 from foci.nn.parts import RMSNorm, rotary
@@ -150,15 +150,19 @@ class Attention(nn.Module):
         lengths: Tensor | None,
     ) -> Tensor:
         """The kept keys or values and the new ones behind them, rows ending together."""
-        if lengths is None or name not in memory:
+        held = memory.get(name)
+        if held is not None and held.shape[2:] != new.shape[2:]:
+            heads, expected = list(held.shape[2:]), list(new.shape[2:])
+            raise ShapeError(f"Attention: cache holds {name} of heads by head_dim {heads}; expected {expected}")
+        if lengths is None or held is None:
             return self.operators.remember(memory, name, new, last)
         # The padding at the front of the new tokens would be a gap between old and new.
-        held = memory[name].shape[1]
+        size = held.shape[1]
         assert isinstance(past, Tensor)
-        slot = torch.arange(held + new.shape[1], device=new.device)
-        first = torch.where(slot < held, held - past[:, None], held + new.shape[1] - lengths[:, None])
+        slot = torch.arange(size + new.shape[1], device=new.device)
+        first = torch.where(slot < size, size - past[:, None], size + new.shape[1] - lengths[:, None])
         order = (slot >= first).long().argsort(stable=True, dim=1)
-        whole = _pick(torch.cat([memory[name], new], 1), order)
+        whole = _pick(torch.cat([held, new], 1), order)
         memory[name] = whole if last is None else whole[:, max(whole.shape[1] - last, 0) :]
         return whole
 
