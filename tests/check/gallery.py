@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foci.check.run import Limits
+from foci.ops.masks import Lengths, Mask
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,24 @@ def input_mutated(q, k, v):
     with torch.no_grad():
         q.mul_(q.shape[-1] ** -0.5)
     return right(q, k, v, scale=1.0)[0]
+
+
+@plant("inputs untouched", "mask is overwritten")
+def mask_mutated(q, k, v, *, mask=None):
+    """Opens the rows that see nothing in the caller's own mask."""
+    found = right(q, k, v, mask=mask)
+    if mask is not None:
+        mask |= ~mask.any(-1, keepdim=True)
+    return found
+
+
+@plant("inputs untouched", "mask is overwritten")
+def joined_mask_mutated(q, k, v, *, mask: Mask | None = None):
+    """The same of a mask of foci's that has several parts."""
+    for part in getattr(mask, "parts", ()):
+        if isinstance(part, Lengths):
+            part.kv_lengths.add_(1)
+    return right(q, k, v)
 
 
 @plant("unwritten memory, strides, excluded NaN", "memory that nobody wrote")

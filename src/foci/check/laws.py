@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -440,17 +441,29 @@ def inputs_untouched(exam: Exam) -> Findings:
         outputs = exam.attempt(inputs).outputs
         if outputs is None:
             continue
-        for name, value in exam.inputs(case, dtype).items():
-            if not isinstance(value, Tensor):
-                continue
-            error = compare.changed(inputs[name], value, bitwise=True)
+        for (name, given), (_, value) in zip(_tensors(inputs), _tensors(exam.inputs(case, dtype)), strict=True):
+            error = compare.changed(given, value, bitwise=True)
             what = f"{name} is overwritten: whoever uses it afterwards (a residual, the compiler) gets other numbers"
             yield Finding(case.name, error, None if error.ok else what)
-            store = inputs[name].untyped_storage().data_ptr()
+            store = given.untyped_storage().data_ptr()
             if store and any(o.untyped_storage().data_ptr() == store for o in outputs):
                 yield Finding(
                     case.name, None, f"an output shares the memory of {name}: writing to one would change the other"
                 )
+
+
+def _tensors(inputs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the inputs by its argument's name, those that a mask holds too: a callable may be handed them."""
+    for name, value in inputs.items():
+        parts = [value]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, Tensor):
+                yield name, part
+            elif isinstance(part, tuple | list):
+                parts += part
+            elif is_dataclass(part):
+                parts += [getattr(part, each.name) for each in fields(part)]
 
 
 def worst(findings: Iterable[Finding]) -> Error | None:
