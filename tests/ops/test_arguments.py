@@ -11,6 +11,7 @@ import foci
 from foci.core.errors import ShapeError
 from foci.core.spec import Backend, Spec
 from foci.ops import SPECS
+from foci.ops.arguments import LARGEST
 from tests.ops.recurrences import CPU, told_of_nothing, unasked
 
 B, T, G, H, K, V = 2, 6, 2, 4, 3, 5
@@ -41,6 +42,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"offsets": torch.tensor([0, T])}, ShapeError, "offsets need a batch of 1"),
     ({"offsets": torch.tensor([0.0, T])}, ValueError, "offsets must be a 1-D int32 or int64 tensor [N + 1]"),
     ({"scale": float("nan")}, ValueError, "scale must be a finite number, got nan"),
+    ({"scale": 1e39}, ValueError, f"scale must be a finite number, got 1e+39; expected {-LARGEST} to {LARGEST}"),
+    ({"scale": -(10**400)}, ValueError, "scale must be a finite number, got -1000"),
     ({"scale": "big"}, TypeError, "scale must be a number, got 'big'"),
     ({"return_state": 1}, TypeError, "return_state must be True or False, got 1"),
 ]
@@ -53,6 +56,16 @@ def test_wrong(function: str, change: dict[str, Any], kind: type[Exception], sen
         getattr(foci, function)(**good(function) | change)
     assert str(caught.value).startswith(f"{function}: ")
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", [None, "chunked", "reference"])
+@pytest.mark.parametrize("scale", [LARGEST, -LARGEST])
+def test_the_largest_scale_is_taken(scale: float, backend: str | None) -> None:
+    given = good() | {"q": torch.full((B, T, G, K), 1e-30), "k": torch.ones(B, T, G, K), "v": torch.ones(B, T, H, V)}
+    for dtype in (torch.float32, torch.float64):
+        out, _ = foci.linear_attention(**{n: x.to(dtype) for n, x in given.items()}, scale=scale, backend=backend)
+        token = torch.arange(1.0, T + 1, dtype=dtype)[None, :, None, None]
+        torch.testing.assert_close(out, (K * scale * 1e-30 * token).expand_as(out), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
@@ -94,6 +107,7 @@ WRONG_STEPS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"log_decay": -0.1}, TypeError, "log_decay must be a tensor, got -0.1"),
     ({"log_decay": torch.zeros(B, H, 2)}, ShapeError, "log_decay has shape [2, 4, 2]; expected [H] = [4] or [B, H]"),
     ({"q": torch.zeros(B, G, K, requires_grad=True)}, ValueError, "it has no gradients"),
+    ({"scale": 1e39}, ValueError, f"scale must be a finite number, got 1e+39; expected {-LARGEST} to {LARGEST}"),
 ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,6 +17,7 @@ from foci.core.spec import accumulator
 DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 ALIKE = ("q", "k", "v", "erase")  # of one dtype: rows of keys and values, where they are given
 AUTOCAST = DTYPES - {torch.float64}  # what torch's autocast converts
+LARGEST = torch.finfo(torch.float32).max
 _INTEGERS = frozenset({torch.int32, torch.int64})
 T_ = TypeVar("T_", bound=Tensor)
 
@@ -95,13 +95,23 @@ def decay(
     return log_decay[..., None] if rank < len(full) else log_decay
 
 
-def number(operator: str, name: str, value: object, kind: str = "finite number") -> float:
-    """A finite number, or what is wrong with it; `kind` is what is said to be expected."""
+def number(
+    operator: str, name: str, value: object, kind: str = "finite number", least: float = -LARGEST, most: float = LARGEST
+) -> float:
+    """A number from `least` to `most`, or what is wrong with it; `kind` is what is said to be expected.
+
+    By default any that float32 holds, in which kernels take it whatever the dtype: one beyond would be infinite there.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
         raise TypeError(f"{operator}: {name} must be a number, got {value!r}")
-    if not -math.inf < value < math.inf:  # math.isfinite takes no number that the compiler holds open
-        raise ValueError(f"{operator}: {name} must be a {kind}, got {value}")
+    if not least <= value <= most:  # math.isfinite takes no number that the compiler holds open
+        raise ValueError(f"{operator}: {name} must be a {kind}, got {value}; expected {least} to {most}")
     return float(value)
+
+
+def scaling(operator: str, scale: float | None, K: int) -> float:
+    """scale, or K**-0.5 where none is given."""
+    return (K or 1) ** -0.5 if scale is None else number(operator, "scale", scale)
 
 
 def check_documents(operator: str, offsets: Tensor | None, state: Tensor | None, B: int) -> None:

@@ -34,7 +34,7 @@ def forward(
     alike = arguments.bind_step(operator, named | {"state": state, "slots": slots})
     q, k, v = (alike[name] for name in "qkv")
     (B, H, _), K = v.shape, q.shape[2]
-    scale = (K or 1) ** -0.5 if scale is None else arguments.number(operator, "scale", scale)
+    scale = arguments.scaling(operator, scale, K)
     rest = {name: alike.get(name, x) for name, x in named.items() if name not in "qkv"}
     rest["log_decay"] = arguments.decay(operator, named["log_decay"], _DECAYS, (B, H, K))
     if gpu.steps(state):

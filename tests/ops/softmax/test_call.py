@@ -11,6 +11,7 @@ import torch
 
 import foci
 from foci import Causal, Dense, Lengths, Packed, ShapeError, Unsupported, Window
+from foci.ops.arguments import LARGEST
 from foci.ops.softmax.call import bind
 from tests.ops.softmax.problems import BACKENDS, HALVES
 
@@ -66,11 +67,13 @@ VALUES: dict[str, dict[str, Any]] = {
     "attention: softcap must be a positive finite number, got -30.0": {"softcap": -30.0},
     "attention: softcap must be a positive finite number, got nan": {"softcap": NAN},
     "attention: softcap must be a positive finite number, got inf": {"softcap": INF},
-    "attention: softcap must be a positive finite number, got 0.0": {"softcap": 0},
-    "got 1e+40; expected 1e-30 to 1e30": {"softcap": 1e40},
-    "got 1e-40; expected 1e-30 to 1e30": {"softcap": 1e-40},
+    "attention: softcap must be a positive finite number, got 0; expected": {"softcap": 0},
+    "got 1e+40; expected 1e-30 to 1e+30": {"softcap": 1e40},
+    "got 1e-40; expected 1e-30 to 1e+30": {"softcap": 1e-40},
     "attention: scale must be a finite number, got nan": {"scale": NAN},
     "attention: scale must be a finite number, got -inf": {"scale": -INF},
+    f"attention: scale must be a finite number, got 1e+39; expected {-LARGEST} to {LARGEST}": {"scale": 1e39},
+    "attention: scale must be a finite number, got -1e+300; expected": {"scale": -1e300, "backend": "chunked"},
     "attention: dropout must be a probability in [0, 1), got 1": {"dropout": 1.0},
     "attention: dropout must be a probability in [0, 1), got -0.1": {"dropout": -0.1},
     "attention: dropout must be a finite number, got nan": {"dropout": NAN},

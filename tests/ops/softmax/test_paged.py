@@ -166,6 +166,7 @@ WRONG = {
     "attention_paged: softcap must be a positive finite number, got -1": {"softcap": -1.0},
     "attention_paged: softcap must be a positive finite number, got -2": {"softcap": -2.0, "backend": "chunked"},
     "attention_paged: scale must be a finite number, got nan": {"scale": float("nan"), "backend": "reference"},
+    "attention_paged: scale must be a finite number, got 1e+39; expected": {"scale": 1e39},
     "Window: left must be a non-negative int or None, got -2": {"window": -2},
     "unknown backend 'paged'": {"backend": "paged"},
     "attention_paged: sink must be a floating tensor, got torch.float8_e4m3fn": {

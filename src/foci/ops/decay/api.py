@@ -38,7 +38,8 @@ def linear_attention(
 
     q, k [B,T,G,K], v [B,T,H,V]: one dtype, H a multiple of G, V may differ from K.
     log_decay: g <= 0 in natural log, by its rank: [H] per head (RetNet), [B,T,H] per token (Mamba-2, simple GLA) or
-    [B,T,H,K] per channel (GLA, HGRN-2, RWKV-6); -inf forgets. bonus [H,K] (RWKV-6). scale: K**-0.5 by default.
+    [B,T,H,K] per channel (GLA, HGRN-2, RWKV-6); -inf forgets. bonus [H,K] (RWKV-6).
+    scale: K**-0.5 by default; any that float32 holds, 0 and below too, whatever the dtype.
     state [N,H,K,V]: what comes before the first token. offsets [N+1]: documents end to end in a batch of 1.
     Offsets on the CPU are checked; kernels take those on a GPU unread, as looking would wait for it.
     causal=False: every token sees all others, o_t = scale * (S_0 + sum_s k_s v_s^T)^T q_t, without decay (Sana).

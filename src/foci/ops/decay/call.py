@@ -103,5 +103,5 @@ def bind(
     log_decay = arguments.decay(NAME, log_decay, _DECAYS, (*v.shape[:3], sizes["K"]))
     arguments.check_rest(NAME, v, {"log_decay": log_decay, "bonus": bonus, "state": state})
     arguments.check_documents(NAME, offsets, state, sizes["B"])
-    scale = (sizes["K"] or 1) ** -0.5 if scale is None else arguments.number(NAME, "scale", scale)
+    scale = arguments.scaling(NAME, scale, sizes["K"])
     return Call(q, k, v, log_decay, bonus, state, offsets, causal, scale, return_state)

@@ -100,5 +100,5 @@ def bind(
     log_decay = arguments.decay(NAME, log_decay, _DECAYS, (*v.shape[:3], sizes["K"]))
     arguments.check_rest(NAME, v, {"beta": beta, "log_decay": log_decay, "state": state})
     arguments.check_documents(NAME, offsets, state, sizes["B"])
-    scale = (sizes["K"] or 1) ** -0.5 if scale is None else arguments.number(NAME, "scale", scale)
+    scale = arguments.scaling(NAME, scale, sizes["K"])
     return Call(q, k, v, beta, log_decay, others[0] if others else None, state, offsets, scale, return_state)

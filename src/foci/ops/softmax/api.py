@@ -36,7 +36,8 @@ def attention(
     q [B,T,H,K], k [B,S,G,K], v [B,S,G,V]: one dtype, H a multiple of G, V may differ from K.
     mask: Causal, Window, Packed, Lengths, Dense, or several joined by `&`.
     bias: added to the logits, broadcastable to [B,H,T,S]. softcap: c, 1e-30 to 1e30. sink [H]: one more logit per head,
-    without a value. scale: K**-0.5 by default. dropout: probability of dropping a probability, from torch's generator.
+    without a value. scale: K**-0.5 by default; any that float32 holds, 0 and below too, whatever the dtype.
+    dropout: probability of dropping a probability, from torch's generator.
     backend: a name that must run the call; None lets foci choose (`foci.explain` tells which and why).
 
     Raises ShapeError, ValueError or TypeError for arguments that do not fit, Unsupported when the named backend cannot.

@@ -11,7 +11,7 @@ from torch import Tensor
 from foci.core.errors import ShapeError
 from foci.core.shapes import Signature
 from foci.core.spec import accumulator
-from foci.ops.arguments import AUTOCAST, DTYPES, number, short
+from foci.ops.arguments import AUTOCAST, DTYPES, number, scaling, short
 from foci.ops.masks import Mask, Visible, lower
 
 Query = Float[Tensor, "B T H K"]
@@ -141,10 +141,7 @@ def cap(operator: str, softcap: float | None) -> float | None:
     """softcap, within what float32 can multiply and divide by."""
     if softcap is None:
         return None
-    softcap = number(operator, "softcap", softcap, "positive finite number")
-    if not 1e-30 <= softcap <= 1e30:
-        raise ValueError(f"{operator}: softcap must be a positive finite number, got {softcap}; expected 1e-30 to 1e30")
-    return softcap
+    return number(operator, "softcap", softcap, "positive finite number", 1e-30, 1e30)
 
 
 def bound(
@@ -168,10 +165,7 @@ def bound(
     if any(x is not None for x in (bias, sink, *visible[:7])):
         _check_rest(visible, bias, sink, q, sizes)
     softcap = cap("attention", softcap)
-    if scale is None:
-        scale = (sizes["K"] or 1) ** -0.5
-    else:
-        scale = number("attention", "scale", scale)
+    scale = scaling("attention", scale, sizes["K"])
     seed = None
     if dropout != 0:
         dropout = number("attention", "dropout", dropout)

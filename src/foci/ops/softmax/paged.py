@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from foci.core import plans
 from foci.core.errors import ShapeError, Unsupported
 from foci.core.shapes import Signature
-from foci.ops.arguments import DTYPES, by_autocast, number
+from foci.ops.arguments import DTYPES, by_autocast, scaling
 from foci.ops.masks import FARTHEST, Causal, Lengths, Mask, Window
 from foci.ops.softmax import gpu
 from foci.ops.softmax.api import attention
@@ -137,8 +137,7 @@ def _first(lengths: Tensor, T: int, window: int) -> Tensor:
 
 def _bound(tensors: _Tensors, softcap: float | None, window: int | None, scale: float | None) -> Call:
     """The call as its kernel takes it: pages where keys would be, the mask of the gathered cache."""
-    K = tensors.q.shape[-1]
-    scale = (K or 1) ** -0.5 if scale is None else number(_NAME, "scale", scale)
+    scale = scaling(_NAME, scale, tensors.q.shape[-1])
     return Call(
         *tensors[:3], None, tensors.sink, None, None, None, None, tensors.lengths, None,
         None, None, True, False, window, None, cap(_NAME, softcap), scale, 0.0,
