@@ -76,6 +76,16 @@ def test_offsets_that_do_not_rise_from_0_to_T(offsets: list[int], backend: str) 
         foci.linear_attention(**given, offsets=torch.tensor(offsets), backend=backend)
 
 
+@pytest.mark.parametrize("backend", [None, "chunked", "reference"])
+@pytest.mark.parametrize("function", ["linear_attention", "delta_rule"])
+def test_offsets_are_mapped_by_no_backend(function: str, backend: str | None) -> None:
+    given = {name: x[:1] for name, x in good(function).items()}
+    with pytest.raises(ValueError, match=f"{function}: offsets cannot be mapped by vmap"):
+        torch.vmap(lambda each: getattr(foci, function)(**given, offsets=each, backend=backend)[0])(
+            torch.tensor([[0, 2, T], [0, 4, T]])
+        )
+
+
 def test_without_an_order_nothing_decays() -> None:
     for name, value in (("log_decay", torch.zeros(H)), ("bonus", torch.zeros(H, K))):
         with pytest.raises(ValueError, match=f"{name} needs causal=True"):
@@ -121,6 +131,17 @@ def test_wrong_steps(function: str, change: dict[str, Any], kind: type[Exception
         getattr(foci, function)(**given)
     assert str(caught.value).startswith(f"{function}: ")
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("function", ["linear_attention", "delta_rule"])
+def test_a_step_under_vmap_wants_a_state_of_each(function: str) -> None:
+    given = {name: torch.rand(3, *x[:, 0].shape) for name, x in good(function).items()}
+    step, states = getattr(foci, f"{function}_step"), torch.rand(3, B, H, K, V)
+    alone = [step(**{name: x[i] for name, x in given.items()}, state=states[i].clone()) for i in range(3)]
+    with pytest.raises(ValueError, match=f"{function}_step: vmap maps q and not state, .*; expected a state of each"):
+        torch.vmap(lambda q: step(**{name: x[0] for name, x in given.items()} | {"q": q}, state=states[0]))(given["q"])
+    found = torch.vmap(lambda each, state: step(**each, state=state))(given, states)
+    torch.testing.assert_close(found, torch.stack(alone))
 
 
 @pytest.mark.parametrize("function", ["linear_attention", "delta_rule"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -114,6 +114,9 @@ def scaling(operator: str, scale: float | None, K: int) -> float:
     return (K or 1) ** -0.5 if scale is None else number(operator, "scale", scale)
 
 
+_mapped: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor  # by vmap
+
+
 def check_documents(operator: str, offsets: Tensor | None, state: Tensor | None, B: int) -> None:
     """What can be said of offsets and state before their values are read."""
     rows, word = B, "rows in the batch"
@@ -123,6 +126,8 @@ def check_documents(operator: str, offsets: Tensor | None, state: Tensor | None,
             raise ValueError(f"{operator}: offsets must be a 1-D int32 or int64 tensor [N + 1], got {got}")
         if B != 1:
             raise ShapeError(f"{operator}: offsets need a batch of 1 (documents stand end to end), got B={B}")
+        if _mapped(offsets):
+            raise ValueError(f"{operator}: offsets cannot be mapped by vmap: they say how long documents are")
         if offsets.shape[0] < 1:
             raise ShapeError(f"{operator}: offsets is empty; expected [0, ...], one more entry than documents")
         rows, word = offsets.shape[0] - 1, "packed documents"
@@ -139,8 +144,6 @@ def documents(operator: str, offsets: Tensor | None, T: int) -> list[tuple[int, 
     """Start and stop of every packed document; None: rows of a batch. Reads the values, and checks them."""
     if offsets is None:
         return None
-    if torch._C._functorch.is_batchedtensor(offsets):
-        raise ValueError(f"{operator}: offsets cannot be mapped by vmap: they say how long documents are")
     values: list[int] = offsets.tolist()
     pairs = list(itertools.pairwise(values))
     if values[0] != 0 or values[-1] != T or any(start > stop for start, stop in pairs):
@@ -222,6 +225,11 @@ def check_step(operator: str, like: Tensor, tensors: Mapping[str, Tensor | None]
     check_rest(operator, like, tensors)
     state = tensors["state"]
     assert state is not None
+    mapped = next((name for name, x in tensors.items() if x is not None and _mapped(x)), None)
+    if mapped and not _mapped(state):
+        raise ValueError(
+            f"{operator}: vmap maps {mapped} and not state, which the step changes in place; expected a state of each"
+        )
     if state.dtype != accumulator(like.dtype):
         wanted = short(accumulator(like.dtype))
         raise ValueError(f"{operator}: state is {short(state.dtype)}; expected {wanted} for {short(like.dtype)} inputs")
