@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,12 @@ def explain(operator: str, *args: Any, backend: str | None = None, **kwargs: Any
         raise ValueError(f"explain: unknown operator {operator!r}; expected one of {', '.join(map(repr, SPECS))}")
     spec = SPECS[operator]
     assert spec.bind is not None
+    signature = inspect.signature(spec.bind)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        known = ", ".join(signature.parameters)
+        raise TypeError(f"explain: {spec.function} {error}; expected arguments of {known}") from None
     with torch.random.fork_rng(devices=()):  # asking draws no seed from the generator
         return _explain(spec, spec.bind(*args, **kwargs), backend)
 

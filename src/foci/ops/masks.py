@@ -61,11 +61,7 @@ class Window(Mask):
 
     def __post_init__(self) -> None:
         for name in ("left", "right"):
-            reach = getattr(self, name)
-            if reach is not None and (
-                isinstance(reach, bool) or not isinstance(reach, int | torch.SymInt) or reach < 0
-            ):
-                raise ValueError(f"Window: {name} must be a non-negative int or None, got {reach!r}")
+            check_reach("Window", name, getattr(self, name))
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,6 +193,12 @@ def lower(mask: Mask | None) -> Visible:
         else:
             raise TypeError(_refusal(part))
     return Visible(**found)  # type: ignore[arg-type]
+
+
+def check_reach(owner: str, name: str, reach: object) -> None:
+    """Raise unless it says how many keys a side of a window has."""
+    if reach is not None and (isinstance(reach, bool) or not isinstance(reach, int | torch.SymInt) or reach < 0):
+        raise ValueError(f"{owner}: {name} must be a non-negative int or None, got {reach!r}")
 
 
 def _within(reach: int | None) -> int | None:

@@ -223,8 +223,9 @@ def test_dropout_follows_torch_s_generator() -> None:
         ({"window_size": (-2, 0)}, "window_size"),
         ({"window_size": (1,)}, "window_size"),
         ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes has shape \[3\]"),
-        ({"dropout_p": 1.5}, "dropout"),
-        ({"softmax_scale": float("nan")}, "scale"),
+        ({"dropout_p": 1.5}, r"flash_attn: dropout_p must be a probability in \[0, 1\), got 1.5"),
+        ({"softmax_scale": float("nan")}, "flash_attn: softmax_scale must be a finite number, got nan"),
+        ({"softcap": 1e35}, r"flash_attn: softcap must be a positive finite number, got 1e\+35; expected 1e-30 to"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(change: dict[str, Any], message: str) -> None:

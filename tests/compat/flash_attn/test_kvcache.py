@@ -201,7 +201,8 @@ def test_decoding_equals_attending_at_once() -> None:
         ({"cache_batch_idx": torch.tensor([0])}, ValueError, "cache_batch_idx has 1 rows"),
         ({"k": torch.zeros(3, 2, 3, 8).double()}, ValueError, "k is"),
         ({"k": None}, ValueError, "k is None"),
-        ({"softmax_scale": float("inf")}, ValueError, "scale"),
+        ({"softmax_scale": float("inf")}, ValueError, "flash_attn: softmax_scale must be a finite number"),
+        ({"softcap": "30"}, TypeError, "flash_attn: softcap must be a number, got '30'"),
     ],
 )
 def test_a_refused_call_leaves_the_cache_alone(change: dict[str, Any], error: type[Exception], message: str) -> None:

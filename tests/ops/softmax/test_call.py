@@ -203,3 +203,11 @@ def test_meta_tensors_bind() -> None:
 def test_bias_and_sink_may_have_another_floating_dtype(backend: str, make: Callable[[str], dict]) -> None:
     halves = {name: x.to(torch.bfloat16) for name, x in GOOD.items()}
     assert foci.attention(**halves, **make(backend), backend=backend).dtype == torch.bfloat16
+
+
+def test_explain_names_the_argument_that_its_operator_does_not_take() -> None:
+    wrong = "explain: attention got an unexpected keyword argument 'sfotcap'; expected arguments of q, k, v, mask, bias"
+    with pytest.raises(TypeError, match=re.escape(wrong)):
+        foci.explain("softmax", **GOOD, sfotcap=30.0)
+    with pytest.raises(TypeError, match="explain: linear_attention missing a required argument: 'k'; expected"):
+        foci.explain("linear", GOOD["q"])

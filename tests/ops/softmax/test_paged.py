@@ -167,8 +167,10 @@ WRONG = {
     "attention_paged: softcap must be a positive finite number, got -2": {"softcap": -2.0, "backend": "chunked"},
     "attention_paged: scale must be a finite number, got nan": {"scale": float("nan"), "backend": "reference"},
     "attention_paged: scale must be a finite number, got 1e+39; expected": {"scale": 1e39},
-    "Window: left must be a non-negative int or None, got -2": {"window": -2},
-    "unknown backend 'paged'": {"backend": "paged"},
+    "attention_paged: window must be a non-negative int or None, got -2": {"window": -2},
+    "attention_paged: window must be a non-negative int or None, got True": {"window": True},
+    "attention_paged: window must be a non-negative int or None, got 1.5": {"window": 1.5},
+    "attention_paged: unknown backend 'paged'; expected one of 'aten'": {"backend": "paged"},
     "attention_paged: sink must be a floating tensor, got torch.float8_e4m3fn": {
         "sink": torch.zeros(4).to(torch.float8_e4m3fn)
     },
@@ -203,5 +205,5 @@ def test_a_named_backend_never_falls_back() -> None:
     assert not interpreting()
     with pytest.raises(foci.Unsupported, match="needs a GPU"):
         foci.attention_paged(**cache(), backend="triton")
-    with pytest.raises(foci.Unsupported, match="aten"):
+    with pytest.raises(foci.Unsupported, match="attention_paged: backend 'aten' cannot run this call"):
         foci.attention_paged(**cache(), softcap=1.0, backend="aten")

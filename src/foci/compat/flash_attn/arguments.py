@@ -7,7 +7,9 @@ from torch import Tensor
 
 from foci.core.errors import ShapeError
 from foci.core.spec import accumulator
+from foci.ops.arguments import number
 from foci.ops.masks import Causal, Mask, Window
+from foci.ops.softmax.call import cap
 
 
 def mask_of(causal: bool, window_size: tuple[int, int]) -> Mask | None:
@@ -21,6 +23,13 @@ def mask_of(causal: bool, window_size: tuple[int, int]) -> Mask | None:
     if causal or right == 0:
         return join(Causal(), None if left is None else Window(left, None))
     return None if left is None and right is None else Window(left, right)
+
+
+def logits(softmax_scale: float | None, softcap: float) -> tuple[float | None, float | None]:
+    """scale and softcap as foci has them: softcap <= 0 is none."""
+    scale = None if softmax_scale is None else number("flash_attn", "softmax_scale", softmax_scale)
+    capped = number("flash_attn", "softcap", softcap) > 0
+    return scale, cap("flash_attn", softcap if capped else None)
 
 
 def join(one: Mask | None, other: Mask | None) -> Mask | None:

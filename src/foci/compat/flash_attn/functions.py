@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foci.compat.flash_attn.arguments import alibi, join, longest, mask_of, per_head, unpack
+from foci.compat.flash_attn.arguments import alibi, join, logits, longest, mask_of, per_head, unpack
 from foci.core.errors import ShapeError
 from foci.ops.masks import Mask, Packed
 from foci.ops.softmax.api import attention, attention_with_lse
+from foci.ops.softmax.call import probability
 
 Attended = Tensor | tuple[Tensor, Tensor, Tensor]
 
@@ -25,10 +26,11 @@ class Options(NamedTuple):
 
     def keywords(self, q: Tensor) -> dict[str, Any]:
         """The same in foci's words. Some of torch's CUDA kernels add with atomics; `chunked` never does."""
+        scale, softcap = logits(self.softmax_scale, self.softcap)
         return {
-            "dropout": self.dropout_p,
-            "scale": self.softmax_scale,
-            "softcap": self.softcap if self.softcap > 0 else None,
+            "scale": scale,
+            "softcap": softcap,
+            "dropout": probability("flash_attn", "dropout_p", self.dropout_p),
             "backend": "chunked" if self.deterministic and q.device.type == "cuda" else None,
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foci.compat.flash_attn.arguments import alibi, join, mask_of, per_head
+from foci.compat.flash_attn.arguments import alibi, join, logits, mask_of, per_head
 from foci.core.errors import ShapeError, Unsupported
 from foci.core.spec import accumulator
 from foci.ops.masks import Lengths
@@ -53,8 +53,8 @@ def flash_attn_with_kvcache(
     with torch.no_grad():
         B, T = q.shape[:2]
         cache = _Cache(k_cache, v_cache, B, cache_batch_idx, block_table)
-        cap = softcap if softcap > 0 else None
-        bind(q, *cache.stand_ins(), softcap=cap, scale=softmax_scale)  # raises now what else would come after the write
+        scale, cap = logits(softmax_scale, softcap)
+        bind(q, *cache.stand_ins(), softcap=cap, scale=scale)  # raises now what else would come after the write
         held = _lengths(cache_seqlens, B, cache.capacity, k is None, q)
         starts = _starts(cache_leftpad, held, B)
         slopes = None if alibi_slopes is None else per_head(alibi_slopes, B, q)
@@ -69,7 +69,7 @@ def flash_attn_with_kvcache(
         if slopes is not None:
             rows, columns = (torch.arange(n, device=q.device) for n in (T, keys.shape[1]))
             bias = alibi(slopes, rows + (total - T)[:, None], columns[None])
-        out, lse = attention_with_lse(q, keys, values, mask=mask, bias=bias, softcap=cap, scale=softmax_scale)
+        out, lse = attention_with_lse(q, keys, values, mask=mask, bias=bias, softcap=cap, scale=scale)
     return (out, lse.transpose(1, 2)) if return_softmax_lse else out
 
 

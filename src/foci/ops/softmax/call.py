@@ -144,6 +144,14 @@ def cap(operator: str, softcap: float | None) -> float | None:
     return number(operator, "softcap", softcap, "positive finite number", 1e-30, 1e30)
 
 
+def probability(operator: str, name: str, value: float) -> float:
+    """Of dropping: less than 1, as what is kept is divided by the rest."""
+    value = number(operator, name, value)
+    if not 0 <= value < 1:
+        raise ValueError(f"{operator}: {name} must be a probability in [0, 1), got {value}")
+    return value
+
+
 def bound(
     q: Query, k: Key, v: Value, bias: Bias | None, sink: Sink | None, *mask: Any,
     softcap: float | None, scale: float | None, dropout: float,
@@ -168,9 +176,7 @@ def bound(
     scale = scaling("attention", scale, sizes["K"])
     seed = None
     if dropout != 0:
-        dropout = number("attention", "dropout", dropout)
-        if not 0 <= dropout < 1:
-            raise ValueError(f"attention: dropout must be a probability in [0, 1), got {dropout}")
+        dropout = probability("attention", "dropout", dropout)
         seed = torch.randint(2**62, (), dtype=torch.int64, device=q.device)
     return Call(q, k, v, bias, sink, seed, *visible, softcap, scale, float(dropout))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,12 +12,14 @@ from torch.nn.functional import pad
 
 from foci.core import plans
 from foci.core.errors import ShapeError, Unsupported
+from foci.core.select import choose
 from foci.core.shapes import Signature
 from foci.ops.arguments import DTYPES, by_autocast, scaling
-from foci.ops.masks import FARTHEST, Causal, Lengths, Mask, Window
+from foci.ops.masks import FARTHEST, Causal, Lengths, Mask, Window, check_reach
 from foci.ops.softmax import gpu
 from foci.ops.softmax.api import attention
-from foci.ops.softmax.call import Call, Out, Query, Sink, cap
+from foci.ops.softmax.call import Call, Out, Query, Sink, bind, cap
+from foci.ops.softmax.spec import SPEC
 
 KeyPages = Float[Tensor, "P page G K"]
 ValuePages = Float[Tensor, "P page G V"]
@@ -37,6 +40,7 @@ class _Tensors(NamedTuple):
 
 
 _SIGNATURE = Signature(_Tensors, _NAME)
+_SPEC = replace(SPEC, function=_NAME)
 
 
 def attention_paged(
@@ -83,8 +87,7 @@ def attention_paged(
     tensors = _check(tensors, sizes)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise Unsupported(f"{_NAME}: it has no gradient", ["an input requires one"], "call it under torch.no_grad()")
-    if window is not None:
-        Window(window, None)  # says what is wrong with it
+    check_reach(_NAME, "window", window)
     if q.device.type == "cpu" and not _unseen(table, lengths):
         _check_values(table, lengths, window, sizes)
     call = _bound(tensors, softcap, window, scale)  # as the window's: said by this name, whoever runs it
@@ -95,6 +98,8 @@ def attention_paged(
         if backend is not None:
             raise Unsupported(f"{_NAME}: backend 'triton' cannot run this call", reasons, "backend=None gathers pages")
     k, v, mask = _end_to_end(tensors, window)
+    if backend is not None:  # said by this name why it cannot
+        choose(_SPEC, bind(q, k, v, mask=mask, softcap=softcap, sink=sink, scale=scale), backend)
     return attention(q, k, v, mask=mask, softcap=softcap, sink=sink, scale=scale, backend=backend)
 
 
