@@ -80,6 +80,16 @@ def scale_off_in_the_lse(q, k, v):
     return right(q, k, v)[0], right(q, k, v, scale=1.001 * q.shape[-1] ** -0.5)[1]
 
 
+@plant("forward", "scale is ignored, K**-0.5 is used instead")
+def scale_of_0_taken_for_none(q, k, v, *, scale=None):
+    return right(q, k, v, scale=scale or q.shape[-1] ** -0.5)[0]
+
+
+@plant("forward", "softmax scale is off by -200.00%")
+def scale_without_its_sign(q, k, v, *, scale=None):
+    return right(q, k, v, scale=None if scale is None else abs(scale))[0]
+
+
 @plant("logarithm", "lse is all zeros")
 def lse_zeros(q, k, v, *, mask=None):
     out, lse = right(q, k, v, mask=mask)

@@ -108,6 +108,16 @@ def gate_leaks_to_the_past(q, k, v, g=None):
     return loop(q, k, v, None if g is None else torch.cat([g[:, 1:], torch.zeros_like(g[:, :1])], 1))
 
 
+@plant("linear", "forward", "scale is ignored, K**-0.5 is used instead")
+def scale_of_0_taken_for_none(q, k, v, scale=None):
+    return loop(q, k, v, scale=scale or q.shape[-1] ** -0.5)
+
+
+@plant("delta", "forward", "the scale is off by -200.00%")
+def scale_without_its_sign(q, k, v, beta, scale=None):
+    return loop(q, k, v, None, beta, scale=None if scale is None else abs(scale))
+
+
 @plant("linear", "forward", "the bonus is ignored")
 def bonus_ignored(q, k, v, g=None, u=None):
     return loop(q, k, v, g)

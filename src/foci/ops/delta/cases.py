@@ -77,6 +77,8 @@ PROBLEMS = (
     Delta("odd widths", K=7, V=5, decay="channel"),
     Delta("shorter keys", length=0.5, decay="token"),
     Delta("scale", scale=0.3, decay="head"),
+    Delta("scale of 0", T=7, scale=0.0),  # `scale or K**-0.5` takes it for none
+    Delta("negative scale", T=7, scale=-0.3),
     Delta("state", state=True, decay="token"),
     Delta("fused projection", fused=True, decay="token"),
     Delta("erase", erase=True, decay="token"),
