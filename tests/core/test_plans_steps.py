@@ -201,10 +201,10 @@ def test_what_is_refused_is_refused_after_any_number_of_steps(name: str) -> None
 
 @pytest.mark.parametrize("name", ["linear", "delta"])
 def test_autocast_is_heard(name: str) -> None:
-    """It makes q, k and v its own dtype, and so out."""
+    """It makes q, k, v and erase its own dtype, and so out."""
     function, make = STEPS[name]
     given = make()
-    given |= {x: given[x].float() for x in "qkv"}
+    given |= {x: given[x].float() for x in ("q", "k", "v", "erase") if x in given}
     for _ in range(4):
         assert function(**given).dtype == torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16):

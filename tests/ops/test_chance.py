@@ -125,7 +125,7 @@ WORDS = {
         *("softcap=50.0", "V="),
     ),
     "linear": ("int32", "turned", "fused", "narrow=log_decay,state", "wide=bonus", "scale=-0.7", "decay=head", "bonus"),
-    "delta": ("int32", "turned", "fused", "narrow=state", "wide=beta", "wide=beta,erase", "scale=1.0", "erase", "full"),
+    "delta": ("int32", "turned", "fused", "narrow=state", "wide=beta", "scale=1.0", "erase", "full"),
     "scan": ("int32", "narrow=log_decay", "narrow=state", "narrow=log_decay,state", "fused", "gates=extremes"),
     "selective_scan": ("int32", "wide=A", "wide=dt", "wide=B,C", "wide=A,skip", "narrow=state", "fused", "extreme"),
 }
