@@ -87,7 +87,7 @@ def parts_of(operators: Sequence[str]) -> list[tuple[str, str]]:
     parts = []
     for name, _, part in (operator.partition(":") for operator in operators):
         parts += [(name, part)] if part else [(name, f"{i}/{PARTS[name]}") for i in range(1, PARTS[name] + 1)]
-    return sorted(parts, key=lambda part: int(part[1].partition("/")[0]))
+    return sorted(dict.fromkeys(parts), key=lambda part: int(part[1].partition("/")[0]))
 
 
 def specs_of(operators: Sequence[str], drawing: Drawing | None) -> list[Spec]:
@@ -260,11 +260,13 @@ def operator_of(text: str) -> str:
     name, mark, part = text.partition(":")
     if name not in PARTS:
         raise argparse.ArgumentTypeError(f"unknown operator {name!r}; expected among {', '.join(PARTS)}")
+    if not mark:
+        return name
     try:
-        part_of(f"{name}:", part) if mark else None
+        part_of(f"{name}:", part)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return text
+    return f"{name}:{'/'.join(str(int(number)) for number in part.split('/'))}"
 
 
 def hold(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:

@@ -103,6 +103,7 @@ def test_as_many_parts_run_at_once_as_the_gpu_has_room_for(
 def test_parts_are_of_all_cases_or_the_one_that_is_named() -> None:
     asked = laws.parts_of(["delta:2/3", "scan", "linear"])
     assert asked == [("scan", "1/1"), ("linear", "1/3"), ("delta", "2/3"), ("linear", "2/3"), ("linear", "3/3")]
+    assert laws.parts_of(["delta", laws.operator_of("delta:01/3")]) == laws.parts_of(["delta"])  # each once
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ class LayerCache(MutableMapping[str, Tensor]):
         # Of a growing tensor the buffer, with no view of it beside it: given both, torch.compile loses track of sizes.
         self._held: dict[str, Tensor] = {}
         self._spans: dict[str, tuple[int, int]] = {}  # where in its buffer a growing tensor begins and ends
+        self._origin: LayerCache | None = None  # of a draft
 
     def __getitem__(self, name: str) -> Tensor:
         held = self._held[name]
@@ -68,6 +69,8 @@ class LayerCache(MutableMapping[str, Tensor]):
             grown = new.new_empty(new.shape[0], size + _room(size), *new.shape[2:])
             grown[:, : end - begin] = buffer[:, begin:end]
             buffer, begin, end = grown, 0, end - begin
+            if self._origin is not None and name in self._origin:  # which holds the same, and no second buffer
+                self._origin._held[name], self._origin._spans[name] = buffer, (begin, end)
         end += new.shape[1]
         buffer[:, end - new.shape[1] : end] = new
         whole = buffer[:, end - size : end]
@@ -88,6 +91,7 @@ class LayerCache(MutableMapping[str, Tensor]):
                 raise ShapeError(f"{owner}: cache holds {name} of {value.shape[0]} rows; expected {rows}")
         draft = LayerCache()
         draft.take(self)
+        draft._origin = self
         return draft
 
     def take(self, draft: LayerCache) -> None:

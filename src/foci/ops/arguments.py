@@ -115,6 +115,7 @@ def scaling(operator: str, scale: float | None, K: int) -> float:
 
 
 _mapped: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor  # by vmap
+_transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def check_documents(operator: str, offsets: Tensor | None, state: Tensor | None, B: int) -> None:
@@ -225,7 +226,7 @@ def check_step(operator: str, like: Tensor, tensors: Mapping[str, Tensor | None]
     check_rest(operator, like, tensors)
     state = tensors["state"]
     assert state is not None
-    mapped = next((name for name, x in tensors.items() if x is not None and _mapped(x)), None)
+    mapped = _transforming() and next((name for name, x in tensors.items() if x is not None and _mapped(x)), None)
     if mapped and not _mapped(state):
         raise ValueError(
             f"{operator}: vmap maps {mapped} and not state, which the step changes in place; expected a state of each"
