@@ -280,7 +280,8 @@ class TestOnlyThisModel:
         names = [config._attn_implementation for config in (config, config.text_config, config.vision_config)]
         handle = install(model)
         assert model.config.text_config is model.text_model.config
-        assert {model.config.text_config._attn_implementation, model.config._attn_implementation} == {"foci"}
+        ours = [model.config, model.config.text_config, model.config.vision_config]
+        assert [config._attn_implementation for config in ours] == ["foci", "foci_boolean", "foci"]
         handle.restore()
         handle.restore()
         assert all(getattr(module, "config", None) is before[name] for name, module in model.named_modules())

@@ -7,11 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import masking_utils as theirs
 
-from foci.integrations.transformers_masks import ModelMask, make_mask
-from foci.ops.masks import Causal, Dense, Lengths, Mask, Window
+from foci.core.errors import Unsupported
+from foci.integrations.transformers import attend
+from foci.integrations.transformers_masks import ModelMask, make_boolean_mask, make_mask
+from foci.ops.masks import All, Causal, Dense, Lengths, Mask, Window
 
 CAUSAL, BOTH = theirs.causal_mask_function, theirs.bidirectional_mask_function
 WINDOW = theirs.sliding_window_causal_mask_function(4)
@@ -98,3 +101,63 @@ def test_to_who_computes_with_it_a_mask_is_eagers_tensor() -> None:
     assert copy.deepcopy(made).mask.materialize(5, 5).equal(made.mask.materialize(5, 5))
     with pytest.raises(AttributeError, match="no attribute 'dtyp'"):
         _ = made.dtyp
+
+
+def test_to_who_had_booleans_it_is_sdpas_tensor_but_for_what_is_added() -> None:
+    real = torch.ones(2, 5, dtype=torch.bool)
+    real[1, 3:] = False
+    given = {"mask_function": CAUSAL, "attention_mask": real}
+    made, sdpa = make_boolean_mask(2, 5, 5, **given, device="cpu"), theirs.sdpa_mask(2, 5, 5, **given)
+    assert made.dtype == torch.bool
+    assert torch.equal(made.tensor, sdpa)
+    assert torch.equal(made.logical_not(), ~sdpa)
+    assert torch.equal(torch.all(~made, dim=-1), torch.all(~sdpa, dim=-1))
+    bias = torch.randn(2, 3, 5, 5, dtype=torch.float64)
+    added = bias + theirs.eager_mask(2, 5, 5, **given, dtype=torch.float64)
+    for sum_ in (bias + made, made + bias, torch.add(bias, made), bias.add(made), bias.clone().add_(made)):
+        assert torch.equal(sum_, added)
+    assert torch.equal(bias * made, bias * sdpa)
+
+
+def test_a_change_in_place_is_refused_as_the_attention_would_not_see_it() -> None:
+    made, hidden = make_mask(2, 5, 5, mask_function=CAUSAL), torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    reason = r"masked_fill_ cannot change a mask that foci made:\n.*the attention would not see the change"
+    with pytest.raises(Unsupported, match=reason):
+        made.masked_fill_(hidden, -1.0)
+    with pytest.raises(Unsupported, match="relu_ cannot change a mask"):
+        torch.relu_(made)
+    bias = torch.randn(2, 1, 5, 5)
+    assert torch.equal(bias.clone().add_(made), bias + made.tensor)  # that changes the bias
+    q, kept = torch.randn(2, 1, 5, 8), made
+    made += 1.0
+    assert torch.equal(made, kept.tensor + 1.0)
+    attend(nn.Module(), q, q, q, kept)
+    kept[:, :, :, :3].masked_fill_(hidden[..., :3], -1.0)
+    with pytest.raises(Unsupported, match="an in-place operation on a view cannot change"):
+        attend(nn.Module(), q, q, q, kept)
+
+
+def test_its_tensor_is_made_once_and_not_kept_where_it_is_fake() -> None:
+    made = make_mask(2, 5, 5, mask_function=WINDOW)
+    with FakeTensorMode():
+        assert made.tensor.shape == (2, 1, 5, 5)
+    assert type(made.tensor) is Tensor
+    assert made.tensor is made.tensor
+    assert torch.equal(torch.compile(lambda mask: mask * 1, backend="eager", fullgraph=True)(made), made.tensor)
+
+
+def test_moved_to_a_device_it_is_still_structure() -> None:
+    """accelerate's send_to_device moves whatever has `to`."""
+    real = torch.ones(2, 9, dtype=torch.bool)
+    real[1, -2:] = False
+    made = make_mask(2, 3, 9, 2, mask_function=WINDOW, attention_mask=real, device="cpu")
+    assert made.to("cpu") is made.to(torch.ones(1)) is made.to(made) is made.to(dtype=torch.float32) is made
+    moved = made.to("meta", non_blocking=True)
+    assert moved.device.type == "meta"
+    assert kinds(moved.mask) == kinds(made.mask) == {Causal, Window, Lengths, Dense}
+    tensors = [given for part in moved.mask.parts for given in vars(part).values() if isinstance(given, Tensor)]
+    assert isinstance(moved.mask, All)
+    assert [given.device.type for given in tensors] == ["meta"] * len(tensors)
+    assert len(tensors) == 2
+    assert make_mask(2, 9, 9, mask_function=BOTH).to("meta").mask is None
+    assert torch.equal(made.to(torch.float64), made.tensor.to(torch.float64))

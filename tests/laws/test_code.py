@@ -17,6 +17,7 @@ KEYWORDS_BY_CONTRACT = {
     "src/foci/compat/xformers/attn_bias.py:from_seqlens": "it refuses whatever it is given",
     "src/foci/integrations/transformers.py:attend": "transformers passes each model's own keywords",
     "src/foci/integrations/transformers_masks.py:make_mask": "transformers passes each model's own keywords",
+    "src/foci/integrations/transformers_masks.py:make_boolean_mask": "transformers passes each model's own keywords",
 }
 
 

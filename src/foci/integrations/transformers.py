@@ -16,14 +16,16 @@ from foci.integrations import transformers_linear
 from foci.integrations.transformers_keywords import DOCUMENTS, documents, refuse
 from foci.integrations.transformers_keywords import asked as keywords_asked
 from foci.integrations.transformers_linear import MARK, Recurrence, Routes
-from foci.integrations.transformers_masks import ModelMask, make_mask
+from foci.integrations.transformers_masks import ModelMask, make_boolean_mask, make_mask
 from foci.integrations.undoable import Undoable
 from foci.ops.masks import Causal, Dense, Mask, Packed, Window
 from foci.ops.softmax.api import attention
 from foci.ops.softmax.spec import SPEC
 
 NAME = "foci"
+BOOLEAN = "foci_boolean"  # the same for a model that had not eager but sdpa, and so boolean masks
 _MARK = "_foci_site"
+_EAGERS = (None, "eager")
 _LENGTHENS = {"isinstance", "Tensor", "cat"}  # what a method calls that joins something to its mask if it is a tensor
 
 
@@ -45,14 +47,14 @@ class Handle(Undoable):
 
     sites: tuple[str, ...]
     skipped: tuple[tuple[str, str], ...]
-    _configs: list[tuple[nn.Module, Any]] = field(repr=False)
+    _configs: list[tuple[nn.Module, str, Any]] = field(repr=False)
     _marked: list[nn.Module] = field(repr=False)
     _routes: Routes = field(repr=False)
 
     def restore(self) -> None:
         """Give every module its own configuration object and forward back; they were never changed. Twice is once."""
-        for module, config in self._configs:
-            module.config = config
+        for module, attribute, config in self._configs:
+            setattr(module, attribute, config)
         for module in self._marked:
             delattr(module, _MARK)
         self._configs, self._marked = [], []
@@ -67,8 +69,9 @@ def install(model: nn.Module, plan: Mapping[str, str | None] | None = None) -> H
     the names.
 
     Softmax attention: transformers finds it by a name in the model's configuration, and configurations are shared
-    between models. So the routed modules get copies that say `foci`; while installed, `model.config` is such a copy.
-    Models whose attention is routed altogether also make foci's masks; where only a part is, masks stay what they were.
+    between models. So the routed modules get copies that say `foci` (`foci_boolean` where they did not say `eager`);
+    while installed, `model.config` is such a copy. Parts whose attention is routed altogether get them too and so make
+    foci's masks; where only a part is, masks stay what they were.
 
     Linear attention and other recurrences: transformers calls functions of the model's file. So each routed module gets
     a forward of its own, a copy of its class's with foci's operators for those functions.
@@ -96,25 +99,26 @@ def install(model: nn.Module, plan: Mapping[str, str | None] | None = None) -> H
 
 def _route_softmax(
     library: Any, model: nn.Module, routed: Mapping[str, str | None], left: Sequence[str]
-) -> list[tuple[nn.Module, Any]]:
-    """Name foci in copies of the configurations; the modules with their own ones."""
-    library.AttentionInterface.register(NAME, attend)
-    library.AttentionMaskInterface.register(NAME, make_mask)
-    whole = dict(_whole_models(model, list(routed), left))
-    modules = [*whole.values(), *(model.get_submodule(name) for name in routed)]
-    configs: list[tuple[nn.Module, Any]] = [(module, module.config) for module in modules]
-    before = {id(module): config._attn_implementation for module, config in configs}
+) -> list[tuple[nn.Module, str, Any]]:
+    """Name foci in copies of the configurations; the modules and attributes that hold them, with their own ones."""
+    for name, masks in ((NAME, make_mask), (BOOLEAN, make_boolean_mask)):
+        library.AttentionInterface.register(name, attend)
+        library.AttentionMaskInterface.register(name, masks)
+    held = list(_to_replace(model, list(routed), left))
     copies: dict[int, Any] = {}  # copy.deepcopy's memo: modules that shared a configuration share its copy
-    for module, config in configs:
+    named: set[int] = set()
+    for module, attribute, config in held:
         ours = copy.deepcopy(config, copies)
-        ours._attn_implementation = NAME
-        module.config = ours
+        if id(config) not in named:  # naming names the parts too, which come later with a name of their own
+            ours._attn_implementation = NAME if config._attn_implementation in _EAGERS else BOOLEAN
+            named.add(id(config))
+        setattr(module, attribute, ours)
+    # A layer that is to hide something gets a mask from foci, as from eager. Whoever else makes masks may leave it out.
+    makers = {config._attn_implementation for module in model.modules() for _, config in _held(module)}
     for name, backend in routed.items():
-        # A layer that is to hide something gets a mask from foci, as from eager. transformers' sdpa may leave it out.
-        module = model.get_submodule(name)
-        told = any(_inside(name, parent) for parent in whole) or before[id(module)] in (None, "eager")
-        setattr(module, _MARK, _Site(name, backend, causal=False if told else None))
-    return configs
+        causal = False if makers <= {NAME, BOOLEAN, *_EAGERS} else None
+        setattr(model.get_submodule(name), _MARK, _Site(name, backend, causal))
+    return held
 
 
 def find_sites(model: nn.Module) -> tuple[dict[str, Recurrence | None], list[tuple[str, str]]]:
@@ -167,18 +171,27 @@ def _check(
         raise Unsupported(refusal, ["config.output_attentions is True, and foci never forms the attention weights"])
 
 
-def _whole_models(model: nn.Module, routed: Sequence[str], left: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """The transformers models in `model` all of whose attention is routed, by name: those may make foci's masks.
+def _to_replace(model: nn.Module, routed: Sequence[str], left: Sequence[str]) -> Iterator[tuple[nn.Module, str, Any]]:
+    """The modules that are to hold another configuration, outer ones first, with its attribute and the present one.
 
-    Not those that lengthen their mask if it is a tensor, and only then (DeepSeek-V4, by its compressed keys).
+    The routed ones, and all that hold one in a part of the model all of whose attention is routed: they may make masks.
+    Not in a part that lengthens its mask if it is a tensor, and only then (DeepSeek-V4, by its compressed keys).
     """
-    model_class = require("transformers", extra="transformers").PreTrainedModel
+    whole: list[str] = []
     for name, module in model.named_modules():
         some, others = (any(_inside(site, name) for site in sites) for sites in (routed, left))
-        if isinstance(module, model_class) and some and not others:
+        if some and not others and _held(module):
             classes = {type(part) for part in module.modules()}
             if not any(names >= _LENGTHENS for cls in classes for names in _asking(cls)):
-                yield name, module
+                whole.append(name)
+        if name in routed or any(_inside(name, parent) for parent in whole):
+            yield from ((module, attribute, config) for attribute, config in _held(module))
+
+
+def _held(module: nn.Module) -> list[tuple[str, Any]]:
+    """The attributes of a module that are configurations of transformers."""
+    config_class = require("transformers", extra="transformers").PreTrainedConfig
+    return [(name, given) for name, given in vars(module).items() if isinstance(given, config_class)]
 
 
 def _inside(name: str, parent: str) -> bool:
@@ -246,6 +259,7 @@ def _mask_and_bias(
     """What the given mask means. It is complete: causality and windows only stand in for a mask that is not there."""
     T, S = query.shape[2], key.shape[2]
     if isinstance(given, ModelMask):
+        given.refuse_changes()
         if given.mask is not None and given.shape[2:] != (T, S):
             raise Unsupported(
                 f"attention of {site.name} cannot run here",
@@ -258,7 +272,10 @@ def _mask_and_bias(
             return None, None
         if causal is None or T not in (1, S):
             # Flash kernels mean bottom-right by T < S, torch's kernels top-left over an empty static cache.
-            unsaid = "neither the call nor the module says is_causal, and transformers' sdpa leaves causal masks out"
+            unsaid = (
+                "neither the call nor the module says is_causal, and a part of the model that keeps transformers' "
+                "masks may have left out a causal one"
+            )
             unseen = f"{T} causal queries over {S} keys: only a mask can say which keys each query may see"
             raise Unsupported(
                 f"attention of {site.name} cannot run without a mask here",

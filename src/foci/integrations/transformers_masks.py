@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from math import inf
 from operator import and_
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
-from foci.ops.masks import Causal, Dense, Lengths, Mask, Window
+from foci.core.errors import Unsupported
+from foci.ops.masks import All, Causal, Dense, Lengths, Mask, Window
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,8 +24,9 @@ class ModelMask:
     `ndim`, `shape` and `contiguous` are what transformers asks of a prepared mask. `mask=None` hides nothing, and says
     so: a bare None would mean causal to an attention function.
 
-    Models may compute with their mask (add a bias to it, index it, read its dtype): to them it is the tensor that
-    transformers' `eager` would have made, 0 where a query may look and the least of `dtype` elsewhere.
+    Models may compute with their mask (add a bias to it, index it, read its dtype). To them it is the tensor that their
+    own implementation would have made: of a floating `dtype` eager's, 0 where a query may look and the least number
+    elsewhere; of `torch.bool` sdpa's, True where it may look. What is added to a float is eager's in either.
     """
 
     mask: Mask | None
@@ -38,17 +40,52 @@ class ModelMask:
 
     @property
     def tensor(self) -> Tensor:
-        """The mask as eager adds it to the logits, [B, 1, T, S], made when asked for."""
-        added = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        if self.mask is None:
-            return added
-        seen = self.mask.materialize(*self.shape[2:]).to(added.device)
-        return added.masked_fill(~seen, torch.finfo(self.dtype).min)
+        """The mask as a tensor of its dtype, [B, 1, T, S]: made when first asked for, and kept but while traced."""
+        if torch.compiler.is_compiling():
+            return self._as(self.dtype)
+        kept: Tensor | None = vars(self).get("_kept")
+        if kept is None:
+            kept = self._as(self.dtype)
+            if type(kept) is Tensor:  # a fake tensor is for its mode alone
+                vars(self)["_kept"] = kept
+        return kept
+
+    def refuse_changes(self) -> None:
+        """Raise Unsupported where somebody wrote into the tensor, through a view of it: the mask is what it was."""
+        kept: Tensor | None = None if torch.compiler.is_compiling() else vars(self).get("_kept")
+        if kept is not None and not kept.is_inference() and kept._version:  # inference tensors do not count writes
+            _refuse("an in-place operation on a view")
+
+    def _as(self, dtype: torch.dtype) -> Tensor:
+        seen = torch.ones(self.shape, dtype=torch.bool, device=self.device)
+        if self.mask is not None:
+            seen = seen & self.mask.materialize(*self.shape[2:]).to(seen.device)
+        if dtype == torch.bool:
+            return seen
+        return torch.zeros(self.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+
+    def to(
+        self,
+        *target: Any,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        non_blocking: bool = False,
+        copy: bool = False,
+    ) -> ModelMask | Tensor:
+        """As `Tensor.to`. To another device it stays structure; of another dtype it is what its tensor is in that."""
+        here: Any = torch.empty(0, dtype=self.dtype, device=self.device)  # it reads the arguments as torch does
+        there = here.to(*_as_tensors(target), non_blocking=non_blocking, copy=copy).to(device=device, dtype=dtype)
+        if there.dtype != self.dtype:
+            return self.tensor.to(device=there.device, dtype=there.dtype)
+        if there.device == here.device:
+            return self
+        mask = None if self.mask is None else _moved(self.mask, there.device)
+        return replace(self, mask=mask, device=there.device)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what copy and pickle ask of any object
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.tensor, name)
+        return partial(_refuse, name) if _in_place(name) else getattr(self.tensor, name)
 
     @classmethod
     def __torch_function__(
@@ -58,7 +95,43 @@ class ModelMask:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if args and isinstance(args[0], ModelMask) and not torch.compiler.is_compiling() and function in _CHANGES:
+            _refuse(function.__name__)
+        args = _added(args) if function in _SUMS else args
         return function(*_as_tensors(args), **{name: _as_tensors(given) for name, given in (kwargs or {}).items()})
+
+
+def _in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+_SUMS = (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__)
+_CHANGES = frozenset(getattr(torch, name) for name in dir(torch) if _in_place(name))
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise Unsupported(
+        f"{name} cannot change a mask that foci made",
+        ["the mask is kept as structure, not as a tensor: the attention would not see the change"],
+        "compute a new mask and hand that to the attention, or leave this layer out by a plan",
+    )
+
+
+def _moved(mask: Mask, device: torch.device) -> Mask:
+    if isinstance(mask, All):
+        return All(tuple(_moved(part, device) for part in mask.parts))
+    tensors = {name: given.to(device) for name, given in vars(mask).items() if isinstance(given, Tensor)}
+    moved: Mask = replace(cast("Any", mask), **tensors)  # every mask but their base is a dataclass
+    return moved
+
+
+def _added(terms: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The terms of a sum: what a boolean mask adds to floats is what eager adds, not 0 and 1."""
+    floats = [term.dtype for term in terms if isinstance(term, (Tensor, ModelMask)) and term.dtype.is_floating_point]
+    return tuple(
+        term._as(floats[0]) if floats and isinstance(term, ModelMask) and term.dtype == torch.bool else term
+        for term in terms
+    )
 
 
 def _as_tensors(given: Any) -> Any:
@@ -69,7 +142,8 @@ def _as_tensors(given: Any) -> Any:
 
 def _operator(name: str) -> Callable[..., Any]:
     def operate(self: ModelMask, *others: Any) -> Any:
-        return getattr(self.tensor, name)(*_as_tensors(others))
+        mine, *theirs = _added((self, *others)) if name in ("__add__", "__radd__") else (self, *others)
+        return getattr(_as_tensors(mine), name)(*_as_tensors(theirs))
 
     return operate
 
@@ -122,6 +196,11 @@ def make_mask(
         keys = Dense(real[:, None, None, :])
         mask = keys if mask is None else mask & keys
     return made(mask)
+
+
+def make_boolean_mask(*place: Any, **options: Any) -> ModelMask:
+    """`make_mask` for a model that had sdpa's boolean masks: it computes with one of those."""
+    return make_mask(*place, **{**options, "dtype": torch.bool})
 
 
 def _structure(
