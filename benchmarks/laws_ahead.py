@@ -34,7 +34,7 @@ from foci.core.device import cores
 from foci.core.spec import Case, Outputs, Spec
 from foci.core.tune import Launch, Target, recording
 
-DONE = "done"
+DONE, FAILED = "done", "failed"
 GRAPHS = 12  # the laws of graphs: they launch what others do, and would have the graphs' compiler at work
 Noted = list[tuple[Target, Launch]]
 
@@ -55,12 +55,14 @@ def compile_ahead(
 
     def work(launch: Launch) -> str:
         os.nice(10)  # behind the laws themselves
-        return DONE if compiled(launch, target, launchers) else "failed"
+        return DONE if compiled(launch, target, launchers) else FAILED
 
     said = each(work, [*kernels.values()], workers=cores(), until=until, context="fork")  # launches cannot be sent
     took = time.monotonic() - began
     left = len(said) - said.count(DONE)  # those not begun too
-    tell(f"{len(kernels)} kernels, found in {found:.0f} s; after {took:.0f} s {left} not compiled")
+    failed = {launch.kernel.__name__ for launch, word in zip(kernels.values(), said, strict=True) if word == FAILED}
+    which = f", an error in {', '.join(sorted(failed))}" * bool(failed)
+    tell(f"{len(kernels)} kernels, found in {found:.0f} s; after {took:.0f} s {left} not compiled{which}")
 
 
 def compile_large(
