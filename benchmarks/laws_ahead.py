@@ -140,7 +140,7 @@ def _of_shapes(spec: Spec, case: Case, dtype: torch.dtype, targets: Sequence[Tar
         _note(found, target, lambda: module.forward(call))
         made = _note(found, target, lambda: module.forward(call, *_keeps(module)))
         grads = dict(zip(spec.output_names, map(torch.ones_like, made), strict=False))
-        for left in {(): None, spec.logs: None}:
+        for left in dict.fromkeys(((), spec.logs)):
             given = tuple(None if name in left else grad for name, grad in grads.items())
             _note(found, target, partial(module.backward, call, made, given, needs))
     return found

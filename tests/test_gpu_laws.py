@@ -43,6 +43,11 @@ def part(folder: Path, ends: Callable[[], object]) -> laws.Part:
     return laws.Part("scan", "2/4", folder / "check.json", process)
 
 
+def on_cpu(folder: Path) -> Namespace:
+    """What a run there has chosen: all laws of the operators' own cases."""
+    return Namespace(out=str(folder), device="cpu", dtype="bfloat16", drawn=None, laws=None)
+
+
 def stopped() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -151,7 +156,7 @@ def test_when_time_is_over_every_part_has_said_what_it_knows(tmp_path: Path, mon
         return Row(law.number, law.name, cases=1, seconds=9.0)
 
     monkeypatch.setattr(check, "ask", slowly)
-    chosen = Namespace(out=str(tmp_path), device="cpu", dtype="bfloat16", drawn=None, laws=None)
+    chosen = on_cpu(tmp_path)
     until = time.monotonic() + laws.SPARE + 6
     parts = [laws.ask("delta", "1/3", chosen, until)]
     laws.finish(parts, until + 60)
@@ -169,9 +174,7 @@ def test_who_is_stopped_leaves_no_child_behind(tmp_path: Path, monkeypatch: pyte
         time.sleep(60)
 
     monkeypatch.setattr(laws, "main", lambda *_: list(isolate.stream(asking, 60)))
-    part = laws.ask(
-        "scan", "1/1", Namespace(out=str(tmp_path), device="cpu", dtype="bfloat16", drawn=None, laws=None), math.inf
-    )
+    part = laws.ask("scan", "1/1", on_cpu(tmp_path), math.inf)
     until = time.monotonic() + 30
     while not (tmp_path / "child").exists() and time.monotonic() < until:
         time.sleep(0.05)
@@ -185,7 +188,7 @@ def test_who_is_stopped_leaves_no_child_behind(tmp_path: Path, monkeypatch: pyte
 
 def test_what_an_earlier_run_said_is_not_this_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one folder laws that nobody asked again were held."""
-    chosen = Namespace(out=str(tmp_path), device="cpu", dtype="bfloat16", drawn=None, laws=None)
+    chosen = on_cpu(tmp_path)
     report = tmp_path / "check_scan_bfloat16_1of1.json"
     report.write_text(json.dumps({"rows": [{"number": 1, "law": "x", "verdict": "PASS"}], "not_tested": []}))
     monkeypatch.setattr(laws, "_asked", lambda *_: sys.exit(3))
@@ -215,12 +218,7 @@ def test_a_part_waits_for_no_thread_of_its_parent(tmp_path: Path, monkeypatch: p
     try:
         torch.set_num_threads(2)
         attend()
-        part = laws.ask(
-            "softmax",
-            "1/3",
-            Namespace(out=str(tmp_path), device="cpu", dtype="bfloat16", drawn=None, laws=None),
-            math.inf,
-        )
+        part = laws.ask("softmax", "1/3", on_cpu(tmp_path), math.inf)
         laws.finish([part], time.monotonic() + 20)
     finally:
         torch.set_num_threads(threads)

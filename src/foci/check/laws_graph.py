@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from foci.check import compare, diagnose, laws, laws_memory, laws_pieces  # noqa: F401  their laws register themselves
 from foci.check.exam import Exam, cast
 from foci.check.laws import Finding, Findings, Law, NotTested, label, law, sized
-from foci.core.spec import Bad, Case, Inputs, Outputs
+from foci.core.spec import Bad, Case, Outputs
 
 HALF = torch.bfloat16
 CALLS, SIZES, GRAPHS = 6, (17, 24, 33, 48, 65, 96), 2
@@ -248,33 +248,39 @@ def _compiling(exam: Exam, dynamic: bool | None) -> Iterator[tuple[Callable[...,
 @law(13, "autocast and mixed dtypes")
 def autocast(exam: Exam) -> Findings:
     """Under autocast and with mixed dtypes: right within the half budget or a clear error, never an upcast."""
-    asked, mixed = False, set[str]()
+    mixed, halves = set[str](), None
     for case in exam.few(lambda case: exam.forward(case, torch.float32).outputs is not None):
-        asked, given = True, exam.fresh(case, torch.float32)
+        halves = _halves(exam, case)
         with torch.autocast(exam.device.type, HALF):
             found = exam.judge(case, torch.float32, exam.attempt(exam.fresh(case, torch.float32)))
         if found.fault:
             yield Finding(f"{case.name}, autocast", None, f"under autocast: {found.fault}")
-        yield from _half(exam, case, given, found.outputs, "under autocast")
-        for name in exam.spec.differentiable:
-            if name not in mixed and isinstance(given.get(name), Tensor):
-                mixed.add(name)
-                given, copied = (exam.fresh(case, torch.float32) for _ in range(2))
-                given[name], copied[name] = given[name].to(HALF), copied[name].to(HALF)
-                # An error is right here; a number must be the right one.
-                yield from _half(exam, case, given, exam.attempt(copied).outputs, f"with {name} in another dtype")
-    if not asked:
+        if found.outputs is not None:
+            yield from _half(exam, case, found.outputs, exam.truth(case, torch.float32), halves, "under autocast")
+        tensors = {name for name, value in exam.inputs(case, torch.float32).items() if isinstance(value, Tensor)}
+        for name in [name for name in exam.spec.differentiable if name in tensors - mixed]:
+            given, copied = (exam.fresh(case, torch.float32) for _ in range(2))
+            given[name], copied[name] = given[name].to(HALF), copied[name].to(HALF)
+            outputs = exam.attempt(copied).outputs
+            if outputs is not None:  # an error is right here; a number must be the right one
+                exact = exam.run(exam._reference, cast(given, torch.float64))
+                yield from _half(exam, case, outputs, exact, halves, f"with {name} in another dtype")
+        mixed |= tensors
+    if halves is None:
         raise NotTested("no case runs in float32")
 
 
-def _half(exam: Exam, case: Case, given: Inputs, outputs: Outputs | None, when: str) -> Findings:
-    """What it makes of these inputs, where it gives numbers."""
-    if outputs is None:
-        return
-    exact = exam.run(exam._reference, cast(given, torch.float64))
-    plains = exam.run(exam._plain, cast(exam.fresh(case, torch.float32), HALF))
-    rounded = exam.run(exam._reference, cast(cast(exam.fresh(case, torch.float32), HALF), torch.float64))
-    for name, got, whole, half, plain in zip(exam.names, outputs, exact, rounded, plains, strict=True):
+def _halves(exam: Exam, case: Case) -> tuple[Outputs, Outputs]:
+    """Of all inputs in half precision the truth, and the plain computation."""
+    inputs = [cast(exam.fresh(case, torch.float32), HALF) for _ in range(2)]  # a cast changes modules in place
+    return exam.run(exam._reference, cast(inputs[0], torch.float64)), exam.run(exam._plain, inputs[1])
+
+
+def _half(
+    exam: Exam, case: Case, outputs: Outputs, exact: Outputs, halves: tuple[Outputs, Outputs], when: str
+) -> Findings:
+    """Against the truth, and that of all inputs rounded; the yardstick is the plain computation."""
+    for name, got, whole, half, plain in zip(exam.names, outputs, exact, *halves, strict=True):
         if name in exam.spec.logs:
             continue  # its budget is finer than the rounding of the inputs, which is not the candidate's fault
         # Whether it rounds its inputs is the candidate's choice.

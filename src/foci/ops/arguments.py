@@ -41,6 +41,12 @@ def common_dtype(operator: str, tensors: dict[str, T_]) -> tuple[T_, ...]:
     return tuple(tensors.values())
 
 
+def alike(operator: str, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Those of them that are rows of keys or values, by name, in one dtype."""
+    given = {name: x for name in ALIKE if (x := tensors.get(name)) is not None}
+    return dict(zip(given, common_dtype(operator, given), strict=True))
+
+
 def by_autocast(tensors: dict[str, T_]) -> dict[str, T_]:
     """The tensors, where autocast is on in its dtype."""
     first = next(iter(tensors.values()))
@@ -213,8 +219,7 @@ def bind_step(operator: str, tensors: dict[str, Tensor | None]) -> dict[str, Ten
             known = ", ".join(f"{letter}={sizes[letter]}" if letter in sizes else letter for letter in letters)
             raise ShapeError(f"{operator}: {name} has shape {list(tensor.shape)}; expected [{known}]")
     check_heads(operator, sizes)
-    alike = {name: x for name in ALIKE if (x := tensors.get(name)) is not None}
-    found = dict(zip(alike, common_dtype(operator, alike), strict=True))
+    found = alike(operator, tensors)
     check_step(operator, found["v"], {name: x for name, x in tensors.items() if name != "slots"})
     if slotted:
         check_slots(operator, tensors["slots"], found["v"], sizes["M"])

@@ -92,8 +92,8 @@ def bind(
         "q": q, "k": k, "v": v, "beta": beta, "log_decay": None, "erase": erase, "state": state, "offsets": offsets
     }  # fmt: skip
     sizes = SIGNATURE.bind(tensors)
-    alike = {"q": q, "k": k, "v": v} if erase is None else {"q": q, "k": k, "v": v, "erase": erase}
-    q, k, v, *others = arguments.common_dtype(NAME, alike)
+    alike = arguments.alike(NAME, tensors)
+    q, k, v = (alike[name] for name in "qkv")
     arguments.check_heads(NAME, sizes)
     if not isinstance(return_state, bool):
         raise TypeError(f"{NAME}: return_state must be True or False, got {return_state!r}")
@@ -101,4 +101,4 @@ def bind(
     arguments.check_rest(NAME, v, {"beta": beta, "log_decay": log_decay, "state": state})
     arguments.check_documents(NAME, offsets, state, sizes["B"])
     scale = arguments.scaling(NAME, scale, sizes["K"])
-    return Call(q, k, v, beta, log_decay, others[0] if others else None, state, offsets, scale, return_state)
+    return Call(q, k, v, beta, log_decay, alike.get("erase"), state, offsets, scale, return_state)
