@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foci.tiles.chunk_backward import across, decayed, gather, load_in_two, onto, right, store_in_two
+from foci.tiles.chunk_backward import across, decayed, gather, load_in_two, of_beta, onto, right, store_in_two
 from foci.tiles.memory import load_tile, store_tile
 from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
 from tests.ops.in_triton import DEVICE
@@ -74,3 +74,17 @@ def test_float32_beside_bfloat16_is_two_of_them() -> None:
     found = torch.empty(32, 32, device=DEVICE)
     beside[(1,)](x.bfloat16(), y, found, V=32)
     torch.testing.assert_close(found, x.bfloat16().float() @ y.T, atol=1e-3, rtol=0)  # rounded once 2.7e-2
+
+
+@triton.jit
+def betas(by_error_ptr, beta_ptr, otherwise_ptr, into_ptr, T: tl.constexpr):  # type: ignore[no-untyped-def]
+    t = tl.arange(0, T)
+    found = of_beta(tl.load(by_error_ptr + t), tl.load(beta_ptr + t), tl.load(otherwise_ptr + t))
+    tl.store(into_ptr + t, found)
+
+
+def test_the_gradient_of_a_beta_that_is_too_small_to_divide_by_is_its_definition() -> None:
+    by_error, otherwise = torch.tensor([[3.0, -1.0, 2.0, 1e-19], [7.0, 7.0, 7.0, 7.0]], device=DEVICE).unbind()
+    beta, into = torch.tensor([2.0, -0.5, 0.0, 1e-19], device=DEVICE), torch.empty(4, device=DEVICE)
+    betas[(1,)](by_error, beta, otherwise, into, T=4)
+    assert into.tolist() == [1.5, 2.0, 7.0, 7.0]

@@ -8,7 +8,17 @@ import triton
 import triton.language as tl
 
 from foci.tiles.maps import Tiles
-from foci.tiles.memory import lines_of, load_block, load_tile, own_rows, rows_of, store_block, store_tile, unless
+from foci.tiles.memory import (
+    lines_of,
+    load_block,
+    load_halves,
+    load_tile,
+    own_rows,
+    rows_of,
+    store_block,
+    store_tile,
+    unless,
+)
 from tests.ops.in_triton import DEVICE
 
 ROWS, COLUMNS = 5, 3
@@ -140,3 +150,19 @@ def test_tiles_go_back_to_where_they_were(tma: int) -> None:
     out = torch.full((B, T, H, C), torch.nan, dtype=torch.float16, device=DEVICE)
     put_kernel[(B, H, T // 16)](by.rows(x, 16, 16), by.rows(out, 16, 16), x.stride(), T, H, C, 16, tma)
     assert torch.equal(out, x)
+
+
+@triton.jit
+def halves_kernel(x_ptr, out_ptr, h, row0, stop, H, HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
+    WIDE: tl.constexpr = 32 if HALVES else 16
+    there = own_rows(x_ptr, 0, h, stop, H, stop, WIDE, 16, 16, 0)
+    for tile in tl.static_range(2):
+        store_tile(out_ptr + tile * 256, load_halves(there, row0, stop, H, 16, HALVES, 0)[tile], 0, 16, 16, 0, 16, 1)
+
+
+@pytest.mark.parametrize("halves", [True, False])
+def test_a_square_tile_comes_with_what_it_has_lost_or_twice(halves: bool) -> None:
+    x, out = torch.randn(20, 3, 32 if halves else 16, device=DEVICE), torch.full((2, 16, 16), torch.nan, device=DEVICE)
+    halves_kernel[(1,)](x, out, 1, 8, 20, 3, halves)
+    for tile, columns in zip(out, (slice(16), slice(-16, None)), strict=True):
+        assert torch.equal(tile[:12], x[8:, 1, columns]) and not tile[12:].any()

@@ -77,3 +77,12 @@ def onto(z, high, low, y, PRECISION: tl.constexpr):  # type: ignore[no-untyped-d
     else:
         z = tl.dot(high, y, z, input_precision=PRECISION)
     return z
+
+
+@triton.jit
+def of_beta(by_error, beta, otherwise):  # type: ignore[no-untyped-def]
+    """beta's gradient, d dv / beta, of `by_error` = d dv summed over columns, as all that dv is made of has beta in it.
+
+    `otherwise`: its definition, for a beta so small that it may have left dv without some of its digits.
+    """
+    return tl.where(tl.abs(beta) > 2.0**-60, by_error / beta, otherwise)

@@ -150,3 +150,16 @@ def awaited(product, always):  # type: ignore[no-untyped-def]
     whose products are waited for otherwise, Triton does not compile this.
     """
     return tl.where(always, product, 0.0)
+
+
+@triton.jit
+def load_halves(  # type: ignore[no-untyped-def]
+    there, row0, rows, H, CHUNK: tl.constexpr, HALVES: tl.constexpr, TMA: tl.constexpr
+):
+    """A chunk's square tile of H heads' [CHUNK], and HALVES: what it has lost, beside it; else twice the same."""
+    WIDE: tl.constexpr = 2 * CHUNK if HALVES else CHUNK
+    high = load_block(there, row0, rows, H * WIDE, 0, CHUNK, 1, CHUNK, CHUNK, TMA)
+    low = high
+    if HALVES:
+        low = load_block(there, row0, rows, H * WIDE, CHUNK, WIDE, 1, CHUNK, CHUNK, TMA)
+    return high, low

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from foci.core import tune
+from foci.ops.delta.cases import Delta
 from foci.ops.delta.pieces import way
 from foci.ops.delta.spec import SPEC
 from tests.ops.delta.test_kernels_triton_backward import apart, draws, found, left_by_forward, problem, truth
@@ -54,6 +55,23 @@ def test_gradients_in_bfloat16_that_are_small_or_large(kind: str, size: float) -
     inputs = gated(kind, dtype=torch.bfloat16)
     errors = apart(inputs, tuple(size * x for x in draws(SPEC.bind(**inputs))))
     assert all(e <= BUDGET[torch.bfloat16] for e in errors.values()), errors
+
+
+@pytest.mark.usefixtures("halves")
+@pytest.mark.parametrize("K", [16, 64])  # walked by all blocks, and turned
+@pytest.mark.parametrize(
+    ("alike", "beta", "times"), [("identical", 1.0, 0.0), ("identical", 1.0, 1.0), ("correlated", 2.0, 1.0)]
+)
+def test_alike_keys_in_bfloat16_through_the_state_alone(K: int, alike: str, beta: float, times: float) -> None:
+    """With beta k rounded next to its decays, and dS behind it, v and beta were at up to 3 times their budget."""
+    worst: dict[str, float] = {}
+    for seed in range(3):
+        made = Delta("", B=1, T=128, H=1, K=K, decay="channel", alike=alike, beta=beta, full=alike == "identical")
+        inputs = made.case.make(torch.bfloat16, torch.device("cpu"), seed)
+        inputs["log_decay"] *= times
+        errors = apart(inputs, (None, draws(SPEC.bind(**inputs))[1]))
+        worst = {n: max(e, worst.get(n, 0.0)) for n, e in errors.items()}
+    assert all(e <= BUDGET[torch.bfloat16] for e in worst.values()), worst
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.bfloat16])

@@ -89,6 +89,7 @@ PROBLEMS = (
     Delta("identical keys", B=1, T=70, H=2, alike="identical"),
     Delta("identical keys, beta of 1", B=1, T=70, H=2, K=8, alike="identical", full=True),
     Delta("identical keys, beta of 2", B=1, T=70, H=2, K=8, alike="identical", beta=2.0, full=True, decay="token"),
+    Delta("identical keys, per channel", B=1, T=130, H=1, K=64, alike="identical", full=True, decay="channel"),
     Delta("correlated keys", B=1, T=131, H=2, alike="correlated"),
     Delta("correlated keys, beta of 2", B=1, T=70, H=2, alike="correlated", beta=2.0, full=True, decay="channel"),
     Delta("packed", B=1, offsets=(0, 0, 1, 8, 8, 19), decay="token"),

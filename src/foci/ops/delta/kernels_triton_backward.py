@@ -3,13 +3,14 @@
 With do, dS the gradients of the outputs and of the state at a chunk's end, X = (I + E)^-1 and the errors d of a chunk
 (ops/delta/chunked.py), the walk from the last chunk to the first is
 
-    dd = A^T do + (fall w) dS;   dv = X^T dd;   dS <- total dS + (scale rise q)^T do - (rise e)^T dv.
+    dd = A^T do + (fall w) dS;   dv = X^T dd;   dS <- total dS + (scale rise q)^T do - (rise e)^T dv,
 
-It leaves dv and dS at each chunk's end, and what is left is a matter of each chunk alone (kernels_triton_tokens.py;
-with gates per channel kernels_triton_channels.py). Keys that are alike make sums over d, dv, A and X telescope: these
-are float32 throughout, and in a product with a bfloat16 operand they are two bfloat16 (tiles/chunk_backward.py: right),
-or float32 rounded to TF32; with each other both are two bfloat16, where X and A lie so (tiles/state.py: halves). For
-float16, whose range holds no decays, all products are of float32 tiles (tiles/state.py: working).
+with gates per channel dv = (A X)^T do + (X^T fall w) dS, as its operands are made anew for it. It leaves dv and dS at
+each chunk's end, and what is left is a matter of each chunk alone (kernels_triton_tokens.py; with gates per channel
+kernels_triton_channels.py). Keys that are alike make sums over d, dv, A and X telescope: these are float32 throughout,
+and in a product with a bfloat16 operand they are two bfloat16 (tiles/chunk_backward.py: right), or float32 rounded to
+TF32; with each other both are two bfloat16, where X and A lie so (tiles/state.py: halves). For float16, whose range
+holds no decays, all products are of float32 tiles (tiles/state.py: working).
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ from foci.core.tune import (
     target_of,
 )
 from foci.tiles.affine import joined, load_state, piece_at, store_map, store_state, with_unit
-from foci.tiles.chunk_backward import right
+from foci.tiles.chunk_backward import onto, right
 from foci.tiles.maps import tiles_of
-from foci.tiles.memory import lines_of, load_block, own_rows, rows_of, store_block, store_tile, unless
-from foci.tiles.state import halves, in_two, nearest_in_two, rounded, working
+from foci.tiles.memory import lines_of, load_block, load_halves, own_rows, rows_of, store_block, store_tile, unless
+from foci.tiles.pairs import of_two, parted
+from foci.tiles.state import in_two, nearest_in_two, working
 
 CHUNK = 64
 
@@ -56,10 +58,11 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     """BLOCK_V columns of one head's dS through one sequence, or a piece of it, last chunk to first.
 
     It keeps dS at each chunk's end, and dv. dS are BLOCKS tiles of BLOCK_K channels. Per channel q, k and e come with
-    their decays, scale and beta, in bfloat16 e as two of them, `half` apart. Without `dv_ptr` a piece's map is
-    made, as by the forward's: what dS at its end is at its start; the columns behind V's blocks are M's, for which no
-    output has a gradient. FULL: in bfloat16 no digit of dS is lost, also not at a chunk's end: erase keys that are not
-    the written ones would let what is lost grow. Without decays none is lost for dv, as nothing else forgets it.
+    their decays, scale and beta, in bfloat16 k and e as two of them, `half` apart; k is X^T k and A is A X, which make
+    dv, and there is no `X_ptr`. Without `dv_ptr` a piece's map is made, as by the forward's: what dS at its end is at
+    its start; the columns behind V's blocks are M's, for which no output has a gradient. FULL: in bfloat16 no digit of
+    dS is lost, also not at a chunk's end: erase keys that are not the written ones would let what is lost grow. Per
+    channel and without decays none is lost for dv.
     """
     blocks = tl.cdiv(V, BLOCK_V) + (tl.cdiv(K, BLOCK_V) if dv_ptr is None else 0)
     v0 = tl.program_id(0) % blocks * BLOCK_V
@@ -80,12 +83,14 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     if e_ptr is not None:
         e_there = rows_of(e_ptr, row, h // R, T, stop, e_strides, K, CHUNK, BLOCK_K, TMA)
         if PER_CHANNEL and HALVES:
-            lost_there = rows_of(e_ptr + half, row, h // R, T, stop, e_strides, K, CHUNK, BLOCK_K, TMA)
+            k_lost_there = rows_of(k_ptr + half, row, h // R, T, stop, k_strides, K, CHUNK, BLOCK_K, TMA)
+            e_lost_there = rows_of(e_ptr + half, row, h // R, T, stop, e_strides, K, CHUNK, BLOCK_K, TMA)
     do_there = rows_of(d_out_ptr, row, h, T, stop, d_out_strides, V, CHUNK, BLOCK_V, TMA)
     if dv_ptr is None:
         do_there = unless(do_there, v0 >= V, H * V)
     A_there = own_rows(A_ptr, row, h, T, H, stop, WIDE, CHUNK, CHUNK, TMA)
-    X_there = own_rows(X_ptr, row, h, T, H, stop, WIDE, CHUNK, CHUNK, TMA)
+    if not PER_CHANNEL:
+        X_there = own_rows(X_ptr, row, h, T, H, stop, WIDE, CHUNK, CHUNK, TMA)
     count = tl.cdiv(stop - start, CHUNK)
     if dv_ptr is not None:
         dv_there = own_rows(dv_ptr, row, h, T, H, stop, V, CHUNK, BLOCK_V, TMA)
@@ -120,21 +125,19 @@ def walk_kernel(  # type: ignore[no-untyped-def]
         if rise_ptr is not None:
             rise = tl.load(rise_ptr + at.to(tl.int64) * H, mask=at < stop, other=0.0)
         do = load_block(do_there, t0, stop, d_out_strides[1], v0, V, d_out_strides[3], CHUNK, BLOCK_V, TMA)
-        A = load_block(A_there, t0, stop, H * WIDE, 0, CHUNK, 1, CHUNK, CHUNK, TMA)
-        X = load_block(X_there, t0, stop, H * WIDE, 0, CHUNK, 1, CHUNK, CHUNK, TMA)
+        A, A_lost = load_halves(A_there, t0, stop, H, CHUNK, HALVES, TMA)
+        if not PER_CHANNEL:
+            X, X_lost = load_halves(X_there, t0, stop, H, CHUNK, HALVES, TMA)
         # dd = A^T do + write (k dS);  dv = X^T dd
-        dd = tl.zeros([CHUNK, BLOCK_V], tl.float32)
-        if HALVES:
-            A_lost = load_block(A_there, t0, stop, H * WIDE, CHUNK, WIDE, 1, CHUNK, CHUNK, TMA)
-            X_lost = load_block(X_there, t0, stop, H * WIDE, CHUNK, WIDE, 1, CHUNK, CHUNK, TMA)
-            dd = tl.dot(tl.trans(A), do, tl.dot(tl.trans(A_lost), do, dd))
-        else:
-            dd = tl.dot(tl.trans(A), do.to(tl.float32), dd, input_precision=PRECISION)
+        dd = onto(tl.zeros([CHUNK, BLOCK_V], tl.float32), tl.trans(A), tl.trans(A_lost), working(do), PRECISION)
         read = tl.zeros([CHUNK, BLOCK_V], tl.float32)
         for j in tl.static_range(BLOCKS):
             k = working(load_block(k_there, t0, stop, k_strides[1], j * BLOCK_K, K, k_strides[3], CHUNK, BLOCK_K, TMA))
             operand = dS[j].to(k.dtype)
-            if FULL or (HALVES and total_ptr is None):
+            if PER_CHANNEL and HALVES:
+                lost = load_block(k_lost_there, t0, stop, k_strides[1], j * BLOCK_K, K, 1, CHUNK, BLOCK_K, TMA)
+                read = tl.dot(lost, operand, read)
+            if FULL or (HALVES and (PER_CHANNEL or total_ptr is None)):
                 read = tl.dot(k, (dS[j] - operand.to(tl.float32)).to(k.dtype), read)
             read = tl.dot(k, operand, read, input_precision=PRECISION)
             if ends_ptr is not None:
@@ -144,12 +147,10 @@ def walk_kernel(  # type: ignore[no-untyped-def]
                     here = ends_ptr + ((slot + chunk) * H + h) * K * V
                     store_tile(here, dS[j], j * BLOCK_K, K, V, v0, V, 1)
         dd += read if PER_CHANNEL else read * write[:, None]
-        dv = tl.zeros([CHUNK, BLOCK_V], tl.float32)
-        if HALVES:
-            above, below = in_two(dd)
-            dv = halves(tl.trans(X), tl.trans(X_lost), above, below, dv)
-        else:
-            dv = tl.dot(tl.trans(X), rounded(dd, PRECISION), dv, input_precision=PRECISION)
+        dv = dd
+        if not PER_CHANNEL:
+            above, below = parted(dd, X.dtype, PRECISION)
+            dv = of_two(tl.trans(X), tl.trans(X_lost), above, below, tl.zeros_like(dd), PRECISION)
         if dv_ptr is not None:
             said, unsaid = dv, dv
             if HALVES and not PER_CHANNEL:
@@ -178,7 +179,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
                     load_block(e_there, t0, stop, e_strides[1], j * BLOCK_K, K, e_strides[3], CHUNK, BLOCK_K, TMA)
                 )
                 if PER_CHANNEL and HALVES:
-                    lost = load_block(lost_there, t0, stop, e_strides[1], j * BLOCK_K, K, 1, CHUNK, BLOCK_K, TMA)
+                    lost = load_block(e_lost_there, t0, stop, e_strides[1], j * BLOCK_K, K, 1, CHUNK, BLOCK_K, TMA)
                     block = tl.dot(tl.trans(lost), in_two(by_erase)[0], block)
             elif BLOCKS > 1:
                 e = working(
@@ -314,7 +315,7 @@ def _walk(
     states, _, inverse, products, rise, write, gone, rows, reach = kept
     q, k, e, write = call.q, call.k, call.erase, call.beta if write is None else write
     if problem.per_channel:
-        q, k, e, gone = channels.with_decays(problem, states)
+        q, k, e, gone, products = channels.for_walk(problem, kept)
     two = call.v.dtype == torch.bfloat16 and not problem.per_channel
     dv, beside = _room(problem, two)
     config, operands = problem.config(*_named(call, problem.per_channel)), (q, k, e, d_out, d_value)
@@ -338,14 +339,14 @@ def _walk(
 
     if by_channel:
         channel_walks.backward(
-            call, (q, k, e, gone, products, inverse, d_out, d_final), results, pieces.programs * H * blocks, config
+            call, (q, k, e, gone, products, d_out, d_final), results, pieces.programs * H * blocks, config
         )
         return dv, behind
     if turned:  # here shared memory has no room for as much
         blocks, narrow = apart, {**config.blocks, "BLOCK_V": _narrow(K)}
         config = Config(narrow, config.warps, min(config.stages, 2))
 
-    pairs, gates = (products, inverse), (rise, write, gone)
+    pairs, gates = (products, None if problem.per_channel else inverse), (rise, write, gone)
     go = _launcher(problem, operands, pairs, gates, d_final, pieces, config, able, full)
     if pieces.tokens:
         # Made again and not kept: what a forward keeps is declared to the compiler, whose lengths are symbols.
@@ -355,7 +356,7 @@ def _walk(
 
 
 def _launcher(
-    problem: _Problem, operands: tuple[Tensor | None, ...], pairs: tuple[Tensor, Tensor],
+    problem: _Problem, operands: tuple[Tensor | None, ...], pairs: tuple[Tensor, Tensor | None],
     gates: tuple[Tensor | None, ...], d_final: Tensor | None, pieces: Any, config: Config, able: bool, full: bool,
 ) -> Callable[..., None]:  # fmt: skip
     """What launches so many programs of `walk_kernel`, which fill dv, what it leaves, dS behind chunks and the first.
@@ -378,7 +379,7 @@ def _launcher(
             tiles.rows(products, *pair), tiles.rows(inverse, *pair), tiles.rows(d_out, *value), d_final,
             problem.call.offsets, pieces.M, pieces.N, tiles.rows(dv, *value), tiles.rows(beside, *value),
             behind if full else tiles.lines(behind, key[1], value[1]), d_state,
-            q.stride(), k.stride(), None if e is None else e.stride()[-4:], write.stride(), d_out.stride(),
+            q.stride(), k.stride()[-4:], None if e is None else e.stride()[-4:], write.stride(), d_out.stride(),
             strides(d_final), problem.call.scale, problem.T, problem.N, H, R, K, V, q.numel(),
             config=config, PER_CHANNEL=problem.per_channel, HALVES=products.dtype == torch.bfloat16,
             PRECISION=problem.precision, JOIN=precision(torch.float32, problem.target), CHUNK=CHUNK,

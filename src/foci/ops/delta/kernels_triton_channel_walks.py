@@ -97,13 +97,13 @@ def channel_walk_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def channel_walk_back_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, total_ptr, A_ptr, X_ptr, d_out_ptr, d_final_ptr, offsets_ptr,
+    q_ptr, k_ptr, e_ptr, total_ptr, A_ptr, d_out_ptr, d_final_ptr, offsets_ptr,
     dv_ptr, d_value_ptr, ends_ptr, d_state_ptr, d_out_strides, d_final_strides, B, T, N, H, V,
     WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """The backward's walk, turned over in the same way: of scale rise q, fall beta k, and rise e in two.
+    """The backward's walk, turned over in the same way: of scale rise q; X^T fall beta k, A X and rise e in two.
 
-    dd^T = do^T A + dS^T (fall beta k)^T;  dv^T = dd^T X;  dS^T <- dS^T total + do^T (scale rise q) - dv^T (rise e)
+    dv^T = do^T A X + dS^T (X^T fall beta k)^T;  dS^T <- dS^T total + do^T (scale rise q) - dv^T (rise e)
     """
     K: tl.constexpr = BLOCK_K
     v0 = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * BLOCK_V
@@ -114,10 +114,10 @@ def channel_walk_back_kernel(  # type: ignore[no-untyped-def]
     tokens, first = row * T * H + h, tl.cast(slot, tl.int64) * H + h
     q_there = own_rows(q_ptr, row, h, T, H, stop, K, CHUNK, K, TMA)
     k_there = own_rows(k_ptr, row, h, T, H, stop, K, CHUNK, K, TMA)
+    k_lost_there = own_rows(k_ptr, row + B, h, T, H, stop, K, CHUNK, K, TMA)
     e_there = own_rows(e_ptr, row, h, T, H, stop, K, CHUNK, K, TMA)
-    lost_there = own_rows(e_ptr, row + B, h, T, H, stop, K, CHUNK, K, TMA)
+    e_lost_there = own_rows(e_ptr, row + B, h, T, H, stop, K, CHUNK, K, TMA)
     A_there = own_rows(A_ptr, row, h, T, H, stop, 2 * CHUNK, CHUNK, CHUNK, TMA)
-    X_there = own_rows(X_ptr, row, h, T, H, stop, 2 * CHUNK, CHUNK, CHUNK, TMA)
     do_there = rows_of(d_out_ptr, row, h, T, stop, d_out_strides, V, CHUNK, BLOCK_V, TMA)
     if d_final_ptr is not None:
         d_final_ptr += n * d_final_strides[0] + h * d_final_strides[1]
@@ -128,20 +128,19 @@ def channel_walk_back_kernel(  # type: ignore[no-untyped-def]
     for i in tl.range(count, disable_licm=TMA == 2):
         t0 = start + (count - 1 - i) * CHUNK
         k = loaded(k_there, t0, 0)
+        k_lost = loaded(k_lost_there, t0, 0)
         operand = dS.to(tl.bfloat16)
-        dd = tl.dot(operand, tl.trans(k))
+        dv = tl.dot(operand, tl.trans(k_lost), tl.dot((dS - operand.to(tl.float32)).to(tl.bfloat16), tl.trans(k)))
+        dv = tl.dot(operand, tl.trans(k), dv)
         write(ends_ptr, tl.trans(operand), 0, K, V, v0, V, WHOLE)
         ends_ptr -= H * K * V
         do, A, A_lost = loaded(do_there, t0, v0), loaded(A_there, t0, 0), loaded(A_there, t0, CHUNK)
-        dd = tl.dot(tl.trans(do), A, tl.dot(tl.trans(do), A_lost, dd))
-        high, low = in_two(dd)
-        X, X_lost = loaded(X_there, t0, 0), loaded(X_there, t0, CHUNK)
-        dv = halves(high, low, X, X_lost, tl.zeros_like(dd))
+        dv = tl.dot(tl.trans(do), A, tl.dot(tl.trans(do), A_lost, dv))
         dS *= gone[None, :]
         total_ptr -= H * K
         gone = load_row(total_ptr, 0, tl.where(i + 1 < count, K, 0), K)
         high, low = in_two(-dv)
-        e, e_lost, q = loaded(e_there, t0, 0), loaded(lost_there, t0, 0), loaded(q_there, t0, 0)
+        e, e_lost, q = loaded(e_there, t0, 0), loaded(e_lost_there, t0, 0), loaded(q_there, t0, 0)
         dS = tl.dot(tl.trans(do), q, halves(high, low, e, e_lost, dS))
         write(dv_ptr + tokens * V, tl.trans(dv), t0, stop, H * V, v0, V, WHOLE)
         if d_value_ptr is not None:
@@ -181,15 +180,15 @@ def backward(
 ) -> None:
     """Fills dv, its copy, the gradients of states and the first one's (`results`).
 
-    `operands`: scale rise q, fall beta k, rise e, total, A, X, and the gradients of out and of the last state.
+    `operands`: scale rise q, X^T fall beta k, rise e, total, A X, and the gradients of out and of the last state.
     """
     B, T, _, H, K, V, N = call.sizes
-    q, k, e, total, products, inverse, d_out, d_final = operands
+    q, k, e, total, products, d_out, d_final = operands
     whole, key, value, pair = _whole(call, walk), (CHUNK, K), (CHUNK, walk["BLOCK_V"]), (CHUNK, CHUNK)
     by = tiles_of(True, whole, CHUNK, call.offsets, q, d_out)
     launch(
         channel_walk_back_kernel, (programs,),
-        by.rows(q, *key), by.rows(k, *key), by.rows(e, *key), total, by.rows(products, *pair), by.rows(inverse, *pair),
+        by.rows(q, *key), by.rows(k, *key), by.rows(e, *key), total, by.rows(products, *pair),
         by.rows(d_out, *value), d_final, call.offsets, *results, d_out.stride(), strides(d_final), B, T, N, H, V,
         config=walk, WHOLE=whole, CHUNK=CHUNK, TMA=by.tma,
     )  # fmt: skip

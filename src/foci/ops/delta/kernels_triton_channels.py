@@ -1,9 +1,9 @@
-"""What gates per channel ask of the delta rule's backward in Triton: decayed operands, and a chunk's gradients.
+"""What gates per channel ask of the delta rule's backward in Triton: operands of its walk, and a chunk's gradients.
 
-Its walk (kernels_triton_backward.py) reads scale rise q, fall beta k, rise e and each chunk's total, which the first
-launch here makes. The last one makes dA = do d^T and dE = -dv d^T of one chunk and head, and goes through the channels
-in blocks, each of which has decays of its own. In bfloat16 pairs are those of tiles/pairs.py, of float32 rounded to
-TF32 or two bfloat16, else those of tiles/gates.py.
+Its walk (kernels_triton_backward.py) reads scale rise q, X^T fall beta k, rise e, A X and each chunk's total, which the
+first launch here makes. The last one makes dA = do d^T and dE = -dv d^T of one chunk and head, and goes through the
+channels in blocks, each of which has decays of its own. In bfloat16 pairs are those of tiles/pairs.py, of float32
+rounded to TF32 or two bfloat16, else those of tiles/gates.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from foci.core.tune import Config, Target, beside, launch, side, strides
 from foci.tiles import gates, near
-from foci.tiles.chunk_backward import decayed, gather, store_in_two
+from foci.tiles.chunk_backward import decayed, gather, load_in_two, of_beta, store_in_two
 from foci.tiles.gates import load_gates, pairs_backward_onto, total
 from foci.tiles.memory import load_row, load_tile, store_tile
 from foci.tiles.near import DOWN, UP
-from foci.tiles.pairs import band_backward, below, on_diagonal, parted, sums_behind
+from foci.tiles.pairs import band_backward, below, of_two, on_diagonal, parted, sums_behind
 from foci.tiles.state import chunk_at, working
 from foci.tiles.through import onto_end, outers, through_states
 from foci.tiles.turns import begin_next, wait_for_last
@@ -33,37 +33,57 @@ CHUNK = 64
 
 @triton.jit
 def ends_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr, risen_q_ptr, fallen_k_ptr, risen_e_ptr, total_ptr, sums_ptr,
+    q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, A_ptr, X_ptr, offsets_ptr,
+    risen_q_ptr, solved_k_ptr, risen_e_ptr, solved_A_ptr, total_ptr, sums_ptr,
     q_strides, k_strides, e_strides, beta_strides, g_strides, scale, T, N, H, R, K, half,
-    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """scale rise q, fall beta k, rise e [B,T,H,K], total of one chunk, head and block of K; e in bfloat16 as two.
+    """scale rise q, X^T fall beta k, rise e [B,T,H,K], total of one chunk, head and block of K; or so many rows of A X.
 
-    In half precision also what gates sum to, which tells of totals that float32 has no number for.
+    In bfloat16 all but scale rise q are two each. In half precision also what gates sum to, which tells of totals that
+    float32 has no number for.
     """
     NEAR: tl.constexpr = q_ptr.dtype.element_ty != tl.float32
-    k0, rest = tl.program_id(0) % tl.cdiv(K, BLOCK_K) * BLOCK_K, tl.program_id(0) // tl.cdiv(K, BLOCK_K)
+    WIDE: tl.constexpr = 2 * CHUNK if X_ptr.dtype.element_ty == tl.bfloat16 else CHUNK
+    blocks = tl.cdiv(K, BLOCK_K)
+    parts = blocks + CHUNK // BLOCK_K
+    part, rest = tl.program_id(0) % parts, tl.program_id(0) // parts
     h = (rest % H).to(tl.int64)
     n, b, t0, stop, slot = chunk_at(offsets_ptr, rest // H, N, T, CHUNK)
     if n < 0:
         return
     row = tl.cast(b, tl.int64)
-    here = g_ptr + row * g_strides[0] + h * g_strides[2]
-    g = load_tile(here, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
-    rise, fall = near.ends(g, True, NEAR)
-    beta = load_gates(beta_ptr + row * beta_strides[0] + h * beta_strides[2], t0, stop, beta_strides[1], CHUNK)
-    into = (row * T * H + h) * K
-    q = decayed(q_ptr, q_strides, row, h // R, scale * rise, t0, stop, k0, K)
-    store_tile(risen_q_ptr + into, q, t0, stop, H * K, k0, K, 1)
-    k = decayed(k_ptr, k_strides, row, h // R, fall * beta[:, None], t0, stop, k0, K)
-    store_tile(fallen_k_ptr + into, k, t0, stop, H * K, k0, K, 1)
-    e = decayed(e_ptr, e_strides, row, h // R, rise, t0, stop, k0, K)
-    store_in_two(risen_e_ptr + into, half, e, t0, stop, H * K, k0, K)
-    c = k0 + tl.arange(0, BLOCK_K)
-    whole = tl.sum(near.bounded(g) if NEAR else g, 0)
-    tl.store(total_ptr + (slot * H + h) * K + c, tl.exp(whole), mask=c < K)
-    if NEAR:
-        tl.store(sums_ptr + (slot * H + h) * K + c, whole, mask=c < K)
+    first = row * T * H + h
+    X, X_lost = load_in_two(X_ptr + first * WIDE, CHUNK, t0, stop, H * WIDE, CHUNK, False)
+    zeros = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+    if part < blocks:
+        k0, into = part * BLOCK_K, first * K
+        here = g_ptr + row * g_strides[0] + h * g_strides[2]
+        g = load_tile(here, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
+        rise, fall = near.ends(g, True, NEAR)
+        beta = load_gates(beta_ptr + row * beta_strides[0] + h * beta_strides[2], t0, stop, beta_strides[1], CHUNK)
+        q = decayed(q_ptr, q_strides, row, h // R, scale * rise, t0, stop, k0, K)
+        store_tile(risen_q_ptr + into, q, t0, stop, H * K, k0, K, 1)
+        e = decayed(e_ptr, e_strides, row, h // R, rise, t0, stop, k0, K)
+        store_in_two(risen_e_ptr + into, half, e, t0, stop, H * K, k0, K)
+        c = k0 + tl.arange(0, BLOCK_K)
+        whole = tl.sum(near.bounded(g) if NEAR else g, 0)
+        tl.store(total_ptr + (slot * H + h) * K + c, tl.exp(whole), mask=c < K)
+        if NEAR:
+            tl.store(sums_ptr + (slot * H + h) * K + c, whole, mask=c < K)
+        k = decayed(k_ptr, k_strides, row, h // R, fall * beta[:, None], t0, stop, k0, K)
+        high, low = parted(k, X.dtype, PRECISION)
+        k = of_two(tl.trans(X), tl.trans(X_lost), high, low, zeros, PRECISION)
+        store_in_two(solved_k_ptr + into, half, k, t0, stop, H * K, k0, K)
+    else:
+        r = t0 + (part - blocks) * BLOCK_K
+        A = load_tile(A_ptr + first * WIDE, r, stop, H * WIDE, 0, CHUNK, 1, BLOCK_K, CHUNK)
+        A_lost = A
+        if WIDE > CHUNK:
+            A_lost = load_tile(A_ptr + first * WIDE + CHUNK, r, stop, H * WIDE, 0, CHUNK, 1, BLOCK_K, CHUNK)
+        # as X^T A^T: of X on the right of a product every warp would hold all
+        A = tl.trans(of_two(tl.trans(X), tl.trans(X_lost), tl.trans(A), tl.trans(A_lost), zeros, PRECISION))
+        store_in_two(solved_A_ptr + first * WIDE, CHUNK, A, r, stop, H * WIDE, 0, CHUNK)
 
 
 @triton.jit
@@ -184,7 +204,7 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
             dA, dE = outers(
                 out_ptr, d_out_strides, value_ptr, d_ptr, H * V, t0, stop, V, DTYPE, PRECISION, CHUNK, BLOCK_V, WHOLE
             )
-            on = scale * on_diagonal(dA)
+            on, by_error = scale * on_diagonal(dA), on_diagonal(dE)
             dA, dE = below(scale * dA), -below(dE)
             pairs_ptr = dP_ptr + head * PARTS * CHUNK
             high, low = parted(dA, DTYPE, PRECISION)
@@ -268,6 +288,7 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
                 gather(d_k_ptr, k_sums_ptr, into, d_k, r, R, t0, stop, G * K, k0, K)
             if d_beta_ptr is not None:
                 at = (t0 + tl.arange(0, CHUNK)).to(tl.int64)
+                d_beta = of_beta(by_error, beta, d_beta)
                 tl.store(d_beta_ptr + head + at * H, d_beta, mask=at < stop)
     if not FAR and tl.program_id(0) == tl.num_programs(0) - 1:
         wait_for_last(BESIDE)
@@ -289,7 +310,9 @@ def operands(  # type: ignore[no-untyped-def]
 
 
 def _ends_rule(K: int, V: int, dtype: torch.dtype, target: Target) -> Config:
-    return Config({"BLOCK_K": side(K, 32)}, warps=4, stages=1)
+    half = dtype == torch.bfloat16
+    wide = half and target.arch == 90  # as measured on an H200
+    return Config({"BLOCK_K": side(K, 64 if wide else 32)}, warps=4 if half else 8, stages=1)
 
 
 def _channels_rule(K: int, V: int, dtype: torch.dtype, target: Target) -> Config:
@@ -305,24 +328,27 @@ def _near_rule(K: int, V: int, dtype: torch.dtype, target: Target) -> Config:
     return Config({"BLOCK_K": 16, "BLOCK_V": side(V, 32)}, warps=8, stages=1)
 
 
-def with_decays(problem: Any, states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """scale rise q, fall beta k, rise e [B,T,H,K], total [slots,H,K]; rise e in bfloat16 as two, [2,..].
+def for_walk(problem: Any, kept: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """scale rise q, X^T fall beta k, rise e [B,T,H,K], total [slots,H,K], A X; k, e and A X in bfloat16 as two.
 
     The problem is given what gates sum to.
     """
-    call, shape = problem.call, (problem.B, problem.T, problem.H, problem.K)
-    q, k = states.new_empty(2, *shape).unbind()
-    e = states.new_empty(*((2,) if states.dtype == torch.bfloat16 else ()), *shape)
+    call, (states, _, inverse, products) = problem.call, kept[:4]
+    shape = problem.B, problem.T, problem.H, problem.K
+    q, parts = states.new_empty(shape), (2,) if states.dtype == torch.bfloat16 else ()
+    k, e = states.new_empty(2, *parts, *shape).unbind()
+    A = torch.empty_like(products)
     gone, sums = states.new_empty(2, states.numel() // problem.V, dtype=torch.float32).unbind()
     config = problem.config("ends", _ends_rule)
     launch(
-        ends_kernel, (problem.chunks * problem.H * -(-problem.K // config["BLOCK_K"]),),
-        call.q, call.k, problem.erase, call.beta, problem.g, call.offsets, q, k, e, gone, sums,
+        ends_kernel, (problem.chunks * problem.H * (-(-problem.K // config["BLOCK_K"]) + CHUNK // config["BLOCK_K"]),),
+        call.q, call.k, problem.erase, call.beta, problem.g, products, inverse, call.offsets, q, k, e, A, gone, sums,
         call.q.stride(), call.k.stride(), problem.erase.stride(), call.beta.stride(), strides(problem.g), call.scale,
-        problem.T, problem.N, problem.H, problem.H // problem.G, problem.K, q.numel(), config=config, CHUNK=CHUNK,
+        problem.T, problem.N, problem.H, problem.H // problem.G, problem.K, q.numel(),
+        config=config, PRECISION=problem.precision, CHUNK=CHUNK,
     )  # fmt: skip
     problem.gates = sums
-    return q, k, e, gone
+    return q, k, e, gone, A
 
 
 def side_by_channel(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Tensor, behind: Tensor) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from foci.core.tune import Config, Target, configure, launch, side, strides
 from foci.tiles import near
-from foci.tiles.chunk_backward import across, load_in_two, onto, store_in_two
+from foci.tiles.chunk_backward import across, load_in_two, of_beta, onto, store_in_two
 from foci.tiles.gates import by_ends, by_pairs, load_gates
 from foci.tiles.memory import load_tile, store_tile
 from foci.tiles.pairs import parted
@@ -40,7 +40,6 @@ from foci.tiles.state import chunk_at, rounded, working
 from foci.tiles.whole import read, within, write
 
 CHUNK = 64
-FAINT: tl.constexpr = tl.constexpr(2.0**-60)  # a beta that may have left dv without some of its digits
 CLEAR: tl.constexpr = tl.constexpr(2.0**-8)  # a decay that leaves a rest larger than the rounding of what it is left of
 
 
@@ -355,7 +354,7 @@ def gates_kernel(  # type: ignore[no-untyped-def]
     if d_beta_ptr is not None:
         d_beta = columns_A + columns_E + by_fall
         if TWO and g_ptr is None:
-            d_beta = tl.where(tl.abs(beta) > FAINT, by_error / beta, d_beta)
+            d_beta = of_beta(by_error, beta, d_beta)
         store_tile(d_beta_ptr + row * T * H, d_beta, first, stop, H, h0, H, 1)
     if d_g_ptr is not None:
         by_E = load_tile(rows_ptr + 3 * apart, 0, left, 1, h0, H, CHUNK, CHUNK, BLOCK_H)
