@@ -79,7 +79,7 @@ def test_float32_beside_bfloat16_is_two_of_them() -> None:
 @triton.jit
 def betas(by_error_ptr, beta_ptr, otherwise_ptr, into_ptr, T: tl.constexpr):  # type: ignore[no-untyped-def]
     t = tl.arange(0, T)
-    found = of_beta(tl.load(by_error_ptr + t), tl.load(beta_ptr + t), tl.load(otherwise_ptr + t))
+    found = of_beta(tl.load(by_error_ptr + t), tl.load(beta_ptr + t), tl.load(otherwise_ptr + t), 2.0**-60)
     tl.store(into_ptr + t, found)
 
 

@@ -80,9 +80,9 @@ def onto(z, high, low, y, PRECISION: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit
-def of_beta(by_error, beta, otherwise):  # type: ignore[no-untyped-def]
+def of_beta(by_error, beta, otherwise, FAINT: tl.constexpr):  # type: ignore[no-untyped-def]
     """beta's gradient, d dv / beta, of `by_error` = d dv summed over columns, as all that dv is made of has beta in it.
 
-    `otherwise`: its definition, for a beta so small that it may have left dv without some of its digits.
+    `otherwise`: its definition, for a beta of at most FAINT, which may have left dv without some of its digits.
     """
-    return tl.where(tl.abs(beta) > 2.0**-60, by_error / beta, otherwise)
+    return tl.where(tl.abs(beta) > FAINT, by_error / beta, otherwise)

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from foci.core import tune
+from foci.ops.delta.api import delta_rule
 from foci.ops.delta.cases import Delta
 from foci.ops.delta.pieces import way
 from foci.ops.delta.spec import SPEC
 from tests.ops.delta.test_kernels_triton_backward import apart, draws, found, left_by_forward, problem, truth
 from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
-from tests.ops.recurrences import BUDGET, error
+from tests.ops.in_triton import there
+from tests.ops.recurrences import BUDGET, answers, error, exact
 
 from foci.ops.delta import kernels_triton_backward as backward  # isort: skip  after Triton's presence is known
 from foci.ops.delta import kernels_triton_channels as kernels  # isort: skip
@@ -72,6 +74,18 @@ def test_alike_keys_in_bfloat16_through_the_state_alone(K: int, alike: str, beta
         errors = apart(inputs, (None, draws(SPEC.bind(**inputs))[1]))
         worst = {n: max(e, worst.get(n, 0.0)) for n, e in errors.items()}
     assert all(e <= BUDGET[torch.bfloat16] for e in worst.values()), worst
+
+
+@pytest.mark.usefixtures("halves")
+@pytest.mark.parametrize("least", [1e-8, 1e-10, 1e-13, 1e-16, 1e-20, 0.0])
+def test_a_beta_may_be_so_small_that_dv_has_lost_digits(least: float) -> None:
+    """Its gradient is not d dv / beta then: by that it was at up to 173 times its budget."""
+    inputs = Delta("", B=1, T=70, H=1, K=32, decay="channel").case.make(torch.bfloat16, torch.device("cpu"), 0)
+    inputs["beta"][:, ::3] = least
+    got = answers(delta_rule, SPEC, there(inputs), "triton")
+    wanted = answers(delta_rule, SPEC, exact(inputs), "reference")
+    errors = {n: error(got[n], wanted[n]) for n in wanted if wanted[n].numel()}
+    assert all(e <= BUDGET[torch.bfloat16] for e in errors.values()), errors
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.bfloat16])

@@ -288,7 +288,7 @@ def near_side_kernel(  # type: ignore[no-untyped-def]
                 gather(d_k_ptr, k_sums_ptr, into, d_k, r, R, t0, stop, G * K, k0, K)
             if d_beta_ptr is not None:
                 at = (t0 + tl.arange(0, CHUNK)).to(tl.int64)
-                d_beta = of_beta(by_error, beta, d_beta)
+                d_beta = of_beta(by_error, beta, d_beta, 2.0**-30)  # columns of pairs are up to 2^88 times as small
                 tl.store(d_beta_ptr + head + at * H, d_beta, mask=at < stop)
     if not FAR and tl.program_id(0) == tl.num_programs(0) - 1:
         wait_for_last(BESIDE)

@@ -354,7 +354,7 @@ def gates_kernel(  # type: ignore[no-untyped-def]
     if d_beta_ptr is not None:
         d_beta = columns_A + columns_E + by_fall
         if TWO and g_ptr is None:
-            d_beta = of_beta(by_error, beta, d_beta)
+            d_beta = of_beta(by_error, beta, d_beta, 2.0**-60)
         store_tile(d_beta_ptr + row * T * H, d_beta, first, stop, H, h0, H, 1)
     if d_g_ptr is not None:
         by_E = load_tile(rows_ptr + 3 * apart, 0, left, 1, h0, H, CHUNK, CHUNK, BLOCK_H)
