@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foci.tiles.chunk_backward import across, decayed, gather, load_in_two, of_beta, onto, right, store_in_two
+from foci.tiles.chunk_backward import across, gather, load_in_two, of_beta, onto, right, store_in_two
 from foci.tiles.memory import load_tile, store_tile
 from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
 from tests.ops.in_triton import DEVICE
@@ -18,7 +18,7 @@ def products(x_ptr, y_ptr, right_ptr, onto_ptr, across_ptr, V: tl.constexpr):  #
     x, y = load_tile(x_ptr, 0, V, V, 0, V, 1, V, V), load_tile(y_ptr, 0, V, V, 0, V, 1, V, V)
     store_tile(right_ptr, right(x, y, y, "ieee"), 0, V, V, 0, V, 1)
     store_tile(across_ptr, across(x, tl.trans(y), y, "ieee"), 0, V, V, 0, V, 1)
-    high, low = load_in_two(x_ptr, 0, 0, V, V, V, True)
+    high, low = load_in_two(x_ptr, 0, 0, V, V, V, V, True)
     store_tile(onto_ptr, onto(y, high, low, y, "ieee"), 0, V, V, 0, V, 1)
 
 
@@ -46,20 +46,33 @@ def test_heads_are_summed_one_after_the_other() -> None:
 
 
 @triton.jit
-def in_two(x_ptr, w_ptr, into_ptr, half, rows, K):  # type: ignore[no-untyped-def]
-    w = load_tile(w_ptr, 0, rows, K, 0, K, 1, 32, 32)
-    tile = decayed(x_ptr, (0, K, 0, 1), 0, 0, w, 0, rows, 0, K)
-    store_in_two(into_ptr, half, tile, 0, rows, K, 0, K)
+def in_two(x_ptr, into_ptr, half, rows, K, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    tile = load_tile(x_ptr, 0, rows, K, 0, K, 1, 32, 32)
+    store_in_two(into_ptr, half, tile, 0, rows, K, 0, K, WHOLE)
 
 
-def test_a_tile_with_its_decays_keeps_its_digits_as_two_in_bfloat16() -> None:
-    x, w = torch.randn(2, 21, 20, device=DEVICE).unbind()
-    two = torch.empty(2, 21, 20, device=DEVICE, dtype=torch.bfloat16)
-    in_two[(1,)](x, w, two, two[0].numel(), 21, 20)
-    torch.testing.assert_close(two.float().sum(0), x * w, atol=0, rtol=2**-14)  # the interpreter cuts digits off
-    one = torch.empty(21, 20, device=DEVICE)
-    in_two[(1,)](x, w, one, 0, 21, 20)
-    assert torch.equal(one, x * w)
+@pytest.mark.parametrize("rows, K, whole", [(21, 20, False), (32, 32, True)])
+def test_a_tile_keeps_its_digits_as_two_in_bfloat16(rows: int, K: int, whole: bool) -> None:
+    x = torch.randn(rows, K, device=DEVICE)
+    two = torch.empty(2, rows, K, device=DEVICE, dtype=torch.bfloat16)
+    in_two[(1,)](x, two, two[0].numel(), rows, K, WHOLE=whole)
+    torch.testing.assert_close(two.float().sum(0), x, atol=0, rtol=2**-14)  # the interpreter cuts digits off
+    one = torch.empty(rows, K, device=DEVICE)
+    in_two[(1,)](x, one, 0, rows, K, WHOLE=whole)
+    assert torch.equal(one, x)
+
+
+@triton.jit
+def rows_in_two(x_ptr, into_ptr, half, rows, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    high, low = load_in_two(x_ptr, half, 1, rows, 32, ROWS, 32, False)
+    store_tile(into_ptr, high.to(tl.float32) + low.to(tl.float32), 0, ROWS, 32, 0, 32, 1)
+
+
+def test_rows_that_are_two_are_loaded_from_any_on_and_end_with_zeros() -> None:
+    two = torch.randn(2, 12, 32, device=DEVICE).bfloat16()
+    into = torch.empty(16, 32, device=DEVICE)
+    rows_in_two[(1,)](two, into, two[0].numel(), 12, ROWS=16)
+    assert torch.equal(into[:11], two[:, 1:].float().sum(0)) and not into[11:].any()
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from foci.tiles.memory import load_tile, store_tile
 from foci.tiles.state import in_two, rounded
-from foci.tiles.whole import read
+from foci.tiles.whole import read, write
 
 
 @triton.jit
@@ -32,19 +32,11 @@ def across(x, y, z, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def decayed(ptr, strides, row, h, decays, t0, stop, k0, K):  # type: ignore[no-untyped-def]
-    """A tile of a row's head h, each number times its decay."""
-    ptr += row * strides[0] + h * strides[2]
-    x = load_tile(ptr, t0, stop, strides[1], k0, K, strides[3], decays.shape[0], decays.shape[1])
-    return decays * x.to(tl.float32)
-
-
-@triton.jit
-def store_in_two(ptr, half, tile, t0, stop, stride, k0, K):  # type: ignore[no-untyped-def]
+def store_in_two(ptr, half, tile, t0, stop, stride, k0, K, WHOLE: tl.constexpr = False):  # type: ignore[no-untyped-def]
     """A tile in float32; in bfloat16 its rounding, and `half` behind it what that left."""
-    store_tile(ptr, tile, t0, stop, stride, k0, K, 1)
+    write(ptr, tile, t0, stop, stride, k0, K, WHOLE)
     if ptr.dtype.element_ty == tl.bfloat16:
-        store_tile(ptr + half, tile - tile.to(tl.bfloat16).to(tl.float32), t0, stop, stride, k0, K, 1)
+        write(ptr + half, tile - tile.to(tl.bfloat16).to(tl.float32), t0, stop, stride, k0, K, WHOLE)
 
 
 @triton.jit
@@ -60,12 +52,12 @@ def gather(ptr, sums_ptr, into, tile, r, R, t0, stop, stride, k0, K):  # type: i
 
 
 @triton.jit
-def load_in_two(ptr, half, t0, stop, stride, BLOCK: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A square tile as `store_in_two` left it; twice the same where it left one."""
-    high = read(ptr, t0, stop, stride, 0, BLOCK, 1, BLOCK, BLOCK, WHOLE, True)
+def load_in_two(ptr, half, t0, stop, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile of all columns as `store_in_two` left it; twice the same where it left one."""
+    high = read(ptr, t0, stop, stride, 0, COLUMNS, 1, ROWS, COLUMNS, WHOLE, True)
     low = high
     if ptr.dtype.element_ty == tl.bfloat16:
-        low = read(ptr + half, t0, stop, stride, 0, BLOCK, 1, BLOCK, BLOCK, WHOLE, True)
+        low = read(ptr + half, t0, stop, stride, 0, COLUMNS, 1, ROWS, COLUMNS, WHOLE, True)
     return high, low
 
 

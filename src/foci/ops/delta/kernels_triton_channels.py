@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foci.core.tune import Config, Target, beside, launch, side, strides
 from foci.tiles import gates, near
-from foci.tiles.chunk_backward import decayed, gather, load_in_two, of_beta, store_in_two
+from foci.tiles.chunk_backward import gather, load_in_two, of_beta, store_in_two
 from foci.tiles.gates import load_gates, pairs_backward_onto, total
 from foci.tiles.memory import load_row, load_tile, store_tile
 from foci.tiles.near import DOWN, UP
@@ -36,12 +36,12 @@ def ends_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, A_ptr, X_ptr, offsets_ptr,
     risen_q_ptr, solved_k_ptr, risen_e_ptr, solved_A_ptr, total_ptr, sums_ptr,
     q_strides, k_strides, e_strides, beta_strides, g_strides, scale, T, N, H, R, K, half,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """scale rise q, X^T fall beta k, rise e [B,T,H,K], total of one chunk, head and block of K; or so many rows of A X.
 
     In bfloat16 all but scale rise q are two each. In half precision also what gates sum to, which tells of totals that
-    float32 has no number for.
+    float32 has no number for. Without `e_ptr` k erases; WHOLE: no tile reaches beyond its tensor (tiles/whole.py).
     """
     NEAR: tl.constexpr = q_ptr.dtype.element_ty != tl.float32
     WIDE: tl.constexpr = 2 * CHUNK if X_ptr.dtype.element_ty == tl.bfloat16 else CHUNK
@@ -54,36 +54,38 @@ def ends_kernel(  # type: ignore[no-untyped-def]
         return
     row = tl.cast(b, tl.int64)
     first = row * T * H + h
-    X, X_lost = load_in_two(X_ptr + first * WIDE, CHUNK, t0, stop, H * WIDE, CHUNK, False)
+    X, X_lost = load_in_two(X_ptr + first * WIDE, CHUNK, t0, stop, H * WIDE, CHUNK, CHUNK, WHOLE)
     zeros = tl.zeros([CHUNK, BLOCK_K], tl.float32)
     if part < blocks:
         k0, into = part * BLOCK_K, first * K
         here = g_ptr + row * g_strides[0] + h * g_strides[2]
-        g = load_tile(here, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K).to(tl.float32)
-        rise, fall = near.ends(g, True, NEAR)
+        g = read(here, t0, stop, g_strides[1], k0, K, g_strides[3], CHUNK, BLOCK_K, WHOLE).to(tl.float32)
         beta = load_gates(beta_ptr + row * beta_strides[0] + h * beta_strides[2], t0, stop, beta_strides[1], CHUNK)
-        q = decayed(q_ptr, q_strides, row, h // R, scale * rise, t0, stop, k0, K)
-        store_tile(risen_q_ptr + into, q, t0, stop, H * K, k0, K, 1)
-        e = decayed(e_ptr, e_strides, row, h // R, rise, t0, stop, k0, K)
-        store_in_two(risen_e_ptr + into, half, e, t0, stop, H * K, k0, K)
+        q_ptr += row * q_strides[0] + h // R * q_strides[2]
+        q = read(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K, WHOLE).to(tl.float32)
+        k_ptr += row * k_strides[0] + h // R * k_strides[2]
+        k = read(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K, WHOLE).to(tl.float32)
+        e = k
+        if e_ptr is not None:
+            e_ptr += row * e_strides[0] + h // R * e_strides[2]
+            e = read(e_ptr, t0, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_K, WHOLE).to(tl.float32)
+        rise, fall = near.ends(g, True, NEAR)
+        write(risen_q_ptr + into, q * (scale * rise), t0, stop, H * K, k0, K, WHOLE)
+        store_in_two(risen_e_ptr + into, half, e * rise, t0, stop, H * K, k0, K, WHOLE)
         c = k0 + tl.arange(0, BLOCK_K)
-        whole = tl.sum(near.bounded(g) if NEAR else g, 0)
-        tl.store(total_ptr + (slot * H + h) * K + c, tl.exp(whole), mask=c < K)
+        sums = tl.sum(near.bounded(g) if NEAR else g, 0)
+        tl.store(total_ptr + (slot * H + h) * K + c, tl.exp(sums), mask=c < K)
         if NEAR:
-            tl.store(sums_ptr + (slot * H + h) * K + c, whole, mask=c < K)
-        k = decayed(k_ptr, k_strides, row, h // R, fall * beta[:, None], t0, stop, k0, K)
-        high, low = parted(k, X.dtype, PRECISION)
+            tl.store(sums_ptr + (slot * H + h) * K + c, sums, mask=c < K)
+        high, low = parted(k * (fall * beta[:, None]), X.dtype, PRECISION)
         k = of_two(tl.trans(X), tl.trans(X_lost), high, low, zeros, PRECISION)
-        store_in_two(solved_k_ptr + into, half, k, t0, stop, H * K, k0, K)
+        store_in_two(solved_k_ptr + into, half, k, t0, stop, H * K, k0, K, WHOLE)
     else:
         r = t0 + (part - blocks) * BLOCK_K
-        A = load_tile(A_ptr + first * WIDE, r, stop, H * WIDE, 0, CHUNK, 1, BLOCK_K, CHUNK)
-        A_lost = A
-        if WIDE > CHUNK:
-            A_lost = load_tile(A_ptr + first * WIDE + CHUNK, r, stop, H * WIDE, 0, CHUNK, 1, BLOCK_K, CHUNK)
+        A, A_lost = load_in_two(A_ptr + first * WIDE, CHUNK, r, stop, H * WIDE, BLOCK_K, CHUNK, WHOLE)
         # as X^T A^T: of X on the right of a product every warp would hold all
         A = tl.trans(of_two(tl.trans(X), tl.trans(X_lost), tl.trans(A), tl.trans(A_lost), zeros, PRECISION))
-        store_in_two(solved_A_ptr + first * WIDE, CHUNK, A, r, stop, H * WIDE, 0, CHUNK)
+        store_in_two(solved_A_ptr + first * WIDE, CHUNK, A, r, stop, H * WIDE, 0, CHUNK, WHOLE)
 
 
 @triton.jit
@@ -343,13 +345,20 @@ def for_walk(problem: Any, kept: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor,
     config = problem.config("ends", _ends_rule)
     launch(
         ends_kernel, (problem.chunks * problem.H * (-(-problem.K // config["BLOCK_K"]) + CHUNK // config["BLOCK_K"]),),
-        call.q, call.k, problem.erase, call.beta, problem.g, products, inverse, call.offsets, q, k, e, A, gone, sums,
-        call.q.stride(), call.k.stride(), problem.erase.stride(), call.beta.stride(), strides(problem.g), call.scale,
+        call.q, call.k, call.erase, call.beta, problem.g, products, inverse, call.offsets, q, k, e, A, gone, sums,
+        call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(problem.g), call.scale,
         problem.T, problem.N, problem.H, problem.H // problem.G, problem.K, q.numel(),
-        config=config, PRECISION=problem.precision, CHUNK=CHUNK,
+        config=config, WHOLE=_whole(problem, config["BLOCK_K"]), PRECISION=problem.precision, CHUNK=CHUNK,
     )  # fmt: skip
     problem.gates = sums
     return q, k, e, gone, A
+
+
+def _whole(problem: Any, block_k: int, block_v: int = 1, *more: Tensor) -> bool:
+    """Whether no tile of such blocks reaches beyond its tensor, those `more` included."""
+    call, sizes = problem.call, (problem.T % CHUNK, problem.K % block_k, problem.V % block_v)
+    near_by = within(CHUNK, max(problem.K, problem.V), call.q, call.k, call.erase, problem.g, *more)
+    return call.offsets is None and not any(sizes) and near_by
 
 
 def side_by_channel(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Tensor, behind: Tensor) -> None:
@@ -378,9 +387,7 @@ def _near_side(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Tensor, 
     call, config = problem.call, problem.config("near_side", _near_rule)
     d_q, d_k, d_value, d_beta, d_g, d_erase, _ = problem.found
     waiting = dv.new_empty(2, problem.B, problem.T, problem.H, 2, CHUNK, dtype=torch.bfloat16)
-    sizes = (problem.T % CHUNK, problem.K % config["BLOCK_K"], problem.V % config["BLOCK_V"])
-    whole = call.offsets is None and not any(sizes)
-    whole = whole and within(CHUNK, max(problem.K, problem.V), call.q, call.k, call.erase, problem.g, d_out)
+    whole = _whole(problem, config["BLOCK_K"], config["BLOCK_V"], d_out)
     programs = problem.chunks * problem.G
     for far in (True, False):
         # Most find nothing far: fewer of them take less time for it.

@@ -203,7 +203,7 @@ def pairs_kernel(  # type: ignore[no-untyped-def]
     if SAME:
         P += tl.trans(P)
     E, E_low = parted(P, k_ptr.dtype.element_ty, PRECISION)
-    A, A_low = load_in_two(pairs_ptr, half, first, stop, G * CHUNK, CHUNK, WHOLE)
+    A, A_low = load_in_two(pairs_ptr, half, first, stop, G * CHUNK, CHUNK, CHUNK, WHOLE)
     A = rounded(A, PRECISION)
     # The stages are said again, as a loop that says them loads sums ahead too, and not operands alone.
     BLOCK_N: tl.constexpr = BLOCK_K // 2 if BLOCK_K > 16 else BLOCK_K
