@@ -169,6 +169,16 @@ def no_global_switch(house: House) -> Iterator[str]:
                 yield f"{module.path}:{node.lineno}: {name.rstrip('=')} is a switch of the whole process"
 
 
+@LAWS.law({"src/foci/ops/a.py": "x = torch.empty(3, device=v.device)"}, {"src/foci/core/a.py": "torch.zeros(2, 3)"})
+def memory_names_its_dtype(house: House) -> Iterator[str]:
+    """Kernels and C++ write what they were told to: a program's default dtype may be another."""
+    for module in house.source:
+        for node in ast.walk(module.tree) if re.match("src/foci/(core|ops)/", module.path) else ():
+            made = isinstance(node, ast.Call) and dotted(node.func) in {"torch.empty", "torch.zeros", "torch.ones"}
+            if made and not {"dtype", None} & {keyword.arg for keyword in node.keywords}:
+                yield f"{module.path}:{node.lineno}: {dotted(node.func)} in the program's default dtype"
+
+
 @LAWS.law(
     {"src/foci/core/a.py": "try:\n    f()\nexcept ValueError:\n    pass"},
     {"src/foci/core/a.py": "try:\n    f()\nexcept ValueError: ..."},

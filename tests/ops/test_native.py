@@ -99,6 +99,27 @@ def test_a_step_is_the_step_in_torch(
 
 
 @BUILT
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_another_default_dtype_changes_no_bit(default: torch.dtype) -> None:
+    """C++ writes float32, whatever the program makes its own tensors of."""
+    inputs = tokens("token") | {"beta": torch.rand(B, H)}
+
+    def answers() -> tuple[Tensor, ...]:
+        leaves = {name: x.clone()[:, None].requires_grad_() for name, x in inputs.items() if name != "state"}
+        whole, final = foci.delta_rule(**leaves, state=inputs["state"], return_state=True, backend="native")
+        found = torch.autograd.grad((whole.sum(), final.sum()), [*leaves.values()])
+        return whole, *found, foci.delta_rule_step(**inputs | {"state": inputs["state"].clone()})
+
+    wanted = answers()
+    torch.set_default_dtype(default)
+    try:
+        found = answers()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, found, wanted))
+
+
+@BUILT
 def test_a_step_is_seen_by_autograd_as_a_write() -> None:
     inputs = tokens("token")
     before = inputs["state"]._version

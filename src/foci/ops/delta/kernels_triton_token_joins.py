@@ -115,7 +115,7 @@ def starts(
         return None, None, None
     slow = None if each else torch.empty(N, pieces, H, dtype=torch.int32, device=device)
     M = torch.empty(N, pieces, H, 2, K, K, dtype=torch.bfloat16, device=device)
-    states = torch.empty(N, pieces, H, V, K, device=device)
+    states = torch.empty(N, pieces, H, V, K, dtype=torch.float32, device=device)
     make(slow, states, M)
     if not at_once:
         return slow, states, M

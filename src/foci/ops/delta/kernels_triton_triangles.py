@@ -201,22 +201,22 @@ def _gated(call: Any, parts: Any, slots: int, cut: bool, exact: bool, per_channe
     """Room for what is made of gates; what `parts` has is there already."""
     B, T, _, H, K, *_ = call.sizes
     v, gated = call.v, Gated(*[None] * 9)
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": v.device}
     each: tuple[Tensor | None, ...]
     if per_channel:
-        total = torch.empty(slots, H, K, dtype=torch.float32, device=v.device)
+        total = torch.empty(slots, H, K, **kind)
         halves = 2 if stored(v.dtype) == torch.bfloat16 else 1
         made = torch.empty(2 + halves, B, T, H, K, dtype=stored(v.dtype), device=v.device)
         far = torch.empty(slots, H, dtype=torch.int32, device=v.device) if halves == 2 else None
         gated = Gated(None, None, total, made[0], made[1], made[2:], None, None, far)
     elif call.log_decay is not None:
         if parts is None:
-            kind: dict[str, Any] = {"dtype": torch.float32, "device": v.device}
             per_token = (None, None) if exact else torch.empty(2, B, T, H, **kind).unbind()
             each = (*per_token, *torch.empty(2, slots, H, **kind).unbind())
         else:
             each = parts.rise, parts.write, parts.total, parts.reach
         gated = gated._replace(rise=each[0], write=each[1], total=each[2], reach=each[3] if cut else None)
     if stored(v.dtype) == torch.bfloat16 and not per_channel:
-        rows = torch.empty(slots, H, 3 if exact else 2, CHUNK, device=v.device) if parts is None else parts.rows
+        rows = torch.empty(slots, H, 3 if exact else 2, CHUNK, **kind) if parts is None else parts.rows
         gated = gated._replace(rows=rows)
     return gated
