@@ -135,6 +135,16 @@ def test_a_yardstick_is_computed_only_where_it_is_the_budget() -> None:
         assert calls == expected
 
 
+def test_a_gradient_that_cancels_is_measured_on_what_is_not_0_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key of many that a single query sees: all other keys' and values' gradients say nothing of sizes."""
+    found, case, beside = exam(), toy.SPEC.cases[0], torch.zeros(10_000, dtype=torch.float64)
+    beside[0] = 1.0
+    zero = torch.zeros(8, dtype=torch.float64)
+    monkeypatch.setattr(found, "true_gradients", lambda *_: {"x": zero, "gate": beside})
+    assert found.gradient_error(case, F32, ("out",), "x", zero + 1e-6, zero).ok
+    assert not found.gradient_error(case, F32, ("out",), "x", zero + 2e-5, zero).ok
+
+
 @pytest.mark.parametrize(("free", "large"), [(ROOM, True), (ROOM - 1, False)])
 def test_large_cases_are_asked_on_a_gpu_with_room(monkeypatch: pytest.MonkeyPatch, free: int, large: bool) -> None:
     case = replace(toy.SPEC.cases[0], name="wide")

@@ -55,7 +55,7 @@ def compare(
     float32 and float64: relative RMS error <= 1e-5. Half precision: max error <= 2 x and relative RMS error <= 1 x that
     of the `yardstick`, the |error| of a plain computation in the same dtype, and never less than float32 is allowed;
     recurrent operators: relative RMS error <= 5e-3. A logarithm: absolute error <= 2e-4, and in float32 RMS <= 1e-5 on
-    the scale of 1 at least. `siblings` is the RMS of the largest tensor beside this one.
+    the scale of 1 at least. `siblings` is the RMS of the largest tensor beside this one, of what is not 0 there.
     """
     if truth.numel() == 0:
         return NONE

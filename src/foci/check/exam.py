@@ -268,7 +268,7 @@ class Exam:
         if self._by_yardstick(dtype):
             plain, right = self.plain_gradients(case, dtype, through)[leaf], truths[leaf]
             yardstick = difference(plain, right) if plain is not None and right is not None else yardstick
-        siblings = max((rms(g) for g in truths.values() if g is not None), default=0.0)
+        siblings = max((rms(g[g != 0]) for g in truths.values() if g is not None), default=0.0)
         return compare(got, truth, yardstick, dtype, recurrent=self.spec.recurrent, siblings=siblings)
 
     def explain(
