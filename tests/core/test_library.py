@@ -214,6 +214,61 @@ def test_func_transforms_agree_with_plain_torch() -> None:
             assert torch.allclose(a, b, rtol=1e-12), name
 
 
+def test_vmap_over_nothing_gives_nothing() -> None:
+    y, total = vmap(toy)(draw(0, 2, 3))
+    assert y.shape == (0, 2, 3) and total.shape == (0, 2)
+
+
+class Weighted(torch.nn.Module):
+    """Of anything that takes a weight."""
+
+    def __init__(self, function: Callable[..., Any] = toy) -> None:
+        super().__init__()
+        self.weight, self.function = torch.nn.Parameter(draw(3)), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight)[0]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(
+    "graph",
+    [
+        lambda module, x: torch.export.export(module, (x,)).module(),
+        lambda module, x: torch.jit.trace(module, x, check_trace=False),
+    ],
+    ids=["export", "jit.trace"],
+)
+def test_a_graph_that_was_made_of_it_is_of_any_rows_and_trains(graph: Callable[..., Any], trains: bool) -> None:
+    """The op is called by itself there."""
+    module, x = Weighted(), draw(2, 3)
+    with torch.set_grad_enabled(trains):
+        made = graph(module, x)
+    made(x).square().sum().backward()
+    (weight,) = made.parameters()
+    assert torch.allclose(weight.grad, 18.0 * (x.square().sum(0) * weight.detach()))
+
+
+def test_a_trace_without_gradients_holds_the_op_and_not_its_memory() -> None:
+    with torch.no_grad():
+        traced = torch.jit.trace(lambda x: toy(x)[0], draw(2, 3), check_trace=False)
+    assert "foci::toy_opaque_fwd" in str(traced.graph)
+    x = draw(5, 3)
+    assert torch.equal(traced(x), 3.0 * x)
+
+
+def test_autograd_sees_nothing_of_what_is_done_within_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_place(call: Call) -> tuple[Tensor, ...]:
+        y = torch.empty_like(call.x)
+        torch.mul(call.x, call.factor, out=y)  # which autograd refuses
+        return y, y.sum(-1)
+
+    monkeypatch.setattr(SPEC.backend("opaque").load(), "forward", in_place)
+    x = draw(2, 3).requires_grad_()
+    FWD(x, None, None, 3.0, None, True)[0].sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 3.0))
+
+
 def test_functional_call() -> None:
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
@@ -236,7 +291,7 @@ def test_forward_mode_raises_instead_of_giving_zeros() -> None:
     for mode in (torch.enable_grad, torch.no_grad):
         with mode(), forward_ad.dual_level(), pytest.raises(Unsupported, match=message):
             toy(forward_ad.make_dual(x, tangent))
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(Unsupported, match=message):
         torch.func.hessian(lambda x: toy(x)[0].sum())(x)
     with forward_ad.dual_level():  # a level without tangents is nobody's derivative
         assert torch.equal(toy(x)[0], 3.0 * x)
@@ -336,6 +391,10 @@ def test_a_backend_may_keep_a_tensor_for_its_backward() -> None:
         x.grad = weight.grad = None
     with torch.no_grad():
         assert len(run(keeping, Call(x, weight, None, 2.0, None, False))) == 2
+    alone = torch.ops.foci.toy_keeping_keeping_alone.default
+    y, total = alone(x, weight, None, 2.0, None, False)  # by a program that was exported without gradients
+    (y.sum() + total.sum()).backward()
+    assert torch.allclose(x.grad, 4.0 * weight.expand(2, 3))
 
 
 def test_a_backend_is_given_numbers_as_they_lie_in_memory(monkeypatch) -> None:

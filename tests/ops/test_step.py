@@ -200,3 +200,19 @@ def test_a_tangent_is_never_lost(operator: str, name: str, dtype: torch.dtype) -
         given[name] = forward_ad.make_dual(given[name], direction)
         found = forward_ad.unpack_dual(BOTH[operator][1](**given)).tangent
     torch.testing.assert_close(found, expected[:, 0], rtol=1e-4, atol=1e-5)
+
+
+@both
+def test_a_step_reads_what_its_arguments_stand_for(operator: str) -> None:
+    """The imaginary part of a conjugate is negated when it is read, and some zeros have no memory."""
+    step, given, state = BOTH[operator][1], token(operator), torch.randn(B, H, K, V)
+    g = torch.randn(B, H, dtype=torch.complex64).conj().imag
+    assert g.is_neg()
+    plain, found = state.clone(), state.clone()
+    wanted = step(**given, state=plain, log_decay=g.resolve_neg().contiguous())
+    torch.testing.assert_close(step(**given, state=found, log_decay=g), wanted)
+    torch.testing.assert_close(found, plain)
+    nothing = torch._efficientzerotensor((B, H, V))
+    wanted = step(**given | {"v": torch.zeros(B, H, V)}, state=plain)
+    torch.testing.assert_close(step(**given | {"v": nothing}, state=found) + 0, wanted)
+    torch.testing.assert_close(found, plain)

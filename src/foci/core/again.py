@@ -14,8 +14,6 @@ from foci.core import plans
 from foci.core.spec import Backend, Outputs
 from foci.core.steps import choice
 
-PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
-
 
 class Way(NamedTuple):
     """How a backend runs a call; where it brings its gradient, also how autograd takes one, or what plays it."""
@@ -30,10 +28,10 @@ def traced(call: Any) -> bool:
     Not whether anybody watches: what is computed again for a checkpoint is to save what it saved the first time, and
     only then, or not any more, a mode may be on.
     """
-    if torch.compiler.is_compiling() or plans.transformed() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling() or plans.transformed() or plans.scripting():
         return True
     tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    return (tracer is not None and tracer.get_proxy_mode() is not None) or not PLAIN.issuperset(map(type, call))
+    return (tracer is not None and tracer.get_proxy_mode() is not None) or not plans.literal(call)
 
 
 def whole(values: tuple[Any, ...], call: Any, compute: Callable[..., Outputs]) -> plans.Through | None:

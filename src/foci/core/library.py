@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from foci.core import plans
-from foci.core.again import PLAIN, Rest, Way, as_written, by_torch, decided, holes, through_of, traced, whole
+from foci.core.again import Rest, Way, as_written, by_torch, decided, holes, through_of, traced, whole
 from foci.core.ahead import compiled_ahead
 from foci.core.errors import Unsupported
 from foci.core.select import choose
@@ -110,8 +109,21 @@ def _opaque(spec: Spec, backend: Backend) -> Way:
     function = _function(spec, backend, ops)
     alone = _define_alone(spec, backend) if _keeps(backend) else ops[0][0]
     count = len(spec.output_names)
+    for op in {ops[0][0], alone}:
+        # as many as this op gives: what is kept is the last
+        _differentiable(op, lambda *values, op=op: function.apply(None, *values)[: len(op._schema.returns)])
     # A Function's own `apply` does the same, but asks `inspect` for the signature of its forward at every call: 20 us.
     plainly = super(torch.autograd.Function, function).apply
+
+    def tangents(*_: Any) -> Any:
+        raise Unsupported(
+            f"{spec.function}: backend {backend.name!r} has no forward-mode derivative (jvp)",
+            ["its forward is an opaque op"],
+            "use backend='reference' for forward mode",
+        )
+
+    # The compiler refuses what has a jvp.
+    transformed: Any = type(function.__name__, (function,), {"jvp": staticmethod(tangents)})
 
     def training(play: Callable[[], Outputs] | None, rest: Rest | None, call: Any) -> Outputs:
         outputs: Outputs = plainly(None if play is None else (play, rest), *call)
@@ -119,15 +131,10 @@ def _opaque(spec: Spec, backend: Backend) -> Way:
 
     def run(call: Any) -> Outputs:
         if plans.transformed() or plans.wants_gradient(call):
-            if _has_tangent(call):
-                raise Unsupported(
-                    f"{spec.function}: backend {backend.name!r} has no forward-mode derivative (jvp)",
-                    ["its forward is an opaque op"],
-                    "use backend='reference' for forward mode",
-                )
             if not torch.compiler.is_compiling() and not plans.transformed():
                 return training(None, None, _alive(call))
-            differentiable: Outputs = function.apply(None, *_distinct(call))
+            way = function if torch.compiler.is_compiling() else transformed
+            differentiable: Outputs = way.apply(None, *_distinct(call))
             return differentiable[:count]
         if _watched(call):
             opaque: Outputs = alone(*call)
@@ -171,24 +178,14 @@ def _distinct(call: Any) -> Any:
 def _watched(call: Any) -> bool:
     """Whether the compiler, a profiler, a subclass, a meta tensor or a mode (tracer, counter) must see one op.
 
-    Or torch's dispatcher must make a tensor what it stands for: negated when it is read (the imaginary part of a
-    conjugate), or zeros that no memory holds.
+    Or torch's dispatcher must make a tensor what it stands for.
     """
-    if plans.watched() or call[0].is_meta or not PLAIN.issuperset(map(type, call)):
-        return True
-    tensors = [value for value in call if isinstance(value, Tensor)]
-    return any(map(Tensor.is_neg, tensors)) or any(map(Tensor._is_zerotensor, tensors))
+    return plans.watched() or call[0].is_meta or not plans.literal(call)
 
 
 def _alive(call: Any) -> Any:
     """The call with tensors that have memory in place of those that stand for them, of a transform that has ended."""
     return call._make(_unwrapped(x) if isinstance(x, Tensor) else x for x in call)
-
-
-def _has_tangent(call: Any) -> bool:
-    if forward_ad._current_level < 0:
-        return False
-    return any(isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None for value in call)
 
 
 def _define(spec: Spec, backend: Backend) -> tuple[Pair, Pair]:
@@ -251,6 +248,21 @@ def _define_alone(spec: Spec, backend: Backend) -> Any:
     return getattr(torch.ops.foci, name).default
 
 
+def _differentiable(op: Any, apply: Callable[..., Any]) -> None:
+    """Have autograd find `apply` where the op is called by itself, as a program does that was exported.
+
+    Within the op it sees nothing: not what a backend writes in place either.
+    """
+
+    def run(*values: Any) -> Any:
+        if plans.wants_gradient(values):
+            return apply(*values)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*values)
+
+    _LIBRARY.impl(op._schema.name, run, "Autograd")
+
+
 def _guarded(spec: Spec, backend: Backend, backward_op: Any) -> Any:
     """The backward op where something could be differentiated again: a second derivative through it would be zero."""
 
@@ -277,6 +289,7 @@ def _guarded(spec: Spec, backend: Backend, backward_op: Any) -> Any:
             return _one_by_one(Gradient.apply, info, in_dims, values)
 
     Gradient.__name__ = Gradient.__qualname__ = f"{spec.name}_{backend.name}_bwd"
+    _differentiable(backward_op, Gradient.apply)
     return Gradient
 
 
@@ -382,8 +395,14 @@ def _one_by_one(apply: Callable[..., Any], info: Any, in_dims: Any, values: Any)
         pairs = zip(values, in_dims, strict=True)
         return apply(*(v.select(d, place) if isinstance(v, Tensor) and d is not None else v for v, d in pairs))
 
-    runs = [one(place) for place in range(info.batch_size)]
-    stacked = tuple(None if run[0] is None else torch.stack(run) for run in zip(*runs, strict=True))
+    count = info.batch_size
+    if not count:  # one of zeros says of what shapes none would be
+        values = [
+            v.new_zeros((*v.shape[:d], 1, *v.shape[d + 1 :])) if isinstance(v, Tensor) and d is not None else v
+            for v, d in zip(values, in_dims, strict=True)
+        ]
+    runs = [one(place) for place in range(max(1, count))]
+    stacked = tuple(None if run[0] is None else torch.stack(run)[:count] for run in zip(*runs, strict=True))
     return stacked, tuple(None if value is None else 0 for value in stacked)
 
 

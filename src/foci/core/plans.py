@@ -26,6 +26,7 @@ from foci.core.steps import Noting, Plan, Through, choice, hooked, play
 _MOST = 4096  # kinds of calls that are remembered
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _ALL_PLAIN = _TENSORS | {type(None)}
+_LITERAL = _ALL_PLAIN | {bool, int, float, str}
 _BOOL = frozenset({bool})
 _TYPES = _TENSORS | {type(None), bool, int, str, float, list}  # of values that a plan can know
 _FACTS = attrgetter("dtype", "shape")
@@ -184,9 +185,25 @@ def transformed() -> bool:
 
 def watched() -> bool:
     """Whether the compiler, a transform, a profiler or a mode (tracer, counter) must see what torch is asked."""
-    if torch.compiler.is_compiling() or transformed() or torch.autograd._profiler_enabled():
+    if torch.compiler.is_compiling() or transformed() or torch.autograd._profiler_enabled() or scripting():
         return True
     return torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0
+
+
+def scripting() -> bool:
+    """Whether torch.jit.trace notes what torch is asked."""
+    return torch._C._get_tracing_state() is not None
+
+
+def literal(values: Sequence[Any]) -> bool:
+    """Whether these are no tensors but torch's own, each what its memory holds.
+
+    Not negated when it is read (the imaginary part of a conjugate), nor zeros that no memory holds.
+    """
+    if not _LITERAL.issuperset(map(type, values)):
+        return False
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return not (any(map(Tensor.is_neg, tensors)) or any(map(Tensor._is_zerotensor, tensors)))
 
 
 def unseen(values: Sequence[Tensor | None]) -> bool:
@@ -203,7 +220,7 @@ def _alone() -> bool:
 
 def _usable() -> bool:
     """Whether nobody watches launches, changes what is compiled, or wraps tensors."""
-    if torch.compiler.is_compiling() or not tune.ordinary():
+    if torch.compiler.is_compiling() or scripting() or not tune.ordinary():
         return False
     triton = sys.modules.get("triton")
     if triton is not None:  # else nothing is launched

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from foci.core import plans
 from foci.core.errors import ShapeError
 from foci.core.shapes import dense
 from foci.core.spec import accumulator
@@ -283,7 +284,7 @@ def check_slots(operator: str, slots: Tensor | None, like: Tensor, M: int) -> No
 
 def plain(x: Tensor) -> bool:
     """Whether a tensor's memory may be touched directly: no one is tracing, watching or transforming."""
-    if torch.compiler.is_compiling() or type(x) is not Tensor:
+    if torch.compiler.is_compiling() or plans.scripting() or type(x) is not Tensor:
         return False
     watched = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0
     return not watched and torch._C._functorch.maybe_current_level() is None

@@ -37,22 +37,25 @@ def forward(
     scale = arguments.scaling(operator, scale, K)
     rest = {name: alike.get(name, x) for name, x in named.items() if name not in "qkv"}
     rest["log_decay"] = arguments.decay(operator, named["log_decay"], _DECAYS, (B, H, K))
-    if gpu.steps(state):
+    literal = arguments.plain(state) and plans.literal(given)
+    if literal and gpu.steps(state):
         values = (q, k, v, *(rest.get(name) for name in _REST), state, slots, scale)
         return launched(key, given, _step, values, state)
     taken = None if slots is None else arguments.Slots(state, slots)
     now = state if taken is None else taken.state
-    q, k, v, *others = _apart(now, q, k, v, *rest.values())
+    q, k, v, *others = _apart(now, literal, q, k, v, *rest.values())
     with plans.unrounded(now):
-        run = native.step if native.steps(now) else in_torch
+        run = native.step if literal and native.steps(now) else in_torch
         out = run(q, k, v, now, scale, **dict(zip(rest, others, strict=True))).to(v.dtype)
     return out if taken is None else taken.put(out)
 
 
-def _apart(state: Tensor, *tensors: Any) -> list[Any]:
-    """The tensors; of what lies in the state's memory a copy: it would change while it is read."""
+def _apart(state: Tensor, literal: bool, *tensors: Any) -> list[Any]:
+    """The tensors; of what lies in the state's memory, or may, a copy: it would change while it is read."""
     if not arguments.plain(state):
         return [*tensors]
+    if not literal:
+        return [None if x is None else x.clone() for x in tensors]
     here = state.untyped_storage().data_ptr()
     return [x.clone() if x is not None and x.untyped_storage().data_ptr() == here else x for x in tensors]
 

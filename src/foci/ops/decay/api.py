@@ -76,6 +76,7 @@ def linear_attention_step(
     log_decay: [H], [B,H] or [B,H,K]. The state is float32 (float64 for float64 inputs). The rest as there.
     slots [B], for serving: `state` is [M,H,K,V], and row b uses and changes state[slots[b]]. A slot of -1 is a row of
     padding: its out is 0 and nothing is changed. Two rows of one call must not have the same slot: which of them is
-    kept is not said. On a CPU other values raise ValueError; on a GPU, where they are not waited for, they are padding.
+    kept is not said. On a CPU other values raise ValueError; on a GPU, where they are not waited for, and in a compiled
+    graph they are padding.
     """
     return step.forward(q, k, v, state, log_decay=log_decay, bonus=bonus, scale=scale, slots=slots)

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from foci.core import plans
 from foci.core.shapes import Signature
 from foci.ops import arguments, step
 from foci.ops.gpu import steps
@@ -25,7 +26,7 @@ def forward(x: Token, log_decay: Token, state: Token) -> Token:
     named = {"x": x, "log_decay": log_decay, "state": state}
     _SIGNATURE.bind(named)
     arguments.check_step(STEP, x, named)
-    if steps(state):
+    if steps(state) and plans.literal(given):
         return step.launched(key, given, gpu.step, given, state)
     h = torch.exp(log_decay.to(state.dtype)).mul_(state).add_(x)  # the state last: the others may lie in its memory
     state.copy_(h)

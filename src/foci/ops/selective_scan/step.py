@@ -28,7 +28,7 @@ def forward(x: Token, dt: Token, A: Rates, B: Key, C: Key, state: State, *, skip
     named = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "state": state, "skip": skip}
     _SIGNATURE.bind(named)
     arguments.check_step(STEP, x, named)
-    if steps(state):
+    if steps(state) and plans.literal(given):
         return step.launched(key, given, gpu.step, given, state)
     dtype, out_dtype = state.dtype, x.dtype
     x, dt, B, C = (each.to(dtype) for each in (x, dt, B, C))
