@@ -93,6 +93,54 @@ def test_tensor_biases_in_each_layout_with_their_gradient() -> None:
     torch.testing.assert_close(three, attend(*(x[:, :, None] for x in flat), bias=bias[:, :1])[0][:, :, 0])
 
 
+LAYOUTS = {3: (2, 5, 5), 4: (2, 3, 5, 5), 5: (2, 3, 2, 5, 5)}  # [B, heads, M, S], M == S
+
+
+@pytest.mark.parametrize(
+    ("rank", "shape"),
+    [
+        (rank, tuple(1 if place in ones else n for place, n in enumerate(full))[start:])
+        for rank, full in LAYOUTS.items()
+        for start in range(rank + 1)
+        for ones in ((), (1,), (2,), (0, rank - 2), (1, 2))
+    ],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_bias_broadcasts_as_torch_does(rank: int, shape: tuple[int, ...], causal: bool) -> None:
+    """A bias [S] of a self-attention without heads once landed on the queries."""
+    B, *middle, T, S = LAYOUTS[rank]
+    q, k, v = (torch.randn(B, n, *middle, 8, dtype=torch.float64, requires_grad=True) for n in (T, S, S))
+    flat = [x.reshape(B, x.shape[1], -1, 8) for x in (q, k, v)]
+    bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    whole = bias.expand(LAYOUTS[rank]).reshape(B, -1, T, S)
+    want, _ = attend(*flat, band(T, S, right=0) if causal else None, whole)
+    out = xops.memory_efficient_attention(q, k, v, xops.LowerTriangularMask().add_bias(bias) if causal else bias)
+    torch.testing.assert_close(out.reshape_as(want), want)
+    same_gradients(out.reshape_as(want), want, (q, k, v, bias))
+
+
+@pytest.mark.parametrize(
+    ("rank", "shape"),
+    [(3, (1, 2, 5, 5)), (3, (3, 5, 5)), (3, (4,)), (4, (2, 5, 5)), (4, (1, 2, 3, 5, 5)), (5, (3, 5, 5)), (5, (5, 6))],
+)
+def test_a_bias_that_does_not_broadcast_is_named(rank: int, shape: tuple[int, ...]) -> None:
+    B, *middle, T, _ = LAYOUTS[rank]
+    q = torch.randn(B, T, *middle, 8)
+    with pytest.raises(ValueError) as caught:
+        xops.memory_efficient_attention(q, q, q, torch.zeros(shape))
+    letters = {3: "[B,M,S]", 4: "[B,H,M,S]", 5: "[B,G,H,M,S]"}[rank]
+    assert str(caught.value) == (
+        f"xformers: attn_bias has shape {list(shape)}; expected one that broadcasts to {letters} = "
+        f"{list(LAYOUTS[rank])}"
+    )
+
+
+def test_a_grouped_bias_compiles_in_one_graph() -> None:
+    q, bias = torch.randn(2, 5, 3, 2, 8), torch.randn(3, 1, 5, 5)
+    compiled = torch.compile(xops.memory_efficient_attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    torch.testing.assert_close(compiled(q, q, q, bias), xops.memory_efficient_attention(q, q, q, bias))
+
+
 def test_a_causal_mask_with_a_tensor_bias() -> None:
     q, k, v = problem(4, 4, B=2)
     bias = torch.randn(2, 2, 4, 4, dtype=torch.float64, requires_grad=True)
@@ -129,6 +177,15 @@ def test_groups_of_heads(gradients: bool) -> None:
         wanted = torch.autograd.grad(want, (q, *wide), pull)
         for got, expected in zip(found, wanted, strict=True):
             torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("heads", [(), (3,), (3, 2)])
+def test_no_queries_have_no_gradients_to_give(heads: tuple[int, ...]) -> None:
+    q, k = torch.randn(2, 0, *heads, 8), torch.randn(2, 4, *heads, 8)
+    v = torch.randn(2, 4, *heads, 6)
+    out, lse = xops.memory_efficient_attention_forward_requires_grad(q, k, v)
+    dq, dk, dv = xops.memory_efficient_attention_backward(torch.ones_like(out), out, lse, q, k, v)
+    assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape) and not dk.any() and not dv.any()
 
 
 def test_gradients_of_expanded_keys_are_spread_over_the_heads() -> None:
@@ -198,6 +255,12 @@ def test_dropout() -> None:
         ({"key": torch.zeros(1, 5, 8)}, ValueError, "4, 3, 4 dimensions"),
         ({"attn_bias": xops.BlockDiagonalMask.from_seqlens([3], [5])}, ValueError, "end at 3; expected T=4"),
         ({"p": 2.0}, ValueError, "dropout"),
+        ({"output_dtype": torch.int32}, ValueError, "output_dtype is torch.int32; expected float64, float32,"),
+        (
+            {"query": torch.zeros(1, 4, 2, 8).half(), "output_dtype": torch.float32},  # and no key of float64 narrowed
+            ValueError,
+            "dtypes float16, float64",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(change: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -220,8 +283,11 @@ def test_shapes_of_parts_and_gradients_are_checked() -> None:
         xops.merge_attentions([out, out], [lse])
     with pytest.raises(ValueError, match="part 1 has"):
         xops.merge_attentions([out, out], [lse, lse.transpose(1, 2)])
-    with pytest.raises(ValueError, match="lse is"):
-        xops.memory_efficient_attention_backward(out, out, lse[..., :3], q, k, v)
+    with pytest.raises(ValueError, match="output_dtype is"):
+        xops.merge_attentions([out], [lse], output_dtype=torch.int64)
+    for other in (lse[..., :3], lse.transpose(0, 1), lse.sum()):
+        with pytest.raises(ValueError, match="lse is"):
+            xops.memory_efficient_attention_backward(out, out, other, q, k, v)
     with pytest.raises(ValueError, match="grad is"):
         xops.memory_efficient_attention_backward(out[:, :3], out, lse, q, k, v)
     with pytest.raises(ValueError, match="one G and one H"):

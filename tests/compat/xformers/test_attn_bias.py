@@ -197,6 +197,8 @@ def test_what_does_not_fit_is_named(make: Callable[[], object], message: str) ->
 
 
 def test_an_unused_argument_is_refused() -> None:
+    with pytest.raises(TypeError, match="xformers: bias must be a tensor, got None"):  # once no bias at all
+        ab.LowerTriangularMask().add_bias(None)  # type: ignore[arg-type]
     with pytest.raises(Unsupported, match="causal_diagonal"):
         ab.BlockDiagonalPaddedKeysMask.from_seqlens([1], 4, [3], torch.zeros(1))
 

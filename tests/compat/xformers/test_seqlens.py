@@ -18,6 +18,11 @@ def test_the_three_kinds() -> None:
     assert packed.seqstart.dtype == packed.seqlen.dtype == torch.int32
 
 
+def test_lengths_may_be_integers_of_other_libraries() -> None:
+    assert SeqLens.packed(list(torch.tensor([2, 3]))).seqlen_py == [2, 3]  # type: ignore[arg-type]
+    assert all(type(n) is int for n in SeqLens.packed(list(torch.tensor([2, 3]))).seqlen_py)  # type: ignore[arg-type]
+
+
 def test_order() -> None:
     assert SeqLens.gappy([0, 3, 5], [3, 2]).in_order()
     assert not SeqLens.gappy([3, 0, 5], [2, 2]).in_order()
@@ -42,6 +47,10 @@ def test_no_blocks_at_all() -> None:
 def test_wrong_sizes_are_named() -> None:
     with pytest.raises(TypeError, match="tolist"):
         SeqLens.packed(torch.tensor([1, 2]))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"seqlen must be ints, got \[1\.5, 2\.5\]"):  # once cut to 1 and 2
+        SeqLens.packed([1.5, 2.5])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"kv_padding must be ints, got \[4\.5\]"):
+        SeqLens.padded([1, 2], 4.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="kv_seqstarts has 2 entries; expected 3"):
         SeqLens.gappy([0, 1], [1, 1])
     with pytest.raises(ValueError, match="ends behind 3"):

@@ -13,6 +13,7 @@ from foci.core.errors import ShapeError, Unsupported
 from foci.core.select import choose
 from foci.merge.algebra import fold
 from foci.merge.partial import Partial
+from foci.ops.arguments import DTYPES
 from foci.ops.masks import Mask
 from foci.ops.softmax.api import attention, attention_with_lse
 from foci.ops.softmax.call import bind
@@ -35,8 +36,8 @@ def memory_efficient_attention(
     query [B,M,H,K], key [B,S,H,K], value [B,S,H,V] -> [B,M,H,V]; also [B,M,K] (one head) and [B,M,G,H,K], where keys
     expanded over H are read once each when no gradient is wanted of them. float64 too, on the CPU too.
     attn_bias: an AttentionBias, or a float tensor added to the logits, broadcastable to [B,H,M,S] ([B,M,S] and
-    [B,G,H,M,S] for the other layouts); its gradient is computed. p: dropout. scale: K**-0.5 by default.
-    output_dtype: wider than the inputs', everything is computed in it.
+    [B,G,H,M,S] for the other layouts; copied where it has one of G and H); its gradient is computed. p: dropout.
+    scale: K**-0.5 by default. output_dtype, floating: wider than the inputs', everything is computed in it.
     op: must be None. foci chooses; `foci.attention(..., backend=...)` takes a choice.
 
     Raises ShapeError, ValueError or TypeError naming the argument, Unsupported for an op. Paper: arXiv 2112.05682.
@@ -122,15 +123,15 @@ def memory_efficient_attention_backward(
     with torch.no_grad():
         problem = _problem(query, key, value, attn_bias, op, None, share=False)
         call = bind(*problem.qkv, mask=problem.mask, bias=problem.bias, scale=scale)
-        B, T, _, H, *_ = call.sizes
+        B, T, _, H, _, _, V = call.sizes
         expected = (*query.shape[:-1], value.shape[-1])
         for name, got in (("grad", grad), ("output", output)):
             if got.shape != expected:
                 raise ShapeError(f"xformers: {name} is {list(got.shape)}; expected {list(expected)}")
-        if lse.numel() != B * T * H or lse.shape[-1] != T:
+        if tuple(lse.shape) not in ((B, H, T), (B, *problem.middle, T)):
             raise ShapeError(f"xformers: lse is {list(lse.shape)}; expected [{B}, {H}, {T}], packed and unpadded")
         lse = lse.reshape(B, H, T).transpose(1, 2).contiguous()
-        dout, out = (x.reshape(B, T, H, -1).contiguous() for x in (grad, output))
+        dout, out = (x.reshape(B, T, H, V).contiguous() for x in (grad, output))
         backward = getattr(torch.ops.foci, f"{SPEC.name}_{choose(SPEC, call).name}_bwd").default
         gradients = backward(dout, None, out, lse, [True, True, True, False, False], *call)
     dquery, dkey, dvalue = (x.reshape(y.shape) for x, y in zip(gradients, (query, key, value), strict=False))
@@ -158,11 +159,12 @@ def merge_attentions(
                 f"xformers: part {place} has attn_split {list(out.shape)} and lse_split {list(lse.shape)}; expected "
                 "[B,M,H,K] and [B,H,M], or [B,M,G,H,K] and [B,G,H,M], equal in every part"
             )
+    dtype = _output(output_dtype, outs[0].dtype)
     wide = torch.promote_types(lses[0].dtype, torch.float32)
     parts = (Partial(out.to(wide), lse.movedim(-1, 1).to(wide)) for out, lse in zip(outs, lses, strict=True))
     total = fold(parts)
     lse = total.lse.movedim(1, -1).to(lses[0].dtype)
-    return total.out.to(output_dtype or outs[0].dtype), lse if write_lse else None
+    return total.out.to(dtype), lse if write_lse else None
 
 
 class _Problem(NamedTuple):
@@ -202,15 +204,40 @@ def _problem(
     if isinstance(bias, Tensor):
         if not bias.is_floating_point():
             raise ValueError(f"xformers: attn_bias is {bias.dtype}; expected a float tensor, added to the logits")
-        bias = bias[:, None] if rank == 3 else bias.flatten(1, 2) if rank == 5 else bias
+        bias = _aligned(bias, (*query.shape[:1], *query.shape[2:-1], query.shape[1], key.shape[1]))
     elif bias is not None:
         raise TypeError(f"xformers: attn_bias must be a tensor or an AttentionBias of this module, got {bias!r}")
-    dtype = output_dtype or query.dtype
+    dtype = _output(output_dtype, query.dtype)
     wide = torch.promote_types(query.dtype, dtype)
-    if wide != query.dtype:
+    if wide != query.dtype == key.dtype == value.dtype:  # what differs is refused by its name, not narrowed
         query, key, value = (x.to(wide) for x in (query, key, value))
     middle = tuple(query.shape[2:-1])
     return _Problem(_heads(query, key, value, share), mask, bias, middle, dtype)
+
+
+def _aligned(bias: Tensor, logits: tuple[int, ...]) -> Tensor:
+    """attn_bias, which broadcasts to `logits` ([B,M,S], [B,H,M,S] or [B,G,H,M,S]), so that it does to [B,heads,M,S]."""
+    rank, lacking = len(logits), len(logits) - bias.dim()
+    if lacking < 0 or any(n not in (1, size) for n, size in zip(bias.shape, logits[max(lacking, 0) :], strict=False)):
+        letters = {3: "[B,M,S]", 4: "[B,H,M,S]", 5: "[B,G,H,M,S]"}[rank]
+        raise ShapeError(
+            f"xformers: attn_bias has shape {list(bias.shape)}; expected one that broadcasts to "
+            f"{letters} = {list(logits)}"
+        )
+    if bias.dim() < 3 or rank == 4:
+        return bias
+    if rank == 3:
+        return bias[:, None]
+    bias = bias[(None,) * lacking]
+    heads = logits[1:3] if bias.shape[1:3] != (1, 1) else (1, 1)
+    return bias.expand(-1, *heads, -1, -1).flatten(1, 2)
+
+
+def _output(wanted: torch.dtype | None, otherwise: torch.dtype) -> torch.dtype:
+    """output_dtype; whole numbers would cut off what attention computes."""
+    if wanted is None or wanted in DTYPES:
+        return wanted or otherwise
+    raise ValueError(f"xformers: output_dtype is {wanted!r}; expected float64, float32, bfloat16 or float16")
 
 
 def _heads(query: Tensor, key: Tensor, value: Tensor, share: bool) -> tuple[Tensor, Tensor, Tensor]:

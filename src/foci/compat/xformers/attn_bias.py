@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foci.compat.xformers.seqlens import SeqLens
 from foci.core.errors import ShapeError, Unsupported
+from foci.core.shapes import dense
 from foci.ops.masks import Causal, Dense, Lengths, Mask, Packed, Window
 
 
@@ -93,10 +94,10 @@ class LowerTriangularMask(AttentionBias):
 
 
 class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
-    """Causal, the first query at the first key, and `bias` [B,H,T,S] added; differentiable in it."""
+    """Causal, the first query at the first key, and `bias`, a tensor as attn_bias may be, added; differentiable."""
 
     def __init__(self, bias: Tensor) -> None:
-        self._bias = bias
+        self._bias = dense("xformers", "bias", bias)
 
     def to(self, device: torch.device) -> Self:
         return type(self)(self._bias.to(device))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from operator import index
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class SeqLens:
     @classmethod
     def padded(cls, seqlens: Sequence[int], padding: int, device: torch.device | None = None) -> SeqLens:
         """Blocks of `padding` places each, filled from their starts."""
-        sizes = _sizes(seqlens)
+        sizes, (padding,) = _sizes(seqlens), _sizes([padding], "kv_padding")
         if max(sizes, default=0) > padding:
             raise ValueError(f"xformers: kv_seqlen has {max(sizes)}; expected at most kv_padding={padding}")
         return cls([padding * n for n in range(len(sizes) + 1)], sizes, device)
@@ -96,7 +97,10 @@ class SeqLens:
 def _sizes(values: Sequence[int], name: str = "seqlen") -> list[int]:
     if isinstance(values, Tensor):
         raise TypeError(f"xformers: {name} must be a sequence of ints, got a tensor (use .tolist())")
-    found = [int(value) for value in values]
+    try:
+        found = [index(value) for value in values]
+    except TypeError:
+        raise TypeError(f"xformers: {name} must be ints, got {values!r}") from None
     if min(found, default=0) < 0:
         raise ValueError(f"xformers: {name} must not be negative, got {found}")
     return found
