@@ -19,7 +19,7 @@ DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}
 ALIKE = ("q", "k", "v", "erase")  # of one dtype: rows of keys and values, where they are given
 AUTOCAST = DTYPES - {torch.float64}  # what torch's autocast converts
 LARGEST = torch.finfo(torch.float32).max
-_INTEGERS = frozenset({torch.int32, torch.int64})
+INTEGERS = frozenset({torch.int32, torch.int64})
 T_ = TypeVar("T_", bound=Tensor)
 
 
@@ -129,7 +129,7 @@ def check_documents(operator: str, offsets: Tensor | None, state: Tensor | None,
     """What can be said of offsets and state before their values are read."""
     rows, word = B, "rows in the batch"
     if offsets is not None:
-        if not isinstance(offsets, Tensor) or offsets.dtype not in _INTEGERS or offsets.dim() != 1:
+        if not isinstance(offsets, Tensor) or offsets.dtype not in INTEGERS or offsets.dim() != 1:
             got = f"{short(offsets.dtype)} {list(offsets.shape)}" if isinstance(offsets, Tensor) else repr(offsets)
             raise ValueError(f"{operator}: offsets must be a 1-D int32 or int64 tensor [N + 1], got {got}")
         if B != 1:
@@ -270,7 +270,7 @@ def check_slots(operator: str, slots: Tensor | None, like: Tensor, M: int) -> No
     assert slots is not None
     if M == 0:
         raise ShapeError(f"{operator}: state has no slots: M=0; expected at least 1")
-    if slots.dtype not in _INTEGERS:
+    if slots.dtype not in INTEGERS:
         raise ValueError(f"{operator}: slots must be int32 or int64, got {short(slots.dtype)}")
     if slots.device != like.device:
         raise ValueError(f"{operator}: slots is on {slots.device}; expected {like.device}, where the others are")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foci.compat.flash_attn.arguments import alibi, join, longest, mask_of, unpack
+from foci.compat.flash_attn.arguments import alibi, check_inside, indices, join, longest, mask_of, unpack
 from foci.ops.masks import Causal, Window
 from tests.compat.dense import band
 
@@ -45,3 +45,20 @@ def test_unpack_gives_views() -> None:
     qkv = torch.zeros(2, 5, 3, 4, 8)
     parts = unpack("qkv", qkv, 2, 3)
     assert all(part._base is qkv for part in parts) and parts[0].shape == (2, 5, 4, 8)
+
+
+def test_indices_are_whole_numbers_of_the_shape_that_is_wanted() -> None:
+    cpu = torch.device("cpu")
+    assert indices("rows", torch.tensor([1, 2]).int(), 2, cpu).dtype == torch.int64
+    assert indices("table", torch.zeros(2, 3).int(), 2, cpu, "pages").shape == (2, 3)
+    with pytest.raises(ValueError, match=r"flash_attn: table has shape \[2\]; expected \[2, pages\]"):
+        indices("table", torch.zeros(2).int(), 2, cpu, "pages")
+    with pytest.raises(ValueError, match="flash_attn: rows is int32 on meta; expected int32 or int64 on cpu"):
+        indices("rows", torch.zeros(2, device="meta").int(), 2, cpu)
+
+
+def test_only_entries_that_are_needed_must_be_inside() -> None:
+    table = torch.tensor([[0, -1], [5, 2]])
+    check_inside("table", table, 3, "a page", torch.tensor([[True, False], [False, True]]))
+    with pytest.raises(ValueError, match=r"flash_attn: table\[0, 1\] is -1; expected 0 to 2, a page that there is"):
+        check_inside("table", table, 3, "a page")

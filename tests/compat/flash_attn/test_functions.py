@@ -185,6 +185,17 @@ def test_pages_are_gathered() -> None:
     torch.testing.assert_close(paged, plain)
     with pytest.raises(ValueError, match=r"block_table names 1 pages.*needs 2"):
         flash_attn_varlen_func(q[0], pages[0], pages[1], q_offsets, k_offsets, 4, 5, block_table=table[:, :1])
+    spare = torch.cat([table, torch.tensor([[-1], [10**6]]).int()], 1)  # behind the sequences
+    padded = flash_attn_varlen_func(q[0], *pages, q_offsets, k_offsets, 4, 5, causal=True, block_table=spare)
+    torch.testing.assert_close(padded, plain)
+    for wrong, message in (
+        (table.double(), "block_table is float64 on cpu; expected int32 or int64"),
+        (table[:1], r"block_table has shape \[1, 2\]; expected \[2, pages\]"),
+        (table - 1, r"block_table\[0, 1\] is -1; expected 0 to 4, a page that there is"),
+        (table + 1, r"block_table\[0, 0\] is 5; expected 0 to 4, a page that there is"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            flash_attn_varlen_func(q[0], *pages, q_offsets, k_offsets, 4, 5, block_table=wrong)
 
 
 def test_dropped_probabilities_are_those_of_the_output() -> None:
@@ -222,6 +233,7 @@ def test_dropout_follows_torch_s_generator() -> None:
     [
         ({"window_size": (-2, 0)}, "window_size"),
         ({"window_size": (1,)}, "window_size"),
+        ({"window_size": 3}, r"window_size must be \(left, right\), each -1 \(open\) or a non-negative int, got 3"),
         ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes has shape \[3\]"),
         ({"dropout_p": 1.5}, r"flash_attn: dropout_p must be a probability in \[0, 1\), got 1.5"),
         ({"softmax_scale": float("nan")}, "flash_attn: softmax_scale must be a finite number, got nan"),

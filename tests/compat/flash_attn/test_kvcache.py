@@ -124,6 +124,62 @@ def test_pages_are_written_and_read() -> None:
         torch.testing.assert_close(unpaged, cache, equal_nan=True, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("append", [False, True])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "window_size": (2, 0)}], ids=["all", "window"])
+@pytest.mark.parametrize("leftpad", [None, [4, 0, 2], [4, 0, 3]])
+def test_what_a_table_holds_for_no_key_may_be_anything(
+    append: bool, options: dict[str, Any], leftpad: list[int] | None
+) -> None:
+    """As of `attention_paged`: behind a row's end, before what its window reaches, before its first key."""
+    k_cache, v_cache = caches()
+    q, k, v = new(1)
+    lengths, starts = torch.tensor([11, 0, 3]), None if leftpad is None else torch.tensor(leftpad)
+    k_cache[0, :11], v_cache[0, :11] = torch.randn(2, 11, 2, 8)
+    table = torch.arange(1, 10).view(3, 3)
+    pages = [torch.cat([x[:1, :4], x.unflatten(1, (3, 4)).flatten(0, 1)]) for x in (k_cache, v_cache)]
+    given = {"k": k, "v": v} if append else {}
+    rest = {"cache_seqlens": lengths, "cache_leftpad": starts, **given, **options}
+    want = flash_attn_with_kvcache(q, k_cache, v_cache, **rest)
+    for row, n in enumerate(lengths.tolist()):
+        first = max(leftpad[row] if leftpad else 0, min(n + append - 3, n) if options else 0)
+        end = n + append if n + append > first else 0
+        table[row, : first // 4], table[row, -(-end // 4) :] = -1, 10**6
+    assert (table < 0).sum() == (2 if options else 1 if leftpad else 0) and (table > 9).sum() >= 4
+    torch.testing.assert_close(flash_attn_with_kvcache(q, *pages, block_table=table, **rest), want)
+
+
+@pytest.mark.parametrize("append", [False, True])
+@pytest.mark.parametrize(
+    ("place", "number", "message"),
+    [
+        ((0, 1), -1, r"block_table\[0, 1\] is -1; expected 0 to 8, a page that there is"),
+        ((2, 0), 9, r"block_table\[2, 0\] is 9; expected 0 to 8"),
+    ],
+)
+def test_a_page_that_there_is_not_leaves_the_pages_alone(
+    append: bool, place: tuple[int, int], number: int, message: str
+) -> None:
+    q, k, v = new(2)
+    pages = torch.randn(2, 9, 4, 2, 8, dtype=torch.float64)
+    before, table = pages.clone(), torch.arange(9).view(3, 3)
+    rest = {"cache_seqlens": torch.tensor(LENGTHS), **({"k": k, "v": v} if append else {})}
+    with pytest.raises(ValueError, match="block_table is float64 on cpu; expected int32 or int64"):
+        flash_attn_with_kvcache(q, *pages, block_table=table.double(), **rest)
+    with pytest.raises(ValueError, match=r"block_table has shape \[9\]; expected \[3, pages\]"):
+        flash_attn_with_kvcache(q, *pages, block_table=table.flatten(), **rest)
+    table[place] = number
+    with pytest.raises(ValueError, match=message):
+        flash_attn_with_kvcache(q, *pages, block_table=table, **rest)
+    assert torch.equal(pages, before)
+
+
+def test_no_rows_at_all() -> None:
+    k_cache, v_cache = caches()
+    q, k, v = (x[:0] for x in new(2))
+    held = torch.zeros(0, dtype=torch.int32)
+    assert flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=held).shape == (0, 2, 4, 8)
+
+
 def turned(x: Tensor, angle: Tensor, pairs: bool) -> Tensor:
     """One head vector [D] turned in the planes of its first 2n numbers, by loops."""
     n, y = angle.shape[0], x.clone()
@@ -198,7 +254,28 @@ def test_decoding_equals_attending_at_once() -> None:
         ({"rotary_cos": torch.ones(6, 4), "rotary_sin": torch.ones(6, 4)}, ValueError, "position 6 is needed"),
         ({"rotary_cos": torch.ones(9, 5), "rotary_sin": torch.ones(9, 5)}, ValueError, "at most 4"),
         ({"alibi_slopes": torch.ones(2)}, ValueError, "alibi_slopes"),
-        ({"cache_batch_idx": torch.tensor([0])}, ValueError, "cache_batch_idx has 1 rows"),
+        ({"cache_batch_idx": torch.tensor([0])}, ValueError, r"cache_batch_idx has shape \[1\]; expected \[3\]"),
+        ({"cache_batch_idx": torch.tensor([[0], [1], [2]])}, ValueError, r"cache_batch_idx has shape \[3, 1\]"),
+        (
+            {"cache_batch_idx": torch.tensor([0, 1, 3])},
+            ValueError,
+            r"cache_batch_idx\[2\] is 3; expected 0 to 2, a row",
+        ),
+        ({"cache_batch_idx": torch.tensor([-1, 1, 2])}, ValueError, r"cache_batch_idx\[0\] is -1; expected 0 to 2"),
+        ({"cache_batch_idx": torch.ones(3)}, ValueError, "cache_batch_idx is float32 on cpu; expected int32 or int64"),
+        ({"cache_batch_idx": [0, 1, 2]}, TypeError, "cache_batch_idx must be a tensor"),
+        ({"cache_seqlens": torch.tensor([5.5, 0.0, 3.0])}, ValueError, "cache_seqlens is float32 on cpu"),
+        ({"cache_seqlens": torch.tensor([True, False, True])}, ValueError, "cache_seqlens is bool on cpu"),
+        ({"cache_seqlens": 5.0}, TypeError, "cache_seqlens must be an int, or an int32 or int64 tensor .*, got 5.0"),
+        ({"cache_seqlens": True}, TypeError, "cache_seqlens must be an int, .* got True"),
+        (
+            {"cache_seqlens": torch.zeros(3, device="meta").int()},
+            ValueError,
+            "cache_seqlens is int32 on meta; expected",
+        ),
+        ({"cache_leftpad": torch.tensor([0.5, 0, 0])}, ValueError, "cache_leftpad is float32 on cpu"),
+        ({"window_size": 3}, ValueError, r"window_size must be \(left, right\), .* got 3"),
+        ({"v": torch.zeros(3, 2, 2, 8, device="meta").double()}, ValueError, "v is torch.float64 on meta; expected"),
         ({"k": torch.zeros(3, 2, 3, 8).double()}, ValueError, "k is"),
         ({"k": None}, ValueError, "k is None"),
         ({"softmax_scale": float("inf")}, ValueError, "flash_attn: softmax_scale must be a finite number"),

@@ -1,4 +1,4 @@
-"""flash-attn's arguments in foci's terms: windows and causality, ALiBi, packed tensors, longest sequences."""
+"""flash-attn's arguments in foci's terms: windows, causality, ALiBi, packed tensors, longest sequences, indices."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import torch
 from torch import Tensor
 
 from foci.core.errors import ShapeError
+from foci.core.shapes import dense
 from foci.core.spec import accumulator
-from foci.ops.arguments import number
+from foci.ops.arguments import INTEGERS, number, short
 from foci.ops.masks import Causal, Mask, Window
 from foci.ops.softmax.call import cap
 
 
 def mask_of(causal: bool, window_size: tuple[int, int]) -> Mask | None:
     """causal and window_size (left, right), measured from the last key; -1 is open, causal closes the right side."""
-    good = len(window_size) == 2 and all(isinstance(w, int) and not isinstance(w, bool) for w in window_size)
-    if not good or min(window_size) < -1:
+    pair = isinstance(window_size, tuple | list) and len(window_size) == 2
+    if not pair or any(isinstance(w, bool) or not isinstance(w, int) or w < -1 for w in window_size):
         raise ValueError(
             f"flash_attn: window_size must be (left, right), each -1 (open) or a non-negative int, got {window_size!r}"
         )
@@ -68,3 +69,27 @@ def longest(name: str, declared: int, offsets: Tensor) -> None:
         return
     if (real := int(offsets.diff().max())) > int(declared):
         raise ValueError(f"flash_attn: {name} is {int(declared)}, but one of the sequences has {real} tokens")
+
+
+def indices(name: str, given: Tensor, rows: int, device: torch.device, *more: str) -> Tensor:
+    """Whole numbers [rows], or [rows, pages] where `more` names the pages, as int64."""
+    given = dense("flash_attn", name, given)
+    if given.dtype not in INTEGERS or given.device != device:
+        raise ValueError(
+            f"flash_attn: {name} is {short(given.dtype)} on {given.device}; expected int32 or int64 on {device}"
+        )
+    if given.dim() != 1 + len(more) or given.shape[0] != rows:
+        expected = ", ".join((str(rows), *more))
+        raise ShapeError(f"flash_attn: {name} has shape {list(given.shape)}; expected [{expected}]")
+    return given.long()
+
+
+def check_inside(name: str, index: Tensor, count: int, kind: str, needed: Tensor | None = None) -> None:
+    """Raise when an entry, of those that are needed, names none of `count`: -1 would be the last one to torch."""
+    wrong = (index < 0) | (index >= count)
+    found = (wrong if needed is None else wrong & needed).nonzero().tolist()  # one wait for a GPU
+    if found:
+        place = found[0]
+        raise ValueError(
+            f"flash_attn: {name}{place} is {int(index[tuple(place)])}; expected 0 to {count - 1}, {kind} that there is"
+        )

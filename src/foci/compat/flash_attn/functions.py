@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from foci.compat.flash_attn.arguments import alibi, join, logits, longest, mask_of, per_head, unpack
+from foci.compat.flash_attn.arguments import (
+    alibi,
+    check_inside,
+    indices,
+    join,
+    logits,
+    longest,
+    mask_of,
+    per_head,
+    unpack,
+)
 from foci.core.errors import ShapeError
 from foci.ops.masks import Mask, Packed
 from foci.ops.softmax.api import attention, attention_with_lse
@@ -130,13 +141,13 @@ def flash_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k: int32 or int64 [N+1], where each sequence starts. A sequence longer than max_seqlen_q or
     max_seqlen_k raises. alibi_slopes [H] or [N,H]; its bias takes O(T S) memory here. softmax_lse is [H,T], S_dmask
     [N,H,max_seqlen_q,max_seqlen_k]. block_table [N, pages]: k and v are pages [P, page, G, D] and are gathered, which
-    copies the keys that are used.
+    copies the keys that are used; what it holds behind a sequence's last page may be anything.
     """
     N = cu_seqlens_q.numel() - 1
     longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q)
     longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k)
     if block_table is not None:
-        k, v = _gathered(k, v, cu_seqlens_k, block_table)
+        k, v = _gathered(k, v, cu_seqlens_k, indices("block_table", block_table, N, k.device, "pages"))
     bias = None
     if alibi_slopes is not None:
         document, rows = _places(cu_seqlens_q, q.shape[0])
@@ -227,14 +238,17 @@ def _places(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 def _gathered(k: Tensor, v: Tensor, offsets: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values [S, G, D] of the sequences whose pages `table` names."""
-    document, place = _places(offsets, int(offsets[-1]))
-    size = k.shape[1]
-    if (needed := int(-(-offsets.long().diff().max() // size))) > table.shape[1]:
+    size, ends = k.shape[1], offsets.tolist()
+    most = max((end - start for start, end in pairwise(ends)), default=0)
+    if (needed := -(-most // max(size, 1))) > table.shape[1]:
         raise ShapeError(
             f"flash_attn: block_table names {table.shape[1]} pages of {size} tokens for each sequence; "
             f"the longest needs {needed}"
         )
-    page = table.long()[document, place // size]
+    starts = torch.arange(table.shape[1], device=table.device) * size
+    check_inside("block_table", table, k.shape[0], "a page", starts < offsets.long().diff()[:, None])
+    document, place = _places(offsets, ends[-1])
+    page = table[document, place // size]
     return k[page, place % size], v[page, place % size]
 
 

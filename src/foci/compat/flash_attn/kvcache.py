@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foci.compat.flash_attn.arguments import alibi, join, logits, mask_of, per_head
+from foci.compat.flash_attn.arguments import alibi, check_inside, indices, join, logits, mask_of, per_head
 from foci.core.errors import ShapeError, Unsupported
 from foci.core.spec import accumulator
 from foci.ops.masks import Lengths
@@ -39,14 +39,15 @@ def flash_attn_with_kvcache(
     q [B,T,H,D]; k_cache, v_cache [C,S,G,D], changed in place; k, v [B,T',G,D]; out [B,T,H,D], lse [B,H,T] on request.
     cache_seqlens: what each row holds before, an int or int32/int64 [B]; all of S when absent and nothing is written.
     cache_batch_idx [B]: the cache row of each batch row. cache_leftpad [B]: where a row's keys begin.
-    block_table [B, pages]: the caches are pages [P, page, G, D]; reading gathers (copies) what the rows hold.
+    block_table [B, pages]: the caches are pages [P, page, G, D]; reading gathers (copies) what the rows hold. What the
+    table holds for no key that is read or written may be anything: behind a row's end, before its window or leftpad.
     rotary_cos, rotary_sin [positions, R/2] turn the first R numbers of k, and of q, at cache_seqlens + t (of q at
     cache_seqlens when neither causal nor windowed); they need k and v. rotary_interleaved: pairs (0, 1), (2, 3), ...,
     otherwise (0, R/2), (1, R/2 + 1), ...
     causal and window_size: the last query stands at the last key of its row. A row that sees nothing: out 0, lse -inf.
 
-    Raises ShapeError or ValueError, before the cache is touched; Unsupported where a gradient is wanted (there is no
-    backward, as in flash-attn) and for num_splits > 1, since foci splits no keys here.
+    Raises ShapeError, ValueError or TypeError before the cache is touched (a GPU is waited for); Unsupported for a
+    gradient (there is no backward, as in flash-attn) and for num_splits > 1, since foci splits no keys here.
     """
     _refuse((q, k_cache, v_cache, k, v), num_splits)
     mask = mask_of(causal, window_size)
@@ -56,11 +57,12 @@ def flash_attn_with_kvcache(
         scale, cap = logits(softmax_scale, softcap)
         bind(q, *cache.stand_ins(), softcap=cap, scale=scale)  # raises now what else would come after the write
         held = _lengths(cache_seqlens, B, cache.capacity, k is None, q)
-        starts = _starts(cache_leftpad, held, B)
+        starts = _starts(cache_leftpad, held)
         slopes = None if alibi_slopes is None else per_head(alibi_slopes, B, q)
         if rotary_cos is not None or rotary_sin is not None:
             q, k = _rotated(q, k, held, mask is not None, (rotary_cos, rotary_sin), rotary_interleaved)
-        total = held if k is None and v is None else cache.append(k, v, held)
+        reach = None if window_size[0] == -1 else T + min(window_size[0], cache.capacity)
+        total = cache.extend(k, v, held, starts, reach)
         keys, values, total = cache.read(total, starts)
         if T == 1 and causal and window_size[0] == -1:
             mask = None  # a single query at the end sees everything
@@ -81,39 +83,59 @@ class _Cache:
             raise ValueError("flash_attn: cache_batch_idx and block_table were both given; expected one of them")
         if k.shape[:3] != v.shape[:3]:
             raise ShapeError(f"flash_attn: k_cache is {list(k.shape)} but v_cache is {list(v.shape)}")
-        for name, index in (("cache_batch_idx", rows), ("block_table", table)):
-            if index is not None and index.shape[0] != B:
-                raise ShapeError(f"flash_attn: {name} has {index.shape[0]} rows; expected {B}, as q has")
         if rows is None and table is None and k.shape[0] < B:
             raise ShapeError(f"flash_attn: k_cache has {k.shape[0]} rows; expected at least {B}, as q has")
-        self.k, self.v, self.B, self.rows, self.table = k, v, B, rows, table
-        self.page = k.shape[1]
-        self.capacity = self.page if table is None else self.page * table.shape[1]
+        self.k, self.v, self.B, self.page = k, v, B, max(k.shape[1], 1)
+        self.rows = None if rows is None else indices("cache_batch_idx", rows, B, k.device)
+        self.table = None if table is None else indices("block_table", table, B, k.device, "pages")
+        if self.rows is not None:
+            check_inside("cache_batch_idx", self.rows, k.shape[0], "a row")
+        self.capacity = k.shape[1] * (1 if self.table is None else self.table.shape[1])
 
     def stand_ins(self) -> tuple[Tensor, Tensor]:
         """Tensors like the keys and values of the batch, without their memory."""
         k, v = (x.new_empty(1).expand(self.B, 1, *x.shape[2:]) for x in (self.k, self.v))
         return k, v
 
-    def append(self, k: Tensor | None, v: Tensor | None, held: Tensor) -> Tensor:
-        """Write k and v behind what each row holds; the new lengths."""
+    def extend(
+        self, k: Tensor | None, v: Tensor | None, held: Tensor, starts: Tensor | None, reach: int | None
+    ) -> Tensor:
+        """The lengths when k and v, if given, are written behind what each row holds; all is checked before.
+
+        No key before `starts` is read, nor one more than `reach` before the end.
+        """
+        writes = k is not None or v is not None
+        total = held + self._count(k, v, held) if writes else held
+        if self.table is not None:
+            first = torch.zeros_like(held) if starts is None else starts
+            if reach is not None:
+                first = first.maximum((total - reach).minimum(held))
+            page = torch.arange(self.table.shape[1], device=held.device)
+            end = torch.where(first < total, total, 0)
+            needed = (page >= first[:, None] // self.page) & (page * self.page < end[:, None])
+            check_inside("block_table", self.table, self.k.shape[0], "a page", needed)
+        if k is not None and v is not None:
+            row, column = self._index(held[:, None] + torch.arange(k.shape[1], device=held.device))
+            self.k[row, column], self.v[row, column] = k, v
+        return total
+
+    def _count(self, k: Tensor | None, v: Tensor | None, held: Tensor) -> int:
+        """The tokens of k and v, which fit."""
         if k is None or v is None:
             raise ValueError(f"flash_attn: {'k' if k is None else 'v'} is None; expected k and v, or neither")
         expected = (self.B, k.shape[1], *self.k.shape[2:])
         if k.shape != expected or v.shape != (*expected[:3], self.v.shape[-1]):
             got = f"k is {list(k.shape)} and v is {list(v.shape)}"
             raise ShapeError(f"flash_attn: {got}; expected {list(expected)} for both, as the cache has")
-        if k.dtype != self.k.dtype or v.dtype != self.v.dtype:
-            raise ValueError(f"flash_attn: k is {k.dtype}, v is {v.dtype}; expected {self.k.dtype}, as the cache is")
-        total = held + k.shape[1]
-        if int(total.max()) > self.capacity:
-            raise ValueError(
-                f"flash_attn: cache_seqlens and k need {int(total.max())} places; there are {self.capacity}"
-            )
-        place = held[:, None] + torch.arange(k.shape[1], device=held.device)
-        row, column = self._index(place)
-        self.k[row, column], self.v[row, column] = k, v
-        return total
+        for name, x in (("k", k), ("v", v)):
+            if x.dtype != self.k.dtype or x.device != self.k.device:
+                raise ValueError(
+                    f"flash_attn: {name} is {x.dtype} on {x.device}; expected {self.k.dtype} on {self.k.device}, as "
+                    "the cache is"
+                )
+        if (longest := max(held.tolist(), default=0) + k.shape[1]) > self.capacity:
+            raise ValueError(f"flash_attn: cache_seqlens and k need {longest} places; there are {self.capacity}")
+        return k.shape[1]
 
     def read(self, total: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values [B, longest, G, D] of all rows, and their lengths; views unless rows, pages or starts move."""
@@ -128,8 +150,9 @@ class _Cache:
 
     def _index(self, place: Tensor) -> tuple[Tensor, Tensor]:
         if self.table is not None:
-            return self.table.long().gather(1, place // self.page), place % self.page
-        rows = torch.arange(self.B, device=place.device) if self.rows is None else self.rows.long()
+            page = self.table.gather(1, place // self.page)
+            return page.clamp(0, max(self.k.shape[0] - 1, 0)), place % self.page  # moved inside: what is not needed
+        rows = torch.arange(self.B, device=place.device) if self.rows is None else self.rows
         return rows[:, None], place
 
 
@@ -162,22 +185,24 @@ def _lengths(given: int | Tensor | None, B: int, capacity: int, reading: bool, q
         if not reading:
             raise ValueError("flash_attn: cache_seqlens is None; expected lengths, since k and v are to be written")
         given = capacity
+    if isinstance(given, bool) or not isinstance(given, int | Tensor):
+        raise TypeError(f"flash_attn: cache_seqlens must be an int, or an int32 or int64 tensor [{B}], got {given!r}")
     if isinstance(given, int):
         given = torch.full((B,), given, device=q.device)
-    if given.shape != (B,):
-        raise ShapeError(f"flash_attn: cache_seqlens has shape {list(given.shape)}; expected [{B}]")
-    held = given.long()
-    if B and not 0 <= int(held.min()) <= int(held.max()) <= capacity:
-        raise ValueError(f"flash_attn: cache_seqlens is {held.tolist()}; expected 0 to {capacity}, the cache's places")
+    held = indices("cache_seqlens", given, B, q.device)
+    values = held.tolist()
+    if any(not 0 <= n <= capacity for n in values):
+        raise ValueError(f"flash_attn: cache_seqlens is {values}; expected 0 to {capacity}, the cache's places")
     return held
 
 
-def _starts(leftpad: Tensor | None, held: Tensor, B: int) -> Tensor | None:
+def _starts(leftpad: Tensor | None, held: Tensor) -> Tensor | None:
     if leftpad is None:
         return None
-    if leftpad.shape != (B,) or bool(((leftpad < 0) | (leftpad > held)).any()):
-        raise ValueError(f"flash_attn: cache_leftpad is {leftpad.tolist()}; expected [{B}] from 0 to cache_seqlens")
-    return leftpad.long()
+    starts = indices("cache_leftpad", leftpad, held.shape[0], held.device)
+    if bool(((starts < 0) | (starts > held)).any()):
+        raise ValueError(f"flash_attn: cache_leftpad is {starts.tolist()}; expected 0 to cache_seqlens for each row")
+    return starts
 
 
 def _rotated(

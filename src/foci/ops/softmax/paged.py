@@ -14,7 +14,7 @@ from foci.core import plans
 from foci.core.errors import ShapeError, Unsupported
 from foci.core.select import choose
 from foci.core.shapes import Signature
-from foci.ops.arguments import DTYPES, by_autocast, scaling
+from foci.ops.arguments import DTYPES, INTEGERS, by_autocast, scaling
 from foci.ops.masks import FARTHEST, Causal, Lengths, Mask, Window, check_reach
 from foci.ops.softmax import gpu
 from foci.ops.softmax.api import attention
@@ -27,7 +27,6 @@ Table = Int[Tensor, "B M"]
 RowLengths = Int[Tensor, "B"]
 
 _NAME = "attention_paged"
-_INTEGERS = (torch.int32, torch.int64)
 
 
 class _Tensors(NamedTuple):
@@ -188,7 +187,7 @@ def _check(tensors: _Tensors, sizes: dict[str, int]) -> _Tensors:
         if x is not None and x.device != q.device:
             raise ValueError(f"{_NAME}: {name} is on {x.device}, q is on {q.device}; expected one device")
     for name, x in (("table", table), ("lengths", lengths)):
-        if x.dtype not in _INTEGERS:
+        if x.dtype not in INTEGERS:
             raise ValueError(f"{_NAME}: {name} must be an int32 or int64 tensor, got {x.dtype}")
     if sink is not None and sink.dtype not in DTYPES:
         raise ValueError(f"{_NAME}: sink must be a floating tensor, got {sink.dtype}")
