@@ -15,6 +15,7 @@ import pytest
 from foci import cli, cli_check
 from foci.check.run import examine
 
+ROOT = Path(__file__).parent.parent
 GOOD = """
 import torch.nn.functional as F
 
@@ -113,6 +114,47 @@ cli.main(sys.argv[1:])
     assert ended.returncode == 0 and "scan · foci triton · cpu · float32\n" in ended.stdout, ended.stderr
     rows = json.loads((tmp_path / "it.json").read_text())["rows"]
     assert [(row["law"], row["verdict"]) for row in rows] == [("forward", "ok")]
+
+
+DEADLY = """
+import ctypes, os, time
+import torch.nn.functional as F
+
+def ends(q, k, v):
+    os._exit(0)
+
+def gated(q, k, v, g=None):
+    os._exit(0)
+
+def crosses(q, k, v):
+    if q.shape[2] != k.shape[2]:
+        ctypes.string_at(0)
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+def hangs(q, k, v, g=None):
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("deadly:ends --like softmax --layout bhtd", "it ended the interpreter (exit code 0)"),
+        ("deadly:gated --like linear", "it ended the interpreter (exit code 0)"),
+        ("deadly:gated --like delta", "it ended the interpreter (exit code 0)"),
+        ("deadly:crosses --like softmax --layout bhtd", "it killed the interpreter (SIGSEGV)"),
+        ("deadly:hangs --like linear", "it gave no answer for 2 s and was stopped"),
+    ],
+)
+def test_what_ends_the_process_or_hangs_is_a_fault(tmp_path, arguments: str, sentence: str) -> None:
+    """In a process of its own: the tiny calls that tell what it takes once ended this one, with exit code 0."""
+    (tmp_path / "deadly.py").write_text(DEADLY)
+    command = [sys.executable, "-m", "foci", "check", *arguments.split()]
+    ended = subprocess.run(
+        [*command, "--dtype", "float32", "--laws", "1", "--limit", "2,30"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ended.returncode == 1 and sentence in " ".join(ended.stdout.split()), ended.stdout + ended.stderr
 
 
 def test_a_fault_of_a_recurrence_is_named(here, capsys) -> None:
@@ -292,7 +334,7 @@ def test_bad_input_is_one_sentence(here, capsys, arguments: str, sentence: str) 
     assert code == 2 and sentence in err and len(err.strip().splitlines()) == 1
 
 
-PAGE = (Path(__file__).parent.parent / "docs" / "check.md").read_text()
+PAGE = (ROOT / "docs" / "check.md").read_text()
 SHOWN = re.findall(r"```python\n(.*?)```\s*```\n\$ foci (check [^\n]*)\n(.*?)\n```", PAGE, re.S)
 
 

@@ -6,6 +6,7 @@ import importlib
 import math
 import re
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, wraps
@@ -20,7 +21,7 @@ from foci.check.laws_graph import LAWS
 from foci.check.render import table
 from foci.check.run import Limits, Report, examine
 from foci.cli_options import Option, backend_of, gathered, part_of
-from foci.core.spec import Candidate, Spec
+from foci.core.spec import Aside, Candidate, Spec, here
 from foci.core.tune import interpreting
 from foci.ops import SPECS
 from foci.ops.decay.api import linear_attention
@@ -36,7 +37,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "scan": scan,
     "selective_scan": selective_scan,
 }
-LAYOUTS = ("softmax", "linear", "delta")  # the operators of [B, T, H, D], which others lay out otherwise
+# The operators of [B, T, H, D], which others lay out otherwise; tiny calls tell what a callable takes.
+LAYOUTS = ("softmax", "linear", "delta")
 LIKE = (*FUNCTIONS, "layer", "processor", "transformers")
 _INTERPRETER = ", and TRITON_INTERPRET=1 in the environment runs its kernels in Triton's interpreter, in float32"
 WHAT = f"{', '.join(FUNCTIONS)}, or your own: package.module:name."
@@ -139,8 +141,9 @@ def check(
             if given:
                 raise ValueError(f"{option} is for an attention of yours; {what!r} is foci's own")
     else:
-        spec, candidate = _theirs(what, like, layout)
-        candidates = [candidate]
+        began = time.monotonic()
+        spec, candidate = _theirs(what, like, layout, _aside(device, limits))
+        candidates, limits = [candidate], limits._replace(within=limits.within - (time.monotonic() - began))
         if backend is not None:
             raise ValueError("--backend chooses among foci's own; it does not apply to an attention of yours")
     dtypes = _dtypes(dtype) or ((torch.float32,) if interpreting() else None)  # where bfloat16 is computed wrongly
@@ -237,7 +240,14 @@ def candidate_of(spec: Spec, function: Callable[..., Any], backend: str, device:
     return candidate
 
 
-def _theirs(target: str, like: str, layout: str) -> tuple[Spec, Candidate]:
+def _aside(device: str, limits: Limits) -> Aside:
+    """Where tiny calls of theirs are made: in a child, as laws are asked."""
+    if isolate.unfit(device):
+        return here
+    return partial(isolate.aside, limit=limits.silence, ends=time.monotonic() + limits.within)
+
+
+def _theirs(target: str, like: str, layout: str, aside: Aside) -> tuple[Spec, Candidate]:
     """The Spec that someone's attention is held to, and it as a candidate."""
     if like not in LIKE:
         named = f"got {like!r}" if like else f"and {target!r} is no operator of foci's ({', '.join(FUNCTIONS)})"
@@ -247,7 +257,9 @@ def _theirs(target: str, like: str, layout: str) -> tuple[Spec, Candidate]:
     thing = _callable(target, like)
     spec = _spec(like, thing)
     assert spec.adapt is not None
-    return spec, spec.adapt(thing, name=target, **({"layout": layout} if layout else {}))
+    if like not in LAYOUTS:
+        return spec, spec.adapt(thing, name=target)
+    return spec, spec.adapt(thing, name=target, layout=layout or "bthd", aside=aside)
 
 
 def _callable(target: str, like: str) -> Any:

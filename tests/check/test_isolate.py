@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from foci.check import isolate
-from foci.check.isolate import Died, stream
+from foci.check.isolate import Died, aside, stream
 
 
 def test_messages_arrive_in_order() -> None:
@@ -78,6 +78,26 @@ def test_leaving_early_ends_the_child() -> None:
     messages.close()
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
+
+
+def test_a_call_that_ends_its_child_has_no_answer_and_the_next_are_made() -> None:
+    calls = [lambda: "first", lambda: os._exit(0), lambda: time.sleep(60), lambda: ctypes.string_at(0), lambda: "last"]
+    start = time.monotonic()
+    found = aside(lambda ask: (os.getpid(), [ask(call) for call in calls]), limit=1)
+    assert found[0] != os.getpid() and found[1] == ["first", None, None, None, "last"]
+    assert time.monotonic() - start < 10
+
+
+def test_no_call_is_made_past_the_end() -> None:
+    calls = [lambda: "in time", lambda: time.sleep(2), lambda: "late"]
+    assert aside(lambda ask: [ask(call) for call in calls], limit=10, ends=time.monotonic() + 1) == [
+        "in time", None, None,
+    ]  # fmt: skip
+
+
+def test_what_ends_the_child_between_calls_is_said() -> None:
+    with pytest.raises(ValueError, match="before yours was called: it ended the interpreter"):
+        aside(lambda ask: os._exit(3), limit=10)
 
 
 def test_unfit(monkeypatch) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from foci.core.spec import Backend, Output, Spec, WrongReturn, accumulator, as_outputs, within
+from foci.core.spec import Backend, Output, Spec, WrongReturn, accumulator, as_outputs, here, within
 
 
 def spec(**changes: object) -> Spec:
@@ -72,6 +73,10 @@ def test_a_backend_is_ready_once_what_it_needs_is_imported(monkeypatch: pytest.M
     assert backend.missing() and "needed_by_a_toy" not in sys.modules
     assert backend.ready() is backend and "needed_by_a_toy" in sys.modules
     assert backend.reasons(None) == ["no_such_package_of_anyone is not installed"]
+
+
+def test_here_calls_are_made_in_this_process() -> None:
+    assert here(lambda ask: [ask(os.getpid), ask(lambda: None)]) == [os.getpid(), None]
 
 
 def test_outputs_are_a_tensor_or_a_tuple_of_as_many() -> None:

@@ -146,6 +146,31 @@ def test_what_refuses_the_cpu_is_tried_where_it_runs(monkeypatch: pytest.MonkeyP
     assert not candidate.refuses(BY_NAME["linear"]["value width"])
 
 
+def test_what_ends_the_process_of_a_tiny_call_is_for_the_laws() -> None:
+    def gated(q, k, v, g):
+        return linear_attention(q, k, v, log_decay=g)[0]
+
+    asked = []
+
+    def ask(call):
+        asked.append(call())
+        return asked[-1] if "TypeError" in asked[-1] else None
+
+    candidate = adapt_linear(gated, aside=lambda work: work(ask))
+    assert asked == ["it raises TypeError", "it raises TypeError", ""]  # without gates, then with them
+    assert not candidate.refuses(BY_NAME["linear"]["plain"]) and candidate.call(given("plain"))
+
+    def alike(q, k, v):
+        assert q.shape[2] == v.shape[2] and q.shape[3] == v.shape[3]
+        return linear_attention(q, k, v)[0]
+
+    answers = iter(("plain", None, "V != K"))
+    candidate = adapt_linear(alike, aside=lambda work: work(lambda call: next(answers) and call()))
+    reasons = candidate.refuses(BY_NAME["linear"]["value width"])
+    assert any("V != K" in reason for reason in reasons) and not any("grouped" in r for r in reasons)
+    assert not any("grouped" in reason for reason in candidate.refuses(BY_NAME["linear"]["grouped heads"]))
+
+
 def test_a_kind_that_is_answered_in_the_wrong_shape_is_refused() -> None:
     def narrow(q, k, v):
         out = linear_attention(q, k, v)[0]

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from foci.core.spec import Ask
+
 
 @dataclass(frozen=True)
 class Died:
@@ -55,6 +57,39 @@ def stream(work: Callable[[Callable[[Any], None]], None], limit: float, ends: fl
         child.kill()
         child.join()
         here.close()
+
+
+def aside(work: Callable[[Ask], Any], limit: float, ends: float = math.inf) -> Any:
+    """What `work(ask)` gives in a child, `ask(call)` there being what a call gives; both must pickle.
+
+    It is None where the call ended the child or was silent for `limit` seconds: another child is then told the answers
+    so far, for which `work` must ask in the same order, and goes on. Past `ends` no call is made.
+    """
+    known: list[Any] = []
+
+    def run(send: Callable[[Any], None]) -> None:
+        told = iter(known)
+
+        def ask(call: Callable[[], Any]) -> Any:
+            answer = next(told, _Finished)
+            if answer is _Finished:
+                send(("asked", None))
+                answer = None if time.monotonic() > ends else call()
+                send(("answer", answer))
+            return answer
+
+        send(("all", work(ask)))
+
+    while True:
+        step = ""
+        for message in stream(run, limit):
+            if isinstance(message, Died) and step != "asked":
+                raise ValueError(f"before yours was called: {message.reason}")
+            step, value = ("answer", None) if isinstance(message, Died) else message
+            if step == "all":
+                return value
+            if step == "answer":
+                known.append(value)
 
 
 def unfit(device: str) -> str:

@@ -16,6 +16,16 @@ from foci.core.device import imported, installed
 
 Inputs = Mapping[str, Any]
 Outputs = tuple[Tensor, ...]
+Ask = Callable[[Callable[[], Any]], Any]
+Aside = Callable[[Callable[[Ask], Any]], Any]
+
+
+def here(work: Callable[[Ask], Any]) -> Any:
+    """What `work(ask)` gives, where the calls that it asks for are made in this process; check/isolate.py: elsewhere.
+
+    There `ask(call)` is None where the call ended its process or hung.
+    """
+    return work(lambda call: call())
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from foci.core.spec import Candidate, Case, Inputs, Outputs, as_outputs
+from foci.core.spec import Aside, Ask, Candidate, Case, Inputs, Outputs, as_outputs, here
 from foci.ops.recurrent import sequences
 
 LAYOUTS = ("bthd", "bhtd")
@@ -113,17 +114,19 @@ def adapt(
     *,
     layout: str = "bthd",
     name: str = "",
+    aside: Aside = here,
 ) -> Candidate:
     """A callable `f(q, k, v, ...)` as a Candidate: the keywords of `words` that it names are used, the others listed.
 
     `positions` go by their place, but for those that are in `words` and named. layout: "bthd" [B, T, H, D] or "bhtd"
     [B, H, T, D] of all that has tokens; states are [N, H, K, V] in either. A callable that can be asked for the final
     state is. What no word tells (the ranks of a decay that `g` may have, grouped heads, V != K) is tested unless a tiny
-    call of the kind raises, on the CPU or, where that cannot be called, on the GPU.
+    call of the kind raises, on the CPU or, where that cannot be called, on the GPU. `aside`: where tiny calls are made;
+    one that ends its process there is for the laws to meet.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"adapt: layout must be 'bthd' or 'bhtd', got {layout!r}")
-    convention = _convention(function, words, positions, layout)
+    convention = _convention(function, words, positions, layout, aside)
 
     def refuses(case: Case) -> list[str]:
         inputs = case.make(torch.float32, torch.device("cpu"), 0)
@@ -151,7 +154,11 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def _convention(
-    function: Callable[..., Any], words: Mapping[str, tuple[str, ...]], positions: tuple[str, ...], layout: str
+    function: Callable[..., Any],
+    words: Mapping[str, tuple[str, ...]],
+    positions: tuple[str, ...],
+    layout: str,
+    aside: Aside,
 ) -> Convention:
     parameters = _parameters(function)
     chosen: dict[str, str] = {}
@@ -166,12 +173,23 @@ def _convention(
     variants = [
         Convention(function, first, chosen, layout, asks, needs, gives) for needs in ("", *decays) for gives in returns
     ]
+    number, cannot = aside(partial(_tried, variants, (*KINDS, *decays)))
+    return replace(variants[number], cannot=cannot)
+
+
+def _tried(variants: list[Convention], kinds: tuple[str, ...], ask: Ask) -> tuple[int, dict[str, str]]:
+    """Which of them a tiny call shows to be right, and the kinds of problem that such calls show to be refused."""
+    broken = 0
     for place in places():
-        found = next((each for each in variants if not _fails(each, _tiny(each, place))), None)
-        if found is not None:
-            failed = {kind: _fails(found, _tiny(found, place, kind)) for kind in (*KINDS, *decays)}
-            return replace(found, cannot={kind: f"{kind}: {reason}" for kind, reason in failed.items() if reason})
-    return variants[0]  # broken altogether: the first law will meet the same error and tell it
+        for number, each in enumerate(variants):
+            reason = ask(partial(_fails, each, place))
+            if reason == "":
+                reasons = {kind: ask(partial(_fails, each, place, kind)) for kind in kinds}
+                return number, {kind: f"{kind}: {reason}" for kind, reason in reasons.items() if reason}
+            if reason is None:  # its process ended, or it hung: others of them are not tried
+                broken = number
+                break
+    return broken, {}  # broken altogether: the first law will meet the same error and tell it
 
 
 def _tiny(convention: Convention, place: Place, kind: str = "") -> dict[str, Any]:
@@ -190,9 +208,10 @@ def _open(kind: str, k: Tensor, v: Tensor) -> Tensor:
     return v.new_zeros({"decay per head": (H,), "decay per token": (B, T, H)}.get(kind, (B, T, H, k.shape[-1])))
 
 
-def _fails(convention: Convention, inputs: Inputs) -> str:
-    """How the callable refuses these inputs; nothing when it answers in the right shape."""
+def _fails(convention: Convention, place: Place, kind: str = "") -> str:
+    """How the callable refuses a small problem; nothing when it answers in the right shape."""
     try:
+        inputs = _tiny(convention, place, kind)
         out = convention.call(inputs)[0]
     except Exception as error:
         return f"it raises {type(error).__name__}"

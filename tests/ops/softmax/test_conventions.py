@@ -166,6 +166,17 @@ def test_what_refuses_the_cpu_is_tried_where_it_runs(monkeypatch: pytest.MonkeyP
     assert not candidate.refuses(BY_NAME["value width"])
 
 
+def test_a_kind_that_ends_the_process_of_a_tiny_call_is_for_the_laws() -> None:
+    def plain(q, k, v):
+        return attention(q, k, v)
+
+    asked = iter(("answers", None, "answers", "answers"))
+    candidate = adapt(plain, aside=lambda work: work(lambda call: next(asked) and call()))
+    assert not candidate.refuses(BY_NAME["grouped heads"])
+    nothing = adapt(plain, aside=lambda work: work(lambda call: None))
+    assert nothing.outputs == ("out",) and not nothing.refuses(BY_NAME["plain"])
+
+
 @pytest.mark.parametrize("wrong", [lambda out: (out,), lambda out: (out, out, out), lambda out: out.tolist()])
 def test_a_wrong_return_is_for_the_laws(wrong) -> None:
     def returns(q, k, v):

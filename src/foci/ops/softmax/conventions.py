@@ -6,14 +6,14 @@ import inspect
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import and_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foci.core.spec import Candidate, Case, Inputs, Outputs, as_outputs
+from foci.core.spec import Aside, Ask, Candidate, Case, Inputs, Outputs, as_outputs, here
 from foci.ops.conventions import UNNAMED, Place, places
 from foci.ops.masks import All, Causal, Dense, Lengths, Mask, Packed, Window
 
@@ -53,7 +53,9 @@ class _Cannot(NotImplementedError):
     """A case that the signature has no words for."""
 
 
-def adapt(function: Callable[..., Any], *, layout: str = "bthd", name: str = "", ranks: int = 1) -> Candidate:
+def adapt(
+    function: Callable[..., Any], *, layout: str = "bthd", name: str = "", ranks: int = 1, aside: Aside = here
+) -> Candidate:
     """A callable `f(q, k, v, ...)` as a Candidate: the keywords of WORDS that it names are used, the others are listed.
 
     layout: "bthd" [B, T, H, D] or "bhtd" [B, H, T, D] of q, k, v and the output; lse [B, T, H] or [B, H, T] in either.
@@ -63,12 +65,12 @@ def adapt(function: Callable[..., Any], *, layout: str = "bthd", name: str = "",
     are. A second output, or `return_lse`, is the natural-log lse. Grouped heads, V != K and T != S are tested unless a
     tiny call of the kind raises, on the CPU or, where that cannot be called, on the GPU. `ranks`: how many share a call
     of it; then so are lengths and heads that these do not
-    share equally.
+    share equally. `aside`: where tiny calls are made; one that ends its process there is for the laws to meet.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"adapt: layout must be 'bthd' or 'bhtd', got {layout!r}")
     convention = _convention(function, layout)
-    gives, cannot = _tried(function, convention, ranks)
+    gives, cannot = aside(partial(_tried, function, convention, ranks))
 
     def call(inputs: Inputs) -> Outputs:
         args, kwargs = _deliver(convention, inputs)
@@ -144,21 +146,30 @@ def _tiny(ranks: int, place: Place, **other: int) -> dict[str, Any]:
     return {"q": place.ones(1, T, H, K), "k": place.ones(1, S, G, K), "v": place.ones(1, S, G, V)}
 
 
-def _tried(function: Callable[..., Any], convention: Convention, ranks: int) -> tuple[tuple[str, ...], dict[str, str]]:
+def _tried(
+    function: Callable[..., Any], convention: Convention, ranks: int, ask: Ask
+) -> tuple[tuple[str, ...], dict[str, str]]:
     """What a tiny call gives, and the kinds of problem that such calls show to be refused."""
     told = ("out", "lse") if "lse" in convention.words else None
     for place in places():
-        args, kwargs = _deliver(convention, _tiny(ranks, place))
-        try:
-            result = function(*args, **kwargs)
-        except Exception:
-            continue
-        return told or _outputs(result), _probe(function, convention, ranks, place)
+        tiny = partial(_call, function, convention, ranks, place)
+        if gives := ask(partial(_outputs, tiny)):
+            reasons = {kind: ask(partial(_refusal, tiny, sizes)) for kind, sizes in _kinds(ranks).items()}
+            return told or gives, {kind: f"{kind}: {reason}" for kind, reason in reasons.items() if reason}
     return told or ("out",), {}  # broken altogether: the first law will meet the same error and tell it
 
 
-def _outputs(result: Any) -> tuple[str, ...]:
-    """("out", "lse") when it gives both, else ("out",); what is wrong with a return is for the laws to say."""
+def _call(function: Callable[..., Any], convention: Convention, ranks: int, place: Place, **sizes: int) -> Any:
+    args, kwargs = _deliver(convention, _tiny(ranks, place, **sizes))
+    return function(*args, **kwargs)
+
+
+def _outputs(tiny: Callable[[], Any]) -> tuple[str, ...]:
+    """("out", "lse") when it gives both, () when it raises, else ("out",); of wrong returns the laws will tell."""
+    try:
+        result = tiny()
+    except Exception:
+        return ()
     pair = isinstance(result, tuple | list) and len(result) == 2 and all(isinstance(item, Tensor) for item in result)
     return ("out", "lse") if pair and result[1].dim() == 3 else ("out",)
 
@@ -176,20 +187,13 @@ def _kinds(ranks: int) -> dict[str, dict[str, int]]:
     return own | {LENGTHS: {"T": 2 * ranks + 1}, HEADS: {"H": ranks + 1}, FEW: {"G": 1}}
 
 
-def _probe(function: Callable[..., Any], convention: Convention, ranks: int, place: Place) -> dict[str, str]:
-    """The kinds of problem, not named by any keyword, that a tiny call shows to be refused where a plain one is not.
-
-    A call that loses ranks is no refusal.
-    """
-    found = {}
-    for kind, sizes in _kinds(ranks).items():
-        args, kwargs = _deliver(convention, _tiny(ranks, place, **sizes))
-        try:
-            function(*args, **kwargs)
-        except Exception as error:
-            if not getattr(error, "sentence", False):
-                found[kind] = f"{kind}: it raises {type(error.__cause__ or error).__name__}"
-    return found
+def _refusal(tiny: Callable[..., Any], sizes: dict[str, int]) -> str:
+    """How a tiny call of these sizes is refused, "" when it is not. One that loses ranks is not."""
+    try:
+        tiny(**sizes)
+    except Exception as error:
+        return "" if getattr(error, "sentence", False) else f"it raises {type(error.__cause__ or error).__name__}"
+    return ""
 
 
 def _is(kind: str, inputs: Inputs, ranks: int) -> bool:
