@@ -18,6 +18,7 @@ from foci.ops.masks import All, Causal, Dense, Lengths, Mask, Window
 
 CAUSAL, BOTH = theirs.causal_mask_function, theirs.bidirectional_mask_function
 WINDOW = theirs.sliding_window_causal_mask_function(4)
+NOTHING = theirs.sliding_window_causal_mask_function(0)
 CHUNKS = theirs.chunked_causal_mask_function(4, torch.tensor([0, 2]))
 PLACES = [(9, 9, 0, 0), (1, 9, 8, 0), (3, 9, 6, 0), (3, 9, 2, 0), (5, 12, 0, 0), (4, 7, 10, 7), (1, 5, 20, 16)]
 
@@ -35,7 +36,9 @@ def padded(kv_length: int, kv_offset: int) -> dict[str, Tensor | None]:
 
 @pytest.mark.parametrize("padding", padded(9, 0))
 @pytest.mark.parametrize("place", PLACES, ids=str)
-@pytest.mark.parametrize("function", [CAUSAL, BOTH, WINDOW, CHUNKS], ids=["causal", "both", "window", "chunks"])
+@pytest.mark.parametrize(
+    "function", [CAUSAL, BOTH, WINDOW, NOTHING, CHUNKS], ids=["causal", "both", "window", "nothing", "chunks"]
+)
 @pytest.mark.parametrize("counted_in", [int, torch.tensor])
 def test_a_mask_shows_what_transformers_own_mask_shows(
     function: Callable, place: tuple[int, ...], padding: str, counted_in: Callable

@@ -29,6 +29,10 @@ DECODERS = {
     "gemma2": lambda: transformers.Gemma2Config(**_SLIDING, attn_logit_softcapping=2.0, query_pre_attn_scalar=3),
     "gpt_oss": lambda: transformers.GptOssConfig(**_SLIDING, **_EXPERTS, rope_parameters=_YARN),
     "qwen3": lambda: transformers.Qwen3Config(**_SIZES),
+    # By default its window is 0, no layer's, and it makes a mask of that.
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **_SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16
+    ),
     "llama4": lambda: transformers.Llama4TextConfig(**_SIZES, **_EXPERTS, **_CHUNKED, intermediate_size_mlp=48),
 }
 _IMAGE = {**{k: v for k, v in _TEXT.items() if not k.endswith("id")}, "image_size": 32, "patch_size": 8}

@@ -219,6 +219,8 @@ def _structure(
     reach = _causal_reach(mask_function)
     if reach is None:
         return None
+    if reach < 1:  # a configuration without a window may say 0, and its model makes a mask of it that no layer uses
+        return (Dense(torch.zeros(1, 1, 1, S, dtype=torch.bool, device=device)),)
     # The last key is the last query's own: a lone query sees the past by that alone, and a wide window hides nothing.
     parts: list[Mask] = [Causal()] if T > 1 else []
     if reach < S:
