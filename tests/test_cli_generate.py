@@ -37,6 +37,8 @@ def test_it_writes_behind_the_prompt_and_repeats_by_seed(capsys) -> None:
         (["gpt-9"], "unknown model 'gpt-9'; expected bytes-lm"),
         (["--max-tokens", "0"], "tokens must be at least 1, got 0"),
         (["--temperature", "-1"], "temperature must be at least 0, got -1.0"),
+        (["--temperature", "nan"], "temperature must be at least 0, got nan"),
+        (["--seed", "99999999999999999999999"], "seed must be from -2^63 to 2^64 - 1, got 99999999999999999999999"),
     ],
 )
 def test_bad_input_is_one_sentence(capsys, arguments, sentence) -> None:

@@ -114,11 +114,15 @@ def test_writing_streams_what_it_returns_and_repeats_by_seed(model):
     assert text == bytes_lm.write(model, "def é(", tokens=30, seed=3)
     assert text != bytes_lm.write(model, "def é(", tokens=30, seed=4)
     greedy = [bytes_lm.write(model, "def ", tokens=30, temperature=0, seed=seed) for seed in (0, 1)]
-    assert greedy[0] == greedy[1]
+    assert greedy[0] == greedy[1] == bytes_lm.write(model, "def ", tokens=30, temperature=1e-320)
+    assert bytes_lm.write(model, "", tokens=1, seed=2**64 - 1) is not None
     with pytest.raises(ValueError, match="temperature must be at least 0, got -1"):
         bytes_lm.write(model, "", temperature=-1)
     with pytest.raises(ValueError, match="tokens must be at least 1, got 0"):
         bytes_lm.write(model, "", tokens=0)
+    for seed in (2**64, -(2**63) - 1):
+        with pytest.raises(ValueError, match=f"seed must be from -2.63 to 2.64 - 1, got {seed}"):
+            bytes_lm.write(model, "", seed=seed, emit=lambda text: pytest.fail("it wrote"))
 
 
 def test_the_split_is_by_file_and_follows_the_name_alone():

@@ -260,12 +260,14 @@ def write(
 
     temperature: 0 takes the likeliest byte every time; above it the byte is drawn, by `seed`. emit is called with each
     piece as it is written, whole characters only, the prompt first. Raises ValueError for a temperature below 0 or
-    tokens below 1.
+    NaN, tokens below 1 and a seed of more than 64 bits.
     """
-    if temperature < 0:
+    if not temperature >= 0:  # NaN is not either
         raise ValueError(f"bytes-lm: temperature must be at least 0, got {temperature}")
     if tokens < 1:
         raise ValueError(f"bytes-lm: tokens must be at least 1, got {tokens}")
+    if not -(2**63) <= seed < 2**64:  # what torch's generators take
+        raise ValueError(f"bytes-lm: seed must be from -2^63 to 2^64 - 1, got {seed}")
     emit(prompt)
     generator, memory = torch.Generator().manual_seed(seed), BytesCache()
     decoder, written = codecs.getincrementaldecoder("utf-8")("replace"), [prompt]
@@ -273,7 +275,8 @@ def write(
     for place in range(tokens):
         logits = model(ids, past_key_values=memory, logits_to_keep=1).logits[0, -1].double().cpu()
         if temperature:
-            byte = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+            heights = (logits - logits.max()) / temperature  # at most 0, so that no small temperature overflows
+            byte = int(torch.multinomial(heights.softmax(-1), 1, generator=generator))
         else:
             byte = int(logits.argmax())
         ended = byte == NEWFILE
