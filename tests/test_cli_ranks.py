@@ -37,6 +37,8 @@ def foci(*words: str) -> int:
             "--world starts ranks on the CPU, and --device is cuda; for GPUs use torchrun",
         ),
         (["--world", "2", "--text", "half"], "--text must be auto, split or replicated, got 'half'"),
+        (["--text", "split"], "--text is an option of --ulysses and --ring, which are 1"),
+        (["--world", "2", "--cfg", "2", "--text", "split"], "--text is an option of --ulysses and --ring, which are 1"),
         (["--world", "2", "--patches", "4"], "--patches is an option of --pipe"),
     ],
 )

@@ -79,6 +79,7 @@ def run(job: Job, world: int | None) -> dict[str, Any] | None:
             )
         return _as_launched(job)
     if world is None:
+        job.ways.over(job.ways.size, heads=1)  # what does not fit that many ranks is said before that there are none
         raise ValueError(
             f"accelerate: {job.ways} needs {job.ways.size} ranks, and this is a single process; start it with "
             f"torchrun --nproc-per-node {job.ways.size} -m foci accelerate ..., or let foci start them: --world "

@@ -33,6 +33,8 @@ class Ways:
         for name in ("patches", "warmup"):
             if counts[name] is not None and (self.pipe or 1) == 1:
                 raise ValueError(f"accelerate: --{name} is an option of --pipe, which is {self.pipe or 1}")
+        if self.text != "auto" and self.ulysses == self.ring == 1:
+            raise ValueError("accelerate: --text is an option of --ulysses and --ring, which are 1")
 
     @property
     def degrees(self) -> dict[str, int]:
