@@ -63,6 +63,9 @@ def test_out_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "file").write_text("")
     assert foci("bert", "--out", str(tmp_path / "file" / "out")) == 2
     assert "cannot be written" in capsys.readouterr().err
+    (tmp_path / "plan.json").mkdir()
+    assert foci("bert", "--out", str(tmp_path)) == 2
+    assert f"cannot be written: {tmp_path / 'plan.json'} is a folder" in capsys.readouterr().err
     if os.geteuid():  # root may write anywhere
         (tmp_path / "closed").mkdir(mode=0o500)
         assert foci("bert", "--out", str(tmp_path / "closed" / "out")) == 2

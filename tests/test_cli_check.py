@@ -327,6 +327,7 @@ def test_a_layer_is_checked_as_a_class_or_an_object(here, capsys) -> None:
         ("check softmax --cases 0/2", "--cases must be i/n, every nth from the ith, 1 <= i <= n <= "),
         ("check softmax --cases 3", "--cases must be i/n"),
         ("check softmax --json no/such/folder.json --backend aten --dtype float32", "no/such/folder.json"),
+        ("check softmax --json . --backend aten --dtype float32", "--json .: that is a folder; expected a file"),
     ],
 )
 def test_bad_input_is_one_sentence(here, capsys, arguments: str, sentence: str) -> None:

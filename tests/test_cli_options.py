@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from foci.cli_options import Option, gathered, hold_limit, hold_out
+from foci.cli_options import Option, gathered, hold_file, hold_limit, hold_out
 
 
 def command(what: str, loud: Annotated[bool, typer.Option(help="Shout.")] = False, ways: dict | None = None) -> None:
@@ -29,6 +29,20 @@ def test_a_command_line_has_every_option_and_the_command_one_argument() -> None:
     shown = ask(app, ["--help"]).output
     assert all(word in shown for word in ("--ring", "Ranks round.", "--text", "--loud", "Say what was given."))
     assert "--ways" not in shown
+
+
+def test_a_file_to_write_is_no_folder_lies_in_one_and_is_left_as_it_is(tmp_path: Path, monkeypatch) -> None:
+    hold_file("--json", tmp_path / "new.json")
+    (tmp_path / "old.json").write_text("old")
+    hold_file("--json", tmp_path / "old.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["old.json"] and (tmp_path / "old.json").read_text() == "old"
+    for path, sentence in ((tmp_path, "that is a folder"), (tmp_path / "no" / "it", "there is no folder ")):
+        with pytest.raises(ValueError, match=f"--json {path}: {sentence}"):
+            hold_file("--json", path)
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    for name in ("new.json", "old.json"):
+        with pytest.raises(ValueError, match=f"{name}: no permission to write it"):
+            hold_file("--json", tmp_path / name)
 
 
 def test_a_limit_is_seconds_or_none() -> None:

@@ -75,5 +75,7 @@ def _require_writable(folder: Path) -> None:
         place = place.parent
     if not place.is_dir():
         raise ValueError(f"--out {folder} cannot be written: {place} is not a folder")
+    for path in (folder / name for name in ("report.html", "plan.json") if (folder / name).is_dir()):
+        raise ValueError(f"--out {folder} cannot be written: {path} is a folder")
     if not os.access(place, os.W_OK | os.X_OK):
         raise ValueError(f"--out {folder} cannot be written: no permission in {place.resolve()}")

@@ -20,7 +20,7 @@ from foci.check import isolate
 from foci.check.laws_graph import LAWS
 from foci.check.render import table
 from foci.check.run import Limits, Report, examine
-from foci.cli_options import Option, backend_of, gathered, part_of
+from foci.cli_options import Option, backend_of, gathered, hold_file, part_of
 from foci.core.spec import Aside, Candidate, Spec, here
 from foci.core.tune import interpreting
 from foci.ops import SPECS
@@ -123,8 +123,8 @@ def check(
     _require_device(device)
     limits, only = _limits(limit), _laws(asked.laws)
     chosen: dict[str, Any] = {} if only is None else {"only": only}
-    if as_json not in ("", "-") and not Path(as_json).absolute().parent.is_dir():
-        raise ValueError(f"--json {as_json}: there is no folder {Path(as_json).absolute().parent}")
+    if as_json not in ("", "-"):
+        hold_file("--json", Path(as_json))
     if ranks.world != 1:
         for option in asked.given():
             raise ValueError(f"--{option} does not apply with --world: over ranks others are asked, without numbers")

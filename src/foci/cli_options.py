@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping
@@ -71,6 +72,17 @@ def backend_of(option: str, spec: Spec, name: str) -> Backend:
         return spec.backend(name)
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from error
+
+
+def hold_file(option: str, path: Path) -> None:
+    """A file can be written there: asked before anything is measured. Nothing is made or changed."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {folder}")
+    if path.is_dir():
+        raise ValueError(f"{option} {path}: that is a folder; expected a file")
+    if not (os.access(path, os.W_OK) if path.exists() else os.access(folder, os.W_OK | os.X_OK)):
+        raise ValueError(f"{option} {path}: no permission to write it")
 
 
 def hold_out(out: Path, *names: str) -> None:
