@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from foci import cli, cli_check
-from foci.check.run import examine
+from foci.check.run import Limits, examine
 
 ROOT = Path(__file__).parent.parent
 GOOD = """
@@ -155,6 +155,16 @@ def test_what_ends_the_process_or_hangs_is_a_fault(tmp_path, arguments: str, sen
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert ended.returncode == 1 and sentence in " ".join(ended.stdout.split()), ended.stdout + ended.stderr
+
+
+def test_tiny_calls_are_made_here_where_what_was_imported_rules_a_child_out(here, monkeypatch) -> None:
+    """As a module does that uses CUDA, or counts GPUs: whether a child can work is asked behind the import."""
+    (here / "counts.py").write_text("def f(q, k, v):\n    asked.append(1)\n    return q\n\nasked = []\n")
+    monkeypatch.delitem(sys.modules, "counts", raising=False)
+    monkeypatch.setattr(cli_check.isolate, "unfit", lambda device: device if "counts" in sys.modules else "")
+    aside = functools.partial(cli_check._aside, "cpu", Limits())
+    cli_check._theirs("counts:f", "softmax", "", aside)
+    assert sys.modules["counts"].asked
 
 
 def test_a_fault_of_a_recurrence_is_named(here, capsys) -> None:

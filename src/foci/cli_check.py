@@ -142,7 +142,7 @@ def check(
                 raise ValueError(f"{option} is for an attention of yours; {what!r} is foci's own")
     else:
         began = time.monotonic()
-        spec, candidate = _theirs(what, like, layout, _aside(device, limits))
+        spec, candidate = _theirs(what, like, layout, partial(_aside, device, limits))
         candidates, limits = [candidate], limits._replace(within=limits.within - (time.monotonic() - began))
         if backend is not None:
             raise ValueError("--backend chooses among foci's own; it does not apply to an attention of yours")
@@ -241,13 +241,13 @@ def candidate_of(spec: Spec, function: Callable[..., Any], backend: str, device:
 
 
 def _aside(device: str, limits: Limits) -> Aside:
-    """Where tiny calls of theirs are made: in a child, as laws are asked."""
+    """Where tiny calls of theirs are made: in a child where laws are, which what they imported may have ruled out."""
     if isolate.unfit(device):
         return here
     return partial(isolate.aside, limit=limits.silence, ends=time.monotonic() + limits.within)
 
 
-def _theirs(target: str, like: str, layout: str, aside: Aside) -> tuple[Spec, Candidate]:
+def _theirs(target: str, like: str, layout: str, aside: Callable[[], Aside]) -> tuple[Spec, Candidate]:
     """The Spec that someone's attention is held to, and it as a candidate."""
     if like not in LIKE:
         named = f"got {like!r}" if like else f"and {target!r} is no operator of foci's ({', '.join(FUNCTIONS)})"
@@ -259,7 +259,7 @@ def _theirs(target: str, like: str, layout: str, aside: Aside) -> tuple[Spec, Ca
     assert spec.adapt is not None
     if like not in LAYOUTS:
         return spec, spec.adapt(thing, name=target)
-    return spec, spec.adapt(thing, name=target, layout=layout or "bthd", aside=aside)
+    return spec, spec.adapt(thing, name=target, layout=layout or "bthd", aside=aside())
 
 
 def _callable(target: str, like: str) -> Any:

@@ -171,6 +171,12 @@ def test_what_ends_the_process_of_a_tiny_call_is_for_the_laws() -> None:
     assert not any("grouped" in reason for reason in candidate.refuses(BY_NAME["linear"]["grouped heads"]))
 
 
+def test_a_fork_of_a_process_that_has_used_its_gpu_is_asked_on_the_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    assert list(conventions.places()) == [Place(torch.device("cpu"))]
+
+
 def test_a_kind_that_is_answered_in_the_wrong_shape_is_refused() -> None:
     def narrow(q, k, v):
         out = linear_attention(q, k, v)[0]

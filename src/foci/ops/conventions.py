@@ -49,7 +49,7 @@ class Place(NamedTuple):
 def places() -> Iterator[Place]:
     """Where a tiny call may be made: on the CPU, and for what refuses that on the GPU, as GPU kernels like it best."""
     yield Place(torch.device("cpu"))
-    if torch.cuda.is_available():
+    if not torch.cuda._is_in_bad_fork() and torch.cuda.is_available():
         here = torch.device("cuda", torch.cuda.current_device())
         yield Place(here, torch.bfloat16, 64)
         yield Place(here, torch.float32, 64)
