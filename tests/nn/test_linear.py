@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foci.nn.cache import Cache
 from foci.nn.linear import (
     HGRN2,
     GatedLinearAttention,
@@ -83,6 +84,30 @@ def test_queries_without_features_give_nothing_and_no_nan(x: Tensor) -> None:
     out = layer(x)
     out.sum().backward()
     assert not out.any() and all(parameter.grad.isfinite().all() for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_sums_beyond_float16_are_averaged_whole_in_pieces_and_in_steps(autocast: bool) -> None:
+    """64 channels, every product near 8 each: float16 ends after some 1000 tokens of these."""
+    layer, T = LinearAttention(64, 1, feature_map="relu", dtype=torch.float64), 3000
+    with torch.no_grad():
+        layer.q_proj.weight.copy_(torch.eye(64))
+        layer.k_proj.weight.copy_(torch.eye(64))
+    x = (3 + torch.randn(1, T, 64)).half()
+    wide = x.double().requires_grad_()
+    right = layer(wide)
+    weight = torch.randn_like(right)
+    right_grad = torch.autograd.grad(right, wide, weight)[0]
+    layer, x = (layer.float(), x.float()) if autocast else (layer.half(), x)
+    with torch.autocast("cpu", torch.float16, enabled=autocast):
+        out = layer(x.requires_grad_())
+        grad = torch.autograd.grad(out, x, weight.to(out.dtype))[0]
+        with torch.no_grad():
+            cache = Cache()
+            cut = torch.cat([layer(piece, cache=cache) for piece in x.split([T - 3, 1, 2], 1)], 1)
+    assert out.dtype == cut.dtype == torch.float16
+    for got, true in ((out, right), (cut, right), (grad, right_grad)):
+        assert (got[:, -1000:].double() - true[:, -1000:]).norm() < 0.01 * true[:, -1000:].norm()
 
 
 def test_retention_decays_with_distance(x: Tensor) -> None:

@@ -21,7 +21,8 @@ class LinearAttention(Recurrent):
     hidden [B,T,D]; q, k [B,T,G,K], v [B,T,H,V]; state [B,H,K',V+1], K' channels of phi. G = num_key_heads (default H)
     divides H = num_heads. K = head_dim (default D/H), V = value_dim (default K). feature_map: "elu" (elu + 1), "relu",
     "softmax" (over channels), "taylor" (exp to second order, K' = 1 + K + K^2), or "identity", whose products may be
-    negative and so take no normaliser. State: {q,k,v,o}_proj.weight.
+    negative and so take no normaliser. The normalised average of float16 is computed in float32, as its sums grow with
+    T. State: {q,k,v,o}_proj.weight.
     Paper: Katharopoulos et al. 2020 (arXiv 2006.16236).
     """
 
@@ -55,8 +56,11 @@ class LinearAttention(Recurrent):
         q, k, v = self._qkv(x, tokens)
         if not self.normalise:
             return tokens.linear_attention(phi(q), phi(k), v)
-        both = tokens.linear_attention(phi(q), phi(k), F.pad(v, (0, 1), value=1.0)).to(accumulator(v.dtype))
-        return (both[..., :-1] / (both[..., -1:] + 1e-10)).to(v.dtype)
+        if v.dtype != torch.float16:
+            return _average(phi(q), phi(k), v, tokens)
+        device = "cpu" if x.is_meta else x.device.type  # autocast knows no meta
+        with torch.autocast(device, enabled=False):  # in float32: float16 ends at 65504, a long sum does not
+            return _average(phi(q.float()), phi(k.float()), v.float(), tokens).to(v.dtype)
 
 
 class MultiScaleRetention(Recurrent):
@@ -266,6 +270,12 @@ class GatedSlotAttention(Recurrent):
         takes, log_decay = takes.unflatten(-1, slots), log_decay.unflatten(-1, slots)
         out = tokens.linear_attention(weights, takes, v, log_decay=log_decay, scale=1.0, name="values")
         return self.o_norm(F.silu(out.flatten(2)))
+
+
+def _average(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
+    """What the products of features make of v, over their sum, which is one more column of v."""
+    both = tokens.linear_attention(q, k, F.pad(v, (0, 1), value=1.0)).to(accumulator(v.dtype))
+    return (both[..., :-1] / (both[..., -1:] + 1e-10)).to(v.dtype)
 
 
 def _log_sigmoid(x: Tensor) -> Tensor:
