@@ -84,6 +84,30 @@ def test_pieces_through_a_cache_equal_the_whole(kind, cuts):
         assert cache.layer(0)["k"].shape[1] == layer.window - 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cuts", [[5, 1, 5], [1] * 11, [8, 3]])
+def test_one_parameter_trains_through_a_cache_where_the_others_are_frozen(kind, cuts):
+    x = _x(2, 11)
+    for trained, _ in _layer(kind).named_parameters():
+        layer = _layer(kind)
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_(name == trained)
+        cache, whole = Cache(), layer(x)
+        out = torch.cat([layer(piece, cache=cache) for piece in x.split(cuts, 1)], 1)
+        with torch.no_grad():
+            layer(x[:, :1], cache=cache)  # changes nothing that the backward needs
+        ours, truth = (torch.autograd.grad(y.square().sum(), layer.get_parameter(trained))[0] for y in (out, whole))
+        torch.testing.assert_close(ours, truth)
+
+
+def test_where_nothing_is_trained_grad_mode_copies_nothing():
+    layer, cache, places = _layer("all").requires_grad_(False), Cache(), set()
+    for t in range(12):
+        layer(_x(2, 12)[:, t : t + 1], cache=cache)
+        places.add(cache.layer(0)["k"].untyped_storage().data_ptr())
+    assert len(places) == 1
+
+
 MASKS = {
     "left": [[0, 0, 0, 1, 1, 1, 1], [1] * 7],
     "right": [[1, 1, 1, 1, 0, 0, 0], [1] * 7],

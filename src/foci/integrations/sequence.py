@@ -147,7 +147,9 @@ class _Over:
         found = halo(x, width, self.group, tail=tail, offsets=offsets)
         return history(x, width, tail=found.before, offsets=found.offsets)._replace(tail=found.tail)
 
-    def remember(self, memory: LayerCache, name: str, new: Tensor, last: int | None = None) -> Tensor:
+    def remember(
+        self, memory: LayerCache, name: str, new: Tensor, last: int | None = None, saved: bool = False
+    ) -> Tensor:
         """The cache gets what it keeps of all ranks' new tokens; the first rank attends what was in it before."""
         held, lengths = memory.get(name), self._lengths(new.shape[1])
         ends = list(itertools.accumulate(lengths))
@@ -155,7 +157,7 @@ class _Over:
         counts = [min(n, max(end - first, 0)) for n, end in zip(lengths, ends, strict=True)]
         own = new[:, new.shape[1] - counts[self.group.rank] :].contiguous()
         shapes = [(new.shape[0], n, *new.shape[2:]) for n in counts]
-        memory.append(name, torch.cat(gather(own, shapes, self.group, "cache"), 1), last)
+        memory.append(name, torch.cat(gather(own, shapes, self.group, "cache"), 1), last, saved)
         mine = new
         if held is not None:  # the others take none of it, and yet belong to its graph: all ranks go back through it
             mine = torch.cat([held if self.group.rank == 0 else held[:, :0], new], 1)

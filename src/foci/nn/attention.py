@@ -112,8 +112,8 @@ class Attention(nn.Module):
             positions = _positions(past, total, offsets, start, x)
             q, k = (rotary(part, positions, base=self.rope_base) for part in (q, k))
         if memory is not None:
-            last = None if self.window is None else self.window - 1
-            k, v = (self._remember(memory, name, new, last, past, lengths) for name, new in (("k", k), ("v", v)))
+            trained = any(part is not None and part.requires_grad for part in (q, k, v, self.sinks))
+            k, v = (self._remember(memory, name, new, past, lengths, trained) for name, new in (("k", k), ("v", v)))
             memory.seen += T
             if isinstance(total, Tensor):
                 memory["length"] = total
@@ -145,17 +145,18 @@ class Attention(nn.Module):
         memory: LayerCache,
         name: str,
         new: Tensor,
-        last: int | None,
         past: int | Tensor,
         lengths: Tensor | None,
+        trained: bool,
     ) -> Tensor:
         """The kept keys or values and the new ones behind them, rows ending together."""
+        last = None if self.window is None else self.window - 1
         held = memory.get(name)
         if held is not None and held.shape[2:] != new.shape[2:]:
             heads, expected = list(held.shape[2:]), list(new.shape[2:])
             raise ShapeError(f"Attention: cache holds {name} of heads by head_dim {heads}; expected {expected}")
         if lengths is None or held is None:
-            return self.operators.remember(memory, name, new, last)
+            return self.operators.remember(memory, name, new, last, trained)
         # The padding at the front of the new tokens would be a gap between old and new.
         size = held.shape[1]
         assert isinstance(past, Tensor)

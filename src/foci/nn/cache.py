@@ -50,18 +50,19 @@ class LayerCache(MutableMapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._held)
 
-    def append(self, name: str, new: Tensor, last: int | None = None) -> Tensor:
+    def append(self, name: str, new: Tensor, last: int | None = None, saved: bool = False) -> Tensor:
         """What `name` holds and `new` [B, T, ...] behind it, [B, S, ...]; of which the `last` tokens are kept, or all.
 
         What comes back is a view of a buffer that has room for a quarter more when it is made, so T appends of one
-        token copy O(T) tokens, not O(T^2), and with `last` the memory stays the same for ever. Where gradients flow the
-        two are concatenated instead: what a backward needs is never overwritten.
+        token copy O(T) tokens, not O(T^2), and with `last` the memory stays the same for ever. Where gradients flow, or
+        a backward of something else needs what comes back (`saved`), the two are concatenated instead: then the buffer
+        is never written again.
         """
         buffer = self._held.get(name, new[:, :0])
         begin, end = self._spans.get(name, (0, buffer.shape[1]))
         size = end - begin + new.shape[1]
         kept = size if last is None else min(size, last)
-        if torch.is_grad_enabled() and (new.requires_grad or buffer.requires_grad):
+        if torch.is_grad_enabled() and (saved or new.requires_grad or buffer.requires_grad):
             whole = torch.cat([buffer[:, begin:end], new], 1)
             self[name] = whole[:, size - kept :]
             return whole

@@ -26,7 +26,7 @@ class Operators:
     """What passes between the tokens of a layer, as `layer.operators`. Another set serves a sequence over ranks.
 
     attention, linear_attention, delta_rule: called as the functions of foci. history: as in nn.parts. remember(memory,
-    name, new, last): LayerCache.append, and what of it this process attends. span(T): with T tokens here, how many of
+    name, new, last, saved): LayerCache.append, and what of it this process attends. span(T): with T tokens here, how many of
     this call stand before them, and how many there are in all. `whole`: this process has every token.
     """
 
@@ -34,7 +34,7 @@ class Operators:
     linear_attention: Callable[..., tuple[Tensor, Tensor | None]] = linear_attention
     delta_rule: Callable[..., tuple[Tensor, Tensor | None]] = delta_rule
     history: Callable[..., History] = history
-    remember: Callable[[LayerCache, str, Tensor, int | None], Tensor] = LayerCache.append
+    remember: Callable[[LayerCache, str, Tensor, int | None, bool], Tensor] = LayerCache.append
     span: Callable[[int], tuple[int, int]] = _alone
     whole: bool = True
 
