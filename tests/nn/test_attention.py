@@ -217,3 +217,27 @@ def test_keys_of_a_layer_with_other_heads_are_refused_with_both_shapes(mask):
         with pytest.raises(ShapeError, match=r"cache holds k of heads by head_dim \[4, 6\]; expected \[2, 8\]"):
             _layer("grouped")(x[:, 3:], mask=mask, cache=cache)
         torch.testing.assert_close(layer(x[:, 3:], cache=cache), layer(x)[:, 3:])
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2 * BLOCK])
+@pytest.mark.parametrize(("before", "after"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_keys_of_another_dtype_are_refused_whether_the_buffer_must_grow_or_not(grad, tokens, before, after):
+    layer, cache = _layer("plain").to(before), Cache()
+    with torch.set_grad_enabled(grad):
+        layer(_x(2, 3).to(before), cache=cache)
+        with pytest.raises(ValueError, match=rf"Attention: cache holds k in {before}; expected {after}"):
+            layer.to(after)(_x(2, tokens).to(after), cache=cache)
+        assert cache.layer(0)["k"].dtype == before and cache.seen == 3
+
+
+@pytest.mark.parametrize("tokens", [1, 2 * BLOCK])
+def test_autocast_goes_on_from_a_cache_in_float32_and_rounds_nothing_in_it(tokens):
+    layer, cache, x = _layer("plain").float(), Cache(), _x(2, 3 + tokens).float()
+    with torch.no_grad():
+        layer(x[:, :3], cache=cache)
+        prompt = cache.layer(0)["k"].clone()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = layer(x[:, 3:], cache=cache)
+        assert torch.equal(cache.layer(0)["k"][:, :3], prompt)
+        torch.testing.assert_close(out.float(), layer(x)[:, 3:], rtol=0.1, atol=0.1)

@@ -58,6 +58,28 @@ def test_gradients_flow_through_what_was_appended_before():
     torch.testing.assert_close(second.grad, 2 * second.detach())
 
 
+def test_what_inference_mode_made_is_copied_once_outside_and_goes_on():
+    layer, (first, second, third, *_) = LayerCache(), _steps(9)
+    with torch.inference_mode():
+        layer.append("k", first)
+        layer["state"] = torch.zeros(2)
+        assert layer["state"] is layer["state"]
+    with torch.no_grad():
+        layer.append("k", second)
+        layer["state"] += 1
+        place = layer["k"].data_ptr()
+        held = layer.append("k", third)
+    assert torch.equal(held, torch.cat([first, second, third], 1)) and held.data_ptr() == place
+    assert layer["state"].tolist() == [1, 1]
+
+
+def test_a_buffer_keeps_its_dtype_as_it_grows():
+    layer = LayerCache()
+    layer.append("k", torch.full((1, 1, 1), 1 + 2**-20))
+    held = layer.append("k", torch.zeros(1, 2 * BLOCK, 1, dtype=torch.bfloat16))
+    assert held.dtype == torch.float32 and held[0, 0, 0].item() == 1 + 2**-20
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
 def test_a_fork_does_not_feel_the_other(copied):
     cache = Cache()

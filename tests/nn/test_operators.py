@@ -102,3 +102,16 @@ def test_a_call_that_is_refused_leaves_the_cache_as_it_was(make) -> None:
         assert all(torch.equal(before[name], held) for name, held in cache.layer(0).items())
         rest = [layer(hidden[:, t : t + 1], cache=cache) for t in (3, 4, 5)]
     torch.testing.assert_close(torch.cat(rest, 1), whole[:, 3:])
+
+
+@pytest.mark.parametrize("make", LAYERS)
+@pytest.mark.parametrize("later", [torch.no_grad, torch.enable_grad])
+def test_a_prompt_in_inference_mode_goes_on_outside(make, later) -> None:
+    layer, cache, hidden = make(16, 2), nn.Cache(), torch.randn(2, 6, 16)
+    with torch.inference_mode():
+        out = [layer(hidden[:, :3], cache=cache)]
+    with later():
+        out += [layer(hidden[:, t : t + 1], cache=cache) for t in (3, 4, 5)]
+        torch.testing.assert_close(torch.cat(out, 1), layer(hidden))
+    if later is torch.enable_grad:
+        out[-1].sum().backward()

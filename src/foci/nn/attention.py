@@ -155,6 +155,9 @@ class Attention(nn.Module):
         if held is not None and held.shape[2:] != new.shape[2:]:
             heads, expected = list(held.shape[2:]), list(new.shape[2:])
             raise ShapeError(f"Attention: cache holds {name} of heads by head_dim {heads}; expected {expected}")
+        autocast = not new.is_meta and torch.is_autocast_enabled(new.device.type)
+        if held is not None and held.dtype != new.dtype and not autocast:
+            raise ValueError(f"Attention: cache holds {name} in {held.dtype}; expected {new.dtype}, the layer's")
         if lengths is None or held is None:
             return self.operators.remember(memory, name, new, last, trained)
         # The padding at the front of the new tokens would be a gap between old and new.

@@ -27,7 +27,7 @@ class LayerCache(MutableMapping[str, Tensor]):
         self._origin: LayerCache | None = None  # of a draft
 
     def __getitem__(self, name: str) -> Tensor:
-        held = self._held[name]
+        held = self._writable(name)
         if name not in self._spans:
             return held
         begin, end = self._spans[name]
@@ -58,7 +58,7 @@ class LayerCache(MutableMapping[str, Tensor]):
         a backward of something else needs what comes back (`saved`), the two are concatenated instead: then the buffer
         is never written again.
         """
-        buffer = self._held.get(name, new[:, :0])
+        buffer = self._writable(name) if name in self else new[:, :0]
         begin, end = self._spans.get(name, (0, buffer.shape[1]))
         size = end - begin + new.shape[1]
         kept = size if last is None else min(size, last)
@@ -67,7 +67,7 @@ class LayerCache(MutableMapping[str, Tensor]):
             self[name] = whole[:, size - kept :]
             return whole
         if end + new.shape[1] >= buffer.shape[1]:  # one token stays free: a view of all is another graph, compiled
-            grown = new.new_empty(new.shape[0], size + _room(size), *new.shape[2:])
+            grown = buffer.new_empty(new.shape[0], size + _room(size), *new.shape[2:])
             grown[:, : end - begin] = buffer[:, begin:end]
             buffer, begin, end = grown, 0, end - begin
             if self._origin is not None and name in self._origin:  # which holds the same, and no second buffer
@@ -80,6 +80,13 @@ class LayerCache(MutableMapping[str, Tensor]):
         else:
             self._held[name], self._spans[name] = buffer, (end - kept, end)
         return whole
+
+    def _writable(self, name: str) -> Tensor:
+        """What is held, as this call may change it: made in inference mode it is copied by the first call outside."""
+        held = self._held[name]  # of which a compiled call cannot ask where it was made
+        if not torch.compiler.is_compiling() and held.is_inference() and not torch.is_inference_mode_enabled():
+            held = self._held[name] = held.clone()
+        return held
 
     def draft(self, owner: str, rows: int) -> LayerCache:
         """One to go on in, of which this knows nothing until it is to `take` it: a refused call changes nothing.

@@ -26,8 +26,8 @@ class Operators:
     """What passes between the tokens of a layer, as `layer.operators`. Another set serves a sequence over ranks.
 
     attention, linear_attention, delta_rule: called as the functions of foci. history: as in nn.parts. remember(memory,
-    name, new, last, saved): LayerCache.append, and what of it this process attends. span(T): with T tokens here, how many of
-    this call stand before them, and how many there are in all. `whole`: this process has every token.
+    name, new, last, saved): LayerCache.append, and what of it this process attends. span(T): with T tokens here, how
+    many of this call stand before them, and how many there are in all. `whole`: this process has every token.
     """
 
     attention: Callable[..., Tensor] = attention
