@@ -24,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def _layer(kind: str) -> Attention:
     torch.manual_seed(0)
-    layer = Attention(SIZE, 4, **KINDS[kind], dtype=torch.float64)
+    layer = Attention(SIZE, 4, **KINDS[kind], layer_index=0, dtype=torch.float64)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)

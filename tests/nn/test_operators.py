@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from dataclasses import replace
 
@@ -115,3 +117,41 @@ def test_a_prompt_in_inference_mode_goes_on_outside(make, later) -> None:
         torch.testing.assert_close(torch.cat(out, 1), layer(hidden))
     if later is torch.enable_grad:
         out[-1].sum().backward()
+
+
+@pytest.mark.parametrize("make", LAYERS)
+def test_a_second_layer_left_at_the_default_layer_index_is_refused_and_changes_nothing(make) -> None:
+    first, second, hidden, cache = make(16, 2), make(16, 2), torch.randn(2, 4, 16), nn.Cache()
+    second.load_state_dict(first.state_dict())
+    told = (
+        rf"{make.__name__}: layer_index is 0, where cache holds what another layer wrote, a {make.__name__}; expected"
+    )
+    with torch.no_grad():
+        whole = first(hidden)
+        first(hidden[:, :3], cache=cache)
+        for other in (second, make(16, 2, layer_index=0)):
+            with pytest.raises(ValueError, match=told):
+                other(hidden[:, :3], cache=cache)
+        forks = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]  # of which nobody knows whose they are
+        same = [first, copy.deepcopy(first), *[second] * len(forks)]
+        for layer, held in zip(same, [copy.deepcopy(cache), cache, *forks], strict=True):
+            torch.testing.assert_close(layer(hidden[:, 3:], cache=held), whole[:, 3:])
+        cache.layer(0).clear()
+        torch.testing.assert_close(second(hidden[:, :1], cache=cache), whole[:, :1])
+
+
+@pytest.mark.parametrize("make", LAYERS)
+def test_layers_told_their_index_go_on_for_one_another_where_they_are_of_one_class(make) -> None:
+    first, second, cache, hidden = (
+        make(16, 2, layer_index=3),
+        make(16, 2, layer_index=3),
+        nn.Cache(),
+        torch.randn(2, 4, 16),
+    )
+    second.load_state_dict(first.state_dict())
+    with torch.no_grad():
+        out = torch.cat([first(hidden[:, :3], cache=cache), second(hidden[:, 3:], cache=cache)], 1)
+        torch.testing.assert_close(out, first(hidden))
+        other = nn.DeltaNet if make is not nn.DeltaNet else nn.LinearAttention
+        with pytest.raises(ValueError, match=rf"{other.__name__}: layer_index is 3, .* wrote, a {make.__name__}; exp"):
+            other(16, 2, layer_index=3)(hidden, cache=cache)

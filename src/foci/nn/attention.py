@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from foci.core.errors import ShapeError, Unsupported
-from foci.nn.cache import Cache, LayerCache
+from foci.nn.cache import NUMBERS, Cache, LayerCache
 from foci.nn.operators import ALONE
 from foci.nn.parts import RMSNorm, rotary
 from foci.ops.masks import Causal, Dense, Mask, Packed, Window
@@ -20,8 +20,8 @@ class Attention(nn.Module):
     H); head_dim K (default D / H). rope_base: of the rotary positions, None for none. qk_norm: an RMSNorm over K of
     every query and key before they are turned. softcap c: logits become c tanh(logits / c). window W: a token sees
     itself and the W - 1 before it, and the cache keeps no more. sink: one learned logit per head without a value.
-    layer_index: which entry of a model's cache is this layer's. backend: that must run every call; by default foci
-    chooses.
+    layer_index: which entry of a model's cache is this layer's; default 0, of one layer and its copies. backend: that
+    must run every call; by default foci chooses.
 
     State: q_proj.weight [H K, hidden_size], k_proj.weight and v_proj.weight [G K, hidden_size], o_proj.weight
     [hidden_size, H K]; with qk_norm q_norm.weight and k_norm.weight [K]; with sink sinks [H].
@@ -42,7 +42,7 @@ class Attention(nn.Module):
         softcap: float | None = None,
         window: int | None = None,
         sink: bool = False,
-        layer_index: int = 0,
+        layer_index: int | None = None,
         backend: str | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -57,7 +57,7 @@ class Attention(nn.Module):
             raise ValueError(f"Attention: window is {window}; expected at least 1, the token itself")
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
         self.rope_base, self.softcap, self.window = rope_base, softcap, window
-        self.layer_index, self.backend = layer_index, backend
+        self.layer_index, self.backend, self._number = layer_index, backend, next(NUMBERS)
         own, shared = num_heads * self.head_dim, groups * self.head_dim
         self.q_proj = nn.Linear(hidden_size, own, bias=False, device=device, dtype=dtype)
         self.k_proj = nn.Linear(hidden_size, shared, bias=False, device=device, dtype=dtype)
@@ -87,8 +87,8 @@ class Attention(nn.Module):
         if offsets is not None and others:
             reasons = [f"{name} is given too" for name in others]
             raise Unsupported("Attention: packed documents (offsets) stand alone", reasons)
-        kept = None if cache is None else cache.layer(self.layer_index)
-        memory = None if kept is None else kept.draft("Attention", hidden.shape[0])
+        kept = None if cache is None else cache.layer(self.layer_index or 0)
+        memory = None if kept is None else kept.draft("Attention", hidden.shape[0], self.layer_index, self._number)
         if mask is None:
             out = self.o_proj(self._attend(hidden, memory, None, offsets))
         else:

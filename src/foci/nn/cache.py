@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, MutableMapping
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from foci.core.errors import ShapeError
 
 BLOCK = 64  # tokens of room that a growing tensor gets at least
+NUMBERS = itertools.count()  # one for each layer that is made; a copy of a layer has the layer's
 
 
 class LayerCache(MutableMapping[str, Tensor]):
@@ -25,6 +27,10 @@ class LayerCache(MutableMapping[str, Tensor]):
         self._held: dict[str, Tensor] = {}
         self._spans: dict[str, tuple[int, int]] = {}  # where in its buffer a growing tensor begins and ends
         self._origin: LayerCache | None = None  # of a draft
+        self._owner: tuple[str, int | None] | None = None  # which layer wrote it last
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_owner": None}  # a fork, or another process, may go on with other layers
 
     def __getitem__(self, name: str) -> Tensor:
         held = self._writable(name)
@@ -88,23 +94,31 @@ class LayerCache(MutableMapping[str, Tensor]):
             held = self._held[name] = held.clone()
         return held
 
-    def draft(self, owner: str, rows: int) -> LayerCache:
+    def draft(self, kind: str, rows: int, index: int | None, number: int) -> LayerCache:
         """One to go on in, of which this knows nothing until it is to `take` it: a refused call changes nothing.
 
         They share buffers, of which a draft fills what is free; only a recurrent layer's step changes more in place.
-        Raises ShapeError where this is not of so many rows.
+        Raises ShapeError where this is not of so many rows, ValueError where a layer of another class wrote it, or,
+        unless both were told their layer_index, one of another number.
         """
+        owner = (kind, number if index is None else None)
+        if self._held and self._owner is not None and self._owner != owner:
+            raise ValueError(
+                f"{kind}: layer_index is {index or 0}, where cache holds what another layer wrote, a {self._owner[0]}; "
+                "expected a layer_index of its own for every layer"
+            )
         for name, value in self._held.items():
             if value.shape[0] != rows:
-                raise ShapeError(f"{owner}: cache holds {name} of {value.shape[0]} rows; expected {rows}")
+                raise ShapeError(f"{kind}: cache holds {name} of {value.shape[0]} rows; expected {rows}")
         draft = LayerCache()
         draft.take(self)
-        draft._origin = self
+        draft._origin, draft._owner = self, owner
         return draft
 
     def take(self, draft: LayerCache) -> None:
         """What the draft holds and has seen."""
         self.seen, self._held, self._spans = draft.seen, dict(draft._held), dict(draft._spans)
+        self._owner = draft._owner
 
     def reorder(self, rows: Tensor) -> None:
         """Row b becomes what row `rows[b]` was, as beam search needs it."""

@@ -35,7 +35,7 @@ class Mamba2(Recurrent):
         head_dim: int = 128,
         value_dim: int = 64,
         conv_size: int = 4,
-        layer_index: int = 0,
+        layer_index: int | None = None,
         backend: str | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.core.spec import accumulator
-from foci.nn.cache import Cache, LayerCache
+from foci.nn.cache import NUMBERS, Cache, LayerCache
 from foci.nn.operators import ALONE, Operators
 from foci.nn.parts import ShortConvolution
 from foci.ops.decay.api import linear_attention_step
@@ -169,7 +169,7 @@ class Recurrent(nn.Module):
         num_key_heads: int | None,
         head_dim: int | None,
         value_dim: int | None,
-        layer_index: int,
+        layer_index: int | None,
         backend: str | None,
     ) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Recurrent(nn.Module):
         for size in ("hidden_size", "head_dim", "value_dim"):
             if getattr(self, size) < 1:
                 raise ValueError(f"{name}: {size} is {getattr(self, size)}; expected at least 1")
-        self.layer_index, self.backend = layer_index, backend
+        self.layer_index, self.backend, self._number = layer_index, backend, next(NUMBERS)
 
     def forward(
         self,
@@ -211,8 +211,8 @@ class Recurrent(nn.Module):
             raise ValueError(f"{name}: mask and offsets are both given; expected one: packed tokens have no padding")
         self.operators.check(name, self.hidden_size, hidden, mask, offsets, cache)
         rows = hidden.shape[0] if offsets is None else offsets.shape[0] - 1
-        kept = None if cache is None else cache.layer(self.layer_index)
-        held = None if kept is None else kept.draft(name, rows)
+        kept = None if cache is None else cache.layer(self.layer_index or 0)
+        held = None if kept is None else kept.draft(name, rows, self.layer_index, self._number)
         tokens = Tokens(hidden, mask, offsets, held, self.backend, self.operators)
         out = tokens.back(self.get_submodule(self.output)(self.mix(tokens.front(hidden), tokens).flatten(2)))
         if kept is not None and held is not None:

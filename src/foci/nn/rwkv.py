@@ -33,7 +33,7 @@ class RWKV6TimeMix(Recurrent):
         value_dim: int | None = None,
         mix_rank: int = 32,
         decay_rank: int = 64,
-        layer_index: int = 0,
+        layer_index: int | None = None,
         backend: str | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
