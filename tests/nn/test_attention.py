@@ -200,12 +200,32 @@ def test_what_does_not_fit_is_refused_with_its_name():
         layer(x, cache={})
     with pytest.raises(ShapeError, match=r"offsets \[2\] with hidden \[2, 5, 24\]; expected \[N \+ 1\], batch 1"):
         layer(x, offsets=torch.tensor([0, 5]))
-    with pytest.raises(ValueError, match="num_kv_heads 3"):
-        Attention(SIZE, 4, num_kv_heads=3)
-    with pytest.raises(ValueError, match="no multiple"):
-        Attention(SIZE, 5)
-    with pytest.raises(ValueError, match="window is 0"):
-        Attention(SIZE, 4, window=0)
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "options", "told"),
+    [
+        (SIZE, 4, {"num_kv_heads": 3}, "num_heads is 4, num_kv_heads 3; expected a multiple of the second"),
+        (SIZE, 4, {"num_kv_heads": 0}, "num_kv_heads is 0; expected an integer of at least 1"),
+        (SIZE, 5, {}, "hidden_size is 24, no multiple of num_heads=5"),
+        (SIZE, 4, {"head_dim": 0}, "head_dim is 0; expected an integer of at least 1"),
+        (15, 5, {}, "head_dim is 3; expected an even number, for rotary, or rope_base=None"),
+        (SIZE, 4, {"window": 0}, "window is 0; expected an integer of at least 1"),
+        (SIZE, 4, {"window": 2.5}, r"window is 2\.5; expected an integer of at least 1"),
+        (SIZE, 4, {"softcap": -1.0}, r"softcap must be a positive finite number, got -1\.0"),
+        *(
+            (SIZE, 4, {"rope_base": base}, f"rope_base must be a positive finite number, got {base}")
+            for base in (float("nan"), float("inf"), 0.0, -1.0)
+        ),
+    ],
+)
+def test_the_constructor_refuses_what_no_call_could_serve(size, heads, options, told):
+    with pytest.raises(ValueError, match=f"Attention: {told}"):
+        Attention(size, heads, **options)
+
+
+def test_an_odd_head_without_positions_is_served():
+    assert Attention(15, 5, rope_base=None)(torch.randn(1, 4, 15)).shape == (1, 4, 15)
 
 
 @pytest.mark.parametrize("mask", [None, torch.ones(2, 3).bool()])

@@ -78,6 +78,13 @@ def test_a_normaliser_that_may_vanish_is_refused() -> None:
         LinearAttention(D, H, feature_map="gelu")
 
 
+def test_layers_without_slots_or_rank_are_refused() -> None:
+    with pytest.raises(ValueError, match="GatedSlotAttention: num_slots is 0; expected an integer of at least 1"):
+        GatedSlotAttention(D, H, num_slots=0)
+    with pytest.raises(ValueError, match="GatedLinearAttention: gate_rank is 0; expected an integer of at least 1"):
+        GatedLinearAttention(D, H, gate_rank=0)
+
+
 def test_queries_without_features_give_nothing_and_no_nan(x: Tensor) -> None:
     layer = LinearAttention(D, H, feature_map="relu").double()
     torch.nn.init.zeros_(layer.q_proj.weight)

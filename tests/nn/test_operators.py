@@ -155,3 +155,16 @@ def test_layers_told_their_index_go_on_for_one_another_where_they_are_of_one_cla
         other = nn.DeltaNet if make is not nn.DeltaNet else nn.LinearAttention
         with pytest.raises(ValueError, match=rf"{other.__name__}: layer_index is 3, .* wrote, a {make.__name__}; exp"):
             other(16, 2, layer_index=3)(hidden, cache=cache)
+
+
+@pytest.mark.parametrize("make", LAYERS)
+def test_what_is_no_tensor_or_no_integers_is_refused_by_its_name(make) -> None:
+    layer, hidden = make(16, 2), torch.randn(1, 4, 16)
+    with pytest.raises(TypeError, match=rf"{make.__name__}: mask is a list; expected a tensor of torch\.bool \[1, 4\]"):
+        layer(hidden, mask=[[True] * 4])
+    with pytest.raises(TypeError, match=rf"{make.__name__}: hidden is a list; expected a tensor \[B, T, 16\]"):
+        layer([hidden])
+    with pytest.raises(
+        ValueError, match=rf"{make.__name__}: offsets is torch\.float32; expected torch\.int32 or torch\."
+    ):
+        layer(hidden, offsets=torch.tensor([0.0, 4.0]))

@@ -151,6 +151,19 @@ def test_rotary_of_rows_and_of_part_of_a_head() -> None:
     torch.testing.assert_close(turned[1:], rotary(x[1:], torch.arange(5, 9), width=4))
     torch.testing.assert_close(turned[..., :4], rotary(x[..., :4], places))
     assert torch.equal(turned[..., 4:], x[..., 4:])
+    for wrong, told in (
+        ((x[:, 0], places), r"x has shape \[2, 3, 8\]; expected \[B, T, H, K\]"),
+        ((x, places.double()), r"positions are torch\.float64; expected integers"),
+        ((x, places[:, 1:]), r"positions \[2, 3\] with x \[2, 4, 3, 8\]; expected \[T\] or \[B, T\]"),
+        ((x, places[0, 0]), r"positions \[\] with x"),
+    ):
+        with pytest.raises(ValueError, match=f"rotary: {told}"):
+            rotary(*wrong)
+    with pytest.raises(TypeError, match=r"rotary: positions are \[0\]; expected a tensor of integers"):
+        rotary(x, [0])
+    for base in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"rotary: base must be a positive finite number, got {base}"):
+            rotary(x, places, base=base)
     with pytest.raises(ValueError, match="rotary: width is 3; expected an even number up to K=8"):
         rotary(x, places, width=3)
 

@@ -236,10 +236,14 @@ def test_bad_sizes_are_named(hidden: Tensor) -> None:
         nn.DeltaNet(D, H)(hidden[..., 1:])
     with pytest.raises(ValueError, match="num_heads is 4, num_key_heads 3; expected a multiple"):
         nn.DeltaNet(D, H, num_key_heads=3)
-    with pytest.raises(ValueError, match="DeltaNet: value_dim is -1; expected at least 1"):
+    with pytest.raises(ValueError, match="DeltaNet: value_dim is -1; expected an integer of at least 1"):
         nn.DeltaNet(D, H, value_dim=-1)
     with pytest.raises(ValueError, match="hidden_size is 26, no multiple of num_heads=4; expected one"):
         nn.DeltaNet(26, H)
+    with pytest.raises(ValueError, match="GatedDeltaNet: num_heads is 0; expected an integer of at least 1"):
+        nn.GatedDeltaNet(D, 0)
+    with pytest.raises(ValueError, match="DeltaNet: conv_size is 0; expected an integer of at least 1"):
+        nn.DeltaNet(D, H, conv_size=0)
     cache, layer = nn.Cache(), nn.DeltaNet(D, H, dtype=DOUBLE)
     layer(hidden, cache=cache)
     with pytest.raises(ShapeError, match="DeltaNet: cache holds q_conv1d of 2 rows; expected 3"):

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from foci.core.errors import ShapeError, Unsupported
 from foci.nn.cache import NUMBERS, Cache, LayerCache
 from foci.nn.operators import ALONE
-from foci.nn.parts import RMSNorm, rotary
+from foci.nn.parts import RMSNorm, head_sizes, rope, rotary, sizes
 from foci.ops.masks import Causal, Dense, Mask, Packed, Window
+from foci.ops.softmax.call import cap
 
 
 class Attention(nn.Module):
@@ -48,17 +49,15 @@ class Attention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        groups = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or groups < 1 or num_heads % groups:
-            raise ValueError(f"Attention: num_heads is {num_heads} and num_kv_heads {groups}; expected a multiple")
-        if head_dim is None and hidden_size % num_heads:
-            raise ValueError(f"Attention: hidden_size {hidden_size} is no multiple of num_heads {num_heads}")
-        if window is not None and window < 1:
-            raise ValueError(f"Attention: window is {window}; expected at least 1, the token itself")
-        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
-        self.rope_base, self.softcap, self.window = rope_base, softcap, window
+        groups, K = head_sizes("Attention", hidden_size, num_heads, "num_kv_heads", num_kv_heads, head_dim)
+        if window is not None:
+            sizes("Attention", {"window": window})
+        if rope_base is not None and K % 2:
+            raise ValueError(f"Attention: head_dim is {K}; expected an even number, for rotary, or rope_base=None")
+        self.head_dim, self.window, self.softcap = K, window, cap("Attention", softcap)
+        self.rope_base = None if rope_base is None else rope("Attention", "rope_base", rope_base)
         self.layer_index, self.backend, self._number = layer_index, backend, next(NUMBERS)
-        own, shared = num_heads * self.head_dim, groups * self.head_dim
+        own, shared = num_heads * K, groups * K
         self.q_proj = nn.Linear(hidden_size, own, bias=False, device=device, dtype=dtype)
         self.k_proj = nn.Linear(hidden_size, shared, bias=False, device=device, dtype=dtype)
         self.v_proj = nn.Linear(hidden_size, shared, bias=False, device=device, dtype=dtype)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.core.spec import accumulator
-from foci.nn.parts import FEATURE_MAPS, GatedRMSNorm, RMSNorm, choice, rotary
+from foci.nn.parts import FEATURE_MAPS, GatedRMSNorm, RMSNorm, choice, rotary, sizes
 from foci.nn.recurrent import Recurrent, Tokens, low_rank
 
 
@@ -172,6 +172,7 @@ class GatedLinearAttention(SimpleGatedLinearAttention):
             hidden_size, num_heads, num_key_heads=num_key_heads, head_dim=head_dim, value_dim=value_dim,
             layer_index=layer_index, backend=backend, device=device, dtype=dtype,
         )  # fmt: skip
+        sizes("GatedLinearAttention", {"gate_rank": gate_rank})
         keys = num_heads * self.head_dim
         self.gk_proj = low_rank(hidden_size, gate_rank, keys, bias=True, device=device, dtype=dtype)
 
@@ -254,6 +255,7 @@ class GatedSlotAttention(Recurrent):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, num_heads, num_key_heads, head_dim, value_dim, layer_index, backend)
+        sizes("GatedSlotAttention", {"num_slots": num_slots})
         self.num_slots, values = num_slots, num_heads * self.value_dim
         self._make_qkv(device, dtype)
         self.f_proj = nn.Linear(hidden_size, num_heads * num_slots, bias=False, device=device, dtype=dtype)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.core.spec import accumulator
-from foci.nn.parts import GatedRMSNorm, ShortConvolution
+from foci.nn.parts import GatedRMSNorm, ShortConvolution, sizes
 from foci.nn.recurrent import Recurrent, Tokens, gate_parameters
 
 
@@ -41,6 +41,7 @@ class Mamba2(Recurrent):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, num_heads, num_key_heads, head_dim, value_dim, layer_index, backend)
+        sizes("Mamba2", {"conv_size": conv_size})
         values, keys = num_heads * value_dim, num_key_heads * head_dim
         self.sizes = [values, values + 2 * keys, num_heads]
         self.in_proj = nn.Linear(hidden_size, sum(self.sizes), bias=False, device=device, dtype=dtype)

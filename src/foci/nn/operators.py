@@ -42,6 +42,8 @@ class Operators:
         self, name: str, size: int, hidden: Tensor, mask: Tensor | None, offsets: Tensor | None, cache: Cache | None
     ) -> None:
         """What all layers refuse: TypeError, ShapeError, ValueError; Unsupported for padding over several ranks."""
+        if not isinstance(hidden, Tensor):
+            raise TypeError(f"{name}: hidden is a {type(hidden).__name__}; expected a tensor [B, T, {size}]")
         if hidden.dim() != 3 or hidden.shape[2] != size:
             raise ShapeError(f"{name}: hidden has shape {list(hidden.shape)}; expected [B, T, {size}]")
         if mask is not None and not self.whole:
@@ -49,6 +51,10 @@ class Operators:
                 f"{name}: mask, where the sequence is split over ranks",
                 ["real tokens are moved to one end of their row, which lies on other ranks"],
                 "pack the rows end to end (offsets), or pad on the right and leave the mask out",
+            )
+        if mask is not None and not isinstance(mask, Tensor):
+            raise TypeError(
+                f"{name}: mask is a {type(mask).__name__}; expected a tensor of torch.bool {list(hidden.shape[:2])}"
             )
         if mask is not None and (mask.shape != hidden.shape[:2] or mask.dtype != torch.bool):
             raise ShapeError(
@@ -60,6 +66,8 @@ class Operators:
             return
         if not isinstance(offsets, Tensor):
             raise TypeError(f"{name}: offsets is {offsets!r}; expected a tensor [N + 1]")
+        if offsets.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name}: offsets is {offsets.dtype}; expected torch.int32 or torch.int64")
         if hidden.shape[0] != 1 or offsets.dim() != 1 or offsets.shape[0] < 1:
             raise ShapeError(
                 f"{name}: offsets {list(offsets.shape)} with hidden {list(hidden.shape)}; expected [N + 1], batch 1"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foci.core.errors import ShapeError
 from foci.core.spec import accumulator
+from foci.ops.arguments import number
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -19,6 +22,33 @@ def choice(where: str, name: str, value: str, options: dict[str, Callable[[Tenso
     """ValueError unless `value` names one of the options."""
     if value not in options:
         raise ValueError(f"{where}: {name} is {value!r}; expected one of {', '.join(map(repr, options))}")
+
+
+def sizes(where: str, named: dict[str, int]) -> None:
+    """ValueError unless each is an integer of at least 1."""
+    for name, value in named.items():
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+            raise ValueError(f"{where}: {name} is {value!r}; expected an integer of at least 1")
+
+
+def head_sizes(
+    where: str, hidden_size: int, num_heads: int, fewer: str, num_fewer: int | None, head_dim: int | None
+) -> tuple[int, int]:
+    """Heads by the argument named `fewer` (default num_heads), channels of a head; ValueError for what cannot be."""
+    groups = num_heads if num_fewer is None else num_fewer
+    sizes(where, {"hidden_size": hidden_size, "num_heads": num_heads, fewer: groups})
+    if num_heads % groups:
+        raise ValueError(f"{where}: num_heads is {num_heads}, {fewer} {groups}; expected a multiple of the second")
+    if head_dim is None and hidden_size % num_heads:
+        raise ValueError(f"{where}: hidden_size is {hidden_size}, no multiple of num_heads={num_heads}; expected one")
+    channels = hidden_size // num_heads if head_dim is None else head_dim
+    sizes(where, {"head_dim": channels})
+    return groups, channels
+
+
+def rope(where: str, name: str, base: float) -> float:
+    """The base of rotary positions, or what is wrong with it."""
+    return number(where, name, base, "positive finite number", 1e-30, 1e30)
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -149,8 +179,7 @@ class ShortConvolution(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if size < 1:
-            raise ValueError(f"ShortConvolution: size is {size}; expected at least 1")
+        sizes("ShortConvolution", {"size": size})
         if activation is not None:
             choice("ShortConvolution", "activation", activation, ACTIVATIONS)
         self.size, self.activation = size, activation
@@ -192,8 +221,18 @@ def rotary(x: Tensor, positions: Tensor, *, base: float = 10000.0, width: int | 
 
     Channel i < width/2 turns together with channel i + width/2 (the halves of GPT-NeoX and Llama, not neighbours), by
     positions * base^(-2i/width); channels from `width` on (default K) stay. For one token at offset n: positions n.
-    Paper: Su et al. 2021 (arXiv 2104.09864).
+    Raises ShapeError or ValueError for what is not so. Paper: Su et al. 2021 (arXiv 2104.09864).
     """
+    if x.dim() != 4:
+        raise ShapeError(f"rotary: x has shape {list(x.shape)}; expected [B, T, H, K]")
+    B, T = x.shape[:2]
+    if not isinstance(positions, Tensor):
+        raise TypeError(f"rotary: positions are {positions!r}; expected a tensor of integers")
+    if positions.dtype == torch.bool or positions.is_floating_point() or positions.is_complex():
+        raise ValueError(f"rotary: positions are {positions.dtype}; expected integers")
+    if positions.shape not in ((T,), (1, T), (B, T)):
+        raise ShapeError(f"rotary: positions {list(positions.shape)} with x {list(x.shape)}; expected [T] or [B, T]")
+    base = rope("rotary", "base", base)
     width = x.shape[-1] if width is None else width
     if width % 2 or not 0 < width <= x.shape[-1]:
         raise ValueError(f"rotary: width is {width}; expected an even number up to K={x.shape[-1]}")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from foci.core.spec import accumulator
 from foci.nn.cache import NUMBERS, Cache, LayerCache
 from foci.nn.operators import ALONE, Operators
-from foci.nn.parts import ShortConvolution
+from foci.nn.parts import ShortConvolution, head_sizes, sizes
 from foci.ops.decay.api import linear_attention_step
 from foci.ops.delta.api import delta_rule_step
 
@@ -174,19 +174,10 @@ class Recurrent(nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        G = num_heads if num_key_heads is None else num_key_heads
-        if num_heads < 1 or G < 1 or num_heads % G:
-            raise ValueError(f"{name}: num_heads is {num_heads}, num_key_heads {G}; expected a multiple of the second")
-        if head_dim is None and hidden_size % num_heads:
-            raise ValueError(
-                f"{name}: hidden_size is {hidden_size}, no multiple of num_heads={num_heads}; expected one"
-            )
+        G, K = head_sizes(name, hidden_size, num_heads, "num_key_heads", num_key_heads, head_dim)
         self.hidden_size, self.num_heads, self.num_key_heads = hidden_size, num_heads, G
-        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
-        self.value_dim = self.head_dim if value_dim is None else value_dim
-        for size in ("hidden_size", "head_dim", "value_dim"):
-            if getattr(self, size) < 1:
-                raise ValueError(f"{name}: {size} is {getattr(self, size)}; expected at least 1")
+        self.head_dim, self.value_dim = K, K if value_dim is None else value_dim
+        sizes(name, {"value_dim": self.value_dim})
         self.layer_index, self.backend, self._number = layer_index, backend, next(NUMBERS)
 
     def forward(
@@ -226,6 +217,8 @@ class Recurrent(nn.Module):
 
     def _make_qkv(self, device: torch.device | None, dtype: torch.dtype | None, conv_size: int | None = None) -> None:
         """q_proj, k_proj, v_proj; with conv_size a short convolution with SiLU behind each."""
+        if conv_size is not None:
+            sizes(type(self).__name__, {"conv_size": conv_size})
         keys, values = self.num_key_heads * self.head_dim, self.num_heads * self.value_dim
         for name, channels in (("q", keys), ("k", keys), ("v", values)):
             projection = nn.Linear(self.hidden_size, channels, bias=False, device=device, dtype=dtype)

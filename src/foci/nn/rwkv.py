@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.core.spec import accumulator
+from foci.nn.parts import sizes
 from foci.nn.recurrent import Recurrent, Tokens, low_rank
 
 
@@ -39,6 +40,7 @@ class RWKV6TimeMix(Recurrent):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, num_heads, None, head_dim, value_dim, layer_index, backend)
+        sizes("RWKV6TimeMix", {"mix_rank": mix_rank, "decay_rank": decay_rank})
         D, H = hidden_size, num_heads
         keys, values = H * self.head_dim, H * self.value_dim
         self.mu_x = nn.Parameter(torch.full((D,), 0.5, device=device, dtype=dtype))
