@@ -32,3 +32,8 @@ def test_what_a_token_adds_past_the_state_is_d() -> None:
         assert layer(x).any()
         layer.D.zero_()
         assert not layer(x).any()
+
+
+def test_a_convolution_of_no_token_is_refused_by_the_layers_name() -> None:
+    with pytest.raises(ValueError, match="Mamba2: conv_size is 0; expected an integer of at least 1"):
+        Mamba2(24, 3, conv_size=0)

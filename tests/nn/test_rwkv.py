@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -37,3 +38,9 @@ def test_rwkv_6_token_by_token() -> None:
 def test_decays_begin_from_long_to_short() -> None:
     decay = torch.exp(-torch.exp(RWKV6TimeMix(64, 4).w_proj[1].bias))
     assert decay.min() < 0.75 and decay.max() > 0.99 and decay.max() < 1
+
+
+@pytest.mark.parametrize("name", ["mix_rank", "decay_rank"])
+def test_maps_of_no_rank_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"RWKV6TimeMix: {name} is 0; expected an integer of at least 1"):
+        RWKV6TimeMix(D, H, **{name: 0})
