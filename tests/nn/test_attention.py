@@ -261,3 +261,10 @@ def test_autocast_goes_on_from_a_cache_in_float32_and_rounds_nothing_in_it(token
             out = layer(x[:, 3:], cache=cache)
         assert torch.equal(cache.layer(0)["k"][:, :3], prompt)
         torch.testing.assert_close(out.float(), layer(x)[:, 3:], rtol=0.1, atol=0.1)
+
+
+def test_a_trace_is_of_any_batch_and_length() -> None:
+    layer = Attention(16, 4)
+    traced = torch.jit.trace(layer, torch.randn(2, 5, 16), check_trace=False)
+    x = torch.randn(3, 9, 16)
+    torch.testing.assert_close(traced(x), layer(x))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -114,7 +116,7 @@ class Attention(nn.Module):
             trained = any(part is not None and part.requires_grad for part in (q, k, v, self.sinks))
             k, v = (self._remember(memory, name, new, past, lengths, trained) for name, new in (("k", k), ("v", v)))
             memory.seen += T
-            if isinstance(total, Tensor):
+            if _each(total):
                 memory["length"] = total
         mask, sink = self._mask(T, k, total, offsets), None if self.sinks is None else self.sinks.to(v.dtype)
         out = self.operators.attention(q, k, v, mask=mask, softcap=self.softcap, sink=sink, backend=self.backend)
@@ -127,7 +129,7 @@ class Attention(nn.Module):
         parts: list[Mask] = []
         if offsets is not None:
             parts.append(Packed(offsets))
-        if isinstance(total, Tensor):
+        if _each(total):
             first = k.shape[1] - total
             parts.append(Dense((torch.arange(k.shape[1], device=k.device) >= first[:, None])[:, None, None]))
         if T > 1:  # one token sees all that is kept
@@ -187,12 +189,17 @@ def _real(memory: LayerCache | None, lengths: Tensor | None, T: int) -> tuple[in
     return past, past + T
 
 
+def _each(count: int | Tensor) -> TypeGuard[Tensor]:
+    """Whether there is one for each row; torch.jit.trace makes a tensor of any number."""
+    return isinstance(count, Tensor) and count.dim() == 1
+
+
 def _positions(past: int | Tensor, total: int | Tensor, offsets: Tensor | None, start: int, x: Tensor) -> Tensor:
     """The place of each token among its row's (or document's) real ones: [T] or [B, T]. Padding's is arbitrary."""
     token = torch.arange(start, start + x.shape[1], device=x.device)
     if offsets is not None:
         document = torch.searchsorted(offsets[1:].to(token), token, right=True)
         return token - offsets.to(token)[document]
-    if isinstance(total, Tensor):
+    if _each(total):
         return (total[:, None] - x.shape[1]) + token
     return past + token
