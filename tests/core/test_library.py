@@ -249,9 +249,9 @@ def test_a_graph_that_was_made_of_it_is_of_any_rows_and_trains(graph: Callable[.
     assert torch.allclose(weight.grad, 18.0 * (x.square().sum(0) * weight.detach()))
 
 
-def test_a_trace_without_gradients_holds_the_op_and_not_its_memory() -> None:
-    with torch.no_grad():
-        traced = torch.jit.trace(lambda x: toy(x)[0], draw(2, 3), check_trace=False)
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_trace_holds_the_op_and_not_its_memory(trains: bool) -> None:
+    traced = torch.jit.trace(lambda x: toy(x)[0], draw(2, 3).requires_grad_(trains), check_trace=False)
     assert "foci::toy_opaque_fwd" in str(traced.graph)
     x = draw(5, 3)
     assert torch.equal(traced(x), 3.0 * x)

@@ -130,7 +130,8 @@ def _opaque(spec: Spec, backend: Backend) -> Way:
         return outputs[:count]
 
     def run(call: Any) -> Outputs:
-        if plans.transformed() or plans.wants_gradient(call):
+        trained = plans.transformed() or plans.wants_gradient(call)
+        if trained and not plans.scripting():  # a trace has the op, which brings its gradient
             if not torch.compiler.is_compiling() and not plans.transformed():
                 return training(None, None, _alive(call))
             way = function if torch.compiler.is_compiling() else transformed
