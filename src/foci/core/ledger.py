@@ -136,7 +136,7 @@ LEDGER: tuple[Defect, ...] = (
     Defect(
         "cpu_flash",
         "normalised",
-        "a row of q that holds NaN gives 0 and an lse of 0 below 16 keys: foci puts the NaN back",
+        "rows whose logits are all NaN give 0 and an lse of 0 below 16 keys: foci computes such calls itself",
         "pytorch#141128",
         device="cpu",
     ),

@@ -189,6 +189,52 @@ def test_nan_in_a_query_is_seen_however_few_the_keys(S: int) -> None:
     assert int(out.isnan().sum()) == 16 and int(lse.isnan().sum()) == 1
 
 
+def is_chunked(inputs: dict[str, Any], leave: tuple[str, ...] = BIAS) -> None:
+    found, wanted = (evaluate(inputs, backend, leave=leave) for backend in ("aten", "chunked"))
+    for name, expected in wanted.items():
+        torch.testing.assert_close(found[name], expected, rtol=2e-5, atol=2e-5, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("mask", [None, Causal("top-left"), Dense(torch.arange(19)[:, None] % 3 > 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("S", [1, 7, 15, 16, 40])
+def test_nan_in_keys_is_seen_however_few_they_are(S: int, dtype: torch.dtype, mask: Any) -> None:
+    """Every key a row sees, or one of them, that others do not see."""
+    for keys in (slice(None), slice(0, 1)):
+        inputs = qkv(S=S, dtype=dtype) | {"mask": mask, "sink": torch.zeros(4, dtype=dtype)}
+        inputs["k"][1, keys, 2] = torch.nan
+        out, lse = foci.attention_with_lse(**inputs, backend="aten")
+        assert lse[1, 1, 2].isnan() and out[1, 1, 2].isnan().all() and lse[0].isfinite().all()
+        is_chunked(inputs)
+
+
+@pytest.mark.parametrize("size", [1e19, 1e20])
+@pytest.mark.parametrize("S", [1, 15, 40])
+def test_products_that_overflow_before_they_are_scaled(S: int, size: float) -> None:
+    inputs = qkv(S=S, dtype=torch.float32)
+    inputs["q"], inputs["k"] = inputs["q"] * size, inputs["k"] * size
+    out, lse = foci.attention_with_lse(**inputs, backend="aten")
+    assert size > 1e19 or (lse.isfinite().any() and out.any())
+    is_chunked(inputs)
+
+
+@pytest.mark.parametrize("worst", [torch.nan, torch.inf])
+def test_a_bias_at_a_pair_that_causal_hides_may_be_anything(worst: float) -> None:
+    mask, hidden = Causal(), torch.ones(19, 19, dtype=torch.bool).triu(1)
+    bias = torch.randn(19, 19, dtype=torch.float64)
+    for inputs in (qkv(), qkv(B=1) | {"sink": torch.zeros(4, dtype=torch.float64)}):
+        truth = evaluate(inputs | {"mask": mask, "bias": bias}, leave=BIAS)
+        given = inputs | {"mask": mask, "bias": bias.masked_fill(hidden, worst)}
+        assert not reasons(**given)
+        assert_close(evaluate(given, "aten", leave=BIAS), truth)
+
+
+def test_a_bias_of_nan_leaves_no_row_empty() -> None:
+    bias = torch.zeros(19, 19).index_fill(0, torch.tensor(3), torch.nan)
+    out, lse = foci.attention_with_lse(**qkv(dtype=torch.float32), bias=bias, backend="aten")
+    assert lse[:, 3].isnan().all() and out[:, 3].isnan().all() and lse[:, 4].isfinite().all()
+
+
 def test_one_packed_tensor_twice_is_causal_document_by_document() -> None:
     offsets = torch.tensor([0, 6, 7, 19])
     inputs = qkv(B=1) | {"mask": Packed(offsets) & Causal()}

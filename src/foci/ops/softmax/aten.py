@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from math import isnan
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,13 +11,13 @@ from torch.nn.functional import pad
 
 from foci.merge.partial import absorb
 from foci.ops.masks import segments
+from foci.ops.softmax import chunked
 from foci.ops.softmax.aten_cuda import cuda_kernels, differentiated, fold, folds_dlse, little, slow, unit_stride
 from foci.ops.softmax.call import Call, Gradients, Rows, never_empty
 
 _flash_forward = torch._scaled_dot_product_flash_attention_for_cpu  # the same op, 2 us cheaper to call
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _HALF = (torch.bfloat16, torch.float16)
-_WIDEST_VECTOR = 16  # float32 numbers in an AVX-512 register
 
 
 class Kernel(Protocol):
@@ -51,7 +50,10 @@ class Kernel(Protocol):
 
 
 class FlashOnCpu:
-    """torch's CPU flash attention. Its lse is 0.0 for an empty row, which would merge as a real one: see `forward`."""
+    """torch's CPU flash attention. Its lse is 0.0 for an empty row, which would merge as a real one: see `forward`.
+
+    It multiplies q k before it scales, and takes a maximum that may not see NaN: see `_lost` and `_wild`.
+    """
 
     name = "cpu flash"
     quick = True
@@ -64,12 +66,7 @@ class FlashOnCpu:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _flash_forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-        # Of fewer keys than a vector holds the kernel takes the maximum without seeing NaN: the row would be 0.
-        if k.shape[2] < _WIDEST_VECTOR and isnan(q.sum().item()):
-            lost = q.isnan().any(-1)
-            out, lse = out.masked_fill(lost[..., None], torch.nan), lse.masked_fill(lost, torch.nan)
-        return out, lse
+        return _flash_forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -214,6 +211,8 @@ def forward(call: Call, kernel: Kernel | None = None) -> tuple[Tensor, Tensor]:
     if _bare(call):
         q, k, v = (unit_stride(x).transpose(1, 2) for x in call[:3])
         out, lse = kernel.forward(q, k, v, None, _squarely_causal(call), call.scale)
+        if _lost(out, lse):
+            return chunked.forward(call)
         return out.transpose_(1, 2).contiguous(), lse.transpose_(1, 2).contiguous()  # in place: no views
     B, T, _, H, _, K, V = call.sizes
     width = max(K, V)
@@ -235,11 +234,33 @@ def forward(call: Call, kernel: Kernel | None = None) -> tuple[Tensor, Tensor]:
             out, lse = o, e
         else:
             out[rows, :, queries], lse[rows, :, queries] = o, e
+    if _lost(out, lse):
+        return chunked.forward(call)
     if call.sink is not None:
         total = torch.logaddexp(lse, call.sink.to(lse.dtype)[:, None])
         out, lse = out * torch.exp(lse - never_empty(total))[..., None], total
     out, lse = out.transpose(1, 2).to(call.v.dtype), lse.transpose(1, 2)
     return out.contiguous().detach(), lse.contiguous().detach()  # no views
+
+
+def _lost(out: Tensor, lse: Tensor) -> bool:
+    """Whether a row that sees keys may have come to nothing, or is not finite, on the CPU: `chunked` says what it is.
+
+    Below 16 keys (8 in float64) the maximum passes NaN by: where no other logit is finite the row is 0, its lse 0.
+    """
+    if lse.device.type != "cpu" or lse.reciprocal().add_(lse).sum().item() < torch.inf:
+        return False
+    return bool((~(lse < torch.inf) | (lse == 0) & ~out.any(-1)).any())
+
+
+def _wild(call: Call) -> bool:
+    """Whether on the CPU a product q k may overflow before it is scaled, or a bias be more than a mask can hide."""
+    if call.q.device.type != "cpu" or not (call.q.numel() and call.k.numel()):
+        return False
+    q, k = (max(-low.item(), high.item()) for low, high in (call.q.aminmax(), call.k.aminmax()))
+    bound = call.q.shape[-1] * q * k
+    tame = bound < torch.finfo(call.accumulator).max / 4  # False for NaN
+    return not tame or (call.bias is not None and not call.bias.amax().item() < torch.inf)
 
 
 def alike(call: Call) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor | None, ...]]]:
@@ -294,6 +315,8 @@ def backward(
     rides along as one more column: v gains a 1 and dout gains dlse, so that dp becomes dout v + dlse, while out gains a
     0, so that delta = sum(dout * out) stays what it was.
     """
+    if _wild(call):
+        return chunked.backward(call, chunked.forward(call), grads, needs)  # of such logits lse must be its own
     if _sums_in_half(call):
         dout = None if grads[0] is None else grads[0].to(call.accumulator)
         found = backward(_as_part(call), (outputs[0].to(call.accumulator), outputs[1]), (dout, grads[1]), needs)
@@ -353,6 +376,8 @@ def forward_part(call: Call, out: Tensor, lse: Tensor) -> None:
 def backward_part(call: Call, rows: Rows, into: Gradients) -> None:
     """Add to the gradients, in place, what these keys give."""
     assert into.dbias is None, "reasons(call) should have refused"
+    if _wild(call):
+        return chunked.backward_part(call, rows, into)
     call = _as_part(call)
     out, dout = rows.out.to(call.q.dtype), rows.dout.to(call.q.dtype)
     found = backward(call, (out, rows.lse), (dout, rows.dlse), [True, True, True, False, False])
@@ -397,7 +422,7 @@ def _upcast(x: Tensor) -> bool:
 
 def _empty_rows(mask: Tensor, causal: bool, T: int) -> Tensor:
     """Rows [B|1, H|1, T] that see nothing: no key open, or under causal none before the first open one."""
-    opened = mask > -torch.inf
+    opened = mask != -torch.inf  # NaN is
     if not causal:
         return ~opened.any(-1).expand(-1, -1, T)
     first = torch.where(opened.any(-1), opened.to(torch.int8).argmax(-1), T)
