@@ -12,9 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import foci
 from foci import Causal, Lengths, Mask, Packed, Window
 from foci.core.spec import Case
-from foci.ops.softmax import chunked
+from foci.ops.masks import lower, segments
+from foci.ops.softmax import aten, chunked
 from foci.ops.softmax.spec import SPEC
 from tests.ops.softmax.problems import CPU, TINY, assert_close, evaluate, gradcheck, inputs_of, tiny
+
+module = {"aten": aten, "chunked": chunked}
 
 
 @pytest.mark.parametrize("problem", SPEC.cases, ids=lambda problem: problem.name)
@@ -111,7 +114,7 @@ def test_the_memory_of_a_long_row_grows_with_the_row() -> None:
 def covered(mask: Mask | None, T: int, S: int, B: int = 1) -> float:
     """Logits computed, as a share of T x S: the tiles' areas."""
     q, k = torch.empty(B, T, 1, 64), torch.empty(B, S, 1, 64)
-    tiles = chunked._tiles(SPEC.bind(q, k, k, mask=mask))
+    tiles = chunked._tiles(SPEC.bind(q, k, k, mask=mask), segments(lower(mask), B, T, S))
     return sum((x.b1 - x.b0) * (x.i1 - x.i0) * (x.j1 - x.j0) for x in tiles) / (B * T * S)
 
 
@@ -141,10 +144,53 @@ def test_every_live_pair_is_in_one_tile() -> None:
     mask = Packed(torch.tensor([0, 40, 40, 300]), torch.tensor([0, 10, 30, 280])) & Causal() & Window(50, None)
     q, k = torch.empty(1, 310, 6, 4), torch.empty(1, 290, 3, 4)
     seen = torch.zeros(1, 3, 310, 290, dtype=torch.int32)
-    for tile in chunked._tiles(SPEC.bind(q, k, k, mask=mask)):
+    for tile in chunked._tiles(SPEC.bind(q, k, k, mask=mask), segments(lower(mask), 1, 310, 290)):
         seen[tile.b0 : tile.b1, tile.g0 : tile.g1, tile.i0 : tile.i1, tile.j0 : tile.j1] += 1
     assert int(seen.max()) == 1
     assert (seen[0, 0].bool() | ~mask.materialize(310, 290)[0, 0]).all()
+
+
+class Copied(TorchDispatchMode):
+    """Numbers that operations copy or convert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in ("aten::copy_", "aten::_to_copy", "aten::clone", "aten::constant_pad_nd"):
+            self.elements += args[0].numel()
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("backend", ["chunked", "aten"])
+@pytest.mark.parametrize(
+    "mask",
+    [Causal() & Window(9, 0), Causal() & Lengths(torch.tensor([10, 3])), Lengths(torch.tensor([0, 10]))],
+    ids=str,
+)
+def test_keys_that_nobody_sees_are_not_copied(mask: Mask, backend: str) -> None:
+    """A step of decoding costs what it sees, not its cache: converted to float32, or padded to one width."""
+    q, k, v = torch.randn(2, 1, 4, 8).half(), torch.randn(2, 5000, 2, 8).half(), torch.randn(2, 5000, 2, 16).half()
+    call = SPEC.bind(q, k, v, mask=mask)
+    if module[backend].reasons(call):
+        pytest.skip("aten has no window")
+    with Copied() as mode:
+        out, _ = module[backend].forward(call)
+    assert mode.elements < 4000
+    torch.testing.assert_close(out, foci.attention(q, k, v, mask=mask, backend="reference"), rtol=2e-3, atol=2e-3)
+
+
+def test_documents_end_to_end_and_rows_that_are_alike_are_one_span() -> None:
+    offsets = torch.tensor([0, 40, 40, 300])
+    for mask, B, expected in (
+        (Packed(offsets), 1, [(0, 1, 0, 300)]),
+        (Packed(offsets, torch.tensor([0, 10, 30, 280])), 1, [(0, 1, 0, 10), (0, 1, 30, 280)]),
+        (Lengths(torch.tensor([7, 7, 0, 9])), 4, [(0, 2, 0, 7), (3, 4, 0, 9)]),
+        (Causal() & Window(4, None), 3, [(0, 3, 0, 300)]),
+    ):
+        found = chunked._spans(segments(lower(mask), B, 300, 300), B)
+        assert [(x.rows.start, x.rows.stop, x.keys.start, x.keys.stop) for x in found] == expected
 
 
 def test_inputs_are_not_written() -> None:

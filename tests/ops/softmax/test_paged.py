@@ -112,6 +112,22 @@ def test_pages_before_the_window_may_be_anything(T: int, backend: str | None) ->
         foci.attention_paged(**inputs, window=6, backend=backend)
 
 
+def test_pages_that_no_token_needs_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    gathered = paged.gathered
+    monkeypatch.setattr(paged, "gathered", lambda pages, table: seen.append(table) or gathered(pages, table))
+    inputs = cache(T=1, M=5, lengths=(13, 24, 2))
+    for window, columns in ((None, 5), (6, 2)):
+        expected = truth(inputs, window=window)
+        found = foci.attention_paged(**inputs, window=window)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+        assert {table.shape[1] for table in seen} == {columns}
+        seen.clear()
+    inputs = cache(T=1, M=400, lengths=(13, 24, 2))
+    foci.attention_paged(**inputs)
+    assert seen[0].shape[1] == 5
+
+
 def test_autocast_takes_its_dtype() -> None:
     inputs = cache()
     expected = foci.attention_paged(**{n: x.bfloat16() if x.is_floating_point() else x for n, x in inputs.items()})

@@ -216,16 +216,16 @@ def forward(call: Call, kernel: Kernel | None = None) -> tuple[Tensor, Tensor]:
         return out.transpose_(1, 2).contiguous(), lse.transpose_(1, 2).contiguous()  # in place: no views
     B, T, _, H, _, K, V = call.sizes
     width = max(K, V)
-    q, k, v = (_heads_first(x, width) for x in (call.q, call.k, call.v))
     pieces = list(_pieces(call))
     whole = len(pieces) == 1 and pieces[0].queries == slice(0, T) and pieces[0].rows == slice(0, B)
     if not whole:
-        out, lse = q.new_zeros(B, H, T, V), q.new_full((B, H, T), -torch.inf, dtype=call.accumulator)
+        out = torch.zeros(B, H, T, V, dtype=torch.float32 if _upcast(call.q) else call.q.dtype, device=call.q.device)
+        lse = torch.full((B, H, T), -torch.inf, dtype=call.accumulator, device=call.q.device)
     for piece in pieces:
         rows, queries, keys = piece.rows, piece.queries, piece.keys
-        o, e = kernel.forward(
-            q[rows, :, queries], k[rows, :, keys], v[rows, :, keys], piece.mask, piece.causal, call.scale
-        )
+        parts = ((call.q, queries), (call.k, keys), (call.v, keys))
+        q, k, v = (_heads_first(x[rows, tokens], width) for x, tokens in parts)
+        o, e = kernel.forward(q, k, v, piece.mask, piece.causal, call.scale)
         o = o[..., :V]
         if piece.mask is not None:
             empty = _empty_rows(piece.mask, piece.causal, queries.stop - queries.start)

@@ -75,7 +75,7 @@ def forward_part(call: Call, out: Tensor, lse: Tensor) -> None:
 
 def _sums(call: Call, heads: _Heads) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
     """Of each tile: m = max_s z (0 for an empty row), sum_s exp(z - m) and sum_s exp(z - m) v_s."""
-    for tile in _tiles(call):
+    for tile in _tiles(call, heads.segments):
         z, _ = heads.logits(tile)
         m = z.amax(-1, keepdim=True)
         m.masked_fill_(m == -torch.inf, 0.0)  # an empty row: exp(-inf - 0) = 0 where exp(-inf + inf) would be NaN
@@ -130,7 +130,7 @@ def _add_gradients(
     """One pass over the tiles. `pull` lacks sum_s p dp where rows are whole, and is completed in place."""
     heads = _Heads(call)
     dk, dv = into.dk.transpose(1, 2), into.dv.transpose(1, 2)
-    for tile in _tiles(call):
+    for tile in _tiles(call, heads.segments):
         z, capped = heads.logits(tile, keep_cap=True)
         p = z.sub_(_place(steady, tile, heads.R)[..., None]).exp_()
         do = heads.fold(_place(dout, tile, heads.R).contiguous())
@@ -168,7 +168,9 @@ class _Heads:
         self.chain = call.softcap if call.softcap is not None else 1.0
         B, T, _, K = call.q.shape
         self.q = torch.empty(B, H, T, K, dtype=dtype, device=call.q.device).copy_(call.q.transpose(1, 2)).mul_(inner)
-        self.k, self.v = _heads_first(call.k, dtype), _heads_first(call.v, dtype)
+        self.segments = segments(call.visible, B, T, call.k.shape[1])
+        spans = _spans(self.segments, B)
+        self.k, self.v = _heads_first(call.k, dtype, spans), _heads_first(call.v, dtype, spans)
         self._buffers: dict[str, Tensor] = {}
 
     def queries(self, tile: Tile) -> Tensor:
@@ -219,17 +221,51 @@ class _Heads:
         return z, capped
 
 
-def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, S, G, n] as [B, G, S, n] in this dtype; a copy unless the keys of each head already stand end to end."""
-    x = x.transpose(1, 2).to(dtype)
+class Span(NamedTuple):
+    """Keys that some query of these rows may see."""
+
+    rows: slice
+    keys: slice
+
+
+def _spans(parts: list[Segment], B: int) -> list[Span]:
+    """What must be read of k and v: rows that see the same keys, and documents that follow each other, together."""
+    found: list[Span] = []
+    for part in parts:
+        first, last = live_keys(part, 0, part.q_stop - part.q_start)
+        if part.q_start == part.q_stop or first >= last:
+            continue
+        rows, keys = slice(*part.rows.indices(B)[:2]), slice(part.k_start + first, part.k_start + last)
+        before = found[-1] if found else None
+        if before and before.keys == keys and before.rows.stop == rows.start:
+            found[-1] = Span(slice(before.rows.start, rows.stop), keys)
+        elif before and before.rows == rows and before.keys.stop == keys.start:
+            found[-1] = Span(rows, slice(before.keys.start, keys.stop))
+        else:
+            found.append(Span(rows, keys))
+    return found
+
+
+def _heads_first(x: Tensor, dtype: torch.dtype, spans: list[Span]) -> Tensor:
+    """[B, S, G, n] as [B, G, S, n] in this dtype; a copy, of the spans alone, unless each head's keys stand end to end.
+
+    What no span names is memory that nobody wrote.
+    """
+    x = x.transpose(1, 2)
     dense = x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] and x.stride(0) == x.shape[1] * x.stride(1)
-    return x if dense else x.contiguous()
+    if dense and x.dtype == dtype:
+        return x
+    copy = torch.empty(x.shape, dtype=dtype, device=x.device)
+    for rows, keys in spans:
+        copy[rows, :, keys] = x[rows, :, keys]
+    return copy
 
 
-def _tiles(call: Call) -> Iterator[Tile]:
-    B, T, S, H, G, _, _ = call.sizes
+def _tiles(call: Call, parts: list[Segment]) -> Iterator[Tile]:
+    *_, H, G, _, _ = call.sizes
     R = H // G
-    for segment in segments(call.visible, B, T, S) if R else ():
+    B = call.q.shape[0]
+    for segment in parts if R else ():
         rows, length = range(B)[segment.rows], segment.q_stop - segment.q_start
         reach = segment.k_stop - segment.k_start
         if segment.low is not None and segment.high is not None:

@@ -118,6 +118,8 @@ def gathered(pages: Tensor, table: Tensor) -> Tensor:
 def _end_to_end(tensors: _Tensors, window: int | None) -> tuple[Tensor, Tensor, Mask]:
     """Gathered keys and values, and the mask with which `attention` reads them."""
     q, k_pages, v_pages, table, lengths, _ = tensors
+    if q.device.type == "cpu" and not _unseen(table, lengths):
+        table, lengths = _needed(table, lengths, q.shape[1], window, max(k_pages.shape[1], 1))
     k, v = (gathered(pages, table) for pages in (k_pages, v_pages))
     if (lacking := q.shape[1] - k.shape[1]) > 0:  # of so few keys Causal would count the last tokens, not the first
         lengths = lengths.clamp(max=k.shape[1])
@@ -126,6 +128,17 @@ def _end_to_end(tensors: _Tensors, window: int | None) -> tuple[Tensor, Tensor, 
     if window is None:
         return k, v, mask
     return *_reached(k, v, lengths, q.shape[1], window), mask & Window(window, None)
+
+
+def _needed(table: Tensor, lengths: Tensor, T: int, window: int | None, page: int) -> tuple[Tensor, Tensor]:
+    """The table's columns from the first page of each row that its tokens need, as many as some row needs.
+
+    Lengths count from there: masks measure from a row's end.
+    """
+    firsts = torch.zeros_like(lengths) if window is None else _first(lengths, T, window) // page
+    pages = (lengths + page - 1) // page - firsts
+    places = firsts.long()[:, None] + torch.arange(max(pages.tolist(), default=0))
+    return table.gather(1, places.clamp(max=table.shape[1] - 1)), lengths - firsts * page
 
 
 def _reached(k: Tensor, v: Tensor, lengths: Tensor, T: int, window: int) -> tuple[Tensor, Tensor]:
