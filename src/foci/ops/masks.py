@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foci.core.errors import ShapeError
+from foci.ops.unseen import insist, unseen
 
 _INTEGERS = (torch.int32, torch.int64)
 FARTHEST = 2**61  # more tokens than there can be; positions may be added to it in int64
@@ -265,11 +266,26 @@ def segments(visible: Visible, B: int, T: int, S: int) -> list[Segment]:
 
 
 def check(visible: Visible, B: int, T: int, S: int) -> None:
-    """Raise what is wrong with the values of offsets and lengths. The compiler and vmap show none to look at."""
+    """Raise what is wrong with the values of offsets and lengths; without naming one where none can be looked at."""
     tensors = [tensor for tensor in visible[1:7] if tensor is not None]
-    traced = torch.compiler.is_compiling() or any(map(torch._C._functorch.is_batchedtensor, tensors))
-    if tensors and not traced:
+    if tensors and not unseen(*tensors):
         segments(visible, B, T, S)
+    elif tensors:
+        _insist(visible, T, S)
+
+
+def _insist(visible: Visible, T: int, S: int) -> None:
+    """The same of values that are not seen yet."""
+    limits = []
+    for name, offsets, size in (("q_offsets", visible.q_offsets, T), ("kv_offsets", visible.kv_offsets, S)):
+        if offsets is not None:
+            ok = (offsets[0] == 0) & (offsets.diff() >= 0).all() & (offsets[-1] <= size)
+            insist(ok, f"Packed: {name} must start at 0, never decrease and end at {size} or before")
+        limits.append(size if offsets is None else offsets.diff())
+    for name, limit in zip(("q_lengths", "kv_lengths"), limits, strict=True):
+        if (lengths := getattr(visible, name)) is not None:
+            ok = ((lengths >= 0) & (lengths <= limit)).all()
+            insist(ok, f"Lengths: {name} must each be 0 to the tokens of its row")
 
 
 def check_near(visible: Visible, B: int, T: int, S: int) -> None:

@@ -160,6 +160,25 @@ def test_rows_of_vmap_are_calls(name: str) -> None:
         torch.testing.assert_close(out, foci.attention_paged(**inputs | {name: row}))
 
 
+@pytest.mark.parametrize("name", ["table", "lengths"])
+def test_what_is_out_of_range_raises_compiled_and_mapped_too(name: str) -> None:
+    inputs = cache()
+    good = inputs.pop(name)
+    bad = good.clone()
+    if name == "table":
+        bad[0, 1] = 99
+    else:
+        bad[0] = 26
+    for error, way in (
+        (RuntimeError, lambda call: torch.compile(call, fullgraph=True, backend="aot_eager")),
+        (ValueError, lambda call: lambda x: torch.func.vmap(call)(x[None])),
+    ):
+        run = way(lambda x: foci.attention_paged(**inputs, **{name: x}))
+        torch.testing.assert_close(run(good).view(4, 3, 4, 24), foci.attention_paged(**inputs, **{name: good}))
+        with pytest.raises(error, match=f"attention_paged: {name} must"):
+            run(bad)
+
+
 def test_kernels_launch_once_or_twice() -> None:
     pytest.importorskip("triton")
     inputs = cache(T=1, page=16, M=8)

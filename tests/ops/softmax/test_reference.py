@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import foci
-from foci import Mask
+from foci import Lengths, Mask, Packed
 from foci.core.spec import Case
 from foci.ops.masks import All
 from foci.ops.softmax.dropout import keep
@@ -91,3 +91,29 @@ def test_without_keys_lse_has_a_gradient_of_nothing() -> None:
         torch.autograd.grad(lse, (q, k, v), torch.ones_like(lse), allow_unused=True), (q, k, v), strict=True
     ):
         assert gradient is None or torch.equal(gradient, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize(
+    ("mask", "B", "good", "bad", "message"),
+    [
+        (Lengths, 2, [3, 6], [3, 9], "Lengths: kv_lengths must"),
+        (Lengths, 2, [3, 6], [3, -1], "Lengths: kv_lengths must"),
+        (Packed, 1, [0, 2, 3, 6], [0, 5, 3, 6], "Packed: q_offsets must"),
+        (Packed, 1, [0, 2, 3, 6], [0, 2, 3, 7], "Packed: q_offsets must"),
+        (Packed, 1, [0, 2, 3, 6], [1, 2, 3, 6], "Packed: q_offsets must"),
+    ],
+    ids=str,
+)
+def test_where_rows_end_is_checked_compiled_and_mapped_too(
+    mask: Any, B: int, good: list[int], bad: list[int], message: str
+) -> None:
+    x = torch.randn(B, 6, 1, 8)
+
+    def call(ends: torch.Tensor) -> torch.Tensor:
+        return foci.attention(x, x, x, mask=mask(ends), backend="reference")
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for error, run in ((RuntimeError, compiled), (ValueError, lambda ends: torch.func.vmap(call)(ends[None])[0])):
+        torch.testing.assert_close(run(torch.tensor(good)), call(torch.tensor(good)))
+        with pytest.raises(error, match=message):
+            run(torch.tensor(bad))

@@ -20,6 +20,7 @@ from foci.ops.softmax import gpu
 from foci.ops.softmax.api import attention
 from foci.ops.softmax.call import Call, Out, Query, Sink, bind, cap
 from foci.ops.softmax.spec import SPEC
+from foci.ops.unseen import insist, unseen
 
 KeyPages = Float[Tensor, "P page G K"]
 ValuePages = Float[Tensor, "P page G V"]
@@ -73,8 +74,9 @@ def attention_paged(
     other backend of `attention` gathers them first. None takes the first that can.
 
     Raises ShapeError, ValueError or TypeError for arguments that do not fit, Unsupported where a gradient is asked for
-    or the named backend cannot. On a CPU lengths and table are checked; on a GPU, which is not waited for, page numbers
-    and lengths out of range are moved inside.
+    or the named backend cannot. On a CPU lengths and table are checked (compiled, when it runs: RuntimeError; under a
+    vmap inside what is compiled not); on a GPU, which is not waited for, page numbers and lengths out of range are
+    moved inside.
     Paper: Kwon et al. 2023, PagedAttention (arXiv 2309.06180).
     """
     given = (q, k_pages, v_pages, sink, lengths, table, softcap, window, scale, backend)
@@ -87,8 +89,8 @@ def attention_paged(
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise Unsupported(f"{_NAME}: it has no gradient", ["an input requires one"], "call it under torch.no_grad()")
     check_reach(_NAME, "window", window)
-    if q.device.type == "cpu" and not _unseen(table, lengths):
-        _check_values(table, lengths, window, sizes)
+    if q.device.type == "cpu":
+        (_insist if unseen(table, lengths) else _check_values)(table, lengths, window, sizes)
     call = _bound(tensors, softcap, window, scale)  # as the window's: said by this name, whoever runs it
     if backend in (None, "triton"):
         reasons = gpu.reasons(call) + _table_reasons(sizes) + _watchers()
@@ -118,7 +120,7 @@ def gathered(pages: Tensor, table: Tensor) -> Tensor:
 def _end_to_end(tensors: _Tensors, window: int | None) -> tuple[Tensor, Tensor, Mask]:
     """Gathered keys and values, and the mask with which `attention` reads them."""
     q, k_pages, v_pages, table, lengths, _ = tensors
-    if q.device.type == "cpu" and not _unseen(table, lengths):
+    if q.device.type == "cpu" and not unseen(table, lengths):
         table, lengths = _needed(table, lengths, q.shape[1], window, max(k_pages.shape[1], 1))
     k, v = (gathered(pages, table) for pages in (k_pages, v_pages))
     if (lacking := q.shape[1] - k.shape[1]) > 0:  # of so few keys Causal would count the last tokens, not the first
@@ -177,11 +179,6 @@ def _watchers() -> list[str]:
     return ["torch.func transforms and forward-mode derivatives do not reach it"]
 
 
-def _unseen(*tensors: Tensor) -> bool:
-    """Whether the compiler or vmap shows no values to look at."""
-    return torch.compiler.is_compiling() or any(map(torch._C._functorch.is_batchedtensor, tensors))
-
-
 def _check(tensors: _Tensors, sizes: dict[str, int]) -> _Tensors:
     """The tensors, q and pages as autocast has them."""
     tensors = tensors._replace(**by_autocast({name: getattr(tensors, name) for name in _Tensors._fields[:3]}))
@@ -205,6 +202,17 @@ def _check(tensors: _Tensors, sizes: dict[str, int]) -> _Tensors:
     if sink is not None and sink.dtype not in DTYPES:
         raise ValueError(f"{_NAME}: sink must be a floating tensor, got {sink.dtype}")
     return tensors
+
+
+def _insist(table: Tensor, lengths: Tensor, window: int | None, sizes: dict[str, int]) -> None:
+    """What `_check_values` raises, of values that are not seen yet."""
+    room, page_size = sizes["M"] * sizes["page"], max(sizes["page"], 1)
+    firsts = lengths * 0 if window is None else _first(lengths, sizes["T"], window)
+    insist(((lengths >= 0) & (lengths <= room)).all(), f"{_NAME}: lengths must each be 0 to {room}, what pages hold")
+    starts = torch.arange(sizes["M"]) * page_size
+    needed = (starts + page_size > firsts[:, None]) & (starts < lengths[:, None])
+    real = (table >= 0) & (table < sizes["P"])
+    insist((real | ~needed).all(), f"{_NAME}: table must hold 0 to {sizes['P'] - 1}, pages that there are")
 
 
 def _check_values(table: Tensor, lengths: Tensor, window: int | None, sizes: dict[str, int]) -> None:
