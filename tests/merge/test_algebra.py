@@ -41,6 +41,12 @@ def test_fold_of_nothing_has_no_answer() -> None:
         fold([])
 
 
+@pytest.mark.parametrize("parts", [[(1, 2)], [Word("a"), (1, 2)]])
+def test_fold_of_what_cannot_combine_says_so(parts: list) -> None:
+    with pytest.raises(TypeError, match="fold: parts holds a tuple; expected each"):
+        fold(parts)
+
+
 def test_scan_is_every_fold_of_a_prefix() -> None:
     assert scan(WORDS) == [Word("a"), Word("ab"), Word("abc"), Word("abcd")]
     assert scan(WORDS, inclusive=False) == [Word(""), Word("a"), Word("ab"), Word("abc")]

@@ -295,3 +295,25 @@ def test_values_are_checked_where_they_lie_on_the_cpu_and_left_unread_elsewhere(
     check_near(lower(Packed(integers(0, 8))), 1, 8, 8)
     check_near(lower(Packed(torch.empty(2, dtype=torch.int32, device="meta"))), 1, 8, 8)
     check_near(NOTHING_HIDDEN, 1, 8, 8)
+
+
+def test_what_does_not_fit_together_is_named() -> None:
+    four, five = (torch.ones(n, n, dtype=torch.bool) for n in (4, 5))
+    two, three = (torch.zeros(n, dtype=torch.int32) for n in (2, 3))
+    for message, make in {
+        r"Dense: allowed has shape \[4, 4\]; expected one that broadcasts to \[B, H, 5, 5\]": lambda: Dense(
+            four
+        ).materialize(5, 5),
+        r"Dense: allowed has shape \[4, 4\]; .* \[B, H, 1, 4\]": lambda: Dense(four).materialize(1, 4),
+        r"Dense: allowed has shape \[2, 1, 4, 4\]; .* \[3, H, 4, 4\]": lambda: (
+            Dense(four.expand(2, 1, 4, 4)) & Lengths(three)
+        ).materialize(4, 4),
+        r"Dense: allowed of two masks joined by & has shapes \[4, 4\] and \[5, 5\]": lambda: Dense(four) & Dense(five),
+        r"Band: low or high of two masks joined by & has shapes \[2\] and \[3\]": lambda: Band(two, 0) & Band(three, 0),
+        "mask: T must be a non-negative int, got -1": lambda: Causal().materialize(-1, 3),
+        "mask: S must be a non-negative int, got 2.5": lambda: Causal().materialize(3, 2.5),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            make()
+    assert Dense(four[:, :1]).materialize(4, 9).shape == (1, 1, 4, 9)
+    assert (Dense(four.expand(2, 3, 4, 4)) & Band(two[:1], 0)).materialize(4, 4).shape == (2, 3, 4, 4)

@@ -18,14 +18,20 @@ M = TypeVar("M", bound=Mergeable)
 
 
 def fold(parts: Iterable[M]) -> M:
-    """All parts combined, in order; raises ValueError when there is none."""
-    iterator = iter(parts)
+    """All parts combined, in order; raises ValueError when there is none, TypeError for one that cannot combine."""
+    iterator = map(_mergeable, parts)
     total = next(iterator, None)
     if total is None:
         raise ValueError("fold: parts is empty; expected at least one part to merge")
     for part in iterator:
         total = total.combine(part)
     return total
+
+
+def _mergeable(part: M) -> M:
+    if not hasattr(part, "combine"):
+        raise TypeError(f"fold: parts holds a {type(part).__name__}; expected each a foci.Partial or foci.Affine")
+    return part
 
 
 def scan(parts: Sequence[M], inclusive: bool = True) -> list[M]:

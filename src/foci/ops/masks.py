@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foci.core.errors import ShapeError
-from foci.ops.unseen import insist, unseen
+from foci.ops.unseen import insist_ends, unseen
 
 _INTEGERS = (torch.int32, torch.int64)
 FARTHEST = 2**61  # more tokens than there can be; positions may be added to it in int64
@@ -38,6 +38,15 @@ class Mask:
         visible = lower(self)
         entries = [x.numel() for x in (visible.kv_lengths, visible.band_low, visible.band_high) if x is not None]
         rows = next((n for n in entries if n != 1), 1)  # one entry holds for all rows
+        for name, size in (("T", T), ("S", S)):
+            if not isinstance(size, int | torch.SymInt) or size < 0:
+                raise ValueError(f"mask: {name} must be a non-negative int, got {size!r}")
+        shape = [] if visible.dense is None else list(visible.dense.shape)
+        if any(n not in (1, size) for n, size in zip(shape[:-3:-1], (S, T), strict=False)) or (
+            len(shape) == 4 and shape[0] != 1 != rows != shape[0]
+        ):
+            whole = f"[{'B' if rows == 1 else rows}, H, {T}, {S}]"
+            raise ShapeError(f"Dense: allowed has shape {shape}; expected one that broadcasts to {whole}")
         check(visible, 1 if visible.q_offsets is not None else rows, T, S)
         return materialize(visible, T, S)
 
@@ -271,21 +280,7 @@ def check(visible: Visible, B: int, T: int, S: int) -> None:
     if tensors and not unseen(*tensors):
         segments(visible, B, T, S)
     elif tensors:
-        _insist(visible, T, S)
-
-
-def _insist(visible: Visible, T: int, S: int) -> None:
-    """The same of values that are not seen yet."""
-    limits = []
-    for name, offsets, size in (("q_offsets", visible.q_offsets, T), ("kv_offsets", visible.kv_offsets, S)):
-        if offsets is not None:
-            ok = (offsets[0] == 0) & (offsets.diff() >= 0).all() & (offsets[-1] <= size)
-            insist(ok, f"Packed: {name} must start at 0, never decrease and end at {size} or before")
-        limits.append(size if offsets is None else offsets.diff())
-    for name, limit in zip(("q_lengths", "kv_lengths"), limits, strict=True):
-        if (lengths := getattr(visible, name)) is not None:
-            ok = ((lengths >= 0) & (lengths <= limit)).all()
-            insist(ok, f"Lengths: {name} must each be 0 to the tokens of its row")
+        insist_ends(*visible[1:5], T, S)
 
 
 def check_near(visible: Visible, B: int, T: int, S: int) -> None:
@@ -432,6 +427,7 @@ def _both(old: Mask, new: Mask) -> Mask:
     if isinstance(old, Band) and isinstance(new, Band):
         return Band(_further(old.low, new.low, max), _further(old.high, new.high, min))
     if isinstance(old, Dense) and isinstance(new, Dense):
+        _together("Dense", "allowed", old.allowed, new.allowed)
         return Dense(old.allowed & new.allowed)
     if isinstance(old, Causal):
         return old
@@ -451,7 +447,15 @@ def _further(a: Any, b: Any, take: Callable[..., Any]) -> Any:
     if isinstance(a, int) and isinstance(b, int):
         return take(a, b)
     a, b = torch.as_tensor(a), torch.as_tensor(b)
+    _together("Band", "low or high", a, b)
     return torch.maximum(a, b) if take is max else torch.minimum(a, b)
+
+
+def _together(kind: str, name: str, a: Tensor, b: Tensor) -> None:
+    """Raise unless two masks of a kind can be one."""
+    if any(x != y and 1 not in (x, y) for x, y in zip(a.shape[::-1], b.shape[::-1], strict=False)):
+        got = f"{list(a.shape)} and {list(b.shape)}"
+        raise ShapeError(f"{kind}: {name} of two masks joined by & has shapes {got}; expected ones that broadcast")
 
 
 def _require_integers(owner: str, name: str, value: object) -> None:

@@ -29,3 +29,21 @@ def insist(ok: Tensor, message: str) -> None:
         ok = torch._C._functorch.get_unwrapped(ok)
     if not ok.all():
         raise ValueError(message)
+
+
+def insist_ends(
+    q_offsets: Tensor | None, kv_offsets: Tensor | None, kv_lengths: Tensor | None, q_lengths: Tensor | None,
+    T: int, S: int,
+) -> None:  # fmt: skip
+    """Insist that a mask's documents and rows end within T queries and S keys."""
+    sides = (
+        ("q_offsets", q_offsets, "q_lengths", q_lengths, T),
+        ("kv_offsets", kv_offsets, "kv_lengths", kv_lengths, S),
+    )
+    for name, offsets, which, lengths, size in sides:
+        if offsets is not None:
+            ok = (offsets[0] == 0) & (offsets.diff() >= 0).all() & (offsets[-1] <= size)
+            insist(ok, f"Packed: {name} must start at 0, never decrease and end at {size} or before")
+        if lengths is not None:
+            ok = ((lengths >= 0) & (lengths <= (size if offsets is None else offsets.diff()))).all()
+            insist(ok, f"Lengths: {which} must each be 0 to the tokens of its row")

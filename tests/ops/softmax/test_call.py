@@ -211,3 +211,9 @@ def test_explain_names_the_argument_that_its_operator_does_not_take() -> None:
         foci.explain("softmax", **GOOD, sfotcap=30.0)
     with pytest.raises(TypeError, match="explain: linear_attention missing a required argument: 'k'; expected"):
         foci.explain("linear", GOOD["q"])
+
+
+def test_dtypes_are_named_as_they_were_given_under_autocast() -> None:
+    q, k = torch.randn(1, 3, 1, 8, dtype=torch.float64), torch.randn(1, 3, 1, 8)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="dtypes float64, float32, float32"):
+        foci.attention(q, k, k)

@@ -160,6 +160,7 @@ def bound(
     visible = Visible(*mask)
     tensors = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink, "dense": visible.dense}
     sizes = SIGNATURE.bind(tensors)
+    given = q, k, v
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         common = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(common) if x.dtype in AUTOCAST else x for x in (q, k, v))
@@ -169,7 +170,7 @@ def bound(
             f"q heads must be a multiple of k heads (G={sizes['G']}, H={sizes['H']})"
         )
     if not (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES and q.device == k.device == v.device):
-        _refuse_dtypes(q, k, v)
+        _refuse_dtypes(*given)
     if any(x is not None for x in (bias, sink, *visible[:7])):
         _check_rest(visible, bias, sink, q, sizes)
     softcap = cap("attention", softcap)
