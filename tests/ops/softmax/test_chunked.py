@@ -14,6 +14,7 @@ from foci import Causal, Lengths, Mask, Packed, Window
 from foci.core.spec import Case
 from foci.ops.masks import lower, segments
 from foci.ops.softmax import aten, chunked
+from foci.ops.softmax.call import together
 from foci.ops.softmax.spec import SPEC
 from tests.ops.softmax.problems import CPU, TINY, assert_close, evaluate, gradcheck, inputs_of, tiny
 
@@ -211,3 +212,21 @@ def test_a_row_of_biases_far_below_zero_is_a_mean(sink: float | None) -> None:
     out = foci.attention(q, k, v, bias=bias, sink=low, backend="chunked")
     expected = v.mean(1) if sink != -1e9 else v.sum(1) / 9
     torch.testing.assert_close(out[:, 1], expected)
+
+
+@pytest.mark.parametrize("tokens", [8, 17])
+@pytest.mark.parametrize("ends", [False, True])
+def test_short_rows_are_together_and_long_ones_apart(tokens: int, ends: bool) -> None:
+    """What lengths exclude may be NaN either way, and lengths that are wrong are named."""
+    q, k, v = (torch.randn(64, tokens, 2, 4, dtype=torch.float64) for _ in range(3))
+    lengths = torch.arange(64) % (tokens + 1)
+    mask = Causal() & Lengths(lengths, (lengths + 1).clamp(max=tokens) if ends else None)
+    truth = evaluate({"q": q, "k": k, "v": v, "mask": mask})
+    for x in (k, v):
+        x[torch.arange(tokens) >= lengths[:, None]] = torch.nan
+    inputs = {"q": q, "k": k, "v": v, "mask": mask}
+    assert_close(evaluate(inputs, "chunked"), truth)
+    call = together(SPEC.bind(**inputs))
+    assert (call.dense is None) == (tokens > 16)
+    with pytest.raises(ValueError, match=r"Lengths: kv_lengths\[1\] is 99"):
+        foci.attention(q, k, v, mask=Lengths(lengths.index_fill(0, torch.tensor(1), 99)), backend="chunked")

@@ -12,7 +12,7 @@ from foci.core.errors import ShapeError
 from foci.core.shapes import Signature
 from foci.core.spec import accumulator
 from foci.ops.arguments import AUTOCAST, DTYPES, number, scaling, short
-from foci.ops.masks import Mask, Visible, lower
+from foci.ops.masks import Mask, Visible, check, existing, lower, materialize
 
 Query = Float[Tensor, "B T H K"]
 Key = Float[Tensor, "B S G K"]
@@ -21,6 +21,8 @@ Bias = Float[Tensor, "#B #H #T #S"]
 Sink = Float[Tensor, "H"]
 Out = Float[Tensor, "B T H V"]
 Lse = Float[Tensor, "B T H"]
+
+_FEW = 16  # tokens, whose products with each other take no longer than starting a piece
 
 
 class Call(NamedTuple):
@@ -180,6 +182,26 @@ def bound(
         dropout = probability("attention", "dropout", dropout)
         seed = torch.randint(2**62, (), dtype=torch.int64, device=q.device)
     return Call(q, k, v, bias, sink, seed, *visible, softcap, scale, float(dropout))
+
+
+def without_padding(call: Call) -> Call:
+    """q, k, v with what Packed and Lengths exclude set to 0: it may be uninitialised memory, and 0 * NaN is NaN."""
+    real = existing(call.visible, call.q.shape[1], call.k.shape[1], call.q.device)
+    if real is None:
+        return call
+    queries, keys = (~flags[..., None, None] for flags in real)
+    q, k, v = call.q.masked_fill(queries, 0.0), call.k.masked_fill(keys, 0.0), call.v.masked_fill(keys, 0.0)
+    return call._replace(q=q, k=k, v=v)
+
+
+def together(call: Call) -> Call:
+    """Rows of few tokens under one dense mask, where lengths would make a piece of each: that costs more than it."""
+    B, T, S, *_ = call.sizes
+    if call.kv_lengths is None or call.q_offsets is not None or B == 1 or max(T, S) > _FEW:
+        return call
+    check(call.visible, B, T, S)
+    dense = materialize(call.visible, T, S).to(call.q.device)
+    return without_padding(call)._replace(**Visible(dense=dense)._asdict())
 
 
 def never_empty(lse: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foci.merge.partial import absorb
 from foci.ops.masks import Segment, live_keys, segments
-from foci.ops.softmax.call import Call, Gradients, Rows, never_empty
+from foci.ops.softmax.call import Call, Gradients, Rows, never_empty, together
 from foci.ops.softmax.dropout import keep
 
 # Logits held at once. Small enough to stay in a core's cache between the passes over them, large enough to amortise a
@@ -46,6 +46,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
     out = sum_s exp(z - m) v_s / L with m = max_s z, L = sum_s exp(z - m) + exp(sink - m); lse = log L + m
     """
+    call = together(call)
     heads = _Heads(call)
     B, T, _, H, _, _, V = call.sizes
     out = call.v.new_zeros(B, T, H, V)
@@ -67,6 +68,7 @@ def forward_part(call: Call, out: Tensor, lse: Tensor) -> None:
     out is in the accumulator's dtype, lse in float64 (merge/partial.py: absorb). A sink is one more part, not this
     call's. Memory beyond them: q once more, and what a tile needs.
     """
+    call = together(call)
     heads = _Heads(call)
     for tile, m, mass, weighted in _sums(call, heads):
         m = m[..., 0].masked_fill(mass[..., 0] == 0, -torch.inf)
@@ -128,6 +130,7 @@ def _add_gradients(
     call: Call, steady: Tensor, dout: Tensor, pull: Tensor, into: Gradients, rows_are_whole: bool
 ) -> None:
     """One pass over the tiles. `pull` lacks sum_s p dp where rows are whole, and is completed in place."""
+    call = together(call)
     heads = _Heads(call)
     dk, dv = into.dk.transpose(1, 2), into.dv.transpose(1, 2)
     for tile in _tiles(call, heads.segments):

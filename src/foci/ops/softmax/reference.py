@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foci.ops.masks import check, existing, materialize
-from foci.ops.softmax.call import Call
+from foci.ops.masks import check, materialize
+from foci.ops.softmax.call import Call, without_padding
 from foci.ops.softmax.dropout import keep, positions
 
 
@@ -27,7 +27,7 @@ def equation(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     B, T, S, H, G, _, _ = call.sizes
     check(call.visible, B, T, S)
-    q, k, v = (x.transpose(1, 2).to(dtype) for x in _without_padding(call))
+    q, k, v = (x.transpose(1, 2).to(dtype) for x in without_padding(call)[:3])
     k, v = (x.repeat_interleave(H // G, dim=1) for x in (k, v))  # head h reads h // (H / G)
 
     z = q @ k.transpose(-1, -2) * call.scale
@@ -48,12 +48,3 @@ def equation(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     out = (p @ v).transpose(1, 2)
     lse = lse.masked_fill(empty, -torch.inf)[..., 0].transpose(1, 2)
     return out.to(call.v.dtype).contiguous(), lse.to(call.accumulator).contiguous()
-
-
-def _without_padding(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v with what Packed and Lengths exclude set to 0: it may be uninitialised memory, and 0 * NaN is NaN."""
-    real = existing(call.visible, call.q.shape[1], call.k.shape[1], call.q.device)
-    if real is None:
-        return call.q, call.k, call.v
-    queries, keys = (~flags[..., None, None] for flags in real)
-    return call.q.masked_fill(queries, 0.0), call.k.masked_fill(keys, 0.0), call.v.masked_fill(keys, 0.0)
