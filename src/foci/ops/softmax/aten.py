@@ -255,12 +255,21 @@ def _lost(out: Tensor, lse: Tensor) -> bool:
 
 def _wild(call: Call) -> bool:
     """Whether on the CPU a product q k may overflow before it is scaled, or a bias be more than a mask can hide."""
-    if call.q.device.type != "cpu" or not (call.q.numel() and call.k.numel()):
+    if call.q.device.type != "cpu":
         return False
-    q, k = (max(-low.item(), high.item()) for low, high in (call.q.aminmax(), call.k.aminmax()))
-    bound = call.q.shape[-1] * q * k
-    tame = bound < torch.finfo(call.accumulator).max / 4  # False for NaN
-    return not tame or (call.bias is not None and not call.bias.amax().item() < torch.inf)
+    parts = [(call.q, call.k)]
+    if call.q_offsets is not None or call.kv_lengths is not None:  # what they exclude may be anything
+        B, T, S, *_ = call.sizes
+        found = segments(call.visible, B, T, S)
+        parts = [(call.q[x.rows, x.q_start : x.q_stop], call.k[x.rows, x.k_start : x.k_stop]) for x in found]
+    limit = torch.finfo(call.accumulator).max / 4 / (call.q.shape[-1] or 1)
+    tame = all(_largest(q) * _largest(k) < limit for q, k in parts if q.numel() and k.numel())  # NaN is not
+    return not tame or (call.bias is not None and call.bias.numel() > 0 and not call.bias.amax().item() < torch.inf)
+
+
+def _largest(x: Tensor) -> float:
+    low, high = x.aminmax()
+    return max(-low.item(), high.item())
 
 
 def alike(call: Call) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor | None, ...]]]:
