@@ -226,6 +226,9 @@ def test_short_rows_are_together_and_long_ones_apart(tokens: int, ends: bool) ->
         x[torch.arange(tokens) >= lengths[:, None]] = torch.nan
     inputs = {"q": q, "k": k, "v": v, "mask": mask}
     assert_close(evaluate(inputs, "chunked"), truth)
+    q[:, 0] = torch.nan  # of what is real it reaches what is real
+    found = evaluate(inputs | {"q": q}, "chunked")["dk"]
+    assert not found[torch.arange(tokens) >= lengths[:, None]].any() and found[40, 0].isnan().all()
     call = together(SPEC.bind(**inputs))
     assert (call.dense is None) == (tokens > 16)
     with pytest.raises(ValueError, match=r"Lengths: kv_lengths\[1\] is 99"):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foci.merge.partial import absorb
 from foci.ops.masks import Segment, live_keys, segments
-from foci.ops.softmax.call import Call, Gradients, Rows, never_empty, together
+from foci.ops.softmax.call import Call, Gradients, Rows, never_empty, together, without_padding
 from foci.ops.softmax.dropout import keep
 
 # Logits held at once. Small enough to stay in a core's cache between the passes over them, large enough to amortise a
@@ -98,7 +98,7 @@ def backward(
     The sum over s equals sum_v dout out, but a tile holds whole rows, so it need not carry the rounding of a half out.
     """
     B, T, S, H, G, K, V = call.sizes
-    dtype = call.accumulator
+    dtype, given, call = call.accumulator, call, together(call)
     out, lse = outputs
     dout = torch.zeros_like(out, dtype=dtype) if grads[0] is None else grads[0].to(dtype)
     pull = torch.zeros_like(lse) if grads[1] is None else grads[1].neg().contiguous()
@@ -108,6 +108,9 @@ def backward(
     dbias = torch.zeros(call.bias.shape, dtype=dtype, device=out.device) if call.bias is not None and needs[3] else None
     into = Gradients(dq, dk.transpose(1, 2), dv.transpose(1, 2), dbias)
     _add_gradients(call, steady, dout, pull, into, rows_are_whole=True)
+    if call is not given:  # what lengths exclude met real NaN, if there is one
+        dq, dk, dv = without_padding(given._replace(q=dq, k=into.dk, v=into.dv))[:3]
+        dk, dv = dk.transpose(1, 2), dv.transpose(1, 2)
     dsink = None
     if call.sink is not None and needs[4]:
         share = torch.exp(call.sink.to(dtype) - steady)
@@ -130,7 +133,6 @@ def _add_gradients(
     call: Call, steady: Tensor, dout: Tensor, pull: Tensor, into: Gradients, rows_are_whole: bool
 ) -> None:
     """One pass over the tiles. `pull` lacks sum_s p dp where rows are whole, and is completed in place."""
-    call = together(call)
     heads = _Heads(call)
     dk, dv = into.dk.transpose(1, 2), into.dv.transpose(1, 2)
     for tile in _tiles(call, heads.segments):
