@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -195,3 +197,9 @@ def test_the_op_gives_as_many_states_as_its_fake_says(wanted: bool) -> None:
     utilities = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.foci.linear_chunked_fwd.default, tuple(call), test_utils=utilities)
     assert len(torch.ops.foci.linear_chunked_fwd(*call)[1]) == (B if wanted else 0)
+
+
+@pytest.mark.parametrize("value", [np.float32(0.25), np.float64(0.25), Fraction(1, 4)])
+def test_a_number_of_any_library_is_a_number(value: Any) -> None:
+    x = torch.randn(1, 3, 2, 4)
+    assert torch.equal(foci.attention(x, x, x, scale=value), foci.attention(x, x, x, scale=0.25))

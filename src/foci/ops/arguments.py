@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -109,7 +110,7 @@ def number(
 
     By default any that float32 holds, in which kernels take it whatever the dtype: one beyond would be infinite there.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
+    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt | Real):
         raise TypeError(f"{operator}: {name} must be a number, got {value!r}")
     if not least <= value <= most:  # math.isfinite takes no number that the compiler holds open
         raise ValueError(f"{operator}: {name} must be a {kind}, got {value}; expected {least} to {most}")
