@@ -110,7 +110,9 @@ def number(
 
     By default any that float32 holds, in which kernels take it whatever the dtype: one beyond would be infinite there.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt | Real):
+    if isinstance(value, Real) and not isinstance(value, int):  # float, numpy's and fractions
+        value = float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
         raise TypeError(f"{operator}: {name} must be a number, got {value!r}")
     if not least <= value <= most:  # math.isfinite takes no number that the compiler holds open
         raise ValueError(f"{operator}: {name} must be a {kind}, got {value}; expected {least} to {most}")
