@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import isfinite
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from foci.ops.softmax.call import Call, Gradients, Rows, never_empty
 _flash_forward = torch._scaled_dot_product_flash_attention_for_cpu  # the same op, 2 us cheaper to call
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _HALF = (torch.bfloat16, torch.float16)
+_FEW = 32  # numbers, whose product float32 mostly has
 
 
 class Kernel(Protocol):
@@ -248,9 +250,13 @@ def _lost(out: Tensor, lse: Tensor) -> bool:
 
     Below 16 keys (8 in float64) the maximum passes NaN by: where no other logit is finite the row is 0, its lse 0.
     """
-    if lse.device.type != "cpu" or lse.reciprocal().add_(lse).sum().item() < torch.inf:
+    if lse.device.type != "cpu":
         return False
-    return bool((~(lse < torch.inf) | (lse == 0) & ~out.any(-1)).any())
+    if lse.numel() <= _FEW:  # their product, of two operations less, is 0 or not finite too
+        all_well = (told := lse.prod().item()) != 0 and isfinite(told)
+    else:
+        all_well = lse.reciprocal().add_(lse).sum().item() < torch.inf
+    return not all_well and bool((~(lse < torch.inf) | (lse == 0) & ~out.any(-1)).any())
 
 
 def _wild(call: Call) -> bool:
