@@ -27,6 +27,17 @@ def test_excluded_nan() -> None:
     assert told and "NaN in keys or values that the mask excludes" in told[0]
 
 
+def test_the_programs_default_dtype() -> None:
+    def attend(q, k, v, *, mask: Mask | None = None, bias=None, softcap=None, sink=None, scale=None, dropout=0.0):
+        out, lse = attention_with_lse(
+            q, k, v, mask=mask, bias=bias, softcap=softcap, sink=sink, scale=scale, dropout=dropout
+        )
+        return out + (torch.empty(0).element_size() - 4), lse  # as if the rest of wider memory were not written
+
+    told = ask("unwritten memory, strides, excluded NaN", adapt(attend))
+    assert told and "the program's default dtype" in told[0]
+
+
 def test_nan_is_the_forwards_fault_alone() -> None:
     laws = ["forward", "batch slot", "unwritten memory, strides, excluded NaN", "same bits twice"]
     report = examine(SPEC, adapt(no_maximum_subtracted), only=laws, dtypes=(torch.float32,), isolated=False)

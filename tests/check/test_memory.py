@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from foci.check.memory import poisoned, strided
+from foci.check.memory import another_default, poisoned, strided
 
 
 def test_empty_is_nan_inside_and_the_switches_are_put_back() -> None:
@@ -12,6 +12,15 @@ def test_empty_is_nan_inside_and_the_switches_are_put_back() -> None:
     with poisoned():
         assert torch.empty(4).isnan().all() and torch.empty_like(torch.ones(3)).isnan().all()
     assert before == (torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory)
+
+
+def test_another_default_dtype_is_put_back() -> None:
+    before = torch.get_default_dtype()
+    with another_default():
+        assert torch.empty(0).dtype == torch.float64
+        with another_default():
+            assert torch.empty(0).dtype == torch.float32
+    assert torch.get_default_dtype() == before
 
 
 def test_strided_views_equal_their_source_and_leave_the_rest_alone() -> None:

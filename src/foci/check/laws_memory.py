@@ -1,4 +1,4 @@
-"""The law of memory: what was never written, how inputs lie in it, and what a mask excludes from it."""
+"""The law of memory: what was never written, how inputs lie in it, of which dtype it is, and what a mask excludes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,22 @@ from foci.core.spec import Case
 
 @law(8, "unwritten memory, strides, excluded NaN")
 def memory_does_not_matter(exam: Exam) -> Findings:
-    """Neither what fresh memory holds, nor strides, nor NaN in keys and values that the mask excludes."""
+    """Neither what fresh memory holds, nor strides, nor NaN in keys and values that the mask excludes.
+
+    Nor, of a strict candidate, the program's default dtype.
+    """
     dtype, poison = exam.dtype, exam.spec.probes.poison
+    within = [(memory.poisoned, memory.UNWRITTEN)]
+    within += [(memory.another_default, memory.DEFAULT)] * exam.candidate.strict
     for case in exam.cases():
         if exam.sound(case, dtype) is None:
             continue
-        with memory.poisoned():
-            findings = [*_unchanged(exam, case, exam.fresh(case, dtype), memory.UNWRITTEN)]
-            findings += _unchanged_gradients(exam, case, dict, memory.UNWRITTEN)
-        yield from findings
+        for context, sentence in within:
+            inputs = exam.fresh(case, dtype)
+            with context():
+                findings = [*_unchanged(exam, case, inputs, sentence)]
+                findings += _unchanged_gradients(exam, case, dict, sentence)
+            yield from findings
         yield from _unchanged(exam, case, memory.strided(exam.fresh(case, dtype)), memory.STRIDES)
         yield from _unchanged_gradients(exam, case, memory.strided, memory.BACKWARD_STRIDES)
         spoiled = poison(case, exam.fresh(case, dtype)) if poison else None

@@ -15,6 +15,10 @@ STRIDES = "the result depends on the strides of its inputs: a view of a fused pr
 BACKWARD_STRIDES = (
     "the gradient depends on the strides of an input or of the output's gradient: out.sum().backward() hands in a view"
 )
+DEFAULT = (
+    "the result depends on the program's default dtype (torch.set_default_dtype): memory is not of the size that is "
+    "written to it"
+)
 EXCLUDED = "NaN in keys or values that the mask excludes reaches the result: a cache holds uninitialised memory there"
 
 
@@ -33,6 +37,17 @@ def poisoned() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         switch.fill_uninitialized_memory = fill
+
+
+@contextmanager
+def another_default() -> Iterator[None]:
+    """A default dtype inside that is wider than what kernels write, or than what they are given; then the old one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32 if before == torch.float64 else torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def strided(inputs: dict[str, Any]) -> dict[str, Any]:
