@@ -249,6 +249,15 @@ def test_a_graph_that_was_made_of_it_is_of_any_rows_and_trains(graph: Callable[.
     assert torch.allclose(weight.grad, 18.0 * (x.square().sum(0) * weight.detach()))
 
 
+def test_a_graph_that_was_made_of_it_refuses_what_it_would_get_wrong() -> None:
+    made, x = torch.export.export(Weighted(lambda x, _: toy(x)), (draw(2, 3),)).module(), draw(2, 3)
+    with forward_ad.dual_level(), pytest.raises(Unsupported, match="no forward-mode derivative"):
+        made(forward_ad.make_dual(x, x))
+    for way in (lambda: jvp(made, (x,), (x,)), lambda: grad(lambda x: made(x).sum())(x)):
+        with pytest.raises(Unsupported, match="toy_opaque_fwd: a transform of torch"):
+            way()
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_trace_holds_the_op_and_not_its_memory(trains: bool) -> None:
     traced = torch.jit.trace(lambda x: toy(x)[0], draw(2, 3).requires_grad_(trains), check_trace=False)

@@ -120,11 +120,23 @@ def test_a_prompt_in_inference_mode_goes_on_outside(make, later) -> None:
 
 
 @pytest.mark.parametrize("make", LAYERS)
+def test_whoever_wraps_a_layer_may_change_its_class_and_no_tokens_own_nothing(make) -> None:
+    layer, other, hidden, cache = make(16, 2), make(16, 2), torch.randn(2, 4, 16), nn.Cache()
+    with torch.no_grad():
+        other(hidden[:, :0], cache=cache)
+        whole, start = layer(hidden), layer(hidden[:, :3], cache=cache)
+        layer.__class__ = type(f"FSDP{make.__name__}", (make,), {})
+        torch.testing.assert_close(
+            torch.cat([start, layer(hidden[:, 3:], cache=cache)], 1), whole, atol=1e-5, rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize("make", LAYERS)
 def test_a_second_layer_left_at_the_default_layer_index_is_refused_and_changes_nothing(make) -> None:
     first, second, hidden, cache = make(16, 2), make(16, 2), torch.randn(2, 4, 16), nn.Cache()
     second.load_state_dict(first.state_dict())
     told = (
-        rf"{make.__name__}: layer_index is 0, where cache holds what another layer wrote, a {make.__name__}; expected"
+        rf"{make.__name__}: layer_index is 0, where cache holds what another layer wrote \({make.__name__}\); expected"
     )
     with torch.no_grad():
         whole = first(hidden)
@@ -153,7 +165,7 @@ def test_layers_told_their_index_go_on_for_one_another_where_they_are_of_one_cla
         out = torch.cat([first(hidden[:, :3], cache=cache), second(hidden[:, 3:], cache=cache)], 1)
         torch.testing.assert_close(out, first(hidden))
         other = nn.DeltaNet if make is not nn.DeltaNet else nn.LinearAttention
-        with pytest.raises(ValueError, match=rf"{other.__name__}: layer_index is 3, .* wrote, a {make.__name__}; exp"):
+        with pytest.raises(ValueError, match=rf"{other.__name__}: layer_index is 3, .* wrote \({make.__name__}\); exp"):
             other(16, 2, layer_index=3)(hidden, cache=cache)
 
 

@@ -153,13 +153,13 @@ def test_rotary_of_rows_and_of_part_of_a_head() -> None:
     assert torch.equal(turned[..., 4:], x[..., 4:])
     for wrong, told in (
         ((x[:, 0], places), r"x has shape \[2, 3, 8\]; expected \[B, T, H, K\]"),
-        ((x, places.double()), r"positions are torch\.float64; expected integers"),
+        ((x, places > 1), r"positions are torch\.bool; expected integers"),
         ((x, places[:, 1:]), r"positions \[2, 3\] with x \[2, 4, 3, 8\]; expected \[T\] or \[B, T\]"),
         ((x, places[0, 0]), r"positions \[\] with x"),
     ):
         with pytest.raises(ValueError, match=f"rotary: {told}"):
             rotary(*wrong)
-    with pytest.raises(TypeError, match=r"rotary: positions are \[0\]; expected a tensor of integers"):
+    with pytest.raises(TypeError, match=r"rotary: positions are \[0\]; expected a tensor of numbers"):
         rotary(x, [0])
     for base in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=f"rotary: base must be a positive finite number, got {base}"):
@@ -178,3 +178,11 @@ def test_taylor_products_are_exp_to_second_order() -> None:
 def test_normalised_feature_maps_have_products_that_are_not_negative(name: str) -> None:
     q, k = FEATURE_MAPS[name](torch.randn(2, 50, 4) * 5)
     assert (q @ k.T).min() >= 0
+
+
+def test_positions_may_lie_between_integers() -> None:
+    """As they do where they are interpolated."""
+    x = torch.randn(1, 4, 2, 8, dtype=torch.float64)
+    base = 10000.0
+    halved = rotary(x, torch.arange(4) / 2, base=base)
+    assert torch.equal(halved[:, ::2], rotary(x[:, ::2], torch.arange(2), base=base))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -317,3 +318,9 @@ def test_what_does_not_fit_together_is_named() -> None:
             make()
     assert Dense(four[:, :1]).materialize(4, 9).shape == (1, 1, 4, 9)
     assert (Dense(four.expand(2, 3, 4, 4)) & Band(two[:1], 0)).materialize(4, 4).shape == (2, 3, 4, 4)
+
+
+def test_sizes_may_be_numbers_of_numpy_and_of_a_trace() -> None:
+    assert Causal().materialize(np.int64(3), 4).shape == (1, 1, 3, 4)
+    traced = torch.jit.trace(lambda x: Causal().materialize(x.shape[0], x.shape[1]), torch.ones(2, 3))
+    assert torch.equal(traced(torch.ones(4, 4)), Causal().materialize(4, 4))

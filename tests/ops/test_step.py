@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import foci
 
@@ -215,4 +216,21 @@ def test_a_step_reads_what_its_arguments_stand_for(operator: str) -> None:
     nothing = torch._efficientzerotensor((B, H, V))
     wanted = step(**given | {"v": torch.zeros(B, H, V)}, state=plain)
     torch.testing.assert_close(step(**given | {"v": nothing}, state=found) + 0, wanted)
+    torch.testing.assert_close(found, plain)
+
+
+@both
+@pytest.mark.parametrize(
+    "graph", [torch.jit.trace, lambda step, given: make_fx(step)(*given)], ids=["trace", "make_fx"]
+)
+def test_a_graph_reads_what_lies_in_the_state_as_it_was(operator: str, graph: Any) -> None:
+    beta = {"beta": torch.rand(2, 3)} if operator == "delta" else {}
+
+    def step(state: Tensor) -> Tensor:
+        q, k, v = state[:, :, 0], state[:, :, 1], state[:, :, 2]
+        return BOTH[operator][1](q, k, v, **beta, state=state)
+
+    plain = torch.randn(2, 3, 4, 4)
+    found, made = plain.clone(), graph(step, (plain.clone(),))
+    torch.testing.assert_close(made(found), step(plain))
     torch.testing.assert_close(found, plain)

@@ -32,6 +32,18 @@ def test_any_row_of_a_vmap() -> None:
     assert torch.equal(torch.func.vmap(twice)(rows.clamp(max=4)), rows.clamp(max=4) * 2)
 
 
+def test_rows_of_a_vmap_that_are_differentiated() -> None:
+    """The flag is wrapped by the gradient's level, and that by vmap's."""
+
+    def slope(x: Tensor, n: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: twice(n * torch.ones_like(x, dtype=n.dtype)).sum() + x.sum())(x)
+
+    x, n = torch.randn(2, 3), torch.arange(6).view(2, 3)
+    assert torch.equal(torch.func.vmap(slope)(x, n.clamp(max=4)), torch.ones(2, 3))
+    with pytest.raises(ValueError, match="x must be below 5"):
+        torch.func.vmap(slope)(x, n)
+
+
 def test_compiled_it_raises_when_it_runs() -> None:
     compiled = torch.compile(twice, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(torch.arange(3)), torch.arange(3) * 2)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from foci.core import plans
 from foci.core.again import Rest, Way, as_written, by_torch, decided, holes, through_of, traced, whole
@@ -109,9 +110,6 @@ def _opaque(spec: Spec, backend: Backend) -> Way:
     function = _function(spec, backend, ops)
     alone = _define_alone(spec, backend) if _keeps(backend) else ops[0][0]
     count = len(spec.output_names)
-    for op in {ops[0][0], alone}:
-        # as many as this op gives: what is kept is the last
-        _differentiable(op, lambda *values, op=op: function.apply(None, *values)[: len(op._schema.returns)])
     # A Function's own `apply` does the same, but asks `inspect` for the signature of its forward at every call: 20 us.
     plainly = super(torch.autograd.Function, function).apply
 
@@ -124,6 +122,9 @@ def _opaque(spec: Spec, backend: Backend) -> Way:
 
     # The compiler refuses what has a jvp.
     transformed: Any = type(function.__name__, (function,), {"jvp": staticmethod(tangents)})
+    for op in {ops[0][0], alone}:
+        # as many as this op gives: what is kept is the last
+        _differentiable(op, lambda *values, op=op: transformed.apply(None, *values)[: len(op._schema.returns)])
 
     def training(play: Callable[[], Outputs] | None, rest: Rest | None, call: Any) -> Outputs:
         outputs: Outputs = plainly(None if play is None else (play, rest), *call)
@@ -187,6 +188,12 @@ def _watched(call: Any) -> bool:
 def _alive(call: Any) -> Any:
     """The call with tensors that have memory in place of those that stand for them, of a transform that has ended."""
     return call._make(_unwrapped(x) if isinstance(x, Tensor) else x for x in call)
+
+
+def _has_tangent(values: Sequence[Any]) -> bool:
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None for value in values)
 
 
 def _define(spec: Spec, backend: Backend) -> tuple[Pair, Pair]:
@@ -256,7 +263,13 @@ def _differentiable(op: Any, apply: Callable[..., Any]) -> None:
     """
 
     def run(*values: Any) -> Any:
-        if plans.wants_gradient(values):
+        if plans.wants_gradient(values) or _has_tangent(values):
+            if torch._C._functorch.maybe_current_level() is not None:
+                raise Unsupported(
+                    f"{op._schema.name}: a transform of torch.func differentiates it where it is called by itself",
+                    ["it is an op of a graph that was made before"],
+                    "transform what the graph was made of, or differentiate the graph by torch.autograd",
+                )
             return apply(*values)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*values)

@@ -56,7 +56,7 @@ class Attention(nn.Module):
             sizes("Attention", {"window": window})
         if rope_base is not None and K % 2:
             raise ValueError(f"Attention: head_dim is {K}; expected an even number, for rotary, or rope_base=None")
-        self.head_dim, self.window, self.softcap = K, window, cap("Attention", softcap)
+        self.head_dim, self.window, self.softcap = K, None if window is None else int(window), cap("Attention", softcap)
         self.rope_base = None if rope_base is None else rope("Attention", "rope_base", rope_base)
         self.layer_index, self.backend, self._number = layer_index, backend, next(NUMBERS)
         own, shared = num_heads * K, groups * K

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, MutableMapping
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from torch import Tensor
 from foci.core.errors import ShapeError
 
 BLOCK = 64  # tokens of room that a growing tensor gets at least
-NUMBERS = itertools.count()  # one for each layer that is made; a copy of a layer has the layer's
+# One for each layer that is made, here or in a process whose layers come here; a copy of a layer has the layer's.
+NUMBERS = itertools.count(uuid4().int % 2**48)
 
 
 class LayerCache(MutableMapping[str, Tensor]):
@@ -99,12 +101,12 @@ class LayerCache(MutableMapping[str, Tensor]):
 
         They share buffers, of which a draft fills what is free; only a recurrent layer's step changes more in place.
         Raises ShapeError where this is not of so many rows, ValueError where a layer of another class wrote it, or,
-        unless both were told their layer_index, one of another number.
+        unless both were told their layer_index, one of another number; no tokens and no tensors are nobody's.
         """
         owner = (kind, number if index is None else None)
-        if self._held and self._owner is not None and self._owner != owner:
+        if self and self.seen and self._owner is not None and self._owner != owner:
             raise ValueError(
-                f"{kind}: layer_index is {index or 0}, where cache holds what another layer wrote, a {self._owner[0]}; "
+                f"{kind}: layer_index is {index or 0}, where cache holds what another layer wrote ({self._owner[0]}); "
                 "expected a layer_index of its own for every layer"
             )
         for name, value in self._held.items():

@@ -43,7 +43,7 @@ def head_sizes(
         raise ValueError(f"{where}: hidden_size is {hidden_size}, no multiple of num_heads={num_heads}; expected one")
     channels = hidden_size // num_heads if head_dim is None else head_dim
     sizes(where, {"head_dim": channels})
-    return groups, channels
+    return int(groups), int(channels)
 
 
 def rope(where: str, name: str, base: float) -> float:
@@ -217,7 +217,7 @@ class ShortConvolution(nn.Module):
 
 
 def rotary(x: Tensor, positions: Tensor, *, base: float = 10000.0, width: int | None = None) -> Tensor:
-    """Rotary positions: x [B,T,H,K] turned by its positions ([T] or [B,T], any integers), x's dtype.
+    """Rotary positions: x [B,T,H,K] turned by its positions ([T] or [B,T], integers or between them), x's dtype.
 
     Channel i < width/2 turns together with channel i + width/2 (the halves of GPT-NeoX and Llama, not neighbours), by
     positions * base^(-2i/width); channels from `width` on (default K) stay. For one token at offset n: positions n.
@@ -227,9 +227,9 @@ def rotary(x: Tensor, positions: Tensor, *, base: float = 10000.0, width: int | 
         raise ShapeError(f"rotary: x has shape {list(x.shape)}; expected [B, T, H, K]")
     B, T = x.shape[:2]
     if not isinstance(positions, Tensor):
-        raise TypeError(f"rotary: positions are {positions!r}; expected a tensor of integers")
-    if positions.dtype == torch.bool or positions.is_floating_point() or positions.is_complex():
-        raise ValueError(f"rotary: positions are {positions.dtype}; expected integers")
+        raise TypeError(f"rotary: positions are {positions!r}; expected a tensor of numbers")
+    if positions.dtype == torch.bool or positions.is_complex():
+        raise ValueError(f"rotary: positions are {positions.dtype}; expected integers, or floats where interpolated")
     if positions.shape not in ((T,), (1, T), (B, T)):
         raise ShapeError(f"rotary: positions {list(positions.shape)} with x {list(x.shape)}; expected [T] or [B, T]")
     base = rope("rotary", "base", base)

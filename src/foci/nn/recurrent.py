@@ -178,7 +178,8 @@ class Recurrent(nn.Module):
         self.hidden_size, self.num_heads, self.num_key_heads = hidden_size, num_heads, G
         self.head_dim, self.value_dim = K, K if value_dim is None else value_dim
         sizes(name, {"value_dim": self.value_dim})
-        self.layer_index, self.backend, self._number = layer_index, backend, next(NUMBERS)
+        self.layer_index, self.backend = layer_index, backend
+        self._kind, self._number = name, next(NUMBERS)  # whoever wraps a layer may change its class
 
     def forward(
         self,
@@ -203,7 +204,7 @@ class Recurrent(nn.Module):
         self.operators.check(name, self.hidden_size, hidden, mask, offsets, cache)
         rows = hidden.shape[0] if offsets is None else offsets.shape[0] - 1
         kept = None if cache is None else cache.layer(self.layer_index or 0)
-        held = None if kept is None else kept.draft(name, rows, self.layer_index, self._number)
+        held = None if kept is None else kept.draft(self._kind, rows, self.layer_index, self._number)
         tokens = Tokens(hidden, mask, offsets, held, self.backend, self.operators)
         out = tokens.back(self.get_submodule(self.output)(self.mix(tokens.front(hidden), tokens).flatten(2)))
         if kept is not None and held is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ class Mask:
         entries = [x.numel() for x in (visible.kv_lengths, visible.band_low, visible.band_high) if x is not None]
         rows = next((n for n in entries if n != 1), 1)  # one entry holds for all rows
         for name, size in (("T", T), ("S", S)):
-            if not isinstance(size, int | torch.SymInt) or size < 0:
+            if not isinstance(size, Integral | torch.SymInt | Tensor) or size < 0:  # a trace makes tensors of sizes
                 raise ValueError(f"mask: {name} must be a non-negative int, got {size!r}")
         shape = [] if visible.dense is None else list(visible.dense.shape)
         if any(n not in (1, size) for n, size in zip(shape[:-3:-1], (S, T), strict=False)) or (

@@ -43,21 +43,25 @@ def forward(
         return launched(key, given, _step, values, state)
     taken = None if slots is None else arguments.Slots(state, slots)
     now = state if taken is None else taken.state
-    q, k, v, *others = _apart(now, literal, q, k, v, *rest.values())
+    q, k, v, *others = _apart(now, q, k, v, *rest.values())
     with plans.unrounded(now):
         run = native.step if literal and native.steps(now) else in_torch
         out = run(q, k, v, now, scale, **dict(zip(rest, others, strict=True))).to(v.dtype)
     return out if taken is None else taken.put(out)
 
 
-def _apart(state: Tensor, literal: bool, *tensors: Any) -> list[Any]:
+def _apart(state: Tensor, *tensors: Any) -> list[Any]:
     """The tensors; of what lies in the state's memory, or may, a copy: it would change while it is read."""
-    if not arguments.plain(state):
+    if torch.compiler.is_compiling():  # which keeps them apart by itself
         return [*tensors]
-    if not literal:
-        return [None if x is None else x.clone() for x in tensors]
-    here = state.untyped_storage().data_ptr()
-    return [x.clone() if x is not None and x.untyped_storage().data_ptr() == here else x for x in tensors]
+    return [x.clone() if x is not None and _lies_in(x, state) else x for x in tensors]
+
+
+def _lies_in(x: Tensor, state: Tensor) -> bool:
+    try:
+        return x.untyped_storage()._cdata == state.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # of vmap, or of a subclass that wraps others
+        return True
 
 
 def again(operator: str, given: tuple[Any, ...], state: Tensor) -> tuple[Any, Tensor | None]:

@@ -25,7 +25,7 @@ def insist(ok: Tensor, message: str) -> None:
         if not _mapped(ok):
             torch._assert_async(ok, message)
         return
-    while _mapped(ok):
+    while torch._C._functorch.is_functorch_wrapped_tensor(ok):
         ok = torch._C._functorch.get_unwrapped(ok)
     if not ok.all():
         raise ValueError(message)

@@ -263,14 +263,20 @@ def _wild(call: Call) -> bool:
     """Whether on the CPU a product q k may overflow before it is scaled, or a bias be more than a mask can hide."""
     if call.q.device.type != "cpu":
         return False
-    parts = [(call.q, call.k)]
-    if call.q_offsets is not None or call.kv_lengths is not None:  # what they exclude may be anything
+    wild = _overflows([(call.q, call.k)], call.accumulator)
+    if wild and (call.q_offsets is not None or call.kv_lengths is not None):  # what they exclude may be anything
         B, T, S, *_ = call.sizes
-        found = segments(call.visible, B, T, S)
-        parts = [(call.q[x.rows, x.q_start : x.q_stop], call.k[x.rows, x.k_start : x.k_stop]) for x in found]
-    limit = torch.finfo(call.accumulator).max / 4 / (call.q.shape[-1] or 1)
-    tame = all(_largest(q) * _largest(k) < limit for q, k in parts if q.numel() and k.numel())  # NaN is not
-    return not tame or (call.bias is not None and call.bias.numel() > 0 and not call.bias.amax().item() < torch.inf)
+        parts = segments(call.visible, B, T, S)
+        pairs = [(call.q[x.rows, x.q_start : x.q_stop], call.k[x.rows, x.k_start : x.k_stop]) for x in parts]
+        wild = _overflows(pairs, call.accumulator)
+    return wild or (call.bias is not None and call.bias.numel() > 0 and not call.bias.amax().item() < torch.inf)
+
+
+def _overflows(pairs: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> bool:
+    """Whether of some q and k a product may have no number of this dtype, or is none."""
+    most = torch.finfo(dtype).max / 4
+    pairs = [(q, k) for q, k in pairs if q.numel() and k.numel()]
+    return not all(_largest(q) * _largest(k) * q.shape[-1] < most for q, k in pairs)
 
 
 def _largest(x: Tensor) -> float:
