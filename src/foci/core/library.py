@@ -121,10 +121,10 @@ def _opaque(spec: Spec, backend: Backend) -> Way:
         )
 
     # The compiler refuses what has a jvp.
-    transformed: Any = type(function.__name__, (function,), {"jvp": staticmethod(tangents)})
+    for_transforms: Any = type(function.__name__, (function,), {"jvp": staticmethod(tangents)})
     for op in {ops[0][0], alone}:
         # as many as this op gives: what is kept is the last
-        _differentiable(op, lambda *values, op=op: transformed.apply(None, *values)[: len(op._schema.returns)])
+        _differentiable(op, lambda *values, op=op: for_transforms.apply(None, *values)[: len(op._schema.returns)])
 
     def training(play: Callable[[], Outputs] | None, rest: Rest | None, call: Any) -> Outputs:
         outputs: Outputs = plainly(None if play is None else (play, rest), *call)
@@ -135,7 +135,7 @@ def _opaque(spec: Spec, backend: Backend) -> Way:
         if trained and not plans.scripting():  # a trace has the op, which brings its gradient
             if not torch.compiler.is_compiling() and not plans.transformed():
                 return training(None, None, _alive(call))
-            way = function if torch.compiler.is_compiling() else transformed
+            way = function if torch.compiler.is_compiling() else for_transforms
             differentiable: Outputs = way.apply(None, *_distinct(call))
             return differentiable[:count]
         if _watched(call):

@@ -11,7 +11,7 @@ from torch import Tensor
 from foci.core.errors import ShapeError, Unsupported
 from foci.nn.cache import Cache, LayerCache
 from foci.nn.parts import History, history
-from foci.ops.arguments import check_near
+from foci.ops.arguments import INTEGERS, check_near
 from foci.ops.decay.api import linear_attention
 from foci.ops.delta.api import delta_rule
 from foci.ops.softmax.api import attention
@@ -66,7 +66,7 @@ class Operators:
             return
         if not isinstance(offsets, Tensor):
             raise TypeError(f"{name}: offsets is {offsets!r}; expected a tensor [N + 1]")
-        if offsets.dtype not in (torch.int32, torch.int64):
+        if offsets.dtype not in INTEGERS:
             raise ValueError(f"{name}: offsets is {offsets.dtype}; expected torch.int32 or torch.int64")
         if hidden.shape[0] != 1 or offsets.dim() != 1 or offsets.shape[0] < 1:
             raise ShapeError(

@@ -15,6 +15,7 @@ from foci.core import plans
 from foci.core.errors import ShapeError
 from foci.core.shapes import dense
 from foci.core.spec import accumulator
+from foci.ops.unseen import mapped
 
 DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 ALIKE = ("q", "k", "v", "erase")  # of one dtype: rows of keys and values, where they are given
@@ -124,7 +125,6 @@ def scaling(operator: str, scale: float | None, K: int) -> float:
     return (K or 1) ** -0.5 if scale is None else number(operator, "scale", scale)
 
 
-_mapped: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor  # by vmap
 _transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
@@ -137,7 +137,7 @@ def check_documents(operator: str, offsets: Tensor | None, state: Tensor | None,
             raise ValueError(f"{operator}: offsets must be a 1-D int32 or int64 tensor [N + 1], got {got}")
         if B != 1:
             raise ShapeError(f"{operator}: offsets need a batch of 1 (documents stand end to end), got B={B}")
-        if _mapped(offsets):
+        if mapped(offsets):
             raise ValueError(f"{operator}: offsets cannot be mapped by vmap: they say how long documents are")
         if offsets.shape[0] < 1:
             raise ShapeError(f"{operator}: offsets is empty; expected [0, ...], one more entry than documents")
@@ -235,10 +235,10 @@ def check_step(operator: str, like: Tensor, tensors: Mapping[str, Tensor | None]
     check_rest(operator, like, tensors)
     state = tensors["state"]
     assert state is not None
-    mapped = _transforming() and next((name for name, x in tensors.items() if x is not None and _mapped(x)), None)
-    if mapped and not _mapped(state):
+    which = _transforming() and next((name for name, x in tensors.items() if x is not None and mapped(x)), None)
+    if which and not mapped(state):
         raise ValueError(
-            f"{operator}: vmap maps {mapped} and not state, which the step changes in place; expected a state of each"
+            f"{operator}: vmap maps {which} and not state, which the step changes in place; expected a state of each"
         )
     if state.dtype != accumulator(like.dtype):
         wanted = short(accumulator(like.dtype))

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from foci.core.errors import ShapeError
+from foci.ops.arguments import INTEGERS
 from foci.ops.unseen import insist_ends, unseen
 
-_INTEGERS = (torch.int32, torch.int64)
 FARTHEST = 2**61  # more tokens than there can be; positions may be added to it in int64
 
 
@@ -462,7 +462,7 @@ def _together(kind: str, name: str, a: Tensor, b: Tensor) -> None:
 def _require_integers(owner: str, name: str, value: object) -> None:
     if value is None and name in ("kv_offsets", "q_lengths"):
         return
-    if not isinstance(value, Tensor) or value.dtype not in _INTEGERS or value.dim() != 1:
+    if not isinstance(value, Tensor) or value.dtype not in INTEGERS or value.dim() != 1:
         got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise ValueError(f"{owner}: {name} must be a one-dimensional int32 or int64 tensor, got {got}")
 

@@ -37,15 +37,14 @@ def forward(
     scale = arguments.scaling(operator, scale, K)
     rest = {name: alike.get(name, x) for name, x in named.items() if name not in "qkv"}
     rest["log_decay"] = arguments.decay(operator, named["log_decay"], _DECAYS, (B, H, K))
-    literal = arguments.plain(state) and plans.literal(given)
-    if literal and gpu.steps(state):
+    if gpu.steps(state) and plans.literal(given):
         values = (q, k, v, *(rest.get(name) for name in _REST), state, slots, scale)
         return launched(key, given, _step, values, state)
     taken = None if slots is None else arguments.Slots(state, slots)
     now = state if taken is None else taken.state
     q, k, v, *others = _apart(now, q, k, v, *rest.values())
     with plans.unrounded(now):
-        run = native.step if literal and native.steps(now) else in_torch
+        run = native.step if native.steps(now) and plans.literal(given) else in_torch
         out = run(q, k, v, now, scale, **dict(zip(rest, others, strict=True))).to(v.dtype)
     return out if taken is None else taken.put(out)
 

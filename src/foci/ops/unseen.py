@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-_mapped = torch._C._functorch.is_batchedtensor
+mapped: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor  # by vmap
 
 
 def unseen(*tensors: Tensor) -> bool:
     """Whether the compiler or vmap shows no values to look at."""
-    return torch.compiler.is_compiling() or any(map(_mapped, tensors))
+    return torch.compiler.is_compiling() or any(map(mapped, tensors))
 
 
 def insist(ok: Tensor, message: str) -> None:
@@ -22,7 +24,7 @@ def insist(ok: Tensor, message: str) -> None:
     if ok.device.type != "cpu":
         return
     if torch.compiler.is_compiling():
-        if not _mapped(ok):
+        if not mapped(ok):
             torch._assert_async(ok, message)
         return
     while torch._C._functorch.is_functorch_wrapped_tensor(ok):

@@ -17,6 +17,7 @@ from foci.core.errors import Unsupported
 from foci.core.select import choose
 from foci.core.shapes import Signature, letters_of
 from foci.core.spec import Backend, Output, Outputs, Spec
+from foci.ops.arguments import INTEGERS
 from foci.ops.decay import api as decay
 from foci.ops.delta import api as delta
 from foci.ops.masks import All, Dense, Mask
@@ -25,7 +26,6 @@ from foci.ops.selective_scan import api as selective_scan
 from foci.ops.softmax import api as softmax
 
 TOKENS = ("T", "S")
-_INTEGERS = (torch.int32, torch.int64)
 
 
 class Letters(NamedTuple):
@@ -151,7 +151,7 @@ class Operator:
         """
         found: dict[str, object] = {"operator": self.name}
         for name, value in zip(type(call)._fields, call, strict=True):
-            if not isinstance(value, Tensor) or value.dtype in _INTEGERS:
+            if not isinstance(value, Tensor) or value.dtype in INTEGERS:
                 found |= {} if name == "seed" else {name: value}
                 continue
             letters = self.letters.get(name)

@@ -64,8 +64,8 @@ def adapt(
     `is_causal` leaves open what it means for T != S (torch: top-left), so only T == S is asked of it; with `align` both
     are. A second output, or `return_lse`, is the natural-log lse. Grouped heads, V != K and T != S are tested unless a
     tiny call of the kind raises, on the CPU or, where that cannot be called, on the GPU. `ranks`: how many share a call
-    of it; then so are lengths and heads that these do not
-    share equally. `aside`: where tiny calls are made; one that ends its process there is for the laws to meet.
+    of it; then so are lengths and heads that these do not share equally. `aside`: where tiny calls are made; one that
+    ends its process there is for the laws to meet.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"adapt: layout must be 'bthd' or 'bhtd', got {layout!r}")

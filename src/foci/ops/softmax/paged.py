@@ -204,29 +204,33 @@ def _check(tensors: _Tensors, sizes: dict[str, int]) -> _Tensors:
     return tensors
 
 
+def _wrong(table: Tensor, lengths: Tensor, window: int | None, sizes: dict[str, int]) -> tuple[Tensor, Tensor]:
+    """Which lengths [B] pages cannot hold, and which pages [B,M] that tokens need are not there."""
+    size = max(sizes["page"], 1)
+    starts = torch.arange(0, sizes["M"] * size, size)
+    pages = ((table < 0) | (table >= sizes["P"])) & (starts < lengths[:, None])
+    if window is not None:
+        pages &= starts + size > _first(lengths, sizes["T"], window)[:, None]
+    return (lengths < 0) | (lengths > sizes["M"] * sizes["page"]), pages
+
+
 def _insist(table: Tensor, lengths: Tensor, window: int | None, sizes: dict[str, int]) -> None:
     """What `_check_values` raises, of values that are not seen yet."""
-    room, page_size = sizes["M"] * sizes["page"], max(sizes["page"], 1)
-    firsts = lengths * 0 if window is None else _first(lengths, sizes["T"], window)
-    insist(((lengths >= 0) & (lengths <= room)).all(), f"{_NAME}: lengths must each be 0 to {room}, what pages hold")
-    starts = torch.arange(sizes["M"]) * page_size
-    needed = (starts + page_size > firsts[:, None]) & (starts < lengths[:, None])
-    real = (table >= 0) & (table < sizes["P"])
-    insist((real | ~needed).all(), f"{_NAME}: table must hold 0 to {sizes['P'] - 1}, pages that there are")
+    rows, pages = _wrong(table, lengths, window, sizes)
+    room = sizes["M"] * sizes["page"]
+    insist(~rows.any(), f"{_NAME}: lengths must each be 0 to {room}, what pages hold")
+    insist(~pages.any(), f"{_NAME}: table must hold 0 to {sizes['P'] - 1}, pages that there are")
 
 
 def _check_values(table: Tensor, lengths: Tensor, window: int | None, sizes: dict[str, int]) -> None:
-    room, page_size = sizes["M"] * sizes["page"], max(sizes["page"], 1)
-    firsts = lengths * 0 if window is None else _first(lengths, sizes["T"], window)
-    for row, (length, first) in enumerate(zip(lengths.tolist(), firsts.tolist(), strict=True)):
-        if not 0 <= length <= room:
-            raise ValueError(
-                f"{_NAME}: lengths[{row}] is {length}; expected 0 to {room}, what {sizes['M']} pages of "
-                f"{sizes['page']} hold"
-            )
-        needed = range(first // page_size, -(-length // page_size))
-        for place, page in zip(needed, table[row, needed.start : needed.stop].tolist(), strict=True):
-            if not 0 <= page < sizes["P"]:
-                raise ValueError(
-                    f"{_NAME}: table[{row}, {place}] is {page}; expected 0 to {sizes['P'] - 1}, a page that there is"
-                )
+    rows, pages = _wrong(table, lengths, window, sizes)
+    for (row,) in rows.nonzero().tolist():
+        raise ValueError(
+            f"{_NAME}: lengths[{row}] is {int(lengths[row])}; expected 0 to {sizes['M'] * sizes['page']}, what "
+            f"{sizes['M']} pages of {sizes['page']} hold"
+        )
+    for row, place in pages.nonzero().tolist():
+        raise ValueError(
+            f"{_NAME}: table[{row}, {place}] is {int(table[row, place])}; expected 0 to {sizes['P'] - 1}, a page that "
+            "there is"
+        )
