@@ -22,6 +22,14 @@ def test_random_weights_are_the_same_everywhere_and_touch_no_generator() -> None
     assert not one.model.training
 
 
+def test_a_programs_default_device_is_not_where_a_model_is_drawn() -> None:
+    right = zoo.load("bert")
+    with torch.device("meta"):
+        found = zoo.load("bert")
+    assert all(torch.equal(a, b) for a, b in zip(found.model.parameters(), right.model.parameters(), strict=True))
+    assert all(torch.equal(found.inputs[name], tensor) for name, tensor in right.inputs.items() if name != "use_cache")
+
+
 def test_dtype_is_everywhere() -> None:
     subject = zoo.load("bert", dtype="bfloat16")
     assert {parameter.dtype for parameter in subject.model.parameters()} == {torch.bfloat16}

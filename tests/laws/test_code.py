@@ -179,6 +179,18 @@ def memory_names_its_dtype(house: House) -> Iterator[str]:
                 yield f"{module.path}:{node.lineno}: {dotted(node.func)} in the program's default dtype"
 
 
+@LAWS.law({"src/foci/ops/a.py": "torch.tensor([1])"}, {"src/foci/parallel/a.py": "torch.arange(3, dtype=torch.int64)"})
+def memory_names_its_device(house: House) -> Iterator[str]:
+    """A program's default device may be another than the tensors'; parameters follow it, and whole models do."""
+    made = {"empty", "zeros", "ones", "full", "eye", "tensor", "as_tensor", "arange", "linspace"}
+    made |= {"rand", "randn", "randint", "randperm"}
+    for module in house.source:
+        for node in ast.walk(module.tree) if not re.match("src/foci/(nn|accelerate)/", module.path) else ():
+            found = isinstance(node, ast.Call) and dotted(node.func) in {f"torch.{name}" for name in made}
+            if found and not {"device", None} & {keyword.arg for keyword in node.keywords}:
+                yield f"{module.path}:{node.lineno}: {dotted(node.func)} on the program's default device"
+
+
 @LAWS.law(
     {"src/foci/core/a.py": "try:\n    f()\nexcept ValueError:\n    pass"},
     {"src/foci/core/a.py": "try:\n    f()\nexcept ValueError: ..."},

@@ -77,6 +77,14 @@ def test_every_layer_refuses_documents_that_are_not_all_of_the_tokens(make, valu
         layer(hidden, offsets=torch.tensor(values))
 
 
+@pytest.mark.parametrize("make", LAYERS)
+def test_no_document_is_refused_where_values_are_not_seen(make) -> None:
+    """On a GPU an index of none would end the process's CUDA context."""
+    layer, hidden = make(16, 2).to("meta"), torch.empty(1, 7, 16, device="meta")
+    with pytest.raises(ValueError, match=rf"{make.__name__}: offsets has 1 entry, no document; expected some of 7 tok"):
+        layer(hidden, offsets=torch.zeros(1, dtype=torch.int64, device="meta"))
+
+
 @pytest.mark.parametrize("make", [make for make in LAYERS if make is not nn.Attention])
 @pytest.mark.parametrize("values", [[0, 3], [0, 9]])
 def test_before_their_values_are_seen_documents_are_moved_inside(make, values) -> None:

@@ -25,6 +25,13 @@ def test_a_seed_is_a_tensor_and_a_dtype_rounds_it(kind: str) -> None:
     assert torch.equal(rounded, exact.to(rounded.dtype))
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "boolean"])
+def test_a_programs_default_device_changes_no_number(kind: str) -> None:
+    numbers = getattr(draw(), kind)(3, 5)
+    with torch.device("meta"):
+        assert torch.equal(getattr(draw(), kind)(3, 5), numbers)
+
+
 def test_kinds() -> None:
     assert torch.allclose(draw().unit(7, 5).norm(dim=-1), torch.ones(7, dtype=torch.float64))
     uniform = draw().uniform(1000, most=2.0)

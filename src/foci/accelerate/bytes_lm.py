@@ -217,7 +217,7 @@ def held_out(name: str) -> bool:
 
 def as_bytes(text: str | bytes) -> Int[Tensor, " T"]:
     """Text as the model reads it: UTF-8."""
-    return torch.tensor(list(text.encode() if isinstance(text, str) else text), dtype=torch.long)
+    return torch.tensor(list(text.encode() if isinstance(text, str) else text), dtype=torch.long, device="cpu")
 
 
 def text_of(files: list[Path]) -> Int[Tensor, " T"]:
@@ -271,7 +271,7 @@ def write(
     emit(prompt)
     generator, memory = torch.Generator().manual_seed(seed), BytesCache()
     decoder, written = codecs.getincrementaldecoder("utf-8")("replace"), [prompt]
-    ids = torch.cat([torch.tensor([NEWFILE]), as_bytes(prompt)])[None].to(model.device)
+    ids = torch.cat([as_bytes(bytes([NEWFILE])), as_bytes(prompt)])[None].to(model.device)
     for place in range(tokens):
         logits = model(ids, past_key_values=memory, logits_to_keep=1).logits[0, -1].double().cpu()
         if temperature:
@@ -299,7 +299,7 @@ def cost(models: dict[str, Any], contexts: tuple[int, ...] = CONTEXTS, rounds: i
 
     All take turns, byte by byte, so that whatever else runs on the machine touches all alike.
     """
-    ids = torch.randint(1, 128, (1, max(contexts)), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(1, 128, (1, max(contexts)), generator=torch.Generator().manual_seed(0), device="cpu")
     rows: list[dict[str, Any]] = []
     caches: list[BytesCache] = []
     for name, model in models.items():

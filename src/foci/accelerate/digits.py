@@ -41,9 +41,8 @@ class DigitsPipeline:
         if not labels or any(label not in range(10) for label in labels):
             raise ValueError(f"digits: labels must be digits 0 to 9, at least one, got {list(labels)}")
         weight = next(self.transformer.parameters())
-        noise = [
-            torch.randn(1, SIZE, SIZE, generator=torch.Generator().manual_seed(seed + i)) for i in range(len(labels))
-        ]
+        seeds = (torch.Generator().manual_seed(seed + place) for place in range(len(labels)))
+        noise = [torch.randn(1, SIZE, SIZE, generator=generator, device="cpu") for generator in seeds]
         pictures = torch.stack(noise).to(weight.device)
         classes = torch.tensor([*labels, *[UNCONDITIONAL] * len(labels)], device=weight.device)
         # A scheduler counts its own steps: a fresh one per call leaves self untouched.
@@ -70,11 +69,11 @@ def load(folder: Path = ASSETS) -> DigitsPipeline:
 
 def example_inputs(*, seed: int = 0) -> dict[str, Tensor]:
     """Keyword arguments of one transformer call as sampling makes it: ten digits, with and without their class."""
-    noise = torch.randn(10, 1, SIZE, SIZE, generator=torch.Generator().manual_seed(seed))
+    noise = torch.randn(10, 1, SIZE, SIZE, generator=torch.Generator().manual_seed(seed), device="cpu")
     return {
         "hidden_states": torch.cat([noise, noise]),
-        "timestep": torch.full((20,), 500.0),
-        "class_labels": torch.tensor([*range(10), *[UNCONDITIONAL] * 10]),
+        "timestep": torch.full((20,), 500.0, device="cpu"),
+        "class_labels": torch.tensor([*range(10), *[UNCONDITIONAL] * 10], device="cpu"),
     }
 
 
@@ -101,7 +100,7 @@ def real_digits(split: Literal["train", "test"]) -> tuple[Float[Tensor, "N 1 32 
     large = F.interpolate(F.pad(small, (1, 1, 1, 1)), scale_factor=3, mode="bicubic", align_corners=False)
     ink = ((F.pad(large, (1, 1, 1, 1)) - 0.2) / 0.6).clamp(0, 1)
     pictures = 2 * ink * ink * (3 - 2 * ink) - 1  # smoothstep: enlarged strokes get their edges back
-    held_out = torch.arange(len(pictures)) % 5 == 4
+    held_out = torch.arange(len(pictures), device="cpu") % 5 == 4
     chosen = held_out if split == "test" else ~held_out
     return pictures[chosen], torch.from_numpy(data.target)[chosen]
 

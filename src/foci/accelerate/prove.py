@@ -126,10 +126,15 @@ def _forward_backward(call: Call, backend: str | None) -> dict[str, Tensor | Non
     generator = torch.Generator().manual_seed(0)
     # A log-sum-exp of -inf has no use for a cotangent; a state is an output like any other.
     given = [out for name, out in outputs.items() if name not in spec.logs]
-    cotangents = [torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out) for out in given]
+    cotangents = [_normal(out, generator) for out in given]
     torch.autograd.backward(given, cotangents)
     gradients = {f"gradient of {name}": leaf.grad for name, leaf in leaves.items()}
     return {**{name: out.detach() for name, out in outputs.items()}, **gradients}
+
+
+def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Drawn on the CPU, so that each device gets the same numbers."""
+    return torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(like)
 
 
 @dataclass(frozen=True)
@@ -152,7 +157,7 @@ def differentiate(problem: Problem, model: nn.Module | None = None, *, double: b
         gradients: Sequence[Tensor | None] = [None] * len(leaves)
         if attached and leaves:
             generator = torch.Generator().manual_seed(0)
-            directions = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) for o in attached]
+            directions = [_normal(o, generator) for o in attached]
             gradients = torch.autograd.grad(attached, list(leaves.values()), directions, allow_unused=True)
     return Result([output.detach() for output in outputs], dict(zip(leaves, gradients, strict=True)))
 

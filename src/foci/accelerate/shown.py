@@ -43,7 +43,7 @@ def draw_digits(pipeline: DigitsPipeline, progress: Callable[[str], None]) -> Sh
         progress(f"{first} of {SAMPLES} digits to read")
         drawn.append(pipeline(labels[first : first + BATCH], seed=first, steps=QUICK).cpu())
     many = torch.cat(drawn)
-    right = int((read_digits(many) == torch.tensor(labels)).sum())
+    right = int((read_digits(many) == torch.tensor(labels, device="cpu")).sum())
     facts = {"samples": SAMPLES, "right": right, "steps": STEPS, "reading_steps": QUICK, "seconds": seconds}
     return Shown("images", pictures=ten, values=torch.cat([ten, many]), facts=facts)
 

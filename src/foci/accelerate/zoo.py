@@ -39,17 +39,8 @@ def load(name: str, *, device: str = "cpu", dtype: str = "float32") -> Subject:
     Raises ValueError when there is no such model, it cannot be fetched, or foci does not know what its forward takes.
     """
     place, kind = _device(device), _dtype(dtype)
-    if name in NAMES:
-        subject = NAMES[name]()
-    elif Path(name).is_dir():
-        subject = _pretrained(name, Path(name).name, _local(Path(name)))
-    elif name.count("/") == 1 and not name.startswith((".", "/")) and not name.endswith("/"):
-        subject = _pretrained(name, name, _from_hub(name))
-    else:
-        raise ValueError(
-            f"accelerate: unknown model {name!r}; expected one of {', '.join(NAMES)}, a directory that exists, "
-            "or a hub id like owner/name"
-        )
+    with torch.device("cpu"):  # where its weights and inputs are drawn, whatever the program's default device is
+        subject = _subject(name)
     model = subject.model.eval()
     weight = next(model.parameters())
     if weight.device != place or weight.dtype != kind:
@@ -58,6 +49,19 @@ def load(name: str, *, device: str = "cpu", dtype: str = "float32") -> Subject:
         model = to(place, kind)
     moved = {"inputs": _moved(subject.inputs, place, kind), "other": _moved(subject.other, place, kind)}
     return Subject(subject.name, subject.note, model, **moved, show=subject.show)
+
+
+def _subject(name: str) -> Subject:
+    if name in NAMES:
+        return NAMES[name]()
+    if Path(name).is_dir():
+        return _pretrained(name, Path(name).name, _local(Path(name)))
+    if name.count("/") == 1 and not name.startswith((".", "/")) and not name.endswith("/"):
+        return _pretrained(name, name, _from_hub(name))
+    raise ValueError(
+        f"accelerate: unknown model {name!r}; expected one of {', '.join(NAMES)}, a directory that exists, "
+        "or a hub id like owner/name"
+    )
 
 
 def _device(name: str) -> torch.device:
@@ -134,7 +138,7 @@ def fill(model: nn.Module, seed: int = 0) -> None:
             if parameter.dim() > 1:
                 parameter.normal_(0, 1.0 / parameter[0].numel() ** 0.5, generator=generator)
             else:
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator, device="cpu"))
 
 
 def _minilm() -> Subject:

@@ -254,7 +254,11 @@ class Exam:
         """An output against the truth, or against another tensor by the same budget."""
         place = self.names.index(name)
         right = self.truth(case, dtype)[place]
-        yardstick = difference(self.plain(case, dtype)[place], right) if self._by_yardstick(dtype) else torch.zeros(1)
+        yardstick = (
+            difference(self.plain(case, dtype)[place], right)
+            if self._by_yardstick(dtype)
+            else torch.zeros(1, device="cpu")
+        )
         return compare(
             got, right if truth is None else truth, yardstick, dtype,
             log=name in self.spec.logs, recurrent=self.spec.recurrent,
@@ -264,7 +268,7 @@ class Exam:
         self, case: Case, dtype: torch.dtype, through: tuple[str, ...], leaf: str, got: Tensor, truth: Tensor
     ) -> Error:
         """A gradient against a tensor that takes the truth's place, by the budget of the truth."""
-        truths, yardstick = self.true_gradients(case, dtype, through), torch.zeros(1)
+        truths, yardstick = self.true_gradients(case, dtype, through), torch.zeros(1, device="cpu")
         if self._by_yardstick(dtype):
             plain, right = self.plain_gradients(case, dtype, through)[leaf], truths[leaf]
             yardstick = difference(plain, right) if plain is not None and right is not None else yardstick
@@ -322,7 +326,10 @@ class Exam:
 
     def _cotangents(self, case: Case, dtype: torch.dtype) -> Outputs:
         generator = torch.Generator().manual_seed(self.seed + 1)
-        drawn = (torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in self.truth(case, dtype))
+        drawn = (
+            torch.randn(o.shape, generator=generator, dtype=torch.float64, device="cpu")
+            for o in self.truth(case, dtype)
+        )
         return tuple(
             weight.to(dtype).to(o.device, torch.float64).masked_fill(o == -torch.inf, 0)
             for weight, o in zip(drawn, self.truth(case, dtype), strict=True)

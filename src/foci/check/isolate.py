@@ -107,7 +107,7 @@ def _differentiate(on_gpu: bool, send: Callable[[Any], None]) -> None:
         send("this process has counted its GPUs, and a fork of it cannot use them")
         return
     try:
-        torch.ones(1, requires_grad=True).sum().backward()
+        torch.ones(1, requires_grad=True, device="cpu").sum().backward()
     except RuntimeError as error:  # where there is a GPU, one backward in the parent starts threads that no fork has
         send(str(error).splitlines()[0])
     else:

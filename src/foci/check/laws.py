@@ -266,7 +266,9 @@ def _differences(exam: Exam, case: Case, leaf: str, gradient: Tensor) -> bool | 
     """Whether a gradient agrees with differences; None where float32 inside drowns them in rounding."""
     if not gradient.numel():
         return None
-    direction = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(2), dtype=gradient.dtype)
+    direction = torch.randn(
+        gradient.shape, generator=torch.Generator().manual_seed(2), dtype=gradient.dtype, device="cpu"
+    )
     direction = (direction / direction.norm()).to(gradient.device)
     once, twice = (_along(exam, case, leaf, step * direction) / step for step in (STEP, 2 * STEP))
     return _agree(float((gradient * direction).sum()), once) if _agree(twice, once) else None
@@ -329,7 +331,7 @@ def _prefix(exam: Exam, inputs: dict, place: Place) -> tuple[dict[str, Tensor], 
     if not loss or not leaves:
         return kept, none
     try:
-        found = torch.autograd.grad(sum(loss, torch.zeros(())), list(leaves.values()), allow_unused=True)
+        found = torch.autograd.grad(sum(loss, torch.zeros((), device="cpu")), list(leaves.values()), allow_unused=True)
     except Exception as error:
         exam.refused["causality of gradients"] = diagnose.first_line(error)
         return kept, none

@@ -19,7 +19,7 @@ def places(order: str, length: int, size: int) -> Places:
     """
     if order not in ORDERS:
         raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {order!r}")
-    whole = torch.arange(length)
+    whole = torch.arange(length, device="cpu")
     if order == "stripe":
         return [whole[rank::size] for rank in range(size)]
     if order == "plain":

@@ -108,7 +108,7 @@ class Detective:
     def _lies(self, length: int, dim: int) -> Lies:
         words = self.ranks.words(length)
         parts = [part + words for part in self.ranks.places(length - words)]
-        return Lies(dim, parts, torch.arange(words))
+        return Lies(dim, parts, torch.arange(words, device="cpu"))
 
     def _dimension(self, exam: Exam, case: Case, dtype: torch.dtype, leaf: str) -> int | None:
         return self.ranks.roles.lies(leaf, exam.leaves(exam.fresh(case, dtype))[leaf])
@@ -122,7 +122,7 @@ class Detective:
         if len(lies.shared) and bool(along[lies.shared].any()):
             where = " and ".join(filter(None, (where, "in the text that all ranks share")))
         place = f"{where} at positions {said(along.nonzero()[:, 0])}"
-        heads = wrong.movedim(2, 0).flatten(1).any(1) if wrong.dim() >= 3 else torch.ones(1)
+        heads = wrong.movedim(2, 0).flatten(1).any(1) if wrong.dim() >= 3 else torch.ones(1, device="cpu")
         if not bool(heads.all()):
             numbers = heads.nonzero()[:, 0]
             place += f", in head{'s' if len(numbers) > 1 else ''} {said(numbers)} alone"
@@ -166,7 +166,7 @@ class Detective:
             kept = []
             for name, weight in zip(exam.names, cotangents, strict=True):
                 lies = self._lies(weight.shape[1], 1)
-                rows = torch.zeros(weight.shape[1], dtype=weight.dtype)
+                rows = torch.zeros(weight.shape[1], dtype=weight.dtype, device="cpu")
                 rows[lies.parts[rank]] = 1.0
                 rows[lies.shared] = share
                 if name in through:

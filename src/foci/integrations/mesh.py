@@ -24,7 +24,7 @@ def make_mesh(
     """
     degrees = {"data": data, "cfg": cfg, "pipe": pipe, "ulysses": ulysses, "ring": ring}
     _require_ranks(degrees)
-    places = torch.arange(dist.get_world_size()).reshape([degrees[name] for name in _OUTERMOST_FIRST])
+    places = torch.arange(dist.get_world_size(), device="cpu").reshape([degrees[name] for name in _OUTERMOST_FIRST])
     ranks = places.permute([_OUTERMOST_FIRST.index(name) for name in DIMS])
     return DeviceMesh(torch.device(device).type, ranks, mesh_dim_names=DIMS)
 

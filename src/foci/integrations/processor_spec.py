@@ -330,7 +330,7 @@ def _case(kind: Kind, name: str, features: frozenset[str], tokens: int = TOKENS)
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+            return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
 
         site = kind.make(features)
         with torch.no_grad():
@@ -356,7 +356,7 @@ def _case(kind: Kind, name: str, features: frozenset[str], tokens: int = TOKENS)
 
 def _rotary(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines [length, 8], in float32 whatever the model's dtype, as models make them."""
-    angle = torch.arange(length)[:, None] * 10.0 ** -torch.arange(4)
+    angle = torch.arange(length, device="cpu")[:, None] * 10.0 ** -torch.arange(4, device="cpu")
     angle = angle.repeat_interleave(2, 1).to(device, torch.float32)
     return angle.cos(), angle.sin()
 

@@ -110,7 +110,7 @@ def _case(
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+            return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype).to(device)
 
         B, H, G, T, S, K, V = sizes
         tensors = {"query": normal(B, H, T, K), "key": normal(B, G, S, K), "value": normal(B, G, S, V)}
@@ -124,7 +124,7 @@ def _case(
 
 def _seen(T: int = 19, S: int = 19, left: int = 0, right: int = 0, window: int | None = None) -> Tensor:
     """[2, 1, T, S]: causal, the last query at the last key. Row 1 has padding left and right, which sees itself."""
-    seen = torch.ones(T, S, dtype=torch.bool).tril(S - T)
+    seen = torch.ones(T, S, dtype=torch.bool, device="cpu").tril(S - T)
     if window is not None:
         seen = seen.triu(S - T - window + 1)
     padded = seen.clone()
@@ -135,12 +135,14 @@ def _seen(T: int = 19, S: int = 19, left: int = 0, right: int = 0, window: int |
 def _real(*lengths: int) -> Tensor:
     """[B, 1, S, S]: an encoder's padding, every query sees the first `lengths[b]` keys."""
     S = max(lengths)
-    return (torch.arange(S) < torch.tensor(lengths)[:, None])[:, None, None].expand(-1, 1, S, S)
+    return (torch.arange(S, device="cpu") < torch.tensor(lengths, device="cpu")[:, None])[:, None, None].expand(
+        -1, 1, S, S
+    )
 
 
 def _added(seen: Tensor) -> Tensor:
     """The additive form. Half of float16's least value: the least of another dtype would round to -inf here."""
-    return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float16).min / 2)
+    return torch.zeros(seen.shape, device="cpu").masked_fill(~seen, torch.finfo(torch.float16).min / 2)
 
 
 _GROUPED = (2, 6, 2, 19, 19, 16, 16)
@@ -262,7 +264,7 @@ def _top_left(inputs: Inputs) -> Outputs | None:
     T, S = inputs["query"].shape[2], inputs["key"].shape[2]
     if T == S or not inputs["module"].is_causal:
         return None
-    return _reference(**{**inputs, "attention_mask": torch.ones(T, S, dtype=torch.bool).tril()})
+    return _reference(**{**inputs, "attention_mask": torch.ones(T, S, dtype=torch.bool, device="cpu").tril()})
 
 
 def _bhtd(inputs: Inputs) -> Outputs:

@@ -72,6 +72,8 @@ class Operators:
             raise ShapeError(
                 f"{name}: offsets {list(offsets.shape)} with hidden {list(hidden.shape)}; expected [N + 1], batch 1"
             )
+        if hidden.shape[1] and offsets.shape[0] == 1 and offsets.device.type != "cpu":
+            raise ValueError(f"{name}: offsets has 1 entry, no document; expected some of {hidden.shape[1]} tokens")
         if self.whole:  # over ranks they are those of all tokens, and the ranks look at them together
             check_near(name, offsets, hidden.shape[1])
 

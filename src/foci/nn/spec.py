@@ -251,13 +251,15 @@ def _make(
         layer = build().eval()
         with torch.no_grad():
             for parameter in layer.parameters():
-                parameter.add_(0.05 * torch.randn(parameter.shape).to(parameter))
+                parameter.add_(0.05 * torch.randn(parameter.shape, device="cpu").to(parameter))
             norms: list[Any] = [module for module in layer.modules() if hasattr(module, "eps")]
             for norm in norms:
                 norm.eps = 0.1
         others = {name: value for name, value in extra.items() if name not in ("rows", "tokens")}
         width = WIDTH if WIDTH in getattr(build, "keywords", {}).values() else _width(layer)
-        hidden = torch.randn(extra.get("rows", 2), extra.get("tokens", TOKENS), width, dtype=torch.float64)
+        hidden = torch.randn(
+            extra.get("rows", 2), extra.get("tokens", TOKENS), width, dtype=torch.float64, device="cpu"
+        )
     moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in others.items()}
     return {"layer": layer.to(device, dtype), "hidden": hidden.to(device, dtype), **moved}
 
@@ -274,7 +276,7 @@ def _width(layer: nn.Module) -> int:
 
 def _real(tokens: int, *shown: tuple[int, int]) -> Tensor:
     """[B, tokens]: row b is real from shown[b][0] up to shown[b][1]."""
-    place = torch.arange(tokens)
+    place = torch.arange(tokens, device="cpu")
     return torch.stack([(place >= start) & (place < stop) for start, stop in shown])
 
 
@@ -290,7 +292,7 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "mask": _real(PREFILL, (0, PREFILL), (5, PREFILL)), "cuts": _STEPS, "tokens": PREFILL + 3}),
     ("padded right, then steps", "mask cache", {
         "mask": _real(PREFILL, (0, PREFILL), (0, 9)), "cuts": _STEPS, "tokens": PREFILL + 3}),
-    ("packed", "offsets", {"offsets": torch.tensor([0, 9, 9, 10, TOKENS]), "rows": 1}),
+    ("packed", "offsets", {"offsets": torch.tensor([0, 9, 9, 10, TOKENS], device="cpu"), "rows": 1}),
 )  # fmt: skip
 
 BAD = (
@@ -299,7 +301,12 @@ BAD = (
     Bad(
         "a mask of numbers", "mask", lambda i: i | {"mask": _real(TOKENS, (0, 9), (0, 9)).to(i["hidden"])}, strict=True
     ),
-    Bad("offsets of a batch of two", "offsets", lambda i: i | {"offsets": torch.tensor([0, TOKENS])}, strict=True),
+    Bad(
+        "offsets of a batch of two",
+        "offsets",
+        lambda i: i | {"offsets": torch.tensor([0, TOKENS], device="cpu")},
+        strict=True,
+    ),
 )
 
 

@@ -32,7 +32,7 @@ class Draw:
 
     def boolean(self, *shape: int) -> Tensor:
         """About two thirds True."""
-        return (torch.rand(shape, generator=self.generator) < 0.67).to(self.device)
+        return (torch.rand(shape, generator=self.generator, device="cpu") < 0.67).to(self.device)
 
     def integers(self, *values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
@@ -48,13 +48,13 @@ class Draw:
     def extremes(self, *shape: int) -> Tensor:
         """Each of EXTREMES equally often, in any order."""
         place = self._between(math.prod(shape)).argsort().view(shape) % len(EXTREMES)
-        return torch.tensor(EXTREMES, dtype=torch.float64)[place].to(self.device, accumulator(self.dtype))
+        return torch.tensor(EXTREMES, dtype=torch.float64, device="cpu")[place].to(self.device, accumulator(self.dtype))
 
     def _exact(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64, device="cpu")
 
     def _between(self, *shape: int) -> Tensor:
-        return torch.rand(shape, generator=self.generator, dtype=torch.float64)
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64, device="cpu")
 
 
 class OnDevice(Draw):

@@ -217,7 +217,7 @@ def _within(reach: int | None) -> int | None:
 
 
 def _bound(bound: int | Tensor | None) -> Tensor | None:
-    return torch.tensor([_within(bound)]) if isinstance(bound, int) else bound
+    return torch.tensor([_within(bound)], device="cpu") if isinstance(bound, int) else bound
 
 
 def _refusal(thing: object) -> str:
@@ -311,7 +311,7 @@ def pairs(visible: Visible, B: int, T: int, S: int) -> int:
     """How many pairs of query and key of all rows are seen; Dense counts as if it hid none. Reads values."""
     total = 0
     for segment in segments(visible, B, T, S):
-        keys, queries = segment.k_stop - segment.k_start, torch.arange(segment.q_stop - segment.q_start)
+        keys, queries = segment.k_stop - segment.k_start, torch.arange(segment.q_stop - segment.q_start, device="cpu")
         first = queries * 0 if segment.low is None else (queries + segment.low).clamp(0, keys)
         last = queries * 0 + keys if segment.high is None else (queries + segment.high + 1).clamp(0, keys)
         total += int((last - first).clamp(min=0).sum()) * len(range(*segment.rows.indices(B)))
@@ -447,7 +447,7 @@ def _further(a: Any, b: Any, take: Callable[..., Any]) -> Any:
         return b if a is None else a
     if isinstance(a, int) and isinstance(b, int):
         return take(a, b)
-    a, b = torch.as_tensor(a), torch.as_tensor(b)
+    a, b = (x if isinstance(x, Tensor) else torch.tensor(x, device="cpu") for x in (a, b))
     _together("Band", "low or high", a, b)
     return torch.maximum(a, b) if take is max else torch.minimum(a, b)
 

@@ -196,7 +196,7 @@ def backward(
     d_out = torch.zeros_like(call.v) if grads[0] is None else rows(grads[0])
     made = {"q": (K,), "k": (K,), "v": (V,), "beta": (), "erase": (K,), "log_decay": (K if job.per_channel else 1,)}
     found = {
-        name: torch.empty(B, T, H, *width, dtype=torch.float32)
+        name: torch.empty(B, T, H, *width, dtype=torch.float32, device="cpu")
         for name, width in made.items()
         if name in ("q", "k", "v")
         or (getattr(call, name, None) is not None and (name in needed or name != "log_decay"))
@@ -205,7 +205,7 @@ def backward(
     for name, gradient in found.items():
         setattr(job, "d_decay" if name == "log_decay" else f"d_{name}", _view(gradient))
     if "bonus" in needed:
-        found["bonus"] = torch.zeros(N * H, K, dtype=torch.float32)
+        found["bonus"] = torch.zeros(N * H, K, dtype=torch.float32, device="cpu")
         job.d_bonus = pointer(found["bonus"])
     _run(call, "backward", job)
     del alive
@@ -243,7 +243,7 @@ def step(
     made = {name: None if x is None else rows(x.float()) for name, x in named.items()}
     decay = None if log_decay is None else rows(log_decay.float()).expand(B, H, -1)
     bonus = None if bonus is None else bonus.float().contiguous()
-    out = torch.empty(B, H, V, dtype=torch.float32)
+    out = torch.empty(B, H, V, dtype=torch.float32, device="cpu")
     job = Job(
         B=B, T=1, G=G, H=H, K=K, V=V, N=B, own=bonus is None, threads=torch.get_num_threads(), scale=scale,
         per_channel=decay is not None and decay.shape[2] > 1, decay=_token(decay), bonus=pointer(bonus),

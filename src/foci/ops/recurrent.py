@@ -270,7 +270,7 @@ def future(case: Case, inputs: Inputs) -> Future | None:
 
 
 def _offsets(*values: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return lambda inputs: _take(inputs, rows=slice(0, 1)) | {"offsets": torch.tensor(values)}
+    return lambda inputs: _take(inputs, rows=slice(0, 1)) | {"offsets": torch.tensor(values, device="cpu")}
 
 
 def _other_half(dtype: torch.dtype) -> torch.dtype:
@@ -299,8 +299,11 @@ BAD = (
     Bad("offsets that overrun", "offsets", _offsets(0, 999), strict=True),
     Bad("offsets that leave tokens out", "offsets", _offsets(0, 7), strict=True),
     Bad("offsets that begin late", "offsets", _offsets(3, 19), strict=True),
-    Bad("offsets of a batch", "offsets", lambda i: i | {"offsets": torch.tensor([0, 19])}, strict=True),
+    Bad("offsets of a batch", "offsets", lambda i: i | {"offsets": torch.tensor([0, 19], device="cpu")}, strict=True),
     Bad(
-        "offsets of rank 2", "offsets", lambda i: _offsets(0, 19)(i) | {"offsets": torch.tensor([[0, 19]])}, strict=True
+        "offsets of rank 2",
+        "offsets",
+        lambda i: _offsets(0, 19)(i) | {"offsets": torch.tensor([[0, 19]], device="cpu")},
+        strict=True,
     ),
 )

@@ -87,7 +87,7 @@ def held_by(group: Any, order: Order, T: int) -> list[list[Piece]]:
 def positions(T: int, group: Any, order: Order = "zigzag") -> Tensor:
     """The places in the whole sequence of this rank's tokens, int64 [T of this rank]: what a rotary embedding needs."""
     held = held_by(group, order, T)[_place(group)]
-    return torch.tensor([place for piece in held for place in piece.positions], dtype=torch.int64)
+    return torch.tensor([place for piece in held for place in piece.positions], dtype=torch.int64, device="cpu")
 
 
 def shard(x: Tensor, group: Any, order: Order = "zigzag", dim: int = 1) -> Tensor:

@@ -288,7 +288,7 @@ def _start(
     buffers: dict[int, Tensor] = {}
     outgoing: dict[int, Tensor] = {}
     for source, shapes in expected.items():
-        buffers[source] = torch.empty(_layout(shapes, like)[-1] + STATUS, dtype=torch.uint8)
+        buffers[source] = torch.empty(_layout(shapes, like)[-1] + STATUS, dtype=torch.uint8, device="cpu")
         if source not in doing.gone:
             _post(dist.irecv, buffers[source], {"group_src": source}, source, works, doing)
     packed: dict[int, Tensor] = {}
@@ -365,7 +365,7 @@ def blank(shapes: Sequence[Shape], like: Sequence[Tensor], doing: Doing) -> list
     """Zeros of these shapes, in the dtypes and on the device of `like`, which leave together without a copy."""
     if like[0].device.type != "cpu" or "cpu" not in doing.group.staged:
         return [each.new_zeros(tuple(shape)) for shape, each in zip(shapes, like, strict=True)]
-    message = torch.zeros(_layout(shapes, like)[-1] + STATUS, dtype=torch.uint8)
+    message = torch.zeros(_layout(shapes, like)[-1] + STATUS, dtype=torch.uint8, device="cpu")
     doing.messages.append(StorageWeakRef(message.untyped_storage()))
     return _unpack(message, shapes, like)
 
@@ -390,9 +390,9 @@ def _pack(tensors: Sequence[Tensor], doing: Doing) -> Tensor:
         for tensor, place in zip(tensors, places, strict=False)
     )
     if came and any(message.cdata == storage._cdata and not message.expired() for message in doing.messages):
-        message = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (places[-1] + STATUS,), (1,))
+        message = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (places[-1] + STATUS,), (1,))
     else:
-        message = torch.empty(places[-1] + STATUS, dtype=torch.uint8)
+        message = torch.empty(places[-1] + STATUS, dtype=torch.uint8, device="cpu")
         for tensor, place in zip(tensors, places, strict=False):
             if tensor.numel():
                 size = tensor.numel() * tensor.element_size()

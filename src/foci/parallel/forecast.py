@@ -310,7 +310,7 @@ def live_shares(shape: Shape, order: str, ring: int) -> tuple[float, ...]:
     """
     if not shape.causal:
         return (1.0,) * ring
-    ranks = torch.linspace(0, ring - 1, min(ring, RANKS)).round().long()
+    ranks = torch.linspace(0, ring - 1, min(ring, RANKS), device="cpu").round().long()
     rows = _places(ranks, order, ring) * shape.T + (shape.keys - shape.T)
     found = []
     for step in range(ring):
@@ -324,13 +324,13 @@ def live_shares(shape: Shape, order: str, ring: int) -> tuple[float, ...]:
 
 def _places(ranks: Tensor, order: str, ring: int) -> Tensor:
     """Where in the sequence, from 0 to 1, the tokens of these ranks lie: [ranks, SAMPLES]."""
-    middle = (torch.arange(SAMPLES, dtype=torch.float64) + 0.5) / SAMPLES
+    middle = (torch.arange(SAMPLES, dtype=torch.float64, device="cpu") + 0.5) / SAMPLES
     own = ranks.double()[:, None]
     if order == "plain":
         return (own + middle) / ring
     if order == "stripe":
         return middle + 0 * own
-    half = (torch.arange(SAMPLES // 2, dtype=torch.float64) + 0.5) / (SAMPLES // 2)
+    half = (torch.arange(SAMPLES // 2, dtype=torch.float64, device="cpu") + 0.5) / (SAMPLES // 2)
     return torch.cat([own + half, 2 * ring - 1 - own + half], 1) / (2 * ring)
 
 

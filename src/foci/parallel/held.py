@@ -75,5 +75,5 @@ def held_in(groups: Sequence[Group], order: Order, counts: Sequence[int]) -> lis
 
 def places(held: Sequence[Piece]) -> Tensor:
     """The positions of pieces, int64, in their order."""
-    runs = [torch.arange(each.positions.start, each.positions.stop, each.step) for each in held]
-    return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64)
+    runs = [torch.arange(each.positions.start, each.positions.stop, each.step, device="cpu") for each in held]
+    return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64, device="cpu")

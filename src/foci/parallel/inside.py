@@ -47,7 +47,7 @@ class Inside:
     ) -> Outputs:
         """compute(tensors), where gradients reach those that need one."""
         with torch.enable_grad(), saved_tensors_hooks(self._put, self._get):
-            anchor = torch.zeros((), requires_grad=True)
+            anchor = torch.zeros((), requires_grad=True, device="cpu")
             entered = Entrance.apply(anchor, needs, *tensors)
             self.inputs = [get_gradient_edge(x) for x, need in zip(entered, needs, strict=True) if need]
             outputs = compute(entered)
@@ -93,7 +93,7 @@ def once_differentiable(backward: Callable[..., Gradients]) -> Callable[..., Gra
             found = backward(ctx, *grads)
         if not torch.is_grad_enabled():
             return found
-        anchor = torch.zeros((), requires_grad=True)
+        anchor = torch.zeros((), requires_grad=True, device="cpu")
         return tuple(None if each is None else _Last.apply(anchor, each) for each in found)
 
     return run

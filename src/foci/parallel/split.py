@@ -69,7 +69,7 @@ class Split:
 
     def ranks(self) -> Tensor:
         """Which rank stands where: int64 [cfg, ulysses, ring]."""
-        every = torch.arange(self.world)
+        every = torch.arange(self.world, device="cpu")
         if self.inner == "ring":
             return every.view(self.cfg, self.ulysses, self.ring)
         return every.view(self.cfg, self.ring, self.ulysses).transpose(1, 2)

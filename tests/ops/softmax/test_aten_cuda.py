@@ -68,6 +68,9 @@ def test_refusals_name_the_feature(kernel) -> None:
     assert bool(masked) is not kernel.takes_mask
     q, k, v = tensors(K=300)
     assert any("wider than" in reason for reason in kernel.reasons(bind(q, k, v)))
+    q, k, v = tensors()
+    for nothing in (bind(q[:0], k[:0], v[:0]), bind(q[:, :, :0], k, v)):  # None, or an assertion
+        assert "there are no heads of any row" in kernel.reasons(nothing)
 
 
 @KERNELS

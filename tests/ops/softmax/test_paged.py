@@ -137,6 +137,14 @@ def test_autocast_takes_its_dtype() -> None:
     assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_programs_default_device_does_not_matter(window: int | None) -> None:
+    inputs = cache() | {"window": window}
+    found = foci.attention_paged(**inputs)
+    with torch.device("meta"):
+        assert torch.equal(foci.attention_paged(**inputs), found)
+
+
 def test_no_pages_at_all() -> None:
     inputs = cache(lengths=(0, 0)) | {name: torch.zeros(0, 5, 2, 16) for name in ("k_pages", "v_pages")}
     assert not foci.attention_paged(**inputs).any()

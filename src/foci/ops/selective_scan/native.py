@@ -49,7 +49,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     state = x.new_zeros(N, K, D, dtype=torch.float32)
     if call.state is not None:
         state.copy_(call.state.transpose(1, 2))
-    out = torch.empty(B, T, D, dtype=call.x.dtype)
+    out = torch.empty(B, T, D, dtype=call.x.dtype, device="cpu")
     views = zip(_VIEWS, (View(y.data_ptr(), *y.stride()[:2], 0) for y in (x, dt, b, c, out)), strict=True)
     pointers = zip(_POINTERS, map(native.pointer, (A, skip, state)), strict=True)
     job = Selective(

@@ -71,7 +71,10 @@ def shown(size: int) -> Callable[[float], Case]:
     T = EACH * size
 
     def values(draw: Draw) -> dict[str, Any]:
-        return {"q": 0 * draw.normal(1, T, size, 8), "v": torch.eye(T).view(1, T, 1, T).expand(1, T, size, T)}
+        return {
+            "q": 0 * draw.normal(1, T, size, 8),
+            "v": torch.eye(T, device="cpu").view(1, T, 1, T).expand(1, T, size, T),
+        }
 
     def make(chance: float) -> Case:
         return case(

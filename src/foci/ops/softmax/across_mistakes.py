@@ -84,24 +84,24 @@ def stories(
 
 def _text(call: Call, T: int, S: int, size: int) -> Told:
     """Joint attention whose text, in front, is counted wrongly."""
-    call, columns = call._replace(**NOTHING_HIDDEN._asdict()), torch.arange(call.k.shape[1]) < S
+    call, columns = call._replace(**NOTHING_HIDDEN._asdict()), torch.arange(call.k.shape[1], device="cpu") < S
     once = torch.where(columns, math.log(size), 0.0).to(call.q.dtype).view(1, 1, 1, -1)
     bias = once if call.bias is None else call.bias + once
     yield "as if the text counted once for every rank", forward(call._replace(bias=bias))
     yield "as if the text were never attended to", forward(call._replace(dense=(~columns).view(1, 1, 1, -1)))
-    rows = torch.arange(call.q.shape[1]) < T
+    rows = torch.arange(call.q.shape[1], device="cpu") < T
     yield "as if text attended to text alone", forward(call._replace(dense=(columns | ~rows[:, None])[None, None]))
 
 
 def _rank(parts: Places, length: int) -> Tensor:
-    return torch.empty(length, dtype=torch.int64).index_copy_(
+    return torch.empty(length, dtype=torch.int64, device="cpu").index_copy_(
         0, torch.cat(parts), torch.cat([torch.full_like(part, rank) for rank, part in enumerate(parts)])
     )
 
 
 def _local(parts: Places, length: int) -> Tensor:
-    return torch.empty(length, dtype=torch.int64).index_copy_(
-        0, torch.cat(parts), torch.cat([torch.arange(len(part)) for part in parts])
+    return torch.empty(length, dtype=torch.int64, device="cpu").index_copy_(
+        0, torch.cat(parts), torch.cat([torch.arange(len(part), device="cpu") for part in parts])
     )
 
 
@@ -258,9 +258,9 @@ def _dropout(w: Whole) -> Ways:
     if w.call.seed is None:
         return
     B, T, S, H, *_ = w.call.sizes
-    b, h = torch.arange(B).view(-1, 1, 1, 1), torch.arange(H).view(-1, 1, 1)
+    b, h = torch.arange(B, device="cpu").view(-1, 1, 1, 1), torch.arange(H, device="cpu").view(-1, 1, 1)
     _, lse = forward(w.call)
-    t, s, seed, p = torch.arange(T)[:, None], torch.arange(S), w.call.seed, w.call.dropout
+    t, s, seed, p = torch.arange(T, device="cpu")[:, None], torch.arange(S, device="cpu"), w.call.seed, w.call.dropout
     local = w.q_local[:, None]
     for sentence, rows, columns, seeds in (
         (DROPOUT_ROWS, local, s, seed),

@@ -53,7 +53,9 @@ class _CudaKernel:
             found.append(f"heads wider than {widest} are not supported")
         if masked and not self.takes_mask:
             found.append("a bias or dense mask is not supported")
-        _, T, S, _, G, _, _ = call.sizes
+        B, T, S, H, G, _, _ = call.sizes
+        if not B * H:
+            found.append("there are no heads of any row")
         if not self.takes_mask and _causal_beyond_squares(call):
             found.append("top-left causal needs as many queries as keys")
         gradients = gradients or differentiated(call)

@@ -139,7 +139,7 @@ def _needed(table: Tensor, lengths: Tensor, T: int, window: int | None, page: in
     """
     firsts = torch.zeros_like(lengths) if window is None else _first(lengths, T, window) // page
     pages = (lengths + page - 1) // page - firsts
-    places = firsts.long()[:, None] + torch.arange(max(pages.tolist(), default=0))
+    places = firsts.long()[:, None] + torch.arange(max(pages.tolist(), default=0), device=pages.device)
     return table.gather(1, places.clamp(max=table.shape[1] - 1)), lengths - firsts * page
 
 
@@ -207,7 +207,7 @@ def _check(tensors: _Tensors, sizes: dict[str, int]) -> _Tensors:
 def _wrong(table: Tensor, lengths: Tensor, window: int | None, sizes: dict[str, int]) -> tuple[Tensor, Tensor]:
     """Which lengths [B] pages cannot hold, and which pages [B,M] that tokens need are not there."""
     size = max(sizes["page"], 1)
-    starts = torch.arange(0, sizes["M"] * size, size)
+    starts = torch.arange(0, sizes["M"] * size, size, device=table.device)
     pages = ((table < 0) | (table >= sizes["P"])) & (starts < lengths[:, None])
     if window is not None:
         pages &= starts + size > _first(lengths, sizes["T"], window)[:, None]

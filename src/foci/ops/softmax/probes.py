@@ -109,7 +109,7 @@ def future(case: Case, inputs: Inputs) -> Future | None:
     changed = dict(inputs)
     late = torch.arange(T, device=seen.device) >= t
     for name, flags in (("q", late.expand(B, T)), ("k", ~seen), ("v", ~seen)):
-        noise = 30 * torch.randn(inputs[name].shape, generator=generator).to(inputs[name])
+        noise = 30 * torch.randn(inputs[name].shape, generator=generator, device="cpu").to(inputs[name])
         changed[name] = torch.where(flags[..., None, None], noise, inputs[name])
     return Future(changed, (ALL, slice(0, t)))
 
@@ -143,7 +143,7 @@ def _join(masks: list[Mask]) -> Mask | None:
 
 
 def _ones(inputs: dict[str, Any], more: int) -> Tensor:
-    return torch.ones(1, 1, inputs["q"].shape[1], inputs["k"].shape[1] + more, dtype=torch.bool)
+    return torch.ones(1, 1, inputs["q"].shape[1], inputs["k"].shape[1] + more, dtype=torch.bool, device="cpu")
 
 
 def _wider(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _wider(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _offsets(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+    return torch.tensor(values, dtype=torch.int32, device="cpu")
 
 
 BAD = (
