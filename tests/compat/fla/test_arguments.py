@@ -47,6 +47,21 @@ def test_packed_documents_and_states_are_checked_by_the_operator() -> None:
         ours.fused_recurrent_gla(X, X, X, gv=-X[..., :3])
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("gk", {"g": -X[..., 0], "gk": -X[..., 0]}, r"\[B, T, H, K\] = \[1, 6, 2, K\]"),  # beta in gk's place
+        ("gk", {"g": -X[..., 0], "gk": -X[:, :1]}, r"\[B, T, H, K\] = \[1, 6, 2, K\]"),
+        ("g", {"g": -X[..., :1, 0], "gk": -X}, r"\[H\] = \[2\] or \[B, T, H\] = \[1, 6, 2\]"),
+        ("log_decay", {"g": -X[:, :1, :, 0], "gv": -X}, r"\[H\] = \[2\] or \[B, T, H\] = \[1, 6, 2\] or"),
+        ("log_decay", {"gk": -X[:, :, :1], "gv": -X}, r".* or \[B, T, H, K\] = \[1, 6, 2, K\]"),
+    ],
+)
+def test_decays_that_are_added_do_not_broadcast(name, given, expected) -> None:
+    with pytest.raises(ShapeError, match=f"{name} has shape .*; expected {expected}"):
+        ours.fused_recurrent_gated_delta_rule(X, X, X, **given)
+
+
 def test_gates_that_would_have_no_effect_raise() -> None:
     numbers = torch.zeros(2)
     for name, value in (("A_log", numbers), ("dt_bias", numbers), ("lower_bound", -5.0)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from foci.compat.fla.arguments import Pair, Run, gated, ones, refuse, tuning, unit, written
+from foci.compat.fla.arguments import Pair, Run, gated, ones, refuse, tuning, unit, whole, written
 
 
 def chunk_delta_rule(
@@ -137,6 +137,9 @@ def fused_recurrent_gated_delta_rule(
     q, k = unit(use_qk_l2norm_in_kernel, q, k)
     beta = written(v, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     g = gated(g, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias)
+    if g is not None and gk is not None:
+        whole("g", g, v, "H", "BTH")
+        whole("gk", gk, v, "BTHK")
     log_decay = g if gk is None else gk if g is None else g[..., None] + gk
     run = Run(scale, initial_state, output_final_state, cu_seqlens, state_v_first=state_v_first)
     return run.delta(q, k, v, beta, log_decay, value_decay=gv)
