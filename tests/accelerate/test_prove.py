@@ -9,7 +9,17 @@ from torch import nn
 from foci import Causal, Dense, Lengths, attention
 from foci.accelerate import prove, zoo
 from foci.accelerate.calls import arguments, one_head
-from foci.accelerate.prove import Problem, Row, evaluating, gap, gradient_gap, prove_model, prove_site
+from foci.accelerate.prove import (
+    Problem,
+    Result,
+    Row,
+    compare_results,
+    evaluating,
+    gap,
+    gradient_gap,
+    prove_model,
+    prove_site,
+)
 from foci.accelerate.run import Refused, accelerate
 from foci.accelerate.sites import Site
 from foci.ops.softmax import aten
@@ -97,6 +107,27 @@ def test_gradients_that_are_missing_or_zero_but_for_rounding() -> None:
     assert gradient_gap({"a": one * 1.1}, {"a": one}, {"a": one}) == pytest.approx(0.1, rel=1e-5)
     assert gap([one], [one, one]) == float("inf")
     assert not Row("a", "out", "float64", float("nan"), 1.0).ok
+
+
+@pytest.mark.parametrize("kind", ["outputs", "gradients"])
+def test_what_overflows_in_the_original_excuses_no_other_number(kind: str) -> None:
+    right = torch.arange(1.0, 5.0)
+    half = right.clone()
+    half[0] = torch.inf
+
+    def result(x: torch.Tensor) -> Result:
+        return Result([x], {"w": right}) if kind == "outputs" else Result([right], {"w": x, "gone": None})
+
+    rows = compare_results(result(half), result(half), result(right), "original")
+    assert all(row.ok and row.budget < 1 for row in rows)
+    assert [row.left_out for row in rows] == ([1, 1, 0, 0] if kind == "outputs" else [0, 0, 1, 1])
+    assert rows[0 if kind == "outputs" else 2].said.endswith("but 1 numbers, not finite in the original")
+    for place, value in ((1, 2.5), (1, torch.nan), (0, 7.0)):
+        ours = half.clone()
+        ours[place] = value
+        found = compare_results(result(ours), result(half), result(right), "original")
+        assert all(row.ok for row in found) is (place == 0)
+    assert not all(row.ok for row in compare_results(result(half), result(right), result(right), "original"))
 
 
 def test_padding_is_no_result() -> None:

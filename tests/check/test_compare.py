@@ -34,6 +34,19 @@ def test_half_precision_is_measured_on_a_plain_computation(dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("dtype", HALVES)
+def test_what_a_plain_computation_overflows_in_excuses_no_other_number(dtype: torch.dtype) -> None:
+    yardstick = torch.full_like(TRUTH, 1e-2)
+    yardstick[0] = torch.inf
+    found = TRUTH + 0.99e-2
+    found[0] = torch.inf
+    assert compare(found, TRUTH, yardstick, dtype).ok
+    found[1] += 1.0
+    assert not compare(found, TRUTH, yardstick, dtype).ok
+    found[1] = torch.nan
+    assert not compare(found, TRUTH, yardstick, dtype).ok
+
+
+@pytest.mark.parametrize("dtype", HALVES)
 def test_half_precision_is_never_held_to_more_than_float32(dtype: torch.dtype) -> None:
     assert compare(TRUTH * (1 + 0.9 * RELATIVE), TRUTH, EXACT, dtype).ok
 

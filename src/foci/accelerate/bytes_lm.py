@@ -240,7 +240,7 @@ def bits_per_byte(model: Any, text: Int[Tensor, " T"], length: int = 512, batch:
         raise ValueError(f"bits_per_byte: text has {text.numel()} bytes; expected at least {length + 1}")
     total = 0.0
     for first in range(0, len(pieces), batch):
-        rows = torch.stack(pieces[first : first + batch])
+        rows = torch.stack(pieces[first : first + batch]).to(model.device)
         logits = model(rows[:, :-1], use_cache=False).logits.float()
         total += F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
     return total / (len(pieces) * length * math.log(2))
@@ -299,10 +299,11 @@ def cost(models: dict[str, Any], contexts: tuple[int, ...] = CONTEXTS, rounds: i
 
     All take turns, byte by byte, so that whatever else runs on the machine touches all alike.
     """
-    ids = torch.randint(1, 128, (1, max(contexts)), generator=torch.Generator().manual_seed(0), device="cpu")
+    drawn = torch.randint(1, 128, (1, max(contexts)), generator=torch.Generator().manual_seed(0), device="cpu")
     rows: list[dict[str, Any]] = []
     caches: list[BytesCache] = []
     for name, model in models.items():
+        ids = drawn.to(model.device)
         for context in contexts:
             memory = BytesCache()
             for piece in ids[:, :context].split(512, 1):
@@ -312,7 +313,8 @@ def cost(models: dict[str, Any], contexts: tuple[int, ...] = CONTEXTS, rounds: i
     times: list[list[float]] = [[] for _ in rows]
     for turn in range(rounds + 2):
         for row, memory, taken in zip(rows, caches, times, strict=True):
-            step = partial(models[row["model"]], ids[:, :1], past_key_values=memory, logits_to_keep=1)
+            model = models[row["model"]]
+            step = partial(model, drawn[:, :1].to(model.device), past_key_values=memory, logits_to_keep=1)
             seconds = clock(step)
             if turn > 1:  # the first two warm up
                 taken.append(seconds)

@@ -22,17 +22,26 @@ _KEPT = 8  # states that the gradient of one literal step keeps, of which softma
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: what was compared with what, its error, its budget."""
+    """One comparison: what was compared with what, its error, its budget; how many numbers are left out.
+
+    Those are numbers that the original itself has not finite, where float64 has: they overflow in half precision.
+    """
 
     where: str
     what: str
     against: str
     error: float
     budget: float
+    left_out: int = 0
 
     @property
     def ok(self) -> bool:
         return self.error <= self.budget  # NaN is not
+
+    @property
+    def said(self) -> str:
+        left_out = f" but {self.left_out} numbers, not finite in the original" if self.left_out else ""
+        return f"{self.error:.1e} of {self.budget:.0e}{left_out}"
 
 
 @dataclass(frozen=True)
@@ -209,19 +218,58 @@ def prove_model(problem: Problem, routed: Callable[[], AbstractContextManager[An
         with routed():
             ours = differentiate(problem)
         truth = _truth(problem, double)
+    trained = any(gradient is not None for gradient in original.gradients.values())
+    return compare_results(ours, original, truth, "original", trained)
+
+
+def compare_results(
+    ours: Result, original: Result, truth: Result | None, against: str, trained: bool = True
+) -> list[Row]:
+    """The rows of a whole model: outputs and, where it is `trained`, gradients; `against` is what the original is."""
+    left_out = {"output": 0, "gradients": 0}
+    if truth is not None:
+        ours, original, truth, left_out = _finite(ours, original, truth)
     exact = (truth or original).gradients
     rows: list[Row] = []
     for what, distance in (
         ("output", lambda a, b: gap(a.outputs, b.outputs)),
         ("gradients", lambda a, b: gradient_gap(a.gradients, b.gradients, exact)),
     ):
-        if what == "gradients" and all(gradient is None for gradient in original.gradients.values()):
+        if what == "gradients" and not trained:
             continue
-        own = distance(original, truth) if truth else 0.0
-        rows.append(Row("whole model", what, "original", distance(ours, original), max(RELATIVE, 3 * own)))
+        own, left = distance(original, truth) if truth else 0.0, left_out[what]
+        rows.append(Row("whole model", what, against, distance(ours, original), max(RELATIVE, 3 * own), left))
         if truth:
-            rows.append(Row("whole model", what, "float64", distance(ours, truth), max(RELATIVE, 2 * own)))
+            rows.append(Row("whole model", what, "float64", distance(ours, truth), max(RELATIVE, 2 * own), left))
     return rows
+
+
+def _finite(ours: Result, original: Result, truth: Result) -> tuple[Result, Result, Result, dict[str, int]]:
+    """All three with 0 where the original alone is not finite, of which nothing is known, and how often it is not."""
+    outputs = [_overflowed(*each) for each in zip(original.outputs, truth.outputs, strict=False)]
+    gradients = {name: _overflowed(x, truth.gradients.get(name)) for name, x in original.gradients.items()}
+
+    def filled(result: Result) -> Result:
+        kept = [_without(x, lost) for x, lost in zip(result.outputs, outputs, strict=False)]
+        kept += result.outputs[len(kept) :]
+        return Result(kept, {name: _without(x, gradients.get(name)) for name, x in result.gradients.items()})
+
+    counts = {
+        what: sum(int(lost.sum()) for lost in each if lost is not None)
+        for what, each in (("output", outputs), ("gradients", gradients.values()))
+    }
+    return filled(ours), filled(original), filled(truth), counts
+
+
+def _overflowed(value: Tensor | None, truth: Tensor | None) -> Tensor | None:
+    if value is None or truth is None or value.shape != truth.shape:
+        return None
+    return ~value.isfinite() & truth.isfinite()
+
+
+def _without(value: Any, lost: Tensor | None) -> Any:
+    same = lost is not None and value is not None and value.shape == lost.shape
+    return value.masked_fill(lost, 0.0) if same else value
 
 
 def _truth(problem: Problem, double: nn.Module) -> Result | None:

@@ -16,7 +16,7 @@ from torch import nn
 from foci.accelerate.apply import Applied, route
 from foci.accelerate.calls import dims, letters, mask_text, spec_of
 from foci.accelerate.plan import Plan, SitePlan, identify
-from foci.accelerate.prove import Problem, Result, Row, differentiate, evaluating, gap, gradient_gap
+from foci.accelerate.prove import Problem, Result, Row, compare_results, differentiate, evaluating
 from foci.accelerate.run import Accelerated, Progress, Refused, compare_shown, record, seconds_text, versions
 from foci.accelerate.shown import Shown
 from foci.accelerate.sites import find
@@ -24,7 +24,6 @@ from foci.accelerate.ways import Ways
 from foci.accelerate.zoo import Subject
 from foci.bench.measure import Sample, clock
 from foci.bench.memory import peak_memory
-from foci.check.compare import RELATIVE
 from foci.core.errors import Unsupported
 from foci.core.select import explain
 from foci.integrations.mesh import make_mesh
@@ -187,22 +186,11 @@ def _prove(
     else:
         with torch.no_grad():
             ours = Result([x.detach() for x in problem.results(problem.run())], {})
-    exact = (truth or whole).gradients
-    mine = []
-    for what, distance in (
-        ("output", lambda a, b: gap(a.outputs, b.outputs)),
-        ("gradients", lambda a, b: gradient_gap(a.gradients, b.gradients, exact)),
-    ):
-        if what == "gradients" and not trained:
-            continue
-        own = distance(whole, truth) if truth else 0.0
-        mine.append(Row("whole model", what, "one process", distance(ours, whole), max(RELATIVE, 3 * own)))
-        if truth:
-            mine.append(Row("whole model", what, "float64", distance(ours, truth), max(RELATIVE, 2 * own)))
+    mine = compare_results(ours, whole, truth, "one process", trained)
     rows = [max(each, key=lambda row: _badness(row.error)) for each in zip(*_everywhere(mine), strict=True)]
     if not all(row.ok for row in rows):
         raise Refused(name, rows)
-    parts = [f"{row.what} {row.error:.1e} of {row.budget:.0e} from {row.against}" for row in rows]
+    parts = [f"{row.what} {row.said} from {row.against}" for row in rows]
     tell(
         "prove", "   ".join([*parts, "ok"]) + ("" if trained else "   (gradients are not for cfg, data and pipe)"), True
     )

@@ -272,7 +272,7 @@ def _prove(problem: Problem, found: Found, plan: Plan, tell: Progress) -> list[R
     ):
         row = worst(some, prefix)
         if row is not None:
-            parts.append(f"{title} {row.error:.1e} of {row.budget:.0e}")
+            parts.append(f"{title} {row.said}")
     tell("prove", "   ".join([*parts, "ok"]), True)
     return rows
 

@@ -12,16 +12,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from foci.accelerate.calls import Call, Signature, signature
-from foci.ops import SPECS
+from foci.core.library import listening
 
 _SOFTMAX = {"softmax", "_softmax"}
-# foci's opaque ops by name, with the kind of call their arguments are.
-_OPS = {
-    f"foci.{spec.name}_{backend.name}_{kind}": spec.call
-    for spec in SPECS.values()
-    for backend in spec.backends
-    for kind in ("fwd", "alone")
-}
 
 
 @dataclass(frozen=True)
@@ -71,9 +64,11 @@ class _Watch(TorchFunctionMode):
             self.events.append(_Event(tuple(self.stack), "scaled_dot_product_attention"))
         elif name in _SOFTMAX and isinstance(args[0], Tensor) and args[0].dim() in (3, 4):
             self.events.append(_Event(tuple(self.stack), "softmax"))
-        elif (kind := _OPS.get(str(func).removesuffix(".default"))) is not None:
-            self.events.append(_Event(tuple(self.stack), "foci", kind(*args)))
         return func(*args, **(kwargs or {}))
+
+    def listen(self, call: Call) -> None:
+        """A call of foci's, whatever it comes to: an op of ours, of torch, or plain torch."""
+        self.events.append(_Event(tuple(self.stack), "foci", call))
 
 
 @contextmanager
@@ -104,7 +99,7 @@ def _pop(stack: list[str]) -> Callable[..., None]:
 
 def watch(model: nn.Module, run: Callable[[], Any]) -> list[_Event]:
     """The attention calls of one run."""
-    with torch.no_grad(), _module_stack(model) as stack, _Watch(stack) as seen:
+    with torch.no_grad(), _module_stack(model) as stack, _Watch(stack) as seen, listening(seen.listen):
         run()
     return seen.events
 

@@ -55,7 +55,8 @@ def compare(
     float32 and float64: relative RMS error <= 1e-5. Half precision: max error <= 2 x and relative RMS error <= 1 x that
     of the `yardstick`, the |error| of a plain computation in the same dtype, and never less than float32 is allowed;
     recurrent operators: relative RMS error <= 5e-3. A logarithm: absolute error <= 2e-4, and in float32 RMS <= 1e-5 on
-    the scale of 1 at least. `siblings` is the RMS of the largest tensor beside this one, of what is not 0 there.
+    the scale of 1 at least. A number that the plain computation has not finite says nothing of the others, and is left
+    out. `siblings` is the RMS of the largest tensor beside this one, of what is not 0 there.
     """
     if truth.numel() == 0:
         return NONE
@@ -75,6 +76,8 @@ def compare(
     elif rms(error) <= RELATIVE * scale:  # never held to more than float32 is
         found = [_relative(rms(error), RELATIVE * scale, scale)]
     else:
+        if yardstick.shape == error.shape:
+            error, yardstick = (each.masked_fill(yardstick == torch.inf, 0.0) for each in (error, yardstick))
         found = [
             _relative(rms(error), rms(yardstick), scale),
             _relative(float(error.max()), 2 * float(yardstick.max()), scale),

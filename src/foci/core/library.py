@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,6 +24,17 @@ _SCHEMA_TYPES = {Tensor: "Tensor", float: "float", bool: "bool", int: "int", str
 Pair = tuple[Callable[..., Any], Callable[..., Any]]
 _LIBRARY = torch.library.Library("foci", "DEF")
 _unwrapped: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
+_LISTENER: ContextVar[Callable[[Any], object] | None] = ContextVar("listener", default=None)
+
+
+@contextmanager
+def listening(listen: Callable[[Any], object]) -> Iterator[None]:
+    """Inside, `listen` is told each Call that a public function makes, before it runs, whichever way that is."""
+    before = _LISTENER.set(listen)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(before)
 
 
 class Runner:
@@ -53,10 +66,13 @@ class Runner:
         `single`: nobody asks for more than the first output, and there may be no other.
         """
         values = (*first, *rest.values())
-        key, played = plans.again((self, single), (*values, backend))
+        listen = None if torch.compiler.is_compiling() else _LISTENER.get()
+        key, played = plans.again((self, single), (*values, backend)) if listen is None else (None, None)
         if played is not None:
             return played
         call = bind(*first, **rest)
+        if listen is not None:
+            listen(call)
         single = single and plans.on_gpu(call[0]) and not traced(call)
         chosen = choose(self.spec, call, backend, single)
         compute = by_torch(chosen, call) if single else None

@@ -58,6 +58,15 @@ def test_efficient_takes_a_broadcast_mask_of_any_width() -> None:
         assert (out.shape, lse.shape) == (q.shape, (2, 8, 50))
 
 
+@pytest.mark.parametrize("S", [48, 50])
+def test_a_bias_whose_heads_lie_last_is_turned(S: int) -> None:
+    """T5's: [T, S, H], permuted. A kernel wants keys one after another, and padding keeps an order of channels last."""
+    bias = torch.randn(50, S, 8).permute(2, 0, 1)[None]
+    q, k = torch.empty(2, 8, 50, 64), torch.empty(2, 8, S, 64)
+    readable = aten_cuda._readable(bias, q, k)
+    assert readable.stride(-1) == 1 and torch.equal(readable, bias.expand(2, 8, 50, S))
+
+
 @KERNELS
 def test_refusals_name_the_feature(kernel) -> None:
     q, k, v = tensors(dtype=torch.float64)
@@ -69,6 +78,8 @@ def test_refusals_name_the_feature(kernel) -> None:
     q, k, v = tensors(K=300)
     assert any("wider than" in reason for reason in kernel.reasons(bind(q, k, v)))
     q, k, v = tensors()
+    for scale in (0.0, -0.3):
+        assert "the scale must be positive: -inf is multiplied by it" in kernel.reasons(bind(q, k, v, scale=scale))
     for nothing in (bind(q[:0], k[:0], v[:0]), bind(q[:, :, :0], k, v)):  # None, or an assertion
         assert "there are no heads of any row" in kernel.reasons(nothing)
 

@@ -56,6 +56,8 @@ class _CudaKernel:
         B, T, S, H, G, _, _ = call.sizes
         if not B * H:
             found.append("there are no heads of any row")
+        if not call.ascending:
+            found.append("the scale must be positive: -inf is multiplied by it")
         if not self.takes_mask and _causal_beyond_squares(call):
             found.append("top-left causal needs as many queries as keys")
         gradients = gradients or differentiated(call)
@@ -363,8 +365,8 @@ def _readable(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     mask = mask.to(q.dtype)
     if mask.shape[-1] == 1:
         mask = mask.expand(*mask.shape[:-1], k.shape[2])
-    spare = -mask.shape[-1] % 8
-    mask = pad(mask, (0, spare))[..., : k.shape[2]] if spare else mask.contiguous()
+    spare, mask = -mask.shape[-1] % 8, mask.contiguous()  # heads that lie last `pad` would leave there
+    mask = pad(mask, (0, spare))[..., : k.shape[2]] if spare else mask
     return mask.expand(*q.shape[:3], k.shape[2])
 
 
