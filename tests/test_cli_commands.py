@@ -146,6 +146,7 @@ def test_explain_knows_the_sizes_of_every_operator(capsys, arguments: str, retur
     [
         ("sftmax --shape T4,H6,K8", "unknown operator 'sftmax'; expected one of 'softmax'"),
         ("softmax --shape T4", "--shape must give H, K; got 'T4'"),
+        ("softmax --shape T99999999999999999999,H6,K8", "q [1, 99999999999999999999, 6, 8] is larger than any tensor"),
         ("softmax --shape T4,H6,K8,Z2", "--shape: unknown letter 'Z'; expected B, G, H, K, S, T, V"),
         ("linear --shape T4,S5,H6,K8", "--shape: unknown letter 'S'; expected B, G, H, K, T, V"),
         ("linear --shape T4,H6,K8 --mask causal", "linear has no mask; it has q, k, v, log_decay, bonus"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import asdict
@@ -34,6 +35,7 @@ app.command("check")(check)
 app.command("generate")(generate)
 app.command("tune")(tune)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_MOST = 2**59  # numbers of a tensor: an int64 counts their bytes
 KINDS = {"veto": "refused", "normalised": "put right"}
 
 
@@ -226,6 +228,8 @@ def _tensors(
     with FakeTensorMode():
         for name in (*required, *asked):
             shape = [sizes[letter] for letter in _letters(hints[name])]
+            if math.prod(shape) > _MOST:
+                raise ValueError(f"--shape: {name} {shape} is larger than any tensor; expected 2^59 numbers at most")
             tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device, requires_grad=grad)
     return tensors
 
