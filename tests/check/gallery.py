@@ -80,6 +80,11 @@ def scale_off_in_the_lse(q, k, v):
     return right(q, k, v)[0], right(q, k, v, scale=1.001 * q.shape[-1] ** -0.5)[1]
 
 
+@plant("forward", "scale is off by -16.67%")
+def scale_ignored_when_causal(q, k, v, *, causal=False, scale=None):
+    return right(q, k, v, causal=causal, scale=None if causal else scale)[0]
+
+
 @plant("forward", "scale is ignored, K**-0.5 is used instead")
 def scale_of_0_taken_for_none(q, k, v, *, scale=None):
     return right(q, k, v, scale=scale or q.shape[-1] ** -0.5)[0]
@@ -158,6 +163,15 @@ def softcap_ignored(q, k, v, *, softcap=None):
     return right(q, k, v)
 
 
+@plant("forward", "out is wrong")
+def bias_under_the_cap(q, k, v, *, bias=None, softcap=None):
+    """Alone each is right."""
+    if bias is None or softcap is None:
+        return right(q, k, v, bias=bias, softcap=softcap)[0]
+    z = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5 + bias
+    return torch.einsum("bhts,bshd->bthd", (softcap * torch.tanh(z / softcap)).softmax(-1), v)
+
+
 @plant("forward", "bias is ignored")
 def bias_ignored(q, k, v, *, bias=None):
     return right(q, k, v)
@@ -166,6 +180,30 @@ def bias_ignored(q, k, v, *, bias=None):
 @plant("forward", "sink is ignored")
 def sink_ignored(q, k, v, *, sink=None):
     return right(q, k, v)
+
+
+@plant("forward", "sink is ignored")
+def sink_ignored_when_causal(q, k, v, *, causal=False, sinks=None):
+    return right(q, k, v, causal=causal, sink=None if causal else sinks)[0]
+
+
+@plant("forward", "out is wrong")
+def sink_under_the_cap(q, k, v, *, softcap=None, sink=None):
+    capped = sink if sink is None or softcap is None else softcap * torch.tanh(sink / softcap)
+    return right(q, k, v, softcap=softcap, sink=capped)[0]
+
+
+@plant("forward", "the window is ignored")
+def window_ignored(q, k, v, *, causal=False, window_size=(-1, -1)):
+    return right(q, k, v, causal=causal)[0]
+
+
+@plant("forward", "the window is aligned top-left")
+def window_top_left(q, k, v, *, causal=False, window_size=(-1, -1)):
+    """Right where T = S, as in training; over cached keys the window stands elsewhere than the causal mask."""
+    i, j, left = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1]), window_size[0]
+    near = j >= i - left if left >= 0 else j >= 0 * i
+    return right(q, k, v, causal=causal, mask=near if window_size[1] < 0 else near & (j <= i + window_size[1]))[0]
 
 
 @plant("forward", "a key too narrow")

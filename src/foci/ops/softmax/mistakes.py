@@ -67,6 +67,16 @@ def _reach(left: int, right: int) -> Callable[[Call], Call | None]:
     return change
 
 
+def _window_top_left(call: Call) -> Call | None:
+    """The window about query i at key i, where causal has it at key i + S - T."""
+    _, T, S, *_ = call.sizes
+    anchored = call.causal_end and call.q_offsets is None and call.kv_lengths is None and S > T
+    if not anchored or (call.left is None and call.right is None):
+        return None
+    left, right = (None if side is None else side + step for side, step in ((call.left, S - T), (call.right, T - S)))
+    return call._replace(left=left, right=right)
+
+
 def _diagonal(step: int) -> Callable[[Call], Call | None]:
     """Causal with its diagonal moved: by one into the future, or without the token itself."""
 
@@ -121,6 +131,9 @@ FUTURE = "it attends to the future: training would look perfect and generation w
 
 MISTAKES: tuple[Mistake, ...] = (
     _wrong("causal ignored", f"causal is ignored, {FUTURE}")(lambda c: _without_causal(c) if _causal(c) else None),
+    _wrong("window ignored", "the window is ignored: long contexts would differ from training")(
+        lambda c: None if c.left is None and c.right is None else c._replace(left=None, right=None)
+    ),
     _wrong("mask ignored when causal", "the mask is ignored when causal is also given: padding would be attended to")(
         lambda c: _unmasked(c) if _causal(c) else None
     ),
@@ -146,8 +159,8 @@ MISTAKES: tuple[Mistake, ...] = (
         _diagonal(1)
     ),
     _wrong("causal one short", "causal is off by one and hides each query's own token")(_diagonal(-1)),
-    _wrong("window ignored", "the window is ignored: long contexts would differ from training")(
-        lambda c: None if c.left is None and c.right is None else c._replace(left=None, right=None)
+    _wrong("window top-left", "the window is aligned top-left: with a cache a step would see keys of long ago too")(
+        _window_top_left
     ),
     _wrong("window wider", "the window is off by one, a key too wide: further than the layer was trained to see")(
         _reach(1, 0)
