@@ -65,6 +65,40 @@ def test_a_convolution_over_ranks_is_one_process(worlds: Worlds, size: int, offs
             worlds(size).run(convolved, seed, width, offsets, seed != 1)
 
 
+def steepness(y: Tensor, last: Tensor, x: Tensor) -> Tensor:
+    """The squared slope of a loss of the third degree, from its gradient at x."""
+    (slope,) = torch.autograd.grad(y.pow(3).sum() + last.pow(3).sum(), x, create_graph=True)
+    return slope.square().sum()
+
+
+def bent(seed: int, offsets: tuple[int, ...] | None) -> None:
+    """A penalty on a gradient, whose own gradient is the second derivative, is one process's."""
+    group = Group.of(dist.group.WORLD)
+    lengths = lengths_of(T, group.size, seed)
+    start, n = sum(lengths[: group.rank]), lengths[group.rank]
+    x = torch.randn(2 if offsets is None else 1, T, D, dtype=torch.float64, requires_grad=True)
+    places = None if offsets is None else torch.tensor(offsets)
+    layer = ShortConvolution(D, 4, dtype=torch.float64)
+    y, last = layer(x, offsets=places)
+    (expected,) = torch.autograd.grad(steepness(y, last, x), x)
+
+    mine = x.detach()[:, start : start + n].requires_grad_()
+    found = halo(mine, 3, group, offsets=places)
+    joined, own, _ = history(mine, 3, tail=found.before, offsets=found.offsets)
+    got = layer._over(joined)
+    got = got if own is None else got[:, own]
+    share = group.size ** (1 / 3)  # of the tail, which is on every rank
+    (gradient,) = torch.autograd.grad(steepness(got, found.tail / share, mine), mine)
+    torch.testing.assert_close(gradient, expected[:, start : start + n])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("offsets", [None, OFFSETS], ids=["rows", "packed"])
+def test_the_second_derivative_is_one_process(worlds: Worlds, size: int, offsets: tuple[int, ...] | None) -> None:
+    for seed in (0, 1):
+        worlds(size).run(bent, seed, offsets)
+
+
 def nothing_before() -> None:
     group = Group.of(dist.group.WORLD)
     found = halo(torch.ones(1, 2, 3), 0, group)

@@ -77,17 +77,31 @@ class _Halo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[None, None, Tensor, Tensor]:
-        group, cut, width = ctx.group, ctx.cut, ctx.first[1]
-        with torch.enable_grad():  # what stands where, by the way forward: it only moves numbers
-            shapes = [*_shapes(cut, ctx.shape, width), ctx.first]
-            *ends, first = (grads[0].new_zeros(shape, requires_grad=True) for shape in shapes)
-            made = _found(cut, group.rank, ends, first)
-            *parts, d_first = torch.autograd.grad(made, [*ends, first], grads, materialize_grads=True)
+        return None, None, *_Back.apply(ctx.group, ctx.cut, ctx.shape, ctx.first, *grads)
+
+
+class _Back(torch.autograd.Function):
+    """The gradients of x and first from those of (before, tail): they only move numbers, and their own are _Halo's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: Group, cut: Cut, shape: torch.Size, first: torch.Size, *grads: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.group, ctx.cut = group, cut
+        with torch.enable_grad():  # what stands where, by the way forward
+            shapes = [*_shapes(cut, shape, first[1]), first]
+            *ends, start = (grads[0].new_zeros(each, requires_grad=True) for each in shapes)
+            made = _found(cut, group.rank, ends, start)
+            *parts, d_first = torch.autograd.grad(made, [*ends, start], grads, materialize_grads=True)
         with Doing(group, _NAME, "backward") as doing:
             mine = sum_scatter([part.contiguous() for part in parts], doing)
-        dx = mine.new_zeros(ctx.shape)
-        dx[:, ctx.shape[1] - mine.shape[1] :] = mine
-        return None, None, dx, d_first
+        dx = mine.new_zeros(shape)
+        dx[:, shape[1] - mine.shape[1] :] = mine
+        return dx, d_first
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[None, None, None, None, Tensor, Tensor]:
+        return None, None, None, None, *_Halo.apply(ctx.group, ctx.cut, *grads)
 
 
 def _shapes(cut: Cut, shape: Sequence[int], width: int) -> list[tuple[int, int, int]]:
