@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
+import torch
 
-from foci.integrations.mesh import make_mesh
+from foci.core.world import World
+from foci.integrations.mesh import degrees_of, make_mesh
 
 
 @pytest.mark.parametrize("degree", [0, -1, 1.5])
@@ -18,3 +21,14 @@ def test_a_degree_must_be_a_number_of_ranks(degree: int) -> None:
 def test_without_a_group_it_says_how_to_start_one() -> None:
     with pytest.raises(ValueError, match="no process group has been started; run under torchrun"):
         make_mesh()
+
+
+def shape_elsewhere() -> dict[str, int]:
+    with torch.device("meta"):
+        return degrees_of(make_mesh(ulysses=2))
+
+
+def test_a_program_may_have_another_default_device(worlds: Callable[[int], World]) -> None:
+    """DeviceMesh takes ranks on the CPU only."""
+    expected = {"data": 1, "cfg": 1, "pipe": 1, "ulysses": 2, "ring": 1}
+    assert worlds(2).run(shape_elsewhere) == [expected, expected]

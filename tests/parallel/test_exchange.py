@@ -11,10 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import foci
 from foci.core.errors import RankError
 from foci.core.world import Lost, Raised, World
+from foci.parallel.balance import shard
 from foci.parallel.exchange import Doing, all_gather, all_reduce, all_to_all, gather, replicated, shift, swap
 from foci.parallel.group import Group
+from foci.parallel.joint import joint
+from foci.parallel.ring import ring
 
 
 def here() -> Group:
@@ -250,3 +254,22 @@ def test_a_failure_names_the_rank_of_the_world_and_stays_in_its_group(worlds: Ca
         error = outcomes[rank].error
         assert isinstance(error, RankError)
         assert str(error).startswith("attention: rank 3 failed in step 0 of the forward: ValueError: invalid literal")
+
+
+def attended(device: str) -> list[torch.Tensor]:
+    """A ring under a mask of documents, and text beside an image, where the program makes tensors elsewhere."""
+    group, offsets, lengths = dist.group.WORLD, torch.tensor([0, 3, 9]), torch.tensor([10])
+    x = torch.randn(1, 9, 2, 4, requires_grad=True)
+    text = torch.randn(1, 2, 2, 4)
+    with torch.device(device):
+        mine = shard(x, group)
+        out = ring(foci.attention, group)(mine, mine, mine, mask=foci.Packed(offsets) & foci.Window(2, 1))
+        both = joint(ring(foci.attention, group))(out, out, out, text, text, text, mask=foci.Lengths(lengths))
+        torch.cat(both, 1).square().sum().backward()
+    assert x.grad is not None
+    return [each.detach() for each in (*both, x.grad)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_messages_are_the_host_s_whatever_the_default_device(worlds: Callable[[int], World], size: int) -> None:
+    torch.testing.assert_close(worlds(size).run(attended, "meta"), worlds(size).run(attended, "cpu"), rtol=0, atol=0)

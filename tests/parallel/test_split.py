@@ -42,8 +42,9 @@ def test_every_split_of_a_world() -> None:
     assert all(each.handoff == (each.ring > 1) for each in recurrent)
 
 
-def mesh_of(split: Split) -> tuple[tuple[str, ...], list[int]]:
-    mesh = split.mesh()
+def mesh_of(split: Split, default: str = "cpu") -> tuple[tuple[str, ...], list[int]]:
+    with torch.device(default):
+        mesh = split.mesh()
     assert mesh.mesh_dim_names is not None
     return mesh.mesh_dim_names, mesh.mesh.flatten().tolist()
 
@@ -53,6 +54,7 @@ def test_the_mesh_is_made_of_it(worlds: Worlds) -> None:
         names, ranks = worlds(4).run(mesh_of, split)[3]
         assert names == (("cfg",) if split.cfg > 1 else ()) + ("ulysses", "ring")
         assert torch.equal(torch.tensor(ranks), split.ranks().flatten())
+    assert worlds(4).run(mesh_of, split, "meta") == worlds(4).run(mesh_of, split)
 
 
 @pytest.mark.parametrize(

@@ -213,10 +213,10 @@ def _rows(count: int, met: dict[int, Meeting]) -> Visible:
         if each.high is not None:
             highs[row] = each.high - moved
     return Visible(
-        kv_lengths=torch.tensor(kv_lengths, device="cpu"),
-        q_lengths=torch.tensor(q_lengths, device="cpu") if min(q_lengths) < a1 - a0 else None,
-        band_low=torch.tensor(lows, device="cpu") if max(lows) > -(a1 - a0 - 1) else None,
-        band_high=torch.tensor(highs, device="cpu") if min(highs) < b1 - b0 - 1 else None,
+        kv_lengths=_numbers(kv_lengths),
+        q_lengths=_numbers(q_lengths) if min(q_lengths) < a1 - a0 else None,
+        band_low=_numbers(lows) if max(lows) > -(a1 - a0 - 1) else None,
+        band_high=_numbers(highs) if min(highs) < b1 - b0 - 1 else None,
     )
 
 
@@ -226,14 +226,12 @@ def _documents(meetings: Sequence[Meeting]) -> Visible:
     q_offsets = [met.a0 - a0 for met in meetings] + [meetings[-1].a1 - a0]
     kv_offsets = [met.b0 - b0 for met in meetings] + [meetings[-1].b1 - b0]
     gaps = any(before.a1 != after.a0 or before.b1 != after.b0 for before, after in pairwise(meetings))
-    offsets = torch.tensor(q_offsets, device="cpu")
-    visible = Visible(
-        q_offsets=offsets, kv_offsets=offsets if q_offsets == kv_offsets else torch.tensor(kv_offsets, device="cpu")
-    )
+    offsets = _numbers(q_offsets)
+    visible = Visible(q_offsets=offsets, kv_offsets=offsets if q_offsets == kv_offsets else _numbers(kv_offsets))
     if gaps:
         visible = visible._replace(
-            kv_lengths=torch.tensor([met.b1 - met.b0 for met in meetings], device="cpu"),
-            q_lengths=torch.tensor([met.a1 - met.a0 for met in meetings], device="cpu"),
+            kv_lengths=_numbers([met.b1 - met.b0 for met in meetings]),
+            q_lengths=_numbers([met.a1 - met.a0 for met in meetings]),
         )
     # A document of one token has no bound of its own: any will do.
     lows, highs = ({getattr(met, name) for met in meetings} for name in ("low", "high"))
@@ -241,13 +239,9 @@ def _documents(meetings: Sequence[Meeting]) -> Visible:
         return visible._replace(causal_start=True)
     open_ = q_offsets[-1] + kv_offsets[-1]
     if lows != {None}:
-        visible = visible._replace(
-            band_low=torch.tensor([-open_ if met.low is None else met.low for met in meetings], device="cpu")
-        )
+        visible = visible._replace(band_low=_numbers([-open_ if met.low is None else met.low for met in meetings]))
     if highs != {None}:
-        visible = visible._replace(
-            band_high=torch.tensor([open_ if met.high is None else met.high for met in meetings], device="cpu")
-        )
+        visible = visible._replace(band_high=_numbers([open_ if met.high is None else met.high for met in meetings]))
     return visible
 
 
@@ -257,7 +251,12 @@ def _causal(met: Meeting) -> bool:
 
 
 def _one(bound: int | None) -> Tensor | None:
-    return None if bound is None else torch.tensor([bound], device="cpu")
+    return None if bound is None else _numbers([bound])
+
+
+def _numbers(values: list[int]) -> Tensor:
+    """On the host, where a plan is made, whatever the program's default device is."""
+    return torch.tensor(values, device="cpu")
 
 
 def _moved(part: slice, by: int) -> slice:
