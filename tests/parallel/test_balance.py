@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from foci.core.world import World
 from foci.parallel import balance
-from foci.parallel.balance import Piece, cut, length, pieces, shard, unshard
+from foci.parallel.balance import Piece, cut, length, pieces, positions, shard, unshard
 from foci.parallel.group import Group
 
 ORDERS = ("plain", "zigzag", "stripe")
@@ -117,6 +117,25 @@ def test_gradients_are_right_to_the_second_order(
     worlds: Callable[[int], World], size: int, order: balance.Order
 ) -> None:
     worlds(size).run(check_gradients, order, 5, None)
+
+
+def placed(x: torch.Tensor, order: balance.Order) -> torch.Tensor:
+    group = dist.group.WORLD
+    mine = shard(x.sin(), group, order)
+    return unshard(mine * positions(x.shape[1], group, order)[:, None] + mine**2, group, order).cos()
+
+
+def check_compiled(order: balance.Order) -> None:
+    x = torch.randn(1, 5, 2, dtype=torch.float64, requires_grad=True)
+    out, expected = torch.compile(placed, backend="aot_eager")(x, order), placed(x, order)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (out, expected)))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_model_round_them_compiles(worlds: Callable[[int], World], order: balance.Order) -> None:
+    """Dynamo cannot look into a process group, and had ended with an error of its own."""
+    worlds(2).run(check_compiled, order)
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -99,6 +99,22 @@ def test_the_second_derivative_is_one_process(worlds: Worlds, size: int, offsets
         worlds(size).run(bent, seed, offsets)
 
 
+def shifted(x: Tensor) -> Tensor:
+    return torch.cat([halo(x * 2, 2, dist.group.WORLD).before, x], 1).sin()
+
+
+def compiled() -> None:
+    x = torch.randn(1, 3, D, dtype=torch.float64, requires_grad=True)
+    out, expected = torch.compile(shifted, backend="aot_eager")(x), shifted(x)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (out, expected)))
+    assert torch._dynamo.explain(shifted)(x).graph_break_count == 1
+
+
+def test_a_model_round_it_compiles(worlds: Worlds) -> None:
+    worlds(2).run(compiled)
+
+
 def nothing_before() -> None:
     group = Group.of(dist.group.WORLD)
     found = halo(torch.ones(1, 2, 3), 0, group)

@@ -84,12 +84,14 @@ def held_by(group: Any, order: Order, T: int) -> list[list[Piece]]:
     return [cut(ring, *_run(length(ring), outer.size, row)) for row in range(outer.size) for ring in rings]
 
 
+@torch.compiler.disable
 def positions(T: int, group: Any, order: Order = "zigzag") -> Tensor:
     """The places in the whole sequence of this rank's tokens, int64 [T of this rank]: what a rotary embedding needs."""
     held = held_by(group, order, T)[_place(group)]
     return torch.tensor([place for piece in held for place in piece.positions], dtype=torch.int64, device="cpu")
 
 
+@torch.compiler.disable
 def shard(x: Tensor, group: Any, order: Order = "zigzag", dim: int = 1) -> Tensor:
     """This rank's positions of a tensor that every rank has whole: x [..., T, ...] -> [..., T of this rank, ...].
 
@@ -105,6 +107,7 @@ def shard(x: Tensor, group: Any, order: Order = "zigzag", dim: int = 1) -> Tenso
     return taken
 
 
+@torch.compiler.disable
 def unshard(x: Tensor, group: Any, order: Order = "zigzag", dim: int = 1) -> Tensor:
     """The whole tensor on every rank from what each holds: x [..., T of this rank, ...] -> [..., T, ...].
 

@@ -30,6 +30,7 @@ class Halo(NamedTuple):
     tail: Tensor
 
 
+@torch.compiler.disable
 def halo(x: Tensor, width: int, group: Any, *, tail: Tensor | None = None, offsets: Tensor | None = None) -> Halo:
     """The `width` tokens before this rank's x [B, T of this rank, D], the ranks holding runs of a sequence in order.
 
