@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import foci
-from foci.core.errors import ShapeError, Unsupported
+from foci.core.errors import Disagreement, ShapeError, Unsupported
 from foci.core.world import World
 from foci.parallel.balance import shard, unshard
 from foci.parallel.joint import joint
@@ -160,6 +160,27 @@ def test_what_does_not_fit_is_named() -> None:
     for mask in (foci.Causal(), foci.Lengths(torch.tensor([3, 4]), torch.tensor([3, 4])), foci.Window(1, 1)):
         with pytest.raises(Unsupported, match="hide a key from one query"):
             attend(q, k, v, text_q, text_k, text_v, mask=mask)
+
+
+def unlike(kind: str, text: str) -> None:
+    """Rank 0 hides one key more, or has one token of text less, than the others."""
+    first, x = dist.get_rank() == 0, torch.randn(1, 4, 2, 4)
+    words = torch.randn(1, 5 - (kind == "text" and first), 2, 4)
+    mask = None if kind == "text" else foci.Lengths(torch.tensor([7 - first]))
+    joint(ring(foci.attention, dist.group.WORLD), text=text)(x, x, x, words, words, words, mask=mask)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("text", "replicated", "tokens of text: 4 on rank 0; 5 on ranks 1, 2"),
+        ("mask", "replicated", "mask 0, Lengths: "),
+        ("mask", "split", "mask 0, Lengths: "),
+    ],
+)
+def test_ranks_must_mean_the_same_text_and_mask(worlds: Worlds, kind: str, text: str, words: str) -> None:
+    for outcome in worlds(3).outcomes(unlike, kind, text):
+        assert isinstance(outcome.error, Disagreement) and words in str(outcome.error)
 
 
 def test_what_cannot_be_joined_is_refused() -> None:

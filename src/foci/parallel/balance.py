@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -115,10 +115,16 @@ def unshard(x: Tensor, group: Any, order: Order = "zigzag", dim: int = 1) -> Ten
     is `size` times the gradient of one of them (and an average over ranks, as data parallelism takes, is right again).
     Raises ValueError for an unknown order, Disagreement when what the ranks hold are not the shards of one tensor.
     """
+    return rejoined(x, group, order, dim)
+
+
+def rejoined(x: Tensor, group: Any, order: Order, dim: int, also: Mapping[str, object] | None = None) -> Tensor:
+    """`unshard`, where ranks agree on what the caller knows of the whole, too."""
     dim = _dimension("unshard", x, dim)
     _require_order(order)
     outer, inner = _both(group)
-    facts = {
+    facts: dict[str, object] = {
+        **(also or {}),
         "order": order,
         "dim": dim,
         "dtype": x.dtype,

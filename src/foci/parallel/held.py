@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -38,12 +38,15 @@ def place_of(groups: Sequence[Group]) -> int:
     return place
 
 
-def tell_counts(operator: str, groups: Sequence[Group], numbers: Sequence[int]) -> list[list[int]]:
-    """The numbers of every rank of all groups, by place."""
+def tell_counts(
+    operator: str, groups: Sequence[Group], numbers: Sequence[int], facts: Mapping[str, object] | None = None
+) -> list[list[int]]:
+    """The numbers of every rank of all groups, by place, once all of them hold the same facts."""
     rows = [list(numbers)]
     for group in groups:
         flat = [number for row in rows for number in row]
-        told = [number for row in group.agree(operator, {"counts": len(numbers)}, flat) for number in row]
+        every = group.agree(operator, {"counts": len(numbers), **(facts or {})}, flat)
+        told = [number for row in every for number in row]
         rows = [told[start : start + len(numbers)] for start in range(0, len(told), len(numbers))]
     return rows
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foci.core.errors import ShapeError, Unsupported
 from foci.ops.masks import All, Dense, Lengths, Mask
-from foci.parallel.balance import Order, shard, unshard
+from foci.parallel.balance import Order, rejoined, shard
 from foci.parallel.group import Group
 from foci.parallel.held import groups_of, held_in, order_of, places, tell_counts
 from foci.parallel.operators import Operator, Runs, operator_of
@@ -82,7 +82,7 @@ class Joint:
         front = self.where == "front"
         whole = [torch.cat([t, x] if front else [x, t], 1) for x, t in zip((q, k, v), texts, strict=True)]
         if mask is not None:
-            told = tell_counts("joint", groups, [texts[1].shape[1], k.shape[1]])
+            told = tell_counts("joint", groups, [texts[1].shape[1], k.shape[1]], _facts(mask))
             columns = self._columns(groups, order, told)
             mask = Dense(_allowed(mask, columns.numel()).index_select(-1, columns.to(q.device)))
         attend = self.wrapped.operator.function if isinstance(self.wrapped, Operator) else _plain(self.wrapped)
@@ -94,7 +94,8 @@ class Joint:
             out, text_out = (parts[1], parts[0]) if front else parts
             if self.text == "replicated":
                 for group in groups:
-                    text_out = unshard(text_out, group, "plain")
+                    # A text of another length on another rank was cut elsewhere: the shares are not of one text.
+                    text_out = rejoined(text_out, group, "plain", 1, {"tokens of text": text_q.shape[1]})
             found.append((out, text_out))
         if not isinstance(result, tuple):
             return found[0]
@@ -149,6 +150,19 @@ def _shared(texts: Sequence[Tensor], groups: Sequence[Group]) -> tuple[Tensor, .
         flat = shard(flat, group, "plain")
     parts = flat.split([x.shape[2] * x.shape[3] for x in texts], 2)
     return tuple(part.unflatten(2, x.shape[2:]) for part, x in zip(parts, texts, strict=True))
+
+
+def _facts(mask: Mask) -> dict[str, object]:
+    """What ranks must agree on of a mask, which they turn into each its own: lengths by value, Dense by shape."""
+    parts = mask.parts if isinstance(mask, All) else (mask,)
+    return {
+        f"mask {place}, {type(part).__name__}": part.kv_lengths if isinstance(part, Lengths) else _shape(part)
+        for place, part in enumerate(parts)
+    }
+
+
+def _shape(mask: Mask) -> str:
+    return str(list(mask.allowed.shape)) if isinstance(mask, Dense) else "no tensor"
 
 
 def _allowed(mask: Mask, S: int) -> Tensor:
