@@ -102,6 +102,10 @@ def refused(kind: str) -> None:
         op(q, q, q, offsets=torch.tensor([0, 4]))
     elif kind == "one rank":
         op(q, q, q[:, :2] if group.rank == 2 else q)
+    elif kind == "gradients":  # ranks that record nothing would not come to the backward of the others
+        q.requires_grad_()
+        with torch.set_grad_enabled(group.rank == 0):
+            op(q, q, q)
 
 
 def test_calls_that_do_not_fit_together_fail_on_all_ranks(worlds: Worlds) -> None:
@@ -110,6 +114,7 @@ def test_calls_that_do_not_fit_together_fail_on_all_ranks(worlds: Worlds) -> Non
         ("offsets", Disagreement, "offsets"),
         ("length", ValueError, r"offsets must rise from 0 to T=12, got \[0, 4\]"),
         ("one rank", RankError, "rank 2 failed.*v has shape"),
+        ("gradients", Disagreement, "gradients: True on rank 0; False on ranks 1, 2"),
     ]:
         outcomes = worlds(3).outcomes(refused, kind)
         assert len({str(each.error) for each in outcomes}) == 1

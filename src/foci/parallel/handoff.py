@@ -77,7 +77,7 @@ class Handoff:
         facts: dict[str, object] = {}
         numbers = [0]
         if bound is not None:
-            facts = self.operator.facts(bound.call) | {"wrapper": "handoff"}
+            facts = self.operator.facts(bound.call) | {"wrapper": "handoff", "gradients": torch.is_grad_enabled()}
             facts["offsets"] = bound.call.offsets
             numbers = [bound.call[0].shape[1]]
         lengths = [row[0] for row in doing.agree(facts, numbers)]
