@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foci import Unsupported, nn
+from foci.core.errors import Disagreement
 from foci.core.world import World
 from foci.integrations.sequence import split_sequence
 from foci.nn.operators import ALONE
@@ -235,3 +236,18 @@ def writes(context: int, pieces: int) -> None:
 def test_bytes_lm_reads_a_long_context_over_ranks_and_writes_on(worlds: Worlds) -> None:
     pytest.importorskip("transformers", reason="bytes-lm is a model of transformers")
     worlds(4).run(writes, 1200, 2)
+
+
+def unlike() -> None:
+    """Ranks with as many parameters, of other sizes."""
+    layer = nn.Attention(D * (1 + dist.get_rank()), 2)
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with split_sequence(layer, here()) as split:
+        split.reduce_gradients()
+
+
+def test_ranks_with_other_parameters_are_told_so(worlds: Worlds) -> None:
+    """Not ended by gloo, which takes no message of another size."""
+    for outcome in worlds(2).outcomes(unlike):
+        assert isinstance(outcome.error, Disagreement) and f"parameters: [([{D}, {D}], " in str(outcome.error)

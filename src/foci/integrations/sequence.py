@@ -45,13 +45,15 @@ class SplitSequence(Undoable):
     def reduce_gradients(self) -> None:
         """Sum the gradients of the model's parameters over the ranks: then they are those of one process.
 
-        For a loss that is summed over ranks: each adds its own tokens' share. One all-reduce of all gradients; a
-        parameter without one on any rank stays without. With FSDP or DDP, which average, multiply the loss by the
-        number of ranks instead.
+        For a loss that is summed over ranks: each adds its own tokens' share. Once for each step, behind the last
+        backward that adds to its gradients: what is summed already would be summed again. One all-reduce of all
+        gradients; a parameter without one on any rank stays without. With FSDP or DDP, which average, multiply the loss
+        by the number of ranks instead. Raises Disagreement for parameters of other shapes on other ranks.
         """
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         there = [p.grad is not None for p in parameters]
-        some = self.group.agree("reduce_gradients", {"parameters": len(parameters)}, [int(each) for each in there])
+        facts = {"parameters": [(list(p.shape), p.dtype) for p in parameters]}
+        some = self.group.agree("reduce_gradients", facts, [int(each) for each in there])
         wanted = [p for place, p in enumerate(parameters) if any(row[place] for row in some)]
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in wanted:

@@ -60,8 +60,9 @@ class SplitHandle(Undoable):
     def sum_gradients(self) -> None:
         """Add up the parameters' gradients over the ranks: then every rank has what one process would have.
 
-        Each rank's gradient is a share, of every parameter alike. Call it once behind each backward. Raises
-        Disagreement when ranks have gradients of different parameters.
+        Each rank's gradient is a share, of every parameter alike. Call it once for each step, behind the last backward
+        that adds to its gradients: what is summed already would be summed again. Raises Disagreement when ranks have
+        gradients of different parameters.
         """
         with_gradient = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         for name, summed in self.sum_shares(with_gradient).items():
