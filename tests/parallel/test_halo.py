@@ -125,6 +125,17 @@ def test_a_convolution_of_one_token_has_none_before(worlds: Worlds) -> None:
     worlds(2).run(nothing_before)
 
 
+@pytest.mark.parametrize("width", [-1, 2.0, True])
+def test_a_width_is_a_number_of_tokens(worlds: Worlds, width: object) -> None:
+    for each in worlds(2).outcomes(halo_of, width):
+        with pytest.raises(ValueError, match=f"width must be a whole number of tokens, at least 0, got {width!r}"):
+            raise each.error
+
+
+def halo_of(width: int) -> None:
+    halo(torch.zeros(1, 4, 2), width, dist.group.WORLD)
+
+
 def refused(kind: str) -> None:
     group = Group.of(dist.group.WORLD)
     x: Tensor = torch.zeros(1, 4, 2)

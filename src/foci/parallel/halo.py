@@ -124,8 +124,8 @@ def _found(cut: Cut, rank: int, ends: Sequence[Tensor], first: Tensor) -> tuple[
 def _check(x: Tensor, width: int, tail: Tensor | None, offsets: Tensor | None) -> None:
     if x.dim() != 3:
         raise ShapeError(f"{_NAME}: x has shape {list(x.shape)}; expected [B, T, D]")
-    if width < 0:
-        raise ValueError(f"{_NAME}: width must be at least 0, got {width}")
+    if not isinstance(width, int) or isinstance(width, bool) or width < 0:
+        raise ValueError(f"{_NAME}: width must be a whole number of tokens, at least 0, got {width!r}")
     arguments.check_documents(_NAME, offsets, None, x.shape[0])
     expected = [arguments.rows(offsets, x.shape[0]), width, x.shape[2]]
     if tail is not None and list(tail.shape) != expected:
