@@ -109,8 +109,24 @@ def test_gradients_that_are_missing_or_zero_but_for_rounding() -> None:
     assert not Row("a", "out", "float64", float("nan"), 1.0).ok
 
 
+def test_what_is_not_a_number_is_never_equal() -> None:
+    one, nan = torch.ones(4), torch.full((4,), float("nan"))
+    assert gap([one, nan], [one, nan]) == gap([one, one], [one, nan]) == gap([one, nan], [one, one]) == float("inf")
+    for ours, truth in ((one, nan), (nan, nan), (nan, one)):
+        assert gradient_gap({"a": one, "b": ours}, {"a": one, "b": truth}, {"a": one, "b": truth}) == float("inf")
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_an_original_that_is_not_finite_forgives_nothing(broken: float) -> None:
+    truth = Result([torch.ones(4)], {"a": torch.ones(4)}, "float64")
+    original = Result([torch.tensor([1.0, 1.0, 1.0, broken])], {"a": torch.tensor([broken, 1.0, 1.0, 1.0])})
+    ours = Result([torch.zeros(4)], {"a": torch.zeros(4)})
+    assert not any(row.ok for row in compare_results(ours, original, truth, "original"))
+    assert truth.finite and not original.finite
+
+
 @pytest.mark.parametrize("kind", ["outputs", "gradients"])
-def test_what_overflows_in_the_original_excuses_no_other_number(kind: str) -> None:
+def test_what_is_not_finite_in_the_original_is_left_out_and_counted(kind: str) -> None:
     right = torch.arange(1.0, 5.0)
     half = right.clone()
     half[0] = torch.inf
@@ -128,6 +144,27 @@ def test_what_overflows_in_the_original_excuses_no_other_number(kind: str) -> No
         found = compare_results(result(ours), result(half), result(right), "original")
         assert all(row.ok for row in found) is (place == 0)
     assert not all(row.ok for row in compare_results(result(half), result(right), result(right), "original"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "LlamaForCausalLM"])
+def test_what_has_no_float64_is_held_against_float32_in_half_precision(name: str, dtype: torch.dtype) -> None:
+    transformers = pytest.importorskip("transformers")
+    cls = getattr(transformers, name)
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 2} if name.startswith("Mixtral") else {}
+    config = cls.config_class(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, **experts,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    model = cls(config).eval()
+    zoo.fill(model)
+    ids = torch.arange(14).view(2, 7)
+    inputs = {"input_ids": ids} if experts else {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    accelerated = accelerate(model.to(dtype), inputs, compile="off")
+    accelerated.restore()
+    whole = [row["against"] for row in accelerated.plan.proof if row["where"] == "whole model"]
+    assert whole == ["original", "float32"] * 2
 
 
 def test_padding_is_no_result() -> None:

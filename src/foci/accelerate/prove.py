@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from foci.accelerate.calls import SOFTMAX, Call, arguments, entries, in_double, one_head, repeat, spec_of
 from foci.accelerate.sites import Site
-from foci.check.compare import RELATIVE, VANISHED, Error, compare, difference, rms
+from foci.check.compare import HALF, RELATIVE, VANISHED, Error, compare, difference, rms
 
 # Numbers beyond which the equation is run for one head only: it holds the whole T x S matrix, or all states.
 _MOST_ENTRIES = 2**27
@@ -24,7 +25,7 @@ _KEPT = 8  # states that the gradient of one literal step keeps, of which softma
 class Row:
     """One comparison: what was compared with what, its error, its budget; how many numbers are left out.
 
-    Those are numbers that the original itself has not finite, where float64 has: they overflow in half precision.
+    Those are numbers that the original itself has not finite, where the truth has: they overflow in half precision.
     """
 
     where: str
@@ -67,9 +68,12 @@ class Problem:
 
 
 def relative_rms(value: Tensor, truth: Tensor) -> float:
-    """The root mean square of value - truth over that of truth; infinite where only one of them is finite."""
-    error, scale = rms(difference(value, truth)), rms(truth)
-    return error / scale if scale else error
+    """The root mean square of value - truth over that of truth; infinite where either is NaN or only one is finite."""
+    return _relative(rms(difference(value, truth)), rms(truth))
+
+
+def _relative(error: float, scale: float) -> float:
+    return error / scale if scale and math.isfinite(scale) else error
 
 
 def gap(values: Sequence[Tensor], truths: Sequence[Tensor]) -> float:
@@ -148,16 +152,25 @@ def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class Result:
-    """Outputs of a model and the gradients of its parameters and floating inputs."""
+    """Outputs of a model and the gradients of its parameters and floating inputs; `dtype` where it is the truth's."""
 
     outputs: list[Tensor]
     gradients: dict[str, Tensor | None]
+    dtype: str = ""
+
+    @property
+    def finite(self) -> bool:
+        """Whether every number is."""
+        return all(bool(x.isfinite().all()) for x in (*self.outputs, *self.gradients.values()) if x is not None)
 
 
-def differentiate(problem: Problem, model: nn.Module | None = None, *, double: bool = False) -> Result:
-    """One forward and backward with a fixed random cotangent, in evaluation mode, leaving no gradient behind."""
+def differentiate(problem: Problem, model: nn.Module | None = None, dtype: torch.dtype | None = None) -> Result:
+    """One forward and backward with a fixed random cotangent, in evaluation mode, leaving no gradient behind.
+
+    With a `dtype` floating inputs are given in it.
+    """
     model = model or problem.model
-    inputs = {name: _leaf(value, double) for name, value in problem.inputs.items()}
+    inputs = {name: _leaf(value, dtype) for name, value in problem.inputs.items()}
     leaves = {f"input {name}": value for name, value in inputs.items() if _is_leaf(value)}
     leaves |= {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     with torch.enable_grad():
@@ -168,15 +181,16 @@ def differentiate(problem: Problem, model: nn.Module | None = None, *, double: b
             generator = torch.Generator().manual_seed(0)
             directions = [_normal(o, generator) for o in attached]
             gradients = torch.autograd.grad(attached, list(leaves.values()), directions, allow_unused=True)
-    return Result([output.detach() for output in outputs], dict(zip(leaves, gradients, strict=True)))
+    named = str(dtype).removeprefix("torch.") if dtype else ""
+    return Result([output.detach() for output in outputs], dict(zip(leaves, gradients, strict=True)), named)
 
 
-def _leaf(value: Any, double: bool) -> Any:
+def _leaf(value: Any, dtype: torch.dtype | None) -> Any:
     if isinstance(value, Mapping):
-        return {key: _leaf(part, double) for key, part in value.items()}
+        return {key: _leaf(part, dtype) for key, part in value.items()}
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
-    return (value.double() if double else value).detach().clone().requires_grad_()
+    return value.to(dtype or value.dtype).detach().clone().requires_grad_()
 
 
 def _is_leaf(value: Any) -> bool:
@@ -201,31 +215,31 @@ def gradient_gap(
                 return float("inf")
             continue
         scale = largest if sizes.get(name, 0.0) <= VANISHED * largest else rms(truth)
-        error = rms(difference(value, truth))
-        worst = max(worst, error / scale if scale else error)
+        worst = max(worst, _relative(rms(difference(value, truth)), scale))
     return worst
 
 
 def prove_model(problem: Problem, routed: Callable[[], AbstractContextManager[Any]]) -> list[Row]:
-    """The whole model, original and routed, against each other and against the original in float64.
-
-    The budget is 1e-5. Where the original itself is further than that from float64 (a deep model, half precision), ours
-    may be twice as far from float64 as it is, and so at most three times that far from it.
-    """
+    """The whole model, original and routed, against each other and against the original in float64 (`truth_of`)."""
     with evaluating(problem.model):
-        double = copy.deepcopy(problem.model).double()  # before a gradient: some modules keep their last state
+        wide = copy.deepcopy(problem.model)  # before a gradient: some modules keep their last state
         original = differentiate(problem)
         with routed():
             ours = differentiate(problem)
-        truth = _truth(problem, double)
+        truth = truth_of(problem, wide)
     trained = any(gradient is not None for gradient in original.gradients.values())
-    return compare_results(ours, original, truth, "original", trained)
+    return compare_results(ours, original, truth, "original", trained=trained)
 
 
 def compare_results(
-    ours: Result, original: Result, truth: Result | None, against: str, trained: bool = True
+    ours: Result, original: Result, truth: Result | None, against: str, *, trained: bool = True
 ) -> list[Row]:
-    """The rows of a whole model: outputs and, where it is `trained`, gradients; `against` is what the original is."""
+    """Outputs, and gradients if `trained`, against the original, which goes by the name of `against`, and the truth.
+
+    The budget is 1e-5. Where the original itself is further than that from the truth (a deep model, half precision),
+    ours may be twice as far from it as the original is, and so at most three times that far from the original. What
+    is not finite in the original, where the truth is, says nothing of other numbers: it is left out, and counted.
+    """
     left_out = {"output": 0, "gradients": 0}
     if truth is not None:
         ours, original, truth, left_out = _finite(ours, original, truth)
@@ -238,21 +252,23 @@ def compare_results(
         if what == "gradients" and not trained:
             continue
         own, left = distance(original, truth) if truth else 0.0, left_out[what]
+        own = own if math.isfinite(own) else 0.0
         rows.append(Row("whole model", what, against, distance(ours, original), max(RELATIVE, 3 * own), left))
         if truth:
-            rows.append(Row("whole model", what, "float64", distance(ours, truth), max(RELATIVE, 2 * own), left))
+            rows.append(Row("whole model", what, truth.dtype, distance(ours, truth), max(RELATIVE, 2 * own), left))
     return rows
 
 
 def _finite(ours: Result, original: Result, truth: Result) -> tuple[Result, Result, Result, dict[str, int]]:
-    """All three with 0 where the original alone is not finite, of which nothing is known, and how often it is not."""
+    """All three with 0 where the original alone is not finite, and how often it is not."""
     outputs = [_overflowed(*each) for each in zip(original.outputs, truth.outputs, strict=False)]
     gradients = {name: _overflowed(x, truth.gradients.get(name)) for name, x in original.gradients.items()}
 
     def filled(result: Result) -> Result:
         kept = [_without(x, lost) for x, lost in zip(result.outputs, outputs, strict=False)]
         kept += result.outputs[len(kept) :]
-        return Result(kept, {name: _without(x, gradients.get(name)) for name, x in result.gradients.items()})
+        made = {name: _without(x, gradients.get(name)) for name, x in result.gradients.items()}
+        return Result(kept, made, result.dtype)
 
     counts = {
         what: sum(int(lost.sum()) for lost in each if lost is not None)
@@ -272,16 +288,22 @@ def _without(value: Any, lost: Tensor | None) -> Any:
     return value.masked_fill(lost, 0.0) if same else value
 
 
-def _truth(problem: Problem, double: nn.Module) -> Result | None:
-    """The original in float64; None where its own code cannot.
+def truth_of(problem: Problem, wide: nn.Module) -> Result | None:
+    """The original in float64, of half precision in float32 where its own code cannot in that; None where in neither.
 
-    A grouped product of experts has no float64, and a float32 softmax over float64's least number overflows.
+    A grouped product of experts has no float64, and a float32 softmax over float64's least number overflows. `wide` is
+    a copy of the model, to be changed.
     """
-    try:
-        truth = differentiate(problem, double, double=True)
-    except RuntimeError:
-        return None
-    return truth if all(bool(output.isfinite().all()) for output in truth.outputs) else None
+    half = any(parameter.dtype in HALF for parameter in problem.model.parameters())
+    for dtype in (torch.float64, torch.float32) if half else (torch.float64,):
+        wide = wide.double() if dtype == torch.float64 else wide.float()
+        try:
+            truth = differentiate(problem, wide, dtype)
+        except RuntimeError:
+            continue
+        if truth.finite:
+            return truth
+    return None
 
 
 @contextmanager

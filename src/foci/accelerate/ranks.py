@@ -16,7 +16,7 @@ from torch import nn
 from foci.accelerate.apply import Applied, route
 from foci.accelerate.calls import dims, letters, mask_text, spec_of
 from foci.accelerate.plan import Plan, SitePlan, identify
-from foci.accelerate.prove import Problem, Result, Row, compare_results, differentiate, evaluating
+from foci.accelerate.prove import Problem, Result, Row, compare_results, differentiate, evaluating, truth_of
 from foci.accelerate.run import Accelerated, Progress, Refused, compare_shown, record, seconds_text, versions
 from foci.accelerate.shown import Shown
 from foci.accelerate.sites import find
@@ -52,7 +52,7 @@ def accelerate_over_ranks(subject: Subject, ways: Ways, *, progress: Progress | 
         ways = ways.over(dist.get_world_size(), heads)
         split = _plan(subject, ways, tell)
         alone = copy.deepcopy(model) if dist.get_rank() == 0 else None
-        whole, truth = differentiate(problem), _truth(problem)
+        whole, truth = differentiate(problem), truth_of(problem, copy.deepcopy(model))
         before = _first(lambda: _shown(subject, tell, "one process"))
         spread = _spread(model, ways, split)
         try:
@@ -166,15 +166,6 @@ def _spread(model: nn.Module, ways: Ways, split: SplitPlan | None) -> Spread:
     )  # fmt: skip
 
 
-def _truth(problem: Problem) -> Result | None:
-    """The original in float64; None where its own code cannot."""
-    try:
-        truth = differentiate(problem, copy.deepcopy(problem.model).double(), double=True)
-    except RuntimeError:
-        return None
-    return truth if all(bool(output.isfinite().all()) for output in truth.outputs) else None
-
-
 def _prove(
     problem: Problem, spread: Spread, ways: Ways, whole: Result, truth: Result | None, name: str, tell: Progress
 ) -> list[Row]:
@@ -186,7 +177,7 @@ def _prove(
     else:
         with torch.no_grad():
             ours = Result([x.detach() for x in problem.results(problem.run())], {})
-    mine = compare_results(ours, whole, truth, "one process", trained)
+    mine = compare_results(ours, whole, truth, "one process", trained=trained)
     rows = [max(each, key=lambda row: _badness(row.error)) for each in zip(*_everywhere(mine), strict=True)]
     if not all(row.ok for row in rows):
         raise Refused(name, rows)
