@@ -14,6 +14,7 @@ from foci.accelerate.prove import (
     Result,
     Row,
     compare_results,
+    differentiate,
     evaluating,
     gap,
     gradient_gap,
@@ -22,6 +23,7 @@ from foci.accelerate.prove import (
 )
 from foci.accelerate.run import Refused, accelerate
 from foci.accelerate.sites import Site
+from foci.integrations.diffusers import install
 from foci.ops.softmax import aten
 from foci.ops.softmax.call import Call, bind
 
@@ -165,6 +167,20 @@ def test_what_has_no_float64_is_held_against_float32_in_half_precision(name: str
     accelerated.restore()
     whole = [row["against"] for row in accelerated.plan.proof if row["where"] == "whole model"]
     assert whole == ["original", "float32"] * 2
+
+
+def test_a_mask_of_floats_is_proved_on_the_backend_of_the_plan() -> None:
+    subject = zoo.load("unet")
+    text = subject.inputs["encoder_hidden_states"]
+    masked = {
+        **subject.inputs,
+        "encoder_attention_mask": (torch.arange(text.shape[1]) < 5).float().expand(text.shape[:2]),
+    }
+    names = [name.removesuffix(".processor") for name in subject.model.attn_processors]
+    rows = prove_model(Problem(subject.model, masked), lambda: install(subject.model, dict.fromkeys(names, "aten")))
+    assert all(row.ok for row in rows), rows
+    gradients = differentiate(Problem(subject.model, masked)).gradients
+    assert "input encoder_hidden_states" in gradients and "input encoder_attention_mask" not in gradients
 
 
 def test_padding_is_no_result() -> None:

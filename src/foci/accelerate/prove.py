@@ -167,10 +167,10 @@ class Result:
 def differentiate(problem: Problem, model: nn.Module | None = None, dtype: torch.dtype | None = None) -> Result:
     """One forward and backward with a fixed random cotangent, in evaluation mode, leaving no gradient behind.
 
-    With a `dtype` floating inputs are given in it.
+    With a `dtype` floating inputs are given in it. Those with `mask` in their name get no gradient.
     """
     model = model or problem.model
-    inputs = {name: _leaf(value, dtype) for name, value in problem.inputs.items()}
+    inputs = {name: _leaf(name, value, dtype) for name, value in problem.inputs.items()}
     leaves = {f"input {name}": value for name, value in inputs.items() if _is_leaf(value)}
     leaves |= {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     with torch.enable_grad():
@@ -185,12 +185,13 @@ def differentiate(problem: Problem, model: nn.Module | None = None, dtype: torch
     return Result([output.detach() for output in outputs], dict(zip(leaves, gradients, strict=True)), named)
 
 
-def _leaf(value: Any, dtype: torch.dtype | None) -> Any:
+def _leaf(name: str, value: Any, dtype: torch.dtype | None) -> Any:
     if isinstance(value, Mapping):
-        return {key: _leaf(part, dtype) for key, part in value.items()}
+        return {key: _leaf(key, part, dtype) for key, part in value.items()}
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
-    return value.to(dtype or value.dtype).detach().clone().requires_grad_()
+    # Nobody trains a mask, and the kernels that would be asked for its gradient are not those of the plan.
+    return value.to(dtype or value.dtype).detach().clone().requires_grad_("mask" not in name)
 
 
 def _is_leaf(value: Any) -> bool:
