@@ -65,7 +65,7 @@ def explain(operator: str, *args: Any, backend: str | None = None, **kwargs: Any
 
 
 def apply(model: Any, plan: dict[str, Any] | str | Path) -> Applied:
-    """Put a plan that `foci accelerate` wrote into a model of the same kind; `.restore()` takes it out exactly."""
+    """Put a plan that `foci accelerate` wrote into a model or pipeline of the same kind; `.restore()` takes it out."""
     from foci.accelerate.apply import apply as put
 
     return put(model, plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,6 +40,22 @@ def test_diffusers_processors_are_the_very_objects_again() -> None:
     with apply(subject.model, done.plan):
         pass
     assert all(subject.model.attn_processors[name] is own for name, own in processors.items())
+
+
+def test_a_plan_goes_into_the_pipeline_it_was_made_on() -> None:
+    subject = zoo.load("pixart")
+    pipeline = SimpleNamespace(components={"transformer": subject.model, "vae": nn.Linear(2, 2)})
+    done = accelerate(subject.model, subject.inputs, compile="off")
+    done.restore()
+    processors = dict(subject.model.attn_processors)
+    with apply(pipeline, done.plan) as applied:
+        assert list(applied.sites) == done.plan.names
+        assert all(subject.model.attn_processors[name] is not own for name, own in processors.items())
+    assert all(subject.model.attn_processors[name] is own for name, own in processors.items())
+    with pytest.raises(ValueError, match=r"apply: SimpleNamespace has no transformer or unet; it has \['vae'\]"):
+        apply(SimpleNamespace(components={"vae": nn.Linear(2, 2)}), done.plan)
+    with pytest.raises(ValueError, match=r"apply: model is a int; expected an nn.Module or a Diffusers pipeline"):
+        apply(3, done.plan)
 
 
 def test_foreign_plan_is_refused_before_anything_changes(bert: Accelerated) -> None:

@@ -91,13 +91,29 @@ def library_of(model: nn.Module) -> str | None:
     return next((library for library in ("diffusers", "transformers") if library in roots), None)
 
 
-def apply(model: nn.Module, plan: Plan | Mapping[str, Any] | str | Path) -> Applied:
+def denoiser(model: Any, who: str) -> tuple[str, nn.Module]:
+    """The module to work on: the model itself, or by its name the part of a Diffusers pipeline that runs every step."""
+    if isinstance(model, nn.Module):
+        return "", model
+    components = getattr(model, "components", None)
+    if not isinstance(components, Mapping):
+        raise ValueError(f"{who}: model is a {type(model).__name__}; expected an nn.Module or a Diffusers pipeline")
+    for part in ("transformer", "unet", "prior"):
+        if isinstance(components.get(part), nn.Module):
+            return part, components[part]
+    raise ValueError(f"{who}: {type(model).__name__} has no transformer or unet; it has {sorted(components)}")
+
+
+def apply(model: Any, plan: Plan | Mapping[str, Any] | str | Path) -> Applied:
     """Apply a plan that `foci accelerate` wrote: its path, its content, or the object.
+
+    Of a Diffusers pipeline its denoiser is taken, as `accelerate` does.
 
     The plan holds for the model it was made on: class, configuration and attention sites must be the same; weights may
     differ. Raises ValueError for a plan that cannot be read or that is another model's, with what differs; after an
     error the model is as it was.
     """
+    _, model = denoiser(model, "apply")
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     plan.require_same_model(identify(model))
     if plan.ranks:

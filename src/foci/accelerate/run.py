@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from foci.accelerate.apply import Applied, library_of, route
+from foci.accelerate.apply import Applied, denoiser, library_of, route
 from foci.accelerate.calls import dims, letters
 from foci.accelerate.compile import weigh
 from foci.accelerate.plan import ORACLE, CompilePlan, Plan, decide, identify
@@ -140,18 +140,9 @@ def _require_eager(model: nn.Module) -> None:
 
 def _denoiser(model: Any, given: Any) -> tuple[nn.Module, dict[str, Any], list[list[str]]]:
     """The module to accelerate, keyword arguments for it, and a pipeline's other modules with why they are left."""
-    if isinstance(model, nn.Module):
-        return model, _keywords(model, given), []
-    components = getattr(model, "components", None)
-    if not isinstance(components, Mapping):
-        raise ValueError(
-            f"accelerate: model is a {type(model).__name__}; expected an nn.Module or a Diffusers pipeline"
-        )
-    part = next(
-        (part for part in ("transformer", "unet", "prior") if isinstance(components.get(part), nn.Module)), None
-    )
-    if part is None:
-        raise ValueError(f"accelerate: {type(model).__name__} has no transformer or unet; it has {sorted(components)}")
+    part, module = denoiser(model, "accelerate")
+    if module is model:
+        return module, _keywords(module, given), []
     seen: list[dict[str, Any]] = []
 
     def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -159,7 +150,7 @@ def _denoiser(model: Any, given: Any) -> tuple[nn.Module, dict[str, Any], list[l
             bound = inspect.signature(module.forward).bind(*args, **kwargs)
             seen.append({k: v.clone() if isinstance(v, Tensor) else v for k, v in bound.arguments.items()})
 
-    hook = components[part].register_forward_pre_hook(keep, with_kwargs=True)
+    hook = module.register_forward_pre_hook(keep, with_kwargs=True)
     try:
         with torch.no_grad():
             model(**given) if isinstance(given, Mapping) else model(*(given if isinstance(given, tuple) else (given,)))
@@ -168,8 +159,8 @@ def _denoiser(model: Any, given: Any) -> tuple[nn.Module, dict[str, Any], list[l
     if not seen:
         raise ValueError(f"accelerate: {type(model).__name__} did not call its {part} with these example_inputs")
     others = [[k, f"beside the {part}, which is what runs at every step; accelerate it by itself"]
-              for k, v in components.items() if isinstance(v, nn.Module) and k != part]  # fmt: skip
-    return components[part], seen[0], others
+              for k, v in model.components.items() if isinstance(v, nn.Module) and k != part]  # fmt: skip
+    return module, seen[0], others
 
 
 def _keywords(model: nn.Module, given: Any) -> dict[str, Any]:
