@@ -183,6 +183,26 @@ def test_a_mask_of_floats_is_proved_on_the_backend_of_the_plan() -> None:
     assert "input encoder_hidden_states" in gradients and "input encoder_attention_mask" not in gradients
 
 
+@pytest.mark.parametrize("name", ["llama", "bytes-lm"])
+def test_a_cache_among_the_inputs_is_the_same_for_every_call(name: str) -> None:
+    subject = zoo.load(name)
+    ids = subject.inputs["input_ids"]
+    with torch.no_grad():
+        cache = subject.model(ids[:, :-3], use_cache=True).past_key_values
+    seen = cache.get_seq_length()
+    step = {"input_ids": ids[:, -3:], "past_key_values": cache}
+    accelerate(subject.model, step, compile="off").restore()
+    assert cache.get_seq_length() == seen == ids.shape[1] - 3
+
+
+def test_a_cache_that_holds_a_graph_is_refused() -> None:
+    subject = zoo.load("llama")
+    ids = subject.inputs["input_ids"]
+    step = {"input_ids": ids[:, -3:], "past_key_values": subject.model(ids[:, :-3]).past_key_values}
+    with pytest.raises(ValueError, match=r"past_key_values of example_inputs is a DynamicCache that cannot be copied"):
+        accelerate(subject.model, step, compile="off")
+
+
 def test_padding_is_no_result() -> None:
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
     problem = Problem(nn.Identity(), {"attention_mask": mask})

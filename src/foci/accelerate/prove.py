@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from foci.accelerate.calls import SOFTMAX, Call, arguments, entries, in_double, one_head, repeat, spec_of
 from foci.accelerate.sites import Site
 from foci.check.compare import HALF, RELATIVE, VANISHED, Error, compare, difference, rms
+from foci.nn import Cache
 
 # Numbers beyond which the equation is run for one head only: it holds the whole T x S matrix, or all states.
 _MOST_ENTRIES = 2**27
@@ -64,7 +65,21 @@ class Problem:
         return [x[real.bool()] if x.dim() > 2 and x.shape[:2] == real.shape else x for x in tensors]
 
     def run(self, model: nn.Module | None = None, inputs: Mapping[str, Any] | None = None) -> Any:
-        return (model or self.model)(**(self.inputs if inputs is None else inputs))
+        given = self.inputs if inputs is None else inputs
+        return (model or self.model)(**{name: _own(name, value) for name, value in given.items()})
+
+
+def _own(name: str, value: Any) -> Any:
+    """A copy of a cache, which the call adds to: every call of the same inputs is the same call."""
+    if not hasattr(value, "get_seq_length") and not isinstance(value, Cache):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except RuntimeError as error:
+        raise ValueError(
+            f"accelerate: {name} of example_inputs is a {type(value).__name__} that cannot be copied for each call; "
+            "expected a cache without a graph: fill it under torch.no_grad()"
+        ) from error
 
 
 def relative_rms(value: Tensor, truth: Tensor) -> float:
@@ -300,7 +315,7 @@ def truth_of(problem: Problem, wide: nn.Module) -> Result | None:
         wide = wide.double() if dtype == torch.float64 else wide.float()
         try:
             truth = differentiate(problem, wide, dtype)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # ours refuses a cache of another dtype by a ValueError
             continue
         if truth.finite:
             return truth
