@@ -101,6 +101,7 @@ def test_pipeline_gives_its_denoiser_and_lists_the_rest() -> None:
     [
         ({"compile": "perhaps"}, "compile must be 'auto', 'on' or 'off'"),
         ({"calls": 0}, "calls must be at least 1, got 0"),
+        ({"calls": float("nan")}, "calls must be at least 1, got nan"),
     ],
 )
 def test_options_are_checked(options: dict, sentence: str) -> None:

@@ -100,7 +100,7 @@ def accelerate(
     """
     if compile not in ("auto", "on", "off"):
         raise ValueError(f"accelerate: compile must be 'auto', 'on' or 'off', got {compile!r}")
-    if calls < 1:
+    if not calls >= 1:  # NaN is not
         raise ValueError(f"accelerate: calls must be at least 1, got {calls}")
     tell = progress or (lambda phase, text, finished: None)
     whole = model
