@@ -238,6 +238,17 @@ def test_the_kind_of_site_is_read_from_the_code(processor: Any, kind: str) -> No
     assert kind in spec_for(processor).name
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_case_is_made_on_any_device(kind: str) -> None:
+    cases = spec_for(library.AttnProcessor2_0, kind).cases
+    for case in cases:
+        made = case.make(torch.float32, torch.device("meta"), 0)
+        places = {x.device.type for x in (*made["site"].parameters(), *made.values()) if isinstance(x, Tensor)}
+        assert places == {"meta"}, case.name
+        with torch.device("meta"):
+            assert case.make(torch.float32, torch.device("cpu"), 0)["hidden_states"].device.type == "cpu"
+
+
 def test_the_kind_can_be_said() -> None:
     assert "SD3" in spec_for(Wrapper, "SD3").name
     with pytest.raises(ValueError, match=r"kind is 'Mochi'; expected one of .*'Flux'"):

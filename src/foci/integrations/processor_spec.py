@@ -329,15 +329,19 @@ def _case(kind: Kind, name: str, features: frozenset[str], tokens: int = TOKENS)
     def make(dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(seed)
 
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype)
 
-        site = kind.make(features)
+        def normal(*shape: int) -> Tensor:
+            return drawn(*shape).to(device)
+
+        with torch.device("cpu"):
+            site = kind.make(features)
         with torch.no_grad():
             for parameter in site.parameters():
                 # Large enough that attention is far from uniform: then a lost mask or position is far from small.
                 size = 1.5 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.2
-                parameter.copy_(normal(*parameter.shape) * size + (parameter if parameter.dim() == 1 else 0))
+                parameter.copy_(drawn(*parameter.shape) * size + (parameter if parameter.dim() == 1 else 0))
         rows = 1 if "single" in features else 2
         words = tokens if "equal" in features else WORDS
         inputs: dict[str, Any] = {"site": site.to(device, dtype).eval(), "hidden_states": normal(rows, tokens, WIDTH)}
