@@ -173,7 +173,7 @@ def make_mask(
 
     if isinstance(attention_mask, ModelMask):
         return attention_mask
-    mask_function = mask_function or causal_mask_function
+    mask_function = causal_mask_function if mask_function is None else mask_function  # torch 2.11 asks no function
     shape = (batch_size, 1, q_length, kv_length)
     made = partial(
         ModelMask, shape=shape, dtype=options.get("dtype", torch.float32), device=options.get("device", "cpu")

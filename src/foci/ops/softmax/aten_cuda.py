@@ -49,7 +49,7 @@ class _CudaKernel:
             found.append(f"{str(call.q.dtype).removeprefix('torch.')} is not supported")
         widest = self.widest(call.q.device)
         # A gradient of lse may ride along as one more column of v.
-        if max(call.q.shape[-1], call.v.shape[-1] + (not folds_dlse(call))) > widest:
+        if max(call.q.shape[-1], call.v.shape[-1] + int(not folds_dlse(call))) > widest:
             found.append(f"heads wider than {widest} are not supported")
         if masked and not self.takes_mask:
             found.append("a bias or dense mask is not supported")
