@@ -293,6 +293,19 @@ def joined_mask_mutated(q, k, v, *, mask: Mask | None = None):
     return right(q, k, v)
 
 
+@plant("inputs untouched", "changes the default dtype from torch.float32 to torch.float64 and leaves it so")
+def default_dtype_changed(q, k, v):
+    """Asks for wide constants, and for all later ones too."""
+    torch.set_default_dtype(torch.float64)
+    return right(q, k, v)[0]
+
+
+@plant("inputs untouched", "changes whether gradients are recorded from True to False")
+def gradients_switched_off(q, k, v):
+    torch.set_grad_enabled(False)
+    return right(q, k, v)[0]
+
+
 @plant("unwritten memory, strides, excluded NaN", "memory that nobody wrote")
 def unwritten_buffer(q, k, v):
     out = torch.empty_like(v[:, :1].expand(-1, q.shape[1], -1, -1)).repeat_interleave(q.shape[2] // v.shape[2], 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from foci.check.memory import another_default, poisoned, strided
+from foci.check.memory import another_default, ordinary, poisoned, strided
 
 
 def test_empty_is_nan_inside_and_the_switches_are_put_back() -> None:
@@ -28,3 +28,19 @@ def test_strided_views_equal_their_source_and_leave_the_rest_alone() -> None:
     made = strided({"x": x, "ints": ints, "scale": 0.5, "vector": x[0, 0]})
     assert torch.equal(made["x"], x) and made["x"].stride(-1) == 2
     assert made["ints"] is ints and made["scale"] == 0.5 and made["vector"].is_contiguous()
+
+
+def test_what_a_program_has_set_is_ordinary_inside_and_then_as_it_was() -> None:
+    torch.set_float32_matmul_precision("high")
+    try:
+        with ordinary() as quiet:
+            assert torch.get_float32_matmul_precision() == "highest"
+        with ordinary() as changed:
+            torch.set_default_dtype(torch.bfloat16)
+            torch.set_grad_enabled(False)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert quiet == [] and len(changed) == 2
+    assert "changes the default dtype from torch.float32 to torch.bfloat16" in changed[0]
+    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()

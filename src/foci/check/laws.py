@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.check import compare, diagnose, names
+from foci.check import compare, diagnose, memory, names
 from foci.check.compare import Error
 from foci.check.diagnose import Close
 from foci.check.exam import Exam
@@ -436,11 +436,13 @@ def _outputs_of(exam: Exam, case: Case) -> Findings:
 
 @law(15, "inputs untouched")
 def inputs_untouched(exam: Exam) -> Findings:
-    """No input is written to, and no output is a view of one."""
+    """No input is written to, no output is a view of one, and what the program has set stays as it was."""
     dtype = exam.dtype
     for case in exam.cases():
         inputs = exam.fresh(case, dtype)
-        outputs = exam.attempt(inputs).outputs
+        with memory.ordinary() as changed:
+            outputs = exam.attempt(inputs).outputs
+        yield from (Finding(case.name, None, sentence) for sentence in changed)
         if outputs is None:
             continue
         for (name, given), (_, value) in zip(_tensors(inputs), _tensors(exam.inputs(case, dtype)), strict=True):

@@ -1,9 +1,9 @@
-"""Memory that a result must not depend on: unwritten, between the strides, or excluded by a mask."""
+"""What a result must not depend on, nor leave changed: memory nobody wrote, strides, what the program has set."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,35 @@ DEFAULT = (
     "written to it"
 )
 EXCLUDED = "NaN in keys or values that the mask excludes reaches the result: a cache holds uninitialised memory there"
+
+# What a program sets for all of its code, by the words for it: how it is read, how it is set, and its ordinary value.
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
+    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float32),
+    "whether gradients are recorded": (torch.is_grad_enabled, torch.set_grad_enabled, True),
+    "how deterministic algorithms are": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 0),
+    "the precision of float32 products": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+        "highest",
+    ),
+}
+
+
+@contextmanager
+def ordinary() -> Iterator[list[str]]:
+    """Each of SETTINGS is ordinary inside, and then as it was. At the end the list has a sentence for each changed."""
+    before = {name: read() for name, (read, _, _) in SETTINGS.items()}
+    told: list[str] = []
+    try:
+        for _, write, value in SETTINGS.values():
+            write(value)
+        yield told
+        for name, (read, _, value) in SETTINGS.items():
+            if (now := read()) != value:
+                told.append(f"it changes {name} from {value} to {now} and leaves it so, for the whole program")
+    finally:
+        for name, (_, write, _) in SETTINGS.items():
+            write(before[name])
 
 
 @contextmanager
