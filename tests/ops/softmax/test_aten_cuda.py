@@ -108,6 +108,32 @@ def test_causal_pieces_that_are_not_square_are_left_to_the_kernel_that_aligns_th
     assert not any("square" in reason or "causal" in reason for call in single for reason in kernel.reasons(call))
 
 
+def test_cudnn_is_given_dout_and_out_in_one_layout_and_nothing_that_begins_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plan is kept for those of q, k and v alone."""
+    given: list[tuple[Tensor, ...]] = []
+
+    def back(*tensors: Any, **options: Any) -> tuple[Tensor, ...]:
+        given.append(tensors[:5])
+        return tensors[1:4]
+
+    monkeypatch.setattr(aten_cuda, "_aten", SimpleNamespace(_scaled_dot_product_cudnn_attention_backward=back))
+    B, T, H, K = 2, 74, 4, 16
+    x = torch.randn(B, T, H, K, dtype=torch.bfloat16)
+    wide = torch.randn(B, T, H * K + 256, dtype=torch.bfloat16)[..., : H * K].unflatten(-1, (H, K))
+    between = torch.empty(x.numel() + 3, dtype=torch.bfloat16)[3:].view(x.shape).copy_(x)
+    heads_first = x.transpose(1, 2).contiguous().transpose(1, 2)
+    lse = torch.zeros(B, H, T, 1)
+    for dout in (x, wide, between, heads_first, x[:, :1, :1, :1].expand(x.shape)):
+        for out in (x, heads_first):
+            q, k, v, o, do = (each.transpose(1, 2) for each in (x, between, x, out, dout))
+            CUDA_KERNELS[0]._backward(do, q, k, v, o, lse, None, False, 0.25)
+            assert torch.equal(given[-1][0], do) and torch.equal(given[-1][4], o) and torch.equal(given[-1][2], k)
+    assert {each.stride() for dout, *_, out in given for each in (dout, out)} == {x.transpose(1, 2).stride()}
+    assert all(each.data_ptr() % 16 == 0 for tensors in given for each in tensors)
+
+
 def test_efficient_is_given_out_in_the_memory_order_that_it_walks(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = next(kernel for kernel in CUDA_KERNELS if kernel.name == "efficient")
     given = []

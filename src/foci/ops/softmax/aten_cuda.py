@@ -178,9 +178,20 @@ class FlashOnCuda(_CudaKernel):
 
 
 class Cudnn(_CudaKernel):
-    """cuDNN's fused attention."""
+    """cuDNN's fused attention.
+
+    torch keeps a plan of its backward for the layouts of q, k and v, and makes it for those of out and dout as well, of
+    whoever comes first: another dout is read beside its memory. So these two always lie one way here, and torch's own
+    op, to which autograd hands what comes, is no way to a gradient. Nor does it look where tensors begin.
+    """
 
     name = "cudnn"
+
+    def by_torch(self, call: Call, causal: bool) -> Callable[..., tuple[Tensor]] | None:
+        return None if differentiated(call) else super().by_torch(call, causal)
+
+    def _as_they_are(self, call: Call) -> bool:
+        return super()._as_they_are(call) and all(_in_sixteens(x) is x for x in call[:3])
 
     def refused(self, call: Call) -> list[str]:
         found = [] if _has_cudnn(call.q.device) else ["this torch has no cuDNN"]
@@ -194,6 +205,7 @@ class Cudnn(_CudaKernel):
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, lse: bool = True
     ) -> tuple[Tensor, Tensor]:
+        q, k, v = map(_in_sixteens, (q, k, v))
         out, top, *_ = torch._scaled_dot_product_cudnn_attention(q, k, v, None, lse, 0.0, causal, False, scale=scale)
         return out, top
 
@@ -202,6 +214,8 @@ class Cudnn(_CudaKernel):
         mask: Tensor | None, causal: bool, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         seed, offset = _no_dropout(q)
+        dout, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, out))
+        dout, q, k, v, out = map(_in_sixteens, (dout, q, k, v, out))
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse, seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, causal,
             scale=scale,
@@ -347,6 +361,11 @@ def _causal_beyond_squares(call: Call) -> bool:
 def unit_stride(x: Tensor) -> Tensor:
     """The kernels read a row as consecutive numbers, whatever its last stride says."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _in_sixteens(x: Tensor) -> Tensor:
+    """Memory that begins at a multiple of 16 bytes."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _in_eights(x: Tensor) -> Tensor:
