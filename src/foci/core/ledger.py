@@ -109,7 +109,7 @@ LEDGER: tuple[Defect, ...] = (
         "cudnn",
         "normalised",
         "torch keeps a plan of its backward for layouts of q, k and v, made for the first dout: others are read beside "
-        "their memory (wrong gradients, illegal accesses): foci hands in one layout, and no op of torch to autograd",
+        "their memory (wrong gradients, illegal accesses): foci has all of them lie one way",
         "measured: torch 2.11, an H200, a small Flux by itself: gradients not finite in 10 of 15 runs, then a crash",
         torch=((2, 6), ()),
     ),

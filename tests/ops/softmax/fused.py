@@ -59,7 +59,7 @@ class Op(torch.autograd.Function):
     def backward(ctx, dout, _):
         assert ctx.with_lse, "no lse was asked for, and a gradient is wanted"
         q, k, v, mask, out, lse = ctx.saved_tensors
-        found = back(dout.contiguous(), q, k, v, out, lse.contiguous(), mask, ctx.causal, ctx.scale)
+        found = back(dout, q, k, v, out, lse.contiguous(), mask, ctx.causal, ctx.scale)
         return *found, None, None, None, None
 
 

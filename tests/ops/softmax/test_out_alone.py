@@ -17,6 +17,7 @@ from foci.ops.masks import Causal
 from foci.ops.softmax import aten
 from foci.ops.softmax.aten_cuda import CUDA_KERNELS
 from foci.ops.softmax.call import bind
+from tests.ops.softmax import fused
 from tests.ops.softmax.fused import rows
 
 CUDNN, FLASH, EFFICIENT = CUDA_KERNELS
@@ -44,7 +45,7 @@ def test_an_lse_is_made_only_for_a_gradient(wanted: str, counted: list[str], mon
         out = foci.attention(**inputs, mask=Causal(), backend="aten")
         assert ("an lse" in counted) == bool(wanted) == out.requires_grad
         if wanted:
-            assert "OpBackward" not in nodes(out), "torch's plan of cuDNN's backward does not know the layout of dout"
+            assert "OpBackward" in nodes(out) and not any("softmax" in name for name in nodes(out))
             (found,) = torch.autograd.grad(out.sum(), inputs[wanted])
             truth = foci.attention(**inputs, mask=Causal(), backend="reference")
             torch.testing.assert_close(found, torch.autograd.grad(truth.sum(), inputs[wanted])[0])
@@ -71,9 +72,38 @@ def test_of_heads_first_torch_would_keep_another_out_so_it_has_only_little() -> 
         x = torch.empty(2, 8, T, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
         for q, kept in ((x.transpose(1, 2), taken), (x.view(2, T, 8, 64), True)):
             call = bind(q, q, q)
-            assert (FLASH.by_torch(call, False) is not None) == kept and CUDNN.by_torch(call, False) is None
+            assert (FLASH.by_torch(call, False) is not None) == kept
+            assert (CUDNN.by_torch(call, False) is not None) == (q.stride(1) > q.stride(2))
             with torch.no_grad():
                 assert all(kernel.by_torch(bind(q, q, q), False) is not None for kernel in (FLASH, CUDNN))
+
+
+def test_cudnn_is_given_every_dout_in_one_layout(counted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its hook, as torch's op takes what autograd has; its plan knows the layouts of q, k and v alone."""
+    seen: list[Tensor] = []
+
+    def back(dout: Tensor, *given: Any) -> tuple[Tensor, ...]:
+        seen.append(dout)
+        return right(dout, *given)
+
+    right = fused.back
+    monkeypatch.setattr(fused, "back", back)
+    monkeypatch.setattr(aten, "_kernels", lambda call: (CUDNN,))
+    inputs = {name: x.requires_grad_() for name, x in rows().items()}
+    for _ in range(3):  # as written, and then as calls that are played
+        out = foci.attention(**inputs, mask=Causal(), backend="aten")
+        assert "OpBackward" in nodes(out)
+        truth = foci.attention(**inputs, mask=Causal(), backend="reference")
+        B, T, H, K = out.shape
+        wide = torch.randn(B, T, H * K + 24, dtype=out.dtype)[..., : H * K].unflatten(-1, (H, K))
+        between = torch.randn(out.numel() + 1, dtype=out.dtype)[1:].view(out.shape)
+        heads_first = torch.randn(B, H, T, K, dtype=out.dtype).transpose(1, 2)
+        for dout in (wide, between, heads_first, wide[:1, :1, :1, :1].expand(out.shape), wide.contiguous()):
+            found = torch.autograd.grad(out, list(inputs.values()), dout, retain_graph=True)
+            wanted = torch.autograd.grad(truth, list(inputs.values()), dout, retain_graph=True)
+            torch.testing.assert_close(found, wanted)
+    assert len(seen) == 15 and {x.stride() for x in seen} == {out.transpose(1, 2).stride()}
+    assert all(x.data_ptr() % 16 == 0 for x in seen)
 
 
 class Watched(TorchDispatchMode):

@@ -181,17 +181,25 @@ class Cudnn(_CudaKernel):
     """cuDNN's fused attention.
 
     torch keeps a plan of its backward for the layouts of q, k and v, and makes it for those of out and dout as well, of
-    whoever comes first: another dout is read beside its memory. So these two always lie one way here, and torch's own
-    op, to which autograd hands what comes, is no way to a gradient. Nor does it look where tensors begin.
+    whoever comes first: another dout is read beside its memory. So these two always lie one way here, tokens before
+    heads; torch's own op, to which autograd hands what comes, has a hook for it. Nor does torch look where tensors
+    begin.
     """
 
     name = "cudnn"
 
     def by_torch(self, call: Call, causal: bool) -> Callable[..., tuple[Tensor]] | None:
-        return None if differentiated(call) else super().by_torch(call, causal)
+        turned = call.q.stride(1) < call.q.stride(2) and differentiated(call)  # as torch's out would be
+        return None if turned else super().by_torch(call, causal)
 
     def _as_they_are(self, call: Call) -> bool:
         return super()._as_they_are(call) and all(_in_sixteens(x) is x for x in call[:3])
+
+    def _by_torch(self, causal: bool, scale: float, trains: bool, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
+        (out,) = super()._by_torch(causal, scale, trains, q, k, v)
+        if out.requires_grad:
+            out.register_hook(_plainly)
+        return (out,)
 
     def refused(self, call: Call) -> list[str]:
         found = [] if _has_cudnn(call.q.device) else ["this torch has no cuDNN"]
@@ -214,8 +222,8 @@ class Cudnn(_CudaKernel):
         mask: Tensor | None, causal: bool, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         seed, offset = _no_dropout(q)
-        dout, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, out))
-        dout, q, k, v, out = map(_in_sixteens, (dout, q, k, v, out))
+        dout, out = (_plainly(x.transpose(1, 2)).transpose(1, 2) for x in (dout, out))
+        q, k, v = map(_in_sixteens, (q, k, v))
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse, seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, causal,
             scale=scale,
@@ -363,9 +371,14 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _plainly(x: Tensor) -> Tensor:
+    """[B,T,H,V] one after another, from a multiple of 16 bytes on."""
+    return _in_sixteens(x.contiguous())
+
+
 def _in_sixteens(x: Tensor) -> Tensor:
-    """Memory that begins at a multiple of 16 bytes."""
-    return x if x.data_ptr() % 16 == 0 else x.clone()
+    """Memory that begins at a multiple of 16 bytes; of a row of many (vmap) torch makes its own."""
+    return x if torch._C._functorch.is_functorch_wrapped_tensor(x) or x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _in_eights(x: Tensor) -> Tensor:
