@@ -13,6 +13,7 @@ from foci.accelerate.apply import route
 from foci.accelerate.calls import arguments, dims, letters, mask_text
 from foci.accelerate.sites import find, watch
 from foci.ops.softmax.call import bind
+from tests.ops.softmax.fused import rows, stand_in
 
 EXPECTED = {
     "flux": (5, "B2 T74 H4 K16", "no mask", "FluxTransformerBlock", "scaled_dot_product_attention"),
@@ -52,6 +53,21 @@ def test_watching_changes_nothing_and_sees_attention_outside_any_site() -> None:
     assert torch.equal(outputs[0], model(x))
     assert [event.stack for event in events] == [("", "0"), ("", "0"), ("", "1"), ("", "1")]
     assert {event.via for event in events} == {"scaled_dot_product_attention", "softmax"}
+
+
+def test_a_plain_call_is_seen_where_torchs_own_op_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where a plain call is no op of foci's."""
+
+    class Own(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return foci.attention(x, x, x)
+
+    stand_in(monkeypatch)
+    model, x = Own(), rows()["q"]
+    for _ in range(3):
+        model(x)
+    (event,) = (event for event in watch(model, lambda: model(x)) if event.call is not None)
+    assert event.via == "foci" and event.stack == ("",) and event.call.q is x
 
 
 def test_a_site_that_does_not_run_is_told() -> None:

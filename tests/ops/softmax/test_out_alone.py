@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import foci
+from foci.core.library import listening
 from foci.ops.masks import Causal
 from foci.ops.softmax import aten
 from foci.ops.softmax.aten_cuda import CUDA_KERNELS
@@ -104,6 +105,21 @@ def test_cudnn_is_given_every_dout_in_one_layout(counted: list[str], monkeypatch
             torch.testing.assert_close(found, wanted)
     assert len(seen) == 15 and {x.stride() for x in seen} == {out.transpose(1, 2).stride()}
     assert all(x.data_ptr() % 16 == 0 for x in seen)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_whoever_listens_hears_every_call_though_torchs_op_or_a_plan_makes_it(trains: bool, counted: list[str]) -> None:
+    inputs = {name: x.requires_grad_(trains) for name, x in rows().items()}
+    for _ in range(3):
+        foci.attention(**inputs, backend="aten")  # of its kind nothing is dispatched any more
+    heard: list[Any] = []
+    with listening(heard.append):
+        for _ in range(3):
+            assert foci.attention(**inputs, backend="aten").requires_grad == trains
+        with torch.no_grad():
+            foci.attention_with_lse(**inputs, backend="aten")
+    foci.attention(**inputs, backend="aten")
+    assert len(heard) == 4 and all(call.q is inputs["q"] for call in heard)
 
 
 class Watched(TorchDispatchMode):
