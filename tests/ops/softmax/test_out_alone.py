@@ -122,6 +122,35 @@ def test_whoever_listens_hears_every_call_though_torchs_op_or_a_plan_makes_it(tr
     assert len(heard) == 4 and all(call.q is inputs["q"] for call in heard)
 
 
+@pytest.mark.parametrize("order", ["tokens first", "heads first", "one row for all", "one head for all"])
+def test_cudnn_is_given_every_out_in_one_layout(
+    order: str, counted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own lies as q does: its plan, made for that, would read the out of a Function beside its memory."""
+    seen: list[Tensor] = []
+
+    def back(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        seen.append(out)
+        return right(dout, q, k, v, out, *rest)
+
+    right = fused.back
+    monkeypatch.setattr(fused, "back", back)
+    monkeypatch.setattr(aten, "_kernels", lambda call: (CUDNN,))
+    lie: dict[str, Callable[[Tensor], Tensor]] = {
+        "tokens first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+        "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        "one row for all": lambda x: x[:1].expand(x.shape),
+        "one head for all": lambda x: x[:, :, :1].expand(x.shape),
+    }
+    inputs = {name: lie[order](x).requires_grad_() for name, x in rows().items()}
+    for attend in (foci.attention, lambda **given: foci.attention_with_lse(**given)[0], foci.attention):
+        out, truth = attend(**inputs, backend="aten"), foci.attention(**inputs, backend="reference")
+        dout = torch.randn(out.shape, dtype=out.dtype)
+        found, wanted = (torch.autograd.grad(x, list(inputs.values()), dout) for x in (out, truth))
+        torch.testing.assert_close(found, wanted)
+    assert len(seen) == 3 and {x.stride() for x in seen} == {torch.empty(out.shape).transpose(1, 2).stride()}
+
+
 class Watched(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

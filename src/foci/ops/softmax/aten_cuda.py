@@ -189,8 +189,9 @@ class Cudnn(_CudaKernel):
     name = "cudnn"
 
     def by_torch(self, call: Call, causal: bool) -> Callable[..., tuple[Tensor]] | None:
-        turned = call.q.stride(1) < call.q.stride(2) and differentiated(call)  # as torch's out would be
-        return None if turned else super().by_torch(call, causal)
+        by_row, by_query, by_head, _ = call.q.stride()
+        plain = by_row >= by_query >= by_head > 0  # as torch's out will be, which it keeps
+        return super().by_torch(call, causal) if plain or not differentiated(call) else None
 
     def _as_they_are(self, call: Call) -> bool:
         return super()._as_they_are(call) and all(_in_sixteens(x) is x for x in call[:3])
