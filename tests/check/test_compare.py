@@ -47,6 +47,17 @@ def test_what_a_plain_computation_overflows_in_excuses_no_other_number(dtype: to
 
 
 @pytest.mark.parametrize("dtype", HALVES)
+def test_beside_what_overflows_half_precision_is_held_to_no_more_than_float32_of_the_rest(dtype: torch.dtype) -> None:
+    yardstick, truth = torch.zeros_like(TRUTH), TRUTH.clone()
+    yardstick[0], truth[0] = torch.inf, 1e6
+    found = truth * (1 + 0.9e-5)
+    found[0] = torch.inf
+    assert compare(found, truth, yardstick, dtype).ok
+    found[1] += 1.0  # little beside 1e6
+    assert not compare(found, truth, yardstick, dtype).ok
+
+
+@pytest.mark.parametrize("dtype", HALVES)
 def test_half_precision_is_never_held_to_more_than_float32(dtype: torch.dtype) -> None:
     assert compare(TRUTH * (1 + 0.9 * RELATIVE), TRUTH, EXACT, dtype).ok
 

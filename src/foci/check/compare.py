@@ -60,11 +60,12 @@ def compare(
     """
     if truth.numel() == 0:
         return NONE
-    error = difference(got, truth)
+    error, half = difference(got, truth), dtype in HALF
+    if half and not log and not recurrent and yardstick.shape == error.shape:
+        error, truth, yardstick = (each.masked_fill(yardstick == torch.inf, 0.0) for each in (error, truth, yardstick))
     scale = rms(truth)
     if scale <= VANISHED * siblings:
         scale = siblings
-    half = dtype in HALF
     if log:
         found = [Error(float(error.max()), LOGARITHM)]
         if not half:
@@ -76,8 +77,6 @@ def compare(
     elif rms(error) <= RELATIVE * scale:  # never held to more than float32 is
         found = [_relative(rms(error), RELATIVE * scale, scale)]
     else:
-        if yardstick.shape == error.shape:
-            error, yardstick = (each.masked_fill(yardstick == torch.inf, 0.0) for each in (error, yardstick))
         found = [
             _relative(rms(error), rms(yardstick), scale),
             _relative(float(error.max()), 2 * float(yardstick.max()), scale),
