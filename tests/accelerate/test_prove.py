@@ -148,6 +148,23 @@ def test_what_is_not_finite_in_the_original_is_left_out_and_counted(kind: str) -
     assert not all(row.ok for row in compare_results(result(half), result(right), result(right), "original"))
 
 
+@pytest.mark.parametrize("kind", ["output", "gradients"])
+def test_where_no_number_of_the_original_is_finite_nothing_is_proved(kind: str) -> None:
+    right, lost = torch.ones(4), torch.full((4,), torch.nan)
+    original = Result([lost], {"w": right}) if kind == "output" else Result([right], {"w": lost, "gone": None})
+    truth = Result([right], {"w": right, "gone": None}, "float64")
+    ours = Result(original.outputs, {"w": original.gradients["w"], "gone": None})
+    rows = compare_results(ours, original, truth, "original")
+    assert [row.what for row in rows if not row.ok] == [kind, kind]
+    assert "is inf from original, budget 1e-05 but 4 numbers, not finite in the original" in str(Refused("it", rows))
+
+
+def test_a_plain_computation_that_is_not_finite_forgives_nothing() -> None:
+    truth, plain = torch.arange(1.0, 5.0).double(), torch.tensor([1.0, 2.0, 3.0, torch.nan])
+    for ours, right in ((truth.float(), True), (truth.float() + 1, False), (plain, False)):
+        assert prove._judge(ours, truth, plain, torch.float32, log=False, recurrent=False).ok is right
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "LlamaForCausalLM"])
 def test_what_has_no_float64_is_held_against_float32_in_half_precision(name: str, dtype: torch.dtype) -> None:

@@ -42,8 +42,11 @@ class Row:
 
     @property
     def said(self) -> str:
-        left_out = f" but {self.left_out} numbers, not finite in the original" if self.left_out else ""
-        return f"{self.error:.1e} of {self.budget:.0e}{left_out}"
+        return f"{self.error:.1e} of {self.budget:.0e}{self.beside}"
+
+    @property
+    def beside(self) -> str:
+        return f" but {self.left_out} numbers, not finite in the original" if self.left_out else ""
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,8 @@ def _judge(
         return Error(0.0 if value is truth else float("inf"), RELATIVE)
     error = compare(value, truth, difference(plain, truth), dtype, log=log, recurrent=recurrent)
     if not error.ok and not log and dtype in (torch.float32, torch.float64):
-        return Error(error.size, max(error.budget, 2 * relative_rms(plain, truth)))
+        own = relative_rms(plain, truth)
+        return Error(error.size, max(error.budget, 2 * own if math.isfinite(own) else 0.0))
     return error
 
 
@@ -174,9 +178,14 @@ class Result:
     dtype: str = ""
 
     @property
+    def numbers(self) -> dict[str, list[Tensor]]:
+        """What is there of each kind."""
+        return {"output": self.outputs, "gradients": [x for x in self.gradients.values() if x is not None]}
+
+    @property
     def finite(self) -> bool:
         """Whether every number is."""
-        return all(bool(x.isfinite().all()) for x in (*self.outputs, *self.gradients.values()) if x is not None)
+        return all(bool(x.isfinite().all()) for some in self.numbers.values() for x in some)
 
 
 def differentiate(problem: Problem, model: nn.Module | None = None, dtype: torch.dtype | None = None) -> Result:
@@ -254,12 +263,14 @@ def compare_results(
 
     The budget is 1e-5. Where the original itself is further than that from the truth (a deep model, half precision),
     ours may be twice as far from it as the original is, and so at most three times that far from the original. What
-    is not finite in the original, where the truth is, says nothing of other numbers: it is left out, and counted.
+    is not finite in the original, where the truth is, says nothing of other numbers: it is left out, and counted. Where
+    all are, nothing is proved: the error is infinite.
     """
     left_out = {"output": 0, "gradients": 0}
     if truth is not None:
         ours, original, truth, left_out = _finite(ours, original, truth)
     exact = (truth or original).gradients
+    many = {what: sum(x.numel() for x in some) for what, some in original.numbers.items()}
     rows: list[Row] = []
     for what, distance in (
         ("output", lambda a, b: gap(a.outputs, b.outputs)),
@@ -269,9 +280,10 @@ def compare_results(
             continue
         own, left = distance(original, truth) if truth else 0.0, left_out[what]
         own = own if math.isfinite(own) else 0.0
-        rows.append(Row("whole model", what, against, distance(ours, original), max(RELATIVE, 3 * own), left))
-        if truth:
-            rows.append(Row("whole model", what, truth.dtype, distance(ours, truth), max(RELATIVE, 2 * own), left))
+        for name, other, times in ((against, original, 3), (truth.dtype if truth else "", truth, 2)):
+            if other:
+                error = math.inf if left and left == many[what] else distance(ours, other)
+                rows.append(Row("whole model", what, name, error, max(RELATIVE, times * own), left))
     return rows
 
 

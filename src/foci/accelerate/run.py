@@ -36,7 +36,7 @@ class Refused(Unsupported):
 
     def __init__(self, name: str, rows: list[Row]) -> None:
         self.name, self.rows = name, rows
-        bad = [f"{row.where}: {row.what} is {row.error:.1e} from {row.against}, budget {row.budget:.0e}"
+        bad = [f"{row.where}: {row.what} is {row.error:.1e} from {row.against}, budget {row.budget:.0e}{row.beside}"
                for row in rows if not row.ok]  # fmt: skip
         super().__init__(f"accelerate: the plan for {name} is refused and the model restored", bad)
 
