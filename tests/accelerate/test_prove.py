@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -210,6 +212,26 @@ def test_a_cache_among_the_inputs_is_the_same_for_every_call(name: str) -> None:
     step = {"input_ids": ids[:, -3:], "past_key_values": cache}
     accelerate(subject.model, step, compile="off").restore()
     assert cache.get_seq_length() == seen == ids.shape[1] - 3
+
+
+def test_so_is_a_cache_in_a_mapping_among_the_inputs() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids: torch.Tensor, options: dict[str, Any]) -> Any:
+            return self.model(input_ids, **options)
+
+    subject = zoo.load("llama")
+    ids = subject.inputs["input_ids"]
+    with torch.no_grad():
+        cache = subject.model(ids[:, :-3], use_cache=True).past_key_values
+    seen = cache.get_seq_length()
+    accelerate(
+        Wrapped(subject.model), {"input_ids": ids[:, -3:], "options": {"past_key_values": cache}}, compile="off"
+    ).restore()
+    assert cache.get_seq_length() == seen
 
 
 def test_a_cache_that_holds_a_graph_is_refused() -> None:

@@ -73,9 +73,12 @@ class Problem:
 
 
 def _own(name: str, value: Any) -> Any:
-    """A copy of a cache, which the call adds to: every call of the same inputs is the same call."""
+    """A copy of a cache, which the call adds to: every call of the same inputs is the same call. So in a mapping."""
     if not hasattr(value, "get_seq_length") and not isinstance(value, Cache):
-        return value
+        parts = (
+            {key: _own(f"{name}[{key!r}]", part) for key, part in value.items()} if isinstance(value, Mapping) else {}
+        )
+        return parts if any(part is not value[key] for key, part in parts.items()) else value
     try:
         return copy.deepcopy(value)
     except RuntimeError as error:
