@@ -151,6 +151,20 @@ def test_cudnn_is_given_every_out_in_one_layout(
     assert len(seen) == 3 and {x.stride() for x in seen} == {torch.empty(out.shape).transpose(1, 2).stride()}
 
 
+@pytest.mark.parametrize("kernel", CUDA_KERNELS[:2], ids=lambda kernel: kernel.name)
+def test_many_douts_at_once(kernel: Any, counted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`is_grads_batched`, and so a vectorised Jacobian: they have no memory of their own."""
+    monkeypatch.setattr(aten, "_kernels", lambda call: (kernel,))
+    inputs = {name: x.requires_grad_() for name, x in rows(G=4).items()}
+    for _ in range(3):
+        out, truth = (foci.attention(**inputs, backend=backend) for backend in ("aten", "reference"))
+        assert "OpBackward" in nodes(out)
+        douts = torch.randn(3, *out.shape, dtype=out.dtype)
+        found = torch.autograd.grad(out, list(inputs.values()), douts, is_grads_batched=True)
+        each = [torch.autograd.grad(truth, list(inputs.values()), dout, retain_graph=True) for dout in douts]
+        torch.testing.assert_close(found, tuple(map(torch.stack, zip(*each, strict=True))))
+
+
 class Watched(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

@@ -378,8 +378,8 @@ def _plainly(x: Tensor) -> Tensor:
 
 
 def _in_sixteens(x: Tensor) -> Tensor:
-    """Memory that begins at a multiple of 16 bytes; of a row of many (vmap) torch makes its own."""
-    return x if torch._C._functorch.is_functorch_wrapped_tensor(x) or x.data_ptr() % 16 == 0 else x.clone()
+    """Memory that begins at a multiple of 16 bytes; of a row of many (vmap, `is_grads_batched`) torch makes its own."""
+    return x if not torch._C._has_storage(x) or x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _in_eights(x: Tensor) -> Tensor:
