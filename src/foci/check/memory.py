@@ -22,38 +22,20 @@ DEFAULT = (
 EXCLUDED = "NaN in keys or values that the mask excludes reaches the result: a cache holds uninitialised memory there"
 
 
-def _precision_of(library: Any) -> tuple[Callable[[], Any], Callable[[Any], Any], Any]:
-    """The precision of float32 in a library: read, set (not where it is inherited), and the ordinary one."""
-
-    def write(value: str) -> None:
-        library.fp32_precision = "none"
-        if library.fp32_precision != value:
-            library.fp32_precision = value
-
-    return lambda: library.fp32_precision, write, "ieee"
-
-
 # What a program sets for all of its code, by the words for it: how it is read, how it is set, and its ordinary value.
-# A precision stands behind that which it inherits where nobody has set it.
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float32),
     "whether gradients are recorded": (torch.is_grad_enabled, torch.set_grad_enabled, True),
     "how deterministic algorithms are": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 0),
-    "the precision of float32": _precision_of(torch.backends),
-    "the precision of float32 on GPUs": _precision_of(torch.backends.cudnn),
-    "the precision of float32 by oneDNN": _precision_of(torch.backends.mkldnn),
-    "the precision of float32 products on GPUs": _precision_of(torch.backends.cuda.matmul),
-    "the precision of float32 products by oneDNN": _precision_of(torch.backends.mkldnn.matmul),  # type: ignore[attr-defined]
 }
 
 
 @contextmanager
 def ordinary() -> Iterator[list[str]]:
     """Each of SETTINGS is ordinary inside, and then as it was. At the end the list has a sentence for each changed."""
-    before, word = {name: read() for name, (read, _, _) in SETTINGS.items()}, _precision_in_a_word()
+    before = {name: read() for name, (read, _, _) in SETTINGS.items()}
     told: list[str] = []
     try:
-        torch.set_float32_matmul_precision("highest")
         for _, write, value in SETTINGS.values():
             write(value)
         yield told
@@ -61,18 +43,8 @@ def ordinary() -> Iterator[list[str]]:
             if (now := read()) != value:
                 told.append(f"it changes {name} from {value} to {now} and leaves it so, for the whole program")
     finally:
-        if word is not None:
-            torch.set_float32_matmul_precision(word)
         for name, (_, write, _) in SETTINGS.items():
             write(before[name])
-
-
-def _precision_in_a_word() -> str | None:
-    """torch's older setting, which it keeps besides; None where libraries are set otherwise: it is not told then."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return None
 
 
 @contextmanager
