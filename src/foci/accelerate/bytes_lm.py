@@ -302,6 +302,7 @@ def cost(models: dict[str, Any], contexts: tuple[int, ...] = CONTEXTS, rounds: i
     drawn = torch.randint(1, 128, (1, max(contexts)), generator=torch.Generator().manual_seed(0), device="cpu")
     rows: list[dict[str, Any]] = []
     caches: list[BytesCache] = []
+    steps: list[Callable[[], Any]] = []
     for name, model in models.items():
         ids = drawn.to(model.device)
         for context in contexts:
@@ -310,11 +311,10 @@ def cost(models: dict[str, Any], contexts: tuple[int, ...] = CONTEXTS, rounds: i
                 model(piece, past_key_values=memory, logits_to_keep=1)
             rows.append({"model": name, "context": context})
             caches.append(memory)
+            steps.append(partial(model, ids[:, :1], past_key_values=memory, logits_to_keep=1))
     times: list[list[float]] = [[] for _ in rows]
     for turn in range(rounds + 2):
-        for row, memory, taken in zip(rows, caches, times, strict=True):
-            model = models[row["model"]]
-            step = partial(model, drawn[:, :1].to(model.device), past_key_values=memory, logits_to_keep=1)
+        for step, taken in zip(steps, times, strict=True):
             seconds = clock(step)
             if turn > 1:  # the first two warm up
                 taken.append(seconds)

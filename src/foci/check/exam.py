@@ -20,6 +20,7 @@ Gradients = dict[str, Tensor | None]
 Lay = Callable[[dict[str, Any]], dict[str, Any]]
 ROOM = 10 << 30  # bytes of a GPU that the truth of a large case, its inputs and its answer take at most
 UNROOMY = "their truth takes up to"  # how the reason begins for which large cases are left out
+_UNASKED = torch.zeros(1, device="cpu")  # a yardstick where the budget is none of a plain computation
 Answer = TypeVar("Answer")
 
 
@@ -254,11 +255,7 @@ class Exam:
         """An output against the truth, or against another tensor by the same budget."""
         place = self.names.index(name)
         right = self.truth(case, dtype)[place]
-        yardstick = (
-            difference(self.plain(case, dtype)[place], right)
-            if self._by_yardstick(dtype)
-            else torch.zeros(1, device="cpu")
-        )
+        yardstick = difference(self.plain(case, dtype)[place], right) if self._by_yardstick(dtype) else _UNASKED
         return compare(
             got, right if truth is None else truth, yardstick, dtype,
             log=name in self.spec.logs, recurrent=self.spec.recurrent,
@@ -268,7 +265,7 @@ class Exam:
         self, case: Case, dtype: torch.dtype, through: tuple[str, ...], leaf: str, got: Tensor, truth: Tensor
     ) -> Error:
         """A gradient against a tensor that takes the truth's place, by the budget of the truth."""
-        truths, yardstick = self.true_gradients(case, dtype, through), torch.zeros(1, device="cpu")
+        truths, yardstick = self.true_gradients(case, dtype, through), _UNASKED
         if self._by_yardstick(dtype):
             plain, right = self.plain_gradients(case, dtype, through)[leaf], truths[leaf]
             yardstick = difference(plain, right) if plain is not None and right is not None else yardstick

@@ -134,10 +134,8 @@ def _seen(T: int = 19, S: int = 19, left: int = 0, right: int = 0, window: int |
 
 def _real(*lengths: int) -> Tensor:
     """[B, 1, S, S]: an encoder's padding, every query sees the first `lengths[b]` keys."""
-    S = max(lengths)
-    return (torch.arange(S, device="cpu") < torch.tensor(lengths, device="cpu")[:, None])[:, None, None].expand(
-        -1, 1, S, S
-    )
+    S, counts = max(lengths), torch.tensor(lengths, device="cpu")
+    return (torch.arange(S, device="cpu") < counts[:, None])[:, None, None].expand(-1, 1, S, S)
 
 
 def _added(seen: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from foci.core.device import constant, installed, platform
 from foci.core.ledger import Use, vetoes
 from foci.core.plans import played
 from foci.ops.gpu import unsuitable
-from foci.ops.softmax.call import Call
+from foci.ops.softmax.call import DESCENDING, Call
 
 # Shapes are checked on the meta device; the numbers need a GPU (docs/softmax.md says which one has seen them).
 _aten = torch.ops.aten  # forwards are called as torch's own functions: the same op, 1 us cheaper
@@ -57,7 +57,7 @@ class _CudaKernel:
         if not B * H:
             found.append("there are no heads of any row")
         if not call.ascending:
-            found.append("the scale must be positive: -inf is multiplied by it")
+            found.append(DESCENDING)
         if not self.takes_mask and _causal_beyond_squares(call):
             found.append("top-left causal needs as many queries as keys")
         gradients = gradients or differentiated(call)

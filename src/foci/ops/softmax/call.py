@@ -22,6 +22,7 @@ Sink = Float[Tensor, "H"]
 Out = Float[Tensor, "B T H V"]
 Lse = Float[Tensor, "B T H"]
 
+DESCENDING = "the scale must be positive: -inf is multiplied by it"  # against a call that is not `ascending`
 _FEW = 16  # tokens, whose products with each other take no longer than starting a piece
 
 

@@ -25,7 +25,7 @@ from foci.ops.arguments import short
 from foci.ops.masks import Visible
 from foci.ops.softmax import chunked
 from foci.ops.softmax.aten_cuda import differentiated, fold, slow
-from foci.ops.softmax.call import Call
+from foci.ops.softmax.call import DESCENDING, Call
 from foci.ops.softmax.flash_packages import PACKAGES, Asked, Grads, Package, arguments, there
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -85,7 +85,7 @@ def _unfit(call: Call) -> list[str]:
         "of more queries than keys their window hides what it should show": (
             T > S and asked.right != 0 and (asked.left is not None or asked.right is not None)
         ),
-        "the scale must be positive: -inf is multiplied by it": not call.ascending,
+        DESCENDING: not call.ascending,
         f"more than {_MOST} rows or heads are not supported": max(B, H) > _MOST,
     }
     return [reason for reason, holds in against.items() if holds]
