@@ -219,6 +219,37 @@ def test_vmap_over_nothing_gives_nothing() -> None:
     assert y.shape == (0, 2, 3) and total.shape == (0, 2)
 
 
+@pytest.mark.parametrize("through", [("y",), ("total",), ("y", "total")])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_many_gradients_at_once(rows: int, through: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`is_grads_batched`: what stands for many has no memory, so the backward is given one after the other."""
+    x, weight = draw(2, 3).requires_grad_(), draw(3).requires_grad_()
+    made = dict(zip(("y", "total"), toy(x, weight), strict=True))
+    module, seen = sys.modules["toy_backend_opaque"], []
+    noted = lambda call, made, grads, needs: seen.append(grads) or backward(call, made, grads, needs)  # noqa: E731
+    monkeypatch.setattr(module, "backward", noted)
+    douts = [draw(rows, *made[name].shape) for name in through]
+    found = torch.autograd.grad(
+        [made[name] for name in through], (x, weight), douts, is_grads_batched=True, retain_graph=True
+    )
+    assert [g.shape for g in found] == [(rows, 2, 3), (rows, 3)]
+    assert len(seen) == rows and all(x is None or x.data_ptr() for grads in seen for x in grads)
+    for row in range(rows):
+        dy, dtotal = (dict(zip(through, douts, strict=True)).get(name) for name in ("y", "total"))
+        given = (dy if dy is None else dy[row], dtotal if dtotal is None else dtotal[row])
+        expected = backward(Call(x, weight, None, 3.0, None, True), None, given, [True, True])
+        for a, b in zip(found, expected, strict=True):
+            assert torch.allclose(a[row], b, rtol=1e-12)
+
+
+def test_a_vectorised_jacobian() -> None:
+    x, weight = draw(2, 3), draw(3)
+    one, many = (
+        torch.autograd.functional.jacobian(toy, (x, weight), vectorize=vectorize) for vectorize in (False, True)
+    )
+    torch.testing.assert_close(many, one)
+
+
 class Weighted(torch.nn.Module):
     """Of anything that takes a weight."""
 

@@ -316,7 +316,7 @@ def _guarded(spec: Spec, backend: Backend, backward_op: Any) -> Any:
 
         @staticmethod
         def vmap(info: Any, in_dims: Any, *values: Any) -> Any:
-            return _one_by_one(Gradient.apply, info, in_dims, values)
+            return _one_by_one(Gradient.apply, info.batch_size, in_dims, values)
 
     Gradient.__name__ = Gradient.__qualname__ = f"{spec.name}_{backend.name}_bwd"
     _differentiable(backward_op, Gradient.apply)
@@ -328,12 +328,11 @@ def _function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> Any:
 
     Its values are those of the call behind what plays them, or None.
     """
-    (forward_op, plain_forward), (backward_op, plain_backward) = ops
+    (forward_op, plain_forward), backward_ops = ops
     fields = tuple(typing.get_type_hints(spec.call))
     places = tuple(fields.index(name) for name in spec.differentiable)
-    count, keeps = len(spec.output_names), _keeps(backend)
-    made, guarded = count + keeps, _guarded(spec, backend, backward_op)
-    planned, by_plan = "triton" in backend.needs, _by_plan(backend, (count, made), places, len(fields))
+    count, keeps, planned = len(spec.output_names), _keeps(backend), "triton" in backend.needs
+    gradients = _gradients(spec, backend, backward_ops, (count, count + keeps), places, len(fields))
 
     class Forward(torch.autograd.Function):
         @staticmethod
@@ -360,29 +359,43 @@ def _function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> Any:
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             saved = ctx.saved_tensors  # once: a checkpoint's hooks give them but once
-            if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-                played = by_plan(ctx, saved, grads)
-                if played is not None:
-                    return played
-            outputs, tensors, grads = saved[-made:], iter(saved[:-made]), grads[:count]
-            call = [next(tensors) if value is Tensor else value for value in ctx.rest]
-            needs = [ctx.needs_input_grad[1 + place] for place in places]
-            if torch.is_grad_enabled() or plans.transformed():
-                run = guarded.apply
-            else:
-                run = backward_op if _watched((*call, *grads)) else plain_backward
-            found = run(*grads, *outputs, needs, *call)
-            gradients: list[Tensor | None] = [None] * len(call)
-            for place, gradient in zip(places, found, strict=True):
-                gradients[place] = gradient
-            return (None, *gradients)
+            if torch.compiler.is_compiling() or not any(map(_of_many, grads)):
+                return gradients(ctx, saved, grads)
+            return _row_by_row(lambda *row: gradients(ctx, saved, row), grads)
 
         @staticmethod
         def vmap(info: Any, in_dims: Any, *values: Any) -> Any:
-            return _one_by_one(Forward.apply, info, in_dims, values)
+            return _one_by_one(Forward.apply, info.batch_size, in_dims, values)
 
     Forward.__name__ = Forward.__qualname__ = f"{spec.name}_{backend.name}_fwd"
     return Forward
+
+
+def _gradients(
+    spec: Spec, backend: Backend, ops: Pair, counts: tuple[int, int], places: tuple[int, ...], size: int
+) -> Callable[..., tuple[Tensor | None, ...]]:
+    """The backward of its Function, of what was saved; `counts`, `places` and `size` as `_by_plan` has them."""
+    (count, made), (op, plain) = counts, ops
+    guarded, by_plan = _guarded(spec, backend, op), _by_plan(backend, counts, places, size)
+
+    def gradients(ctx: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            played = by_plan(ctx, saved, grads)
+            if played is not None:
+                return played
+        outputs, tensors, grads = saved[-made:], iter(saved[:-made]), grads[:count]
+        call = [next(tensors) if value is Tensor else value for value in ctx.rest]
+        needs = [ctx.needs_input_grad[1 + place] for place in places]
+        if torch.is_grad_enabled() or plans.transformed():
+            run = guarded.apply
+        else:
+            run = op if _watched((*call, *grads)) else plain
+        found: list[Tensor | None] = [None] * len(call)
+        for place, gradient in zip(places, run(*grads, *outputs, needs, *call), strict=True):
+            found[place] = gradient
+        return (None, *found)
+
+    return gradients
 
 
 def _by_plan(backend: Backend, counts: tuple[int, int], places: tuple[int, ...], size: int) -> Callable[..., Any]:
@@ -417,7 +430,7 @@ def _by_plan(backend: Backend, counts: tuple[int, int], places: tuple[int, ...],
     return played
 
 
-def _one_by_one(apply: Callable[..., Any], info: Any, in_dims: Any, values: Any) -> Any:
+def _one_by_one(apply: Callable[..., Any], count: int, in_dims: Any, values: Any) -> Any:
     """vmap by a loop over the mapped dimension: right for every mask, which folding it into the batch would not be."""
 
     def one(place: int) -> Any:
@@ -425,7 +438,6 @@ def _one_by_one(apply: Callable[..., Any], info: Any, in_dims: Any, values: Any)
         pairs = zip(values, in_dims, strict=True)
         return apply(*(v.select(d, place) if isinstance(v, Tensor) and d is not None else v for v, d in pairs))
 
-    count = info.batch_size
     if not count:  # one of zeros says of what shapes none would be
         values = [
             v.new_zeros((*v.shape[:d], 1, *v.shape[d + 1 :])) if isinstance(v, Tensor) and d is not None else v
@@ -434,6 +446,22 @@ def _one_by_one(apply: Callable[..., Any], info: Any, in_dims: Any, values: Any)
     runs = [one(place) for place in range(max(1, count))]
     stacked = tuple(None if run[0] is None else torch.stack(run)[:count] for run in zip(*runs, strict=True))
     return stacked, tuple(None if value is None else 0 for value in stacked)
+
+
+def _of_many(grad: Tensor | None) -> bool:
+    """Whether it stands for a row of gradients, as `is_grads_batched` makes them, and so a vectorised Jacobian."""
+    return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
+
+
+def _row_by_row(run: Callable[..., Any], grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """What `run` gives of each row, as rows: a tensor that stands for many has no memory that a kernel could read."""
+    level = 1  # one within another would be a second derivative
+    count = next(torch._remove_batch_dim(x, level, 1, 0).shape[0] for x in grads if x is not None and _of_many(x))
+    rows = [None if x is None else torch._remove_batch_dim(x, level, count, 0) for x in grads]
+    found, dims = _one_by_one(run, count, [0] * len(rows), rows)
+    return tuple(
+        None if dim is None else torch._add_batch_dim(x, dim, level) for x, dim in zip(found, dims, strict=True)
+    )
 
 
 def _schema(call_type: type) -> str:
