@@ -3,9 +3,10 @@
     python -m pytest -p tests.on_gpu tests/integrations tests/nn tests/compat tests/accelerate tests/ops/softmax
 
 Tensors that a test makes without saying where lie on the GPU, those of parameters and of a test module's constants
-too; a CPU's generator draws the numbers that it draws elsewhere, and autocast is the GPU's. Some tests cannot hold
-there: of what a CPU chooses or says, of values that are looked at on a CPU alone, of one device beside another; nor
-what torch's compiler traces, where it makes tensors, as what makes them is none of torch's own here.
+too, but under `with torch.device`; a CPU's generator draws the numbers that it draws elsewhere, and autocast is the
+GPU's. Some tests cannot hold there: of what a CPU chooses or says, of values that are looked at on a CPU alone, of one
+device beside another; nor what torch's compiler traces, where it makes tensors, as what makes them is none of torch's
+own here.
 """
 
 from __future__ import annotations
@@ -22,10 +23,17 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 CPU, GPU = torch.device("cpu"), torch.device(os.environ.get("FOCI_TESTS_ON", "cuda:0"))
 MADE = ["empty", "zeros", "ones", "full", "eye", "tensor", "arange", "linspace", "rand", "randn", "randint", "randperm"]
 FILLS = ["normal_", "uniform_", "random_", "exponential_", "bernoulli_"]
+
+
+def _asked() -> bool:
+    """Whether one is, by `with torch.device`, that all lie somewhere."""
+    return any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 
 
 def placed(make: Any) -> Any:
@@ -33,7 +41,7 @@ def placed(make: Any) -> Any:
 
     @functools.wraps(make)
     def made(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("device") is not None:
+        if kwargs.get("device") is not None or _asked():
             return make(*args, **kwargs)
         generator = kwargs.get("generator")
         if generator is None or generator.device.type != "cpu":
@@ -69,7 +77,7 @@ class Autocast(torch.autocast):
 
 def moved(value: Any) -> Any:
     """On the GPU, as are the tensors within."""
-    if type(value) is Tensor:
+    if type(value) is Tensor and not value.is_meta:
         return value.detach().to(GPU).requires_grad_(value.requires_grad)
     if isinstance(value, torch.device):
         return GPU if value == CPU else value

@@ -75,6 +75,10 @@ def test_refusals_name_the_feature(kernel) -> None:
     assert kernel.reasons(bind(q, k, v, mask=Causal())) == []
     masked = kernel.reasons(bind(q, k, v, mask=Dense(torch.empty(1, 1, 50, 50, dtype=torch.bool, device="meta"))))
     assert bool(masked) is not kernel.takes_mask
+    bias = torch.empty(50, 50, device="meta")
+    rounded = kernel.reasons(bind(q, k, v, bias=bias))
+    assert ("a bias of float32 would be rounded to bfloat16" in rounded) is kernel.takes_mask
+    assert bool(kernel.reasons(bind(q, k, v, bias=bias.bfloat16()))) is not kernel.takes_mask
     q, k, v = tensors(K=300)
     assert any("wider than" in reason for reason in kernel.reasons(bind(q, k, v)))
     q, k, v = tensors()

@@ -53,6 +53,9 @@ class _CudaKernel:
             found.append(f"heads wider than {widest} are not supported")
         if masked and not self.takes_mask:
             found.append("a bias or dense mask is not supported")
+        elif call.bias is not None and call.q.dtype in _HALF and call.bias.dtype != call.q.dtype:
+            dtypes = (str(x.dtype).removeprefix("torch.") for x in (call.bias, call.q))
+            found.append("a bias of {} would be rounded to {}".format(*dtypes))
         B, T, S, H, G, _, _ = call.sizes
         if not B * H:
             found.append("there are no heads of any row")
