@@ -103,7 +103,7 @@ def test_packed_documents_stay_apart(name: str) -> None:
             assert relative(got, expected) < BUDGET
 
 
-@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.parametrize("name", sorted(MIXING))
 def test_documents_that_do_not_reach_the_layers_are_refused(name: str) -> None:
     model = MODELS[name]()
     offsets = torch.tensor([0, 5, 12])
