@@ -132,6 +132,48 @@ def test_a_reach_as_wide_as_a_number_hides_nothing(wide: int) -> None:
         assert mask.materialize(3, 3).all() and (mask & Lengths(torch.tensor([3, 3]))).materialize(3, 3).all(), mask
 
 
+@pytest.mark.parametrize("wide", [2**31, 2**40, 2**63, 2**70])
+def test_a_bound_wider_than_the_tensor_it_is_joined_with_hides_nothing(wide: int) -> None:
+    for dtype in (torch.int32, torch.int64):
+        low, high = torch.tensor([-1, 0, -9], dtype=dtype), torch.tensor([2, 0, 9], dtype=dtype)
+        for both, alone in (
+            (Band(low, high) & Band(-wide, wide), Band(low, high)),
+            (Band(-wide, wide) & Band(low, high), Band(low, high)),
+            (Band(low, None) & Band(wide, None), Band(wide, None)),
+            (Band(None, high) & Band(None, -wide), Band(None, -wide)),
+        ):
+            assert torch.equal(both.materialize(4, 6), alone.materialize(4, 6).expand(3, 1, 4, 6))
+
+
+def test_two_bands_hide_what_either_hides() -> None:
+    low, high = integers(-3, 0, 1), integers(2, 0, 4)
+    for first, second in (
+        (Band(-2, 1), Band(-1, 3)),
+        (Band(low, high), Band(-1, 1)),
+        (Band(-1, 1), Band(low, high)),
+        (Band(low, high), Band(low.flip(0), high.flip(0))),
+        (Band(low, None), Band(None, high.long())),
+    ):
+        both = first.materialize(4, 6) & second.materialize(4, 6)
+        assert torch.equal((first & second).materialize(4, 6), both)
+
+
+def test_a_bound_as_low_as_a_number_leaves_a_side_open() -> None:
+    most = torch.iinfo(torch.int64).max
+    for first, last in ((-most - 1, most), (-most, most - 1)):
+        band = Band(torch.tensor([first, 0]), torch.tensor([last, 0]))
+        assert torch.equal(band.materialize(3, 3)[:, 0], torch.stack([torch.ones(3, 3), torch.eye(3)]) > 0)
+
+
+def test_values_that_a_vmap_hides_are_checked_by_the_sizes_of_their_side() -> None:
+    lengths = torch.tensor([[8], [5]])
+    shown = torch.func.vmap(lambda n: Lengths(n).materialize(3, 8))(lengths)
+    for row, n in zip(shown, lengths, strict=True):
+        assert torch.equal(row, Lengths(n).materialize(3, 8))
+    with pytest.raises(ValueError, match="kv_lengths must each be 0 to"):
+        torch.func.vmap(lambda n: Lengths(n).materialize(8, 3))(lengths)
+
+
 def test_no_rows_have_a_mask_too() -> None:
     assert (Lengths(torch.zeros(0, dtype=torch.int64)) & Band(0, None)).materialize(2, 2).shape == (0, 1, 2, 2)
 
@@ -149,6 +191,9 @@ def test_existing_is_what_packed_and_lengths_include() -> None:
         seen = visible(kept, B, 1, 5, 5)[:, 0]
         # What sees or is seen exists; with q_lengths, nothing else does.
         assert not (seen & ~(queries[:, :, None] & keys[:, None])).any()
+    padded = existing(lower(Lengths(integers(4, 0), integers(3, 1))), 5, 6, torch.device("cpu"))
+    assert padded is not None
+    assert [flags.sum(-1).tolist() for flags in padded] == [[3, 1], [4, 0]]
 
 
 def test_composition_keeps_one_of_each_kind() -> None:
@@ -199,6 +244,14 @@ BAD = {
     ),
     "Dense: allowed must be a boolean tensor, got list": lambda: Dense([[True]]),
     "Dense: allowed has 5 dimensions; expected at most 4": lambda: Dense(torch.ones(1, 1, 1, 5, 5).bool()),
+    "Band: low must be an int, a tensor of ints or None, got 1.5": lambda: Band(1.5, None),
+    "Band: high must be an int, a tensor of ints or None, got True": lambda: Band(None, True),
+    "Band: high must be a one-dimensional int32 or int64 tensor, got torch.float32 [1]": lambda: Band(
+        0, torch.tensor([1.0])
+    ),
+    "Band: low must be a one-dimensional int32 or int64 tensor, got torch.int64 []": lambda: Band(
+        torch.tensor(1), None
+    ),
     "mask: two Packed masks cannot be combined": lambda: Packed(integers(0, 5)) & Packed(integers(0, 5)),
     "mask: two Lengths masks cannot be combined": lambda: Lengths(integers(5)) & Causal() & Lengths(integers(5)),
 }
@@ -287,6 +340,7 @@ def test_pairs_are_those_that_materialize_shows() -> None:
             assert pairs(lower(mask), 3, T, S) == int(shown.expand(3, 1, T, S).sum()), (mask, T, S)
     packed = Packed(torch.tensor([0, 3, 3, 8])) & Causal()
     assert pairs(lower(packed), 1, 8, 8) == 6 + 15
+    assert pairs(lower(Packed(torch.tensor([0, 3, 3, 8]))), 1, 8, 8) == 9 + 25
 
 
 def test_values_are_checked_where_they_lie_on_the_cpu_and_left_unread_elsewhere() -> None:
@@ -310,6 +364,9 @@ def test_what_does_not_fit_together_is_named() -> None:
             Dense(four.expand(2, 1, 4, 4)) & Lengths(three)
         ).materialize(4, 4),
         r"Dense: allowed of two masks joined by & has shapes \[4, 4\] and \[5, 5\]": lambda: Dense(four) & Dense(five),
+        r"Dense: allowed of two masks joined by & has shapes \[4, 4\] and \[2, 4\]": lambda: (
+            Dense(four) & Dense(four[:2])
+        ),
         r"Band: low or high of two masks joined by & has shapes \[2\] and \[3\]": lambda: Band(two, 0) & Band(three, 0),
         "mask: T must be a non-negative int, got -1": lambda: Causal().materialize(-1, 3),
         "mask: S must be a non-negative int, got 2.5": lambda: Causal().materialize(3, 2.5),

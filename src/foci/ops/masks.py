@@ -398,7 +398,7 @@ def _per_row(lengths: Tensor, document: Tensor | None) -> Tensor:
 def _bounds(bound: Tensor, frame: _Frame, visible: Visible) -> Tensor:
     """The bound of each query's row or document, [B|1, T|1, 1]."""
     documents = 1 if visible.q_offsets is None else visible.q_offsets.numel() - 1
-    bound = bound.to(frame.query.device)
+    bound = bound.to(frame.query.device).long().clamp(-FARTHEST, FARTHEST)
     return _per_row(bound if bound.numel() > 1 else bound.expand(documents), frame.document)
 
 
@@ -442,12 +442,12 @@ def _closer(a: int | None, b: int | None) -> int | None:
 
 
 def _further(a: Any, b: Any, take: Callable[..., Any]) -> Any:
-    """The bound, of two, that hides more: numbers, or tensors of them."""
+    """The bound, of two, that hides more: numbers, or tensors of them, then of int64, as a number may need that."""
     if a is None or b is None:
         return b if a is None else a
     if isinstance(a, int) and isinstance(b, int):
         return take(a, b)
-    a, b = (x if isinstance(x, Tensor) else torch.tensor(x, device="cpu") for x in (a, b))
+    a, b = (x.long() if isinstance(x, Tensor) else torch.tensor(_within(x), device="cpu") for x in (a, b))
     _together("Band", "low or high", a, b)
     return torch.maximum(a, b) if take is max else torch.minimum(a, b)
 
