@@ -47,7 +47,6 @@ def absorb(out: Tensor, lse: Tensor, part: Tensor, top: Tensor, mass: Tensor | N
     where it is given, with top the largest logit (-inf: nothing seen). `lse` is best kept in float64: the sum of many
     parts then carries no more rounding than each of them.
     """
-    top = top.to(lse.dtype)
     highest = torch.maximum(lse, top)
     empty = highest == -torch.inf
     highest.masked_fill_(empty, 0.0)

@@ -367,7 +367,7 @@ def _frame(visible: Visible, T: int, S: int, device: torch.device) -> _Frame:
         documents = visible.q_offsets.numel() - 1
         q_document = torch.searchsorted(visible.q_offsets.long(), t, right=True) - 1
         k_document = torch.searchsorted(visible.kv_offsets.long(), s, right=True) - 1
-        inside = (q_document < documents) & (k_document < documents) & (q_document == k_document)
+        inside = (q_document < documents) & (q_document == k_document)
         # One sentinel document behind the last gathers the tokens that belong to none.
         q_sizes = torch.nn.functional.pad(visible.q_offsets.long().diff(), (0, 1))
         k_sizes = torch.nn.functional.pad(visible.kv_offsets.long().diff(), (0, 1))

@@ -121,7 +121,7 @@ def reasons(call: Call) -> list[str]:
         found.append("bias needs a gradient, which torch's fused kernels do not compute")
     if call.sink is not None and call.sink.requires_grad and torch.is_grad_enabled() and call.q.dtype in _HALF:
         found.append("sink needs a gradient, which in half precision would carry the rounding of out")
-    if (call.causal_end or call.causal_start) and not _causal_fits(call):
+    if not _causal_fits(call):
         found.append("torch's fused kernels align causal top-left; here the last query must see the last key")
     if call.q.is_cuda and (call.q_offsets is not None or call.kv_lengths is not None):
         found.append("documents and lengths would be read on the host, which waits for the GPU")
