@@ -100,6 +100,8 @@ def test_a_tensor_without_a_place_for_every_number_is_named() -> None:
     for odd, said in ((x.to_sparse(), "one of layout torch.sparse_coo"), *((each, "a nested one") for each in nested)):
         with pytest.raises(ValueError, match=f"^toy: x must be a dense tensor, got {said}"):
             SIGNATURE.bind(tensors(x=odd))
+    with pytest.raises(ValueError, match=r"^toy: bias must be a dense tensor, got one of layout torch.sparse_coo"):
+        SIGNATURE.bind(tensors(bias=torch.zeros(2, 3, 4).to_sparse()))
 
 
 def test_what_is_no_tensor_is_told_in_short() -> None:

@@ -58,6 +58,20 @@ def test_gradients_flow_through_what_was_appended_before():
     torch.testing.assert_close(second.grad, 2 * second.detach())
 
 
+@pytest.mark.parametrize("which", ["earlier", "new", "saved"])
+def test_what_a_backward_needs_is_never_written_again(which: str):
+    """By whichever of the two gradients flow, or by neither, where something else saved what came back."""
+    layer = LayerCache()
+    first, second = (torch.ones(1, 2, 1, requires_grad=which == name) for name in ("earlier", "new"))
+    layer.append("k", first)
+    held = layer.append("k", second, saved=which == "saved")
+    weight = torch.ones(1, requires_grad=True)
+    found = (held * weight).square().sum()
+    layer.append("k", torch.ones(1, 1, 1))
+    found.backward()
+    assert weight.grad.item() == 8
+
+
 def test_what_inference_mode_made_is_copied_once_outside_and_goes_on():
     layer, (first, second, third, *_) = LayerCache(), _steps(9)
     with torch.inference_mode():
@@ -90,6 +104,38 @@ def test_a_fork_does_not_feel_the_other(copied):
     fork.layer(0).append("k", torch.ones(1, 1, 1))
     held = cache.layer(0).append("k", torch.full((1, 1, 1), 7.0))
     assert held.flatten().tolist() == [0, 0, 7]
+
+
+def test_a_draft_that_is_not_taken_changes_nothing_whether_it_grows_or_not():
+    for count in (1, 3 * BLOCK):
+        layer = LayerCache()
+        layer.append("k", torch.tensor([[[1.0], [2.0]]]))
+        draft = layer.draft("Layer", 1, None, 0)
+        draft.append("k", torch.full((1, count, 1), 7.0))
+        draft.append("v", torch.full((1, count, 1), 7.0))
+        assert list(layer) == ["k"] and layer["k"].flatten().tolist() == [1, 2]
+        # Where the draft needed a larger buffer, there is no second one.
+        assert layer["k"].data_ptr() == draft["k"].data_ptr()
+        held = layer.append("k", torch.tensor([[[3.0]]]))
+        assert held.flatten().tolist() == [1, 2, 3]
+
+
+def test_a_cache_is_its_layers_until_it_is_forked_or_empty():
+    layer = LayerCache()
+    layer.append("k", torch.zeros(1, 2, 1))
+    layer.seen = 2
+    for owner in (("One", None, 0), ("Other", None, 0)):  # that nobody is said to have written
+        layer.draft(owner[0], 1, *owner[1:])
+    layer.take(layer.draft("One", 1, None, 0))
+    with pytest.raises(
+        ValueError, match=r"Other: layer_index is 0, where cache holds what another layer wrote \(One\)"
+    ):
+        layer.draft("Other", 1, None, 0)
+    with pytest.raises(ValueError, match="One: layer_index is 0"):
+        layer.draft("One", 1, None, 1)
+    copy.deepcopy(layer).draft("Other", 1, None, 0)
+    del layer["k"]
+    layer.draft("Other", 1, None, 0)
 
 
 def test_names_are_found_listed_and_removed():

@@ -209,6 +209,13 @@ def test_composition_keeps_one_of_each_kind() -> None:
     assert torch.equal(left.materialize(5, 5), right.materialize(5, 5))
 
 
+def test_two_dense_masks_broadcast_from_their_last_dimension() -> None:
+    row, column, each = torch.rand(5) < 0.5, torch.rand(4, 1) < 0.5, torch.rand(2, 1, 4, 5) < 0.5
+    for first, second in ((row, column), (column, row), (row, each), (each, column)):
+        both = Dense(first) & Dense(second)
+        assert torch.equal(both.materialize(4, 5), (first & second).expand_as(both.materialize(4, 5)))
+
+
 def test_no_mask_hides_nothing() -> None:
     assert lower(None) == NOTHING_HIDDEN
     assert materialize(NOTHING_HIDDEN, 2, 3).all()
@@ -273,6 +280,7 @@ BAD_VALUES = {
     "Lengths: kv_lengths[0] is -1; expected 0 to 5": Lengths(integers(-1, 5)),
     "Lengths: q_lengths[0] is 9; expected 0 to 5": Lengths(integers(5, 5), integers(9, 5)),
     "Lengths: kv_lengths[1] is 4; expected 0 to 3": Packed(integers(0, 2, 5)) & Lengths(integers(2, 4)),
+    "Band: low has 3 entries; expected 1 or 2": Lengths(integers(5, 5)) & Band(integers(0, 0, 0), None),
     "Lengths: kv_lengths has 2 entries; expected 1": Packed(integers(0, 5)) & Lengths(integers(2, 4)),
 }
 

@@ -11,6 +11,7 @@ from torch import Tensor
 import foci
 from foci import Causal, Dense, Lengths, Packed, Unsupported, Window
 from foci.core.spec import Case
+from foci.ops.masks import Band, Mask
 from foci.ops.softmax import aten
 from foci.ops.softmax.spec import SPEC
 from tests.ops.softmax.problems import CPU, HALVES, TINY, assert_close, evaluate, gradcheck, inputs_of, promoted, tiny
@@ -86,6 +87,22 @@ def test_a_scale_that_is_not_positive(scale: float, mask: Dense | None) -> None:
     assert_close(evaluate(inputs, "aten"), evaluate(inputs))
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [Window(None, 1), Window(1, None), Band(None, 1), Band(-1, None), Band(torch.tensor([-1, 2]), None)],
+    ids=["right", "left", "high", "low", "low of each row"],
+)
+def test_a_window_or_a_band_of_one_side_is_refused(mask: Mask) -> None:
+    (found,) = reasons(**qkv(), mask=mask)
+    assert "is not supported by torch's fused kernels" in found
+
+
+def test_both_ways_of_causal_need_a_positive_scale() -> None:
+    for mask in (Causal(), Causal("top-left")):
+        (found,) = reasons(**qkv(), scale=-0.5, mask=mask)
+        assert found.startswith("cpu flash: causal needs a positive scale there")
+
+
 def test_reasons_add_up() -> None:
     assert len(reasons(**qkv(), softcap=2.0, dropout=0.1, mask=Window(1, 1))) == 3
 
@@ -94,6 +111,9 @@ def test_causal_over_other_keys_is_refused_unless_it_hides_nothing() -> None:
     assert reasons(**qkv(T=5), mask=Causal())
     assert not reasons(**qkv(T=1), mask=Causal())
     assert not reasons(**qkv(T=5), mask=Causal("top-left"))
+    packed = Packed(torch.tensor([0, 9, 19]))
+    assert not reasons(**qkv(B=1), mask=packed & Causal())
+    assert reasons(**qkv(B=1), mask=packed & Causal() & Lengths(torch.tensor([5, 10])))
     assert_close(evaluate(qkv(T=1) | {"mask": Causal()}, "aten"), evaluate(qkv(T=1)))
 
 
@@ -148,6 +168,19 @@ def test_additive_masks_and_their_empty_rows(name: str, dtype: torch.dtype) -> N
     assert ((lse - expected)[seen].abs() <= bound).all()
     assert all(torch.isfinite(found[name]).all() for name in ("out", "dq", "dk", "dv"))
     assert not found["out"][~seen].any() and not found["dq"][~seen].any()
+
+
+def test_one_document_that_ends_before_its_row_does() -> None:
+    inputs = qkv(B=1) | {"mask": Packed(torch.tensor([0, 12]))}
+    assert not reasons(**inputs)
+    assert_close(evaluate(inputs, "aten"), evaluate(inputs))
+
+
+@pytest.mark.parametrize("mask", [Causal(), Dense(torch.rand(4, 19, 19) < 0.7)], ids=["causal", "dense"])
+def test_a_bias_is_cut_where_documents_are(mask: Mask) -> None:
+    inputs = qkv(B=1) | {"bias": torch.randn(4, 19, 19), "mask": Packed(torch.tensor([0, 3, 3, 12, 17])) & mask}
+    assert not reasons(**inputs)
+    assert_close(evaluate(inputs, "aten", leave=BIAS), evaluate(inputs, leave=BIAS))
 
 
 def test_top_left_with_more_queries_than_keys_and_closed_rows() -> None:
@@ -215,6 +248,15 @@ def test_products_that_overflow_before_they_are_scaled(S: int, size: float) -> N
     inputs["q"], inputs["k"] = inputs["q"] * size, inputs["k"] * size
     out, lse = foci.attention_with_lse(**inputs, backend="aten")
     assert size > 1e19 or (lse.isfinite().any() and out.any())
+    is_chunked(inputs)
+
+
+@pytest.mark.parametrize("size", [1e25, torch.inf, torch.nan])
+@pytest.mark.parametrize("S", [3, 20])
+def test_few_rows_that_are_not_finite_are_found_among_others(S: int, size: float) -> None:
+    inputs = qkv(B=1, T=2, S=S, H=1, dtype=torch.float32) | {"scale": 1e-20}
+    inputs["q"][:, 0] *= size
+    inputs["k"] *= 1e25
     is_chunked(inputs)
 
 

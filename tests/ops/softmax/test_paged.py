@@ -90,6 +90,42 @@ def test_tokens_that_the_table_has_no_room_for_are_padding_too(backend: str | No
     torch.testing.assert_close(found.double(), truth(inputs, window=window), rtol=1e-5, atol=1e-5)
     with pytest.raises(foci.Unsupported, match="room for 6 keys, fewer than the 12 tokens"):
         foci.attention_paged(**inputs, backend="triton")
+    with pytest.raises(foci.Unsupported) as refusal:
+        foci.attention_paged(**cache(T=6, M=2, page=3, lengths=(4, 2, 0, 6)), backend="triton")
+    assert "room" not in str(refusal.value)
+
+
+EDGES: dict[str, dict[str, Any]] = {
+    "pages of one key": {"page": 1, "M": 7, "lengths": (7, 0, 3)},
+    "pages of one key, too few": {"page": 1, "M": 1, "T": 2, "H": 2, "lengths": (1, 0)},
+    "one key too few": {"T": 6, "M": 1, "lengths": (5, 2)},
+    "one key in the last page": {"lengths": (11, 4)},
+    "fewer heads than tokens": {"T": 5, "H": 2, "G": 1, "lengths": (13, 24)},
+}
+
+
+@pytest.mark.parametrize("window", [None, 0, 1, 6])
+@pytest.mark.parametrize("edge", EDGES)
+def test_pages_that_a_row_just_fills_or_just_begins(edge: str, window: int | None) -> None:
+    inputs = cache(**EDGES[edge])
+    found = foci.attention_paged(**inputs, window=window)
+    torch.testing.assert_close(found.double(), truth(inputs, window=window), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [0, 2])
+def test_a_row_of_just_its_new_tokens_keeps_its_first_key(window: int) -> None:
+    inputs = cache(lengths=(3, 2))
+    found = foci.attention_paged(**inputs, window=window)
+    torch.testing.assert_close(found.double(), truth(inputs, window=window), rtol=1e-5, atol=1e-5)
+
+
+def test_a_cache_of_one_page() -> None:
+    inputs = cache(lengths=(4,))
+    page = int(inputs["table"][0, 0])
+    expected = truth(inputs)
+    inputs |= {name: inputs[name][page : page + 1] for name in ("k_pages", "v_pages")}
+    inputs["table"][0, 0] = 0
+    torch.testing.assert_close(foci.attention_paged(**inputs).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [2**31 + 7, 2**32, sys.maxsize, 2**70])
@@ -110,6 +146,26 @@ def test_pages_before_the_window_may_be_anything(T: int, backend: str | None) ->
     inputs["table"][1, 3] = -1
     with pytest.raises(ValueError, match=r"table\[1, 3\] is -1"):
         foci.attention_paged(**inputs, window=6, backend=backend)
+
+
+def test_a_page_that_ends_just_before_the_window_is_not_needed() -> None:
+    inputs = cache(lengths=(19,))
+    expected = truth(inputs, window=6)  # the first token stands at 16 and reaches 10, where the third page begins
+    forgotten(inputs, 6)
+    assert inputs["table"][0, 1] == -1
+    torch.testing.assert_close(foci.attention_paged(**inputs, window=6).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("page", [1, 5])
+def test_the_page_of_a_single_key_has_to_be_there_too(page: int) -> None:
+    inputs = cache(page=page, M=3, lengths=(2 * page + 1,), T=1)
+    inputs["table"][0, 2] = P = inputs["k_pages"].shape[0]
+    with pytest.raises(ValueError, match=rf"table\[0, 2\] is {P}; expected 0 to {P - 1}"):
+        foci.attention_paged(**inputs)
+    inputs = cache(page=page, M=3, lengths=(2 * page,), T=1)
+    inputs["table"][0, 1] = -1
+    with pytest.raises(ValueError, match=r"table\[0, 1\] is -1"):
+        foci.attention_paged(**inputs)
 
 
 def test_pages_that_no_token_needs_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +261,12 @@ WRONG = {
     "attention_paged: lengths must be an int32 or int64 tensor, got torch.float32": {"lengths": [1.0, 0.0, 2.0, 3.0]},
     "attention_paged: lengths has shape [3] for [B], so B would be 3; q says B=4": {"lengths": [1, 2, 3]},
     "attention_paged: k_pages has 3 heads but q has 4": {"G": 3},
+    "attention_paged: k_pages has 0 heads but q has 4": {"G": 0},
     "attention_paged: q, k_pages, v_pages have dtypes torch.float32, torch.float16, torch.float32": {"half": True},
+    "attention_paged: table is on meta, q is on cpu; expected one device": {"table_on": "meta"},
+    "attention_paged: q, k_pages, v_pages have dtypes torch.float8_e5m2, torch.float8_e5m2, torch.float8_e5m2": {
+        "dtype": torch.float8_e5m2
+    },
     "attention_paged: softcap must be a positive finite number, got -1": {"softcap": -1.0},
     "attention_paged: softcap must be a positive finite number, got -2": {"softcap": -2.0, "backend": "chunked"},
     "attention_paged: scale must be a finite number, got nan": {"scale": float("nan"), "backend": "reference"},
@@ -224,6 +285,9 @@ WRONG = {
 def test_what_does_not_fit_is_named(message: str) -> None:
     change = dict(WRONG[message])
     inputs = cache(G=change.pop("G", 2))
+    dtype, device = change.pop("dtype", torch.float32), change.pop("table_on", "cpu")
+    inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
+    inputs["table"] = inputs["table"].to(device)
     if "lengths" in change:
         inputs["lengths"] = torch.tensor(change.pop("lengths"))
     if "table" in change:
