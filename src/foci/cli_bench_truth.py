@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from foci.check.compare import HALF, compare, difference, rms
+from foci.check.compare import HALF, compare, difference, extent
 from foci.cli_check import FUNCTIONS
 from foci.core.shapes import letters_of
 from foci.core.spec import Inputs, Spec
@@ -43,7 +43,7 @@ class Truth:
             self.known = inputs, directions, self._differentiated(part, directions, torch.float64)
         truth = self.known[2]
         rough = self._plain(part, directions, dtype) if dtype in HALF and not self.spec.recurrent else truth
-        siblings = max(rms(x) for name, x in truth.items() if name.startswith("d"))
+        siblings = max(extent(x) for name, x in truth.items() if name.startswith("d"))
         shares = []
         for name, got in found.items():
             letters = self.outputs.get(name) or cut.letters[name[1:]]

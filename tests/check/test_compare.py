@@ -7,7 +7,19 @@ import math
 import pytest
 import torch
 
-from foci.check.compare import CAUSAL, LOGARITHM, RECURRENT, RELATIVE, changed, compare, difference, rms, twice
+from foci.check.compare import (
+    CAUSAL,
+    LOGARITHM,
+    RECURRENT,
+    RELATIVE,
+    VANISHED,
+    changed,
+    compare,
+    difference,
+    extent,
+    rms,
+    twice,
+)
 
 TRUTH = torch.linspace(-2, 2, 1001, dtype=torch.float64)
 EXACT = torch.zeros_like(TRUTH)
@@ -84,6 +96,33 @@ def test_equal_infinities_are_equal_and_others_are_infinitely_wrong() -> None:
     assert not compare(torch.tensor([0.5, torch.nan]), torch.tensor([0.5, 1.0]), torch.zeros(2), torch.float32).ok
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("large", [torch.inf, -torch.inf])
+def test_an_infinity_in_the_truth_excuses_no_other_number(large: float, recurrent: bool, dtype: torch.dtype) -> None:
+    truth = TRUTH.clone()
+    truth[3] = large
+    assert compare(truth, truth, EXACT, dtype, recurrent=recurrent).ok and changed(truth, truth, bitwise=False).ok
+    for wrong in (5.0, torch.nan, torch.inf):
+        found = truth.clone()
+        found[7] = wrong
+        assert not compare(found, truth, EXACT, dtype, recurrent=recurrent).ok
+        assert not changed(found, truth, bitwise=False).ok
+    lost = truth.clone()
+    lost[3] = 1.0
+    assert not compare(lost, truth, EXACT, dtype, recurrent=recurrent).ok
+
+
+def test_budgets_are_those_that_the_docstrings_name() -> None:
+    assert (RELATIVE, LOGARITHM, RECURRENT, CAUSAL, VANISHED) == (1e-5, 2e-4, 5e-3, 1e-6, 1e-6)
+
+
+def test_what_was_nothing_must_stay_nothing() -> None:
+    assert changed(EXACT, EXACT, bitwise=False).ok
+    assert not changed(EXACT + 1e-30, EXACT, bitwise=False).ok
+    assert not changed(EXACT, EXACT * torch.nan, bitwise=False).ok
+
+
 def test_a_truth_that_cancels_to_nothing_is_measured_on_its_siblings() -> None:
     vanished = TRUTH * 1e-16
     noise = vanished + 1e-8
@@ -127,6 +166,9 @@ def test_twice() -> None:
 
 def test_measures() -> None:
     assert rms(torch.tensor([3.0, 4.0])) == pytest.approx(math.sqrt(12.5))
-    assert rms(torch.empty(0)) == 0.0
+    assert rms(torch.empty(0)) == extent(torch.empty(0)) == 0.0
+    assert extent(torch.tensor([3, 4])) == rms(torch.tensor([3, 4]))
+    assert rms(torch.tensor([3.0, torch.inf])) == torch.inf
+    assert extent(torch.tensor([3.0, 4.0, torch.inf, -torch.inf])) == pytest.approx(2.5)
     inf = torch.inf
     assert difference(torch.tensor([-inf, 1.0, inf]), torch.tensor([-inf, 1.5, -inf])).tolist() == [0.0, 0.5, inf]

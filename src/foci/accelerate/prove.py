@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from foci.accelerate.calls import SOFTMAX, Call, arguments, entries, in_double, one_head, repeat, spec_of
 from foci.accelerate.sites import Site
-from foci.check.compare import HALF, RELATIVE, VANISHED, Error, compare, difference, rms
+from foci.check.compare import HALF, RELATIVE, VANISHED, Error, compare, difference, extent, rms
 from foci.nn import Cache
 
 # Numbers beyond which the equation is run for one head only: it holds the whole T x S matrix, or all states.
@@ -90,7 +90,7 @@ def _own(name: str, value: Any) -> Any:
 
 def relative_rms(value: Tensor, truth: Tensor) -> float:
     """The root mean square of value - truth over that of truth; infinite where either is NaN or only one is finite."""
-    return _relative(rms(difference(value, truth)), rms(truth))
+    return _relative(rms(difference(value, truth)), extent(truth))
 
 
 def _relative(error: float, scale: float) -> float:
@@ -233,7 +233,7 @@ def gradient_gap(
     A gradient that is zero but for rounding (that of a key's bias, say) is measured on the scale of the largest;
     `exact` are the gradients that tell which those are.
     """
-    sizes = {name: rms(gradient) for name, gradient in exact.items() if gradient is not None}
+    sizes = {name: extent(gradient) for name, gradient in exact.items() if gradient is not None}
     largest = max(sizes.values(), default=0.0)
     worst = 0.0
     for name, truth in truths.items():
@@ -242,7 +242,7 @@ def gradient_gap(
             if value is not truth:
                 return float("inf")
             continue
-        scale = largest if sizes.get(name, 0.0) <= VANISHED * largest else rms(truth)
+        scale = largest if sizes.get(name, 0.0) <= VANISHED * largest else extent(truth)
         worst = max(worst, _relative(rms(difference(value, truth)), scale))
     return worst
 

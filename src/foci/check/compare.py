@@ -63,7 +63,7 @@ def compare(
     error, half = difference(got, truth), dtype in HALF
     if half and not log and not recurrent and yardstick.shape == error.shape:
         error, truth, yardstick = (each.masked_fill(yardstick == torch.inf, 0.0) for each in (error, truth, yardstick))
-    scale = rms(truth)
+    scale = extent(truth)
     if scale <= VANISHED * siblings:
         scale = siblings
     if log:
@@ -88,7 +88,7 @@ def twice(got: Tensor, plain: Tensor, truth: Tensor) -> Error:
     """The largest error against twice that of a plain computation."""
     if truth.numel() == 0:
         return NONE
-    scale = rms(truth)
+    scale = extent(truth)
     return _relative(float(difference(got, truth).max()), 2 * float(difference(plain, truth).max()), scale)
 
 
@@ -100,7 +100,7 @@ def changed(got: Tensor, before: Tensor, bitwise: bool) -> Error:
     budget = 0.0 if bitwise else CAUSAL
     if before.numel() == 0:
         return Error(0.0, budget)
-    error, scale = difference(got, before), rms(before)
+    error, scale = difference(got, before), extent(before)
     if scale == 0 or not math.isfinite(scale):
         return Error(float(error.max()), budget and budget * scale)
     size = before.detach().to(torch.float64).abs().clamp(min=scale)
@@ -122,6 +122,12 @@ def rms(tensor: Tensor) -> float:
     if bool((tensor == torch.inf).any()):
         return math.inf
     return float(tensor.masked_fill(tensor == -torch.inf, 0.0).square().mean().sqrt())
+
+
+def extent(truth: Tensor) -> float:
+    """Root mean square over what is finite of a truth, whose infinities must not excuse its other numbers."""
+    truth = truth.detach().to(torch.float64)
+    return rms(truth.masked_fill(truth == torch.inf, 0.0))
 
 
 def _relative(error: float, budget: float, scale: float) -> Error:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.check.compare import difference, rms
+from foci.check.compare import difference, extent
 
 Close = Callable[[Tensor], bool]
 DIES = "inference works, the first training step dies"
@@ -104,8 +104,8 @@ def output(name: str, got: Tensor, truth: Tensor, close: Close) -> str:
             f"{name} is {factor:.4g} times the right one ({factor - 1:+.2%}): small enough to train, wrong everywhere"
         )
     wrong = difference(got, truth)
-    share = float((wrong > 1e-3 * rms(truth)).double().mean())
-    size = f"worst by {float(wrong.max()):.2g} where the right size is {rms(truth):.2g}"
+    share = float((wrong > 1e-3 * extent(truth)).double().mean())
+    size = f"worst by {float(wrong.max()):.2g} where the right size is {extent(truth):.2g}"
     return f"{name} is wrong, {size}; {share:.0%} of it is off"
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from foci.check import diagnose
-from foci.check.compare import HALF, Error, compare, difference, rms
+from foci.check.compare import HALF, Error, compare, difference, extent
 from foci.core.spec import Candidate, Case, Inputs, Outputs, Spec, WrongReturn
 
 Call = Callable[[Inputs], Outputs]
@@ -269,7 +269,7 @@ class Exam:
         if self._by_yardstick(dtype):
             plain, right = self.plain_gradients(case, dtype, through)[leaf], truths[leaf]
             yardstick = difference(plain, right) if plain is not None and right is not None else yardstick
-        siblings = max((rms(g[g != 0]) for g in truths.values() if g is not None), default=0.0)
+        siblings = max((extent(g[g != 0]) for g in truths.values() if g is not None), default=0.0)
         return compare(got, truth, yardstick, dtype, recurrent=self.spec.recurrent, siblings=siblings)
 
     def explain(

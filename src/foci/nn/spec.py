@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foci.check.compare import difference, rms
+from foci.check.compare import difference, extent, rms
 from foci.check.modules import UNMERGED, farther, is_unmerged
 from foci.core.spec import Bad, Candidate, Case, Future, Inputs, Mistake, Outputs, Part, Probes, Spec, WrongReturn
 from foci.nn.cache import Cache
@@ -218,7 +218,7 @@ def _cache_fault(layer: nn.Module, hidden: Tensor, whole: Tensor, cuts: tuple[in
 
 
 def _close(got: Tensor, right: Tensor) -> bool:
-    return rms(difference(got, right)) <= 1e-4 * rms(right)
+    return rms(difference(got, right)) <= 1e-4 * extent(right)
 
 
 def _maker(layer: Any) -> Callable[[], nn.Module]:
