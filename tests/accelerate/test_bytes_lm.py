@@ -98,6 +98,19 @@ def test_beams_carry_their_own_states(model):
     assert model.generate(ids, **options).equal(model.generate(ids, **options, use_cache=False))
 
 
+def test_a_model_in_training_has_a_cache_where_it_is_asked_for_one(model):
+    ids = _ids(2, 12)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, **options)
+    try:
+        assert model.train().generate(ids, **options).equal(expected)  # which hands on one byte at a time
+        assert model(ids).past_key_values is None
+    finally:
+        model.eval()
+    assert model(ids, labels=ids).past_key_values is None
+    assert model(ids, labels=ids, use_cache=True).past_key_values.seen == 12
+
+
 def test_loss_is_that_of_the_next_byte(model):
     ids = _ids(1, 129)
     loss = model(ids, labels=ids).loss.item()

@@ -94,7 +94,9 @@ class ByteModel:
         """Logits of the next byte [B,T,256]. attention_mask [B, seen + T]: 0 where a byte is padding, anywhere."""
         outputs = require("transformers.modeling_outputs", extra="transformers")
         memory = past_key_values
-        if memory is None and use_cache is not False and not self.training and labels is None:
+        if use_cache is None:
+            use_cache = not self.training and labels is None
+        if memory is None and use_cache:
             memory = BytesCache()
         mask = real_tokens(attention_mask, input_ids)
         x = self.embed(input_ids)
