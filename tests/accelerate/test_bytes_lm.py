@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import sysconfig
@@ -16,6 +17,7 @@ from foci.accelerate import bytes_lm
 from foci.accelerate.apply import apply
 from foci.accelerate.run import accelerate
 from foci.accelerate.shown import write_code
+from foci.core.errors import ShapeError
 from foci.integrations.layers import find_sites
 from foci.ops import native
 
@@ -71,6 +73,19 @@ def test_padding_changes_nothing(model, side):
     padded = model(ids, attention_mask=mask).logits
     torch.testing.assert_close(padded[0, real], model(ids[:1, real]).logits[0])
     torch.testing.assert_close(padded[1], model(ids[1:]).logits[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [(2, 5), (2, 40), (3, 17), (1, 17), (2, 1, 17, 17), (17,)])
+def test_a_mask_of_another_shape_is_refused_even_if_it_hides_nothing(model, shape):
+    said = f"attention_mask has shape {list(shape)}; expected [2, 17]"
+    with pytest.raises(ShapeError, match=re.escape(said)):
+        model(_ids(2, 17), attention_mask=torch.ones(shape))
+    memory = model(_ids(2, 17)).past_key_values
+    with pytest.raises(ShapeError, match=r"expected \[2, 20\]"):
+        model(_ids(2, 3), attention_mask=torch.ones(2, 19), past_key_values=memory)
+    masks = [model(_ids(2, 3), attention_mask=torch.ones(2, T), past_key_values=copy.deepcopy(memory)) for T in (3, 20)]
+    assert masks[0].logits.equal(masks[1].logits)
 
 
 def test_generation_with_padding_equals_each_row_alone(model):

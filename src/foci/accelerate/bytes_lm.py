@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from foci.bench.measure import clock
-from foci.core.errors import require
+from foci.core.errors import ShapeError, require
 from foci.nn import Attention, Cache, GatedDeltaNet, RMSNorm
 
 ASSETS = Path(__file__).parent / "assets" / "bytes_lm"
@@ -98,7 +98,7 @@ class ByteModel:
             use_cache = not self.training and labels is None
         if memory is None and use_cache:
             memory = BytesCache()
-        mask = real_tokens(attention_mask, input_ids)
+        mask = real_tokens(attention_mask, input_ids, 0 if memory is None else memory.seen)
         x = self.embed(input_ids)
         for block in self.blocks:
             x = block(x, mask, memory)
@@ -172,11 +172,18 @@ def _classes() -> tuple[Any, Any]:
     return BytesConfig, BytesForCausalLM
 
 
-def real_tokens(attention_mask: Tensor | None, input_ids: Tensor) -> Tensor | None:
-    """transformers' mask of all tokens so far as the boolean one of these; None where none is padding."""
+def real_tokens(attention_mask: Tensor | None, input_ids: Tensor, seen: int = 0) -> Tensor | None:
+    """transformers' mask of all tokens so far, or of these, as the boolean one of these; None where none is padding.
+
+    Raises ShapeError where it is neither: ones of another shape would hide nothing, and say nothing of it.
+    """
     if attention_mask is None:
         return None
-    mask = attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :].bool()
+    rows, T = input_ids.shape[0], input_ids.shape[-1]
+    if attention_mask.shape not in ((rows, T), (rows, seen + T)):
+        shape = list(attention_mask.shape)
+        raise ShapeError(f"bytes-lm: attention_mask has shape {shape}; expected [{rows}, {seen + T}]")
+    mask = attention_mask[:, attention_mask.shape[1] - T :].bool()
     return None if bool(mask.all()) else mask
 
 
