@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 
+from foci.core.errors import ShapeError
 from foci.nn.cache import BLOCK, Cache, LayerCache
 
 
@@ -161,6 +162,26 @@ def test_reorder_moves_rows_of_every_layer_and_appending_goes_on():
         held = cache.layer(index).append("k", torch.tensor([[[3.0]], [[4.0]]]))
         assert held[..., 0].tolist() == [[2, 3], [2, 4]]
         assert cache.layer(index)["state"].flatten().tolist() == [20, 20]
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "said"),
+    [
+        (torch.tensor([0, 2]), ValueError, "rows holds 2; expected 0 to 1, of 2 rows"),
+        (torch.tensor([-1]), ValueError, "rows holds -1"),
+        (torch.tensor([True, False]), ValueError, "rows is torch.bool; expected torch.int32 or torch.int64"),
+        (torch.tensor([[0, 1]]), ShapeError, r"rows has shape \[1, 2\]; expected one dimension"),
+        ([0, 1], TypeError, r"rows is \[0, 1\]; expected a tensor"),
+    ],
+)
+def test_reorder_names_rows_that_are_none_and_changes_no_layer(rows, error, said):
+    cache = Cache()
+    cache.layer(0)["state"], cache.layer(1)["state"] = torch.arange(3.0), torch.arange(2.0)
+    with pytest.raises(error, match=f"Cache.reorder: {said}"):
+        cache.reorder(rows)
+    assert cache.layer(0)["state"].tolist() == [0, 1, 2] and cache.layer(1)["state"].tolist() == [0, 1]
+    cache.reorder(torch.tensor([], dtype=torch.int32))
+    assert cache.layer(0)["state"].shape == cache.layer(1)["state"].shape == (0,)
 
 
 def test_seen_and_bytes_are_those_of_all_layers():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foci.core.errors import ShapeError
+from foci.ops.arguments import INTEGERS, plain
 
 BLOCK = 64  # tokens of room that a growing tensor gets at least
 # One for each layer that is made, here or in a process whose layers come here; a copy of a layer has the layer's.
@@ -123,9 +124,26 @@ class LayerCache(MutableMapping[str, Tensor]):
         self._owner = draft._owner
 
     def reorder(self, rows: Tensor) -> None:
-        """Row b becomes what row `rows[b]` was, as beam search needs it."""
+        """Row b becomes what row `rows[b]` was, as beam search needs it: int32 or int64, as many as go on.
+
+        Raises TypeError, ValueError or ShapeError before anything is changed.
+        """
+        self._check_rows(rows)
         for name, value in self.items():
             self[name] = value.index_select(0, rows)
+
+    def _check_rows(self, rows: Tensor) -> None:
+        if not isinstance(rows, Tensor):
+            raise TypeError(f"Cache.reorder: rows is {rows!r}; expected a tensor of row numbers")
+        if rows.dtype not in INTEGERS:
+            raise ValueError(f"Cache.reorder: rows is {rows.dtype}; expected torch.int32 or torch.int64")
+        if rows.dim() != 1:
+            raise ShapeError(f"Cache.reorder: rows has shape {list(rows.shape)}; expected one dimension")
+        if not plain(rows) or rows.device.type != "cpu":
+            return
+        size = min((held.shape[0] for held in self._held.values()), default=None)
+        if size is not None and (wrong := [row for row in rows.tolist() if not 0 <= row < size]):
+            raise ValueError(f"Cache.reorder: rows holds {wrong[0]}; expected 0 to {size - 1}, of {size} rows")
 
     @property
     def nbytes(self) -> int:
@@ -158,7 +176,9 @@ class Cache:
         return sum(layer.nbytes for layer in self._layers.values())
 
     def reorder(self, rows: Tensor) -> None:
-        """Row b of every layer becomes what row `rows[b]` was."""
+        """Row b of every layer becomes what row `rows[b]` was; raises as a layer's does, before any is changed."""
+        for layer in self._layers.values():
+            layer._check_rows(rows)
         for layer in self._layers.values():
             layer.reorder(rows)
 
