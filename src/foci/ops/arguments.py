@@ -243,15 +243,20 @@ def check_step(operator: str, like: Tensor, tensors: Mapping[str, Tensor | None]
     if state.dtype != accumulator(like.dtype):
         wanted = short(accumulator(like.dtype))
         raise ValueError(f"{operator}: state is {short(state.dtype)}; expected {wanted} for {short(like.dtype)} inputs")
-    if not state.is_contiguous() and folded(state):
-        raise ValueError(
-            f"{operator}: state has strides {list(state.stride())} for sizes {list(state.shape)}, so that several of "
-            "its numbers are one in memory; expected each its own, because the step changes them: state.contiguous()"
-        )
+    check_apart(operator, "state", state, "step")
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.values()):
         raise ValueError(
             f"{operator}: it has no gradients, because it changes its state in place; use torch.no_grad(), or "
             f"{operator.removesuffix('_step')} with T=1"
+        )
+
+
+def check_apart(operator: str, name: str, x: Tensor, what: str) -> None:
+    """Raise where a tensor that is changed in place, by `what`, has several numbers in one place in memory."""
+    if not x.is_contiguous() and folded(x):
+        raise ValueError(
+            f"{operator}: {name} has strides {list(x.stride())} for sizes {list(x.shape)}, so that several of its "
+            f"numbers are one in memory; expected each its own, because the {what} changes them: {name}.contiguous()"
         )
 
 

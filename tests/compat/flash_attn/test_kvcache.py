@@ -292,6 +292,20 @@ def test_a_refused_call_leaves_the_cache_alone(change: dict[str, Any], error: ty
     torch.testing.assert_close((k_cache, v_cache), before, equal_nan=True, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_rows_that_share_memory_are_read_but_not_written(name: str) -> None:
+    """Of a prefix that all rows have, expanded: each row's new key would be every row's."""
+    given = dict(zip(("k_cache", "v_cache"), caches(), strict=True))
+    given[name] = given[name][:1].expand(3, -1, -1, -1)
+    before, (q, k, v) = given[name].clone(), new(1)
+    with pytest.raises(ValueError, match=rf"{name} has strides \[0, .*several of its numbers are one in memory"):
+        flash_attn_with_kvcache(q, **given, k=k, v=v, cache_seqlens=torch.tensor([3, 0, 3]))
+    torch.testing.assert_close(given[name], before, equal_nan=True, rtol=0, atol=0)
+    out = flash_attn_with_kvcache(q, **given, cache_seqlens=torch.tensor([3, 0, 3]))
+    own = flash_attn_with_kvcache(q, **given | {name: before}, cache_seqlens=torch.tensor([3, 0, 3]))
+    assert isinstance(out, Tensor) and isinstance(own, Tensor) and out.equal(own)
+
+
 def test_gradients_are_refused_not_lost() -> None:
     k_cache, v_cache = caches()
     q, k, v = new(1)

@@ -8,6 +8,7 @@ from torch import Tensor
 from foci.compat.flash_attn.arguments import alibi, check_inside, indices, join, logits, mask_of, per_head
 from foci.core.errors import ShapeError, Unsupported
 from foci.core.spec import accumulator
+from foci.ops.arguments import check_apart
 from foci.ops.masks import Lengths
 from foci.ops.softmax.api import attention_with_lse
 from foci.ops.softmax.call import bind
@@ -133,6 +134,8 @@ class _Cache:
                     f"flash_attn: {name} is {x.dtype} on {x.device}; expected {self.k.dtype} on {self.k.device}, as "
                     "the cache is"
                 )
+        for name, cache in (("k_cache", self.k), ("v_cache", self.v)):
+            check_apart("flash_attn", name, cache, "call")
         if (longest := max(held.tolist(), default=0) + k.shape[1]) > self.capacity:
             raise ValueError(f"flash_attn: cache_seqlens and k need {longest} places; there are {self.capacity}")
         return k.shape[1]
