@@ -49,12 +49,12 @@ def draw_digits(pipeline: DigitsPipeline, progress: Callable[[str], None]) -> Sh
 
 
 @torch.no_grad()
-def show_continuation(model: Any, length: int = 24) -> Shown:
+def show_continuation(model: Any) -> Shown:
     """Greedy continuation of two prompts of token ids, the second padded on the left, with a cache."""
     device = next(model.parameters()).device
     ids = torch.tensor([[3, 14, 15, 92, 65, 35], [0, 0, 27, 18, 28, 45]], device=device) % model.config.vocab_size
     mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]], device=device)
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=length, do_sample=False, pad_token_id=0)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False, pad_token_id=0)
     lines = tuple(" ".join(str(token) for token in row.tolist()) for row in out[:, ids.shape[1] :])
     return Shown("text", lines=lines, values=out, facts={"tokens": int(out[:, ids.shape[1] :].numel())})
 

@@ -142,12 +142,9 @@ def _join(masks: list[Mask]) -> Mask | None:
     return joined
 
 
-def _ones(inputs: dict[str, Any], more: int) -> Tensor:
-    return torch.ones(1, 1, inputs["q"].shape[1], inputs["k"].shape[1] + more, dtype=torch.bool, device="cpu")
-
-
 def _wider(inputs: dict[str, Any]) -> dict[str, Any]:
-    return inputs | {"mask": Dense(_ones(inputs, 1).to(inputs["q"].device))}
+    q, k = inputs["q"], inputs["k"]
+    return inputs | {"mask": Dense(q.new_ones(1, 1, q.shape[1], k.shape[1] + 1, dtype=torch.bool))}
 
 
 def _offsets(*values: int) -> Tensor:
