@@ -15,9 +15,8 @@ import foci
 from foci import cli, cli_bench
 from foci.bench.record import Record, Writer, read
 from foci.cli_bench import _line
-from foci.cli_check import FUNCTIONS
 from foci.core.device import machine
-from foci.ops import SPECS
+from foci.ops import FUNCTIONS, SPECS
 
 QUICK = ["--shapes", "small", "--dtype", "float32", "--stages", "forward,both"]
 

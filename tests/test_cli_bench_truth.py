@@ -11,9 +11,8 @@ import torch
 
 from foci.bench.sweep import Trial
 from foci.cli_bench_truth import Truth, _Cut
-from foci.cli_check import FUNCTIONS
 from foci.core.spec import Candidate, Case
-from foci.ops import SPECS
+from foci.ops import FUNCTIONS, SPECS
 
 CPU = torch.device("cpu")
 

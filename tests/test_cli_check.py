@@ -259,10 +259,12 @@ def test_what_ours_gives_is_asked_without_waking_a_gpu(monkeypatch) -> None:
     """A child of the process asks the laws, and no child of one that has used a GPU can use it."""
     asked: list[str | None] = []
 
-    @functools.wraps(cli_check.linear_attention)
+    ours = cli_check.FUNCTIONS["linear"]
+
+    @functools.wraps(ours)
     def noted(*args, backend=None, **options):
         asked.append(backend)
-        return cli_check.linear_attention(*args, **options)
+        return ours(*args, **options)
 
     candidate = cli_check.candidate_of(cli_check.SPECS["linear"], noted, "triton", "cuda")
     assert asked and set(asked) == {"reference"}  # what others would answer, and nothing to build

@@ -30,10 +30,10 @@ from foci.check.exam import UNROOMY, Exam
 from foci.check.laws import Law
 from foci.check.laws_graph import LAWS
 from foci.check.run import Row
-from foci.cli_check import FUNCTIONS, Drawing, candidate_of, drawn
+from foci.cli_check import Drawing, candidate_of, drawn
 from foci.core.ahead import shadow
 from foci.core.tune import TARGETS, Launch, Target, recording
-from foci.ops import SPECS
+from foci.ops import FUNCTIONS, SPECS
 
 
 def part(folder: Path, ends: Callable[[], object]) -> laws.Part:

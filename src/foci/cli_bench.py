@@ -24,14 +24,13 @@ from foci.bench.record import STAGES, Record
 from foci.bench.sweep import Options, sweep
 from foci.cli_bench_peers import peers, repeatable, unguarded
 from foci.cli_bench_truth import Truth
-from foci.cli_check import FUNCTIONS
 from foci.cli_options import Option, backend_of, gathered, hold_limit, hold_out, part_of
 from foci.cli_tune import DTYPES, shapes_of, specs_of, words_of
 from foci.cli_tune_ahead import side_by_side, warm
 from foci.core.device import installed, machine
 from foci.core.spec import Candidate, Case, Spec
 from foci.core.tune import target_of
-from foci.ops import SPECS
+from foci.ops import FUNCTIONS, SPECS
 from foci.ops.softmax.api import attention
 
 ALIASES = {"decay": "linear"}

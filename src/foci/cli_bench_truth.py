@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from foci.check.compare import HALF, compare, difference, extent
-from foci.cli_check import FUNCTIONS
 from foci.core.shapes import letters_of
 from foci.core.spec import Inputs, Spec
+from foci.ops import FUNCTIONS
 
 _CHANNELS = 64  # of an elementwise recurrence are enough to be sure of the others
 _HEADS = {"out": "BTHV", "lse": "BTH", "state": "NHKV"}

@@ -23,20 +23,8 @@ from foci.check.run import Limits, Report, examine
 from foci.cli_options import Option, backend_of, gathered, hold_file, part_of
 from foci.core.spec import Aside, Candidate, Spec, here
 from foci.core.tune import interpreting
-from foci.ops import SPECS
-from foci.ops.decay.api import linear_attention
-from foci.ops.delta.api import delta_rule
-from foci.ops.scan.api import scan
-from foci.ops.selective_scan.api import selective_scan
-from foci.ops.softmax.api import attention_with_lse
+from foci.ops import FUNCTIONS, SPECS
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "softmax": attention_with_lse,
-    "linear": linear_attention,
-    "delta": delta_rule,
-    "scan": scan,
-    "selective_scan": selective_scan,
-}
 # The operators of [B, T, H, D], which others lay out otherwise; tiny calls tell what a callable takes.
 LAYOUTS = ("softmax", "linear", "delta")
 LIKE = (*FUNCTIONS, "layer", "processor", "transformers")

@@ -19,26 +19,14 @@ from foci.check.ranks import IMPORTING, Named, Ranks, Roles, Target
 from foci.check.run import Report
 from foci.core.spec import Candidate, Case, Spec
 from foci.core.world import World
-from foci.ops import SPECS
+from foci.ops import FUNCTIONS, SPECS
 from foci.ops.conventions import RETURNS
 from foci.ops.conventions import WORDS as RECURRENT
-from foci.ops.decay.api import linear_attention
-from foci.ops.delta.api import delta_rule
 from foci.ops.recurrent import sequences
-from foci.ops.scan.api import scan
-from foci.ops.selective_scan.api import selective_scan
 from foci.ops.softmax import across
 from foci.ops.softmax.across_mistakes import stories
-from foci.ops.softmax.api import attention_with_lse
 
 TIMEOUT = 10.0  # seconds that a rank waits for another, without --limit
-OURS: dict[str, Callable[..., Any]] = {
-    "softmax": attention_with_lse,
-    "linear": linear_attention,
-    "delta": delta_rule,
-    "scan": scan,
-    "selective_scan": selective_scan,
-}
 WRAPS = ("ring", "ulysses", "usp", "handoff")
 WHOLE = (*RECURRENT["state"], *RECURRENT["offsets"], *RETURNS)
 
@@ -52,7 +40,7 @@ class Wrapped:
     order: str
 
     def face(self) -> Callable[..., Any]:
-        return OURS[self.operator]
+        return FUNCTIONS[self.operator]
 
     def load(self) -> Callable[..., Any]:
         from foci import parallel
@@ -93,7 +81,9 @@ def check_ranks(
         if like != "softmax":
             spec, candidate = _recurrent(SPECS[like], across_ranks, layout, _called(what, wrap))
             return examine_ranks(spec, across_ranks, candidate, dtypes=dtypes, progress=progress)
-        adapt = partial(SPECS["softmax"].adapt or _nothing, layout=layout, name=_called(what, wrap))
+        softmax = SPECS["softmax"].adapt
+        assert softmax is not None
+        adapt = partial(softmax, layout=layout, name=_called(what, wrap))
         others = {name: each for name, each in held.items() if name != order}
         more = (dropout_law(across.shown(world), mine, lambda: adapt(alone)),)
         candidate = adapt(across_ranks, ranks=world)
@@ -108,10 +98,10 @@ def _target(what: str, like: str, world: int, order: str, wrap: str) -> Target:
         raise ValueError(f"--world must be at least 2, got {world}; one process is what is asked without it")
     if order not in ("", *ORDERS):
         raise ValueError(f"--order must be one of {', '.join(ORDERS)}, got {order!r}")
-    if what not in OURS:
+    if what not in FUNCTIONS:
         if wrap:
-            raise ValueError(f"--wrap is for an operator of foci's ({', '.join(OURS)}); {what!r} is none")
-        if like not in OURS or like not in ("softmax", "linear", "delta", "scan"):
+            raise ValueError(f"--wrap is for an operator of foci's ({', '.join(FUNCTIONS)}); {what!r} is none")
+        if like not in ("softmax", "linear", "delta", "scan"):
             raise ValueError(f"--like must be softmax, linear, delta or scan with --world, got {like!r}")
         module, _, name = what.partition(":")
         return Named(module, name, str(Path.cwd()))
@@ -130,10 +120,6 @@ def _called(what: str, wrap: str) -> str:
     return f"foci {wrap}" if wrap else what
 
 
-def _nothing(*args: Any, **kwargs: Any) -> Candidate:
-    raise AssertionError("softmax has a convention")
-
-
 def _square(order: str, size: int, length: int) -> Places:
     """Two rows of ranks: cut over the columns by order, and what a column holds into runs over its two ranks."""
     columns = places(order, length, size // 2)
@@ -141,10 +127,9 @@ def _square(order: str, size: int, length: int) -> Places:
 
 
 def _roles(like: str, layout: str) -> Roles:
-    if like == "softmax":
-        tokens = 2 if layout == "bhtd" else 1
-        return Roles(across.split(layout), across.joined(layout), across.split("bthd"), tokens, across.share)
     tokens = 2 if layout == "bhtd" else 1
+    if like == "softmax":
+        return Roles(across.split(layout), across.joined(layout), across.split("bthd"), tokens, across.share)
 
     def split(dim: int, name: str, tensor: Tensor) -> int | None:
         return None if name in WHOLE or tensor.dim() < 3 else dim

@@ -8,6 +8,8 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import reduce
+from operator import and_
 from typing import Annotated, Any, get_args, get_type_hints
 
 import torch
@@ -243,14 +245,13 @@ def _mask(text: str, sizes: dict[str, int], device: torch.device) -> Mask | None
         "lengths": lambda words: Lengths(torch.tensor(_integers("lengths", words, sizes["B"]), device=device)),
         "dense": lambda words: Dense(torch.ones((sizes["T"], 1), dtype=torch.bool, device=device)),
     }
-    mask: Mask | None = None
+    made = []
     for part in filter(None, (part.strip() for part in text.split("&"))):
         kind, _, words = part.partition(":")
         if kind not in makers:
             raise ValueError(f"--mask: unknown mask {kind!r}; expected one of {', '.join(makers)}")
-        made = makers[kind](words)
-        mask = made if mask is None else mask & made
-    return mask
+        made.append(makers[kind](words))
+    return reduce(and_, made) if made else None
 
 
 def _hold_values(text: str, mask: Mask, sizes: dict[str, int]) -> None:

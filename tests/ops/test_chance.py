@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from foci.check.run import examine
-from foci.cli_check import FUNCTIONS, candidate_of
+from foci.cli_check import candidate_of
 from foci.core.spec import Case
-from foci.ops import SPECS
+from foci.ops import FUNCTIONS, SPECS
 from foci.ops.chance import FEW, ROWS, WIDTHS, Chance, told
 from foci.ops.masks import lower
 from tests.ops.softmax.problems import evaluate

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from foci.check.memory import poisoned
-from foci.cli_check import FUNCTIONS
 from foci.core import tune
-from foci.ops import SPECS, gpu
+from foci.ops import FUNCTIONS, SPECS, gpu
 from tests.ops.in_triton import DEVICE
 
 from foci.ops import kernels_triton_packed as packed  # isort: skip  after Triton's presence is known

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, reduce
+from operator import and_
 from typing import Any, get_args, get_type_hints
 
 from torch import Tensor
 
 from foci.core.spec import Spec
-from foci.ops import SPECS
-from foci.ops.decay.api import linear_attention
-from foci.ops.delta.api import delta_rule
+from foci.ops import FUNCTIONS, SPECS
 from foci.ops.masks import Band, Causal, Dense, Lengths, Mask, Packed, Window
-from foci.ops.scan.api import scan
-from foci.ops.selective_scan.api import selective_scan
-from foci.ops.softmax.api import attention_with_lse
 
 Signature = tuple[Any, ...]
 Call = Any  # of any operator: the NamedTuple that its Spec names
 SOFTMAX = "softmax"
-_RUN: dict[str, Callable[..., tuple[Any, ...]]] = {
-    SOFTMAX: attention_with_lse,
-    "linear": linear_attention,
-    "delta": delta_rule,
-    "scan": scan,
-    "selective_scan": selective_scan,
-}
 _LETTERS = {SOFTMAX: "BTSHGKV", "linear": "BTGHKVN", "delta": "BTGHKVN", "scan": "BTDN", "selective_scan": "BTDKN"}
 
 # What a recurrence may be given beside its tensors, in words.
@@ -43,7 +32,8 @@ def spec_of(call: Call) -> Spec:
 
 def repeat(call: Call, backend: str) -> tuple[Tensor, ...]:
     """The outputs of a call, all of them, on the backend of that name."""
-    return _RUN[spec_of(call).name](**arguments(call), backend=backend)
+    outputs: tuple[Tensor, ...] = FUNCTIONS[spec_of(call).name](**arguments(call), backend=backend)
+    return outputs
 
 
 def signature(call: Call) -> Signature:
@@ -81,9 +71,7 @@ def arguments(call: Call) -> dict[str, Any]:
         parts.append(Causal("top-left"))
     if call.left is not None or call.right is not None:
         parts.append(Window(call.left, call.right))
-    mask: Mask | None = None
-    for part in parts:
-        mask = part if mask is None else mask & part
+    mask = reduce(and_, parts) if parts else None
     rest = {"bias": call.bias, "softcap": call.softcap, "sink": call.sink, "scale": call.scale, "dropout": call.dropout}
     return {"q": call.q, "k": call.k, "v": call.v, "mask": mask, **rest}
 

@@ -47,11 +47,9 @@ class RankError(RuntimeError):
         self, operator: str, rank: int, reason: str, *, step: int | None = None, direction: str | None = None
     ) -> None:
         self.operator, self.rank, self.reason, self.step, self.direction = operator, rank, reason, step, direction
-        place = f" in step {step}" if step is not None else ""
-        place += (
-            f" of the {direction}" if step is not None and direction else f" in the {direction}" if direction else ""
-        )
-        super().__init__(f"{operator}: rank {rank} failed{place}: {reason}")
+        place = [f"step {step}"] * (step is not None) + [f"the {direction}"] * bool(direction)
+        where = f" in {' of '.join(place)}" if place else ""
+        super().__init__(f"{operator}: rank {rank} failed{where}: {reason}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), step=self.step, direction=self.direction), (self.operator, self.rank, self.reason)

@@ -17,9 +17,10 @@ import torch
 from foci.check.exam import Exam
 from foci.check.laws_graph import LAWS
 from foci.check.run import ask as law_of
-from foci.cli_check import FUNCTIONS, candidate_of
+from foci.cli_check import candidate_of
 from foci.core.spec import Case
 from foci.core.tune import interpreting
+from foci.ops import FUNCTIONS
 from foci.ops.delta.cases import Delta
 from foci.ops.delta.spec import SPEC
 from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture

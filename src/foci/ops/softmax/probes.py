@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import torch
@@ -136,10 +138,7 @@ def _another(dtype: torch.dtype) -> torch.dtype:
 
 
 def _join(masks: list[Mask]) -> Mask | None:
-    joined: Mask | None = None
-    for mask in masks:
-        joined = mask if joined is None else joined & mask
-    return joined
+    return reduce(and_, masks) if masks else None
 
 
 def _wider(inputs: dict[str, Any]) -> dict[str, Any]:
