@@ -44,6 +44,7 @@ def linear_attention(
     Offsets on the CPU are checked; kernels take those on a GPU unread, as looking would wait for it.
     causal=False: every token sees all others, o_t = scale * (S_0 + sum_s k_s v_s^T)^T q_t, without decay (Sana).
     return_state: give the state after the last token, else None in its place.
+    backend: a name that must run the call; None lets foci choose.
     The normaliser of classic linear attention is one more column of ones in v.
 
     Raises ShapeError, ValueError or TypeError for arguments that do not fit, Unsupported when the named backend cannot.

@@ -44,7 +44,8 @@ def delta_rule(
     erase [B,T,G,K]: the key that is read before the write, where it is not k (Comba, Gated DeltaNet-2).
     scale: K**-0.5 by default; any that float32 holds, 0 and below too, whatever the dtype.
     state [N,H,K,V]: what comes before the first token. offsets [N+1]: documents end to end in a batch of 1, one state
-    each. return_state: give the state after the last token, else None in its place.
+    each. return_state: give the state after the last token, else None in its place. backend: a name that must run the
+    call; None lets foci choose.
     Offsets on the CPU are checked; kernels take those on a GPU unread, as looking would wait for it.
 
     Raises ShapeError, ValueError or TypeError for arguments that do not fit, Unsupported when the named backend cannot.
