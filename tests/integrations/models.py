@@ -19,6 +19,12 @@ class Small(NamedTuple):
     def run(self) -> Tensor:
         return self.model(**self.inputs, return_dict=False)[0]
 
+    def to(self, dtype: torch.dtype) -> Small:
+        """The same model, changed, and its inputs in this dtype."""
+        floating = {n: x for n, x in self.inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
+        inputs = self.inputs | {name: x.detach().to(dtype) for name, x in floating.items()}
+        return self._replace(model=self.model.to(dtype), inputs=inputs)
+
 
 def flux() -> Small:
     from diffusers import FluxTransformer2DModel

@@ -35,15 +35,8 @@ def results(small: Small) -> dict[str, Tensor]:
     return {"out": out.detach(), **parameters, **{name: small.inputs[name].grad for name in small.differentiable}}
 
 
-def converted(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        name: value.detach().to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in inputs.items()
-    }
-
-
-def double(small: Small) -> Small:
-    return Small(copy.deepcopy(small.model).double(), converted(small.inputs, torch.float64), small.differentiable)
+def copied(small: Small, dtype: torch.dtype = torch.float64) -> Small:
+    return small._replace(model=copy.deepcopy(small.model)).to(dtype)
 
 
 def assert_equal(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
@@ -68,7 +61,7 @@ def set_all(model: nn.Module, processor: Any) -> None:
 @pytest.mark.parametrize("name", BUILDERS)
 def test_outputs_and_gradients_are_the_models_own(name: str, backend: str | None) -> None:
     small = build(name)
-    before, exact = results(small), results(double(small))
+    before, exact = results(small), results(copied(small))
     plan = None if backend is None else dict.fromkeys(sites(small.model), backend)
     with install(small.model, plan) as handle:
         assert len(handle.sites) == SITES[name] and {site.calls for site in handle.sites} == {CALLS.get(name, 1)}
@@ -80,7 +73,7 @@ def test_outputs_and_gradients_are_the_models_own(name: str, backend: str | None
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_in_float64_every_gradient_is_exact(name: str) -> None:
-    small = double(build(name))
+    small = copied(build(name))
     before = results(small)
     with install(small.model, dict.fromkeys(sites(small.model), "chunked")):
         after = results(small)
@@ -128,7 +121,7 @@ def test_a_processor_shared_by_two_models_is_routed_in_one() -> None:
 
 def test_mixed_plan_and_what_it_leaves() -> None:
     small = build("flux")
-    before, exact = results(small), results(double(small))
+    before, exact = results(small), results(copied(small))
     plan = {
         "transformer_blocks.0.attn": "chunked",
         "transformer_blocks.1.attn": "reference",
@@ -277,7 +270,7 @@ Both = type("Both", (nn.Module,), {"__call__": flux_forward, "forward": flux_for
 @pytest.mark.parametrize("kind", [CallOnly, ModuleCallOnly, ForwardOnly, ModuleForwardOnly, Both])
 def test_custom_processors_of_every_shape(kind: type) -> None:
     small = build("flux")
-    before, exact = results(small), results(double(small))
+    before, exact = results(small), results(copied(small))
     mine = kind()
     set_all(small.model, mine)
     plan = dict.fromkeys(sites(small.model), "chunked")
@@ -445,14 +438,13 @@ def test_nothing_keeps_a_routed_model_alive() -> None:
 @pytest.mark.parametrize("name", ["sd3", "pixart", "unet"])
 def test_half_precision_and_autocast(name: str) -> None:
     small = build(name)
-    for inputs, model, context in (
-        (small.inputs, small.model, torch.autocast("cpu", torch.bfloat16)),
-        (converted(small.inputs, torch.bfloat16), copy.deepcopy(small.model).bfloat16(), nullcontext()),
+    for half, context in (
+        (small, torch.autocast("cpu", torch.bfloat16)),
+        (copied(small, torch.bfloat16), nullcontext()),
     ):
-        half = Small(model, inputs, ())
         with context, torch.no_grad():
             expected = half.run()
-            with install(model):
+            with install(half.model):
                 got = half.run()
         assert got.dtype == expected.dtype
         torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)

@@ -26,11 +26,6 @@ MODELS = ("dit", "flux", "sd3", "pixart", "wan", "hunyuan")
 JOINT = ("flux", "sd3", "hunyuan")
 
 
-def converted(small: Small, dtype: torch.dtype) -> Small:
-    inputs = {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in small.inputs.items()}
-    return Small(small.model.to(dtype), inputs, small.differentiable)
-
-
 def results(small: Small, handle: SplitHandle | None = None) -> dict[str, Tensor]:
     """The output of a model and the gradient of every parameter and input."""
     small.model.zero_grad()
@@ -56,7 +51,7 @@ def compare(names: tuple[str, ...], ulysses: int, ring: int, text: str) -> dict[
     mesh = make_mesh(ulysses=ulysses, ring=ring)
     found = {}
     for name in names:
-        small = converted(build(name), torch.float64)
+        small = build(name).to(torch.float64)
         expected = results(small)
         with install(small.model, mesh, text=text) as handle:
             got = results(small, handle)
@@ -112,7 +107,7 @@ def test_in_float32_the_output_is_bit_close(worlds: Worlds) -> None:
 def train(checkpointing: bool, steps: int = 3) -> tuple[list[float], list[float]]:
     losses: list[list[float]] = []
     for split in (False, True):
-        small = converted(build("flux"), torch.float64)
+        small = build("flux").to(torch.float64)
         if split and checkpointing:
             small.model.enable_gradient_checkpointing()
         small.model.train()
@@ -174,7 +169,7 @@ def test_a_plan_is_checked_before_use(worlds: Worlds) -> None:
 def inferred() -> dict[str, float]:
     found = {}
     for name in (*MODELS, "auraflow"):
-        small = converted(build(name), torch.float64)
+        small = build(name).to(torch.float64)
         expected = results(small)
         plan = infer(small.model, small.inputs) if name in MODELS else None
         with install(small.model, make_mesh(ulysses=2), plan, inputs=small.inputs) as handle:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from foci.integrations.diffusers import attention_sites
 from foci.integrations.split_check import SplitError, check
 from foci.integrations.split_plan import Cut, Gather, SplitPlan, plan_for
-from tests.integrations.models import Small, build
+from tests.integrations.models import build
 
 TEXTS = {"dit": ("auto",), "pixart": ("auto",), "wan": ("auto",)}
 
@@ -124,11 +124,6 @@ def test_the_error_survives_pickling() -> None:
     assert (str(again), again.module, again.dim, again.stream) == (str(error), "a", 1, "text")
 
 
-def converted(small: Small, dtype: torch.dtype) -> Small:
-    inputs = {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in small.inputs.items()}
-    return Small(small.model.to(dtype), inputs, small.differentiable)
-
-
 def test_rounding_is_no_fault() -> None:
-    small = converted(build("dit"), torch.bfloat16)
+    small = build("dit").to(torch.bfloat16)
     check(small.model, small.inputs, size=3)
