@@ -46,6 +46,25 @@ def close(got: Tensor, right: Tensor) -> None:
     torch.testing.assert_close(got, right, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("children_first", [False, True])
+@pytest.mark.parametrize("name", MAKES)
+def test_a_layer_made_on_meta_is_given_memory_and_begins_as_a_new_one(name: str, children_first: bool) -> None:
+    """As torch's modules do, each resets its own parameters; in whichever order, none is left as memory was found."""
+    make = getattr(nn, name)
+    made = make(D, H, **MAKES[name], device=torch.device("meta")).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.fill_(float("nan"))
+    own = [module for module in made.modules() if module._parameters]
+    for module in reversed(own) if children_first else own:
+        module.reset_parameters()
+    new = {key: value.detach() for key, value in make(D, H, **MAKES[name]).named_parameters()}
+    for key, value in made.named_parameters():
+        drawn = new[key].numel() > 1 and new[key].std() > 0
+        torch.testing.assert_close(value.mean(), new[key].mean(), rtol=0, atol=3.0 if drawn else 0.0)
+        assert not drawn or 0.3 < value.std() / new[key].std() < 3, key
+
+
 def test_every_layer_of_the_room_is_tested_here() -> None:
     assert set(MAKES) == {n for n in nn.__all__ if isinstance(t := getattr(nn, n), type) and issubclass(t, Recurrent)}
 

@@ -66,7 +66,13 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(own, hidden_size, bias=False, device=device, dtype=dtype)
         self.q_norm = RMSNorm(self.head_dim, device=device, dtype=dtype) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, device=device, dtype=dtype) if qk_norm else None
-        self.sinks = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype)) if sink else None
+        self.sinks = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if sink else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """What a new layer has of its own: sinks of 0. Projections and norms have theirs, as torch's modules do."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
 
     def forward(
         self,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from foci.nn.parts import GatedRMSNorm, RMSNorm, l2norm
-from foci.nn.recurrent import Recurrent, Tokens, gate_parameters, low_rank, selective_decay
+from foci.nn.recurrent import Recurrent, Tokens, begin_gates, gate_parameters, low_rank, selective_decay
 
 
 class _Delta(Recurrent):
@@ -109,8 +109,13 @@ class GatedDeltaNet(_Delta):
         H, V = num_heads, self.value_dim
         self.a_proj = nn.Linear(hidden_size, H, bias=False, device=device, dtype=dtype)
         self.A_log, self.dt_bias = gate_parameters(H, H, device, dtype)
+        self.reset_parameters()
         self.g_proj = nn.Linear(hidden_size, H * V, bias=False, device=device, dtype=dtype)
         self.o_norm = GatedRMSNorm(V, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """What a new layer has of its own: gates. Projections, convolutions and norms have theirs."""
+        begin_gates(self.A_log, self.dt_bias)
 
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
         out = self._attend(x, tokens, selective_decay(self.A_log, self.a_proj(x) + self.dt_bias))
@@ -152,8 +157,13 @@ class KimiDeltaAttention(_Delta):
         H, K, V = num_heads, self.head_dim, self.value_dim
         self.f_proj = low_rank(hidden_size, V, H * K, bias=False, device=device, dtype=dtype)
         self.A_log, self.dt_bias = gate_parameters(H, H * K, device, dtype)
+        self.reset_parameters()
         self.g_proj = low_rank(hidden_size, V, H * V, bias=True, device=device, dtype=dtype)
         self.o_norm = GatedRMSNorm(V, activation="sigmoid", device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """What a new layer has of its own: gates. Projections, convolutions and norms have theirs."""
+        begin_gates(self.A_log, self.dt_bias)
 
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
         dt = (self.f_proj(x) + self.dt_bias).unflatten(-1, (self.num_heads, self.head_dim))

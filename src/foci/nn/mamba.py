@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from foci.core.spec import accumulator
 from foci.nn.parts import GatedRMSNorm, ShortConvolution, sizes
-from foci.nn.recurrent import Recurrent, Tokens, gate_parameters
+from foci.nn.recurrent import Recurrent, Tokens, begin_gates, gate_parameters
 
 
 class Mamba2(Recurrent):
@@ -47,9 +47,15 @@ class Mamba2(Recurrent):
         self.in_proj = nn.Linear(hidden_size, sum(self.sizes), bias=False, device=device, dtype=dtype)
         self.conv1d = ShortConvolution(values + 2 * keys, conv_size, bias=True, device=device, dtype=dtype)
         self.A_log, self.dt_bias = gate_parameters(num_heads, num_heads, device, dtype)
-        self.D = nn.Parameter(torch.ones(num_heads, device=device, dtype=dtype))
+        self.D = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        self.reset_parameters()
         self.norm = GatedRMSNorm(values, groups=num_key_heads, gate_first=True, device=device, dtype=dtype)
         self.out_proj = nn.Linear(values, hidden_size, bias=False, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """What a new layer has of its own: gates, and D of 1. Projections, convolution and norm have theirs."""
+        begin_gates(self.A_log, self.dt_bias)
+        nn.init.ones_(self.D)
 
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
         z, xBC, dt = self.in_proj(x).split(self.sizes, -1)

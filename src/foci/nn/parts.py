@@ -75,7 +75,12 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps, self.groups = eps, groups
-        self.weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The weight that a new one has."""
+        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> the same shape and dtype."""
@@ -184,8 +189,14 @@ class ShortConvolution(nn.Module):
             choice("ShortConvolution", "activation", activation, ACTIVATIONS)
         self.size, self.activation = size, activation
         self.weight = nn.Parameter(torch.empty(channels, 1, size, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(channels, device=device, dtype=dtype)) if bias else None
-        nn.init.uniform_(self.weight, -(size**-0.5), size**-0.5)
+        self.bias = nn.Parameter(torch.empty(channels, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The weight and bias that a new one has: uniform within size^-0.5, and 0."""
+        nn.init.uniform_(self.weight, -(self.size**-0.5), self.size**-0.5)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(
         self, x: Tensor, *, tail: Tensor | None = None, offsets: Tensor | None = None, lengths: Tensor | None = None

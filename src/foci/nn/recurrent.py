@@ -253,10 +253,18 @@ def low_rank(
 def gate_parameters(
     heads: int, channels: int, device: torch.device | None, dtype: torch.dtype | None
 ) -> tuple[nn.Parameter, nn.Parameter]:
-    """A_log [heads] and dt_bias [channels], as Mamba-2 begins: A in [1, 16], softplus(dt_bias) in [0.001, 0.1]."""
-    rate = torch.empty(heads, device=device).uniform_(1, 16)
-    dt = torch.empty(channels, device=device).uniform_(math.log(0.001), math.log(0.1)).exp()
-    return nn.Parameter(rate.log().to(dtype)), nn.Parameter((dt + torch.log(-torch.expm1(-dt))).to(dtype))
+    """A_log [heads] and dt_bias [channels], which `begin_gates` is to fill."""
+    a_log, dt_bias = (torch.empty(size, device=device, dtype=dtype) for size in (heads, channels))
+    return nn.Parameter(a_log), nn.Parameter(dt_bias)
+
+
+@torch.no_grad()
+def begin_gates(a_log: Tensor, dt_bias: Tensor) -> None:
+    """Fills both as Mamba-2 begins: A in [1, 16], softplus(dt_bias) in [0.001, 0.1], drawn in float32 at least."""
+    rate, dt = (torch.empty_like(x, dtype=accumulator(x.dtype)) for x in (a_log, dt_bias))
+    a_log.copy_(rate.uniform_(1, 16).log())
+    dt = dt.uniform_(math.log(0.001), math.log(0.1)).exp()
+    dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
 
 def selective_decay(a_log: Tensor, dt: Tensor) -> Tensor:

@@ -8,7 +8,15 @@ from torch import Tensor, nn
 
 from foci.core.spec import accumulator
 from foci.nn.parts import sizes
-from foci.nn.recurrent import Recurrent, Tokens, low_rank
+from foci.nn.recurrent import Recurrent, Tokens
+
+
+class _Decays(nn.Linear):
+    """W y + b, of which a token's log_decay is -exp: b begins in [-6, -1], decays of 0.998 to 0.69."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.uniform_(self.bias, -6, -1)
 
 
 class RWKV6TimeMix(Recurrent):
@@ -43,19 +51,27 @@ class RWKV6TimeMix(Recurrent):
         sizes("RWKV6TimeMix", {"mix_rank": mix_rank, "decay_rank": decay_rank})
         D, H = hidden_size, num_heads
         keys, values = H * self.head_dim, H * self.value_dim
-        self.mu_x = nn.Parameter(torch.full((D,), 0.5, device=device, dtype=dtype))
-        self.mu = nn.Parameter(torch.full((5, D), 0.5, device=device, dtype=dtype))
+        self.mu_x = nn.Parameter(torch.empty(D, device=device, dtype=dtype))
+        self.mu = nn.Parameter(torch.empty(5, D, device=device, dtype=dtype))
         self.mix_down = nn.Linear(D, 5 * mix_rank, bias=False, device=device, dtype=dtype)
-        self.mix_up = nn.Parameter(torch.empty(5, mix_rank, D, device=device, dtype=dtype).uniform_(-0.01, 0.01))
+        self.mix_up = nn.Parameter(torch.empty(5, mix_rank, D, device=device, dtype=dtype))
+        self.bonus = nn.Parameter(torch.empty(H, self.head_dim, device=device, dtype=dtype))
+        self.reset_parameters()
         self.r_proj = nn.Linear(D, keys, bias=False, device=device, dtype=dtype)
         self.k_proj = nn.Linear(D, keys, bias=False, device=device, dtype=dtype)
         self.v_proj = nn.Linear(D, values, bias=False, device=device, dtype=dtype)
         self.g_proj = nn.Linear(D, values, bias=False, device=device, dtype=dtype)
-        self.w_proj = low_rank(D, decay_rank, keys, bias=True, device=device, dtype=dtype)
-        nn.init.uniform_(self.w_proj.get_parameter("1.bias"), -6, -1)  # decays of exp(-exp(b)): 0.998 to 0.69
-        self.bonus = nn.Parameter(torch.zeros(H, self.head_dim, device=device, dtype=dtype))
+        down = nn.Linear(D, decay_rank, bias=False, device=device, dtype=dtype)
+        self.w_proj = nn.Sequential(down, _Decays(decay_rank, keys, device=device, dtype=dtype))
         self.o_norm = nn.GroupNorm(H, values, eps=64e-5, device=device, dtype=dtype)
         self.o_proj = nn.Linear(values, D, bias=False, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """What a new layer has of its own: shares of 0.5, hardly moved by tokens, and a bonus of 0."""
+        nn.init.constant_(self.mu_x, 0.5)
+        nn.init.constant_(self.mu, 0.5)
+        nn.init.uniform_(self.mix_up, -0.01, 0.01)
+        nn.init.zeros_(self.bonus)
 
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
         change = tokens.previous("x", x) - x
