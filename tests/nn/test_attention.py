@@ -31,6 +31,19 @@ def _layer(kind: str) -> Attention:
     return layer
 
 
+class _Adapted(torch.nn.Module):
+    """A projection with a low-rank one beside it, as LoRA has it: a module that only has a forward."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base, (out, size) = base, base.weight.shape
+        self.down, self.up = (torch.nn.Parameter(torch.randn(s, dtype=torch.float64)) for s in ((2, size), (out, 2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + x @ self.down.T @ self.up.T
+        return y
+
+
 def _x(batch: int, length: int) -> Tensor:
     return torch.randn(batch, length, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -268,3 +281,23 @@ def test_a_trace_is_of_any_batch_and_length() -> None:
     traced = torch.jit.trace(layer, torch.randn(2, 5, 16), check_trace=False)
     x = torch.randn(3, 9, 16)
     torch.testing.assert_close(traced(x), layer(x))
+
+
+def test_a_projection_may_be_any_module() -> None:
+    layer, x = _layer("grouped"), _x(2, 7)
+    before = layer(x)
+    adapted = layer.q_proj = _Adapted(layer.q_proj)  # type: ignore[assignment]
+    assert not torch.allclose(layer(x), before)
+    layer(x).square().sum().backward()
+    assert all(x.grad is not None and x.grad.any() for x in (adapted.down, adapted.up))
+
+
+def test_a_layer_made_on_meta_begins_as_a_new_one() -> None:
+    made = Attention(SIZE, 4, qk_norm=True, sink=True, device=torch.device("meta")).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.fill_(float("nan"))
+    for module in made.modules():
+        module.reset_parameters()
+    assert not made.sinks.any() and (made.q_norm.weight == 1).all() and (made.k_norm.weight == 1).all()
+    assert made(torch.randn(1, 5, SIZE)).isfinite().all()

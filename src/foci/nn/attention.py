@@ -56,6 +56,7 @@ class Attention(nn.Module):
             sizes("Attention", {"window": window})
         if rope_base is not None and K % 2:
             raise ValueError(f"Attention: head_dim is {K}; expected an even number, for rotary, or rope_base=None")
+        self.hidden_size = hidden_size
         self.head_dim, self.window, self.softcap = K, None if window is None else int(window), cap("Attention", softcap)
         self.rope_base = None if rope_base is None else rope("Attention", "rope_base", rope_base)
         self.layer_index, self.backend, self._number = layer_index, backend, next(NUMBERS)
@@ -89,7 +90,7 @@ class Attention(nn.Module):
         cache: tokens before these, and it is given these too. Raises ShapeError or ValueError for what does not fit,
         Unsupported for offsets together with mask or cache.
         """
-        self.operators.check("Attention", self.q_proj.in_features, hidden, mask, offsets, cache)
+        self.operators.check("Attention", self.hidden_size, hidden, mask, offsets, cache)
         others = [name for name, other in (("mask", mask), ("cache", cache)) if other is not None]
         if offsets is not None and others:
             reasons = [f"{name} is given too" for name in others]
