@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foci.core.errors import ShapeError
 from foci.nn.cache import Cache
 from foci.nn.linear import (
     HGRN2,
@@ -115,6 +118,23 @@ def test_sums_beyond_float16_are_averaged_whole_in_pieces_and_in_steps(autocast:
     assert out.dtype == cut.dtype == torch.float16
     for got, true in ((out, right), (cut, right), (grad, right_grad)):
         assert (got[:, -1000:].double() - true[:, -1000:]).norm() < 0.01 * true[:, -1000:].norm()
+
+
+def test_heads_of_a_rank_are_as_wide_as_all(x: Tensor) -> None:
+    """Projections cut over ranks (tensor parallelism) give fewer heads, not narrower ones: parts sum to the whole."""
+    layer, parts = shaken(LinearAttention(D, 4, head_dim=K)), []
+    for rank in range(2):
+        part = copy.deepcopy(layer)
+        for name, cut in (("q_proj", 0), ("k_proj", 0), ("v_proj", 0), ("o_proj", 1)):
+            projection = part.get_submodule(name)
+            projection.weight = torch.nn.Parameter(projection.weight.chunk(2, cut)[rank])
+        parts.append(part(x))
+    torch.testing.assert_close(parts[0] + parts[1], layer(x))
+    cut = shaken(MultiScaleRetention(D, 4, head_dim=K))
+    for projection in (cut.q_proj, cut.k_proj, cut.v_proj):
+        projection.weight = torch.nn.Parameter(projection.weight.chunk(2)[0])
+    with pytest.raises(ShapeError, match="log_decay has shape"):
+        cut(x)
 
 
 def test_retention_decays_with_distance(x: Tensor) -> None:

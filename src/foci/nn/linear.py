@@ -216,14 +216,15 @@ class HGRN2(Recurrent):
         self.o_proj = nn.Linear(values, hidden_size, bias=False, device=device, dtype=dtype)
 
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
-        heads, low = (self.num_heads, -1), self.lower_bound
+        heads, low = (-1, self.head_dim), self.lower_bound
         f = self.f_proj(x).unflatten(-1, heads)
         log_decay = _log_sigmoid(f)
         if low:
             log_decay = torch.logaddexp(log_decay + math.log1p(-low), log_decay.new_tensor(math.log(low)))
         forgets = (1 - low) * torch.sigmoid(-f)  # 1 - f without its cancellation
         q = F.silu(self.q_proj(x)).unflatten(-1, heads)
-        out = tokens.linear_attention(q, forgets, self.i_proj(x).unflatten(-1, heads), log_decay=log_decay)
+        i = self.i_proj(x).unflatten(-1, (-1, self.value_dim))
+        out = tokens.linear_attention(q, forgets, i, log_decay=log_decay)
         return self.o_norm(out.flatten(2))
 
 

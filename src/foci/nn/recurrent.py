@@ -229,15 +229,15 @@ class Recurrent(nn.Module):
                 self.add_module(f"{name}_conv1d", ShortConvolution(channels, conv_size, device=device, dtype=dtype))
 
     def _qkv(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k [B,T,G,K] and v [B,T,H,V]."""
+        """q, k [B,T,G,K] and v [B,T,H,V]: as many heads as the projections give, where some are another rank's."""
         found = []
-        for name, heads in (("q", self.num_key_heads), ("k", self.num_key_heads), ("v", self.num_heads)):
+        for name, channels in (("q", self.head_dim), ("k", self.head_dim), ("v", self.value_dim)):
             y = self.get_submodule(f"{name}_proj")(x)
             if self.conv_size:
                 convolution = self.get_submodule(f"{name}_conv1d")
                 assert isinstance(convolution, ShortConvolution)
                 y = tokens.convolve(f"{name}_conv1d", convolution, y)
-            found.append(y.unflatten(-1, (heads, -1)))
+            found.append(y.unflatten(-1, (-1, channels)))
         q, k, v = found
         return q, k, v
 

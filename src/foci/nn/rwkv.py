@@ -81,7 +81,8 @@ class RWKV6TimeMix(Recurrent):
         r, k, v, g = self.r_proj(x_r), self.k_proj(x_k), self.v_proj(x_v), self.g_proj(x_g)
         w = self.w_proj[1](torch.tanh(self.w_proj[0](x_w)))
         log_decay = -torch.exp(w.to(accumulator(w.dtype)))
-        r, k, v, log_decay = (y.unflatten(-1, (self.num_heads, -1)) for y in (r, k, v, log_decay))
+        r, k, log_decay = (y.unflatten(-1, (-1, self.head_dim)) for y in (r, k, log_decay))
+        v = v.unflatten(-1, (-1, self.value_dim))
         out = tokens.linear_attention(r, k, v, log_decay=log_decay, bonus=self.bonus, scale=1.0)
         normal = self.o_norm(out.flatten(0, 1).flatten(1)).view_as(g)  # each token by itself
         return normal * F.silu(g)
