@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import foci
+from foci.core.errors import ShapeError
 from foci.core.library import _schema
 from foci.core.spec import Bad, Case, Mistake, Spec
 from foci.ops import SPECS, native
@@ -195,6 +196,12 @@ class InCall:
         assert call.accumulator == torch.float32
         packed = self.module.bind(*(x[:1] for x in self.args), offsets=torch.tensor([0, 0, 5], dtype=torch.int32))
         assert packed.sizes[-1] == 2
+
+    def test_heads_that_no_key_head_serves_are_refused(self) -> None:
+        q, k, v, *rest = self.args
+        two = (torch.zeros(B, T, 2, K) for _ in (q, k))
+        with pytest.raises(ShapeError, match=r"k has 2 heads but v has 3; v heads must be a multiple of k heads"):
+            self.module.bind(*two, v, *rest)
 
     def test_the_schema_names_every_field(self) -> None:
         names = [part.split()[1].split("=")[0] for part in _schema(self.module.Call).split(", ")]
