@@ -268,9 +268,14 @@ def write(
     """The prompt and what the model writes behind it: at most `tokens` bytes, or until it ends the file.
 
     temperature: 0 takes the likeliest byte every time; above it the byte is drawn, by `seed`. emit is called with each
-    piece as it is written, whole characters only, the prompt first. Raises ValueError for a temperature below 0 or
-    NaN, tokens below 1 and a seed of more than 64 bits.
+    piece as it is written, whole characters only, the prompt first. Raises ValueError for a prompt that is no text
+    (of bytes that are no UTF-8), a temperature below 0 or NaN, tokens below 1 and a seed of more than 64 bits.
     """
+    try:
+        given = as_bytes(prompt)
+    except UnicodeEncodeError as error:
+        wrong = prompt[error.start]
+        raise ValueError(f"bytes-lm: prompt has {wrong!r} at {error.start}; expected text, whole characters") from None
     if not temperature >= 0:  # NaN is not either
         raise ValueError(f"bytes-lm: temperature must be at least 0, got {temperature}")
     if tokens < 1:
@@ -280,7 +285,7 @@ def write(
     emit(prompt)
     generator, memory = torch.Generator().manual_seed(seed), BytesCache()
     decoder, written = codecs.getincrementaldecoder("utf-8")("replace"), [prompt]
-    ids = torch.cat([as_bytes(bytes([NEWFILE])), as_bytes(prompt)])[None].to(model.device)
+    ids = torch.cat([as_bytes(bytes([NEWFILE])), given])[None].to(model.device)
     for place in range(tokens):
         logits = model(ids, past_key_values=memory, logits_to_keep=1).logits[0, -1].double().cpu()
         if temperature:
