@@ -8,7 +8,7 @@ from torch import Tensor
 
 from foci import nn
 from foci.core.errors import ShapeError
-from foci.nn.recurrent import Recurrent
+from foci.nn.recurrent import Recurrent, begin_gates, gate_parameters
 
 D, H, T = 24, 4, 9
 DOUBLE = torch.float64
@@ -63,6 +63,19 @@ def test_a_layer_made_on_meta_is_given_memory_and_begins_as_a_new_one(name: str,
         drawn = new[key].numel() > 1 and new[key].std() > 0
         torch.testing.assert_close(value.mean(), new[key].mean(), rtol=0, atol=3.0 if drawn else 0.0)
         assert not drawn or 0.3 < value.std() / new[key].std() < 3, key
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_seed_gives_the_same_gates_in_every_dtype(dtype: torch.dtype) -> None:
+    """And takes as many random numbers, so that what is drawn after them is the same too."""
+    found = []
+    for each in (torch.float32, dtype):
+        torch.manual_seed(5)
+        gates = gate_parameters(3, 6, None, each)
+        begin_gates(*gates)
+        found.append((*gates, torch.rand(2)))
+    for got, wide in zip(*reversed(found), strict=True):
+        assert got.equal(wide.to(got.dtype))
 
 
 def test_every_layer_of_the_room_is_tested_here() -> None:

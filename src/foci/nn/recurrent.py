@@ -260,8 +260,12 @@ def gate_parameters(
 
 @torch.no_grad()
 def begin_gates(a_log: Tensor, dt_bias: Tensor) -> None:
-    """Fills both as Mamba-2 begins: A in [1, 16], softplus(dt_bias) in [0.001, 0.1], drawn in float32 at least."""
-    rate, dt = (torch.empty_like(x, dtype=accumulator(x.dtype)) for x in (a_log, dt_bias))
+    """Fills both as Mamba-2 begins: A in [1, 16], softplus(dt_bias) in [0.001, 0.1].
+
+    Drawn in torch's default dtype, in float32 at least: a seed gives the same gates in whichever dtype these are.
+    """
+    drawn = accumulator(torch.get_default_dtype())
+    rate, dt = (torch.empty_like(x, dtype=drawn) for x in (a_log, dt_bias))
     a_log.copy_(rate.uniform_(1, 16).log())
     dt = dt.uniform_(math.log(0.001), math.log(0.1)).exp()
     dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
