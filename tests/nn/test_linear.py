@@ -137,6 +137,36 @@ def test_heads_of_a_rank_are_as_wide_as_all(x: Tensor) -> None:
         cut(x)
 
 
+@pytest.mark.parametrize(
+    ("make", "names", "said"),
+    [
+        (LinearAttention, ("v_proj",), "v_proj gives 2 of 4 heads where there are 2 of 2 key heads"),
+        (LinearAttention, ("q_proj", "k_proj"), "v_proj gives 4 of 4 heads where there are 1 of 2 key heads"),
+        (HGRN2, ("q_proj", "f_proj"), "i_proj gives 4 of 4 heads where there are 2 of 4 key heads"),
+    ],
+)
+def test_heads_that_would_meet_others_key_heads_are_refused(x: Tensor, make: type, names: tuple, said: str) -> None:
+    layer = make(D, 4, head_dim=K, **({"num_key_heads": 2} if make is LinearAttention else {}))
+    for name in names:
+        projection = layer.get_submodule(name)
+        projection.weight = torch.nn.Parameter(projection.weight.chunk(2)[0])
+    with pytest.raises(ShapeError, match=f"{make.__name__}: {said}"):
+        layer(x.float())
+
+
+def test_key_heads_that_every_rank_has_serve_the_heads_of_each(x: Tensor) -> None:
+    layer = shaken(LinearAttention(D, 4, num_key_heads=1, head_dim=K))
+    parts = [copy.deepcopy(layer) for _ in range(2)]
+    for rank, part in enumerate(parts):
+        for name, cut in (("v_proj", 0), ("o_proj", 1)):
+            projection = part.get_submodule(name)
+            projection.weight = torch.nn.Parameter(projection.weight.chunk(2, cut)[rank])
+    torch.testing.assert_close(parts[0](x) + parts[1](x), layer(x))
+    parts[0].k_proj.weight = torch.nn.Parameter(layer.k_proj.weight[:-1])
+    with pytest.raises(ShapeError, match=f"k_proj gives {K - 1} channels; expected heads of {K} each"):
+        parts[0](x)
+
+
 def test_retention_decays_with_distance(x: Tensor) -> None:
     layer = shaken(MultiScaleRetention(D, H, **SIZES))
     place = torch.arange(T)

@@ -216,14 +216,14 @@ class HGRN2(Recurrent):
         self.o_proj = nn.Linear(values, hidden_size, bias=False, device=device, dtype=dtype)
 
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
-        heads, low = (-1, self.head_dim), self.lower_bound
-        f = self.f_proj(x).unflatten(-1, heads)
+        low, f = self.lower_bound, self._heads("f_proj", self.f_proj(x), self.head_dim)
         log_decay = _log_sigmoid(f)
         if low:
             log_decay = torch.logaddexp(log_decay + math.log1p(-low), log_decay.new_tensor(math.log(low)))
         forgets = (1 - low) * torch.sigmoid(-f)  # 1 - f without its cancellation
-        q = F.silu(self.q_proj(x)).unflatten(-1, heads)
-        i = self.i_proj(x).unflatten(-1, (-1, self.value_dim))
+        q = self._heads("q_proj", F.silu(self.q_proj(x)), self.head_dim)
+        i = self._heads("i_proj", self.i_proj(x), self.value_dim)
+        self._check_share(f, i, "i_proj")
         out = tokens.linear_attention(q, forgets, i, log_decay=log_decay)
         return self.o_norm(out.flatten(2))
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foci.core.errors import ShapeError
 from foci.core.spec import accumulator
 from foci.nn.cache import NUMBERS, Cache, LayerCache
 from foci.nn.operators import ALONE, Operators
@@ -237,9 +238,27 @@ class Recurrent(nn.Module):
                 convolution = self.get_submodule(f"{name}_conv1d")
                 assert isinstance(convolution, ShortConvolution)
                 y = tokens.convolve(f"{name}_conv1d", convolution, y)
-            found.append(y.unflatten(-1, (-1, channels)))
+            found.append(self._heads(f"{name}_proj", y, channels))
         q, k, v = found
+        self._check_share(k, v, "v_proj")
         return q, k, v
+
+    def _heads(self, name: str, y: Tensor, channels: int) -> Tensor:
+        """What that projection gives, [B,T,heads,channels]."""
+        if y.shape[-1] % channels:
+            raise ShapeError(
+                f"{type(self).__name__}: {name} gives {y.shape[-1]} channels; expected heads of {channels} each"
+            )
+        return y.unflatten(-1, (-1, channels))
+
+    def _check_share(self, k: Tensor, v: Tensor, name: str) -> None:
+        """Raise unless every head of v still meets its own key head: a part of both alike, or one group's of v."""
+        (g, h), (G, H) = (k.shape[-2], v.shape[-2]), (self.num_key_heads, self.num_heads)
+        if h * G != g * H and not (g == 1 <= h and H // G % h == 0):
+            raise ShapeError(
+                f"{type(self).__name__}: {name} gives {h} of {H} heads where there are {g} of {G} key heads; expected "
+                "the same part of both"
+            )
 
 
 def low_rank(
