@@ -81,6 +81,10 @@ def test_a_mask_of_another_shape_is_refused_even_if_it_hides_nothing(model, shap
     said = f"attention_mask has shape {list(shape)}; expected [2, 17]"
     with pytest.raises(ShapeError, match=re.escape(said)):
         model(_ids(2, 17), attention_mask=torch.ones(shape))
+
+
+@torch.no_grad()
+def test_a_mask_behind_a_cache_is_of_all_bytes_or_of_these(model):
     memory = model(_ids(2, 17)).past_key_values
     with pytest.raises(ShapeError, match=r"expected \[2, 20\]"):
         model(_ids(2, 3), attention_mask=torch.ones(2, 19), past_key_values=memory)

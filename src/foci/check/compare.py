@@ -126,7 +126,6 @@ def rms(tensor: Tensor) -> float:
 
 def extent(truth: Tensor) -> float:
     """Root mean square over what is finite of a truth, whose infinities must not excuse its other numbers."""
-    truth = truth.detach().to(torch.float64)
     return rms(truth.masked_fill(truth == torch.inf, 0.0))
 
 

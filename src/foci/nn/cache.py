@@ -129,6 +129,9 @@ class LayerCache(MutableMapping[str, Tensor]):
         Raises TypeError, ValueError or ShapeError before anything is changed.
         """
         self._check_rows(rows)
+        self._take(rows)
+
+    def _take(self, rows: Tensor) -> None:
         for name, value in self.items():
             self[name] = value.index_select(0, rows)
 
@@ -180,7 +183,7 @@ class Cache:
         for layer in self._layers.values():
             layer._check_rows(rows)
         for layer in self._layers.values():
-            layer.reorder(rows)
+            layer._take(rows)
 
 
 def _room(size: int) -> int:

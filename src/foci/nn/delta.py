@@ -74,7 +74,18 @@ class DeltaNet(_Delta):
         return self.o_norm(self._attend(x, tokens))
 
 
-class GatedDeltaNet(_Delta):
+class _Gated(_Delta):
+    """With a decay whose gates are drawn."""
+
+    A_log: nn.Parameter
+    dt_bias: nn.Parameter
+
+    def reset_parameters(self) -> None:
+        """What a new layer has of its own: gates. Projections, convolutions and norms have theirs."""
+        begin_gates(self.A_log, self.dt_bias)
+
+
+class GatedDeltaNet(_Gated):
     """Gated DeltaNet: the delta rule with one decay per head and token, as in Qwen3-Next and OLMo hybrid.
 
         q, k = l2norm(conv(W x));  v = conv(W x);  beta = sigmoid(W_b x);  g = -exp(A_log) softplus(W_a x + dt_bias)
@@ -113,16 +124,12 @@ class GatedDeltaNet(_Delta):
         self.g_proj = nn.Linear(hidden_size, H * V, bias=False, device=device, dtype=dtype)
         self.o_norm = GatedRMSNorm(V, device=device, dtype=dtype)
 
-    def reset_parameters(self) -> None:
-        """What a new layer has of its own: gates. Projections, convolutions and norms have theirs."""
-        begin_gates(self.A_log, self.dt_bias)
-
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
         out = self._attend(x, tokens, selective_decay(self.A_log, self.a_proj(x) + self.dt_bias))
         return self.o_norm(out, self.g_proj(x).view_as(out))
 
 
-class KimiDeltaAttention(_Delta):
+class KimiDeltaAttention(_Gated):
     """Kimi Delta Attention: the delta rule with a decay for every channel of the key.
 
         q, k = l2norm(conv(W x));  v = conv(W x);  beta = sigmoid(W_b x)
@@ -160,10 +167,6 @@ class KimiDeltaAttention(_Delta):
         self.reset_parameters()
         self.g_proj = low_rank(hidden_size, V, H * V, bias=True, device=device, dtype=dtype)
         self.o_norm = GatedRMSNorm(V, activation="sigmoid", device=device, dtype=dtype)
-
-    def reset_parameters(self) -> None:
-        """What a new layer has of its own: gates. Projections, convolutions and norms have theirs."""
-        begin_gates(self.A_log, self.dt_bias)
 
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
         dt = (self.f_proj(x) + self.dt_bias).unflatten(-1, (self.num_heads, self.head_dim))

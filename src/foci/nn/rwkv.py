@@ -81,8 +81,8 @@ class RWKV6TimeMix(Recurrent):
         r, k, v, g = self.r_proj(x_r), self.k_proj(x_k), self.v_proj(x_v), self.g_proj(x_g)
         w = self.w_proj[1](torch.tanh(self.w_proj[0](x_w)))
         log_decay = -torch.exp(w.to(accumulator(w.dtype)))
-        r, k, log_decay = (y.unflatten(-1, (-1, self.head_dim)) for y in (r, k, log_decay))
-        v = v.unflatten(-1, (-1, self.value_dim))
+        r, k = self._heads("r_proj", r, self.head_dim), self._heads("k_proj", k, self.head_dim)
+        v, log_decay = self._heads("v_proj", v, self.value_dim), self._heads("w_proj", log_decay, self.head_dim)
         out = tokens.linear_attention(r, k, v, log_decay=log_decay, bonus=self.bonus, scale=1.0)
         normal = self.o_norm(out.flatten(0, 1).flatten(1)).view_as(g)  # each token by itself
         return normal * F.silu(g)

@@ -48,6 +48,9 @@ TRANSFORMS: dict[str, Callable[[str, dict[str, Any]], Any]] = {
         lambda q, k, v: foci.attention(q, k, v, **o, backend=b), in_dims=(2, None, -1), out_dims=1
     )(qkv(3)[0].movedim(0, 2), qkv()[1], qkv(3)[2].movedim(0, -1)),
     "jacrev": lambda b, o: jacrev(lambda q: foci.attention(q, *qkv()[1:], **o, backend=b))(qkv()[0]),
+    "many gradients at once": lambda b, o: torch.autograd.functional.jacobian(
+        lambda *x: foci.attention_with_lse(*x, **o, backend=b), qkv(), vectorize=True
+    ),
     "vmap of grad": lambda b, o: vmap(grad(loss(b, o), (0, 1, 2)))(*qkv(3)),
     "grad of vmap": lambda b, o: grad(lambda *x: vmap(loss(b, o))(*x).sum(), (0, 2))(*qkv(3)),
     "vmap of vmap": lambda b, o: vmap(vmap(lambda q, k, v: foci.attention(q, k, v, **o, backend=b)))(*qkv(2, 3)),

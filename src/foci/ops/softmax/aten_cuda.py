@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from foci.core.device import constant, installed, platform
 from foci.core.ledger import Use, vetoes
 from foci.core.plans import played
+from foci.ops.arguments import short
 from foci.ops.gpu import unsuitable
 from foci.ops.softmax.call import DESCENDING, Call
 
@@ -46,7 +47,7 @@ class _CudaKernel:
         found = self.refused(call)
         masked = call.bias is not None or call.dense is not None
         if call.q.dtype not in self.dtypes:
-            found.append(f"{str(call.q.dtype).removeprefix('torch.')} is not supported")
+            found.append(f"{short(call.q.dtype)} is not supported")
         widest = self.widest(call.q.device)
         # A gradient of lse may ride along as one more column of v.
         if max(call.q.shape[-1], call.v.shape[-1] + int(not folds_dlse(call))) > widest:
@@ -54,8 +55,7 @@ class _CudaKernel:
         if masked and not self.takes_mask:
             found.append("a bias or dense mask is not supported")
         elif call.bias is not None and call.q.dtype in _HALF and call.bias.dtype != call.q.dtype:
-            dtypes = (str(x.dtype).removeprefix("torch.") for x in (call.bias, call.q))
-            found.append("a bias of {} would be rounded to {}".format(*dtypes))
+            found.append(f"a bias of {short(call.bias.dtype)} would be rounded to {short(call.q.dtype)}")
         B, T, S, H, G, _, _ = call.sizes
         if not B * H:
             found.append("there are no heads of any row")
