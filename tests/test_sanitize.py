@@ -47,6 +47,11 @@ def test_findings_of_one_place_are_one(sanitize: Any) -> None:
 def test_a_tool_that_came_to_no_end_has_found_nothing_out(sanitize: Any) -> None:
     cut = RACES.partition("ALL")[0]
     assert (sanitize.faults(RACES), sanitize.faults(READS), sanitize.faults(cut)) == (2, 1, None)
+    whole = RACES.replace("2 hazards", "0 hazards")
+    assert [sanitize.clean(said) for said in (whole, whole.replace("ALL", ""), RACES, READS, cut)] == [
+        True,
+        *[False] * 4,
+    ]
     assert sanitize.line("race", RACES) == "race: 2 faults, 2 ran"
     assert sanitize.line("read", READS) == "read: 1 faults, 0 ran, then it ended"
     assert sanitize.line("cut", cut) == "cut: not counted faults, 2 ran, then its time was over"
