@@ -146,11 +146,11 @@ def offline(name: str, beside: bool) -> tuple[float, float]:
     read_library()
     with pretending(), playing(), torch.no_grad(), contextlib.nullcontext() if beside else alone:
         began = time.perf_counter()
-        outputs = library._computed(backend, module.forward, call, *(True,) * keeps)
+        outputs = library._run_backend(backend, module.forward, call, *(True,) * keeps)
         forward = time.perf_counter()
         grads = (torch.ones_like(outputs[0]), *(None,) * (len(operator.output_names) - 1))
         needs = [getattr(call, argument) is not None for argument in operator.differentiable]
-        library._computed(backend, module.backward, call, outputs, grads, needs)
+        library._run_backend(backend, module.backward, call, outputs, grads, needs)
     return forward - began, time.perf_counter() - forward
 
 

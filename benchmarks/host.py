@@ -105,7 +105,7 @@ def playing() -> Iterator[None]:
     """Calls are played by their plans."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(tune, "ordinary", lambda: True))
-        stack.enter_context(patch.object(plans, "_here", lambda: -1))
+        stack.enter_context(patch.object(plans, "_current_device", lambda: -1))
         stack.enter_context(patch.object(plans, "on_gpu", lambda x: True))
         stack.enter_context(patch.object(steps, "_stream", lambda device: 0))
         yield

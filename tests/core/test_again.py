@@ -90,7 +90,12 @@ def test_who_watches_makes_no_graph(way: Callable[[], Any]) -> None:
 def test_a_call_like_one_before_is_not_bound_again(
     way: Callable[[], Any], toy: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, stand_in in (("_here", lambda: -1), ("on_gpu", lambda x: True), ("_NEAR", {}), ("_WHOLE", {})):
+    for name, stand_in in (
+        ("_current_device", lambda: -1),
+        ("on_gpu", lambda x: True),
+        ("_GUARDED", {}),
+        ("_WHOLE", {}),
+    ):
         monkeypatch.setattr(plans, name, stand_in)
     bound: list[Tensor] = []
 
@@ -112,7 +117,12 @@ def test_what_is_made_of_a_tensor_that_was_given_is_made_every_time(
     toy: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as autocast's: it is no view of what was given."""
-    for name, stand_in in (("_here", lambda: -1), ("on_gpu", lambda x: True), ("_NEAR", {}), ("_WHOLE", {})):
+    for name, stand_in in (
+        ("_current_device", lambda: -1),
+        ("on_gpu", lambda x: True),
+        ("_GUARDED", {}),
+        ("_WHOLE", {}),
+    ):
         monkeypatch.setattr(plans, name, stand_in)
     run = Runner.__new__(Runner)
     run.spec, run._ways = SPEC, {}

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foci.core import library
 from foci.core.errors import Unsupported
-from foci.core.library import Runner, _schema, _watched
+from foci.core.library import Runner, _needs_dispatch, _schema
 from foci.core.spec import Backend, Output, Spec
 
 X = Float[Tensor, "B K"]
@@ -167,7 +167,7 @@ def test_training_without_anyone_to_watch_calls_no_op_and_with_anyone_both() -> 
     assert noted.seen == ["foci.toy_opaque_fwd.default", "foci.toy_opaque_bwd.default"]
     with pytest.MonkeyPatch.context() as patch:
         watched: list[bool] = []
-        patch.setattr(library, "_watched", lambda call: watched.append(_watched(call)) or watched[-1])
+        patch.setattr(library, "_needs_dispatch", lambda call: watched.append(_needs_dispatch(call)) or watched[-1])
         assert all(map(torch.equal, trained(weight), expected))
         assert watched == [False, False]
         trained(weight.detach().as_subclass(Marked).requires_grad_())
@@ -461,4 +461,4 @@ def test_a_backend_is_given_numbers_as_they_lie_in_memory(monkeypatch) -> None:
         ]
         assert torch.equal(*found)
     assert seen == [False] * 5
-    assert _watched((torch.randn(3), torch._efficientzerotensor((3,))))
+    assert _needs_dispatch((torch.randn(3), torch._efficientzerotensor((3,))))

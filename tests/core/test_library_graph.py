@@ -42,7 +42,7 @@ def test_a_captured_step_of_training_is_replayed_on_other_values(
     """Captured is a call that is noted for its plan, made once before, or one that is played (core/plans.py)."""
     monkeypatch.setattr(plans, "_PLANS", {})
     monkeypatch.setattr(plans, "_SEEN", set())
-    monkeypatch.setattr(plans, "_NEAR", {})
+    monkeypatch.setattr(plans, "_GUARDED", {})
     function = getattr(foci, operator)
     leaves = {name: x.requires_grad_() for name, x in inputs(operator).items()}
     rest: dict[str, object] = {"backend": "triton"}
@@ -98,7 +98,7 @@ def test_a_captured_step_of_decoding_goes_on_from_the_state_that_is_there(
 ) -> None:
     monkeypatch.setattr(plans, "_PLANS", {})
     monkeypatch.setattr(plans, "_SEEN", set())
-    monkeypatch.setattr(plans, "_NEAR", {})
+    monkeypatch.setattr(plans, "_GUARDED", {})
     monkeypatch.setattr(plans, "_WHOLE", {})
     function, held = getattr(foci, operator), token(operator)
     side = torch.cuda.Stream()

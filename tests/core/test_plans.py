@@ -39,11 +39,11 @@ class Adds:
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
     """CPU tensors pass for a GPU's, and Triton for one that nobody watches."""
-    monkeypatch.setattr(plans, "_here", lambda: -1)
+    monkeypatch.setattr(plans, "_current_device", lambda: -1)
     monkeypatch.setattr(steps, "_stream", lambda device: 7)
     monkeypatch.setattr(plans, "_PLANS", {})
     monkeypatch.setattr(plans, "_SEEN", set())
-    monkeypatch.setattr(plans, "_NEAR", {})
+    monkeypatch.setattr(plans, "_GUARDED", {})
     runtime = SimpleNamespace(
         launch_enter_hook=None, launch_exit_hook=None, debug=False, add_stages_inspection_hook=None, interpret=False
     )
@@ -121,13 +121,13 @@ def test_what_goes_before_the_first_call_of_a_kind_goes_before_no_other() -> Non
 @pytest.mark.parametrize("guards", [True, False])
 def test_plans_are_found_by_guards_and_by_keys_where_there_is_none(guards, monkeypatch) -> None:
     """Kinds that differ in the second tensor alone, more than get a guard."""
-    monkeypatch.setattr(plans, "_of_compiler", lambda name: getattr(torch._C._dynamo.guards, name) if guards else None)
+    monkeypatch.setattr(plans, "_from_dynamo", lambda name: getattr(torch._C._dynamo.guards, name) if guards else None)
     run, calls = counted(twice)
     for shape in ((8,), (1, 8), (8, 1), (2, 4), (4, 2), (2, 2, 2)) * 5:
         a, b = torch.randn(8), torch.randn(shape)
         assert torch.allclose(ask(run, a, b, 1.0, [False])[0][1], a + 2 * b.view(-1))
     assert len(calls) == 2 * 6
-    assert [len(near) for near in plans._NEAR.values()] == ([plans._AT_HAND] if guards else [])
+    assert [len(near) for near in plans._GUARDED.values()] == ([plans._MOST_GUARDS] if guards else [])
 
 
 @pytest.mark.parametrize(
@@ -158,12 +158,12 @@ def test_a_guard_passes_nothing_that_has_another_key(make, within) -> None:
     for _ in range(4):
         plans.played(twice, (first, a), lambda: (torch.empty(3),))
     ((key, plan),) = plans._PLANS.items()
-    assert plan is not None and plans._NEAR
+    assert plan is not None and plans._GUARDED
     with within():
         other = make(a)
         with suppress(RuntimeError):  # what has no memory that could be named
-            told = plans._told(twice, (first, other))
-            found = told and plans._known(plans._PLANS, told)[1]
+            told = plans._describe(twice, (first, other))
+            found = told and plans._lookup(plans._PLANS, told)[1]
             assert (found is plan) == (told is not None and plans._key(told) == key)
             assert (found is plan) == (type(other) is torch.Tensor and _facts(other) == _facts(a))
 
@@ -388,7 +388,7 @@ def test_a_new_tensor_with_the_identity_of_one_that_is_gone_is_not_taken_for_it(
     place = id(gone)
     del gone
     other = torch.randn(8)
-    noted.known[id(other)] = noted.known[place]
+    noted.slots[id(other)] = noted.slots[place]
     assert noted._slot(other) is None
 
 
@@ -485,7 +485,7 @@ def test_on_amd_memory_that_is_large_is_another_kind(monkeypatch) -> None:
     """There kernels are compiled for small memory and for large."""
     a, large = torch.randn(8), torch.empty(2**31, dtype=torch.uint8)[:32].view(torch.float32)
     pointers = [a.data_ptr(), large.data_ptr()]
-    assert plans._lies([a, large], pointers) is True
+    assert plans._alignment([a, large], pointers) is True
     monkeypatch.setattr(plans, "_HIP", True)
-    assert plans._lies([a, large], pointers) == (True, 0, 1)
-    assert plans._lies([a[1:], a], [a.data_ptr() + 4, a.data_ptr()]) == ((4, 0), 0, 0)
+    assert plans._alignment([a, large], pointers) == (True, 0, 1)
+    assert plans._alignment([a[1:], a], [a.data_ptr() + 4, a.data_ptr()]) == ((4, 0), 0, 0)

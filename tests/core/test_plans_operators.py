@@ -41,12 +41,12 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foci.ops.gpu.interpreting", lambda: True)
     monkeypatch.setattr(tune, "interpreting", lambda: False)
     monkeypatch.setattr(tune, "_start", start)
-    monkeypatch.setattr(plans, "_here", lambda: -1)
+    monkeypatch.setattr(plans, "_current_device", lambda: -1)
     monkeypatch.setattr(plans, "on_gpu", lambda x: isinstance(x, torch.Tensor))
     monkeypatch.setattr(steps, "_stream", lambda device: 0)
     monkeypatch.setattr(plans, "_PLANS", {})
     monkeypatch.setattr(plans, "_SEEN", set())
-    monkeypatch.setattr(plans, "_NEAR", {})
+    monkeypatch.setattr(plans, "_GUARDED", {})
     monkeypatch.setattr(plans, "_WHOLE", {})
 
 

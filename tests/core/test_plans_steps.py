@@ -95,10 +95,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         monkeypatch.setattr(f"foci.ops.{place}", lambda state: True)
     monkeypatch.setattr(tune, "interpreting", lambda: False)
     monkeypatch.setattr(tune, "_start", begin)
-    monkeypatch.setattr(plans, "_here", lambda: -1)
+    monkeypatch.setattr(plans, "_current_device", lambda: -1)
     monkeypatch.setattr(plans, "on_gpu", lambda x: isinstance(x, Tensor))
     monkeypatch.setattr(steps, "_stream", lambda device: 0)
-    for known, empty in (("_PLANS", {}), ("_SEEN", set()), ("_WHOLE", {}), ("_NEAR", {})):
+    for known, empty in (("_PLANS", {}), ("_SEEN", set()), ("_WHOLE", {}), ("_GUARDED", {})):
         monkeypatch.setattr(plans, known, empty)
     return found
 

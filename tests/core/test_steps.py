@@ -90,7 +90,7 @@ def noted(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Plan:
 def test_a_call_is_played_on_other_tensors(
     little: int, version: str, scratch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "_LITTLE", little)
+    monkeypatch.setattr(steps, "_SCRATCH_LIMIT", little)
     kernel = Kernel(version, scratch)
     plan = noted(kernel, monkeypatch)
     for _ in range(2):
@@ -109,22 +109,22 @@ def test_little_that_nobody_else_sees_is_taken_at_once_and_much_when_it_is_wante
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     at_once = noted(Kernel(), monkeypatch)
-    assert [len(step.made) for step in at_once.steps] == [4, 0, 0, 0]  # whole, zeros, parts, and one for the rest
-    assert at_once.steps[0].made[-1].bytes == 512
-    assert [step.last for step in at_once.steps] == [(), (3, 5), (), ()]
-    monkeypatch.setattr(steps, "_LITTLE", 0)
+    assert [len(step.allocations) for step in at_once.steps] == [4, 0, 0, 0]  # whole, zeros, parts, one for the rest
+    assert at_once.steps[0].allocations[-1].bytes == 512
+    assert [step.frees for step in at_once.steps] == [(), (3, 5), (), ()]
+    monkeypatch.setattr(steps, "_SCRATCH_LIMIT", 0)
     much = noted(Kernel(scratch=64), monkeypatch)
-    assert [[each.bytes for each in step.made] for step in much.steps] == [
+    assert [[each.bytes for each in step.allocations] for step in much.steps] == [
         [96, 64, 512], [32, 32, 512], [512], []
     ]  # fmt: skip
-    assert [step.last for step in much.steps] == [(4,), (2, 5, 7), (8,), ()]
+    assert [step.frees for step in much.steps] == [(4,), (2, 5, 7), (8,), ()]
 
 
 @pytest.mark.parametrize("little", [0, 1 << 22])
 def test_maps_are_made_of_where_tensors_lie_now(little: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what was given, of what is made, of a part of it; each by its own way, as many times as it is played."""
     descriptor = pytest.importorskip("triton.tools.tensor_descriptor").TensorDescriptor
-    monkeypatch.setattr(steps, "_LITTLE", little)
+    monkeypatch.setattr(steps, "_SCRATCH_LIMIT", little)
     told: list[tuple[Any, ...]] = []
     kernel = SimpleNamespace(run=lambda *given: told.append(given[9:]), function=0, packed_metadata=0, pre_run_hooks=())
     made = iter("abc")

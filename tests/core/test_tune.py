@@ -342,7 +342,7 @@ def test_the_launcher_in_c_is_given_what_tritons_own_gives_it(size: int, monkeyp
     """Held against the Triton that is here, of which CI has each that `started` knows."""
     pytest.importorskip("triton")
     driver = pytest.importorskip("triton.backends.nvidia.driver")
-    monkeypatch.setattr(tune, "_lent", lambda size, alignment, stream: ("lent", size))
+    monkeypatch.setattr(tune, "_allocate", lambda size, alignment, stream: ("lent", size))
     seen: list[tuple[Any, ...]] = []
     launcher = driver.CudaLauncher.__new__(driver.CudaLauncher)
     named = {

@@ -63,14 +63,14 @@ def start(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: 
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, found in (("_PLANS", {}), ("_SEEN", set()), ("_NEAR", {}), ("_WHOLE", {})):
+    for name, found in (("_PLANS", {}), ("_SEEN", set()), ("_GUARDED", {}), ("_WHOLE", {})):
         monkeypatch.setattr(plans, name, found)
     monkeypatch.setattr(tune, "interpreting", lambda: False)
     builder = interpreter.interpreter_builder
     known = (*builder.options.allowed_dot_input_precisions, "bf16x3")  # as a GPU's Triton knows it: float16 asks for it
     monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, allowed_dot_input_precisions=known))
     monkeypatch.setattr(tune, "_start", start)
-    monkeypatch.setattr(plans, "_here", lambda: -1)
+    monkeypatch.setattr(plans, "_current_device", lambda: -1)
     monkeypatch.setattr(plans, "on_gpu", lambda x: isinstance(x, Tensor))
     monkeypatch.setattr(steps, "_stream", lambda device: 0)
     monkeypatch.setattr(library, "compiled_ahead", lambda *_: "")

@@ -1,4 +1,4 @@
-"""How calls like one before come to a backend's functions, or torch's, without being bound, checked or dispatched."""
+"""How a call that repeats an earlier one reaches its backend without being bound, checked or dispatched again."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from foci.core.steps import choice
 
 
 class Way(NamedTuple):
-    """How a backend runs a call; where it brings its gradient, also how autograd takes one, or what plays it."""
+    """How a backend runs a call; `training` (where it has its own backward) runs it, or a replay, under autograd."""
 
     run: Callable[[Any], Outputs]
     training: Callable[[Callable[[], Outputs] | None, Rest | None, Any], Outputs] | None = None
 
 
 def traced(call: Any) -> bool:
-    """Whether a graph is made of the call, of which one op of ours is to be a part; or it is of a subclass.
+    """Whether the call becomes part of a graph, in which it must be one op of ours, or has a tensor subclass.
 
-    Not whether anybody watches: what is computed again for a checkpoint is to save what it saved the first time, and
-    only then, or not any more, a mode may be on.
+    Other modes do not count: torch.utils.checkpoint must save the same tensors when it recomputes, and a mode may be on
+    in one of the two runs only.
     """
     if torch.compiler.is_compiling() or plans.transformed() or plans.scripting():
         return True
@@ -35,7 +35,7 @@ def traced(call: Any) -> bool:
 
 
 def whole(values: tuple[Any, ...], call: Any, compute: Callable[..., Outputs]) -> plans.Through | None:
-    """How calls like this one, made of these values, come to `compute`; None where tensors are not what was given."""
+    """A Through that calls `compute` on the tensors; None where the Call holds other tensors than the arguments."""
     given, tensors = ([x for x in each if isinstance(x, Tensor)] for each in (values, call))
     if len(given) != len(tensors) or any(x is not y for x, y in zip(given, tensors, strict=True)):
         return None
@@ -43,9 +43,9 @@ def whole(values: tuple[Any, ...], call: Any, compute: Callable[..., Outputs]) -
 
 
 def by_torch(backend: Backend, call: Any) -> Callable[..., Outputs] | None:
-    """What makes of a call's tensors the first output alone, by an op of torch that autograd knows.
+    """A function from the call's tensors to its first output, by a torch op with its own autograd formula.
 
-    So no Python of ours runs backward. None where the backend has none.
+    So the backward runs no Python of ours. None where the backend has no such function for this call.
     """
     find = getattr(backend.load(), "by_torch", None)
     compute: Callable[..., Outputs] | None = None if find is None else find(call)
@@ -60,13 +60,13 @@ def by_torch(backend: Backend, call: Any) -> Callable[..., Outputs] | None:
 
 
 def decided(way: Way, backend: Backend, values: tuple[Any, ...], call: Any) -> plans.Through | None:
-    """How calls like this one, made of these values, are run by a backend that launches no kernels of ours."""
+    """The Through of calls like this one on a backend that launches no Triton kernels; None: they run as written."""
     alike = getattr(backend.load(), "alike", None)
     if alike is None or way.training is None:
         run, make = way.run, type(call)._make
         return through_of(values, call, lambda _, rest, filled: run(make(filled)))
     forward, backward = alike(call)
-    backward = functools.partial(as_written, backward)  # only then is known whether autocast is on
+    backward = functools.partial(as_written, backward)  # whether autocast is on is known only when it runs
     if plans.autocast(call[0]) is not None:
         forward = functools.partial(as_written, forward)
     if not plans.wants_gradient(call):
@@ -80,10 +80,10 @@ def decided(way: Way, backend: Backend, values: tuple[Any, ...], call: Any) -> p
 
 
 def through_of(values: tuple[Any, ...], call: Any, run: Any, backward: Any = None) -> plans.Through | None:
-    """How calls like this one, made of these values, come to `run` without being bound; None where they must be.
+    """A Through that calls `run` without binding arguments to a Call; None where they must be bound every time.
 
-    Tensors of the call are those that were given, in their order, or views of all that one holds. `backward` runs that
-    of calls like it, where no plan does.
+    That needs the Call's tensors to be the arguments themselves, in order, or reshapes of them that share their memory.
+    `backward` computes the gradients of such calls where no plan does.
     """
     given = [value for value in values if isinstance(value, Tensor)]
     places = [place for place, value in enumerate(call) if isinstance(value, Tensor)]
@@ -91,14 +91,14 @@ def through_of(values: tuple[Any, ...], call: Any, run: Any, backward: Any = Non
         return None
     shapes = [None if call[place] is x else call[place].shape for place, x in zip(places, given, strict=True)]
     for place, x, shape in zip(places, given, shapes, strict=True):
-        if shape is not None and not (x.numel() == shape.numel() and _same(x.detach().view(shape), call[place])):
+        if shape is not None and not (x.numel() == shape.numel() and _same_memory(x.detach().view(shape), call[place])):
             return None
     rest = Rest(call, lasts=True)
     rest.backward = backward
     viewed = [(place, shape) for place, shape in enumerate(shapes) if shape is not None]
 
     def through(play: Callable[[], Outputs] | None, tensors: list[Tensor]) -> Outputs:
-        tensors = tensors.copy()  # playing takes its memory behind them
+        tensors = tensors.copy()  # a replay appends its allocations to the list
         for place, shape in viewed:
             tensors[place] = tensors[place].view(shape)
         outputs: Outputs = run(play, rest, rest.filled(tensors))
@@ -108,9 +108,9 @@ def through_of(values: tuple[Any, ...], call: Any, run: Any, backward: Any = Non
 
 
 class Rest:
-    """What is no tensor among the values of a call, and how its tensors come back to their places in between.
+    """The values of a call that are no tensors, and how to put tensors back in between them.
 
-    `lasts`: one for all calls like it, `backward` included.
+    `lasts`: one object serves all calls with the same key, and so does its `backward`.
     """
 
     backward: Callable[..., Any] | None = None
@@ -129,11 +129,11 @@ class Rest:
 
 
 def holes(values: Sequence[Any]) -> list[Any]:
-    """The values, in place of each tensor the class: a hole."""
+    """The values, each tensor replaced by the class Tensor as a placeholder."""
     return [Tensor if isinstance(value, Tensor) else value for value in values]
 
 
-def _same(x: Tensor, y: Tensor) -> bool:
+def _same_memory(x: Tensor, y: Tensor) -> bool:
     return x.data_ptr() == y.data_ptr() and x.stride() == y.stride() and x.dtype == y.dtype
 
 

@@ -1,6 +1,6 @@
-"""The kernels of a call that is the first of its kind, compiled side by side before it runs.
+"""Compile the kernels of a call in parallel before its first run.
 
-While it runs they would be one after another, each when it is launched: seconds, where the longest takes one.
+The run itself would compile them one after another, each at its launch: seconds, where the slowest kernel takes one.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from foci.core.assembler import assembling
 from foci.core.device import cores
 from foci.core.tune import Launch, Target, heard, recording, target_of
 
-_MOST = 4096  # kinds that are remembered
+_MOST = 4096  # keys that are remembered
 _SEEN: set[Any] = set()
 
 
 def compiled_ahead(compute: Callable[..., Any], call: Any, *rest: Any) -> str:
-    """Compile what `compute(call, *rest)` is going to launch, in threads, which Triton's compiler leaves to themselves.
+    """Compile what `compute(call, *rest)` will launch, in threads: Triton's compiler releases the GIL.
 
-    It is asked on meta tensors what that is: nothing is allocated or launched. What is compiled lies in Triton's cache
-    on disk, where the call finds it; nothing else of Triton's is touched. Calls that differ in rows and tokens alone
-    are not asked again. Gives what went wrong, "" if nothing did: the call meets it again, where it is awaited.
+    A dry run on meta tensors records the launches: nothing is allocated or launched. The kernels go to Triton's cache
+    on disk, where the call finds them; no other state of Triton changes. Calls that differ only in batch and sequence
+    length are not repeated. Returns an error message, or "": the call meets the error again, where it is handled.
     """
-    kind = compute, _kind(call), _kind(rest)
-    if kind in _SEEN or cores() < 2 or not _possible():
+    key = compute, _cache_key(call), _cache_key(rest)
+    if key in _SEEN or cores() < 2 or not _possible():
         return ""
     if len(_SEEN) >= _MOST:
         _SEEN.clear()
-    _SEEN.add(kind)
+    _SEEN.add(key)
     target = target_of(call[0].device)
     try:
         with recording(target) as launches:
             compute(shadow(call), *map(shadow, rest))
-        wanted = [] if len(launches) < 2 else _wanted(launches)
+        wanted = [] if len(launches) < 2 else _compilations(launches)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return _side_by_side(wanted, target) if len(wanted) > 1 else ""
+    return _compile_all(wanted, target) if len(wanted) > 1 else ""
 
 
 def _possible() -> bool:
-    """Whether Triton can be asked what it would compile, keeps it on disk, and tells nobody of it."""
+    """Whether this Triton has AsyncCompileMode, caches kernels on disk, and has no compilation hooks installed."""
     triton: Any = sys.modules.get("triton")
     if not hasattr(triton, "AsyncCompileMode"):
         return False
@@ -53,21 +53,20 @@ def _possible() -> bool:
     return not heard(runtime.jit_cache_hook, runtime.jit_post_compile_hook) and not compilation.always_compile
 
 
-class _Asked(Exception):
-    """In place of a compilation."""
+class _Intercepted(Exception):
+    """Raised in place of a compilation."""
 
 
-def _wanted(launches: list[Launch]) -> list[Callable[[], Any]]:
-    """What compiles each kernel that Triton does not have in memory, by its own door to compilers of another kind.
+def _compilations(launches: list[Launch]) -> list[Callable[[], Any]]:
+    """Of each kernel that Triton has not loaded yet, the function that compiles it, intercepted by an AsyncCompileMode.
 
-    The last launch first: walks come before what is made of them, which takes longest to compile. Begun last, it would
-    be waited for alone.
+    The last launch comes first: it is the kernel that takes longest to compile, and started last it would run alone.
     """
 
     class Asking(sys.modules["triton"].AsyncCompileMode):  # type: ignore[misc]
         def submit(self, key: Any, compile_fn: Any, finalize_fn: Any) -> Any:
             found.setdefault(key, compile_fn)
-            raise _Asked  # before Triton notes that it is being compiled
+            raise _Intercepted  # before Triton notes that it is being compiled
 
     found: dict[Any, Callable[[], Any]] = {}
     for kernel, grid, arguments, meta in launches:
@@ -75,22 +74,22 @@ def _wanted(launches: list[Launch]) -> list[Callable[[], Any]]:
             try:
                 with Asking(None):
                     kernel.warmup(*arguments, grid=grid, **meta)
-            except _Asked:
+            except _Intercepted:
                 continue
     return [*reversed(found.values())]
 
 
-class _NotYet:
-    """What a kernel is compiled to, before it is: nothing of it is known."""
+class _NoMetadata:
+    """Stands in for the metadata of a kernel that is not compiled yet: every attribute is None."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 def _source(compile_fn: Callable[[], Any]) -> Any:
-    """What is compiled, where Triton's function has it by that name and a launcher is made of it alone; else None.
+    """The source (ASTSource) that Triton's closure compiles, if a launcher can be built from it alone; else None.
 
-    What a launcher does with maps for TMA the compiled kernel says.
+    With TMA descriptors a launcher also needs the compiled kernel's metadata.
     """
     try:
         source = inspect.getclosurevars(compile_fn).nonlocals.get("src")
@@ -100,16 +99,18 @@ def _source(compile_fn: Callable[[], Any]) -> Any:
     return None if any(isinstance(kind, str) and kind.startswith("tensordesc") for kind in kinds) else source
 
 
-def _side_by_side(wanted: list[Callable[[], Any]], target: Target) -> str:
-    """What fails is compiled again when it is launched, and fails there. Each thread chooses its assembler, and keeps
-    it to its end, also where who waits here is interrupted. Launchers, which Triton 3.6 has a compiler of C make,
-    0.2 s and more each, are made here too, and found on disk like kernels. They are made of what is compiled alone, so
-    by threads that no kernel is left for; what was not begun or failed there, behind its kernel.
+def _compile_all(wanted: list[Callable[[], Any]], target: Target) -> str:
+    """Compile kernels and their launchers in a thread pool; returns the first error's message, or "".
+
+    A kernel that fails here is compiled again when it is launched, and fails there. Each thread enters `assembling`
+    itself, so its choice of assembler holds to its end even if the waiting thread is interrupted. Launchers, C code
+    that Triton 3.6 compiles in 0.2 s or more each, are cached on disk too. They need only the kernel's source, so they
+    go to threads left over by kernels; one that was not started or failed there is built after its kernel.
     """
     from concurrent.futures import Future, ThreadPoolExecutor, wait
 
     driver = sys.modules["triton"].runtime.driver.active
-    known = target.kind == "cuda"  # AMD's launchers are made of the compiled kernel too
+    known = target.kind == "cuda"  # AMD's launchers also need the compiled kernel
     sources = {place: source for place, each in enumerate(wanted) if known and (source := _source(each)) is not None}
     beside: dict[int, Future[Any]] = {}
 
@@ -124,7 +125,7 @@ def _side_by_side(wanted: list[Callable[[], Any]], target: Target) -> str:
     try:
         futures = [pool.submit(work, place) for place in range(len(wanted))]
         for place, source in sources.items():
-            beside[place] = pool.submit(driver.launcher_cls, source, _NotYet())
+            beside[place] = pool.submit(driver.launcher_cls, source, _NoMetadata())
         wait(futures)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -132,19 +133,19 @@ def _side_by_side(wanted: list[Callable[[], Any]], target: Target) -> str:
     return "" if not errors else f"{type(errors[0]).__name__}: {errors[0]}"
 
 
-def _kind(value: Any) -> Any:
-    """What may decide about kernels: not how many rows and tokens there are, nor numbers, which kernels are given."""
+def _cache_key(value: Any) -> Any:
+    """What decides which kernels a call needs: not batch and sequence length, nor numbers (run-time arguments)."""
     if isinstance(value, tuple | list):
-        return tuple(map(_kind, value))
+        return tuple(map(_cache_key, value))
     if isinstance(value, Tensor):
         return value.dtype, value.shape[2:]
     return value if isinstance(value, bool | str | None) else type(value)
 
 
 def shadow(value: Any) -> Any:
-    """The value with tensors that hold nothing."""
+    """The value with its tensors replaced by meta tensors of the same strides and alignment."""
     if isinstance(value, Tensor):
-        ahead = value.data_ptr() % 16 // value.itemsize  # kernels are compiled for where tensors begin
+        ahead = value.data_ptr() % 16 // value.itemsize  # Triton specializes on the alignment of pointers
         size = ahead + 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True) if n)
         return torch.empty(size, dtype=value.dtype, device="meta").as_strided(value.shape, value.stride(), ahead)
     if isinstance(value, tuple):

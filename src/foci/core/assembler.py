@@ -1,10 +1,10 @@
-"""Which of the assemblers that Triton brings makes a kernel's machine code for Hopper: the newest.
+"""Compile kernels for Hopper with the newest ptxas that Triton ships, not with the one Triton would choose.
 
-Triton gives all before Blackwell to its ptxas 12.8 (from 3.8 on 12.9), and Blackwell to a newer one. On Hopper the old
-one makes wrong code of some chains of products by warpgroups, from PTX that others assemble well: on an H200 the delta
-rule's backward had gradients wrong by 0.8 of their size, or read where nothing is, at 3 of 16 block sizes (Triton 3.6;
-triton#11366, triton#11781, fla#984). Both assemblers take the same PTX, so no kernel has to change. What Triton keeps
-on disk is found by the assembler's version among other things: what another one made of a kernel is not taken.
+Triton uses its ptxas 12.8 (from 3.8 on 12.9) for everything before Blackwell, and a newer one for Blackwell. On Hopper
+the old one miscompiles some chains of warpgroup products (wgmma) whose PTX the newer one assembles correctly: on an
+H200 the delta rule's backward had gradients wrong by 0.8 of their size, or illegal memory accesses, at 3 of 16 block
+sizes (Triton 3.6; triton#11366, triton#11781, fla#984). Both take the same PTX, so kernels stay as they are. Triton's
+disk cache is keyed by the ptxas version among other things, so binaries of the old one are not reused.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 HOPPER = 90
-NAMED = "TRITON_PTXAS_PATH"  # by which a user chooses one; it is left alone
+NAMED = "TRITON_PTXAS_PATH"  # environment variable by which a user chooses a ptxas; it takes precedence
 
 
 class _Choice:
-    """The choice is the process's, and several threads may compile: the first makes it, the last takes it back."""
+    """Triton's setting is process-wide, and several threads may compile: the first sets it, the last restores it."""
 
     def __init__(self) -> None:
         self.lock, self.inside, self.undo = threading.Lock(), 0, ExitStack()
@@ -49,7 +49,7 @@ _CHOICE = _Choice()
 
 @contextmanager
 def assembling(arch: int) -> Iterator[None]:
-    """Within it Triton assembles for this architecture as said above; what was chosen before comes back after it."""
+    """Within it Triton compiles for this architecture with the `chosen` ptxas; afterwards its setting is restored."""
     if arch != HOPPER:
         yield
         return
@@ -61,10 +61,10 @@ def assembling(arch: int) -> Iterator[None]:
 
 
 def persistent(ask: Callable[[], Any]) -> Any:
-    """What `ask` gives, which compiles a kernel: again where passes of Triton's failed that do not the next time.
+    """`ask()`, which compiles a kernel, retried up to three times where one of Triton's passes failed.
 
-    For sm_100 its TritonGPUHoistTMEMAlloc goes by the order of addresses, and fails in one compilation of 16 of the
-    delta rule's near_side_kernel of far rows (Triton 3.7.1, 2026-11-26).
+    For sm_100 its TritonGPUHoistTMEMAlloc depends on the order of addresses in memory, and fails in one compilation of
+    16 of the delta rule's near_side_kernel of far rows (Triton 3.7.1, 2026-11-26).
     """
     for _ in range(3):
         try:
@@ -76,9 +76,9 @@ def persistent(ask: Callable[[], Any]) -> Any:
 
 
 def _forget() -> None:
-    """Let Triton ask for the assembler's version again, which it does once a process and finds kernels on disk by.
+    """Clear Triton's cache of the ptxas version, part of its disk cache's key, which it asks for once per process.
 
-    Else, after anyone's kernel by Triton's own choice, ours that the old assembler once made would be found and taken.
+    Otherwise, once any kernel had been compiled with Triton's own choice, binaries of the old ptxas would be reused.
     """
     compiler = sys.modules.get("triton.backends.nvidia.compiler")
     forget = getattr(getattr(compiler, "get_ptxas_version", None), "cache_clear", None)
@@ -87,7 +87,7 @@ def _forget() -> None:
 
 
 def chosen(arch: int) -> Any:
-    """The assembler (`path`, `version`) that takes the place of Triton's choice; None where Triton's stays."""
+    """The ptxas (`path`, `version`) to use instead of Triton's choice; None to keep Triton's."""
     nvidia = getattr(getattr(sys.modules.get("triton"), "knobs", None), "nvidia", None)
     if arch != HOPPER or nvidia is None or NAMED in os.environ:
         return None
@@ -96,7 +96,7 @@ def chosen(arch: int) -> Any:
 
 
 def told() -> str:
-    """Which assembler Hopper's kernels get, in words."""
+    """Which ptxas Hopper's kernels are compiled with, in words."""
     if NAMED in os.environ:
         return f"{os.environ[NAMED]}, as {NAMED} says"
     tool = chosen(HOPPER)

@@ -62,7 +62,7 @@ class Machine:
 
     @property
     def computer(self) -> str:
-        """What else times depend on."""
+        """Operating system, CPU and memory in one line: what else measured times depend on."""
         return f"{self.system}, {self.cpu}, {self.cores} cores, {self.memory / 2**30:.0f} GiB"
 
     def as_dict(self) -> dict[str, Any]:
@@ -92,13 +92,13 @@ def constant(function: Function) -> Function:
 
 @constant
 def installed(package: str) -> bool:
-    """Whether a package can be imported; asked at every dispatch, looked for once."""
-    return _found(package)  # the compiler warns of a cache that it meets itself
+    """Whether a package can be imported; asked at every dispatch, so the search is cached."""
+    return _found(package)  # a function of its own, as torch.compile warns when it traces a functools.cache
 
 
 @constant
 def imported(package: str) -> bool:
-    """The same, and it is imported: from here on Triton says whether its interpreter is on, which takes CPU tensors."""
+    """Import the package if it is installed; whether it is. Once imported, Triton says if its interpreter is on."""
     if package not in sys.modules and installed(package):
         import_module(package)
     return package in sys.modules
@@ -108,7 +108,7 @@ def imported(package: str) -> bool:
 def _found(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except (ModuleNotFoundError, ValueError):  # something hides it, or stands in its place
+    except (ModuleNotFoundError, ValueError):  # sys.modules holds None or a stub in its place
         return False
 
 
@@ -194,7 +194,7 @@ def _cpu_name() -> str:
 
 
 def isa() -> tuple[str, ...]:
-    """What torch runs on this CPU and what it has beyond that; asks no GPU, which would initialise CUDA."""
+    """The vector instruction set torch uses on this CPU, and its 16-bit extensions; never initialises CUDA."""
     best = torch.backends.cpu.get_cpu_capability()
     has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     extras = {"bf16": has.get("avx512_bf16"), "fp16": has.get("avx512_fp16"), "AMX": has.get("amx_tile")}

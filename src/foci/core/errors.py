@@ -37,7 +37,7 @@ class MissingExtra(ImportError):
 
 
 class RankError(RuntimeError):
-    """A rank failed, so that all ranks of its group do: every one of them says `rank` (of the world), step, direction.
+    """A rank failed, so all ranks of its group raise this, with that `rank` (its global rank), step and direction.
 
     "attention: rank 2 failed in step 1 of the forward: ValueError: no such key", or "... it is gone", or "... it did
     not answer".
@@ -56,9 +56,9 @@ class RankError(RuntimeError):
 
 
 class Disagreement(ValueError):
-    """Ranks were called with arguments that do not fit together: the same message on every rank.
+    """Ranks were called with arguments that do not match: the same message on every rank.
 
-    `facts` has, by name, what each rank says: {"dtype": {0: "torch.float32", 1: "torch.bfloat16"}}.
+    `facts` maps each name to the value on each rank: {"dtype": {0: "torch.float32", 1: "torch.bfloat16"}}.
     """
 
     def __init__(self, operator: str, facts: Mapping[str, Mapping[int, str]]) -> None:

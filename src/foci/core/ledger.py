@@ -1,8 +1,8 @@
 """Known-bad (library version, device, shape) combinations of foreign backends, each with its public issue.
 
-Two kinds. A "veto" is a call that the kernel gets wrong: it is refused. A "normalised" defect is one that foci's own
-door to the kernel puts right (an LSE in another convention, a mask of another dtype): it is written down so that nobody
-takes the correction for superfluous. `foci doctor` prints the entries that hold on this machine.
+Two kinds. A "veto" is a call that the kernel gets wrong: it is refused. A "normalised" defect is one that foci's
+wrapper of the kernel corrects (an LSE in another convention, a mask of another dtype): it is recorded so that nobody
+removes the correction as superfluous. `foci doctor` prints the entries that hold on this machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from foci.core.device import Platform, Version
 
 
 class Use(NamedTuple):
-    """One call of a foreign kernel, in the words the ledger needs."""
+    """What the ledger must know of one call of a foreign kernel."""
 
     T: int
     S: int
@@ -31,7 +31,7 @@ def _always(use: Use) -> bool:
 
 @dataclass(frozen=True)
 class Defect:
-    """One known defect: where it is (versions are half-open ranges, () is unbounded), when it strikes, and its issue.
+    """One known defect: affected versions (half-open ranges, () is unbounded), the calls it affects, and its issue.
 
     `issue` is "owner/name#number" ("pytorch#1" for pytorch/pytorch#1), or "measured: ..." where no thread is known.
     """

@@ -29,7 +29,7 @@ _LISTENER: ContextVar[Callable[[Any], object] | None] = ContextVar("listener", d
 
 @contextmanager
 def listening(listen: Callable[[Any], object]) -> Iterator[None]:
-    """Inside, `listen` is told each Call that a public function makes, before it runs, whichever way that is."""
+    """Within it `listen` is called with each Call that a public function makes, before it runs on any backend."""
     before = _LISTENER.set(listen)
     try:
         yield
@@ -41,8 +41,9 @@ class Runner:
     """Runs calls of one Spec on any of its backends.
 
     A backend with its own `backward` becomes the op pair `foci::<operator>_<backend>_fwd` and `_bwd`, opaque to the
-    compiler and wired once to an autograd.Function (setup_context and vmap, so that torch.func works), and `_alone`
-    where its forward keeps something that only a backward wants. One without runs as plain torch.
+    compiler and wired once to an autograd.Function (setup_context and vmap, so that torch.func works). Where its
+    forward saves one tensor more for the backward (`kept`), the op `_alone` is the forward without it. A backend
+    without `backward` runs as plain torch code.
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -59,17 +60,17 @@ class Runner:
         self, bind: Callable[..., Any], first: tuple[Any, ...], rest: dict[str, Any], backend: str | None,
         single: bool = False,
     ) -> Outputs:  # fmt: skip
-        """The outputs of `bind(*first, **rest)`, a public function's call, by the backend that is named or chosen.
+        """The outputs of `bind(*first, **rest)`, a public function's call, by the named backend or the one chosen.
 
-        What is given is all that decides about the call, its tensors in the order of the Call. On a GPU, where nobody
-        watches, a call like one before is neither checked nor dispatched again; autograd is told where it must be.
-        `single`: nobody asks for more than the first output, and there may be no other.
+        The call must depend on these arguments alone, its tensors in the order of the Call's fields. On a GPU a call
+        that repeats an earlier one skips checks and dispatch, unless a mode or a profiler observes it (plans.py).
+        `single`: only the first output is wanted; the others may be missing.
         """
         values = (*first, *rest.values())
         listen = None if torch.compiler.is_compiling() else _LISTENER.get()
-        key, played = plans.again((self, single), (*values, backend)) if listen is None else (None, None)
-        if played is not None:
-            return played
+        key, replayed = plans.again((self, single), (*values, backend)) if listen is None else (None, None)
+        if replayed is not None:
+            return replayed
         call = bind(*first, **rest)
         if listen is not None:
             listen(call)
@@ -79,13 +80,14 @@ class Runner:
         if compute is not None:
             if key is not None:
                 plans.decide(key, whole(values, call, compute), call[0].device)
-            return compute(*[value for value in _alive(call) if isinstance(value, Tensor)])
-        made = self(chosen, call)
+            return compute(*[value for value in _unwrap_dead(call) if isinstance(value, Tensor)])
+        outputs = self(chosen, call)
         if key is not None:
             self._learn(key, values, chosen, call)
-        return made
+        return outputs
 
     def _learn(self, key: Any, values: tuple[Any, ...], chosen: Backend, call: Any) -> None:
+        """Store under `key` how calls like this one are run from now on."""
         way = self._ways[chosen.name]
         if "triton" not in chosen.needs:
             return plans.decide(key, decided(way, chosen, values, call), call[0].device)
@@ -93,7 +95,7 @@ class Runner:
         if not plans.wants_gradient(values):
             return plans.learn(key, values, forward, call)
         through = through_of(values, call, way.training)
-        return plans.learn(key, values, forward, (*call, *(True,) * _keeps(chosen)), through)
+        return plans.learn(key, values, forward, (*call, *(True,) * _saves_extra(chosen)), through)
 
 
 def _brings_gradient(backend: Backend) -> bool:
@@ -101,7 +103,7 @@ def _brings_gradient(backend: Backend) -> bool:
     return bool(backend.missing()) or hasattr(backend.load(), "backward")
 
 
-_Playing = tuple[Callable[[], Outputs], Rest]  # what plays a call, and what is known of it
+_Replay = tuple[Callable[[], Outputs], Rest]  # a closure that replays a call's plan, and its arguments' layout
 
 
 def _transparent(backend: Backend) -> Way:
@@ -109,8 +111,8 @@ def _transparent(backend: Backend) -> Way:
     return Way(lambda call: as_written(forward, call))
 
 
-def _computed(backend: Backend, compute: Callable[..., Any], call: Any, *rest: Any) -> Any:
-    """What a backend makes of a call; kernels by their plan, where the call is of a kind that was seen before."""
+def _run_backend(backend: Backend, compute: Callable[..., Any], call: Any, *rest: Any) -> Any:
+    """`compute`, a backend's forward or backward, of a call; replayed from its plan where kernels have one."""
     if "triton" not in backend.needs:
         return as_written(compute, call, *rest)
     values = [*call]
@@ -123,11 +125,11 @@ def _computed(backend: Backend, compute: Callable[..., Any], call: Any, *rest: A
 
 def _opaque(spec: Spec, backend: Backend) -> Way:
     ops = _define(spec, backend)
-    function = _function(spec, backend, ops)
-    alone = _define_alone(spec, backend) if _keeps(backend) else ops[0][0]
+    function = _autograd_function(spec, backend, ops)
+    alone = _define_inference(spec, backend) if _saves_extra(backend) else ops[0][0]
     count = len(spec.output_names)
-    # A Function's own `apply` does the same, but asks `inspect` for the signature of its forward at every call: 20 us.
-    plainly = super(torch.autograd.Function, function).apply
+    # torch.autograd.Function.apply does the same, but calls inspect.signature on forward every time: 20 us.
+    apply = super(torch.autograd.Function, function).apply
 
     def tangents(*_: Any) -> Any:
         raise Unsupported(
@@ -136,73 +138,74 @@ def _opaque(spec: Spec, backend: Backend) -> Way:
             "use backend='reference' for forward mode",
         )
 
-    # The compiler refuses what has a jvp.
+    # A subclass of its own, as torch.compile refuses a Function with a jvp.
     for_transforms: Any = type(function.__name__, (function,), {"jvp": staticmethod(tangents)})
     for op in {ops[0][0], alone}:
-        # as many as this op gives: what is kept is the last
-        _differentiable(op, lambda *values, op=op: for_transforms.apply(None, *values)[: len(op._schema.returns)])
+        # cut to the outputs of this op: `_alone` lacks the last, which is the one saved for the backward
+        _register_autograd(op, lambda *values, op=op: for_transforms.apply(None, *values)[: len(op._schema.returns)])
 
     def training(play: Callable[[], Outputs] | None, rest: Rest | None, call: Any) -> Outputs:
-        outputs: Outputs = plainly(None if play is None else (play, rest), *call)
+        outputs: Outputs = apply(None if play is None else (play, rest), *call)
         return outputs[:count]
 
     def run(call: Any) -> Outputs:
         trained = plans.transformed() or plans.wants_gradient(call)
-        if trained and not plans.scripting():  # a trace has the op, which brings its gradient
+        if trained and not plans.scripting():  # torch.jit.trace records the op, whose autograd kernel has the gradient
             if not torch.compiler.is_compiling() and not plans.transformed():
-                return training(None, None, _alive(call))
+                return training(None, None, _unwrap_dead(call))
             way = function if torch.compiler.is_compiling() else for_transforms
-            differentiable: Outputs = way.apply(None, *_distinct(call))
+            differentiable: Outputs = way.apply(None, *_deduplicated(call))
             return differentiable[:count]
-        if _watched(call):
+        if _needs_dispatch(call):
             opaque: Outputs = alone(*call)
             return opaque
-        # Plain eager without gradients: the dispatcher has nothing to add, and costs as much as a tiny attention.
-        plain: Outputs = _computed(backend, backend.load().forward, _alive(call))
+        # Plain eager without gradients: skip the dispatcher, which costs as much as a tiny attention.
+        plain: Outputs = _run_backend(backend, backend.load().forward, _unwrap_dead(call))
         return plain
 
     return Way(run, training)
 
 
-def _said(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """None for a gradient of no elements, such as the compiler makes for a state that nobody asked for.
+def _without_empty(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The gradients, None for an empty one: the compiler makes zeros for the gradient of an empty (unwanted) state.
 
-    The first output is always asked for.
+    The first is kept as it is, since the first output is always wanted.
     """
     return grads[0], *[x if x is None or x.numel() else None for x in grads[1:]]
 
 
-def _own(outputs: Outputs) -> Outputs:
-    """The outputs, none a view: autograd lets nobody change a Function's views in place."""
+def _detached(outputs: Outputs) -> Outputs:
+    """The outputs, no longer marked as views: autograd forbids in-place changes of views that a Function returns."""
     return tuple([x.detach() if x._is_view() else x for x in outputs])
 
 
-def _keeps(backend: Backend) -> bool:
-    """Whether the forward leaves one tensor more for the backward (core/spec.py: Backend)."""
+def _saves_extra(backend: Backend) -> bool:
+    """Whether the forward saves one tensor more for the backward (`kept` in core/spec.py: Backend)."""
     return not backend.missing() and hasattr(backend.load(), "kept")
 
 
-def _distinct(call: Any) -> Any:
-    """The values, a tensor that stands twice (q as k, offsets as both) once as a view: the compiler needs that."""
+def _deduplicated(call: Any) -> Any:
+    """The values, a tensor passed twice (q as k, one `offsets` as both) once as a view, as torch.compile requires."""
     if not torch.compiler.is_compiling():
         return call
     seen: list[Any] = []
     for value in call:
-        again = isinstance(value, Tensor) and any(value is other for other in seen)
-        seen.append(value.view_as(value) if again else value)
+        repeated = isinstance(value, Tensor) and any(value is other for other in seen)
+        seen.append(value.view_as(value) if repeated else value)
     return seen
 
 
-def _watched(call: Any) -> bool:
-    """Whether the compiler, a profiler, a subclass, a meta tensor or a mode (tracer, counter) must see one op.
+def _needs_dispatch(call: Any) -> bool:
+    """Whether the call must go through torch's dispatcher as one op.
 
-    Or torch's dispatcher must make a tensor what it stands for.
+    So for the compiler, a profiler, a mode (tracer, counter), a subclass or meta tensors, and where the dispatcher must
+    resolve a conjugate, negative or zero tensor.
     """
     return plans.watched() or call[0].is_meta or not plans.literal(call)
 
 
-def _alive(call: Any) -> Any:
-    """The call with tensors that have memory in place of those that stand for them, of a transform that has ended."""
+def _unwrap_dead(call: Any) -> Any:
+    """The call, functorch wrappers left over from a transform that has ended replaced by the tensors they wrap."""
     return call._make(_unwrapped(x) if isinstance(x, Tensor) else x for x in call)
 
 
@@ -216,7 +219,7 @@ def _define(spec: Spec, backend: Backend) -> tuple[Pair, Pair]:
     """The forward and the backward, each as an op and as the function that the op calls."""
     assert spec.call is not None and spec.outputs is not None
     arguments = _schema(spec.call)
-    keeps = _keeps(backend)
+    keeps = _saves_extra(backend)
     made = spec.output_names + ("kept",) * keeps
     results = ", ".join("Tensor" for _ in made)
     gradients = ", ".join(f"Tensor? grad_{name}" for name in spec.output_names)
@@ -224,12 +227,12 @@ def _define(spec: Spec, backend: Backend) -> tuple[Pair, Pair]:
     returned = ", ".join("Tensor?" for _ in spec.differentiable)
     name = f"{spec.name}_{backend.name}"
     count, call_type, declared = len(spec.output_names), spec.call, spec.outputs
-    place = count + len(made)  # of `needs` among the arguments of the backward
+    place = count + len(made)  # index of `needs` among the arguments of the backward
     _LIBRARY.define(f"{name}_fwd({arguments}) -> ({results})")
     _LIBRARY.define(f"{name}_bwd({gradients}, {saved}, bool[] needs, {arguments}) -> ({returned})")
 
     def forward(*values: Any) -> Outputs:
-        return _own(_computed(backend, backend.load().forward, call_type(*values), *(True,) * keeps))
+        return _detached(_run_backend(backend, backend.load().forward, call_type(*values), *(True,) * keeps))
 
     def forward_fake(*values: Any) -> Outputs:
         call = call_type(*values)
@@ -239,7 +242,7 @@ def _define(spec: Spec, backend: Backend) -> tuple[Pair, Pair]:
     def backward(*values: Any) -> tuple[Tensor | None, ...]:
         grads, outputs, needs = values[:count], values[count:place], values[place]
         call, compute = call_type(*values[place + 1 :]), backend.load().backward
-        found: tuple[Tensor | None, ...] = _computed(backend, compute, call, outputs, _said(grads), needs)
+        found: tuple[Tensor | None, ...] = _run_backend(backend, compute, call, outputs, _without_empty(grads), needs)
         return found
 
     def backward_fake(*values: Any) -> tuple[Tensor | None, ...]:
@@ -254,8 +257,8 @@ def _define(spec: Spec, backend: Backend) -> tuple[Pair, Pair]:
     return (getattr(ops, f"{name}_fwd").default, forward), (getattr(ops, f"{name}_bwd").default, backward)
 
 
-def _define_alone(spec: Spec, backend: Backend) -> Any:
-    """The forward of a backend that keeps something, without it: for the compiler where no gradient is asked for."""
+def _define_inference(spec: Spec, backend: Backend) -> Any:
+    """The op `_alone`: the forward without the extra saved tensor, for compiled calls that need no gradient."""
     assert spec.call is not None and spec.outputs is not None
     name, call_type, declared = f"{spec.name}_{backend.name}_alone", spec.call, spec.outputs
     _LIBRARY.define(f"{name}({_schema(call_type)}) -> ({', '.join('Tensor' for _ in spec.output_names)})")
@@ -272,10 +275,10 @@ def _define_alone(spec: Spec, backend: Backend) -> Any:
     return getattr(torch.ops.foci, name).default
 
 
-def _differentiable(op: Any, apply: Callable[..., Any]) -> None:
-    """Have autograd find `apply` where the op is called by itself, as a program does that was exported.
+def _register_autograd(op: Any, apply: Callable[..., Any]) -> None:
+    """Register `apply` as the op's autograd kernel, for callers of the bare op, such as exported programs.
 
-    Within the op it sees nothing: not what a backend writes in place either.
+    Inside the op autograd is off, also for what a backend writes in place.
     """
 
     def run(*values: Any) -> Any:
@@ -293,8 +296,8 @@ def _differentiable(op: Any, apply: Callable[..., Any]) -> None:
     _LIBRARY.impl(op._schema.name, run, "Autograd")
 
 
-def _guarded(spec: Spec, backend: Backend, backward_op: Any) -> Any:
-    """The backward op where something could be differentiated again: a second derivative through it would be zero."""
+def _once_differentiable(spec: Spec, backend: Backend, backward_op: Any) -> Any:
+    """The backward op as a Function that raises on double backward, which would otherwise silently be zero."""
 
     class Gradient(torch.autograd.Function):
         @staticmethod
@@ -316,40 +319,40 @@ def _guarded(spec: Spec, backend: Backend, backward_op: Any) -> Any:
 
         @staticmethod
         def vmap(info: Any, in_dims: Any, *values: Any) -> Any:
-            return _one_by_one(Gradient.apply, info.batch_size, in_dims, values)
+            return _vmap_by_loop(Gradient.apply, info.batch_size, in_dims, values)
 
     Gradient.__name__ = Gradient.__qualname__ = f"{spec.name}_{backend.name}_bwd"
-    _differentiable(backward_op, Gradient.apply)
+    _register_autograd(backward_op, Gradient.apply)
     return Gradient
 
 
-def _function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> Any:
+def _autograd_function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> Any:
     """The one autograd.Function of a backend. What its backward reads is exactly what setup_context saves.
 
-    Its values are those of the call behind what plays them, or None.
+    Its arguments are a _Replay, or None, and the values of the call.
     """
     (forward_op, plain_forward), backward_ops = ops
     fields = tuple(typing.get_type_hints(spec.call))
     places = tuple(fields.index(name) for name in spec.differentiable)
-    count, keeps, planned = len(spec.output_names), _keeps(backend), "triton" in backend.needs
+    count, keeps, planned = len(spec.output_names), _saves_extra(backend), "triton" in backend.needs
     gradients = _gradients(spec, backend, backward_ops, (count, count + keeps), places, len(fields))
 
     class Forward(torch.autograd.Function):
         @staticmethod
-        def forward(playing: _Playing | None, *values: Any) -> Outputs:
-            if playing is not None:
-                return playing[0]()
-            outputs: Outputs = (forward_op if _watched(values) else plain_forward)(*values)
+        def forward(replay: _Replay | None, *values: Any) -> Outputs:
+            if replay is not None:
+                return replay[0]()
+            outputs: Outputs = (forward_op if _needs_dispatch(values) else plain_forward)(*values)
             return outputs
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            playing, *values = inputs
-            if torch.compiler.is_compiling() or (playing is None and not planned):
+            replay, *values = inputs
+            if torch.compiler.is_compiling() or (replay is None and not planned):
                 ctx.rest = holes(values)
                 tensors = [value for value in values if isinstance(value, Tensor)]
             else:
-                ctx.known = Rest(values) if playing is None else playing[1]
+                ctx.known = Rest(values) if replay is None else replay[1]
                 ctx.rest, tensors = ctx.known.holes, ctx.known.tensors(values)
             ctx.save_for_backward(*tensors, *output)
             ctx.set_materialize_grads(False)
@@ -358,14 +361,14 @@ def _function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> Any:
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            saved = ctx.saved_tensors  # once: a checkpoint's hooks give them but once
-            if torch.compiler.is_compiling() or not any(map(_of_many, grads)):
+            saved = ctx.saved_tensors  # read once: the hooks of torch.utils.checkpoint unpack them only once
+            if torch.compiler.is_compiling() or not any(map(_is_batched, grads)):
                 return gradients(ctx, saved, grads)
-            return _row_by_row(lambda *row: gradients(ctx, saved, row), grads)
+            return _unbatched(lambda *row: gradients(ctx, saved, row), grads)
 
         @staticmethod
         def vmap(info: Any, in_dims: Any, *values: Any) -> Any:
-            return _one_by_one(Forward.apply, info.batch_size, in_dims, values)
+            return _vmap_by_loop(Forward.apply, info.batch_size, in_dims, values)
 
     Forward.__name__ = Forward.__qualname__ = f"{spec.name}_{backend.name}_fwd"
     return Forward
@@ -374,22 +377,22 @@ def _function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> Any:
 def _gradients(
     spec: Spec, backend: Backend, ops: Pair, counts: tuple[int, int], places: tuple[int, ...], size: int
 ) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The backward of its Function, of what was saved; `counts`, `places` and `size` as `_by_plan` has them."""
+    """The backward of the Function, given its saved tensors; `counts`, `places`, `size`: see `_replay_backward`."""
     (count, made), (op, plain) = counts, ops
-    guarded, by_plan = _guarded(spec, backend, op), _by_plan(backend, counts, places, size)
+    guarded, replay = _once_differentiable(spec, backend, op), _replay_backward(backend, counts, places, size)
 
     def gradients(ctx: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-            played = by_plan(ctx, saved, grads)
-            if played is not None:
-                return played
+            replayed = replay(ctx, saved, grads)
+            if replayed is not None:
+                return replayed
         outputs, tensors, grads = saved[-made:], iter(saved[:-made]), grads[:count]
         call = [next(tensors) if value is Tensor else value for value in ctx.rest]
         needs = [ctx.needs_input_grad[1 + place] for place in places]
         if torch.is_grad_enabled() or plans.transformed():
             run = guarded.apply
         else:
-            run = op if _watched((*call, *grads)) else plain
+            run = op if _needs_dispatch((*call, *grads)) else plain
         found: list[Tensor | None] = [None] * len(call)
         for place, gradient in zip(places, run(*grads, *outputs, needs, *call), strict=True):
             found[place] = gradient
@@ -398,22 +401,23 @@ def _gradients(
     return gradients
 
 
-def _by_plan(backend: Backend, counts: tuple[int, int], places: tuple[int, ...], size: int) -> Callable[..., Any]:
-    """Plays a backward of this backend, or runs it as was decided with its forward, else None.
+def _replay_backward(
+    backend: Backend, counts: tuple[int, int], places: tuple[int, ...], size: int
+) -> Callable[..., Any]:
+    """A function that replays the plan of a backward, or runs the one stored with its forward, else returns None.
 
-    Autograd's thread is slow, so it does little.
-
-    `counts`: of outputs, and of all that the forward leaves; `places` of what is differentiable among `size` values.
+    It does little, as it is Python on autograd's thread. `counts`: how many outputs the operator has, and how many
+    tensors its forward returns (one more with `kept`); `places`: indices of the differentiable among `size` values.
     """
     count, made = counts
     needed = choice([1 + place for place in places])
     spread = choice([1 + places.index(place) if place in places else 0 for place in range(-1, size)])
 
-    def played(ctx: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> Any:
+    def replay(ctx: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> Any:
         known = getattr(ctx, "known", None)
-        if known is None:  # or during the forward the compiler was at work, which may have been in another thread
+        if known is None:  # no plans here, or the compiler traced the forward, perhaps on another thread
             return None
-        grads, needs = _said(grads[:count]), needed(ctx.needs_input_grad)
+        grads, needs = _without_empty(grads[:count]), needed(ctx.needs_input_grad)
         if known.backward is not None:
             if not plans.unseen((*saved, *grads)):
                 return None
@@ -422,23 +426,23 @@ def _by_plan(backend: Backend, counts: tuple[int, int], places: tuple[int, ...],
         def values() -> tuple[Any, ...]:
             return (*known.filled([*saved[:-made]]), *saved[-made:], *grads, [*needs])
 
-        there = [x for x in grads if x is not None]
-        apart = (known, needs, len(there) == count or tuple([x is None for x in grads])) if known.lasts else None
-        found = plans.at_once(backend.load().backward, [*saved, *there], apart, values)
+        present = [x for x in grads if x is not None]
+        apart = (known, needs, len(present) == count or tuple([x is None for x in grads])) if known.lasts else None
+        found = plans.at_once(backend.load().backward, [*saved, *present], apart, values)
         return None if found is None else spread((None, *found))
 
-    return played
+    return replay
 
 
-def _one_by_one(apply: Callable[..., Any], count: int, in_dims: Any, values: Any) -> Any:
-    """vmap by a loop over the mapped dimension: right for every mask, which folding it into the batch would not be."""
+def _vmap_by_loop(apply: Callable[..., Any], count: int, in_dims: Any, values: Any) -> Any:
+    """vmap by a loop over the mapped dimension: folding it into the batch would be wrong for some masks."""
 
     def one(place: int) -> Any:
         # A list (`needs`) comes with a list of in_dims; only tensors are mapped.
         pairs = zip(values, in_dims, strict=True)
         return apply(*(v.select(d, place) if isinstance(v, Tensor) and d is not None else v for v, d in pairs))
 
-    if not count:  # one of zeros says of what shapes none would be
+    if not count:  # run it once on zeros, for the shapes of the empty results
         values = [
             v.new_zeros((*v.shape[:d], 1, *v.shape[d + 1 :])) if isinstance(v, Tensor) and d is not None else v
             for v, d in zip(values, in_dims, strict=True)
@@ -448,26 +452,26 @@ def _one_by_one(apply: Callable[..., Any], count: int, in_dims: Any, values: Any
     return stacked, tuple(None if value is None else 0 for value in stacked)
 
 
-def _of_many(grad: Tensor | None) -> bool:
-    """Whether it stands for a row of gradients, as `is_grads_batched` makes them, and so a vectorised Jacobian."""
+def _is_batched(grad: Tensor | None) -> bool:
+    """Whether it is a legacy batched tensor, as `is_grads_batched` and vectorised Jacobians pass to a backward."""
     return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
-def _row_by_row(run: Callable[..., Any], grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """What `run` gives of each row, as rows: a tensor that stands for many has no memory that a kernel could read."""
-    level = 1  # one within another would be a second derivative
-    count = next(torch._remove_batch_dim(x, level, 1, 0).shape[0] for x in grads if x is not None and _of_many(x))
+def _unbatched(run: Callable[..., Any], grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """`run` of each row of the batched gradients, batched again: kernels cannot read the memory of a batched tensor."""
+    level = 1  # nested batching would need a second derivative
+    count = next(torch._remove_batch_dim(x, level, 1, 0).shape[0] for x in grads if x is not None and _is_batched(x))
     rows = [None if x is None else torch._remove_batch_dim(x, level, count, 0) for x in grads]
-    found, dims = _one_by_one(run, count, [0] * len(rows), rows)
+    found, dims = _vmap_by_loop(run, count, [0] * len(rows), rows)
     return tuple(
         None if dim is None else torch._add_batch_dim(x, dim, level) for x, dim in zip(found, dims, strict=True)
     )
 
 
 def _schema(call_type: type) -> str:
-    """The op schema of a Call: its field annotations in torch's words, and its defaults.
+    """The op schema of a Call: its field annotations as schema types, and its defaults.
 
-    So a program that was saved before a field with a default was added runs on.
+    With the defaults, a program saved before a field was added still runs.
     """
     parts, defaults = [], getattr(call_type, "_field_defaults", {})
     for name, hint in typing.get_type_hints(call_type).items():

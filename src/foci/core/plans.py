@@ -1,10 +1,10 @@
-"""Which calls of a kernel backend are like one before, whose steps (steps.py) are then played again.
+"""A cache of plans: a kernel backend's call that repeats an earlier one replays its allocations and launches.
 
-Which blocks, grids, strides and compiled kernels a call takes follows from the dtypes, shapes, strides and alignment of
-its tensors, from which of them are one and the same, and from its other values. So the second call of one kind is noted
-while it runs, and from the third on memory is taken and kernels are started as it did. A call that does anything else
-on the way (a copy, a value read from the GPU, memory of its own that outlives it) runs as it is written, every time.
-Nothing here keeps a tensor alive, neither while a call is noted nor after it.
+Block sizes, grids, strides and compiled kernels of a call follow from its cache key: dtypes, shapes, strides and
+alignment of its tensors, which of them are the same object, and all other arguments. The first call with a key runs as
+written (kernels compile), the second is recorded while it runs, and from the third on its plan is replayed. A call that
+does anything but allocate and launch (a copy, a value read from the GPU, memory of its own that outlives it) has no
+plan: it runs as written every time. Neither recording nor a plan (both in steps.py) keeps a tensor alive.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from torch.autograd import forward_ad
 from foci.core import tune
 from foci.core.steps import Noting, Plan, Through, choice, hooked, play
 
-_MOST = 4096  # kinds of calls that are remembered
+_MOST = 4096  # keys in a cache; a full one is cleared
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _ALL_PLAIN = _TENSORS | {type(None)}
 _LITERAL = _ALL_PLAIN | {bool, int, float, str}
 _BOOL = frozenset({bool})
-_TYPES = _TENSORS | {type(None), bool, int, str, float, list}  # of values that a plan can know
+_TYPES = _TENSORS | {type(None), bool, int, str, float, list}  # argument types that a key can hold
 _FACTS = attrgetter("dtype", "shape")
 _HIP = torch.version.hip is not None
-_begins, _wants = Tensor.data_ptr, attrgetter("requires_grad")
+_data_ptr, _requires_grad = Tensor.data_ptr, attrgetter("requires_grad")
 
-_PLANS: dict[Any, Plan | None] = {}
-_SEEN: set[Any] = set()
-_WHOLE: dict[Any, Plan | None] = {}  # the same plans, by what a public function was given
-_NEAR: dict[Any, tuple[tuple[Any, Plan], ...]] = {}  # some of them again, each with a guard of its tensors
-_PLAINLY = nullcontext()
-_AT_HAND = 4  # guards that are asked before a key is made
+_PLANS: dict[Any, Plan | None] = {}  # by the arguments of a backend's function; None: it has no plan, run as written
+_SEEN: set[Any] = set()  # keys of calls that ran at least once
+_WHOLE: dict[Any, Plan | None] = {}  # the same plans, by the arguments of a public function
+_GUARDED: dict[Any, tuple[tuple[Any, Plan], ...]] = {}  # by the key's prefix: plans, each behind a guard of its tensors
+_NO_CONTEXT = nullcontext()
+_MOST_GUARDS = 4  # of one prefix; they are tried before a full key is built
 
 
-def again(kind: Any, given: Sequence[Any]) -> tuple[Any, Any]:
-    """The key of a call of a public function, for `learn`, and its results where a call of its kind was learned.
+def again(operator: Any, given: Sequence[Any]) -> tuple[Any, Any]:
+    """Look up the call of a public `operator`: (None, results) where its plan was replayed.
 
-    All that is asked of arguments before a backend runs, and which one does, follows from what the key holds: types,
-    dtypes, shapes and strides of tensors, which GPU, and all other values; autocast's dtype; whether algorithms are to
-    be deterministic; where a gradient is wanted, of which tensors. A tensor that is anywhere else has no key, nor has a
-    call that is watched.
+    (key, None): run the call and store its plan with `learn` or `decide`. (None, None): run it, store nothing; so for
+    tensors that are not on a GPU and for a call that a tracer, transform, mode or profiler observes. The key holds all
+    that argument checks and the choice of a backend depend on: types, dtypes, shapes and strides of tensors, which GPU,
+    all other values, autocast's dtype, whether algorithms must be deterministic, and which tensors require a gradient.
     """
-    told = _told(kind, given) if on_gpu(given[0]) and _alone() else None
-    if told is None:
+    described = _describe(operator, given) if on_gpu(given[0]) and _unobserved() else None
+    if described is None:
         return None, None
-    said, tensors, pointers = told
-    wanted = tuple(map(_wants, tensors)) if torch.is_grad_enabled() else ()
+    prefix, tensors, pointers = described
+    wanted = tuple(map(_requires_grad, tensors)) if torch.is_grad_enabled() else ()
     trains = True in wanted
-    said += (autocast(given[0]), torch._C._get_deterministic_algorithms(), wanted if trains else None)
-    key, plan = _known(_WHOLE, _Told(said, tensors, pointers))
+    prefix += (autocast(given[0]), torch._C._get_deterministic_algorithms(), wanted if trains else None)
+    key, plan = _lookup(_WHOLE, _Described(prefix, tensors, pointers))
     if plan is None or hooked(plan):
         return key, None
     if plan.through is None or (plan.steps and not trains):
@@ -65,98 +65,100 @@ def again(kind: Any, given: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def decide(key: Any, through: Through | None, device: torch.device) -> None:
-    """Calls with this key are run by `through`, neither checked nor dispatched again; None: as they are written."""
+    """From now on calls with this key run `through`, without argument checks or dispatch; None: they run as written."""
     if len(_WHOLE) >= _MOST:
         _WHOLE.clear()
-        _NEAR.clear()
+        _GUARDED.clear()
     _WHOLE[key] = None if through is None else Plan((), (), tuple, (), True, device, (), through)
 
 
 def learn(
-    key: Any, given: Sequence[Any], kind: Callable[..., Any], values: Sequence[Any], through: Through | None = None
+    key: Any, given: Sequence[Any], function: Callable[..., Any], values: Sequence[Any], through: Through | None = None
 ) -> None:
-    """Calls with this key are the plan of `kind` of these values, if it has one, `through` autograd where they train.
+    """Store the plan of `function(*values)`, if there is one, for the public calls with this key.
 
-    The values' tensors are to be those that were given, in their order, or views of them that begin where they do;
-    where they are others (autocast's, a seed that was drawn) every call is to make them, and nothing is learned.
+    `through` is its autograd wrapper, for calls that train. The values' tensors must be those of `given`, in the same
+    order, or views that start at the same address. Where they are new tensors (a cast by autocast, a seed drawn per
+    call), every call must make them again: None is stored, and such calls run as written.
     """
-    told = _told(kind, values)
-    if told is None:
+    described = _describe(function, values)
+    if described is None:
         return
     try:
-        plan = _PLANS[_key(told)]
-    except KeyError:  # not yet
+        plan = _PLANS[_key(described)]
+    except KeyError:  # not recorded yet
         return
-    begins = [x.data_ptr() for x in given if isinstance(x, Tensor)] == told.pointers
-    _WHOLE[key] = plan._replace(through=through) if plan is not None and begins and plan.fresh else None
+    same_memory = [x.data_ptr() for x in given if isinstance(x, Tensor)] == described.pointers
+    _WHOLE[key] = plan._replace(through=through) if plan is not None and same_memory and plan.fresh else None
 
 
-def one(key: Any, given: Sequence[Any], kind: Callable[..., Tensor], values: Sequence[Any]) -> Tensor:
-    """`kind(*values)`, one tensor, or the same by its plan, which is learned for calls with this key."""
-    (out,) = played(kind, values, lambda: (kind(*values),))
+def one(key: Any, given: Sequence[Any], function: Callable[..., Tensor], values: Sequence[Any]) -> Tensor:
+    """`function(*values)`, which returns one tensor, replayed where it has a plan; the plan is stored for `key` too."""
+    (out,) = played(function, values, lambda: (function(*values),))
     if key is not None:
-        learn(key, given, kind, values)
+        learn(key, given, function, values)
     made: Tensor = out
     return made
 
 
 def played(
-    kind: Callable[..., Any], values: Sequence[Any], run: Callable[[], Any], first: Callable[[], Any] | None = None
+    function: Callable[..., Any], values: Sequence[Any], run: Callable[[], Any], first: Callable[[], Any] | None = None
 ) -> Any:
-    """`run()`, what `kind` makes of these values, or the same by its plan; `first` goes before the first of a kind."""
-    told = _told(kind, values) if _usable() else None
-    if told is None:
+    """`run()`, which computes `function(*values)`, or a replay of its plan; `first` precedes the key's first call."""
+    described = _describe(function, values) if _usable() else None
+    if described is None:
         return run()
-    key, plan = _known(_PLANS, told)
+    key, plan = _lookup(_PLANS, described)
     if plan is not None and not hooked(plan):
-        return play(plan, told.tensors, told.pointers)
-    if key is None or any(x.is_complex() for x in told.tensors):  # one may be a conjugate, and another not
+        return play(plan, described.tensors, described.pointers)
+    if key is None or any(x.is_complex() for x in described.tensors):  # the key does not hold the conjugate bit
         return run()
-    if key not in _SEEN:  # kernels are compiled and loaded, modules imported
+    if key not in _SEEN:  # this run compiles and loads kernels and imports modules: the next one is recorded
         if len(_SEEN) >= _MOST:
-            for known in (_SEEN, _PLANS, _WHOLE, _NEAR):
-                known.clear()
+            for cache in (_SEEN, _PLANS, _WHOLE, _GUARDED):
+                cache.clear()
         _SEEN.add(key)
         if first is not None:
             first()
         return run()
-    noted = Noting(told.tensors)
-    token = tune.NOTING.set(noted.launched)
+    recorder = Noting(described.tensors)
+    token = tune.NOTING.set(recorder.launched)
     try:
-        with noted:
+        with recorder:
             results = run()
     finally:
         tune.NOTING.reset(token)
-    if _usable():  # still: another thread may have begun to watch
-        _PLANS[key] = noted.plan(results)
+    if _usable():  # still: another thread may have installed a hook meanwhile
+        _PLANS[key] = recorder.plan(results)
     return results
 
 
 def at_once(
-    kind: Callable[..., Any], tensors: list[Tensor], apart: Any, values: Callable[[], Sequence[Any]]
+    function: Callable[..., Any], tensors: list[Tensor], apart: Any, values: Callable[[], Sequence[Any]]
 ) -> tuple[Tensor | None, ...] | None:
-    """What `kind` makes of `values()` by its plan; None where it has none, or somebody watches.
+    """`function(*values())` by replay of its plan; None where it has no plan or the call is observed.
 
-    `tensors` are those of the values, in their order; `apart` says all else that they do, None where nothing does.
+    `tensors` are the values' tensors, in order. `apart` is a hashable that stands for all other values, so that a guard
+    can find the plan without building them; None: there is no such stand-in, and `values()` is called.
     """
-    if not _alone() or not _TENSORS.issuperset(map(type, tensors)):  # a subclass is told of all that is asked of it
+    if not _unobserved() or not _TENSORS.issuperset(map(type, tensors)):  # __torch_function__ of a subclass must run
         return None
     try:
-        pointers = [*map(_begins, tensors)]
+        pointers = [*map(_data_ptr, tensors)]
     except RuntimeError:
         return None
-    said = (kind, apart, _here(), _lies(tensors, pointers))
-    plan = None if apart is None else _near(said, tensors)
+    prefix = (function, apart, _current_device(), _alignment(tensors, pointers))
+    plan = None if apart is None else _guarded(prefix, tensors)
     if plan is None:
-        told = _told(kind, values())
-        plan = None if told is None else _known(_PLANS, told)[1]
+        described = _describe(function, values())
+        plan = None if described is None else _lookup(_PLANS, described)[1]
         if plan is not None and apart is not None:
-            _guard(said, tensors, plan)
+            _add_guard(prefix, tensors, plan)
     return None if plan is None or hooked(plan) else play(plan, tensors, pointers)
 
 
 def wants_gradient(values: Sequence[Any]) -> bool:
-    """Whether autograd is to hear of an operator of these values."""
+    """Whether autograd must record an operator of these values: grad mode is on and one of them requires grad."""
     if not torch.is_grad_enabled():
         return False
     for value in values:
@@ -166,7 +168,7 @@ def wants_gradient(values: Sequence[Any]) -> bool:
 
 
 def autocast(x: Tensor) -> torch.dtype | None:
-    """What autocast makes of tensors where this one is; None where it is off."""
+    """Autocast's dtype on this tensor's device; None where autocast is off."""
     if not torch._C._is_any_autocast_enabled():
         return None
     kind = x.device.type
@@ -174,31 +176,31 @@ def autocast(x: Tensor) -> torch.dtype | None:
 
 
 def unrounded(x: Tensor) -> AbstractContextManager[object]:
-    """Without autocast, which would round products of float32 to half precision where this tensor is, lse and all."""
-    return _PLAINLY if autocast(x) is None else torch.autocast(x.device.type, enabled=False)
+    """A context that disables autocast on this tensor's device: it would round float32 products and lse to half."""
+    return _NO_CONTEXT if autocast(x) is None else torch.autocast(x.device.type, enabled=False)
 
 
 def transformed() -> bool:
-    """Under vmap, torch.func.grad or forward-mode: a bare op would lose tangents without a word."""
+    """Whether vmap, torch.func.grad or forward-mode AD is active: an op without a rule would silently drop tangents."""
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 def watched() -> bool:
-    """Whether the compiler, a transform, a profiler or a mode (tracer, counter) must see what torch is asked."""
+    """Whether the compiler, a transform, a profiler, torch.jit.trace or a mode (tracer, counter) must see each op."""
     if torch.compiler.is_compiling() or transformed() or torch.autograd._profiler_enabled() or scripting():
         return True
     return torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0
 
 
 def scripting() -> bool:
-    """Whether torch.jit.trace notes what torch is asked."""
+    """Whether torch.jit.trace is recording."""
     return torch._C._get_tracing_state() is not None
 
 
 def literal(values: Sequence[Any]) -> bool:
-    """Whether these are no tensors but torch's own, each what its memory holds.
+    """Whether the tensors among these are plain (no subclass) and their values are the bytes in their memory.
 
-    Not negated when it is read (the imaginary part of a conjugate), nor zeros that no memory holds.
+    Not so with the negative bit set (the imaginary part of a conjugate), nor for zero tensors, which have no memory.
     """
     if not _LITERAL.issuperset(map(type, values)):
         return False
@@ -207,23 +209,23 @@ def literal(values: Sequence[Any]) -> bool:
 
 
 def unseen(values: Sequence[Tensor | None]) -> bool:
-    """Whether nobody is told of what is done with these: nobody watches, and none is a subclass."""
-    return _alone() and _ALL_PLAIN.issuperset(map(type, values))
+    """Whether an op on these may bypass torch's dispatcher: nothing observes the call, and none is a subclass."""
+    return _unobserved() and _ALL_PLAIN.issuperset(map(type, values))
 
 
-def _alone() -> bool:
-    """Whether nobody is told of a call, neither of its kernels nor of what torch is asked."""
+def _unobserved() -> bool:
+    """Whether nothing observes a call: `_usable`, and no forward-mode AD, profiler or torch function mode either."""
     if not _usable() or forward_ad._current_level >= 0 or torch.autograd._profiler_enabled():
         return False
     return torch._C._len_torch_function_stack() == 0
 
 
 def _usable() -> bool:
-    """Whether nobody watches launches, changes what is compiled, or wraps tensors."""
+    """Whether plans may be used: no tracer, transform, dispatch mode, launch hook, debug setting or `recording`."""
     if torch.compiler.is_compiling() or scripting() or not tune.ordinary():
         return False
     triton = sys.modules.get("triton")
-    if triton is not None:  # else nothing is launched
+    if triton is not None:  # else there are no launches
         runtime = triton.knobs.runtime
         if runtime.debug or runtime.add_stages_inspection_hook is not None or tune.watched():
             return False
@@ -232,125 +234,128 @@ def _usable() -> bool:
     return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.maybe_current_level() is None
 
 
-class _Places:
-    """What takes from a call's values its tensors and what else says something; and where its floats and lists are.
+class _Positions:
+    """Positions of tensors, of hashable values, of floats and of lists among arguments of these types.
 
-    It stands for the types of all values, as there is one for each row of types.
+    There is one object for each tuple of types (`_positions` caches it), so in a key it stands for the types.
     """
 
-    def __init__(self, kinds: tuple[type, ...]) -> None:
+    def __init__(self, types: tuple[type, ...]) -> None:
         def of(*wanted: type) -> list[int]:
-            return [place for place, kind in enumerate(kinds) if kind in wanted]
+            return [position for position, each in enumerate(types) if each in wanted]
 
         self.tensors, self.rest = choice(of(*_TENSORS)), choice(of(bool, int, str))
         self.floats, self.lists = of(float), of(list)
 
 
 @functools.lru_cache(_MOST)
-def _places(kinds: tuple[type, ...]) -> _Places | None:
-    """For values of these types; None where a plan cannot know one, or there is no tensor."""
-    return None if not _TYPES.issuperset(kinds) or _TENSORS.isdisjoint(kinds) else _Places(kinds)
+def _positions(types: tuple[type, ...]) -> _Positions | None:
+    """For arguments of these types; None where a key cannot hold one of them, or there is no tensor."""
+    return None if not _TYPES.issuperset(types) or _TENSORS.isdisjoint(types) else _Positions(types)
 
 
-class _Told(NamedTuple):
-    """What there is to know of a call without a word of its tensors' kinds; they, and where their memory is."""
+class _Described(NamedTuple):
+    """A call: the prefix of its cache key, without its tensors' metadata; its tensors, and their addresses."""
 
-    said: tuple[Any, ...]
+    prefix: tuple[Any, ...]
     tensors: list[Any]
     pointers: list[int]
 
 
-def _told(kind_of_call: Any, values: Sequence[Any]) -> _Told | None:
-    """None where a value is nothing that a plan can know."""
-    places = _places(tuple(map(type, values)))
-    if places is None:
+def _describe(kind: Any, values: Sequence[Any]) -> _Described | None:
+    """None where a key cannot hold one of the values."""
+    positions = _positions(tuple(map(type, values)))
+    if positions is None:
         return None
-    tensors = [*places.tensors(values)]
+    tensors = [*positions.tensors(values)]
     try:
-        pointers = [*map(_begins, tensors)]
-    except RuntimeError:  # it stands for another: of a transform that has ended
+        pointers = [*map(_data_ptr, tensors)]
+    except RuntimeError:  # a functorch wrapper without memory, left over from a transform that has ended
         return None
-    said: tuple[Any, ...] = (
-        kind_of_call,
-        _here(),
-        places,
+    prefix: tuple[Any, ...] = (
+        kind,
+        _current_device(),
+        positions,
         tensors[0].shape,
-        _lies(tensors, pointers),
-        places.rest(values),
+        _alignment(tensors, pointers),
+        positions.rest(values),
     )
-    for place in places.floats:
-        said += (values[place].hex(),)  # 0.0 == -0.0, and no NaN equals another
-    for place in places.lists:
-        if not _BOOL.issuperset(map(type, values[place])):
+    for position in positions.floats:
+        prefix += (values[position].hex(),)  # 0.0 == -0.0, and NaN != NaN
+    for position in positions.lists:
+        if not _BOOL.issuperset(map(type, values[position])):
             return None
-        said += (tuple(values[place]),)
-    return _Told(said, tensors, pointers)
+        prefix += (tuple(values[position]),)
+    return _Described(prefix, tensors, pointers)
 
 
-def _lies(tensors: Sequence[Tensor], pointers: list[int]) -> Any:
-    """Which begin at multiples of 16, as kernels are compiled for it; on AMD's also which memory is small."""
+def _alignment(tensors: Sequence[Tensor], pointers: list[int]) -> Any:
+    """Addresses modulo 16 (True: all 0), which Triton specializes on; on AMD also storage sizes in units of 2 GiB."""
     aligned = not functools.reduce(or_, pointers) & 15 or tuple([pointer & 15 for pointer in pointers])
     return (aligned, *[x.untyped_storage().size() >> 31 for x in tensors]) if _HIP else aligned
 
 
-def _key(told: _Told) -> tuple[Any, ...] | None:
-    """All that a plan depends on; None where a tensor is not on this GPU, or is not what its memory holds."""
-    said, tensors, pointers = told
-    if {*map(Tensor.get_device, tensors)} != {said[1]} or any(map(Tensor.is_neg, tensors)):
+def _key(described: _Described) -> tuple[Any, ...] | None:
+    """The cache key: all that a plan depends on.
+
+    None where a tensor is not on the current GPU, or its values are not the bytes in its memory (see `literal`).
+    """
+    prefix, tensors, pointers = described
+    if {*map(Tensor.get_device, tensors)} != {prefix[1]} or any(map(Tensor.is_neg, tensors)):
         return None
     if 0 in pointers and any(map(Tensor._is_zerotensor, tensors)):
         return None
-    identities = [*map(id, tensors)]  # one tensor in two places: its steps cannot tell which of them they mean
+    identities = [*map(id, tensors)]  # of a tensor passed twice: a recording cannot tell which argument a launch means
     same = tuple(map(identities.index, identities)) if len({*identities}) < len(tensors) else None
-    return (*said, same, *map(_FACTS, tensors), *map(Tensor.stride, tensors))
+    return (*prefix, same, *map(_FACTS, tensors), *map(Tensor.stride, tensors))
 
 
-def _known(plans: dict[Any, Plan | None], told: _Told) -> tuple[Any, Plan | None]:
-    """The plan of a call among these, and the key of one that they do not have yet.
+def _lookup(plans: dict[Any, Plan | None], described: _Described) -> tuple[Any, Plan | None]:
+    """(None, the plan or None) of a call whose key is in this cache, else (its key, None).
 
-    To make a key takes longer than to play. So the first plans of calls that say the same are also found by a guard of
-    torch's compiler, which compares in C all that a key holds of tensors: dtypes, shapes, strides, place, and what
-    torch would make of them when they are read. It passes no tensor that stands twice.
+    Building a key takes longer than a replay. So the first plans of each prefix are also kept behind a guard: torch's
+    compiler's TensorGuards, which compares in C all that a key holds of tensors: dtype, shape, strides, device and
+    dispatch keys. A guard accepts no tensor twice.
     """
-    plan = _near(told.said, told.tensors)
+    plan = _guarded(described.prefix, described.tensors)
     if plan is not None:
         return None, plan
-    key = _key(told)
+    key = _key(described)
     try:
         found = plans[key]
-    except KeyError:  # nor by another thread that clears them in between
+    except KeyError:  # `in` before it would race with a thread that clears the cache
         return key, None
     if found is not None:
-        _guard(told.said, told.tensors, found)
+        _add_guard(described.prefix, described.tensors, found)
     return None, found
 
 
-def _near(said: tuple[Any, ...], tensors: list[Any]) -> Plan | None:
-    for guard, plan in _NEAR.get(said, ()):
+def _guarded(prefix: tuple[Any, ...], tensors: list[Any]) -> Plan | None:
+    for guard, plan in _GUARDED.get(prefix, ()):
         if guard.check(*tensors):
             return plan
     return None
 
 
-def _guard(said: tuple[Any, ...], tensors: list[Any], plan: Plan) -> None:
-    near, guards = _NEAR.get(said, ()), _of_compiler("TensorGuards")
-    if guards and len(near) < _AT_HAND and len({*map(id, tensors)}) == len(tensors):
-        guard = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        _NEAR[said] = (*near, (guard, plan))
+def _add_guard(prefix: tuple[Any, ...], tensors: list[Any], plan: Plan) -> None:
+    present, make_guard = _GUARDED.get(prefix, ()), _from_dynamo("TensorGuards")
+    if make_guard and len(present) < _MOST_GUARDS and len({*map(id, tensors)}) == len(tensors):
+        guard = make_guard(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        _GUARDED[prefix] = (*present, (guard, plan))
 
 
 def on_gpu(x: Any) -> bool:
-    """Whether it is a tensor on a GPU; all else goes its own way at once."""
+    """Whether it is a tensor on a GPU: nothing else has plans."""
     return isinstance(x, Tensor) and x.is_cuda
 
 
-def _here() -> int:
-    """torch.cuda.current_device() where there is a tensor of a GPU, so that CUDA is there."""
-    here: int = torch._C._cuda_getDevice()
-    return here
+def _current_device() -> int:
+    """torch.cuda.current_device(), without its check that CUDA is initialised: a tensor on a GPU shows that it is."""
+    index: int = torch._C._cuda_getDevice()
+    return index
 
 
 @functools.cache
-def _of_compiler(name: str) -> Any:
-    """Something of what torch's compiler has in C; None where this torch has no such thing."""
+def _from_dynamo(name: str) -> Any:
+    """A C++ helper of torch's compiler by name; None where this version of torch has none."""
     return getattr(torch._C._dynamo.guards, name, None)

@@ -93,7 +93,7 @@ class Signature:
 
 
 def dense(name: str, argument: str, value: object) -> Tensor:
-    """The value, a tensor with a place in memory for every number; else what is wrong with it is raised."""
+    """The value if it is a dense (strided, not nested) tensor; else raises TypeError or ValueError."""
     if not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested:
         raise _refusal(name, argument, value)
     return value

@@ -21,9 +21,9 @@ Aside = Callable[[Callable[[Ask], Any]], Any]
 
 
 def here(work: Callable[[Ask], Any]) -> Any:
-    """What `work(ask)` gives, where the calls that it asks for are made in this process; check/isolate.py: elsewhere.
+    """`work(ask)`, where `ask(call)` runs the call in this process; check/isolate.py has the same with a child process.
 
-    There `ask(call)` is None where the call ended its process or hung.
+    There `ask(call)` returns None where the call killed its process or hung.
     """
     return work(lambda call: call())
 
@@ -35,7 +35,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Output:
-    """One declared result: what the fake tensor of the operator and law 1 are made from. Results are contiguous."""
+    """The declaration of one output, for the operator's fake and for law 1. Outputs are contiguous."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,16 +52,16 @@ class Backend:
     The module has `reasons(call) -> list[str]` (empty: it can run the call) and `forward(call) -> tuple`. With
     `backward(call, outputs, gradients, needs) -> tuple` it brings its own gradient and becomes an opaque op pair;
     without, it is differentiable torch code and autograd sees through it. With `kept(call) -> Output` beside it the op
-    calls `forward(call, True)`, which gives one tensor more, for the backward alone: the last of its `outputs`.
-    `prefers(call, single) -> str` names a later backend that is faster for a call which both can run, and of which the
-    first output is all that is asked for where it is `single`. `alike(call)` gives forward and backward of flat calls
-    like this one (core/plans.py: again), which hold no tensor and go through torch's dispatcher. Outputs are no views
-    there, but of any strides, which either backward takes. `by_torch(call)` makes of the tensors of calls like this one
-    a tuple of the first output alone, differentiable by torch, or is None.
+    calls `forward(call, True)`, which returns one tensor more, for the backward alone: the last of its `outputs`.
+    `prefers(call, single) -> str` names a later backend that is faster for a call which both can run; with `single`,
+    only the first output is wanted. `alike(call)` returns a forward and a backward for all calls that share this one's
+    cache key (core/plans.py: again); they hold no tensor and go through torch's dispatcher. Their outputs are no views,
+    but may have any strides, and both backwards accept them. `by_torch(call)` returns a function from the tensors of
+    such calls to a tuple of the first output alone, differentiable by torch, or None.
 
-    Of the packages that it stands on `needs` are all wanted, of `one_of` any.
+    `needs`: packages that must all be installed; `one_of`: packages of which one must be.
 
-    A backend of softmax may also add attention to a part of the keys to what other keys gave, in place:
+    A backend of softmax may also merge attention to a part of the keys into earlier results, in place:
     `forward_part(call, out, lse)` and `backward_part(call, rows, into)` (ops/softmax/call.py: Rows, Gradients).
     """
 
@@ -72,15 +72,15 @@ class Backend:
     one_of: tuple[str, ...] = ()
 
     def missing(self) -> list[str]:
-        """Reasons why the module cannot even be imported here."""
+        """Reasons why the module cannot be imported here: packages that are not installed."""
         if self.one_of and not any(installed(package) for package in self.one_of):
             return [f"{' or '.join(self.one_of)} is not installed"]
         return [f"{package} is not installed" for package in self.needs if not installed(package)]
 
     def ready(self) -> Backend:
-        """Itself, to be asked for reasons: what it needs is imported, as Triton says only then if it takes CPU tensors.
+        """Itself, with the packages it needs imported: only then does Triton say if its interpreter takes CPU tensors.
 
-        Nothing else would import it for a call that it could run in Triton's interpreter.
+        For a call that only the interpreter could run, nothing else would import Triton.
         """
         for package in self.needs:
             imported(package)
@@ -97,7 +97,7 @@ class Backend:
         return found
 
     def prefers(self, call: Any, single: bool) -> str:
-        """The backend that is faster for this call where it can run it, which this one could; "": none."""
+        """A backend that would be faster for this call, which this one can run; "" for none."""
         ask = getattr(self.load(), "prefers", None)
         return "" if ask is None else str(ask(call, single))
 
@@ -119,15 +119,15 @@ Place = Slices | Mapping[str, Slices]
 
 
 def within(place: Place, output: str) -> Slices | None:
-    """Where an output lies in that of the whole: one place for every output, or one by name and None for the others."""
+    """The slices of the whole output that this output is: the same for every output, or by name (None: not part)."""
     return place.get(output) if isinstance(place, Mapping) else place
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a case that is a case of its own, and where its outputs lie within the outputs of the whole.
+    """A piece of a case that is a case of its own, and the slices of the whole's outputs that its outputs are.
 
-    `resumes`: arguments that go on from the outputs of that name of the part before.
+    `resumes`: arguments that take the previous part's output of the same name.
     """
 
     case: Case
@@ -137,7 +137,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Future:
-    """The inputs with every token from some time on replaced, and where the outputs lie that this may not touch."""
+    """The inputs with all tokens from some time on replaced, and the slices of the outputs this must not change."""
 
     inputs: dict[str, Any]
     place: Place
@@ -145,9 +145,9 @@ class Future:
 
 @dataclass(frozen=True)
 class Bad:
-    """Arguments no operator may answer with a number: `change` spoils those of a good call, `argument` is to blame.
+    """Arguments that an operator must reject: `change` makes those of a good call invalid, `argument` is at fault.
 
-    `strict`: peers do answer (they broadcast, or take another meaning), so only a strict candidate is asked.
+    `strict`: other libraries accept them (they broadcast, or define them otherwise): only strict candidates are tested.
     """
 
     name: str
@@ -158,14 +158,14 @@ class Bad:
 
 @dataclass(frozen=True)
 class Probes:
-    """How a case of this operator becomes the question a law asks. What is absent makes its law "not tested".
+    """How the laws derive their tests from a case of this operator. A law whose probe is absent is "not tested".
 
-    `sized(n)`: a plain case of n tokens; `simpler`: the same with less, for a candidate that refuses it. `cut`,
-    `documents`, `rows` take a case and its inputs apart: along the keys, so that `Spec.merge` must put the outputs
-    together again (or each part resumes where the one before ended), into the packed sequences, into the batch.
-    `transition`: what to ask so that the state in the answer is the linear part of the map that these inputs are for a
-    state; `Spec.merge` makes it and the answer from a state of 0 one map. `future`: see Future. `poison`: NaN in all
-    that a mask excludes. Each gives nothing (or None) where it does not apply.
+    `sized(n)`: a plain case of n tokens; `simpler`: the same with fewer features, for a candidate that refuses it.
+    `cut`, `documents`, `rows` split a case and its inputs: along the keys (`Spec.merge` must combine the outputs, or
+    each part resumes from the one before), into its packed sequences, into batch entries. `transition`: inputs for
+    which the output state is the transition A of the affine map S -> A S + B that the given inputs apply to a state;
+    `Spec.merge` combines it with B, the output state from a zero state. `future`: see Future. `poison`: inputs with NaN
+    in everything a mask excludes. Each returns nothing (or None) where it does not apply.
     """
 
     sized: Callable[[int], Case] | None = None
@@ -184,11 +184,11 @@ NO_PROBES = Probes()
 
 @dataclass(frozen=True)
 class Mistake:
-    """A wrong equation that people really implement. A candidate that matches it has its fault named.
+    """A wrong equation that people really implement: a candidate whose outputs match it gets this diagnosis.
 
-    `compute(inputs)` gives the outputs such an implementation would return, or None where it equals the right one.
-    `sentence` says what is wrong and what it would have done silently. With `fits`, it is `compute(inputs, amount)`,
-    right at amount 0: the amount is fitted, and the sentence formats it.
+    `compute(inputs)` returns the outputs of such an implementation, or None where they equal the right ones.
+    `sentence` says what is wrong and what it would have done silently. With `fits` it is `compute(inputs, amount)`,
+    right at amount 0: the amount is fitted to the candidate's outputs and formatted into the sentence.
     """
 
     name: str
@@ -201,9 +201,9 @@ class Mistake:
 class Candidate:
     """Something that claims to be an operator: ours, a peer's or a user's, behind the operator's own argument names.
 
-    `call(inputs)` gives the outputs named by `outputs` (None: all of the Spec's); `as_outputs` makes them from what a
-    callable returned, or raises what is wrong with it. `refuses(case)` lists why a case does not apply (empty: run it);
-    `not_tested` names what its signature does not offer. `strict`: its errors must name the argument, as foci's do.
+    `call(inputs)` returns the outputs named by `outputs` (None: all of the Spec's); `as_outputs` converts a callable's
+    result to them, or raises WrongReturn. `refuses(case)` lists why a case does not apply (empty: run it); `not_tested`
+    names features that its signature lacks. `strict`: its errors must name the argument, as foci's do.
     """
 
     name: str
@@ -270,12 +270,12 @@ class Spec:
 
     `call` is the operator's validated argument list, a NamedTuple whose annotations are the shapes of its tensors and
     the schema of its ops; `bind(*args, **kwargs)` makes one from a user's arguments or raises what is wrong with them.
-    `shapes` are the problems that a benchmark times and a GPU is tuned for, as they occur in models. `large` are cases
-    in whose sizes a GPU runs the kernels of models, each that docs/kernels.md has. A CPU is not asked them.
-    `drawn(name, room)` is a case that nobody chose, the same for the same name, whose truth keeps about `room` numbers.
-    `outputs(call)` declares shapes and dtypes; `logs` names outputs that are logarithms. `reference(**inputs)` is the
-    equation, differentiable, and run in float64 it is the truth; `plain(**inputs)` is the same equation in the working
-    dtype throughout, the yardstick of half precision.
+    `shapes` are problems as they occur in models, for benchmarks and tuning. `large` are cases of the sizes at which a
+    GPU runs all kernels of models that docs/kernels.md lists; CPUs skip them. `drawn(name, room)` is a random case,
+    seeded by its name, whose reference keeps about `room` numbers in memory. `outputs(call)` declares shapes and
+    dtypes; `logs` names outputs that are logarithms. `reference(**inputs)` is the equation, differentiable; run in
+    float64 it is the truth. `plain(**inputs)` is the same equation in the working dtype throughout, the yardstick of
+    half precision.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""Maps for TMA that a kernel is told of in place of tensors, made again and again as Triton's launcher makes them.
+"""TMA descriptors (tensor maps) as kernel arguments: a cache of those that Triton's launcher would encode every time.
 
-That asks the driver for each map of each launch, in Python, some 2 us. Here a map is kept for where its tensor lies.
+Triton asks the driver, from Python, for each descriptor of each launch: some 2 us. Here they are cached by address.
 """
 
 from __future__ import annotations
@@ -11,44 +11,44 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-_MOST = 64  # addresses of one argument for which a map is kept
+_MOST = 64  # cached descriptors of one argument, by address
 
 
 def is_map(x: Any) -> bool:
-    """Whether it is a TensorDescriptor of Triton's or Gluon's; nothing is imported for the question."""
+    """Whether it is a TensorDescriptor of Triton or Gluon; found by name, so that nothing is imported."""
     kind = x.__class__
     return kind.__name__ == "TensorDescriptor" and kind.__module__.startswith("triton.")
 
 
 def tensor_of(x: Any) -> Any:
-    """The tensor that a map reads; of what is no map, itself."""
+    """The tensor that a descriptor describes; anything else is returned as it is."""
     return x.base if is_map(x) else x
 
 
 def beneath(launch: Any) -> tuple[Any, Sequence[Any]]:
-    """The launcher in C that Triton's calls with maps it has made, and how each is made.
+    """The C launcher beneath Triton's Python wrapper for tensor descriptors, and the metadata that encodes each.
 
-    Held against the source of Triton's on NVIDIA; (None, ()) where it is another, or maps are not for TMA.
+    Verified against the source of Triton's NVIDIA driver; (None, ()) for any other, or where descriptors are not TMA.
     """
     if getattr(launch, "__qualname__", "") != "wrap_handle_tensordesc.<locals>.inner":
         return None, ()
-    held = dict(zip(launch.__code__.co_freevars, (cell.cell_contents for cell in launch.__closure__), strict=True))
-    ways = held.get("tensordesc_meta") or [None]
-    return (held["launcher"], ways) if None not in ways and callable(held.get("launcher")) else (None, ())
+    closure = dict(zip(launch.__code__.co_freevars, (cell.cell_contents for cell in launch.__closure__), strict=True))
+    metadata = closure.get("tensordesc_meta") or [None]
+    return (closure["launcher"], metadata) if None not in metadata and callable(closure.get("launcher")) else (None, ())
 
 
 def makers(launch: Any, arguments: Sequence[Any]) -> list[Callable[[int], Any]]:
-    """Of each map among the arguments what makes one like it of an address; none where `launch` is not known."""
-    found, (_, ways) = [x for x in arguments if is_map(x)], beneath(launch)
-    return [_maker(x, way) for x, way in zip(found, ways, strict=True)] if len(ways) == len(found) else []
+    """For each descriptor among the arguments, a function from an address to one like it; [] if `launch` is unknown."""
+    found, (_, metadata) = [x for x in arguments if is_map(x)], beneath(launch)
+    return [_maker(x, each) for x, each in zip(found, metadata, strict=True)] if len(metadata) == len(found) else []
 
 
-def _maker(x: Any, way: Any) -> Callable[[int], Any]:
+def _maker(x: Any, metadata: Any) -> Callable[[int], Any]:
     make = sys.modules["triton.backends.nvidia.driver"].make_tensordesc_arg
-    like = {name: value for name, value in vars(x).items() if name != "base"}  # no tensor is kept
+    like = {name: value for name, value in vars(x).items() if name != "base"}  # keep no reference to the tensor
 
     @functools.lru_cache(_MOST)
     def made(address: int) -> Any:
-        return make(SimpleNamespace(base=SimpleNamespace(data_ptr=lambda: address), **like), way)[0]
+        return make(SimpleNamespace(base=SimpleNamespace(data_ptr=lambda: address), **like), metadata)[0]
 
     return made

@@ -25,7 +25,10 @@ TABLES = Path(__file__).parent / "tuned"
 
 
 class Target(NamedTuple):
-    """What a kernel is configured for: "cuda" or "hip", arch (90 is sm_90, 0x942 gfx942), bytes a block may share."""
+    """A GPU as kernels are configured for it: "cuda" or "hip", and arch (90 is sm_90, 0x942 gfx942).
+
+    `processors` counts its SMs or CUs; `shared` is what one block may use, in bytes.
+    """
 
     kind: str
     arch: int
@@ -35,7 +38,7 @@ class Target(NamedTuple):
 
     @property
     def warpgroups(self) -> bool:
-        """Whether products are made by whole warpgroups, out of shared memory."""
+        """Whether matrix products run on warpgroups with operands in shared memory (wgmma, tcgen05)."""
         return self.kind == "cuda" and 90 <= self.arch < 120
 
     @property
@@ -49,7 +52,7 @@ class Target(NamedTuple):
         return f"gfx{self.arch:x}" if self.kind == "hip" else f"sm_{self.arch}"
 
 
-# A configuration must fit these without a GPU at hand: what a block may share (bytes) and how many blocks run at once.
+# For compiling and checking configurations without a GPU: kind, arch, number of SMs or CUs, shared memory (bytes).
 TARGETS = {
     "sm_80": Target("cuda", 80, 108, 166_912),
     "sm_90": Target("cuda", 90, 132, 232_448),
@@ -77,7 +80,7 @@ class Config:
 
 
 class Launch(NamedTuple):
-    """A launch that was recorded and not made."""
+    """A launch that was recorded instead of made."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -95,7 +98,7 @@ _RECORDING: ContextVar[_Recording | None] = ContextVar("recording", default=None
 
 @contextmanager
 def recording(target: Target) -> Iterator[list[Launch]]:
-    """Within it launches are noted for `target` and not made: run a backend on meta tensors to see what it launches."""
+    """Within it launches are recorded for `target`, not made: run a backend on meta tensors to see what it launches."""
     launches: list[Launch] = []
     token = _RECORDING.set(_Recording(target, launches))
     try:
@@ -108,12 +111,12 @@ def recording(target: Target) -> Iterator[list[Launch]]:
 def interpreting() -> bool:
     """Whether Triton's interpreter, which takes tensors of the CPU, was on when Triton was imported."""
     triton = sys.modules.get("triton")
-    return triton is not None and _interprets(id(triton))[1]
+    return triton is not None and _asked_triton(id(triton))[1]
 
 
 @functools.cache
-def _interprets(triton: int) -> tuple[Any, bool]:
-    """Asked at every call, when Triton reads its environment; with the module, so that no other has its id."""
+def _asked_triton(triton: int) -> tuple[Any, bool]:
+    """Cached, as Triton reads its environment each time; the module is kept, so that its id is not reused."""
     module: Any = sys.modules["triton"]
     return module, bool(module.knobs.runtime.interpret)
 
@@ -138,30 +141,30 @@ def _target(index: int) -> Target:
 
 
 class Asked(NamedTuple):
-    """What was asked of `configure`: the rule's answer, and the sizes that a block may have instead."""
+    """A request to `configure`: the rule's answer, and the block sizes that may be tried instead."""
 
     rule: Config
     vary: Mapping[str, Sequence[int]]
 
 
-class _Choosing(NamedTuple):
+class _Overrides(NamedTuple):
     chosen: Mapping[tuple[str, str], Config]
     asked: dict[tuple[str, str], Asked]
 
 
-# The last rules. Of the process, not of a thread: autograd runs what is on a GPU backward in a thread of its own.
-_CHOOSING: list[_Choosing] = []
+# A stack, the last in force. Global to the process, as autograd runs a GPU's backward on a thread of its own.
+_OVERRIDES: list[_Overrides] = []
 
 
 @contextmanager
 def choosing(chosen: Mapping[tuple[str, str], Config]) -> Iterator[dict[tuple[str, str], Asked]]:
-    """Within it these configurations go before all others, in every thread, by (kernel, key); gives what was asked."""
-    there = _Choosing(chosen, {})
-    _CHOOSING.append(there)
+    """Within it these configurations, by (kernel, key), override all others on every thread; yields the requests."""
+    there = _Overrides(chosen, {})
+    _OVERRIDES.append(there)
     try:
         yield there.asked
     finally:
-        _CHOOSING.pop()
+        _OVERRIDES.pop()
 
 
 def configure(
@@ -175,9 +178,9 @@ def configure(
 
     `vary`: the sizes that `foci tune` may try for a block, by its name; warps and stages may always vary.
     """
-    if _CHOOSING:
-        there = _CHOOSING[-1]
-        name = _name(key)
+    if _OVERRIDES:
+        there = _OVERRIDES[-1]
+        name = _key_name(key)
         there.asked[kernel, name] = Asked(rule(target), vary or {})
         if (kernel, name) in there.chosen:
             return there.chosen[kernel, name]
@@ -185,17 +188,17 @@ def configure(
     if rows is None:
         return rule(target)
     key = tuple(key)
-    if key not in rows:  # from here on it is found without being written out
-        rows[key] = rows.get(_name(key))
+    if key not in rows:  # cached under the tuple itself, so that later calls need not format it
+        rows[key] = rows.get(_key_name(key))
     return rows[key] or rule(target)
 
 
-def _name(key: Sequence[object]) -> str:
+def _key_name(key: Sequence[object]) -> str:
     return ",".join(str(part) for part in key)
 
 
 def candidates(asked: Asked) -> list[Config]:
-    """What is worth trying in place of the rule's answer, which comes first: its blocks, warps and stages varied."""
+    """The configurations to try: the rule's answer first, then its blocks, warps and stages varied."""
     rule = asked.rule
     sizes = [[(block, size) for size in dict.fromkeys((rule[block], *sizes))] for block, sizes in asked.vary.items()]
     warps = [rule.warps, *(warps for warps in (rule.warps // 2, 2 * rule.warps) if 1 <= warps <= 16)]
@@ -205,14 +208,14 @@ def candidates(asked: Asked) -> list[Config]:
 
 
 def table_of(gpu: str) -> dict[str, Any] | None:
-    """The table that was measured on a GPU of this name and lies in the package."""
+    """The table measured on a GPU of this name, from the package's files; None if there is none."""
     path = TABLES / f"{file_name(gpu)}.json"
     table: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
     return table
 
 
 def measured(table: Mapping[str, Any]) -> str:
-    """When the rows of a table were, from the first to the last; empty where it has none."""
+    """When a table's rows were measured, first date to last; empty where it has no rows."""
     dates = sorted(row["date"] for rows in table["kernels"].values() for row in rows.values())
     return " to ".join(dict.fromkeys((*dates[:1], *dates[-1:])))
 
@@ -220,7 +223,7 @@ def measured(table: Mapping[str, Any]) -> str:
 @constant
 @functools.cache
 def _kernels(gpu: str) -> dict[str, dict[Any, Config | None]]:
-    """Of each kernel the configurations measured, by their keys' names."""
+    """The measured configurations of each kernel, by the names of their keys."""
     kernels = (table_of(gpu) or {"kernels": {}})["kernels"]
     return {
         kernel: {name: Config(row["blocks"], row["warps"], row["stages"]) for name, row in rows.items()}
@@ -234,7 +237,7 @@ def file_name(gpu: str) -> str:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, config: Config, **constants: Any) -> None:
-    """Launch a kernel on its first tensor's device, or note it (`recording`). An empty grid launches nothing."""
+    """Launch a kernel on its first tensor's device, or record it (`recording`). An empty grid launches nothing."""
     if 0 in grid:
         return
     there = _RECORDING.get()
@@ -251,30 +254,33 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, config: Config, 
 
 
 def beside(target: Target, second: bool) -> dict[str, bool]:
-    """What two launches are told of which the `second` may begin beside the first (tiles/turns.py)."""
+    """Launch keywords for programmatic dependent launch: the `second` of two kernels may start before the first ends.
+
+    The kernels synchronise by tiles/turns.py.
+    """
     there = target.kind == "cuda" and target.arch >= 90 and not interpreting()
     return {"BESIDE": there, "launch_pdl": True} if there and second else {"BESIDE": there}
 
 
 _COMPILED: dict[tuple[Any, ...], Any] = {}
-# Told of every launch (core/plans.py): the kernel, as compiled (None: not known), its grid, all its arguments.
+# A callback on every launch (core/plans.py): kernel, compiled kernel (None: not known), grid, all arguments.
 Noting = Callable[[Any, Any, tuple[int, ...], tuple[Any, ...]], None]
 NOTING: ContextVar[Noting | None] = ContextVar("noting", default=None)
 
 
 def ordinary() -> bool:
-    """Whether launches are made, as the tables say: neither recorded, nor with configurations that someone chose."""
-    return _RECORDING.get() is None and not _CHOOSING and not interpreting()
+    """Whether launches run as usual: not under `recording`, `choosing` or Triton's interpreter."""
+    return _RECORDING.get() is None and not _OVERRIDES and not interpreting()
 
 
 def watched() -> bool:
-    """Whether a hook of Triton's wants to hear of every launch."""
+    """Whether a Triton launch hook is installed."""
     runtime = sys.modules["triton"].knobs.runtime
     return heard(runtime.launch_enter_hook, runtime.launch_exit_hook)
 
 
 def heard(*hooks: Any) -> bool:
-    """Whether one of these hooks of Triton's is there: they are chains, empty as a rule."""
+    """Whether one of these Triton hooks is set; Triton keeps them as chains, usually empty."""
     for hook in hooks:
         if hook is not None and getattr(hook, "calls", True):
             return True
@@ -282,19 +288,19 @@ def heard(*hooks: Any) -> bool:
 
 
 def fire(compiled: Any, grid: tuple[int, ...], stream: int, arguments: Sequence[Any]) -> None:
-    """Start a compiled kernel, as `compiled[grid](*arguments)` does it where no hook listens."""
-    run = compiled.run  # loads it, where it is not
+    """Launch a compiled kernel as `compiled[grid](*arguments)` does without hooks."""
+    run = compiled.run  # this property loads the kernel at first use
     if getattr(run, "global_scratch_size", 0):
-        with _Lending():
+        with _ScratchAllocator():
             run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
     else:
         run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
 class Started(NamedTuple):
-    """How a compiled kernel is started: `launch(*head, *arguments)`, or `launch(*head, arguments)` where `nested`.
+    """How to launch a compiled kernel: `launch(*head, *arguments)`, or `launch(*head, arguments)` where `nested`.
 
-    In `head` STREAM and SCRATCH stand for the stream and for the address of `scratch` bytes for this launch alone.
+    In `head`, STREAM is a placeholder for the stream and SCRATCH for the address of `scratch` bytes of global scratch.
     """
 
     launch: Callable[..., Any]
@@ -307,15 +313,15 @@ STREAM, SCRATCH = object(), object()
 
 
 def started(compiled: Any, grid: tuple[int, ...]) -> Started:
-    """What `fire` comes to with this kernel and grid: the launcher in C, where nothing else is done on the way to it.
+    """How `fire` launches this kernel and grid: by Triton's C launcher directly, where its Python one adds nothing.
 
-    Held against the source of Triton's launcher on NVIDIA; all others are called as they are.
+    Verified against the source of Triton's NVIDIA launcher in the versions below; any other is called as it is.
     """
     run = compiled.run
-    version = _version()
+    version = _triton_version()
     known = run.__class__.__module__ == "triton.backends.nvidia.driver" and run.__class__.__name__ == "CudaLauncher"
     if not known or version not in ("3.6.", "3.7.") or run.profile_scratch_size:
-        return Started(functools.partial(_fired, compiled, grid), (STREAM,))
+        return Started(functools.partial(_fire_with_stream, compiled, grid), (STREAM,))
     scratch = run.global_scratch_size * run.num_ctas * math.prod(grid)
     room = SCRATCH if scratch else None
     head = (*grid, STREAM, compiled.function, run.launch_cooperative_grid, run.launch_pdl)
@@ -325,15 +331,15 @@ def started(compiled: Any, grid: tuple[int, ...]) -> Started:
     return Started(run.launch, head, nested=True, scratch=scratch)
 
 
-def _fired(compiled: Any, grid: tuple[int, ...], stream: int, *arguments: Any) -> None:
+def _fire_with_stream(compiled: Any, grid: tuple[int, ...], stream: int, *arguments: Any) -> None:
     fire(compiled, grid, stream, arguments)
 
 
-class _Lending:
-    """Within it a kernel that asks for memory of its own, for its tensor descriptors, is given some by torch.
+class _ScratchAllocator:
+    """Within it Triton allocates a kernel's global scratch, for tensor descriptors, from torch's caching allocator.
 
-    It is given back when the launch is made: what takes it next on this stream comes after the kernel. Nothing happens
-    where Triton is not there. (A class, as contextlib's generators take longer.)
+    The memory is freed right after the launch: whoever reuses it on this stream runs after the kernel. Without Triton
+    it does nothing. (A class, as contextlib's generators are slower.)
     """
 
     __slots__ = ("chosen", "token")
@@ -341,44 +347,44 @@ class _Lending:
     def __enter__(self) -> None:
         self.chosen = getattr(sys.modules.get("triton.runtime._allocation"), "_allocator", None)
         if self.chosen is not None:
-            self.token = self.chosen.set(_lent)
+            self.token = self.chosen.set(_allocate)
 
     def __exit__(self, *_: object) -> None:
         if self.chosen is not None:
             self.chosen.reset(self.token)
 
 
-def _lent(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.int8, device="cuda")  # at a multiple of 512 bytes
+def _allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")  # aligned to 512 bytes
 
 
 def _start(
     kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: dict[str, Any], device: torch.device
 ) -> None:
-    """`kernel[grid](*arguments, **meta)`, without Triton's search for what it has compiled, which takes longer.
+    """`kernel[grid](*arguments, **meta)`, with a cache of compiled kernels that is faster than Triton's own.
 
-    A compiled kernel is kept by what Triton tells apart: it is asked of the function that Triton itself asks of every
-    argument. Where that is not known to be all there is, as in the interpreter, Triton does everything.
+    Its key holds what Triton specializes on, from the C function that Triton itself calls for every argument. Where
+    that is not known to suffice (other versions of Triton, the interpreter, hooks), Triton launches the kernel itself.
     """
-    triton, noting = _known(kernel.__class__), NOTING.get()
+    triton, noting = _jit_module(kernel.__class__), NOTING.get()
     if triton is None or kernel.pre_run_hooks or triton.knobs.runtime.add_stages_inspection_hook is not None:
-        with assembling(target_of(device).arch), _Lending():
+        with assembling(target_of(device).arch), _ScratchAllocator():
             persistent(lambda: kernel[grid](*arguments, **meta))
         if noting is not None:
             noting(kernel, None, grid, arguments)
         return
-    told, backend = triton.native_specialize_impl, kernel.device_caches[device.index or 0][3]
+    specialize, backend = triton.native_specialize_impl, kernel.device_caches[device.index or 0][3]
     key = (
         kernel.fn, device, triton.knobs.runtime.debug, triton.knobs.compilation.instrumentation_mode,
-        tuple(meta), tuple(meta.values()), *[told(backend, value, False, True, True) for value in arguments],
+        tuple(meta), tuple(meta.values()), *[specialize(backend, value, False, True, True) for value in arguments],
     )  # fmt: skip
     compiled = _COMPILED.get(key)
     if compiled is None:
-        with assembling(target_of(device).arch), _Lending():
+        with assembling(target_of(device).arch), _ScratchAllocator():
             compiled = persistent(lambda: kernel[grid](*arguments, **meta))
-        if hasattr(type(compiled), "result"):  # it is being compiled elsewhere, in a mode of the user's own
+        if hasattr(type(compiled), "result"):  # a future: the user compiles in an AsyncCompileMode
             compiled = compiled.result()
-        if hasattr(compiled, "packed_metadata"):  # else a hook has taken it
+        if hasattr(compiled, "packed_metadata"):  # else a hook replaced it
             _COMPILED[key] = compiled
         if noting is not None:
             noting(kernel, None, grid, arguments)
@@ -386,7 +392,7 @@ def _start(
     arguments = (*arguments, *[meta[name] for name in kernel.arg_names[len(arguments) :]])
     grid = (*grid, 1, 1)[:3]
     if watched():
-        with _Lending():
+        with _ScratchAllocator():
             compiled[grid](*arguments)
     else:
         fire(compiled, grid, triton.driver.active.get_current_stream(device.index or 0), arguments)
@@ -395,35 +401,35 @@ def _start(
 
 
 @functools.cache
-def _known(kind: Any) -> Any:
-    """The module of Triton's jitted functions where `_start` has been held against its source; else None."""
-    if _version() not in ("3.6.", "3.7."):
+def _jit_module(kind: Any) -> Any:
+    """Triton's module of JITFunction in the versions that `_start` was verified against; else None."""
+    if _triton_version() not in ("3.6.", "3.7."):
         return None
-    if kind.__name__ == "GluonJITFunction":  # one that is compiled otherwise, and launched alike
+    if kind.__name__ == "GluonJITFunction":  # compiled differently, launched the same way
         kind = kind.__mro__[1]
     return sys.modules[kind.__module__] if kind.__name__ == "JITFunction" else None
 
 
-def _version() -> str:
+def _triton_version() -> str:
     version: str = getattr(sys.modules.get("triton"), "__version__", "")
     return version[:4]
 
 
 def with_gluon() -> bool:
-    """Whether kernels in Gluon may be asked for: of Tritons that compile them, and not of its interpreter."""
-    return _version() in ("3.6.", "3.7.", "3.9.") and not interpreting()
+    """Whether Gluon kernels can run: in versions of Triton that compile them, and not in its interpreter."""
+    return _triton_version() in ("3.6.", "3.7.", "3.9.") and not interpreting()
 
 
 def precision(dtype: torch.dtype, target: Target) -> str:
-    """What a product of two tiles of this dtype asks of `tl.dot`: float32 in full, by three TF32 products on NVIDIA."""
+    """`input_precision` of a tl.dot of two tiles of this dtype: full float32, as three TF32 products on NVIDIA."""
     return "tf32x3" if dtype == torch.float32 and target.kind == "cuda" else "ieee"
 
 
 def float_precision(dtype: torch.dtype, target: Target) -> str:
-    """The same of float32 tiles made of inputs of this dtype: of bfloat16 by TF32.
+    """`input_precision` of a tl.dot of float32 tiles computed from inputs of this dtype: TF32 for bfloat16.
 
-    Of float16 by three products of bfloat16, each number the sum of two: 16 digits, as bfloat16's own kernels have of
-    tiles that matter, where TF32 has 11, too few for sums that telescope. The interpreter knows no such products.
+    For float16 three bfloat16 products of numbers split in two, which keep 16 bits of mantissa where TF32 keeps 11, too
+    few for telescoping sums. The interpreter has no such products.
     """
     if target.kind != "cuda" or dtype == torch.float32 or (dtype == torch.float16 and interpreting()):
         return precision(torch.float32, target)
@@ -431,17 +437,17 @@ def float_precision(dtype: torch.dtype, target: Target) -> str:
 
 
 def stored(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype states and their gradients are handed on: float16 would lose those that have decayed."""
+    """The dtype in which kernels store states and their gradients: decayed states would underflow in float16."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 def side(size: int, most: int) -> int:
-    """The power of two that holds a head's channels, or `most` of them; products want 16 at least."""
+    """The block size for a head's channels: the next power of two, at least 16 (for tl.dot) and at most `most`."""
     return min(most, max(16, 1 << (size - 1).bit_length()))
 
 
 def strides(x: torch.Tensor | None) -> tuple[int, ...] | None:
-    """Of sizes as well as of memory: 0 along what is broadcast, where a tensor of one entry may have any."""
+    """The strides, 0 along dimensions of size 1, so that kernels broadcast them: torch leaves those arbitrary."""
     if x is None:
         return None
     found: tuple[int, ...] = x.stride()
@@ -449,7 +455,7 @@ def strides(x: torch.Tensor | None) -> tuple[int, ...] | None:
 
 
 def by_tma(x: torch.Tensor | None) -> bool:
-    """Whether TMA can read it: rows apart that begin at multiples of 16 bytes, columns side by side."""
+    """Whether TMA can read it: contiguous columns, row strides not 0, and rows aligned to 16 bytes."""
     if x is None:
         return True
     *rows, column = x.stride()

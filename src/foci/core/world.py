@@ -30,7 +30,7 @@ class Raised:
 
     error: Exception
     trace: str
-    at: float = 0.0  # on the clock that all processes of a machine share
+    at: float = 0.0  # time.monotonic(), which all processes of a machine share
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class Lost:
 
 
 class World:
-    """`size` processes of one thread each, the ranks of a gloo group, which run what they are given until closed.
+    """`size` single-threaded processes, the ranks of a gloo group, which run the functions they are given until closed.
 
         with World(4) as world:
             results = world.run(function, *args)       # function(*args) on every rank; results by rank
 
-    Inside, `torch.distributed` is initialised and the default generator is seeded with 0 before each function. Function
-    and arguments are pickled, by name and by value, so the function stands at the top of a module. `timeout` is the
-    group's, in seconds: what a rank waits for another at most. `limit` is how long all ranks together may take for one
-    function. A rank ends after an error that is its own alone, and the next call starts the ranks anew.
+    Inside, `torch.distributed` is initialised and the default generator is seeded with 0 before each function. A
+    function is pickled by name, its arguments by value, so it must be defined at the top level of a module. `timeout`
+    (seconds) is the process group's. `limit` (seconds) is for one function on all ranks. A rank exits after an error
+    that the others do not share, and the next call restarts all ranks.
 
     `preload`: modules that the server behind the ranks imports once, so that a rank starts in a few milliseconds.
     """
@@ -66,9 +66,10 @@ class World:
         weakref.finalize(self, _stop, self._ranks)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `function(*args)` returned on each rank. Raises what a rank raised, that rank's traceback as its note.
+        """What `function(*args)` returned on each rank. Raises what a rank raised, with its traceback as a note.
 
-        Of several failures: that a rank died (a RankError), else the first in time that is no report of another rank's.
+        Of several failures, it raises a rank's death (a RankError), else the earliest that does not itself report the
+        failure of another rank.
         """
         outcomes = self.outcomes(function, *args)
         raised = [(rank, each) for rank, each in enumerate(outcomes) if isinstance(each, Raised)]
@@ -90,7 +91,7 @@ class World:
         return outcomes
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What each rank returned, or its Raised or Lost: nothing is raised."""
+        """What each rank returned, or its Raised or Lost; failures of ranks are not raised here."""
         message = pickle.dumps((function, args))
         if not all(child.is_alive() for child, _ in self._ranks):
             self.close()
@@ -99,7 +100,7 @@ class World:
         for _, pipe in self._ranks:
             pipe.send_bytes(message)
         outcomes = self._collect(self.limit)
-        if not _together(outcomes):
+        if not _in_step(outcomes):
             self.close()
         return outcomes
 
@@ -117,7 +118,7 @@ class World:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch.distributed", *self.preload])
-        # The store lives here and not in a rank, so that what a dying rank wrote can still be read.
+        # The store is in this process, not in a rank, so that it outlives a rank that dies.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
             here, there = context.Pipe()
@@ -133,7 +134,7 @@ class World:
                 raise RankError("World", rank, f"it did not start: {said}")
 
     def _collect(self, limit: float) -> list[Any]:
-        """One message of every rank. Once a rank is lost, the others have the group's timeout to say so."""
+        """One message from every rank. Once a rank is lost, the others have the group's timeout to report it."""
         outcomes: dict[int, Any] = {}
         deadline = time.monotonic() + limit
         while len(outcomes) < self.size:
@@ -150,22 +151,22 @@ class World:
                 except (EOFError, ConnectionResetError):
                     child = self._ranks[rank][0]
                     child.join(5)
-                    outcomes[rank] = Lost(_cause(child.exitcode))
-                    # Twice, since a rank may have begun to wait for the lost one only after it waited for another.
+                    outcomes[rank] = Lost(_exit_reason(child.exitcode))
+                    # Twice, since a rank may start to wait for the lost one only after waiting for another rank.
                     limit = min(limit, 2 * self.timeout + 10)
                     deadline = min(deadline, time.monotonic() + limit)
         return [outcomes[rank] for rank in range(self.size)]
 
 
-def _together(outcomes: list[Any]) -> bool:
-    """Whether the ranks are at the same place, and can go on: all returned, or all raised the same as one."""
-    said = {str(each.error) if isinstance(each, Raised) and _of_all(each.error) else "" for each in outcomes}
-    ended = any(isinstance(each, Lost) or (isinstance(each, Raised) and not _of_all(each.error)) for each in outcomes)
+def _in_step(outcomes: list[Any]) -> bool:
+    """Whether the ranks are in step and can run the next function: all returned, or all raised the same error."""
+    said = {str(each.error) if isinstance(each, Raised) and _shared(each.error) else "" for each in outcomes}
+    ended = any(isinstance(each, Lost) or (isinstance(each, Raised) and not _shared(each.error)) for each in outcomes)
     return not ended and len(said) == 1
 
 
-def _of_all(error: Exception) -> bool:
-    """What ranks raise together. After any other error a rank ends, as a script would: then others soon know."""
+def _shared(error: Exception) -> bool:
+    """Whether all ranks raise this error together. After any other a rank exits, so that the others notice soon."""
     return isinstance(error, Disagreement | RankError)
 
 
@@ -179,16 +180,16 @@ def _stop(ranks: list[tuple[BaseProcess, Connection]]) -> None:
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: float) -> None:
-    """The life of a rank."""
+    """The main loop of a rank: receive a function and its arguments, run it, send back its outcome."""
     torch.set_num_threads(1)
     limit = timedelta(seconds=timeout)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=_STARTING))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     except Exception as error:
-        pipe.send_bytes(_packed(Raised(error, traceback.format_exc())))
+        pipe.send_bytes(_pickled(Raised(error, traceback.format_exc())))
         return
-    pipe.send_bytes(_packed(None))
+    pipe.send_bytes(_pickled(None))
     while True:
         try:
             message = pipe.recv_bytes()
@@ -199,15 +200,15 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: float) ->
             function, args = pickle.loads(message)
             outcome = function(*args)
         except Exception as error:
-            pipe.send_bytes(_packed(Raised(error, traceback.format_exc(), time.monotonic())))
-            if not _of_all(error):
+            pipe.send_bytes(_pickled(Raised(error, traceback.format_exc(), time.monotonic())))
+            if not _shared(error):
                 return
         else:
-            pipe.send_bytes(_packed(outcome))
+            pipe.send_bytes(_pickled(outcome))
 
 
-def _packed(outcome: Any) -> bytes:
-    """Plain pickle, tensors by value: torch's own way shares memory, which a rank would take with it when it ends."""
+def _pickled(outcome: Any) -> bytes:
+    """Plain pickle, tensors by value: torch.multiprocessing would share memory that is gone once a rank exits."""
     try:
         message = pickle.dumps(outcome)
         if isinstance(outcome, Raised):
@@ -221,7 +222,7 @@ def _packed(outcome: Any) -> bytes:
         return pickle.dumps(Raised(said, traceback.format_exc()))
 
 
-def _cause(code: int | None) -> str:
+def _exit_reason(code: int | None) -> str:
     if code is not None and code < 0:
         return f"it was killed ({signal.Signals(-code).name})"
     return f"its process ended (exit code {code})"

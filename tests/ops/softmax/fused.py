@@ -110,9 +110,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(aten_cuda._CudaKernel, "reasons", reasons)
     monkeypatch.setattr(aten, "_kernels", lambda call: CUDA_KERNELS)
     monkeypatch.setattr(tune, "interpreting", lambda: False)
-    monkeypatch.setattr(plans, "_here", lambda: -1)
+    monkeypatch.setattr(plans, "_current_device", lambda: -1)
     monkeypatch.setattr(plans, "on_gpu", lambda x: isinstance(x, Tensor))
-    for kept in ("_NEAR", "_WHOLE"):
+    for kept in ("_GUARDED", "_WHOLE"):
         monkeypatch.setattr(plans, kept, {})
     return asked
 
