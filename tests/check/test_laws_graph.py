@@ -10,7 +10,7 @@ import torch
 
 from foci.check.exam import Exam
 from foci.check.laws import NotTested
-from foci.check.laws_graph import HALF, LAWS, UNREAD, _harmless, _onto
+from foci.check.laws_graph import HALF, LAWS, UNREAD, _harmless, _move_integers
 from foci.core.spec import Bad, Candidate
 from foci.ops.delta.api import delta_rule
 from foci.ops.delta.spec import SPEC as DELTA
@@ -166,7 +166,7 @@ def test_whole_numbers_alone_are_moved_also_those_of_masks() -> None:
         "live": torch.ones(2, dtype=torch.bool),
         "mask": Packed(torch.tensor([0, 2])) & Causal(),
     }
-    moved, any_moved = _onto(torch.device("meta"), given)
+    moved, any_moved = _move_integers(torch.device("meta"), given)
     assert any_moved and lower(moved["mask"]).q_offsets.device.type == "meta" and lower(moved["mask"]).causal_end
     assert moved["q"] is given["q"] and moved["live"] is given["live"]
-    assert _onto(torch.device("meta"), {"q": given["q"], "scale": 1.0})[1] is False
+    assert _move_integers(torch.device("meta"), {"q": given["q"], "scale": 1.0})[1] is False

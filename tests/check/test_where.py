@@ -7,10 +7,10 @@ from torch import Tensor
 
 from foci.check import where
 from foci.check.orders import places
-from foci.check.where import Lies
+from foci.check.where import Sharding
 
 SIZE, T = 3, 12
-LIES = Lies(1, places("plain", T, SIZE), torch.arange(0))
+SHARDING = Sharding(1, places("plain", T, SIZE), torch.arange(0))
 
 
 def contributions() -> list[Tensor]:
@@ -22,8 +22,8 @@ def blocks(shards: list[Tensor]) -> Tensor:
 
 
 def found(got: Tensor, truth: Tensor, parts: list[Tensor]) -> str:
-    wrong = where._wrong(got, truth, torch.float32, LIES)
-    return where._best(got, truth, wrong, where._travelled(parts, truth, LIES), torch.float32)
+    wrong = where._wrong(got, truth, torch.float32, SHARDING)
+    return where._match(got, truth, wrong, where._travelled(parts, truth, SHARDING), torch.float32)
 
 
 def test_an_accumulator_sent_the_wrong_way_and_not_sent() -> None:
@@ -51,9 +51,11 @@ def test_only_what_is_wrong_is_compared() -> None:
     truth = torch.randn(2, T, 4, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     got = truth.clone()
     got[:, 4:8, 2] *= 3
-    wrong = where._wrong(got, truth, torch.float32, LIES)
+    wrong = where._wrong(got, truth, torch.float32, SHARDING)
     assert wrong[:, 4:8, 2].all() and int(wrong.sum()) == 2 * 4 * 5
-    assert "once for every rank" in where._best(got, truth, wrong, where._between(truth, LIES), torch.float32)
+    assert "once for every rank" in where._match(
+        got, truth, wrong, where._between_ranks(truth, SHARDING), torch.float32
+    )
 
 
 def test_a_rounded_tensor_is_told_from_a_wrong_one() -> None:
@@ -67,5 +69,5 @@ def test_a_rounded_tensor_is_told_from_a_wrong_one() -> None:
 def test_nothing_wrong_has_no_cause() -> None:
     truth = torch.randn(2, T, 4, 5)
     assert (
-        where._best(truth, truth, torch.zeros_like(truth, dtype=torch.bool), iter([("x", truth)]), torch.float32) == ""
+        where._match(truth, truth, torch.zeros_like(truth, dtype=torch.bool), iter([("x", truth)]), torch.float32) == ""
     )

@@ -1,4 +1,4 @@
-"""A parallel function as a Candidate: the laws that are asked of it, and what is said of those that are not."""
+"""Check a parallel function as a Candidate: which laws apply to it, and what is reported of those that do not."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def examine_ranks(
     more: Sequence[Law] = (),
     progress: Callable[[str], None] = lambda step: None,
 ) -> Report:
-    """Ask a parallel function, as a candidate that calls `ranks`, the laws that whole tensors can ask.
+    """Test a parallel function, as a candidate that calls `ranks`, against the laws that need only whole tensors.
 
-    Ranks are processes already, so this one asks: what dies or hangs there is started anew. `stories`: the wrong
-    outputs that a fault is recognised by. `more`: laws beside LAWS, which `only` may name too.
+    Ranks are separate processes that are restarted after a crash or hang, so the laws run in this process. `stories`:
+    known bugs with the outputs they produce (where.py). `more`: laws beside LAWS, which `only` may name too.
     """
-    told = replace(candidate, not_tested=(*candidate.not_tested, LEFT_OUT))
+    candidate = replace(candidate, not_tested=(*candidate.not_tested, LEFT_OUT))
     detective = Detective(ranks, stories)
     wanted = [*LAWS, *(law.name for law in more)] if only is None else only
     return examine(
-        spec, told, dtypes=dtypes, only=wanted, isolated=False, progress=progress, detective=detective, more=more
+        spec, candidate, dtypes=dtypes, only=wanted, isolated=False, progress=progress, detective=detective, more=more
     )

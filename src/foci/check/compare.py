@@ -14,7 +14,7 @@ RECURRENT = 5e-3  # relative RMS error of recurrent operators in half precision
 HALF = (torch.bfloat16, torch.float16)
 CAUSAL = 1e-6  # relative change of the past when the future changes, where the Spec does not declare equal bits
 
-# A truth this much smaller than its siblings has cancelled to nothing: it is measured on their scale.
+# A gradient this much smaller than the others is a cancellation to about 0: its error is relative to theirs.
 VANISHED = 1e-6
 
 
@@ -50,13 +50,13 @@ def compare(
     recurrent: bool = False,
     siblings: float = 0.0,
 ) -> Error:
-    """The worst of a tensor's errors against its budget.
+    """The error of a tensor that uses up the most of its budget.
 
     float32 and float64: relative RMS error <= 1e-5. Half precision: max error <= 2 x and relative RMS error <= 1 x that
-    of the `yardstick`, the |error| of a plain computation in the same dtype, and never less than float32 is allowed;
-    recurrent operators: relative RMS error <= 5e-3. A logarithm: absolute error <= 2e-4, and in float32 RMS <= 1e-5 on
-    the scale of 1 at least. A number that the plain computation has not finite says nothing of the others, and is left
-    out. `siblings` is the RMS of the largest tensor beside this one, of what is not 0 there.
+    of the `yardstick`, the |error| of a plain computation in the same dtype, but never stricter than for float32;
+    recurrent operators: relative RMS error <= 5e-3. A logarithm: absolute error <= 2e-4, and in float32 RMS <= 1e-5,
+    relative to at least 1. Elements that are not finite in the plain computation are left out. `siblings`: the largest
+    RMS, over nonzero elements, of the gradients of the same loss.
     """
     if truth.numel() == 0:
         return NONE
@@ -85,7 +85,7 @@ def compare(
 
 
 def twice(got: Tensor, plain: Tensor, truth: Tensor) -> Error:
-    """The largest error against twice that of a plain computation."""
+    """The maximum error, with twice the maximum error of a plain computation as its budget."""
     if truth.numel() == 0:
         return NONE
     scale = extent(truth)
@@ -93,9 +93,10 @@ def twice(got: Tensor, plain: Tensor, truth: Tensor) -> Error:
 
 
 def changed(got: Tensor, before: Tensor, bitwise: bool) -> Error:
-    """How much a tensor moved that must not move: no bit, or each number by 1e-6 of itself or of their RMS.
+    """How much a tensor changed that must not change: not a bit, or each element by 1e-6 of itself or of the RMS.
 
-    The last digit of a number of eight times the RMS is more than 1e-6 of that: who sums in another order moves it.
+    Of itself, since one ulp of an element of eight times the RMS exceeds 1e-6 of the RMS: another order of summation
+    changes it.
     """
     budget = 0.0 if bitwise else CAUSAL
     if before.numel() == 0:
@@ -115,7 +116,7 @@ def difference(got: Tensor, truth: Tensor) -> Tensor:
 
 
 def rms(tensor: Tensor) -> float:
-    """Root mean square over what is finite; infinite when an error is."""
+    """Root mean square over finite elements; infinite if an element is +inf, as `difference` marks errors."""
     tensor = tensor.detach().to(torch.float64)
     if not tensor.numel():
         return 0.0
@@ -125,7 +126,7 @@ def rms(tensor: Tensor) -> float:
 
 
 def extent(truth: Tensor) -> float:
-    """Root mean square over what is finite of a truth, whose infinities must not excuse its other numbers."""
+    """The scale of a reference: RMS over its finite elements, so that infinities do not loosen the budget of others."""
     return rms(truth.masked_fill(truth == torch.inf, 0.0))
 
 

@@ -17,7 +17,7 @@ DIES = "inference works, the first training step dies"
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says; one that only announces ("backend='x' raised:") says it in its second line."""
+    """The first line of an error's message, with the second if the first ends in a colon ("backend='x' raised:")."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:200]
 
@@ -29,11 +29,11 @@ def refusal(error: NotImplementedError) -> str:
 
 @contextmanager
 def inherited(outputs: Sequence[Tensor]) -> Iterator[None]:
-    """Notes on an exception out of a backward which autograd Function overrides forward alone."""
+    """Add to an exception of a backward a note for each Function in the graph that overrides `forward` only."""
     try:
         yield
     except Exception as error:
-        for name in _half_overridden(outputs):
+        for name in _forward_only_overrides(outputs):
             error.add_note(INHERITED + name)
         raise
 
@@ -41,7 +41,7 @@ def inherited(outputs: Sequence[Tensor]) -> Iterator[None]:
 INHERITED = "overridden: "
 
 
-def _half_overridden(outputs: Sequence[Tensor]) -> list[str]:
+def _forward_only_overrides(outputs: Sequence[Tensor]) -> list[str]:
     """Functions of the graph that override `forward` of another Function and keep its `backward`."""
     found, seen = [], set[Any]()
     nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
@@ -93,7 +93,7 @@ def shape(name: str, got: Tensor, truth: Tensor) -> str:
 
 
 def output(name: str, got: Tensor, truth: Tensor, close: Close) -> str:
-    """A wrong output whose equation nobody recognised."""
+    """A sentence for a wrong output that no known Mistake explains."""
     if not bool(torch.isfinite(got).all()) and bool((torch.isfinite(got) < torch.isfinite(truth)).any()):
         return f"{name} holds NaN or infinity where the right one is finite: every later layer would be lost"
     if not got.any() and truth.any():
@@ -110,7 +110,7 @@ def output(name: str, got: Tensor, truth: Tensor, close: Close) -> str:
 
 
 def gradient(leaf: str, got: Tensor | None, truths: Mapping[str, Tensor | None], close: Callable[..., bool]) -> str:
-    """A wrong gradient. `close(other)` tells whether the gradient equals another tensor within budget."""
+    """A sentence for a wrong gradient. `close(other)`: whether the gradient equals another tensor within budget."""
     truth = truths[leaf]
     assert truth is not None
     if got is None:
@@ -141,7 +141,7 @@ DETACHED = (
 
 
 def _factor(got: Tensor, truth: Tensor) -> float | None:
-    """The constant that best turns the truth into what was got."""
+    """The least-squares factor from the truth to the result."""
     got, truth = got.double(), truth.double()
     both = torch.isfinite(got) & torch.isfinite(truth)
     got, truth = got[both], truth[both]

@@ -1,4 +1,4 @@
-"""A candidate's answers beside the truth, each computed once."""
+"""A candidate's results and the reference's on each case, computed once and cached."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from foci.core.spec import Candidate, Case, Inputs, Outputs, Spec, WrongReturn
 Call = Callable[[Inputs], Outputs]
 Gradients = dict[str, Tensor | None]
 Lay = Callable[[dict[str, Any]], dict[str, Any]]
-ROOM = 10 << 30  # bytes of a GPU that the truth of a large case, its inputs and its answer take at most
+ROOM = 10 << 30  # bytes of GPU memory that reference, inputs and results of a large case need at most
 UNROOMY = "their truth takes up to"  # how the reason begins for which large cases are left out
-_UNASKED = torch.zeros(1, device="cpu")  # a yardstick where the budget is none of a plain computation
+_UNUSED = torch.zeros(1, device="cpu")  # the yardstick where the budget does not depend on one
 Answer = TypeVar("Answer")
 
 
 class NoRoom(Exception):
-    """The truth takes more memory than there is: of a case, which can be asked nothing while others can, or of all."""
+    """The reference does not fit in memory: for one case, which is then left out, or (None) for no particular one."""
 
     def __init__(self, case: Case | None = None) -> None:
         super().__init__("their truth takes more memory than is free")
@@ -34,7 +34,7 @@ class NoRoom(Exception):
 
 @dataclass(frozen=True)
 class Forward:
-    """What a call gave: outputs, or the sentence that says what is wrong, or why it honestly refused."""
+    """The result of a call: outputs, or a sentence on what is wrong, or the reason of a NotImplementedError."""
 
     outputs: Outputs | None = None
     fault: str | None = None
@@ -43,7 +43,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """The gradients of one loss by leaf, or what went wrong, or why they were refused."""
+    """The gradients of one loss by leaf, or a sentence on what is wrong, or the reason of a NotImplementedError."""
 
     gradients: Gradients | None = None
     fault: str | None = None
@@ -51,22 +51,22 @@ class Backward:
 
 
 class Detective(Protocol):
-    """Knows more of a wrong tensor than its numbers say: where it came from."""
+    """Locates and explains the errors of a wrong tensor, such as one joined from the shards of ranks."""
 
     def output(self, exam: Exam, case: Case, dtype: torch.dtype, name: str, got: Tensor) -> tuple[str, str]:
-        """The whole sentence, "" where the cause is unknown; and where the tensor is wrong."""
+        """A sentence on the cause, "" if it is unknown; and the place where the tensor is wrong."""
 
     def gradient(
         self, exam: Exam, case: Case, dtype: torch.dtype, through: tuple[str, ...], leaf: str, got: Tensor
     ) -> tuple[str, str]:
-        """The same of the gradient of a leaf."""
+        """The same for the gradient of a leaf."""
 
     def placed(self, sentence: str, place: str) -> str:
-        """Another sentence with the place."""
+        """Another sentence, extended by the place."""
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Every floating tensor in a value in another dtype; modules are changed in place, so give it a copy."""
+    """The value with all floating-point tensors in another dtype; modules are changed in place, so pass a copy."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, nn.Module):
@@ -80,7 +80,11 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 @dataclass
 class Exam:
-    """One candidate for one Spec on one device: what every law asks, kept so that nothing is computed twice."""
+    """One candidate for one Spec on one device, and a cache of every result that laws ask for.
+
+    `news` is called with the name of each case that starts; `refused` collects cases left out, with the reason;
+    `roomless` names cases whose reference does not fit in memory.
+    """
 
     spec: Spec
     candidate: Candidate
@@ -95,20 +99,21 @@ class Exam:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The outputs that the candidate gives."""
+        """The names of the outputs that the candidate returns."""
         return self.candidate.outputs or self.spec.output_names
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the laws that one dtype settles."""
+        """The dtype of laws that are tested in one dtype only."""
         return self.dtypes[0]
 
     @property
     def problems(self) -> tuple[Case, ...]:
-        """The Spec's cases, on a GPU the large ones too; without room for their truth they are kept with the reason."""
+        """The Spec's cases, on a GPU also the large ones; if these do not fit, they go to `refused`."""
         if self.device.type != "cuda":
             return self.spec.cases
-        return self._once(("problems",), lambda: self.spec.cases + self._large(torch.cuda.mem_get_info(self.device)[0]))
+        large = lambda: self._large(torch.cuda.mem_get_info(self.device)[0])  # noqa: E731
+        return self._cached(("problems",), lambda: self.spec.cases + large())
 
     def _large(self, free: int) -> tuple[Case, ...]:
         if free >= ROOM:
@@ -118,11 +123,11 @@ class Exam:
         return ()
 
     def cases(self, cases: Iterable[Case] | None = None) -> Iterator[Case]:
-        """The cases that the candidate takes and whose truth has room; the others are kept with the reason."""
+        """The cases that the candidate takes and whose reference fits in memory; the others go to `refused`."""
         for case in self.problems if cases is None else cases:
             if case.name in self.roomless:
                 continue
-            reasons = self._once(("reasons", case), partial(self.candidate.refuses, case))
+            reasons = self._cached(("reasons", case), partial(self.candidate.refuses, case))
             if reasons:
                 self.refused[case.name] = reasons[0]
             else:
@@ -130,7 +135,7 @@ class Exam:
                 yield case
 
     def leave(self, error: NoRoom) -> bool:
-        """Ask its case no more; False where that has been said, and it was asked all the same, or there is none."""
+        """Leave out the error's case from now on; False if it has none, or it was left out already."""
         if error.case is None:
             return False
         name = error.case.name
@@ -140,7 +145,7 @@ class Exam:
         return not known
 
     def few(self, able: Callable[[Case], bool]) -> Iterator[Case]:
-        """The smallest able cases that together show every feature, for what need not be asked of all."""
+        """The smallest cases that pass `able` and together cover every feature, for laws that need not test all."""
         seen: set[str] = set()
         first = True
         for case in sorted(self.cases(), key=lambda case: (self.longest(case), self.size(case))):
@@ -150,47 +155,47 @@ class Exam:
                 yield case
 
     def size(self, case: Case) -> int:
-        """How many numbers its inputs hold."""
+        """The number of elements of its inputs."""
         return sum(x.numel() for x in self.inputs(case, torch.float64).values() if isinstance(x, Tensor))
 
     def longest(self, case: Case) -> int:
-        """The largest size of any dimension: what a loop goes over."""
+        """The largest size of any dimension, which bounds loops over tokens."""
         return max(max(x.shape, default=0) for x in self.inputs(case, torch.float64).values() if isinstance(x, Tensor))
 
     def inputs(self, case: Case, dtype: torch.dtype) -> dict[str, Any]:
-        return self._once(("inputs", case, dtype), lambda: case.make(dtype, self.device, self.seed))
+        return self._cached(("inputs", case, dtype), lambda: case.make(dtype, self.device, self.seed))
 
     def fresh(self, case: Case, dtype: torch.dtype) -> dict[str, Any]:
-        """A copy of the inputs that a call may spoil."""
+        """A deep copy of the inputs, which a call may modify."""
         return copy.deepcopy(self.inputs(case, dtype))
 
     def truth(self, case: Case, dtype: torch.dtype) -> Outputs:
         """The reference in float64 on inputs that were rounded to `dtype`."""
-        return self._once(("truth", case, dtype), lambda: self.run(self._reference, self.exact(case, dtype)))
+        return self._cached(("truth", case, dtype), lambda: self.run(self._reference, self.exact(case, dtype)))
 
     def exact(self, case: Case, dtype: torch.dtype) -> dict[str, Any]:
         return cast(self.fresh(case, dtype), torch.float64)
 
     def plain(self, case: Case, dtype: torch.dtype) -> Outputs:
         """The same equation in `dtype` throughout: the yardstick of half precision."""
-        return self._once(("plain", case, dtype), lambda: self.run(self._plain, self.fresh(case, dtype)))
+        return self._cached(("plain", case, dtype), lambda: self.run(self._plain, self.fresh(case, dtype)))
 
     def declared(self, case: Case, dtype: torch.dtype) -> Outputs:
-        """The reference on the very inputs: its shapes and dtypes are the promise."""
-        return self._once(("declared", case, dtype), lambda: self.run(self._reference, self.fresh(case, dtype)))
+        """The reference on inputs in `dtype`: its output shapes and dtypes are those expected."""
+        return self._cached(("declared", case, dtype), lambda: self.run(self._reference, self.fresh(case, dtype)))
 
     def forward(self, case: Case, dtype: torch.dtype) -> Forward:
-        return self._once(
+        return self._cached(
             ("forward", case, dtype), lambda: self.judge(case, dtype, self.attempt(self.fresh(case, dtype)))
         )
 
     def sound(self, case: Case, dtype: torch.dtype) -> Outputs | None:
-        """The outputs, unless they hold NaN: that is told as a wrong forward, and NaN equals nothing, not itself."""
+        """The outputs, or None if they contain NaN: the law "forward" reports that, and NaN cannot be compared."""
         outputs = self.forward(case, dtype).outputs
         return None if outputs is None or any(bool(output.isnan().any()) for output in outputs) else outputs
 
     def judge(self, case: Case, dtype: torch.dtype, found: Forward) -> Forward:
-        """The same answer, with a fault when its shapes are not those of the truth."""
+        """The result, turned into a fault if its shapes are not those of the truth."""
         if found.outputs is not None:
             for name, got, truth in zip(self.names, found.outputs, self.truth(case, dtype), strict=True):
                 if got.shape != truth.shape:
@@ -200,7 +205,7 @@ class Exam:
         return found
 
     def attempt(self, inputs: Inputs, call: Call | None = None) -> Forward:
-        """The candidate (or a compiled form of it) on these inputs, whatever comes of it."""
+        """Run the candidate (or a compiled form of it) on these inputs; exceptions become a refusal or a fault."""
         try:
             outputs = self.run(call or self.candidate.call, inputs)
         except NotImplementedError as error:
@@ -212,13 +217,13 @@ class Exam:
         return Forward(outputs)
 
     def true_gradients(self, case: Case, dtype: torch.dtype, through: tuple[str, ...]) -> Gradients:
-        return self._once(
+        return self._cached(
             ("true gradients", case, dtype, through),
             lambda: self.differentiate(self._reference, case, dtype, through, exact=True),
         )
 
     def plain_gradients(self, case: Case, dtype: torch.dtype, through: tuple[str, ...]) -> Gradients:
-        return self._once(
+        return self._cached(
             ("plain gradients", case, dtype, through),
             lambda: self.differentiate(self._plain, case, dtype, through, exact=False),
         )
@@ -226,10 +231,10 @@ class Exam:
     def gradients(self, case: Case, dtype: torch.dtype, through: tuple[str, ...], zeros: bool = False) -> Backward:
         """The candidate's gradients of a fixed random combination of the outputs named in `through`.
 
-        `zeros`: the other outputs have gradients too, of zeros.
+        `zeros`: the other outputs get gradients of zeros instead of None.
         """
         ask = partial(self.attempt_gradients, case, dtype, through, zeros=zeros)
-        return self._once(("gradients", case, dtype, through, zeros), ask)
+        return self._cached(("gradients", case, dtype, through, zeros), ask)
 
     def attempt_gradients(
         self,
@@ -240,8 +245,8 @@ class Exam:
         alone: str = "",
         zeros: bool = False,
     ) -> Backward:
-        """The same anew; `lay` and `alone` as in `differentiate`. Memory for the loss is not the candidate's affair."""
-        self.cotangents(case, dtype)
+        """The same without the cache; `lay` and `alone` as in `differentiate`."""
+        self.cotangents(case, dtype)  # outside `try`: if these do not fit in memory, it is not the candidate's fault
         try:
             return Backward(self.differentiate(self.candidate.call, case, dtype, through, False, lay, alone, zeros))
         except NotImplementedError as error:
@@ -255,7 +260,7 @@ class Exam:
         """An output against the truth, or against another tensor by the same budget."""
         place = self.names.index(name)
         right = self.truth(case, dtype)[place]
-        yardstick = difference(self.plain(case, dtype)[place], right) if self._by_yardstick(dtype) else _UNASKED
+        yardstick = difference(self.plain(case, dtype)[place], right) if self._by_yardstick(dtype) else _UNUSED
         return compare(
             got, right if truth is None else truth, yardstick, dtype,
             log=name in self.spec.logs, recurrent=self.spec.recurrent,
@@ -264,8 +269,8 @@ class Exam:
     def gradient_error(
         self, case: Case, dtype: torch.dtype, through: tuple[str, ...], leaf: str, got: Tensor, truth: Tensor
     ) -> Error:
-        """A gradient against a tensor that takes the truth's place, by the budget of the truth."""
-        truths, yardstick = self.true_gradients(case, dtype, through), _UNASKED
+        """A gradient against `truth`, which may be another tensor than the true gradient, by the latter's budget."""
+        truths, yardstick = self.true_gradients(case, dtype, through), _UNUSED
         if self._by_yardstick(dtype):
             plain, right = self.plain_gradients(case, dtype, through)[leaf], truths[leaf]
             yardstick = difference(plain, right) if plain is not None and right is not None else yardstick
@@ -291,7 +296,7 @@ class Exam:
         return found[0] or ask.placed(otherwise(), found[1])
 
     def weighted(self, case: Case, dtype: torch.dtype, weights: Mapping[str, Tensor]) -> Gradients:
-        """The true gradients of another loss: its weights by output."""
+        """The true gradients of the loss sum(weight * output), with weights by output name."""
         inputs = self.exact(case, dtype)
         leaves, outputs = self.leaves(inputs), self.run(self._reference, inputs)
         pairs = [(o, weights[n]) for n, o in zip(self.names, outputs, strict=True) if n in weights and o.requires_grad]
@@ -301,7 +306,7 @@ class Exam:
         return dict(zip(leaves, found, strict=True))
 
     def _by_yardstick(self, dtype: torch.dtype) -> bool:
-        """Whether the budget is the error of a plain computation: half precision, but of recurrences."""
+        """Whether the budget is the error of a plain computation: half precision, except recurrent operators."""
         return dtype in HALF and not self.spec.recurrent
 
     def leaves(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -317,9 +322,9 @@ class Exam:
     def cotangents(self, case: Case, dtype: torch.dtype) -> Outputs:
         """Fixed random gradients of the outputs, 0 where the truth is -inf.
 
-        They are numbers of `dtype`: an output that comes in it, and the truth, are given the very same ones.
+        Rounded to `dtype`, so that an output in that dtype and the float64 reference get the same values.
         """
-        return self._once(("cotangents", case, dtype), partial(self._cotangents, case, dtype))
+        return self._cached(("cotangents", case, dtype), partial(self._cotangents, case, dtype))
 
     def _cotangents(self, case: Case, dtype: torch.dtype) -> Outputs:
         generator = torch.Generator().manual_seed(self.seed + 1)
@@ -343,9 +348,9 @@ class Exam:
         alone: str = "",
         zeros: bool = False,
     ) -> Gradients:
-        """Gradients by leaf. `lay`: how inputs and cotangents lie in memory; `alone`: the only leaf that wants one.
+        """Gradients by leaf. `lay` changes the layout of inputs and cotangents; `alone`: the only leaf with grad.
 
-        `zeros`: what is not in `through` is differentiated too, with a gradient of zeros.
+        `zeros`: outputs not in `through` are differentiated too, with a gradient of zeros.
         """
         inputs = lay(self.exact(case, dtype) if exact else self.fresh(case, dtype))
         leaves = self.leaves(inputs)
@@ -365,7 +370,7 @@ class Exam:
         return dict(zip(leaves, found, strict=True))
 
     def run(self, call: Call, inputs: Inputs) -> Outputs:
-        """A call from the same state of torch's generator as every other; the generator is put back."""
+        """Run a call with torch's generator seeded the same every time; its state is restored afterwards."""
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             self._generator().manual_seed(self.seed)
             outputs = call(inputs)
@@ -374,22 +379,25 @@ class Exam:
         return outputs
 
     def _generator(self) -> torch.Generator:
-        """The default one of the device. torch.manual_seed would visit every kind of device, at 0.3 ms a call."""
+        """The device's default generator. torch.manual_seed would seed every device type, which takes 0.3 ms."""
         if self.device.type == "cuda":
             return torch.cuda.default_generators[self.device.index or 0]
         return torch.default_generator
 
     def _reference(self, inputs: Inputs) -> Outputs:
-        return self._chosen(self.spec.reference(**inputs))
+        return self._selected(self.spec.reference(**inputs))
 
     def _plain(self, inputs: Inputs) -> Outputs:
-        return self._chosen(self.spec.plain(**inputs))
+        return self._selected(self.spec.plain(**inputs))
 
-    def _chosen(self, outputs: Outputs) -> Outputs:
+    def _selected(self, outputs: Outputs) -> Outputs:
         return tuple(o for name, o in zip(self.spec.output_names, outputs, strict=True) if name in self.names)
 
-    def _once(self, key: tuple[Any, ...], make: Callable[[], Answer]) -> Answer:
-        """By a word and what it is asked of, a case first. The candidate's own memory is its own affair (attempt)."""
+    def _cached(self, key: tuple[Any, ...], make: Callable[[], Answer]) -> Answer:
+        """`make()`, cached by key: a word, then the arguments, a case first. Out of memory raises NoRoom for the case.
+
+        A candidate's own out-of-memory error does not get here: `attempt` makes it a fault.
+        """
         if key not in self._kept:
             try:
                 self._kept[key] = make()

@@ -20,7 +20,7 @@ from foci.core.spec import Ask
 
 @dataclass(frozen=True)
 class Died:
-    """The last thing a child that did not finish has to say."""
+    """The last message of a child that did not finish."""
 
     reason: str
 
@@ -60,10 +60,10 @@ def stream(work: Callable[[Callable[[Any], None]], None], limit: float, ends: fl
 
 
 def aside(work: Callable[[Ask], Any], limit: float, ends: float = math.inf) -> Any:
-    """What `work(ask)` gives in a child, `ask(call)` there being what a call gives; both must pickle.
+    """`work(ask)` in a child, where `ask(call)` returns the call's result; both results must pickle.
 
-    It is None where the call ended the child or was silent for `limit` seconds: another child is then told the answers
-    so far, for which `work` must ask in the same order, and goes on. Past `ends` no call is made.
+    `ask` returns None if the call killed the child or took longer than `limit` seconds: a new child then repeats `work`
+    with the answers so far, so `work` must ask in the same order each time. After `ends` no call is made.
     """
     known: list[Any] = []
 
@@ -93,7 +93,7 @@ def aside(work: Callable[[Ask], Any], limit: float, ends: float = math.inf) -> A
 
 
 def unfit(device: str) -> str:
-    """Why no child can do this work here; empty when one can. Asked of a child: only there does it show."""
+    """Why a forked child cannot run the work here; empty if it can. Tried in a child, since only there does it fail."""
     if "fork" not in multiprocessing.get_all_start_methods():
         return "this platform cannot fork"
     on_gpu = device.startswith("cuda")
@@ -108,18 +108,18 @@ def _differentiate(on_gpu: bool, send: Callable[[Any], None]) -> None:
         return
     try:
         torch.ones(1, requires_grad=True, device="cpu").sum().backward()
-    except RuntimeError as error:  # where there is a GPU, one backward in the parent starts threads that no fork has
+    except RuntimeError as error:  # with a GPU, a backward in the parent started threads that a fork lacks
         send(str(error).splitlines()[0])
     else:
         send("")
 
 
 class _Finished:
-    """The child's last message; the class itself, which pickles by name."""
+    """The child's last message if it finished: the class itself, which pickles by name."""
 
 
 def _run(work: Callable[[Callable[[Any], None]], None], pipe: Connection) -> None:
-    faulthandler.disable()  # the parent says what happened
+    faulthandler.disable()  # the parent reports what happened
     torch.set_num_threads(1)
     try:
         work(pipe.send)

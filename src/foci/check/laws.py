@@ -1,4 +1,4 @@
-"""One function per law."""
+"""One function per law: it runs a candidate on cases and yields Findings."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from foci.core.spec import Case, Place, within
 
 
 class NotTested(Exception):
-    """Why a law cannot be asked of a candidate."""
+    """Raised with the reason why a law cannot be tested on a candidate."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One measurement: of which case, how large against its budget, and the sentence when it failed."""
+    """One measurement: the case, the error with its budget, and a sentence if it failed."""
 
     case: str
     error: Error | None = None
@@ -36,7 +36,7 @@ Findings = Iterator[Finding]
 
 @dataclass(frozen=True)
 class Law:
-    """A law by its number in docs/check.md; several rows may ask parts of one law."""
+    """A law by its number in docs/check.md; parts of one law may be separate rows."""
 
     number: int
     name: str
@@ -81,7 +81,7 @@ def logarithm(exam: Exam) -> Findings:
 
 
 def _outputs(exam: Exam, output: str, dtype: torch.dtype, faults: bool) -> Findings:
-    """One output over all cases; `faults`: calls that failed altogether are told here."""
+    """One output over all cases; `faults`: also yield calls that raised."""
     place = exam.names.index(output)
     wrong: dict[Case, tuple[Tensor, Error]] = {}
     right: list[Case] = []
@@ -113,7 +113,7 @@ def _outputs(exam: Exam, output: str, dtype: torch.dtype, faults: bool) -> Findi
 
 @law(2, "gradients")
 def gradients(exam: Exam) -> Findings:
-    """Every gradient of a loss on the outputs that are no logarithms."""
+    """Every gradient of a loss on the outputs that are not logarithms."""
     if not exam.spec.differentiable:
         raise NotTested("the operator declares nothing differentiable")
     through = tuple(name for name in exam.names if name not in exam.spec.logs)
@@ -129,12 +129,12 @@ def gradients(exam: Exam) -> Findings:
 
 
 def one_of(outputs: tuple[str, ...], case: Case) -> str:
-    """An output for each case, the same one whatever others are asked beside it."""
+    """One output per case, by a hash of its name, so independent of which other cases run."""
     return outputs[zlib.crc32(case.name.encode()) % len(outputs)]
 
 
 def _alone(exam: Exam, through: tuple[str, ...]) -> Findings:
-    """The same gradient where no other is wanted: some look at q alone to see whether any is. One case a leaf."""
+    """A gradient is the same if no other input requires one: some backwards look at q's alone. One case per leaf."""
     dtype, asked = exam.dtype, set[str]()
     for case in _right(exam, dtype, through):
         together = exam.gradients(case, dtype, through).gradients or {}
@@ -159,15 +159,15 @@ def gradients_through_logarithm(exam: Exam) -> Findings:
     outputs = tuple(name for name in exam.names if name not in exam.spec.logs)
     for dtype in exam.dtypes:
         for case in _right(exam, dtype, exam.names):
-            # What is already wrong without it is told by the row above.
+            # Gradients that are wrong without the logarithm already failed in the row above.
             if all(finding.sentence is None for finding in _gradients(exam, case, dtype, outputs)):
                 yield from _together(exam, case, dtype, exam.names, without=outputs)
 
 
 def _right(exam: Exam, dtype: torch.dtype, outputs: tuple[str, ...]) -> Iterator[Case]:
-    """Cases whose outputs are right: the gradients of a wrong one are wrong for the same reason.
+    """Cases whose outputs are right: where they are wrong, gradients are wrong for the same reason.
 
-    Where only a narrower dtype has none, the first one's gradients are asked all the same.
+    NotTested only if the first dtype has no such case; a further dtype without one is skipped.
     """
     any_case = False
     for case in exam.cases():
@@ -183,7 +183,7 @@ def _right(exam: Exam, dtype: torch.dtype, outputs: tuple[str, ...]) -> Iterator
 def _together(
     exam: Exam, case: Case, dtype: torch.dtype, through: tuple[str, ...], without: tuple[str, ...] = ()
 ) -> Findings:
-    """A loss on these outputs; where its gradients are right on one of them too, which the others would drown."""
+    """Gradients of a loss on these outputs; if right, also of a loss on one of them, whose error others may mask."""
     found = list(_gradients(exam, case, dtype, through, without))
     yield from found
     if len(through) > 1 and not any(finding.sentence for finding in found):
@@ -263,7 +263,7 @@ def gradcheck(exam: Exam) -> Findings:
 
 
 def _differences(exam: Exam, case: Case, leaf: str, gradient: Tensor) -> bool | None:
-    """Whether a gradient agrees with differences; None where float32 inside drowns them in rounding."""
+    """Whether a gradient agrees with finite differences; None if these are rounding noise (float32 internally)."""
     if not gradient.numel():
         return None
     direction = torch.randn(
@@ -279,7 +279,7 @@ def _agree(a: float, b: float) -> bool:
 
 
 def _along(exam: Exam, case: Case, leaf: str, move: Tensor) -> float:
-    """How much the loss of `Exam.gradients` changes from the middle of a move of one leaf, twice over."""
+    """The central difference (f(x + move) - f(x - move)) / 2 of the loss of `Exam.gradients`, in one leaf x."""
     ends = []
     for sign in (1, -1):
         inputs = exam.fresh(case, torch.float64)
@@ -317,7 +317,7 @@ def causality(exam: Exam) -> Findings:
 
 
 def _prefix(exam: Exam, inputs: dict, place: Place) -> tuple[dict[str, Tensor], dict] | None:
-    """Outputs at a place and the gradients of a loss on them; no gradients where the candidate has none."""
+    """Outputs, restricted to a place, and the gradients of their sum; all None if the candidate has no backward."""
     leaves = exam.leaves(inputs)
     outputs = exam.attempt(inputs).outputs
     if outputs is None:
@@ -356,7 +356,7 @@ def deterministic(exam: Exam) -> Findings:
 
 
 def sized(exam: Exam) -> Callable[[int], Case]:
-    """Cases of a chosen length, of the first kind that the candidate takes."""
+    """A function from a length to a case: the first of the Spec's that the candidate does not refuse."""
     first = exam.spec.probes.sized
     if first is None:
         raise NotTested("the Spec offers no case of a chosen length")
@@ -378,7 +378,7 @@ def lengths(exam: Exam) -> Findings:
             if found.outputs is None:
                 if found.fault and (length or exam.candidate.strict):
                     yield Finding(f"T={length}", None, f"at some lengths: {found.fault}")
-                elif found.fault:  # loud is not silent: a stranger may refuse to attend to nothing
+                elif found.fault:  # a non-strict candidate may raise on empty input: that is not silent
                     exam.refused["no tokens"] = found.fault
                 continue
             for name, got in zip(exam.names, found.outputs, strict=True):
@@ -396,7 +396,7 @@ def lengths(exam: Exam) -> Findings:
 
 
 def _backward_lengths(exam: Exam, make: Callable[[int], Case]) -> Findings:
-    """Gradients at some of the lengths; what is wrong at all of them is told by law 2."""
+    """Gradients at some of the lengths; if wrong at all of them, law 2 reports it."""
     through = tuple(name for name in exam.names if name not in exam.spec.logs)
     found: dict[int, list[Finding]] = {}
     for length in BACKWARD_LENGTHS:
@@ -436,7 +436,7 @@ def _outputs_of(exam: Exam, case: Case) -> Findings:
 
 @law(15, "inputs untouched")
 def inputs_untouched(exam: Exam) -> Findings:
-    """No input is written to, no output is a view of one, and what the program has set stays as it was."""
+    """No input is written to, no output is a view of one, and no global setting of torch is changed."""
     dtype = exam.dtype
     for case in exam.cases():
         inputs = exam.fresh(case, dtype)
@@ -457,7 +457,7 @@ def inputs_untouched(exam: Exam) -> Findings:
 
 
 def _tensors(inputs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the inputs by its argument's name, those that a mask holds too: a callable may be handed them."""
+    """Every tensor among the inputs with its argument's name, including those inside masks and tuples."""
     for name, value in inputs.items():
         parts = [value]
         while parts:

@@ -1,4 +1,4 @@
-"""The laws of the compiler, of dtypes and of bad input: what happens round the numbers."""
+"""Laws about torch.compile, fake tensors, dtypes and invalid input."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def shapes(exam: Exam) -> Findings:
 
 @law(1, "fake tensors")
 def fakes(exam: Exam) -> Findings:
-    """Shapes, dtypes and strides that the compiler is told are the real ones, of gradients too."""
+    """Shapes, dtypes and strides under FakeTensorMode are the real ones, also of gradients."""
     unseen, dtype = "", exam.dtype
     trained = set(exam.few(lambda case: exam.gradients(case, dtype, exam.names).gradients is not None))
     for case in exam.cases():
@@ -72,24 +72,24 @@ def fakes(exam: Exam) -> Findings:
             )
             continue
         for name, output, said in zip(exam.names, real, fake, strict=True):
-            yield Finding(case.name, None, _lie(name, output, said))
+            yield Finding(case.name, None, _mismatch(name, output, said))
         true = exam.gradients(case, dtype, exam.names).gradients or {}
         for leaf, gradient in gradients.items():
             got = true.get(leaf)
             if got is not None and (gradient.shape, gradient.dtype) != (got.shape, got.dtype):
-                yield Finding(case.name, None, _lie(f"d{leaf}", got, gradient))
+                yield Finding(case.name, None, _mismatch(f"d{leaf}", got, gradient))
     if unseen:
         exam.refused["fake tensors"] = unseen
 
 
 def _fake(exam: Exam, case: Case, dtype: torch.dtype, wants: bool) -> tuple[Outputs, dict[str, Tensor]]:
-    """Outputs without a gradient wanted, as the real ones were made, and then the gradients where it `wants` them."""
+    """Fake outputs without grad, as the real ones were computed, and, if `wants`, fake gradients of a second call."""
     real = exam.fresh(case, dtype)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        outputs = exam.run(exam.candidate.call, _imitate(mode, real))
+        outputs = exam.run(exam.candidate.call, _as_fakes(mode, real))
         if not wants:
             return outputs, {}
-        imitated = _imitate(mode, real)
+        imitated = _as_fakes(mode, real)
         leaves = exam.leaves(imitated)
         roots = [output for output in exam.run(exam.candidate.call, imitated) if output.requires_grad]
         if not roots or not leaves:
@@ -99,17 +99,17 @@ def _fake(exam: Exam, case: Case, dtype: torch.dtype, wants: bool) -> tuple[Outp
         return outputs, {leaf: g for leaf, g in zip(leaves, found, strict=True) if g is not None}
 
 
-def _imitate(mode: FakeTensorMode, inputs: dict[str, Any]) -> dict[str, Any]:
+def _as_fakes(mode: FakeTensorMode, inputs: dict[str, Any]) -> dict[str, Any]:
     """Tensors become fake; modules and masks stay real, which the mode allows."""
     return tree_map(lambda item: mode.from_tensor(item) if isinstance(item, Tensor) else item, inputs)
 
 
-def _lie(name: str, real: Tensor, fake: Tensor) -> str | None:
-    """What the fake says wrongly of a result."""
+def _mismatch(name: str, real: Tensor, fake: Tensor) -> str | None:
+    """A sentence if the fake's shape, dtype or strides differ from the real tensor's."""
     for what, true, said in (
         ("shape", list(real.shape), list(fake.shape)),
         ("dtype", _short(real), _short(fake)),
-        # The stride of a dimension of one says nothing: kernels and torch's own checks skip it.
+        # Strides of dimensions of size 1 are arbitrary: kernels and torch's own checks ignore them.
         ("strides", *(tuple(s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1) for t in (real, fake))),
     ):
         if true != said and real.numel() > 1:
@@ -213,7 +213,7 @@ def graphs_over_lengths(exam: Exam) -> Findings:
                 yield Finding(case.name, None, f"compiled at T={length}: {diagnose.first_line(error)}")
                 return
             if len(graphs) > GRAPHS:
-                break  # the answer is known, and a loop over tokens takes a minute a length
+                break  # it has failed already, and a loop over tokens takes a minute to compile per length
         count, asked = len(graphs), SIZES.index(length) + 1
         what = f"{count} graphs over {asked} lengths: every new length would compile again"
         yield Finding(f"{len(SIZES)} lengths", compare.Error(count, GRAPHS), None if count <= GRAPHS else what)
@@ -271,7 +271,7 @@ def autocast(exam: Exam) -> Findings:
 
 
 def _halves(exam: Exam, case: Case) -> tuple[Outputs, Outputs]:
-    """Of all inputs in half precision the truth, and the plain computation."""
+    """Reference and plain computation with all inputs rounded to half precision."""
     inputs = [cast(exam.fresh(case, torch.float32), HALF) for _ in range(2)]  # a cast changes modules in place
     return exam.run(exam._reference, cast(inputs[0], torch.float64)), exam.run(exam._plain, inputs[1])
 
@@ -279,11 +279,11 @@ def _halves(exam: Exam, case: Case) -> tuple[Outputs, Outputs]:
 def _half(
     exam: Exam, case: Case, outputs: Outputs, exact: Outputs, halves: tuple[Outputs, Outputs], when: str
 ) -> Findings:
-    """Against the truth, and that of all inputs rounded; the yardstick is the plain computation."""
+    """Errors against `exact` or the reference on rounded inputs, whichever is closer, by the plain one's error."""
     for name, got, whole, half, plain in zip(exam.names, outputs, exact, *halves, strict=True):
         if name in exam.spec.logs:
-            continue  # its budget is finer than the rounding of the inputs, which is not the candidate's fault
-        # Whether it rounds its inputs is the candidate's choice.
+            continue  # its budget is finer than the rounding of the inputs, for which the candidate is not to blame
+        # A candidate may round its inputs to half precision or not.
         error = min((compare.twice(got, plain, truth) for truth in (whole, half)), key=lambda e: e.share)
         what = None if error.ok else f"{name} is wrong {when}"
         if got.dtype not in (torch.float32, HALF):
@@ -302,15 +302,15 @@ def bad_input(exam: Exam) -> Findings:
     for bad in exam.spec.probes.bad:
         if bad.strict and not exam.candidate.strict:
             continue
-        for _ in exam.cases([_spoiled(case, bad)]):
-            yield Finding(bad.name, None, _answer(exam, bad, exam.fresh(case, exam.dtype)))
+        for _ in exam.cases([_invalid(case, bad)]):
+            yield Finding(bad.name, None, _rejection_fault(exam, bad, exam.fresh(case, exam.dtype)))
             if exam.device.type == "cuda":
                 yield from _harmless(exam, bad, exam.fresh(case, exam.dtype))
 
 
 def _harmless(exam: Exam, bad: Bad, inputs: dict[str, Any]) -> Findings:
-    """Whole numbers that lie on the GPU need not be refused, as reading them would wait for it; they may do no harm."""
-    spoiled, moved = _onto(exam.device, bad.change(inputs))
+    """Invalid integer tensors on the GPU need not raise, since reading them would synchronise, but must not crash."""
+    spoiled, moved = _move_integers(exam.device, bad.change(inputs))
     if not moved:
         return
     name = f"{bad.name}, on the GPU"
@@ -327,28 +327,28 @@ def _harmless(exam: Exam, bad: Bad, inputs: dict[str, Any]) -> Findings:
         exam.refused[name] = UNREAD
 
 
-def _onto(device: torch.device, value: Any) -> tuple[Any, bool]:
-    """The same on a device, with all tensors of whole numbers that masks and arguments hold; whether any was moved."""
+def _move_integers(device: torch.device, value: Any) -> tuple[Any, bool]:
+    """The value with all its integer tensors, also inside masks, moved to a device; and whether there was one."""
     if isinstance(value, Tensor):
         moves = not value.is_floating_point() and value.dtype != torch.bool
         return (value.to(device), True) if moves else (value, False)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = {f.name: _onto(device, getattr(value, f.name)) for f in dataclasses.fields(value)}
+        parts = {f.name: _move_integers(device, getattr(value, f.name)) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **{n: x for n, (x, _) in parts.items()}), any(m for _, m in parts.values())
     if isinstance(value, dict):
-        pairs = {name: _onto(device, x) for name, x in value.items()}
+        pairs = {name: _move_integers(device, x) for name, x in value.items()}
         return {name: x for name, (x, _) in pairs.items()}, any(m for _, m in pairs.values())
     if isinstance(value, tuple):
-        items = [_onto(device, x) for x in value]
+        items = [_move_integers(device, x) for x in value]
         return tuple(x for x, _ in items), any(m for _, m in items)
     return value, False
 
 
-def _spoiled(case: Case, bad: Bad) -> Case:
+def _invalid(case: Case, bad: Bad) -> Case:
     return Case(bad.name, frozenset(), lambda dtype, device, seed: bad.change(case.make(dtype, device, seed)))
 
 
-def _answer(exam: Exam, bad: Bad, inputs: dict[str, Any]) -> str | None:
+def _rejection_fault(exam: Exam, bad: Bad, inputs: dict[str, Any]) -> str | None:
     try:
         exam.candidate.call(bad.change(inputs))
     except (ValueError, TypeError, NotImplementedError) as error:

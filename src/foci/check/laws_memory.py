@@ -1,4 +1,4 @@
-"""The law of memory: what was never written, how inputs lie in it, of which dtype it is, and what a mask excludes."""
+"""The law of memory: results depend on no uninitialised memory, strides, default dtype, or values masked out."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from foci.core.spec import Case
 
 @law(8, "unwritten memory, strides, excluded NaN")
 def memory_does_not_matter(exam: Exam) -> Findings:
-    """Neither what fresh memory holds, nor strides, nor NaN in keys and values that the mask excludes.
+    """No dependence on uninitialised memory or strides.
 
-    Nor, of a strict candidate, the program's default dtype.
+    A strict candidate must not depend on the default dtype either, nor on NaN in keys and values that a mask excludes.
     """
     dtype, poison = exam.dtype, exam.spec.probes.poison
     within = [(memory.poisoned, memory.UNWRITTEN)]
@@ -38,7 +38,7 @@ def memory_does_not_matter(exam: Exam) -> Findings:
 
 
 def _unchanged(exam: Exam, case: Case, inputs: dict[str, Any], sentence: str) -> Findings:
-    """The same answer, within budget, as from the ordinary inputs."""
+    """The outputs equal, within budget, those on the ordinary inputs."""
     dtype, before = exam.dtype, exam.forward(case, exam.dtype).outputs
     assert before is not None
     found = exam.judge(case, dtype, exam.attempt(inputs))

@@ -1,4 +1,4 @@
-"""The laws of pieces: a case cut along its tokens, unpacked into its documents, taken row by row."""
+"""Laws about parts of a case: cut along its tokens, unpacked into its documents, split into batch entries."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def cut(exam: Exam) -> Findings:
 
 @law(5, "packed = separate")
 def documents(exam: Exam) -> Findings:
-    """Packed sequences, of 0 and 1 tokens too, are what they are alone."""
+    """Packed sequences, also of 0 and 1 tokens, give the same as alone."""
     yield from _pieces(exam, exam.spec.probes.documents, "a packed document differs from itself alone")
 
 
 @law(7, "batch slot")
 def rows(exam: Exam) -> Findings:
-    """A row of the batch is what it is alone."""
+    """An entry of the batch gives the same as alone."""
     yield from _pieces(exam, exam.spec.probes.rows, "a row of the batch differs from itself alone")
 
 
@@ -78,7 +78,7 @@ def _pieces(exam: Exam, take: Take | None, sentence: str) -> Findings:
 
 
 def _parts(exam: Exam, parts: Sequence[Part], dtype: torch.dtype) -> list[Outputs] | None:
-    """The candidate's outputs of every part; None when there are none or one cannot be had."""
+    """The candidate's outputs for every part; None if there are no parts or one of them fails."""
     if not parts or any(exam.candidate.refuses(part.case) for part in parts):
         return None
     found: list[Outputs] = []
@@ -97,7 +97,7 @@ def _inputs(exam: Exam, part: Part, dtype: torch.dtype) -> dict:
 
 
 def _joined(exam: Exam, base: Outputs, parts: Sequence[Part], found: Sequence[Outputs]) -> Outputs:
-    """The outputs of the parts, each in its place; `base` where no part has one."""
+    """The outputs of the parts assembled into a whole; `base` where no part covers it."""
     joined = tuple(output.clone() for output in base)
     for part, outputs in zip(parts, found, strict=True):
         for name, target, got in zip(exam.names, joined, outputs, strict=True):
@@ -107,9 +107,9 @@ def _joined(exam: Exam, base: Outputs, parts: Sequence[Part], found: Sequence[Ou
 
 
 def _mapped(exam: Exam, dtype: torch.dtype, parts: Sequence[Part]) -> dict[str, Tensor]:
-    """The final state by the maps of the parts: each is affine, two calls measure it, and all are combined.
+    """The final state by combining the parts' affine maps of the state, each measured with two calls.
 
-    In float64: strangers keep their states in float32 whatever the inputs are.
+    Combined in float64, as other libraries keep states in float32 whatever the inputs' dtype.
     """
     ask, merge, name = exam.spec.probes.transition, exam.spec.merge, parts[-1].resumes[0]
     if ask is None or merge is None:
@@ -131,7 +131,7 @@ def _mapped(exam: Exam, dtype: torch.dtype, parts: Sequence[Part]) -> dict[str, 
 def _same(
     exam: Exam, case: Case, dtype: torch.dtype, outputs: dict[str, Tensor], sentence: str, whole: Outputs | None = None
 ) -> Findings:
-    """Outputs against the truth, or against the candidate's own of the whole, whose faults are told elsewhere."""
+    """Compare outputs with the reference, or with the candidate's own `whole`, whose errors other laws report."""
     for name, got in outputs.items():
         error = exam.error(case, dtype, name, got, None if whole is None else whole[exam.names.index(name)])
         yield Finding(label(case, dtype), error, None if error.ok else sentence)

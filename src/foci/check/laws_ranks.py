@@ -1,4 +1,4 @@
-"""The law of dropout over ranks: what is dropped, read from one call, compared between ranks and with one rank."""
+"""The law of dropout over ranks: the dropout mask, read from one call, compared between ranks and with one rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHANCE = 0.5
 
 
 def dropout_law(case: Callable[[float], Case], places: Callable[[int], Places], alone: Callable[[], Candidate]) -> Law:
-    """The law for a case whose out [B,T,H,S] shows the probabilities themselves, after dropout of a probability.
+    """The law, from `case(p)`: a case with dropout p whose output [B,T,H,S] is the attention probabilities themselves.
 
     `alone`: the same function as a candidate on one rank.
     """
@@ -51,7 +51,7 @@ def dropout_law(case: Callable[[float], Case], places: Callable[[int], Places], 
 
 
 def _kept(exam: Exam, case: Case, candidate: Candidate) -> tuple[Tensor, Tensor] | str:
-    """The probabilities after dropout and which were kept [B,T,H,S]; or why they cannot be had."""
+    """The probabilities after dropout, and the mask of those kept [B,T,H,S]; or why the call failed."""
     found = exam.attempt(case.make(torch.float32, exam.device, exam.seed), candidate.call)
     if found.outputs is None:
         return found.refused or found.fault or ""
@@ -60,7 +60,7 @@ def _kept(exam: Exam, case: Case, candidate: Candidate) -> tuple[Tensor, Tensor]
 
 
 def _repeated(kept: Tensor, queries: Places, keys: Places) -> str | None:
-    """Pieces that drop alike, where each has to draw its own."""
+    """A sentence if two heads, ranks or blocks have the same dropout mask, where each must draw its own."""
     for h in range(1, kept.shape[2]):
         if any(torch.equal(kept[:, :, h], kept[:, :, other]) for other in range(h)):
             return f"head {h} drops what another head drops: heads drop alike, which dropout must not"

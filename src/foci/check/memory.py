@@ -1,4 +1,4 @@
-"""What a result must not depend on, nor leave changed: memory nobody wrote, strides, what the program has set."""
+"""State that a result must not depend on or change: uninitialised memory, strides, global settings of torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULT = (
 EXCLUDED = "NaN in keys or values that the mask excludes reaches the result: a cache holds uninitialised memory there"
 
 
-# What a program sets for all of its code, by the words for it: how it is read, how it is set, and its ordinary value.
+# Global settings of torch, by description: getter, setter, and the default value.
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float32),
     "whether gradients are recorded": (torch.is_grad_enabled, torch.set_grad_enabled, True),
@@ -32,16 +32,16 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
 
 @contextmanager
 def ordinary() -> Iterator[list[str]]:
-    """Each of SETTINGS is ordinary inside, and then as it was. At the end the list has a sentence for each changed."""
+    """Within it SETTINGS have their defaults; then they are restored, and the list has a sentence for each changed."""
     before = {name: read() for name, (read, _, _) in SETTINGS.items()}
-    told: list[str] = []
+    changes: list[str] = []
     try:
         for _, write, value in SETTINGS.values():
             write(value)
-        yield told
+        yield changes
         for name, (read, _, value) in SETTINGS.items():
             if (now := read()) != value:
-                told.append(f"it changes {name} from {value} to {now} and leaves it so, for the whole program")
+                changes.append(f"it changes {name} from {value} to {now} and leaves it so, for the whole program")
     finally:
         for name, (_, write, _) in SETTINGS.items():
             write(before[name])
@@ -49,7 +49,7 @@ def ordinary() -> Iterator[list[str]]:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """torch.empty and its kin give NaN (largest integer) inside; the switches are put back as they were."""
+    """Within it torch.empty and its kin are filled with NaN (largest integer); then the settings are restored."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     switch: Any = torch.utils.deterministic
     fill = switch.fill_uninitialized_memory
@@ -66,7 +66,7 @@ def poisoned() -> Iterator[None]:
 
 @contextmanager
 def another_default() -> Iterator[None]:
-    """A default dtype inside that is wider than what kernels write, or than what they are given; then the old one."""
+    """Within it the default dtype is another: float64, or float32 where it was float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32 if before == torch.float64 else torch.float64)
     try:

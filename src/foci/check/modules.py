@@ -1,4 +1,4 @@
-"""What Specs of modules share: the yardstick of half precision, and the commonest mistake of shapes, by its error."""
+"""Helpers for Specs of modules: their yardstick of half precision, and the commonest shape error."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def is_unmerged(error: RuntimeError) -> bool:
 
 
 def farther(reference: Callable[..., Outputs], module: str, times: float) -> Callable[..., Outputs]:
-    """The `plain` of a Spec whose truth is what a module, given by this name, itself computes.
+    """The `plain` of a Spec whose reference calls a module, the input named `module`.
 
-    It is so many times as far from the truth as the module in the working dtype: two right orders of the same roundings
-    differ by as much as either errs.
+    Its error is the module's own error in the working dtype, `times` as large: two correct implementations that round
+    in another order differ by as much as either errs.
     """
 
     def plain(**inputs: Any) -> Outputs:
@@ -38,7 +38,7 @@ def farther(reference: Callable[..., Outputs], module: str, times: float) -> Cal
 
 
 class _Called(nn.Module):
-    """A reference as a module, so that the parameters of what it holds can be exchanged for one call."""
+    """Wraps a reference as a module, so that functional_call can replace the parameters of the module it calls."""
 
     def __init__(self, reference: Callable[..., Outputs], name: str, held: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which of the wrong equations people implement a candidate has implemented."""
+"""Match a candidate's wrong outputs to the Spec's known mistakes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ STEPS, NUDGE = 8, 1e-4
 def name(exam: Exam, output: str, wrong: Sequence[Case], right: Sequence[Case], dtype: torch.dtype) -> dict[Case, str]:
     """The sentence of the mistake that each wrong case shows; cases that no mistake explains are absent.
 
-    A mistake is believed when it reproduces the wrong output within the budget, where the right answer is another. One
-    that predicts fewer wrong answers where the candidate is right is believed before another.
+    A mistake matches if it reproduces the wrong output within the budget and itself differs from the truth. Of several,
+    the one preferred predicts fewer errors in cases where the candidate is right.
     """
     matches: list[tuple[int, dict[Case, str]]] = []
     for mistake in exam.spec.mistakes:
@@ -57,7 +57,7 @@ def _differs(exam: Exam, mistake: Mistake, output: str, case: Case, dtype: torch
 
 
 def _fit(exam: Exam, mistake: Mistake, output: str, case: Case, dtype: torch.dtype, got: Tensor) -> float:
-    """The amount of a mistake that comes closest, by Gauss-Newton on its one number."""
+    """The amount of a mistake that fits best, by Gauss-Newton in one variable."""
     amount = 0.0
     for _ in range(STEPS):
         here = _predicted(exam, mistake, output, case, dtype, amount)
@@ -79,6 +79,6 @@ def _predicted(
     inputs = exam.exact(case, dtype)
     try:
         outputs: Outputs | None = mistake.compute(inputs) if amount is None else mistake.compute(inputs, amount)
-    except torch.OutOfMemoryError:  # the fault is told all the same, by its size
+    except torch.OutOfMemoryError:  # the error is still reported, without this diagnosis
         return None
     return None if outputs is None else outputs[exam.spec.output_names.index(output)]

@@ -12,10 +12,10 @@ Places = list[Tensor]
 
 
 def places(order: str, length: int, size: int) -> Places:
-    """For each of `size` ranks the positions, of 0 .. length - 1, that it holds, in the order in which they lie there.
+    """For each of `size` ranks the positions, of 0 .. length - 1, that it holds, in the order of its shard.
 
-    plain: `size` runs, as equal as can be, the longer ones first. zigzag: 2 size such runs, and rank r holds run r and
-    run 2 size - 1 - r, so that every rank has as many causal pairs. stripe: rank r holds r, r + size, r + 2 size ...
+    plain: `size` contiguous runs, as equal as possible, the longer ones first. zigzag: 2 size such runs; rank r holds
+    runs r and 2 size - 1 - r, which balances causal work. stripe: rank r holds r, r + size, r + 2 size ...
     """
     if order not in ORDERS:
         raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {order!r}")
@@ -34,7 +34,7 @@ def cut(tensor: Tensor, dim: int, parts: Places) -> list[Tensor]:
 
 
 def join(shards: Sequence[Tensor], dim: int, parts: Places) -> Tensor:
-    """The whole tensor of the ranks' shards; laid end to end where they are not as long as they should be."""
+    """The whole tensor from the ranks' shards; a plain concatenation if their lengths are not as expected."""
     joined = torch.cat(list(shards), dim)
     positions = torch.cat(parts)
     if joined.shape[dim] != len(positions):

@@ -1,4 +1,4 @@
-"""A parallel function as an ordinary one: whole tensors in, a share for every rank, and what comes back is joined."""
+"""Call a parallel function like an ordinary one: inputs are sharded over ranks, outputs and gradients joined."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ GROUPS = ("group", "process_group", "pg", "cp_group", "sp_group", "ring_group", 
 MESHES = ("mesh", "device_mesh", "cp_mesh")
 ORDER = "order"
 TEXTS = (("text_q", "text_k", "text_v"), ("joint_query", "joint_key", "joint_value"))
-IMPORTING = 60.0  # seconds that ranks may differ in importing a callable
-ALONE = 3.0  # seconds after which a rank that raised takes it that it alone has
-PATIENCE = 2  # times that ranks may be lost before no more are started
+IMPORTING = 60.0  # seconds by which ranks may differ in importing a callable
+ALONE = 3.0  # seconds that a rank which raised waits for the others to raise too
+PATIENCE = 2  # how often ranks may be lost before the check stops restarting them
 
 
 class Fatal(RuntimeError):
-    """Ranks that died, hung or left each other waiting; the message is the whole sentence."""
+    """Ranks died, hung or deadlocked; the message is a complete sentence for the report."""
 
     sentence = True
 
 
 @dataclass(frozen=True)
 class Named:
-    """A callable by its module and name, as every rank can import it, and the folder in which it was named."""
+    """A callable by module and name, which every rank imports; `folder` is put on sys.path for that."""
 
     module: str
     name: str
@@ -53,7 +53,7 @@ class Named:
         return called
 
     def face(self) -> Callable[..., Any]:
-        """What shows the signature."""
+        """The callable whose signature is read."""
         return self.load()
 
 
@@ -71,7 +71,7 @@ class Given:
 
 
 class Target(Protocol):
-    """How ranks come to a callable."""
+    """A picklable reference to the callable that ranks run."""
 
     def load(self) -> Callable[..., Any]: ...
 
@@ -80,13 +80,13 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class Roles:
-    """How the tensors of a function lie over ranks.
+    """How the tensors of a function are sharded.
 
-    `split(parameter, tensor)`: the dimension of an argument that is cut, None for one that every rank gets whole.
-    `joined(number, shard, tokens)`: the dimension along which the shards of an output of so many local tokens are
-    joined, None for one that is the same on every rank. `lies(leaf, tensor)`: as `split`, of the operator's own
-    arguments in the operator's own layout. `tokens`: the dimension of a sequence in q. `share(value, places)`: what
-    each rank gets of an argument that is no tensor, None where all get it as it is.
+    `split(parameter, tensor)`: the dimension along which an argument is split; None: replicated. `joined(number, shard,
+    tokens)`: the dimension along which the shards of output `number` are joined, where each rank has `tokens` local
+    tokens; None: replicated. `lies(leaf, tensor)`: as `split`, for the operator's own arguments in its own layout.
+    `tokens`: the sequence dimension of q. `share(value, places)`: what each rank gets of an argument that is not a
+    tensor; None: all get the value itself.
     """
 
     split: Callable[[str, Tensor], int | None]
@@ -97,7 +97,7 @@ class Roles:
 
 
 class Job(NamedTuple):
-    """One call of every rank: arguments by parameter, by rank where they are cut, and gradients of the outputs."""
+    """One call on all ranks: shards by parameter and rank, other arguments, and gradients of the outputs by rank."""
 
     target: Target
     order: str
@@ -109,7 +109,7 @@ class Job(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a rank gave: outputs, whether each can have a gradient, whether it was one tensor, gradients, changes."""
+    """A rank's result: outputs, whether each requires grad, whether it was one tensor, gradients, modified inputs."""
 
     outputs: list[Tensor]
     differentiable: list[bool]
@@ -120,16 +120,16 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Refused:
-    """What a rank raised while all others raised too: nobody waits for anybody, and all can go on."""
+    """The error of a rank when all other ranks raised too: none is left waiting, so all can continue."""
 
     error: Exception
 
 
 def prepare(target: Target) -> None:
-    """Import what a rank will call, before anybody waits for it, and open the way on which ranks say they raised."""
+    """Import the callable on all ranks before any waits for another, and create the group that `_all_raised` uses."""
     target.load()
     dist.monitored_barrier(timeout=timedelta(seconds=IMPORTING))
-    _aside()
+    _second_group()
 
 
 def work(job: Job) -> Answer | Refused:
@@ -137,21 +137,21 @@ def work(job: Job) -> Answer | Refused:
     try:
         return _work(job)
     except Exception as error:
-        if waited(error) or not _together():
+        if waited(error) or not _all_raised():
             raise
         return Refused(_portable(error))
 
 
 @cache
-def _aside() -> dist.ProcessGroup | None:
-    """A group of all ranks beside theirs, on which nothing of the function's is under way."""
+def _second_group() -> dist.ProcessGroup | None:
+    """A second group of all ranks, in which no collective of the function can be pending."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=IMPORTING))
 
 
-def _together() -> bool:
-    """Whether every rank comes here within ALONE seconds."""
+def _all_raised() -> bool:
+    """Whether every rank reaches this barrier within ALONE seconds."""
     try:
-        dist.monitored_barrier(_aside(), timeout=timedelta(seconds=ALONE))
+        dist.monitored_barrier(_second_group(), timeout=timedelta(seconds=ALONE))
     except RuntimeError as error:
         return not str(error)
     return True
@@ -190,7 +190,7 @@ def _work(job: Job) -> Answer:
 
 
 def _arguments(function: Callable[..., Any], job: Job) -> dict[str, Any]:
-    """What every rank gets alike: settings, and the group under the name that the function has for it."""
+    """Arguments that are no tensors, and the process group or mesh under the function's name for it."""
     given = dict(job.plain) | {name: values[dist.get_rank()] for name, values in job.shared.items()}
     for name in parameters(function):
         if name in GROUPS:
@@ -225,10 +225,10 @@ def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 class Ranks:
     """A function of whole tensors that runs `target` on the ranks of a world, differentiable as a whole.
 
-    `places(length)`: which positions each rank holds; `order`: how that is called. Whatever is cut over ranks gets the
-    gradient of its shard, joined; what every rank gets whole must come back with the same, whole gradient on each, and
-    where the ranks differ the one that is farthest from the others is taken. `copies` keeps those of the last backward.
-    `ours`: what raises where shards are not alike has not honestly refused.
+    `places(length)`: the positions each rank holds; `order`: that sharding's name. Gradients of sharded inputs are
+    joined from the shards. Gradients of replicated inputs must be the full gradient on every rank; if they differ, the
+    one farthest from the others is returned. `copies` keeps those of the last backward. `ours`: the function must
+    support uneven shards, so an error there is a fault and not a refusal.
     """
 
     world: World
@@ -257,7 +257,7 @@ class Ranks:
         return self._joint(given) if self.text else self._run(given)
 
     def _joint(self, given: dict[str, Any]) -> Any:
-        """The first tokens as text, which every rank gets whole; the text's output in front of the others'."""
+        """Pass the first tokens as text, replicated on every rank; its output goes in front of the others'."""
         dim = self.roles.tokens
         assert self.text is not None
         first = list(given)[:3]
@@ -272,22 +272,22 @@ class Ranks:
         return result
 
     def words(self, length: int) -> int:
-        """How many tokens of a joint sequence are text: two for each rank, where as many are left."""
+        """How many tokens of a joint sequence are text: up to two per rank, if as many others remain."""
         return min(2 * self.world.size, max(length - 2 * self.world.size, 0)) if self.text else 0
 
     def _run(self, given: dict[str, Any]) -> Any:
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         plain = {name: value for name, value in given.items() if name not in tensors}
-        frame = _Frame(self, tuple(tensors), plain)
-        outputs = _Across.apply(frame, *tensors.values())
-        return outputs[0] if frame.single else outputs
+        call = _Call(self, tuple(tensors), plain)
+        outputs = _Across.apply(call, *tensors.values())
+        return outputs[0] if call.single else outputs
 
     def dimension(self, name: str, tensor: Tensor) -> int | None:
-        """Where a tensor is cut; text is not."""
+        """The dimension along which an argument is split; None for text, which is replicated."""
         return None if self.text and name in self.text else self.roles.split(name, tensor)
 
     def ask(self, job: Job) -> list[Answer]:
-        """Every rank's answer. Raises what all raised, or Fatal where only some did, or a rank died or hung."""
+        """Every rank's answer. Raises the error if all ranks raised; Fatal if only some did, or a rank died or hung."""
         uneven = any(len({shard.shape for shard in shards}) > 1 for shards in job.shards.values())
         if uneven and self.uneven:
             raise Fatal(self.uneven)
@@ -315,7 +315,7 @@ class Ranks:
 
 
 def _fatal(failed: Mapping[int, Raised | Lost], world: World) -> str:
-    """One sentence for ranks that did not answer together."""
+    """One sentence on ranks that died, hung, or raised while others did not."""
     died = {rank: each.reason for rank, each in failed.items() if isinstance(each, Lost) and each.died}
     silent = {rank: each.reason for rank, each in failed.items() if isinstance(each, Lost) and not each.died}
     own = {rank: each.error for rank, each in failed.items() if isinstance(each, Raised) and not waited(each.error)}
@@ -341,15 +341,15 @@ def ranks_said(ranks: Iterable[int]) -> str:
 
 
 def waited(error: Exception) -> bool:
-    """Whether an exception is what the other ranks left this one with: a timeout or a closed connection."""
+    """Whether an exception is only the consequence of another rank's failure: a timeout or a closed connection."""
     text = str(error).lower()
     kinds = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe", "socket closed")
     return any(kind in text for kind in kinds)
 
 
 @dataclass
-class _Frame:
-    """One call as its backward needs it."""
+class _Call:
+    """One call of `Ranks`, kept for its backward."""
 
     ranks: Ranks
     names: tuple[str, ...]
@@ -391,60 +391,60 @@ def farthest(copies: list[Tensor]) -> Tensor:
 
 
 class _Across(torch.autograd.Function):
-    """The outputs of all ranks, joined; its backward asks the ranks again, forward and backward."""
+    """Joined outputs of all ranks; the backward runs the ranks' forward again, and their backward."""
 
     @staticmethod
-    def forward(ctx: Any, frame: _Frame, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        wants = frozenset(name for name, need in zip(frame.names, ctx.needs_input_grad[1:], strict=True) if need)
-        answers = frame.ranks.ask(frame.job(tensors, wants))
-        frame.single = answers[0].single
-        _spoil(frame, tensors, answers)
-        first = frame.job(tensors, wants).shards[frame.names[0]]
+        wants = frozenset(name for name, need in zip(call.names, ctx.needs_input_grad[1:], strict=True) if need)
+        answers = call.ranks.ask(call.job(tensors, wants))
+        call.single = answers[0].single
+        _copy_mutations(call, tensors, answers)
+        first = call.job(tensors, wants).shards[call.names[0]]
         ctx.dims = [
-            frame.ranks.roles.joined(number, shard, first[0].shape[frame.ranks.roles.tokens])
+            call.ranks.roles.joined(number, shard, first[0].shape[call.ranks.roles.tokens])
             for number, shard in enumerate(answers[0].outputs)
         ]
-        if frame.ranks.text and len(ctx.dims) == 2:
+        if call.ranks.text and len(ctx.dims) == 2:
             ctx.dims[1] = None
-        outputs = [frame.join([a.outputs[i] for a in answers], dim) for i, dim in enumerate(ctx.dims)]
+        outputs = [call.join([a.outputs[i] for a in answers], dim) for i, dim in enumerate(ctx.dims)]
         can = [any(a.differentiable[i] for a in answers) for i in range(len(outputs))]
         ctx.mark_non_differentiable(*(o for o, able in zip(outputs, can, strict=True) if not able))
-        ctx.frame, ctx.wants = frame, wants
+        ctx.call, ctx.wants = call, wants
         ctx.save_for_backward(*tensors)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        frame, tensors = ctx.frame, ctx.saved_tensors
-        size = frame.ranks.world.size
+        call, tensors = ctx.call, ctx.saved_tensors
+        size = call.ranks.world.size
         none = [None] * size
-        # What all ranks hold alike is in the loss of each: an equal share, so that their sum counts it once.
+        # A replicated output enters the loss of every rank: each gets 1 / size, so that the sum counts it once.
         cuts = [
-            none if g is None else frame.cut(g / size if dim is None else g, dim)
+            none if g is None else call.cut(g / size if dim is None else g, dim)
             for g, dim in zip(grads, ctx.dims, strict=True)
         ]
         by_rank: list[list[Tensor | None]] = [list(each) for each in zip(*cuts, strict=True)]
-        answers = frame.ranks.ask(frame.job(tensors, ctx.wants, by_rank))
+        answers = call.ranks.ask(call.job(tensors, ctx.wants, by_rank))
         found: list[Tensor | None] = []
-        frame.ranks.copies.clear()
-        for name, tensor in zip(frame.names, tensors, strict=True):
+        call.ranks.copies.clear()
+        for name, tensor in zip(call.names, tensors, strict=True):
             mine = [answer.gradients.get(name) for answer in answers]
             if name not in ctx.wants or all(g is None for g in mine):
                 found.append(None)
                 continue
-            shards = frame.job(tensors, ctx.wants).shards[name]
+            shards = call.job(tensors, ctx.wants).shards[name]
             filled = [torch.zeros_like(s) if g is None else g for g, s in zip(mine, shards, strict=True)]
-            found.append(frame.join(filled, frame.ranks.dimension(name, tensor), name))
+            found.append(call.join(filled, call.ranks.dimension(name, tensor), name))
         return None, *found
 
 
-def _spoil(frame: _Frame, tensors: tuple[Tensor, ...], answers: list[Answer]) -> None:
-    """Write to an input what a rank has written to its share of it."""
-    for name, tensor in zip(frame.names, tensors, strict=True):
+def _copy_mutations(call: _Call, tensors: tuple[Tensor, ...], answers: list[Answer]) -> None:
+    """Copy to an input what a rank has written to its shard of it."""
+    for name, tensor in zip(call.names, tensors, strict=True):
         if any(name in answer.changed for answer in answers):
-            dim = frame.ranks.dimension(name, tensor)
-            shards = frame.cut(tensor, dim)
+            dim = call.ranks.dimension(name, tensor)
+            shards = call.cut(tensor, dim)
             shards = [answer.changed.get(name, shard) for answer, shard in zip(answers, shards, strict=True)]
             with torch.no_grad():
-                tensor.copy_(frame.join(shards, dim))
+                tensor.copy_(call.join(shards, dim))

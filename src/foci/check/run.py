@@ -1,4 +1,4 @@
-"""laws x cases -> report."""
+"""Run the laws on the cases of a candidate and report: laws x cases -> report."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from foci.check.laws import Finding, Law, NotTested
 from foci.check.laws_graph import LAWS
 from foci.core.spec import Candidate, Spec
 
-# Half precision is bfloat16 unless asked: what holds for its 8 bits holds for float16's 11.
+# Half precision is bfloat16 by default: what holds with its 8 bits of mantissa holds with float16's 11.
 DTYPES = (torch.float32, torch.bfloat16)
-SHOWN = 4  # refused cases that a line names
-SILENCE = 120.0  # seconds without news after which a case is taken to hang
+SHOWN = 4  # refused cases that a line of the report names
+SILENCE = 120.0  # seconds without a message from the child after which a case counts as hung
 OVER = "the time that was given was over"
 
 
 class Limits(NamedTuple):
-    """Seconds of silence after which a case is taken to hang, and seconds in all, past which laws are left unasked."""
+    """Seconds without a message after which a case counts as hung; seconds in all, after which laws are left out."""
 
     silence: float = SILENCE
     within: float = math.inf
@@ -48,7 +48,7 @@ class Failure:
 class Row:
     """What one law found. `verdict` is "ok", "FAIL" or "not tested", then with a reason.
 
-    `seconds`: how long it was asked, also where the time that was given was over meanwhile.
+    `seconds`: how long the law ran, also if the time limit cut it short.
     """
 
     number: int
@@ -66,9 +66,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """The rows of one candidate. `not_tested` is what no row could ask, with the reason.
+    """The rows of one candidate. `not_tested` lists what no row could test, with the reason.
 
-    `asked`: what was chosen of laws and cases, by option of `foci check`; empty where all were asked.
+    `asked`: the laws and cases selected, by option of `foci check`; empty if all were.
     """
 
     operator: str
@@ -82,12 +82,12 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """No law is broken, none was left for want of time, and at least one was asked."""
+        """No law failed, none was left out for lack of time, and at least one was tested."""
         return not self.failures and not self.unasked and any(row.cases for row in self.rows)
 
     @property
     def unasked(self) -> int:
-        """Laws that the time did not reach."""
+        """How many laws were left out because the time was over."""
         return sum(row.reason.startswith(OVER) for row in self.rows)
 
     @property
@@ -120,11 +120,11 @@ def examine(
     detective: Detective | None = None,
     more: Sequence[Law] = (),
 ) -> Report:
-    """Ask every law (or those named in `only`) of a candidate.
+    """Test a candidate against every law (or those named in `only`).
 
-    `isolated`: in a child process, so that a crash or a hang is a finding and not the end; otherwise in this process,
-    which a debugger can follow. `progress` is told what is being asked. `detective`: says of a wrong tensor where it is
-    wrong and why. `more`: laws that this candidate alone is asked.
+    `isolated`: in a child process, so that a crash or a hang becomes a finding; otherwise in this process, where a
+    debugger can follow. `progress` is called with the name of each law as it starts. `detective` locates and explains
+    errors in a wrong tensor. `more`: further laws, for this candidate alone.
     """
     dtypes = tuple(dtype for dtype in DTYPES if dtype in spec.dtypes) if dtypes is None else dtypes
     known = {law.name: law for law in (*LAWS, *more)}
@@ -159,7 +159,7 @@ def _here(exam: Exam, chosen: list[Law], limits: Limits, progress: Callable[[str
 
 
 def _unasked(rows: list[Row], chosen: list[Law], begun: float = math.inf, step: str = "") -> list[Row]:
-    """With a row for every law that was left; the first of them may have `begun`, and come to the case `step`."""
+    """The rows, with one more for every law left out; the first of those may have `begun`, and reached case `step`."""
     left = [Row(law.number, law.name, reason=OVER) for law in chosen[len(rows) :]]
     if left and begun < math.inf:
         left[0] = replace(left[0], reason=f"{OVER}, at {step!r}" if step else OVER, seconds=_since(begun))
@@ -171,7 +171,7 @@ def _since(begun: float) -> float:
 
 
 def _isolated(exam: Exam, chosen: list[Law], limits: Limits, progress: Callable[[str], None]) -> Answers:
-    """Law by law in a child; one that dies has broken the law it was asked, and another child goes on from there."""
+    """Run the laws in a child process; if it dies, the current law has failed, and a new child runs the rest."""
     rows: list[Row] = []
     refused: dict[str, str] = {}
     ends, begun, step = time.monotonic() + limits.within, math.inf, ""
@@ -182,7 +182,7 @@ def _isolated(exam: Exam, chosen: list[Law], limits: Limits, progress: Callable[
             exam.news = lambda case: send(("case", case))
             for law in rest:
                 if "torch._dynamo" in sys.modules:
-                    torch.compiler.reset()  # what compiles inside itself (flex) stops after eight shapes
+                    torch.compiler.reset()  # else a candidate that compiles internally (flex) meets the recompile limit
                 send(("law", law.name))
                 send(("row", ask(exam, law), exam.refused))
 
@@ -209,11 +209,11 @@ def _isolated(exam: Exam, chosen: list[Law], limits: Limits, progress: Callable[
 
 
 def ask(exam: Exam, law: Law) -> Row:
-    """One law of one candidate; anew without a case whose truth has no room, but faults once found stay."""
+    """One law of one candidate; repeated without a case whose reference does not fit in memory, keeping failures."""
     begun, findings, unasked, again = time.monotonic(), list[Finding](), "", True
     while again:
         found, unasked, again = _findings(exam, law)
-        findings = _faults(findings) + found
+        findings = _failed(findings) + found
     grouped: dict[str, list[str]] = {}
     for finding in findings:
         if finding.sentence:
@@ -226,23 +226,23 @@ def ask(exam: Exam, law: Law) -> Row:
 
 
 def _findings(exam: Exam, law: Law) -> tuple[list[Finding], str, bool]:
-    """What a law finds, why nothing if nothing, and whether it is to be asked anew, as it now is without a case.
+    """A law's findings, the reason if there are none, and whether to run it again because a case was dropped.
 
-    Of a law that breaks off its faults alone count: what it had found right says nothing of the rest.
+    Of a law that was interrupted only failures count: what passed so far says nothing of the rest.
     """
     found: list[Finding] = []
     try:
         for finding in law.ask(exam):  # one by one: those before an error are not lost
             found.append(finding)
     except NotTested as error:
-        return _faults(found), str(error), False
+        return _failed(found), str(error), False
     except (NoRoom, torch.OutOfMemoryError) as error:
         room = error if isinstance(error, NoRoom) else NoRoom()
-        return _faults(found), str(room), exam.leave(room)
+        return _failed(found), str(room), exam.leave(room)
     return found, "no case of it applies", False
 
 
-def _faults(findings: list[Finding]) -> list[Finding]:
+def _failed(findings: list[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.sentence]
 
 
