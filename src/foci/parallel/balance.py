@@ -1,4 +1,4 @@
-"""Which positions a rank holds, in the orders that share causal work evenly, and tensors cut and rejoined that way."""
+"""Which positions each rank holds, in orders that balance causal work; shard and unshard tensors that way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Order = Literal["plain", "zigzag", "stripe"]
 
 
 class Piece(NamedTuple):
-    """`size` positions start, start + step, ...: an arithmetic progression of places in the whole sequence."""
+    """`size` positions start, start + step, ... in the whole sequence."""
 
     start: int
     step: int
@@ -56,7 +56,7 @@ def pieces(order: Order, T: int, size: int, rank: int) -> list[Piece]:
 
 
 def cut(held: Sequence[Piece], start: int, stop: int) -> list[Piece]:
-    """The local positions start:stop of what a rank holds, as pieces of the whole sequence."""
+    """Elements start:stop of a rank's shard, as pieces of the whole sequence."""
     found, before = [], 0
     for piece in held:
         first, last = max(start - before, 0), min(stop - before, piece.size)
@@ -72,12 +72,12 @@ def length(held: Sequence[Piece]) -> int:
 
 
 def held_by(group: Any, order: Order, T: int) -> list[list[Piece]]:
-    """The pieces of every rank: of a group by its ranks, of a two-dimensional mesh by its places, row by row.
+    """The pieces of every rank, in rank order; for a two-dimensional mesh row by row.
 
-    On a mesh (ulysses, ring) the sequence is cut by `order` over the ring, and what a ring rank would hold is cut in
+    On a mesh (ulysses, ring) the sequence is sharded by `order` over the ring, and each shard is split in contiguous
     runs over the Ulysses ranks.
     """
-    outer, inner = _both(group)
+    outer, inner = _groups(group)
     if outer is None:
         return [pieces(order, T, inner.size, rank) for rank in range(inner.size)]
     rings = [pieces(order, T, inner.size, rank) for rank in range(inner.size)]
@@ -86,9 +86,9 @@ def held_by(group: Any, order: Order, T: int) -> list[list[Piece]]:
 
 @torch.compiler.disable
 def positions(T: int, group: Any, order: Order = "zigzag") -> Tensor:
-    """The places in the whole sequence of this rank's tokens, int64 [T of this rank]: what a rotary embedding needs."""
-    held = held_by(group, order, T)[_place(group)]
-    return torch.tensor([place for piece in held for place in piece.positions], dtype=torch.int64, device="cpu")
+    """The positions in the whole sequence of this rank's tokens, int64 [T of this rank], for rotary embeddings."""
+    held = held_by(group, order, T)[_index(group)]
+    return torch.tensor([position for piece in held for position in piece.positions], dtype=torch.int64, device="cpu")
 
 
 @torch.compiler.disable
@@ -102,7 +102,7 @@ def shard(x: Tensor, group: Any, order: Order = "zigzag", dim: int = 1) -> Tenso
     T = x.shape[dim]
     held = held_by(group, order, T)
     if not (x.requires_grad and torch.is_grad_enabled()):
-        return _take(x, held[_place(group)], dim)
+        return _take(x, held[_index(group)], dim)
     taken: Tensor = _Shard.apply(x, group, held, dim)
     return taken
 
@@ -119,10 +119,10 @@ def unshard(x: Tensor, group: Any, order: Order = "zigzag", dim: int = 1) -> Ten
 
 
 def rejoined(x: Tensor, group: Any, order: Order, dim: int, also: Mapping[str, object] | None = None) -> Tensor:
-    """`unshard`, where ranks agree on what the caller knows of the whole, too."""
+    """`unshard`; the ranks also compare the facts in `also`."""
     dim = _dimension("unshard", x, dim)
     _require_order(order)
-    outer, inner = _both(group)
+    outer, inner = _groups(group)
     facts: dict[str, object] = {
         **(also or {}),
         "order": order,
@@ -149,7 +149,7 @@ class _Shard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, held: list[list[Piece]], dim: int) -> Tensor:
         ctx.group, ctx.held, ctx.dim = group, held, dim
-        return _take(x, held[_place(group)], dim)
+        return _take(x, held[_index(group)], dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
@@ -160,7 +160,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, held: list[list[Piece]], dim: int, name: str = "unshard") -> Tensor:
         ctx.group, ctx.held, ctx.dim = group, held, dim
-        outer, inner = _both(group)
+        outer, inner = _groups(group)
         x = x.movedim(dim, 0).contiguous()
         lengths = [length(each) for each in held]
         row = 0 if outer is None else outer.rank
@@ -178,16 +178,16 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None, None]:
-        return _Sum.apply(grads[0], ctx.group, ctx.held, ctx.dim), None, None, None, None
+        return _ReduceScatter.apply(grads[0], ctx.group, ctx.held, ctx.dim), None, None, None, None
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over ranks of a whole tensor, of which each rank keeps its positions."""
+class _ReduceScatter(torch.autograd.Function):
+    """Reduce-scatter: the sum over ranks of a whole tensor, sharded by positions."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, held: list[list[Piece]], dim: int) -> Tensor:
         ctx.group, ctx.held, ctx.dim = group, held, dim
-        outer, inner = _both(group)
+        outer, inner = _groups(group)
         parts = [_take(x, each, dim).movedim(dim, 0).contiguous() for each in held]
         if outer is not None:
             rows = [torch.cat(parts[row * inner.size : (row + 1) * inner.size]) for row in range(outer.size)]
@@ -204,7 +204,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _run(T: int, runs: int, number: int) -> tuple[int, int]:
-    """The start and stop of one of so many runs of T positions; the first T % runs of them have one more."""
+    """Start and stop of run `number` when T positions are split in `runs` runs; the first T % runs have one more."""
     small, more = divmod(T, runs)
     start = number * small + min(number, more)
     return start, start + small + (number < more)
@@ -219,7 +219,7 @@ def _take(x: Tensor, held: Sequence[Piece], dim: int) -> Tensor:
     return torch.cat(cuts, dim) if cuts else x.narrow(dim, 0, 0).clone()
 
 
-def _both(group: Any) -> tuple[Group | None, Group]:
+def _groups(group: Any) -> tuple[Group | None, Group]:
     """(None, group) of one dimension, (ulysses, ring) of a two-dimensional mesh."""
     names = getattr(group, "mesh_dim_names", None)
     if getattr(group, "ndim", 1) == 2:
@@ -229,8 +229,8 @@ def _both(group: Any) -> tuple[Group | None, Group]:
     return None, Group.of(group)
 
 
-def _place(group: Any) -> int:
-    outer, inner = _both(group)
+def _index(group: Any) -> int:
+    outer, inner = _groups(group)
     return inner.rank if outer is None else outer.rank * inner.size + inner.rank
 
 

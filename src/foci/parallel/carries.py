@@ -1,9 +1,9 @@
-"""What passes from rank to rank of a recurrence whose sequence is cut in runs: pure, without a group.
+"""The states that ranks of a sharded recurrence exchange, as pure computation without communication.
 
-Every rank makes of its tokens one map of states, S -> A S + B, and all of them are gathered: the state that reaches a
-rank is the maps of the ranks before it, applied in order, and the gradient that reaches it from behind those of the
-ranks after it, transposed, from the last. Of packed documents only the one that is under way at a border passes it: a
-map that begins with a fresh document has no A, whatever stood before.
+Every rank summarises its tokens as one affine map of the state, S -> A S + B, and the maps are gathered. The state that
+enters a rank is the first state mapped by those of the ranks before it, in order; the gradient that enters it from
+behind is mapped by the transposed maps of the ranks after it, from the last. Of packed documents only one that spans
+the border between two ranks passes it: the map of a rank in which a document begins has no A.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ SUMMARIES: dict[str, ModuleType] = {
 
 
 class Run(NamedTuple):
-    """Tokens start:stop of a rank, of one document (or of all rows of a batch), whose states are `rows`.
+    """Tokens start:stop of a rank that belong to one document (or to all batch rows); `rows` indexes its states.
 
-    `enters`: they go on with a state from outside, of the rank before (or, of a batch, of the caller). `leaves`: their
-    state goes on to the rank behind.
+    `enters`: its initial state comes from the rank before (or, of a batch, from the caller). `leaves`: its final state
+    goes to the rank after.
     """
 
     rows: slice
@@ -55,7 +55,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """How many tokens each rank has, in order, and where documents lie in the whole (None: rows of a batch)."""
+    """The sharding: how many tokens each rank has, and start and stop of each document (None: batch rows)."""
 
     lengths: tuple[int, ...]
     documents: tuple[tuple[int, int], ...] | None
@@ -65,7 +65,7 @@ class Cut:
         return tuple(itertools.accumulate(self.lengths, initial=0))
 
     def runs(self, rank: int) -> list[Run]:
-        """What a rank holds, in order; of documents those with a token there."""
+        """The runs of a rank, in order; a document without a token there has none."""
         first, last = self.borders[rank : rank + 2]
         if self.documents is None:
             return [Run(slice(None), 0, last - first, True, True)]
@@ -77,16 +77,16 @@ class Cut:
         return found
 
     def passes(self, rank: int) -> bool:
-        """Whether a state passes this rank unchanged: it has no tokens."""
+        """Whether states pass this rank unchanged, as it has no tokens."""
         return self.lengths[rank] == 0
 
     def through(self, rank: int) -> bool:
-        """Whether what enters this rank reaches its end: it has one run, without a beginning or an end."""
+        """Whether the state that enters this rank affects the one that leaves: no document begins or ends in it."""
         return all(run.through for run in self.runs(rank))
 
 
 class Link(NamedTuple):
-    """What a rank does to a state (or, transposed, to a gradient): without a transition nothing passes it."""
+    """A rank's affine map of the state (transposed: of its gradient); without a transition, a constant."""
 
     transition: Tensor | None
     offset: Tensor
@@ -98,7 +98,7 @@ class Link(NamedTuple):
 
 
 class Carries:
-    """The recurrence of one call on one rank: its links, its local call, and where states and gradients belong."""
+    """One rank's part of a recurrence: its links, its local call, and the assembly of states and gradients."""
 
     def __init__(self, operator: Operator, cut: Cut, rank: int) -> None:
         self.operator, self.cut, self.rank = operator, cut, rank
@@ -107,18 +107,18 @@ class Carries:
         self.runs = cut.runs(rank)
 
     def declared(self, call: Any) -> Output:
-        """The final states of the whole: [N, ...] in the accumulator's dtype."""
+        """The declaration of the final states of the whole: [N, ...] in the accumulator's dtype."""
         assert self.operator.spec.outputs is not None
         return self.operator.spec.outputs(call)[1]
 
     def none(self, call: Any) -> Tensor:
-        """Zeros of the size of what passes a border: of one document, or of all rows."""
+        """A zero state, of one document or of all batch rows."""
         declared = self.declared(call)
         rows = declared.shape[0] if self.cut.documents is None else 1
         return _first(call).new_zeros((rows, *declared.shape[1:]), dtype=declared.dtype)
 
     def begins(self, call: Any, rows: slice) -> Tensor:
-        """The caller's states of some documents, or zeros."""
+        """The caller's initial states of some documents, or zeros."""
         declared = self.declared(call)
         if call.state is None:
             return self.whole(call)[rows]
@@ -126,7 +126,7 @@ class Carries:
         return state
 
     def shapes(self, call: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of a link's transition and of its offset."""
+        """The shapes of a link's transition and offset."""
         rows = self.declared(call).shape[0] if self.cut.documents is None else 1
         found: tuple[tuple[int, ...], tuple[int, ...]] = self.summary.shapes(call, rows)
         return found
@@ -134,18 +134,18 @@ class Carries:
     # Forward: from the first rank to the last.
 
     def link(self, call: Any) -> Link | None:
-        """What this rank does to the state that enters it; None where it has no tokens."""
+        """This rank's link, forward; None if it has no tokens."""
         if self.cut.passes(self.rank):
             return None
         run = self.runs[-1]
         if not run.leaves:
             return Link(None, self.none(call))
         state = None if run.enters else self.begins(call, run.rows)
-        found = self.summary.ahead(self._of(call, run)._replace(state=state), run.through)
+        found = self.summary.ahead(self._run_call(call, run)._replace(state=state), run.through)
         return Link(found.transition if run.through else None, found.offset)
 
     def enter(self, call: Any, links: Sequence[Link | None]) -> tuple[Tensor, Tensor]:
-        """The state before this rank's first token, and that behind the last token of all."""
+        """The state before this rank's first token, and the state after the last token of the whole."""
         state = self.none(call) if self.cut.documents is not None else self.begins(call, slice(None))
         found = state
         for rank, link in enumerate(links):
@@ -156,32 +156,32 @@ class Carries:
         return found, state
 
     def states(self, call: Any, carry: Tensor) -> Tensor:
-        """What each run begins with."""
+        """The initial state of each run; `carry` is the one that enters the rank."""
         return self.stacked(call, [carry if run.enters else self.begins(call, run.rows) for run in self.runs])
 
     def stacked(self, call: Any, states: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(states)).contiguous() if states else self.none(call)[:0]
 
     def local(self, call: Any, state: Tensor) -> Any:
-        """The call of this rank alone, its runs with these states."""
+        """The operator's call on this rank's tokens, with these initial states of its runs."""
         if len(self.runs) == 1:
             return self.plain(call._replace(offsets=None, state=state))
         offsets = torch.tensor([0, *(run.stop for run in self.runs)], device=call.offsets.device)
         return self.plain(call._replace(offsets=offsets, state=state))
 
     def finals(self, call: Any, state: Tensor | None) -> Tensor:
-        """[N, ...]: the states of the documents that end here, and zeros, so that the sum over ranks has all.
+        """[N, ...]: final states of documents that end on this rank, zeros elsewhere: the sum over ranks has all.
 
-        `state`: of the local call. A document without tokens keeps what it had, which the first rank says.
+        `state`: the local call's final states. A document without tokens keeps its initial state; rank 0 adds it.
         """
         found = self.whole(call)
         for i, run in enumerate(self.runs):
             if not run.leaves and state is not None:
                 found[run.rows] = state[i : i + 1]
-        return self._empty(found, call.state)
+        return self._add_empty_documents(found, call.state)
 
     def compute(self, call: Any, state: Tensor, backend: str | None, keep: bool) -> Outputs:
-        """What the backend gives of the local call: out, final states and, with `keep`, what its backward wants."""
+        """Run the local call: out, final states and, with `keep`, the backend's tensor for its backward."""
         if self.cut.passes(self.rank):
             assert self.operator.spec.outputs is not None
             return self.operator.spec.outputs(call)[0].empty(_first(call)), state
@@ -194,7 +194,7 @@ class Carries:
     # Backward: from the last rank to the first.
 
     def back(self, call: Any, transition: Tensor | None, d_out: Tensor, d_final: Tensor | None) -> Link | None:
-        """What this rank does to the gradient of the state behind it; `transition` is the forward's."""
+        """This rank's link for the backward, a map of the gradient of its final state; `transition`: the forward's."""
         if self.cut.passes(self.rank):
             return None
         run = self.runs[0]
@@ -203,13 +203,13 @@ class Carries:
         d_end = self.none(call)
         if not run.leaves and d_final is not None:
             d_end = d_final[run.rows]
-        found = self.summary.back(self._of(call, run), d_out[:, run.start : run.stop], d_end)
+        found = self.summary.back(self._run_call(call, run), d_out[:, run.start : run.stop], d_end)
         if transition is None or not run.through:
             return Link(None, found)
         return Link(transition.mT if transition.dim() == found.dim() else transition, found)
 
     def leave(self, call: Any, links: Sequence[Link | None], d_final: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The gradient of the state behind this rank's last token, and of that before the first token of all."""
+        """The gradients of the state after this rank's last token, and of the first state of the whole."""
         batch = self.cut.documents is None and d_final is not None
         gradient = d_final if batch and d_final is not None else self.none(call)
         found = gradient
@@ -221,7 +221,7 @@ class Carries:
         return found, gradient
 
     def ends(self, call: Any, behind: Tensor, d_final: Tensor | None) -> Tensor:
-        """The gradient of the local call's final states, run by run."""
+        """The gradients of the local call's final states, by run; `behind`: of the one that leaves the rank."""
         none = self.whole(call) if d_final is None else d_final
         return self.stacked(call, [behind if run.leaves else none[run.rows] for run in self.runs])
 
@@ -233,7 +233,7 @@ class Carries:
         grads: tuple[Tensor, Tensor],
         needs: Mapping[str, bool],
     ) -> dict[str, Tensor | None]:
-        """Of the local call, by name: the backend's own backward, or autograd's where it brings none."""
+        """Gradients of the local call by name: by the backend's own backward, or by autograd if it has none."""
         names = [name for name in self.operator.spec.differentiable if needs[name]]
         if self.cut.passes(self.rank):
             return {name: torch.zeros_like(getattr(call, name)) for name in names}
@@ -254,28 +254,28 @@ class Carries:
         }
 
     def firsts(self, call: Any, d_state: Tensor | None, d_final: Tensor | None) -> Tensor:
-        """[N, ...]: the gradients of the states of documents that begin here, and zeros, for the sum over ranks."""
+        """[N, ...]: gradients of initial states of documents that begin on this rank, zeros elsewhere, to be summed."""
         found = self.whole(call)
         for i, run in enumerate(self.runs):
             if not run.enters and d_state is not None:
                 found[run.rows] = d_state[i : i + 1]
-        return self._empty(found, d_final)
+        return self._add_empty_documents(found, d_final)
 
     # Without an order: sums over the tokens of all ranks.
 
     def sums(self, call: Any) -> Tensor:
-        """[N, ...]: what this rank's tokens add to every state."""
+        """[N, ...]: the contribution of this rank's tokens to every state."""
         found = self.whole(call)
         for run in self.runs if not self.cut.passes(self.rank) else []:
-            found[run.rows] = self.summary.ahead(self._of(call, run)).offset
+            found[run.rows] = self.summary.ahead(self._run_call(call, run)).offset
         return found
 
     def reads(self, call: Any, d_out: Tensor) -> Tensor:
-        """[N, ...]: what this rank's outputs add to the gradient of every state."""
+        """[N, ...]: the contribution of this rank's outputs to the gradient of every state."""
         found = self.whole(call)
         for run in self.runs if not self.cut.passes(self.rank) else []:
             found[run.rows] = self.summary.back(
-                self._of(call, run), d_out[:, run.start : run.stop], torch.zeros_like(found[run.rows])
+                self._run_call(call, run), d_out[:, run.start : run.stop], torch.zeros_like(found[run.rows])
             )
         return found
 
@@ -284,15 +284,15 @@ class Carries:
         declared = self.declared(call)
         return _first(call).new_zeros(declared.shape, dtype=declared.dtype)
 
-    def _empty(self, found: Tensor, given: Tensor | None) -> Tensor:
+    def _add_empty_documents(self, found: Tensor, given: Tensor | None) -> Tensor:
         if self.rank == 0 and given is not None and self.cut.documents is not None:
             for n, (start, stop) in enumerate(self.cut.documents):
                 if start == stop:
                     found[n] = given[n]
         return found
 
-    def _of(self, call: Any, run: Run) -> Any:
-        """The call of one run alone, without a state."""
+    def _run_call(self, call: Any, run: Run) -> Any:
+        """The call of one run alone, without an initial state."""
         parts: dict[str, Tensor | None] = {"state": None, "offsets": None}
         for name, letters in self.operator.letters.items():
             tensor = getattr(call, name)
@@ -302,7 +302,7 @@ class Carries:
         return self.plain(call._replace(**parts))
 
     def plain(self, call: Any) -> Any:
-        """A bound call as the operator's backends take it: a decay per head with its dimensions of 1 in front."""
+        """A bound call in the form backends take: leading broadcast dimensions (of a decay per head) as size 1."""
         full: dict[str, Tensor] = {}
         for name, letters in self.operator.letters.items():
             tensor = getattr(call, name)

@@ -1,4 +1,4 @@
-"""Everything that goes over the wire: counted, with the news of a failure at its end, and its differentiable forms."""
+"""Communication between ranks: collectives whose messages carry a failure status, and their differentiable forms."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from foci.parallel.group import RAISED, STATUS, WELL, Failure, Group
 Result = TypeVar("Result")
 Shape = Sequence[int]
 _TAG = 8
-_ALIGNED = 16  # bytes: where a tensor may begin within a message, so that any dtype can view it
+_ALIGNED = 16  # bytes: alignment of tensors within a message, so that any dtype can view them
 
 
-# The protocol whose work is going on here, for one within it: set for the time of that work, in its thread.
-_around: ContextVar[Doing | None] = ContextVar("_around", default=None)
+# The enclosing protocol, while its `work` or `through` runs: one started within takes over its failure.
+_enclosing: ContextVar[Doing | None] = ContextVar("enclosing", default=None)
 
 
 class Doing:
-    """One protocol of a group: what its ranks are doing, for the words of an error, and the first failure known.
+    """One protocol (sequence of exchanges) of a group: its operator, direction and step for errors; its first failure.
 
         with Doing(group, "attention", "forward") as doing:
             numbers = doing.agree(facts, [T])
@@ -37,25 +37,25 @@ class Doing:
                 part = doing.work(attend, k, v)                     # ... while this one is computed
                 k, v = pending.wait()
 
-    `work` computes; when that raises, this rank goes on through the same exchanges (what it sends says that it failed),
-    so that no other waits for it, and so do all that hear of it: `work` then gives None at once and what arrives has
-    the right shapes and no meaning. At the end of the block ranks tell each other how it went, and all raise RankError
-    with the same words, or each its own error where all failed alike. A group without a CPU backend cannot tell: there
-    an error is raised at once, and the others fail by the group's timeout.
+    `work` computes. If it raises, this rank still takes part in all remaining exchanges, with a failure status in its
+    messages, so that no other rank deadlocks; so does every rank that receives the status. From then on `work` returns
+    None at once, and received tensors have the right shapes but arbitrary values. At the end of the block ranks
+    exchange statuses, and all raise the same RankError, or each its own error if all failed alike. A group without a
+    CPU backend has no status: an error is raised at once, and the others fail by the group's timeout.
     """
 
     def __init__(self, group: Group, operator: str, direction: str | None = None, inside: Sequence[Group] = ()) -> None:
-        """`inside`: groups of protocols that go `through` this one; they hear when it does not come to that."""
+        """`inside`: groups of protocols nested in this one (`through`); if it fails before, it declines theirs."""
         self.group, self.operator, self.direction, self.inside = group, operator, direction, inside
         self.step: int | None = None
-        around = _around.get()
+        around = _enclosing.get()
         self.failure: Failure | None = None if around is None else around.failure
         self.own: Exception | None = None
         self.gone: set[int] = set()
-        self.messages: list[StorageWeakRef] = []  # what arrived, and may leave again as it is
+        self.messages: list[StorageWeakRef] = []  # received messages, which can be forwarded without a copy
 
     def agree(self, facts: Mapping[str, object], numbers: Sequence[int] = ()) -> list[list[int]]:
-        """Group.agree, to which this rank brings what has failed so far."""
+        """Group.agree, with this rank's failure so far."""
         return self.group.agree(self.operator, facts, numbers, failure=self.failure, own=self.own)
 
     def work(self, function: Callable[..., Result], *args: Any) -> Result | None:
@@ -63,12 +63,12 @@ class Doing:
         return None if self.failure is not None else self._run(function, *args)
 
     def through(self, function: Callable[..., Result], *args: Any) -> Result | None:
-        """The same of work that is itself a protocol: also after a failure, which its ranks then hear of."""
+        """`work` that is itself a protocol: it runs also after a failure, so that its other ranks learn of it."""
         self.inside = ()
         return self._run(function, *args)
 
     def _run(self, function: Callable[..., Result], *args: Any) -> Result | None:
-        before = _around.set(self)
+        before = _enclosing.set(self)
         try:
             return function(*args)
         except Exception as error:
@@ -78,16 +78,16 @@ class Doing:
                 self.own, self.failure = error, self._failure(error)
             return None
         finally:
-            _around.reset(before)
+            _enclosing.reset(before)
 
     def hear(self, failure: Failure | None) -> None:
-        """Take note of a failure; the first one counts."""
+        """Record a failure; the first one counts."""
         if failure is not None and self.failure is None:
             step = self.step if failure.step is None else failure.step
             self.failure = failure._replace(step=step, direction=failure.direction or self.direction)
 
     def lose(self, rank: int, error: RuntimeError) -> None:
-        """A rank of the group no longer answers: nothing more is sent to it or expected from it."""
+        """Record that a rank of the group no longer answers: nothing more is sent to it or received from it."""
         self.gone.add(rank)
         if self.failure is None:
             self.hear(self.group.blame(rank, error, self.step, self.direction))
@@ -106,7 +106,7 @@ class Doing:
         if isinstance(error, Exception):
             for group in self.inside:
                 group.decline(self.failure or self._failure(error))
-        # What `heard` raises, this rank's own error too, all ranks know of.
+        # Errors raised by `heard`, also this rank's own, are known to all ranks; of others a note is left.
         if isinstance(error, Exception) and error is not self.own and not isinstance(error, RankError | Disagreement):
             self.group.leave_note(self._failure(error))
 
@@ -119,7 +119,7 @@ class Doing:
         self.group.heard(self.operator, [self._placed(each) for each in slots], self.own)
 
     def _placed(self, slot: bytes | Failure) -> bytes | Failure:
-        """A rank that was lost only now was lost after the last step."""
+        """Add the step and direction to the Failure of a rank lost in the final exchange."""
         if isinstance(slot, Failure) and slot.step is None and slot.kind != RAISED:
             return slot._replace(step=self.step, direction=self.direction)
         return slot
@@ -132,7 +132,7 @@ class Doing:
 
 
 class Pending:
-    """Blocks on their way. `wait()` gives what arrives."""
+    """A transfer in flight; `wait()` returns the received tensors."""
 
     def __init__(self, finish: Callable[[], list[list[Tensor]]]) -> None:
         self._finish = finish
@@ -142,10 +142,10 @@ class Pending:
 
 
 def shift(tensors: Sequence[Tensor], shapes: Sequence[Shape], by: int, doing: Doing) -> Pending:
-    """Send tensors to the rank `by` places on, and receive as many of these shapes from the one as far behind.
+    """Send tensors to rank (r + by) % size, and receive tensors of these shapes from rank (r - by) % size.
 
-    What arrives has the dtypes and devices of what was sent. Both directions are in flight until `.wait()`; neither
-    may be written to before. Ranks are taken round: from the last the next is the first.
+    Received tensors have the dtypes and devices of those sent. Both transfers are in flight until `.wait()`; do not
+    write to the tensors before.
     """
     group = doing.group
     if by % group.size == 0:
@@ -155,14 +155,14 @@ def shift(tensors: Sequence[Tensor], shapes: Sequence[Shape], by: int, doing: Do
 
 
 def all_to_all(parts: Sequence[Tensor], shapes: Sequence[Shape], doing: Doing) -> list[Tensor]:
-    """Send parts[r] to each rank r; what each sent here, by rank: shapes[r] is the shape of rank r's. Own: as it is."""
+    """Send parts[r] to each rank r; return the parts received, by rank, of these shapes. The own part is not copied."""
     return [each[0] for each in exchange([[part] for part in parts], [[shape] for shape in shapes], doing)]
 
 
 def exchange(
     parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]], doing: Doing
 ) -> list[Sequence[Tensor]]:
-    """all_to_all of several tensors, which travel together: parts[r] are those for rank r, shapes[r] those of its."""
+    """all_to_all of several tensors in one message: parts[r] are sent to rank r, shapes[r] are received from it."""
     here = doing.group.rank
     sent = {rank: each for rank, each in enumerate(parts) if rank != here}
     expected = {rank: each for rank, each in enumerate(shapes) if rank != here}
@@ -176,7 +176,7 @@ def all_gather(tensor: Tensor, shapes: Sequence[Shape], doing: Doing) -> list[Te
 
 
 def sum_scatter(parts: Sequence[Tensor], doing: Doing) -> Tensor:
-    """The sum over ranks of the parts for this rank, in rank order and in float32 at least: every rank's own share."""
+    """Reduce-scatter: the sum over ranks of parts[this rank], in rank order and in float32 at least."""
     mine = parts[doing.group.rank]
     arrived = all_to_all(parts, [mine.shape] * doing.group.size, doing)
     total = arrived[0].to(accumulator(mine.dtype), copy=True)
@@ -186,7 +186,7 @@ def sum_scatter(parts: Sequence[Tensor], doing: Doing) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, doing: Doing) -> Tensor:
-    """The sum over ranks, the same bits on each: 2 (n - 1) / n times its bytes sent per rank. The argument stays."""
+    """The sum over ranks, bitwise equal on each; a rank sends 2 (n - 1) / n times its bytes. Not in place."""
     group = doing.group
     if group.size == 1:
         return tensor.clone()
@@ -197,26 +197,26 @@ def all_reduce(tensor: Tensor, doing: Doing) -> Tensor:
 
 
 def swap(parts: Sequence[Tensor], shapes: Sequence[Shape], group: Group, operator: str) -> tuple[Tensor, ...]:
-    """all_to_all, differentiable: the gradient of each part goes back to the rank that it came from."""
+    """all_to_all, differentiable: the gradient of each part is sent back to its source rank."""
     swapped: tuple[Tensor, ...] = _Swap.apply(group, operator, "forward", [tuple(shape) for shape in shapes], *parts)
     return swapped
 
 
 def gather(tensor: Tensor, shapes: Sequence[Shape], group: Group, operator: str) -> tuple[Tensor, ...]:
-    """all_gather, differentiable: the gradient is summed over the ranks, which all have the tensor."""
+    """all_gather, differentiable: the gradient is summed over ranks."""
     return swap([tensor] * group.size, shapes, group, operator)
 
 
 def replicated(tensor: Tensor, group: Group, operator: str) -> Tensor:
-    """The same tensor, its gradient summed over ranks: for one that every rank has and each uses for its tokens."""
+    """Identity whose gradient is all-reduced: for a replicated tensor that each rank uses for its own tokens."""
     same: Tensor = _Replicated.apply(tensor, group, operator)
     return same
 
 
 def share(tensor: Tensor, count: int) -> Tensor:
-    """The same tensor, one part in `count` of its gradient: where each of so many ranks has the whole of one gradient.
+    """Identity whose gradient is divided by `count`: for where each of `count` ranks computes the same full gradient.
 
-    Nothing travels. The sum over ranks is then the gradient, as it is for what saw a rank's own tokens.
+    No communication. The sum over ranks is then the full gradient, as it is for tensors used on a rank's own tokens.
     """
     same: Tensor = _Share.apply(tensor, count)
     return same
@@ -276,7 +276,7 @@ class _Summed(torch.autograd.Function):
 def _start(
     sent: Mapping[int, Sequence[Tensor]], expected: Mapping[int, Sequence[Shape]], like: Sequence[Tensor], doing: Doing
 ) -> Callable[[], list[list[Tensor]]]:
-    """Put messages to ranks on their way; the function that waits for those expected, in their order."""
+    """Start sends and receives; returns a function that waits for them and returns the received tensors."""
     group = doing.group
     device = like[0].device
     for tensors in sent.values():
@@ -290,14 +290,14 @@ def _start(
     for source, shapes in expected.items():
         buffers[source] = torch.empty(_layout(shapes, like)[-1] + STATUS, dtype=torch.uint8, device="cpu")
         if source not in doing.gone:
-            _post(dist.irecv, buffers[source], {"group_src": source}, source, works, doing)
+            _start_one(dist.irecv, buffers[source], {"group_src": source}, source, works, doing)
     packed: dict[int, Tensor] = {}
     for to, tensors in sent.items():
         key = id(tensors[0]) if len(tensors) == 1 else to
         outgoing[to] = packed[key] = packed[key] if key in packed else _pack(tensors, doing)
         group.traffic.control += STATUS
         if to not in doing.gone:
-            _post(dist.isend, outgoing[to], {"group_dst": to}, to, works, doing)
+            _start_one(dist.isend, outgoing[to], {"group_dst": to}, to, works, doing)
 
     def finish() -> list[list[Tensor]]:
         for rank, work in works:
@@ -318,7 +318,7 @@ def _start(
     return finish
 
 
-def _post(
+def _start_one(
     start: Any, buffer: Tensor, peer: dict[str, int], rank: int, works: list[tuple[int, Any]], doing: Doing
 ) -> None:
     try:
@@ -330,7 +330,7 @@ def _post(
 def _start_on_device(
     sent: Mapping[int, Sequence[Tensor]], expected: Mapping[int, Sequence[Shape]], like: Sequence[Tensor], doing: Doing
 ) -> Callable[[], list[list[Tensor]]]:
-    """The same between devices, tensor by tensor; empty ones stay at home."""
+    """The same by device-to-device transfers, tensor by tensor, without a status; empty tensors are not sent."""
     pg = doing.group.pg
     arriving = {
         rank: [
@@ -362,7 +362,7 @@ def _start_on_device(
 
 
 def blank(shapes: Sequence[Shape], like: Sequence[Tensor], doing: Doing) -> list[Tensor]:
-    """Zeros of these shapes, in the dtypes and on the device of `like`, which leave together without a copy."""
+    """Zeros of these shapes, with dtypes and device of `like`, laid out as a message so that sending needs no copy."""
     if like[0].device.type != "cpu" or "cpu" not in doing.group.staged:
         return [each.new_zeros(tuple(shape)) for shape, each in zip(shapes, like, strict=True)]
     message = torch.zeros(_layout(shapes, like)[-1] + STATUS, dtype=torch.uint8, device="cpu")
@@ -371,7 +371,7 @@ def blank(shapes: Sequence[Shape], like: Sequence[Tensor], doing: Doing) -> list
 
 
 def _layout(shapes: Sequence[Shape], like: Sequence[Tensor]) -> list[int]:
-    """Where each tensor begins in a message, in bytes, and where the last ends."""
+    """The byte offset of each tensor in a message, and the end of the last."""
     places = [0]
     for shape, each in zip(shapes, like, strict=True):
         size = math.prod(shape) * each.element_size()
@@ -380,16 +380,16 @@ def _layout(shapes: Sequence[Shape], like: Sequence[Tensor]) -> list[int]:
 
 
 def _pack(tensors: Sequence[Tensor], doing: Doing) -> Tensor:
-    """One message of tensors. Those that arrived together, and were not touched, leave in the message they came in."""
+    """Tensors packed into one message; a received message whose tensors are forwarded unchanged is reused."""
     places = _layout([tensor.shape for tensor in tensors], tensors)
     storage = tensors[0].untyped_storage()
-    came = storage.nbytes() == places[-1] + STATUS and all(
+    reusable = storage.nbytes() == places[-1] + STATUS and all(
         tensor.is_contiguous()
         and tensor.untyped_storage()._cdata == storage._cdata
         and tensor.storage_offset() * tensor.element_size() == place
         for tensor, place in zip(tensors, places, strict=False)
     )
-    if came and any(message.cdata == storage._cdata and not message.expired() for message in doing.messages):
+    if reusable and any(message.cdata == storage._cdata and not message.expired() for message in doing.messages):
         message = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (places[-1] + STATUS,), (1,))
     else:
         message = torch.empty(places[-1] + STATUS, dtype=torch.uint8, device="cpu")

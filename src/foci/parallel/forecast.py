@@ -15,7 +15,7 @@ from foci.parallel.split import Split, splits
 from foci.parallel.wire_bytes import Wire, distances, pairs, sent
 from foci.parallel.workload import Shape
 
-# How finely a rank's tokens are sampled to count the pairs that a mask leaves alive, and how many ranks are looked at.
+# To estimate the share of pairs that a mask allows: samples of a rank's tokens, and ranks sampled.
 SAMPLES, RANKS = 32, 8
 TIE = 1.01  # times this close are taken for equal
 CHUNK = 64  # tokens of a chunk of the recurrences
@@ -23,7 +23,7 @@ CHUNK = 64  # tokens of a chunk of the recurrences
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one split would take: seconds of a whole run and of what, bytes a rank sends, bytes a rank holds at most."""
+    """The cost of one split: seconds of a whole run by term, bytes a rank sends, peak memory of a rank."""
 
     split: Split
     terms: dict[str, float]
@@ -42,9 +42,9 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `plan_parallel` recommends, and what it weighed: print it.
+    """The recommendation of `plan_parallel`, and the alternatives: print it.
 
-    `best` is the fastest split that fits, `others` the rest of them by time, `refused` those that cannot be with the
+    `best` is the fastest split that fits, `others` the other ones by time, `refused` those that are impossible with the
     reason, `alone` one rank's time for the same work (whether or not it fits there).
     """
 
@@ -90,7 +90,7 @@ class Plan:
         return "\n".join(f"{head:<9}{words}" for head, words in lines)
 
     def why(self) -> list[str]:
-        """What decides: the split's largest costs beside the work itself, and against the best of the other kinds."""
+        """The reasons: this split's largest overhead, and that of the best split of each other kind."""
         said = []
         costs = {name: value for name, value in self.best.terms.items() if name not in WORK and value > 0}
         if costs:
@@ -175,7 +175,7 @@ def forecast(shape: Shape, split: Split, links: Links, compute: Compute) -> Fore
     total = 0.0
     for backward in passes:
         wire = first = sent(shape, split, backward=backward)
-        if split.handoff:  # its first rank sends most forward, one of the last two backward; of a ring all as much
+        if split.handoff:  # rank 0 sends most in the forward, one of the last two in the backward; a ring's are equal
             last = (sent(shape, split, (0, split.ring - n), backward=backward) for n in (1, 2))
             wire = max(first, *last, key=lambda each: each.states)
         total += calls * first.total
@@ -188,7 +188,7 @@ def forecast(shape: Shape, split: Split, links: Links, compute: Compute) -> Fore
 
 
 def _pass(shape: Shape, split: Split, links: Links, compute: Compute, wire: Wire, backward: bool) -> dict[str, float]:
-    """Seconds of one pass of one call of the operator, by what they go to."""
+    """Seconds of one pass (forward or backward) of one call of the operator, by term."""
     factor = compute.backward if backward else 1.0
     even = factor * shape.flops / compute.rate / (split.ulysses * split.ring)
     heads = math.ceil(shape.H / split.ulysses) / (shape.H / split.ulysses)
@@ -238,7 +238,7 @@ def _ring(
 def _handoff(
     shape: Shape, split: Split, links: Links, compute: Compute, wire: Wire, even: float, heads: float, backward: bool
 ) -> dict[str, float]:
-    """Recurrences: what the own stretch does to a state, sent to those it concerns, then the stretch from its state."""
+    """Recurrences: summarise the own run as a map of the state, send it, then compute the run from its state."""
     least = compute.call * (2 if backward else 1)
     terms = {"idle": (heads - 1) * even, "calls": max(0.0, least - heads * even)}
     if split.ring > 1:
@@ -249,9 +249,9 @@ def _handoff(
 
 
 def summary(shape: Shape) -> float:
-    """What a stretch does to a state, as a share of the operator itself: products that the operator makes too.
+    """The cost of a run's map of the state, relative to the operator itself, which computes the same products.
 
-    Above 1 for the delta rule of wide heads, whose map [K,K] the operator never makes.
+    Above 1 for the delta rule with wide heads, whose transition [K,K] the operator never forms.
     """
     K, V = shape.K, shape.values
     if shape.operator == "linear_attention":
@@ -264,9 +264,9 @@ def summary(shape: Shape) -> float:
 
 
 def memory(shape: Shape, split: Split) -> float:
-    """Bytes the busiest rank holds at most: the model's, what layers keep for the backward, and one call's own.
+    """Peak bytes on the busiest rank: the model's, tensors saved for the backward, and one call's own.
 
-    The scratch of a backend (some MiB) is not in it.
+    A backend's scratch memory (some MiB) is not counted.
     """
     rest, ranks = shape.rest, split.ulysses * split.ring
     branches = (2 if rest.guidance else 1) / split.cfg
@@ -304,9 +304,9 @@ def merged(shape: Shape, split: Split, backward: bool) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def live_shares(shape: Shape, order: str, ring: int) -> tuple[float, ...]:
-    """For each step of a ring, the share of the busiest rank's pairs that the mask leaves alive.
+    """For each step of a ring, the share of the busiest rank's pairs that the mask allows.
 
-    Counted on `SAMPLES` places a rank holds, for `RANKS` of the ranks. In step d rank r has the keys of rank r - d.
+    Estimated from `SAMPLES` positions of each of `RANKS` ranks. In step d rank r has the keys of rank r - d.
     """
     if not shape.causal:
         return (1.0,) * ring
@@ -323,7 +323,7 @@ def live_shares(shape: Shape, order: str, ring: int) -> tuple[float, ...]:
 
 
 def _places(ranks: Tensor, order: str, ring: int) -> Tensor:
-    """Where in the sequence, from 0 to 1, the tokens of these ranks lie: [ranks, SAMPLES]."""
+    """The positions of sampled tokens of these ranks, relative to the sequence (0 to 1): [ranks, SAMPLES]."""
     middle = (torch.arange(SAMPLES, dtype=torch.float64, device="cpu") + 0.5) / SAMPLES
     own = ranks.double()[:, None]
     if order == "plain":

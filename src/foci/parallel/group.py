@@ -1,4 +1,4 @@
-"""The ranks that share a sequence, as a value; what they agree on before the first exchange."""
+"""Group: the ranks that share a sequence; how they check that their calls match, and report failures."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from torch import Tensor
 
 from foci.core.errors import Disagreement, RankError
 
-STATUS = 512  # bytes of a status, which ends every message of a group that can speak by way of the host
+STATUS = 512  # bytes of a status (a packed Failure or zeros), at the end of every message that goes over the host
 _HEAD = struct.Struct("<BBiiH")
 _NUMBERS = 60
-_SLOT = STATUS + 16 + 8 + 8 * _NUMBERS  # what every rank brings to agree: status, hash, numbers
-_MORE = 1000
-_GRACE = 1.0  # seconds for a rank that lost its connections to say why
+_SLOT = STATUS + 16 + 8 + 8 * _NUMBERS  # bytes of a rank's message in `agree`: status, hash, count, numbers
+_MORE = 1000  # further numbers per message
+_GRACE = 1.0  # seconds for a rank that lost its connections to write its note
 _DIRECTIONS = (None, "forward", "backward")
 RAISED, GONE, SILENT = 1, 2, 3
 _TAG = 7  # messages between two ranks arrive in the order sent: one tag for control, one for data
 
 
 class Failure(NamedTuple):
-    """Which rank of the world failed, how (RAISED, GONE or SILENT), where, and in what words."""
+    """Which global rank failed, how (RAISED, GONE or SILENT), in which step and direction, and the error's text."""
 
     kind: int
     rank: int
@@ -55,12 +55,12 @@ class Failure(NamedTuple):
         return RankError(operator, self.rank, self.text, step=self.step, direction=self.direction)
 
 
-WELL = bytes(STATUS)
+WELL = bytes(STATUS)  # the status of a rank without a failure
 
 
 @dataclass
 class Traffic:
-    """What this rank has sent to others: bytes of tensors and the messages they went in; bytes of control beside it."""
+    """What this rank has sent: bytes of tensors, the number of their messages, and bytes of control messages."""
 
     bytes: int = 0
     messages: int = 0
@@ -71,8 +71,9 @@ class Traffic:
 class Group:
     """The ranks that share a sequence: `Group.of(process group or one-dimensional DeviceMesh)`.
 
-    `rank` is this rank's place in the group, `ranks` are their numbers in the world. `host`: it has a backend for CPU
-    tensors (gloo), over which ranks agree and tell each other of failures. `traffic` counts what this value sent.
+    `rank` is this rank's index in the group, `ranks` are the members' global ranks. `host`: it has a backend for CPU
+    tensors (gloo), over which ranks exchange control messages. `staged`: device types whose tensors are sent through
+    host memory. `traffic` counts what was sent.
     """
 
     pg: dist.ProcessGroup
@@ -116,22 +117,22 @@ class Group:
         failure: Failure | None = None,
         own: Exception | None = None,
     ) -> list[list[int]]:
-        """Every rank's `numbers`, by rank, once all ranks hold the same facts. One exchange of a kilobyte.
+        """Check that `facts` are equal on all ranks, and gather every rank's `numbers`, by rank. One kilobyte per rank.
 
-        `facts` are compared as text, tensors among them by their values; so is how many numbers there are. When they
-        differ every rank raises the same Disagreement. When ranks come with a `failure`, or are gone, all raise the
-        same RankError; where every rank failed by itself, each its `own` error. `device`: where a group without a CPU
+        `facts` are compared as text, tensors among them by their values; so is the count of numbers. When they differ,
+        every rank raises the same Disagreement. When a rank passes a `failure`, or is gone, all raise the same
+        RankError; when every rank failed by itself, each raises its `own` error. `device`: where a group without a CPU
         backend gathers, its GPU by default.
         """
-        told = {name: _text(value) for name, value in facts.items()} | {"numbers given": str(len(numbers))}
-        words = repr(sorted(told.items())).encode()
+        texts = {name: _text(value) for name, value in facts.items()} | {"numbers given": str(len(numbers))}
+        words = repr(sorted(texts.items())).encode()
         digest = hashlib.blake2b(operator.encode() + words, digest_size=16).digest()
         slot = (failure.pack() if failure else WELL) + digest
         slot += struct.pack(f"<q{_NUMBERS}q", len(numbers), *([*numbers] + [0] * _NUMBERS)[:_NUMBERS])
         good = self.heard(operator, self.tell(slot, device, failure), own)
         if len({each[STATUS : STATUS + 16] for each in good}) > 1:
-            raise self._disagreement(operator, told, device)
-        self._take_back()
+            raise self._disagreement(operator, texts, device)
+        self._delete_notes()
         found = [list(struct.unpack_from(f"<{min(len(numbers), _NUMBERS)}q", each, STATUS + 24)) for each in good]
         for first in range(_NUMBERS, len(numbers), _MORE):
             part = numbers[first : first + _MORE]
@@ -141,14 +142,14 @@ class Group:
         return found
 
     def decline(self, failure: Failure) -> None:
-        """Answer ranks that come to agree, where this one cannot even ask: they raise, and so will it."""
+        """Take part in the other ranks' `agree` with a failure only, so that they raise instead of waiting."""
         self.tell(failure.pack().ljust(_SLOT, b"\0"), known=failure)
 
     def heard(self, operator: str, slots: Sequence[bytes | Failure], own: Exception | None = None) -> list[bytes]:
-        """Messages that begin with a status, when all ranks are well; else the error that all of them raise.
+        """The messages, which begin with a status, if no rank failed; else raise the error that all ranks raise.
 
-        Of several failures the first in this order: one that raised, one that is gone, one that is silent; the earliest
-        step; the lowest rank. Where every rank failed by itself, each raises its own error.
+        Of several failures the first in this order: RAISED, GONE, SILENT; then the earliest step; then the lowest rank.
+        When every rank failed by itself, each raises its own error.
         """
         found = [each if isinstance(each, Failure) else Failure.unpack(each) for each in slots]
         known = [each for each in found if each]
@@ -164,9 +165,9 @@ class Group:
     def tell(
         self, message: bytes, device: torch.device | None = None, known: Failure | None = None
     ) -> list[bytes | Failure]:
-        """Every rank's message of the same length, by rank; where a rank is gone or silent, that Failure instead.
+        """All-gather messages of equal length, by rank; for a rank that is gone or silent, that Failure instead.
 
-        `known`: the failure that this rank knows of already, to which further lost connections are due.
+        `known`: a failure that this rank knows of already, taken as the cause of further lost connections.
         """
         self.traffic.control += len(message) * (self.size - 1)
         if self.size == 1:
@@ -186,7 +187,7 @@ class Group:
         return [bytes(each.tolist()) for each in all_of_them.cpu().view(self.size, -1)]
 
     def _tell_each(self, mine: Tensor, known: Failure | None) -> list[bytes | Failure]:
-        """Each tells every other at once: half as long as a gather round all, and it is known who is dead."""
+        """All-gather by pairwise sends: half the time of a ring all-gather, and it shows which rank is dead."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         buffers = {rank: torch.empty_like(mine) for rank in others}
         found: list[bytes | Failure] = [mine.numpy().tobytes()] * self.size
@@ -202,7 +203,7 @@ class Group:
                 continue
             try:
                 for work in works[rank]:
-                    # Once one is silent, all that wait for it give up within a moment of each other.
+                    # Once one rank is silent, all that wait for it time out at nearly the same moment.
                     work.wait(timedelta(seconds=_GRACE)) if known and known.kind == SILENT else work.wait()
                 found[rank] = buffers[rank].numpy().tobytes()
             except RuntimeError as error:
@@ -210,11 +211,11 @@ class Group:
         return found
 
     def blame(self, rank: int, error: RuntimeError, step: int | None = None, direction: str | None = None) -> Failure:
-        """Which failure a broken connection to a rank of this group is due to.
+        """The root cause of a broken connection to a rank of this group.
 
-        A rank that waits in vain loses all its connections, and so do those that wait for it. Each therefore leaves a
-        note in the store of the process group, of whom it waited for and where; whoever lost it reads on from there,
-        until a rank that has left none: that one is dead or silent.
+        A rank whose wait times out loses all its connections, so the ranks that wait for it fail too. Each therefore
+        writes a note to the process group's store: for whom it waited, and in which step. Following the notes ends at a
+        rank that has written none: that one is dead or silent.
         """
         silent = "imed out" in str(error)
         text = "it did not answer within the group's timeout" if silent else "it is gone (its connection closed)"
@@ -231,24 +232,24 @@ class Group:
                 if note is None:
                     break
                 failure = note
-        except RuntimeError as broken:  # the store went with the rank that kept it
+        except RuntimeError as broken:  # the store was in a rank that died
             return failure._replace(text=f"{failure.text}; the store cannot be asked: {_line(broken)}")
         return failure
 
     def leave_note(self, failure: Failure) -> None:
-        """Say in the store that this rank leaves a protocol, for those who will wait for it."""
+        """Write to the store that this rank leaves a protocol, for ranks that will wait for it."""
         store = _store()
         if store is not None and self.size > 1:
             self._notes.append(self._key(self.ranks[self.rank]))
             store.set(self._notes[-1], failure.pack().hex())
 
-    def _take_back(self) -> None:
-        """Once all ranks have come to agree again nobody waits for what an old note is about."""
+    def _delete_notes(self) -> None:
+        """Delete this rank's notes: after a successful `agree` no rank waits in an earlier protocol."""
         while self._notes and (store := _store()) is not None:
             store.delete_key(self._notes.pop())
 
     def _note(self, store: dist.Store, rank: int) -> Failure | None:
-        """What a rank left behind, for which it has a second."""
+        """The note of a rank, which has a second to write it; None if there is none."""
         deadline = time.monotonic() + _GRACE
         while not store.check([self._key(rank)]):
             if time.monotonic() > deadline:
@@ -286,7 +287,7 @@ def _text(value: object) -> str:
 
 
 def _store() -> dist.Store | None:
-    """The store of the process groups. torch has no public name for it; without it words are less exact, no more."""
+    """The default store. torch has no public function for it; without it only error messages are less precise."""
     from torch.distributed import distributed_c10d
 
     find = getattr(distributed_c10d, "_get_default_store", None)

@@ -1,4 +1,4 @@
-"""halo: the few tokens before this rank's first one, for short convolutions over a sequence cut in runs."""
+"""halo: the last tokens of the ranks before, for short convolutions over a sequence sharded in contiguous runs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NAME = "halo"
 
 
 class Halo(NamedTuple):
-    """What stands before this rank's tokens.
+    """The tokens before this rank's.
 
-    before [n, width, D]: of its rows, or of each document with tokens here. offsets [n + 1]: where those begin among
-    this rank's tokens, None for rows. tail [N, width, D]: the last tokens of every row or document of the whole, on
-    every rank.
+    before [n, width, D]: of each batch row, or of each document with tokens here. offsets [n + 1]: of those documents
+    among this rank's tokens, None for batch rows. tail [N, width, D]: the last tokens of every row or document of the
+    whole sequence, on every rank.
     """
 
     before: Tensor
@@ -34,9 +34,9 @@ class Halo(NamedTuple):
 def halo(x: Tensor, width: int, group: Any, *, tail: Tensor | None = None, offsets: Tensor | None = None) -> Halo:
     """The `width` tokens before this rank's x [B, T of this rank, D], the ranks holding runs of a sequence in order.
 
-    Differentiable. tail [N, width, D]: what stands before the first token of each row or document, the same on all
-    ranks (zeros by default). offsets [N + 1]: batch 1, documents end to end, of the whole; none sees another. Runs may
-    have any lengths, less than `width` and 0 too. Every rank sends its last `width` tokens to every other.
+    Differentiable. tail [N, width, D]: the tokens before the first of each row or document, the same on all ranks
+    (zeros by default). offsets [N + 1]: batch 1, documents end to end, of the whole sequence; none sees another. Runs
+    may have any lengths, also less than `width` and 0. Every rank sends its last `width` tokens to every other.
 
     Raises ShapeError or ValueError for what does not fit, Disagreement where ranks differ, RankError when one fails.
     """
@@ -66,7 +66,7 @@ def halo(x: Tensor, width: int, group: Any, *, tail: Tensor | None = None, offse
 
 
 class _Halo(torch.autograd.Function):
-    """(before, tail) of rows, (before, nothing) of documents. Every rank goes back through it, used or not."""
+    """(before, tail) of batch rows, (before, empty) of documents. All ranks must run its backward, used or not."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, cut: Cut, x: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,18 +78,18 @@ class _Halo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[None, None, Tensor, Tensor]:
-        return None, None, *_Back.apply(ctx.group, ctx.cut, ctx.shape, ctx.first, *grads)
+        return None, None, *_HaloBackward.apply(ctx.group, ctx.cut, ctx.shape, ctx.first, *grads)
 
 
-class _Back(torch.autograd.Function):
-    """The gradients of x and first from those of (before, tail): they only move numbers, and their own are _Halo's."""
+class _HaloBackward(torch.autograd.Function):
+    """Gradients of x and first from those of (before, tail); linear, so its own backward is _Halo."""
 
     @staticmethod
     def forward(
         ctx: Any, group: Group, cut: Cut, shape: torch.Size, first: torch.Size, *grads: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.group, ctx.cut = group, cut
-        with torch.enable_grad():  # what stands where, by the way forward
+        with torch.enable_grad():  # _found only moves elements: autograd transposes it
             shapes = [*_shapes(cut, shape, first[1]), first]
             *ends, start = (grads[0].new_zeros(each, requires_grad=True) for each in shapes)
             made = _found(cut, group.rank, ends, start)
@@ -106,15 +106,15 @@ class _Back(torch.autograd.Function):
 
 
 def _shapes(cut: Cut, shape: Sequence[int], width: int) -> list[tuple[int, int, int]]:
-    """Of the last tokens that every rank sends."""
+    """Shapes of the last tokens that each rank sends."""
     return [(shape[0], min(width, n), shape[2]) for n in cut.lengths]
 
 
 def _found(cut: Cut, rank: int, ends: Sequence[Tensor], first: Tensor) -> tuple[Tensor, Tensor]:
-    """What stands before each run of this rank; of rows also the last tokens of the whole."""
+    """The tokens before each run of this rank; of batch rows also the last tokens of the whole sequence."""
     here = cut.borders[rank]
     befores = [_last(first, ends, cut, run.rows, here) if run.enters else first[run.rows] for run in cut.runs(rank)]
-    # New tensors, connected with what came in even where they are empty.
+    # New tensors, connected to the inputs in the graph even if empty.
     before = torch.cat([first[:0], *befores])
     if cut.documents is not None:
         return before, first[:0].clone()
@@ -133,7 +133,7 @@ def _check(x: Tensor, width: int, tail: Tensor | None, offsets: Tensor | None) -
 
 
 def _last(first: Tensor, ends: Sequence[Tensor], cut: Cut, rows: slice, stop: int) -> Tensor:
-    """As many tokens as `first` has before the place `stop` of the whole: of rows, or of the document under way."""
+    """The `width` tokens before position `stop` of the whole sequence, of batch rows or of the document there."""
     start = 0 if cut.documents is None else cut.documents[rows.start][0]
     parts = [first[rows]]
     for rank, end in enumerate(ends):

@@ -1,4 +1,4 @@
-"""handoff: a recurrence over a sequence cut in runs over ranks, its states handed from rank to rank."""
+"""handoff: a recurrence over a sequence sharded in contiguous runs; ranks exchange affine maps of the state."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ Gradients = dict[str, Tensor | None]
 def handoff(op: Callable[..., Any], group: Any) -> Handoff:
     """`op` on a sequence of which every rank of `group` holds a run, in rank order: same signature, same answer.
 
-        S_r = A_r S_{r-1} + B_r            what rank r makes of the state before its tokens; S_{-1} = state or 0
+        S_r = A_r S_{r-1} + B_r            the state after rank r's tokens, from that before them; S_{-1} = state or 0
 
     op: foci.linear_attention, delta_rule, scan or selective_scan. group: a ProcessGroup, a DeviceMesh of one dimension
-    or a Group. What has tokens (q, k, v, gates ...) is this rank's run, [B, T of this rank, ...]: runs may have any
-    lengths, 0 too. What has none (state, bonus, a decay [H], A, skip) is the same on all ranks. `offsets` are those of
-    the whole, and documents may begin, end and lie on any ranks. The final state is that of the whole, on every rank.
+    or a Group. Arguments with tokens (q, k, v, gates ...) are this rank's run, [B, T of this rank, ...]: runs may have
+    any lengths, also 0. The others (state, bonus, a decay [H], A, skip) are the same on all ranks. `offsets` are those
+    of the whole sequence; documents may span ranks. The final state is that of the whole, on every rank.
 
-    Every rank makes one map (A_r, B_r) of its tokens, sends it to those that need it, and computes with the state that
-    reaches it: forward and backward at once on all ranks, none waits for another's outputs. linear_attention with
-    causal=False sums over all ranks instead. The gradient of a run is that of the sum of all ranks' losses; what is the
-    same on all ranks gets its full gradient on each.
+    Every rank summarises its tokens as one affine map (A_r, B_r), sends it to the ranks that need it, and computes with
+    the state that the maps before it give: all ranks at the same time, none waits for another's outputs, forward and
+    backward. linear_attention with causal=False sums over all ranks instead. The gradient of a run is that of the sum
+    of all ranks' losses; replicated arguments get their full gradient on each rank.
 
     Raises TypeError for another operator or group, Disagreement (on all ranks) for calls that do not fit together,
     RankError when a rank fails, and what `op` raises. Papers: LASP-2 (arXiv 2502.07563), and Martin and Cundy 2018
@@ -54,7 +54,7 @@ def handoff(op: Callable[..., Any], group: Any) -> Handoff:
 
 @dataclass(frozen=True)
 class Handoff:
-    """What `handoff` returns: called like its operator."""
+    """The callable that `handoff` returns, with the signature of its operator."""
 
     operator: Operator
     group: Group
@@ -92,7 +92,7 @@ class Handoff:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What all steps of one call know. `wanted`: whether the final state is."""
+    """Everything about a call except its tensors. `wanted`: whether the final state is returned."""
 
     operator: Operator
     group: Group
@@ -112,9 +112,9 @@ class _Plan:
         through: Callable[[int], bool],
         doing: Doing,
     ) -> list[Link | None]:
-        """The links of all ranks that this one needs: `to(a, b)` says whether rank a's goes to rank b.
+        """Exchange links; returns those of the ranks that this one needs, by rank, None for others.
 
-        `through(a)`: it has a transition.
+        `to(a, b)`: whether rank a's link is sent to rank b; `through(a)`: whether it has a transition.
         """
         transition, offset = self.carries.shapes(call)
         A, B = math.prod(transition), math.prod(offset)
@@ -141,11 +141,11 @@ class _Plan:
                 found.append(Link(None, each.view(offset)))
         return found
 
-    def step(self, call: Any) -> _Ordered | _Everyone:
-        return _Ordered(self, call) if getattr(call, "causal", True) else _Everyone(self, call)
+    def step(self, call: Any) -> _Ordered | _Unordered:
+        return _Ordered(self, call) if getattr(call, "causal", True) else _Unordered(self, call)
 
     def shared(self, call: Any, found: Gradients, needs: dict[str, bool], doing: Doing) -> Gradients:
-        """The gradients of what all ranks have the same, summed over them in one go: bonus, a decay [H], A, skip."""
+        """Gradients of replicated arguments (bonus, a decay [H], A, skip), summed by a single all-reduce."""
         letters = self.operator.letters
         given = {n: getattr(call, n) for n, need in needs.items() if need and n != "state"}
         names = [name for name, tensor in given.items() if letters[name].token(tensor) is None]
@@ -158,7 +158,7 @@ class _Plan:
 
 
 class _Ordered:
-    """Causal: the state that comes in is what the ranks before made of the first one."""
+    """Causal: the incoming state is the first state mapped by the links of the ranks before."""
 
     def __init__(self, plan: _Plan, call: Any) -> None:
         self.plan, self.call, self.carries = plan, call, plan.carries
@@ -166,7 +166,7 @@ class _Ordered:
         self.saved: tuple[Tensor | None, ...] = ()
 
     def forward(self, doing: Doing, keep: bool) -> tuple[Tensor, Tensor] | None:
-        """out and the final state; None where that failed."""
+        """out and the final state; None if a rank failed."""
 
         def to(source: int, target: int) -> bool:
             return source < target or (self.plan.wanted and not self.packed)
@@ -188,13 +188,13 @@ class _Ordered:
         return outputs[0], final
 
     def backward(self, doing: Doing, grads: Sequence[Tensor | None], needs: dict[str, bool]) -> Gradients:
-        """By name, where needed."""
+        """The needed gradients, by name."""
 
         def to(source: int, target: int) -> bool:
             return source > target or (needs["state"] and not self.packed)
 
         def through(source: int) -> bool:
-            # Behind the last rank is no gradient unless the final state has one: its forward then made no transition.
+            # After the last rank there is a gradient only if the final state is wanted; else it has no transition.
             return self.plan.cut.through(source) and (self.plan.wanted or source < self.plan.group.size - 1)
 
         carries, call = self.carries, self.call
@@ -225,15 +225,15 @@ class _Ordered:
         return any(to(group.rank, rank) for rank in range(group.size))
 
 
-class _Everyone:
-    """Not causal: every token reads what the tokens of all ranks sum up to, and a rank's own part is in its call."""
+class _Unordered:
+    """Not causal: every token reads the sum over all ranks' tokens; the local call adds this rank's own part itself."""
 
     def __init__(self, plan: _Plan, call: Any) -> None:
         self.plan, self.call, self.carries = plan, call, plan.carries
         self.saved: tuple[Tensor | None, ...] = ()
 
     def forward(self, doing: Doing, keep: bool) -> tuple[Tensor, Tensor] | None:
-        """out and the final state; None where that failed."""
+        """out and the final state; None if a rank failed."""
         carries, call = self.carries, self.call
         own = doing.work(carries.sums, call)
         total = all_reduce(carries.whole(call) if own is None else own, doing)
@@ -248,7 +248,7 @@ class _Everyone:
         return outputs[0], first + total
 
     def backward(self, doing: Doing, grads: Sequence[Tensor | None], needs: dict[str, bool]) -> Gradients:
-        """By name, where needed."""
+        """The needed gradients, by name."""
         carries, call = self.carries, self.call
         state, out, *rest = self.saved
         assert out is not None
@@ -266,7 +266,7 @@ class _Everyone:
 
 
 class _Handoff(torch.autograd.Function):
-    """The one Function of handoff. Its backward reads what its forward saved: the call, the state that came in, A."""
+    """The one Function of handoff. The forward saves the call, the incoming state, A and the outputs."""
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, *values: Any) -> tuple[Tensor, Tensor]:
@@ -289,7 +289,7 @@ class _Handoff(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         plan, count = ctx.plan, len(ctx.numbers)
-        every = ctx.saved_tensors  # once: a checkpoint unpacks what it computed again one time only
+        every = ctx.saved_tensors  # read once: torch.utils.checkpoint unpacks recomputed tensors only once
         tensors, saved = every[:count], every[count:]
         call = plan.operator.spec.call(*(n if x is None else x for x, n in zip(tensors, ctx.numbers, strict=True)))
         step = plan.step(call)
@@ -297,8 +297,8 @@ class _Handoff(torch.autograd.Function):
         with Doing(plan.group, plan.operator.name, "backward") as doing, unrounded(call[0]):
             found = step.backward(doing, grads, ctx.needs)
             found |= plan.shared(call, found, ctx.needs, doing)
-        return None, *(_like(x, found.get(name)) for name, x in zip(call._fields, call, strict=True))
+        return None, *(_cast_like(x, found.get(name)) for name, x in zip(call._fields, call, strict=True))
 
 
-def _like(given: Any, gradient: Tensor | None) -> Tensor | None:
+def _cast_like(given: Any, gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else gradient.to(given.dtype)

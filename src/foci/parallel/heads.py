@@ -1,4 +1,4 @@
-"""Which heads a rank computes, and how each tensor of a call is cut where tokens are exchanged for heads."""
+"""Which heads each rank computes, and how each tensor of a call is split when tokens are exchanged for heads."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Run = tuple[int, int]
 
 
 class Share(NamedTuple):
-    """The heads first:last of all that one rank computes, and the key heads these read.
+    """The heads first:last of all that one rank computes, and the key heads (also first:last) that these read.
 
-    `repeat`: which of those key heads each one of the local call stands for, where the rank's first or last key head
-    serves fewer of its heads than the others; None where the ordinary rule (head h reads h // (H/G)) already says it.
+    `repeat`: the index of a key head for each of the local call's, some repeated, where the rank's first or last key
+    head serves fewer of its heads than the others; None where the ordinary rule (head h reads h // (H/G)) suffices.
     """
 
     heads: Run
@@ -27,7 +27,7 @@ class Share(NamedTuple):
 
 
 def shares(H: int, G: int, ranks: int) -> list[Share]:
-    """H heads over the ranks, as evenly as they go; with fewer heads than ranks the last ranks have none.
+    """H heads over the ranks, as evenly as possible; with fewer heads than ranks the last ranks have none.
 
     G key heads (H a multiple of G; 0 where there are none): a rank needs those that its heads read, so one key head may
     go to several ranks. No rank has more than ceil(H / ranks) heads, whatever G is.
@@ -49,11 +49,11 @@ def shares(H: int, G: int, ranks: int) -> list[Share]:
 
 
 class Route(NamedTuple):
-    """How one tensor goes between ranks that hold some tokens of all heads and ranks that have all tokens of some.
+    """The all-to-all of one tensor between its sharding by tokens (holders) and by heads (computers).
 
-    `shape`, `dtype`: of the tensor as this rank holds it. `token`: the dimension of tokens (None: every rank holds the
-    same), `lengths` how many each rank holds. `head`: the dimension of heads (None: every rank needs all), `runs` which
-    of them each rank computes.
+    `shape`, `dtype`: of the tensor as sharded by tokens on this rank. `token`: its token dimension (None: replicated),
+    `lengths`: tokens on each rank. `head`: its head dimension (None: every rank needs all), `runs`: first:last head of
+    each rank.
     """
 
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class Route(NamedTuple):
         return len(self.runs)
 
     def part(self, holder: int, computer: int) -> tuple[int, ...]:
-        """The shape of what goes between a rank that holds tokens and a rank that computes heads."""
+        """The shape of the message between a rank that holds tokens and a rank that computes heads."""
         shape = list(self.shape)
         if self.token is not None:
             shape[self.token] = self.lengths[holder]
@@ -78,28 +78,28 @@ class Route(NamedTuple):
         return tuple(shape)
 
     def whole(self, computer: int) -> tuple[int, ...]:
-        """The shape with all tokens of the heads of a rank."""
+        """The shape as sharded by heads: all tokens of the heads of a rank."""
         shape = list(self.part(0, computer))
         if self.token is not None:
             shape[self.token] = sum(self.lengths)
         return tuple(shape)
 
     def scattered(self, x: Tensor) -> list[Tensor]:
-        """What this rank's tokens are to each rank: the heads that it computes."""
+        """Split this rank's tokens by heads: one part for each rank that computes them."""
         if self.head is None:
             return [x] * self.ranks
         return [x.narrow(self.head, start, stop - start) for start, stop in self.runs]
 
     def collected(self, parts: Sequence[Tensor]) -> Tensor:
-        """All tokens from the parts of every rank; of what all hold, the sum."""
+        """Join the parts of all ranks along tokens; the sum if there is no token dimension."""
         return _sum(parts) if self.token is None else torch.cat(list(parts), self.token)
 
     def returned(self, y: Tensor) -> list[Tensor]:
-        """What the heads of this rank are to each rank: the tokens that it holds."""
+        """Split this rank's heads by tokens: one part for each rank that holds them."""
         return [y] * self.ranks if self.token is None else list(y.split(self.lengths, self.token))
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """All heads from the parts of every rank; where two ranks have the same head, the sum."""
+        """Join the parts of all ranks along heads; a head computed by two ranks is summed."""
         if self.head is None:
             return _sum(parts)
         ends = [0, *(stop for _, stop in self.runs)]
@@ -114,7 +114,7 @@ class Route(NamedTuple):
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """In rank order and in float32 at least: the same bits on every rank, and no rounding at each of them."""
+    """The sum in rank order, in float32 at least: bitwise the same on every rank, and rounded only once."""
     total = parts[0].to(accumulator(parts[0].dtype), copy=True)
     for part in parts[1:]:
         total += part

@@ -1,4 +1,4 @@
-"""Which positions the ranks of a wrapper hold: of one group, or of groups within groups."""
+"""Which positions the ranks of a wrapper hold, for one group or nested groups."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from foci.parallel.operators import Operator
 
 
 def groups_of(wrapped: Any) -> list[Group]:
-    """The groups of a wrapper, the outermost first: what one rank of a group holds is cut over those before it."""
+    """The groups of a wrapper, outermost first: a shard of one group is split again over the groups before it."""
     if isinstance(wrapped, Operator):
         return []
     return [wrapped.group, *groups_of(getattr(wrapped, "inner", wrapped.operator))]
 
 
 def order_of(wrapped: Any) -> Order:
-    """The order in which the innermost group cuts the sequence."""
+    """The order in which the innermost group shards the sequence."""
     if isinstance(wrapped, Operator):
         return "plain"
     inner = order_of(wrapped.inner)
@@ -31,7 +31,7 @@ def order_of(wrapped: Any) -> Order:
 
 
 def place_of(groups: Sequence[Group]) -> int:
-    """This rank's place in the order in which what ranks hold follows each other."""
+    """This rank's index in the order of the ranks' shards."""
     place = 0
     for group in reversed(groups):
         place = place * group.size + group.rank
@@ -41,20 +41,20 @@ def place_of(groups: Sequence[Group]) -> int:
 def tell_counts(
     operator: str, groups: Sequence[Group], numbers: Sequence[int], facts: Mapping[str, object] | None = None
 ) -> list[list[int]]:
-    """The numbers of every rank of all groups, by place, once all of them hold the same facts."""
+    """Check that facts are equal on all ranks of all groups, and gather their numbers, by `place_of`."""
     rows = [list(numbers)]
     for group in groups:
         flat = [number for row in rows for number in row]
         every = group.agree(operator, {"counts": len(numbers), **(facts or {})}, flat)
-        told = [number for row in every for number in row]
-        rows = [told[start : start + len(numbers)] for start in range(0, len(told), len(numbers))]
+        flat = [number for row in every for number in row]
+        rows = [flat[start : start + len(numbers)] for start in range(0, len(flat), len(numbers))]
     return rows
 
 
 def held_in(groups: Sequence[Group], order: Order, counts: Sequence[int]) -> list[list[Piece]]:
-    """The pieces of the whole that each place holds, who holds so many; in plain order runs may have any lengths.
+    """The pieces of the whole sequence on each rank, from their counts; in plain order any lengths are allowed.
 
-    Raises ValueError where the counts are not those of the order.
+    Raises ValueError if the counts are not those of the order.
     """
     if order == "plain" or not groups:
         ends = list(accumulate(counts))

@@ -1,4 +1,4 @@
-"""An operator's own graph inside of an autograd.Function: run apart from the caller's, and read by its backward."""
+"""A nested autograd graph inside an autograd.Function: built in its forward, differentiated in its backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Gradients = Sequence[Tensor | None]
 
 
 class Entrance(torch.autograd.Function):
-    """The inputs of a graph within a graph: edges at which gradients are read, and which hold no memory."""
+    """The inputs of the nested graph: edges at which its gradients are read, which hold no memory."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, needs: Sequence[bool], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -31,10 +31,10 @@ class Entrance(torch.autograd.Function):
 
 
 class Inside:
-    """An operator's own graph, run apart from the caller's: its edges, and the tensors that it saved, by number.
+    """The nested graph of an operator: its input and output edges, and the tensors it saved, by number.
 
-    The tensors themselves are saved by the function round it, so that what they obey (memory freed by the backward,
-    activation checkpointing, offloading) holds for these too.
+    The tensors themselves are saved by the enclosing Function, so that freeing after the backward, activation
+    checkpointing and offloading apply to them too.
     """
 
     def __init__(self) -> None:
@@ -45,8 +45,8 @@ class Inside:
     def run(
         self, compute: Callable[[Sequence[Tensor]], Outputs], tensors: Sequence[Tensor], needs: Sequence[bool]
     ) -> Outputs:
-        """compute(tensors), where gradients reach those that need one."""
-        with torch.enable_grad(), saved_tensors_hooks(self._put, self._get):
+        """compute(tensors), recorded so that gradients reach the tensors that need one; the outputs are detached."""
+        with torch.enable_grad(), saved_tensors_hooks(self._pack, self._unpack):
             anchor = torch.zeros((), requires_grad=True, device="cpu")
             entered = Entrance.apply(anchor, needs, *tensors)
             self.inputs = [get_gradient_edge(x) for x, need in zip(entered, needs, strict=True) if need]
@@ -55,12 +55,12 @@ class Inside:
         return tuple(x.detach() for x in outputs)
 
     def taken(self) -> list[Tensor]:
-        """The tensors that the graph needs, for the function round it to save; here they are forgotten."""
+        """The saved tensors, for the enclosing Function to save; this object drops them."""
         saved, self.saved = self.saved, []
         return saved
 
     def gradients(self, grads: Sequence[Tensor], saved: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradient at each input that needs one, from those of the outputs and what was `taken`; None: no path."""
+        """The gradient of each input that needs one, given those of outputs and what was `taken`; None: no path."""
         pairs = [(edge, grad) for edge, grad in zip(self.outputs, grads, strict=True) if edge is not None]
         if not pairs:
             return [None] * len(self.inputs)
@@ -72,19 +72,19 @@ class Inside:
             self.saved = []
         return list(found)
 
-    def _put(self, tensor: Tensor) -> int:
+    def _pack(self, tensor: Tensor) -> int:
         self.saved.append(tensor.detach())
         return len(self.saved) - 1
 
-    def _get(self, number: int) -> Tensor:
+    def _unpack(self, number: int) -> Tensor:
         return self.saved[number]
 
 
 def once_differentiable(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """A backward whose gradients have no gradient: they raise Unsupported where one is asked for.
+    """Decorate a backward so that differentiating its gradients raises Unsupported.
 
-    torch's decorator of this name says so only where the incoming gradient has a graph; that of a plain sum has none,
-    and the second derivative would be "unused".
+    torch's decorator of this name raises only if the incoming gradient has a graph; that of a plain sum has none, and
+    the second derivative would be reported as "unused".
     """
 
     @functools.wraps(backward)
@@ -94,12 +94,12 @@ def once_differentiable(backward: Callable[..., Gradients]) -> Callable[..., Gra
         if not torch.is_grad_enabled():
             return found
         anchor = torch.zeros((), requires_grad=True, device="cpu")
-        return tuple(None if each is None else _Last.apply(anchor, each) for each in found)
+        return tuple(None if each is None else _NoSecondDerivative.apply(anchor, each) for each in found)
 
     return run
 
 
-class _Last(torch.autograd.Function):
+class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, gradient: Tensor) -> Tensor:
         return gradient.view_as(gradient)

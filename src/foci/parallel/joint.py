@@ -33,11 +33,11 @@ def joint(op: Callable[..., Any], *, where: Where = "front", text: Text = "repli
     q, k, v: this rank's image tokens, in the wrapper's order. text="replicated": every rank has all text tokens, gets
     all of text_out, and the whole gradient of the sum of all ranks' losses. text="split": this rank's text tokens, in
     the wrapper's order too.
-    mask: what hides keys from all queries alike, by their places in the joint sequence as `where` has it: Lengths
-    (padding at its end), Dense with one row [B or 1, H or 1, 1, S], or both.
+    mask: one that hides keys from all queries alike, by their positions in the joint sequence as `where` orders it:
+    Lengths (padding at its end), Dense with one row [B or 1, H or 1, 1, S], or both.
 
-    Each rank computes its image tokens and its share of the text, so that no text token is computed twice: the wrapper
-    sees one sequence of such shares, in plain order, whatever its own order is (without a causal mask all orders are
+    Each rank computes its image tokens and its shard of the text, so that no text token is computed twice: the wrapper
+    sees one sequence of such pairs, in plain order, whatever its own order is (without a causal mask all orders are
     equally balanced). Raises ShapeError, ValueError or Unsupported naming the argument.
     Papers: Esser et al. 2024 (arXiv 2403.03206); Fang et al. 2024 (2411.01738).
     """
@@ -52,7 +52,7 @@ def joint(op: Callable[..., Any], *, where: Where = "front", text: Text = "repli
 
 @dataclass(frozen=True)
 class Joint:
-    """What `joint` makes."""
+    """The callable that `joint` returns."""
 
     wrapped: Runs
     where: Where
@@ -73,7 +73,7 @@ class Joint:
         sink: Tensor | None = None,
         scale: float | None = None,
     ) -> tuple[Any, Any]:
-        """(out, text_out), as `joint` says."""
+        """(out, text_out); see `joint`."""
         _check((q, k, v), (text_q, text_k, text_v))
         groups, order = groups_of(self.wrapped), order_of(self.wrapped)
         texts: Sequence[Tensor] = (text_q, text_k, text_v)
@@ -94,7 +94,7 @@ class Joint:
             out, text_out = (parts[1], parts[0]) if front else parts
             if self.text == "replicated":
                 for group in groups:
-                    # A text of another length on another rank was cut elsewhere: the shares are not of one text.
+                    # Ranks compare the length of the text: with different ones, the shards are not of one text.
                     text_out = rejoined(text_out, group, "plain", 1, {"tokens of text": text_q.shape[1]})
             found.append((out, text_out))
         if not isinstance(result, tuple):
@@ -102,7 +102,7 @@ class Joint:
         return tuple(out for out, _ in found), tuple(text_out for _, text_out in found)
 
     def _columns(self, groups: Sequence[Group], order: Order, counts: Sequence[Sequence[int]]) -> Tensor:
-        """The place in the joint sequence of every key, in the order in which the ranks hold them."""
+        """The position in the joint sequence of every key, in the order in which the ranks hold them."""
         text_counts, image_counts = ([row[place] for row in counts] for place in (0, 1))
         texts = held_in(groups, "plain" if self.text == "replicated" else order, text_counts)
         images = held_in(groups, order, image_counts)
@@ -134,7 +134,7 @@ def _check(image: Sequence[Tensor], text: Sequence[Tensor]) -> None:
 
 
 def _plain(wrapped: Any) -> Any:
-    """The same wrapper for a sequence that ranks hold in runs, of whatever lengths."""
+    """The same wrapper with order "plain": ranks hold contiguous runs of any lengths."""
     if isinstance(wrapped, Operator):
         return wrapped
     changes: dict[str, Any] = {"inner": _plain(wrapped.inner)}
@@ -144,7 +144,7 @@ def _plain(wrapped: Any) -> Any:
 
 
 def _shared(texts: Sequence[Tensor], groups: Sequence[Group]) -> tuple[Tensor, ...]:
-    """This rank's run of text tokens that all ranks have; in one piece, so that gradients come back in one message."""
+    """This rank's shard of replicated text; q, k and v concatenated, so that gradients are one message."""
     flat = torch.cat([x.flatten(2) for x in texts], 2)
     for group in reversed(groups):
         flat = shard(flat, group, "plain")
@@ -153,7 +153,7 @@ def _shared(texts: Sequence[Tensor], groups: Sequence[Group]) -> tuple[Tensor, .
 
 
 def _facts(mask: Mask) -> dict[str, object]:
-    """What ranks must agree on of a mask, which they turn into each its own: lengths by value, Dense by shape."""
+    """Facts about a mask that must be equal on all ranks: lengths by value, Dense by shape."""
     parts = mask.parts if isinstance(mask, All) else (mask,)
     return {
         f"mask {place}, {type(part).__name__}": part.kv_lengths if isinstance(part, Lengths) else _shape(part)
@@ -166,7 +166,7 @@ def _shape(mask: Mask) -> str:
 
 
 def _allowed(mask: Mask, S: int) -> Tensor:
-    """The keys that a mask of the joint sequence leaves, [B or 1, H or 1, 1, S], or what is wrong with it."""
+    """The keys that a mask of the joint sequence allows, [B or 1, H or 1, 1, S]; raises if it cannot."""
     found: Tensor | None = None
     for part in mask.parts if isinstance(mask, All) else (mask,):
         if isinstance(part, Lengths) and part.q_lengths is None:

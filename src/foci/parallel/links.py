@@ -1,4 +1,4 @@
-"""What a rank computes and what lies between ranks: values, measured on a group or named where a datasheet has them."""
+"""The speed of a rank and of the links between ranks, as values: measured on a group, or from a datasheet."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """A message of n bytes takes `latency + n / bandwidth` seconds; each rank sends as many bytes a second at once."""
+    """A message of n bytes takes `latency + n / bandwidth` seconds, while every rank sends one."""
 
     latency: float
     bandwidth: float
@@ -17,19 +17,19 @@ class Link:
             raise ValueError(f"Link: latency must be at least 0 and bandwidth above 0, got {self}")
 
     def seconds(self, size: float) -> float:
-        """Of one message; nothing is sent for 0 bytes."""
+        """The time of one message; 0 for 0 bytes, which are not sent."""
         return self.latency + size / self.bandwidth if size else 0.0
 
 
 @dataclass(frozen=True)
 class Links:
-    """What lies between ranks.
+    """The links between ranks.
 
-    `shift`: every rank sends to its neighbour at once, the step of a ring. `swap`: every rank sends to every other at
-    once, the all-to-all of Ulysses; its bytes are those that leave the rank. Both among ranks of one node: rank r is on
-    node r // `node` (None: all share one). `far`: a rank's own way out of its node. `overlap`: the share of a transfer
-    that computing hides, 1 where they do not disturb each other; a CPU's cores do both. `agree`: seconds in which ranks
-    make sure that they do the same, before a call's first exchange and after its last.
+    `shift`: every rank sends to its neighbour at the same time, one step of a ring. `swap`: the all-to-all of Ulysses;
+    its bytes are those that leave the rank. Both within a node: rank r is on node r // `node` (None: one node). `far`:
+    a rank's link out of its node. `overlap`: the share of a transfer that computation hides, 1 if they do not slow each
+    other; a CPU's cores do both. `agree`: seconds of the consistency check between ranks, before a call's first
+    exchange and after its last.
     """
 
     shift: Link
@@ -51,7 +51,7 @@ class Links:
             raise ValueError("Links: far must be given with node, got None")
 
     def inside(self, ranks: int, stride: int) -> int:
-        """How many of `ranks` ranks that lie `stride` apart share a node."""
+        """How many of `ranks` ranks whose numbers are `stride` apart share a node."""
         return ranks if self.node is None else max(1, min(ranks, self.node // stride))
 
     def shifting(self, size: float, ranks: int, stride: int) -> float:
@@ -73,7 +73,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Compute:
-    """What one rank computes while all others do.
+    """The speed of one rank while all others compute too.
 
     `rate`: floating point operations a second of the operator's forward. `backward`: how many times longer its backward
     takes. `dense`: operations a second of the model's other products. `stream`: bytes a second of elementwise work, for

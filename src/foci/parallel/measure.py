@@ -1,4 +1,4 @@
-"""Links and Compute measured where they will be used: every rank of a group at work at once, the slowest counting."""
+"""Measure Links and Compute on the ranks of a group, all working at the same time; the slowest rank counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from foci.parallel.group import Group
 from foci.parallel.links import Compute, Link, Links
 from foci.parallel.workload import Shape
 
-SIDE = 1024  # of the matrices that stand for a model's other products
+SIDE = 1024  # of the square matrices whose product stands for a model's other matmuls
 REPEATS = 4  # calls timed together, so that a device's queue is full
 Kind = Callable[[Group, torch.device, int], Callable[[], object]]
 _LARGEST = 2**30  # bytes of a message
@@ -29,7 +29,7 @@ _SHORTEST = 1e-9  # a difference of two times is at least this, so that a rate s
 def measure_links(
     group: Any, *, node: Any = None, device: str | torch.device = "cpu", size: int = 2**23, rounds: int = 7
 ) -> Links:
-    """Links between the ranks of a group, all of which must call this; what it gives is for `plan_parallel`.
+    """Links between the ranks of a group, all of which must call this; the result is for `plan_parallel`.
 
     A message of 4 bytes gives the latency, one of `size` bytes, or as many times 4 as outlast it, the bandwidth: all
     ranks to their neighbour at once, and all ranks to all. Then the large message while a product runs that takes as
@@ -139,7 +139,7 @@ def _swapping(group: Group, device: torch.device, size: int) -> Callable[[], obj
 
 
 def _overlap(group: Group, device: torch.device, size: int, rounds: int) -> float:
-    """The share of a transfer that a product as long as it hides."""
+    """The share of a transfer that a matmul of the same duration hides."""
     block, a = torch.zeros(size // 4, device=device), torch.randn(256, 256, device=device)
     transfer = _seconds(group, _shifting(group, device, size), rounds)
     once = _seconds(group, lambda: [a @ a for _ in range(8)], rounds) / 8

@@ -1,4 +1,4 @@
-"""Any callable of q, k and v as an operator that a wrapper can run, and what of it could go wrong unseen."""
+"""Wrap any callable of q, k and v as an Operator, and refuse what would fail silently: hidden learned tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORDS = (bool, int, float, str, type(None))
 
 
 class Call(NamedTuple):
-    """q, k and v of a callable that foci does not know, and what else it is given."""
+    """q, k and v of a callable that is not foci's own, and its other arguments."""
 
     q: Float[Tensor, "B T H K"]
     k: Float[Tensor, "B S G K"]
@@ -30,7 +30,7 @@ class Opaque(Operator):
     """A callable `op(q [B,T,H,K], k [B,S,G,K], v [B,S,G,V], **options) -> out [B,T,H,V]` of v's dtype."""
 
     def bind(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> Bound:
-        """q, k and v, and options without tensors: of those nobody knows which dimensions are heads."""
+        """q, k and v, and options that are no tensors: it is unknown which dimensions of a tensor are heads."""
         refuse_transforms(self.name)
         rest = dict(options)
         given = [*args, *(rest.pop(name) for name in ("q", "k", "v")[len(args) :] if name in rest)]
@@ -69,7 +69,7 @@ class Opaque(Operator):
 
 
 def opaque(function: Callable[..., Any]) -> Opaque:
-    """An operator of a callable that is none of foci's."""
+    """An Operator made from a callable that is not foci's own."""
     if not callable(function):
         raise TypeError(f"expected an operator of foci, a wrapper or a callable of q, k and v, got {function!r}")
     name = getattr(function, "__name__", type(function).__name__)
@@ -85,10 +85,10 @@ def _outputs(call: Call) -> tuple[Output, ...]:
 
 
 def _refuse_hidden(name: str, out: Tensor) -> None:
-    """Raise where the result depends on a parameter that is no argument: its gradient would be lost without a word."""
-    waiting, seen = [out.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
+    """Raise if the result depends on a tensor with grad that is no argument: its gradient would silently be lost."""
+    pending, seen = [out.grad_fn], set()
+    while pending:
+        node = pending.pop()
         if node is None or node in seen or getattr(node, "_forward_cls", None) is Entrance:
             continue
         seen.add(node)
@@ -99,4 +99,4 @@ def _refuse_hidden(name: str, out: Tensor) -> None:
                 ["a wrapper gives gradients to what it is called with alone"],
                 "keep projections and learned tables outside of what is wrapped",
             )
-        waiting.extend(following for following, _ in node.next_functions)
+        pending.extend(following for following, _ in node.next_functions)

@@ -1,4 +1,4 @@
-"""What a wrapper knows of an operator: how to bind a rank's tensors, what the letters of each mean, how to run it."""
+"""Operator: what a wrapper knows of a public function: how to bind a call, its dimension letters, how to run it."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Letters(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """One call of a wrapper: this rank's tensors under a mask of the whole sequence, and by which backend.
+    """One call of a wrapper: this rank's tensors with a mask of the whole sequence, and the backend's name.
 
-    `call`: q, k, v and all that has tokens is this rank's part; offsets, lengths and the columns of bias and dense are
-    those of the whole. A decay per head stands there as [H, 1], without the dimension of tokens that it does not have.
+    `call`: q, k, v and other tensors with tokens are this rank's shards; offsets, lengths and the columns of bias and
+    dense are those of the whole. A decay per head is [H, 1] there, without a token dimension.
     """
 
     call: Any
@@ -58,7 +58,7 @@ class Bound(NamedTuple):
 
 @runtime_checkable
 class Runs(Protocol):
-    """An operator, or a wrapper round one: both run a bound call and give all outputs of its Spec."""
+    """An operator, or a wrapper of one: both run a bound call and return all outputs of its Spec."""
 
     @property
     def operator(self) -> Operator: ...
@@ -95,24 +95,24 @@ class Operator:
 
     @functools.cached_property
     def letters(self) -> dict[str, Letters]:
-        """Of every argument of the Call whose annotation has a shape."""
+        """The Letters of every argument of the Call whose annotation has a shape."""
         exact = {name: Letters(names) for name, names in self.signature.exact}
         return exact | {name: Letters(names, True) for name, names in self.signature.broadcast}
 
     def bind(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> Bound:
-        """The Call of a rank's arguments; raises what the function itself would raise of them.
+        """The Call from a rank's arguments; raises what the function itself would raise.
 
-        The columns of `bias` and `Dense` are the whole sequence's: whoever knows its length checks them.
+        The columns of `bias` and `Dense` are the whole sequence's: the wrapper, which knows its length, checks them.
         """
         refuse_transforms(self.name)
         try:
             given = inspect.signature(self.function).bind(*args, **options)
         except TypeError as error:
             raise TypeError(f"{self.name}: {error}") from error
-        given.apply_defaults()  # the function's; `bind` asks for all outputs by its own
+        given.apply_defaults()  # the function's defaults: those of `Spec.bind` differ (it returns all outputs)
         arguments = dict(given.arguments)
         backend = arguments.pop("backend", None)
-        wide = _narrowed(arguments)
+        wide = _with_local_columns(arguments)
         assert self.spec.bind is not None
         call = self.spec.bind(**arguments)
         decay = arguments.get("log_decay")
@@ -134,7 +134,7 @@ class Operator:
         return self.spec.outputs(call)
 
     def wanted(self, bound: Bound) -> int:
-        """How many of the outputs the caller asked for: the others need not travel."""
+        """How many outputs the caller asked for: the others need not be communicated."""
         return 1 if self.spec.recurrent and not bound.call.return_state else self.count
 
     def returns(self, outputs: Outputs, bound: Bound) -> Any:
@@ -144,10 +144,10 @@ class Operator:
         return outputs[0] if self.count == 1 else outputs
 
     def facts(self, call: Any) -> dict[str, object]:
-        """What ranks must agree on, in words: dtypes, sizes that are not cut, numbers, who needs gradients.
+        """What must be equal on all ranks: dtypes, sizes of dimensions not sharded, numbers, requires_grad.
 
-        Sizes of tokens are left out, they differ (`tokens`); so is the seed, which ranks share. Offsets and lengths
-        stand here as they are: their values must be the same.
+        Token sizes are left out, as they may differ (`tokens`), and the seed, as rank 0's is used. Offsets and lengths
+        are included as tensors: their values must be the same.
         """
         found: dict[str, object] = {"operator": self.name}
         for name, value in zip(type(call)._fields, call, strict=True):
@@ -163,7 +163,7 @@ class Operator:
         return found
 
     def tokens(self, call: Any) -> dict[str, int]:
-        """The sizes along tokens that this rank holds, by argument."""
+        """This rank's size of the token dimension, by argument."""
         found = {}
         for name, letters in self.letters.items():
             tensor = getattr(call, name)
@@ -173,7 +173,7 @@ class Operator:
 
 
 def refuse_transforms(name: str) -> None:
-    """Raise under torch.func (grad, vmap, jvp ...): what goes over the wire is real tensors, whole ones."""
+    """Raise under torch.func (grad, vmap, jvp ...): functorch's wrapped tensors cannot be communicated."""
     if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
         raise Unsupported(
             f"{name}: a wrapper over ranks cannot run under torch.func or forward mode",
@@ -183,16 +183,16 @@ def refuse_transforms(name: str) -> None:
 
 
 def operator_of(op: Any) -> Runs | None:
-    """What runs calls of `op`: a public function of foci, or a wrapper round one. None for any other callable."""
+    """The Operator of a public function of foci, or the wrapper itself; None for any other callable."""
     if isinstance(op, Runs):
         return op
     return next((each for each in OPERATORS if each.function is op), None)
 
 
-def _narrowed(arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """Put stand-ins with as many columns as this rank has keys for bias and Dense, and give the real ones by name.
+def _with_local_columns(arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Replace bias and Dense in `arguments` by stand-ins with this rank's number of columns; return the real ones.
 
-    A Call is checked by the sizes of one process; here the columns are the whole sequence's.
+    Binding checks the sizes of one process, but here the columns are the whole sequence's.
     """
     found: dict[str, Tensor] = {}
     k, bias, mask = (arguments.get(name) for name in ("k", "bias", "mask"))

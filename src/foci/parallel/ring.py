@@ -1,4 +1,4 @@
-"""ring(op, group, order): keys and values travel round the ranks, and every rank's queries see them all."""
+"""ring(op, group, order): ring attention; blocks of keys and values are passed round the ranks."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def ring(op: Callable[..., Any], group: Any, order: Order = "zigzag") -> Ring:
 
         lse = log sum_r exp lse_r,   out = sum_r exp(lse_r - lse) out_r        over the keys of each rank r
 
-    Every rank keeps its queries. Blocks of keys and values go round: while one is computed the next is on its way, and
-    what it gives is added to out and lse, in float32 and float64. In the backward they go round once more, and the sums
-    of their gradients, in float32, follow them home.
+    Every rank keeps its queries. Blocks of keys and values are passed round the ring: while one is computed the next is
+    in flight, and its result is merged into out (float32) and lse (float64). In the backward they go round once more,
+    and float32 accumulators of their gradients follow them back to their rank.
 
     op: `foci.attention` or `foci.attention_with_lse`; the result has its signature. group: a ProcessGroup or a one-
     dimensional DeviceMesh. order: which positions a rank holds, as `shard(x, group, order)` cuts them: "zigzag" and
     "stripe" share the work of a causal mask evenly, "plain" are runs one after the other, of any lengths. q, and k and
     v, are cut alike (T and S may differ).
 
-    Masks say what they say of the whole sequence in one process, whatever the order: `Causal`, `Window`, `Packed` and
+    Masks mean the same as on the whole sequence in one process, whatever the order: `Causal`, `Window`, `Packed` and
     `Lengths` are the same on all ranks; `Dense` and `bias` have this rank's rows (or one for all) and every column, in
-    the order of the whole. `sink` is the same on all ranks. Every rank gets the gradient that one process would get of
-    the sum of all ranks' losses: of its own tokens, and the whole of what is the same on all ranks. Dropout drops what
-    one process with rank 0's generator would.
+    sequence order. `sink` is the same on all ranks. Every rank gets the gradient that one process would get of the sum
+    of all ranks' losses: that of its own tokens, and the full gradient of what is replicated. Dropout drops what one
+    process with rank 0's generator would.
 
-    What travels, each rank to another: k and v of every rank it has not met and whose keys any rank sees (a window
-    needs its neighbours only), in their dtype; in the backward the same, and the float32 gradients of each block once
-    for each time that the block moved. The gradient of a sink, and of a bias of one row, is all-reduced.
+    Communication per rank: the k and v blocks of all ranks whose keys any rank at that distance sees (a window needs
+    near neighbours only), in their dtype; in the backward the same, and the float32 gradients of each block once for
+    each time that the block moved. The gradients of a sink, and of a bias of one row, are all-reduced.
 
     Calls are one graph break of torch.compile. Raises what `op` would raise, ValueError for another operator or order,
     or for lengths that are not those of the order, Disagreement when ranks are called differently, RankError on all
@@ -68,7 +68,7 @@ def ring(op: Callable[..., Any], group: Any, order: Order = "zigzag") -> Ring:
 
 @dataclass(frozen=True)
 class Ring:
-    """What `ring` makes: callable with the signature of the operator it is round; wrappers can be round it."""
+    """The callable that `ring` returns, with the signature of its operator; other wrappers can wrap it."""
 
     inner: Operator
     group: Group
@@ -94,7 +94,7 @@ class Ring:
             return self._begin(doing, Bound(call, backend))
 
     def _begin(self, doing: Doing, bound: Bound | None) -> Outputs:
-        """Agree with the other ranks, and go round. `bound` is None where there is none, which the others then hear."""
+        """Check the call against the other ranks', and run it. `bound`: None if binding failed: all ranks raise."""
         facts: dict[str, object] = {}
         numbers: list[int] = []
         backends = None if bound is None else doing.work(_able, self.inner, bound.backend)
@@ -120,12 +120,12 @@ class Ring:
 
 
 _INPUTS = ("q", "k", "v", "bias", "sink")
-_LARGE = 1 << 21  # numbers of a block
-_COPIED = 1 << 19  # numbers of q that a part on a CPU may copy: 2 MB, as much as the logits that backends hold at once
+_LARGE = 1 << 21  # elements of a block from which it goes round in two turns
+_COPIED = 1 << 19  # elements of q that a part may copy on a CPU: 2 MB, as much as the logits that backends hold at once
 
 
 class _Plan(NamedTuple):
-    """Everything about a call except its tensors; every rank makes the same, but for what its own sizes say."""
+    """Everything about a call except its tensors, equal on all ranks. `turns`: key heads that go round together."""
 
     group: Group
     name: str
@@ -141,12 +141,12 @@ class _Plan(NamedTuple):
     accumulator: torch.dtype
 
     def met(self, distance: int) -> list[Pair]:
-        """What this rank's queries see of the block from so many ranks before."""
+        """The pairs of this rank's queries with the keys of rank (this - distance)."""
         mine, theirs = self.queries[self.group.rank], self.keys[self._from(distance)]
         return pairs(self.segments, mine, theirs, q_apart=self.q_apart, k_apart=self.k_apart)
 
     def shapes(self, distance: int, like: Sequence[Tensor]) -> list[tuple[int, ...]]:
-        """The sizes [B, G, S, .] of that block: heads before tokens, as they are computed with."""
+        """The shapes [B, G, S, .] of that block's k and v: heads before tokens, the layout of the computation."""
         size = length(self.keys[self._from(distance)])
         return [(x.shape[0], x.shape[2], size, x.shape[3]) for x in like]
 
@@ -155,7 +155,7 @@ class _Plan(NamedTuple):
 
 
 def _plan(wrapper: Ring, call: Call, lengths: dict[str, list[int]], backends: tuple[Backend, ...]) -> _Plan:
-    """Raises what is wrong with the whole sequence: every rank knows it, and raises the same."""
+    """Checks sizes of the whole sequence, too: every rank knows them, and raises the same error."""
     operator = wrapper.inner
     own = {name: _own_rows(operator.name, name, call, lengths) for name in ("bias", "dense")}
     T, S = sum(lengths["q"]), sum(lengths["k"])
@@ -180,14 +180,14 @@ def _plan(wrapper: Ring, call: Call, lengths: dict[str, list[int]], backends: tu
 
 
 def _turns(call: Call, longest: int) -> list[slice]:
-    """The key heads that go round together. Large blocks go in two turns, of half the memory each and no more bytes."""
+    """Slices of key heads that go round together. Large blocks take two turns: half the memory, the same traffic."""
     B, _, _, _, G, K, V = call.sizes
     half = -(-G // 2) if B * longest * G * (K + V) >= _LARGE else G
     return [slice(g, min(g + half, G)) for g in range(0, G, half)] if half else [slice(0, 0)]
 
 
 def _held(wrapper: Ring, name: str, lengths: list[int]) -> list[list[Piece]]:
-    """The positions of every rank. Runs in plain order may have any lengths; other orders say which."""
+    """The positions of every rank. Runs in plain order may have any lengths; other orders fix them."""
     size = len(lengths)
     if wrapper.order == "plain":
         starts = [sum(lengths[:rank]) for rank in range(size)]
@@ -202,7 +202,7 @@ def _held(wrapper: Ring, name: str, lengths: list[int]) -> list[list[Piece]]:
 
 
 def _own_rows(function: str, name: str, call: Call, lengths: dict[str, list[int]]) -> bool:
-    """Whether the rows of a bias are this rank's own, or one stands for all. Every rank answers alike."""
+    """Whether the rows of a bias are this rank's own, not one row for all. All ranks get the same answer."""
     if name not in lengths:  # absent, or without a dimension of rows
         return False
     sizes, rows = lengths[name], lengths["q"]
@@ -218,7 +218,7 @@ def _own_rows(function: str, name: str, call: Call, lengths: dict[str, list[int]
 
 
 def _able(operator: Operator, backend: str | None) -> tuple[Backend, ...]:
-    """The backends that attend to parts of the keys, or the named one."""
+    """The backends that can merge attention to a part of the keys; only the named one, if any."""
     spec = operator.spec
     asked = spec.backends if backend is None else (spec.backend(backend),)
     able = tuple(each for each in asked if not each.missing() and hasattr(each.load(), "forward_part"))
@@ -231,13 +231,13 @@ def _able(operator: Operator, backend: str | None) -> tuple[Backend, ...]:
     return able
 
 
-class _Met(NamedTuple):
-    """Queries and keys that meet, of some key heads and the query heads that read them."""
+class _Part(NamedTuple):
+    """A Pair of query and key ranges, for some key heads and the query heads that read them."""
 
     pair: Pair
     groups: slice
-    first: int  # of the heads in the block
-    shared: int
+    first: int  # key head of the block
+    shared: int  # query heads per key head
 
     @property
     def heads(self) -> slice:
@@ -245,16 +245,16 @@ class _Met(NamedTuple):
 
     @property
     def rows(self) -> tuple[slice, ...]:
-        """Of a [B, T, H, ...] tensor."""
+        """The index into a [B, T, H, ...] tensor."""
         return slice(None), self.pair.queries, self.heads
 
     @property
     def keys(self) -> tuple[slice, ...]:
-        """Of the block [B, S, some of G, ...]."""
+        """The index into a block [B, S, some of G, ...]."""
         return slice(None), self.pair.keys, slice(self.groups.start - self.first, self.groups.stop - self.first)
 
     def pairs(self, x: Tensor | None) -> Tensor | None:
-        """Of a bias or mask (this rank's rows, every column); what broadcasts stays 1."""
+        """The part of a bias or dense mask (this rank's rows, every column); broadcast dimensions stay 1."""
         if x is None:
             return None
         if x.dim() >= 1 and x.shape[-1] != 1:
@@ -266,22 +266,22 @@ class _Met(NamedTuple):
         return x[..., self.heads, :, :] if x.dim() >= 3 and x.shape[-3] != 1 else x
 
 
-class _Side:
-    """What one rank computes in one turn: its queries against one block after the other."""
+class _Local:
+    """The local computation of one turn: this rank's queries with one block after another."""
 
     def __init__(self, plan: _Plan, call: Call, needs: Sequence[bool], groups: slice) -> None:
         self.plan, self.call, self.needs, self.groups = plan, call, needs, groups
         self.own = [x[:, :, groups] for x in (call.k, call.v)]
 
     def block(self, doing: Doing) -> list[Tensor]:
-        """This rank's block as it travels and is computed with: [B, G, S, .] end to end, in the message itself."""
+        """This rank's k and v, [B, G, S, .], in the buffer of a message, so that sending needs no copy."""
         block = blank(self.plan.shapes(0, self.own), self.own, doing)
         for place, tensor in zip(block, self.own, strict=True):
             place.copy_(tensor.transpose(1, 2))
         return block
 
     def attend(self, distance: int, block: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
-        """Add what the block from so many ranks before gives to out and lse."""
+        """Merge attention to the block of rank (this - distance) into out and lse."""
         with unrounded(self.call.q):
             for met in self._met(distance):
                 call = self._part(met, block)
@@ -291,7 +291,7 @@ class _Side:
         self, distance: int, block: Sequence[Tensor], rows: Rows, dq: Tensor, sums: Sequence[Tensor],
         dbias: Tensor | None,
     ) -> None:  # fmt: skip
-        """Add what it gives to the gradients: of these queries, of the block, of the bias."""
+        """The backward of `attend`: add to the gradients of the queries, of the block (`sums`), and of the bias."""
         with unrounded(self.call.q):
             for met in self._met(distance):
                 call = self._part(met, block)
@@ -299,8 +299,8 @@ class _Side:
                 dk, dv = (x.transpose(1, 2)[met.keys] for x in sums)
                 self._module(call).backward_part(call, part, Gradients(dq[met.rows], dk, dv, met.pairs(dbias)))
 
-    def _met(self, distance: int) -> Iterator[_Met]:
-        """The pairs of a block; on a CPU some heads at a time, so that what a part copies stays small."""
+    def _met(self, distance: int) -> Iterator[_Part]:
+        """The pairs with a block; on a CPU only some heads at a time, so that copies of q stay small."""
         B, _, _, H, G, K, V = self.call.sizes
         for pair in self.plan.met(distance):
             step = max(1, G)
@@ -308,10 +308,10 @@ class _Side:
                 copied = B * (pair.queries.stop - pair.queries.start) * (H // G) * max(K, V)
                 step = max(1, min(G, _COPIED // max(1, copied)))
             for g in range(self.groups.start, self.groups.stop, step):
-                yield _Met(pair, slice(g, min(g + step, self.groups.stop)), self.groups.start, H // G)
+                yield _Part(pair, slice(g, min(g + step, self.groups.stop)), self.groups.start, H // G)
 
-    def _part(self, met: _Met, block: Sequence[Tensor]) -> Call:
-        """One meeting as a call of its own; block: k and v, heads before tokens. The sink is a part of its own."""
+    def _part(self, met: _Part, block: Sequence[Tensor]) -> Call:
+        """One pair as a Call; `block`: k and v, heads before tokens. Without the sink, which lse starts from."""
         call = self.call
         k, v = (x.transpose(1, 2)[met.keys] for x in block)
         seed = call.seed
@@ -327,7 +327,7 @@ class _Side:
         )
 
     def _module(self, call: Call) -> Any:
-        """The first backend that takes this part, with the gradients that are wanted of it."""
+        """The module of the first backend that can run this part and its needed gradients."""
         marked = call._replace(q=call.q.detach().requires_grad_())
         if call.bias is not None:
             marked = marked._replace(bias=call.bias.detach().requires_grad_(self.needs[3]))
@@ -351,7 +351,7 @@ def _filled(call: Call, inputs: Sequence[Tensor | None]) -> Call:
 
 
 class _Ring(torch.autograd.Function):
-    """Once round with keys and values, and back with their gradients. The backward reads only what this saved."""
+    """Ring attention: one round with k and v; in the backward another, with their gradients."""
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, doing: Doing, call: Call, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -362,7 +362,7 @@ class _Ring(torch.autograd.Function):
         if call.sink is not None:
             lse.copy_(call.sink)
         for groups in plan.turns:
-            side = _Side(plan, call, ctx.needs_input_grad[3:], groups)
+            side = _Local(plan, call, ctx.needs_input_grad[3:], groups)
             block = side.block(doing)
             for step, (distance, following) in enumerate(_moves([*plan.distances, 0])):
                 doing.step = step
@@ -372,7 +372,7 @@ class _Ring(torch.autograd.Function):
                 block = block if coming is None else coming.wait()
         ctx.plan, ctx.call = plan, _filled(call, [None] * len(_INPUTS))._replace(dense=None, seed=None)
         lse = lse.to(plan.accumulator)
-        # The backward subtracts sums over the rows of out, which must not carry the rounding of a half one.
+        # Saved in float32: the backward's sum(dout * out) must not have the rounding of a half-precision out.
         ctx.save_for_backward(*inputs, call.dense, call.seed, out, lse)
         ctx.set_materialize_grads(False)
         rounded = out.to(call.v.dtype)
@@ -400,21 +400,21 @@ def _backward(
     dbias = dsink = None
     if call.bias is not None and needs[3]:
         dbias = torch.zeros(call.bias.shape, dtype=dq.dtype, device=dq.device)
-    turns = [_turn(_Side(plan, call, needs, groups), doing, rows, dq, dbias) for groups in plan.turns]
+    turns = [_backward_turn(_Local(plan, call, needs, groups), doing, rows, dq, dbias) for groups in plan.turns]
     if dbias is not None and plan.shared_bias:
         dbias = all_reduce(dbias, doing)
     if call.sink is not None and needs[4]:
-        given = doing.work(_of_sink, call.sink, outputs[1], rows)
+        given = doing.work(_sink_gradient, call.sink, outputs[1], rows)
         dsink = all_reduce(call.sink.new_zeros(call.sink.shape, dtype=dq.dtype) if given is None else given, doing)
     # dk, dv [B, G, S, .], the heads of all turns.
     dk, dv = (each[0] if len(each) == 1 else torch.cat(each, 1) for each in zip(*turns, strict=True))
     return dq, dk.transpose(1, 2), dv.transpose(1, 2), dbias, dsink
 
 
-def _turn(side: _Side, doing: Doing, rows: Rows | None, dq: Tensor, dbias: Tensor | None) -> list[Tensor]:
-    """Once round with some key heads: adds to dq and dbias, and gives dk and dv of this rank's own block.
+def _backward_turn(side: _Local, doing: Doing, rows: Rows | None, dq: Tensor, dbias: Tensor | None) -> list[Tensor]:
+    """One backward round with some key heads: adds to dq and dbias, returns dk and dv of this rank's own block.
 
-    That block is computed last: by then the sums of its gradients are on their way home.
+    The own block is computed last, while its accumulated gradients from the other ranks are in flight.
     """
     plan = side.plan
     sums_like = [x.new_empty(0, dtype=plan.accumulator) for x in side.own]
@@ -454,12 +454,12 @@ def _rows(plan: _Plan, outputs: tuple[Tensor, Tensor], grads: tuple[Tensor | Non
     return Rows(out, lse, dout, grads[1], pull if grads[1] is None else pull.sub_(grads[1]))
 
 
-def _of_sink(sink: Tensor, lse: Tensor, rows: Rows) -> Tensor:
-    """dsink = -sum_t exp(sink - lse) pull, over this rank's rows."""
+def _sink_gradient(sink: Tensor, lse: Tensor, rows: Rows) -> Tensor:
+    """dsink = -sum_t exp(sink - lse) pull over this rank's rows, where pull = sum(dout * out) - dlse."""
     share = torch.exp(sink.to(lse.dtype) - lse).masked_fill_(lse == -torch.inf, 0.0)
     return share.mul_(rows.pull).sum((0, 1)).neg_()
 
 
 def _moves(distances: Sequence[int]) -> list[tuple[int, int]]:
-    """Each distance but the last, with the one that follows."""
+    """Each distance but the last, with its successor."""
     return list(pairwise(distances))

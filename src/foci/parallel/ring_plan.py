@@ -1,4 +1,4 @@
-"""Which queries of one rank meet which keys of another, under what mask: pieces x pieces -> pairs, by arithmetic."""
+"""Which queries of one rank attend to which keys of another, and under what mask, computed from index ranges."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from foci.parallel.balance import Piece
 
 
 class Pair(NamedTuple):
-    """Local queries and local keys that meet, and the mask between them, counted from their starts.
+    """A range of local queries, a range of local keys, and the mask between them, relative to the starts of both.
 
-    `q_piece` and `k_piece` say where they stand in the whole sequences; None where several pieces were joined.
+    `q_piece` and `k_piece` are their positions in the whole sequence; None if several pieces were joined.
     """
 
     queries: slice
@@ -29,7 +29,7 @@ class Pair(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """Queries a0:a1 and keys b0:b1 of two pieces; the i-th sees the j-th when i + low <= j <= i + high (None: open)."""
+    """Queries a0:a1 and keys b0:b1 of two pieces; the i-th sees the j-th if i + low <= j <= i + high (None: open)."""
 
     a0: int
     a1: int
@@ -42,10 +42,10 @@ class Meeting(NamedTuple):
 def pairs(
     segments: Sequence[Segment], q_pieces: Sequence[Piece], k_pieces: Sequence[Piece], *, q_apart: bool, k_apart: bool
 ) -> list[Pair]:
-    """All that the queries of one rank see of the keys of another, as few pairs as their masks allow.
+    """The pairs that cover all keys of one rank that queries of another see, as few as their masks allow.
 
-    `segments` are the whole mask's (ops/masks.py). Of documents, at most one lies in two runs of tokens, so a pair of
-    runs is one document's, or the run with itself. `q_apart`, `k_apart`: pieces stay apart, as positions are asked for.
+    `segments` are the whole mask's (ops/masks.py). Two different runs of tokens have at most one document in common, so
+    a pair is one document's, or of a run with itself. `q_apart`, `k_apart`: do not join pieces: positions are needed.
     """
     found: list[Pair] = []
     a = 0
@@ -55,14 +55,14 @@ def pairs(
         for k in k_pieces:
             pair = _pair(segments, q, k)
             if pair is not None:
-                pair = pair._replace(queries=_moved(pair.queries, a), keys=_moved(pair.keys, b))
+                pair = pair._replace(queries=_shifted(pair.queries, a), keys=_shifted(pair.keys, b))
                 before = row[-1] if row else None
-                if before and not k_apart and _open(before, pair) and _adjacent(before.keys, pair.keys, before, pair):
+                if before and not k_apart and _full(before, pair) and _adjacent(before.keys, pair.keys, before, pair):
                     row[-1] = before._replace(keys=slice(before.keys.start, pair.keys.stop), k_piece=None)
                 else:
                     row.append(pair)
             b += k.size
-        if found and not q_apart and len(row) == 1 and _open(found[-1], row[0]):
+        if found and not q_apart and len(row) == 1 and _full(found[-1], row[0]):
             last = found[-1]
             if last.keys == row[0].keys and last.queries.stop == row[0].queries.start:
                 found[-1] = last._replace(queries=slice(last.queries.start, row[0].queries.stop), q_piece=None)
@@ -74,15 +74,15 @@ def pairs(
 
 def meets(segments: Sequence[Segment], q_pieces: Sequence[Piece], k_pieces: Sequence[Piece]) -> bool:
     """Whether any of these queries sees any of these keys."""
-    return any(_meet(each, q, k) is not None for q in q_pieces for k in k_pieces for each in _near(segments, q, k))
+    return any(_meet(each, q, k) is not None for q in q_pieces for k in k_pieces for each in _nearby(segments, q, k))
 
 
 def distances(
     segments: Sequence[Segment], queries: Sequence[Sequence[Piece]], keys: Sequence[Sequence[Piece]]
 ) -> list[int]:
-    """How far keys must travel round the ring: every d for which some rank r sees keys of rank r - d, 0 always.
+    """The ring distances that keys must travel: every d for which some rank r sees keys of rank r - d; always 0.
 
-    A window needs its neighbours only. Of more than 64 ranks all distances are taken, rather than asked about.
+    A window needs only near neighbours. Beyond 64 ranks all distances are returned, as testing them would take long.
     """
     size = len(queries)
     if size > 64 or (len(segments) == 1 and segments[0].low is None):
@@ -102,14 +102,14 @@ def _distances(
 
 
 def _meet(segment: Segment, q: Piece, k: Piece) -> Meeting | None:
-    """What of two pieces lies in a segment, without the rows and keys at its ends that see nothing; None: nothing."""
+    """The part of two pieces inside a segment, without queries and keys at its ends that see nothing; None: empty."""
     a0, a1 = _inside(q, segment.q_start, segment.q_stop)
     b0, b1 = _inside(k, segment.k_start, segment.k_stop)
     if a0 >= a1 or b0 >= b1:
         return None
     step = k.step if a1 - a0 == 1 else q.step
     assert step == k.step or b1 - b0 == 1, "pieces of one order have one step"
-    # Key place minus query place, in the segment, is step * (j - i) - apart.
+    # Key position minus query position, both within the segment, is step * (j - i) - apart.
     apart = (q.start + q.step * a0 - segment.q_start) - (k.start + k.step * b0 - segment.k_start)
     low = None if segment.low is None else -((-segment.low - apart) // step)
     high = None if segment.high is None else (segment.high + apart) // step
@@ -118,7 +118,7 @@ def _meet(segment: Segment, q: Piece, k: Piece) -> Meeting | None:
         a0, low, high = a0 + cut, None if low is None else low + cut, high + cut
         b1 = min(b1, b0 + (a1 - a0 - 1) + high + 1)
     if low is not None:
-        a1 = min(a1, a0 + (b1 - b0) - low)  # queries that have left the last key behind
+        a1 = min(a1, a0 + (b1 - b0) - low)  # queries whose window begins after the last key
         cut = max(0, low)
         b0, low, high = b0 + cut, low - cut, None if high is None else high - cut
     if high is not None:
@@ -129,32 +129,32 @@ def _meet(segment: Segment, q: Piece, k: Piece) -> Meeting | None:
 
 
 def _inside(piece: Piece, start: int, stop: int) -> tuple[int, int]:
-    """Which places a0:a1 of a piece have positions within start:stop."""
+    """The indices a0:a1 of a piece whose positions are within start:stop."""
     first = max(0, -((piece.start - start) // piece.step))
     last = min(piece.size, -((piece.start - stop) // piece.step))
     return first, last
 
 
 def _pair(segments: Sequence[Segment], q: Piece, k: Piece) -> Pair | None:
-    """Two pieces under all segments: one stretch under a band, rows of a batch, or documents."""
-    found = [(each.rows.start, met) for each in _near(segments, q, k) if (met := _meet(each, q, k)) is not None]
+    """Two pieces under all segments: one with a band mask, batch rows, or documents."""
+    found = [(each.rows.start, met) for each in _nearby(segments, q, k) if (met := _meet(each, q, k)) is not None]
     if not found:
         return None
     meetings = [met for _, met in found]
     if _of_rows(segments) and (len(found) < len(segments) or any(met != meetings[0] for met in meetings)):
         visible = _rows(len(segments), dict(found))
     elif len(meetings) > 1 and not _of_rows(segments):
-        visible = _documents([_opened(met) for met in meetings])
+        visible = _documents([_without_idle_bounds(met) for met in meetings])
     else:
-        visible = _band(_opened(meetings[0]))
+        visible = _band(_without_idle_bounds(meetings[0]))
     a0, a1, b0, b1 = _hull(meetings)
     q_piece = Piece(q.start + q.step * a0, q.step, a1 - a0)
     k_piece = Piece(k.start + k.step * b0, k.step, b1 - b0)
     return Pair(slice(a0, a1), slice(b0, b1), visible, q_piece, k_piece)
 
 
-def _near(segments: Sequence[Segment], q: Piece, k: Piece) -> Sequence[Segment]:
-    """The segments that may hold some of both pieces: of documents, which stand in order, not all need be asked."""
+def _nearby(segments: Sequence[Segment], q: Piece, k: Piece) -> Sequence[Segment]:
+    """The segments that may overlap both pieces; documents are sorted, so a binary search finds them."""
     if _of_rows(segments) or not (q.size and k.size):
         return segments
     first = max(
@@ -180,8 +180,8 @@ def _hull(meetings: Sequence[Meeting]) -> tuple[int, int, int, int]:
     )  # fmt: skip
 
 
-def _opened(met: Meeting) -> Meeting:
-    """Without the bounds that hide nothing of what is there."""
+def _without_idle_bounds(met: Meeting) -> Meeting:
+    """The same without bounds that mask nothing."""
     rows, columns = met.a1 - met.a0, met.b1 - met.b0
     low = None if met.low is None or rows - 1 + met.low <= 0 else met.low
     high = None if met.high is None or met.high >= columns - 1 else met.high
@@ -189,18 +189,18 @@ def _opened(met: Meeting) -> Meeting:
 
 
 def _band(met: Meeting) -> Visible:
-    """One stretch. A diagonal is plain causal, which every backend takes."""
+    """The mask of one meeting; plain causal where it is a diagonal, which every backend supports."""
     if met.low is None and met.high is None:
         return NOTHING_HIDDEN
     if met.low is None and met.high == 0:
         return Visible(causal_start=True)
-    return Visible(band_low=_one(met.low), band_high=_one(met.high))
+    return Visible(band_low=_bound(met.low), band_high=_bound(met.high))
 
 
 def _rows(count: int, met: dict[int, Meeting]) -> Visible:
-    """Rows of a batch, from the first place that any of them needs to the last: their lengths, and a band for each.
+    """The mask of batch rows over the union of their ranges: lengths, and a band per row.
 
-    Places that were cut off at the front of a row see nothing by its band, and are seen by none.
+    A row's band also masks positions in front of its own range.
     """
     a0, a1, b0, b1 = _hull(list(met.values()))
     open_ = (a1 - a0) + (b1 - b0)
@@ -221,7 +221,7 @@ def _rows(count: int, met: dict[int, Meeting]) -> Visible:
 
 
 def _documents(meetings: Sequence[Meeting]) -> Visible:
-    """Documents in the order they stand in both pieces. What lies between them belongs to none: lengths say so."""
+    """The mask of documents in order; lengths exclude gaps between them, which belong to none."""
     a0, b0 = meetings[0].a0, meetings[0].b0
     q_offsets = [met.a0 - a0 for met in meetings] + [meetings[-1].a1 - a0]
     kv_offsets = [met.b0 - b0 for met in meetings] + [meetings[-1].b1 - b0]
@@ -233,7 +233,7 @@ def _documents(meetings: Sequence[Meeting]) -> Visible:
             kv_lengths=_numbers([met.b1 - met.b0 for met in meetings]),
             q_lengths=_numbers([met.a1 - met.a0 for met in meetings]),
         )
-    # A document of one token has no bound of its own: any will do.
+    # A document of one token has no bound, so any bound is right for it.
     lows, highs = ({getattr(met, name) for met in meetings} for name in ("low", "high"))
     if lows == {None} and highs <= {0, None} and 0 in highs and all(_causal(met) for met in meetings):
         return visible._replace(causal_start=True)
@@ -246,24 +246,24 @@ def _documents(meetings: Sequence[Meeting]) -> Visible:
 
 
 def _causal(met: Meeting) -> bool:
-    """Whether top-left causal hides of a meeting what it hides anyway."""
+    """Whether the meeting's mask equals top-left causal."""
     return met.low is None and (met.high == 0 or (met.high is None and met.b1 - met.b0 == 1))
 
 
-def _one(bound: int | None) -> Tensor | None:
+def _bound(bound: int | None) -> Tensor | None:
     return None if bound is None else _numbers([bound])
 
 
 def _numbers(values: list[int]) -> Tensor:
-    """On the host, where a plan is made, whatever the program's default device is."""
+    """On the CPU, where plans are made, whatever torch's default device is."""
     return torch.tensor(values, device="cpu")
 
 
-def _moved(part: slice, by: int) -> slice:
+def _shifted(part: slice, by: int) -> slice:
     return slice(part.start + by, part.stop + by)
 
 
-def _open(a: Pair, b: Pair) -> bool:
+def _full(a: Pair, b: Pair) -> bool:
     return a.visible == NOTHING_HIDDEN and b.visible == NOTHING_HIDDEN
 
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Split:
-    """`ulysses` ranks exchange heads for tokens, `ring` ranks pass keys round (or, in recurrences, states on).
+    """`ulysses` ranks exchange heads for tokens by all-to-all, `ring` ranks pass keys round (recurrences: states on).
 
-    `order`: how a ring's tokens are dealt out. `cfg`: 2 where the branches of guidance have half of the ranks each.
-    `inner`: which of the two kinds has neighbouring ranks, the other those a stride apart. `handoff`: what `ring`
-    counts are the ranks of a handoff.
+    `order`: how a ring's tokens are sharded. `cfg`: 2 if each branch of classifier-free guidance has half of the ranks.
+    `inner`: which of the two has adjacent ranks; the other's are a stride apart. `handoff`: `ring` counts the ranks of
+    a handoff.
     """
 
     ulysses: int = 1
@@ -58,7 +58,7 @@ class Split:
 
     @property
     def strides(self) -> tuple[int, int]:
-        """How far apart the ranks of one Ulysses group lie, and those of one ring."""
+        """The distance in rank numbers between neighbours of a Ulysses group, and of a ring."""
         return (1, self.ulysses) if self.inner == "ulysses" else (self.ring, 1)
 
     @property
@@ -68,7 +68,7 @@ class Split:
         return kinds, self.ring, get_args(Order).index(self.order), self.inner == "ring"
 
     def ranks(self) -> Tensor:
-        """Which rank stands where: int64 [cfg, ulysses, ring]."""
+        """Rank numbers by place in the mesh: int64 [cfg, ulysses, ring]."""
         every = torch.arange(self.world, device="cpu")
         if self.inner == "ring":
             return every.view(self.cfg, self.ulysses, self.ring)

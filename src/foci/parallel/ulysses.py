@@ -1,4 +1,4 @@
-"""ulysses(op, group): all-to-all, heads for tokens, round any operator; usp(op, mesh): with a ring inside."""
+"""ulysses(op, group): an all-to-all from tokens to heads, the operator, and back; usp(op, mesh): a ring inside."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCATTER, COMPUTE, GATHER = 0, 1, 2  # the steps of a protocol, as errors name th
 
 
 def ulysses(op: Callable[..., Any], group: Any) -> Ulysses:
-    """`op` over a sequence that is split over the ranks of a group: all of the tokens, some of the heads on each rank.
+    """`op` over a sequence sharded over the ranks of a group: each rank computes all tokens of some of the heads.
 
         q, k, v [B, T of this rank, H, .]  ->  [B, T, H of this rank, .]  ->  op  ->  out [B, T of this rank, H, V]
 
@@ -37,12 +37,12 @@ def ulysses(op: Callable[..., Any], group: Any) -> Ulysses:
     has none), a wrapper, or any callable of q, k, v that returns out. group: a ProcessGroup or a one-dimensional
     DeviceMesh. The result has the signature of `op`.
 
-    Ranks hold runs of tokens, one after the other, of any lengths: what `shard(x, group, "plain")` cuts. Heads go to
-    ranks as evenly as they can, with fewer than ranks some compute none; k and v may have fewer heads than there are
-    ranks. Masks are those of the whole sequence, bias and Dense have this rank's rows and every column. What has no
-    tokens (sink, bonus, state, a decay per head) is the same on all ranks, and so is a final state. Every rank gets the
-    gradient that one process would get of the sum of all ranks' losses: of its own tokens, and the whole of what is the
-    same on all ranks. Dropout drops what one process with rank 0's generator would.
+    Ranks hold contiguous runs of tokens in rank order, of any lengths: the shards of `shard(x, group, "plain")`. Heads
+    are distributed as evenly as possible; with fewer heads than ranks some compute none; k and v may have fewer heads
+    than there are ranks. Masks are those of the whole sequence; bias and Dense have this rank's rows and every column.
+    Arguments without tokens (sink, bonus, state, a decay per head) are the same on all ranks, and so is a final state.
+    Every rank gets the gradient that one process would get of the sum of all ranks' losses: that of its own tokens, and
+    the full gradient of what is replicated. Dropout drops what one process with rank 0's generator would.
 
     Calls are one graph break of torch.compile. Raises what `op` would raise, Disagreement when ranks are called
     differently, RankError on all ranks when one fails (step 0: heads for tokens, 1: the operator, 2: tokens for heads).
@@ -54,8 +54,8 @@ def ulysses(op: Callable[..., Any], group: Any) -> Ulysses:
 def usp(op: Callable[..., Any], mesh: Any, order: Order = "zigzag") -> Ulysses:
     """Softmax attention over a two-dimensional DeviceMesh: Ulysses over its first dimension, a ring over its second.
 
-    The sequence is cut by `order` over the ring, and what a ring rank would hold is cut in runs over the Ulysses ranks:
-    what `shard(x, mesh, order)` does. Everything else is as `ulysses` and `ring` say. Paper: Fang and Zhao 2024 (arXiv
+    The sequence is sharded by `order` over the ring, and each ring shard is split in runs over the Ulysses ranks, as
+    `shard(x, mesh, order)` does. Everything else is as `ulysses` and `ring` say. Paper: Fang and Zhao 2024 (arXiv
     2405.07719).
     """
     names = getattr(mesh, "mesh_dim_names", None)
@@ -66,7 +66,7 @@ def usp(op: Callable[..., Any], mesh: Any, order: Order = "zigzag") -> Ulysses:
 
 @dataclass(frozen=True)
 class Ulysses:
-    """What `ulysses` makes: callable with the signature of the operator it is round; wrappers can be round it."""
+    """The callable that `ulysses` returns, with the signature of its operator; other wrappers can wrap it."""
 
     inner: Runs
     group: Group
@@ -90,7 +90,7 @@ class Ulysses:
             return self._begin(doing, Bound(call, backend), all_of_them=True)
 
     def _begin(self, doing: Doing, bound: Bound | None, all_of_them: bool = False) -> Outputs:
-        """Agree with the other ranks, and exchange. `bound` is None where there is none, which the others then hear."""
+        """Check the call against the other ranks', and run it. `bound`: None if binding failed: all ranks raise."""
         operator = self.operator
         facts: dict[str, object] = {}
         numbers: list[int] = []
@@ -112,7 +112,7 @@ class Ulysses:
         return tuple(_Exchanged.apply(plan, doing, call, bound.backend, wanted, *tensors))
 
     def _planned(self, call: Any, names: tuple[str, ...], everyone: list[list[int]]) -> tuple[Any, _Plan]:
-        """The call with the seed that all share, and its plan, from what every rank said."""
+        """The call with rank 0's seed, and its plan, from the sizes on every rank."""
         lengths = {name: tuple(row[place] for row in everyone) for place, name in enumerate(names)}
         seed = getattr(call, "seed", None)
         if seed is not None:
@@ -120,7 +120,7 @@ class Ulysses:
         return call, _plan(self.inner, self.group, call, lengths, self._rows(call))
 
     def _rows(self, call: Any) -> dict[str, list[list[int]]]:
-        """Queries and rows of bias and Dense on every rank of all groups: one group might not tell what they are."""
+        """Numbers of queries and of rows of bias and Dense on every rank of all groups, as one group is ambiguous."""
         found = {}
         for name, letters in self.operator.letters.items():
             tensor = getattr(call, name)
@@ -142,18 +142,18 @@ class _Plan(NamedTuple):
     runs: tuple[tuple[int, int], ...]
     keyed: tuple[str, ...]
     lengths: tuple[int, ...]
-    recorded: bool  # gradients are enabled: within a Function torch says no either way
+    recorded: bool  # grad mode of the caller: within a Function torch.is_grad_enabled() is always False
 
     def working(self, doing: Doing) -> Callable[..., Any]:
-        """How the inner operator is run: one over further ranks also after a failure, so that they hear of it."""
+        """How to run the inner operator: a wrapper over further ranks also after a failure, so that they learn."""
         return doing.work if isinstance(self.inner, Operator) else doing.through
 
     def sent(self, names: Sequence[str], tensors: Sequence[Tensor], doing: Doing) -> list[Tensor]:
-        """All tokens of this rank's heads, from this rank's tokens of all heads."""
+        """The all-to-all: from this rank's tokens of all heads to all tokens of this rank's heads."""
         routes = [self.routes[name] for name in names]
         cut = [None if route.token is None else route.scattered(x) for route, x in zip(routes, tensors, strict=True)]
         moved = [place for place, parts in enumerate(cut) if parts is not None]
-        arrived = iter(_moved([routes[place] for place in moved], [cut[place] for place in moved], doing, there=True))
+        arrived = iter(_swap([routes[place] for place in moved], [cut[place] for place in moved], doing, there=True))
         here = doing.group.rank
         return [
             route.scattered(x)[here] if parts is None else route.collected(next(arrived))
@@ -161,7 +161,7 @@ class _Plan(NamedTuple):
         ]
 
     def local(self, call: Any, tensors: Sequence[Tensor]) -> Any:
-        """The call of this rank's heads."""
+        """The call on this rank's heads, all tokens."""
         found = dict(zip(self.routes, tensors, strict=True))
         if self.share.repeat is not None:
             for name in self.keyed:
@@ -176,7 +176,7 @@ class _Plan(NamedTuple):
         return call._replace(**found)
 
     def outcomes(self, call: Any) -> list[Route]:
-        """The routes of the outputs, from the call of this rank's heads."""
+        """The routes of the outputs, from their declared shapes in the local call."""
         operator = self.inner.operator
         found = []
         for letters, output in zip(operator.results, operator.declared(call), strict=True):
@@ -202,7 +202,9 @@ def _plan(
             sizes |= dict(zip(letters.names, tensor.shape, strict=True))
     heads = next(letter for letter in _HEADS if letter in sizes)
     held = shares(sizes[heads], sizes.get("G", 0), group.size)
-    tokens = {letters.names[place]: lengths[name] for name, letters, place in _cut(operator, call) if name in lengths}
+    tokens = {
+        letters.names[place]: lengths[name] for name, letters, place in _tokened(operator, call) if name in lengths
+    }
     routes, keyed = {}, []
     for name, letters in operator.letters.items():
         tensor = getattr(call, name)
@@ -226,18 +228,18 @@ def _plan(
     return _Plan(inner, group, routes, held[group.rank], runs, tuple(keyed), tokens["T"], torch.is_grad_enabled())
 
 
-_HEADS = ("H", "D")  # D: the channels of an operator without heads, which do not meet either
+_HEADS = ("H", "D")  # D: the channels of an operator without heads, which are independent as well
 
 
 def _places(letters: Letters, names: Sequence[str]) -> tuple[int | None, int | None]:
-    """Which dimension is tokens and which is heads."""
+    """The token dimension and the head dimension, None if absent."""
     letter = next((letter for letter in ("T", "S") if letter in letters.names), None)
     token = names.index(letter) if letter in names else None
     return token, next((place for place, name in enumerate(names) if name in ("H", "G", "D")), None)
 
 
-def _cut(operator: Operator, call: Any) -> list[tuple[str, Letters, int]]:
-    """The arguments that certainly have tokens, and in which dimension."""
+def _tokened(operator: Operator, call: Any) -> list[tuple[str, Letters, int]]:
+    """The tensor arguments with a token dimension, without those that broadcast; and that dimension."""
     found = []
     for name, letters in operator.letters.items():
         tensor = getattr(call, name)
@@ -249,7 +251,7 @@ def _cut(operator: Operator, call: Any) -> list[tuple[str, Letters, int]]:
 def _own_rows(
     function: str, name: str, tensor: Tensor, token: int, rows: tuple[int, ...], sizes: tuple[int, ...]
 ) -> int | None:
-    """Where the rows of a bias are this rank's own; None where one row stands for all. Every rank answers alike."""
+    """The token dimension of a bias with this rank's own rows; None for one row for all. Equal on all ranks."""
     own, single = sizes == rows, all(size == 1 for size in sizes)
     if own and single and len(rows) > 1 and name == "bias" and tensor.requires_grad:
         raise ValueError(
@@ -262,7 +264,7 @@ def _own_rows(
 
 
 def _check_whole(inner: Runs, call: Any, routes: dict[str, Route], T: int, S: int) -> None:
-    """What one process would say of the whole sequence. A wrapper inside sees a part of it, and checks for itself."""
+    """Check the sizes of the whole sequence as one process would. An inner wrapper sees a part, and checks itself."""
     if not isinstance(inner, Operator):
         return
     stand_ins = {name: getattr(call, name) for name in inner.letters}
@@ -278,8 +280,8 @@ def _check_whole(inner: Runs, call: Any, routes: dict[str, Route], T: int, S: in
         arguments.documents(inner.name, call.offsets, T)
 
 
-def _moved(routes: Sequence[Route], parts: Sequence[Any], doing: Doing, *, there: bool) -> list[list[Tensor]]:
-    """What every rank sends here, by tensor: from holders of tokens to those who compute heads, or back."""
+def _swap(routes: Sequence[Route], parts: Sequence[Any], doing: Doing, *, there: bool) -> list[list[Tensor]]:
+    """The all-to-all of several tensors; received parts by tensor. `there`: from tokens to heads, else back."""
     if not routes:
         return []
     here, ranks = doing.group.rank, range(doing.group.size)
@@ -289,7 +291,7 @@ def _moved(routes: Sequence[Route], parts: Sequence[Any], doing: Doing, *, there
 
 
 class _Exchanged(torch.autograd.Function):
-    """Heads for tokens, the operator, tokens for heads. The backward reads only what this forward saved."""
+    """All-to-all to heads, the operator, all-to-all back to tokens."""
 
     @staticmethod
     def forward(
@@ -314,25 +316,24 @@ class _Exchanged(torch.autograd.Function):
         doing.step = GATHER
         ctx.plan, ctx.outcomes, ctx.inside = plan, outcomes, inside
         if inside is not None:
-            # Never nothing: a checkpoint may stop its recomputation at the last tensor saved, and not before.
+            # Save at least one tensor: torch.utils.checkpoint stops its recomputation at the last one saved.
             ctx.save_for_backward(arrived[0].new_empty(0), *inside.taken())
         parts = [route.returned(x) for route, x in zip(outcomes, outputs, strict=True)]
         return tuple(
-            route.joined(each)
-            for route, each in zip(outcomes, _moved(outcomes, parts, doing, there=False), strict=True)
+            route.joined(each) for route, each in zip(outcomes, _swap(outcomes, parts, doing, there=False), strict=True)
         )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         plan, inside = ctx.plan, ctx.inside
-        saved = list(ctx.saved_tensors[1:])  # first: under a checkpoint this computes the forward again
+        saved = list(ctx.saved_tensors[1:])  # before all else: under a checkpoint this recomputes the forward
         names = [name for name, need in zip(plan.routes, ctx.needs_input_grad[5:], strict=True) if need]
         found: dict[str, Tensor] = {}
         with Doing(plan.group, plan.inner.operator.name, "backward") as doing:
             doing.step = SCATTER
             parts = [route.scattered(grad) for route, grad in zip(ctx.outcomes, grads, strict=True)]
-            moved = _moved(ctx.outcomes, parts, doing, there=True)
+            moved = _swap(ctx.outcomes, parts, doing, there=True)
             arrived = [route.collected(each) for route, each in zip(ctx.outcomes, moved, strict=True)]
             doing.step = COMPUTE
             inner = plan.working(doing)(inside.gradients, arrived, saved) if inside.outputs else None
@@ -343,7 +344,7 @@ class _Exchanged(torch.autograd.Function):
                 grads[0].new_zeros(route.whole(plan.group.rank), dtype=route.dtype) if grad is None else grad
                 for route, grad in zip(routes, inner, strict=True)
             ]
-            moved = _moved(
+            moved = _swap(
                 routes, [route.returned(x) for route, x in zip(routes, whole, strict=True)], doing, there=False
             )
             found = {name: route.joined(each) for name, route, each in zip(names, routes, moved, strict=True)}

@@ -1,4 +1,4 @@
-"""Bytes on the wire: what a split sends from one rank, forward and backward, exactly and without running it."""
+"""Communication volume: the exact bytes a rank sends under a split, forward and backward, without running it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from foci.parallel.operators import Letters
 from foci.parallel.split import Split
 from foci.parallel.workload import Shape
 
-NEAR = 4  # steps of a ring that are looked at one by one; those after are like the last
+NEAR = 4  # ring steps whose pairs are counted; later steps are taken to equal the last of them
 
 
 class Wire(NamedTuple):
@@ -43,23 +43,22 @@ class Wire(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A tensor of the whole call as Ulysses cuts it: bytes for one token and one head, and what is cut."""
+    """A tensor as Ulysses splits it: bytes per token and head, tokens and heads by rank (None: not split)."""
 
     each: int
     tokens: tuple[int, ...] | None
     heads: tuple[int, ...] | None
 
     def size(self, holder: int, computer: int) -> int:
-        """Bytes between the rank that holds tokens and the one that computes heads."""
+        """Bytes of the message between the rank that holds tokens and the one that computes heads."""
         tokens = 1 if self.tokens is None else self.tokens[holder]
         return self.each * tokens * (1 if self.heads is None else self.heads[computer])
 
 
 def sent(shape: Shape, split: Split, rank: tuple[int, int] = (0, 0), *, backward: bool = False) -> Wire:
-    """What the rank at (place in Ulysses, place in the ring or handoff) sends; all inputs want a gradient.
+    """What the rank at (index in Ulysses, index in the ring or handoff) sends, if all inputs require gradients.
 
-    A mask, offsets or a dense bias travel in no wrapper; of a call with more arguments than a Shape has, what the page
-    says of their letters holds.
+    Masks, offsets and a dense bias are never sent. For arguments that a Shape does not have, see the documentation.
     """
     u, r = rank
     U = split.ulysses
@@ -85,7 +84,7 @@ def sent(shape: Shape, split: Split, rank: tuple[int, int] = (0, 0), *, backward
 
 @functools.lru_cache(maxsize=4096)
 def tokens(count: int, split: Split) -> tuple[tuple[int, ...], ...]:
-    """How many of so many tokens each rank holds: by place in the ring, then in Ulysses."""
+    """How many of `count` tokens each rank holds, by index in the ring, then in Ulysses."""
     found = []
     for r in range(split.ring):
         ring = length(pieces(cast(Order, split.order), count, split.ring, r))
@@ -126,17 +125,17 @@ def _inputs(shape: Shape, split: Split, call: Any, held: list[Share], r: int) ->
 
 
 def _outputs(shape: Shape, split: Split, call: Any, held: list[Share], r: int) -> list[_Part]:
-    """Of the first output alone: an lse or a final state that was not asked for does not travel."""
+    """The first output alone: an lse or final state is not sent unless asked for."""
     return [_part(shape, split, shape.function.declared(call)[0], shape.function.results[0], held, r)]
 
 
 def _handoff(shape: Shape, split: Split, call: Any, share: Share, r: int, backward: bool) -> dict[str, Any]:
-    """Every rank's map of states goes to the ranks behind it; backward to those before."""
+    """Every rank's affine map goes to all ranks after it; in the backward to all before it."""
     transition, offset = SUMMARIES[shape.operator].shapes(call, shape.B)
     wide = call.accumulator.itemsize
     heads = (share.heads[1] - share.heads[0]) / shape.H
     state = round(math.prod(offset) * heads)
-    passes = not backward or r < split.ring - 1  # behind the last rank no gradient comes in
+    passes = not backward or r < split.ring - 1  # no gradient enters the last rank: it sends no transition
     link = (passes * round(math.prod(transition) * heads) + state) * wide
     others = r if backward else split.ring - 1 - r
     lengths = [sum(each) for each in tokens(shape.T, split)]
@@ -156,13 +155,13 @@ def _has_heads(letters: Letters) -> bool:
 
 
 def _all_reduce(count: int, ranks: int, rank: int) -> int:
-    """Elements that a rank sends: its parts for the others, then its own sum to each of them."""
+    """Elements that a rank sends in an all-reduce: a reduce-scatter, then an all-gather."""
     own = len(range(rank, count, ranks))
     return count - own + own * (ranks - 1)
 
 
 def _ring(shape: Shape, split: Split, share: Share, r: int, backward: bool) -> dict[str, Any]:
-    """A hop sends on the block in work; backward the sums of its gradients too, in float32, until they are home."""
+    """Each hop forwards the current block; in the backward also its float32 gradient sums, until back at its rank."""
     R, (first, last) = split.ring, share.keys
     heads = last - first if share.repeat is None else len(share.repeat)
     lengths = [sum(each) for each in tokens(shape.keys, split)]
@@ -177,7 +176,7 @@ def _ring(shape: Shape, split: Split, share: Share, r: int, backward: bool) -> d
 
 @functools.lru_cache(maxsize=1024)
 def distances(shape: Shape, order: str, ring: int) -> tuple[int, ...]:
-    """From how many ranks before come the keys that some rank sees: what a window leaves out does not travel."""
+    """The ring distances of keys that some rank sees: blocks that a window excludes are not sent."""
     if shape.window is None:
         return tuple(range(ring))
     return tuple(ring_plan.distances(*_cut(shape, order, ring)))
@@ -185,7 +184,7 @@ def distances(shape: Shape, order: str, ring: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def pairs(shape: Shape, order: str, ring: int) -> tuple[int, ...]:
-    """How many calls of the operator the busiest rank makes for the keys of each distance."""
+    """The number of operator calls on the busiest rank, by distance of the keys."""
     whole, queries, keys = _cut(shape, order, ring)
     ranks = sorted({round(place * (ring - 1) / 7) for place in range(8)})
     found: list[int] = []
@@ -196,7 +195,7 @@ def pairs(shape: Shape, order: str, ring: int) -> tuple[int, ...]:
 
 
 def _cut(shape: Shape, order: str, ring: int) -> tuple[list[Segment], list[list[Piece]], list[list[Piece]]]:
-    """What a ring plans with: the mask's stretches, and what each rank holds of queries and keys."""
+    """The inputs of a ring's plan: the mask's segments, and each rank's pieces of queries and keys."""
     queries, keys = (
         [pieces(cast(Order, order), count, ring, r) for r in range(ring)] for count in (shape.T, shape.keys)
     )
@@ -204,5 +203,5 @@ def _cut(shape: Shape, order: str, ring: int) -> tuple[list[Segment], list[list[
 
 
 def places(split: Split) -> Iterator[tuple[int, int]]:
-    """Every rank's (place in Ulysses, place in the ring)."""
+    """Every rank's (index in Ulysses, index in the ring)."""
     return ((u, r) for u in range(split.ulysses) for r in range(split.ring))

@@ -1,4 +1,4 @@
-"""What is to be computed: the sizes of one operator's call and of the model round it, as a value."""
+"""The workload to plan for: the sizes of one operator's call and of the model around it, as a value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = {each.name: each for each in OPERATORS if each.name != "attention_with_l
 
 @dataclass(frozen=True)
 class Rest:
-    """The model round the operator: what it costs a rank beside the attention itself.
+    """The model around the operator: its cost beside the attention itself.
 
     `layers`: how often a step calls the operator. `flops`: floating point operations of one step for one token of one
     sequence outside the operator, all layers together; twice the weights a token meets is the usual count. `weights`:
@@ -104,7 +104,7 @@ class Shape:
 
     @cached_property
     def live(self) -> float:
-        """The share of the T x S pairs that the mask leaves alive."""
+        """The fraction of the T x S pairs that the mask allows."""
         return pairs(lower(self.mask), 1, self.T, self.keys) / (self.T * self.keys)
 
     @property
@@ -115,11 +115,11 @@ class Shape:
 
     @property
     def function(self) -> Operator:
-        """The operator as wrappers know it."""
+        """The Operator of the wrappers."""
         return NAMES[self.operator]
 
     def call(self, device: str | torch.device = "meta") -> Any:
-        """A call of this shape as wrappers bind it; on the meta device it holds no data."""
+        """A bound call of this shape; on the meta device it holds no data."""
         tensors, keywords = self.inputs(device)
         return self.function.bind(tuple(tensors), keywords).call
 
