@@ -1,4 +1,4 @@
-"""What the calls of operators have in common: dtypes, numbers, heads, decays by rank, states, packed documents."""
+"""Argument checks shared by the operators: dtypes, numbers, heads, decays by rank, states, packed documents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from foci.core.spec import accumulator
 from foci.ops.unseen import mapped
 
 DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
-ALIKE = ("q", "k", "v", "erase")  # of one dtype: rows of keys and values, where they are given
+ALIKE = ("q", "k", "v", "erase")  # arguments that must share one dtype, if given
 AUTOCAST = DTYPES - {torch.float64}  # what torch's autocast converts
 LARGEST = torch.finfo(torch.float32).max
 INTEGERS = frozenset({torch.int32, torch.int64})
@@ -26,9 +26,9 @@ T_ = TypeVar("T_", bound=Tensor)
 
 
 def common_dtype(operator: str, tensors: dict[str, T_]) -> tuple[T_, ...]:
-    """The tensors in one dtype: autocast's where it is on, as torch's own products do; else they must share one.
+    """The tensors in one dtype: autocast's if it is on, as for torch's own matmuls; else they must share one.
 
-    And one device.
+    They must share one device, too.
     """
     first = next(iter(tensors.values()))
     if any(x.device != first.device for x in tensors.values()):
@@ -45,13 +45,13 @@ def common_dtype(operator: str, tensors: dict[str, T_]) -> tuple[T_, ...]:
 
 
 def alike(operator: str, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Those of them that are rows of keys or values, by name, in one dtype."""
+    """Those of the tensors that are in ALIKE, by name, in one dtype."""
     given = {name: x for name in ALIKE if (x := tensors.get(name)) is not None}
     return dict(zip(given, common_dtype(operator, given), strict=True))
 
 
 def by_autocast(tensors: dict[str, T_]) -> dict[str, T_]:
-    """The tensors, where autocast is on in its dtype."""
+    """The tensors, cast to autocast's dtype if it is on."""
     first = next(iter(tensors.values()))
     if first.is_meta or not torch.is_autocast_enabled(first.device.type):
         return tensors
@@ -60,7 +60,7 @@ def by_autocast(tensors: dict[str, T_]) -> dict[str, T_]:
 
 
 def ends(call: Any, state: Tensor) -> Tensor:
-    """The final states where the call asks for them; else none of them, and what they were in is let go."""
+    """The final states if the call asks for them; else an empty tensor, so that their memory is freed."""
     return state if call.ends else state.new_empty((0, *state.shape[1:]))
 
 
@@ -87,9 +87,9 @@ def check_rest(operator: str, like: Tensor, tensors: Mapping[str, Tensor | None]
 def decay(
     operator: str, log_decay: Tensor | None, wanted: dict[int, tuple[str, ...]], full: tuple[int, ...]
 ) -> Tensor | None:
-    """log_decay by its rank, in the one form that operators take: as many dimensions as q, sizes or 1.
+    """log_decay of any rank in the form that Calls hold: as many dimensions as q, broadcast ones of size 1.
 
-    `wanted` gives the letters of each rank allowed; `full` the sizes [..., H, K] of a decay per head and channel.
+    `wanted`: the letters of each allowed rank; `full`: the sizes [..., H, K] of a decay per head and channel.
     """
     if log_decay is None:
         return None
@@ -107,15 +107,15 @@ def decay(
 def number(
     operator: str, name: str, value: object, kind: str = "finite number", least: float = -LARGEST, most: float = LARGEST
 ) -> float:
-    """A number from `least` to `most`, or what is wrong with it; `kind` is what is said to be expected.
+    """The value as a float from `least` to `most`, else an error that says `kind` was expected.
 
-    By default any that float32 holds, in which kernels take it whatever the dtype: one beyond would be infinite there.
+    By default any finite float32: kernels take scalars in float32 whatever the dtype, where a larger one is infinite.
     """
     if isinstance(value, Real) and not isinstance(value, int):  # float, numpy's and fractions
         value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
         raise TypeError(f"{operator}: {name} must be a number, got {value!r}")
-    if not least <= value <= most:  # math.isfinite takes no number that the compiler holds open
+    if not least <= value <= most:  # math.isfinite does not take a SymFloat
         raise ValueError(f"{operator}: {name} must be a {kind}, got {value}; expected {least} to {most}")
     return float(value)
 
@@ -129,7 +129,7 @@ _transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def check_documents(operator: str, offsets: Tensor | None, state: Tensor | None, B: int) -> None:
-    """What can be said of offsets and state before their values are read."""
+    """Check offsets and state as far as possible without reading values."""
     rows, word = B, "rows in the batch"
     if offsets is not None:
         if not isinstance(offsets, Tensor) or offsets.dtype not in INTEGERS or offsets.dim() != 1:
@@ -147,12 +147,12 @@ def check_documents(operator: str, offsets: Tensor | None, state: Tensor | None,
 
 
 def rows(offsets: Tensor | None, B: int) -> int:
-    """How many independent states there are."""
+    """The number of independent states: documents, or batch rows."""
     return B if offsets is None else offsets.shape[0] - 1
 
 
 def documents(operator: str, offsets: Tensor | None, T: int) -> list[tuple[int, int]] | None:
-    """Start and stop of every packed document; None: rows of a batch. Reads the values, and checks them."""
+    """Start and stop of every packed document; None without offsets. Reads and checks their values."""
     if offsets is None:
         return None
     values: list[int] = offsets.tolist()
@@ -163,13 +163,13 @@ def documents(operator: str, offsets: Tensor | None, T: int) -> list[tuple[int, 
 
 
 def check_near(operator: str, offsets: Tensor, T: int) -> None:
-    """What `documents` raises, where the values lie on the CPU and may be looked at: nobody waits for a GPU."""
+    """The checks of `documents` for offsets on the CPU; on a GPU reading them would synchronise, so none."""
     if offsets.device.type == "cpu" and plain(offsets):
         documents(operator, offsets, T)
 
 
 class Stretch(NamedTuple):
-    """Tokens start:stop of some rows, which follow each other: the states of these rows, or of one document."""
+    """Tokens start:stop of batch `rows` (or of one document), and the indices of their `states`."""
 
     rows: slice
     states: slice
@@ -178,12 +178,12 @@ class Stretch(NamedTuple):
 
 
 def by_token(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Every x[:, t] of each, taken apart at once: T slices would each have a gradient as long as x."""
+    """Every x[:, t] of each tensor, by one unbind: the gradient of each of T slices would be as large as x."""
     return [x.unbind(1) for x in tensors]
 
 
 def stretches(operator: str, offsets: Tensor | None, B: int, T: int, most: int | None = None) -> list[Stretch]:
-    """Every document, or the rows of the batch together (at most `most`). Reads the offsets, and checks them."""
+    """One Stretch per document, or per group of up to `most` batch rows. Reads and checks the offsets."""
     packed = documents(operator, offsets, T)
     if packed is not None:
         return [Stretch(slice(0, 1), slice(n, n + 1), *place) for n, place in enumerate(packed)]
@@ -207,7 +207,7 @@ _STEP = {
 
 
 def bind_step(operator: str, tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """q, k, v and erase of one step in one dtype, or what is wrong with its arguments; not with log_decay's shape."""
+    """q, k, v and erase of one step in one dtype; checks its arguments except log_decay's shape."""
     sizes: dict[str, int] = {}
     slotted = tensors.get("slots") is not None
     for name, tensor in tensors.items():
@@ -231,7 +231,7 @@ def bind_step(operator: str, tensors: dict[str, Tensor | None]) -> dict[str, Ten
 
 
 def check_step(operator: str, like: Tensor, tensors: Mapping[str, Tensor | None]) -> None:
-    """One token's state is in the accumulator of `like`, the others floating and beside it; none wants a gradient."""
+    """Check a step: state in the accumulator dtype of `like`, all on one device and floating, none requires grad."""
     check_rest(operator, like, tensors)
     state = tensors["state"]
     assert state is not None
@@ -252,7 +252,7 @@ def check_step(operator: str, like: Tensor, tensors: Mapping[str, Tensor | None]
 
 
 def check_apart(operator: str, name: str, x: Tensor, what: str) -> None:
-    """Raise where a tensor that is changed in place, by `what`, has several numbers in one place in memory."""
+    """Raise if a tensor that `what` changes in place may have overlapping elements in memory."""
     if not x.is_contiguous() and folded(x):
         raise ValueError(
             f"{operator}: {name} has strides {list(x.stride())} for sizes {list(x.shape)}, so that several of its "
@@ -261,20 +261,20 @@ def check_apart(operator: str, name: str, x: Tensor, what: str) -> None:
 
 
 def folded(x: Tensor) -> bool:
-    """Whether several of its numbers may be one in memory: some stride is no longer than what lies within it."""
-    places = [(s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1]
-    if torch.compiler.is_compiling():  # sizes that are held open cannot be put in order
-        return any(s == 0 for s, _ in places)
-    reach = 0
-    for stride, size in sorted(places):
-        if stride <= reach:
+    """Whether elements may overlap in memory: a stride does not exceed the extent of the smaller dimensions."""
+    dims = [(s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1]
+    if torch.compiler.is_compiling():  # symbolic sizes cannot be sorted
+        return any(s == 0 for s, _ in dims)
+    extent = 0
+    for stride, size in sorted(dims):
+        if stride <= extent:
             return True
-        reach += stride * (size - 1)
+        extent += stride * (size - 1)
     return False
 
 
 def check_slots(operator: str, slots: Tensor | None, like: Tensor, M: int) -> None:
-    """Whole numbers from -1 (a row of padding) to M - 1; on a GPU, whose values would be waited for, any."""
+    """Check that slots are integers from -1 (padding) to M - 1; values on a GPU are not read, as that synchronises."""
     assert slots is not None
     if M == 0:
         raise ShapeError(f"{operator}: state has no slots: M=0; expected at least 1")
@@ -291,7 +291,7 @@ def check_slots(operator: str, slots: Tensor | None, like: Tensor, M: int) -> No
 
 
 def plain(x: Tensor) -> bool:
-    """Whether a tensor's memory may be touched directly: no one is tracing, watching or transforming."""
+    """Whether a tensor's memory may be accessed directly: no subclass, compiler, trace, mode or transform."""
     if torch.compiler.is_compiling() or plans.scripting() or type(x) is not Tensor:
         return False
     watched = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0
@@ -299,14 +299,14 @@ def plain(x: Tensor) -> bool:
 
 
 def alone(x: Tensor) -> bool:
-    """Whether it is plain, and no forward-mode derivative is taken, whose tangents only torch's own operations know."""
+    """Whether it is plain, and forward-mode AD is off: only torch's own operations propagate tangents."""
     return plain(x) and forward_ad._current_level < 0
 
 
 class Slots:
-    """Rows' states taken from `state` [M, ..] and put back: row b has state[slots[b]]; one outside 0.. M is padding.
+    """Gather rows' states from `state` [M, ..], and scatter them back: row b has state[slots[b]]; others are padding.
 
-    Without a size that depends on values: a row of padding writes what the first other row writes, to the same place.
+    No size depends on values (so it compiles): a row of padding repeats the write of the first row that is none.
     """
 
     def __init__(self, state: Tensor, slots: Tensor) -> None:

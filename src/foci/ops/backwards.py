@@ -1,4 +1,4 @@
-"""The way back through a recurrence in slabs: which states it begins with, and where the gradients are gathered."""
+"""The backward of a recurrence over slabs: the states it starts from, and the assembly of its gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from foci.ops.slabs import Slab, initial, keeps, room, sequences, slabs, store
 
 
 class Found:
-    """The gradients of a call as they are found, slab by slab; log_decay's in full, to whatever it was broadcast."""
+    """The gradients of a call, filled slab by slab; log_decay's at full size, before it is summed to its own shape."""
 
     def __init__(self, call: Any, names: Sequence[str], needs: Sequence[bool]) -> None:
         self.call, self.names = call, names
@@ -29,13 +29,13 @@ class Found:
                 self.there[name] = room(call, x)
 
     def put(self, name: str, gradient: Tensor, slab: Slab) -> None:
-        """Tokens of one slab, [M,C,D], into the gradient of `name`; nothing if it is not needed."""
+        """Store one slab's tokens, [M,C,D], into the gradient of `name`, if it is needed."""
         if name in self.needed:
             into = self.there[name]
             store(gradient, slab, into if into.dim() == 4 else into[..., None])
 
     def gradients(self, d_state: Tensor) -> tuple[Tensor | None, ...]:
-        """In the order of the names, each like its tensor; None where not needed."""
+        """In the order of the names, each with its tensor's shape and dtype; None where not needed."""
         self.there["state"] = d_state
         return tuple(self._like(name) if name in self.needed else None for name in self.names)
 
@@ -52,11 +52,11 @@ def walk(
     carry: Callable[[Slab, Tensor], object],
     back: Callable[[Slab, Tensor, Tensor, Tensor], None],
 ) -> Tensor:
-    """Every sequence's slabs from last to first; the gradient of the states before the first tokens [N,H,K,V].
+    """Process every sequence's slabs from last to first; returns the gradient of the initial states [N,H,K,V].
 
-    `back(slab, state, d_state, d_out)` takes the state [P,K,V] at the slab's start, and d_state from the gradient
-    behind the slab to the one before it, in place. Where the forward could not keep those states, `carry(slab, state)`
-    makes them again: it takes the state through the slab, in place.
+    `back(slab, state, d_state, d_out)` gets the state [P,K,V] at the slab's start, and updates d_state in place from
+    the gradient after the slab to that before it. Where the forward could not save those states, they are recomputed by
+    `carry(slab, state)`, which advances the state through the slab in place.
     """
     T = call.v.shape[1]
     d_out = torch.zeros_like(call.v) if grads[0] is None else grads[0]

@@ -1,4 +1,4 @@
-"""Chance: choices of a problem that nobody chose, the same for the same name."""
+"""Chance: random choices for drawn test problems, seeded by the problem's name."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from foci.core.spec import Case, accumulator
 
 One = TypeVar("One")
 
-WIDTHS = (64, 128, 128, 256)  # of heads as models have them, for which GPUs have kernels of their own
+WIDTHS = (64, 128, 128, 256)  # head dimensions of models, for which GPUs have special kernels
 WIDEST = 512
-FEW = 4  # an RMS of one number is none: of fewer, each a sum that may cancel, no gradient is drawn
-EDGE = 16  # blocks of kernels are multiples of it
-LONGEST = 8192  # tokens: the truth of a recurrence goes through them one by one
+FEW = 4  # smallest number of elements of a gradient: the RMS of fewer, each a sum that may cancel, is meaningless
+EDGE = 16  # kernels' block sizes are multiples of it
+LONGEST = 8192  # tokens: the reference of a recurrence loops over them
 SHARES = (1, 1, 1, 2, 3, 4, 8, 16)  # heads that read one key head
 ROWS = (1, 1, 1, 2, 3, 5, 8)
 
 
 class Chance:
-    """What a problem is like. `room`: how many numbers its truth may keep at once, which bounds its sizes.
+    """Random choices of one problem. `room`: how many numbers its reference may hold at once, which bounds its sizes.
 
-    `documents`: how many it has if it is packed.
+    `documents`: the number of its documents if it is packed.
     """
 
     def __init__(self, name: str, room: int) -> None:
@@ -46,7 +46,7 @@ class Chance:
         return max(1, min(self.one(*ROWS), most))
 
     def size(self, most: int, least: int = 1) -> int:
-        """`least` to `most`, each doubling as likely as another; half of them what blocks fit, or one more or less."""
+        """Log-uniform from `least` to `most`; half of the larger ones are a multiple of EDGE, or one more or less."""
         most = max(1, most)
         least = min(least, most)
         size = int(2 ** self._random.uniform(math.log2(least), math.log2(most + 1)))
@@ -55,19 +55,19 @@ class Chance:
         return max(least, min(size, most))
 
     def tokens(self, most: int) -> int:
-        """A length: in one problem of ten fewer than a block has, half of these 1."""
+        """A length; in one of ten problems shorter than a block, and in half of these 1."""
         if self.yes(0.1):
             return self.one(1, self.size(min(most, EDGE - 1)))
         return self.size(min(most, max(EDGE, self.room >> 12)), EDGE)
 
     def widths(self, most: int) -> tuple[int, int]:
-        """Of keys and of values, most of them alike: a model's on a GPU, else any from 4 on."""
+        """Head dimensions K and V, mostly equal: those of models on a GPU, else any from 4 on."""
         models = [width for width in WIDTHS if width <= most and self.room >= 2**26]
         K, V = (self.one(*models) if models and self.yes(0.7) else self.size(min(WIDEST, most), 4) for _ in range(2))
         return (K, K) if self.yes(0.7) else (K, V)
 
     def heads(self, most: int) -> tuple[int, int]:
-        """Of keys, and of queries or values that share them, perhaps one of all; often as many as there is room for."""
+        """Numbers of key heads and of the heads that share them, in the extreme all one; often as many as fit."""
         heads = max(1, most) if self.yes(0.3) else self.size(most)
         share = min(heads, self.one(*SHARES, heads))
         return heads // share, heads // share * share
@@ -85,10 +85,10 @@ class Chance:
 def varied(
     chance: Chance, case: Case, wide: Iterable[str] = (), narrow: Iterable[str] = (), turned: Iterable[str] = ()
 ) -> Case:
-    """The case with some of its arguments in another dtype, or laid otherwise in memory, as its name then tells.
+    """The case with some arguments in another dtype or memory layout, which its name then says.
 
-    `wide`: those that may be in the dtype of states, `narrow`: in that of the first. `turned`: those that may lie head
-    by head, all or none. Offsets may be int32.
+    `wide`: arguments that may have the dtype of states; `narrow`: that of the inputs. `turned`: arguments that may have
+    heads before tokens in memory, all or none. Offsets may be int32.
     """
     widened, narrowed = (tuple(name for name in names if chance.yes(0.3)) for names in (wide, narrow))
     heads = tuple(turned) if chance.yes(0.3) else ()
@@ -108,7 +108,7 @@ def varied(
 
 
 def words(chosen: Mapping[str, Any]) -> list[str]:
-    """What was chosen, in a word each; what is absent or false is left out."""
+    """The choices as words, without absent or false ones."""
     present = {
         key: getattr(x, "__name__", x) for key, x in chosen.items() if x not in (None, "", ()) and x is not False
     }
@@ -116,5 +116,5 @@ def words(chosen: Mapping[str, Any]) -> list[str]:
 
 
 def told(name: str, chosen: Mapping[str, Any], features: Iterable[str] = ()) -> str:
-    """The name of a drawn case, from which a reader sees what it is."""
+    """The name of a drawn case, which lists its choices."""
     return f"{name}: {' '.join((*features, *words(chosen)))}"

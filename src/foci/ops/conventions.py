@@ -1,4 +1,4 @@
-"""Other people's calling conventions of a recurrence over q, k and v, behind the operator's argument names."""
+"""Adapt other libraries' calling conventions of a recurrence over q, k and v to the operator's argument names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from foci.ops.recurrent import sequences
 
 LAYOUTS = ("bthd", "bhtd")
 DECAYS = {1: "decay per head", 3: "decay per token", 4: "decay per channel"}
-# The keywords that callables have for each argument. One word may stand for several ranks of a decay: a call tells.
+# Known keywords for each argument. One keyword may accept several ranks of a decay: a tiny call shows which.
 WORDS = {
     "decay per head": ("log_decay", "g_gamma", "g"),
     "decay per token": ("log_decay", "g"),
@@ -26,17 +26,17 @@ WORDS = {
     "offsets": ("offsets", "cu_seqlens"),
 }
 RETURNS = ("return_state", "output_final_state")
-OURS = {"log_decay", "state", "offsets", "return_state"}  # a callable that speaks foci's dialect is held to its errors
+OURS = {"log_decay", "state", "offsets", "return_state"}  # a callable with foci's keywords is `strict` (Candidate)
 KINDS = {"grouped heads (H != G)": {"H": 4}, "V != K": {"V": 6}}
 UNNAMED = "its signature does not name what these need"
 
 
 class _Cannot(NotImplementedError):
-    """A case that the signature has no words for."""
+    """A case that the signature has no keywords for."""
 
 
 class Place(NamedTuple):
-    """Where a tiny call is made: on which device, in which dtype, of heads how wide."""
+    """Device, dtype and head dimension of a tiny call."""
 
     device: torch.device
     dtype: torch.dtype = torch.float32
@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
 
 def places() -> Iterator[Place]:
-    """Where a tiny call may be made: on the CPU, and for what refuses that on the GPU, as GPU kernels like it best."""
+    """The settings to try for a tiny call: the CPU, then the GPU in dtypes and widths that GPU kernels support."""
     yield Place(torch.device("cpu"))
     if not torch.cuda._is_in_bad_fork() and torch.cuda.is_available():
         here = torch.device("cuda", torch.cuda.current_device())
@@ -59,8 +59,9 @@ def places() -> Iterator[Place]:
 class Convention:
     """How one callable takes its arguments: the keyword it has for each of ours, and the layout of its tensors.
 
-    `first`: arguments by position. `asks`: the keyword that asks for the final state. `needs`: the decay that it cannot
-    do without, which gets gates of 0 where a case has none. `cannot`: kinds of problem, and why.
+    `first`: arguments by position. `asks`: the keyword that requests the final state. `needs`: a decay that it
+    requires, which gets gates of 0 if a case has none. `gives`: its outputs.
+    `cannot`: kinds of problem that it refuses, and why.
     """
 
     function: Callable[..., Any]
@@ -73,7 +74,7 @@ class Convention:
     cannot: Mapping[str, str] = field(default_factory=dict)
 
     def call(self, inputs: Inputs) -> Outputs:
-        """The callable's outputs for our arguments; raises _Cannot where it has no word for one."""
+        """The callable's outputs for our arguments; raises _Cannot if it has no keyword for one."""
         return self.receive(self.function(*self.positions(inputs), **self.keywords(inputs)))
 
     def positions(self, inputs: Inputs) -> list[Tensor]:
@@ -90,11 +91,11 @@ class Convention:
                 raise _Cannot(UNNAMED)
             kwargs[self.words[kind]] = self.turned(value) if name in tensors else value
         if self.needs:
-            kwargs.setdefault(self.words[self.needs], self.turned(_open(self.needs, inputs["k"], inputs["v"])))
+            kwargs.setdefault(self.words[self.needs], self.turned(_neutral_gates(self.needs, inputs["k"], inputs["v"])))
         return kwargs
 
     def decay(self, gates: Tensor) -> str:
-        """The kind of a decay by its rank; what has none reaches the callable as some decay, for it to refuse."""
+        """The kind of a decay by its rank; one of an invalid rank is passed as any, for the callable to refuse."""
         return DECAYS.get(gates.dim()) or next((kind for kind in DECAYS.values() if kind in self.words), "")
 
     def turned(self, tensor: Tensor) -> Tensor:
@@ -118,11 +119,11 @@ def adapt(
 ) -> Candidate:
     """A callable `f(q, k, v, ...)` as a Candidate: the keywords of `words` that it names are used, the others listed.
 
-    `positions` go by their place, but for those that are in `words` and named. layout: "bthd" [B, T, H, D] or "bhtd"
-    [B, H, T, D] of all that has tokens; states are [N, H, K, V] in either. A callable that can be asked for the final
-    state is. What no word tells (the ranks of a decay that `g` may have, grouped heads, V != K) is tested unless a tiny
-    call of the kind raises, on the CPU or, where that cannot be called, on the GPU. `aside`: where tiny calls are made;
-    one that ends its process there is for the laws to meet.
+    `positions` are passed by position, except those that `words` maps to a keyword. layout: "bthd" [B, T, H, D] or
+    "bhtd" [B, H, T, D] of tensors with tokens; states are [N, H, K, V] in either. The final state is requested if there
+    is a keyword for it. What the signature does not show (which ranks of a decay `g` takes, grouped heads, V != K) is
+    tested unless a tiny call of that kind raises, on the CPU or, if it does not run there, on the GPU. `aside` runs the
+    tiny calls, maybe in a child process; one that kills its process is left for the laws to report.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"adapt: layout must be 'bthd' or 'bhtd', got {layout!r}")
@@ -148,7 +149,7 @@ def adapt(
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     if isinstance(function, torch.nn.Module):
-        # A module's __call__ names nothing, nor does a compiled module's forward.
+        # A module's __call__ has no named parameters, nor has a compiled module's forward.
         function = getattr(function, "_orig_mod", function).forward
     return inspect.signature(function).parameters
 
@@ -178,7 +179,7 @@ def _convention(
 
 
 def _tried(variants: list[Convention], kinds: tuple[str, ...], ask: Ask) -> tuple[int, dict[str, str]]:
-    """Which of them a tiny call shows to be right, and the kinds of problem that such calls show to be refused."""
+    """The index of the variant with which a tiny call works, and the kinds of problem that tiny calls refuse."""
     broken = 0
     for place in places():
         for number, each in enumerate(variants):
@@ -186,30 +187,30 @@ def _tried(variants: list[Convention], kinds: tuple[str, ...], ask: Ask) -> tupl
             if reason == "":
                 reasons = {kind: ask(partial(_fails, each, place, kind)) for kind in kinds}
                 return number, {kind: f"{kind}: {reason}" for kind, reason in reasons.items() if reason}
-            if reason is None:  # its process ended, or it hung: others of them are not tried
+            if reason is None:  # the call killed its process or hung: stop trying variants
                 broken = number
                 break
-    return broken, {}  # broken altogether: the first law will meet the same error and tell it
+    return broken, {}  # none works: the first law will meet the same error and report it
 
 
 def _tiny(convention: Convention, place: Place, kind: str = "") -> dict[str, Any]:
-    """A small problem, of a kind that no keyword tells."""
+    """A small problem of one of KINDS, or with one kind of decay."""
     sizes = {"H": 2, "V": 4} | KINDS.get(kind, {})
     q, v = place.ones(1, 3, 2, place.width), place.ones(1, 3, sizes["H"], sizes["V"] * place.width // 4)
     made = {"q": q, "k": q.clone(), "v": v}
     if "beta" in (*convention.first, *convention.words):
         made["beta"] = v[..., 0].clone()
-    return made | ({"log_decay": _open(kind, q, v)} if kind in DECAYS.values() else {})
+    return made | ({"log_decay": _neutral_gates(kind, q, v)} if kind in DECAYS.values() else {})
 
 
-def _open(kind: str, k: Tensor, v: Tensor) -> Tensor:
-    """Gates of 0, of a rank."""
+def _neutral_gates(kind: str, k: Tensor, v: Tensor) -> Tensor:
+    """Gates of 0 for a kind of decay."""
     B, T, H = v.shape[:3]
     return v.new_zeros({"decay per head": (H,), "decay per token": (B, T, H)}.get(kind, (B, T, H, k.shape[-1])))
 
 
 def _fails(convention: Convention, place: Place, kind: str = "") -> str:
-    """How the callable refuses a small problem; nothing when it answers in the right shape."""
+    """How the callable fails on a small problem; "" if it returns the right shape."""
     try:
         inputs = _tiny(convention, place, kind)
         out = convention.call(inputs)[0]

@@ -1,4 +1,4 @@
-"""Wrong recurrences that people implement, made from the right step: what their operators' mistakes share."""
+"""Building blocks of the recurrent operators' Mistakes: wrong recurrences that people implement, by changed steps."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _tokens(inputs: Inputs, T: int) -> list[Token]:
 
 
 def another(name: str, sentence: str, change: Change, forward: Forward) -> Mistake:
-    """A mistake that is the right equation of other arguments; `change` gives None where they are the same."""
+    """A mistake equal to the right equation on changed arguments; `change` returns None if nothing changes."""
 
     def compute(inputs: Inputs) -> Outputs | None:
         changed = change(dict(inputs))
@@ -91,12 +91,12 @@ def another(name: str, sentence: str, change: Change, forward: Forward) -> Mista
 
 
 def replaced(argument: str, make: Callable[[Tensor], Tensor | None]) -> Change:
-    """Another value of an argument that is given; None leaves it out."""
+    """A change that replaces an argument, if given, by `make` of it."""
     return lambda i: None if i.get(argument) is None else i | {argument: make(i[argument])}
 
 
 def stepped(name: str, sentence: str, step: Step, read: Read, when: When = always) -> Mistake:
-    """A mistake in the step or in what is read, where tokens have an order."""
+    """A mistake in the state update or in the read, for causal calls."""
 
     def compute(inputs: Inputs) -> Outputs | None:
         return walk(inputs, step, read) if inputs.get("causal", True) and when(inputs) else None
@@ -105,7 +105,7 @@ def stepped(name: str, sentence: str, step: Step, read: Read, when: When = alway
 
 
 def ended(name: str, sentence: str, change: Callable[[Inputs, Tensor], Tensor | None], forward: Forward) -> Mistake:
-    """A mistake in the final state alone."""
+    """A mistake in the final state only."""
 
     def compute(inputs: Inputs) -> Outputs | None:
         out, state = forward(inputs)
@@ -135,7 +135,7 @@ def without_documents(forward: Forward) -> Mistake:
 
 
 def shared(forward: Forward, step: Step, read: Read = newest) -> tuple[Mistake, ...]:
-    """The mistakes of every recurrence over q, k and v, from its right equation, step and read."""
+    """The mistakes common to all recurrences over q, k and v, given the right equation, step and read."""
     return (
         *_of_decay(forward, step, read),
         *_of_state(forward, step),
@@ -261,7 +261,7 @@ def _square(inputs: Inputs) -> bool:
 
 
 def _moved(gates: Tensor, by: int) -> Tensor:
-    """Gates of other tokens, 0 where there is none; those per head are of all tokens."""
+    """Gates shifted by some tokens, 0 at the end; gates per head have no tokens."""
     if gates.dim() == 1:
         return gates
     moved = gates.roll(by, dims=1)

@@ -1,11 +1,11 @@
-"""Decayed products within a chunk, by halving: no cumulative sum to cancel, no quotient, no exponent above zero.
+"""Decay-weighted products within a chunk by recursive halving: no cumulative sums, no quotients, no exp above 1.
 
 For tokens t >= s of one chunk the recurrences need  A[t,s] = sum_c x[t,c] y[s,c] exp(g[s+1,c] + ... + g[t,c]).  A chunk
-is cut in halves, and again: t in the right half and s in the left of a block meet at the block's middle, so the weight
-is rise[t] * fall[s], two products of decays that reach from the middle to t and from s to the middle. Every factor is
-exp(g) <= 1, whatever g is, -inf included, and the relative precision of each weight is that of a product.
+is split in halves, recursively: for t in the right half of a block and s in its left half the weight is rise[t] *
+fall[s], the products of the decays from the block's middle to t, and from s to the middle. Every factor is exp(g) <= 1,
+for any g, also -inf, and each weight has the relative precision of a product.
 
-Nothing is chosen by looking at the gates, so what comes later cannot change how what comes before is rounded.
+No branch depends on the gates' values, so later tokens cannot change the rounding of earlier ones.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ def halves(x: Tensor, m: int, dim: int) -> tuple[Tensor, Tensor]:
 
 
 class Gates:
-    """The decays of chunks of C tokens, a power of two: log_decay [M, C, D], D = 1 or K, for M chunks side by side.
+    """The decays of M chunks of C tokens (a power of two): log_decay [M, C, D], D = 1 or K.
 
-    `idle`: none decays. rise [M,C,D]: from the chunk's start through token t (`own=False`: without t's own decay, as
-    RWKV's bonus wants).
-    fall [M,C,D]: from behind token s to the chunk's end. total [M,D]: the whole chunk's.
+    `idle`: all decays are 1. rise [M,C,D]: the product from the chunk's start through token t (`own=False`: without t's
+    own decay, as RWKV-6's bonus needs). fall [M,C,D]: from after token s to the chunk's end. total [M,D]: of the chunk.
     """
 
     def __init__(self, log_decay: Tensor, own: bool = True, idle: bool = False) -> None:
@@ -39,7 +38,7 @@ class Gates:
         self.weights = self._weights() if self.D == 1 else None
 
     def levels(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """(m, rise from the middle [M,C/2m,m,D], fall to it) for m = 1, 2, .. C/2; then the ends are known."""
+        """(m, rise from the middle [M,C/2m,m,D], fall to it) for m = 1, 2, .. C/2; at the end `_ends` is set."""
         rise = self.decay.clone() if self.own else torch.ones_like(self.decay)
         fall, total, m = torch.ones_like(self.decay), self.decay, 1
         while m < self.C:
@@ -53,15 +52,15 @@ class Gates:
 
     @property
     def rise(self) -> Tensor:
-        return self._climbed()[0]
+        return self._computed_ends()[0]
 
     @property
     def fall(self) -> Tensor:
-        return self._climbed()[1]
+        return self._computed_ends()[1]
 
     @property
     def total(self) -> Tensor:
-        return self._climbed()[2]
+        return self._computed_ends()[2]
 
     def risen(self, x: Tensor) -> Tensor:
         """rise * x [M,C,K], in x's dtype."""
@@ -71,7 +70,7 @@ class Gates:
         """fall * x [M,C,K], in x's dtype."""
         return x if self.idle else (x * self.fall).to(x.dtype)
 
-    def _climbed(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _computed_ends(self) -> tuple[Tensor, Tensor, Tensor]:
         if self._ends is None:
             for _ in self.levels():
                 pass
@@ -116,8 +115,8 @@ class Gates:
             halves(dx, m, 1)[1].addcmul_(torch.bmm(block, columns.flatten(0, 1)).view_as(rows), rise[:, :, :, None])
             to_columns = torch.bmm(block.transpose(1, 2), rows.flatten(0, 1).flatten(1, 2))
             halves(dy, m, 1)[0].addcmul_(to_columns.view_as(columns), fall)
-        # Gate r weighs the pairs s < r <= t: what the rows from r on give, less what the columns do. A token's product
-        # with itself weighs none; left out, what is summed has the size of the answer.
+        # Gate r enters the pairs s < r <= t: the sum over rows from r on, less that over columns. A token's product
+        # with itself has no gate; leaving it out keeps the summands as small as the result.
         rows, columns = over_reads(x * dx), y * dy
         dg = _sums_from(rows - columns) if self.own else _sums_from(rows) - rows - _sums_from(columns)
         if self.own:
@@ -128,7 +127,7 @@ class Gates:
 
     def _pairs_backward_by_token(self, dA: Tensor, A: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert self.weights is not None
-        # In full, because gates that are constant sum it over tokens: for each row, the pairs that begin before r.
+        # Computed per token, as constant gates sum it over tokens: for each row, the pairs with s < r.
         before = torch.bmm(over_reads(dA * A), _upper(A, 1, self.C))
         dg = before.mul_(_upper(A, 0 if self.own else 1, self.C).transpose(1, 2)).sum(1)[..., None]
         dA = (dA * self.weights[:, :, None]).flatten(1, 2)
@@ -148,7 +147,7 @@ class Gates:
 
 
 def over_reads(x: Tensor) -> Tensor:
-    """The sum over R of [M,C,R,..]: one or two, for which `sum` would be slow."""
+    """The sum over R of [M,C,R,..], R = 1 or 2: faster than `sum`."""
     return reduce(torch.add, x.unbind(2))
 
 

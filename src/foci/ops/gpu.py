@@ -1,4 +1,4 @@
-"""What the Triton backends of all operators refuse, and how many chunks they go through."""
+"""Shared by the Triton backends of all operators: reasons to refuse a call, chunk counts, moving offsets."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from foci.core.errors import Unsupported
 from foci.core.tune import interpreting, target_of
 from foci.ops.arguments import alone, documents, short
 
-CHUNK = 64  # tokens a chunk of the recurrences has in every kernel
-WIDEST = 512
+CHUNK = 64  # tokens of a chunk in every kernel of the recurrences
+WIDEST = 512  # channels of a head at most
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def unsuitable(like: Tensor, sizes: Sequence[int], widths: Sequence[int]) -> list[str]:
-    """What speaks against a call on a GPU: its device, dtype, a size of 0, heads wider than WIDEST."""
+    """Reasons against a call on a GPU: its device, dtype, a size of 0, heads wider than WIDEST."""
     found = []
     if like.device.type != "cuda" and not (interpreting() and like.device.type == "cpu"):
         found.append(f"it needs a GPU, the tensors are on {like.device.type}")
@@ -36,14 +36,14 @@ def unsuitable(like: Tensor, sizes: Sequence[int], widths: Sequence[int]) -> lis
 
 
 def chunks(T: int, B: int, offsets: Tensor | None) -> int:
-    """Chunks of all rows; of packed documents, whose lengths only the GPU knows, at most so many."""
+    """The number of chunks of all rows; for packed documents, whose lengths are on the GPU, an upper bound."""
     if offsets is None:
         return B * -(-T // CHUNK)
     return T // CHUNK + offsets.shape[0] - 1
 
 
 def placed(operator: str, offsets: Tensor | None, like: Tensor) -> Tensor | None:
-    """Offsets one after another where `like` [B,T,..] is; those on the CPU are checked, as nobody has to wait."""
+    """Offsets, contiguous, on the device of `like` [B,T,..]; those on the CPU are checked, without a sync."""
     if offsets is None:
         return None
     if offsets.device.type == "cpu":
@@ -52,7 +52,7 @@ def placed(operator: str, offsets: Tensor | None, like: Tensor) -> Tensor | None
 
 
 def brought(operator: str, name: str, x: Tensor, device: torch.device) -> Tensor:
-    """One after another on the device. A CUDA graph would copy the same memory at every replay, whatever it holds."""
+    """x, contiguous, on the device. Not in CUDA graph capture: replays would copy from the same host memory."""
     if x.device == device:
         return x.contiguous()
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -61,11 +61,11 @@ def brought(operator: str, name: str, x: Tensor, device: torch.device) -> Tensor
             [f"{name} is on {x.device}"],
             f"put {name} on {device} before",
         )
-    # Nobody is waited for; but pinned memory would be read later, when it may hold something else.
+    # Pageable memory is staged before the call returns; pinned memory would be read later, when it may have changed.
     return x.to(device, non_blocking=not x.is_pinned()).contiguous()
 
 
 def steps(state: Tensor) -> bool:
-    """Whether a kernel may take this state one token further: float32 on a GPU, and no one traces or transforms."""
+    """Whether a kernel may update this state in a step: float32 on a GPU, and no trace, mode or transform."""
     fits = state.device.type == "cuda" and state.dtype == torch.float32 and state.numel() > 0
     return fits and max(state.shape[2:], default=0) <= WIDEST and alone(state) and installed("triton")

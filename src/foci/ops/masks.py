@@ -15,14 +15,14 @@ from foci.core.errors import ShapeError
 from foci.ops.arguments import INTEGERS
 from foci.ops.unseen import insist_ends, unseen
 
-FARTHEST = 2**61  # more tokens than there can be; positions may be added to it in int64
+FARTHEST = 2**61  # clamp for bounds: beyond any position, and adding positions cannot overflow int64
 
 
 class Mask:
-    """What a query may see. Masks compose with `&`; `materialize(T, S)` is the definition.
+    """Which keys each query may see. Masks compose with `&`; `materialize(T, S)` is the definition.
 
-    `Packed` and `Lengths` give every row (or document) its own end, and `Causal` and `Window` measure from that end:
-    the last real query stands at the last real key.
+    `Packed` and `Lengths` give every row (or document) its own end, and `Causal` and `Window` are aligned to that end:
+    the last real query has the position of the last real key.
     """
 
     def __and__(self, other: Mask) -> Mask:
@@ -79,9 +79,9 @@ class Window(Mask):
 class Packed(Mask):
     """Documents end to end in a batch of one: document n holds queries q_offsets[n]:q_offsets[n+1] and the keys alike.
 
-    Offsets are int32 or int64 [N+1], start at 0 and never decrease; what lies behind the last one sees nothing.
-    `kv_offsets` defaults to `q_offsets`. Offsets on the CPU are checked. On a GPU kernels take them unread, since
-    looking would wait for it: wrong ones touch no foreign memory, but what they give is anybody's guess.
+    Offsets are int32 or int64 [N+1], start at 0 and never decrease; tokens after the last one see nothing.
+    `kv_offsets` defaults to `q_offsets`. Offsets on the CPU are checked; those on a GPU are not, as reading them would
+    synchronise: invalid ones cause no out-of-bounds access, but undefined results.
     """
 
     q_offsets: Tensor
@@ -105,8 +105,8 @@ class Lengths(Mask):
     documents).
 
     `q_lengths` marks padded queries the same way: they see nothing. Without it every query is computed, and query i of
-    row b stands at key position i + max(kv_lengths[b] - T, min(S - T, 0)): padded keys are matched by padded queries,
-    and new tokens at the end of a cache stand at its end. Lengths on a GPU are taken unread, as Packed's offsets are.
+    row b has key position i + max(kv_lengths[b] - T, min(S - T, 0)): padded keys correspond to padded queries, and new
+    tokens at the end of a cache to its end. Lengths on a GPU are not checked, as Packed's offsets are not.
     """
 
     kv_lengths: Tensor
@@ -126,8 +126,8 @@ class Band(Mask):
     """Query i of a row or document sees key j only when i + low <= j <= i + high; None leaves a side open.
 
     i and j count from the start of the row or document. An int holds for all of them, an int32 or int64 tensor [B] (or
-    [N] documents) gives each its own; a tensor may stay on the CPU. What Causal and Window say about whole sequences, a
-    Band says about a stretch of queries and a stretch of keys that begin anywhere.
+    [N] documents) gives each its own; a tensor may stay on the CPU. A Band expresses Causal and Window for a range of
+    queries and a range of keys that are parts of longer sequences.
     """
 
     low: int | Tensor | None
@@ -158,13 +158,13 @@ class Dense(Mask):
 
 @dataclass(frozen=True, eq=False)
 class All(Mask):
-    """Several masks at once, one of each kind; what `&` makes."""
+    """Several masks at once, one of each kind; the result of `&`."""
 
     parts: tuple[Mask, ...]
 
 
 class Visible(NamedTuple):
-    """A mask in the flat form that ops take: at most one of each kind, no mask at all by default."""
+    """A mask in the flat form of op arguments: at most one of each kind; by default no mask."""
 
     dense: Tensor | None = None
     q_offsets: Tensor | None = None
@@ -191,7 +191,7 @@ def lower(mask: Mask | None) -> Visible:
         if isinstance(part, Causal):
             found["causal_end" if part.align == "bottom-right" else "causal_start"] = True
         elif isinstance(part, Window):
-            found.update(left=_within(part.left), right=_within(part.right))
+            found.update(left=_clamped(part.left), right=_clamped(part.right))
         elif isinstance(part, Packed):
             kv_offsets = part.q_offsets if part.kv_offsets is None else part.kv_offsets
             found.update(q_offsets=part.q_offsets, kv_offsets=kv_offsets)
@@ -207,17 +207,17 @@ def lower(mask: Mask | None) -> Visible:
 
 
 def check_reach(owner: str, name: str, reach: object) -> None:
-    """Raise unless it says how many keys a side of a window has."""
+    """Raise unless `reach` is a valid number of keys for one side of a window."""
     if reach is not None and (isinstance(reach, bool) or not isinstance(reach, int | torch.SymInt) or reach < 0):
         raise ValueError(f"{owner}: {name} must be a non-negative int or None, got {reach!r}")
 
 
-def _within(reach: int | None) -> int | None:
+def _clamped(reach: int | None) -> int | None:
     return max(-FARTHEST, min(reach, FARTHEST)) if isinstance(reach, int) else reach
 
 
 def _bound(bound: int | Tensor | None) -> Tensor | None:
-    return torch.tensor([_within(bound)], device="cpu") if isinstance(bound, int) else bound
+    return torch.tensor([_clamped(bound)], device="cpu") if isinstance(bound, int) else bound
 
 
 def _refusal(thing: object) -> str:
@@ -229,10 +229,10 @@ def _refusal(thing: object) -> str:
 
 
 class Segment(NamedTuple):
-    """A stretch of queries and the stretch of keys it may see: one document, one padded row, or the whole batch.
+    """A range of queries and the range of keys they may see: of one document, one padded row, or the whole batch.
 
-    Query i and key j count from the segment's start; i may see j when i + low <= j <= i + high (an absent bound is
-    open).
+    Query i and key j count from the segment's start; i may see j if i + low <= j <= i + high (None: no bound on that
+    side).
     """
 
     rows: slice
@@ -270,13 +270,13 @@ def segments(visible: Visible, B: int, T: int, S: int) -> list[Segment]:
         queries = t if q_lengths is None else q_lengths[place]
         shift = keys - queries if q_lengths is not None else max(keys - t, min(s - t, 0))
         low, high = _band(visible, shift)
-        low, high = _further(low, lows[place], max), _further(high, highs[place], min)
+        low, high = _tighter(low, lows[place], max), _tighter(high, highs[place], min)
         found.append(Segment(row, q0, q0 + queries, k0, k0 + keys, low, high))
     return found
 
 
 def check(visible: Visible, B: int, T: int, S: int) -> None:
-    """Raise what is wrong with the values of offsets and lengths; without naming one where none can be looked at."""
+    """Check the values of offsets and lengths; if they are not readable (compile, vmap), by asserts at run time."""
     tensors = [tensor for tensor in visible[1:7] if tensor is not None]
     if tensors and not unseen(*tensors):
         segments(visible, B, T, S)
@@ -285,7 +285,7 @@ def check(visible: Visible, B: int, T: int, S: int) -> None:
 
 
 def check_near(visible: Visible, B: int, T: int, S: int) -> None:
-    """The same where all of them lie on the CPU, so that nobody waits for a GPU."""
+    """The same if all of them are on the CPU; on a GPU reading them would synchronise, so no check."""
     if all(tensor.device.type == "cpu" for tensor in visible[1:7] if tensor is not None):
         check(visible, B, T, S)
 
@@ -308,7 +308,7 @@ def live_keys(segment: Segment, start: int, stop: int) -> tuple[int, int]:
 
 
 def pairs(visible: Visible, B: int, T: int, S: int) -> int:
-    """How many pairs of query and key of all rows are seen; Dense counts as if it hid none. Reads values."""
+    """The number of (query, key) pairs that the mask allows, over all rows, without its Dense part. Reads values."""
     total = 0
     for segment in segments(visible, B, T, S):
         keys, queries = segment.k_stop - segment.k_start, torch.arange(segment.q_stop - segment.q_start, device="cpu")
@@ -353,11 +353,11 @@ def existing(visible: Visible, T: int, S: int, device: torch.device) -> tuple[Te
 
 
 class _Frame(NamedTuple):
-    query: Tensor  # [B|1, T, 1] place of a query in its document or row
+    query: Tensor  # [B|1, T, 1] index of a query in its document or row
     key: Tensor  # [B|1, 1, S]
-    shift: Tensor  # [B|1, T, 1] from a query's place to its key position
-    together: Tensor  # [B|1, T, S] both real and of one document
-    document: Tensor | None  # [1, T, 1] of a query, where there are documents
+    shift: Tensor  # [B|1, T, 1] a query's key position minus its index
+    together: Tensor  # [B|1, T, S] query and key are both real and of one document
+    document: Tensor | None  # [1, T, 1] a query's document; None if there are none
 
 
 def _frame(visible: Visible, T: int, S: int, device: torch.device) -> _Frame:
@@ -368,7 +368,7 @@ def _frame(visible: Visible, T: int, S: int, device: torch.device) -> _Frame:
         q_document = torch.searchsorted(visible.q_offsets.long(), t, right=True) - 1
         k_document = torch.searchsorted(visible.kv_offsets.long(), s, right=True) - 1
         inside = (q_document < documents) & (q_document == k_document)
-        # One sentinel document behind the last gathers the tokens that belong to none.
+        # One sentinel document after the last holds the tokens that belong to none.
         q_sizes = torch.nn.functional.pad(visible.q_offsets.long().diff(), (0, 1))
         k_sizes = torch.nn.functional.pad(visible.kv_offsets.long().diff(), (0, 1))
         query, key = t - visible.q_offsets.long()[q_document], s - visible.kv_offsets.long()[k_document]
@@ -422,11 +422,11 @@ def _coexist(old: Mask, new: Mask) -> bool:
 
 
 def _both(old: Mask, new: Mask) -> Mask:
-    """One mask that hides what either of two of the same kind hides."""
+    """The intersection of two masks of the same kind."""
     if isinstance(old, Window) and isinstance(new, Window):
-        return Window(_closer(old.left, new.left), _closer(old.right, new.right))
+        return Window(_smaller_reach(old.left, new.left), _smaller_reach(old.right, new.right))
     if isinstance(old, Band) and isinstance(new, Band):
-        return Band(_further(old.low, new.low, max), _further(old.high, new.high, min))
+        return Band(_tighter(old.low, new.low, max), _tighter(old.high, new.high, min))
     if isinstance(old, Dense) and isinstance(new, Dense):
         _together("Dense", "allowed", old.allowed, new.allowed)
         return Dense(old.allowed & new.allowed)
@@ -437,23 +437,23 @@ def _both(old: Mask, new: Mask) -> Mask:
     )
 
 
-def _closer(a: int | None, b: int | None) -> int | None:
+def _smaller_reach(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else min(a, b)
 
 
-def _further(a: Any, b: Any, take: Callable[..., Any]) -> Any:
-    """The bound, of two, that hides more: numbers, or tensors of them, then of int64, as a number may need that."""
+def _tighter(a: Any, b: Any, take: Callable[..., Any]) -> Any:
+    """The tighter of two bounds, ints or tensors; `take` is max for a lower one. Tensors become int64 for any int."""
     if a is None or b is None:
         return b if a is None else a
     if isinstance(a, int) and isinstance(b, int):
         return take(a, b)
-    a, b = (x.long() if isinstance(x, Tensor) else torch.tensor(_within(x), device="cpu") for x in (a, b))
+    a, b = (x.long() if isinstance(x, Tensor) else torch.tensor(_clamped(x), device="cpu") for x in (a, b))
     _together("Band", "low or high", a, b)
     return torch.maximum(a, b) if take is max else torch.minimum(a, b)
 
 
 def _together(kind: str, name: str, a: Tensor, b: Tensor) -> None:
-    """Raise unless two masks of a kind can be one."""
+    """Raise unless the tensors of two masks of a kind broadcast."""
     if any(x != y and 1 not in (x, y) for x, y in zip(a.shape[::-1], b.shape[::-1], strict=False)):
         got = f"{list(a.shape)} and {list(b.shape)}"
         raise ShapeError(f"{kind}: {name} of two masks joined by & has shapes {got}; expected ones that broadcast")

@@ -1,8 +1,8 @@
-"""The recurrences in C++: built where a compiler is, on first use; one head's chunk stays in the cache.
+"""The recurrences in C++, compiled on first use if there is a compiler; a head's chunk stays in the CPU cache.
 
 The equations are those of decay/chunked.py and delta/chunked.py, in chunks of 32 tokens. Decays are running products
-within a chunk, never quotients or differences of sums; per channel, pairs within 16 tokens are weighed one by one. The
-delta rule's triangle is solved row by row. Sums are kept in float32.
+within a chunk, never quotients or differences of sums; per channel, pairs within 16 tokens are weighted one by one. The
+delta rule's triangular system is solved row by row. Sums are accumulated in float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from foci.core.spec import Output
 from foci.ops import arguments
 from foci.ops.slabs import initial
 
-_SPAN = 64  # tokens between kept states: native_back.h
+_SPAN = 64  # tokens between saved states: native_back.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FLAGS = {"AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"], "AVX2": ["-mavx2"]}
 _HERE = Path(__file__).parent
@@ -36,7 +36,7 @@ _BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 class View(ctypes.Structure):
-    """A tensor [B,T,H,D] or [B,T,H]: its memory and three strides."""
+    """A tensor [B,T,H,D] or [B,T,H]: its data pointer and strides of B, T and H."""
 
     _fields_ = [("p", ctypes.c_void_p), ("b", ctypes.c_long), ("t", ctypes.c_long), ("h", ctypes.c_long)]
 
@@ -47,7 +47,7 @@ _GRADIENTS = ("d_out", "d_q", "d_k", "d_v", "d_erase", "d_beta", "d_decay")
 
 
 class Job(ctypes.Structure):
-    """One call, as native_chunk.h has it."""
+    """The arguments of one call; the layout is the struct in native_chunk.h."""
 
     _fields_ = [
         *((name, ctypes.c_long) for name in _NUMBERS),
@@ -69,7 +69,7 @@ def reasons(call: Any) -> list[str]:
 
 
 def unsuitable(like: Tensor, sizes: Sequence[int]) -> list[str]:
-    """What speaks against the tensors of a call themselves."""
+    """Reasons against a call by its device, dtype and sizes."""
     found = []
     if like.device.type not in ("cpu", "meta"):
         found.append(f"it runs on the CPU, the tensors are on {like.device.type}")
@@ -81,7 +81,7 @@ def unsuitable(like: Tensor, sizes: Sequence[int]) -> list[str]:
 
 
 def unavailable() -> list[str]:
-    """Why there is no library; building it is the first call's work."""
+    """Why there is no library, [] if there is one; the first call builds it."""
     return list(_unavailable())
 
 
@@ -97,25 +97,25 @@ def _threads() -> int:
 
 
 def _idle(heads: int) -> tuple[str, ...]:
-    """A head is one thread's work: too few of them, and products that are shared out are faster."""
-    threads = _threads()  # the number of heads may be one that the compiler holds open: it is no constant
+    """A head is computed by one thread; with too few heads, torch's multithreaded matmuls are faster."""
+    threads = _threads()  # `heads` may be a SymInt, so only this is marked constant
     if 2 * heads >= threads:
         return ()
-    few = "" if torch.compiler.is_compiling() else f"{heads} "  # to say an open number is to compile for it alone
+    few = "" if torch.compiler.is_compiling() else f"{heads} "  # formatting a SymInt would specialize the graph on it
     return (f"{few}heads and rows would keep {few}of {threads} threads busy",)
 
 
 def _extensions() -> ModuleType:
-    """torch.utils.cpp_extension, which asks whether there is a GPU as it is imported: here of NVML.
+    """torch.utils.cpp_extension, which checks for a GPU when it is imported: here through NVML.
 
-    Asked of CUDA, no fork of this process could use one any more.
+    Through CUDA's runtime, forks of this process could not use CUDA any more.
     """
-    theirs = _BY_NVML in os.environ
+    was_set = _BY_NVML in os.environ
     os.environ.setdefault(_BY_NVML, "1")
     try:
         return importlib.import_module("torch.utils.cpp_extension")
     finally:
-        if not theirs:
+        if not was_set:
             del os.environ[_BY_NVML]
 
 
@@ -147,7 +147,7 @@ def _build() -> ctypes.CDLL | str:
 
 
 def _compile(name: str, flags: list[str], ready: Path) -> None:
-    """Build in a place of this process's own and move it there whole: a build that is killed leaves no lock behind."""
+    """Build in a temporary folder and move the library into place atomically: a killed build leaves no lock."""
     ready.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=ready.parent) as place:
         made = _extensions().load(
@@ -161,9 +161,9 @@ def _compile(name: str, flags: list[str], ready: Path) -> None:
 
 
 def kept(call: Any) -> Output:
-    """The state at the start of every span of 64 tokens; for the delta rule, the errors of its tokens behind it.
+    """The state at the start of every span of 64 tokens; for the delta rule, followed by the errors of its tokens.
 
-    Packed or not, there is room for each sequence to end within a span, and for two more (ops/slabs.py: kept).
+    The count allows each sequence to end within a span, packed or not, plus two (ops/slabs.py: kept).
     """
     B, T, _, H, K, V, N = call.sizes
     spans = B * (1 + T // _SPAN) if call.offsets is None else T // _SPAN + N
@@ -212,11 +212,11 @@ def backward(
     if "bonus" in needed:
         found["bonus"] = found["bonus"].view(N, H, K).sum(0)
     found["state"] = d_state
-    return tuple(_like(getattr(call, name), found[name]) if name in needed else None for name in names)
+    return tuple(_reduced_like(getattr(call, name), found[name]) if name in needed else None for name in names)
 
 
 def steps(state: Tensor) -> bool:
-    """Whether `step` can write this state: plain float32 memory in rows, and no one is tracing or transforming."""
+    """Whether `step` can update this state: contiguous float32 on the CPU, and no trace, mode or transform."""
     if not arguments.alone(state) or state.device.type != "cpu" or state.dtype != torch.float32:
         return False
     return state.is_contiguous() and state.numel() > 0 and max(state.shape[2:]) <= 4096 and not _unavailable()
@@ -236,7 +236,7 @@ def step(
 ) -> Tensor:
     """One token for each row: out [B,H,V] float32; `state` [B,H,K,V] is changed in place.
 
-    The new state is not read again: S_t^T q is made of S_{t-1}^T q, what is written, and q . k.
+    The new state is not read again: S_t^T q follows from S_{t-1}^T q, the value written, and q . k.
     """
     (B, G, K), (H, V) = q.shape, v.shape[1:]
     named = {"q": q, "k": k, "v": v, "beta": beta, "erase": erase}
@@ -258,8 +258,8 @@ def _token(x: Tensor | None) -> View:
     return View() if x is None else View(x.data_ptr(), x.stride(0), 0, x.stride(1))
 
 
-def _like(x: Tensor, gradient: Tensor) -> Tensor:
-    """In the shape and dtype of an argument: heads that read one head of it are summed, and what was broadcast."""
+def _reduced_like(x: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient in the shape and dtype of an argument, summed over shared heads and broadcast dimensions."""
     if gradient.dim() == x.dim() == 4 and x.shape[2] not in (1, gradient.shape[2]):
         gradient = gradient.unflatten(2, (x.shape[2], -1)).sum(3)
     return gradient.sum_to_size(x.shape).to(x.dtype)
@@ -280,7 +280,7 @@ def library() -> ctypes.CDLL:
 
 
 def _job(call: Any, state: Tensor) -> tuple[Job, list[Tensor | None]]:
-    """The call in C's words, and the tensors that must outlive it."""
+    """The call as a Job, and the tensors that must stay alive while it runs."""
     B, T, G, H, K, V, N = call.sizes
     q, k, v = (rows(x) for x in call[:3])
     erase, beta, bonus, offsets = (getattr(call, name, None) for name in ("erase", "beta", "bonus", "offsets"))

@@ -1,4 +1,4 @@
-"""What the checks of the recurrent operators have in common: their problems, and how laws take them apart."""
+"""Test problems of the recurrent operators, and the probes by which laws split and change them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from foci.ops.chance import FEW, LONGEST, Chance, told, varied
 from foci.ops.draw import Draw, OnDevice
 
 ALL = slice(None)
-# B, T, H, D as Flash Linear Attention is measured: what linear attention and the delta rule are timed on.
+# B, T, H, D of Flash Linear Attention's benchmarks, which linear attention and the delta rule are timed on.
 SIX = (
     (1, 8192, 96, 128),
     (2, 16384, 16, 128),
@@ -40,8 +40,8 @@ def closed(draw: Draw, *shape: int) -> Tensor:
 class Problem:
     """The sizes of a case, and which optional arguments it has; an operator adds its own in `more`.
 
-    G and V follow H and K. decay: "", "head" [H], "token" [B,T,H] or "channel" [B,T,H,K], drawn by `gates`; `narrow`:
-    in the dtype of q. `offsets` pack documents into one row. `fused`: q, k and v are views of one projection.
+    G and V default to H and K. decay: "", "head" [H], "token" [B,T,H] or "channel" [B,T,H,K], drawn by `gates`;
+    `narrow`: in the dtype of q. `offsets` pack documents into one row. `fused`: q, k and v are views of one projection.
     """
 
     name: str
@@ -61,12 +61,12 @@ class Problem:
 
     @classmethod
     def drawn(cls, chance: Chance, name: str) -> Self:
-        """A problem of any of the fields that all operators have. For each token the truth keeps a state of its own."""
+        """A random problem over the fields all operators share. The reference keeps one state per token."""
         T = chance.tokens(LONGEST)
         K, V = chance.widths(math.isqrt(chance.room // T))
         G, H = chance.heads(min(64, chance.room // (T * K * V)))
         B = chance.rows(chance.room // (T * K * V * H))
-        T = max(T, 16 // (B * H))  # what few numbers sum to may cancel
+        T = max(T, 16 // (B * H))  # a sum of few numbers may cancel
         offsets = chance.packed(B, T)
         decay = chance.one("", "head" if H >= FEW else "", "token", "token", "channel", "channel")
         strong = decay in ("token", "channel") and chance.yes(0.3)
@@ -77,9 +77,9 @@ class Problem:
         )  # fmt: skip
 
     def varied(self, chance: Chance, *own: str) -> Case:
-        """It as its sizes name it, in dtypes and strides of any kind; `own`: tensors that an operator adds.
+        """The case with varied dtypes and strides, named by its choices; `own`: tensors that an operator adds.
 
-        The gradient of gates per head is a sum over all tokens, which float16 may not hold.
+        Gates per head keep their dtype: their gradient is a sum over all tokens, which may overflow float16.
         """
         gates = ("log_decay",) * (self.decay in ("token", "channel"))
         turned = () if self.fused else ("q", "k", "v", *gates)
@@ -87,7 +87,7 @@ class Problem:
 
     @property
     def told(self) -> Case:
-        """The case, named by its sizes and by all else that is not as it is by default."""
+        """The case, named by its sizes and all fields that are not the default."""
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         usual = {field.name: field.default for field in fields(self) if field.name not in "BTHK"}
         return replace(
@@ -102,7 +102,7 @@ class Problem:
 
     @property
     def shape(self) -> Case:
-        """The case as a benchmark wants it, drawn where it is used."""
+        """The case for benchmarks, with inputs drawn on the device."""
         return Case(
             self.name, frozenset(self.features()), lambda dtype, device, seed: self.make(OnDevice(dtype, device, seed))
         )
@@ -122,12 +122,12 @@ class Problem:
 
     @property
     def heads(self) -> int:
-        """Of queries and keys."""
+        """Heads of queries and keys, G."""
         return self.G or self.H
 
     @property
     def width(self) -> int:
-        """Of values."""
+        """Channels of values, V."""
         return self.V or self.K
 
     @property
@@ -161,21 +161,21 @@ class Problem:
 
 
 def probes(sized: Callable[..., Case], bad: tuple[Bad, ...]) -> Probes:
-    """The probes of an operator of q, k and v. Nothing is excluded from a recurrence, so nothing may be poison.
+    """The probes of an operator of q, k and v. No mask excludes anything from a recurrence, so there is no `poison`.
 
-    `sized(length, decay=)`: decays per channel are asked first.
+    `sized(length, decay=)`: decays per channel are tried first.
     """
     channel, *simpler = (partial(sized, decay=decay) for decay in ("channel", "token", ""))
     return Probes(channel, cut, documents, rows, future, None, (*BAD, *bad), transition, tuple(simpler))
 
 
 def sequences(inputs: Inputs) -> list[str]:
-    """The arguments that begin with [B, T]: all of three dimensions and more but the state."""
+    """The names of arguments with leading dimensions [B, T]: those with three or more, except the state."""
     return [n for n, x in inputs.items() if isinstance(x, Tensor) and x.dim() >= 3 and n != "state"]
 
 
 def _take(inputs: Inputs, tokens: slice = ALL, rows: slice = ALL) -> dict[str, Any]:
-    """Some tokens of some rows; the rest, state and offsets too, as it is."""
+    """The inputs restricted to some tokens and rows; other arguments, also state and offsets, unchanged."""
     return dict(inputs) | {name: inputs[name][rows, tokens] for name in sequences(inputs)}
 
 
@@ -188,9 +188,9 @@ def _tokens(inputs: Inputs) -> int:
 
 
 def cut(case: Case, inputs: Inputs) -> tuple[Part, ...]:
-    """The first third of the tokens, one more, and the rest, each from the state of the one before.
+    """Three parts: the first third of the tokens, one token, and the rest, each starting from the previous state.
 
-    Every part has every document; those that lie elsewhere have no tokens in it.
+    Every part has all documents; those outside it have no tokens there.
     """
     T = _tokens(inputs)
     if T < 3:
@@ -200,7 +200,7 @@ def cut(case: Case, inputs: Inputs) -> tuple[Part, ...]:
         taken = _take(inputs, slice(start, stop))
         if inputs.get("offsets") is not None:
             taken["offsets"] = inputs["offsets"].clamp(start, stop) - start
-        # Without causality an output knows all tokens, and only the state can be handed on.
+        # If not causal, an output depends on all tokens, so only the state is compared.
         place: dict[str, Slices] = {"out": (ALL, slice(start, stop))} if inputs.get("causal", True) else {}
         if stop == T:
             place["state"] = (ALL,)
@@ -209,7 +209,7 @@ def cut(case: Case, inputs: Inputs) -> tuple[Part, ...]:
 
 
 def transition(inputs: Inputs) -> dict[str, Any]:
-    """Nothing is written and the state begins as the identity, so that it ends as the transition [N,H,K,K]."""
+    """Inputs that write nothing, with the identity as state: the final state is the transition [N,H,K,K]."""
     k, v, offsets = inputs["k"], inputs["v"], inputs.get("offsets")
     N, K = k.shape[0] if offsets is None else len(offsets) - 1, k.shape[3]
     one = torch.eye(K, dtype=accumulator(v.dtype), device=v.device)
@@ -245,9 +245,9 @@ def rows(case: Case, inputs: Inputs) -> tuple[Part, ...]:
 
 
 def future(case: Case, inputs: Inputs) -> Future | None:
-    """Tokens from the middle on made something else, their gates anything down to -inf. The final state is theirs.
+    """Tokens from the middle on are replaced, with gates down to -inf; only earlier outputs must stay the same.
 
-    Queries and values become large. Keys keep their lengths and beta stays within 2, where the delta rule is bounded.
+    Queries and values become large. Keys keep their norms and beta stays within 2, where the delta rule is bounded.
     """
     t = _tokens(inputs) // 2
     if t == 0 or not inputs.get("causal", True):

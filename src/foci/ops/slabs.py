@@ -1,4 +1,4 @@
-"""A few chunks of a sequence at a time, laid out for batched products: [B,T,G,D] <-> [n * P, C, D], P = B * H."""
+"""Slabs: a few chunks of a sequence at a time, laid out for bmm: [B,T,G,D] <-> [n * P, C, D], P = B * H."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from foci.merge.affine import Affine
 from foci.ops.gates import Gates
 
 CHUNK = 64
-_TOGETHER = 32  # chunks of heads side by side: enough work for each product, few enough to stay in the cache
+_TOGETHER = 32  # chunks x heads of a slab: enough work for each bmm, few enough to stay in the CPU cache
 
 
 class Slab(NamedTuple):
-    """Tokens start:stop as n chunks of C; the last may reach beyond stop, and is filled with zeros there."""
+    """Tokens start:stop as n chunks of C; the last may extend beyond stop, padded with zeros."""
 
     start: int
     stop: int
@@ -37,7 +37,7 @@ def slabs(start: int, stop: int, P: int, chunk: int = CHUNK) -> Iterator[Slab]:
 
 
 def load(x: Tensor, slab: Slab, H: int, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
-    """Heads first, every head of G read by its H / G heads: [n * B * H, C, D], new unless it is put `into` another."""
+    """A slab of x as [n * B * H, C, D], each of G heads repeated for its H / G heads; written to `into` if given."""
     B, _, G, D = x.shape
     tokens = x[:, slab.start : slab.stop]
     missing = slab.n * slab.C - tokens.shape[1]
@@ -51,7 +51,7 @@ def load(x: Tensor, slab: Slab, H: int, dtype: torch.dtype, into: Tensor | None 
 
 
 def store(found: Tensor, slab: Slab, into: Tensor) -> None:
-    """The way back, into tokens start:stop of [B,T,G,D]; heads that read one head of G are summed."""
+    """The inverse of `load`: into tokens start:stop of [B,T,G,D], summed over heads that share one of G."""
     B, _, G, D = into.shape
     heads = found.view(slab.n, B, G, -1, slab.C, D)
     tokens = (heads[:, :, :, 0] if heads.shape[3] == 1 else heads.sum(3)).permute(1, 0, 3, 2, 4)
@@ -63,9 +63,9 @@ def store(found: Tensor, slab: Slab, into: Tensor) -> None:
 
 
 def sequences(packed: list[tuple[int, int]] | None, state: Tensor, T: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Start, stop and state [P,K,V], a view, of every sequence: a batch's rows run together, documents one by one.
+    """Start, stop and state [P,K,V] (a view) of every sequence: all batch rows together, or documents one by one.
 
-    None where the states are empty (no rows, heads or channels): then there is nothing to read.
+    Yields nothing if the states are empty (no rows, heads or channels).
     """
     if not state.numel():
         return
@@ -77,7 +77,7 @@ def sequences(packed: list[tuple[int, int]] | None, state: Tensor, T: int) -> It
 
 
 class Decays:
-    """The gates of each slab from log_decay [B|1, T|1, H, D]; those that no token changes are made once."""
+    """The Gates of each slab from log_decay [B|1, T|1, H, D]; cached if they are the same for all tokens."""
 
     def __init__(self, log_decay: Tensor | None, v: Tensor, dtype: torch.dtype, own: bool = True) -> None:
         B, self.T, self.H, _ = v.shape
@@ -99,7 +99,7 @@ class Decays:
 
 
 def room(call: Any, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Contiguous, of the shape of `like`, for what slabs store; zeros where a size is 0, and so no slab comes."""
+    """An uninitialised contiguous tensor like `like`, filled by slabs; zeros if a size is 0, as there are no slabs."""
     make = torch.empty_like if all(call.sizes) else torch.zeros_like
     return make(like, dtype=dtype, memory_format=torch.contiguous_format)
 
@@ -113,10 +113,11 @@ def initial(call: Any) -> Tensor:
 
 
 def kept(call: Any) -> Output:
-    """The state at the start of every slab, which the backward begins with; none where packing cuts slabs by value.
+    """The declaration of the saved states, one at the start of every slab; none for packed calls, whose slabs depend on
+    offsets' values.
 
-    Room for as many as `slabs` yields, counted without its loop, which would hold the compiler to one T, and for two
-    more, since it would tell 0 and 1 from other numbers. No divisor is negative: the compiler makes one floor of two.
+    The count covers the slabs that `slabs` yields, in closed form, as a loop would specialize a compiled graph on T,
+    plus two, as torch.compile specializes on sizes 0 and 1. No divisor is negative: the compiler merges two floors.
     """
     B, T, _, H, K, V, _ = call.sizes
     together = max(1, _TOGETHER // max(B * H, 1))
@@ -130,7 +131,7 @@ def keeps(call: Any) -> bool:
 
 
 def borders(gates: Gates, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
-    """The state at the start of each chunk [M,K,V]; `state` [P,K,V] is carried on, in place, by total S + k^T v."""
+    """The state at the start of each chunk [M,K,V]; `state` [P,K,V] is advanced in place, S <- total S + k^T v."""
     written = torch.bmm(k.transpose(1, 2), v).view(-1, *state.shape)
     total = gates.total.view(*written.shape[:2], gates.D)
     found = state.new_empty(len(written) + 1, *state.shape)
@@ -142,9 +143,9 @@ def borders(gates: Gates, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
 
 
 def ends(gates: Gates, read: Tensor, state: Tensor) -> Tensor:
-    """The gradient of the state at each chunk's end [M,K,V]; the last's, `state` [P,K,V], is carried back, in place.
+    """The gradient of the state at each chunk's end [M,K,V]; `state` [P,K,V], that of the last, is updated in place.
 
-    A chunk adds `read` [M,K,V] to total times the gradient at its end.
+    From a chunk's end to its start: dS <- total dS + read, `read` [M,K,V] being the gradient from its outputs.
     """
     added = read.view(-1, *state.shape)
     total = gates.total.view(*added.shape[:2], gates.D)

@@ -1,4 +1,4 @@
-"""One token per row of linear attention or the delta rule: checked, and taken by Triton, C++ or torch."""
+"""One decoding step of linear attention or the delta rule: check the arguments, then run Triton, C++ or torch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def forward(
     slots: Tensor | None,
     named: dict[str, Tensor | None],
 ) -> Tensor:
-    """out [B,H,V] of q, k, v, log_decay and what else is `named`, from the state of each row or of its slot.
+    """out [B,H,V] from q, k, v, log_decay and the other `named` tensors; updates each row's state (or slot) in place.
 
-    `in_torch(q, k, v, state, scale, **rest)` changes `state` in place, too, and is for any device and dtype.
+    `in_torch(q, k, v, state, scale, **rest)` does the same in plain torch, for any device and dtype.
     """
     given = (*named.values(), state, slots, scale)
     key, out = again(operator, given, state)
@@ -42,29 +42,29 @@ def forward(
         return launched(key, given, _step, values, state)
     taken = None if slots is None else arguments.Slots(state, slots)
     now = state if taken is None else taken.state
-    q, k, v, *others = _apart(now, q, k, v, *rest.values())
+    q, k, v, *others = _unaliased(now, q, k, v, *rest.values())
     with plans.unrounded(now):
         run = native.step if native.steps(now) and plans.literal(given) else in_torch
         out = run(q, k, v, now, scale, **dict(zip(rest, others, strict=True))).to(v.dtype)
     return out if taken is None else taken.put(out)
 
 
-def _apart(state: Tensor, *tensors: Any) -> list[Any]:
-    """The tensors; of what lies in the state's memory, or may, a copy: it would change while it is read."""
-    if torch.compiler.is_compiling():  # which keeps them apart by itself
+def _unaliased(state: Tensor, *tensors: Any) -> list[Any]:
+    """The tensors; copies of those that share, or may share, storage with the state, which changes meanwhile."""
+    if torch.compiler.is_compiling():  # functionalisation handles aliases
         return [*tensors]
-    return [x.clone() if x is not None and _lies_in(x, state) else x for x in tensors]
+    return [x.clone() if x is not None and _shares_storage(x, state) else x for x in tensors]
 
 
-def _lies_in(x: Tensor, state: Tensor) -> bool:
+def _shares_storage(x: Tensor, state: Tensor) -> bool:
     try:
         return x.untyped_storage()._cdata == state.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # of vmap, or of a subclass that wraps others
+    except (NotImplementedError, RuntimeError):  # a vmap wrapper or wrapper subclass, without storage
         return True
 
 
 def again(operator: str, given: tuple[Any, ...], state: Tensor) -> tuple[Any, Tensor | None]:
-    """The key of a step, for `launched`, and its out where a step like it was learned: then it is done."""
+    """Look up a step in the plan cache: (key for `launched`, None), or (None, out) if it was replayed."""
     key, played = plans.again(operator, given)
     if played is None:
         return key, None
@@ -75,7 +75,7 @@ def again(operator: str, given: tuple[Any, ...], state: Tensor) -> tuple[Any, Te
 def launched(
     key: Any, given: tuple[Any, ...], kernel: Callable[..., Tensor], values: tuple[Any, ...], state: Tensor
 ) -> Tensor:
-    """`kernel(*values)`, which changes `state` without autograd's knowledge, once what was given is checked."""
+    """Run `kernel(*values)`, which changes `state` without autograd's knowledge, through the plan cache."""
     out = plans.one(key, given, kernel, values)
     torch.autograd.graph.increment_version(state)
     return out

@@ -1,4 +1,4 @@
-"""How sequences are cut into stretches, so that few of them fill a GPU."""
+"""How sequences are split into stretches that are processed in parallel, so that few sequences fill a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from foci.core.tune import Target
 
 
 class Cut(NamedTuple):
-    """Tokens of a stretch (0: sequences are walked whole), programs that walk one block of channels, slots of maps."""
+    """Tokens of a stretch (0: sequences are not split), programs per block of channels, slots for affine maps."""
 
     tokens: int
     programs: int
@@ -16,19 +16,19 @@ class Cut(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """When sequences that threads walk token by token are cut, and into how many stretches."""
+    """When sequences that are scanned token by token are split, and into how many stretches."""
 
-    shortest: int  # tokens of a stretch; there are four of a sequence at least
-    few: float  # sequences that give each processor so many warps are walked whole
-    most: int  # stretches give each processor fewer warps than these
-    joined: float = 0.0  # of a sequence there are no more than their tokens / joined, as each joins those before it
+    shortest: int  # minimum tokens of a stretch; a sequence has four at least
+    few: float  # sequences with at least so many warps per processor are not split
+    most: int  # stretches have fewer warps per processor than this
+    joined: float = 0.0  # a sequence has at most (tokens of a stretch) / joined, as each combines all maps before it
 
 
 def cut(rule: Rule, N: int, B: int, T: int, packed: bool, target: Target, warps: int) -> Cut:
-    """The Cut of N sequences in B rows of T tokens where all channels of one sequence make so many warps.
+    """The Cut of N sequences in B rows of T tokens, where all channels of one sequence take `warps` warps.
 
-    Of `shortest` tokens each or 2, 4 ... times as many: the shortest that give each processor fewer than `most` warps
-    and of which none has too many to join. Of packed documents the mean length counts.
+    Stretches have `shortest` tokens, doubled until processors have fewer than `most` warps and no stretch has too many
+    before it to combine. For packed documents the mean length counts.
     """
     shortest, few, most, joined = rule
     tokens = 0
@@ -40,11 +40,11 @@ def cut(rule: Rule, N: int, B: int, T: int, packed: bool, target: Target, warps:
 
 
 class Costs(NamedTuple):
-    """What a walk is taken to cost, microseconds, a chunk of 64 tokens and a block of 64 channels of one head.
+    """A cost model of a walk (a sequential pass over chunks): microseconds per chunk of 64 tokens and 64 channels.
 
-    Fitted to the times that cuts of many lengths took, so that the least is found: none of these is a time by itself.
-    `alone` and `shared`: of a program that has a processor for itself, of two that share one. `mapped`: of what makes
-    maps. `joined`: of a map, whoever is behind it. `started`: of what stretches take besides, in all.
+    Fitted to measured times of many splits so that their minimum is found; no single number is a measured time.
+    `alone`, `shared`: a program with a processor to itself, two that share one. `mapped`: computing maps. `joined`:
+    combining one map. `started`: fixed overhead of splitting.
     """
 
     alone: float
@@ -58,9 +58,9 @@ LEAST = 256  # tokens of a stretch
 
 
 def cheapest(N: int, B: int, T: int, packed: bool, blocks: int, costs: Costs, target: Target) -> Cut:
-    """The Cut of N sequences in B rows of T tokens, each of so many blocks, that is estimated to take least.
+    """The Cut with the least estimated time, for N sequences in B rows of T tokens, each of `blocks` channel blocks.
 
-    Stretches are of LEAST tokens or 2, 4 ... times as many. Of packed documents the mean length counts.
+    Stretches have LEAST tokens, or 2, 4 ... times as many. For packed documents the mean length counts.
     """
     mean = -(-B * T // N)
 
@@ -80,9 +80,9 @@ def cheapest(N: int, B: int, T: int, packed: bool, blocks: int, costs: Costs, ta
 
 
 def cut_into(tokens: int, N: int, T: int, packed: bool) -> Cut:
-    """The Cut into stretches of so many tokens, or none.
+    """The Cut into stretches of so many tokens; 0: no split.
 
-    A document ends within a stretch, so there is room for one more each; and a program for each that has no token.
+    A document may end within a stretch, so each has room for one more; and one program for each without a token.
     """
     if not tokens:
         return Cut(0, N, 0)

@@ -1,4 +1,4 @@
-"""Checks of values that the compiler or vmap does not show: they raise when the call runs."""
+"""Checks of tensor values that are not readable under torch.compile or vmap: they raise when the call runs."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-mapped: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor  # by vmap
+mapped: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor  # whether vmap batches it
 
 
 def unseen(*tensors: Tensor) -> bool:
-    """Whether the compiler or vmap shows no values to look at."""
+    """Whether values cannot be read, under torch.compile or vmap."""
     return torch.compiler.is_compiling() or any(map(mapped, tensors))
 
 
 def insist(ok: Tensor, message: str) -> None:
-    """Raise unless ok [], for every row of vmap: ValueError, RuntimeError when a compiled call runs.
+    """Raise unless `ok` [] holds (for every element of a vmap): ValueError, or RuntimeError when a compiled call runs.
 
-    On a GPU, which is not waited for, nothing is asked; nor of a vmap inside what is compiled, which traces no such
-    check.
+    No check on a GPU, which would synchronise, nor for a vmap inside a compiled function, which cannot trace it.
     """
     if ok.device.type != "cpu":
         return

@@ -1,4 +1,4 @@
-"""A callable that takes an operator's tensors by position, and the rest under words of its own."""
+"""Adapt a callable that takes an operator's tensors by position and other arguments by its own keywords."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def adapt(
 ) -> Candidate:
     """`f(*positions, ...)` as a Candidate: the keywords of `words` that it names are used, the others are listed.
 
-    A callable that can be asked for the final state is. One that speaks foci's words must name arguments in its errors.
+    The final state is requested if there is a keyword for it. A callable with foci's own keywords is `strict`:
+    its errors must name the argument.
     """
     parameters = inspect.signature(function).parameters
     chosen = {kind: next((w for w in spellings if w in parameters), "") for kind, spellings in words.items()}

@@ -56,23 +56,23 @@ def test_rows_too_long_for_32_bits_are_refused() -> None:
 
 
 def test_kernels_are_given_reaches_of_32_bits() -> None:
-    call = gpu._there(bound(1, 4, 4, 2, 8, 8, mask=foci.Window(2**62, 3)))
+    call = gpu._prepared(bound(1, 4, 4, 2, 8, 8, mask=foci.Window(2**62, 3)))
     assert (call.left, call.right) == (1 << 29, 3)
-    call = gpu._there(bound(1, 4, 4, 2, 8, 8, mask=Band(-(2**40), 2**40)))
+    call = gpu._prepared(bound(1, 4, 4, 2, 8, 8, mask=Band(-(2**40), 2**40)))
     assert (call.left, call.right) == (1 << 29, 1 << 29)
 
 
 def test_one_band_of_whole_rows_is_a_window_and_needs_nothing_of_the_device() -> None:
-    call = gpu._there(bound(2, 4, 9, 2, 8, 8, mask=foci.Window(7, 9) & Band(-3, -1)))
+    call = gpu._prepared(bound(2, 4, 9, 2, 8, 8, mask=foci.Window(7, 9) & Band(-3, -1)))
     assert (call.left, call.right, call.band_low, call.band_high) == (7, -6, None, None)
-    call = gpu._there(bound(2, 4, 9, 2, 8, 8, mask=Band(2, None)))
+    call = gpu._prepared(bound(2, 4, 9, 2, 8, 8, mask=Band(2, None)))
     assert (call.left, call.right) == (3, None)
 
 
 def test_other_bands_are_left_to_the_kernels() -> None:
     each = Band(torch.tensor([1, 2]), 3)
     for mask in (each, foci.Lengths(torch.tensor([3, 4])) & Band(1, None)):
-        call = gpu._there(bound(2, 4, 9, 2, 8, 8, mask=mask))
+        call = gpu._prepared(bound(2, 4, 9, 2, 8, 8, mask=mask))
         assert call.band_low is not None and (call.left, call.right) == (None, None)
 
 

@@ -1,4 +1,4 @@
-"""Call: the validated arguments of linear attention, and the one place its shapes are written."""
+"""Call: the validated arguments of linear attention; the one place where its shapes are declared."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ class Call(NamedTuple):
 
     @property
     def constant(self) -> bool:
-        """Whether all tokens of a head have one gate, whose gradient then sums over them."""
+        """Whether all tokens of a head share one gate, whose gradient is then a sum over tokens."""
         g = self.log_decay
         return g is not None and g.shape[0] * g.shape[1] < self.q.shape[0] * self.q.shape[1]
 
     @property
     def per_channel(self) -> bool:
-        """Whether gates are each channel's own."""
+        """Whether each channel has its own gate."""
         return self.log_decay is not None and self.log_decay.shape[3] > 1
 
     @property
     def ends(self) -> int:
-        """Final states that are given: one a sequence, none where they are not asked for.
+        """The number of final states returned: one per sequence, or 0 if they are not asked for.
 
-        Without causality they are what every token reads, and always given.
+        If not causal, every token reads them, so they are always returned.
         """
         return self.sizes[-1] if self.return_state or not self.causal else 0
 
@@ -86,7 +86,7 @@ def bind(
     causal: bool = True,
     return_state: bool = True,
 ) -> Call:
-    """The Call of these arguments, by default for all outputs.
+    """The Call of these arguments, by default with all outputs.
 
     Raises ShapeError, ValueError or TypeError naming the argument and its value.
     """

@@ -13,7 +13,7 @@ from foci.ops.recurrent import UNEVEN, Problem, closed
 
 @dataclass(frozen=True)
 class Linear(Problem):
-    """A problem of linear attention: with a bonus [H,K], or without an order of tokens."""
+    """A problem of linear attention: may have a bonus [H,K], or be non-causal."""
 
     bonus: bool = False
     causal: bool = True
@@ -95,7 +95,7 @@ CASES, LARGE = (tuple(problem.case for problem in problems) for problems in (PRO
 
 
 def drawn(name: str, room: int) -> Case:
-    """A problem that nobody chose (Spec.drawn). Without an order of tokens nothing decays."""
+    """A random problem (Spec.drawn). Non-causal ones have no decay."""
     chance = Chance(name, room)
     drawn, bonus = Linear.drawn(chance, name), chance.yes(0.3)
     causal = bonus or drawn.decay != "" or chance.yes()

@@ -2,7 +2,7 @@
 
 Within a chunk  o = A v + (rise q) S,  A the decayed products of queries and keys, S the state at the chunk's start; the
 state at its end is  total S + (fall k)^T v  (ops/gates.py: rise, fall, total; GLA, arXiv 2312.06635, section 4). The
-backward walks the slabs from last to first, each from the state at its start, which the forward left.
+backward processes slabs from last to first, each from the state at its start, which the forward saved.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
 
 
 def _products_in(call: Call) -> torch.dtype:
-    """bfloat16 where the budget bears it, for processors multiply it faster; sums and states stay the accumulator's."""
+    """The dtype of matmuls: bfloat16 where the error budget allows; sums and states are not affected."""
     per_token = call.bonus is None and (call.log_decay is None or call.log_decay.shape[3] == 1)
     return torch.bfloat16 if per_token and call.v.dtype == torch.bfloat16 else call.accumulator
 
@@ -85,7 +85,7 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
 def _slab_backward(
     call: Call, slab: Slab, gates: Gates, state: Tensor, d_state: Tensor, d_out: Tensor, found: Found
 ) -> None:
-    """The gradients of one slab; d_state goes in as the gradient of the state behind it and out as that before it."""
+    """The gradients of one slab; d_state is changed in place from the gradient of its final to its initial state."""
     H = call.v.shape[2]
     q, k, v = (load(x, slab, H, call.accumulator) for x in (call.q, call.k, call.v))
     q.mul_(call.scale)

@@ -1,4 +1,4 @@
-"""Other people's calling conventions of linear attention, behind the operator's argument names."""
+"""Adapt other libraries' calling conventions of linear attention to the operator's argument names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WORDS = conventions.WORDS | {"bonus": ("bonus", "u"), "causal": ("causal", "is_c
 
 
 def adapt(function: Callable[..., Any], *, layout: str = "bthd", name: str = "", aside: Aside = here) -> Candidate:
-    """A callable `f(q, k, v, ...)` as a Candidate of linear attention, asked in the words that its signature has.
+    """A callable `f(q, k, v, ...)` as a Candidate of linear attention, by the keywords in its signature.
 
     decay: `log_decay` or `g`, of the ranks that it takes; `g_gamma` [H]; `gk` or `w` [B,T,H,K]. bonus: `bonus` or `u`.
     Order: `causal` or `is_causal`, False only where a case has none. scale: `scale`, `softmax_scale`, `sm_scale`.

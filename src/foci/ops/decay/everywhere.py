@@ -1,4 +1,4 @@
-"""Without an order of tokens, forward and backward: o = scale (S_0 + sum_s k_s v_s^T)^T q."""
+"""The non-causal form, forward and backward: o = scale (S_0 + sum_s k_s v_s^T)^T q."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def add_up(call: Call, keys: Tensor, values: Tensor, start: int, stop: int, stat
 
 
 def _read(call: Call, x: Tensor, matrix: Tensor, start: int, stop: int, into: Tensor) -> None:
-    """into_t = matrix^T x_t, summed over the heads that read one head of `into`."""
+    """into_t = matrix^T x_t, summed over the heads that share one head of `into`."""
     for slab in slabs(start, stop, matrix.shape[0], _CHUNK):
         rows = load(x, slab, call.v.shape[2], call.accumulator)
         store(torch.matmul(rows.unflatten(0, (slab.n, -1)), matrix).flatten(0, 1), slab, into)

@@ -25,7 +25,7 @@ def reasons(call: Call) -> list[str]:
 
 
 def kept(call: Call) -> Output:
-    """The state at the start of every chunk; room for two more, since the compiler tells 0 and 1 from other numbers."""
+    """The state at the start of every chunk; plus two, as torch.compile specializes on sizes 0 and 1."""
     *_, H, K, V, _ = call.sizes
     dtype = torch.bfloat16 if call.v.dtype == torch.bfloat16 else torch.float32
     return Output("kept", (_slots(call) + 2 if call.causal else 0, H, K, V), dtype)
@@ -107,9 +107,9 @@ def _by_walks(
     needs: list[bool],
     cut: stretches.Cut,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the states at the chunks' ends, of gates per channel, and of the first one; all else is `found`.
+    """Gradients of the states at chunk ends, of gates per channel, and of the initial state; the others are in `found`.
 
-    That with its Rest (kernels_triton_packed.py). `made`: the Pairs and maps of gates per channel.
+    `found` comes with its Rest (kernels_triton_packed.py). `made`: the Pairs and maps of gates per channel.
     """
     from foci.ops.decay import kernels_triton_backward
     from foci.ops.decay import kernels_triton_walks as walks
@@ -134,7 +134,7 @@ def _by_walks(
 
 
 def _cheapest(call: Call, costs: Mapping[bool, Mapping[str, stretches.Costs]]) -> stretches.Cut:
-    """For walks: the Cut that is estimated to take least."""
+    """The Cut of walks (sequential passes over chunks) with the least estimated time."""
     B, T, _, H, _, V, N = call.sizes
     packed, target = call.offsets is not None, target_of(call.v.device)
     gates = "channel" if call.per_channel else "" if call.log_decay is None else "token"
@@ -142,12 +142,12 @@ def _cheapest(call: Call, costs: Mapping[bool, Mapping[str, stretches.Costs]]) -
 
 
 def _walk(kernel: str, call: Call, few: int = 4) -> rules.Walk:
-    """How `kernel` walks states where tokens read them by a launch behind.
+    """The Walk (launch configuration) of a kernel that only advances states; outputs come from a second launch.
 
-    A stretch has 16 chunks at least, and there are four of them: a walk of so many chunks twice, and the fold of the
-    stretches before it, then take less time. With a program of four warps a processor (`few`), products and memory are
-    busy enough for a second reading to cost what the shorter walk saves; with half of that in a backward of gates per
-    token or none, as measured on an H200.
+    Stretches have at least 16 chunks, and sequences at least four: then walking each chunk twice and combining the
+    stretches before take less time than one long walk. With a program of four warps per processor (`few`), matmuls and
+    memory are so busy that the second pass costs what the shorter walk saves; with half of that in a backward of gates
+    per token or none, as measured on an H200.
     """
     B, T, *_, N = call.sizes
     packed, target = call.offsets is not None, target_of(call.v.device)

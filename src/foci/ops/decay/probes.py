@@ -1,4 +1,4 @@
-"""How a case of linear attention becomes the questions of the laws."""
+"""The probes of linear attention: how the laws derive tests from a case."""
 
 from __future__ import annotations
 

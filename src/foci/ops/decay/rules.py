@@ -1,4 +1,4 @@
-"""How the launches that walk states, and those that read them, are configured: the same in either direction."""
+"""Launch configurations of the kernels that advance states chunk by chunk, and of those that read them."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ WIDTHS = {"BLOCK_K": (16, 32, 64, 128), "BLOCK_V": (16, 32, 64, 128)}  # what `f
 
 
 class Walk(NamedTuple):
-    """A launch that takes blocks of states through sequences."""
+    """The launch of a kernel whose programs each advance a block of the state through a sequence or stretch."""
 
     config: Config
-    blocks: int  # programs that have a sequence, or a stretch of one
+    blocks: int  # programs (blocks of channels) per sequence or stretch
     cut: Cut
 
 
 def walk(kernel: str, call: Any, cut: Callable[[int], Cut]) -> Walk:
-    """Of `linear_states` or `linear_dstates`. `cut`: of how many warps have a sequence."""
+    """The Walk of `linear_states` or `linear_dstates`; `cut(warps of a sequence)` gives its Cut."""
     *_, H, K, V, N = call.sizes
     key = call.v.dtype, K, V, call.per_channel
     config = configure(kernel, key, partial(walked, *key, N * H), target_of(call.v.device), WIDTHS)
@@ -50,14 +50,14 @@ def walk(kernel: str, call: Any, cut: Callable[[int], Cut]) -> Walk:
 
 
 def read(kernel: str, call: Any) -> Config:
-    """Of `linear_out` or `linear_values`."""
+    """The configuration of `linear_out` or `linear_values`."""
     *_, K, V, _ = call.sizes
     key = call.v.dtype, K, V, call.per_channel
     return configure(kernel, key, partial(tokens, *key[:3]), target_of(call.v.device), WIDTHS)
 
 
 def walked(dtype: torch.dtype, K: int, V: int, by_channel: bool, heads: int, target: Target) -> Config:
-    """Small blocks, because a program walks a whole sequence; smaller where few heads would leave processors idle."""
+    """Small blocks, as each program is sequential over its tokens; smaller ones if few heads leave processors idle."""
     half, hopper = dtype == torch.bfloat16, target.arch == 90
     wide = half and hopper and K > 128 and not by_channel  # as measured on an H100
     k, v = side(K, 128 if wide else 64), side(V, 64)
@@ -69,7 +69,7 @@ def walked(dtype: torch.dtype, K: int, V: int, by_channel: bool, heads: int, tar
 
 
 def tokens(dtype: torch.dtype, K: int, V: int, target: Target) -> Config:
-    """All columns that registers hold, because every block of them makes A again, or reads it."""
+    """Blocks as wide as registers allow, since each block of columns recomputes A, or reads it again."""
     if dtype == torch.float16 and target.arch == 90:  # as measured on an H100
         return Config({"BLOCK_K": side(K, 64), "BLOCK_V": side(V, 128)}, warps=4, stages=1)
     small = target.shared < 80_000 or dtype != torch.bfloat16

@@ -1,4 +1,4 @@
-"""What a stretch of tokens does to states that reach it, and to gradients that come back, without any output."""
+"""A run of tokens as an affine map of the state, and of its gradient in the backward, without any output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foci.ops.slabs import Decays, borders, ends, initial, load, sequences, slab
 
 
 def shapes(call: Call, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the transition and of the offset of so many rows."""
+    """The shapes of the transition and of the offset, for `rows` states."""
     *_, H, K, V, _ = call.sizes
     D = 1 if call.log_decay is None else call.log_decay.shape[-1]
     return (rows, H, D), (rows, H, K, V)
@@ -21,7 +21,7 @@ def shapes(call: Call, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def ahead(call: Call, through: bool = True) -> Affine:
     """S -> Diag(total) S + sum_s fall_s k_s v_s^T of all tokens, rows of a batch: offset [B,H,K,V] from call.state.
 
-    total [B,H,K or 1] is the product of all decays; zeros where not `through`, since then nothing comes in.
+    total [B,H,K or 1] is the product of all decays; zeros if not `through`: the incoming state is not used.
     """
     T, H = call.v.shape[1:3]
     D = 1 if call.log_decay is None else call.log_decay.shape[3]
@@ -42,7 +42,7 @@ def ahead(call: Call, through: bool = True) -> Affine:
 
 
 def back(call: Call, d_out: Tensor, d_state: Tensor) -> Tensor:
-    """The gradient of the states before these tokens [B,H,K,V], from that behind them and that of the outputs.
+    """The gradient of the initial states [B,H,K,V], from those of the final states and of the outputs.
 
     dS_0 = Diag(total) dS_T + scale sum_t rise_t q_t do_t^T: it needs neither keys nor values.
     """

@@ -1,4 +1,4 @@
-"""Call: the validated arguments of the delta rule, and the one place its shapes are written."""
+"""Call: the validated arguments of the delta rule; the one place where its shapes are declared."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ class Call(NamedTuple):
 
     @property
     def per_channel(self) -> bool:
-        """Whether gates are each channel's own."""
+        """Whether each channel has its own gate."""
         return self.log_decay is not None and self.log_decay.shape[3] > 1
 
     @property
     def tiles(self) -> int:
-        """Tiles of all channels of a chunk: queries, keys, erase keys; with gates per channel keys as two bfloat16."""
+        """[chunk, K] tiles that a kernel reads: queries, keys, erase keys; per channel keys count as two bfloat16."""
         if self.per_channel:
             return 4 if self.v.dtype == torch.bfloat16 else 3
         return 2 if self.erase is None else 3
 
     @property
     def ends(self) -> int:
-        """Final states that are given: one a sequence, none where they are not asked for."""
+        """The number of final states returned: one per sequence, or 0 if they are not asked for."""
         return self.sizes[-1] if self.return_state else 0
 
 
@@ -84,7 +84,7 @@ def bind(
     offsets: Offsets | None = None,
     return_state: bool = True,
 ) -> Call:
-    """The Call of these arguments, by default for all outputs.
+    """The Call of these arguments, by default with all outputs.
 
     Raises ShapeError, ValueError or TypeError naming the argument and its value.
     """

@@ -1,12 +1,12 @@
 """Plain torch in chunks: the CPU backend, O(T) memory, its own backward.
 
-With w = beta k what a token writes is w_t d_t^T, and the errors d of a chunk solve  (I + E) d = v - (rise e) S,  E the
-decayed products of erase keys and w below the diagonal, S the state at the chunk's start. With X = (I + E)^-1:
+With w = beta k a token writes w_t d_t^T, and the errors d of a chunk solve  (I + E) d = v - (rise e) S,  E the decayed
+products of erase keys and w below the diagonal, S the state at the chunk's start. With X = (I + E)^-1:
 
     d = X v - X (rise e) S;   o = A d + (rise q) S;   S <- total S + (fall w)^T d       A: products of queries and w
 
-(ops/gates.py: rise, fall, total; DeltaNet, arXiv 2406.06484, section 3.2.) Only d and S go from chunk to chunk. The
-backward walks the slabs from last to first, each made again from the state at its start, which the forward left.
+(ops/gates.py: rise, fall, total; DeltaNet, arXiv 2406.06484, section 3.2.) Only d and S depend on earlier chunks. The
+backward processes slabs from last to first, each recomputed from the state at its start, which the forward saved.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def reasons(call: Call) -> list[str]:
 
 
 class _Chunks(NamedTuple):
-    """What a slab's chunks are before a state has reached them; M chunks of C tokens."""
+    """The state-independent terms of a slab's chunks; M chunks of C tokens."""
 
     gates: Gates
     reads: Tensor  # [M,C,2,K]: scaled queries and erase keys
@@ -63,7 +63,7 @@ def _chunks(call: Call, decays: Decays, slab: Slab) -> _Chunks:
 
 
 class _Pass(NamedTuple):
-    """What a slab's chunks are once the state has gone through: with X, the errors d, and S at each chunk's start."""
+    """The terms of a slab's chunks after a pass of the state: X, the errors d, and S at each chunk's start."""
 
     X: Tensor  # [M,C,C]
     keys: Tensor  # [M,C,K]: X (rise e)
@@ -73,7 +73,7 @@ class _Pass(NamedTuple):
 
 
 def _through(chunks: _Chunks, state: Tensor) -> _Pass:
-    """Carry `state` [P,K,V] through the chunks, in place."""
+    """Advance `state` [P,K,V] through the chunks, in place."""
     gates, P = chunks.gates, state.shape[0]
     n = chunks.value.shape[0] // P
     X = inverse(chunks.E)
@@ -125,14 +125,14 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
 def _slab_backward(
     call: Call, slab: Slab, chunks: _Chunks, state: Tensor, d_state: Tensor, d_out: Tensor, found: Found
 ) -> None:
-    """The gradients of one slab; d_state goes in as the gradient of the state behind it and out as that before it."""
+    """The gradients of one slab; d_state is changed in place from the gradient of its final to its initial state."""
     X, keys, fall, errors, starts = _through(chunks, state)
     gates, P = chunks.gates, state.shape[0]
-    given = errors.new_empty(*errors.shape[:2], 2, errors.shape[2])  # to what each read gives: to o, and to -d
+    given = errors.new_empty(*errors.shape[:2], 2, errors.shape[2])  # gradients of both reads: of o, and of -d
     do = load(d_out, slab, call.v.shape[2], call.accumulator, given[:, :, 0])
     rows = chunks.reads * gates.rise[:, :, None]
 
-    # Down the chunks: the gradient of the errors, and of the state at each chunk's end.
+    # From the last chunk to the first: gradients of the errors, and of the state at each chunk's end.
     d_errors = torch.bmm(chunks.A.transpose(1, 2), do)
     read = torch.bmm(rows[:, :, 0].transpose(1, 2), do)
     ends = state.new_empty(slab.n + 1, *state.shape)

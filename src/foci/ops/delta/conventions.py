@@ -1,4 +1,4 @@
-"""Other people's calling conventions of the delta rule, behind the operator's argument names."""
+"""Adapt other libraries' calling conventions of the delta rule to the operator's argument names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WORDS = conventions.WORDS | {"beta": ("beta",), "erase": ("erase", "p")}
 
 
 def adapt(function: Callable[..., Any], *, layout: str = "bthd", name: str = "", aside: Aside = here) -> Candidate:
-    """A callable `f(q, k, v, beta, ...)` as a Candidate of the delta rule, asked in the words that its signature has.
+    """A callable `f(q, k, v, beta, ...)` as a Candidate of the delta rule, by the keywords in its signature.
 
     beta: by its name wherever it stands, else fourth. decay: `log_decay` or `g`, of the ranks that it takes; `g_gamma`
     [H]; `gk` or `w` [B,T,H,K]. erase: `erase` or `p` (Comba). scale: `scale`, `softmax_scale`, `sm_scale`.

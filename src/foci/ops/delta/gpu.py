@@ -19,7 +19,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class Parts(NamedTuple):
-    """What the forward leaves for the backward, as contiguous tensors."""
+    """What the forward saves for the backward, as contiguous tensors."""
 
     states: Tensor  # [slots,H,K,V] at each chunk's start (tiles/state.py: slot), as `stored`
     errors: Tensor  # [B,T,H,V]: d; in bfloat16, but for gates per channel, [2,B,T,H,V]: d rounded, what that left
@@ -47,7 +47,7 @@ def kept(call: Call) -> Output:
 
 
 def _counts(call: Call) -> tuple[int, ...]:
-    """Elements of each part but the states, which are behind them, in whole lines of 16 bytes."""
+    """Elements of each part except the states, which come last; rounded up to multiples of 16 bytes."""
     B, T, _, H, _, V, _ = call.sizes
     tokens, per_token = B * T * H, call.log_decay is not None and call.log_decay.shape[3] == 1
     gates = (tokens, tokens, _slots(call) * H) if per_token else (0, 0, 0)

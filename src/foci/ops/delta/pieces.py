@@ -1,4 +1,4 @@
-"""How sequences are cut into pieces of whole chunks, so that few heads fill a GPU."""
+"""How sequences are split into pieces of whole chunks that run in parallel, so that few heads fill a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST = 64  # pieces of a sequence
 
 
 class Pieces(NamedTuple):
-    """A Cut, and room for the maps of its pieces, which only kernels read."""
+    """A Cut, and memory for the affine maps of its pieces, which only kernels use."""
 
     tokens: int
     programs: int
@@ -30,15 +30,15 @@ class Pieces(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Of pieces, in the time in which one program takes one chunk. As measured on an H100, in bfloat16."""
+    """A cost model of pieces, in units of one program's time for one chunk. As measured on an H100, in bfloat16."""
 
     chunk: float  # that time, in microseconds
-    map: float  # a chunk of a map, by a program that has a processor for itself
-    shared: float | None  # the same where two programs share one; None: where two have no room
-    join: float  # a map of 128 channels, whoever is behind it
-    launch: float = 3.0  # one launch more, and each time more that its programs fill the processors
-    whole: float = 0.0  # what a walk of whole sequences takes besides its chunks
-    fill: float = 0.0  # of the processors: programs that fill no more take longer than others, where those are cut
+    map: float  # one chunk of a map, by a program with a processor to itself
+    shared: float | None  # the same if two programs share a processor; None: two do not fit
+    join: float  # combining one map of 128 channels
+    launch: float = 3.0  # one more launch, and each further round of its programs over the processors
+    whole: float = 0.0  # overhead of a walk over whole sequences
+    fill: float = 0.0  # share of processors: below it, whole walks are slower than cut ones per chunk
 
 
 FORWARD = Costs(1.65, 0.8, 1.25, 3.0, whole=2.0)
@@ -50,7 +50,7 @@ UNGATED = 3.4  # microseconds: a chunk backwards, not turned over, where no gate
 
 
 class Way(NamedTuple):
-    """How a call's sequences are walked."""
+    """How a call's sequences are processed: transposed states or not, and in which pieces."""
 
     turned: bool  # states turned over (kernels_triton_token_walks.py)
     pieces: int  # of a sequence that is turned
@@ -100,7 +100,7 @@ def _turned(call: Call, back: bool, target: Target, programs: int) -> int:
 
 
 def pieces(call: Call, back: bool, target: Target, programs: int) -> Pieces:
-    """The pieces of a call that so many programs would walk whole, `back` or forward."""
+    """The pieces of a call that `programs` programs would walk whole; `back`: in the backward."""
     B, T, _, H, K, V, N = call.sizes
     dtype, device = stored(call.v.dtype), call.v.device
     costs = _costs(call, back)
@@ -112,7 +112,7 @@ def pieces(call: Call, back: bool, target: Target, programs: int) -> Pieces:
 
 
 def _costs(call: Call, back: bool) -> Costs:
-    """Of pieces that are not turned over."""
+    """The Costs of pieces whose states are not turned over (transposed)."""
     costs, K = BACKWARD if back else FORWARD, call.sizes[4]
     if back and call.log_decay is None:
         costs = costs._replace(chunk=UNGATED)
@@ -143,14 +143,14 @@ def cut(N: int, B: int, T: int, packed: bool, K: int, V: int, costs: Costs, targ
 
 
 def _worth(chunks: int, programs: int, K: int, V: int, costs: Costs, processors: int) -> tuple[int, float]:
-    """(pieces that are not turned over, 1 where a launch more is not worth it; how long that takes)."""
+    """(number of pieces of states that are not turned over, 1 if another launch does not pay; the time)."""
     several, time = _least(chunks, programs, K, V, costs, processors)
     return (several, time) if time < WORTH * chunks else (1, chunks + costs.whole)
 
 
 @functools.lru_cache(512)
 def _least(chunks: int, programs: int, K: int, V: int, costs: Costs, processors: int) -> tuple[int, float]:
-    """(pieces, two at least, that are estimated to take least; how long). 1 and infinite where none may be."""
+    """(number of pieces, at least two, with the least estimated time; that time). (1, inf) if none is possible."""
     pieces, least = 1, math.inf
     if K <= WIDEST and programs < processors:
         for P in range(2, min(MOST, chunks // SHORTEST) + 1):
@@ -161,7 +161,7 @@ def _least(chunks: int, programs: int, K: int, V: int, costs: Costs, processors:
 
 
 def _time(chunks: int, P: int, programs: int, K: int, V: int, costs: Costs, processors: int) -> float:
-    """How long a walk cut into P takes, in the time of one chunk."""
+    """The time of a walk cut into P pieces, in units of one chunk's."""
     piece, maps = -(-chunks // P), programs * (P - 1 + (P - 2) * K / V)
     mapped, rounds = costs.map, math.ceil(maps / processors)
     if costs.shared is not None and maps > processors:

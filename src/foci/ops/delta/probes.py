@@ -1,4 +1,4 @@
-"""How a case of the delta rule becomes the questions of the laws."""
+"""The probes of the delta rule: how the laws derive tests from a case."""
 
 from __future__ import annotations
 

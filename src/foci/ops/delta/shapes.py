@@ -30,7 +30,7 @@ def _qwen(G: int, H: int, lengths: tuple[int, ...]) -> Delta:
 
 
 def _slow(draw: Draw, *shape: int) -> Tensor:
-    """A hundredth of what models have: nothing is forgotten, and no piece of a sequence can be walked alone."""
+    """Gates of a hundredth of the usual size: nothing is forgotten, so a piece cannot start from a warm-up."""
     return draw.gates(*shape) / 100
 
 

@@ -39,9 +39,9 @@ def _step(
     log_decay: Tensor | None,
     erase: Tensor | None,
 ) -> Tensor:
-    """What the state holds under the key is read by one product, the output by another.
+    """One matmul reads the state for the key, another for the output.
 
-    Both at once, as two rows against the state before the write, is slower: the product then reads it once a row.
+    A single one with two rows, on the state before the write, is slower: it reads the state once per row.
     """
     dtype = state.dtype
     B, H, K, V = state.shape

@@ -1,4 +1,4 @@
-"""What a stretch of tokens does to states that reach it, and to gradients that come back, without any output."""
+"""A run of tokens as an affine map of the state, and of its gradient in the backward, without any output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from foci.ops.slabs import Decays, Slab, initial, load, sequences, slabs
 
 
 class _Chunks(NamedTuple):
-    """What the state alone needs of a slab's chunks: X (rise e), fall w, and X, as chunked.py has them."""
+    """The terms of a slab's chunks that the state needs: X (rise e), fall w, and X, as in chunked.py."""
 
     gates: Gates
     write: Tensor  # [M,C,K]: beta k
@@ -34,7 +34,7 @@ def _chunks(call: Call, decays: Decays, slab: Slab) -> _Chunks:
 
 
 def shapes(call: Call, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the transition and of the offset of so many rows."""
+    """The shapes of the transition and of the offset, for `rows` states."""
     *_, H, K, V, _ = call.sizes
     return (rows, H, K, K), (rows, H, K, V)
 
@@ -42,8 +42,8 @@ def shapes(call: Call, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def ahead(call: Call, through: bool = True) -> Affine:
     """S -> A S + offset of all tokens, rows of a batch: offset [B,H,K,V] from call.state, A [B,H,K,K].
 
-    A, the product of (I - beta_t k_t e_t^T) Diag(exp g_t), is what becomes of the identity when no value is written: K
-    more columns of the state. Where not `through` nothing comes in: A is zero, of the shape of a diagonal [B,H,1].
+    A, the product of (I - beta_t k_t e_t^T) Diag(exp g_t), is the final state if the state is the identity and values
+    are 0: K more columns of the state. If not `through`, the incoming state is unused: A is 0, as a diagonal [B,H,1].
     """
     offset = initial(call)
     *rows, K, V = offset.shape
@@ -67,7 +67,7 @@ def ahead(call: Call, through: bool = True) -> Affine:
 
 
 def back(call: Call, d_out: Tensor, d_state: Tensor) -> Tensor:
-    """The gradient of the states before these tokens [B,H,K,V], from that behind them and that of the outputs.
+    """The gradient of the initial states [B,H,K,V], from those of the final states and of the outputs.
 
     dS_0 = A^T dS_T + what the outputs read of S_0; chunk by chunk, with dd = A^T do + (fall w) dS the gradient of the
     errors:  dS <- total dS + (scale rise q)^T do - (X rise e)^T dd. It needs no values and no state.

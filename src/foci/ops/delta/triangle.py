@@ -1,8 +1,8 @@
-"""The inverse of I + N, N strictly lower triangular: substitution block by block, never a power series.
+"""The inverse of I + N, N strictly lower triangular, by block substitution and not by a power series.
 
 The inverse of [[A, 0], [B, D]] is [[A', 0], [-D' B A', D']], A' and D' the inverses of the diagonal blocks, themselves
-blocks of the whole inverse: nothing that is multiplied is larger than the answer. (A power series of N sums terms that
-grow like 2^C, and cancel, where keys are alike.)
+blocks of the whole inverse: no factor is larger than the result. (With similar keys, a power series of N sums terms
+that grow like 2^C and cancel.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Call: the validated arguments of the elementwise scan, and the one place its shapes are written."""
+"""Call: the validated arguments of the elementwise scan; the one place where its shapes are declared."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Call(NamedTuple):
 
     @property
     def ends(self) -> int:
-        """Final states that are given: one a sequence, none where they are not asked for."""
+        """The number of final states returned: one per sequence, or 0 if they are not asked for."""
         return self.sizes[-1] if self.return_state else 0
 
 
@@ -55,7 +55,7 @@ def bind(
     offsets: Offsets | None = None,
     return_state: bool = True,
 ) -> Call:
-    """The Call of these arguments, by default for all outputs.
+    """The Call of these arguments, by default with all outputs.
 
     Raises ShapeError, ValueError or TypeError naming the argument and its value.
     """

@@ -68,7 +68,7 @@ LARGE = (
 
 
 def drawn(name: str, room: int) -> Case:
-    """A problem that nobody chose (Spec.drawn)."""
+    """A random problem (Spec.drawn)."""
     chance = Chance(name, room)
     T = chance.tokens(LONGEST)
     D = chance.size(min(WIDEST, room // T))

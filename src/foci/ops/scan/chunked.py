@@ -16,7 +16,7 @@ def reasons(call: Call) -> list[str]:
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """h_t = exp(g_t) h_{t-1} + x_t; the state before the first token is one more term of its x."""
+    """h_t = exp(g_t) h_{t-1} + x_t; the initial state, decayed, is added to the first token's x."""
     h, decay, final = _copy(call.x, call.accumulator), _decay(call), _states(call)
     for rows, states, start, stop in _stretches(call):
         h[rows, start].addcmul_(decay[rows, start], final[states])
@@ -28,7 +28,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 def backward(
     call: Call, outputs: tuple[Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None], needs: list[bool]
 ) -> tuple[Tensor | None, ...]:
-    """The same recurrence from the last token to the first, each decay a token later:
+    """The same recurrence in reverse, with decays shifted by one token:
 
     dh_t = dout_t + exp(g_{t+1}) dh_{t+1};  dx_t = dh_t;  dg_t = dh_t exp(g_t) h_{t-1};  dh_0 = exp(g_1) dh_1
     """
@@ -55,10 +55,10 @@ def backward(
 
 
 def _recur(h: Tensor, decay: Tensor) -> None:
-    """h_t += decay_t h_{t-1} along dim 1, in place; `decay` is spoiled.
+    """h_t += decay_t h_{t-1} along dim 1, in place; `decay` is overwritten.
 
-    All pieces of about sqrt(T) tokens at once, then from the end of one to the end of the next, then into each: a
-    call of torch a token would cost more than its numbers. Products of decays only: nothing overflows or is divided.
+    Blocks of about sqrt(T) tokens: scan within all blocks at once, then over the blocks' ends, then add to each block;
+    one torch call per token would be bound by overhead. Only products of decays: no overflow, no division.
     """
     T = h.shape[1]
     count = math.isqrt(T)
@@ -71,7 +71,7 @@ def _recur(h: Tensor, decay: Tensor) -> None:
 
 
 def _run(h: tuple[Tensor, ...], decay: tuple[Tensor, ...], products: bool = False) -> None:
-    """One step after another; with `products`, decay becomes what each step has decayed since the first."""
+    """A sequential scan; with `products`, decay becomes the cumulative product."""
     for t in range(1, len(h)):
         h[t].addcmul_(decay[t], h[t - 1])
         if products:
@@ -79,7 +79,7 @@ def _run(h: tuple[Tensor, ...], decay: tuple[Tensor, ...], products: bool = Fals
 
 
 def _stretches(call: Call) -> list[arguments.Stretch]:
-    """Those with a token."""
+    """The call's stretches that are not empty."""
     B, T, _, _ = call.sizes
     return [each for each in arguments.stretches(NAME, call.offsets, B, T) if each.start < each.stop]
 
@@ -94,7 +94,7 @@ def _decay(call: Call) -> Tensor:
 
 
 def _states(call: Call) -> Tensor:
-    """A copy of the states before the first tokens."""
+    """A copy of the initial states."""
     _, _, D, N = call.sizes
     if call.state is None:
         return torch.zeros(N, D, dtype=call.accumulator, device=call.x.device)

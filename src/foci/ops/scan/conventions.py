@@ -1,4 +1,4 @@
-"""Other people's calling conventions of the elementwise scan, behind the operator's argument names."""
+"""Adapt other libraries' calling conventions of the elementwise scan to the operator's argument names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from foci.ops import words
 
 
 def adapt(function: Callable[..., Any], *, name: str = "") -> Candidate:
-    """A callable `f(x, log_decay, ...)` as a Candidate of the scan, asked in the words that its signature has.
+    """A callable `f(x, log_decay, ...)` as a Candidate of the scan, by the keywords in its signature.
 
     State: `state`, `initial_state`; documents: `offsets`, `cu_seqlens`; `return_state`, `output_final_state`: True.
     """

@@ -50,6 +50,6 @@ def step(x: Tensor, log_decay: Tensor, state: Tensor) -> Tensor:
 
 
 def _cut(call: Call) -> partial[stretches.Cut]:
-    """What is left to say: for which GPU, and how many warps walk a sequence."""
+    """The rule of the Cut, still to be called with the target GPU and the warps per sequence."""
     B, T, _, N = call.sizes
     return partial(stretches.cut, CUT, N, B, T, call.offsets is not None)

@@ -1,4 +1,4 @@
-"""How a case of the elementwise scan becomes the questions of the laws."""
+"""The probes of the elementwise scan: how the laws derive tests from a case."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def forward(x: Token, log_decay: Token, state: Token) -> Token:
     arguments.check_step(STEP, x, named)
     if steps(state) and plans.literal(given):
         return step.launched(key, given, gpu.step, given, state)
-    h = torch.exp(log_decay.to(state.dtype)).mul_(state).add_(x)  # the state last: the others may lie in its memory
+    h = torch.exp(log_decay.to(state.dtype)).mul_(state).add_(x)  # written last, as the others may alias the state
     state.copy_(h)
     return h.to(x.dtype)
 

@@ -1,4 +1,4 @@
-"""What a stretch of tokens does to states that reach it, and to gradients that come back, without any output."""
+"""A run of tokens as an affine map of the state, and of its gradient in the backward, without any output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from foci.ops.scan.call import Call
 
 
 def shapes(call: Call, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the transition and of the offset of so many rows."""
+    """The shapes of the transition and of the offset, for `rows` states."""
     *_, D, _ = call.sizes
     return (rows, D), (rows, D, 1)
 
@@ -18,8 +18,8 @@ def shapes(call: Call, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def ahead(call: Call, through: bool = True) -> Affine:
     """h -> total h + sum_s fall_s x_s of all tokens, rows of a batch: offset [B,D,1] from call.state, total [B,D].
 
-    fall_s = exp(g_{s+1} + .. + g_T), summed from the end, so that what counts is not rounded by what does not. total is
-    zero where not `through`, since then nothing comes in.
+    fall_s = exp(g_{s+1} + .. + g_T), summed from the end, so that large sums, whose exp is 0, do not round small ones.
+    total is zero if not `through`: the incoming state is not used.
     """
     g = call.log_decay.to(call.accumulator)
     from_here = g.flip(1).cumsum(1).flip(1)  # [B,T,D]: g_s + .. + g_T
@@ -32,7 +32,7 @@ def ahead(call: Call, through: bool = True) -> Affine:
 
 
 def back(call: Call, d_out: Tensor, d_state: Tensor) -> Tensor:
-    """The gradient of the states before these tokens [B,D,1], from that behind them and that of the outputs.
+    """The gradient of the initial states [B,D,1], from those of the final states and of the outputs.
 
     dh_0 = total dh_T + sum_t rise_t dout_t, rise_t = exp(g_1 + .. + g_t).
     """

@@ -1,4 +1,4 @@
-"""Call: the validated arguments of the selective scan, and the one place its shapes are written."""
+"""Call: the validated arguments of the selective scan; the one place where its shapes are declared."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
     @property
     def ends(self) -> int:
-        """Final states that are given: one a sequence, none where they are not asked for."""
+        """The number of final states returned: one per sequence, or 0 if they are not asked for."""
         return self.sizes[-1] if self.return_state else 0
 
 
@@ -66,7 +66,7 @@ def bind(
     offsets: Offsets | None = None,
     return_state: bool = True,
 ) -> Call:
-    """The Call of these arguments, by default for all outputs.
+    """The Call of these arguments, by default with all outputs.
 
     Raises ShapeError, ValueError or TypeError naming the argument and its value.
     """
@@ -80,5 +80,5 @@ def bind(
 
 
 def rates(A: Tensor, dtype: torch.dtype) -> Tensor:
-    """A, half the lowest number for -inf: 0 * -inf is NaN, in dt A where dt = 0 and in the gradient of dt."""
+    """A with -inf replaced by half the lowest number: 0 * -inf is NaN, in dt A for dt = 0 and in dt's gradient."""
     return A.to(dtype).clamp(min=torch.finfo(dtype).min / 2)

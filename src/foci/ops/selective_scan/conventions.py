@@ -1,4 +1,4 @@
-"""Other people's calling conventions of the selective scan, behind the operator's argument names."""
+"""Adapt other libraries' calling conventions of the selective scan to the operator's argument names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from foci.ops import words
 
 
 def adapt(function: Callable[..., Any], *, name: str = "") -> Candidate:
-    """A callable `f(x, dt, A, B, C, ...)` as a Candidate of the selective scan, in the words that its signature has.
+    """A callable `f(x, dt, A, B, C, ...)` as a Candidate of the selective scan, by the keywords in its signature.
 
     skip: `skip`, `D`. State: `state`, `initial_state`; documents: `offsets`, `cu_seqlens`; `return_state`,
     `output_final_state`: True.

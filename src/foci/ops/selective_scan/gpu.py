@@ -12,10 +12,10 @@ from foci.ops import stretches
 from foci.ops.gpu import placed, unsuitable
 from foci.ops.selective_scan.call import NAME, Call
 
-KEEP = 32  # tokens from one state that is kept to the next: as many bytes as x has in bfloat16, where K = 16
+KEEP = 32  # tokens between saved states: as many bytes as x in bfloat16, for K = 16
 FORWARD = stretches.Rule(KEEP, few=4, most=40, joined=1.2)  # as measured on an H100
 BACKWARD = stretches.Rule(KEEP, few=3, most=40, joined=0.9)
-DOCUMENTS = BACKWARD._replace(few=8)  # backwards: their lengths differ, which stretches make up for
+DOCUMENTS = BACKWARD._replace(few=8)  # the backward of packed documents: stretches balance their different lengths
 
 
 def reasons(call: Call) -> list[str]:
@@ -23,7 +23,7 @@ def reasons(call: Call) -> list[str]:
 
 
 def kept(call: Call) -> Output:
-    """The state at every KEEP-th token of each sequence; room for two more, since the compiler tells 0 and 1 apart."""
+    """The state at every KEEP-th token of each sequence; plus two, as torch.compile specializes on sizes 0 and 1."""
     B, T, D, K, N = call.sizes
     slots = B * -(-T // KEEP) if call.offsets is None else T // KEEP + N
     return Output("kept", (slots + 2, D, K), torch.float32)
@@ -66,6 +66,6 @@ def step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, 
 
 
 def _cut(call: Call, rule: stretches.Rule) -> partial[stretches.Cut]:
-    """What is left to say: for which GPU, and how many warps walk a sequence."""
+    """The rule of the Cut, still to be called with the target GPU and the warps per sequence."""
     B, T, *_, N = call.sizes
     return partial(stretches.cut, rule, N, B, T, call.offsets is not None)

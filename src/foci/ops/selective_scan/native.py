@@ -1,4 +1,4 @@
-"""The scan in C++, a vector of channels at a time, where a compiler is; its backward is that of chunked."""
+"""The selective scan in C++, vectorised over channels, if there is a compiler; its backward is chunked.py's."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from foci.ops.selective_scan.chunked import backward
 
 __all__ = ["backward", "forward", "reasons"]
 
-_MOST = 1024  # numbers of a state that are kept on a thread's stack, for each of at most sixteen channels
+_MOST = 1024  # maximum state size K: states of at most sixteen channels are on a thread's stack
 _VIEWS, _POINTERS = ("x", "dt", "b", "c", "out"), ("A", "skip", "state")
 
 
 class Selective(ctypes.Structure):
-    """One call, as native_scan.h has it."""
+    """The arguments of one call; the layout is the struct in native_scan.h."""
 
     _fields_ = [
         *((name, ctypes.c_long) for name in ("B", "T", "D", "K", "N", "dtype", "threads")),

@@ -1,4 +1,4 @@
-"""How a case of the selective scan becomes the questions of the laws."""
+"""The probes of the selective scan: how the laws derive tests from a case."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def forward(x: Token, dt: Token, A: Rates, B: Key, C: Key, state: State, *, skip
         y = torch.matmul(h, C[..., None])[..., 0]
     if skip is not None:
         y.addcmul_(skip.to(dtype), x)
-    state.copy_(h)  # last: the others may lie in its memory
+    state.copy_(h)  # written last, as the others may alias the state
     return y.to(out_dtype)
 
 

@@ -1,4 +1,4 @@
-"""What a stretch of tokens does to states that reach it, and to gradients that come back, without any output."""
+"""A run of tokens as an affine map of the state, and of its gradient in the backward, without any output."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from foci.merge.affine import Affine
 from foci.ops.selective_scan.call import Call, rates
 
-_TOKENS = 32  # whose decays [B,D,K] are held at once
+_TOKENS = 32  # tokens whose decays [B,D,K] are in memory at the same time
 
 
 def shapes(call: Call, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the transition and of the offset of so many rows."""
+    """The shapes of the transition and of the offset, for `rows` states."""
     *_, D, K, _ = call.sizes
     return (rows, D, K), (rows, D, K, 1)
 
@@ -22,7 +22,7 @@ def shapes(call: Call, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def ahead(call: Call, through: bool = True) -> Affine:
     """h -> total h + sum_s fall_s dt_s x_s B_s^T of all tokens: offset [B,D,K,1] from call.state, total [B,D,K].
 
-    fall_s = exp(A (dt_{s+1} + .. + dt_T)). total is zero where not `through`, since then nothing comes in.
+    fall_s = exp(A (dt_{s+1} + .. + dt_T)). total is zero if not `through`: the incoming state is not used.
     """
     batch, T, D, K, _ = call.sizes
     acc, A = call.accumulator, rates(call.A, call.accumulator)
@@ -40,7 +40,7 @@ def ahead(call: Call, through: bool = True) -> Affine:
 
 
 def back(call: Call, d_out: Tensor, d_state: Tensor) -> Tensor:
-    """The gradient of the states before these tokens [B,D,K,1], from that behind them and that of the outputs.
+    """The gradient of the initial states [B,D,K,1], from those of the final states and of the outputs.
 
     dh_0 = total dh_T + sum_t rise_t dy_t C_t^T, rise_t = exp(A (dt_1 + .. + dt_t)).
     """

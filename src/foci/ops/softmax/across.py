@@ -1,4 +1,4 @@
-"""Softmax attention whose sequence lies over ranks: which dimensions are cut, and cases that ranks can share."""
+"""Softmax attention with a sequence sharded over ranks: which dimensions are split, and cases for it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from foci.ops.softmax.probes import PROBES
 from foci.ops.softmax.spec import SPEC
 
 ROWS = (*WORDS["mask"], *WORDS["bias"])
-EACH = 8  # tokens of a rank
+EACH = 8  # tokens per rank
 
 
 def split(layout: str) -> Callable[[str, Tensor], int | None]:
-    """The dimension of an argument that is cut: q, k, v along their tokens, mask and bias along their rows (queries).
+    """The dimension along which an argument is split: tokens of q, k, v, rows (queries) of mask and bias.
 
-    The columns of mask and bias stay whole, in the order of the sequence; so does all that has no tokens.
+    Columns of mask and bias are not split, and are in sequence order; arguments without tokens are replicated.
     """
 
     def dimension(name: str, tensor: Tensor) -> int | None:
@@ -39,7 +39,7 @@ def split(layout: str) -> Callable[[str, Tensor], int | None]:
 
 
 def share(value: Any, places: Callable[[int], Places]) -> list[Any] | None:
-    """Each rank's part of a mask of foci's: the rows of a Dense; everything else is of the whole sequence."""
+    """Each rank's part of a foci Mask: the rows of a Dense; other masks are those of the whole sequence."""
     parts = value.parts if isinstance(value, All) else (value,)
     dense = next((part.allowed for part in parts if isinstance(part, Dense)), None)
     if dense is None or dense.dim() < 2 or dense.shape[-2] == 1:
@@ -62,12 +62,12 @@ def joined(layout: str) -> Callable[[int, Tensor, int], int | None]:
 
 
 def spec_for(size: int) -> Spec:
-    """The softmax Spec with cases that so many ranks share equally (and some that they do not)."""
+    """The softmax Spec with cases for `size` ranks: some that they share equally, some not."""
     return replace(SPEC, cases=cases(size), large=(), probes=replace(PROBES, sized=lambda n: _sized(n, size), bad=()))
 
 
 def shown(size: int) -> Callable[[float], Case]:
-    """A case whose out is the probabilities: equal ones (q = 0), of values that each tell of one key."""
+    """A case whose output is the probabilities: uniform ones (q = 0), with one-hot values."""
     T = EACH * size
 
     def values(draw: Draw) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def shown(size: int) -> Callable[[float], Case]:
 
 
 def _sized(length: int, size: int) -> Case:
-    """A case of so many tokens, and of as many heads as the ranks can share."""
+    """A case of `length` tokens with one head per rank."""
     uneven = ("uneven lengths",) if length % (2 * size) else ()
     return case(f"T={length}", *uneven, B=1, T=length, H=size, K=8)
 

@@ -1,4 +1,4 @@
-"""How softmax attention over ranks goes wrong: what each of the wrong ways gives, computed on the whole sequence."""
+"""Known bugs of softmax attention over ranks: the outputs that each would give, computed on the whole sequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Places = list[Tensor]
 
 
 class Whole(NamedTuple):
-    """A call beside which rank has each query and key, and at which of its local positions."""
+    """A call, and for each query and key its rank and its local position there."""
 
     call: Call
     allowed: Tensor
@@ -40,7 +40,7 @@ class Whole(NamedTuple):
         return self.call._replace(**NOTHING_HIDDEN._replace(dense=dense)._asdict())
 
     def without(self, *fields: str) -> Tensor:
-        """What is allowed when parts of the mask are left out."""
+        """The mask without some of its parts, as a boolean tensor."""
         visible = self.call.visible._replace(**{name: getattr(NOTHING_HIDDEN, name) for name in fields})
         return materialize(visible, *self.allowed.shape[-2:])
 
@@ -54,10 +54,10 @@ def stories(
     others: Mapping[str, Callable[[int], Places]],
     words: Callable[[int], int] = lambda length: 0,
 ) -> Callable[[Inputs], Told]:
-    """The wrong ways of spreading attention over ranks: for inputs, each as a sentence and the outputs it would give.
+    """A function from inputs to known bugs of attention over ranks, each a sentence and the outputs it would give.
 
-    `places`: the positions of each rank for a length; `others`: those of the orders that these are not. `words`: how
-    many tokens in front are text that every rank has: then only ways with text are told.
+    `places`: the positions of each rank for a length; `others`: those in the other orders. `words`: how many leading
+    tokens are text replicated on every rank; if there are any, only bugs with text are returned.
     """
 
     def tell(inputs: Inputs) -> Told:
@@ -83,7 +83,7 @@ def stories(
 
 
 def _text(call: Call, T: int, S: int, size: int) -> Told:
-    """Joint attention whose text, in front, is counted wrongly."""
+    """Joint attention in which the leading text is counted wrongly."""
     call, columns = call._replace(**NOTHING_HIDDEN._asdict()), torch.arange(call.k.shape[1], device="cpu") < S
     once = torch.where(columns, math.log(size), 0.0).to(call.q.dtype).view(1, 1, 1, -1)
     bias = once if call.bias is None else call.bias + once
@@ -173,7 +173,7 @@ def _windows(w: Whole) -> Ways:
 
 
 def _columns(w: Whole) -> Ways:
-    """Masks and biases whose columns are those of another block."""
+    """Masks and biases with the columns of another block."""
     if not w.equal or len(w.queries) != len(w.keys):
         return
     S = len(w.k_local)
@@ -193,7 +193,7 @@ def _columns(w: Whole) -> Ways:
 
 
 def _taken(tensor: Tensor, columns: Tensor) -> Tensor:
-    """[..., T or 1, S or 1] with other columns in each row: columns [T, S]."""
+    """A tensor [..., T or 1, S or 1] with row t's columns taken at columns[t], [T, S]."""
     T, S = columns.shape
     spread = tensor.expand(*tensor.shape[:-2], T, S)
     return spread.gather(-1, columns.expand_as(spread))
@@ -223,7 +223,7 @@ def _order(w: Whole) -> Ways:
 
 
 def _merged(w: Whole) -> Ways:
-    """Blocks merged by wrong weights."""
+    """Blocks merged with wrong weights."""
     pairs = [forward(w.under(w.allowed & (w.k_rank == rank))) for rank in range(len(w.keys))]
     outs, lses = torch.stack([out for out, _ in pairs]), torch.stack([lse for _, lse in pairs])
     seen = torch.stack(
@@ -241,7 +241,7 @@ def _merged(w: Whole) -> Ways:
 
 
 def _any(w: Whole, block: int) -> Tensor:
-    """For every query, whether any query of its rank sees any key of a block."""
+    """For every query, whether any query on its rank sees any key of a block."""
     seen = (w.allowed & (w.k_rank == block)).flatten(0, 1).any(0).any(-1)
     return torch.stack([seen[part].any() for part in w.queries])[w.q_rank]
 
@@ -254,7 +254,7 @@ def _counted(w: Whole) -> Ways:
 
 
 def _dropout(w: Whole) -> Ways:
-    """What is kept by a hash of other positions, or of another seed on each rank."""
+    """Dropout masks hashed from local positions, or from a different seed on each rank."""
     if w.call.seed is None:
         return
     B, T, S, H, *_ = w.call.sizes
@@ -274,7 +274,7 @@ def _dropout(w: Whole) -> Ways:
 
 
 def _believed(inputs: Inputs, places: Callable[[int], Places], other: Callable[[int], Places]) -> Outputs | None:
-    """Shards in one order, worked on as if they were in another."""
+    """Shards in one order, computed as if they were in another."""
     T, S = inputs["q"].shape[1], inputs["k"].shape[1]
     moved = dict(inputs)
     for name, length in (("q", T), ("k", S), ("v", S)):

@@ -1,4 +1,4 @@
-"""torch's fused kernels with their LSE conventions normalised."""
+"""torch's fused attention kernels, with their different LSE conventions normalised."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from foci.ops.softmax.call import Call, Gradients, Rows, never_empty
 _flash_forward = torch._scaled_dot_product_flash_attention_for_cpu  # the same op, 2 us cheaper to call
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _HALF = (torch.bfloat16, torch.float16)
-_FEW = 32  # numbers, whose product float32 mostly has
+_FEW = 32  # elements whose product mostly fits in float32
 
 
 class Kernel(Protocol):
-    """A fused kernel of torch behind one contract: tensors [B, H, T, D] with one D, GQA, additive mask, top-left
-    causal, true lse.
+    """The contract of torch's fused kernels: tensors [B, H, T, D] with one D, GQA, additive mask, top-left causal, true
+    lse.
 
-    `reasons` of a call whose gradients are wanted: inside an op, forward or backward, autograd no longer says so.
+    `reasons(call, gradients)`: `gradients` says that they will be needed, which inside an op autograd does not show.
 
-    `backward` recomputes p = exp(z - lse) and takes delta from sum(dout * out); an empty row comes with lse = +inf, so
+    `backward` recomputes p = exp(z - lse) and takes delta from sum(dout * out); for an empty row it gets lse = +inf, so
     p = 0.
     """
 
@@ -54,7 +54,7 @@ class Kernel(Protocol):
 class FlashOnCpu:
     """torch's CPU flash attention. Its lse is 0.0 for an empty row, which would merge as a real one: see `forward`.
 
-    It multiplies q k before it scales, and takes a maximum that may not see NaN: see `_lost` and `_wild`.
+    It scales after q k, and its maximum may ignore NaN: see `_may_overflow` and `_lost_rows`.
     """
 
     name = "cpu flash"
@@ -96,9 +96,9 @@ def _kernels(call: Call) -> tuple[Kernel, ...]:
 
 
 def _kernel(call: Call, quick: bool = False) -> Kernel:
-    """The first that takes the call and its gradients; out and lse are the same of all, whichever does the backward.
+    """The first kernel that supports the call and its gradients; with `quick`, preferably one that is quick to launch.
 
-    Of those, the first that is `quick` to launch.
+    Forward and backward may use different kernels, since all agree on out and lse.
     """
     for kernel in sorted(_kernels(call), key=lambda kernel: quick and not kernel.quick):
         if not kernel.reasons(call, gradients=True):
@@ -107,7 +107,7 @@ def _kernel(call: Call, quick: bool = False) -> Kernel:
 
 
 def reasons(call: Call) -> list[str]:
-    """Why no fused kernel of torch can run this call. Sink, V != K, documents, lengths are decomposed instead."""
+    """Why no fused kernel of torch can run this call. Sink, V != K, documents and lengths are decomposed by us."""
     found = []
     if call.softcap is not None:
         found.append("softcap is not supported by torch's fused kernels")
@@ -139,9 +139,9 @@ def reasons(call: Call) -> list[str]:
 
 
 def prefers(call: Call, single: bool) -> str:
-    """The backend that is faster where both can run this call.
+    """ "triton" if that is faster for this call, else "".
 
-    For a gradient torch's own autograd has less to do on the host than any Function, by a kernel that is quick.
+    With gradients, torch's own autograd with a kernel that is quick to launch has less host overhead than our Function.
     """
     if not call.q.is_cuda or not slow(call):
         return ""
@@ -150,7 +150,7 @@ def prefers(call: Call, single: bool) -> str:
 
 
 def _causal_fits(call: Call) -> bool:
-    """Whether causal is top-left in every segment, or hides nothing because there is a single query at the end."""
+    """Whether causal is top-left in every segment, or masks nothing, as for a single query at the end."""
     if not call.causal_end:
         return True
     _, T, S, *_ = call.sizes
@@ -183,7 +183,7 @@ def _pieces(call: Call) -> Iterator[Piece]:
 
 
 def _additive(call: Call) -> Tensor | None:
-    """Bias and Dense as the one additive mask, 4-dimensional, that the kernels take."""
+    """Bias and Dense combined into one additive mask of four dimensions, as the kernels take it."""
     mask = call.bias
     if call.dense is not None:
         zero = torch.zeros((), dtype=call.q.dtype, device=call.q.device) if mask is None else mask
@@ -205,15 +205,15 @@ def _cut(mask: Tensor | None, rows: slice, queries: slice, keys: slice) -> Tenso
 
 
 def forward(call: Call, kernel: Kernel | None = None) -> tuple[Tensor, Tensor]:
-    """out and lse of this kernel, by itself the first that takes the call, piece by piece.
+    """out and lse, one kernel call per piece; `kernel`: by default the first that supports the call.
 
-    A sink joins afterwards as one more key.
+    A sink is merged afterwards, as one more key.
     """
     kernel = kernel or _kernel(call)
     if _bare(call):
         q, k, v = (unit_stride(x).transpose(1, 2) for x in call[:3])
-        out, lse = kernel.forward(q, k, v, None, _squarely_causal(call), call.scale)
-        if _lost(out, lse):
+        out, lse = kernel.forward(q, k, v, None, _causal_flag(call), call.scale)
+        if _lost_rows(out, lse):
             return chunked.forward(call)
         return out.transpose_(1, 2).contiguous(), lse.transpose_(1, 2).contiguous()  # in place: no views
     B, T, _, H, _, K, V = call.sizes
@@ -236,7 +236,7 @@ def forward(call: Call, kernel: Kernel | None = None) -> tuple[Tensor, Tensor]:
             out, lse = o, e
         else:
             out[rows, :, queries], lse[rows, :, queries] = o, e
-    if _lost(out, lse):
+    if _lost_rows(out, lse):
         return chunked.forward(call)
     if call.sink is not None:
         total = torch.logaddexp(lse, call.sink.to(lse.dtype)[:, None])
@@ -245,26 +245,26 @@ def forward(call: Call, kernel: Kernel | None = None) -> tuple[Tensor, Tensor]:
     return out.contiguous().detach(), lse.contiguous().detach()  # no views
 
 
-def _lost(out: Tensor, lse: Tensor) -> bool:
-    """Whether a row that sees keys may have come to nothing, or is not finite, on the CPU: `chunked` says what it is.
+def _lost_rows(out: Tensor, lse: Tensor) -> bool:
+    """Whether, on the CPU, a nonempty row may have become 0, or is not finite: such calls are recomputed by `chunked`.
 
-    Below 16 keys (8 in float64) the maximum passes NaN by: where no other logit is finite the row is 0, its lse 0.
+    Below 16 keys (8 in float64) the kernel's maximum ignores NaN: a row without another finite logit gets out 0, lse 0.
     """
     if lse.device.type != "cpu":
         return False
-    if lse.numel() <= _FEW:  # their product, of two operations less, is 0 or not finite too
+    if lse.numel() <= _FEW:  # the product takes two operations less, and also is 0 or not finite then
         all_well = (told := lse.prod().item()) != 0 and isfinite(told)
     else:
         all_well = lse.reciprocal().add_(lse).sum().item() < torch.inf
     return not all_well and bool((~(lse < torch.inf) | (lse == 0) & ~out.any(-1)).any())
 
 
-def _wild(call: Call) -> bool:
-    """Whether on the CPU a product q k may overflow before it is scaled, or a bias be more than a mask can hide."""
+def _may_overflow(call: Call) -> bool:
+    """Whether, on the CPU, q k may overflow before it is scaled, or a bias is +inf or NaN, which -inf cannot mask."""
     if call.q.device.type != "cpu":
         return False
     wild = _overflows([(call.q, call.k)], call.accumulator)
-    if wild and (call.q_offsets is not None or call.kv_lengths is not None):  # what they exclude may be anything
+    if wild and (call.q_offsets is not None or call.kv_lengths is not None):  # excluded tokens may hold anything
         B, T, S, *_ = call.sizes
         parts = segments(call.visible, B, T, S)
         pairs = [(call.q[x.rows, x.q_start : x.q_stop], call.k[x.rows, x.k_start : x.k_stop]) for x in parts]
@@ -273,7 +273,7 @@ def _wild(call: Call) -> bool:
 
 
 def _overflows(pairs: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> bool:
-    """Whether of some q and k a product may have no number of this dtype, or is none."""
+    """Whether a product of one of these pairs (q, k) may overflow this dtype, or is NaN."""
     most = torch.finfo(dtype).max / 4
     pairs = [(q, k) for q, k in pairs if q.numel() and k.numel()]
     return not all(_largest(q) * _largest(k) * q.shape[-1] < most for q, k in pairs)
@@ -285,9 +285,9 @@ def _largest(x: Tensor) -> float:
 
 
 def alike(call: Call) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor | None, ...]]]:
-    """`forward` and `backward` of calls like this one, whose kernel is its own; lse may stay as that gave it."""
+    """`forward` and `backward` for calls with the same cache key, with this call's kernel; lse keeps its layout."""
     kernel, make = _kernel(call), type(call)._make
-    straight, folds = kernel.straight(call, _squarely_causal(call)) if _bare(call) else None, folds_dlse(call)
+    straight, folds = kernel.straight(call, _causal_flag(call)) if _bare(call) else None, folds_dlse(call)
 
     def back(values: Any, outputs: Any, grads: Any, needs: Any) -> tuple[Tensor | None, ...]:
         (out, lse), (dout, dlse) = outputs, grads
@@ -302,17 +302,17 @@ def alike(call: Call) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..
 
 
 def by_torch(call: Call) -> Callable[..., tuple[Tensor]] | None:
-    """What makes (out,) of q, k and v of calls like this one; None where a kernel needs help of ours."""
-    return _kernel(call, quick=little(call)).by_torch(call, _squarely_causal(call)) if _bare(call) else None
+    """A function from q, k and v to (out,) for calls with the same cache key; None if they need our processing."""
+    return _kernel(call, quick=little(call)).by_torch(call, _causal_flag(call)) if _bare(call) else None
 
 
-def _squarely_causal(call: Call) -> bool:
-    """Of a bare call: whether it is causal; a single query at the end sees every key."""
+def _causal_flag(call: Call) -> bool:
+    """Whether a bare call needs the causal flag; a single query at the end sees every key without it."""
     return call.causal_start or (call.causal_end and call.q.shape[1] > 1)
 
 
 def _bare(call: Call) -> bool:
-    """Nothing to normalise, so that a tiny attention need not pay for the general case."""
+    """Whether a kernel can take the call as it is: a fast path, so that a tiny attention has little overhead."""
     return (
         call.bias is None
         and call.sink is None
@@ -332,11 +332,11 @@ def backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of q, k, v and sink. With the merged lse, p is already the share beside the sink.
 
-    A gradient of lse adds p * dlse to dz. It goes into out where there is room for it (aten_cuda.py: fold). Else it
-    rides along as one more column: v gains a 1 and dout gains dlse, so that dp becomes dout v + dlse, while out gains a
-    0, so that delta = sum(dout * out) stays what it was.
+    A gradient of lse adds p * dlse to dz. It is folded into out if possible (aten_cuda.py: fold). Otherwise it is
+    passed as one more column: v gets a 1 and dout gets dlse, so that dp becomes dout v + dlse, while out gets a 0, so
+    that delta = sum(dout * out) is unchanged.
     """
-    if _wild(call):
+    if _may_overflow(call):
         return chunked.backward(call, chunked.forward(call), grads, needs)  # of such logits lse must be its own
     if _sums_in_half(call):
         dout = None if grads[0] is None else grads[0].to(call.accumulator)
@@ -357,11 +357,11 @@ def backward(
         dlse = None
     if dlse is None and _bare(call):
         do, q, k, v, o = (unit_stride(x).transpose(1, 2) for x in (dout, *call[:3], out))
-        found = kernel.backward(do, q, k, v, o, lse.transpose(1, 2), None, _squarely_causal(call), call.scale)
+        found = kernel.backward(do, q, k, v, o, lse.transpose(1, 2), None, _causal_flag(call), call.scale)
         whole = (x.transpose_(1, 2).contiguous() if need else None for x, need in zip(found, needs, strict=False))
         return *whole, None, None
     steady = never_empty(lse)
-    # Kernels like widths that fill vectors: one column more means eight.
+    # Kernels need widths that are multiples of eight: one column more means eight.
     width = max(K, V) if dlse is None else -(-(V + 1) // 8) * 8 if V + 1 > K else K
     width = max(width, K)
     q, k, v, o, do = (_heads_first(x, width) for x in (call.q, call.k, call.v, out, dout))
@@ -385,19 +385,19 @@ def _sums_in_half(call: Call) -> bool:
 
 
 def forward_part(call: Call, out: Tensor, lse: Tensor) -> None:
-    """Merge attention over these keys into what other keys gave, in place (merge/partial.py: absorb).
+    """Merge attention over these keys into `out` and `lse` of other keys, in place (merge/partial.py: absorb).
 
-    On the CPU half precision is computed in float32. On a GPU the kernel rounds its out once to the dtype of q: shares
-    of a sum, so the error of many parts is that of one.
+    On the CPU half precision is computed in float32. On a GPU the kernel rounds its out to the dtype of q: parts are
+    weighted shares of the sum, so the rounding error of many parts is that of one.
     """
     part, top = forward(_as_part(call))
     absorb(out, lse, part.to(out.dtype), top)
 
 
 def backward_part(call: Call, rows: Rows, into: Gradients) -> None:
-    """Add to the gradients, in place, what these keys give."""
+    """Accumulate the gradients of attention to these keys, in place."""
     assert into.dbias is None, "reasons(call) should have refused"
-    if _wild(call):
+    if _may_overflow(call):
         return chunked.backward_part(call, rows, into)
     call = _as_part(call)
     out, dout = rows.out.to(call.q.dtype), rows.dout.to(call.q.dtype)
@@ -429,7 +429,7 @@ def _backward_pieces(kernel: Kernel, call: Call, tensors: tuple[Tensor, ...]) ->
 
 
 def _heads_first(x: Tensor, width: int) -> Tensor:
-    """[B, T, H, D] as [B, H, T, width], zeros behind D; float16 as float32, since its CPU matmul is emulated."""
+    """[B, T, H, D] as [B, H, T, width], padded with zeros; float16 as float32, since its CPU matmul is emulated."""
     x = x.transpose(1, 2)
     if _upcast(x):
         x = x.float()

@@ -20,14 +20,14 @@ from foci.ops.softmax.call import DESCENDING, Call
 # Shapes are checked on the meta device; the numbers need a GPU (docs/softmax.md says which one has seen them).
 _aten = torch.ops.aten  # forwards are called as torch's own functions: the same op, 1 us cheaper
 _HALF = (torch.bfloat16, torch.float16)
-_LITTLE, _SHORT = 1 << 30, 2048  # products of two numbers and length of a walk: some microseconds of a GPU
-_FAR = 1 << 30  # rows that 32 bits count
+_LITTLE, _SHORT = 1 << 30, 2048  # multiply-adds and tokens that take a GPU only some microseconds
+_FAR = 1 << 30  # rows that 32-bit indices can address
 
 
 class _CudaKernel:
-    """What the three have in common: widths in eights, the ledger consulted.
+    """Shared by the three: padding of widths to multiples of eight, and the ledger's vetoes.
 
-    `grouped`: it reads each key head once. `quick`: to launch, next to others.
+    `grouped`: it supports grouped-query attention. `quick`: it has a low launch overhead.
     """
 
     name = ""
@@ -40,7 +40,7 @@ class _CudaKernel:
         return 256
 
     def refused(self, call: Call) -> list[str]:
-        """What this one kernel refuses beyond what all do."""
+        """Reasons specific to this kernel."""
         return []
 
     def reasons(self, call: Call, gradients: bool = False) -> list[str]:
@@ -72,7 +72,7 @@ class _CudaKernel:
     ) -> tuple[Tensor, Tensor]:
         *rows, width = q.shape
         if width % 8:
-            q, k, v = (_in_eights(x) for x in (q, k, v))
+            q, k, v = (_padded_width(x) for x in (q, k, v))
         k, v = self._heads(k, q), self._heads(v, q)
         out, lse = self._forward(q, k, v, _readable(mask, q, k), causal, scale)
         # efficient pads lse to 32 rows and cuDNN adds a dimension: one shape, [B, H, T], for all.
@@ -84,7 +84,7 @@ class _CudaKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         width, groups = q.shape[-1], k.shape[1]
         if width % 8:
-            dout, q, k, v, out = (_in_eights(x) for x in (dout, q, k, v, out))
+            dout, q, k, v, out = (_padded_width(x) for x in (dout, q, k, v, out))
         k, v = self._heads(k, q), self._heads(v, q)
         lse = lse.contiguous().unsqueeze(-1)
         dq, dk, dv = self._backward(dout, q, k, v, out, lse, _readable(mask, q, k), causal, scale)
@@ -93,25 +93,25 @@ class _CudaKernel:
         return _narrow(dq, width), _narrow(dk, width), _narrow(dv, width)
 
     def straight(self, call: Call, causal: bool) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-        """Forward and backward of flat calls like this bare one, None where their tensors are not taken as they are.
+        """Forward and backward for calls with this bare call's cache key, without checks; None if tensors need changes.
 
-        lse [B,T,H] lies as the kernel gave it, [B,H,T], so that neither copies it.
+        lse [B,T,H] keeps the kernel's memory layout, [B,H,T], so that neither copies it.
         """
-        if not self._as_they_are(call):
+        if not self._usable(call):
             return None
-        return partial(self._straight, causal, call.scale), partial(self._straight_back, causal, call.scale)
+        return partial(self._straight, causal, call.scale), partial(self._straight_backward, causal, call.scale)
 
     def by_torch(self, call: Call, causal: bool) -> Callable[..., tuple[Tensor]] | None:
-        """What makes (out,) of q, k and v of calls like this bare one, to autograd torch's own op; None as above.
+        """A function from q, k and v to (out,) for the same calls, differentiable by torch's own op; None as above.
 
-        An lse is made only for a gradient. Of heads that lie before tokens torch would keep its own out beside ours:
-        that is taken only of little.
+        lse is computed only for gradients. With heads before tokens in memory, torch would save its own out beside
+        ours: that is accepted only for small calls.
         """
         trains = differentiated(call)
         twice = trains and call.q.stride(1) < call.q.stride(2) and not little(call)
-        return partial(self._by_torch, causal, call.scale, trains) if self._as_they_are(call) and not twice else None
+        return partial(self._by_torch, causal, call.scale, trains) if self._usable(call) and not twice else None
 
-    def _as_they_are(self, call: Call) -> bool:
+    def _usable(self, call: Call) -> bool:
         q, k, v = call[:3]
         taken = self.grouped or q.shape[2] == k.shape[2]
         return not q.shape[-1] % 8 and taken and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
@@ -128,7 +128,7 @@ class _CudaKernel:
         lse.as_strided_(q.shape[:3], (by_row, by_query, by_head))
         return out.transpose_(1, 2).contiguous(), lse
 
-    def _straight_back(
+    def _straight_backward(
         self, causal: bool, scale: float, values: Sequence[Any], outputs: Sequence[Tensor], dout: Tensor,
         needs: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
@@ -141,7 +141,7 @@ class _CudaKernel:
         return *whole, None, None
 
     def _heads(self, x: Tensor, q: Tensor) -> Tensor:
-        """Keys or values as the kernel wants them: repeated where it knows nothing of grouped heads."""
+        """Keys or values, repeated for each query head if the kernel does not support grouped heads."""
         return x if self.grouped or x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
     def _forward(
@@ -183,26 +183,26 @@ class FlashOnCuda(_CudaKernel):
 class Cudnn(_CudaKernel):
     """cuDNN's fused attention.
 
-    torch keeps a plan of its backward for the layouts of q, k and v, and makes it for those of out and dout as well, of
-    whoever comes first: another dout is read beside its memory. So these two always lie one way here, tokens before
-    heads; torch's own op, to which autograd hands what comes, has a hook for it. Nor does torch look where tensors
-    begin.
+    torch caches a plan of its backward by the layouts of q, k and v, but builds it for the layouts of out and dout of
+    the first call as well: a dout of another layout is then read out of bounds. So these two always get the same layout
+    here, tokens before heads; for torch's own op, whose dout comes from autograd, a hook does that. torch also does not
+    check the alignment of addresses.
     """
 
     name = "cudnn"
 
     def by_torch(self, call: Call, causal: bool) -> Callable[..., tuple[Tensor]] | None:
         by_row, by_query, by_head, _ = call.q.stride()
-        plain = by_row >= by_query >= by_head > 0  # as torch's out will be, which it keeps
+        plain = by_row >= by_query >= by_head > 0  # torch's out, which it saves, gets the same layout
         return super().by_torch(call, causal) if plain or not differentiated(call) else None
 
-    def _as_they_are(self, call: Call) -> bool:
-        return super()._as_they_are(call) and all(_in_sixteens(x) is x for x in call[:3])
+    def _usable(self, call: Call) -> bool:
+        return super()._usable(call) and all(_aligned(x) is x for x in call[:3])
 
     def _by_torch(self, causal: bool, scale: float, trains: bool, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
         (out,) = super()._by_torch(causal, scale, trains, q, k, v)
         if out.requires_grad:
-            out.register_hook(_plainly)
+            out.register_hook(_contiguous_aligned)
         return (out,)
 
     def refused(self, call: Call) -> list[str]:
@@ -217,7 +217,7 @@ class Cudnn(_CudaKernel):
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, lse: bool = True
     ) -> tuple[Tensor, Tensor]:
-        q, k, v = map(_in_sixteens, (q, k, v))
+        q, k, v = map(_aligned, (q, k, v))
         out, top, *_ = torch._scaled_dot_product_cudnn_attention(q, k, v, None, lse, 0.0, causal, False, scale=scale)
         return out, top
 
@@ -226,8 +226,8 @@ class Cudnn(_CudaKernel):
         mask: Tensor | None, causal: bool, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         seed, offset = _no_dropout(q)
-        dout, out = (_plainly(x.transpose(1, 2)).transpose(1, 2) for x in (dout, out))
-        q, k, v = map(_in_sixteens, (q, k, v))
+        dout, out = (_contiguous_aligned(x.transpose(1, 2)).transpose(1, 2) for x in (dout, out))
+        q, k, v = map(_aligned, (q, k, v))
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse, seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, causal,
             scale=scale,
@@ -256,7 +256,7 @@ class Efficient(_CudaKernel):
         seed, offset = _no_dropout(q)
         lse, spare = lse.squeeze(-1), -lse.shape[2] % 32
         padded = pad(lse, (0, spare), value=torch.inf) if spare else lse
-        # In half precision the kernel makes delta itself, and walks out as [B, T, H, D] whatever its strides say.
+        # In half precision the kernel computes delta itself, and reads out as contiguous [B, T, H, D] in any case.
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
         wanted = [True, True, True, False]
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
@@ -270,7 +270,7 @@ _FLASH_FIRST = (CUDA_KERNELS[1], CUDA_KERNELS[0], CUDA_KERNELS[2])
 
 
 def cuda_kernels(device: torch.device) -> tuple[_CudaKernel, ...]:
-    """The fastest first. From Hopper on that is cuDNN, by a factor of two forward and backward (docs/benchmarks.md)."""
+    """The kernels, fastest first: from Hopper on cuDNN, by a factor of two (docs/benchmarks.md)."""
     return CUDA_KERNELS if _cudnn_first(device) else _FLASH_FIRST
 
 
@@ -286,18 +286,18 @@ def _has_cudnn(device: torch.device) -> bool:
 
 @constant
 def _width_of_cudnn(device: torch.device) -> int:
-    """As torch itself has it (sdp_utils.cpp): wider heads on Hopper, since cuDNN 9.5.1."""
+    """The same limit as torch's (sdp_utils.cpp): wider heads on Hopper since cuDNN 9.5.1."""
     place = platform(device)
     return 256 if place.capability == (9, 0) and place.cudnn >= (9, 5, 1) else 128
 
 
 def slow(call: Call) -> bool:
-    """Whether Triton's kernels are faster than these: there is little to compute, or a mask, or few queries.
+    """Whether Triton's kernels are faster than these: for small calls, masks, or few queries.
 
-    With little to compute the time is the host's, which has less to do for ours. A mask only `efficient` takes. Keys
-    that are read for few queries cuDNN reads as fast, but plans for 40 ms whenever a cache has another length, and
-    flash repeats none of its work over the card; their backwards take six times as long (docs/benchmarks.md). In
-    float32 `efficient` is slower on Hopper for heads of up to 64, and sums dq in an order that differs from run to run.
+    Small calls are bound by the host, where ours have less overhead. Only `efficient` takes a mask. For few queries
+    cuDNN is as fast, but spends 40 ms on a plan whenever the cache's length changes, and flash does not split keys over
+    the GPU; their backwards take six times as long (docs/benchmarks.md). In float32 `efficient` is slower on Hopper for
+    heads of up to 64, and its dq is not deterministic.
     """
     masked = call.bias is not None or call.dense is not None
     if call.q.dtype not in _HALF:
@@ -309,22 +309,22 @@ def slow(call: Call) -> bool:
 
 
 def little(call: Call) -> bool:
-    """Whether the host takes longer than a GPU."""
+    """Whether the call is so small that host overhead exceeds the GPU's time."""
     B, T, S, H, _, K, V = call.sizes
     return max(T, S) <= _SHORT and B * H * T * S * (K + V) <= _LITTLE
 
 
 def folds_dlse(call: Call) -> bool:
-    """Whether a gradient of lse goes into `out` rather than into a column of its own: three of bfloat16 hold it."""
+    """Whether a gradient of lse is folded into `out` instead of passed as a column: three bfloat16 numbers hold it."""
     return call.q.dtype == torch.bfloat16 and call.q.device.type != "cpu" and call.v.shape[-1] > 2
 
 
 def fold(dlse: Tensor, lse: Tensor, dout: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """(dout, out) [B,T,H,V] of which delta = sum(dout * out) comes out less by dlse [B,T,H]; out serves nothing else.
+    """(dout, out) [B,T,H,V] changed so that delta = sum(dout * out) is smaller by dlse [B,T,H]; out has no other use.
 
-    Where dlse is not 0, and lse not -inf, out is 0 but for three numbers, at the largest of each third of dout: each
-    has what rounding left of those before it. A third below 2^-40 of its row, or 2^-64, gets a number so small that dv
-    does not feel it.
+    Where dlse is not 0, and lse not -inf, out becomes 0 except for three elements, at the largest dout of each third:
+    each holds the rounding error of those before it. If a third of dout is below 2^-40 of its row, or 2^-64, its first
+    element is set to that bound, too small to affect dv.
     """
     given = dlse, lse, dout, out
     takes = out.dtype in _HALF and lse.numel() < _FAR and installed("triton")
@@ -363,7 +363,7 @@ def differentiated(call: Call) -> bool:
 
 
 def _causal_beyond_squares(call: Call) -> bool:
-    """Whether a causal piece may have other than as many keys as queries: flash would align it bottom-right."""
+    """Whether a causal piece may have T != S, which flash would align bottom-right."""
     _, T, S, *_ = call.sizes
     unequal = T != S or call.kv_lengths is not None or call.q_offsets is not call.kv_offsets
     # A single query at the end sees every key: that is no causal piece.
@@ -371,42 +371,42 @@ def _causal_beyond_squares(call: Call) -> bool:
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """The kernels read a row as consecutive numbers, whatever its last stride says."""
+    """x with a last stride of 1, which the kernels assume."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _plainly(x: Tensor) -> Tensor:
-    """[B,T,H,V] one after another, from a multiple of 16 bytes on."""
-    return _in_sixteens(x.contiguous())
+def _contiguous_aligned(x: Tensor) -> Tensor:
+    """x contiguous, and aligned to 16 bytes."""
+    return _aligned(x.contiguous())
 
 
-def _in_sixteens(x: Tensor) -> Tensor:
-    """Memory that begins at a multiple of 16 bytes; of a row of many (vmap, `is_grads_batched`) torch makes its own."""
+def _aligned(x: Tensor) -> Tensor:
+    """x aligned to 16 bytes; batched tensors (vmap, `is_grads_batched`) have no storage: torch copies them anyway."""
     return x if not torch._C._has_storage(x) or x.data_ptr() % 16 == 0 else x.clone()
 
 
-def _in_eights(x: Tensor) -> Tensor:
+def _padded_width(x: Tensor) -> Tensor:
     spare = -x.shape[-1] % 8
     return pad(x, (0, spare)) if spare else x
 
 
 def _narrow(x: Tensor, width: int) -> Tensor:
-    return x if x.shape[-1] == width else x[..., :width].detach()  # else what is made of it would be a view
+    return x if x.shape[-1] == width else x[..., :width].detach()  # detach, so that results are not views to autograd
 
 
 def _readable(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """A mask as the kernel reads it: q's dtype, expanded to [B, H, T, S], rows starting at multiples of eight."""
+    """A mask for the kernel: q's dtype, expanded to [B, H, T, S], with row strides that are multiples of eight."""
     if mask is None:
         return None
     mask = mask.to(q.dtype)
     if mask.shape[-1] == 1:
         mask = mask.expand(*mask.shape[:-1], k.shape[2])
-    spare, mask = -mask.shape[-1] % 8, mask.contiguous()  # heads that lie last `pad` would leave there
+    spare, mask = -mask.shape[-1] % 8, mask.contiguous()  # `pad` would keep a channels-last layout
     mask = pad(mask, (0, spare))[..., : k.shape[2]] if spare else mask
     return mask.expand(*q.shape[:3], k.shape[2])
 
 
 def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
-    """The random state that the backward wants to see, and without dropout never reads."""
+    """Placeholders for the backward's random state, which it does not read without dropout."""
     nothing = q.new_empty((), dtype=torch.int64)
     return nothing, nothing

@@ -1,4 +1,4 @@
-"""Call: the validated arguments of softmax attention, and the one place its shapes are written."""
+"""Call: the validated arguments of softmax attention; the one place where its shapes are declared."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Sink = Float[Tensor, "H"]
 Out = Float[Tensor, "B T H V"]
 Lse = Float[Tensor, "B T H"]
 
-DESCENDING = "the scale must be positive: -inf is multiplied by it"  # against a call that is not `ascending`
-_FEW = 16  # tokens, whose products with each other take no longer than starting a piece
+DESCENDING = "the scale must be positive: -inf is multiplied by it"  # the reason against calls not `ascending`
+_FEW = 16  # tokens for which computing all pairs costs no more than launching one more piece
 
 
 class Call(NamedTuple):
@@ -63,13 +63,13 @@ class Call(NamedTuple):
 
     @property
     def few(self) -> bool:
-        """Whether queries are few next to the keys: Triton's backward has them all in one tile then."""
+        """Whether there are few queries per key head and many keys: Triton's backward has them all in one tile then."""
         _, T, S, H, G, K, V = self.sizes
         return T * H <= 16 * G and S >= 64 * T and max(K, V) <= 256
 
     @property
     def ascending(self) -> bool:
-        """Whether larger q k are larger logits to float32 kernels: a scale of less than its least number is 0 there."""
+        """Whether logits increase with q k in float32 kernels: the scale is positive, and not 0 once in float32."""
         return self.scale >= torch.finfo(torch.float32).tiny
 
     @property
@@ -77,7 +77,7 @@ class Call(NamedTuple):
         return accumulator(self.q.dtype)
 
     def features(self) -> list[str]:
-        """What this call asks for beyond plain attention, in the words of the public signature."""
+        """The features of this call beyond plain attention, named as in the public signature."""
         present = {
             "bias": self.bias is not None,
             "softcap": self.softcap is not None,
@@ -94,9 +94,9 @@ class Call(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the backward of a part of the keys is told of its rows over all keys, in the accumulator's dtype.
+    """Per-row inputs of the backward of a part of the keys, over all keys, in the accumulator's dtype.
 
-    out [B,T,H,V] and lse [B,T,H], a sink included; their gradients; pull [B,T,H] = sum_v dout out - dlse.
+    out [B,T,H,V] and lse [B,T,H], a sink included; their gradients; pull [B,T,H] = sum_v dout out - dlse ("delta").
     """
 
     out: Tensor
@@ -107,8 +107,8 @@ class Rows(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Sums to add to, in the accumulator's dtype: dq [B,T,H,K]; dk [B,S,G,K] and dv [B,S,G,V], whose keys of one head
-    stand end to end in memory; dbias as the bias.
+    """Gradients to accumulate into, in the accumulator's dtype: dq [B,T,H,K]; dk [B,S,G,K] and dv [B,S,G,V], each
+    head's keys contiguous in memory; dbias with the shape of the bias.
     """
 
     dq: Tensor
@@ -141,14 +141,14 @@ def bind(
 
 
 def cap(operator: str, softcap: float | None) -> float | None:
-    """softcap, within what float32 can multiply and divide by."""
+    """softcap, in a range that float32 can multiply and divide by."""
     if softcap is None:
         return None
     return number(operator, "softcap", softcap, "positive finite number", 1e-30, 1e30)
 
 
 def probability(operator: str, name: str, value: float) -> float:
-    """Of dropping: less than 1, as what is kept is divided by the rest."""
+    """A dropout probability: less than 1, as what is kept is divided by 1 - p."""
     value = number(operator, name, value)
     if not 0 <= value < 1:
         raise ValueError(f"{operator}: {name} must be a probability in [0, 1), got {value}")
@@ -159,7 +159,7 @@ def bound(
     q: Query, k: Key, v: Value, bias: Bias | None, sink: Sink | None, *mask: Any,
     softcap: float | None, scale: float | None, dropout: float,
 ) -> Call:  # fmt: skip
-    """The same of a mask in its flat form, the fields of Visible."""
+    """`bind` with the mask in its flat form, the fields of Visible."""
     visible = Visible(*mask)
     tensors = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink, "dense": visible.dense}
     sizes = SIGNATURE.bind(tensors)
@@ -196,7 +196,7 @@ def without_padding(call: Call) -> Call:
 
 
 def together(call: Call) -> Call:
-    """Rows of few tokens under one dense mask, where lengths would make a piece of each: that costs more than it."""
+    """Replace Lengths by a dense mask where rows are so short that one kernel call per row would cost more."""
     B, T, S, *_ = call.sizes
     if call.kv_lengths is None or call.q_offsets is not None or B == 1 or max(T, S) > _FEW:
         return call

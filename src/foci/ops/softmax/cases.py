@@ -150,11 +150,11 @@ def _without_row(allowed: Tensor) -> Dense:
     return Dense(allowed)
 
 
-PAIR = 16  # numbers that the truth keeps for a query and a key of a head; for each channel of a token 4
+PAIR = 16  # numbers the reference holds per (query, key) pair of a head; 4 per channel of a token
 
 
 def drawn(name: str, room: int) -> Case:
-    """A problem that nobody chose (Spec.drawn)."""
+    """A random problem (Spec.drawn)."""
     chance = Chance(name, room)
     T = chance.tokens(math.isqrt(room // PAIR))
     S = T if chance.yes() else chance.tokens(room // (PAIR * T))
@@ -186,9 +186,9 @@ def _empty_rows(mask: Mask | None, T: int, S: int) -> bool:
 
 
 def _drawn_options(chance: Chance, B: int, T: int, S: int, H: int) -> dict[str, Any]:
-    """Shapes of bias and sink, the other options as they are.
+    """Shapes of bias and sink, and values of the other options.
 
-    What is the same for all keys cancels out of the softmax, unless there is a sink: its gradient is but roundings.
+    A bias equal for all keys cancels in the softmax unless there is a sink: its gradient would be rounding noise.
     """
     sink = H >= FEW and chance.yes(0.3)
     shapes: list[tuple[int, ...]] = [(B, H, T, S), (H, T, S), (B, 1, T, S), (T, S), (B, 1, 1, S), (1, H, 1, S), (S,)]
@@ -203,11 +203,11 @@ def _drawn_options(chance: Chance, B: int, T: int, S: int, H: int) -> dict[str, 
 
 
 def _drawn_masks(chance: Chance, B: int, T: int, S: int, H: int) -> dict[str, Any]:
-    """What masks of any kinds are made of, by the features that they are."""
+    """The parameters of random masks, by feature."""
     found: dict[str, Any] = {}
     ends = [(T, S)] * B
     if B == 1 and chance.yes(0.4):
-        # What lies behind the last document sees nothing.
+        # Tokens after the last document see nothing.
         last = [tokens if chance.yes(0.8) else chance.between(0, tokens) for tokens in (T, S)]
         of_q, of_k = chance.cuts(last[0]), chance.cuts(last[1])
         found["packed"] = (of_q,) if T == S and chance.yes() else (of_q, of_k)
@@ -231,7 +231,7 @@ def _drawn_masks(chance: Chance, B: int, T: int, S: int, H: int) -> dict[str, An
 
 
 def _mask(hides: Mapping[str, Any], seed: int, device: torch.device) -> Mask | None:
-    """The mask of `_drawn_masks`, which draws by a seed of its own: it is the same without the rest of the problem."""
+    """The mask from `_drawn_masks`' parameters, with a seed of its own, so independent of the rest of the problem."""
     draw, kind = Draw(torch.float32, device, seed), torch.int64 if "int64" in hides else torch.int32
 
     def whole(x: int | tuple[int, ...] | None) -> Any:

@@ -13,8 +13,7 @@ from foci.ops.masks import Segment, live_keys, segments
 from foci.ops.softmax.call import Call, Gradients, Rows, never_empty, together, without_padding
 from foci.ops.softmax.dropout import keep
 
-# Logits held at once. Small enough to stay in a core's cache between the passes over them, large enough to amortise a
-# call.
+# Logits of a tile: few enough to stay in a core's cache between passes, enough to amortise the overhead of a call.
 _TILE = 1 << 20
 
 
@@ -25,7 +24,7 @@ def reasons(call: Call) -> list[str]:
 class Tile(NamedTuple):
     """A block of queries i0:i1 against all keys j0:j1 that any of them may see, for some batch rows and key heads.
 
-    i and j are places in the tensors; `row` and `column` are the same places counted from the segment's start.
+    i and j index the tensors; `row` and `column` are i0 and j0 counted from the segment's start.
     """
 
     b0: int
@@ -63,10 +62,10 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def forward_part(call: Call, out: Tensor, lse: Tensor) -> None:
-    """Merge attention over these keys into what other keys gave: out [B,T,H,V] and lse [B,T,H] change in place.
+    """Merge attention over these keys into that of other keys: out [B,T,H,V] and lse [B,T,H] change in place.
 
-    out is in the accumulator's dtype, lse in float64 (merge/partial.py: absorb). A sink is one more part, not this
-    call's. Memory beyond them: q once more, and what a tile needs.
+    out is in the accumulator's dtype, lse in float64 (merge/partial.py: absorb). A sink is a part of its own, not in
+    this call. Scratch memory: a copy of q, and one tile.
     """
     call = together(call)
     heads = _Heads(call)
@@ -76,7 +75,7 @@ def forward_part(call: Call, out: Tensor, lse: Tensor) -> None:
 
 
 def _sums(call: Call, heads: _Heads) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
-    """Of each tile: m = max_s z (0 for an empty row), sum_s exp(z - m) and sum_s exp(z - m) v_s."""
+    """For each tile: m = max_s z (0 for an empty row), sum_s exp(z - m) and sum_s exp(z - m) v_s."""
     for tile in _tiles(call, heads.segments):
         z, _ = heads.logits(tile)
         m = z.amax(-1, keepdim=True)
@@ -108,7 +107,7 @@ def backward(
     dbias = torch.zeros(call.bias.shape, dtype=dtype, device=out.device) if call.bias is not None and needs[3] else None
     into = Gradients(dq, dk.transpose(1, 2), dv.transpose(1, 2), dbias)
     _add_gradients(call, steady, dout, pull, into, rows_are_whole=True)
-    if call is not given:  # what lengths exclude met real NaN, if there is one
+    if call is not given:  # excluded tokens were multiplied by 0, which leaves NaN if a real token has NaN
         dq, dk, dv = without_padding(given._replace(q=dq, k=into.dk, v=into.dv))[:3]
         dk, dv = dk.transpose(1, 2), dv.transpose(1, 2)
     dsink = None
@@ -125,14 +124,14 @@ def backward(
 
 
 def backward_part(call: Call, rows: Rows, into: Gradients) -> None:
-    """Add to the gradients, in place, what these keys give."""
+    """Accumulate the gradients of attention to these keys, in place."""
     _add_gradients(call, never_empty(rows.lse), rows.dout, rows.pull, into, rows_are_whole=False)
 
 
 def _add_gradients(
     call: Call, steady: Tensor, dout: Tensor, pull: Tensor, into: Gradients, rows_are_whole: bool
 ) -> None:
-    """One pass over the tiles. `pull` lacks sum_s p dp where rows are whole, and is completed in place."""
+    """One pass over the tiles. With `rows_are_whole`, `pull` still lacks sum_s p dp, which is added in place."""
     heads = _Heads(call)
     dk, dv = into.dk.transpose(1, 2), into.dv.transpose(1, 2)
     for tile in _tiles(call, heads.segments):
@@ -197,7 +196,7 @@ class _Heads:
         return x.view(tile.b1 - tile.b0, (tile.g1 - tile.g0) * self.R, tile.i1 - tile.i0, x.shape[-1])
 
     def scratch(self, tile: Tile, name: str = "dp") -> Tensor:
-        """Memory for one tile of logits, taken once and used again: fresh pages would cost as much as the work."""
+        """A reused buffer for one tile of logits: page faults of fresh memory would cost as much as the work."""
         shape = ((tile.b1 - tile.b0) * (tile.g1 - tile.g0), self.R * (tile.i1 - tile.i0), tile.j1 - tile.j0)
         count = shape[0] * shape[1] * shape[2]
         held = self._buffers.get(name)
@@ -206,7 +205,7 @@ class _Heads:
         return held[:count].view(shape)
 
     def logits(self, tile: Tile, keep_cap: bool = False) -> tuple[Tensor, Tensor | None]:
-        """z of one tile, masked, and tanh(x / c) when the backward will want it."""
+        """z of one tile, masked; with `keep_cap` also tanh(x / c), for the backward."""
         call = self.call
         z = torch.bmm(self.queries(tile), self.keys(tile).transpose(1, 2), out=self.scratch(tile, "z"))
         capped = None
@@ -227,14 +226,14 @@ class _Heads:
 
 
 class Span(NamedTuple):
-    """Keys that some query of these rows may see."""
+    """A range of keys that some query of these rows may see."""
 
     rows: slice
     keys: slice
 
 
 def _spans(parts: list[Segment], B: int) -> list[Span]:
-    """What must be read of k and v: rows that see the same keys, and documents that follow each other, together."""
+    """The spans of k and v that are read; rows with the same keys, and adjacent documents, are joined."""
     found: list[Span] = []
     for part in parts:
         first, last = live_keys(part, 0, part.q_stop - part.q_start)
@@ -252,9 +251,9 @@ def _spans(parts: list[Segment], B: int) -> list[Span]:
 
 
 def _heads_first(x: Tensor, dtype: torch.dtype, spans: list[Span]) -> Tensor:
-    """[B, S, G, n] as [B, G, S, n] in this dtype; a copy, of the spans alone, unless each head's keys stand end to end.
+    """[B, S, G, n] as [B, G, S, n] in this dtype; a copy of the spans, unless each head's keys are contiguous already.
 
-    What no span names is memory that nobody wrote.
+    Outside the spans the copy is uninitialised.
     """
     x = x.transpose(1, 2)
     dense = x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] and x.stride(0) == x.shape[1] * x.stride(1)
@@ -294,7 +293,7 @@ def _tiles(call: Call, parts: list[Segment]) -> Iterator[Tile]:
 
 
 def _hide(z: Tensor, tile: Tile) -> None:
-    """Mask the corners of a tile that the segment's band cuts off; the columns between them are seen by every row."""
+    """Mask the corners of a tile outside the segment's band; every row sees the columns between them."""
     rows, columns = z.shape[-2:]
     low, high = tile.segment.low, tile.segment.high
     if high is not None:
@@ -311,7 +310,7 @@ def _hide(z: Tensor, tile: Tile) -> None:
 
 
 def _pairs(x: Tensor, tile: Tile, R: int) -> Tensor:
-    """The part of a bias or mask, broadcastable to [B, H, T, S], that meets a tile; dimensions of size 1 stay 1."""
+    """A tile's part of a bias or mask that broadcasts to [B, H, T, S]; dimensions of size 1 stay 1."""
     bounds = ((tile.b0, tile.b1), (tile.g0 * R, tile.g1 * R), (tile.i0, tile.i1), (tile.j0, tile.j1))
     for dim, (start, stop) in zip(range(-x.dim(), 0), bounds[4 - x.dim() :], strict=True):
         if x.shape[dim] != 1:
@@ -320,7 +319,7 @@ def _pairs(x: Tensor, tile: Tile, R: int) -> Tensor:
 
 
 def _add_reduced(total: Tensor, part: Tensor, tile: Tile, R: int) -> None:
-    """Add a tile of dz to the gradient of a broadcast bias: summed over every dimension that was broadcast."""
+    """Add a tile of dz to the gradient of a bias, summed over the bias's broadcast dimensions."""
     place = _pairs(total, tile, R)
     place.add_(part.sum_to_size(place.shape) if place.shape != part.shape else part)
 

@@ -1,4 +1,4 @@
-"""Other people's calling conventions of softmax attention, behind the operator's argument names."""
+"""Adapt other libraries' calling conventions of softmax attention to the operator's argument names."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Convention:
-    """How one callable takes its arguments: the keyword it has for each of ours, and what it means by them.
+    """How one callable takes its arguments: its keyword for each of ours, and their meaning.
 
-    `objects`: its mask is one of foci's own. `both`: a mask and causal may be given together. `bias_in_mask`: a float
-    mask is a bias. `flex`: masks, bias and softcap go in as functions.
+    `objects`: its mask is a foci Mask. `both`: mask and causal may be combined. `bias_in_mask`: a float mask is a bias.
+    `flex`: masks, bias and softcap are passed as functions (flex_attention).
     """
 
     words: dict[str, str]
@@ -50,7 +50,7 @@ class Convention:
 
 
 class _Cannot(NotImplementedError):
-    """A case that the signature has no words for."""
+    """A case that the signature has no keywords for."""
 
 
 def adapt(
@@ -60,12 +60,12 @@ def adapt(
 
     layout: "bthd" [B, T, H, D] or "bhtd" [B, H, T, D] of q, k, v and the output; lse [B, T, H] or [B, H, T] in either.
     Masks go to `mask`, `attn_mask` or `attention_mask` as booleans [B|1, H|1, T, S], True where a key is seen, or as
-    foci's own masks where the annotation says so. Causal: `causal` is bottom-right, as flash-attn documents it;
-    `is_causal` leaves open what it means for T != S (torch: top-left), so only T == S is asked of it; with `align` both
-    are. A second output, or `return_lse`, is the natural-log lse. Grouped heads, V != K and T != S are tested unless a
-    tiny call of the kind raises, on the CPU or, where that cannot be called, on the GPU. `ranks`: how many share a call
-    of it; then so are lengths and heads that these do not share equally. `aside`: where tiny calls are made; one that
-    ends its process there is for the laws to meet.
+    foci's own masks if the annotation says so. Causal: `causal` is bottom-right, as flash-attn documents it; what
+    `is_causal` means for T != S is undefined (torch: top-left), so it is tested with T == S; with `align` both are. A
+    second output, or `return_lse`, is the natural-log lse. Grouped heads, V != K and T != S are tested unless a tiny
+    call of that kind raises, on the CPU or, if it does not run there, on the GPU; with `ranks`, the number of ranks of
+    a parallel callable, also lengths and heads that they cannot share equally. `aside` runs the tiny calls, maybe in a
+    child process; one that kills its process is left for the laws to report.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"adapt: layout must be 'bthd' or 'bhtd', got {layout!r}")
@@ -78,7 +78,7 @@ def adapt(
 
     def refuses(case: Case) -> list[str]:
         inputs = case.make(torch.float32, torch.device("cpu"), 0)
-        found = [reason for kind, reason in cannot.items() if _is(kind, inputs, ranks)]
+        found = [reason for kind, reason in cannot.items() if _has_kind(kind, inputs, ranks)]
         if inputs.get("dropout") and not convention.objects:
             found.append("dropout: its random stream is its own")
         try:
@@ -111,7 +111,7 @@ def _convention(function: Callable[..., Any], layout: str) -> Convention:
         }
         return Convention(words, "bhtd", both=False, bias_in_mask=True)
     if isinstance(function, torch.nn.Module):
-        # A module's __call__ names nothing, nor does a compiled module's forward.
+        # A module's __call__ has no named parameters, nor has a compiled module's forward.
         function = getattr(function, "_orig_mod", function).forward
     signature = inspect.signature(function)
     words = {}
@@ -138,7 +138,7 @@ def _takes_masks(function: Callable[..., Any], word: str | None) -> bool:
 
 
 def _tiny(ranks: int, place: Place, **other: int) -> dict[str, Any]:
-    """A small problem that so many ranks share equally, but for other sizes."""
+    """A small problem that the ranks share equally, except for the sizes in `other`."""
     T, H = (3, 2) if ranks == 1 else (2 * ranks, ranks)
     sizes = {"T": T, "S": other.get("T", T), "H": H, "G": other.get("H", H), "V": 4} | other
     T, S, H, G, V = (sizes[name] for name in "TSHGV")
@@ -149,14 +149,14 @@ def _tiny(ranks: int, place: Place, **other: int) -> dict[str, Any]:
 def _tried(
     function: Callable[..., Any], convention: Convention, ranks: int, ask: Ask
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """What a tiny call gives, and the kinds of problem that such calls show to be refused."""
-    told = ("out", "lse") if "lse" in convention.words else None
+    """The outputs of a tiny call, and the kinds of problem that tiny calls refuse, with reasons."""
+    declared = ("out", "lse") if "lse" in convention.words else None
     for place in places():
         tiny = partial(_call, function, convention, ranks, place)
         if gives := ask(partial(_outputs, tiny)):
             reasons = {kind: ask(partial(_refusal, tiny, sizes)) for kind, sizes in _kinds(ranks).items()}
-            return told or gives, {kind: f"{kind}: {reason}" for kind, reason in reasons.items() if reason}
-    return told or ("out",), {}  # broken altogether: the first law will meet the same error and tell it
+            return declared or gives, {kind: f"{kind}: {reason}" for kind, reason in reasons.items() if reason}
+    return declared or ("out",), {}  # no call works: the first law will meet the same error and report it
 
 
 def _call(function: Callable[..., Any], convention: Convention, ranks: int, place: Place, **sizes: int) -> Any:
@@ -165,7 +165,7 @@ def _call(function: Callable[..., Any], convention: Convention, ranks: int, plac
 
 
 def _outputs(tiny: Callable[[], Any]) -> tuple[str, ...]:
-    """("out", "lse") when it gives both, () when it raises, else ("out",); of wrong returns the laws will tell."""
+    """("out", "lse") if the call returns both, () if it raises, else ("out",); laws report wrong returns."""
     try:
         result = tiny()
     except Exception:
@@ -180,7 +180,7 @@ FEW = "fewer key heads than ranks"
 
 
 def _kinds(ranks: int) -> dict[str, dict[str, int]]:
-    """Kinds of problem that no keyword tells, by the sizes of a small one."""
+    """Kinds of problem that the signature does not show, with the sizes of a small one."""
     if ranks == 1:
         return {GROUPED: {"H": 4, "G": 2}, WIDTH: {"V": 6}, CROSS: {"S": 5}}
     own = {GROUPED: {"H": 2 * ranks, "G": ranks}, WIDTH: {"V": 6}, CROSS: {"S": 4 * ranks}}
@@ -188,7 +188,7 @@ def _kinds(ranks: int) -> dict[str, dict[str, int]]:
 
 
 def _refusal(tiny: Callable[..., Any], sizes: dict[str, int]) -> str:
-    """How a tiny call of these sizes is refused, "" when it is not. One that loses ranks is not."""
+    """How a tiny call of these sizes is refused, "" if it is not; losing ranks (Fatal) is no refusal."""
     try:
         tiny(**sizes)
     except Exception as error:
@@ -196,7 +196,7 @@ def _refusal(tiny: Callable[..., Any], sizes: dict[str, int]) -> str:
     return ""
 
 
-def _is(kind: str, inputs: Inputs, ranks: int) -> bool:
+def _has_kind(kind: str, inputs: Inputs, ranks: int) -> bool:
     q, k, v = (inputs[name].shape for name in ("q", "k", "v"))
     if len(q) != 4:
         return False
@@ -208,7 +208,7 @@ def _is(kind: str, inputs: Inputs, ranks: int) -> bool:
 
 
 def _deliver(convention: Convention, inputs: Inputs) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """Positional and keyword arguments for the callable, or _Cannot."""
+    """Positional and keyword arguments for the callable; raises _Cannot."""
     words = convention.words
     kwargs: dict[str, Any] = {}
     q, k, v = (inputs[name] for name in ("q", "k", "v"))
@@ -234,7 +234,7 @@ def _deliver(convention: Convention, inputs: Inputs) -> tuple[tuple[Tensor, ...]
 
 
 def _masks(convention: Convention, mask: Mask | None, rest: dict[str, Any], T: int, S: int) -> dict[str, Any]:
-    """Keywords for a mask of foci's: causal and window where it has words for them, a boolean tensor for the rest."""
+    """Keywords for a foci Mask: causal and window by their keywords if there are any, the rest as a boolean tensor."""
     words = convention.words
     kwargs: dict[str, Any] = {}
     parts = [] if mask is None else list(mask.parts) if isinstance(mask, All) else [mask]
@@ -264,7 +264,7 @@ def _masks(convention: Convention, mask: Mask | None, rest: dict[str, Any], T: i
 
 
 def _own_end(mask: Mask, T: int, S: int) -> bool:
-    """Whether rows or documents end, so causal begins, each elsewhere: a keyword cannot say that, only a mask."""
+    """Whether each row or document has its own end, to which causal is aligned: only a mask can express that."""
     return isinstance(mask, Packed) or (isinstance(mask, Lengths) and (T != S or mask.q_lengths is not None))
 
 
@@ -277,7 +277,7 @@ def _causal_word(convention: Convention, causal: Causal, T: int, S: int) -> bool
 
 
 def _full(mask: Mask, T: int, S: int) -> Tensor:
-    """[B|1, H|1, T, S], spread only where it has size 1, so that a wrong size reaches the callable."""
+    """[B|1, H|1, T, S], expanded only from size 1, so that a wrong size reaches the callable."""
     allowed = mask.allowed if isinstance(mask, Dense) else mask.materialize(T, S)
     sizes = [wanted if size == 1 else size for size, wanted in zip(allowed.shape[-2:], (T, S), strict=True)]
     return allowed[(None,) * (4 - allowed.dim())].expand(-1, -1, *sizes)

@@ -14,7 +14,7 @@ _SECOND = -7723592293110705685
 def keep(seed: Tensor, p: float, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
     """True with probability 1 - p for each (b, h, t, s); int64 index tensors that broadcast against each other.
 
-    A seed that was `placed` says where the tensors lie in a larger problem, and gives that problem's coins.
+    A seed that was `placed` maps indices to positions in a larger problem, and gives that problem's mask.
     """
     if seed.dim():
         b, h, t, s = (seed[1 + 2 * n] + seed[2 + 2 * n] * index for n, index in enumerate((b, h, t, s)))
@@ -31,10 +31,10 @@ def placed(
     t: tuple[int, int] | None = None,
     s: tuple[int, int] | None = None,
 ) -> Tensor:
-    """The seed [9] of a part of a problem: row i of it is row start + i * step of the whole, for each (start, step)
+    """The seed [9] for a part of a problem: index i of it is start + i * step in the whole, for each (start, step)
     given.
 
-    Dimensions that are not given stay where the seed already has them: at (0, 1), if it was never placed.
+    Dimensions that are not given keep the seed's mapping: (0, 1), if it was never placed.
     """
     if not seed.dim():
         seed = torch.cat([seed[None], seed.new_tensor([0, 1] * 4)])

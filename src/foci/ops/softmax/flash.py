@@ -1,12 +1,12 @@
-"""FlashAttention 2, 3 and 4 from their own packages, where installed, behind foci's contract.
+"""FlashAttention 2, 3 and 4 from their own packages, if installed, behind foci's backend contract.
 
-Never run here against the real ones: what they take and give is read off their sources. So each is tried once on its
-device, a small call against the equation, before it may run anything.
+Never tested against the real packages: their signatures are taken from their sources. So each package is first tried on
+its device with a small call, compared with the equation, before it is used.
 
-What goes first is by published figures (H100, bfloat16, heads of 128, 16k tokens, TFLOP/s): FlashAttention-3 648
+Their order is by published figures (H100, bfloat16, heads of 128, 16k tokens, TFLOP/s): FlashAttention-3 648
 forward and 561 backward, cuDNN 595 and 516, Triton 395, FlashAttention-2 370 and 322. cuDNN still goes first in what it
-takes (aten.py), since it was measured here and they were not. FlashAttention-4 is told to be level with 3 on Hopper but
-compiles in its first call, so it goes behind it. From Hopper on FlashAttention-2 gives way to Triton.
+takes (aten.py), since it was measured here and they were not. FlashAttention-4 is reported level with 3 on Hopper but
+compiles in its first call, so it comes after it. From Hopper on FlashAttention-2 gives way to Triton.
 arXiv 2307.08691, 2407.08608, 2603.05451
 """
 
@@ -65,7 +65,7 @@ def backward(
 
 
 def _unfit(call: Call) -> list[str]:
-    """What none of the packages takes, or all take for something else."""
+    """Reasons that hold for all packages: they do not support the call, or compute something else."""
     place = platform(call.q.device)
     if place.device != "cuda" or not place.cuda:
         return [f"it needs an NVIDIA GPU, the tensors are on {call.q.device.type}"]
@@ -92,7 +92,7 @@ def _unfit(call: Call) -> list[str]:
 
 
 def _against(package: Package, call: Call, gradients: bool = False) -> list[str]:
-    """Why one package cannot run a call that not all refuse; it is imported where nothing else is against it."""
+    """Reasons against one package for a call that passed `_unfit`; it is imported only if there is no other reason."""
     if not there(package.module):
         return ["it is not installed"]
     device, gradients = call.q.device, gradients or differentiated(call)
@@ -116,7 +116,7 @@ def _first(call: Call, gradients: bool = False) -> Package:
 
 
 def _asked(call: Call) -> Asked:
-    """Sides that hide nothing are open: the packages do not agree on what wide ones mean."""
+    """The call in the packages' terms; window sides that mask nothing become None, as packages differ on wide ones."""
     T, S = call.q.shape[1], call.k.shape[1]
     right = 0 if call.causal_end or call.causal_start else call.right
     left = None if call.left is None or call.left >= S - 1 else call.left
@@ -131,7 +131,7 @@ def _forward(package: Package, call: Call) -> tuple[Tensor, Tensor]:
     if given.shape != (B, H, T):
         raise ValueError(f"its lse is {list(given.shape)}, not {[B, H, T]}")
     out, lse = out.contiguous(), torch.empty(B, T, H, dtype=torch.float32, device=out.device)
-    # A row that holds NaN has an lse of +inf or -inf there, as an empty one has.
+    # Packages give rows with NaN logits an lse of +inf or -inf, as to empty rows: make it NaN.
     torch.nan_to_num(given.transpose(1, 2), torch.nan, torch.nan, torch.nan, out=lse)
     if empty := _empty(call, asked):
         out[:, :empty], lse[:, :empty] = 0.0, -torch.inf
@@ -161,12 +161,12 @@ def _backward(
 
 
 def _empty(call: Call, asked: Asked) -> int:
-    """How many of the first queries see nothing."""
+    """The number of leading queries that see no key."""
     return 0 if asked.right is None else max(0, call.q.shape[1] - call.k.shape[1] - asked.right)
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """16 bytes are read at once, and a row as consecutive numbers, whatever the strides say."""
+    """x, copied unless rows are contiguous and aligned to 16 bytes, as kernels assume whatever the strides are."""
     fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(n > 0 and n % 8 == 0 for n in x.stride()[:-1])
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
@@ -176,7 +176,7 @@ _FAULTS: dict[tuple[str, torch.device], str] = {}
 
 @constant
 def _fault(name: str, device: torch.device) -> str:
-    """What was wrong when the package was tried on this device, once; "": nothing."""
+    """What was wrong when the package was tried on this device (once, cached); "" for nothing."""
     if (name, device) not in _FAULTS:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "it must be tried before, which waits for the GPU, and now a CUDA graph is captured"
@@ -200,7 +200,7 @@ def _tried(package: Package, device: torch.device) -> str:
 
 
 def _wrong(package: Package, device: torch.device) -> str:
-    """What is not as the equation has it: causal and a window, few queries, grouped heads, a gradient of lse."""
+    """Compare a small call with the equation: causal with a window, T < S, grouped heads, a gradient of lse."""
     sizes = ((37, 4, 64), (70, 2, 64), (70, 2, 64), (37, 4, 64), (37, 4))
     q, k, v, dout, dlse = (_noise(place, (2, *size)).to(device, torch.bfloat16) for place, size in enumerate(sizes))
     call = Call(q, k, v, None, None, None, *Visible(causal_end=True, left=20), None, 0.125, 0.0)
@@ -218,6 +218,6 @@ def _wrong(package: Package, device: torch.device) -> str:
 
 
 def _noise(which: int, shape: tuple[int, ...]) -> Tensor:
-    """Numbers in (-2, 2) that no generator draws: within vmap none may be asked."""
+    """Pseudo-random numbers in (-2, 2) without a generator, which cannot be used under vmap."""
     places = torch.arange(math.prod(shape), dtype=torch.float64, device="cpu") + 1e5 * which
     return (2 * torch.frac(torch.sin(places * 12.9898) * 43758.5453)).view(shape)

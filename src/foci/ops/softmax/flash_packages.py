@@ -1,4 +1,4 @@
-"""What the packages of FlashAttention 2, 3 and 4 are called with: read off their sources, never run here."""
+"""How the FlashAttention 2, 3 and 4 packages are called: taken from their sources, not tested here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 
 class Asked(NamedTuple):
-    """A call in the packages' words: q, k, v as foci has them, causal aligned bottom-right; None: a side is open."""
+    """A call in the packages' terms: q, k, v [B,T,H,D], window sides with None for no bound, causal bottom-right."""
 
     q: Tensor
     k: Tensor
@@ -35,15 +35,15 @@ class Asked(NamedTuple):
 
     @property
     def window(self) -> tuple[int, int]:
-        """An open side as -1."""
+        """(left, right), -1 for no bound."""
         return -1 if self.left is None else self.left, -1 if self.right is None else self.right
 
 
 class Package:
-    """One package: `asks` are the functions that it must have and arguments that these must take.
+    """One package: `asks` are the functions it must have, with the arguments that these must take.
 
-    `forward` gives out and lse [B,H,T]; `backward` is given such an lse, and dlse where it does not fold. `empty` is
-    the lse that it wants of a row which sees nothing.
+    `forward` returns out and lse [B,H,T]; `backward` takes such an lse, and dlse unless `folds` (aten_cuda.py: fold).
+    `empty`: the lse that its backward expects for a row that sees nothing.
     """
 
     name = ""
@@ -53,7 +53,7 @@ class Package:
     folds = True
 
     def refused(self, call: Call, capability: tuple[int, ...], gradients: bool) -> list[str]:
-        """What this package refuses beyond what all do."""
+        """Reasons specific to this package."""
         raise NotImplementedError
 
     def forward(self, asked: Asked) -> tuple[Tensor, Tensor]:
@@ -67,8 +67,8 @@ class Package:
         return found
 
 
-class Second(Package):
-    """flash-attn, since 2.7; an lse of +inf says that a row sees nothing."""
+class FlashAttention2(Package):
+    """flash-attn, since 2.7; an lse of +inf marks a row that sees nothing."""
 
     name = "flash_attn_2"
     module = "flash_attn.flash_attn_interface"
@@ -91,14 +91,14 @@ class Second(Package):
 
     def backward(self, asked: Asked, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Grads:
         left, right = asked.window
-        return _written(
+        return _call_backward(
             self.function("_flash_attn_backward"), asked, (dout, out, lse), dropout_p=0.0, causal=asked.causal,
             window_size_left=left, window_size_right=right, softcap=0.0, alibi_slopes=None, rng_state=None,
         )  # fmt: skip
 
 
-class Third(Package):
-    """flash-attn-3, for Hopper, since it gives its lse again. Its backward has had two sets of words."""
+class FlashAttention3(Package):
+    """flash-attn-3, for Hopper, in versions that return lse. Its backward has had two sets of keywords."""
 
     name = "flash_attn_3"
     module = "flash_attn_interface"
@@ -126,11 +126,11 @@ class Third(Package):
         if "window_size" in arguments(function):
             words = {"window_size": (left, right), "causal": asked.causal}
         absent = ("cu_seqlens_q", "cu_seqlens_k", "sequed_q", "sequed_k", "max_seqlen_q", "max_seqlen_k")
-        return _written(function, asked, (dout, out, lse), **dict.fromkeys(absent), **words)
+        return _call_backward(function, asked, (dout, out, lse), **dict.fromkeys(absent), **words)
 
 
-class Fourth(Package):
-    """flash-attn-4, for Hopper and Blackwell. An open side is None to it: by -1 it may hide everything."""
+class FlashAttention4(Package):
+    """flash-attn-4, for Hopper and Blackwell. A side without a bound is None; -1 may mask everything."""
 
     name = "flash_attn_4"
     module = "flash_attn.cute.interface"
@@ -161,11 +161,13 @@ class Fourth(Package):
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
-PACKAGES: tuple[Package, ...] = (Third(), Fourth(), Second())
+PACKAGES: tuple[Package, ...] = (FlashAttention3(), FlashAttention4(), FlashAttention2())
 
 
-def _written(function: Callable[..., Any], asked: Asked, known: tuple[Tensor, Tensor, Tensor], **words: Any) -> Grads:
-    """What a backward writes to dq, dk, dv, which it is given beside `known`: dout, out, lse."""
+def _call_backward(
+    function: Callable[..., Any], asked: Asked, known: tuple[Tensor, Tensor, Tensor], **words: Any
+) -> Grads:
+    """Call a backward that writes to its arguments dq, dk, dv, and return these; `known`: dout, out, lse."""
     dout, out, lse = known
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in asked[:3])
     function(

@@ -31,14 +31,14 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
     if any(x is not None for x in call[7:13]):
         check_near(call.visible, *call.sizes[:3])
-    return kernels_triton_forward.forward(_there(call))
+    return kernels_triton_forward.forward(_prepared(call))
 
 
 def forward_paged(call: Call, table: Tensor) -> Tensor:
-    """out of keys and values that lie in pages (paged.py): k [P,page,G,K], v [P,page,G,V], table [B,M]."""
+    """out of paged keys and values (paged.py): k [P,page,G,K], v [P,page,G,V], table [B,M]."""
     from foci.ops.softmax import kernels_triton_forward
 
-    return kernels_triton_forward.forward(_there(call), table)[0]
+    return kernels_triton_forward.forward(_prepared(call), table)[0]
 
 
 def backward(
@@ -52,7 +52,7 @@ def backward(
 
     if not any(needs):
         return (None,) * 5
-    call = _there(call)
+    call = _prepared(call)
     if kernels_triton_few.suits(call, grads, needs):
         problem = kernels_triton_backward.Problem(call, grads[0])
         rest = kernels_triton_backward.strides, kernels_triton_bias.total
@@ -67,24 +67,24 @@ def backward(
 
 
 def forward_part(call: Call, out: Tensor, lse: Tensor) -> None:
-    """Merge attention over these keys into what other keys gave, in place (merge/partial.py: absorb)."""
+    """Merge attention over these keys into `out` and `lse` of other keys, in place (merge/partial.py: absorb)."""
     from foci.ops.softmax import kernels_triton_forward
 
-    part, top = kernels_triton_forward.forward(_there(call), dtype=out.dtype)
+    part, top = kernels_triton_forward.forward(_prepared(call), dtype=out.dtype)
     absorb(out, lse, part, top)
 
 
 def backward_part(call: Call, rows: Rows, into: Gradients) -> None:
-    """Add to the gradients, in place, what these keys give."""
+    """Accumulate the gradients of attention to these keys, in place."""
     from foci.ops.softmax import kernels_triton_backward, kernels_triton_bias
 
-    problem = kernels_triton_backward.backward_part(_there(call), rows, into)
+    problem = kernels_triton_backward.backward_part(_prepared(call), rows, into)
     if into.dbias is not None:
         kernels_triton_bias.of_bias(problem, kernels_triton_backward.strides, into.dbias)
 
 
-def _there(call: Call) -> Call:
-    """The call as kernels read it: what is small one after another on the device, reaches within what 32 bits hold."""
+def _prepared(call: Call) -> Call:
+    """The call in the form kernels read: small tensors contiguous on the device, window sides clamped to 32 bits."""
     if call.band_low is not None or call.band_high is not None:
         call = _windowed(call)
     device = call.q.device
@@ -99,7 +99,7 @@ def _there(call: Call) -> Call:
 
 
 def _windowed(call: Call) -> Call:
-    """A band of one number for whole rows, known on the CPU, is a window about the last query: nothing is copied."""
+    """Replace a Band of one CPU value for whole rows by the equal Window, so that nothing is copied to the GPU."""
     bounds = [x for x in (call.band_low, call.band_high) if x is not None]
     if call.q_offsets is not None or call.kv_lengths is not None or any(len(x) > 1 or not x.is_cpu for x in bounds):
         return call

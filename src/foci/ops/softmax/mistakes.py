@@ -18,7 +18,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def _wrong(name: str, sentence: str) -> Callable[[Callable[[Call], Call | None]], Mistake]:
-    """A mistake that is the right equation of another call; None where the call is not concerned."""
+    """A mistake equal to the right equation of a changed call; the change returns None if it does not apply."""
 
     def make(change: Callable[[Call], Call | None]) -> Mistake:
         def compute(inputs: Inputs) -> Pair | None:
@@ -31,7 +31,7 @@ def _wrong(name: str, sentence: str) -> Callable[[Callable[[Call], Call | None]]
 
 
 def _after(name: str, sentence: str) -> Callable[[Callable[[Call, Tensor, Tensor], Pair | None]], Mistake]:
-    """A mistake made with the right (out, lse) in hand."""
+    """A mistake that changes the right (out, lse)."""
 
     def make(change: Callable[[Call, Tensor, Tensor], Pair | None]) -> Mistake:
         def compute(inputs: Inputs) -> Pair | None:
@@ -68,7 +68,7 @@ def _reach(left: int, right: int) -> Callable[[Call], Call | None]:
 
 
 def _window_top_left(call: Call) -> Call | None:
-    """The window about query i at key i, where causal has it at key i + S - T."""
+    """The window centred at key i for query i, instead of at key i + S - T as causal is."""
     _, T, S, *_ = call.sizes
     anchored = call.causal_end and call.q_offsets is None and call.kv_lengths is None and S > T
     if not anchored or (call.left is None and call.right is None):
@@ -89,7 +89,7 @@ def _diagonal(step: int) -> Callable[[Call], Call | None]:
 
 
 def _unmasked(call: Call) -> Call | None:
-    """Without anything but causal: what a boolean mask may have carried."""
+    """Only causal, without all that a boolean mask may contain."""
     visible = NOTHING_HIDDEN._replace(causal_end=call.causal_end, causal_start=call.causal_start)
     return None if call.visible == visible else call._replace(**visible._asdict())
 
@@ -103,7 +103,7 @@ def _without_causal(call: Call) -> Call:
 
 
 def _averaged(call: Call, out: Tensor, lse: Tensor) -> Pair | None:
-    """What a mask of -1e9 in place of -inf gives a row that sees nothing: the plain mean of all values."""
+    """-1e9 in place of -inf: a row that sees nothing becomes the plain mean of all values."""
     B, T, S, H, G, _, _ = call.sizes
     if not (lse == -torch.inf).any() or not S:
         return None

@@ -1,4 +1,4 @@
-"""Paged decoding: the newest tokens attend to a cache that lies in pages, found through a table."""
+"""Paged decoding: the newest tokens attend to a paged key/value cache through a page table."""
 
 from __future__ import annotations
 
@@ -56,27 +56,27 @@ def attention_paged(
     scale: float | None = None,
     backend: str | None = None,
 ) -> Out:
-    """Softmax attention of the T newest tokens of each row to its cache, which lies in pages.
+    """Softmax attention of the T newest tokens of each row to its paged cache.
 
         k[b,j] = k_pages[table[b, j // page], j % page]          v[b,j] alike, for j < lengths[b]
         out    = attention(q, k, v, mask=Lengths(lengths) & Causal() & Window(window, None))
 
     The T tokens are the last of the lengths[b] keys, already written to their pages: query i of row b sees the keys
-    j <= i + lengths[b] - T, and with `window` at most so many before itself. Of a row of fewer than T keys the first
-    tokens are counted: query i sees j <= i. A row of length 0 gives out = 0. What pages hold that no token needs, and
-    their numbers in the table, may be anything: behind the length, and with `window` before what it reaches. No
-    gradient. Under autocast q and the pages take its dtype.
+    j <= i + lengths[b] - T, and with `window` at most `window` of them before itself. In a row of fewer than T keys
+    query i sees j <= i. A row of length 0 gives out = 0. Pages that no token reads, and their numbers in the table, may
+    hold anything: those after the length, and with `window` those before its reach. No gradient. Under autocast q and
+    the pages take its dtype.
 
     q [B,T,H,K], k_pages [P,page,G,K], v_pages [P,page,G,V]: float32, bfloat16 or float16 (float64 where the pages are
     gathered), one dtype, any strides, any page size, H a multiple of G. table [B,M], lengths [B]: int32 or int64.
     softcap, sink [H], scale: those of `attention`.
-    backend: "triton" reads the pages where they lie (on a GPU; keys are split over programs where rows are few); any
-    other backend of `attention` gathers them first. None takes the first that can.
+    backend: "triton" reads the pages in place (on a GPU; with few rows, keys are split over programs); any other
+    backend of `attention` gathers them first. None takes the first that can.
 
     Raises ShapeError, ValueError or TypeError for arguments that do not fit, Unsupported where a gradient is asked for
-    or the named backend cannot. On a CPU lengths and table are checked (compiled, when it runs: RuntimeError; under a
-    vmap inside what is compiled not); on a GPU, which is not waited for, page numbers and lengths out of range are
-    moved inside.
+    or the named backend cannot. On a CPU lengths and table are checked (when compiled, at run time, by a RuntimeError;
+    not under a vmap inside a compiled function); on a GPU, to avoid a sync, page numbers and lengths out of range are
+    clamped.
     Paper: Kwon et al. 2023, PagedAttention (arXiv 2309.06180).
     """
     given = (q, k_pages, v_pages, sink, lengths, table, softcap, window, scale, backend)
@@ -91,15 +91,15 @@ def attention_paged(
     check_reach(_NAME, "window", window)
     if q.device.type == "cpu":
         (_insist if unseen(table, lengths) else _check_values)(table, lengths, window, sizes)
-    call = _bound(tensors, softcap, window, scale)  # as the window's: said by this name, whoever runs it
+    call = _bound(tensors, softcap, window, scale)  # before dispatch, so that errors name attention_paged
     if backend in (None, "triton"):
-        reasons = gpu.reasons(call) + _table_reasons(sizes) + _watchers()
+        reasons = gpu.reasons(call) + _table_reasons(sizes) + _transform_reasons()
         if not reasons:
             return plans.one(key, given, _paged, (*call, table))
         if backend is not None:
             raise Unsupported(f"{_NAME}: backend 'triton' cannot run this call", reasons, "backend=None gathers pages")
     k, v, mask = _end_to_end(tensors, window)
-    if backend is not None:  # said by this name why it cannot
+    if backend is not None:  # so that a refusal names attention_paged
         choose(_SPEC, bind(q, k, v, mask=mask, softcap=softcap, sink=sink, scale=scale), backend)
     return attention(q, k, v, mask=mask, softcap=softcap, sink=sink, scale=scale, backend=backend)
 
@@ -110,7 +110,7 @@ def _paged(*values: Any) -> Tensor:
 
 
 def gathered(pages: Tensor, table: Tensor) -> Tensor:
-    """[B, M * page, G, D]: the pages of each row end to end; page numbers that are none name the nearest."""
+    """[B, M * page, G, D]: each row's pages concatenated; page numbers out of range are clamped."""
     if pages.shape[0] == 0:
         return pages.new_zeros(table.shape[0], table.shape[1] * pages.shape[1], *pages.shape[2:])
     found = pages[table.long().clamp(0, pages.shape[0] - 1)]
@@ -123,7 +123,7 @@ def _end_to_end(tensors: _Tensors, window: int | None) -> tuple[Tensor, Tensor, 
     if q.device.type == "cpu" and not unseen(table, lengths):
         table, lengths = _needed(table, lengths, q.shape[1], window, max(k_pages.shape[1], 1))
     k, v = (gathered(pages, table) for pages in (k_pages, v_pages))
-    if (lacking := q.shape[1] - k.shape[1]) > 0:  # of so few keys Causal would count the last tokens, not the first
+    if (lacking := q.shape[1] - k.shape[1]) > 0:  # Causal aligns to the last key, here the first tokens count: pad
         lengths = lengths.clamp(max=k.shape[1])
         k, v = (pad(x, (0, 0, 0, 0, 0, lacking)) for x in (k, v))
     mask = Lengths(lengths) & Causal()
@@ -133,11 +133,11 @@ def _end_to_end(tensors: _Tensors, window: int | None) -> tuple[Tensor, Tensor, 
 
 
 def _needed(table: Tensor, lengths: Tensor, T: int, window: int | None, page: int) -> tuple[Tensor, Tensor]:
-    """The table's columns from the first page of each row that its tokens need, as many as some row needs.
+    """The table from the first page that each row needs, with as many columns as the longest row needs.
 
-    Lengths count from there: masks measure from a row's end.
+    Lengths then count from that page; masks are aligned to a row's end, so they stay the same.
     """
-    firsts = torch.zeros_like(lengths) if window is None else _first(lengths, T, window) // page
+    firsts = torch.zeros_like(lengths) if window is None else _first_seen(lengths, T, window) // page
     pages = (lengths + page - 1) // page - firsts
     places = firsts.long()[:, None] + torch.arange(max(pages.tolist(), default=0), device=pages.device)
     return table.gather(1, places.clamp(max=table.shape[1] - 1)), lengths - firsts * page
@@ -145,17 +145,17 @@ def _needed(table: Tensor, lengths: Tensor, T: int, window: int | None, page: in
 
 def _reached(k: Tensor, v: Tensor, lengths: Tensor, T: int, window: int) -> tuple[Tensor, Tensor]:
     """Gathered keys and values with zeros before the window of every token, as 0 * NaN is NaN."""
-    reached = torch.arange(k.shape[1], device=k.device) >= _first(lengths, T, window)[:, None]
+    reached = torch.arange(k.shape[1], device=k.device) >= _first_seen(lengths, T, window)[:, None]
     return torch.where(reached[..., None, None], k, 0), torch.where(reached[..., None, None], v, 0)
 
 
-def _first(lengths: Tensor, T: int, window: int) -> Tensor:
-    """[B]: the first key of each row that its first token reaches."""
+def _first_seen(lengths: Tensor, T: int, window: int) -> Tensor:
+    """[B]: the first key that each row's first token sees."""
     return ((lengths.long() - T).clamp(min=0) - min(window, FARTHEST)).clamp(min=0)
 
 
 def _bound(tensors: _Tensors, softcap: float | None, window: int | None, scale: float | None) -> Call:
-    """The call as its kernel takes it: pages where keys would be, the mask of the gathered cache."""
+    """The Call for the kernel: k and v are the pages, the mask is that of the gathered cache."""
     scale = scaling(_NAME, scale, tensors.q.shape[-1])
     return Call(
         *tensors[:3], None, tensors.sink, None, None, None, None, tensors.lengths, None,
@@ -164,7 +164,7 @@ def _bound(tensors: _Tensors, softcap: float | None, window: int | None, scale: 
 
 
 def _table_reasons(sizes: dict[str, int]) -> list[str]:
-    if not sizes["P"]:  # a page number has nowhere to be moved to
+    if not sizes["P"]:  # there is no page to clamp to
         return ["there are no pages"]
     if not sizes["M"]:
         return ["there is nothing to compute: the table has no columns"]
@@ -172,15 +172,15 @@ def _table_reasons(sizes: dict[str, int]) -> list[str]:
     return [f"the table has room for {room} keys, fewer than the {sizes['T']} tokens"] if room < sizes["T"] else []
 
 
-def _watchers() -> list[str]:
-    """The kernel is started without torch's knowledge: it would lose a tangent, and knows no row of a vmap."""
+def _transform_reasons() -> list[str]:
+    """The kernel bypasses torch's dispatcher: it would lose tangents, and does not support vmap."""
     if torch.compiler.is_compiling() or not plans.transformed():
         return []
     return ["torch.func transforms and forward-mode derivatives do not reach it"]
 
 
 def _check(tensors: _Tensors, sizes: dict[str, int]) -> _Tensors:
-    """The tensors, q and pages as autocast has them."""
+    """Check the tensors; returns them with q and pages in autocast's dtype."""
     tensors = tensors._replace(**by_autocast({name: getattr(tensors, name) for name in _Tensors._fields[:3]}))
     q, k_pages, v_pages, table, lengths, sink = tensors
     if sizes["G"] == 0 or sizes["H"] % sizes["G"]:
@@ -204,26 +204,26 @@ def _check(tensors: _Tensors, sizes: dict[str, int]) -> _Tensors:
     return tensors
 
 
-def _wrong(table: Tensor, lengths: Tensor, window: int | None, sizes: dict[str, int]) -> tuple[Tensor, Tensor]:
-    """Which lengths [B] pages cannot hold, and which pages [B,M] that tokens need are not there."""
+def _invalid(table: Tensor, lengths: Tensor, window: int | None, sizes: dict[str, int]) -> tuple[Tensor, Tensor]:
+    """Masks of invalid lengths [B], and of needed table entries [B,M] that are no page."""
     size = max(sizes["page"], 1)
     starts = torch.arange(0, sizes["M"] * size, size, device=table.device)
     pages = ((table < 0) | (table >= sizes["P"])) & (starts < lengths[:, None])
     if window is not None:
-        pages &= starts + size > _first(lengths, sizes["T"], window)[:, None]
+        pages &= starts + size > _first_seen(lengths, sizes["T"], window)[:, None]
     return (lengths < 0) | (lengths > sizes["M"] * sizes["page"]), pages
 
 
 def _insist(table: Tensor, lengths: Tensor, window: int | None, sizes: dict[str, int]) -> None:
-    """What `_check_values` raises, of values that are not seen yet."""
-    rows, pages = _wrong(table, lengths, window, sizes)
+    """The checks of `_check_values` as run-time asserts, for values that are not readable (compile, vmap)."""
+    rows, pages = _invalid(table, lengths, window, sizes)
     room = sizes["M"] * sizes["page"]
     insist(~rows.any(), f"{_NAME}: lengths must each be 0 to {room}, what pages hold")
     insist(~pages.any(), f"{_NAME}: table must hold 0 to {sizes['P'] - 1}, pages that there are")
 
 
 def _check_values(table: Tensor, lengths: Tensor, window: int | None, sizes: dict[str, int]) -> None:
-    rows, pages = _wrong(table, lengths, window, sizes)
+    rows, pages = _invalid(table, lengths, window, sizes)
     for (row,) in rows.nonzero().tolist():
         raise ValueError(
             f"{_NAME}: lengths[{row}] is {int(lengths[row])}; expected 0 to {sizes['M'] * sizes['page']}, what "

@@ -1,4 +1,4 @@
-"""How a case of softmax attention becomes the questions of the laws: cut, unpacked, row by row, with another future."""
+"""The probes of softmax attention: a case cut along its keys, unpacked, row by row, or with another future."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _part(name: str, features: frozenset[str], inputs: dict[str, Any], place: tu
 
 
 def _take(inputs: Inputs, rows: slice = ALL, queries: slice = ALL, keys: slice = ALL) -> dict[str, Any]:
-    """q, k, v and bias of some rows, queries and keys; everything else but the mask as it is."""
+    """The inputs restricted to some rows, queries and keys, without the mask."""
     taken = {name: value for name, value in inputs.items() if name != "mask"}
     taken["q"] = inputs["q"][rows, queries]
     taken |= {name: inputs[name][rows, keys] for name in ("k", "v")}
@@ -41,7 +41,7 @@ def _take4(tensor: Tensor, rows: slice, queries: slice, keys: slice) -> Tensor:
 
 
 def cut(case: Case, inputs: Inputs) -> tuple[Part, ...]:
-    """The first third of the keys and the rest, hidden pairs as a Dense mask; the sink stays with the first."""
+    """The first third of the keys and the rest, with the mask as a Dense one; the sink goes with the first part."""
     T, S = inputs["q"].shape[1], inputs["k"].shape[1]
     if S < 2 or inputs.get("dropout"):
         return ()
@@ -90,7 +90,7 @@ def rows(case: Case, inputs: Inputs) -> tuple[Part, ...]:
 
 
 def _row(mask: Mask, row: slice) -> Mask:
-    """What it says of one row, or document."""
+    """The mask of one row, or document."""
     if isinstance(mask, Lengths):
         return Lengths(mask.kv_lengths[row], None if mask.q_lengths is None else mask.q_lengths[row])
     if isinstance(mask, Dense):
@@ -101,7 +101,7 @@ def _row(mask: Mask, row: slice) -> Mask:
 
 
 def future(case: Case, inputs: Inputs) -> Future | None:
-    """Queries from the middle on, and the keys that none before them may see, made something else and large."""
+    """Replace queries from the middle on, and the keys that no earlier query sees, by large random values."""
     if not any(isinstance(mask, Causal) for mask in _kinds(inputs.get("mask"))) or inputs.get("dropout"):
         return None
     B, T, S = inputs["q"].shape[0], inputs["q"].shape[1], inputs["k"].shape[1]
