@@ -103,7 +103,7 @@ def unfit(device: str) -> str:
 
 
 def _differentiate(on_gpu: bool, send: Callable[[Any], None]) -> None:
-    if on_gpu and torch.cuda._is_in_bad_fork():  # torch.cuda.is_available() asks CUDA
+    if on_gpu and torch.cuda._is_in_bad_fork():  # the parent initialised CUDA's runtime, if only by is_available()
         send("this process has counted its GPUs, and a fork of it cannot use them")
         return
     try:

@@ -237,7 +237,7 @@ def _gradients(
         yield Finding(label(case, dtype), error, f"{sentence} (of a loss on {through[0]} alone)" if zeros else sentence)
 
 
-# torch.autograd.gradcheck's own step and tolerances. Not it itself: on a failure it goes through every element.
+# The step and tolerances of torch.autograd.gradcheck, which itself would test every element after a failure.
 STEP, ABSOLUTE, SHARE = 1e-6, 1e-5, 1e-3
 
 

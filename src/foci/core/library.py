@@ -107,6 +107,7 @@ _Replay = tuple[Callable[[], Outputs], Rest]  # a closure that replays a call's 
 
 
 def _transparent(backend: Backend) -> Way:
+    """A backend without its own backward: plain torch code, which autograd and the compiler trace into."""
     forward: Callable[[Any], Outputs] = backend.load().forward
     return Way(lambda call: as_written(forward, call))
 
@@ -124,6 +125,7 @@ def _run_backend(backend: Backend, compute: Callable[..., Any], call: Any, *rest
 
 
 def _opaque(spec: Spec, backend: Backend) -> Way:
+    """A backend with its own backward: an op pair for the compiler and modes, plain calls in eager mode."""
     ops = _define(spec, backend)
     function = _autograd_function(spec, backend, ops)
     alone = _define_inference(spec, backend) if _saves_extra(backend) else ops[0][0]

@@ -262,8 +262,8 @@ class _Described(NamedTuple):
     pointers: list[int]
 
 
-def _describe(kind: Any, values: Sequence[Any]) -> _Described | None:
-    """None where a key cannot hold one of the values."""
+def _describe(function: Any, values: Sequence[Any]) -> _Described | None:
+    """A call of `function` (any hashable that identifies it); None where a key cannot hold one of the values."""
     positions = _positions(tuple(map(type, values)))
     if positions is None:
         return None
@@ -273,7 +273,7 @@ def _describe(kind: Any, values: Sequence[Any]) -> _Described | None:
     except RuntimeError:  # a functorch wrapper without memory, left over from a transform that has ended
         return None
     prefix: tuple[Any, ...] = (
-        kind,
+        function,
         _current_device(),
         positions,
         tensors[0].shape,

@@ -10,9 +10,9 @@ from foci.core.spec import Backend, Spec
 
 
 def choose(spec: Spec, call: Any, backend: str | None = None, single: bool = False) -> Backend:
-    """The first backend of the Spec (fastest first) without a reason against the call, or the one that it prefers.
+    """The first backend of the Spec (fastest first) without a reason against the call, or the one that it `prefers`.
 
-    A named one is taken as it is. `single`: nobody asks for more than the first output.
+    With a name, that backend or Unsupported. `single`: only the first output is wanted.
     """
     if backend is None:
         if (found := _fastest(spec, call, single)) is not None:
@@ -63,7 +63,7 @@ class Explanation:
 
 
 def explain(spec: Spec, call: Any, backend: str | None = None) -> Explanation:
-    """The Explanation of one call of Spec.function, no graph; `backend` is the explicit choice a caller would make."""
+    """The Explanation of an eager call of Spec.function; `backend`: as if the caller had named it."""
     verdicts = {b.name: b.ready().reasons(call) for b in spec.backends}
     able = [name for name, reasons in verdicts.items() if not reasons]
     fastest = _fastest(spec, call, single=True) if backend is None else spec.backend(backend)

@@ -391,13 +391,13 @@ class _Pool:
             elif x is not tune.STREAM and _constant_key(x) not in self.places:
                 self.constants.append(x)
                 self.places[_constant_key(x)] = len(self.constants)
-        self.size, self.slots = 1 + len(self.constants), 0
+        self.size, self.slot_count = 1 + len(self.constants), 0
         self._add_slots(inputs)
 
     def _add_slots(self, count: int) -> None:
         for _ in range(count):
-            self._add(_Address(self.slots, 0))
-            self.slots += 1
+            self._add(_Address(self.slot_count, 0))
+            self.slot_count += 1
 
     def _add(self, x: _Address | _TensorMap) -> None:
         self.places[x] = self.size
@@ -406,11 +406,11 @@ class _Pool:
     def step(self, allocations: tuple[_Allocation, ...], call: _LauncherCall | None, frees: tuple[int, ...]) -> _Step:
         """The next step; it adds to the pool all pointers and maps into the slots that exist after its allocations."""
         self._add_slots(len(allocations))
-        new = [each for each in self.pointers if each.slot < self.slots and each not in self.places]
+        new = [each for each in self.pointers if each.slot < self.slot_count and each not in self.places]
         bases, offsets = choice([self.places[_Address(each.slot, 0)] for each in new]), tuple(x.offset for x in new)
         for pointer in new:
             self._add(pointer)
-        new_maps = [each for each in self.maps if each.address.slot < self.slots and each not in self.places]
+        new_maps = [each for each in self.maps if each.address.slot < self.slot_count and each not in self.places]
         maps = tuple((each.make, self.places[each.address]) for each in new_maps)
         for each in new_maps:
             self._add(each)

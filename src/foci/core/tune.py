@@ -111,11 +111,11 @@ def recording(target: Target) -> Iterator[list[Launch]]:
 def interpreting() -> bool:
     """Whether Triton's interpreter, which takes tensors of the CPU, was on when Triton was imported."""
     triton = sys.modules.get("triton")
-    return triton is not None and _asked_triton(id(triton))[1]
+    return triton is not None and _interpret_knob(id(triton))[1]
 
 
 @functools.cache
-def _asked_triton(triton: int) -> tuple[Any, bool]:
+def _interpret_knob(triton: int) -> tuple[Any, bool]:
     """Cached, as Triton reads its environment each time; the module is kept, so that its id is not reused."""
     module: Any = sys.modules["triton"]
     return module, bool(module.knobs.runtime.interpret)
@@ -124,9 +124,9 @@ def _asked_triton(triton: int) -> tuple[Any, bool]:
 @constant
 def target_of(device: torch.device) -> Target:
     """What kernels for tensors of this device are configured for."""
-    there = _RECORDING.get()
-    if there is not None:
-        return there.target
+    active = _RECORDING.get()
+    if active is not None:
+        return active.target
     return _target(device.index or 0) if device.type == "cuda" else TARGETS["sm_90"]._replace(processors=4)
 
 
@@ -159,10 +159,10 @@ _OVERRIDES: list[_Overrides] = []
 @contextmanager
 def choosing(chosen: Mapping[tuple[str, str], Config]) -> Iterator[dict[tuple[str, str], Asked]]:
     """Within it these configurations, by (kernel, key), override all others on every thread; yields the requests."""
-    there = _Overrides(chosen, {})
-    _OVERRIDES.append(there)
+    overrides = _Overrides(chosen, {})
+    _OVERRIDES.append(overrides)
     try:
-        yield there.asked
+        yield overrides.asked
     finally:
         _OVERRIDES.pop()
 
@@ -179,11 +179,11 @@ def configure(
     `vary`: the sizes that `foci tune` may try for a block, by its name; warps and stages may always vary.
     """
     if _OVERRIDES:
-        there = _OVERRIDES[-1]
+        overrides = _OVERRIDES[-1]
         name = _key_name(key)
-        there.asked[kernel, name] = Asked(rule(target), vary or {})
-        if (kernel, name) in there.chosen:
-            return there.chosen[kernel, name]
+        overrides.asked[kernel, name] = Asked(rule(target), vary or {})
+        if (kernel, name) in overrides.chosen:
+            return overrides.chosen[kernel, name]
     rows = _kernels(target.name).get(kernel) if target.name else None
     if rows is None:
         return rule(target)
@@ -240,9 +240,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, config: Config, 
     """Launch a kernel on its first tensor's device, or record it (`recording`). An empty grid launches nothing."""
     if 0 in grid:
         return
-    there = _RECORDING.get()
-    if there is not None:
-        there.launches.append(Launch(kernel, grid, arguments, constants | config.meta))
+    active = _RECORDING.get()
+    if active is not None:
+        active.launches.append(Launch(kernel, grid, arguments, constants | config.meta))
         return
     device = next(x.device for x in map(tensor_of, arguments) if isinstance(x, torch.Tensor))
     meta = constants | config.meta
@@ -258,8 +258,8 @@ def beside(target: Target, second: bool) -> dict[str, bool]:
 
     The kernels synchronise by tiles/turns.py.
     """
-    there = target.kind == "cuda" and target.arch >= 90 and not interpreting()
-    return {"BESIDE": there, "launch_pdl": True} if there and second else {"BESIDE": there}
+    supported = target.kind == "cuda" and target.arch >= 90 and not interpreting()
+    return {"BESIDE": supported, "launch_pdl": True} if supported and second else {"BESIDE": supported}
 
 
 _COMPILED: dict[tuple[Any, ...], Any] = {}

@@ -41,7 +41,7 @@ def linear_attention(
     [B,T,H,K] per channel (GLA, HGRN-2, RWKV-6); -inf forgets. bonus [H,K] (RWKV-6).
     scale: K**-0.5 by default; any that float32 holds, 0 and below too, whatever the dtype.
     state [N,H,K,V]: what comes before the first token. offsets [N+1]: documents end to end in a batch of 1.
-    Offsets on the CPU are checked; kernels take those on a GPU unread, as looking would wait for it.
+    Offsets on the CPU are checked; those on a GPU are not, as reading them would synchronise.
     causal=False: every token sees all others, o_t = scale * (S_0 + sum_s k_s v_s^T)^T q_t, without decay (Sana).
     return_state: give the state after the last token, else None in its place.
     backend: a name that must run the call; None lets foci choose.

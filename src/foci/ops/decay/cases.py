@@ -42,7 +42,7 @@ PROBLEMS = (
     Linear("value width", V=24),
     Linear("odd widths", K=7, V=5, decay="channel"),
     Linear("scale", scale=0.3, decay="head"),
-    Linear("scale of 0", T=7, scale=0.0),  # `scale or K**-0.5` takes it for none
+    Linear("scale of 0", T=7, scale=0.0),  # `scale or K**-0.5` would use the default
     Linear("negative scale", T=7, scale=-0.3),
     Linear("state", state=True, decay="token"),
     Linear("fused projection", fused=True, decay="token"),

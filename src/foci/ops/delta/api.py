@@ -46,7 +46,7 @@ def delta_rule(
     state [N,H,K,V]: what comes before the first token. offsets [N+1]: documents end to end in a batch of 1, one state
     each. return_state: give the state after the last token, else None in its place. backend: a name that must run the
     call; None lets foci choose.
-    Offsets on the CPU are checked; kernels take those on a GPU unread, as looking would wait for it.
+    Offsets on the CPU are checked; those on a GPU are not, as reading them would synchronise.
 
     Raises ShapeError, ValueError or TypeError for arguments that do not fit, Unsupported when the named backend cannot.
     Papers: DeltaNet (arXiv 2406.06484); Gated DeltaNet (2412.06464); Kimi Linear (2510.26692); Comba (2506.02475).

@@ -14,7 +14,7 @@ from foci.ops.delta.call import Call
 from foci.ops.gpu import CHUNK
 from foci.ops.stretches import Cut, cut_into
 
-WIDEST = 128  # channels of a key: a piece's map has their square
+WIDEST = 128  # key channels at most: a piece's map is K x K
 SHORTEST = 4  # chunks of a piece
 MOST = 64  # pieces of a sequence
 
@@ -38,15 +38,15 @@ class Costs(NamedTuple):
     join: float  # combining one map of 128 channels
     launch: float = 3.0  # one more launch, and each further round of its programs over the processors
     whole: float = 0.0  # overhead of a walk over whole sequences
-    fill: float = 0.0  # share of processors: below it, whole walks are slower than cut ones per chunk
+    fill: float = 0.0  # of turned states: not used if their programs fill at most this share of the processors
 
 
 FORWARD = Costs(1.65, 0.8, 1.25, 3.0, whole=2.0)
 BACKWARD = Costs(2.5, 1.0, 1.25, 2.2, whole=1.0)
 TURNED = Costs(2.4, 0.62, 1.0, 1.5, 1.45, fill=0.4)  # twice as many columns a program (kernels_triton_token_walks.py)
 TURNED_BACK = Costs(2.9, 0.8, None, 1.0, 2.8)
-WORTH = 0.92  # of the time of whole sequences, from which on a launch more is worth it
-UNGATED = 3.4  # microseconds: a chunk backwards, not turned over, where no gates forget what roundings leave
+WORTH = 0.92  # splitting, with its additional launch, must take less than this share of the time of whole sequences
+UNGATED = 3.4  # microseconds of a chunk in the backward, not turned, without gates, where rounding errors do not decay
 
 
 class Way(NamedTuple):
@@ -61,10 +61,9 @@ class Way(NamedTuple):
 def way(
     call: Call, back: bool, token_walks: Any, joins: Any, shares: int, blocks: int, operands: Any | None
 ) -> Way:  # fmt: skip
-    """In so many `shares` where states are turned and warm up.
+    """The Way of a call; `shares`: pieces of a sequence if states are turned and begin with a warm-up.
 
-    `blocks`: programs that a head has of those that are not; `operands`: what is read of those that are, None where
-    none can be.
+    `blocks`: programs per head if states are not turned; `operands`: what is read if they are, None if they cannot be.
     """
     *_, H, K, V, N = call.sizes
     target, whole = target_of(call.v.device), Pieces(0, N, 0, None, None)
@@ -80,10 +79,10 @@ def way(
 
 
 def _turned(call: Call, back: bool, target: Target, programs: int) -> int:
-    """Pieces by maps of each sequence that is turned over, of 64 columns a program; 1 where that would take longer.
+    """The number of pieces, with maps, per sequence with turned states of 64 columns a program; 1 if that is slower.
 
-    Than by so many `programs` that are not turned, whole or in `pieces`. Documents are not cut, as each would have as
-    many.
+    Slower than `programs` programs without turned states, whole or in `pieces`. Packed documents are not split, as all
+    would get the same number of pieces.
     """
     _, T, _, H, K, V, N = call.sizes
     if call.offsets is not None or not N:
@@ -123,18 +122,18 @@ def _costs(call: Call, back: bool) -> Costs:
 
 @functools.lru_cache(512)
 def cut(N: int, B: int, T: int, packed: bool, K: int, V: int, costs: Costs, target: Target, programs: int) -> Cut:
-    """The Cut of N sequences in B rows of T tokens, which so many programs would walk whole.
+    """The Cut of N sequences in B rows of T tokens, which take `programs` programs if they are not split.
 
-    A piece is S -> M S + N, with M the K columns that the walk makes of the unit matrix and N the V that it makes of
-    zeros and values. M and N come by a launch without outputs (V columns of each piece but the last, K of each but the
-    first and last); then each piece joins those before it, one product M S after the other, and walks. In the time
-    that one program takes for one chunk, whole sequences of c chunks take c, and cut into P
+    A piece maps S -> M S + N: M is the walk's result for the identity as state (K columns) and no values, N its result
+    for a zero state and the values (V columns). A first launch, without outputs, computes N of each piece but the last
+    and M of each but the first and last; then each piece combines those before it, one product M S after another, and
+    walks its own chunks. In units of one program's time for one chunk, whole sequences of c chunks take c, and P pieces
 
         (map c/P + launch) rounds((P-1 + (P-2) K/V) programs) + join (P-1) K/128 + c/P rounds(P programs)
 
-    with `rounds` the times that programs fill the processors; more maps than those, where two have room, are `shared`
-    in place of `map`, and rounds are of twice as many. The P with the least is taken where that is less than WORTH c.
-    Of shapes alone: of packed documents, whose lengths only the GPU knows, the mean length counts.
+    where rounds(n) is how often n programs fill the processors; if maps exceed the processors and two fit on one,
+    `shared` replaces `map`, with rounds of twice as many. The best P is taken if its time is less than WORTH c. Depends
+    on shapes only: for packed documents, whose lengths are on the GPU, the mean length counts.
     """
     chunks = -(-(B * T) // (N * CHUNK))
     several, _ = _worth(chunks, programs, K, V, costs, target.processors)

@@ -31,7 +31,7 @@ def scan(
     x, log_decay [B,T,D]: g <= 0 in natural log, -inf forgets. state [N,D]: what comes before the first token.
     offsets [N+1]: documents end to end in a batch of 1. return_state: give the state [N,D] after the last token, else
     None in its place. backend: a name that must run the call; None lets foci choose.
-    Offsets on the CPU are checked; kernels take those on a GPU unread, as looking would wait for it.
+    Offsets on the CPU are checked; those on a GPU are not, as reading them would synchronise.
 
     Raises ShapeError, ValueError or TypeError for arguments that do not fit, Unsupported when the named backend cannot.
     Papers: Martin and Cundy 2018 (arXiv 1709.04057); HGRN (2311.04823): x = (1 - exp(g)) * i; minGRU (2410.01201).

@@ -37,7 +37,7 @@ def selective_scan(
     x, dt [B,T,D]: dt >= 0, after its bias and softplus. A [D,K] <= 0: the rates, -exp(A_log) in the models.
     B, C [B,T,K]: keys and queries that all channels share. skip [D]: D in the models.
     state [N,D,K]: what comes before the first token. offsets [N+1]: documents end to end in a batch of 1.
-    Offsets on the CPU are checked; kernels take those on a GPU unread, as looking would wait for it.
+    Offsets on the CPU are checked; those on a GPU are not, as reading them would synchronise.
     return_state: give the state [N,D,K] after the last token, else None in its place.
     backend: a name that must run the call; None lets foci choose. The output gate of the models, y * silu(z), and
     Mamba-2, which is `linear_attention` with a decay [B,T,H], are composed.

@@ -11,7 +11,7 @@ from torch import Tensor
 from foci.ops import arguments
 from foci.ops.selective_scan.call import NAME, Call, rates
 
-# Tokens whose states [K, D] are held at once, and rows as far as a core's share of the cache goes.
+# Tokens of a slab, whose states [K, D] are held at once, and its rows, limited by a core's share of the cache.
 _TOKENS, _NUMBERS = 32, 1 << 20
 
 

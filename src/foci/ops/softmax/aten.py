@@ -337,7 +337,7 @@ def backward(
     that delta = sum(dout * out) is unchanged.
     """
     if _may_overflow(call):
-        return chunked.backward(call, chunked.forward(call), grads, needs)  # of such logits lse must be its own
+        return chunked.backward(call, chunked.forward(call), grads, needs)  # with lse recomputed, too
     if _sums_in_half(call):
         dout = None if grads[0] is None else grads[0].to(call.accumulator)
         found = backward(_as_part(call), (outputs[0].to(call.accumulator), outputs[1]), (dout, grads[1]), needs)

@@ -65,9 +65,9 @@ CASES = (
     case("value width", "value width", K=16, V=24),
     case("odd widths", "value width", K=7, V=5),
     case("scale", "scale", extra=lambda d: {"scale": 0.3}),
-    case("scale of 0", "scale", T=7, extra=lambda d: {"scale": 0.0}),  # `scale or K**-0.5` takes it for none
+    case("scale of 0", "scale", T=7, extra=lambda d: {"scale": 0.0}),  # `scale or K**-0.5` would use the default
     case("negative scale", "scale", T=7, extra=lambda d: {"scale": -0.3}),
-    case("two blocks", B=1, T=131, H=2, K=24),  # another width: a scale written for one of them shows
+    case("two blocks", B=1, T=131, H=2, K=24),  # another K, so that a hard-coded scale shows
     case("large logits", T=7, extra=_large),
     case("causal", "causal", extra=lambda d: {"mask": Causal()}),
     case("causal, two blocks", "causal", B=1, T=131, H=2, extra=lambda d: {"mask": Causal()}),

@@ -166,8 +166,8 @@ class _Heads:
         *_, H, G, _, _ = call.sizes
         self.call, self.R = call, H // G
         dtype = call.accumulator
-        # tanh wants z / c: the division rides on q's scale. A half-precision matmul would round z and break the LSE
-        # budget.
+        # tanh needs z / c: the division is folded into q's scale. A half-precision matmul would round z and exceed the
+        # LSE budget.
         inner = call.scale if call.softcap is None else call.scale / call.softcap
         self.chain = call.softcap if call.softcap is not None else 1.0
         B, T, _, K = call.q.shape
