@@ -51,7 +51,7 @@ class Detective:
 
     ranks: Ranks
     stories: Stories = NOTHING
-    _told: dict[tuple[str, str], str] = field(default_factory=dict)
+    _reported: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def output(self, exam: Exam, case: Case, dtype: torch.dtype, name: str, got: Tensor) -> tuple[str, str]:
         """A sentence on the cause, "" if no hypothesis matches; and the place."""
@@ -78,7 +78,7 @@ class Detective:
         assert truth is not None
         dim = self._dimension(exam, case, dtype, leaf)
         if dim is None:
-            return self._copies(exam, case, dtype, through, leaf, got, truth)
+            return self._replicated_gradient(exam, case, dtype, through, leaf, got, truth)
         sharding = self._sharding(truth.shape[dim], dim)
         wrong = _wrong(got, truth, dtype, sharding)
         place = self._place(wrong, sharding)
@@ -99,11 +99,11 @@ class Detective:
         return self._sentence(f"d{leaf}", place, why), place
 
     def placed(self, sentence: str, place: str) -> str:
-        return self._told.setdefault((sentence, ""), f"{sentence} ({place.strip()})" if place else sentence)
+        return self._reported.setdefault((sentence, ""), f"{sentence} ({place.strip()})" if place else sentence)
 
     def _sentence(self, name: str, place: str, why: str) -> str:
         """One sentence per cause, with the place of the first case, so that a report lists it once."""
-        return self._told.setdefault((name, why), f"{name} is wrong {place}: {why}") if why else ""
+        return self._reported.setdefault((name, why), f"{name} is wrong {place}: {why}") if why else ""
 
     def _sharding(self, length: int, dim: int) -> Sharding:
         words = self.ranks.words(length)
@@ -128,7 +128,7 @@ class Detective:
             place += f", in head{'s' if len(numbers) > 1 else ''} {said(numbers)} alone"
         return place
 
-    def _copies(
+    def _replicated_gradient(
         self,
         exam: Exam,
         case: Case,
@@ -138,7 +138,7 @@ class Detective:
         got: Tensor,
         truth: Tensor,
     ) -> tuple[str, str]:
-        """Of a gradient that every rank must hold whole: which ranks' is wrong, and whether it is their own part."""
+        """For the gradient of a replicated input: which ranks' copies are wrong, and if all are only their own part."""
         again = exam.attempt_gradients(case, dtype, through).gradients
         if again is None:
             return "", ""

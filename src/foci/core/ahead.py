@@ -99,7 +99,7 @@ def _source(compile_fn: Callable[[], Any]) -> Any:
     return None if any(isinstance(kind, str) and kind.startswith("tensordesc") for kind in kinds) else source
 
 
-def _compile_all(wanted: list[Callable[[], Any]], target: Target) -> str:
+def _compile_all(compilations: list[Callable[[], Any]], target: Target) -> str:
     """Compile kernels and their launchers in a thread pool; returns the first error's message, or "".
 
     A kernel that fails here is compiled again when it is launched, and fails there. Each thread enters `assembling`
@@ -110,22 +110,24 @@ def _compile_all(wanted: list[Callable[[], Any]], target: Target) -> str:
     from concurrent.futures import Future, ThreadPoolExecutor, wait
 
     driver = sys.modules["triton"].runtime.driver.active
-    known = target.kind == "cuda"  # AMD's launchers also need the compiled kernel
-    sources = {place: source for place, each in enumerate(wanted) if known and (source := _source(each)) is not None}
-    beside: dict[int, Future[Any]] = {}
+    by_source = target.kind == "cuda"  # AMD's launchers also need the compiled kernel
+    sources = {
+        place: source for place, each in enumerate(compilations) if by_source and (source := _source(each)) is not None
+    }
+    launchers: dict[int, Future[Any]] = {}
 
     def work(place: int) -> None:
         with assembling(target.arch):
-            made = wanted[place]()
-        launcher = beside.get(place)
+            made = compilations[place]()
+        launcher = launchers.get(place)
         if launcher is None or launcher.cancel() or launcher.exception() is not None:
             driver.launcher_cls(made.src, made.metadata)
 
-    pool = ThreadPoolExecutor(min(cores(), len(wanted) + len(sources)))
+    pool = ThreadPoolExecutor(min(cores(), len(compilations) + len(sources)))
     try:
-        futures = [pool.submit(work, place) for place in range(len(wanted))]
+        futures = [pool.submit(work, place) for place in range(len(compilations))]
         for place, source in sources.items():
-            beside[place] = pool.submit(driver.launcher_cls, source, _NoMetadata())
+            launchers[place] = pool.submit(driver.launcher_cls, source, _NoMetadata())
         wait(futures)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
