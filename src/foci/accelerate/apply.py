@@ -1,4 +1,4 @@
-"""Put a plan into a model, through the door of the library the model comes from, exactly undoable."""
+"""Apply a plan to a model, through the integration of the model's library; exactly undoable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Handle(Protocol):
 
 @dataclass
 class Applied(Undoable):
-    """A plan at work in a model: where (`sites`), what was left and why (`skipped`), and the way back (`restore()`)."""
+    """A plan applied to a model: the `sites` routed, those `skipped` with the reason, and `restore()` to undo it."""
 
     sites: tuple[str, ...]
     skipped: tuple[tuple[str, str], ...]
@@ -29,7 +29,7 @@ class Applied(Undoable):
     _compiled: Compiled | None = field(default=None, repr=False)
 
     def restore(self) -> None:
-        """Everything as it was, to the very object. Twice is once."""
+        """Restore the original objects. Calling it twice has no further effect."""
         if self._compiled is not None:
             self._compiled.restore()
             self._compiled = None
@@ -37,10 +37,10 @@ class Applied(Undoable):
 
 
 def route(model: nn.Module, sites: Sequence[SitePlan] | None = None) -> Applied:
-    """Route the planned sites (all there are, each to foci's choice, by default) to foci, without any check of a plan.
+    """Route the planned sites (by default all, each with foci's own choice) to foci, without checking the plan.
 
-    A model makes other calls than the planned ones (a cache grows, dropout in training). Where the plan is what foci
-    would choose anyway, at all the sites there are, foci goes on choosing call by call.
+    A model makes calls that were not planned (a growing cache, dropout in training). If the plan is what foci would
+    choose anyway, for all sites of the model, no backend is fixed: foci chooses per call.
     """
     if sites is None:
         return _install(model, None)
@@ -79,7 +79,7 @@ def _install(model: nn.Module, backends: Mapping[str, str] | None) -> Applied:
 
 
 def library_of(model: nn.Module) -> str | None:
-    """The library whose attention modules the model is made of, told without importing it; foci for its own layers."""
+    """The library of the model's attention modules, found without importing it; "foci" for our own layers."""
     from foci.integrations.layers import find_sites
 
     if find_sites(model):
@@ -107,10 +107,10 @@ def denoiser(model: Any, who: str) -> tuple[str, nn.Module]:
 def apply(model: Any, plan: Plan | Mapping[str, Any] | str | Path) -> Applied:
     """Apply a plan that `foci accelerate` wrote: its path, its content, or the object.
 
-    Of a Diffusers pipeline its denoiser is taken, as `accelerate` does.
+    For a Diffusers pipeline, to its denoiser, as `accelerate` does.
 
-    The plan holds for the model it was made on: class, configuration and attention sites must be the same; weights may
-    differ. Raises ValueError for a plan that cannot be read or that is another model's, with what differs; after an
+    The plan is valid for the model it was made on: class, configuration and attention sites must be the same; weights
+    may differ. Raises ValueError for a plan that cannot be read or that is another model's, with what differs; after an
     error the model is as it was.
     """
     _, model = denoiser(model, "apply")

@@ -31,7 +31,7 @@ TWIN: dict[str, Any] = {"layer_types": [SOFTMAX] * 8, "intermediate_size": 294, 
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)): one layer, whose mixer is of the kind the configuration says."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)): one layer; the configuration gives its kind of mixer."""
 
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class BytesCache(Cache):
-    """A foci.nn.Cache that answers to the names transformers' generation asks by."""
+    """A foci.nn.Cache with the methods that transformers' generation needs."""
 
     is_compileable = False
 
@@ -61,7 +61,7 @@ class BytesCache(Cache):
         return self.seen
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beam search: row b goes on as row beam_idx[b]."""
+        """For beam search: row b becomes row beam_idx[b]."""
         self.reorder(beam_idx)
 
 

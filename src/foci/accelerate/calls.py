@@ -1,4 +1,4 @@
-"""Calls of foci's operators as a model makes them: run again, in words, in part, in float64."""
+"""Recorded calls of foci's operators: repeat them, describe them in words, take one head, convert to float64."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _WORDS = {
 
 
 def spec_of(call: Call) -> Spec:
-    """The operator that a call is of."""
+    """The Spec of a call's operator."""
     return next(spec for spec in SPECS.values() if spec.call is type(call))
 
 
 def repeat(call: Call, backend: str) -> tuple[Tensor, ...]:
-    """The outputs of a call, all of them, on the backend of that name."""
+    """All outputs of a call, on the named backend."""
     outputs: tuple[Tensor, ...] = FUNCTIONS[spec_of(call).name](**arguments(call), backend=backend)
     return outputs
 
@@ -46,12 +46,12 @@ def signature(call: Call) -> Signature:
 
 
 def arguments(call: Call) -> dict[str, Any]:
-    """The keyword arguments of the public function that make this call; of a recurrence, with its final state."""
+    """The public function's keyword arguments for this call; for a recurrence, with return_state=True."""
     if spec_of(call).name != SOFTMAX:
         given = {**call._asdict(), "return_state": True}
         decay = given.get("log_decay")
         if decay is not None and decay.dim() == 4:
-            # A call keeps it as [B or 1, T or 1, H, K or 1]; the function tells the kinds by their rank.
+            # A Call holds it as [B or 1, T or 1, H, K or 1]; the function distinguishes the kinds by rank.
             if decay.shape[:2] != call.v.shape[:2]:
                 decay = decay.expand(*call.v.shape[:2], -1, -1)
             given["log_decay"] = decay[..., 0] if decay.shape[-1] == 1 else decay
@@ -82,13 +82,13 @@ def letters(call: Call) -> dict[str, int]:
 
 
 def dims(sizes: Mapping[str, int]) -> str:
-    """`B20 T256 H4 K24`: a size that equals its partner (S = T, G = H, V = K, N = B) goes without saying."""
+    """`B20 T256 H4 K24`: sizes equal to their default (S = T, G = H, V = K, N = B) are left out."""
     partner = {"S": "T", "G": "H", "V": "K", "N": "B"}
     return " ".join(f"{x}{n}" for x, n in sizes.items() if x not in partner or n != sizes.get(partner[x]))
 
 
 def mask_text(call: Call) -> str:
-    """The mask of a call in words (`no mask`, `Causal`, `Dense 2x1x1x7 & Window`); what a recurrence is given."""
+    """The mask of a call in words (`no mask`, `Causal`, `Dense 2x1x1x7 & Window`); of a recurrence its options."""
     if spec_of(call).name != SOFTMAX:
         given = [name for name in _WORDS if getattr(call, name, None) is not None]
         words = [_WORDS[name] for name in given]
@@ -103,12 +103,12 @@ def mask_text(call: Call) -> str:
 
 
 def in_double(call: Call) -> Call:
-    """The same call in float64: what the truth is computed from."""
+    """The same call in float64, for the reference."""
     return type(call)._make(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in call)
 
 
 def entries(call: Call) -> int:
-    """Numbers that the equation, taken literally, holds at once over all heads: T x S scores, or a state per token."""
+    """Elements that the reference holds at once over all heads: T x S scores, or a state per token."""
     sizes = letters(call)
     rest = "S" if "S" in sizes else "KV"
     total = sizes["B"] * sizes["T"] * sizes.get("H", sizes.get("D", 1))
@@ -137,7 +137,7 @@ def one_head(call: Call) -> Call:
 
 @cache
 def _shapes(operator: str) -> dict[str, tuple[str, ...]]:
-    """The letters of each tensor in the calls of an operator, as the annotations have them."""
+    """The dimension letters of each tensor in an operator's Call, from its annotations."""
     found: dict[str, tuple[str, ...]] = {"kv_lengths": ("B",), "q_lengths": ("B",)}
     for name, hint in get_type_hints(SPECS[operator].call).items():
         for part in (hint, *get_args(hint)):

@@ -1,4 +1,4 @@
-"""Compile a routed model, whole or by its repeated blocks, when the measured break-even says that it pays."""
+"""Compile a routed model, as a whole or by its repeated blocks, if the measured break-even says it pays."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from foci.accelerate.prove import gap, tensors_of
 from foci.bench.measure import Way, clock, interleave
 
 Run = Callable[[], Any]
-# No compilation of a real block has ever been cheaper than this on a CPU: below it nothing needs to be measured.
+# Seconds: the least that compiling a real block has ever taken on a CPU; if all calls take less, nothing is measured.
 _LEAST_COST = 3.0
 
 
 @dataclass
 class Compiled:
-    """Modules compiled in place, with what the compiler did to them."""
+    """Modules compiled in place, and the counts of graphs and graph breaks."""
 
     parts: list[nn.Module]
     counter: _Counter = field(repr=False)
@@ -35,7 +35,7 @@ class Compiled:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Eager for a while; what was compiled is kept."""
+        """Within it the modules run eagerly; their compiled code is kept."""
         kept = [vars(part).pop("_compiled_call_impl") for part in self.parts]
         try:
             yield
@@ -82,7 +82,7 @@ def compile_parts(model: nn.Module, mode: str, sites: Sequence[str]) -> Compiled
 
 
 def repeated_blocks(model: nn.Module, sites: Sequence[str]) -> list[nn.Module]:
-    """The outermost lists' elements of a class that comes twice or more, if they hold every site: one graph for all."""
+    """Elements of the outermost ModuleLists whose class occurs repeatedly, if they contain every site; else []."""
     found: list[nn.Module] = []
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList):
@@ -100,11 +100,11 @@ def repeated_blocks(model: nn.Module, sites: Sequence[str]) -> list[nn.Module]:
 def weigh(
     model: nn.Module, sites: Sequence[str], run: Run, *, mode: str, calls: int, other: Run | None, budget: float
 ) -> tuple[CompilePlan, Compiled | None]:
-    """Measure what compiling the routed model costs and saves, and keep it compiled only if it pays for `calls` calls.
+    """Measure what compiling the routed model costs and saves; keep it compiled only if it pays within `calls` calls.
 
-    mode: auto decides by the measurement, on keeps it whenever it is right, off does not try. `run` and `other` run the
-    model at two resolutions. It is right when compiled equals eager within `budget`, and two resolutions make no third
-    graph.
+    mode: auto decides by the measurement, on keeps it if it is correct, off does not compile. `run` and `other` run the
+    model at two resolutions. It is correct if compiled equals eager within `budget`, and two resolutions need at most
+    two graphs.
     """
     if mode == "off":
         return CompilePlan(sentence="off: not asked for", calls=calls), None
@@ -137,9 +137,9 @@ def _measure(
     compiled: Compiled, run: Run, calls: int, kind: str, eager: list[torch.Tensor], budget: float
 ) -> CompilePlan:
     first = clock(run)
-    second = clock(run)  # what is set up late is part of the cost
+    second = clock(run)  # the second call may still set things up: part of the cost
     output = tensors_of(run())
-    # Interleaved, and each at its best: the earlier figure was taken in another mood of the machine.
+    # Interleaved minima: the machine's speed may have changed since the first measurement.
     samples = interleave({"compiled": Way(run), "eager": Way(run, compiled.paused)}, rounds=7, seconds=10.0)
     eager_call, after = (min(samples[name].seconds) for name in ("eager", "compiled"))
     cost = max(first + second - 2 * after, 0.0)

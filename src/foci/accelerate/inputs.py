@@ -48,7 +48,7 @@ def _text(config: Any, generator: torch.Generator, length: int) -> dict[str, Any
     mask = torch.ones_like(ids)
     mask[1, length * 2 // 3 :] = 0
     inputs = {"input_ids": ids, "attention_mask": mask}
-    # A cache is no result to compare, and its memory is not attention's.
+    # Without a cache: it is not compared, and its memory is not attention's.
     return inputs | ({"use_cache": False} if getattr(config, "use_cache", None) is not None else {})
 
 

@@ -1,4 +1,4 @@
-"""The plan: which backend each site gets and why, on which model it holds, and what was measured when it was made."""
+"""The plan: each site's backend and the reason, the model it is valid for, and the measurements behind it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from foci.core.select import explain
 from foci.ops import SPECS
 
 SCHEMA = 1
-# The equation taken literally: the oracle, never a plan.
+# The backend that is the oracle of the proof and never planned.
 ORACLE = "reference"
 _CLEARLY = 0.85
 _LITERALLY = {False: "it holds the whole T x S matrix", True: "it goes through the tokens one by one"}
@@ -31,7 +31,7 @@ _LITERALLY = {False: "it holds the whole T x S matrix", True: "it goes through t
 
 @dataclass(frozen=True)
 class Identity:
-    """What a plan is bound to. Weights are free: a fine-tuned model may use the plan of its base."""
+    """The model that a plan is valid for. Weights may differ: a fine-tuned model can use its base model's plan."""
 
     type: str
     config: dict[str, Any]
@@ -45,9 +45,9 @@ class Identity:
 
 @dataclass(frozen=True)
 class SitePlan:
-    """One site's decision. `calls` has sizes, dtype, mask and count; `others` why not the other backends.
+    """One site's decision. `calls` has sizes, dtype, mask and count; `others` the reasons against other backends.
 
-    `fixed` says that a measurement overruled what foci would choose by itself.
+    `fixed`: a measurement overruled foci's own choice.
     """
 
     name: str
@@ -63,7 +63,7 @@ class SitePlan:
 
 @dataclass(frozen=True)
 class CompilePlan:
-    """Whether to compile, and the measurement that says so. Times in seconds; what was not measured is None."""
+    """Whether to compile, and the measurements. Times in seconds; None: not measured."""
 
     mode: str = "off"
     sentence: str = "not asked for"
@@ -82,7 +82,7 @@ class CompilePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All of it, as plan.json holds it. `ranks` is empty for a model in one process."""
+    """The content of plan.json. `ranks` is empty for a model in one process."""
 
     model: str
     identity: Identity
@@ -112,7 +112,7 @@ class Plan:
         return {"schema": SCHEMA, "fingerprint": self.identity.fingerprint, **dataclasses.asdict(self)}
 
     def save(self, path: str | Path) -> Path:
-        """Write plan.json, whole or not at all."""
+        """Write plan.json atomically."""
         return write_whole(Path(path), json.dumps(self.as_dict(), indent=2, sort_keys=False) + "\n")
 
     @classmethod
@@ -190,7 +190,7 @@ def identify(model: nn.Module) -> Identity:
     return Identity(f"{type(model).__module__}.{type(model).__qualname__}", kept, modules)
 
 
-# Of the library that wrote the configuration, or of how it is run; the model is the same.
+# Configuration entries that do not identify the model: the library's version, run-time options.
 _NOT_THE_MODEL = {
     "transformers_version",
     "dtype",
@@ -202,12 +202,12 @@ _NOT_THE_MODEL = {
 
 
 def _plain(value: Any) -> Any:
-    """As it would come back from JSON, so that a saved and a live configuration compare equal."""
+    """The value after a JSON round trip, so that saved and live configurations compare equal."""
     return json.loads(json.dumps(value, default=str, sort_keys=True))
 
 
 def decide(site: Site, measured: dict[Signature, dict[str, float]]) -> SitePlan:
-    """The fastest backend that takes every call of the site. `measured` keeps seconds by signature, for all sites."""
+    """The fastest backend that can run every call of the site. `measured` caches seconds by signature for all."""
     against: dict[str, list[str]] = {}
     spec = spec_of(site.calls[0][0])
     for call, _ in site.calls:
@@ -229,7 +229,7 @@ def decide(site: Site, measured: dict[Signature, dict[str, float]]) -> SitePlan:
         calls.append(_describe(call, count, times))
     backend = candidates[0]
     for name in candidates[1:]:
-        # The Spec lists its backends fastest first; a measurement overrules it when it is no matter of noise.
+        # The Spec lists its backends fastest first; a measurement overrules that order only beyond noise.
         if total[name] < _CLEARLY * total[backend]:
             backend = name
     for name in able:
@@ -242,7 +242,7 @@ def decide(site: Site, measured: dict[Signature, dict[str, float]]) -> SitePlan:
 
 
 def _seconds(call: Call, backends: list[str], most: int = 9, budget: float = 0.5) -> dict[str, float]:
-    """Each backend's shortest of several runs, in turn: other work on the machine only ever adds to a time."""
+    """Each backend's minimum over several interleaved runs: other load on the machine only adds time."""
     runs = {name: (lambda name=name: repeat(call, name)) for name in backends}
     taken: dict[str, list[float]] = {name: [] for name in backends}
     with torch.no_grad():
@@ -267,7 +267,7 @@ def _describe(call: Call, count: int, times: Mapping[str, float]) -> dict[str, A
 
 
 def write_whole(path: Path, content: str | bytes) -> Path:
-    """Write a file so that nobody ever sees half of it: beside its place first, then moved there."""
+    """Write a file atomically: to a temporary file in the same folder, then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

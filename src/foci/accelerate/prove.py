@@ -17,16 +17,16 @@ from foci.accelerate.sites import Site
 from foci.check.compare import HALF, RELATIVE, VANISHED, Error, compare, difference, extent, rms
 from foci.nn import Cache
 
-# Numbers beyond which the equation is run for one head only: it holds the whole T x S matrix, or all states.
+# Elements beyond which the reference runs for one head only, as it holds the whole T x S matrix, or all states.
 _MOST_ENTRIES = 2**27
-_KEPT = 8  # states that the gradient of one literal step keeps, of which softmax keeps about one
+_KEPT = 8  # states that autograd saves per step of a recurrent reference; of softmax's scores it saves about one
 
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: what was compared with what, its error, its budget; how many numbers are left out.
+    """One comparison: what was compared with what, its error and budget; `left_out`: how many elements were excluded.
 
-    Those are numbers that the original itself has not finite, where the truth has: they overflow in half precision.
+    Excluded are elements not finite in the original but finite in the reference: they overflow in half precision.
     """
 
     where: str
@@ -57,9 +57,9 @@ class Problem:
     inputs: Mapping[str, Any]
 
     def results(self, output: Any) -> list[Tensor]:
-        """The output's floating tensors, without the positions that an attention mask [B, L] calls padding.
+        """The output's floating-point tensors, without positions that an attention mask [B, L] marks as padding.
 
-        What a model computes there is nobody's result, and where all of a row's keys are padding it is arbitrary.
+        Results at padding are not used, and arbitrary if all of a row's keys are padding.
         """
         tensors = tensors_of(output)
         real = self.inputs.get("attention_mask")
@@ -69,14 +69,14 @@ class Problem:
 
     def run(self, model: nn.Module | None = None, inputs: Mapping[str, Any] | None = None) -> Any:
         given = self.inputs if inputs is None else inputs
-        return (model or self.model)(**{name: _own(name, value) for name, value in given.items()})
+        return (model or self.model)(**{name: _fresh(name, value) for name, value in given.items()})
 
 
-def _own(name: str, value: Any) -> Any:
-    """A copy of a cache, which the call adds to: every call of the same inputs is the same call. So in a mapping."""
+def _fresh(name: str, value: Any) -> Any:
+    """A copy of a cache (also inside a mapping), since a call appends to it; other values unchanged."""
     if not hasattr(value, "get_seq_length") and not isinstance(value, Cache):
         parts = (
-            {key: _own(f"{name}[{key!r}]", part) for key, part in value.items()} if isinstance(value, Mapping) else {}
+            {key: _fresh(f"{name}[{key!r}]", part) for key, part in value.items()} if isinstance(value, Mapping) else {}
         )
         return parts if any(part is not value[key] for key, part in parts.items()) else value
     try:
@@ -105,7 +105,7 @@ def gap(values: Sequence[Tensor], truths: Sequence[Tensor]) -> float:
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """The floating tensors of a model's output, in order; a cache is no result."""
+    """The floating-point tensors of a model's output, in order, without a cache."""
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
     if isinstance(output, Mapping):
@@ -114,10 +114,10 @@ def tensors_of(output: Any) -> list[Tensor]:
 
 
 def prove_site(site: Site, backend: str) -> list[Row]:
-    """Every distinct call of a site on its planned backend against the equation in float64: out, lse, every gradient.
+    """Every distinct call of a site on its planned backend against the float64 reference: out, lse, every gradient.
 
-    The budget is the checker's. Where the activations are so ill-conditioned that a plain float32 computation misses it
-    too, it is twice the plain computation's own error.
+    The budget is the checker's. If the activations are so ill-conditioned that a plain float32 computation exceeds it,
+    the budget is twice the plain computation's error.
     """
     rows: list[Row] = []
     for call, _ in site.calls:
@@ -131,7 +131,7 @@ def prove_site(site: Site, backend: str) -> list[Row]:
             error = _judge(
                 value, truth[what], plain[what], call[0].dtype, log=what in spec.logs, recurrent=spec.recurrent
             )
-            # Where all is exactly zero there is nothing to be relative to, and nothing to forgive.
+            # If the reference is exactly zero, the error must be, too.
             budget = error.budget or (0.0 if error.size else RELATIVE)
             rows.append(Row(site.name, what, "float64" if whole else "float64, one head", error.size, budget))
     return rows
@@ -150,7 +150,7 @@ def _judge(
 
 
 def _forward_backward(call: Call, backend: str | None) -> dict[str, Tensor | None]:
-    """Outputs by name and `gradient of` each floating input (of softmax: q, k, v) by its name."""
+    """Outputs by name, and "gradient of <name>" of each floating-point input (softmax: q, k, v)."""
     spec = spec_of(call)
     names = "qkv" if spec.name == SOFTMAX else [name for name in spec.differentiable if getattr(call, name) is not None]
     leaves = {name: getattr(call, name).detach().requires_grad_() for name in names}
@@ -159,7 +159,7 @@ def _forward_backward(call: Call, backend: str | None) -> dict[str, Tensor | Non
     found = repeat(changed, backend) if backend else spec.plain(**arguments(changed))
     outputs = dict(zip(spec.output_names, found, strict=True))
     generator = torch.Generator().manual_seed(0)
-    # A log-sum-exp of -inf has no use for a cotangent; a state is an output like any other.
+    # No cotangent for lse, which may be -inf; states get one like other outputs.
     given = [out for name, out in outputs.items() if name not in spec.logs]
     cotangents = [_normal(out, generator) for out in given]
     torch.autograd.backward(given, cotangents)
@@ -174,7 +174,7 @@ def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class Result:
-    """Outputs of a model and the gradients of its parameters and floating inputs; `dtype` where it is the truth's."""
+    """A model's outputs, and gradients of its parameters and floating-point inputs; `dtype`: set for the reference."""
 
     outputs: list[Tensor]
     gradients: dict[str, Tensor | None]
@@ -182,19 +182,19 @@ class Result:
 
     @property
     def numbers(self) -> dict[str, list[Tensor]]:
-        """What is there of each kind."""
+        """The outputs, and the gradients that are not None."""
         return {"output": self.outputs, "gradients": [x for x in self.gradients.values() if x is not None]}
 
     @property
     def finite(self) -> bool:
-        """Whether every number is."""
+        """Whether all outputs and gradients are finite."""
         return all(bool(x.isfinite().all()) for some in self.numbers.values() for x in some)
 
 
 def differentiate(problem: Problem, model: nn.Module | None = None, dtype: torch.dtype | None = None) -> Result:
     """One forward and backward with a fixed random cotangent, in evaluation mode, leaving no gradient behind.
 
-    With a `dtype` floating inputs are given in it. Those with `mask` in their name get no gradient.
+    Floating-point inputs are cast to `dtype`, if given. Those with `mask` in their name get no gradient.
     """
     model = model or problem.model
     inputs = {name: _leaf(name, value, dtype) for name, value in problem.inputs.items()}
@@ -217,7 +217,7 @@ def _leaf(name: str, value: Any, dtype: torch.dtype | None) -> Any:
         return {key: _leaf(key, part, dtype) for key, part in value.items()}
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
-    # Nobody trains a mask, and the kernels that would be asked for its gradient are not those of the plan.
+    # Masks are not trained, and backends with a mask gradient are not those of the plan.
     return value.to(dtype or value.dtype).detach().clone().requires_grad_("mask" not in name)
 
 
@@ -228,10 +228,10 @@ def _is_leaf(value: Any) -> bool:
 def gradient_gap(
     ours: Mapping[str, Tensor | None], truths: Mapping[str, Tensor | None], exact: Mapping[str, Tensor | None]
 ) -> float:
-    """The worst relative error of the gradients; infinite where one is missing that should be there, or the reverse.
+    """The largest relative error of the gradients; infinite if one is missing or unexpected.
 
-    A gradient that is zero but for rounding (that of a key's bias, say) is measured on the scale of the largest;
-    `exact` are the gradients that tell which those are.
+    A gradient that is zero up to rounding (such as a key bias's) is compared on the scale of the largest one; `exact`:
+    the gradients by which those are found.
     """
     sizes = {name: extent(gradient) for name, gradient in exact.items() if gradient is not None}
     largest = max(sizes.values(), default=0.0)
@@ -250,7 +250,7 @@ def gradient_gap(
 def prove_model(problem: Problem, routed: Callable[[], AbstractContextManager[Any]]) -> list[Row]:
     """The whole model, original and routed, against each other and against the original in float64 (`truth_of`)."""
     with evaluating(problem.model):
-        wide = copy.deepcopy(problem.model)  # before a gradient: some modules keep their last state
+        wide = copy.deepcopy(problem.model)  # before any run: some modules keep tensors of their last one
         original = differentiate(problem)
         with routed():
             ours = differentiate(problem)
@@ -262,12 +262,11 @@ def prove_model(problem: Problem, routed: Callable[[], AbstractContextManager[An
 def compare_results(
     ours: Result, original: Result, truth: Result | None, against: str, *, trained: bool = True
 ) -> list[Row]:
-    """Outputs, and gradients if `trained`, against the original, which goes by the name of `against`, and the truth.
+    """Compare outputs, and gradients if `trained`, with the original (called `against` in the rows) and the truth.
 
-    The budget is 1e-5. Where the original itself is further than that from the truth (a deep model, half precision),
-    ours may be twice as far from it as the original is, and so at most three times that far from the original. What
-    is not finite in the original, where the truth is, says nothing of other numbers: it is left out, and counted. Where
-    all are, nothing is proved: the error is infinite.
+    The budget is 1e-5. If the original's own error against the truth is larger (a deep model, half precision), ours may
+    have twice that error, and so differ by three times that from the original. Elements that are not finite in the
+    original but in the truth are left out and counted; if all are, nothing is proved: the error is infinite.
     """
     left_out = {"output": 0, "gradients": 0}
     if truth is not None:
@@ -291,14 +290,14 @@ def compare_results(
 
 
 def _finite(ours: Result, original: Result, truth: Result) -> tuple[Result, Result, Result, dict[str, int]]:
-    """All three with 0 where the original alone is not finite, and how often it is not."""
+    """All three with 0 where the original is not finite but the truth is, and the counts of such elements."""
     outputs = [_overflowed(*each) for each in zip(original.outputs, truth.outputs, strict=False)]
     gradients = {name: _overflowed(x, truth.gradients.get(name)) for name, x in original.gradients.items()}
 
     def filled(result: Result) -> Result:
-        kept = [_without(x, lost) for x, lost in zip(result.outputs, outputs, strict=False)]
+        kept = [_zeroed(x, lost) for x, lost in zip(result.outputs, outputs, strict=False)]
         kept += result.outputs[len(kept) :]
-        made = {name: _without(x, gradients.get(name)) for name, x in result.gradients.items()}
+        made = {name: _zeroed(x, gradients.get(name)) for name, x in result.gradients.items()}
         return Result(kept, made, result.dtype)
 
     counts = {
@@ -314,23 +313,23 @@ def _overflowed(value: Tensor | None, truth: Tensor | None) -> Tensor | None:
     return ~value.isfinite() & truth.isfinite()
 
 
-def _without(value: Any, lost: Tensor | None) -> Any:
+def _zeroed(value: Any, lost: Tensor | None) -> Any:
     same = lost is not None and value is not None and value.shape == lost.shape
     return value.masked_fill(lost, 0.0) if same else value
 
 
 def truth_of(problem: Problem, wide: nn.Module) -> Result | None:
-    """The original in float64, of half precision in float32 where its own code cannot in that; None where in neither.
+    """The original in float64; for a half-precision model, if that fails, in float32; None if both fail.
 
-    A grouped product of experts has no float64, and a float32 softmax over float64's least number overflows. `wide` is
-    a copy of the model, to be changed.
+    Float64 fails for a grouped matmul of experts, and where a float32 softmax gets float64's lowest number. `wide` is a
+    copy of the model, which is changed.
     """
     half = any(parameter.dtype in HALF for parameter in problem.model.parameters())
     for dtype in (torch.float64, torch.float32) if half else (torch.float64,):
         wide = wide.double() if dtype == torch.float64 else wide.float()
         try:
             truth = differentiate(problem, wide, dtype)
-        except (RuntimeError, ValueError):  # ours refuses a cache of another dtype by a ValueError
+        except (RuntimeError, ValueError):  # ValueError: foci's layers refuse a cache of another dtype
             continue
         if truth.finite:
             return truth
@@ -339,7 +338,7 @@ def truth_of(problem: Problem, wide: nn.Module) -> Result | None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode, and each back in its own afterwards; gradients, which a caller may have off."""
+    """Within it all modules are in evaluation mode and grad mode is on; afterwards both are restored."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -351,6 +350,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def worst(rows: Sequence[Row], prefix: str) -> Row | None:
-    """The row of that kind that is nearest to its budget, or furthest beyond it."""
+    """The row of that kind with the largest error relative to its budget."""
     kind = [row for row in rows if row.what.startswith(prefix)]
     return max(kind, key=lambda row: row.error / row.budget if row.error == row.error else float("inf"), default=None)

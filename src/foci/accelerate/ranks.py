@@ -1,4 +1,4 @@
-"""Accelerate a model over ranks: split it, prove it equal to one process, show, time, measure memory and traffic."""
+"""Accelerate a model over ranks: split it, prove it equal to one process, measure time, memory and traffic."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _MOST_ROUNDS, _SECONDS = 9, 20.0
 
 
 def accelerate_over_ranks(subject: Subject, ways: Ways, *, progress: Progress | None = None) -> Accelerated:
-    """Spread a model over all ranks of the world that this process is one of, and prove it equal to one process.
+    """Distribute a model over all ranks of the process group, and prove it equal to one process.
 
-    A collective call: every rank makes it, with the same model. What is shown and measured is in the plan's `ranks`, on
-    every rank; only rank 0 tells `progress`. The model stays spread until `.restore()`, of all ranks.
+    A collective call: every rank makes it, with the same model. Demonstration and measurements are in the plan's
+    `ranks`, on every rank; only rank 0 calls `progress`. The model stays distributed until `.restore()` on all ranks.
 
     Raises Refused on all ranks, with the model restored, where an output or a gradient misses its budget; SplitError,
     Unsupported and ValueError as `foci.integrations.split.install`.
@@ -53,8 +53,8 @@ def accelerate_over_ranks(subject: Subject, ways: Ways, *, progress: Progress | 
         split = _plan(subject, ways, tell)
         alone = copy.deepcopy(model) if dist.get_rank() == 0 else None
         whole, truth = differentiate(problem), truth_of(problem, copy.deepcopy(model))
-        before = _first(lambda: _shown(subject, tell, "one process"))
-        spread = _spread(model, ways, split)
+        before = _on_rank_0(lambda: _shown(subject, tell, "one process"))
+        spread = _distribute(model, ways, split)
         try:
             rows = _prove(problem, spread, ways, whole, truth, plan.model, tell)
             after = _shown(subject, tell, str(ways))
@@ -74,7 +74,7 @@ def accelerate_over_ranks(subject: Subject, ways: Ways, *, progress: Progress | 
 
 
 def _find(subject: Subject, problem: Problem, tell: Progress) -> tuple[Plan, int]:
-    """The attention sites with the backend foci would choose for one process, and the fewest heads among them."""
+    """A plan of the attention sites with foci's choice of backend in one process; the smallest number of heads."""
     model = problem.model
     found = find(model, problem.run, lambda: route(model))
     if not found.sites:
@@ -107,7 +107,7 @@ def _find(subject: Subject, problem: Problem, tell: Progress) -> tuple[Plan, int
 
 
 def _plan(subject: Subject, ways: Ways, tell: Progress) -> SplitPlan | None:
-    """Where the tokens are split: rank 0 finds and checks it, and all have it from there."""
+    """The SplitPlan of the tokens: rank 0 finds and checks it, and broadcasts it."""
     size = ways.degrees["ulysses"] * ways.degrees["ring"]
     if size == 1:
         tell("split", f"{ways}: the tokens stay together", True)
@@ -126,7 +126,7 @@ def _plan(subject: Subject, ways: Ways, tell: Progress) -> SplitPlan | None:
         check(model, inputs, plan, size=size, text=ways.text)
         return plan
 
-    plan: SplitPlan = _first(made, share=True)
+    plan: SplitPlan = _on_rank_0(made, share=True)
     cuts = [cut for cut in plan.cuts if cut.module or cut.tensor in subject.inputs]
     cut = ", ".join(f"{c.module or 'the model'} ({c.tensor if isinstance(c.tensor, str) else 'output'})" for c in cuts)
     joined = ", ".join(gather.module for gather in plan.gathers)
@@ -136,7 +136,7 @@ def _plan(subject: Subject, ways: Ways, tell: Progress) -> SplitPlan | None:
 
 
 def _inputs(subject: Subject, ways: Ways) -> Mapping[str, Any]:
-    """The example inputs; for the branches of guidance with the same picture at the same time in both halves."""
+    """The example inputs; with cfg, both halves of the batch get the same latents and timestep, as in guidance."""
     if ways.degrees["cfg"] == 1:
         return subject.inputs
     return {
@@ -148,7 +148,7 @@ def _inputs(subject: Subject, ways: Ways) -> Mapping[str, Any]:
 
 
 def _smaller(subject: Subject) -> Mapping[str, Any]:
-    """The inputs with fewer numbers: the check keeps every tensor of a run."""
+    """The smaller of the two inputs, as the check keeps every tensor of a run."""
     if subject.other is None:
         return subject.inputs
 
@@ -158,7 +158,7 @@ def _smaller(subject: Subject) -> Mapping[str, Any]:
     return min(subject.inputs, subject.other, key=numbers)
 
 
-def _spread(model: nn.Module, ways: Ways, split: SplitPlan | None) -> Spread:
+def _distribute(model: nn.Module, ways: Ways, split: SplitPlan | None) -> Spread:
     mesh = make_mesh(**ways.degrees, device=next(model.parameters()).device.type)
     return install(
         model, mesh, plan=split, text=ways.text, patches=ways.patches,
@@ -169,7 +169,7 @@ def _spread(model: nn.Module, ways: Ways, split: SplitPlan | None) -> Spread:
 def _prove(
     problem: Problem, spread: Spread, ways: Ways, whole: Result, truth: Result | None, name: str, tell: Progress
 ) -> list[Row]:
-    """The worst of all ranks: outputs, and gradients where only the tokens are split; the rest is for sampling."""
+    """The worst row over ranks, of outputs, and of gradients if only tokens are split (the rest is for sampling)."""
     tell("prove", "whole model, outputs and gradients, against one process", False)
     trained = all(size == 1 for way, size in ways.degrees.items() if way not in ("ulysses", "ring"))
     if trained:
@@ -178,7 +178,7 @@ def _prove(
         with torch.no_grad():
             ours = Result([x.detach() for x in problem.results(problem.run())], {})
     mine = compare_results(ours, whole, truth, "one process", trained=trained)
-    rows = [max(each, key=lambda row: _badness(row.error)) for each in zip(*_everywhere(mine), strict=True)]
+    rows = [max(each, key=lambda row: _nan_as_inf(row.error)) for each in zip(*_all_gathered(mine), strict=True)]
     if not all(row.ok for row in rows):
         raise Refused(name, rows)
     parts = [f"{row.what} {row.said} from {row.against}" for row in rows]
@@ -188,12 +188,12 @@ def _prove(
     return rows
 
 
-def _badness(error: float) -> float:
+def _nan_as_inf(error: float) -> float:
     return error if error == error else math.inf
 
 
 def _summed(ours: Result, spread: Spread) -> Result:
-    """Shares of parameters' gradients made whole; an input's gradient is whole already."""
+    """Sum the parameters' gradients over ranks; inputs' gradients are complete already."""
     handle = next((each for each in spread.handles.values() if isinstance(each, SplitHandle)), None)
     if handle is None:
         return ours
@@ -211,7 +211,7 @@ def _compare(before: Shown | None, after: Shown | None, ways: Ways, tell: Progre
     demo = compare_shown(before, after)
     if before.pictures is not None and after.pictures is not None:
         error = (after.pictures.double() - before.pictures.double()).square().mean().item()
-        # Values lie in [-1, 1]. Infinity is no number of JSON.
+        # Values are in [-1, 1]. JSON has no infinity.
         demo["psnr"] = 10 * math.log10(4 / error) if error else None
         if ways.degrees["pipe"] > 1:
             words = "none: equal to the last bit" if not error else f"{demo['psnr']:.1f} dB"
@@ -223,7 +223,7 @@ def _compare(before: Shown | None, after: Shown | None, ways: Ways, tell: Progre
 def _measure(
     problem: Problem, alone: nn.Module | None, spread: Spread, tell: Progress
 ) -> tuple[dict[str, Any], dict[str, int], list[dict[str, Any]]]:
-    """One process (rank 0, while the others wait) and all ranks in turn; memory and traffic of one call by rank."""
+    """Times of one process (rank 0, the others wait) and of all ranks, interleaved; memory and traffic by rank."""
     tell("time", "one process and all ranks in turn", False)
     device = next(problem.model.parameters()).device
 
@@ -231,20 +231,20 @@ def _measure(
         return problem.run(alone)
 
     with torch.no_grad():
-        _together(problem.run)
+        _collective_seconds(problem.run)
         sent = spread.sent
         peak = peak_memory(problem.run, device)
         now = spread.sent
-        first = _first(lambda: (one(), clock(one))[1], share=True)
+        first = _on_rank_0(lambda: (one(), clock(one))[1], share=True)
         rounds = max(3, min(_MOST_ROUNDS, int(_SECONDS / (2 * first + 1e-9))))
         times: tuple[list[float], list[float]] = ([], [])
         for _ in range(rounds):
-            times[0].append(_first(lambda: clock(one), share=True))
-            times[1].append(_together(problem.run))
-        original = _first(lambda: peak_memory(one, device), share=True)
+            times[0].append(_on_rank_0(lambda: clock(one), share=True))
+            times[1].append(_collective_seconds(problem.run))
+        original = _on_rank_0(lambda: peak_memory(one, device), share=True)
     mine = {"rank": dist.get_rank(), "memory": peak, "bytes": now.bytes - sent.bytes,
             "messages": now.messages - sent.messages, "control": now.control - sent.control}  # fmt: skip
-    each = _everywhere(mine)
+    each = _all_gathered(mine)
     timing = record({"original": Sample(tuple(times[0])), "changed": Sample(tuple(times[1]))})
     memory = {"original": original, "foci": max(row["memory"] for row in each)}
     spread_text = f"{timing['ratio_low']:.2f} .. {timing['ratio_high']:.2f}, {timing['pairs']} interleaved pairs"
@@ -257,8 +257,8 @@ def _measure(
     return timing, memory, each
 
 
-def _together(run: Callable[[], Any]) -> float:
-    """Seconds until the last rank has run it."""
+def _collective_seconds(run: Callable[[], Any]) -> float:
+    """Seconds of a run on all ranks, until the last has finished."""
     dist.barrier()
     start = time.perf_counter()
     clock(run)
@@ -266,8 +266,8 @@ def _together(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def _first(make: Callable[[], Any], *, share: bool = False) -> Any:
-    """What rank 0 makes, the others waiting; with `share` every rank gets it. What it raises, all raise."""
+def _on_rank_0(make: Callable[[], Any], *, share: bool = False) -> Any:
+    """`make()` on rank 0 while the others wait; with `share` it is broadcast. Its error is raised on all ranks."""
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -281,8 +281,8 @@ def _first(make: Callable[[], Any], *, share: bool = False) -> Any:
     return sent[0] if share else outcome[0]
 
 
-def _everywhere(value: Any) -> list[Any]:
-    """Every rank's value, by rank."""
+def _all_gathered(value: Any) -> list[Any]:
+    """All-gather a value: every rank's, by rank."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found

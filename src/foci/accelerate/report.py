@@ -1,4 +1,4 @@
-"""The report: one self-contained page whose every figure is plan.json's, and the pictures beside it."""
+"""The report: one self-contained HTML page with the figures of plan.json, and the pictures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Report:
-    """A plan with what was shown before and after; `str()` of it is the page."""
+    """A plan with the demonstrations before and after; `str()` gives the page."""
 
     plan: Plan
     before: Shown | None = None
@@ -60,7 +60,7 @@ class Report:
         return page
 
     def pictures(self) -> list[tuple[str, Image]]:
-        """Before, after, and their difference with what it was multiplied by; without what there is not."""
+        """Titles and images: before, after, and their difference with its magnification; [] without pictures."""
         if self.before is None or self.after is None or self.before.pictures is None or self.after.pictures is None:
             return []
         from foci.accelerate.digits import picture
@@ -78,7 +78,7 @@ class Report:
         return rows
 
     def save(self, folder: Path) -> list[Path]:
-        """Write report.html and, where there are pictures, digits.png, each whole or not at all."""
+        """Write report.html and, if there are pictures, digits.png, each atomically."""
         written = [write_whole(folder / "report.html", str(self))]
         pictures = self.pictures()
         if pictures:
@@ -128,7 +128,7 @@ def scientific(value: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """A time in the unit people would say it in."""
+    """A time in a suitable unit."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
@@ -140,7 +140,7 @@ def size_text(size: float) -> str:
 
 
 def _blocks(plan: Plan) -> list[dict[str, Any]]:
-    """The model's blocks in order, each with its sites: what the column of the page is drawn from."""
+    """The model's blocks in order, each with its sites, for the page's column."""
     blocks: dict[str, dict[str, Any]] = {}
     for site in plan.sites:
         name, rest = _split(site.name)
@@ -169,7 +169,7 @@ def _call_line(call: Mapping[str, Any]) -> str:
 
 
 def _worst_of_each(proof: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For every quantity the row nearest to its budget, how many rows it stands for, and its place in the proof."""
+    """For every quantity the row with the largest error relative to its budget, the number of rows, and its index."""
     groups: dict[tuple[bool, str, str], list[int]] = {}
     for place, row in enumerate(proof):
         groups.setdefault((row["where"] == "whole model", row["what"], row["against"]), []).append(place)
@@ -194,7 +194,7 @@ def _data_uri(image: Image) -> str:
 
 
 def stacked(rows: list[tuple[str, Image]]) -> Image:
-    """The rows under each other, each with its title above."""
+    """The images stacked vertically, each below its title."""
     pil = require("PIL.Image", extra="report")
     draw = require("PIL.ImageDraw", extra="report")
     font = require("PIL.ImageFont", extra="report").load_default(22)

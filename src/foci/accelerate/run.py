@@ -32,7 +32,7 @@ Show = Callable[[Callable[[str], None]], Shown]
 
 
 class Refused(Unsupported):
-    """The plan missed the error budget; the model is as it was. `rows` has every comparison that was made."""
+    """The plan exceeds the error budget; the model was restored. `rows` has every comparison."""
 
     def __init__(self, name: str, rows: list[Row]) -> None:
         self.name, self.rows = name, rows
@@ -41,12 +41,12 @@ class Refused(Unsupported):
         super().__init__(f"accelerate: the plan for {name} is refused and the model restored", bad)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.name, self.rows)  # from the rank of another process, say
+        return type(self), (self.name, self.rows)  # so that it can be sent from another rank
 
 
 @dataclass
 class Accelerated:
-    """A model with foci at work in it. `plan` holds every decision and figure; calling it calls the model."""
+    """A model routed to foci. `plan` has every decision and figure; calling it calls the model."""
 
     model: Any
     plan: Plan
@@ -58,7 +58,7 @@ class Accelerated:
         return self.model(*args, **kwargs)
 
     def restore(self) -> None:
-        """The model as it was, to the very object."""
+        """Restore the model's original objects."""
         if self._applied is not None:
             self._applied.restore()
 
@@ -70,7 +70,7 @@ class Accelerated:
         return Report(self.plan, self.before, self.after)
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Write plan.json, report.html and the pictures into a folder, each whole or not at all."""
+        """Write plan.json, report.html and the pictures into a folder, each atomically."""
         return [*self.report.save(Path(folder)), self.plan.save(Path(folder) / "plan.json")]
 
 
@@ -86,13 +86,13 @@ def accelerate(
     show: Show | None = None,
     progress: Progress | None = None,
 ) -> Accelerated:
-    """Route the attention of a model through foci, proved first. Of a Diffusers pipeline its denoiser is taken.
+    """Route the attention of a model through foci, after a proof. For a Diffusers pipeline, that of its denoiser.
 
     example_inputs: keyword arguments of the call (a mapping), or its positional ones (a tuple or one tensor).
     other_inputs: the same call at another resolution; compiled code is then also tried on it.
     compile: auto compiles if the measured break-even is at most `calls` calls; on always; off never.
-    show(progress) draws or writes something with the model, for the report; it runs before and after.
-    progress(phase, text, finished) is told what happens.
+    show(progress): a demonstration with the model for the report, run before and after.
+    progress(phase, text, finished) is called as phases proceed.
 
     The model stays accelerated until `.restore()`. Raises Refused, with the model restored, where an output or a
     gradient misses its error budget; Unsupported for a model without attention that foci can route; ValueError for
@@ -133,13 +133,13 @@ def accelerate(
 
 
 def _require_eager(model: nn.Module) -> None:
-    # Of a compiled module only the outside would be seen, and its graphs would go on using what was traced.
+    # Hooks see only the outside of a compiled module, and its graphs would keep the code they traced.
     if hasattr(model, "_orig_mod") or any("_compiled_call_impl" in vars(module) for module in model.modules()):
         raise ValueError(f"accelerate: {type(model).__name__} is compiled already; pass the model before torch.compile")
 
 
 def _denoiser(model: Any, given: Any) -> tuple[nn.Module, dict[str, Any], list[list[str]]]:
-    """The module to accelerate, keyword arguments for it, and a pipeline's other modules with why they are left."""
+    """The module to accelerate, keyword arguments of a call of it, and a pipeline's other modules, with the reason."""
     part, module = denoiser(model, "accelerate")
     if module is model:
         return module, _keywords(module, given), []
@@ -227,7 +227,7 @@ def _plan(problem: Problem, found: Found, name: str, note: str, beside: list[lis
 
 
 def versions() -> dict[str, Any]:
-    """What a plan was made with: foci, its packages and the machine."""
+    """Versions and machine that a plan was made with."""
     here = machine()
     packages = {name: version for name, version in here.packages.items() if version}
     return {
@@ -279,7 +279,7 @@ def _show(model: nn.Module, plan: Plan, show: Show | None, tell: Progress) -> tu
 
 
 def compare_shown(before: Shown | None, after: Shown | None) -> dict[str, Any]:
-    """The showing in figures: what the two had, and how far apart they are."""
+    """The facts of both demonstrations, and their difference."""
     if before is None or after is None:
         return {}
     facts: dict[str, Any] = {"kind": before.kind, "before": dict(before.facts), "after": dict(after.facts)}
@@ -349,7 +349,7 @@ def record(samples: Mapping[str, Sample]) -> dict[str, Any]:
 
 
 def seconds_text(seconds: float) -> str:
-    """A time as people say it: 2.41 s, 57.3 ms."""
+    """A time for people: 2.41 s, 57.3 ms."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 

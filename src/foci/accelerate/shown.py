@@ -1,4 +1,4 @@
-"""What a person looks at before and after: digits drawn, text continued, sentences embedded."""
+"""Demonstrations run before and after: digits drawn, text continued, sentences embedded."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 SAMPLES, BATCH = 200, 40
 PROMPT = "class Tree:\n    def __init__(self"
-STEPS, QUICK = 25, 6  # for the ten that are looked at, for the 200 that are read
+STEPS, QUICK = 25, 6  # sampling steps of the ten digits shown, and of the 200 that are classified
 
 
 @dataclass(frozen=True)
 class Shown:
-    """One model's showing: pictures in [-1, 1] or lines of text, the numbers behind them, and facts for the report."""
+    """One demonstration: pictures in [-1, 1] or lines of text, the tensor they come from, and facts for the report."""
 
     kind: str
     pictures: Tensor | None = None
@@ -60,9 +60,9 @@ def show_continuation(model: Any) -> Shown:
 
 
 def write_code(model: Any, progress: Callable[[str], None], length: int = 120) -> Shown:
-    """Greedy code behind a prompt; where foci chooses the backends, also a byte's cost in a short and a long context.
+    """Greedy code from a prompt; if foci chooses the backends, also the cost of a byte in a short and a long context.
 
-    There the softmax-only twin of equal size stands beside the model. Its weights are random: they cost the same.
+    The cost is compared with a softmax-only model of equal size, with random weights, as those do not change the cost.
     """
     from foci.accelerate import bytes_lm
     from foci.integrations.layers import find_sites
@@ -96,7 +96,7 @@ def _cost_text(rows: Sequence[Mapping[str, Any]], name: str) -> str:
 
 @torch.no_grad()
 def embed_sentences(model: nn.Module, inputs: Mapping[str, Tensor], sentences: Sequence[str]) -> Shown:
-    """Mean-pooled, normalised embeddings, and for each sentence the one that is nearest."""
+    """Mean-pooled, normalised embeddings, and each sentence's nearest neighbour."""
     given = {name: tensor.to(next(model.parameters()).device) for name, tensor in inputs.items()}
     hidden = model(**given).last_hidden_state
     real = given["attention_mask"][..., None]

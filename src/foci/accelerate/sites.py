@@ -1,4 +1,4 @@
-"""Find every place where a model's attention really runs, by running the model."""
+"""Find every module whose attention really runs, by running the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SOFTMAX = {"softmax", "_softmax"}
 
 @dataclass(frozen=True)
 class Site:
-    """One module whose attention runs: who it is, who calls it, each distinct call and how often a forward makes it."""
+    """One attention module: its name, class and caller, and each distinct call with its count per forward."""
 
     name: str
     kind: str
@@ -35,7 +35,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Found:
-    """What a run of the model showed: `sites` foci can route, `skipped` what it leaves and why."""
+    """The result of `find`: `sites` that foci can route, and modules `skipped` with the reason."""
 
     sites: tuple[Site, ...]
     skipped: tuple[tuple[str, str], ...]
@@ -50,8 +50,8 @@ class _Event:
     call: Call | None = None
 
 
-class _Watch(TorchFunctionMode):
-    """Notes attention calls with the modules they run in; changes nothing."""
+class _Recorder(TorchFunctionMode):
+    """Records attention calls with the stack of modules they run in; changes nothing."""
 
     def __init__(self, stack: list[str]) -> None:
         super().__init__()
@@ -67,13 +67,13 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def listen(self, call: Call) -> None:
-        """A call of foci's, whatever it comes to: an op of ours, of torch, or plain torch."""
+        """Record a call of a foci operator, whichever backend runs it."""
         self.events.append(_Event(tuple(self.stack), "foci", call))
 
 
 @contextmanager
 def _module_stack(model: nn.Module) -> Iterator[list[str]]:
-    """The qualified names of the modules that are running now, outermost first."""
+    """The stack of qualified names of running modules, outermost first, kept by hooks."""
     stack: list[str] = []
     hooks = []
     for name, module in model.named_modules():
@@ -99,15 +99,15 @@ def _pop(stack: list[str]) -> Callable[..., None]:
 
 def watch(model: nn.Module, run: Callable[[], Any]) -> list[_Event]:
     """The attention calls of one run."""
-    with torch.no_grad(), _module_stack(model) as stack, _Watch(stack) as seen, listening(seen.listen):
+    with torch.no_grad(), _module_stack(model) as stack, _Recorder(stack) as seen, listening(seen.listen):
         run()
     return seen.events
 
 
 def find(model: nn.Module, run: Callable[[], Any], routed: Callable[[], AbstractContextManager[Any]]) -> Found:
-    """Run the model as it is, and once more with its attention routed, which shows each call's arguments.
+    """Run the model as it is, and again with its attention routed to foci, which records each call's arguments.
 
-    `routed()` routes the model for as long as it is entered and gives what it routed as `.sites` and `.skipped`.
+    `routed()` is a context manager that routes the model and yields an object with `.sites` and `.skipped`.
     """
     original = watch(model, run)
     with routed() as handle:
@@ -148,7 +148,7 @@ def _site(model: nn.Module, name: str, events: list[_Event], via: str) -> Site:
     for event in events:
         assert event.call is not None
         key = signature(event.call)
-        call, times = distinct.get(key) or (_kept(event.call), 0)
+        call, times = distinct.get(key) or (_cloned(event.call), 0)
         distinct[key] = call, times + 1
     module = model.get_submodule(name)
     processor = getattr(module, "processor", None)
@@ -158,6 +158,6 @@ def _site(model: nn.Module, name: str, events: list[_Event], via: str) -> Site:
     return Site(name, kind, caller, via, tuple(distinct.values()))
 
 
-def _kept(call: Call) -> Call:
-    """A copy that outlives the run: the model may reuse the memory."""
+def _cloned(call: Call) -> Call:
+    """A copy of the call, as the model may overwrite its tensors later in the run."""
     return type(call)._make(value.detach().clone() if isinstance(value, Tensor) else value for value in call)

@@ -1,4 +1,4 @@
-"""How many ranks each way of spreading a model has, and what becomes of the ranks that nobody asked a way for."""
+"""Ways: the number of ranks of each kind of parallelism, and the choice for ranks that are not assigned."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DIMS = ("data", "cfg", "pipe", "ulysses", "ring")
 
 @dataclass(frozen=True)
 class Ways:
-    """How many ranks each way of spreading a model has; None is left to foci. The last two are PipeFusion's."""
+    """The number of ranks of each kind of parallelism; None: foci chooses. `patches` and `warmup` are PipeFusion's."""
 
     ulysses: int | None = None
     ring: int | None = None
@@ -38,7 +38,7 @@ class Ways:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The size of every dimension, those left open as 1."""
+        """The size of every dimension, 1 if not given."""
         return {name: 1 if (given := getattr(self, name)) is None else given for name in DIMS}
 
     @property
@@ -48,14 +48,14 @@ class Ways:
 
     @property
     def size(self) -> int:
-        """How many ranks they are, as far as they are given."""
+        """The product of the given sizes."""
         return math.prod(self.degrees.values())
 
     def __str__(self) -> str:
         return " x ".join(f"{name} {size}" for name, size in self.degrees.items() if size > 1) or "one rank"
 
     def over(self, world: int, heads: int) -> Ways:
-        """All ranks of a world: what is left is given to Ulysses as far as the heads go round, then to the ring.
+        """Assign all ranks of a world: the rest goes to Ulysses as far as it divides the heads, then to the ring.
 
         Raises ValueError where the degrees given do not divide the world, or leave no choice and miss it.
         """

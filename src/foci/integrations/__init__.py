@@ -1,3 +1,3 @@
-"""One door per library, installed per model instance, fully undoable."""
+"""One integration per library, installed per model instance, fully undoable."""
 
 from __future__ import annotations

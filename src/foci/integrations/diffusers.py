@@ -1,7 +1,7 @@
 """Route the attention of one Diffusers model or pipeline through foci, exactly undoable.
 
-It is the attention call inside the model's processors that is routed, so projections, norms, rotary embedding, masks
-and the joining of text and image stay the model's own code.
+Only the attention call inside the model's processors is replaced; projections, norms, rotary embeddings, masks and the
+concatenation of text and image stay the model's own code.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = ["Handle", "ProcessorError", "Site", "Target", "install", "route"]
 
 
 class Target(NamedTuple):
-    """Where a site's attention calls go: what is called, with the signature of `foci.attention`, and its `backend`."""
+    """What replaces a site's attention calls: a function with the signature of `foci.attention`, and its `backend`."""
 
     backend: str | None = None
     attend: Callable[..., Tensor] = attention
 
 
 class Site(NamedTuple):
-    """A routed attention module: its qualified name, the backend asked for, and the attention calls its code makes."""
+    """A routed attention module: its qualified name, the requested backend, and the attention calls in its code."""
 
     name: str
     backend: str | None
@@ -51,7 +51,7 @@ class Handle(Undoable):
     _undo: list[tuple[nn.Module, Any, Any]] = field(repr=False)
 
     def restore(self) -> None:
-        """Give every site its own processor back, the very object. A site given another one since keeps that."""
+        """Restore every site's original processor object; one whose processor was changed since keeps the new one."""
         for module, routed, original in self._undo:
             if module.processor is routed:
                 module.processor = original
@@ -125,7 +125,7 @@ def attention_sites(model: Any) -> Iterator[tuple[str, nn.Module, nn.Module | No
 
 
 class _Router:
-    """Builds routed processors; sites that share a processor and a target go on sharing one."""
+    """Builds routed processors; sites that share a processor and a target share the routed one."""
 
     def __init__(self) -> None:
         self.rerouters: dict[Target, Rerouter] = {}
@@ -183,7 +183,7 @@ class _Router:
 
 
 def _swaps(target: Target) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """The two calls by which Diffusers' code reaches attention, and ours with the same conventions."""
+    """The two functions by which Diffusers' code calls attention, and our replacements with the same signatures."""
     dispatch = require("diffusers.models.attention_dispatch", extra="diffusers").dispatch_attention_fn
 
     asked, attend = target
@@ -217,7 +217,7 @@ def _swaps(target: Target) -> dict[Callable[..., Any], Callable[..., Any]]:
     ) -> Any:
         arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if backend is not None or parallel_config is not None or attention_kwargs:
-            # Chosen after installation, by set_attention_backend or by the model's own code: it stays theirs.
+            # A backend set after installation, by set_attention_backend or the model's own code, is respected.
             return dispatch(*arguments, attention_kwargs, backend=backend, parallel_config=parallel_config)
         if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
             attn_mask = attn_mask[:, None, None]  # Diffusers reads a matrix of this shape as [B, S], SDPA as [T, S]
@@ -243,7 +243,7 @@ def _no_call(kind: str) -> str:
 
 
 def _twin(processor: Any, cls: type) -> Any:
-    """An object of class `cls` with the processor's state: the same dictionary, so neither falls behind the other."""
+    """An object of class `cls` that shares the processor's __dict__, so that both always have the same state."""
     twin: Any = object.__new__(cls)
     object.__setattr__(twin, "__dict__", processor.__dict__)
     return twin
@@ -255,7 +255,7 @@ def _original_instead(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _reduce_as_original(self: Any, protocol: Any) -> Any:
-    # A copy or a pickle of the model belongs to nobody's handle: it holds the processor as it was.
+    # A copy or a pickle of the model has no handle to restore it, so it gets the original processor.
     make, arguments, *rest = _twin(self, type(self)._foci_routes).__reduce_ex__(protocol)
     if make is copyreg.__newobj__:  # type: ignore[attr-defined]
         make = arguments[0].__new__  # pickle takes the other only for the class of the object itself
@@ -317,7 +317,7 @@ def _some(names: list[str]) -> str:
 
 
 def _without_processor(model: Any, router: _Router) -> Iterator[tuple[str, str]]:
-    """Attention that no processor holds, so that the list of what was skipped is whole."""
+    """Attention modules without a processor, to complete the list of skipped ones."""
     for prefix, component in _components(model):
         modules = dict(component.named_modules())
         holders = [module for module in modules.values() if _has_processor(module)]

@@ -1,4 +1,4 @@
-"""foci's own layers in any model: `install(model, plan)` names the backend of each, `handle.restore()` undoes it."""
+"""foci's own layers in any model: `install(model, plan)` sets the backend of each, `handle.restore()` undoes it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from foci.nn.recurrent import Recurrent
 
 @dataclass
 class Handle:
-    """Backends chosen in one model: where (`sites`), what was left and why (`skipped`), the way back (`restore()`)."""
+    """Backends set in one model: the `sites`, those `skipped` with the reason, and `restore()` to undo it."""
 
     sites: tuple[str, ...]
     skipped: tuple[tuple[str, str], ...]
     _before: list[tuple[Attention | Recurrent, str | None]] = field(repr=False)
 
     def restore(self) -> None:
-        """Every layer on the backend it was on. Twice is once."""
+        """Restore every layer's backend. Calling it twice has no further effect."""
         for layer, backend in self._before:
             layer.backend = backend
         self._before = []

@@ -1,4 +1,4 @@
-"""The one mesh that all ways of spreading a model over ranks share, with a name for each way."""
+"""The one DeviceMesh for all kinds of parallelism, with a named dimension for each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 DIMS = ("data", "cfg", "pipe", "ulysses", "ring")
-# From the slowest link to the fastest: an all-to-all needs the fastest, a ring only its neighbours.
+# Outermost to innermost: inner dimensions have the fastest links. All-to-all needs those, a ring only neighbours.
 _OUTERMOST_FIRST = ("data", "cfg", "pipe", "ring", "ulysses")
 
 

@@ -1,4 +1,4 @@
-"""Give single modules another forward, and take it back exactly, in whatever order several of them are taken back."""
+"""Replace the forward of single modules, and restore it exactly, in whatever order several handles are restored."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _NOTHING = object()
 
 
 class Overrides(Undoable):
-    """The forwards put in the place of instances' own; `restore()` gives each instance back what it had."""
+    """The forwards replaced on module instances; `restore()` puts back the original of each."""
 
     def __init__(self) -> None:
         self._put: list[_Replaced] = []
 
     def put(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """From now on `module` runs `forward(*args, **kwargs)`; returned is what it ran before, callable as it was."""
+        """Make `module` run `forward(*args, **kwargs)`; returns the previous forward, as a bound callable."""
         before = vars(module).get("forward", _NOTHING)
         replaced = _Replaced(module, module.forward, before, forward)
         vars(module)["forward"] = replaced
@@ -30,7 +30,7 @@ class Overrides(Undoable):
         return replaced.inner
 
     def restore(self) -> None:
-        """Every instance as it was. One whose forward was replaced again since keeps that, with ours taken out."""
+        """Restore every instance. One whose forward was replaced again since keeps that replacement, without ours."""
         for replaced in reversed(self._put):
             replaced.at_rest = True
             _unwrap(replaced.module)
@@ -38,19 +38,19 @@ class Overrides(Undoable):
 
 
 class _Replaced:
-    """A forward in another's place. It has the signature of the one it replaced, which pipelines ask for."""
+    """A replacement forward with the signature of the one it replaced, which pipelines inspect."""
 
     def __init__(self, module: nn.Module, inner: Callable[..., Any], before: Any, outer: Callable[..., Any]) -> None:
         self.module, self.inner, self.before, self.outer = module, inner, before, outer
         self.at_rest = False
         self.__signature__ = inspect.signature(inner)
 
-    @torch.compiler.disable  # exchanges are no graph; modules within that were compiled by themselves stay compiled
+    @torch.compiler.disable  # communication is not traced; inner modules that were compiled themselves stay compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (self.inner if self.at_rest else self.outer)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Replaced:
-        # A copy of the model belongs to no handle and to no group: it runs the forward that was replaced.
+        # A copy of the model has no handle and no process group, so it runs the original forward.
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         twin.module, twin.inner = copy.deepcopy(self.module, memo), copy.deepcopy(self.inner, memo)
@@ -65,7 +65,7 @@ class _Replaced:
 
 
 def _unwrap(module: nn.Module) -> None:
-    """Take off what is at rest, from the outside as far as it goes."""
+    """Remove inactive replacements, from the outermost inwards until an active one."""
     while isinstance(top := vars(module).get("forward"), _Replaced) and top.at_rest:
         if top.before is _NOTHING:
             del vars(module)["forward"]

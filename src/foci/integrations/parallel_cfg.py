@@ -1,4 +1,4 @@
-"""Compute the two branches of classifier-free guidance on two ranks, whichever way the pipeline asks for them."""
+"""Compute the two branches of classifier-free guidance on two ranks, whether in one call or in two."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class GuidanceHandle(Undoable):
     _overrides: Overrides = field(repr=False)
 
     def facts(self) -> dict[str, Any]:
-        """Figures for a report: calls with both branches in one batch, pairs of calls, and calls without a partner."""
+        """Figures for a report: calls with both branches in one batch, pairs of calls, and unpaired calls."""
         mine = self.branches
         return {"ranks": mine.group.size, "batched": mine.split.calls, "pairs": mine.pairs, "alone": mine.alone}
 
     def forget(self) -> None:
-        """Do not fetch an answer that was not looked at yet: after an error the other rank may not come for it."""
+        """Drop a pending (deferred) answer: after an error the other rank may not take part in its exchange."""
         self.branches.waiting = None
 
     def restore(self) -> None:
-        """The model as it was, to the very object. An answer not looked at yet is fetched first: by all ranks alike."""
+        """Restore the model's original objects; a pending answer is fetched first, on all ranks."""
         self.branches.settle()
         self._overrides.restore()
 
@@ -56,11 +56,11 @@ class GuidanceHandle(Undoable):
 def install(model: nn.Module, group: Any) -> GuidanceHandle:
     """Split a denoiser's guidance over the two ranks of `group`. All ranks run the same pipeline and get all answers.
 
-    Both branches in one call (the two halves of what is denoised are equal): rank 0 computes the first half of the
-    rows, rank 1 the second. One call a branch: rank 0 computes the first, rank 1 the second, and the answer of the
-    first is exchanged with that of the second; it is a stand-in until then, which turns into the tensor when it is
-    looked at. So two calls become one in time, and a pipeline that looks at the first answer before it makes the second
-    call, or makes no second one, still gets the right one, at the speed of one process.
+    Both branches in one call (the two halves of the latents are equal): rank 0 computes the first half of the rows,
+    rank 1 the second. One call per branch: rank 0 computes the first, rank 1 the second, and both answers are exchanged
+    after the second call; until then the first is a deferred tensor, fetched at its first use. So two calls take the
+    time of one, and a pipeline that uses the first answer before the second call, or makes no second call, still gets
+    the right one, at the speed of one process.
 
     Raises ValueError for a group of more than two ranks, in training mode, and where a gradient would be asked for.
     """
@@ -111,16 +111,16 @@ class _Branches:
         return found[0]
 
     def settle(self) -> None:
-        """Fetch an answer that waits for its partner: the next call is not of the same kind."""
+        """Fetch a pending first answer, as the next call does not pair with it."""
         if self.waiting is not None:
             self.waiting.fetch()
 
     def exchange(self, mine: Tensor | None, doing: Doing) -> list[Tensor]:
-        """Every rank's tensor, on every rank; an empty one of a rank that has none."""
+        """All-gather tensors; empty for a rank that has none."""
         numbers = [0] * (_DIMS + 2)
         if mine is not None:
             numbers = [_DTYPES.index(mine.dtype), mine.dim(), *mine.shape, *[0] * (_DIMS - mine.dim())]
-        said = doing.agree({}, numbers)  # a failed rank has nothing to exchange: all ranks end here
+        said = doing.agree({}, numbers)  # raises on all ranks if one failed, which has no tensor
         shapes = [row[2 : 2 + row[1]] if row[1] else [0] for row in said]
         kinds = {row[0] for row in said if row[1]}
         if len(kinds) > 1:
@@ -139,7 +139,7 @@ class _First:
         self.value: Tensor | None = None
 
     def fetch(self) -> Tensor:
-        """The answer. Where it is asked for before a second call came, all ranks ask: they run the same pipeline."""
+        """The answer, exchanged if no second call came: all ranks fetch it, as they run the same pipeline."""
         if self.value is None:
             self.branches.waiting = None
             self.branches.alone += 1
@@ -148,7 +148,7 @@ class _First:
 
 
 class _Deferred:
-    """Stands for a tensor until one of torch's functions, or an attribute, is asked of it; slicing does not ask yet."""
+    """A deferred tensor, fetched when a torch function or an attribute needs it; slicing stays deferred."""
 
     def __init__(self, fetch: Callable[[], Tensor]) -> None:
         self._fetch = fetch
@@ -185,7 +185,7 @@ for _name in _OPERATORS.split():  # looked up on the class, never through __geta
 
 
 def _both_branches(given: dict[str, Any]) -> bool:
-    """Whether a pipeline put the same thing to be denoised twice into one batch, once for each branch."""
+    """Whether the batch holds the same latents twice, once for each branch."""
     first = next(iter(given.values()))
     if not isinstance(first, Tensor) or first.dim() < 2 or first.shape[0] % 2:
         return False

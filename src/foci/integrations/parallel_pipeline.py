@@ -1,4 +1,4 @@
-"""Spread a Diffusers pipeline, or one model, over all named dimensions of a mesh at once, and take it back."""
+"""Distribute a Diffusers pipeline, or one model, over all named dimensions of a mesh at once; undoable."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DENOISERS = ("transformer", "transformer_2", "unet", "prior")
 
 @dataclass
 class Spread(Undoable):
-    """What `install` did: `handles` by "component: dimension", and what of the pipeline was left, with the reason."""
+    """The handle of `install`: `handles` by "component: dimension", and parts of the pipeline skipped, with reasons."""
 
     degrees: dict[str, int]
     handles: dict[str, Any]
@@ -47,7 +47,7 @@ class Spread(Undoable):
         return {"degrees": dict(self.degrees), **facts}
 
     def restore(self) -> None:
-        """The pipeline as it was, to the very objects."""
+        """Restore the pipeline's original objects."""
         for name in reversed(self.handles):
             self.handles[name].restore()
 
@@ -70,9 +70,9 @@ def install(
     inputs: Mapping[str, Any] | None = None,
     vae: bool = True,
 ) -> Spread:
-    """Spread a pipeline's denoiser over a mesh of `make_mesh`, and its VAE's decoder over all ranks of that mesh.
+    """Distribute a pipeline's denoiser over a mesh of `make_mesh`, and its VAE's decoder over all ranks of that mesh.
 
-    "data" cuts the batch's rows, "cfg" the branches of guidance, "pipe" the blocks (PipeFusion, with `patches`,
+    "data" splits the batch's rows, "cfg" the branches of guidance, "pipe" the blocks (PipeFusion, with `patches`,
     `warmup` and `calls`: approximate after the warm-up, all else is exact), "ulysses" and "ring" the tokens (with
     `plan`, `text` and `inputs`: see `split.install`). A dimension of one rank does nothing. All ranks run the same
     pipeline and get the same pictures. A collective call; for sampling.
@@ -89,7 +89,7 @@ def install(
         for name, model in _denoisers(pipeline):
             op: Any = attention
             if tokens > 1:
-                # A patch's queries meet all tokens that ranks hold, wherever: so text is cut like the picture.
+                # A patch's queries attend to the tokens of all ranks, so text is sharded like the image.
                 how = "split" if "pipe" in groups and text == "auto" and _has_text(model) else text
                 splitting = split.install(model, mesh, plan, text=how, inputs=inputs)
                 spread.handles[f"{name}: tokens"], op = splitting, splitting.attention
@@ -114,7 +114,7 @@ def _decode_on_all(spread: Spread, vae: nn.Module, mesh: DeviceMesh) -> None:
     ranks = sorted(mesh.mesh.flatten().tolist())
     everyone: Any = dist.group.WORLD
     if len(ranks) < dist.get_world_size():
-        # Kept until the world ends: torch would give the next group of these ranks this one's name.
+        # Never destroyed: torch would give the next group of these ranks the same name.
         everyone = dist.new_group(ranks, use_local_synchronization=True)
     group = Group.of(everyone)
     try:

@@ -1,4 +1,4 @@
-"""Split the rows of a model's batch over ranks: every rank runs its share of a call and gets the whole answer."""
+"""Data parallelism of a denoiser: every rank computes its rows of a call's batch and gets the whole output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from foci.parallel.group import Group
 
 __all__ = ["RowsHandle", "install"]
 
-# What Diffusers' denoisers call their arguments, by whether these have one row for each picture.
+# The argument names of Diffusers' denoisers: those with one row per image, and those shared by all.
 _BY_ROW = {
     "added_cond_kwargs", "added_time_ids", "attention_mask", "class_labels", "encoder_attention_mask",
     "encoder_hidden_states", "encoder_hidden_states_image", "encoder_hidden_states_mask", "guidance", "hidden_states",
@@ -31,7 +31,7 @@ _WHOLE = {"freqs_cis", "image_rotary_emb", "img_ids", "img_shapes", "rope_interp
 
 @dataclass
 class RowsHandle(Undoable):
-    """What `install` did, and how many calls were split since."""
+    """The handle of `install`, and the number of calls split since."""
 
     split: Split = field(repr=False)
     _overrides: Overrides = field(repr=False)
@@ -41,20 +41,20 @@ class RowsHandle(Undoable):
         return {"ranks": self.split.group.size, "calls": self.split.calls}
 
     def restore(self) -> None:
-        """The model as it was, to the very object."""
+        """Restore the model's original object."""
         self._overrides.restore()
 
 
 def install(model: nn.Module, group: Any, *, by_row: Sequence[str] = (), whole: Sequence[str] = ()) -> RowsHandle:
     """Split every call of a denoiser by batch rows over the ranks of `group`: data parallelism of one pipeline.
 
-    All ranks make the same call, with the same whole tensors, and get the same whole answer. Of B rows rank r computes
-    B // size, the first B % size ranks one more, and a rank without rows computes one that is not used. Rows of a batch
-    do not meet in a denoiser, so the answer is one process's, and the pipeline's noise, schedule and guidance stay its
-    own. Text encoders and schedulers run on every rank.
+    All ranks make the same call, with the same whole tensors, and get the same whole output. Of B rows rank r computes
+    B // size, the first B % size ranks one more; a rank without rows computes one that is not used. A denoiser's rows
+    are independent, so the output equals one process's; the pipeline's noise, schedule and guidance are unchanged. Text
+    encoders and schedulers run on every rank.
 
-    An argument has one row for each picture, or is the same for all of them. Those of Diffusers' own models are known
-    by name; of others say it with `by_row` and `whole`.
+    An argument has one row per image, or is shared by all of them. Those of Diffusers' own models are known by name;
+    name others in `by_row` and `whole`.
 
     Raises ValueError for a tensor argument that is neither, in training mode, and where a gradient would be asked for.
     """
@@ -65,18 +65,18 @@ def install(model: nn.Module, group: Any, *, by_row: Sequence[str] = (), whole: 
 
 
 def split_of(group: Group, by_row: Sequence[str] = (), whole: Sequence[str] = ()) -> Split:
-    """How calls are split over a group, with what is known of Diffusers' arguments."""
+    """The Split of calls over a group, with the known argument names of Diffusers."""
     return Split(group, _BY_ROW - set(whole) | set(by_row), _WHOLE - set(by_row) | set(whole))
 
 
 class Split:
-    """Cuts the tensors of a call by rows, and joins the answers."""
+    """Splits the tensors of a call by rows, and joins the outputs."""
 
     def __init__(self, group: Group, by_row: set[str], whole: set[str]) -> None:
         self.group, self.by_row, self.whole, self.calls = group, by_row, whole, 0
 
     def run(self, model: nn.Module, inner: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """`inner`, this rank's rows only; returned is what it would have returned for all."""
+        """Run `inner` on this rank's rows; returns the output for all rows."""
         bound = inspect.signature(inner).bind(*args, **kwargs)
         given = bound.arguments
         require_sampling("parallel_rows", model, given.values())
@@ -92,7 +92,7 @@ class Split:
         with Doing(self.group, "parallel_rows") as doing:
             answer = doing.work(lambda: inner(*bound.args, **bound.kwargs))
             parts = doing.work(tensors_of, model, answer)
-            doing.agree(facts)  # a failed rank has no answer to exchange: all ranks end here
+            doing.agree(facts)  # raises on all ranks if one failed, which has no output
             assert parts is not None
             joined = [self._joined(part, counts, doing) for part in parts]
         self.calls += 1
@@ -111,7 +111,7 @@ class Split:
                 f"picture; say by_row=[{name!r}] or whole=[{name!r}] when installing"
             )
         if value.shape[0] == 1:
-            return value  # broadcast: the same row for every picture
+            return value  # broadcast: one row for all images
         if value.shape[0] != rows:
             raise ValueError(f"parallel_rows: argument {name!r} has {value.shape[0]} rows; expected {rows}, or 1")
         return value[taken]
@@ -122,7 +122,7 @@ class Split:
 
 
 def batch_of(model: nn.Module, given: Mapping[str, Any]) -> int:
-    """The number of rows of a denoiser's call: those of what it denoises, its first argument."""
+    """The batch size of a denoiser's call: the rows of its first argument, the latents."""
     first = next(iter(given.values()), None)
     if not isinstance(first, Tensor) or first.dim() < 2:
         raise Unsupported(
@@ -144,7 +144,7 @@ def tensors_of(model: nn.Module, answer: Any) -> list[Tensor]:
 
 
 def rebuilt(answer: Any, parts: Sequence[Any]) -> Any:
-    """The same kind of answer of other tensors."""
+    """An output of the same type with other tensors."""
     if isinstance(answer, Mapping):
         return type(answer)(**dict(zip(answer, parts, strict=True)))
     return tuple(parts)

@@ -1,8 +1,8 @@
-"""Decode a picture's or a video's rows on several ranks, equal to one process: halos, norms and attention exchanged.
+"""Decode an image's or a video's rows on several ranks, exactly: halos, norm statistics and attention are exchanged.
 
-The rows of the latent are cut over the ranks. Every layer of the decoder is then either local to a row, and runs as it
-is, or reaches beyond the cut, and gets what it lacks: a convolution the rows next to its own, a group norm the mean and
-the variance of the whole, attention the keys and values of all rows. Nothing is blended and nothing approximated.
+The rows of the latent are sharded. Every layer of the decoder is either local to a row, and runs unchanged, or gets
+what it needs from other ranks: a convolution the neighbouring rows, a group norm the mean and variance of the whole,
+attention the keys and values of all rows. Nothing is blended or approximated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from foci.parallel.group import Group
 
 __all__ = ["DecodeHandle", "install"]
 
-# Layers that act on every row by itself, or only call layers of this list and of `_REACHING`.
+# Layers that are local to a row, or only call layers of this list and of `_REACHING`.
 _LOCAL = {
     "AutoencoderTinyBlock", "Decoder", "DecoderTiny", "Dropout", "DupUp3D", "Identity", "Linear",
     "ModuleList", "ReLU", "ResnetBlock2D", "Sequential", "SiLU", "UNetMidBlock2D", "UpDecoderBlock2D", "Upsample2D",
@@ -35,7 +35,7 @@ _REACHING = ("Conv2d", "GroupNorm", "Attention", "Upsample", "WanUpsample", "Wan
 
 @dataclass
 class DecodeHandle(Undoable):
-    """What `install` did: how many layers exchange rows, and how many decodes were split since."""
+    """The handle of `install`: the number of layers that exchange rows, and of decodes split since."""
 
     layers: int
     rows: _Rows = field(repr=False)
@@ -46,7 +46,7 @@ class DecodeHandle(Undoable):
         return {"ranks": self.rows.group.size, "layers": self.layers, "decodes": self.rows.decodes}
 
     def restore(self) -> None:
-        """The decoder as it was, to the very objects."""
+        """Restore the decoder's original objects."""
         self._overrides.restore()
 
 
@@ -91,7 +91,7 @@ def _put(overrides: Overrides, module: nn.Module, run: Callable[..., Any]) -> No
 
 
 class _Rows:
-    """How the rows of the decode that is running lie over the ranks. Without one, layers see all rows."""
+    """The sharding of rows in the running decode; outside of one, layers see all rows."""
 
     def __init__(self, group: Group) -> None:
         self.group, self.decodes = group, 0
@@ -106,7 +106,7 @@ class _Rows:
         return slice(start, start + self.counts[self.group.rank])
 
     def scaled(self, mine: int) -> list[int]:
-        """What every rank holds where this one holds `mine`: rows multiply alike, and tokens with them."""
+        """Every rank's number of rows (or tokens) where this one has `mine`: all are scaled by the same factor."""
         each, left = divmod(mine, self.counts[self.group.rank])
         if left:
             raise Unsupported(
@@ -121,12 +121,12 @@ class _Rows:
         return all_gather(x.contiguous(), shapes, self.doing)
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
-        """All ranks' rows of x along `dim`, one behind the other."""
+        """The rows of x of all ranks, concatenated along `dim`."""
         shapes = [(*x.shape[:dim], many, *x.shape[dim + 1 :]) for many in self.scaled(x.shape[dim])]
         return torch.cat(self.gathered(x, shapes), dim)
 
     def own(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of something that has all rows along `dim`."""
+        """This rank's rows, along `dim`, of a tensor with all rows."""
         each = x.shape[dim] // sum(self.counts)
         start = sum(self.counts[: self.group.rank]) * each
         return x.narrow(dim, start, self.counts[self.group.rank] * each)
@@ -173,7 +173,7 @@ def _decode(
 
 
 def _exchanges(module: Any) -> list[tuple[nn.Module, Callable[..., Any]]]:
-    """The layers in `module`, itself or its own, that need other ranks' rows, and what each then runs."""
+    """The layers in `module`, or itself, that need other ranks' rows, with the function that each then runs."""
     kind = _kind(module)
     if kind == "Conv2d" and module.kernel_size[0] > 1:
         return [(module, _conv2d)]
@@ -184,7 +184,7 @@ def _exchanges(module: Any) -> list[tuple[nn.Module, Callable[..., Any]]]:
     if kind == "WanAttentionBlock":
         return [(module, _video_attention)]
     if kind == "Attention":
-        # Queries stay this rank's; keys and values become all rows'. So any processor is right as it is.
+        # Queries stay local, keys and values cover all rows: so any processor works unchanged.
         return [(module.to_k, _all_tokens), (module.to_v, _all_tokens)]
     return []
 
@@ -209,7 +209,7 @@ def _conv3d(rows: _Rows, conv: Any, before: Callable[..., Tensor], x: Tensor, ca
 
 
 def _group_norm(rows: _Rows, norm: nn.GroupNorm, before: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """The mean of means, weighted, and the variance by Chan, Golub and LeVeque: never a difference of large sums."""
+    """Combines the ranks' means and variances by Chan, Golub and LeVeque, without differences of large sums."""
     if rows.doing is None:
         return before(x)
     narrow = x.dtype in (torch.bfloat16, torch.float16)
@@ -227,7 +227,7 @@ def _group_norm(rows: _Rows, norm: nn.GroupNorm, before: Callable[..., Tensor], 
     if norm.affine:
         scale, shift = scale * norm.weight, shift * norm.weight + norm.bias
     scale, shift = (part.to(wide.dtype).view(*x.shape[:2], *[1] * (x.dim() - 2)) for part in (scale, shift))
-    # In place where it is our own copy: these are the largest tensors of a decode.
+    # In place if it is our own copy, as these are the largest tensors of a decode.
     return wide.mul_(scale).add_(shift).to(x.dtype) if narrow else torch.addcmul(shift, wide, scale)
 
 
@@ -244,7 +244,7 @@ def _unknown(decoder: nn.Module) -> list[str]:
 
 
 def _reason(module: Any) -> str:
-    """Why a layer cannot be run on some of the rows; empty when it can."""
+    """Why a layer cannot run on a part of the rows; "" if it can."""
     kind = _kind(module)
     if kind not in _LOCAL and kind not in _REACHING:
         return f"it is a {type(module).__name__}, of which it is not known what rows it reads"

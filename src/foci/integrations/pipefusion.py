@@ -1,9 +1,9 @@
-"""PipeFusion: a diffusion transformer's blocks over stages, a picture's patches through them one behind the other.
+"""PipeFusion: pipeline parallelism of a diffusion transformer: blocks in stages, an image's patches as micro-batches.
 
-Each rank runs its share of the blocks. In the first steps of a picture all of it goes from stage to stage, which is
-exact. Later the patches follow each other, so that all stages work at once, and attention sees the keys and values of
-the patches not yet there as they were one step before: an approximation, since pictures change little from step to
-step (Fang et al. 2024, arXiv:2405.14430).
+Each rank (stage) runs its share of the blocks. In the first steps of an image all tokens go from stage to stage
+together, which is exact. Later they go patch by patch, so that all stages work at the same time, and attention uses the
+previous step's keys and values for patches that have not arrived yet: an approximation, as images change little from
+step to step (Fang et al. 2024, arXiv:2405.14430).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["PipeFusion", "install", "psnr"]
 
 @dataclass
 class PipeFusion(Undoable):
-    """What `install` did: which blocks this rank runs, and how many calls were exact and how many approximate."""
+    """The handle of `install`: the blocks of this rank, and the numbers of exact and approximate calls."""
 
     blocks: tuple[str, ...]
     stage: Stage = field(repr=False)
@@ -51,11 +51,11 @@ class PipeFusion(Undoable):
         }
 
     def reset(self) -> None:
-        """Forget the picture being drawn: the next call is exact. (A new picture is noticed by its first time.)"""
+        """Start a new image: the next call is exact. (A new image is also recognised by its first timestep.)"""
         self.stage.forget()
 
     def restore(self) -> None:
-        """The model as it was, to the very objects."""
+        """Restore the model's original objects."""
         while self._undo:
             self._undo.pop()()
 
@@ -71,15 +71,15 @@ def install(
 ) -> PipeFusion:
     """Run the blocks of a DiT, PixArt or Flux transformer as a pipeline over the ranks of `group`, for sampling.
 
-    All ranks make the same calls with the same whole tensors and get the same whole answer. Blocks are dealt out in
-    order, so that stages have about equally many parameters. `patches`: how many parts the tokens are cut into, twice
-    the ranks by default; more keep the stages busier (patches / (patches + ranks - 1) of the time) at shorter attention
-    calls. `warmup`: how many steps of each picture are exact; the number of steps makes all exact. `calls`: how often a
-    pipeline calls the model in a step; 2 where it calls once a branch of guidance. A picture begins where the time goes
-    up, and where sizes change.
+    All ranks make the same calls with the same whole tensors and get the same whole output. Blocks are assigned in
+    order, so that stages have about equally many parameters. `patches`: the number of parts of the tokens, by default
+    twice the ranks; more keep the stages busier (patches / (patches + ranks - 1) of the time) with smaller attention
+    calls. `warmup`: the number of exact steps of each image; the number of all steps makes every step exact. `calls`:
+    how often a pipeline calls the model per step; 2 for one call per branch of guidance. A new image starts when the
+    timestep increases, or sizes change.
 
-    `op` computes the self-attention of the blocks, on q [B, T, H, K] of one patch and k, v of all tokens. Where each
-    rank holds a part of the tokens of each picture, it is the wrapper that attends over those ranks.
+    `op` computes the self-attention of the blocks, on q [B, T, H, K] of one patch and k, v of all tokens. If tokens are
+    also sharded over ranks, it is the wrapper that attends over those ranks.
 
     Raises Unsupported for another model, fewer blocks than ranks, or what the blocks cannot be given a patch at a time;
     ValueError for numbers below 1, in training mode, and where a gradient would be asked for.
@@ -110,7 +110,7 @@ def install(
 
 
 def psnr(picture: Tensor, exact: Tensor, span: float = 2.0) -> float:
-    """Peak signal-to-noise ratio in dB of pictures whose values lie in a range of width `span`: inf where equal."""
+    """Peak signal-to-noise ratio in dB of images with values in a range of width `span`; inf if equal."""
     error = (picture.double() - exact.double()).square().mean().item()
     return math.inf if error == 0 else 10 * math.log10(span**2 / error)
 
@@ -126,7 +126,7 @@ def _blocks(model: nn.Module) -> tuple[Family, dict[str, nn.Module]]:
 
 
 def _shares(sizes: list[int], stages: int) -> list[int]:
-    """How many blocks each stage gets: each one more until it has its share of what is left, and leaves enough."""
+    """Blocks per stage: each takes blocks until it has its share of the rest, leaving at least one per later stage."""
     shares, place = [], 0
     for stage in range(stages):
         left = stages - stage
@@ -144,13 +144,13 @@ def _shares(sizes: list[int], stages: int) -> list[int]:
 def _route(
     model: nn.Module, blocks: Mapping[str, nn.Module], family: Family, stage: Stage, op: Callable[..., Tensor]
 ) -> list[Callable[[], None]]:
-    """Every self-attention of the blocks through `stage`; what undoes it, last first."""
+    """Route the blocks' self-attention through `stage`; returns the undo functions, to be run in reverse."""
     sites = {f"{name}.{family.attention}": block.get_submodule(family.attention) for name, block in blocks.items()}
     given: list[tuple[Any, Any, Any]] = [(it, it.processor, _own(it.processor)) for it in sites.values()]
 
     def give_back() -> None:
         for module, before, own in given:
-            if module.processor is own:  # one given another since keeps that
+            if module.processor is own:  # keep a processor that was set since
                 module.processor = before
 
     for module, _, own in given:
@@ -166,7 +166,7 @@ def _route(
 
 
 def _own(processor: Any) -> Any:
-    """The model's processor of a site that foci routed already: `op` says where its calls go now."""
+    """The original processor of a site that foci has routed already, since `op` replaces that routing."""
     if isinstance(processor, FunctionType) or not hasattr(processor, "_foci_routes"):
         return getattr(processor, "_foci_routes", processor)
     own: Any = object.__new__(type(processor)._foci_routes)
@@ -187,12 +187,12 @@ def _forward(stage: Stage, place: int) -> Callable[..., Any]:
 
 
 def _call(stage: Stage, inner: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """A call of the model: its own code, with the first block running all of the pipeline and the others nothing."""
+    """A call of the model by its own code: its first block runs the whole pipeline, the other blocks nothing."""
     bound = inspect.signature(inner).bind(*args, **kwargs)
     require_sampling("pipefusion", stage.model, bound.arguments.values())
     stage.begin(bound.arguments)
     answer = inner(*args, **kwargs)
-    # Only the last stage has blocks' results; what the others have behind them was computed from the blocks' input.
+    # Only the last stage has the blocks' output; on the others, the layers after them ran on the blocks' input.
     parts = tensors_of(stage.model, answer)
     with Doing(stage.group, "pipefusion") as doing:
         everyones = [all_gather(stage.last_only(part), _shapes(stage.group, part.numel()), doing) for part in parts]

@@ -1,4 +1,4 @@
-"""One stage of PipeFusion: its blocks, the keys and values it remembers, and what it passes on."""
+"""One stage of PipeFusion: its blocks, its cache of keys and values, and what it sends to the next stage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Family(NamedTuple):
     """How the blocks of a class of transformers are called.
 
     `lists`: the module lists of the blocks, in order. `attention`: the self-attention in a block. `text`: whether
-    blocks also take and return text tokens, which stand in front. `rotary`: the argument with a row for each token.
+    blocks also take and return text tokens, which come first. `rotary`: the argument with one row per token.
     """
 
     lists: tuple[str, ...]
@@ -41,7 +41,7 @@ _NOT_BY_PATCH = ("attention_mask", "cross_attention_kwargs", "joint_attention_kw
 
 
 class Memory:
-    """Of one branch of guidance: its calls since the picture began, and each block's keys and values of all tokens."""
+    """State of one branch of guidance: calls since the image began, and each block's keys and values of all tokens."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -62,7 +62,7 @@ class Stage:
         self.forget()
 
     def forget(self) -> None:
-        """The next call is the first of a picture."""
+        """Reset: the next call is the first of an image."""
         self.time, self.branch = float("inf"), -1
         self.sizes: object = None
         self.memories = [Memory() for _ in range(self.calls)]
@@ -70,7 +70,7 @@ class Stage:
         self.passing: tuple[Tensor, Tensor | None] | None = None
 
     def begin(self, given: Mapping[str, Any]) -> None:
-        """A call of the model: which branch of which step it is, and whether it is exact."""
+        """At the start of a call of the model: find its branch and step, and whether it is exact."""
         time = given.get("timestep")
         if not isinstance(time, Tensor):
             raise ValueError(f"pipefusion: timestep is {time!r}; expected a tensor")
@@ -90,7 +90,7 @@ class Stage:
         self.group.agree("pipefusion", {**facts, **{f"argument {k}": _size(v) for k, v in given.items()}})
 
     def first(self, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What the model's first block is now: all of the pipeline."""
+        """Replaces the model's first block: runs the whole pipeline."""
         given = self.signature.bind(*args, **kwargs).arguments
         side = {name: value for name, value in given.items() if name not in ("hidden_states", _TEXT)}
         if not self.family.text and _TEXT in given:
@@ -103,7 +103,7 @@ class Stage:
         return self._returned()
 
     def later(self, place: int, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What every further block is now: nothing, provided that nothing happened to the tokens in between."""
+        """Replaces every other block: the identity; raises if the tokens were changed in between."""
         tokens = kwargs.get("hidden_states", args[0] if args else None)
         if self.passing is None or tokens is not self.passing[0]:
             raise Unsupported(
@@ -113,12 +113,12 @@ class Stage:
         return self._returned()
 
     def last_only(self, part: Tensor) -> Tensor:
-        """The last stage's tensor, flat; of every other stage nothing."""
+        """The tensor, flattened, on the last stage; empty on others."""
         flat = part.contiguous().flatten()
         return flat if self.group.rank == self.group.size - 1 else flat[:0]
 
     def attend(self, op: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """What the self-attention of the blocks calls: `op` on this patch's queries and everybody's keys and values."""
+        """The blocks' self-attention: `op` on this patch's queries and the keys and values of all tokens."""
 
         def attend(
             q: Tensor,
@@ -152,7 +152,7 @@ class Stage:
         return (text, tokens) if self.family.text else tokens
 
     def _pipeline(self, tokens: Tensor, text: Tensor | None, side: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """All patches through all stages: in each tick a stage has the patch that the one before had a tick ago."""
+        """Run all patches through all stages; in each tick a stage has its predecessor's last patch."""
         words = tokens[:, :0] if text is None else text
         cuts = _cuts(tokens.shape[1], 1 if self.exact else self.patches)
         stages, stage = self.group.size, self.group.rank
@@ -176,16 +176,16 @@ class Stage:
         return whole, None if text is None else text_done
 
     def _expected(self, tokens: Tensor, words: Tensor, cuts: list[slice], patch: int) -> list[tuple[int, ...]]:
-        """The shapes that the stage before sends: those of the patch that comes next, or nothing."""
+        """The shapes of what the previous stage sends: the next patch, or nothing."""
         comes = self.group.rank > 0 and 0 <= patch < len(cuts)
         many = cuts[patch].stop - cuts[patch].start if comes else 0
         spoken = words.shape[1] if comes and patch == 0 else 0
         return [(tokens.shape[0], many, tokens.shape[2]), (words.shape[0], spoken, words.shape[2])]
 
     def _blocks(self, given: list[Tensor], cut: slice, spoken: int, side: dict[str, Any]) -> list[Tensor]:
-        """This rank's blocks on one patch. Text goes with the first patch; the others find its keys and values."""
+        """Run this rank's blocks on one patch. Text goes with the first patch; others use its keys and values."""
         tokens, words = given
-        # Among the tokens that attention sees, text stands in front. So the rows of a patch are one stretch.
+        # Attention's tokens begin with the text, so the rows of a patch are contiguous.
         self.rows = slice(0 if cut.start == 0 else spoken + cut.start, spoken + cut.stop)
         if self.family.rotary and side.get(self.family.rotary) is not None:
             side = {**side, self.family.rotary: tuple(part[self.rows] for part in side[self.family.rotary])}
@@ -199,7 +199,7 @@ class Stage:
 
 
 def _cuts(tokens: int, patches: int) -> list[slice]:
-    """The patches, in order: each of tokens // patches, the first ones one more; none of them empty."""
+    """The patches, in order: tokens // patches each, the first ones one more; none is empty."""
     each, more = divmod(tokens, patches)
     ends = [each * (i + 1) + min(i + 1, more) for i in range(patches)]
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False) if end > start]

@@ -1,4 +1,4 @@
-"""What a Diffusers attention processor must be, as a Spec: what `foci check mypkg:Processor --like processor` runs."""
+"""The Spec of a Diffusers attention processor, which `foci check mypkg:Processor --like processor` runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENS, WORDS = 12, 7
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of attention site: how the library makes one, what it passes by keyword, and the cases it is called in."""
+    """A kind of attention site: how the library constructs it, the keywords it passes, and its cases."""
 
     name: str
     make: Callable[[frozenset[str]], nn.Module]
@@ -60,7 +60,7 @@ def spec_for(processor: Any, kind: str | None = None) -> Spec:
 
 
 def _adapt(kind: Kind, processor: Any, name: str = "") -> Candidate:
-    """A processor as a candidate. A real attention module calls it, through whatever that one filters."""
+    """A processor as a Candidate, called by a real attention module, with that module's filter of keywords."""
     processor = _instance(processor)
     fault = _fault(kind, processor)
 
@@ -86,7 +86,7 @@ def _adapt(kind: Kind, processor: Any, name: str = "") -> Candidate:
 
 
 def _fault(kind: Kind, processor: Any) -> str:
-    """What is wrong with how a processor would be called, in a sentence; empty when nothing is."""
+    """A sentence if a processor's signature does not fit its calls; "" if it does."""
     if not callable(processor) and entry(processor) is not None:
         return (
             "it has only forward, and Diffusers calls the processor itself: name it __call__, or derive from nn.Module"
@@ -108,7 +108,7 @@ def _reference(
 ) -> Outputs:
     """site(hidden_states [B,T,C], encoder_hidden_states [B,S,C], ...) as its model calls it -> both of them.
 
-    Where the text is only attended to, or absent, the second output is empty.
+    If the text is only attended to, or absent, the second output is empty.
     """
     given: dict[str, Any] = {"encoder_hidden_states": encoder_hidden_states, "attention_mask": attention_mask}
     if image_rotary_emb is not None:
@@ -133,7 +133,7 @@ def _is_joint(site: nn.Module) -> bool:
 
 
 def _streams(found: Any, joint: bool) -> Outputs:
-    """What a processor returned as two streams; WrongReturn where the blocks would unpack it wrongly."""
+    """A processor's result as two streams; raises WrongReturn if the blocks would unpack it wrongly."""
     if joint:
         if isinstance(found, tuple) and len(found) == 2:
             return found
@@ -153,7 +153,7 @@ def _described(found: Any) -> str:
 
 
 class _Attending(TorchFunctionMode):
-    """Inside, torch's fused attention is another function of (attend, query, key, value, mask)."""
+    """Within it torch's fused attention is replaced by a function of (attend, query, key, value, mask)."""
 
     def __init__(self, instead: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ _SDPA = inspect.signature(_sdpa)
 
 
 def _unturned(attend: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """[B,H,T,D] such that merging it gives what merging without the transpose would."""
+    """[B,H,T,D] rearranged so that merging heads gives the result of a forgotten transpose."""
     out: Tensor = attend(query, key, value, mask)
     B, H, T, D = out.shape
     return out.reshape(B, T, H, D).transpose(1, 2)
@@ -339,7 +339,7 @@ def _case(kind: Kind, name: str, features: frozenset[str], tokens: int = TOKENS)
             site = kind.make(features)
         with torch.no_grad():
             for parameter in site.parameters():
-                # Large enough that attention is far from uniform: then a lost mask or position is far from small.
+                # Large enough that attention is not uniform, so that a lost mask or position has a large effect.
                 size = 1.5 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.2
                 parameter.copy_(drawn(*parameter.shape) * size + (parameter if parameter.dim() == 1 else 0))
         rows = 1 if "single" in features else 2

@@ -1,4 +1,4 @@
-"""What Diffusers asks of an attention processor, checked before anything runs: methods, keywords, order, returns."""
+"""Static checks of a Diffusers attention processor: methods, keywords, order of arguments, returned values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOSS = {
     "encoder_hidden_states": "the text would be ignored",
     "temb": "the time step would be ignored",
 }
-# Arguments that processors have had in the same place at different times: landing in the wrong one is silent.
+# Arguments that have had the same position in different versions of processors: a mix-up would be silent.
 _KNOWN = {"encoder_hidden_states", "attention_mask", "temb", "scale", *_LOSS}
 
 
@@ -26,18 +26,18 @@ class ProcessorError(TypeError):
 
 
 class CallSite(NamedTuple):
-    """How a block calls its attention: the keywords it passes, and into how many names it unpacks what comes back."""
+    """How a block calls its attention: the keywords it passes, and the number of values it unpacks."""
 
     keywords: tuple[str, ...]
     unpacks: int
 
 
 class _Given(str):
-    """Stands for an argument; it knows its own name."""
+    """A placeholder for an argument, with its name."""
 
 
 def entry(processor: Any) -> Callable[..., Any] | None:
-    """What runs when the processor is called: its `__call__`, or its `forward` when that is all it has."""
+    """The method that runs when the processor is called: its `__call__`, or `forward` if it has only that."""
     if inspect.isfunction(processor):
         return processor
     if callable(processor) and type(processor).__call__ is not nn.Module.__call__:
@@ -48,7 +48,7 @@ def entry(processor: Any) -> Callable[..., Any] | None:
 
 
 def only_forward(processor: Any) -> bool:
-    """Whether Diffusers would look in vain for a `__call__` of the processor's own."""
+    """Whether the processor has no `__call__` of its own, which Diffusers inspects."""
     own = callable(processor) and type(processor).__call__ is not nn.Module.__call__
     return not own and entry(processor) is not None
 
@@ -56,7 +56,7 @@ def only_forward(processor: Any) -> bool:
 def check(processor: Any, name: str, site: nn.Module, calls: list[CallSite]) -> None:
     """Raise ProcessorError where the attention module `site`, called `name`, cannot use `processor` in these calls.
 
-    The arguments go through the site's own `forward`, so the library's filter decides what is delivered.
+    The arguments go through the site's own `forward`, so the library's filter of keywords applies.
     """
     kind = getattr(processor, "__name__", type(processor).__name__)
     method = entry(processor)
@@ -142,7 +142,7 @@ def _check_delivery(
 def _deliver(
     processor: Any, method: Callable[..., Any], site: nn.Module, call: CallSite
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments that the site's forward hands to a processor with this signature, named tokens for tensors."""
+    """The arguments that the site's forward passes to a processor with this signature, as placeholders."""
     received: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def record(self: Any, *args: Any, **kwargs: Any) -> tuple[None, None]:
@@ -162,7 +162,7 @@ def _deliver(
     try:
         type(site).forward(standin, **given)
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        # A site that computes before it calls its processor needs tensors: without running, nothing can be said.
+        # A site that computes before calling its processor needs real tensors: it cannot be checked statically.
         return received[0] if received else None
     return received[0] if received else None
 
@@ -183,7 +183,7 @@ def _order(args: tuple[Any, ...]) -> str:
 
 
 def _unpacked(tree: ast.AST, call: ast.Call) -> int:
-    """Into how many names the result of a call is unpacked, at once or by way of one variable; 1 when it is not."""
+    """The number of names a call's result is unpacked into, directly or through one variable; 1 if it is not."""
     counts, variables = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and node.value is call:

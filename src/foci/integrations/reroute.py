@@ -1,8 +1,8 @@
-"""Give one object its own copy of the methods that call attention, with those calls going elsewhere.
+"""Give one object its own copies of the methods that call attention, with those calls replaced.
 
-A Python function finds what it calls in its globals and its closure. A copy of the function over other globals, that
-hold only the names it uses, is the same code with other callees: its class, its module and every other instance never
-notice, and the compiler traces it like any function.
+A Python function looks up its callees in its globals and closure. A copy of the function with other globals, which hold
+only the names it uses, is the same code with other callees: its class, its module and other instances are not affected,
+and torch.compile traces it like any function.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _NOTHING = object()
 
 
 class CannotReroute(Exception):
-    """Code that a copy would not run as the original does; the text is the reason."""
+    """A copy of this code would not behave like the original; the text is the reason."""
 
 
 class Load(NamedTuple):
-    """A name that code looks up, the attributes it follows from there through modules, and the object it ends at."""
+    """A name that code looks up, the attributes it follows from there through modules, and the resulting object."""
 
     name: str
     path: tuple[str, ...]
@@ -41,11 +41,11 @@ class Rerouter:
         self._copies: dict[FunctionType, FunctionType] = {}
 
     def calls(self, functions: frozenset[FunctionType]) -> int:
-        """How many calls written in these functions would go elsewhere."""
+        """The number of calls in these functions that would be replaced."""
         return sum(id(value) in self._swaps for one in functions for _, _, value in self._loads(one))
 
     def reach(self, function: FunctionType) -> frozenset[FunctionType]:
-        """The functions between this one and the replaced calls, itself included; empty when it leads to none."""
+        """The functions on the call paths from this one to replaced calls, itself included; empty if there are none."""
         if function not in self._reached:
             callers: dict[FunctionType, list[FunctionType]] = {function: []}
             queue = [function]
@@ -61,13 +61,13 @@ class Rerouter:
         return self._reached[function]
 
     def function(self, function: FunctionType) -> FunctionType:
-        """A copy whose calls go elsewhere; raises CannotReroute where a copy would not be faithful."""
+        """A copy with its calls replaced; raises CannotReroute if a copy would not behave the same."""
         if function in self._copies:
             return self._copies[function]
         for one in self.reach(function):  # all of them first: a copy must never be left half made
             _require_faithful(one)
         names = _names(function)
-        # Without __name__ the compiler guards this very dictionary, not the module that the code was written in.
+        # With __name__ dynamo guards on the module's globals; without, on this very dictionary.
         scope: dict[str, Any] = {
             name: function.__globals__[name] for name in ("__builtins__", "__package__") if name in function.__globals__
         }
@@ -90,10 +90,10 @@ class Rerouter:
         return copy
 
     def subclass(self, cls: type, extra: Mapping[str, Any]) -> tuple[type, int] | None:
-        """A subclass of `cls` whose methods call elsewhere, and how many calls that are; None when there are none.
+        """A subclass of `cls` with replaced calls in its methods, and their number; None if there are none.
 
-        A parent's method goes into a class of its own just before that parent in the resolution order, where `super()`
-        finds it. `extra` joins the namespace of the subclass.
+        A parent's method goes into a class of its own just before that parent in the MRO, where `super()` finds it.
+        `extra` is added to the namespace of the subclass.
         """
         found: frozenset[FunctionType] = frozenset()
         layers: list[tuple[type, dict[str, Any]]] = []
@@ -105,7 +105,7 @@ class Rerouter:
                 if not isinstance(function, FunctionType) or name in overridden:
                     continue
                 if "__class__" not in function.__code__.co_freevars:
-                    overridden.add(name)  # without super() nothing leads to what lies behind it
+                    overridden.add(name)  # without super() later classes in the MRO are not reached
                 if _root(one) not in _FOREIGN and (reach := self.reach(function)):
                     found |= reach
                     copy = self.function(function)
@@ -117,7 +117,7 @@ class Rerouter:
         return derive(cls, (cls, *parents), {**layers[0][1], **extra}), self.calls(found)
 
     def _instead(self, function: FunctionType, names: Mapping[str, Any]) -> dict[str, Any]:
-        """What the names of a function mean in its copy, where that is something else."""
+        """The names of a function that are bound to another object in its copy."""
         instead: dict[str, Any] = {}
         for name, path, value in self._loads(function):
             if self._leads(value):
@@ -126,18 +126,18 @@ class Rerouter:
         return instead
 
     def _leads(self, value: Any) -> bool:
-        """Whether a value is to be replaced: by its partner, or by a copy."""
+        """Whether a value is replaced in copies: by its partner in `swaps`, or by a copy."""
         return id(value) in self._swaps or (self._follows(value) and bool(self.reach(value)))
 
     def _follows(self, value: Any) -> bool:
         return isinstance(value, FunctionType) and id(value) not in self._swaps and _root(value) not in _FOREIGN
 
     def callees(self, function: FunctionType) -> list[FunctionType]:
-        """The Python functions it may call, as far as names tell; not those of torch, foci and the standard library."""
+        """The Python functions it may call, by names, without those of torch, foci and the standard library."""
         return [value for _, _, value in self._loads(function) if self._follows(value)]
 
     def _loads(self, function: FunctionType) -> list[Load]:
-        """Every look-up in the code of a function, the steps on the way to a module's attribute included."""
+        """Every name look-up in a function's code, including each step of a module attribute chain."""
         if function not in self._loaded:
             names = _names(function)
             found: list[Load] = []
@@ -156,7 +156,7 @@ class Rerouter:
 
 
 def derive(cls: type, bases: tuple[type, ...], namespace: Mapping[str, Any]) -> type:
-    """A class that goes by the name of `cls`."""
+    """A class with the name and module of `cls`."""
     known = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     try:
         return type(cls)(cls.__name__, bases, {**known, **namespace})
@@ -165,7 +165,7 @@ def derive(cls: type, bases: tuple[type, ...], namespace: Mapping[str, Any]) -> 
 
 
 def _names(function: FunctionType) -> dict[str, Any]:
-    """The globals and closure variables the code uses, with their present values."""
+    """The globals and closure variables that the code uses, with their current values."""
     read = {i.argval for i in _instructions(function.__code__) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     names = {name: function.__globals__[name] for name in sorted(read) if name in function.__globals__}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):

@@ -1,4 +1,4 @@
-"""SDPA's calling convention in foci's terms: the one place where layout, masks, causality and GQA are translated."""
+"""SDPA's calling convention on foci's attention: the one place that translates layout, masks, causality and GQA."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def sdpa(
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`, computed by foci.
 
-    query [..., H, T, K], key [..., G, S, K], value [..., G, S, V] -> [..., H, T, V], of any rank from 2 on. `attend` is
-    what computes: `foci.attention`, or something with its signature.
+    query [..., H, T, K], key [..., G, S, K], value [..., G, S, V] -> [..., H, T, V], of any rank from 2 on. `attend`
+    computes it: `foci.attention`, or a function with its signature.
     """
     rank = query.dim()
     if rank > 4:

@@ -1,4 +1,4 @@
-"""A model of foci.nn over ranks, each with a run of the sequence: put in per layer, and taken out again exactly."""
+"""Sequence parallelism for models of foci.nn: each rank has a run of the sequence; per model instance, undoable."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from foci.parallel.halo import halo
 from foci.parallel.handoff import handoff
 from foci.parallel.ring import ring
 
-# Modules of torch that mix tokens, and would mix those of one rank only.
+# torch modules that mix tokens, which would mix only one rank's.
 _MIXERS = (nn.MultiheadAttention, nn.RNNBase, nn.Conv1d, nn.Transformer, nn.TransformerEncoderLayer)
 
 
 class SplitSequence(Undoable):
-    """What `split_sequence` returns: the model is split until `restore()`, or to the end of a `with` block."""
+    """The handle of `split_sequence`: the model is split until `restore()`, or the end of a `with` block."""
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self.model, self.group = model, group
         self._undo: list[tuple[nn.Module, str]] = []
 
     def restore(self) -> None:
-        """Every layer as it was: it computes in one process again."""
+        """Restore every layer to computing in one process."""
         while self._undo:
             module, name = self._undo.pop()
             delattr(module, name)
 
     def reduce_gradients(self) -> None:
-        """Sum the gradients of the model's parameters over the ranks: then they are those of one process.
+        """All-reduce (sum) the gradients of the model's parameters, which gives those of one process.
 
-        For a loss that is summed over ranks: each adds its own tokens' share. Once for each step, behind the last
-        backward that adds to its gradients: what is summed already would be summed again. One all-reduce of all
-        gradients; a parameter without one on any rank stays without. With FSDP or DDP, which average, multiply the loss
-        by the number of ranks instead. Raises Disagreement for parameters of other shapes on other ranks.
+        For a loss summed over ranks, each contributing its own tokens. Call it once per step, after the last backward
+        that accumulates gradients, since a second call would sum again. One all-reduce of all gradients; a parameter
+        without a gradient on all ranks stays without. With FSDP or DDP, which average, multiply the loss by the number
+        of ranks instead. Raises Disagreement for parameters whose shapes differ between ranks.
         """
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         there = [p.grad is not None for p in parameters]
@@ -81,17 +81,17 @@ def split_sequence(model: nn.Module, group: Any) -> SplitSequence:
             loss.backward()
             split.reduce_gradients()
 
-    Tokens are [B, T of this rank], in rank order ("plain"), runs of any lengths. Recurrences hand their states on
-    (`handoff`), softmax attention goes round (`ring`), short convolutions and token shifts get the tokens before
-    (`halo`), rotary positions count from the first token of all; everything else of a model works token by token and
-    needs nothing. offsets of packed documents are those of the whole.
+    Tokens are [B, T of this rank], in rank order ("plain"), runs of any lengths. Recurrences use `handoff`, softmax
+    attention uses `ring`, short convolutions and token shifts get the preceding tokens by `halo`, rotary positions
+    count from the first token of the whole; the rest of a model works token by token and needs nothing. offsets of
+    packed documents are those of the whole.
 
-    A cache comes out whole on every rank, as one process would have it: prefill split, leave the block, and decode on
-    any rank. So its memory is not divided: constant for recurrences, the window's or all keys and values for softmax.
+    A cache is complete on every rank, as in one process: prefill split, leave the block, and decode on any rank. So its
+    memory is not divided: constant for recurrences, the window's or all keys and values for softmax.
 
-    Weights are the same on all ranks. Each rank's gradient of them is its own part, of which the sum over ranks is that
-    of one process (`reduce_gradients`). Per model instance, without a switch for the process; layers that are split
-    refuse padding masks (Unsupported). Raises ValueError for a model without such layers or split already, Unsupported
+    Weights are replicated. Each rank's gradient of them is a partial sum over its tokens; the sum over ranks is that of
+    one process (`reduce_gradients`). Per model instance, no process-wide switch; split layers refuse padding masks
+    (Unsupported). Raises ValueError for a model without such layers or split already, Unsupported
     for one with modules that mix tokens in another way.
     """
     group = Group.of(group)
@@ -116,7 +116,7 @@ def split_sequence(model: nn.Module, group: Any) -> SplitSequence:
 
 
 class _Over:
-    """The Operators of a group."""
+    """Builds the Operators of layers that are split over a group."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -152,7 +152,7 @@ class _Over:
     def remember(
         self, memory: LayerCache, name: str, new: Tensor, last: int | None = None, saved: bool = False
     ) -> Tensor:
-        """The cache gets what it keeps of all ranks' new tokens; the first rank attends what was in it before."""
+        """Append all ranks' new tokens to the cache; only rank 0's keys include those that were cached before."""
         held, lengths = memory.get(name), self._lengths(new.shape[1])
         ends = list(itertools.accumulate(lengths))
         first = 0 if last is None else max(ends[-1] - last, 0)
@@ -161,7 +161,7 @@ class _Over:
         shapes = [(new.shape[0], n, *new.shape[2:]) for n in counts]
         memory.append(name, torch.cat(gather(own, shapes, self.group, "cache"), 1), last, saved)
         mine = new
-        if held is not None:  # the others take none of it, and yet belong to its graph: all ranks go back through it
+        if held is not None:  # other ranks use none of it, but stay in its graph, as its backward is collective
             mine = torch.cat([held if self.group.rank == 0 else held[:, :0], new], 1)
         return mine
 
@@ -169,9 +169,9 @@ class _Over:
         return [row[0] for row in self.group.agree("split_sequence", {}, [T])]
 
     def _sharing(self, op: Callable[..., Any]) -> Callable[..., Any]:
-        """Of a tensor that is the same on all ranks each has the full gradient; here each takes its share of it.
+        """Divide the gradients of replicated tensors, which are complete on every rank, by the number of ranks.
 
-        Then one rule holds for every parameter of a model: its gradient is the sum over ranks.
+        Then the same holds for every parameter of a model: its gradient is the sum over ranks.
         """
         names: Sequence[str] = ("sink", "bonus", "state", "log_decay")
 

@@ -1,4 +1,4 @@
-"""One model instance over the ranks that share its tokens: split, attend across ranks, gather; exactly undoable."""
+"""Split one model instance's tokens over ranks, with attention across ranks, and gather the output; undoable."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["SplitHandle", "install"]
 
 @dataclass
 class SplitHandle(Undoable):
-    """A model that is split over ranks: by which `plan`, over which groups, and the way back, `restore()`."""
+    """The handle of a model split over ranks: its `plan`, its groups, and `restore()` to undo it."""
 
     model: nn.Module
     plan: SplitPlan
@@ -48,7 +48,7 @@ class SplitHandle(Undoable):
 
     @property
     def attention(self) -> Callable[..., Tensor]:
-        """What attends over all these ranks' tokens, with the signature of `foci.attention`."""
+        """Attention over the tokens of all these ranks, with the signature of `foci.attention`."""
         return self._ranks.attention
 
     @property
@@ -58,18 +58,18 @@ class SplitHandle(Undoable):
         return Traffic(*(sum(getattr(each, name) for each in traffic) for name in ("bytes", "messages", "control")))
 
     def sum_gradients(self) -> None:
-        """Add up the parameters' gradients over the ranks: then every rank has what one process would have.
+        """All-reduce (sum) the parameters' gradients, which gives every rank those of one process.
 
-        Each rank's gradient is a share, of every parameter alike. Call it once for each step, behind the last backward
-        that adds to its gradients: what is summed already would be summed again. Raises Disagreement when ranks have
-        gradients of different parameters.
+        Each rank's gradient is a partial sum, for every parameter. Call it once per step, after the last backward that
+        accumulates gradients, since a second call would sum again. Raises Disagreement if ranks have gradients of
+        different parameters.
         """
         with_gradient = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         for name, summed in self.sum_shares(with_gradient).items():
             with_gradient[name].copy_(summed)
 
     def sum_shares(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same tensors summed over the ranks: gradients of parameters that `torch.autograd.grad` gave."""
+        """The same for gradients of parameters returned by `torch.autograd.grad`, by name."""
         self._ranks.whole.agree("sum_shares", {"names": [*gradients]})
         summed: dict[str, Tensor] = {}
         for dtype in dict.fromkeys(grad.dtype for grad in gradients.values()):
@@ -81,7 +81,7 @@ class SplitHandle(Undoable):
         return summed
 
     def restore(self) -> None:
-        """The model as it was: no hook of ours, every processor the very object it was."""
+        """Remove all hooks, and restore every original processor object."""
         self._hooked.restore()
 
 
@@ -96,15 +96,15 @@ def install(
 ) -> SplitHandle:
     """Split a Diffusers model along its tokens over the dimensions "ulysses" and "ring" of a mesh (see `make_mesh`).
 
-    Every rank calls the model with the same whole inputs and gets the same whole output; in between each has its run
-    of the tokens, and attention goes over the ranks. A collective call. Only this instance is changed; a copy of it is
-    whole. The gradients of inputs are whole; those of parameters are shares, which `sum_gradients()` adds up: then all
-    are those of one process for the mean of the ranks' losses (the same loss on each rank is that loss).
+    Every rank calls the model with the same whole inputs and gets the same whole output; inside, each has its run of
+    the tokens, and attention spans the ranks. A collective call. Only this instance is changed; a copy of it is not
+    split. The gradients of inputs are complete; those of parameters are partial sums, which `sum_gradients()` adds up:
+    then all are those of one process for the mean of the ranks' losses (the loss itself, if it is equal on all ranks).
 
-    plan: where it is split; by default that of the model's class, and where there is none the one that `infer` finds
-    with `inputs`. inputs: keyword arguments of one call, on which the plan is checked before it is used.
+    plan: where it is split; by default that of the model's class, or if there is none the one that `infer` finds with
+    `inputs`. inputs: keyword arguments of one call, on which the plan is checked before it is used.
     text: in joint attention "split" (each rank has its run of it), "replicated" (each has all of it), or "auto": split
-    where the plan says how and the text is long enough for the model's code. backend: of every attention call; None
+    if the plan supports it and the text is long enough for the model's code. backend: of every attention call; None
     lets foci choose.
 
     Raises SplitError naming the tensor that a plan left unsplit, Unsupported for a model without plan or with attention
@@ -123,7 +123,7 @@ def install(
 
 
 class _Ranks:
-    """The ranks of a mesh (ulysses, ring) that share a sequence: run by run over the ring, and within over Ulysses."""
+    """The ranks of a mesh (ulysses, ring) that share a sequence: sharded over the ring, then over Ulysses."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         sequence_ranks(mesh)  # raises where the mesh has no such dimensions
@@ -138,12 +138,12 @@ class _Ranks:
         self.attention = ulysses(over_ring, self.ulysses) if self.ulysses.size > 1 else over_ring
 
     def _all_of(self, mesh: DeviceMesh) -> Group:
-        """The group of all these ranks."""
+        """One group of all these ranks."""
         if self.ring.size == 1 or self.ulysses.size == 1:
             return self.ulysses if self.ring.size == 1 else self.ring
         if self.size == dist.get_world_size():
             return Group.of(dist.group.WORLD)
-        # Kept until the world ends: torch would give the next such group this one's name, and mix their messages up.
+        # Never destroyed: torch would give the next such group the same name, and messages would be mixed up.
         return Group.of(dist.new_group(sequence_ranks(mesh), use_local_synchronization=True))
 
     def runs(self, tokens: int) -> list[tuple[int, int]]:
@@ -153,7 +153,7 @@ class _Ranks:
         return found
 
     def enter(self, arguments: dict[str, Any]) -> None:
-        """All ranks must have been given the same; an input that wants a gradient gets the sum of what ranks have."""
+        """Check that all ranks have the same inputs; an input that requires a gradient gets the sum over ranks."""
         self.whole.agree("split model", dict(_told(arguments)))
         for name, value in arguments.items():
             if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
@@ -166,7 +166,7 @@ class _Ranks:
         return self.share(x)
 
     def share(self, x: Tensor) -> Tensor:
-        """x itself; of its gradient, which every rank has whole, each rank goes on with an equal share."""
+        """x, with its gradient, which is complete on every rank, divided by the number of ranks."""
         if self.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
             return x
         return share(x, self.size)
@@ -186,7 +186,7 @@ class _Ranks:
         self, site: str, qkv: Sequence[Tensor], where: Literal["front", "back"], text: int, *, mask: Mask | None,
         bias: Tensor | None, scale: float | None, dropout: float, backend: str | None,
     ) -> Tensor:  # fmt: skip
-        """Replicated text and this rank's image, each with all of both."""
+        """Joint attention: replicated text and this rank's image attend to all text and image."""
         refused = {"a bias": bias is not None, "dropout": dropout > 0, "a named backend": backend is not None}
         if reasons := [f"{name} with text='replicated' is not supported" for name, given in refused.items() if given]:
             raise Unsupported(f"split: {site}", reasons)
@@ -199,23 +199,23 @@ class _Ranks:
 
 
 def _weights(model: nn.Module) -> str:
-    """A sum of each parameter's bits, exact whatever the order: ranks that drew their own weights differ in it."""
+    """A checksum of the parameters (integer sums of bits), which differs if ranks have different weights."""
     digest = hashlib.blake2b(digest_size=8)
     for name, parameter in model.named_parameters():
-        if type(parameter) is nn.Parameter and not parameter.is_meta:  # of what is sharded each rank has its own
+        if type(parameter) is nn.Parameter and not parameter.is_meta:  # sharded parameters differ between ranks
             words = parameter.detach().contiguous().flatten().view(torch.uint8)
             digest.update(f"{name} {words.sum(dtype=torch.int64).item()}".encode())
     return digest.hexdigest()
 
 
 def _runs(first: int, stop: int, size: int) -> list[tuple[int, int]]:
-    """first:stop in so many runs, the first ones longer by one where it does not divide."""
+    """first:stop split into `size` runs, the first ones longer by one if it does not divide evenly."""
     small, more = divmod(stop - first, size)
     return list(pairwise(first + rank * small + min(rank, more) for rank in range(size + 1)))
 
 
 def _told(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What ranks compare of arguments: tensors by their values, and what is written the same on every rank."""
+    """The arguments that ranks compare: tensors by value, and others whose text is the same on every rank."""
     for name, value in arguments.items():
         if isinstance(value, list | tuple):
             yield from _told({f"{name}[{place}]": part for place, part in enumerate(value)})

@@ -1,7 +1,7 @@
-"""Check a split plan in one process: pretend every rank's run, and compare each tensor with its part of the whole.
+"""Check a split plan in one process: simulate each rank, and compare its tensors with their parts in a whole run.
 
-Attention is answered from the record of the whole run, so that a rank needs no other, and the first tensor that is not
-its part of the whole is the fault itself and not its consequence.
+A simulated rank's attention returns recorded results of the whole run, so that it needs no other rank, and the first
+tensor that differs from its part of the whole is the cause of the error and not a consequence.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Fault = Literal["unsplit", "ungathered", "values", "other"]
 
 
 class SplitError(ValueError):
-    """A split plan is wrong: `module` and `tensor` say where it shows, `fault` what it is.
+    """A split plan is wrong: `module` and `tensor` say where, `fault` how.
 
-    Of a tensor that was left unsplit `dim` is the dimension and `stream` what it counts: image, text, or joint.
+    For a tensor that was not split, `dim` is its token dimension and `stream` whose tokens: image, text, or joint.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Recorded:
 
 @dataclass
 class Record:
-    """A whole run: every module's calls, every attention call by site, and the modules in the order they ended.
+    """The record of a whole run: calls of modules, attention calls by site, and modules in the order they finished.
 
-    `skipped` are the modules whose attention could not be seen.
+    `skipped`: modules whose attention could not be recorded.
     """
 
     calls: dict[tuple[str, int], Recorded] = field(default_factory=dict)
@@ -69,20 +69,20 @@ def check(
 ) -> None:
     """Check a plan (by default the one of the model's class) on a call of the model, for every rank of `size`.
 
-    The model runs once whole and once for each rank, in this process, and is as it was afterwards. Every module's
-    inputs and outputs and every site's q, k and v must be the rank's tokens of those of the whole run. Keeps a copy of
-    all of them: use small inputs.
+    The model runs once whole and once per rank, in this process, and is restored afterwards. Every module's inputs and
+    outputs and every site's q, k and v must equal the rank's tokens of those in the whole run. Keeps copies of all of
+    them: use small inputs.
 
     Raises SplitError naming the first tensor that is not, ValueError for a plan that does not fit the model.
     """
     plan = plan_for(model) if plan is None else plan
     record = watch(model, inputs)
     for rank in range(size):
-        _pretend(model, inputs, plan, text, record, rank, size)
+        _simulate(model, inputs, plan, text, record, rank, size)
 
 
 def watch(model: nn.Module, inputs: Mapping[str, Any]) -> Record:
-    """Run the model whole and keep what every module and every attention site got and gave."""
+    """Run the model whole and record the inputs and outputs of every module and attention site."""
     record = Record()
     counts: dict[str, int] = {}
 
@@ -104,16 +104,16 @@ def watch(model: nn.Module, inputs: Mapping[str, Any]) -> Record:
 
     sites = [name for name, _, _ in attention_sites(model)]
     routed = route(model, {name: Target(attend=keep(name)) for name in sites})
-    with torch.no_grad(), routed, _listening(model, started, ended, []):
+    with torch.no_grad(), routed, _hooked(model, started, ended, []):
         model(**inputs)
     record.skipped = tuple(name for name, _ in routed.skipped)
     return record
 
 
-def _pretend(
+def _simulate(
     model: nn.Module, inputs: Mapping[str, Any], plan: SplitPlan, text: str, record: Record, rank: int, size: int
 ) -> None:
-    pretended = _Pretended(record, rank, size)
+    pretended = _SimulatedRank(record, rank, size)
     stack: list[tuple[str, int]] = []
     with torch.no_grad():
         hooked = hook(model, plan, pretended, text)
@@ -128,7 +128,7 @@ def _pretend(
                 pretended.last = name, list(tensors["output"].shape)
 
         try:
-            with _listening(model, compare, compare, stack) as seen:
+            with _hooked(model, compare, compare, stack) as seen:
                 model(**inputs)
         except SplitError as error:
             if error.fault == "values" and (cause := pretended.unsplit(stack, seen)) is not None:
@@ -140,8 +140,8 @@ def _pretend(
             hooked.restore()
 
 
-class _Pretended:
-    """One rank of many, which is answered from the record of the whole run."""
+class _SimulatedRank:
+    """A simulated rank, whose communication and attention are answered from the record of the whole run."""
 
     def __init__(self, record: Record, rank: int, size: int) -> None:
         self.record, self.rank, self.size = record, rank, size
@@ -238,14 +238,14 @@ class _Pretended:
             )  # fmt: skip
 
     def unsplit(self, stack: list[tuple[str, int]], seen: Seen) -> SplitError | None:
-        """The tensor that has all tokens in a module that got some of them, innermost module first."""
+        """The error for a tensor with all tokens in a module whose other inputs are split; innermost module first."""
         for name, number in reversed(stack if self.size > 1 else []):
             whole = self.record.calls[name, number].tensors
             given = {key: x for key, x in seen[name, number].items() if key in whole}
             if all(x.shape == whole[key].shape for key, x in given.items()):
                 continue
             whole_still = {key: x for key, x in given.items() if x.shape == whole[key].shape}
-            for last in (False, True):  # a last dimension is as a rule the width, or the columns of a mask
+            for last in (False, True):  # the last dimension usually is channels, or the columns of a mask
                 for stream, tokens in self.streams():
                     for key, x in whole_still.items():
                         if (dim := _counting(x, tokens, last)) is not None:
@@ -261,7 +261,7 @@ class _Pretended:
         )  # fmt: skip
 
     def streams(self) -> Iterator[tuple[str, int]]:
-        """What a tensor may count: text and image in one sequence, or one of them."""
+        """The token counts that a dimension may have: joint, image or text."""
         whole = self.tokens.whole
         text = whole.get("text", self.tokens.text_here)
         yield from whole.items()
@@ -269,7 +269,7 @@ class _Pretended:
             yield "joint", text + whole["image"]
 
     def explain(self, stack: list[tuple[str, int]], seen: Seen, error: Exception) -> SplitError:
-        """What the plan forgot, where the model's code failed on a part of the tokens."""
+        """The SplitError behind an exception of the model's code on a part of the tokens."""
         if (cause := self.unsplit(stack, seen)) is not None:
             return cause
         name = stack[-1][0] if stack else ""
@@ -280,7 +280,7 @@ class _Pretended:
         return SplitError(place, name, "", "other")
 
     def ungathered(self, consequence: str) -> SplitError:
-        """The last module that ran gave this rank's tokens only."""
+        """The error that the last module's output was not gathered."""
         module, shape = self.last
         return SplitError(
             f"the output of {module} was left ungathered: with its shape {shape} on rank {self.rank} of {self.size} "
@@ -290,7 +290,7 @@ class _Pretended:
 
 
 def _counting(x: Tensor, tokens: int, last: bool) -> int | None:
-    """The dimension of that size, among the last one only or the others only."""
+    """The dimension with size `tokens`: only the last one, or only the others."""
     dims = [x.dim() - 1] if last and 0 < x.dim() <= 2 else [] if last else range(x.dim() - 1)
     return next((dim for dim in dims if x.shape[dim] == tokens), None)
 
@@ -306,12 +306,12 @@ Listener = Callable[[str, int, dict[str, Tensor]], None]
 
 
 @contextmanager
-def _listening(
+def _hooked(
     model: nn.Module, started: Listener, ended: Listener, stack: list[tuple[str, int]]
 ) -> Iterator[dict[tuple[str, int], dict[str, Tensor]]]:
-    """Tell of every call of every module, its arguments before and its output after; gives the arguments by call.
+    """Hooks on every module that call `started` with arguments and `ended` with outputs; yields arguments by call.
 
-    What is on the `stack` when an error comes through are the modules that it came through.
+    After an exception, `stack` has the modules that it passed through.
     """
     counts: dict[str, int] = {}
     seen: dict[tuple[str, int], dict[str, Tensor]] = {}
@@ -338,7 +338,7 @@ def _listening(
 
 
 def _tensors(tree: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of some arguments by name; of a list, tuple or mapping with their place in it."""
+    """The tensors among arguments by name; inside a list, tuple or mapping with their index."""
     for name, value in tree.items():
         if isinstance(value, Tensor):
             yield name, value

@@ -1,4 +1,4 @@
-"""A split plan at work in one model instance: hooks that cut and gather, attention routed, and the exact way back."""
+"""Apply a split plan to one model instance: hooks that split and gather tensors, routed attention; undoable."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from foci.ops.masks import Dense, Mask
 
 
 class Ranks(Protocol):
-    """What the hooks ask of the ranks, real ones or pretended ones. Positions are in the order of the ranks."""
+    """What the hooks need from real or simulated ranks. Positions are in rank order."""
 
     def runs(self, tokens: int) -> list[tuple[int, int]]:
-        """The first and the last-but-one position of every rank's run of so many tokens."""
+        """Start and stop of every rank's run of `tokens` tokens."""
         ...
 
     @property
@@ -31,17 +31,17 @@ class Ranks(Protocol):
         ...
 
     def gather(self, module: str, x: Tensor, dim: int, tokens: int) -> Tensor:
-        """All tokens, from what each rank holds."""
+        """All-gather along tokens."""
         ...
 
     def attend(self, site: str, kind: Kind) -> Callable[..., Tensor]:
-        """What computes a site of a sequence that is split; its keyword `text`, for front and back, is a number."""
+        """Attention for a site with a split sequence; keyword `text`: text tokens here, for kinds front and back."""
         ...
 
 
 @dataclass
 class Tokens:
-    """How many tokens the present call of the model has, and how many of the text are on this rank."""
+    """The numbers of tokens in the model's current call, and of text tokens on this rank."""
 
     whole: dict[Stream, int] = field(default_factory=dict)
     named: dict[Stream, str] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Tokens:
     calls: set[str] = field(default_factory=set)
 
     def only(self, site: str, q: Tensor, k: Tensor) -> None:
-        """Refuse what cannot be attention over the split sequence: another length of keys, or a second call."""
+        """Raise if a call cannot be attention over the split sequence: another length of keys, or a second call."""
         if q.shape[1] != k.shape[1]:
             raise Unsupported(
                 f"split: {site}",
@@ -60,7 +60,7 @@ class Tokens:
         self.calls.add(site)
 
     def count(self, stream: Stream, tokens: int, where: str) -> None:
-        """Note or confirm how many tokens a stream has. Raises ValueError where two tensors disagree."""
+        """Set the number of tokens of a stream, or check it: raises ValueError if two tensors disagree."""
         known = self.whole.setdefault(stream, tokens)
         first = self.named.setdefault(stream, where)
         if known != tokens:
@@ -71,14 +71,14 @@ class Tokens:
 
 @dataclass
 class Hooked:
-    """The hooks and routes of one model. `restore()` takes them out again."""
+    """The hooks and routes of one model; `restore()` removes them."""
 
     routed: Handle
     tokens: Tokens
     _hooks: list[Any] = field(default_factory=list, repr=False)
 
     def restore(self) -> None:
-        """The model as it was: no hook of ours, every processor the very object it was."""
+        """Remove all hooks, and restore every original processor object."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -86,7 +86,7 @@ class Hooked:
 
 
 def hook(model: nn.Module, plan: SplitPlan, ranks: Ranks, text: str = "auto", backend: str | None = None) -> Hooked:
-    """Put a plan into a model; nothing is changed unless all checks pass. `text` as in `split.install`."""
+    """Apply a plan to a model; nothing is changed unless all checks pass. `text`: see `split.install`."""
     sites = [name for name, _, _ in attention_sites(model)]
     if not sites:
         raise ValueError(f"split: {type(model).__name__} has no attention site: no module in it has a processor")
@@ -106,7 +106,7 @@ def hook(model: nn.Module, plan: SplitPlan, ranks: Ranks, text: str = "auto", ba
     for cut in plan.cuts:
         for name, module in modules_of(model, cut.module):
             hooks.append(_hook_cut(model, name, module, cut, cutter))
-    for pattern in plan.blocks:  # behind the cuts: it is the text on this rank that is noted
+    for pattern in plan.blocks:  # after the cut hooks, so that it sees the text on this rank
         for _, module in modules_of(model, pattern):
             hooks.append(_on_call(module, _note_text(plan, tokens)))
     for gather in plan.gathers:
@@ -130,7 +130,7 @@ def _on_call(module: nn.Module, act: Callable[[Arguments], None]) -> Any:
     signature = inspect.signature(module.forward)
 
     def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if called is not module:  # a copy of the model has copies of our hooks, but not of our routes
+        if called is not module:  # a copy of the model shares these hooks, but is not split
             return None
         bound = signature.bind(*args, **kwargs)
         act(bound.arguments)
@@ -156,7 +156,7 @@ def _start(model: nn.Module, plan: SplitPlan, ranks: Ranks, tokens: Tokens) -> C
 
 def _note_text(plan: SplitPlan, tokens: Tokens) -> Callable[[Arguments], None]:
     def note(arguments: Arguments) -> None:
-        # A block without that argument has text and image in one tensor: as much text as the blocks before it.
+        # A block without that argument has text and image in one tensor, with as much text as the blocks before.
         if isinstance(given := arguments.get(plan.text), Tensor):
             tokens.text_here = given.shape[1]
 
@@ -190,7 +190,7 @@ class _Cutter:
         return value.narrow(cut.dim, first, stop - first)
 
     def both(self, value: Tensor, cut: Cut, where: str) -> Tensor:
-        """This rank's part of a tensor that counts text and image in one sequence."""
+        """This rank's part of a tensor with text and image in one sequence."""
         image = self.tokens.whole.get("image", 0)
         text = value.shape[cut.dim] - image
         if not image or text < 0 or self.tokens.whole.get("text", text) != text:
@@ -204,7 +204,7 @@ class _Cutter:
         return torch.cat(parts, cut.dim)
 
     def splits(self, text_tokens: int) -> bool:
-        """Whether a text of this length is split."""
+        """Whether text of this length is split."""
         size = len(self.ranks.runs(text_tokens))
         enough = not self.plan.whole_text or text_tokens >= size
         if self.text == "split" and not enough:
@@ -251,7 +251,7 @@ def _hook_gather(name: str, module: nn.Module, gather: Gather, ranks: Ranks, tok
 
 
 def _attend(site: str, plan: SplitPlan, ranks: Ranks, tokens: Tokens) -> Callable[..., Tensor]:
-    """What computes a site: over the ranks where its sequence is split, at home where it is not."""
+    """A site's attention: across ranks if its sequence is split, local if not."""
     kind = plan.kind(site)
     assert kind is not None  # require_fit
     compute = ranks.attend(site, kind)
@@ -287,7 +287,7 @@ def _attend(site: str, plan: SplitPlan, ranks: Ranks, tokens: Tokens) -> Callabl
 
 @dataclass(frozen=True)
 class _Order:
-    """The order in which the ranks hold a site's tokens, for masks that the model wrote for the whole sequence."""
+    """The order of a site's tokens over ranks, for masks that the model made for the whole sequence."""
 
     site: str
     kind: Kind
@@ -295,7 +295,7 @@ class _Order:
     tokens: Tokens
 
     def mine(self, matrix: Tensor, rows: int) -> Tensor:
-        """A matrix [..., T or 1, S or 1] of the whole sequence: my rows, and all columns in the order of the ranks."""
+        """This rank's rows of a matrix [..., T or 1, S or 1] of the whole sequence, columns in rank order."""
         if self.kind != "cross" and (order := self._columns()) is not None and matrix.shape[-1] == len(order):
             matrix = matrix[..., torch.tensor(order, device=matrix.device)]
         if matrix.dim() < 2 or matrix.shape[-2] in (1, rows):
@@ -308,11 +308,11 @@ class _Order:
         return matrix[..., torch.tensor(held[self.ranks.rank], device=matrix.device), :]
 
     def _columns(self) -> list[int] | None:
-        """None where text and image stay as the model has them."""
+        """The column order; None if it is the model's own."""
         return [place for each in self._rows() for place in each] if "text" in self.tokens.whole else None
 
     def _rows(self) -> list[list[int]]:
-        """By rank, the places in the model's sequence of the tokens it holds."""
+        """For each rank, the positions in the model's sequence of its tokens."""
         image = self.tokens.whole["image"]
         text = self.tokens.whole.get("text", 0) if self.kind in ("front", "back") else 0
         first = {"front": (text, 0)}.get(self.kind, (0, image))  # where image and text begin

@@ -1,4 +1,4 @@
-"""Find a split plan for a model without one: watch its sizes, propose, let the checker name what is missing, repeat."""
+"""Infer a split plan for an unknown model: record sizes, propose a plan, add what the checker reports, repeat."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from foci.integrations.diffusers import attention_sites
 from foci.integrations.split_check import Record, SplitError, check, watch
 from foci.integrations.split_plan import Cut, Gather, Kind, SplitPlan, Stream
 
-_MOST = 24  # tensors that may have to follow, of which known models have at most four
+_MOST = 24  # maximum number of further tensors to split; known models have at most four
 
 
 class _Trunk(NamedTuple):
-    """The first of the blocks, its argument that holds the image tokens, how many, and how many of text beside them."""
+    """The first block, its argument with the image tokens, and the numbers of image and text tokens."""
 
     block: str
     argument: str
@@ -30,12 +30,12 @@ class _Trunk(NamedTuple):
 def infer(model: nn.Module, inputs: Mapping[str, Any], *, size: int = 2) -> SplitPlan:
     """A split plan of a Diffusers model from one call of it, checked for every rank of `size`.
 
-    The image tokens are those of the longest self attention, cut where the first block gets them and gathered behind
-    the last module that has them. Then the plan is checked; as long as the checker names a tensor that was left
-    unsplit, that tensor is cut too. Text is replicated. Give inputs in which image, text and batch have sizes of their
-    own, none of which is a size of the model: sizes are what is watched.
+    The image tokens are those of the longest self-attention, split at the input of the first block and gathered after
+    the last module that outputs them. Then the plan is checked; each tensor that the checker reports as not split is
+    added, until the check passes. Text is replicated. Dimensions are recognised by size, so the inputs' numbers of
+    image tokens, text tokens and batch rows must differ from each other and from all sizes in the model.
 
-    Raises Unsupported with what was tried for a model that is not understood, or of which the plan does not hold.
+    Raises Unsupported, with what was tried, if that finds no plan that passes the check.
     """
     record = watch(model, inputs)
     trunk = _trunk(model, record)
@@ -50,7 +50,7 @@ def infer(model: nn.Module, inputs: Mapping[str, Any], *, size: int = 2) -> Spli
 
 
 def _completed(model: nn.Module, inputs: Mapping[str, Any], plan: SplitPlan, size: int, where: Stream) -> SplitPlan:
-    """The plan with everything cut that the checker misses."""
+    """The plan, extended by every tensor that the checker reports as not split."""
     for _ in range(_MOST):
         try:
             check(model, inputs, plan, size=size, text="replicated")
@@ -65,7 +65,7 @@ def _completed(model: nn.Module, inputs: Mapping[str, Any], plan: SplitPlan, siz
 
 
 def _cut_of(model: nn.Module, error: SplitError, where: Stream) -> Cut | None:
-    """The cut that the checker asks for; of the same argument in all modules of a list alike."""
+    """The Cut for a SplitError, for the same argument in all modules of a list."""
     argument = error.tensor.partition("[")[0]
     if error.dim is None or argument not in inspect.signature(model.get_submodule(error.module).forward).parameters:
         return None
@@ -91,7 +91,7 @@ def _trunk(model: nn.Module, record: Record) -> _Trunk:
     if (alone := next((key for key, count in rows.items() if count == longest), None)) is not None:
         return _Trunk(block, alone, longest, 0)
     pairs = [(a, b) for a in rows for b in rows if a != b and rows[a] + rows[b] == longest]
-    # The text is what the model's own caller gave as encoder_hidden_states; else the image is the longer one.
+    # Text is the model's input encoder_hidden_states; without it, the longer of two streams is the image.
     found = [(a, b) for a, b in pairs if "encoder" in b] or [(a, b) for a, b in pairs if rows[a] > rows[b]]
     if not found:
         raise Unsupported(
@@ -108,7 +108,7 @@ def _trunk(model: nn.Module, record: Record) -> _Trunk:
 
 
 def _block(model: nn.Module, site: str) -> str:
-    """The outermost member of a list of modules that the site is in."""
+    """The outermost ModuleList element that contains the site."""
     parts = site.split(".")
     for end in range(1, len(parts)):
         if isinstance(model.get_submodule(".".join(parts[:end])), nn.ModuleList):
@@ -123,7 +123,7 @@ def _first_plan(model: nn.Module, record: Record, trunk: _Trunk, where: Kind) ->
         if len(kinds) > 1:
             raise Unsupported(f"split: {type(model).__name__}", [f"{name} calls attention in several ways: {kinds}"])
         sites[_pattern(name)] = kinds.pop() if kinds else "whole"
-    # What no integration reaches is taken for the text's, or the time's; if it is not, the check finds it.
+    # Attention that cannot be routed is assumed to be on text or time only; if not, the check fails.
     sites |= {_pattern(name): "whole" for name in record.skipped}
     last = record.ended[: _last(record, trunk)]
     return SplitPlan(
@@ -147,7 +147,7 @@ def _kind(record: Record, call: tuple[str, int], trunk: _Trunk, where: Kind) -> 
 
 
 def _last(record: Record, trunk: _Trunk) -> int:
-    """Behind which module to gather: the last of the model's own modules whose output is [B, image tokens, width]."""
+    """The module to gather after: the last direct child of the model with output [B, image tokens, width]."""
     ends = [
         place
         for place, name in enumerate(record.ended)

@@ -1,4 +1,4 @@
-"""Where each known diffusion model is split along its tokens, where it is joined again, and which tensors follow."""
+"""Split plans of known diffusion models: which tensors are split along tokens, and where they are gathered."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _STREAMS = {"text": "text", "front": "text in front of image", "back": "text beh
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor of which each rank keeps the part that belongs to its tokens.
+    """A tensor that is split: each rank keeps the part of its tokens.
 
-    `module` is a qualified name, "" for the model itself; `*` in it stands for any one name between dots. `tensor` is
-    an argument of its forward by name, or one of its outputs by number; of a list or tuple, every tensor in it. `dim`
-    counts the tokens of the `stream`: of image, of text, or of both in one sequence with the text in front or behind. A
-    tensor of another `rank` than the given one is not per token and stays.
+    `module` is a qualified name, "" for the model itself; `*` in it matches any one name between dots. `tensor` is an
+    argument of its forward by name, or an output by number; of a list or tuple, every tensor in it. `dim` is the
+    dimension of the `stream`'s tokens: image, text, or both in one sequence with the text in front or behind. A tensor
+    with another number of dimensions than `rank`, if given, is not per token and not split.
     """
 
     module: str
@@ -50,7 +50,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Gather:
-    """A module of whose output every rank gets all image tokens again, along `dim`."""
+    """A module whose output is all-gathered along `dim`, so that every rank has all image tokens again."""
 
     module: str
     dim: int = 1
@@ -61,11 +61,11 @@ class Gather:
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """How a model is split: plain data, that holds for every model of the class.
+    """How a model is split: plain data, valid for every model of the class.
 
-    `sites` gives each attention site (by pattern) its kind. `blocks` are the modules whose argument `text` tells how
-    many text tokens there are in a joint site inside them. `refused` are configuration values and arguments under which
-    the plan would be wrong, with the reason. `whole_text` says that the code needs a text token on every rank.
+    `sites` maps attention sites (by pattern) to their kind. `blocks`: modules whose argument `text` gives the number of
+    text tokens of joint sites inside them. `refused`: configuration values and arguments for which the plan would be
+    wrong, with the reason. `whole_text`: the code needs at least one text token on every rank.
     """
 
     model: str
@@ -78,7 +78,7 @@ class SplitPlan:
     whole_text: bool = False
 
     def kind(self, site: str) -> Kind | None:
-        """The kind of an attention site; None when no pattern fits."""
+        """The kind of an attention site; None if no pattern matches."""
         return next((kind for pattern, kind in self.sites if fits(pattern, site)), None)
 
     @property
@@ -101,17 +101,17 @@ class SplitPlan:
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether a qualified name is one that the pattern means."""
+    """Whether a qualified name matches the pattern."""
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None
 
 
 def modules_of(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
-    """The modules that a pattern means, in the model's order."""
+    """The modules that match a pattern, in the model's order."""
     return [(name, module) for name, module in model.named_modules() if fits(pattern, name)]
 
 
 def plan_for(model: nn.Module) -> SplitPlan:
-    """The plan of the model's class, or Unsupported with what there is instead."""
+    """The plan of the model's class; raises Unsupported naming the classes that have one."""
     for base in type(model).__mro__:
         if base.__name__ in PLANS:
             return PLANS[base.__name__]
@@ -123,7 +123,7 @@ def plan_for(model: nn.Module) -> SplitPlan:
 
 
 def require_fit(plan: SplitPlan, model: nn.Module, sites: list[str]) -> None:
-    """Raise ValueError naming what of the plan the model does not have, or an attention site the plan is silent on."""
+    """Raise ValueError naming parts of the plan that the model lacks, or an attention site not in the plan."""
     wrong = [*_config(plan, model), *_places(plan, model)]
     for site in sites:
         if plan.kind(site) is None:
@@ -225,7 +225,7 @@ PLANS: dict[str, SplitPlan] = {
             refused=(
                 ("image_condition_type", "token_replace", "its blocks count the first tokens they get as first frame"),
             ),
-            whole_text=True,  # it takes the last n tokens as [-n:], which for none are all
+            whole_text=True,  # its code takes the last n tokens as [-n:], which is all of them for n = 0
         ),
     )
 }

@@ -1,4 +1,4 @@
-"""foci inside a transformers model: `install(model, plan)` puts it there, `handle.restore()` takes it out again."""
+"""Route the attention of a transformers model through foci: `install(model, plan)`, undone by `handle.restore()`."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _LENGTHENS = {"isinstance", "Tensor", "cat"}  # what a method calls that joins s
 
 @dataclass(frozen=True)
 class _Site:
-    """What an attention module with foci in it knows of itself. Without a backend foci chooses one for each call.
+    """Data on a routed attention module. Without a backend foci chooses one per call.
 
-    `causal`: whether a call without a mask is, where neither the call nor the module says so; None: it is not known.
+    `causal`: whether a call without a mask is causal if neither call nor module says so; None: unknown.
     """
 
     name: str
@@ -43,7 +43,7 @@ class _Site:
 
 @dataclass
 class Handle(Undoable):
-    """foci in one model: where it is (`sites`), what was left and why (`skipped`), and the way back (`restore()`)."""
+    """The handle of `install`: routed `sites`, those `skipped` with the reason, and `restore()` to undo it."""
 
     sites: tuple[str, ...]
     skipped: tuple[tuple[str, str], ...]
@@ -52,7 +52,7 @@ class Handle(Undoable):
     _routes: Routes = field(repr=False)
 
     def restore(self) -> None:
-        """Give every module its own configuration object and forward back; they were never changed. Twice is once."""
+        """Restore every module's original configuration object and forward. A second call has no effect."""
         for module, attribute, config in self._configs:
             setattr(module, attribute, config)
         for module in self._marked:
@@ -100,7 +100,7 @@ def install(model: nn.Module, plan: Mapping[str, str | None] | None = None) -> H
 def _route_softmax(
     library: Any, model: nn.Module, routed: Mapping[str, str | None], left: Sequence[str]
 ) -> list[tuple[nn.Module, str, Any]]:
-    """Name foci in copies of the configurations; the modules and attributes that hold them, with their own ones."""
+    """Set foci as implementation in copies of configurations; returns the replaced (module, attribute, original)."""
     for name, masks in ((NAME, make_mask), (BOOLEAN, make_boolean_mask)):
         library.AttentionInterface.register(name, attend)
         library.AttentionMaskInterface.register(name, masks)
@@ -113,7 +113,7 @@ def _route_softmax(
             ours._attn_implementation = NAME if config._attn_implementation in _EAGERS else BOOLEAN
             named.add(id(config))
         setattr(module, attribute, ours)
-    # A layer that is to hide something gets a mask from foci, as from eager. Whoever else makes masks may leave it out.
+    # A layer with anything to mask gets a mask from foci, as from eager; other mask functions may return None for it.
     makers = {config._attn_implementation for module in model.modules() for _, config in _held(module)}
     for name, backend in routed.items():
         causal = False if makers <= {NAME, BOOLEAN, *_EAGERS} else None
@@ -124,7 +124,7 @@ def _route_softmax(
 def find_sites(model: nn.Module) -> tuple[dict[str, Recurrence | None], list[tuple[str, str]]]:
     """The modules of `model` whose attention can be routed, by name, and the others with the reason.
 
-    A linear attention comes with what is known of its recurrence, a softmax attention with None.
+    Linear attention maps to its Recurrence, softmax attention to None.
     """
     config_class = require("transformers", extra="transformers").PreTrainedConfig
     recurrences, unknown = transformers_linear.find(model)
@@ -172,10 +172,11 @@ def _check(
 
 
 def _to_replace(model: nn.Module, routed: Sequence[str], left: Sequence[str]) -> Iterator[tuple[nn.Module, str, Any]]:
-    """The modules that are to hold another configuration, outer ones first, with its attribute and the present one.
+    """Modules to get another configuration, outer ones first, each with the attribute and its current value.
 
-    The routed ones, and all that hold one in a part of the model all of whose attention is routed: they may make masks.
-    Not in a part that lengthens its mask if it is a tensor, and only then (DeepSeek-V4, by its compressed keys).
+    These are the routed ones, and all with a configuration in a part of the model whose attention is routed completely,
+    as they may create masks. Not in a part that extends its mask only if it is a tensor (DeepSeek-V4, for compressed
+    keys).
     """
     whole: list[str] = []
     for name, module in model.named_modules():
@@ -189,7 +190,7 @@ def _to_replace(model: nn.Module, routed: Sequence[str], left: Sequence[str]) ->
 
 
 def _held(module: nn.Module) -> list[tuple[str, Any]]:
-    """The attributes of a module that are configurations of transformers."""
+    """The attributes of a module that are transformers configurations."""
     config_class = require("transformers", extra="transformers").PreTrainedConfig
     return [(name, given) for name, given in vars(module).items() if isinstance(given, config_class)]
 
@@ -199,7 +200,7 @@ def _inside(name: str, parent: str) -> bool:
 
 
 def _asking(cls: type) -> list[set[str]]:
-    """The names that each method of the class uses that looks an attention function up in transformers' registry."""
+    """For each method that looks up an attention function in transformers' registry, the names it uses."""
     # PreTrainedModel itself reads the registry, to validate names.
     bases = (base for base in cls.__mro__ if base.__module__ != "transformers.modeling_utils")
     methods = (inspect.unwrap(method) for base in bases for method in vars(base).values() if inspect.isfunction(method))
@@ -256,7 +257,7 @@ def attend(
 def _mask_and_bias(
     given: Tensor | ModelMask | None, causal: bool | None, query: Tensor, key: Tensor, window: int | None, site: _Site
 ) -> tuple[Mask | None, Tensor | None]:
-    """What the given mask means. It is complete: causality and windows only stand in for a mask that is not there."""
+    """The mask and bias of a call. A given mask is complete: is_causal and windows apply only without one."""
     T, S = query.shape[2], key.shape[2]
     if isinstance(given, ModelMask):
         given.refuse_changes()

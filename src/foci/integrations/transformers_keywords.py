@@ -1,4 +1,4 @@
-"""What the keywords mean that transformers models hand down to their layers: documents, nothing, or the unknown."""
+"""Keywords that transformers models pass down to their layers: packed documents, ones without effect, unknown ones."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from foci.core.errors import Unsupported
 
-# Keywords that models hand through to their layers and that no layer computes with: what they say, the masks and the
-# tensors say already.
+# Keywords passed through to layers that no layer computes with: their information is in masks and tensors already.
 WITHOUT_EFFECT = frozenset(
     {
         *("input_ids", "position_ids", "position_embeddings", "cache_position", "token_type_ids", "layer_idx"),
@@ -23,7 +22,7 @@ DOCUMENTS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
 def asked(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords that say something."""
+    """The keywords that are set."""
     return {name: given for name, given in keywords.items() if given is not None and given is not False}
 
 

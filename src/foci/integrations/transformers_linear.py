@@ -1,4 +1,4 @@
-"""Where transformers models carry a recurrence as plain torch code, and how one instance is made to run foci's."""
+"""Find recurrences that transformers models write in plain torch code, and route one instance's to foci."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ MARK = "_foci_routes"
 class Family(NamedTuple):
     """A recurrence as transformers writes it, the same in every model that has it.
 
-    `functions`: those a forward calls, by name, with the makers of ours. `method`: where the recurrence stands in a
-    method instead, as (class, method, maker). `packs`: whether it is told where packed documents begin.
+    `functions`: those that a forward calls, by name, with the makers of our replacements. `method`: for a recurrence
+    written in a method, (class, method, maker). `packs`: whether it gets the offsets of packed documents.
     """
 
     kind: str
@@ -72,17 +72,17 @@ FAMILIES = (
     Family("real-gated LRU", SCAN, method=("RecurrentGemmaRglru", "_rnn_scan", rg_lru), packs=False),
     Family("xLSTM's matrix memory", LINEAR, method=("xLSTMBackend", "forward", mlstm), packs=False),
 )
-# Their models do not hand keywords down to them.
+# Recurrences whose models do not pass keywords down to them.
 _DEAF = {"Mamba2Mixer"}
 _CONVOLUTION = {"causal_conv1d_fn": packed_convolution}
-# What a module that carries a recurrence is called; those that are in no family are named with a reason.
+# Class names of modules with a recurrence; those without a family are reported with a reason.
 _RECURRENT = re.compile(
     r"Mamba\w*(Mixer|Layer)$|Lightning|Delta(Net|Attention)|Rglru|LSTMBackend|LinearAttention|Rwkv\w*Attention"
 )
 
 
 class Recurrence(NamedTuple):
-    """One module's recurrence: its family, the method that runs it, and what that method calls of the family."""
+    """One module's recurrence: its family, the method that runs it, and the family's functions which that calls."""
 
     family: Family
     method: str
@@ -117,7 +117,7 @@ def _parents(name: str) -> Iterator[str]:
 
 
 def recurrence_of(cls: type) -> Recurrence | None:
-    """What a module class has of FAMILIES, found in the code of its forward."""
+    """The recurrence of a module class, found in the code of its forward; None if it has none of FAMILIES."""
     forward = inspect.getattr_static(cls, "forward", None)
     if not isinstance(forward, FunctionType) or not cls.__module__.startswith("transformers."):
         return None
@@ -135,7 +135,7 @@ def recurrence_of(cls: type) -> Recurrence | None:
 
 
 def _called(function: FunctionType) -> dict[str, FunctionType]:
-    """All the functions that a forward may call, by name; of two the outer, which is what the forward itself calls."""
+    """All functions that a forward may call, by name; of two with one name the outer, which it calls directly."""
     look, queue = Rerouter({}), [function]
     found: dict[str, FunctionType] = {}
     for one in queue:  # grows while it is read
@@ -147,7 +147,7 @@ def _called(function: FunctionType) -> dict[str, FunctionType]:
 
 
 class Routes:
-    """Puts foci into modules, and takes it out: an instance gets a method of its own beside its class's."""
+    """Routes module instances by an instance attribute that shadows the class's method; undoable."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[type, str | None], Run] = {}
@@ -156,7 +156,7 @@ class Routes:
         self._hooks: list[Any] = []
 
     def prepare(self, module: nn.Module, recurrence: Recurrence, backend: str | None) -> str:
-        """Make the method, which changes nothing yet; the reason when it would not be faithful."""
+        """Make the replacement method without installing it; returns the reason if it would not be faithful."""
         key = (type(module), backend)
         if key not in self._made:
             theirs = inspect.getattr_static(type(module), recurrence.method)
@@ -168,7 +168,7 @@ class Routes:
         return ""
 
     def put(self, model: nn.Module) -> None:
-        """Bind the methods to their instances, where Python looks before the class."""
+        """Set the methods as instance attributes."""
         for module, method, recurrence in self._ready:
             bound = MethodType(method, module)
             setattr(module, recurrence.method, bound)
@@ -190,7 +190,7 @@ class Routes:
                     self._hooks.append(hook)
 
     def restore(self) -> None:
-        """The class's methods again, where nobody has put another since."""
+        """Remove the instance attributes, unless they were replaced since."""
         for module, name, bound in self._put:
             if vars(module).get(name) is bound:
                 delattr(module, name)
@@ -200,7 +200,7 @@ class Routes:
 
 
 def _instead(theirs: FunctionType, recurrence: Recurrence, backend: str | None) -> Run:
-    """A method that runs foci: a copy of theirs with other callees, or what the family has for it."""
+    """A method that runs foci: a copy of theirs with replaced callees, or the family's own replacement."""
     if recurrence.family.method is not None:
         method = recurrence.family.method[2](backend, theirs)
         method.__name__ = recurrence.method  # by which a pickle finds it in the class again
@@ -213,7 +213,7 @@ def _instead(theirs: FunctionType, recurrence: Recurrence, backend: str | None) 
 
 @dataclass(frozen=True)
 class _RefuseDocuments:
-    """A hook for models that do not tell layers of these kinds where documents begin: refuse before they mix."""
+    """A hook for models that do not pass documents' offsets to such layers: raise, as documents would mix."""
 
     kinds: tuple[str, ...]
 

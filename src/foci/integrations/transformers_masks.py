@@ -1,4 +1,4 @@
-"""The mask half of the pair that transformers finds under the name `foci`: masks as structure, not as T x S tensors."""
+"""The mask function that transformers finds under the name `foci`: masks as structure, not as T x S tensors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from foci.ops.masks import All, Causal, Dense, Lengths, Mask, Window
 
 @dataclass(frozen=True, eq=False)
 class ModelMask:
-    """What a model carries from its mask creation to its attention: a foci mask and the [B, 1, T, S] it stands for.
+    """What a model passes from mask creation to attention: a foci mask that stands for a tensor [B, 1, T, S].
 
-    `ndim`, `shape` and `contiguous` are what transformers asks of a prepared mask. `mask=None` hides nothing, and says
-    so: a bare None would mean causal to an attention function.
+    `ndim`, `shape` and `contiguous` are what transformers reads of a prepared mask. `mask=None` masks nothing; a plain
+    None would mean causal to an attention function.
 
-    Models may compute with their mask (add a bias to it, index it, read its dtype). To them it is the tensor that their
-    own implementation would have made: of a floating `dtype` eager's, 0 where a query may look and the least number
-    elsewhere; of `torch.bool` sdpa's, True where it may look. What is added to a float is eager's in either.
+    Models may compute with their mask (add a bias to it, index it, read its dtype). Then it acts as the tensor that
+    their own implementation would have made: with a floating-point `dtype` eager's, 0 where a query may attend and the
+    lowest number elsewhere; with `torch.bool` sdpa's, True where it may attend. Added to floats it is always eager's.
     """
 
     mask: Mask | None
@@ -40,18 +40,18 @@ class ModelMask:
 
     @property
     def tensor(self) -> Tensor:
-        """The mask as a tensor of its dtype, [B, 1, T, S]: made when first asked for, and kept but while traced."""
+        """The mask as a tensor of its dtype, [B, 1, T, S]: made on first use and cached, except under tracing."""
         if torch.compiler.is_compiling():
             return self._as(self.dtype)
         kept: Tensor | None = vars(self).get("_kept")
         if kept is None:
             kept = self._as(self.dtype)
-            if type(kept) is Tensor:  # a fake tensor is for its mode alone
+            if type(kept) is Tensor:  # a fake tensor is valid only in its mode
                 vars(self)["_kept"] = kept
         return kept
 
     def refuse_changes(self) -> None:
-        """Raise Unsupported where somebody wrote into the tensor, through a view of it: the mask is what it was."""
+        """Raise Unsupported if the tensor was written to, through a view: the structured mask did not change."""
         kept: Tensor | None = None if torch.compiler.is_compiling() else vars(self).get("_kept")
         if kept is not None and not kept.is_inference() and kept._version:  # inference tensors do not count writes
             _refuse("an in-place operation on a view")
@@ -72,8 +72,8 @@ class ModelMask:
         non_blocking: bool = False,
         copy: bool = False,
     ) -> ModelMask | Tensor:
-        """As `Tensor.to`. To another device it stays structure; of another dtype it is what its tensor is in that."""
-        here: Any = torch.empty(0, dtype=self.dtype, device=self.device)  # it reads the arguments as torch does
+        """Like `Tensor.to`. On another device it is still a ModelMask; in another dtype the converted tensor."""
+        here: Any = torch.empty(0, dtype=self.dtype, device=self.device)  # parses the arguments as torch does
         there = here.to(*_as_tensors(target), non_blocking=non_blocking, copy=copy).to(device=device, dtype=dtype)
         if there.dtype != self.dtype:
             return self.tensor.to(device=there.device, dtype=there.dtype)
@@ -126,7 +126,7 @@ def _moved(mask: Mask, device: torch.device) -> Mask:
 
 
 def _added(terms: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The terms of a sum: what a boolean mask adds to floats is what eager adds, not 0 and 1."""
+    """The terms of a sum; a boolean mask added to floats becomes eager's additive mask, not 0 and 1."""
     floats = [term.dtype for term in terms if isinstance(term, (Tensor, ModelMask)) and term.dtype.is_floating_point]
     return tuple(
         term._as(floats[0]) if floats and isinstance(term, ModelMask) and term.dtype == torch.bool else term
@@ -149,7 +149,7 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 for _name in ("getitem", "add", "radd", "sub", "rsub", "mul", "rmul", "invert", "and", "or", "eq", "ne", "lt", "gt"):
-    setattr(ModelMask, f"__{_name}__", _operator(f"__{_name}__"))  # Python looks operators up in the class alone
+    setattr(ModelMask, f"__{_name}__", _operator(f"__{_name}__"))  # Python looks up operators on the class only
 
 
 def make_mask(
@@ -162,12 +162,12 @@ def make_mask(
     attention_mask: Tensor | ModelMask | None = None,
     **options: Any,
 ) -> ModelMask:
-    """The function transformers calls once per forward and kind of layer; its signature is theirs.
+    """The function that transformers calls once per forward and kind of layer, with its signature.
 
     `mask_function(b, h, i, j)` says whether query i + q_offset may see key j + kv_offset, and `attention_mask` [B, S']
     which keys are real. Causal, bidirectional and sliding-window functions become foci masks. Any other (packed
-    documents, chunks, blocks, a user's own) is evaluated by transformers itself, so that it is right whatever it is.
-    While torch.compile traces, that is all of them but those that transformers' `sdpa` skips: values may not be read.
+    documents, chunks, blocks, a user's own) is evaluated to a dense mask by transformers itself, so it is always right.
+    Under torch.compile tracing values cannot be read, so all are, except those that transformers' `sdpa` skips.
     """
     from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 
@@ -181,7 +181,7 @@ def make_mask(
     place = (batch_size, q_length, kv_length, q_offset, kv_offset)
     evaluated = partial(sdpa_mask, *place, mask_function=mask_function, attention_mask=attention_mask)
     if torch.compiler.is_compiling():
-        # Their shortcut for an empty static cache is a None that means top-left; ours only ever means T == S.
+        # For an empty static cache transformers returns None, meaning top-left; we return None only for T == S.
         options["allow_is_causal_skip"] = options.get("allow_is_causal_skip", False) and q_length == kv_length
         if (allowed := evaluated(**options)) is not None:
             return made(Dense(allowed))
@@ -199,7 +199,7 @@ def make_mask(
 
 
 def make_boolean_mask(*place: Any, **options: Any) -> ModelMask:
-    """`make_mask` for a model that had sdpa's boolean masks: it computes with one of those."""
+    """`make_mask` for a model whose implementation was sdpa, which may compute with a boolean mask."""
     return make_mask(*place, **{**options, "dtype": torch.bool})
 
 
@@ -210,7 +210,7 @@ def _structure(
     shape: tuple[int, int, int, int],
     device: torch.device | str | None,
 ) -> tuple[Mask | None] | None:
-    """The foci mask of one of transformers' own mask functions, in a tuple as it may be None; None when not known."""
+    """(foci mask or None,) of one of transformers' own mask functions; None if the function is not recognised."""
     from transformers.masking_utils import bidirectional_mask_function
 
     B, _, T, S = shape
@@ -221,7 +221,7 @@ def _structure(
         return None
     if reach < 1:  # a configuration without a window may say 0, and its model makes a mask of it that no layer uses
         return (Dense(torch.zeros(1, 1, 1, S, dtype=torch.bool, device=device)),)
-    # The last key is the last query's own: a lone query sees the past by that alone, and a wide window hides nothing.
+    # The last key is at the last query's position: a single query needs no causal mask, a wide window masks nothing.
     parts: list[Mask] = [Causal()] if T > 1 else []
     if reach < S:
         parts.append(Window(int(reach) - 1, 0))
@@ -229,7 +229,7 @@ def _structure(
     if isinstance(ahead, Tensor):
         if kv_offset != 0:
             return None
-        # A static cache counts in a tensor; what it has not yet written is no key.
+        # A static cache has its length in a tensor; slots not written yet are no keys.
         parts.append(Lengths((ahead + T).to(device).reshape(1).expand(B)))
     elif ahead != S - T:
         if not 0 <= ahead < S - T:
@@ -239,9 +239,9 @@ def _structure(
 
 
 def _causal_reach(mask_function: Callable[..., Tensor]) -> float | None:
-    """How many keys back, its own included, a causal mask function lets a query see; None for any other function.
+    """How many keys, its own included, a query sees under a causal mask function; None for any other function.
 
-    Recognised by the very functions transformers makes its masks from.
+    Recognised by identity with the functions that transformers composes masks from.
     """
     from transformers import masking_utils as theirs
 
@@ -259,5 +259,5 @@ def _causal_reach(mask_function: Callable[..., Tensor]) -> float | None:
 
 
 def _made_by(function: Callable[..., Any], sibling: Callable[..., Any]) -> bool:
-    """Whether both closures come from one factory: then they share their code object."""
+    """Whether both closures come from the same factory: they share a code object."""
     return getattr(function, "__code__", None) is sibling.__code__

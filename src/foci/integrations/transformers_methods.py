@@ -1,7 +1,7 @@
-"""Recurrences that transformers writes into a method or keeps stable by a running maximum, on foci's operators.
+"""transformers' recurrences that are written in a method, or stabilised by a running maximum, on foci's operators.
 
-Makers, as in transformers_recurrences. A running maximum m scales both sides of a fraction, so that exponentials stay
-finite: with m known beforehand (it is a cumulative maximum) the rest is a plain linear recurrence.
+Makers, as in transformers_recurrences. A running maximum m scales numerator and denominator, so that exponentials stay
+finite: with m computed first (a cumulative maximum) the rest is a plain linear recurrence.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def mlstm(backend: str | None, theirs: Run) -> Run:
             states = self.config.return_last_states if return_last_states is None else return_last_states
             padded = self.config.mode == "train_with_padding"
             if states if padded else query.shape[2] % self.config.chunk_size:
-                # What it refuses stays refused, in its own words.
+                # Let the original raise its own error.
                 given = (query, key, value, igate, fgate, c_initial, n_initial, m_initial, return_last_states, mode)
                 return theirs(self, *given)
         wide = accumulator(query.dtype)
@@ -186,5 +186,5 @@ def running_maximum(k: Tensor, log_decay: Tensor, start: Tensor) -> Tensor:
 
 
 def below_zero(log_decay: Tensor) -> Tensor:
-    """Without what rounding left above zero; the gradient passes."""
+    """Clamped to at most 0 (rounding may exceed it), with the gradient passed through."""
     return log_decay - log_decay.detach().clamp(min=0)

@@ -1,4 +1,4 @@
-"""transformers' recurrences on foci's operators: what each maker here returns stands in for a function of theirs.
+"""transformers' recurrences on foci's operators: each maker returns a replacement for one of their functions.
 
 A maker takes the backend (None: foci chooses) and their function; what it returns takes their function's arguments.
 """
@@ -24,7 +24,7 @@ Run = Callable[..., Any]
 
 
 def offsets_of(keywords: Mapping[str, Any], where: str) -> Tensor | None:
-    """The documents that the keywords tell of; raises Unsupported for keywords that say anything else."""
+    """The offsets of packed documents in the keywords; raises Unsupported for other keywords that are set."""
     given = asked(keywords)
     found = documents(given)
     refuse({name: value for name, value in given.items() if name not in DOCUMENTS}, where)
@@ -32,12 +32,12 @@ def offsets_of(keywords: Mapping[str, Any], where: str) -> Tensor | None:
 
 
 def learns(*tensors: Tensor | None) -> bool:
-    """Whether a gradient is asked for: then no state may be changed in place."""
+    """Whether a gradient is needed: then no state may be changed in place."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _start(state: Tensor | None, dtype: torch.dtype, *others: Tensor) -> Tensor | None:
-    """The state to start from: a copy where a gradient will read it, since the cache writes into its own."""
+    """The initial state: a copy if a backward will read it, since the cache is updated in place."""
     return None if state is None else state.to(dtype, copy=learns(state, *others))
 
 
@@ -192,12 +192,12 @@ def step_ssd(backend: str | None, theirs: Run) -> Run:
 
 
 def not_fused(backend: str | None, theirs: Run) -> Run:
-    """Their shortcut past convolution, recurrence and projection at once: None says that there is none."""
+    """Disables their fused kernel of convolution, recurrence and projection: None means it is not available."""
     return lambda *args, **keywords: None
 
 
 def packed_convolution(backend: str | None, theirs: Run) -> Run:
-    """Their short convolution, each document by itself: alone it refuses documents, or lets them see each other."""
+    """Their short convolution per document: theirs refuses packed documents, or mixes them."""
 
     def run(
         hidden_states: Tensor,
@@ -210,7 +210,7 @@ def packed_convolution(backend: str | None, theirs: Run) -> Run:
         if offsets is None:
             return theirs(hidden_states, weight, bias, activation=activation)
         ends: list[int] = offsets.tolist()
-        # Longer than the documents: what a cache kept stands before the first.
+        # Longer than the documents: it begins with tokens from the cache.
         before = hidden_states.shape[-1] - ends[-1]
         places = [0, *(end + before for end in ends[1:])]
         pieces = [
@@ -255,7 +255,7 @@ def chunk_mamba(backend: str | None, theirs: Run) -> Run:
 
 
 def step_mamba(backend: str | None, theirs: Run) -> Run:
-    """The same for one token; `state` [B,D,K] is changed in place. Where a gradient is wanted theirs does it."""
+    """The same for one token; `state` [B,D,K] is changed in place. If a gradient is needed, theirs runs."""
 
     def run(
         state: Tensor,

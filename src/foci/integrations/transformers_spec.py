@@ -1,4 +1,4 @@
-"""What a transformers attention function must be, as a Spec: what `foci check mypkg:my_fn --like transformers` runs."""
+"""The Spec of a transformers attention function, which `foci check mypkg:my_fn --like transformers` runs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _reference(
 
 
 def adapt(function: Callable[..., Any], *, name: str = "") -> Candidate:
-    """A function of transformers' attention protocol as a candidate, tested on what its signature offers."""
+    """A function of transformers' attention protocol as a Candidate, tested on the keywords of its signature."""
     parameters = inspect.signature(function).parameters
     any_keyword = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     absent = [] if any_keyword else [option for option in OPTIONS if option not in parameters]
@@ -88,7 +88,7 @@ def adapt(function: Callable[..., Any], *, name: str = "") -> Candidate:
 
 
 class _Module(nn.Module):
-    """What attention functions ask of the module that calls them."""
+    """A module with the attributes that attention functions read of their caller."""
 
     def __init__(self, is_causal: bool, groups: int, sinks: Tensor | None) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def _real(*lengths: int) -> Tensor:
 
 
 def _added(seen: Tensor) -> Tensor:
-    """The additive form. Half of float16's least value: the least of another dtype would round to -inf here."""
+    """The additive form, with half of float16's lowest value: another dtype's lowest would become -inf in float16."""
     return torch.zeros(seen.shape, device="cpu").masked_fill(~seen, torch.finfo(torch.float16).min / 2)
 
 
@@ -176,7 +176,7 @@ CASES = (
         extra=lambda normal: {"attention_mask": _seen(5, 23, left=7)},
     ),
     _case("is_causal=False", "is_causal", extra=lambda normal: {"is_causal": False}),
-    # Options alone first, on a module that needs no mask: two faults at once would have no name.
+    # Options alone first, on a module that needs no mask: two faults at once could not be diagnosed.
     _case("softcap", "softcap", causal=False, extra=lambda normal: {"softcap": 1.5}),
     _case(
         "softcap and padding",
@@ -226,7 +226,7 @@ def _rows(case: Case, inputs: Inputs) -> tuple[Part, ...]:
 
 
 def _future(case: Case, inputs: Inputs) -> Future | None:
-    """The later half of the new tokens replaced: queries before them may not notice."""
+    """The later half of the new tokens replaced; outputs of earlier queries must not change."""
     T, S = inputs["query"].shape[2], inputs["key"].shape[2]
     if "causal" not in case.features or T == 1:
         return None

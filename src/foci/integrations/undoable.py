@@ -1,4 +1,4 @@
-"""Undoable: what an install gives back; `restore()` undoes it exactly, and so does the end of a `with` block."""
+"""Undoable: the base of handles returned by `install`; `restore()` or the end of a `with` block undoes it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Self
 
 
 class Undoable(ABC):
-    """Something that was put into a model of someone else's, and can be taken out."""
+    """A change to someone else's model that can be undone exactly."""
 
     @abstractmethod
     def restore(self) -> None:
-        """The model as it was."""
+        """Undo the change."""
 
     def __enter__(self) -> Self:
         return self

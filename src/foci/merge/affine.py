@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 class Affine(NamedTuple):
-    """What a stretch of tokens does to a recurrent state S [..., K, V]: S -> A S + B.
+    """The affine map of a recurrent state S [..., K, V] over a run of tokens: S -> A S + B.
 
     transition: [..., K] or [..., 1], the diagonal of A (linear attention, scan), or [..., K, K], A itself (delta rule);
-    which of them is said by its rank beside offset [..., K, V]. Two stretches that follow each other combine exactly:
-    (A, B) then (A', B') is (A' A, A' B + B'). Differentiable; sums are kept in the dtype of the offset.
-    Offsets of other shapes than each other's raise ValueError.
+    its number of dimensions, next to offset [..., K, V], says which. Consecutive runs combine exactly: (A, B) then
+    (A', B') is (A' A, A' B + B'). Differentiable; sums are kept in the dtype of the offset. Offsets of different shapes
+    raise ValueError.
     Paper: Martin and Cundy 2018 (arXiv 1709.04057).
     """
 
@@ -26,7 +26,7 @@ class Affine(NamedTuple):
         return self.transition.dim() == self.offset.dim()
 
     def apply(self, state: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """The state after these tokens; written into `out` where given, as torch's functions do."""
+        """The state after these tokens; written to `out` if given, as in torch's functions."""
         if self.dense:
             return torch.add(self.transition @ state, self.offset, out=out)
         return torch.addcmul(self.offset, self.transition[..., None], state, out=out)

@@ -7,7 +7,7 @@ from typing import Protocol, Self, TypeVar
 
 
 class Mergeable(Protocol):
-    """A summary of some tokens: `a.combine(b)` summarises a's followed by b's; `neutral` none at all."""
+    """A summary of some tokens: `a.combine(b)` summarises a's tokens followed by b's; `neutral()` no tokens."""
 
     def combine(self, later: Self) -> Self: ...
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 class Partial(NamedTuple):
-    """Attention over some of the keys: out [..., V] and its natural-log lse [...], -inf where none of them was seen.
+    """Attention over some of the keys: out [..., V] and its natural-log lse [...], -inf if none of them is seen.
 
     Two parts over disjoint keys combine exactly, in any order, differentiably:
     lse = log(exp lse_a + exp lse_b);  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b   (arXiv 2205.14135)
-    The sum is kept in lse's dtype, so lse had better be float32, and out keeps the first part's. Parts of other shapes
-    than each other's raise ValueError.
+    The sum is computed in lse's dtype, so lse should be float32, and out keeps the first part's. Parts of different
+    shapes raise ValueError.
     """
 
     out: Tensor
@@ -41,11 +41,11 @@ class Partial(NamedTuple):
 
 
 def absorb(out: Tensor, lse: Tensor, part: Tensor, top: Tensor, mass: Tensor | None = None) -> None:
-    """Combine a running Partial (out, lse) with a part over other keys, in place and without a gradient.
+    """Merge a part over other keys into a running Partial (out, lse), in place and without a gradient.
 
-    The part is exp(top) * part over exp(top) * mass: an (out, lse) pair where `mass` is absent, and unnormalised sums
-    where it is given, with top the largest logit (-inf: nothing seen). `lse` is best kept in float64: the sum of many
-    parts then carries no more rounding than each of them.
+    Without `mass`, (part, top) is an (out, lse) pair. With it, `part` and `mass` are unnormalised sums relative to
+    exp(top), top being the largest logit (-inf: nothing seen). `lse` should be float64, so that merging many parts adds
+    no rounding.
     """
     highest = torch.maximum(lse, top)
     empty = highest == -torch.inf

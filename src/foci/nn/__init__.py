@@ -1,4 +1,4 @@
-"""Layers: projections round an operator."""
+"""Layers: projections around an operator."""
 
 from __future__ import annotations
 

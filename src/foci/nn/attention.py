@@ -21,10 +21,10 @@ class Attention(nn.Module):
 
     hidden [B,T,D], D = hidden_size; q [B,T,H,K]; k, v [B,S,G,K]. num_heads H; num_kv_heads G, which divides it (default
     H); head_dim K (default D / H). rope_base: of the rotary positions, None for none. qk_norm: an RMSNorm over K of
-    every query and key before they are turned. softcap c: logits become c tanh(logits / c). window W: a token sees
+    every query and key before the rotary embedding. softcap c: logits become c tanh(logits / c). window W: a token sees
     itself and the W - 1 before it, and the cache keeps no more. sink: one learned logit per head without a value.
-    layer_index: which entry of a model's cache is this layer's; default 0, of one layer and its copies. backend: that
-    must run every call; by default foci chooses.
+    layer_index: this layer's entry in a model's cache; default 0, for one layer and its copies. backend: must run every
+    call; by default foci chooses.
 
     State: q_proj.weight [H K, hidden_size], k_proj.weight and v_proj.weight [G K, hidden_size], o_proj.weight
     [hidden_size, H K]; with qk_norm q_norm.weight and k_norm.weight [K]; with sink sinks [H].
@@ -71,7 +71,7 @@ class Attention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """What a new layer has of its own: sinks of 0. Projections and norms have theirs, as torch's modules do."""
+        """Initialise this layer's own parameters: sinks to 0. Submodules have their own reset_parameters."""
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
@@ -85,9 +85,9 @@ class Attention(nn.Module):
     ) -> Float[Tensor, "B T D"]:
         """hidden [B,T,D] -> [B,T,D].
 
-        mask: True where a token is real. Padding may stand anywhere (left, right, between); it changes no real token,
-        takes no position, and its output is 0. offsets [N+1]: batch 1, documents end to end, each on its own.
-        cache: tokens before these, and it is given these too. Raises ShapeError or ValueError for what does not fit,
+        mask: True where a token is real. Padding may be anywhere (left, right, between); it changes no real token, has
+        no position, and its output is 0. offsets [N+1]: batch 1, documents end to end, independent of each other.
+        cache: holds earlier tokens, and these are appended. Raises ShapeError or ValueError for what does not fit,
         Unsupported for offsets together with mask or cache.
         """
         self.operators.check("Attention", self.hidden_size, hidden, mask, offsets, cache)
@@ -100,7 +100,7 @@ class Attention(nn.Module):
         if mask is None:
             out = self.o_proj(self._attend(hidden, memory, None, offsets))
         else:
-            # Rows end together, padding before them: then a cache is one block, and Causal and Window mean real tokens.
+            # Right-align the rows, padding first: then the cache is one block, and Causal and Window see real tokens.
             order = mask.long().argsort(stable=True, dim=1)
             moved = _pick(hidden.masked_fill(~mask[..., None], 0), order)
             y = self.o_proj(self._attend(moved, memory, mask.sum(1), None))
@@ -110,7 +110,7 @@ class Attention(nn.Module):
         return out
 
     def _attend(self, x: Tensor, memory: LayerCache | None, lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
-        """Heads merged, [B, T, H K]. lengths [B]: the real tokens of each row, which are its last ones."""
+        """Attention with heads merged, [B, T, H K]. lengths [B]: real tokens of each row, which are its last ones."""
         start, T = self.operators.span(x.shape[1])
         q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
@@ -139,7 +139,7 @@ class Attention(nn.Module):
         if _each(total):
             first = k.shape[1] - total
             parts.append(Dense((torch.arange(k.shape[1], device=k.device) >= first[:, None])[:, None, None]))
-        if T > 1:  # one token sees all that is kept
+        if T > 1:  # a single token sees all cached ones
             parts.append(Causal())
             if self.window is not None:
                 parts.append(Window(self.window - 1, 0))
@@ -157,7 +157,7 @@ class Attention(nn.Module):
         lengths: Tensor | None,
         trained: bool,
     ) -> Tensor:
-        """The kept keys or values and the new ones behind them, rows ending together."""
+        """The cached keys or values with the new ones appended, rows right-aligned."""
         last = None if self.window is None else self.window - 1
         held = memory.get(name)
         if held is not None and held.shape[2:] != new.shape[2:]:
@@ -180,13 +180,13 @@ class Attention(nn.Module):
 
 
 def _pick(x: Tensor, order: Tensor) -> Tensor:
-    """Tokens of every row in the order given: x [B, S, ...], order [B, S]."""
+    """Gather each row's tokens in the given order: x [B, S, ...], order [B, S]."""
     rows = torch.arange(x.shape[0], device=x.device)[:, None]
     return x[rows, order]
 
 
 def _real(memory: LayerCache | None, lengths: Tensor | None, T: int) -> tuple[int | Tensor, int | Tensor]:
-    """Real tokens before and after this call: a number while all rows have as many, else one a row [B]."""
+    """Real tokens before and after this call: an int if equal for all rows, else [B]."""
     past: int | Tensor = 0
     if memory is not None:
         past = memory.get("length", memory.seen)
@@ -197,12 +197,12 @@ def _real(memory: LayerCache | None, lengths: Tensor | None, T: int) -> tuple[in
 
 
 def _each(count: int | Tensor) -> TypeGuard[Tensor]:
-    """Whether there is one for each row; torch.jit.trace makes a tensor of any number."""
+    """Whether the count is per row; a 0-dim tensor is an int under torch.jit.trace."""
     return isinstance(count, Tensor) and count.dim() == 1
 
 
 def _positions(past: int | Tensor, total: int | Tensor, offsets: Tensor | None, start: int, x: Tensor) -> Tensor:
-    """The place of each token among its row's (or document's) real ones: [T] or [B, T]. Padding's is arbitrary."""
+    """Each token's position among the real ones of its row or document: [T] or [B, T]. Arbitrary for padding."""
     token = torch.arange(start, start + x.shape[1], device=x.device)
     if offsets is not None:
         document = torch.searchsorted(offsets[1:].to(token), token, right=True)

@@ -1,4 +1,4 @@
-"""What layers remember between calls: tensors by name and the tokens seen, one entry per layer."""
+"""The cache that layers keep between calls: tensors by name and the number of tokens seen, one entry per layer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from foci.core.errors import ShapeError
 from foci.ops.arguments import INTEGERS, plain
 
-BLOCK = 64  # tokens of room that a growing tensor gets at least
-# One for each layer that is made, here or in a process whose layers come here; a copy of a layer has the layer's.
+BLOCK = 64  # minimum free tokens in the buffer of a growing tensor
+# Unique numbers of layers, across processes that exchange layers; a copy of a layer has the same number.
 NUMBERS = itertools.count(uuid4().int % 2**48)
 
 
@@ -21,19 +21,19 @@ class LayerCache(MutableMapping[str, Tensor]):
     """One layer's tensors by name, and how many tokens it has `seen` (padding counted; the layer adds to it).
 
     A recurrent layer keeps tensors of fixed size and changes them in place. An attention layer keeps growing ones with
-    `append`: what is read of them is a view, made anew at each reading.
+    `append`, in buffers with free space; reading one makes a new view of its buffer.
     """
 
     def __init__(self) -> None:
         self.seen = 0
-        # Of a growing tensor the buffer, with no view of it beside it: given both, torch.compile loses track of sizes.
+        # For a growing tensor its buffer only, no view: with both as inputs, torch.compile loses track of sizes.
         self._held: dict[str, Tensor] = {}
-        self._spans: dict[str, tuple[int, int]] = {}  # where in its buffer a growing tensor begins and ends
-        self._origin: LayerCache | None = None  # of a draft
+        self._spans: dict[str, tuple[int, int]] = {}  # start and end of a growing tensor in its buffer
+        self._origin: LayerCache | None = None  # of a draft: the cache it is a draft of
         self._owner: tuple[str, int | None] | None = None  # which layer wrote it last
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_owner": None}  # a fork, or another process, may go on with other layers
+        return {**self.__dict__, "_owner": None}  # a copy, or another process, may continue with other layers
 
     def __getitem__(self, name: str) -> Tensor:
         held = self._writable(name)
@@ -60,12 +60,11 @@ class LayerCache(MutableMapping[str, Tensor]):
         return len(self._held)
 
     def append(self, name: str, new: Tensor, last: int | None = None, saved: bool = False) -> Tensor:
-        """What `name` holds and `new` [B, T, ...] behind it, [B, S, ...]; of which the `last` tokens are kept, or all.
+        """Append `new` [B, T, ...] to the tensor `name`; returns all, [B, S, ...]. `last`: tokens to keep, None: all.
 
-        What comes back is a view of a buffer that has room for a quarter more when it is made, so T appends of one
-        token copy O(T) tokens, not O(T^2), and with `last` the memory stays the same for ever. Where gradients flow, or
-        a backward of something else needs what comes back (`saved`), the two are concatenated instead: then the buffer
-        is never written again.
+        The result is a view of a buffer allocated with a quarter more space, so T appends of one token copy O(T)
+        tokens, not O(T^2), and with `last` memory is constant. If gradients flow, or another backward needs the result
+        (`saved`), the two are concatenated instead, and the buffer is not written again.
         """
         buffer = self._writable(name) if name in self else new[:, :0]
         begin, end = self._spans.get(name, (0, buffer.shape[1]))
@@ -75,34 +74,34 @@ class LayerCache(MutableMapping[str, Tensor]):
             whole = torch.cat([buffer[:, begin:end], new], 1)
             self[name] = whole[:, size - kept :]
             return whole
-        if end + new.shape[1] >= buffer.shape[1]:  # one token stays free: a view of all is another graph, compiled
+        if end + new.shape[1] >= buffer.shape[1]:  # keep one token free: a view of the full buffer would recompile
             grown = buffer.new_empty(new.shape[0], size + _room(size), *new.shape[2:])
             grown[:, : end - begin] = buffer[:, begin:end]
             buffer, begin, end = grown, 0, end - begin
-            if self._origin is not None and name in self._origin:  # which holds the same, and no second buffer
+            if self._origin is not None and name in self._origin:  # shares its buffer with the origin
                 self._origin._held[name], self._origin._spans[name] = buffer, (begin, end)
         end += new.shape[1]
         buffer[:, end - new.shape[1] : end] = new
         whole = buffer[:, end - size : end]
         if last is not None and buffer.shape[1] > last + 1 + _room(last + 1):
-            self[name] = whole[:, size - kept :].clone()  # a long piece went by; its memory need not stay
+            self[name] = whole[:, size - kept :].clone()  # copy, to free the memory of a long prefill
         else:
             self._held[name], self._spans[name] = buffer, (end - kept, end)
         return whole
 
     def _writable(self, name: str) -> Tensor:
-        """What is held, as this call may change it: made in inference mode it is copied by the first call outside."""
-        held = self._held[name]  # of which a compiled call cannot ask where it was made
+        """The buffer, writable in this call: an inference-mode tensor is copied by the first call outside that mode."""
+        held = self._held[name]  # a compiled call cannot test is_inference()
         if not torch.compiler.is_compiling() and held.is_inference() and not torch.is_inference_mode_enabled():
             held = self._held[name] = held.clone()
         return held
 
     def draft(self, kind: str, rows: int, index: int | None, number: int) -> LayerCache:
-        """One to go on in, of which this knows nothing until it is to `take` it: a refused call changes nothing.
+        """A cache to write to during a call, committed by `take`: a call that raises changes nothing.
 
-        They share buffers, of which a draft fills what is free; only a recurrent layer's step changes more in place.
-        Raises ShapeError where this is not of so many rows, ValueError where a layer of another class wrote it, or,
-        unless both were told their layer_index, one of another number; no tokens and no tensors are nobody's.
+        A draft shares this cache's buffers and writes to their free space; only a recurrent layer's step changes more
+        in place. Raises ShapeError if this has another number of rows; ValueError if a layer of another class wrote it,
+        or another layer (unless both have an explicit layer_index). An empty cache belongs to no layer.
         """
         owner = (kind, number if index is None else None)
         if self and self.seen and self._owner is not None and self._owner != owner:
@@ -119,12 +118,12 @@ class LayerCache(MutableMapping[str, Tensor]):
         return draft
 
     def take(self, draft: LayerCache) -> None:
-        """What the draft holds and has seen."""
+        """Commit a draft: take over its tensors and its `seen`."""
         self.seen, self._held, self._spans = draft.seen, dict(draft._held), dict(draft._spans)
         self._owner = draft._owner
 
     def reorder(self, rows: Tensor) -> None:
-        """Row b becomes what row `rows[b]` was, as beam search needs it: int32 or int64, as many as go on.
+        """Row b becomes row `rows[b]`, for beam search: int32 or int64, one entry for each row that continues.
 
         Raises TypeError, ValueError or ShapeError before anything is changed.
         """
@@ -150,14 +149,14 @@ class LayerCache(MutableMapping[str, Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, the unused room of growing tensors counted."""
+        """Bytes allocated, including free space of growing tensors."""
         return sum(held.numel() * held.element_size() for held in self._held.values())
 
 
 class Cache:
-    """The caches of a model's layers: `cache.layer(index)` is the one of that layer, made when first asked for.
+    """The caches of a model's layers: `cache.layer(index)` is that layer's, created on first use.
 
-    A layer reads it, computes, writes it back and adds to its `seen`. A plain object: deepcopy forks it, and it can be
+    A layer reads it, computes, writes it back and increases its `seen`. A plain object: it can be deepcopied and
     pickled.
     """
 

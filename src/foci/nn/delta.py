@@ -1,4 +1,4 @@
-"""Layers round the delta rule: DeltaNet, GatedDeltaNet, KimiDeltaAttention."""
+"""Layers around the delta rule: DeltaNet, GatedDeltaNet, KimiDeltaAttention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from foci.nn.recurrent import Recurrent, Tokens, begin_gates, gate_parameters, l
 
 
 class _Delta(Recurrent):
-    """What the three have in common: keys of length 1 behind short convolutions, and how much a token writes."""
+    """Shared by the three: keys normalised after short convolutions, and beta."""
 
     def __init__(
         self,
@@ -75,13 +75,13 @@ class DeltaNet(_Delta):
 
 
 class _Gated(_Delta):
-    """With a decay whose gates are drawn."""
+    """With a decay, whose gate parameters are initialised randomly."""
 
     A_log: nn.Parameter
     dt_bias: nn.Parameter
 
     def reset_parameters(self) -> None:
-        """What a new layer has of its own: gates. Projections, convolutions and norms have theirs."""
+        """Initialise this layer's own parameters: the gates'. Submodules have their own reset_parameters."""
         begin_gates(self.A_log, self.dt_bias)
 
 

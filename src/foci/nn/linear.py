@@ -1,4 +1,4 @@
-"""Layers round linear attention: LinearAttention, retention, GLA and its simple form, HGRN2, gated slot attention."""
+"""Layers around linear attention: LinearAttention, retention, GLA and its simple form, HGRN2, gated slot attention."""
 
 from __future__ import annotations
 
@@ -276,11 +276,11 @@ class GatedSlotAttention(Recurrent):
 
 
 def _average(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
-    """What the products of features make of v, over their sum, which is one more column of v."""
+    """The normalised average: the output over the normaliser, which is computed as one more column of v."""
     both = tokens.linear_attention(q, k, F.pad(v, (0, 1), value=1.0)).to(accumulator(v.dtype))
     return (both[..., :-1] / (both[..., -1:] + 1e-10)).to(v.dtype)
 
 
 def _log_sigmoid(x: Tensor) -> Tensor:
-    """In float32 (float64 for float64): a decay near 1 has no digits left in half precision."""
+    """In float32 (float64 for float64): half precision cannot represent decays near 1."""
     return F.logsigmoid(x.to(accumulator(x.dtype)))

@@ -53,7 +53,7 @@ class Mamba2(Recurrent):
         self.out_proj = nn.Linear(values, hidden_size, bias=False, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """What a new layer has of its own: gates, and D of 1. Projections, convolution and norm have theirs."""
+        """Initialise this layer's own parameters: gates, and D = 1. Submodules have their own reset_parameters."""
         begin_gates(self.A_log, self.dt_bias)
         nn.init.ones_(self.D)
 

@@ -1,4 +1,4 @@
-"""What layers compute with: the operators, what stands before a token, what a cache keeps; here all in one process."""
+"""Operators: what layers call for anything between tokens: attention, history, cache; here within one process."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def _alone(T: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Operators:
-    """What passes between the tokens of a layer, as `layer.operators`. Another set serves a sequence over ranks.
+    """All computation between tokens of a layer, as `layer.operators`; another set serves a sequence split over ranks.
 
-    attention, linear_attention, delta_rule: called as the functions of foci. history: as in nn.parts. remember(memory,
-    name, new, last, saved): LayerCache.append, and what of it this process attends. span(T): with T tokens here, how
-    many of this call stand before them, and how many there are in all. `whole`: this process has every token.
+    attention, linear_attention, delta_rule: with the signatures of foci's functions. history: as in nn.parts.
+    remember(memory, name, new, last, saved): LayerCache.append; returns the part that this process attends to. span(T):
+    for T tokens here, the number of this call's tokens before them, and in all. `whole`: this process has all tokens.
     """
 
     attention: Callable[..., Tensor] = attention
@@ -41,7 +41,7 @@ class Operators:
     def check(
         self, name: str, size: int, hidden: Tensor, mask: Tensor | None, offsets: Tensor | None, cache: Cache | None
     ) -> None:
-        """What all layers refuse: TypeError, ShapeError, ValueError; Unsupported for padding over several ranks."""
+        """Checks shared by all layers: TypeError, ShapeError, ValueError; Unsupported for padding over ranks."""
         if not isinstance(hidden, Tensor):
             raise TypeError(f"{name}: hidden is a {type(hidden).__name__}; expected a tensor [B, T, {size}]")
         if hidden.dim() != 3 or hidden.shape[2] != size:
@@ -74,7 +74,7 @@ class Operators:
             )
         if hidden.shape[1] and offsets.shape[0] == 1 and offsets.device.type != "cpu":
             raise ValueError(f"{name}: offsets has 1 entry, no document; expected some of {hidden.shape[1]} tokens")
-        if self.whole:  # over ranks they are those of all tokens, and the ranks look at them together
+        if self.whole:  # over ranks offsets are those of the whole sequence, and are checked there
             check_near(name, offsets, hidden.shape[1])
 
 

@@ -1,4 +1,4 @@
-"""What layers are made of: norms, the short causal convolution, rotary positions, feature maps."""
+"""Parts of layers: norms, the short causal convolution, rotary positions, feature maps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sizes(where: str, named: dict[str, int]) -> None:
 def head_sizes(
     where: str, hidden_size: int, num_heads: int, fewer: str, num_fewer: int | None, head_dim: int | None
 ) -> tuple[int, int]:
-    """Heads by the argument named `fewer` (default num_heads), channels of a head; ValueError for what cannot be."""
+    """Check head counts and sizes: (heads by the argument named `fewer`, default num_heads, and head channels)."""
     groups = num_heads if num_fewer is None else num_fewer
     sizes(where, {"hidden_size": hidden_size, "num_heads": num_heads, fewer: groups})
     if num_heads % groups:
@@ -47,12 +47,12 @@ def head_sizes(
 
 
 def rope(where: str, name: str, base: float) -> float:
-    """The base of rotary positions, or what is wrong with it."""
+    """The base of rotary positions, checked."""
     return number(where, name, base, "positive finite number", 1e-30, 1e30)
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(sum(x^2) + eps) over the last dimension, in x's dtype. What keeps the delta rule stable."""
+    """x / sqrt(sum(x^2) + eps) over the last dimension, in x's dtype. It keeps the delta rule stable."""
     wide = x.to(accumulator(x.dtype))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -79,7 +79,7 @@ class RMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The weight that a new one has."""
+        """Initialise the weight."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,10 +122,11 @@ class GatedRMSNorm(RMSNorm):
 
 
 class History(NamedTuple):
-    """Tokens behind those that came before them.
+    """Tokens with the `width` tokens before them.
 
-    joined [B, T + width, D] (packed: room before every document). `own`: where in it lies what comes `width` before
-    each token, None for the first T. tail [N, width, D]: the last ones of every row or document, for the next call.
+    joined [B, T + width, D] (packed: `width` tokens before every document). `own`: for each token, the index in it of
+    the token `width` before; None: the first T. tail [N, width, D]: the last tokens of every row or document, for the
+    next call.
     """
 
     joined: Tensor
@@ -141,10 +142,10 @@ def history(
     offsets: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> History:
-    """x [B,T,D] behind the `width` tokens before it: `tail` [N,width,D], or zeros.
+    """x [B,T,D] preceded by `width` tokens: `tail` [N,width,D], or zeros.
 
-    offsets [N+1]: batch 1, documents end to end, each behind its own tail. lengths [B]: only the first lengths[b]
-    tokens of row b are real, and none other gets into the new tail.
+    offsets [N+1]: batch 1, documents end to end, each preceded by its own tail. lengths [B]: only the first lengths[b]
+    tokens of row b are real, and only these go to the new tail.
     """
     B, T, D = x.shape
     if offsets is None:
@@ -153,7 +154,7 @@ def history(
             return History(joined, None, joined[:, T:].clone())  # not a view, which would hold all of the buffer
         last = lengths[:, None] + torch.arange(width, device=x.device)
         return History(joined, None, joined.gather(1, last[..., None].expand(B, width, D)))
-    # Those on a GPU nobody has looked at: values outside 0..T are moved inside, tokens of no document into the last.
+    # Offsets on a GPU are not checked: values outside 0..T are clamped, tokens of no document go to the last one.
     offsets, N = offsets.long().clamp(0, T), offsets.shape[0] - 1
     token, document = torch.arange(T, device=x.device), torch.arange(N, device=x.device)
     own = token + torch.searchsorted(offsets[1:-1], token, right=True) * width
@@ -168,7 +169,7 @@ class ShortConvolution(nn.Module):
     """y[t] = act(sum_j weight[:, 0, j] x[t - size + 1 + j] + bias): depthwise, causal, a few tokens wide.
 
     State: weight [channels, 1, size] (bias [channels] where asked for), as nn.Conv1d has them. activation: "silu" or
-    None. Summed in float32 (float64 for float64). `history` finds the tokens before: another one over ranks.
+    None. Summed in float32 (float64 for float64). `history` provides the tokens before; over ranks, another function.
     """
 
     history = staticmethod(history)
@@ -193,7 +194,7 @@ class ShortConvolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The weight and bias that a new one has: uniform within size^-0.5, and 0."""
+        """Initialise the weight, uniform within size^-0.5, and the bias, 0."""
         nn.init.uniform_(self.weight, -(self.size**-0.5), self.size**-0.5)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -203,7 +204,7 @@ class ShortConvolution(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """x [B,T,channels] -> (y [B,T,channels], the tail [N,size-1,channels] that continues it).
 
-        tail: of the tokens before; zeros by default. offsets, lengths: as `history` has them.
+        tail: the tokens before; zeros by default. offsets, lengths: as in `history`.
         """
         joined, own, tail = self.history(x, self.size - 1, tail=tail, offsets=offsets, lengths=lengths)
         y = self._over(joined)
@@ -216,7 +217,7 @@ class ShortConvolution(nn.Module):
         return self._over(joined)[:, 0].to(x.dtype)
 
     def _over(self, joined: Tensor) -> Tensor:
-        """[B, T + size - 1, channels] -> [B, T, channels]. A pass per tap beats conv1d, which wants channels first."""
+        """[B, T + size - 1, channels] -> [B, T, channels]. A pass per tap is faster than conv1d in this layout."""
         T, wide = joined.shape[1] - self.size + 1, accumulator(joined.dtype)
         taps, weight = joined.to(wide), self.weight.to(wide)
         y = taps[:, :T] * weight[:, 0, 0]

@@ -1,4 +1,4 @@
-"""What recurrent layers share: the tokens of a call (padding, documents, memory) and the skeleton round an operator."""
+"""Shared by recurrent layers: the tokens of a call (padding, documents, cache) and the base class of the layers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from foci.ops.delta.api import delta_rule_step
 
 
 class Tokens:
-    """The tokens of one call of a layer: which are real, where documents begin, what the layer keeps of earlier ones.
+    """The tokens of one call of a layer: which are real, where documents begin, and the layer's cache.
 
-    The real tokens of every row are moved to the front, and their outputs back. So padding, wherever it stood, lies
-    behind all that is real, where nothing causal looks; only states and tails have to be kept from it.
+    The real tokens of every row are moved to the front, and their outputs back. So padding, wherever it was, comes
+    after all real tokens, and cannot affect causal outputs; only states and tails must exclude it.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class Tokens:
         return hidden if self.real is None else self._only_real(hidden.gather(1, self._along(self.order, hidden)))
 
     def back(self, out: Tensor) -> Tensor:
-        """[B,T,D] with every token where it was, zero where padding was."""
+        """[B,T,D] with every token back at its place, zeros for padding."""
         return out if self.real is None else self._only_real(out).gather(1, self._along(self.order.argsort(1), out))
 
     def convolve(self, name: str, convolution: ShortConvolution, x: Tensor) -> Tensor:
-        """x [B,T,C] through a short convolution whose tail is kept by this name."""
+        """Apply a short convolution to x [B,T,C], with its tail cached under this name."""
         tail = self._kept(name)
         if tail is not None and self._steps(tail):
             return convolution.step(x[:, 0], tail)[:, None]
@@ -70,7 +70,7 @@ class Tokens:
         return joined[:, :-1] if own is None else joined[:, own]
 
     def positions(self) -> Tensor:
-        """[B,T]: how many real tokens of its row or document stand before each, earlier calls counted."""
+        """[B,T]: each token's position among the real ones of its row or document, including earlier calls."""
         before = self._kept("positions")
         if before is None:
             before = torch.zeros(self.rows, dtype=torch.long, device=self.device)
@@ -93,7 +93,7 @@ class Tokens:
         scale: float | None = None,
         name: str = "state",
     ) -> Tensor:
-        """foci.linear_attention that goes on from the state kept by this name, and keeps the new one."""
+        """foci.linear_attention from the state cached under this name, which is updated."""
         state = self._kept(name)
         q, k = q.to(v.dtype), self._only_real(k.to(v.dtype))  # on a GPU autocast makes softmax features float32
         log_decay = self._still(log_decay)
@@ -110,7 +110,7 @@ class Tokens:
         return out
 
     def delta_rule(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, log_decay: Tensor | None = None) -> Tensor:
-        """foci.delta_rule that goes on from the state that is kept, and keeps the new one."""
+        """foci.delta_rule from the cached state, which is updated."""
         state = self._kept("state")
         beta, log_decay = self._only_real(beta), self._still(log_decay)
         if state is not None and self._steps(state):
@@ -124,22 +124,22 @@ class Tokens:
         return out
 
     def _steps(self, kept: Tensor) -> bool:
-        """One new token a row, without gradients: states and tails are changed in place. Else a named backend runs.
+        """Whether to use the in-place step: one new token per row, no gradients, and no backend named.
 
-        What a backward may still need is never changed: what is kept of a call with gradients belongs to its graph.
+        Tensors cached by a call with gradients belong to its graph, and are never changed in place.
         """
         alone = self.T == 1 and self.offsets is None and self.real is None and self.backend is None
         alone = alone and self.operators.whole
         return alone and not torch.is_grad_enabled() and not kept.requires_grad
 
     def _still(self, log_decay: Tensor | None) -> Tensor | None:
-        """Decay that padding does not apply: [H] becomes [B,T,H] where there is any."""
+        """log_decay, 0 at padding: [H] becomes [B,T,H] if there is padding."""
         if self.real is None or log_decay is None:
             return log_decay
         return self._only_real(log_decay.expand(self.B, self.T, -1) if log_decay.dim() == 1 else log_decay)
 
     def _only_real(self, x: Tensor) -> Tensor:
-        """[B,T,...] with zeros in place of padding, whatever stood there."""
+        """[B,T,...] with padding replaced by zeros."""
         return x if self.real is None else x.masked_fill(~self.real.view(*self.real.shape, *[1] * (x.dim() - 2)), 0)
 
     def _along(self, order: Tensor, x: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class Tokens:
 
 
 class Recurrent(nn.Module):
-    """A layer hidden [B,T,D] -> [B,T,D] round one recurrence. Subclasses build projections and say how they `mix`.
+    """Base of layers hidden [B,T,D] -> [B,T,D] around one recurrence. Subclasses build projections and define `mix`.
 
     H = num_heads states of K x V (K = head_dim, V = value_dim), whose queries and keys have G = num_key_heads heads.
     """
@@ -180,7 +180,7 @@ class Recurrent(nn.Module):
         self.head_dim, self.value_dim = K, K if value_dim is None else value_dim
         sizes(name, {"value_dim": self.value_dim})
         self.layer_index, self.backend = layer_index, backend
-        self._kind, self._number = name, next(NUMBERS)  # whoever wraps a layer may change its class
+        self._kind, self._number = name, next(NUMBERS)  # kept, as wrappers may change a layer's class
 
     def forward(
         self,
@@ -192,10 +192,10 @@ class Recurrent(nn.Module):
     ) -> Tensor:
         """hidden [B,T,D] -> [B,T,D].
 
-        mask [B,T] boolean: True where a token is real. Padding may stand on either side or between; it changes nothing
-        and its outputs are 0. offsets [N+1]: documents end to end in a batch of 1; none sees another.
-        cache: what came before goes on, and this layer's part (see `layer_index`) is brought up to date. After a packed
-        call it has one row for each document. Without gradients one token takes the operator's in-place step.
+        mask [B,T] boolean: True where a token is real. Padding may be on either side or between; it changes nothing and
+        its outputs are 0. offsets [N+1]: documents end to end in a batch of 1; none sees another.
+        cache: the call continues from it, and this layer's entry (see `layer_index`) is updated. After a packed call it
+        has one row per document. Without gradients a single token uses the operator's in-place step.
 
         Raises ShapeError or ValueError for a mask, offsets or cache that do not fit.
         """
@@ -214,11 +214,11 @@ class Recurrent(nn.Module):
         return out
 
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """x [B,T,D], real tokens first -> what the output projection takes, [B,T,H,V] or heads merged."""
+        """x [B,T,D], real tokens first -> the output projection's input, [B,T,H,V] or with heads merged."""
         raise NotImplementedError
 
     def _make_qkv(self, device: torch.device | None, dtype: torch.dtype | None, conv_size: int | None = None) -> None:
-        """q_proj, k_proj, v_proj; with conv_size a short convolution with SiLU behind each."""
+        """Create q_proj, k_proj, v_proj; with conv_size each followed by a short convolution with SiLU."""
         if conv_size is not None:
             sizes(type(self).__name__, {"conv_size": conv_size})
         keys, values = self.num_key_heads * self.head_dim, self.num_heads * self.value_dim
@@ -230,7 +230,7 @@ class Recurrent(nn.Module):
                 self.add_module(f"{name}_conv1d", ShortConvolution(channels, conv_size, device=device, dtype=dtype))
 
     def _qkv(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k [B,T,G,K] and v [B,T,H,V]: as many heads as the projections give, where some are another rank's."""
+        """q, k [B,T,G,K] and v [B,T,H,V]; with tensor parallelism only this rank's heads."""
         found = []
         for name, channels in (("q", self.head_dim), ("k", self.head_dim), ("v", self.value_dim)):
             y = self.get_submodule(f"{name}_proj")(x)
@@ -244,7 +244,7 @@ class Recurrent(nn.Module):
         return q, k, v
 
     def _heads(self, name: str, y: Tensor, channels: int) -> Tensor:
-        """What that projection gives, [B,T,heads,channels]."""
+        """A projection's output y as [B,T,heads,channels]."""
         if y.shape[-1] % channels:
             raise ShapeError(
                 f"{type(self).__name__}: {name} gives {y.shape[-1]} channels; expected heads of {channels} each"
@@ -252,7 +252,7 @@ class Recurrent(nn.Module):
         return y.unflatten(-1, (-1, channels))
 
     def _check_share(self, k: Tensor, v: Tensor, name: str) -> None:
-        """Raise unless every head of v still meets its own key head: a part of both alike, or one group's of v."""
+        """Raise unless, with heads sharded, every head of v has its own key head here: equal shares, or one group."""
         (g, h), (G, H) = (k.shape[-2], v.shape[-2]), (self.num_key_heads, self.num_heads)
         if h * G != g * H and not (g == 1 <= h and H // G % h == 0):
             raise ShapeError(
@@ -272,16 +272,16 @@ def low_rank(
 def gate_parameters(
     heads: int, channels: int, device: torch.device | None, dtype: torch.dtype | None
 ) -> tuple[nn.Parameter, nn.Parameter]:
-    """A_log [heads] and dt_bias [channels], which `begin_gates` is to fill."""
+    """Uninitialised A_log [heads] and dt_bias [channels], for `begin_gates` to fill."""
     a_log, dt_bias = (torch.empty(size, device=device, dtype=dtype) for size in (heads, channels))
     return nn.Parameter(a_log), nn.Parameter(dt_bias)
 
 
 @torch.no_grad()
 def begin_gates(a_log: Tensor, dt_bias: Tensor) -> None:
-    """Fills both as Mamba-2 begins: A in [1, 16], softplus(dt_bias) in [0.001, 0.1].
+    """Initialise both as Mamba-2 does: A in [1, 16], softplus(dt_bias) in [0.001, 0.1].
 
-    Drawn in torch's default dtype, in float32 at least: a seed gives the same gates in whichever dtype these are.
+    Drawn in torch's default dtype, at least float32, so that a seed gives the same gates whatever their dtype.
     """
     drawn = accumulator(torch.get_default_dtype())
     rate, dt = (torch.empty_like(x, dtype=drawn) for x in (a_log, dt_bias))

@@ -67,7 +67,7 @@ class RWKV6TimeMix(Recurrent):
         self.o_proj = nn.Linear(values, D, bias=False, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """What a new layer has of its own: shares of 0.5, hardly moved by tokens, and a bonus of 0."""
+        """Initialise this layer's own parameters: mixing shares of 0.5, nearly independent of tokens, and bonus 0."""
         nn.init.constant_(self.mu_x, 0.5)
         nn.init.constant_(self.mu, 0.5)
         nn.init.uniform_(self.mix_up, -0.01, 0.01)

@@ -1,4 +1,4 @@
-"""What a layer must be, as a Spec: what `foci check mypkg:MyLayer --like layer` runs."""
+"""The Spec of a causal layer, which `foci check mypkg:MyLayer --like layer` runs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ KEYWORDS = ("mask", "offsets", "cache")
 
 
 def spec_for(layer: Any) -> Spec:
-    """The Spec that a causal layer (a class, a function that makes one, or one that is made) is held to.
+    """The Spec of a causal layer, given its class, a function that makes it, or an instance.
 
     Its forward takes hidden [B,T,D] and any of mask=, offsets= and cache= (foci.nn.Cache) by name, and returns
-    [B,T,D]. Its truth is the layer itself in float64 on every row alone: whole, without padding, neighbours or cache.
-    What padding gives is not asked about.
+    [B,T,D]. The reference is the layer itself in float64 on every row alone, in one call, without padding or cache.
+    Outputs at padding are not compared.
     """
     make = partial(_make, _maker(layer))
     return Spec(
@@ -57,7 +57,7 @@ def spec_for(layer: Any) -> Spec:
 
 
 def _adapt(layer: Any, name: str = "") -> Candidate:
-    """A layer as a candidate, tested on the keywords that its forward names."""
+    """A layer as a Candidate, tested on the keywords of its forward."""
     sample = _maker(layer)()
     named = inspect.signature(sample.forward).parameters
     absent = [keyword for keyword in KEYWORDS if keyword not in named]
@@ -83,10 +83,10 @@ def _run(
     offsets: Tensor | None = None,
     cuts: tuple[int, ...] = (),
 ) -> Tensor:
-    """The layer as a model calls it: in one call, or with a cache in pieces that begin at the cuts. [B,T,D].
+    """Run the layer as a model does: in one call, or with a cache in pieces that start at `cuts`. [B,T,D].
 
-    mask [B, first piece]. Pieces after the first run without gradients where none is asked for, as generation does.
-    Hidden tokens give 0 here, whatever the layer gives.
+    mask [B, first piece]. Pieces after the first run under no_grad unless gradients are needed, as in generation.
+    Outputs at padding are set to 0.
     """
     frozen = not hidden.requires_grad and all(parameter.requires_grad for parameter in layer.parameters())
     always: dict[str, Any] = {"cache": Cache()} if cuts else {}
@@ -113,7 +113,7 @@ def _reference(
     offsets: Tensor | None = None,
     cuts: tuple[int, ...] = (),
 ) -> Outputs:
-    """Each row or document alone, its real tokens in one call. Parameters it does not use have a gradient of zero."""
+    """Each row or document alone, its real tokens in one call. Unused parameters get zero gradients."""
     B, T, _ = hidden.shape
     real = torch.ones(B, T, dtype=torch.bool, device=hidden.device)
     if mask is not None:
@@ -152,9 +152,9 @@ FAULTS = {
 
 
 def _mistakes() -> tuple[Mistake, ...]:
-    """One for each of FAULTS: it gives what the layer itself gives where this is the fault that it shows.
+    """One Mistake for each of FAULTS: it returns the layer's own output if that fault is the one found for the call.
 
-    Which one a call shows is found once: every mistake is asked of every case.
+    The fault of a call is found once and cached, as every mistake is tried on every case.
     """
     found: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
 
@@ -177,7 +177,7 @@ def _fault(
     offsets: Tensor | None = None,
     cuts: tuple[int, ...] = (),
 ) -> str:
-    """Which of FAULTS explains best why this call is not what the sequences alone are; empty where it is."""
+    """The one of FAULTS that explains best why this call differs from the sequences alone; "" if it does not."""
     whole, half = _run(layer, hidden), hidden.shape[1] // 2
     right = _reference(layer, hidden, mask, offsets)[0]
     if right.isnan().any():
@@ -222,7 +222,7 @@ def _close(got: Tensor, right: Tensor) -> bool:
 
 
 def _maker(layer: Any) -> Callable[[], nn.Module]:
-    """A function that makes the layer anew, small where its sizes have names."""
+    """A function that constructs the layer, with small sizes where its parameters for sizes are known."""
     if isinstance(layer, nn.Module):
         return partial(copy.deepcopy, layer)
     if not callable(layer):
@@ -243,8 +243,8 @@ def _make(
 ) -> dict[str, Any]:
     """The inputs of a case.
 
-    Parameters are shaken: what begins at zero would hide all that lies behind it. Norms are softened: of a first token,
-    one k v^T, a norm leaves the sign, and gradients of mere rounding.
+    Parameters are perturbed, as zero-initialised ones would hide what follows. Norms get a larger eps: of the first
+    token's output, one k v^T, a norm leaves only the sign, with gradients of rounding noise.
     """
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(seed)
@@ -337,7 +337,7 @@ def _documents(case: Case, inputs: Inputs) -> tuple[Part, ...]:
 
 
 def _future(case: Case, inputs: Inputs) -> Future | None:
-    """The later half of the tokens replaced, where none is padding."""
+    """The later half of the tokens replaced, if there is no padding."""
     first = inputs["hidden"].shape[1] // 2
     if case.features & {"mask", "offsets"} or not first:
         return None
