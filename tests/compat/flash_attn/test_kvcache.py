@@ -173,6 +173,43 @@ def test_a_page_that_there_is_not_leaves_the_pages_alone(
     assert torch.equal(pages, before)
 
 
+@pytest.mark.parametrize(
+    ("shared", "lengths", "message"),
+    [
+        ([(0, 1), (2, 0)], [5, 0, 3], r"block_table\[0, 1\] and block_table\[2, 0\] are both 1; .* own for row 0"),
+        ([(1, 0), (0, 0)], [5, 0, 3], r"block_table\[1, 0\] and block_table\[0, 0\] are both 3; .* own for row 1"),
+        ([(2, 1), (2, 0)], [5, 0, 3], r"block_table\[2, 0\] and block_table\[2, 1\] are both 7; .* own for row 2"),
+        ([(0, 0), (1, 0)], [5, 5, 5], None),  # a prefix of whole pages
+        ([(0, 2), (1, 1)], [5, 0, 3], None),  # behind what is read and written
+    ],
+)
+def test_a_page_that_is_written_is_one_row_s_alone(
+    shared: list[tuple[int, int]], lengths: list[int], message: str | None
+) -> None:
+    """Another row would lose its own key there, or read this one's; where nothing is written, rows may share."""
+    q, k, v = new(2)
+    pages = torch.randn(2, 9, 4, 2, 8, dtype=torch.float64)
+    before, table, held = pages.clone(), torch.arange(9).view(3, 3), torch.tensor(lengths)
+    table[shared[1]] = table[shared[0]]
+    flash_attn_with_kvcache(q, *pages, cache_seqlens=held, block_table=table)
+    flash_attn_with_kvcache(q, *pages, k[:, :0], v[:, :0], cache_seqlens=held, block_table=table)
+    if message is None:
+        flash_attn_with_kvcache(q, *pages, k, v, cache_seqlens=held, block_table=table)
+        return
+    with pytest.raises(ValueError, match=message):
+        flash_attn_with_kvcache(q, *pages, k, v, cache_seqlens=held, block_table=table)
+    assert torch.equal(pages, before)
+
+
+def test_rows_that_are_not_written_may_be_one() -> None:
+    k_cache, v_cache = caches()
+    q, k, v = new(2)
+    own = flash_attn_with_kvcache(q, k_cache[[0, 2, 0]], v_cache[[0, 2, 0]], cache_seqlens=torch.tensor([5, 3, 4]))
+    rest = {"cache_seqlens": torch.tensor([5, 3, 4]), "cache_batch_idx": torch.tensor([0, 2, 0])}
+    torch.testing.assert_close(flash_attn_with_kvcache(q, k_cache, v_cache, **rest), own)
+    torch.testing.assert_close(flash_attn_with_kvcache(q, k_cache, v_cache, k[:, :0], v[:, :0], **rest), own)
+
+
 def test_no_rows_at_all() -> None:
     k_cache, v_cache = caches()
     q, k, v = (x[:0] for x in new(2))
@@ -262,6 +299,11 @@ def test_decoding_equals_attending_at_once() -> None:
             r"cache_batch_idx\[2\] is 3; expected 0 to 2, a row",
         ),
         ({"cache_batch_idx": torch.tensor([-1, 1, 2])}, ValueError, r"cache_batch_idx\[0\] is -1; expected 0 to 2"),
+        (
+            {"cache_batch_idx": torch.tensor([2, 1, 2])},
+            ValueError,
+            r"cache_batch_idx\[0\] and cache_batch_idx\[2\] are both 2; expected a row of its own for row 0",
+        ),
         ({"cache_batch_idx": torch.ones(3)}, ValueError, "cache_batch_idx is float32 on cpu; expected int32 or int64"),
         ({"cache_batch_idx": [0, 1, 2]}, TypeError, "cache_batch_idx must be a tensor"),
         ({"cache_seqlens": torch.tensor([5.5, 0.0, 3.0])}, ValueError, "cache_seqlens is float32 on cpu"),

@@ -93,3 +93,17 @@ def check_inside(name: str, index: Tensor, count: int, kind: str, needed: Tensor
         raise ValueError(
             f"flash_attn: {name}{place} is {int(index[tuple(place)])}; expected 0 to {count - 1}, {kind} that there is"
         )
+
+
+def check_own(name: str, index: Tensor, count: int, kind: str, needed: Tensor, written: Tensor) -> None:
+    """Raise when one of `count` that an entry is written through is another entry's too, of those that are needed."""
+    uses = torch.bincount(index[needed], minlength=count)
+    found = (written & (uses[index.clamp(0, max(count - 1, 0))] > 1)).nonzero().tolist()  # one wait for a GPU
+    if found:
+        place = found[0]
+        which = int(index[tuple(place)])
+        other = next(x for x in (needed & (index == which)).nonzero().tolist() if x != place)
+        raise ValueError(
+            f"flash_attn: {name}{place} and {name}{other} are both {which}; expected {kind} of its own for row "
+            f"{place[0]}, which writes k and v there"
+        )

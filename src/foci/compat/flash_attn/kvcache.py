@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foci.compat.flash_attn.arguments import alibi, check_inside, indices, join, logits, mask_of, per_head
+from foci.compat.flash_attn.arguments import alibi, check_inside, check_own, indices, join, logits, mask_of, per_head
 from foci.core.errors import ShapeError, Unsupported
 from foci.core.spec import accumulator
 from foci.ops.arguments import check_apart
@@ -115,6 +115,11 @@ class _Cache:
             end = torch.where(first < total, total, 0)
             needed = (page >= first[:, None] // self.page) & (page * self.page < end[:, None])
             check_inside("block_table", self.table, self.k.shape[0], "a page", needed)
+            written = needed & (held < total)[:, None] & (page >= held[:, None] // self.page)
+            check_own("block_table", self.table, self.k.shape[0], "a page", needed, written)
+        if self.rows is not None:
+            everyone = torch.ones_like(held, dtype=torch.bool)
+            check_own("cache_batch_idx", self.rows, self.k.shape[0], "a row", everyone, held < total)
         if k is not None and v is not None:
             row, column = self._index(held[:, None] + torch.arange(k.shape[1], device=held.device))
             self.k[row, column], self.v[row, column] = k, v
