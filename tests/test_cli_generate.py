@@ -35,11 +35,11 @@ def test_it_writes_behind_the_prompt_and_repeats_by_seed(capsys) -> None:
     ("arguments", "sentence"),
     [
         (["gpt-9"], "unknown model 'gpt-9'; expected bytes-lm"),
-        (["--max-tokens", "0"], "tokens must be at least 1, got 0"),
-        (["--temperature", "-1"], "temperature must be at least 0, got -1.0"),
-        (["--temperature", "nan"], "temperature must be at least 0, got nan"),
+        (["--max-tokens", "0"], "tokens is 0; expected an integer of at least 1"),
+        (["--temperature", "-1"], "temperature must be a number of at least 0, got -1.0"),
+        (["--temperature", "nan"], "temperature must be a number of at least 0, got nan"),
         (["--prompt", "a\udcff"], "prompt has '\\udcff' at 1; expected text, whole characters"),
-        (["--seed", "99999999999999999999999"], "seed must be from -2^63 to 2^64 - 1, got 99999999999999999999999"),
+        (["--seed", "9" * 23], f"seed is {'9' * 23}; expected an integer from -2^63 to 2^64 - 1"),
     ],
 )
 def test_bad_input_is_one_sentence(capsys, arguments, sentence) -> None:

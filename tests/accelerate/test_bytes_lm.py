@@ -148,13 +148,32 @@ def test_writing_streams_what_it_returns_and_repeats_by_seed(model):
     greedy = [bytes_lm.write(model, "def ", tokens=30, temperature=0, seed=seed) for seed in (0, 1)]
     assert greedy[0] == greedy[1] == bytes_lm.write(model, "def ", tokens=30, temperature=1e-320)
     assert bytes_lm.write(model, "", tokens=1, seed=2**64 - 1) is not None
-    with pytest.raises(ValueError, match="temperature must be at least 0, got -1"):
-        bytes_lm.write(model, "", temperature=-1)
-    with pytest.raises(ValueError, match="tokens must be at least 1, got 0"):
-        bytes_lm.write(model, "", tokens=0)
-    for seed in (2**64, -(2**63) - 1):
-        with pytest.raises(ValueError, match=f"seed must be from -2.63 to 2.64 - 1, got {seed}"):
-            bytes_lm.write(model, "", seed=seed, emit=lambda text: pytest.fail("it wrote"))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"tokens": 0}, ValueError, "tokens is 0; expected an integer of at least 1"),
+        ({"tokens": -1}, ValueError, "tokens is -1; expected an integer of at least 1"),
+        ({"tokens": 2.5}, ValueError, "tokens is 2.5; expected an integer"),
+        ({"tokens": True}, ValueError, "tokens is True; expected an integer"),
+        ({"tokens": "3"}, ValueError, "tokens is '3'; expected an integer"),
+        ({"temperature": -1}, ValueError, "temperature must be a number of at least 0, got -1"),
+        ({"temperature": math.nan}, ValueError, "temperature must be a number of at least 0, got nan"),
+        ({"temperature": "1"}, TypeError, "temperature must be a number, got '1'"),
+        ({"temperature": True}, TypeError, "temperature must be a number, got True"),
+        ({"seed": 2**64}, ValueError, f"seed is {2**64}; expected an integer from -2.63 to 2.64 - 1"),
+        ({"seed": -(2**63) - 1}, ValueError, f"seed is {-(2**63) - 1}; expected an integer from"),
+        ({"seed": 1.5}, ValueError, "seed is 1.5; expected an integer from"),
+        ({"seed": True}, ValueError, "seed is True; expected an integer from"),
+        ({"seed": None}, ValueError, "seed is None; expected an integer from"),
+        ({"prompt": b"def "}, TypeError, "prompt must be a str, got b'def '"),
+        ({"prompt": "a\udcff"}, ValueError, r"prompt has '\\udcff' at 1; expected text"),
+    ],
+)
+def test_what_writing_cannot_take_is_named_before_it_writes(model, change, error, message):
+    with pytest.raises(error, match=f"^bytes-lm: {message}"):
+        bytes_lm.write(model, **{"prompt": "", **change}, emit=lambda text: pytest.fail("it wrote"))
 
 
 def test_the_split_is_by_file_and_follows_the_name_alone():

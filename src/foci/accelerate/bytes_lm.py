@@ -9,6 +9,7 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from numbers import Integral
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from foci.bench.measure import clock
 from foci.core.errors import ShapeError, require
 from foci.nn import Attention, Cache, GatedDeltaNet, RMSNorm
+from foci.nn.parts import sizes
+from foci.ops.arguments import number
 
 ASSETS = Path(__file__).parent / "assets" / "bytes_lm"
 NEWFILE = 0  # the byte before a file's first: what a model without a prompt begins with
@@ -229,6 +232,17 @@ def as_bytes(text: str | bytes) -> Int[Tensor, " T"]:
     return torch.tensor(list(text.encode() if isinstance(text, str) else text), dtype=torch.long, device="cpu")
 
 
+def _read(prompt: str) -> Int[Tensor, " T"]:
+    """The bytes of a prompt, or what is wrong with it."""
+    if not isinstance(prompt, str):
+        raise TypeError(f"bytes-lm: prompt must be a str, got {prompt!r}")
+    try:
+        return as_bytes(prompt)
+    except UnicodeEncodeError as error:
+        wrong = prompt[error.start]
+        raise ValueError(f"bytes-lm: prompt has {wrong!r} at {error.start}; expected text, whole characters") from None
+
+
 def text_of(files: list[Path]) -> Int[Tensor, " T"]:
     """All files end to end, each behind NEWFILE."""
     parts = (bytes([NEWFILE]) + path.read_bytes() for path in files)
@@ -269,21 +283,16 @@ def write(
 
     temperature: 0 takes the likeliest byte every time; above it the byte is drawn, by `seed`. emit is called with each
     piece as it is written, whole characters only, the prompt first. Raises ValueError for a prompt that is no text
-    (of bytes that are no UTF-8), a temperature below 0 or NaN, tokens below 1 and a seed of more than 64 bits.
+    (of bytes that are no UTF-8), a temperature below 0 or NaN, tokens that are no integer of at least 1 and a seed that
+    is none of 64 bits; TypeError for a prompt that is no str and a temperature that is no number.
     """
-    try:
-        given = as_bytes(prompt)
-    except UnicodeEncodeError as error:
-        wrong = prompt[error.start]
-        raise ValueError(f"bytes-lm: prompt has {wrong!r} at {error.start}; expected text, whole characters") from None
-    if not temperature >= 0:  # NaN is not either
-        raise ValueError(f"bytes-lm: temperature must be at least 0, got {temperature}")
-    if tokens < 1:
-        raise ValueError(f"bytes-lm: tokens must be at least 1, got {tokens}")
-    if not -(2**63) <= seed < 2**64:  # what torch's generators take
-        raise ValueError(f"bytes-lm: seed must be from -2^63 to 2^64 - 1, got {seed}")
+    given = _read(prompt)
+    sizes("bytes-lm", {"tokens": tokens})
+    temperature = number("bytes-lm", "temperature", temperature, "number of at least 0", 0, math.inf)
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not -(2**63) <= seed < 2**64:
+        raise ValueError(f"bytes-lm: seed is {seed!r}; expected an integer from -2^63 to 2^64 - 1")
     emit(prompt)
-    generator, memory = torch.Generator().manual_seed(seed), BytesCache()
+    generator, memory = torch.Generator().manual_seed(int(seed)), BytesCache()
     decoder, written = codecs.getincrementaldecoder("utf-8")("replace"), [prompt]
     ids = torch.cat([as_bytes(bytes([NEWFILE])), given])[None].to(model.device)
     for place in range(tokens):
