@@ -33,6 +33,18 @@ def _seed() -> None:
     (torch if GPUS else torch.default_generator).manual_seed(0)
 
 
+@pytest.fixture
+def of_ranks() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """What makes a DTensor of a tensor, over a mesh of this one rank."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = dist.init_device_mesh("cpu", (1,))
+    yield lambda x: distribute_tensor(x, mesh, [Replicate()])
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[Callable[[int], World]]:
     """`worlds(3).run(function, *args)`: a World of so many ranks, the same one for every test of a module.

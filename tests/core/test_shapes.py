@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -11,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from foci.core.errors import ShapeError
-from foci.core.shapes import Signature
+from foci.core.shapes import Signature, dense
 
 Weight = Float[Tensor, "K"]  # one letter in place would be taken for a quoted annotation
 
@@ -102,6 +103,28 @@ def test_a_tensor_without_a_place_for_every_number_is_named() -> None:
             SIGNATURE.bind(tensors(x=odd))
     with pytest.raises(ValueError, match=r"^toy: bias must be a dense tensor, got one of layout torch.sparse_coo"):
         SIGNATURE.bind(tensors(bias=torch.zeros(2, 3, 4).to_sparse()))
+
+
+@pytest.mark.parametrize("argument", ["x", "weight", "bias", "allowed"])
+def test_a_tensor_of_several_ranks_is_named(argument: str, of_ranks: Callable[[Tensor], Tensor]) -> None:
+    """In torch's words it was an op without a sharding strategy, or one that got plain tensors too."""
+    sizes = {"x": (2, 3, 5), "weight": (5,), "bias": (3, 4), "allowed": (3, 4)}
+    shared = of_ranks(torch.ones(sizes[argument]))
+    said = f"toy: {argument} is a DTensor of (Replicate(),); expected this rank's own tensor: {argument}.to_local()"
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        SIGNATURE.bind(tensors(**{argument: shared}))
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        dense("toy", argument, shared)
+    assert SIGNATURE.bind(tensors(**{argument: shared.to_local()}))["K"] == 5
+
+
+class Marked(Tensor):
+    """A subclass."""
+
+
+def test_other_subclasses_are_tensors(of_ranks: Callable[[Tensor], Tensor]) -> None:
+    marked = torch.zeros(5).as_subclass(Marked)
+    assert SIGNATURE.bind(tensors(weight=marked))["K"] == 5 and dense("toy", "weight", marked) is marked
 
 
 def test_what_is_no_tensor_is_told_in_short() -> None:

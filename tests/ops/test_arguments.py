@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import foci
 from foci.core.errors import ShapeError
@@ -86,6 +88,15 @@ def test_offsets_are_mapped_by_no_backend(function: str, backend: str | None) ->
         torch.vmap(lambda each: getattr(foci, function)(**given, offsets=each, backend=backend)[0])(
             torch.tensor([[0, 2, T], [0, 4, T]])
         )
+
+
+@pytest.mark.parametrize("function", ["linear_attention", "delta_rule", "scan", "selective_scan"])
+def test_offsets_of_several_ranks_are_named(function: str, of_ranks: Callable[[Tensor], Tensor]) -> None:
+    (spec,) = (spec for spec in SPECS.values() if spec.function == function)
+    case = next(case for case in spec.cases if "offsets" in case.make(torch.float32, CPU, 0))
+    given = case.make(torch.float32, CPU, 0)
+    with pytest.raises(ValueError, match=rf"^{function}: offsets is a DTensor of .*: offsets.to_local\(\)"):
+        getattr(foci, function)(**given | {"offsets": of_ranks(given["offsets"])})
 
 
 def test_without_an_order_nothing_decays() -> None:

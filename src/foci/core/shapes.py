@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from foci.core.errors import ShapeError
 
 Sizes = dict[str, int]
 _STRIDED = torch.strided
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 class Signature:
@@ -46,7 +48,7 @@ class Signature:
             tensor = tensors[argument]
             if tensor is None and argument in self.optional:
                 continue
-            if not isinstance(tensor, Tensor) or tensor.layout is not _STRIDED or tensor.is_nested:
+            if not isinstance(tensor, Tensor) or tensor.layout is not _STRIDED or tensor.is_nested or _of_ranks(tensor):
                 raise _refusal(self.name, argument, tensor)
             shape = tensor.shape
             if len(shape) != len(letters):
@@ -61,7 +63,7 @@ class Signature:
             tensor = tensors[argument]
             if tensor is None and argument in self.optional:
                 continue
-            if not isinstance(tensor, Tensor) or tensor.layout is not _STRIDED or tensor.is_nested:
+            if not isinstance(tensor, Tensor) or tensor.layout is not _STRIDED or tensor.is_nested or _of_ranks(tensor):
                 raise _refusal(self.name, argument, tensor)
             self._check_broadcast(argument, letters, tensor, sizes)
         return sizes
@@ -94,7 +96,7 @@ class Signature:
 
 def dense(name: str, argument: str, value: object) -> Tensor:
     """The value if it is a dense (strided, not nested) tensor; else raises TypeError or ValueError."""
-    if not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested:
+    if not isinstance(value, Tensor) or value.layout is not _STRIDED or value.is_nested or _of_ranks(value):
         raise _refusal(name, argument, value)
     return value
 
@@ -102,8 +104,22 @@ def dense(name: str, argument: str, value: object) -> Tensor:
 def _refusal(name: str, argument: str, value: object) -> Exception:
     if not isinstance(value, Tensor):
         return TypeError(f"{name}: {argument} must be a tensor, got {value!r:.200}")
+    if _of_ranks(value):
+        shared: Any = value
+        return ValueError(
+            f"{name}: {argument} is a DTensor of {shared.placements}; expected this rank's own tensor: "
+            f"{argument}.to_local() of whole rows and heads, or that and foci.parallel where ranks share a sequence"
+        )
     kind = "a nested one" if value.is_nested else f"one of layout {value.layout}"
     return ValueError(f"{name}: {argument} must be a dense tensor, got {kind}")
+
+
+def _of_ranks(tensor: Tensor) -> bool:
+    """Whether it is a DTensor: what is asked of its values, strides and memory is answered for no rank's part."""
+    if type(tensor) in _PLAIN:
+        return False
+    made = sys.modules.get("torch.distributed.tensor")  # without it there is none
+    return made is not None and isinstance(tensor, made.DTensor)
 
 
 def letters_of(hint: Any) -> list[str] | None:

@@ -135,6 +135,7 @@ def check_documents(operator: str, offsets: Tensor | None, state: Tensor | None,
         if not isinstance(offsets, Tensor) or offsets.dtype not in INTEGERS or offsets.dim() != 1:
             got = f"{short(offsets.dtype)} {list(offsets.shape)}" if isinstance(offsets, Tensor) else repr(offsets)
             raise ValueError(f"{operator}: offsets must be a 1-D int32 or int64 tensor [N + 1], got {got}")
+        dense(operator, "offsets", offsets)
         if B != 1:
             raise ShapeError(f"{operator}: offsets need a batch of 1 (documents stand end to end), got B={B}")
         if mapped(offsets):

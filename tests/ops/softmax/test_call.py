@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import foci
 from foci import Causal, Dense, Lengths, Packed, ShapeError, Unsupported, Window
 from foci.ops.arguments import LARGEST
+from foci.ops.masks import Band
 from foci.ops.softmax.call import bind
 from tests.ops.softmax.problems import BACKENDS, HALVES
 
@@ -121,6 +123,21 @@ def test_what_is_of_no_use_is_never_ignored(message: str) -> None:
     for call in (foci.attention, foci.attention_with_lse):
         with pytest.raises(TypeError, match=re.escape(message)):
             call(**GOOD | TYPES[message])
+
+
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [
+        ("kv_lengths", lambda make: Lengths(make(torch.tensor([3, 2])))),
+        ("q_lengths", lambda make: Lengths(torch.tensor([3, 2]), make(torch.tensor([3, 2])))),
+        ("Band", lambda make: Band(make(torch.tensor([0, 1])), None)),
+        ("dense", lambda make: Dense(make(torch.ones(3, 3, dtype=torch.bool)))),
+    ],
+)
+def test_a_mask_of_several_ranks_is_named(name: str, mask: Callable[..., Any], of_ranks: Callable[..., Tensor]) -> None:
+    q = torch.zeros(2, 3, 2, 4)
+    with pytest.raises(ValueError, match=rf"^attention: {name} is a DTensor of .*: {name}.to_local\(\)"):
+        foci.attention(q, q, q, mask=mask(of_ranks))
 
 
 def test_options_are_keywords() -> None:

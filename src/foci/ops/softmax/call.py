@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from foci.core.errors import ShapeError
-from foci.core.shapes import Signature
+from foci.core.shapes import Signature, dense
 from foci.core.spec import accumulator
 from foci.ops.arguments import AUTOCAST, DTYPES, number, scaling, short
 from foci.ops.masks import Mask, Visible, check, existing, lower, materialize
@@ -230,7 +230,7 @@ def _check_rest(visible: Visible, bias: Tensor | None, sink: Tensor | None, q: T
                 + ("; a boolean mask is `mask=Dense(...)`" if name == "bias" and tensor.dtype == torch.bool else "")
             )
     for name, tensor in zip(_BESIDE, (bias, sink, *visible[:5]), strict=True):
-        if tensor is not None and tensor.device != q.device:
+        if tensor is not None and dense("attention", name, tensor).device != q.device:
             raise ValueError(f"attention: {name} is on {tensor.device}, q is on {q.device}; expected one device")
     rows, word = sizes["B"], "rows in the batch"
     if visible.q_offsets is not None:
@@ -240,5 +240,5 @@ def _check_rest(visible: Visible, bias: Tensor | None, sink: Tensor | None, q: T
     if visible.kv_lengths is not None and visible.kv_lengths.shape[0] != rows:
         raise ShapeError(f"attention: Lengths has {visible.kv_lengths.shape[0]} entries; expected {rows}, the {word}")
     for bound in (visible.band_low, visible.band_high):
-        if bound is not None and bound.shape[0] not in (1, rows):
+        if bound is not None and dense("attention", "Band", bound).shape[0] not in (1, rows):
             raise ShapeError(f"attention: Band has {bound.shape[0]} entries; expected 1 or {rows}, the {word}")
