@@ -24,7 +24,7 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (D
 
 @pytest.fixture(scope="module")
 def page(bert: Accelerated, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report with everything in it: pictures, text, something left, a compilation that was measured."""
+    """A report with everything in it: pictures, text, something left, numbers left out, a compilation measured."""
     folder = tmp_path_factory.mktemp("report")
     compiled = CompilePlan(
         mode="blocks",
@@ -40,9 +40,11 @@ def page(bert: Accelerated, tmp_path_factory: pytest.TempPathFactory) -> Path:
         budget=1e-5,
         graphs_two_resolutions=2,
     )
+    proof = [row | {"left_out": 12} if row["where"] == "whole model" else row for row in bert.plan.proof]
     plan = dataclasses.replace(
         bert.plan,
         compile=compiled,
+        proof=proof,
         skipped=[["pooler.attn", "Own </script> calls <b>nothing</b>"], ["text_encoder", "beside the transformer"]],
         demo={"sentence": "two lines", "lines_before": ["a < b"], "lines_after": ["a < b"]},
     )
@@ -120,6 +122,17 @@ def test_page_is_self_contained_and_escapes_what_it_is_given(page: Path) -> None
     own = text.split("<script>")[0]
     assert "https://" not in own and 'src="data:image/png' in own
     assert "Own &lt;/script&gt;" in own and "<b>nothing" not in own
+
+
+def test_numbers_that_the_proof_leaves_out_stand_beside_their_comparison(page: Path) -> None:
+    """In the table of the worst, and in that of all."""
+    text, proof = page.read_text(), json.loads((page.parent / "plan.json").read_text())["proof"]
+    places = [place for place, row in enumerate(proof) if row["left_out"]]
+    assert places and len(places) < len(proof)
+    for place, row in enumerate(proof):
+        said = f'but <span class="fig" data-from="proof.{place}.left_out" data-value="12">12</span> numbers, not finite'
+        rows = [line for line in text.splitlines() if said in line]
+        assert len(rows) == (2 if row["left_out"] else 0) and all(f"<td>{row['against']}</td>" in line for line in rows)
 
 
 def test_headline_never_rounds_up(bert: Accelerated) -> None:
