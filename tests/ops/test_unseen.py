@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foci.ops.unseen import insist, unseen
+from foci.ops.unseen import insist, insist_ends, unseen
 
 
 def twice(x: Tensor) -> Tensor:
@@ -55,3 +55,52 @@ def test_what_cannot_be_traced_is_left_out() -> None:
     compiled = torch.compile(torch.func.vmap(twice), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(torch.arange(6).view(2, 3)), torch.arange(6).view(2, 3) * 2)
     assert insist(torch.zeros((), dtype=torch.bool, device="meta"), "a GPU is not waited for") is None
+
+
+def ends(*values: Tensor | None) -> Tensor:
+    """insist_ends of 5 queries and 7 keys, in something to compute."""
+    insist_ends(*values, 5, 7)
+    return sum((x.sum() for x in values if x is not None), torch.zeros(()))
+
+
+NAMES = ("q_offsets", "kv_offsets", "kv_lengths", "q_lengths")
+STARTS, EACH = "must start at 0, never decrease and end at {} or before", "must each be 0 to the tokens of its row"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"q_offsets": [0, 0, 3, 3, 5, 5]}, None),  # documents of nothing: first, between, last
+        ({"kv_offsets": [0, 0, 4, 4, 7, 7]}, None),
+        ({"q_offsets": [0]}, None),
+        ({"q_offsets": [0, 2, 4], "kv_offsets": [0, 3, 6]}, None),  # tokens of no document behind them
+        ({"kv_lengths": [0, 7], "q_lengths": [0, 5]}, None),
+        ({"q_offsets": [0, 2, 2, 5], "q_lengths": [2, 0, 3], "kv_lengths": [7, 0, 0]}, None),
+        ({"q_offsets": [1, 3, 5]}, f"Packed: q_offsets {STARTS.format(5)}"),
+        ({"q_offsets": [0, 3, 2, 5]}, f"Packed: q_offsets {STARTS.format(5)}"),
+        ({"q_offsets": [0, 6]}, f"Packed: q_offsets {STARTS.format(5)}"),
+        ({"kv_offsets": [-1, 7]}, f"Packed: kv_offsets {STARTS.format(7)}"),
+        ({"kv_offsets": [0, 1, 0, 7]}, f"Packed: kv_offsets {STARTS.format(7)}"),
+        ({"kv_offsets": [0, 8]}, f"Packed: kv_offsets {STARTS.format(7)}"),
+        ({"kv_lengths": [0, -1]}, f"Lengths: kv_lengths {EACH}"),
+        ({"kv_lengths": [8, 0]}, f"Lengths: kv_lengths {EACH}"),
+        ({"q_lengths": [-1]}, f"Lengths: q_lengths {EACH}"),
+        ({"q_lengths": [6]}, f"Lengths: q_lengths {EACH}"),
+        ({"q_offsets": [0, 2, 2, 5], "q_lengths": [2, 1, 3]}, f"Lengths: q_lengths {EACH}"),
+        ({"kv_offsets": [0, 0, 7], "kv_lengths": [1, 7]}, f"Lengths: kv_lengths {EACH}"),
+    ],
+    ids=str,
+)
+def test_where_documents_and_rows_may_end(given: dict[str, list[int]], message: str | None) -> None:
+    """Mapped by vmap, whose every row is looked at, and compiled."""
+    values = [None if name not in given else torch.tensor(given[name]) for name in NAMES]
+    rows = [x if x is None else x[None] for x in values]
+    torch.compiler.reset()  # which keeps count of how often it compiled this function
+    compiled = torch.compile(ends, fullgraph=True, backend="aot_eager")
+    if message is None:
+        assert torch.vmap(ends, tuple(x if x is None else 0 for x in rows))(*rows)[0] == compiled(*values)
+        return
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        torch.vmap(ends, tuple(x if x is None else 0 for x in rows))(*rows)
+    with pytest.raises(RuntimeError, match=message):
+        compiled(*values)
