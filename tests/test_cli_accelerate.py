@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from foci import cli
+from foci.accelerate import zoo
 
 
 def foci(*words: str) -> int:
@@ -57,6 +58,17 @@ def test_bad_input(words: list[str], sentence: str, tmp_path: Path, capsys: pyte
     said = capsys.readouterr().err
     assert sentence in said and len(said.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "words", [["--calls", "0"], ["--calls", "-3"], ["--dtype", "int3"], ["--device", "warp"], ["--compile", "so"]]
+)
+def test_bad_options_are_refused_before_a_model_is_loaded(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(zoo, "_subject", lambda name: pytest.fail(f"{name} was loaded"))
+    assert foci("bert", *words, "--out", str(tmp_path / "out")) == 2
+    assert words[0].strip("-") in capsys.readouterr().err
 
 
 def test_out_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from foci import cli
+from foci import cli, cli_ranks
 
 
 def foci(*words: str) -> int:
@@ -27,7 +27,12 @@ def foci(*words: str) -> int:
             "--nproc-per-node 4 -m foci accelerate ..., or let foci start them: --world 4",
         ),
         (["--world", "4", "--ulysses", "2", "--ring", "1"], "ulysses 2 is 2 ranks, but there are 4"),
-        (["--world", "4", "--cfg", "3"], "cfg 3 is 3 ranks, but there are 4"),
+        (["--world", "4", "--data", "3"], "data 3 is 3 ranks, but there are 4"),
+        (["--world", "4", "--cfg", "4"], "--cfg must be 1 or 2, as guidance has two branches, got 4"),
+        (["--world", "2", "--dtype", "int3"], "dtype must be one of float32, bfloat16, float16, float64, got 'int3'"),
+        (["--world", "2", "--device", "warp"], "--world starts ranks on the CPU, and --device is warp"),
+        (["--world", "2", "--device", "cpu:one"], "device must be like cpu or cuda:0, got 'cpu:one'"),
+        (["nobody", "--world", "2"], "unknown model 'nobody'; expected one of digits-dit"),
         (["--world", "0"], "--world must be at least 1, got 0"),
         (["--ring", "0", "--world", "2"], "--ring must be at least 1, got 0"),
         (["--world", "2", "--compile", "on"], "--compile on is not for a run over ranks"),
@@ -42,8 +47,12 @@ def foci(*words: str) -> int:
         (["--world", "2", "--patches", "4"], "--patches is an option of --pipe"),
     ],
 )
-def test_bad_input(words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert foci("pixart", *words, "--out", str(tmp_path / "out")) == 2
+def test_bad_input(
+    words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli_ranks, "World", lambda *args, **options: pytest.fail("ranks were started"))
+    model = () if not words[0].startswith("-") else ("pixart",)
+    assert foci(*model, *words, "--out", str(tmp_path / "out")) == 2
     said = capsys.readouterr().err
     assert sentence in said and len(said.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()

@@ -35,6 +35,8 @@ def accelerate(
 
     if compile not in ("auto", "on", "off"):
         raise ValueError(f"--compile must be auto, on or off, got {compile!r}")
+    if calls < 1:
+        raise ValueError(f"--calls must be at least 1, got {calls}")
     _require_writable(out)
     if ranks.wanted:
         require_default({"compile": (compile, "auto"), "calls": (calls, 100)})

@@ -70,13 +70,17 @@ def run(job: Job, world: int | None) -> dict[str, Any] | None:
 
     None on torchrun's ranks but the first.
 
-    Raises ValueError, before anything starts, for ranks that nobody starts, started twice, or degrees that miss them.
+    Raises ValueError, before anything starts, for ranks that nobody starts, started twice, or degrees that miss them;
+    and for a model, device or dtype that there is not, before it is loaded.
     """
+    from foci.accelerate import zoo
+
     if launched():
         if world is not None:
             raise ValueError(
                 f"accelerate: --world {world} starts ranks, but torchrun has started this one already; leave it away"
             )
+        zoo.known(job.model, device=job.device, dtype=job.dtype)
         return _as_launched(job)
     if world is None:
         job.ways.over(job.ways.size, heads=1)  # what does not fit that many ranks is said before that there are none
@@ -86,6 +90,7 @@ def run(job: Job, world: int | None) -> dict[str, Any] | None:
             f"{job.ways.size}"
         )
     _require_possible(job, world)
+    zoo.known(job.model, device=job.device, dtype=job.dtype)
     with World(
         world, timeout=600.0, limit=6 * 3600.0, preload=("foci.parallel", "diffusers.models.transformers")
     ) as here:
@@ -96,7 +101,7 @@ def run(job: Job, world: int | None) -> dict[str, Any] | None:
 def _require_possible(job: Job, world: int) -> None:
     if world < 1:
         raise ValueError(f"accelerate: --world must be at least 1, got {world}")
-    if torch.device(job.device).type != "cpu":
+    if job.device.partition(":")[0] != "cpu":
         raise ValueError(
             f"accelerate: --world starts ranks on the CPU, and --device is {job.device}; for GPUs use torchrun "
             f"--nproc-per-node {world} -m foci accelerate ..."

@@ -45,3 +45,9 @@ def test_degrees_that_miss_the_world_are_refused(asked: Ways, world: int, senten
 def test_a_degree_is_at_least_one(degree: int) -> None:
     with pytest.raises(ValueError, match=f"--ring must be at least 1, got {degree}"):
         Ways(ring=degree)
+
+
+def test_guidance_has_two_branches() -> None:
+    assert Ways(cfg=1).size == 1 and Ways(cfg=2).size == 2
+    with pytest.raises(ValueError, match="--cfg must be 1 or 2, as guidance has two branches, got 3"):
+        Ways(cfg=3)

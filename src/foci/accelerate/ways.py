@@ -28,6 +28,8 @@ class Ways:
             least = 0 if name == "warmup" else 1
             if count is not None and count < least:
                 raise ValueError(f"accelerate: --{name} must be at least {least}, got {count}")
+        if self.cfg is not None and self.cfg > 2:
+            raise ValueError(f"accelerate: --cfg must be 1 or 2, as guidance has two branches, got {self.cfg}")
         if self.text not in ("auto", "split", "replicated"):
             raise ValueError(f"accelerate: --text must be auto, split or replicated, got {self.text!r}")
         for name in ("patches", "warmup"):

@@ -38,7 +38,7 @@ def load(name: str, *, device: str = "cpu", dtype: str = "float32") -> Subject:
 
     Raises ValueError when there is no such model, it cannot be fetched, or foci does not know what its forward takes.
     """
-    place, kind = _device(device), _dtype(dtype)
+    place, kind = known(name, device=device, dtype=dtype)
     with torch.device("cpu"):  # where its weights and inputs are drawn, whatever the program's default device is
         subject = _subject(name)
     model = subject.model.eval()
@@ -51,17 +51,24 @@ def load(name: str, *, device: str = "cpu", dtype: str = "float32") -> Subject:
     return Subject(subject.name, subject.note, model, **moved, show=subject.show)
 
 
+def known(name: str, *, device: str = "cpu", dtype: str = "float32") -> tuple[torch.device, torch.dtype]:
+    """The device and the dtype of these names; ValueError for what `load` refuses before it loads anything."""
+    place, kind = _device(device), _dtype(dtype)
+    on_hub = name.count("/") == 1 and not name.startswith((".", "/")) and not name.endswith("/")
+    if not (name in NAMES or Path(name).is_dir() or on_hub):
+        raise ValueError(
+            f"accelerate: unknown model {name!r}; expected one of {', '.join(NAMES)}, a directory that exists, "
+            "or a hub id like owner/name"
+        )
+    return place, kind
+
+
 def _subject(name: str) -> Subject:
     if name in NAMES:
         return NAMES[name]()
     if Path(name).is_dir():
         return _pretrained(name, Path(name).name, _local(Path(name)))
-    if name.count("/") == 1 and not name.startswith((".", "/")) and not name.endswith("/"):
-        return _pretrained(name, name, _from_hub(name))
-    raise ValueError(
-        f"accelerate: unknown model {name!r}; expected one of {', '.join(NAMES)}, a directory that exists, "
-        "or a hub id like owner/name"
-    )
+    return _pretrained(name, name, _from_hub(name))
 
 
 def _device(name: str) -> torch.device:
