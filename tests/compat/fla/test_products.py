@@ -168,3 +168,61 @@ def test_half_precision(options: dict[str, Any]) -> None:
     mine = [out, *torch.autograd.grad(out.sum(), list(half.values()))]
     for x, y in zip(mine, [expected, *torch.autograd.grad(expected.sum(), list(exact.values()))], strict=True):
         assert (x.double() - y).square().mean().sqrt() <= 5e-3 * y.square().mean().sqrt()
+
+
+ROWS = {"q": (4, H, K), "k": (4, H, K), "v": (4, H, V), "initial_state": (H, K, V)}
+RANK_ONE = {"a": (4, H, K), "b": (4, H, K)}
+RWKV7 = {**ROWS, **RANK_ONE, "r": (4, H, K), "w": (4, H, K)}
+COMBA = {**ROWS, "p": (4, H, K), "g": (4, H), "beta": (4, H)}
+TENSORS = {
+    "chunk_gated_delta_product": {**ROWS, "k": (8, H, K), "v": (8, H, V), "g": (4, H), "beta": (8, H)},
+    "chunk_iplr_delta_rule": {**ROWS, **RANK_ONE},
+    "fused_recurrent_iplr_delta_rule": {**ROWS, **RANK_ONE},
+    "chunk_dplr_delta_rule": {**ROWS, **RANK_ONE, "gk": (4, H, K)},
+    "fused_recurrent_dplr_delta_rule": {**ROWS, **RANK_ONE, "gk": (4, H, K)},
+    "chunk_rwkv7": {name: shape for name, shape in RWKV7.items() if name != "q"},
+    "fused_recurrent_rwkv7": {name: shape for name, shape in RWKV7.items() if name != "q"},
+    "fused_mul_recurrent_rwkv7": {
+        name: shape for name, shape in (RWKV7 | {"kk": (4, H, K)}).items() if name not in ("q", "b")
+    },
+    "chunk_comba": COMBA,
+    "fused_recurrent_comba": COMBA,
+}
+
+
+@pytest.mark.parametrize(("function", "name"), [(f, name) for f, shapes in TENSORS.items() for name in shapes])
+def test_what_is_wrong_with_a_tensor_is_said_by_its_name_in_fla(function: str, name: str) -> None:
+    """It ended in the words of torch.stack and of attributes that None has not."""
+    given: dict[str, Any] = {each: torch.zeros(2, *shape) for each, shape in TENSORS[function].items()}
+    given |= {"num_householder": 2} if "product" in function else {}
+    getattr(ours, function)(**given)
+    x = given[name]
+    wrong = {
+        "list": [1.0], "sparse": x.to_sparse(), "int": x.long(), "meta": x.to("meta"), "rank": x[..., 0],
+        "last": torch.cat([x, x[..., :1]], -1), "tokens": torch.cat([x, x[:, :1]], 1),
+    }  # fmt: skip
+    wrong |= {"rows": x[:1]} if name != "initial_state" else {}
+    for each in wrong.values():
+        with pytest.raises((TypeError, ValueError)) as told:
+            getattr(ours, function)(**given | {name: each})
+        elsewhere = "expected meta" in str(told.value)  # the first says where the others are to be
+        assert elsewhere or name in str(told.value).replace(",", " ").replace(":", " ").split(), told.value
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"lower_bound": "x"}, TypeError, "fla: lower_bound must be a number, got 'x'"),
+        ({"lower_bound": 1.0}, ValueError, "lower_bound must be negative, got 1.0"),
+        ({"lower_bound": torch.nan}, ValueError, "fla: lower_bound must be a finite number, got nan"),
+        ({"cu_seqlens": [0, 4]}, TypeError, r"fla: cu_seqlens must be a tensor, got \[0, 4\]"),
+        ({"cu_seqlens_cpu": [0, 4]}, TypeError, r"fla: cu_seqlens_cpu must be a tensor, got \[0, 4\]"),
+        ({"output_final_state": None}, TypeError, "fla: output_final_state must be True or False, got None"),
+    ],
+)
+def test_what_is_wrong_with_an_option_is_said_by_its_name_in_fla(
+    change: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    given = {each: torch.zeros(1, *shape) for each, shape in TENSORS["chunk_dplr_delta_rule"].items()}
+    with pytest.raises(kind, match=f"^{message}"):
+        ours.chunk_dplr_delta_rule(**given, **change)

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from foci.core.errors import ShapeError, Unsupported
+from foci.core.shapes import dense
 from foci.core.spec import accumulator
 from foci.nn.parts import l2norm
 from foci.nn.recurrent import selective_decay
+from foci.ops.arguments import number
 from foci.ops.decay.api import linear_attention
 from foci.ops.delta.api import delta_rule
 
@@ -41,6 +43,12 @@ class Run:
     cu_seqlens: Tensor | None
     reverse: bool = False
     state_v_first: bool = False
+
+    def __post_init__(self) -> None:
+        if self.cu_seqlens is not None:
+            dense("fla", "cu_seqlens", self.cu_seqlens)
+        if not isinstance(self.output_final_state, bool):
+            raise TypeError(f"fla: output_final_state must be True or False, got {self.output_final_state!r}")
 
     def linear(
         self,
@@ -183,8 +191,7 @@ def gated(
     if use_gate_in_kernel:
         if g is None:
             raise ValueError("use_gate_in_kernel=True needs g, the gate before its activation")
-        if lower_bound is not None and not lower_bound < 0:
-            raise ValueError(f"lower_bound must be negative, got {lower_bound}")
+        below_zero("lower_bound", lower_bound)
         if safe_gate and (lower_bound is None or lower_bound < -5):
             raise ValueError(
                 f"safe_gate=True and use_gate_in_kernel=True need lower_bound in [-5, 0), got {lower_bound}"
@@ -217,6 +224,12 @@ def unit(use_qk_l2norm_in_kernel: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(l2norm(x) for x in tensors) if use_qk_l2norm_in_kernel else tensors
 
 
+def below_zero(name: str, value: float | None) -> None:
+    """Raise unless it is None or a negative number."""
+    if value is not None and not number("fla", name, value) < 0:
+        raise ValueError(f"{name} must be negative, got {value}")
+
+
 def refuse(function: str, given: Mapping[str, object]) -> None:
     """Unsupported for those of the arguments that foci does not honour and that were given: neither None nor False."""
     given = {name: value for name, value in given.items() if value is not None and value is not False}
@@ -237,6 +250,7 @@ def tuning(
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1 or chunk_size & (chunk_size - 1)):
         raise ValueError(f"chunk_size must be a power of 2, got {chunk_size!r}")
     if cu_seqlens_cpu is not None:
+        dense("fla", "cu_seqlens_cpu", cu_seqlens_cpu)
         shape = None if cu_seqlens is None else list(cu_seqlens.shape)
         if shape != list(cu_seqlens_cpu.shape) or cu_seqlens_cpu.device.type != "cpu":
             got = f"{list(cu_seqlens_cpu.shape)} on {cu_seqlens_cpu.device}"

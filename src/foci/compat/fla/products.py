@@ -7,10 +7,22 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 
-from foci.compat.fla.arguments import Pair, Run, ones, refuse, tuning, unit
+from foci.compat.fla.arguments import Pair, Run, below_zero, ones, refuse, tuning, unit
 from foci.core.errors import ShapeError
+from foci.core.shapes import Signature
+from foci.ops.arguments import check_rest
+
+Row = Float[Tensor, "B T H K"]
+Value = Float[Tensor, "B T H V"]
+Gate = Float[Tensor, "B T H"]
+State = Float[Tensor, "N H K V"]
+Grouped = Float[Tensor, "B T G K"]  # heads of v come in groups that share one of these
+StepRow = Float[Tensor, "B R G K"]  # R steps: n of each token
+StepValue = Float[Tensor, "B R H V"]
+StepGate = Float[Tensor, "B R H"]
 
 # From here up exp(-log_decay) is far from overflow, so that a read before the decay can be written as one after it.
 _BOUND = -20.0
@@ -24,6 +36,13 @@ class Step(NamedTuple):
     beta: Tensor
     erase: Tensor
     log_decay: Tensor | None = None
+
+
+def _hold(signature: Signature, tensors: dict[str, Tensor | None]) -> None:
+    """Raise, by FLA's names, for what is no tensor, has other sizes, holds whole numbers or lies elsewhere."""
+    signature.bind(tensors)
+    first = next(x for x in tensors.values() if x is not None)
+    check_rest("fla", first, tensors)
 
 
 def _at(x: Tensor, n: int, slot: int) -> Tensor:
@@ -88,14 +107,14 @@ def _dplr(
 
 
 def chunk_gated_delta_product(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor,
+    q: Grouped,
+    k: StepRow,
+    v: StepValue,
+    g: Gate | None,
+    beta: StepGate,
     num_householder: int,
     scale: float | None = None,
-    initial_state: Tensor | None = None,
+    initial_state: State | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -112,6 +131,8 @@ def chunk_gated_delta_product(
     """
     refuse("chunk_gated_delta_product", {"cp_context": cp_context})
     tuning(cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
+    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
+    _hold(_PRODUCT, tensors)
     n = num_householder
     if not isinstance(n, int) or n < 1:
         raise ValueError(f"num_householder must be a whole number from 1 up, got {n!r}")
@@ -121,19 +142,20 @@ def chunk_gated_delta_product(
             f"{n} steps a token (num_householder) and as many tokens in g"
         )
     q, k = unit(use_qk_l2norm_in_kernel, q, k)
-    run = Run(scale, initial_state, output_final_state, None if cu_seqlens is None else cu_seqlens * n)
+    run = Run(scale, initial_state, output_final_state, cu_seqlens)
+    run = replace(run, cu_seqlens=None if cu_seqlens is None else cu_seqlens * n)
     out, final = run.delta(_at(q, n, n - 1), k, v, beta, None if g is None else _at(g, n, 0))
     return out[:, n - 1 :: n].contiguous(), final
 
 
 def chunk_iplr_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
+    q: Row,
+    k: Row,
+    v: Value,
+    a: Row,
+    b: Row,
     scale: float | None = None,
-    initial_state: Tensor | None = None,
+    initial_state: State | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
@@ -149,29 +171,30 @@ def chunk_iplr_delta_rule(
 
 
 def fused_recurrent_iplr_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
+    q: Row,
+    k: Row,
+    v: Value,
+    a: Row,
+    b: Row,
     scale: float | None = None,
-    initial_state: Tensor | None = None,
+    initial_state: State | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Pair:
     """`chunk_iplr_delta_rule`: in foci the two names are one computation."""
+    _hold(_IPLR, {"q": q, "k": k, "v": v, "a": a, "b": b, "initial_state": initial_state})
     return _dplr(Run(scale, initial_state, output_final_state, cu_seqlens), q, k, v, a, b, None)
 
 
 def chunk_dplr_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    gk: Tensor,
+    q: Row,
+    k: Row,
+    v: Value,
+    a: Row,
+    b: Row,
+    gk: Row,
     scale: float | None = None,
-    initial_state: Tensor | None = None,
+    initial_state: State | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
@@ -194,38 +217,39 @@ def chunk_dplr_delta_rule(
         chunk_size=chunk_size, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, safe_gate=safe_gate,
         disable_recompute=disable_recompute,
     )  # fmt: skip
-    if lower_bound is not None and not lower_bound < 0:
-        raise ValueError(f"lower_bound must be negative, got {lower_bound}")
+    _hold(_DPLR, {"q": q, "k": k, "v": v, "a": a, "b": b, "gk": gk, "initial_state": initial_state})
+    below_zero("lower_bound", lower_bound)
     bounded = safe_gate or (lower_bound is not None and lower_bound >= _BOUND)
     return _dplr(Run(scale, initial_state, output_final_state, cu_seqlens), q, k, v, a, b, gk, bounded)
 
 
 def fused_recurrent_dplr_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    gk: Tensor,
+    q: Row,
+    k: Row,
+    v: Value,
+    a: Row,
+    b: Row,
+    gk: Row,
     scale: float | None = None,
-    initial_state: Tensor | None = None,
+    initial_state: State | None = None,
     output_final_state: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Pair:
     """`chunk_dplr_delta_rule`, in either direction."""
+    _hold(_DPLR, {"q": q, "k": k, "v": v, "a": a, "b": b, "gk": gk, "initial_state": initial_state})
     return _dplr(Run(scale, initial_state, output_final_state, cu_seqlens, reverse), q, k, v, a, b, gk)
 
 
 def chunk_rwkv7(
-    r: Tensor,
-    w: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
+    r: Row,
+    w: Row,
+    k: Row,
+    v: Value,
+    a: Row,
+    b: Row,
     scale: float | None = 1.0,
-    initial_state: Tensor | None = None,
+    initial_state: State | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
@@ -240,6 +264,7 @@ def chunk_rwkv7(
     lower_bound=-0.6065..., which the model's w obeys, makes it two delta steps a token instead of three.
     Paper: Peng et al. 2025 (arXiv 2503.14456).
     """
+    _hold(_RWKV7, {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b, "initial_state": initial_state})
     return chunk_dplr_delta_rule(
         r, k, v, a, b, w, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu, safe_gate, chunk_size,
         disable_recompute, cp_context, lower_bound,
@@ -247,49 +272,51 @@ def chunk_rwkv7(
 
 
 def fused_recurrent_rwkv7(
-    r: Tensor,
-    w: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
+    r: Row,
+    w: Row,
+    k: Row,
+    v: Value,
+    a: Row,
+    b: Row,
     scale: float | None = None,
-    initial_state: Tensor | None = None,
+    initial_state: State | None = None,
     output_final_state: bool = True,
     cu_seqlens: Tensor | None = None,
 ) -> Pair:
     """`chunk_rwkv7`, but the default scale is K**-0.5 and the final state is returned by default, as in FLA."""
+    _hold(_RWKV7, {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b, "initial_state": initial_state})
     return chunk_dplr_delta_rule(r, k, v, a, b, w, scale, initial_state, output_final_state, cu_seqlens)
 
 
 def fused_mul_recurrent_rwkv7(
-    r: Tensor,
-    w: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kk: Tensor,
-    a: Tensor,
+    r: Row,
+    w: Row,
+    k: Row,
+    v: Value,
+    kk: Row,
+    a: Row,
     scale: float | None = 1.0,
-    initial_state: Tensor | None = None,
+    initial_state: State | None = None,
     output_final_state: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Pair:
     """RWKV-7 in the model's own letters: `chunk_rwkv7` with a = -kk and b = kk * a, in either direction."""
+    _hold(_RWKV7_MODEL, {"r": r, "w": w, "k": k, "v": v, "kk": kk, "a": a, "initial_state": initial_state})
     return fused_recurrent_dplr_delta_rule(
         r, k, v, -kk, kk * a, w, scale, initial_state, output_final_state, reverse, cu_seqlens
     )
 
 
 def chunk_comba(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    p: Tensor | None,
-    g: Tensor,
-    beta: Tensor | None = None,
+    q: Grouped,
+    k: Grouped,
+    v: Value,
+    p: Grouped | None,
+    g: Gate,
+    beta: Gate | None = None,
     scale: float | None = None,
-    initial_state: Tensor | None = None,
+    initial_state: State | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -303,6 +330,8 @@ def chunk_comba(
     Paper: Hu et al. 2025 (arXiv 2506.02475).
     """
     tuning(cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
+    tensors = {"q": q, "k": k, "v": v, "p": p, "g": g, "beta": beta, "initial_state": initial_state}
+    _hold(_COMBA, tensors)
     q, k, p = unit(use_qk_l2norm_in_kernel, q, k, k if p is None else p)
     beta = ones(v) if beta is None else beta
     decay = _row(g[..., None].expand(*g.shape, k.shape[-1]))
@@ -311,14 +340,14 @@ def chunk_comba(
 
 
 def fused_recurrent_comba(
-    q: Tensor,
-    k: Tensor,
-    p: Tensor | None,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None = None,
+    q: Grouped,
+    k: Grouped,
+    p: Grouped | None,
+    v: Value,
+    g: Gate,
+    beta: Gate | None = None,
     scale: float | None = None,
-    initial_state: Tensor | None = None,
+    initial_state: State | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -327,3 +356,12 @@ def fused_recurrent_comba(
     return chunk_comba(
         q, k, v, p, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
     )
+
+
+_PRODUCT, _IPLR, _DPLR, _RWKV7, _RWKV7_MODEL, _COMBA = (
+    Signature(function, "fla")
+    for function in (
+        chunk_gated_delta_product, fused_recurrent_iplr_delta_rule, chunk_dplr_delta_rule, chunk_rwkv7,
+        fused_mul_recurrent_rwkv7, chunk_comba,
+    )
+)  # fmt: skip
