@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from foci.core.errors import Disagreement, RankError
 from foci.core.world import World
 from foci.parallel import balance
 from foci.parallel.balance import Piece, cut, length, pieces, positions, shard, unshard
@@ -205,3 +206,36 @@ def test_shards_of_other_dtypes_are_a_disagreement(worlds: Callable[[int], World
     messages = {str(each.error) for each in worlds(3).outcomes(join_other_dtypes)}
     (message,) = messages
     assert "dtype: torch.float64 on rank 0; torch.float32 on ranks 1, 2" in message
+
+
+def join_what_one_rank_has_wrong(kind: str, everyone: bool) -> None:
+    """Of a group, or of a mesh of groups, rank 1 alone, or every rank."""
+    two = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "ring")) if "mesh" in kind else None
+    wrong = everyone or dist.get_rank() == 1
+    x = torch.zeros(1, 2, 1, dtype=torch.float64 if wrong and "dtype" in kind else torch.float32)
+    order = "spiral" if wrong and "order" in kind else "plain"
+    unshard(x, two or dist.group.WORLD, order, 7 if wrong and "dim" in kind else 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("dim", "ValueError: unshard: dim must be one of the 3 dimensions of x, got 7"),
+        ("dim on a mesh", "ValueError: unshard: dim must be one of the 3 dimensions of x, got 7"),
+        ("order", "ValueError: order must be one of 'plain', 'zigzag', 'stripe', got 'spiral'"),
+        ("order on a mesh", "ValueError: order must be one of 'plain', 'zigzag', 'stripe', got 'spiral'"),
+    ],
+)
+def test_what_one_rank_has_wrong_is_told_to_all(worlds: Callable[[int], World], kind: str, sentence: str) -> None:
+    """They waited for it until the group's timeout, and heard then that it did not answer."""
+    for each in worlds(4).outcomes(join_what_one_rank_has_wrong, kind, False):
+        assert isinstance(each.error, RankError) and each.error.rank == 1 and sentence in str(each.error), each
+    for each in worlds(4).outcomes(join_what_one_rank_has_wrong, kind, True):
+        assert f"{type(each.error).__name__}: {each.error}" == sentence
+
+
+def test_groups_of_a_mesh_hear_that_those_of_another_disagree(worlds: Callable[[int], World]) -> None:
+    first, second, *others = worlds(4).outcomes(join_what_one_rank_has_wrong, "dtype on a mesh", False)
+    assert str(first.error) == str(second.error) and isinstance(first.error, Disagreement)
+    for each in others:
+        assert isinstance(each.error, RankError) and "Disagreement: unshard: ranks disagree" in str(each.error), each

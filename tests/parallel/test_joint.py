@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import foci
-from foci.core.errors import Disagreement, ShapeError, Unsupported
+from foci.core.errors import Disagreement, RankError, ShapeError, Unsupported
 from foci.core.world import World
 from foci.parallel.balance import shard, unshard
 from foci.parallel.joint import joint
@@ -181,6 +181,25 @@ def unlike(kind: str, text: str) -> None:
 def test_ranks_must_mean_the_same_text_and_mask(worlds: Worlds, kind: str, text: str, words: str) -> None:
     for outcome in worlds(3).outcomes(unlike, kind, text):
         assert isinstance(outcome.error, Disagreement) and words in str(outcome.error)
+
+
+def alone(kind: str, everyone: bool) -> None:
+    """Rank 1's values of the text, or everyone's, are of another dtype."""
+    world, x = dist.group.WORLD, torch.randn(1, 4, 4, 4)
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "ring")) if kind == "usp" else None
+    wraps = {"ring": lambda: ring(foci.attention, world), "ulysses": lambda: ulysses(foci.attention, world)}
+    attend = joint(usp(foci.attention, mesh) if mesh else wraps[kind]())
+    attend(x, x, x, x, x, x.double() if everyone or dist.get_rank() == 1 else x)
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses", "usp"])
+def test_what_does_not_fit_on_one_rank_is_told_to_all(worlds: Worlds, kind: str) -> None:
+    """They waited for it until the group's timeout, and heard then that it did not answer."""
+    for outcome in worlds(4).outcomes(alone, kind, False):
+        assert isinstance(outcome.error, RankError) and outcome.error.rank == 1, outcome
+        assert "ValueError: joint: text_v is torch.float64 on cpu" in str(outcome.error)
+    for outcome in worlds(4).outcomes(alone, kind, True):
+        assert isinstance(outcome.error, ValueError) and str(outcome.error).startswith("joint: text_v is torch.float64")
 
 
 def test_what_cannot_be_joined_is_refused() -> None:

@@ -131,6 +131,32 @@ class Doing:
         return Failure(RAISED, self.group.ranks[self.group.rank], self.step, self.direction, text)
 
 
+def checked(groups: Sequence[Group], operator: str, function: Callable[..., Result], *args: Any) -> Result:
+    """`function(*args)`, after which the ranks of these groups begin a protocol, the first group's first.
+
+    When it raises here they hear of it where they agree, and all raise as of any other work.
+    """
+    try:
+        return function(*args)
+    except Exception as error:
+        if groups and groups[0].host:
+            doing = Doing(groups[0], operator, "forward", groups[1:])
+            doing.own, doing.failure = error, doing._failure(error)
+            with doing:
+                doing.agree({})
+        raise
+
+
+def declining(groups: Sequence[Group], function: Callable[..., Result], *args: Any) -> Result:
+    """`function(*args)`, in which ranks agree before these groups' do: who fails there declines to all of them."""
+    try:
+        return function(*args)
+    except Exception as error:
+        for group in groups:
+            group.decline(Doing(group, "")._failure(error))
+        raise
+
+
 class Pending:
     """A transfer in flight; `wait()` returns the received tensors."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foci.parallel.balance import Order, Piece, cut, length, pieces
+from foci.parallel.exchange import declining
 from foci.parallel.group import Group
 from foci.parallel.operators import Operator
 
@@ -43,11 +44,12 @@ def tell_counts(
 ) -> list[list[int]]:
     """Check that facts are equal on all ranks of all groups, and gather their numbers, by `place_of`."""
     rows = [list(numbers)]
-    for group in groups:
+    for place, group in enumerate(groups):
         flat = [number for row in rows for number in row]
-        every = group.agree(operator, {"counts": len(numbers), **(facts or {})}, flat)
-        flat = [number for row in every for number in row]
-        rows = [flat[start : start + len(numbers)] for start in range(0, len(flat), len(numbers))]
+        shared = {"counts": len(numbers), **(facts or {})}
+        every = declining(groups[place + 1 :], group.agree, operator, shared, flat)
+        told = [number for row in every for number in row]
+        rows = [told[start : start + len(numbers)] for start in range(0, len(told), len(numbers))]
     return rows
 
 

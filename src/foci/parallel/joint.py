@@ -13,6 +13,7 @@ from torch import Tensor
 from foci.core.errors import ShapeError, Unsupported
 from foci.ops.masks import All, Dense, Lengths, Mask
 from foci.parallel.balance import Order, rejoined, shard
+from foci.parallel.exchange import checked
 from foci.parallel.group import Group
 from foci.parallel.held import groups_of, held_in, order_of, places, tell_counts
 from foci.parallel.operators import Operator, Runs, operator_of
@@ -74,8 +75,8 @@ class Joint:
         scale: float | None = None,
     ) -> tuple[Any, Any]:
         """(out, text_out); see `joint`."""
-        _check((q, k, v), (text_q, text_k, text_v))
         groups, order = groups_of(self.wrapped), order_of(self.wrapped)
+        checked(groups, "joint", _check, (q, k, v), (text_q, text_k, text_v))
         texts: Sequence[Tensor] = (text_q, text_k, text_v)
         if self.text == "replicated":
             texts = _shared(texts, groups)
