@@ -119,6 +119,30 @@ def causal_top_left(q, k, v, *, causal=False):
     return right(q, k, v, mask=mask)[0]
 
 
+KEPT: dict[int, Tensor] = {}
+
+
+@plant("forward", "causal is ignored, it attends to the future")
+def mask_kept_by_queries_alone(q, k, v, *, causal=False):
+    """Made once for each number of queries; a shorter cache takes what a longer one's mask begins with."""
+    T, S = q.shape[1], k.shape[1]
+    mask = KEPT.setdefault(T, torch.ones(T, S, dtype=torch.bool).tril(S - T))[:, :S] if causal else None
+    return right(q, k, v, mask=mask)[0]
+
+
+@plant("gradients", "NaN or infinity", dtypes=(torch.float16,))
+def product_in_half_before_the_scale(q, k, v, *, mask=None, scale=None):
+    """q k is rounded to q's dtype, as F.softmax(q @ k.mT * scale) does, and overflows there where no logit does."""
+    if q.dtype is not torch.float16:
+        return right(q, k, v, mask=mask, scale=scale)[0]
+    keys, values = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    z = torch.einsum("bthd,bshd->bhts", q.float(), keys.float()).half().float()
+    z = z * (q.shape[-1] ** -0.5 if scale is None else scale)
+    z = z if mask is None else z.masked_fill(~mask, -torch.inf)
+    p = z.softmax(-1).nan_to_num() if mask is not None else z.softmax(-1)
+    return torch.einsum("bhts,bshd->bthd", p, values.float()).to(v.dtype)
+
+
 @plant("forward", "causal is off by one and shows")
 def causal_one_too_far(q, k, v, *, is_causal=False):
     mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(1) if is_causal else None

@@ -27,6 +27,11 @@ def _large(draw: Draw) -> dict[str, Any]:
     return {"q": 40.0 * draw.normal(2, 7, 4, 16)}
 
 
+def _large_products(draw: Draw) -> dict[str, Any]:
+    """q k past what float16 holds, a third of them, where scale q k are ordinary logits."""
+    return {"q": 128.0 * draw.normal(2, 7, 4, 16), "k": 128.0 * draw.normal(2, 7, 4, 16), "scale": 2.0**-13}
+
+
 def case(
     name: str,
     *features: str,
@@ -69,9 +74,12 @@ CASES = (
     case("negative scale", "scale", T=7, extra=lambda d: {"scale": -0.3}),
     case("two blocks", B=1, T=131, H=2, K=24),  # another K, so that a hard-coded scale shows
     case("large logits", T=7, extra=_large),
+    case("large products", "scale", T=7, extra=_large_products),
     case("causal", "causal", extra=lambda d: {"mask": Causal()}),
     case("causal, two blocks", "causal", B=1, T=131, H=2, extra=lambda d: {"mask": Causal()}),
     case("causal, cached keys", "causal", "cross", T=5, S=23, extra=lambda d: {"mask": Causal()}),
+    # as many queries as before: a mask that is kept by their number is another call's
+    case("causal, fewer cached keys", "causal", "cross", T=5, S=11, extra=lambda d: {"mask": Causal()}),
     case("causal, empty rows", "causal", "cross", "empty rows", T=23, S=7, extra=lambda d: {"mask": Causal()}),
     case("causal top-left", "causal top-left", "cross", T=7, S=23, extra=lambda d: {"mask": Causal("top-left")}),
     case("causal, grouped heads", "causal", "gqa", H=6, G=2, extra=lambda d: {"mask": Causal()}),
