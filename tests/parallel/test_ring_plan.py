@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import cast, get_args
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foci import Causal, Dense, Lengths, Mask, Packed, Window
-from foci.ops.masks import NOTHING_HIDDEN, Segment, lower, segments
+from foci.ops.masks import NOTHING_HIDDEN, Band, Segment, lower, segments
 from foci.ops.masks import materialize as painted
 from foci.parallel.balance import Order, Piece, length, pieces
 from foci.parallel.ring_plan import distances, meets, pairs
@@ -81,13 +82,49 @@ def test_any_runs_will_do(data: st.DataObject) -> None:
     assert torch.equal(seen, visible(parts, B, 1, T, S)[:, 0].long())
 
 
+def _documents(draw: random.Random, T: int, S: int) -> tuple[Mask, ...]:
+    """Up to five documents of any lengths, and what may hide more of them."""
+
+    def some(*values: int | Tensor) -> int | Tensor | None:
+        return draw.choice([None, *values])
+
+    N = draw.randint(1, 5)
+    q, k = (torch.tensor([0, *sorted(draw.randint(0, n) for _ in range(N))]) for n in (T, S))
+    k = q if T == S and draw.random() < 0.5 else k
+    parts: list[Mask] = [Packed(q, k)]
+    if draw.random() < 0.4:
+        kept = [torch.tensor([draw.randint(0, n) for n in each.diff().tolist()]) for each in (k, q)]
+        parts.append(Lengths(kept[0], draw.choice([None, kept[1]])))
+    parts += [mask for mask in (Causal(), Causal("top-left")) if draw.random() < 0.3]
+    if draw.random() < 0.3:
+        parts.append(Window(some(*range(5)), some(*range(5))))
+    if draw.random() < 0.3:
+        each = [torch.tensor([draw.randint(-5, 5) for _ in range(N)]) for _ in range(2)]
+        parts.append(Band(*(some(draw.randint(-5, 5), bounds) for bounds in each)))
+    return tuple(parts)
+
+
+def test_random_documents_are_met_once_and_exactly() -> None:
+    """Many to a piece, with gaps and bounds of their own, which two hundred random masks of any kind never held."""
+    draw = random.Random(0)
+    for _ in range(60):
+        T, size = draw.randint(0, 16), draw.randint(1, 4)
+        S = draw.choice([T, draw.randint(0, 16)])
+        parts = _documents(draw, T, S)
+        check(joined(parts), visible(parts, 1, 1, T, S)[:, 0], draw.choice(ORDERS), size, (1, T, S))
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_causal_pairs_are_plain_causal_or_open(order: str, size: int) -> None:
+@pytest.mark.parametrize("kind", ["causal", "a window of all", "rows of one length"])
+def test_causal_pairs_are_plain_causal_or_open(order: str, size: int, kind: str) -> None:
     """So that fused kernels can take every one of them."""
     T = 16 * size
     held = [pieces(cast(Order, order), T, size, rank) for rank in range(size)]
-    whole = segments(lower(Causal()), 2, T, T)
+    mask = Window(T - 1, 0) if kind == "a window of all" else Causal()
+    if kind == "rows of one length":
+        mask &= Lengths(torch.tensor([T, T]))
+    whole = segments(lower(mask), 2, T, T)
     for mine in held:
         for theirs in held:
             for pair in pairs(whole, mine, theirs, q_apart=False, k_apart=False):
@@ -95,6 +132,31 @@ def test_causal_pairs_are_plain_causal_or_open(order: str, size: int) -> None:
                     pair.visible == NOTHING_HIDDEN._replace(causal_start=True)
                     and pair.queries.stop - pair.queries.start == pair.keys.stop - pair.keys.start
                 )
+
+
+def test_documents_that_are_causal_are_plainly_so() -> None:
+    """With one of a single token among them, whose bound was dropped; lengths only where some tokens are nobody's."""
+    mine = pieces("plain", 12, 1, 0)
+    for lengths, ends, gaps in (([5, 1, 6], [0, 5, 6, 12], False), ([4, 1, 6], [0, 5, 6, 12], True)):
+        mask = Packed(torch.tensor(ends)) & Lengths(torch.tensor(lengths), torch.tensor(lengths)) & Causal()
+        (pair,) = pairs(segments(lower(mask), 1, 12, 12), mine, mine, q_apart=False, k_apart=False)
+        assert pair.visible.causal_start and pair.visible.band_low is None and pair.visible.band_high is None
+        assert pair.visible.q_offsets is pair.visible.kv_offsets
+        found = [each for each in (pair.visible.kv_lengths, pair.visible.q_lengths) if each is not None]
+        assert [each.tolist() for each in found] == [lengths, lengths] * gaps
+
+
+def test_rows_have_only_the_bounds_that_hide_something() -> None:
+    mine = pieces("plain", 6, 1, 0)
+    for mask, names in (
+        (Lengths(torch.tensor([6, 4])), {"kv_lengths"}),
+        (Lengths(torch.tensor([6, 4])) & Window(5, 5), {"kv_lengths"}),
+        (Lengths(torch.tensor([6, 4])) & Window(4, None), {"kv_lengths", "band_low"}),
+        (Lengths(torch.tensor([6, 4])) & Causal("top-left"), {"kv_lengths", "band_high"}),
+        (Lengths(torch.tensor([6, 4]), torch.tensor([6, 5])), {"kv_lengths", "q_lengths"}),
+    ):
+        (pair,) = pairs(segments(lower(mask), 2, 6, 6), mine, mine, q_apart=False, k_apart=False)
+        assert {name for name, x in pair.visible._asdict().items() if isinstance(x, Tensor)} == names, mask
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])

@@ -107,8 +107,8 @@ def _meet(segment: Segment, q: Piece, k: Piece) -> Meeting | None:
     b0, b1 = _inside(k, segment.k_start, segment.k_stop)
     if a0 >= a1 or b0 >= b1:
         return None
-    step = k.step if a1 - a0 == 1 else q.step
-    assert step == k.step or b1 - b0 == 1, "pieces of one order have one step"
+    assert q.step == k.step, "pieces of one order have one step"
+    step = q.step
     # Key position minus query position, both within the segment, is step * (j - i) - apart.
     apart = (q.start + q.step * a0 - segment.q_start) - (k.start + k.step * b0 - segment.k_start)
     low = None if segment.low is None else -((-segment.low - apart) // step)
@@ -116,7 +116,6 @@ def _meet(segment: Segment, q: Piece, k: Piece) -> Meeting | None:
     if high is not None:
         cut = max(0, -high)  # queries before the first key
         a0, low, high = a0 + cut, None if low is None else low + cut, high + cut
-        b1 = min(b1, b0 + (a1 - a0 - 1) + high + 1)
     if low is not None:
         a1 = min(a1, a0 + (b1 - b0) - low)  # queries whose window begins after the last key
         cut = max(0, low)
@@ -155,7 +154,7 @@ def _pair(segments: Sequence[Segment], q: Piece, k: Piece) -> Pair | None:
 
 def _nearby(segments: Sequence[Segment], q: Piece, k: Piece) -> Sequence[Segment]:
     """The segments that may overlap both pieces; documents are sorted, so a binary search finds them."""
-    if _of_rows(segments) or not (q.size and k.size):
+    if _of_rows(segments):
         return segments
     first = max(
         bisect_right(segments, q.start, key=lambda each: each.q_stop),
