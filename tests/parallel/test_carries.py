@@ -57,12 +57,11 @@ def shards(function: str, inputs: dict[str, Any], lengths: list[int]) -> tuple[l
     return calls, [Carries(operator.operator, cut, rank) for rank in range(len(lengths))]
 
 
-CASES = [
-    (function, case)
-    for function, spec in SPECS.items()
-    for case in spec.cases
-    if case.name in {"state", "packed, per channel", "packed, states", "no whole chunks, per channel", "bonus", "erase"}
-]
+TAKEN = {
+    "state", "packed", "packed, per channel", "packed, per head", "packed, states", "decay per head", "bonus", "erase",
+    "no whole chunks, per channel",
+}  # fmt: skip
+CASES = [(function, case) for function, spec in SPECS.items() for case in spec.cases if case.name in TAKEN]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -107,3 +106,51 @@ def test_a_loop_over_shards_is_one_process(function: str, case: Any, size: int, 
         else:
             got = torch.cat(pieces, dims[name]) if name in dims else sum(pieces)
         torch.testing.assert_close(got.view_as(expected[name]), expected[name])
+
+
+@pytest.mark.parametrize("name", ["state", "packed, states", "packed, per channel"])
+def test_no_gradient_of_the_final_states_is_one_of_zeros(name: str) -> None:
+    """And no state of a rank is none to tell, nor one gradient of it; links are as large as they are said to be."""
+    spec = SPECS["linear_attention"] if name != "packed, states" else SPECS["scan"]
+    inputs = next(case for case in spec.cases if case.name == name).make(torch.float64, CPU, 0)
+    first = inputs[next(iter(parts_of(spec, inputs)))]
+    calls, carries = shards(spec.function, inputs, lengths_of(first.shape[1], 3, 0))
+    links = [c.link(call) for c, call in zip(carries, calls, strict=True)]
+    made = [c.compute(call, c.states(call, c.none(call)), None, False) for c, call in zip(carries, calls, strict=True)]
+    d_outs = [torch.randn_like(out) for out, *_ in made]
+    zeros = carries[0].whole(calls[0])
+    found = []
+    for d_final in (None, zeros):
+        backs = [
+            c.back(call, None if link is None else link.transition, d_out, d_final)
+            for c, call, link, d_out in zip(carries, calls, links, d_outs, strict=True)
+        ]
+        left = [c.leave(call, backs, d_final) for c, call in zip(carries, calls, strict=True)]
+        ends = [c.ends(call, x, d_final) for c, call, (x, _) in zip(carries, calls, left, strict=True)]
+        found.append([x for pair in left for x in pair] + ends + [link.offset for link in backs if link is not None])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+    for c, call, link in zip(carries, calls, links, strict=True):
+        assert torch.equal(c.finals(call._replace(state=None), None), zeros)
+        assert torch.equal(c.firsts(call, None, None), zeros)
+        transition, offset = c.shapes(call)
+        assert link is not None and link.offset.numel() == torch.Size(offset).numel()
+        assert link.transition is None or link.transition.shape == transition
+
+
+@pytest.mark.parametrize("name", ["not causal, grouped heads", "not causal, packed"])
+def test_without_an_order_every_rank_adds_its_own(name: str) -> None:
+    """The middle one has no tokens."""
+    spec = SPECS["linear_attention"]
+    inputs = next(case for case in spec.cases if case.name == name).make(torch.float64, CPU, 0)
+    T, (out, final) = inputs["q"].shape[1], foci.linear_attention(**inputs, return_state=True)
+    calls, carries = shards("linear_attention", inputs, [T - 5, 0, 5])
+    total = sum(c.sums(call) for c, call in zip(carries, calls, strict=True))
+    torch.testing.assert_close(carries[0].begins(calls[0], slice(None)) + total, final)
+    state = carries[0].begins(calls[0], slice(None)).requires_grad_()
+    d_out = torch.randn_like(out)
+    again = foci.linear_attention(**inputs | {"state": state})[0]
+    (expected,) = torch.autograd.grad(again, state, d_out)
+    parts = d_out.split([T - 5, 0, 5], 1)
+    got = sum(c.reads(call, part) for c, call, part in zip(carries, calls, parts, strict=True))
+    torch.testing.assert_close(got, expected)

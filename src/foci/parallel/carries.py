@@ -204,14 +204,13 @@ class Carries:
         if not run.leaves and d_final is not None:
             d_end = d_final[run.rows]
         found = self.summary.back(self._run_call(call, run), d_out[:, run.start : run.stop], d_end)
-        if transition is None or not run.through:
+        if transition is None:
             return Link(None, found)
         return Link(transition.mT if transition.dim() == found.dim() else transition, found)
 
     def leave(self, call: Any, links: Sequence[Link | None], d_final: Tensor | None) -> tuple[Tensor, Tensor]:
         """The gradients of the state after this rank's last token, and of the first state of the whole."""
-        batch = self.cut.documents is None and d_final is not None
-        gradient = d_final if batch and d_final is not None else self.none(call)
+        gradient = self.none(call) if d_final is None or self.cut.documents is not None else d_final
         found = gradient
         for rank, link in reversed(list(enumerate(links))):
             if rank == self.rank:
