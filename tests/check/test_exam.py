@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from foci.check.exam import ROOM, Exam, cast
+from foci.check.exam import ROOM, Exam, NoRoom, cast
 from foci.core.errors import Unsupported
 from foci.core.spec import WrongReturn
 from tests.check import toy
@@ -80,6 +80,14 @@ def test_faults_and_refusals(error: Exception, fault: str | None, refused: str |
     assert found.refused.get("plain") == refused
 
 
+def test_another_form_of_the_candidate_is_asked_in_its_place() -> None:
+    found, case = exam(), toy.SPEC.cases[0]
+    doubled = found.attempt(
+        found.fresh(case, F32), lambda inputs: tuple(2 * o for o in toy.reference(**inputs))
+    ).outputs
+    assert doubled is not None and torch.equal(doubled[0], 2 * toy.reference(**found.inputs(case, F32))[0])
+
+
 def test_too_few_outputs() -> None:
     assert "1 outputs where 2" in str(exam(lambda x, gate: (x,)).forward(toy.SPEC.cases[0], F32).fault)
 
@@ -88,6 +96,10 @@ def test_gradients_by_leaf_and_through_chosen_outputs() -> None:
     found, case = exam(), toy.SPEC.cases[0]
     assert found.true_gradients(case, F32, ("total",))["x"] is None
     assert set(found.gradients(case, F32, ("out",)).gradients or {}) == {"x", "gate"}
+    for ask in (found.gradients, found.attempt_gradients):
+        assert (ask(case, F32, ("total",)).gradients or {"x": 0})["x"] is None
+    zeros = found.gradients(case, F32, ("total",), zeros=True).gradients
+    assert zeros is not None and zeros["x"] is not None and not zeros["x"].any()
 
 
 def test_the_candidate_is_differentiated_by_the_same_numbers_as_the_truth() -> None:
@@ -96,6 +108,129 @@ def test_the_candidate_is_differentiated_by_the_same_numbers_as_the_truth() -> N
         for weight in exam().cotangents(case, dtype):
             assert weight.dtype == torch.float64 and torch.equal(weight, weight.to(dtype).double())
             assert weight.abs().max() > 0 and len(weight.unique()) > weight.numel() / 2
+
+
+def test_the_candidate_is_differentiated_in_the_dtype_and_the_truth_in_float64() -> None:
+    seen: list[tuple[torch.dtype, ...]] = []
+
+    def noted(x, gate):
+        seen.append((x.dtype, gate.dtype))
+        return toy.reference(x, gate)
+
+    found, case, half = exam(noted), toy.SPEC.cases[0], torch.bfloat16
+    assert found.gradients(case, half, ("out",)).gradients is not None and seen == [(half, half)]
+    truth = found.true_gradients(case, half, ("out",))["x"]
+    plain = found.plain_gradients(case, half, ("out",))["x"]
+    assert truth is not None and truth.dtype == torch.float64 and plain is not None and plain.dtype == half
+
+
+def test_memory_for_the_loss_is_not_the_candidate_s_affair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own is: a fault of it. That of the truth, which the loss is made from, leaves out the case."""
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    found, case = exam(full), toy.SPEC.cases[0]
+    assert "OutOfMemoryError" in str(found.gradients(case, F32, ("out",)).fault)
+    found = replace(exam(), spec=replace(toy.SPEC, reference=full))
+    with pytest.raises(NoRoom) as told:
+        found.gradients(case, F32, ("out",))
+    assert told.value.case == case
+
+
+def test_gradients_that_are_refused_are_told_unless_the_case_was() -> None:
+    class Refuses(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, *grads):
+            raise NotImplementedError("no backward")
+
+    found, case = exam(lambda x, gate: toy.reference(Refuses.apply(x), gate)), toy.SPEC.cases[0]
+    assert found.gradients(case, F32, ("out",)).refused == "no backward"
+    assert found.refused == {"gradients of plain": "no backward"}
+    found = replace(exam(lambda x, gate: toy.reference(Refuses.apply(x), gate)), refused={"plain": "not at all"})
+    assert found.gradients(case, F32, ("out",)).refused and found.refused == {"plain": "not at all"}
+
+
+def test_one_leaf_alone_and_none_at_all() -> None:
+    wants = []
+
+    def noted(x, gate):
+        wants.append((x.requires_grad, gate.requires_grad))
+        return toy.reference(x, gate)
+
+    found, case = exam(noted), toy.SPEC.cases[0]
+    assert set(found.attempt_gradients(case, F32, ("out",), alone="gate").gradients or {}) == {"gate"}
+    assert wants == [(False, True)]
+    untrained = replace(exam(), spec=replace(toy.SPEC, differentiable=()))
+    assert untrained.gradients(case, F32, ("out",)).gradients == {}
+    weight = torch.ones((), requires_grad=True)  # its own, of which nobody asks
+    own = exam(lambda x, gate: tuple(weight * o for o in toy.reference(x, gate)))
+    assert replace(own, spec=untrained.spec).gradients(case, F32, ("out",)).gradients == {}
+    detached = exam(lambda x, gate: tuple(o.detach() for o in toy.reference(x, gate)))
+    assert detached.gradients(case, F32, ("out",)).gradients == {"x": None, "gate": None}
+
+
+def test_leaves_are_what_the_spec_differentiates_where_it_is_given() -> None:
+    given = {"x": torch.ones(2), "gate": None, "weights": torch.ones(2), "places": torch.ones(2, dtype=torch.int64)}
+    assert set(exam().leaves(given)) == {"x"} and not given["weights"].requires_grad
+
+
+def test_an_lse_of_nothing_has_no_cotangent() -> None:
+    case = toy.SPEC.cases[0]
+    found = replace(exam(), spec=replace(toy.SPEC, reference=lambda x, gate: toy.reference(x, gate - torch.inf)))
+    assert not found.cotangents(case, F32)[1].any() and found.cotangents(case, F32)[0].all()
+
+
+def test_an_error_is_relative_to_the_truth_and_gradients_too() -> None:
+    found, case = exam(), toy.SPEC.cases[0]
+    out = found.truth(case, F32)[0]
+    assert found.error(case, F32, "out", 0 * out).size == pytest.approx(1.0)
+    assert found.error(case, F32, "out", 3 * out).size == pytest.approx(2.0)
+    x = found.true_gradients(case, F32, ("out",))["x"]
+    assert x is not None and found.gradient_error(case, F32, ("out",), "x", 3 * x, x).size == pytest.approx(2.0)
+
+
+def test_an_output_of_another_shape_is_a_fault_and_nan_is_not_sound() -> None:
+    case = toy.SPEC.cases[0]
+    short = exam(lambda x, gate: (toy.reference(x, gate)[0][:, 1:], toy.reference(x, gate)[1]))
+    assert "[2, 8, 3]" in (said := str(short.forward(case, F32).fault)) and said.index("[2, 8, 3]") < said.index("9")
+    assert short.sound(case, F32) is None
+    spoiled = exam(lambda x, gate: (toy.reference(x, gate)[0] * torch.nan, toy.reference(x, gate)[1]))
+    assert spoiled.forward(case, F32).outputs is not None and spoiled.sound(case, F32) is None
+    assert exam().sound(case, F32) is not None
+
+
+def test_a_detective_is_asked_of_outputs_and_gradients_and_else_of_the_place() -> None:
+    class Knows:
+        def output(self, exam, case, dtype, name, got):
+            return ("its cause" if name == "out" else ""), f"at {name}, {case.name}"
+
+        def gradient(self, exam, case, dtype, through, leaf, got):
+            return f"through {through[0]} to {leaf}", ""
+
+        def placed(self, sentence, place):
+            return f"{sentence} ({place})"
+
+    found, case, got = replace(exam(), detective=Knows()), toy.SPEC.cases[0], torch.ones(1)
+    assert found.explain(case, F32, "out", got, lambda: "wrong") == "its cause"
+    assert found.explain(case, F32, "total", got, lambda: "wrong") == "wrong (at total, plain)"
+    assert found.explain(case, F32, "x", got, lambda: "wrong", ("out",)) == "through out to x"
+    assert found.explain(case, F32, "out", None, lambda: "absent") == "absent"
+    assert exam().explain(case, F32, "out", got, lambda: "wrong") == "wrong"
+
+
+def test_true_gradients_of_another_loss() -> None:
+    found, case = exam(), toy.SPEC.cases[0]
+    weights = dict(zip(found.names, found.cotangents(case, F32), strict=True))
+    got, expected = found.weighted(case, F32, weights), found.true_gradients(case, F32, ("out", "total"))
+    assert all(torch.equal(got[leaf], expected[leaf]) for leaf in ("x", "gate"))
+    assert found.weighted(case, F32, {"total": weights["total"]})["x"] is None
+    spec = replace(toy.SPEC, reference=lambda x, gate: (toy.reference(x, gate)[0], toy.reference(x, gate)[1].detach()))
+    assert torch.equal(replace(exam(), spec=spec).weighted(case, F32, weights)["x"], expected["x"])
 
 
 def test_modules_are_leaves_too_and_are_cast() -> None:
@@ -115,6 +250,8 @@ def test_few_cases_show_every_feature_the_smallest_first() -> None:
     assert [case.name for case in found.few(lambda case: True)] == ["short", "other"]
     assert [case.name for case in found.few(lambda case: case.name != "short")] == ["again", "other"]
     assert [case.name for case in found.few(lambda case: case.name == "both")] == ["both"]
+    bare = Exam(replace(toy.SPEC, cases=(toy.case("bare"), toy.case("as bare"))), toy.candidate(), CPU, (F32,))
+    assert [case.name for case in bare.few(lambda case: True)] == ["bare"]
 
 
 def test_a_yardstick_is_computed_only_where_it_is_the_budget() -> None:

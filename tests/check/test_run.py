@@ -15,7 +15,7 @@ from foci.check import isolate
 from foci.check.exam import Exam
 from foci.check.laws import Finding, Law, NotTested
 from foci.check.render import table
-from foci.check.run import LAWS, OVER, Limits, Row, ask, examine
+from foci.check.run import LAWS, OVER, Limits, Row, _unasked, ask, examine
 from tests.check import toy
 
 FAST = [law.name for law in LAWS if law.number not in (1, 12)]
@@ -200,6 +200,13 @@ def test_where_no_child_can_work_it_says_so(monkeypatch) -> None:
     monkeypatch.setattr(isolate, "unfit", lambda device: "this platform cannot fork")
     report = examine(toy.SPEC, toy.candidate(), only=["forward"])
     assert report.ok and "this platform cannot fork, so all ran in this process" in report.not_tested[-1]
+
+
+def test_only_the_law_that_was_begun_says_at_which_case_it_stood() -> None:
+    """One whose child died before has a row, and those behind it were at none."""
+    rows = _unasked([], LAWS[:2], time.monotonic() - 5, "plain")
+    assert [row.reason for row in rows] == [f"{OVER}, at 'plain'", OVER] and rows[0].seconds >= 5 > rows[1].seconds
+    assert [row.reason for row in _unasked([Row(1, "first")], LAWS[:2], step="plain")] == ["", OVER]
 
 
 @pytest.mark.parametrize("isolated", [True, False])

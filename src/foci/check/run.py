@@ -161,7 +161,7 @@ def _here(exam: Exam, chosen: list[Law], limits: Limits, progress: Callable[[str
 def _unasked(rows: list[Row], chosen: list[Law], begun: float = math.inf, step: str = "") -> list[Row]:
     """The rows, with one more for every law left out; the first of those may have `begun`, and reached case `step`."""
     left = [Row(law.number, law.name, reason=OVER) for law in chosen[len(rows) :]]
-    if left and begun < math.inf:
+    if begun < math.inf:  # so there is no row of it yet
         left[0] = replace(left[0], reason=f"{OVER}, at {step!r}" if step else OVER, seconds=_since(begun))
     return rows + left
 
