@@ -13,6 +13,7 @@ X = torch.ones(2, 3, 4)
 def test_sizes_and_accumulators() -> None:
     assert bind(X, X).sizes == (2, 3, 4, 2)
     assert bind(X[:1], X[:1], offsets=torch.tensor([0, 1, 1, 3])).sizes == (1, 3, 4, 3)
+    assert [bind(X, X, return_state=want).ends for want in (True, False)] == [2, 0] and bind(X, X).ends == 2
     assert bind(X.bfloat16(), X).accumulator == torch.float32
     assert bind(X.double(), X).accumulator == torch.float64
 

@@ -36,6 +36,13 @@ def test_nothing_to_scan(shape: tuple[int, ...]) -> None:
     assert torch.autograd.grad(out.sum() + final.sum(), x)[0].shape == shape
 
 
+def test_the_gradients_that_come_in_are_not_touched() -> None:
+    x, given = torch.ones(1, 9, 2), (torch.ones(1, 9, 2), torch.ones(1, 2))
+    call, backend = SPEC.bind(x, -x), SPEC.backend("chunked").load()
+    backend.backward(call, backend.forward(call), given, [True, True, False])
+    assert given[0].eq(1).all() and given[1].eq(1).all() and x.eq(1).all()
+
+
 def test_gates_that_vanish_within_a_piece_leave_no_trace() -> None:
     """Products of decays underflow to 0, where a difference of sums would have been inf - inf."""
     gates = torch.full((1, 400, 3), -50.0)

@@ -14,6 +14,8 @@ def test_sizes_and_accumulators() -> None:
     assert bind(X, X, A, KEY, KEY).sizes == (2, 3, 4, 5, 2)
     packed = bind(X[:1], X[:1], A, KEY[:1], KEY[:1], offsets=torch.tensor([0, 1, 1, 3]))
     assert packed.sizes == (1, 3, 4, 5, 3)
+    assert [bind(X, X, A, KEY, KEY, return_state=want).ends for want in (True, False)] == [2, 0]
+    assert bind(X, X, A, KEY, KEY).ends == 2  # by default all that there is
     assert bind(X.bfloat16(), X, A, KEY, KEY).accumulator == torch.float32
 
 
