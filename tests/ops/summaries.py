@@ -54,9 +54,11 @@ class InSummaries:
         found = self.module.ahead(call)
         assert self.module.shapes(call, state.shape[0]) == (found.transition.shape, found.offset.shape)
         torch.testing.assert_close(found.apply(state.view_as(found.offset)).view_as(expected), expected)
+        before = state.clone()
         fresh = self.module.ahead(call._replace(state=state), through=False)
         torch.testing.assert_close(fresh.offset.view_as(expected), expected)
         assert not fresh.transition.any()
+        assert torch.equal(state, before)
 
     def test_back_is_the_gradient_of_the_state(self, name: str) -> None:
         call, state, d_state = calls(self.spec, name)
@@ -64,8 +66,10 @@ class InSummaries:
         out, final = self.spec.backend("reference").load().forward(call._replace(state=state))
         d_out = torch.randn_like(out)
         (expected,) = torch.autograd.grad((out, final), state, (d_out, d_state))
-        found = self.module.back(call, d_out, d_state.clone())
+        before = d_state.clone()
+        found = self.module.back(call, d_out, d_state)
         torch.testing.assert_close(found.view_as(expected), expected)
+        assert torch.equal(d_state, before)
 
     def test_no_tokens_change_nothing(self) -> None:
         call, state, d_state = calls(self.spec, "plain")

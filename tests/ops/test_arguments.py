@@ -72,12 +72,23 @@ def test_the_largest_scale_is_taken(scale: float, backend: str | None) -> None:
         torch.testing.assert_close(out, (K * scale * 1e-30 * token).expand_as(out), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("backend", ["chunked", "reference"])
+ON_CPU = [(spec, each) for spec in SPECS.values() if spec.recurrent for each in spec.backends if each.name != "triton"]
+
+
+@pytest.mark.parametrize(("spec", "backend"), ON_CPU, ids=lambda each: each.name)
 @pytest.mark.parametrize("offsets", [[1, 6], [0, 5], [0, 4, 2, 6], [0, 7]])
-def test_offsets_that_do_not_rise_from_0_to_T(offsets: list[int], backend: str) -> None:
-    given = {name: x[:1] for name, x in good().items()}
-    with pytest.raises(ValueError, match=r"offsets must rise from 0 to T=6, got"):
-        foci.linear_attention(**given, offsets=torch.tensor(offsets), backend=backend)
+def test_offsets_that_do_not_rise_from_0_to_T(spec: Spec, offsets: list[int], backend: Backend) -> None:
+    """No backend reads what is behind its tokens, the compiled one least of all."""
+    function = spec.function
+    x, A, key = torch.zeros(1, T, V), torch.zeros(V, K), torch.zeros(1, T, K)
+    given = {name: x[:1] for name, x in good(function).items()}
+    if "scan" in function:
+        given = {"x": x, "log_decay": x} if function == "scan" else {"x": x, "dt": x, "A": A, "B": key, "C": key}
+    assert spec.bind is not None
+    if missing := backend.reasons(spec.bind(**given)):
+        pytest.skip(missing[0])
+    with pytest.raises(ValueError, match=f"{function}: offsets must rise from 0 to T=6, got"):
+        getattr(foci, function)(**given, offsets=torch.tensor(offsets), backend=backend.name)
 
 
 @pytest.mark.parametrize("backend", [None, "chunked", "reference"])

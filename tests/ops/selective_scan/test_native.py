@@ -60,8 +60,12 @@ def test_steps_of_float32_are_not_rounded_to_the_inputs_dtype() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_refusals_have_reasons() -> None:
+def test_refusals_have_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = problem(4, 8)
+    assert native.reasons(bind(**problem(2, 2, K=1024, B=1))) == []
+    with monkeypatch.context() as without:
+        without.setattr(native.native, "unavailable", lambda: ["no c++"])
+        assert native.reasons(bind(**inputs)) == ["no c++"]
     with pytest.raises(Unsupported, match="float64 is not supported"):
         selective_scan(**exact(inputs), backend="native")
     with pytest.raises(Unsupported, match="K=1025 is above 1024"):
