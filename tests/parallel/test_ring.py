@@ -79,6 +79,43 @@ def test_plain_order_takes_shards_of_any_lengths(worlds: Worlds) -> None:
     assert torch.allclose(torch.cat(worlds(3).run(_lengths, lengths), 1), whole, atol=1e-12)
 
 
+def _answers(op: Any, T: int, shape: tuple[int, ...], needs: bool, mine: list[int]) -> list[Tensor]:
+    """out, dq of tokens `mine` and gradients of a sink, of which one is none, and of a bias of so many dimensions."""
+    draw = torch.Generator().manual_seed(7)
+    q, k, v = (x[:, mine].requires_grad_() for x in problem(T))
+    bias = torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_(needs)
+    sink = torch.tensor([0.3, -torch.inf], dtype=torch.float64, requires_grad=True)
+    mask = foci.Lengths(
+        torch.tensor([T]), torch.tensor([T - 1])
+    )  # the last row sees nothing, and has no sink in one head
+    out = op(q, k, v, bias=bias, sink=sink, mask=mask)
+    leaves = [q, sink, *[bias] * needs]
+    weight = torch.randn(1, T, 2, 8, generator=draw, dtype=torch.float64)[:, mine]
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
+
+
+def _bias_of(T: int, shape: tuple[int, ...], needs: bool) -> list[Tensor]:
+    held = positions(T, dist.group.WORLD, "plain").tolist()
+    return _answers(world_ring(order="plain"), T, shape, needs, held)
+
+
+@pytest.mark.parametrize(
+    ("size", "T", "shape", "needs"),
+    [
+        (3, 7, (), True), (3, 7, (7,), True), (3, 7, (1, 7), True), (3, 7, (2, 1, 1), True), (2, 4, (2, 1, 4), True),
+        (3, 3, (1, 3), False), (1, 1, (1, 1), True), (2, 2, (2,), True),
+    ],
+)  # fmt: skip
+def test_a_bias_of_any_dimensions(worlds: Worlds, size: int, T: int, shape: tuple[int, ...], needs: bool) -> None:
+    """One row for all, or none. Where a rank has one token, it is told from its own only where a gradient is."""
+    found = worlds(size).run(_bias_of, T, shape, needs)
+    out, dq, *same = _answers(foci.attention, T, shape, needs, list(range(T)))
+    for place, whole in ((0, out), (1, dq)):
+        torch.testing.assert_close(torch.cat([each[place] for each in found], 1), whole)
+    for each in found:
+        torch.testing.assert_close(each[2:], same)
+
+
 def _wrong_lengths() -> None:
     world_ring()(*(x[:, : 4 + dist.get_rank()] for x in problem()))
 
