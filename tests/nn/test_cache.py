@@ -192,3 +192,35 @@ def test_seen_and_bytes_are_those_of_all_layers():
     assert cache.seen == 9
     assert cache.nbytes == 32
     assert cache.layer(3) is cache.layer(3)
+
+
+def test_a_layer_s_own_rows_move_and_are_looked_at_before():
+    layer = LayerCache()
+    layer.reorder(torch.tensor([7]))  # which holds nothing
+    layer["state"] = torch.arange(3.0)[:, None]
+    layer.append("k", torch.arange(3.0)[:, None, None])
+    layer.reorder(torch.tensor([2, 0]))
+    assert layer["state"].flatten().tolist() == layer["k"].flatten().tolist() == [2.0, 0.0]
+    for wrong in (2, -1):
+        with pytest.raises(ValueError, match=f"rows holds {wrong}; expected 0 to 1, of 2 rows"):
+            layer.reorder(torch.tensor([0, wrong]))
+    assert layer["state"].flatten().tolist() == [2.0, 0.0]
+
+
+def test_a_draft_is_of_as_many_rows_and_no_tokens_are_nobody_s():
+    layer = LayerCache()
+    empty = layer.draft("One", 2, None, 0)
+    empty.append("k", torch.ones(2, 0, 1))
+    layer.take(empty)
+    assert len(layer) == 1 and layer.draft("Other", 2, None, 1)["k"].shape == (2, 0, 1)
+    with pytest.raises(ShapeError, match="One: cache holds k of 2 rows; expected 3"):
+        layer.draft("One", 3, None, 0)
+
+
+def test_a_call_that_is_trained_leaves_no_graph_in_a_buffer_that_others_hold():
+    layer = LayerCache()
+    with torch.no_grad():
+        layer.append("k", torch.ones(1, 2, 1))
+    draft = layer.draft("Layer", 1, None, 0)
+    draft.append("k", torch.ones(1, 1, 1, requires_grad=True))
+    assert draft["k"].requires_grad and not layer["k"].requires_grad

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from foci.nn import parts
 from foci.nn.parts import FEATURE_MAPS, GatedRMSNorm, RMSNorm, ShortConvolution, history, l2norm, rotary
 
 DOUBLE = torch.float64
@@ -164,8 +165,12 @@ def test_rotary_of_rows_and_of_part_of_a_head() -> None:
     for base in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=f"rotary: base must be a positive finite number, got {base}"):
             rotary(x, places, base=base)
-    with pytest.raises(ValueError, match="rotary: width is 3; expected an even number up to K=8"):
-        rotary(x, places, width=3)
+    for width in (3, 0, -2, 10):
+        with pytest.raises(ValueError, match=f"rotary: width is {width}; expected an even number up to K=8"):
+            rotary(x, places, width=width)
+    with pytest.raises(ValueError, match=r"rotary: positions are torch\.complex64"):
+        rotary(x, places.to(torch.complex64))
+    assert rotary(x, places, base=0.5).isfinite().all()
 
 
 def test_taylor_products_are_exp_to_second_order() -> None:
@@ -186,3 +191,42 @@ def test_positions_may_lie_between_integers() -> None:
     base = 10000.0
     halved = rotary(x, torch.arange(4) / 2, base=base)
     assert torch.equal(halved[:, ::2], rotary(x[:, ::2], torch.arange(2), base=base))
+
+
+def test_feature_maps_are_what_their_papers_say() -> None:
+    x = torch.randn(2, 5, 3, 4, dtype=DOUBLE)
+    torch.testing.assert_close(FEATURE_MAPS["elu"](x), torch.where(x > 0, x + 1, x.exp()))
+    torch.testing.assert_close(FEATURE_MAPS["softmax"](x).sum(-1), torch.ones(2, 5, 3, dtype=DOUBLE))
+    assert torch.equal(FEATURE_MAPS["relu"](x), x.clamp(min=0)) and FEATURE_MAPS["identity"](x) is x
+
+
+def test_what_parts_begin_with() -> None:
+    torch.manual_seed(0)
+    made = ShortConvolution(64)
+    assert made.weight.shape == (64, 1, 4) and made.bias is None and made.activation == "silu"
+    weight = ShortConvolution(64, 16, bias=True, activation=None)
+    assert weight.bias is not None and not weight.bias.any()
+    assert -0.25 <= weight.weight.min() < -0.24 and 0.24 < weight.weight.max() <= 0.25
+    assert RMSNorm(4).eps == GatedRMSNorm(4).eps == 1e-6
+    with pytest.raises(ValueError, match="ShortConvolution: activation is 'tanh'; expected one of 'silu', 'sigmoid'"):
+        ShortConvolution(4, activation="tanh")
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, True, "2", None])
+def test_a_size_is_an_integer_of_at_least_one(wrong: object) -> None:
+    parts.sizes("Layer", {"size": 1, "other": 2})
+    with pytest.raises(ValueError, match=f"Layer: other is {wrong!r}; expected an integer of at least 1"):
+        parts.sizes("Layer", {"size": 1, "other": wrong})  # type: ignore[dict-item]
+
+
+def test_sizes_of_heads() -> None:
+    assert parts.head_sizes("Layer", 24, 6, "num_kv_heads", None, None) == (6, 4)
+    assert parts.head_sizes("Layer", 25, 6, "num_kv_heads", 3, 5) == (3, 5)
+    for given, told in (
+        ((24, 6, "num_kv_heads", 4, None), "num_heads is 6, num_kv_heads 4; expected a multiple of the second"),
+        ((25, 6, "num_kv_heads", None, None), "hidden_size is 25, no multiple of num_heads=6"),
+        ((24, 6, "num_kv_heads", 0, None), "num_kv_heads is 0; expected an integer"),
+        ((24, 6, "num_kv_heads", 6, 0), "head_dim is 0; expected an integer"),
+    ):
+        with pytest.raises(ValueError, match=f"Layer: {told}"):
+            parts.head_sizes("Layer", *given)

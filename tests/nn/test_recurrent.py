@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from foci import nn
-from foci.core.errors import ShapeError
-from foci.nn.recurrent import Recurrent, begin_gates, gate_parameters
+from foci.core.errors import ShapeError, Unsupported
+from foci.nn.recurrent import Recurrent, begin_gates, gate_parameters, selective_decay
 
 D, H, T = 24, 4, 9
 DOUBLE = torch.float64
@@ -76,6 +76,41 @@ def test_a_seed_gives_the_same_gates_in_every_dtype(dtype: torch.dtype) -> None:
         found.append((*gates, torch.rand(2)))
     for got, wide in zip(*reversed(found), strict=True):
         assert got.equal(wide.to(got.dtype))
+
+
+def test_gates_begin_as_mamba_s_and_decay_as_it_is_written() -> None:
+    a_log, dt_bias = gate_parameters(4000, 4000, None, torch.float64)
+    begin_gates(a_log, dt_bias)
+    rate, dt = a_log.detach().exp(), torch.nn.functional.softplus(dt_bias.detach())
+    assert 1 <= rate.min() < 1.1 and 15.9 < rate.max() <= 16.001
+    assert 0.00099 < dt.min() < 0.0011 and 0.09 < dt.max() <= 0.1001 and 0.008 < dt.median() < 0.012  # log-uniform
+    got = selective_decay(torch.tensor([0.0, 1.0]).log(), torch.tensor([[5.0, 0.0]]).bfloat16())
+    assert got.dtype == torch.float32 and got[0, 0] == 0
+    torch.testing.assert_close(got[0, 1], -torch.tensor(2.0).log())
+
+
+def test_one_token_goes_through_the_backend_that_is_named(hidden: Tensor) -> None:
+    """And is refused as it refuses: a step of another in its place would be a silent fall-back."""
+    layer, cache = nn.DeltaNet(D, H, dtype=DOUBLE), nn.Cache()
+    with torch.no_grad():
+        layer(hidden, cache=cache)
+        layer.backend = "triton"
+        with pytest.raises(Unsupported, match="triton"):
+            layer(hidden[:, :1], cache=cache)
+
+
+def test_which_heads_may_be_a_rank_s() -> None:
+    """A part of both alike, or of values some that all read one key head."""
+    layer = nn.DeltaNet(D, 4, num_key_heads=2)
+
+    def check(keys: int, values: int) -> None:
+        layer._check_share(torch.ones(1, 1, keys, 3), torch.ones(1, 1, values, 3), "v_proj")
+
+    for keys, values in ((2, 4), (1, 2), (1, 1)):
+        check(keys, values)
+    for keys, values in ((2, 1), (2, 2), (1, 4), (1, 3)):
+        with pytest.raises(ShapeError, match=f"v_proj gives {values} of 4 heads where there are {keys} of 2 key heads"):
+            check(keys, values)
 
 
 def test_every_layer_of_the_room_is_tested_here() -> None:
