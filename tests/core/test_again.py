@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foci.core import plans
-from foci.core.again import by_torch, traced
+from foci.core.again import Rest, Way, by_torch, decided, holes, through_of, traced, whole
 from foci.core.library import Runner
 from tests.core.test_library import SPEC, Call, draw
 
@@ -130,3 +130,74 @@ def test_what_is_made_of_a_tensor_that_was_given_is_made_every_time(
         x, weight = draw(2, 3), draw(3)
         (found,) = run.given(lambda x, weight: CALL._replace(x=x + 1, weight=weight), (x, weight), {}, "opaque", True)
         assert torch.allclose(found, 3.0 * (x + 1) * weight)
+
+
+def test_a_call_whose_tensors_are_those_that_were_given_is_computed_of_them() -> None:
+    x, weight, other = torch.ones(2, 3), torch.ones(3), torch.ones(2, 3)
+
+    def compute(x: Tensor, weight: Tensor) -> tuple[Tensor]:
+        return (x * weight,)
+
+    through = whole((x, None, weight), CALL._replace(x=x, weight=weight), compute)
+    assert through is not None and through(None, [2 * other, weight])[0].equal(2 * other)
+    for call in (CALL._replace(x=other, weight=weight), CALL._replace(x=x, weight=None)):
+        assert whole((x, weight), call, compute) is None
+
+
+def test_what_is_a_view_of_all_that_was_given_is_viewed_again_and_nothing_else_is_taken() -> None:
+    x, weight = torch.randn(2, 3), torch.randn(1, 3)
+    seen: list[Any] = []
+
+    def run(play: Any, rest: Rest, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        seen.append((play, rest))
+        return values
+
+    call = CALL._replace(x=x, weight=weight.view(3))
+    through = through_of((x, 7, weight), call, run, backward=len)
+    assert through is not None
+    given = [torch.randn(2, 3), torch.randn(1, 3)]
+    kept = list(given)
+    values = through(None, given)
+    assert [each is mine for each, mine in zip(given, kept, strict=True)] == [True, True]
+    assert values[0] is given[0] and values[1].shape == (3,) and values[1].data_ptr() == given[1].data_ptr()
+    assert values[2:] == call[2:] and holes(call)[:2] == [Tensor, Tensor]
+    assert seen[0][0] is None and seen[0][1].lasts and seen[0][1].backward is len and not Rest(call).lasts
+    square = torch.randn(3, 3)
+    for given_x, taken in (
+        (x, torch.randn(6)), (x, x[:1]), (x, x[1:].view(3)), (square, square.mT[:]), (x, x.double()),
+        (x, x.view(6)[::2]), (x.view(torch.int32), x.view(6)),
+    ):  # fmt: skip
+        assert through_of((given_x, weight), CALL._replace(x=taken, weight=weight), run) is None
+    assert through_of((x,), call, run) is None and through_of((x, weight), call, None) is None
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_backend_that_says_what_is_alike_is_asked_once_and_takes_gradients_its_own_way(
+    monkeypatch: pytest.MonkeyPatch, train: bool
+) -> None:
+    """Under autocast neither way is rounded; the way back not even where autocast was off before."""
+    backend = SPEC.backend("opaque")
+    x, weight = torch.randn(2, 3, requires_grad=train), torch.randn(3)
+    call, told = CALL._replace(x=x, weight=weight), []
+
+    def alike(call: Any) -> tuple[Any, Any]:
+        return (lambda call: ("forward", plans.autocast(call[0]))), (lambda call: ("backward", plans.autocast(call[0])))
+
+    def training(forward: Any, rest: Rest, call: Any) -> Any:
+        told.append(rest.backward)
+        return ("trained", *forward())
+
+    monkeypatch.setattr(backend.load(), "alike", alike, raising=False)
+    for on in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):
+            through = decided(Way(lambda call: ("plain", type(call)), training), backend, (x, weight), call)
+            assert through is not None
+            assert through(None, [x, weight]) == (("trained",) if train else ()) + ("forward", None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert [back(call) for back in told] == [("backward", None)] * 2 * train
+    for way, module in (
+        (Way(lambda call: ("plain", type(call))), "opaque"),
+        (Way(lambda call: ("plain", type(call)), training), "plain"),
+    ):
+        through = decided(way, SPEC.backend(module), (x, weight), call)
+        assert through is not None and through(None, [x, weight]) == ("plain", Call)
