@@ -22,10 +22,12 @@ from foci.accelerate.prove import (
     gradient_gap,
     prove_model,
     prove_site,
+    worst,
 )
 from foci.accelerate.run import Refused, accelerate
 from foci.accelerate.sites import Site
 from foci.integrations.diffusers import install
+from foci.nn import Cache, DeltaNet
 from foci.ops.softmax import aten
 from foci.ops.softmax.call import Call, bind
 
@@ -161,6 +163,42 @@ def test_where_no_number_of_the_original_is_finite_nothing_is_proved(kind: str) 
     assert "is inf from original, budget 1e-05 but 4 numbers, not finite in the original" in str(Refused("it", rows))
 
 
+def test_each_row_is_held_against_what_it_names() -> None:
+    """Ours is the original to the last bit, which is 1 in 1000 from the truth; ours may be thrice, or twice, as far."""
+    right = torch.ones(4, dtype=torch.float64)
+    truth, near = Result([right], {"a": right, "b": 2 * right}, "float64"), right * 1.001
+    same = Result([near], {"a": near, "b": 2 * near})
+    for trained in (True, False):
+        rows = compare_results(same, same, truth, "original", trained=trained)
+        named = [(row.what, row.against) for row in rows]
+        assert named == [
+            (what, name) for what in ("output", "gradients")[: 1 + trained] for name in ("original", "float64")
+        ]
+        for row in rows:
+            assert row.error == pytest.approx(0.0 if row.against == "original" else 1e-3)
+            assert row.budget == pytest.approx(3e-3 if row.against == "original" else 2e-3)
+    assert all(
+        row.budget == 1e-5 and row.against == "original" for row in compare_results(same, same, None, "original")
+    )
+
+
+def test_another_shape_is_infinitely_far_also_where_the_original_overflows() -> None:
+    right = torch.arange(1.0, 5.0)
+    lost = right.clone()
+    lost[0] = torch.inf
+    truth, original = (Result([x], {"a": x}, name) for x, name in ((right, "float64"), (lost, "")))
+    for ours in (right[:3], right[:1], right[None].expand(2, 4)):
+        rows = compare_results(Result([ours], {"a": lost}), original, truth, "original")
+        assert [row.error for row in rows if row.what == "output"] == [torch.inf] * 2
+
+
+def test_the_worst_row_is_the_nearest_to_its_budget() -> None:
+    rows = [Row("a", "out", "float64", error, budget) for error, budget in ((1e-6, 1e-5), (5e-3, 1.0), (0.0, 1e-9))]
+    assert worst(rows, "out") is rows[0] and worst(rows, "gradient") is None
+    unclear = Row("a", "out", "float64", float("nan"), 1.0)
+    assert worst([*rows, unclear], "out") is unclear
+
+
 def test_a_plain_computation_that_is_not_finite_forgives_nothing() -> None:
     truth, plain = torch.arange(1.0, 5.0).double(), torch.tensor([1.0, 2.0, 3.0, torch.nan])
     for ours, right in ((truth.float(), True), (truth.float() + 1, False), (plain, False)):
@@ -212,6 +250,14 @@ def test_a_cache_among_the_inputs_is_the_same_for_every_call(name: str) -> None:
     step = {"input_ids": ids[:, -3:], "past_key_values": cache}
     accelerate(subject.model, step, compile="off").restore()
     assert cache.get_seq_length() == seen == ids.shape[1] - 3
+
+
+def test_so_is_one_of_foci_s_own_layers() -> None:
+    cache, inputs = Cache(), {"hidden": torch.randn(1, 3, 16)}
+    problem = Problem(DeltaNet(16, 2), inputs | {"cache": cache})
+    first, again = problem.run(), problem.run()
+    assert torch.equal(first, again) and cache.seen == 0
+    assert problem.run(inputs=inputs).equal(first)
 
 
 def test_so_is_a_cache_in_a_mapping_among_the_inputs() -> None:
