@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,19 @@ import foci
 from foci.core.errors import RankError
 from foci.core.world import Lost, Raised, World
 from foci.parallel.balance import shard
-from foci.parallel.exchange import Doing, all_gather, all_reduce, all_to_all, gather, replicated, shift, swap
-from foci.parallel.group import Group
+from foci.parallel.exchange import (
+    Doing,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    exchange,
+    gather,
+    replicated,
+    share,
+    shift,
+    swap,
+)
+from foci.parallel.group import RAISED, STATUS, Failure, Group
 from foci.parallel.joint import joint
 from foci.parallel.ring import ring
 
@@ -53,18 +65,76 @@ def collect() -> None:
     group = here()
     n, r = group.size, group.rank
     with Doing(group, "attention") as doing:
+        before = group.traffic.bytes, group.traffic.messages, group.traffic.control
         swapped = all_to_all([torch.full((r, to), float(r)) for to in range(n)], [(s, r) for s in range(n)], doing)
+        counted = group.traffic.bytes, group.traffic.messages, group.traffic.control
+        sent = 4 * r * sum(to for to in range(n) if to != r), n - 1, (n - 1) * STATUS
+        assert [now - then for now, then in zip(counted, before, strict=True)] == list(sent)
         assert all(torch.equal(each, torch.full((s, r), float(s))) for s, each in enumerate(swapped))
         gathered = all_gather(torch.full((r,), r), [(s,) for s in range(n)], doing)
         assert all(torch.equal(each, torch.full((s,), s)) for s, each in enumerate(gathered))
         for dtype in (torch.float64, torch.bfloat16, torch.int64):
-            total = all_reduce(torch.arange(5, dtype=dtype) * (r + 1), doing)
+            mine = torch.arange(5, dtype=dtype) * (r + 1)
+            total = all_reduce(mine, doing)
             assert torch.equal(total, torch.arange(5, dtype=dtype) * (n * (n + 1) // 2))
+            total += 1  # which is no view of it
+            assert torch.equal(mine, torch.arange(5, dtype=dtype) * (r + 1)), "what was given stays"
+        half = torch.full((3,), 1.0 if r else 256.0, dtype=torch.bfloat16)  # whose sums would lose what is small
+        assert torch.equal(all_reduce(half, doing), torch.full((3,), 255.0 + n).bfloat16())
+        together = exchange([[half, torch.full((to,), float(r))] for to in range(n)], [[(3,), (r,)]] * n, doing)
+        assert all(torch.equal(each[1], torch.full((r,), float(s))) for s, each in enumerate(together))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_collectives(worlds: Callable[[int], World], size: int) -> None:
     worlds(size).run(collect)
+
+
+def test_the_first_failure_that_is_heard_of_counts() -> None:
+    """Where and when it was, if that is known; else here and now."""
+    blamed = []
+
+    def blame(rank: int, error: Exception, step: int | None, direction: str | None) -> Failure:
+        blamed.append((rank, step, direction))
+        return Failure(RAISED, rank, step, direction, str(error))
+
+    def doing() -> Doing:
+        made = Doing(SimpleNamespace(blame=blame), "attention", "forward")  # type: ignore[arg-type]
+        made.step = 3
+        return made
+
+    vague, known = Failure(RAISED, 1, None, None, "vague"), Failure(RAISED, 2, 7, "backward", "known")
+    for first, then, right in ((vague, known, vague._replace(step=3, direction="forward")), (known, vague, known)):
+        hears = doing()
+        for each in (None, first, then):
+            hears.hear(each)
+        assert hears.failure == right
+        hears.lose(4, RuntimeError("gone"))
+        assert hears.failure == right and hears.gone == {4} and blamed == []
+    loses = doing()
+    loses.lose(4, RuntimeError("gone"))
+    assert blamed == [(4, 3, "forward")] and loses.failure == Failure(RAISED, 4, 3, "forward", "gone")
+
+
+def test_an_error_of_the_only_rank_is_its_own() -> None:
+    error = ValueError("mine")
+
+    def fails() -> None:
+        raise error
+
+    with (
+        pytest.raises(ValueError, match="mine") as told,
+        Doing(SimpleNamespace(size=1, host=True, rank=0, ranks=[0]), "attention") as doing,
+    ):  # type: ignore[arg-type]
+        assert doing.work(fails) is None and doing.work(len, "never") is None
+    assert told.value is error
+
+
+def test_a_share_of_a_gradient() -> None:
+    x = torch.ones(3, requires_grad=True)
+    shared = share(x, 4)
+    assert shared.equal(x)
+    assert torch.equal(torch.autograd.grad(shared.sum(), x)[0], torch.full((3,), 0.25))
 
 
 def differentiate() -> None:
@@ -101,12 +171,46 @@ def keep_what_is_the_users(size: int) -> torch.Tensor:
         first *= 2  # what arrived may be written to, and leaves as it then is
         (second,) = shift([first], [(size,)], 1, doing).wait()
         assert torch.equal(second, torch.arange(float(size)) * 2)
+        (third,) = shift([storage[:size]], [(size,)], 1, doing).wait()  # beside one that arrived
+        assert torch.equal(third, torch.arange(float(size)))
     return storage
 
 
 def test_a_users_tensor_is_not_written_to(worlds: Callable[[int], World]) -> None:
     for storage in worlds(2).run(keep_what_is_the_users, 128):
         assert torch.equal(storage, torch.arange(256.0))
+
+
+def leave_in_another_form() -> None:
+    """Of two tensors that came in one message some, in another order, turned, or beside one that lies as the second."""
+    group = here()
+    beside = torch.arange(32.0)[16:].view(4, 4)
+
+    def made(rank: int) -> list[torch.Tensor]:
+        return [torch.arange(16.0).view(4, 4) + 100 * rank, torch.arange(16.0).view(4, 4) - 100 * rank]
+
+    for form in (
+        lambda x, y: [x],
+        lambda x, y: [y],
+        lambda x, y: [y, x],
+        lambda x, y: [x, x],
+        lambda x, y: [x.T, y],
+        lambda x, y: [x[:2], y],
+        lambda x, y: [x, beside],
+        lambda x, y: [x, y],
+    ):
+        with Doing(group, "attention") as doing:
+            came = shift(made(group.rank), [(4, 4)] * 2, 1, doing).wait()
+            before = [each.clone() for each in came]
+            sent = form(*came)
+            found = shift(sent, [each.shape for each in sent], 1, doing).wait()
+        for got, right in zip(found, form(*made((group.rank - 2) % group.size)), strict=True):
+            assert torch.equal(got, right)
+        assert all(torch.equal(each, kept) for each, kept in zip(came, before, strict=True))
+
+
+def test_what_arrived_may_leave_in_another_form(worlds: Callable[[int], World]) -> None:
+    worlds(3).run(leave_in_another_form)
 
 
 def fail(rank: int, step: int, how: str) -> None:

@@ -415,7 +415,8 @@ def _pack(tensors: Sequence[Tensor], doing: Doing) -> Tensor:
         and tensor.storage_offset() * tensor.element_size() == place
         for tensor, place in zip(tensors, places, strict=False)
     )
-    if reusable and any(message.cdata == storage._cdata and not message.expired() for message in doing.messages):
+    # A weak reference keeps what it refers to from becoming another's, whether or not that is still alive.
+    if reusable and any(message.cdata == storage._cdata for message in doing.messages):
         message = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (places[-1] + STATUS,), (1,))
     else:
         message = torch.empty(places[-1] + STATUS, dtype=torch.uint8, device="cpu")
