@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -94,11 +95,40 @@ class InNative:
     def test_any_strides(self) -> None:
         fused = torch.randn(2, 70, 3, 4, 8)
         q, k, v = fused.unbind(2)
-        rest = {"beta": torch.rand(2, 4, 70).transpose(1, 2)} if "beta" in self.spec.differentiable else {}
+        rest = {"log_decay": -torch.rand(2, 70, 8, 4).transpose(2, 3)}
+        if "beta" in self.spec.differentiable:
+            rest |= {"beta": torch.rand(2, 4, 70).transpose(1, 2), "erase": torch.randn(2, 70, 8, 4).mT / 8}
         odd = {"q": q.transpose(2, 3).contiguous().transpose(2, 3), "k": k, "v": v}
         plain = {n: x.contiguous() for n, x in {"q": q, "k": k, "v": v, **rest}.items()}
         found, wanted = (self.function(**x, backend="native")[0] for x in (odd | rest, plain))
         assert torch.equal(found, wanted)
+
+    @pytest.mark.parametrize("T", [0, 1, 63, 64, 65, 128, 200, 1000])
+    def test_there_is_room_for_every_state_that_is_kept(self, T: int) -> None:
+        """That of every 64 tokens of each row or document, the last of them begun or not, and little more."""
+        rows, packed = self.problem(T, B=3), self.problem(T)
+        ends = [0, 0, T // 3, T // 3 + T // 2, T, T]
+        packed |= {"offsets": torch.tensor(ends), "state": None}
+        for inputs, lengths in ((rows, [T] * 3), (packed, [b - a for a, b in pairwise(ends)])):
+            room = self.module.kept(self.spec.bind(**inputs)).shape[0]
+            needed = sum(-(-length // 64) for length in lengths)
+            assert needed <= room <= needed + len(lengths) + 2
+
+    def test_two_channels_decay_each_by_itself(self) -> None:
+        """The fewest that there can be: one of its own for each is still not one for all."""
+        inputs = self.problem(40, 2, K=2)
+        assert inputs["log_decay"].shape[-1] == 2
+        errors = self.apart(inputs)
+        assert max(errors.values()) < BUDGET[torch.float32], errors
+        token = {n: x if n == "state" else x[:, 0] for n, x in inputs.items()}
+        state, step = token.pop("state").clone(), getattr(foci, f"{self.function.__name__}_step")
+        given = [token.pop(name) for name in ("q", "k", "v", "beta") if name in token]
+        out = step(*given, state, **token)
+        wanted, after = self.function(
+            **{n: x if n == "state" else x[:, :1] for n, x in inputs.items()}, return_state=True, backend="reference"
+        )
+        torch.testing.assert_close(out, wanted[:, 0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(state, after, rtol=1e-4, atol=1e-5)
 
     def test_it_keeps_a_state_every_64_tokens(self) -> None:
         inputs = self.problem(130)

@@ -198,8 +198,7 @@ def backward(
     found = {
         name: torch.empty(B, T, H, *width, dtype=torch.float32, device="cpu")
         for name, width in made.items()
-        if name in ("q", "k", "v")
-        or (getattr(call, name, None) is not None and (name in needed or name != "log_decay"))
+        if getattr(call, name, None) is not None and (name in needed or name != "log_decay")
     }
     job.d_out = _view(d_out)
     for name, gradient in found.items():
