@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foci.core import plans, steps, tune
 
@@ -489,3 +491,38 @@ def test_on_amd_memory_that_is_large_is_another_kind(monkeypatch) -> None:
     monkeypatch.setattr(plans, "_HIP", True)
     assert plans._alignment([a, large], pointers) == (True, 0, 1)
     assert plans._alignment([a[1:], a], [a.data_ptr() + 4, a.data_ptr()]) == ((4, 0), 0, 0)
+
+
+def test_who_is_told_of_what_is_done() -> None:
+    """Each alone; of tensors also by what they are: a subclass, one that is negated when read, zeros of no memory."""
+
+    class Rows(torch.Tensor):
+        pass
+
+    x = torch.ones(2)
+    negated = torch.ones(2, dtype=torch.complex64).conj().imag
+    assert negated.is_neg() and plans.literal((x, None, True, 3, 0.5, "a", torch.nn.Parameter(x)))
+    for odd in (x.as_subclass(Rows), negated, torch._efficientzerotensor(2), [1], torch.float32):
+        assert not plans.literal((x, odd))
+    assert plans.unseen((x, None)) is tune.ordinary() and not plans.unseen((x, x.as_subclass(Rows)))
+    assert not plans.watched() and not plans.transformed()
+    with TorchDispatchMode():
+        assert plans.watched() and not plans.transformed() and not plans.unseen((x,))
+    with TorchFunctionMode():
+        assert plans.watched() and not plans.unseen((x,))
+    with TorchDispatchMode(), TorchFunctionMode():
+        assert plans.watched()
+    with torch.autograd.profiler.profile():
+        assert plans.watched() and not plans.unseen((x,))
+    with torch.autograd.forward_ad.dual_level():
+        assert plans.watched() and plans.transformed() and not plans.unseen((x,))
+    seen = []
+    torch.func.vmap(lambda each: seen.append((plans.watched(), plans.transformed())) or each)(x)
+    assert seen == [(True, True)]
+
+
+def test_a_gradient_is_wanted_of_a_tensor_that_asks_for_one_where_they_are_taken() -> None:
+    x = torch.ones(2)
+    assert not plans.wants_gradient((x, 3, None)) and plans.wants_gradient((x, 3, x.clone().requires_grad_()))
+    with torch.no_grad():
+        assert not plans.wants_gradient((x.clone().requires_grad_(),))

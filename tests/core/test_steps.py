@@ -196,3 +196,35 @@ def test_what_torch_fills_is_filled_when_it_is_told_to(monkeypatch: pytest.Monke
     finally:
         torch._C._set_deterministic_algorithms(False)
     assert whole is not None and whole[0].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        lambda x: x.add_(1),
+        lambda x: x + 1,
+        lambda x: x.clone(),
+        lambda x: torch.empty(2).fill_(0),
+        lambda x: x.sum().item(),
+        lambda x: torch.empty(2, device="meta"),
+        lambda x: torch.cat([x[:1], x[1:]]),
+    ],
+)
+def test_a_call_that_computes_on_the_way_has_no_plan(does: Any) -> None:
+    x = torch.ones(4)
+    noting = Noting([x])
+    with noting:
+        does(x)
+    assert noting.plan((x,)) is None
+
+
+def test_views_and_memory_are_no_computation_but_a_part_of_what_was_given_is_no_result() -> None:
+    x = torch.ones(4, 2)
+    noting = Noting([x])
+    with noting:
+        part, made = x[1:].T.detach(), torch.empty(6)
+        some = made[2:].view(2, 2)
+    assert noting.plain and noting.plan([x]) is None and noting.plan((part,)) is None
+    plan = noting.plan((x, some, None, made))
+    assert plan is not None and not plan.fresh and plan.views == (None, ((2, 2), (2, 1), 2), None, None)
+    assert noting.plan((made,)).fresh and noting.plan((some.view(torch.int32),)) is None  # type: ignore[union-attr]
