@@ -134,6 +134,17 @@ def test_causal_pairs_are_plain_causal_or_open(order: str, size: int, kind: str)
                 )
 
 
+@pytest.mark.parametrize(
+    ("q", "k"), [([0, 1, 3], [0, 3, 5]), ([0, 2, 3], [0, 3, 13]), ([0, 2, 4], [0, 2, 7]), ([0, 1, 5], [0, 9, 10])]
+)
+@pytest.mark.parametrize("mask", [Causal(), Window(None, 0), Window(1, None), Window(2, 0)], ids=str)
+def test_a_document_that_hides_nothing_beside_one_that_does(q: list[int], k: list[int], mask: Mask) -> None:
+    """As one query sees all keys of its own: plain causality or the other's bound would hide most of them."""
+    parts = (Packed(torch.tensor(q), torch.tensor(k)), mask)
+    for size in (1, 2):
+        check(joined(parts), visible(parts, 1, 1, q[-1], k[-1])[:, 0], "plain", size, (1, q[-1], k[-1]))
+
+
 def test_documents_that_are_causal_are_plainly_so() -> None:
     """With one of a single token among them, whose bound was dropped; lengths only where some tokens are nobody's."""
     mine = pieces("plain", 12, 1, 0)
