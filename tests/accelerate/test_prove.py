@@ -192,6 +192,23 @@ def test_another_shape_is_infinitely_far_also_where_the_original_overflows() -> 
         assert [row.error for row in rows if row.what == "output"] == [torch.inf] * 2
 
 
+def test_a_gradient_must_be_there_and_only_an_ill_conditioned_output_is_forgiven() -> None:
+    """At most twice what the plain computation misses by, where ours missed its own budget; no log-sum-exp ever."""
+    truth = torch.ones(4, dtype=torch.float64)
+
+    def judge(*given: torch.Tensor | None, log: bool = False) -> tuple[float, float]:
+        error = prove._judge(*given, torch.float32, log=log, recurrent=False)
+        return error.size, error.budget
+
+    assert judge(None, None, None) == judge(None, None, truth) == (0.0, 1e-5)
+    for missing in ((None, truth, truth), (truth, None, truth), (truth.clone(), truth, None)):
+        assert judge(*missing) == (float("inf"), 1e-5)
+    assert judge(truth * 1.001, truth, truth * 1.002) == pytest.approx((1e-3, 4e-3))
+    assert judge(truth, truth, truth * 1.002) == pytest.approx((0.0, 1e-5))
+    assert judge(truth * 1.001, truth, truth * torch.nan) == pytest.approx((1e-3, 1e-5))
+    assert judge(truth * 1.001, truth, truth * 1.002, log=True)[1] < 1e-3
+
+
 def test_the_worst_row_is_the_nearest_to_its_budget() -> None:
     rows = [Row("a", "out", "float64", error, budget) for error, budget in ((1e-6, 1e-5), (5e-3, 1.0), (0.0, 1e-9))]
     assert worst(rows, "out") is rows[0] and worst(rows, "gradient") is None
