@@ -224,7 +224,7 @@ def test_views_and_memory_are_no_computation_but_a_part_of_what_was_given_is_no_
     with noting:
         part, made = x[1:].T.detach(), torch.empty(6)
         some = made[2:].view(2, 2)
-    assert noting.plain and noting.plan([x]) is None and noting.plan((part,)) is None
+    assert noting.replayable and noting.plan([x]) is None and noting.plan((part,)) is None
     plan = noting.plan((x, some, None, made))
     assert plan is not None and not plan.fresh and plan.views == (None, ((2, 2), (2, 1), 2), None, None)
     assert noting.plan((made,)).fresh and noting.plan((some.view(torch.int32),)) is None  # type: ignore[union-attr]
