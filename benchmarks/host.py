@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.nvidia.driver import CudaLauncher
 
 import foci
-from foci.core import plans, steps, tune
+from foci.core import plans, replay, tune
 from foci.core.device import Platform
 from foci.ops.masks import Causal
 from foci.ops.softmax import aten, aten_cuda
@@ -104,10 +104,10 @@ def fused_back(self: Any, dout: torch.Tensor, *given: Any) -> tuple[torch.Tensor
 def playing() -> Iterator[None]:
     """Calls are played by their plans."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(tune, "ordinary", lambda: True))
+        stack.enter_context(patch.object(tune, "launches_normally", lambda: True))
         stack.enter_context(patch.object(plans, "_current_device", lambda: -1))
         stack.enter_context(patch.object(plans, "on_gpu", lambda x: True))
-        stack.enter_context(patch.object(steps, "_stream", lambda device: 0))
+        stack.enter_context(patch.object(replay, "_stream", lambda device: 0))
         yield
 
 

@@ -44,7 +44,7 @@ from kernels_tables import shipped, stale
 from kernels_tritons import IDENTITIES, Others, recalled
 
 from foci.core.spec import Spec
-from foci.core.tune import TARGETS, Asked, Launch, Target, choosing, recording
+from foci.core.tune import TARGETS, ConfigRequest, Launch, Target, override_configs, record_launches
 from foci.ops import SPECS
 
 ROOT = Path(__file__).parents[1]
@@ -75,18 +75,18 @@ def launches_of(specimen: Specimen, module: ModuleType, target: Target) -> Itera
     spec = SPECS[specimen.operator]
     assert spec.bind is not None and spec.outputs is not None
     if specimen.run is not None:
-        with recording(target) as seen:
+        with record_launches(target) as seen:
             specimen.run(**specimen.make(specimen.dtype))
         yield from ((specimen.direction, launch) for launch in seen)
         return
     call = spec.bind(**specimen.make(specimen.dtype))
     keeps = hasattr(module, "kept")
-    with recording(target) as seen:
+    with record_launches(target) as seen:
         outputs = module.forward(call, True) if keeps else module.forward(call)
     yield from (("forward", launch) for launch in seen)
     if keeps:  # of what is asked for by hand all, else what is compiled to another kernel
         known = set() if specimen.where == "asked" else {identity(launch, target) for launch in seen}
-        with recording(target) as seen:
+        with record_launches(target) as seen:
             module.forward(call)
         yield from (("inference", launch) for launch in seen if identity(launch, target) not in known)
     grads = tuple(
@@ -94,7 +94,7 @@ def launches_of(specimen: Specimen, module: ModuleType, target: Target) -> Itera
         for place, out in enumerate(spec.outputs(call))
     )
     needs = [getattr(call, name) is not None for name in spec.differentiable]
-    with recording(target) as seen:
+    with record_launches(target) as seen:
         module.backward(call, outputs, grads, needs)
     yield from (("backward", launch) for launch in seen)
 
@@ -104,7 +104,7 @@ def recorded(options: argparse.Namespace) -> tuple[list[tuple[dict[str, Any], La
     rows, wrong = [], []
     if options.script:
         for target in options.target:
-            with recording(TARGETS[target]) as seen:
+            with record_launches(TARGETS[target]) as seen:
                 try:
                     runpy.run_path(str(options.script), run_name="__main__")
                 except SystemExit as ended:  # as a script ends that says how it went
@@ -112,7 +112,7 @@ def recorded(options: argparse.Namespace) -> tuple[list[tuple[dict[str, Any], La
             rows += [(_names("script", options.script.stem, "launched", target, launch), launch) for launch in seen]
         none = f"--script {options.script}: it launches no kernel through foci.core.tune.launch"
         return rows, wrong if rows else [*wrong, none]
-    asked: dict[Target, dict[tuple[str, str], Asked]] = {gpu: {} for gpu in shipped()}
+    asked: dict[Target, dict[tuple[str, str], ConfigRequest]] = {gpu: {} for gpu in shipped()}
     for specimen in options.drawn or SPECIMENS:
         if not (module := backend_of(SPECS[specimen.operator])):
             continue
@@ -130,7 +130,7 @@ def recorded(options: argparse.Namespace) -> tuple[list[tuple[dict[str, Any], La
 
 
 def launched(
-    specimen: Specimen, module: ModuleType, target: str, asked: dict[Target, dict[tuple[str, str], Asked]]
+    specimen: Specimen, module: ModuleType, target: str, asked: dict[Target, dict[tuple[str, str], ConfigRequest]]
 ) -> Iterator[tuple[str, str, Launch]]:
     """(label, direction, launch) as the rules say; then what a GPU's table makes another kernel of, labelled by it.
 
@@ -140,7 +140,7 @@ def launched(
     yield from ((specimen.label, *pair) for pair in by_rule)
     for gpu in (gpu for gpu in asked if gpu.architecture == target):
         known = {identity(launch, gpu) for _, launch in by_rule}
-        with choosing({}) as there:
+        with override_configs({}) as there:
             by_table = list(launches_of(specimen, module, gpu))
         asked[gpu] |= there
         for direction, launch in by_table:

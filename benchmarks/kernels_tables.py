@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 
 from foci.core import tune
-from foci.core.tune import TARGETS, Asked, Config, Target
+from foci.core.tune import TARGETS, Config, ConfigRequest, Target
 
 
 def shipped() -> list[Target]:
@@ -15,7 +15,7 @@ def shipped() -> list[Target]:
     return [TARGETS[table["target"]]._replace(name=table["gpu"]) for table in tables]
 
 
-def stale(gpu: Target, asked: Mapping[tuple[str, str], Asked]) -> list[str]:
+def stale(gpu: Target, asked: Mapping[tuple[str, str], ConfigRequest]) -> list[str]:
     """What is wrong with the rows of this GPU's table, held to all that the specimens asked `configure` for.
 
     A row must be of a kernel and key that are asked for, or nobody would see that it outlived them, and one of the

@@ -32,7 +32,7 @@ from foci.core.ahead import shadow
 from foci.core.assembler import assembling
 from foci.core.device import cores
 from foci.core.spec import Case, Outputs, Spec
-from foci.core.tune import Launch, Target, recording
+from foci.core.tune import Launch, Target, record_launches
 
 DONE, FAILED = "done", "failed"
 GRAPHS = 12  # the laws of graphs: they launch what others do, and would have the graphs' compiler at work
@@ -189,7 +189,7 @@ def _answers(spec: Spec, targets: Sequence[Target]) -> Callable[..., Outputs]:
 def _note(found: Noted, target: Target, work: Callable[[], Outputs]) -> Outputs:
     """What it launches; an error is no finding: the laws meet it again and say so."""
     made: Outputs = ()
-    with recording(target) as launches, suppress(Exception):
+    with record_launches(target) as launches, suppress(Exception):
         made = work()
     found += ((target, launch) for launch in launches)
     return made

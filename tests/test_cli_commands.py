@@ -12,7 +12,7 @@ import foci
 from foci import cli
 from foci.core.device import Gpu, machine, platform
 from foci.core.ledger import in_force
-from foci.core.tune import measured, table_of
+from foci.core.tune import measurement_dates, table_of
 from foci.ops import native
 
 
@@ -60,7 +60,7 @@ def test_doctor_says_what_is_true_of_triton_here(capsys, monkeypatch) -> None:
     gpus = tuple(Gpu(place, f"NVIDIA {name}", (9, 0), 1, 1, 1) for place, name in enumerate(("H200", "H100")))
     monkeypatch.setattr(cli_commands, "machine", lambda: replace(here, gpus=gpus))
     shipped = table_of("NVIDIA H200")
-    said = f"measured {measured(shipped)}" if shipped else "by rule, not yet measured"
+    said = f"measured {measurement_dates(shipped)}" if shipped else "by rule, not yet measured"
     assert f"NVIDIA H200: configurations {said}; " in cli_commands._triton(True)["line"]
     table = {"kernels": {"a": {"64": {"date": "2026-01-01"}}}}
     monkeypatch.setattr(cli_commands, "table_of", lambda gpu: table if "H200" in gpu else None)

@@ -32,7 +32,7 @@ from foci.check.laws_graph import LAWS
 from foci.check.run import Row
 from foci.cli_check import Drawing, candidate_of, drawn
 from foci.core.ahead import shadow
-from foci.core.tune import TARGETS, Launch, Target, recording
+from foci.core.tune import TARGETS, Launch, Target, record_launches
 from foci.ops import FUNCTIONS, SPECS
 
 
@@ -307,7 +307,7 @@ def test_what_laws_launch_is_known_before_they_are_asked(operator: str, monkeypa
 
     def backward(call: Any, outputs: Any, grads: Any, needs: list[bool]) -> Any:
         def work() -> None:
-            with recording(target):
+            with record_launches(target):
                 made = kernels.forward(shadow(call), *(True,) * hasattr(kernels, "kept"))
             kernels.backward(shadow(call), made, shadow(grads), needs)
 
@@ -316,7 +316,7 @@ def test_what_laws_launch_is_known_before_they_are_asked(operator: str, monkeypa
 
     def note(call: Any, work: Callable[[], object]) -> None:
         if torch.float64 not in (x.dtype for x in call if isinstance(x, torch.Tensor)):
-            with recording(target) as found:
+            with record_launches(target) as found:
                 work()
             noted.extend(found)
 

@@ -26,7 +26,7 @@ from foci.core.device import machine, own_version, platform
 from foci.core.ledger import in_force
 from foci.core.select import explain as explain_call
 from foci.core.spec import Spec
-from foci.core.tune import interpreting, measured, table_of
+from foci.core.tune import interpreting, measurement_dates, table_of
 from foci.ops import SPECS, masks
 from foci.ops.masks import Causal, Dense, Lengths, Mask, Packed, Window
 
@@ -105,7 +105,7 @@ def _triton(installed: bool) -> dict[str, Any]:
     import triton  # its interpreter is on or off from here, and backends that are asked later say so
 
     tables = {gpu.name: table_of(gpu.name) for gpu in here.gpus}
-    dates = {name: measured(table) if table else None for name, table in tables.items()}
+    dates = {name: measurement_dates(table) if table else None for name, table in tables.items()}
     of_gpus = [
         f"{name}: configurations " + (f"measured {date}" if date else "by rule, not yet measured")
         for name, date in dates.items()

@@ -18,7 +18,7 @@ import torch
 from foci.bench.tuning import META, Ahead, Attempt, Problem
 from foci.core.assembler import assembling
 from foci.core.spec import Case, Spec
-from foci.core.tune import Config, Target, choosing, recording
+from foci.core.tune import Config, Target, override_configs, record_launches
 from foci.ops import SPECS
 
 LIMIT = 90.0  # seconds that one compilation may take
@@ -146,7 +146,7 @@ def compiled(task: Task) -> str:
     case = next(shape for shape in spec.shapes if shape.name == task.problem)
     call = spec.bind(**case.make(task.dtype, META, 0))
     chosen = {} if task.config is None else {task.place: task.config}
-    with recording(task.target) as launches, choosing(chosen):
+    with record_launches(task.target) as launches, override_configs(chosen):
         run = Problem(spec, spec.backend("triton").load(), call).passes()[task.stage]
         launches.clear()
         run()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foci.bench.tuning import Attempt, Row, _apart, search, write
 from foci.core.spec import Case
-from foci.core.tune import Asked, Config, Target, candidates, configure, target_of
+from foci.core.tune import Config, ConfigRequest, Target, candidates, configure, target_of
 from foci.ops import SPECS
 
 CPU = torch.device("cpu")
@@ -164,7 +164,7 @@ def test_attempts_are_compiled_ahead_and_what_is_refused_there_is_told_and_not_r
     assert [each.stage for each in asked[:2]] == ["forward", "backward"] and asked[0].config is None
     # The rule's own stages first, then the others of the best alone.
     assert {each.config.stages for each in asked[2:7] if each.config} == {2}
-    assert len(asked) < 2 * len(candidates(Asked(rule(target_of(CPU)), {"BLOCK_V": (32, 64)})))
+    assert len(asked) < 2 * len(candidates(ConfigRequest(rule(target_of(CPU)), {"BLOCK_V": (32, 64)})))
 
 
 def test_a_table_is_what_configure_reads_and_is_added_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,5 +184,5 @@ def test_a_table_is_what_configure_reads_and_is_added_to(tmp_path: Path, monkeyp
     kept, anew = (row for rows in json.loads(path.read_text())["kernels"].values() for row in rows.values())
     assert (kept["date"], kept["versions"]) == ("2026-01-01", {"triton": "3.6.0"})  # of when it was measured
     assert (anew["date"], anew["versions"]) == ("2026-01-02", {"triton": "3.7.1"})
-    assert tune.measured(json.loads(path.read_text())) == "2026-01-01 to 2026-01-02"
+    assert tune.measurement_dates(json.loads(path.read_text())) == "2026-01-01 to 2026-01-02"
     tune._kernels.cache_clear()

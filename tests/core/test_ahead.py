@@ -16,7 +16,7 @@ from foci.cli_tune_ahead import Offline, gpu
 from foci.core import ahead
 from foci.core.assembler import assembling
 from foci.core.device import cores
-from foci.core.tune import TARGETS, recording
+from foci.core.tune import TARGETS, record_launches
 from foci.ops import SPECS
 
 triton = pytest.importorskip("triton")
@@ -59,7 +59,7 @@ def call(T: int = 128, K: int = 16) -> Any:
 
 def kernels_of(call: Any) -> list[Any]:
     """The launches of a forward, of two kernels that are not in Triton's memory."""
-    with recording(TARGETS["sm_90"]) as launches:
+    with record_launches(TARGETS["sm_90"]) as launches:
         SPEC.backend("triton").load().forward(call)
     assert len({id(launch.kernel) for launch in launches}) == 2
     for launch in launches:
@@ -257,14 +257,14 @@ def test_without_numbers_every_call_launches_what_it_launches_with_them(spec: An
     """Else other kernels would be compiled than those that are wanted."""
     module = spec.backend("triton").load()
     call, keeps = spec.bind(**case.make(torch.float16, torch.device("cpu"), 0)), (True,) * hasattr(module, "kept")
-    with recording(TARGETS["sm_90"]):
+    with record_launches(TARGETS["sm_90"]):
         outputs = module.forward(call, *keeps)
     grads = tuple(torch.ones_like(out) for out in outputs[: len(spec.output_names)])
     needs = [getattr(call, name) is not None for name in spec.differentiable]
     for compute, given in ((module.forward, (call, *keeps)), (module.backward, (call, outputs, grads, needs))):
-        with recording(TARGETS["sm_90"]) as right:
+        with record_launches(TARGETS["sm_90"]) as right:
             compute(*given)
-        with recording(TARGETS["sm_90"]) as found:
+        with record_launches(TARGETS["sm_90"]) as found:
             compute(*map(ahead.shadow, given))
         assert right and list(map(told, found)) == list(map(told, right))
 

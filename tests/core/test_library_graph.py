@@ -40,7 +40,7 @@ def test_a_captured_step_of_training_is_replayed_on_other_values(
     operator: str, packed: bool, before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Captured is a call that is noted for its plan, made once before, or one that is played (core/plans.py)."""
-    monkeypatch.setattr(plans, "_PLANS", {})
+    monkeypatch.setattr(plans, "_FUNCTION_PLANS", {})
     monkeypatch.setattr(plans, "_SEEN", set())
     monkeypatch.setattr(plans, "_GUARDED", {})
     function = getattr(foci, operator)
@@ -73,7 +73,7 @@ def test_a_captured_step_of_training_is_replayed_on_other_values(
     torch.cuda.synchronize()
     for got, right in zip(captured, step(), strict=True):
         assert torch.equal(got, right)
-    assert any(plan is not None for plan in plans._PLANS.values())
+    assert any(plan is not None for plan in plans._FUNCTION_PLANS.values())
 
 
 def token(operator: str) -> dict[str, torch.Tensor]:
@@ -96,10 +96,10 @@ def token(operator: str) -> dict[str, torch.Tensor]:
 def test_a_captured_step_of_decoding_goes_on_from_the_state_that_is_there(
     operator: str, before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plans, "_PLANS", {})
+    monkeypatch.setattr(plans, "_FUNCTION_PLANS", {})
     monkeypatch.setattr(plans, "_SEEN", set())
     monkeypatch.setattr(plans, "_GUARDED", {})
-    monkeypatch.setattr(plans, "_WHOLE", {})
+    monkeypatch.setattr(plans, "_OPERATOR_PLANS", {})
     function, held = getattr(foci, operator), token(operator)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -119,4 +119,4 @@ def test_a_captured_step_of_decoding_goes_on_from_the_state_that_is_there(
             right = function(**other)
         torch.cuda.synchronize()
         assert torch.equal(captured, right) and torch.equal(held["state"], other["state"])
-    assert any(plan is not None for plan in plans._PLANS.values())
+    assert any(plan is not None for plan in plans._FUNCTION_PLANS.values())

@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foci.core import plans, steps, tune
+from foci.core import plans, replay, tune
 
 
 def _floats(pointer: int, count: int) -> ctypes.Array[ctypes.c_float]:
@@ -35,15 +35,16 @@ class Adds:
 
     def __call__(self, a, b, out, amount=1.0):
         self.run(*(len(out), 1, 1, 7), *[None] * 5, *(x.data_ptr() for x in (a, b, out)), len(out), amount)
-        tune.NOTING.get() and tune.NOTING.get()(self, self, (len(out), 1, 1), (a, b, out, len(out), amount))
+        if callback := tune.LAUNCH_CALLBACK.get():
+            callback(self, self, (len(out), 1, 1), (a, b, out, len(out), amount))
 
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
     """CPU tensors pass for a GPU's, and Triton for one that nobody watches."""
     monkeypatch.setattr(plans, "_current_device", lambda: -1)
-    monkeypatch.setattr(steps, "_stream", lambda device: 7)
-    monkeypatch.setattr(plans, "_PLANS", {})
+    monkeypatch.setattr(replay, "_stream", lambda device: 7)
+    monkeypatch.setattr(plans, "_FUNCTION_PLANS", {})
     monkeypatch.setattr(plans, "_SEEN", set())
     monkeypatch.setattr(plans, "_GUARDED", {})
     runtime = SimpleNamespace(
@@ -77,7 +78,7 @@ def counted(run, monkeypatch=None):
 
 
 def ask(run, *values):
-    return plans.played(twice, values, lambda: run(*values))
+    return plans.replay_or_run(twice, values, lambda: run(*values))
 
 
 def test_the_third_call_of_a_kind_is_played_and_gives_what_the_call_gives() -> None:
@@ -116,7 +117,7 @@ def test_what_goes_before_the_first_call_of_a_kind_goes_before_no_other() -> Non
     for size in (8, 8, 8, 9, 8):
         values = torch.randn(size), torch.randn(size), 1.0, [True]
         run = lambda values=values: done.append("run") or twice(*values)  # noqa: E731
-        plans.played(twice, values, run, lambda: done.append("first"))
+        plans.replay_or_run(twice, values, run, lambda: done.append("first"))
     assert done == ["first", "run", "run", "first", "run"]
 
 
@@ -129,7 +130,7 @@ def test_plans_are_found_by_guards_and_by_keys_where_there_is_none(guards, monke
         a, b = torch.randn(8), torch.randn(shape)
         assert torch.allclose(ask(run, a, b, 1.0, [False])[0][1], a + 2 * b.view(-1))
     assert len(calls) == 2 * 6
-    assert [len(near) for near in plans._GUARDED.values()] == ([plans._MOST_GUARDS] if guards else [])
+    assert [len(near) for near in plans._GUARDED.values()] == ([plans._MAX_GUARDS] if guards else [])
 
 
 @pytest.mark.parametrize(
@@ -158,14 +159,14 @@ def test_plans_are_found_by_guards_and_by_keys_where_there_is_none(guards, monke
 def test_a_guard_passes_nothing_that_has_another_key(make, within) -> None:
     first, a = torch.randn(2), torch.randn(4, 6)
     for _ in range(4):
-        plans.played(twice, (first, a), lambda: (torch.empty(3),))
-    ((key, plan),) = plans._PLANS.items()
+        plans.replay_or_run(twice, (first, a), lambda: (torch.empty(3),))
+    ((key, plan),) = plans._FUNCTION_PLANS.items()
     assert plan is not None and plans._GUARDED
     with within():
         other = make(a)
         with suppress(RuntimeError):  # what has no memory that could be named
             told = plans._describe(twice, (first, other))
-            found = told and plans._lookup(plans._PLANS, told)[1]
+            found = told and plans._lookup(plans._FUNCTION_PLANS, told)[1]
             assert (found is plan) == (told is not None and plans._key(told) == key)
             assert (found is plan) == (type(other) is torch.Tensor and _facts(other) == _facts(a))
 
@@ -198,7 +199,7 @@ def test_what_does_more_than_take_memory_and_launch_runs_every_time(also) -> Non
     run, calls = counted(more)
     for turn in range(4):
         a, b = torch.randn(2, 3), torch.randn(4)
-        assert torch.allclose(plans.played(more, (a, b), lambda a=a, b=b: run(a, b))[0], 2 * b)
+        assert torch.allclose(plans.replay_or_run(more, (a, b), lambda a=a, b=b: run(a, b))[0], 2 * b)
         assert len(calls) == turn + 1
 
 
@@ -206,14 +207,14 @@ def test_a_launch_that_is_not_known_has_no_plan() -> None:
     def unknown(a):
         out = torch.empty(4)
         adds(a, a, out)
-        if tune.NOTING.get():
-            tune.NOTING.get()(adds, None, (1,), (a,))
+        if tune.LAUNCH_CALLBACK.get():
+            tune.LAUNCH_CALLBACK.get()(adds, None, (1,), (a,))
         return (out,)
 
     run, calls = counted(unknown)
     for turn in range(4):
         a = torch.randn(4)
-        plans.played(unknown, (a,), lambda a=a: run(a))
+        plans.replay_or_run(unknown, (a,), lambda a=a: run(a))
         assert len(calls) == turn + 1
 
 
@@ -222,7 +223,7 @@ def test_where_launches_are_watched_or_chosen_everything_runs_as_written(here) -
     values = torch.randn(8), torch.randn(8), 1.0, [True]
     for _ in range(3):
         ask(run, *values)
-    with tune.choosing({}):
+    with tune.override_configs({}):
         ask(run, *values)
     here.runtime.launch_enter_hook = print
     ask(run, *values)
@@ -251,17 +252,17 @@ def test_an_error_leaves_no_plan_and_no_note() -> None:
     a = torch.randn(4)
     for _ in range(3):
         with pytest.raises(ValueError, match="no"):
-            plans.played(fails, (a,), lambda: fails(a))
-    assert tune.NOTING.get() is None and not plans._PLANS
+            plans.replay_or_run(fails, (a,), lambda: fails(a))
+    assert tune.LAUNCH_CALLBACK.get() is None and not plans._FUNCTION_PLANS
 
 
 def test_only_so_many_kinds_are_remembered(monkeypatch) -> None:
-    monkeypatch.setattr(plans, "_MOST", 2)
+    monkeypatch.setattr(plans, "_MAX_KEYS", 2)
     for size in range(1, 9):
         for _ in range(3):
             a = torch.randn(size)
             assert torch.allclose(ask(twice, a, a, 1.0, [False])[0][1], 3 * a)
-    assert len(plans._SEEN) <= 2 and len(plans._PLANS) <= 2
+    assert len(plans._SEEN) <= 2 and len(plans._FUNCTION_PLANS) <= 2
 
 
 def test_one_tensor_in_two_places_is_another_kind_than_two() -> None:
@@ -281,7 +282,7 @@ def test_a_part_of_what_was_given_is_no_result_that_can_be_played() -> None:
 
     for turn in range(4):
         a = torch.randn(64)[16 * turn :][:8]
-        assert torch.equal(plans.played(part, (a,), lambda a=a: part(a))[1], a[1:3])
+        assert torch.equal(plans.replay_or_run(part, (a,), lambda a=a: part(a))[1], a[1:3])
 
 
 @pytest.mark.parametrize("first, other", [(0.0, -0.0), (1.0, True), (1, True), (0.0, float("nan")), (0, None)])
@@ -289,8 +290,8 @@ def test_values_that_are_merely_equal_are_of_two_kinds(first, other) -> None:
     run, calls = counted(lambda *values: None)
     a = torch.randn(8)
     for _ in range(3):
-        plans.played(twice, (a, first), lambda: None)
-    plans.played(twice, (a, other), lambda: run(a, other))
+        plans.replay_or_run(twice, (a, first), lambda: None)
+    plans.replay_or_run(twice, (a, other), lambda: run(a, other))
     assert len(calls) == 1
 
 
@@ -322,9 +323,9 @@ def test_what_a_plan_cannot_know_runs_every_time(make) -> None:
     run, calls = counted(lambda *values: None)
     for turn in range(4):
         a, odd = torch.randn(8), make()
-        plans.played(twice, (a, odd), lambda a=a, odd=odd: run(a, odd))
+        plans.replay_or_run(twice, (a, odd), lambda a=a, odd=odd: run(a, odd))
         assert len(calls) == turn + 1
-    assert not plans._SEEN and not plans._PLANS
+    assert not plans._SEEN and not plans._FUNCTION_PLANS
 
 
 def test_no_tensor_is_kept_alive() -> None:
@@ -341,7 +342,7 @@ def test_no_tensor_is_kept_alive() -> None:
 
     for _ in range(4):
         a = torch.randn(8)
-        (out,) = plans.played(frees, (a,), lambda a=a: frees(a))
+        (out,) = plans.replay_or_run(frees, (a,), lambda a=a: frees(a))
         assert torch.allclose(out, 3 * a)
         dead = weakref.ref(a), weakref.ref(out)
         del a, out
@@ -356,7 +357,8 @@ def test_a_tensor_within_an_argument_has_no_plan() -> None:
 
         def __call__(self, a, b, out):
             super().run(*(len(out), 1, 1, 7), *[None] * 5, *(x.data_ptr() for x in (a, b, out)), len(out), 1.0)
-            tune.NOTING.get() and tune.NOTING.get()(self, self, (len(out), 1, 1), (out, (a, b), len(out)))
+            if callback := tune.LAUNCH_CALLBACK.get():
+                callback(self, self, (len(out), 1, 1), (out, (a, b), len(out)))
 
     def hidden(a, b):
         out = torch.empty(8)
@@ -365,7 +367,7 @@ def test_a_tensor_within_an_argument_has_no_plan() -> None:
 
     for _ in range(4):
         a, b = torch.randn(8), torch.randn(8)
-        assert torch.allclose(plans.played(hidden, (a, b), lambda a=a, b=b: hidden(a, b))[0], a + b)
+        assert torch.allclose(plans.replay_or_run(hidden, (a, b), lambda a=a, b=b: hidden(a, b))[0], a + b)
 
 
 def test_memory_that_outlives_a_call_has_no_plan() -> None:
@@ -379,12 +381,12 @@ def test_memory_that_outlives_a_call_has_no_plan() -> None:
     run, calls = counted(borrows)
     for turn in range(4):
         a = torch.randn(8)
-        assert torch.allclose(plans.played(borrows, (a,), lambda a=a: run(a))[0], a + 1)
+        assert torch.allclose(plans.replay_or_run(borrows, (a,), lambda a=a: run(a))[0], a + 1)
         assert len(calls) == turn + 1
 
 
 def test_a_new_tensor_with_the_identity_of_one_that_is_gone_is_not_taken_for_it() -> None:
-    noted = steps.Noting((torch.randn(8),))
+    noted = replay.Recorder((torch.randn(8),))
     with noted:
         gone = torch.empty(8)
     place = id(gone)
@@ -402,7 +404,7 @@ def test_memory_that_torch_fills_is_filled_in_a_played_call() -> None:
     try:
         for _ in range(4):
             a = torch.randn(8)
-            assert plans.played(unwritten, (a,), lambda a=a: unwritten(a))[0].isnan().all()
+            assert plans.replay_or_run(unwritten, (a,), lambda a=a: unwritten(a))[0].isnan().all()
     finally:
         torch._C._set_deterministic_algorithms(False)
 
@@ -421,7 +423,7 @@ def test_plans_that_another_thread_clears_are_made_again(monkeypatch) -> None:
         def __contains__(self, key):
             return True  # as it was a moment ago
 
-    monkeypatch.setattr(plans, "_PLANS", Cleared())
+    monkeypatch.setattr(plans, "_FUNCTION_PLANS", Cleared())
     a, b = torch.randn(4), torch.randn(4)
     for got, right in zip(ask(twice, a, b, 1.0, [True]), twice(a, b, 1.0, [True]), strict=True):
         assert torch.equal(got[1:] if got.dim() == 2 else got, right[1:] if right.dim() == 2 else right)
@@ -441,7 +443,7 @@ def test_threads_play_and_note_beside_each_other() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and sum(plan is not None for plan in plans._PLANS.values()) == 7
+    assert not wrong and sum(plan is not None for plan in plans._FUNCTION_PLANS.values()) == 7
 
 
 def test_a_state_that_is_changed_in_place_is_the_one_that_was_given() -> None:
@@ -452,7 +454,7 @@ def test_a_state_that_is_changed_in_place_is_the_one_that_was_given() -> None:
     for _ in range(5):
         state, x = torch.randn(8), torch.randn(8)
         right = state + x
-        plans.played(step, (state, x), lambda state=state, x=x: step(state, x))
+        plans.replay_or_run(step, (state, x), lambda state=state, x=x: step(state, x))
         assert torch.allclose(state, right)
 
 
@@ -461,7 +463,7 @@ def test_a_plan_is_found_at_once_by_what_is_said_and_a_guard_alone() -> None:
     asked: list[object] = []
 
     def at_once(a, b, apart, amount=1.0):
-        return plans.at_once(twice, [a, b], apart, lambda: asked.append(apart) or (a, b, amount, [False]))
+        return plans.try_replay_function(twice, [a, b], apart, lambda: asked.append(apart) or (a, b, amount, [False]))
 
     a, b = torch.randn(8), torch.randn(8)
     assert at_once(a, b, "kind") is None and len(asked) == 1  # nothing was noted

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from foci.cli_check import FUNCTIONS
-from foci.core import plans, steps, tensor_maps, tune
+from foci.core import plans, replay, tensor_maps, tune
 from foci.ops import SPECS
 from foci.ops.masks import Causal, Dense, Lengths, Packed, Window, lower
 from foci.ops.softmax.api import attention_with_lse
@@ -31,8 +31,8 @@ class Compiled:
 
 
 def start(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: Any, device: torch.device) -> None:
-    if (noting := tune.NOTING.get()) is not None:
-        noting(kernel, Compiled(), grid, arguments)
+    if (callback := tune.LAUNCH_CALLBACK.get()) is not None:
+        callback(kernel, Compiled(), grid, arguments)
 
 
 @pytest.fixture(autouse=True)
@@ -43,11 +43,11 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "_start", start)
     monkeypatch.setattr(plans, "_current_device", lambda: -1)
     monkeypatch.setattr(plans, "on_gpu", lambda x: isinstance(x, torch.Tensor))
-    monkeypatch.setattr(steps, "_stream", lambda device: 0)
-    monkeypatch.setattr(plans, "_PLANS", {})
+    monkeypatch.setattr(replay, "_stream", lambda device: 0)
+    monkeypatch.setattr(plans, "_FUNCTION_PLANS", {})
     monkeypatch.setattr(plans, "_SEEN", set())
     monkeypatch.setattr(plans, "_GUARDED", {})
-    monkeypatch.setattr(plans, "_WHOLE", {})
+    monkeypatch.setattr(plans, "_OPERATOR_PLANS", {})
 
 
 @pytest.mark.parametrize(("spec", "case"), CASES, ids=lambda value: value.name)
@@ -58,7 +58,7 @@ def test_a_call_and_its_backward_have_a_plan(spec: Any, case: Any) -> None:
     for _ in range(3):
         out = FUNCTIONS[spec.name](**given, backend="triton")[0]
         torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
-    assert [(kind.__name__, plan is not None) for (kind, *_), plan in plans._PLANS.items()] == [
+    assert [(kind.__name__, plan is not None) for (kind, *_), plan in plans._FUNCTION_PLANS.items()] == [
         ("forward", True),
         ("backward", True),
     ]
@@ -84,7 +84,7 @@ def test_pieces_that_begin_by_maps_have_a_plan_too(monkeypatch: pytest.MonkeyPat
         out = FUNCTIONS["delta"](q, k, v, gates, log_decay=gates, backend="triton")[0]
         torch.autograd.grad(out, [q, k, v], out)
     assert names.count("token_walk_kernel") == names.count("token_walk_back_kernel") == 4
-    assert [plan is not None for plan in plans._PLANS.values()] == [True, True]
+    assert [plan is not None for plan in plans._FUNCTION_PLANS.values()] == [True, True]
 
 
 class Telling(Compiled):
@@ -124,8 +124,8 @@ def test_a_call_like_one_before_is_checked_no_more_and_launches_the_same_on_its_
 
     def begin(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: Any, device: torch.device) -> None:
         written.append(((*grid, 1, 1)[:3], arguments))
-        if (noting := tune.NOTING.get()) is not None:
-            noting(kernel, Telling(played), (*grid, 1, 1)[:3], arguments)
+        if (callback := tune.LAUNCH_CALLBACK.get()) is not None:
+            callback(kernel, Telling(played), (*grid, 1, 1)[:3], arguments)
 
     monkeypatch.setattr(tune, "_start", begin)
 
@@ -222,8 +222,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def begin(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: Any, device: torch.device) -> None:
         found.extend(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments)
-        if (noting := tune.NOTING.get()) is not None:
-            noting(kernel, Heard(), grid, arguments)
+        if (callback := tune.LAUNCH_CALLBACK.get()) is not None:
+            callback(kernel, Heard(), grid, arguments)
 
     monkeypatch.setattr(tune, "_start", begin)
     return found
@@ -382,7 +382,7 @@ def test_a_training_call_compiles_whole_and_plays_no_plan(launched: list[Any]) -
         gradients = torch.autograd.grad(whole(*given), given)
         assert [x.shape for x in gradients] == [x.shape for x in given]
         assert launched
-    assert not plans._WHOLE
+    assert not plans._OPERATOR_PLANS
 
 
 def test_a_forward_while_another_thread_compiles_has_its_backward(
@@ -423,13 +423,13 @@ def test_a_hook_on_a_kernel_and_a_watcher_are_heard_here_too(
 ) -> None:
     for _ in range(4):
         FUNCTIONS["linear"](**rows())
-    next(iter(plans._WHOLE.values())).kernels[0].pre_run_hooks.append(print)
+    next(iter(plans._OPERATOR_PLANS.values())).kernels[0].pre_run_hooks.append(print)
     try:
         FUNCTIONS["linear"](**rows())
     finally:
-        next(iter(plans._WHOLE.values())).kernels[0].pre_run_hooks.clear()
+        next(iter(plans._OPERATOR_PLANS.values())).kernels[0].pre_run_hooks.clear()
     assert counted["linear"] == 3
-    monkeypatch.setattr(tune, "watched", lambda: True)
+    monkeypatch.setattr(tune, "has_launch_hooks", lambda: True)
     FUNCTIONS["linear"](**rows())
     assert counted["linear"] == 4
 
@@ -469,11 +469,11 @@ def test_a_call_of_another_backend_is_checked_once_and_keeps_nothing(
 
 
 def test_only_so_many_of_these_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "_MOST", 3)
+    monkeypatch.setattr(plans, "_MAX_KEYS", 3)
     for T in range(1, 9):
         x = torch.randn(1, T, 2, 16)
         FUNCTIONS["softmax"](x, x + 1, x + 2, backend="reference")
-        assert len(plans._WHOLE) <= 3
+        assert len(plans._OPERATOR_PLANS) <= 3
 
 
 def test_where_triton_was_never_imported_they_are_checked_once_too(
@@ -481,7 +481,7 @@ def test_where_triton_was_never_imported_they_are_checked_once_too(
 ) -> None:
     x = torch.randn(1, 8, 2, 16)
     FUNCTIONS["softmax"](x, x + 1, x + 2, backend="reference")
-    plans._WHOLE.clear()
+    plans._OPERATOR_PLANS.clear()
     monkeypatch.delitem(sys.modules, "triton")
     for _ in range(3):
         FUNCTIONS["softmax"](x, x + 1, x + 2, backend="reference")

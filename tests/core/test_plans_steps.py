@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.core import plans, steps, tune
+from foci.core import plans, replay, tune
 from foci.ops import arguments
 from foci.ops.softmax.paged import attention_paged
 
@@ -87,8 +87,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def begin(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: Any, device: torch.device) -> None:
         grid = (*grid, 1, 1)[:3]
         found.append((grid, tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)))
-        if (noting := tune.NOTING.get()) is not None:
-            noting(kernel, Heard(found), grid, arguments)
+        if (callback := tune.LAUNCH_CALLBACK.get()) is not None:
+            callback(kernel, Heard(found), grid, arguments)
 
     monkeypatch.setattr("foci.ops.gpu.interpreting", lambda: True)
     for place in ("gpu.steps", "scan.step.steps", "selective_scan.step.steps"):
@@ -97,8 +97,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(tune, "_start", begin)
     monkeypatch.setattr(plans, "_current_device", lambda: -1)
     monkeypatch.setattr(plans, "on_gpu", lambda x: isinstance(x, Tensor))
-    monkeypatch.setattr(steps, "_stream", lambda device: 0)
-    for known, empty in (("_PLANS", {}), ("_SEEN", set()), ("_WHOLE", {}), ("_GUARDED", {})):
+    monkeypatch.setattr(replay, "_stream", lambda device: 0)
+    for known, empty in (("_FUNCTION_PLANS", {}), ("_SEEN", set()), ("_OPERATOR_PLANS", {}), ("_GUARDED", {})):
         monkeypatch.setattr(plans, known, empty)
     return found
 

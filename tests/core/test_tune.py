@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foci.core import tune
-from foci.core.tune import TARGETS, Config, Target, configure, launch, recording, target_of
+from foci.core.tune import TARGETS, Config, Target, configure, launch, record_launches, target_of
 
 CPU = torch.device("cpu")
 
@@ -166,7 +166,7 @@ def test_a_switch_of_triton_that_compiles_anew_is_asked_for(
 
 def test_recording_notes_launches_for_its_target_and_makes_none() -> None:
     kernel, x = Kernel(), torch.ones(3, device="meta")
-    with recording(TARGETS["sm_120"]) as seen:
+    with record_launches(TARGETS["sm_120"]) as seen:
         assert target_of(x.device) == target_of(CPU) == TARGETS["sm_120"]
         launch(kernel, (5,), x, config=configure("a", (), rule, target_of(x.device)), IS_CAUSAL=False)
         launch(kernel, (0,), x, config=Config())
@@ -177,7 +177,7 @@ def test_recording_notes_launches_for_its_target_and_makes_none() -> None:
 
 def test_recording_ends_when_it_ends_even_by_an_error() -> None:
     kernel, x = Kernel(), torch.ones(3)
-    with pytest.raises(RuntimeError, match="on purpose"), recording(TARGETS["sm_90"]):
+    with pytest.raises(RuntimeError, match="on purpose"), record_launches(TARGETS["sm_90"]):
         raise RuntimeError("on purpose")
     launch(kernel, (1,), x, config=Config())
     assert len(kernel.launched) == 1
@@ -185,8 +185,8 @@ def test_recording_ends_when_it_ends_even_by_an_error() -> None:
 
 def test_recordings_nest() -> None:
     kernel, x = Kernel(), torch.ones(3)
-    with recording(TARGETS["sm_90"]) as outer:
-        with recording(TARGETS["gfx942"]) as inner:
+    with record_launches(TARGETS["sm_90"]) as outer:
+        with record_launches(TARGETS["gfx942"]) as inner:
             launch(kernel, (1,), x, config=Config())
             assert target_of(CPU).kind == "hip"
         launch(kernel, (2,), x, config=Config())
@@ -230,8 +230,8 @@ def test_a_gpu_has_a_file_name_that_stays_in_its_folder(gpu: str, file: str) -> 
 
 
 def test_a_table_without_rows_was_never_measured() -> None:
-    assert tune.measured({"kernels": {}}) == tune.measured({"kernels": {"a": {}}}) == ""
-    assert tune.measured({"kernels": {"a": {"1": {"date": "2"}, "2": {"date": "1"}}}}) == "1 to 2"
+    assert tune.measurement_dates({"kernels": {}}) == tune.measurement_dates({"kernels": {"a": {}}}) == ""
+    assert tune.measurement_dates({"kernels": {"a": {"1": {"date": "2"}, "2": {"date": "1"}}}}) == "1 to 2"
 
 
 def test_every_shipped_table_is_of_a_machine_that_measured_it() -> None:
@@ -286,18 +286,18 @@ def test_the_compiler_does_not_trace_into_the_facts() -> None:
 def test_choosing_puts_a_configuration_in_place_of_the_rule_and_tells_what_was_asked(tables: Path) -> None:
     tried = Config({"BLOCK_T": 16}, 2, 1)
     target = TARGETS["sm_90"]
-    with tune.choosing({("a", "128"): tried}) as asked:
+    with tune.override_configs({("a", "128"): tried}) as asked:
         assert configure("a", (128,), rule, target, {"BLOCK_T": (16, 64)}) == tried
         assert configure("a", (256,), rule, target) == rule(target)
     assert asked == {
-        ("a", "128"): tune.Asked(rule(target), {"BLOCK_T": (16, 64)}),
-        ("a", "256"): tune.Asked(rule(target), {}),
+        ("a", "128"): tune.ConfigRequest(rule(target), {"BLOCK_T": (16, 64)}),
+        ("a", "256"): tune.ConfigRequest(rule(target), {}),
     }
     assert configure("a", (128,), rule, target) == rule(target)
 
 
 def test_candidates_vary_the_blocks_that_may_and_warps_and_stages_and_begin_with_the_rule() -> None:
-    asked = tune.Asked(Config({"BLOCK_T": 64, "CHUNK": 64}, warps=4, stages=2), {"BLOCK_T": (32, 64)})
+    asked = tune.ConfigRequest(Config({"BLOCK_T": 64, "CHUNK": 64}, warps=4, stages=2), {"BLOCK_T": (32, 64)})
     found = tune.candidates(asked)
     assert found[0] == asked.rule
     assert len(found) == len({json.dumps(config.meta) for config in found}) == 2 * 3 * 3
@@ -331,7 +331,7 @@ def test_a_kernel_that_asks_for_memory_of_its_own_is_lent_some_while_it_is_start
             seen.append(_allocation._allocator.get())
 
     compiled = SimpleNamespace(run=Run(), function=0, packed_metadata=b"")
-    tune.fire(compiled, (1, 1, 1), 0, ())
+    tune.launch_compiled(compiled, (1, 1, 1), 0, ())
     assert _allocation._allocator.get() is before
     assert (seen[0] is before) == (size == 0)
     assert size == 0 or seen[0](size, 128, None) == ("lent", size)
@@ -339,7 +339,7 @@ def test_a_kernel_that_asks_for_memory_of_its_own_is_lent_some_while_it_is_start
 
 @pytest.mark.parametrize("size", [0, 128])
 def test_the_launcher_in_c_is_given_what_tritons_own_gives_it(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Held against the Triton that is here, of which CI has each that `started` knows."""
+    """Held against the Triton that is here, of which CI has each that `launcher_of` knows."""
     pytest.importorskip("triton")
     driver = pytest.importorskip("triton.backends.nvidia.driver")
     monkeypatch.setattr(tune, "_allocate", lambda size, alignment, stream: ("lent", size))
@@ -355,8 +355,8 @@ def test_the_launcher_in_c_is_given_what_tritons_own_gives_it(size: int, monkeyp
         setattr(launcher, name, value)
     compiled = SimpleNamespace(run=launcher, function=5, packed_metadata=(4, 1, 99))
     arguments = (16, (3, 1), None, True)
-    tune.fire(compiled, (3, 5, 7), 11, arguments)
-    found = tune.started(compiled, (3, 5, 7))
+    tune.launch_compiled(compiled, (3, 5, 7), 11, arguments)
+    found = tune.launcher_of(compiled, (3, 5, 7))
     assert found.launch == launcher.launch and found.scratch == size * 2 * 105
     told = {tune.STREAM: 11, tune.SCRATCH: ("lent", found.scratch)}
     head = tuple(told.get(x, x) if x.__hash__ else x for x in found.head)
@@ -366,9 +366,9 @@ def test_the_launcher_in_c_is_given_what_tritons_own_gives_it(size: int, monkeyp
 
 def test_a_launcher_that_is_not_known_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(tune, "fire", lambda *given: seen.append(given))
+    monkeypatch.setattr(tune, "launch_compiled", lambda *given: seen.append(given))
     compiled = SimpleNamespace(run=print)
-    found = tune.started(compiled, (3, 5, 7))
+    found = tune.launcher_of(compiled, (3, 5, 7))
     assert found.head == (tune.STREAM,) and not found.nested and not found.scratch
     found.launch(11, 1, 2)
     assert seen == [(compiled, (3, 5, 7), 11, (1, 2))]

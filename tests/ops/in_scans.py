@@ -26,10 +26,10 @@ class InScans(InTriton):
         """The kernels of a forward and of a backward, by name, without launching them."""
         meta = {n: x.to("meta") if isinstance(x, torch.Tensor) else x for n, x in inputs.items()}
         call = self.spec.bind(**meta)
-        with tune.recording(MANY) as forward:
+        with tune.record_launches(MANY) as forward:
             made = self.module.forward(call, *(True,) * hasattr(self.module, "kept"))
         needs = [getattr(call, name) is not None for name in self.spec.differentiable]
-        with tune.recording(MANY) as backward:
+        with tune.record_launches(MANY) as backward:
             self.module.backward(call, made, made[:2], needs)
         return [each.kernel.__name__ for each in forward], [each.kernel.__name__ for each in backward]
 
@@ -49,14 +49,14 @@ class InScans(InTriton):
     @pytest.mark.parametrize("pick", [min, max])
     def test_every_block_that_may_be_tried_is_right(self, pick: Any) -> None:
         inputs = self.problem(40)
-        with tune.choosing({}) as asked:
+        with tune.override_configs({}) as asked:
             self.apart(inputs)
         assert all(each.vary for each in asked.values())
         chosen = {
             key: replace(each.rule, blocks={**each.rule.blocks, **{name: pick(n) for name, n in each.vary.items()}})
             for key, each in asked.items()
         }
-        with tune.choosing(chosen):
+        with tune.override_configs(chosen):
             assert max(self.apart(inputs).values()) < BUDGET[torch.float32]
 
     def test_documents(self) -> None:

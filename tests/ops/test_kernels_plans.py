@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 import foci
-from foci.core import library, plans, steps, tune
+from foci.core import library, plans, replay, tune
 from foci.core.tune import interpreting
 from foci.ops.masks import Causal, Packed
 
@@ -57,13 +57,13 @@ def start(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: 
         meta["BESIDE"] = False
     with _disable_current_modes():  # what the interpreter asks of torch is nothing that the call does
         kernel[grid](*arguments, **meta)
-    if (noting := tune.NOTING.get()) is not None:
-        noting(kernel, Noted(kernel, arguments, meta), (*grid, 1, 1)[:3], arguments)
+    if (callback := tune.LAUNCH_CALLBACK.get()) is not None:
+        callback(kernel, Noted(kernel, arguments, meta), (*grid, 1, 1)[:3], arguments)
 
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, found in (("_PLANS", {}), ("_SEEN", set()), ("_GUARDED", {}), ("_WHOLE", {})):
+    for name, found in (("_FUNCTION_PLANS", {}), ("_SEEN", set()), ("_GUARDED", {}), ("_OPERATOR_PLANS", {})):
         monkeypatch.setattr(plans, name, found)
     monkeypatch.setattr(tune, "interpreting", lambda: False)
     builder = interpreter.interpreter_builder
@@ -72,7 +72,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "_start", start)
     monkeypatch.setattr(plans, "_current_device", lambda: -1)
     monkeypatch.setattr(plans, "on_gpu", lambda x: isinstance(x, Tensor))
-    monkeypatch.setattr(steps, "_stream", lambda device: 0)
+    monkeypatch.setattr(replay, "_stream", lambda device: 0)
     monkeypatch.setattr(library, "compiled_ahead", lambda *_: "")
 
 
@@ -208,7 +208,7 @@ def test_gradients_reach_what_the_tensors_were_made_of_and_add_up() -> None:
         x, gates = half(1, T, H, K), gate(1, T, H)
         right = written(lambda x=x, gates=gates: step(x, gates))
         assert same(step(x, gates), right)
-    assert any(plan is not None and plan.through is not None for plan in plans._WHOLE.values())
+    assert any(plan is not None and plan.wrapper is not None for plan in plans._OPERATOR_PLANS.values())
 
 
 def test_under_checkpointing_a_call_is_made_again_and_gives_the_same() -> None:
@@ -233,7 +233,7 @@ def test_a_tensor_that_was_written_after_the_call_is_found_out_and_a_second_deri
         (first,) = torch.autograd.grad(out.float().square().sum(), given["q"], create_graph=True)
         with pytest.raises(foci.Unsupported, match="second derivative"):
             torch.autograd.grad(first.sum(), given["q"])
-        assert turn < 2 or any(plan is not None for plan in plans._WHOLE.values())
+        assert turn < 2 or any(plan is not None for plan in plans._OPERATOR_PLANS.values())
 
 
 def test_what_autograd_is_told_of_an_output_is_the_same() -> None:

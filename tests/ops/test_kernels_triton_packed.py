@@ -83,7 +83,7 @@ def test_a_state_of_as_many_heads_as_tokens_and_a_bonus_of_as_many_channels_are_
 def test_what_another_launch_has_taken_is_not_cleared_again() -> None:
     x = torch.zeros(1, T, 4, device="meta")
     offsets = torch.zeros(3, device="meta")
-    with tune.recording(tune.TARGETS["sm_90"]) as made:
+    with tune.record_launches(tune.TARGETS["sm_90"]) as made:
         _, rest = packed.room(SimpleNamespace(sizes=(1, T), offsets=offsets, state=None), x)
         programs, (*tensors, widths) = rest.taken()
         rest.end()
@@ -106,11 +106,11 @@ def test_documents_take_no_launch_more_where_another_has_programs_for_them(
     if gates:
         inputs["log_decay"] = q.float() if gates == 4 else q[..., 0].float()
     one, module = spec.bind(**inputs), import_module(f"foci.ops.{'decay' if operator == 'linear' else operator}.gpu")
-    with tune.recording(tune.TARGETS["sm_90"]) as made:
+    with tune.record_launches(tune.TARGETS["sm_90"]) as made:
         outputs = module.forward(one, True)
     assert len(made) == forward
     needs = [getattr(one, name) is not None for name in spec.differentiable]
-    with tune.recording(tune.TARGETS["sm_90"]) as made:
+    with tune.record_launches(tune.TARGETS["sm_90"]) as made:
         module.backward(one, outputs, (outputs[0], None), needs)
     assert len(made) == backward
 
@@ -119,7 +119,7 @@ def test_documents_take_no_launch_more_where_another_has_programs_for_them(
 def test_launches(count: int, launches: int) -> None:
     likes = [torch.zeros(1, T, 4, device="meta")] * count
     for offsets, wanted in ((torch.zeros(3, device="meta"), launches), (None, 0)):
-        with tune.recording(tune.TARGETS["sm_90"]) as made:
+        with tune.record_launches(tune.TARGETS["sm_90"]) as made:
             packed.rooms(SimpleNamespace(sizes=(1, T), offsets=offsets, state=None), likes, [True] * count)[1].end()
         assert len(made) == wanted
 

@@ -102,7 +102,7 @@ def test_slots_out_of_range_read_and_write_nothing(operator: str) -> None:
 @each
 def test_one_launch_and_no_allocation_but_the_output(operator: str) -> None:
     meta = {n: x.to("meta") if isinstance(x, Tensor) else x for n, x in drawn(operator, torch.float16).items()}
-    with tune.recording(tune.TARGETS["sm_90"]) as launches:
+    with tune.record_launches(tune.TARGETS["sm_90"]) as launches:
         out = step(**meta, scale=1.0, slots=torch.zeros(B, dtype=torch.int64, device="meta"))
     assert [launch.kernel for launch in launches] == [step_kernel]
     assert out.dtype == torch.float16 and out.shape == (B, H, V)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foci.bench.measure import Sample, Way, interleave, ratio
 from foci.core.spec import Case, Spec
-from foci.core.tune import Config, Target, candidates, choosing, file_name, recording, target_of
+from foci.core.tune import Config, Target, candidates, file_name, override_configs, record_launches, target_of
 
 Clock = Callable[[Callable[[], object]], float]
 Place = tuple[str, str]  # a kernel and its key
@@ -108,9 +108,9 @@ def jobs(
     uses: dict[Place, list[tuple[Case, str]]] = {}
     for case in cases:
         try:
-            with recording(target):
+            with record_launches(target):
                 for stage, run in Problem(spec, module, spec.bind(**case.make(dtype, META, 0))).passes().items():
-                    with choosing({}) as asked:
+                    with override_configs({}) as asked:
                         run()
                     for place in asked:
                         uses.setdefault(place, []).append((case, stage))
@@ -159,14 +159,14 @@ class Search:
         if reasons := self.module.reasons(call):
             self.tell(f"{self.spec.name} {case.name}: {'; '.join(reasons)}")
             return {}
-        with choosing(self._decided()):
+        with override_configs(self._decided()):
             return Problem(self.spec, self.module, call).passes()
 
     def _decided(self) -> dict[Place, Config]:
         return {place: row.config for place, row in self.rows.items()}
 
     def _best(self, place: Place, case: Case, stage: str, run: Callable[[], Results]) -> Row | None:
-        with choosing(self._decided()) as there:
+        with override_configs(self._decided()) as there:
             truth = run()
         asked = there[place]
         every = candidates(asked)[1:]
@@ -192,7 +192,7 @@ class Search:
         for config, refused in zip(configs, refusals, strict=True):
             if self.late():
                 break
-            with choosing({**self._decided(), place: config}):
+            with override_configs({**self._decided(), place: config}):
                 refused = refused or self._unfit(run, truth)
                 if refused:
                     self.tell(f"  {_name(config)}: {refused}")
@@ -202,7 +202,7 @@ class Search:
 
     def _race(self, place: Place, run: Callable[[], Any], finals: Mapping[str, Config]) -> dict[str, Sample]:
         ways = {
-            name: Way(run, lambda config=config: choosing({**self._decided(), place: config}))  # type: ignore[misc]
+            name: Way(run, lambda config=config: override_configs({**self._decided(), place: config}))  # type: ignore[misc]
             for name, config in finals.items()
         }
         return interleave(ways, clock=self.clock)

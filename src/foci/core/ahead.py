@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foci.core.assembler import assembling
 from foci.core.device import cores
-from foci.core.tune import Launch, Target, heard, recording, target_of
+from foci.core.tune import Launch, Target, any_hook_set, record_launches, target_of
 
 _MOST = 4096  # keys that are remembered
 _SEEN: set[Any] = set()
@@ -36,7 +36,7 @@ def compiled_ahead(compute: Callable[..., Any], call: Any, *rest: Any) -> str:
     _SEEN.add(key)
     target = target_of(call[0].device)
     try:
-        with recording(target) as launches:
+        with record_launches(target) as launches:
             compute(shadow(call), *map(shadow, rest))
         wanted = [] if len(launches) < 2 else _compilations(launches)
     except Exception as error:
@@ -50,7 +50,7 @@ def _possible() -> bool:
     if not hasattr(triton, "AsyncCompileMode"):
         return False
     runtime, compilation = triton.knobs.runtime, triton.knobs.compilation
-    return not heard(runtime.jit_cache_hook, runtime.jit_post_compile_hook) and not compilation.always_compile
+    return not any_hook_set(runtime.jit_cache_hook, runtime.jit_post_compile_hook) and not compilation.always_compile
 
 
 class _Intercepted(Exception):

@@ -13,12 +13,22 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from foci.core import plans
-from foci.core.again import Rest, Way, as_written, by_torch, decided, holes, through_of, traced, whole
 from foci.core.ahead import compiled_ahead
 from foci.core.errors import Unsupported
+from foci.core.fast_path import (
+    BackendRunner,
+    CallTemplate,
+    must_be_one_op,
+    run_without_autocast,
+    torch_op,
+    with_placeholders,
+    wrap_backend,
+    wrap_compute,
+    wrap_run,
+)
+from foci.core.replay import tuple_getter
 from foci.core.select import choose
 from foci.core.spec import Backend, Outputs, Spec
-from foci.core.steps import choice
 
 _SCHEMA_TYPES = {Tensor: "Tensor", float: "float", bool: "bool", int: "int", str: "str"}
 Pair = tuple[Callable[..., Any], Callable[..., Any]]
@@ -48,13 +58,13 @@ class Runner:
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
-        self._ways = {
+        self._runners = {
             backend.name: _opaque(spec, backend) if _brings_gradient(backend) else _transparent(backend)
             for backend in spec.backends
         }
 
     def __call__(self, backend: Backend, call: Any) -> Outputs:
-        return self._ways[backend.name].run(call)
+        return self._runners[backend.name].run(call)
 
     def given(
         self, bind: Callable[..., Any], first: tuple[Any, ...], rest: dict[str, Any], backend: str | None,
@@ -68,34 +78,36 @@ class Runner:
         """
         values = (*first, *rest.values())
         listen = None if torch.compiler.is_compiling() else _LISTENER.get()
-        key, replayed = plans.again((self, single), (*values, backend)) if listen is None else (None, None)
-        if replayed is not None:
-            return replayed
+        key = None
+        if listen is None:
+            key, replayed = plans.try_replay_operator((self, single), (*values, backend))
+            if replayed is not None:
+                return replayed
         call = bind(*first, **rest)
         if listen is not None:
             listen(call)
-        single = single and plans.on_gpu(call[0]) and not traced(call)
+        single = single and plans.on_gpu(call[0]) and not must_be_one_op(call)
         chosen = choose(self.spec, call, backend, single)
-        compute = by_torch(chosen, call) if single else None
+        compute = torch_op(chosen, call) if single else None
         if compute is not None:
             if key is not None:
-                plans.decide(key, whole(values, call, compute), call[0].device)
+                plans.store_wrapper(key, wrap_compute(values, call, compute), call[0].device)
             return compute(*[value for value in _unwrap_dead(call) if isinstance(value, Tensor)])
         outputs = self(chosen, call)
         if key is not None:
-            self._learn(key, values, chosen, call)
+            self._store(key, values, chosen, call)
         return outputs
 
-    def _learn(self, key: Any, values: tuple[Any, ...], chosen: Backend, call: Any) -> None:
+    def _store(self, key: Any, values: tuple[Any, ...], chosen: Backend, call: Any) -> None:
         """Store under `key` how calls like this one are run from now on."""
-        way = self._ways[chosen.name]
+        runner = self._runners[chosen.name]
         if "triton" not in chosen.needs:
-            return plans.decide(key, decided(way, chosen, values, call), call[0].device)
+            return plans.store_wrapper(key, wrap_backend(runner, chosen, values, call), call[0].device)
         forward: Callable[..., Any] = chosen.load().forward
         if not plans.wants_gradient(values):
-            return plans.learn(key, values, forward, call)
-        through = through_of(values, call, way.training)
-        return plans.learn(key, values, forward, (*call, *(True,) * _saves_extra(chosen)), through)
+            return plans.store_plan(key, values, forward, call)
+        wrapper = wrap_run(values, call, runner.training)
+        return plans.store_plan(key, values, forward, (*call, *(True,) * _saves_extra(chosen)), wrapper)
 
 
 def _brings_gradient(backend: Backend) -> bool:
@@ -103,28 +115,28 @@ def _brings_gradient(backend: Backend) -> bool:
     return bool(backend.missing()) or hasattr(backend.load(), "backward")
 
 
-_Replay = tuple[Callable[[], Outputs], Rest]  # a closure that replays a call's plan, and its arguments' layout
+_Replay = tuple[Callable[[], Outputs], CallTemplate]  # a closure that replays a call's plan, and its arguments' layout
 
 
-def _transparent(backend: Backend) -> Way:
+def _transparent(backend: Backend) -> BackendRunner:
     """A backend without its own backward: plain torch code, which autograd and the compiler trace into."""
     forward: Callable[[Any], Outputs] = backend.load().forward
-    return Way(lambda call: as_written(forward, call))
+    return BackendRunner(lambda call: run_without_autocast(forward, call))
 
 
 def _run_backend(backend: Backend, compute: Callable[..., Any], call: Any, *rest: Any) -> Any:
     """`compute`, a backend's forward or backward, of a call; replayed from its plan where kernels have one."""
     if "triton" not in backend.needs:
-        return as_written(compute, call, *rest)
-    values = [*call]
+        return run_without_autocast(compute, call, *rest)
+    flat = [*call]
     for part in rest:
-        values += part if isinstance(part, tuple) else (part,)
-    return plans.played(
-        compute, values, lambda: as_written(compute, call, *rest), lambda: compiled_ahead(compute, call, *rest)
+        flat += part if isinstance(part, tuple) else (part,)
+    return plans.replay_or_run(
+        compute, flat, lambda: run_without_autocast(compute, call, *rest), lambda: compiled_ahead(compute, call, *rest)
     )
 
 
-def _opaque(spec: Spec, backend: Backend) -> Way:
+def _opaque(spec: Spec, backend: Backend) -> BackendRunner:
     """A backend with its own backward: an op pair for the compiler and modes, plain calls in eager mode."""
     ops = _define(spec, backend)
     function = _autograd_function(spec, backend, ops)
@@ -146,17 +158,17 @@ def _opaque(spec: Spec, backend: Backend) -> Way:
         # cut to the outputs of this op: `_alone` lacks the last, which is the one saved for the backward
         _register_autograd(op, lambda *values, op=op: for_transforms.apply(None, *values)[: len(op._schema.returns)])
 
-    def training(play: Callable[[], Outputs] | None, rest: Rest | None, call: Any) -> Outputs:
-        outputs: Outputs = apply(None if play is None else (play, rest), *call)
+    def training(replay: Callable[[], Outputs] | None, template: CallTemplate | None, call: Any) -> Outputs:
+        outputs: Outputs = apply(None if replay is None else (replay, template), *call)
         return outputs[:count]
 
     def run(call: Any) -> Outputs:
         trained = plans.transformed() or plans.wants_gradient(call)
-        if trained and not plans.scripting():  # torch.jit.trace records the op, whose autograd kernel has the gradient
+        if trained and not plans.jit_tracing():  # torch.jit.trace records the op; its autograd kernel has the gradient
             if not torch.compiler.is_compiling() and not plans.transformed():
                 return training(None, None, _unwrap_dead(call))
-            way = function if torch.compiler.is_compiling() else for_transforms
-            differentiable: Outputs = way.apply(None, *_deduplicated(call))
+            recorded = function if torch.compiler.is_compiling() else for_transforms
+            differentiable: Outputs = recorded.apply(None, *_deduplicated(call))
             return differentiable[:count]
         if _needs_dispatch(call):
             opaque: Outputs = alone(*call)
@@ -165,7 +177,7 @@ def _opaque(spec: Spec, backend: Backend) -> Way:
         plain: Outputs = _run_backend(backend, backend.load().forward, _unwrap_dead(call))
         return plain
 
-    return Way(run, training)
+    return BackendRunner(run, training)
 
 
 def _without_empty(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -203,7 +215,7 @@ def _needs_dispatch(call: Any) -> bool:
     So for the compiler, a profiler, a mode (tracer, counter), a subclass or meta tensors, and where the dispatcher must
     resolve a conjugate, negative or zero tensor.
     """
-    return plans.watched() or call[0].is_meta or not plans.literal(call)
+    return plans.must_dispatch() or call[0].is_meta or not plans.all_plain(call)
 
 
 def _unwrap_dead(call: Any) -> Any:
@@ -266,7 +278,7 @@ def _define_inference(spec: Spec, backend: Backend) -> Any:
     _LIBRARY.define(f"{name}({_schema(call_type)}) -> ({', '.join('Tensor' for _ in spec.output_names)})")
 
     def forward(*values: Any) -> Outputs:
-        outputs: Outputs = as_written(backend.load().forward, call_type(*values))
+        outputs: Outputs = run_without_autocast(backend.load().forward, call_type(*values))
         return outputs
 
     def fake(*values: Any) -> Outputs:
@@ -351,11 +363,11 @@ def _autograd_function(spec: Spec, backend: Backend, ops: tuple[Pair, Pair]) -> 
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
             replay, *values = inputs
             if torch.compiler.is_compiling() or (replay is None and not planned):
-                ctx.rest = holes(values)
+                ctx.placeholders = with_placeholders(values)
                 tensors = [value for value in values if isinstance(value, Tensor)]
             else:
-                ctx.known = Rest(values) if replay is None else replay[1]
-                ctx.rest, tensors = ctx.known.holes, ctx.known.tensors(values)
+                ctx.template = CallTemplate(values) if replay is None else replay[1]
+                ctx.placeholders, tensors = ctx.template.placeholders, ctx.template.tensors(values)
             ctx.save_for_backward(*tensors, *output)
             ctx.set_materialize_grads(False)
             if keeps:
@@ -389,7 +401,7 @@ def _gradients(
             if replayed is not None:
                 return replayed
         outputs, tensors, grads = saved[-made:], iter(saved[:-made]), grads[:count]
-        call = [next(tensors) if value is Tensor else value for value in ctx.rest]
+        call = [next(tensors) if value is Tensor else value for value in ctx.placeholders]
         needs = [ctx.needs_input_grad[1 + place] for place in places]
         if torch.is_grad_enabled() or plans.transformed():
             run = guarded.apply
@@ -412,25 +424,25 @@ def _replay_backward(
     tensors its forward returns (one more with `kept`); `places`: indices of the differentiable among `size` values.
     """
     count, made = counts
-    needed = choice([1 + place for place in places])
-    spread = choice([1 + places.index(place) if place in places else 0 for place in range(-1, size)])
+    needed = tuple_getter([1 + place for place in places])
+    spread = tuple_getter([1 + places.index(place) if place in places else 0 for place in range(-1, size)])
 
     def replay(ctx: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> Any:
-        known = getattr(ctx, "known", None)
-        if known is None:  # no plans here, or the compiler traced the forward, perhaps on another thread
+        template = getattr(ctx, "template", None)
+        if template is None:  # no plans here, or the compiler traced the forward, perhaps on another thread
             return None
         grads, needs = _without_empty(grads[:count]), needed(ctx.needs_input_grad)
-        if known.backward is not None:
-            if not plans.unseen((*saved, *grads)):
+        if template.backward is not None:
+            if not plans.may_bypass_dispatch((*saved, *grads)):
                 return None
-            return spread((None, *known.backward(known.filled([*saved[:-made]]), saved[-made:], grads, needs)))
+            return spread((None, *template.backward(template.fill([*saved[:-made]]), saved[-made:], grads, needs)))
 
         def values() -> tuple[Any, ...]:
-            return (*known.filled([*saved[:-made]]), *saved[-made:], *grads, [*needs])
+            return (*template.fill([*saved[:-made]]), *saved[-made:], *grads, [*needs])
 
-        present = [x for x in grads if x is not None]
-        apart = (known, needs, len(present) == count or tuple([x is None for x in grads])) if known.lasts else None
-        found = plans.at_once(backend.load().backward, [*saved, *present], apart, values)
+        given = [x for x in grads if x is not None]
+        key = (template, needs, len(given) == count or tuple([x is None for x in grads])) if template.shared else None
+        found = plans.try_replay_function(backend.load().backward, [*saved, *given], key, values)
         return None if found is None else spread((None, *found))
 
     return replay

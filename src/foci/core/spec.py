@@ -54,9 +54,9 @@ class Backend:
     without, it is differentiable torch code and autograd sees through it. With `kept(call) -> Output` beside it the op
     calls `forward(call, True)`, which returns one tensor more, for the backward alone: the last of its `outputs`.
     `prefers(call, single) -> str` names a later backend that is faster for a call which both can run; with `single`,
-    only the first output is wanted. `alike(call)` returns a forward and a backward for all calls that share this one's
-    cache key (core/plans.py: again); they hold no tensor and go through torch's dispatcher. Their outputs are no views,
-    but may have any strides, and both backwards accept them. `by_torch(call)` returns a function from the tensors of
+    only the first output is wanted. `specialize(call)` returns a forward and a backward for all calls that share this
+    one's cache key (core/plans.py); they hold no tensor and go through torch's dispatcher. Their outputs are no views,
+    but may have any strides, and both backwards accept them. `torch_op(call)` returns a function from the tensors of
     such calls to a tuple of the first output alone, differentiable by torch, or None.
 
     `needs`: packages that must all be installed; `one_of`: packages of which one must be.

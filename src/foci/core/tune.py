@@ -97,7 +97,7 @@ _RECORDING: ContextVar[_Recording | None] = ContextVar("recording", default=None
 
 
 @contextmanager
-def recording(target: Target) -> Iterator[list[Launch]]:
+def record_launches(target: Target) -> Iterator[list[Launch]]:
     """Within it launches are recorded for `target`, not made: run a backend on meta tensors to see what it launches."""
     launches: list[Launch] = []
     token = _RECORDING.set(_Recording(target, launches))
@@ -140,7 +140,7 @@ def _target(index: int) -> Target:
     return Target("cuda", 10 * gpu.capability[0] + gpu.capability[1], gpu.processors, gpu.shared, gpu.name)
 
 
-class Asked(NamedTuple):
+class ConfigRequest(NamedTuple):
     """A request to `configure`: the rule's answer, and the block sizes that may be tried instead."""
 
     rule: Config
@@ -149,7 +149,7 @@ class Asked(NamedTuple):
 
 class _Overrides(NamedTuple):
     chosen: Mapping[tuple[str, str], Config]
-    asked: dict[tuple[str, str], Asked]
+    requests: dict[tuple[str, str], ConfigRequest]
 
 
 # A stack, the last in force. Global to the process, as autograd runs a GPU's backward on a thread of its own.
@@ -157,12 +157,12 @@ _OVERRIDES: list[_Overrides] = []
 
 
 @contextmanager
-def choosing(chosen: Mapping[tuple[str, str], Config]) -> Iterator[dict[tuple[str, str], Asked]]:
+def override_configs(chosen: Mapping[tuple[str, str], Config]) -> Iterator[dict[tuple[str, str], ConfigRequest]]:
     """Within it these configurations, by (kernel, key), override all others on every thread; yields the requests."""
     overrides = _Overrides(chosen, {})
     _OVERRIDES.append(overrides)
     try:
-        yield overrides.asked
+        yield overrides.requests
     finally:
         _OVERRIDES.pop()
 
@@ -181,7 +181,7 @@ def configure(
     if _OVERRIDES:
         overrides = _OVERRIDES[-1]
         name = _key_name(key)
-        overrides.asked[kernel, name] = Asked(rule(target), vary or {})
+        overrides.requests[kernel, name] = ConfigRequest(rule(target), vary or {})
         if (kernel, name) in overrides.chosen:
             return overrides.chosen[kernel, name]
     rows = _kernels(target.name).get(kernel) if target.name else None
@@ -197,10 +197,10 @@ def _key_name(key: Sequence[object]) -> str:
     return ",".join(str(part) for part in key)
 
 
-def candidates(asked: Asked) -> list[Config]:
+def candidates(request: ConfigRequest) -> list[Config]:
     """The configurations to try: the rule's answer first, then its blocks, warps and stages varied."""
-    rule = asked.rule
-    sizes = [[(block, size) for size in dict.fromkeys((rule[block], *sizes))] for block, sizes in asked.vary.items()]
+    rule = request.rule
+    sizes = [[(block, size) for size in dict.fromkeys((rule[block], *sizes))] for block, sizes in request.vary.items()]
     warps = [rule.warps, *(warps for warps in (rule.warps // 2, 2 * rule.warps) if 1 <= warps <= 16)]
     stages = [rule.stages, *(stages for stages in (rule.stages - 1, rule.stages + 1) if 1 <= stages <= 5)]
     tiles = [{**rule.blocks, **dict(chosen)} for chosen in itertools.product(*sizes)]
@@ -214,7 +214,7 @@ def table_of(gpu: str) -> dict[str, Any] | None:
     return table
 
 
-def measured(table: Mapping[str, Any]) -> str:
+def measurement_dates(table: Mapping[str, Any]) -> str:
     """When a table's rows were measured, first date to last; empty where it has no rows."""
     dates = sorted(row["date"] for rows in table["kernels"].values() for row in rows.values())
     return " to ".join(dict.fromkeys((*dates[:1], *dates[-1:])))
@@ -237,7 +237,7 @@ def file_name(gpu: str) -> str:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, config: Config, **constants: Any) -> None:
-    """Launch a kernel on its first tensor's device, or record it (`recording`). An empty grid launches nothing."""
+    """Launch a kernel on its first tensor's device, or record it (`record_launches`); an empty grid launches none."""
     if 0 in grid:
         return
     active = _RECORDING.get()
@@ -253,7 +253,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, config: Config, 
         _start(kernel, grid, arguments, meta, device)
 
 
-def beside(target: Target, second: bool) -> dict[str, bool]:
+def dependent_launch(target: Target, second: bool) -> dict[str, bool]:
     """Launch keywords for programmatic dependent launch: the `second` of two kernels may start before the first ends.
 
     The kernels synchronise by tiles/turns.py.
@@ -264,22 +264,22 @@ def beside(target: Target, second: bool) -> dict[str, bool]:
 
 _COMPILED: dict[tuple[Any, ...], Any] = {}
 # A callback on every launch (core/plans.py): kernel, compiled kernel (None: not known), grid, all arguments.
-Noting = Callable[[Any, Any, tuple[int, ...], tuple[Any, ...]], None]
-NOTING: ContextVar[Noting | None] = ContextVar("noting", default=None)
+LaunchCallback = Callable[[Any, Any, tuple[int, ...], tuple[Any, ...]], None]
+LAUNCH_CALLBACK: ContextVar[LaunchCallback | None] = ContextVar("launch_callback", default=None)
 
 
-def ordinary() -> bool:
-    """Whether launches run as usual: not under `recording`, `choosing` or Triton's interpreter."""
+def launches_normally() -> bool:
+    """Whether launches run as usual: not under `record_launches`, `override_configs` or Triton's interpreter."""
     return _RECORDING.get() is None and not _OVERRIDES and not interpreting()
 
 
-def watched() -> bool:
+def has_launch_hooks() -> bool:
     """Whether a Triton launch hook is installed."""
     runtime = sys.modules["triton"].knobs.runtime
-    return heard(runtime.launch_enter_hook, runtime.launch_exit_hook)
+    return any_hook_set(runtime.launch_enter_hook, runtime.launch_exit_hook)
 
 
-def heard(*hooks: Any) -> bool:
+def any_hook_set(*hooks: Any) -> bool:
     """Whether one of these Triton hooks is set; Triton keeps them as chains, usually empty."""
     for hook in hooks:
         if hook is not None and getattr(hook, "calls", True):
@@ -287,7 +287,7 @@ def heard(*hooks: Any) -> bool:
     return False
 
 
-def fire(compiled: Any, grid: tuple[int, ...], stream: int, arguments: Sequence[Any]) -> None:
+def launch_compiled(compiled: Any, grid: tuple[int, ...], stream: int, arguments: Sequence[Any]) -> None:
     """Launch a compiled kernel as `compiled[grid](*arguments)` does without hooks."""
     run = compiled.run  # this property loads the kernel at first use
     if getattr(run, "global_scratch_size", 0):
@@ -297,7 +297,7 @@ def fire(compiled: Any, grid: tuple[int, ...], stream: int, arguments: Sequence[
         run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
-class Started(NamedTuple):
+class Launcher(NamedTuple):
     """How to launch a compiled kernel: `launch(*head, *arguments)`, or `launch(*head, arguments)` where `nested`.
 
     In `head`, STREAM is a placeholder for the stream and SCRATCH for the address of `scratch` bytes of global scratch.
@@ -312,8 +312,8 @@ class Started(NamedTuple):
 STREAM, SCRATCH = object(), object()
 
 
-def started(compiled: Any, grid: tuple[int, ...]) -> Started:
-    """How `fire` launches this kernel and grid: by Triton's C launcher directly, where its Python one adds nothing.
+def launcher_of(compiled: Any, grid: tuple[int, ...]) -> Launcher:
+    """How `launch_compiled` launches this kernel and grid: by Triton's C launcher where its Python one adds nothing.
 
     Verified against the source of Triton's NVIDIA launcher in the versions below; any other is called as it is.
     """
@@ -321,18 +321,18 @@ def started(compiled: Any, grid: tuple[int, ...]) -> Started:
     version = _triton_version()
     known = run.__class__.__module__ == "triton.backends.nvidia.driver" and run.__class__.__name__ == "CudaLauncher"
     if not known or version not in ("3.6.", "3.7.") or run.profile_scratch_size:
-        return Started(functools.partial(_fire_with_stream, compiled, grid), (STREAM,))
+        return Launcher(functools.partial(_launch_with_stream, compiled, grid), (STREAM,))
     scratch = run.global_scratch_size * run.num_ctas * math.prod(grid)
     room = SCRATCH if scratch else None
     head = (*grid, STREAM, compiled.function, run.launch_cooperative_grid, run.launch_pdl)
     if version == "3.6.":
-        return Started(run.launch, (*head, room, None, compiled.packed_metadata, None, None, None), scratch=scratch)
+        return Launcher(run.launch, (*head, room, None, compiled.packed_metadata, None, None, None), scratch=scratch)
     head = (*head, compiled.packed_metadata, None, None, None, room, None, run.arg_annotations, run.kernel_signature)
-    return Started(run.launch, head, nested=True, scratch=scratch)
+    return Launcher(run.launch, head, nested=True, scratch=scratch)
 
 
-def _fire_with_stream(compiled: Any, grid: tuple[int, ...], stream: int, *arguments: Any) -> None:
-    fire(compiled, grid, stream, arguments)
+def _launch_with_stream(compiled: Any, grid: tuple[int, ...], stream: int, *arguments: Any) -> None:
+    launch_compiled(compiled, grid, stream, arguments)
 
 
 class _ScratchAllocator:
@@ -366,12 +366,12 @@ def _start(
     Its key holds what Triton specializes on, from the C function that Triton itself calls for every argument. Where
     that is not known to suffice (other versions of Triton, the interpreter, hooks), Triton launches the kernel itself.
     """
-    triton, noting = _jit_module(kernel.__class__), NOTING.get()
+    triton, callback = _jit_module(kernel.__class__), LAUNCH_CALLBACK.get()
     if triton is None or kernel.pre_run_hooks or triton.knobs.runtime.add_stages_inspection_hook is not None:
         with assembling(target_of(device).arch), _ScratchAllocator():
             persistent(lambda: kernel[grid](*arguments, **meta))
-        if noting is not None:
-            noting(kernel, None, grid, arguments)
+        if callback is not None:
+            callback(kernel, None, grid, arguments)
         return
     specialize, backend = triton.native_specialize_impl, kernel.device_caches[device.index or 0][3]
     key = (
@@ -386,18 +386,18 @@ def _start(
             compiled = compiled.result()
         if hasattr(compiled, "packed_metadata"):  # else a hook replaced it
             _COMPILED[key] = compiled
-        if noting is not None:
-            noting(kernel, None, grid, arguments)
+        if callback is not None:
+            callback(kernel, None, grid, arguments)
         return
     arguments = (*arguments, *[meta[name] for name in kernel.arg_names[len(arguments) :]])
     grid = (*grid, 1, 1)[:3]
-    if watched():
+    if has_launch_hooks():
         with _ScratchAllocator():
             compiled[grid](*arguments)
     else:
-        fire(compiled, grid, triton.driver.active.get_current_stream(device.index or 0), arguments)
-    if noting is not None:
-        noting(kernel, compiled, grid, arguments)
+        launch_compiled(compiled, grid, triton.driver.active.get_current_stream(device.index or 0), arguments)
+    if callback is not None:
+        callback(kernel, compiled, grid, arguments)
 
 
 @functools.cache
@@ -436,7 +436,7 @@ def float_precision(dtype: torch.dtype, target: Target) -> str:
     return "bf16x3" if dtype == torch.float16 else "tf32"
 
 
-def stored(dtype: torch.dtype) -> torch.dtype:
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which kernels store states and their gradients: decayed states would underflow in float16."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 

@@ -293,7 +293,7 @@ def check_slots(operator: str, slots: Tensor | None, like: Tensor, M: int) -> No
 
 def plain(x: Tensor) -> bool:
     """Whether a tensor's memory may be accessed directly: no subclass, compiler, trace, mode or transform."""
-    if torch.compiler.is_compiling() or plans.scripting() or type(x) is not Tensor:
+    if torch.compiler.is_compiling() or plans.jit_tracing() or type(x) is not Tensor:
         return False
     watched = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0
     return not watched and torch._C._functorch.maybe_current_level() is None

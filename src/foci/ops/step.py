@@ -37,14 +37,14 @@ def forward(
     scale = arguments.scaling(operator, scale, K)
     rest = {name: alike.get(name, x) for name, x in named.items() if name not in "qkv"}
     rest["log_decay"] = arguments.decay(operator, named["log_decay"], _DECAYS, (B, H, K))
-    if gpu.steps(state) and plans.literal(given):
+    if gpu.steps(state) and plans.all_plain(given):
         values = (q, k, v, *(rest.get(name) for name in _REST), state, slots, scale)
         return launched(key, given, _step, values, state)
     taken = None if slots is None else arguments.Slots(state, slots)
     now = state if taken is None else taken.state
     q, k, v, *others = _unaliased(now, q, k, v, *rest.values())
-    with plans.unrounded(now):
-        run = native.step if native.steps(now) and plans.literal(given) else in_torch
+    with plans.without_autocast(now):
+        run = native.step if native.steps(now) and plans.all_plain(given) else in_torch
         out = run(q, k, v, now, scale, **dict(zip(rest, others, strict=True))).to(v.dtype)
     return out if taken is None else taken.put(out)
 
@@ -65,7 +65,7 @@ def _shares_storage(x: Tensor, state: Tensor) -> bool:
 
 def again(operator: str, given: tuple[Any, ...], state: Tensor) -> tuple[Any, Tensor | None]:
     """Look up a step in the plan cache: (key for `launched`, None), or (None, out) if it was replayed."""
-    key, played = plans.again(operator, given)
+    key, played = plans.try_replay_operator(operator, given)
     if played is None:
         return key, None
     torch.autograd.graph.increment_version(state)
@@ -76,7 +76,7 @@ def launched(
     key: Any, given: tuple[Any, ...], kernel: Callable[..., Tensor], values: tuple[Any, ...], state: Tensor
 ) -> Tensor:
     """Run `kernel(*values)`, which changes `state` without autograd's knowledge, through the plan cache."""
-    out = plans.one(key, given, kernel, values)
+    out = plans.replay_or_run_one(key, given, kernel, values)
     torch.autograd.graph.increment_version(state)
     return out
 

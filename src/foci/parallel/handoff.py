@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.core.plans import unrounded
+from foci.core.plans import without_autocast
 from foci.core.spec import Outputs
 from foci.ops import arguments
 from foci.parallel.carries import SUMMARIES, Carries, Cut, Link
@@ -274,7 +274,7 @@ class _Handoff(torch.autograd.Function):
         call = plan.operator.spec.call(*values)
         needs = dict(zip(call._fields, ctx.needs_input_grad[1:], strict=True))
         step = plan.step(call)
-        with Doing(plan.group, plan.operator.name, "forward") as doing, unrounded(call[0]):
+        with Doing(plan.group, plan.operator.name, "forward") as doing, without_autocast(call[0]):
             found = step.forward(doing, any(needs.values()))
         assert found is not None  # or the end of the block had raised
         ctx.set_materialize_grads(False)
@@ -294,7 +294,7 @@ class _Handoff(torch.autograd.Function):
         call = plan.operator.spec.call(*(n if x is None else x for x, n in zip(tensors, ctx.numbers, strict=True)))
         step = plan.step(call)
         step.saved, step.carries.chosen = saved, ctx.chosen
-        with Doing(plan.group, plan.operator.name, "backward") as doing, unrounded(call[0]):
+        with Doing(plan.group, plan.operator.name, "backward") as doing, without_autocast(call[0]):
             found = step.backward(doing, grads, ctx.needs)
             found |= plan.shared(call, found, ctx.needs, doing)
         return None, *(_cast_like(x, found.get(name)) for name, x in zip(call._fields, call, strict=True))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foci.core.errors import ShapeError, Unsupported
-from foci.core.plans import unrounded
+from foci.core.plans import without_autocast
 from foci.core.spec import Backend, Outputs
 from foci.ops.masks import Segment, segments
 from foci.ops.softmax.call import Call, Gradients, Rows
@@ -282,7 +282,7 @@ class _Local:
 
     def attend(self, distance: int, block: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
         """Merge attention to the block of rank (this - distance) into out and lse."""
-        with unrounded(self.call.q):
+        with without_autocast(self.call.q):
             for met in self._met(distance):
                 call = self._part(met, block)
                 self._module(call).forward_part(call, out[met.rows], lse[met.rows])
@@ -292,7 +292,7 @@ class _Local:
         dbias: Tensor | None,
     ) -> None:  # fmt: skip
         """The backward of `attend`: add to the gradients of the queries, of the block (`sums`), and of the bias."""
-        with unrounded(self.call.q):
+        with without_autocast(self.call.q):
             for met in self._met(distance):
                 call = self._part(met, block)
                 part = Rows(*(None if x is None else x[met.rows] for x in rows))  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from foci.core.tune import TARGETS, recording
+from foci.core.tune import TARGETS, record_launches
 from foci.ops.decay import gpu, rules
 from foci.ops.decay.call import Call, bind
 
@@ -42,7 +42,7 @@ def test_few_heads_of_long_sequences_are_cut(T: int, heads: int, few: int, stret
     of 4 warps each, one of more has 4.
     """
     q = torch.empty(1, T, heads, 128, dtype=torch.bfloat16, device="meta")
-    with recording(TARGETS["sm_90"]):
+    with record_launches(TARGETS["sm_90"]):
         found = gpu._walk("linear_states", bind(q, q, q), few).cut
     assert found.slots == stretches and found.tokens % (16 * 64) == 0
 
@@ -94,7 +94,7 @@ def test_walks_are_cut_as_was_fastest_on_an_h100(
 
 
 def test_short_walks_and_those_of_many_heads_are_not_cut() -> None:
-    with recording(TARGETS["sm_90"]):
+    with record_launches(TARGETS["sm_90"]):
         for shape in ((1, 256, 4, 64), (1, 8192, 96, 128)):
             q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
             assert not any(gpu._cheapest(bind(q, q, q), costs).tokens for costs in (rules.FORWARD, rules.BACKWARD))
@@ -103,7 +103,7 @@ def test_short_walks_and_those_of_many_heads_are_not_cut() -> None:
 def near_the_least(call: Call, *measured: tuple[dict[int, int], float]) -> None:
     """The cuts that are chosen, forward and backward, took at most so many times the least that was measured."""
     costs = rules.FORWARD, rules.FORWARD if call.per_channel else rules.BACKWARD
-    with recording(TARGETS["sm_90"]):
+    with record_launches(TARGETS["sm_90"]):
         for (times, most), each in zip(measured, costs, strict=True):
             found = gpu._cheapest(call, each).tokens
             assert times.get(found, 9999) <= most * min(times.values()), found

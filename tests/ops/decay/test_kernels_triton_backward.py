@@ -57,14 +57,14 @@ class TestInTriton(InTriton):
     @pytest.mark.parametrize("decay", ["token", "channel"])
     def test_every_size_that_may_be_tuned_is_right(self, decay: str, pick: Any) -> None:
         inputs = problem(70, H=2, K=20, V=36, decay=decay)
-        with tune.choosing({}) as asked:
+        with tune.override_configs({}) as asked:
             self.right(inputs)
         chosen = {
             key: replace(each.rule, blocks={**each.rule.blocks, **{name: pick(n) for name, n in each.vary.items()}})
             for key, each in asked.items()
         }
         assert {kernel for kernel, _ in chosen} >= {"linear_states", "linear_out", "linear_values", "linear_keys"}
-        with tune.choosing(chosen):
+        with tune.override_configs(chosen):
             self.right(inputs)
 
     @pytest.mark.usefixtures("halves")
@@ -182,11 +182,11 @@ def test_three_launches_and_one_more_for_pairs_for_what_is_left_to_sum_and_where
         "bonus": (bind(q, q, q, log_decay=q, bonus=q[0, 0]), channel | {"sums_kernel": 1}),
     }
     for name, (call, expected) in counted.items():
-        with tune.recording(target) as launches:
+        with tune.record_launches(target) as launches:
             gradients(call, (torch.empty_like(call.v), None))
         forward = (3 if heads == 1 else 2) + ("pairs_kernel" in expected)
         found = Counter(launch.kernel.fn.__name__ for launch in launches[forward:])
         assert found == expected, name
-    with tune.recording(target) as launches:
+    with tune.record_launches(target) as launches:
         gradients(full(), (None, None), [False] * 5 + [True])
     assert len(launches) == 5  # of which three are the forward's

@@ -148,7 +148,7 @@ def test_gradients_of_any_strides() -> None:
 def test_two_launches_are_all_it_takes(target: tune.Target) -> None:
     q = torch.empty(1, 8192, 4, 64, dtype=torch.bfloat16, device="meta")
     call = bind(q, q, q, log_decay=torch.empty(4, device="meta"))
-    with tune.recording(target) as launches:
+    with tune.record_launches(target) as launches:
         outputs = gpu.forward(call, True)
         made = len(launches)
         found = gpu.backward(call, outputs, (torch.empty_like(q), None), [False] * 3 + [True, False, False])

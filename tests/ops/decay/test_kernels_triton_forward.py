@@ -116,7 +116,7 @@ def test_two_launches_one_more_for_pairs_or_for_documents_and_where_few_heads_ar
     calls += [bind(q, q, q, log_decay=q[..., 0], bonus=q[0, 0]), bind(q, q, q, offsets=offsets)]
     for call in calls:
         for keep in (False, True):
-            with tune.recording(target) as launches:
+            with tune.record_launches(target) as launches:
                 gpu.forward(call, keep)
             counted = Counter(launch.kernel.fn.__name__ for launch in launches)
             channel = call.log_decay is not None and call.log_decay.shape[3] > 1

@@ -109,7 +109,7 @@ def test_who_has_all_channels_leaves_nothing_to_sum(target: str, groups: int, pa
     call = bind(**inputs)
     states, do = torch.empty(3, 4, 256, 8).bfloat16(), torch.empty_like(call.v)
     found = [torch.empty_like(x) for x in (call.q, call.k, call.log_decay)]
-    with tune.recording(tune.TARGETS[target]) as launches:
+    with tune.record_launches(tune.TARGETS[target]) as launches:
         keys.backward(call, None, states, torch.empty_like(states), do, (*found, None), 3)
     names = [launch.kernel.fn.__name__ for launch in launches]
     assert names == ["keys_kernel", *["sums_kernel"] * parts]

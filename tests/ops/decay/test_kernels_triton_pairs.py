@@ -91,7 +91,7 @@ def test_every_size_that_may_be_tuned_is_right_of_128_channels(size: int, dtype:
     # Of 128 channels ten such gates more leave one total of 1e-30, which has no digits to hold, whatever the block.
     inputs = documents(dtype, False, H=2, K=128, extreme=70)
     key = "linear_pairs", f"{dtype},128,{summed}"
-    with tune.choosing({key: tune.Config({"BLOCK_K": size}, warps=8, stages=1)}) as asked:
+    with tune.override_configs({key: tune.Config({"BLOCK_K": size}, warps=8, stages=1)}) as asked:
         call, pairs = found(inputs, 5, summed)
     assert list(asked) == [key] and asked[key].vary == WIDTHS
     held(call, pairs)

@@ -160,7 +160,7 @@ def test_who_cannot_be_read_by_tma_goes_through_the_other_kernels() -> None:
 
 def launched(call: Call, **options: Any) -> tuple[Counter[str], Counter[str]]:
     """Forward and backward on an H200."""
-    with tune.recording(tune.TARGETS["sm_90"]) as launches:
+    with tune.record_launches(tune.TARGETS["sm_90"]) as launches:
         outputs = gpu.forward(call, True)
         count = len(launches)
         gpu.backward(call, outputs, (torch.empty_like(call.v), None), [getattr(call, n) is not None for n in NAMES])
@@ -209,7 +209,7 @@ def test_who_walks_only_forward() -> None:
 
 def test_of_256_channels_no_state_is_kept_that_gates_fade_and_no_stretch_is_short() -> None:
     def inference(call: Call) -> Counter[str]:
-        with tune.recording(tune.TARGETS["sm_90"]) as launches:
+        with tune.record_launches(tune.TARGETS["sm_90"]) as launches:
             gpu.forward(call)
         return Counter(launch.kernel.fn.__name__ for launch in launches)
 

@@ -26,7 +26,7 @@ def test_a_walk_says_how_many_programs_have_a_sequence_and_how_many_warps_decide
         asked.append(warps)
         return Cut(0, 2, 0)
 
-    with tune.recording(HOPPER):
+    with tune.record_launches(HOPPER):
         config, blocks, found = rules.walk("linear_states", of(128, 72, H=64), cut)
     assert (config["BLOCK_K"], config["BLOCK_V"]) == (64, 64) and blocks == 64 * 2 * 2
     assert asked == [blocks * config.warps] and found == Cut(0, 2, 0)
@@ -52,7 +52,7 @@ def test_256_channels_are_walked_128_at_once_on_hopper_but_for_gates_per_channel
 @pytest.mark.parametrize("kernel", ["linear_out", "linear_values"])
 def test_readings_of_either_direction_have_one_rule_and_tables_of_their_own(kernel: str) -> None:
     chosen = Config({"BLOCK_K": 16, "BLOCK_V": 16}, 2, 1)
-    with tune.recording(HOPPER), tune.choosing({(kernel, "torch.bfloat16,128,64,True"): chosen}) as asked:
+    with tune.record_launches(HOPPER), tune.override_configs({(kernel, "torch.bfloat16,128,64,True"): chosen}) as asked:
         assert rules.read(kernel, of(128, 64, by_channel=True)) is chosen
         assert rules.read(kernel, of(128, 64)) == rules.tokens(torch.bfloat16, 128, 64, HOPPER)
     assert {key for _, key in asked} == {"torch.bfloat16,128,64,True", "torch.bfloat16,128,64,False"}

@@ -47,7 +47,7 @@ def call_of(device: str, B: int = 2, T: int = 512, H: int = 40, offsets: tuple[i
 @pytest.mark.parametrize("name", tune.TARGETS)
 def test_the_launch_behind_the_far_ones_alone_begins_beside_them(name: str, offsets: tuple[int, ...]) -> None:
     target, call = tune.TARGETS[name], call_of("meta", offsets=offsets)
-    with tune.recording(target) as launches:
+    with tune.record_launches(target) as launches:
         gpu.forward(call)
         assert not any("launch_pdl" in launch.meta for launch in launches)  # inference gains nothing by it
         launches.clear()
@@ -103,7 +103,7 @@ def test_bits_are_those_of_launches_behind_each_other(
         captured = [*made[:2], *gpu.backward(call, made, (into_all[0], into_all[1]), GRADIENTS)[:5]]
     graph.replay()
     for module in (channel_chunks, walks, channels):
-        monkeypatch.setattr(module, "beside", lambda target, second: {"BESIDE": False})
+        monkeypatch.setattr(module, "dependent_launch", lambda target, second: {"BESIDE": False})
     wanted = all_of(call)
     assert all(x.equal(y) for each in found for x, y in zip(each, wanted, strict=True))
     assert all(x.equal(y) for each in played for x, y in zip(each, played[0], strict=True))

@@ -59,7 +59,7 @@ def test_inference_is_walked_by_warps_of_their_own_where_there_is_enough_for_the
     one = bind(q, q, q, g, log_decay=g)
 
     def walks(target: str, keep: bool) -> str:
-        with tune.recording(tune.TARGETS[target]) as launches:
+        with tune.record_launches(tune.TARGETS[target]) as launches:
             gpu.forward(one, keep)
         *_, name = (launch.kernel.fn.__name__ for launch in launches if "walk" in launch.kernel.fn.__name__)
         return str(name)  # the last one: what is launched before it makes maps
@@ -76,7 +76,7 @@ def test_warps_of_their_own_are_given_maps_of_whole_chunks(T: int, documents: in
     pytest.importorskip("triton")
     q, g = torch.empty(1, T, 32, 128, dtype=torch.bfloat16, device="meta"), torch.empty(1, T, 32, device="meta")
     offsets = torch.empty(documents + 1, dtype=torch.int64, device="meta") if documents else None
-    with tune.recording(tune.TARGETS["sm_90"]) as launches:
+    with tune.record_launches(tune.TARGETS["sm_90"]) as launches:
         gpu.forward(bind(q, q, q, g, log_decay=g, offsets=offsets))
     walk = next(launch for launch in launches if launch.kernel.fn.__name__ == "wide_walk_kernel")
     assert walk.meta["MAPS"] == (T % 64 == 0 and not documents)
@@ -90,7 +90,7 @@ def test_inference_by_maps_is_not_walked_by_warps_of_their_own(monkeypatch: pyte
     monkeypatch.setattr(pieces, "_turned", lambda *_: 3)
     q = torch.empty(1, 4096, 8, 128, dtype=torch.bfloat16, device="meta")
     g = torch.empty(1, 4096, 8, device="meta")
-    with tune.recording(tune.TARGETS["sm_90"]) as launches:
+    with tune.record_launches(tune.TARGETS["sm_90"]) as launches:
         gpu.forward(bind(q, q, q, g, log_decay=g))
     names = [launch.kernel.fn.__name__ for launch in launches]
     assert names == ["token_chunks_kernel", "token_walk_kernel", "token_walk_kernel"]
@@ -103,7 +103,7 @@ def test_a_walk_that_is_turned_has_a_table_of_its_own() -> None:
     for T, H in ((256, 64), (4096, 2)):
         q = torch.empty(1, T, H, 128, dtype=torch.bfloat16, device="meta")
         one = bind(q, q, q, torch.empty(1, T, H, device="meta"), log_decay=torch.empty(1, T, H, 128, device="meta"))
-        with tune.recording(tune.TARGETS["sm_90"]) as launches, tune.choosing({}) as asked:
+        with tune.record_launches(tune.TARGETS["sm_90"]) as launches, tune.override_configs({}) as asked:
             gpu.forward(one)
         walk = next(launch.kernel.__name__ for launch in launches if "walk" in launch.kernel.__name__)
         named[walk] = [place for place, _ in asked if "walk" in place]
@@ -127,7 +127,7 @@ def test_walks_of_gates_per_channel_are_turned_but_for_few_heads(
     pytest.importorskip("triton")
     q = torch.empty(1, T, H, K, dtype=torch.bfloat16, device="meta")
     one = bind(q, q, q, torch.empty(1, T, H, device="meta"), log_decay=torch.empty(1, T, H, K, device="meta"))
-    with tune.recording(tune.TARGETS["sm_90"]) as launches:
+    with tune.record_launches(tune.TARGETS["sm_90"]) as launches:
         gpu.backward(one, gpu.forward(one, True), (q, None), [True] * 5 + [False, False])
     walks = [
         (launch.kernel.fn.__name__, launch.meta["BLOCK_V"], launch.meta["num_stages"])
@@ -146,7 +146,7 @@ def test_what_cannot_be_turned_has_no_columns_of_what_is(K: int, V: int) -> None
     q, v = (torch.empty(2, 512, 64, 128, dtype=torch.bfloat16, device="meta")[..., :width] for width in (K, V))
     gates = torch.empty(2, 512, 64, K, device="meta")
     one = bind(q, q, v, torch.empty(2, 512, 64, device="meta"), log_decay=gates)
-    with tune.recording(tune.TARGETS["sm_90"]) as launches:
+    with tune.record_launches(tune.TARGETS["sm_90"]) as launches:
         made = gpu.forward(one, True)
         gpu.forward(one)
         gpu.backward(one, made, (made[0], None), [True] * 5 + [False, False])

@@ -260,7 +260,7 @@ def test_launches(decay: str, count: int) -> None:
     call = SPEC.bind(**problem(65, decay))
     kept, grads = left_by_forward(call), draws(call)
     wanted = [getattr(call, n) is not None for n in SPEC.differentiable]
-    with tune.recording(tune.TARGETS["sm_90"]) as launches:
+    with tune.record_launches(tune.TARGETS["sm_90"]) as launches:
         back, walks = rooms(call, call[: len(wanted)], wanted), (token_walks, joins, channel_walks)
         by = partial(way, call, True, token_walks, joins)
         kernels.backward(call, kept, grads, back, by, channels, (tokens, None), *walks)
@@ -270,14 +270,14 @@ def test_launches(decay: str, count: int) -> None:
 @pytest.mark.parametrize("decay", ["token", "channel"])
 def test_every_size_that_may_be_tuned_is_right(decay: str) -> None:
     inputs = Delta("", B=1, T=70, H=2, G=1, K=20, V=36, decay=decay, state=True).case.make(torch.float32, CPU, 0)
-    with tune.choosing({}) as asked:
+    with tune.override_configs({}) as asked:
         found(inputs, draws(SPEC.bind(**inputs)))
     for pick in (min, max):
         chosen = {
             key: replace(each.rule, blocks={**each.rule.blocks, **{name: pick(n) for name, n in each.vary.items()}})
             for key, each in asked.items()
         }
-        with tune.choosing(chosen):
+        with tune.override_configs(chosen):
             errors = apart(inputs)
         assert all(e <= BUDGET[torch.float32] for e in errors.values()), errors
 
@@ -285,7 +285,7 @@ def test_every_size_that_may_be_tuned_is_right(decay: str) -> None:
 def test_few_heads_of_many_tokens_take_one_launch_more() -> None:
     call = SPEC.bind(**there(Delta("", B=1, T=4096, H=1, K=8, V=5, decay="token").case.make(torch.float32, CPU, 0)))
     kept = gpu._parts(call, gpu.kept(call).empty(call.v))
-    with tune.recording(tune.TARGETS["sm_90"]) as launches:
+    with tune.record_launches(tune.TARGETS["sm_90"]) as launches:
         back, cut = rooms(call, call[:7], [True] * 7), partial(way, call, True, token_walks, joins)
         kernels.backward(
             call, kept, (call.v, None), back, cut, channels, (tokens, None), token_walks, joins, channel_walks

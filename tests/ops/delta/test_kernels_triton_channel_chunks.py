@@ -113,7 +113,7 @@ def test_what_comes_later_changes_no_bit_of_rows_that_are_nearly_far() -> None:
 def test_it_is_taken_in_bfloat16_alone(target: tune.Target) -> None:
     for dtype, name in (torch.bfloat16, "near_chunks_kernel"), (torch.float16, "chunks_kernel"):
         call = bind(**there(PROBLEM.case.make(dtype, CPU, 0)))
-        with tune.recording(target) as launches:
+        with tune.record_launches(target) as launches:
             gpu.forward(call)
         assert [launch.kernel.fn.__name__ for launch in launches[:-1]] == [name] * 2
         assert [launch.meta["FAR"] for launch in launches[:-1]] == [False, True]

@@ -129,7 +129,7 @@ def test_far_rows_have_a_launch_of_their_own_in_half_precision_alone() -> None:
         inputs = problem(65, "channel", dtype=dtype)
         call = SPEC.bind(**inputs)
         wanted = [getattr(call, n) is not None for n in SPEC.differentiable]
-        with tune.recording(tune.TARGETS["sm_90"]) as seen:
+        with tune.record_launches(tune.TARGETS["sm_90"]) as seen:
             back = rooms(call, call[: len(wanted)], wanted)
             backward.backward(
                 call,

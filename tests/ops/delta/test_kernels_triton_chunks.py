@@ -75,7 +75,7 @@ def test_where_it_is_taken(target: str, widest: int) -> None:
     for K in (64, 128, 256, 512):
         for dtype, decay in (torch.bfloat16, "token"), (torch.bfloat16, ""), (torch.float16, "token"):
             call = bind(**there(Delta("", B=1, T=70, H=1, K=K, V=64, decay=decay).case.make(dtype, CPU, 0)))
-            with tune.recording(tune.TARGETS[target]) as launches:
+            with tune.record_launches(tune.TARGETS[target]) as launches:
                 gpu.forward(call)
             wanted = "token_chunks_kernel" if dtype == torch.bfloat16 and widest >= K else "chunks_kernel"
             assert launches[0].kernel.fn.__name__ == wanted

@@ -127,7 +127,7 @@ def test_unwritten_memory_and_strides_do_not_matter_and_all_that_is_kept_is_writ
 def test_two_launches_and_one_for_documents(keep: bool) -> None:
     for name, rest in (("plain", []), ("everything", ["rest_kernel"])):
         call = bind(**there(inputs_of(SPEC, name, torch.float32)))
-        with tune.recording(tune.TARGETS["sm_90"]) as launches:
+        with tune.record_launches(tune.TARGETS["sm_90"]) as launches:
             gpu.forward(call, keep)
         assert [launch.kernel.fn.__name__ for launch in launches] == ["chunks_kernel", *rest, "walk_kernel"]
 
@@ -182,7 +182,7 @@ class TestInPieces:
 
 def test_few_heads_of_many_tokens_take_one_launch_more() -> None:
     call = bind(**there(Delta("", B=1, T=4096, H=1, K=8, V=5, decay="token").case.make(torch.float32, CPU, 0)))
-    with tune.recording(tune.TARGETS["sm_90"]) as launches:
+    with tune.record_launches(tune.TARGETS["sm_90"]) as launches:
         gpu.forward(call)
     assert [launch.kernel.fn.__name__ for launch in launches] == ["chunks_kernel", "walk_kernel", "walk_kernel"]
 

@@ -48,7 +48,7 @@ def test_maps_are_made_where_whole_sequences_fill_a_quarter_of_the_gpu(
 def test_none_are_made_where_no_piece_can_be_slow(T: int, wanted: bool) -> None:
     call = call_of(T, 16)
     assert joins.few(call, HOPPER, 4) and joins.by_maps(call, HOPPER, 4) == wanted
-    with tune.recording(HOPPER) as launches:
+    with tune.record_launches(HOPPER) as launches:
         gpu.forward(call, True)
     names = [launch.kernel.fn.__name__ for launch in launches]
     assert names == ["token_chunks_kernel", *["token_walk_kernel"] * (1 + wanted), "lost_kernel"]
@@ -65,7 +65,7 @@ def test_few_heads_of_long_sequences_are_joined_by_maps_in_both_directions(
     T: int, H: int, documents: int, by_maps: bool
 ) -> None:
     call = call_of(T, H, 1, documents)
-    with tune.recording(HOPPER) as launches:
+    with tune.record_launches(HOPPER) as launches:
         outputs = gpu.forward(call, True)
         gpu.backward(call, outputs, (outputs[0], None), [True] * 5 + [False] * 2)
     names = [launch.kernel.fn.__name__ for launch in launches]

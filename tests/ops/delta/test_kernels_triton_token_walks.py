@@ -393,7 +393,7 @@ class TestByMaps:
 
     def test_each_direction_takes_one_launch_more(self) -> None:
         call = bind(**there(problem(small(T=450))))
-        with tune.recording(tune.TARGETS["sm_90"]) as launches:
+        with tune.record_launches(tune.TARGETS["sm_90"]) as launches:
             outputs = gpu.forward(call, True)
             gpu.backward(call, outputs, (outputs[0], None), [True] * 5 + [False] * 2)
         names = [launch.kernel.fn.__name__ for launch in launches]
@@ -436,7 +436,7 @@ def test_a_program_has_128_columns_wherever_it_can(N: int, T: int, H: int, K: in
 def test_it_walks_where_its_programs_are_enough(heads: int, enough: bool) -> None:
     target = tune.TARGETS["sm_90"]
     call = bind(**there(Delta("", B=1, T=8, H=heads, K=64, V=64, decay="token").case.make(torch.bfloat16, CPU, 0)))
-    with tune.recording(target) as launches:
+    with tune.record_launches(target) as launches:
         out, final, buffer = gpu.forward(call, True)
         gpu.backward(call, (out, final, buffer), (out, None), [True] * 5 + [False] * 2)
     names = [launch.kernel.fn.__name__ for launch in launches]

@@ -43,9 +43,9 @@ def test_triangles_and_their_inverses_are_what_the_equations_say(decay: str, era
 def test_every_size_of_a_chunks_block_that_may_be_tuned_is_right(decay: str) -> None:
     inputs = Delta("", B=1, T=20, H=1, K=40, V=12, decay=decay).case.make(torch.float32, CPU, 0)
     truth, call = delta_rule(**exact(inputs), backend="chunked")[0], bind(**there(inputs))
-    with tune.choosing({}) as asked:
+    with tune.override_configs({}) as asked:
         gpu.forward(call)
     (key, found) = next((key, found) for key, found in asked.items() if key[0] == "delta_chunks")
     for size in found.vary["BLOCK_K"]:
-        with tune.choosing({key: replace(found.rule, blocks={"BLOCK_K": size})}):
+        with tune.override_configs({key: replace(found.rule, blocks={"BLOCK_K": size})}):
             assert error(gpu.forward(call)[0].cpu(), truth) <= BUDGET[torch.float32]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from foci.core.tune import TARGETS, recording
+from foci.core.tune import TARGETS, record_launches
 from foci.ops.delta import pieces as maps
 from foci.ops.delta.call import bind
 from foci.ops.delta.cases import Delta
@@ -135,7 +135,7 @@ def _found(tokens: int, heads: int, K: int, back: bool, gated: bool) -> int:
         torch.empty(1, tokens, heads, device="meta"),
     )
     call = bind(q, q, q, g, log_decay=g if gated else None)
-    with recording(TARGETS["sm_90"]):
+    with record_launches(TARGETS["sm_90"]):
         blocks, _ = unturned(call)
     return maps._turned(call, back, TARGETS["sm_90"], heads * blocks)
 

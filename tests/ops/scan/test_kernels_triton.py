@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foci.check.memory import strided
-from foci.core.tune import TARGETS, recording
+from foci.core.tune import TARGETS, record_launches
 from foci.ops.draw import Draw
 from foci.ops.scan import gpu
 from foci.ops.scan.api import scan
@@ -50,7 +50,7 @@ def test_few_sequences_are_cut_and_have_two_channels_a_thread(
 ) -> None:
     x = torch.empty(B, T, D, dtype=torch.bfloat16, device="meta")
     call = SPEC.bind(x=x, log_decay=x)  # type: ignore[misc]
-    with recording(TARGETS["sm_90"]) as seen:
+    with record_launches(TARGETS["sm_90"]) as seen:
         outputs = gpu.forward(call)
         gpu.backward(call, outputs, outputs, [True, True, False])
     assert {(launch.meta["BLOCK_D"], launch.meta["STRETCH"]) for launch in seen} == {(channels, stretch)}

@@ -112,7 +112,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(tune, "interpreting", lambda: False)
     monkeypatch.setattr(plans, "_current_device", lambda: -1)
     monkeypatch.setattr(plans, "on_gpu", lambda x: isinstance(x, Tensor))
-    for kept in ("_GUARDED", "_WHOLE"):
+    for kept in ("_GUARDED", "_OPERATOR_PLANS"):
         monkeypatch.setattr(plans, kept, {})
     return asked
 

@@ -21,7 +21,7 @@ from foci.core import device, plans
 from foci.core.errors import Unsupported
 from foci.ops.masks import Causal, Dense, Lengths, Packed
 from foci.ops.softmax import aten, aten_cuda
-from foci.ops.softmax.aten import by_torch, reasons
+from foci.ops.softmax.aten import reasons, torch_op
 from foci.ops.softmax.aten_cuda import CUDA_KERNELS, cuda_kernels, folds_dlse, slow
 from foci.ops.softmax.call import bind
 from tests.ops.softmax.fused import rows
@@ -245,14 +245,14 @@ def test_what_only_efficient_takes_is_left_to_triton() -> None:
     with FakeTensorMode():
         made = partial(torch.empty, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         call = bind(*(made(2, n, 8, 64) for n in (64, 128, 128)), mask=Causal("top-left"))
-        assert by_torch(call).func.__self__.name == "efficient" and aten.prefers(call, True) == "triton"
+        assert torch_op(call).func.__self__.name == "efficient" and aten.prefers(call, True) == "triton"
 
 
 def test_little_goes_to_what_is_quick_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aten, "_kernels", lambda call: CUDA_KERNELS)
     for T, quick, much in ((64, "flash", "cudnn"), (4096, "cudnn", "cudnn")):
         call = bind(*tensors(T=T, S=T, K=64))
-        assert (by_torch(call).func.__self__.name, aten._kernel(call).name) == (quick, much)
+        assert (torch_op(call).func.__self__.name, aten._kernel(call).name) == (quick, much)
 
 
 class TestFolded(InOut):
@@ -418,7 +418,7 @@ def test_a_checkpoint_computes_the_first_call_again_as_the_second(name: str, cou
     found = evaluate(inputs, through=(pull, None), leave=("bias",), call=again)
     truth = evaluate(inputs, through=(pull, None), leave=("bias",))
     assert_close({n: x for n, x in found.items() if n != "lse"}, {n: truth[n] for n in found if n != "lse"})
-    assert len(plans._WHOLE) == 1 + 1  # the reference's, too
+    assert len(plans._OPERATOR_PLANS) == 1 + 1  # the reference's, too
 
 
 @pytest.mark.parametrize("alike", ["q and k", "views of one", "broadcast keys"])

@@ -13,7 +13,7 @@ from torch import Tensor
 from foci import Causal, Dense, Lengths, Packed, Window
 from foci.check.memory import poisoned, strided
 from foci.core.spec import Case
-from foci.core.tune import TARGETS, interpreting, recording
+from foci.core.tune import TARGETS, interpreting, record_launches
 from foci.ops.masks import Band
 from foci.ops.softmax import gpu, reference
 from foci.ops.softmax.probes import poison
@@ -182,7 +182,7 @@ def launches(needs: list[bool], dtype: torch.dtype = torch.float32, K: int = 8, 
     meta = {n: x.to("meta", dtype) for n, x in drawn(K=K).items()}
     call = SPEC.bind(**meta, **extra)
     outputs = tuple(output.empty(call.q) for output in SPEC.outputs(call))  # type: ignore[misc]
-    with recording(TARGETS["sm_90"]) as seen:
+    with record_launches(TARGETS["sm_90"]) as seen:
         found = gpu.backward(call, outputs, outputs, needs)  # type: ignore[arg-type]
     assert [x is not None for x in found] == needs
     return Counter(launch.kernel.__name__ for launch in seen)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton  # noqa: F401  its interpreter is on or off from here
 
-from foci.core.tune import TARGETS, interpreting, recording
+from foci.core.tune import TARGETS, interpreting, record_launches
 from foci.ops.softmax import gpu
 from foci.ops.softmax.kernels_triton_bias import total
 from foci.ops.softmax.spec import SPEC
@@ -32,7 +32,7 @@ def test_a_bias_that_stands_for_much_is_shared_by_many_programs(shape: tuple[int
     q = torch.empty(4, 1024, 8, 64, dtype=torch.bfloat16, device="meta")
     call = SPEC.bind(q, q, q, bias=torch.empty(shape, device="meta"))
     outputs = tuple(output.empty(q) for output in SPEC.outputs(call))  # type: ignore[misc]
-    with recording(TARGETS["sm_90"]) as seen:
+    with record_launches(TARGETS["sm_90"]) as seen:
         *_, dbias, _ = gpu.backward(call, outputs, outputs, [False, False, False, True, False])  # type: ignore[arg-type]
     assert dbias is not None and dbias.shape == shape and dbias.dtype == torch.float32
     of_bias = [launch for launch in seen if launch.kernel.__name__ in ("bias_kernel", "sum_kernel")]

@@ -10,7 +10,7 @@ import triton  # noqa: F401  its interpreter is on or off from here
 
 from foci import Causal, Dense, Lengths, Window
 from foci.check.memory import poisoned, strided
-from foci.core.tune import TARGETS, interpreting, recording
+from foci.core.tune import TARGETS, interpreting, record_launches
 from foci.ops.masks import Band
 from foci.ops.softmax import gpu
 from foci.ops.softmax.kernels_triton_few import ROWS
@@ -38,7 +38,7 @@ def kernels(inputs: dict[str, Any], needs: list[bool], lse_alone: bool = False) 
     moved = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
     call = SPEC.bind(**moved)
     outputs = tuple(output.empty(call.q) for output in SPEC.outputs(call))  # type: ignore[misc]
-    with recording(TARGETS["sm_90"]) as seen:
+    with record_launches(TARGETS["sm_90"]) as seen:
         gpu.backward(call, outputs, (None, outputs[1]) if lse_alone else outputs, needs)  # type: ignore[arg-type]
     return [launch.kernel.__name__ for launch in seen]
 

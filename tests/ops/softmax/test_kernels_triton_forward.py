@@ -60,7 +60,7 @@ def assert_right(call: Call, truth: tuple[Tensor, Tensor] | None = None) -> tupl
 
 def launched(call: Call, target: str = "sm_90") -> list[tune.Launch]:
     meta = Call(*(torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in call))
-    with tune.recording(tune.TARGETS[target]) as launches:
+    with tune.record_launches(tune.TARGETS[target]) as launches:
         gpu.forward(meta)
     return launches
 

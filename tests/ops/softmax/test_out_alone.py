@@ -73,10 +73,10 @@ def test_of_heads_first_torch_would_keep_another_out_so_it_has_only_little() -> 
         x = torch.empty(2, 8, T, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
         for q, kept in ((x.transpose(1, 2), taken), (x.view(2, T, 8, 64), True)):
             call = bind(q, q, q)
-            assert (FLASH.by_torch(call, False) is not None) == kept
-            assert (CUDNN.by_torch(call, False) is not None) == (q.stride(1) > q.stride(2))
+            assert (FLASH.torch_op(call, False) is not None) == kept
+            assert (CUDNN.torch_op(call, False) is not None) == (q.stride(1) > q.stride(2))
             with torch.no_grad():
-                assert all(kernel.by_torch(bind(q, q, q), False) is not None for kernel in (FLASH, CUDNN))
+                assert all(kernel.torch_op(bind(q, q, q), False) is not None for kernel in (FLASH, CUDNN))
 
 
 def test_cudnn_is_given_every_dout_in_one_layout(counted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +203,6 @@ def test_the_choice_is_told_whether_out_is_all(counted: list[str], monkeypatch: 
 
 def test_on_the_cpu_nobody_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """There a tiny call would be half as long again."""
-    monkeypatch.setattr(aten, "by_torch", lambda call: pytest.fail("asked"))
+    monkeypatch.setattr(aten, "torch_op", lambda call: pytest.fail("asked"))
     inputs = {n: x.float().requires_grad_() for n, x in rows().items()}
     foci.attention(**inputs).sum().backward()

@@ -250,7 +250,7 @@ def test_kernels_launch_once_or_twice() -> None:
     meta = {name: torch.empty_like(inputs[name], device="meta") for name in names}
     call = paged._bound(paged._Tensors(**meta, sink=None), None, None, None)
     for M, kernels in ((8, 1), (2048, 2)):
-        with tune.recording(tune.TARGETS["sm_90"]) as launches:
+        with tune.record_launches(tune.TARGETS["sm_90"]) as launches:
             gpu.forward_paged(call, torch.empty(4, M, dtype=torch.int32, device="meta"))
         assert len(launches) == kernels
 

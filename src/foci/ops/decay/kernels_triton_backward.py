@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, float_precision, launch, side, stored, strides, target_of
+from foci.core.tune import Config, float_precision, launch, side, state_dtype, strides, target_of
 from foci.tiles.gates import load_gates, scaled, total
 from foci.tiles.memory import awaited, load_row, load_tile, store_tile
 from foci.tiles.near import ends, store_powers, weights
@@ -171,7 +171,7 @@ def backward(
     _, of_k, of_v, of_g, _, of_state = needs
     ends = d_state = None
     if of_k or of_v or of_g:
-        ends = torch.empty(like.shape, dtype=stored(call.v.dtype), device=like.device)
+        ends = torch.empty(like.shape, dtype=state_dtype(call.v.dtype), device=like.device)
     if of_state:
         d_state = torch.empty_like(call.state, memory_format=torch.contiguous_format)
     if ends is not None or d_state is not None:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, float_precision, launch, side, stored, strides, target_of
+from foci.core.tune import Config, float_precision, launch, side, state_dtype, strides, target_of
 from foci.tiles.gates import load_gates, scaled
 from foci.tiles.memory import awaited, load_row, load_tile, present, store_tile
 from foci.tiles.near import ends, ends_and_total, store_powers, weights
@@ -161,7 +161,7 @@ def forward(call: Any, made: Any, out: Tensor, kept: Tensor | None, slots: int, 
     q, k, g, R = (call.q, call.k, call.log_decay, H // G) if made is None else (made.risen, made.fallen, made.totals, 1)
     final = torch.empty(call.ends, H, K, V, dtype=torch.float32, device=v.device)
     if kept is None and call.causal:
-        kept = torch.empty(slots, H, K, V, dtype=stored(v.dtype), device=v.device)
+        kept = torch.empty(slots, H, K, V, dtype=state_dtype(v.dtype), device=v.device)
     _states(call, made, kept, final, walk, maps(call, made, walk), False)
     by_channel = made is not None
     launch(

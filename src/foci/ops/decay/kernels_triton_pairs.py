@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, configure, float_precision, launch, side, stored, strides, target_of
+from foci.core.tune import Config, Target, configure, float_precision, launch, side, state_dtype, strides, target_of
 from foci.tiles import near
 from foci.tiles.gates import ends, pairs, scaled
 from foci.tiles.memory import load_tile, store_tile
@@ -133,7 +133,7 @@ def prepared(call: Any, slots: int, summed: bool, rest: Any, flags: Tensor | Non
     v, g, target = call.v, call.log_decay, target_of(call.v.device)
     if g is None or g.shape[3] == 1:
         return None
-    risen, fallen = (torch.empty(B, T, H, K, dtype=stored(v.dtype), device=v.device) for _ in range(2))
+    risen, fallen = (torch.empty(B, T, H, K, dtype=state_dtype(v.dtype), device=v.device) for _ in range(2))
     pairs = torch.empty(B, T, H, CHUNK, dtype=risen.dtype, device=v.device)
     totals = torch.empty(slots, H, K, dtype=torch.float32, device=v.device)
     sums = far = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foci.core.spec import Output
-from foci.core.tune import stored, target_of, with_gluon
+from foci.core.tune import state_dtype, target_of, with_gluon
 from foci.ops.delta.call import NAME, Call
 from foci.ops.delta.pieces import way
 from foci.ops.gpu import CHUNK, chunks, placed, unsuitable
@@ -110,7 +110,7 @@ def _slots(call: Call) -> int:
 def _parts(call: Call, buffer: Tensor) -> Parts:
     """The buffer's parts by name."""
     B, T, _, H, K, V, _ = call.sizes
-    counts, slots, dtype = _counts(call), _slots(call), stored(call.v.dtype)
+    counts, slots, dtype = _counts(call), _slots(call), state_dtype(call.v.dtype)
     inverse, products, errors, *gated, states = buffer.split([*counts, buffer.numel() - sum(counts)])
     rise, write, total, rows, reach = gated
     errors = errors[: B * T * H * V]

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, beside, float_precision, launch, strides, target_of
+from foci.core.tune import Config, dependent_launch, float_precision, launch, strides, target_of
 from foci.tiles import near
 from foci.tiles.memory import store_tile
 from foci.tiles.near import DOWN, UP, above_each_other, apart, nearest, sums_and_total
@@ -187,5 +187,5 @@ def chunks(
             call.scale, 0, T, N, H, H // G, K, B * T * H * K, programs,
             config=config, FAR=again, WHOLE=whole,
             PRECISION=float_precision(call.v.dtype, target), CHUNK=CHUNK, STAGES=3,
-            **(beside(target, False) if again else {"BESIDE": False}),
+            **(dependent_launch(target, False) if again else {"BESIDE": False}),
         )  # fmt: skip

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, beside, launch, strides, target_of
+from foci.core.tune import Config, Target, dependent_launch, launch, strides, target_of
 from foci.tiles.affine import load_state
 from foci.tiles.maps import tiles_of
 from foci.tiles.memory import lines_of, load_row, load_tile, loaded, own_rows, present, put, rows_of, store_tile
@@ -161,7 +161,7 @@ def forward(
     """Fills out, final, and the errors and states of `parts`."""
     B, T, _, H, K, V, N = call.sizes
     # In inference all heads walk at once, as a rule: one with a far chunk keeps the launch waiting then, either way.
-    together = {"BESIDE": False} if parts is None else beside(target_of(call.v.device), True)
+    together = {"BESIDE": False} if parts is None else dependent_launch(target_of(call.v.device), True)
     whole, key, value, pair = _whole(call, walk), (CHUNK, K), (CHUNK, walk["BLOCK_V"]), (CHUNK, CHUNK)
     by = tiles_of(True, whole, CHUNK, call.offsets, gated.query, call.v)
     errors, states = (None, None) if parts is None else (parts.errors, parts.states)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, beside, launch, side, strides
+from foci.core.tune import Config, Target, dependent_launch, launch, side, strides
 from foci.tiles import gates, near
 from foci.tiles.chunk_backward import gather, load_in_two, of_beta, store_in_two
 from foci.tiles.gates import load_gates, pairs_backward_onto, total
@@ -401,5 +401,5 @@ def _near_side(problem: Any, kept: Sequence[Tensor], d_out: Tensor, dv: Tensor, 
             d_out.stride(), call.scale, problem.T, problem.N, problem.H, problem.H // problem.G, problem.K, problem.V,
             waiting[0].numel(), config=config, EACH=each, FAR=far, KEEP=not far and config["BLOCK_V"] >= problem.V,
             WHOLE=whole, PRECISION=problem.precision, CHUNK=CHUNK, ALL_K=side(problem.K, 1 << 20),
-            **beside(problem.target, not far),
+            **dependent_launch(problem.target, not far),
         )  # fmt: skip

@@ -37,7 +37,7 @@ from foci.core.tune import (
     launch,
     precision,
     side,
-    stored,
+    state_dtype,
     strides,
     target_of,
 )
@@ -300,7 +300,7 @@ def _walk(call: Any, made: tuple[Tensor, Tensor, Any], pieces: Any, walk: Config
     """What launches so many programs of `walk_kernel`, which fill (out, final, errors, states) or find maps."""
     B, T, _, H, K, V, N = call.sizes
     v, target, (inverse, products, gated) = call.v, target_of(call.v.device), made
-    halves = stored(v.dtype) == torch.bfloat16
+    halves = state_dtype(v.dtype) == torch.bfloat16
     q = call.q if gated.query is None else gated.query
     k, e = (call.k, call.erase) if gated.key is None else (gated.key, gated.erase)
     write = call.beta if gated.write is None else gated.write

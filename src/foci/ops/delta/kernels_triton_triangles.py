@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, configure, float_precision, launch, side, stored, strides, target_of
+from foci.core.tune import Config, Target, configure, float_precision, launch, side, state_dtype, strides, target_of
 from foci.tiles import near, pairs
 from foci.tiles.gates import load_gates, pairs_of_two, total
 from foci.tiles.memory import store_tile
@@ -156,7 +156,7 @@ def first(
     """
     B, T, G, H, K, _, N = call.sizes
     v, g, target = call.v, call.log_decay, target_of(call.v.device)
-    halves = stored(v.dtype) == torch.bfloat16
+    halves = state_dtype(v.dtype) == torch.bfloat16
     if parts is not None:
         inverse, products = parts.inverse, parts.products
     elif exact:  # beside each other, for one map
@@ -164,7 +164,7 @@ def first(
         products = inverse[..., 2 * CHUNK :]
     else:
         width = 2 * CHUNK if halves else CHUNK
-        inverse, products = torch.empty(2, B, T, H, width, dtype=stored(v.dtype), device=v.device).unbind()
+        inverse, products = torch.empty(2, B, T, H, width, dtype=state_dtype(v.dtype), device=v.device).unbind()
     per_channel = g is not None and g.shape[3] > 1
     gated = _gated(call, parts, slots, cut, exact, per_channel)
     rule = partial(chunks_rule, v.dtype, K, per_channel)
@@ -205,8 +205,8 @@ def _gated(call: Any, parts: Any, slots: int, cut: bool, exact: bool, per_channe
     each: tuple[Tensor | None, ...]
     if per_channel:
         total = torch.empty(slots, H, K, **kind)
-        halves = 2 if stored(v.dtype) == torch.bfloat16 else 1
-        made = torch.empty(2 + halves, B, T, H, K, dtype=stored(v.dtype), device=v.device)
+        halves = 2 if state_dtype(v.dtype) == torch.bfloat16 else 1
+        made = torch.empty(2 + halves, B, T, H, K, dtype=state_dtype(v.dtype), device=v.device)
         far = torch.empty(slots, H, dtype=torch.int32, device=v.device) if halves == 2 else None
         gated = Gated(None, None, total, made[0], made[1], made[2:], None, None, far)
     elif call.log_decay is not None:
@@ -216,7 +216,7 @@ def _gated(call: Any, parts: Any, slots: int, cut: bool, exact: bool, per_channe
         else:
             each = parts.rise, parts.write, parts.total, parts.reach
         gated = gated._replace(rise=each[0], write=each[1], total=each[2], reach=each[3] if cut else None)
-    if stored(v.dtype) == torch.bfloat16 and not per_channel:
+    if state_dtype(v.dtype) == torch.bfloat16 and not per_channel:
         rows = torch.empty(slots, H, 3 if exact else 2, CHUNK, **kind) if parts is None else parts.rows
         gated = gated._replace(rows=rows)
     return gated

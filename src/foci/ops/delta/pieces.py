@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foci.core.tune import Target, stored, target_of
+from foci.core.tune import Target, state_dtype, target_of
 from foci.ops.delta.call import Call
 from foci.ops.gpu import CHUNK
 from foci.ops.stretches import Cut, cut_into
@@ -101,7 +101,7 @@ def _turned(call: Call, back: bool, target: Target, programs: int) -> int:
 def pieces(call: Call, back: bool, target: Target, programs: int) -> Pieces:
     """The pieces of a call that `programs` programs would walk whole; `back`: in the backward."""
     B, T, _, H, K, V, N = call.sizes
-    dtype, device = stored(call.v.dtype), call.v.device
+    dtype, device = state_dtype(call.v.dtype), call.v.device
     costs = _costs(call, back)
     tokens, programs, slots = cut(N, B, T, call.offsets is not None, K, V, costs, target, programs)
     if not tokens:
@@ -115,7 +115,7 @@ def _costs(call: Call, back: bool) -> Costs:
     costs, K = BACKWARD if back else FORWARD, call.sizes[4]
     if back and call.log_decay is None:
         costs = costs._replace(chunk=UNGATED)
-    if stored(call.v.dtype) != torch.bfloat16 or K * call.tiles > (128 if back else 256):
+    if state_dtype(call.v.dtype) != torch.bfloat16 or K * call.tiles > (128 if back else 256):
         return costs._replace(shared=None)
     return costs
 

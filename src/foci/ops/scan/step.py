@@ -26,7 +26,7 @@ def forward(x: Token, log_decay: Token, state: Token) -> Token:
     named = {"x": x, "log_decay": log_decay, "state": state}
     _SIGNATURE.bind(named)
     arguments.check_step(STEP, x, named)
-    if steps(state) and plans.literal(given):
+    if steps(state) and plans.all_plain(given):
         return step.launched(key, given, gpu.step, given, state)
     h = torch.exp(log_decay.to(state.dtype)).mul_(state).add_(x)  # written last, as the others may alias the state
     state.copy_(h)

@@ -28,12 +28,12 @@ def forward(x: Token, dt: Token, A: Rates, B: Key, C: Key, state: State, *, skip
     named = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "state": state, "skip": skip}
     _SIGNATURE.bind(named)
     arguments.check_step(STEP, x, named)
-    if steps(state) and plans.literal(given):
+    if steps(state) and plans.all_plain(given):
         return step.launched(key, given, gpu.step, given, state)
     dtype, out_dtype = state.dtype, x.dtype
     x, dt, B, C = (each.to(dtype) for each in (x, dt, B, C))
     h = (dt[..., None] * rates(A, dtype)).exp_().mul_(state).addcmul_((dt * x)[..., None], B[:, None])
-    with plans.unrounded(state):
+    with plans.without_autocast(state):
         y = torch.matmul(h, C[..., None])[..., 0]
     if skip is not None:
         y.addcmul_(skip.to(dtype), x)

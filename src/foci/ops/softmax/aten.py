@@ -46,9 +46,9 @@ class Kernel(Protocol):
         mask: Tensor | None, causal: bool, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
-    def straight(self, call: Call, causal: bool) -> tuple[Callable[..., Any], Callable[..., Any]] | None: ...
+    def unchecked(self, call: Call, causal: bool) -> tuple[Callable[..., Any], Callable[..., Any]] | None: ...
 
-    def by_torch(self, call: Call, causal: bool) -> Callable[..., tuple[Tensor]] | None: ...
+    def torch_op(self, call: Call, causal: bool) -> Callable[..., tuple[Tensor]] | None: ...
 
 
 class FlashOnCpu:
@@ -79,10 +79,10 @@ class FlashOnCpu:
         )
         return grads
 
-    def straight(self, call: Call, causal: bool) -> None:
+    def unchecked(self, call: Call, causal: bool) -> None:
         """Nothing: on the CPU every call is checked."""
 
-    by_torch = straight
+    torch_op = unchecked
 
 
 _CPU_KERNELS: tuple[Kernel, ...] = (FlashOnCpu(),)
@@ -146,7 +146,7 @@ def prefers(call: Call, single: bool) -> str:
     if not call.q.is_cuda or not slow(call):
         return ""
     trained = single and differentiated(call) and not call.few and _kernel(call, quick=True).quick
-    return "" if trained and by_torch(call) is not None else "triton"
+    return "" if trained and torch_op(call) is not None else "triton"
 
 
 def _causal_fits(call: Call) -> bool:
@@ -284,26 +284,26 @@ def _largest(x: Tensor) -> float:
     return max(-low.item(), high.item())
 
 
-def alike(call: Call) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor | None, ...]]]:
+def specialize(call: Call) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor | None, ...]]]:
     """`forward` and `backward` for calls with the same cache key, with this call's kernel; lse keeps its layout."""
     kernel, make = _kernel(call), type(call)._make
-    straight, folds = kernel.straight(call, _causal_flag(call)) if _bare(call) else None, folds_dlse(call)
+    unchecked, folds = kernel.unchecked(call, _causal_flag(call)) if _bare(call) else None, folds_dlse(call)
 
     def back(values: Any, outputs: Any, grads: Any, needs: Any) -> tuple[Tensor | None, ...]:
         (out, lse), (dout, dlse) = outputs, grads
-        if straight is None or dout is None or (dlse is not None and not folds):
+        if unchecked is None or dout is None or (dlse is not None and not folds):
             return backward(make(values), outputs, grads, needs, kernel)
         if dlse is not None:
             dout, out = fold(dlse, lse, dout, out)
-        found: tuple[Tensor | None, ...] = straight[1](values, (out, lse), dout, needs)
+        found: tuple[Tensor | None, ...] = unchecked[1](values, (out, lse), dout, needs)
         return found
 
-    return (lambda values: forward(make(values), kernel)) if straight is None else straight[0], back
+    return (lambda values: forward(make(values), kernel)) if unchecked is None else unchecked[0], back
 
 
-def by_torch(call: Call) -> Callable[..., tuple[Tensor]] | None:
+def torch_op(call: Call) -> Callable[..., tuple[Tensor]] | None:
     """A function from q, k and v to (out,) for calls with the same cache key; None if they need our processing."""
-    return _kernel(call, quick=little(call)).by_torch(call, _causal_flag(call)) if _bare(call) else None
+    return _kernel(call, quick=little(call)).torch_op(call, _causal_flag(call)) if _bare(call) else None
 
 
 def _causal_flag(call: Call) -> bool:

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from foci.core.device import constant, installed, platform
 from foci.core.ledger import Use, vetoes
-from foci.core.plans import played
+from foci.core.plans import replay_or_run
 from foci.ops.arguments import short
 from foci.ops.gpu import unsuitable
 from foci.ops.softmax.call import DESCENDING, Call
@@ -92,16 +92,18 @@ class _CudaKernel:
             dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
         return _narrow(dq, width), _narrow(dk, width), _narrow(dv, width)
 
-    def straight(self, call: Call, causal: bool) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    def unchecked(self, call: Call, causal: bool) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
         """Forward and backward for calls with this bare call's cache key, without checks; None if tensors need changes.
 
         lse [B,T,H] keeps the kernel's memory layout, [B,H,T], so that neither copies it.
         """
         if not self._usable(call):
             return None
-        return partial(self._straight, causal, call.scale), partial(self._straight_backward, causal, call.scale)
+        return partial(self._unchecked_forward, causal, call.scale), partial(
+            self._unchecked_backward, causal, call.scale
+        )
 
-    def by_torch(self, call: Call, causal: bool) -> Callable[..., tuple[Tensor]] | None:
+    def torch_op(self, call: Call, causal: bool) -> Callable[..., tuple[Tensor]] | None:
         """A function from q, k and v to (out,) for the same calls, differentiable by torch's own op; None as above.
 
         lse is computed only for gradients. With heads before tokens in memory, torch would save its own out beside
@@ -109,26 +111,26 @@ class _CudaKernel:
         """
         trains = differentiated(call)
         twice = trains and call.q.stride(1) < call.q.stride(2) and not little(call)
-        return partial(self._by_torch, causal, call.scale, trains) if self._usable(call) and not twice else None
+        return partial(self._torch_op, causal, call.scale, trains) if self._usable(call) and not twice else None
 
     def _usable(self, call: Call) -> bool:
         q, k, v = call[:3]
         taken = self.grouped or q.shape[2] == k.shape[2]
         return not q.shape[-1] % 8 and taken and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
 
-    def _by_torch(self, causal: bool, scale: float, trains: bool, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
+    def _torch_op(self, causal: bool, scale: float, trains: bool, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out, _ = self._forward(q, k, v, None, causal, scale, trains)
         return ((out.transpose(1, 2) if trains else out.transpose_(1, 2)).contiguous(),)
 
-    def _straight(self, causal: bool, scale: float, values: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    def _unchecked_forward(self, causal: bool, scale: float, values: Sequence[Any]) -> tuple[Tensor, Tensor]:
         q, k, v = values[:3]
         out, lse = self._forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, causal, scale)
         by_row, by_head, by_query, *_ = lse.stride()
         lse.as_strided_(q.shape[:3], (by_row, by_query, by_head))
         return out.transpose_(1, 2).contiguous(), lse
 
-    def _straight_backward(
+    def _unchecked_backward(
         self, causal: bool, scale: float, values: Sequence[Any], outputs: Sequence[Tensor], dout: Tensor,
         needs: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
@@ -191,16 +193,16 @@ class Cudnn(_CudaKernel):
 
     name = "cudnn"
 
-    def by_torch(self, call: Call, causal: bool) -> Callable[..., tuple[Tensor]] | None:
+    def torch_op(self, call: Call, causal: bool) -> Callable[..., tuple[Tensor]] | None:
         by_row, by_query, by_head, _ = call.q.stride()
         plain = by_row >= by_query >= by_head > 0  # torch's out, which it saves, gets the same layout
-        return super().by_torch(call, causal) if plain or not differentiated(call) else None
+        return super().torch_op(call, causal) if plain or not differentiated(call) else None
 
     def _usable(self, call: Call) -> bool:
         return super()._usable(call) and all(_aligned(x) is x for x in call[:3])
 
-    def _by_torch(self, causal: bool, scale: float, trains: bool, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
-        (out,) = super()._by_torch(causal, scale, trains, q, k, v)
+    def _torch_op(self, causal: bool, scale: float, trains: bool, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
+        (out,) = super()._torch_op(causal, scale, trains, q, k, v)
         if out.requires_grad:
             out.register_hook(_contiguous_aligned)
         return (out,)
@@ -332,7 +334,7 @@ def fold(dlse: Tensor, lse: Tensor, dout: Tensor, out: Tensor) -> tuple[Tensor, 
         return _folded(*given)
     from foci.ops.softmax import kernels_triton_dlse as kernels
 
-    folded: tuple[Tensor, Tensor] = played(kernels.fold, given, lambda: kernels.fold(*given))
+    folded: tuple[Tensor, Tensor] = replay_or_run(kernels.fold, given, lambda: kernels.fold(*given))
     return folded
 
 

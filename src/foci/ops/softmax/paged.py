@@ -80,7 +80,7 @@ def attention_paged(
     Paper: Kwon et al. 2023, PagedAttention (arXiv 2309.06180).
     """
     given = (q, k_pages, v_pages, sink, lengths, table, softcap, window, scale, backend)
-    key, played = plans.again(_NAME, given)
+    key, played = plans.try_replay_operator(_NAME, given)
     if played is not None:
         return played[0]
     tensors = _Tensors(q, k_pages, v_pages, table, lengths, sink)
@@ -95,7 +95,7 @@ def attention_paged(
     if backend in (None, "triton"):
         reasons = gpu.reasons(call) + _table_reasons(sizes) + _transform_reasons()
         if not reasons:
-            return plans.one(key, given, _paged, (*call, table))
+            return plans.replay_or_run_one(key, given, _paged, (*call, table))
         if backend is not None:
             raise Unsupported(f"{_NAME}: backend 'triton' cannot run this call", reasons, "backend=None gathers pages")
     k, v, mask = _end_to_end(tensors, window)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foci.core import steps, tensor_maps, tune
-from foci.core.steps import Noting, Plan, choice, play
+from foci.core import replay, tensor_maps, tune
+from foci.core.replay import Plan, Recorder, replay_plan, tuple_getter
 
 N = 8
 
@@ -54,8 +54,8 @@ class Kernel:
     def __init__(self, version: str = "3.7.", scratch: int = 0) -> None:
         self.run = CudaLauncher(version, scratch)
 
-    def add(self, noting: Noting, a: Tensor, b: Tensor, out: Tensor, amount: float) -> None:
-        noting.launched(self, self, (N, 1, 1), (a, b, out, N, amount, None, (N, 1)))
+    def add(self, recorder: Recorder, a: Tensor, b: Tensor, out: Tensor, amount: float) -> None:
+        recorder.launched(self, self, (N, 1, 1), (a, b, out, N, amount, None, (N, 1)))
 
 
 def _numbers(pointer: int, count: int) -> Any:
@@ -64,22 +64,22 @@ def _numbers(pointer: int, count: int) -> Any:
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "_stream", lambda device: 11)
+    monkeypatch.setattr(replay, "_stream", lambda device: 11)
 
 
 def noted(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Plan:
     """Of a call that gives a + 2 b + 4 a, that sum's first half, a + 2 b, and nothing; all the rest is its own."""
     monkeypatch.setitem(tune.sys.modules, "triton", SimpleNamespace(__version__=kernel.run.version + "1"))
     a, b = torch.randn(N), torch.randn(N)
-    with Noting([a, b]) as noting:
+    with Recorder([a, b]) as recorder:
         torch.empty(1000)  # and this nobody ever sees
         rows = torch.empty(3, N)
         between, whole = rows[1], torch.empty(2, N)
-        kernel.add(noting, a, b, between, 2.0)
+        kernel.add(recorder, a, b, between, 2.0)
         zeros, parts = torch.zeros(N), torch.empty(N)
-        kernel.add(noting, zeros, between, parts, 1.0)
-        kernel.add(noting, parts, a, whole[1], 4.0)
-        plan = noting.plan((whole, whole[1, : N // 2], parts, None))
+        kernel.add(recorder, zeros, between, parts, 1.0)
+        kernel.add(recorder, parts, a, whole[1], 4.0)
+        plan = recorder.plan((whole, whole[1, : N // 2], parts, None))
     assert plan is not None
     return plan
 
@@ -90,13 +90,13 @@ def noted(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Plan:
 def test_a_call_is_played_on_other_tensors(
     little: int, version: str, scratch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "_SCRATCH_LIMIT", little)
+    monkeypatch.setattr(replay, "_SCRATCH_LIMIT", little)
     kernel = Kernel(version, scratch)
     plan = noted(kernel, monkeypatch)
     for _ in range(2):
         a, b = torch.randn(N), torch.randn(N)
         room = [a, b]
-        whole, half, parts, none = play(plan, room, [a.data_ptr(), b.data_ptr()])
+        whole, half, parts, none = replay_plan(plan, room, [a.data_ptr(), b.data_ptr()])
         assert whole is not None and half is not None and parts is not None and none is None
         torch.testing.assert_close(parts, a + 2 * b)
         torch.testing.assert_close(whole[1], a + 2 * b + 4 * a)
@@ -112,7 +112,7 @@ def test_little_that_nobody_else_sees_is_taken_at_once_and_much_when_it_is_wante
     assert [len(step.allocations) for step in at_once.steps] == [4, 0, 0, 0]  # whole, zeros, parts, one for the rest
     assert at_once.steps[0].allocations[-1].bytes == 512
     assert [step.frees for step in at_once.steps] == [(), (3, 5), (), ()]
-    monkeypatch.setattr(steps, "_SCRATCH_LIMIT", 0)
+    monkeypatch.setattr(replay, "_SCRATCH_LIMIT", 0)
     much = noted(Kernel(scratch=64), monkeypatch)
     assert [[each.bytes for each in step.allocations] for step in much.steps] == [
         [96, 64, 512], [32, 32, 512], [512], []
@@ -124,7 +124,7 @@ def test_little_that_nobody_else_sees_is_taken_at_once_and_much_when_it_is_wante
 def test_maps_are_made_of_where_tensors_lie_now(little: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what was given, of what is made, of a part of it; each by its own way, as many times as it is played."""
     descriptor = pytest.importorskip("triton.tools.tensor_descriptor").TensorDescriptor
-    monkeypatch.setattr(steps, "_SCRATCH_LIMIT", little)
+    monkeypatch.setattr(replay, "_SCRATCH_LIMIT", little)
     told: list[tuple[Any, ...]] = []
     kernel = SimpleNamespace(run=lambda *given: told.append(given[9:]), function=0, packed_metadata=0, pre_run_hooks=())
     made = iter("abc")
@@ -136,16 +136,16 @@ def test_maps_are_made_of_where_tensors_lie_now(little: int, monkeypatch: pytest
     def of(tensor: Tensor) -> Any:
         return descriptor(tensor, [16, 64], [64, 1], [8, 64])
 
-    with Noting([x]) as noting:
+    with Recorder([x]) as recorder:
         out = torch.empty(2, 16, 64, dtype=torch.bfloat16)
-        noting.launched(kernel, kernel, (1, 1, 1), (of(x), 7, of(out[1]), out))
-        noting.launched(kernel, kernel, (1, 1, 1), (of(out), x))
-        plan = noting.plan((out,))
+        recorder.launched(kernel, kernel, (1, 1, 1), (of(x), 7, of(out[1]), out))
+        recorder.launched(kernel, kernel, (1, 1, 1), (of(out), x))
+        plan = recorder.plan((out,))
     assert plan is not None
     for _ in range(2):
         told.clear()
         other = torch.zeros(16, 64, dtype=torch.bfloat16)
-        (given,) = play(plan, [other], [other.data_ptr()])
+        (given,) = replay_plan(plan, [other], [other.data_ptr()])
         assert given is not None
         here, there = other.data_ptr(), given.data_ptr()
         assert told[0] == (("a", here), 16, 64, 64, 1, 7, ("b", there + 2048), 16, 64, 64, 1, there)
@@ -156,18 +156,18 @@ def test_a_launch_whose_maps_nobody_can_make_has_no_plan(monkeypatch: pytest.Mon
     descriptor = pytest.importorskip("triton.tools.tensor_descriptor").TensorDescriptor
     kernel = SimpleNamespace(run=print, function=0, packed_metadata=0, pre_run_hooks=())
     x = torch.zeros(16, 64, dtype=torch.bfloat16)
-    with Noting([x]) as noting:
-        noting.launched(kernel, kernel, (1, 1, 1), (descriptor(x, [16, 64], [64, 1], [8, 64]),))
-        assert noting.plan((x,)) is None
+    with Recorder([x]) as recorder:
+        recorder.launched(kernel, kernel, (1, 1, 1), (descriptor(x, [16, 64], [64, 1], [8, 64]),))
+        assert recorder.plan((x,)) is None
 
 
 def test_numbers_that_are_merely_equal_are_told_apart() -> None:
     told = []
     kernel = SimpleNamespace(run=lambda *given: told.append(given[9:]), function=0, packed_metadata=0, pre_run_hooks=())
-    with Noting([torch.zeros(1)]) as noting:
-        noting.launched(kernel, kernel, (1, 1, 1), (1, True, 1.0, 0, False, 0.0, -0.0, None, "1", torch.float16))
-    plan = noting.plan(())
-    assert plan is not None and play(plan, [], []) == ()
+    with Recorder([torch.zeros(1)]) as recorder:
+        recorder.launched(kernel, kernel, (1, 1, 1), (1, True, 1.0, 0, False, 0.0, -0.0, None, "1", torch.float16))
+    plan = recorder.plan(())
+    assert plan is not None and replay_plan(plan, [], []) == ()
     assert [repr(x) for x in told[0]] == [
         "1",
         "True",
@@ -183,7 +183,7 @@ def test_numbers_that_are_merely_equal_are_told_apart() -> None:
 
 
 def test_a_choice_is_a_tuple_of_however_many() -> None:
-    assert [choice(places)("abc") for places in ([], [1], [2, 0])] == [(), ("b",), ("c", "a")]
+    assert [tuple_getter(places)("abc") for places in ([], [1], [2, 0])] == [(), ("b",), ("c", "a")]
 
 
 def test_what_torch_fills_is_filled_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_what_torch_fills_is_filled_when_it_is_told_to(monkeypatch: pytest.Monke
     torch._C._set_deterministic_algorithms(True)
     try:
         a, b = torch.randn(N), torch.randn(N)
-        whole = play(plan, [a, b], [a.data_ptr(), b.data_ptr()])[0]
+        whole = replay_plan(plan, [a, b], [a.data_ptr(), b.data_ptr()])[0]
     finally:
         torch._C._set_deterministic_algorithms(False)
     assert whole is not None and whole[0].isnan().all()

@@ -14,7 +14,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foci.core import plans
-from foci.core.again import Rest, Way, by_torch, decided, holes, through_of, traced, whole
+from foci.core.fast_path import (
+    BackendRunner,
+    CallTemplate,
+    must_be_one_op,
+    torch_op,
+    with_placeholders,
+    wrap_backend,
+    wrap_compute,
+    wrap_run,
+)
 from foci.core.library import Runner
 from tests.core.test_library import SPEC, Call, draw
 
@@ -27,31 +36,31 @@ class Rows(Tensor):
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The backend of the toy operator; its `by_torch` is there for a call with a weight."""
+    """The backend of the toy operator; its `torch_op` is there for a call with a weight."""
     module = SPEC.backend("opaque").load()
 
     def compute(x: Tensor, weight: Tensor) -> tuple[Tensor]:
         return (x.mul(3.0) * weight + torch.is_autocast_enabled("cpu"),)
 
-    monkeypatch.setattr(module, "by_torch", lambda call: None if call.weight is None else compute, raising=False)
+    monkeypatch.setattr(module, "torch_op", lambda call: None if call.weight is None else compute, raising=False)
     return module
 
 
 def test_it_makes_of_the_tensors_the_first_output(toy: ModuleType) -> None:
-    compute = by_torch(SPEC.backend("opaque"), CALL)
+    compute = torch_op(SPEC.backend("opaque"), CALL)
     assert compute is not None
     (found,) = compute(*CALL[:2])
     assert found.equal(3.0 * CALL.x * CALL.weight)
 
 
 def test_some_calls_and_some_backends_have_none(toy: ModuleType) -> None:
-    assert by_torch(SPEC.backend("opaque"), CALL._replace(weight=None)) is None
-    assert by_torch(SPEC.backend("plain"), CALL) is None
+    assert torch_op(SPEC.backend("opaque"), CALL._replace(weight=None)) is None
+    assert torch_op(SPEC.backend("plain"), CALL) is None
 
 
 def test_autocast_rounds_nothing_in_it(toy: ModuleType) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        compute = by_torch(SPEC.backend("opaque"), CALL)
+        compute = torch_op(SPEC.backend("opaque"), CALL)
         assert compute is not None and compute(*CALL[:2])[0].equal(3.0 * CALL.x * CALL.weight)
 
 
@@ -64,10 +73,10 @@ def test_a_graph_is_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
 
     def within(x: Tensor) -> Tensor:
-        seen.append(traced(CALL))
+        seen.append(must_be_one_op(CALL))
         return x + 1
 
-    assert not traced(CALL) and traced(CALL._replace(x=CALL.x.as_subclass(Rows)))
+    assert not must_be_one_op(CALL) and must_be_one_op(CALL._replace(x=CALL.x.as_subclass(Rows)))
     torch.func.vmap(within)(CALL.x)
     torch.func.grad(lambda x: within(x).sum())(CALL.x)
     torch.jit.trace(within, CALL.x, check_trace=False)
@@ -76,14 +85,14 @@ def test_a_graph_is_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
         within(CALL.x)
-    assert seen == [True] * 6 and not traced(CALL)
+    assert seen == [True] * 6 and not must_be_one_op(CALL)
 
 
 @pytest.mark.parametrize("way", [_Mode, lambda: torch.device("cpu"), torch.profiler.profile, torch.no_grad])
 def test_who_watches_makes_no_graph(way: Callable[[], Any]) -> None:
     """Else a checkpoint that is computed again without a mode would save other tensors."""
     with way():
-        assert not traced(CALL)
+        assert not must_be_one_op(CALL)
 
 
 @pytest.mark.parametrize("way", [nullcontext, torch.no_grad])
@@ -94,7 +103,7 @@ def test_a_call_like_one_before_is_not_bound_again(
         ("_current_device", lambda: -1),
         ("on_gpu", lambda x: True),
         ("_GUARDED", {}),
-        ("_WHOLE", {}),
+        ("_OPERATOR_PLANS", {}),
     ):
         monkeypatch.setattr(plans, name, stand_in)
     bound: list[Tensor] = []
@@ -104,7 +113,7 @@ def test_a_call_like_one_before_is_not_bound_again(
         return CALL._replace(x=x, weight=weight, factor=factor)
 
     run, weight = Runner.__new__(Runner), draw(3)
-    run.spec, run._ways = SPEC, {}
+    run.spec, run._runners = SPEC, {}
     with way():
         for place in range(4):
             x = draw(2, 3).requires_grad_()
@@ -121,11 +130,11 @@ def test_what_is_made_of_a_tensor_that_was_given_is_made_every_time(
         ("_current_device", lambda: -1),
         ("on_gpu", lambda x: True),
         ("_GUARDED", {}),
-        ("_WHOLE", {}),
+        ("_OPERATOR_PLANS", {}),
     ):
         monkeypatch.setattr(plans, name, stand_in)
     run = Runner.__new__(Runner)
-    run.spec, run._ways = SPEC, {}
+    run.spec, run._runners = SPEC, {}
     for _ in range(4):
         x, weight = draw(2, 3), draw(3)
         (found,) = run.given(lambda x, weight: CALL._replace(x=x + 1, weight=weight), (x, weight), {}, "opaque", True)
@@ -138,37 +147,37 @@ def test_a_call_whose_tensors_are_those_that_were_given_is_computed_of_them() ->
     def compute(x: Tensor, weight: Tensor) -> tuple[Tensor]:
         return (x * weight,)
 
-    through = whole((x, None, weight), CALL._replace(x=x, weight=weight), compute)
+    through = wrap_compute((x, None, weight), CALL._replace(x=x, weight=weight), compute)
     assert through is not None and through(None, [2 * other, weight])[0].equal(2 * other)
     for call in (CALL._replace(x=other, weight=weight), CALL._replace(x=x, weight=None)):
-        assert whole((x, weight), call, compute) is None
+        assert wrap_compute((x, weight), call, compute) is None
 
 
 def test_what_is_a_view_of_all_that_was_given_is_viewed_again_and_nothing_else_is_taken() -> None:
     x, weight = torch.randn(2, 3), torch.randn(1, 3)
     seen: list[Any] = []
 
-    def run(play: Any, rest: Rest, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    def run(play: Any, rest: CallTemplate, values: tuple[Any, ...]) -> tuple[Any, ...]:
         seen.append((play, rest))
         return values
 
     call = CALL._replace(x=x, weight=weight.view(3))
-    through = through_of((x, 7, weight), call, run, backward=len)
+    through = wrap_run((x, 7, weight), call, run, backward=len)
     assert through is not None
     given = [torch.randn(2, 3), torch.randn(1, 3)]
     kept = list(given)
     values = through(None, given)
     assert [each is mine for each, mine in zip(given, kept, strict=True)] == [True, True]
     assert values[0] is given[0] and values[1].shape == (3,) and values[1].data_ptr() == given[1].data_ptr()
-    assert values[2:] == call[2:] and holes(call)[:2] == [Tensor, Tensor]
-    assert seen[0][0] is None and seen[0][1].lasts and seen[0][1].backward is len and not Rest(call).lasts
+    assert values[2:] == call[2:] and with_placeholders(call)[:2] == [Tensor, Tensor]
+    assert seen[0][0] is None and seen[0][1].shared and seen[0][1].backward is len and not CallTemplate(call).shared
     square = torch.randn(3, 3)
     for given_x, taken in (
         (x, torch.randn(6)), (x, x[:1]), (x, x[1:].view(3)), (square, square.mT[:]), (x, x.double()),
         (x, x.view(6)[::2]), (x.view(torch.int32), x.view(6)),
     ):  # fmt: skip
-        assert through_of((given_x, weight), CALL._replace(x=taken, weight=weight), run) is None
-    assert through_of((x,), call, run) is None and through_of((x, weight), call, None) is None
+        assert wrap_run((given_x, weight), CALL._replace(x=taken, weight=weight), run) is None
+    assert wrap_run((x,), call, run) is None and wrap_run((x, weight), call, None) is None
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -181,23 +190,27 @@ def test_a_backend_that_says_what_is_alike_is_asked_once_and_takes_gradients_its
     call, told = CALL._replace(x=x, weight=weight), []
 
     def alike(call: Any) -> tuple[Any, Any]:
-        return (lambda call: ("forward", plans.autocast(call[0]))), (lambda call: ("backward", plans.autocast(call[0])))
+        return (lambda call: ("forward", plans.autocast_dtype(call[0]))), (
+            lambda call: ("backward", plans.autocast_dtype(call[0]))
+        )
 
-    def training(forward: Any, rest: Rest, call: Any) -> Any:
+    def training(forward: Any, rest: CallTemplate, call: Any) -> Any:
         told.append(rest.backward)
         return ("trained", *forward())
 
     monkeypatch.setattr(backend.load(), "alike", alike, raising=False)
     for on in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):
-            through = decided(Way(lambda call: ("plain", type(call)), training), backend, (x, weight), call)
+            through = wrap_backend(
+                BackendRunner(lambda call: ("plain", type(call)), training), backend, (x, weight), call
+            )
             assert through is not None
             assert through(None, [x, weight]) == (("trained",) if train else ()) + ("forward", None)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert [back(call) for back in told] == [("backward", None)] * 2 * train
     for way, module in (
-        (Way(lambda call: ("plain", type(call))), "opaque"),
-        (Way(lambda call: ("plain", type(call)), training), "plain"),
+        (BackendRunner(lambda call: ("plain", type(call))), "opaque"),
+        (BackendRunner(lambda call: ("plain", type(call)), training), "plain"),
     ):
-        through = decided(way, SPEC.backend(module), (x, weight), call)
+        through = wrap_backend(way, SPEC.backend(module), (x, weight), call)
         assert through is not None and through(None, [x, weight]) == ("plain", Call)

@@ -30,10 +30,10 @@ _SCRATCH_LIMIT = 1 << 22  # bytes: up to this, all memory that only the call's k
 _ALIGNMENT = 512  # bytes, of torch's CUDA allocator
 
 # An autograd wrapper: from a closure that replays the call's plan (None: no plan) and its input tensors to its outputs.
-Through = Callable[[Callable[[], Any] | None, list[Tensor]], Any]
+CallWrapper = Callable[[Callable[[], Any] | None, list[Tensor]], Any]
 
 
-def choice(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def tuple_getter(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """An itemgetter of these indices that returns a tuple also of one or none."""
     return itemgetter(*places) if len(places) > 1 else lambda row: tuple([row[place] for place in places])
 
@@ -107,7 +107,7 @@ class Plan(NamedTuple):
 
     `views`: size, strides and offset of each result that is a view of its slot, None of others. `fresh`: no result is
     an input or a view of one. `kernels`: the JITFunctions that are launched, as a hook may be put on one at any time.
-    `through`: the autograd wrapper of a call that is differentiated; in a plan without steps, what runs the call, of
+    `wrapper`: the autograd wrapper of a call that is differentiated; in a plan without steps, what runs the call, of
     a backend that launches no kernels of ours.
     """
 
@@ -118,13 +118,13 @@ class Plan(NamedTuple):
     fresh: bool
     device: torch.device
     kernels: tuple[Any, ...]
-    through: Through | None = None
+    wrapper: CallWrapper | None = None
 
 
-def play(plan: Plan, tensors: list[Tensor], pointers: list[int]) -> tuple[Tensor | None, ...]:
+def replay_plan(plan: Plan, tensors: list[Tensor], pointers: list[int]) -> tuple[Tensor | None, ...]:
     """Replay the recorded call on these tensors, which start at these addresses; `tensors` is used up as the slots."""
     device, slots = plan.device, tensors
-    pool, empty = [_stream(device), *plan.constants, *pointers], _raw_empty(device)
+    pool, empty = [_stream(device), *plan.constants, *pointers], _fast_empty(device)
     for allocations, empties, bases, offsets, maps, launch, arguments, nested, frees in plan.steps:
         if empties and empty is not None:
             new = [*starmap(empty, empties)]
@@ -150,7 +150,7 @@ def play(plan: Plan, tensors: list[Tensor], pointers: list[int]) -> tuple[Tensor
     return results
 
 
-def hooked(plan: Plan) -> bool:
+def has_pre_run_hook(plan: Plan) -> bool:
     """Whether one of its kernels has a pre-run hook, which only a launch through Triton calls."""
     for kernel in plan.kernels:
         if kernel.pre_run_hooks:
@@ -163,7 +163,7 @@ def _stream(device: torch.device) -> int:
     return stream
 
 
-def _raw_empty(device: torch.device) -> Any:
+def _fast_empty(device: torch.device) -> Any:
     """Inductor's allocation function, `torch.empty` without the dispatcher; None: use torch.empty.
 
     It does not fill uninitialised memory, as `torch.use_deterministic_algorithms` wants.
@@ -176,8 +176,8 @@ def _inductor_empty(device: torch.device) -> Any:
     return getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
 
 
-class Noting(TorchDispatchMode):
-    """Records one call: a dispatch mode sees its allocations, `launched` (tune.NOTING) its launches.
+class Recorder(TorchDispatchMode):
+    """Records one call: a dispatch mode sees its allocations, `launched` (tune.LAUNCH_CALLBACK) its launches.
 
     `replayable` as long as the call does nothing but allocate, take views, and launch.
     """
@@ -238,7 +238,7 @@ class Noting(TorchDispatchMode):
     def launched(self, kernel: Any, compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         """Record a launch; `compiled` is None where Triton launched it itself, which cannot be replayed."""
         recorded: list[Any] = []
-        launch = None if compiled is None else tune.started(compiled, grid).launch
+        launch = None if compiled is None else tune.launcher_of(compiled, grid).launch
         makers = tensor_maps.makers(launch, arguments)
         for x in arguments:
             tensor = tensor_maps.tensor_of(x)
@@ -273,7 +273,7 @@ class Noting(TorchDispatchMode):
             return None
         kept = {each[0] for each in found if each}
         steps, constants, addresses = _build_steps(self.inputs, self.allocations, self.launches, kept)
-        outputs = choice([-1 if each is None else addresses[each[0]].slot for each in found])  # -1: see `play`
+        outputs = tuple_getter([-1 if each is None else addresses[each[0]].slot for each in found])  # -1: `replay_plan`
         views = tuple(None if each is None else each[1] for each in found)
         fresh = all(each is None or each[0] >= self.inputs for each in found)
         return Plan(steps, constants, outputs, views if any(views) else (), fresh, self.device, tuple(self.kernels))
@@ -342,8 +342,8 @@ def _pack_memory(
 
 def _launcher_call(launch: _Launch, index: int, inputs: int, allocations: list[_Allocation]) -> _LauncherCall:
     """The call of the launcher behind a recorded launch; the kernel's global scratch becomes one more allocation."""
-    how = tune.started(launch.compiled, launch.grid)
-    if any(isinstance(x, _TensorMap) for x in launch.arguments):  # `play` builds them, so skip Triton's wrapper
+    how = tune.launcher_of(launch.compiled, launch.grid)
+    if any(isinstance(x, _TensorMap) for x in launch.arguments):  # `replay_plan` builds them, so skip Triton's wrapper
         how = how._replace(launch=tensor_maps.beneath(how.launch)[0])
     scratch = _Address(inputs + len(allocations), 0)
     if how.scratch:
@@ -375,7 +375,7 @@ class _LauncherCall(NamedTuple):
 
 
 class _Pool:
-    """The index in `play`'s pool of each launcher argument: the stream (0), `constants`, then pointers by step."""
+    """The index in `replay_plan`'s pool of each launcher argument: stream (0), `constants`, then pointers by step."""
 
     def __init__(self, inputs: int, calls: list[_LauncherCall]) -> None:
         self.constants: list[Any] = []
@@ -407,7 +407,8 @@ class _Pool:
         """The next step; it adds to the pool all pointers and maps into the slots that exist after its allocations."""
         self._add_slots(len(allocations))
         new = [each for each in self.pointers if each.slot < self.slot_count and each not in self.places]
-        bases, offsets = choice([self.places[_Address(each.slot, 0)] for each in new]), tuple(x.offset for x in new)
+        bases = tuple_getter([self.places[_Address(each.slot, 0)] for each in new])
+        offsets = tuple(x.offset for x in new)
         for pointer in new:
             self._add(pointer)
         new_maps = [each for each in self.maps if each.address.slot < self.slot_count and each not in self.places]
@@ -419,8 +420,8 @@ class _Pool:
         if call is None:
             return _Step(allocations, empties, bases, offsets, maps, None, None, None, frees)
         places = [self._place(x) for x in call.arguments]
-        nested = None if call.nested is None else choice(places[call.nested :])
-        arguments = choice(places[: call.nested])
+        nested = None if call.nested is None else tuple_getter(places[call.nested :])
+        arguments = tuple_getter(places[: call.nested])
         return _Step(allocations, empties, bases, offsets, maps, call.launch, arguments, nested, frees)
 
     def _place(self, x: Any) -> int:
