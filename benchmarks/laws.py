@@ -36,9 +36,9 @@ from arguments import drawing
 from laws_ahead import compile_ahead, compile_large
 
 from foci.check import isolate
-from foci.check.exam import UNROOMY
+from foci.check.exam import NO_MEMORY
 from foci.check.laws_graph import LAWS
-from foci.check.run import OVER
+from foci.check.run import OUT_OF_TIME
 from foci.cli import main
 from foci.cli_check import Drawing, drawn, of_cases
 from foci.cli_options import part_of
@@ -70,7 +70,7 @@ class Part(NamedTuple):
         """What its laws found; a law of which there is no word was not asked."""
         with suppress(FileNotFoundError, json.JSONDecodeError):
             report: dict[str, Any] = json.loads(self.report.read_text())
-            small = any(each.startswith(UNROOMY) for each in report["not_tested"])
+            small = any(each.startswith(NO_MEMORY) for each in report["not_tested"])
             return [row | {"cases": self.cases, "small": small} for row in report["rows"]]
         left: list[dict[str, Any]] = []
         if self.process.exitcode not in (STOPPED, -signal.SIGTERM, -signal.SIGKILL):  # it was not out of time: it died
@@ -78,7 +78,7 @@ class Part(NamedTuple):
             said = (text.read_text(errors="replace") if text.exists() else "").strip().splitlines()[-1:]
             failure = {"sentence": f"exit code {self.process.exitcode}: {''.join(said)}", "cases": []}
             left = [{"number": 0, "law": "not asked", "verdict": "FAIL", "failures": [failure], "cases": self.cases}]
-        unasked = {"verdict": "not tested", "reason": OVER, "cases": self.cases}
+        unasked = {"verdict": "not tested", "reason": OUT_OF_TIME, "cases": self.cases}
         return left + [{"number": law.number, "law": law.name} | unasked for law in LAWS]
 
 
@@ -203,7 +203,7 @@ def summary(operator: str, dtype: str, parts: Sequence[Part]) -> Iterator[str]:
     rows = [row for part in parts for row in part.rows()]
     held = [row for row in rows if row["verdict"] == "ok"]
     broken = [row for row in rows if row["verdict"] == "FAIL"]
-    unasked = [row for row in rows if row["verdict"] == "not tested" and row["reason"].startswith(OVER)]
+    unasked = [row for row in rows if row["verdict"] == "not tested" and row["reason"].startswith(OUT_OF_TIME)]
     for row in broken:
         for failure in row["failures"]:
             law = f"{row['number']} {row['law']} of cases {row['cases']}"

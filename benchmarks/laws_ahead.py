@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from foci.bench.tuning import META
 from foci.check.exam import Exam
 from foci.check.laws_graph import LAWS
-from foci.check.run import ask
+from foci.check.run import run_law
 from foci.cli_check import FUNCTIONS, candidate_of
 from foci.cli_tune_ahead import Offline, each, gpu, launchable
 from foci.core.ahead import shadow
@@ -126,7 +126,7 @@ def launched_on(spec: Spec, dtype: torch.dtype, targets: Sequence[Target]) -> It
     exam = Exam(blank, noted, torch.device("cpu"), (dtype,))
     for place, law in enumerate(LAWS):
         if law.number != GRAPHS:
-            ask(exam, law)
+            run_law(exam, law)
             yield from ((place, *each) for each in found)
             found.clear()
 

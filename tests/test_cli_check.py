@@ -161,7 +161,7 @@ def test_tiny_calls_are_made_here_where_what_was_imported_rules_a_child_out(here
     """As a module does that uses CUDA, or counts GPUs: whether a child can work is asked behind the import."""
     (here / "counts.py").write_text("def f(q, k, v):\n    asked.append(1)\n    return q\n\nasked = []\n")
     monkeypatch.delitem(sys.modules, "counts", raising=False)
-    monkeypatch.setattr(cli_check.isolate, "unfit", lambda device: device if "counts" in sys.modules else "")
+    monkeypatch.setattr(cli_check.isolate, "why_unable", lambda device: device if "counts" in sys.modules else "")
     aside = functools.partial(cli_check._aside, "cpu", Limits())
     cli_check._theirs("counts:f", "softmax", "", aside)
     assert sys.modules["counts"].asked

@@ -26,7 +26,7 @@ from kernels_tables import shipped
 import laws
 from foci.check import isolate
 from foci.check import run as check
-from foci.check.exam import UNROOMY, Exam
+from foci.check.exam import NO_MEMORY, Exam
 from foci.check.laws import Law
 from foci.check.laws_graph import LAWS
 from foci.check.run import Row
@@ -67,7 +67,7 @@ def test_cases_are_named_behind_a_law_that_not_all_were_asked(tmp_path: Path) ->
     killed = part(tmp_path, stopped)
     asked = part(tmp_path, sys.exit)._replace(cases="1/4", report=tmp_path / "asked.json")
     failure = {"number": 8, "law": "memory", "verdict": "FAIL", "failures": [{"sentence": "off", "cases": ["a"]}]}
-    rows = [failure, *({"number": n, "law": "x", "verdict": "not tested", "reason": laws.OVER} for n in (1, 2))]
+    rows = [failure, *({"number": n, "law": "x", "verdict": "not tested", "reason": laws.OUT_OF_TIME} for n in (1, 2))]
     asked.report.write_text(json.dumps({"rows": rows, "not_tested": []}))
     lines = list(laws.summary("scan", "bfloat16", [asked, killed]))
     assert lines[0] == "FAIL scan bfloat16 8 memory of cases 1/4: off ['a']"
@@ -155,7 +155,7 @@ def test_when_time_is_over_every_part_has_said_what_it_knows(tmp_path: Path, mon
         time.sleep(1.0)
         return Row(law.number, law.name, cases=1, seconds=9.0)
 
-    monkeypatch.setattr(check, "ask", slowly)
+    monkeypatch.setattr(check, "run_law", slowly)
     chosen = on_cpu(tmp_path)
     until = time.monotonic() + laws.SPARE + 6
     parts = [laws.ask("delta", "1/3", chosen, until)]
@@ -201,7 +201,7 @@ def test_what_an_earlier_run_said_is_not_this_ones(tmp_path: Path, monkeypatch: 
 def test_large_cases_without_room_are_told(tmp_path: Path) -> None:
     asked = part(tmp_path, sys.exit)
     rows = [{"number": 1, "law": "x", "verdict": "ok"}]
-    asked.report.write_text(json.dumps({"rows": rows, "not_tested": [f"{UNROOMY} 10 GiB of the GPU [width 128]"]}))
+    asked.report.write_text(json.dumps({"rows": rows, "not_tested": [f"{NO_MEMORY} 10 GiB of the GPU [width 128]"]}))
     (line,) = laws.summary("scan", "bfloat16", [asked])
     assert "1 held" in line and line.endswith("; without large cases, for which there was no room: 2/4")
 
@@ -330,7 +330,7 @@ def test_what_laws_launch_is_known_before_they_are_asked(operator: str, monkeypa
     for place, law in enumerate(LAWS):
         if law.number != laws_ahead.GRAPHS:
             noted.clear()
-            assert check.ask(exam, law).verdict != "FAIL"
+            assert check.run_law(exam, law).verdict != "FAIL"
             launched = {laws_ahead.identity(launch, target): launch for launch in noted}
             missing = [launch.kernel for name, launch in launched.items() if rehearsed.get(name, len(LAWS)) > place]
             assert not missing, law.name

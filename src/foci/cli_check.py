@@ -230,7 +230,7 @@ def candidate_of(spec: Spec, function: Callable[..., Any], backend: str, device:
 
 def _aside(device: str, limits: Limits) -> Aside:
     """Where tiny calls of theirs are made: in a child where laws are, which what they imported may have ruled out."""
-    if isolate.unfit(device):
+    if isolate.why_unable(device):
         return here
     return partial(isolate.aside, limit=limits.silence, ends=time.monotonic() + limits.within)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from foci.check.across import examine_ranks
 from foci.check.laws_ranks import dropout_law
 from foci.check.orders import ORDERS, Places, places
-from foci.check.ranks import IMPORTING, Named, Ranks, Roles, Target
+from foci.check.ranks import IMPORT_SECONDS, Named, Ranks, Roles, Target
 from foci.check.run import Report
 from foci.core.spec import Candidate, Case, Spec
 from foci.core.world import World
@@ -24,7 +24,7 @@ from foci.ops.conventions import RETURNS
 from foci.ops.conventions import WORDS as RECURRENT
 from foci.ops.recurrent import sequences
 from foci.ops.softmax import across
-from foci.ops.softmax.across_mistakes import stories
+from foci.ops.softmax.across_mistakes import hypotheses
 
 TIMEOUT = 10.0  # seconds that a rank waits for another, without --limit
 WRAPS = ("ring", "ulysses", "usp", "handoff")
@@ -39,7 +39,7 @@ class Wrapped:
     wrap: str
     order: str
 
-    def face(self) -> Callable[..., Any]:
+    def signature_source(self) -> Callable[..., Any]:
         return FUNCTIONS[self.operator]
 
     def load(self) -> Callable[..., Any]:
@@ -51,7 +51,7 @@ class Wrapped:
             shape = 2, dist.get_world_size() // 2
             group = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("ulysses", "ring"))
         options = {"order": self.order} if self.wrap in ("ring", "usp") else {}
-        wrapped: Callable[..., Any] = made(self.face(), group, **options)
+        wrapped: Callable[..., Any] = made(self.signature_source(), group, **options)
         return wrapped
 
 
@@ -74,9 +74,9 @@ def check_ranks(
     layout, order = layout or "bthd", order or "plain"
     held = {name: partial(places, name, size=world) for name in ORDERS}
     mine: Callable[[int], Places] = partial(_square, order, world) if wrap == "usp" else held[order]
-    start = partial(World, timeout=timeout, limit=3 * timeout + IMPORTING)
+    start = partial(World, timeout=timeout, limit=3 * timeout + IMPORT_SECONDS)
     with start(world) as ranks, start(1) as one:
-        across_ranks = Ranks(ranks, target, _roles(like, layout), mine, order, ours=bool(wrap))
+        across_ranks = Ranks(ranks, target, _roles(like, layout), mine, order, must_support_uneven=bool(wrap))
         alone = Ranks(one, target, _roles(like, layout), partial(places, order, size=1), order)
         if like != "softmax":
             spec, candidate = _recurrent(SPECS[like], across_ranks, layout, _called(what, wrap))
@@ -88,8 +88,8 @@ def check_ranks(
         more = (dropout_law(across.shown(world), mine, lambda: adapt(alone)),)
         candidate = adapt(across_ranks, ranks=world)
         return examine_ranks(
-            across.spec_for(world), across_ranks, candidate, stories=stories(mine, others, across_ranks.words),
-            dtypes=dtypes, more=more, progress=progress,
+            across.spec_for(world), across_ranks, candidate, dtypes=dtypes, more=more, progress=progress,
+            hypotheses=hypotheses(mine, others, across_ranks.text_tokens),
         )  # fmt: skip
 
 

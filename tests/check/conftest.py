@@ -14,7 +14,7 @@ from foci.check.ranks import Given, Ranks, Roles
 from foci.check.run import Report
 from foci.core.world import World
 from foci.ops.softmax import across
-from foci.ops.softmax.across_mistakes import stories
+from foci.ops.softmax.across_mistakes import hypotheses
 from foci.ops.softmax.conventions import adapt
 from tests.conftest import PRELOAD
 
@@ -62,8 +62,8 @@ def over_ranks(worlds, hasty) -> Callable[..., Report]:
             spec = across.replace(spec, cases=tuple(case for case in spec.cases if case.name in only_cases))
         more = [dropout_law(across.shown(size), ranks.places, lambda: adapt(make_ranks(worlds(1), function)))]
         return examine_ranks(
-            spec, ranks, candidate, stories=stories(ranks.places, others, ranks.words), only=laws or None, more=more,
-            dtypes=dtypes,
+            spec, ranks, candidate, only=laws or None, more=more, dtypes=dtypes,
+            hypotheses=hypotheses(ranks.places, others, ranks.text_tokens),
         )  # fmt: skip
 
     return examine

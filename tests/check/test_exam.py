@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from foci.check.exam import ROOM, Exam, NoRoom, cast
+from foci.check.exam import LARGE_CASE_BYTES, Exam, NoRoom, cast
 from foci.core.errors import Unsupported
 from foci.core.spec import WrongReturn
 from tests.check import toy
@@ -247,11 +247,11 @@ def test_few_cases_show_every_feature_the_smallest_first() -> None:
         toy.case("other", "b", B=1, T=30), toy.case("both", "a", "b", B=1, T=50),
     )  # fmt: skip
     found = Exam(replace(toy.SPEC, cases=cases), toy.candidate(), CPU, (F32,))
-    assert [case.name for case in found.few(lambda case: True)] == ["short", "other"]
-    assert [case.name for case in found.few(lambda case: case.name != "short")] == ["again", "other"]
-    assert [case.name for case in found.few(lambda case: case.name == "both")] == ["both"]
+    assert [case.name for case in found.covering_cases(lambda case: True)] == ["short", "other"]
+    assert [case.name for case in found.covering_cases(lambda case: case.name != "short")] == ["again", "other"]
+    assert [case.name for case in found.covering_cases(lambda case: case.name == "both")] == ["both"]
     bare = Exam(replace(toy.SPEC, cases=(toy.case("bare"), toy.case("as bare"))), toy.candidate(), CPU, (F32,))
-    assert [case.name for case in bare.few(lambda case: True)] == ["bare"]
+    assert [case.name for case in bare.covering_cases(lambda case: True)] == ["bare"]
 
 
 def test_a_yardstick_is_computed_only_where_it_is_the_budget() -> None:
@@ -282,7 +282,7 @@ def test_a_gradient_that_cancels_is_measured_on_what_is_not_0_beside_it(monkeypa
     assert not found.gradient_error(case, F32, ("out",), "x", zero + 2e-5, zero).ok
 
 
-@pytest.mark.parametrize(("free", "large"), [(ROOM, True), (ROOM - 1, False)])
+@pytest.mark.parametrize(("free", "large"), [(LARGE_CASE_BYTES, True), (LARGE_CASE_BYTES - 1, False)])
 def test_large_cases_are_asked_on_a_gpu_with_room(monkeypatch: pytest.MonkeyPatch, free: int, large: bool) -> None:
     case = replace(toy.SPEC.cases[0], name="wide")
     found = replace(exam(), spec=replace(toy.SPEC, large=(case,)))

@@ -8,7 +8,7 @@ import pytest
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from foci.check.memory import ordinary
+from foci.check.memory import default_settings
 from foci.check.run import LAWS, Report, examine
 from foci.ops.softmax.api import attention_with_lse
 from foci.ops.softmax.conventions import adapt
@@ -22,7 +22,7 @@ def told(report: Report) -> str:
 
 @pytest.mark.parametrize("plant", GALLERY, ids=lambda plant: plant.name)
 def test_fault_is_caught_and_named(plant: Plant) -> None:
-    with ordinary():  # which some change
+    with default_settings():  # which some change
         report = examine(SPEC, adapt(plant.function), only=[plant.law], **plant.options)
     assert not report.ok and report.exit_code == 1
     assert any(plant.words in failure.sentence for failure in report.failures), told(report)

@@ -101,15 +101,15 @@ def test_what_ends_the_child_between_calls_is_said() -> None:
 
 
 def test_unfit(monkeypatch) -> None:
-    assert isolate.unfit("cpu") == ""
+    assert isolate.why_unable("cpu") == ""
     with monkeypatch.context() as counted:
         counted.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-        assert "has counted its GPUs" in isolate.unfit("cuda") and isolate.unfit("cpu") == ""
+        assert "has counted its GPUs" in isolate.why_unable("cuda") and isolate.why_unable("cpu") == ""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert "has used CUDA" in isolate.unfit("cuda") and isolate.unfit("cpu") == ""
+    assert "has used CUDA" in isolate.why_unable("cuda") and isolate.why_unable("cpu") == ""
     monkeypatch.setattr(
         torch, "ones", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("Unable to handle threading"))
     )
-    assert isolate.unfit("cpu") == "Unable to handle threading"
+    assert isolate.why_unable("cpu") == "Unable to handle threading"
     monkeypatch.setattr(isolate.multiprocessing, "get_all_start_methods", lambda: ["spawn"])
-    assert isolate.unfit("cpu") == "this platform cannot fork"
+    assert isolate.why_unable("cpu") == "this platform cannot fork"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from foci.check.memory import another_default, ordinary, poisoned, strided
+from foci.check.memory import another_default, default_settings, poisoned, strided
 
 
 def test_empty_is_nan_inside_and_the_switches_are_put_back() -> None:
@@ -36,9 +36,9 @@ def test_strided_views_equal_their_source_and_leave_the_rest_alone() -> None:
 def test_what_a_program_has_set_is_ordinary_inside_and_then_as_it_was() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with ordinary() as quiet:
+        with default_settings() as quiet:
             assert not torch.are_deterministic_algorithms_enabled()
-        with ordinary() as changed:
+        with default_settings() as changed:
             torch.set_default_dtype(torch.bfloat16)
             torch.set_grad_enabled(False)
         assert torch.is_deterministic_algorithms_warn_only_enabled()
@@ -54,7 +54,7 @@ def test_a_precision_that_a_program_has_set_is_let_be(library: Any) -> None:
     """torch has two ways to say it, and refuses whoever asks by the other."""
     library.fp32_precision = "tf32"
     try:
-        with ordinary() as quiet:
+        with default_settings() as quiet:
             pass
         assert quiet == [] and library.fp32_precision == "tf32"
     finally:

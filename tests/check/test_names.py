@@ -17,7 +17,7 @@ F32 = torch.float32
 def named(function, mistakes, wrong=(0, 1), right=()) -> list[str | None]:
     exam = Exam(replace(toy.SPEC, mistakes=mistakes), toy.candidate(function), torch.device("cpu"), (F32,))
     cases = toy.SPEC.cases
-    found = names.name(exam, "out", [cases[n] for n in wrong], [cases[n] for n in right], F32)
+    found = names.name_mistakes(exam, "out", [cases[n] for n in wrong], [cases[n] for n in right], F32)
     return [found.get(cases[n]) for n in wrong]
 
 

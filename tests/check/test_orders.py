@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foci.check.orders import ORDERS, cut, join, places, said
+from foci.check.orders import ORDERS, cut, format_positions, join, places
 from foci.parallel.balance import pieces
 
 
@@ -34,5 +34,5 @@ def test_shards_joined_are_the_whole() -> None:
 
 
 def test_positions_as_people_write_them() -> None:
-    assert said(torch.tensor([3, 1, 2, 7])) == "1..3, 7"
-    assert said(torch.arange(0, 24, 2)) == "0, 2, 4, 6 and 8 more runs"
+    assert format_positions(torch.tensor([3, 1, 2, 7])) == "1..3, 7"
+    assert format_positions(torch.arange(0, 24, 2)) == "0, 2, 4, 6 and 8 more runs"

@@ -15,7 +15,7 @@ from foci.check import isolate
 from foci.check.exam import Exam
 from foci.check.laws import Finding, Law, NotTested
 from foci.check.render import table
-from foci.check.run import LAWS, OVER, Limits, Row, _unasked, ask, examine
+from foci.check.run import LAWS, OUT_OF_TIME, Limits, Row, _with_laws_left_out, examine, run_law
 from tests.check import toy
 
 FAST = [law.name for law in LAWS if law.number not in (1, 12)]
@@ -130,7 +130,7 @@ def test_of_a_law_that_breaks_off_faults_alone_count(error: Exception) -> None:
             yield from findings
             raise error
 
-        return ask(exam, Law(2, "a law", broken_off))
+        return run_law(exam, Law(2, "a law", broken_off))
 
     right, wrong = Finding("right", None), Finding("wrong", None, "it is wrong")
     assert row(right).verdict == "not tested"
@@ -197,16 +197,18 @@ def test_an_unknown_law_is_refused() -> None:
 
 
 def test_where_no_child_can_work_it_says_so(monkeypatch) -> None:
-    monkeypatch.setattr(isolate, "unfit", lambda device: "this platform cannot fork")
+    monkeypatch.setattr(isolate, "why_unable", lambda device: "this platform cannot fork")
     report = examine(toy.SPEC, toy.candidate(), only=["forward"])
     assert report.ok and "this platform cannot fork, so all ran in this process" in report.not_tested[-1]
 
 
 def test_only_the_law_that_was_begun_says_at_which_case_it_stood() -> None:
     """One whose child died before has a row, and those behind it were at none."""
-    rows = _unasked([], LAWS[:2], time.monotonic() - 5, "plain")
-    assert [row.reason for row in rows] == [f"{OVER}, at 'plain'", OVER] and rows[0].seconds >= 5 > rows[1].seconds
-    assert [row.reason for row in _unasked([Row(1, "first")], LAWS[:2], step="plain")] == ["", OVER]
+    rows = _with_laws_left_out([], LAWS[:2], time.monotonic() - 5, "plain")
+    assert [row.reason for row in rows] == [f"{OUT_OF_TIME}, at 'plain'", OUT_OF_TIME] and rows[0].seconds >= 5 > rows[
+        1
+    ].seconds
+    assert [row.reason for row in _with_laws_left_out([Row(1, "first")], LAWS[:2], step="plain")] == ["", OUT_OF_TIME]
 
 
 @pytest.mark.parametrize("isolated", [True, False])
@@ -219,8 +221,8 @@ def test_past_the_time_given_laws_are_left_unasked_and_say_so(isolated: bool) ->
 
     report = examine(toy.SPEC, toy.candidate(slow), only=names, isolated=isolated, limits=Limits(within=0.5))
     assert [row.law for row in report.rows] == names
-    assert report.rows[-1].verdict == "not tested" and report.rows[-1].reason == OVER and not report.failures
-    assert not report.ok and f"{report.unasked} left unasked: {OVER}" in table(report)
+    assert report.rows[-1].verdict == "not tested" and report.rows[-1].reason == OUT_OF_TIME and not report.failures
+    assert not report.ok and f"{report.unasked} left unasked: {OUT_OF_TIME}" in table(report)
 
 
 def test_the_law_whose_time_was_over_says_so_and_at_which_case() -> None:
@@ -231,8 +233,9 @@ def test_the_law_whose_time_was_over_says_so_and_at_which_case() -> None:
     names = ["forward", "any length"]
     report = examine(toy.SPEC, toy.candidate(slow), only=names, limits=Limits(within=2.5))
     cut, left = report.rows
-    assert cut.reason.startswith(f"{OVER}, at '") and cut.reason != f"{OVER}, at ''" and 1.0 < cut.seconds < 10.0
-    assert left.reason == OVER and left.seconds == 0.0 and report.unasked == 2
+    assert cut.reason.startswith(f"{OUT_OF_TIME}, at '") and cut.reason != f"{OUT_OF_TIME}, at ''"
+    assert 1.0 < cut.seconds < 10.0
+    assert left.reason == OUT_OF_TIME and left.seconds == 0.0 and report.unasked == 2
 
 
 def test_a_law_says_how_long_it_was_asked() -> None:

@@ -10,7 +10,7 @@ import torch
 from foci.check.laws import Law
 from foci.check.ranks import Ranks
 from foci.check.run import Report, examine
-from foci.check.where import NOTHING, Detective, Stories
+from foci.check.where import NO_HYPOTHESES, FaultLocator, Hypotheses
 from foci.core.spec import Candidate, Spec
 
 LAWS = (
@@ -29,7 +29,7 @@ def examine_ranks(
     ranks: Ranks,
     candidate: Candidate,
     *,
-    stories: Stories = NOTHING,
+    hypotheses: Hypotheses = NO_HYPOTHESES,
     dtypes: tuple[torch.dtype, ...] | None = None,
     only: Iterable[str] | None = None,
     more: Sequence[Law] = (),
@@ -37,12 +37,12 @@ def examine_ranks(
 ) -> Report:
     """Test a parallel function, as a candidate that calls `ranks`, against the laws that need only whole tensors.
 
-    Ranks are separate processes that are restarted after a crash or hang, so the laws run in this process. `stories`:
-    known bugs with the outputs they produce (where.py). `more`: laws beside LAWS, which `only` may name too.
+    Ranks are separate processes that are restarted after a crash or hang, so the laws run in this process.
+    `hypotheses`: known bugs with the outputs they produce (where.py). `more`: laws added to LAWS, which `only` may name.
     """
     candidate = replace(candidate, not_tested=(*candidate.not_tested, LEFT_OUT))
-    detective = Detective(ranks, stories)
+    locator = FaultLocator(ranks, hypotheses)
     wanted = [*LAWS, *(law.name for law in more)] if only is None else only
     return examine(
-        spec, candidate, dtypes=dtypes, only=wanted, isolated=False, progress=progress, detective=detective, more=more
+        spec, candidate, dtypes=dtypes, only=wanted, isolated=False, progress=progress, locator=locator, more=more
     )

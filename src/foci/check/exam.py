@@ -17,14 +17,14 @@ from foci.core.spec import Candidate, Case, Inputs, Outputs, Spec, WrongReturn
 
 Call = Callable[[Inputs], Outputs]
 Gradients = dict[str, Tensor | None]
-Lay = Callable[[dict[str, Any]], dict[str, Any]]
-ROOM = 10 << 30  # bytes of GPU memory that reference, inputs and results of a large case need at most
-UNROOMY = "their truth takes up to"  # how the reason begins for which large cases are left out
+Layout = Callable[[dict[str, Any]], dict[str, Any]]
+LARGE_CASE_BYTES = 10 << 30  # bytes of GPU memory that reference, inputs and results of a large case need at most
+NO_MEMORY = "their truth takes up to"  # how the reason begins for which large cases are left out
 _UNUSED = torch.zeros(1, device="cpu")  # the yardstick where the budget does not depend on one
 Answer = TypeVar("Answer")
 
 
-class NoRoom(Exception):
+class ReferenceTooLarge(Exception):
     """The reference does not fit in memory: for one case, which is then left out, or (None) for no particular one."""
 
     def __init__(self, case: Case | None = None) -> None:
@@ -50,7 +50,7 @@ class Backward:
     refused: str | None = None
 
 
-class Detective(Protocol):
+class FaultLocator(Protocol):
     """Locates and explains the errors of a wrong tensor, such as one joined from the shards of ranks."""
 
     def output(self, exam: Exam, case: Case, dtype: torch.dtype, name: str, got: Tensor) -> tuple[str, str]:
@@ -61,7 +61,7 @@ class Detective(Protocol):
     ) -> tuple[str, str]:
         """The same for the gradient of a leaf."""
 
-    def placed(self, sentence: str, place: str) -> str:
+    def with_place(self, sentence: str, place: str) -> str:
         """Another sentence, extended by the place."""
 
 
@@ -82,8 +82,8 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 class Exam:
     """One candidate for one Spec on one device, and a cache of every result that laws ask for.
 
-    `news` is called with the name of each case that starts; `refused` collects cases left out, with the reason;
-    `roomless` names cases whose reference does not fit in memory.
+    `progress` is called with the name of each case that starts; `refused` collects cases left out, with the reason;
+    `too_large` names cases whose reference does not fit in memory.
     """
 
     spec: Spec
@@ -91,10 +91,10 @@ class Exam:
     device: torch.device
     dtypes: tuple[torch.dtype, ...]
     seed: int = 0
-    news: Callable[[str], None] = lambda step: None
+    progress: Callable[[str], None] = lambda step: None
     refused: dict[str, str] = field(default_factory=dict)
-    detective: Detective | None = None
-    roomless: set[str] = field(default_factory=set)
+    locator: FaultLocator | None = None
+    too_large: set[str] = field(default_factory=set)
     _kept: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     @property
@@ -116,35 +116,35 @@ class Exam:
         return self._cached(("problems",), lambda: self.spec.cases + large())
 
     def _large(self, free: int) -> tuple[Case, ...]:
-        if free >= ROOM:
+        if free >= LARGE_CASE_BYTES:
             return self.spec.large
-        reason = f"{UNROOMY} {ROOM >> 30} GiB of the GPU, of which {free / 2**30:.1f} are free"
+        reason = f"{NO_MEMORY} {LARGE_CASE_BYTES >> 30} GiB of the GPU, of which {free / 2**30:.1f} are free"
         self.refused |= {case.name: reason for case in self.spec.large}
         return ()
 
     def cases(self, cases: Iterable[Case] | None = None) -> Iterator[Case]:
         """The cases that the candidate takes and whose reference fits in memory; the others go to `refused`."""
         for case in self.problems if cases is None else cases:
-            if case.name in self.roomless:
+            if case.name in self.too_large:
                 continue
             reasons = self._cached(("reasons", case), partial(self.candidate.refuses, case))
             if reasons:
                 self.refused[case.name] = reasons[0]
             else:
-                self.news(case.name)
+                self.progress(case.name)
                 yield case
 
-    def leave(self, error: NoRoom) -> bool:
+    def leave_out(self, error: ReferenceTooLarge) -> bool:
         """Leave out the error's case from now on; False if it has none, or it was left out already."""
         if error.case is None:
             return False
         name = error.case.name
-        known = name in self.roomless
-        self.roomless.add(name)
+        known = name in self.too_large
+        self.too_large.add(name)
         self.refused[name] = str(error)
         return not known
 
-    def few(self, able: Callable[[Case], bool]) -> Iterator[Case]:
+    def covering_cases(self, able: Callable[[Case], bool]) -> Iterator[Case]:
         """The smallest cases that pass `able` and together cover every feature, for laws that need not test all."""
         seen: set[str] = set()
         first = True
@@ -186,15 +186,15 @@ class Exam:
 
     def forward(self, case: Case, dtype: torch.dtype) -> Forward:
         return self._cached(
-            ("forward", case, dtype), lambda: self.judge(case, dtype, self.attempt(self.fresh(case, dtype)))
+            ("forward", case, dtype), lambda: self.check_shapes(case, dtype, self.attempt(self.fresh(case, dtype)))
         )
 
-    def sound(self, case: Case, dtype: torch.dtype) -> Outputs | None:
+    def outputs_without_nan(self, case: Case, dtype: torch.dtype) -> Outputs | None:
         """The outputs, or None if they contain NaN: the law "forward" reports that, and NaN cannot be compared."""
         outputs = self.forward(case, dtype).outputs
         return None if outputs is None or any(bool(output.isnan().any()) for output in outputs) else outputs
 
-    def judge(self, case: Case, dtype: torch.dtype, found: Forward) -> Forward:
+    def check_shapes(self, case: Case, dtype: torch.dtype, found: Forward) -> Forward:
         """The result, turned into a fault if its shapes are not those of the truth."""
         if found.outputs is not None:
             for name, got, truth in zip(self.names, found.outputs, self.truth(case, dtype), strict=True):
@@ -241,14 +241,14 @@ class Exam:
         case: Case,
         dtype: torch.dtype,
         through: tuple[str, ...],
-        lay: Lay = dict,
+        layout: Layout = dict,
         alone: str = "",
         zeros: bool = False,
     ) -> Backward:
-        """The same without the cache; `lay` and `alone` as in `differentiate`."""
+        """The same without the cache; `layout` and `alone` as in `differentiate`."""
         self.cotangents(case, dtype)  # outside `try`: if these do not fit in memory, it is not the candidate's fault
         try:
-            return Backward(self.differentiate(self.candidate.call, case, dtype, through, False, lay, alone, zeros))
+            return Backward(self.differentiate(self.candidate.call, case, dtype, through, False, layout, alone, zeros))
         except NotImplementedError as error:
             if case.name not in self.refused:
                 self.refused[f"gradients of {case.name}"] = diagnose.refusal(error)
@@ -287,13 +287,13 @@ class Exam:
         through: tuple[str, ...] = (),
     ) -> str:
         """What is wrong with an output, or with the gradient of a leaf where `through` is given, in one sentence."""
-        if self.detective is None or got is None:
+        if self.locator is None or got is None:
             return otherwise()
-        ask = self.detective
+        ask = self.locator
         found = (
             ask.gradient(self, case, dtype, through, name, got) if through else ask.output(self, case, dtype, name, got)
         )
-        return found[0] or ask.placed(otherwise(), found[1])
+        return found[0] or ask.with_place(otherwise(), found[1])
 
     def weighted(self, case: Case, dtype: torch.dtype, weights: Mapping[str, Tensor]) -> Gradients:
         """The true gradients of the loss sum(weight * output), with weights by output name."""
@@ -344,21 +344,21 @@ class Exam:
         dtype: torch.dtype,
         through: tuple[str, ...],
         exact: bool,
-        lay: Lay = dict,
+        layout: Layout = dict,
         alone: str = "",
         zeros: bool = False,
     ) -> Gradients:
-        """Gradients by leaf. `lay` changes the layout of inputs and cotangents; `alone`: the only leaf with grad.
+        """Gradients by leaf. `layout` changes the layout of inputs and cotangents; `alone`: the only leaf with grad.
 
         `zeros`: outputs not in `through` are differentiated too, with a gradient of zeros.
         """
-        inputs = lay(self.exact(case, dtype) if exact else self.fresh(case, dtype))
+        inputs = layout(self.exact(case, dtype) if exact else self.fresh(case, dtype))
         leaves = self.leaves(inputs)
         for leaf in [leaf for leaf in leaves if alone not in ("", leaf)]:
             leaves.pop(leaf).requires_grad_(False)
         outputs = self.run(call, inputs)
         pairs = zip(self.names, self.cotangents(case, dtype), outputs, strict=True)
-        weights = lay({name: weight.to(output.dtype) * (name in through) for name, weight, output in pairs})
+        weights = layout({name: weight.to(output.dtype) * (name in through) for name, weight, output in pairs})
         asked = self.names if zeros else through
         chosen = [(o, weights[n]) for n, o in zip(self.names, outputs, strict=True) if n in asked and o.requires_grad]
         if not chosen or not leaves:
@@ -394,14 +394,15 @@ class Exam:
         return tuple(o for name, o in zip(self.spec.output_names, outputs, strict=True) if name in self.names)
 
     def _cached(self, key: tuple[Any, ...], make: Callable[[], Answer]) -> Answer:
-        """`make()`, cached by key: a word, then the arguments, a case first. Out of memory raises NoRoom for the case.
+        """`make()`, cached by key: a word, then the arguments, a case first.
 
-        A candidate's own out-of-memory error does not get here: `attempt` makes it a fault.
+        Out of memory raises ReferenceTooLarge for the case. A candidate's own out-of-memory error does not get here:
+        `attempt` makes it a fault.
         """
         if key not in self._kept:
             try:
                 self._kept[key] = make()
             except torch.OutOfMemoryError:
-                raise NoRoom(key[1]) if len(key) > 1 else NoRoom() from None
+                raise ReferenceTooLarge(key[1]) if len(key) > 1 else ReferenceTooLarge() from None
         found: Answer = self._kept[key]
         return found

@@ -92,7 +92,7 @@ def aside(work: Callable[[Ask], Any], limit: float, ends: float = math.inf) -> A
                 known.append(value)
 
 
-def unfit(device: str) -> str:
+def why_unable(device: str) -> str:
     """Why a forked child cannot run the work here; empty if it can. Tried in a child, since only there does it fail."""
     if "fork" not in multiprocessing.get_all_start_methods():
         return "this platform cannot fork"

@@ -97,7 +97,7 @@ def _outputs(exam: Exam, output: str, dtype: torch.dtype, faults: bool) -> Findi
             yield Finding(label(case, dtype), error)
         else:
             wrong[case] = found.outputs[place], error
-    named = names.name(exam, output, list(wrong), right, dtype)
+    named = names.name_mistakes(exam, output, list(wrong), right, dtype)
     for case, (got, error) in wrong.items():
         truth = exam.truth(case, dtype)[place]
 
@@ -122,7 +122,7 @@ def gradients(exam: Exam) -> Findings:
             yield from _together(exam, case, dtype, through)
     if len(through) > 1:
         right = set(_right(exam, exam.dtype, through))
-        for case in exam.few(right.__contains__):  # a loss on one output brings no gradient back through the others
+        for case in exam.covering_cases(right.__contains__):  # a loss on one output has no gradient through others
             for output in through:
                 yield from _gradients(exam, case, exam.dtype, (output,))
     yield from _alone(exam, through)
@@ -250,7 +250,7 @@ def gradcheck(exam: Exam) -> Findings:
         runs = exam.size(case) <= 20_000 and exam.forward(case, dtype).outputs is not None
         return runs and exam.gradients(case, dtype, exam.names).gradients is not None
 
-    cases = list(exam.few(able))
+    cases = list(exam.covering_cases(able))
     for case in cases:
         gradients = exam.gradients(case, dtype, exam.names).gradients or {}
         checked = {leaf: _differences(exam, case, leaf, g) for leaf, g in gradients.items() if g is not None}
@@ -299,7 +299,7 @@ def causality(exam: Exam) -> Findings:
         raise NotTested("the Spec offers no way to change the future of a case")
     for case in exam.cases():
         future = take(case, exam.fresh(case, dtype))
-        if future is None or exam.sound(case, dtype) is None:
+        if future is None or exam.outputs_without_nan(case, dtype) is None:
             continue
         before, after = (_prefix(exam, inputs, future.place) for inputs in (exam.fresh(case, dtype), future.inputs))
         if before is None or after is None:
@@ -345,7 +345,7 @@ def deterministic(exam: Exam) -> Findings:
         raise NotTested("the Spec does not declare it deterministic")
     dtype = exam.dtype
     for case in exam.cases():
-        first = exam.sound(case, dtype)
+        first = exam.outputs_without_nan(case, dtype)
         again = None if first is None else exam.attempt(exam.fresh(case, dtype)).outputs
         if first is None or again is None:
             continue
@@ -440,7 +440,7 @@ def inputs_untouched(exam: Exam) -> Findings:
     dtype = exam.dtype
     for case in exam.cases():
         inputs = exam.fresh(case, dtype)
-        with memory.ordinary() as changed:
+        with memory.default_settings() as changed:
             outputs = exam.attempt(inputs).outputs
         yield from (Finding(case.name, None, sentence) for sentence in changed)
         if outputs is None:

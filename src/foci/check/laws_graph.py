@@ -51,7 +51,7 @@ def shapes(exam: Exam) -> Findings:
 def fakes(exam: Exam) -> Findings:
     """Shapes, dtypes and strides under FakeTensorMode are the real ones, also of gradients."""
     unseen, dtype = "", exam.dtype
-    trained = set(exam.few(lambda case: exam.gradients(case, dtype, exam.names).gradients is not None))
+    trained = set(exam.covering_cases(lambda case: exam.gradients(case, dtype, exam.names).gradients is not None))
     for case in exam.cases():
         real = exam.forward(case, dtype).outputs
         if real is None:
@@ -157,7 +157,7 @@ def compiled(exam: Exam) -> Findings:
     case, dtype = sized(exam)(SIZES[0]), exam.dtype
     _require(exam, case)
     with _compiling(exam, dynamic=False) as (call, graphs):
-        found = exam.judge(case, dtype, exam.attempt(exam.fresh(case, dtype), call))
+        found = exam.check_shapes(case, dtype, exam.attempt(exam.fresh(case, dtype), call))
         if found.outputs is None:
             yield Finding(case.name, None, f"fullgraph=True fails: {found.fault or found.refused}")
             return
@@ -249,10 +249,10 @@ def _compiling(exam: Exam, dynamic: bool | None) -> Iterator[tuple[Callable[...,
 def autocast(exam: Exam) -> Findings:
     """Under autocast and with mixed dtypes: right within the half budget or a clear error, never an upcast."""
     mixed, halves = set[str](), None
-    for case in exam.few(lambda case: exam.forward(case, torch.float32).outputs is not None):
+    for case in exam.covering_cases(lambda case: exam.forward(case, torch.float32).outputs is not None):
         halves = _halves(exam, case)
         with torch.autocast(exam.device.type, HALF):
-            found = exam.judge(case, torch.float32, exam.attempt(exam.fresh(case, torch.float32)))
+            found = exam.check_shapes(case, torch.float32, exam.attempt(exam.fresh(case, torch.float32)))
         if found.fault:
             yield Finding(f"{case.name}, autocast", None, f"under autocast: {found.fault}")
         if found.outputs is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from foci.check import memory
-from foci.check.exam import Exam, Lay
+from foci.check.exam import Exam, Layout
 from foci.check.laws import Finding, Findings, law
 from foci.core.spec import Case
 
@@ -22,7 +22,7 @@ def memory_does_not_matter(exam: Exam) -> Findings:
     within = [(memory.poisoned, memory.UNWRITTEN)]
     within += [(memory.another_default, memory.DEFAULT)] * exam.candidate.strict
     for case in exam.cases():
-        if exam.sound(case, dtype) is None:
+        if exam.outputs_without_nan(case, dtype) is None:
             continue
         for context, sentence in within:
             inputs = exam.fresh(case, dtype)
@@ -41,7 +41,7 @@ def _unchanged(exam: Exam, case: Case, inputs: dict[str, Any], sentence: str) ->
     """The outputs equal, within budget, those on the ordinary inputs."""
     dtype, before = exam.dtype, exam.forward(case, exam.dtype).outputs
     assert before is not None
-    found = exam.judge(case, dtype, exam.attempt(inputs))
+    found = exam.check_shapes(case, dtype, exam.attempt(inputs))
     if found.outputs is None:
         if found.fault:
             yield Finding(case.name, None, f"{sentence} ({found.fault})")
@@ -51,11 +51,11 @@ def _unchanged(exam: Exam, case: Case, inputs: dict[str, Any], sentence: str) ->
         yield Finding(case.name, error, None if error.ok else sentence)
 
 
-def _unchanged_gradients(exam: Exam, case: Case, lay: Lay, sentence: str) -> Findings:
+def _unchanged_gradients(exam: Exam, case: Case, layout: Layout, sentence: str) -> Findings:
     before = exam.gradients(case, exam.dtype, exam.names).gradients
     if before is None:
         return
-    found = exam.attempt_gradients(case, exam.dtype, exam.names, lay)
+    found = exam.attempt_gradients(case, exam.dtype, exam.names, layout)
     if found.fault:
         yield Finding(case.name, None, f"{sentence} ({found.fault})")
     for leaf, new in (found.gradients or {}).items():

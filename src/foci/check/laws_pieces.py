@@ -37,7 +37,7 @@ def cut(exam: Exam) -> Findings:
                 merge = exam.spec.merge
                 merged = () if merge is None else tuple(fold([merge(*outputs) for outputs in found]))
                 yield from _same(exam, case, dtype, dict(zip(exam.names, merged, strict=False)), MERGED)
-            elif (whole := exam.sound(case, dtype)) is not None:
+            elif (whole := exam.outputs_without_nan(case, dtype)) is not None:
                 joined = _joined(exam, whole, parts, found)
                 yield from _same(exam, case, dtype, dict(zip(exam.names, joined, strict=True)), RESUMED, whole)
                 yield from _same(exam, case, dtype, _mapped(exam, dtype, parts), MAPPED, whole)
@@ -63,7 +63,7 @@ def _pieces(exam: Exam, take: Take | None, sentence: str) -> Findings:
         raise NotTested("the Spec offers no way to take a case apart")
     dtype = exam.dtype
     for case in exam.cases():
-        whole = exam.sound(case, dtype)
+        whole = exam.outputs_without_nan(case, dtype)
         parts = take(case, exam.fresh(case, dtype))
         found = _parts(exam, parts, dtype)
         if whole is None or found is None:

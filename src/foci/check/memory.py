@@ -31,7 +31,7 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
 
 
 @contextmanager
-def ordinary() -> Iterator[list[str]]:
+def default_settings() -> Iterator[list[str]]:
     """Within it SETTINGS have their defaults; then they are restored, and the list has a sentence for each changed."""
     before = {name: read() for name, (read, _, _) in SETTINGS.items()}
     changes: list[str] = []

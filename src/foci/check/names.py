@@ -13,7 +13,9 @@ from foci.core.spec import Case, Mistake, Outputs
 STEPS, NUDGE = 8, 1e-4
 
 
-def name(exam: Exam, output: str, wrong: Sequence[Case], right: Sequence[Case], dtype: torch.dtype) -> dict[Case, str]:
+def name_mistakes(
+    exam: Exam, output: str, wrong: Sequence[Case], right: Sequence[Case], dtype: torch.dtype
+) -> dict[Case, str]:
     """The sentence of the mistake that each wrong case shows; cases that no mistake explains are absent.
 
     A mistake matches if it reproduces the wrong output within the budget and itself differs from the truth. Of several,

@@ -42,7 +42,7 @@ def join(shards: Sequence[Tensor], dim: int, parts: Places) -> Tensor:
     return torch.empty_like(joined).index_copy_(dim, positions, joined)
 
 
-def said(positions: Tensor) -> str:
+def format_positions(positions: Tensor) -> str:
     """Positions as people write them: 0..7, 12, and a count where there are many runs."""
     values = positions.sort().values.tolist()
     runs: list[list[int]] = []

@@ -24,9 +24,9 @@ GROUPS = ("group", "process_group", "pg", "cp_group", "sp_group", "ring_group", 
 MESHES = ("mesh", "device_mesh", "cp_mesh")
 ORDER = "order"
 TEXTS = (("text_q", "text_k", "text_v"), ("joint_query", "joint_key", "joint_value"))
-IMPORTING = 60.0  # seconds by which ranks may differ in importing a callable
-ALONE = 3.0  # seconds that a rank which raised waits for the others to raise too
-PATIENCE = 2  # how often ranks may be lost before the check stops restarting them
+IMPORT_SECONDS = 60.0  # seconds by which ranks may differ in importing a callable
+RAISE_SECONDS = 3.0  # seconds that a rank which raised waits for the others to raise too
+MAX_LOSSES = 2  # how often ranks may be lost before the check stops restarting them
 
 
 class Fatal(RuntimeError):
@@ -52,7 +52,7 @@ class Named:
         called: Callable[..., Any] = found
         return called
 
-    def face(self) -> Callable[..., Any]:
+    def signature_source(self) -> Callable[..., Any]:
         """The callable whose signature is read."""
         return self.load()
 
@@ -66,7 +66,7 @@ class Given:
     def load(self) -> Callable[..., Any]:
         return self.function
 
-    def face(self) -> Callable[..., Any]:
+    def signature_source(self) -> Callable[..., Any]:
         return self.function
 
 
@@ -75,7 +75,7 @@ class Target(Protocol):
 
     def load(self) -> Callable[..., Any]: ...
 
-    def face(self) -> Callable[..., Any]: ...
+    def signature_source(self) -> Callable[..., Any]: ...
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,14 @@ class Roles:
 
     `split(parameter, tensor)`: the dimension along which an argument is split; None: replicated. `joined(number, shard,
     tokens)`: the dimension along which the shards of output `number` are joined, where each rank has `tokens` local
-    tokens; None: replicated. `lies(leaf, tensor)`: as `split`, for the operator's own arguments in its own layout.
+    tokens; None: replicated. `split_leaf(leaf, tensor)`: as `split`, for the operator's arguments in its own layout.
     `tokens`: the sequence dimension of q. `share(value, places)`: what each rank gets of an argument that is not a
     tensor; None: all get the value itself.
     """
 
     split: Callable[[str, Tensor], int | None]
     joined: Callable[[int, Tensor, int], int | None]
-    lies: Callable[[str, Tensor], int | None]
+    split_leaf: Callable[[str, Tensor], int | None]
     tokens: int = 1
     share: Callable[[Any, Callable[[int], Places]], list[Any] | None] = lambda value, places: None
 
@@ -128,16 +128,16 @@ class Refused:
 def prepare(target: Target) -> None:
     """Import the callable on all ranks before any waits for another, and create the group that `_all_raised` uses."""
     target.load()
-    dist.monitored_barrier(timeout=timedelta(seconds=IMPORTING))
+    dist.monitored_barrier(timeout=timedelta(seconds=IMPORT_SECONDS))
     _second_group()
 
 
-def work(job: Job) -> Answer | Refused:
+def run_job(job: Job) -> Answer | Refused:
     """A rank's part of a call, and of its backward where gradients of the outputs are given."""
     try:
-        return _work(job)
+        return _run_function(job)
     except Exception as error:
-        if waited(error) or not _all_raised():
+        if is_consequence(error) or not _all_raised():
             raise
         return Refused(_portable(error))
 
@@ -145,13 +145,13 @@ def work(job: Job) -> Answer | Refused:
 @cache
 def _second_group() -> dist.ProcessGroup | None:
     """A second group of all ranks, in which no collective of the function can be pending."""
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=IMPORTING))
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=IMPORT_SECONDS))
 
 
 def _all_raised() -> bool:
-    """Whether every rank reaches this barrier within ALONE seconds."""
+    """Whether every rank reaches this barrier within RAISE_SECONDS."""
     try:
-        dist.monitored_barrier(_second_group(), timeout=timedelta(seconds=ALONE))
+        dist.monitored_barrier(_second_group(), timeout=timedelta(seconds=RAISE_SECONDS))
     except RuntimeError as error:
         return not str(error)
     return True
@@ -165,7 +165,7 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
-def _work(job: Job) -> Answer:
+def _run_function(job: Job) -> Answer:
     rank = dist.get_rank()
     function = job.target.load()
     tensors = {name: shards[rank].clone() for name, shards in job.shards.items()}
@@ -227,8 +227,8 @@ class Ranks:
 
     `places(length)`: the positions each rank holds; `order`: that sharding's name. Gradients of sharded inputs are
     joined from the shards. Gradients of replicated inputs must be the full gradient on every rank; if they differ, the
-    one farthest from the others is returned. `copies` keeps those of the last backward. `ours`: the function must
-    support uneven shards, so an error there is a fault and not a refusal.
+    one farthest from the others is returned. `copies` keeps those of the last backward. `must_support_uneven`:
+    an error with uneven shards is a fault and not a refusal.
     """
 
     world: World
@@ -236,14 +236,14 @@ class Ranks:
     roles: Roles
     places: Callable[[int], Places]
     order: str = "plain"
-    ours: bool = False
+    must_support_uneven: bool = False
     copies: dict[str, list[Tensor]] = field(default_factory=dict)
     losses: list[str] = field(default_factory=list)
-    uneven: str = ""
-    ready: bool = False
+    uneven_failure: str = ""
+    prepared: bool = False
 
     def __post_init__(self) -> None:
-        self.func = self.target.face()  # where its annotations are
+        self.func = self.target.signature_source()  # where its annotations are
         found = parameters(self.func)
         self.__name__ = getattr(self.func, "__name__", type(self.func).__name__)
         self.text = next((names for names in TEXTS if all(name in found for name in names)), None)
@@ -261,7 +261,7 @@ class Ranks:
         dim = self.roles.tokens
         assert self.text is not None
         first = list(given)[:3]
-        length = self.words(given[first[0]].shape[dim])
+        length = self.text_tokens(given[first[0]].shape[dim])
         for name, text in zip(first, self.text, strict=True):
             whole = given[name]
             given[text] = whole.narrow(dim, 0, length)
@@ -271,7 +271,7 @@ class Ranks:
             return torch.cat([result[1], result[0]], dim)
         return result
 
-    def words(self, length: int) -> int:
+    def text_tokens(self, length: int) -> int:
         """How many tokens of a joint sequence are text: up to two per rank, if as many others remain."""
         return min(2 * self.world.size, max(length - 2 * self.world.size, 0)) if self.text else 0
 
@@ -289,17 +289,17 @@ class Ranks:
     def ask(self, job: Job) -> list[Answer]:
         """Every rank's answer. Raises the error if all ranks raised; Fatal if only some did, or a rank died or hung."""
         uneven = any(len({shard.shape for shard in shards}) > 1 for shards in job.shards.values())
-        if uneven and self.uneven:
-            raise Fatal(self.uneven)
-        if len(self.losses) >= PATIENCE:
+        if uneven and self.uneven_failure:
+            raise Fatal(self.uneven_failure)
+        if len(self.losses) >= MAX_LOSSES:
             raise Fatal(self.losses[-1])
-        if not self.ready:
+        if not self.prepared:
             self.world.run(prepare, self.target)
-        outcomes = self.world.outcomes(work, job)
-        self.ready = not any(isinstance(each, Raised | Lost) for each in outcomes)
+        outcomes = self.world.outcomes(run_job, job)
+        self.prepared = not any(isinstance(each, Raised | Lost) for each in outcomes)
         refused = [each.error for each in outcomes if isinstance(each, Refused)]
         if len(refused) == len(outcomes):
-            if uneven and not self.ours:
+            if uneven and not self.must_support_uneven:
                 reason = f"lengths that the ranks do not share equally: it raises {type(refused[0]).__name__}"
                 raise NotImplementedError(reason) from refused[0]
             raise refused[0]
@@ -308,8 +308,8 @@ class Ranks:
             return outcomes
         sentence = _fatal(failed, self.world)
         if uneven:
-            self.uneven = f"where a length is no multiple of the ranks, {sentence}"
-            raise Fatal(self.uneven)
+            self.uneven_failure = f"where a length is no multiple of the ranks, {sentence}"
+            raise Fatal(self.uneven_failure)
         self.losses.append(sentence)
         raise Fatal(sentence)
 
@@ -318,29 +318,30 @@ def _fatal(failed: Mapping[int, Raised | Lost], world: World) -> str:
     """One sentence on ranks that died, hung, or raised while others did not."""
     died = {rank: each.reason for rank, each in failed.items() if isinstance(each, Lost) and each.died}
     silent = {rank: each.reason for rank, each in failed.items() if isinstance(each, Lost) and not each.died}
-    own = {rank: each.error for rank, each in failed.items() if isinstance(each, Raised) and not waited(each.error)}
+    raised = {rank: each.error for rank, each in failed.items() if isinstance(each, Raised)}
+    own = {rank: error for rank, error in raised.items() if not is_consequence(error)}
     if died:
         rank, reason = next(iter(died.items()))
         return f"rank {rank} died: {reason}; the whole job would be gone"
     if own:
         rank, error = next(iter(own.items()))
-        others = ranks_said([each for each in range(world.size) if each not in own])
+        others = format_ranks([each for each in range(world.size) if each not in own])
         waiting = f", while {others} waited for it until the group's timeout: a hang" if len(own) < world.size else ""
         return f"rank {rank} raised {type(error).__name__}: {diagnose.first_line(error)}{waiting}"
     if silent:
         return f"it hangs: {'; '.join(f'rank {rank}: {reason}' for rank, reason in silent.items())}"
     stuck, idle = sorted(failed), [rank for rank in range(world.size) if rank not in failed]
-    whom = f"for {ranks_said(idle)}, which had finished," if idle else "for each other"
-    return f"it hangs: {ranks_said(stuck)} waited {whom} until {world.timeout:.0f} s were over"
+    whom = f"for {format_ranks(idle)}, which had finished," if idle else "for each other"
+    return f"it hangs: {format_ranks(stuck)} waited {whom} until {world.timeout:.0f} s were over"
 
 
-def ranks_said(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """Ranks as people say them."""
     numbers = list(ranks)
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def waited(error: Exception) -> bool:
+def is_consequence(error: Exception) -> bool:
     """Whether an exception is only the consequence of another rank's failure: a timeout or a closed connection."""
     text = str(error).lower()
     kinds = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe", "socket closed")

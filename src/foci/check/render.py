@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 
-from foci.check.run import OVER, Report, Row
+from foci.check.run import OUT_OF_TIME, Report, Row
 
 LAW, CASES, ERROR = 41, 6, 20
 
@@ -31,7 +31,7 @@ def table(report: Report, width: int | None = None) -> str:
             lines += _wrapped("not tested   ", reason, width)
     verdict = f"{broken} of {asked} rows broken" if broken else "nothing was tested" if not asked else "every law holds"
     if report.unasked:
-        verdict = f"{broken} of {asked} rows broken, {report.unasked} left unasked: {OVER}"
+        verdict = f"{broken} of {asked} rows broken, {report.unasked} left unasked: {OUT_OF_TIME}"
     told = [
         f"only the {'laws' if option == 'laws' else 'cases'} of --{option} {text} were asked"
         for option, text in report.asked.items()

@@ -14,7 +14,7 @@ import torch
 
 from foci.check import isolate, laws
 from foci.check.compare import Error
-from foci.check.exam import Detective, Exam, NoRoom
+from foci.check.exam import Exam, FaultLocator, ReferenceTooLarge
 from foci.check.laws import Finding, Law, NotTested
 from foci.check.laws_graph import LAWS
 from foci.core.spec import Candidate, Spec
@@ -22,18 +22,18 @@ from foci.core.spec import Candidate, Spec
 # Half precision is bfloat16 by default: what holds with its 8 bits of mantissa holds with float16's 11.
 DTYPES = (torch.float32, torch.bfloat16)
 SHOWN = 4  # refused cases that a line of the report names
-SILENCE = 120.0  # seconds without a message from the child after which a case counts as hung
-OVER = "the time that was given was over"
+CASE_TIMEOUT = 120.0  # seconds without a message from the child after which a case counts as hung
+OUT_OF_TIME = "the time that was given was over"
 
 
 class Limits(NamedTuple):
     """Seconds without a message after which a case counts as hung; seconds in all, after which laws are left out."""
 
-    silence: float = SILENCE
+    silence: float = CASE_TIMEOUT
     within: float = math.inf
 
 
-ORDINARY = Limits()
+DEFAULT_LIMITS = Limits()
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Report:
     @property
     def unasked(self) -> int:
         """How many laws were left out because the time was over."""
-        return sum(row.reason.startswith(OVER) for row in self.rows)
+        return sum(row.reason.startswith(OUT_OF_TIME) for row in self.rows)
 
     @property
     def failures(self) -> tuple[Failure, ...]:
@@ -115,9 +115,9 @@ def examine(
     dtypes: tuple[torch.dtype, ...] | None = None,
     only: Iterable[str] | None = None,
     isolated: bool = True,
-    limits: Limits = ORDINARY,
+    limits: Limits = DEFAULT_LIMITS,
     progress: Callable[[str], None] = lambda step: None,
-    detective: Detective | None = None,
+    locator: FaultLocator | None = None,
     more: Sequence[Law] = (),
 ) -> Report:
     """Test a candidate against every law (or those named in `only`).
@@ -133,8 +133,8 @@ def examine(
         raise ValueError(f"examine: unknown law {min(unknown)!r}; expected among {list(known)}")
     chosen = [law for name, law in known.items() if name in wanted]
     start = time.perf_counter()
-    exam = Exam(spec, candidate, torch.device(device), dtypes, detective=detective)
-    unfit = isolate.unfit(device) if isolated else ""
+    exam = Exam(spec, candidate, torch.device(device), dtypes, locator=locator)
+    unfit = isolate.why_unable(device) if isolated else ""
     rows, refused = (_isolated if isolated and not unfit else _here)(exam, chosen, limits, progress)
     if unfit:
         refused.append(f"crashes and hangs: {unfit}, so all ran in this process")
@@ -154,15 +154,15 @@ def _here(exam: Exam, chosen: list[Law], limits: Limits, progress: Callable[[str
         if time.monotonic() > ends:
             break
         progress(law.name)
-        rows.append(ask(exam, law))
-    return _unasked(rows, chosen), _refusals(exam.refused)
+        rows.append(run_law(exam, law))
+    return _with_laws_left_out(rows, chosen), _refusals(exam.refused)
 
 
-def _unasked(rows: list[Row], chosen: list[Law], begun: float = math.inf, step: str = "") -> list[Row]:
+def _with_laws_left_out(rows: list[Row], chosen: list[Law], begun: float = math.inf, step: str = "") -> list[Row]:
     """The rows, with one more for every law left out; the first of those may have `begun`, and reached case `step`."""
-    left = [Row(law.number, law.name, reason=OVER) for law in chosen[len(rows) :]]
+    left = [Row(law.number, law.name, reason=OUT_OF_TIME) for law in chosen[len(rows) :]]
     if begun < math.inf:  # so there is no row of it yet
-        left[0] = replace(left[0], reason=f"{OVER}, at {step!r}" if step else OVER, seconds=_since(begun))
+        left[0] = replace(left[0], reason=f"{OUT_OF_TIME}, at {step!r}" if step else OUT_OF_TIME, seconds=_since(begun))
     return rows + left
 
 
@@ -179,12 +179,12 @@ def _isolated(exam: Exam, chosen: list[Law], limits: Limits, progress: Callable[
         rest, step = chosen[len(rows) :], ""
 
         def work(send: Callable[[Any], None], rest: list[Law] = rest) -> None:
-            exam.news = lambda case: send(("case", case))
+            exam.progress = lambda case: send(("case", case))
             for law in rest:
                 if "torch._dynamo" in sys.modules:
                     torch.compiler.reset()  # else a candidate that compiles internally (flex) meets the recompile limit
                 send(("law", law.name))
-                send(("row", ask(exam, law), exam.refused))
+                send(("row", run_law(exam, law), exam.refused))
 
         for message in isolate.stream(work, limits.silence, ends):
             if isinstance(message, isolate.Died) and time.monotonic() >= ends:
@@ -205,10 +205,10 @@ def _isolated(exam: Exam, chosen: list[Law], limits: Limits, progress: Callable[
                 begun = math.inf
             if time.monotonic() > ends:
                 break
-    return _unasked(rows, chosen, begun, step), _refusals(refused)
+    return _with_laws_left_out(rows, chosen, begun, step), _refusals(refused)
 
 
-def ask(exam: Exam, law: Law) -> Row:
+def run_law(exam: Exam, law: Law) -> Row:
     """One law of one candidate; repeated without a case whose reference does not fit in memory, keeping failures."""
     begun, findings, unasked, again = time.monotonic(), list[Finding](), "", True
     while again:
@@ -236,9 +236,9 @@ def _findings(exam: Exam, law: Law) -> tuple[list[Finding], str, bool]:
             found.append(finding)
     except NotTested as error:
         return _failed(found), str(error), False
-    except (NoRoom, torch.OutOfMemoryError) as error:
-        room = error if isinstance(error, NoRoom) else NoRoom()
-        return _failed(found), str(room), exam.leave(room)
+    except (ReferenceTooLarge, torch.OutOfMemoryError) as error:
+        room = error if isinstance(error, ReferenceTooLarge) else ReferenceTooLarge()
+        return _failed(found), str(room), exam.leave_out(room)
     return found, "no case of it applies", False
 
 

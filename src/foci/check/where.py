@@ -10,12 +10,12 @@ from torch import Tensor
 
 from foci.check.compare import HALF, difference, rms
 from foci.check.exam import Exam, Gradients
-from foci.check.orders import Places, said
-from foci.check.ranks import Ranks, ranks_said
+from foci.check.orders import Places, format_positions
+from foci.check.ranks import Ranks, format_ranks
 from foci.core.spec import Case, Inputs, Outputs
 
-Stories = Callable[[Inputs], Iterator[tuple[str, Outputs]]]
-NOTHING: Stories = lambda inputs: iter(())  # noqa: E731
+Hypotheses = Callable[[Inputs], Iterator[tuple[str, Outputs]]]
+NO_HYPOTHESES: Hypotheses = lambda inputs: iter(())  # noqa: E731
 
 SHARE = 0.03  # a position counts as wrong from this share of the largest error of a position
 FINE, COARSE = 1e-4, 5e-2  # how closely a hypothesis must match: relative RMS in float32, in half precision
@@ -44,13 +44,13 @@ class Sharding:
 
 
 @dataclass
-class Detective:
+class FaultLocator:
     """Finds which ranks, positions and heads of a wrong tensor are wrong, and which hypothesis, a known bug with the
-    values it would produce, matches them. `stories` yields such pairs (sentence, outputs) for the inputs of a case.
+    values it would produce, matches them. `hypotheses` yields such pairs (sentence, outputs) for the inputs of a case.
     """
 
     ranks: Ranks
-    stories: Stories = NOTHING
+    hypotheses: Hypotheses = NO_HYPOTHESES
     _reported: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def output(self, exam: Exam, case: Case, dtype: torch.dtype, name: str, got: Tensor) -> tuple[str, str]:
@@ -61,7 +61,7 @@ class Detective:
         place = self._place(wrong, sharding)
 
         def hypotheses() -> Iterator[tuple[str, Tensor]]:
-            for sentence, outputs in self.stories(exam.exact(case, dtype)):
+            for sentence, outputs in self.hypotheses(exam.exact(case, dtype)):
                 named = dict(zip(exam.spec.output_names, outputs, strict=True))
                 yield sentence, named[name]
             yield from _between_ranks(truth, sharding)
@@ -98,7 +98,7 @@ class Detective:
         why = _match(got, truth, wrong, hypotheses(), dtype)
         return self._sentence(f"d{leaf}", place, why), place
 
-    def placed(self, sentence: str, place: str) -> str:
+    def with_place(self, sentence: str, place: str) -> str:
         return self._reported.setdefault((sentence, ""), f"{sentence} ({place.strip()})" if place else sentence)
 
     def _sentence(self, name: str, place: str, why: str) -> str:
@@ -106,26 +106,26 @@ class Detective:
         return self._reported.setdefault((name, why), f"{name} is wrong {place}: {why}") if why else ""
 
     def _sharding(self, length: int, dim: int) -> Sharding:
-        words = self.ranks.words(length)
+        words = self.ranks.text_tokens(length)
         parts = [part + words for part in self.ranks.places(length - words)]
         return Sharding(dim, parts, torch.arange(words, device="cpu"))
 
     def _dimension(self, exam: Exam, case: Case, dtype: torch.dtype, leaf: str) -> int | None:
-        return self.ranks.roles.lies(leaf, exam.leaves(exam.fresh(case, dtype))[leaf])
+        return self.ranks.roles.split_leaf(leaf, exam.leaves(exam.fresh(case, dtype))[leaf])
 
     def _place(self, wrong: Tensor, sharding: Sharding) -> str:
         """The ranks, positions and heads at which `wrong` is True, in words."""
         along = wrong.movedim(sharding.dim, 0).flatten(1).any(1)
         size = self.ranks.world.size
         ranks = [rank for rank, part in enumerate(sharding.parts) if bool(along[part].any())]
-        where = "on every rank" if len(ranks) == size and size > 1 else f"on {ranks_said(ranks)}" if ranks else ""
+        where = "on every rank" if len(ranks) == size and size > 1 else f"on {format_ranks(ranks)}" if ranks else ""
         if len(sharding.shared) and bool(along[sharding.shared].any()):
             where = " and ".join(filter(None, (where, "in the text that all ranks share")))
-        place = f"{where} at positions {said(along.nonzero()[:, 0])}"
+        place = f"{where} at positions {format_positions(along.nonzero()[:, 0])}"
         heads = wrong.movedim(2, 0).flatten(1).any(1) if wrong.dim() >= 3 else torch.ones(1, device="cpu")
         if not bool(heads.all()):
             numbers = heads.nonzero()[:, 0]
-            place += f", in head{'s' if len(numbers) > 1 else ''} {said(numbers)} alone"
+            place += f", in head{'s' if len(numbers) > 1 else ''} {format_positions(numbers)} alone"
         return place
 
     def _replicated_gradient(
@@ -148,7 +148,7 @@ class Detective:
             return "", ""
         tolerance = (COARSE if dtype in HALF else FINE) * rms(truth)
         bad = [rank for rank, copy in enumerate(copies) if rms(copy.double() - truth) > tolerance]
-        place = "on every rank" if len(bad) == len(copies) else f"on {ranks_said(bad)}"
+        place = "on every rank" if len(bad) == len(copies) else f"on {format_ranks(bad)}"
         parts = [part[leaf] for part in self._contributions(exam, case, dtype, through)]
         own = all(
             part is not None and rms(copies[rank].double() - part) <= tolerance for rank, part in enumerate(parts)

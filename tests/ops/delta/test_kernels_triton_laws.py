@@ -16,7 +16,7 @@ import torch
 
 from foci.check.exam import Exam
 from foci.check.laws_graph import LAWS
-from foci.check.run import ask as law_of
+from foci.check.run import run_law as law_of
 from foci.cli_check import candidate_of
 from foci.core.spec import Case
 from foci.core.tune import interpreting

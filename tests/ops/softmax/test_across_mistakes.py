@@ -22,7 +22,7 @@ def made(name: str) -> dict:
 def told(name: str, order: str = "plain") -> dict[str, tuple]:
     others = {n: h for n, h in HELD.items() if n != order}
     torch.manual_seed(0)
-    return dict(across_mistakes.stories(HELD[order], others)(made(name)))
+    return dict(across_mistakes.hypotheses(HELD[order], others)(made(name)))
 
 
 def truth(name: str) -> tuple:
@@ -82,8 +82,8 @@ def test_dropout_of_other_positions_is_weighed_alike() -> None:
 
 def test_text_counted_more_than_once_is_text_repeated() -> None:
     inputs = made("plain")
-    stories = across_mistakes.stories(HELD["plain"], {}, lambda length: 6)
+    hypotheses = across_mistakes.hypotheses(HELD["plain"], {}, lambda length: 6)
     more = {name: torch.cat([inputs[name][:, :6]] * 3 + [inputs[name][:, 6:]], 1) for name in ("k", "v")}
     torch.testing.assert_close(
-        dict(stories(inputs))["as if the text counted once for every rank"], SPEC.reference(inputs["q"], **more)
+        dict(hypotheses(inputs))["as if the text counted once for every rank"], SPEC.reference(inputs["q"], **more)
     )

@@ -49,7 +49,7 @@ Ways = Iterator[tuple[str, Call | Outputs]]
 Told = Iterator[tuple[str, Outputs]]
 
 
-def stories(
+def hypotheses(
     places: Callable[[int], Places],
     others: Mapping[str, Callable[[int], Places]],
     words: Callable[[int], int] = lambda length: 0,
