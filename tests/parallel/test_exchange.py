@@ -17,15 +17,15 @@ from foci.core.errors import RankError
 from foci.core.world import Lost, Raised, World
 from foci.parallel.balance import shard
 from foci.parallel.exchange import (
-    Doing,
+    Session,
     all_gather,
     all_reduce,
     all_to_all,
+    divide_gradient,
     exchange,
     gather,
-    replicated,
-    share,
     shift,
+    sum_gradient,
     swap,
 )
 from foci.parallel.group import RAISED, STATUS, Failure, Group
@@ -45,10 +45,10 @@ def block(rank: int) -> list[torch.Tensor]:
 def rotate(by: int) -> int:
     group = here()
     blocks = block(group.rank)
-    with Doing(group, "attention", "forward") as doing:
-        for doing.step in range(1, group.size + 1):
-            source = (group.rank - by * doing.step) % group.size
-            blocks = shift(blocks, [each.shape for each in block(source)], by, doing).wait()
+    with Session(group, "attention", "forward") as session:
+        for session.step in range(1, group.size + 1):
+            source = (group.rank - by * session.step) % group.size
+            blocks = shift(blocks, [each.shape for each in block(source)], by, session).wait()
             assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(blocks, block(source), strict=True))
     return group.traffic.bytes
 
@@ -64,24 +64,24 @@ def test_blocks_go_round(worlds: Callable[[int], World], size: int, by: int) -> 
 def collect() -> None:
     group = here()
     n, r = group.size, group.rank
-    with Doing(group, "attention") as doing:
+    with Session(group, "attention") as session:
         before = group.traffic.bytes, group.traffic.messages, group.traffic.control
-        swapped = all_to_all([torch.full((r, to), float(r)) for to in range(n)], [(s, r) for s in range(n)], doing)
+        swapped = all_to_all([torch.full((r, to), float(r)) for to in range(n)], [(s, r) for s in range(n)], session)
         counted = group.traffic.bytes, group.traffic.messages, group.traffic.control
         sent = 4 * r * sum(to for to in range(n) if to != r), n - 1, (n - 1) * STATUS
         assert [now - then for now, then in zip(counted, before, strict=True)] == list(sent)
         assert all(torch.equal(each, torch.full((s, r), float(s))) for s, each in enumerate(swapped))
-        gathered = all_gather(torch.full((r,), r), [(s,) for s in range(n)], doing)
+        gathered = all_gather(torch.full((r,), r), [(s,) for s in range(n)], session)
         assert all(torch.equal(each, torch.full((s,), s)) for s, each in enumerate(gathered))
         for dtype in (torch.float64, torch.bfloat16, torch.int64):
             mine = torch.arange(5, dtype=dtype) * (r + 1)
-            total = all_reduce(mine, doing)
+            total = all_reduce(mine, session)
             assert torch.equal(total, torch.arange(5, dtype=dtype) * (n * (n + 1) // 2))
             total += 1  # which is no view of it
             assert torch.equal(mine, torch.arange(5, dtype=dtype) * (r + 1)), "what was given stays"
         half = torch.full((3,), 1.0 if r else 256.0, dtype=torch.bfloat16)  # whose sums would lose what is small
-        assert torch.equal(all_reduce(half, doing), torch.full((3,), 255.0 + n).bfloat16())
-        together = exchange([[half, torch.full((to,), float(r))] for to in range(n)], [[(3,), (r,)]] * n, doing)
+        assert torch.equal(all_reduce(half, session), torch.full((3,), 255.0 + n).bfloat16())
+        together = exchange([[half, torch.full((to,), float(r))] for to in range(n)], [[(3,), (r,)]] * n, session)
         assert all(torch.equal(each[1], torch.full((r,), float(s))) for s, each in enumerate(together))
 
 
@@ -98,20 +98,20 @@ def test_the_first_failure_that_is_heard_of_counts() -> None:
         blamed.append((rank, step, direction))
         return Failure(RAISED, rank, step, direction, str(error))
 
-    def doing() -> Doing:
-        made = Doing(SimpleNamespace(blame=blame), "attention", "forward")  # type: ignore[arg-type]
+    def session() -> Session:
+        made = Session(SimpleNamespace(blame=blame), "attention", "forward")  # type: ignore[arg-type]
         made.step = 3
         return made
 
     vague, known = Failure(RAISED, 1, None, None, "vague"), Failure(RAISED, 2, 7, "backward", "known")
     for first, then, right in ((vague, known, vague._replace(step=3, direction="forward")), (known, vague, known)):
-        hears = doing()
+        hears = session()
         for each in (None, first, then):
             hears.hear(each)
         assert hears.failure == right
         hears.lose(4, RuntimeError("gone"))
-        assert hears.failure == right and hears.gone == {4} and blamed == []
-    loses = doing()
+        assert hears.failure == right and hears.lost_ranks == {4} and blamed == []
+    loses = session()
     loses.lose(4, RuntimeError("gone"))
     assert blamed == [(4, 3, "forward")] and loses.failure == Failure(RAISED, 4, 3, "forward", "gone")
 
@@ -124,15 +124,15 @@ def test_an_error_of_the_only_rank_is_its_own() -> None:
 
     with (
         pytest.raises(ValueError, match="mine") as told,
-        Doing(SimpleNamespace(size=1, host=True, rank=0, ranks=[0]), "attention") as doing,
+        Session(SimpleNamespace(size=1, host=True, rank=0, ranks=[0]), "attention") as session,
     ):  # type: ignore[arg-type]
-        assert doing.work(fails) is None and doing.work(len, "never") is None
+        assert session.compute(fails) is None and session.compute(len, "never") is None
     assert told.value is error
 
 
 def test_a_share_of_a_gradient() -> None:
     x = torch.ones(3, requires_grad=True)
-    shared = share(x, 4)
+    shared = divide_gradient(x, 4)
     assert shared.equal(x)
     assert torch.equal(torch.autograd.grad(shared.sum(), x)[0], torch.full((3,), 0.25))
 
@@ -153,7 +153,7 @@ def differentiate() -> None:
     assert torch.equal(grad, torch.full_like(x, n * (n + 1) / 2))
 
     y = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    (grad,) = torch.autograd.grad((replicated(y, group, "attention") * (r + 1)).sum(), y)
+    (grad,) = torch.autograd.grad((sum_gradient(y, group, "attention") * (r + 1)).sum(), y)
     assert torch.equal(grad, torch.full_like(y, n * (n + 1) / 2))
 
 
@@ -166,12 +166,12 @@ def keep_what_is_the_users(size: int) -> torch.Tensor:
     """A tensor that lies in its storage just as one that arrived would lie in its message."""
     group = here()
     storage = torch.arange(float(size + 128))
-    with Doing(group, "attention") as doing:
-        (first,) = shift([storage[:size]], [(size,)], 1, doing).wait()
+    with Session(group, "attention") as session:
+        (first,) = shift([storage[:size]], [(size,)], 1, session).wait()
         first *= 2  # what arrived may be written to, and leaves as it then is
-        (second,) = shift([first], [(size,)], 1, doing).wait()
+        (second,) = shift([first], [(size,)], 1, session).wait()
         assert torch.equal(second, torch.arange(float(size)) * 2)
-        (third,) = shift([storage[:size]], [(size,)], 1, doing).wait()  # beside one that arrived
+        (third,) = shift([storage[:size]], [(size,)], 1, session).wait()  # beside one that arrived
         assert torch.equal(third, torch.arange(float(size)))
     return storage
 
@@ -199,11 +199,11 @@ def leave_in_another_form() -> None:
         lambda x, y: [x, beside],
         lambda x, y: [x, y],
     ):
-        with Doing(group, "attention") as doing:
-            came = shift(made(group.rank), [(4, 4)] * 2, 1, doing).wait()
+        with Session(group, "attention") as session:
+            came = shift(made(group.rank), [(4, 4)] * 2, 1, session).wait()
             before = [each.clone() for each in came]
             sent = form(*came)
-            found = shift(sent, [each.shape for each in sent], 1, doing).wait()
+            found = shift(sent, [each.shape for each in sent], 1, session).wait()
         for got, right in zip(found, form(*made((group.rank - 2) % group.size)), strict=True):
             assert torch.equal(got, right)
         assert all(torch.equal(each, kept) for each, kept in zip(came, before, strict=True))
@@ -218,21 +218,21 @@ def fail(rank: int, step: int, how: str) -> None:
     group = here()
 
     def attend() -> None:
-        if (group.rank, doing.step) == (rank, step):
+        if (group.rank, session.step) == (rank, step):
             if how == "raised":
                 raise ValueError("no such key")
             os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[how])
 
     blocks = block(group.rank)
-    with Doing(group, "attention", "forward") as doing:
-        for doing.step in range(-1, group.size):
-            if doing.step < 0:
-                doing.work(attend)
-                doing.agree({"dtype": "float32"})
+    with Session(group, "attention", "forward") as session:
+        for session.step in range(-1, group.size):
+            if session.step < 0:
+                session.compute(attend)
+                session.agree({"dtype": "float32"})
                 continue
-            source = (group.rank - doing.step - 1) % group.size
-            pending = shift(blocks, [each.shape for each in block(source)], 1, doing)
-            doing.work(attend)
+            source = (group.rank - session.step - 1) % group.size
+            pending = shift(blocks, [each.shape for each in block(source)], 1, session)
+            session.compute(attend)
             blocks = pending.wait()
 
 
@@ -284,9 +284,9 @@ def test_a_rank_that_falls_silent_is_named_by_all_even_itself(step: int) -> None
 
 def fail_alike() -> None:
     group = here()
-    with Doing(group, "attention", "forward") as doing:
-        doing.work(int, f"{group.rank} is no number")
-        doing.agree({})
+    with Session(group, "attention", "forward") as session:
+        session.compute(int, f"{group.rank} is no number")
+        session.agree({})
 
 
 def test_where_every_rank_fails_by_itself_each_raises_its_own(worlds: Callable[[int], World]) -> None:
@@ -298,10 +298,10 @@ def test_where_every_rank_fails_by_itself_each_raises_its_own(worlds: Callable[[
 def fail_outside() -> None:
     """Between exchanges, where no `work` stands by."""
     group = here()
-    with Doing(group, "attention", "forward") as doing:
+    with Session(group, "attention", "forward") as session:
         if group.rank == 0:
             raise ValueError("a slip")
-        all_reduce(torch.ones(3), doing)
+        all_reduce(torch.ones(3), session)
 
 
 def test_a_rank_that_leaves_says_why(worlds: Callable[[int], World]) -> None:
@@ -344,10 +344,10 @@ def fail_in_half() -> str:
     """Two groups at once, of ranks that are not neighbours; a rank of one fails."""
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = Group.of(halves[dist.get_rank() % 2])
-    with Doing(group, "attention", "forward") as doing:
-        doing.step = 0
-        (other,) = shift([torch.tensor([dist.get_rank()])], [(1,)], 1, doing).wait()
-        doing.work(int, "no number" if dist.get_rank() == 3 else "1")
+    with Session(group, "attention", "forward") as session:
+        session.step = 0
+        (other,) = shift([torch.tensor([dist.get_rank()])], [(1,)], 1, session).wait()
+        session.compute(int, "no number" if dist.get_rank() == 3 else "1")
     return f"{dist.get_rank()} met {other.item()}"
 
 

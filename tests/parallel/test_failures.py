@@ -17,7 +17,7 @@ from torch import Tensor
 import foci
 from foci.core.errors import Disagreement, RankError
 from foci.core.world import Lost, Raised, World
-from foci.parallel.exchange import Doing
+from foci.parallel.exchange import Session
 from foci.parallel.handoff import handoff
 from foci.parallel.joint import joint
 from foci.parallel.ring import ring
@@ -62,15 +62,15 @@ class Watch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int | None, how: str) -> None:
         self.count = itertools.count()
         self.seen = 0
-        original = Doing.work
+        original = Session.compute
 
-        def work(doing: Doing, function: Callable[..., Any], *args: Any) -> Any:
+        def compute(session: Session, function: Callable[..., Any], *args: Any) -> Any:
             self.seen = next(self.count) + 1
             if self.seen - 1 == at and dist.get_rank() == VICTIM:
-                return original(doing, raise_ if how == "raised" else kill)
-            return original(doing, function, *args)
+                return original(session, raise_ if how == "raised" else kill)
+            return original(session, function, *args)
 
-        monkeypatch.setattr(Doing, "work", work)
+        monkeypatch.setattr(Session, "compute", compute)
 
 
 def raise_() -> None:

@@ -47,16 +47,16 @@ def test_there_and_back_are_each_others_transpose(heads: int, runs: list[tuple[i
     x = torch.randn(2, 5, heads, 3, dtype=torch.float64)
     held = routes(runs, heads, lengths)
     mine = x.split(lengths, 1)
-    sent = [route.scattered(part) for route, part in zip(held, mine, strict=True)]
-    there = [held[r].collected([sent[p][r] for p in range(3)]) for r in range(3)]
+    sent = [route.split_by_heads(part) for route, part in zip(held, mine, strict=True)]
+    there = [held[r].join_tokens([sent[p][r] for p in range(3)]) for r in range(3)]
     for rank, (start, stop) in enumerate(runs):
         assert torch.equal(there[rank], x[:, :, start:stop])
-        assert there[rank].shape == held[rank].whole(rank)
-        assert all(sent[p][rank].shape == held[p].part(p, rank) for p in range(3))
+        assert there[rank].shape == held[rank].shape_by_heads(rank)
+        assert all(sent[p][rank].shape == held[p].message_shape(p, rank) for p in range(3))
 
     y = [torch.randn_like(part) for part in there]
-    given = [held[r].returned(y[r]) for r in range(3)]
-    back = [held[p].joined([given[r][p] for r in range(3)]) for p in range(3)]
+    given = [held[r].split_by_tokens(y[r]) for r in range(3)]
+    back = [held[p].join_heads([given[r][p] for r in range(3)]) for p in range(3)]
     # <y, A x> = <A' y, x>: what comes back is the gradient of what went.
     forward = sum((a * b).sum() for a, b in zip(y, there, strict=True))
     backward = sum((a * b).sum() for a, b in zip(back, mine, strict=True))
@@ -66,8 +66,8 @@ def test_there_and_back_are_each_others_transpose(heads: int, runs: list[tuple[i
 def test_what_every_rank_holds_is_cut_and_its_gradients_are_added() -> None:
     route = Route((4, 3), torch.float64, None, (), 0, ((0, 2), (2, 4)))
     x = torch.randn(4, 3, dtype=torch.float64)
-    parts = route.scattered(x)
-    assert torch.equal(torch.cat(parts), x) and torch.equal(route.joined(parts), x)
-    assert route.returned(x)[0] is x and torch.equal(route.collected([x, x]), 2 * x)
+    parts = route.split_by_heads(x)
+    assert torch.equal(torch.cat(parts), x) and torch.equal(route.join_heads(parts), x)
+    assert route.split_by_tokens(x)[0] is x and torch.equal(route.join_tokens([x, x]), 2 * x)
     same = Route((1, 3), torch.float64, None, (), None, ((0, 2), (2, 4)))
-    assert torch.equal(same.joined([x[:1], x[1:2]]), x[:1] + x[1:2])
+    assert torch.equal(same.join_heads([x[:1], x[1:2]]), x[:1] + x[1:2])

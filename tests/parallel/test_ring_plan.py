@@ -15,7 +15,7 @@ from foci import Causal, Dense, Lengths, Mask, Packed, Window
 from foci.ops.masks import NOTHING_HIDDEN, Band, Segment, lower, segments
 from foci.ops.masks import materialize as painted
 from foci.parallel.balance import Order, Piece, length, pieces
-from foci.parallel.ring_plan import distances, meets, pairs
+from foci.parallel.ring_plan import any_visible, distances, pairs
 from tests.ops.oracle import joined, mask_parts, visible
 
 ORDERS = get_args(Order)
@@ -52,7 +52,7 @@ def check(mask: Mask | None, truth: Tensor, order: Order, size: int, sizes: tupl
     assert used[0] == 0
     for r in range(size):
         for d in range(size):
-            assert d in used or not meets(whole, q[r], k[(r - d) % size])
+            assert d in used or not any_visible(whole, q[r], k[(r - d) % size])
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -205,4 +205,4 @@ def test_many_documents_are_found_by_search() -> None:
     whole = segments(lower(Packed(offsets) & Causal()), 1, 40000, 40000)
     held = [pieces("plain", 40000, 4, rank) for rank in range(4)]
     assert len(pairs(whole, held[2], held[2], q_apart=False, k_apart=False)) == 1
-    assert not meets(whole, held[1], held[0])
+    assert not any_visible(whole, held[1], held[0])

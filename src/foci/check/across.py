@@ -38,7 +38,7 @@ def examine_ranks(
     """Test a parallel function, as a candidate that calls `ranks`, against the laws that need only whole tensors.
 
     Ranks are separate processes that are restarted after a crash or hang, so the laws run in this process.
-    `hypotheses`: known bugs with the outputs they produce (where.py). `more`: laws added to LAWS, which `only` may name.
+    `hypotheses`: known bugs with the outputs they produce (where.py). `more`: laws added to LAWS; `only` may name any.
     """
     candidate = replace(candidate, not_tested=(*candidate.not_tested, LEFT_OUT))
     locator = FaultLocator(ranks, hypotheses)

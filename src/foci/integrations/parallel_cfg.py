@@ -15,7 +15,7 @@ from foci.core.errors import Unsupported, require
 from foci.integrations import parallel_rows
 from foci.integrations.overrides import Overrides, require_evaluating, require_sampling
 from foci.integrations.undoable import Undoable
-from foci.parallel.exchange import Doing, all_gather
+from foci.parallel.exchange import Session, all_gather
 from foci.parallel.group import Group
 
 __all__ = ["GuidanceHandle", "install"]
@@ -96,8 +96,8 @@ class _Branches:
             self.waiting = _First(self, inner, args, kwargs)
             return _answer(_Deferred(self.waiting.fetch), keyed)
         self.pairs += 1
-        mine = first.doing.work(self.one, inner, args, kwargs) if self.group.rank == 1 else first.mine
-        first.value, second = self.exchange(mine, first.doing)
+        mine = first.session.compute(self.one, inner, args, kwargs) if self.group.rank == 1 else first.mine
+        first.value, second = self.exchange(mine, first.session)
         return _answer(second, keyed)
 
     def one(self, inner: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Tensor:
@@ -115,27 +115,27 @@ class _Branches:
         if self.waiting is not None:
             self.waiting.fetch()
 
-    def exchange(self, mine: Tensor | None, doing: Doing) -> list[Tensor]:
+    def exchange(self, mine: Tensor | None, session: Session) -> list[Tensor]:
         """All-gather tensors; empty for a rank that has none."""
         numbers = [0] * (_DIMS + 2)
         if mine is not None:
             numbers = [_DTYPES.index(mine.dtype), mine.dim(), *mine.shape, *[0] * (_DIMS - mine.dim())]
-        said = doing.agree({}, numbers)  # raises on all ranks if one failed, which has no tensor
+        said = session.agree({}, numbers)  # raises on all ranks if one failed, which has no tensor
         shapes = [row[2 : 2 + row[1]] if row[1] else [0] for row in said]
         kinds = {row[0] for row in said if row[1]}
         if len(kinds) > 1:
             raise ValueError(f"parallel_cfg: the branches are of {[str(_DTYPES[kind]) for kind in sorted(kinds)]}")
         if mine is None:
             mine = torch.empty(0, dtype=_DTYPES[kinds.pop()], device=next(self.model.parameters()).device)
-        return all_gather(mine.contiguous(), shapes, doing)
+        return all_gather(mine.contiguous(), shapes, session)
 
 
 class _First:
     """The answer of a first call: computed by rank 0, known to rank 1 only after an exchange."""
 
     def __init__(self, branches: _Branches, inner: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-        self.branches, self.doing = branches, Doing(branches.group, "parallel_cfg")
-        self.mine = self.doing.work(branches.one, inner, args, kwargs) if branches.group.rank == 0 else None
+        self.branches, self.session = branches, Session(branches.group, "parallel_cfg")
+        self.mine = self.session.compute(branches.one, inner, args, kwargs) if branches.group.rank == 0 else None
         self.value: Tensor | None = None
 
     def fetch(self) -> Tensor:
@@ -143,7 +143,7 @@ class _First:
         if self.value is None:
             self.branches.waiting = None
             self.branches.alone += 1
-            self.value = self.branches.exchange(self.mine, self.doing)[0]
+            self.value = self.branches.exchange(self.mine, self.session)[0]
         return self.value
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from foci.core.errors import Unsupported
 from foci.integrations.overrides import Overrides, require_evaluating, require_sampling
 from foci.integrations.undoable import Undoable
-from foci.parallel.exchange import Doing, all_gather
+from foci.parallel.exchange import Session, all_gather
 from foci.parallel.group import Group
 
 __all__ = ["RowsHandle", "install"]
@@ -89,12 +89,12 @@ class Split:
         facts = _facts(given)
         for name, value in given.items():
             given[name] = self._cut(name, value, rows, taken)
-        with Doing(self.group, "parallel_rows") as doing:
-            answer = doing.work(lambda: inner(*bound.args, **bound.kwargs))
-            parts = doing.work(tensors_of, model, answer)
-            doing.agree(facts)  # raises on all ranks if one failed, which has no output
+        with Session(self.group, "parallel_rows") as session:
+            answer = session.compute(lambda: inner(*bound.args, **bound.kwargs))
+            parts = session.compute(tensors_of, model, answer)
+            session.agree(facts)  # raises on all ranks if one failed, which has no output
             assert parts is not None
-            joined = [self._joined(part, counts, doing) for part in parts]
+            joined = [self._joined(part, counts, session) for part in parts]
         self.calls += 1
         return rebuilt(answer, joined)
 
@@ -116,9 +116,9 @@ class Split:
             raise ValueError(f"parallel_rows: argument {name!r} has {value.shape[0]} rows; expected {rows}, or 1")
         return value[taken]
 
-    def _joined(self, part: Tensor, counts: list[int], doing: Doing) -> Tensor:
+    def _joined(self, part: Tensor, counts: list[int], session: Session) -> Tensor:
         shapes = [(count, *part.shape[1:]) for count in counts]
-        return torch.cat(all_gather(part[: counts[self.group.rank]].contiguous(), shapes, doing))
+        return torch.cat(all_gather(part[: counts[self.group.rank]].contiguous(), shapes, session))
 
 
 def batch_of(model: nn.Module, given: Mapping[str, Any]) -> int:

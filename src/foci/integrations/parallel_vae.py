@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from foci.core.errors import Unsupported
 from foci.integrations.overrides import Overrides, require_evaluating, require_sampling
 from foci.integrations.undoable import Undoable
-from foci.parallel.exchange import Doing, all_gather, shift
+from foci.parallel.exchange import Session, all_gather, shift
 from foci.parallel.group import Group
 
 __all__ = ["DecodeHandle", "install"]
@@ -96,7 +96,7 @@ class _Rows:
     def __init__(self, group: Group) -> None:
         self.group, self.decodes = group, 0
         self.counts: list[int] = []
-        self.doing: Doing | None = None
+        self.session: Session | None = None
 
     def cut(self, height: int) -> slice:
         """This rank's rows of `height`."""
@@ -117,8 +117,8 @@ class _Rows:
 
     def gathered(self, x: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
         """Every rank's tensor."""
-        assert self.doing is not None
-        return all_gather(x.contiguous(), shapes, self.doing)
+        assert self.session is not None
+        return all_gather(x.contiguous(), shapes, self.session)
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
         """The rows of x of all ranks, concatenated along `dim`."""
@@ -133,7 +133,7 @@ class _Rows:
 
     def halo(self, x: Tensor, reach: int, dim: int) -> Tensor:
         """x with `reach` more rows at each end of `dim`: the neighbours' rows, zeros beyond the picture."""
-        assert self.doing is not None
+        assert self.session is not None
         group, length = self.group, x.shape[dim]
         fewest = min(self.scaled(length))
         if fewest < reach:
@@ -142,8 +142,8 @@ class _Rows:
                 [f"it reaches {reach} rows, a rank holds {fewest}; use fewer ranks"],
             )
         first, last = (x.narrow(dim, at, reach).contiguous() for at in (0, length - reach))
-        down = shift([last], [last.shape], 1, self.doing)
-        up = shift([first], [first.shape], -1, self.doing)
+        down = shift([last], [last.shape], 1, self.session)
+        up = shift([first], [first.shape], -1, self.session)
         (above,), (below,) = down.wait(), up.wait()
         zeros = torch.zeros_like(first)
         return torch.cat(
@@ -157,17 +157,17 @@ def _decode(
     z, *rest = args if args else (kwargs.pop("sample"),)
     require_sampling("parallel_vae", decoder, (z, *rest, *kwargs.values()))
     dim = z.dim() - 2
-    if rows.doing is not None or rows.group.size == 1 or z.shape[dim] < rows.group.size:
+    if rows.session is not None or rows.group.size == 1 or z.shape[dim] < rows.group.size:
         return whole(z, *rest, **kwargs)
     if any(isinstance(value, Tensor) for value in (*rest, *kwargs.values())):
         raise Unsupported("parallel_vae: the decoder was given a second tensor", ["latent_embeds are not split"])
     mine = z[(slice(None),) * dim + (rows.cut(z.shape[dim]),)]
-    with Doing(rows.group, "parallel_vae") as rows.doing:
+    with Session(rows.group, "parallel_vae") as rows.session:
         try:
-            rows.doing.agree({"latent": tuple(z.shape), "dtype": z.dtype})
+            rows.session.agree({"latent": tuple(z.shape), "dtype": z.dtype})
             out = rows.whole(whole(mine, *rest, **kwargs), dim)
         finally:
-            rows.doing = None
+            rows.session = None
     rows.decodes += 1
     return out
 
@@ -190,7 +190,7 @@ def _exchanges(module: Any) -> list[tuple[nn.Module, Callable[..., Any]]]:
 
 
 def _conv2d(rows: _Rows, conv: Any, before: Callable[..., Tensor], x: Tensor) -> Tensor:
-    if rows.doing is None:
+    if rows.session is None:
         return before(x)
     reach = conv.dilation[0] * (conv.kernel_size[0] - 1) // 2
     x = rows.halo(x, reach, x.dim() - 2)
@@ -198,7 +198,7 @@ def _conv2d(rows: _Rows, conv: Any, before: Callable[..., Tensor], x: Tensor) ->
 
 
 def _conv3d(rows: _Rows, conv: Any, before: Callable[..., Tensor], x: Tensor, cache_x: Tensor | None = None) -> Tensor:
-    if rows.doing is None:
+    if rows.session is None:
         return before(x, cache_x)
     left, right, _, _, front, back = conv._padding
     if cache_x is not None and front > 0:
@@ -210,7 +210,7 @@ def _conv3d(rows: _Rows, conv: Any, before: Callable[..., Tensor], x: Tensor, ca
 
 def _group_norm(rows: _Rows, norm: nn.GroupNorm, before: Callable[..., Tensor], x: Tensor) -> Tensor:
     """Combines the ranks' means and variances by Chan, Golub and LeVeque, without differences of large sums."""
-    if rows.doing is None:
+    if rows.session is None:
         return before(x)
     narrow = x.dtype in (torch.bfloat16, torch.float16)
     wide = x.float() if narrow else x
@@ -232,11 +232,11 @@ def _group_norm(rows: _Rows, norm: nn.GroupNorm, before: Callable[..., Tensor], 
 
 
 def _all_tokens(rows: _Rows, linear: nn.Module, before: Callable[..., Tensor], x: Tensor) -> Tensor:
-    return before(x) if rows.doing is None else rows.whole(before(x), 1)
+    return before(x) if rows.session is None else rows.whole(before(x), 1)
 
 
 def _video_attention(rows: _Rows, block: nn.Module, before: Callable[..., Tensor], x: Tensor) -> Tensor:
-    return before(x) if rows.doing is None else rows.own(before(rows.whole(x, 3)), 3)
+    return before(x) if rows.session is None else rows.own(before(rows.whole(x, 3)), 3)
 
 
 def _unknown(decoder: nn.Module) -> list[str]:

@@ -24,7 +24,7 @@ from foci.integrations.parallel_rows import rebuilt, tensors_of
 from foci.integrations.pipefusion_stage import FAMILIES, Family, Stage
 from foci.integrations.undoable import Undoable
 from foci.ops.softmax.api import attention
-from foci.parallel.exchange import Doing, all_gather
+from foci.parallel.exchange import Session, all_gather
 from foci.parallel.group import Group
 
 __all__ = ["PipeFusion", "install", "psnr"]
@@ -194,8 +194,8 @@ def _call(stage: Stage, inner: Callable[..., Any], args: Any, kwargs: dict[str, 
     answer = inner(*args, **kwargs)
     # Only the last stage has the blocks' output; on the others, the layers after them ran on the blocks' input.
     parts = tensors_of(stage.model, answer)
-    with Doing(stage.group, "pipefusion") as doing:
-        everyones = [all_gather(stage.last_only(part), _shapes(stage.group, part.numel()), doing) for part in parts]
+    with Session(stage.group, "pipefusion") as session:
+        everyones = [all_gather(stage.last_only(part), _shapes(stage.group, part.numel()), session) for part in parts]
     return rebuilt(answer, [tensors[-1].view(part.shape) for tensors, part in zip(everyones, parts, strict=True)])
 
 

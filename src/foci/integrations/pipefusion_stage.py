@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from foci.core.errors import Unsupported
 from foci.ops.masks import Mask
-from foci.parallel.exchange import Doing, shift
+from foci.parallel.exchange import Session, shift
 from foci.parallel.group import Group
 
 
@@ -159,19 +159,19 @@ class Stage:
         arrived: list[Tensor] = []
         done: list[Tensor] = []
         text_done = words
-        with Doing(self.group, "pipefusion", "forward") as doing:
-            for doing.step in range(len(cuts) + stages - 1):
-                patch = doing.step - stage
+        with Session(self.group, "pipefusion", "forward") as session:
+            for session.step in range(len(cuts) + stages - 1):
+                patch = session.step - stage
                 passed = [tokens[:, :0], words[:, :0]]
                 if 0 <= patch < len(cuts):
                     given = arrived if stage else [tokens[:, cuts[patch]], words if patch == 0 else words[:, :0]]
-                    passed = doing.work(self._blocks, given, cuts[patch], words.shape[1], side) or given
+                    passed = session.compute(self._blocks, given, cuts[patch], words.shape[1], side) or given
                     if stage == stages - 1:
                         done.append(passed[0])
                         text_done = passed[1] if patch == 0 else text_done
                         passed = [tokens[:, :0], words[:, :0]]
-                if doing.step < len(cuts) + stages - 2:
-                    arrived = shift(passed, self._expected(tokens, words, cuts, patch + 1), 1, doing).wait()
+                if session.step < len(cuts) + stages - 2:
+                    arrived = shift(passed, self._expected(tokens, words, cuts, patch + 1), 1, session).wait()
         whole = torch.cat(done, 1) if done else tokens
         return whole, None if text is None else text_done
 

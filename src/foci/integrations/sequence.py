@@ -19,7 +19,7 @@ from foci.nn.recurrent import Recurrent
 from foci.ops.decay.api import linear_attention
 from foci.ops.delta.api import delta_rule
 from foci.ops.softmax.api import attention
-from foci.parallel.exchange import Doing, all_reduce, gather, share
+from foci.parallel.exchange import Session, all_reduce, divide_gradient, gather
 from foci.parallel.group import Group
 from foci.parallel.halo import halo
 from foci.parallel.handoff import handoff
@@ -60,8 +60,8 @@ class SplitSequence(Undoable):
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
         for same in by_dtype.values():
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
-            with Doing(self.group, "reduce_gradients", "backward") as doing:
-                flat = all_reduce(torch.cat([grad.flatten() for grad in grads]), doing)
+            with Session(self.group, "reduce_gradients", "backward") as session:
+                flat = all_reduce(torch.cat([grad.flatten() for grad in grads]), session)
             for parameter, part in zip(same, flat.split([p.numel() for p in same]), strict=True):
                 parameter.grad = part.view_as(parameter).clone()
 
@@ -179,7 +179,7 @@ class _Over:
             for name in names:
                 x = options.get(name)
                 if isinstance(x, Tensor) and x.requires_grad and (name != "log_decay" or x.dim() == 1):
-                    options[name] = share(x, self.group.size)
+                    options[name] = divide_gradient(x, self.group.size)
             return op(*args, **options)
 
         return shared

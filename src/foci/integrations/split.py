@@ -23,7 +23,7 @@ from foci.integrations.undoable import Undoable
 from foci.ops.masks import Mask
 from foci.ops.softmax.api import attention
 from foci.parallel.balance import unshard
-from foci.parallel.exchange import Doing, all_reduce, replicated, share
+from foci.parallel.exchange import Session, all_reduce, divide_gradient, sum_gradient
 from foci.parallel.group import Group, Traffic
 from foci.parallel.joint import joint
 from foci.parallel.ring import ring
@@ -74,8 +74,8 @@ class SplitHandle(Undoable):
         summed: dict[str, Tensor] = {}
         for dtype in dict.fromkeys(grad.dtype for grad in gradients.values()):
             some = {name: grad for name, grad in gradients.items() if grad.dtype == dtype}
-            with Doing(self._ranks.whole, "sum_shares", "backward") as doing:
-                flat = all_reduce(torch.cat([grad.flatten() for grad in some.values()]), doing)
+            with Session(self._ranks.whole, "sum_shares", "backward") as session:
+                flat = all_reduce(torch.cat([grad.flatten() for grad in some.values()]), session)
             parts = flat.split([grad.numel() for grad in some.values()])
             summed |= {name: part.view_as(grad) for (name, grad), part in zip(some.items(), parts, strict=True)}
         return summed
@@ -157,7 +157,7 @@ class _Ranks:
         self.whole.agree("split model", dict(_told(arguments)))
         for name, value in arguments.items():
             if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
-                arguments[name] = replicated(value, self.whole, "split model")
+                arguments[name] = sum_gradient(value, self.whole, "split model")
 
     def gather(self, module: str, x: Tensor, dim: int, tokens: int) -> Tensor:
         for group in (self.ulysses, self.ring):
@@ -169,7 +169,7 @@ class _Ranks:
         """x, with its gradient, which is complete on every rank, divided by the number of ranks."""
         if self.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
             return x
-        return share(x, self.size)
+        return divide_gradient(x, self.size)
 
     def attend(self, site: str, kind: Kind) -> Callable[..., Tensor]:
         if kind in ("cross", "whole"):

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from foci.parallel.exchange import Doing, all_gather, checked, declining, sum_scatter
+from foci.parallel.exchange import Session, all_gather, checked, declining, sum_scatter
 from foci.parallel.group import Group
 
 Order = Literal["plain", "zigzag", "stripe"]
@@ -166,12 +166,12 @@ class _Unshard(torch.autograd.Function):
         lengths = [length(each) for each in held]
         row = 0 if outer is None else outer.rank
         mine = lengths[row * inner.size : (row + 1) * inner.size]
-        with Doing(inner, name) as doing:
-            parts = all_gather(x, [(n, *x.shape[1:]) for n in mine], doing)
+        with Session(inner, name) as session:
+            parts = all_gather(x, [(n, *x.shape[1:]) for n in mine], session)
         if outer is not None:
             sums = [sum(lengths[i * inner.size : (i + 1) * inner.size]) for i in range(outer.size)]
-            with Doing(outer, name) as doing:
-                parts = all_gather(torch.cat(parts), [(n, *x.shape[1:]) for n in sums], doing)
+            with Session(outer, name) as session:
+                parts = all_gather(torch.cat(parts), [(n, *x.shape[1:]) for n in sums], session)
         everywhere = [place for each in held for piece in each for place in piece.positions]
         places = torch.tensor(everywhere, dtype=torch.int64, device=x.device)
         whole = torch.cat(parts)
@@ -192,12 +192,12 @@ class _ReduceScatter(torch.autograd.Function):
         parts = [_take(x, each, dim).movedim(dim, 0).contiguous() for each in held]
         if outer is not None:
             rows = [torch.cat(parts[row * inner.size : (row + 1) * inner.size]) for row in range(outer.size)]
-            with Doing(outer, "unshard", "backward") as doing:
-                row = sum_scatter(rows, doing)
+            with Session(outer, "unshard", "backward") as session:
+                row = sum_scatter(rows, session)
             mine = held[outer.rank * inner.size : (outer.rank + 1) * inner.size]
             parts = list(row.split([length(each) for each in mine]))
-        with Doing(inner, "unshard", "backward") as doing:
-            return sum_scatter(parts, doing).movedim(0, dim)
+        with Session(inner, "unshard", "backward") as session:
+            return sum_scatter(parts, session).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:

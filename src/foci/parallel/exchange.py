@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from foci.core.errors import Disagreement, RankError
 from foci.core.spec import accumulator
-from foci.parallel.group import RAISED, STATUS, WELL, Failure, Group
+from foci.parallel.group import NO_FAILURE, RAISED, STATUS, Failure, Group
 
 Result = TypeVar("Result")
 Shape = Sequence[int]
@@ -23,48 +23,48 @@ _TAG = 8
 _ALIGNED = 16  # bytes: alignment of tensors within a message, so that any dtype can view them
 
 
-# The enclosing protocol, while its `work` or `through` runs: one started within takes over its failure.
-_enclosing: ContextVar[Doing | None] = ContextVar("enclosing", default=None)
+# The enclosing protocol, while its `compute` or `run_nested` runs: one started within takes over its failure.
+_enclosing: ContextVar[Session | None] = ContextVar("enclosing", default=None)
 
 
-class Doing:
+class Session:
     """One protocol (sequence of exchanges) of a group: its operator, direction and step for errors; its first failure.
 
-        with Doing(group, "attention", "forward") as doing:
-            numbers = doing.agree(facts, [T])
-            for doing.step in range(group.size):
-                pending = shift([k, v], shapes, +1, doing)          # the next block is on its way ...
-                part = doing.work(attend, k, v)                     # ... while this one is computed
+        with Session(group, "attention", "forward") as session:
+            numbers = session.agree(facts, [T])
+            for session.step in range(group.size):
+                pending = shift([k, v], shapes, +1, session)          # the next block is on its way ...
+                part = session.compute(attend, k, v)                     # ... while this one is computed
                 k, v = pending.wait()
 
-    `work` computes. If it raises, this rank still takes part in all remaining exchanges, with a failure status in its
-    messages, so that no other rank deadlocks; so does every rank that receives the status. From then on `work` returns
+    If what `compute` runs raises, this rank still takes part in all remaining exchanges, with a failure status in its
+    messages, so that no other rank deadlocks; so does every rank that receives the status. From then on `compute` gives
     None at once, and received tensors have the right shapes but arbitrary values. At the end of the block ranks
     exchange statuses, and all raise the same RankError, or each its own error if all failed alike. A group without a
     CPU backend has no status: an error is raised at once, and the others fail by the group's timeout.
     """
 
-    def __init__(self, group: Group, operator: str, direction: str | None = None, inside: Sequence[Group] = ()) -> None:
-        """`inside`: groups of protocols nested in this one (`through`); if it fails before, it declines theirs."""
-        self.group, self.operator, self.direction, self.inside = group, operator, direction, inside
+    def __init__(self, group: Group, operator: str, direction: str | None = None, nested: Sequence[Group] = ()) -> None:
+        """`nested`: groups of protocols nested in this one (`run_nested`); if it fails before, it tells theirs."""
+        self.group, self.operator, self.direction, self.nested = group, operator, direction, nested
         self.step: int | None = None
         around = _enclosing.get()
         self.failure: Failure | None = None if around is None else around.failure
-        self.own: Exception | None = None
-        self.gone: set[int] = set()
+        self.own_error: Exception | None = None
+        self.lost_ranks: set[int] = set()
         self.messages: list[StorageWeakRef] = []  # received messages, which can be forwarded without a copy
 
     def agree(self, facts: Mapping[str, object], numbers: Sequence[int] = ()) -> list[list[int]]:
         """Group.agree, with this rank's failure so far."""
-        return self.group.agree(self.operator, facts, numbers, failure=self.failure, own=self.own)
+        return self.group.agree(self.operator, facts, numbers, failure=self.failure, own=self.own_error)
 
-    def work(self, function: Callable[..., Result], *args: Any) -> Result | None:
+    def compute(self, function: Callable[..., Result], *args: Any) -> Result | None:
         """`function(*args)`, or None once this protocol has failed here or elsewhere."""
         return None if self.failure is not None else self._run(function, *args)
 
-    def through(self, function: Callable[..., Result], *args: Any) -> Result | None:
-        """`work` that is itself a protocol: it runs also after a failure, so that its other ranks learn of it."""
-        self.inside = ()
+    def run_nested(self, function: Callable[..., Result], *args: Any) -> Result | None:
+        """`compute` that is itself a protocol: it runs also after a failure, so that its other ranks learn of it."""
+        self.nested = ()
         return self._run(function, *args)
 
     def _run(self, function: Callable[..., Result], *args: Any) -> Result | None:
@@ -75,28 +75,28 @@ class Doing:
             if not self.group.host:
                 raise
             if self.failure is None:
-                self.own, self.failure = error, self._failure(error)
+                self.own_error, self.failure = error, self._failure(error)
             return None
         finally:
             _enclosing.reset(before)
 
-    def hear(self, failure: Failure | None) -> None:
+    def record_failure(self, failure: Failure | None) -> None:
         """Record a failure; the first one counts."""
         if failure is not None and self.failure is None:
             step = self.step if failure.step is None else failure.step
             self.failure = failure._replace(step=step, direction=failure.direction or self.direction)
 
-    def lose(self, rank: int, error: RuntimeError) -> None:
+    def record_lost_rank(self, rank: int, error: RuntimeError) -> None:
         """Record that a rank of the group no longer answers: nothing more is sent to it or received from it."""
-        self.gone.add(rank)
+        self.lost_ranks.add(rank)
         if self.failure is None:
-            self.hear(self.group.blame(rank, error, self.step, self.direction))
+            self.record_failure(self.group.root_cause(rank, error, self.step, self.direction))
 
     @property
     def status(self) -> bytes:
-        return self.failure.pack() if self.failure is not None else WELL
+        return self.failure.pack() if self.failure is not None else NO_FAILURE
 
-    def __enter__(self) -> Doing:
+    def __enter__(self) -> Session:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -104,19 +104,23 @@ class Doing:
             self._settle()
             return
         if isinstance(error, Exception):
-            for group in self.inside:
-                group.decline(self.failure or self._failure(error))
-        # Errors raised by `heard`, also this rank's own, are known to all ranks; of others a note is left.
-        if isinstance(error, Exception) and error is not self.own and not isinstance(error, RankError | Disagreement):
+            for group in self.nested:
+                group.send_failure(self.failure or self._failure(error))
+        # Errors raised by `check_statuses`, also this rank's own, are known to all ranks; of others a note is left.
+        if (
+            isinstance(error, Exception)
+            and error is not self.own_error
+            and not isinstance(error, RankError | Disagreement)
+        ):
             self.group.leave_note(self._failure(error))
 
     def _settle(self) -> None:
         if self.group.size == 1 or not self.group.host:
-            if self.own is not None:
-                raise self.own
+            if self.own_error is not None:
+                raise self.own_error
             return
-        slots = self.group.tell(self.status, known=self.failure)
-        self.group.heard(self.operator, [self._placed(each) for each in slots], self.own)
+        slots = self.group.gather_bytes(self.status, known=self.failure)
+        self.group.check_statuses(self.operator, [self._placed(each) for each in slots], self.own_error)
 
     def _placed(self, slot: bytes | Failure) -> bytes | Failure:
         """Add the step and direction to the Failure of a rank lost in the final exchange."""
@@ -140,10 +144,10 @@ def checked(groups: Sequence[Group], operator: str, function: Callable[..., Resu
         return function(*args)
     except Exception as error:
         if groups and groups[0].host:
-            doing = Doing(groups[0], operator, "forward", groups[1:])
-            doing.own, doing.failure = error, doing._failure(error)
-            with doing:
-                doing.agree({})
+            session = Session(groups[0], operator, "forward", groups[1:])
+            session.own_error, session.failure = error, session._failure(error)
+            with session:
+                session.agree({})
         raise
 
 
@@ -153,7 +157,7 @@ def declining(groups: Sequence[Group], function: Callable[..., Result], *args: A
         return function(*args)
     except Exception as error:
         for group in groups:
-            group.decline(Doing(group, "")._failure(error))
+            group.send_failure(Session(group, "")._failure(error))
         raise
 
 
@@ -167,59 +171,59 @@ class Pending:
         return self._finish()[0]
 
 
-def shift(tensors: Sequence[Tensor], shapes: Sequence[Shape], by: int, doing: Doing) -> Pending:
+def shift(tensors: Sequence[Tensor], shapes: Sequence[Shape], by: int, session: Session) -> Pending:
     """Send tensors to rank (r + by) % size, and receive tensors of these shapes from rank (r - by) % size.
 
     Received tensors have the dtypes and devices of those sent. Both transfers are in flight until `.wait()`; do not
     write to the tensors before.
     """
-    group = doing.group
+    group = session.group
     if by % group.size == 0:
         return Pending(lambda: [list(tensors)])
     to, source = (group.rank + by) % group.size, (group.rank - by) % group.size
-    return Pending(_start({to: tensors}, {source: shapes}, tensors, doing))
+    return Pending(_start({to: tensors}, {source: shapes}, tensors, session))
 
 
-def all_to_all(parts: Sequence[Tensor], shapes: Sequence[Shape], doing: Doing) -> list[Tensor]:
+def all_to_all(parts: Sequence[Tensor], shapes: Sequence[Shape], session: Session) -> list[Tensor]:
     """Send parts[r] to each rank r; return the parts received, by rank, of these shapes. The own part is not copied."""
-    return [each[0] for each in exchange([[part] for part in parts], [[shape] for shape in shapes], doing)]
+    return [each[0] for each in exchange([[part] for part in parts], [[shape] for shape in shapes], session)]
 
 
 def exchange(
-    parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]], doing: Doing
+    parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]], session: Session
 ) -> list[Sequence[Tensor]]:
     """all_to_all of several tensors in one message: parts[r] are sent to rank r, shapes[r] are received from it."""
-    here = doing.group.rank
+    here = session.group.rank
     sent = {rank: each for rank, each in enumerate(parts) if rank != here}
     expected = {rank: each for rank, each in enumerate(shapes) if rank != here}
-    arrived = dict(zip(expected, _start(sent, expected, parts[here], doing)(), strict=True))
-    return [parts[here] if rank == here else arrived[rank] for rank in range(doing.group.size)]
+    arrived = dict(zip(expected, _start(sent, expected, parts[here], session)(), strict=True))
+    return [parts[here] if rank == here else arrived[rank] for rank in range(session.group.size)]
 
 
-def all_gather(tensor: Tensor, shapes: Sequence[Shape], doing: Doing) -> list[Tensor]:
+def all_gather(tensor: Tensor, shapes: Sequence[Shape], session: Session) -> list[Tensor]:
     """Every rank's tensor, by rank: shapes[r] is the shape of rank r's, and may differ from rank to rank."""
-    return all_to_all([tensor] * doing.group.size, shapes, doing)
+    return all_to_all([tensor] * session.group.size, shapes, session)
 
 
-def sum_scatter(parts: Sequence[Tensor], doing: Doing) -> Tensor:
+def sum_scatter(parts: Sequence[Tensor], session: Session) -> Tensor:
     """Reduce-scatter: the sum over ranks of parts[this rank], in rank order and in float32 at least."""
-    mine = parts[doing.group.rank]
-    arrived = all_to_all(parts, [mine.shape] * doing.group.size, doing)
+    mine = parts[session.group.rank]
+    arrived = all_to_all(parts, [mine.shape] * session.group.size, session)
     total = arrived[0].to(accumulator(mine.dtype), copy=True)
     for part in arrived[1:]:
         total += part
     return total.to(mine.dtype)
 
 
-def all_reduce(tensor: Tensor, doing: Doing) -> Tensor:
+def all_reduce(tensor: Tensor, session: Session) -> Tensor:
     """The sum over ranks, bitwise equal on each; a rank sends 2 (n - 1) / n times its bytes. Not in place."""
-    group = doing.group
+    group = session.group
     if group.size == 1:
         return tensor.clone()
     flat = tensor.contiguous().flatten()
     sizes = [len(range(rank, flat.numel(), group.size)) for rank in range(group.size)]
-    mine = sum_scatter(flat.split(sizes), doing)
-    return torch.cat(all_gather(mine, [[size] for size in sizes], doing)).view(tensor.shape)
+    mine = sum_scatter(flat.split(sizes), session)
+    return torch.cat(all_gather(mine, [[size] for size in sizes], session)).view(tensor.shape)
 
 
 def swap(parts: Sequence[Tensor], shapes: Sequence[Shape], group: Group, operator: str) -> tuple[Tensor, ...]:
@@ -233,18 +237,18 @@ def gather(tensor: Tensor, shapes: Sequence[Shape], group: Group, operator: str)
     return swap([tensor] * group.size, shapes, group, operator)
 
 
-def replicated(tensor: Tensor, group: Group, operator: str) -> Tensor:
+def sum_gradient(tensor: Tensor, group: Group, operator: str) -> Tensor:
     """Identity whose gradient is all-reduced: for a replicated tensor that each rank uses for its own tokens."""
-    same: Tensor = _Replicated.apply(tensor, group, operator)
+    same: Tensor = _SumGradient.apply(tensor, group, operator)
     return same
 
 
-def share(tensor: Tensor, count: int) -> Tensor:
+def divide_gradient(tensor: Tensor, count: int) -> Tensor:
     """Identity whose gradient is divided by `count`: for where each of `count` ranks computes the same full gradient.
 
     No communication. The sum over ranks is then the full gradient, as it is for tensors used on a rank's own tokens.
     """
-    same: Tensor = _Share.apply(tensor, count)
+    same: Tensor = _DivideGradient.apply(tensor, count)
     return same
 
 
@@ -255,8 +259,8 @@ class _Swap(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.operator = group, operator
         ctx.shapes = [part.shape for part in parts]
-        with Doing(group, operator, direction) as doing:
-            arrived = all_to_all(parts, shapes, doing)
+        with Session(group, operator, direction) as session:
+            arrived = all_to_all(parts, shapes, session)
         arrived[group.rank] = arrived[group.rank].clone()  # an input may not be returned as it is
         return tuple(arrived)
 
@@ -265,7 +269,7 @@ class _Swap(torch.autograd.Function):
         return None, None, None, None, *_Swap.apply(ctx.group, ctx.operator, "backward", ctx.shapes, *grads)
 
 
-class _Replicated(torch.autograd.Function):
+class _SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, operator: str) -> Tensor:
         ctx.group, ctx.operator = group, operator
@@ -276,7 +280,7 @@ class _Replicated(torch.autograd.Function):
         return _Summed.apply(grads[0], ctx.group, ctx.operator), None, None
 
 
-class _Share(torch.autograd.Function):
+class _DivideGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, count: int) -> Tensor:
         ctx.count = count
@@ -291,8 +295,8 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grad: Tensor, group: Group, operator: str) -> Tensor:
         ctx.group, ctx.operator = group, operator
-        with Doing(group, operator, "backward") as doing:
-            return all_reduce(grad, doing)
+        with Session(group, operator, "backward") as session:
+            return all_reduce(grad, session)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
@@ -300,64 +304,70 @@ class _Summed(torch.autograd.Function):
 
 
 def _start(
-    sent: Mapping[int, Sequence[Tensor]], expected: Mapping[int, Sequence[Shape]], like: Sequence[Tensor], doing: Doing
+    sent: Mapping[int, Sequence[Tensor]],
+    expected: Mapping[int, Sequence[Shape]],
+    like: Sequence[Tensor],
+    session: Session,
 ) -> Callable[[], list[list[Tensor]]]:
     """Start sends and receives; returns a function that waits for them and returns the received tensors."""
-    group = doing.group
+    group = session.group
     device = like[0].device
     for tensors in sent.values():
         group.traffic.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         group.traffic.messages += 1
     if device.type not in group.staged:
-        return _start_on_device(sent, expected, like, doing)
+        return _start_on_device(sent, expected, like, session)
     works: list[tuple[int, Any]] = []
     buffers: dict[int, Tensor] = {}
     outgoing: dict[int, Tensor] = {}
     for source, shapes in expected.items():
         buffers[source] = torch.empty(_layout(shapes, like)[-1] + STATUS, dtype=torch.uint8, device="cpu")
-        if source not in doing.gone:
-            _start_one(dist.irecv, buffers[source], {"group_src": source}, source, works, doing)
+        if source not in session.lost_ranks:
+            _start_one(dist.irecv, buffers[source], {"group_src": source}, source, works, session)
     packed: dict[int, Tensor] = {}
     for to, tensors in sent.items():
         key = id(tensors[0]) if len(tensors) == 1 else to
-        outgoing[to] = packed[key] = packed[key] if key in packed else _pack(tensors, doing)
+        outgoing[to] = packed[key] = packed[key] if key in packed else _pack(tensors, session)
         group.traffic.control += STATUS
-        if to not in doing.gone:
-            _start_one(dist.isend, outgoing[to], {"group_dst": to}, to, works, doing)
+        if to not in session.lost_ranks:
+            _start_one(dist.isend, outgoing[to], {"group_dst": to}, to, works, session)
 
     def finish() -> list[list[Tensor]]:
         for rank, work in works:
-            if rank not in doing.gone:
+            if rank not in session.lost_ranks:
                 try:
                     work.wait()
                 except RuntimeError as error:
-                    doing.lose(rank, error)
+                    session.record_lost_rank(rank, error)
         outgoing.clear()
         packed.clear()
-        doing.messages = [message for message in doing.messages if not message.expired()]
-        doing.messages += [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers.values()]
+        session.messages = [message for message in session.messages if not message.expired()]
+        session.messages += [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers.values()]
         for rank, buffer in buffers.items():
-            if rank not in doing.gone:
-                doing.hear(Failure.unpack(buffer[-STATUS:].numpy().tobytes()))
+            if rank not in session.lost_ranks:
+                session.record_failure(Failure.unpack(buffer[-STATUS:].numpy().tobytes()))
         return [_unpack(buffers[rank], shapes, like) for rank, shapes in expected.items()]
 
     return finish
 
 
 def _start_one(
-    start: Any, buffer: Tensor, peer: dict[str, int], rank: int, works: list[tuple[int, Any]], doing: Doing
+    start: Any, buffer: Tensor, peer: dict[str, int], rank: int, works: list[tuple[int, Any]], session: Session
 ) -> None:
     try:
-        works.append((rank, start(buffer, group=doing.group.pg, tag=_TAG, **peer)))
+        works.append((rank, start(buffer, group=session.group.pg, tag=_TAG, **peer)))
     except RuntimeError as error:
-        doing.lose(rank, error)
+        session.record_lost_rank(rank, error)
 
 
 def _start_on_device(
-    sent: Mapping[int, Sequence[Tensor]], expected: Mapping[int, Sequence[Shape]], like: Sequence[Tensor], doing: Doing
+    sent: Mapping[int, Sequence[Tensor]],
+    expected: Mapping[int, Sequence[Shape]],
+    like: Sequence[Tensor],
+    session: Session,
 ) -> Callable[[], list[list[Tensor]]]:
     """The same by device-to-device transfers, tensor by tensor, without a status; empty tensors are not sent."""
-    pg = doing.group.pg
+    pg = session.group.pg
     arriving = {
         rank: [
             torch.empty(shape, dtype=each.dtype, device=each.device) for shape, each in zip(shapes, like, strict=True)
@@ -387,12 +397,12 @@ def _start_on_device(
     return finish
 
 
-def blank(shapes: Sequence[Shape], like: Sequence[Tensor], doing: Doing) -> list[Tensor]:
+def zeros_in_message(shapes: Sequence[Shape], like: Sequence[Tensor], session: Session) -> list[Tensor]:
     """Zeros of these shapes, with dtypes and device of `like`, laid out as a message so that sending needs no copy."""
-    if like[0].device.type != "cpu" or "cpu" not in doing.group.staged:
+    if like[0].device.type != "cpu" or "cpu" not in session.group.staged:
         return [each.new_zeros(tuple(shape)) for shape, each in zip(shapes, like, strict=True)]
     message = torch.zeros(_layout(shapes, like)[-1] + STATUS, dtype=torch.uint8, device="cpu")
-    doing.messages.append(StorageWeakRef(message.untyped_storage()))
+    session.messages.append(StorageWeakRef(message.untyped_storage()))
     return _unpack(message, shapes, like)
 
 
@@ -405,7 +415,7 @@ def _layout(shapes: Sequence[Shape], like: Sequence[Tensor]) -> list[int]:
     return places
 
 
-def _pack(tensors: Sequence[Tensor], doing: Doing) -> Tensor:
+def _pack(tensors: Sequence[Tensor], session: Session) -> Tensor:
     """Tensors packed into one message; a received message whose tensors are forwarded unchanged is reused."""
     places = _layout([tensor.shape for tensor in tensors], tensors)
     storage = tensors[0].untyped_storage()
@@ -416,7 +426,7 @@ def _pack(tensors: Sequence[Tensor], doing: Doing) -> Tensor:
         for tensor, place in zip(tensors, places, strict=False)
     )
     # A weak reference keeps what it refers to from becoming another's, whether or not that is still alive.
-    if reusable and any(message.cdata == storage._cdata for message in doing.messages):
+    if reusable and any(message.cdata == storage._cdata for message in session.messages):
         message = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (places[-1] + STATUS,), (1,))
     else:
         message = torch.empty(places[-1] + STATUS, dtype=torch.uint8, device="cpu")
@@ -424,7 +434,7 @@ def _pack(tensors: Sequence[Tensor], doing: Doing) -> Tensor:
             if tensor.numel():
                 size = tensor.numel() * tensor.element_size()
                 message[place : place + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    message[-STATUS:] = torch.frombuffer(bytearray(doing.status), dtype=torch.uint8)
+    message[-STATUS:] = torch.frombuffer(bytearray(session.status), dtype=torch.uint8)
     return message
 
 

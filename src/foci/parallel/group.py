@@ -55,7 +55,7 @@ class Failure(NamedTuple):
         return RankError(operator, self.rank, self.text, step=self.step, direction=self.direction)
 
 
-WELL = bytes(STATUS)  # the status of a rank without a failure
+NO_FAILURE = bytes(STATUS)  # the status of a rank without a failure
 
 
 @dataclass
@@ -127,25 +127,28 @@ class Group:
         texts = {name: _text(value) for name, value in facts.items()} | {"numbers given": str(len(numbers))}
         words = repr(sorted(texts.items())).encode()
         digest = hashlib.blake2b(operator.encode() + words, digest_size=16).digest()
-        slot = (failure.pack() if failure else WELL) + digest
+        slot = (failure.pack() if failure else NO_FAILURE) + digest
         slot += struct.pack(f"<q{_NUMBERS}q", len(numbers), *([*numbers] + [0] * _NUMBERS)[:_NUMBERS])
-        good = self.heard(operator, self.tell(slot, device, failure), own)
+        good = self.check_statuses(operator, self.gather_bytes(slot, device, failure), own)
         if len({each[STATUS : STATUS + 16] for each in good}) > 1:
             raise self._disagreement(operator, texts, device)
         self._delete_notes()
         found = [list(struct.unpack_from(f"<{min(len(numbers), _NUMBERS)}q", each, STATUS + 24)) for each in good]
         for first in range(_NUMBERS, len(numbers), _MORE):
             part = numbers[first : first + _MORE]
-            message = WELL + struct.pack(f"<{len(part)}q", *part)
-            for row, each in zip(found, self.heard(operator, self.tell(message, device)), strict=True):
+            message = NO_FAILURE + struct.pack(f"<{len(part)}q", *part)
+            messages = self.check_statuses(operator, self.gather_bytes(message, device))
+            for row, each in zip(found, messages, strict=True):
                 row.extend(struct.unpack_from(f"<{len(part)}q", each, STATUS))
         return found
 
-    def decline(self, failure: Failure) -> None:
+    def send_failure(self, failure: Failure) -> None:
         """Take part in the other ranks' `agree` with a failure only, so that they raise instead of waiting."""
-        self.tell(failure.pack().ljust(_SLOT, b"\0"), known=failure)
+        self.gather_bytes(failure.pack().ljust(_SLOT, b"\0"), known=failure)
 
-    def heard(self, operator: str, slots: Sequence[bytes | Failure], own: Exception | None = None) -> list[bytes]:
+    def check_statuses(
+        self, operator: str, slots: Sequence[bytes | Failure], own: Exception | None = None
+    ) -> list[bytes]:
         """The messages, which begin with a status, if no rank failed; else raise the error that all ranks raise.
 
         Of several failures the first in this order: RAISED, GONE, SILENT; then the earliest step; then the lowest rank.
@@ -162,7 +165,7 @@ class Group:
         worst = min(known, key=lambda f: (f.kind, f.step is None, f.step or 0, f.rank))
         raise worst.error(operator) from own
 
-    def tell(
+    def gather_bytes(
         self, message: bytes, device: torch.device | None = None, known: Failure | None = None
     ) -> list[bytes | Failure]:
         """All-gather messages of equal length, by rank; for a rank that is gone or silent, that Failure instead.
@@ -174,7 +177,7 @@ class Group:
             return [message]
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         if self.host:
-            return self._tell_each(mine, known)
+            return self._gather_pairwise(mine, known)
         mine = mine.to(device or torch.device("cuda", torch.cuda.current_device()))
         all_of_them = mine.new_empty(self.size * mine.numel())
         try:
@@ -186,7 +189,7 @@ class Group:
             return [known or here] * self.size
         return [bytes(each.tolist()) for each in all_of_them.cpu().view(self.size, -1)]
 
-    def _tell_each(self, mine: Tensor, known: Failure | None) -> list[bytes | Failure]:
+    def _gather_pairwise(self, mine: Tensor, known: Failure | None) -> list[bytes | Failure]:
         """All-gather by pairwise sends: half the time of a ring all-gather, and it shows which rank is dead."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         buffers = {rank: torch.empty_like(mine) for rank in others}
@@ -197,7 +200,7 @@ class Group:
                 works[rank].append(dist.irecv(buffers[rank], group=self.pg, group_src=rank, tag=_TAG))
                 works[rank].append(dist.isend(mine, group=self.pg, group_dst=rank, tag=_TAG))
             except RuntimeError as error:
-                found[rank] = known = known or self.blame(rank, error)
+                found[rank] = known = known or self.root_cause(rank, error)
         for rank in others:
             if isinstance(found[rank], Failure):
                 continue
@@ -207,10 +210,12 @@ class Group:
                     work.wait(timedelta(seconds=_GRACE)) if known and known.kind == SILENT else work.wait()
                 found[rank] = buffers[rank].numpy().tobytes()
             except RuntimeError as error:
-                found[rank] = known = known or self.blame(rank, error)
+                found[rank] = known = known or self.root_cause(rank, error)
         return found
 
-    def blame(self, rank: int, error: RuntimeError, step: int | None = None, direction: str | None = None) -> Failure:
+    def root_cause(
+        self, rank: int, error: RuntimeError, step: int | None = None, direction: str | None = None
+    ) -> Failure:
         """The root cause of a broken connection to a rank of this group.
 
         A rank whose wait times out loses all its connections, so the ranks that wait for it fail too. Each therefore
@@ -262,9 +267,9 @@ class Group:
 
     def _disagreement(self, operator: str, told: Mapping[str, str], device: torch.device | None) -> Disagreement:
         words = repr((operator, dict(told))).encode()
-        sizes = self.heard(operator, self.tell(WELL + struct.pack("<q", len(words)), device))
+        sizes = self.check_statuses(operator, self.gather_bytes(NO_FAILURE + struct.pack("<q", len(words)), device))
         longest = max(struct.unpack_from("<q", each, STATUS)[0] for each in sizes)
-        texts = self.heard(operator, self.tell(WELL + words.ljust(longest), device))
+        texts = self.check_statuses(operator, self.gather_bytes(NO_FAILURE + words.ljust(longest), device))
         said = [ast.literal_eval(each[STATUS:].decode().strip()) for each in texts]
         facts: dict[str, dict[int, str]] = {}
         if len({name for name, _ in said}) > 1:

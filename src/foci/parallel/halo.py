@@ -10,9 +10,9 @@ from torch import Tensor
 
 from foci.core.errors import ShapeError
 from foci.ops import arguments
-from foci.parallel.carries import Cut
-from foci.parallel.exchange import Doing, all_gather, gather, sum_scatter
+from foci.parallel.exchange import Session, all_gather, gather, sum_scatter
 from foci.parallel.group import Group
+from foci.parallel.state_passing import TokenSharding
 
 _NAME = "halo"
 
@@ -41,24 +41,24 @@ def halo(x: Tensor, width: int, group: Any, *, tail: Tensor | None = None, offse
     Raises ShapeError or ValueError for what does not fit, Disagreement where ranks differ, RankError when one fails.
     """
     group = Group.of(group)
-    doing = Doing(group, _NAME, "forward")
-    doing.work(_check, x, width, tail, offsets)
+    session = Session(group, _NAME, "forward")
+    session.compute(_check, x, width, tail, offsets)
     facts: dict[str, object] = {}
-    if doing.failure is None:
+    if session.failure is None:
         facts = {"width": width, "dtype": x.dtype, "rows and channels": (x.shape[0], x.shape[2]), "offsets": offsets}
         facts |= {"tail": tail is not None, "gradient": x.requires_grad and torch.is_grad_enabled()}
-    lengths = [row[0] for row in doing.agree(facts, [x.shape[1] if doing.failure is None else 0])]
+    lengths = [row[0] for row in session.agree(facts, [x.shape[1] if session.failure is None else 0])]
     documents = arguments.documents(_NAME, offsets, sum(lengths))
-    cut = Cut(tuple(lengths), None if documents is None else tuple(documents))
+    sharding = TokenSharding(tuple(lengths), None if documents is None else tuple(documents))
     rows = x.shape[0] if documents is None else len(documents)
     first = x.new_zeros(rows, width, x.shape[2]) if tail is None else tail.to(x.dtype)
-    before, last = _Halo.apply(group, cut, x, first)
+    before, last = _Halo.apply(group, sharding, x, first)
     if documents is None:
         return Halo(before, None, last)
-    runs = cut.runs(group.rank)
+    runs = sharding.runs(group.rank)
     joined = [torch.cat([b, x[0, r.start : r.stop]]) for b, r in zip(before, runs, strict=True) if not r.leaves]
     ended = torch.stack([each[each.shape[0] - width :] for each in joined]) if joined else before[:0]
-    counts = [sum(not run.leaves for run in cut.runs(rank)) for rank in range(group.size)]
+    counts = [sum(not run.leaves for run in sharding.runs(rank)) for rank in range(group.size)]
     ends = iter(torch.cat(gather(ended, [(n, width, x.shape[2]) for n in counts], group, _NAME)))
     tails = [next(ends) if stop > start else first[n] for n, (start, stop) in enumerate(documents)]
     places = torch.tensor([0, *(run.stop for run in runs)], device=x.device)
@@ -69,16 +69,18 @@ class _Halo(torch.autograd.Function):
     """(before, tail) of batch rows, (before, empty) of documents. All ranks must run its backward, used or not."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, cut: Cut, x: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.group, ctx.cut, ctx.shape, ctx.first = group, cut, x.shape, first.shape
+    def forward(ctx: Any, group: Group, sharding: TokenSharding, x: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.group, ctx.sharding, ctx.shape, ctx.first = group, sharding, x.shape, first.shape
         width = first.shape[1]
-        with Doing(group, _NAME, "forward") as doing:
-            ends = all_gather(x[:, max(x.shape[1] - width, 0) :].contiguous(), _shapes(cut, x.shape, width), doing)
-        return _found(cut, group.rank, ends, first)
+        with Session(group, _NAME, "forward") as session:
+            ends = all_gather(
+                x[:, max(x.shape[1] - width, 0) :].contiguous(), _shapes(sharding, x.shape, width), session
+            )
+        return _found(sharding, group.rank, ends, first)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[None, None, Tensor, Tensor]:
-        return None, None, *_HaloBackward.apply(ctx.group, ctx.cut, ctx.shape, ctx.first, *grads)
+        return None, None, *_HaloBackward.apply(ctx.group, ctx.sharding, ctx.shape, ctx.first, *grads)
 
 
 class _HaloBackward(torch.autograd.Function):
@@ -86,39 +88,41 @@ class _HaloBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, group: Group, cut: Cut, shape: torch.Size, first: torch.Size, *grads: Tensor
+        ctx: Any, group: Group, sharding: TokenSharding, shape: torch.Size, first: torch.Size, *grads: Tensor
     ) -> tuple[Tensor, Tensor]:
-        ctx.group, ctx.cut = group, cut
+        ctx.group, ctx.sharding = group, sharding
         with torch.enable_grad():  # _found only moves elements: autograd transposes it
-            shapes = [*_shapes(cut, shape, first[1]), first]
+            shapes = [*_shapes(sharding, shape, first[1]), first]
             *ends, start = (grads[0].new_zeros(each, requires_grad=True) for each in shapes)
-            made = _found(cut, group.rank, ends, start)
+            made = _found(sharding, group.rank, ends, start)
             *parts, d_first = torch.autograd.grad(made, [*ends, start], grads, materialize_grads=True)
-        with Doing(group, _NAME, "backward") as doing:
-            mine = sum_scatter([part.contiguous() for part in parts], doing)
+        with Session(group, _NAME, "backward") as session:
+            mine = sum_scatter([part.contiguous() for part in parts], session)
         dx = mine.new_zeros(shape)
         dx[:, shape[1] - mine.shape[1] :] = mine
         return dx, d_first
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[None, None, None, None, Tensor, Tensor]:
-        return None, None, None, None, *_Halo.apply(ctx.group, ctx.cut, *grads)
+        return None, None, None, None, *_Halo.apply(ctx.group, ctx.sharding, *grads)
 
 
-def _shapes(cut: Cut, shape: Sequence[int], width: int) -> list[tuple[int, int, int]]:
+def _shapes(sharding: TokenSharding, shape: Sequence[int], width: int) -> list[tuple[int, int, int]]:
     """Shapes of the last tokens that each rank sends."""
-    return [(shape[0], min(width, n), shape[2]) for n in cut.lengths]
+    return [(shape[0], min(width, n), shape[2]) for n in sharding.lengths]
 
 
-def _found(cut: Cut, rank: int, ends: Sequence[Tensor], first: Tensor) -> tuple[Tensor, Tensor]:
+def _found(sharding: TokenSharding, rank: int, ends: Sequence[Tensor], first: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens before each run of this rank; of batch rows also the last tokens of the whole sequence."""
-    here = cut.borders[rank]
-    befores = [_last(first, ends, cut, run.rows, here) if run.enters else first[run.rows] for run in cut.runs(rank)]
+    here = sharding.boundaries[rank]
+    befores = [
+        _last(first, ends, sharding, run.rows, here) if run.enters else first[run.rows] for run in sharding.runs(rank)
+    ]
     # New tensors, connected to the inputs in the graph even if empty.
     before = torch.cat([first[:0], *befores])
-    if cut.documents is not None:
+    if sharding.documents is not None:
         return before, first[:0].clone()
-    return before, _last(first, ends, cut, slice(None), cut.borders[-1]).clone()
+    return before, _last(first, ends, sharding, slice(None), sharding.boundaries[-1]).clone()
 
 
 def _check(x: Tensor, width: int, tail: Tensor | None, offsets: Tensor | None) -> None:
@@ -132,12 +136,12 @@ def _check(x: Tensor, width: int, tail: Tensor | None, offsets: Tensor | None) -
         raise ShapeError(f"{_NAME}: tail has shape {list(tail.shape)}; expected [N, width, D] = {expected}")
 
 
-def _last(first: Tensor, ends: Sequence[Tensor], cut: Cut, rows: slice, stop: int) -> Tensor:
+def _last(first: Tensor, ends: Sequence[Tensor], sharding: TokenSharding, rows: slice, stop: int) -> Tensor:
     """The `width` tokens before position `stop` of the whole sequence, of batch rows or of the document there."""
-    start = 0 if cut.documents is None else cut.documents[rows.start][0]
+    start = 0 if sharding.documents is None else sharding.documents[rows.start][0]
     parts = [first[rows]]
     for rank, end in enumerate(ends):
-        behind = cut.borders[rank + 1]
+        behind = sharding.boundaries[rank + 1]
         # Of this rank's last tokens those that belong to the document and stand before `stop`.
         low, high = max(start, behind - end.shape[1]), min(stop, behind)
         if low < high:

@@ -13,11 +13,11 @@ from torch import Tensor
 from foci.core.plans import without_autocast
 from foci.core.spec import Outputs
 from foci.ops import arguments
-from foci.parallel.carries import SUMMARIES, Carries, Cut, Link
-from foci.parallel.exchange import Doing, all_reduce, all_to_all
+from foci.parallel.exchange import Session, all_reduce, all_to_all
 from foci.parallel.group import Group
-from foci.parallel.inside import once_differentiable
+from foci.parallel.nested_graph import once_differentiable
 from foci.parallel.operators import Bound, Operator, operator_of
+from foci.parallel.state_passing import SUMMARIES, RankRecurrence, StateMap, TokenSharding
 
 Gradients = dict[str, Tensor | None]
 
@@ -61,31 +61,31 @@ class Handoff:
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **options: Any) -> Any:
-        doing = Doing(self.group, self.operator.name, "forward")
-        bound = doing.work(self.operator.bind, args, options)
-        outputs = self._run(doing, bound)
+        session = Session(self.group, self.operator.name, "forward")
+        bound = session.compute(self.operator.bind, args, options)
+        outputs = self._run(session, bound)
         assert bound is not None
         return self.operator.returns(outputs, bound)
 
     @torch.compiler.disable
     def run(self, call: Any, backend: str | None) -> Outputs:
         """All outputs of a bound call."""
-        doing = Doing(self.group, self.operator.name, "forward")
-        return self._run(doing, Bound(call, backend))
+        session = Session(self.group, self.operator.name, "forward")
+        return self._run(session, Bound(call, backend))
 
-    def _run(self, doing: Doing, bound: Bound | None) -> Outputs:
+    def _run(self, session: Session, bound: Bound | None) -> Outputs:
         facts: dict[str, object] = {}
         numbers = [0]
         if bound is not None:
             facts = self.operator.facts(bound.call) | {"wrapper": "handoff", "gradients": torch.is_grad_enabled()}
             facts["offsets"] = bound.call.offsets
             numbers = [bound.call[0].shape[1]]
-        lengths = [row[0] for row in doing.agree(facts, numbers)]
+        lengths = [row[0] for row in session.agree(facts, numbers)]
         assert bound is not None  # or agree had raised
         call = bound.call
         documents = arguments.documents(self.operator.name, call.offsets, sum(lengths))
-        cut = Cut(tuple(lengths), None if documents is None else tuple(documents))
-        plan = _Plan(self.operator, self.group, cut, bound.backend, call.return_state)
+        sharding = TokenSharding(tuple(lengths), None if documents is None else tuple(documents))
+        plan = _Plan(self.operator, self.group, sharding, bound.backend, call.return_state)
         out, final = _Handoff.apply(plan, *call._replace(return_state=True))
         return out, arguments.ends(call, final)
 
@@ -96,55 +96,55 @@ class _Plan:
 
     operator: Operator
     group: Group
-    cut: Cut
+    sharding: TokenSharding
     backend: str | None
     wanted: bool
 
     @property
-    def carries(self) -> Carries:
-        return Carries(self.operator, self.cut, self.group.rank)
+    def recurrence(self) -> RankRecurrence:
+        return RankRecurrence(self.operator, self.sharding, self.group.rank)
 
     def gather(
         self,
-        link: Link | None,
+        state_map: StateMap | None,
         call: Any,
         to: Callable[[int, int], bool],
         through: Callable[[int], bool],
-        doing: Doing,
-    ) -> list[Link | None]:
-        """Exchange links; returns those of the ranks that this one needs, by rank, None for others.
+        session: Session,
+    ) -> list[StateMap | None]:
+        """Exchange state maps; returns those of the ranks that this one needs, by rank, None for others.
 
-        `to(a, b)`: whether rank a's link is sent to rank b; `through(a)`: whether it has a transition.
+        `to(a, b)`: whether rank a's map is sent to rank b; `through(a)`: whether it has a transition.
         """
-        transition, offset = self.carries.shapes(call)
+        transition, offset = self.recurrence.map_shapes(call)
         A, B = math.prod(transition), math.prod(offset)
 
         def size(source: int, target: int) -> int:
-            if self.cut.passes(source) or not to(source, target):
+            if self.sharding.is_empty(source) or not to(source, target):
                 return 0
             return A * through(source) + B
 
         own = [size(self.group.rank, rank) for rank in range(self.group.size)]
         flat = call[0].new_zeros(max(own), dtype=call.accumulator)
-        if link is not None and flat.numel():
-            parts = (link.transition, link.offset) if through(self.group.rank) else (link.offset,)
+        if state_map is not None and flat.numel():
+            parts = (state_map.transition, state_map.offset) if through(self.group.rank) else (state_map.offset,)
             flat = torch.cat([x.reshape(-1) for x in parts if x is not None])
         sent = [flat[:n] for n in own]
-        arrived = all_to_all(sent, [(size(rank, self.group.rank),) for rank in range(self.group.size)], doing)
-        found: list[Link | None] = []
+        arrived = all_to_all(sent, [(size(rank, self.group.rank),) for rank in range(self.group.size)], session)
+        found: list[StateMap | None] = []
         for rank, each in enumerate(arrived):
             if not each.numel():
                 found.append(None)
             elif through(rank):
-                found.append(Link(each[:A].view(transition), each[A:].view(offset)))
+                found.append(StateMap(each[:A].view(transition), each[A:].view(offset)))
             else:
-                found.append(Link(None, each.view(offset)))
+                found.append(StateMap(None, each.view(offset)))
         return found
 
     def step(self, call: Any) -> _Ordered | _Unordered:
         return _Ordered(self, call) if getattr(call, "causal", True) else _Unordered(self, call)
 
-    def shared(self, call: Any, found: Gradients, needs: dict[str, bool], doing: Doing) -> Gradients:
+    def shared(self, call: Any, found: Gradients, needs: dict[str, bool], session: Session) -> Gradients:
         """Gradients of replicated arguments (bonus, a decay [H], A, skip), summed by a single all-reduce."""
         letters = self.operator.letters
         given = {n: getattr(call, n) for n, need in needs.items() if need and n != "state"}
@@ -152,42 +152,42 @@ class _Plan:
         if not names:
             return {}
         parts = [torch.zeros_like(given[n]) if (part := found.get(n)) is None else part for n in names]
-        flat = all_reduce(torch.cat([part.flatten().to(call.accumulator) for part in parts]), doing)
+        flat = all_reduce(torch.cat([part.flatten().to(call.accumulator) for part in parts]), session)
         sums = flat.split([part.numel() for part in parts])
         return {name: each.view_as(given[name]) for name, each in zip(names, sums, strict=True)}
 
 
 class _Ordered:
-    """Causal: the incoming state is the first state mapped by the links of the ranks before."""
+    """Causal: the incoming state is the first state mapped by the maps of the ranks before."""
 
     def __init__(self, plan: _Plan, call: Any) -> None:
-        self.plan, self.call, self.carries = plan, call, plan.carries
-        self.packed = plan.cut.documents is not None
+        self.plan, self.call, self.recurrence = plan, call, plan.recurrence
+        self.packed = plan.sharding.documents is not None
         self.saved: tuple[Tensor | None, ...] = ()
 
-    def forward(self, doing: Doing, keep: bool) -> tuple[Tensor, Tensor] | None:
+    def forward(self, session: Session, keep: bool) -> tuple[Tensor, Tensor] | None:
         """out and the final state; None if a rank failed."""
 
         def to(source: int, target: int) -> bool:
             return source < target or (self.plan.wanted and not self.packed)
 
-        carries, link = self.carries, None
+        recurrence, state_map = self.recurrence, None
         if self._sends(to):
-            link = doing.work(carries.link, self.call)
-        links = self.plan.gather(link, self.call, to, self.plan.cut.through, doing)
-        entered = doing.work(carries.enter, self.call, links)
-        state = None if entered is None else carries.states(self.call, entered[0])
-        outputs = doing.work(carries.compute, self.call, state, self.plan.backend, keep)
+            state_map = session.compute(recurrence.state_map, self.call)
+        maps = self.plan.gather(state_map, self.call, to, self.plan.sharding.propagates, session)
+        entered = session.compute(recurrence.entering_state, self.call, maps)
+        state = None if entered is None else recurrence.run_states(self.call, entered[0])
+        outputs = session.compute(recurrence.compute, self.call, state, self.plan.backend, keep)
         final = None if entered is None else entered[1]
         if self.packed and self.plan.wanted:
-            ended = doing.work(carries.finals, self.call, outputs and outputs[1])
-            final = all_reduce(carries.whole(self.call) if ended is None else ended, doing)
+            ended = session.compute(recurrence.final_states, self.call, outputs and outputs[1])
+            final = all_reduce(recurrence.zero_states(self.call) if ended is None else ended, session)
         if outputs is None or final is None:
             return None
-        self.saved = (None if link is None else link.transition, state, *outputs)
+        self.saved = (None if state_map is None else state_map.transition, state, *outputs)
         return outputs[0], final
 
-    def backward(self, doing: Doing, grads: Sequence[Tensor | None], needs: dict[str, bool]) -> Gradients:
+    def backward(self, session: Session, grads: Sequence[Tensor | None], needs: dict[str, bool]) -> Gradients:
         """The needed gradients, by name."""
 
         def to(source: int, target: int) -> bool:
@@ -195,29 +195,29 @@ class _Ordered:
 
         def through(source: int) -> bool:
             # After the last rank there is a gradient only if the final state is wanted; else it has no transition.
-            return self.plan.cut.through(source) and (self.plan.wanted or source < self.plan.group.size - 1)
+            return self.plan.sharding.propagates(source) and (self.plan.wanted or source < self.plan.group.size - 1)
 
-        carries, call = self.carries, self.call
+        recurrence, call = self.recurrence, self.call
         transition, state, out, *rest = self.saved
         assert out is not None
         d_out, d_final = grads
         d_out = torch.zeros_like(out) if d_out is None else d_out
         if self.plan.wanted:
-            d_final = all_reduce(carries.whole(call) if d_final is None else d_final, doing)
-        link = None
+            d_final = all_reduce(recurrence.zero_states(call) if d_final is None else d_final, session)
+        state_map = None
         if self._sends(to):
-            link = doing.work(carries.back, call, transition, d_out, d_final)
-        links = self.plan.gather(link, call, to, through, doing)
-        left = doing.work(carries.leave, call, links, d_final)
+            state_map = session.compute(recurrence.backward_map, call, transition, d_out, d_final)
+        maps = self.plan.gather(state_map, call, to, through, session)
+        left = session.compute(recurrence.leaving_gradient, call, maps, d_final)
         found: Gradients = {}
         if left is not None:
-            given = d_out, carries.ends(call, left[0], d_final)
+            given = d_out, recurrence.final_state_gradients(call, left[0], d_final)
             wanted = needs | {"state": needs["state"] and self.packed}
-            found = doing.work(carries.gradients, call, state, (out, *rest), given, wanted) or {}
+            found = session.compute(recurrence.gradients, call, state, (out, *rest), given, wanted) or {}
             found["state"] = left[1] if needs["state"] and not self.packed else found.get("state")
         if needs["state"] and self.packed:
-            firsts = doing.work(carries.firsts, call, found.get("state"), d_final)
-            found["state"] = all_reduce(carries.whole(call) if firsts is None else firsts, doing)
+            firsts = session.compute(recurrence.initial_state_gradients, call, found.get("state"), d_final)
+            found["state"] = all_reduce(recurrence.zero_states(call) if firsts is None else firsts, session)
         return found
 
     def _sends(self, to: Callable[[int, int], bool]) -> bool:
@@ -229,39 +229,39 @@ class _Unordered:
     """Not causal: every token reads the sum over all ranks' tokens; the local call adds this rank's own part itself."""
 
     def __init__(self, plan: _Plan, call: Any) -> None:
-        self.plan, self.call, self.carries = plan, call, plan.carries
+        self.plan, self.call, self.recurrence = plan, call, plan.recurrence
         self.saved: tuple[Tensor | None, ...] = ()
 
-    def forward(self, doing: Doing, keep: bool) -> tuple[Tensor, Tensor] | None:
+    def forward(self, session: Session, keep: bool) -> tuple[Tensor, Tensor] | None:
         """out and the final state; None if a rank failed."""
-        carries, call = self.carries, self.call
-        own = doing.work(carries.sums, call)
-        total = all_reduce(carries.whole(call) if own is None else own, doing)
+        recurrence, call = self.recurrence, self.call
+        own = session.compute(recurrence.state_sums, call)
+        total = all_reduce(recurrence.zero_states(call) if own is None else own, session)
         if own is None:
             return None
-        first = carries.begins(call, slice(None))
-        state = carries.stacked(call, [first[run.rows] + (total - own)[run.rows] for run in carries.runs])
-        outputs = doing.work(carries.compute, call, state, self.plan.backend, keep)
+        first = recurrence.initial_states(call, slice(None))
+        state = recurrence.stacked(call, [first[run.rows] + (total - own)[run.rows] for run in recurrence.runs])
+        outputs = session.compute(recurrence.compute, call, state, self.plan.backend, keep)
         if outputs is None:
             return None
         self.saved = (state, *outputs)
         return outputs[0], first + total
 
-    def backward(self, doing: Doing, grads: Sequence[Tensor | None], needs: dict[str, bool]) -> Gradients:
+    def backward(self, session: Session, grads: Sequence[Tensor | None], needs: dict[str, bool]) -> Gradients:
         """The needed gradients, by name."""
-        carries, call = self.carries, self.call
+        recurrence, call = self.recurrence, self.call
         state, out, *rest = self.saved
         assert out is not None
         d_out, d_final = grads
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        read = doing.work(carries.reads, call, d_out)
-        known = carries.whole(call) if read is None else read
-        total = all_reduce(known if d_final is None else known + d_final, doing)
+        read = session.compute(recurrence.gradient_sums, call, d_out)
+        known = recurrence.zero_states(call) if read is None else read
+        total = all_reduce(known if d_final is None else known + d_final, session)
         if read is None:
             return {}
-        given = d_out, carries.stacked(call, [(total - read)[run.rows] for run in carries.runs])
+        given = d_out, recurrence.stacked(call, [(total - read)[run.rows] for run in recurrence.runs])
         wanted = needs | {"state": False}
-        found = doing.work(carries.gradients, call, state, (out, *rest), given, wanted) or {}
+        found = session.compute(recurrence.gradients, call, state, (out, *rest), given, wanted) or {}
         return found | {"state": total if needs["state"] else None}
 
 
@@ -274,11 +274,11 @@ class _Handoff(torch.autograd.Function):
         call = plan.operator.spec.call(*values)
         needs = dict(zip(call._fields, ctx.needs_input_grad[1:], strict=True))
         step = plan.step(call)
-        with Doing(plan.group, plan.operator.name, "forward") as doing, without_autocast(call[0]):
-            found = step.forward(doing, any(needs.values()))
+        with Session(plan.group, plan.operator.name, "forward") as session, without_autocast(call[0]):
+            found = step.forward(session, any(needs.values()))
         assert found is not None  # or the end of the block had raised
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.needs, ctx.chosen = plan, needs, step.carries.chosen
+        ctx.plan, ctx.needs, ctx.chosen = plan, needs, step.recurrence.chosen
         ctx.save_for_backward(*(each if isinstance(each, Tensor) else None for each in values), *step.saved)
         ctx.numbers = [None if isinstance(each, Tensor) else each for each in values]
         if not plan.wanted:
@@ -293,10 +293,10 @@ class _Handoff(torch.autograd.Function):
         tensors, saved = every[:count], every[count:]
         call = plan.operator.spec.call(*(n if x is None else x for x, n in zip(tensors, ctx.numbers, strict=True)))
         step = plan.step(call)
-        step.saved, step.carries.chosen = saved, ctx.chosen
-        with Doing(plan.group, plan.operator.name, "backward") as doing, without_autocast(call[0]):
-            found = step.backward(doing, grads, ctx.needs)
-            found |= plan.shared(call, found, ctx.needs, doing)
+        step.saved, step.recurrence.chosen = saved, ctx.chosen
+        with Session(plan.group, plan.operator.name, "backward") as session, without_autocast(call[0]):
+            found = step.backward(session, grads, ctx.needs)
+            found |= plan.shared(call, found, ctx.needs, session)
         return None, *(_cast_like(x, found.get(name)) for name, x in zip(call._fields, call, strict=True))
 
 

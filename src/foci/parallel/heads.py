@@ -67,7 +67,7 @@ class Route(NamedTuple):
     def ranks(self) -> int:
         return len(self.runs)
 
-    def part(self, holder: int, computer: int) -> tuple[int, ...]:
+    def message_shape(self, holder: int, computer: int) -> tuple[int, ...]:
         """The shape of the message between a rank that holds tokens and a rank that computes heads."""
         shape = list(self.shape)
         if self.token is not None:
@@ -77,28 +77,28 @@ class Route(NamedTuple):
             shape[self.head] = stop - start
         return tuple(shape)
 
-    def whole(self, computer: int) -> tuple[int, ...]:
+    def shape_by_heads(self, computer: int) -> tuple[int, ...]:
         """The shape as sharded by heads: all tokens of the heads of a rank."""
-        shape = list(self.part(0, computer))
+        shape = list(self.message_shape(0, computer))
         if self.token is not None:
             shape[self.token] = sum(self.lengths)
         return tuple(shape)
 
-    def scattered(self, x: Tensor) -> list[Tensor]:
+    def split_by_heads(self, x: Tensor) -> list[Tensor]:
         """Split this rank's tokens by heads: one part for each rank that computes them."""
         if self.head is None:
             return [x] * self.ranks
         return [x.narrow(self.head, start, stop - start) for start, stop in self.runs]
 
-    def collected(self, parts: Sequence[Tensor]) -> Tensor:
+    def join_tokens(self, parts: Sequence[Tensor]) -> Tensor:
         """Join the parts of all ranks along tokens; the sum if there is no token dimension."""
         return _sum(parts) if self.token is None else torch.cat(list(parts), self.token)
 
-    def returned(self, y: Tensor) -> list[Tensor]:
+    def split_by_tokens(self, y: Tensor) -> list[Tensor]:
         """Split this rank's heads by tokens: one part for each rank that holds them."""
         return [y] * self.ranks if self.token is None else list(y.split(self.lengths, self.token))
 
-    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+    def join_heads(self, parts: Sequence[Tensor]) -> Tensor:
         """Join the parts of all ranks along heads; a head computed by two ranks is summed."""
         if self.head is None:
             return _sum(parts)

@@ -15,8 +15,8 @@ from foci.ops.masks import All, Dense, Lengths, Mask
 from foci.parallel.balance import Order, rejoined, shard
 from foci.parallel.exchange import checked
 from foci.parallel.group import Group
-from foci.parallel.held import groups_of, held_in, order_of, places, tell_counts
 from foci.parallel.operators import Operator, Runs, operator_of
+from foci.parallel.shard_positions import gather_counts, groups_of, order_of, pieces_by_rank, positions_of
 
 Where = Literal["front", "back"]
 Text = Literal["replicated", "split"]
@@ -83,7 +83,7 @@ class Joint:
         front = self.where == "front"
         whole = [torch.cat([t, x] if front else [x, t], 1) for x, t in zip((q, k, v), texts, strict=True)]
         if mask is not None:
-            told = tell_counts("joint", groups, [texts[1].shape[1], k.shape[1]], _facts(mask))
+            told = gather_counts("joint", groups, [texts[1].shape[1], k.shape[1]], _facts(mask))
             columns = self._columns(groups, order, told)
             mask = Dense(_allowed(mask, columns.numel()).index_select(-1, columns.to(q.device)))
         attend = self.wrapped.operator.function if isinstance(self.wrapped, Operator) else _plain(self.wrapped)
@@ -105,13 +105,13 @@ class Joint:
     def _columns(self, groups: Sequence[Group], order: Order, counts: Sequence[Sequence[int]]) -> Tensor:
         """The position in the joint sequence of every key, in the order in which the ranks hold them."""
         text_counts, image_counts = ([row[place] for row in counts] for place in (0, 1))
-        texts = held_in(groups, "plain" if self.text == "replicated" else order, text_counts)
-        images = held_in(groups, order, image_counts)
+        texts = pieces_by_rank(groups, "plain" if self.text == "replicated" else order, text_counts)
+        images = pieces_by_rank(groups, order, image_counts)
         front = self.where == "front"
         before_text, before_image = (0, sum(text_counts)) if front else (sum(image_counts), 0)
         found = []
         for text, image in zip(texts, images, strict=True):
-            mine = [places(text) + before_text, places(image) + before_image]
+            mine = [positions_of(text) + before_text, positions_of(image) + before_image]
             found += mine if front else mine[::-1]
         return torch.cat(found)
 

@@ -14,7 +14,7 @@ import torch
 from foci.bench.measure import clock
 from foci.core.device import machine
 from foci.merge.partial import Partial
-from foci.parallel.exchange import Doing, all_to_all, shift
+from foci.parallel.exchange import Session, all_to_all, shift
 from foci.parallel.group import Group
 from foci.parallel.links import Compute, Link, Links
 from foci.parallel.workload import Shape
@@ -120,9 +120,9 @@ def _shifting(group: Group, device: torch.device, size: int) -> Callable[[], obj
     block = torch.zeros(max(1, size // 4), device=device)
 
     def run() -> None:
-        with Doing(group, "measure_links") as doing:
+        with Session(group, "measure_links") as session:
             for _ in range(REPEATS):
-                shift([block], [block.shape], 1, doing).wait()
+                shift([block], [block.shape], 1, session).wait()
 
     return run
 
@@ -131,9 +131,9 @@ def _swapping(group: Group, device: torch.device, size: int) -> Callable[[], obj
     part = torch.zeros(max(1, size // 4 // (group.size - 1)), device=device)
 
     def run() -> None:
-        with Doing(group, "measure_links") as doing:
+        with Session(group, "measure_links") as session:
             for _ in range(REPEATS):
-                all_to_all([part] * group.size, [part.shape] * group.size, doing)
+                all_to_all([part] * group.size, [part.shape] * group.size, session)
 
     return run
 
@@ -147,9 +147,9 @@ def _overlap(group: Group, device: torch.device, size: int, rounds: int) -> floa
     alone = _seconds(group, lambda: [a @ a for _ in range(products * REPEATS)], rounds)
 
     def both() -> None:
-        with Doing(group, "measure_links") as doing:
+        with Session(group, "measure_links") as session:
             for _ in range(REPEATS):
-                pending = shift([block], [block.shape], 1, doing)
+                pending = shift([block], [block.shape], 1, session)
                 for _ in range(products):
                     a @ a
                 pending.wait()

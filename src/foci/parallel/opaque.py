@@ -11,7 +11,7 @@ from torch import Tensor
 from foci.core.errors import ShapeError, Unsupported
 from foci.core.spec import Output, Outputs, Spec
 from foci.ops import arguments
-from foci.parallel.inside import Entrance
+from foci.parallel.nested_graph import GraphInputs
 from foci.parallel.operators import Bound, Letters, Operator, refuse_transforms
 
 _WORDS = (bool, int, float, str, type(None))
@@ -89,7 +89,7 @@ def _refuse_hidden(name: str, out: Tensor) -> None:
     pending, seen = [out.grad_fn], set()
     while pending:
         node = pending.pop()
-        if node is None or node in seen or getattr(node, "_forward_cls", None) is Entrance:
+        if node is None or node in seen or getattr(node, "_forward_cls", None) is GraphInputs:
             continue
         seen.add(node)
         if hasattr(node, "variable"):

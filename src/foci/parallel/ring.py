@@ -17,9 +17,9 @@ from foci.ops.masks import Segment, segments
 from foci.ops.softmax.call import Call, Gradients, Rows
 from foci.ops.softmax.dropout import placed
 from foci.parallel.balance import Order, Piece, length, pieces
-from foci.parallel.exchange import Doing, Pending, all_reduce, blank, shift
+from foci.parallel.exchange import Pending, Session, all_reduce, shift, zeros_in_message
 from foci.parallel.group import Group
-from foci.parallel.inside import once_differentiable
+from foci.parallel.nested_graph import once_differentiable
 from foci.parallel.operators import Bound, Operator, operator_of, refuse_transforms
 from foci.parallel.ring_plan import Pair, distances, pairs
 
@@ -81,23 +81,23 @@ class Ring:
     @torch.compiler.disable
     def __call__(self, *args: Any, **options: Any) -> Any:
         refuse_transforms(self.inner.name)
-        with Doing(self.group, self.inner.name, "forward") as doing:
-            bound = doing.work(self.inner.bind, args, options)
-            outputs = self._begin(doing, bound)
+        with Session(self.group, self.inner.name, "forward") as session:
+            bound = session.compute(self.inner.bind, args, options)
+            outputs = self._begin(session, bound)
         assert bound is not None
         return self.inner.returns(outputs, bound)
 
     @torch.compiler.disable
     def run(self, call: Any, backend: str | None) -> Outputs:
         """All outputs of a bound call (parallel/operators.py)."""
-        with Doing(self.group, self.inner.name, "forward") as doing:
-            return self._begin(doing, Bound(call, backend))
+        with Session(self.group, self.inner.name, "forward") as session:
+            return self._begin(session, Bound(call, backend))
 
-    def _begin(self, doing: Doing, bound: Bound | None) -> Outputs:
+    def _begin(self, session: Session, bound: Bound | None) -> Outputs:
         """Check the call against the other ranks', and run it. `bound`: None if binding failed: all ranks raise."""
         facts: dict[str, object] = {}
         numbers: list[int] = []
-        backends = None if bound is None else doing.work(_able, self.inner, bound.backend)
+        backends = None if bound is None else session.compute(_able, self.inner, bound.backend)
         if bound is not None:
             tokens = self.inner.tokens(bound.call)
             seed = bound.call.seed
@@ -108,14 +108,14 @@ class Ring:
                 "cut along tokens": ", ".join(tokens),
             }
             numbers = [*tokens.values(), *([] if seed is None else seed.flatten().tolist())]
-        everyone = doing.agree(facts, numbers)
+        everyone = session.agree(facts, numbers)
         assert bound is not None and backends is not None
         lengths = {name: [row[place] for row in everyone] for place, name in enumerate(tokens)}
         call = bound.call
         if seed is not None:
             call = call._replace(seed=seed.new_tensor(everyone[0][len(tokens) :]).view(seed.shape))
         plan = _plan(self, call, lengths, backends)
-        out, lse = _Ring.apply(plan, doing, call, *(getattr(call, name) for name in _INPUTS))
+        out, lse = _Ring.apply(plan, session, call, *(getattr(call, name) for name in _INPUTS))
         return out, lse
 
 
@@ -140,7 +140,7 @@ class _Plan(NamedTuple):
     shared_bias: bool
     accumulator: torch.dtype
 
-    def met(self, distance: int) -> list[Pair]:
+    def pairs_with(self, distance: int) -> list[Pair]:
         """The pairs of this rank's queries with the keys of rank (this - distance)."""
         mine, theirs = self.queries[self.group.rank], self.keys[self._from(distance)]
         return pairs(self.segments, mine, theirs, q_apart=self.q_apart, k_apart=self.k_apart)
@@ -273,9 +273,9 @@ class _Local:
         self.plan, self.call, self.needs, self.groups = plan, call, needs, groups
         self.own = [x[:, :, groups] for x in (call.k, call.v)]
 
-    def block(self, doing: Doing) -> list[Tensor]:
+    def block(self, session: Session) -> list[Tensor]:
         """This rank's k and v, [B, G, S, .], in the buffer of a message, so that sending needs no copy."""
-        block = blank(self.plan.shapes(0, self.own), self.own, doing)
+        block = zeros_in_message(self.plan.shapes(0, self.own), self.own, session)
         for place, tensor in zip(block, self.own, strict=True):
             place.copy_(tensor.transpose(1, 2))
         return block
@@ -283,26 +283,26 @@ class _Local:
     def attend(self, distance: int, block: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
         """Merge attention to the block of rank (this - distance) into out and lse."""
         with without_autocast(self.call.q):
-            for met in self._met(distance):
-                call = self._part(met, block)
-                self._module(call).forward_part(call, out[met.rows], lse[met.rows])
+            for part in self._parts(distance):
+                call = self._part_call(part, block)
+                self._module(call).forward_part(call, out[part.rows], lse[part.rows])
 
-    def pull(
+    def attend_backward(
         self, distance: int, block: Sequence[Tensor], rows: Rows, dq: Tensor, sums: Sequence[Tensor],
         dbias: Tensor | None,
     ) -> None:  # fmt: skip
         """The backward of `attend`: add to the gradients of the queries, of the block (`sums`), and of the bias."""
         with without_autocast(self.call.q):
-            for met in self._met(distance):
-                call = self._part(met, block)
-                part = Rows(*(None if x is None else x[met.rows] for x in rows))  # type: ignore[arg-type]
-                dk, dv = (x.transpose(1, 2)[met.keys] for x in sums)
-                self._module(call).backward_part(call, part, Gradients(dq[met.rows], dk, dv, met.pairs(dbias)))
+            for part in self._parts(distance):
+                call = self._part_call(part, block)
+                own = Rows(*(None if x is None else x[part.rows] for x in rows))  # type: ignore[arg-type]
+                dk, dv = (x.transpose(1, 2)[part.keys] for x in sums)
+                self._module(call).backward_part(call, own, Gradients(dq[part.rows], dk, dv, part.pairs(dbias)))
 
-    def _met(self, distance: int) -> Iterator[_Part]:
+    def _parts(self, distance: int) -> Iterator[_Part]:
         """The pairs with a block; on a CPU only some heads at a time, so that copies of q stay small."""
         B, _, _, H, G, K, V = self.call.sizes
-        for pair in self.plan.met(distance):
+        for pair in self.plan.pairs_with(distance):
             step = max(1, G)
             if self.call.q.device.type == "cpu":
                 copied = B * (pair.queries.stop - pair.queries.start) * (H // G) * max(K, V)
@@ -310,20 +310,20 @@ class _Local:
             for g in range(self.groups.start, self.groups.stop, step):
                 yield _Part(pair, slice(g, min(g + step, self.groups.stop)), self.groups.start, H // G)
 
-    def _part(self, met: _Part, block: Sequence[Tensor]) -> Call:
+    def _part_call(self, part: _Part, block: Sequence[Tensor]) -> Call:
         """One pair as a Call; `block`: k and v, heads before tokens. Without the sink, which lse starts from."""
         call = self.call
-        k, v = (x.transpose(1, 2)[met.keys] for x in block)
+        k, v = (x.transpose(1, 2)[part.keys] for x in block)
         seed = call.seed
         if seed is not None:
-            pair = met.pair
+            pair = part.pair
             assert pair.q_piece is not None and pair.k_piece is not None
             start, step = seed[3:5].tolist() if seed.dim() else (0, 1)
-            head = (start + step * met.heads.start, step)
+            head = (start + step * part.heads.start, step)
             seed = placed(seed, h=head, t=pair.q_piece[:2], s=pair.k_piece[:2])
-        visible = met.pair.visible._replace(dense=met.pairs(call.dense))
+        visible = part.pair.visible._replace(dense=part.pairs(call.dense))
         return call._replace(
-            q=call.q[met.rows], k=k, v=v, bias=met.pairs(call.bias), sink=None, seed=seed, **visible._asdict()
+            q=call.q[part.rows], k=k, v=v, bias=part.pairs(call.bias), sink=None, seed=seed, **visible._asdict()
         )
 
     def _module(self, call: Call) -> Any:
@@ -354,7 +354,7 @@ class _Ring(torch.autograd.Function):
     """Ring attention: one round with k and v; in the backward another, with their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, doing: Doing, call: Call, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, plan: _Plan, session: Session, call: Call, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         call = _filled(call, inputs)
         B, T, _, H, _, _, V = call.sizes
         out = torch.zeros(B, T, H, V, dtype=plan.accumulator, device=call.q.device)
@@ -363,12 +363,12 @@ class _Ring(torch.autograd.Function):
             lse.copy_(call.sink)
         for groups in plan.turns:
             side = _Local(plan, call, ctx.needs_input_grad[3:], groups)
-            block = side.block(doing)
+            block = side.block(session)
             for step, (distance, following) in enumerate(_moves([*plan.distances, 0])):
-                doing.step = step
+                session.step = step
                 shapes = plan.shapes(following, side.own)
-                coming = shift(block, shapes, following - distance, doing) if following else None
-                doing.work(side.attend, distance, block, out, lse)
+                coming = shift(block, shapes, following - distance, session) if following else None
+                session.compute(side.attend, distance, block, out, lse)
                 block = block if coming is None else coming.wait()
         ctx.plan, ctx.call = plan, _filled(call, [None] * len(_INPUTS))._replace(dense=None, seed=None)
         lse = lse.to(plan.accumulator)
@@ -384,34 +384,34 @@ class _Ring(torch.autograd.Function):
         plan = ctx.plan
         *inputs, dense, seed, out, lse = ctx.saved_tensors
         call = _filled(ctx.call, inputs)._replace(dense=dense, seed=seed)
-        with Doing(plan.group, plan.name, "backward") as doing:
-            found = _backward(plan, call, ctx.needs_input_grad[3:], doing, (out, lse), grads)
+        with Session(plan.group, plan.name, "backward") as session:
+            found = _backward(plan, call, ctx.needs_input_grad[3:], session, (out, lse), grads)
         wanted = zip(inputs, found, ctx.needs_input_grad[3:], strict=True)
         return None, None, None, *(grad.to(x.dtype) if need and grad is not None else None for x, grad, need in wanted)
 
 
 def _backward(
-    plan: _Plan, call: Call, needs: Sequence[bool], doing: Doing, outputs: tuple[Tensor, Tensor],
+    plan: _Plan, call: Call, needs: Sequence[bool], session: Session, outputs: tuple[Tensor, Tensor],
     grads: tuple[Tensor | None, ...],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of q, k, v, bias and sink in the accumulator's dtype."""
-    rows = doing.work(_rows, plan, outputs, grads)
+    rows = session.compute(_rows, plan, outputs, grads)
     dq = torch.zeros(call.q.shape, dtype=plan.accumulator, device=call.q.device)
     dbias = dsink = None
     if call.bias is not None and needs[3]:
         dbias = torch.zeros(call.bias.shape, dtype=dq.dtype, device=dq.device)
-    turns = [_backward_turn(_Local(plan, call, needs, groups), doing, rows, dq, dbias) for groups in plan.turns]
+    turns = [_backward_turn(_Local(plan, call, needs, groups), session, rows, dq, dbias) for groups in plan.turns]
     if dbias is not None and plan.shared_bias:
-        dbias = all_reduce(dbias, doing)
+        dbias = all_reduce(dbias, session)
     if call.sink is not None and needs[4]:
-        given = doing.work(_sink_gradient, call.sink, outputs[1], rows)
-        dsink = all_reduce(call.sink.new_zeros(call.sink.shape, dtype=dq.dtype) if given is None else given, doing)
+        given = session.compute(_sink_gradient, call.sink, outputs[1], rows)
+        dsink = all_reduce(call.sink.new_zeros(call.sink.shape, dtype=dq.dtype) if given is None else given, session)
     # dk, dv [B, G, S, .], the heads of all turns.
     dk, dv = (each[0] if len(each) == 1 else torch.cat(each, 1) for each in zip(*turns, strict=True))
     return dq, dk.transpose(1, 2), dv.transpose(1, 2), dbias, dsink
 
 
-def _backward_turn(side: _Local, doing: Doing, rows: Rows | None, dq: Tensor, dbias: Tensor | None) -> list[Tensor]:
+def _backward_turn(side: _Local, session: Session, rows: Rows | None, dq: Tensor, dbias: Tensor | None) -> list[Tensor]:
     """One backward round with some key heads: adds to dq and dbias, returns dk and dv of this rank's own block.
 
     The own block is computed last, while its accumulated gradients from the other ranks are in flight.
@@ -419,24 +419,24 @@ def _backward_turn(side: _Local, doing: Doing, rows: Rows | None, dq: Tensor, db
     plan = side.plan
     sums_like = [x.new_empty(0, dtype=plan.accumulator) for x in side.own]
     away = plan.distances[1:]
-    block = side.block(doing)
+    block = side.block(session)
     if away:
-        block = shift(block, plan.shapes(away[0], side.own), away[0], doing).wait()
+        block = shift(block, plan.shapes(away[0], side.own), away[0], session).wait()
     returning: Pending | None = None
     for step, (distance, following) in enumerate(_moves([*away, 0])):
-        doing.step = step
+        session.step = step
         shapes = plan.shapes(following, side.own)
-        coming = shift(block, shapes, following - distance, doing) if following else None
-        sums = blank(plan.shapes(distance, side.own), sums_like, doing)
-        doing.work(side.pull, distance, block, rows, dq, sums, dbias)
+        coming = shift(block, shapes, following - distance, session) if following else None
+        sums = zeros_in_message(plan.shapes(distance, side.own), sums_like, session)
+        session.compute(side.attend_backward, distance, block, rows, dq, sums, dbias)
         _add(sums, returning)
-        returning = shift(sums, shapes, following - distance, doing)
+        returning = shift(sums, shapes, following - distance, session)
         block = block if coming is None else coming.wait()
-    doing.step = len(away)
+    session.step = len(away)
     if away:
-        block = side.block(doing)
+        block = side.block(session)
     sums = [torch.zeros_like(x, dtype=dq.dtype) for x in block]
-    doing.work(side.pull, 0, block, rows, dq, sums, dbias)
+    session.compute(side.attend_backward, 0, block, rows, dq, sums, dbias)
     _add(sums, returning)
     return sums
 
@@ -450,14 +450,14 @@ def _add(sums: Sequence[Tensor], coming: Pending | None) -> None:
 def _rows(plan: _Plan, outputs: tuple[Tensor, Tensor], grads: tuple[Tensor | None, ...]) -> Rows:
     out, lse = outputs
     dout = torch.zeros_like(out) if grads[0] is None else grads[0].to(plan.accumulator)
-    pull = torch.linalg.vecdot(dout, out)
-    return Rows(out, lse, dout, grads[1], pull if grads[1] is None else pull.sub_(grads[1]))
+    delta = torch.linalg.vecdot(dout, out)
+    return Rows(out, lse, dout, grads[1], delta if grads[1] is None else delta.sub_(grads[1]))
 
 
 def _sink_gradient(sink: Tensor, lse: Tensor, rows: Rows) -> Tensor:
-    """dsink = -sum_t exp(sink - lse) pull over this rank's rows, where pull = sum(dout * out) - dlse."""
+    """dsink = -sum_t exp(sink - lse) delta over this rank's rows, where delta = sum(dout * out) - dlse."""
     share = torch.exp(sink.to(lse.dtype) - lse).masked_fill_(lse == -torch.inf, 0.0)
-    return share.mul_(rows.pull).sum((0, 1)).neg_()
+    return share.mul_(rows.delta).sum((0, 1)).neg_()
 
 
 def _moves(distances: Sequence[int]) -> list[tuple[int, int]]:

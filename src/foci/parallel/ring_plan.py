@@ -28,7 +28,7 @@ class Pair(NamedTuple):
     k_piece: Piece | None
 
 
-class Meeting(NamedTuple):
+class Overlap(NamedTuple):
     """Queries a0:a1 and keys b0:b1 of two pieces; the i-th sees the j-th if i + low <= j <= i + high (None: open)."""
 
     a0: int
@@ -72,9 +72,9 @@ def pairs(
     return found
 
 
-def meets(segments: Sequence[Segment], q_pieces: Sequence[Piece], k_pieces: Sequence[Piece]) -> bool:
+def any_visible(segments: Sequence[Segment], q_pieces: Sequence[Piece], k_pieces: Sequence[Piece]) -> bool:
     """Whether any of these queries sees any of these keys."""
-    return any(_meet(each, q, k) is not None for q in q_pieces for k in k_pieces for each in _nearby(segments, q, k))
+    return any(_overlap(each, q, k) is not None for q in q_pieces for k in k_pieces for each in _nearby(segments, q, k))
 
 
 def distances(
@@ -97,11 +97,13 @@ def _distances(
 ) -> tuple[int, ...]:
     segments = [Segment(slice(*each[:2]), *each[2:]) for each in bare]
     size = len(queries)
-    used = (d for d in range(1, size) if any(meets(segments, queries[r], keys[(r - d) % size]) for r in range(size)))
+    used = (
+        d for d in range(1, size) if any(any_visible(segments, queries[r], keys[(r - d) % size]) for r in range(size))
+    )
     return (0, *used)
 
 
-def _meet(segment: Segment, q: Piece, k: Piece) -> Meeting | None:
+def _overlap(segment: Segment, q: Piece, k: Piece) -> Overlap | None:
     """The part of two pieces inside a segment, without queries and keys at its ends that see nothing; None: empty."""
     a0, a1 = _inside(q, segment.q_start, segment.q_stop)
     b0, b1 = _inside(k, segment.k_start, segment.k_stop)
@@ -124,7 +126,7 @@ def _meet(segment: Segment, q: Piece, k: Piece) -> Meeting | None:
         b1 = min(b1, b0 + (a1 - a0 - 1) + high + 1)
     if a0 >= a1 or b0 >= b1 or (low is not None and high is not None and low > high):
         return None
-    return Meeting(a0, a1, b0, b1, low, high)
+    return Overlap(a0, a1, b0, b1, low, high)
 
 
 def _inside(piece: Piece, start: int, stop: int) -> tuple[int, int]:
@@ -136,7 +138,7 @@ def _inside(piece: Piece, start: int, stop: int) -> tuple[int, int]:
 
 def _pair(segments: Sequence[Segment], q: Piece, k: Piece) -> Pair | None:
     """Two pieces under all segments: one with a band mask, batch rows, or documents."""
-    found = [(each.rows.start, met) for each in _nearby(segments, q, k) if (met := _meet(each, q, k)) is not None]
+    found = [(each.rows.start, met) for each in _nearby(segments, q, k) if (met := _overlap(each, q, k)) is not None]
     if not found:
         return None
     meetings = [met for _, met in found]
@@ -172,14 +174,14 @@ def _of_rows(segments: Sequence[Segment]) -> bool:
     return len(segments) > 1 and segments[0].rows != segments[1].rows
 
 
-def _hull(meetings: Sequence[Meeting]) -> tuple[int, int, int, int]:
+def _hull(meetings: Sequence[Overlap]) -> tuple[int, int, int, int]:
     return (
         min(met.a0 for met in meetings), max(met.a1 for met in meetings),
         min(met.b0 for met in meetings), max(met.b1 for met in meetings),
     )  # fmt: skip
 
 
-def _without_idle_bounds(met: Meeting) -> Meeting:
+def _without_idle_bounds(met: Overlap) -> Overlap:
     """The same without bounds that mask nothing."""
     rows, columns = met.a1 - met.a0, met.b1 - met.b0
     low = None if met.low is None or rows - 1 + met.low <= 0 else met.low
@@ -187,7 +189,7 @@ def _without_idle_bounds(met: Meeting) -> Meeting:
     return met._replace(low=low, high=high)
 
 
-def _band(met: Meeting) -> Visible:
+def _band(met: Overlap) -> Visible:
     """The mask of one meeting; plain causal where it is a diagonal, which every backend supports."""
     if met.low is None and met.high is None:
         return NOTHING_HIDDEN
@@ -196,7 +198,7 @@ def _band(met: Meeting) -> Visible:
     return Visible(band_low=_bound(met.low), band_high=_bound(met.high))
 
 
-def _rows(count: int, met: dict[int, Meeting]) -> Visible:
+def _rows(count: int, met: dict[int, Overlap]) -> Visible:
     """The mask of batch rows over the union of their ranges: lengths, and a band per row.
 
     A row's band also masks positions in front of its own range.
@@ -219,7 +221,7 @@ def _rows(count: int, met: dict[int, Meeting]) -> Visible:
     )
 
 
-def _documents(meetings: Sequence[Meeting]) -> Visible:
+def _documents(meetings: Sequence[Overlap]) -> Visible:
     """The mask of documents in order; lengths exclude gaps between them, which belong to none."""
     a0, b0 = meetings[0].a0, meetings[0].b0
     q_offsets = [met.a0 - a0 for met in meetings] + [meetings[-1].a1 - a0]
@@ -244,7 +246,7 @@ def _documents(meetings: Sequence[Meeting]) -> Visible:
     return visible
 
 
-def _causal(met: Meeting) -> bool:
+def _causal(met: Overlap) -> bool:
     """Whether the meeting's mask equals top-left causal."""
     return met.low is None and (met.high == 0 or (met.high is None and met.b1 - met.b0 == 1))
 

@@ -16,14 +16,14 @@ from foci.ops import arguments
 from foci.ops.masks import check
 from foci.ops.softmax.dropout import placed
 from foci.parallel.balance import Order
-from foci.parallel.exchange import Doing, exchange
+from foci.parallel.exchange import Session, exchange
 from foci.parallel.group import Group
 from foci.parallel.heads import Route, Share, shares
-from foci.parallel.held import groups_of, tell_counts
-from foci.parallel.inside import Inside, once_differentiable
+from foci.parallel.nested_graph import NestedGraph, once_differentiable
 from foci.parallel.opaque import opaque
 from foci.parallel.operators import Bound, Letters, Operator, Runs, operator_of
 from foci.parallel.ring import ring
+from foci.parallel.shard_positions import gather_counts, groups_of
 
 SCATTER, COMPUTE, GATHER = 0, 1, 2  # the steps of a protocol, as errors name them
 
@@ -77,19 +77,19 @@ class Ulysses:
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **options: Any) -> Any:
-        with Doing(self.group, self.operator.name, "forward", groups_of(self.inner)) as doing:
-            bound = doing.work(self.operator.bind, args, options)
-            outputs = self._begin(doing, bound)
+        with Session(self.group, self.operator.name, "forward", groups_of(self.inner)) as session:
+            bound = session.compute(self.operator.bind, args, options)
+            outputs = self._begin(session, bound)
         assert bound is not None
         return self.operator.returns(outputs, bound)
 
     @torch.compiler.disable
     def run(self, call: Any, backend: str | None) -> Outputs:
         """All outputs of a bound call (parallel/operators.py)."""
-        with Doing(self.group, self.operator.name, "forward", groups_of(self.inner)) as doing:
-            return self._begin(doing, Bound(call, backend), all_of_them=True)
+        with Session(self.group, self.operator.name, "forward", groups_of(self.inner)) as session:
+            return self._begin(session, Bound(call, backend), all_of_them=True)
 
-    def _begin(self, doing: Doing, bound: Bound | None, all_of_them: bool = False) -> Outputs:
+    def _begin(self, session: Session, bound: Bound | None, all_of_them: bool = False) -> Outputs:
         """Check the call against the other ranks', and run it. `bound`: None if binding failed: all ranks raise."""
         operator = self.operator
         facts: dict[str, object] = {}
@@ -104,12 +104,12 @@ class Ulysses:
                 "cut along tokens": ", ".join(tokens),
             }
             numbers = [*tokens.values(), *([] if seed is None else seed.flatten().tolist())]
-        everyone = doing.agree(facts, numbers)
+        everyone = session.agree(facts, numbers)
         assert bound is not None
         call, plan = self._planned(bound.call, tuple(tokens), everyone)
         wanted = len(operator.results) if all_of_them else operator.wanted(bound)
         tensors = [getattr(call, name) for name in plan.routes]
-        return tuple(_Exchanged.apply(plan, doing, call, bound.backend, wanted, *tensors))
+        return tuple(_Exchanged.apply(plan, session, call, bound.backend, wanted, *tensors))
 
     def _planned(self, call: Any, names: tuple[str, ...], everyone: list[list[int]]) -> tuple[Any, _Plan]:
         """The call with rank 0's seed, and its plan, from the sizes on every rank."""
@@ -128,7 +128,7 @@ class Ulysses:
                 token = letters.token(tensor)
                 if token is not None and "S" in letters.names:
                     numbers = [call.q.shape[1], tensor.shape[token]]
-                    found[name] = tell_counts(f"{self.operator.name}: {name}", groups_of(self), numbers)
+                    found[name] = gather_counts(f"{self.operator.name}: {name}", groups_of(self), numbers)
         return found
 
 
@@ -144,19 +144,21 @@ class _Plan(NamedTuple):
     lengths: tuple[int, ...]
     recorded: bool  # grad mode of the caller: within a Function torch.is_grad_enabled() is always False
 
-    def working(self, doing: Doing) -> Callable[..., Any]:
+    def runner(self, session: Session) -> Callable[..., Any]:
         """How to run the inner operator: a wrapper over further ranks also after a failure, so that they learn."""
-        return doing.work if isinstance(self.inner, Operator) else doing.through
+        return session.compute if isinstance(self.inner, Operator) else session.run_nested
 
-    def sent(self, names: Sequence[str], tensors: Sequence[Tensor], doing: Doing) -> list[Tensor]:
+    def to_heads(self, names: Sequence[str], tensors: Sequence[Tensor], session: Session) -> list[Tensor]:
         """The all-to-all: from this rank's tokens of all heads to all tokens of this rank's heads."""
         routes = [self.routes[name] for name in names]
-        cut = [None if route.token is None else route.scattered(x) for route, x in zip(routes, tensors, strict=True)]
+        cut = [
+            None if route.token is None else route.split_by_heads(x) for route, x in zip(routes, tensors, strict=True)
+        ]
         moved = [place for place, parts in enumerate(cut) if parts is not None]
-        arrived = iter(_swap([routes[place] for place in moved], [cut[place] for place in moved], doing, there=True))
-        here = doing.group.rank
+        arrived = iter(_swap([routes[place] for place in moved], [cut[place] for place in moved], session, there=True))
+        here = session.group.rank
         return [
-            route.scattered(x)[here] if parts is None else route.collected(next(arrived))
+            route.split_by_heads(x)[here] if parts is None else route.join_tokens(next(arrived))
             for route, x, parts in zip(routes, tensors, cut, strict=True)
         ]
 
@@ -175,7 +177,7 @@ class _Plan(NamedTuple):
             found["seed"] = placed(seed, h=(start + step * self.share.heads[0], step))
         return call._replace(**found)
 
-    def outcomes(self, call: Any) -> list[Route]:
+    def output_routes(self, call: Any) -> list[Route]:
         """The routes of the outputs, from their declared shapes in the local call."""
         operator = self.inner.operator
         found = []
@@ -280,13 +282,16 @@ def _check_whole(inner: Runs, call: Any, routes: dict[str, Route], T: int, S: in
         arguments.documents(inner.name, call.offsets, T)
 
 
-def _swap(routes: Sequence[Route], parts: Sequence[Any], doing: Doing, *, there: bool) -> list[list[Tensor]]:
+def _swap(routes: Sequence[Route], parts: Sequence[Any], session: Session, *, there: bool) -> list[list[Tensor]]:
     """The all-to-all of several tensors; received parts by tensor. `there`: from tokens to heads, else back."""
     if not routes:
         return []
-    here, ranks = doing.group.rank, range(doing.group.size)
-    shapes = [[route.part(rank, here) if there else route.part(here, rank) for route in routes] for rank in ranks]
-    arrived = exchange([[each[rank] for each in parts] for rank in ranks], shapes, doing)
+    here, ranks = session.group.rank, range(session.group.size)
+    shapes = [
+        [route.message_shape(rank, here) if there else route.message_shape(here, rank) for route in routes]
+        for rank in ranks
+    ]
+    arrived = exchange([[each[rank] for each in parts] for rank in ranks], shapes, session)
     return [list(each) for each in zip(*arrived, strict=True)]
 
 
@@ -295,32 +300,35 @@ class _Exchanged(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: _Plan, doing: Doing, call: Any, backend: str | None, wanted: int, *tensors: Tensor
+        ctx: Any, plan: _Plan, session: Session, call: Any, backend: str | None, wanted: int, *tensors: Tensor
     ) -> Any:
-        doing.step = SCATTER
-        arrived = plan.sent(list(plan.routes), tensors, doing)
-        doing.step = COMPUTE
-        outcomes = plan.outcomes(plan.local(call, [torch.empty_like(x, device="meta") for x in arrived]))[:wanted]
+        session.step = SCATTER
+        arrived = plan.to_heads(list(plan.routes), tensors, session)
+        session.step = COMPUTE
+        routes_out = plan.output_routes(plan.local(call, [torch.empty_like(x, device="meta") for x in arrived]))[
+            :wanted
+        ]
         needs = tuple(need and plan.recorded for need in ctx.needs_input_grad[5:])
-        inside = Inside() if any(needs) else None
+        inside = NestedGraph() if any(needs) else None
         compute = functools.partial(_compute, plan, call, backend, wanted)
         outputs = None
         if plan.share.heads[0] < plan.share.heads[1]:
             run = compute if inside is None else functools.partial(inside.run, compute, needs=needs)
-            outputs = plan.working(doing)(run, arrived)
+            outputs = plan.runner(session)(run, arrived)
         if outputs is None:
             outputs = tuple(
-                torch.zeros(route.whole(plan.group.rank), dtype=route.dtype, device=arrived[0].device)
-                for route in outcomes
+                torch.zeros(route.shape_by_heads(plan.group.rank), dtype=route.dtype, device=arrived[0].device)
+                for route in routes_out
             )
-        doing.step = GATHER
-        ctx.plan, ctx.outcomes, ctx.inside = plan, outcomes, inside
+        session.step = GATHER
+        ctx.plan, ctx.output_routes, ctx.inside = plan, routes_out, inside
         if inside is not None:
             # Save at least one tensor: torch.utils.checkpoint stops its recomputation at the last one saved.
-            ctx.save_for_backward(arrived[0].new_empty(0), *inside.taken())
-        parts = [route.returned(x) for route, x in zip(outcomes, outputs, strict=True)]
+            ctx.save_for_backward(arrived[0].new_empty(0), *inside.take_saved())
+        parts = [route.split_by_tokens(x) for route, x in zip(routes_out, outputs, strict=True)]
         return tuple(
-            route.joined(each) for route, each in zip(outcomes, _swap(outcomes, parts, doing, there=False), strict=True)
+            route.join_heads(each)
+            for route, each in zip(routes_out, _swap(routes_out, parts, session, there=False), strict=True)
         )
 
     @staticmethod
@@ -330,24 +338,24 @@ class _Exchanged(torch.autograd.Function):
         saved = list(ctx.saved_tensors[1:])  # before all else: under a checkpoint this recomputes the forward
         names = [name for name, need in zip(plan.routes, ctx.needs_input_grad[5:], strict=True) if need]
         found: dict[str, Tensor] = {}
-        with Doing(plan.group, plan.inner.operator.name, "backward") as doing:
-            doing.step = SCATTER
-            parts = [route.scattered(grad) for route, grad in zip(ctx.outcomes, grads, strict=True)]
-            moved = _swap(ctx.outcomes, parts, doing, there=True)
-            arrived = [route.collected(each) for route, each in zip(ctx.outcomes, moved, strict=True)]
-            doing.step = COMPUTE
-            inner = plan.working(doing)(inside.gradients, arrived, saved) if inside.outputs else None
+        with Session(plan.group, plan.inner.operator.name, "backward") as session:
+            session.step = SCATTER
+            parts = [route.split_by_heads(grad) for route, grad in zip(ctx.output_routes, grads, strict=True)]
+            moved = _swap(ctx.output_routes, parts, session, there=True)
+            arrived = [route.join_tokens(each) for route, each in zip(ctx.output_routes, moved, strict=True)]
+            session.step = COMPUTE
+            inner = plan.runner(session)(inside.gradients, arrived, saved) if inside.outputs else None
             inner = [None] * len(names) if inner is None else inner
-            doing.step = GATHER
+            session.step = GATHER
             routes = [plan.routes[name] for name in names]
             whole = [
-                grads[0].new_zeros(route.whole(plan.group.rank), dtype=route.dtype) if grad is None else grad
+                grads[0].new_zeros(route.shape_by_heads(plan.group.rank), dtype=route.dtype) if grad is None else grad
                 for route, grad in zip(routes, inner, strict=True)
             ]
             moved = _swap(
-                routes, [route.returned(x) for route, x in zip(routes, whole, strict=True)], doing, there=False
+                routes, [route.split_by_tokens(x) for route, x in zip(routes, whole, strict=True)], session, there=False
             )
-            found = {name: route.joined(each) for name, route, each in zip(names, routes, moved, strict=True)}
+            found = {name: route.join_heads(each) for name, route, each in zip(names, routes, moved, strict=True)}
         return None, None, None, None, None, *(found.get(name) for name in plan.routes)
 
 

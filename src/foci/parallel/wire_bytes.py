@@ -13,10 +13,10 @@ from foci.core.spec import accumulator
 from foci.ops.masks import Segment, segments
 from foci.parallel import ring_plan
 from foci.parallel.balance import Order, Piece, length, pieces
-from foci.parallel.carries import SUMMARIES
 from foci.parallel.heads import Share, shares
 from foci.parallel.operators import Letters
 from foci.parallel.split import Split
+from foci.parallel.state_passing import SUMMARIES
 from foci.parallel.workload import Shape
 
 NEAR = 4  # ring steps whose pairs are counted; later steps are taken to equal the last of them

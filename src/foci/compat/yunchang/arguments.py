@@ -12,9 +12,9 @@ from torch import Tensor
 from foci.compat.flash_attn.arguments import alibi, mask_of, per_head
 from foci.core.errors import Unsupported
 from foci.ops.softmax.api import attention, attention_with_lse
-from foci.parallel.exchange import replicated
-from foci.parallel.held import groups_of, held_in, order_of, place_of, places, tell_counts
+from foci.parallel.exchange import sum_gradient
 from foci.parallel.operators import operator_of
+from foci.parallel.shard_positions import gather_counts, groups_of, order_of, pieces_by_rank, positions_of, shard_index
 
 
 class AttnType(Enum):
@@ -100,11 +100,12 @@ def _bias(op: Any, q: Tensor, k: Tensor, slopes: Tensor) -> Tensor:
     """-slope |t + S - T - s| for this rank's queries, wherever they stand, and every key: [B|1, H, T here, S]."""
     wrapped = operator_of(op)
     groups = groups_of(wrapped)
-    counts = tell_counts("alibi_slopes", groups, [q.shape[1], k.shape[1]])
+    counts = gather_counts("alibi_slopes", groups, [q.shape[1], k.shape[1]])
     T, S = (sum(row[place] for row in counts) for place in (0, 1))
-    rows = places(held_in(groups, order_of(wrapped), [row[0] for row in counts])[place_of(groups)]).to(q.device)
+    pieces = pieces_by_rank(groups, order_of(wrapped), [row[0] for row in counts])
+    rows = positions_of(pieces[shard_index(groups)]).to(q.device)
     slopes = per_head(slopes, q.shape[0], q)
     if slopes.requires_grad and torch.is_grad_enabled():
         for group in groups:
-            slopes = replicated(slopes, group, "alibi_slopes")
+            slopes = sum_gradient(slopes, group, "alibi_slopes")
     return alibi(slopes, rows[None] + S - T, torch.arange(S, device=q.device)[None])

@@ -12,7 +12,7 @@ from torch import Tensor
 from foci.compat.flash_attn.arguments import unpack
 from foci.compat.yunchang.arguments import AttnType, Options, attend, check_kernel
 from foci.parallel.balance import Order
-from foci.parallel.inside import Inside, once_differentiable
+from foci.parallel.nested_graph import NestedGraph, once_differentiable
 from foci.parallel.ring import ring
 
 Attended = Tensor | tuple[Tensor, Tensor, None]
@@ -93,12 +93,12 @@ def _forward(ctx: Any, order: Order, values: tuple[Any, ...]) -> Any:
         every = (a, b, c, tensors[3] if len(tensors) > 3 else None)
         return attend(lambda op: ring(op, _group(group), order), every, options, lse=softmax)
 
-    ctx.inside = Inside() if any(needs) else None
+    ctx.inside = NestedGraph() if any(needs) else None
     if ctx.inside is None:
         outputs = compute(given)
     else:
         outputs = ctx.inside.run(compute, given, needs)
-        ctx.save_for_backward(q.new_empty(0), *ctx.inside.taken())
+        ctx.save_for_backward(q.new_empty(0), *ctx.inside.take_saved())
     return (*outputs, None) if softmax else outputs[0]
 
 

@@ -349,9 +349,9 @@ def backward(
     dout = torch.zeros_like(out) if dout is None else dout
     dsink = None
     if call.sink is not None and needs[4]:
-        pull = (dout.to(lse.dtype) * out).sum(-1)
-        pull = -pull if dlse is None else dlse - pull
-        dsink = (torch.exp(call.sink.to(lse.dtype) - never_empty(lse)) * pull).sum((0, 1)).to(call.sink.dtype)
+        delta = (dout.to(lse.dtype) * out).sum(-1)
+        delta = -delta if dlse is None else dlse - delta
+        dsink = (torch.exp(call.sink.to(lse.dtype) - never_empty(lse)) * delta).sum((0, 1)).to(call.sink.dtype)
     if dlse is not None and folds_dlse(call):
         dout, out = fold(dlse, lse, dout, out)
         dlse = None

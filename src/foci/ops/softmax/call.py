@@ -96,14 +96,14 @@ class Call(NamedTuple):
 class Rows(NamedTuple):
     """Per-row inputs of the backward of a part of the keys, over all keys, in the accumulator's dtype.
 
-    out [B,T,H,V] and lse [B,T,H], a sink included; their gradients; pull [B,T,H] = sum_v dout out - dlse ("delta").
+    out [B,T,H,V] and lse [B,T,H], a sink included; their gradients; delta [B,T,H] = sum_v dout out - dlse.
     """
 
     out: Tensor
     lse: Tensor
     dout: Tensor
     dlse: Tensor | None
-    pull: Tensor
+    delta: Tensor
 
 
 class Gradients(NamedTuple):

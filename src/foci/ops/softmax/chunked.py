@@ -92,7 +92,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, bias, sink, with p recomputed per tile from the saved lse.
 
-    dp = dout v^T;  dz = p * (dp - pull) with pull[t] = sum_s p dp - dlse;  dsink = -sum_t exp(sink - lse) pull
+    dp = dout v^T;  dz = p * (dp - delta) with delta[t] = sum_s p dp - dlse;  dsink = -sum_t exp(sink - lse) delta
 
     The sum over s equals sum_v dout out, but a tile holds whole rows, so it need not carry the rounding of a half out.
     """
@@ -100,20 +100,20 @@ def backward(
     dtype, given, call = call.accumulator, call, together(call)
     out, lse = outputs
     dout = torch.zeros_like(out, dtype=dtype) if grads[0] is None else grads[0].to(dtype)
-    pull = torch.zeros_like(lse) if grads[1] is None else grads[1].neg().contiguous()
+    delta = torch.zeros_like(lse) if grads[1] is None else grads[1].neg().contiguous()
     steady = never_empty(lse)
     dq = torch.zeros(B, T, H, K, dtype=dtype, device=out.device)
     dk, dv = (torch.zeros(B, G, S, n, dtype=dtype, device=out.device) for n in (K, V))
     dbias = torch.zeros(call.bias.shape, dtype=dtype, device=out.device) if call.bias is not None and needs[3] else None
     into = Gradients(dq, dk.transpose(1, 2), dv.transpose(1, 2), dbias)
-    _add_gradients(call, steady, dout, pull, into, rows_are_whole=True)
+    _add_gradients(call, steady, dout, delta, into, rows_are_whole=True)
     if call is not given:  # excluded tokens were multiplied by 0, which leaves NaN if a real token has NaN
         dq, dk, dv = without_padding(given._replace(q=dq, k=into.dk, v=into.dv))[:3]
         dk, dv = dk.transpose(1, 2), dv.transpose(1, 2)
     dsink = None
     if call.sink is not None and needs[4]:
         share = torch.exp(call.sink.to(dtype) - steady)
-        dsink = share.mul_(pull).sum((0, 1)).neg_().to(call.sink.dtype)
+        dsink = share.mul_(delta).sum((0, 1)).neg_().to(call.sink.dtype)
     return (
         dq.to(call.q.dtype) if needs[0] else None,
         dk.transpose(1, 2).to(call.k.dtype).contiguous() if needs[1] else None,
@@ -125,13 +125,13 @@ def backward(
 
 def backward_part(call: Call, rows: Rows, into: Gradients) -> None:
     """Accumulate the gradients of attention to these keys, in place."""
-    _add_gradients(call, never_empty(rows.lse), rows.dout, rows.pull, into, rows_are_whole=False)
+    _add_gradients(call, never_empty(rows.lse), rows.dout, rows.delta, into, rows_are_whole=False)
 
 
 def _add_gradients(
-    call: Call, steady: Tensor, dout: Tensor, pull: Tensor, into: Gradients, rows_are_whole: bool
+    call: Call, steady: Tensor, dout: Tensor, delta: Tensor, into: Gradients, rows_are_whole: bool
 ) -> None:
-    """One pass over the tiles. With `rows_are_whole`, `pull` still lacks sum_s p dp, which is added in place."""
+    """One pass over the tiles. With `rows_are_whole`, `delta` still lacks sum_s p dp, which is added in place."""
     heads = _Heads(call)
     dk, dv = into.dk.transpose(1, 2), into.dv.transpose(1, 2)
     for tile in _tiles(call, heads.segments):
@@ -145,7 +145,7 @@ def _add_gradients(
             seen, dp = p * kept, dp.mul_(kept)
         _keys(dv, tile).baddbmm_(heads.fold(seen).transpose(1, 2), do)
         dz = dp.mul_(p)
-        row = _place(pull, tile, heads.R)
+        row = _place(delta, tile, heads.R)
         if rows_are_whole:
             row.add_(dz.sum(-1))
         dz.addcmul_(p, row[..., None], value=-1)

@@ -481,6 +481,6 @@ def backward(
 def backward_part(call: Any, rows: Any, into: Any) -> Problem:
     """Adds what these keys give to sums of float32; rows and into as in ops/softmax/call.py: Rows, Gradients."""
     it = Problem(call, rows.dout.to(call.q.dtype), add=True)
-    launch_queries(it, None, rows.lse, None, rows.pull, into.dq, False, None)
+    launch_queries(it, None, rows.lse, None, rows.delta, into.dq, False, None)
     launch_keys(it, into.dk, into.dv)
     return it

@@ -16,7 +16,7 @@ from foci.core.spec import Outputs
 Gradients = Sequence[Tensor | None]
 
 
-class Entrance(torch.autograd.Function):
+class GraphInputs(torch.autograd.Function):
     """The inputs of the nested graph: edges at which its gradients are read, which hold no memory."""
 
     @staticmethod
@@ -30,7 +30,7 @@ class Entrance(torch.autograd.Function):
         raise AssertionError("gradients are read at this edge")
 
 
-class Inside:
+class NestedGraph:
     """The nested graph of an operator: its input and output edges, and the tensors it saved, by number.
 
     The tensors themselves are saved by the enclosing Function, so that freeing after the backward, activation
@@ -48,19 +48,19 @@ class Inside:
         """compute(tensors), recorded so that gradients reach the tensors that need one; the outputs are detached."""
         with torch.enable_grad(), saved_tensors_hooks(self._pack, self._unpack):
             anchor = torch.zeros((), requires_grad=True, device="cpu")
-            entered = Entrance.apply(anchor, needs, *tensors)
+            entered = GraphInputs.apply(anchor, needs, *tensors)
             self.inputs = [get_gradient_edge(x) for x, need in zip(entered, needs, strict=True) if need]
             outputs = compute(entered)
             self.outputs = [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
         return tuple(x.detach() for x in outputs)
 
-    def taken(self) -> list[Tensor]:
+    def take_saved(self) -> list[Tensor]:
         """The saved tensors, for the enclosing Function to save; this object drops them."""
         saved, self.saved = self.saved, []
         return saved
 
     def gradients(self, grads: Sequence[Tensor], saved: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradient of each input that needs one, given those of outputs and what was `taken`; None: no path."""
+        """The gradient of each input that needs one, given those of outputs and `take_saved`; None: no path."""
         pairs = [(edge, grad) for edge, grad in zip(self.outputs, grads, strict=True) if edge is not None]
         if not pairs:
             return [None] * len(self.inputs)

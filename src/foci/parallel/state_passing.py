@@ -49,24 +49,24 @@ class Run(NamedTuple):
     leaves: bool
 
     @property
-    def through(self) -> bool:
+    def passes_through(self) -> bool:
         return self.enters and self.leaves
 
 
 @dataclass(frozen=True)
-class Cut:
+class TokenSharding:
     """The sharding: how many tokens each rank has, and start and stop of each document (None: batch rows)."""
 
     lengths: tuple[int, ...]
     documents: tuple[tuple[int, int], ...] | None
 
     @cached_property
-    def borders(self) -> tuple[int, ...]:
+    def boundaries(self) -> tuple[int, ...]:
         return tuple(itertools.accumulate(self.lengths, initial=0))
 
     def runs(self, rank: int) -> list[Run]:
         """The runs of a rank, in order; a document without a token there has none."""
-        first, last = self.borders[rank : rank + 2]
+        first, last = self.boundaries[rank : rank + 2]
         if self.documents is None:
             return [Run(slice(None), 0, last - first, True, True)]
         found = []
@@ -76,16 +76,16 @@ class Cut:
                 found.append(Run(slice(n, n + 1), *here, start < first, stop > last))
         return found
 
-    def passes(self, rank: int) -> bool:
+    def is_empty(self, rank: int) -> bool:
         """Whether states pass this rank unchanged, as it has no tokens."""
         return self.lengths[rank] == 0
 
-    def through(self, rank: int) -> bool:
+    def propagates(self, rank: int) -> bool:
         """Whether the state that enters this rank affects the one that leaves: no document begins or ends in it."""
-        return all(run.through for run in self.runs(rank))
+        return all(run.passes_through for run in self.runs(rank))
 
 
-class Link(NamedTuple):
+class StateMap(NamedTuple):
     """A rank's affine map of the state (transposed: of its gradient); without a transition, a constant."""
 
     transition: Tensor | None
@@ -97,84 +97,84 @@ class Link(NamedTuple):
         return Affine(self.transition, self.offset).apply(state.view_as(self.offset)).view_as(state)
 
 
-class Carries:
-    """One rank's part of a recurrence: its links, its local call, and the assembly of states and gradients."""
+class RankRecurrence:
+    """One rank's part of a recurrence: its maps, its local call, and the assembly of states and gradients."""
 
-    def __init__(self, operator: Operator, cut: Cut, rank: int) -> None:
-        self.operator, self.cut, self.rank = operator, cut, rank
+    def __init__(self, operator: Operator, sharding: TokenSharding, rank: int) -> None:
+        self.operator, self.sharding, self.rank = operator, sharding, rank
         self.summary = SUMMARIES[operator.name]
         self.chosen: str | None = None  # the backend that ran the local call, and so runs its backward
-        self.runs = cut.runs(rank)
+        self.runs = sharding.runs(rank)
 
-    def declared(self, call: Any) -> Output:
+    def final_state_output(self, call: Any) -> Output:
         """The declaration of the final states of the whole: [N, ...] in the accumulator's dtype."""
         assert self.operator.spec.outputs is not None
         return self.operator.spec.outputs(call)[1]
 
-    def none(self, call: Any) -> Tensor:
+    def zero_state(self, call: Any) -> Tensor:
         """A zero state, of one document or of all batch rows."""
-        declared = self.declared(call)
-        rows = declared.shape[0] if self.cut.documents is None else 1
+        declared = self.final_state_output(call)
+        rows = declared.shape[0] if self.sharding.documents is None else 1
         return _first(call).new_zeros((rows, *declared.shape[1:]), dtype=declared.dtype)
 
-    def begins(self, call: Any, rows: slice) -> Tensor:
+    def initial_states(self, call: Any, rows: slice) -> Tensor:
         """The caller's initial states of some documents, or zeros."""
-        declared = self.declared(call)
+        declared = self.final_state_output(call)
         if call.state is None:
-            return self.whole(call)[rows]
+            return self.zero_states(call)[rows]
         state: Tensor = call.state[rows].to(declared.dtype)
         return state
 
-    def shapes(self, call: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of a link's transition and offset."""
-        rows = self.declared(call).shape[0] if self.cut.documents is None else 1
+    def map_shapes(self, call: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of a map's transition and offset."""
+        rows = self.final_state_output(call).shape[0] if self.sharding.documents is None else 1
         found: tuple[tuple[int, ...], tuple[int, ...]] = self.summary.shapes(call, rows)
         return found
 
     # Forward: from the first rank to the last.
 
-    def link(self, call: Any) -> Link | None:
-        """This rank's link, forward; None if it has no tokens."""
-        if self.cut.passes(self.rank):
+    def state_map(self, call: Any) -> StateMap | None:
+        """This rank's map, forward; None if it has no tokens."""
+        if self.sharding.is_empty(self.rank):
             return None
         run = self.runs[-1]
         if not run.leaves:
-            return Link(None, self.none(call))
-        state = None if run.enters else self.begins(call, run.rows)
-        found = self.summary.ahead(self._run_call(call, run)._replace(state=state), run.through)
-        return Link(found.transition if run.through else None, found.offset)
+            return StateMap(None, self.zero_state(call))
+        state = None if run.enters else self.initial_states(call, run.rows)
+        found = self.summary.ahead(self._run_call(call, run)._replace(state=state), run.passes_through)
+        return StateMap(found.transition if run.passes_through else None, found.offset)
 
-    def enter(self, call: Any, links: Sequence[Link | None]) -> tuple[Tensor, Tensor]:
+    def entering_state(self, call: Any, maps: Sequence[StateMap | None]) -> tuple[Tensor, Tensor]:
         """The state before this rank's first token, and the state after the last token of the whole."""
-        state = self.none(call) if self.cut.documents is not None else self.begins(call, slice(None))
+        state = self.zero_state(call) if self.sharding.documents is not None else self.initial_states(call, slice(None))
         found = state
-        for rank, link in enumerate(links):
+        for rank, state_map in enumerate(maps):
             if rank == self.rank:
                 found = state
-            if link is not None:
-                state = link.apply(state)
+            if state_map is not None:
+                state = state_map.apply(state)
         return found, state
 
-    def states(self, call: Any, carry: Tensor) -> Tensor:
+    def run_states(self, call: Any, carry: Tensor) -> Tensor:
         """The initial state of each run; `carry` is the one that enters the rank."""
-        return self.stacked(call, [carry if run.enters else self.begins(call, run.rows) for run in self.runs])
+        return self.stacked(call, [carry if run.enters else self.initial_states(call, run.rows) for run in self.runs])
 
     def stacked(self, call: Any, states: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(states)).contiguous() if states else self.none(call)[:0]
+        return torch.cat(list(states)).contiguous() if states else self.zero_state(call)[:0]
 
-    def local(self, call: Any, state: Tensor) -> Any:
+    def local_call(self, call: Any, state: Tensor) -> Any:
         """The operator's call on this rank's tokens, with these initial states of its runs."""
         if len(self.runs) == 1:
-            return self.plain(call._replace(offsets=None, state=state))
+            return self.backend_form(call._replace(offsets=None, state=state))
         offsets = torch.tensor([0, *(run.stop for run in self.runs)], device=call.offsets.device)
-        return self.plain(call._replace(offsets=offsets, state=state))
+        return self.backend_form(call._replace(offsets=offsets, state=state))
 
-    def finals(self, call: Any, state: Tensor | None) -> Tensor:
+    def final_states(self, call: Any, state: Tensor | None) -> Tensor:
         """[N, ...]: final states of documents that end on this rank, zeros elsewhere: the sum over ranks has all.
 
         `state`: the local call's final states. A document without tokens keeps its initial state; rank 0 adds it.
         """
-        found = self.whole(call)
+        found = self.zero_states(call)
         for i, run in enumerate(self.runs):
             if not run.leaves and state is not None:
                 found[run.rows] = state[i : i + 1]
@@ -182,10 +182,10 @@ class Carries:
 
     def compute(self, call: Any, state: Tensor, backend: str | None, keep: bool) -> Outputs:
         """Run the local call: out, final states and, with `keep`, the backend's tensor for its backward."""
-        if self.cut.passes(self.rank):
+        if self.sharding.is_empty(self.rank):
             assert self.operator.spec.outputs is not None
             return self.operator.spec.outputs(call)[0].empty(_first(call)), state
-        local = self.local(call, state)
+        local = self.local_call(call, state)
         chosen = choose(self.operator.spec, local, backend)
         self.chosen, module = chosen.name, chosen.load()
         found: Outputs = module.forward(local, True) if keep and hasattr(module, "kept") else module.forward(local)
@@ -193,35 +193,39 @@ class Carries:
 
     # Backward: from the last rank to the first.
 
-    def back(self, call: Any, transition: Tensor | None, d_out: Tensor, d_final: Tensor | None) -> Link | None:
-        """This rank's link for the backward, a map of the gradient of its final state; `transition`: the forward's."""
-        if self.cut.passes(self.rank):
+    def backward_map(
+        self, call: Any, transition: Tensor | None, d_out: Tensor, d_final: Tensor | None
+    ) -> StateMap | None:
+        """This rank's map for the backward, of the gradient of its final state; `transition`: the forward's."""
+        if self.sharding.is_empty(self.rank):
             return None
         run = self.runs[0]
         if not run.enters:
-            return Link(None, self.none(call))
-        d_end = self.none(call)
+            return StateMap(None, self.zero_state(call))
+        d_end = self.zero_state(call)
         if not run.leaves and d_final is not None:
             d_end = d_final[run.rows]
         found = self.summary.back(self._run_call(call, run), d_out[:, run.start : run.stop], d_end)
         if transition is None:
-            return Link(None, found)
-        return Link(transition.mT if transition.dim() == found.dim() else transition, found)
+            return StateMap(None, found)
+        return StateMap(transition.mT if transition.dim() == found.dim() else transition, found)
 
-    def leave(self, call: Any, links: Sequence[Link | None], d_final: Tensor | None) -> tuple[Tensor, Tensor]:
+    def leaving_gradient(
+        self, call: Any, maps: Sequence[StateMap | None], d_final: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """The gradients of the state after this rank's last token, and of the first state of the whole."""
-        gradient = self.none(call) if d_final is None or self.cut.documents is not None else d_final
+        gradient = self.zero_state(call) if d_final is None or self.sharding.documents is not None else d_final
         found = gradient
-        for rank, link in reversed(list(enumerate(links))):
+        for rank, state_map in reversed(list(enumerate(maps))):
             if rank == self.rank:
                 found = gradient
-            if link is not None:
-                gradient = link.apply(gradient)
+            if state_map is not None:
+                gradient = state_map.apply(gradient)
         return found, gradient
 
-    def ends(self, call: Any, behind: Tensor, d_final: Tensor | None) -> Tensor:
+    def final_state_gradients(self, call: Any, behind: Tensor, d_final: Tensor | None) -> Tensor:
         """The gradients of the local call's final states, by run; `behind`: of the one that leaves the rank."""
-        none = self.whole(call) if d_final is None else d_final
+        none = self.zero_states(call) if d_final is None else d_final
         return self.stacked(call, [behind if run.leaves else none[run.rows] for run in self.runs])
 
     def gradients(
@@ -234,10 +238,10 @@ class Carries:
     ) -> dict[str, Tensor | None]:
         """Gradients of the local call by name: by the backend's own backward, or by autograd if it has none."""
         names = [name for name in self.operator.spec.differentiable if needs[name]]
-        if self.cut.passes(self.rank):
+        if self.sharding.is_empty(self.rank):
             return {name: torch.zeros_like(getattr(call, name)) for name in names}
         assert self.chosen is not None
-        local, module = self.local(call, state), self.operator.spec.backend(self.chosen).load()
+        local, module = self.local_call(call, state), self.operator.spec.backend(self.chosen).load()
         if hasattr(module, "backward"):
             wanted = [needs[name] for name in self.operator.spec.differentiable]
             every = module.backward(local, outputs, grads, wanted)
@@ -252,9 +256,9 @@ class Carries:
             name: x if x is None or name == "state" else x.view_as(getattr(call, name)) for name, x in found.items()
         }
 
-    def firsts(self, call: Any, d_state: Tensor | None, d_final: Tensor | None) -> Tensor:
+    def initial_state_gradients(self, call: Any, d_state: Tensor | None, d_final: Tensor | None) -> Tensor:
         """[N, ...]: gradients of initial states of documents that begin on this rank, zeros elsewhere, to be summed."""
-        found = self.whole(call)
+        found = self.zero_states(call)
         for i, run in enumerate(self.runs):
             if not run.enters and d_state is not None:
                 found[run.rows] = d_state[i : i + 1]
@@ -262,30 +266,30 @@ class Carries:
 
     # Without an order: sums over the tokens of all ranks.
 
-    def sums(self, call: Any) -> Tensor:
+    def state_sums(self, call: Any) -> Tensor:
         """[N, ...]: the contribution of this rank's tokens to every state."""
-        found = self.whole(call)
-        for run in self.runs if not self.cut.passes(self.rank) else []:
+        found = self.zero_states(call)
+        for run in self.runs if not self.sharding.is_empty(self.rank) else []:
             found[run.rows] = self.summary.ahead(self._run_call(call, run)).offset
         return found
 
-    def reads(self, call: Any, d_out: Tensor) -> Tensor:
+    def gradient_sums(self, call: Any, d_out: Tensor) -> Tensor:
         """[N, ...]: the contribution of this rank's outputs to the gradient of every state."""
-        found = self.whole(call)
-        for run in self.runs if not self.cut.passes(self.rank) else []:
+        found = self.zero_states(call)
+        for run in self.runs if not self.sharding.is_empty(self.rank) else []:
             found[run.rows] = self.summary.back(
                 self._run_call(call, run), d_out[:, run.start : run.stop], torch.zeros_like(found[run.rows])
             )
         return found
 
-    def whole(self, call: Any) -> Tensor:
+    def zero_states(self, call: Any) -> Tensor:
         """Zeros [N, ...] for the states of all documents or rows."""
-        declared = self.declared(call)
+        declared = self.final_state_output(call)
         return _first(call).new_zeros(declared.shape, dtype=declared.dtype)
 
     def _add_empty_documents(self, found: Tensor, given: Tensor | None) -> Tensor:
-        if self.rank == 0 and given is not None and self.cut.documents is not None:
-            for n, (start, stop) in enumerate(self.cut.documents):
+        if self.rank == 0 and given is not None and self.sharding.documents is not None:
+            for n, (start, stop) in enumerate(self.sharding.documents):
                 if start == stop:
                     found[n] = given[n]
         return found
@@ -298,9 +302,9 @@ class Carries:
             dim = None if tensor is None else letters.token(tensor)
             if dim is not None:
                 parts[name] = tensor.narrow(dim, run.start, run.stop - run.start)
-        return self.plain(call._replace(**parts))
+        return self.backend_form(call._replace(**parts))
 
-    def plain(self, call: Any) -> Any:
+    def backend_form(self, call: Any) -> Any:
         """A bound call in the form backends take: leading broadcast dimensions (of a decay per head) as size 1."""
         full: dict[str, Tensor] = {}
         for name, letters in self.operator.letters.items():

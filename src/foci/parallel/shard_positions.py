@@ -31,7 +31,7 @@ def order_of(wrapped: Any) -> Order:
     return found
 
 
-def place_of(groups: Sequence[Group]) -> int:
+def shard_index(groups: Sequence[Group]) -> int:
     """This rank's index in the order of the ranks' shards."""
     place = 0
     for group in reversed(groups):
@@ -39,7 +39,7 @@ def place_of(groups: Sequence[Group]) -> int:
     return place
 
 
-def tell_counts(
+def gather_counts(
     operator: str, groups: Sequence[Group], numbers: Sequence[int], facts: Mapping[str, object] | None = None
 ) -> list[list[int]]:
     """Check that facts are equal on all ranks of all groups, and gather their numbers, by `place_of`."""
@@ -53,7 +53,7 @@ def tell_counts(
     return rows
 
 
-def held_in(groups: Sequence[Group], order: Order, counts: Sequence[int]) -> list[list[Piece]]:
+def pieces_by_rank(groups: Sequence[Group], order: Order, counts: Sequence[int]) -> list[list[Piece]]:
     """The pieces of the whole sequence on each rank, from their counts; in plain order any lengths are allowed.
 
     Raises ValueError if the counts are not those of the order.
@@ -78,7 +78,7 @@ def held_in(groups: Sequence[Group], order: Order, counts: Sequence[int]) -> lis
     return found
 
 
-def places(held: Sequence[Piece]) -> Tensor:
+def positions_of(held: Sequence[Piece]) -> Tensor:
     """The positions of pieces, int64, in their order."""
     runs = [torch.arange(each.positions.start, each.positions.stop, each.step, device="cpu") for each in held]
     return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64, device="cpu")

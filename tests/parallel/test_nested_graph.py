@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from foci.core.errors import Unsupported
-from foci.parallel.inside import Inside, once_differentiable
+from foci.parallel.nested_graph import NestedGraph, once_differentiable
 
 RUNS: list[str] = []
 
@@ -19,9 +19,9 @@ class Outer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         RUNS.append("forward")
-        ctx.inside = Inside()
+        ctx.inside = NestedGraph()
         outputs = ctx.inside.run(compute, tensors, ctx.needs_input_grad)
-        ctx.save_for_backward(tensors[0].new_empty(0), *ctx.inside.taken())
+        ctx.save_for_backward(tensors[0].new_empty(0), *ctx.inside.take_saved())
         return outputs
 
     @staticmethod
@@ -70,10 +70,10 @@ def test_a_checkpoint_computes_it_again_once() -> None:
 
 
 def test_no_path_is_no_gradient() -> None:
-    inside = Inside()
+    inside = NestedGraph()
     x = torch.ones(2)
     assert torch.equal(inside.run(lambda each: (x + 1,), [x], [True])[0], x + 1)
-    assert inside.gradients([x], inside.taken()) == [None]
+    assert inside.gradients([x], inside.take_saved()) == [None]
 
 
 def test_a_second_derivative_is_refused_however_it_is_asked_for() -> None:
