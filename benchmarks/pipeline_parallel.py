@@ -158,7 +158,7 @@ def sampling(line: Callable[..., None], rounds: int, size: int) -> None:
 
     torch.manual_seed(0)
     model: Any = diffusers.PixArtTransformer2DModel(**BIG)
-    zoo.fill(model)
+    zoo.randomize(model)
     model = model.to("cuda", torch.bfloat16).eval()
     given = {
         "encoder_hidden_states": torch.randn(2, 120, 4096, device="cuda", dtype=torch.bfloat16),

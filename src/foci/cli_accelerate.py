@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from foci.accelerate.ways import Ways
+from foci.accelerate.degrees import Degrees
 from foci.cli_ranks import Job, Ranks, require_default, teller, told, with_ranks
 from foci.cli_ranks import run as over_ranks
 from foci.core.device import machine, own_version
@@ -25,7 +25,7 @@ def accelerate(
     calls: Annotated[int, typer.Option(help="How many calls of the model compilation may take to pay.")] = 100,
     out: Annotated[Path, typer.Option(help="Folder for report.html and plan.json.")] = Path("out"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON and nothing else.")] = False,
-    ranks: Ranks = Ranks(None, Ways()),
+    ranks: Ranks = Ranks(None, Degrees()),
 ) -> None:
     """Find a model's attention, plan, prove, time, compile if it pays; write plan.json and report.html."""
     from rich.console import Console
@@ -40,7 +40,7 @@ def accelerate(
     _require_writable(out)
     if ranks.wanted:
         require_default({"compile": (compile, "auto"), "calls": (calls, 100)})
-        plan = over_ranks(Job(model, device, dtype, out, as_json, ranks.ways), ranks.world)
+        plan = over_ranks(Job(model, device, dtype, out, as_json, ranks.degrees), ranks.world)
         if as_json and plan is not None:
             typer.echo(json.dumps(plan, indent=2, ensure_ascii=False))
         return

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from foci.accelerate.ways import Ways
+from foci.accelerate.degrees import Degrees
 from foci.cli_options import Option, gathered
 from foci.core.device import machine, own_version
 from foci.core.world import World
@@ -32,15 +32,15 @@ _OPTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """What was asked for on the command line: `world` ranks to start, and the ways to spread the model."""
+    """What was asked for on the command line: `world` ranks to start, and the degrees of parallelism."""
 
     world: int | None
-    ways: Ways
+    degrees: Degrees
 
     @property
     def wanted(self) -> bool:
         """Whether this run is one over ranks."""
-        return self.world is not None or self.ways != Ways() or launched()
+        return self.world is not None or self.degrees != Degrees() or launched()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Job:
     dtype: str
     out: Path
     as_json: bool
-    ways: Ways
+    degrees: Degrees
 
 
 def with_ranks(command: Callable[..., None]) -> Callable[..., None]:
     """A command with the options of a run over ranks, which reach it as one argument, `ranks`."""
-    return gathered(command, "ranks", _OPTIONS, lambda world, **ways: Ranks(world, Ways(**ways)))
+    return gathered(command, "ranks", _OPTIONS, lambda world, **degrees: Ranks(world, Degrees(**degrees)))
 
 
 def launched() -> bool:
@@ -83,11 +83,11 @@ def run(job: Job, world: int | None) -> dict[str, Any] | None:
         zoo.known(job.model, device=job.device, dtype=job.dtype)
         return _as_launched(job)
     if world is None:
-        job.ways.over(job.ways.size, heads=1)  # what does not fit that many ranks is said before that there are none
+        job.degrees.fill_world(job.degrees.size, heads=1)  # an error here comes before that there are no ranks
         raise ValueError(
-            f"accelerate: {job.ways} needs {job.ways.size} ranks, and this is a single process; start it with "
-            f"torchrun --nproc-per-node {job.ways.size} -m foci accelerate ..., or let foci start them: --world "
-            f"{job.ways.size}"
+            f"accelerate: {job.degrees} needs {job.degrees.size} ranks, and this is a single process; start it with "
+            f"torchrun --nproc-per-node {job.degrees.size} -m foci accelerate ..., or let foci start them: --world "
+            f"{job.degrees.size}"
         )
     _require_possible(job, world)
     zoo.known(job.model, device=job.device, dtype=job.dtype)
@@ -106,7 +106,7 @@ def _require_possible(job: Job, world: int) -> None:
             f"accelerate: --world starts ranks on the CPU, and --device is {job.device}; for GPUs use torchrun "
             f"--nproc-per-node {world} -m foci accelerate ..."
         )
-    job.ways.over(world, heads=1)
+    job.degrees.fill_world(world, heads=1)
 
 
 def _as_launched(job: Job) -> dict[str, Any] | None:
@@ -139,7 +139,7 @@ def on_rank(job: Job) -> dict[str, Any]:
     console.print(f"[bold]foci {own_version()}[/bold] · {machine().line} · {threads}\n")
     kind = type(subject.model).__name__
     console.print(f"[bold]{subject.name}[/bold]   {kind}, {many / 1e6:.1f} M parameters, {subject.note}")
-    done = accelerate_over_ranks(subject, job.ways, progress=teller(console, None))
+    done = accelerate_over_ranks(subject, job.degrees, progress=teller(console, None))
     if first:
         written = done.save(job.out)
         told(console, written)

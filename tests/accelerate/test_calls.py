@@ -8,8 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foci.accelerate.calls import arguments, dims, entries, in_double, letters, mask_text, one_head, repeat, spec_of
-from foci.accelerate.sites import watch
+from foci.accelerate.calls import (
+    arguments,
+    dims,
+    in_float64,
+    letters,
+    mask_text,
+    one_head,
+    reference_elements,
+    run_on_backend,
+    spec_of,
+)
+from foci.accelerate.sites import attention_calls
 from foci.ops import SPECS
 
 RECURRENCES = ("linear", "delta", "scan", "selective_scan")
@@ -35,17 +45,17 @@ def test_arguments_repeat_the_call(name: str, case: Any) -> None:
     call = _call(name, case)
     assert spec_of(call).name == name
     again = type(call)(*SPECS[name].bind(**arguments(call)))
-    for one, other in zip(repeat(call, "reference"), repeat(again, "reference"), strict=True):
+    for one, other in zip(run_on_backend(call, "reference"), run_on_backend(again, "reference"), strict=True):
         assert torch.equal(one, other)
-    assert in_double(call)[0].dtype == torch.float64
-    assert entries(call) > 0
+    assert in_float64(call)[0].dtype == torch.float64
+    assert reference_elements(call) > 0
 
 
 @pytest.mark.parametrize(("name", "case"), _cases())
 def test_one_head_is_a_part_of_the_whole(name: str, case: Any) -> None:
     call = _call(name, case)
     part = one_head(call)
-    out, whole = repeat(part, "reference")[0], repeat(call, "reference")[0]
+    out, whole = run_on_backend(part, "reference")[0], run_on_backend(call, "reference")[0]
     torch.testing.assert_close(out, whole[tuple(slice(size) for size in out.shape)])
 
 
@@ -56,18 +66,18 @@ def test_sizes_and_features_in_words() -> None:
     assert dims(letters(call)) == "B2 T5 G2 H4 K8"
     assert mask_text(call) == "decay per head & state"
     assert mask_text(bind(q, q, v, beta)) == "no decay"
-    assert entries(call) == 2 * 5 * 4 * 8 * 8
+    assert reference_elements(call) == 2 * 5 * 4 * 8 * 8
 
 
 class Mixer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         call = SPECS["delta"].bind(x, x, x, x[..., 0].sigmoid())
-        return repeat(call, "chunked")[0]
+        return run_on_backend(call, "chunked")[0]
 
 
 def test_a_recurrence_that_runs_is_seen_with_its_arguments() -> None:
     x = torch.randn(1, 5, 2, 8)
-    seen = watch(nn.Sequential(Mixer()), lambda: Mixer()(x))
+    seen = attention_calls(nn.Sequential(Mixer()), lambda: Mixer()(x))
     assert [event.via for event in seen] == ["foci"]
     assert spec_of(seen[0].call).name == "delta"
     assert torch.equal(seen[0].call.q, x)

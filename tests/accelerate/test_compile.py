@@ -7,7 +7,7 @@ import torch
 
 from foci.accelerate import zoo
 from foci.accelerate.apply import apply, route
-from foci.accelerate.compile import Compiled, _verdict, compile_parts, repeated_blocks, weigh
+from foci.accelerate.compile import Compiled, _verdict, compile_if_it_pays, compile_parts, repeated_blocks
 from foci.accelerate.plan import CompilePlan
 from foci.accelerate.run import accelerate
 
@@ -40,8 +40,8 @@ def test_off_and_too_short_are_not_tried() -> None:
     subject = zoo.load("bert")
     run = lambda: subject.model(**subject.inputs)  # noqa: E731
     given = {"calls": 1, "other": None, "budget": 1e-5}
-    assert weigh(subject.model, [], run, mode="off", **given)[0].sentence == "off: not asked for"
-    plan, compiled = weigh(subject.model, [], run, mode="auto", **given)
+    assert compile_if_it_pays(subject.model, [], run, mode="off", **given)[0].sentence == "off: not asked for"
+    plan, compiled = compile_if_it_pays(subject.model, [], run, mode="auto", **given)
     assert compiled is None and plan.mode == "off"
     assert "less than any compilation costs; not tried" in plan.sentence
 

@@ -12,7 +12,7 @@ import torch
 from foci.accelerate import plan as plans
 from foci.accelerate import zoo
 from foci.accelerate.calls import signature
-from foci.accelerate.plan import Plan, decide, identify, write_whole
+from foci.accelerate.plan import Plan, choose_backend, identify, write_atomically
 from foci.accelerate.run import Accelerated
 from foci.accelerate.sites import Site
 from foci.ops.softmax.call import bind
@@ -26,9 +26,9 @@ def site(**given: object) -> Site:
 def test_the_specs_order_holds_unless_a_measurement_clearly_says_otherwise() -> None:
     one = site()
     key = signature(one.calls[0][0])
-    own = decide(one, {key: {"aten": 1.0, "chunked": 0.9}})
+    own = choose_backend(one, {key: {"aten": 1.0, "chunked": 0.9}})
     assert own.backend == "aten" and not own.fixed
-    decision = decide(one, {key: {"aten": 1.0, "chunked": 0.5}})
+    decision = choose_backend(one, {key: {"aten": 1.0, "chunked": 0.5}})
     assert decision.backend == "chunked" and decision.fixed
     assert decision.others["aten"] == ["2.00 x the time here"]
     assert "T x S" in decision.others["reference"][0]
@@ -37,7 +37,7 @@ def test_the_specs_order_holds_unless_a_measurement_clearly_says_otherwise() -> 
 
 def test_a_backend_that_cannot_is_not_measured_and_gives_its_reasons() -> None:
     measured: dict = {}
-    decision = decide(site(softcap=5.0), measured)
+    decision = choose_backend(site(softcap=5.0), measured)
     assert decision.backend == "chunked"
     assert "softcap" in decision.others["aten"][0]
     assert all("aten" not in times for times in measured.values())
@@ -89,13 +89,13 @@ def test_foreign_model_is_named(bert: Accelerated) -> None:
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_whole(tmp_path / "plan.json", "old")
+    path = write_atomically(tmp_path / "plan.json", "old")
 
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(plans.os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write_whole(path, "new")
+        write_atomically(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]

@@ -18,8 +18,8 @@ from foci.accelerate.prove import (
     compare_results,
     differentiate,
     evaluating,
-    gap,
-    gradient_gap,
+    max_error,
+    max_gradient_error,
     prove_model,
     prove_site,
     worst,
@@ -107,19 +107,24 @@ def test_a_planted_gradient_refuses_the_plan_and_restores_the_model(name: str, m
 def test_gradients_that_are_missing_or_zero_but_for_rounding() -> None:
     one, tiny = torch.ones(4), torch.full((4,), 1e-17)
     exact = {"a": one, "b": tiny}
-    assert gradient_gap({"a": one, "b": -tiny}, exact, exact) < 1e-15
-    assert gradient_gap({"a": one, "b": one * 1e-4}, {"a": one, "b": one * 2e-4}, exact) == pytest.approx(1e-4)
-    assert gradient_gap({"a": one, "b": None}, {"a": one, "b": one}, exact) == float("inf")
-    assert gradient_gap({"a": one * 1.1}, {"a": one}, {"a": one}) == pytest.approx(0.1, rel=1e-5)
-    assert gap([one], [one, one]) == float("inf")
+    assert max_gradient_error({"a": one, "b": -tiny}, exact, exact) < 1e-15
+    assert max_gradient_error({"a": one, "b": one * 1e-4}, {"a": one, "b": one * 2e-4}, exact) == pytest.approx(1e-4)
+    assert max_gradient_error({"a": one, "b": None}, {"a": one, "b": one}, exact) == float("inf")
+    assert max_gradient_error({"a": one * 1.1}, {"a": one}, {"a": one}) == pytest.approx(0.1, rel=1e-5)
+    assert max_error([one], [one, one]) == float("inf")
     assert not Row("a", "out", "float64", float("nan"), 1.0).ok
 
 
 def test_what_is_not_a_number_is_never_equal() -> None:
     one, nan = torch.ones(4), torch.full((4,), float("nan"))
-    assert gap([one, nan], [one, nan]) == gap([one, one], [one, nan]) == gap([one, nan], [one, one]) == float("inf")
+    assert (
+        max_error([one, nan], [one, nan])
+        == max_error([one, one], [one, nan])
+        == max_error([one, nan], [one, one])
+        == float("inf")
+    )
     for ours, truth in ((one, nan), (nan, nan), (nan, one)):
-        assert gradient_gap({"a": one, "b": ours}, {"a": one, "b": truth}, {"a": one, "b": truth}) == float("inf")
+        assert max_gradient_error({"a": one, "b": ours}, {"a": one, "b": truth}, {"a": one, "b": truth}) == float("inf")
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
@@ -143,7 +148,7 @@ def test_what_is_not_finite_in_the_original_is_left_out_and_counted(kind: str) -
     rows = compare_results(result(half), result(half), result(right), "original")
     assert all(row.ok and row.budget < 1 for row in rows)
     assert [row.left_out for row in rows] == ([1, 1, 0, 0] if kind == "outputs" else [0, 0, 1, 1])
-    assert rows[0 if kind == "outputs" else 2].said.endswith("but 1 numbers, not finite in the original")
+    assert rows[0 if kind == "outputs" else 2].text.endswith("but 1 numbers, not finite in the original")
     for place, value in ((1, 2.5), (1, torch.nan), (0, 7.0)):
         ours = half.clone()
         ours[place] = value
@@ -234,7 +239,7 @@ def test_what_has_no_float64_is_held_against_float32_in_half_precision(name: str
     )  # fmt: skip
     config._attn_implementation = "eager"
     model = cls(config).eval()
-    zoo.fill(model)
+    zoo.randomize(model)
     ids = torch.arange(14).view(2, 7)
     inputs = {"input_ids": ids} if experts else {"input_ids": ids, "attention_mask": (ids != 0).long()}
     accelerated = accelerate(model.to(dtype), inputs, compile="off")

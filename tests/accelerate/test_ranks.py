@@ -12,26 +12,26 @@ import torch
 
 from foci.accelerate import zoo
 from foci.accelerate.apply import apply
+from foci.accelerate.degrees import Degrees
 from foci.accelerate.plan import Plan
 from foci.accelerate.prove import Row
 from foci.accelerate.ranks import accelerate_over_ranks
 from foci.accelerate.report import Report
 from foci.accelerate.run import Refused
-from foci.accelerate.ways import Ways
 from foci.core.errors import Unsupported
 from foci.core.world import World
 
 Worlds = Callable[[int], World]
 
 
-def spread(name: str, ways: Ways) -> tuple[dict[str, Any], list[str], bool, bool]:
+def spread(name: str, degrees: Degrees) -> tuple[dict[str, Any], list[str], bool, bool]:
     """The plan, the phases told, whether the spread model computes the same, and whether it does so restored."""
     subject = zoo.load(name)
     with torch.no_grad():
         before = subject.model(**subject.inputs, return_dict=False)[0]
         told: list[str] = []
         done = accelerate_over_ranks(
-            subject, ways, progress=lambda phase, text, end: told.append(phase) if end else None
+            subject, degrees, progress=lambda phase, text, end: told.append(phase) if end else None
         )
         over = done(**subject.inputs, return_dict=False)[0]
         done.restore()
@@ -41,7 +41,7 @@ def spread(name: str, ways: Ways) -> tuple[dict[str, Any], list[str], bool, bool
 
 @pytest.fixture(scope="module")
 def over_two(worlds: Worlds) -> list[tuple[dict[str, Any], list[str], bool, bool]]:
-    return worlds(2).run(spread, "pixart", Ways(ring=2))
+    return worlds(2).run(spread, "pixart", Degrees(ring=2))
 
 
 def test_it_computes_the_same_and_is_undone(over_two: list[tuple[dict[str, Any], list[str], bool, bool]]) -> None:
@@ -80,14 +80,14 @@ def test_the_report_and_the_plan(over_two: list[tuple[dict[str, Any], list[str],
 
 
 def test_guidance_on_two_halves_proves_outputs_only(worlds: Worlds) -> None:
-    found = worlds(2).run(spread, "pixart", Ways(data=2))
+    found = worlds(2).run(spread, "pixart", Degrees(data=2))
     assert all(same and undone for _, _, same, undone in found)
     assert {row["what"] for row in found[0][0]["proof"]} == {"output"}
     assert found[0][0]["ranks"]["split"] is None
 
 
 def guided() -> dict[str, Any]:
-    done = accelerate_over_ranks(zoo.load("pixart"), Ways(cfg=2, ulysses=2))
+    done = accelerate_over_ranks(zoo.load("pixart"), Degrees(cfg=2, ulysses=2))
     done.restore()
     return done.plan.as_dict()
 
@@ -106,7 +106,7 @@ def test_a_refusal_reaches_another_process_whole() -> None:
 
 def refused(name: str) -> str:
     try:
-        accelerate_over_ranks(zoo.load(name), Ways())
+        accelerate_over_ranks(zoo.load(name), Degrees())
     except (Unsupported, ValueError) as error:
         return str(error)
     return ""

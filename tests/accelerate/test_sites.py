@@ -11,7 +11,7 @@ import foci
 from foci.accelerate import zoo
 from foci.accelerate.apply import route
 from foci.accelerate.calls import arguments, dims, letters, mask_text
-from foci.accelerate.sites import find, watch
+from foci.accelerate.sites import attention_calls, find_sites
 from foci.ops.softmax.call import bind
 from tests.ops.softmax.fused import rows, stand_in
 
@@ -30,7 +30,7 @@ EXPECTED = {
 def test_zoo_model_shows_its_sites(name: str) -> None:
     subject = zoo.load(name)
     model = subject.model
-    found = find(model, lambda: model(**subject.inputs), lambda: route(model))
+    found = find_sites(model, lambda: model(**subject.inputs), lambda: route(model))
     count, sizes, mask, caller, via = EXPECTED[name]
     first = found.sites[0]
     call, times = first.calls[0]
@@ -49,7 +49,7 @@ def test_watching_changes_nothing_and_sees_attention_outside_any_site() -> None:
     model = nn.Sequential(Own(), Own())
     x = torch.randn(1, 2, 3, 4)
     outputs = []
-    events = watch(model, lambda: outputs.append(model(x)))
+    events = attention_calls(model, lambda: outputs.append(model(x)))
     assert torch.equal(outputs[0], model(x))
     assert [event.stack for event in events] == [("", "0"), ("", "0"), ("", "1"), ("", "1")]
     assert {event.via for event in events} == {"scaled_dot_product_attention", "softmax"}
@@ -66,7 +66,7 @@ def test_a_plain_call_is_seen_where_torchs_own_op_makes_it(monkeypatch: pytest.M
     model, x = Own(), rows()["q"]
     for _ in range(3):
         model(x)
-    (event,) = (event for event in watch(model, lambda: model(x)) if event.call is not None)
+    (event,) = (event for event in attention_calls(model, lambda: model(x)) if event.call is not None)
     assert event.via == "foci" and event.stack == ("",) and event.call.q is x
 
 
@@ -75,7 +75,7 @@ def test_a_site_that_does_not_run_is_told() -> None:
     model = subject.model
     ids = subject.inputs["input_ids"]
     first = lambda: model.encoder.layer[0](model.embeddings(ids), None)  # noqa: E731
-    found = find(model, first, lambda: route(model))
+    found = find_sites(model, first, lambda: route(model))
     assert [site.name for site in found.sites] == ["encoder.layer.0.attention.self"]
     assert ("encoder.layer.2.attention.self", "it did not run with these inputs") in found.skipped
 

@@ -30,7 +30,7 @@ def spec_of(call: Call) -> Spec:
     return next(spec for spec in SPECS.values() if spec.call is type(call))
 
 
-def repeat(call: Call, backend: str) -> tuple[Tensor, ...]:
+def run_on_backend(call: Call, backend: str) -> tuple[Tensor, ...]:
     """All outputs of a call, on the named backend."""
     outputs: tuple[Tensor, ...] = FUNCTIONS[spec_of(call).name](**arguments(call), backend=backend)
     return outputs
@@ -102,12 +102,12 @@ def mask_text(call: Call) -> str:
     return " & ".join(words) or "no mask"
 
 
-def in_double(call: Call) -> Call:
+def in_float64(call: Call) -> Call:
     """The same call in float64, for the reference."""
     return type(call)._make(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in call)
 
 
-def entries(call: Call) -> int:
+def reference_elements(call: Call) -> int:
     """Elements that the reference holds at once over all heads: T x S scores, or a state per token."""
     sizes = letters(call)
     rest = "S" if "S" in sizes else "KV"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from foci.accelerate.plan import CompilePlan
-from foci.accelerate.prove import gap, tensors_of
+from foci.accelerate.prove import max_error, tensors_of
 from foci.bench.measure import Way, clock, interleave
 
 Run = Callable[[], Any]
@@ -97,7 +97,7 @@ def repeated_blocks(model: nn.Module, sites: Sequence[str]) -> list[nn.Module]:
     return found if all(id(model.get_submodule(site)) in inside for site in sites) else []
 
 
-def weigh(
+def compile_if_it_pays(
     model: nn.Module, sites: Sequence[str], run: Run, *, mode: str, calls: int, other: Run | None, budget: float
 ) -> tuple[CompilePlan, Compiled | None]:
     """Measure what compiling the routed model costs and saves; keep it compiled only if it pays within `calls` calls.
@@ -153,7 +153,7 @@ def _measure(
         break_even=math.ceil(cost / saving) if saving > 0 else None,
         graphs=compiled.graphs,
         breaks=compiled.breaks,
-        error=gap(output, eager),
+        error=max_error(output, eager),
         budget=budget,
     )
 

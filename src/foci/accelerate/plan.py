@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from foci.accelerate.calls import SOFTMAX, Call, Signature, letters, mask_text, repeat, signature, spec_of
+from foci.accelerate.calls import SOFTMAX, Call, Signature, letters, mask_text, run_on_backend, signature, spec_of
 from foci.accelerate.sites import Site
 from foci.bench.measure import clock
 from foci.core.errors import Unsupported
@@ -24,7 +24,7 @@ from foci.ops import SPECS
 
 SCHEMA = 1
 # The backend that is the oracle of the proof and never planned.
-ORACLE = "reference"
+REFERENCE = "reference"
 _CLEARLY = 0.85
 _LITERALLY = {False: "it holds the whole T x S matrix", True: "it goes through the tokens one by one"}
 
@@ -113,7 +113,7 @@ class Plan:
 
     def save(self, path: str | Path) -> Path:
         """Write plan.json atomically."""
-        return write_whole(Path(path), json.dumps(self.as_dict(), indent=2, sort_keys=False) + "\n")
+        return write_atomically(Path(path), json.dumps(self.as_dict(), indent=2, sort_keys=False) + "\n")
 
     @classmethod
     def load(cls, source: Mapping[str, Any] | str | Path) -> Plan:
@@ -206,7 +206,7 @@ def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str, sort_keys=True))
 
 
-def decide(site: Site, measured: dict[Signature, dict[str, float]]) -> SitePlan:
+def choose_backend(site: Site, measured: dict[Signature, dict[str, float]]) -> SitePlan:
     """The fastest backend that can run every call of the site. `measured` caches seconds by signature for all."""
     against: dict[str, list[str]] = {}
     spec = spec_of(site.calls[0][0])
@@ -216,7 +216,7 @@ def decide(site: Site, measured: dict[Signature, dict[str, float]]) -> SitePlan:
     able = [backend.name for backend in spec.backends if backend.name not in against]
     if not able:
         raise Unsupported(f"accelerate: {site.name}: no backend can run it", [r for rs in against.values() for r in rs])
-    candidates = [name for name in able if name != ORACLE] or able
+    candidates = [name for name in able if name != REFERENCE] or able
     calls = []
     total = dict.fromkeys(candidates, 0.0)
     for call, count in site.calls:
@@ -233,7 +233,7 @@ def decide(site: Site, measured: dict[Signature, dict[str, float]]) -> SitePlan:
         if total[name] < _CLEARLY * total[backend]:
             backend = name
     for name in able:
-        if name == ORACLE and name != backend:
+        if name == REFERENCE and name != backend:
             against[name] = [f"{_LITERALLY[spec.recurrent]}: the oracle of the proof, not a plan"]
         elif name != backend:
             against[name] = [f"{total[name] / max(total[backend], 1e-9):.2f} x the time here"]
@@ -243,7 +243,7 @@ def decide(site: Site, measured: dict[Signature, dict[str, float]]) -> SitePlan:
 
 def _seconds(call: Call, backends: list[str], most: int = 9, budget: float = 0.5) -> dict[str, float]:
     """Each backend's minimum over several interleaved runs: other load on the machine only adds time."""
-    runs = {name: (lambda name=name: repeat(call, name)) for name in backends}
+    runs = {name: (lambda name=name: run_on_backend(call, name)) for name in backends}
     taken: dict[str, list[float]] = {name: [] for name in backends}
     with torch.no_grad():
         for run in runs.values():
@@ -266,7 +266,7 @@ def _describe(call: Call, count: int, times: Mapping[str, float]) -> dict[str, A
     }
 
 
-def write_whole(path: Path, content: str | bytes) -> Path:
+def write_atomically(path: Path, content: str | bytes) -> Path:
     """Write a file atomically: to a temporary file in the same folder, then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

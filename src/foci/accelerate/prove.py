@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foci.accelerate.calls import SOFTMAX, Call, arguments, entries, in_double, one_head, repeat, spec_of
+from foci.accelerate.calls import (
+    SOFTMAX,
+    Call,
+    arguments,
+    in_float64,
+    one_head,
+    reference_elements,
+    run_on_backend,
+    spec_of,
+)
 from foci.accelerate.sites import Site
 from foci.check.compare import HALF, RELATIVE, VANISHED, Error, compare, difference, extent, rms
 from foci.nn import Cache
@@ -41,11 +50,11 @@ class Row:
         return self.error <= self.budget  # NaN is not
 
     @property
-    def said(self) -> str:
-        return f"{self.error:.1e} of {self.budget:.0e}{self.beside}"
+    def text(self) -> str:
+        return f"{self.error:.1e} of {self.budget:.0e}{self.excluded}"
 
     @property
-    def beside(self) -> str:
+    def excluded(self) -> str:
         return f" but {self.left_out} numbers, not finite in the original" if self.left_out else ""
 
 
@@ -97,7 +106,7 @@ def _relative(error: float, scale: float) -> float:
     return error / scale if scale and math.isfinite(scale) else error
 
 
-def gap(values: Sequence[Tensor], truths: Sequence[Tensor]) -> float:
+def max_error(values: Sequence[Tensor], truths: Sequence[Tensor]) -> float:
     """The worst relative error of several tensors; infinite when shapes or their number differ."""
     if [value.shape for value in values] != [truth.shape for truth in truths]:
         return float("inf")
@@ -122,9 +131,9 @@ def prove_site(site: Site, backend: str) -> list[Row]:
     rows: list[Row] = []
     for call, _ in site.calls:
         spec = spec_of(call)
-        whole = entries(call) * (_KEPT if spec.recurrent else 1) <= _MOST_ENTRIES
+        whole = reference_elements(call) * (_KEPT if spec.recurrent else 1) <= _MOST_ENTRIES
         call = call if whole else one_head(call)
-        truth = _forward_backward(in_double(call), "reference")
+        truth = _forward_backward(in_float64(call), "reference")
         ours = _forward_backward(call, backend)
         plain = _forward_backward(call, None)
         for what, value in ours.items():
@@ -156,7 +165,7 @@ def _forward_backward(call: Call, backend: str | None) -> dict[str, Tensor | Non
     leaves = {name: getattr(call, name).detach().requires_grad_() for name in names}
     changed = call._replace(**leaves)
     # Without a backend: the plain computation of the same equation in the same dtype.
-    found = repeat(changed, backend) if backend else spec.plain(**arguments(changed))
+    found = run_on_backend(changed, backend) if backend else spec.plain(**arguments(changed))
     outputs = dict(zip(spec.output_names, found, strict=True))
     generator = torch.Generator().manual_seed(0)
     # No cotangent for lse, which may be -inf; states get one like other outputs.
@@ -225,7 +234,7 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def gradient_gap(
+def max_gradient_error(
     ours: Mapping[str, Tensor | None], truths: Mapping[str, Tensor | None], exact: Mapping[str, Tensor | None]
 ) -> float:
     """The largest relative error of the gradients; infinite if one is missing or unexpected.
@@ -275,8 +284,8 @@ def compare_results(
     many = {what: sum(x.numel() for x in some) for what, some in original.numbers.items()}
     rows: list[Row] = []
     for what, distance in (
-        ("output", lambda a, b: gap(a.outputs, b.outputs)),
-        ("gradients", lambda a, b: gradient_gap(a.gradients, b.gradients, exact)),
+        ("output", lambda a, b: max_error(a.outputs, b.outputs)),
+        ("gradients", lambda a, b: max_gradient_error(a.gradients, b.gradients, exact)),
     ):
         if what == "gradients" and not trained:
             continue

@@ -15,12 +15,12 @@ from torch import nn
 
 from foci.accelerate.apply import Applied, route
 from foci.accelerate.calls import dims, letters, mask_text, spec_of
+from foci.accelerate.degrees import Degrees
 from foci.accelerate.plan import Plan, SitePlan, identify
 from foci.accelerate.prove import Problem, Result, Row, compare_results, differentiate, evaluating, truth_of
 from foci.accelerate.run import Accelerated, Progress, Refused, compare_shown, record, seconds_text, versions
 from foci.accelerate.shown import Shown
-from foci.accelerate.sites import find
-from foci.accelerate.ways import Ways
+from foci.accelerate.sites import find_sites
 from foci.accelerate.zoo import Subject
 from foci.bench.measure import Sample, clock
 from foci.bench.memory import peak_memory
@@ -36,7 +36,7 @@ from foci.integrations.split_plan import SplitPlan, plan_for
 _MOST_ROUNDS, _SECONDS = 9, 20.0
 
 
-def accelerate_over_ranks(subject: Subject, ways: Ways, *, progress: Progress | None = None) -> Accelerated:
+def accelerate_over_ranks(subject: Subject, degrees: Degrees, *, progress: Progress | None = None) -> Accelerated:
     """Distribute a model over all ranks of the process group, and prove it equal to one process.
 
     A collective call: every rank makes it, with the same model. Demonstration and measurements are in the plan's
@@ -46,25 +46,25 @@ def accelerate_over_ranks(subject: Subject, ways: Ways, *, progress: Progress | 
     Unsupported and ValueError as `foci.integrations.split.install`.
     """
     tell = progress if progress is not None and dist.get_rank() == 0 else lambda phase, text, finished: None
-    model, problem = subject.model, Problem(subject.model, _inputs(subject, ways))
+    model, problem = subject.model, Problem(subject.model, _inputs(subject, degrees))
     with evaluating(model):
         plan, heads = _find(subject, problem, tell)
-        ways = ways.over(dist.get_world_size(), heads)
-        split = _plan(subject, ways, tell)
+        degrees = degrees.fill_world(dist.get_world_size(), heads)
+        split = _plan(subject, degrees, tell)
         alone = copy.deepcopy(model) if dist.get_rank() == 0 else None
         whole, truth = differentiate(problem), truth_of(problem, copy.deepcopy(model))
         before = _on_rank_0(lambda: _shown(subject, tell, "one process"))
-        spread = _distribute(model, ways, split)
+        spread = _distribute(model, degrees, split)
         try:
-            rows = _prove(problem, spread, ways, whole, truth, plan.model, tell)
-            after = _shown(subject, tell, str(ways))
-            demo = _compare(before, after, ways, tell)
+            rows = _prove(problem, spread, degrees, whole, truth, plan.model, tell)
+            after = _shown(subject, tell, str(degrees))
+            demo = _compare(before, after, degrees, tell)
             timing, memory, ranks = _measure(problem, alone, spread, tell)
         except BaseException:
             spread.restore()
             raise
     facts = {
-        "world": dist.get_world_size(), "degrees": ways.degrees, "backend": dist.get_backend(), "text": ways.text,
+        "world": dist.get_world_size(), "degrees": degrees.by_name, "backend": dist.get_backend(), "text": degrees.text,
         "split": None if split is None else split.as_dict(), "lines": str(split or "").splitlines()[1:],
         "each": ranks, "parts": spread.facts(),
     }  # fmt: skip
@@ -76,7 +76,7 @@ def accelerate_over_ranks(subject: Subject, ways: Ways, *, progress: Progress | 
 def _find(subject: Subject, problem: Problem, tell: Progress) -> tuple[Plan, int]:
     """A plan of the attention sites with foci's choice of backend in one process; the smallest number of heads."""
     model = problem.model
-    found = find(model, problem.run, lambda: route(model))
+    found = find_sites(model, problem.run, lambda: route(model))
     if not found.sites:
         reasons = [f"{where}: {why}" for where, why in found.skipped]
         raise Unsupported(f"accelerate: no attention of {type(model).__name__} runs through foci", reasons)
@@ -106,11 +106,11 @@ def _find(subject: Subject, problem: Problem, tell: Progress) -> tuple[Plan, int
     return plan, min(letters(call)["H"] for site in found.sites for call, _ in site.calls)
 
 
-def _plan(subject: Subject, ways: Ways, tell: Progress) -> SplitPlan | None:
+def _plan(subject: Subject, degrees: Degrees, tell: Progress) -> SplitPlan | None:
     """The SplitPlan of the tokens: rank 0 finds and checks it, and broadcasts it."""
-    size = ways.degrees["ulysses"] * ways.degrees["ring"]
+    size = degrees.by_name["ulysses"] * degrees.by_name["ring"]
     if size == 1:
-        tell("split", f"{ways}: the tokens stay together", True)
+        tell("split", f"{degrees}: the tokens stay together", True)
         return None
     known = True
     tell("split", "checking each tensor of every rank", False)
@@ -123,21 +123,21 @@ def _plan(subject: Subject, ways: Ways, tell: Progress) -> SplitPlan | None:
         except Unsupported:
             known = False
             return infer(model, inputs, size=size)
-        check(model, inputs, plan, size=size, text=ways.text)
+        check(model, inputs, plan, size=size, text=degrees.text)
         return plan
 
     plan: SplitPlan = _on_rank_0(made, share=True)
     cuts = [cut for cut in plan.cuts if cut.module or cut.tensor in subject.inputs]
     cut = ", ".join(f"{c.module or 'the model'} ({c.tensor if isinstance(c.tensor, str) else 'output'})" for c in cuts)
     joined = ", ".join(gather.module for gather in plan.gathers)
-    tell("split", f"{ways}: at {cut}; gathered at {joined}; {'checked' if known else 'inferred and checked'} "
+    tell("split", f"{degrees}: at {cut}; gathered at {joined}; {'checked' if known else 'inferred and checked'} "
                   f"for every rank of {size}", True)  # fmt: skip
     return plan
 
 
-def _inputs(subject: Subject, ways: Ways) -> Mapping[str, Any]:
+def _inputs(subject: Subject, degrees: Degrees) -> Mapping[str, Any]:
     """The example inputs; with cfg, both halves of the batch get the same latents and timestep, as in guidance."""
-    if ways.degrees["cfg"] == 1:
+    if degrees.by_name["cfg"] == 1:
         return subject.inputs
     return {
         name: torch.cat([value[: len(value) // 2]] * 2)
@@ -158,20 +158,20 @@ def _smaller(subject: Subject) -> Mapping[str, Any]:
     return min(subject.inputs, subject.other, key=numbers)
 
 
-def _distribute(model: nn.Module, ways: Ways, split: SplitPlan | None) -> Spread:
-    mesh = make_mesh(**ways.degrees, device=next(model.parameters()).device.type)
+def _distribute(model: nn.Module, degrees: Degrees, split: SplitPlan | None) -> Spread:
+    mesh = make_mesh(**degrees.by_name, device=next(model.parameters()).device.type)
     return install(
-        model, mesh, plan=split, text=ways.text, patches=ways.patches,
-        warmup=1 if ways.warmup is None else ways.warmup,
+        model, mesh, plan=split, text=degrees.text, patches=degrees.patches,
+        warmup=1 if degrees.warmup is None else degrees.warmup,
     )  # fmt: skip
 
 
 def _prove(
-    problem: Problem, spread: Spread, ways: Ways, whole: Result, truth: Result | None, name: str, tell: Progress
+    problem: Problem, spread: Spread, degrees: Degrees, whole: Result, truth: Result | None, name: str, tell: Progress
 ) -> list[Row]:
     """The worst row over ranks, of outputs, and of gradients if only tokens are split (the rest is for sampling)."""
     tell("prove", "whole model, outputs and gradients, against one process", False)
-    trained = all(size == 1 for way, size in ways.degrees.items() if way not in ("ulysses", "ring"))
+    trained = all(size == 1 for way, size in degrees.by_name.items() if way not in ("ulysses", "ring"))
     if trained:
         ours = _summed(differentiate(problem), spread)
     else:
@@ -181,7 +181,7 @@ def _prove(
     rows = [max(each, key=lambda row: _nan_as_inf(row.error)) for each in zip(*_all_gathered(mine), strict=True)]
     if not all(row.ok for row in rows):
         raise Refused(name, rows)
-    parts = [f"{row.what} {row.said} from {row.against}" for row in rows]
+    parts = [f"{row.what} {row.text} from {row.against}" for row in rows]
     tell(
         "prove", "   ".join([*parts, "ok"]) + ("" if trained else "   (gradients are not for cfg, data and pipe)"), True
     )
@@ -205,7 +205,7 @@ def _shown(subject: Subject, tell: Progress, where: str) -> Shown | None:
     return None if subject.show is None else subject.show(lambda text: tell("show", f"{where}: {text}", False))
 
 
-def _compare(before: Shown | None, after: Shown | None, ways: Ways, tell: Progress) -> dict[str, Any]:
+def _compare(before: Shown | None, after: Shown | None, degrees: Degrees, tell: Progress) -> dict[str, Any]:
     if before is None or after is None:
         return {}
     demo = compare_shown(before, after)
@@ -213,7 +213,7 @@ def _compare(before: Shown | None, after: Shown | None, ways: Ways, tell: Progre
         error = (after.pictures.double() - before.pictures.double()).square().mean().item()
         # Values are in [-1, 1]. JSON has no infinity.
         demo["psnr"] = 10 * math.log10(4 / error) if error else None
-        if ways.degrees["pipe"] > 1:
+        if degrees.by_name["pipe"] > 1:
             words = "none: equal to the last bit" if not error else f"{demo['psnr']:.1f} dB"
             demo["sentence"] += f"; PSNR against one process {words}"
     tell("show", demo["sentence"], True)

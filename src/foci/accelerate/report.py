@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foci.accelerate.calls import dims
-from foci.accelerate.plan import Plan, SitePlan, write_whole
+from foci.accelerate.plan import Plan, SitePlan, write_atomically
 from foci.accelerate.shown import Shown
 from foci.core.errors import require
 
@@ -79,10 +79,10 @@ class Report:
 
     def save(self, folder: Path) -> list[Path]:
         """Write report.html and, if there are pictures, digits.png, each atomically."""
-        written = [write_whole(folder / "report.html", str(self))]
+        written = [write_atomically(folder / "report.html", str(self))]
         pictures = self.pictures()
         if pictures:
-            written.append(write_whole(folder / "digits.png", _png(stacked(pictures))))
+            written.append(write_atomically(folder / "digits.png", _png(stacked(pictures))))
         return written
 
 

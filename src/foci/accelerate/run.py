@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from foci.accelerate.apply import Applied, denoiser, library_of, route
 from foci.accelerate.calls import dims, letters
-from foci.accelerate.compile import weigh
-from foci.accelerate.plan import ORACLE, CompilePlan, Plan, decide, identify
+from foci.accelerate.compile import compile_if_it_pays
+from foci.accelerate.plan import REFERENCE, CompilePlan, Plan, choose_backend, identify
 from foci.accelerate.prove import Problem, Row, evaluating, prove_model, prove_site, relative_rms, worst
 from foci.accelerate.shown import Shown
-from foci.accelerate.sites import Found, find
+from foci.accelerate.sites import FoundSites, find_sites
 from foci.bench.measure import Sample, Way, interleave, ratio
 from foci.bench.memory import peak_memory
 from foci.core.device import machine, own_version
@@ -36,7 +36,7 @@ class Refused(Unsupported):
 
     def __init__(self, name: str, rows: list[Row]) -> None:
         self.name, self.rows = name, rows
-        bad = [f"{row.where}: {row.what} is {row.error:.1e} from {row.against}, budget {row.budget:.0e}{row.beside}"
+        bad = [f"{row.where}: {row.what} is {row.error:.1e} from {row.against}, budget {row.budget:.0e}{row.excluded}"
                for row in rows if not row.ok]  # fmt: skip
         super().__init__(f"accelerate: the plan for {name} is refused and the model restored", bad)
 
@@ -173,10 +173,10 @@ def _keywords(model: nn.Module, given: Any) -> dict[str, Any]:
         raise ValueError(f"accelerate: example_inputs do not fit {type(model).__name__}.forward: {error}") from error
 
 
-def _find(problem: Problem, tell: Progress) -> Found:
+def _find(problem: Problem, tell: Progress) -> FoundSites:
     tell("find", "running the model", False)
     model = problem.model
-    found = find(model, problem.run, lambda: route(model))
+    found = find_sites(model, problem.run, lambda: route(model))
     if not found.sites:
         raise Unsupported(
             f"accelerate: no attention of {type(model).__name__} runs through foci",
@@ -193,10 +193,10 @@ def _find(problem: Problem, tell: Progress) -> Found:
     return found
 
 
-def _plan(problem: Problem, found: Found, name: str, note: str, beside: list[list[str]], tell: Progress) -> Plan:
+def _plan(problem: Problem, found: FoundSites, name: str, note: str, beside: list[list[str]], tell: Progress) -> Plan:
     tell("plan", "measuring each backend on each shape", False)
     measured: dict[Any, dict[str, float]] = {}
-    sites = [decide(site, measured) for site in found.sites]
+    sites = [choose_backend(site, measured) for site in found.sites]
     model = problem.model
     weight = next(model.parameters())
     facts = {
@@ -220,7 +220,7 @@ def _plan(problem: Problem, found: Found, name: str, note: str, beside: list[lis
         chosen.setdefault((site.operator, site.backend), []).append(site)
     parts = []
     for (operator, backend), its in chosen.items():
-        others = "; ".join(f"{name}: {why[0]}" for name, why in its[0].others.items() if name != ORACLE)
+        others = "; ".join(f"{name}: {why[0]}" for name, why in its[0].others.items() if name != REFERENCE)
         parts.append(f"{len(its)} x {operator} -> {backend}" + (f" ({others})" if others else ""))
     tell("plan", ", ".join(parts), True)
     return plan
@@ -243,7 +243,7 @@ def versions() -> dict[str, Any]:
     }
 
 
-def _prove(problem: Problem, found: Found, plan: Plan, tell: Progress) -> list[Row]:
+def _prove(problem: Problem, found: FoundSites, plan: Plan, tell: Progress) -> list[Row]:
     rows: list[Row] = []
     for place, site in enumerate(found.sites):
         tell("prove", f"site {place + 1} of {len(found.sites)} against float64", False)
@@ -263,7 +263,7 @@ def _prove(problem: Problem, found: Found, plan: Plan, tell: Progress) -> list[R
     ):
         row = worst(some, prefix)
         if row is not None:
-            parts.append(f"{title} {row.said}")
+            parts.append(f"{title} {row.text}")
     tell("prove", "   ".join([*parts, "ok"]), True)
     return rows
 
@@ -365,7 +365,7 @@ def _compile(
 ) -> CompilePlan:
     tell("compile", "measuring what it costs and saves", False)
     with evaluating(problem.model):
-        decision, compiled = weigh(
+        decision, compiled = compile_if_it_pays(
             problem.model,
             plan.names,
             problem.run,

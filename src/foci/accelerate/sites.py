@@ -34,7 +34,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundSites:
     """The result of `find`: `sites` that foci can route, and modules `skipped` with the reason."""
 
     sites: tuple[Site, ...]
@@ -97,21 +97,23 @@ def _pop(stack: list[str]) -> Callable[..., None]:
     return pop
 
 
-def watch(model: nn.Module, run: Callable[[], Any]) -> list[_Event]:
+def attention_calls(model: nn.Module, run: Callable[[], Any]) -> list[_Event]:
     """The attention calls of one run."""
     with torch.no_grad(), _module_stack(model) as stack, _Recorder(stack) as seen, listening(seen.listen):
         run()
     return seen.events
 
 
-def find(model: nn.Module, run: Callable[[], Any], routed: Callable[[], AbstractContextManager[Any]]) -> Found:
+def find_sites(
+    model: nn.Module, run: Callable[[], Any], routed: Callable[[], AbstractContextManager[Any]]
+) -> FoundSites:
     """Run the model as it is, and again with its attention routed to foci, which records each call's arguments.
 
     `routed()` is a context manager that routes the model and yields an object with `.sites` and `.skipped`.
     """
-    original = watch(model, run)
+    original = attention_calls(model, run)
     with routed() as handle:
-        events = watch(model, run)
+        events = attention_calls(model, run)
         names, skipped = list(handle.sites), list(handle.skipped)
     sites = []
     for name in names:
@@ -127,7 +129,7 @@ def find(model: nn.Module, run: Callable[[], Any], routed: Callable[[], Abstract
         if _owner(event, known) is None:
             known.append(inside)
             skipped.append((inside or "the model itself", _unrouted(event.via)))
-    return Found(tuple(sites), tuple(skipped))
+    return FoundSites(tuple(sites), tuple(skipped))
 
 
 def _owner(event: _Event, names: list[str]) -> str | None:

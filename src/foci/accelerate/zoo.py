@@ -127,7 +127,7 @@ def _random(name: str, library: str, kind: str, config: Mapping[str, Any], token
         with torch.random.fork_rng(devices=[]):
             cls = getattr(package, kind)
             model = cls(**config) if library == "diffusers" else cls(cls.config_class(**config))
-        fill(model)
+        randomize(model)
         show = None
         if kind.endswith("ForCausalLM"):
             show = lambda progress: show_continuation(model)  # noqa: E731
@@ -137,7 +137,7 @@ def _random(name: str, library: str, kind: str, config: Mapping[str, Any], token
     return build
 
 
-def fill(model: nn.Module, seed: int = 0) -> None:
+def randomize(model: nn.Module, seed: int = 0) -> None:
     """Random weights, the same ones everywhere, large enough that attention is far from uniform and no gate is zero."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Ways: the number of ranks of each kind of parallelism, and the choice for ranks that are not assigned."""
+"""Degrees: the number of ranks of each kind of parallelism, and the choice for ranks that are not assigned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DIMS = ("data", "cfg", "pipe", "ulysses", "ring")
 
 
 @dataclass(frozen=True)
-class Ways:
+class Degrees:
     """The number of ranks of each kind of parallelism; None: foci chooses. `patches` and `warmup` are PipeFusion's."""
 
     ulysses: int | None = None
@@ -39,29 +39,29 @@ class Ways:
             raise ValueError("accelerate: --text is an option of --ulysses and --ring, which are 1")
 
     @property
-    def degrees(self) -> dict[str, int]:
+    def by_name(self) -> dict[str, int]:
         """The size of every dimension, 1 if not given."""
         return {name: 1 if (given := getattr(self, name)) is None else given for name in DIMS}
 
     @property
-    def open(self) -> bool:
+    def undecided(self) -> bool:
         """Whether foci may choose ulysses or ring."""
         return self.ulysses is None or self.ring is None
 
     @property
     def size(self) -> int:
         """The product of the given sizes."""
-        return math.prod(self.degrees.values())
+        return math.prod(self.by_name.values())
 
     def __str__(self) -> str:
-        return " x ".join(f"{name} {size}" for name, size in self.degrees.items() if size > 1) or "one rank"
+        return " x ".join(f"{name} {size}" for name, size in self.by_name.items() if size > 1) or "one rank"
 
-    def over(self, world: int, heads: int) -> Ways:
+    def fill_world(self, world: int, heads: int) -> Degrees:
         """Assign all ranks of a world: the rest goes to Ulysses as far as it divides the heads, then to the ring.
 
         Raises ValueError where the degrees given do not divide the world, or leave no choice and miss it.
         """
-        if world % self.size or (not self.open and self.size != world):
+        if world % self.size or (not self.undecided and self.size != world):
             raise ValueError(f"accelerate: {self} is {self.size} ranks, but there are {world}")
         rest = world // self.size
         ulysses = math.gcd(rest, heads) if self.ulysses is None and self.ring is None else rest
