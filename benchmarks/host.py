@@ -78,7 +78,7 @@ def pretending() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for place in ("ops.gpu.interpreting", "core.tune.interpreting"):
             stack.enter_context(patch(f"foci.{place}", lambda: True))
-        for place in ("gpu.steps", "scan.step.steps", "selective_scan.step.steps"):
+        for place in ("gpu.can_step", "scan.step.can_step", "selective_scan.step.can_step"):
             stack.enter_context(patch(f"foci.ops.{place}", lambda state: True))
         stack.enter_context(patch.dict(tune.TARGETS, sm_90=TARGET))
         stack.enter_context(patch.object(aten, "_kernels", lambda call: aten_cuda.CUDA_KERNELS[:1]))
@@ -288,8 +288,9 @@ def against(other: Path, only: str, rounds: int) -> None:
     trees = (other, Path(__file__).parents[1])
     asked = [
         subprocess.Popen(
-            [sys.executable, __file__, "--answer", "--only", only], text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(tree.resolve() / "src")},
+            [sys.executable, str(tree / "benchmarks" / "host.py"), "--answer", "--only", only], text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(tree.resolve() / "src")},
         )
         for tree in trees
     ]  # fmt: skip

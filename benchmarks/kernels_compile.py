@@ -26,7 +26,7 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 
 from foci.cli_tune_ahead import Offline as _Offline
 from foci.cli_tune_ahead import gpu
-from foci.core.assembler import assembling, chosen, persistent
+from foci.core.assembler import assembling, ptxas_for, retry_failed_passes
 from foci.core.tensor_maps import is_map
 from foci.core.tune import Launch, Target
 
@@ -52,7 +52,7 @@ def identity(launch: Launch, target: Target) -> str:
     parts: tuple[object, ...] = (
         FORMAT, triton.__version__, str(gpu(target)), launch.kernel.cache_key, arguments, meta
     )  # fmt: skip
-    if (tool := chosen(target.arch)) is not None:
+    if (tool := ptxas_for(target.arch)) is not None:
         parts += (tool.version,)
     if _searched(target):
         parts += (SEARCH,)
@@ -181,7 +181,7 @@ def _compiled(launch: Launch, target: Target) -> dict[str, Any]:
     if hasattr(triton.knobs.nvidia, "dump_ptxas_log"):
         triton.knobs.nvidia.dump_ptxas_log = True
     with contextlib.redirect_stdout(log), assembling(target.arch):
-        compiled = persistent(lambda: launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.meta))
+        compiled = retry_failed_passes(lambda: launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.meta))
     seconds = _processor() - began
     metadata, asm = compiled.metadata, compiled.asm
     read = _of_amd(asm["amdgcn"]) if target.kind == "hip" else _of_nvidia(asm, log.getvalue(), target)
@@ -230,7 +230,7 @@ def _ptxas(ptx: str, target: Target) -> str:
     """What the assembler says of a kernel, for a Triton that does not pass it on."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     name = "ptxas-blackwell" if target.arch >= 100 and (tools / "ptxas-blackwell").exists() else "ptxas"
-    tool = chosen(target.arch)
+    tool = ptxas_for(target.arch)
     path = str(tools / name) if tool is None else tool.path
     suffix = "a" if target.arch >= 90 else ""
     with tempfile.TemporaryDirectory() as folder:

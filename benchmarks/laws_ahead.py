@@ -28,7 +28,7 @@ from foci.check.laws_graph import LAWS
 from foci.check.run import run_law
 from foci.cli_check import FUNCTIONS, candidate_of
 from foci.cli_tune_ahead import Offline, each, gpu, launchable
-from foci.core.ahead import shadow
+from foci.core.ahead import to_meta
 from foci.core.assembler import assembling
 from foci.core.device import cores
 from foci.core.spec import Case, Outputs, Spec
@@ -158,7 +158,7 @@ def _answers(spec: Spec, targets: Sequence[Target]) -> Callable[..., Outputs]:
             ctx.set_materialize_grads(False)
             if found is not None:
                 trained = any(x is not None and x.requires_grad for x in leaves)
-                there = shadow(call)
+                there = to_meta(call)
                 for target in targets:
                     _note(found, target, lambda: module.forward(there, *_keeps(module) * trained))
             return tuple(output.empty(call[0]).zero_() for output in outputs(call))
@@ -168,7 +168,7 @@ def _answers(spec: Spec, targets: Sequence[Target]) -> Callable[..., Outputs]:
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             needs = list(ctx.needs_input_grad[2:])
             if ctx.found is not None:
-                call, given = shadow(ctx.call), shadow(grads)
+                call, given = to_meta(ctx.call), to_meta(grads)
                 for target in targets:
                     made = _note([], target, lambda: module.forward(call, *_keeps(module)))
                     _note(ctx.found, target, partial(module.backward, call, made, given, needs))

@@ -56,7 +56,7 @@ def test_doctor_says_what_is_true_of_triton_here(capsys, monkeypatch) -> None:
     assert facts["version"] == version
     if not here.gpus:
         assert facts["line"] == f"{version}, interpreter {'on' if facts['interpreter'] else 'off'}; no GPU"
-    assert facts["assembler"] == assembler.told() and not cli_commands._triton(False)["assembler"]
+    assert facts["assembler"] == assembler.describe_ptxas() and not cli_commands._triton(False)["assembler"]
     gpus = tuple(Gpu(place, f"NVIDIA {name}", (9, 0), 1, 1, 1) for place, name in enumerate(("H200", "H100")))
     monkeypatch.setattr(cli_commands, "machine", lambda: replace(here, gpus=gpus))
     shipped = table_of("NVIDIA H200")

@@ -31,7 +31,7 @@ from foci.check.laws import Law
 from foci.check.laws_graph import LAWS
 from foci.check.run import Row
 from foci.cli_check import Drawing, candidate_of, drawn
-from foci.core.ahead import shadow
+from foci.core.ahead import to_meta
 from foci.core.tune import TARGETS, Launch, Target, record_launches
 from foci.ops import FUNCTIONS, SPECS
 
@@ -302,14 +302,14 @@ def test_what_laws_launch_is_known_before_they_are_asked(operator: str, monkeypa
 
     def forward(call: Any) -> Any:
         trained = any(isinstance(x, torch.Tensor) and x.requires_grad for x in call)
-        note(call, lambda: kernels.forward(shadow(call), *(True,) * (trained and hasattr(kernels, "kept"))))
+        note(call, lambda: kernels.forward(to_meta(call), *(True,) * (trained and hasattr(kernels, "kept"))))
         return plain_forward(call)
 
     def backward(call: Any, outputs: Any, grads: Any, needs: list[bool]) -> Any:
         def work() -> None:
             with record_launches(target):
-                made = kernels.forward(shadow(call), *(True,) * hasattr(kernels, "kept"))
-            kernels.backward(shadow(call), made, shadow(grads), needs)
+                made = kernels.forward(to_meta(call), *(True,) * hasattr(kernels, "kept"))
+            kernels.backward(to_meta(call), made, to_meta(grads), needs)
 
         note(call, work)
         return plain_backward(call, outputs, grads, needs)

@@ -21,7 +21,7 @@ from foci.check.laws_graph import LAWS
 from foci.check.render import table
 from foci.check.run import Limits, Report, examine
 from foci.cli_options import Option, backend_of, gathered, hold_file, part_of
-from foci.core.spec import Aside, Candidate, Spec, here
+from foci.core.spec import Aside, Candidate, Spec, run_in_process
 from foci.core.tune import interpreting
 from foci.ops import FUNCTIONS, SPECS
 
@@ -231,7 +231,7 @@ def candidate_of(spec: Spec, function: Callable[..., Any], backend: str, device:
 def _aside(device: str, limits: Limits) -> Aside:
     """Where tiny calls of theirs are made: in a child where laws are, which what they imported may have ruled out."""
     if isolate.why_unable(device):
-        return here
+        return run_in_process
     return partial(isolate.aside, limit=limits.silence, ends=time.monotonic() + limits.within)
 
 

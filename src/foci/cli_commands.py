@@ -113,7 +113,7 @@ def _triton(installed: bool) -> dict[str, Any]:
     runs = "interpreter on" if interpreting() else "interpreter off"
     line = "; ".join([f"{triton.__version__}, {runs}", *(of_gpus or ["no GPU"])])
     there = {"version": triton.__version__, "interpreter": interpreting(), "tables": dates}
-    return {**there, "assembler": assembler.told(), "line": line}
+    return {**there, "assembler": assembler.describe_ptxas(), "line": line}
 
 
 def _availability(spec: Spec, device: torch.device) -> list[dict[str, Any]]:

@@ -101,7 +101,7 @@ def test_what_a_call_launches_is_there_when_it_comes_and_was_made_beside_each_ot
     both = threading.Barrier(2, timeout=60)
     with monkeypatch.context() as patch:
         watching(patch, launches, lambda: (both.wait(), threads.add(threading.get_ident())))  # each waits for the other
-        assert ahead.compiled_ahead(SPEC.backend("triton").load().forward, call(), True) == ""
+        assert ahead.compile_ahead(SPEC.backend("triton").load().forward, call(), True) == ""
     assert len(threads) == 2 and threading.get_ident() not in threads
     assert found_on_disk == [False, False]
     assert not any(launch.kernel.device_caches[DEVICE][0] for launch in launches)  # in memory Triton has what it had
@@ -121,7 +121,7 @@ def test_launchers_are_made_where_kernels_are_and_not_of_those_that_fail(
         raise OSError(28, "No space left on device")
 
     watching(monkeypatch, launches[:1], full)
-    assert "No space left" in ahead.compiled_ahead(SPEC.backend("triton").load().forward, call(), True)
+    assert "No space left" in ahead.compile_ahead(SPEC.backend("triton").load().forward, call(), True)
     ((name, thread),) = offline.launchers
     assert name == launches[1].kernel.__name__ and thread != threading.get_ident()
 
@@ -144,7 +144,7 @@ def test_launchers_are_made_beside_their_kernels_where_threads_are_free_and_once
     monkeypatch.setattr(ahead, "cores", lambda: 4)
     monkeypatch.setattr(offline, "launcher_cls", launcher)
     watching(monkeypatch, launches, before)
-    assert ahead.compiled_ahead(SPEC.backend("triton").load().forward, call(), True) == ""
+    assert ahead.compile_ahead(SPEC.backend("triton").load().forward, call(), True) == ""
     assert sorted(made) == sorted(launch.kernel.__name__ for launch in launches)
 
 
@@ -157,7 +157,7 @@ def test_what_shows_no_source_has_its_launcher_made_behind_it(monkeypatch: pytes
     assert ahead._source(lambda: src) is None
     monkeypatch.setattr(ahead, "cores", lambda: 4)
     monkeypatch.setattr(ahead, "_source", lambda compile_fn: None)
-    assert ahead.compiled_ahead(SPEC.backend("triton").load().forward, call(), True) == ""
+    assert ahead.compile_ahead(SPEC.backend("triton").load().forward, call(), True) == ""
     assert sorted(name for name, _ in offline.launchers) == sorted(launch.kernel.__name__ for launch in launches)
 
 
@@ -169,7 +169,7 @@ def test_a_launcher_that_fails_is_left_to_the_launch(
 
     launches = kernels_of(call())
     monkeypatch.setattr(offline, "launcher_cls", fails)
-    said = ahead.compiled_ahead(SPEC.backend("triton").load().forward, call(), True)
+    said = ahead.compile_ahead(SPEC.backend("triton").load().forward, call(), True)
     assert said == "RuntimeError: Failed to find C compiler"
     for kernel, grid, arguments, meta in launches:
         with assembling(90):
@@ -183,7 +183,7 @@ def test_what_is_launched_last_is_compiled_first(monkeypatch: pytest.MonkeyPatch
     for launch in launches:
         name = launch.kernel.__name__
         monkeypatch.setattr(launch.kernel, "compile", lambda *_, name=name, **__: begun.append(name))
-    ahead.compiled_ahead(SPEC.backend("triton").load().forward, call(), True)
+    ahead.compile_ahead(SPEC.backend("triton").load().forward, call(), True)
     assert begun == [launch.kernel.__name__ for launch in reversed(launches)]
 
 
@@ -209,7 +209,7 @@ def test_who_is_interrupted_leaves_no_mode_behind_and_to_each_thread_its_assembl
     with monkeypatch.context() as patch:
         watching(patch, launches, lambda: (started.wait(), gone.wait(60)), after)
         with pytest.raises(KeyboardInterrupt):
-            ahead.compiled_ahead(SPEC.backend("triton").load().forward, call(), True)
+            ahead.compile_ahead(SPEC.backend("triton").load().forward, call(), True)
         gone.set()
         done.wait()
     with assembling(90):
@@ -233,7 +233,7 @@ def test_a_compilation_that_fails_fails_where_it_is_wanted_and_not_once_it_is_cu
 
     with monkeypatch.context() as patch:
         watching(patch, launches, full)
-        said = ahead.compiled_ahead(SPEC.backend("triton").load().forward, call(), True)
+        said = ahead.compile_ahead(SPEC.backend("triton").load().forward, call(), True)
         assert said == "OSError: [Errno 28] No space left on device"
         for kernel, grid, arguments, meta in launches:
             with pytest.raises(OSError, match="No space left"):
@@ -247,9 +247,9 @@ def test_where_hooks_listen_or_a_mode_is_the_users_own_nothing_is_done(monkeypat
     watching(monkeypatch, launches, lambda: pytest.fail("nothing is to be compiled"))
     with monkeypatch.context() as patch:
         patch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **_: None)
-        assert ahead.compiled_ahead(forward, call(), True) == ""
+        assert ahead.compile_ahead(forward, call(), True) == ""
     with ThreadPoolExecutor(1) as pool, triton.AsyncCompileMode(pool):
-        assert "already active" in ahead.compiled_ahead(forward, call(), True)
+        assert "already active" in ahead.compile_ahead(forward, call(), True)
 
 
 @pytest.mark.parametrize(("spec", "case"), CASES, ids=lambda value: value.name)
@@ -265,7 +265,7 @@ def test_without_numbers_every_call_launches_what_it_launches_with_them(spec: An
         with record_launches(TARGETS["sm_90"]) as right:
             compute(*given)
         with record_launches(TARGETS["sm_90"]) as found:
-            compute(*map(ahead.shadow, given))
+            compute(*map(ahead.to_meta, given))
         assert right and list(map(told, found)) == list(map(told, right))
 
 
@@ -283,7 +283,7 @@ def test_tensors_that_begin_anywhere_are_asked_of_as_they_lie() -> None:
     x = torch.zeros(3, 1 * 70 * 2 * 16 + 8, dtype=torch.float16)
     q, k, v = (x[row, at:][: 70 * 2 * 16].view(1, 70, 2, 16) for row, at in enumerate((1, 0, 3)))
     assert SPEC.bind is not None
-    assert ahead.compiled_ahead(compute, SPEC.bind(q=q, k=k, v=v)) == ""
+    assert ahead.compile_ahead(compute, SPEC.bind(q=q, k=k, v=v)) == ""
 
 
 def test_it_is_asked_once_of_calls_that_differ_in_rows_and_tokens_alone() -> None:
@@ -293,7 +293,7 @@ def test_it_is_asked_once_of_calls_that_differ_in_rows_and_tokens_alone() -> Non
         asked.append((call.q.device.type, call.q.shape[1]))
 
     for T, K, keep in ((128, 16, True), (64, 16, True), (64, 32, True), (64, 32, False), (128, 32, False)):
-        assert ahead.compiled_ahead(compute, call(T, K), keep) == ""
+        assert ahead.compile_ahead(compute, call(T, K), keep) == ""
     assert asked == [("meta", 128), ("meta", 64), ("meta", 64)]
 
 
@@ -301,11 +301,11 @@ def test_what_goes_wrong_is_left_to_the_call() -> None:
     def fails(call: Any) -> None:
         raise RuntimeError("the call will say this")
 
-    assert ahead.compiled_ahead(fails, call()) == "RuntimeError: the call will say this"
+    assert ahead.compile_ahead(fails, call()) == "RuntimeError: the call will say this"
 
 
 def test_a_call_of_one_kernel_compiles_it_when_it_launches_it(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, rows = SPECS["softmax"], {name: torch.zeros(1, 64, 2, 16, dtype=torch.float16) for name in "qkv"}
     assert spec.bind is not None
     monkeypatch.setattr(ahead, "assembling", lambda arch: pytest.fail("nothing is to be compiled"))
-    assert ahead.compiled_ahead(spec.backend("triton").load().forward, spec.bind(**rows)) == ""
+    assert ahead.compile_ahead(spec.backend("triton").load().forward, spec.bind(**rows)) == ""

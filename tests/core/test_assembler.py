@@ -13,7 +13,7 @@ import torch
 
 from foci.cli_tune_ahead import Offline, gpu
 from foci.core import assembler
-from foci.core.assembler import HOPPER, NAMED, _forget, assembling, chosen, persistent, told
+from foci.core.assembler import HOPPER, NAMED, _forget, assembling, describe_ptxas, ptxas_for, retry_failed_passes
 from foci.core.tune import TARGETS
 
 triton = pytest.importorskip("triton")
@@ -48,7 +48,7 @@ def test_no_other_architecture_is_touched(arch: int) -> None:
     before = nvidia.ptxas.path, nvidia.ptxas_blackwell.path
     with assembling(arch):
         assert (nvidia.ptxas.path, nvidia.ptxas_blackwell.path) == before and NAMED not in os.environ
-    assert chosen(arch) is None
+    assert ptxas_for(arch) is None
 
 
 def test_the_assembler_that_a_user_names_wins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_the_assembler_that_a_user_names_wins(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(NAMED, theirs)
     with assembling(HOPPER):
         assert nvidia.ptxas.path == theirs
-    assert os.environ[NAMED] == theirs and told() == f"{theirs}, as {NAMED} says"
+    assert os.environ[NAMED] == theirs and describe_ptxas() == f"{theirs}, as {NAMED} says"
 
 
 def test_so_does_one_that_is_chosen_through_triton() -> None:
@@ -100,7 +100,7 @@ def test_who_compiles_beside_another_gets_it_for_the_whole_time() -> None:
 def test_without_triton_there_is_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(assembler.sys.modules, "triton")
     with assembling(HOPPER):
-        assert chosen(HOPPER) is None and told() == "Triton's own choice"
+        assert ptxas_for(HOPPER) is None and describe_ptxas() == "Triton's own choice"
 
 
 def test_a_kernel_is_really_assembled_by_it(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,5 +161,5 @@ def test_passes_that_fail_once_are_run_again(fails: int, says: str, asked: int) 
         return "made"
 
     with pytest.raises(RuntimeError, match=says) if fails == 9 else contextlib.nullcontext():
-        assert persistent(ask) == "made"
+        assert retry_failed_passes(ask) == "made"
     assert len(calls) == asked

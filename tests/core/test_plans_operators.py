@@ -76,7 +76,7 @@ def test_pieces_that_begin_by_maps_have_a_plan_too(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         tensor_maps, "makers", lambda _, told: [lambda address: address for _ in filter(tensor_maps.is_map, told)]
     )
-    monkeypatch.setattr(tensor_maps, "beneath", lambda launch: (launch, ()))
+    monkeypatch.setattr(tensor_maps, "c_launcher", lambda launch: (launch, ()))
     monkeypatch.setattr("foci.ops.delta.gpu.unsuitable", lambda *_: [])  # the interpreter's reason against bfloat16
     q, k, v = (torch.empty(1, 6144, 1, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     gates = torch.empty(1, 6144, 1)

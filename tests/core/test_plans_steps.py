@@ -91,7 +91,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             callback(kernel, Heard(found), grid, arguments)
 
     monkeypatch.setattr("foci.ops.gpu.interpreting", lambda: True)
-    for place in ("gpu.steps", "scan.step.steps", "selective_scan.step.steps"):
+    for place in ("gpu.can_step", "scan.step.can_step", "selective_scan.step.can_step"):
         monkeypatch.setattr(f"foci.ops.{place}", lambda state: True)
     monkeypatch.setattr(tune, "interpreting", lambda: False)
     monkeypatch.setattr(tune, "_start", begin)

@@ -130,7 +130,7 @@ def test_maps_are_made_of_where_tensors_lie_now(little: int, monkeypatch: pytest
     made = iter("abc")
     ways = [[lambda address, name=next(made): (name, address) for _ in range(n)] for n in (2, 1)]  # type: ignore[misc]
     monkeypatch.setattr(tensor_maps, "makers", lambda *_: list(ways.pop(0)))
-    monkeypatch.setattr(tensor_maps, "beneath", lambda launch: (launch, ()))
+    monkeypatch.setattr(tensor_maps, "c_launcher", lambda launch: (launch, ()))
     x = torch.zeros(16, 64, dtype=torch.bfloat16)
 
     def of(tensor: Tensor) -> Any:
@@ -212,19 +212,19 @@ def test_what_torch_fills_is_filled_when_it_is_told_to(monkeypatch: pytest.Monke
 )
 def test_a_call_that_computes_on_the_way_has_no_plan(does: Any) -> None:
     x = torch.ones(4)
-    noting = Noting([x])
-    with noting:
+    recorder = Recorder([x])
+    with recorder:
         does(x)
-    assert noting.plan((x,)) is None
+    assert recorder.plan((x,)) is None
 
 
 def test_views_and_memory_are_no_computation_but_a_part_of_what_was_given_is_no_result() -> None:
     x = torch.ones(4, 2)
-    noting = Noting([x])
-    with noting:
+    recorder = Recorder([x])
+    with recorder:
         part, made = x[1:].T.detach(), torch.empty(6)
         some = made[2:].view(2, 2)
-    assert noting.replayable and noting.plan([x]) is None and noting.plan((part,)) is None
-    plan = noting.plan((x, some, None, made))
+    assert recorder.replayable and recorder.plan([x]) is None and recorder.plan((part,)) is None
+    plan = recorder.plan((x, some, None, made))
     assert plan is not None and not plan.fresh and plan.views == (None, ((2, 2), (2, 1), 2), None, None)
-    assert noting.plan((made,)).fresh and noting.plan((some.view(torch.int32),)) is None  # type: ignore[union-attr]
+    assert recorder.plan((made,)).fresh and recorder.plan((some.view(torch.int32),)) is None  # type: ignore[union-attr]

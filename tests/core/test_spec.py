@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from foci.core.spec import Backend, Output, Spec, WrongReturn, accumulator, as_outputs, here, within
+from foci.core.spec import Backend, Output, Spec, WrongReturn, accumulator, as_outputs, run_in_process, slices_of
 
 
 def spec(**changes: object) -> Spec:
@@ -76,7 +76,7 @@ def test_a_backend_is_ready_once_what_it_needs_is_imported(monkeypatch: pytest.M
 
 
 def test_here_calls_are_made_in_this_process() -> None:
-    assert here(lambda ask: [ask(os.getpid), ask(lambda: None)]) == [os.getpid(), None]
+    assert run_in_process(lambda ask: [ask(os.getpid), ask(lambda: None)]) == [os.getpid(), None]
 
 
 def test_outputs_are_a_tensor_or_a_tuple_of_as_many() -> None:
@@ -90,6 +90,6 @@ def test_outputs_are_a_tensor_or_a_tuple_of_as_many() -> None:
 
 def test_a_place_is_one_for_all_outputs_or_one_for_each() -> None:
     first = (slice(None), slice(0, 3))
-    assert within(first, "out") == within(first, "state") == first
-    assert within({"out": first}, "out") == first and within({"out": first}, "state") is None
-    assert within((), "out") == ()
+    assert slices_of(first, "out") == slices_of(first, "state") == first
+    assert slices_of({"out": first}, "out") == first and slices_of({"out": first}, "state") is None
+    assert slices_of((), "out") == ()

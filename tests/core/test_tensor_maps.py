@@ -53,7 +53,7 @@ def test_the_launcher_beneath_is_what_tritons_own_calls(monkeypatch: pytest.Monk
     head = (1, 1, 1, 0, 5, False, False, None, None, (4, 1, 99), None, None, None)
     nested = "kernel_args" in compiled.run.launch.__code__.co_varnames  # since Triton 3.7
     compiled.run.launch(*head, arguments) if nested else compiled.run.launch(*head, *arguments)
-    beneath, _ = tensor_maps.beneath(compiled.run.launch)
+    beneath, _ = tensor_maps.c_launcher(compiled.run.launch)
     beneath(*head, [3, *expanded]) if nested else beneath(*head, 3, *expanded)
     assert seen[0] == seen[1]
     count = len(filled)
@@ -65,7 +65,7 @@ def test_of_another_launcher_nothing_is_known() -> None:
     seen: list[Any] = []
     for launch in (print, None, functools.partial(launcher([WAY, WAY], seen)), launcher(None, seen)):
         assert tensor_maps.makers(launch, (3, a_map(), a_map())) == []
-    assert tensor_maps.beneath(print) == (None, ())
+    assert tensor_maps.c_launcher(print) == (None, ())
     known = launcher([WAY, WAY], seen)
     assert tensor_maps.makers(known, (3, a_map())) == [] and tensor_maps.makers(known, (3, torch.empty(2))) == []
 

@@ -84,8 +84,8 @@ def test_backends_say_what_no_kernel_computes(name: str, interpreted: bool) -> N
 
 
 def test_a_step_takes_plain_float32_states_on_a_gpu() -> None:
-    assert not gpu.steps(torch.zeros(2, 3, 8, 8))
-    assert not gpu.steps(torch.zeros(2, 3, 8, 8, device="meta"))
+    assert not gpu.can_step(torch.zeros(2, 3, 8, 8))
+    assert not gpu.can_step(torch.zeros(2, 3, 8, 8, device="meta"))
 
 
 def test_the_compiler_traces_through_the_reasons() -> None:

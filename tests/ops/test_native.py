@@ -51,7 +51,7 @@ def test_a_compiler_that_fails_is_a_reason(tmp_path: Path, monkeypatch: pytest.M
         q = torch.randn(1, 4, 4, 8)
         assert foci.explain("linear", q, q, q).chosen == "chunked"
         state = torch.zeros(1, 4, 8, 8)
-        assert not native.steps(state)
+        assert not native.can_step(state)
     finally:
         native._build.cache_clear()
 
@@ -89,9 +89,9 @@ def test_a_step_is_the_step_in_torch(
             inputs["erase"] = torch.randn(B, G, K).to(dtype)
     given = inputs.pop("state")
     states = [given.clone(), given.clone()]
-    assert native.steps(states[0])
+    assert native.can_step(states[0])
     out = function(**inputs, state=states[0], scale=0.3)
-    monkeypatch.setattr(native, "steps", lambda state: False)
+    monkeypatch.setattr(native, "can_step", lambda state: False)
     wanted = function(**inputs, state=states[1], scale=0.3)
     assert out.dtype == wanted.dtype == dtype
     torch.testing.assert_close(out, wanted, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
@@ -133,8 +133,8 @@ def test_a_step_takes_any_state() -> None:
     inputs = tokens("token")
     plain = inputs.pop("state")
     turned = plain.transpose(2, 3).contiguous().transpose(2, 3)
-    assert not native.steps(turned)
-    assert not native.steps(plain.double())
+    assert not native.can_step(turned)
+    assert not native.can_step(plain.double())
     out = [foci.linear_attention_step(**inputs, state=state) for state in (plain, turned)]
     torch.testing.assert_close(*out)
     torch.testing.assert_close(plain, turned)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foci.core.spec import Spec, within
+from foci.core.spec import Spec, slices_of
 from foci.merge.affine import Affine
 from foci.merge.algebra import fold
 from foci.ops import SPECS
@@ -85,7 +85,7 @@ def test_parts_make_the_whole(spec: Spec, problem: Problem) -> None:
             made = part.case.make(torch.float64, CPU, 0) | {name: before[name] for name in part.resumes}
             before = dict(zip(spec.output_names, spec.reference(**made), strict=True))
             for name, alone in before.items():
-                if (place := within(part.place, name)) is not None:
+                if (place := slices_of(part.place, name)) is not None:
                     torch.testing.assert_close(alone, whole[name][place])
                     covered[place] += name == "out"
         assert not parts or "not causal" in case.features or bool((covered == 1).all())

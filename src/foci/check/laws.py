@@ -15,7 +15,7 @@ from foci.check import compare, diagnose, memory, names
 from foci.check.compare import Error
 from foci.check.diagnose import Close
 from foci.check.exam import Exam
-from foci.core.spec import Case, Place, within
+from foci.core.spec import Case, Place, slices_of
 
 
 class NotTested(Exception):
@@ -324,7 +324,7 @@ def _prefix(exam: Exam, inputs: dict, place: Place) -> tuple[dict[str, Tensor], 
         outputs = exam.attempt({k: v.detach() if isinstance(v, Tensor) else v for k, v in inputs.items()}).outputs
     if outputs is None:
         return None
-    places = {name: within(place, name) for name in exam.names}
+    places = {name: slices_of(place, name) for name in exam.names}
     kept = {n: o[places[n]] for n, o in zip(exam.names, outputs, strict=True) if places[n] is not None}
     loss = [output[output != -torch.inf].sum() for output in kept.values() if output.requires_grad]
     kept, none = {name: output.detach() for name, output in kept.items()}, dict.fromkeys(leaves)

@@ -11,7 +11,7 @@ from torch import Tensor
 from foci.check import compare
 from foci.check.exam import Exam
 from foci.check.laws import Finding, Findings, NotTested, label, law
-from foci.core.spec import Case, Outputs, Part, within
+from foci.core.spec import Case, Outputs, Part, slices_of
 from foci.merge.algebra import fold
 
 MERGED = "what is merged from two parts is not the whole: split keys and ring attention would be wrong"
@@ -101,7 +101,7 @@ def _joined(exam: Exam, base: Outputs, parts: Sequence[Part], found: Sequence[Ou
     joined = tuple(output.clone() for output in base)
     for part, outputs in zip(parts, found, strict=True):
         for name, target, got in zip(exam.names, joined, outputs, strict=True):
-            if (place := within(part.place, name)) is not None:
+            if (place := slices_of(part.place, name)) is not None:
                 target[place] = got
     return joined
 

@@ -21,7 +21,7 @@ _MOST = 4096  # keys that are remembered
 _SEEN: set[Any] = set()
 
 
-def compiled_ahead(compute: Callable[..., Any], call: Any, *rest: Any) -> str:
+def compile_ahead(compute: Callable[..., Any], call: Any, *rest: Any) -> str:
     """Compile what `compute(call, *rest)` will launch, in threads: Triton's compiler releases the GIL.
 
     A dry run on meta tensors records the launches: nothing is allocated or launched. The kernels go to Triton's cache
@@ -37,7 +37,7 @@ def compiled_ahead(compute: Callable[..., Any], call: Any, *rest: Any) -> str:
     target = target_of(call[0].device)
     try:
         with record_launches(target) as launches:
-            compute(shadow(call), *map(shadow, rest))
+            compute(to_meta(call), *map(to_meta, rest))
         wanted = [] if len(launches) < 2 else _compilations(launches)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -144,13 +144,13 @@ def _cache_key(value: Any) -> Any:
     return value if isinstance(value, bool | str | None) else type(value)
 
 
-def shadow(value: Any) -> Any:
+def to_meta(value: Any) -> Any:
     """The value with its tensors replaced by meta tensors of the same strides and alignment."""
     if isinstance(value, Tensor):
         ahead = value.data_ptr() % 16 // value.itemsize  # Triton specializes on the alignment of pointers
         size = ahead + 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True) if n)
         return torch.empty(size, dtype=value.dtype, device="meta").as_strided(value.shape, value.stride(), ahead)
     if isinstance(value, tuple):
-        parts = map(shadow, value)
+        parts = map(to_meta, value)
         return value._make(parts) if hasattr(value, "_make") else tuple(parts)
     return value

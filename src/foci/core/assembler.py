@@ -29,7 +29,7 @@ class _Choice:
     def enter(self) -> None:
         with self.lock:
             self.inside += 1
-            if self.inside > 1 or (tool := chosen(HOPPER)) is None:
+            if self.inside > 1 or (tool := ptxas_for(HOPPER)) is None:
                 return
             nvidia = sys.modules["triton"].knobs.nvidia
             self.undo.callback(_forget)
@@ -60,7 +60,7 @@ def assembling(arch: int) -> Iterator[None]:
         _CHOICE.leave()
 
 
-def persistent(ask: Callable[[], Any]) -> Any:
+def retry_failed_passes(ask: Callable[[], Any]) -> Any:
     """`ask()`, which compiles a kernel, retried up to three times where one of Triton's passes failed.
 
     For sm_100 its TritonGPUHoistTMEMAlloc depends on the order of addresses in memory, and fails in one compilation of
@@ -86,7 +86,7 @@ def _forget() -> None:
         forget()
 
 
-def chosen(arch: int) -> Any:
+def ptxas_for(arch: int) -> Any:
     """The ptxas (`path`, `version`) to use instead of Triton's choice; None to keep Triton's."""
     nvidia = getattr(getattr(sys.modules.get("triton"), "knobs", None), "nvidia", None)
     if arch != HOPPER or nvidia is None or NAMED in os.environ:
@@ -95,11 +95,11 @@ def chosen(arch: int) -> Any:
     return max(tools, key=_version, default=None)
 
 
-def told() -> str:
+def describe_ptxas() -> str:
     """Which ptxas Hopper's kernels are compiled with, in words."""
     if NAMED in os.environ:
         return f"{os.environ[NAMED]}, as {NAMED} says"
-    tool = chosen(HOPPER)
+    tool = ptxas_for(HOPPER)
     return "Triton's own choice" if tool is None else f"ptxas {tool.version}, the newest that Triton brings"
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from foci.core import plans
-from foci.core.ahead import compiled_ahead
+from foci.core.ahead import compile_ahead
 from foci.core.errors import Unsupported
 from foci.core.fast_path import (
     BackendRunner,
@@ -132,7 +132,7 @@ def _run_backend(backend: Backend, compute: Callable[..., Any], call: Any, *rest
     for part in rest:
         flat += part if isinstance(part, tuple) else (part,)
     return plans.replay_or_run(
-        compute, flat, lambda: run_without_autocast(compute, call, *rest), lambda: compiled_ahead(compute, call, *rest)
+        compute, flat, lambda: run_without_autocast(compute, call, *rest), lambda: compile_ahead(compute, call, *rest)
     )
 
 

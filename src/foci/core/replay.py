@@ -344,7 +344,7 @@ def _launcher_call(launch: _Launch, index: int, inputs: int, allocations: list[_
     """The call of the launcher behind a recorded launch; the kernel's global scratch becomes one more allocation."""
     how = tune.launcher_of(launch.compiled, launch.grid)
     if any(isinstance(x, _TensorMap) for x in launch.arguments):  # `replay_plan` builds them, so skip Triton's wrapper
-        how = how._replace(launch=tensor_maps.beneath(how.launch)[0])
+        how = how._replace(launch=tensor_maps.c_launcher(how.launch)[0])
     scratch = _Address(inputs + len(allocations), 0)
     if how.scratch:
         allocations.append(_Allocation(torch.empty, (how.scratch,), (1,), torch.uint8, index))

@@ -20,7 +20,7 @@ Ask = Callable[[Callable[[], Any]], Any]
 Aside = Callable[[Callable[[Ask], Any]], Any]
 
 
-def here(work: Callable[[Ask], Any]) -> Any:
+def run_in_process(work: Callable[[Ask], Any]) -> Any:
     """`work(ask)`, where `ask(call)` runs the call in this process; check/isolate.py has the same with a child process.
 
     There `ask(call)` returns None where the call killed its process or hung.
@@ -118,7 +118,7 @@ Slices = tuple[slice, ...]
 Place = Slices | Mapping[str, Slices]
 
 
-def within(place: Place, output: str) -> Slices | None:
+def slices_of(place: Place, output: str) -> Slices | None:
     """The slices of the whole output that this output is: the same for every output, or by name (None: not part)."""
     return place.get(output) if isinstance(place, Mapping) else place
 

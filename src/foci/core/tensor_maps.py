@@ -25,7 +25,7 @@ def tensor_of(x: Any) -> Any:
     return x.base if is_map(x) else x
 
 
-def beneath(launch: Any) -> tuple[Any, Sequence[Any]]:
+def c_launcher(launch: Any) -> tuple[Any, Sequence[Any]]:
     """The C launcher beneath Triton's Python wrapper for tensor descriptors, and the metadata that encodes each.
 
     Verified against the source of Triton's NVIDIA driver; (None, ()) for any other, or where descriptors are not TMA.
@@ -39,7 +39,7 @@ def beneath(launch: Any) -> tuple[Any, Sequence[Any]]:
 
 def makers(launch: Any, arguments: Sequence[Any]) -> list[Callable[[int], Any]]:
     """For each descriptor among the arguments, a function from an address to one like it; [] if `launch` is unknown."""
-    found, (_, metadata) = [x for x in arguments if is_map(x)], beneath(launch)
+    found, (_, metadata) = [x for x in arguments if is_map(x)], c_launcher(launch)
     return [_maker(x, each) for x, each in zip(found, metadata, strict=True)] if len(metadata) == len(found) else []
 
 

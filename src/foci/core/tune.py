@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from foci.core.assembler import assembling, persistent
+from foci.core.assembler import assembling, retry_failed_passes
 from foci.core.device import constant, machine
 from foci.core.tensor_maps import tensor_of
 
@@ -369,7 +369,7 @@ def _start(
     triton, callback = _jit_module(kernel.__class__), LAUNCH_CALLBACK.get()
     if triton is None or kernel.pre_run_hooks or triton.knobs.runtime.add_stages_inspection_hook is not None:
         with assembling(target_of(device).arch), _ScratchAllocator():
-            persistent(lambda: kernel[grid](*arguments, **meta))
+            retry_failed_passes(lambda: kernel[grid](*arguments, **meta))
         if callback is not None:
             callback(kernel, None, grid, arguments)
         return
@@ -381,7 +381,7 @@ def _start(
     compiled = _COMPILED.get(key)
     if compiled is None:
         with assembling(target_of(device).arch), _ScratchAllocator():
-            compiled = persistent(lambda: kernel[grid](*arguments, **meta))
+            compiled = retry_failed_passes(lambda: kernel[grid](*arguments, **meta))
         if hasattr(type(compiled), "result"):  # a future: the user compiles in an AsyncCompileMode
             compiled = compiled.result()
         if hasattr(compiled, "packed_metadata"):  # else a hook replaced it

@@ -15,10 +15,10 @@ from foci.core import plans
 from foci.core.errors import ShapeError
 from foci.core.shapes import dense
 from foci.core.spec import accumulator
-from foci.ops.unseen import mapped
+from foci.ops.deferred_checks import is_batched
 
 DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
-ALIKE = ("q", "k", "v", "erase")  # arguments that must share one dtype, if given
+SAME_DTYPE = ("q", "k", "v", "erase")  # arguments that must share one dtype, if given
 AUTOCAST = DTYPES - {torch.float64}  # what torch's autocast converts
 LARGEST = torch.finfo(torch.float32).max
 INTEGERS = frozenset({torch.int32, torch.int64})
@@ -44,9 +44,9 @@ def common_dtype(operator: str, tensors: dict[str, T_]) -> tuple[T_, ...]:
     return tuple(tensors.values())
 
 
-def alike(operator: str, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+def in_one_dtype(operator: str, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Those of the tensors that are in ALIKE, by name, in one dtype."""
-    given = {name: x for name in ALIKE if (x := tensors.get(name)) is not None}
+    given = {name: x for name in SAME_DTYPE if (x := tensors.get(name)) is not None}
     return dict(zip(given, common_dtype(operator, given), strict=True))
 
 
@@ -138,7 +138,7 @@ def check_documents(operator: str, offsets: Tensor | None, state: Tensor | None,
         dense(operator, "offsets", offsets)
         if B != 1:
             raise ShapeError(f"{operator}: offsets need a batch of 1 (documents stand end to end), got B={B}")
-        if mapped(offsets):
+        if is_batched(offsets):
             raise ValueError(f"{operator}: offsets cannot be mapped by vmap: they say how long documents are")
         if offsets.shape[0] < 1:
             raise ShapeError(f"{operator}: offsets is empty; expected [0, ...], one more entry than documents")
@@ -224,7 +224,7 @@ def bind_step(operator: str, tensors: dict[str, Tensor | None]) -> dict[str, Ten
             known = ", ".join(f"{letter}={sizes[letter]}" if letter in sizes else letter for letter in letters)
             raise ShapeError(f"{operator}: {name} has shape {list(tensor.shape)}; expected [{known}]")
     check_heads(operator, sizes)
-    found = alike(operator, tensors)
+    found = in_one_dtype(operator, tensors)
     check_step(operator, found["v"], {name: x for name, x in tensors.items() if name != "slots"})
     if slotted:
         check_slots(operator, tensors["slots"], found["v"], sizes["M"])
@@ -236,8 +236,8 @@ def check_step(operator: str, like: Tensor, tensors: Mapping[str, Tensor | None]
     check_rest(operator, like, tensors)
     state = tensors["state"]
     assert state is not None
-    which = _transforming() and next((name for name, x in tensors.items() if x is not None and mapped(x)), None)
-    if which and not mapped(state):
+    which = _transforming() and next((name for name, x in tensors.items() if x is not None and is_batched(x)), None)
+    if which and not is_batched(state):
         raise ValueError(
             f"{operator}: vmap maps {which} and not state, which the step changes in place; expected a state of each"
         )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foci.core.spec import Aside, Ask, Candidate, Case, Inputs, Outputs, as_outputs, here
+from foci.core.spec import Aside, Ask, Candidate, Case, Inputs, Outputs, as_outputs, run_in_process
 from foci.ops.recurrent import sequences
 
 LAYOUTS = ("bthd", "bhtd")
@@ -115,7 +115,7 @@ def adapt(
     *,
     layout: str = "bthd",
     name: str = "",
-    aside: Aside = here,
+    aside: Aside = run_in_process,
 ) -> Candidate:
     """A callable `f(q, k, v, ...)` as a Candidate: the keywords of `words` that it names are used, the others listed.
 

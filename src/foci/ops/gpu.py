@@ -65,7 +65,7 @@ def brought(operator: str, name: str, x: Tensor, device: torch.device) -> Tensor
     return x.to(device, non_blocking=not x.is_pinned()).contiguous()
 
 
-def steps(state: Tensor) -> bool:
+def can_step(state: Tensor) -> bool:
     """Whether a kernel may update this state in a step: float32 on a GPU, and no trace, mode or transform."""
     fits = state.device.type == "cuda" and state.dtype == torch.float32 and state.numel() > 0
     return fits and max(state.shape[2:], default=0) <= WIDEST and alone(state) and installed("triton")

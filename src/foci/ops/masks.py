@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foci.core.errors import ShapeError
 from foci.ops.arguments import INTEGERS
-from foci.ops.unseen import insist_ends, unseen
+from foci.ops.deferred_checks import check_ends, unreadable
 
 FARTHEST = 2**61  # clamp for bounds: beyond any position, and adding positions cannot overflow int64
 
@@ -278,10 +278,10 @@ def segments(visible: Visible, B: int, T: int, S: int) -> list[Segment]:
 def check(visible: Visible, B: int, T: int, S: int) -> None:
     """Check the values of offsets and lengths; if they are not readable (compile, vmap), by asserts at run time."""
     tensors = [tensor for tensor in visible[1:7] if tensor is not None]
-    if tensors and not unseen(*tensors):
+    if tensors and not unreadable(*tensors):
         segments(visible, B, T, S)
     elif tensors:
-        insist_ends(*visible[1:5], T, S)
+        check_ends(*visible[1:5], T, S)
 
 
 def check_near(visible: Visible, B: int, T: int, S: int) -> None:

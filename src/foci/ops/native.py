@@ -214,7 +214,7 @@ def backward(
     return tuple(_reduced_like(getattr(call, name), found[name]) if name in needed else None for name in names)
 
 
-def steps(state: Tensor) -> bool:
+def can_step(state: Tensor) -> bool:
     """Whether `step` can update this state: contiguous float32 on the CPU, and no trace, mode or transform."""
     if not arguments.alone(state) or state.device.type != "cpu" or state.dtype != torch.float32:
         return False

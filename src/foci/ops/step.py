@@ -28,7 +28,7 @@ def forward(
     `in_torch(q, k, v, state, scale, **rest)` does the same in plain torch, for any device and dtype.
     """
     given = (*named.values(), state, slots, scale)
-    key, out = again(operator, given, state)
+    key, out = try_replay_step(operator, given, state)
     if out is not None:
         return out
     alike = arguments.bind_step(operator, named | {"state": state, "slots": slots})
@@ -37,14 +37,14 @@ def forward(
     scale = arguments.scaling(operator, scale, K)
     rest = {name: alike.get(name, x) for name, x in named.items() if name not in "qkv"}
     rest["log_decay"] = arguments.decay(operator, named["log_decay"], _DECAYS, (B, H, K))
-    if gpu.steps(state) and plans.all_plain(given):
+    if gpu.can_step(state) and plans.all_plain(given):
         values = (q, k, v, *(rest.get(name) for name in _REST), state, slots, scale)
-        return launched(key, given, _step, values, state)
+        return replay_or_run_step(key, given, _step, values, state)
     taken = None if slots is None else arguments.Slots(state, slots)
     now = state if taken is None else taken.state
     q, k, v, *others = _unaliased(now, q, k, v, *rest.values())
     with plans.without_autocast(now):
-        run = native.step if native.steps(now) and plans.all_plain(given) else in_torch
+        run = native.step if native.can_step(now) and plans.all_plain(given) else in_torch
         out = run(q, k, v, now, scale, **dict(zip(rest, others, strict=True))).to(v.dtype)
     return out if taken is None else taken.put(out)
 
@@ -63,16 +63,16 @@ def _shares_storage(x: Tensor, state: Tensor) -> bool:
         return True
 
 
-def again(operator: str, given: tuple[Any, ...], state: Tensor) -> tuple[Any, Tensor | None]:
-    """Look up a step in the plan cache: (key for `launched`, None), or (None, out) if it was replayed."""
-    key, played = plans.try_replay_operator(operator, given)
-    if played is None:
+def try_replay_step(operator: str, given: tuple[Any, ...], state: Tensor) -> tuple[Any, Tensor | None]:
+    """Look up a step in the plan cache: (key for `replay_or_run_step`, None), or (None, out) if it was replayed."""
+    key, replayed = plans.try_replay_operator(operator, given)
+    if replayed is None:
         return key, None
     torch.autograd.graph.increment_version(state)
-    return key, played[0]
+    return key, replayed[0]
 
 
-def launched(
+def replay_or_run_step(
     key: Any, given: tuple[Any, ...], kernel: Callable[..., Tensor], values: tuple[Any, ...], state: Tensor
 ) -> Tensor:
     """Run `kernel(*values)`, which changes `state` without autograd's knowledge, through the plan cache."""

@@ -92,7 +92,7 @@ def bind(
         "q": q, "k": k, "v": v, "beta": beta, "log_decay": None, "erase": erase, "state": state, "offsets": offsets
     }  # fmt: skip
     sizes = SIGNATURE.bind(tensors)
-    alike = arguments.alike(NAME, tensors)
+    alike = arguments.in_one_dtype(NAME, tensors)
     q, k, v = (alike[name] for name in "qkv")
     arguments.check_heads(NAME, sizes)
     if not isinstance(return_state, bool):

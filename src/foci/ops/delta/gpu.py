@@ -21,7 +21,7 @@ Gradients = tuple[Tensor | None, ...]
 class Parts(NamedTuple):
     """What the forward saves for the backward, as contiguous tensors."""
 
-    states: Tensor  # [slots,H,K,V] at each chunk's start (tiles/state.py: slot), as `stored`
+    states: Tensor  # [slots,H,K,V] at each chunk's start (tiles/state.py: slot), as `state_dtype`
     errors: Tensor  # [B,T,H,V]: d; in bfloat16, but for gates per channel, [2,B,T,H,V]: d rounded, what that left
     inverse: Tensor  # [B,T,H,64]: X, row t of its chunk, 0 past the sequence's end; in bfloat16 [B,T,H,128], as two
     products: Tensor  # as X: A, with scale, decays and beta, 0 above the diagonal

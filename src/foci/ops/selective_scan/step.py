@@ -9,7 +9,7 @@ from torch import Tensor
 from foci.core import plans
 from foci.core.shapes import Signature
 from foci.ops import arguments, step
-from foci.ops.gpu import steps
+from foci.ops.gpu import can_step
 from foci.ops.selective_scan import gpu
 from foci.ops.selective_scan.call import NAME, Rates, Skip, rates
 
@@ -22,14 +22,14 @@ State = Float[Tensor, "B D K"]
 def forward(x: Token, dt: Token, A: Rates, B: Key, C: Key, state: State, *, skip: Skip | None) -> Token:
     """h = exp(dt A) h + dt x B^T;  y = h C + skip x."""
     given = (x, dt, A, B, C, state, skip)
-    key, out = step.again(STEP, given, state)
+    key, out = step.try_replay_step(STEP, given, state)
     if out is not None:
         return out
     named = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "state": state, "skip": skip}
     _SIGNATURE.bind(named)
     arguments.check_step(STEP, x, named)
-    if steps(state) and plans.all_plain(given):
-        return step.launched(key, given, gpu.step, given, state)
+    if can_step(state) and plans.all_plain(given):
+        return step.replay_or_run_step(key, given, gpu.step, given, state)
     dtype, out_dtype = state.dtype, x.dtype
     x, dt, B, C = (each.to(dtype) for each in (x, dt, B, C))
     h = (dt[..., None] * rates(A, dtype)).exp_().mul_(state).addcmul_((dt * x)[..., None], B[:, None])

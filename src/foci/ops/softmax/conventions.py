@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.core.spec import Aside, Ask, Candidate, Case, Inputs, Outputs, as_outputs, here
+from foci.core.spec import Aside, Ask, Candidate, Case, Inputs, Outputs, as_outputs, run_in_process
 from foci.ops.conventions import UNNAMED, Place, places
 from foci.ops.masks import All, Causal, Dense, Lengths, Mask, Packed, Window
 
@@ -54,7 +54,7 @@ class _Cannot(NotImplementedError):
 
 
 def adapt(
-    function: Callable[..., Any], *, layout: str = "bthd", name: str = "", ranks: int = 1, aside: Aside = here
+    function: Callable[..., Any], *, layout: str = "bthd", name: str = "", ranks: int = 1, aside: Aside = run_in_process
 ) -> Candidate:
     """A callable `f(q, k, v, ...)` as a Candidate: the keywords of WORDS that it names are used, the others are listed.
 

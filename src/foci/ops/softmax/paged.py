@@ -15,12 +15,12 @@ from foci.core.errors import ShapeError, Unsupported
 from foci.core.select import choose
 from foci.core.shapes import Signature
 from foci.ops.arguments import DTYPES, INTEGERS, by_autocast, scaling
+from foci.ops.deferred_checks import raise_unless, unreadable
 from foci.ops.masks import FARTHEST, Causal, Lengths, Mask, Window, check_reach
 from foci.ops.softmax import gpu
 from foci.ops.softmax.api import attention
 from foci.ops.softmax.call import Call, Out, Query, Sink, bind, cap
 from foci.ops.softmax.spec import SPEC
-from foci.ops.unseen import insist, unseen
 
 KeyPages = Float[Tensor, "P page G K"]
 ValuePages = Float[Tensor, "P page G V"]
@@ -90,7 +90,7 @@ def attention_paged(
         raise Unsupported(f"{_NAME}: it has no gradient", ["an input requires one"], "call it under torch.no_grad()")
     check_reach(_NAME, "window", window)
     if q.device.type == "cpu":
-        (_insist if unseen(table, lengths) else _check_values)(table, lengths, window, sizes)
+        (_insist if unreadable(table, lengths) else _check_values)(table, lengths, window, sizes)
     call = _bound(tensors, softcap, window, scale)  # before dispatch, so that errors name attention_paged
     if backend in (None, "triton"):
         reasons = gpu.reasons(call) + _table_reasons(sizes) + _transform_reasons()
@@ -120,7 +120,7 @@ def gathered(pages: Tensor, table: Tensor) -> Tensor:
 def _end_to_end(tensors: _Tensors, window: int | None) -> tuple[Tensor, Tensor, Mask]:
     """Gathered keys and values, and the mask with which `attention` reads them."""
     q, k_pages, v_pages, table, lengths, _ = tensors
-    if q.device.type == "cpu" and not unseen(table, lengths):
+    if q.device.type == "cpu" and not unreadable(table, lengths):
         table, lengths = _needed(table, lengths, q.shape[1], window, max(k_pages.shape[1], 1))
     k, v = (gathered(pages, table) for pages in (k_pages, v_pages))
     if (lacking := q.shape[1] - k.shape[1]) > 0:  # Causal aligns to the last key, here the first tokens count: pad
@@ -218,8 +218,8 @@ def _insist(table: Tensor, lengths: Tensor, window: int | None, sizes: dict[str,
     """The checks of `_check_values` as run-time asserts, for values that are not readable (compile, vmap)."""
     rows, pages = _invalid(table, lengths, window, sizes)
     room = sizes["M"] * sizes["page"]
-    insist(~rows.any(), f"{_NAME}: lengths must each be 0 to {room}, what pages hold")
-    insist(~pages.any(), f"{_NAME}: table must hold 0 to {sizes['P'] - 1}, pages that there are")
+    raise_unless(~rows.any(), f"{_NAME}: lengths must each be 0 to {room}, what pages hold")
+    raise_unless(~pages.any(), f"{_NAME}: table must hold 0 to {sizes['P'] - 1}, pages that there are")
 
 
 def _check_values(table: Tensor, lengths: Tensor, window: int | None, sizes: dict[str, int]) -> None:

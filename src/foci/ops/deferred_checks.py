@@ -7,15 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-mapped: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor  # whether vmap batches it
+is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor  # whether vmap batches it
 
 
-def unseen(*tensors: Tensor) -> bool:
+def unreadable(*tensors: Tensor) -> bool:
     """Whether values cannot be read, under torch.compile or vmap."""
-    return torch.compiler.is_compiling() or any(map(mapped, tensors))
+    return torch.compiler.is_compiling() or any(map(is_batched, tensors))
 
 
-def insist(ok: Tensor, message: str) -> None:
+def raise_unless(ok: Tensor, message: str) -> None:
     """Raise unless `ok` [] holds (for every element of a vmap): ValueError, or RuntimeError when a compiled call runs.
 
     No check on a GPU, which would synchronise, nor for a vmap inside a compiled function, which cannot trace it.
@@ -23,7 +23,7 @@ def insist(ok: Tensor, message: str) -> None:
     if ok.device.type != "cpu":
         return
     if torch.compiler.is_compiling():
-        if not mapped(ok):
+        if not is_batched(ok):
             torch._assert_async(ok, message)
         return
     while torch._C._functorch.is_functorch_wrapped_tensor(ok):
@@ -32,7 +32,7 @@ def insist(ok: Tensor, message: str) -> None:
         raise ValueError(message)
 
 
-def insist_ends(
+def check_ends(
     q_offsets: Tensor | None, kv_offsets: Tensor | None, kv_lengths: Tensor | None, q_lengths: Tensor | None,
     T: int, S: int,
 ) -> None:  # fmt: skip
@@ -44,7 +44,7 @@ def insist_ends(
     for name, offsets, which, lengths, size in sides:
         if offsets is not None:
             ok = (offsets[0] == 0) & (offsets.diff() >= 0).all() & (offsets[-1] <= size)
-            insist(ok, f"Packed: {name} must start at 0, never decrease and end at {size} or before")
+            raise_unless(ok, f"Packed: {name} must start at 0, never decrease and end at {size} or before")
         if lengths is not None:
             ok = ((lengths >= 0) & (lengths <= (size if offsets is None else offsets.diff()))).all()
-            insist(ok, f"Lengths: {which} must each be 0 to the tokens of its row")
+            raise_unless(ok, f"Lengths: {which} must each be 0 to the tokens of its row")

@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from foci.ops.unseen import insist, insist_ends, unseen
+from foci.ops.deferred_checks import check_ends, raise_unless, unreadable
 
 
 def twice(x: Tensor) -> Tensor:
-    insist((x < 5).all(), "x must be below 5")
+    raise_unless((x < 5).all(), "x must be below 5")
     return x * 2
 
 
 def test_seen_and_unseen() -> None:
     x = torch.arange(3)
-    assert not unseen(x)
-    torch.func.vmap(lambda row: [pytest.fail("seen") for _ in range(not unseen(x, row))] or row)(x)
+    assert not unreadable(x)
+    torch.func.vmap(lambda row: [pytest.fail("seen") for _ in range(not unreadable(x, row))] or row)(x)
     assert torch.equal(twice(x), x * 2)
     with pytest.raises(ValueError, match="x must be below 5"):
         twice(x + 5)
@@ -54,12 +54,12 @@ def test_compiled_it_raises_when_it_runs() -> None:
 def test_what_cannot_be_traced_is_left_out() -> None:
     compiled = torch.compile(torch.func.vmap(twice), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(torch.arange(6).view(2, 3)), torch.arange(6).view(2, 3) * 2)
-    assert insist(torch.zeros((), dtype=torch.bool, device="meta"), "a GPU is not waited for") is None
+    assert raise_unless(torch.zeros((), dtype=torch.bool, device="meta"), "a GPU is not waited for") is None
 
 
 def ends(*values: Tensor | None) -> Tensor:
-    """insist_ends of 5 queries and 7 keys, in something to compute."""
-    insist_ends(*values, 5, 7)
+    """check_ends of 5 queries and 7 keys, in something to compute."""
+    check_ends(*values, 5, 7)
     return sum((x.sum() for x in values if x is not None), torch.zeros(()))
 
 
