@@ -181,7 +181,7 @@ def test_what_is_a_view_of_all_that_was_given_is_viewed_again_and_nothing_else_i
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_a_backend_that_says_what_is_alike_is_asked_once_and_takes_gradients_its_own_way(
+def test_a_backend_that_specializes_is_asked_once_and_takes_gradients_its_own_way(
     monkeypatch: pytest.MonkeyPatch, train: bool
 ) -> None:
     """Under autocast neither way is rounded; the way back not even where autocast was off before."""
@@ -189,7 +189,7 @@ def test_a_backend_that_says_what_is_alike_is_asked_once_and_takes_gradients_its
     x, weight = torch.randn(2, 3, requires_grad=train), torch.randn(3)
     call, told = CALL._replace(x=x, weight=weight), []
 
-    def alike(call: Any) -> tuple[Any, Any]:
+    def specialize(call: Any) -> tuple[Any, Any]:
         return (lambda call: ("forward", plans.autocast_dtype(call[0]))), (
             lambda call: ("backward", plans.autocast_dtype(call[0]))
         )
@@ -198,7 +198,7 @@ def test_a_backend_that_says_what_is_alike_is_asked_once_and_takes_gradients_its
         told.append(rest.backward)
         return ("trained", *forward())
 
-    monkeypatch.setattr(backend.load(), "alike", alike, raising=False)
+    monkeypatch.setattr(backend.load(), "specialize", specialize, raising=False)
     for on in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):
             through = wrap_backend(

@@ -503,23 +503,25 @@ def test_who_is_told_of_what_is_done() -> None:
 
     x = torch.ones(2)
     negated = torch.ones(2, dtype=torch.complex64).conj().imag
-    assert negated.is_neg() and plans.literal((x, None, True, 3, 0.5, "a", torch.nn.Parameter(x)))
+    assert negated.is_neg() and plans.all_plain((x, None, True, 3, 0.5, "a", torch.nn.Parameter(x)))
     for odd in (x.as_subclass(Rows), negated, torch._efficientzerotensor(2), [1], torch.float32):
-        assert not plans.literal((x, odd))
-    assert plans.unseen((x, None)) is tune.ordinary() and not plans.unseen((x, x.as_subclass(Rows)))
-    assert not plans.watched() and not plans.transformed()
+        assert not plans.all_plain((x, odd))
+    assert plans.may_bypass_dispatch((x, None)) is tune.launches_normally() and not plans.may_bypass_dispatch(
+        (x, x.as_subclass(Rows))
+    )
+    assert not plans.must_dispatch() and not plans.transformed()
     with TorchDispatchMode():
-        assert plans.watched() and not plans.transformed() and not plans.unseen((x,))
+        assert plans.must_dispatch() and not plans.transformed() and not plans.may_bypass_dispatch((x,))
     with TorchFunctionMode():
-        assert plans.watched() and not plans.unseen((x,))
+        assert plans.must_dispatch() and not plans.may_bypass_dispatch((x,))
     with TorchDispatchMode(), TorchFunctionMode():
-        assert plans.watched()
+        assert plans.must_dispatch()
     with torch.autograd.profiler.profile():
-        assert plans.watched() and not plans.unseen((x,))
+        assert plans.must_dispatch() and not plans.may_bypass_dispatch((x,))
     with torch.autograd.forward_ad.dual_level():
-        assert plans.watched() and plans.transformed() and not plans.unseen((x,))
+        assert plans.must_dispatch() and plans.transformed() and not plans.may_bypass_dispatch((x,))
     seen = []
-    torch.func.vmap(lambda each: seen.append((plans.watched(), plans.transformed())) or each)(x)
+    torch.func.vmap(lambda each: seen.append((plans.must_dispatch(), plans.transformed())) or each)(x)
     assert seen == [(True, True)]
 
 

@@ -379,14 +379,14 @@ def test_what_a_target_can() -> None:
     assert {name: target.lanes for name, target in TARGETS.items() if target.lanes != 32} == {"gfx942": 64}
     there = not tune.interpreting()
     for name, launches in (("sm_80", False), ("sm_90", there), ("sm_100", there), ("gfx942", False)):
-        assert tune.beside(TARGETS[name], second=False) == {"BESIDE": launches}
+        assert tune.dependent_launch(TARGETS[name], second=False) == {"BESIDE": launches}
         second = {"BESIDE": True, "launch_pdl": True} if launches else {"BESIDE": False}
-        assert tune.beside(TARGETS[name], second=True) == second
+        assert tune.dependent_launch(TARGETS[name], second=True) == second
 
 
 def test_warps_and_stages_are_varied_within_bounds() -> None:
     def of(warps: int, stages: int) -> tuple[set[int], set[int]]:
-        found = tune.candidates(tune.Asked(Config({}, warps, stages), {}))
+        found = tune.candidates(tune.ConfigRequest(Config({}, warps, stages), {}))
         return {config.warps for config in found}, {config.stages for config in found}
 
     assert of(1, 1) == ({1, 2}, {1, 2}) and of(2, 4) == ({1, 2, 4}, {3, 4, 5})
@@ -397,19 +397,19 @@ def test_a_table_is_measured_from_its_first_day_to_its_last() -> None:
     def table(*dates: str) -> dict[str, Any]:
         return {"kernels": {date + str(i): {"row": {"date": date}} for i, date in enumerate(dates)}}
 
-    assert tune.measured(table("2026-03-02", "2026-01-09", "2026-02-01")) == "2026-01-09 to 2026-03-02"
-    assert tune.measured(table("2026-03-02", "2026-03-02")) == "2026-03-02"
+    assert tune.measurement_dates(table("2026-03-02", "2026-01-09", "2026-02-01")) == "2026-01-09 to 2026-03-02"
+    assert tune.measurement_dates(table("2026-03-02", "2026-03-02")) == "2026-03-02"
 
 
 def test_hooks_are_heard_where_their_chain_holds_one() -> None:
     empty, full = SimpleNamespace(calls=[]), SimpleNamespace(calls=[print])
     for hooks, told in (((), False), ((None, empty), False), ((None, full), True), ((print, None), True)):
-        assert tune.heard(*hooks) is told
+        assert tune.any_hook_set(*hooks) is told
 
 
 def test_sides_dtypes_and_strides_that_kernels_are_told() -> None:
     assert [tune.side(size, 128) for size in (1, 16, 17, 32, 33, 128, 129)] == [16, 16, 32, 32, 64, 128, 128]
-    stored = {dtype: tune.stored(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+    stored = {dtype: tune.state_dtype(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
     assert {dtype for dtype, kept in stored.items() if kept != torch.float32} == {torch.bfloat16}
     assert stored[torch.bfloat16] == torch.bfloat16
     x = torch.zeros(2, 3, 1, 4)
