@@ -142,7 +142,7 @@ def offline(name: str, beside: bool) -> tuple[float, float]:
     operator = next(spec for spec in SPECS.values() if spec.function == function.__name__)
     backend, call = operator.backend("triton"), operator.bind(**given)
     module, keeps = backend.load(), hasattr(backend.load(), "kept")
-    alone = patch.object(library, "compiled_ahead", lambda *_: "")
+    alone = patch.object(library, "compile_ahead", lambda *_: "")
     read_library()
     with pretending(), playing(), torch.no_grad(), contextlib.nullcontext() if beside else alone:
         began = time.perf_counter()

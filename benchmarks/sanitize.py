@@ -24,12 +24,14 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -162,18 +164,26 @@ def side_by_side(tasks: dict[str, list[str]], folder: Path, until: float) -> dic
     begun = {}
     for name, words in tasks.items():
         with (folder / f"{name}.txt").open("w") as said:
-            begun[name] = subprocess.Popen(words, stdout=said, stderr=subprocess.STDOUT, env=os.environ | alone)
+            begun[name] = subprocess.Popen(
+                words, stdout=said, stderr=subprocess.STDOUT, env=os.environ | alone, start_new_session=True
+            )
     for process in begun.values():
         try:
             process.wait(max(0.1, until - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.terminate()
+            _signal(process, signal.SIGTERM)
     for process in begun.values():
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:
-            process.kill()
+            _signal(process, signal.SIGKILL)
     return {name: (folder / f"{name}.txt").read_text(errors="replace") for name in begun}
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    """To the tool and to the program that it watches."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def faults(said: str) -> int | None:
@@ -183,8 +193,9 @@ def faults(said: str) -> int | None:
 
 
 def clean(said: str) -> bool:
-    """Whether all of a part ran, and no tool, if one watched, has found anything."""
-    return "\nALL" in said and not faults(said)
+    """Whether all of a part ran, and a tool that watched came to its end and has found nothing."""
+    watched = "COMPUTE-SANITIZER" in said
+    return "\nALL" in said and (not watched or faults(said) == 0)
 
 
 def found_in(said: str) -> Counter[str]:
@@ -195,6 +206,7 @@ def found_in(said: str) -> Counter[str]:
 def line(name: str, said: str) -> str:
     count, ran = faults(said), said.count("RAN ")
     end = "" if "\nALL" in said else ", then its time was over" if count is None else ", then it ended"
+    end = ", then the tool did not end" if "\nALL" in said and "COMPUTE-SANITIZER" in said and count is None else end
     return f"{name}: {'no' if count == 0 else 'not counted' if count is None else count} faults, {ran} ran{end}"
 
 

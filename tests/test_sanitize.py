@@ -48,6 +48,9 @@ def test_a_tool_that_came_to_no_end_has_found_nothing_out(sanitize: Any) -> None
     cut = RACES.partition("ALL")[0]
     assert (sanitize.faults(RACES), sanitize.faults(READS), sanitize.faults(cut)) == (2, 1, None)
     whole = RACES.replace("2 hazards", "0 hazards")
+    hung = whole.partition("========= RACECHECK")[0]
+    assert not sanitize.clean(hung) and sanitize.line("hung", hung).endswith("2 ran, then the tool did not end")
+    assert sanitize.clean("RAN a b (1 s)\nALL\n"), "no tool watched"
     assert [sanitize.clean(said) for said in (whole, whole.replace("ALL", ""), RACES, READS, cut)] == [
         True,
         *[False] * 4,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from foci.check.exam import LARGE_CASE_BYTES, Exam, NoRoom, cast
+from foci.check.exam import LARGE_CASE_BYTES, Exam, ReferenceTooLarge, cast
 from foci.core.errors import Unsupported
 from foci.core.spec import WrongReturn
 from tests.check import toy
@@ -133,7 +133,7 @@ def test_memory_for_the_loss_is_not_the_candidate_s_affair(monkeypatch: pytest.M
     found, case = exam(full), toy.SPEC.cases[0]
     assert "OutOfMemoryError" in str(found.gradients(case, F32, ("out",)).fault)
     found = replace(exam(), spec=replace(toy.SPEC, reference=full))
-    with pytest.raises(NoRoom) as told:
+    with pytest.raises(ReferenceTooLarge) as told:
         found.gradients(case, F32, ("out",))
     assert told.value.case == case
 
@@ -198,10 +198,10 @@ def test_an_output_of_another_shape_is_a_fault_and_nan_is_not_sound() -> None:
     case = toy.SPEC.cases[0]
     short = exam(lambda x, gate: (toy.reference(x, gate)[0][:, 1:], toy.reference(x, gate)[1]))
     assert "[2, 8, 3]" in (said := str(short.forward(case, F32).fault)) and said.index("[2, 8, 3]") < said.index("9")
-    assert short.sound(case, F32) is None
+    assert short.outputs_without_nan(case, F32) is None
     spoiled = exam(lambda x, gate: (toy.reference(x, gate)[0] * torch.nan, toy.reference(x, gate)[1]))
-    assert spoiled.forward(case, F32).outputs is not None and spoiled.sound(case, F32) is None
-    assert exam().sound(case, F32) is not None
+    assert spoiled.forward(case, F32).outputs is not None and spoiled.outputs_without_nan(case, F32) is None
+    assert exam().outputs_without_nan(case, F32) is not None
 
 
 def test_a_detective_is_asked_of_outputs_and_gradients_and_else_of_the_place() -> None:
@@ -212,10 +212,10 @@ def test_a_detective_is_asked_of_outputs_and_gradients_and_else_of_the_place() -
         def gradient(self, exam, case, dtype, through, leaf, got):
             return f"through {through[0]} to {leaf}", ""
 
-        def placed(self, sentence, place):
+        def with_place(self, sentence, place):
             return f"{sentence} ({place})"
 
-    found, case, got = replace(exam(), detective=Knows()), toy.SPEC.cases[0], torch.ones(1)
+    found, case, got = replace(exam(), locator=Knows()), toy.SPEC.cases[0], torch.ones(1)
     assert found.explain(case, F32, "out", got, lambda: "wrong") == "its cause"
     assert found.explain(case, F32, "total", got, lambda: "wrong") == "wrong (at total, plain)"
     assert found.explain(case, F32, "x", got, lambda: "wrong", ("out",)) == "through out to x"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foci.check import orders, where
 from foci.check.orders import places
-from foci.check.ranks import ranks_said
+from foci.check.ranks import format_ranks
 from foci.check.where import Sharding
 
 SIZE, T = 3, 12
@@ -78,17 +78,17 @@ def test_nothing_wrong_has_no_cause() -> None:
 
 
 def said(numbers: Iterable[int]) -> str:
-    return orders.said(torch.tensor(list(numbers)))
+    return orders.format_positions(torch.tensor(list(numbers)))
 
 
-def detective(size: int = SIZE, words: int = 2) -> where.Detective:
+def detective(size: int = SIZE, words: int = 2) -> where.FaultLocator:
     """Of tokens in plain order over the ranks, behind words that all of them have."""
     ranks = SimpleNamespace(
         world=SimpleNamespace(size=size),
-        words=lambda length: words,
+        text_tokens=lambda length: words,
         places=lambda length: places("plain", length, size),
     )
-    return where.Detective(ranks)  # type: ignore[arg-type]
+    return where.FaultLocator(ranks)  # type: ignore[arg-type]
 
 
 def test_a_place_is_ranks_positions_and_heads() -> None:
@@ -102,8 +102,8 @@ def test_a_place_is_ranks_positions_and_heads() -> None:
     )
     for tokens, heads, expected in (
         (everywhere, everywhere, every),
-        (slice(6, 10), 2, f"on {ranks_said([1])} at positions {said(range(6, 10))}, in head {said([2])} alone"),
-        ([3, 11], [0, 1], f"on {ranks_said([0, 2])} at positions {said([3, 11])}, in heads {said([0, 1])} alone"),
+        (slice(6, 10), 2, f"on {format_ranks([1])} at positions {said(range(6, 10))}, in head {said([2])} alone"),
+        ([3, 11], [0, 1], f"on {format_ranks([0, 2])} at positions {said([3, 11])}, in heads {said([0, 1])} alone"),
         ([1], everywhere, f"in the text that all ranks share at positions {said([1])}"),
         (slice(2, 14), everywhere, f"on every rank at positions {said(range(2, 14))}"),
     ):
@@ -118,7 +118,7 @@ def test_a_place_is_ranks_positions_and_heads() -> None:
             )
     alone = detective(1, 0)
     assert alone._place(torch.ones(1, 4, dtype=torch.bool), alone._sharding(4, 1)).startswith(
-        f"on {ranks_said([0])} at"
+        f"on {format_ranks([0])} at"
     )
 
 
@@ -127,8 +127,8 @@ def test_one_cause_is_one_sentence_wherever_it_is_seen_next() -> None:
     first = asks._sentence("out", "here", "it is zero")
     assert first == "out is wrong here: it is zero" == asks._sentence("out", "there", "it is zero")
     assert asks._sentence("out", "here", "") == "" and "there" in asks._sentence("out", "there", "it is late")
-    assert asks.placed("dq is wrong", " here ") == "dq is wrong (here)" == asks.placed("dq is wrong", "there")
-    assert asks.placed("dk is wrong", "") == "dk is wrong"
+    assert asks.with_place("dq is wrong", " here ") == "dq is wrong (here)" == asks.with_place("dq is wrong", "there")
+    assert asks.with_place("dk is wrong", "") == "dk is wrong"
 
 
 def test_what_is_right_elsewhere_or_but_for_a_factor() -> None:

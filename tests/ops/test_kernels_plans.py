@@ -73,7 +73,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "_current_device", lambda: -1)
     monkeypatch.setattr(plans, "on_gpu", lambda x: isinstance(x, Tensor))
     monkeypatch.setattr(replay, "_stream", lambda device: 0)
-    monkeypatch.setattr(library, "compiled_ahead", lambda *_: "")
+    monkeypatch.setattr(library, "compile_ahead", lambda *_: "")
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def test_the_first_failure_that_is_heard_of_counts() -> None:
         return Failure(RAISED, rank, step, direction, str(error))
 
     def session() -> Session:
-        made = Session(SimpleNamespace(blame=blame), "attention", "forward")  # type: ignore[arg-type]
+        made = Session(SimpleNamespace(root_cause=blame), "attention", "forward")  # type: ignore[arg-type]
         made.step = 3
         return made
 
@@ -107,12 +107,12 @@ def test_the_first_failure_that_is_heard_of_counts() -> None:
     for first, then, right in ((vague, known, vague._replace(step=3, direction="forward")), (known, vague, known)):
         hears = session()
         for each in (None, first, then):
-            hears.hear(each)
+            hears.record_failure(each)
         assert hears.failure == right
-        hears.lose(4, RuntimeError("gone"))
+        hears.record_lost_rank(4, RuntimeError("gone"))
         assert hears.failure == right and hears.lost_ranks == {4} and blamed == []
     loses = session()
-    loses.lose(4, RuntimeError("gone"))
+    loses.record_lost_rank(4, RuntimeError("gone"))
     assert blamed == [(4, 3, "forward")] and loses.failure == Failure(RAISED, 4, 3, "forward", "gone")
 
 

@@ -183,6 +183,20 @@ def test_ranks_must_mean_the_same_text_and_mask(worlds: Worlds, kind: str, text:
         assert isinstance(outcome.error, Disagreement) and words in str(outcome.error)
 
 
+def unlike_on_a_mesh() -> None:
+    """Rank 0 has one token of text less."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "ring"))
+    x, words = torch.randn(1, 4, 4, 4), torch.randn(1, 5 - (dist.get_rank() == 0), 4, 4)
+    joint(usp(foci.attention, mesh), text="replicated")(x, x, x, words, words, words)
+
+
+def test_on_a_mesh_groups_that_hold_one_text_hear_of_those_that_do_not(worlds: Worlds) -> None:
+    """The group beside went on to the next agreement, and waited there for the timeout."""
+    for outcome in worlds(4).outcomes(unlike_on_a_mesh):
+        assert isinstance(outcome.error, RankError | Disagreement), outcome
+        assert "tokens of text: 4 on rank 0" in str(outcome.error)
+
+
 def alone(kind: str, everyone: bool) -> None:
     """Rank 1's values of the text, or everyone's, are of another dtype."""
     world, x = dist.group.WORLD, torch.randn(1, 4, 4, 4)

@@ -39,7 +39,7 @@ def run_on_backend(call: Call, backend: str) -> tuple[Tensor, ...]:
 def signature(call: Call) -> Signature:
     """What must be equal for two calls to cost the same: operator, shapes, dtype, device and the kind of mask."""
     spec = spec_of(call)
-    every = call._replace(return_state=True) if spec.recurrent else call  # as `repeat` runs it
+    every = call._replace(return_state=True) if spec.recurrent else call  # as `run_on_backend` runs it
     return spec.name, *(
         (tuple(value.shape), value.dtype, value.device.type) if isinstance(value, Tensor) else value for value in every
     )

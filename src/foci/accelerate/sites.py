@@ -35,7 +35,7 @@ class Site:
 
 @dataclass(frozen=True)
 class FoundSites:
-    """The result of `find`: `sites` that foci can route, and modules `skipped` with the reason."""
+    """The result of `find_sites`: `sites` that foci can route, and modules `skipped` with the reason."""
 
     sites: tuple[Site, ...]
     skipped: tuple[tuple[str, str], ...]

@@ -123,7 +123,7 @@ def examine(
     """Test a candidate against every law (or those named in `only`).
 
     `isolated`: in a child process, so that a crash or a hang becomes a finding; otherwise in this process, where a
-    debugger can follow. `progress` is called with the name of each law as it starts. `detective` locates and explains
+    debugger can follow. `progress` is called with the name of each law as it starts. `locator` locates and explains
     errors in a wrong tensor. `more`: further laws, for this candidate alone.
     """
     dtypes = tuple(dtype for dtype in DTYPES if dtype in spec.dtypes) if dtypes is None else dtypes

@@ -45,7 +45,7 @@ def common_dtype(operator: str, tensors: dict[str, T_]) -> tuple[T_, ...]:
 
 
 def in_one_dtype(operator: str, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Those of the tensors that are in ALIKE, by name, in one dtype."""
+    """Those of the tensors that are in SAME_DTYPE, by name, in one dtype."""
     given = {name: x for name in SAME_DTYPE if (x := tensors.get(name)) is not None}
     return dict(zip(given, common_dtype(operator, given), strict=True))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from foci.core.errors import ShapeError, Unsupported
 from foci.ops.masks import All, Dense, Lengths, Mask
 from foci.parallel.balance import Order, rejoined, shard
-from foci.parallel.exchange import checked
+from foci.parallel.exchange import checked, declining
 from foci.parallel.group import Group
 from foci.parallel.operators import Operator, Runs, operator_of
 from foci.parallel.shard_positions import gather_counts, groups_of, order_of, pieces_by_rank, positions_of
@@ -94,9 +94,9 @@ class Joint:
             parts = each.split(counts if front else counts[::-1], 1)
             out, text_out = (parts[1], parts[0]) if front else parts
             if self.text == "replicated":
-                for group in groups:
-                    # Ranks compare the length of the text: with different ones, the shards are not of one text.
-                    text_out = rejoined(text_out, group, "plain", 1, {"tokens of text": text_q.shape[1]})
+                facts = {"tokens of text": text_q.shape[1]}  # with different ones the shards are not of one text
+                for place, group in enumerate(groups):
+                    text_out = declining(groups[place + 1 :], rejoined, text_out, group, "plain", 1, facts)
             found.append((out, text_out))
         if not isinstance(result, tuple):
             return found[0]

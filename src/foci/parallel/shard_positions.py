@@ -42,7 +42,7 @@ def shard_index(groups: Sequence[Group]) -> int:
 def gather_counts(
     operator: str, groups: Sequence[Group], numbers: Sequence[int], facts: Mapping[str, object] | None = None
 ) -> list[list[int]]:
-    """Check that facts are equal on all ranks of all groups, and gather their numbers, by `place_of`."""
+    """Check that facts are equal on all ranks of all groups, and gather their numbers, by `shard_index`."""
     rows = [list(numbers)]
     for place, group in enumerate(groups):
         flat = [number for row in rows for number in row]

@@ -356,3 +356,11 @@ def test_gradients_are_refused_not_lost() -> None:
         flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=torch.tensor(LENGTHS))
     with torch.no_grad():
         flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=torch.tensor(LENGTHS))
+
+
+def test_a_cache_of_no_pages_is_read_where_no_key_is_held() -> None:
+    q, cache = torch.randn(1, 1, 2, 8), torch.zeros(0, 4, 2, 8)
+    none = {"cache_seqlens": torch.tensor([0]), "block_table": torch.tensor([[0]])}
+    assert not flash_attn_with_kvcache(q, cache, cache, **none).any()
+    empty = torch.zeros(1, 0, 2, 8)
+    assert not flash_attn_with_kvcache(q, cache, cache, empty, empty, **none).any()

@@ -251,7 +251,7 @@ def tuning(
         raise ValueError(f"chunk_size must be a power of 2, got {chunk_size!r}")
     if cu_seqlens_cpu is not None:
         dense("fla", "cu_seqlens_cpu", cu_seqlens_cpu)
-        shape = None if cu_seqlens is None else list(cu_seqlens.shape)
+        shape = None if cu_seqlens is None else list(dense("fla", "cu_seqlens", cu_seqlens).shape)
         if shape != list(cu_seqlens_cpu.shape) or cu_seqlens_cpu.device.type != "cpu":
             got = f"{list(cu_seqlens_cpu.shape)} on {cu_seqlens_cpu.device}"
             raise ValueError(f"cu_seqlens_cpu must be the copy of cu_seqlens (shape {shape}) on the CPU, got {got}")

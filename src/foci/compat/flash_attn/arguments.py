@@ -96,9 +96,14 @@ def check_inside(name: str, index: Tensor, count: int, kind: str, needed: Tensor
 
 
 def check_own(name: str, index: Tensor, count: int, kind: str, needed: Tensor, written: Tensor) -> None:
-    """Raise when one of `count` that an entry is written through is another entry's too, of those that are needed."""
+    """Raise when one of `count` that an entry is written through is another entry's too, of those that are needed.
+
+    It waits for a GPU, as whoever reads lengths there has.
+    """
+    if not count:  # then none is needed
+        return
     uses = torch.bincount(index[needed], minlength=count)
-    found = (written & (uses[index.clamp(0, max(count - 1, 0))] > 1)).nonzero().tolist()  # one wait for a GPU
+    found = (written & (uses[index.clamp(0, count - 1)] > 1)).nonzero().tolist()
     if found:
         place = found[0]
         which = int(index[tuple(place)])

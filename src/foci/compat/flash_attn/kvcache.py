@@ -115,9 +115,10 @@ class _Cache:
             end = torch.where(first < total, total, 0)
             needed = (page >= first[:, None] // self.page) & (page * self.page < end[:, None])
             check_inside("block_table", self.table, self.k.shape[0], "a page", needed)
-            written = needed & (held < total)[:, None] & (page >= held[:, None] // self.page)
-            check_own("block_table", self.table, self.k.shape[0], "a page", needed, written)
-        if self.rows is not None:
+            if writes:
+                written = needed & (held < total)[:, None] & (page >= held[:, None] // self.page)
+                check_own("block_table", self.table, self.k.shape[0], "a page", needed, written)
+        if writes and self.rows is not None:
             everyone = torch.ones_like(held, dtype=torch.bool)
             check_own("cache_batch_idx", self.rows, self.k.shape[0], "a row", everyone, held < total)
         if k is not None and v is not None:

@@ -239,6 +239,6 @@ def _check_rest(visible: Visible, bias: Tensor | None, sink: Tensor | None, q: T
         rows, word = visible.q_offsets.shape[0] - 1, "packed documents"
     if visible.kv_lengths is not None and visible.kv_lengths.shape[0] != rows:
         raise ShapeError(f"attention: Lengths has {visible.kv_lengths.shape[0]} entries; expected {rows}, the {word}")
-    for bound in (visible.band_low, visible.band_high):
-        if bound is not None and dense("attention", "Band", bound).shape[0] not in (1, rows):
+    for name, bound in (("low", visible.band_low), ("high", visible.band_high)):
+        if bound is not None and dense("attention", name, bound).shape[0] not in (1, rows):
             raise ShapeError(f"attention: Band has {bound.shape[0]} entries; expected 1 or {rows}, the {word}")
