@@ -130,7 +130,8 @@ def test_what_is_of_no_use_is_never_ignored(message: str) -> None:
     [
         ("kv_lengths", lambda make: Lengths(make(torch.tensor([3, 2])))),
         ("q_lengths", lambda make: Lengths(torch.tensor([3, 2]), make(torch.tensor([3, 2])))),
-        ("Band", lambda make: Band(make(torch.tensor([0, 1])), None)),
+        ("low", lambda make: Band(make(torch.tensor([0, 1])), None)),
+        ("high", lambda make: Band(None, make(torch.tensor([0, 1])))),
         ("dense", lambda make: Dense(make(torch.ones(3, 3, dtype=torch.bool)))),
     ],
 )
