@@ -49,6 +49,7 @@ from laws import operator_of, parts_of
 
 OURS = "^_?[a-z][a-z0-9_]*_kernel$"  # Triton leaves a kernel its name; torch's are mangled (_ZN..)
 PLANTED = "planted"
+WATCHED = "COMPUTE-SANITIZER"  # how what a tool says begins
 HAZARDS = {
     "memcheck": "out[n + threadIdx.x] = 1.0f;",
     "racecheck": "shared[threadIdx.x] = n; out[threadIdx.x] = shared[(threadIdx.x + 32) % 64];",
@@ -194,8 +195,7 @@ def faults(said: str) -> int | None:
 
 def clean(said: str) -> bool:
     """Whether all of a part ran, and a tool that watched came to its end and has found nothing."""
-    watched = "COMPUTE-SANITIZER" in said
-    return "\nALL" in said and (not watched or faults(said) == 0)
+    return "\nALL" in said and (WATCHED not in said or faults(said) == 0)
 
 
 def found_in(said: str) -> Counter[str]:
@@ -204,10 +204,14 @@ def found_in(said: str) -> Counter[str]:
 
 
 def line(name: str, said: str) -> str:
-    count, ran = faults(said), said.count("RAN ")
-    end = "" if "\nALL" in said else ", then its time was over" if count is None else ", then it ended"
-    end = ", then the tool did not end" if "\nALL" in said and "COMPUTE-SANITIZER" in said and count is None else end
-    return f"{name}: {'no' if count == 0 else 'not counted' if count is None else count} faults, {ran} ran{end}"
+    """How many faults, how much of a part ran, and what did not come to its end: the part, or the tool behind it."""
+    count, ended = faults(said), "\nALL" in said
+    found = "not counted" if count is None else count or "no"
+    if ended:
+        end = ", then the tool did not end" if WATCHED in said and count is None else ""
+    else:
+        end = ", then its time was over" if count is None else ", then it ended"
+    return f"{name}: {found} faults, {said.count('RAN ')} ran{end}"
 
 
 def run() -> None:

@@ -46,6 +46,15 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls on tensors of the CPU are looked up too, in caches that are empty at first."""
+    monkeypatch.setattr(plans, "_current_device", lambda: -1)
+    monkeypatch.setattr(plans, "on_gpu", lambda x: True)
+    monkeypatch.setattr(plans, "_GUARDED", {})
+    monkeypatch.setattr(plans, "_OPERATOR_PLANS", {})
+
+
 def test_it_makes_of_the_tensors_the_first_output(toy: ModuleType) -> None:
     compute = torch_op(SPEC.backend("opaque"), CALL)
     assert compute is not None
@@ -96,16 +105,7 @@ def test_who_watches_makes_no_graph(way: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("way", [nullcontext, torch.no_grad])
-def test_a_call_like_one_before_is_not_bound_again(
-    way: Callable[[], Any], toy: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, stand_in in (
-        ("_current_device", lambda: -1),
-        ("on_gpu", lambda x: True),
-        ("_GUARDED", {}),
-        ("_OPERATOR_PLANS", {}),
-    ):
-        monkeypatch.setattr(plans, name, stand_in)
+def test_a_call_like_one_before_is_not_bound_again(way: Callable[[], Any], toy: ModuleType, as_on_a_gpu: None) -> None:
     bound: list[Tensor] = []
 
     def bind(x: Tensor, weight: Tensor | None, factor: float) -> Call:
@@ -122,17 +122,8 @@ def test_a_call_like_one_before_is_not_bound_again(
             assert len(bound) == 1, place
 
 
-def test_what_is_made_of_a_tensor_that_was_given_is_made_every_time(
-    toy: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_made_of_a_tensor_that_was_given_is_made_every_time(toy: ModuleType, as_on_a_gpu: None) -> None:
     """Such as autocast's: it is no view of what was given."""
-    for name, stand_in in (
-        ("_current_device", lambda: -1),
-        ("on_gpu", lambda x: True),
-        ("_GUARDED", {}),
-        ("_OPERATOR_PLANS", {}),
-    ):
-        monkeypatch.setattr(plans, name, stand_in)
     run = Runner.__new__(Runner)
     run.spec, run._runners = SPEC, {}
     for _ in range(4):

@@ -48,9 +48,7 @@ class Signature:
             tensor = tensors[argument]
             if tensor is None and argument in self.optional:
                 continue
-            if not isinstance(tensor, Tensor) or tensor.layout is not _STRIDED or tensor.is_nested or _of_ranks(tensor):
-                raise _refusal(self.name, argument, tensor)
-            shape = tensor.shape
+            shape = dense(self.name, argument, tensor).shape
             if len(shape) != len(letters):
                 raise ShapeError(
                     f"{self.name}: {argument} has {len(shape)} dimensions, shape {list(shape)}; "
@@ -63,9 +61,7 @@ class Signature:
             tensor = tensors[argument]
             if tensor is None and argument in self.optional:
                 continue
-            if not isinstance(tensor, Tensor) or tensor.layout is not _STRIDED or tensor.is_nested or _of_ranks(tensor):
-                raise _refusal(self.name, argument, tensor)
-            self._check_broadcast(argument, letters, tensor, sizes)
+            self._check_broadcast(argument, letters, dense(self.name, argument, tensor), sizes)
         return sizes
 
     def _check_broadcast(self, argument: str, letters: tuple[str, ...], tensor: Tensor, sizes: Sizes) -> None:
