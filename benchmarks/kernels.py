@@ -70,15 +70,15 @@ def backend_of(spec: Spec) -> ModuleType | None:
     return importlib.import_module(name) if registered or find_spec(name) else None
 
 
-def launches_of(specimen: Specimen, module: ModuleType, target: Target) -> Iterator[tuple[str, Launch]]:
+def launches_of(specimen: Specimen, module: ModuleType | None, target: Target) -> Iterator[tuple[str, Launch]]:
     """(direction, launch) for all that a forward and a backward of this call would launch."""
-    spec = SPECS[specimen.operator]
-    assert spec.bind is not None and spec.outputs is not None
     if specimen.run is not None:
         with record_launches(target) as seen:
             specimen.run(**specimen.make(specimen.dtype))
         yield from ((specimen.direction, launch) for launch in seen)
         return
+    spec = SPECS[specimen.operator]
+    assert spec.bind is not None and spec.outputs is not None and module is not None
     call = spec.bind(**specimen.make(specimen.dtype))
     keeps = hasattr(module, "kept")
     with record_launches(target) as seen:
@@ -114,7 +114,8 @@ def recorded(options: argparse.Namespace) -> tuple[list[tuple[dict[str, Any], La
         return rows, wrong if rows else [*wrong, none]
     asked: dict[Target, dict[tuple[str, str], ConfigRequest]] = {gpu: {} for gpu in shipped()}
     for specimen in options.drawn or SPECIMENS:
-        if not (module := backend_of(SPECS[specimen.operator])):
+        module = backend_of(SPECS[specimen.operator]) if specimen.run is None else None
+        if module is None and specimen.run is None:
             continue
         for target in targets_of(specimen, options):
             try:
@@ -130,7 +131,10 @@ def recorded(options: argparse.Namespace) -> tuple[list[tuple[dict[str, Any], La
 
 
 def launched(
-    specimen: Specimen, module: ModuleType, target: str, asked: dict[Target, dict[tuple[str, str], ConfigRequest]]
+    specimen: Specimen,
+    module: ModuleType | None,
+    target: str,
+    asked: dict[Target, dict[tuple[str, str], ConfigRequest]],
 ) -> Iterator[tuple[str, str, Launch]]:
     """(label, direction, launch) as the rules say; then what a GPU's table makes another kernel of, labelled by it.
 

@@ -348,4 +348,50 @@ _FOLDED = tuple(
     )
     for K, where in ((128, "everywhere"), (64, "sm_90"), (256, "sm_90"))
 )  # fmt: skip
-SPECIMENS = (*_SOFTMAX, *_LINEAR, *_DELTA, *_SCANS, *_STEPS, *_FOLDED)
+
+
+def convolved(*, D: int = 2048, back: bool = False) -> Callable[[torch.dtype], dict[str, Any]]:
+    """A short convolution of four taps."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        made: dict[str, Any] = {"x": empty(2, T + 3, D, dtype=dtype), "weight": empty(D, 1, 4, dtype=dtype)}
+        made |= {"bias": None, "activation": "silu"}
+        return made | ({"dy": empty(2, T, D, dtype=dtype), "needs": [True, True]} if back else {})
+
+    return make
+
+
+def normed(
+    *, D: int = 128, rows: int = 16 * T, gate: bool = True, back: bool = False, **options: Any
+) -> Callable[[torch.dtype], dict[str, Any]]:
+    """An RMSNorm with a gate, or of queries and keys, without weights."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        x, weight = empty(rows, D, dtype=dtype), empty(D, dtype=dtype) if gate else None
+        made: dict[str, Any] = {"x": x, "weight": weight, "gate": x if gate else None, "groups": 1, "eps": 1e-6}
+        made |= {"mean": gate, "activation": "silu" if gate else None, "gate_first": False} | options
+        return made | ({"dy": x, "needs": [True, gate, gate]} if back else {})
+
+    return make
+
+
+def _parts(name: str, make: Any, function: str, **where: str) -> tuple[Specimen, ...]:
+    """Both directions of what a layer has round its operator."""
+    ways = ((function, "forward", {}), (f"{function}_back", "backward", {"back": True}))
+    return tuple(
+        Specimen(
+            "layers", name, make(**back), run=later("kernels_triton_parts", run), direction=direction, **where
+        )
+        for run, direction, back in ways
+    )  # fmt: skip
+
+
+_LAYERS = (
+    *_parts("short convolution", convolved, "convolve"),
+    *_parts("RMSNorm of heads of 128, gated", normed, "norm"),
+    *_parts("queries and keys normalised", partial(normed, gate=False), "norm", where="sm_90"),
+    *_parts(
+        "RMSNorm of 4096 behind its gate", partial(normed, D=4096, rows=2 * T, gate_first=True), "norm", where="sm_90"
+    ),
+)  # fmt: skip
+SPECIMENS = (*_SOFTMAX, *_LINEAR, *_DELTA, *_SCANS, *_STEPS, *_FOLDED, *_LAYERS)

@@ -12,6 +12,7 @@ from torch import Tensor
 from foci.core.errors import Disagreement, RankError
 from foci.core.world import World
 from foci.nn.parts import ShortConvolution, history
+from foci.ops.layer_parts import convolve
 from foci.parallel.group import Group
 from foci.parallel.halo import halo
 from tests.parallel.recurrent import lengths_of
@@ -39,7 +40,7 @@ def convolved(seed: int, size: int, offsets: tuple[int, ...] | None, tailed: boo
     mine = x.detach()[:, start : start + n].requires_grad_()
     found = halo(mine, size - 1, group, tail=tail, offsets=places)
     joined, own, _ = history(mine, size - 1, tail=found.before, offsets=found.offsets)
-    got = layer._over(joined)
+    got = convolve(joined, layer.weight, layer.bias, layer.activation)
     got = got if own is None else got[:, own]
     torch.testing.assert_close(got, y[:, start : start + n])
     torch.testing.assert_close(found.tail, last)
@@ -85,7 +86,7 @@ def bent(seed: int, offsets: tuple[int, ...] | None) -> None:
     mine = x.detach()[:, start : start + n].requires_grad_()
     found = halo(mine, 3, group, offsets=places)
     joined, own, _ = history(mine, 3, tail=found.before, offsets=found.offsets)
-    got = layer._over(joined)
+    got = convolve(joined, layer.weight, layer.bias, layer.activation)
     got = got if own is None else got[:, own]
     share = group.size ** (1 / 3)  # of the tail, which is on every rank
     (gradient,) = torch.autograd.grad(steepness(got, found.tail / share, mine), mine)

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from foci.core.errors import ShapeError
 from foci.core.spec import accumulator
 from foci.ops.arguments import number
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+from foci.ops.layer_parts import ACTIVATIONS, Norm, convolve
 
 
 def choice(where: str, name: str, value: str, options: dict[str, Callable[[Tensor], Tensor]]) -> None:
@@ -53,8 +52,7 @@ def rope(where: str, name: str, base: float) -> float:
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(sum(x^2) + eps) over the last dimension, in x's dtype. It keeps the delta rule stable."""
-    wide = x.to(accumulator(x.dtype))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+    return Norm(eps=eps, mean=False)(x)
 
 
 class RMSNorm(nn.Module):
@@ -84,12 +82,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> the same shape and dtype."""
-        return self._normalised(x.to(accumulator(x.dtype))).to(x.dtype)
-
-    def _normalised(self, wide: Tensor) -> Tensor:
-        parts = wide if self.groups == 1 else wide.unflatten(-1, (self.groups, -1))
-        scaled = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + self.eps)
-        return scaled.view_as(wide) * self.weight
+        return Norm(self.groups, self.eps)(x, self.weight)
 
 
 class GatedRMSNorm(RMSNorm):
@@ -115,10 +108,7 @@ class GatedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         """x, gate [..., size] -> the same shape, x's dtype."""
-        wide = x.to(accumulator(x.dtype))
-        opened = ACTIVATIONS[self.activation](gate.to(wide.dtype))
-        y = self._normalised(wide * opened) if self.gate_first else self._normalised(wide) * opened
-        return y.to(x.dtype)
+        return Norm(self.groups, self.eps, True, self.activation, self.gate_first)(x, self.weight, gate)
 
 
 class History(NamedTuple):
@@ -207,25 +197,14 @@ class ShortConvolution(nn.Module):
         tail: the tokens before; zeros by default. offsets, lengths: as in `history`.
         """
         joined, own, tail = self.history(x, self.size - 1, tail=tail, offsets=offsets, lengths=lengths)
-        y = self._over(joined)
+        y = convolve(joined, self.weight, self.bias, self.activation)
         return y if own is None else y[:, own], tail
 
     def step(self, x: Tensor, tail: Tensor) -> Tensor:
         """One token a row: x [B,channels] -> y [B,channels]; tail [B,size-1,channels] is changed in place."""
         joined = torch.cat([tail, x[:, None].to(tail.dtype)], 1)
         tail.copy_(joined[:, 1:])
-        return self._over(joined)[:, 0].to(x.dtype)
-
-    def _over(self, joined: Tensor) -> Tensor:
-        """[B, T + size - 1, channels] -> [B, T, channels]. A pass per tap is faster than conv1d in this layout."""
-        T, wide = joined.shape[1] - self.size + 1, accumulator(joined.dtype)
-        taps, weight = joined.to(wide), self.weight.to(wide)
-        y = taps[:, :T] * weight[:, 0, 0]
-        for j in range(1, self.size):
-            y = torch.addcmul(y, taps[:, j : j + T], weight[:, 0, j])
-        if self.bias is not None:
-            y = y + self.bias
-        return (y if self.activation is None else ACTIVATIONS[self.activation](y)).to(joined.dtype)
+        return convolve(joined, self.weight, self.bias, self.activation)[:, 0].to(x.dtype)
 
 
 def rotary(x: Tensor, positions: Tensor, *, base: float = 10000.0, width: int | None = None) -> Tensor:

@@ -1,0 +1,280 @@
+"""What layers compute round a recurrence in Triton, one launch each way: the short convolution, and norms with gates.
+
+Both read what they need once and keep only their inputs for the backward, which computes the rest again. A thread
+walks the tokens of its channels; a norm has rows of a few tokens at a time. Gradients of weights are sums over tokens:
+each program stores its own, whoever calls adds them.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foci.core.tune import Config, launch, strides
+from foci.tiles.activation import activate, slope
+from foci.tiles.channels import channels_of
+from foci.tiles.stretches import rows
+
+STRETCH = 64, 128  # tokens of a program, forward and backward
+CHANNELS = 4, 2  # of a thread
+ROOM = 16  # numbers of a norm that a thread has at once
+
+
+@triton.jit
+def tapped(xs, weights, bias, START: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """sum_j w_j x_{START + j} + bias."""
+    total = bias
+    for j in tl.static_range(SIZE):
+        total += weights[j] * xs[START + j].to(tl.float32)
+    return total
+
+
+@triton.jit
+def taps(weight_ptr, bias_ptr, weight_s, d, inside, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The weights of channels d, one tile for each token that they reach, and the bias."""
+    found = ()
+    for j in tl.static_range(SIZE):
+        there = weight_ptr + d * weight_s[0] + j * weight_s[2]
+        found = found + (tl.load(there, mask=inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    bias = tl.zeros(d.shape, tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + d, mask=inside, other=0.0).to(tl.float32)
+    return found, bias
+
+
+@triton.jit
+def convolve_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, weight_ptr, bias_ptr, y_ptr, x_s, weight_s, T, D,
+    ACTIVATION: tl.constexpr, SIZE: tl.constexpr, STRETCH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """y_t = act(sum_j w_j x_{t+j} + bias) of one stretch: x has SIZE - 1 tokens more than y."""
+    index, d, inside = channels_of(tl.program_id(0), D, BLOCK_D)
+    stretches = tl.cdiv(T, STRETCH)
+    b, first = (index // stretches).to(tl.int64), index % stretches * STRETCH
+    end, x_end = tl.minimum(first + STRETCH, T), T + SIZE - 1
+    weights, bias = taps(weight_ptr, bias_ptr, weight_s, d, inside, SIZE)
+    x_ptr += b * x_s[0]
+    y_ptr += b * T * D
+    seen = rows(x_ptr, first, x_end, x_s[1], d * x_s[2], inside, SIZE - 1)
+    for t0 in range(first, end, BLOCK_T):
+        xs = seen + rows(x_ptr, t0 + SIZE - 1, x_end, x_s[1], d * x_s[2], inside, BLOCK_T)
+        for i in tl.static_range(BLOCK_T):
+            y = activate(tapped(xs, weights, bias, i, SIZE), ACTIVATION)
+            there = y_ptr + tl.cast(t0 + i, tl.int64) * D + d
+            tl.store(there, y.to(y_ptr.dtype.element_ty), mask=inside & (t0 + i < end))
+        seen = xs[BLOCK_T:]
+
+
+@triton.jit
+def convolve_back_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, weight_ptr, bias_ptr, dy_ptr, dx_ptr, sums_ptr, x_s, weight_s, dy_s, T, D,
+    ACTIVATION: tl.constexpr, SIZE: tl.constexpr, STRETCH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Of one stretch of x, from its first token to its last, which also hears of the SIZE - 1 tokens of y before it.
+
+    dpre_t = dy_t act'(pre_t);  dx_s = sum_j w_j dpre_{s-j};  dw_j = sum_t dpre_t x_{t+j};  dbias = sum_t dpre_t
+    """
+    index, d, inside = channels_of(tl.program_id(0), D, BLOCK_D)
+    x_end = T + SIZE - 1
+    stretches = tl.cdiv(x_end, STRETCH)
+    b, first = (index // stretches).to(tl.int64), index % stretches * STRETCH
+    end = tl.minimum(first + STRETCH, x_end)
+    weights, bias = taps(weight_ptr, bias_ptr, weight_s, d, inside, SIZE)
+    x_ptr += b * x_s[0]
+    dy_ptr += b * dy_s[0]
+    seen = rows(x_ptr, first, x_end, x_s[1], d * x_s[2], inside, SIZE - 1)
+    earlier, start = inside & (first > 0), first - (SIZE - 1)
+    known = rows(x_ptr, start, x_end, x_s[1], d * x_s[2], earlier, SIZE - 1) + seen
+    heard = rows(dy_ptr, start, T, dy_s[1], d * dy_s[2], earlier, SIZE - 1)
+    dpres, sums = (), (tl.zeros(d.shape, tl.float32),) * (SIZE + 1)
+    for i in tl.static_range(SIZE - 1):
+        ahead = heard[i].to(tl.float32) * slope(tapped(known, weights, bias, i, SIZE), ACTIVATION)
+        dpres = dpres + (tl.where(earlier & (start + i < T), ahead, 0.0),)  # type: ignore[assignment]  # noqa: RUF005
+    for t0 in range(first, end, BLOCK_T):
+        xs = seen + rows(x_ptr, t0 + SIZE - 1, x_end, x_s[1], d * x_s[2], inside, BLOCK_T)
+        dys = rows(dy_ptr, t0, T, dy_s[1], d * dy_s[2], inside, BLOCK_T)
+        for i in tl.static_range(BLOCK_T):
+            dpre = dys[i].to(tl.float32) * slope(tapped(xs, weights, bias, i, SIZE), ACTIVATION)
+            dpre = tl.where((t0 + i < end) & (t0 + i < T), dpre, 0.0)
+            dpres = dpres + (dpre,)  # type: ignore[assignment]  # noqa: RUF005
+            dx, added = tl.zeros(d.shape, tl.float32), ()
+            for j in tl.static_range(SIZE):
+                dx += weights[j] * dpres[SIZE - 1 + i - j]
+                added = added + (sums[j] + dpre * xs[i + j].to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+            sums = added + (sums[SIZE] + dpre,)  # noqa: RUF005
+            if dx_ptr is not None:
+                there = dx_ptr + (b * x_end + t0 + i) * D + d
+                tl.store(there, dx.to(dx_ptr.dtype.element_ty), mask=inside & (t0 + i < end))
+        seen, dpres = xs[BLOCK_T:], dpres[BLOCK_T:]  # type: ignore[assignment]
+    if sums_ptr is not None:
+        for j in tl.static_range(SIZE + 1):
+            tl.store(sums_ptr + (tl.cast(index, tl.int64) * (SIZE + 1) + j) * D + d, sums[j], mask=inside)
+
+
+@triton.jit
+def row_of(ptr, t, stride, column, inside):  # type: ignore[no-untyped-def]
+    """Rows t [BLOCK_T,BLOCK_D] from a column on, in float32, 0 outside."""
+    return tl.load(ptr + t[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def inverse(x, D, eps, MEAN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """1 / sqrt(mean(x^2) + eps) of each row, or of its sum."""
+    total = tl.sum(x * x, 1)
+    return tl.rsqrt((total / D if MEAN else total) + eps)[:, None]
+
+
+@triton.jit
+def norm_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, weight_ptr, gate_ptr, y_ptr, x_stride, gate_stride, T, D, G, eps,
+    MEAN: tl.constexpr, ACTIVATION: tl.constexpr, FIRST: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """y = r x w act(gate), r = 1 / sqrt(mean(x^2) + eps) of each of G parts of D; FIRST: of x act(gate) for x."""
+    t = tl.program_id(0) // G * BLOCK_T + tl.arange(0, BLOCK_T)
+    d = tl.arange(0, BLOCK_D)
+    column = tl.program_id(0) % G * D + d
+    inside = (t < T)[:, None] & (d < D)[None, :]
+    x = row_of(x_ptr, t, x_stride, column, inside)
+    if gate_ptr is not None:
+        opened = activate(row_of(gate_ptr, t, gate_stride, column, inside), ACTIVATION)
+        if FIRST:
+            x *= opened
+    y = x * inverse(x, D, eps, MEAN)
+    if weight_ptr is not None:
+        y *= tl.load(weight_ptr + column, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    if gate_ptr is not None and not FIRST:
+        y *= opened
+    there = y_ptr + t[:, None].to(tl.int64) * (G * D) + column[None, :]
+    tl.store(there, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def norm_back_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, weight_ptr, gate_ptr, dy_ptr, dx_ptr, dgate_ptr, sums_ptr, x_stride, gate_stride, dy_stride, T, D, G, eps,
+    MEAN: tl.constexpr, ACTIVATION: tl.constexpr, FIRST: tl.constexpr, PIECE: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """n = r x;  dn = dy w act(gate);  dx = r (dn - n mean(dn n));  dgate = dy n w act'(gate);  dw = sum dy n act(gate).
+
+    FIRST: n = r z, z = x act(gate), dn = dy w, dz as dx above, dx = dz act(gate), dgate = dz x act'(gate).
+    """
+    d = tl.arange(0, BLOCK_D)
+    column = tl.program_id(0) % G * D + d
+    weight = tl.full([1, BLOCK_D], 1.0, tl.float32)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + column, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    sums = tl.zeros([BLOCK_D], tl.float32)
+    first = tl.program_id(0) // G * PIECE
+    for t0 in range(first, tl.minimum(first + PIECE, T), BLOCK_T):
+        t = t0 + tl.arange(0, BLOCK_T)
+        inside = (t < T)[:, None] & (d < D)[None, :]
+        x = row_of(x_ptr, t, x_stride, column, inside)
+        dy = row_of(dy_ptr, t, dy_stride, column, inside)
+        opened, steep, z, dn = 1.0, 0.0, x, dy * weight
+        if gate_ptr is not None:
+            gate = row_of(gate_ptr, t, gate_stride, column, inside)
+            opened, steep = activate(gate, ACTIVATION), slope(gate, ACTIVATION)
+            if FIRST:
+                z = x * opened
+            else:
+                dn *= opened
+        r = inverse(z, D, eps, MEAN)
+        n = z * r
+        along = tl.sum(dn * n, 1)[:, None]
+        dx = r * (dn - n * (along / D if MEAN else along))
+        there = t[:, None].to(tl.int64) * (G * D) + column[None, :]
+        if dgate_ptr is not None:
+            dgate = (dx * x if FIRST else dy * n * weight) * steep
+            tl.store(dgate_ptr + there, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
+        if dx_ptr is not None:
+            tl.store(dx_ptr + there, (dx * opened if FIRST else dx).to(dx_ptr.dtype.element_ty), mask=inside)
+        sums += tl.sum(dy * n if FIRST else dy * n * opened, 0)
+    if sums_ptr is not None:
+        piece = (tl.program_id(0) // G).to(tl.int64)
+        tl.store(sums_ptr + piece * (G * D) + column, sums, mask=d < D)
+
+
+@functools.cache
+def _channels(D: int, SIZE: int, back: bool) -> Config:
+    """One warp, with eight tokens on their way."""
+    block = min(32 * CHANNELS[back], triton.next_power_of_2(D))
+    return Config({"STRETCH": max(STRETCH[back], SIZE), "BLOCK_D": block, "BLOCK_T": 8}, warps=1, stages=1)
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> tuple[Tensor]:
+    """y [B,T,D] in x's dtype of x [B,T+J-1,D], weight [D,1,J], bias [D]."""
+    (B, L, D), SIZE = x.shape, weight.shape[2]
+    T = L - SIZE + 1
+    y = torch.empty(B, T, D, dtype=x.dtype, device=x.device)
+    config = _channels(D, SIZE, False)
+    launch(
+        convolve_kernel, (B * -(-T // config["STRETCH"]) * -(-D // config["BLOCK_D"]),), x, weight, bias, y,
+        strides(x), strides(weight), T, D, config=config, ACTIVATION=activation, SIZE=SIZE,
+    )  # fmt: skip
+    return (y,)
+
+
+def convolve_back(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, dy: Tensor, needs: list[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """What is needed of dx in x's dtype, and of [stretches,J+1,D] in float32, whose sum the J taps and the bias get."""
+    (B, L, D), SIZE = x.shape, weight.shape[2]
+    config = _channels(D, SIZE, True)
+    stretches = B * -(-L // config["STRETCH"])
+    dx = torch.empty(B, L, D, dtype=x.dtype, device=x.device) if needs[0] else None
+    sums = torch.empty(stretches, SIZE + 1, D, dtype=torch.float32, device=x.device) if needs[1] else None
+    launch(
+        convolve_back_kernel, (stretches * -(-D // config["BLOCK_D"]),), x, weight, bias, dy, dx, sums,
+        strides(x), strides(weight), strides(dy), L - SIZE + 1, D, config=config, ACTIVATION=activation, SIZE=SIZE,
+    )  # fmt: skip
+    return dx, sums
+
+
+@functools.cache
+def _rows(D: int, back: bool) -> Config:
+    """As many rows as 128 threads have room for, of a wide row alone more threads. PIECE: those of a sum."""
+    block, most = triton.next_power_of_2(D), 128 * ROOM
+    rows = max(1, most // block)
+    blocks = {"BLOCK_T": rows, "BLOCK_D": block} | ({"PIECE": 16 * rows} if back else {})
+    return Config(blocks, warps=min(32, max(4, block // (32 * ROOM))), stages=1)
+
+
+def norm(
+    x: Tensor, weight: Tensor | None, gate: Tensor | None, groups: int, eps: float, mean: bool,
+    activation: str | None, gate_first: bool,
+) -> tuple[Tensor]:  # fmt: skip
+    """y [T,G D] in x's dtype, of x and gate [T,G D] whose columns lie side by side, weight [G D]."""
+    T, D = x.shape[0], x.shape[1] // groups
+    y, config = torch.empty(x.shape, dtype=x.dtype, device=x.device), _rows(D, False)
+    launch(
+        norm_kernel, (-(-T // config["BLOCK_T"]) * groups,), x, weight, gate, y, *_pitches(x, gate),
+        T, D, groups, eps, config=config, MEAN=mean, ACTIVATION=activation, FIRST=gate_first,
+    )  # fmt: skip
+    return (y,)
+
+
+def norm_back(
+    x: Tensor, weight: Tensor | None, gate: Tensor | None, dy: Tensor, needs: list[bool], groups: int, eps: float,
+    mean: bool, activation: str | None, gate_first: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """What is needed of dx, of [pieces,G D] in float32, whose sum the weight gets, and of dgate."""
+    T, D = x.shape[0], x.shape[1] // groups
+    config = _rows(D, True)
+    pieces = -(-T // config["PIECE"])
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs[0] else None
+    sums = torch.empty(pieces, groups * D, dtype=torch.float32, device=x.device) if needs[1] else None
+    dgate = torch.empty(x.shape, dtype=gate.dtype, device=x.device) if needs[2] and gate is not None else None
+    launch(
+        norm_back_kernel, (pieces * groups,), x, weight, gate, dy, dx, dgate, sums, *_pitches(x, gate, dy),
+        T, D, groups, eps, config=config, MEAN=mean, ACTIVATION=activation, FIRST=gate_first,
+    )  # fmt: skip
+    return dx, sums, dgate
+
+
+def _pitches(*tensors: Tensor | None) -> tuple[int | None, ...]:
+    """How far rows lie apart."""
+    return tuple([None if x is None else x.stride(0) for x in tensors])

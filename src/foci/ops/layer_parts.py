@@ -1,0 +1,131 @@
+"""Short convolutions and gated norms of layers: one kernel each way on a GPU, torch's operations elsewhere.
+
+Kernels keep only their inputs for the backward. Torch's operations, which the compiler fuses by itself, are what runs
+under it, under transforms and modes, in float64, and what the kernels are tested against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from foci.core.device import installed
+from foci.core.plans import all_plain, replay_or_run, wants_gradient
+from foci.core.spec import accumulator
+from foci.ops.arguments import alone
+from foci.ops.gpu import DTYPES, unsuitable
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+WIDEST = 16384  # channels of a norm that a program has at once
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    """y[t] = act(sum_j weight[:, 0, j] x[t + j] + bias): x [B, T + J - 1, D], weight [D,1,J], bias [D] -> [B,T,D]."""
+    if _fits(x, weight, bias):
+        if wants_gradient((x, weight, bias)):
+            return _Convolution.apply(x, weight, bias, activation)
+        return _run("convolve", x, weight, bias, activation)[0]
+    J = weight.shape[2]
+    T, wide = x.shape[1] - J + 1, accumulator(x.dtype)
+    taps, weight = x.to(wide), weight.to(wide)
+    y = taps[:, :T] * weight[:, 0, 0]
+    for j in range(1, J):  # a pass per tap is faster than conv1d in this layout
+        y = torch.addcmul(y, taps[:, j : j + T], weight[:, 0, j])
+    if bias is not None:
+        y = y + bias
+    return (y if activation is None else ACTIVATIONS[activation](y)).to(x.dtype)
+
+
+class Norm(NamedTuple):
+    """y = x / sqrt(mean(x^2) + eps) * weight * act(gate) over each of `groups` equal parts of the last dimension.
+
+    mean: False for the sum in its place. gate_first: y = norm(x * act(gate)) * weight. No weight, no gate: 1.
+    """
+
+    groups: int = 1
+    eps: float = 1e-6
+    mean: bool = True
+    activation: str | None = None
+    gate_first: bool = False
+
+    def __call__(self, x: Tensor, weight: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
+        """x, gate [..., D], weight [D] -> y [..., D] in x's dtype, computed in float32 (float64 for float64)."""
+        alike = gate is None or gate.shape == x.shape
+        if alike and x.shape[-1] // self.groups <= WIDEST and _fits(x, weight, gate):
+            given = _flat(x), weight, None if gate is None else _flat(gate)
+            y = _Normed.apply(*given, self) if wants_gradient(given) else _run("norm", *given, *self)[0]
+            return y.view(x.shape)
+        wide = x.to(accumulator(x.dtype))
+        opened = None if gate is None else ACTIVATIONS[self.activation or ""](gate.to(wide.dtype))
+        if opened is not None and self.gate_first:
+            wide = wide * opened
+        parts = wide if self.groups == 1 else wide.unflatten(-1, (self.groups, -1))
+        square = parts.square()
+        total = square.mean(-1, keepdim=True) if self.mean else square.sum(-1, keepdim=True)
+        y = (parts * torch.rsqrt(total + self.eps)).view_as(wide)
+        if weight is not None:
+            y = y * weight
+        if opened is not None and not self.gate_first:
+            y = y * opened
+        return y.to(x.dtype)
+
+
+def _fits(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether a kernel takes them: on one GPU, of its dtypes, and nothing must see torch's own operations."""
+    if not alone(x) or unsuitable(x, x.shape, (1,)) or not installed("triton"):
+        return False
+    given = [x, *[y for y in others if y is not None]]
+    return all_plain(given) and all(y.dtype in DTYPES and y.device == x.device for y in given)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """[.., D] as rows [T,D], each in one piece."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _run(function: str, *values: Any) -> Any:
+    """A function of the kernels' module; repeated, it is replayed (core/plans.py)."""
+    from foci.ops import kernels_triton_parts
+
+    run = getattr(kernels_triton_parts, function)
+    return replay_or_run(run, values, lambda: run(*values))
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.activation = activation
+        (y,) = _run("convolve", x, weight, bias, activation)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight, bias), (of_x, of_weight, of_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
+        dx, sums = _run("convolve_back", x, weight, bias, ctx.activation, dy, [of_x, of_weight or of_bias])
+        total = None if sums is None else sums.sum(0)
+        dweight = total[:-1].t()[:, None].to(weight.dtype) if of_weight and total is not None else None
+        return dx, dweight, total[-1].to(bias.dtype) if of_bias and total is not None else None, None
+
+
+class _Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, gate: Tensor | None, norm: Norm) -> Tensor:
+        ctx.save_for_backward(x, weight, gate)
+        ctx.norm = norm
+        (y,) = _run("norm", x, weight, gate, *norm)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, gate = ctx.saved_tensors
+        dx, sums, dgate = _run("norm_back", x, weight, gate, _flat(dy), list(ctx.needs_input_grad[:3]), *ctx.norm)
+        return dx, None if sums is None else sums.sum(0).to(weight.dtype), dgate, None

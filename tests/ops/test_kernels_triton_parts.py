@@ -1,0 +1,190 @@
+"""Short convolutions and norms by kernels: values and every gradient against torch's operations in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foci.ops import kernels_triton_parts, layer_parts
+from foci.ops.layer_parts import Norm, convolve
+from tests.ops.in_triton import DEVICE
+from tests.ops.recurrences import BUDGET, error
+
+DTYPES = [torch.float32, torch.float16]
+NORMS = {
+    "of queries": Norm(mean=False),
+    "plain": Norm(),
+    "gated": Norm(activation="silu"),
+    "gated by a sigmoid": Norm(activation="sigmoid", eps=1e-3),
+    "behind the gate": Norm(activation="silu", gate_first=True),
+    "two parts behind the gate": Norm(2, activation="silu", gate_first=True),
+    "three parts": Norm(3, activation="silu"),
+}
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """What a kernel does not write is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def by_kernel(y: Tensor) -> bool:
+    """A norm's rows are seen as the tensor that was given."""
+    nodes = [y.grad_fn, *(node for node, _ in y.grad_fn.next_functions)] if y.grad_fn else []
+    return any(type(node).__name__ in ("_ConvolutionBackward", "_NormedBackward") for node in nodes)
+
+
+def apart(run: Callable[..., Tensor], leaves: list[Tensor | None], flat: bool = False) -> list[float]:
+    """How far values and gradients are from those in float64, by which no kernel runs; flat: of a sum."""
+    given = [None if x is None else x.detach().to(DEVICE).requires_grad_() for x in leaves]
+    exact = [None if x is None else x.detach().double().requires_grad_() for x in leaves]
+    found, truth = run(*given), run(*exact)
+    assert by_kernel(found) and not by_kernel(truth) and found.dtype == given[0].dtype  # type: ignore[union-attr]
+    dy = torch.ones(1, 1).expand(truth.shape) if flat else torch.randn(truth.shape).to(found.dtype)
+    wanted = [x for x in exact if x is not None]
+    expected = torch.autograd.grad(truth, wanted, dy.double())
+    got = torch.autograd.grad(found, [x for x in given if x is not None], dy.to(found))
+    assert all(a.dtype == b.dtype for a, b in zip(got, (x for x in given if x is not None), strict=True))
+    pairs = zip((found, *got), (truth, *expected), strict=True)
+    return [error(a.detach().cpu(), b.detach()) for a, b in pairs]
+
+
+def drawn(B: int, T: int, D: int, size: int, dtype: torch.dtype, bias: bool = True) -> list[Tensor | None]:
+    torch.manual_seed(size + T)
+    x, weight = torch.randn(B, T + size - 1, D), torch.randn(D, 1, size)
+    return [x.to(dtype), weight.to(dtype), torch.randn(D).to(dtype) if bias else None]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "sigmoid", None])
+@pytest.mark.parametrize("size", [1, 2, 4, 5])
+def test_a_convolution_is_torchs(size: int, activation: str | None, dtype: torch.dtype) -> None:
+    for B, T, D in ((2, 1, 3), (1, 7, 130), (2, 63, 1), (2, 130, 70)):
+        errors = apart(lambda *x: convolve(*x, activation), drawn(B, T, D, size, dtype, bias=T != 7))
+        assert max(errors) <= BUDGET[dtype], (B, T, D, errors)
+
+
+def test_more_taps_than_a_program_has_tokens() -> None:
+    errors = apart(lambda *x: convolve(*x, "silu"), drawn(1, 300, 2, 130, torch.float32))
+    assert max(errors) <= BUDGET[torch.float32], errors
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_convolution_of_strided_tokens_whose_gradient_is_one_number(dtype: torch.dtype) -> None:
+    x, weight, bias = drawn(2, 70, 12, 4, dtype)
+    assert x is not None and weight is not None
+    x, weight = x.transpose(1, 2).contiguous().transpose(1, 2), weight.repeat(2, 1, 1)[::2]
+    errors = apart(lambda *x: convolve(*x, "silu"), [x, weight, bias], flat=True)
+    assert max(errors) <= BUDGET[dtype], errors
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_is_torchs(name: str, dtype: torch.dtype) -> None:
+    norm = NORMS[name]
+    for shape in ((2, 3, 6), (1, 40, 3, 36), (530, 30), (3, 4998)):
+        torch.manual_seed(len(shape))
+        x, gate = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype) if norm.activation else None
+        weight = torch.randn(shape[-1]).to(dtype) if norm.mean else None
+        errors = apart(norm, [x, weight, gate])
+        assert max(errors) <= BUDGET[dtype], (shape, errors)
+
+
+def test_a_norm_of_parts_of_wider_rows_whose_gradient_is_one_number() -> None:
+    torch.manual_seed(0)
+    wide = torch.randn(2, 50, 40)
+    x, gate = wide[..., :16], wide[..., 20:36]
+    errors = apart(NORMS["two parts behind the gate"], [x, torch.randn(16), gate], flat=True)
+    assert max(errors) <= BUDGET[torch.float32], errors
+    turned = torch.randn(8, 50).t()
+    assert max(apart(NORMS["plain"], [turned, torch.randn(8), None])) <= BUDGET[torch.float32]
+
+
+def test_rows_of_zeros_have_finite_gradients() -> None:
+    x = torch.zeros(3, 8, device=DEVICE, requires_grad=True)
+    y = Norm(mean=False)(x)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(y, torch.zeros_like(y)) and torch.allclose(dx, torch.full_like(dx, 1e3))
+
+
+@pytest.mark.parametrize("token", [0, 69, 127, 128, 129])
+def test_what_is_no_number_stays_with_its_row_and_its_tokens(token: int) -> None:
+    x, weight, _ = (None if y is None else y.to(DEVICE) for y in drawn(3, 140, 5, 4, torch.float32, bias=False))
+    assert x is not None and weight is not None
+    spoilt = x.clone()
+    spoilt[1, token + 3] = torch.nan
+    results = []
+    for given in (x, spoilt):
+        leaf = given.requires_grad_()
+        y = convolve(leaf, weight, None, "silu")
+        results.append((y.detach(), *torch.autograd.grad(y.sum(), leaf)))
+    (y, dx), (y_spoilt, dx_spoilt) = results
+    reached = torch.zeros(3, 140, dtype=torch.bool)
+    reached[1, token : token + 4] = True
+    assert torch.equal(y_spoilt.isnan().any(-1).cpu(), reached) and torch.equal(y_spoilt[~reached], y[~reached])
+    heard = torch.zeros(3, 143, dtype=torch.bool)
+    heard[1, token : min(token + 7, 143)] = True
+    assert torch.equal(dx_spoilt.isnan().any(-1).cpu(), heard) and torch.equal(dx_spoilt[~heard], dx[~heard])
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 1), (1, 2)])
+def test_gradients_that_nobody_wants_are_not_made(wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the others are the same."""
+    asked: list[list[bool]] = []
+    convolve_back, norm_back = kernels_triton_parts.convolve_back, kernels_triton_parts.norm_back
+
+    def convolved(*given: Any) -> Any:
+        found = convolve_back(*given)
+        asked.append([x is not None for x in found])
+        return found
+
+    def normed(*given: Any) -> Any:
+        found = norm_back(*given)
+        asked.append([x is not None for x in found])
+        return found
+
+    def gradients(run: Callable[..., Tensor], given: list[Any], some: tuple[int, ...]) -> dict[int, Tensor]:
+        leaves = [x.detach().to(DEVICE).requires_grad_(i in some) for i, x in enumerate(given)]
+        return dict(zip(some, torch.autograd.grad(run(*leaves).square().sum(), [leaves[i] for i in some]), strict=True))
+
+    runs: list[tuple[Callable[..., Tensor], list[Any]]] = [
+        (lambda *x: convolve(*x, "silu"), drawn(1, 20, 6, 3, torch.float32)),
+        (NORMS["gated"], [torch.randn(9, 6), torch.randn(6), torch.randn(9, 6)]),
+    ]
+    for run, given in runs:
+        every = gradients(run, given, (0, 1, 2))
+        with monkeypatch.context() as patched:
+            patched.setattr(kernels_triton_parts, "convolve_back", convolved)
+            patched.setattr(kernels_triton_parts, "norm_back", normed)
+            some = gradients(run, given, wanted)
+        assert all(torch.equal(some[i], every[i]) for i in wanted)
+    assert asked == [[0 in wanted, bool({1, 2} & {*wanted})], [i in wanted for i in range(3)]]
+
+
+def test_the_backward_keeps_only_what_was_given() -> None:
+    given = [None if x is None else x.to(DEVICE).requires_grad_() for x in drawn(1, 20, 6, 3, torch.float32)]
+    kept: list[int] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x.data_ptr())
+        return x
+
+    x, weight, bias = given
+    assert x is not None and weight is not None
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        convolve(x, weight, bias, "silu")
+        Norm()(x, torch.ones(6, device=DEVICE))
+    assert {*kept[:3]} == {y.data_ptr() for y in given if y is not None} and kept[3] == x.data_ptr()
+    assert len(kept) == 5
+
+
+def test_wider_norms_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_parts, "WIDEST", 6)
+    x = torch.randn(4, 12, device=DEVICE, requires_grad=True)
+    assert by_kernel(Norm(2)(x)) and not by_kernel(Norm()(x))

@@ -1,0 +1,151 @@
+"""Short convolutions and norms of layers: their equations, and when torch's operations are what runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
+
+from foci.nn import GatedDeltaNet
+from foci.ops import layer_parts
+from foci.ops.layer_parts import ACTIVATIONS, Norm, convolve
+
+
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, None])
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_convolution_is_conv1d(size: int, activation: str | None) -> None:
+    x, weight, bias = (torch.randn(s, dtype=torch.float64) for s in ((2, 9 + size - 1, 5), (5, 1, size), (5,)))
+    truth = F.conv1d(x.transpose(1, 2), weight, bias, groups=5).transpose(1, 2)
+    torch.testing.assert_close(
+        convolve(x, weight, bias, activation), truth if activation is None else ACTIVATIONS[activation](truth)
+    )
+    leaves = [y.requires_grad_() for y in (x, weight, bias)]
+    assert torch.autograd.gradcheck(lambda *y: convolve(*y, activation), leaves)
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_norm_is_its_equation(groups: int, gate_first: bool) -> None:
+    x, gate, weight = (torch.randn(s, dtype=torch.float64) for s in ((2, 4, 6), (2, 4, 6), (6,)))
+    opened = F.silu(gate)
+    given = x * opened if gate_first else x
+    truth = torch.cat([F.rms_norm(part, [6 // groups], eps=0.1) for part in given.chunk(groups, -1)], -1) * weight
+    norm = Norm(groups, 0.1, activation="silu", gate_first=gate_first)
+    torch.testing.assert_close(norm(x, weight, gate), truth if gate_first else truth * opened)
+    leaves = [y.requires_grad_() for y in (x, weight, gate)]
+    assert torch.autograd.gradcheck(norm, leaves)
+
+
+def test_the_sum_in_place_of_the_mean_makes_unit_vectors() -> None:
+    x = torch.randn(3, 7, dtype=torch.float64)
+    torch.testing.assert_close(Norm(eps=0.0, mean=False)(x), F.normalize(x, dim=-1))
+
+
+class Kernel(Exception):
+    """It would have run."""
+
+
+class Mine(Tensor):
+    """Somebody's subclass."""
+
+
+def _kernel(*_: Any) -> Tensor:
+    raise Kernel
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if these tensors were on a GPU that has kernels."""
+    monkeypatch.setattr(layer_parts, "installed", lambda name: True)
+    monkeypatch.setattr(layer_parts, "unsuitable", lambda x, *_: [] if x.dtype in layer_parts.DTYPES else ["its dtype"])
+    monkeypatch.setattr(layer_parts, "_run", _kernel)
+    monkeypatch.setattr(layer_parts._Convolution, "apply", _kernel)
+    monkeypatch.setattr(layer_parts._Normed, "apply", _kernel)
+
+
+RUNS: dict[str, Callable[..., Tensor]] = {
+    "convolve": lambda x, w, b: convolve(x, w[:, None, None].expand(-1, 1, 2), b, "silu"),
+    "norm": lambda x, w, g: Norm(activation="silu")(x, w, g.expand_as(x) if g.dim() == 1 else g),
+}
+each = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+
+
+def given(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.randn(2, 5, 6, dtype=dtype), torch.randn(6, dtype=dtype), torch.randn(6, dtype=dtype)]
+
+
+@each
+@pytest.mark.usefixtures("kernels")
+def test_a_kernel_runs_where_there_is_one(run: Callable[..., Tensor]) -> None:
+    for dtype in layer_parts.DTYPES:
+        with pytest.raises(Kernel):
+            run(*given(dtype))
+    with pytest.raises(Kernel), torch.no_grad():
+        run(*given(torch.bfloat16)[:1], *given()[1:])
+
+
+@each
+@pytest.mark.usefixtures("kernels")
+def test_torchs_operations_run_where_something_must_see_them(run: Callable[..., Tensor]) -> None:
+    x, w, b = given()
+    truth = run(x.double(), w.double(), b.double()).float()
+
+    def compiled(*y: Tensor) -> Tensor:
+        return torch.compile(run, backend="aot_eager", fullgraph=True)(*y)  # type: ignore[no-any-return]
+
+    def vmapped(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return torch.func.vmap(run, in_dims=(0, None, None))(x[:, None], w, b)[:, 0]
+
+    def counted(*y: Tensor) -> Tensor:
+        with FlopCounterMode(display=False):
+            return run(*y)
+
+    def moved(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            found = run(forward_ad.make_dual(x, torch.ones_like(x)), w, b)
+            value, tangent = forward_ad.unpack_dual(found)
+            assert tangent is not None
+            return value.clone()
+
+    def of_a_class(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return run(x.as_subclass(Mine), w, b).as_subclass(Tensor)
+
+    def weights_of_a_class(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return run(x, w.as_subclass(Mine), b).as_subclass(Tensor)
+
+    for way in (compiled, vmapped, counted, moved, of_a_class, weights_of_a_class):
+        torch.testing.assert_close(way(x, w, b), truth)
+    with FakeTensorMode() as mode:
+        assert run(*(mode.from_tensor(y) for y in (x, w, b))).shape == truth.shape
+    assert run(*given(torch.float64)).dtype == torch.float64
+    assert run(x, w.double(), b).dtype == torch.float32
+
+
+def test_a_gate_of_another_shape_is_spread_by_torch(kernels: None) -> None:
+    x = torch.randn(2, 3, 6)
+    assert Norm(activation="silu")(x, None, torch.randn(3, 1)).shape == x.shape
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_layers_give_their_parts_what_a_kernel_takes(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that none falls back to torch's operations without a word: each call of a layer in training."""
+    fits: list[bool] = []
+
+    def asked(x: Tensor, *others: Tensor | None) -> bool:
+        rows = [y for y in (x, *others) if y is not None]
+        fits.append(all(y.dtype in layer_parts.DTYPES for y in rows) and layer_parts.alone(x))
+        return False
+
+    monkeypatch.setattr(layer_parts, "_fits", asked)
+    layer = GatedDeltaNet(16, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
+        layer(torch.randn(1, 6, 16)).sum().backward()
+    assert fits == [True] * 6
