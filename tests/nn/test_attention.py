@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -290,6 +291,46 @@ def test_a_projection_may_be_any_module() -> None:
     assert not torch.allclose(layer(x), before)
     layer(x).square().sum().backward()
     assert all(x.grad is not None and x.grad.any() for x in (adapted.down, adapted.up))
+
+
+def _keep(layer: Attention, **heads: list[int]) -> Attention:
+    """A copy with these heads of its projections, and of o_proj's columns those of q_proj."""
+    part = copy.deepcopy(layer)
+    for name, kept in heads.items():
+        projection = part.get_submodule(name)
+        rows = projection.weight.unflatten(0, (-1, layer.head_dim))[kept]
+        projection.weight = torch.nn.Parameter(rows.flatten(0, 1))
+    if "q_proj" in heads:
+        columns = layer.o_proj.weight.unflatten(1, (-1, layer.head_dim))[:, heads["q_proj"]]
+        part.o_proj.weight = torch.nn.Parameter(columns.flatten(1))
+    return part
+
+
+@pytest.mark.parametrize("kind", ["plain", "grouped", "no positions"])
+def test_projections_cut_over_ranks_sum_to_the_layer(kind):
+    """Queries and keys alike, unequally too, or queries alone where all read one key head."""
+    layer, x = _layer(kind), _x(2, 7)
+    each = 4 // layer.num_kv_heads
+    parts = []
+    for groups in ([0], list(range(1, layer.num_kv_heads))) if each < 4 else ():
+        own = [group * each + head for group in groups for head in range(each)]
+        parts.append(_keep(layer, q_proj=own, k_proj=groups, v_proj=groups)(x))
+    parts = parts or [_keep(layer, q_proj=own)(x) for own in ([0], [1, 2, 3])]
+    torch.testing.assert_close(parts[0] + parts[1], layer(x))
+
+
+def test_query_heads_that_would_meet_others_key_heads_are_refused():
+    """Half of q_proj's columns were taken for half of every group: wrong numbers without a word."""
+    layer, x = _layer("grouped"), _x(2, 7)
+    for kept, said in (({"q_proj": [0, 1]}, "2 of 4 heads where there are 2"), ({"k_proj": [0]}, "4 of 4 .* are 1")):
+        with pytest.raises(ShapeError, match=f"Attention: q_proj gives {said} of 2 key heads; expected the same part"):
+            _keep(layer, **kept)(x)
+    pruned = _keep(layer, q_proj=[1, 2])
+    pruned.num_heads = 2
+    torch.testing.assert_close(pruned(x), _literal(pruned, x))
+    layer.q_proj.weight = torch.nn.Parameter(layer.q_proj.weight[:-1])
+    with pytest.raises(ShapeError, match="Attention: q_proj gives 31 channels; expected heads of 8 each"):
+        layer(x)
 
 
 def test_a_layer_made_on_meta_begins_as_a_new_one() -> None:

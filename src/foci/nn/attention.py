@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from foci.core.errors import ShapeError, Unsupported
 from foci.nn.cache import NUMBERS, Cache, LayerCache
 from foci.nn.operators import ALONE
-from foci.nn.parts import RMSNorm, head_sizes, rope, rotary, sizes
+from foci.nn.parts import RMSNorm, check_share, head_sizes, heads, rope, rotary, sizes
 from foci.ops.masks import Causal, Dense, Mask, Packed, Window
 from foci.ops.softmax.call import cap
 
@@ -24,7 +24,8 @@ class Attention(nn.Module):
     every query and key before the rotary embedding. softcap c: logits become c tanh(logits / c). window W: a token sees
     itself and the W - 1 before it, and the cache keeps no more. sink: one learned logit per head without a value.
     layer_index: this layer's entry in a model's cache; default 0, for one layer and its copies. backend: must run every
-    call; by default foci chooses.
+    call; by default foci chooses. Projections may be cut over ranks (tensor parallelism), queries and keys alike, and
+    heads pruned; after pruning query heads within their groups, set the attribute num_heads to how many are left.
 
     State: q_proj.weight [H K, hidden_size], k_proj.weight and v_proj.weight [G K, hidden_size], o_proj.weight
     [hidden_size, H K]; with qk_norm q_norm.weight and k_norm.weight [K]; with sink sinks [H].
@@ -56,7 +57,7 @@ class Attention(nn.Module):
             sizes("Attention", {"window": window})
         if rope_base is not None and K % 2:
             raise ValueError(f"Attention: head_dim is {K}; expected an even number, for rotary, or rope_base=None")
-        self.hidden_size = hidden_size
+        self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, int(num_heads), groups
         self.head_dim, self.window, self.softcap = K, None if window is None else int(window), cap("Attention", softcap)
         self.rope_base = None if rope_base is None else rope("Attention", "rope_base", rope_base)
         self.layer_index, self.backend, self._number = layer_index, backend, next(NUMBERS)
@@ -112,7 +113,9 @@ class Attention(nn.Module):
     def _attend(self, x: Tensor, memory: LayerCache | None, lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
         """Attention with heads merged, [B, T, H K]. lengths [B]: real tokens of each row, which are its last ones."""
         start, T = self.operators.span(x.shape[1])
-        q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        named = ("q_proj", self.q_proj), ("k_proj", self.k_proj), ("v_proj", self.v_proj)
+        q, k, v = (heads("Attention", name, project(x), self.head_dim) for name, project in named)
+        check_share("Attention", "q_proj", (q.shape[2], self.num_heads), (k.shape[2], self.num_kv_heads))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         past, total = _real(memory, lengths, T)
@@ -128,9 +131,6 @@ class Attention(nn.Module):
         mask, sink = self._mask(T, k, total, offsets), None if self.sinks is None else self.sinks.to(v.dtype)
         out = self.operators.attention(q, k, v, mask=mask, softcap=self.softcap, sink=sink, backend=self.backend)
         return out.flatten(2)
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(2, (-1, self.head_dim))
 
     def _mask(self, T: int, k: Tensor, total: int | Tensor, offsets: Tensor | None) -> Mask | None:
         parts: list[Mask] = []
@@ -161,8 +161,8 @@ class Attention(nn.Module):
         last = None if self.window is None else self.window - 1
         held = memory.get(name)
         if held is not None and held.shape[2:] != new.shape[2:]:
-            heads, expected = list(held.shape[2:]), list(new.shape[2:])
-            raise ShapeError(f"Attention: cache holds {name} of heads by head_dim {heads}; expected {expected}")
+            found, expected = list(held.shape[2:]), list(new.shape[2:])
+            raise ShapeError(f"Attention: cache holds {name} of heads by head_dim {found}; expected {expected}")
         autocast = not new.is_meta and torch.is_autocast_enabled(new.device.type)
         if held is not None and held.dtype != new.dtype and not autocast:
             raise ValueError(f"Attention: cache holds {name} in {held.dtype}; expected {new.dtype}, the layer's")

@@ -45,6 +45,27 @@ def head_sizes(
     return int(groups), int(channels)
 
 
+def heads(where: str, name: str, y: Tensor, channels: int) -> Tensor:
+    """The output y [B, T, heads * channels] of the projection `name` as [B, T, heads, channels]."""
+    if y.shape[-1] % channels:
+        raise ShapeError(f"{where}: {name} gives {y.shape[-1]} channels; expected heads of {channels} each")
+    return y.unflatten(-1, (-1, channels))
+
+
+def check_share(where: str, name: str, own: tuple[int, int], keys: tuple[int, int]) -> None:
+    """Raise unless, where projections were cut over ranks, every head that `name` gives has its own key head here.
+
+    own, keys: how many are here, and how many there are. Either the same part of both is here, or one key head, with
+    heads that all read it.
+    """
+    (h, H), (g, G) = own, keys
+    if h * G != g * H and not (g == 1 <= h and (G == 1 or H // G % h == 0)):
+        raise ShapeError(
+            f"{where}: {name} gives {h} of {H} heads where there are {g} of {G} key heads; expected the same part of "
+            "both (num_heads counts those of all ranks)"
+        )
+
+
 def rope(where: str, name: str, base: float) -> float:
     """The base of rotary positions, checked."""
     return number(where, name, base, "positive finite number", 1e-30, 1e30)

@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foci.core.errors import ShapeError
 from foci.core.spec import accumulator
 from foci.nn.cache import NUMBERS, Cache, LayerCache
 from foci.nn.operators import ALONE, Operators
-from foci.nn.parts import ShortConvolution, head_sizes, sizes
+from foci.nn.parts import ShortConvolution, check_share, head_sizes, heads, sizes
 from foci.ops.decay.api import linear_attention_step
 from foci.ops.delta.api import delta_rule_step
 
@@ -244,21 +243,10 @@ class Recurrent(nn.Module):
         return q, k, v
 
     def _heads(self, name: str, y: Tensor, channels: int) -> Tensor:
-        """A projection's output y as [B,T,heads,channels]."""
-        if y.shape[-1] % channels:
-            raise ShapeError(
-                f"{type(self).__name__}: {name} gives {y.shape[-1]} channels; expected heads of {channels} each"
-            )
-        return y.unflatten(-1, (-1, channels))
+        return heads(type(self).__name__, name, y, channels)
 
     def _check_share(self, k: Tensor, v: Tensor, name: str) -> None:
-        """Raise unless, with heads sharded, every head of v has its own key head here: equal shares, or one group."""
-        (g, h), (G, H) = (k.shape[-2], v.shape[-2]), (self.num_key_heads, self.num_heads)
-        if h * G != g * H and not (g == 1 <= h and H // G % h == 0):
-            raise ShapeError(
-                f"{type(self).__name__}: {name} gives {h} of {H} heads where there are {g} of {G} key heads; expected "
-                "the same part of both"
-            )
+        check_share(type(self).__name__, name, (v.shape[-2], self.num_heads), (k.shape[-2], self.num_key_heads))
 
 
 def low_rank(
