@@ -265,8 +265,8 @@ def test_what_the_machine_did_is_no_verdict_of_the_compiler(
 
     monkeypatch.setattr(kernels_compile, "_compiled", compiled)
     monkeypatch.setattr(kernels_compile.os, "dup2", lambda *_: None)  # which is of the child that this has none of
-    monkeypatch.setattr(kernels_compile.triton.knobs.cache, "dir", "")
-    kernels_compile._compile_into(tmp_path / "out", None, None)  # type: ignore[arg-type]
+    with kernels_compile.triton.knobs.cache.scope():  # monkeypatch would fix the folder for all later tests
+        kernels_compile._compile_into(tmp_path / "out", None, None)  # type: ignore[arg-type]
     assert ("stopped" in json.loads((tmp_path / "out" / "record.json").read_text())) == stopped
 
 
