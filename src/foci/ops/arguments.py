@@ -128,23 +128,29 @@ def scaling(operator: str, scale: float | None, K: int) -> float:
 _transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
-def check_documents(operator: str, offsets: Tensor | None, state: Tensor | None, B: int) -> None:
-    """Check offsets and state as far as possible without reading values."""
-    rows, word = B, "rows in the batch"
+def check_documents(
+    operator: str,
+    offsets: Tensor | None,
+    state: Tensor | None,
+    B: int,
+    names: tuple[str, str] = ("offsets", "state"),
+) -> None:
+    """Check offsets and state as far as possible without reading values; `names`: what the caller calls them."""
+    (name, its), rows, word = names, B, "rows in the batch"
     if offsets is not None:
         if not isinstance(offsets, Tensor) or offsets.dtype not in INTEGERS or offsets.dim() != 1:
             got = f"{short(offsets.dtype)} {list(offsets.shape)}" if isinstance(offsets, Tensor) else repr(offsets)
-            raise ValueError(f"{operator}: offsets must be a 1-D int32 or int64 tensor [N + 1], got {got}")
-        dense(operator, "offsets", offsets)
+            raise ValueError(f"{operator}: {name} must be a 1-D int32 or int64 tensor [N + 1], got {got}")
+        dense(operator, name, offsets)
         if B != 1:
-            raise ShapeError(f"{operator}: offsets need a batch of 1 (documents stand end to end), got B={B}")
+            raise ShapeError(f"{operator}: {name} need a batch of 1 (documents stand end to end), got B={B}")
         if is_batched(offsets):
-            raise ValueError(f"{operator}: offsets cannot be mapped by vmap: they say how long documents are")
+            raise ValueError(f"{operator}: {name} cannot be mapped by vmap: they say how long documents are")
         if offsets.shape[0] < 1:
-            raise ShapeError(f"{operator}: offsets is empty; expected [0, ...], one more entry than documents")
+            raise ShapeError(f"{operator}: {name} is empty; expected [0, ...], one more entry than documents")
         rows, word = offsets.shape[0] - 1, "packed documents"
     if state is not None and state.shape[0] != rows:
-        raise ShapeError(f"{operator}: state has {state.shape[0]} rows; expected {rows}, the {word}")
+        raise ShapeError(f"{operator}: {its} has {state.shape[0]} rows; expected {rows}, the {word}")
 
 
 def rows(offsets: Tensor | None, B: int) -> int:
@@ -152,21 +158,21 @@ def rows(offsets: Tensor | None, B: int) -> int:
     return B if offsets is None else offsets.shape[0] - 1
 
 
-def documents(operator: str, offsets: Tensor | None, T: int) -> list[tuple[int, int]] | None:
+def documents(operator: str, offsets: Tensor | None, T: int, name: str = "offsets") -> list[tuple[int, int]] | None:
     """Start and stop of every packed document; None without offsets. Reads and checks their values."""
     if offsets is None:
         return None
     values: list[int] = offsets.tolist()
     pairs = list(itertools.pairwise(values))
     if values[0] != 0 or values[-1] != T or any(start > stop for start, stop in pairs):
-        raise ValueError(f"{operator}: offsets must rise from 0 to T={T}, got {values}")
+        raise ValueError(f"{operator}: {name} must rise from 0 to T={T}, got {values}")
     return pairs
 
 
-def check_near(operator: str, offsets: Tensor, T: int) -> None:
+def check_near(operator: str, offsets: Tensor, T: int, name: str = "offsets") -> None:
     """The checks of `documents` for offsets on the CPU; on a GPU reading them would synchronise, so none."""
     if offsets.device.type == "cpu" and plain(offsets):
-        documents(operator, offsets, T)
+        documents(operator, offsets, T, name)
 
 
 class Stretch(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -36,13 +38,51 @@ def test_flags_are_booleans() -> None:
         tuning(disable_recompute=1)  # type: ignore[arg-type]
 
 
-def test_packed_documents_and_states_are_checked_by_the_operator() -> None:
-    with pytest.raises(ValueError, match="batch of 1"):
+STATE = torch.zeros(1, 2, 4, 4)
+FUNCTIONS: dict[str, Callable[..., object]] = {
+    "gla": lambda **given: ours.chunk_gla(X, X, X, -X, **given),
+    "columns": lambda **given: ours.fused_recurrent_gla(X, X, X, gv=-X, **given),
+    "backwards": lambda **given: ours.fused_recurrent_gla(X, X, X, reverse=True, **given),
+    "delta": lambda **given: ours.chunk_gdn(X, X, X, -X[..., 0], X[..., 0], **given),
+    "two steps a token": lambda **given: ours.chunk_iplr_delta_rule(X, X, X, X, X, **given),
+    "product": lambda **given: ours.chunk_gated_delta_product(X, X, X, None, X[..., 0], 1, **given),
+    "slots": lambda initial_state=None, **given: ours.chunk_gsa(
+        X, X, X, X, initial_state=None if initial_state is None else (initial_state,) * 2, **given
+    ),
+    "hgrn": lambda initial_state=None, **given: ours.fused_recurrent_hgrn(
+        X.flatten(2), -X.flatten(2), None if initial_state is None else initial_state.flatten(1)[:, :8], **given
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"cu_seqlens": ENDS[:2]}, r"cu_seqlens must rise from 0 to T=6, got \[0, 2\]"),
+        ({"cu_seqlens": ENDS.float()}, r"cu_seqlens must be a 1-D int32 or int64 tensor \[N \+ 1\], got float32 \[3\]"),
+        ({"cu_seqlens": ENDS[None]}, r"cu_seqlens must be a 1-D .*, got int64 \[1, 3\]"),
+        ({"cu_seqlens": ENDS[:0]}, "cu_seqlens is empty"),
+        ({"cu_seqlens": [0, 6]}, r"cu_seqlens must be a tensor, got \[0, 6\]"),
+        ({"cu_seqlens": ENDS, "initial_state": STATE}, "initial_state has 1 rows; expected 2, the packed documents"),
+        ({"initial_state": STATE.expand(3, 2, 4, 4)}, "initial_state has 3 rows; expected 1, the rows in the batch"),
+        ({"initial_state": STATE.long()}, "initial_state must be a floating tensor, got int64"),
+    ],
+)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_what_is_wrong_with_documents_and_states_is_said_by_their_names_in_fla(function, given, said) -> None:
+    """It was in our operators' words, with twice the tokens where a token is two steps, or torch.split's."""
+    with pytest.raises((TypeError, ValueError), match=f"^fla: {said}"):
+        FUNCTIONS[function](**given)
+
+
+def test_what_is_no_batch_of_one_and_no_state_is_refused() -> None:
+    with pytest.raises(ShapeError, match="fla: cu_seqlens need a batch of 1"):
         ours.chunk_gla(*(X.expand(2, 6, 2, 4),) * 3, -X.expand(2, 6, 2, 4), cu_seqlens=ENDS)
-    with pytest.raises(ValueError, match="offsets must rise from 0 to T=6"):
-        ours.chunk_gla(X, X, X, -X, cu_seqlens=torch.tensor([0, 2, 5]))
-    with pytest.raises(ShapeError, match="state has 1 rows; expected 2, the packed documents"):
-        ours.chunk_gla(X, X, X, -X, initial_state=torch.zeros(1, 2, 4, 4), cu_seqlens=ENDS)
+    for state, expected in ((STATE[0], r"\[2, 4, 4\]; expected \[N, H, V, K\]"), (STATE.sum(), r"\[\]")):
+        with pytest.raises(ShapeError, match=f"fla: initial_state has shape {expected}"):
+            ours.chunk_gla(X, X, X, -X, initial_state=state, state_v_first=True)
+    with pytest.raises(ValueError, match="initial_state is not a pair; expected"):
+        ours.chunk_gsa(X, X, X, X, initial_state=STATE)
     with pytest.raises(ShapeError, match="gv has shape"):
         ours.fused_recurrent_gla(X, X, X, gv=-X[..., :3])
 

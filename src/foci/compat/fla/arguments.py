@@ -14,7 +14,7 @@ from foci.core.shapes import dense
 from foci.core.spec import accumulator
 from foci.nn.parts import l2norm
 from foci.nn.recurrent import selective_decay
-from foci.ops.arguments import number
+from foci.ops.arguments import check_documents, check_near, check_rest, number
 from foci.ops.decay.api import linear_attention
 from foci.ops.delta.api import delta_rule
 
@@ -47,8 +47,17 @@ class Run:
     def __post_init__(self) -> None:
         if self.cu_seqlens is not None:
             dense("fla", "cu_seqlens", self.cu_seqlens)
+        if self.initial_state is not None and not dense("fla", "initial_state", self.initial_state).dim():
+            raise ShapeError("fla: initial_state has shape []; expected [N, ...]")
         if not isinstance(self.output_final_state, bool):
             raise TypeError(f"fla: output_final_state must be True or False, got {self.output_final_state!r}")
+
+    def check(self, x: Tensor) -> None:
+        """Raise, by FLA's names, for documents or a state that do not fit x [B,T,...]."""
+        check_rest("fla", x, {"initial_state": self.initial_state})
+        check_documents("fla", self.cu_seqlens, self.initial_state, x.shape[0], ("cu_seqlens", "initial_state"))
+        if self.cu_seqlens is not None:
+            check_near("fla", self.cu_seqlens, x.shape[1], "cu_seqlens")
 
     def linear(
         self,
@@ -61,9 +70,9 @@ class Run:
         value_decay: Tensor | None = None,
     ) -> Pair:
         """`linear_attention`; value_decay [B,T,H,V] is a decay of the state's columns."""
+        state = self._state(v)
         q, k, v = map(self.turn, (q, k, v))
         log_decay, value_decay = map(self.turn, (log_decay, value_decay))
-        state = self.layout(self.initial_state)
         if value_decay is not None:
             v, log_decay, state = _columns(v, log_decay, value_decay, state)
         out, final = linear_attention(
@@ -84,10 +93,10 @@ class Run:
         value_decay: Tensor | None = None,
     ) -> Pair:
         """`delta_rule`, erase rounded to keys' dtype; value_decay as in `linear`."""
+        state = self._state(v)
         q, k, v, beta = map(self.turn, (q, k, v, beta))
         erase = None if erase is None else self.turn(erase.to(k.dtype))
         log_decay, value_decay = map(self.turn, (log_decay, value_decay))
-        state = self.layout(self.initial_state)
         if value_decay is not None:
             beta = beta.repeat_interleave(v.shape[-1], dim=2)
             v, log_decay, state = _columns(v, log_decay, value_decay, state)
@@ -112,6 +121,16 @@ class Run:
             return None
         state = state.transpose(-1, -2) if self.state_v_first else state
         return state.flip(0) if self.reverse and self.cu_seqlens is not None else state
+
+    def _state(self, v: Tensor) -> Tensor | None:
+        """The initial state in our operators' layout, checked."""
+        state = self.initial_state
+        if state is not None and state.dim() != 4:
+            expected = "[N, H, V, K]" if self.state_v_first else "[N, H, K, V]"
+            raise ShapeError(f"fla: initial_state has shape {list(state.shape)}; expected {expected}")
+        if dense("fla", "v", v).dim() > 1:  # the operator says what is wrong with another
+            self.check(v)
+        return self.layout(state)
 
     def _back(self, out: Tensor, final: Tensor | None, value_decay: Tensor | None) -> Pair:
         if value_decay is not None:

@@ -58,12 +58,15 @@ def fused_recurrent_gsa(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, States | None]:
     """`chunk_gsa`, in either direction; without g the slots are still filled from the first token on, as in FLA."""
+    if initial_state is not None and (not isinstance(initial_state, tuple | list) or len(initial_state) != 2):
+        raise ValueError("initial_state is not a pair; expected (P [N,H,K,M], W [N,H,M,V])")
+    keys, values = initial_state or (None, None)
     if g is None:
+        Run(scale, keys, output_final_state, cu_seqlens).check(s)
         s, g = _filling(s, cu_seqlens)
     groups = q.shape[2] // max(k.shape[2], 1)
     if q.shape[2] != groups * k.shape[2]:
         raise ShapeError(f"q has {q.shape[2]} heads, k has {k.shape[2]}; expected a multiple")
-    keys, values = (None, None) if initial_state is None else initial_state
     if groups > 1:
         k, v, s, g = (x.repeat_interleave(groups, dim=2) for x in (k, v, s, g))
         keys, values = (None if x is None else x.repeat_interleave(groups, dim=1) for x in (keys, values))

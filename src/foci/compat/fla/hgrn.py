@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from foci.compat.fla.arguments import Run
+from foci.core.shapes import dense
 from foci.ops.scan.api import scan
 
 
@@ -29,4 +31,6 @@ def fused_recurrent_hgrn(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_hgrn`, for packed documents too."""
+    if dense("fla", "x", x).dim() > 1:  # scan says what is wrong with another
+        Run(None, initial_state, output_final_state, cu_seqlens).check(x)
     return scan(x, g, state=initial_state, offsets=cu_seqlens, return_state=output_final_state)

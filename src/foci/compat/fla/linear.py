@@ -7,6 +7,7 @@ from torch import Tensor
 
 from foci.compat.fla.arguments import Pair, Run, tuning
 from foci.core.errors import ShapeError
+from foci.core.shapes import dense
 from foci.core.spec import accumulator
 
 States = Tensor | tuple[Tensor, Tensor]
@@ -69,9 +70,10 @@ def fused_recurrent_linear_attn(
     if initial_state is not None:
         if not isinstance(initial_state, tuple | list) or len(initial_state) != 2:
             raise ValueError("initial_state is not a pair; normalize=True expects (S [N,H,K,V], z [N,1,H,K])")
-        matrix, sums = initial_state
-        if sums.dim() != 4 or sums.shape != (len(matrix), 1, *matrix.shape[1:3]):
-            raise ShapeError(f"z has shape {list(sums.shape)}; expected [N,1,H,K] for S {list(matrix.shape)}")
+        matrix, sums = (dense("fla", "initial_state", x) for x in initial_state)
+        if matrix.dim() != 4 or sums.shape != (len(matrix), 1, *matrix.shape[1:3]):
+            got = f"z has shape {list(sums.shape)}, S {list(matrix.shape)}"
+            raise ShapeError(f"initial_state: {got}; expected [N,1,H,K] for S [N,H,K,V]")
         state = torch.cat([matrix, sums[:, 0, ..., None].to(matrix.dtype)], -1)
     # The sum of the keys is the state of one more column of ones. Half precision would round the divisor.
     wide = accumulator(v.dtype)

@@ -52,6 +52,7 @@ def _at(x: Tensor, n: int, slot: int) -> Tensor:
 
 def _steps(run: Run, q: Tensor, steps: list[Step]) -> Pair:
     """Several delta steps a token, in their order in both directions; read after the last."""
+    run.check(q)
     n, ends = len(steps), run.offsets
     gates = [step.log_decay for step in steps]
     if any(gate is not None for gate in gates):
@@ -143,6 +144,7 @@ def chunk_gated_delta_product(
         )
     q, k = unit(use_qk_l2norm_in_kernel, q, k)
     run = Run(scale, initial_state, output_final_state, cu_seqlens)
+    run.check(q)
     run = replace(run, cu_seqlens=None if cu_seqlens is None else cu_seqlens * n)
     out, final = run.delta(_at(q, n, n - 1), k, v, beta, None if g is None else _at(g, n, 0))
     return out[:, n - 1 :: n].contiguous(), final
