@@ -262,6 +262,18 @@ def test_a_mask_of_floats_is_proved_on_the_backend_of_the_plan() -> None:
     assert "input encoder_hidden_states" in gradients and "input encoder_attention_mask" not in gradients
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_mask_that_requires_a_gradient_has_it_proved(trained: bool) -> None:
+    """It was passed by as one that nobody trains, whatever foci made of it."""
+    subject = zoo.load("bert")
+    B, T = subject.inputs["input_ids"].shape
+    mask = torch.randn(B, 1, T, T).requires_grad_(trained)
+    gradients = differentiate(Problem(subject.model, subject.inputs | {"attention_mask": mask})).gradients
+    assert ("input attention_mask" in gradients) == trained
+    assert not trained or gradients["input attention_mask"].any()
+    assert mask.grad is None
+
+
 @pytest.mark.parametrize("name", ["llama", "bytes-lm"])
 def test_a_cache_among_the_inputs_is_the_same_for_every_call(name: str) -> None:
     subject = zoo.load(name)

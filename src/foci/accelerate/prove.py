@@ -203,7 +203,8 @@ class Result:
 def differentiate(problem: Problem, model: nn.Module | None = None, dtype: torch.dtype | None = None) -> Result:
     """One forward and backward with a fixed random cotangent, in evaluation mode, leaving no gradient behind.
 
-    Floating-point inputs are cast to `dtype`, if given. Those with `mask` in their name get no gradient.
+    Floating-point inputs are cast to `dtype`, if given. Those with `mask` in their name get a gradient if they
+    require one.
     """
     model = model or problem.model
     inputs = {name: _leaf(name, value, dtype) for name, value in problem.inputs.items()}
@@ -226,8 +227,8 @@ def _leaf(name: str, value: Any, dtype: torch.dtype | None) -> Any:
         return {key: _leaf(key, part, dtype) for key, part in value.items()}
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
-    # Masks are not trained, and backends with a mask gradient are not those of the plan.
-    return value.to(dtype or value.dtype).detach().clone().requires_grad_("mask" not in name)
+    # A mask's gradient, which nobody asks for unless the mask says so, takes other backends than the plan's.
+    return value.to(dtype or value.dtype).detach().clone().requires_grad_("mask" not in name or value.requires_grad)
 
 
 def _is_leaf(value: Any) -> bool:
