@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 import foci
 from foci.parallel.balance import held_by, length
+from foci.parallel.exchange import gather_counts
 from foci.parallel.group import Group
-from foci.parallel.shard_positions import gather_counts, groups_of, order_of, pieces_by_rank, positions_of, shard_index
+from foci.parallel.shard_positions import groups_of, order_of, pieces_by_rank, positions_of, shard_index
 from foci.parallel.ulysses import ulysses, usp
 
 

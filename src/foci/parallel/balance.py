@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from foci.parallel.exchange import Session, all_gather, checked, declining, sum_scatter
+from foci.parallel.exchange import Session, all_gather, checked, gather_counts, sum_scatter
 from foci.parallel.group import Group
 
 Order = Literal["plain", "zigzag", "stripe"]
@@ -121,9 +121,9 @@ def unshard(x: Tensor, group: Any, order: Order = "zigzag", dim: int = 1) -> Ten
 def rejoined(x: Tensor, group: Any, order: Order, dim: int, also: Mapping[str, object] | None = None) -> Tensor:
     """`unshard`; the ranks also compare the facts in `also`."""
     outer, inner = _groups(group)
-    above = [] if outer is None else [outer]
-    dim = checked([inner, *above], "unshard", _dimension, "unshard", x, dim)
-    checked([inner, *above], "unshard", _require_order, order)
+    groups = [inner] if outer is None else [inner, outer]
+    dim = checked(groups, "unshard", _dimension, "unshard", x, dim)
+    checked(groups, "unshard", _require_order, order)
     facts: dict[str, object] = {
         **(also or {}),
         "order": order,
@@ -132,10 +132,7 @@ def rejoined(x: Tensor, group: Any, order: Order, dim: int, also: Mapping[str, o
         "shape without dim": [*x.shape[:dim], *x.shape[dim + 1 :]],
         "needs gradient": x.requires_grad and torch.is_grad_enabled(),
     }
-    lengths = [row[0] for row in declining(above, inner.agree, "unshard", facts, [x.shape[dim]])]
-    if outer is not None:
-        rows = outer.agree("unshard", facts, lengths)
-        lengths = [count for row in rows for count in row]
+    lengths = [count for row in gather_counts("unshard", groups, [x.shape[dim]], facts) for count in row]
     held = held_by(group, order, sum(lengths))
     expected = [length(each) for each in held]
     if expected != lengths:

@@ -161,6 +161,20 @@ def declining(groups: Sequence[Group], function: Callable[..., Result], *args: A
         raise
 
 
+def gather_counts(
+    operator: str, groups: Sequence[Group], numbers: Sequence[int], facts: Mapping[str, object] | None = None
+) -> list[list[int]]:
+    """Check that facts are equal on all ranks of all groups, and gather their numbers, in the order of their shards."""
+    rows = [list(numbers)]
+    for place, group in enumerate(groups):
+        flat = [number for row in rows for number in row]
+        shared = {"counts": len(numbers), **(facts or {})}
+        every = declining(groups[place + 1 :], group.agree, operator, shared, flat)
+        told = [number for row in every for number in row]
+        rows = [told[start : start + len(numbers)] for start in range(0, len(told), len(numbers))]
+    return rows
+
+
 class Pending:
     """A transfer in flight; `wait()` returns the received tensors."""
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from foci.core.errors import ShapeError, Unsupported
 from foci.ops.masks import All, Dense, Lengths, Mask
 from foci.parallel.balance import Order, rejoined, shard
-from foci.parallel.exchange import checked, declining
+from foci.parallel.exchange import checked, declining, gather_counts
 from foci.parallel.group import Group
 from foci.parallel.operators import Operator, Runs, operator_of
-from foci.parallel.shard_positions import gather_counts, groups_of, order_of, pieces_by_rank, positions_of
+from foci.parallel.shard_positions import groups_of, order_of, pieces_by_rank, positions_of
 
 Where = Literal["front", "back"]
 Text = Literal["replicated", "split"]

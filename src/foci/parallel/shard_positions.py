@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from foci.parallel.balance import Order, Piece, cut, length, pieces
-from foci.parallel.exchange import declining
 from foci.parallel.group import Group
 from foci.parallel.operators import Operator
 
@@ -37,20 +36,6 @@ def shard_index(groups: Sequence[Group]) -> int:
     for group in reversed(groups):
         place = place * group.size + group.rank
     return place
-
-
-def gather_counts(
-    operator: str, groups: Sequence[Group], numbers: Sequence[int], facts: Mapping[str, object] | None = None
-) -> list[list[int]]:
-    """Check that facts are equal on all ranks of all groups, and gather their numbers, by `shard_index`."""
-    rows = [list(numbers)]
-    for place, group in enumerate(groups):
-        flat = [number for row in rows for number in row]
-        shared = {"counts": len(numbers), **(facts or {})}
-        every = declining(groups[place + 1 :], group.agree, operator, shared, flat)
-        told = [number for row in every for number in row]
-        rows = [told[start : start + len(numbers)] for start in range(0, len(told), len(numbers))]
-    return rows
 
 
 def pieces_by_rank(groups: Sequence[Group], order: Order, counts: Sequence[int]) -> list[list[Piece]]:

@@ -16,14 +16,14 @@ from foci.ops import arguments
 from foci.ops.masks import check
 from foci.ops.softmax.dropout import placed
 from foci.parallel.balance import Order
-from foci.parallel.exchange import Session, exchange
+from foci.parallel.exchange import Session, exchange, gather_counts
 from foci.parallel.group import Group
 from foci.parallel.heads import Route, Share, shares
 from foci.parallel.nested_graph import NestedGraph, once_differentiable
 from foci.parallel.opaque import opaque
 from foci.parallel.operators import Bound, Letters, Operator, Runs, operator_of
 from foci.parallel.ring import ring
-from foci.parallel.shard_positions import gather_counts, groups_of
+from foci.parallel.shard_positions import groups_of
 
 SCATTER, COMPUTE, GATHER = 0, 1, 2  # the steps of a protocol, as errors name them
 

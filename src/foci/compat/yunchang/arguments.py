@@ -12,9 +12,9 @@ from torch import Tensor
 from foci.compat.flash_attn.arguments import alibi, mask_of, per_head
 from foci.core.errors import Unsupported
 from foci.ops.softmax.api import attention, attention_with_lse
-from foci.parallel.exchange import sum_gradient
+from foci.parallel.exchange import gather_counts, sum_gradient
 from foci.parallel.operators import operator_of
-from foci.parallel.shard_positions import gather_counts, groups_of, order_of, pieces_by_rank, positions_of, shard_index
+from foci.parallel.shard_positions import groups_of, order_of, pieces_by_rank, positions_of, shard_index
 
 
 class AttnType(Enum):
