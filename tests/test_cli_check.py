@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -277,6 +278,15 @@ def test_what_ours_gives_is_asked_without_waking_a_gpu(monkeypatch) -> None:
 def test_json_alone_on_the_output(here, capsys) -> None:
     code, out, _ = run(capsys, "check theirs:right --like softmax --layout bhtd --dtype float32 --json -")
     assert code == 0 and json.loads(out)["ok"] is True
+
+
+def test_what_kills_the_interpreter_while_it_is_imported_is_told(here) -> None:
+    """The command ended without a word."""
+    (here / "crashes.py").write_text("import ctypes\n\nctypes.string_at(0)\n")
+    command = [sys.executable, "-m", "foci", "check", "crashes:f", "--like", "softmax"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in ended.stderr and f'File "{here / "crashes.py"}", line 3' in ended.stderr
 
 
 def test_a_layer_is_checked_as_a_class_or_an_object(here, capsys) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import math
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
@@ -279,7 +281,8 @@ def _load(target: str) -> Any:
         raise ValueError(f"expected package.module:name, got {target!r}")
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: what lies here can be named
     try:
-        found: Any = importlib.import_module(module)
+        with _telling_what_dies():
+            found: Any = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # a script without a main guard ends itself
         raise ValueError(f"cannot import {module}: {type(error).__name__}: {error}") from error
     finally:
@@ -289,6 +292,19 @@ def _load(target: str) -> Any:
             raise ValueError(f"{module} has no {name}")
         found = getattr(found, part)
     return found
+
+
+@contextmanager
+def _telling_what_dies() -> Iterator[None]:
+    """Within it Python says which line killed the interpreter: here nobody is left to, as the parent of a child is."""
+    if faulthandler.is_enabled() or sys.__stderr__ is None:
+        yield
+        return
+    faulthandler.enable(sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.disable()
 
 
 def _limits(text: str) -> Limits:
