@@ -255,6 +255,24 @@ def test_wrong_packing_is_named() -> None:
         flash_attn_varlen_kvpacked_func(q[0], torch.zeros(9, 3, 2, 8), q_offsets, k_offsets, 4, 5)
 
 
+@pytest.mark.parametrize("slopes", [None, torch.ones(4)])
+@pytest.mark.parametrize("side", ["cu_seqlens_q", "cu_seqlens_k"])
+def test_where_sequences_start_is_named(side: str, slopes: Tensor | None) -> None:
+    """A list ended in an attribute that it has not, and with slopes what has another shape in torch's words."""
+    q, k, v, q_offsets, k_offsets = packed([(4, 4), (4, 4)])
+    given: dict[str, Any] = {"cu_seqlens_q": q_offsets, "cu_seqlens_k": k_offsets}
+    wrong: list[Any] = [[0, 4, 8], q_offsets.float(), q_offsets[None], q_offsets[:0]]
+    for starts in wrong:
+        with pytest.raises(ValueError, match=f"^flash_attn: {side} (must be a 1-D int32 or int64 tensor|is empty)"):
+            flash_attn_varlen_func(
+                q[0], k[0], v[0], **given | {side: starts}, max_seqlen_q=8, max_seqlen_k=8, alibi_slopes=slopes
+            )
+    with pytest.raises(ValueError, match=r"Packed: kv_offsets has . entries, q_offsets has .; expected one more"):
+        flash_attn_varlen_func(
+            q[0], k[0], v[0], **given | {side: q_offsets[:2]}, max_seqlen_q=8, max_seqlen_k=8, alibi_slopes=slopes
+        )
+
+
 def test_compiles_in_one_graph() -> None:
     q, k, v = problem(5, 7)
     slopes = torch.rand(4)

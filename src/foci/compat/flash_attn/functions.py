@@ -20,6 +20,7 @@ from foci.compat.flash_attn.arguments import (
     unpack,
 )
 from foci.core.errors import ShapeError
+from foci.ops.arguments import check_documents
 from foci.ops.masks import Mask, Packed
 from foci.ops.softmax.api import attention, attention_with_lse
 from foci.ops.softmax.call import probability
@@ -143,6 +144,9 @@ def flash_attn_varlen_func(
     [N,H,max_seqlen_q,max_seqlen_k]. block_table [N, pages]: k and v are pages [P, page, G, D] and are gathered, which
     copies the keys that are used; what it holds behind a sequence's last page may be anything.
     """
+    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_documents("flash_attn", starts, None, 1, (name, ""))
+    mask = join(Packed(cu_seqlens_q, cu_seqlens_k), mask_of(causal, window_size))
     N = cu_seqlens_q.numel() - 1
     longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q)
     longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k)
@@ -155,7 +159,6 @@ def flash_attn_varlen_func(
         ends = cu_seqlens_k.long().diff() - cu_seqlens_q.long().diff()
         slopes = per_head(alibi_slopes, N, q).expand(N, -1)[document].T[None, :, :, None]
         bias = alibi(slopes, (rows + ends[document])[None], columns[None])
-    mask = join(Packed(cu_seqlens_q, cu_seqlens_k), mask_of(causal, window_size))
     options = Options(dropout_p, softmax_scale, softcap, deterministic)
     attended = _attend(q[None], k[None], v[None], mask, bias, options, return_attn_probs)
     if isinstance(attended, Tensor):
