@@ -386,12 +386,34 @@ def _parts(name: str, make: Any, function: str, **where: str) -> tuple[Specimen,
     )  # fmt: skip
 
 
+def turned(back: bool = False) -> Callable[[torch.dtype], dict[str, Any]]:
+    """Rotary positions of queries."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        positions = empty(1, T, dtype=torch.int64)
+        return {
+            "x": empty(2, T, 16, 128, dtype=dtype),
+            "positions": positions,
+            "rate": -0.14,
+            "width": 128,
+            "back": back,
+        }
+
+    return make
+
+
 _LAYERS = (
     *_parts("short convolution", convolved, "convolve"),
     *_parts("RMSNorm of heads of 128, gated", normed, "norm"),
     *_parts("queries and keys normalised", partial(normed, gate=False), "norm", where="sm_90"),
     *_parts(
         "RMSNorm of 4096 behind its gate", partial(normed, D=4096, rows=2 * T, gate_first=True), "norm", where="sm_90"
+    ),
+    *(
+        Specimen(
+            "layers", "rotary positions", turned(back), run=later("kernels_triton_parts", "rotary"), direction=direction
+        )
+        for back, direction in ((False, "forward"), (True, "backward"))
     ),
 )  # fmt: skip
 SPECIMENS = (*_SOFTMAX, *_LINEAR, *_DELTA, *_SCANS, *_STEPS, *_FOLDED, *_LAYERS)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foci.ops import kernels_triton_parts, layer_parts
-from foci.ops.layer_parts import Norm, convolve
+from foci.ops.layer_parts import Norm, convolve, turn
 from tests.ops.in_triton import DEVICE
 from tests.ops.recurrences import BUDGET, error
 
@@ -37,7 +37,7 @@ def poisoned() -> Iterator[None]:
 def by_kernel(y: Tensor) -> bool:
     """A norm's rows are seen as the tensor that was given."""
     nodes = [y.grad_fn, *(node for node, _ in y.grad_fn.next_functions)] if y.grad_fn else []
-    return any(type(node).__name__ in ("_ConvolutionBackward", "_NormedBackward") for node in nodes)
+    return any(type(node).__name__ in ("_ConvolutionBackward", "_NormedBackward", "_TurnedBackward") for node in nodes)
 
 
 def apart(run: Callable[..., Tensor], leaves: list[Tensor | None], flat: bool = False) -> list[float]:
@@ -104,6 +104,24 @@ def test_a_norm_of_parts_of_wider_rows_whose_gradient_is_one_number() -> None:
     assert max(errors) <= BUDGET[torch.float32], errors
     turned = torch.randn(8, 50).t()
     assert max(apart(NORMS["plain"], [turned, torch.randn(8), None])) <= BUDGET[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [2, 6, 20])
+def test_rotary_is_torchs(width: int, dtype: torch.dtype) -> None:
+    """Of rows, of one token, far from the first, between tokens, backwards; of strided heads."""
+    torch.manual_seed(width)
+    places = [torch.arange(9), torch.arange(18).view(2, 9), torch.tensor([[100_003]]), torch.tensor([2.5, -1.25])]
+    for positions in places:
+        x = torch.randn(2, 3, positions.shape[-1], 20).to(dtype).transpose(1, 2)
+        errors = apart(lambda x, p=positions: turn(x, p.to(x.device), 1e4, width), [x])
+        assert max(errors) <= BUDGET[dtype], (positions, errors)
+
+
+def test_positions_that_learn_are_torchs() -> None:
+    positions = torch.arange(4.0, device=DEVICE, requires_grad=True)
+    y = turn(torch.randn(1, 4, 1, 6, device=DEVICE), positions, 1e4, 6)
+    assert not by_kernel(y) and torch.autograd.grad(y.sum(), positions)[0].any()
 
 
 def test_rows_of_zeros_have_finite_gradients() -> None:

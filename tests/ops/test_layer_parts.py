@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from foci.nn import GatedDeltaNet
 from foci.ops import layer_parts
-from foci.ops.layer_parts import ACTIVATIONS, Norm, convolve
+from foci.ops.layer_parts import ACTIVATIONS, Norm, convolve, turn
 
 
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, None])
@@ -69,10 +69,12 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_parts, "_run", _kernel)
     monkeypatch.setattr(layer_parts._Convolution, "apply", _kernel)
     monkeypatch.setattr(layer_parts._Normed, "apply", _kernel)
+    monkeypatch.setattr(layer_parts._Turned, "apply", _kernel)
 
 
 RUNS: dict[str, Callable[..., Tensor]] = {
     "convolve": lambda x, w, b: convolve(x, w[:, None, None].expand(-1, 1, 2), b, "silu"),
+    "turn": lambda x, p, s: turn(x[:, None] * s, p[None].expand(1, 6)[:, :1], 1e4, 4).squeeze(1),
     "norm": lambda x, w, g: Norm(activation="silu")(x, w, g.expand_as(x) if g.dim() == 1 else g),
 }
 each = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)

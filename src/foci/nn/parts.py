@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from numbers import Integral
 from typing import NamedTuple
@@ -12,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.core.errors import ShapeError
-from foci.core.spec import accumulator
 from foci.ops.arguments import number
-from foci.ops.layer_parts import ACTIVATIONS, Norm, convolve
+from foci.ops.layer_parts import ACTIVATIONS, Norm, convolve, turn
 
 
 def choice(where: str, name: str, value: str, options: dict[str, Callable[[Tensor], Tensor]]) -> None:
@@ -248,13 +246,7 @@ def rotary(x: Tensor, positions: Tensor, *, base: float = 10000.0, width: int | 
     width = x.shape[-1] if width is None else width
     if width % 2 or not 0 < width <= x.shape[-1]:
         raise ValueError(f"rotary: width is {width}; expected an even number up to K={x.shape[-1]}")
-    wide = accumulator(x.dtype)
-    half = torch.arange(0, width, 2, device=x.device, dtype=wide)
-    angle = positions[..., None].to(wide) * torch.exp(half * (-math.log(base) / width))
-    cos, sin = angle.cos()[..., None, :], angle.sin()[..., None, :]
-    first, second, rest = x.split([width // 2, width // 2, x.shape[-1] - width], -1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
-    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+    return turn(x, positions, base, width)
 
 
 def taylor(x: Tensor) -> Tensor:

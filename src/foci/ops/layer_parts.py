@@ -1,4 +1,4 @@
-"""Short convolutions and gated norms of layers: one kernel each way on a GPU, torch's operations elsewhere.
+"""Short convolutions, gated norms, rotary positions: one kernel each way on a GPU, torch's operations elsewhere.
 
 Kernels keep only their inputs for the backward. Torch's operations, which the compiler fuses by itself, are what runs
 under it, under transforms and modes, in float64, and what the kernels are tested against.
@@ -6,6 +6,7 @@ under it, under transforms and modes, in float64, and what the kernels are teste
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -75,6 +76,25 @@ class Norm(NamedTuple):
         return y.to(x.dtype)
 
 
+def turn(x: Tensor, positions: Tensor, base: float, width: int) -> Tensor:
+    """Channels i < width/2 and i + width/2 of x [B,T,H,K] turned by positions ([T] or [B,T]) * base^(-2i/width)."""
+    rate = -2 * math.log(base) / width
+    if not positions.requires_grad and _fits(x) and _readable(x, positions):
+        given = x, positions if positions.dim() == 2 else positions[None], rate, width
+        return _Turned.apply(*given) if wants_gradient((x,)) else _run("rotary", *given, False)[0]
+    wide = accumulator(x.dtype)
+    angle = positions[..., None].to(wide) * torch.exp(torch.arange(width // 2, device=x.device, dtype=wide) * rate)
+    cos, sin = angle.cos()[..., None, :], angle.sin()[..., None, :]
+    first, second, rest = x.split([width // 2, width // 2, x.shape[-1] - width], -1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+
+
+def _readable(x: Tensor, positions: Tensor) -> bool:
+    """Whether a kernel that takes x can read the positions."""
+    return alone(positions) and all_plain([positions]) and positions.device == x.device
+
+
 def _fits(x: Tensor, *others: Tensor | None) -> bool:
     """Whether a kernel takes them: on one GPU, of its dtypes, and nothing must see torch's own operations."""
     if not alone(x) or unsuitable(x, x.shape, (1,)) or not installed("triton"):
@@ -129,3 +149,19 @@ class _Normed(torch.autograd.Function):
         x, weight, gate = ctx.saved_tensors
         dx, sums, dgate = _run("norm_back", x, weight, gate, _flat(dy), list(ctx.needs_input_grad[:3]), *ctx.norm)
         return dx, None if sums is None else sums.sum(0).to(weight.dtype), dgate, None
+
+
+class _Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, positions: Tensor, rate: float, width: int) -> Tensor:
+        ctx.save_for_backward(positions)
+        ctx.turn = rate, width
+        (y,) = _run("rotary", x, positions, rate, width, False)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (positions,) = ctx.saved_tensors
+        (dx,) = _run("rotary", dy, positions, *ctx.turn, True)
+        return dx, None, None, None
