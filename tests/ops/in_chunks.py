@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from foci.core.spec import Spec
-from tests.ops.recurrences import answers, error
+from tests.ops.recurrences import BUDGET, answers, error, exact, remembering
 
 
 class InChunks:
@@ -35,6 +35,14 @@ class InChunks:
         inputs = self.problem(T, D)
         found, truth = (answers(self.function, self.spec, inputs, backend) for backend in ("chunked", "reference"))
         assert all(error(found[n], truth[n]) < 1e-12 for n in truth)
+
+    @pytest.mark.parametrize("D", [None, 8])
+    def test_long_memories_stay_within_the_budget(self, D: int | None) -> None:
+        inputs = remembering({n: x.float() for n, x in self.problem(8192, D).items()})
+        found = answers(self.function, self.spec, inputs, "chunked")
+        truth = answers(self.function, self.spec, exact(inputs), "chunked")
+        errors = {n: error(found[n], truth[n]) for n in truth}
+        assert max(errors.values()) < BUDGET[torch.float32], errors
 
     def test_no_tokens(self) -> None:
         out, state = self.function(**self.problem(0), return_state=True)

@@ -13,7 +13,7 @@ import foci
 from foci.core.errors import Unsupported
 from foci.core.spec import Spec
 from foci.ops import native
-from tests.ops.recurrences import BUDGET, answers, error, exact, inputs_of
+from tests.ops.recurrences import BUDGET, answers, error, exact, inputs_of, remembering
 
 BUILT = pytest.mark.skipif(bool(native._unavailable()), reason=f"no compiled recurrences: {native._unavailable()}")
 
@@ -57,6 +57,11 @@ class InNative:
     @pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 96, 129, 200])
     def test_any_length(self, T: int, D: int | None) -> None:
         assert max(self.apart(self.problem(T, D)).values()) < BUDGET[torch.float32]
+
+    @pytest.mark.parametrize("D", [None, 20])
+    def test_long_memories_stay_within_the_budget(self, D: int | None) -> None:
+        errors = self.apart(remembering(self.problem(8192, D)))
+        assert max(errors.values()) < BUDGET[torch.float32], errors
 
     @pytest.mark.parametrize("D", [None, 20])
     @pytest.mark.parametrize("sizes", [(1, 1), (16, 16), (17, 33), (64, 8), (3, 70)])

@@ -47,6 +47,13 @@ def test_products_and_ends(C: int, D: int, own: bool) -> None:
     torch.testing.assert_close(gates.total, column[:, -1].exp())
 
 
+@pytest.mark.parametrize("gate", [-1e-6, -3.3e-4, -1e-2, -torch.inf])
+def test_the_decay_of_a_chunk_is_rounded_once(gate: float) -> None:
+    g = torch.full((1, 64, K), gate)
+    found, true = Gates(g).total.double(), g.double().sum(1).exp()
+    torch.testing.assert_close(found, true, rtol=1e-7, atol=0)
+
+
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("D", [1, K])
 def test_extreme_gates_are_exact_where_sums_cancel(D: int, own: bool) -> None:

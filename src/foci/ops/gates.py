@@ -1,4 +1,4 @@
-"""Decay-weighted products within a chunk by recursive halving: no cumulative sums, no quotients, no exp above 1.
+"""Decay-weighted products within a chunk by recursive halving: no difference of sums, no quotients, no exp above 1.
 
 For tokens t >= s of one chunk the recurrences need  A[t,s] = sum_c x[t,c] y[s,c] exp(g[s+1,c] + ... + g[t,c]).  A chunk
 is split in halves, recursively: for t in the right half of a block and s in its left half the weight is rise[t] *
@@ -27,14 +27,16 @@ class Gates:
     """The decays of M chunks of C tokens (a power of two): log_decay [M, C, D], D = 1 or K.
 
     `idle`: all decays are 1. rise [M,C,D]: the product from the chunk's start through token t (`own=False`: without t's
-    own decay, as RWKV-6's bonus needs). fall [M,C,D]: from after token s to the chunk's end. total [M,D]: of the chunk.
+    own decay, as RWKV-6's bonus needs). fall [M,C,D]: from after token s to the chunk's end. total [M,D]: of the chunk,
+    from the sum of its gates: rounded once. A product of its decays, each rounded to 2^-25, would be off by C times as
+    much where gates are constant, and chunk by chunk that adds up: to 6e-5 in float32 over 8192 tokens that remember.
     """
 
     def __init__(self, log_decay: Tensor, own: bool = True, idle: bool = False) -> None:
         self.own, self.idle = own, idle
-        self.decay = torch.exp(log_decay)
+        self.decay, self.total = torch.exp(log_decay), torch.exp(log_decay.sum(1))
         self.C, self.D = log_decay.shape[1:]
-        self._ends: tuple[Tensor, Tensor, Tensor] | None = None
+        self._ends: tuple[Tensor, Tensor] | None = None
         self.weights = self._weights() if self.D == 1 else None
 
     def levels(self) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -48,7 +50,7 @@ class Gates:
             after *= left[:, :, None]
             before *= right[:, :, None]
             total, m = left * right, 2 * m
-        self._ends = rise, fall, total[:, 0]
+        self._ends = rise, fall
 
     @property
     def rise(self) -> Tensor:
@@ -58,10 +60,6 @@ class Gates:
     def fall(self) -> Tensor:
         return self._computed_ends()[1]
 
-    @property
-    def total(self) -> Tensor:
-        return self._computed_ends()[2]
-
     def risen(self, x: Tensor) -> Tensor:
         """rise * x [M,C,K], in x's dtype."""
         return x if self.idle else (x * self.rise).to(x.dtype)
@@ -70,7 +68,7 @@ class Gates:
         """fall * x [M,C,K], in x's dtype."""
         return x if self.idle else (x * self.fall).to(x.dtype)
 
-    def _computed_ends(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _computed_ends(self) -> tuple[Tensor, Tensor]:
         if self._ends is None:
             for _ in self.levels():
                 pass

@@ -97,16 +97,26 @@ template <bool DELTA, bool CHANNEL> struct Chunk {
         at(y + t * r.K + c) = at(x + t * r.K + c) * (CHANNEL ? at(by + t * r.K + c) : all(by[t]));
   }
 
-  // decay, rise, fall and total: products of decays alone, each factor at most 1.
+  // decay, rise and fall: products of decays alone, each factor at most 1. total: of the sum of the gates, so that it is
+  // rounded once (ops/gates.py says why).
   void decays(long t0) {
     const int width = CHANNEL ? r.K : 1;
     if (!job.decay.p) {
       for (int t = 0; t < m; t++) r.decay[t] = 1;
+      for (int c = 0; c < r.K; c += L) at(r.total + c) = all(1);
     } else if (CHANNEL) {
       load(r.decay, r.K, place<float>(job.decay, row, t0, head), job.decay.t, n, m, job.K);
+      for (int c = 0; c < r.K; c += L) {
+        vec gates{};
+        for (int t = 0; t < n; t++) gates += at(r.decay + t * r.K + c);
+        at(r.total + c) = exponential(gates);
+      }
       for (int i = 0; i < m * r.K; i += L) at(r.decay + i) = exponential(at(r.decay + i));
     } else {
+      float gates = 0;
       for (int t = 0; t < up(m, L); t++) r.decay[t] = t < n ? *place<float>(job.decay, row, t0 + t, head) : 0;
+      for (int t = 0; t < n; t++) gates += r.decay[t];
+      for (int c = 0; c < r.K; c += L) at(r.total + c) = exponential(all(gates));
       for (int t = 0; t < m; t += L) at(r.decay + t) = exponential(at(r.decay + t));
     }
     climb(width);
@@ -126,7 +136,6 @@ template <bool DELTA, bool CHANNEL> struct Chunk {
           at(r.fall + t * r.K + c) = down;
           down *= at(r.decay + t * r.K + c);
         }
-        at(r.total + c) = up_;
       } else {
         float up_ = 1, down = 1;
         for (int t = 0; t < m; t++) {
@@ -135,7 +144,6 @@ template <bool DELTA, bool CHANNEL> struct Chunk {
           r.rise[t] = job.own ? up_ : before;
         }
         for (int t = m - 1; t >= 0; t--) r.fall[t] = down, down *= r.decay[t];
-        for (int k = 0; k < r.K; k++) r.total[k] = up_;
       }
     }
   }

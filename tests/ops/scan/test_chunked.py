@@ -28,6 +28,18 @@ def test_any_length(length: int) -> None:
     torch.testing.assert_close(ours, right)
 
 
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+@pytest.mark.parametrize("gate", [-3.3e-4, -1e-5])
+def test_long_memories_stay_within_the_budget(gate: float, spread: float) -> None:
+    """Products of decays just below 1 are rounded in one direction, whether the gates are equal or not."""
+    draw = torch.Generator().manual_seed(0)
+    x, noise = torch.rand(1, 8192, 3, generator=draw), torch.rand(1, 8192, 3, generator=draw) - 0.5
+    inputs = {"x": x, "log_decay": gate * (1 + 2 * spread * noise)}
+    found, truth = (answers(scan, SPEC, each, "chunked") for each in (inputs, exact(inputs)))
+    errors = {n: error(found[n], truth[n]) for n in truth}
+    assert max(errors.values()) < BUDGET[torch.float32], errors
+
+
 @pytest.mark.parametrize("shape", [(0, 3, 2), (3, 0, 2), (3, 2, 0)])
 def test_nothing_to_scan(shape: tuple[int, ...]) -> None:
     x = torch.ones(shape, requires_grad=True)
