@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from foci.core.spec import Spec
-from tests.ops.recurrences import BUDGET, answers, error, exact, remembering
+from tests.ops.recurrences import BUDGET, answers, error, exact, forgetful, remembering
 
 
 class InChunks:
@@ -43,6 +43,11 @@ class InChunks:
         truth = answers(self.function, self.spec, exact(inputs), "chunked")
         errors = {n: error(found[n], truth[n]) for n in truth}
         assert max(errors.values()) < BUDGET[torch.float32], errors
+
+    @pytest.mark.parametrize("D", [None, 8])
+    def test_nothing_depends_on_a_gate_that_forgets_everything(self, D: int | None) -> None:
+        inputs, forgotten = forgetful(self.problem(70, D))
+        assert not answers(self.function, self.spec, inputs, "chunked")["dlog_decay"][forgotten].any()
 
     def test_no_tokens(self) -> None:
         out, state = self.function(**self.problem(0), return_state=True)

@@ -13,7 +13,7 @@ import foci
 from foci.core.errors import Unsupported
 from foci.core.spec import Spec
 from foci.ops import native
-from tests.ops.recurrences import BUDGET, answers, error, exact, inputs_of, remembering
+from tests.ops.recurrences import BUDGET, answers, error, exact, forgetful, inputs_of, remembering
 
 BUILT = pytest.mark.skipif(bool(native._unavailable()), reason=f"no compiled recurrences: {native._unavailable()}")
 
@@ -62,6 +62,11 @@ class InNative:
     def test_long_memories_stay_within_the_budget(self, D: int | None) -> None:
         errors = self.apart(remembering(self.problem(8192, D)))
         assert max(errors.values()) < BUDGET[torch.float32], errors
+
+    @pytest.mark.parametrize("D", [None, 20])
+    def test_nothing_depends_on_a_gate_that_forgets_everything(self, D: int | None) -> None:
+        inputs, forgotten = forgetful(self.problem(70, D))
+        assert not answers(self.function, self.spec, inputs, "native")["dlog_decay"][forgotten].any()
 
     @pytest.mark.parametrize("D", [None, 20])
     @pytest.mark.parametrize("sizes", [(1, 1), (16, 16), (17, 33), (64, 8), (3, 70)])

@@ -37,6 +37,13 @@ def remembering(inputs: dict[str, Any]) -> dict[str, Any]:
     return slow | ({"beta": inputs["beta"] / 100} if "beta" in inputs else {})
 
 
+def forgetful(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    """The same problem with gates, of which a third forget everything; and where these are."""
+    draw = torch.Generator().manual_seed(1)
+    forgotten = torch.rand(inputs["log_decay"].shape, generator=draw) < 1 / 3
+    return inputs | {"log_decay": inputs["log_decay"].masked_fill(forgotten, -1e4)}, forgotten
+
+
 def unasked(spec: Spec, forward: Callable[[Any], tuple[Tensor, ...]], call: Any) -> Tensor:
     """The final states of a call that wants none, whose `out` must be the same to the last bit."""
     assert spec.outputs is not None
