@@ -13,8 +13,8 @@ class Partial(NamedTuple):
 
     Two parts over disjoint keys combine exactly, in any order, differentiably:
     lse = log(exp lse_a + exp lse_b);  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b   (arXiv 2205.14135)
-    The sum is computed in lse's dtype, so lse should be float32, and out keeps the first part's. Parts of different
-    shapes raise ValueError.
+    The sum is computed in lse's dtype, so lse should be float32, and out keeps the first part's: of many parts in half
+    precision make the first one's float32, or each merge rounds once more. Parts of different shapes raise ValueError.
     """
 
     out: Tensor
