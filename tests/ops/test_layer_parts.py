@@ -128,7 +128,12 @@ def test_torchs_operations_run_where_something_must_see_them(run: Callable[..., 
     with FakeTensorMode() as mode:
         assert run(*(mode.from_tensor(y) for y in (x, w, b))).shape == truth.shape
     assert run(*given(torch.float64)).dtype == torch.float64
-    assert run(x, w.double(), b).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["convolve", "norm"])
+def test_weights_in_float64_are_torchs(name: str, kernels: None) -> None:
+    x, w, b = given()
+    assert RUNS[name](x, w.double(), b).dtype == torch.float32
 
 
 def test_a_gate_of_another_shape_is_spread_by_torch(kernels: None) -> None:
