@@ -1,133 +1,108 @@
-"""foci.nn's layers beside Flash Linear Attention's with the same weights, on one GPU. Run it by hand.
+"""foci.nn's layers in training on one GPU: their parts by kernels, by torch's operations, compiled. Run it by hand.
 
     python benchmarks/layers.py [LAYER...] [--batch 4] [--tokens 2048] [--width 2048] [--compiled] [--profile]
 
-Each layer of FLA's is given to foci's by its state dict. Outputs and the gradient of the input are compared with those
-of foci's layer in float32, relative RMS, before anything is timed; then both take turns, forward without gradients, and
-forward and backward to the input and all parameters. Times are of the GPU's events, host included, medians in ms.
+Parts are what lies round a layer's operator: short convolutions, norms and gates, rotary positions. By torch's
+operations they run where kernels do not (ops/layer_parts.py), as here when that is asked for. How far outputs and all
+gradients of both are apart comes first, relative RMS, the largest; then all take turns, forward and backward to the
+input and all parameters, bfloat16: by the GPU's events as called, the same with the GPU asleep until all is launched
+(its own time), and the host's until the call returns. Medians in ms; MiB that a call holds at most.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from unittest.mock import patch
 
 import torch
 from arguments import above_0
 from torch import Tensor
 
 from foci import nn
-from foci.bench.measure import Way, clock_on, interleave
+from foci.bench.measure import Way, clock_on, host_seconds, interleave
 from foci.bench.memory import peak_memory
+from foci.ops import layer_parts
 
 HEAD = 128
-RENAMED = {"g_norm_swish_gate": "o_norm", "g_norm": "o_norm"}  # FLA's names of what foci names alike in all layers
-# foci's layer: the module and class of FLA's, and what both are given beyond widths and heads
-PEERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
-    "GatedDeltaNet": ("gated_deltanet", "GatedDeltaNet", {}, {"expand_v": 1, "head_dim": HEAD}),
-    "KimiDeltaAttention": ("kda", "KimiDeltaAttention", {}, {"expand_v": 1, "head_dim": HEAD}),
-    "DeltaNet": ("delta_net", "DeltaNet", {}, {}),
-    "GatedLinearAttention": ("gla", "GatedLinearAttention", {}, {"expand_k": 1}),
-    "SimpleGatedLinearAttention": ("simple_gla", "SimpleGatedLinearAttention", {}, {"use_short_conv": False}),
-    "MultiScaleRetention": ("multiscale_retention", "MultiScaleRetention", {}, {"expand_v": 1}),
-    "HGRN2": ("hgrn2", "HGRN2Attention", {}, {}),
+ASLEEP = 40_000_000  # cycles: 20 ms, longer than a slow host needs to launch a layer's forward and backward
+LAYERS: dict[str, Callable[[int], torch.nn.Module]] = {
+    "GatedDeltaNet": lambda width: nn.GatedDeltaNet(width, width // HEAD),
+    "KimiDeltaAttention": lambda width: nn.KimiDeltaAttention(width, width // HEAD),
+    "GatedLinearAttention": lambda width: nn.GatedLinearAttention(width, width // HEAD),
+    "Mamba2": lambda width: nn.Mamba2(width, width // 32),
+    "Attention": lambda width: nn.Attention(width, width // HEAD, num_kv_heads=width // HEAD // 4 or 1, qk_norm=True),
 }
 
 
-def pair(name: str, width: int) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """foci's layer and FLA's, of the same weights, in float32."""
-    module, kind, ours, theirs = PEERS[name]
-    torch.manual_seed(0)
-    heads = width // HEAD
-    made = getattr(importlib.import_module(f"fla.layers.{module}"), kind)
-    peer = made(hidden_size=width, num_heads=heads, layer_idx=0, **theirs).cuda()
-    layer = getattr(nn, name)(width, heads, head_dim=HEAD, **ours).cuda()
-    state = {}
-    for key, value in peer.state_dict().items():
-        head, _, rest = key.partition(".")
-        state[".".join([RENAMED.get(head, head), rest] if rest else [head])] = value
-    layer.load_state_dict(state)
-    return layer, peer
-
-
-def first(found: Any) -> Tensor:
-    return found if isinstance(found, Tensor) else found[0]
-
-
-def forward(layer: Callable[[Tensor], Any], x: Tensor) -> None:
-    with torch.no_grad():
-        layer(x)
-
-
-def both(layer: Callable[[Tensor], Any], leaves: list[Tensor], x: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-    out = first(layer(x))
-    return (out.detach(), *torch.autograd.grad(out, leaves, dout))
+def by_torch() -> AbstractContextManager[object]:
+    return patch.object(layer_parts, "_fits", lambda *_: False)
 
 
 def apart(found: Tensor, truth: Tensor) -> float:
-    return float((found.double() - truth.double()).square().mean().sqrt() / truth.double().square().mean().sqrt())
+    return float((found.double() - truth.double()).norm() / truth.double().norm())
 
 
 def profile(name: str, run: Callable[[], object]) -> None:
-    with torch.profiler.profile(activities=list(torch.profiler.ProfilerActivity)) as seen:
+    with torch.profiler.profile() as seen:
         run()
         torch.cuda.synchronize()
     print(name, seen.key_averages().table(sort_by="self_device_time_total", row_limit=40, max_name_column_width=90))
 
 
-def compare(name: str, chosen: argparse.Namespace) -> None:
-    wide, peer = pair(name, chosen.width)
-    x = torch.randn(chosen.batch, chosen.tokens, chosen.width, device="cuda")
-    x = x.bfloat16()
-    dout = torch.randn_like(x)
-    leaf = x.float().requires_grad_()
-    truth = both(wide, [leaf], leaf, dout.float())
-    layer = pair(name, chosen.width)[0].bfloat16()
-    made: dict[str, Callable[[Tensor], Any]] = {"foci": layer, "FLA": peer.bfloat16()}
-    leaves = {"foci": list(layer.parameters()), "FLA": list(peer.parameters())}
+def measure(name: str, chosen: argparse.Namespace) -> None:
+    torch.manual_seed(0)
+    layer = LAYERS[name](chosen.width).cuda().bfloat16()
+    x = torch.randn(chosen.batch, chosen.tokens, chosen.width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dout, leaves = torch.randn_like(x), [x, *layer.parameters()]
+
+    def train(run: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        out = run(x)
+        return (out.detach(), *torch.autograd.grad(out, leaves, dout))
+
+    ways = {"kernels": Way(partial(train, layer)), "torch": Way(partial(train, layer), by_torch)}
+    with by_torch():
+        truth = train(layer)
+    print(f"{name}: {max(map(apart, train(layer), truth)):.1e} apart", flush=True)
     if chosen.compiled:
-        for who in tuple(made):
-            made[f"{who} compiled"], leaves[f"{who} compiled"] = torch.compile(made[who]), leaves[who]
-    ways: dict[str, Way] = {}
-    x.requires_grad_()
-    for who, run in made.items():
-        found = both(run, [x], x, dout)
-        errors = [apart(a, b) for a, b in zip(found, truth, strict=True)]
-        trains = partial(both, run, [x, *leaves[who]], x, dout)
-        trains()
-        room = peak_memory(trains, x.device) >> 20
-        print(f"{name} {who}: out {errors[0]:.1e}, dx {errors[1]:.1e}, {room} MiB to train", flush=True)
-        ways |= {f"{who}, forward": Way(partial(forward, run, x)), f"{who}, both": Way(trains)}
-    if chosen.profile:
-        for who, way in ways.items():
-            if "both" in who:
-                profile(f"{name} {who}", way.run)
-    if chosen.rounds:
-        found_ = interleave(ways, rounds=chosen.rounds, clock=clock_on(x.device))
-        for who, sample in found_.items():
-            print(f"{name} {who}: {1e3 * sample.median:.2f} ms", flush=True)
+        ways["compiled"] = Way(partial(train, torch.compile(layer, fullgraph=True)), nullcontext)
+    held, host = {}, {}
+    for who, way in ways.items():
+        with way.within():
+            way.run()
+            held[who], host[who] = peak_memory(way.run, x.device) >> 20, host_seconds(way.run)
+            if chosen.profile:
+                profile(f"{name}, {who}", way.run)
+    called = interleave(ways, rounds=chosen.rounds, clock=clock_on(x.device))
+    alone = interleave(ways, rounds=chosen.rounds, clock=clock_on(x.device, asleep=ASLEEP))
+    for who in ways:
+        times = (
+            f"{1e3 * called[who].median:.2f}, by the GPU {1e3 * alone[who].median:.2f}, the host {1e3 * host[who]:.2f}"
+        )
+        print(f"{name}, {who}: {times} ms; {held[who]} MiB", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("layers", nargs="*", metavar="LAYER", help=f"of {', '.join(PEERS)}; default: all")
+    parser.add_argument("layers", nargs="*", metavar="LAYER", help=f"of {', '.join(LAYERS)}; default: all")
     parser.add_argument("--batch", type=above_0, default=4)
     parser.add_argument("--tokens", type=above_0, default=2048)
-    parser.add_argument("--width", type=above_0, default=2048)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--width", type=above_0, default=2048, help=f"a multiple of {HEAD}")
+    parser.add_argument("--rounds", type=above_0, default=15)
     parser.add_argument("--compiled", action="store_true", help="also by torch.compile")
     parser.add_argument("--profile", action="store_true", help="the kernels of forward and backward")
     chosen = parser.parse_args()
-    if unknown := set(chosen.layers) - set(PEERS):
-        parser.error(f"LAYER is {', '.join(sorted(unknown))}; expected some of {', '.join(PEERS)}")
+    if unknown := set(chosen.layers) - set(LAYERS):
+        parser.error(f"LAYER is {', '.join(sorted(unknown))}; expected some of {', '.join(LAYERS)}")
+    if chosen.width % HEAD:
+        parser.error(f"--width is {chosen.width}; expected a multiple of {HEAD}")
     if not torch.cuda.is_available():
         sys.exit("layers.py: torch finds no GPU here")
-    for name in chosen.layers or PEERS:
-        compare(name, chosen)
+    for name in chosen.layers or LAYERS:
+        measure(name, chosen)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ from foci.cli_tune import DTYPES
 from foci.core import tune
 from foci.core.spec import Case, Spec
 from foci.ops import SPECS
+from foci.ops.layer_parts import Norm, convolve, turn
 from laws import operator_of, parts_of
 
 OURS = "^_?[a-z][a-z0-9_]*_kernel$"  # Triton leaves a kernel its name; torch's are mangled (_ZN..)
@@ -80,6 +81,8 @@ def runs(spec: Spec, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], obj
     for case in (*spec.cases, *spec.large):
         yield case.name, partial(_both, spec, case, dtype)
     yield "one token", partial(STEPS[spec.name], dtype)
+    if spec.name == "linear":
+        yield "parts of layers", partial(_parts, dtype)
 
 
 def _both(spec: Spec, case: Case, dtype: torch.dtype) -> None:
@@ -134,6 +137,19 @@ def _paged(dtype: torch.dtype) -> None:
     for tokens, width in ((1, 64), (1, 128), (4, 128)):
         k, v = (_normal(60, 16, 2, width, dtype=dtype) for _ in range(2))
         foci.attention_paged(_normal(3, tokens, 8, width, dtype=dtype), k, v, table, lengths, backend="triton")
+
+
+def _parts(dtype: torch.dtype) -> None:
+    """What layers have round an operator (ops/layer_parts.py), forward and backward, of sizes that fill no block."""
+    x, gate = (_normal(2, 131, 3, 84, dtype=dtype).requires_grad_() for _ in range(2))
+    weight, taps, bias = (_normal(*shape, dtype=dtype).requires_grad_() for shape in ((84,), (252, 1, 4), (252,)))
+    found = [
+        convolve(x.flatten(2), taps, bias, "silu"),
+        turn(x, torch.arange(131, device="cuda"), 1e4, 60),
+        Norm(mean=False)(x),
+        Norm(3, activation="silu", gate_first=True)(x, weight, gate),
+    ]
+    torch.autograd.grad(found, [x, gate, weight, taps, bias], [torch.ones_like(y) for y in found])
 
 
 STEPS: dict[str, Callable[[torch.dtype], None]] = {
