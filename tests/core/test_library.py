@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -354,6 +355,24 @@ def test_saved_tensors_are_guarded_against_being_written() -> None:
     weight.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_a_backward_reads_outputs_as_declared_however_hooks_saved_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """saved_tensors_hooks may unpack other strides, by which a kernel that reads a pointer would read other numbers."""
+    seen: list[Tensor] = []
+
+    def looking(call: Call, made: Any, grads: Any, needs: list[bool]) -> tuple[Tensor | None, ...]:
+        seen.extend(made)
+        return backward(call, made, grads, needs)
+
+    monkeypatch.setattr(sys.modules["toy_backend_opaque"], "backward", looking)
+    x, weight = draw(2, 3).requires_grad_(), draw(3)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.t().contiguous(), Tensor.t):
+        y, total = toy(x, weight)
+    for mode in (nullcontext(), Noted()):  # which calls the op
+        with mode:
+            assert torch.equal(torch.autograd.grad(y.sum(), x, retain_graph=True)[0], 3.0 * weight.expand(2, 3))
+    assert all(map(torch.equal, seen, (y, total) * 2)) and all(map(Tensor.is_contiguous, seen))
 
 
 def test_what_is_given_may_be_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

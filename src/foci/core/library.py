@@ -254,7 +254,8 @@ def _define(spec: Spec, backend: Backend) -> tuple[Pair, Pair]:
         return tuple(output.empty(values[0]) for output in outputs)
 
     def backward(*values: Any) -> tuple[Tensor | None, ...]:
-        grads, outputs, needs = values[:count], values[count:place], values[place]
+        grads, needs = values[:count], values[place]
+        outputs = tuple(x.contiguous() for x in values[count:place])  # as declared: hooks may have saved them otherwise
         call, compute = call_type(*values[place + 1 :]), backend.load().backward
         found: tuple[Tensor | None, ...] = _run_backend(backend, compute, call, outputs, _without_empty(grads), needs)
         return found
