@@ -225,3 +225,13 @@ def test_the_op_gives_as_many_states_as_its_fake_says(wanted: bool) -> None:
 def test_a_number_of_any_library_is_a_number(value: Any) -> None:
     x = torch.randn(1, 3, 2, 4)
     assert torch.equal(foci.attention(x, x, x, scale=value), foci.attention(x, x, x, scale=0.25))
+
+
+@pytest.mark.parametrize(
+    "function", [foci.attention, lambda *x: foci.linear_attention(*x)[0]], ids=["softmax", "decay"]
+)
+def test_the_scale_of_a_trace_is_as_exact_as_any(function: Callable[..., Tensor]) -> None:
+    """torch.jit.trace makes tensors of sizes, whose powers are of the default dtype."""
+    x = torch.randn(1, 4, 2, K, dtype=torch.float64)
+    traced = torch.jit.trace(function, (x, x, x), check_trace=False)
+    torch.testing.assert_close(traced(x, x, x), function(x, x, x), rtol=0, atol=1e-14)

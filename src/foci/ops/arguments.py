@@ -122,7 +122,10 @@ def number(
 
 def scaling(operator: str, scale: float | None, K: int) -> float:
     """scale, or K**-0.5 where none is given."""
-    return (K or 1) ** -0.5 if scale is None else number(operator, "scale", scale)
+    if scale is not None:
+        return number(operator, "scale", scale)
+    wide = K.double() if isinstance(K, Tensor) else K  # a size in torch.jit.trace, whose power would be float32
+    return (wide or 1) ** -0.5
 
 
 _transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
