@@ -48,6 +48,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'foci' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    """With foci.nn and foci.parallel before they are named, as what completes a name asks this."""
+    return sorted({*globals(), *__all__})
+
+
 def explain(operator: str, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
     """Which backend would run this call, and every other backend's reasons. Tensors may be on the meta device."""
     if operator not in SPECS:

@@ -67,3 +67,7 @@ def test_the_call_that_readme_shows_runs() -> None:
 @pytest.mark.parametrize("name", foci.__all__)
 def test_every_name_of_the_face_is_documented(name: str) -> None:
     assert inspect.getdoc(getattr(foci, name))
+
+
+def test_names_of_the_face_are_listed_before_their_first_use() -> None:
+    assert run("import foci; print({*foci.__all__} - {*dir(foci)})") == "set()\n"
