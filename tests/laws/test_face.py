@@ -7,8 +7,10 @@ import os
 import re
 import subprocess
 import sys
+from typing import get_args, get_type_hints
 
 import pytest
+import torch
 
 import foci
 from tests.laws._tree import ROOT
@@ -71,3 +73,21 @@ def test_every_name_of_the_face_is_documented(name: str) -> None:
 
 def test_names_of_the_face_are_listed_before_their_first_use() -> None:
     assert run("import foci; print({*foci.__all__} - {*dir(foci)})") == "set()\n"
+
+
+# The type that `apply` returns is imported when it is called.
+FUNCTIONS = [name for name in foci.__all__ if inspect.isfunction(getattr(foci, name)) and name != "apply"]
+LAYERS = [name for name in foci.nn.__all__ if name not in ("Cache", "rotary")]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_types_of_a_function_can_be_read_at_run_time(name: str) -> None:
+    function = getattr(foci, name)
+    assert {*get_type_hints(function)} == {*inspect.signature(function).parameters, "return"}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_says_that_it_takes_the_devices_that_torch_takes(name: str) -> None:
+    layer = getattr(foci.nn, name)
+    assert {str, int, torch.device} <= {*get_args(get_type_hints(layer.__init__)["device"])}
+    assert "return" in get_type_hints(layer.forward)

@@ -7,6 +7,7 @@ from typing import TypeGuard
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.types import Device
 
 from foci.core.errors import ShapeError, Unsupported
 from foci.nn.cache import NUMBERS, Cache, LayerCache
@@ -48,7 +49,7 @@ class Attention(nn.Module):
         sink: bool = False,
         layer_index: int | None = None,
         backend: str | None = None,
-        device: torch.device | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ class Attention(nn.Module):
         hidden: Float[Tensor, "B T D"],
         *,
         mask: Bool[Tensor, "B T"] | None = None,
-        offsets: Int[Tensor, M] | None = None,
+        offsets: Int[Tensor, " M"] | None = None,
         cache: Cache | None = None,
     ) -> Float[Tensor, "B T D"]:
         """hidden [B,T,D] -> [B,T,D].

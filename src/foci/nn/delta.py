@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from foci.nn.parts import GatedRMSNorm, RMSNorm, l2norm
 from foci.nn.recurrent import Recurrent, Tokens, begin_gates, gate_parameters, low_rank, selective_decay
@@ -23,7 +24,7 @@ class _Delta(Recurrent):
         negative_eigenvalues: bool,
         layer_index: int | None,
         backend: str | None,
-        device: torch.device | None,
+        device: Device,
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__(hidden_size, num_heads, num_key_heads, head_dim, value_dim, layer_index, backend)
@@ -61,7 +62,7 @@ class DeltaNet(_Delta):
         negative_eigenvalues: bool = False,
         layer_index: int | None = None,
         backend: str | None = None,
-        device: torch.device | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
@@ -110,7 +111,7 @@ class GatedDeltaNet(_Gated):
         negative_eigenvalues: bool = False,
         layer_index: int | None = None,
         backend: str | None = None,
-        device: torch.device | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
@@ -154,7 +155,7 @@ class KimiDeltaAttention(_Gated):
         negative_eigenvalues: bool = False,
         layer_index: int | None = None,
         backend: str | None = None,
-        device: torch.device | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(

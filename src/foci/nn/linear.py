@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.types import Device
 
 from foci.core.spec import accumulator
 from foci.nn.parts import FEATURE_MAPS, GatedRMSNorm, RMSNorm, choice, rotary, sizes
@@ -38,7 +39,7 @@ class LinearAttention(Recurrent):
         normalise: bool = True,
         layer_index: int | None = None,
         backend: str | None = None,
-        device: torch.device | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, num_heads, num_key_heads, head_dim, value_dim, layer_index, backend)
@@ -83,7 +84,7 @@ class MultiScaleRetention(Recurrent):
         value_dim: int | None = None,
         layer_index: int | None = None,
         backend: str | None = None,
-        device: torch.device | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, num_heads, num_key_heads, head_dim, value_dim, layer_index, backend)
@@ -123,7 +124,7 @@ class SimpleGatedLinearAttention(Recurrent):
         value_dim: int | None = None,
         layer_index: int | None = None,
         backend: str | None = None,
-        device: torch.device | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, num_heads, num_key_heads, head_dim, value_dim, layer_index, backend)
@@ -165,7 +166,7 @@ class GatedLinearAttention(SimpleGatedLinearAttention):
         gate_rank: int = 16,
         layer_index: int | None = None,
         backend: str | None = None,
-        device: torch.device | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
@@ -201,7 +202,7 @@ class HGRN2(Recurrent):
         lower_bound: float = 0.0,
         layer_index: int | None = None,
         backend: str | None = None,
-        device: torch.device | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, num_heads, None, head_dim, value_dim, layer_index, backend)
@@ -252,7 +253,7 @@ class GatedSlotAttention(Recurrent):
         num_slots: int = 64,
         layer_index: int | None = None,
         backend: str | None = None,
-        device: torch.device | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, num_heads, num_key_heads, head_dim, value_dim, layer_index, backend)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.types import Device
 
 from foci.core.spec import accumulator
 from foci.nn.parts import GatedRMSNorm, ShortConvolution, sizes
@@ -37,7 +38,7 @@ class Mamba2(Recurrent):
         conv_size: int = 4,
         layer_index: int | None = None,
         backend: str | None = None,
-        device: torch.device | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, num_heads, num_key_heads, head_dim, value_dim, layer_index, backend)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.types import Device
 
 from foci.core.errors import ShapeError
 from foci.ops.arguments import number
@@ -87,7 +88,7 @@ class RMSNorm(nn.Module):
         eps: float = 1e-6,
         *,
         groups: int = 1,
-        device: torch.device | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -118,7 +119,7 @@ class GatedRMSNorm(RMSNorm):
         groups: int = 1,
         activation: str = "silu",
         gate_first: bool = False,
-        device: torch.device | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(size, eps, groups=groups, device=device, dtype=dtype)
@@ -190,7 +191,7 @@ class ShortConvolution(nn.Module):
         *,
         bias: bool = False,
         activation: str | None = "silu",
-        device: torch.device | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()

@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.types import Device
 
 from foci.core.spec import accumulator
 from foci.nn.cache import NUMBERS, Cache, LayerCache
@@ -216,7 +217,7 @@ class Recurrent(nn.Module):
         """x [B,T,D], real tokens first -> the output projection's input, [B,T,H,V] or with heads merged."""
         raise NotImplementedError
 
-    def _make_qkv(self, device: torch.device | None, dtype: torch.dtype | None, conv_size: int | None = None) -> None:
+    def _make_qkv(self, device: Device, dtype: torch.dtype | None, conv_size: int | None = None) -> None:
         """Create q_proj, k_proj, v_proj; with conv_size each followed by a short convolution with SiLU."""
         if conv_size is not None:
             sizes(type(self).__name__, {"conv_size": conv_size})
@@ -249,16 +250,14 @@ class Recurrent(nn.Module):
         check_share(type(self).__name__, name, (v.shape[-2], self.num_heads), (k.shape[-2], self.num_key_heads))
 
 
-def low_rank(
-    size: int, rank: int, out: int, *, bias: bool, device: torch.device | None, dtype: torch.dtype | None
-) -> nn.Sequential:
+def low_rank(size: int, rank: int, out: int, *, bias: bool, device: Device, dtype: torch.dtype | None) -> nn.Sequential:
     """Two projections through `rank` channels: 0.weight [rank, size], 1.weight [out, rank], and 1.bias where asked."""
     down = nn.Linear(size, rank, bias=False, device=device, dtype=dtype)
     return nn.Sequential(down, nn.Linear(rank, out, bias=bias, device=device, dtype=dtype))
 
 
 def gate_parameters(
-    heads: int, channels: int, device: torch.device | None, dtype: torch.dtype | None
+    heads: int, channels: int, device: Device, dtype: torch.dtype | None
 ) -> tuple[nn.Parameter, nn.Parameter]:
     """Uninitialised A_log [heads] and dt_bias [channels], for `begin_gates` to fill."""
     a_log, dt_bias = (torch.empty(size, device=device, dtype=dtype) for size in (heads, channels))

@@ -64,10 +64,10 @@ def linear_attention_step(
     v: Float[Tensor, "B H V"],
     state: Float[Tensor, "B H K V"] | Float[Tensor, "M H K V"],
     *,
-    log_decay: Float[Tensor, H] | Float[Tensor, "B H"] | Float[Tensor, "B H K"] | None = None,
+    log_decay: Float[Tensor, " H"] | Float[Tensor, "B H"] | Float[Tensor, "B H K"] | None = None,
     bonus: Bonus | None = None,
     scale: float | None = None,
-    slots: Int[Tensor, B] | None = None,
+    slots: Int[Tensor, " B"] | None = None,
 ) -> Float[Tensor, "B H V"]:
     """One token of `linear_attention` for each row: out [B,H,V]; `state` [B,H,K,V] is changed in place.
 

@@ -66,10 +66,10 @@ def delta_rule_step(
     beta: Float[Tensor, "B H"],
     state: Float[Tensor, "B H K V"] | Float[Tensor, "M H K V"],
     *,
-    log_decay: Float[Tensor, H] | Float[Tensor, "B H"] | Float[Tensor, "B H K"] | None = None,
+    log_decay: Float[Tensor, " H"] | Float[Tensor, "B H"] | Float[Tensor, "B H K"] | None = None,
     erase: Float[Tensor, "B G K"] | None = None,
     scale: float | None = None,
-    slots: Int[Tensor, B] | None = None,
+    slots: Int[Tensor, " B"] | None = None,
 ) -> Float[Tensor, "B H V"]:
     """One token of `delta_rule` for each row: out [B,H,V]; `state` [B,H,K,V] is changed in place.
 
