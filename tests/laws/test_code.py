@@ -141,7 +141,7 @@ PUT_BACK = {
     "src/foci/core/assembler.py": "Triton's choice of an assembler has one place, and a user's is in the environment",
     "src/foci/cli_tune_ahead.py": "sets the threads of the child processes it started",
     "src/foci/core/world.py": "sets threads and seed of the ranks, processes that it started",
-    "src/foci/ops/native.py": "what builds it counts GPUs as it is imported: by this it leaves them to forks; put back",
+    "src/foci/ops/native.py": "what builds it counts GPUs: this leaves them to forks; put back. Torch's folder is read",
 }
 
 

@@ -44,7 +44,7 @@ def test_a_compiler_that_fails_is_a_reason(tmp_path: Path, monkeypatch: pytest.M
         raise RuntimeError("Error building extension\nlong log")
 
     monkeypatch.setattr(cpp_extension, "load", fails)
-    monkeypatch.setattr(cpp_extension, "get_default_build_root", lambda: str(tmp_path))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     native._build.cache_clear()
     try:
         assert native._build() == "it could not be built: Error building extension"
@@ -54,6 +54,18 @@ def test_a_compiler_that_fails_is_a_reason(tmp_path: Path, monkeypatch: pytest.M
         assert not native.can_step(state)
     finally:
         native._build.cache_clear()
+
+
+def test_it_is_kept_in_the_folder_that_torch_keeps_extensions_in(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from torch.utils import cpp_extension
+
+    monkeypatch.setattr(cpp_extension, "get_default_build_root", lambda: str(tmp_path / "cache"))
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    assert native._folder() == tmp_path / "cache"
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "elsewhere"))
+    assert native._folder() == tmp_path / "elsewhere"
 
 
 def test_few_heads_are_left_to_shared_products(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,17 +133,21 @@ def _build() -> ctypes.CDLL | str:
     for tool in ("c++", "ninja"):
         if shutil.which(tool) is None:
             return f"there is no {tool} to build it with"
-    cpp_extension = _extensions()
     sources = sorted([*_HERE.glob("native*.cpp"), *_HERE.glob("native*.h")])
     text = " ".join(flags) + "".join(source.read_text() for source in sources)
     name = f"foci_recurrences_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    ready = Path(cpp_extension.get_default_build_root()) / f"{name}.so"
+    ready = _folder() / f"{name}.so"
     try:
         if not ready.exists():
             _compile(name, flags, ready)
         return ctypes.CDLL(str(ready))
     except (RuntimeError, OSError) as error:
         return f"it could not be built: {str(error).splitlines()[0]}"
+
+
+def _folder() -> Path:
+    """Torch's extensions folder, which its own environment variable moves, as where home is read-only."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or _extensions().get_default_build_root()).absolute()
 
 
 def _compile(name: str, flags: list[str], ready: Path) -> None:
