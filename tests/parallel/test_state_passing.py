@@ -164,3 +164,15 @@ def test_without_an_order_every_rank_adds_its_own(name: str) -> None:
     parts = d_out.split([T - 5, 0, 5], 1)
     got = sum(c.gradient_sums(call, part) for c, call, part in zip(ranks, calls, parts, strict=True))
     torch.testing.assert_close(got, expected)
+
+
+def test_a_backward_reads_outputs_as_declared_however_hooks_saved_them() -> None:
+    spec = SPECS["linear_attention"]
+    inputs = next(case for case in spec.cases if case.name == "state").make(torch.float32, CPU, 0)
+    calls, ranks = shards(spec.function, inputs, [inputs["q"].shape[1]])
+    call, recurrence, needs = calls[0], ranks[0], dict.fromkeys(spec.differentiable, False) | {"q": True, "k": True}
+    made = recurrence.compute(call, call.state, None, True)
+    grads = torch.randn_like(made[0]), torch.randn_like(made[1])
+    expected = recurrence.gradients(call, call.state, made, grads, needs)
+    found = recurrence.gradients(call, call.state, tuple(x.mT.contiguous().mT for x in made), grads, needs)
+    assert all(torch.equal(found[name], expected[name]) for name in ("q", "k"))  # type: ignore[arg-type]

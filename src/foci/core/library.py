@@ -28,7 +28,7 @@ from foci.core.fast_path import (
 )
 from foci.core.replay import tuple_getter
 from foci.core.select import choose
-from foci.core.spec import Backend, Outputs, Spec
+from foci.core.spec import Backend, Outputs, Spec, as_declared
 
 _SCHEMA_TYPES = {Tensor: "Tensor", float: "float", bool: "bool", int: "int", str: "str"}
 Pair = tuple[Callable[..., Any], Callable[..., Any]]
@@ -254,8 +254,7 @@ def _define(spec: Spec, backend: Backend) -> tuple[Pair, Pair]:
         return tuple(output.empty(values[0]) for output in outputs)
 
     def backward(*values: Any) -> tuple[Tensor | None, ...]:
-        grads, needs = values[:count], values[place]
-        outputs = tuple(x.contiguous() for x in values[count:place])  # as declared: hooks may have saved them otherwise
+        grads, outputs, needs = values[:count], as_declared(values[count:place]), values[place]
         call, compute = call_type(*values[place + 1 :]), backend.load().backward
         found: tuple[Tensor | None, ...] = _run_backend(backend, compute, call, outputs, _without_empty(grads), needs)
         return found

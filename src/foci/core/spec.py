@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -43,6 +43,11 @@ class Output:
 
     def empty(self, like: Tensor) -> Tensor:
         return like.new_empty(self.shape, dtype=self.dtype)
+
+
+def as_declared(outputs: Iterable[Tensor]) -> Outputs:
+    """Saved outputs, contiguous as a backend's backward reads them: saved_tensors_hooks may unpack any strides."""
+    return tuple(x.contiguous() for x in outputs)
 
 
 @dataclass(frozen=True)

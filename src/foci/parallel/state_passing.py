@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from foci.core.select import choose
-from foci.core.spec import Output, Outputs
+from foci.core.spec import Output, Outputs, as_declared
 from foci.merge.affine import Affine
 from foci.ops.decay import summary as decay
 from foci.ops.delta import summary as delta
@@ -244,7 +244,7 @@ class RankRecurrence:
         local, module = self.local_call(call, state), self.operator.spec.backend(self.chosen).load()
         if hasattr(module, "backward"):
             wanted = [needs[name] for name in self.operator.spec.differentiable]
-            every = module.backward(local, outputs, grads, wanted)
+            every = module.backward(local, as_declared(outputs), grads, wanted)
             found = dict(zip(self.operator.spec.differentiable, every, strict=True))
         else:
             leaves = {name: getattr(local, name).detach().requires_grad_() for name in names}
