@@ -44,3 +44,11 @@ def test_decays_begin_from_long_to_short() -> None:
 def test_maps_of_no_rank_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"RWKV6TimeMix: {name} is 0; expected an integer of at least 1"):
         RWKV6TimeMix(D, H, **{name: 0})
+
+
+def test_hooks_of_every_module_run() -> None:
+    layer, seen = RWKV6TimeMix(16, 2), set()
+    for name, module in layer.named_modules():
+        module.register_forward_hook(lambda *_, name=name: seen.add(name))
+    layer(torch.randn(1, 3, 16))
+    assert seen == {name for name, _ in layer.named_modules()}

@@ -20,6 +20,15 @@ class _Decays(nn.Linear):
         nn.init.uniform_(self.bias, -6, -1)
 
 
+class _DecayMap(nn.Sequential):
+    """Two projections, tanh between them, called as one module: so hooks on it run, those of FSDP among them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        down, up = self
+        mapped: Tensor = up(torch.tanh(down(x)))
+        return mapped
+
+
 class RWKV6TimeMix(Recurrent):
     """RWKV-6 (Finch): each input is the token mixed with the one before it, by a share that depends on both.
 
@@ -63,7 +72,7 @@ class RWKV6TimeMix(Recurrent):
         self.v_proj = nn.Linear(D, values, bias=False, device=device, dtype=dtype)
         self.g_proj = nn.Linear(D, values, bias=False, device=device, dtype=dtype)
         down = nn.Linear(D, decay_rank, bias=False, device=device, dtype=dtype)
-        self.w_proj = nn.Sequential(down, _Decays(decay_rank, keys, device=device, dtype=dtype))
+        self.w_proj = _DecayMap(down, _Decays(decay_rank, keys, device=device, dtype=dtype))
         self.o_norm = nn.GroupNorm(H, values, eps=64e-5, device=device, dtype=dtype)
         self.o_proj = nn.Linear(values, D, bias=False, device=device, dtype=dtype)
 
@@ -80,7 +89,7 @@ class RWKV6TimeMix(Recurrent):
         share = self.mu + torch.einsum("btir,ird->btid", inner, self.mix_up)
         x_r, x_w, x_k, x_v, x_g = (x[:, :, None] + change[:, :, None] * share).unbind(2)
         r, k, v, g = self.r_proj(x_r), self.k_proj(x_k), self.v_proj(x_v), self.g_proj(x_g)
-        w = self.w_proj[1](torch.tanh(self.w_proj[0](x_w)))
+        w = self.w_proj(x_w)
         log_decay = -torch.exp(w.to(accumulator(w.dtype)))
         r, k = self._heads("r_proj", r, self.head_dim), self._heads("k_proj", k, self.head_dim)
         v, log_decay = self._heads("v_proj", v, self.value_dim), self._heads("w_proj", log_decay, self.head_dim)
