@@ -80,7 +80,8 @@ def test_a_convolution_of_strided_tokens_whose_gradient_is_one_number(dtype: tor
     x, weight, bias = drawn(2, 70, 12, 4, dtype)
     assert x is not None and weight is not None
     x, weight = x.transpose(1, 2).contiguous().transpose(1, 2), weight.repeat(2, 1, 1)[::2]
-    errors = apart(lambda *x: convolve(*x, "silu"), [x, weight, bias], flat=True)
+    assert bias is not None
+    errors = apart(lambda x, w, b: convolve(x, w, b.repeat_interleave(2)[::2], "silu"), [x, weight, bias], flat=True)
     assert max(errors) <= BUDGET[dtype], errors
 
 
@@ -104,6 +105,29 @@ def test_a_norm_of_parts_of_wider_rows_whose_gradient_is_one_number() -> None:
     assert max(errors) <= BUDGET[torch.float32], errors
     turned = torch.randn(8, 50).t()
     assert max(apart(NORMS["plain"], [turned, torch.randn(8), None])) <= BUDGET[torch.float32]
+    errors = apart(lambda x, w, g: NORMS["gated"](x, w.repeat_interleave(2)[::2], g), [turned, torch.randn(8), turned])
+    assert max(errors) <= BUDGET[torch.float32], errors
+
+
+def test_what_was_saved_may_come_back_in_another_order() -> None:
+    """Hooks on saved tensors keep values, not strides."""
+    torch.manual_seed(0)
+    inputs = [x.to(DEVICE).requires_grad_() for x in drawn(1, 20, 6, 3, torch.float32) if x is not None]
+
+    def gradients() -> tuple[Tensor, ...]:
+        y = convolve(*inputs, "silu")
+        y = turn(Norm(activation="silu")(y, inputs[2], y.detach())[:, :, None], torch.arange(20, device=DEVICE), 1e4, 4)
+        return torch.autograd.grad(y.square().sum(), inputs)
+
+    expected = gradients()
+
+    def turned(x: Tensor) -> Tensor:
+        return x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
+
+    with torch.autograd.graph.saved_tensors_hooks(turned, lambda x: x.repeat_interleave(2, -1)[..., ::2]):
+        found = gradients()
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

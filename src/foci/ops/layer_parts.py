@@ -28,9 +28,8 @@ WIDEST = 16384  # channels of a norm that a program has at once
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     """y[t] = act(sum_j weight[:, 0, j] x[t + j] + bias): x [B, T + J - 1, D], weight [D,1,J], bias [D] -> [B,T,D]."""
     if _fits(x, weight, bias):
-        if wants_gradient((x, weight, bias)):
-            return _Convolution.apply(x, weight, bias, activation)
-        return _run("convolve", x, weight, bias, activation)[0]
+        given = x, weight, _packed(bias), activation
+        return _Convolution.apply(*given) if wants_gradient(given) else _run("convolve", *given)[0]
     J = weight.shape[2]
     T, wide = x.shape[1] - J + 1, accumulator(x.dtype)
     taps, weight = x.to(wide), weight.to(wide)
@@ -58,7 +57,7 @@ class Norm(NamedTuple):
         """x, gate [..., D], weight [D] -> y [..., D] in x's dtype, computed in float32 (float64 for float64)."""
         alike = gate is None or gate.shape == x.shape
         if alike and x.shape[-1] // self.groups <= WIDEST and _fits(x, weight, gate):
-            given = _flat(x), weight, None if gate is None else _flat(gate)
+            given = _flat(x), _packed(weight), _flat(gate)
             y = _Normed.apply(*given, self) if wants_gradient(given) else _run("norm", *given, *self)[0]
             return y.view(x.shape)
         wide = x.to(accumulator(x.dtype))
@@ -103,10 +102,17 @@ def _fits(x: Tensor, *others: Tensor | None) -> bool:
     return all_plain(given) and all(y.dtype in DTYPES and y.device == x.device for y in given)
 
 
-def _flat(x: Tensor) -> Tensor:
-    """[.., D] as rows [T,D], each in one piece."""
+def _flat(x: Tensor | None) -> Tensor | None:
+    """[.., D] as rows [T,D], each in one piece, which is how kernels read them."""
+    if x is None:
+        return None
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _packed(x: Tensor | None) -> Tensor | None:
+    """[D] in one piece."""
+    return None if x is None else x.contiguous()
 
 
 def _run(function: str, *values: Any) -> Any:
@@ -129,7 +135,8 @@ class _Convolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight, bias), (of_x, of_weight, of_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
-        dx, sums = _run("convolve_back", x, weight, bias, ctx.activation, dy, [of_x, of_weight or of_bias])
+        given = x, weight, _packed(bias), ctx.activation, dy  # as hooks on what is saved have given them back
+        dx, sums = _run("convolve_back", *given, [of_x, of_weight or of_bias])
         total = None if sums is None else sums.sum(0)
         dweight = total[:-1].t()[:, None].to(weight.dtype) if of_weight and total is not None else None
         return dx, dweight, total[-1].to(bias.dtype) if of_bias and total is not None else None, None
@@ -147,7 +154,8 @@ class _Normed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, gate = ctx.saved_tensors
-        dx, sums, dgate = _run("norm_back", x, weight, gate, _flat(dy), list(ctx.needs_input_grad[:3]), *ctx.norm)
+        given = _flat(x), _packed(weight), _flat(gate), _flat(dy)
+        dx, sums, dgate = _run("norm_back", *given, list(ctx.needs_input_grad[:3]), *ctx.norm)
         return dx, None if sums is None else sums.sum(0).to(weight.dtype), dgate, None
 
 
