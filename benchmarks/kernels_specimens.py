@@ -356,7 +356,7 @@ def convolved(*, D: int = 2048, back: bool = False) -> Callable[[torch.dtype], d
     def make(dtype: torch.dtype) -> dict[str, Any]:
         made: dict[str, Any] = {"x": empty(2, T + 3, D, dtype=dtype), "weight": empty(D, 1, 4, dtype=dtype)}
         made |= {"bias": None, "activation": "silu"}
-        return made | ({"dy": empty(2, T, D, dtype=dtype), "needs": [True, True]} if back else {})
+        return made | ({"dy": empty(2, T, D, dtype=dtype), "needs": [True, True, False]} if back else {})
 
     return make
 

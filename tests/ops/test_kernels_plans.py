@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import foci
 from foci.core import library, plans, replay, tune
 from foci.core.tune import interpreting
+from foci.ops import layer_parts
 from foci.ops.masks import Causal, Packed
 
 pytest.importorskip("triton")
@@ -246,3 +247,40 @@ def test_what_autograd_is_told_of_an_output_is_the_same() -> None:
         kinds.append((out.grad_fn.name(), state.requires_grad, out.is_leaf, out._is_view(), out._version, tuple(saved)))
         saved.clear()
     assert len(set(kinds)) == 1
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["rows", "turned"])
+def test_parts_of_layers_are_played(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward, backward and without gradients; not where rows must be copied first, and no less right."""
+    played: list[int] = []
+    replay_plan = plans.replay_plan
+    monkeypatch.setattr(plans, "replay_plan", lambda *given: played.append(1) or replay_plan(*given))
+    monkeypatch.setattr(layer_parts, "unsuitable", lambda *_: [])
+    places = torch.arange(T)[None]
+
+    def given() -> list[Tensor]:
+        x, gates = (half(K, T).t() if turned else half(T, K) for _ in range(2))
+        return [x, gates, half(K), half(K, 1, 3), half(K)]
+
+    def step(x: Tensor, gates: Tensor, weight: Tensor, taps: Tensor, bias: Tensor) -> list[Tensor]:
+        y = layer_parts.Norm(2, activation="silu")(x, weight, gates)
+        z = layer_parts.turn(layer_parts.convolve(x[None], taps, bias, "silu")[:, :, None], places[:, : T - 2], 1e4, 4)
+        return [y, z]
+
+    for turn in range(4):
+        leaves = given()
+
+        def trained(leaves: list[Tensor] = leaves) -> list[Tensor]:
+            outs = step(*leaves)
+            return [*outs, *torch.autograd.grad(outs, leaves, [torch.ones_like(x) for x in outs])]
+
+        right = written(trained)
+        played.clear()
+        assert same(trained(), right), turn
+        assert len(played) == (0 if turn < 2 else 4 if turned else 6)
+    with torch.no_grad():
+        for _ in range(4):
+            leaves = given()
+            played.clear()
+            assert same(step(*leaves), written(lambda leaves=leaves: step(*leaves)))
+            assert len(played) == (2 if turned else 3)

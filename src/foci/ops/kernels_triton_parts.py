@@ -2,12 +2,13 @@
 
 All read what they need once and keep only their inputs for the backward, which computes the rest again. A thread of a
 convolution walks the tokens of its channels; the others have a few tokens at a time. Gradients of weights are sums over
-tokens: each program stores its own, whoever calls adds them.
+tokens: each program stores its own, a second launch adds them.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -199,6 +200,25 @@ def norm_back_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def total_kernel(  # type: ignore[no-untyped-def]
+    sums_ptr, dweight_ptr, dbias_ptr, S, D, J, ROWS, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr
+):  # fmt: skip
+    """dweight [D,J], and where there are J + 1 ROWS dbias [D], from sums [S,ROWS,D]."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for s0 in range(0, S, BLOCK_S):
+        s = s0 + tl.arange(0, BLOCK_S)
+        inside = (s < S)[:, None] & (m < ROWS * D)[None, :]
+        there = sums_ptr + s[:, None].to(tl.int64) * (ROWS * D) + m[None, :]
+        total += tl.sum(tl.load(there, mask=inside, other=0.0), 0)
+    j, d = m // D, m % D
+    if dweight_ptr is not None:
+        tl.store(dweight_ptr + d * J + j, total.to(dweight_ptr.dtype.element_ty), mask=j < J)
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + d, total.to(dbias_ptr.dtype.element_ty), mask=j == J)
+
+
+@triton.jit
 def rotary_kernel(  # type: ignore[no-untyped-def]
     x_ptr, positions_ptr, y_ptr, x_s, positions_s, T, H, K,
     RATE: tl.constexpr, WIDTH: tl.constexpr, BACK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -246,7 +266,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | N
     y = torch.empty(B, T, D, dtype=x.dtype, device=x.device)
     config = _channels(D, SIZE, False)
     launch(
-        convolve_kernel, (B * -(-T // config["STRETCH"]) * -(-D // config["BLOCK_D"]),), x, weight, bias, y,
+        convolve_kernel, (B * -(-T // config["STRETCH"]) * -(-D // config["BLOCK_D"]),), x, weight, _packed(bias), y,
         strides(x), strides(weight), T, D, config=config, ACTIVATION=activation, SIZE=SIZE,
     )  # fmt: skip
     return (y,)
@@ -254,18 +274,37 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | N
 
 def convolve_back(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, dy: Tensor, needs: list[bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """What is needed of dx in x's dtype, and of [stretches,J+1,D] in float32, whose sum the J taps and the bias get."""
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What is needed of dx, dweight [D,1,J] and dbias [D], each in its tensor's dtype: two launches, or one for dx."""
     (B, L, D), SIZE = x.shape, weight.shape[2]
     config = _channels(D, SIZE, True)
     stretches = B * -(-L // config["STRETCH"])
-    dx = torch.empty(B, L, D, dtype=x.dtype, device=x.device) if needs[0] else None
-    sums = torch.empty(stretches, SIZE + 1, D, dtype=torch.float32, device=x.device) if needs[1] else None
+    dx, dweight, dbias = map(_like, (x, weight, bias), needs)
+    sums = _sums(stretches, (SIZE + 1) * D, dweight, dbias)
     launch(
-        convolve_back_kernel, (stretches * -(-D // config["BLOCK_D"]),), x, weight, bias, dy, dx, sums,
+        convolve_back_kernel, (stretches * -(-D // config["BLOCK_D"]),), x, weight, _packed(bias), dy, dx, sums,
         strides(x), strides(weight), strides(dy), L - SIZE + 1, D, config=config, ACTIVATION=activation, SIZE=SIZE,
     )  # fmt: skip
-    return dx, sums
+    _total(sums, dweight, dbias, D, SIZE, SIZE + 1)
+    return dx, dweight, dbias
+
+
+def _like(x: Tensor | None, needed: bool) -> Tensor | None:
+    """Memory for the gradient of x, if it is needed."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed and x is not None else None
+
+
+def _sums(programs: int, size: int, *given: Tensor | None) -> Tensor | None:
+    """Room for what each program has summed, where any of these gradients is wanted of it."""
+    some = next((x for x in given if x is not None), None)
+    return None if some is None else torch.empty(programs, size, dtype=torch.float32, device=some.device)
+
+
+def _total(sums: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, D: int, J: int, ROWS: int) -> None:
+    """Adds what programs have summed."""
+    if sums is not None:
+        config = Config({"BLOCK_S": 32, "BLOCK_M": 32}, warps=4, stages=1)
+        launch(total_kernel, (-(-ROWS * D // 32),), sums, dweight, dbias, sums.shape[0], D, J, ROWS, config=config)
 
 
 @functools.cache
@@ -281,11 +320,12 @@ def norm(
     x: Tensor, weight: Tensor | None, gate: Tensor | None, groups: int, eps: float, mean: bool,
     activation: str | None, gate_first: bool,
 ) -> tuple[Tensor]:  # fmt: skip
-    """y [T,G D] in x's dtype, of x and gate [T,G D] whose columns lie side by side, weight [G D]."""
-    T, D = x.shape[0], x.shape[1] // groups
-    y, config = torch.empty(x.shape, dtype=x.dtype, device=x.device), _rows(D, False)
+    """y [..,G D] in x's dtype, of x and gate [..,G D], weight [G D]."""
+    y, rows = torch.empty(x.shape, dtype=x.dtype, device=x.device), _flat(x, gate)
+    T, D = rows[0].shape[0], x.shape[-1] // groups
+    config = _rows(D, False)
     launch(
-        norm_kernel, (-(-T // config["BLOCK_T"]) * groups,), x, weight, gate, y, *_pitches(x, gate),
+        norm_kernel, (-(-T // config["BLOCK_T"]) * groups,), rows[0], _packed(weight), rows[1], y, *_pitches(*rows),
         T, D, groups, eps, config=config, MEAN=mean, ACTIVATION=activation, FIRST=gate_first,
     )  # fmt: skip
     return (y,)
@@ -295,18 +335,30 @@ def norm_back(
     x: Tensor, weight: Tensor | None, gate: Tensor | None, dy: Tensor, needs: list[bool], groups: int, eps: float,
     mean: bool, activation: str | None, gate_first: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """What is needed of dx, of [pieces,G D] in float32, whose sum the weight gets, and of dgate."""
-    T, D = x.shape[0], x.shape[1] // groups
+    """What is needed of dx, dweight and dgate, each in its tensor's dtype: two launches where weights learn."""
+    x_, gate_, dy_ = rows = _flat(x, gate, dy)
+    T, D = x_.shape[0], x.shape[-1] // groups
     config = _rows(D, True)
     pieces = -(-T // config["PIECE"])
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs[0] else None
-    sums = torch.empty(pieces, groups * D, dtype=torch.float32, device=x.device) if needs[1] else None
-    dgate = torch.empty(x.shape, dtype=gate.dtype, device=x.device) if needs[2] and gate is not None else None
+    dx, dweight, dgate = map(_like, (x, weight, gate), needs)
+    sums = _sums(pieces, groups * D, dweight)
     launch(
-        norm_back_kernel, (pieces * groups,), x, weight, gate, dy, dx, dgate, sums, *_pitches(x, gate, dy),
+        norm_back_kernel, (pieces * groups,), x_, _packed(weight), gate_, dy_, dx, dgate, sums, *_pitches(*rows),
         T, D, groups, eps, config=config, MEAN=mean, ACTIVATION=activation, FIRST=gate_first,
     )  # fmt: skip
-    return dx, sums, dgate
+    _total(sums, dweight, None, groups * D, 1, 1)
+    return dx, dweight, dgate
+
+
+def _flat(*tensors: Tensor | None) -> list[Any]:
+    """[..,D] as rows [T,D], each in one piece."""
+    rows = [None if x is None else x.reshape(-1, x.shape[-1]) for x in tensors]
+    return [x if x is None or x.stride(1) == 1 else x.contiguous() for x in rows]
+
+
+def _packed(x: Tensor | None) -> Tensor | None:
+    """[D] in one piece."""
+    return None if x is None else x.contiguous()
 
 
 def _pitches(*tensors: Tensor | None) -> tuple[int | None, ...]:

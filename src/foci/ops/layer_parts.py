@@ -7,13 +7,12 @@ under it, under transforms and modes, in float64, and what the kernels are teste
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from foci.core.device import installed
 from foci.core.plans import all_plain, replay_or_run, wants_gradient
@@ -27,9 +26,13 @@ WIDEST = 16384  # channels of a norm that a program has at once
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     """y[t] = act(sum_j weight[:, 0, j] x[t + j] + bias): x [B, T + J - 1, D], weight [D,1,J], bias [D] -> [B,T,D]."""
-    if _fits(x, weight, bias):
-        given = x, weight, _packed(bias), activation
-        return _Convolution.apply(*given) if wants_gradient(given) else _run("convolve", *given)[0]
+    given = x, weight, bias, activation
+    if not _fits(x, weight, bias):
+        return _convolved(*given)
+    return _Convolution.apply(*given) if wants_gradient(given) else _run("convolve", *given)[0]
+
+
+def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     J = weight.shape[2]
     T, wide = x.shape[1] - J + 1, accumulator(x.dtype)
     taps, weight = x.to(wide), weight.to(wide)
@@ -55,11 +58,12 @@ class Norm(NamedTuple):
 
     def __call__(self, x: Tensor, weight: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
         """x, gate [..., D], weight [D] -> y [..., D] in x's dtype, computed in float32 (float64 for float64)."""
-        alike = gate is None or gate.shape == x.shape
-        if alike and x.shape[-1] // self.groups <= WIDEST and _fits(x, weight, gate):
-            given = _flat(x), _packed(weight), _flat(gate)
-            y = _Normed.apply(*given, self) if wants_gradient(given) else _run("norm", *given, *self)[0]
-            return y.view(x.shape)
+        given, alike = (x, weight, gate), gate is None or gate.shape == x.shape
+        if not (alike and x.shape[-1] // self.groups <= WIDEST and _fits(*given)):
+            return self._normed(*given)
+        return _Normed.apply(*given, self) if wants_gradient(given) else _run("norm", *given, *self)[0]
+
+    def _normed(self, x: Tensor, weight: Tensor | None, gate: Tensor | None) -> Tensor:
         wide = x.to(accumulator(x.dtype))
         opened = None if gate is None else ACTIVATIONS[self.activation or ""](gate.to(wide.dtype))
         if opened is not None and self.gate_first:
@@ -79,8 +83,8 @@ def turn(x: Tensor, positions: Tensor, base: float, width: int) -> Tensor:
     """Channels i < width/2 and i + width/2 of x [B,T,H,K] turned by positions ([T] or [B,T]) * base^(-2i/width)."""
     rate = -2 * math.log(base) / width
     if not positions.requires_grad and _fits(x) and _readable(x, positions):
-        given = x, positions if positions.dim() == 2 else positions[None], rate, width
-        return _Turned.apply(*given) if wants_gradient((x,)) else _run("rotary", *given, False)[0]
+        given = x, positions if positions.dim() == 2 else positions[None], rate, width, False
+        return _Turned.apply(*given) if wants_gradient((x,)) else _run("rotary", *given)[0]
     wide = accumulator(x.dtype)
     angle = positions[..., None].to(wide) * torch.exp(torch.arange(width // 2, device=x.device, dtype=wide) * rate)
     cos, sin = angle.cos()[..., None, :], angle.sin()[..., None, :]
@@ -102,25 +106,19 @@ def _fits(x: Tensor, *others: Tensor | None) -> bool:
     return all_plain(given) and all(y.dtype in DTYPES and y.device == x.device for y in given)
 
 
-def _flat(x: Tensor | None) -> Tensor | None:
-    """[.., D] as rows [T,D], each in one piece, which is how kernels read them."""
-    if x is None:
-        return None
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-def _packed(x: Tensor | None) -> Tensor | None:
-    """[D] in one piece."""
-    return None if x is None else x.contiguous()
-
-
 def _run(function: str, *values: Any) -> Any:
     """A function of the kernels' module; repeated, it is replayed (core/plans.py)."""
     from foci.ops import kernels_triton_parts
 
     run = getattr(kernels_triton_parts, function)
     return replay_or_run(run, values, lambda: run(*values))
+
+
+def _graphed(run: Callable[..., Tensor], given: tuple[Tensor | None, ...], dy: Tensor) -> Iterator[Tensor | None]:
+    """The gradients of run(*given) by torch's operations, with a graph of their own: for second derivatives."""
+    wanted = [x for x in given if x is not None and x.requires_grad]
+    found = iter(torch.autograd.grad(run(*given), wanted, dy, create_graph=True))
+    return (next(found) if x is not None and x.requires_grad else None for x in given)
 
 
 class _Convolution(torch.autograd.Function):
@@ -132,14 +130,11 @@ class _Convolution(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight, bias), (of_x, of_weight, of_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
-        given = x, weight, _packed(bias), ctx.activation, dy  # as hooks on what is saved have given them back
-        dx, sums = _run("convolve_back", *given, [of_x, of_weight or of_bias])
-        total = None if sums is None else sums.sum(0)
-        dweight = total[:-1].t()[:, None].to(weight.dtype) if of_weight and total is not None else None
-        return dx, dweight, total[-1].to(bias.dtype) if of_bias and total is not None else None, None
+        given, activation, needs = ctx.saved_tensors, ctx.activation, list(ctx.needs_input_grad[:3])
+        if torch.is_grad_enabled():
+            return *_graphed(lambda x, weight, bias: _convolved(x, weight, bias, activation), given, dy), None
+        return *_run("convolve_back", *given, activation, dy, needs), None
 
 
 class _Normed(torch.autograd.Function):
@@ -151,25 +146,21 @@ class _Normed(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, gate = ctx.saved_tensors
-        given = _flat(x), _packed(weight), _flat(gate), _flat(dy)
-        dx, sums, dgate = _run("norm_back", *given, list(ctx.needs_input_grad[:3]), *ctx.norm)
-        return dx, None if sums is None else sums.sum(0).to(weight.dtype), dgate, None
+        given, norm, needs = ctx.saved_tensors, ctx.norm, list(ctx.needs_input_grad[:3])
+        if torch.is_grad_enabled():
+            return *_graphed(norm._normed, given, dy), None
+        return *_run("norm_back", *given, dy, needs, *norm), None
 
 
 class _Turned(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, positions: Tensor, rate: float, width: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, positions: Tensor, rate: float, width: int, back: bool) -> Tensor:
         ctx.save_for_backward(positions)
-        ctx.turn = rate, width
-        (y,) = _run("rotary", x, positions, rate, width, False)
+        ctx.turn = rate, width, not back
+        (y,) = _run("rotary", x, positions, rate, width, back)
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (positions,) = ctx.saved_tensors
-        (dx,) = _run("rotary", dy, positions, *ctx.turn, True)
-        return dx, None, None, None
+        return _Turned.apply(dy, *ctx.saved_tensors, *ctx.turn), None, None, None, None
