@@ -5,8 +5,8 @@ fault, as its tiles were chosen by another compiler; that anything differs from 
 table yet, as it has just come out, is held to what any GPU asks of a kernel alone.
 
 A row says of what it was compiled: source, arguments, configuration, Triton, assembler and what the environment tells
-them. With --check what is still compiled of the same is taken from the table, so that only what has changed since takes
-time, and a few of the others, of every day's own choice, so that no table is taken at its word for long.
+them. With --check or --write what is still compiled of the same is taken from the table, so that only what has changed
+since takes time, and a few of the others, of every day's own choice, so that no table is taken at its word for long.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Others:
             if (python := _environment(Path(folder) / "venv", version)) is None:
                 say(f"--triton {version}: pip could not install it; expected a version that there is, or newest")
                 return 1
-            known = ["--known", *kept] if check and (kept := self._kept()) else []
+            known = ["--known", *kept] if (check or write) and (kept := self._kept()) else []
             ended = subprocess.run([python, *command, *known, "--out", out], check=False, stdout=subprocess.DEVNULL)
             made = out.read_text() if out.exists() else ""
         head, *rows = [json.loads(line) for line in made.splitlines()] or [{}]

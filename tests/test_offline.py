@@ -224,6 +224,8 @@ def another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels_tritons: An
             path.write_text("\n".join(map(json.dumps, lines)) + "\n")
 
         def run(command: list[Any], **_: Any) -> Any:
+            taken = how.get("check", True) or how.get("write", False)
+            assert ("--known" in command) == (taken and known is not None), "what has not changed is not compiled again"
             write(Path(command[command.index("--out") + 1]), "3.6.0", rows, wrong)
             return subprocess.CompletedProcess(command, ended)
 
