@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from foci.core.tune import interpreting
-from foci.ops import gpu
+from foci.ops import gpu, layer_parts
 from foci.ops.decay import gpu as decay
 from foci.ops.delta import gpu as delta
 from foci.ops.scan import gpu as scan
@@ -122,7 +122,7 @@ def mend(monkeypatch: pytest.MonkeyPatch) -> None:
     for ops, names in ((builder, arithmetic), *sums):
         for name in names:
             monkeypatch.setattr(ops, name, unmended(getattr(ops, name)))
-    for backend in (decay, delta, scan, selective_scan, softmax):
+    for backend in (decay, delta, scan, selective_scan, softmax, layer_parts):
         monkeypatch.setattr(backend, "unsuitable", but_bfloat16)
 
 

@@ -14,7 +14,7 @@ from foci.ops.layer_parts import Norm, convolve, turn
 from tests.ops.in_triton import DEVICE
 from tests.ops.recurrences import BUDGET, error
 
-DTYPES = [torch.float32, torch.float16]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NORMS = {
     "of queries": Norm(mean=False),
     "plain": Norm(),
