@@ -139,21 +139,25 @@ def check_documents(
     names: tuple[str, str] = ("offsets", "state"),
 ) -> None:
     """Check offsets and state as far as possible without reading values; `names`: what the caller calls them."""
-    (name, its), rows, word = names, B, "rows in the batch"
     if offsets is not None:
-        if not isinstance(offsets, Tensor) or offsets.dtype not in INTEGERS or offsets.dim() != 1:
-            got = f"{short(offsets.dtype)} {list(offsets.shape)}" if isinstance(offsets, Tensor) else repr(offsets)
-            raise ValueError(f"{operator}: {name} must be a 1-D int32 or int64 tensor [N + 1], got {got}")
-        dense(operator, name, offsets)
-        if B != 1:
-            raise ShapeError(f"{operator}: {name} need a batch of 1 (documents stand end to end), got B={B}")
-        if is_batched(offsets):
-            raise ValueError(f"{operator}: {name} cannot be mapped by vmap: they say how long documents are")
-        if offsets.shape[0] < 1:
-            raise ShapeError(f"{operator}: {name} is empty; expected [0, ...], one more entry than documents")
-        rows, word = offsets.shape[0] - 1, "packed documents"
-    if state is not None and state.shape[0] != rows:
-        raise ShapeError(f"{operator}: {its} has {state.shape[0]} rows; expected {rows}, the {word}")
+        check_offsets(operator, offsets, B, names[0])
+    count, word = rows(offsets, B), "rows in the batch" if offsets is None else "packed documents"
+    if state is not None and state.shape[0] != count:
+        raise ShapeError(f"{operator}: {names[1]} has {state.shape[0]} rows; expected {count}, the {word}")
+
+
+def check_offsets(operator: str, offsets: object, B: int = 1, name: str = "offsets") -> None:
+    """Raise for what cannot be the offsets of documents that stand end to end in a batch of B; values are not read."""
+    if not isinstance(offsets, Tensor) or offsets.dtype not in INTEGERS or offsets.dim() != 1:
+        got = f"{short(offsets.dtype)} {list(offsets.shape)}" if isinstance(offsets, Tensor) else repr(offsets)
+        raise ValueError(f"{operator}: {name} must be a 1-D int32 or int64 tensor [N + 1], got {got}")
+    dense(operator, name, offsets)
+    if B != 1:
+        raise ShapeError(f"{operator}: {name} need a batch of 1 (documents stand end to end), got B={B}")
+    if is_batched(offsets):
+        raise ValueError(f"{operator}: {name} cannot be mapped by vmap: they say how long documents are")
+    if offsets.shape[0] < 1:
+        raise ShapeError(f"{operator}: {name} is empty; expected [0, ...], one more entry than documents")
 
 
 def rows(offsets: Tensor | None, B: int) -> int:

@@ -261,7 +261,7 @@ def test_where_sequences_start_is_named(side: str, slopes: Tensor | None) -> Non
     """A list ended in an attribute that it has not, and with slopes what has another shape in torch's words."""
     q, k, v, q_offsets, k_offsets = packed([(4, 4), (4, 4)])
     given: dict[str, Any] = {"cu_seqlens_q": q_offsets, "cu_seqlens_k": k_offsets}
-    wrong: list[Any] = [[0, 4, 8], q_offsets.float(), q_offsets[None], q_offsets[:0]]
+    wrong: list[Any] = [None, [0, 4, 8], q_offsets.float(), q_offsets[None], q_offsets[:0]]
     for starts in wrong:
         with pytest.raises(ValueError, match=f"^flash_attn: {side} (must be a 1-D int32 or int64 tensor|is empty)"):
             flash_attn_varlen_func(

@@ -20,7 +20,7 @@ from foci.compat.flash_attn.arguments import (
     unpack,
 )
 from foci.core.errors import ShapeError
-from foci.ops.arguments import check_documents
+from foci.ops.arguments import check_offsets
 from foci.ops.masks import Mask, Packed
 from foci.ops.softmax.api import attention, attention_with_lse
 from foci.ops.softmax.call import probability
@@ -145,7 +145,7 @@ def flash_attn_varlen_func(
     copies the keys that are used; what it holds behind a sequence's last page may be anything.
     """
     for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check_documents("flash_attn", starts, None, 1, (name, ""))
+        check_offsets("flash_attn", starts, name=name)
     mask = join(Packed(cu_seqlens_q, cu_seqlens_k), mask_of(causal, window_size))
     N = cu_seqlens_q.numel() - 1
     longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q)
