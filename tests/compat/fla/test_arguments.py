@@ -87,6 +87,23 @@ def test_what_is_no_batch_of_one_and_no_state_is_refused() -> None:
         ours.fused_recurrent_gla(X, X, X, gv=-X[..., :3])
 
 
+def test_a_state_of_other_sizes_is_told_in_the_layout_that_was_given() -> None:
+    """The operators told it in theirs, K x V, whatever was given."""
+    for V, state, expected in (
+        (5, STATE, "1, 2, 5, 4"),
+        (4, STATE[:, :1], "1, 2, 4, 4"),
+        (4, STATE[..., :3], "1, 2, 4, 4"),
+    ):
+        given = ", ".join(map(str, state.shape))
+        said = rf"^fla: initial_state has shape \[{given}\]; expected \[N, H, V, K\] = \[{expected}\]"
+        with pytest.raises(ShapeError, match=said):
+            ours.chunk_gla(X, X, torch.zeros(1, 6, 2, V), -X, initial_state=state, state_v_first=True)
+    with pytest.raises(ShapeError, match=r"^fla: .* \[1, 2, 4, 3\]; expected \[N, H, K, V\] = \[1, 2, 4, 4\]"):
+        ours.chunk_gdn(X, X, X, -X[..., 0], X[..., 0], initial_state=STATE[..., :3])
+    with pytest.raises(ShapeError, match=r"^fla: initial_state has shape \[1, 7\]; expected \[N, D\] = \[1, 8\]"):
+        ours.chunk_hgrn(X.flatten(2), -X.flatten(2), STATE.flatten(1)[:, :7])
+
+
 @pytest.mark.parametrize(
     ("name", "given", "expected"),
     [

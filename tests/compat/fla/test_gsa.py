@@ -55,3 +55,8 @@ def test_arguments_that_do_not_fit() -> None:
         ours.chunk_gsa(x, x, x, x, checkpoint_level=3)
     with pytest.raises(ValueError, match="q has 3 heads, k has 2; expected a multiple"):
         ours.chunk_gsa(x, x[:, :, :2], x[:, :, :2], x[:, :, :2])
+    for s, said in ((x[0], "s has 3 dimensions"), (x.tolist(), "s must be a tensor"), (x[:, :1], "s has shape")):
+        with pytest.raises((TypeError, ValueError), match=f"^fla: {said}"):
+            ours.chunk_gsa(x, x, x, s)
+    with pytest.raises(TypeError, match="fla: initial_state must be a tensor, got 1"):
+        ours.chunk_gsa(x.repeat(1, 1, 2, 1), x, x, x, -x, initial_state=(1, 1))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foci.core.errors import ShapeError, Unsupported
-from foci.core.shapes import dense
+from foci.core.shapes import Signature, dense
 from foci.core.spec import accumulator
 from foci.nn.parts import l2norm
 from foci.nn.recurrent import selective_decay
@@ -70,7 +70,7 @@ class Run:
         value_decay: Tensor | None = None,
     ) -> Pair:
         """`linear_attention`; value_decay [B,T,H,V] is a decay of the state's columns."""
-        state = self._state(v)
+        state = self._state(q, v)
         q, k, v = map(self.turn, (q, k, v))
         log_decay, value_decay = map(self.turn, (log_decay, value_decay))
         if value_decay is not None:
@@ -93,7 +93,7 @@ class Run:
         value_decay: Tensor | None = None,
     ) -> Pair:
         """`delta_rule`, erase rounded to keys' dtype; value_decay as in `linear`."""
-        state = self._state(v)
+        state = self._state(q, v)
         q, k, v, beta = map(self.turn, (q, k, v, beta))
         erase = None if erase is None else self.turn(erase.to(k.dtype))
         log_decay, value_decay = map(self.turn, (log_decay, value_decay))
@@ -122,14 +122,18 @@ class Run:
         state = state.transpose(-1, -2) if self.state_v_first else state
         return state.flip(0) if self.reverse and self.cu_seqlens is not None else state
 
-    def _state(self, v: Tensor) -> Tensor | None:
-        """The initial state in our operators' layout, checked."""
+    def _state(self, q: Tensor, v: Tensor) -> Tensor | None:
+        """The initial state in our operators' layout, checked, in FLA's, against q [B,T,G,K] and v [B,T,H,V]."""
         state = self.initial_state
+        wanted, last = ("[N, H, V, K]", (v, q)) if self.state_v_first else ("[N, H, K, V]", (q, v))
         if state is not None and state.dim() != 4:
-            expected = "[N, H, V, K]" if self.state_v_first else "[N, H, K, V]"
-            raise ShapeError(f"fla: initial_state has shape {list(state.shape)}; expected {expected}")
-        if dense("fla", "v", v).dim() > 1:  # the operator says what is wrong with another
+            raise ShapeError(f"fla: initial_state has shape {list(state.shape)}; expected {wanted}")
+        if dense("fla", "q", q).dim() == dense("fla", "v", v).dim() == 4:  # the operator says what is wrong with others
             self.check(v)
+            sizes = [v.shape[2], *(x.shape[3] for x in last)]
+            if state is not None and [*state.shape[1:]] != sizes:
+                expected = f"{wanted} = {[len(state), *sizes]}"
+                raise ShapeError(f"fla: initial_state has shape {list(state.shape)}; expected {expected}")
         return self.layout(state)
 
     def _back(self, out: Tensor, final: Tensor | None, value_decay: Tensor | None) -> Pair:
@@ -231,6 +235,13 @@ def written(v: Tensor, beta: Tensor | None, use_beta_sigmoid_in_kernel: bool, al
     if beta is None:
         raise ValueError("use_beta_sigmoid_in_kernel=True needs beta")
     return beta.to(accumulator(beta.dtype)).sigmoid() * (2 if allow_neg_eigval else 1)
+
+
+def hold(signature: Signature, tensors: dict[str, Tensor | None]) -> None:
+    """Raise, by FLA's names, for what is no tensor, has other sizes, holds whole numbers or lies elsewhere."""
+    signature.bind(tensors)
+    first = next(x for x in tensors.values() if x is not None)
+    check_rest("fla", first, tensors)
 
 
 def ones(v: Tensor) -> Tensor:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from foci.compat.fla.arguments import Run, tuning
+from foci.compat.fla.arguments import Run, hold, tuning
 from foci.core.errors import ShapeError
+from foci.core.shapes import Signature, dense
 from foci.core.spec import accumulator
 
 States = tuple[Tensor, Tensor]
+Query = Float[Tensor, "B T HQ K"]
+Key = Float[Tensor, "B T H K"]
+Value = Float[Tensor, "B T H V"]
+Slots = Float[Tensor, "B T H M"]
 
 
 def chunk_gsa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    s: Tensor,
-    g: Tensor | None = None,
+    q: Query,
+    k: Key,
+    v: Value,
+    s: Slots,
+    g: Slots | None = None,
     scale: float | None = None,
     initial_state: States | None = None,
     output_final_state: bool = False,
@@ -46,11 +52,11 @@ def chunk_gsa(
 
 
 def fused_recurrent_gsa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    s: Tensor,
-    g: Tensor | None = None,
+    q: Query,
+    k: Key,
+    v: Value,
+    s: Slots,
+    g: Slots | None = None,
     scale: float | None = None,
     initial_state: States | None = None,
     output_final_state: bool = False,
@@ -58,9 +64,10 @@ def fused_recurrent_gsa(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, States | None]:
     """`chunk_gsa`, in either direction; without g the slots are still filled from the first token on, as in FLA."""
+    hold(_GSA, {"q": q, "k": k, "v": v, "s": s, "g": g})
     if initial_state is not None and (not isinstance(initial_state, tuple | list) or len(initial_state) != 2):
         raise ValueError("initial_state is not a pair; expected (P [N,H,K,M], W [N,H,M,V])")
-    keys, values = initial_state or (None, None)
+    keys, values = (None if x is None else dense("fla", "initial_state", x) for x in initial_state or (None, None))
     if g is None:
         Run(scale, keys, output_final_state, cu_seqlens).check(s)
         s, g = _filling(s, cu_seqlens)
@@ -87,3 +94,6 @@ def _filling(s: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     totals = [part.logcumsumexp(1) for part in parts]
     gates = [torch.cat([z[:, :1], z[:, :-1]], 1) - z for z in totals]
     return (wide - torch.cat(totals, 1)).exp().to(s.dtype), torch.cat(gates, 1)
+
+
+_GSA = Signature(fused_recurrent_gsa, "fla")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from foci.compat.fla.arguments import Run
+from foci.core.errors import ShapeError
 from foci.core.shapes import dense
 from foci.ops.scan.api import scan
 
@@ -31,6 +32,9 @@ def fused_recurrent_hgrn(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_hgrn`, for packed documents too."""
-    if dense("fla", "x", x).dim() > 1:  # scan says what is wrong with another
+    if dense("fla", "x", x).dim() == 3:  # scan says what is wrong with another
         Run(None, initial_state, output_final_state, cu_seqlens).check(x)
+        if initial_state is not None and initial_state.shape[1:] != x.shape[2:]:
+            expected = f"[N, D] = {[len(initial_state), x.shape[2]]}"
+            raise ShapeError(f"fla: initial_state has shape {list(initial_state.shape)}; expected {expected}")
     return scan(x, g, state=initial_state, offsets=cu_seqlens, return_state=output_final_state)

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from foci.compat.fla.arguments import Pair, Run, below_zero, ones, refuse, tuning, unit
+from foci.compat.fla.arguments import Pair, Run, below_zero, hold, ones, refuse, tuning, unit
 from foci.core.errors import ShapeError
 from foci.core.shapes import Signature
-from foci.ops.arguments import check_rest
 
 Row = Float[Tensor, "B T H K"]
 Value = Float[Tensor, "B T H V"]
@@ -36,13 +35,6 @@ class Step(NamedTuple):
     beta: Tensor
     erase: Tensor
     log_decay: Tensor | None = None
-
-
-def _hold(signature: Signature, tensors: dict[str, Tensor | None]) -> None:
-    """Raise, by FLA's names, for what is no tensor, has other sizes, holds whole numbers or lies elsewhere."""
-    signature.bind(tensors)
-    first = next(x for x in tensors.values() if x is not None)
-    check_rest("fla", first, tensors)
 
 
 def _at(x: Tensor, n: int, slot: int) -> Tensor:
@@ -133,7 +125,7 @@ def chunk_gated_delta_product(
     refuse("chunk_gated_delta_product", {"cp_context": cp_context})
     tuning(cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
     tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
-    _hold(_PRODUCT, tensors)
+    hold(_PRODUCT, tensors)
     n = num_householder
     if not isinstance(n, int) or n < 1:
         raise ValueError(f"num_householder must be a whole number from 1 up, got {n!r}")
@@ -184,7 +176,7 @@ def fused_recurrent_iplr_delta_rule(
     cu_seqlens: Tensor | None = None,
 ) -> Pair:
     """`chunk_iplr_delta_rule`: in foci the two names are one computation."""
-    _hold(_IPLR, {"q": q, "k": k, "v": v, "a": a, "b": b, "initial_state": initial_state})
+    hold(_IPLR, {"q": q, "k": k, "v": v, "a": a, "b": b, "initial_state": initial_state})
     return _dplr(Run(scale, initial_state, output_final_state, cu_seqlens), q, k, v, a, b, None)
 
 
@@ -219,7 +211,7 @@ def chunk_dplr_delta_rule(
         chunk_size=chunk_size, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, safe_gate=safe_gate,
         disable_recompute=disable_recompute,
     )  # fmt: skip
-    _hold(_DPLR, {"q": q, "k": k, "v": v, "a": a, "b": b, "gk": gk, "initial_state": initial_state})
+    hold(_DPLR, {"q": q, "k": k, "v": v, "a": a, "b": b, "gk": gk, "initial_state": initial_state})
     below_zero("lower_bound", lower_bound)
     bounded = safe_gate or (lower_bound is not None and lower_bound >= _BOUND)
     return _dplr(Run(scale, initial_state, output_final_state, cu_seqlens), q, k, v, a, b, gk, bounded)
@@ -239,7 +231,7 @@ def fused_recurrent_dplr_delta_rule(
     cu_seqlens: Tensor | None = None,
 ) -> Pair:
     """`chunk_dplr_delta_rule`, in either direction."""
-    _hold(_DPLR, {"q": q, "k": k, "v": v, "a": a, "b": b, "gk": gk, "initial_state": initial_state})
+    hold(_DPLR, {"q": q, "k": k, "v": v, "a": a, "b": b, "gk": gk, "initial_state": initial_state})
     return _dplr(Run(scale, initial_state, output_final_state, cu_seqlens, reverse), q, k, v, a, b, gk)
 
 
@@ -266,7 +258,7 @@ def chunk_rwkv7(
     lower_bound=-0.6065..., which the model's w obeys, makes it two delta steps a token instead of three.
     Paper: Peng et al. 2025 (arXiv 2503.14456).
     """
-    _hold(_RWKV7, {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b, "initial_state": initial_state})
+    hold(_RWKV7, {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b, "initial_state": initial_state})
     return chunk_dplr_delta_rule(
         r, k, v, a, b, w, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu, safe_gate, chunk_size,
         disable_recompute, cp_context, lower_bound,
@@ -286,7 +278,7 @@ def fused_recurrent_rwkv7(
     cu_seqlens: Tensor | None = None,
 ) -> Pair:
     """`chunk_rwkv7`, but the default scale is K**-0.5 and the final state is returned by default, as in FLA."""
-    _hold(_RWKV7, {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b, "initial_state": initial_state})
+    hold(_RWKV7, {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b, "initial_state": initial_state})
     return chunk_dplr_delta_rule(r, k, v, a, b, w, scale, initial_state, output_final_state, cu_seqlens)
 
 
@@ -304,7 +296,7 @@ def fused_mul_recurrent_rwkv7(
     cu_seqlens: Tensor | None = None,
 ) -> Pair:
     """RWKV-7 in the model's own letters: `chunk_rwkv7` with a = -kk and b = kk * a, in either direction."""
-    _hold(_RWKV7_MODEL, {"r": r, "w": w, "k": k, "v": v, "kk": kk, "a": a, "initial_state": initial_state})
+    hold(_RWKV7_MODEL, {"r": r, "w": w, "k": k, "v": v, "kk": kk, "a": a, "initial_state": initial_state})
     return fused_recurrent_dplr_delta_rule(
         r, k, v, -kk, kk * a, w, scale, initial_state, output_final_state, reverse, cu_seqlens
     )
@@ -333,7 +325,7 @@ def chunk_comba(
     """
     tuning(cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
     tensors = {"q": q, "k": k, "v": v, "p": p, "g": g, "beta": beta, "initial_state": initial_state}
-    _hold(_COMBA, tensors)
+    hold(_COMBA, tensors)
     q, k, p = unit(use_qk_l2norm_in_kernel, q, k, k if p is None else p)
     beta = ones(v) if beta is None else beta
     decay = _row(g[..., None].expand(*g.shape, k.shape[-1]))
