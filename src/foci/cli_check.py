@@ -296,7 +296,7 @@ def _load(target: str) -> Any:
 
 @contextmanager
 def _telling_what_dies() -> Iterator[None]:
-    """Within it Python says which line killed the interpreter: here nobody is left to, as the parent of a child is."""
+    """Within it Python tells which line kills the interpreter, as no parent process is there to (check/isolate.py)."""
     if faulthandler.is_enabled() or sys.__stderr__ is None:
         yield
         return

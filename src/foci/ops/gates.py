@@ -143,11 +143,10 @@ class Gates:
         through_rise = _sums_from(by_rise) if self.own else _sums_from(by_rise) - by_rise
         return through_rise + _sums_before(by_fall) + (by_total * self.total)[:, None]
 
-    def felt(self, dg: Tensor) -> Tensor:
-        """The whole gradient of log_decay [M,C,D], in place: 0 where a decay is 0, as nothing depends on that gate.
+    def zero_where_forgotten(self, dg: Tensor) -> Tensor:
+        """dg, the whole gradient of log_decay [M,C,D], in place 0 where a decay is 0: nothing depends on that gate.
 
-        Sums leave rounding errors there, which are small beside others until a gate is -exp(w): that multiplies them by
-        its size.
+        Sums leave rounding errors there, small beside other gradients; a gate of -exp(w) multiplies them by its size.
         """
         return dg.masked_fill_(self.decay == 0, 0)
 

@@ -254,7 +254,7 @@ template <class T, bool DELTA, bool CHANNEL> struct Back : Chunk<DELTA, CHANNEL>
     }
     store(place<float>(job.d_k, row, t0, head), job.d_k.t, dw, r.K, n, job.K);
     if (job.d_decay.p) {
-      if (CHANNEL)  // sums leave rounding errors where a decay is 0, and nothing depends on the gate (ops/gates.py: felt)
+      if (CHANNEL)  // sums leave rounding errors where a decay is 0, and nothing depends on that gate (ops/gates.py)
         for (int x = 0; x < n * r.K; x += L) at(r.by_t + x) = at(r.decay + x) == vec{} ? vec{} : at(r.by_t + x);
       store(place<float>(job.d_decay, row, t0, head), job.d_decay.t, r.by_t, r.K, n, CHANNEL ? job.K : 1);
     }

@@ -109,4 +109,4 @@ def _slab_backward(
     found.put("k", dk, slab)
     if "log_decay" in found.needed:
         dg += gates.backward(rows * to_rows, columns * to_columns, (starts * behind).sum(-1))
-        found.put("log_decay", gates.felt(dg), slab)
+        found.put("log_decay", gates.zero_where_forgotten(dg), slab)

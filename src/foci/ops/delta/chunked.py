@@ -166,4 +166,4 @@ def _slab_backward(
     found.put("k", d_key, slab)
     if "log_decay" in found.needed:
         dg += gates.backward(over_reads(rows * to_rows), fall * to_fall, (starts * behind).sum(-1))
-        found.put("log_decay", gates.felt(dg), slab)
+        found.put("log_decay", gates.zero_where_forgotten(dg), slab)
