@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from foci.core.tune import TARGETS, record_launches
 from foci.ops import kernels_triton_parts, layer_parts
 from foci.ops.layer_parts import Norm, convolve, turn
 from tests.ops.in_triton import DEVICE
@@ -151,6 +152,30 @@ def test_rows_of_zeros_have_finite_gradients() -> None:
     y = Norm(mean=False)(x)
     (dx,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(y, torch.zeros_like(y)) and torch.allclose(dx, torch.full_like(dx, 1e3))
+
+
+def test_without_eps_the_gradient_of_weights_is_that_of_the_rows_there_are() -> None:
+    for shape in ((5, 8), (700, 6)):
+        torch.manual_seed(0)
+        errors = apart(Norm(eps=0.0), [torch.randn(shape), torch.randn(shape[-1]), None])
+        assert max(errors) <= BUDGET[torch.float32], errors
+
+
+def test_heads_that_lie_farther_apart_than_32_bits_count() -> None:
+    far = torch.UntypedStorage(2**32 + 8, device=DEVICE)
+    x = torch.empty(0, dtype=torch.float16, device=DEVICE).set_(far, 0, (1, 1, 3, 2), (0, 0, 2**30, 1))
+    x.copy_(torch.randn(1, 1, 3, 2))
+    found, same = (turn(y, torch.tensor([3], device=DEVICE), 1e4, 2) for y in (x, x.clone()))
+    assert torch.equal(found, same) and not torch.equal(found, x)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_program_has_no_more_threads_than_a_gpu_lets_it_have(target: str) -> None:
+    x, weight = torch.empty(3, layer_parts.WIDEST, device="meta"), torch.empty(layer_parts.WIDEST, device="meta")
+    with record_launches(TARGETS[target]) as launches:
+        kernels_triton_parts.norm(x, weight, None, *Norm())
+        kernels_triton_parts.norm_back(x, weight, None, x, [True, True, False], *Norm())
+    assert max(launch.meta["num_warps"] for launch in launches) * TARGETS[target].lanes <= 1024
 
 
 @pytest.mark.parametrize("token", [0, 69, 127, 128, 129])

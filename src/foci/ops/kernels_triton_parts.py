@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, launch, strides
+from foci.core.tune import Config, launch, strides, target_of
 from foci.tiles.activation import activate, slope
 from foci.tiles.channels import channels_of
 from foci.tiles.stretches import rows
@@ -119,7 +119,7 @@ def convolve_back_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def row_of(ptr, t, stride, column, inside):  # type: ignore[no-untyped-def]
     """Rows t [BLOCK_T,BLOCK_D] from a column on, in float32, 0 outside."""
-    return tl.load(ptr + t[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    return tl.load(ptr + t[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     MEAN: tl.constexpr, ACTIVATION: tl.constexpr, FIRST: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """y = r x w act(gate), r = 1 / sqrt(mean(x^2) + eps) of each of G parts of D; FIRST: of x act(gate) for x."""
-    t = tl.program_id(0) // G * BLOCK_T + tl.arange(0, BLOCK_T)
+    t = (tl.program_id(0) // G).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = tl.arange(0, BLOCK_D)
     column = tl.program_id(0) % G * D + d
     inside = (t < T)[:, None] & (d < D)[None, :]
@@ -149,7 +149,7 @@ def norm_kernel(  # type: ignore[no-untyped-def]
         y *= tl.load(weight_ptr + column, mask=d < D, other=0.0).to(tl.float32)[None, :]
     if gate_ptr is not None and not FIRST:
         y *= opened
-    there = y_ptr + t[:, None].to(tl.int64) * (G * D) + column[None, :]
+    there = y_ptr + t[:, None] * (G * D) + column[None, :]
     tl.store(there, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -169,7 +169,7 @@ def norm_back_kernel(  # type: ignore[no-untyped-def]
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + column, mask=d < D, other=0.0).to(tl.float32)[None, :]
     sums = tl.zeros([BLOCK_D], tl.float32)
-    first = tl.program_id(0) // G * PIECE
+    first = (tl.program_id(0) // G).to(tl.int64) * PIECE
     for t0 in range(first, tl.minimum(first + PIECE, T), BLOCK_T):
         t = t0 + tl.arange(0, BLOCK_T)
         inside = (t < T)[:, None] & (d < D)[None, :]
@@ -187,13 +187,14 @@ def norm_back_kernel(  # type: ignore[no-untyped-def]
         n = z * r
         along = tl.sum(dn * n, 1)[:, None]
         dx = r * (dn - n * (along / D if MEAN else along))
-        there = t[:, None].to(tl.int64) * (G * D) + column[None, :]
+        there = t[:, None] * (G * D) + column[None, :]
         if dgate_ptr is not None:
             dgate = (dx * x if FIRST else dy * n * weight) * steep
             tl.store(dgate_ptr + there, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
         if dx_ptr is not None:
             tl.store(dx_ptr + there, (dx * opened if FIRST else dx).to(dx_ptr.dtype.element_ty), mask=inside)
-        sums += tl.sum(dy * n if FIRST else dy * n * opened, 0)
+        # Of a row that is not there n is NaN where eps is 0.
+        sums += tl.sum(tl.where(inside, dy * n if FIRST else dy * n * opened, 0.0), 0)
     if sums_ptr is not None:
         piece = (tl.program_id(0) // G).to(tl.int64)
         tl.store(sums_ptr + piece * (G * D) + column, sums, mask=d < D)
@@ -230,7 +231,7 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
     blocks, HALF = tl.cdiv(T, BLOCK_T), WIDTH // 2
     b = (tl.program_id(0) // blocks).to(tl.int64)
     t = (tl.program_id(0) % blocks * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, BLOCK_D).to(tl.int64)
     position = tl.load(positions_ptr + b * positions_s[0] + t * positions_s[1], mask=t < T, other=0.0)
     turns = position.to(tl.float64)[:, None] * tl.exp(d.to(tl.float64) * tl.full([1], RATE, tl.float64))[None, :]
     turns *= tl.full([1, 1], 0.15915494309189535, tl.float64)
@@ -240,15 +241,15 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
     x_ptr += b * x_s[0] + t[:, None] * x_s[1]
     y_ptr += (b * T + t[:, None]) * (H * K)
     for h in range(H):
-        near = x_ptr + h * x_s[2] + d[None, :] * x_s[3]
+        near = x_ptr + tl.cast(h, tl.int64) * x_s[2] + d[None, :] * x_s[3]
         first = tl.load(near, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(near + HALF * x_s[3], mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(near + tl.cast(HALF, tl.int64) * x_s[3], mask=inside, other=0.0).to(tl.float32)
         there = y_ptr + h * K + d[None, :]
         tl.store(there, (first * cos - second * sin).to(y_ptr.dtype.element_ty), mask=inside)
         tl.store(there + HALF, (second * cos + first * sin).to(y_ptr.dtype.element_ty), mask=inside)
         for rest in range(WIDTH, K, BLOCK_D):
             still = (t < T)[:, None] & (rest + d < K)[None, :]
-            kept = tl.load(near + rest * x_s[3], mask=still, other=0.0)
+            kept = tl.load(near + tl.cast(rest, tl.int64) * x_s[3], mask=still, other=0.0)
             tl.store(there + rest, kept, mask=still)
 
 
@@ -308,12 +309,12 @@ def _total(sums: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, D:
 
 
 @functools.cache
-def _rows(D: int, back: bool) -> Config:
-    """As many rows as 128 threads have room for, of a wide row alone more threads. PIECE: those of a sum."""
+def _rows(D: int, back: bool, lanes: int) -> Config:
+    """As many rows as 128 threads have room for, of a wide row alone up to 1024 threads. PIECE: those of a sum."""
     block, most = triton.next_power_of_2(D), 128 * ROOM
     rows = max(1, most // block)
     blocks = {"BLOCK_T": rows, "BLOCK_D": block} | ({"PIECE": 16 * rows} if back else {})
-    return Config(blocks, warps=min(32, max(4, block // (32 * ROOM))), stages=1)
+    return Config(blocks, warps=min(1024 // lanes, max(4, block // (32 * ROOM))), stages=1)
 
 
 def norm(
@@ -323,7 +324,7 @@ def norm(
     """y [..,G D] in x's dtype, of x and gate [..,G D], weight [G D]."""
     y, rows = torch.empty(x.shape, dtype=x.dtype, device=x.device), _flat(x, gate)
     T, D = rows[0].shape[0], x.shape[-1] // groups
-    config = _rows(D, False)
+    config = _rows(D, False, target_of(x.device).lanes)
     launch(
         norm_kernel, (-(-T // config["BLOCK_T"]) * groups,), rows[0], _packed(weight), rows[1], y, *_pitches(*rows),
         T, D, groups, eps, config=config, MEAN=mean, ACTIVATION=activation, FIRST=gate_first,
@@ -338,7 +339,7 @@ def norm_back(
     """What is needed of dx, dweight and dgate, each in its tensor's dtype: two launches where weights learn."""
     x_, gate_, dy_ = rows = _flat(x, gate, dy)
     T, D = x_.shape[0], x.shape[-1] // groups
-    config = _rows(D, True)
+    config = _rows(D, True, target_of(x.device).lanes)
     pieces = -(-T // config["PIECE"])
     dx, dweight, dgate = map(_like, (x, weight, gate), needs)
     sums = _sums(pieces, groups * D, dweight)
