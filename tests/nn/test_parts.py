@@ -54,6 +54,14 @@ def test_gated_rms_norm(activation: str, gate_first: bool) -> None:
 def test_an_unknown_activation_is_named() -> None:
     with pytest.raises(ValueError, match="GatedRMSNorm: activation is 'gelu'; expected one of 'silu', 'sigmoid'"):
         GatedRMSNorm(6, activation="gelu")
+
+
+@pytest.mark.parametrize("norm", [RMSNorm, GatedRMSNorm])
+def test_parts_of_a_norm_are_equal(norm: type[RMSNorm]) -> None:
+    with pytest.raises(ValueError, match=f"^{norm.__name__}: size is 6, groups 4; expected a multiple of the second"):
+        norm(6, groups=4)
+    with pytest.raises(ValueError, match=f"^{norm.__name__}: groups is 0; expected an integer of at least 1"):
+        norm(6, groups=0)
     with pytest.raises(ValueError, match="ShortConvolution: size is 0"):
         ShortConvolution(6, 0)
 

@@ -69,9 +69,13 @@ def test_a_convolution_is_torchs(size: int, activation: str | None, dtype: torch
         assert max(errors) <= BUDGET[dtype], (B, T, D, errors)
 
 
-def test_more_taps_than_a_program_has_tokens() -> None:
-    errors = apart(lambda *x: convolve(*x, "silu"), drawn(1, 300, 2, 130, torch.float32))
+def test_as_many_taps_as_a_kernel_takes_and_more() -> None:
+    errors = apart(lambda *x: convolve(*x, "silu"), drawn(1, 150, 2, layer_parts.LONGEST, torch.float32))
     assert max(errors) <= BUDGET[torch.float32], errors
+    more = [None if x is None else x.to(DEVICE) for x in drawn(1, 5, 2, layer_parts.LONGEST + 1, torch.float32)]
+    x, weight, bias = more
+    assert x is not None and weight is not None
+    assert not by_kernel(convolve(x.requires_grad_(), weight, bias, "silu"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

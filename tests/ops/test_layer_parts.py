@@ -141,6 +141,26 @@ def test_a_gate_of_another_shape_is_spread_by_torch(kernels: None) -> None:
     assert Norm(activation="silu")(x, None, torch.randn(3, 1)).shape == x.shape
 
 
+def test_what_no_kernel_has_the_sizes_or_the_name_of_is_torchs(kernels: None) -> None:
+    """It says what is wrong, or spreads one number: a kernel would read what lies behind."""
+    x, weight = torch.randn(2, 5, 6), torch.randn(6, 1, 3)
+    wrong: list[Callable[[], Tensor]] = [
+        lambda: Norm()(x, torch.randn(4)),
+        lambda: Norm(4)(x),
+        lambda: convolve(x, weight[:4], None, None),
+        lambda: convolve(x, weight, torch.randn(4), None),
+    ]
+    for run in wrong:
+        with pytest.raises(RuntimeError, match=r"must match the size|don't multiply up"):
+            run()
+    for run in (lambda: Norm(activation="gelu")(x, None, x), lambda: convolve(x, weight, None, "gelu")):
+        with pytest.raises(KeyError, match="gelu"):
+            run()
+    one = torch.randn(1)
+    assert torch.equal(Norm()(x, one), Norm()(x, one.expand(6).double()))
+    assert convolve(x, weight, one, None).shape == (2, 3, 6) == convolve(x, weight[:1], None, None).shape
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_layers_give_their_parts_what_a_kernel_takes(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that none falls back to torch's operations without a word: each call of a layer in training."""

@@ -92,6 +92,10 @@ class RMSNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        name = type(self).__name__
+        sizes(name, {"groups": groups})
+        if size % groups:
+            raise ValueError(f"{name}: size is {size}, groups {groups}; expected a multiple of the second")
         self.eps, self.groups = eps, groups
         self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         self.reset_parameters()

@@ -254,10 +254,10 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
 
 
 @functools.cache
-def _channels(D: int, SIZE: int, back: bool) -> Config:
+def _channels(D: int, back: bool) -> Config:
     """One warp, with eight tokens on their way."""
     block = min(32 * CHANNELS[back], triton.next_power_of_2(D))
-    return Config({"STRETCH": max(STRETCH[back], SIZE), "BLOCK_D": block, "BLOCK_T": 8}, warps=1, stages=1)
+    return Config({"STRETCH": STRETCH[back], "BLOCK_D": block, "BLOCK_T": 8}, warps=1, stages=1)
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> tuple[Tensor]:
@@ -265,7 +265,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | N
     (B, L, D), SIZE = x.shape, weight.shape[2]
     T = L - SIZE + 1
     y = torch.empty(B, T, D, dtype=x.dtype, device=x.device)
-    config = _channels(D, SIZE, False)
+    config = _channels(D, False)
     launch(
         convolve_kernel, (B * -(-T // config["STRETCH"]) * -(-D // config["BLOCK_D"]),), x, weight, _packed(bias), y,
         strides(x), strides(weight), T, D, config=config, ACTIVATION=activation, SIZE=SIZE,
@@ -278,7 +278,7 @@ def convolve_back(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """What is needed of dx, dweight [D,1,J] and dbias [D], each in its tensor's dtype: two launches, or one for dx."""
     (B, L, D), SIZE = x.shape, weight.shape[2]
-    config = _channels(D, SIZE, True)
+    config = _channels(D, True)
     stretches = B * -(-L // config["STRETCH"])
     dx, dweight, dbias = map(_like, (x, weight, bias), needs)
     sums = _sums(stretches, (SIZE + 1) * D, dweight, dbias)

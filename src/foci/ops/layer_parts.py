@@ -22,14 +22,22 @@ from foci.ops.gpu import DTYPES, unsuitable
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 WIDEST = 16384  # channels of a norm that a program has at once
+LONGEST = 16  # taps of a convolution's kernel, which is written out for each: with 64 it compiles for minutes
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     """y[t] = act(sum_j weight[:, 0, j] x[t + j] + bias): x [B, T + J - 1, D], weight [D,1,J], bias [D] -> [B,T,D]."""
     given = x, weight, bias, activation
-    if not _fits(x, weight, bias):
+    if not (_fits(x, weight, bias) and _convolves(*given)):
         return _convolved(*given)
     return _Convolution.apply(*given) if wants_gradient(given) else _run("convolve", *given)[0]
+
+
+def _convolves(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> bool:
+    """Whether a kernel takes these sizes and this name; torch's operations spread others, or say what is wrong."""
+    D, _, J = weight.shape
+    named = activation is None or activation in ACTIVATIONS
+    return named and J <= LONGEST and x.shape[2] == D and (bias is None or bias.shape == (D,))
 
 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -58,10 +66,17 @@ class Norm(NamedTuple):
 
     def __call__(self, x: Tensor, weight: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
         """x, gate [..., D], weight [D] -> y [..., D] in x's dtype, computed in float32 (float64 for float64)."""
-        given, alike = (x, weight, gate), gate is None or gate.shape == x.shape
-        if not (alike and x.shape[-1] // self.groups <= WIDEST and _fits(*given)):
+        given = x, weight, gate
+        if not (_fits(*given) and self._matches(*given)):
             return self._normed(*given)
         return _Normed.apply(*given, self) if wants_gradient(given) else _run("norm", *given, *self)[0]
+
+    def _matches(self, x: Tensor, weight: Tensor | None, gate: Tensor | None) -> bool:
+        """Whether a kernel takes these sizes and this name; torch's operations spread others, or say what is wrong."""
+        if gate is not None and (gate.shape != x.shape or self.activation not in ACTIVATIONS):
+            return False
+        size, rest = divmod(x.shape[-1], self.groups)
+        return size <= WIDEST and not rest and (weight is None or weight.shape == x.shape[-1:])
 
     def _normed(self, x: Tensor, weight: Tensor | None, gate: Tensor | None) -> Tensor:
         wide = x.to(accumulator(x.dtype))
