@@ -26,6 +26,12 @@ NORMS = {
     "three parts": Norm(3, activation="silu"),
 }
 
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "convolve": lambda x: convolve(x.flatten(2), x.new_ones(8, 1, 1), None, "silu").unflatten(2, (2, 4)),
+    "norm": Norm(),
+    "turn": lambda x: turn(x, torch.arange(5, device=x.device), 1e4, 4),
+}
+
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
@@ -254,6 +260,38 @@ def test_second_derivatives_are_those_of_torchs_operations() -> None:
     for run, given in runs:
         found = steep(run, [x.to(DEVICE).requires_grad_() for x in given])
         truth = steep(run, [x.detach().double().requires_grad_() for x in given])
+        assert max(error(a.cpu(), b) for a, b in zip(found, truth, strict=True)) <= BUDGET[torch.float32]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_gradients_that_no_kernel_reads_are_torchs(name: str) -> None:
+    """Many in one, as of a vectorised Jacobian, and what a conjugate negates by a bit; their own gradients too."""
+    x, dy = torch.randn(2, 1, 5, 2, 4).unbind()
+    results = []
+    for given in (x.to(DEVICE), x.double()):
+        run, leaf, back = PARTS[name], given.requires_grad_(), dy.to(given)
+        (negated,) = torch.autograd.grad(run(leaf), leaf, torch._neg_view(-back))
+        (many,) = torch.autograd.grad(run(leaf), leaf, torch.stack([back, back.exp()]), is_grads_batched=True)
+        (first,) = torch.autograd.grad(run(leaf).sin().sum(), leaf, create_graph=True)
+        results.append((negated, many, *torch.autograd.grad(first, leaf, many.detach(), is_grads_batched=True)))
+    for found, truth in zip(*results, strict=True):
+        assert error(found.cpu(), truth) <= BUDGET[torch.float32]
+
+
+def test_second_derivatives_where_one_input_is_made_of_another_or_is_the_same() -> None:
+    def steep(run: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+        (first,) = torch.autograd.grad(run(x).sin().sum(), x, create_graph=True)
+        return [first.detach(), *torch.autograd.grad(first.square().sum(), x)]
+
+    torch.manual_seed(0)
+    runs: list[tuple[Callable[[Tensor], Tensor], Tensor]] = [
+        (lambda x: NORMS["gated"](x, None, x), torch.randn(3, 8)),
+        (lambda x: NORMS["behind the gate"](x, x[0] + 1, 2 * x), torch.randn(3, 8)),
+        (lambda w: convolve(w[None, :, 0] * w.sum(0), w[:, :, :3], w[:, 0, 0], "silu"), torch.randn(6, 1, 6)),
+    ]
+    for run, given in runs:
+        found = steep(run, given.to(DEVICE).requires_grad_())
+        truth = steep(run, given.double().requires_grad_())
         assert max(error(a.cpu(), b) for a, b in zip(found, truth, strict=True)) <= BUDGET[torch.float32]
 
 

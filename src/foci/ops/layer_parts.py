@@ -97,12 +97,16 @@ class Norm(NamedTuple):
 def turn(x: Tensor, positions: Tensor, base: float, width: int) -> Tensor:
     """Channels i < width/2 and i + width/2 of x [B,T,H,K] turned by positions ([T] or [B,T]) * base^(-2i/width)."""
     rate = -2 * math.log(base) / width
-    if not positions.requires_grad and _fits(x) and _readable(x, positions):
-        given = x, positions if positions.dim() == 2 else positions[None], rate, width, False
-        return _Turned.apply(*given) if wants_gradient((x,)) else _run("rotary", *given)[0]
+    given = x, positions if positions.dim() == 2 else positions[None], rate, width, False
+    if positions.requires_grad or not (_fits(x) and _readable(x, positions)):
+        return _turned(*given)
+    return _Turned.apply(*given) if wants_gradient((x,)) else _run("rotary", *given)[0]
+
+
+def _turned(x: Tensor, positions: Tensor, rate: float, width: int, back: bool) -> Tensor:
     wide = accumulator(x.dtype)
     angle = positions[..., None].to(wide) * torch.exp(torch.arange(width // 2, device=x.device, dtype=wide) * rate)
-    cos, sin = angle.cos()[..., None, :], angle.sin()[..., None, :]
+    cos, sin = angle.cos()[..., None, :], (-angle if back else angle).sin()[..., None, :]
     first, second, rest = x.split([width // 2, width // 2, x.shape[-1] - width], -1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
     return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
@@ -129,11 +133,27 @@ def _run(function: str, *values: Any) -> Any:
     return replay_or_run(run, values, lambda: run(*values))
 
 
-def _graphed(run: Callable[..., Tensor], given: tuple[Tensor | None, ...], dy: Tensor) -> Iterator[Tensor | None]:
-    """The gradients of run(*given) by torch's operations, with a graph of their own: for second derivatives."""
-    wanted = [x for x in given if x is not None and x.requires_grad]
-    found = iter(torch.autograd.grad(run(*given), wanted, dy, create_graph=True))
-    return (next(found) if x is not None and x.requires_grad else None for x in given)
+def _plain(dy: Tensor, *others: Tensor | None) -> bool:
+    """Whether a kernel can read a gradient that came, and what was saved; is_grads_batched brings many in one."""
+    return alone(dy) and all_plain((dy, *others)) and not torch._C._functorch.is_legacy_batchedtensor(dy)
+
+
+def _by_torch(dy: Tensor, *given: Tensor | None) -> bool:
+    """Whether a backward goes by torch's operations: for second derivatives, or since no kernel reads the gradient."""
+    return torch.is_grad_enabled() or not _plain(dy, *given)
+
+
+def _gradients(run: Callable[..., Tensor], given: tuple[Tensor | None, ...], dy: Tensor) -> Iterator[Tensor | None]:
+    """Of run(*given) by torch's operations, with a graph of their own where one is wanted.
+
+    Of views, since one of `given` may be made of another, or be the same: each has its own share alone.
+    """
+    graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        own = [x.view_as(x) if x is not None and x.requires_grad else x for x in given]
+        wanted = [x for x in own if x is not None and x.requires_grad]
+        found = iter(torch.autograd.grad(run(*own), wanted, dy, create_graph=graph))
+    return (next(found) if x is not None and x.requires_grad else None for x in own)
 
 
 class _Convolution(torch.autograd.Function):
@@ -147,8 +167,8 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         given, activation, needs = ctx.saved_tensors, ctx.activation, list(ctx.needs_input_grad[:3])
-        if torch.is_grad_enabled():
-            return *_graphed(lambda x, weight, bias: _convolved(x, weight, bias, activation), given, dy), None
+        if _by_torch(dy, *given):
+            return *_gradients(lambda x, weight, bias: _convolved(x, weight, bias, activation), given, dy), None
         return *_run("convolve_back", *given, activation, dy, needs), None
 
 
@@ -163,8 +183,8 @@ class _Normed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         given, norm, needs = ctx.saved_tensors, ctx.norm, list(ctx.needs_input_grad[:3])
-        if torch.is_grad_enabled():
-            return *_graphed(norm._normed, given, dy), None
+        if _by_torch(dy, *given):
+            return *_gradients(norm._normed, given, dy), None
         return *_run("norm_back", *given, dy, needs, *norm), None
 
 
@@ -178,4 +198,5 @@ class _Turned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return _Turned.apply(dy, *ctx.saved_tensors, *ctx.turn), None, None, None, None
+        (positions,) = ctx.saved_tensors
+        return (_Turned.apply if _plain(dy, positions) else _turned)(dy, positions, *ctx.turn), None, None, None, None
