@@ -151,6 +151,12 @@ def test_rotary_is_torchs(width: int, dtype: torch.dtype) -> None:
         assert max(errors) <= BUDGET[dtype], (positions, errors)
 
 
+def test_rotary_of_channels_that_lie_apart_is_torchs() -> None:
+    x = torch.randn(2, 20, 3, 9).permute(0, 3, 2, 1)
+    errors = apart(lambda x: turn(x, torch.arange(9, device=x.device), 1e4, 6), [x])
+    assert max(errors) <= BUDGET[torch.float32], errors
+
+
 def test_positions_that_learn_are_torchs() -> None:
     positions = torch.arange(4.0, device=DEVICE, requires_grad=True)
     y = turn(torch.randn(1, 4, 1, 6, device=DEVICE), positions, 1e4, 6)
