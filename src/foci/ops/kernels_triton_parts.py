@@ -8,6 +8,7 @@ tokens: each program stores its own, a second launch adds them.
 from __future__ import annotations
 
 import functools
+import struct
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ def convolve_back_kernel(  # type: ignore[no-untyped-def]
         dys = rows(dy_ptr, t0, T, dy_s[1], d * dy_s[2], inside, BLOCK_T)
         for i in tl.static_range(BLOCK_T):
             dpre = dys[i].to(tl.float32) * slope(tapped(xs, weights, bias, i, SIZE), ACTIVATION)
-            dpre = tl.where((t0 + i < end) & (t0 + i < T), dpre, 0.0)
+            dpre = tl.where(t0 + i < T, dpre, 0.0)  # blocks end where stretches do
             dpres = dpres + (dpre,)  # type: ignore[assignment]  # noqa: RUF005
             dx, added = tl.zeros(d.shape, tl.float32), ()
             for j in tl.static_range(SIZE):
@@ -221,19 +222,20 @@ def total_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def rotary_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, positions_ptr, y_ptr, x_s, positions_s, T, H, K,
-    RATE: tl.constexpr, WIDTH: tl.constexpr, BACK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    x_ptr, positions_ptr, y_ptr, x_s, positions_s, T, H, K, rate, rest_of_rate,
+    WIDTH: tl.constexpr, BACK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Channels d and d + WIDTH/2 of x [B,T,H,K] turned by positions * exp(RATE d), BACK: the other way; others stay.
+    """Channels d and d + WIDTH/2 of x [B,T,H,K] turned by positions * exp(rate d), BACK: the other way; others stay.
 
-    Angles are float64 until whole turns are gone: in float32 a position of 10^5 is 0.01 off.
+    Angles are float64 until whole turns are gone, and the rate two float32: with one a position of 10^5 is 0.01 off.
     """
     blocks, HALF = tl.cdiv(T, BLOCK_T), WIDTH // 2
     b = (tl.program_id(0) // blocks).to(tl.int64)
     t = (tl.program_id(0) % blocks * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     d = tl.arange(0, BLOCK_D).to(tl.int64)
     position = tl.load(positions_ptr + b * positions_s[0] + t * positions_s[1], mask=t < T, other=0.0)
-    turns = position.to(tl.float64)[:, None] * tl.exp(d.to(tl.float64) * tl.full([1], RATE, tl.float64))[None, :]
+    slower = d.to(tl.float64) * rate + d.to(tl.float64) * rest_of_rate
+    turns = position.to(tl.float64)[:, None] * tl.exp(slower)[None, :]
     turns *= tl.full([1, 1], 0.15915494309189535, tl.float64)
     angle = (turns - tl.floor(turns)).to(tl.float32) * 6.283185307179586
     cos, sin = tl.cos(angle), tl.sin(angle) * (-1.0 if BACK else 1.0)
@@ -372,8 +374,9 @@ def rotary(x: Tensor, positions: Tensor, rate: float, width: int, back: bool) ->
     (B, T, H, K), block = x.shape, triton.next_power_of_2(width // 2)
     y = torch.empty(B, T, H, K, dtype=x.dtype, device=x.device)
     config = Config({"BLOCK_T": max(1, min(8, 512 // block)), "BLOCK_D": block}, warps=4, stages=1)
+    (near,) = struct.unpack("f", struct.pack("f", rate))
     launch(
         rotary_kernel, (B * -(-T // config["BLOCK_T"]),), x, positions, y, strides(x),
-        strides(positions.expand(B, T)), T, H, K, config=config, RATE=rate, WIDTH=width, BACK=back,
+        strides(positions.expand(B, T)), T, H, K, near, rate - near, config=config, WIDTH=width, BACK=back,
     )  # fmt: skip
     return (y,)
