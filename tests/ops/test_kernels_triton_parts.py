@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from foci.core.tune import TARGETS, record_launches
 from foci.ops import kernels_triton_parts, layer_parts
@@ -299,6 +300,23 @@ def test_second_derivatives_where_one_input_is_made_of_another_or_is_the_same() 
         found = steep(run, given.to(DEVICE).requires_grad_())
         truth = steep(run, given.double().requires_grad_())
         assert max(error(a.cpu(), b) for a, b in zip(found, truth, strict=True)) <= BUDGET[torch.float32]
+
+
+def test_a_gradient_that_carries_a_tangent_keeps_it() -> None:
+    """Forward-mode AD over a backward, which is linear in what came; torch has none over that of silu."""
+    x, weight, bias = (None if y is None else y.to(DEVICE).requires_grad_() for y in drawn(1, 20, 6, 3, torch.float32))
+    assert x is not None and weight is not None
+    for y in (
+        convolve(x, weight, bias, None),
+        NORMS["plain"](x),
+        turn(x[:, :, None], torch.arange(22, device=DEVICE), 1e4, 4),
+    ):
+        dy, tangent = torch.randn_like(y), torch.randn_like(y)
+        with forward_ad.dual_level():
+            (found,) = torch.autograd.grad(y, x, forward_ad.make_dual(dy, tangent), retain_graph=True)
+            moved = forward_ad.unpack_dual(found).tangent
+        assert moved is not None
+        torch.testing.assert_close(moved, torch.autograd.grad(y, x, tangent)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_the_backward_keeps_only_what_was_given() -> None:

@@ -130,6 +130,22 @@ def test_torchs_operations_run_where_something_must_see_them(run: Callable[..., 
     assert run(*given(torch.float64)).dtype == torch.float64
 
 
+@each
+@pytest.mark.usefixtures("kernels")
+def test_what_lies_on_another_device_is_torchs_to_refuse(run: Callable[..., Tensor]) -> None:
+    x, w, b = given()
+    with pytest.raises(RuntimeError, match="device"):
+        run(x, w.to("meta"), b)
+
+
+@each
+@pytest.mark.usefixtures("kernels")
+def test_without_triton_torchs_operations_run(run: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_parts, "installed", lambda name: name != "triton")
+    x, w, b = given()
+    assert run(x, w, b).shape[0] == len(x)
+
+
 @pytest.mark.parametrize("name", ["convolve", "norm"])
 def test_weights_in_float64_are_torchs(name: str, kernels: None) -> None:
     x, w, b = given()
