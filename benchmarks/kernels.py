@@ -70,15 +70,17 @@ def backend_of(spec: Spec) -> ModuleType | None:
     return importlib.import_module(name) if registered or find_spec(name) else None
 
 
-def launches_of(specimen: Specimen, module: ModuleType | None, target: Target) -> Iterator[tuple[str, Launch]]:
-    """(direction, launch) for all that a forward and a backward of this call would launch."""
+def launches_of(specimen: Specimen, target: Target) -> Iterator[tuple[str, Launch]]:
+    """(direction, launch) for all that a forward and a backward of this call would launch; none without a backend."""
     if specimen.run is not None:
         with record_launches(target) as seen:
             specimen.run(**specimen.make(specimen.dtype))
         yield from ((specimen.direction, launch) for launch in seen)
         return
     spec = SPECS[specimen.operator]
-    assert spec.bind is not None and spec.outputs is not None and module is not None
+    if (module := backend_of(spec)) is None:
+        return
+    assert spec.bind is not None and spec.outputs is not None
     call = spec.bind(**specimen.make(specimen.dtype))
     keeps = hasattr(module, "kept")
     with record_launches(target) as seen:
@@ -114,12 +116,9 @@ def recorded(options: argparse.Namespace) -> tuple[list[tuple[dict[str, Any], La
         return rows, wrong if rows else [*wrong, none]
     asked: dict[Target, dict[tuple[str, str], ConfigRequest]] = {gpu: {} for gpu in shipped()}
     for specimen in options.drawn or SPECIMENS:
-        module = backend_of(SPECS[specimen.operator]) if specimen.run is None else None
-        if module is None and specimen.run is None:
-            continue
         for target in targets_of(specimen, options):
             try:
-                for label, direction, launch in launched(specimen, module, target, asked):
+                for label, direction, launch in launched(specimen, target, asked):
                     rows.append((_names(specimen.operator, label, direction, target, launch), launch))
             except Exception as error:
                 place = traceback.extract_tb(error.__traceback__)[-1]
@@ -131,21 +130,18 @@ def recorded(options: argparse.Namespace) -> tuple[list[tuple[dict[str, Any], La
 
 
 def launched(
-    specimen: Specimen,
-    module: ModuleType | None,
-    target: str,
-    asked: dict[Target, dict[tuple[str, str], ConfigRequest]],
+    specimen: Specimen, target: str, asked: dict[Target, dict[tuple[str, str], ConfigRequest]]
 ) -> Iterator[tuple[str, str, Launch]]:
     """(label, direction, launch) as the rules say; then what a GPU's table makes another kernel of, labelled by it.
 
     What was asked of `configure` for such a GPU is added to `asked`.
     """
-    by_rule = list(launches_of(specimen, module, TARGETS[target]))
+    by_rule = list(launches_of(specimen, TARGETS[target]))
     yield from ((specimen.label, *pair) for pair in by_rule)
     for gpu in (gpu for gpu in asked if gpu.architecture == target):
         known = {identity(launch, gpu) for _, launch in by_rule}
         with override_configs({}) as there:
-            by_table = list(launches_of(specimen, module, gpu))
+            by_table = list(launches_of(specimen, gpu))
         asked[gpu] |= there
         for direction, launch in by_table:
             if identity(launch, gpu) not in known:

@@ -98,7 +98,7 @@ def turn(x: Tensor, positions: Tensor, base: float, width: int) -> Tensor:
     """Channels i < width/2 and i + width/2 of x [B,T,H,K] turned by positions ([T] or [B,T]) * base^(-2i/width)."""
     rate = -2 * math.log(base) / width
     given = x, positions if positions.dim() == 2 else positions[None], rate, width, False
-    if positions.requires_grad or not (_fits(x) and _readable(x, positions)):
+    if positions.requires_grad or positions.device != x.device or not (_fits(x) and _plain(positions)):
         return _turned(*given)
     return _Turned.apply(*given) if wants_gradient((x,)) else _run("rotary", *given)[0]
 
@@ -112,17 +112,16 @@ def _turned(x: Tensor, positions: Tensor, rate: float, width: int, back: bool) -
     return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
 
-def _readable(x: Tensor, positions: Tensor) -> bool:
-    """Whether a kernel that takes x can read the positions."""
-    return alone(positions) and all_plain([positions]) and positions.device == x.device
-
-
 def _fits(x: Tensor, *others: Tensor | None) -> bool:
     """Whether a kernel takes them: on one GPU, of its dtypes, and nothing must see torch's own operations."""
-    if not alone(x) or unsuitable(x, x.shape, (1,)) or not installed("triton"):
+    if not _plain(x, *others) or unsuitable(x, x.shape, (1,)) or not installed("triton"):
         return False
-    given = [x, *[y for y in others if y is not None]]
-    return all_plain(given) and all(y.dtype in DTYPES and y.device == x.device for y in given)
+    return all(y.dtype in DTYPES and y.device == x.device for y in others if y is not None)
+
+
+def _plain(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether a kernel can read what lies in their memory; of a gradient is_grads_batched brings many in one."""
+    return alone(x) and all_plain((x, *others)) and not torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 def _run(function: str, *values: Any) -> Any:
@@ -131,11 +130,6 @@ def _run(function: str, *values: Any) -> Any:
 
     run = getattr(kernels_triton_parts, function)
     return replay_or_run(run, values, lambda: run(*values))
-
-
-def _plain(dy: Tensor, *others: Tensor | None) -> bool:
-    """Whether a kernel can read a gradient that came, and what was saved; is_grads_batched brings many in one."""
-    return alone(dy) and all_plain((dy, *others)) and not torch._C._functorch.is_legacy_batchedtensor(dy)
 
 
 def _by_torch(dy: Tensor, *given: Tensor | None) -> bool:
