@@ -1,7 +1,8 @@
 """Short convolutions, gated norms, rotary positions: one kernel each way on a GPU, torch's operations elsewhere.
 
-Kernels keep only their inputs for the backward. Torch's operations, which the compiler fuses by itself, are what runs
-under it, under transforms and modes, in float64, and what the kernels are tested against.
+Kernels keep only their inputs for the backward, where one more adds the gradients of weights. Torch's operations, which
+the compiler fuses by itself, are what runs under it, under transforms and modes, in float64, and what the kernels are
+tested against.
 """
 
 from __future__ import annotations
