@@ -350,13 +350,46 @@ _FOLDED = tuple(
 )  # fmt: skip
 
 
-def convolved(*, D: int = 2048, back: bool = False) -> Callable[[torch.dtype], dict[str, Any]]:
-    """A short convolution of four taps."""
+def convolved(
+    *, D: int = 2048, B: int = 2, before: bool = False, packed: bool = False, back: bool = False
+) -> Callable[[torch.dtype], dict[str, Any]]:
+    """A short convolution of four taps: behind zeros or the tokens before, or of packed documents."""
 
     def make(dtype: torch.dtype) -> dict[str, Any]:
-        made: dict[str, Any] = {"x": empty(2, T + 3, D, dtype=dtype), "weight": empty(D, 1, 4, dtype=dtype)}
-        made |= {"bias": None, "activation": "silu"}
-        return made | ({"dy": empty(2, T, D, dtype=dtype), "needs": [True, True, False]} if back else {})
+        made: dict[str, Any] = {"x": empty(B, T, D, dtype=dtype)}
+        made |= {"before": empty(B, 3, D, dtype=dtype) if before else None}
+        made |= {"ages": empty(T, dtype=torch.int64) if packed else None}
+        made |= {"weight": empty(D, 1, 4, dtype=dtype), "bias": None, "activation": "silu"}
+        needs = [True, before, False, True, False]
+        return made | ({"dy": empty(B, T, D, dtype=dtype), "needs": needs} if back else {})
+
+    return make
+
+
+def stepped(dtype: torch.dtype) -> dict[str, Any]:
+    """One token of 64 rows."""
+    made = {"x": empty(64, 2048, dtype=dtype), "tail": empty(64, 3, 2048, dtype=dtype)}
+    return made | {"weight": empty(2048, 1, 4, dtype=dtype), "bias": None, "activation": "silu"}
+
+
+def gated(*, H: int = 16, D: int = 2048, inverted: bool = False, back: bool = False) -> Callable[[torch.dtype], Any]:
+    """Decays of heads or of channels."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        made: dict[str, Any] = {"x": empty(2, T, D, dtype=dtype), "bias": None if inverted else empty(D, dtype=dtype)}
+        made |= {"a_log": None if inverted else empty(H, dtype=dtype), "rate": -1.0, "inverted": inverted}
+        needs = [True, not inverted, not inverted]
+        return made | ({"dy": empty(2, T, D, dtype=torch.float32), "needs": needs} if back else {})
+
+    return make
+
+
+def weighed(*, shared: bool = False, back: bool = False) -> Callable[[torch.dtype], dict[str, Any]]:
+    """Heads of 64 channels by a number for each token, or for all."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        x, scale = empty(2, T, 4096, dtype=dtype), empty(64, dtype=dtype) if shared else empty(2, T, 64)
+        return {"x": x, "scale": scale} | ({"dy": x, "needs": [True, True]} if back else {})
 
     return make
 
@@ -375,12 +408,12 @@ def normed(
     return make
 
 
-def _parts(name: str, make: Any, function: str, **where: str) -> tuple[Specimen, ...]:
+def _parts(name: str, make: Any, function: str, module: str = "parts", **where: str) -> tuple[Specimen, ...]:
     """Both directions of what a layer has round its operator."""
     ways = ((function, "forward", {}), (f"{function}_back", "backward", {"back": True}))
     return tuple(
         Specimen(
-            "layers", name, make(**back), run=later("kernels_triton_parts", run), direction=direction, **where
+            "layers", name, make(**back), run=later(f"kernels_triton_{module}", run), direction=direction, **where
         )
         for run, direction, back in ways
     )  # fmt: skip
@@ -403,7 +436,22 @@ def turned(back: bool = False) -> Callable[[torch.dtype], dict[str, Any]]:
 
 
 _LAYERS = (
-    *_parts("short convolution", convolved, "convolve"),
+    *_parts("short convolution", convolved, "convolve", "convolution"),
+    *_parts(
+        "short convolution behind tokens", partial(convolved, before=True), "convolve", "convolution", where="sm_90"
+    ),
+    *_parts(
+        "short convolution of documents", partial(convolved, B=1, packed=True), "convolve", "convolution",
+        where="sm_90",
+    ),
+    Specimen(
+        "layers", "short convolution, one token", stepped, run=later("kernels_triton_convolution", "convolve_step")
+    ),
+    *_parts("decays of channels", gated, "gate"),
+    *_parts("decays of heads", partial(gated, D=16), "gate", where="sm_90"),
+    *_parts("decays by a log sigmoid", partial(gated, inverted=True), "gate", where="sm_90"),
+    *_parts("weighed heads", weighed, "weigh"),
+    *_parts("heads weighed alike", partial(weighed, shared=True), "weigh", where="sm_90"),
     *_parts("RMSNorm of heads of 128, gated", normed, "norm"),
     *_parts("queries and keys normalised", partial(normed, gate=False), "norm", where="sm_90"),
     *_parts(

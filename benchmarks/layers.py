@@ -1,6 +1,7 @@
 """foci.nn's layers in training on one GPU: their parts by kernels, by torch's operations, compiled. Run it by hand.
 
-    python benchmarks/layers.py [LAYER...] [--batch 4] [--tokens 2048] [--width 2048] [--compiled] [--profile]
+    python benchmarks/layers.py [LAYER...] [--batch 4] [--tokens 2048] [--width 2048] [--documents N] [--compiled]
+        [--profile]
 
 Parts are what lies round a layer's operator: short convolutions, norms and gates, rotary positions. By torch's
 operations they run where kernels do not (ops/layer_parts.py), as here when that is asked for. How far outputs and all
@@ -39,7 +40,7 @@ LAYERS: dict[str, Callable[[int], torch.nn.Module]] = {
 
 
 def by_torch() -> AbstractContextManager[object]:
-    return patch.object(layer_parts, "_fits", lambda *_: False)
+    return patch.object(layer_parts._Part, "__call__", lambda part, *given: part.by_torch(*given))
 
 
 def apart(found: Tensor, truth: Tensor) -> float:
@@ -58,9 +59,10 @@ def measure(name: str, chosen: argparse.Namespace) -> None:
     layer = LAYERS[name](chosen.width).cuda().bfloat16()
     x = torch.randn(chosen.batch, chosen.tokens, chosen.width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dout, leaves = torch.randn_like(x), [x, *layer.parameters()]
+    offsets = None if chosen.documents is None else torch.linspace(0, chosen.tokens, chosen.documents + 1).long().cuda()
 
-    def train(run: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-        out = run(x)
+    def train(run: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        out = run(x, offsets=offsets)
         return (out.detach(), *torch.autograd.grad(out, leaves, dout))
 
     ways = {"kernels": Way(partial(train, layer)), "torch": Way(partial(train, layer), by_torch)}
@@ -92,6 +94,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=above_0, default=2048)
     parser.add_argument("--width", type=above_0, default=2048, help=f"a multiple of {HEAD}")
     parser.add_argument("--rounds", type=above_0, default=15)
+    parser.add_argument("--documents", type=above_0, help="packed end to end, as long as each other; batch 1")
     parser.add_argument("--compiled", action="store_true", help="also by torch.compile")
     parser.add_argument("--profile", action="store_true", help="the kernels of forward and backward")
     chosen = parser.parse_args()
@@ -99,6 +102,8 @@ def main() -> None:
         parser.error(f"LAYER is {', '.join(sorted(unknown))}; expected some of {', '.join(LAYERS)}")
     if chosen.width % HEAD:
         parser.error(f"--width is {chosen.width}; expected a multiple of {HEAD}")
+    if chosen.documents is not None and chosen.batch != 1:
+        parser.error(f"--batch is {chosen.batch} with --documents; expected 1")
     if not torch.cuda.is_available():
         sys.exit("layers.py: torch finds no GPU here")
     for name in chosen.layers or LAYERS:

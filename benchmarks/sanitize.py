@@ -45,7 +45,7 @@ from foci.cli_tune import DTYPES
 from foci.core import tune
 from foci.core.spec import Case, Spec
 from foci.ops import SPECS
-from foci.ops.layer_parts import Norm, convolve, turn
+from foci.ops.layer_parts import Norm, convolve, convolve_step, gate, turn, weigh
 from laws import operator_of, parts_of
 
 OURS = "^_?[a-z][a-z0-9_]*_kernel$"  # Triton leaves a kernel its name; torch's are mangled (_ZN..)
@@ -141,15 +141,27 @@ def _paged(dtype: torch.dtype) -> None:
 
 def _parts(dtype: torch.dtype) -> None:
     """What layers have round an operator (ops/layer_parts.py), forward and backward, of sizes that fill no block."""
-    x, gate = (_normal(2, 131, 3, 84, dtype=dtype).requires_grad_() for _ in range(2))
+    x, other = (_normal(2, 131, 3, 84, dtype=dtype).requires_grad_() for _ in range(2))
     weight, taps, bias = (_normal(*shape, dtype=dtype).requires_grad_() for shape in ((84,), (252, 1, 4), (252,)))
+    before, a_log = _normal(2, 3, 252, dtype=dtype).requires_grad_(), _normal(3).requires_grad_()
+    ages = torch.cat([torch.arange(n, device="cuda") for n in (2, 0, 65, 64)])
+    rows = x.flatten(2)
     found = [
-        convolve(x.flatten(2), taps, bias, "silu"),
+        convolve(rows, taps, bias, "silu", before=before),
+        convolve(rows[:1], taps, bias, "silu", ages=ages),
         turn(x, torch.arange(131, device="cuda"), 1e4, 60),
         Norm(mean=False)(x),
-        Norm(3, activation="silu", gate_first=True)(x, weight, gate),
+        Norm(3, activation="silu", gate_first=True)(x, weight, other),
+        gate(rows, bias, a_log, -1.0),
+        gate(x, weight, weight, -1.0),
+        gate(rows, None, None, -0.125, True),
+        weigh(rows, a_log),
+        weigh(rows, x[..., 0]),
     ]
-    torch.autograd.grad(found, [x, gate, weight, taps, bias], [torch.ones_like(y) for y in found])
+    leaves = [x, other, weight, taps, bias, before, a_log]
+    torch.autograd.grad(found, leaves, [torch.ones_like(y) for y in found])
+    with torch.no_grad():
+        convolve_step(x[:, 0].flatten(1), before, taps, bias, "silu")
 
 
 STEPS: dict[str, Callable[[torch.dtype], None]] = {

@@ -260,12 +260,12 @@ def test_parts_of_layers_are_played(turned: bool, monkeypatch: pytest.MonkeyPatc
 
     def given() -> list[Tensor]:
         x, gates = (half(K, T).t() if turned else half(T, K) for _ in range(2))
-        return [x, gates, half(K), half(K, 1, 3), half(K)]
+        return [x, gates, half(K), half(K, 1, 3), half(K), half(K // 2)]
 
-    def step(x: Tensor, gates: Tensor, weight: Tensor, taps: Tensor, bias: Tensor) -> list[Tensor]:
+    def step(x: Tensor, gates: Tensor, weight: Tensor, taps: Tensor, bias: Tensor, rates: Tensor) -> list[Tensor]:
         y = layer_parts.Norm(2, activation="silu")(x, weight, gates)
-        z = layer_parts.turn(layer_parts.convolve(x[None], taps, bias, "silu")[:, :, None], places[:, : T - 2], 1e4, 4)
-        return [y, z]
+        z = layer_parts.turn(layer_parts.convolve(x[None], taps, bias, "silu")[:, :, None], places, 1e4, 4)
+        return [y, z, layer_parts.gate(x, bias, rates, -1.0), layer_parts.weigh(x, rates)]
 
     for turn in range(4):
         leaves = given()
@@ -277,10 +277,10 @@ def test_parts_of_layers_are_played(turned: bool, monkeypatch: pytest.MonkeyPatc
         right = written(trained)
         played.clear()
         assert same(trained(), right), turn
-        assert len(played) == (0 if turn < 2 else 4 if turned else 6)
+        assert len(played) == (0 if turn < 2 else 4 if turned else 10)
     with torch.no_grad():
         for _ in range(4):
             leaves = given()
             played.clear()
             assert same(step(*leaves), written(lambda leaves=leaves: step(*leaves)))
-            assert len(played) == (2 if turned else 3)
+            assert len(played) == (2 if turned else 5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +12,11 @@ from torch.autograd import forward_ad
 
 from foci.core.tune import TARGETS, record_launches
 from foci.ops import kernels_triton_parts, layer_parts
-from foci.ops.layer_parts import Norm, convolve, turn
+from foci.ops.layer_parts import Norm, convolve, gate, turn, weigh
 from tests.ops.in_triton import DEVICE
+from tests.ops.layer_kernels import DTYPES, apart, by_kernel, drawn, poisoned
 from tests.ops.recurrences import BUDGET, error
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NORMS = {
     "of queries": Norm(mean=False),
     "plain": Norm(),
@@ -31,68 +31,10 @@ PARTS: dict[str, Callable[[Tensor], Tensor]] = {
     "convolve": lambda x: convolve(x.flatten(2), x.new_ones(8, 1, 1), None, "silu").unflatten(2, (2, 4)),
     "norm": Norm(),
     "turn": lambda x: turn(x, torch.arange(5, device=x.device), 1e4, 4),
+    "gate": lambda x: gate(x, x.new_ones(4), x.new_zeros(2), -0.5),
+    "weigh": lambda x: weigh(x, x.detach()[..., :2].cos()),
 }
-
-
-@pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    """What a kernel does not write is NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def by_kernel(y: Tensor) -> bool:
-    return type(y.grad_fn).__name__ in ("_ConvolutionBackward", "_NormedBackward", "_TurnedBackward")
-
-
-def apart(run: Callable[..., Tensor], leaves: list[Tensor | None], flat: bool = False) -> list[float]:
-    """How far values and gradients are from those in float64, by which no kernel runs; flat: of a sum."""
-    given = [None if x is None else x.detach().to(DEVICE).requires_grad_() for x in leaves]
-    exact = [None if x is None else x.detach().double().requires_grad_() for x in leaves]
-    found, truth = run(*given), run(*exact)
-    assert by_kernel(found) and not by_kernel(truth) and found.dtype == given[0].dtype  # type: ignore[union-attr]
-    dy = torch.ones(1, 1).expand(truth.shape) if flat else torch.randn(truth.shape).to(found.dtype)
-    wanted = [x for x in exact if x is not None]
-    expected = torch.autograd.grad(truth, wanted, dy.double())
-    got = torch.autograd.grad(found, [x for x in given if x is not None], dy.to(found))
-    assert all(a.dtype == b.dtype for a, b in zip(got, (x for x in given if x is not None), strict=True))
-    pairs = zip((found, *got), (truth, *expected), strict=True)
-    return [error(a.detach().cpu(), b.detach()) for a, b in pairs]
-
-
-def drawn(B: int, T: int, D: int, size: int, dtype: torch.dtype, bias: bool = True) -> list[Tensor | None]:
-    torch.manual_seed(size + T)
-    x, weight = torch.randn(B, T + size - 1, D), torch.randn(D, 1, size)
-    return [x.to(dtype), weight.to(dtype), torch.randn(D).to(dtype) if bias else None]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "sigmoid", None])
-@pytest.mark.parametrize("size", [1, 2, 4, 5])
-def test_a_convolution_is_torchs(size: int, activation: str | None, dtype: torch.dtype) -> None:
-    for B, T, D in ((2, 1, 3), (1, 7, 130), (2, 63, 1), (2, 130, 70)):
-        errors = apart(lambda *x: convolve(*x, activation), drawn(B, T, D, size, dtype, bias=T != 7))
-        assert max(errors) <= BUDGET[dtype], (B, T, D, errors)
-
-
-def test_as_many_taps_as_a_kernel_takes_and_more() -> None:
-    errors = apart(lambda *x: convolve(*x, "silu"), drawn(1, 150, 2, layer_parts.LONGEST, torch.float32))
-    assert max(errors) <= BUDGET[torch.float32], errors
-    more = [None if x is None else x.to(DEVICE) for x in drawn(1, 5, 2, layer_parts.LONGEST + 1, torch.float32)]
-    x, weight, bias = more
-    assert x is not None and weight is not None
-    assert not by_kernel(convolve(x.requires_grad_(), weight, bias, "silu"))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_convolution_of_strided_tokens_whose_gradient_is_one_number(dtype: torch.dtype) -> None:
-    x, weight, bias = drawn(2, 70, 12, 4, dtype)
-    assert x is not None and weight is not None
-    x, weight = x.transpose(1, 2).contiguous().transpose(1, 2), weight.repeat(2, 1, 1)[::2]
-    assert bias is not None
-    errors = apart(lambda x, w, b: convolve(x, w, b.repeat_interleave(2)[::2], "silu"), [x, weight, bias], flat=True)
-    assert max(errors) <= BUDGET[dtype], errors
+__all__ = ["poisoned"]  # a fixture
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -138,6 +80,58 @@ def test_what_was_saved_may_come_back_in_another_order() -> None:
         found = gradients()
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inverted", [False, True])
+@pytest.mark.parametrize("heads", [None, 1, 5, "each"])
+def test_a_gate_is_torchs(heads: int | str | None, inverted: bool, dtype: torch.dtype) -> None:
+    """Far below 0 and above too, whatever heads there are, in float32; its bias and rates in dtypes of their own."""
+    for shape, biased in (((2, 3, 5), True), ((1, 70, 40), False), ((300, 300), True), ((3, 650), False)):
+        torch.manual_seed(shape[-1])
+        x = (3 * torch.randn(shape) + torch.tensor([0.0, -12.0, 12.0]).repeat(shape[-1])[: shape[-1]]).to(dtype)
+        bias = torch.randn(shape[-1]).to(dtype) if biased else None
+        a_log = None if heads is None else torch.randn(shape[-1] if heads == "each" else int(heads))
+        errors = apart(lambda *y: gate(*y, -0.25, inverted), [x, bias, a_log], gives=torch.float32)
+        budget = [BUDGET[torch.float32], *[BUDGET[dtype]] * 3]
+        assert all(map(float.__le__, errors, budget)), (shape, errors)
+
+
+def test_a_gate_keeps_its_digits_where_it_is_small() -> None:
+    x = torch.tensor([-87.0, -40, -20, -5, 0, 5, 20, 40, 1000], device=DEVICE)
+    y = gate(x.requires_grad_(), rate=2.0)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    truth = torch.nn.functional.softplus(x.detach().double(), threshold=1e3) * 2
+    assert by_kernel(y) and ((y.double() - truth).abs() <= 1e-5 * truth).all()
+    torch.testing.assert_close(dx.double(), 2 * x.detach().double().sigmoid(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("shared", [False, True])
+def test_weighed_heads_are_torchs(shared: bool, heads: int, dtype: torch.dtype) -> None:
+    """By a number for each head, or for each head of each token, in float32 and in their own dtype."""
+    for shape in ((2, 3, 6), (1, 150, 48), (5, 3 * 200)):
+        torch.manual_seed(shape[-1])
+        x = torch.randn(shape).to(dtype)
+        scale = torch.randn((heads,) if shared else (*shape[:-1], heads))
+        for given in (scale, scale.to(dtype)):
+            errors = apart(weigh, [x, given])
+            assert max(errors) <= BUDGET[dtype], (shape, errors)
+
+
+def test_gates_and_weighed_heads_of_parts_of_wider_rows_whose_gradient_is_one_number() -> None:
+    torch.manual_seed(0)
+    wide = torch.randn(2, 50, 40)
+    errors = apart(lambda x, b, a: gate(x, b, a, -1.0), [wide[..., 3:19], torch.randn(16), torch.randn(4)], flat=True)
+    errors += apart(weigh, [wide[..., 4:20], wide[..., 20:28]], flat=True)
+    errors += apart(weigh, [torch.randn(8, 50).t(), torch.randn(2)], flat=True)
+    errors += apart(lambda x: gate(x, None, None, 1.0, True), [torch.randn(8, 50).t()], flat=True)
+    errors += apart(
+        lambda x, w: gate(x, w.repeat_interleave(2)[::2], w[:2].repeat_interleave(2)[::2], 1.0),
+        [torch.randn(7, 8), torch.randn(8)],
+    )
+    assert max(errors) <= BUDGET[torch.float32], errors
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -191,43 +185,20 @@ def test_a_program_has_no_more_threads_than_a_gpu_lets_it_have(target: str) -> N
     x, weight = torch.empty(3, layer_parts.WIDEST, device="meta"), torch.empty(layer_parts.WIDEST, device="meta")
     with record_launches(TARGETS[target]) as launches:
         kernels_triton_parts.norm(x, weight, None, *Norm())
-        kernels_triton_parts.norm_back(x, weight, None, x, [True, True, False], *Norm())
+        kernels_triton_parts.norm_back(x, weight, None, *Norm(), x, [True, True, False])
+        kernels_triton_parts.gate_back(x, weight, weight[:1], 1.0, False, x, [True] * 3)
+        kernels_triton_parts.weigh_back(x, weight[:1], x, [True] * 2)
     assert max(launch.meta["num_warps"] for launch in launches) * TARGETS[target].lanes <= 1024
 
 
-@pytest.mark.parametrize("token", [0, 69, 127, 128, 129])
-def test_what_is_no_number_stays_with_its_row_and_its_tokens(token: int) -> None:
-    x, weight, _ = (None if y is None else y.to(DEVICE) for y in drawn(3, 140, 5, 4, torch.float32, bias=False))
-    assert x is not None and weight is not None
-    spoilt = x.clone()
-    spoilt[1, token + 3] = torch.nan
-    results = []
-    for given in (x, spoilt):
-        leaf = given.requires_grad_()
-        y = convolve(leaf, weight, None, "silu")
-        results.append((y.detach(), *torch.autograd.grad(y.sum(), leaf)))
-    (y, dx), (y_spoilt, dx_spoilt) = results
-    reached = torch.zeros(3, 140, dtype=torch.bool)
-    reached[1, token : token + 4] = True
-    assert torch.equal(y_spoilt.isnan().any(-1).cpu(), reached) and torch.equal(y_spoilt[~reached], y[~reached])
-    heard = torch.zeros(3, 143, dtype=torch.bool)
-    heard[1, token : min(token + 7, 143)] = True
-    assert torch.equal(dx_spoilt.isnan().any(-1).cpu(), heard) and torch.equal(dx_spoilt[~heard], dx[~heard])
-
-
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 1), (1, 2)])
-def test_gradients_that_nobody_wants_are_not_made(wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["norm", "gate", "weigh"])
+def test_gradients_that_nobody_wants_are_not_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the others are the same."""
     asked: list[list[bool]] = []
-    convolve_back, norm_back = kernels_triton_parts.convolve_back, kernels_triton_parts.norm_back
+    back = getattr(kernels_triton_parts, f"{name}_back")
 
-    def convolved(*given: Any) -> Any:
-        found = convolve_back(*given)
-        asked.append([x is not None for x in found])
-        return found
-
-    def normed(*given: Any) -> Any:
-        found = norm_back(*given)
+    def seen(*given: Any) -> Any:
+        found = back(*given)
         asked.append([x is not None for x in found])
         return found
 
@@ -235,18 +206,18 @@ def test_gradients_that_nobody_wants_are_not_made(wanted: tuple[int, ...], monke
         leaves = [x.detach().to(DEVICE).requires_grad_(i in some) for i, x in enumerate(given)]
         return dict(zip(some, torch.autograd.grad(run(*leaves).square().sum(), [leaves[i] for i in some]), strict=True))
 
-    runs: list[tuple[Callable[..., Tensor], list[Any]]] = [
-        (lambda *x: convolve(*x, "silu"), drawn(1, 20, 6, 3, torch.float32)),
-        (NORMS["gated"], [torch.randn(9, 6), torch.randn(6), torch.randn(9, 6)]),
-    ]
-    for run, given in runs:
-        every = gradients(run, given, (0, 1, 2))
-        with monkeypatch.context() as patched:
-            patched.setattr(kernels_triton_parts, "convolve_back", convolved)
-            patched.setattr(kernels_triton_parts, "norm_back", normed)
-            some = gradients(run, given, wanted)
+    runs: dict[str, tuple[Callable[..., Tensor], list[Any]]] = {
+        "norm": (NORMS["gated"], [torch.randn(9, 6), torch.randn(6), torch.randn(9, 6)]),
+        "gate": (lambda *x: gate(*x, -1.0), [torch.randn(9, 6), torch.randn(6), torch.randn(3)]),
+        "weigh": (weigh, [torch.randn(9, 6), torch.randn(3)]),
+    }
+    run, given = runs[name]
+    every = gradients(run, given, tuple(range(len(given))))
+    monkeypatch.setattr(kernels_triton_parts, f"{name}_back", seen)
+    for wanted in ((0,), (1,), (2,), (0, 1), (1, 2))[: 5 if len(given) == 3 else 2]:
+        some = gradients(run, given, wanted)
         assert all(torch.equal(some[i], every[i]) for i in wanted)
-    assert asked == [[i in wanted for i in range(3)]] * 2
+        assert asked.pop() == [i in wanted for i in range(len(given))] and not asked
 
 
 def test_second_derivatives_are_those_of_torchs_operations() -> None:
@@ -263,6 +234,8 @@ def test_second_derivatives_are_those_of_torchs_operations() -> None:
         (lambda *x: convolve(*x, "silu"), drawn(1, 20, 6, 3, torch.float32)),
         (NORMS["two parts behind the gate"], [torch.randn(9, 6), torch.randn(6), torch.randn(9, 6)]),
         (lambda x: turn(x, places.to(x.device), 1e4, 4), [torch.randn(2, 12, 1, 6)]),
+        (lambda *x: gate(*x, -1.0), [torch.randn(9, 6), torch.randn(6), torch.randn(3)]),
+        (weigh, [torch.randn(9, 6), torch.randn(9, 3)]),
     ]
     for run, given in runs:
         found = steep(run, [x.to(DEVICE).requires_grad_() for x in given])
@@ -295,6 +268,7 @@ def test_second_derivatives_where_one_input_is_made_of_another_or_is_the_same() 
         (lambda x: NORMS["gated"](x, None, x), torch.randn(3, 8)),
         (lambda x: NORMS["behind the gate"](x, x[0] + 1, 2 * x), torch.randn(3, 8)),
         (lambda w: convolve(w[None, :, 0] * w.sum(0), w[:, :, :3], w[:, 0, 0], "silu"), torch.randn(6, 1, 6)),
+        (lambda x: weigh(gate(x, x[0], x[1], -1.0), x[..., :4]), torch.randn(3, 8)),
     ]
     for run, given in runs:
         found = steep(run, given.to(DEVICE).requires_grad_())
@@ -309,7 +283,8 @@ def test_a_gradient_that_carries_a_tangent_keeps_it() -> None:
     for y in (
         convolve(x, weight, bias, None),
         NORMS["plain"](x),
-        turn(x[:, :, None], torch.arange(22, device=DEVICE), 1e4, 4),
+        turn(x[:, :, None], torch.arange(20, device=DEVICE), 1e4, 4),
+        weigh(x, torch.randn(3, device=DEVICE)),
     ):
         dy, tangent = torch.randn_like(y), torch.randn_like(y)
         with forward_ad.dual_level():
@@ -332,8 +307,9 @@ def test_the_backward_keeps_only_what_was_given() -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         convolve(x, weight, bias, "silu")
         Norm()(x, torch.ones(6, device=DEVICE))
-    assert {*kept[:3]} == {y.data_ptr() for y in given if y is not None} and kept[3] == x.data_ptr()
-    assert len(kept) == 5
+        gate(x)
+    assert {*kept[:3]} == {y.data_ptr() for y in given if y is not None} and kept[3] == kept[5] == x.data_ptr()
+    assert len(kept) == 6
 
 
 def test_wider_norms_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:

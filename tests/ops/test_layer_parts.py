@@ -1,4 +1,4 @@
-"""Short convolutions and norms of layers: their equations, and when torch's operations are what runs."""
+"""Short convolutions, norms, gates of layers: their equations, and when torch's operations are what runs."""
 
 from __future__ import annotations
 
@@ -16,19 +16,51 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from foci.nn import GatedDeltaNet
 from foci.ops import layer_parts
-from foci.ops.layer_parts import ACTIVATIONS, Norm, convolve, turn
+from foci.ops.layer_parts import ACTIVATIONS, Norm, convolve, gate, turn, weigh
 
 
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, None])
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_convolution_is_conv1d(size: int, activation: str | None) -> None:
-    x, weight, bias = (torch.randn(s, dtype=torch.float64) for s in ((2, 9 + size - 1, 5), (5, 1, size), (5,)))
-    truth = F.conv1d(x.transpose(1, 2), weight, bias, groups=5).transpose(1, 2)
-    torch.testing.assert_close(
-        convolve(x, weight, bias, activation), truth if activation is None else ACTIVATIONS[activation](truth)
+    """Of zeros before it, of tokens before it, and of packed documents, each by itself."""
+    x, before, weight, bias = (
+        torch.randn(s, dtype=torch.float64) for s in ((2, 9, 5), (2, size - 1, 5), (5, 1, size), (5,))
     )
-    leaves = [y.requires_grad_() for y in (x, weight, bias)]
-    assert torch.autograd.gradcheck(lambda *y: convolve(*y, activation), leaves)
+
+    def truth(joined: Tensor) -> Tensor:
+        y = F.conv1d(joined.transpose(1, 2), weight, bias, groups=5).transpose(1, 2)
+        return y if activation is None else ACTIVATIONS[activation](y)
+
+    zeros, lengths = torch.zeros_like(before), (4, 1, 0, 2, 2)
+    ages = torch.cat([torch.arange(n) for n in lengths])
+    alone = torch.cat([truth(torch.cat([zeros, part], 1)) for part in x.split(lengths, 1) if part.shape[1]], 1)
+    torch.testing.assert_close(convolve(x, weight, bias, activation), truth(torch.cat([zeros, x], 1)))
+    torch.testing.assert_close(convolve(x, weight, bias, activation, ages=ages), alone)
+    together = convolve(x, weight, bias, activation, before=before)
+    torch.testing.assert_close(together, truth(torch.cat([before, x], 1)))
+    leaves = [y.requires_grad_() for y in (x, weight, bias, before)]
+    assert torch.autograd.gradcheck(lambda *y: convolve(*y[:3], activation, before=y[3]), leaves)
+    assert torch.autograd.gradcheck(lambda *y: convolve(*y, activation, ages=ages), leaves[:3])
+
+
+@pytest.mark.parametrize("inverted", [False, True])
+def test_a_gate_is_its_equation(inverted: bool) -> None:
+    x, bias, a_log = (torch.randn(s, dtype=torch.float64) for s in ((2, 4, 6), (6,), (3,)))
+    z = x + bias
+    truth = -0.5 * a_log.exp().repeat_interleave(2) * torch.log1p(torch.exp(-z if inverted else z))
+    torch.testing.assert_close(gate(x, bias, a_log, -0.5, inverted), truth)
+    torch.testing.assert_close(gate(x), torch.log1p(x.exp()))
+    assert gate(x.bfloat16()).dtype == torch.float32
+    leaves = [y.requires_grad_() for y in (x, bias, a_log)]
+    assert torch.autograd.gradcheck(lambda *y: gate(*y, -0.5, inverted), leaves)
+
+
+def test_weighed_heads_are_their_equation() -> None:
+    x = torch.randn(2, 4, 6, dtype=torch.float64)
+    for scale in (torch.randn(3, dtype=torch.float64), torch.randn(2, 4, 3, dtype=torch.float64)):
+        torch.testing.assert_close(weigh(x, scale), x * scale.repeat_interleave(2, -1))
+        assert torch.autograd.gradcheck(weigh, [x.requires_grad_(), scale.requires_grad_()])
+    assert weigh(x.bfloat16(), scale.float()).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("gate_first", [False, True])
@@ -66,15 +98,16 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if these tensors were on a GPU that has kernels."""
     monkeypatch.setattr(layer_parts, "installed", lambda name: True)
     monkeypatch.setattr(layer_parts, "unsuitable", lambda x, *_: [] if x.dtype in layer_parts.DTYPES else ["its dtype"])
-    monkeypatch.setattr(layer_parts, "_run", _kernel)
-    monkeypatch.setattr(layer_parts._Convolution, "apply", _kernel)
-    monkeypatch.setattr(layer_parts._Normed, "apply", _kernel)
+    monkeypatch.setattr(layer_parts._Part, "run", _kernel)
+    monkeypatch.setattr(layer_parts._Kept, "apply", _kernel)
     monkeypatch.setattr(layer_parts._Turned, "apply", _kernel)
 
 
 RUNS: dict[str, Callable[..., Tensor]] = {
     "convolve": lambda x, w, b: convolve(x, w[:, None, None].expand(-1, 1, 2), b, "silu"),
     "turn": lambda x, p, s: turn(x[:, None] * s, p[None].expand(1, 6)[:, :1], 1e4, 4).squeeze(1),
+    "gate": lambda x, b, a: gate(x, b, a, -1.0),
+    "weigh": lambda x, w, v: weigh(weigh(x, w), v),
     "norm": lambda x, w, g: Norm(activation="silu")(x, w, g.expand_as(x) if g.dim() == 1 else g),
 }
 each = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
@@ -174,7 +207,7 @@ def test_what_no_kernel_has_the_sizes_or_the_name_of_is_torchs(kernels: None) ->
             run()
     one = torch.randn(1)
     assert torch.equal(Norm()(x, one), Norm()(x, one.expand(6).double()))
-    assert convolve(x, weight, one, None).shape == (2, 3, 6) == convolve(x, weight[:1], None, None).shape
+    assert convolve(x, weight, one, None).shape == (2, 5, 6) == convolve(x, weight[:1], None, None).shape
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -191,4 +224,4 @@ def test_layers_give_their_parts_what_a_kernel_takes(autocast: bool, monkeypatch
     layer = GatedDeltaNet(16, 2)
     with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
         layer(torch.randn(1, 6, 16)).sum().backward()
-    assert fits == [True] * 6
+    assert fits == [True] * 7

@@ -39,9 +39,9 @@ def convolved(seed: int, size: int, offsets: tuple[int, ...] | None, tailed: boo
 
     mine = x.detach()[:, start : start + n].requires_grad_()
     found = halo(mine, size - 1, group, tail=tail, offsets=places)
-    joined, own, _ = history(mine, size - 1, tail=found.before, offsets=found.offsets)
-    got = convolve(joined, layer.weight, layer.bias, layer.activation)
-    got = got if own is None else got[:, own]
+    tokens = history(mine, size - 1, tail=found.before, offsets=found.offsets)
+    got = convolve(tokens.x, layer.weight, layer.bias, layer.activation, before=tokens.before)
+    got = got if tokens.own is None else got[:, tokens.own]
     torch.testing.assert_close(got, y[:, start : start + n])
     torch.testing.assert_close(found.tail, last)
     if tail is None:  # nobody uses the tail: the backward of every rank runs all the same
@@ -85,9 +85,9 @@ def bent(seed: int, offsets: tuple[int, ...] | None) -> None:
 
     mine = x.detach()[:, start : start + n].requires_grad_()
     found = halo(mine, 3, group, offsets=places)
-    joined, own, _ = history(mine, 3, tail=found.before, offsets=found.offsets)
-    got = convolve(joined, layer.weight, layer.bias, layer.activation)
-    got = got if own is None else got[:, own]
+    tokens = history(mine, 3, tail=found.before, offsets=found.offsets)
+    got = convolve(tokens.x, layer.weight, layer.bias, layer.activation, before=tokens.before)
+    got = got if tokens.own is None else got[:, tokens.own]
     share = group.size ** (1 / 3)  # of the tail, which is on every rank
     (gradient,) = torch.autograd.grad(steepness(got, found.tail / share, mine), mine)
     torch.testing.assert_close(gradient, expected[:, start : start + n])

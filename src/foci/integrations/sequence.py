@@ -144,10 +144,12 @@ class _Over:
         tail: Tensor | None = None,
         offsets: Tensor | None = None,
         lengths: Tensor | None = None,
+        return_tail: bool = True,
     ) -> History:
         assert lengths is None  # of padding, which a split layer refuses
-        found = halo(x, width, self.group, tail=tail, offsets=offsets)
-        return history(x, width, tail=found.before, offsets=found.offsets)._replace(tail=found.tail)
+        found = halo(x, width, self.group, tail=tail, offsets=offsets)  # the tail too: other ranks may want it
+        ours = history(x, width, tail=found.before, offsets=found.offsets, return_tail=False)
+        return ours._replace(tail=found.tail)
 
     def remember(
         self, memory: LayerCache, name: str, new: Tensor, last: int | None = None, saved: bool = False

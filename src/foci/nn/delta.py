@@ -35,7 +35,8 @@ class _Delta(Recurrent):
 
     def _attend(self, x: Tensor, tokens: Tokens, log_decay: Tensor | None = None) -> Tensor:
         q, k, v = self._qkv(x, tokens)
-        beta = self.b_proj(x).sigmoid() * (2 if self.negative_eigenvalues else 1)
+        beta = self.b_proj(x).sigmoid()
+        beta = 2 * beta if self.negative_eigenvalues else beta
         return tokens.delta_rule(l2norm(q), l2norm(k), v, beta, log_decay=log_decay)
 
 
@@ -126,7 +127,7 @@ class GatedDeltaNet(_Gated):
         self.o_norm = GatedRMSNorm(V, device=device, dtype=dtype)
 
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
-        out = self._attend(x, tokens, selective_decay(self.A_log, self.a_proj(x) + self.dt_bias))
+        out = self._attend(x, tokens, selective_decay(self.A_log, self.a_proj(x), self.dt_bias))
         return self.o_norm(out, self.g_proj(x).view_as(out))
 
 
@@ -170,6 +171,6 @@ class KimiDeltaAttention(_Gated):
         self.o_norm = GatedRMSNorm(V, activation="sigmoid", device=device, dtype=dtype)
 
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
-        dt = (self.f_proj(x) + self.dt_bias).unflatten(-1, (self.num_heads, self.head_dim))
-        out = self._attend(x, tokens, selective_decay(self.A_log[:, None], dt))
+        log_decay = selective_decay(self.A_log, self.f_proj(x), self.dt_bias)
+        out = self._attend(x, tokens, log_decay.unflatten(-1, (self.num_heads, self.head_dim)))
         return self.o_norm(out, self.g_proj(x).view_as(out))

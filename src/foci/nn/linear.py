@@ -12,6 +12,7 @@ from torch.types import Device
 from foci.core.spec import accumulator
 from foci.nn.parts import FEATURE_MAPS, GatedRMSNorm, RMSNorm, choice, rotary, sizes
 from foci.nn.recurrent import Recurrent, Tokens, low_rank
+from foci.ops.layer_parts import gate
 
 
 class LinearAttention(Recurrent):
@@ -141,7 +142,7 @@ class SimpleGatedLinearAttention(Recurrent):
         return self.o_norm(out, self.g_proj(x).view_as(out))
 
     def _log_decay(self, x: Tensor) -> Tensor:
-        return _log_sigmoid(self.gk_proj(x)) / 16
+        return _log_sigmoid(self.gk_proj(x), 1 / 16)
 
 
 class GatedLinearAttention(SimpleGatedLinearAttention):
@@ -266,7 +267,7 @@ class GatedSlotAttention(Recurrent):
 
     def mix(self, x: Tensor, tokens: Tokens) -> Tensor:
         q, k, v = (F.silu(y) for y in self._qkv(x, tokens))
-        log_decay = _log_sigmoid(self.f_proj(x)) / 8
+        log_decay = _log_sigmoid(self.f_proj(x), 1 / 8)
         takes = -torch.expm1(log_decay).to(v.dtype)
         scores = tokens.linear_attention(q, k, takes[..., None], log_decay=log_decay, scale=1.0, name="keys")
         slots = (self.num_heads, self.num_slots)
@@ -282,6 +283,6 @@ def _average(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
     return (both[..., :-1] / (both[..., -1:] + 1e-10)).to(v.dtype)
 
 
-def _log_sigmoid(x: Tensor) -> Tensor:
-    """In float32 (float64 for float64): half precision cannot represent decays near 1."""
-    return F.logsigmoid(x.to(accumulator(x.dtype)))
+def _log_sigmoid(x: Tensor, scale: float = 1.0) -> Tensor:
+    """scale * log sigmoid(x) in float32 (float64 for float64): half precision cannot represent decays near 1."""
+    return gate(x, rate=-scale, inverted=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from foci.core.spec import accumulator
 from foci.nn.parts import GatedRMSNorm, ShortConvolution, sizes
-from foci.nn.recurrent import Recurrent, Tokens, begin_gates, gate_parameters
+from foci.nn.recurrent import Recurrent, Tokens, begin_gates, gate_parameters, selective_decay
+from foci.ops.layer_parts import gate, weigh
 
 
 class Mamba2(Recurrent):
@@ -62,10 +61,8 @@ class Mamba2(Recurrent):
         z, xBC, dt = self.in_proj(x).split(self.sizes, -1)
         keys = self.num_key_heads * self.head_dim
         x, B, C = tokens.convolve("conv1d", self.conv1d, xBC).split([self.sizes[0], keys, keys], -1)
-        x = x.unflatten(-1, (self.num_heads, self.value_dim))
+        v = weigh(x, gate(dt, self.dt_bias)).unflatten(-1, (self.num_heads, self.value_dim))
         B, C = (y.unflatten(-1, (self.num_key_heads, self.head_dim)) for y in (B, C))
-        wide = accumulator(x.dtype)
-        dt = F.softplus((dt + self.dt_bias).to(wide))
-        log_decay = -self.A_log.to(wide).exp() * dt
-        out = tokens.linear_attention(C, B, (x * dt[..., None]).to(x.dtype), log_decay=log_decay, scale=1.0)
-        return self.norm((out + self.D[:, None] * x).flatten(2), z)
+        log_decay = selective_decay(self.A_log, dt, self.dt_bias)
+        out = tokens.linear_attention(C, B, v, log_decay=log_decay, scale=1.0)
+        return self.norm(out.flatten(2) + weigh(x, self.D), z)

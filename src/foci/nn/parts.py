@@ -13,7 +13,7 @@ from torch.types import Device
 
 from foci.core.errors import ShapeError
 from foci.ops.arguments import number
-from foci.ops.layer_parts import ACTIVATIONS, Norm, convolve, turn
+from foci.ops.layer_parts import ACTIVATIONS, Norm, convolve, convolve_step, turn
 
 
 def choice(where: str, name: str, value: str, options: dict[str, Callable[[Tensor], Tensor]]) -> None:
@@ -136,16 +136,26 @@ class GatedRMSNorm(RMSNorm):
 
 
 class History(NamedTuple):
-    """Tokens with the `width` tokens before them.
+    """Tokens x [B,T,D], and what lies before them.
 
-    joined [B, T + width, D] (packed: `width` tokens before every document). `own`: for each token, the index in it of
-    the token `width` before; None: the first T. tail [N, width, D]: the last tokens of every row or document, for the
-    next call.
+    before [B,width,D]: the tokens before, None: zeros. ages [T]: the number of tokens before each one in its packed
+    document. own: packed documents that continue others, each in x with its `width` tokens before it; the index of each
+    token there. tail [N,width,D]: the last tokens of every row or document, for the next call; None: not asked for.
     """
 
-    joined: Tensor
+    x: Tensor
+    before: Tensor | None
+    ages: Tensor | None
     own: Tensor | None
-    tail: Tensor
+    tail: Tensor | None
+
+    def previous(self) -> Tensor:
+        """[B,T,D]: the token before each one, zero before the first. Of a history 1 wide."""
+        if self.own is not None:
+            return self.x[:, self.own - 1]
+        first = torch.zeros_like(self.x[:, :1]) if self.before is None else self.before
+        found = torch.cat([first, self.x], 1)[:, :-1]
+        return found if self.ages is None else found.masked_fill(self.ages[:, None] == 0, 0)
 
 
 def history(
@@ -155,28 +165,49 @@ def history(
     tail: Tensor | None = None,
     offsets: Tensor | None = None,
     lengths: Tensor | None = None,
+    return_tail: bool = True,
 ) -> History:
-    """x [B,T,D] preceded by `width` tokens: `tail` [N,width,D], or zeros.
+    """x [B,T,D] and the `width` tokens before it: `tail` [N,width,D], or zeros.
 
     offsets [N+1]: batch 1, documents end to end, each preceded by its own tail. lengths [B]: only the first lengths[b]
     tokens of row b are real, and only these go to the new tail.
     """
-    B, T, D = x.shape
-    if offsets is None:
-        joined = torch.cat([x.new_zeros(B, width, D) if tail is None else tail.to(x.dtype), x], 1)
-        if lengths is None:
-            return History(joined, None, joined[:, T:].clone())  # not a view, which would hold all of the buffer
-        last = lengths[:, None] + torch.arange(width, device=x.device)
-        return History(joined, None, joined.gather(1, last[..., None].expand(B, width, D)))
-    # Offsets on a GPU are not checked: values outside 0..T are clamped, tokens of no document go to the last one.
-    offsets, N = offsets.long().clamp(0, T), offsets.shape[0] - 1
-    token, document = torch.arange(T, device=x.device), torch.arange(N, device=x.device)
-    own = token + torch.searchsorted(offsets[1:-1], token, right=True) * width
-    slots = torch.arange(width, device=x.device) + width * document[:, None]  # + where the document begins, or ends
-    joined = x.new_zeros(B, T + N * width, D).index_copy(1, own + width, x)
     if tail is not None:
-        joined = joined.index_copy(1, (slots + offsets[:-1, None]).flatten(), tail.to(x.dtype).reshape(1, -1, D))
-    return History(joined, own, joined[0, slots + offsets[1:, None]])
+        tail = tail.to(x.dtype)
+    if offsets is None:
+        return History(x, tail, None, None, _last(x, width, tail, lengths) if return_tail else None)
+    # Offsets on a GPU are not checked: values outside 0..T are clamped, tokens of no document go to the last one.
+    T, D = x.shape[1:]
+    offsets, N = offsets.long().clamp(0, T), offsets.shape[0] - 1
+    token = torch.arange(T, device=x.device)
+    place = (torch.searchsorted(offsets, token, right=True) - 1).clamp(0, max(N - 1, 0))  # a slice fails in torch 2.11
+    slots = torch.arange(width, device=x.device)  # + where the document begins, or ends
+    if tail is None:
+        last = slots - width + offsets[1:, None] if return_tail else None
+        tail = None if last is None else _rows(x, last).masked_fill((last < offsets[:-1, None])[..., None], 0)
+        return History(x, None, token - offsets[place], None, tail)
+    slots = slots + width * torch.arange(N, device=x.device)[:, None]
+    own = token + (place + 1) * width
+    joined = x.new_zeros(1, T + N * width, D).index_copy(1, own, x)
+    joined = joined.index_copy(1, (slots + offsets[:-1, None]).flatten(), tail.reshape(1, -1, D))
+    return History(joined, None, None, own, joined[0, slots + offsets[1:, None]] if return_tail else None)
+
+
+def _last(x: Tensor, width: int, tail: Tensor | None, lengths: Tensor | None) -> Tensor:
+    """The last `width` of the tokens of `tail` and x; not a view, which would hold all of them."""
+    B, T, D = x.shape
+    if lengths is None and width <= T:
+        return x[:, T - width :].clone()
+    joined = torch.cat([x.new_zeros(B, width, D) if tail is None else tail, x], 1)
+    if lengths is None:
+        return joined[:, T:].clone()
+    last = lengths[:, None] + torch.arange(width, device=x.device)
+    return joined.gather(1, last[..., None].expand(B, width, D))
+
+
+def _rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows of x [1,T,D], of those before the first any; zeros where there are none."""
+    return x[0, rows.clamp(min=0)] if x.shape[1] else x.new_zeros(*rows.shape, x.shape[2])
 
 
 class ShortConvolution(nn.Module):
@@ -214,21 +245,27 @@ class ShortConvolution(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(
-        self, x: Tensor, *, tail: Tensor | None = None, offsets: Tensor | None = None, lengths: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """x [B,T,channels] -> (y [B,T,channels], the tail [N,size-1,channels] that continues it).
+        self,
+        x: Tensor,
+        *,
+        tail: Tensor | None = None,
+        offsets: Tensor | None = None,
+        lengths: Tensor | None = None,
+        return_tail: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [B,T,channels] -> (y [B,T,channels], the tail [N,size-1,channels] that continues it, None if not wanted).
 
         tail: the tokens before; zeros by default. offsets, lengths: as in `history`.
         """
-        joined, own, tail = self.history(x, self.size - 1, tail=tail, offsets=offsets, lengths=lengths)
-        y = convolve(joined, self.weight, self.bias, self.activation)
+        x, before, ages, own, tail = self.history(
+            x, self.size - 1, tail=tail, offsets=offsets, lengths=lengths, return_tail=return_tail
+        )
+        y = convolve(x, self.weight, self.bias, self.activation, before=before, ages=ages)
         return y if own is None else y[:, own], tail
 
     def step(self, x: Tensor, tail: Tensor) -> Tensor:
         """One token a row: x [B,channels] -> y [B,channels]; tail [B,size-1,channels] is changed in place."""
-        joined = torch.cat([tail, x[:, None].to(tail.dtype)], 1)
-        tail.copy_(joined[:, 1:])
-        return convolve(joined, self.weight, self.bias, self.activation)[:, 0].to(x.dtype)
+        return convolve_step(x, tail, self.weight, self.bias, self.activation)
 
 
 def rotary(x: Tensor, positions: Tensor, *, base: float = 10000.0, width: int | None = None) -> Tensor:

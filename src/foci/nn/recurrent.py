@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
@@ -15,6 +14,7 @@ from foci.nn.operators import ALONE, Operators
 from foci.nn.parts import ShortConvolution, check_share, head_sizes, heads, sizes
 from foci.ops.decay.api import linear_attention_step
 from foci.ops.delta.api import delta_rule_step
+from foci.ops.layer_parts import gate
 
 
 class Tokens:
@@ -57,17 +57,19 @@ class Tokens:
         tail = self._kept(name)
         if tail is not None and self._steps(tail):
             return convolution.step(x[:, 0], tail)[:, None]
-        y, tail = convolution(x, tail=tail, offsets=self.offsets, lengths=self.lengths)
+        y, tail = convolution(
+            x, tail=tail, offsets=self.offsets, lengths=self.lengths, return_tail=self.held is not None
+        )
         self._keep(name, tail)
         return y
 
     def previous(self, name: str, x: Tensor) -> Tensor:
         """[B,T,C]: the token before each one, zero before the first."""
-        joined, own, tail = self.operators.history(
-            x, 1, tail=self._kept(name), offsets=self.offsets, lengths=self.lengths
+        history = self.operators.history(
+            x, 1, tail=self._kept(name), offsets=self.offsets, lengths=self.lengths, return_tail=self.held is not None
         )
-        self._keep(name, tail)
-        return joined[:, :-1] if own is None else joined[:, own]
+        self._keep(name, history.tail)
+        return history.previous()
 
     def positions(self) -> Tensor:
         """[B,T]: each token's position among the real ones of its row or document, including earlier calls."""
@@ -277,7 +279,9 @@ def begin_gates(a_log: Tensor, dt_bias: Tensor) -> None:
     dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
 
-def selective_decay(a_log: Tensor, dt: Tensor) -> Tensor:
-    """log_decay = -exp(A_log) * softplus(dt), in float32 (float64 for float64): at most 0 whatever is learned."""
-    wide = accumulator(dt.dtype)
-    return -a_log.to(wide).exp() * F.softplus(dt.to(wide))
+def selective_decay(a_log: Tensor, dt: Tensor, bias: Tensor | None = None) -> Tensor:
+    """log_decay = -exp(A_log) softplus(dt + bias), in float32 (float64 for float64): at most 0 whatever is learned.
+
+    dt [..., D], bias [D], A_log [H]: one rate for each D/H channels.
+    """
+    return gate(dt, bias, a_log, -1.0)

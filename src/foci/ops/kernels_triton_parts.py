@@ -1,8 +1,7 @@
-"""What layers compute round an operator in Triton, one launch each way: convolutions, gated norms, rotary positions.
+"""What layers compute round an operator in Triton, one launch each way: gated norms, decays, rotary positions.
 
-All read what they need once and keep only their inputs for the backward, which computes the rest again. A thread of a
-convolution walks the tokens of its channels; the others have a few tokens at a time. Gradients of weights are sums over
-tokens: each program stores its own, a second launch adds them.
+All read what they need once and keep only their inputs for the backward, which computes the rest again, a few tokens at
+a time. Gradients of weights are sums over tokens: each program stores its own, a second launch adds them.
 """
 
 from __future__ import annotations
@@ -17,104 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.core.tune import Config, launch, strides, target_of
-from foci.tiles.activation import activate, slope
+from foci.tiles.activation import activate, slope, softplus
 from foci.tiles.channels import channels_of
-from foci.tiles.stretches import rows
+from foci.tiles.sums import total
 
-STRETCH = 64, 128  # tokens of a program, forward and backward
-CHANNELS = 4, 2  # of a thread
-ROOM = 16  # numbers of a norm that a thread has at once
-
-
-@triton.jit
-def tapped(xs, weights, bias, START: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """sum_j w_j x_{START + j} + bias."""
-    total = bias
-    for j in tl.static_range(SIZE):
-        total += weights[j] * xs[START + j].to(tl.float32)
-    return total
-
-
-@triton.jit
-def taps(weight_ptr, bias_ptr, weight_s, d, inside, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The weights of channels d, one tile for each token that they reach, and the bias."""
-    found = ()
-    for j in tl.static_range(SIZE):
-        there = weight_ptr + d * weight_s[0] + j * weight_s[2]
-        found = found + (tl.load(there, mask=inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-    bias = tl.zeros(d.shape, tl.float32)
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + d, mask=inside, other=0.0).to(tl.float32)
-    return found, bias
-
-
-@triton.jit
-def convolve_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, bias_ptr, y_ptr, x_s, weight_s, T, D,
-    ACTIVATION: tl.constexpr, SIZE: tl.constexpr, STRETCH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """y_t = act(sum_j w_j x_{t+j} + bias) of one stretch: x has SIZE - 1 tokens more than y."""
-    index, d, inside = channels_of(tl.program_id(0), D, BLOCK_D)
-    stretches = tl.cdiv(T, STRETCH)
-    b, first = (index // stretches).to(tl.int64), index % stretches * STRETCH
-    end, x_end = tl.minimum(first + STRETCH, T), T + SIZE - 1
-    weights, bias = taps(weight_ptr, bias_ptr, weight_s, d, inside, SIZE)
-    x_ptr += b * x_s[0]
-    y_ptr += b * T * D
-    seen = rows(x_ptr, first, x_end, x_s[1], d * x_s[2], inside, SIZE - 1)
-    for t0 in range(first, end, BLOCK_T):
-        xs = seen + rows(x_ptr, t0 + SIZE - 1, x_end, x_s[1], d * x_s[2], inside, BLOCK_T)
-        for i in tl.static_range(BLOCK_T):
-            y = activate(tapped(xs, weights, bias, i, SIZE), ACTIVATION)
-            there = y_ptr + tl.cast(t0 + i, tl.int64) * D + d
-            tl.store(there, y.to(y_ptr.dtype.element_ty), mask=inside & (t0 + i < end))
-        seen = xs[BLOCK_T:]
-
-
-@triton.jit
-def convolve_back_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, bias_ptr, dy_ptr, dx_ptr, sums_ptr, x_s, weight_s, dy_s, T, D,
-    ACTIVATION: tl.constexpr, SIZE: tl.constexpr, STRETCH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """Of one stretch of x, from its first token to its last, which also hears of the SIZE - 1 tokens of y before it.
-
-    dpre_t = dy_t act'(pre_t);  dx_s = sum_j w_j dpre_{s-j};  dw_j = sum_t dpre_t x_{t+j};  dbias = sum_t dpre_t
-    """
-    index, d, inside = channels_of(tl.program_id(0), D, BLOCK_D)
-    x_end = T + SIZE - 1
-    stretches = tl.cdiv(x_end, STRETCH)
-    b, first = (index // stretches).to(tl.int64), index % stretches * STRETCH
-    end = tl.minimum(first + STRETCH, x_end)
-    weights, bias = taps(weight_ptr, bias_ptr, weight_s, d, inside, SIZE)
-    x_ptr += b * x_s[0]
-    dy_ptr += b * dy_s[0]
-    seen = rows(x_ptr, first, x_end, x_s[1], d * x_s[2], inside, SIZE - 1)
-    earlier, start = inside & (first > 0), first - (SIZE - 1)
-    known = rows(x_ptr, start, x_end, x_s[1], d * x_s[2], earlier, SIZE - 1) + seen
-    heard = rows(dy_ptr, start, T, dy_s[1], d * dy_s[2], earlier, SIZE - 1)
-    dpres, sums = (), (tl.zeros(d.shape, tl.float32),) * (SIZE + 1)
-    for i in tl.static_range(SIZE - 1):
-        ahead = heard[i].to(tl.float32) * slope(tapped(known, weights, bias, i, SIZE), ACTIVATION)
-        dpres = dpres + (tl.where(earlier & (start + i < T), ahead, 0.0),)  # type: ignore[assignment]  # noqa: RUF005
-    for t0 in range(first, end, BLOCK_T):
-        xs = seen + rows(x_ptr, t0 + SIZE - 1, x_end, x_s[1], d * x_s[2], inside, BLOCK_T)
-        dys = rows(dy_ptr, t0, T, dy_s[1], d * dy_s[2], inside, BLOCK_T)
-        for i in tl.static_range(BLOCK_T):
-            dpre = dys[i].to(tl.float32) * slope(tapped(xs, weights, bias, i, SIZE), ACTIVATION)
-            dpre = tl.where(t0 + i < T, dpre, 0.0)  # blocks end where stretches do
-            dpres = dpres + (dpre,)  # type: ignore[assignment]  # noqa: RUF005
-            dx, added = tl.zeros(d.shape, tl.float32), ()
-            for j in tl.static_range(SIZE):
-                dx += weights[j] * dpres[SIZE - 1 + i - j]
-                added = added + (sums[j] + dpre * xs[i + j].to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-            sums = added + (sums[SIZE] + dpre,)  # noqa: RUF005
-            if dx_ptr is not None:
-                there = dx_ptr + (b * x_end + t0 + i) * D + d
-                tl.store(there, dx.to(dx_ptr.dtype.element_ty), mask=inside & (t0 + i < end))
-        seen, dpres = xs[BLOCK_T:], dpres[BLOCK_T:]  # type: ignore[assignment]
-    if sums_ptr is not None:
-        for j in tl.static_range(SIZE + 1):
-            tl.store(sums_ptr + (tl.cast(index, tl.int64) * (SIZE + 1) + j) * D + d, sums[j], mask=inside)
+ROOM = 8  # numbers that a thread has at once
+WIDE = 128  # channels of a gate, or of a weighed head, that a program has at once
 
 
 @triton.jit
@@ -169,7 +76,7 @@ def norm_back_kernel(  # type: ignore[no-untyped-def]
     weight = tl.full([1, BLOCK_D], 1.0, tl.float32)
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + column, mask=d < D, other=0.0).to(tl.float32)[None, :]
-    sums = tl.zeros([BLOCK_D], tl.float32)
+    sums = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     first = (tl.program_id(0) // G).to(tl.int64) * PIECE
     for t0 in range(first, tl.minimum(first + PIECE, T), BLOCK_T):
         t = t0 + tl.arange(0, BLOCK_T)
@@ -195,29 +102,122 @@ def norm_back_kernel(  # type: ignore[no-untyped-def]
         if dx_ptr is not None:
             tl.store(dx_ptr + there, (dx * opened if FIRST else dx).to(dx_ptr.dtype.element_ty), mask=inside)
         # Of a row that is not there n is NaN where eps is 0.
-        sums += tl.sum(tl.where(inside, dy * n if FIRST else dy * n * opened, 0.0), 0)
+        sums += tl.where(inside, dy * n if FIRST else dy * n * opened, 0.0)
     if sums_ptr is not None:
         piece = (tl.program_id(0) // G).to(tl.int64)
-        tl.store(sums_ptr + piece * (G * D) + column, sums, mask=d < D)
+        tl.store(sums_ptr + piece * (G * D) + column, tl.sum(sums, 0), mask=d < D)
 
 
 @triton.jit
-def total_kernel(  # type: ignore[no-untyped-def]
-    sums_ptr, dweight_ptr, dbias_ptr, S, D, J, ROWS, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr
+def gate_of(  # type: ignore[no-untyped-def]
+    x_ptr, bias_ptr, a_log_ptr, t, x_stride, g, column, inside, channels, rate,
+    INVERTED: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """dweight [D,J], and where there are J + 1 ROWS dbias [D], from sums [S,ROWS,D]."""
+    """(z, its rate) of rate exp(a_log) softplus(z), z = x + bias, INVERTED: -x - bias. SHARED: by heads' a_log."""
+    z = row_of(x_ptr, t, x_stride, column, inside)
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + column, mask=channels, other=0.0).to(tl.float32)[None, :]
+    if a_log_ptr is not None:
+        if SHARED:
+            rate *= tl.exp(tl.load(a_log_ptr + g).to(tl.float32))
+        else:
+            rate *= tl.exp(tl.load(a_log_ptr + column, mask=channels, other=0.0).to(tl.float32))[None, :]
+    return -z if INVERTED else z, rate
+
+
+@triton.jit
+def gate_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, bias_ptr, a_log_ptr, y_ptr, x_stride, T, D, G, rate,
+    INVERTED: tl.constexpr, SHARED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """y = rate exp(a_log) softplus(x + bias) of one of G heads of D channels."""
+    index, d, channels = channels_of(tl.program_id(0), D, BLOCK_D)
+    t = (index // G).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    g, column, inside = index % G, index % G * D + d, (t < T)[:, None] & channels[None, :]
+    z, rate = gate_of(
+        x_ptr, bias_ptr, a_log_ptr, t, x_stride, g, column, inside, channels, rate, INVERTED, SHARED
+    )  # fmt: skip
+    there = y_ptr + t[:, None] * (G * D) + column[None, :]
+    tl.store(there, (rate * softplus(z)).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gate_back_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, bias_ptr, a_log_ptr, dy_ptr, dx_ptr, biases_ptr, rates_ptr, x_stride, dy_stride, T, D, G, rate,
+    INVERTED: tl.constexpr, SHARED: tl.constexpr, PIECE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """dx = dy rate exp(a_log) sigmoid(z), INVERTED: its negative;  dbias = sum dx;  da_log = sum dy y."""
+    index, d, channels = channels_of(tl.program_id(0), D, BLOCK_D)
+    first, g, column = (index // G).to(tl.int64) * PIECE, index % G, index % G * D + d
+    biases, rates = tl.zeros([BLOCK_T, BLOCK_D], tl.float32), tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    for t0 in range(first, tl.minimum(first + PIECE, T), BLOCK_T):
+        t = t0 + tl.arange(0, BLOCK_T)
+        inside = (t < T)[:, None] & channels[None, :]
+        z, steep = gate_of(
+            x_ptr, bias_ptr, a_log_ptr, t, x_stride, g, column, inside, channels, rate, INVERTED, SHARED
+        )  # fmt: skip
+        dy = row_of(dy_ptr, t, dy_stride, column, inside) * steep
+        dx = dy * tl.sigmoid(z) * (-1.0 if INVERTED else 1.0)
+        if dx_ptr is not None:
+            tl.store(dx_ptr + t[:, None] * (G * D) + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        biases += dx
+        rates += dy * softplus(z)
+    if biases_ptr is not None:
+        tl.store(biases_ptr + index // G * (G * D) + column, tl.sum(biases, 0), mask=channels)
+    if rates_ptr is not None:
+        if SHARED:
+            blocks = tl.cdiv(D, BLOCK_D)
+            tl.store(rates_ptr + (index // G * blocks + tl.program_id(0) % blocks) * G + g, tl.sum(tl.sum(rates, 1), 0))
+        else:
+            tl.store(rates_ptr + index // G * (G * D) + column, tl.sum(rates, 0), mask=channels)
+
+
+@triton.jit
+def weigh_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, scale_ptr, y_ptr, x_stride, scale_stride, T, D, G, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """y = x scale of one of G heads of D channels."""
+    index, d, channels = channels_of(tl.program_id(0), D, BLOCK_D)
+    t = (index // G).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    g, column, inside = index % G, index % G * D + d, (t < T)[:, None] & channels[None, :]
+    scale = tl.load(scale_ptr + t * scale_stride + g, mask=t < T, other=0.0).to(tl.float32)
+    y = row_of(x_ptr, t, x_stride, column, inside) * scale[:, None]
+    tl.store(y_ptr + t[:, None] * (G * D) + column[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def weigh_back_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, scale_ptr, dy_ptr, dx_ptr, dscale_ptr, sums_ptr, x_stride, scale_stride, dy_stride, T, D, G,
+    PIECE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """dx = dy scale;  dscale = sum over a head's channels of dy x, and over tokens where all have the same scale."""
+    g, d = tl.program_id(0) % G, tl.arange(0, BLOCK_D)
+    piece = (tl.program_id(0) // G).to(tl.int64)
+    total = tl.zeros([BLOCK_T], tl.float32)
+    for t0 in range(piece * PIECE, tl.minimum(piece * PIECE + PIECE, T), BLOCK_T):
+        t = t0 + tl.arange(0, BLOCK_T)
+        scale = tl.load(scale_ptr + t * scale_stride + g, mask=t < T, other=0.0).to(tl.float32)
+        along = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+        for d0 in range(0, D, BLOCK_D):
+            column, inside = g * D + d0 + d, (t < T)[:, None] & (d0 + d < D)[None, :]
+            dy = row_of(dy_ptr, t, dy_stride, column, inside)
+            if dx_ptr is not None:
+                there = dx_ptr + t[:, None] * (G * D) + column[None, :]
+                tl.store(there, (dy * scale[:, None]).to(dx_ptr.dtype.element_ty), mask=inside)
+            along += dy * row_of(x_ptr, t, x_stride, column, inside)
+        found = tl.sum(along, 1)
+        if dscale_ptr is not None:
+            tl.store(dscale_ptr + t * G + g, found.to(dscale_ptr.dtype.element_ty), mask=t < T)
+        total += found
+    if sums_ptr is not None:
+        tl.store(sums_ptr + tl.program_id(0), tl.sum(total, 0))
+
+
+@triton.jit
+def total_kernel(sums_ptr, out_ptr, S, M, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out [M]: sums [S,M] added up."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    for s0 in range(0, S, BLOCK_S):
-        s = s0 + tl.arange(0, BLOCK_S)
-        inside = (s < S)[:, None] & (m < ROWS * D)[None, :]
-        there = sums_ptr + s[:, None].to(tl.int64) * (ROWS * D) + m[None, :]
-        total += tl.sum(tl.load(there, mask=inside, other=0.0), 0)
-    j, d = m // D, m % D
-    if dweight_ptr is not None:
-        tl.store(dweight_ptr + d * J + j, total.to(dweight_ptr.dtype.element_ty), mask=j < J)
-    if dbias_ptr is not None:
-        tl.store(dbias_ptr + d, total.to(dbias_ptr.dtype.element_ty), mask=j == J)
+    tl.store(out_ptr + m, total(sums_ptr, m, S, M, BLOCK_S).to(out_ptr.dtype.element_ty), mask=m < M)
 
 
 @triton.jit
@@ -255,67 +255,31 @@ def rotary_kernel(  # type: ignore[no-untyped-def]
             tl.store(there + rest, kept, mask=still)
 
 
-@functools.cache
-def _channels(D: int, back: bool) -> Config:
-    """One warp, with eight tokens on their way."""
-    block = min(32 * CHANNELS[back], triton.next_power_of_2(D))
-    return Config({"STRETCH": STRETCH[back], "BLOCK_D": block, "BLOCK_T": 8}, warps=1, stages=1)
-
-
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> tuple[Tensor]:
-    """y [B,T,D] in x's dtype of x [B,T+J-1,D], weight [D,1,J], bias [D]."""
-    (B, L, D), SIZE = x.shape, weight.shape[2]
-    T = L - SIZE + 1
-    y = torch.empty(B, T, D, dtype=x.dtype, device=x.device)
-    config = _channels(D, False)
-    launch(
-        convolve_kernel, (B * -(-T // config["STRETCH"]) * -(-D // config["BLOCK_D"]),), x, weight, _packed(bias), y,
-        strides(x), strides(weight), T, D, config=config, ACTIVATION=activation, SIZE=SIZE,
-    )  # fmt: skip
-    return (y,)
-
-
-def convolve_back(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, dy: Tensor, needs: list[bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """What is needed of dx, dweight [D,1,J] and dbias [D], each in its tensor's dtype: two launches, or one for dx."""
-    (B, L, D), SIZE = x.shape, weight.shape[2]
-    config = _channels(D, True)
-    stretches = B * -(-L // config["STRETCH"])
-    dx, dweight, dbias = map(_like, (x, weight, bias), needs)
-    sums = _sums(stretches, (SIZE + 1) * D, dweight, dbias)
-    launch(
-        convolve_back_kernel, (stretches * -(-D // config["BLOCK_D"]),), x, weight, _packed(bias), dy, dx, sums,
-        strides(x), strides(weight), strides(dy), L - SIZE + 1, D, config=config, ACTIVATION=activation, SIZE=SIZE,
-    )  # fmt: skip
-    _total(sums, dweight, dbias, D, SIZE, SIZE + 1)
-    return dx, dweight, dbias
-
-
 def _like(x: Tensor | None, needed: bool) -> Tensor | None:
     """Memory for the gradient of x, if it is needed."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed and x is not None else None
 
 
-def _sums(programs: int, size: int, *given: Tensor | None) -> Tensor | None:
-    """Room for what each program has summed, where any of these gradients is wanted of it."""
-    some = next((x for x in given if x is not None), None)
-    return None if some is None else torch.empty(programs, size, dtype=torch.float32, device=some.device)
+def _room(programs: int, gradient: Tensor | None) -> Tensor | None:
+    """Room for what each program has summed of a gradient, where it is wanted."""
+    if gradient is None:
+        return None
+    return torch.empty(programs, gradient.shape[0], dtype=torch.float32, device=gradient.device)
 
 
-def _total(sums: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, D: int, J: int, ROWS: int) -> None:
+def _total(sums: Tensor | None, gradient: Tensor | None) -> None:
     """Adds what programs have summed."""
     if sums is not None:
         config = Config({"BLOCK_S": 32, "BLOCK_M": 32}, warps=4, stages=1)
-        launch(total_kernel, (-(-ROWS * D // 32),), sums, dweight, dbias, sums.shape[0], D, J, ROWS, config=config)
+        launch(total_kernel, (-(-sums.shape[1] // 32),), sums, gradient, *sums.shape, config=config)
 
 
 @functools.cache
-def _rows(D: int, back: bool, lanes: int) -> Config:
+def _rows(D: int, lanes: int, steps: int = 0) -> Config:
     """As many rows as 128 threads have room for, of a wide row alone up to 1024 threads. PIECE: those of a sum."""
     block, most = triton.next_power_of_2(D), 128 * ROOM
     rows = max(1, most // block)
-    blocks = {"BLOCK_T": rows, "BLOCK_D": block} | ({"PIECE": 16 * rows} if back else {})
+    blocks = {"BLOCK_T": rows, "BLOCK_D": block} | ({"PIECE": steps * rows} if steps else {})
     return Config(blocks, warps=min(1024 // lanes, max(4, block // (32 * ROOM))), stages=1)
 
 
@@ -326,7 +290,7 @@ def norm(
     """y [..,G D] in x's dtype, of x and gate [..,G D], weight [G D]."""
     y, rows = torch.empty(x.shape, dtype=x.dtype, device=x.device), _flat(x, gate)
     T, D = rows[0].shape[0], x.shape[-1] // groups
-    config = _rows(D, False, target_of(x.device).lanes)
+    config = _rows(D, target_of(x.device).lanes)
     launch(
         norm_kernel, (-(-T // config["BLOCK_T"]) * groups,), rows[0], _packed(weight), rows[1], y, *_pitches(*rows),
         T, D, groups, eps, config=config, MEAN=mean, ACTIVATION=activation, FIRST=gate_first,
@@ -335,22 +299,87 @@ def norm(
 
 
 def norm_back(
-    x: Tensor, weight: Tensor | None, gate: Tensor | None, dy: Tensor, needs: list[bool], groups: int, eps: float,
-    mean: bool, activation: str | None, gate_first: bool,
+    x: Tensor, weight: Tensor | None, gate: Tensor | None, groups: int, eps: float, mean: bool,
+    activation: str | None, gate_first: bool, dy: Tensor, needs: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """What is needed of dx, dweight and dgate, each in its tensor's dtype: two launches where weights learn."""
     x_, gate_, dy_ = rows = _flat(x, gate, dy)
     T, D = x_.shape[0], x.shape[-1] // groups
-    config = _rows(D, True, target_of(x.device).lanes)
+    config = _rows(D, target_of(x.device).lanes, 16)
     pieces = -(-T // config["PIECE"])
     dx, dweight, dgate = map(_like, (x, weight, gate), needs)
-    sums = _sums(pieces, groups * D, dweight)
+    sums = _room(pieces, dweight)
     launch(
         norm_back_kernel, (pieces * groups,), x_, _packed(weight), gate_, dy_, dx, dgate, sums, *_pitches(*rows),
         T, D, groups, eps, config=config, MEAN=mean, ACTIVATION=activation, FIRST=gate_first,
     )  # fmt: skip
-    _total(sums, dweight, None, groups * D, 1, 1)
+    _total(sums, dweight)
     return dx, dweight, dgate
+
+
+def gate(x: Tensor, bias: Tensor | None, a_log: Tensor | None, rate: float, inverted: bool) -> tuple[Tensor]:
+    """y [..,D] in float32 of x [..,D], bias [D], a_log [H]."""
+    y, (rows,) = torch.empty(x.shape, dtype=torch.float32, device=x.device), _flat(x)
+    T, (G, D, shared) = rows.shape[0], _heads(x, a_log)
+    config = _rows(min(D, WIDE), target_of(x.device).lanes)
+    launch(
+        gate_kernel, (-(-T // config["BLOCK_T"]) * G * -(-D // config["BLOCK_D"]),), rows, _packed(bias),
+        _packed(a_log), y, rows.stride(0), T, D, G, rate, config=config, INVERTED=inverted, SHARED=shared,
+    )  # fmt: skip
+    return (y,)
+
+
+def gate_back(
+    x: Tensor, bias: Tensor | None, a_log: Tensor | None, rate: float, inverted: bool, dy: Tensor, needs: list[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What is needed of dx, dbias and da_log, each in its tensor's dtype: two launches, three, or one for dx."""
+    x_, dy_ = _flat(x, dy)
+    T, (G, D, shared) = x_.shape[0], _heads(x, a_log)
+    config = _rows(min(D, WIDE), target_of(x.device).lanes, 4)
+    pieces, blocks = -(-T // config["PIECE"]), -(-D // config["BLOCK_D"])
+    dx, dbias, da_log = map(_like, (x, bias, a_log), needs)
+    biases, rates = _room(pieces, dbias), _room(pieces * blocks if shared else pieces, da_log)
+    launch(
+        gate_back_kernel, (pieces * G * blocks,), x_, _packed(bias), _packed(a_log), dy_, dx, biases, rates,
+        *_pitches(x_, dy_), T, D, G, rate, config=config, INVERTED=inverted, SHARED=shared,
+    )  # fmt: skip
+    _total(biases, dbias)
+    _total(rates, da_log)
+    return dx, dbias, da_log
+
+
+def _heads(x: Tensor, a_log: Tensor | None) -> tuple[int, int, bool]:
+    """(G, D, True): G heads of D channels that share a rate; (1, D, False): each channel has its own, or none has."""
+    D = x.shape[-1]
+    return (1, D, False) if a_log is None or a_log.shape[0] == D else (a_log.shape[0], D // a_log.shape[0], True)
+
+
+def weigh(x: Tensor, scale: Tensor) -> tuple[Tensor]:
+    """y [..,D] in x's dtype of x [..,D], scale [..,H] or [H]."""
+    y, (rows, scales) = torch.empty(x.shape, dtype=x.dtype, device=x.device), _flat(x, scale)
+    T, G, D = rows.shape[0], scale.shape[-1], x.shape[-1] // scale.shape[-1]
+    config = _rows(min(D, WIDE), target_of(x.device).lanes)
+    launch(
+        weigh_kernel, (-(-T // config["BLOCK_T"]) * G * -(-D // config["BLOCK_D"]),), rows, scales, y, rows.stride(0),
+        0 if scale.dim() == 1 else scales.stride(0), T, D, G, config=config,
+    )  # fmt: skip
+    return (y,)
+
+
+def weigh_back(x: Tensor, scale: Tensor, dy: Tensor, needs: list[bool]) -> tuple[Tensor | None, Tensor | None]:
+    """What is needed of dx and dscale, each in its tensor's dtype: one launch, two where tokens share their scale."""
+    x_, scales, dy_ = _flat(x, scale, dy)
+    T, G, D, shared = x_.shape[0], scale.shape[-1], x.shape[-1] // scale.shape[-1], scale.dim() == 1
+    config = _rows(min(D, WIDE), target_of(x.device).lanes, 16)
+    pieces = -(-T // config["PIECE"])
+    dx, dscale = map(_like, (x, scale), needs)
+    sums = _room(pieces, dscale) if shared else None
+    launch(
+        weigh_back_kernel, (pieces * G,), x_, scales, dy_, dx, None if shared else dscale, sums, x_.stride(0),
+        0 if shared else scales.stride(0), dy_.stride(0), T, D, G, config=config,
+    )  # fmt: skip
+    _total(sums, dscale)
+    return dx, dscale
 
 
 def _flat(*tensors: Tensor | None) -> list[Any]:

@@ -51,12 +51,13 @@ def forward(
 
 def _unaliased(state: Tensor, *tensors: Any) -> list[Any]:
     """The tensors; copies of those that share, or may share, storage with the state, which changes meanwhile."""
+    return [x.clone() if x is not None and shares_storage(x, state) else x for x in tensors]
+
+
+def shares_storage(x: Tensor, state: Tensor) -> bool:
+    """Whether x lies, or may lie, where a change of the state in place shows."""
     if torch.compiler.is_compiling():  # functionalisation handles aliases
-        return [*tensors]
-    return [x.clone() if x is not None and _shares_storage(x, state) else x for x in tensors]
-
-
-def _shares_storage(x: Tensor, state: Tensor) -> bool:
+        return False
     try:
         return x.untyped_storage()._cdata == state.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # a vmap wrapper or wrapper subclass, without storage

@@ -189,16 +189,17 @@ def gate(raw: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound:
     for name, tensor, size in (("A_log", A_log, shape[0]), ("dt_bias", dt_bias, shape.numel())):
         if tensor is not None and tensor.numel() != size:
             raise ShapeError(f"{name} has shape {list(tensor.shape)}; expected {size} numbers for g {list(raw.shape)}")
+    if lower_bound is None:
+        if A_log is None:
+            raise ValueError("use_gate_in_kernel=True needs A_log (or, in KDA and GDN-2, lower_bound)")
+        bias = None if dt_bias is None else dt_bias.reshape(-1)
+        return selective_decay(A_log.reshape(-1), raw.flatten(2), bias).view(raw.shape)
     wide = raw.to(accumulator(raw.dtype))
     if dt_bias is not None:
         wide = wide + dt_bias.to(wide.dtype).reshape(shape)
     if A_log is not None:
-        A_log = A_log.to(wide.dtype).reshape(shape[0], *[1] * (len(shape) - 1))
-    if lower_bound is not None:
-        return lower_bound * torch.sigmoid(wide if A_log is None else A_log.exp() * wide)
-    if A_log is None:
-        raise ValueError("use_gate_in_kernel=True needs A_log (or, in KDA and GDN-2, lower_bound)")
-    return selective_decay(A_log, wide)
+        wide = A_log.to(wide.dtype).reshape(shape[0], *[1] * (len(shape) - 1)).exp() * wide
+    return lower_bound * torch.sigmoid(wide)
 
 
 def gated(
