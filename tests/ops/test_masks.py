@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foci import Causal, Dense, Lengths, Mask, Packed, ShapeError, Window
-from foci.ops.masks import NOTHING_HIDDEN, Band, check_near, existing, live_keys, lower, materialize, pairs, segments
+from foci.ops.masks import NOTHING_HIDDEN, Band, check_near, existing, live_keys, lower, materialize, segments
 from tests.ops.oracle import joined, mask_parts, visible
 
 
@@ -329,26 +329,6 @@ def test_what_is_no_mask_is_named_in_one_line(given: object, sentence: str) -> N
     with pytest.raises(TypeError, match=sentence) as error:
         lower(given)
     assert "\n" not in str(error.value)
-
-
-def test_pairs_are_those_that_materialize_shows() -> None:
-    masks: list[Mask | None] = [
-        None,
-        Causal(),
-        Causal("top-left"),
-        Causal() & Window(3, 0),
-        Lengths(torch.tensor([5, 0, 9])),
-        Window(2, 4),
-    ]
-    for mask in masks:
-        for T, S in ((7, 9), (9, 7), (1, 9)):
-            if S < 9 and isinstance(mask, Lengths):
-                continue
-            shown = torch.ones(1, 1, T, S) if mask is None else mask.materialize(T, S)
-            assert pairs(lower(mask), 3, T, S) == int(shown.expand(3, 1, T, S).sum()), (mask, T, S)
-    packed = Packed(torch.tensor([0, 3, 3, 8])) & Causal()
-    assert pairs(lower(packed), 1, 8, 8) == 6 + 15
-    assert pairs(lower(Packed(torch.tensor([0, 3, 3, 8]))), 1, 8, 8) == 9 + 25
 
 
 def test_values_are_checked_where_they_lie_on_the_cpu_and_left_unread_elsewhere() -> None:

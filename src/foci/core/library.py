@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from foci.core import plans
+from foci.core import flops, plans
 from foci.core.ahead import compile_ahead
 from foci.core.errors import Unsupported
 from foci.core.fast_path import (
@@ -141,6 +141,7 @@ def _opaque(spec: Spec, backend: Backend) -> BackendRunner:
     ops = _define(spec, backend)
     function = _autograd_function(spec, backend, ops)
     alone = _define_inference(spec, backend) if _saves_extra(backend) else ops[0][0]
+    flops.add_formulas(spec, ops[0][0], ops[1][0], alone)
     count = len(spec.output_names)
     # torch.autograd.Function.apply does the same, but calls inspect.signature on forward every time: 20 us.
     apply = super(torch.autograd.Function, function).apply
@@ -171,6 +172,8 @@ def _opaque(spec: Spec, backend: Backend) -> BackendRunner:
             differentiable: Outputs = recorded.apply(None, *_deduplicated(call))
             return differentiable[:count]
         if _needs_dispatch(call):
+            if not torch.compiler.is_compiling():
+                flops.tell_counters()  # the op itself does, but not in inference mode
             opaque: Outputs = alone(*call)
             return opaque
         # Plain eager without gradients: skip the dispatcher, which costs as much as a tiny attention.
@@ -296,6 +299,7 @@ def _register_autograd(op: Any, apply: Callable[..., Any]) -> None:
     """
 
     def run(*values: Any) -> Any:
+        flops.tell_counters()
         if plans.wants_gradient(values) or _has_tangent(values):
             if torch._C._functorch.maybe_current_level() is not None:
                 raise Unsupported(

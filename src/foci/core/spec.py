@@ -261,12 +261,14 @@ def equations(bind: Callable[..., Any], module: Any) -> dict[str, Any]:
 class Work:
     """What one call costs at least: floating point operations and bytes moved.
 
-    `backward`: how many times the operations of the forward its backward takes, by the field's convention.
+    `backward`: how many times the operations of the forward its backward takes, by the field's convention. `counted`:
+    operations for torch's flop counter (core/flops.py), where its convention makes them others than `flops`.
     """
 
     flops: int
     bytes: int
     backward: float = 2.0
+    counted: int | None = None
 
 
 @dataclass(frozen=True)

@@ -307,17 +307,6 @@ def live_keys(segment: Segment, start: int, stop: int) -> tuple[int, int]:
     return first, last
 
 
-def pairs(visible: Visible, B: int, T: int, S: int) -> int:
-    """The number of (query, key) pairs that the mask allows, over all rows, without its Dense part. Reads values."""
-    total = 0
-    for segment in segments(visible, B, T, S):
-        keys, queries = segment.k_stop - segment.k_start, torch.arange(segment.q_stop - segment.q_start, device="cpu")
-        first = queries * 0 if segment.low is None else (queries + segment.low).clamp(0, keys)
-        last = queries * 0 + keys if segment.high is None else (queries + segment.high + 1).clamp(0, keys)
-        total += int((last - first).clamp(min=0).sum()) * len(range(*segment.rows.indices(B)))
-    return total
-
-
 def materialize(visible: Visible, T: int, S: int) -> Tensor:
     """The definition of a mask, by comparing positions; shape broadcastable to [B, H, T, S]."""
     device = next((t.device for t in visible[:5] if t is not None), torch.device("cpu"))

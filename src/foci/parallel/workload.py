@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.ops.masks import Causal, Mask, Window, lower, pairs
+from foci.ops.masks import Causal, Mask, Window, lower
+from foci.ops.pairs import pairs
 from foci.parallel.operators import OPERATORS, Operator
 
 NAMES = {each.name: each for each in OPERATORS if each.name != "attention_with_lse"}

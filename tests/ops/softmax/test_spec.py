@@ -58,3 +58,14 @@ def test_work_counts_two_products_and_every_tensor_once() -> None:
     done = SPEC.work(SPEC.bind(q, k, v))
     assert done.flops == 2 * (2 * 4 * 3 * 5) * (8 + 6)
     assert done.bytes == 4 * (q.numel() + k.numel() + v.numel() + 2 * 3 * 4 * 6 + 2 * 3 * 4)
+
+
+def test_the_backward_makes_five_products_and_a_causal_mask_halves_no_count() -> None:
+    q, k, v = torch.zeros(2, 8, 4, 8), torch.zeros(2, 8, 2, 8), torch.zeros(2, 8, 2, 6)
+    whole, causal = work(SPEC.bind(q, k, v)), work(SPEC.bind(q, k, v, mask=foci.Causal()))
+    pair = 2 * 2 * 4
+    assert whole.flops * whole.backward == pytest.approx(pair * 64 * (3 * 8 + 2 * 6))
+    assert (whole.counted, causal.counted) == (whole.flops, whole.flops)
+    assert causal.flops == pair * 36 * (8 + 6)
+    nothing = torch.zeros(1, 2, 1, 0)
+    assert work(SPEC.bind(nothing, nothing, nothing)).flops == 0

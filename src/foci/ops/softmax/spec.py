@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from foci.core.spec import Backend, Output, Spec, Work, equations
 from foci.merge.partial import Partial
-from foci.ops.masks import pairs
+from foci.ops.pairs import pairs, without_causal
 from foci.ops.softmax import reference
 from foci.ops.softmax.call import Call, bind
 from foci.ops.softmax.cases import CASES, LARGE, drawn
@@ -20,11 +20,19 @@ def outputs(call: Call) -> tuple[Output, ...]:
 
 
 def work(call: Call) -> Work:
-    """2 (K + V) operations a head for every query and key that it sees; q, k, v read and out, lse written once."""
+    """2 (K + V) operations a head for every query and key that it sees; q, k, v read and out, lse written once.
+
+    The backward recomputes q k^T and makes dv, dp, dq and dk: 6 K + 4 V.
+    """
     B, T, S, H, _, K, V = call.sizes
-    size = call.q.element_size()
+    size, each = call.q.element_size(), 2 * H * (K + V)
     moved = sum(x.numel() for x in (call.q, call.k, call.v)) * size + B * T * H * (V * size + 4)
-    return Work(flops=2 * H * pairs(call.visible, B, T, S) * (K + V), bytes=moved, backward=2.5)
+    return Work(
+        flops=each * pairs(call.visible, B, T, S),
+        bytes=moved,
+        backward=(3 * K + 2 * V) / (K + V or 1),
+        counted=each * pairs(without_causal(call.visible), B, T, S),
+    )
 
 
 SPEC = Spec(

@@ -1,0 +1,162 @@
+"""torch's flop counter counts foci's ops as it counts torch's own, in eager calls and in graphs, each call once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import flop_counter
+from torch.utils.flop_counter import FlopCounterMode
+
+import foci
+from foci.core import flops
+from foci.ops import SPECS
+
+B, T, H, K, D = 2, 100, 4, 16, 24
+
+
+def counted(run: Callable[[], Any]) -> dict[str, int]:
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return {str(op): count for op, count in counter.get_flop_counts().get("Global", {}).items()}
+
+
+def trained(run: Callable[..., Any], *tensors: torch.Tensor) -> Callable[[], Any]:
+    """Forward and backward, with a gradient of every tensor."""
+
+    def both() -> Any:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        outputs = run(*leaves)
+        return torch.autograd.grad((outputs if isinstance(outputs, torch.Tensor) else outputs[0]).sum(), leaves)
+
+    return both
+
+
+def rows(heads: int = H, width: int = K, device: str = "cpu") -> torch.Tensor:
+    return torch.rand(B, T, heads, width, device=device)
+
+
+CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+    "softmax": (foci.attention, (rows(), rows(2), rows(2, 8))),
+    "linear": (foci.linear_attention, (rows(), rows(), rows(H, 8))),
+    "delta": (foci.delta_rule, (rows(), rows() / K, rows(), torch.rand(B, T, H))),
+    "scan": (foci.scan, (torch.rand(B, T, D), -torch.rand(B, T, D))),
+    "selective_scan": (
+        foci.selective_scan,
+        (torch.rand(B, T, D), torch.rand(B, T, D), -torch.rand(D, K), torch.rand(B, T, K), torch.rand(B, T, K)),
+    ),
+}
+
+
+def expected(name: str) -> tuple[int, int]:
+    """Operations of the forward and the backward, by the Spec."""
+    spec = SPECS[name]
+    assert spec.work is not None and spec.bind is not None
+    work = spec.work(spec.bind(*CALLS[name][1]))
+    return work.flops, round(work.flops * work.backward)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_counted_once_whatever_runs_inside_it(name: str) -> None:
+    function, tensors = CALLS[name]
+    forward, backward = expected(name)
+    assert forward > 0 and backward > 0
+    assert list(counted(lambda: function(*tensors)).values()) == [forward]
+    with torch.inference_mode():
+        assert list(counted(lambda: function(*tensors)).values()) == [forward]
+    assert sorted(counted(trained(function, *tensors)).values()) == sorted([forward, backward])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_backward_alone_is_counted(name: str) -> None:
+    function, tensors = CALLS[name]
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    outputs = function(*leaves)
+    total = (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).sum()
+    assert list(counted(total.backward).values()) == [expected(name)[1]]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_graphs_count_what_eager_calls_do(name: str) -> None:
+    function, tensors = CALLS[name]
+    compiled = torch.compile(lambda *given: function(*given), backend="aot_eager", dynamic=True)
+    run = trained(compiled, *tensors)
+    run()
+    assert sorted(counted(run).values()) == sorted(expected(name))
+    with torch.inference_mode():
+        compiled(*tensors)
+        assert list(counted(lambda: compiled(*tensors)).values()) == [expected(name)[0]]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("width", [16, 8])
+def test_attention_counts_what_torch_counts_for_its_own(causal: bool, width: int) -> None:
+    """Of its kernel for GPUs, on `meta`: it counts nothing for its kernel for the CPU. A causal mask halves nothing."""
+    q, k, v = rows(), rows(2), rows(2, width)
+    mask = foci.Causal() if causal else None
+    shapes = [x.transpose(1, 2).shape for x in (q, k, v)]
+    forward = flop_counter.sdpa_flop_count(*shapes)
+    backward = flop_counter.sdpa_backward_flop_count((B, H, T, width), *shapes)
+    ours = counted(trained(lambda *given: foci.attention(*given, mask=mask), q, k, v))
+    assert sorted(ours.values()) == sorted([forward, backward])
+    if width == K:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        theirs = [x.transpose(1, 2).to("meta", torch.bfloat16) for x in (q, rows(), rows())]
+        assert sorted(counted(trained(lambda *x: flash(*x, 0.0, causal)[0], *theirs)).values()) == sorted(ours.values())
+
+
+def test_masks_are_counted_by_the_pairs_they_leave() -> None:
+    q, pair = torch.rand(1, T, H, K), 2 * H * 2 * K
+    packed = foci.Causal() & foci.Packed(torch.tensor([0, 30, T]))
+    assert counted(lambda: foci.attention(q, q, q, mask=packed)) == {"foci.softmax_aten_fwd": pair * (30**2 + 70**2)}
+    window = foci.Window(9, 0)
+    found = counted(lambda: foci.attention(q, q, q, mask=window))
+    assert found == {"foci.softmax_chunked_fwd": pair * (10 * T - 45)}
+
+
+def test_without_memory_it_counts_the_same_and_documents_in_full() -> None:
+    q = rows(device="meta")
+    assert [*counted(lambda: foci.attention(q, q, q)).values()] == [2 * B * H * T * T * 2 * K]
+    with FakeTensorMode():
+        x = torch.rand(1, T, H, K)
+        mask = foci.Causal() & foci.Packed(torch.tensor([0, 30, T]))
+        assert [*counted(lambda: foci.attention(x, x, x, mask=mask)).values()] == [2 * H * T * T * 2 * K]
+
+
+def test_a_formula_of_the_users_own_is_left_alone() -> None:
+    function, tensors = CALLS["scan"]
+    own = {torch.ops.foci.scan_chunked_fwd: lambda *shapes, out_shape=None: 7}
+    with FlopCounterMode(display=False, custom_mapping=own) as counter:
+        function(*tensors, backend="chunked")
+    assert counter.get_total_flops() == 7
+
+
+def test_every_op_of_every_operator_has_a_formula() -> None:
+    names = {op._qualified_op_name.removeprefix("foci::") for op in flops._FORMULAS}
+    for spec in SPECS.values():
+        for backend in spec.backends:
+            if backend.name != "reference":  # plain torch code, which torch counts op by op
+                assert {f"{spec.name}_{backend.name}_fwd", f"{spec.name}_{backend.name}_bwd"} <= names
+
+
+AFTERWARDS = """
+import sys, torch, foci
+x = torch.rand(1, 8, 2, 4, requires_grad=True)
+foci.attention(x, x, x).sum().backward()
+assert "torch.utils.flop_counter" not in sys.modules
+from torch.utils.flop_counter import FlopCounterMode
+with FlopCounterMode(display=False) as counter:
+    foci.attention(x, x, x).sum().backward()
+print(counter.get_total_flops())
+"""
+
+
+def test_the_first_call_that_is_counted_is_counted() -> None:
+    """The counter was imported after foci, and copied torch's registry before foci knew of it."""
+    done = subprocess.run([sys.executable, "-c", AFTERWARDS], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == 7 * 2 * 2 * 8 * 8 * 4
