@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +24,24 @@ from tests.ops.in_native import BUILT
 B, G, H, K, V = 2, 2, 4, 20, 12
 
 
-def refusal(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, found: Any) -> str:
-    monkeypatch.setattr(target, name, lambda *_: found)
+def forget() -> None:
     native._build.cache_clear()
+    native._built.cache_clear()
+
+
+@contextmanager
+def not_yet_built() -> Iterator[None]:
+    forget()
     try:
-        reason = native._build()
+        yield
     finally:
-        monkeypatch.undo()
-        native._build.cache_clear()
+        forget()
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, found: Any) -> str:
+    with not_yet_built(), monkeypatch.context() as patch:
+        patch.setattr(target, name, lambda *_: found)
+        reason = native._build()
     assert isinstance(reason, str)
     return reason
 
@@ -45,15 +60,99 @@ def test_a_compiler_that_fails_is_a_reason(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(cpp_extension, "load", fails)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    native._build.cache_clear()
-    try:
+    with not_yet_built():
         assert native._build() == "it could not be built: Error building extension"
         q = torch.randn(1, 4, 4, 8)
         assert foci.explain("linear", q, q, q).chosen == "chunked"
         state = torch.zeros(1, 4, 8, 8)
         assert not native.can_step(state)
-    finally:
-        native._build.cache_clear()
+
+
+@BUILT
+@pytest.mark.parametrize("fails", [False, True])
+def test_one_thread_builds_and_the_others_wait(fails: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    builds: list[Path] = []
+    found: list[object] = []
+
+    def slow(name: str, flags: list[str], ready: Path) -> None:
+        builds.append(ready)
+        time.sleep(0.3)  # all others ask meanwhile
+        if fails:
+            raise RuntimeError("no room left")
+        ready.touch()
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(native, "_compile", slow)
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda path: [path])
+    with not_yet_built():
+        begin = threading.Barrier(8)
+        threads = [threading.Thread(target=lambda: (begin.wait(), found.append(native._build()))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(builds) == 1
+    assert len(found) == 8 and all(each is found[0] for each in found)
+    assert found[0] == ("it could not be built: no room left" if fails else [str(builds[0])])
+
+
+ASKS = """
+import ctypes, sys
+from pathlib import Path
+from torch.utils import cpp_extension
+from foci.ops import native
+
+def build(name, *args, build_directory, **rest):
+    print("builds", flush=True)
+    sys.stdin.readline()
+    made = Path(build_directory, f"{name}.so")
+    made.touch()
+    return made
+
+cpp_extension.load, ctypes.CDLL = build, lambda path: path
+sys.stdin.readline()
+print("asks", flush=True)
+print("has", native._build(), flush=True)
+"""
+
+
+@BUILT
+@pytest.mark.parametrize("killed", [False, True])
+def test_one_process_builds_and_the_others_wait(killed: bool, tmp_path: Path) -> None:
+    """Also for one that is killed while it builds: the next builds in its place."""
+    environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+
+    def start() -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen([sys.executable, "-c", ASKS], stdin=pipe, stdout=pipe, text=True, env=environment)
+
+    with start() as builder, start() as waits:
+        assert builder.stdin and builder.stdout and waits.stdin and waits.stdout
+        for process, says in ((builder, ("asks", "builds")), (waits, ("asks",))):
+            process.stdin.write("ask\n")
+            process.stdin.flush()
+            assert [process.stdout.readline().strip() for _ in says] == [*says]
+        assert select.select([waits.stdout], [], [], 0.5) == ([], [], [])
+        if killed:
+            builder.kill()
+            assert waits.stdout.readline() == "builds\n"
+        last = waits if killed else builder
+        last.stdin.write("go\n")
+        last.stdin.flush()
+        assert waits.stdout.readline().startswith(f"has {tmp_path}")
+        assert waits.wait() == 0
+
+
+def test_without_locks_it_is_built_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import fcntl
+
+    def fails(*_: object) -> None:
+        raise OSError("No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", fails)
+    said = r"native.lock cannot be locked \(No locks available\): processes build"
+    with pytest.warns(match=said), native._one_process(tmp_path / "native.lock"):
+        pass
 
 
 def test_it_is_kept_in_the_folder_that_torch_keeps_extensions_in(

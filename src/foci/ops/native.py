@@ -15,7 +15,10 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Sequence
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,6 +36,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FLAGS = {"AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"], "AVX2": ["-mavx2"]}
 _HERE = Path(__file__).parent
 _BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+_BUILDING: dict[int, threading.Lock] = {}  # by process: a fork may copy a lock that none of its threads will release
 
 
 class View(ctypes.Structure):
@@ -121,7 +125,13 @@ def _extensions() -> ModuleType:
 
 @functools.cache
 def _build() -> ctypes.CDLL | str:
-    """The library, or why there is none."""
+    """The library, or why there is none. One thread builds it; those that ask meanwhile wait for it."""
+    with _BUILDING.setdefault(os.getpid(), threading.Lock()):
+        return _built()
+
+
+@functools.cache
+def _built() -> ctypes.CDLL | str:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"it is written for x86-64 Linux, this is {platform.machine()} {platform.system()}"
     capability = torch.backends.cpu.get_cpu_capability()
@@ -153,7 +163,9 @@ def _folder() -> Path:
 def _compile(name: str, flags: list[str], ready: Path) -> None:
     """Build in a temporary folder and move the library into place atomically: a killed build leaves no lock."""
     ready.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=ready.parent) as place:
+    with _one_process(ready.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=ready.parent) as place:
+        if ready.exists():  # another process built it meanwhile
+            return
         made = _extensions().load(
             name,
             [str(_HERE / "native.cpp")],
@@ -162,6 +174,19 @@ def _compile(name: str, flags: list[str], ready: Path) -> None:
             is_python_module=False,
         )
         os.replace(str(made), ready)
+
+
+@contextmanager
+def _one_process(path: Path) -> Iterator[None]:
+    """Within it no other process is. The lock is the system's, which releases it when a process is killed."""
+    import fcntl
+
+    with path.open("w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+        except OSError as error:  # a file system without locks: each builds its own, and the last one stays
+            warnings.warn(f"{path} cannot be locked ({error}): processes build foci's C++ side by side", stacklevel=2)
+        yield
 
 
 def kept(call: Any) -> Output:
