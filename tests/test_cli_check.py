@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,7 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "loops.py").write_text(RECURRENT)
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
     (tmp_path / "script.py").write_text("raise SystemExit(3)")
+    (tmp_path / "asks.py").write_text("def __getattr__(name):\n    raise SystemExit(0)")
     monkeypatch.chdir(tmp_path)
     quick = ("forward", "gradients", "logarithm", "bad input")
     monkeypatch.setattr(cli_check, "examine", lambda *args, **kwargs: examine(*args, only=quick, **kwargs))
@@ -289,6 +291,50 @@ def test_what_kills_the_interpreter_while_it_is_imported_is_told(here) -> None:
     assert "Segmentation fault" in ended.stderr and f'File "{here / "crashes.py"}", line 3' in ended.stderr
 
 
+LEAVES = {
+    "at its import": "import os\n\nos._exit(0)\n",
+    "by another name": "from os import _exit\n\n_exit(0)\n",
+    "from a thread": "import os, threading\nit = threading.Thread(target=lambda:\nos._exit(0)); it.start(); it.join()",
+    "when it is asked for": "import os\ndef __getattr__(name):\n    os._exit(0)\n",
+}
+
+
+@pytest.mark.parametrize("when", LEAVES)
+def test_what_leaves_the_interpreter_does_not_pass(here, when) -> None:
+    """The command ended with its code 0, as if every law held."""
+    (here / "leaves.py").write_text(LEAVES[when])
+    command = [sys.executable, "-m", "foci", "check", "leaves:f", "--like", "softmax"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert f"{here / 'leaves.py'}, line 3: os._exit(0) before there was a verdict" in ended.stderr
+
+
+def test_children_of_what_is_imported_leave_as_they_like(here, capsys) -> None:
+    code = """
+        import os
+        if not (child := os.fork()):
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        number = 1
+    """
+    (here / "forks.py").write_text(textwrap.dedent(code))
+    leave = os._exit
+    code, _, error = run(capsys, "check forks:number --like softmax")
+    assert (code, os._exit) == (2, leave) and "forks:number is a int; expected a callable" in error
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(
+    ("line", "after"), [("is_enabled()", None), ("enable(sys.__stdout__)", True), ("disable()", False)]
+)
+def test_faulthandler_is_afterwards_as_it_was_or_as_the_module_set_it(here, before, line, after) -> None:
+    (here / "handles.py").write_text(f"import faulthandler, sys\nfaulthandler.{line}\n")
+    code = "import faulthandler; from foci.cli_check import _load; "
+    code += f"faulthandler.enable() if {before} else None; _load('handles:sys'); print(faulthandler.is_enabled())"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == [str(before if after is None else after)]
+
+
 def test_a_layer_is_checked_as_a_class_or_an_object(here, capsys) -> None:
     code, out, _ = run(capsys, "check foci.nn:DeltaNet --like layer --dtype float32")
     assert code == 0 and "layer · foci.nn:DeltaNet" in out and "every law holds" in out
@@ -302,6 +348,7 @@ def test_a_layer_is_checked_as_a_class_or_an_object(here, capsys) -> None:
         ("check nowhere.at_all:f --like softmax", "cannot import nowhere.at_all: ModuleNotFoundError"),
         ("check broken:f --like softmax", "No module named 'nothing_of_this_name'"),
         ("check script:f --like softmax", "cannot import script: SystemExit: 3"),
+        ("check asks:f --like softmax", "ended the check before there was a verdict: SystemExit: 0"),
         ("check theirs:missing --like softmax", "theirs has no missing"),
         ("check theirs --like softmax", "expected package.module:name, got 'theirs'"),
         ("check theirs:number --like softmax", "theirs:number is a int; expected a callable"),

@@ -5,15 +5,17 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import math
+import os
 import re
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import torch
 import typer
@@ -89,8 +91,35 @@ _RANKS = {
 }
 
 
+@contextmanager
+def ending_in_a_verdict() -> Iterator[None]:
+    """Within it what is checked cannot end the command: its exit code, such as 0, would pass for a verdict.
+
+    That is SystemExit and os._exit, the latter of this process: a child may end as it likes, and its parent tells
+    (check/isolate.py). The exit of C is not seen.
+    """
+    process, leave = os.getpid(), os._exit
+
+    def tell(status: int) -> NoReturn:
+        if os.getpid() == process:
+            caller = sys._getframe(1)
+            where = f"{caller.f_code.co_filename}, line {caller.f_lineno}"
+            print(f"foci check: {where}: os._exit({status}) before there was a verdict", file=sys.stderr, flush=True)
+            status = 2
+        leave(status)
+
+    os._exit = tell
+    try:
+        yield
+    except SystemExit as error:
+        raise ValueError(f"what is checked ended the check before there was a verdict: SystemExit: {error}") from error
+    finally:
+        os._exit = leave
+
+
 @partial(gathered, name="ranks", options=_RANKS, make=Across)
 @partial(gathered, name="asked", options=_ASKED, make=Asked)
+@ending_in_a_verdict()
 def check(
     what: Annotated[str, typer.Argument(metavar="WHAT", help=WHAT)],
     like: Annotated[str, typer.Option(help=f"What yours is: {', '.join(LIKE)}.")] = "",
@@ -294,17 +323,35 @@ def _load(target: str) -> Any:
     return found
 
 
+class _Stderr:
+    """The standard error as faulthandler asks for it: an object whose life tells whether it's still the one in use."""
+
+    def fileno(self) -> int:
+        assert sys.__stderr__ is not None
+        return sys.__stderr__.fileno()
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+
 @contextmanager
 def _telling_what_dies() -> Iterator[None]:
-    """Within it Python tells which line kills the interpreter, as no parent process is there to (check/isolate.py)."""
+    """Within it Python tells which line kills the interpreter, as no parent process is there to (check/isolate.py).
+
+    Where what ran within it turned faulthandler on by itself, it stays on.
+    """
     if faulthandler.is_enabled() or sys.__stderr__ is None:
         yield
         return
-    faulthandler.enable(sys.__stderr__)
+    ours = _Stderr()
+    in_use = weakref.ref(ours)
+    faulthandler.enable(ours)
+    del ours  # faulthandler alone holds it now, until it is given another or turned off
     try:
         yield
     finally:
-        faulthandler.disable()
+        if in_use() is not None:
+            faulthandler.disable()
 
 
 def _limits(text: str) -> Limits:
