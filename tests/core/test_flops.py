@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -142,6 +143,23 @@ def test_every_op_of_every_operator_has_a_formula() -> None:
         for backend in spec.backends:
             if backend.name != "reference":  # plain torch code, which torch counts op by op
                 assert {f"{spec.name}_{backend.name}_fwd", f"{spec.name}_{backend.name}_bwd"} <= names
+
+
+def test_what_is_not_counted_is_told_where_somebody_counts() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flops.warn_uncounted("f", "g")
+    with (
+        FlopCounterMode(display=False),
+        pytest.warns(match="^f: torch's flop counter sees a part of its operations, or none; count g$"),
+    ):
+        flops.warn_uncounted("f", "g")
+
+
+def test_a_step_of_one_token_is_counted_by_torch() -> None:
+    """It runs in torch's operations wherever something observes it."""
+    token, state = torch.rand(B, H, K), torch.zeros(B, H, K, K)
+    assert sum(counted(lambda: foci.linear_attention_step(token, token, token, state)).values()) == 2 * B * H * K * K
 
 
 AFTERWARDS = """

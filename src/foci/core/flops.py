@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, get_type_hints
 
@@ -14,6 +15,7 @@ from foci.core.spec import Spec
 # Its import imports Triton, so it's left to whoever counts; until then nobody needs the formulas.
 _COUNTER = "torch.utils.flop_counter"
 _FORMULAS: dict[Any, Callable[..., int]] = {}  # by op, all overloads together
+_REGISTERED: set[Any] = set()  # those that torch's registry has
 
 
 def add_formulas(spec: Spec, *ops: Any) -> None:
@@ -39,17 +41,36 @@ def _formula(spec: Spec, before: int) -> Callable[..., int]:
 
 def tell_counters() -> None:
     """Give the formulas to torch's registry, and to the counters that are on: each copied the registry when made."""
-    counting = sys.modules.get(_COUNTER)
-    if counting is not None:
-        _tell(counting)
-
-
-def _tell(counting: ModuleType) -> None:
-    for op, formula in _FORMULAS.items():
+    counting = _imported()
+    if counting is None:
+        return
+    for op in _FORMULAS.keys() - _REGISTERED if len(_REGISTERED) < len(_FORMULAS) else ():
+        _REGISTERED.add(op)
         if op not in counting.flop_registry:
-            counting.register_flop_formula(op, get_raw=True)(formula)
+            counting.register_flop_formula(op, get_raw=True)(_FORMULAS[op])
+    for counter in _on(counting):
+        for op, formula in _FORMULAS.items():
+            counter.flop_registry.setdefault(op, formula)
+
+
+def warn_uncounted(function: str, instead: str) -> None:
+    """Warn where a counter is on and what this function computes is no op, which counters would miss without a word."""
+    counting = None if torch.compiler.is_compiling() else _imported()
+    if counting is not None and any(_on(counting)):
+        warnings.warn(
+            f"{function}: torch's flop counter sees a part of its operations, or none; count {instead}", stacklevel=3
+        )
+
+
+def _imported() -> ModuleType | None:
+    """The module of torch's flop counter, if somebody has imported it, and its import has ended."""
+    counting = sys.modules.get(_COUNTER)
+    return counting if hasattr(counting, "FlopCounterMode") else None
+
+
+def _on(counting: ModuleType) -> Iterator[Any]:
+    """The counters that are on; each is held by a mode of its own."""
     for place in range(torch._C._len_torch_dispatch_stack()):
-        mode = torch._C._get_dispatch_stack_at(place)
-        if isinstance(mode, counting._FlopCounterMode):
-            for op, formula in _FORMULAS.items():
-                mode.counter.flop_registry.setdefault(op, formula)
+        counter = getattr(torch._C._get_dispatch_stack_at(place), "counter", None)
+        if isinstance(counter, counting.FlopCounterMode):
+            yield counter

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foci.core.flops import warn_uncounted
 from foci.core.plans import without_autocast
 from foci.core.spec import Outputs
 from foci.ops import arguments
 from foci.parallel.exchange import Session, all_reduce, all_to_all
 from foci.parallel.group import Group
 from foci.parallel.nested_graph import once_differentiable
-from foci.parallel.operators import Bound, Operator, operator_of
+from foci.parallel.operators import COUNT_INSTEAD, Bound, Operator, operator_of
 from foci.parallel.state_passing import SUMMARIES, RankRecurrence, StateMap, TokenSharding
 
 Gradients = dict[str, Tensor | None]
@@ -86,6 +87,7 @@ class Handoff:
         documents = arguments.documents(self.operator.name, call.offsets, sum(lengths))
         sharding = TokenSharding(tuple(lengths), None if documents is None else tuple(documents))
         plan = _Plan(self.operator, self.group, sharding, bound.backend, call.return_state)
+        warn_uncounted(f"handoff of {self.operator.name}", COUNT_INSTEAD)
         out, final = _Handoff.apply(plan, *call._replace(return_state=True))
         return out, arguments.ends(call, final)
 

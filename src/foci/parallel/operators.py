@@ -26,6 +26,8 @@ from foci.ops.selective_scan import api as selective_scan
 from foci.ops.softmax import api as softmax
 
 TOKENS = ("T", "S")
+# What is computed in pieces is no op, and torch's flop counter misses it (core/flops.py).
+COUNT_INSTEAD = "the same call of one process, which may be on the meta device, and divide by the ranks"
 
 
 class Letters(NamedTuple):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foci.core.errors import ShapeError, Unsupported
+from foci.core.flops import warn_uncounted
 from foci.core.plans import without_autocast
 from foci.core.spec import Backend, Outputs
 from foci.ops.masks import Segment, segments
@@ -20,7 +21,7 @@ from foci.parallel.balance import Order, Piece, length, pieces
 from foci.parallel.exchange import Pending, Session, all_reduce, shift, zeros_in_message
 from foci.parallel.group import Group
 from foci.parallel.nested_graph import once_differentiable
-from foci.parallel.operators import Bound, Operator, operator_of, refuse_transforms
+from foci.parallel.operators import COUNT_INSTEAD, Bound, Operator, operator_of, refuse_transforms
 from foci.parallel.ring_plan import Pair, distances, pairs
 
 
@@ -115,6 +116,7 @@ class Ring:
         if seed is not None:
             call = call._replace(seed=seed.new_tensor(everyone[0][len(tokens) :]).view(seed.shape))
         plan = _plan(self, call, lengths, backends)
+        warn_uncounted(f"ring of {self.inner.name}", COUNT_INSTEAD)
         out, lse = _Ring.apply(plan, session, call, *(getattr(call, name) for name in _INPUTS))
         return out, lse
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import foci
 from foci.core import tune
@@ -314,3 +315,13 @@ def test_a_named_backend_never_falls_back() -> None:
         foci.attention_paged(**cache(), backend="triton")
     with pytest.raises(foci.Unsupported, match="attention_paged: backend 'aten' cannot run this call"):
         foci.attention_paged(**cache(), softcap=1.0, backend="aten")
+
+
+def test_who_counts_operations_is_told_that_a_kernel_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel, of which there is only a stand-in here, is no op."""
+    q, pages = torch.ones(1, 1, 2, 8), torch.ones(2, 4, 2, 8)
+    monkeypatch.setattr(paged.gpu, "reasons", lambda call: [])
+    monkeypatch.setattr(paged.plans, "replay_or_run_one", lambda *_: q)
+    table, lengths = torch.zeros(1, 2, dtype=torch.int32), torch.tensor([5])
+    with FlopCounterMode(display=False), pytest.warns(match="^attention_paged: torch's flop counter sees a part"):
+        assert paged.attention_paged(q, pages, pages, table, lengths) is q

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from foci.core import plans
 from foci.core.errors import ShapeError, Unsupported
+from foci.core.flops import warn_uncounted
 from foci.core.select import choose
 from foci.core.shapes import Signature
 from foci.ops.arguments import DTYPES, INTEGERS, by_autocast, scaling
@@ -95,6 +96,7 @@ def attention_paged(
     if backend in (None, "triton"):
         reasons = gpu.reasons(call) + _table_reasons(sizes) + _transform_reasons()
         if not reasons:
+            warn_uncounted(_NAME, "attention to the gathered pages")
             return plans.replay_or_run_one(key, given, _paged, (*call, table))
         if backend is not None:
             raise Unsupported(f"{_NAME}: backend 'triton' cannot run this call", reasons, "backend=None gathers pages")
