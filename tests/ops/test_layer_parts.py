@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from foci.nn import GatedDeltaNet
@@ -79,6 +81,75 @@ def test_a_norm_is_its_equation(groups: int, gate_first: bool) -> None:
 def test_the_sum_in_place_of_the_mean_makes_unit_vectors() -> None:
     x = torch.randn(3, 7, dtype=torch.float64)
     torch.testing.assert_close(Norm(eps=0.0, mean=False)(x), F.normalize(x, dim=-1))
+
+
+def apart(found: Tensor, truth: Tensor) -> float:
+    """Relative RMS."""
+    return float((found.double() - truth).norm() / truth.norm())
+
+
+WAYS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Tensor]]] = {
+    "eager": lambda run: run,
+    "compiled": lambda run: torch.compile(run, backend="aot_eager", fullgraph=True),
+    "vmapped": lambda run: lambda x, p: torch.func.vmap(run)(x[:, None], p)[:, 0],
+    "compiled, vmapped": lambda run: WAYS["compiled"](WAYS["vmapped"](run)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_angles_of_far_positions_are_right(way: str) -> None:
+    """And their gradients, and those of positions between tokens, which learn."""
+    positions = torch.tensor([[4096, 131071], [2**23 + 1, 7]])
+    x, dy = torch.randn(2, 2, 2, 3, 10).unbind()
+
+    def run(x: Tensor, p: Tensor) -> Tensor:
+        return turn(x, p, 1e4, 8)
+
+    def results(x: Tensor, p: Tensor, run: Callable[..., Tensor]) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_(), p.to(x.dtype).requires_grad_()]
+        y = run(*leaves)
+        return [run(x, p), y.detach(), *torch.autograd.grad(y, leaves, dy.to(x))]
+
+    found, truth = results(x, positions, WAYS[way](run)), results(x.double(), positions, run)
+    assert all(a.dtype == torch.float32 for a in found)
+    assert max(apart(a, b) for a, b in zip(found, truth, strict=True)) <= 3e-7
+    assert torch.equal(WAYS[way](run)(x.bfloat16(), positions), run(x.bfloat16().double(), positions).bfloat16())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_angles_of_far_positions_have_tangents(way: str) -> None:
+    x, moved, positions = torch.randn(2, 1, 3, 8), torch.randn(2, 1, 3, 8), torch.tensor([[131071.0], [5.5]])
+
+    def run(x: Tensor, p: Tensor) -> Tensor:
+        return torch.func.jvp(lambda x, p: turn(x, p, 1e4, 8), (x, p), (moved[: len(x)].to(x), torch.ones_like(p)))[1]
+
+    moved[1] = moved[0]  # vmapped, each row has the first's
+    assert apart(WAYS[way](run)(x, positions), run(x.double(), positions.double())) <= 3e-7
+
+
+def test_compiled_angles_are_made_once_for_all_heads() -> None:
+    """In memory of their own, without which each head has cosines in float64, five times as slow."""
+    run = torch.compile(lambda x: turn(x, torch.arange(37), 1e4, 10), fullgraph=True)
+    _, (code,) = run_and_get_code(run, torch.randn(1, 37, 3, 10))
+    assert "empty_strided_cpu((1, 37, 5)" in code
+
+
+class WithoutDouble(TorchFunctionMode):
+    """As if all lay on MPS, which has no float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == Tensor.device.__get__:  # type: ignore[attr-defined]
+            return torch.device("mps")
+        found = func(*args, **{name: "cpu" if name == "device" else v for name, v in (kwargs or {}).items()})
+        assert not isinstance(found, Tensor) or found.dtype != torch.float64
+        return found
+
+
+def test_where_no_float64_is_angles_are_float32() -> None:
+    x, positions = torch.randn(1, 9, 3, 8), torch.arange(9)
+    with WithoutDouble():
+        found = turn(x, positions, 1e4, 8)
+    assert apart(found, turn(x.double(), positions, 1e4, 8)) <= 1e-6
 
 
 class Kernel(Exception):

@@ -193,12 +193,21 @@ def _turns(x: Tensor, positions: Tensor, rate: float, width: int, back: bool) ->
 
 
 def _turned(x: Tensor, positions: Tensor, rate: float, width: int, back: bool) -> Tensor:
-    wide = accumulator(x.dtype)
-    angle = positions[..., None].to(wide) * torch.exp(torch.arange(width // 2, device=x.device, dtype=wide) * rate)
-    cos, sin = angle.cos()[..., None, :], (-angle if back else angle).sin()[..., None, :]
+    cos, sin = _turns(x, positions, rate, width, back)
     first, second, rest = x.split([width // 2, width // 2, x.shape[-1] - width], -1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
     return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+
+
+def _turns(x: Tensor, positions: Tensor, rate: float, width: int, back: bool) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [1 or B, T, 1, width/2] of angles in float64: in float32 a position of 10^5 is 0.005 off."""
+    wide = accumulator(x.dtype)
+    exact = wide if x.device.type == "mps" else torch.float64  # which MPS has not
+    angle = positions[..., None].to(exact) * torch.exp(torch.arange(width // 2, device=x.device, dtype=exact) * rate)
+    cos, sin = angle.cos().to(wide), (-angle if back else angle).sin().to(wide)
+    if torch.compiler.is_compiling():  # a strided view has memory of its own: else each head would have its own cosines
+        cos, sin = (part.as_strided(part.shape, part.stride()) for part in (cos, sin))
+    return cos[..., None, :], sin[..., None, :]
 
 
 def _fits(x: Tensor, *others: Tensor | None) -> bool:
