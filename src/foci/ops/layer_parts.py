@@ -193,13 +193,13 @@ def _turns(x: Tensor, positions: Tensor, rate: float, width: int, back: bool) ->
 
 
 def _turned(x: Tensor, positions: Tensor, rate: float, width: int, back: bool) -> Tensor:
-    cos, sin = _turns(x, positions, rate, width, back)
+    cos, sin = _angles(x, positions, rate, width, back)
     first, second, rest = x.split([width // 2, width // 2, x.shape[-1] - width], -1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
     return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
 
-def _turns(x: Tensor, positions: Tensor, rate: float, width: int, back: bool) -> tuple[Tensor, Tensor]:
+def _angles(x: Tensor, positions: Tensor, rate: float, width: int, back: bool) -> tuple[Tensor, Tensor]:
     """Cosines and sines [1 or B, T, 1, width/2] of angles in float64: in float32 a position of 10^5 is 0.005 off."""
     wide = accumulator(x.dtype)
     exact = wide if x.device.type == "mps" else torch.float64  # which MPS has not
