@@ -109,14 +109,48 @@ def test_its_steps_change_the_tail_in_place(convolution: ShortConvolution) -> No
     assert tail.data_ptr() == place and torch.equal(tail, x[:, -3:])
 
 
-def test_packed_documents_do_not_touch(convolution: ShortConvolution) -> None:
+@pytest.mark.parametrize("continued", [False, True])
+def test_packed_documents_do_not_touch(convolution: ShortConvolution, continued: bool) -> None:
+    """Nor do the tokens before them, which a history has where the documents go on."""
     ends, x = [0, 2, 2, 3, 9], torch.randn(1, 9, 6, dtype=DOUBLE)
-    tails = torch.randn(4, 3, 6, dtype=DOUBLE)
-    y, after = convolution(x, offsets=torch.tensor(ends), tail=tails)
+    tails = torch.randn(4, 3, 6, dtype=DOUBLE) if continued else None
+    offsets = torch.tensor(ends)
+    y, after = convolution(x, offsets=offsets, tail=tails)
+    ones = None if tails is None else tails[:, 2:]
+    before = history(x, 1, tail=ones, offsets=offsets).previous()
     for n, (start, stop) in enumerate(pairwise(ends)):
-        alone, tail = convolution(x[:, start:stop], tail=tails[n : n + 1])
+        own = None if tails is None else tails[n : n + 1]
+        alone, tail = convolution(x[:, start:stop], tail=own)
         torch.testing.assert_close(y[:, start:stop], alone)
         assert torch.equal(after[n : n + 1], tail)
+        shifted = history(x[:, start:stop], 1, tail=None if own is None else own[:, 2:]).previous()
+        assert torch.equal(before[:, start:stop], shifted)
+
+
+@pytest.mark.parametrize("continued", [False, True])
+@pytest.mark.parametrize("offsets", [None, [0, 0], [0, 0, 0]])
+def test_of_no_tokens_the_tail_is_what_it_was(
+    convolution: ShortConvolution, offsets: list[int] | None, continued: bool
+) -> None:
+    rows = 1 if offsets is None else len(offsets) - 1
+    was = torch.randn(rows, 3, 6, dtype=DOUBLE)
+    y, tail = convolution(
+        torch.empty(1, 0, 6, dtype=DOUBLE), tail=was if continued else None,
+        offsets=None if offsets is None else torch.tensor(offsets),
+    )  # fmt: skip
+    assert y.shape == (1, 0, 6) and torch.equal(tail, was if continued else torch.zeros_like(was))
+
+
+@pytest.mark.parametrize("offsets", [None, [0, 4, 9]])
+@pytest.mark.parametrize("continued", [False, True])
+def test_a_tail_that_nobody_wants_is_not_made(
+    convolution: ShortConvolution, offsets: list[int] | None, continued: bool
+) -> None:
+    x = torch.randn(1, 9, 6, dtype=DOUBLE)
+    given = {"tail": torch.randn(1 if offsets is None else 2, 3, 6, dtype=DOUBLE) if continued else None}
+    given |= {"offsets": None if offsets is None else torch.tensor(offsets)}
+    y, tail = convolution(x, **given, return_tail=False)
+    assert tail is None and torch.equal(y, convolution(x, **given)[0])
 
 
 def test_the_tail_of_a_padded_row_is_its_last_real_tokens() -> None:
