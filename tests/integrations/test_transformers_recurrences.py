@@ -18,7 +18,7 @@ from foci.integrations.transformers_recurrences import (
     chunk_delta,
     chunk_mamba,
     chunk_ssd,
-    packed_convolution,
+    short_convolution,
     step_delta,
     step_mamba,
     step_ssd,
@@ -45,6 +45,10 @@ def compare(theirs: Any, ours: Any, leaves: dict[str, Tensor], **others: Any) ->
         gradients = torch.autograd.grad(loss, list(given.values()))
         found.append([*(out.detach() for out in outputs), *gradients])
     assert max(relative(b, a) for a, b in zip(*found, strict=True)) < BUDGET
+
+
+def refused(*given: Any, **keywords: Any) -> Tensor:
+    raise AssertionError("theirs ran")
 
 
 def delta_inputs(T: int, per_channel: bool) -> dict[str, Tensor]:
@@ -156,18 +160,34 @@ class TestMamba:
         assert max(relative(b, a) for a, b in (outs, states)) < BUDGET
 
 
-class TestPackedConvolution:
+class TestShortConvolution:
     @torch.no_grad()
-    def test_each_document_begins_anew_and_an_empty_one_is_nothing(self) -> None:
+    @pytest.mark.parametrize("activation", ["silu", "gelu", None])
+    def test_each_document_begins_anew_and_an_empty_one_is_nothing(self, activation: str | None) -> None:
+        """The first one behind what the cache had of it, too."""
         normal, theirs = draw(), qwen.causal_conv1d_fn
-        x, weight = normal(1, 6, 12), normal(6, 4)
-        ours = packed_convolution(None, theirs)
-        parts = [theirs(x[..., start:stop], weight, activation="silu") for start, stop in ((0, 5), (5, 6), (6, 12))]
-        out = ours(x, weight, activation="silu", cu_seq_lens_q=torch.tensor([0, 5, 5, 6, 12]))
-        assert torch.equal(out, torch.cat(parts, -1))
+        x, weight, bias = normal(1, 6, 12), normal(6, 4), normal(6)
+        ours = short_convolution(None, theirs)
+        parts = [theirs(x[..., a:b], weight, bias, activation=activation) for a, b in ((0, 5), (5, 6), (6, 12))]
+        for before in (0, 3):
+            offsets = torch.tensor([0, 5 - before, 5 - before, 6 - before, 12 - before])
+            out = ours(x, weight, bias, activation=activation, cu_seq_lens_q=offsets.int())
+            assert relative(out, torch.cat(parts, -1)) < BUDGET
         assert torch.equal(ours(x, weight), theirs(x, weight))
+
+    @pytest.mark.parametrize("activation", ["silu", "gelu", None])
+    def test_on_a_gpu_it_is_ours(self, activation: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        normal, theirs = draw(), qwen.causal_conv1d_fn
+        x, weight, bias = (normal(*shape).requires_grad_() for shape in ((2, 6, 12), (6, 4), (6,)))
+        dy = torch.randn(2, 6, 12)
+        found, right = (
+            (y.detach(), *torch.autograd.grad(y, [x, weight, bias], dy))
+            for y in (run(x, weight, bias, activation) for run in (short_convolution(None, refused), theirs))
+        )
+        assert max(relative(a, b) for a, b in zip(found, right, strict=True)) < BUDGET
 
     def test_several_rows_are_not_documents(self) -> None:
         normal = draw()
         with pytest.raises(Unsupported, match=r"documents are told apart in a batch of 1"):
-            packed_convolution(None, qwen.causal_conv1d_fn)(normal(2, 6, 12), normal(6, 4), seq_idx=torch.zeros(2, 12))
+            short_convolution(None, qwen.causal_conv1d_fn)(normal(2, 6, 12), normal(6, 4), seq_idx=torch.zeros(2, 12))

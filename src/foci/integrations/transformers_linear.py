@@ -22,7 +22,7 @@ from foci.integrations.transformers_recurrences import (
     chunk_mamba,
     chunk_ssd,
     not_fused,
-    packed_convolution,
+    short_convolution,
     step_delta,
     step_mamba,
     step_ssd,
@@ -74,7 +74,7 @@ FAMILIES = (
 )
 # Recurrences whose models do not pass keywords down to them.
 _DEAF = {"Mamba2Mixer"}
-_CONVOLUTION = {"causal_conv1d_fn": packed_convolution}
+_CONVOLUTION = {"causal_conv1d_fn": short_convolution}
 # Class names of modules with a recurrence; those without a family are reported with a reason.
 _RECURRENT = re.compile(
     r"Mamba\w*(Mixer|Layer)$|Lightning|Delta(Net|Attention)|Rglru|LSTMBackend|LinearAttention|Rwkv\w*Attention"

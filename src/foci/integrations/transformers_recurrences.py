@@ -5,19 +5,20 @@ A maker takes the backend (None: foci chooses) and their function; what it retur
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import pad, silu, softplus
 
 from foci.core.errors import Unsupported
 from foci.core.spec import accumulator
 from foci.integrations.transformers_keywords import DOCUMENTS, asked, documents, refuse
+from foci.nn.parts import history, l2norm
 from foci.ops.decay.api import linear_attention, linear_attention_step
 from foci.ops.delta.api import delta_rule, delta_rule_step
+from foci.ops.layer_parts import ACTIVATIONS, convolve
 from foci.ops.selective_scan.api import selective_scan, selective_scan_step
 
 Run = Callable[..., Any]
@@ -41,11 +42,6 @@ def _start(state: Tensor | None, dtype: torch.dtype, *others: Tensor) -> Tensor 
     return None if state is None else state.to(dtype, copy=learns(state, *others))
 
 
-def _unit(x: Tensor) -> Tensor:
-    """Length 1 over the last dimension, with the epsilon inside the root."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
-
-
 def chunk_delta(backend: str | None, theirs: Run) -> Run:
     """Gated delta rule and Kimi delta attention, many tokens; what differs is the rank of g."""
 
@@ -65,7 +61,7 @@ def chunk_delta(backend: str | None, theirs: Run) -> Run:
         dtype, wide = query.dtype, accumulator(query.dtype)
         q, k, v, g, b = (x.to(wide) for x in (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
-            q, k = _unit(q), _unit(k)
+            q, k = l2norm(q), l2norm(k)
         S = _start(initial_state, wide, q, k, v, g, b)
         out, state = delta_rule(
             q, k, v, b, log_decay=g, state=S, offsets=offsets, return_state=output_final_state, backend=backend
@@ -97,7 +93,7 @@ def step_delta(backend: str | None, theirs: Run) -> Run:
             return many(query, key, value, g, beta, *rest, cu_seqlens=offsets)
         q, k, v, g, b = (x.squeeze(1).to(wide) for x in (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
-            q, k = _unit(q), _unit(k)
+            q, k = l2norm(q), l2norm(k)
         return delta_rule_step(q, k, v, b, S, log_decay=g)[:, None].to(query.dtype), S
 
     return run
@@ -196,8 +192,11 @@ def not_fused(backend: str | None, theirs: Run) -> Run:
     return lambda *args, **keywords: None
 
 
-def packed_convolution(backend: str | None, theirs: Run) -> Run:
-    """Their short convolution per document: theirs refuses packed documents, or mixes them."""
+def short_convolution(backend: str | None, theirs: Run) -> Run:
+    """Their short convolution [B,D,T] on a GPU, where torch's takes longer, and per packed document everywhere.
+
+    Theirs refuses packed documents, or mixes them.
+    """
 
     def run(
         hidden_states: Tensor,
@@ -207,18 +206,19 @@ def packed_convolution(backend: str | None, theirs: Run) -> Run:
         **keywords: Any,
     ) -> Tensor:
         offsets = documents(asked(keywords))
-        if offsets is None:
+        if offsets is None and not hidden_states.is_cuda:
             return theirs(hidden_states, weight, bias, activation=activation)
-        ends: list[int] = offsets.tolist()
-        # Longer than the documents: it begins with tokens from the cache.
-        before = hidden_states.shape[-1] - ends[-1]
-        places = [0, *(end + before for end in ends[1:])]
-        pieces = [
-            theirs(hidden_states[..., start:stop], weight, bias, activation=activation)
-            for start, stop in itertools.pairwise(places)
-            if start < stop
-        ]
-        return torch.cat(pieces, -1)
+        x, ages = hidden_states.transpose(1, 2), None
+        if offsets is not None:  # x may be longer than the documents: it begins with tokens from the cache
+            ends = offsets[1:].to(x.device, non_blocking=True) + (x.shape[1] - offsets[-1])
+            ages = history(x, 0, offsets=pad(ends, (1, 0)), return_tail=False).ages
+        ours = activation is None or activation in ACTIVATIONS
+        y = convolve(x, weight[:, None], bias, activation if ours else None, ages=ages)
+        if not ours:
+            from transformers.activations import ACT2FN
+
+            y = ACT2FN[activation](y)
+        return y.transpose(1, 2)
 
     return run
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -278,9 +279,12 @@ class _Part(NamedTuple):
         return found
 
 
+_module = cache(import_module)
+
+
 def _function(name: str) -> Callable[..., Any]:
     module, function = name.split(".")
-    return getattr(import_module(f"foci.ops.kernels_triton_{module}"), function)
+    return getattr(_module(f"foci.ops.kernels_triton_{module}"), function)
 
 
 class _Kept(torch.autograd.Function):
