@@ -140,16 +140,17 @@ def _paged(dtype: torch.dtype) -> None:
 
 
 def _parts(dtype: torch.dtype) -> None:
-    """What layers have round an operator (ops/layer_parts.py), forward and backward, of sizes that fill no block."""
-    x, other = (_normal(2, 131, 3, 84, dtype=dtype).requires_grad_() for _ in range(2))
+    """What layers have round an operator (ops/layer_parts.py), forward and backward, of sizes that fill no block;
+    a convolution's last stretch begins behind the last token."""
+    x, other = (_normal(2, 127, 3, 84, dtype=dtype).requires_grad_() for _ in range(2))
     weight, taps, bias = (_normal(*shape, dtype=dtype).requires_grad_() for shape in ((84,), (252, 1, 4), (252,)))
     before, a_log = _normal(2, 3, 252, dtype=dtype).requires_grad_(), _normal(3).requires_grad_()
-    ages = torch.cat([torch.arange(n, device="cuda") for n in (2, 0, 65, 64)])
+    ages = torch.cat([torch.arange(n, device="cuda") for n in (2, 0, 65, 60)])
     rows = x.flatten(2)
     found = [
         convolve(rows, taps, bias, "silu", before=before),
         convolve(rows[:1], taps, bias, "silu", ages=ages),
-        turn(x, torch.arange(131, device="cuda"), 1e4, 60),
+        turn(x, torch.arange(127, device="cuda"), 1e4, 60),
         Norm(mean=False)(x),
         Norm(3, activation="silu", gate_first=True)(x, weight, other),
         gate(rows, bias, a_log, -1.0),

@@ -193,3 +193,19 @@ def test_what_is_no_number_stays_with_its_row_and_its_tokens(token: int) -> None
     heard = torch.zeros(3, 140, dtype=torch.bool)
     heard[1, max(token - 3, 0) : token + 4] = True
     assert torch.equal(dx_spoilt.isnan().any(-1).cpu(), heard) and torch.equal(dx_spoilt[~heard], dx[~heard])
+
+
+@pytest.mark.parametrize("size", [4, layer_parts.LONGEST])
+def test_nothing_behind_the_last_token_is_read(size: int) -> None:
+    """Backward the last stretch may begin behind it: 63 tokens have 4 taps that go on to the 66th."""
+    for T in (64 - size + 1, 63, 64):
+        x, weight, bias = drawn(2, T, 3, size, torch.float32)
+        assert x is not None and weight is not None and bias is not None
+        wide, dys = torch.full((2, 2, T + size, 3), torch.nan, device=DEVICE)
+        wide[:, :T], dys[:, :T] = x.to(DEVICE), 1
+        leaves = [y.detach().to(DEVICE).requires_grad_() for y in (x, weight, bias)]
+        right = torch.autograd.grad(convolve(*leaves, "silu").sum(), leaves)
+        leaves[0] = wide[:, :T].detach().requires_grad_()
+        y = convolve(*leaves, "silu")
+        found = torch.autograd.grad(y, leaves, dys[:, :T])
+        assert by_kernel(y) and all(torch.equal(a, b) for a, b in zip(found, right, strict=True)), T

@@ -37,9 +37,9 @@ def taps(weight_ptr, bias_ptr, weight_s, d, inside, SIZE: tl.constexpr):  # type
 
 
 @triton.jit
-def earlier(x_ptr, before_ptr, first, stride, D, columns, d, inside, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The COUNT rows before row `first` of x; before row 0 those of before [COUNT,D], or zeros."""
-    found = rows(x_ptr, first - COUNT, first, stride, columns, inside & (first > 0), COUNT)
+def earlier(x_ptr, before_ptr, first, T, stride, D, columns, d, inside, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The COUNT rows before row `first` of x, 0 from T on; before row 0 those of before [COUNT,D], or zeros."""
+    found = rows(x_ptr, first - COUNT, T, stride, columns, inside & (first > 0), COUNT)
     if before_ptr is not None:
         others = rows(before_ptr, 0, COUNT, D, d, inside & (first == 0), COUNT)
         for i in tl.static_range(COUNT):  # the oldest goes behind, until all have
@@ -79,7 +79,7 @@ def convolve_kernel(  # type: ignore[no-untyped-def]
     y_ptr += b * T * D
     if before_ptr is not None:
         before_ptr += b * (SIZE - 1) * D
-    seen = earlier(x_ptr, before_ptr, first, x_s[1], D, columns, d, inside, SIZE - 1)
+    seen = earlier(x_ptr, before_ptr, first, T, x_s[1], D, columns, d, inside, SIZE - 1)
     for t0 in range(first, end, BLOCK_T):
         xs = seen + rows(x_ptr, t0, T, x_s[1], columns, inside, BLOCK_T)
         for i in tl.static_range(BLOCK_T):
@@ -111,9 +111,9 @@ def convolve_back_kernel(  # type: ignore[no-untyped-def]
         before_ptr += b * WIDTH * D
     nothing = tl.zeros(d.shape, tl.float32)
     pending, sums = (nothing,) * SIZE, (nothing,) * (SIZE + 1)
-    seen = earlier(x_ptr, before_ptr, first, x_s[1], D, columns, d, inside, WIDTH)
+    seen = earlier(x_ptr, before_ptr, first, T, x_s[1], D, columns, d, inside, WIDTH)
     start, known = first - WIDTH, inside & (first > 0)
-    heard = earlier(x_ptr, None, start, x_s[1], D, columns, d, known, WIDTH) + seen
+    heard = earlier(x_ptr, None, start, T, x_s[1], D, columns, d, known, WIDTH) + seen
     told = rows(dy_ptr, start, T, dy_s[1], d * dy_s[2], known, WIDTH)
     for i in tl.static_range(WIDTH):
         t = tl.maximum(start + i, 0)
