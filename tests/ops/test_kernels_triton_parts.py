@@ -65,9 +65,10 @@ def test_what_was_saved_may_come_back_in_another_order() -> None:
     """Hooks on saved tensors keep values, not strides."""
     torch.manual_seed(0)
     inputs = [x.to(DEVICE).requires_grad_() for x in drawn(1, 20, 6, 3, torch.float32) if x is not None]
+    ages = torch.arange(20, device=DEVICE) % 7
 
     def gradients() -> tuple[Tensor, ...]:
-        y = convolve(*inputs, "silu")
+        y = convolve(*inputs, "silu", ages=ages)
         y = turn(Norm(activation="silu")(y, inputs[2], y.detach())[:, :, None], torch.arange(20, device=DEVICE), 1e4, 4)
         return torch.autograd.grad(y.square().sum(), inputs)
 

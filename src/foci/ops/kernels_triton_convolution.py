@@ -195,7 +195,7 @@ def convolve(
     (B, T, D), config = x.shape, _channels(x.shape[2], False)
     y = torch.empty(B, T, D, dtype=x.dtype, device=x.device)
     launch(
-        convolve_kernel, (B * -(-T // STRETCH) * -(-D // config["BLOCK_D"]),), x, _packed(before), ages,
+        convolve_kernel, (B * -(-T // STRETCH) * -(-D // config["BLOCK_D"]),), x, _packed(before), _packed(ages),
         weight, _packed(bias), y, strides(x), strides(weight), T, D, config=config, ACTIVATION=activation,
         SIZE=weight.shape[2],
     )  # fmt: skip
@@ -216,7 +216,7 @@ def convolve_back(
     learns = dweight is not None or dbias is not None
     sums = torch.empty(stretches, SIZE + 1, D, dtype=torch.float32, device=x.device) if learns else None
     launch(
-        convolve_back_kernel, (stretches * -(-D // config["BLOCK_D"]),), x, _packed(before), ages, weight,
+        convolve_back_kernel, (stretches * -(-D // config["BLOCK_D"]),), x, _packed(before), _packed(ages), weight,
         _packed(bias), dy, dx, dbefore, sums, strides(x), strides(weight), strides(dy), T, D, config=config,
         ACTIVATION=activation, SIZE=SIZE,
     )  # fmt: skip

@@ -55,7 +55,7 @@ def _convolves(
     J = weight.shape[2]
     if not (activation is None or activation in ACTIVATIONS) or J > LONGEST or weight.shape[:2] != (D, 1):
         return False
-    aged = ages is None or (_plain(ages) and ages.device == x.device and ages.shape == (T,) and ages.is_contiguous())
+    aged = ages is None or (_plain(ages) and ages.device == x.device and ages.shape == (T,))
     return aged and (bias is None or bias.shape == (D,)) and (before is None or before.shape == (B, J - 1, D))
 
 
