@@ -238,6 +238,17 @@ def test_bytes_lm_reads_a_long_context_over_ranks_and_writes_on(worlds: Worlds) 
     worlds(4).run(writes, 1200, 2)
 
 
+def tailless() -> None:
+    convolution = nn.ShortConvolution(3, 2)
+    with split_sequence(torch.nn.ModuleList([nn.GatedDeltaNet(8, 2), convolution]), here()):
+        x = torch.randn(1, 4, 3)
+        assert convolution(x, return_tail=False)[1] is None and convolution(x)[1] is not None
+
+
+def test_a_tail_that_is_not_asked_for_is_not_given(worlds: Worlds) -> None:
+    worlds(2).run(tailless)
+
+
 def unlike() -> None:
     """Ranks with as many parameters, of other sizes."""
     layer = nn.Attention(D * (1 + dist.get_rank()), 2)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from foci.core.errors import ShapeError
 from foci.nn import parts
 from foci.nn.parts import FEATURE_MAPS, GatedRMSNorm, RMSNorm, ShortConvolution, history, l2norm, rotary
 
@@ -158,6 +159,29 @@ def test_the_tail_of_a_padded_row_is_its_last_real_tokens() -> None:
     tail = history(x, 2, lengths=torch.tensor([5, 1, 0])).tail
     zero = torch.zeros(2)
     assert torch.equal(tail, torch.stack([x[0, 3:], torch.stack([zero, x[1, 0]]), torch.stack([zero, zero])]))
+
+
+def test_what_no_convolution_can_have_is_refused(convolution: ShortConvolution) -> None:
+    """A tail of other tokens than it needs would be read as if it had those, documents of two rows as one."""
+    x, ends = torch.randn(2, 5, 6, dtype=DOUBLE), torch.tensor([0, 2, 5])
+    for shape in ((2, 2, 6), (2, 4, 6), (1, 3, 6), (2, 3, 1)):
+        tail = torch.randn(shape, dtype=DOUBLE)
+        with pytest.raises(ShapeError, match=r"convolve: .*expected \[B, taps - 1, D\] = \[2, 3, 6\]"):
+            convolution(x, tail=tail)
+        was = tail.clone()
+        with pytest.raises(ShapeError, match=r"expected \[B, taps - 1, D\] = \[2, 3, 6\]"), torch.no_grad():
+            convolution.step(x[:, 0], tail)
+        assert torch.equal(tail, was)
+    for shape in ((3, 2, 6), (1, 6, 6), (2, 6, 3)):
+        with pytest.raises(ShapeError, match=r"history: tail has shape .*expected \[N, width, D\] = \[2, 3, 6\]"):
+            convolution(x[:1], offsets=ends, tail=torch.randn(shape, dtype=DOUBLE))
+    for wrong in (x[0], x[:, :, :1], x[:, :, None], x.long()):
+        with pytest.raises(ShapeError, match=r"ShortConvolution: x is .*expected floating \[B, T, 6\]"):
+            convolution(wrong)
+    with pytest.raises(ShapeError, match="history: offsets need a batch of 1"):
+        convolution(x, offsets=ends)
+    with pytest.raises(ValueError, match="history: offsets must rise from 0 to T=5"):
+        convolution(x[:1], offsets=torch.tensor([1, 3]))
 
 
 def test_half_precision_is_summed_in_float32() -> None:

@@ -147,9 +147,9 @@ class _Over:
         return_tail: bool = True,
     ) -> History:
         assert lengths is None  # of padding, which a split layer refuses
-        found = halo(x, width, self.group, tail=tail, offsets=offsets)  # the tail too: other ranks may want it
+        found = halo(x, width, self.group, tail=tail, offsets=offsets)
         ours = history(x, width, tail=found.before, offsets=found.offsets, return_tail=False)
-        return ours._replace(tail=found.tail)
+        return ours._replace(tail=found.tail if return_tail else None)
 
     def remember(
         self, memory: LayerCache, name: str, new: Tensor, last: int | None = None, saved: bool = False

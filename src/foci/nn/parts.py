@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from foci.core.errors import ShapeError
-from foci.ops.arguments import number
+from foci.ops.arguments import check_near, check_offsets, number
 from foci.ops.layer_parts import ACTIVATIONS, Norm, convolve, convolve_step, turn
 
 
@@ -176,6 +176,11 @@ def history(
         tail = tail.to(x.dtype)
     if offsets is None:
         return History(x, tail, None, None, _last(x, width, tail, lengths) if return_tail else None)
+    check_offsets("history", offsets, x.shape[0])
+    check_near("history", offsets, x.shape[1])
+    if tail is not None and tail.shape != (offsets.shape[0] - 1, width, x.shape[2]):
+        expected = f"expected [N, width, D] = {[offsets.shape[0] - 1, width, x.shape[2]]}"
+        raise ShapeError(f"history: tail has shape {list(tail.shape)}; {expected}")
     # Offsets on a GPU are not checked: values outside 0..T are clamped, tokens of no document go to the last one.
     T, D = x.shape[1:]
     offsets, N = offsets.long().clamp(0, T), offsets.shape[0] - 1
@@ -255,8 +260,12 @@ class ShortConvolution(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """x [B,T,channels] -> (y [B,T,channels], the tail [N,size-1,channels] that continues it, None if not wanted).
 
-        tail: the tokens before; zeros by default. offsets, lengths: as in `history`.
+        tail: the tokens before; zeros by default. offsets, lengths: as in `history`. Raises ShapeError or ValueError
+        for what does not fit.
         """
+        if x.dim() != 3 or x.shape[2] != self.weight.shape[0] or not x.is_floating_point():
+            expected = f"expected floating [B, T, {self.weight.shape[0]}]"
+            raise ShapeError(f"ShortConvolution: x is {x.dtype} {list(x.shape)}; {expected}")
         x, before, ages, own, tail = self.history(
             x, self.size - 1, tail=tail, offsets=offsets, lengths=lengths, return_tail=return_tail
         )

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foci.core.device import installed
+from foci.core.errors import ShapeError
 from foci.core.plans import all_plain, replay_or_run, store_plan, try_replay_operator, wants_gradient
 from foci.core.spec import accumulator
 from foci.ops.arguments import alone
@@ -62,8 +63,11 @@ def _convolves(
 def _convolved(
     x: Tensor, before: Tensor | None, ages: Tensor | None, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> Tensor:
-    J, T, wide = weight.shape[2], x.shape[1], accumulator(x.dtype)
-    joined = torch.cat([x.new_zeros(x.shape[0], J - 1, x.shape[2]) if before is None else before, x], 1).to(wide)
+    (B, T, D), J, wide = x.shape, weight.shape[2], accumulator(x.dtype)
+    if before is not None and before.shape != (B, J - 1, D):  # others would be read as if they were
+        expected = f"expected [B, taps - 1, D] = {[B, J - 1, D]}"
+        raise ShapeError(f"convolve: there are {list(before.shape)} tokens before x {list(x.shape)}; {expected}")
+    joined = torch.cat([x.new_zeros(B, J - 1, D) if before is None else before, x], 1).to(wide)
     weight = weight.to(wide)
 
     def tap(j: int) -> Tensor:
