@@ -284,3 +284,29 @@ def test_parts_of_layers_are_played(turned: bool, monkeypatch: pytest.MonkeyPatc
             played.clear()
             assert same(step(*leaves), written(lambda leaves=leaves: step(*leaves)))
             assert len(played) == (2 if turned else 5)
+
+
+def test_a_played_step_of_a_convolution_changes_its_own_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where autograd sees it, and unchecked; a token that lies in the tail, and a tail that is turned, are torch's."""
+    played: list[int] = []
+    checked: list[int] = []
+    replay_plan, convolves = plans.replay_plan, layer_parts._convolves
+    monkeypatch.setattr(layer_parts, "_convolves", lambda *given: checked.append(1) or convolves(*given))
+    monkeypatch.setattr(plans, "replay_plan", lambda *given: played.append(1) or replay_plan(*given))
+    monkeypatch.setattr(layer_parts, "unsuitable", lambda *_: [])
+    taps, bias = torch.randn(K, 1, 4), torch.randn(K)
+    with torch.no_grad():
+        for turn in range(4):
+            for kind in ("whole", "one of many", "turned", "in its tail"):
+                before, x = torch.randn(3, 3, K), torch.randn(3, K)
+                tail = torch.cat([before, before])[3:] if kind == "one of many" else before.clone()
+                tail = before.mT.contiguous().mT if kind == "turned" else tail
+                x = tail[:, 1] if kind == "in its tail" else x
+                joined, version = torch.cat([before, x[:, None]], 1), tail._version
+                right = layer_parts.convolve(joined.double(), taps.double(), bias.double(), "silu")[:, -1].float()
+                played.clear(), checked.clear()
+                y = layer_parts.convolve_step(x, tail, taps, bias, "silu")
+                torch.testing.assert_close(y, right)
+                assert torch.equal(tail, joined[:, 1:]) and tail._version > version
+                assert len(played) == (turn > 0 and kind in ("whole", "one of many")), (turn, kind)
+                assert not played or not checked

@@ -170,7 +170,8 @@ def test_a_step_that_no_kernel_takes_is_torchs(ran: list[str]) -> None:
         with torch.set_grad_enabled(kind == "learns"):
             y = convolve_step(token, held, weight.requires_grad_() if kind == "learns" else weight, None, None)
         assert "convolution.convolve_step" not in ran
-        torch.testing.assert_close(y, right) and torch.equal(held, then)
+        torch.testing.assert_close(y, right)
+        assert torch.equal(held, then)
         weight = weight.detach()
     torch.testing.assert_close(truth, convolve_step(x[:, 0], tail, weight, None, None))
 

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from foci.core.errors import ShapeError
 from foci.nn import GatedDeltaNet
 from foci.ops import layer_parts
 from foci.ops.layer_parts import ACTIVATIONS, Norm, convolve, gate, turn, weigh
@@ -279,6 +280,42 @@ def test_what_no_kernel_has_the_sizes_or_the_name_of_is_torchs(kernels: None) ->
     one = torch.randn(1)
     assert torch.equal(Norm()(x, one), Norm()(x, one.expand(6).double()))
     assert convolve(x, weight, one, None).shape == (2, 5, 6) == convolve(x, weight[:1], None, None).shape
+
+
+@pytest.mark.usefixtures("kernels")
+def test_tokens_before_and_ages_that_a_kernel_would_read_behind_are_torchs() -> None:
+    x, weight, before, ages = torch.randn(2, 5, 6), torch.randn(6, 1, 3), torch.randn(2, 2, 6), torch.arange(5)
+    for given in ({"before": before}, {"ages": ages}, {"before": before, "ages": ages.int()}):
+        with pytest.raises(Kernel):
+            convolve(x, weight, None, None, **given)
+    for wrong in (before[:, 1:], before[:1], before[..., :1], torch.cat([before, before], 1)):
+        with pytest.raises(ShapeError, match=r"convolve: .*expected \[B, taps - 1, D\] = \[2, 2, 6\]"):
+            convolve(x, weight, None, None, before=wrong)
+    for wrong, error in ((ages[1:], "must match the size"), (ages.to("meta"), "device")):
+        with pytest.raises(RuntimeError, match=error):
+            convolve(x, weight, None, None, ages=wrong)
+    for other in (before.double(), before.as_subclass(Mine)):
+        assert convolve(x, weight, None, None, before=other).shape == x.shape
+
+
+@pytest.mark.usefixtures("kernels")
+def test_numbers_of_heads_that_a_kernel_would_read_behind_are_torchs() -> None:
+    x, one = torch.randn(2, 5, 6), torch.randn(1)
+    wrong: list[Callable[[], Tensor]] = [
+        lambda: gate(x, torch.randn(4)),
+        lambda: gate(x, None, torch.randn(4)),
+        lambda: gate(x, None, torch.randn(0)),
+        lambda: gate(x, None, torch.randn(12)),
+        lambda: gate(x, None, torch.randn(2, 1)),
+        lambda: weigh(x, torch.randn(4)),
+        lambda: weigh(x, torch.randn(3, 5, 2)),
+        lambda: weigh(x, torch.randn(2, 5, 0)),
+    ]
+    for run in wrong:
+        with pytest.raises(RuntimeError, match=r"must match the size|don't multiply up"):
+            run()
+    assert torch.equal(gate(x, one), gate(x, one.expand(6).double()))
+    assert gate(x, None, torch.randn(2, dtype=torch.float64)).shape == x.shape == weigh(x, torch.randn(5, 2)).shape
 
 
 @pytest.mark.parametrize("autocast", [False, True])
