@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from foci.ops import kernels_triton_convolution, layer_parts
@@ -40,6 +41,23 @@ def test_a_convolution_is_torchs(size: int, activation: str | None, dtype: torch
         before = torch.randn(B, size - 1, D).to(dtype) if T != 63 else None
         errors = apart(lambda x, p, w, b: convolve(x, w, b, activation, before=p), [x, before, weight, bias])
         assert max(errors) <= BUDGET[dtype], (B, T, D, errors)
+
+
+@pytest.mark.parametrize("T", range(60, 66))
+@pytest.mark.parametrize("continued", [False, True])
+def test_a_convolution_that_ends_with_a_stretch_and_whose_rows_lie_apart(continued: bool, T: int) -> None:
+    """The last stretch of the backward begins before and behind the last token, and has some tokens or none.
+
+    What lies between the rows is no number.
+    """
+    x, weight, bias = drawn(2, T, 3, 4, torch.float32)
+    assert x is not None
+    before = torch.randn(2, 3, 3) if continued else None
+    apart_x, apart_before = (None if y is None else F.pad(y, (0, 0, 5, 5), value=torch.nan) for y in (x, before))
+    assert apart_x is not None
+    given = [apart_x[:, 5:-5], None if apart_before is None else apart_before[:, 5:-5], weight, bias]
+    errors = apart(lambda x, p, w, b: convolve(x, w, b, "silu", before=p), given)
+    assert max(errors) <= BUDGET[torch.float32], errors
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

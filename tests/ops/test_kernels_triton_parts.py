@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from foci.core.tune import TARGETS, record_launches
-from foci.ops import kernels_triton_parts, layer_parts
+from foci.core.tune import TARGETS, interpreting, record_launches
+from foci.ops import kernels_triton_convolution, kernels_triton_parts, layer_parts
 from foci.ops.layer_parts import Norm, convolve, gate, turn, weigh
 from tests.ops.in_triton import DEVICE
 from tests.ops.layer_kernels import DTYPES, apart, by_kernel, drawn, poisoned
@@ -55,9 +55,21 @@ def test_a_norm_of_parts_of_wider_rows_whose_gradient_is_one_number() -> None:
     x, gate = wide[..., :16], wide[..., 20:36]
     errors = apart(NORMS["two parts behind the gate"], [x, torch.randn(16), gate], flat=True)
     assert max(errors) <= BUDGET[torch.float32], errors
+    swapped = torch.randn(50, 2, 8).transpose(0, 1)
+    assert max(apart(NORMS["plain"], [swapped, torch.randn(8), None])) <= BUDGET[torch.float32]
     turned = torch.randn(8, 50).t()
     assert max(apart(NORMS["plain"], [turned, torch.randn(8), None])) <= BUDGET[torch.float32]
     errors = apart(lambda x, w, g: NORMS["gated"](x, w.repeat_interleave(2)[::2], g), [turned, torch.randn(8), turned])
+    assert max(errors) <= BUDGET[torch.float32], errors
+
+
+@pytest.mark.parametrize(("name", "rows"), [("gated", 37), ("two parts behind the gate", 530)])
+def test_a_norm_of_many_programs_whose_gate_has_its_own_strides(name: str, rows: int) -> None:
+    """Each has 16 rows as wide as these; their sums are added 32 at a time."""
+    torch.manual_seed(0)
+    D = 1030 * NORMS[name].groups
+    x, gate = torch.randn(rows, D), torch.randn(rows, D + 7)[:, 3:-4]
+    errors = apart(NORMS[name], [x, torch.randn(D), gate])
     assert max(errors) <= BUDGET[torch.float32], errors
 
 
@@ -140,7 +152,7 @@ def test_gates_and_weighed_heads_of_parts_of_wider_rows_whose_gradient_is_one_nu
 def test_rotary_is_torchs(width: int, dtype: torch.dtype) -> None:
     """Of rows, of one token, far from the first, between tokens, backwards; of strided heads."""
     torch.manual_seed(width)
-    places = [torch.arange(9), torch.arange(18).view(2, 9), torch.tensor([[100_003]]), torch.tensor([2.5, -1.25])]
+    places = [torch.arange(9), torch.arange(18).view(2, 9), torch.tensor([[2**24 + 1]]), torch.tensor([2.5, -1.25])]
     for positions in places:
         x = torch.randn(2, 3, positions.shape[-1], 20).to(dtype).transpose(1, 2)
         errors = apart(lambda x, p=positions: turn(x, p.to(x.device), 1e4, width), [x])
@@ -153,10 +165,60 @@ def test_rotary_of_channels_that_lie_apart_is_torchs() -> None:
     assert max(errors) <= BUDGET[torch.float32], errors
 
 
+def test_rotary_is_turned_back_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways: list[bool] = []
+    rotary = kernels_triton_parts.rotary
+
+    def watched(*given: Any) -> Any:
+        ways.append(given[-1])
+        return rotary(*given)
+
+    monkeypatch.setattr(kernels_triton_parts, "rotary", watched)
+    x = torch.randn(1, 5, 2, 4, device=DEVICE, requires_grad=True)
+    torch.autograd.grad(PARTS["turn"](x).sum(), x)
+    assert ways == [False, True]
+
+
 def test_positions_that_learn_are_torchs() -> None:
     positions = torch.arange(4.0, device=DEVICE, requires_grad=True)
     y = turn(torch.randn(1, 4, 1, 6, device=DEVICE), positions, 1e4, 6)
     assert not by_kernel(y) and torch.autograd.grad(y.sum(), positions)[0].any()
+
+
+@pytest.mark.parametrize("kinds", [(torch.float16, torch.float32), (torch.float32, torch.float16)])
+def test_values_and_gradients_have_the_dtypes_of_what_they_are_of(kinds: tuple[torch.dtype, torch.dtype]) -> None:
+    """Weights, biases and gates need not have x's."""
+    x, weight, bias = (
+        None if y is None else y.to(kinds[i > 0]) for i, y in enumerate(drawn(1, 9, 6, 3, torch.float32))
+    )
+    assert x is not None and weight is not None and bias is not None
+    for errors in (
+        apart(lambda *y: convolve(*y, "silu"), [x, weight, bias]),
+        apart(NORMS["gated"], [x, bias, x.flip(0).to(kinds[1])]),
+    ):
+        assert max(errors) <= BUDGET[torch.float16], errors
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 2, 4), (2, 0, 2, 4), (2, 5, 0, 4)])
+def test_what_is_empty_is_torchs(shape: tuple[int, ...]) -> None:
+    x = torch.zeros(shape, device=DEVICE, requires_grad=True)
+    for y in (
+        Norm()(x),
+        turn(x, torch.arange(shape[1], device=DEVICE), 1e4, 4),
+        convolve(x.flatten(2), x.new_ones(4 * shape[2], 1, 1), None, "silu"),
+    ):
+        assert not by_kernel(y) and y.numel() == 0
+
+
+def test_weights_that_do_not_learn_cost_no_launch() -> None:
+    x, weight, bias = (torch.empty(shape, device="meta") for shape in ((2, 9, 6), (6, 1, 3), (6,)))
+    for learns in (False, True):
+        with record_launches(next(iter(TARGETS.values()))) as launches:
+            kernels_triton_convolution.convolve_back(
+                x, None, None, weight, bias, None, x, [True, False, False, False, learns]
+            )
+            kernels_triton_parts.norm_back(x, bias, x, x, [True, learns, True], *NORMS["gated"])
+        assert len(launches) == (4 if learns else 2)
 
 
 def test_rows_of_zeros_have_finite_gradients() -> None:
@@ -173,12 +235,50 @@ def test_without_eps_the_gradient_of_weights_is_that_of_the_rows_there_are() -> 
         assert max(errors) <= BUDGET[torch.float32], errors
 
 
-def test_heads_that_lie_farther_apart_than_32_bits_count() -> None:
-    far = torch.UntypedStorage(2**32 + 8, device=DEVICE)
-    x = torch.empty(0, dtype=torch.float16, device=DEVICE).set_(far, 0, (1, 1, 3, 2), (0, 0, 2**30, 1))
-    x.copy_(torch.randn(1, 1, 3, 2))
-    found, same = (turn(y, torch.tensor([3], device=DEVICE), 1e4, 2) for y in (x, x.clone()))
-    assert torch.equal(found, same) and not torch.equal(found, x)
+def one(x: Tensor) -> Tensor:
+    return turn(x, torch.arange(1, x.shape[1] + 1, device=x.device), 1e4, 2)
+
+
+FAR: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "rows of a convolution": ((3, 4, 2), lambda x: x, lambda x: convolve(x, x.new_ones(2, 1, 1), None, "silu")),
+    "tokens of a convolution": ((3, 2), lambda x: x[None], lambda x: convolve(x, x.new_ones(2, 1, 1), None, "silu")),
+    "channels of a convolution": (
+        (3, 2),
+        lambda x: x.t()[None],
+        lambda x: convolve(x, x.new_ones(3, 1, 1), None, "silu"),
+    ),
+    "rows of a norm": ((3, 2), lambda x: x, lambda x: Norm(activation="silu")(x, None, x)),
+    "rows of rotary": ((3, 2), lambda x: x[:, None, None], one),
+    "tokens of rotary": ((3, 2), lambda x: x[None, :, None], one),
+    "heads of rotary": ((3, 2), lambda x: x[None, None], one),
+    "pairs of rotary": (
+        (4, 1),
+        lambda x: x.t()[None, None],
+        lambda x: turn(x, torch.tensor([3], device=DEVICE), 1e4, 4),
+    ),
+    "channels that stay": ((3, 1), lambda x: x.t()[None, None], one),
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_what_lies_farther_apart_than_32_bits_count_is_found(name: str) -> None:
+    """And its gradient; no memory is touched but theirs."""
+    shape, view, run = FAR[name]
+    memory = torch.UntypedStorage((shape[0] - 1) * 2**31 + 64, device=DEVICE)
+    near, results = torch.randn(2, *shape, device=DEVICE).half(), []
+    x, dy = (
+        torch.empty(0, dtype=near.dtype, device=DEVICE).set_(memory, 16 * i, shape, (2**30, *near.stride()[2:]))
+        for i in (0, 1)
+    )
+    for leaf, back in (near.unbind(), (x.copy_(near[0]), dy.copy_(near[1]))):
+        leaf = leaf.requires_grad_()
+        y = run(view(leaf))
+        assert by_kernel(y)
+        # Loops of the interpreter count in 32 bits whatever their bounds are: the norm's backward has one over rows.
+        counts = name != "rows of a norm" or not interpreting()
+        results.append((y, *(torch.autograd.grad(y, leaf, view(back)) if counts else ())))
+    for found, same in zip(*results, strict=True):
+        assert torch.equal(found, same)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -179,7 +179,7 @@ RUNS: dict[str, Callable[..., Tensor]] = {
     "convolve": lambda x, w, b: convolve(x, w[:, None, None].expand(-1, 1, 2), b, "silu"),
     "turn": lambda x, p, s: turn(x[:, None] * s, p[None].expand(1, 6)[:, :1], 1e4, 4).squeeze(1),
     "gate": lambda x, b, a: gate(x, b, a, -1.0),
-    "weigh": lambda x, w, v: weigh(weigh(x, w), v),
+    "weigh": lambda x, w, v: weigh(x, v if v.is_meta else w),
     "norm": lambda x, w, g: Norm(activation="silu")(x, w, g.expand_as(x) if g.dim() == 1 else g),
 }
 each = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
@@ -239,8 +239,9 @@ def test_torchs_operations_run_where_something_must_see_them(run: Callable[..., 
 @pytest.mark.usefixtures("kernels")
 def test_what_lies_on_another_device_is_torchs_to_refuse(run: Callable[..., Tensor]) -> None:
     x, w, b = given()
-    with pytest.raises(RuntimeError, match="device"):
-        run(x, w.to("meta"), b)
+    for others in ((w.to("meta"), b), (w, b.to("meta"))):
+        with pytest.raises(RuntimeError, match="device"):
+            run(x, *others)
 
 
 @each
@@ -254,7 +255,16 @@ def test_without_triton_torchs_operations_run(run: Callable[..., Tensor], monkey
 @pytest.mark.parametrize("name", ["convolve", "norm"])
 def test_weights_in_float64_are_torchs(name: str, kernels: None) -> None:
     x, w, b = given()
-    assert RUNS[name](x, w.double(), b).dtype == torch.float32
+    assert RUNS[name](x, w.double(), b).dtype == RUNS[name](x, w, b.double()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["convolve", "norm"])
+def test_half_precision_is_rounded_once(name: str) -> None:
+    """At the end: weights, biases and gates of float32 are not."""
+    x, w, b = given()
+    for others in ((w, b), (w.bfloat16(), b.bfloat16())):
+        truth = RUNS[name](x.bfloat16().double(), *(y.double() for y in others))
+        torch.testing.assert_close(RUNS[name](x.bfloat16(), *others), truth.bfloat16(), rtol=0, atol=0)
 
 
 def test_a_gate_of_another_shape_is_spread_by_torch(kernels: None) -> None:
@@ -270,6 +280,8 @@ def test_what_no_kernel_has_the_sizes_or_the_name_of_is_torchs(kernels: None) ->
         lambda: Norm(4)(x),
         lambda: convolve(x, weight[:4], None, None),
         lambda: convolve(x, weight, torch.randn(4), None),
+        lambda: convolve(x, weight, torch.randn(6, 1), None),
+        lambda: Norm()(x, torch.randn(6, 1)),
     ]
     for run in wrong:
         with pytest.raises(RuntimeError, match=r"must match the size|don't multiply up"):
