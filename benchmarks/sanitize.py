@@ -140,8 +140,10 @@ def _paged(dtype: torch.dtype) -> None:
 
 
 def _parts(dtype: torch.dtype) -> None:
-    """What layers have round an operator (ops/layer_parts.py), forward and backward, of sizes that fill no block;
-    a convolution's last stretch begins behind the last token."""
+    """What layers have round an operator (ops/layer_parts.py), forward and backward, of sizes that fill no block.
+
+    127 tokens: a stretch of a convolution's backward begins behind them.
+    """
     x, other = (_normal(2, 127, 3, 84, dtype=dtype).requires_grad_() for _ in range(2))
     weight, taps, bias = (_normal(*shape, dtype=dtype).requires_grad_() for shape in ((84,), (252, 1, 4), (252,)))
     before, a_log = _normal(2, 3, 252, dtype=dtype).requires_grad_(), _normal(3).requires_grad_()

@@ -217,7 +217,7 @@ def test_weights_that_do_not_learn_cost_no_launch() -> None:
             kernels_triton_convolution.convolve_back(
                 x, None, None, weight, bias, None, x, [True, False, False, False, learns]
             )
-            kernels_triton_parts.norm_back(x, bias, x, x, [True, learns, True], *NORMS["gated"])
+            kernels_triton_parts.norm_back(x, bias, x, *NORMS["gated"], x, [True, learns, True])
         assert len(launches) == (4 if learns else 2)
 
 

@@ -148,7 +148,8 @@ def gate_back_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """dx = dy rate exp(a_log) sigmoid(z), INVERTED: its negative;  dbias = sum dx;  da_log = sum dy y."""
     index, d, channels = channels_of(tl.program_id(0), D, BLOCK_D)
-    first, g, column = (index // G).to(tl.int64) * PIECE, index % G, index % G * D + d
+    piece, g, column = (index // G).to(tl.int64), index % G, index % G * D + d
+    first = piece * PIECE
     biases, rates = tl.zeros([BLOCK_T, BLOCK_D], tl.float32), tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     for t0 in range(first, tl.minimum(first + PIECE, T), BLOCK_T):
         t = t0 + tl.arange(0, BLOCK_T)
@@ -163,13 +164,13 @@ def gate_back_kernel(  # type: ignore[no-untyped-def]
         biases += dx
         rates += dy * softplus(z)
     if biases_ptr is not None:
-        tl.store(biases_ptr + index // G * (G * D) + column, tl.sum(biases, 0), mask=channels)
+        tl.store(biases_ptr + piece * (G * D) + column, tl.sum(biases, 0), mask=channels)
     if rates_ptr is not None:
         if SHARED:
             blocks = tl.cdiv(D, BLOCK_D)
-            tl.store(rates_ptr + (index // G * blocks + tl.program_id(0) % blocks) * G + g, tl.sum(tl.sum(rates, 1), 0))
+            tl.store(rates_ptr + (piece * blocks + tl.program_id(0) % blocks) * G + g, tl.sum(tl.sum(rates, 1), 0))
         else:
-            tl.store(rates_ptr + index // G * (G * D) + column, tl.sum(rates, 0), mask=channels)
+            tl.store(rates_ptr + piece * (G * D) + column, tl.sum(rates, 0), mask=channels)
 
 
 @triton.jit
