@@ -178,3 +178,39 @@ def test_the_first_call_that_is_counted_is_counted() -> None:
     """The counter was imported after foci, and copied torch's registry before foci knew of it."""
     done = subprocess.run([sys.executable, "-c", AFTERWARDS], capture_output=True, text=True, check=True)
     assert int(done.stdout) == 7 * 2 * 2 * 8 * 8 * 4
+
+
+BEFORE = """
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+import foci
+x = torch.rand(1, 8, 2, 4)
+call = (x, x, x, *[None] * 10, False, False, None, None, None, 0.5, 0.0)
+with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+    torch.ops.foci.softmax_chunked_fwd(*call)
+print(counter.get_total_flops())
+"""
+
+
+def test_an_op_of_a_saved_program_is_counted_in_inference_mode() -> None:
+    """As no code of foci's runs before the counter there, which had to know the formula."""
+    done = subprocess.run([sys.executable, "-c", BEFORE], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == 2 * 2 * 2 * 8 * 8 * 4
+
+
+class Raced(dict[Any, Any]):
+    """A registry into which another thread writes as soon as this one has looked."""
+
+    def __contains__(self, op: object) -> bool:
+        known = super().__contains__(op)
+        self[op] = "theirs"
+        return known
+
+
+def test_two_threads_may_be_the_first_to_register(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of foci raised that a registration was a duplicate."""
+    raced = Raced()
+    monkeypatch.setattr(flop_counter, "flop_registry", raced)
+    monkeypatch.setattr(flops, "_REGISTERED", set())
+    flops.tell_counters()
+    assert raced.keys() == flops._FORMULAS.keys()

@@ -19,12 +19,16 @@ _REGISTERED: set[Any] = set()  # those that torch's registry has
 
 
 def add_formulas(spec: Spec, *ops: Any) -> None:
-    """Remember what these ops of the Spec cost: forwards, or backwards, whose last arguments are those of a forward."""
+    """Remember what these ops of the Spec cost: forwards, or backwards, whose last arguments are those of a forward.
+
+    Told at once to who counts already: by itself in inference mode, as saved programs run it, an op tells nobody.
+    """
     assert spec.call is not None
     if spec.work is not None:
         for op in ops:
             before = len(op._schema.arguments) - len(get_type_hints(spec.call))
             _FORMULAS[op.overloadpacket] = _formula(spec, before)
+        tell_counters()
 
 
 def _formula(spec: Spec, before: int) -> Callable[..., int]:
@@ -44,13 +48,17 @@ def tell_counters() -> None:
     counting = _imported()
     if counting is None:
         return
-    for op in _FORMULAS.keys() - _REGISTERED if len(_REGISTERED) < len(_FORMULAS) else ():
-        _REGISTERED.add(op)
-        if op not in counting.flop_registry:
-            counting.register_flop_formula(op, get_raw=True)(_FORMULAS[op])
+    if len(_REGISTERED) < len(_FORMULAS):
+        _give(counting.flop_registry)
+        _REGISTERED.update(_FORMULAS)
     for counter in _on(counting):
-        for op, formula in _FORMULAS.items():
-            counter.flop_registry.setdefault(op, formula)
+        _give(counter.flop_registry)
+
+
+def _give(registry: dict[Any, Any]) -> None:
+    """The formulas, where it has none. register_flop_formula raises where another thread has been first."""
+    for op, formula in _FORMULAS.items():
+        registry.setdefault(op, formula)
 
 
 def warn_uncounted(function: str, instead: str) -> None:
