@@ -143,6 +143,27 @@ def test_one_process_builds_and_the_others_wait(killed: bool, tmp_path: Path) ->
         assert waits.wait() == 0
 
 
+TRIES = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+
+
+@BUILT
+def test_the_lock_of_another_user_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a folder of several users it cannot be written: nobody else built, not even after a build that failed."""
+    path, opens = tmp_path / "native.lock", Path.open
+    path.touch()
+
+    def denied(self: Path, mode: str = "r") -> Any:
+        if mode != "r":
+            raise PermissionError(f"Permission denied: {self}")
+        return opens(self, mode)
+
+    monkeypatch.setattr(Path, "open", denied)
+    monkeypatch.setattr(native.os, "access", lambda *_: False)  # who runs tests may be allowed everything
+    with native._one_process(path):
+        assert "BlockingIOError" in subprocess.run([sys.executable, "-c", TRIES, path], stderr=-1, text=True).stderr
+    subprocess.run([sys.executable, "-c", TRIES, path], check=True)
+
+
 def test_without_locks_it_is_built_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import fcntl
 

@@ -178,12 +178,16 @@ def _compile(name: str, flags: list[str], ready: Path) -> None:
 
 @contextmanager
 def _one_process(path: Path) -> Iterator[None]:
-    """Within it no other process is. The lock is the system's, which releases it when a process is killed."""
+    """Within it no other process is. The lock is the system's, which releases it when a process is killed.
+
+    In a folder of several users that of another cannot be written, and is shared: it waits for the other's build alone.
+    """
     import fcntl
 
-    with path.open("w") as file:
+    of_another = path.exists() and not os.access(path, os.W_OK)
+    with path.open("r" if of_another else "w") as file:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX)
+            fcntl.lockf(file, fcntl.LOCK_SH if of_another else fcntl.LOCK_EX)
         except OSError as error:  # a file system without locks: each builds its own, and the last one stays
             warnings.warn(f"{path} cannot be locked ({error}): processes build foci's C++ side by side", stacklevel=2)
         yield
