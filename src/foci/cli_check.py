@@ -96,7 +96,7 @@ def ending_in_a_verdict() -> Iterator[None]:
     """Within it what is checked cannot end the command: its exit code, such as 0, would pass for a verdict.
 
     That is SystemExit and os._exit, the latter of this process: a child may end as it likes, and its parent tells
-    (check/isolate.py). The exit of C is not seen.
+    (check/isolate.py). Not seen are the exit of C, exec, and what ends the process after the verdict, as it exits.
     """
     process, leave = os.getpid(), os._exit
 
