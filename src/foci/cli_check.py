@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import io
 import math
 import os
 import re
@@ -323,17 +324,6 @@ def _load(target: str) -> Any:
     return found
 
 
-class _Stderr:
-    """The standard error as faulthandler asks for it: an object whose life tells whether it's still the one in use."""
-
-    def fileno(self) -> int:
-        assert sys.__stderr__ is not None
-        return sys.__stderr__.fileno()
-
-    def flush(self) -> None:
-        """Nothing is kept back."""
-
-
 @contextmanager
 def _telling_what_dies() -> Iterator[None]:
     """Within it Python tells which line kills the interpreter, as no parent process is there to (check/isolate.py).
@@ -343,7 +333,7 @@ def _telling_what_dies() -> Iterator[None]:
     if faulthandler.is_enabled() or sys.__stderr__ is None:
         yield
         return
-    ours = _Stderr()
+    ours = io.FileIO(sys.__stderr__.fileno(), "w", closefd=False)
     in_use = weakref.ref(ours)
     faulthandler.enable(ours)
     del ours  # faulthandler alone holds it now, until it is given another or turned off
