@@ -290,8 +290,8 @@ def test_a_played_step_of_a_convolution_changes_its_own_tail(monkeypatch: pytest
     """Where autograd sees it, and unchecked; a token that lies in the tail, and a tail that is turned, are torch's."""
     played: list[int] = []
     checked: list[int] = []
-    replay_plan, convolves = plans.replay_plan, layer_parts._convolves
-    monkeypatch.setattr(layer_parts, "_convolves", lambda *given: checked.append(1) or convolves(*given))
+    replay_plan, reads = plans.replay_plan, layer_parts._reads
+    monkeypatch.setattr(layer_parts, "_reads", lambda *given: checked.append(1) or reads(*given))
     monkeypatch.setattr(plans, "replay_plan", lambda *given: played.append(1) or replay_plan(*given))
     monkeypatch.setattr(layer_parts, "unsuitable", lambda *_: [])
     taps, bias = torch.randn(K, 1, 4), torch.randn(K)

@@ -306,8 +306,10 @@ def test_tokens_before_and_ages_that_a_kernel_would_read_behind_are_torchs() -> 
     for wrong, error in ((ages[1:], "must match the size"), (ages.to("meta"), "device")):
         with pytest.raises(RuntimeError, match=error):
             convolve(x, weight, None, None, ages=wrong)
-    for other in (before.double(), before.as_subclass(Mine)):
+    for other in (before.double(), before.as_subclass(Mine), before.half()):
         assert convolve(x, weight, None, None, before=other).shape == x.shape
+    with pytest.raises(Kernel), torch.no_grad():  # a step rounds its token to the tail's dtype
+        layer_parts.convolve_step(x[:, 0], before.half(), weight, None, None)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -47,7 +47,12 @@ def convolve(
     return _CONVOLUTION(x, before, ages, weight, bias, activation)
 
 
-def _convolves(
+def _convolves(x: Tensor, before: Tensor | None, *rest: Any) -> bool:
+    # A loop carries rows of both, which for Triton's compiler, though not for its interpreter, must be of one dtype.
+    return (before is None or before.dtype == x.dtype) and _reads(x, before, *rest)
+
+
+def _reads(
     x: Tensor, before: Tensor | None, ages: Tensor | None, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> bool:
     if not _fits(x, before, weight, bias):
@@ -89,7 +94,7 @@ def convolve_step(x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor | None, 
 
 
 def _steps(x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> bool:
-    return tail.is_contiguous() and _convolves(x[:, None], tail, None, weight, bias, activation)
+    return tail.is_contiguous() and _reads(x[:, None], tail, None, weight, bias, activation)
 
 
 def _stepped(x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
