@@ -2,12 +2,15 @@
 
     python benchmarks/layers.py [LAYER...] [--batch 4] [--tokens 2048] [--width 2048] [--documents N] [--compiled]
         [--profile]
+    python benchmarks/layers.py --steps [LAYER...] [--batch 64]
 
 Parts are what lies round a layer's operator: short convolutions, norms and gates, rotary positions. By torch's
 operations they run where kernels do not (ops/layer_parts.py), as here when that is asked for. How far outputs and all
 gradients of both are apart comes first, relative RMS, the largest; then all take turns, forward and backward to the
 input and all parameters, bfloat16: by the GPU's events as called, the same with the GPU asleep until all is launched
 (its own time), and the host's until the call returns. Medians in ms; MiB that a call holds at most.
+
+--steps: one token of each row behind eight in a cache, in inference mode, as called and by the GPU, in microseconds.
 """
 
 from __future__ import annotations
@@ -87,6 +90,26 @@ def measure(name: str, chosen: argparse.Namespace) -> None:
         print(f"{name}, {who}: {times} ms; {held[who]} MiB", flush=True)
 
 
+def step(name: str, chosen: argparse.Namespace) -> None:
+    layer, cache = LAYERS[name](chosen.width).cuda().bfloat16().eval(), nn.Cache()
+    device = torch.device("cuda")
+    with torch.inference_mode():
+        prompt, token = (
+            torch.randn(chosen.batch, tokens, chosen.width, device=device, dtype=torch.bfloat16) for tokens in (8, 1)
+        )
+        layer(prompt, cache=cache)
+        run = partial(layer, token, cache=cache)
+        ways = {"kernels": Way(run), "torch": Way(run, by_torch)}
+        for way in ways.values():
+            with way.within():
+                for _ in range(3):
+                    way.run()
+        called = interleave(ways, rounds=chosen.rounds, clock=clock_on(device))
+        alone = interleave(ways, rounds=chosen.rounds, clock=clock_on(device, asleep=ASLEEP))
+    for who in ways:
+        print(f"{name}, {who}: {1e6 * called[who].median:.0f}, by the GPU {1e6 * alone[who].median:.0f} us", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layers", nargs="*", metavar="LAYER", help=f"of {', '.join(LAYERS)}; default: all")
@@ -96,6 +119,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=above_0, default=15)
     parser.add_argument("--documents", type=above_0, help="packed end to end, as long as each other; batch 1")
     parser.add_argument("--compiled", action="store_true", help="also by torch.compile")
+    parser.add_argument("--steps", action="store_true", help="of one token behind a cache, in place of training")
     parser.add_argument("--profile", action="store_true", help="the kernels of forward and backward")
     chosen = parser.parse_args()
     if unknown := set(chosen.layers) - set(LAYERS):
@@ -104,10 +128,12 @@ def main() -> None:
         parser.error(f"--width is {chosen.width}; expected a multiple of {HEAD}")
     if chosen.documents is not None and chosen.batch != 1:
         parser.error(f"--batch is {chosen.batch} with --documents; expected 1")
+    if chosen.steps and (chosen.documents or chosen.compiled or chosen.profile):
+        parser.error("--steps goes with --batch, --width and --rounds alone")
     if not torch.cuda.is_available():
         sys.exit("layers.py: torch finds no GPU here")
     for name in chosen.layers or LAYERS:
-        measure(name, chosen)
+        (step if chosen.steps else measure)(name, chosen)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
 import foci
 from foci.core.errors import ShapeError, Unsupported
-from foci.parallel.operators import OPERATORS, Letters, Operator, operator_of
+from foci.core.world import World
+from foci.parallel.handoff import handoff
+from foci.parallel.operators import COUNT_INSTEAD, OPERATORS, Letters, Operator, operator_of
+from foci.parallel.ring import ring
+
+Worlds = Callable[[int], World]
 
 
 def operator(function: object) -> Operator:
@@ -99,3 +109,21 @@ def test_transforms_are_refused_where_arguments_are_bound() -> None:
         torch.func.grad(lambda x: each.bind((x, k, v), {}).call.q.sum())(q)
     with pytest.raises(Unsupported, match="forward mode"):
         torch.func.jvp(lambda x: each.bind((x, k, v), {}).call.q, (q,), (q,))
+
+
+def counted(split: Callable[..., Any], function: Callable[..., Any]) -> str:
+    q = torch.ones(1, 4, 2, 8)
+    with FlopCounterMode(display=False), pytest.warns(UserWarning, match="flop counter") as told:
+        split(function, dist.group.WORLD)(q, q, q)
+    return str(told[0].message)
+
+
+@pytest.mark.parametrize(("split", "function"), [(ring, foci.attention), (handoff, foci.linear_attention)])
+def test_who_counts_operations_is_told_that_those_of_pieces_are_missed(
+    worlds: Worlds, split: Callable[..., Any], function: Callable[..., Any]
+) -> None:
+    for said in worlds(1).run(counted, split, function):
+        assert said.startswith(
+            f"{split.__name__} of {function.__name__}: torch's flop counter sees a part of its operations, or none; "
+            f"count {COUNT_INSTEAD}"
+        )

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 import foci
 from foci.core.errors import Disagreement, RankError
@@ -422,15 +421,3 @@ def test_under_what_a_model_does(worlds: Worlds, kind: str, budget: float) -> No
     for ours, plain in zip(worlds(2).run(_under, kind), worlds(2).run(_under, "nothing"), strict=True):
         for got, expected in zip(ours, plain, strict=True):
             assert float((got - expected).abs().max()) <= budget * float(expected.abs().max())
-
-
-def _counted() -> str:
-    q = torch.ones(1, 4, 2, 8)
-    with FlopCounterMode(display=False), pytest.warns(UserWarning, match="flop counter") as told:
-        ring(foci.attention, dist.group.WORLD)(q, q, q)
-    return str(told[0].message)
-
-
-def test_who_counts_operations_is_told_that_its_own_are_missed(worlds: Worlds) -> None:
-    for said in worlds(1).run(_counted):
-        assert said.startswith("ring of attention: torch's flop counter sees a part of its operations, or none; count")

@@ -48,13 +48,14 @@ def convolve(
 
 
 def _convolves(x: Tensor, before: Tensor | None, *rest: Any) -> bool:
-    # A loop carries rows of both, which for Triton's compiler, though not for its interpreter, must be of one dtype.
+    """A loop carries rows of x and before, which for Triton's compiler, not its interpreter, must be of one dtype."""
     return (before is None or before.dtype == x.dtype) and _reads(x, before, *rest)
 
 
 def _reads(
     x: Tensor, before: Tensor | None, ages: Tensor | None, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> bool:
+    """Whether these sizes, this name and what lies in their memory are a kernel's, of a step too."""
     if not _fits(x, before, weight, bias):
         return False
     B, T, D = x.shape
@@ -159,8 +160,9 @@ def gate(
 
 
 def _gates(x: Tensor, bias: Tensor | None, a_log: Tensor | None, rate: float, inverted: bool) -> bool:
-    fits = (bias is None or bias.shape == x.shape[-1:]) and (a_log is None or _spreads(x, a_log, a_log.dim() == 1))
-    return _fits(x, bias, a_log) and fits
+    if not _fits(x, bias, a_log) or (bias is not None and bias.shape != x.shape[-1:]):
+        return False
+    return a_log is None or (a_log.dim() == 1 and _spreads(x, a_log))
 
 
 def _gated(x: Tensor, bias: Tensor | None, a_log: Tensor | None, rate: float, inverted: bool) -> Tensor:
@@ -179,7 +181,7 @@ def weigh(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _weighs(x: Tensor, scale: Tensor) -> bool:
-    return _fits(x, scale) and _spreads(x, scale, scale.dim() == 1 or scale.shape[:-1] == x.shape[:-1])
+    return _fits(x, scale) and (scale.dim() == 1 or scale.shape[:-1] == x.shape[:-1]) and _spreads(x, scale)
 
 
 def _weighed(x: Tensor, scale: Tensor) -> Tensor:
@@ -187,9 +189,9 @@ def _weighed(x: Tensor, scale: Tensor) -> Tensor:
     return (heads * scale.to(accumulator(x.dtype))[..., None]).flatten(-2).to(x.dtype)
 
 
-def _spreads(x: Tensor, scale: Tensor, right: bool) -> bool:
-    """Whether numbers of heads, of the right shape else, are for the channels of x."""
-    return right and scale.shape[-1] > 0 and x.shape[-1] % scale.shape[-1] == 0
+def _spreads(x: Tensor, scale: Tensor) -> bool:
+    """Whether the channels of x are so many heads, of equal size."""
+    return scale.shape[-1] > 0 and x.shape[-1] % scale.shape[-1] == 0
 
 
 def turn(x: Tensor, positions: Tensor, base: float, width: int) -> Tensor:
