@@ -21,7 +21,7 @@ from layers import apart
 from torch import Tensor
 
 from foci.bench.measure import Way, clock_on, interleave
-from foci.integrations.transformers_recurrences import short_convolution
+from foci.integrations.transformers_parts import short_convolution
 
 SHAPES = ((2, 4096, 8192), (1, 8192, 2048), (1, 128, 8192))  # rows, tokens, channels
 

@@ -30,6 +30,13 @@ def logits_and_gradients(model: nn.Module, real: Tensor | None, ids: Tensor | No
     return kept.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as foci's code for transformers asks; kernels' work is done by torch's operations on a CPU."""
+    for part in ("parts", "recurrences"):
+        monkeypatch.setattr(f"foci.integrations.transformers_{part}.on_gpu", lambda x: True)
+
+
 def linear_sites(model: nn.Module) -> list[str]:
     return [name for name, recurrence in find_sites(model)[0].items() if recurrence is not None]
 
@@ -45,6 +52,23 @@ def test_logits_and_gradients_equal_their_own(name: str) -> None:
             got = logits_and_gradients(model, padding(side))
         error = max(relative(g, e) for g, e in zip(got, expected, strict=True))
         assert error < BUDGET or error < 2 * rounding(model, padding(side)), (side, error)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in CACHELESS | {"glm5_next"}])
+def test_convolutions_and_gated_norms_on_a_gpu_equal_their_own(name: str) -> None:
+    """Logits and gradients, then tokens one by one with a cache."""
+    model = MODELS[name]()
+    expected = logits_and_gradients(model, padding("left"))
+    options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    text = model.generate(tokens(), attention_mask=padding("left"), **options)
+    with install(model):
+        got = logits_and_gradients(model, padding("left"))
+        found = model.generate(tokens(), attention_mask=padding("left"), **options)
+    error = max(relative(g, e) for g, e in zip(got, expected, strict=True))
+    assert error < BUDGET or error < 2 * rounding(model, padding("left"))
+    assert torch.equal(found.sequences, text.sequences)
+    assert max(relative(g, e) for g, e in zip(found.logits, text.logits, strict=True)) < BUDGET
 
 
 def rounding(model: nn.Module, real: Tensor | None) -> float:
@@ -155,9 +179,13 @@ def test_tokens_after_a_cache_have_gradients(name: str, length: int, monkeypatch
     assert relative(found[1], found[0]) < BUDGET
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "olmo_hybrid", "bamba", "mamba"])
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "olmo_hybrid", "bamba", "mamba"])
+@pytest.mark.parametrize("where", ["a CPU", "a GPU"])
 @torch.no_grad()
-def test_half_precision_is_as_near_the_truth_as_theirs(name: str) -> None:
+def test_half_precision_is_as_near_the_truth_as_theirs(name: str, where: str, request: pytest.FixtureRequest) -> None:
+    """On a GPU, where tokens keep their dtype, too."""
+    if where == "a GPU":
+        request.getfixturevalue("on_a_gpu")
     truth = MODELS[name]()(tokens())[0]
     model = MODELS[name]().bfloat16()
     theirs = model(tokens())[0]
@@ -173,7 +201,7 @@ class TestInstallation:
         before = [dict(vars(module)) for module in model.modules()]
         methods = {type(module): dict(vars(type(module))) for module in model.modules()}
         handle = install(model)
-        assert "forward" in vars(model.model.layers[0].mamba)
+        assert "forward" in vars(model.model.layers[0].mamba) and "forward" in vars(model.model.layers[0].mamba.norm)
         assert all("forward" not in vars(module) for module in other.modules())
         assert all(dict(vars(cls)) == known for cls, known in methods.items())
         handle.restore()

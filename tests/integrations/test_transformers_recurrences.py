@@ -13,12 +13,11 @@ from transformers.models.mamba import modeling_mamba as mamba
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from foci.core.errors import Unsupported
+from foci.integrations import transformers_recurrences as recurrences
 from foci.integrations.transformers_recurrences import (
     chunk_delta,
     chunk_mamba,
     chunk_ssd,
-    short_convolution,
     step_delta,
     step_mamba,
     step_ssd,
@@ -160,34 +159,34 @@ class TestMamba:
         assert max(relative(b, a) for a, b in (outs, states)) < BUDGET
 
 
-class TestShortConvolution:
+class TestHalfPrecision:
+    """Tokens keep their dtype on a GPU; on a CPU they are float32, as they are in transformers' code everywhere."""
+
+    @pytest.mark.parametrize("there", [False, True])
     @torch.no_grad()
-    @pytest.mark.parametrize("activation", ["silu", "gelu", None])
-    def test_each_document_begins_anew_and_an_empty_one_is_nothing(self, activation: str | None) -> None:
-        """The first one behind what the cache had of it, too."""
-        normal, theirs = draw(), qwen.causal_conv1d_fn
-        x, weight, bias = normal(1, 6, 12), normal(6, 4), normal(6)
-        ours = short_convolution(None, theirs)
-        parts = [theirs(x[..., a:b], weight, bias, activation=activation) for a, b in ((0, 5), (5, 6), (6, 12))]
-        for before in (0, 3):
-            offsets = torch.tensor([0, 5 - before, 5 - before, 6 - before, 12 - before])
-            out = ours(x, weight, bias, activation=activation, cu_seq_lens_q=offsets.int())
-            assert relative(out, torch.cat(parts, -1)) < BUDGET
-        assert torch.equal(ours(x, weight), theirs(x, weight))
+    def test_the_operators_are_given(self, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[torch.dtype] = []
 
-    @pytest.mark.parametrize("activation", ["silu", "gelu", None])
-    def test_on_a_gpu_it_is_ours(self, activation: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-        normal, theirs = draw(), qwen.causal_conv1d_fn
-        x, weight, bias = (normal(*shape).requires_grad_() for shape in ((2, 6, 12), (6, 4), (6,)))
-        dy = torch.randn(2, 6, 12)
-        found, right = (
-            (y.detach(), *torch.autograd.grad(y, [x, weight, bias], dy))
-            for y in (run(x, weight, bias, activation) for run in (short_convolution(None, refused), theirs))
-        )
-        assert max(relative(a, b) for a, b in zip(found, right, strict=True)) < BUDGET
+        def spy(run: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda q, *given, **rest: seen.append(q.dtype) or run(q, *given, **rest)
 
-    def test_several_rows_are_not_documents(self) -> None:
-        normal = draw()
-        with pytest.raises(Unsupported, match=r"documents are told apart in a batch of 1"):
-            short_convolution(None, qwen.causal_conv1d_fn)(normal(2, 6, 12), normal(6, 4), seq_idx=torch.zeros(2, 12))
+        module = "foci.integrations.transformers_recurrences"
+        names = ("delta_rule", "linear_attention", "selective_scan")
+        for name in (*names, *(f"{name}_step" for name in names)):
+            monkeypatch.setattr(f"{module}.{name}", spy(getattr(recurrences, name)))
+        monkeypatch.setattr(f"{module}.on_gpu", lambda x: there)
+        half = torch.bfloat16
+        delta = {name: x.to(half) for name, x in delta_inputs(1, False).items() if name != "initial_state"}
+        ssd = {name: x.to(half) for name, x in TestStateSpaceDuality.inputs(1).items() if name != "initial_states"}
+        x, C = torch.rand(2, 8, 1, dtype=half), torch.rand(2, 5, 1, dtype=half)
+        scan = {"hidden_states": x, "dt": x, "A": -torch.rand(8, 5), "B": C, "C": C}
+        _, state = chunk_delta(None, refused)(**delta, output_final_state=True)
+        step_delta(None, refused)(**delta, initial_state=state, output_final_state=True)
+        _, states = chunk_ssd(None, refused)(**ssd, chunk_size=16, return_final_states=True)
+        one = {name: x[:, 0] for name, x in ssd.items() if name in ("hidden_states", "B", "C")}
+        one |= {"dt": ssd["dt"][:, 0, :, None].expand(2, 4, 10), "A": ssd["A"][:, None, None].expand(4, 10, 6)}
+        step_ssd(None, refused)(states.contiguous(), **one)
+        _, last = chunk_mamba(None, refused)(**scan, return_last_state=True)
+        step_mamba(None, refused)(last, **{name: x if name == "A" else x[..., 0] for name, x in scan.items()})
+        assert seen == 6 * [half if there else torch.float32]
+        assert {x.dtype for x in (state, states, last)} == {torch.float32}

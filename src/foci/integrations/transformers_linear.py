@@ -16,13 +16,13 @@ from foci.core.spec import Spec
 from foci.integrations.reroute import CannotReroute, Rerouter
 from foci.integrations.transformers_keywords import DOCUMENTS, asked
 from foci.integrations.transformers_methods import lightning, mlstm, rg_lru, wkv
+from foci.integrations.transformers_parts import GATED_NORM, gated_norm, short_convolution, step_convolution
 from foci.integrations.transformers_recurrences import (
     Run,
     chunk_delta,
     chunk_mamba,
     chunk_ssd,
     not_fused,
-    short_convolution,
     step_delta,
     step_mamba,
     step_ssd,
@@ -74,7 +74,7 @@ FAMILIES = (
 )
 # Recurrences whose models do not pass keywords down to them.
 _DEAF = {"Mamba2Mixer"}
-_CONVOLUTION = {"causal_conv1d_fn": short_convolution}
+_CONVOLUTION = {"causal_conv1d_fn": short_convolution, "causal_conv1d_update": step_convolution}
 # Class names of modules with a recurrence; those without a family are reported with a reason.
 _RECURRENT = re.compile(
     r"Mamba\w*(Mixer|Layer)$|Lightning|Delta(Net|Attention)|Rglru|LSTMBackend|LinearAttention|Rwkv\w*Attention"
@@ -129,7 +129,7 @@ def recurrence_of(cls: type) -> Recurrence | None:
             continue
         called = called or _called(forward)
         if called.keys() & family.functions.keys():
-            makers = {**family.functions, **(_CONVOLUTION if family.packs else {})}
+            makers = {**family.functions, **_CONVOLUTION}
             return Recurrence(family, "forward", {called[name]: makers[name] for name in makers if name in called})
     return None
 
@@ -151,7 +151,8 @@ class Routes:
 
     def __init__(self) -> None:
         self._made: dict[tuple[type, str | None], Run] = {}
-        self._ready: list[tuple[nn.Module, Run, Recurrence]] = []
+        self._ready: list[tuple[nn.Module, str, Run]] = []
+        self._mixing: set[str] = set()
         self._put: list[tuple[nn.Module, str, MethodType]] = []
         self._hooks: list[Any] = []
 
@@ -164,23 +165,20 @@ class Routes:
                 self._made[key] = _instead(theirs, recurrence, backend)
             except CannotReroute as error:
                 return str(error)
-        self._ready.append((module, self._made[key], recurrence))
+        self._ready.append((module, recurrence.method, self._made[key]))
+        if recurrence.functions:
+            self._ready.extend((norm, "forward", forward) for norm, forward in _norms(module))
+        if not recurrence.family.packs or type(module).__name__ in _DEAF:
+            self._mixing.add(recurrence.family.kind)
         return ""
 
     def put(self, model: nn.Module) -> None:
         """Set the methods as instance attributes."""
-        for module, method, recurrence in self._ready:
+        for module, name, method in self._ready:
             bound = MethodType(method, module)
-            setattr(module, recurrence.method, bound)
-            self._put.append((module, recurrence.method, bound))
-        mixing = sorted(
-            {
-                each.family.kind
-                for module, _, each in self._ready
-                if not each.family.packs or type(module).__name__ in _DEAF
-            }
-        )
-        if mixing:
+            setattr(module, name, bound)
+            self._put.append((module, name, bound))
+        if mixing := sorted(self._mixing):
             base = require("transformers", extra="transformers").PreTrainedModel
             for module in model.modules():
                 if isinstance(module, base):
@@ -196,7 +194,7 @@ class Routes:
                 delattr(module, name)
         for hook in self._hooks:
             hook.remove()
-        self._ready, self._put, self._hooks = [], [], []
+        self._ready, self._mixing, self._put, self._hooks = [], set(), [], []
 
 
 def _instead(theirs: FunctionType, recurrence: Recurrence, backend: str | None) -> Run:
@@ -209,6 +207,15 @@ def _instead(theirs: FunctionType, recurrence: Recurrence, backend: str | None) 
         method = Rerouter(swaps).function(theirs)
     setattr(method, MARK, recurrence.family.kind)
     return method
+
+
+def _norms(module: nn.Module) -> Iterator[tuple[nn.Module, Run]]:
+    """The gated norms of a module that foci can compute, each with its forward, unless another replaced that."""
+    for norm in module.children():
+        if type(norm).__name__.endswith(GATED_NORM) and "forward" not in vars(norm):
+            forward = gated_norm(norm)
+            if forward is not None:
+                yield norm, forward
 
 
 @dataclass(frozen=True)

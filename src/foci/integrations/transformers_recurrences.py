@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, silu, softplus
+from torch.nn.functional import silu
 
 from foci.core.errors import Unsupported
+from foci.core.plans import on_gpu
 from foci.core.spec import accumulator
 from foci.integrations.transformers_keywords import DOCUMENTS, asked, documents, refuse
-from foci.nn.parts import history, l2norm
+from foci.nn.parts import l2norm
 from foci.ops.decay.api import linear_attention, linear_attention_step
 from foci.ops.delta.api import delta_rule, delta_rule_step
-from foci.ops.layer_parts import ACTIVATIONS, convolve
+from foci.ops.layer_parts import gate, weigh
 from foci.ops.selective_scan.api import selective_scan, selective_scan_step
 
 Run = Callable[..., Any]
@@ -37,9 +38,17 @@ def learns(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _start(state: Tensor | None, dtype: torch.dtype, *others: Tensor) -> Tensor | None:
+def working(x: Tensor) -> torch.dtype:
+    """The dtype of tokens of a recurrence: on a GPU x's own, as fla and mamba_ssm have it there; else float32 at least.
+
+    States, gates and sums are float32 everywhere (float64 for float64).
+    """
+    return x.dtype if on_gpu(x) else accumulator(x.dtype)
+
+
+def _start(state: Tensor | None, *others: Tensor) -> Tensor | None:
     """The initial state: a copy if a backward will read it, since the cache is updated in place."""
-    return None if state is None else state.to(dtype, copy=learns(state, *others))
+    return None if state is None else state.to(accumulator(others[0].dtype), copy=learns(state, *others))
 
 
 def chunk_delta(backend: str | None, theirs: Run) -> Run:
@@ -58,15 +67,16 @@ def chunk_delta(backend: str | None, theirs: Run) -> Run:
         **keywords: Any,
     ) -> tuple[Tensor, Tensor | None]:
         offsets = offsets_of(keywords, "a delta rule")
-        dtype, wide = query.dtype, accumulator(query.dtype)
-        q, k, v, g, b = (x.to(wide) for x in (query, key, value, g, beta))
+        dtype = working(query)
+        q, k, v, b = (x.to(dtype) for x in (query, key, value, beta))
+        g = g.to(accumulator(dtype))
         if use_qk_l2norm_in_kernel:
             q, k = l2norm(q), l2norm(k)
-        S = _start(initial_state, wide, q, k, v, g, b)
+        S = _start(initial_state, q, k, v, g, b)
         out, state = delta_rule(
             q, k, v, b, log_decay=g, state=S, offsets=offsets, return_state=output_final_state, backend=backend
         )
-        return out.to(dtype), state
+        return out.to(query.dtype), state
 
     return run
 
@@ -91,18 +101,19 @@ def step_delta(backend: str | None, theirs: Run) -> Run:
         if S is None or not one or S.dtype != wide or learns(query, key, value, g, beta, S):
             rest = (0, S, output_final_state, use_qk_l2norm_in_kernel)
             return many(query, key, value, g, beta, *rest, cu_seqlens=offsets)
-        q, k, v, g, b = (x.squeeze(1).to(wide) for x in (query, key, value, g, beta))
+        q, k, v, b = (x.squeeze(1).to(working(query)) for x in (query, key, value, beta))
         if use_qk_l2norm_in_kernel:
             q, k = l2norm(q), l2norm(k)
-        return delta_rule_step(q, k, v, b, S, log_decay=g)[:, None].to(query.dtype), S
+        y = delta_rule_step(q, k, v, b, S, log_decay=g.squeeze(1).to(wide))
+        return y[:, None].to(query.dtype), S
 
     return run
 
 
 def _step_size(dt: Tensor, bias: Tensor | None, positive: bool) -> Tensor:
-    if bias is not None:
-        dt = dt + bias.to(dt.dtype)
-    return softplus(dt) if positive else dt
+    if positive:
+        return gate(dt, bias)
+    return (dt if bias is None else dt + bias).to(accumulator(dt.dtype))
 
 
 def chunk_ssd(backend: str | None, theirs: Run) -> Run:
@@ -124,15 +135,15 @@ def chunk_ssd(backend: str | None, theirs: Run) -> Run:
         **keywords: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         offsets = offsets_of(keywords, "Mamba-2")
-        wide = accumulator(hidden_states.dtype)
-        dt = _step_size(dt, dt_bias, dt_softplus).clamp(*dt_limit).to(wide)
-        x = hidden_states.to(wide)
-        start = _start(initial_states, wide, x, dt, A, B, C)
+        dt = _step_size(dt, dt_bias, dt_softplus).clamp(*dt_limit)
+        x, k, q = (each.to(working(hidden_states)) for each in (hidden_states, B, C))
+        start = _start(initial_states, x, dt, A, k, q)
+        flat = x.flatten(2)
         out, state = linear_attention(
-            C.to(wide),
-            B.to(wide),
-            x * dt[..., None],
-            log_decay=dt * A.to(wide),
+            q,
+            k,
+            weigh(flat, dt).view_as(x),
+            log_decay=dt * A.to(dt.dtype),
             scale=1.0,
             state=None if start is None else start.transpose(-1, -2),
             offsets=offsets,
@@ -140,7 +151,7 @@ def chunk_ssd(backend: str | None, theirs: Run) -> Run:
             backend=backend,
         )
         if D is not None:
-            out = out + D[:, None] * x
+            out = out + weigh(flat, D).view_as(x)
         return out if state is None else (out, state.transpose(-1, -2))
 
     return run
@@ -164,13 +175,13 @@ def step_ssd(backend: str | None, theirs: Run) -> Run:
     ) -> Tensor:
         if offsets_of(keywords, "Mamba-2") is not None:
             raise Unsupported("attention of Mamba-2 cannot run this call", ["one token is not several documents"])
-        wide = state.dtype
-        dt = _step_size(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus).to(wide)
-        v, log_decay = hidden_states.to(wide) * dt[..., None], dt * A[:, 0, 0].to(wide)
-        q, k, S = C.to(wide), B.to(wide), state.transpose(-1, -2)
-        if wide != accumulator(wide) or learns(q, k, v, log_decay, S):
-            q, k, v, log_decay = (x[:, None].to(accumulator(wide)) for x in (q, k, v, log_decay))
-            old = S.to(q.dtype, copy=True)
+        dt = _step_size(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus)
+        x, k, q = (each.to(working(hidden_states)) for each in (hidden_states, B, C))
+        flat, log_decay, S = x.flatten(1), dt * A[:, 0, 0].to(dt.dtype), state.transpose(-1, -2)
+        v, wide = weigh(flat, dt).view_as(x), accumulator(x.dtype)
+        if state.dtype != wide or learns(q, k, v, log_decay, S):
+            q, k, v, log_decay = (each[:, None] for each in (q, k, v, log_decay))
+            old = S.to(wide, copy=True)
             y, new = linear_attention(
                 q, k, v, log_decay=log_decay, scale=1.0, state=old, return_state=True, backend=backend
             )
@@ -179,10 +190,10 @@ def step_ssd(backend: str | None, theirs: Run) -> Run:
             out = y[:, 0]
         else:
             out = linear_attention_step(q, k, v, S, log_decay=log_decay, scale=1.0)
-        out = out.to(C.dtype)
         if D is not None:
-            out = (out + hidden_states * D).to(out.dtype)
-        return (out if z is None else out * silu(z)).to(hidden_states.dtype)
+            out = out + weigh(flat, D[:, 0]).view_as(x)
+        out = out.to(hidden_states.dtype)
+        return out if z is None else out * silu(z)
 
     return run
 
@@ -190,37 +201,6 @@ def step_ssd(backend: str | None, theirs: Run) -> Run:
 def not_fused(backend: str | None, theirs: Run) -> Run:
     """Disables their fused kernel of convolution, recurrence and projection: None means it is not available."""
     return lambda *args, **keywords: None
-
-
-def short_convolution(backend: str | None, theirs: Run) -> Run:
-    """Their short convolution [B,D,T] on a GPU, where torch's takes longer, and per packed document everywhere.
-
-    Theirs refuses packed documents, or mixes them.
-    """
-
-    def run(
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        **keywords: Any,
-    ) -> Tensor:
-        offsets = documents(asked(keywords))
-        if offsets is None and not hidden_states.is_cuda:
-            return theirs(hidden_states, weight, bias, activation=activation)
-        x, ages = hidden_states.transpose(1, 2), None
-        if offsets is not None:  # x may be longer than the documents: it begins with tokens from the cache
-            ends = offsets[1:].to(x.device, non_blocking=True) + (x.shape[1] - offsets[-1])
-            ages = history(x, 0, offsets=pad(ends, (1, 0)), return_tail=False).ages
-        ours = activation is None or activation in ACTIVATIONS
-        y = convolve(x, weight[:, None], bias, activation if ours else None, ages=ages)
-        if not ours:
-            from transformers.activations import ACT2FN
-
-            y = ACT2FN[activation](y)
-        return y.transpose(1, 2)
-
-    return run
 
 
 def chunk_mamba(backend: str | None, theirs: Run) -> Run:
@@ -242,9 +222,8 @@ def chunk_mamba(backend: str | None, theirs: Run) -> Run:
         **keywords: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         refuse(asked(keywords), "Mamba")
-        wide = accumulator(hidden_states.dtype)
-        dt = _step_size(dt, None if delta_bias is None else delta_bias[:, None], delta_softplus)
-        x, dt, B, C = (each.transpose(1, 2).to(wide) for each in (hidden_states, dt, B, C))
+        dt = _step_size(dt.transpose(1, 2), delta_bias, delta_softplus)
+        x, B, C = (each.transpose(1, 2).to(working(hidden_states)) for each in (hidden_states, B, C))
         y, state = selective_scan(x, dt, A, B, C, skip=D, return_state=return_last_state, backend=backend)
         y = y.transpose(1, 2)
         if z is not None:
@@ -277,10 +256,8 @@ def step_mamba(backend: str | None, theirs: Run) -> Run:
             )
         refuse(asked(keywords), "Mamba")
         dt = _step_size(dt, dt_bias, dt_softplus)
-        x, dt, rates, key, query = (each.to(wide) for each in (hidden_states, dt, A, B, C))
-        out = selective_scan_step(x, dt, rates, key, query, state).to(C.dtype)
-        if D is not None:
-            out = out + hidden_states * D
-        return (out if z is None else out * silu(z)).to(hidden_states.dtype)
+        x, key, query = (each.to(working(hidden_states)) for each in (hidden_states, B, C))
+        y = selective_scan_step(x, dt, A, key, query, state, skip=D).to(hidden_states.dtype)
+        return y if z is None else y * silu(z)
 
     return run

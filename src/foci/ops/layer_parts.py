@@ -21,7 +21,7 @@ from foci.core.device import installed
 from foci.core.errors import ShapeError
 from foci.core.plans import all_plain, replay_or_run, store_plan, try_replay_operator, wants_gradient
 from foci.core.spec import accumulator
-from foci.ops.arguments import alone
+from foci.ops.arguments import alone, folded
 from foci.ops.gpu import DTYPES, unsuitable
 from foci.ops.step import shares_storage
 
@@ -95,7 +95,7 @@ def convolve_step(x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor | None, 
 
 
 def _steps(x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> bool:
-    return tail.is_contiguous() and _reads(x[:, None], tail, None, weight, bias, activation)
+    return not folded(tail) and _reads(x[:, None], tail, None, weight, bias, activation)
 
 
 def _stepped(x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
