@@ -28,6 +28,8 @@ from foci.accelerate.run import Refused, accelerate
 from foci.accelerate.sites import Site
 from foci.integrations.diffusers import install
 from foci.nn import Cache, DeltaNet
+from foci.nn.parts import l2norm
+from foci.ops.delta import call as delta
 from foci.ops.softmax import aten
 from foci.ops.softmax.call import Call, bind
 
@@ -65,6 +67,22 @@ def test_a_large_call_is_proved_on_one_head(given: dict, monkeypatch: pytest.Mon
     monkeypatch.setattr(prove, "_MOST_ENTRIES", 10)
     rows = prove_site(site(**given), "chunked")
     assert {row.against for row in rows} == {"float64, one head"} and all(row.ok for row in rows)
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_gradients_are_those_of_what_a_call_returns(returned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a state, too, if it is returned. Where gates forget all, the last token's would be all of beta's."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 9, 2, 8, generator=generator).bfloat16() for _ in range(3))
+    beta, gates = torch.rand(1, 9, 2).bfloat16(), torch.full((1, 9, 2), -30.0)
+    call = delta.bind(q, l2norm(k), v, beta, log_decay=gates, return_state=returned)
+    seen: list[torch.Tensor] = []
+    backward = torch.autograd.backward
+    monkeypatch.setattr(torch.autograd, "backward", lambda outs, dys: seen.extend(dys) or backward(outs, dys))
+    rows = prove_site(Site("delta", "Net", "Block", "delta_rule", ((call, 1),)), "chunked")
+    assert all(row.ok for row in rows) and {"out", "state", "gradient of beta"} < {row.what for row in rows}
+    assert len(seen) == 3 * (1 + returned)
+    assert all(torch.equal(dy, dy.bfloat16().to(dy)) for dy in seen)
 
 
 def wrong_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:

@@ -133,13 +133,12 @@ def prove_site(site: Site, backend: str) -> list[Row]:
         spec = spec_of(call)
         whole = reference_elements(call) * (_KEPT if spec.recurrent else 1) <= _MOST_ENTRIES
         call = call if whole else one_head(call)
-        truth = _forward_backward(in_float64(call), "reference")
-        ours = _forward_backward(call, backend)
-        plain = _forward_backward(call, None)
+        dtype = call[0].dtype
+        truth = _forward_backward(in_float64(call), "reference", dtype)
+        ours = _forward_backward(call, backend, dtype)
+        plain = _forward_backward(call, None, dtype)
         for what, value in ours.items():
-            error = _judge(
-                value, truth[what], plain[what], call[0].dtype, log=what in spec.logs, recurrent=spec.recurrent
-            )
+            error = _judge(value, truth[what], plain[what], dtype, log=what in spec.logs, recurrent=spec.recurrent)
             # If the reference is exactly zero, the error must be, too.
             budget = error.budget or (0.0 if error.size else RELATIVE)
             rows.append(Row(site.name, what, "float64" if whole else "float64, one head", error.size, budget))
@@ -158,8 +157,12 @@ def _judge(
     return error
 
 
-def _forward_backward(call: Call, backend: str | None) -> dict[str, Tensor | None]:
-    """Outputs by name, and "gradient of <name>" of each floating-point input (softmax: q, k, v)."""
+def _forward_backward(call: Call, backend: str | None, dtype: torch.dtype) -> dict[str, Tensor | None]:
+    """Outputs by name, and "gradient of <name>" of each floating-point input (softmax: q, k, v).
+
+    A loss of what the call itself returns, with gradients that `dtype` holds, so that all are asked for the same: one of
+    a state, which the last tokens alone feel, would be all of theirs where nothing reads it.
+    """
     spec = spec_of(call)
     names = "qkv" if spec.name == SOFTMAX else [name for name in spec.differentiable if getattr(call, name) is not None]
     leaves = {name: getattr(call, name).detach().requires_grad_() for name in names}
@@ -168,9 +171,10 @@ def _forward_backward(call: Call, backend: str | None) -> dict[str, Tensor | Non
     found = run_on_backend(changed, backend) if backend else spec.plain(**arguments(changed))
     outputs = dict(zip(spec.output_names, found, strict=True))
     generator = torch.Generator().manual_seed(0)
-    # No cotangent for lse, which may be -inf; states get one like other outputs.
-    given = [out for name, out in outputs.items() if name not in spec.logs]
-    cotangents = [_normal(out, generator) for out in given]
+    # No cotangent for lse, which may be -inf.
+    unread = {*spec.logs, *(() if getattr(call, "return_state", True) else ("state",))}
+    given = [out for name, out in outputs.items() if name not in unread]
+    cotangents = [_normal(out, generator).to(dtype).to(out) for out in given]
     torch.autograd.backward(given, cotangents)
     gradients = {f"gradient of {name}": leaf.grad for name, leaf in leaves.items()}
     return {**{name: out.detach() for name, out in outputs.items()}, **gradients}

@@ -39,11 +39,12 @@ def learns(*tensors: Tensor | None) -> bool:
 
 
 def working(x: Tensor) -> torch.dtype:
-    """The dtype of tokens of a recurrence: on a GPU x's own, as fla and mamba_ssm have it there; else float32 at least.
+    """The dtype of a recurrence's tokens: bfloat16 ones keep it on a GPU, others are float32 at least.
 
+    fla and mamba_ssm keep it, too; but not all that float16 tokens become, backward above all, is in float16's range.
     States, gates and sums are float32 everywhere (float64 for float64).
     """
-    return x.dtype if on_gpu(x) else accumulator(x.dtype)
+    return x.dtype if x.dtype == torch.bfloat16 and on_gpu(x) else accumulator(x.dtype)
 
 
 def _start(state: Tensor | None, *others: Tensor) -> Tensor | None:
