@@ -160,8 +160,8 @@ def _judge(
 def _forward_backward(call: Call, backend: str | None, dtype: torch.dtype) -> dict[str, Tensor | None]:
     """Outputs by name, and "gradient of <name>" of each floating-point input (softmax: q, k, v).
 
-    A loss of what the call itself returns, with gradients that `dtype` holds, so that all are asked for the same: one of
-    a state, which the last tokens alone feel, would be all of theirs where nothing reads it.
+    Of what the call itself returns, with cotangents that `dtype` holds, so that they are the same for all. One of a state
+    that nothing reads would be felt by the last tokens alone, and be most of the gradients.
     """
     spec = spec_of(call)
     names = "qkv" if spec.name == SOFTMAX else [name for name in spec.differentiable if getattr(call, name) is not None]
