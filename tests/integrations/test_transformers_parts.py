@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.utils.parametrize
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
@@ -144,3 +146,19 @@ class TestGatedNorm:
         assert gated_norm(other) is None
         other.variance_epsilon = None  # type: ignore[assignment]
         assert gated_norm(other) is None
+
+    @pytest.mark.usefixtures("on_a_gpu")
+    def test_a_weight_made_of_others_is_not_read(self) -> None:
+        """Its module refuses to be copied, and reading it may change it, as a spectral norm does."""
+        norm, read = qwen.Qwen3NextRMSNormGated(24), []
+        made = nn.Module()
+        made.forward = lambda weight: read.append(weight) or 2 * weight
+        torch.nn.utils.parametrize.register_parametrization(norm, "weight", made)
+        read.clear()
+        assert gated_norm(norm) is None and not read
+
+    def test_it_is_found_among_fake_numbers(self) -> None:
+        with FakeTensorMode():
+            norm = qwen.Qwen3NextRMSNormGated(24)
+            forward, x = gated_norm(norm), torch.zeros(2, 5, 24)
+            assert forward is not None and forward(norm, x, x).shape == x.shape

@@ -5,13 +5,13 @@ Elsewhere, and where foci has no such kernel, the model's own code runs; but for
 
 from __future__ import annotations
 
-import copy
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from foci.core.plans import on_gpu
 from foci.integrations.transformers_keywords import asked, documents
@@ -105,22 +105,26 @@ def _norm(module: Any, x: Tensor, activation: str, gate_first: bool) -> Norm:
 
 @torch.no_grad()
 def _recognise(module: nn.Module, theirs: Run) -> tuple[str, bool] | None:
-    """The activation and order with which foci's norm equals `theirs`, on a CPU and by a weight of its own."""
-    weight, eps = (getattr(module, name, None) for name in ("weight", "variance_epsilon"))
-    if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
+    """The activation and order with which foci's norm equals `theirs`, on a CPU and by a weight of its own.
+
+    A weight that is made of others (a parametrization) is not read, which may change it; such a norm is not recognised.
+    """
+    held, eps = module._parameters.get("weight"), getattr(module, "variance_epsilon", None)
+    if not isinstance(held, Tensor) or held.dim() != 1 or not isinstance(eps, float):
         return None
-    own = copy.copy(module)
-    numbers = torch.linspace(-2, 2, 5 * weight.shape[0], device="cpu", dtype=torch.float32).sin().view(5, 1, -1)
-    weight = 1 + numbers[0, 0]
-    vars(own)["_parameters"] = {"weight": weight}
-    x, gate = numbers[1:3].clone(), numbers[3:]
-    x[1] *= eps**0.5  # beside which eps shows
-    try:
-        right = theirs(own, x, gate)
-    except Exception:  # it wants more than a norm has
-        return None
-    for activation, gate_first in product(ACTIVATIONS, (False, True)):
-        found = _norm(own, x, activation, gate_first)(x, weight, gate)
-        if found.shape == right.shape and torch.allclose(found, right, rtol=1e-5, atol=1e-6):
-            return activation, gate_first
+    own = object.__new__(type(module))  # copy.copy asks modules for a state that some refuse to give
+    with _disable_current_modes():  # under which numbers may be fake
+        numbers = torch.linspace(-2, 2, 5 * held.shape[0], device="cpu", dtype=torch.float32).sin().view(5, 1, -1)
+        weight = 1 + numbers[0, 0]
+        vars(own).update(vars(module), _parameters={"weight": weight})
+        x, gate = numbers[1:3].clone(), numbers[3:]
+        x[1] *= eps**0.5  # beside which eps shows
+        try:
+            right = theirs(own, x, gate)
+        except Exception:  # it wants more than a norm has
+            return None
+        for activation, gate_first in product(ACTIVATIONS, (False, True)):
+            found = _norm(own, x, activation, gate_first)(x, weight, gate)
+            if found.shape == right.shape and torch.allclose(found, right, rtol=1e-5, atol=1e-6):
+                return activation, gate_first
     return None
