@@ -158,6 +158,14 @@ class TestMamba:
         ]
         assert max(relative(b, a) for a, b in (outs, states)) < BUDGET
 
+    @pytest.mark.parametrize("name", ["hidden_states", "dt", "A", "B", "C", "D", "dt_bias"])
+    def test_one_token_that_needs_a_gradient_is_theirs(self, name: str) -> None:
+        normal = draw()
+        inputs = {"hidden_states": normal(2, 8), "dt": normal(2, 8), "A": -normal(8, 5).exp(), "D": normal(8)}
+        inputs |= {"B": normal(2, 5), "C": normal(2, 5), "dt_bias": normal(8)}
+        inputs[name].requires_grad_()
+        assert step_mamba(None, lambda *given, **rest: "theirs")(normal(2, 8, 5), **inputs) == "theirs"
+
 
 class TestHalfPrecision:
     """bfloat16 tokens keep their dtype on a GPU; others are float32, as they are in transformers' code everywhere."""

@@ -251,7 +251,7 @@ def step_mamba(backend: str | None, theirs: Run) -> Run:
         **keywords: Any,
     ) -> Tensor:
         wide = state.dtype
-        if wide != accumulator(hidden_states.dtype) or learns(hidden_states, dt, A, B, C, state):
+        if wide != accumulator(hidden_states.dtype) or learns(hidden_states, dt, A, B, C, D, dt_bias, state):
             return theirs(
                 state, hidden_states, dt, A, B, C, D, dt_bias=dt_bias, dt_softplus=dt_softplus, z=z, **keywords
             )
