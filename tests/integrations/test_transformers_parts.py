@@ -78,6 +78,15 @@ class TestStepOfAConvolution:
             assert found[1].shape == found[0].shape and relative(found[1], found[0]) < BUDGET
             assert torch.equal(*states)
 
+    @torch.no_grad()
+    @pytest.mark.usefixtures("on_a_gpu")
+    def test_a_cache_that_keeps_many_tokens_moves_them_at_once(self) -> None:
+        """As one that is recorded does, of a prompt of thousands; each write counts one version."""
+        states = [torch.zeros(2, 6, kept) for kept in (4, 64)]
+        for state in states:
+            step_convolution(None, refused)(torch.ones(2, 6, 1), state, torch.ones(6, 4))
+        assert states[0]._version == states[1]._version
+
     @pytest.mark.usefixtures("on_a_gpu")
     def test_what_is_not_one_token_without_a_gradient_is_theirs(self) -> None:
         normal = draw()

@@ -69,8 +69,9 @@ def step_convolution(backend: str | None, theirs: Run) -> Run:
         ours = fits and (activation is None or activation in ACTIVATIONS)
         if not ours or not on_gpu(hidden_states) or learns(hidden_states, conv_state, weight, bias):
             return theirs(hidden_states, conv_state, weight, bias, activation)
-        for slot in range(spare):
-            conv_state[..., slot].copy_(conv_state[..., slot + 1])
+        if spare:
+            older = conv_state[..., 1 : spare + 1]
+            conv_state[..., :spare].copy_(older if spare == 1 else older.clone())  # several overlap
         tail = conv_state[..., spare:].transpose(1, 2)
         return convolve_step(hidden_states[..., 0], tail, weight[:, None], bias, activation)[..., None]
 
