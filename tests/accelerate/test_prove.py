@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from foci.accelerate.prove import (
     max_gradient_error,
     prove_model,
     prove_site,
+    settled,
     worst,
 )
 from foci.accelerate.run import Refused, accelerate
@@ -263,7 +266,7 @@ def test_what_has_no_float64_is_held_against_float32_in_half_precision(name: str
     accelerated = accelerate(model.to(dtype), inputs, compile="off")
     accelerated.restore()
     whole = [row["against"] for row in accelerated.plan.proof if row["where"] == "whole model"]
-    assert whole == ["original", "float32"] * 2
+    assert whole == ["original", "float32"] * 3
 
 
 def test_a_mask_of_floats_is_proved_on_the_backend_of_the_plan() -> None:
@@ -361,6 +364,42 @@ def test_whole_model_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = zoo.load("llama")
     rows = prove_model(Problem(subject.model, subject.inputs), lambda: route(subject.model))
     assert [(row.what, row.against) for row in rows] == [
-        ("output", "original"), ("output", "float64"), ("gradients", "original"), ("gradients", "float64")
+        ("output", "original"), ("output", "float64"), ("gradients", "original"), ("gradients", "float64"),
+        ("output without gradients", "original"), ("output without gradients", "float64"),
     ]  # fmt: skip
     assert all(row.ok for row in rows)
+
+
+class Large(nn.Module):
+    """y = x w in float16: its gradient is the sum of 512 tokens, each up to 1e4, too many for float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.wrong = nn.Parameter(torch.ones(4, dtype=torch.float16)), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.w * (1.1 if self.wrong and not torch.is_grad_enabled() else 1.0)
+
+
+def test_a_loss_is_scaled_where_float16s_gradients_would_overflow() -> None:
+    model, x = Large(), 1e4 * torch.ones(512, 4, dtype=torch.float16)
+    problem = Problem(model, {"x": x})
+    assert not differentiate(problem).finite
+    scaled, found = settled(problem)
+    assert scaled.loss_scale == 2.0**-6 and found.finite
+    rows = prove_model(problem, nullcontext)
+    assert all(row.ok and not row.left_out for row in rows) and len(rows) == 6
+    assert settled(Problem(model, {"x": x / 1e3}))[0].loss_scale == 1
+
+
+def test_what_computes_otherwise_without_gradients_is_proved_there_too() -> None:
+    model = Large()
+
+    @contextmanager
+    def routed() -> Iterator[None]:
+        model.wrong = True
+        yield
+        model.wrong = False
+
+    rows = prove_model(Problem(model, {"x": torch.randn(3, 4, dtype=torch.float16)}), routed)
+    assert {row.what for row in rows if not row.ok} == {"output without gradients"}

@@ -168,7 +168,7 @@ class TestMamba:
 
 
 class TestHalfPrecision:
-    """bfloat16 tokens keep their dtype on a GPU; others are float32, as they are in transformers' code everywhere."""
+    """bfloat16 tokens keep their dtype on a GPU where nothing learns; else they are float32, as in transformers."""
 
     @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("there", [False, True])
@@ -198,3 +198,14 @@ class TestHalfPrecision:
         step_mamba(None, refused)(last, **{name: x if name == "A" else x[..., 0] for name, x in scan.items()})
         assert seen == 6 * [half if there and half == torch.bfloat16 else torch.float32]
         assert {x.dtype for x in (state, states, last)} == {torch.float32}
+
+    @pytest.mark.parametrize("kernels", [False, True])
+    def test_where_a_gradient_is_needed_it_is_as_in_transformers(
+        self, kernels: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Which takes kernels of others where they are installed, and these keep the dtype."""
+        monkeypatch.setattr(recurrences, "on_gpu", lambda x: True)
+        monkeypatch.setattr(recurrences, "installed", lambda package: kernels)
+        x, gate = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, requires_grad=True)
+        assert recurrences.working("fla", x, gate) == (torch.bfloat16 if kernels else torch.float32)
+        assert recurrences.working("fla", x, gate.detach(), None) == torch.bfloat16

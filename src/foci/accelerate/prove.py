@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,10 +60,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Problem:
-    """A model and how to call it."""
+    """A model and how to call it, and what its loss is multiplied by."""
 
     model: nn.Module
     inputs: Mapping[str, Any]
+    loss_scale: float = 1.0
 
     def results(self, output: Any) -> list[Tensor]:
         """The output's floating-point tensors, without positions that an attention mask [B, L] marks as padding.
@@ -160,8 +161,8 @@ def _judge(
 def _forward_backward(call: Call, backend: str | None, dtype: torch.dtype) -> dict[str, Tensor | None]:
     """Outputs by name, and "gradient of <name>" of each floating-point input (softmax: q, k, v).
 
-    Of what the call itself returns, with cotangents that `dtype` holds, so that they are the same for all. One of a state
-    that nothing reads would be felt by the last tokens alone, and be most of the gradients.
+    Of what the call itself returns, with cotangents that `dtype` holds, so that they are the same for all. A state's,
+    where nothing reads it, would be felt by the last tokens alone, and be most of the gradients.
     """
     spec = spec_of(call)
     names = "qkv" if spec.name == SOFTMAX else [name for name in spec.differentiable if getattr(call, name) is not None]
@@ -220,10 +221,24 @@ def differentiate(problem: Problem, model: nn.Module | None = None, dtype: torch
         gradients: Sequence[Tensor | None] = [None] * len(leaves)
         if attached and leaves:
             generator = torch.Generator().manual_seed(0)
-            directions = [_normal(o, generator) for o in attached]
+            directions = [_normal(o, generator) * problem.loss_scale for o in attached]
             gradients = torch.autograd.grad(attached, list(leaves.values()), directions, allow_unused=True)
     named = str(dtype).removeprefix("torch.") if dtype else ""
     return Result([output.detach() for output in outputs], dict(zip(leaves, gradients, strict=True)), named)
+
+
+def settled(problem: Problem) -> tuple[Problem, Result]:
+    """The problem with a loss scale that keeps float16's gradients finite, if one does; and its result."""
+    found = differentiate(problem)
+    if any(parameter.dtype == torch.float16 for parameter in problem.model.parameters()):
+        for exponent in (6, 12, 18):
+            if found.finite:
+                break
+            scaled = replace(problem, loss_scale=2.0**-exponent)
+            other = differentiate(scaled)
+            if other.finite:
+                return scaled, other
+    return problem, found
 
 
 def _leaf(name: str, value: Any, dtype: torch.dtype | None) -> Any:
@@ -262,15 +277,22 @@ def max_gradient_error(
 
 
 def prove_model(problem: Problem, routed: Callable[[], AbstractContextManager[Any]]) -> list[Row]:
-    """The whole model, original and routed, against each other and against the original in float64 (`truth_of`)."""
+    """The whole model, original and routed, against each other and against the original in float64 (`truth_of`).
+
+    Routed also without gradients, where it may compute otherwise.
+    """
     with evaluating(problem.model):
         wide = copy.deepcopy(problem.model)  # before any run: some modules keep tensors of their last one
-        original = differentiate(problem)
+        problem, original = settled(problem)
         with routed():
             ours = differentiate(problem)
+            with torch.no_grad():
+                served = Result([output.detach() for output in problem.results(problem.run())], {})
         truth = truth_of(problem, wide)
     trained = any(gradient is not None for gradient in original.gradients.values())
-    return compare_results(ours, original, truth, "original", trained=trained)
+    rows = compare_results(ours, original, truth, "original", trained=trained)
+    alone = compare_results(served, original, truth, "original", trained=False)
+    return [*rows, *(replace(row, what=f"{row.what} without gradients") for row in alone)]
 
 
 def compare_results(

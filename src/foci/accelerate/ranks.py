@@ -17,7 +17,7 @@ from foci.accelerate.apply import Applied, route
 from foci.accelerate.calls import dims, letters, mask_text, spec_of
 from foci.accelerate.degrees import Degrees
 from foci.accelerate.plan import Plan, SitePlan, identify
-from foci.accelerate.prove import Problem, Result, Row, compare_results, differentiate, evaluating, truth_of
+from foci.accelerate.prove import Problem, Result, Row, compare_results, differentiate, evaluating, settled, truth_of
 from foci.accelerate.run import Accelerated, Progress, Refused, compare_shown, record, seconds_text, versions
 from foci.accelerate.shown import Shown
 from foci.accelerate.sites import find_sites
@@ -52,7 +52,8 @@ def accelerate_over_ranks(subject: Subject, degrees: Degrees, *, progress: Progr
         degrees = degrees.fill_world(dist.get_world_size(), heads)
         split = _plan(subject, degrees, tell)
         alone = copy.deepcopy(model) if dist.get_rank() == 0 else None
-        whole, truth = differentiate(problem), truth_of(problem, copy.deepcopy(model))
+        problem, whole = settled(problem)
+        truth = truth_of(problem, copy.deepcopy(model))
         before = _on_rank_0(lambda: _shown(subject, tell, "one process"))
         spread = _distribute(model, degrees, split)
         try:

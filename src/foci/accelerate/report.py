@@ -89,7 +89,7 @@ class Report:
 def headline(plan: Plan) -> str:
     """The one sentence: what was done, how well it is proved, what it brought. Nothing is rounded up."""
     sites = len(plan.sites)
-    outputs = [row["error"] for row in plan.proof if row["where"] == "whole model" and row["what"] == "output"]
+    outputs = [row["error"] for row in plan.proof if row["where"] == "whole model" and row["what"].startswith("output")]
     proved = f", proved to {scientific(max(outputs))}" if outputs else ""
     if plan.ranks:
         return f"{plan.model} gives the same results over {plan.ranks['world']} ranks{proved}, {_speed(plan)}."

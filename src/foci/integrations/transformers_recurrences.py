@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from foci.core.device import installed
 from foci.core.errors import Unsupported
 from foci.core.plans import on_gpu
 from foci.core.spec import accumulator
@@ -38,13 +39,15 @@ def learns(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def working(x: Tensor) -> torch.dtype:
-    """The dtype of a recurrence's tokens: bfloat16 ones keep it on a GPU, others are float32 at least.
+def working(kernels: str, x: Tensor, *others: Tensor | None) -> torch.dtype:
+    """The dtype of a recurrence's tokens, of which x is one: as in transformers' code, float32 at least.
 
-    fla and mamba_ssm keep it, too; but not all that float16 tokens become, backward above all, is in float16's range.
-    States, gates and sums are float32 everywhere (float64 for float64).
+    On a GPU bfloat16 ones keep it where no gradient is needed, since those of decays are sums that cancel, and where
+    `kernels` are installed, which transformers then takes and which keep it, too. States, gates and sums are float32
+    everywhere (float64 for float64).
     """
-    return x.dtype if x.dtype == torch.bfloat16 and on_gpu(x) else accumulator(x.dtype)
+    keeps = x.dtype == torch.bfloat16 and on_gpu(x) and (installed(kernels) or not learns(x, *others))
+    return x.dtype if keeps else accumulator(x.dtype)
 
 
 def _start(state: Tensor | None, *others: Tensor) -> Tensor | None:
@@ -68,7 +71,7 @@ def chunk_delta(backend: str | None, theirs: Run) -> Run:
         **keywords: Any,
     ) -> tuple[Tensor, Tensor | None]:
         offsets = offsets_of(keywords, "a delta rule")
-        dtype = working(query)
+        dtype = working("fla", query, key, value, g, beta, initial_state)
         q, k, v, b = (x.to(dtype) for x in (query, key, value, beta))
         g = g.to(accumulator(dtype))
         if use_qk_l2norm_in_kernel:
@@ -102,7 +105,7 @@ def step_delta(backend: str | None, theirs: Run) -> Run:
         if S is None or not one or S.dtype != wide or learns(query, key, value, g, beta, S):
             rest = (0, S, output_final_state, use_qk_l2norm_in_kernel)
             return many(query, key, value, g, beta, *rest, cu_seqlens=offsets)
-        q, k, v, b = (x.squeeze(1).to(working(query)) for x in (query, key, value, beta))
+        q, k, v, b = (x.squeeze(1).to(working("fla", query)) for x in (query, key, value, beta))
         if use_qk_l2norm_in_kernel:
             q, k = l2norm(q), l2norm(k)
         y = delta_rule_step(q, k, v, b, S, log_decay=g.squeeze(1).to(wide))
@@ -137,7 +140,8 @@ def chunk_ssd(backend: str | None, theirs: Run) -> Run:
     ) -> Tensor | tuple[Tensor, Tensor]:
         offsets = offsets_of(keywords, "Mamba-2")
         dt = _step_size(dt, dt_bias, dt_softplus).clamp(*dt_limit)
-        x, k, q = (each.to(working(hidden_states)) for each in (hidden_states, B, C))
+        dtype = working("mamba_ssm", hidden_states, dt, A, B, C, D, initial_states)
+        x, k, q = (each.to(dtype) for each in (hidden_states, B, C))
         start = _start(initial_states, x, dt, A, k, q)
         flat = x.flatten(2)
         out, state = linear_attention(
@@ -177,7 +181,8 @@ def step_ssd(backend: str | None, theirs: Run) -> Run:
         if offsets_of(keywords, "Mamba-2") is not None:
             raise Unsupported("attention of Mamba-2 cannot run this call", ["one token is not several documents"])
         dt = _step_size(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus)
-        x, k, q = (each.to(working(hidden_states)) for each in (hidden_states, B, C))
+        dtype = working("mamba_ssm", hidden_states, dt, A, B, C, D, state)
+        x, k, q = (each.to(dtype) for each in (hidden_states, B, C))
         flat, log_decay, S = x.flatten(1), dt * A[:, 0, 0].to(dt.dtype), state.transpose(-1, -2)
         v, wide = weigh(flat, dt).view_as(x), accumulator(x.dtype)
         if state.dtype != wide or learns(q, k, v, log_decay, S):
@@ -224,7 +229,8 @@ def chunk_mamba(backend: str | None, theirs: Run) -> Run:
     ) -> Tensor | tuple[Tensor, Tensor]:
         refuse(asked(keywords), "Mamba")
         dt = _step_size(dt.transpose(1, 2), delta_bias, delta_softplus)
-        x, B, C = (each.transpose(1, 2).to(working(hidden_states)) for each in (hidden_states, B, C))
+        dtype = working("mamba_ssm", hidden_states, dt, A, B, C, D)
+        x, B, C = (each.transpose(1, 2).to(dtype) for each in (hidden_states, B, C))
         y, state = selective_scan(x, dt, A, B, C, skip=D, return_state=return_last_state, backend=backend)
         y = y.transpose(1, 2)
         if z is not None:
@@ -257,7 +263,7 @@ def step_mamba(backend: str | None, theirs: Run) -> Run:
             )
         refuse(asked(keywords), "Mamba")
         dt = _step_size(dt, dt_bias, dt_softplus)
-        x, key, query = (each.to(working(hidden_states)) for each in (hidden_states, B, C))
+        x, key, query = (each.to(working("mamba_ssm", hidden_states)) for each in (hidden_states, B, C))
         y = selective_scan_step(x, dt, A, key, query, state, skip=D).to(hidden_states.dtype)
         return y if z is None else y * silu(z)
 
