@@ -1,6 +1,6 @@
 """What `foci.accelerate` gains on a GPU: two layers of transformers models, random weights, in widths of real ones.
 
-    python benchmarks/accelerate_gpu.py [MODEL...] [--tokens 4096] [--dtype bfloat16] [--stages]
+    python benchmarks/accelerate_gpu.py [MODEL...] [--tokens 4096] [--dtype bfloat16] [--stages [--keep-bfloat16]]
 
 Each is proved first, as ever; then the original and foci take turns. The original is what transformers runs by itself:
 eager attention with a softcap or sinks, torch's fused kernels else, and its own torch code for recurrences where
@@ -8,7 +8,7 @@ flash-linear-attention and mamba_ssm are not installed.
 
 --stages: forward, forward and backward, and one token of 8 rows behind 128, in place of the proof. Medians in ms as
 called, in brackets what the GPU took for the kernels of one call; how far the logits of either are from those of the
-model in float32, relative RMS.
+model in float32, relative RMS. --keep-bfloat16: recurrences are trained in it (install's argument of that name).
 """
 
 from __future__ import annotations
@@ -109,12 +109,12 @@ def alone(run: Callable[[], object]) -> float:
     return sum(float(event.self_device_time_total) for event in seen.key_averages()) / 1e6
 
 
-def stages(name: str, tokens: int, dtype: torch.dtype) -> None:
+def stages(name: str, tokens: int, dtype: torch.dtype, keep_bfloat16: bool) -> None:
     """`forward`, `train` and `token`, of the original and of foci in turns."""
     models = {"original": model_of(name, dtype)}
     models["foci"], wide = copy.deepcopy(models["original"]), copy.deepcopy(models["original"]).float()
-    for model in (models["foci"], wide):
-        install(model)
+    install(models["foci"], keep_bfloat16=keep_bfloat16)
+    install(wide)
     ids, rows = (torch.randint(0, WIDTHS["vocab_size"], shape, device="cuda") for shape in ((1, tokens), (8, 128)))
     truth = forward(wide, ids[:, :1024])
     off = ", ".join(f"{who} {apart(forward(model, ids[:, :1024]), truth):.1e}" for who, model in models.items())
@@ -141,13 +141,20 @@ def main() -> None:
     parser.add_argument("--tokens", type=above_0, default=4096)
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--stages", action="store_true", help="forward, training, one token, in place of the proof")
+    parser.add_argument("--keep-bfloat16", action="store_true", help="in training too; with --stages")
     chosen = parser.parse_args()
+    if chosen.keep_bfloat16 and not chosen.stages:
+        parser.error("--keep-bfloat16 goes with --stages")
     if unknown := set(chosen.models) - set(MODELS):
         parser.error(f"MODEL is {', '.join(sorted(unknown))}; expected some of {', '.join(MODELS)}")
     if not torch.cuda.is_available():
         sys.exit("accelerate_gpu.py: torch finds no GPU here")
     for name in chosen.models or MODELS:
-        (stages if chosen.stages else accelerate)(name, chosen.tokens, DTYPES[chosen.dtype])
+        given = (name, chosen.tokens, DTYPES[chosen.dtype])
+        if chosen.stages:
+            stages(*given, chosen.keep_bfloat16)
+        else:
+            accelerate(*given)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from foci.bench.measure import Way, clock_on, interleave
 from foci.integrations.transformers_parts import short_convolution
+from foci.integrations.transformers_recurrences import How
 
 SHAPES = ((2, 4096, 8192), (1, 8192, 2048), (1, 128, 8192))  # rows, tokens, channels
 
@@ -44,7 +45,7 @@ def measure(B: int, T: int, D: int, rounds: int) -> None:
     def both(run: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         return torch.autograd.grad(run(x, weight, activation="silu"), (x, weight), dy)
 
-    runs = {"foci": short_convolution(None, theirs), "theirs": theirs}
+    runs = {"foci": short_convolution(How(), theirs), "theirs": theirs}
     found, truth = ((forward(run), *both(run)) for run in runs.values())
     print(f"[{B}, {T}, {D}]: {', '.join(f'{apart(a, b):.1e}' for a, b in zip(found, truth, strict=True))} apart")
     for name, what in (("forward", forward), ("both", both)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 from foci.core.errors import Unsupported
+from foci.integrations import transformers_recurrences
 from foci.integrations.transformers import find_sites, install
 from tests.integrations.linear_models import MODELS
 from tests.integrations.transformers_models import padding, relative, tokens
@@ -239,6 +241,31 @@ class TestInstallation:
             assert max(relative(g, e) for g, e in zip(got, expected, strict=True)) < BUDGET
         with pytest.raises(ValueError, match="unknown backend 'aten'"):
             install(model, {linear: "aten"})  # a softmax backend
+
+    @pytest.mark.usefixtures("on_a_gpu")
+    def test_training_keeps_bfloat16_where_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, seen = MODELS["qwen3_next"]().bfloat16(), []
+        run = transformers_recurrences.delta_rule
+
+        def spy(q: Tensor, *given: Any, **rest: Any) -> Any:
+            seen.append(q.dtype)
+            return run(q, *given, **rest)
+
+        monkeypatch.setattr(transformers_recurrences, "delta_rule", spy)
+        for asked, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+            seen.clear()
+            with install(model, keep_bfloat16=asked):
+                logits_and_gradients(model, None)
+            assert {*seen} == {dtype}
+
+    def test_keeping_bfloat16_without_a_recurrence_is_refused(self) -> None:
+        model = MODELS["qwen3_next"]()
+        softmax = find_sites(model)[0].keys() - set(linear_sites(model))
+        with pytest.raises(ValueError, match="keep_bfloat16 is True, but no recurrence is routed"):
+            install(model, dict.fromkeys(softmax, "chunked"), keep_bfloat16=True)
+        with pytest.raises(TypeError, match="keep_bfloat16 must be True or False, got 1"):
+            install(model, keep_bfloat16=1)  # type: ignore[arg-type]
+        assert all("forward" not in vars(module) for module in model.modules())
 
     def test_a_second_installation_is_refused(self) -> None:
         for name in ("mamba2", "recurrent_gemma"):

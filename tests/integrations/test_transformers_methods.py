@@ -11,6 +11,7 @@ from transformers.models.rwkv.modeling_rwkv import rwkv_linear_attention as thei
 from transformers.models.xlstm.modeling_xlstm import xLSTMBackend
 
 from foci.integrations.transformers_methods import below_zero, mlstm, rg_lru, running_maximum, wkv
+from foci.integrations.transformers_recurrences import How
 from tests.integrations.transformers_models import relative
 
 BUDGET = 1e-5
@@ -47,7 +48,7 @@ class TestRunningMaximum:
             return (logits.softmax(2) * value[:, None]).sum(2)
 
         def in_two_parts(*given: Tensor) -> Tensor:
-            run = wkv(None, theirs)
+            run = wkv(How(), theirs)
             start, state = run(*given[:2], *(x[:, :7] for x in given[2:]), return_state=True)
             return torch.cat([start, run(*given[:2], *(x[:, 7:] for x in given[2:]), state=state)[0]], 1)
 
@@ -86,7 +87,7 @@ class TestMatrixMemory:
         module = xLSTMBackend(xLSTMConfig(chunk_size=8))
         first = [x.to(dtype) for x in self.inputs(8, reach)]
         found = []
-        for forward in (xLSTMBackend.forward, mlstm(None, xLSTMBackend.forward)):
+        for forward in (xLSTMBackend.forward, mlstm(How(), xLSTMBackend.forward)):
             leaves = [x.to(dtype).requires_grad_() for x in self.inputs(T, reach)]
             _, past = forward(module, *first)
             h, states = forward(module, *leaves, *past)
@@ -96,7 +97,7 @@ class TestMatrixMemory:
 
     @torch.no_grad()
     def test_training_modes_return_and_refuse_as_theirs(self) -> None:
-        run = mlstm(None, xLSTMBackend.forward)
+        run = mlstm(How(), xLSTMBackend.forward)
         module = xLSTMBackend(xLSTMConfig(chunk_size=8, mode="train", return_last_states=False))
         assert relative(run(module, *self.inputs(16)), module(*self.inputs(16))) < BUDGET
         with pytest.raises(ValueError, match="not divisible by chunk size"):
@@ -115,7 +116,7 @@ def test_a_gated_lru_forgets_at_resets_and_where_its_gate_underflows() -> None:
     reset[:, 0], reset[1, 4] = True, True
     state = torch.randn(2, 5, generator=generator)
     module, found = None, []
-    for run in (RecurrentGemmaRglru._rnn_scan, rg_lru(None, RecurrentGemmaRglru._rnn_scan)):
+    for run in (RecurrentGemmaRglru._rnn_scan, rg_lru(How(), RecurrentGemmaRglru._rnn_scan)):
         leaves = [each.clone().requires_grad_() for each in (x, gate)]
         h, last = run(module, *leaves, reset, state)
         one, _ = run(module, x[:, :1], gate[:, :1], ~reset[:, :1], last)

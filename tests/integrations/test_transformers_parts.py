@@ -16,6 +16,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from foci.core.errors import Unsupported
 from foci.integrations.transformers_parts import gated_norm, short_convolution, step_convolution
+from foci.integrations.transformers_recurrences import How
 from tests.integrations.test_transformers_recurrences import BUDGET, draw, refused
 from tests.integrations.transformers_models import relative
 
@@ -33,7 +34,7 @@ class TestShortConvolution:
         """The first one behind what the cache had of it, too."""
         normal, theirs = draw(), qwen.causal_conv1d_fn
         x, weight, bias = normal(1, 6, 12), normal(6, 4), normal(6)
-        ours = short_convolution(None, theirs)
+        ours = short_convolution(How(), theirs)
         parts = [theirs(x[..., a:b], weight, bias, activation=activation) for a, b in ((0, 5), (5, 6), (6, 12))]
         for before in (0, 3):
             offsets = torch.tensor([0, 5 - before, 5 - before, 6 - before, 12 - before])
@@ -49,14 +50,14 @@ class TestShortConvolution:
         dy = torch.randn(2, 6, 12)
         found, right = (
             (y.detach(), *torch.autograd.grad(y, [x, weight, bias], dy))
-            for y in (run(x, weight, bias, activation) for run in (short_convolution(None, refused), theirs))
+            for y in (run(x, weight, bias, activation) for run in (short_convolution(How(), refused), theirs))
         )
         assert max(relative(a, b) for a, b in zip(found, right, strict=True)) < BUDGET
 
     def test_several_rows_are_not_documents(self) -> None:
         normal = draw()
         with pytest.raises(Unsupported, match=r"documents are told apart in a batch of 1"):
-            short_convolution(None, qwen.causal_conv1d_fn)(normal(2, 6, 12), normal(6, 4), seq_idx=torch.zeros(2, 12))
+            short_convolution(How(), qwen.causal_conv1d_fn)(normal(2, 6, 12), normal(6, 4), seq_idx=torch.zeros(2, 12))
 
 
 class TestStepOfAConvolution:
@@ -73,7 +74,7 @@ class TestStepOfAConvolution:
             x = normal(2, 1, 6).transpose(1, 2)
             found = [
                 run(x, state, weight, bias, activation)
-                for run, state in zip((theirs, step_convolution(None, refused)), states, strict=True)
+                for run, state in zip((theirs, step_convolution(How(), refused)), states, strict=True)
             ]
             assert found[1].shape == found[0].shape and relative(found[1], found[0]) < BUDGET
             assert torch.equal(*states)
@@ -84,13 +85,13 @@ class TestStepOfAConvolution:
         """As one that is recorded does, of a prompt of thousands; each write counts one version."""
         states = [torch.zeros(2, 6, kept) for kept in (4, 64)]
         for state in states:
-            step_convolution(None, refused)(torch.ones(2, 6, 1), state, torch.ones(6, 4))
+            step_convolution(How(), refused)(torch.ones(2, 6, 1), state, torch.ones(6, 4))
         assert states[0]._version == states[1]._version
 
     @pytest.mark.usefixtures("on_a_gpu")
     def test_what_is_not_one_token_without_a_gradient_is_theirs(self) -> None:
         normal = draw()
-        ours = step_convolution(None, lambda *given: "theirs")
+        ours = step_convolution(How(), lambda *given: "theirs")
         x, weight, state = normal(2, 6, 1), normal(6, 4), normal(2, 6, 4)
         assert ours(normal(2, 6, 2), state, weight, None, "silu") == "theirs"
         assert ours(x, state, weight, None, "gelu") == "theirs"
@@ -101,7 +102,7 @@ class TestStepOfAConvolution:
     @torch.no_grad()
     def test_on_a_cpu_it_is_theirs(self) -> None:
         assert (
-            step_convolution(None, lambda *given: "theirs")(torch.ones(1, 2, 1), torch.ones(1, 2, 4), torch.ones(2, 4))
+            step_convolution(How(), lambda *given: "theirs")(torch.ones(1, 2, 1), torch.ones(1, 2, 4), torch.ones(2, 4))
             == "theirs"
         )
 

@@ -15,6 +15,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from foci.integrations import transformers_recurrences as recurrences
 from foci.integrations.transformers_recurrences import (
+    How,
     chunk_delta,
     chunk_mamba,
     chunk_ssd,
@@ -73,7 +74,7 @@ class TestDelta:
     @CHUNKS
     def test_many_tokens_after_a_state(self, theirs: Any, per_channel: bool) -> None:
         options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-        compare(theirs, chunk_delta(None, theirs), delta_inputs(70, per_channel), **options)
+        compare(theirs, chunk_delta(How(), theirs), delta_inputs(70, per_channel), **options)
 
     @CHUNKS
     @torch.no_grad()
@@ -82,7 +83,7 @@ class TestDelta:
         apart = [
             theirs(**{name: x[:, part] for name, x in inputs.items()})[0] for part in (slice(0, 13), slice(13, 20))
         ]
-        out, state = chunk_delta(None, theirs)(**inputs, cu_seqlens=torch.tensor([0, 13, 20]))
+        out, state = chunk_delta(How(), theirs)(**inputs, cu_seqlens=torch.tensor([0, 13, 20]))
         assert state is None
         assert relative(out, torch.cat(apart, 1)) < BUDGET
 
@@ -92,7 +93,7 @@ class TestDelta:
     )
     def test_one_token(self, theirs: Any, per_channel: bool) -> None:
         options: dict[str, Any] = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-        inputs, ours = delta_inputs(1, per_channel), step_delta(None, theirs)
+        inputs, ours = delta_inputs(1, per_channel), step_delta(How(), theirs)
         compare(theirs, ours, inputs, **options)
         expected = theirs(**inputs, **options)
         with torch.no_grad():
@@ -120,7 +121,7 @@ class TestStateSpaceDuality:
     def test_many_tokens_after_a_state(self, limit: tuple[float, float]) -> None:
         theirs = mamba2.mamba2_chunk_scan
         options = {"chunk_size": 16, "dt_softplus": True, "dt_limit": limit, "return_final_states": True}
-        compare(theirs, chunk_ssd(None, theirs), self.inputs(70), **options)
+        compare(theirs, chunk_ssd(How(), theirs), self.inputs(70), **options)
 
     def test_one_token_changes_the_state_in_place(self) -> None:
         theirs, normal = mamba2.mamba2_selective_state_update, draw()
@@ -134,7 +135,7 @@ class TestStateSpaceDuality:
             states = [x.clone() for x in 2 * [normal(2, 4, 10, 6)]]
             outs = [
                 run(state, **inputs, dt_softplus=True)
-                for run, state in zip((theirs, step_ssd(None, theirs)), states, strict=True)
+                for run, state in zip((theirs, step_ssd(How(), theirs)), states, strict=True)
             ]
             assert max(relative(b, a) for a, b in (outs, states)) < BUDGET
 
@@ -144,7 +145,7 @@ class TestMamba:
         theirs, normal = mamba.mamba_selective_scan, draw()
         inputs = {"hidden_states": normal(2, 8, 40), "dt": normal(2, 8, 40), "A": -normal(8, 5).exp(), "D": normal(8)}
         inputs |= {"B": normal(2, 5, 40), "C": normal(2, 5, 40), "z": normal(2, 8, 40), "delta_bias": normal(8)}
-        compare(theirs, chunk_mamba(None, theirs), inputs, delta_softplus=True, return_last_state=True)
+        compare(theirs, chunk_mamba(How(), theirs), inputs, delta_softplus=True, return_last_state=True)
 
     @torch.no_grad()
     def test_one_token_changes_the_state_in_place(self) -> None:
@@ -154,7 +155,7 @@ class TestMamba:
         states = [x.clone() for x in 2 * [normal(2, 8, 5)]]
         outs = [
             run(state, **inputs, dt_softplus=True)
-            for run, state in zip((theirs, step_mamba(None, theirs)), states, strict=True)
+            for run, state in zip((theirs, step_mamba(How(), theirs)), states, strict=True)
         ]
         assert max(relative(b, a) for a, b in (outs, states)) < BUDGET
 
@@ -164,7 +165,7 @@ class TestMamba:
         inputs = {"hidden_states": normal(2, 8), "dt": normal(2, 8), "A": -normal(8, 5).exp(), "D": normal(8)}
         inputs |= {"B": normal(2, 5), "C": normal(2, 5), "dt_bias": normal(8)}
         inputs[name].requires_grad_()
-        assert step_mamba(None, lambda *given, **rest: "theirs")(normal(2, 8, 5), **inputs) == "theirs"
+        assert step_mamba(How(), lambda *given, **rest: "theirs")(normal(2, 8, 5), **inputs) == "theirs"
 
 
 class TestHalfPrecision:
@@ -188,24 +189,26 @@ class TestHalfPrecision:
         ssd = {name: x.to(half) for name, x in TestStateSpaceDuality.inputs(1).items() if name != "initial_states"}
         x, C = torch.rand(2, 8, 1, dtype=half), torch.rand(2, 5, 1, dtype=half)
         scan = {"hidden_states": x, "dt": x, "A": -torch.rand(8, 5), "B": C, "C": C}
-        _, state = chunk_delta(None, refused)(**delta, output_final_state=True)
-        step_delta(None, refused)(**delta, initial_state=state, output_final_state=True)
-        _, states = chunk_ssd(None, refused)(**ssd, chunk_size=16, return_final_states=True)
+        _, state = chunk_delta(How(), refused)(**delta, output_final_state=True)
+        step_delta(How(), refused)(**delta, initial_state=state, output_final_state=True)
+        _, states = chunk_ssd(How(), refused)(**ssd, chunk_size=16, return_final_states=True)
         one = {name: x[:, 0] for name, x in ssd.items() if name in ("hidden_states", "B", "C")}
         one |= {"dt": ssd["dt"][:, 0, :, None].expand(2, 4, 10), "A": ssd["A"][:, None, None].expand(4, 10, 6)}
-        step_ssd(None, refused)(states.contiguous(), **one)
-        _, last = chunk_mamba(None, refused)(**scan, return_last_state=True)
-        step_mamba(None, refused)(last, **{name: x if name == "A" else x[..., 0] for name, x in scan.items()})
+        step_ssd(How(), refused)(states.contiguous(), **one)
+        _, last = chunk_mamba(How(), refused)(**scan, return_last_state=True)
+        step_mamba(How(), refused)(last, **{name: x if name == "A" else x[..., 0] for name, x in scan.items()})
         assert seen == 6 * [half if there and half == torch.bfloat16 else torch.float32]
         assert {x.dtype for x in (state, states, last)} == {torch.float32}
 
-    @pytest.mark.parametrize("kernels", [False, True])
+    @pytest.mark.parametrize(("asked", "kernels"), [(False, False), (False, True), (True, False)])
     def test_where_a_gradient_is_needed_it_is_as_in_transformers(
-        self, kernels: bool, monkeypatch: pytest.MonkeyPatch
+        self, asked: bool, kernels: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Which takes kernels of others where they are installed, and these keep the dtype."""
         monkeypatch.setattr(recurrences, "on_gpu", lambda x: True)
         monkeypatch.setattr(recurrences, "installed", lambda package: kernels)
         x, gate = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, requires_grad=True)
-        assert recurrences.working("fla", x, gate) == (torch.bfloat16 if kernels else torch.float32)
-        assert recurrences.working("fla", x, gate.detach(), None) == torch.bfloat16
+        kept = torch.bfloat16 if asked or kernels else torch.float32
+        assert How(keep_bfloat16=asked).dtype("fla", x, gate) == kept
+        assert How(keep_bfloat16=asked).dtype("fla", x, gate.detach(), None) == torch.bfloat16
+        assert How(keep_bfloat16=asked).dtype("fla", x.half(), None) == torch.float32

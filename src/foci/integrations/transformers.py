@@ -17,6 +17,7 @@ from foci.integrations.transformers_keywords import DOCUMENTS, documents, refuse
 from foci.integrations.transformers_keywords import asked as keywords_asked
 from foci.integrations.transformers_linear import MARK, Recurrence, Routes
 from foci.integrations.transformers_masks import ModelMask, make_boolean_mask, make_mask
+from foci.integrations.transformers_recurrences import How
 from foci.integrations.undoable import Undoable
 from foci.ops.masks import Causal, Dense, Mask, Packed, Window
 from foci.ops.softmax.api import attention
@@ -61,7 +62,7 @@ class Handle(Undoable):
         self._routes.restore()
 
 
-def install(model: nn.Module, plan: Mapping[str, str | None] | None = None) -> Handle:
+def install(model: nn.Module, plan: Mapping[str, str | None] | None = None, *, keep_bfloat16: bool = False) -> Handle:
     """Run the attention of `model`, and of no other model, through foci's operators.
 
     `plan` maps names of attention modules to a backend, or to None to leave them; modules that it does not name are
@@ -76,19 +77,27 @@ def install(model: nn.Module, plan: Mapping[str, str | None] | None = None) -> H
     Linear attention and other recurrences: transformers calls functions of the model's file. So each routed module gets
     a forward of its own, a copy of its class's with foci's operators for those functions.
 
+    keep_bfloat16: on a GPU the recurrences of a bfloat16 model are trained in it, faster and with more error in the
+    gradients of decays, as by the kernels of flash-linear-attention; by default in float32, as in transformers' code.
+
     Raises Unsupported for a model without a place to put foci and for one that is asked for attention weights,
-    ValueError for a plan that names unknown modules or backends and for a model that has foci already.
+    ValueError for a plan that names unknown modules or backends, for a model that has foci already, and for
+    keep_bfloat16 without a recurrence.
     """
     library = require("transformers", extra="transformers")
     sites, skipped = find_sites(model)
     _check(model, plan, sites, skipped)
     routed = dict.fromkeys(sites) if plan is None else {name: backend for name, backend in plan.items() if backend}
     skipped += [(name, "left by the plan") for name in sites if name not in routed]
+    if not isinstance(keep_bfloat16, bool):
+        raise TypeError(f"install: keep_bfloat16 must be True or False, got {keep_bfloat16!r}")
+    if keep_bfloat16 and not any(sites[name] for name in routed):
+        raise ValueError("install: keep_bfloat16 is True, but no recurrence is routed; expected one, or False")
     routes = Routes()
     for name, recurrence in sites.items():
         if recurrence is None or name not in routed:
             continue
-        if reason := routes.prepare(model.get_submodule(name), recurrence, routed[name]):
+        if reason := routes.prepare(model.get_submodule(name), recurrence, How(routed[name], keep_bfloat16)):
             skipped.append((name, reason))
             del routed[name]
     softmax = {name: backend for name, backend in routed.items() if sites[name] is None}

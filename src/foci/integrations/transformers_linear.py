@@ -18,6 +18,7 @@ from foci.integrations.transformers_keywords import DOCUMENTS, asked
 from foci.integrations.transformers_methods import lightning, mlstm, rg_lru, wkv
 from foci.integrations.transformers_parts import GATED_NORM, gated_norm, short_convolution, step_convolution
 from foci.integrations.transformers_recurrences import (
+    How,
     Run,
     chunk_delta,
     chunk_mamba,
@@ -32,7 +33,7 @@ from foci.ops.delta.spec import SPEC as DELTA
 from foci.ops.scan.spec import SPEC as SCAN
 from foci.ops.selective_scan.spec import SPEC as SELECTIVE_SCAN
 
-Make = Callable[[str | None, Run], Run]
+Make = Callable[[How, Run], Run]
 MARK = "_foci_routes"
 
 
@@ -150,19 +151,19 @@ class Routes:
     """Routes module instances by an instance attribute that shadows the class's method; undoable."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[type, str | None], Run] = {}
+        self._made: dict[tuple[type, How], Run] = {}
         self._ready: list[tuple[nn.Module, str, Run]] = []
         self._mixing: set[str] = set()
         self._put: list[tuple[nn.Module, str, MethodType]] = []
         self._hooks: list[Any] = []
 
-    def prepare(self, module: nn.Module, recurrence: Recurrence, backend: str | None) -> str:
+    def prepare(self, module: nn.Module, recurrence: Recurrence, how: How) -> str:
         """Make the replacement method without installing it; returns the reason if it would not be faithful."""
-        key = (type(module), backend)
+        key = (type(module), how)
         if key not in self._made:
             theirs = inspect.getattr_static(type(module), recurrence.method)
             try:
-                self._made[key] = _instead(theirs, recurrence, backend)
+                self._made[key] = _instead(theirs, recurrence, how)
             except CannotReroute as error:
                 return str(error)
         self._ready.append((module, recurrence.method, self._made[key]))
@@ -197,13 +198,13 @@ class Routes:
         self._ready, self._mixing, self._put, self._hooks = [], set(), [], []
 
 
-def _instead(theirs: FunctionType, recurrence: Recurrence, backend: str | None) -> Run:
+def _instead(theirs: FunctionType, recurrence: Recurrence, how: How) -> Run:
     """A method that runs foci: a copy of theirs with replaced callees, or the family's own replacement."""
     if recurrence.family.method is not None:
-        method = recurrence.family.method[2](backend, theirs)
+        method = recurrence.family.method[2](how, theirs)
         method.__name__ = recurrence.method  # by which a pickle finds it in the class again
     else:
-        swaps: dict[Run, Run] = {function: make(backend, function) for function, make in recurrence.functions.items()}
+        swaps: dict[Run, Run] = {function: make(how, function) for function, make in recurrence.functions.items()}
         method = Rerouter(swaps).function(theirs)
     setattr(method, MARK, recurrence.family.kind)
     return method

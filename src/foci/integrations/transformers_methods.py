@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, pad
 
 from foci.core.spec import accumulator
-from foci.integrations.transformers_recurrences import Run, learns, offsets_of
+from foci.integrations.transformers_recurrences import How, Run, learns, offsets_of
 from foci.ops.decay.api import linear_attention, linear_attention_step
 from foci.ops.scan.api import scan
 
 
-def lightning(backend: str | None, theirs: Run) -> Run:
+def lightning(how: How, theirs: Run) -> Run:
     """MiniMax's lightning attention, the whole forward: S_t = exp(-slope_h) S_{t-1} + k v^T, o = S^T q."""
 
     def run(
@@ -43,7 +43,7 @@ def lightning(backend: str | None, theirs: Run) -> Run:
         else:
             past = None if past is None else past.to(decay.dtype)
             out, state = linear_attention(
-                q, k, v, log_decay=decay, scale=1.0, state=past, offsets=offsets, return_state=True, backend=backend
+                q, k, v, log_decay=decay, scale=1.0, state=past, offsets=offsets, return_state=True, backend=how.backend
             )
         state = state.to(v.dtype)
         gate = torch.sigmoid(self.output_gate(hidden_states))
@@ -55,7 +55,7 @@ def lightning(backend: str | None, theirs: Run) -> Run:
     return run
 
 
-def rg_lru(backend: str | None, theirs: Run) -> Run:
+def rg_lru(how: How, theirs: Run) -> Run:
     """The Real-Gated LRU of RecurrentGemma: h_t = a_t h_{t-1} + x_t, forgetting where a document begins."""
 
     def run(
@@ -71,14 +71,16 @@ def rg_lru(backend: str | None, theirs: Run) -> Run:
         wide = accumulator(hidden_states.dtype)
         gate = recurrent_gate.to(wide)
         log_gate = gate.clamp(min=torch.finfo(wide).tiny).log().masked_fill(reset, -torch.inf)
-        h, state = scan(hidden_states.to(wide), log_gate, state=recurrent_states, return_state=True, backend=backend)
+        h, state = scan(
+            hidden_states.to(wide), log_gate, state=recurrent_states, return_state=True, backend=how.backend
+        )
         assert state is not None
         return h.to(hidden_states.dtype), state
 
     return run
 
 
-def wkv(backend: str | None, theirs: Run) -> Run:
+def wkv(how: How, theirs: Run) -> Run:
     """RWKV-4: o_t = (sum_s e^(k_s - (t-1-s) w) v_s + e^(u + k_t) v_t) / (the same with v = 1), over all s < t."""
 
     def run(
@@ -103,7 +105,7 @@ def wkv(backend: str | None, theirs: Run) -> Run:
         start = torch.cat([num, den], -1).to(wide)
         sums, last = scan(
             torch.cat([weight * v, weight], -1), torch.cat([decay, decay], -1),
-            state=start, return_state=True, backend=backend,
+            state=start, return_state=True, backend=how.backend,
         )  # fmt: skip
         assert last is not None
         old, mass = torch.cat([start[:, None], sums[:, :-1]], 1).chunk(2, -1)
@@ -118,7 +120,7 @@ def wkv(backend: str | None, theirs: Run) -> Run:
     return run
 
 
-def mlstm(backend: str | None, theirs: Run) -> Run:
+def mlstm(how: How, theirs: Run) -> Run:
     """xLSTM's matrix memory, the forward of its backend: C_t = f C_{t-1} + i k v^T, n_t the same of 1.
 
     h = C^T q / (max(|n^T q|, e^-m) + eps), with f, i, C and n kept relative to e^m.
@@ -162,7 +164,7 @@ def mlstm(backend: str | None, theirs: Run) -> Run:
             last: Tensor | None = start
             out = linear_attention_step(q[:, 0], k[:, 0], v[:, 0], start, log_decay=decay[:, 0])[:, None]
         else:
-            out, last = linear_attention(q, k, v, log_decay=decay, state=start, return_state=True, backend=backend)
+            out, last = linear_attention(q, k, v, log_decay=decay, state=start, return_state=True, backend=how.backend)
         assert last is not None
         # The scale cancels everywhere but at eps, which is why only there its gradient is kept.
         own = (tops - m)[:, 1:].to(wide).exp()

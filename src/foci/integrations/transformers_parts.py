@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from foci.core.plans import on_gpu
 from foci.integrations.transformers_keywords import asked, documents
-from foci.integrations.transformers_recurrences import Run, learns
+from foci.integrations.transformers_recurrences import How, Run, learns
 from foci.nn.parts import history
 from foci.ops.layer_parts import ACTIVATIONS, Norm, convolve, convolve_step
 
 GATED_NORM = "RMSNormGated"  # with which the names of transformers' classes end
 
 
-def short_convolution(backend: str | None, theirs: Run) -> Run:
+def short_convolution(how: How, theirs: Run) -> Run:
     """Their short convolution [B,D,T] on a GPU, where torch's takes longer, and per packed document everywhere.
 
     Theirs refuses packed documents, or mixes them.
@@ -53,7 +53,7 @@ def short_convolution(backend: str | None, theirs: Run) -> Run:
     return run
 
 
-def step_convolution(backend: str | None, theirs: Run) -> Run:
+def step_convolution(how: How, theirs: Run) -> Run:
     """The same for one token behind conv_state [B,D,S], the cache's own tensor, which is changed in place."""
 
     def run(

@@ -1,12 +1,12 @@
 """transformers' recurrences on foci's operators: each maker returns a replacement for one of their functions.
 
-A maker takes the backend (None: foci chooses) and their function; what it returns takes their function's arguments.
+A maker takes how to run and their function; what it returns takes their function's arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,15 +39,21 @@ def learns(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def working(kernels: str, x: Tensor, *others: Tensor | None) -> torch.dtype:
-    """The dtype of a recurrence's tokens, of which x is one: as in transformers' code, float32 at least.
+class How(NamedTuple):
+    """How a recurrence runs: on which backend (None: foci chooses), and whether training keeps bfloat16, on a GPU."""
 
-    On a GPU bfloat16 ones keep it where no gradient is needed, since those of decays are sums that cancel, and where
-    `kernels` are installed, which transformers then takes and which keep it, too. States, gates and sums are float32
-    everywhere (float64 for float64).
-    """
-    keeps = x.dtype == torch.bfloat16 and on_gpu(x) and (installed(kernels) or not learns(x, *others))
-    return x.dtype if keeps else accumulator(x.dtype)
+    backend: str | None = None
+    keep_bfloat16: bool = False
+
+    def dtype(self, kernels: str, x: Tensor, *others: Tensor | None) -> torch.dtype:
+        """That of a recurrence's tokens, of which x is one: as in transformers' code, float32 at least.
+
+        On a GPU bfloat16 ones keep it where no gradient is needed, since those of decays are sums that cancel; else if
+        asked to, or where `kernels` are installed, which transformers then takes and which keep it, too. States, gates
+        and sums are float32 everywhere (float64 for float64).
+        """
+        keeps = self.keep_bfloat16 or installed(kernels) or not learns(x, *others)
+        return x.dtype if keeps and x.dtype == torch.bfloat16 and on_gpu(x) else accumulator(x.dtype)
 
 
 def _start(state: Tensor | None, *others: Tensor) -> Tensor | None:
@@ -55,7 +61,7 @@ def _start(state: Tensor | None, *others: Tensor) -> Tensor | None:
     return None if state is None else state.to(accumulator(others[0].dtype), copy=learns(state, *others))
 
 
-def chunk_delta(backend: str | None, theirs: Run) -> Run:
+def chunk_delta(how: How, theirs: Run) -> Run:
     """Gated delta rule and Kimi delta attention, many tokens; what differs is the rank of g."""
 
     def run(
@@ -71,23 +77,23 @@ def chunk_delta(backend: str | None, theirs: Run) -> Run:
         **keywords: Any,
     ) -> tuple[Tensor, Tensor | None]:
         offsets = offsets_of(keywords, "a delta rule")
-        dtype = working("fla", query, key, value, g, beta, initial_state)
+        dtype = how.dtype("fla", query, key, value, g, beta, initial_state)
         q, k, v, b = (x.to(dtype) for x in (query, key, value, beta))
         g = g.to(accumulator(dtype))
         if use_qk_l2norm_in_kernel:
             q, k = l2norm(q), l2norm(k)
         S = _start(initial_state, q, k, v, g, b)
         out, state = delta_rule(
-            q, k, v, b, log_decay=g, state=S, offsets=offsets, return_state=output_final_state, backend=backend
+            q, k, v, b, log_decay=g, state=S, offsets=offsets, return_state=output_final_state, backend=how.backend
         )
         return out.to(query.dtype), state
 
     return run
 
 
-def step_delta(backend: str | None, theirs: Run) -> Run:
+def step_delta(how: How, theirs: Run) -> Run:
     """The same for one token after a state, which is changed in place: it is the cache's own tensor."""
-    many = chunk_delta(backend, theirs)
+    many = chunk_delta(how, theirs)
 
     def run(
         query: Tensor,
@@ -105,7 +111,7 @@ def step_delta(backend: str | None, theirs: Run) -> Run:
         if S is None or not one or S.dtype != wide or learns(query, key, value, g, beta, S):
             rest = (0, S, output_final_state, use_qk_l2norm_in_kernel)
             return many(query, key, value, g, beta, *rest, cu_seqlens=offsets)
-        q, k, v, b = (x.squeeze(1).to(working("fla", query)) for x in (query, key, value, beta))
+        q, k, v, b = (x.squeeze(1).to(how.dtype("fla", query)) for x in (query, key, value, beta))
         if use_qk_l2norm_in_kernel:
             q, k = l2norm(q), l2norm(k)
         y = delta_rule_step(q, k, v, b, S, log_decay=g.squeeze(1).to(wide))
@@ -120,7 +126,7 @@ def _step_size(dt: Tensor, bias: Tensor | None, positive: bool) -> Tensor:
     return (dt if bias is None else dt + bias).to(accumulator(dt.dtype))
 
 
-def chunk_ssd(backend: str | None, theirs: Run) -> Run:
+def chunk_ssd(how: How, theirs: Run) -> Run:
     """Mamba-2: S_t = exp(dt A) S_{t-1} + B (dt x)^T, y = S^T C + D x. Their states are ours transposed."""
 
     def run(
@@ -140,7 +146,7 @@ def chunk_ssd(backend: str | None, theirs: Run) -> Run:
     ) -> Tensor | tuple[Tensor, Tensor]:
         offsets = offsets_of(keywords, "Mamba-2")
         dt = _step_size(dt, dt_bias, dt_softplus).clamp(*dt_limit)
-        dtype = working("mamba_ssm", hidden_states, dt, A, B, C, D, initial_states)
+        dtype = how.dtype("mamba_ssm", hidden_states, dt, A, B, C, D, initial_states)
         x, k, q = (each.to(dtype) for each in (hidden_states, B, C))
         start = _start(initial_states, x, dt, A, k, q)
         flat = x.flatten(2)
@@ -153,7 +159,7 @@ def chunk_ssd(backend: str | None, theirs: Run) -> Run:
             state=None if start is None else start.transpose(-1, -2),
             offsets=offsets,
             return_state=return_final_states,
-            backend=backend,
+            backend=how.backend,
         )
         if D is not None:
             out = out + weigh(flat, D).view_as(x)
@@ -162,7 +168,7 @@ def chunk_ssd(backend: str | None, theirs: Run) -> Run:
     return run
 
 
-def step_ssd(backend: str | None, theirs: Run) -> Run:
+def step_ssd(how: How, theirs: Run) -> Run:
     """The same for one token; `state` [B,H,V,K] is changed in place. dt, A, D, bias repeat one value for each head."""
 
     def run(
@@ -181,7 +187,7 @@ def step_ssd(backend: str | None, theirs: Run) -> Run:
         if offsets_of(keywords, "Mamba-2") is not None:
             raise Unsupported("attention of Mamba-2 cannot run this call", ["one token is not several documents"])
         dt = _step_size(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus)
-        dtype = working("mamba_ssm", hidden_states, dt, A, B, C, D, state)
+        dtype = how.dtype("mamba_ssm", hidden_states, dt, A, B, C, D, state)
         x, k, q = (each.to(dtype) for each in (hidden_states, B, C))
         flat, log_decay, S = x.flatten(1), dt * A[:, 0, 0].to(dt.dtype), state.transpose(-1, -2)
         v, wide = weigh(flat, dt).view_as(x), accumulator(x.dtype)
@@ -189,7 +195,7 @@ def step_ssd(backend: str | None, theirs: Run) -> Run:
             q, k, v, log_decay = (each[:, None] for each in (q, k, v, log_decay))
             old = S.to(wide, copy=True)
             y, new = linear_attention(
-                q, k, v, log_decay=log_decay, scale=1.0, state=old, return_state=True, backend=backend
+                q, k, v, log_decay=log_decay, scale=1.0, state=old, return_state=True, backend=how.backend
             )
             assert new is not None
             state.copy_(new.transpose(-1, -2))
@@ -204,12 +210,12 @@ def step_ssd(backend: str | None, theirs: Run) -> Run:
     return run
 
 
-def not_fused(backend: str | None, theirs: Run) -> Run:
+def not_fused(how: How, theirs: Run) -> Run:
     """Disables their fused kernel of convolution, recurrence and projection: None means it is not available."""
     return lambda *args, **keywords: None
 
 
-def chunk_mamba(backend: str | None, theirs: Run) -> Run:
+def chunk_mamba(how: How, theirs: Run) -> Run:
     """Mamba-1: h_t = exp(dt A) h_{t-1} + dt x B^T, y = (h C + D x) silu(z); channels before tokens there."""
 
     def run(
@@ -229,9 +235,9 @@ def chunk_mamba(backend: str | None, theirs: Run) -> Run:
     ) -> Tensor | tuple[Tensor, Tensor]:
         refuse(asked(keywords), "Mamba")
         dt = _step_size(dt.transpose(1, 2), delta_bias, delta_softplus)
-        dtype = working("mamba_ssm", hidden_states, dt, A, B, C, D)
+        dtype = how.dtype("mamba_ssm", hidden_states, dt, A, B, C, D)
         x, B, C = (each.transpose(1, 2).to(dtype) for each in (hidden_states, B, C))
-        y, state = selective_scan(x, dt, A, B, C, skip=D, return_state=return_last_state, backend=backend)
+        y, state = selective_scan(x, dt, A, B, C, skip=D, return_state=return_last_state, backend=how.backend)
         y = y.transpose(1, 2)
         if z is not None:
             y = y * silu(z)
@@ -240,7 +246,7 @@ def chunk_mamba(backend: str | None, theirs: Run) -> Run:
     return run
 
 
-def step_mamba(backend: str | None, theirs: Run) -> Run:
+def step_mamba(how: How, theirs: Run) -> Run:
     """The same for one token; `state` [B,D,K] is changed in place. If a gradient is needed, theirs runs."""
 
     def run(
@@ -263,7 +269,7 @@ def step_mamba(backend: str | None, theirs: Run) -> Run:
             )
         refuse(asked(keywords), "Mamba")
         dt = _step_size(dt, dt_bias, dt_softplus)
-        x, key, query = (each.to(working("mamba_ssm", hidden_states)) for each in (hidden_states, B, C))
+        x, key, query = (each.to(how.dtype("mamba_ssm", hidden_states)) for each in (hidden_states, B, C))
         y = selective_scan_step(x, dt, A, key, query, state, skip=D).to(hidden_states.dtype)
         return y if z is None else y * silu(z)
 
