@@ -267,6 +267,14 @@ class TestInstallation:
             install(model, keep_bfloat16=1)  # type: ignore[arg-type]
         assert all("forward" not in vars(module) for module in model.modules())
 
+    @pytest.mark.parametrize("name", ["rwkv", "minimax", "recurrent_gemma", "xlstm"])
+    def test_so_it_is_where_no_recurrence_has_that_choice(self, name: str) -> None:
+        """It was accepted and had no effect."""
+        model = MODELS[name]()
+        with pytest.raises(ValueError, match=r"keep_bfloat16 is True, but .* has no such choice; expected False"):
+            install(model, keep_bfloat16=True)
+        install(model).restore()
+
     def test_a_second_installation_is_refused(self) -> None:
         for name in ("mamba2", "recurrent_gemma"):
             model = MODELS[name]()

@@ -79,20 +79,17 @@ def install(model: nn.Module, plan: Mapping[str, str | None] | None = None, *, k
 
     keep_bfloat16: on a GPU the recurrences of a bfloat16 model are trained in it, faster and with more error in the
     gradients of decays, as by the kernels of flash-linear-attention; by default in float32, as in transformers' code.
+    Gated delta rules, Kimi delta attention, Mamba and Mamba-2 have that choice.
 
     Raises Unsupported for a model without a place to put foci and for one that is asked for attention weights,
     ValueError for a plan that names unknown modules or backends, for a model that has foci already, and for
-    keep_bfloat16 without a recurrence.
+    keep_bfloat16 without a recurrence that has the choice.
     """
     library = require("transformers", extra="transformers")
     sites, skipped = find_sites(model)
     _check(model, plan, sites, skipped)
     routed = dict.fromkeys(sites) if plan is None else {name: backend for name, backend in plan.items() if backend}
     skipped += [(name, "left by the plan") for name in sites if name not in routed]
-    if not isinstance(keep_bfloat16, bool):
-        raise TypeError(f"install: keep_bfloat16 must be True or False, got {keep_bfloat16!r}")
-    if keep_bfloat16 and not any(sites[name] for name in routed):
-        raise ValueError("install: keep_bfloat16 is True, but no recurrence is routed; expected one, or False")
     routes = Routes()
     for name, recurrence in sites.items():
         if recurrence is None or name not in routed:
@@ -100,6 +97,7 @@ def install(model: nn.Module, plan: Mapping[str, str | None] | None = None, *, k
         if reason := routes.prepare(model.get_submodule(name), recurrence, How(routed[name], keep_bfloat16)):
             skipped.append((name, reason))
             del routed[name]
+    _check_keep(keep_bfloat16, [sites[name] for name in routed])
     softmax = {name: backend for name, backend in routed.items() if sites[name] is None}
     configs = _route_softmax(library, model, softmax, [name for name, _ in skipped if sites.get(name) is None])
     routes.put(model)
@@ -178,6 +176,15 @@ def _check(
         raise ValueError("foci is installed in this model already; call restore() on its handle first")
     if any(getattr(getattr(module, "config", None), "output_attentions", False) for module in modules):
         raise Unsupported(refusal, ["config.output_attentions is True, and foci never forms the attention weights"])
+
+
+def _check_keep(keep_bfloat16: bool, routed: Sequence[Recurrence | None]) -> None:
+    if not isinstance(keep_bfloat16, bool):
+        raise TypeError(f"install: keep_bfloat16 must be True or False, got {keep_bfloat16!r}")
+    if keep_bfloat16 and not any(recurrence and recurrence.family.keeps for recurrence in routed):
+        kinds = sorted({recurrence.family.kind for recurrence in routed if recurrence})
+        why = f"{' and '.join(kinds)} has no such choice" if kinds else "no recurrence is routed"
+        raise ValueError(f"install: keep_bfloat16 is True, but {why}; expected False")
 
 
 def _to_replace(model: nn.Module, routed: Sequence[str], left: Sequence[str]) -> Iterator[tuple[nn.Module, str, Any]]:

@@ -41,7 +41,8 @@ class Family(NamedTuple):
     """A recurrence as transformers writes it, the same in every model that has it.
 
     `functions`: those that a forward calls, by name, with the makers of our replacements. `method`: for a recurrence
-    written in a method, (class, method, maker). `packs`: whether it gets the offsets of packed documents.
+    written in a method, (class, method, maker). `packs`: whether it gets the offsets of packed documents. `keeps`:
+    whether training may keep bfloat16 (`How`); of the others one keeps it always, the rest never.
     """
 
     kind: str
@@ -49,6 +50,7 @@ class Family(NamedTuple):
     functions: Mapping[str, Make] = {}
     method: tuple[str, str, Make] | None = None
     packs: bool = True
+    keeps: bool = False
 
 
 _DELTA_NET = {"torch_chunk_gated_delta_rule": chunk_delta, "torch_recurrent_gated_delta_rule": step_delta}
@@ -64,10 +66,10 @@ _MAMBA = {
     "mamba_inner_fn": not_fused,
 }
 FAMILIES = (
-    Family("gated delta rule", DELTA, _DELTA_NET),
-    Family("Kimi delta attention", DELTA, _KIMI),
-    Family("Mamba-2", LINEAR, _MAMBA_2),
-    Family("Mamba", SELECTIVE_SCAN, _MAMBA, packs=False),
+    Family("gated delta rule", DELTA, _DELTA_NET, keeps=True),
+    Family("Kimi delta attention", DELTA, _KIMI, keeps=True),
+    Family("Mamba-2", LINEAR, _MAMBA_2, keeps=True),
+    Family("Mamba", SELECTIVE_SCAN, _MAMBA, packs=False, keeps=True),
     Family("RWKV-4", SCAN, {"rwkv_linear_attention": wkv}, packs=False),
     Family("lightning attention", LINEAR, method=("MiniMaxLightningAttention", "forward", lightning)),
     Family("real-gated LRU", SCAN, method=("RecurrentGemmaRglru", "_rnn_scan", rg_lru), packs=False),
