@@ -205,17 +205,19 @@ class Result:
         return all(bool(x.isfinite().all()) for some in self.numbers.values() for x in some)
 
 
-def differentiate(problem: Problem, model: nn.Module | None = None, dtype: torch.dtype | None = None) -> Result:
+def differentiate(
+    problem: Problem, model: nn.Module | None = None, dtype: torch.dtype | None = None, *, graph: bool = True
+) -> Result:
     """One forward and backward with a fixed random cotangent, in evaluation mode, leaving no gradient behind.
 
-    Floating-point inputs are cast to `dtype`, if given. Those with `mask` in their name get a gradient if they
-    require one.
+    Without `graph` the forward alone, under torch.no_grad(), and no gradients. Floating-point inputs are cast to
+    `dtype`, if given. Those with `mask` in their name get a gradient if they require one.
     """
     model = model or problem.model
-    inputs = {name: _leaf(name, value, dtype) for name, value in problem.inputs.items()}
+    inputs = {name: _leaf(name, value, dtype, graph) for name, value in problem.inputs.items()}
     leaves = {f"input {name}": value for name, value in inputs.items() if _is_leaf(value)}
     leaves |= {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    with torch.enable_grad():
+    with torch.enable_grad() if graph else torch.no_grad():
         outputs = problem.results(problem.run(model, inputs))
         attached = [output for output in outputs if output.requires_grad]
         gradients: Sequence[Tensor | None] = [None] * len(leaves)
@@ -241,13 +243,14 @@ def settled(problem: Problem) -> tuple[Problem, Result]:
     return problem, found
 
 
-def _leaf(name: str, value: Any, dtype: torch.dtype | None) -> Any:
+def _leaf(name: str, value: Any, dtype: torch.dtype | None, graph: bool) -> Any:
     if isinstance(value, Mapping):
-        return {key: _leaf(key, part, dtype) for key, part in value.items()}
+        return {key: _leaf(key, part, dtype, graph) for key, part in value.items()}
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     # A mask's gradient, which nobody asks for unless the mask says so, takes other backends than the plan's.
-    return value.to(dtype or value.dtype).detach().clone().requires_grad_("mask" not in name or value.requires_grad)
+    wanted = graph and ("mask" not in name or value.requires_grad)
+    return value.to(dtype or value.dtype).detach().clone().requires_grad_(wanted)
 
 
 def _is_leaf(value: Any) -> bool:
@@ -279,19 +282,18 @@ def max_gradient_error(
 def prove_model(problem: Problem, routed: Callable[[], AbstractContextManager[Any]]) -> list[Row]:
     """The whole model, original and routed, against each other and against the original in float64 (`truth_of`).
 
-    Routed also without gradients, where it may compute otherwise.
+    So are the outputs of all three without gradients, where each may compute otherwise.
     """
     with evaluating(problem.model):
         wide = copy.deepcopy(problem.model)  # before any run: some modules keep tensors of their last one
         problem, original = settled(problem)
+        served = differentiate(problem, graph=False)
         with routed():
-            ours = differentiate(problem)
-            with torch.no_grad():
-                served = Result([output.detach() for output in problem.results(problem.run())], {})
-        truth = truth_of(problem, wide)
+            ours, ours_served = differentiate(problem), differentiate(problem, graph=False)
+        truth, truth_served = truth_of(problem, wide), truth_of(problem, wide, graph=False)
     trained = any(gradient is not None for gradient in original.gradients.values())
     rows = compare_results(ours, original, truth, "original", trained=trained)
-    alone = compare_results(served, original, truth, "original", trained=False)
+    alone = compare_results(ours_served, served, truth_served, "original", trained=False)
     return [*rows, *(replace(row, what=f"{row.what} without gradients") for row in alone)]
 
 
@@ -354,17 +356,17 @@ def _zeroed(value: Any, lost: Tensor | None) -> Any:
     return value.masked_fill(lost, 0.0) if same else value
 
 
-def truth_of(problem: Problem, wide: nn.Module) -> Result | None:
+def truth_of(problem: Problem, wide: nn.Module, *, graph: bool = True) -> Result | None:
     """The original in float64; for a half-precision model, if that fails, in float32; None if both fail.
 
     Float64 fails for a grouped matmul of experts, and where a float32 softmax gets float64's lowest number. `wide` is a
-    copy of the model, which is changed.
+    copy of the model, which is changed. `graph` as in `differentiate`.
     """
     half = any(parameter.dtype in HALF for parameter in problem.model.parameters())
     for dtype in (torch.float64, torch.float32) if half else (torch.float64,):
         wide = wide.double() if dtype == torch.float64 else wide.float()
         try:
-            truth = differentiate(problem, wide, dtype)
+            truth = differentiate(problem, wide, dtype, graph=graph)
         except (RuntimeError, ValueError):  # ValueError: foci's layers refuse a cache of another dtype
             continue
         if truth.finite:

@@ -52,8 +52,9 @@ def accelerate_over_ranks(subject: Subject, degrees: Degrees, *, progress: Progr
         degrees = degrees.fill_world(dist.get_world_size(), heads)
         split = _plan(subject, degrees, tell)
         alone = copy.deepcopy(model) if dist.get_rank() == 0 else None
-        problem, whole = settled(problem)
-        truth = truth_of(problem, copy.deepcopy(model))
+        trained = _trained(degrees)
+        problem, whole = settled(problem) if trained else (problem, differentiate(problem, graph=False))
+        truth = truth_of(problem, copy.deepcopy(model), graph=trained)
         before = _on_rank_0(lambda: _shown(subject, tell, "one process"))
         spread = _distribute(model, degrees, split)
         try:
@@ -172,12 +173,9 @@ def _prove(
 ) -> list[Row]:
     """The worst row over ranks, of outputs, and of gradients if only tokens are split (the rest is for sampling)."""
     tell("prove", "whole model, outputs and gradients, against one process", False)
-    trained = all(size == 1 for way, size in degrees.by_name.items() if way not in ("ulysses", "ring"))
-    if trained:
-        ours = _summed(differentiate(problem), spread)
-    else:
-        with torch.no_grad():
-            ours = Result([x.detach() for x in problem.results(problem.run())], {})
+    trained = _trained(degrees)
+    ours = differentiate(problem, graph=trained)
+    ours = _summed(ours, spread) if trained else ours
     mine = compare_results(ours, whole, truth, "one process", trained=trained)
     rows = [max(each, key=lambda row: _nan_as_inf(row.error)) for each in zip(*_all_gathered(mine), strict=True)]
     if not all(row.ok for row in rows):
@@ -187,6 +185,11 @@ def _prove(
         "prove", "   ".join([*parts, "ok"]) + ("" if trained else "   (gradients are not for cfg, data and pipe)"), True
     )
     return rows
+
+
+def _trained(degrees: Degrees) -> bool:
+    """Whether gradients are proved too; the other ways are for sampling."""
+    return all(size == 1 for way, size in degrees.by_name.items() if way not in ("ulysses", "ring"))
 
 
 def _nan_as_inf(error: float) -> float:
