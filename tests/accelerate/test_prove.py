@@ -410,6 +410,36 @@ def test_a_loss_is_scaled_where_float16s_gradients_would_overflow() -> None:
     assert settled(Problem(model, {"x": x / 1e3}))[0].loss_scale == 1
 
 
+class Uneven(Large):
+    """Large, beside a gradient that goes through a millionth, so that of a scaled loss nothing arrives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Parameter(torch.ones(4, dtype=torch.float16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        v = 2 * self.v.detach() - self.v if self.wrong else self.v
+        return super().forward(x) + 1e-6 * (100 * (100 * v)).expand_as(x)
+
+
+def test_a_loss_is_not_scaled_where_gradients_would_vanish() -> None:
+    """Else the original's own error would be 1, and a gradient of the wrong sign within the budget."""
+    model = Uneven()
+    problem = Problem(model, {"x": 1e4 * torch.ones(512, 4, dtype=torch.float16)})
+
+    @contextmanager
+    def routed() -> Iterator[None]:
+        model.wrong = True
+        yield
+        model.wrong = False
+
+    before = differentiate(problem)
+    assert before.gradients["v"].isfinite().all() and not before.gradients["w"].isfinite().all()
+    assert settled(problem)[0].loss_scale == 1
+    missed = {row.what for row in prove_model(problem, routed) if not row.ok}
+    assert "gradients" in missed
+
+
 def test_what_computes_otherwise_without_gradients_is_proved_there_too() -> None:
     model = Large()
 

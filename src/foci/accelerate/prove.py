@@ -28,6 +28,7 @@ from foci.nn import Cache
 
 # Elements beyond which the reference runs for one head only, as it holds the whole T x S matrix, or all states.
 _MOST_ENTRIES = 2**27
+_SAME = 2.0**-5  # by how much a scaled loss may move gradients; its rounding moves those of deep models by 0.005
 _KEPT = 8  # states that autograd saves per step of a recurrent reference; of softmax's scores it saves about one
 
 
@@ -230,7 +231,10 @@ def differentiate(
 
 
 def settled(problem: Problem) -> tuple[Problem, Result]:
-    """The problem with a loss scale that keeps float16's gradients finite, if one does; and its result."""
+    """The problem with a loss scale that keeps float16's gradients finite, if one does; and its result.
+
+    Not one under which others vanish: the original would be so far from the truth that foci could be anywhere.
+    """
     found = differentiate(problem)
     if any(parameter.dtype == torch.float16 for parameter in problem.model.parameters()):
         for exponent in (6, 12, 18):
@@ -239,8 +243,15 @@ def settled(problem: Problem) -> tuple[Problem, Result]:
             scaled = replace(problem, loss_scale=2.0**-exponent)
             other = differentiate(scaled)
             if other.finite:
-                return scaled, other
+                return (scaled, other) if _moved(found, other, scaled.loss_scale) <= _SAME else (problem, found)
     return problem, found
+
+
+def _moved(found: Result, other: Result, scale: float) -> float:
+    """How far gradients that were finite already are from those of a scaled loss: but for what vanishes, nothing."""
+    wide = {name: None if x is None else x.double() / scale for name, x in other.gradients.items()}
+    _, before, after, _ = _finite(found, found, replace(other, gradients=wide))
+    return max_gradient_error(after.gradients, before.gradients, before.gradients)
 
 
 def _leaf(name: str, value: Any, dtype: torch.dtype | None, graph: bool) -> Any:
