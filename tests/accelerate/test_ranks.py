@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from foci.accelerate import zoo
+from foci.accelerate import ranks, zoo
 from foci.accelerate.apply import apply
 from foci.accelerate.degrees import Degrees
 from foci.accelerate.plan import Plan
@@ -54,6 +55,7 @@ def test_the_proof_has_outputs_and_gradients(over_two: list[tuple[dict[str, Any]
     plan = over_two[0][0]
     assert [(row["what"], row["against"]) for row in plan["proof"]] == [
         ("output", "one process"), ("output", "float64"), ("gradients", "one process"), ("gradients", "float64"),
+        ("output without gradients", "one process"), ("output without gradients", "float64"),
     ]  # fmt: skip
     assert all(row["error"] <= row["budget"] == 1e-5 for row in plan["proof"])
 
@@ -102,6 +104,27 @@ def test_a_refusal_reaches_another_process_whole() -> None:
     error = Refused("m", [Row("whole model", "output", "float64", 1.0, 1e-5)])
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.rows) == (str(error), error.rows)
+
+
+def wrong_without_gradients(degrees: Degrees) -> list[str]:
+    """What is refused of a model whose spreading makes one rank's outputs wrong where no gradient is needed."""
+    subject, distribute = zoo.load("pixart"), ranks.install
+
+    def wrongly(model: Any, *given: Any, **options: Any) -> Any:
+        if dist.get_rank() == 1:
+            model.proj_out.register_forward_hook(lambda m, given, out: out if torch.is_grad_enabled() else 1.01 * out)
+        return distribute(model, *given, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "install", wrongly)
+        with pytest.raises(Refused) as refused:
+            accelerate_over_ranks(subject, degrees)
+    return sorted({row.what for row in refused.value.rows if not row.ok})
+
+
+@pytest.mark.parametrize(("way", "missed"), [("ring", "output without gradients"), ("data", "output")])
+def test_outputs_without_gradients_are_proved_too(worlds: Worlds, way: str, missed: str) -> None:
+    assert worlds(2).run(wrong_without_gradients, Degrees(**{way: 2})) == [[missed]] * 2
 
 
 def refused(name: str) -> str:

@@ -290,22 +290,44 @@ def max_gradient_error(
     return worst
 
 
-def prove_model(problem: Problem, routed: Callable[[], AbstractContextManager[Any]]) -> list[Row]:
-    """The whole model, original and routed, against each other and against the original in float64 (`truth_of`).
+@dataclass(frozen=True)
+class Expected:
+    """What a model gives as it was made, and so in float64 (`truth_of`), by whether gradients are found.
 
-    So are the outputs of all three without gradients, where each may compute otherwise.
+    Without gradients each may compute otherwise.
     """
+
+    problem: Problem
+    found: Mapping[bool, tuple[Result, Result | None]]
+
+    def rows(self, against: str, complete: Callable[[Result], Result] = lambda ours: ours) -> list[Row]:
+        """Compare what the model gives now; `complete` is applied to what has gradients."""
+        rows: list[Row] = []
+        for graph, (original, truth) in self.found.items():
+            ours = differentiate(self.problem, graph=graph)
+            trained = any(gradient is not None for gradient in original.gradients.values())
+            some = compare_results(complete(ours) if graph else ours, original, truth, against, trained=trained)
+            said = "" if graph or True not in self.found else " without gradients"
+            rows += [replace(row, what=row.what + said) for row in some]
+        return rows
+
+
+def expected(problem: Problem, *, trained: bool = True) -> Expected:
+    """What its model gives, in evaluation mode: without gradients, and if `trained` with them."""
+    wide = copy.deepcopy(problem.model)  # before any run: some modules keep tensors of their last one
+    originals: dict[bool, Result] = {}
+    if trained:
+        problem, originals[True] = settled(problem)
+    originals[False] = differentiate(problem, graph=False)
+    return Expected(problem, {graph: (x, truth_of(problem, wide, graph=graph)) for graph, x in originals.items()})
+
+
+def prove_model(problem: Problem, routed: Callable[[], AbstractContextManager[Any]]) -> list[Row]:
+    """The whole model, original and routed, against each other and against the original in float64 (`truth_of`)."""
     with evaluating(problem.model):
-        wide = copy.deepcopy(problem.model)  # before any run: some modules keep tensors of their last one
-        problem, original = settled(problem)
-        served = differentiate(problem, graph=False)
+        original = expected(problem)
         with routed():
-            ours, ours_served = differentiate(problem), differentiate(problem, graph=False)
-        truth, truth_served = truth_of(problem, wide), truth_of(problem, wide, graph=False)
-    trained = any(gradient is not None for gradient in original.gradients.values())
-    rows = compare_results(ours, original, truth, "original", trained=trained)
-    alone = compare_results(ours_served, served, truth_served, "original", trained=False)
-    return [*rows, *(replace(row, what=f"{row.what} without gradients") for row in alone)]
+            return original.rows("original")
 
 
 def compare_results(

@@ -17,7 +17,7 @@ from foci.accelerate.apply import Applied, route
 from foci.accelerate.calls import dims, letters, mask_text, spec_of
 from foci.accelerate.degrees import Degrees
 from foci.accelerate.plan import Plan, SitePlan, identify
-from foci.accelerate.prove import Problem, Result, Row, compare_results, differentiate, evaluating, settled, truth_of
+from foci.accelerate.prove import Expected, Problem, Result, Row, evaluating, expected
 from foci.accelerate.run import Accelerated, Progress, Refused, compare_shown, record, seconds_text, versions
 from foci.accelerate.shown import Shown
 from foci.accelerate.sites import find_sites
@@ -52,13 +52,13 @@ def accelerate_over_ranks(subject: Subject, degrees: Degrees, *, progress: Progr
         degrees = degrees.fill_world(dist.get_world_size(), heads)
         split = _plan(subject, degrees, tell)
         alone = copy.deepcopy(model) if dist.get_rank() == 0 else None
-        trained = _trained(degrees)
-        problem, whole = settled(problem) if trained else (problem, differentiate(problem, graph=False))
-        truth = truth_of(problem, copy.deepcopy(model), graph=trained)
+        # Other ways than of tokens are for sampling.
+        trained = all(size == 1 for way, size in degrees.by_name.items() if way not in ("ulysses", "ring"))
+        whole = expected(problem, trained=trained)
         before = _on_rank_0(lambda: _shown(subject, tell, "one process"))
         spread = _distribute(model, degrees, split)
         try:
-            rows = _prove(problem, spread, degrees, whole, truth, plan.model, tell)
+            rows = _prove(whole, spread, plan.model, tell)
             after = _shown(subject, tell, str(degrees))
             demo = _compare(before, after, degrees, tell)
             timing, memory, ranks = _measure(problem, alone, spread, tell)
@@ -168,28 +168,17 @@ def _distribute(model: nn.Module, degrees: Degrees, split: SplitPlan | None) -> 
     )  # fmt: skip
 
 
-def _prove(
-    problem: Problem, spread: Spread, degrees: Degrees, whole: Result, truth: Result | None, name: str, tell: Progress
-) -> list[Row]:
-    """The worst row over ranks, of outputs, and of gradients if only tokens are split (the rest is for sampling)."""
+def _prove(whole: Expected, spread: Spread, name: str, tell: Progress) -> list[Row]:
+    """The worst row over ranks, of outputs, and of gradients where one process found them."""
     tell("prove", "whole model, outputs and gradients, against one process", False)
-    trained = _trained(degrees)
-    ours = differentiate(problem, graph=trained)
-    ours = _summed(ours, spread) if trained else ours
-    mine = compare_results(ours, whole, truth, "one process", trained=trained)
+    mine = whole.rows("one process", lambda ours: _summed(ours, spread))
     rows = [max(each, key=lambda row: _nan_as_inf(row.error)) for each in zip(*_all_gathered(mine), strict=True)]
     if not all(row.ok for row in rows):
         raise Refused(name, rows)
     parts = [f"{row.what} {row.text} from {row.against}" for row in rows]
-    tell(
-        "prove", "   ".join([*parts, "ok"]) + ("" if trained else "   (gradients are not for cfg, data and pipe)"), True
-    )
+    without = "" if True in whole.found else "   (gradients are not for cfg, data and pipe)"
+    tell("prove", "   ".join([*parts, "ok"]) + without, True)
     return rows
-
-
-def _trained(degrees: Degrees) -> bool:
-    """Whether gradients are proved too; the other ways are for sampling."""
-    return all(size == 1 for way, size in degrees.by_name.items() if way not in ("ulysses", "ring"))
 
 
 def _nan_as_inf(error: float) -> float:
