@@ -8,7 +8,8 @@ flash-linear-attention and mamba_ssm are not installed.
 
 --stages: forward, forward and backward, and one token of 8 rows behind 128, in place of the proof. Medians in ms as
 called, in brackets what the GPU took for the kernels of one call; how far the logits of either are from those of the
-model in float32, relative RMS. --keep-bfloat16: recurrences are trained in it (install's argument of that name).
+model in float32, relative RMS. --keep-bfloat16: recurrences are trained in it (install's argument of that name), of the
+models that have one.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("Mamba2", {"num_heads": 64, "head_dim": 64, "state_size": 128, "n_groups": 1}),
     "mamba": ("Mamba", {"state_size": 16}),
 }  # fmt: skip
+RECURRENT = ("qwen3-next", "kimi-linear", "mamba2", "mamba")  # the only ones with a choice of --keep-bfloat16
 
 
 def model_of(name: str, dtype: torch.dtype) -> torch.nn.Module:
@@ -145,11 +147,12 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.keep_bfloat16 and not chosen.stages:
         parser.error("--keep-bfloat16 goes with --stages")
-    if unknown := set(chosen.models) - set(MODELS):
-        parser.error(f"MODEL is {', '.join(sorted(unknown))}; expected some of {', '.join(MODELS)}")
+    known = RECURRENT if chosen.keep_bfloat16 else tuple(MODELS)
+    if unknown := set(chosen.models) - set(known):
+        parser.error(f"MODEL is {', '.join(sorted(unknown))}; expected some of {', '.join(known)}")
     if not torch.cuda.is_available():
         sys.exit("accelerate_gpu.py: torch finds no GPU here")
-    for name in chosen.models or MODELS:
+    for name in chosen.models or known:
         given = (name, chosen.tokens, DTYPES[chosen.dtype])
         if chosen.stages:
             stages(*given, chosen.keep_bfloat16)
