@@ -410,6 +410,21 @@ def test_a_loss_is_scaled_where_float16s_gradients_would_overflow() -> None:
     assert settled(Problem(model, {"x": x / 1e3}))[0].loss_scale == 1
 
 
+def test_so_it_is_where_outputs_overflow_too() -> None:
+    """Those gradients were left out then, though a scaled loss has them."""
+
+    class Overflowing(Large):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return super().forward(x), (100 * x).detach()
+
+    problem = Problem(Overflowing(), {"x": 1e4 * torch.ones(512, 4, dtype=torch.float16)})
+    scaled, found = settled(problem)
+    assert scaled.loss_scale == 2.0**-6 and found.differentiable and not found.finite
+    rows = prove_model(problem, nullcontext)
+    # All of one output is lost, but gradients are proved.
+    assert [row.left_out for row in rows if row.what == "gradients"] == [0, 0]
+
+
 class Uneven(Large):
     """Large, beside a gradient that goes through a millionth, so that of a scaled loss nothing arrives."""
 

@@ -203,7 +203,12 @@ class Result:
     @property
     def finite(self) -> bool:
         """Whether all outputs and gradients are finite."""
-        return all(bool(x.isfinite().all()) for some in self.numbers.values() for x in some)
+        return self.differentiable and all(bool(x.isfinite().all()) for x in self.outputs)
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether all gradients are finite."""
+        return all(bool(x.isfinite().all()) for x in self.numbers["gradients"])
 
 
 def differentiate(
@@ -238,11 +243,11 @@ def settled(problem: Problem) -> tuple[Problem, Result]:
     found = differentiate(problem)
     if any(parameter.dtype == torch.float16 for parameter in problem.model.parameters()):
         for exponent in (6, 12, 18):
-            if found.finite:
+            if found.differentiable:
                 break
             scaled = replace(problem, loss_scale=2.0**-exponent)
             other = differentiate(scaled)
-            if other.finite:
+            if other.differentiable:
                 return (scaled, other) if _moved(found, other, scaled.loss_scale) <= _SAME else (problem, found)
     return problem, found
 
