@@ -245,6 +245,7 @@ class TestInstallation:
     @pytest.mark.usefixtures("on_a_gpu")
     def test_training_keeps_bfloat16_where_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model, seen = MODELS["qwen3_next"]().bfloat16(), []
+        monkeypatch.setattr(transformers_recurrences, "installed", lambda package: False)
         run = transformers_recurrences.delta_rule
 
         def spy(q: Tensor, *given: Any, **rest: Any) -> Any:
