@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import linecache
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import foci
@@ -154,6 +157,50 @@ def test_what_is_not_counted_is_told_where_somebody_counts() -> None:
         pytest.warns(match="^f: torch's flop counter sees a part of its operations, or none; count g$"),
     ):
         flops.warn_uncounted("f", "g")
+
+
+def test_what_is_not_counted_is_told_of_the_line_that_called() -> None:
+    def called() -> None:
+        flops.warn_uncounted("f", "g")
+
+    with FlopCounterMode(display=False), pytest.warns(match="^f: ") as told:
+        called()
+    assert linecache.getline(told[0].filename, told[0].lineno).strip() == "called()"
+
+
+def test_a_compiled_function_may_say_so_and_is_one_graph() -> None:
+    def called(x: torch.Tensor) -> torch.Tensor:
+        flops.warn_uncounted("f", "g")
+        return x + 1
+
+    assert torch.compile(called, backend="eager", fullgraph=True)(torch.zeros(2)).tolist() == [1, 1]
+
+
+class Counts(TorchDispatchMode):
+    """Somebody's mode, whose counter is a number."""
+
+    counter = 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_counter_whose_import_has_not_ended_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread imports it; its module is there before what is in it."""
+    monkeypatch.setitem(sys.modules, "torch.utils.flop_counter", ModuleType("torch.utils.flop_counter"))
+    monkeypatch.setattr(flops, "_REGISTERED", set())
+    flops.tell_counters()
+    with Counts():
+        flops.warn_uncounted("f", "g")
+    assert not flops._REGISTERED
+
+
+def test_a_counter_is_found_among_modes_with_others() -> None:
+    with warnings.catch_warnings(), Counts():
+        warnings.simplefilter("error")
+        flops.warn_uncounted("f", "g")
+        with FlopCounterMode(display=False), Counts(), pytest.warns(match="^f: "):
+            flops.warn_uncounted("f", "g")
 
 
 def test_a_step_of_one_token_is_counted_by_torch() -> None:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from foci import Causal, Dense, Lengths, Mask, Packed, Window
 from foci.ops.masks import NOTHING_HIDDEN, Band, lower
@@ -43,6 +44,8 @@ OFFSETS = [0, 3, 3, 8]
         (Causal() & Lengths(torch.tensor([5])), 8 * 5),
         (Causal() & Window(1, None), 8 + 7),
         (Causal() & Band(-1, None), 8 + 7),
+        (Causal() & Window(None, 2), 36),
+        (Causal() & Band(None, 2), 36),
     ],
 )
 def test_torch_counts_a_causal_mask_in_full_but_nothing_else(mask: Mask | None, counted: int) -> None:
@@ -56,3 +59,23 @@ def test_what_is_not_known_is_counted_in_full() -> None:
         faked = Causal() & Packed(torch.tensor(OFFSETS))
         assert pairs(lower(faked), 1, 8, 8) == 64
         assert pairs(lower(Causal()), 1, 8, 8) == 36  # known without any values
+
+
+def test_offsets_under_vmap_are_not_known() -> None:
+    counted: list[int] = []
+
+    def count(offsets: torch.Tensor) -> torch.Tensor:
+        counted.append(pairs(lower(Causal() & Packed(offsets)), 1, 8, 8))
+        return offsets
+
+    torch.func.vmap(count)(torch.tensor([OFFSETS, OFFSETS]))
+    assert counted == [64]
+
+
+def test_symbolic_sizes_are_counted_in_full_and_stay_symbolic() -> None:
+    real, any_size = torch.empty(8), StatelessSymbolicContext([DimDynamic.DYNAMIC])
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        (n,) = mode.from_tensor(real, symbolic_context=any_size).shape
+        counted = pairs(lower(Causal()), 1, n, n)
+        assert isinstance(counted, torch.SymInt) and str(counted) == str(n * n)
+        assert mode.shape_env is not None and not mode.shape_env.guards
