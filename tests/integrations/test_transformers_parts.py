@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.utils.parametrize
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
@@ -41,6 +43,7 @@ class TestShortConvolution:
             out = ours(x, weight, bias, activation=activation, cu_seq_lens_q=offsets.int())
             assert relative(out, torch.cat(parts, -1)) < BUDGET
         assert torch.equal(ours(x, weight), theirs(x, weight))
+        assert torch.equal(ours(x, weight, bias, activation), theirs(x, weight, bias, activation))
 
     @pytest.mark.parametrize("activation", ["silu", "gelu", None])
     @pytest.mark.usefixtures("on_a_gpu")
@@ -88,6 +91,22 @@ class TestStepOfAConvolution:
             step_convolution(How(), refused)(torch.ones(2, 6, 1), state, torch.ones(6, 4))
         assert states[0]._version == states[1]._version
 
+    @torch.no_grad()
+    @pytest.mark.usefixtures("on_a_gpu")
+    def test_tokens_that_move_onto_each_other_are_read_first(self) -> None:
+        """A GPU copies in any order; a CPU in one that hides it."""
+        copied: list[bool] = []
+
+        class Copies(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if func is torch.ops.aten.copy_.default:
+                    copied.append(args[0].untyped_storage().data_ptr() == args[1].untyped_storage().data_ptr())
+                return func(*args, **(kwargs or {}))
+
+        with Copies():
+            step_convolution(How(), refused)(torch.ones(2, 6, 1), torch.zeros(2, 6, 6), torch.ones(6, 4))
+        assert copied and not any(copied)
+
     @pytest.mark.usefixtures("on_a_gpu")
     def test_what_is_not_one_token_without_a_gradient_is_theirs(self) -> None:
         normal = draw()
@@ -97,7 +116,9 @@ class TestStepOfAConvolution:
         assert ours(x, state, weight, None, "gelu") == "theirs"
         assert ours(x, state[..., :2], weight, None, "silu") == "theirs"
         assert ours(x, state, weight[:, :1], None, "silu") == "theirs"
-        assert ours(x, state, weight.requires_grad_(), None, "silu") == "theirs"
+        for learning in range(4):
+            given = [y.clone().requires_grad_(i == learning) for i, y in enumerate((x, state, weight, normal(6)))]
+            assert ours(*given, "silu") == "theirs"
 
     @torch.no_grad()
     def test_on_a_cpu_it_is_theirs(self) -> None:
@@ -128,6 +149,27 @@ class Other(nn.Module):
         return hidden_states * norm * (1 + self.weight) * torch.nn.functional.silu(gate)
 
 
+class Outside(Other):
+    """Its eps is behind the root: another norm, of small numbers."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        size = hidden_states.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon
+        return hidden_states / size * self.weight * torch.nn.functional.silu(gate)
+
+
+class Squared(Other):
+    """Its weight is 1 where that is 1."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        norm = torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return hidden_states * norm * self.weight.square() * torch.nn.functional.silu(gate)
+
+
+class WantsMore(Other):
+    def forward(self, hidden_states: Tensor, gate: Tensor, more: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden_states, gate) * more
+
+
 class TestGatedNorm:
     @pytest.mark.usefixtures("on_a_gpu")
     @pytest.mark.parametrize("name", NORMS)
@@ -150,12 +192,30 @@ class TestGatedNorm:
         forward = gated_norm(norm)
         assert forward is not None and torch.equal(forward(norm, x, x), norm(x, x))
 
+    @pytest.mark.usefixtures("on_a_gpu")
+    @pytest.mark.parametrize("name", NORMS)
+    def test_on_a_gpu_without_a_gate_it_is_the_models_own(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        norm = NORMS[name]()
+        theirs = type(norm).forward
+        monkeypatch.setattr(type(norm), "forward", lambda *given: theirs(*given) if given[2:] != (None,) else "theirs")
+        forward = gated_norm(norm)
+        assert forward is not None and forward(norm, torch.randn(2, 5, 24)) == "theirs"
+
     def test_another_is_left_alone(self) -> None:
         """Also one whose weight is 1, with which it is a norm that foci has."""
         other = Other()
         assert gated_norm(other) is None
         other.variance_epsilon = None  # type: ignore[assignment]
         assert gated_norm(other) is None
+
+    @pytest.mark.parametrize("kind", [Outside, Squared, WantsMore])
+    def test_one_that_is_nearly_the_same_is_left_alone(self, kind: type[Other]) -> None:
+        assert gated_norm(kind()) is None
+
+    def test_one_whose_weight_is_one_number_is_left_alone(self) -> None:
+        norm = qwen.Qwen3NextRMSNormGated(24)
+        norm.weight = nn.Parameter(torch.ones(()))
+        assert gated_norm(norm) is None
 
     @pytest.mark.usefixtures("on_a_gpu")
     def test_a_weight_made_of_others_is_not_read(self) -> None:
