@@ -233,6 +233,8 @@ def test_a_gradient_must_be_there_and_only_an_ill_conditioned_output_is_forgiven
     assert judge(truth, truth, truth * 1.002) == pytest.approx((0.0, 1e-5))
     assert judge(truth * 1.001, truth, truth * torch.nan) == pytest.approx((1e-3, 1e-5))
     assert judge(truth * 1.001, truth, truth * 1.002, log=True)[1] < 1e-3
+    half = prove._judge(truth * 1.004, truth, truth * 1.003, torch.bfloat16, log=False, recurrent=False)
+    assert not half.ok and half.budget == pytest.approx(3e-3)
 
 
 def test_the_worst_row_is_the_nearest_to_its_budget() -> None:
@@ -349,6 +351,103 @@ def test_padding_is_no_result() -> None:
     problem = Problem(nn.Identity(), {"attention_mask": mask})
     (kept,) = problem.results({"last_hidden_state": torch.randn(2, 3, 5)})
     assert kept.shape == (4, 5)
+    pooled, hidden = torch.randn(2, 3), torch.randn(2, 3, 5)  # as many channels as there are tokens
+    assert [x.shape for x in problem.results((hidden, pooled))] == [(4, 5), (2, 3)]
+
+
+def test_what_is_no_number_of_the_output_is_no_result() -> None:
+    """A cache in transformers' old form, and numbers of tokens."""
+    x = torch.randn(2, 3)
+    output = {"logits": x, "past_key_values": ((x, x), (x, x)), "states": (x, [x]), "lengths": torch.tensor([3, 1])}
+    assert len(prove.tensors_of(output)) == 3
+
+
+def test_a_recurrence_counts_the_states_that_autograd_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = l2norm(torch.rand(2, 9, 4, 8))
+    call = delta.bind(x, x, x, torch.rand(2, 9, 4))
+    for entries, against in ((8, "float64"), (7, "float64, one head")):
+        monkeypatch.setattr(prove, "_MOST_ENTRIES", entries * 2 * 9 * 4 * 8 * 8)
+        rows = prove_site(Site("delta", "Net", "Block", "delta_rule", ((call, 1),)), "chunked")
+        assert {row.against for row in rows} == {against}
+
+
+def test_what_must_be_zero_is_allowed_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of values of zero the output is zero."""
+    call = site().calls[0][0]
+    zeros = Site("attn", "Attention", "Block", "softmax", ((call._replace(v=torch.zeros_like(call.v)), 1),))
+    assert all(row.ok for row in prove_site(zeros, "aten"))
+    monkeypatch.setattr(aten, "forward", lambda call: tuple(x + 1e-9 for x in right_forward(call)))
+    missed = next(row for row in prove_site(zeros, "aten") if row.what == "out")
+    assert not missed.ok and missed.budget == 0
+
+
+def test_a_log_sum_exp_and_a_recurrence_have_budgets_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bool, bool]] = []
+    judge = prove._judge
+
+    def watched(*given: Any, log: bool, recurrent: bool) -> Any:
+        seen.append((log, recurrent))
+        return judge(*given, log=log, recurrent=recurrent)
+
+    monkeypatch.setattr(prove, "_judge", watched)
+    rows = prove_site(site(), "aten")
+    assert seen == [(row.what == "lse", False) for row in rows]
+    seen.clear()
+    x = l2norm(torch.rand(1, 9, 2, 8))
+    prove_site(Site("delta", "Net", "Block", "delta_rule", ((delta.bind(x, x, x, torch.rand(1, 9, 2)), 1),)), "chunked")
+    assert {*seen} == {(False, True)}
+
+
+def test_what_does_not_learn_has_no_gradient_and_what_does_has_one_anywhere() -> None:
+    """Without grad mode, too; nor is an input left out that lies in a mapping: the reference has it in float64."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.frozen = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4), requires_grad=False)
+
+        def forward(self, x: torch.Tensor, options: dict[str, torch.Tensor]) -> torch.Tensor:
+            assert options["by"].dtype == x.dtype
+            return x * self.w * self.frozen * options["by"]
+
+    problem = Problem(Scaled(), {"x": torch.ones(2, 4), "options": {"by": torch.ones(4)}})
+    with torch.no_grad():
+        found = differentiate(problem)
+    assert found.gradients.keys() == {"input x", "w"} and all(x is not None for x in found.gradients.values())
+    assert differentiate(problem, problem.model.double(), torch.float64).outputs[0].dtype == torch.float64
+
+
+def test_what_has_no_gradient_is_proved_without() -> None:
+    model = nn.Embedding(5, 4).requires_grad_(False)
+    rows = prove_model(Problem(model, {"input": torch.arange(5)}), nullcontext)
+    assert all(row.ok for row in rows) and {row.what for row in rows} == {"output", "output without gradients"}
+
+
+def test_a_truth_that_is_not_finite_forgives_nothing() -> None:
+    lost = torch.tensor([1.0, 1.0, 1.0, torch.nan])
+    original, truth = Result([lost], {"a": None}), Result([lost.double()], {"a": lost.double()}, "float64")
+    for x in (torch.zeros(4), lost):
+        rows = compare_results(Result([x], {"a": x}), original, truth, "original")
+        assert len(rows) == 4 and not any(row.ok or row.left_out for row in rows)
+
+
+def test_a_model_may_keep_tensors_of_its_last_run() -> None:
+    """With their graph, of which nobody can make a copy."""
+
+    class Keeps(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            self.last = super().forward(input)
+            return self.last
+
+    rows = prove_model(Problem(Keeps(4, 4), {"input": torch.randn(3, 4)}), nullcontext)
+    assert all(row.ok for row in rows) and [row.against for row in rows] == ["original", "float64"] * 3
+
+
+def test_an_output_too_many_is_infinitely_far() -> None:
+    one = torch.ones(4)
+    original, truth = Result([one], {}), Result([one.double()], {}, "float64")
+    rows = compare_results(Result([one, one], {}), original, truth, "original", trained=False)
+    assert [row.error for row in rows] == [torch.inf] * 2
 
 
 def test_evaluating_puts_every_module_back() -> None:
@@ -357,6 +456,11 @@ def test_evaluating_puts_every_module_back() -> None:
     with evaluating(model):
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == [True, True, False, False]
+    for without in (torch.inference_mode, torch.no_grad):
+        with without():
+            with evaluating(model):
+                assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+            assert not torch.is_grad_enabled()
 
 
 def test_whole_model_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,6 +512,9 @@ def test_a_loss_is_scaled_where_float16s_gradients_would_overflow() -> None:
     rows = prove_model(problem, nullcontext)
     assert all(row.ok and not row.left_out for row in rows) and len(rows) == 6
     assert settled(Problem(model, {"x": x / 1e3}))[0].loss_scale == 1
+    assert settled(Problem(model, {"x": 6 * x.repeat(256, 1)}))[0].loss_scale == 2.0**-12
+    overflowing = Problem(model.float(), {"x": 1e38 * torch.ones(512, 4)})
+    assert settled(overflowing)[0] is overflowing  # float32, whose losses nobody scales
 
 
 def test_so_it_is_where_outputs_overflow_too() -> None:
