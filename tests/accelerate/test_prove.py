@@ -88,6 +88,15 @@ def test_gradients_are_those_of_what_a_call_returns(returned: bool, monkeypatch:
     assert all(torch.equal(dy, dy.bfloat16().to(dy)) for dy in seen)
 
 
+def test_a_log_sum_exp_has_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is -inf where a query sees no key."""
+    seen: list[torch.Tensor] = []
+    backward = torch.autograd.backward
+    monkeypatch.setattr(torch.autograd, "backward", lambda outs, dys: seen.extend(outs) or backward(outs, dys))
+    rows = prove_site(site(mask=Lengths(torch.tensor([0, 9]))), "chunked")
+    assert all(row.ok for row in rows) and [out.shape for out in seen] == [(2, 9, 4, 8)] * 3
+
+
 def wrong_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = right_forward(call._replace(scale=call.scale * 1.001))
     return out, lse
@@ -405,6 +414,7 @@ def test_what_does_not_learn_has_no_gradient_and_what_does_has_one_anywhere() ->
         def __init__(self) -> None:
             super().__init__()
             self.w, self.frozen = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4), requires_grad=False)
+            self.unused = nn.Parameter(torch.ones(4))
 
         def forward(self, x: torch.Tensor, options: dict[str, torch.Tensor]) -> torch.Tensor:
             assert options["by"].dtype == x.dtype
@@ -413,7 +423,8 @@ def test_what_does_not_learn_has_no_gradient_and_what_does_has_one_anywhere() ->
     problem = Problem(Scaled(), {"x": torch.ones(2, 4), "options": {"by": torch.ones(4)}})
     with torch.no_grad():
         found = differentiate(problem)
-    assert found.gradients.keys() == {"input x", "w"} and all(x is not None for x in found.gradients.values())
+    assert found.gradients.keys() == {"input x", "w", "unused"} and found.gradients["unused"] is None
+    assert all(found.gradients[name] is not None for name in ("input x", "w"))
     assert differentiate(problem, problem.model.double(), torch.float64).outputs[0].dtype == torch.float64
 
 
