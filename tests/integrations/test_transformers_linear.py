@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from foci.core.errors import Unsupported
 from foci.integrations import transformers_recurrences
+from foci.integrations.reroute import CannotReroute
 from foci.integrations.transformers import find_sites, install
+from foci.integrations.transformers_linear import find
 from tests.integrations.linear_models import MODELS
 from tests.integrations.transformers_models import padding, relative, tokens
 
@@ -318,6 +320,57 @@ class TestInstallation:
         assert skipped == [("model.layers.1.feed_forward", "NewMambaMixer runs no recurrence that foci knows")] or (
             skipped == [("model.layers.1.mlp", "NewMambaMixer runs no recurrence that foci knows")]
         )
+
+    def test_code_that_is_not_transformers_own_is_left_alone(self) -> None:
+        """Whatever its names are, which mean something else there."""
+
+        def mamba_selective_scan(x: Tensor) -> Tensor:
+            return x
+
+        class MambaMixer(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return mamba_selective_scan(x)
+
+        model = nn.Sequential(MODELS["mamba"](), MambaMixer())
+        sites, skipped = find(model)
+        assert sites and all(name.startswith("0.") for name in sites) and not skipped
+
+    def test_each_layer_has_the_backend_that_the_plan_gives_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, seen = MODELS["mamba2"](), []
+        run = transformers_recurrences.linear_attention
+
+        def spy(*given: Any, **rest: Any) -> Any:
+            seen.append(rest["backend"])
+            return run(*given, **rest)
+
+        monkeypatch.setattr(transformers_recurrences, "linear_attention", spy)
+        with install(model, dict(zip(find_sites(model)[0], ("reference", "chunked"), strict=True))):
+            model(tokens(), use_cache=False)
+        assert seen == ["reference", "chunked"]
+
+    def test_a_norm_whose_forward_was_replaced_is_left_alone(self) -> None:
+        model = MODELS["bamba"]()
+        norm = model.model.layers[0].mamba.norm
+        norm.forward = replaced = lambda *args, **keywords: None
+        with install(model):
+            assert norm.forward is replaced and "forward" in vars(model.model.layers[0].mamba)
+        assert norm.forward is replaced
+
+    def test_a_layer_that_cannot_be_routed_is_left_and_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refused(*given: Any) -> Any:
+            raise CannotReroute("it has no source")
+
+        monkeypatch.setattr("foci.integrations.transformers_linear._instead", refused)
+        model = MODELS["qwen3_next"]()
+        linear, softmax = find_sites(model)[0]
+        with install(model) as handle:
+            assert handle.sites == (softmax,) and handle.skipped == ((linear, "it has no source"),)
+            assert "forward" not in vars(model.get_submodule(linear))
+
+    def test_documents_are_refused_by_a_part_of_the_model_too(self) -> None:
+        model, offsets = MODELS["mamba2"](), torch.tensor([0, 5, 12])
+        with install(model), pytest.raises(Unsupported, match="Mamba2Model cannot keep packed documents apart"):
+            model.backbone(tokens(rows=1), cu_seq_lens_q=offsets)
 
     @torch.no_grad()
     def test_keywords_that_may_change_the_result_are_refused(self) -> None:
