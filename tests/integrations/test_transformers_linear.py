@@ -321,6 +321,16 @@ class TestInstallation:
             skipped == [("model.layers.1.mlp", "NewMambaMixer runs no recurrence that foci knows")]
         )
 
+    def test_what_holds_a_recurrence_is_not_named_for_having_none(self) -> None:
+        class NewMambaLayer(nn.Sequential):
+            __module__ = "transformers.models.new.modeling_new"
+
+        model = MODELS["mamba2"]()
+        layer = model.backbone.layers[0]
+        layer.mixer = NewMambaLayer(nn.Sequential(layer.mixer))
+        sites, skipped = find(model)
+        assert "backbone.layers.0.mixer.0.0" in sites and not skipped
+
     def test_code_that_is_not_transformers_own_is_left_alone(self) -> None:
         """Whatever its names are, which mean something else there."""
 
