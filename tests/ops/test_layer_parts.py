@@ -84,6 +84,15 @@ def test_the_sum_in_place_of_the_mean_makes_unit_vectors() -> None:
     torch.testing.assert_close(Norm(eps=0.0, mean=False)(x), F.normalize(x, dim=-1))
 
 
+def test_a_step_behind_tokens_of_another_dtype_has_its_token_as_they_keep_it() -> None:
+    """So that it is what a later one reads."""
+    x, weight, tail = torch.randn(2, 6), torch.randn(6, 1, 3), torch.randn(2, 2, 6).bfloat16()
+    right = convolve(x[:, None].bfloat16(), weight, None, "silu", before=tail)[:, 0]
+    then = torch.cat([tail, x[:, None].bfloat16()], 1)[:, 1:]
+    found = layer_parts.convolve_step(x, tail, weight, None, "silu")
+    assert torch.equal(found, right.float()) and torch.equal(tail, then)
+
+
 def apart(found: Tensor, truth: Tensor) -> float:
     """Relative RMS."""
     return float((found.double() - truth).norm() / truth.norm())
@@ -308,6 +317,7 @@ def test_tokens_before_and_ages_that_a_kernel_would_read_behind_are_torchs() -> 
             convolve(x, weight, None, None, ages=wrong)
     for other in (before.double(), before.as_subclass(Mine), before.half()):
         assert convolve(x, weight, None, None, before=other).shape == x.shape
+    assert convolve(x, weight, None, None, ages=ages.as_subclass(Mine)).shape == x.shape
     with pytest.raises(Kernel), torch.no_grad():  # a step rounds its token to the tail's dtype
         layer_parts.convolve_step(x[:, 0], before.half(), weight, None, None)
 
