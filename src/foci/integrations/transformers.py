@@ -77,8 +77,8 @@ def install(model: nn.Module, plan: Mapping[str, str | None] | None = None, *, k
     Linear attention and other recurrences: transformers calls functions of the model's file. So each routed module gets
     a forward of its own, a copy of its class's with foci's operators for those functions.
 
-    keep_bfloat16: on a GPU the recurrences of a bfloat16 model are trained in it, faster and with more error in the
-    gradients of decays, as by the kernels of flash-linear-attention; by default in float32, as in transformers' code.
+    keep_bfloat16: on a GPU the recurrences of a bfloat16 model are trained in it, faster, as by the kernels of
+    flash-linear-attention; by default in float32, which is transformers' own code's and rounds less.
     Gated delta rules, Kimi delta attention, Mamba and Mamba-2 have that choice.
 
     Raises Unsupported for a model without a place to put foci and for one that is asked for attention weights,

@@ -48,9 +48,9 @@ class How(NamedTuple):
     def dtype(self, kernels: str, x: Tensor, *others: Tensor | None) -> torch.dtype:
         """That of a recurrence's tokens, of which x is one: as in transformers' code, float32 at least.
 
-        On a GPU bfloat16 ones keep it where no gradient is needed, since those of decays are sums that cancel; else if
-        asked to, or where `kernels` are installed, which transformers then takes and which keep it, too. States, gates
-        and sums are float32 everywhere (float64 for float64).
+        On a GPU bfloat16 ones keep it where no gradient is needed, so that training rounds no more than transformers'
+        code; else if asked to, or where `kernels` are installed, which transformers then takes and which keep it, too.
+        States, gates and sums are float32 everywhere (float64 for float64).
         """
         keeps = self.keep_bfloat16 or installed(kernels) or not learns(x, *others)
         return x.dtype if keeps and x.dtype == torch.bfloat16 and on_gpu(x) else accumulator(x.dtype)
