@@ -287,7 +287,7 @@ def test_parts_of_layers_are_played(turned: bool, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_played_step_of_a_convolution_changes_its_own_tail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where autograd sees it, and unchecked. A turned tail has a plan of its own; a token that lies in its tail, none."""
+    """Where autograd sees it, and unchecked. A turned tail has its own plan; a token that lies in its tail, none."""
     played: list[int] = []
     checked: list[int] = []
     replay_plan, reads = plans.replay_plan, layer_parts._reads
