@@ -34,13 +34,6 @@ def logits_and_gradients(model: nn.Module, real: Tensor | None, ids: Tensor | No
     return kept.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-@pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as foci's code for transformers asks; kernels' work is done by torch's operations on a CPU."""
-    for part in ("parts", "recurrences"):
-        monkeypatch.setattr(f"foci.integrations.transformers_{part}.on_gpu", lambda x: True)
-
-
 def cache_name(name: str) -> str:
     """A cache under another name is not read: the model makes its own."""
     return "cache_params" if "mamba" in name else "past_key_values"

@@ -23,12 +23,6 @@ from tests.integrations.test_transformers_recurrences import BUDGET, draw, refus
 from tests.integrations.transformers_models import relative
 
 
-@pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as the code asks; what it does there is computed by torch's operations on a CPU."""
-    monkeypatch.setattr("foci.integrations.transformers_parts.on_gpu", lambda x: True)
-
-
 class TestShortConvolution:
     @torch.no_grad()
     @pytest.mark.parametrize("activation", ["silu", "gelu", None])

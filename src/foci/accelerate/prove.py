@@ -241,14 +241,13 @@ def settled(problem: Problem) -> tuple[Problem, Result]:
     Not one under which others vanish: the original would be so far from the truth that foci could be anywhere.
     """
     found = differentiate(problem)
-    if any(parameter.dtype == torch.float16 for parameter in problem.model.parameters()):
-        for exponent in (6, 12, 18):
-            if found.differentiable:
-                break
-            scaled = replace(problem, loss_scale=2.0**-exponent)
-            other = differentiate(scaled)
-            if other.differentiable:
-                return (scaled, other) if _moved(found, other, scaled.loss_scale) <= _SAME else (problem, found)
+    if found.differentiable or all(parameter.dtype != torch.float16 for parameter in problem.model.parameters()):
+        return problem, found
+    for exponent in (6, 12, 18):
+        scaled = replace(problem, loss_scale=2.0**-exponent)
+        other = differentiate(scaled)
+        if other.differentiable:
+            return (scaled, other) if _moved(found, other, scaled.loss_scale) <= _SAME else (problem, found)
     return problem, found
 
 

@@ -17,7 +17,7 @@ from foci.core.plans import on_gpu
 from foci.integrations.transformers_keywords import asked, documents
 from foci.integrations.transformers_recurrences import How, Run, learns
 from foci.nn.parts import history
-from foci.ops.layer_parts import ACTIVATIONS, Norm, convolve, convolve_step
+from foci.ops.layer_parts import ACTIVATIONS, Norm, convolve, convolve_step, known
 
 GATED_NORM = "RMSNormGated"  # with which the names of transformers' classes end
 
@@ -42,7 +42,7 @@ def short_convolution(how: How, theirs: Run) -> Run:
         if offsets is not None:  # x may be longer than the documents: it begins with tokens from the cache
             ends = offsets[1:].to(x.device, non_blocking=True) + (x.shape[1] - offsets[-1])
             ages = history(x, 0, offsets=pad(ends, (1, 0)), return_tail=False).ages
-        ours = activation is None or activation in ACTIVATIONS
+        ours = known(activation)
         y = convolve(x, weight[:, None], bias, activation if ours else None, ages=ages)
         if not ours:
             from transformers.activations import ACT2FN
@@ -65,8 +65,7 @@ def step_convolution(how: How, theirs: Run) -> Run:
     ) -> Tensor:
         before = weight.shape[-1] - 1
         spare = conv_state.shape[-1] - before  # tokens that the cache keeps, but no tap reaches
-        fits = hidden_states.shape[-1] == 1 and before > 0 and spare >= 0
-        ours = fits and (activation is None or activation in ACTIVATIONS)
+        ours = hidden_states.shape[-1] == 1 and before > 0 and spare >= 0 and known(activation)
         if not ours or not on_gpu(hidden_states) or learns(hidden_states, conv_state, weight, bias):
             return theirs(hidden_states, conv_state, weight, bias, activation)
         if spare:

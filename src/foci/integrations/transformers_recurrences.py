@@ -111,7 +111,8 @@ def step_delta(how: How, theirs: Run) -> Run:
         if S is None or not one or S.dtype != wide or learns(query, key, value, g, beta, S):
             rest = (0, S, output_final_state, use_qk_l2norm_in_kernel)
             return many(query, key, value, g, beta, *rest, cu_seqlens=offsets)
-        q, k, v, b = (x.squeeze(1).to(how.dtype("fla", query)) for x in (query, key, value, beta))
+        dtype = how.dtype("fla", query)
+        q, k, v, b = (x.squeeze(1).to(dtype) for x in (query, key, value, beta))
         if use_qk_l2norm_in_kernel:
             q, k = l2norm(q), l2norm(k)
         y = delta_rule_step(q, k, v, b, S, log_decay=g.squeeze(1).to(wide))
@@ -269,7 +270,8 @@ def step_mamba(how: How, theirs: Run) -> Run:
             )
         refuse(asked(keywords), "Mamba")
         dt = _step_size(dt, dt_bias, dt_softplus)
-        x, key, query = (each.to(how.dtype("mamba_ssm", hidden_states)) for each in (hidden_states, B, C))
+        dtype = how.dtype("mamba_ssm", hidden_states)
+        x, key, query = (each.to(dtype) for each in (hidden_states, B, C))
         y = selective_scan_step(x, dt, A, key, query, state, skip=D).to(hidden_states.dtype)
         return y if z is None else y * silu(z)
 

@@ -30,6 +30,11 @@ WIDEST = 16384  # channels of a norm that a program has at once
 LONGEST = 16  # taps of a convolution's kernel, which is written out for each: with 64 it compiles for minutes
 
 
+def known(activation: str | None) -> bool:
+    """Whether a convolution has this activation, or none."""
+    return activation is None or activation in ACTIVATIONS
+
+
 def convolve(
     x: Tensor,
     weight: Tensor,
@@ -60,7 +65,7 @@ def _reads(
         return False
     B, T, D = x.shape
     J = weight.shape[2]
-    if not (activation is None or activation in ACTIVATIONS) or J > LONGEST or weight.shape[:2] != (D, 1):
+    if not known(activation) or J > LONGEST or weight.shape[:2] != (D, 1):
         return False
     aged = ages is None or (_plain(ages) and ages.device == x.device and ages.shape == (T,))
     return aged and (bias is None or bias.shape == (D,)) and (before is None or before.shape == (B, J - 1, D))
