@@ -1,4 +1,4 @@
-"""The walk of 128 columns on a GPU, beside that of 64 and the equation. Without one: test_kernels_gluon_threads.py."""
+"""The walk by warps on a GPU, beside Triton's and the equation. Without one: test_kernels_gluon_threads.py."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from foci.ops.delta import kernels_triton_token_walks as token_walks  # isort: s
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="Gluon has no interpreter, and this kernel is for Hopper")
+both = pytest.mark.parametrize("columns", [64, 128])
 SHAPES: list[dict[str, Any]] = [
     {"T": 8192, "H": 32, "G": 16},
     {"T": 8155, "H": 32, "G": 16, "state": True},
@@ -38,6 +39,15 @@ SHAPES: list[dict[str, Any]] = [
     {"T": 1100, "H": 66, "K": 256, "offsets": (0, 0, 1, 600, 1100), "alike": "correlated", "beta": 2.0},
     {"T": 64, "H": 200},
     {"T": 1, "H": 200, "state": True},
+    {"B": 3, "T": 1024, "H": 8, "K": 64, "state": True},
+    {"T": 1155, "H": 16, "G": 8, "K": 64, "offsets": (0, 0, 1, 600, 1155), "alike": "correlated", "beta": 2.0},
+]
+NARROW: list[dict[str, Any]] = [
+    {"B": 8, "T": 1024, "H": 8, "K": 64, "V": 64},
+    {"B": 2, "T": 2100, "H": 32, "K": 64, "V": 64, "fused": True, "state": True},
+    {"T": 5000, "H": 16, "K": 64, "V": 64, "offsets": (0, 0, 1, 2000, 2064, 5000, 5000), "state": True},
+    {"T": 1000, "H": 4, "V": 192, "gates": Draw.extremes},
+    {"T": 2048, "H": 8, "K": 64, "V": 64, "alike": "identical", "beta": 2.0},
 ]
 BY_MAPS: list[dict[str, Any]] = [
     {"T": 32768, "H": 8, "G": 2},
@@ -51,9 +61,10 @@ def problem(device: str = "cuda", /, **options: Any) -> dict[str, Any]:
     return made.make(torch.bfloat16, torch.device(device), 0)
 
 
-def walked(inputs: dict[str, Any], wide: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+def walked(inputs: dict[str, Any], columns: int, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """By warps, so many columns a program; of 0 by Triton."""
     with monkeypatch.context() as patch:
-        patch.setattr(token_walks, "wider", lambda *_: wide)
+        patch.setattr(token_walks, "wide", lambda *_: columns)
         patch.setattr(token_walks, "suits", lambda *_: True)
         return [*gpu.forward(bind(**inputs))]
 
@@ -63,47 +74,58 @@ def apart(x: Tensor, y: Tensor) -> float:
 
 
 @on_hopper
-@pytest.mark.parametrize("options", SHAPES, ids=told)
-def test_the_budget_holds(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "columns"),
+    [(options, columns) for options in SHAPES for columns in ((128,) if options.get("K") == 256 else (64, 128))]
+    + [(options, 64) for options in NARROW],
+    ids=lambda x: told(x) if isinstance(x, dict) else f"by {x}",
+)
+def test_the_budget_holds(options: dict[str, Any], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = problem(**options)
-    found, beside = (walked(inputs, wide, monkeypatch) for wide in (True, False))
+    found, beside = (walked(inputs, each, monkeypatch) for each in (columns, 0))
     wide = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in inputs.items()}
     for x, y, wanted in zip(found, beside, delta_rule(**wide, return_state=True, backend="chunked"), strict=True):
         assert wanted is not None and apart(x, wanted) <= 4.5e-3 and apart(x, y) <= 5e-3
 
 
 @on_hopper
-def test_where_keys_are_alike_it_is_as_exact_as_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@both
+def test_where_keys_are_alike_it_is_as_exact_as_the_other(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By one bfloat16 of each number out misses the budget (as threads: 6.9e-3)."""
     inputs = problem(T=8192, H=32, G=16, alike="identical", beta=2.0, state=True)
-    found, beside = (walked(inputs, wide, monkeypatch) for wide in (True, False))
+    beside = walked(inputs, 0, monkeypatch)
+    found = walked(inputs, columns, monkeypatch)
     for x, y in zip(found, beside, strict=True):
         assert apart(x, y) <= 3e-3
 
 
 @on_hopper
+@both
 @pytest.mark.parametrize("start", [3, 35, 64])
 @pytest.mark.parametrize("alike", [False, True])
-def test_what_comes_later_changes_no_bit(start: int, alike: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_later_changes_no_bit(
+    start: int, alike: bool, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though keys that are alike have a whole chunk walked in another way."""
     inputs = problem(T=8192, H=32, G=16, alike="identical" if alike else "independent", beta=2.0)
     later, start = dict(inputs), 20 * gpu.CHUNK + start
     later["k"] = inputs["k"].clone()
     later["k"][:, start:] = 0.0 if alike else inputs["k"][:, :1]
-    found, wanted = (walked(x, True, monkeypatch)[0][:, :start] for x in (later, inputs))
+    found, wanted = (walked(x, columns, monkeypatch)[0][:, :start] for x in (later, inputs))
     assert found.equal(wanted)
 
 
 @on_hopper
+@both
 @pytest.mark.parametrize("options", BY_MAPS, ids=told)
-def test_it_begins_by_maps_too(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_begins_by_maps_too(options: dict[str, Any], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where some heads forget too slowly; near what one walk of the whole sequence finds."""
     inputs = problem(**{"gates": every_other_slow, "state": True} | options)
     monkeypatch.setattr(joins, "by_maps", lambda call, target, pieces: pieces > 1)
     monkeypatch.setattr(token_walks, "shares", lambda *_: 9)
-    found = walked(inputs, True, monkeypatch)
+    found = walked(inputs, columns, monkeypatch)
     monkeypatch.setattr(token_walks, "shares", lambda *_: 1)
-    for x, z in zip(found, walked(inputs, False, monkeypatch), strict=True):
+    for x, z in zip(found, walked(inputs, 0, monkeypatch), strict=True):
         assert x.isfinite().all() and apart(x, z) <= 5e-3
 
 
@@ -122,8 +144,8 @@ def test_some_shapes_have_pieces_without_a_chunk() -> None:
 def test_it_is_played_again_and_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the public function, whose third call asks nothing of Triton (core/plans.py)."""
     inputs = problem(T=8200, H=32, G=16, state=True)
-    assert token_walks.wider(bind(**inputs), tune.target_of(inputs["v"].device))
-    wanted, graph = walked(inputs, True, monkeypatch), torch.cuda.CUDAGraph()
+    assert token_walks.wide(bind(**inputs), tune.target_of(inputs["v"].device)) == 64
+    wanted, graph = walked(inputs, 64, monkeypatch), torch.cuda.CUDAGraph()
     with torch.no_grad():
         for _ in range(4):
             found = delta_rule(**inputs, return_state=True, backend="triton")
@@ -132,20 +154,23 @@ def test_it_is_played_again_and_captured(monkeypatch: pytest.MonkeyPatch) -> Non
             captured = delta_rule(**inputs, return_state=True, backend="triton")
     inputs["v"].mul_(2)
     graph.replay()
-    for x, y in zip(captured, walked(inputs, True, monkeypatch), strict=True):
+    for x, y in zip(captured, walked(inputs, 64, monkeypatch), strict=True):
         assert x is not None and x.equal(y)
 
 
 @on_hopper
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", ["q", "k", "v", "beta", "log_decay", "state"])
-def test_what_is_no_number_is_never_forgotten(name: str, wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@both
+def test_what_is_no_number_is_never_forgotten(
+    name: str, wrong: float, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = problem(T=8192, H=32, G=16, state=True, gates=lambda draw, *shape: 5 * draw.gates(*shape))
     x = inputs[name]
     x[(0, 3, 5, 7) if name == "state" else (0, 100, 3, 5)[: x.dim()]] = wrong
-    found = walked(inputs, True, monkeypatch)
+    found = walked(inputs, columns, monkeypatch)
     monkeypatch.setattr(token_walks, "shares", lambda *_: 1)
-    for y, wanted in zip(found, walked(inputs, False, monkeypatch), strict=True):
+    for y, wanted in zip(found, walked(inputs, 0, monkeypatch), strict=True):
         assert y.isfinite().equal(wanted.isfinite())
 
 

@@ -1,4 +1,4 @@
-"""The walk of 128 columns as threads on a CPU (tests/ops/in_gluon.py), behind a first launch by the interpreter."""
+"""The walk by warps as threads on a CPU (tests/ops/in_gluon.py), behind a first launch by the interpreter."""
 
 from __future__ import annotations
 
@@ -37,9 +37,13 @@ def problem(options: dict[str, Any]) -> dict[str, Any]:
 
 def walked(
     inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, pieces: int = 1, return_state: bool = True,
-    ahead: bool = False,
+    ahead: bool = False, columns: int = 0,
 ) -> list[Tensor]:  # fmt: skip
-    """Out and the final state, each sequence in so many `pieces`; `ahead`: the first program before the last."""
+    """Out and the final state, each sequence in so many `pieces`; `ahead`: the first program before the last.
+
+    `columns` a program: as many as there are, of 128 and 64, if none are told.
+    """
+    columns = columns or (64 if inputs["v"].shape[3] % 128 else 128)
 
     def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, config: Any, **meta: Any) -> None:
         Gluon(kernels_gluon.gl, ahead).run(kernels_gluon, kernel, grid, arguments, **meta)
@@ -47,7 +51,7 @@ def walked(
     with monkeypatch.context() as patch:
         patch.setattr(gpu, "with_gluon", lambda: True)
         patch.setattr(kernels_gluon, "launch", launch)
-        patch.setattr(token_walks, "wider", lambda *_: True)
+        patch.setattr(token_walks, "wide", lambda *_: columns)
         patch.setattr(token_walks, "suits", lambda *_: True)
         patch.setattr(token_walks, "shares", lambda *_: pieces)
         return [x.cpu() for x in gpu.forward(bind(**there(inputs), return_state=return_state))]
@@ -55,22 +59,28 @@ def walked(
 
 @pytest.mark.parametrize("alike", ["independent", "correlated", "identical"])
 @pytest.mark.parametrize(
-    "options",
+    ("options", "columns"),
     [
-        {"B": 2, "T": 256, "state": True},
-        {"T": 201, "H": 1, "V": 256, "decay": "head"},
-        {"T": 193, "offsets": (0, 0, 1, 130, 193), "state": True},
-        {"T": 130, "gates": Draw.extremes},
-        {"T": 201, "H": 1, "K": 256, "V": 256, "state": True},
-        {"T": 128, "G": 2, "H": 2, "K": 256, "V": 256, "state": True},
-        {"B": 2, "T": 128, "G": 2, "H": 4, "fused": True},
+        ({"B": 2, "T": 256, "state": True}, 128),
+        ({"B": 2, "T": 256, "state": True}, 64),
+        ({"T": 201, "H": 1, "V": 256, "decay": "head"}, 128),
+        ({"T": 193, "offsets": (0, 0, 1, 130, 193), "state": True}, 128),
+        ({"T": 193, "offsets": (0, 0, 1, 130, 193), "state": True}, 64),
+        ({"T": 130, "gates": Draw.extremes}, 128),
+        ({"T": 201, "H": 1, "K": 256, "V": 256, "state": True}, 128),
+        ({"T": 128, "G": 2, "H": 2, "K": 256, "V": 256, "state": True}, 128),
+        ({"B": 2, "T": 128, "G": 2, "H": 4, "fused": True}, 128),
+        ({"B": 2, "T": 256, "K": 64, "V": 64, "state": True}, 64),
+        ({"T": 193, "K": 64, "V": 192, "offsets": (0, 0, 1, 130, 193), "state": True}, 64),
+        ({"T": 201, "K": 64, "H": 1, "state": True}, 128),
+        ({"T": 256, "H": 1, "V": 64, "gates": Draw.extremes}, 64),
     ],
     ids=str,
 )
-def test_the_budget_holds(options: dict[str, Any], alike: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_holds(options: dict[str, Any], columns: int, alike: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = problem(options | {"alike": alike, "beta": 2.0 if alike == "identical" else 1.0})
     truth = delta_rule(**exact(inputs), return_state=True, backend="chunked")
-    for found, wanted in zip(walked(inputs, monkeypatch), truth, strict=True):
+    for found, wanted in zip(walked(inputs, monkeypatch, columns=columns), truth, strict=True):
         assert error(found, wanted) <= BUDGET[torch.bfloat16]
 
 
@@ -88,7 +98,8 @@ def test_of_two_heads_one_has_keys_that_are_alike(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("alike", ["independent", "correlated"])
 @pytest.mark.parametrize("slow", [False, True])
-def test_pieces_begin_as_one_walk_would(slow: bool, alike: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("columns", [64, 128])
+def test_pieces_begin_as_one_walk_would(columns: int, slow: bool, alike: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After what is not forgotten, or, of one head, by maps: one bfloat16 of keys that are not alike (whole chunks)."""
 
     def gates(draw: Draw, *shape: int) -> Tensor:
@@ -99,10 +110,10 @@ def test_pieces_begin_as_one_walk_would(slow: bool, alike: str, monkeypatch: pyt
     monkeypatch.setattr(joins, "by_maps", lambda call, target, pieces: slow and pieces > 1)
     monkeypatch.setattr(token_walks, "FAR", 2)
     inputs = problem({"T": 768 if alike == "independent" else 700, "state": True, "gates": gates, "alike": alike})
-    in_pieces = walked(inputs, monkeypatch, 3)
+    in_pieces = walked(inputs, monkeypatch, 3, columns=columns)
     for found, wanted in zip(in_pieces, walked(inputs, monkeypatch), strict=True):
         assert error(found, wanted) <= BUDGET[torch.bfloat16]
-    for found, wanted in zip(in_pieces, walked(inputs, monkeypatch, 3, ahead=True), strict=True):
+    for found, wanted in zip(in_pieces, walked(inputs, monkeypatch, 3, ahead=True, columns=columns), strict=True):
         assert found.equal(wanted)  # a piece writes nothing where another one does
 
 
@@ -125,12 +136,13 @@ def test_what_comes_later_changes_no_bit(start: int, alike: bool, monkeypatch: p
 
 
 @pytest.mark.parametrize("alike", ["correlated", "identical"])
-def test_a_chunk_has_the_same_bits_in_every_place(alike: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("columns", [64, 128])  # by three and by two chunks in shared memory
+def test_a_chunk_has_the_same_bits_in_every_place(alike: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a chunk that writes nothing, so that each is where the other one was."""
     inputs = problem({"T": 130, "H": 1, "alike": alike, "beta": 2.0})
     later = {name: torch.cat([torch.zeros_like(x[:, :64]), x], 1) for name, x in inputs.items()}
-    out, final = walked(inputs, monkeypatch)
-    behind, last = walked(later, monkeypatch)
+    out, final = walked(inputs, monkeypatch, columns=columns)
+    behind, last = walked(later, monkeypatch, columns=columns)
     assert behind[:, 64:].equal(out) and last.equal(final)
 
 

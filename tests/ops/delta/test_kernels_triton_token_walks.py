@@ -418,18 +418,26 @@ def test_sequences_are_cut_where_gates_may_forget_and_processors_idle() -> None:
     assert shares(log_decay=None) == shares(gates=128) == shares(erase=erase) == shares(K=96) == shares(K=256) == 1
 
 
-@pytest.mark.parametrize("K", [128, 256])
-@pytest.mark.parametrize(("N", "T", "H"), [(1, 8192, 8), (1, 2048, 128), (8, 8192, 32), (0, 0, 32)])
-def test_a_program_has_128_columns_wherever_it_can(N: int, T: int, H: int, K: int) -> None:
+@pytest.mark.parametrize(
+    ("K", "V", "N", "H", "columns"),
+    [
+        (128, 128, 1, 66, 64), (128, 128, 1, 67, 128), (64, 128, 2, 33, 64), (64, 128, 2, 34, 128), (64, 64, 1, 8, 64),
+        (64, 64, 8, 32, 64), (128, 192, 8, 32, 64), (128, 128, 0, 32, 0), (256, 128, 1, 8, 128), (256, 64, 1, 8, 0),
+        (64, 96, 1, 8, 0), (96, 128, 1, 8, 0),
+    ],
+)  # fmt: skip
+def test_a_program_of_warps_has_64_columns_as_long_as_each_has_a_processor(
+    K: int, V: int, N: int, H: int, columns: int
+) -> None:
     target = tune.TARGETS["sm_90"]
-    q, v = (torch.empty(1, T, H, n, dtype=torch.bfloat16, device="meta") for n in (K, 128))
-    g = torch.empty(1, T, H, device="meta")
+    q, v = (torch.empty(1, 512, H, n, dtype=torch.bfloat16, device="meta") for n in (K, V))
+    g = torch.empty(1, 512, H, device="meta")
     call = bind(q, q, v, g, log_decay=g, offsets=torch.empty(N + 1, dtype=torch.int64, device="meta"))
-    assert token_walks.wider(call, target) == (N > 0)
+    assert token_walks.wide(call, target) == columns
     for other in ("sm_80", "sm_100", "gfx942"):
-        assert not token_walks.wider(call, tune.TARGETS[other])
-    for odd in ({"log_decay": None}, {"erase": q}, {"v": v[..., :64]}, {"k": q[..., :64], "q": q[..., :64]}):
-        assert not token_walks.wider(call._replace(**odd), target)
+        assert not token_walks.wide(call, tune.TARGETS[other])
+    for odd in ({"log_decay": None}, {"erase": q}, {"v": v.float()}, {"k": q.transpose(1, 3)}):
+        assert not token_walks.wide(call._replace(**odd), target)
 
 
 @pytest.mark.parametrize(("heads", "enough"), [(66, False), (67, True)])

@@ -72,14 +72,14 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     buffer = kept(call).empty(call.v) if keep else None
     parts = None if buffer is None else _parts(call, buffer)
     target = target_of(call.v.device)
-    wide = not keep and with_gluon() and token_walks.wider(call, target)
-    shares = token_walks.shares(call, target, 128 if wide else 64)
-    by = way(call, False, token_walks, joins, shares, *walks.unturned(call))
-    wide_walks = import_module("foci.ops.delta.kernels_gluon") if wide and by.turned and not by.maps else None
+    wide = token_walks.wide(call, target) if with_gluon() and not keep else 0
+    shares = token_walks.shares(call, target, wide or 64)
+    by = way(call, False, token_walks, joins, shares, *walks.unturned(call), by_warps=wide > 0)
+    walk = partial(import_module("foci.ops.delta.kernels_gluon").forward, wide) if wide else None
     out, rest = room(call, call.v)
-    made = triangles.first(call, parts, _slots(call), shares > 1, at_once, channel_chunks, wide_walks is not None, rest)
+    made = triangles.first(call, parts, _slots(call), shares > 1, at_once, channel_chunks, walk is not None, rest)
     rest.end()
-    final = walks.forward(call, parts, made, out, by, token_walks, joins, channel_walks, wide_walks)
+    final = walks.forward(call, parts, made, out, by, token_walks, joins, channel_walks, walk)
     return (out, final) if buffer is None else (out, final, buffer)
 
 

@@ -1,4 +1,4 @@
-"""The delta rule's walk on Hopper by warps with work of their own: 128 columns of a state a program, for inference.
+"""The delta rule's walk on Hopper by warps with work of their own, for inference.
 
 What `token_walk_kernel` does (kernels_triton_token_walks.py: equations, letters, pieces). There one program has 64
 columns, and each of its products waits for the one before it; two such programs find no room beside each other. Here
@@ -40,7 +40,6 @@ from foci.tiles.tma import async_load, async_store, map_of
 
 CHUNK = 64
 HALF: gl.constexpr = gl.constexpr(64)  # columns of a state that four warps have: the rows of a product
-STAGES = 2  # chunks in shared memory, which has no room for a third
 BY_TOKEN: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of sums [HALF,tokens]
 BY_KEY: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of 128 channels
 OF_TOKENS: gl.constexpr = gl.constexpr(gl.DotOperandLayout(0, BY_TOKEN.value, 2))  # of what multiplies to such sums
@@ -99,10 +98,11 @@ def _copy(there, row, first, tiles, at, bar, STAGES: gl.constexpr):  # type: ign
 
 @gluon.jit
 def _load_keys(  # type: ignore[no-untyped-def]
-    keys, step, stop, first, tiles, full, empty, span, start,
-    CHUNK: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr,
-):  # fmt: skip
-    """What a warp that loads does, chunk by chunk, when both halves have left the place."""
+    these, flow, CHUNK: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr
+):
+    """What a warp that loads does, chunk by chunk, when all that walk have left the place."""
+    keys, step, stop, first, tiles = these
+    full, empty, span, start = flow
     begin, _own, end = span
     K: gl.constexpr = tiles.shape[0] // STAGES * tiles.shape[2]
     there = _described(keys, step, stop, K, tiles, MAPS)
@@ -116,13 +116,14 @@ def _load_keys(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _load_values_and_store(  # type: ignore[no-untyped-def]
-    values, step, outputs, stop, H, V, v0, tiles, full, empty, span, start,
-    CHUNK: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr,
-):  # fmt: skip
+    these, flow, CHUNK: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr
+):
     """What the second does: outputs of the chunk whose place it is lie where its values were, and go first.
 
     Where they go is described, if it is here, behind the first loads: it takes as long as they do.
     """
+    values, step, outputs, stop, H, V, v0, tiles = these
+    full, empty, span, start = flow
     begin, _own, end = span
     there = _described(values, step, stop, V, tiles, MAPS)
     for phase in gl.static_range(2):
@@ -135,7 +136,7 @@ def _load_values_and_store(  # type: ignore[no-untyped-def]
             mbarrier.wait(empty.index(at), (turn // STAGES & 1) ^ 1)
             if phase == 1:
                 _store(out_there, i - STAGES, v0, tiles, span, start, CHUNK, STAGES)
-            mbarrier.expect(bar, 4 * CHUNK * HALF)
+            mbarrier.expect(bar, 2 * CHUNK * HALF * (tiles.shape[0] // STAGES))
             _copy(there, start + i * CHUNK, v0, tiles, at, bar, STAGES)
     for i in range(gl.maximum(begin, end - STAGES), end):
         turn = i - begin
@@ -148,18 +149,20 @@ def _store(there, i, v0, tiles, span, start, CHUNK: gl.constexpr, STAGES: gl.con
     """Outputs of a chunk that was read to memory; then its place is free."""
     begin, own, _end = span
     at = (i - begin) % STAGES
+    groups: gl.constexpr = tiles.shape[0] // STAGES
     if i >= own:
-        for half in gl.static_range(2):
-            async_store(there, [start + i * CHUNK, v0 + half * HALF], tiles.index(2 * at + half))
+        for group in gl.static_range(groups):
+            async_store(there, [start + i * CHUNK, v0 + group * HALF], tiles.index(groups * at + group))
     tma.store_wait(0)
 
 
 @gluon.jit
 def _load_products(  # type: ignore[no-untyped-def]
-    products, exact_ptr, stop, first, H, X_tiles, A_tiles, full, empty, span, start,
-    CHUNK: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr,
-):  # fmt: skip
+    these, flow, CHUNK: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr
+):
     """What the third does: X, A for what is read, and of both what rounding left where some tokens are exact."""
+    products, exact_ptr, stop, first, H, X_tiles, A_tiles = these
+    full, empty, span, start = flow
     begin, own, end = span
     exact = gl.load(exact_ptr + begin * 3 * H * CHUNK, mask=begin < end, other=0.0) != 0.0
     there = _described(products, 4 * H * CHUNK, stop, 4 * CHUNK, X_tiles, MAPS)
@@ -181,10 +184,11 @@ def _load_products(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _load_queries(  # type: ignore[no-untyped-def]
-    queries, step, rows_ptr, exact_ptr, stop, first, H, tiles, rows, marks, full, empty, span, start,
-    CHUNK: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr,
-):  # fmt: skip
+    these, flow, CHUNK: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr
+):
     """What the last does: q of what is read, factors per token, marks where some tokens are exact."""
+    queries, step, rows_ptr, exact_ptr, stop, first, H, tiles, rows, marks = these
+    full, empty, span, start = flow
     begin, own, end = span
     K: gl.constexpr = tiles.shape[0] // STAGES * tiles.shape[2]
     line: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [1, 1], [1, 0])
@@ -210,14 +214,14 @@ def _load_queries(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _chunk(  # type: ignore[no-untyped-def]
-    S, gone, scale, turn, tiles, full, empty, half: gl.constexpr, READS: gl.constexpr, EXACT: gl.constexpr,
+    S, gone, scale, turn, tiles, full, empty, group: gl.constexpr, READS: gl.constexpr, EXACT: gl.constexpr,
     CHUNK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     """The state behind a chunk; READS: what its tokens read is handed on. EXACT: some of its tokens are."""
     q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, marks = tiles
     at = turn % STAGES
     mbarrier.wait(full.index(at), turn // STAGES & 1)
-    v = v_tiles.index(2 * at + half).permute((1, 0))
+    v = v_tiles.index(v_tiles.shape[0] // STAGES * at + group).permute((1, 0))
     X, X_lost = X_tiles.index(2 * at).permute((1, 0)), X_tiles.index(2 * at + 1).permute((1, 0))
     none = gl.zeros([HALF, CHUNK], gl.float32, BY_TOKEN)
     read, o = none, none
@@ -250,7 +254,7 @@ def _chunk(  # type: ignore[no-untyped-def]
             o = warpgroup_mma(low, A, o, is_async=True)
             o = warpgroup_mma(high, A_lost, o, is_async=True)
         o = warpgroup_mma(high, A, o, is_async=True)
-    of_keys: gl.constexpr = OF_KEYS if TILES == 1 else OF_TOKENS
+    of_keys: gl.constexpr = OF_KEYS if k_tiles.shape[2] == 128 else OF_TOKENS
     high, low = _rounded(d * rows.index(2 * at + 1).load(BY_TOKEN), marks.index(at), EXACT, of_keys)
     behind = ()
     for i in gl.static_range(TILES):
@@ -273,17 +277,18 @@ def _chunk(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _walk(  # type: ignore[no-untyped-def]
-    half: gl.constexpr, tiles, full, empty, span, state_ptr, state_strides, first_ptr, slow, total_ptr, exact_ptr,
-    final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0,
-    CHUNK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
-):  # fmt: skip
+    group: gl.constexpr, tiles, memory, these, flow, CHUNK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr
+):
     """What four warps do: HALF columns from v0 on, or behind those, through the chunks of a piece."""
+    state_ptr, state_strides, first_ptr, total_ptr, exact_ptr, final_ptr, lost_ptr = memory
+    slow, lost, last, scale, zero, H, V, v0 = these
+    full, empty, span, _start = flow
     begin, own, end = span
     gone = gl.load(total_ptr + begin * H, mask=begin < end, other=0.0)
     exact = gl.load(exact_ptr + begin * 3 * H * CHUNK, mask=begin < end, other=0.0)
-    v0 += half * HALF
+    v0 += group * HALF
     TILE: gl.constexpr = tiles[1].shape[2]
-    by_key: gl.constexpr = BY_KEY if TILES == 1 else BY_TOKEN
+    by_key: gl.constexpr = BY_KEY if TILE == 128 else BY_TOKEN
     v = (v0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, by_key)))[:, None]
     S = ()
     for tile in gl.static_range(TILES):
@@ -304,9 +309,9 @@ def _walk(  # type: ignore[no-untyped-def]
             exact_then = gl.load(exact_ptr + (i + 1) * 3 * H * CHUNK, mask=i + 1 < end, other=0.0)
             turn = i - begin
             if exact != 0.0:
-                S = _chunk(S, gone, scale, turn, tiles, full, empty, half, phase == 1, True, CHUNK, STAGES, TILES)
+                S = _chunk(S, gone, scale, turn, tiles, full, empty, group, phase == 1, True, CHUNK, STAGES, TILES)
             else:
-                S = _chunk(S, gone, scale, turn, tiles, full, empty, half, phase == 1, False, CHUNK, STAGES, TILES)
+                S = _chunk(S, gone, scale, turn, tiles, full, empty, group, phase == 1, False, CHUNK, STAGES, TILES)
             gone, exact = gone_then, exact_then
     if lost_ptr is not None:
         at, none = v0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, by_key)), S[0] * 0.0  # type: ignore[misc]
@@ -324,17 +329,18 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     queries, keys, values, products, rows_ptr, total_ptr, reach_ptr, slow_ptr, first_ptr, state_ptr,
     offsets_ptr, outputs, final_ptr, lost_ptr,
     q_strides, k_strides, v_strides, state_strides, scale, zero, T, H, R, V, pieces,
-    CHUNK: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr,
+    CHUNK: gl.constexpr, BLOCK_K: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr,
 ):  # fmt: skip
-    """2 HALF columns of one head's state through one of the `pieces` of a sequence (one, without `reach_ptr`).
+    """GROUPS HALF columns of one head's state through one of the `pieces` of a sequence (one, without `reach_ptr`).
 
     MAPS: what TMA reads and writes are maps (tiles/maps.py), of all heads; else pointers.
     """
     K: gl.constexpr = BLOCK_K
-    TILE: gl.constexpr = K if K == 128 else HALF
+    TILE: gl.constexpr = 128 if K == 128 else HALF
     TILES: gl.constexpr = K // TILE
-    v0 = gl.program_id(0) % (V // (2 * HALF)) * 2 * HALF
-    rest = gl.program_id(0) // (V // (2 * HALF))
+    COLUMNS: gl.constexpr = GROUPS * HALF
+    v0 = gl.program_id(0) % (V // COLUMNS) * COLUMNS
+    rest = gl.program_id(0) // (V // COLUMNS)
     h, n, piece = (rest % H).to(gl.int64), (rest // H // pieces).to(gl.int64), rest // H % pieces
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
     row, count = gl.to_tensor(b).to(gl.int64), (stop - start + CHUNK - 1) // CHUNK
@@ -352,7 +358,7 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     total_ptr += first
     rows_ptr += 3 * first * CHUNK
     exact_ptr = rows_ptr + (3 * CHUNK - 1)  # of the last token: where one is exact, it is
-    wide: gl.constexpr = OF_ROWS if TILES == 1 else OF_PAIRS
+    wide: gl.constexpr = OF_ROWS if TILE == 128 else OF_PAIRS
     line: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
     group, key_at, XA_at, value_at = h // R, 0, 0, v0
     if MAPS:
@@ -367,7 +373,7 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     tiles = (
         gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, CHUNK, TILE], wide),
         gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, CHUNK, TILE], wide),
-        gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, CHUNK, HALF], OF_PAIRS),
+        gl.allocate_shared_memory(gl.bfloat16, [STAGES * GROUPS, CHUNK, HALF], OF_PAIRS),
         gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], OF_PAIRS),
         gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], OF_PAIRS),
         gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, CHUNK], line),
@@ -377,7 +383,7 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for at in gl.static_range(STAGES):
         mbarrier.init(full.index(at), count=4)
-        mbarrier.init(empty.index(at), count=2)
+        mbarrier.init(empty.index(at), count=GROUPS)
     if state_ptr is not None:
         state_ptr += n * state_strides[0] + h * state_strides[1]
     if lost_ptr is not None:
@@ -385,42 +391,50 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     last, span = (piece == pieces - 1) & present(final_ptr), (begin, own, end)
     final_ptr += (n * H + h) * K * V
     q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, marks = tiles
-    gl.warp_specialize(
-        [
-            (_walk, (
-                gl.constexpr(0), tiles, full, empty, span, state_ptr, state_strides, first_ptr, slow,
-                total_ptr, exact_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK, STAGES, TILES,
-            )),
-            (_walk, (
-                gl.constexpr(1), tiles, full, empty, span, state_ptr, state_strides, first_ptr, slow,
-                total_ptr, exact_ptr, final_ptr, lost_ptr, lost, last, scale, zero, H, V, v0, CHUNK, STAGES, TILES,
-            )),
-            (_load_keys, (keys, k_strides[1], stop, key_at, k_tiles, full, empty, span, start, CHUNK, STAGES, MAPS)),
-            (_load_values_and_store, (
-                values, v_strides[1], outputs, stop, H, V, value_at, v_tiles, full, empty, span, start,
-                CHUNK, STAGES, MAPS,
-            )),
-            (_load_products, (
-                products, exact_ptr, stop, XA_at, H, X_tiles, A_tiles, full, empty, span, start, CHUNK, STAGES, MAPS,
-            )),
-            (_load_queries, (
-                queries, q_strides[1], rows_ptr, exact_ptr, stop, key_at, H, q_tiles, rows, marks, full, empty, span,
-                start, CHUNK, STAGES, MAPS,
-            )),
-        ],
-        [4, 1, 1, 1, 1],
-        [240, 24, 24, 24, 24],  # registers of a thread: what one warp does not need the others have
-    )  # fmt: skip
+    memory = state_ptr, state_strides, first_ptr, total_ptr, exact_ptr, final_ptr, lost_ptr
+    told = slow, lost, last, scale, zero, H, V, v0
+    of_keys = keys, k_strides[1], stop, key_at, k_tiles
+    of_values = values, v_strides[1], outputs, stop, H, V, value_at, v_tiles
+    of_products = products, exact_ptr, stop, XA_at, H, X_tiles, A_tiles
+    of_queries = queries, q_strides[1], rows_ptr, exact_ptr, stop, key_at, H, q_tiles, rows, marks
+    flow = full, empty, span, start
+    SPARE: gl.constexpr = 40 if K == 64 else 24  # registers of a thread that loads: the others have what is left
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_walk, (gl.constexpr(0), tiles, memory, told, flow, CHUNK, STAGES, TILES)),
+                (_load_keys, (of_keys, flow, CHUNK, STAGES, MAPS)),
+                (_load_values_and_store, (of_values, flow, CHUNK, STAGES, MAPS)),
+                (_load_products, (of_products, flow, CHUNK, STAGES, MAPS)),
+                (_load_queries, (of_queries, flow, CHUNK, STAGES, MAPS)),
+            ],
+            [1, 1, 1, 1],
+            [40, 40, 40, 40],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_walk, (gl.constexpr(0), tiles, memory, told, flow, CHUNK, STAGES, TILES)),
+                (_walk, (gl.constexpr(1), tiles, memory, told, flow, CHUNK, STAGES, TILES)),
+                (_load_keys, (of_keys, flow, CHUNK, STAGES, MAPS)),
+                (_load_values_and_store, (of_values, flow, CHUNK, STAGES, MAPS)),
+                (_load_products, (of_products, flow, CHUNK, STAGES, MAPS)),
+                (_load_queries, (of_queries, flow, CHUNK, STAGES, MAPS)),
+            ],
+            [4, 1, 1, 1, 1],
+            [252 - SPARE // 2, SPARE, SPARE, SPARE, SPARE],
+        )
 
 
 def forward(
-    call: Any, parts: None, made: tuple[Tensor, Tensor, Any], pieces: int, lost: Tensor | None, out: Tensor,
-    final: Tensor, slow: Tensor | None, first: Tensor | None, maps: None,
+    columns: int, call: Any, parts: None, made: tuple[Tensor, Tensor, Any], pieces: int, lost: Tensor | None,
+    out: Tensor, final: Tensor, slow: Tensor | None, first: Tensor | None, maps: None,
 ) -> None:  # fmt: skip
-    """`forward` of kernels_triton_token_walks.py of calls that are `wider` there; nothing is kept for a backward."""
+    """`forward` of kernels_triton_token_walks.py by `columns` a program, as `wide` says there; nothing is kept."""
     _, T, G, H, K, V, N = call.sizes
     inverse, _, gated = made
     by_maps = tiles_of(True, True, CHUNK, call.offsets, call.q, call.k, call.v).tma == 2
+    stages = 3 if 2 * K + columns + 4 * CHUNK <= 576 else 2  # chunks in shared memory, where it has the room
     tiles: Any = call.q, call.k, call.v, inverse, out
     if by_maps:
         of_keys, half = (OF_ROWS, K) if K == 128 else (OF_PAIRS, int(HALF)), (OF_PAIRS, int(HALF))
@@ -429,10 +443,11 @@ def forward(
             for x, (layout, width) in zip(tiles, (of_keys, of_keys, half, half, half), strict=True)
         )
     launch(
-        wide_walk_kernel, (N * H * pieces * (V // 128),),
+        wide_walk_kernel, (N * H * pieces * (V // columns),),
         *tiles[:4], gated.rows, gated.total, gated.reach, slow, first,
         call.state, call.offsets, tiles[4], final, lost,
         call.q.stride(), call.k.stride(), call.v.stride(), strides(call.state), call.scale, 0,
         T, H, H // G, V, pieces,
-        config=Config(warps=4, stages=STAGES), CHUNK=CHUNK, BLOCK_K=K, STAGES=STAGES, MAPS=by_maps,
+        config=Config(warps=4, stages=stages), CHUNK=CHUNK, BLOCK_K=K, GROUPS=columns // int(HALF), STAGES=stages,
+        MAPS=by_maps,
     )  # fmt: skip

@@ -253,13 +253,13 @@ def unturned(call: Any) -> tuple[int, tuple[Tensor | None, ...] | None]:
 
 def forward(
     call: Any, parts: Any, made: tuple[Tensor, Tensor, Any], out: Tensor, way: Any, token_walks: Any, joins: Any,
-    channel_walks: Any, wide_walks: Any = None,
+    channel_walks: Any, wide_walk: Callable[..., None] | None = None,
 ) -> Tensor:  # fmt: skip
     """Fills `out` and gives the final state [call.ends,H,K,V], of what the first launch has `made`.
 
     By kernels_triton_triangles.py. `parts` (gpu.py), if given, is filled for the backward. One launch, and up to three
     more where sequences are cut (`way`: pieces.py). Turned over `token_walks` make it (kernels_triton_token_walks.py;
-    `wide_walks`, kernels_gluon.py, where they are given), which `joins` tells how each piece begins
+    `wide_walk`, kernels_gluon.py, where it is given), which `joins` tells how each piece begins
     (kernels_triton_token_joins.py), or with gates per channel `channel_walks` (kernels_triton_channel_walks.py).
     """
     *_, H, K, V, _ = call.sizes
@@ -280,8 +280,8 @@ def forward(
             made = inverse, products, gated._replace(reach=None)
         count, lost = way.pieces, joins.losses(call, made[2], way.pieces)
         make = partial(token_walks.forward, call, None, made, count, None, None, None)
-        begins = joins.starts(call, count, make, way.maps, wide_walks is not None)
-        (wide_walks or token_walks).forward(call, parts, made, count, lost, out, final, *begins)
+        begins = joins.starts(call, count, make, way.maps, wide_walk is not None)
+        (wide_walk or token_walks.forward)(call, parts, made, count, lost, out, final, *begins)
         if lost is not None:
             joins.spread(call, parts, count, lost, out, final)
         return final

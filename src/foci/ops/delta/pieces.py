@@ -59,14 +59,18 @@ class Way(NamedTuple):
 
 
 def way(
-    call: Call, back: bool, token_walks: Any, joins: Any, shares: int, blocks: int, operands: Any | None
+    call: Call, back: bool, token_walks: Any, joins: Any, shares: int, blocks: int, operands: Any | None,
+    by_warps: bool = False,
 ) -> Way:  # fmt: skip
     """The Way of a call; `shares`: pieces of a sequence if states are turned and begin with a warm-up.
 
     `blocks`: programs per head if states are not turned; `operands`: what is read if they are, None if they cannot be.
+    `by_warps`: by those of kernels_gluon.py, which nothing here is faster than.
     """
     *_, H, K, V, N = call.sizes
     target, whole = target_of(call.v.device), Pieces(0, N, 0, None, None)
+    if by_warps:
+        return Way(True, shares, False, whole)
     turned = operands is not None and token_walks.suits(N * H * shares, K, V, target, *operands)
     if turned and joins.few(call, target, shares):
         return Way(True, shares, False, whole)
