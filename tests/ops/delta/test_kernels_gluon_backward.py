@@ -40,6 +40,10 @@ SHAPES: list[dict[str, Any]] = [
     {"T": 2100, "H": 8, "G": 4, "offsets": (0, 2100)},
     {"T": 64, "H": 1},
     {"T": 1, "H": 200, "state": True},
+    {"B": 4, "T": 1024, "H": 8, "K": 64, "V": 64, "state": True},
+    {"B": 3, "T": 1111, "H": 12, "G": 3, "K": 64, "V": 64},
+    {"T": 9000, "H": 16, "K": 64, "V": 64, "offsets": (0, 0, 1, 6000, 6064, 9000, 9000), "state": True},
+    {"T": 2048, "H": 8, "K": 64, "V": 64, "gates": Draw.extremes, "alike": "correlated", "beta": 2.0},
 ]
 
 
@@ -90,9 +94,10 @@ def test_the_budget_holds(options: dict[str, Any], monkeypatch: pytest.MonkeyPat
 
 
 @on_hopper
-def test_it_is_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("K", [64, 128])
+def test_it_is_the_same_again(K: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile that is read before it is there, or after it has left, would give other bits now and then."""
-    inputs = problem(B=2, T=4096, H=32, G=16)
+    inputs = problem(B=2, T=4096, H=32, G=16, K=K, V=K)
     d_out = drawn(inputs)
     wanted = gradients(inputs, d_out, monkeypatch, True)
     for _ in range(20):
@@ -154,6 +159,8 @@ def test_it_is_played_again_and_captured(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"H": 8, "G": 2}, True),
         ({"decay": "head"}, True),
         ({"fused": True}, True),
+        ({"K": 64, "V": 64}, True),
+        ({"K": 96, "V": 96}, False),
         ({"K": 64}, False),
         ({"V": 256}, False),
         ({"decay": None}, False),

@@ -84,6 +84,9 @@ def test_no_number_of_one_sequence_is_seen_by_another(
         {"T": 130, "gates": Draw.extremes, "beta": 2.0},
         {"T": 330, "offsets": (0, 0, 1, 130, 193, 330), "state": True},
         {"T": 100, "offsets": (0, 100), "H": 3, "G": 3},
+        {"B": 2, "T": 192, "K": 64, "V": 64, "state": True},
+        {"T": 201, "K": 64, "V": 64, "H": 3, "G": 3},
+        {"T": 330, "K": 64, "V": 64, "offsets": (0, 0, 1, 130, 193, 330)},
     ],
     ids=str,
 )

@@ -75,7 +75,7 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     wide = token_walks.wide(call, target) if with_gluon() and not keep else 0
     shares = token_walks.shares(call, target, wide or 64)
     by = way(call, False, token_walks, joins, shares, *walks.unturned(call), by_warps=wide > 0)
-    walk = partial(import_module("foci.ops.delta.kernels_gluon").forward, wide) if wide else None
+    walk = import_module("foci.ops.delta.kernels_gluon").walk(wide) if wide else None
     out, rest = room(call, call.v)
     made = triangles.first(call, parts, _slots(call), shares > 1, at_once, channel_chunks, walk is not None, rest)
     rest.end()

@@ -16,6 +16,8 @@ as there. It has no interpreter: the tests hold these kernels to the equation as
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -426,11 +428,15 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
         )
 
 
-def forward(
+def walk(columns: int) -> Callable[..., None]:
+    """`forward` of kernels_triton_token_walks.py by so many columns a program, as `wide` says there; nothing is kept."""
+    return partial(_forward, columns)
+
+
+def _forward(
     columns: int, call: Any, parts: None, made: tuple[Tensor, Tensor, Any], pieces: int, lost: Tensor | None,
     out: Tensor, final: Tensor, slow: Tensor | None, first: Tensor | None, maps: None,
 ) -> None:  # fmt: skip
-    """`forward` of kernels_triton_token_walks.py by `columns` a program, as `wide` says there; nothing is kept."""
     _, T, G, H, K, V, N = call.sizes
     inverse, _, gated = made
     by_maps = tiles_of(True, True, CHUNK, call.offsets, call.q, call.k, call.v).tma == 2

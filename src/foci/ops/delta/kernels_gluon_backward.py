@@ -10,7 +10,6 @@ work, for none has registers for all of it:
 - queries: scale rise (do S^T) + P_A k = dq; what the state's decay takes, S dS; and what values tell of gates, v dv;
 - keys: fall beta (d dS^T) - rise (dv S^T) + P_A^T q + (P_E + P_E^T) k = dk.
 
-A gradient leaves by the place of the pairs it was made of.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from foci.tiles.state import sequence
 from foci.tiles.tma import async_load, async_store, map_of
 
 CHUNK: gl.constexpr = gl.constexpr(64)
-WIDTH: gl.constexpr = gl.constexpr(128)  # of keys and of values
 PARTS: gl.constexpr = gl.constexpr(16)  # of the sum over a state
 # Places in shared memory. Barriers are known by them too, V by that of LOW, K by that of Q.
 STATE, END, OUT, ERROR, VALUE, REST, LOW, Q, K, V, PAIRS_A, PAIRS_E = (gl.constexpr(place) for place in range(12))
+D_Q, D_K = (gl.constexpr(place) for place in (12, 13))  # by which gradients leave
 USERS: gl.constexpr = gl.constexpr((2, 2, 2, 2, 3, 1, 2, 3))  # how many of the three use what a barrier tells of
 A_THERE, A_USED, A_GONE, E_THERE, E_GONE = (gl.constexpr(what) for what in range(5))  # barriers of what is handed on
 BY_TOKEN: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of [tokens,tokens]
@@ -47,6 +46,7 @@ LINE: gl.constexpr = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # of o
 OF_ROWS: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16))  # of what TMA brings
 OF_STATES: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout.get_default_for([128, 128], gl.bfloat16))
 ROWS: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # of tiles that nothing multiplies
+HALF_ROWS: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # of 64 columns
 
 
 @gluon.jit
@@ -145,6 +145,7 @@ def _load(there, tiles, bars, offsets_ptr, sizes, tokens, WHOLE: gl.constexpr): 
     q_there, k_there, v_there, do_there, dv_there, low_there, d_there, S_there, dS_there = there
     full, _ = bars
     _T, _N, items, H, R, _apart = sizes
+    WIDTH: gl.constexpr = tiles[Q].shape[2]
     i, turn = 0, 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         _b, _first, t0, slot, group, _left = _place(item, offsets_ptr, sizes, WHOLE)
@@ -175,6 +176,7 @@ def _pairs(  # type: ignore[no-untyped-def]
     full, empty = bars
     _T, _N, items, H, R, apart = sizes
     apart = gl.to_tensor(apart).to(gl.int64)
+    by_row: gl.constexpr = ROWS if tiles[Q].shape[2] == 128 else HALF_ROWS
     i, turn = 0, 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         b, first, _t0, slot, group, left = _place(item, offsets_ptr, sizes, WHOLE)
@@ -201,9 +203,9 @@ def _pairs(  # type: ignore[no-untyped-def]
             _handed_on(found, A)
             if not WHOLE:  # noqa: SIM102  a constant and a tensor
                 if left < CHUNK:  # tokens of who comes next, which nothing that is multiplied by 0 may see
-                    inside = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ROWS))[:, None] < left
-                    q.store(gl.where(inside, q.load(ROWS).to(gl.float32), 0.0).to(gl.bfloat16))
-                    k.store(gl.where(inside, k.load(ROWS).to(gl.float32), 0.0).to(gl.bfloat16))
+                    inside = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, by_row))[:, None] < left
+                    q.store(gl.where(inside, q.load(by_row).to(gl.float32), 0.0).to(gl.bfloat16))
+                    k.store(gl.where(inside, k.load(by_row).to(gl.float32), 0.0).to(gl.bfloat16))
             fence_async_shared()
             mbarrier.arrive(handed.index(A_THERE), count=1)
             mbarrier.wait(full.index(VALUE), parity)
@@ -247,12 +249,18 @@ def _queries(  # type: ignore[no-untyped-def]
     full, empty = bars
     _T, _N, items, H, R, apart = sizes
     apart = gl.to_tensor(apart).to(gl.int64)
-    token = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, BY_KEY))
-    row, part = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ROWS)), gl.arange(0, PARTS, layout=gl.SliceLayout(1, ROWS))
+    WIDTH: gl.constexpr = tiles[Q].shape[2]
+    by_key: gl.constexpr = BY_KEY if WIDTH == 128 else BY_TOKEN
+    by_row: gl.constexpr = ROWS if WIDTH == 128 else HALF_ROWS
+    token, part = (
+        gl.arange(0, CHUNK, layout=gl.SliceLayout(1, by_key)),
+        gl.arange(0, PARTS, layout=gl.SliceLayout(1, by_row)),
+    )
+    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, by_row))
     i, turn = 0, 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         _b, _first, t0, slot, group, left = _place(item, offsets_ptr, sizes, WHOLE)
-        d_q = gl.zeros([CHUNK, WIDTH], gl.float32, BY_KEY)
+        d_q = gl.zeros([CHUNK, WIDTH], gl.float32, by_key)
         for r in range(R):
             at = turn * zero  # not known before the loop: what is would be kept in registers
             S, dS, do = tiles[STATE].index(at), tiles[END].index(at), tiles[OUT].index(at)
@@ -264,14 +272,14 @@ def _queries(  # type: ignore[no-untyped-def]
             rows = rows_ptr + line * CHUNK
             mbarrier.wait(full.index(STATE), parity)
             mbarrier.wait(full.index(OUT), parity)
-            none = gl.zeros([CHUNK, WIDTH], gl.float32, BY_KEY)
+            none = gl.zeros([CHUNK, WIDTH], gl.float32, by_key)
             read = warpgroup_mma(do, S.permute((1, 0)), none, use_acc=False, is_async=True)
             tma.store_wait(0)
             mbarrier.arrive(handed.index(A_GONE), count=1, pred=turn > 0)
             mbarrier.wait(full.index(END), parity)
-            total = gl.zeros([PARTS, WIDTH], gl.float32, ROWS)
+            total = gl.zeros([PARTS, WIDTH], gl.float32, by_row)
             for j in gl.static_range(WIDTH // PARTS):
-                one, other = S.slice(j * PARTS, PARTS).load(ROWS), dS.slice(j * PARTS, PARTS).load(ROWS)
+                one, other = S.slice(j * PARTS, PARTS).load(by_row), dS.slice(j * PARTS, PARTS).load(by_row)
                 total += one.to(gl.float32) * other.to(gl.float32)
             gl.store(totals_ptr + line * PARTS + part, gl.sum(total, 1))
             mbarrier.wait(full.index(Q), i & 1)
@@ -279,12 +287,12 @@ def _queries(  # type: ignore[no-untyped-def]
             mbarrier.arrive(empty.index(STATE), count=1)
             mbarrier.arrive(empty.index(END), count=1)
             mbarrier.arrive(empty.index(OUT), count=1)
-            gl.store(rows + 7 * apart + token, gl.sum(q.load(BY_KEY).to(gl.float32) * read, 1))
+            gl.store(rows + 7 * apart + token, gl.sum(q.load(by_key).to(gl.float32) * read, 1))
             d_q += read * rise[:, None]
             mbarrier.wait(full.index(VALUE), parity)
             mbarrier.wait(full.index(LOW), parity)
-            by_value = dv.load(ROWS).to(gl.float32) + low.load(ROWS).to(gl.float32)
-            gl.store(rows + 5 * apart + row, gl.sum(v.load(ROWS).to(gl.float32) * by_value, 1))
+            by_value = dv.load(by_row).to(gl.float32) + low.load(by_row).to(gl.float32)
+            gl.store(rows + 5 * apart + row, gl.sum(v.load(by_row).to(gl.float32) * by_value, 1))
             mbarrier.arrive(empty.index(VALUE), count=1)
             mbarrier.arrive(empty.index(LOW), count=1)
             mbarrier.wait(handed.index(A_THERE), parity)
@@ -294,7 +302,7 @@ def _queries(  # type: ignore[no-untyped-def]
             mbarrier.wait(handed.index(A_USED), parity)
             turn += 1
         mbarrier.arrive(empty.index(Q), count=1)
-        _stored(d_q, tiles[PAIRS_A].index(turn * zero), out_there, d_q_ptr, t0, group, left, H // R, zero, WHOLE)
+        _stored(d_q, tiles[D_Q].index(turn * zero), out_there, d_q_ptr, t0, group, left, H // R, zero, WHOLE)
         i += 1  # noqa: SIM113  what enumerates is Python's
     tma.store_wait(0)
 
@@ -302,6 +310,8 @@ def _queries(  # type: ignore[no-untyped-def]
 @gluon.jit
 def _stored(x, tile, there, ptr, t0, group, left, G, zero, WHOLE: gl.constexpr):  # type: ignore[no-untyped-def]
     """A gradient to memory, by TMA or, of a chunk that ends early, token by token."""
+    WIDTH: gl.constexpr = tile.shape[1]
+    by_row: gl.constexpr = ROWS if WIDTH == 128 else HALF_ROWS
     tile.store(x.to(gl.bfloat16))
     fence_async_shared()
     if WHOLE:  # noqa: SIM114  a constant and a tensor
@@ -309,10 +319,10 @@ def _stored(x, tile, there, ptr, t0, group, left, G, zero, WHOLE: gl.constexpr):
     elif left == CHUNK:
         async_store(there, [t0, group * WIDTH], tile)
     else:
-        t = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ROWS))[:, None]
-        c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ROWS))[None, :]
+        t = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, by_row))[:, None]
+        c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, by_row))[None, :]
         to = ptr + (t0.to(gl.int64) * G + group) * WIDTH
-        gl.store(to + ((t + zero) * G * WIDTH + c), tile.load(ROWS), mask=t < left)
+        gl.store(to + ((t + zero) * G * WIDTH + c), tile.load(by_row), mask=t < left)
 
 
 @gluon.jit
@@ -323,11 +333,13 @@ def _keys(  # type: ignore[no-untyped-def]
     full, empty = bars
     _T, _N, items, H, R, apart = sizes
     apart = gl.to_tensor(apart).to(gl.int64)
-    token = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, BY_KEY))
+    WIDTH: gl.constexpr = tiles[Q].shape[2]
+    by_key: gl.constexpr = BY_KEY if WIDTH == 128 else BY_TOKEN
+    token = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, by_key))
     i, turn = 0, 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         _b, _first, t0, slot, group, left = _place(item, offsets_ptr, sizes, WHOLE)
-        d_k = gl.zeros([CHUNK, WIDTH], gl.float32, BY_KEY)
+        d_k = gl.zeros([CHUNK, WIDTH], gl.float32, by_key)
         for r in range(R):
             at = turn * zero  # not known before the loop: what is would be kept in registers
             S, dS, d, dv = tiles[STATE].index(at), tiles[END].index(at), tiles[ERROR].index(at), tiles[VALUE].index(at)
@@ -337,7 +349,7 @@ def _keys(  # type: ignore[no-untyped-def]
             gated = gated_ptr + line * 2 * CHUNK + token
             rise, write = gl.load(gated), gl.load(gated + CHUNK)
             rows = rows_ptr + line * CHUNK
-            none = gl.zeros([CHUNK, WIDTH], gl.float32, BY_KEY)
+            none = gl.zeros([CHUNK, WIDTH], gl.float32, by_key)
             mbarrier.wait(full.index(ERROR), parity)
             mbarrier.wait(full.index(END), parity)
             written = warpgroup_mma(d, dS.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -347,7 +359,7 @@ def _keys(  # type: ignore[no-untyped-def]
             written = warpgroup_mma_wait(0, deps=[written])
             mbarrier.arrive(empty.index(END), count=1)
             mbarrier.arrive(empty.index(ERROR), count=1)
-            gl.store(rows + 6 * apart + token, gl.sum(k.load(BY_KEY).to(gl.float32) * written, 1))
+            gl.store(rows + 6 * apart + token, gl.sum(k.load(by_key).to(gl.float32) * written, 1))
             d_k += written * write[:, None]
             mbarrier.wait(full.index(VALUE), parity)
             mbarrier.wait(full.index(STATE), parity)
@@ -355,7 +367,7 @@ def _keys(  # type: ignore[no-untyped-def]
             erased = warpgroup_mma_wait(0, deps=[erased])
             mbarrier.arrive(empty.index(STATE), count=1)
             mbarrier.arrive(empty.index(VALUE), count=1)
-            gl.store(rows + 8 * apart + token, gl.sum(k.load(BY_KEY).to(gl.float32) * erased, 1))
+            gl.store(rows + 8 * apart + token, gl.sum(k.load(by_key).to(gl.float32) * erased, 1))
             d_k -= erased * rise[:, None]
             mbarrier.wait(handed.index(A_THERE), parity)
             d_k = warpgroup_mma(A.slice(CHUNK, CHUNK, 1).permute((1, 0)), q, d_k, is_async=True)
@@ -370,7 +382,7 @@ def _keys(  # type: ignore[no-untyped-def]
             d_k = warpgroup_mma_wait(0, deps=[d_k])
             turn += 1
         mbarrier.arrive(empty.index(Q), count=1)
-        _stored(d_k, tiles[PAIRS_E].index(turn * zero), out_there, d_k_ptr, t0, group, left, H // R, zero, WHOLE)
+        _stored(d_k, tiles[D_K].index(turn * zero), out_there, d_k_ptr, t0, group, left, H // R, zero, WHOLE)
         i += 1  # noqa: SIM113  what enumerates is Python's
     tma.store_wait(0)
 
@@ -380,28 +392,26 @@ def side_and_pairs_kernel(  # type: ignore[no-untyped-def]
     q_there, k_there, v_there, beta_ptr, g_ptr, do_there, dv_there, low_there, d_there, S_there, dS_there, gated_ptr,
     offsets_ptr, rows_ptr, totals_ptr, d_q_there, d_q_ptr, d_k_there, d_k_ptr,
     beta_strides, g_strides, scale, zero, T, N, items, H, R, tokens, apart,
-    WHOLE: gl.constexpr, ALONE: gl.constexpr,
+    WIDTH: gl.constexpr, WHOLE: gl.constexpr, ALONE: gl.constexpr,
 ):  # fmt: skip
     """Chunks and key heads, `items` of them, one after the other. WHOLE: no chunk ends early. ALONE: R is 1.
 
-    To d_q and d_k [B,T,G,128] go the gradients, to rows [9,slots,H,CHUNK] and totals [slots,H,PARTS] what
-    kernels_triton_tokens.py: gates_kernel reads there.
+    WIDTH: K and V, 64 or 128. To d_q and d_k [B,T,G,WIDTH] go the gradients, to rows [9,slots,H,CHUNK] and totals
+    [slots,H,PARTS] what kernels_triton_tokens.py: gates_kernel reads there.
     """
     there = q_there, k_there, v_there, do_there, dv_there, low_there, d_there, S_there, dS_there
-    tiles = (
-        gl.allocate_shared_memory(gl.bfloat16, [1, WIDTH, WIDTH], OF_STATES),
-        gl.allocate_shared_memory(gl.bfloat16, [1, WIDTH, WIDTH], OF_STATES),
-        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),
-        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),
-        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),
-        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),
-        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),
-        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),
-        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),
-        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),
-        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),
-        gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),
-    )
+    tiles = ()
+    for _ in gl.static_range(2):
+        tiles += (gl.allocate_shared_memory(gl.bfloat16, [1, WIDTH, WIDTH], OF_STATES),)  # type: ignore[assignment]
+    for _ in gl.static_range(8):
+        tiles += (gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),)  # type: ignore[assignment]
+    for _ in gl.static_range(2):
+        tiles += (gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, 2 * CHUNK], OF_ROWS),)  # type: ignore[assignment]
+    for each in gl.static_range(2):  # a gradient leaves by the place of the pairs it was made of, where that is as wide
+        if WIDTH == 2 * CHUNK:
+            tiles += (tiles[PAIRS_A + each],)  # type: ignore[assignment]
+        else:
+            tiles += (gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),)  # type: ignore[assignment]
     places: gl.constexpr = len(USERS)
     full = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
@@ -412,6 +422,8 @@ def side_and_pairs_kernel(  # type: ignore[no-untyped-def]
     for place in gl.static_range(5):
         mbarrier.init(handed.index(place), count=1)
     bars, sizes = (full, empty), (T, N, items, H, R, apart)
+    QUERIES: gl.constexpr = 128 if WIDTH == 64 else 144 if ALONE else 160  # registers; keys have what is left
+    PAIRS: gl.constexpr = 208 if WIDTH == 64 else 176 if ALONE else 160 if WHOLE else 152
     gl.warp_specialize(
         [
             (_keys, (tiles, bars, handed, d_k_there, gated_ptr, rows_ptr, d_k_ptr, zero, offsets_ptr, sizes, WHOLE)),
@@ -426,15 +438,15 @@ def side_and_pairs_kernel(  # type: ignore[no-untyped-def]
             (_load, (there, tiles, bars, offsets_ptr, sizes, tokens, WHOLE)),
         ],
         [4, 4, 4],
-        [144 if ALONE else 160, 176 if ALONE else 160 if WHOLE else 152, 24],  # registers; keys have what is left
+        [QUERIES, PAIRS, 24],
     )  # fmt: skip
 
 
 def takes(problem: Any, d_out: Tensor, dv: Any) -> bool:
     """Whether `side_and_pairs` has a backward's last products.
 
-    In bfloat16, heads of 128 and gates per token; of tensors that are one matrix of all heads; and of documents of four
-    chunks in the mean, as each may leave a slot that is nobody's, and is walked as well.
+    In bfloat16, heads of 64 or 128 and gates per token; of tensors that are one matrix of all heads; and of documents
+    of four chunks in the mean, as each may leave a slot that is nobody's, and is walked as well.
     """
     call, (d_q, d_k, *_) = problem.call, problem.found
     _, T, _, H, K, V, N = call.sizes
@@ -443,7 +455,7 @@ def takes(problem: Any, d_out: Tensor, dv: Any) -> bool:
     lines = problem.chunks * H * K
     if problem.target.arch != 90 or not isinstance(dv, tuple) or problem.g is None or d_q is None or d_k is None:
         return False
-    if int(WIDTH) != K or V != K or call.erase is not None or lines >= 1 << 31 or not reaches(2 * lines * V):
+    if K not in (64, 128) or V != K or call.erase is not None or lines >= 1 << 31 or not reaches(2 * lines * V):
         return False
     return all(by_tma(x) and in_line(x) for x in (call.q, call.k, call.v, d_out))
 
@@ -468,6 +480,6 @@ def side_and_pairs(
         q, k, v, call.beta, problem.g, do, dv_there, low, d, S, dS, gated,
         call.offsets, rows, totals, d_q_there, d_q, d_k_there, d_k,
         call.beta.stride(), strides(problem.g), call.scale, 0, T, N, items, H, H // G, B * T, rows[0].numel(),
-        config=Config(warps=4, stages=1), WHOLE=call.offsets is None and T % int(CHUNK) == 0, ALONE=G == H,
+        config=Config(warps=4, stages=1), WIDTH=V, WHOLE=call.offsets is None and T % int(CHUNK) == 0, ALONE=G == H,
     )  # fmt: skip
     return rows, totals

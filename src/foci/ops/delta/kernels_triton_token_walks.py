@@ -396,9 +396,10 @@ def wide(call: Any, target: Target) -> int:
     *_, H, K, V, N = call.sizes
     if V % 64 or not (N and _forgets(call, target) and fits(K, V, target, call.q, call.k, call.v)):
         return 0
-    if V % 128:
-        return 64 if K <= 128 else 0
-    return 64 if K <= 128 and N * H * (V // 64) <= target.processors else 128
+    idle = target.processors >= N * H * (V // 64)
+    if K <= 128 and (idle or V % 128):
+        return 64
+    return 128 if V % 128 == 0 else 0
 
 
 def _forgets(call: Any, target: Target) -> bool:
