@@ -429,7 +429,7 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
 
 
 def walk(columns: int) -> Callable[..., None]:
-    """`forward` of kernels_triton_token_walks.py by so many columns a program, as `wide` says there; nothing is kept."""
+    """`forward` of kernels_triton_token_walks.py by so many columns a program, as `wide` says there."""
     return partial(_forward, columns)
 
 
