@@ -8,6 +8,7 @@ wait reads what was there before, NaN at first; who waits for what never comes f
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -65,6 +66,11 @@ class Pointer:
         """An address, 0 of a tensor without elements."""
         assert dtype == torch.int64
         return value(1 + self.offset if self.memory.numel() else 0)
+
+
+def jitted(module: ModuleType) -> dict[str, Any]:
+    """The device functions that it knows by name."""
+    return {name: x for name, x in vars(module).items() if hasattr(x, "fn") and callable(x)}
 
 
 def pointer(x: Tensor) -> Pointer:
@@ -340,19 +346,23 @@ class Gluon:
         named = {"gl": self.gl, "mbarrier": self.mbarrier, "tma": self.tma, "fence_async_shared": lambda: None}
         named |= {"async_load": self.copy_in, "async_store": self.copy_out}
         named |= {"warpgroup_mma": self.product, "warpgroup_mma_wait": self.product_wait}
-        named |= {name: plain(x) for name, x in vars(module).items() if type(x).__name__ == "constexpr"}
-        functions = {name: x for name, x in vars(module).items() if hasattr(x, "fn") and callable(x)}
-        named |= {name: x.fn for name, x in functions.items()}
-        others = {x.fn.__globals__["__name__"] for x in functions.values()} - {module.__name__}
         with ExitStack() as stack:
             stack.callback(self.engine.end)
-            stack.enter_context(mock.patch.multiple(module, **named))
-            for other in others:
-                stack.enter_context(mock.patch(f"{other}.tl", self.triton()))
+            for each in self.modules(module):
+                own = {name: plain(x) for name, x in vars(each).items() if type(x).__name__ == "constexpr"}
+                own |= {name: x.fn for name, x in jitted(each).items()} | {"tl": self.triton()}
+                stack.enter_context(
+                    mock.patch.multiple(each, **{name: x for name, x in (own | named).items() if hasattr(each, name)})
+                )
             self.programs = grid[0]
             programs = range(grid[0]) if self.ahead else reversed(range(grid[0]))
             for self.program in programs:
                 kernel.fn(*given, **meta)
+
+    def modules(self, module: ModuleType) -> list[ModuleType]:
+        """It, and those whose device functions it calls."""
+        others = {x.fn.__globals__["__name__"] for x in jitted(module).values()} - {module.__name__}
+        return [module, *(sys.modules[name] for name in sorted(others))]
 
     def triton(self) -> SimpleNamespace:
         """What is used of Triton's language by device functions of both."""

@@ -46,18 +46,25 @@ def test_the_kept_buffer_has_room_for_its_parts_and_no_more(dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize(
-    ("K", "H", "by_triton"), [(128, 32, "token_walk_kernel"), (128, 2, "walk_kernel"), (64, 32, "token_walk_kernel")]
+    ("T", "K", "H", "by_triton", "trained"),
+    [
+        (8192, 128, 32, "token_walk_kernel", "wide_walk_kernel"),
+        (8192, 64, 32, "token_walk_kernel", "wide_walk_kernel"),
+        (8190, 128, 32, "token_walk_kernel", "token_walk_kernel"),  # no maps for TMA
+        (8192, 256, 32, "token_walk_kernel", "token_walk_kernel"),
+        (8192, 128, 2, "walk_kernel", "walk_kernel"),  # too few programs
+    ],
 )
-def test_inference_is_walked_by_warps_of_their_own_on_hopper(
-    K: int, H: int, by_triton: str, monkeypatch: pytest.MonkeyPatch
+def test_heads_are_walked_by_warps_of_their_own_on_hopper(
+    T: int, K: int, H: int, by_triton: str, trained: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
     from foci.ops.delta import kernels_triton_token_walks  # noqa: F401  Triton is there, and says which it is
 
     if not tune.with_gluon():
         pytest.skip("Gluon has no interpreter, and this Triton may be none that compiles the kernel")
-    q = torch.empty(1, 8192, H, K, dtype=torch.bfloat16, device="meta")
-    g = torch.empty(1, 8192, H, device="meta")
+    q = torch.empty(1, T, H, K, dtype=torch.bfloat16, device="meta")
+    g = torch.empty(1, T, H, device="meta")
     one = bind(q, q, q, g, log_decay=g)
 
     def walks(target: str, keep: bool) -> str:
@@ -66,7 +73,7 @@ def test_inference_is_walked_by_warps_of_their_own_on_hopper(
         *_, name = (launch.kernel.fn.__name__ for launch in launches if "walk" in launch.kernel.fn.__name__)
         return str(name)  # the last one: what is launched before it makes maps
 
-    assert walks("sm_90", False) == "wide_walk_kernel" and walks("sm_90", True) == by_triton
+    assert walks("sm_90", False) == "wide_walk_kernel" and walks("sm_90", True) == trained
     assert walks("sm_80", False) == walks("sm_100", False) == "walk_kernel"
     monkeypatch.setattr(gpu, "with_gluon", lambda: False)
     assert walks("sm_90", False) == by_triton

@@ -61,12 +61,23 @@ def problem(device: str = "cuda", /, **options: Any) -> dict[str, Any]:
     return made.make(torch.bfloat16, torch.device(device), 0)
 
 
-def walked(inputs: dict[str, Any], columns: int, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """By warps, so many columns a program; of 0 by Triton."""
+KEPT: list[dict[str, Any]] = [
+    {"B": 4, "T": 2048, "H": 16, "state": True},
+    {"B": 2, "T": 1024, "H": 80, "G": 40, "alike": "identical", "beta": 2.0},
+    {"T": 8192, "H": 8, "G": 2},
+    {"T": 4096, "H": 8, "gates": every_other_slow},
+    {"B": 8, "T": 1024, "H": 10, "K": 64, "V": 64, "state": True},
+    {"B": 3, "T": 512, "H": 16, "K": 64, "V": 128, "fused": True},
+    {"T": 640, "H": 30, "V": 192, "decay": "head"},
+]
+
+
+def walked(inputs: dict[str, Any], columns: int, monkeypatch: pytest.MonkeyPatch, keep: bool = False) -> list[Tensor]:
+    """By warps, so many columns a program; of 0 by Triton. `keep`: and what a backward reads."""
     with monkeypatch.context() as patch:
         patch.setattr(token_walks, "wide", lambda *_: columns)
         patch.setattr(token_walks, "suits", lambda *_: True)
-        return [*gpu.forward(bind(**inputs))]
+        return [*gpu.forward(bind(**inputs), keep)]
 
 
 def apart(x: Tensor, y: Tensor) -> float:
@@ -97,6 +108,29 @@ def test_where_keys_are_alike_it_is_as_exact_as_the_other(columns: int, monkeypa
     found = walked(inputs, columns, monkeypatch)
     for x, y in zip(found, beside, strict=True):
         assert apart(x, y) <= 3e-3
+
+
+@on_hopper
+@pytest.mark.parametrize("options", KEPT, ids=told)
+def test_what_a_backward_reads_is_what_triton_keeps(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = problem(**options)
+    call = bind(**inputs)
+    columns = token_walks.wide(call, tune.target_of(inputs["v"].device), True)
+    assert columns == 64
+    (out, final, buffer), (out_too, final_too, kept) = (
+        walked(inputs, each, monkeypatch, True) for each in (columns, 0)
+    )
+    found, wanted = (gpu._parts(call, x) for x in (buffer, kept))
+    for x, y in ((out, out_too), (final, final_too), (found.states, wanted.states)):
+        assert apart(x, y) <= 3e-3
+    assert apart(found.errors.double().sum(0), wanted.errors.double().sum(0)) <= 2e-3
+    high, low = found.errors.float()
+    assert low.any() and bool((low.abs() <= 2**-8 * high.abs()).all())
+    for _ in range(10):
+        *again, buffer = walked(inputs, columns, monkeypatch, True)
+        parts = gpu._parts(call, buffer)
+        for x, y in zip((out, final, found.states, found.errors), (*again, parts.states, parts.errors), strict=True):
+            assert x.equal(y)
 
 
 @on_hopper

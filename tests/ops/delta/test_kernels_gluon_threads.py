@@ -37,11 +37,11 @@ def problem(options: dict[str, Any]) -> dict[str, Any]:
 
 def walked(
     inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, pieces: int = 1, return_state: bool = True,
-    ahead: bool = False, columns: int = 0,
+    ahead: bool = False, columns: int = 0, keep: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """Out and the final state, each sequence in so many `pieces`; `ahead`: the first program before the last.
 
-    `columns` a program: as many as there are, of 128 and 64, if none are told.
+    `columns` a program: as many as there are, of 128 and 64, if none are told. `keep`: and what a backward reads.
     """
     columns = columns or (64 if inputs["v"].shape[3] % 128 else 128)
 
@@ -54,7 +54,7 @@ def walked(
         patch.setattr(token_walks, "wide", lambda *_: columns)
         patch.setattr(token_walks, "suits", lambda *_: True)
         patch.setattr(token_walks, "shares", lambda *_: pieces)
-        return [x.cpu() for x in gpu.forward(bind(**there(inputs), return_state=return_state))]
+        return [x.cpu() for x in gpu.forward(bind(**there(inputs), return_state=return_state), keep)]
 
 
 @pytest.mark.parametrize("alike", ["independent", "correlated", "identical"])
@@ -117,10 +117,42 @@ def test_pieces_begin_as_one_walk_would(columns: int, slow: bool, alike: str, mo
         assert found.equal(wanted)  # a piece writes nothing where another one does
 
 
+@pytest.mark.parametrize(
+    ("options", "pieces"),
+    [
+        ({"B": 2, "T": 192, "state": True}, 1),
+        ({"T": 256, "H": 3, "G": 3, "alike": "correlated"}, 1),
+        ({"T": 448, "gates": lambda draw, *shape: torch.full(shape, -1.2)}, 3),
+        ({"B": 2, "T": 192, "K": 64, "V": 64, "alike": "identical", "beta": 2.0}, 1),
+        ({"T": 256, "H": 4, "G": 2, "K": 64, "decay": "head"}, 1),
+        ({"T": 192, "V": 192, "fused": True}, 1),
+    ],
+    ids=str,
+)
+def test_what_a_backward_reads_is_what_triton_keeps(
+    options: dict[str, Any], pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = problem(options)
+    call = bind(**there(inputs))
+    out, final, buffer = walked(inputs, monkeypatch, pieces, columns=64, keep=True)
+    out_too, final_too, buffer_too = (x.cpu() for x in gpu.forward(call, True))
+    found, wanted = (gpu._parts(call, x) for x in (buffer, buffer_too))
+    for x, y in ((out, out_too), (final, final_too), (found.states, wanted.states)):
+        assert error(x, y) <= 3e-3
+    assert error(found.errors.double().sum(0), wanted.errors.double().sum(0)) <= 2e-3
+    high, low = found.errors.float()
+    assert low.any() and bool((low.abs() <= 2**-8 * high.abs()).all())
+    for name in ("inverse", "products", "rows", "total"):
+        assert getattr(found, name).equal(getattr(wanted, name)), name
+
+
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("pieces", [1, 3])
-def test_a_state_that_nobody_asks_for_is_not_stored(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = problem({"T": 200, "H": 1})
-    (out, final), (wanted, _) = (walked(inputs, monkeypatch, pieces, asked) for asked in (False, True))
+def test_a_state_that_nobody_asks_for_is_not_stored(pieces: int, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = problem({"T": 192 if keep else 200, "H": 1})
+    (out, final, *_), (wanted, *_) = (
+        walked(inputs, monkeypatch, pieces, asked, columns=64, keep=keep) for asked in (False, True)
+    )
     assert out.equal(wanted) and final.shape == (0, 1, 128, 128)
 
 

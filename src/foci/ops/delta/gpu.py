@@ -72,12 +72,13 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     buffer = kept(call).empty(call.v) if keep else None
     parts = None if buffer is None else _parts(call, buffer)
     target = target_of(call.v.device)
-    wide = token_walks.wide(call, target) if with_gluon() and not keep else 0
+    wide = token_walks.wide(call, target, keep) if with_gluon() else 0
     shares = token_walks.shares(call, target, wide or 64)
-    by = way(call, False, token_walks, joins, shares, *walks.unturned(call), by_warps=wide > 0)
-    walk = import_module("foci.ops.delta.kernels_gluon").walk(wide) if wide else None
+    always = wide > 0 and not keep and not joins.reaches_far(call)
+    by = way(call, False, token_walks, joins, shares, *walks.unturned(call), always)
+    walk = import_module("foci.ops.delta.kernels_gluon").walk(wide) if wide and by.turned and not by.maps else None
     out, rest = room(call, call.v)
-    made = triangles.first(call, parts, _slots(call), shares > 1, at_once, channel_chunks, walk is not None, rest)
+    made = triangles.first(call, parts, _slots(call), shares > 1, at_once, channel_chunks, wide > 0 and not keep, rest)
     rest.end()
     final = walks.forward(call, parts, made, out, by, token_walks, joins, channel_walks, walk)
     return (out, final) if buffer is None else (out, final, buffer)

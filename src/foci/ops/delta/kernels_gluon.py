@@ -32,16 +32,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from foci.core.tune import Config, launch, strides
+from foci.ops.delta.kernels_gluon_loads import (
+    HALF,
+    has_exact,
+    load_keys,
+    load_products,
+    load_queries,
+    load_values_and_store,
+)
 from foci.tiles.affine import faded
 from foci.tiles.maps import tiles_of
 from foci.tiles.memory import present
 from foci.tiles.near import UNREAD
 from foci.tiles.pieces import FORGOTTEN, share
 from foci.tiles.state import sequence
-from foci.tiles.tma import async_load, async_store, map_of
+from foci.tiles.tma import async_store, map_of
 
 CHUNK = 64
-HALF: gl.constexpr = gl.constexpr(64)  # columns of a state that four warps have: the rows of a product
 BY_TOKEN: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of sums [HALF,tokens]
 BY_KEY: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of 128 channels
 OF_TOKENS: gl.constexpr = gl.constexpr(gl.DotOperandLayout(0, BY_TOKEN.value, 2))  # of what multiplies to such sums
@@ -56,13 +63,14 @@ def _plus(a, b):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _rounded(x, marks, EXACT: gl.constexpr, layout: gl.constexpr):  # type: ignore[no-untyped-def]
-    """x [HALF,tokens] rounded, and what that left of tokens that are marked as exact, as left operands."""
+def _rounded(x, marks, EXACT: gl.constexpr, KEEP: gl.constexpr):  # type: ignore[no-untyped-def]
+    """x [HALF,tokens] rounded, and what that left of tokens that are exact; KEEP: all are."""
     high = x.to(gl.bfloat16)
     low = high
     if EXACT:
-        low = gl.where(marks.load(BY_TOKEN) > 0, x - high.to(gl.float32), 0.0).to(gl.bfloat16)
-    return gl.convert_layout(high, layout), gl.convert_layout(low, layout)
+        left = x - high.to(gl.float32)
+        low = (left if KEEP else gl.where(marks.load(BY_TOKEN) > 0, left, 0.0)).to(gl.bfloat16)
+    return high, low
 
 
 @gluon.jit
@@ -81,146 +89,15 @@ def _remembered(reach_ptr, step, count):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _described(x, step, stop, cols, tiles, MAPS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """A head's rows for TMA, or the map of all heads that x is."""
-    if MAPS:
-        return x
-    else:
-        return tma.make_tensor_descriptor(x, [stop, cols], [step, 1], [tiles.shape[1], tiles.shape[2]], tiles.layout)
-
-
-@gluon.jit
-def _copy(there, row, first, tiles, at, bar, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """CHUNK rows to their place in shared memory, tile by tile of columns from `first` on."""
-    count: gl.constexpr = tiles.shape[0] // STAGES
-    for tile in gl.static_range(count):
-        column = first + tile * tiles.shape[2]
-        async_load(there, [row, column], bar, tiles.index(count * at + tile))
-
-
-@gluon.jit
-def _load_keys(  # type: ignore[no-untyped-def]
-    these, flow, CHUNK: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr
-):
-    """What a warp that loads does, chunk by chunk, when all that walk have left the place."""
-    keys, step, stop, first, tiles = these
-    full, empty, span, start = flow
-    begin, _own, end = span
-    K: gl.constexpr = tiles.shape[0] // STAGES * tiles.shape[2]
-    there = _described(keys, step, stop, K, tiles, MAPS)
-    for i in range(begin, end):
-        turn = i - begin
-        at, bar = turn % STAGES, full.index(turn % STAGES)
-        mbarrier.wait(empty.index(at), (turn // STAGES & 1) ^ 1)
-        mbarrier.expect(bar, 2 * CHUNK * K)
-        _copy(there, start + i * CHUNK, first, tiles, at, bar, STAGES)
-
-
-@gluon.jit
-def _load_values_and_store(  # type: ignore[no-untyped-def]
-    these, flow, CHUNK: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr
-):
-    """What the second does: outputs of the chunk whose place it is lie where its values were, and go first.
-
-    Where they go is described, if it is here, behind the first loads: it takes as long as they do.
-    """
-    values, step, outputs, stop, H, V, v0, tiles = these
-    full, empty, span, start = flow
-    begin, _own, end = span
-    there = _described(values, step, stop, V, tiles, MAPS)
-    for phase in gl.static_range(2):
-        i0, i1 = (begin, gl.minimum(begin + STAGES, end)) if phase == 0 else (begin + STAGES, end)
-        if phase == 1:
-            out_there = _described(outputs, H * V, stop, V, tiles, MAPS)
-        for i in range(i0, i1):
-            turn = i - begin
-            at, bar = turn % STAGES, full.index(turn % STAGES)
-            mbarrier.wait(empty.index(at), (turn // STAGES & 1) ^ 1)
-            if phase == 1:
-                _store(out_there, i - STAGES, v0, tiles, span, start, CHUNK, STAGES)
-            mbarrier.expect(bar, 2 * CHUNK * HALF * (tiles.shape[0] // STAGES))
-            _copy(there, start + i * CHUNK, v0, tiles, at, bar, STAGES)
-    for i in range(gl.maximum(begin, end - STAGES), end):
-        turn = i - begin
-        mbarrier.wait(empty.index(turn % STAGES), turn // STAGES & 1)
-        _store(out_there, i, v0, tiles, span, start, CHUNK, STAGES)
-
-
-@gluon.jit
-def _store(there, i, v0, tiles, span, start, CHUNK: gl.constexpr, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Outputs of a chunk that was read to memory; then its place is free."""
-    begin, own, _end = span
-    at = (i - begin) % STAGES
-    groups: gl.constexpr = tiles.shape[0] // STAGES
-    if i >= own:
-        for group in gl.static_range(groups):
-            async_store(there, [start + i * CHUNK, v0 + group * HALF], tiles.index(groups * at + group))
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _load_products(  # type: ignore[no-untyped-def]
-    these, flow, CHUNK: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr
-):
-    """What the third does: X, A for what is read, and of both what rounding left where some tokens are exact."""
-    products, exact_ptr, stop, first, H, X_tiles, A_tiles = these
-    full, empty, span, start = flow
-    begin, own, end = span
-    exact = gl.load(exact_ptr + begin * 3 * H * CHUNK, mask=begin < end, other=0.0) != 0.0
-    there = _described(products, 4 * H * CHUNK, stop, 4 * CHUNK, X_tiles, MAPS)
-    each: gl.constexpr = 2 * CHUNK * CHUNK  # bytes
-    for i in range(begin, end):
-        then = gl.load(exact_ptr + (i + 1) * 3 * H * CHUNK, mask=i + 1 < end, other=0.0) != 0.0
-        turn, t0, reads = i - begin, start + i * CHUNK, i >= own
-        at, bar, both = turn % STAGES, full.index(turn % STAGES), reads & exact
-        mbarrier.wait(empty.index(at), (turn // STAGES & 1) ^ 1)
-        mbarrier.expect(bar, each, pred=(i < own) & (exact == 0))
-        mbarrier.expect(bar, 2 * each, pred=reads != exact)
-        mbarrier.expect(bar, 4 * each, pred=both)
-        async_load(there, [t0, first], bar, X_tiles.index(2 * at))
-        async_load(there, [t0, first + CHUNK], bar, X_tiles.index(2 * at + 1), pred=exact)
-        async_load(there, [t0, first + 2 * CHUNK], bar, A_tiles.index(2 * at), pred=reads)
-        async_load(there, [t0, first + 3 * CHUNK], bar, A_tiles.index(2 * at + 1), pred=both)
-        exact = then
-
-
-@gluon.jit
-def _load_queries(  # type: ignore[no-untyped-def]
-    these, flow, CHUNK: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr
-):
-    """What the last does: q of what is read, factors per token, marks where some tokens are exact."""
-    queries, step, rows_ptr, exact_ptr, stop, first, H, tiles, rows, marks = these
-    full, empty, span, start = flow
-    begin, own, end = span
-    K: gl.constexpr = tiles.shape[0] // STAGES * tiles.shape[2]
-    line: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [1, 1], [1, 0])
-    exact = gl.load(exact_ptr + begin * 3 * H * CHUNK, mask=begin < end, other=0.0)
-    there = _described(queries, step, stop, K, tiles, MAPS)
-    for i in range(begin, end):
-        then = gl.load(exact_ptr + (i + 1) * 3 * H * CHUNK, mask=i + 1 < end, other=0.0)
-        turn = i - begin
-        at, bar = turn % STAGES, full.index(turn % STAGES)
-        here = rows_ptr + (3 * H * i * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, line))[None, :])
-        rise, write = gl.load(here), gl.load(here + CHUNK)
-        mbarrier.wait(empty.index(at), (turn // STAGES & 1) ^ 1)
-        if i >= own:
-            _copy(there, start + i * CHUNK, first, tiles, at, bar, STAGES)
-        rows.index(2 * at).store(rise)
-        rows.index(2 * at + 1).store(write)
-        if exact != 0.0:
-            marks.index(at).store(gl.load(here + 2 * CHUNK))
-        mbarrier.arrive(bar, count=1, pred=i < own)  # before it, in any case, all of the warp have stored factors
-        mbarrier.expect(bar, 2 * CHUNK * K, pred=i >= own)
-        exact = then
-
-
-@gluon.jit
 def _chunk(  # type: ignore[no-untyped-def]
-    S, gone, scale, turn, tiles, full, empty, group: gl.constexpr, READS: gl.constexpr, EXACT: gl.constexpr,
-    CHUNK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
+    S, gone, scale, turn, tiles, full, empty, kept, place, group: gl.constexpr, READS: gl.constexpr,
+    EXACT: gl.constexpr, KEEP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
-    """The state behind a chunk; READS: what its tokens read is handed on. EXACT: some of its tokens are."""
-    q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, marks = tiles
+    """The state behind a chunk; READS: what its tokens read is handed on. EXACT: some of its tokens are.
+
+    KEEP: the state before it, and d as two bfloat16, go to memory as the outputs do, by a warp of these four.
+    """
+    q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, marks, S_tiles, d_tiles = tiles
     at = turn % STAGES
     mbarrier.wait(full.index(at), turn // STAGES & 1)
     v = v_tiles.index(v_tiles.shape[0] // STAGES * at + group).permute((1, 0))
@@ -234,12 +111,16 @@ def _chunk(  # type: ignore[no-untyped-def]
         if READS:
             q = q_tiles.index(TILES * at + i).permute((1, 0))
             o = warpgroup_mma(operand, q, o, use_acc=i > 0, is_async=True)
+    if KEEP and READS:
+        tma.store_wait(0)
+        S_tiles.index(0).permute((1, 0)).store(S[0].to(gl.bfloat16))
     if TILES == 1:
         value, rise = v.load(BY_TOKEN).to(gl.float32), rows.index(2 * at).load(BY_TOKEN)
     read = warpgroup_mma_wait(1 if READS else 0, deps=[read])
     if TILES > 1:  # no sooner, as registers hold little else than a state
         value, rise = v.load(BY_TOKEN).to(gl.float32), rows.index(2 * at).load(BY_TOKEN)
-    high, low = _rounded(value - read * rise, marks.index(at), EXACT, OF_TOKENS)
+    high, low = _rounded(value - read * rise, marks.index(at), EXACT, KEEP)
+    high, low = gl.convert_layout(high, OF_TOKENS), gl.convert_layout(low, OF_TOKENS)
     d = none
     if EXACT:
         d = warpgroup_mma(low, X, d, use_acc=False, is_async=True)
@@ -251,13 +132,18 @@ def _chunk(  # type: ignore[no-untyped-def]
     d = warpgroup_mma_wait(0, deps=[d])
     if READS:
         A, A_lost = A_tiles.index(2 * at).permute((1, 0)), A_tiles.index(2 * at + 1).permute((1, 0))
-        high, low = _rounded(d, marks.index(at), EXACT, OF_TOKENS)
+        high, low = _rounded(d, marks.index(at), EXACT, KEEP)
+        left, lost = gl.convert_layout(high, OF_TOKENS), gl.convert_layout(low, OF_TOKENS)
         if EXACT:
-            o = warpgroup_mma(low, A, o, is_async=True)
-            o = warpgroup_mma(high, A_lost, o, is_async=True)
-        o = warpgroup_mma(high, A, o, is_async=True)
+            o = warpgroup_mma(lost, A, o, is_async=True)
+            o = warpgroup_mma(left, A_lost, o, is_async=True)
+        o = warpgroup_mma(left, A, o, is_async=True)
+        if KEEP:
+            d_tiles.index(0).permute((1, 0)).store(high)
+            d_tiles.index(1).permute((1, 0)).store(low)
     of_keys: gl.constexpr = OF_KEYS if k_tiles.shape[2] == 128 else OF_TOKENS
-    high, low = _rounded(d * rows.index(2 * at + 1).load(BY_TOKEN), marks.index(at), EXACT, of_keys)
+    high, low = _rounded(d * rows.index(2 * at + 1).load(BY_TOKEN), marks.index(at), EXACT, KEEP)
+    high, low = gl.convert_layout(high, of_keys), gl.convert_layout(low, of_keys)
     behind = ()
     for i in gl.static_range(TILES):
         k = k_tiles.index(TILES * at + i)
@@ -273,21 +159,28 @@ def _chunk(  # type: ignore[no-untyped-def]
         S += (warpgroup_mma_wait(TILES - 1 - i, deps=[behind[i]]),)
     if READS:
         fence_async_shared()
+    if KEEP and READS:
+        states, errors, v0, value_at, tokens = kept
+        line, t0 = place
+        async_store(states, [line, v0], S_tiles.index(0))
+        async_store(errors, [t0, value_at], d_tiles.index(0))
+        async_store(errors, [tokens + t0, value_at], d_tiles.index(1))
     mbarrier.arrive(empty.index(at), count=1)
     return S
 
 
 @gluon.jit
 def _walk(  # type: ignore[no-untyped-def]
-    group: gl.constexpr, tiles, memory, these, flow, CHUNK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr
-):
+    group: gl.constexpr, tiles, memory, these, kept, flow,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, KEEP: gl.constexpr,
+):  # fmt: skip
     """What four warps do: HALF columns from v0 on, or behind those, through the chunks of a piece."""
     state_ptr, state_strides, first_ptr, total_ptr, exact_ptr, final_ptr, lost_ptr = memory
-    slow, lost, last, scale, zero, H, V, v0 = these
-    full, empty, span, _start = flow
+    slow, lost, last, scale, zero, first_line, H, V, v0 = these
+    full, empty, span, start = flow
     begin, own, end = span
     gone = gl.load(total_ptr + begin * H, mask=begin < end, other=0.0)
-    exact = gl.load(exact_ptr + begin * 3 * H * CHUNK, mask=begin < end, other=0.0)
+    exact = has_exact(exact_ptr, begin, H, begin < end, CHUNK, KEEP)
     v0 += group * HALF
     TILE: gl.constexpr = tiles[1].shape[2]
     by_key: gl.constexpr = BY_KEY if TILE == 128 else BY_TOKEN
@@ -308,13 +201,68 @@ def _walk(  # type: ignore[no-untyped-def]
         first, stop = (begin, own) if phase == 0 else (own, end)
         for i in range(first, stop):
             gone_then = gl.load(total_ptr + (i + 1) * H, mask=i + 1 < end, other=0.0)
-            exact_then = gl.load(exact_ptr + (i + 1) * 3 * H * CHUNK, mask=i + 1 < end, other=0.0)
-            turn = i - begin
-            if exact != 0.0:
-                S = _chunk(S, gone, scale, turn, tiles, full, empty, group, phase == 1, True, CHUNK, STAGES, TILES)
+            exact_then = has_exact(exact_ptr, i + 1, H, i + 1 < end, CHUNK, KEEP)
+            turn, place = i - begin, (first_line + i * H * TILES * TILE, start + i * CHUNK)
+            if KEEP:
+                S = _chunk(
+                    S,
+                    gone,
+                    scale,
+                    turn,
+                    tiles,
+                    full,
+                    empty,
+                    kept,
+                    place,
+                    group,
+                    phase == 1,
+                    True,
+                    True,
+                    CHUNK,
+                    STAGES,
+                    TILES,
+                )
+            elif exact:
+                S = _chunk(
+                    S,
+                    gone,
+                    scale,
+                    turn,
+                    tiles,
+                    full,
+                    empty,
+                    kept,
+                    place,
+                    group,
+                    phase == 1,
+                    True,
+                    False,
+                    CHUNK,
+                    STAGES,
+                    TILES,
+                )
             else:
-                S = _chunk(S, gone, scale, turn, tiles, full, empty, group, phase == 1, False, CHUNK, STAGES, TILES)
+                S = _chunk(
+                    S,
+                    gone,
+                    scale,
+                    turn,
+                    tiles,
+                    full,
+                    empty,
+                    kept,
+                    place,
+                    group,
+                    phase == 1,
+                    False,
+                    False,
+                    CHUNK,
+                    STAGES,
+                    TILES,
+                )
             gone, exact = gone_then, exact_then
+    if KEEP:
+        tma.store_wait(0)
     if lost_ptr is not None:
         at, none = v0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, by_key)), S[0] * 0.0  # type: ignore[misc]
         for tile in gl.static_range(1, TILES):
@@ -328,16 +276,19 @@ def _walk(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def wide_walk_kernel(  # type: ignore[no-untyped-def]
-    queries, keys, values, products, rows_ptr, total_ptr, reach_ptr, slow_ptr, first_ptr, state_ptr,
-    offsets_ptr, outputs, final_ptr, lost_ptr,
-    q_strides, k_strides, v_strides, state_strides, scale, zero, T, H, R, V, pieces,
+    queries, keys, values, products, pairs, rows_ptr, total_ptr, reach_ptr, slow_ptr, first_ptr, state_ptr,
+    offsets_ptr, outputs, final_ptr, lost_ptr, states, errors,
+    q_strides, k_strides, v_strides, state_strides, scale, zero, tokens, T, H, R, V, pieces,
     CHUNK: gl.constexpr, BLOCK_K: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr,
 ):  # fmt: skip
     """GROUPS HALF columns of one head's state through one of the `pieces` of a sequence (one, without `reach_ptr`).
 
-    MAPS: what TMA reads and writes are maps (tiles/maps.py), of all heads; else pointers.
+    MAPS: what TMA reads and writes are maps (tiles/maps.py), of all heads; else pointers. With `states` and `errors`,
+    maps, a backward is to come: each state and d are kept, all tokens are exact, X and A are two tensors, GROUPS is 1.
     """
     K: gl.constexpr = BLOCK_K
+    KEEP: gl.constexpr = states is not None
+    LINES: gl.constexpr = 2 if KEEP else 3
     TILE: gl.constexpr = 128 if K == 128 else HALF
     TILES: gl.constexpr = K // TILE
     COLUMNS: gl.constexpr = GROUPS * HALF
@@ -358,29 +309,34 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
             first_ptr += rest.to(gl.int64) * K * V
         begin = gl.where((own == end) & (piece < pieces - 1), end, begin)  # without a chunk nobody has anything to do
     total_ptr += first
-    rows_ptr += 3 * first * CHUNK
+    rows_ptr += LINES * first * CHUNK
     exact_ptr = rows_ptr + (3 * CHUNK - 1)  # of the last token: where one is exact, it is
     wide: gl.constexpr = OF_ROWS if TILE == 128 else OF_PAIRS
     line: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
-    group, key_at, XA_at, value_at = h // R, 0, 0, v0
+    group, key_at, X_at, A_at, value_at = h // R, 0, 0, 2 * CHUNK, v0
     if MAPS:
         start += (row * T).to(gl.int32)
-        key_at, XA_at, value_at = (group * K).to(gl.int32), (h * 4 * CHUNK).to(gl.int32), v0 + (h * V).to(gl.int32)
+        key_at, value_at = (group * K).to(gl.int32), v0 + (h * V).to(gl.int32)
+        X_at = (h * (2 if KEEP else 4) * CHUNK).to(gl.int32)
+        A_at = X_at if KEEP else X_at + 2 * CHUNK
     else:
         queries += row * q_strides[0] + group * q_strides[2]
         keys += row * k_strides[0] + group * k_strides[2]
         values += row * v_strides[0] + h * v_strides[2]
         products += 4 * (row * T * H + h) * CHUNK
         outputs += (row * T * H + h) * V
-    tiles = (
-        gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, CHUNK, TILE], wide),
-        gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, CHUNK, TILE], wide),
-        gl.allocate_shared_memory(gl.bfloat16, [STAGES * GROUPS, CHUNK, HALF], OF_PAIRS),
-        gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], OF_PAIRS),
-        gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], OF_PAIRS),
-        gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, CHUNK], line),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], line),
-    )
+    q_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, CHUNK, TILE], wide)
+    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, CHUNK, TILE], wide)
+    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * GROUPS, CHUNK, HALF], OF_PAIRS)
+    X_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], OF_PAIRS)
+    A_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], OF_PAIRS)
+    rows = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, CHUNK], line)
+    marks = gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], line)
+    S_tiles, d_tiles = None, None
+    if KEEP:
+        S_tiles = gl.allocate_shared_memory(gl.bfloat16, [1, K, HALF], OF_PAIRS)
+        d_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HALF], OF_PAIRS)
+    tiles = q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, marks, S_tiles, d_tiles
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for at in gl.static_range(STAGES):
@@ -392,23 +348,23 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
         lost_ptr += rest * V
     last, span = (piece == pieces - 1) & present(final_ptr), (begin, own, end)
     final_ptr += (n * H + h) * K * V
-    q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, marks = tiles
     memory = state_ptr, state_strides, first_ptr, total_ptr, exact_ptr, final_ptr, lost_ptr
-    told = slow, lost, last, scale, zero, H, V, v0
+    told = slow, lost, last, scale, zero, (first * K).to(gl.int32), H, V, v0
+    kept = states, errors, v0, value_at, tokens
     of_keys = keys, k_strides[1], stop, key_at, k_tiles
     of_values = values, v_strides[1], outputs, stop, H, V, value_at, v_tiles
-    of_products = products, exact_ptr, stop, XA_at, H, X_tiles, A_tiles
+    of_products = products, pairs, exact_ptr, stop, X_at, A_at, H, X_tiles, A_tiles
     of_queries = queries, q_strides[1], rows_ptr, exact_ptr, stop, key_at, H, q_tiles, rows, marks
     flow = full, empty, span, start
     SPARE: gl.constexpr = 40 if K == 64 else 24  # registers of a thread that loads: the others have what is left
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_walk, (gl.constexpr(0), tiles, memory, told, flow, CHUNK, STAGES, TILES)),
-                (_load_keys, (of_keys, flow, CHUNK, STAGES, MAPS)),
-                (_load_values_and_store, (of_values, flow, CHUNK, STAGES, MAPS)),
-                (_load_products, (of_products, flow, CHUNK, STAGES, MAPS)),
-                (_load_queries, (of_queries, flow, CHUNK, STAGES, MAPS)),
+                (_walk, (gl.constexpr(0), tiles, memory, told, kept, flow, CHUNK, STAGES, TILES, KEEP)),
+                (load_keys, (of_keys, flow, CHUNK, STAGES, MAPS)),
+                (load_values_and_store, (of_values, flow, CHUNK, STAGES, MAPS)),
+                (load_products, (of_products, flow, CHUNK, STAGES, MAPS, KEEP)),
+                (load_queries, (of_queries, flow, CHUNK, STAGES, MAPS, KEEP)),
             ],
             [1, 1, 1, 1],
             [40, 40, 40, 40],
@@ -416,12 +372,12 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     else:
         gl.warp_specialize(
             [
-                (_walk, (gl.constexpr(0), tiles, memory, told, flow, CHUNK, STAGES, TILES)),
-                (_walk, (gl.constexpr(1), tiles, memory, told, flow, CHUNK, STAGES, TILES)),
-                (_load_keys, (of_keys, flow, CHUNK, STAGES, MAPS)),
-                (_load_values_and_store, (of_values, flow, CHUNK, STAGES, MAPS)),
-                (_load_products, (of_products, flow, CHUNK, STAGES, MAPS)),
-                (_load_queries, (of_queries, flow, CHUNK, STAGES, MAPS)),
+                (_walk, (gl.constexpr(0), tiles, memory, told, kept, flow, CHUNK, STAGES, TILES, KEEP)),
+                (_walk, (gl.constexpr(1), tiles, memory, told, kept, flow, CHUNK, STAGES, TILES, KEEP)),
+                (load_keys, (of_keys, flow, CHUNK, STAGES, MAPS)),
+                (load_values_and_store, (of_values, flow, CHUNK, STAGES, MAPS)),
+                (load_products, (of_products, flow, CHUNK, STAGES, MAPS, KEEP)),
+                (load_queries, (of_queries, flow, CHUNK, STAGES, MAPS, KEEP)),
             ],
             [4, 1, 1, 1, 1],
             [252 - SPARE // 2, SPARE, SPARE, SPARE, SPARE],
@@ -434,26 +390,34 @@ def walk(columns: int) -> Callable[..., None]:
 
 
 def _forward(
-    columns: int, call: Any, parts: None, made: tuple[Tensor, Tensor, Any], pieces: int, lost: Tensor | None,
+    columns: int, call: Any, parts: Any, made: tuple[Tensor, Tensor, Any], pieces: int, lost: Tensor | None,
     out: Tensor, final: Tensor, slow: Tensor | None, first: Tensor | None, maps: None,
 ) -> None:  # fmt: skip
-    _, T, G, H, K, V, N = call.sizes
-    inverse, _, gated = made
+    B, T, G, H, K, V, N = call.sizes
+    inverse, products, gated = made
     by_maps = tiles_of(True, True, CHUNK, call.offsets, call.q, call.k, call.v).tma == 2
-    stages = 3 if 2 * K + columns + 4 * CHUNK <= 576 else 2  # chunks in shared memory, where it has the room
-    tiles: Any = call.q, call.k, call.v, inverse, out
-    if by_maps:
-        of_keys, half = (OF_ROWS, K) if K == 128 else (OF_PAIRS, int(HALF)), (OF_PAIRS, int(HALF))
-        tiles = tuple(
-            map_of(x, x.stride(-3), x.shape[-2] * x.shape[-1], (CHUNK, width), layout)
-            for x, (layout, width) in zip(tiles, (of_keys, of_keys, half, half, half), strict=True)
-        )
+    key, half = ((K, OF_ROWS) if K == 128 else (int(HALF), OF_PAIRS)), (int(HALF), OF_PAIRS)
+
+    def there(x: Tensor, rows: int, tile: tuple[int, Any]) -> Any:
+        return map_of(x, x.stride(-3), x.shape[-2] * x.shape[-1], (rows, tile[0]), tile[1]) if by_maps else x
+
+    X, states, errors = there(inverse, CHUNK, half), None, None
+    if parts is not None:
+        states, errors = map_of(parts.states, V, V, (K, half[0]), OF_PAIRS), there(parts.errors, CHUNK, half)
+    stages = _stages(K, columns, parts is not None)
     launch(
         wide_walk_kernel, (N * H * pieces * (V // columns),),
-        *tiles[:4], gated.rows, gated.total, gated.reach, slow, first,
-        call.state, call.offsets, tiles[4], final, lost,
+        there(call.q, CHUNK, key), there(call.k, CHUNK, key), there(call.v, CHUNK, half), X,
+        X if parts is None else there(products, CHUNK, half), gated.rows, gated.total, gated.reach, slow, first,
+        call.state, call.offsets, there(out, CHUNK, half), final, lost, states, errors,
         call.q.stride(), call.k.stride(), call.v.stride(), strides(call.state), call.scale, 0,
-        T, H, H // G, V, pieces,
+        B * T, T, H, H // G, V, pieces,
         config=Config(warps=4, stages=stages), CHUNK=CHUNK, BLOCK_K=K, GROUPS=columns // int(HALF), STAGES=stages,
         MAPS=by_maps,
     )  # fmt: skip
+
+
+def _stages(K: int, columns: int, keep: bool) -> int:
+    """How many chunks shared memory holds, besides what is kept of one: 227 KiB, in tiles of 64 numbers in bfloat16."""
+    kept = columns * (K + 2 * CHUNK) // 64 if keep else 0
+    return 3 if 3 * (2 * K + columns + 4 * CHUNK) + kept <= 1776 else 2

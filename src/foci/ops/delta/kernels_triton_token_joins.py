@@ -100,6 +100,12 @@ def by_maps(call: Any, target: Target, pieces: int) -> bool:
     return call.sizes[1] > int(FAR) * CHUNK and few(call, target, pieces)
 
 
+def reaches_far(call: Any) -> bool:
+    """Whether a piece may have to warm up over far more than FAR chunks, and none is told by maps: of many documents."""
+    B, T, *_, N = call.sizes
+    return call.offsets is not None and N > 4 and B * T > int(FAR) * CHUNK * N
+
+
 def starts(
     call: Any, pieces: int, make: Callable[..., None], each: bool, at_once: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip

@@ -387,15 +387,20 @@ def shares(call: Any, target: Target, columns: int = 64) -> int:
     return max(1, several if several > FEW else min(room, chunks // SHORTEST_OF_FEW))
 
 
-def wide(call: Any, target: Target) -> int:
+def wide(call: Any, target: Target, keep: bool = False) -> int:
     """How many columns a program has of which the warps of kernels_gluon.py walk, wherever they can; 0: they cannot.
 
-    Of inference. 64, of which a chunk takes 1.1 us on an H200, as long as each program has a processor; else 128, of
-    which it takes 2.3 us. Here 64 columns take 2 to 2.6, and the launch before a third more.
+    64, of which a chunk takes 1.1 us on an H200, as long as each program has a processor; else 128, of which it takes
+    2.3 us. Here 64 columns take 2 to 2.6, and the launch before a third more.
+    `keep`: a backward is to come. Then they walk whole chunks, where programs are enough (`suits`), and memory is what
+    is waited for: 64 columns.
     """
     *_, H, K, V, N = call.sizes
     if V % 64 or not (N and _forgets(call, target) and fits(K, V, target, call.q, call.k, call.v)):
         return 0
+    if keep:
+        whole = tiles_of(True, True, CHUNK, call.offsets, call.q, call.k, call.v).tma == 2
+        return 64 if whole and K <= 128 else 0
     idle = target.processors >= N * H * (V // 64)
     if K <= 128 and (idle or V % 128):
         return 64
