@@ -92,7 +92,7 @@ def test_warps_of_their_own_are_given_maps_of_whole_chunks(T: int, documents: in
 
 @pytest.mark.parametrize(("keep", "walks"), [(False, ["wide_walk_kernel"]), (True, ["token_walk_kernel"] * 2)])
 def test_few_heads_of_short_sequences_begin_by_maps_in_training_alone(keep: bool, walks: list[str]) -> None:
-    """So that gates that forget too little cost nothing there: in inference a walk of all is faster than maps."""
+    """So that gates that forget too little cost nothing there; in inference a walk is faster by models' gates."""
     pytest.importorskip("triton")
     q = torch.empty(1, 2048, 8, 128, dtype=torch.bfloat16, device="meta")
     g = torch.empty(1, 2048, 8, device="meta")

@@ -2,9 +2,10 @@
 
 What `token_walk_kernel` does (kernels_triton_token_walks.py: equations, letters, pieces). There one program has 64
 columns, and each of its products waits for the one before it; two such programs find no room beside each other. Here
-four warps load, each what it has described to TMA while others do so, and one of them stores. Two times four walk, 64
-columns each: they share keys, queries, X and A where these have been brought and wait for nothing else, so one half
-has the tensor cores while the other rounds and scales.
+four warps load, each what it has described to TMA while others do so, and one of them stores. Four others walk 64
+columns, by three chunks in shared memory, as long as each program has a processor (`wide` there). Else two times four
+do, 64 columns each: they share keys, queries, X and A where these have been brought and wait for nothing else, so one
+half has the tensor cores while the other rounds and scales.
 
 What is not a state is two bfloat16 there. Here it is one, and 4 products in place of 7, but of exact tokens: those
 from the first one on in their chunk whose keys are alike (kernels_triton_chunks.py). A chunk that has some loads and

@@ -9,7 +9,6 @@ work, for none has registers for all of it:
 - pairs: P_A and P_E of a head, handed on as two bfloat16 each, and what beta and gates take of them;
 - queries: scale rise (do S^T) + P_A k = dq; what the state's decay takes, S dS; and what values tell of gates, v dv;
 - keys: fall beta (d dS^T) - rise (dv S^T) + P_A^T q + (P_E + P_E^T) k = dk.
-
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ GPU knows. So the walk of kernels_triton_token_walks.py is launched once more be
 S -> M S + N (tiles/affine.py) of all pieces before one of those; mostly it has nothing to do. Then each slow piece
 joins them, one product M S after the other; before the walk of kernels_gluon.py a launch here does. What is before a
 piece decides, and nothing later; in a backward what is behind it, but not what is behind all gradients: of those no bit
-may know what comes later. Where too few heads are short (ops/delta/pieces.py), all pieces begin by maps.
+may know what comes later. Where too few heads are short (ops/delta/pieces.py), all pieces begin by maps, but for what
+kernels_gluon.py walks.
 """
 
 from __future__ import annotations

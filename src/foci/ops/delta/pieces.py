@@ -65,7 +65,7 @@ def way(
     """The Way of a call; `shares`: pieces of a sequence if states are turned and begin with a warm-up.
 
     `blocks`: programs per head if states are not turned; `operands`: what is read if they are, None if they cannot be.
-    `by_warps`: by those of kernels_gluon.py, which nothing here is faster than.
+    `by_warps`: by those of kernels_gluon.py, which nothing here is faster than where gates forget as models' do.
     """
     *_, H, K, V, N = call.sizes
     target, whole = target_of(call.v.device), Pieces(0, N, 0, None, None)
