@@ -102,6 +102,20 @@ def test_few_heads_of_short_sequences_begin_by_maps_in_training_alone(keep: bool
     assert [name for name in names if "walk" in name] == walks
 
 
+@pytest.mark.parametrize(("documents", "T"), [(4, 8192), (5, 8192), (5, 40960), (4, 40960)])
+def test_many_long_documents_of_few_heads_begin_by_maps(documents: int, T: int) -> None:
+    """Of whom none would be told otherwise that its gates forget too little, and a piece might walk all before it."""
+    pytest.importorskip("triton")
+    q, g = torch.empty(1, T, 2, 128, dtype=torch.bfloat16, device="meta"), torch.empty(1, T, 2, device="meta")
+    offsets = torch.empty(documents + 1, dtype=torch.int64, device="meta")
+    with tune.record_launches(tune.TARGETS["sm_90"]) as launches:
+        gpu.forward(bind(q, q, q, g, log_decay=g, offsets=offsets))
+    first, *names = (launch.kernel.fn.__name__ for launch in launches)
+    by_maps = documents == 5 and T == 40960
+    assert launches[0].meta["EXACT"] == (not by_maps) and first == "token_chunks_kernel"
+    assert ("wide_walk_kernel" in names) != by_maps and (names[:2] == ["walk_kernel"] * 2) == by_maps
+
+
 def test_a_walk_that_is_turned_has_a_table_of_its_own() -> None:
     """A table that gave its columns to few heads, walked in pieces, would ask for more shared memory than there is."""
     pytest.importorskip("triton")
