@@ -102,7 +102,7 @@ def by_maps(call: Any, target: Target, pieces: int) -> bool:
 
 
 def reaches_far(call: Any) -> bool:
-    """Whether a piece may have to warm up over far more than FAR chunks, and none is told by maps: of many documents."""
+    """Whether a piece may warm up over more than FAR chunks, as maps are not for so many documents (`few`)."""
     B, T, *_, N = call.sizes
     return call.offsets is not None and N > 4 and int(FAR) * CHUNK * N < B * T
 
