@@ -33,7 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from foci.core.tune import Config, launch, strides
-from foci.ops.delta.kernels_gluon_loads import (
+from foci.tiles.affine import faded
+from foci.tiles.loads import (
     HALF,
     has_exact,
     load_keys,
@@ -41,7 +42,6 @@ from foci.ops.delta.kernels_gluon_loads import (
     load_queries,
     load_values_and_store,
 )
-from foci.tiles.affine import faded
 from foci.tiles.maps import tiles_of
 from foci.tiles.memory import present
 from foci.tiles.near import UNREAD

@@ -42,6 +42,24 @@ def _copy(there, row, first, tiles, at, bar, STAGES: gl.constexpr):  # type: ign
 
 
 @gluon.jit
+def _free(turn, full, empty, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(place of a chunk, its barrier), when all that walk have left it."""
+    at = turn % STAGES
+    mbarrier.wait(empty.index(at), (turn // STAGES & 1) ^ 1)
+    return at, full.index(at)
+
+
+@gluon.jit
+def _factors(here, rise, write, exact, rows, marks, at, CHUNK: gl.constexpr, KEEP: gl.constexpr):  # type: ignore[no-untyped-def]
+    """A chunk's factors per token to their place, and marks where some tokens are exact."""
+    rows.index(2 * at).store(rise)
+    rows.index(2 * at + 1).store(write)
+    if not KEEP:  # noqa: SIM102  a constant and a tensor
+        if exact:
+            marks.index(at).store(gl.load(here + 2 * CHUNK))
+
+
+@gluon.jit
 def load_keys(  # type: ignore[no-untyped-def]
     these, flow, CHUNK: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr
 ):
@@ -52,9 +70,7 @@ def load_keys(  # type: ignore[no-untyped-def]
     K: gl.constexpr = tiles.shape[0] // STAGES * tiles.shape[2]
     there = _described(keys, step, stop, K, tiles, MAPS)
     for i in range(begin, end):
-        turn = i - begin
-        at, bar = turn % STAGES, full.index(turn % STAGES)
-        mbarrier.wait(empty.index(at), (turn // STAGES & 1) ^ 1)
+        at, bar = _free(i - begin, full, empty, STAGES)
         mbarrier.expect(bar, 2 * CHUNK * K)
         _copy(there, start + i * CHUNK, first, tiles, at, bar, STAGES)
 
@@ -76,9 +92,7 @@ def load_values_and_store(  # type: ignore[no-untyped-def]
         if phase == 1:
             out_there = _described(outputs, H * V, stop, V, tiles, MAPS)
         for i in range(i0, i1):
-            turn = i - begin
-            at, bar = turn % STAGES, full.index(turn % STAGES)
-            mbarrier.wait(empty.index(at), (turn // STAGES & 1) ^ 1)
+            at, bar = _free(i - begin, full, empty, STAGES)
             if phase == 1:
                 _store(out_there, i - STAGES, v0, tiles, span, start, CHUNK, STAGES)
             mbarrier.expect(bar, 2 * CHUNK * HALF * (tiles.shape[0] // STAGES))
@@ -115,9 +129,8 @@ def load_products(  # type: ignore[no-untyped-def]
     each: gl.constexpr = 2 * CHUNK * CHUNK  # bytes
     for i in range(begin, end):
         then = has_exact(exact_ptr, i + 1, H, i + 1 < end, CHUNK, KEEP)
-        turn, t0, reads = i - begin, start + i * CHUNK, i >= own
-        at, bar, both = turn % STAGES, full.index(turn % STAGES), reads & exact
-        mbarrier.wait(empty.index(at), (turn // STAGES & 1) ^ 1)
+        t0, reads, both = start + i * CHUNK, i >= own, (i >= own) & exact
+        at, bar = _free(i - begin, full, empty, STAGES)
         mbarrier.expect(bar, each, pred=(i < own) & (exact == 0))
         mbarrier.expect(bar, 2 * each, pred=reads != exact)
         mbarrier.expect(bar, 4 * each, pred=both)
@@ -143,18 +156,12 @@ def load_queries(  # type: ignore[no-untyped-def]
     there = _described(queries, step, stop, K, tiles, MAPS)
     for i in range(begin, end):
         then = has_exact(exact_ptr, i + 1, H, i + 1 < end, CHUNK, KEEP)
-        turn = i - begin
-        at, bar = turn % STAGES, full.index(turn % STAGES)
         here = rows_ptr + (LINES * H * i * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, line))[None, :])
         rise, write = gl.load(here), gl.load(here + CHUNK)
-        mbarrier.wait(empty.index(at), (turn // STAGES & 1) ^ 1)
+        at, bar = _free(i - begin, full, empty, STAGES)
         if i >= own:
             _copy(there, start + i * CHUNK, first, tiles, at, bar, STAGES)
-        rows.index(2 * at).store(rise)
-        rows.index(2 * at + 1).store(write)
-        if not KEEP:  # noqa: SIM102  a constant and a tensor
-            if exact:
-                marks.index(at).store(gl.load(here + 2 * CHUNK))
+        _factors(here, rise, write, exact, rows, marks, at, CHUNK, KEEP)
         mbarrier.arrive(bar, count=1, pred=i < own)  # before it, in any case, all of the warp have stored factors
         mbarrier.expect(bar, 2 * CHUNK * K, pred=i >= own)
         exact = then
