@@ -231,7 +231,8 @@ class Threads(threading.local):
 
     def __init__(self) -> None:
         self.products: list[Product] = []
-        self.stores: list[threading.Event] = []
+        self.stores: list[tuple[threading.Event, bool]] = []
+        self.late: list[Callable[[], None]] = []
 
 
 class Gluon:
@@ -239,6 +240,7 @@ class Gluon:
 
     def __init__(self, real: ModuleType, ahead: bool = False) -> None:
         self.own, self.engine, self.program, self.programs, self.ahead = Threads(), Engine(), 0, 1, ahead
+        self.draw = random.Random(1)
         names = {name: getattr(real, name) for name in vars(real) if not name.startswith("__")}
         self.gl = SimpleNamespace(**(names | self.language()))
         self.mbarrier = SimpleNamespace(
@@ -317,12 +319,19 @@ class Gluon:
             store(Pointer(there.ptr.memory, places[inside]), tile.memory[inside])
             left.set()
 
-        self.own.stores.append(left)
-        self.engine.queue.put(copy)
+        late = self.draw.random() < 0.5  # when it is waited for, and no sooner
+        self.own.stores.append((left, late))
+        if late:
+            self.own.late.append(copy)
+        else:
+            self.engine.queue.put(copy)
 
     def store_wait(self, count: int) -> None:
         while len(self.own.stores) > count:
-            assert self.own.stores.pop(0).wait(PATIENCE)
+            left, late = self.own.stores.pop(0)
+            if late:
+                self.own.late.pop(0)()
+            assert left.wait(PATIENCE)
 
     def product(self, a: Any, b: Shared, sums: Any, use_acc: bool = True, is_async: bool = False) -> Any:
         made = Product(a, b, sums if use_acc else None)

@@ -90,6 +90,24 @@ def test_warps_of_their_own_are_given_maps_of_whole_chunks(T: int, documents: in
     assert walk.meta["MAPS"] == (T % 64 == 0 and not documents)
 
 
+@pytest.mark.parametrize(("T", "given"), [(8128, True), (8192, False), (8256, False)])
+def test_no_map_is_given_of_more_bytes_than_a_launch_may_tell(
+    T: int, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """X and A of a call without gradients are 512 bytes a token and head, of 64 channels more than all else."""
+    pytest.importorskip("triton")
+    from foci.ops.delta import kernels_gluon
+    from foci.tiles import maps
+
+    monkeypatch.setattr(maps.triton, "__version__", "3.7.1")
+    monkeypatch.setattr(kernels_gluon, "launch", lambda *_, MAPS, **__: asked.append(MAPS))
+    asked: list[bool] = []
+    q, g = torch.empty(16, T, 32, 64, dtype=torch.bfloat16, device="meta"), torch.empty(16, T, 32, device="meta")
+    with tune.record_launches(tune.TARGETS["sm_90"]):
+        gpu.forward(bind(q, q, q, g, log_decay=g))
+    assert asked == [given]
+
+
 @pytest.mark.parametrize(("keep", "walks"), [(False, ["wide_walk_kernel"]), (True, ["token_walk_kernel"] * 2)])
 def test_few_heads_of_short_sequences_begin_by_maps_in_training_alone(keep: bool, walks: list[str]) -> None:
     """So that gates that forget too little cost nothing there; in inference a walk is faster by models' gates."""
@@ -102,16 +120,23 @@ def test_few_heads_of_short_sequences_begin_by_maps_in_training_alone(keep: bool
     assert [name for name in names if "walk" in name] == walks
 
 
-@pytest.mark.parametrize(("documents", "T"), [(4, 8192), (5, 8192), (5, 40960), (4, 40960)])
-def test_many_long_documents_of_few_heads_begin_by_maps(documents: int, T: int) -> None:
-    """Of whom none would be told otherwise that its gates forget too little, and a piece might walk all before it."""
+@pytest.mark.parametrize(
+    ("documents", "T", "by_maps"),
+    [
+        (4, 8192, False), (5, 8192, False), (5, 40960, True), (4, 16384, False), (4, 16320, True), (4, 8256, True),
+        (2, 4096, False), (2, 7000, True), (5, 10240, False), (5, 10304, True),
+    ],
+)  # fmt: skip
+def test_long_documents_of_few_heads_begin_by_maps_where_pieces_are_not_told_of_slow_gates(
+    documents: int, T: int, by_maps: bool
+) -> None:
+    """A piece might walk all before it."""
     pytest.importorskip("triton")
     q, g = torch.empty(1, T, 2, 128, dtype=torch.bfloat16, device="meta"), torch.empty(1, T, 2, device="meta")
     offsets = torch.empty(documents + 1, dtype=torch.int64, device="meta")
     with tune.record_launches(tune.TARGETS["sm_90"]) as launches:
         gpu.forward(bind(q, q, q, g, log_decay=g, offsets=offsets))
     first, *names = (launch.kernel.fn.__name__ for launch in launches)
-    by_maps = documents == 5 and T == 40960
     assert launches[0].meta["EXACT"] == (not by_maps) and first == "token_chunks_kernel"
     assert ("wide_walk_kernel" in names) != by_maps and (names[:2] == ["walk_kernel"] * 2) == by_maps
 

@@ -169,7 +169,7 @@ def test_some_shapes_have_pieces_without_a_chunk() -> None:
     for options in (options for options in SHAPES if "offsets" in options):
         x, offsets = torch.empty(1, options["T"], options["H"], 128, device="meta").bfloat16(), options["offsets"]
         call = bind(x, x, x, x[..., 0], log_decay=x[..., 0], offsets=torch.tensor(offsets, device="meta"))
-        shares = token_walks.shares(call, target, 128)
+        shares = token_walks.shares(call, target)
         empty.append(shares > 1 and any(b - a <= gpu.CHUNK for a, b in pairwise(offsets)))
     assert any(empty)
 

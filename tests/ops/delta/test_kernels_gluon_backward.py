@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from foci.core import tune
@@ -202,6 +203,22 @@ def test_what_tma_cannot_read_or_count_is_left_to_triton() -> None:
     assert not by_warps.takes(given, d_out[:1, :1, :1, :1].expand(d_out.shape), dv)
     given.chunks = 1 << 23  # times 2 heads of 128 channels
     assert not by_warps.takes(given, d_out, dv)
+
+
+@pytest.mark.parametrize(("T", "fused", "taken"), [(16320, False, True), (16384, False, False), (8192, True, False)])
+def test_no_map_is_of_more_bytes_than_a_launch_may_tell(
+    T: int, fused: bool, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What d left is as much again as d; and q, k and v of one projection have each others' columns between."""
+    monkeypatch.setattr(triton, "__version__", "3.7.1")
+    B, H, K = (12, 32, 128) if fused else (16, 32, 64)
+    q, k, v = torch.empty(B, T, 3, H, K, dtype=torch.bfloat16, device="meta").unbind(2)
+    if not fused:
+        q, k, v = (torch.empty_like(v, memory_format=torch.contiguous_format) for _ in range(3))
+    g = torch.empty(B, T, H, device="meta")
+    given, d_out, dv = asked(bind(q, k, v, g, log_decay=g), "sm_90")
+    given.chunks = B * T // 64
+    assert by_warps.takes(given, d_out, dv) == taken
 
 
 def asked(call: Any, target: str) -> tuple[Any, Tensor, tuple[Tensor, Tensor]]:

@@ -57,6 +57,19 @@ def walked(
         return [x.cpu() for x in gpu.forward(bind(**there(inputs), return_state=return_state), keep)]
 
 
+@pytest.mark.parametrize(("K", "columns"), [(64, 64), (128, 64), (64, 128), (128, 128), (256, 128)])
+@pytest.mark.parametrize("keep", [False, True])
+def test_shared_memory_holds_its_chunks_and_no_more(K: int, columns: int, keep: bool) -> None:
+    def taken(stages: int) -> int:
+        chunk = 2 * 64 * (2 * K + columns + 4 * 64) + 3 * 4 * 64
+        return stages * chunk + 2 * columns * (K + 2 * 64) * keep + 16 * stages
+
+    stages, there = kernels_gluon._stages(K, columns, keep), 227 * 1024
+    if not (keep and K == 256):  # which Triton walks
+        assert taken(stages) <= there - 512  # what warps are begun by
+        assert stages == 3 or taken(3) > there
+
+
 @pytest.mark.parametrize("alike", ["independent", "correlated", "identical"])
 @pytest.mark.parametrize(
     ("options", "columns"),
@@ -142,6 +155,10 @@ def test_what_a_backward_reads_is_what_triton_keeps(
     assert error(found.errors.double().sum(0), wanted.errors.double().sum(0)) <= 2e-3
     high, low = found.errors.float()
     assert low.any() and bool((low.abs() <= 2**-8 * high.abs()).all())
+    *again, buffer = walked(inputs, monkeypatch, pieces, ahead=True, columns=64, keep=True)
+    parts = gpu._parts(call, buffer)
+    for x, y in zip((out, final, found.states, found.errors), (*again, parts.states, parts.errors), strict=True):
+        assert x.equal(y)  # no piece writes where another one does
     for name in ("inverse", "products", "rows", "total"):
         assert getattr(found, name).equal(getattr(wanted, name)), name
 

@@ -404,14 +404,13 @@ class TestByMaps:
 def test_sequences_are_cut_where_gates_may_forget_and_processors_idle() -> None:
     target = tune.TARGETS["sm_90"]
 
-    def shares(T: int = 8192, H: int = 32, K: int = 128, gates: int = 1, columns: int = 64, **more: Any) -> int:
+    def shares(T: int = 8192, H: int = 32, K: int = 128, gates: int = 1, **more: Any) -> int:
         q, v = (torch.empty(1, T, H, n, dtype=torch.bfloat16, device="meta") for n in (K, 128))
         g = torch.empty(*((1, T) if gates else ()), H, *((gates,) if gates > 1 else ()), device="meta")
         beta = torch.empty(1, T, H, device="meta")
         call = bind(**{"q": q, "k": q, "v": v, "beta": beta, "log_decay": g} | more)
-        return token_walks.shares(call, target, columns)
+        return token_walks.shares(call, target)
 
-    assert shares(columns=128) == 4 and shares(H=64, columns=128) == 2 and shares(H=128, columns=128) == 1
     assert shares() == shares(gates=0) == shares(T=1280) == 2 and shares(H=16) == 4 and shares(H=16, T=1280) == 2
     assert shares(H=64) == shares(T=1279) == shares(offsets=torch.empty(5, dtype=torch.int64, device="meta")) == 1
     erase = torch.empty(1, 8192, 32, 128, dtype=torch.bfloat16, device="meta")

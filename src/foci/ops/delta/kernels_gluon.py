@@ -1,15 +1,15 @@
-"""The delta rule's walk on Hopper by warps with work of their own, for inference.
+"""The delta rule's walk on Hopper by warps with work of their own.
 
 What `token_walk_kernel` does (kernels_triton_token_walks.py: equations, letters, pieces). There one program has 64
 columns, and each of its products waits for the one before it; two such programs find no room beside each other. Here
 four warps load, each what it has described to TMA while others do so, and one of them stores. Four others walk 64
-columns, by three chunks in shared memory, as long as each program has a processor (`wide` there). Else two times four
-do, 64 columns each: they share keys, queries, X and A where these have been brought and wait for nothing else, so one
-half has the tensor cores while the other rounds and scales.
+columns; or two times four, 64 columns each (which: `wide` there): they share keys, queries, X and A where these have
+been brought and wait for nothing else, so one half has the tensor cores while the other rounds and scales.
 
-What is not a state is two bfloat16 there. Here it is one, and 4 products in place of 7, but of exact tokens: those
-from the first one on in their chunk whose keys are alike (kernels_triton_chunks.py). A chunk that has some loads and
-multiplies both, and those before have 0 as the second, so that what comes later changes no bit.
+What is not a state is two bfloat16 there, and here where a backward is to come. Else it is one, and 4 products in place
+of 7, but of exact tokens: those from the first one on in their chunk whose keys are alike (kernels_triton_chunks.py). A
+chunk that has some loads and multiplies both, and those before have 0 as the second, so that what comes later changes
+no bit.
 
 Gluon says where every number lies: a product's sums are the next one's left operand in the same registers, turned over
 as there. It has no interpreter: the tests hold these kernels to the equation as threads on a CPU, and on a GPU.
@@ -42,7 +42,7 @@ from foci.tiles.loads import (
     load_queries,
     load_values_and_store,
 )
-from foci.tiles.maps import tiles_of
+from foci.tiles.maps import reaches, tiles_of
 from foci.tiles.memory import present
 from foci.tiles.near import UNREAD
 from foci.tiles.pieces import FORGOTTEN, share
@@ -397,6 +397,7 @@ def _forward(
     B, T, G, H, K, V, N = call.sizes
     inverse, products, gated = made
     by_maps = tiles_of(True, True, CHUNK, call.offsets, call.q, call.k, call.v).tma == 2
+    by_maps &= reaches(inverse.numel() * inverse.element_size())  # without gradients A is in it, too
     key, half = ((K, OF_ROWS) if K == 128 else (int(HALF), OF_PAIRS)), (int(HALF), OF_PAIRS)
 
     def there(x: Tensor, rows: int, tile: tuple[int, Any]) -> Any:
@@ -419,6 +420,6 @@ def _forward(
 
 
 def _stages(K: int, columns: int, keep: bool) -> int:
-    """How many chunks shared memory holds, besides what is kept of one: 227 KiB, in tiles of 64 numbers in bfloat16."""
+    """How many chunks shared memory holds besides what is kept of one, in lines of 128 bytes: 222 KiB, and factors."""
     kept = columns * (K + 2 * CHUNK) // 64 if keep else 0
     return 3 if 3 * (2 * K + columns + 4 * CHUNK) + kept <= 1776 else 2

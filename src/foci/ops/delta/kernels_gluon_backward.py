@@ -451,12 +451,13 @@ def takes(problem: Any, d_out: Tensor, dv: Any) -> bool:
     _, T, _, H, K, V, N = call.sizes
     if call.offsets is not None and 4 * N * int(CHUNK) > T:
         return False
-    lines = problem.chunks * H * K
+    lines, rows = problem.chunks * H * K, call.v.numel() // V
     if problem.target.arch != 90 or not isinstance(dv, tuple) or problem.g is None or d_q is None or d_k is None:
         return False
-    if K not in (64, 128) or V != K or call.erase is not None or lines >= 1 << 31 or not reaches(2 * lines * V):
+    given, most = (call.q, call.k, call.v, d_out), max(lines, 2 * rows)
+    if K not in (64, 128) or V != K or call.erase is not None or lines >= 1 << 31 or not reaches(2 * most * V):
         return False
-    return all(by_tma(x) and in_line(x) for x in (call.q, call.k, call.v, d_out))
+    return all(by_tma(x) and in_line(x) and reaches(2 * x.shape[0] * T * x.stride(1)) for x in given)
 
 
 def side_and_pairs(

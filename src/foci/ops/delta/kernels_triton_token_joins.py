@@ -88,9 +88,14 @@ def few(call: Any, target: Target, pieces: int) -> bool:
     There is room then for twice the work. Not of more than four documents, or short ones: each has as many pieces, and
     those of one that is longer than all others are as long.
     """
-    B, T, _, H, _, V, N = call.sizes
-    long = call.offsets is None or (N <= 4 and 2 * int(FAR) * CHUNK * N <= B * T)
-    return pieces > 1 and long and target.processors >= 4 * N * H * -(-V // 64)
+    *_, H, _, V, N = call.sizes
+    return pieces > 1 and _long(call) and target.processors >= 4 * N * H * -(-V // 64)
+
+
+def _long(call: Any) -> bool:
+    """Whether all sequences are as long as the others, or few documents whose pieces are long in the mean."""
+    B, T, *_, N = call.sizes
+    return call.offsets is None or (N <= 4 and 2 * int(FAR) * CHUNK * N <= B * T)
 
 
 def by_maps(call: Any, target: Target, pieces: int) -> bool:
@@ -102,9 +107,9 @@ def by_maps(call: Any, target: Target, pieces: int) -> bool:
 
 
 def reaches_far(call: Any) -> bool:
-    """Whether a piece may warm up over more than FAR chunks, as maps are not for so many documents (`few`)."""
+    """Whether documents have more than FAR chunks in the mean, for a piece to warm up over, and `few` has no maps."""
     B, T, *_, N = call.sizes
-    return call.offsets is not None and N > 4 and int(FAR) * CHUNK * N < B * T
+    return not _long(call) and int(FAR) * CHUNK * N < B * T
 
 
 def starts(

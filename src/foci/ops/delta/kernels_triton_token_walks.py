@@ -374,15 +374,15 @@ def fits(K: int, V: int, target: Target, *operands: Tensor | None) -> bool:
     return found and all(x is None or x.dtype == torch.bfloat16 for x in operands) and all(map(by_tma, operands))
 
 
-def shares(call: Any, target: Target, columns: int = 64) -> int:
+def shares(call: Any, target: Target) -> int:
     """Into how many pieces a sequence is cut where its gates may forget, so that few heads fill a GPU.
 
-    Of shapes alone, as ops/delta/pieces.py has it. `columns`: what a program has of a state.
+    Of shapes alone, as ops/delta/pieces.py has it; by programs of 64 columns of a state.
     """
     B, T, _, H, K, V, N = call.sizes
     if K > 128 or not (_forgets(call, target) and N):
         return 1
-    room, chunks = target.processors // (N * H * -(-V // columns)), B * T // (N * CHUNK)
+    room, chunks = target.processors // (N * H * -(-V // 64)), B * T // (N * CHUNK)
     several = min(room, chunks // SHORTEST)
     return max(1, several if several > FEW else min(room, chunks // SHORTEST_OF_FEW))
 
@@ -390,8 +390,9 @@ def shares(call: Any, target: Target, columns: int = 64) -> int:
 def wide(call: Any, target: Target, keep: bool = False) -> int:
     """How many columns a program has of which the warps of kernels_gluon.py walk, wherever they can; 0: they cannot.
 
-    64, of which a chunk takes 1.1 us on an H200, as long as each program has a processor; else 128, of which it takes
-    2.3 us. Here 64 columns take 2 to 2.6, and the launch before a third more.
+    64, of which a chunk takes 1.1 to 1.3 us on an H200, as long as each program has a processor or V is no multiple of
+    128; else 128, and of 256 channels always, of which it takes 2 to 2.6. Here 64 columns take as long as that, and the
+    launch before a third more.
     `keep`: a backward is to come. Then they walk whole chunks, where programs are enough (`suits`), and memory is what
     is waited for: 64 columns.
     """
