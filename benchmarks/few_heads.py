@@ -29,7 +29,7 @@ SHAPES = (  # tokens, heads of keys and of values
     (6144, 4, 12),
 )  # fmt: skip
 WAYS = {
-    "maps alone": {"token_walks.shares": lambda *_: 1},
+    "maps alone": {"token_walks.shares": lambda *_: 1, "token_walks.wide": lambda *_: 0},
     "gates or maps": {},
     "gates alone": {"token_joins.by_maps": lambda *_: False},
 }
