@@ -91,13 +91,15 @@ def _remembered(reach_ptr, step, count):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _chunk(  # type: ignore[no-untyped-def]
-    S, gone, scale, turn, tiles, full, empty, kept, place, group: gl.constexpr, READS: gl.constexpr,
-    EXACT: gl.constexpr, KEEP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
+    S, step, tiles, kept, flow, group: gl.constexpr, READS: gl.constexpr, EXACT: gl.constexpr, KEEP: gl.constexpr,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     """The state behind a chunk; READS: what its tokens read is handed on. EXACT: some of its tokens are.
 
     KEEP: the state before it, and d as two bfloat16, go to memory as the outputs do, by a warp of these four.
     """
+    turn, gone, scale, line, t0 = step
+    full, empty, _span, _start = flow
     q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, marks, S_tiles, d_tiles = tiles
     at = turn % STAGES
     mbarrier.wait(full.index(at), turn // STAGES & 1)
@@ -162,7 +164,6 @@ def _chunk(  # type: ignore[no-untyped-def]
         fence_async_shared()
     if KEEP and READS:
         states, errors, v0, value_at, tokens = kept
-        line, t0 = place
         async_store(states, [line, v0], S_tiles.index(0))
         async_store(errors, [t0, value_at], d_tiles.index(0))
         async_store(errors, [tokens + t0, value_at], d_tiles.index(1))
@@ -178,7 +179,7 @@ def _walk(  # type: ignore[no-untyped-def]
     """What four warps do: HALF columns from v0 on, or behind those, through the chunks of a piece."""
     state_ptr, state_strides, first_ptr, total_ptr, exact_ptr, final_ptr, lost_ptr = memory
     slow, lost, last, scale, zero, first_line, H, V, v0 = these
-    full, empty, span, start = flow
+    _full, _empty, span, start = flow
     begin, own, end = span
     gone = gl.load(total_ptr + begin * H, mask=begin < end, other=0.0)
     exact = has_exact(exact_ptr, begin, H, begin < end, CHUNK, KEEP)
@@ -203,64 +204,13 @@ def _walk(  # type: ignore[no-untyped-def]
         for i in range(first, stop):
             gone_then = gl.load(total_ptr + (i + 1) * H, mask=i + 1 < end, other=0.0)
             exact_then = has_exact(exact_ptr, i + 1, H, i + 1 < end, CHUNK, KEEP)
-            turn, place = i - begin, (first_line + i * H * TILES * TILE, start + i * CHUNK)
+            step = i - begin, gone, scale, first_line + i * H * TILES * TILE, start + i * CHUNK
             if KEEP:
-                S = _chunk(
-                    S,
-                    gone,
-                    scale,
-                    turn,
-                    tiles,
-                    full,
-                    empty,
-                    kept,
-                    place,
-                    group,
-                    phase == 1,
-                    True,
-                    True,
-                    CHUNK,
-                    STAGES,
-                    TILES,
-                )
+                S = _chunk(S, step, tiles, kept, flow, group, phase == 1, True, True, CHUNK, STAGES, TILES)
             elif exact:
-                S = _chunk(
-                    S,
-                    gone,
-                    scale,
-                    turn,
-                    tiles,
-                    full,
-                    empty,
-                    kept,
-                    place,
-                    group,
-                    phase == 1,
-                    True,
-                    False,
-                    CHUNK,
-                    STAGES,
-                    TILES,
-                )
+                S = _chunk(S, step, tiles, kept, flow, group, phase == 1, True, False, CHUNK, STAGES, TILES)
             else:
-                S = _chunk(
-                    S,
-                    gone,
-                    scale,
-                    turn,
-                    tiles,
-                    full,
-                    empty,
-                    kept,
-                    place,
-                    group,
-                    phase == 1,
-                    False,
-                    False,
-                    CHUNK,
-                    STAGES,
-                    TILES,
-                )
+                S = _chunk(S, step, tiles, kept, flow, group, phase == 1, False, False, CHUNK, STAGES, TILES)
             gone, exact = gone_then, exact_then
     if KEEP:
         tma.store_wait(0)
