@@ -31,6 +31,7 @@ SHAPES: list[dict[str, Any]] = [
     {"B": 4, "T": 2100, "H": 16, "decay": "head"},
     {"T": 9000, "H": 32, "G": 16, "offsets": (0, 0, 1, 6000, 6064, 9000, 9000), "state": True},
     {"T": 16384, "H": 16, "offsets": (0, 1, 1, 16384), "state": True},
+    {"T": 16384, "H": 8, "offsets": (0, 1, 1, 16384)},
     {"T": 8200, "H": 32, "fused": True},
     {"T": 8192, "H": 32, "gates": lambda draw, *shape: draw.gates(*shape) / 100},
     {"T": 8192, "H": 32, "gates": lambda draw, *shape: 30 * draw.gates(*shape)},

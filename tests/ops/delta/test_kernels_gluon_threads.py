@@ -97,6 +97,14 @@ def test_the_budget_holds(options: dict[str, Any], columns: int, alike: str, mon
         assert error(found, wanted) <= BUDGET[torch.bfloat16]
 
 
+@pytest.mark.parametrize("columns", [64, 128])
+def test_documents_may_have_pieces_without_a_chunk(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = problem({"T": 330, "H": 1, "offsets": (0, 1, 1, 70, 330), "state": True})
+    truth = delta_rule(**exact(inputs), return_state=True, backend="chunked")
+    for found, wanted in zip(walked(inputs, monkeypatch, 3, columns=columns), truth, strict=True):
+        assert error(found, wanted) <= BUDGET[torch.bfloat16]
+
+
 def test_of_two_heads_one_has_keys_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = problem({"B": 2, "T": 200, "G": 2, "beta": 2.0, "gates": lambda draw, *shape: draw.gates(*shape) / 100})
     for name in "q", "k":
