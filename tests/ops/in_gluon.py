@@ -231,8 +231,7 @@ class Threads(threading.local):
 
     def __init__(self) -> None:
         self.products: list[Product] = []
-        self.stores: list[tuple[threading.Event, bool]] = []
-        self.late: list[Callable[[], None]] = []
+        self.stores: list[tuple[threading.Event, Callable[[], None] | None]] = []
 
 
 class Gluon:
@@ -320,17 +319,15 @@ class Gluon:
             left.set()
 
         late = self.draw.random() < 0.5  # when it is waited for, and no sooner
-        self.own.stores.append((left, late))
-        if late:
-            self.own.late.append(copy)
-        else:
+        self.own.stores.append((left, copy if late else None))
+        if not late:
             self.engine.queue.put(copy)
 
     def store_wait(self, count: int) -> None:
         while len(self.own.stores) > count:
-            left, late = self.own.stores.pop(0)
-            if late:
-                self.own.late.pop(0)()
+            left, copy = self.own.stores.pop(0)
+            if copy is not None:
+                copy()
             assert left.wait(PATIENCE)
 
     def product(self, a: Any, b: Shared, sums: Any, use_acc: bool = True, is_async: bool = False) -> Any:

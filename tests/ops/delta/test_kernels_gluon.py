@@ -16,6 +16,7 @@ from foci.ops.delta.api import delta_rule
 from foci.ops.delta.call import bind
 from foci.ops.delta.cases import Delta, every_other_slow
 from foci.ops.draw import Draw
+from tests.ops.delta.in_parts import held, kept
 from tests.ops.in_gluon import told
 
 from foci.ops.delta import kernels_triton_token_joins as joins  # isort: skip  after Triton's presence is known
@@ -118,19 +119,9 @@ def test_what_a_backward_reads_is_what_triton_keeps(options: dict[str, Any], mon
     call = bind(**inputs)
     columns = token_walks.wide(call, tune.target_of(inputs["v"].device), True)
     assert columns == 64
-    (out, final, buffer), (out_too, final_too, kept) = (
-        walked(inputs, each, monkeypatch, True) for each in (columns, 0)
-    )
-    found, wanted = (gpu._parts(call, x) for x in (buffer, kept))
-    for x, y in ((out, out_too), (final, final_too), (found.states, wanted.states)):
-        assert apart(x, y) <= 3e-3
-    assert apart(found.errors.double().sum(0), wanted.errors.double().sum(0)) <= 2e-3
-    high, low = found.errors.float()
-    assert low.any() and bool((low.abs() <= 2**-8 * high.abs()).all())
+    found = held(call, *(walked(inputs, each, monkeypatch, True) for each in (columns, 0)), apart)
     for _ in range(10):
-        *again, buffer = walked(inputs, columns, monkeypatch, True)
-        parts = gpu._parts(call, buffer)
-        for x, y in zip((out, final, found.states, found.errors), (*again, parts.states, parts.errors), strict=True):
+        for x, y in zip(found, kept(call, walked(inputs, columns, monkeypatch, True)), strict=True):
             assert x.equal(y)
 
 

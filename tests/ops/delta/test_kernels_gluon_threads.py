@@ -14,6 +14,7 @@ from foci.ops.delta.api import delta_rule
 from foci.ops.delta.call import bind
 from foci.ops.delta.cases import Delta
 from foci.ops.draw import Draw
+from tests.ops.delta.in_parts import held, kept
 from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
 from tests.ops.in_gluon import Gluon
 from tests.ops.in_triton import there
@@ -155,18 +156,12 @@ def test_what_a_backward_reads_is_what_triton_keeps(
 ) -> None:
     inputs = problem(options)
     call = bind(**there(inputs))
-    out, final, buffer = walked(inputs, monkeypatch, pieces, columns=64, keep=True)
-    out_too, final_too, buffer_too = (x.cpu() for x in gpu.forward(call, True))
-    found, wanted = (gpu._parts(call, x) for x in (buffer, buffer_too))
-    for x, y in ((out, out_too), (final, final_too), (found.states, wanted.states)):
-        assert error(x, y) <= 3e-3
-    assert error(found.errors.double().sum(0), wanted.errors.double().sum(0)) <= 2e-3
-    high, low = found.errors.float()
-    assert low.any() and bool((low.abs() <= 2**-8 * high.abs()).all())
-    *again, buffer = walked(inputs, monkeypatch, pieces, ahead=True, columns=64, keep=True)
-    parts = gpu._parts(call, buffer)
-    for x, y in zip((out, final, found.states, found.errors), (*again, parts.states, parts.errors), strict=True):
+    made = walked(inputs, monkeypatch, pieces, columns=64, keep=True)
+    by_triton = [x.cpu() for x in gpu.forward(call, True)]
+    again = walked(inputs, monkeypatch, pieces, ahead=True, columns=64, keep=True)
+    for x, y in zip(held(call, made, by_triton, error), kept(call, again), strict=True):
         assert x.equal(y)  # no piece writes where another one does
+    found, wanted = (gpu._parts(call, each[2]) for each in (made, by_triton))
     for name in ("inverse", "products", "rows", "total"):
         assert getattr(found, name).equal(getattr(wanted, name)), name
 

@@ -1,0 +1,31 @@
+"""What a forward keeps for its backward, held to what Triton's walk keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from foci.ops.delta import gpu
+from foci.ops.delta.call import Call
+
+
+def kept(call: Call, made: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Out, the final state, states and errors of a forward."""
+    out, final, buffer = made
+    parts = gpu._parts(call, buffer)
+    return out, final, parts.states, parts.errors
+
+
+def held(
+    call: Call, made: Sequence[Tensor], by_triton: Sequence[Tensor], apart: Callable[[Tensor, Tensor], float]
+) -> tuple[Tensor, ...]:
+    """`kept`, as near to Triton's as rounding is: d as two bfloat16, of which the second is what the first left."""
+    *found, errors = kept(call, made)
+    *wanted, errors_too = kept(call, by_triton)
+    for x, y in zip(found, wanted, strict=True):
+        assert apart(x, y) <= 3e-3
+    assert apart(errors.double().sum(0), errors_too.double().sum(0)) <= 2e-3
+    high, low = errors.float()
+    assert low.any() and bool((low.abs() <= 2**-8 * high.abs()).all())
+    return *found, errors
