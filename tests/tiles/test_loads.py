@@ -40,7 +40,7 @@ def _read(tiles, told, flow, STAGES):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _walk_kernel(  # type: ignore[no-untyped-def]
-    keys, values, products, queries, rows_ptr, outputs, told, own, STAGES: gl.constexpr, KEEP: gl.constexpr
+    keys, values, products, pairs, queries, rows_ptr, outputs, told, own, STAGES: gl.constexpr, KEEP: gl.constexpr
 ):
     narrow = [STAGES, CHUNK, 64]
     q, k, v = (gl.allocate_shared_memory(gl.bfloat16, narrow, None) for _ in range(3))
@@ -62,7 +62,14 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
             (load_values_and_store, ((values, 64, outputs, stop, 1, 64, 0, v), flow, CHUNK, STAGES, False)),
             (
                 load_products,
-                ((products, None, exact_ptr, stop, 0, 2 * CHUNK, 1, X, A), flow, CHUNK, STAGES, False, KEEP),
+                (
+                    (products, pairs, exact_ptr, stop, 0, 2 * CHUNK, (2 if pairs is None else 4) * CHUNK, 1, X, A),
+                    flow,
+                    CHUNK,
+                    STAGES,
+                    False,
+                    KEEP,
+                ),
             ),
             (
                 load_queries,
@@ -74,10 +81,12 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     )
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(("keep", "alone"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("own", [1, 3])
-def test_each_chunk_comes_to_its_place_and_outputs_leave_by_that_of_values(own: int, stages: int, keep: bool) -> None:
+def test_each_chunk_comes_to_its_place_and_outputs_leave_by_that_of_values(
+    own: int, stages: int, keep: bool, alone: bool
+) -> None:
     """Chunks 1 to 4, read from `own` on; of these, without `keep`, 2 and 4 have exact tokens."""
     draw = torch.Generator().manual_seed(0)
 
@@ -85,7 +94,7 @@ def test_each_chunk_comes_to_its_place_and_outputs_leave_by_that_of_values(own: 
         return torch.randn(shape, generator=draw)
 
     keys, values, queries = (drawn(COUNT, CHUNK, 64).bfloat16() for _ in range(3))
-    products, lines = drawn(COUNT, CHUNK, 4, CHUNK).bfloat16(), 2 if keep else 3
+    products, lines = drawn(COUNT, CHUNK, 2 if alone else 4, CHUNK).bfloat16(), 2 if keep else 3
     rows = drawn(COUNT, lines, CHUNK)
     if not keep:
         rows[:, 2, -1] = torch.tensor([0.0, 0, 1, 0, 1])
@@ -102,8 +111,9 @@ def test_each_chunk_comes_to_its_place_and_outputs_leave_by_that_of_values(own: 
     told = [torch.full((COUNT, *size), torch.nan) for size in sizes]
     module = sys.modules[__name__]
     Gluon(gl).run(
-        module, _walk_kernel, (1,), (keys, values, products, queries, rows, outputs, tuple(told), own), STAGES=stages,
-        KEEP=keep,
+        module, _walk_kernel, (1,), (
+            keys, values, products, None if alone else products, queries, rows, outputs, tuple(told), own
+        ), STAGES=stages, KEEP=keep,
     )  # fmt: skip
     k, v, q, X, A, factors, marks = told
     assert k[1:, 0].equal(keys[1:].float()) and v[1:, 0].equal(values[1:].float())
@@ -111,10 +121,11 @@ def test_each_chunk_comes_to_its_place_and_outputs_leave_by_that_of_values(own: 
     assert factors[1:, :, 0].equal(rows[1:, :2])
     exact = [True] * COUNT if keep else [False, False, True, False, True]
     for i in range(1, COUNT):
-        x, x_lost, a, a_lost = products[i].float().unbind(1)
+        x, x_lost, *pairs = products[i].float().unbind(1)
         assert X[i, 0].equal(x) and (X[i, 1].equal(x_lost) or not exact[i])
-        assert i < own or (A[i, 0].equal(a) and (A[i, 1].equal(a_lost) or not exact[i]))
+        assert i < own or alone or (A[i, 0].equal(pairs[0]) and (A[i, 1].equal(pairs[1]) or not exact[i]))
         assert keep or not exact[i] or marks[i, 0, 0].equal(rows[i, 2])
+    assert not alone or A.isnan().all()
     assert outputs[own:].float().equal(2 * values[own:].float()) and not outputs[:own].any()
     if own == 3:  # and nothing is loaded that nobody reads
         assert q[1:own].isnan().all() and A[1:own].isnan().all()

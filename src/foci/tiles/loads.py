@@ -119,25 +119,32 @@ def _store(there, i, v0, tiles, span, start, CHUNK: gl.constexpr, STAGES: gl.con
 def load_products(  # type: ignore[no-untyped-def]
     these, flow, CHUNK: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr, KEEP: gl.constexpr
 ):
-    """What the third does: X, A for what is read, and of both what rounding left where some tokens are exact."""
-    products, pairs, exact_ptr, stop, X_at, A_at, H, X_tiles, A_tiles = these
+    """What the third does: X, A for what is read, and of both what rounding left where some tokens are exact.
+
+    Without `pairs` X alone.
+    """
+    products, pairs, exact_ptr, stop, X_at, A_at, step, H, X_tiles, A_tiles = these
     full, empty, span, start = flow
     begin, own, end = span
     exact = has_exact(exact_ptr, begin, H, begin < end, CHUNK, KEEP)
-    there = _described(products, 4 * H * CHUNK, stop, 4 * CHUNK, X_tiles, MAPS)
+    there = _described(products, step, stop, step // H, X_tiles, MAPS)
     A_there = pairs if MAPS else there
     each: gl.constexpr = 2 * CHUNK * CHUNK  # bytes
     for i in range(begin, end):
         then = has_exact(exact_ptr, i + 1, H, i + 1 < end, CHUNK, KEEP)
         t0, reads, both = start + i * CHUNK, i >= own, (i >= own) & exact
         at, bar = _free(i - begin, full, empty, STAGES)
-        mbarrier.expect(bar, each, pred=(i < own) & (exact == 0))
-        mbarrier.expect(bar, 2 * each, pred=reads != exact)
-        mbarrier.expect(bar, 4 * each, pred=both)
+        if pairs is None:
+            mbarrier.expect(bar, each, pred=exact == 0)
+            mbarrier.expect(bar, 2 * each, pred=exact)
+        else:
+            mbarrier.expect(bar, each, pred=(i < own) & (exact == 0))
+            mbarrier.expect(bar, 2 * each, pred=reads != exact)
+            mbarrier.expect(bar, 4 * each, pred=both)
+            async_load(A_there, [t0, A_at], bar, A_tiles.index(2 * at), pred=reads)
+            async_load(A_there, [t0, A_at + CHUNK], bar, A_tiles.index(2 * at + 1), pred=both)
         async_load(there, [t0, X_at], bar, X_tiles.index(2 * at))
         async_load(there, [t0, X_at + CHUNK], bar, X_tiles.index(2 * at + 1), pred=exact)
-        async_load(A_there, [t0, A_at], bar, A_tiles.index(2 * at), pred=reads)
-        async_load(A_there, [t0, A_at + CHUNK], bar, A_tiles.index(2 * at + 1), pred=both)
         exact = then
 
 

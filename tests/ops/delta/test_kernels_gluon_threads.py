@@ -38,11 +38,12 @@ def problem(options: dict[str, Any]) -> dict[str, Any]:
 
 def walked(
     inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, pieces: int = 1, return_state: bool = True,
-    ahead: bool = False, columns: int = 0, keep: bool = False,
+    ahead: bool = False, columns: int = 0, keep: bool = False, alone: bool = True,
 ) -> list[Tensor]:  # fmt: skip
     """Out and the final state, each sequence in so many `pieces`; `ahead`: the first program before the last.
 
     `columns` a program: as many as there are, of 128 and 64, if none are told. `keep`: and what a backward reads.
+    `alone`: the walk by 64 columns makes A.
     """
     columns = columns or (64 if inputs["v"].shape[3] % 128 else 128)
 
@@ -53,6 +54,7 @@ def walked(
         patch.setattr(gpu, "with_gluon", lambda: True)
         patch.setattr(kernels_gluon, "launch", launch)
         patch.setattr(token_walks, "wide", lambda *_: columns)
+        patch.setattr(token_walks, "alone", lambda *_: alone)
         patch.setattr(token_walks, "suits", lambda *_: True)
         patch.setattr(token_walks, "shares", lambda *_: pieces)
         return [x.cpu() for x in gpu.forward(bind(**there(inputs), return_state=return_state), keep)]
@@ -96,6 +98,19 @@ def test_the_budget_holds(options: dict[str, Any], columns: int, alike: str, mon
     truth = delta_rule(**exact(inputs), return_state=True, backend="chunked")
     for found, wanted in zip(walked(inputs, monkeypatch, columns=columns), truth, strict=True):
         assert error(found, wanted) <= BUDGET[torch.bfloat16]
+
+
+@pytest.mark.parametrize("alike", ["independent", "correlated", "identical"])
+@pytest.mark.parametrize(
+    "options", [{"B": 2, "T": 256}, {"T": 330, "K": 64, "V": 64, "offsets": (0, 0, 1, 130, 330)}], ids=str
+)
+def test_the_walk_makes_of_pairs_what_the_first_launch_makes(
+    options: dict[str, Any], alike: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = problem(options | {"alike": alike, "beta": 2.0 if alike == "identical" else 1.0, "state": True})
+    by_walk, by_launch = (walked(inputs, monkeypatch, columns=64, alone=alone) for alone in (True, False))
+    for found, wanted in zip(by_walk, by_launch, strict=True):
+        assert error(found, wanted) <= 1e-3  # a GPU's have the same bits; here sums are others
 
 
 @pytest.mark.parametrize("columns", [64, 128])

@@ -79,7 +79,8 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     walk = import_module("foci.ops.delta.kernels_gluon").walk(wide) if wide and by.turned and not by.maps else None
     out, rest = room(call, call.v)
     exact = walk is not None and not keep
-    made = triangles.first(call, parts, _slots(call), shares > 1, at_once, channel_chunks, exact, rest)
+    alone = exact and wide == 64 and token_walks.alone(call, target)
+    made = triangles.first(call, parts, _slots(call), shares > 1, at_once, channel_chunks, exact, alone, rest)
     rest.end()
     final = walks.forward(call, parts, made, out, by, token_walks, joins, channel_walks, walk)
     return (out, final) if buffer is None else (out, final, buffer)

@@ -31,8 +31,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
-from foci.core.tune import Config, launch, strides
+from foci.core.tune import Config, dependent_launch, launch, strides, target_of
 from foci.tiles.affine import faded
 from foci.tiles.loads import (
     HALF,
@@ -100,7 +101,7 @@ def _chunk(  # type: ignore[no-untyped-def]
     """
     turn, gone, scale, line, t0 = step
     full, empty, _span, _start = flow
-    q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, marks, S_tiles, d_tiles = tiles
+    q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, marks, S_tiles, d_tiles, made = tiles
     at = turn % STAGES
     mbarrier.wait(full.index(at), turn // STAGES & 1)
     v = v_tiles.index(v_tiles.shape[0] // STAGES * at + group).permute((1, 0))
@@ -114,6 +115,9 @@ def _chunk(  # type: ignore[no-untyped-def]
         if READS:
             q = q_tiles.index(TILES * at + i).permute((1, 0))
             o = warpgroup_mma(operand, q, o, use_acc=i > 0, is_async=True)
+    if READS:  # noqa: SIM102  a constant and a tensor
+        if made is not None:  # sooner than A is wanted, as a wait takes its time
+            mbarrier.wait(made.index(at), turn // STAGES & 1)
     if KEEP and READS:
         tma.store_wait(0)
         S_tiles.index(0).permute((1, 0)).store(S[0].to(gl.bfloat16))
@@ -226,20 +230,68 @@ def _walk(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def _pairs(  # type: ignore[no-untyped-def]
+    tiles, these, flow, CHUNK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr
+):
+    """What four warps do that make A of each chunk that is read, as `token_chunks_kernel` does, while others walk."""
+    q_tiles, k_tiles, _v_tiles, _X_tiles, A_tiles, _rows, _marks, _S_tiles, _d_tiles, made = tiles
+    sums_ptr, exact_ptr, H = these
+    full, _empty, span, _start = flow
+    begin, own, end = span
+    t = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, BY_TOKEN))
+    s = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, BY_TOKEN))
+    for i in range(begin, own):
+        mbarrier.wait(full.index((i - begin) % STAGES), (i - begin) // STAGES & 1)
+        mbarrier.arrive(made.index((i - begin) % STAGES), count=1)
+    step = 2 * H * CHUNK
+    sums_ptr += own * step
+    exact = has_exact(exact_ptr, own, H, own < end, CHUNK, False)
+    c_t, c_s = gl.load(sums_ptr + t, mask=own < end, other=0.0), gl.load(sums_ptr + s, mask=own < end, other=0.0)
+    by = gl.load(sums_ptr + CHUNK + s, mask=own < end, other=0.0)
+    for i in range(own, end):
+        at, inside = (i - begin) % STAGES, i + 1 < end
+        sums_ptr += step
+        exact_then = has_exact(exact_ptr, i + 1, H, inside, CHUNK, False)
+        t_then, s_then = gl.load(sums_ptr + t, mask=inside, other=0.0), gl.load(sums_ptr + s, mask=inside, other=0.0)
+        by_then = gl.load(sums_ptr + CHUNK + s, mask=inside, other=0.0)
+        mbarrier.wait(full.index(at), (i - begin) // STAGES & 1)
+        product = gl.zeros([CHUNK, CHUNK], gl.float32, BY_TOKEN)
+        for tile in gl.static_range(TILES):
+            k = k_tiles.index(TILES * at + tile).permute((1, 0))
+            product = warpgroup_mma(q_tiles.index(TILES * at + tile), k, product, use_acc=tile > 0, is_async=True)
+        weights = gl.exp2(c_t[:, None] - c_s[None, :])
+        product = warpgroup_mma_wait(0, deps=[product])
+        A = gl.where(t[:, None] >= s[None, :], product * weights, 0.0) * by[None, :]
+        high = A.to(gl.bfloat16)
+        A_tiles.index(2 * at).store(high)
+        if exact:
+            marks = gl.load(exact_ptr + (i * 3 * H * CHUNK - (CHUNK - 1) + t))[:, None]
+            A_tiles.index(2 * at + 1).store(gl.where(marks > 0, A - high.to(gl.float32), 0.0).to(gl.bfloat16))
+        fence_async_shared()
+        mbarrier.arrive(made.index(at), count=1)
+        exact, c_t, c_s, by = exact_then, t_then, s_then, by_then
+
+
+@gluon.jit
 def wide_walk_kernel(  # type: ignore[no-untyped-def]
-    queries, keys, values, products, pairs, rows_ptr, total_ptr, reach_ptr, slow_ptr, first_ptr, state_ptr,
+    queries, keys, values, products, pairs, sums_ptr, rows_ptr, total_ptr, reach_ptr, slow_ptr, first_ptr, state_ptr,
     offsets_ptr, outputs, final_ptr, lost_ptr, states, errors,
     q_strides, k_strides, v_strides, state_strides, scale, zero, tokens, T, H, R, V, pieces,
     CHUNK: gl.constexpr, BLOCK_K: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr,
+    BESIDE: gl.constexpr,
 ):  # fmt: skip
     """GROUPS HALF columns of one head's state through one of the `pieces` of a sequence (one, without `reach_ptr`).
 
     MAPS: what TMA reads and writes are maps (tiles/maps.py), of all heads; else pointers. With `states` and `errors`,
     maps, a backward is to come: each state and d are kept, all tokens are exact, X and A are two tensors, GROUPS is 1.
+    Without `pairs` A is made here, of gates' `sums_ptr` (kernels_triton_triangles.py), GROUPS is 1. BESIDE: a program
+    may begin before the last launch has ended (tiles/turns.py).
     """
     K: gl.constexpr = BLOCK_K
     KEEP: gl.constexpr = states is not None
+    MAKES: gl.constexpr = pairs is None
     LINES: gl.constexpr = 2 if KEEP else 3
+    PRODUCTS: gl.constexpr = 2 if KEEP or MAKES else 4  # of CHUNK columns each, of a token: X, or X and A
     TILE: gl.constexpr = 128 if K == 128 else HALF
     TILES: gl.constexpr = K // TILE
     COLUMNS: gl.constexpr = GROUPS * HALF
@@ -249,8 +301,33 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
     row, count = gl.to_tensor(b).to(gl.int64), (stop - start + CHUNK - 1) // CHUNK
     first = gl.to_tensor(slot).to(gl.int64) * H + h
+    wide: gl.constexpr = OF_ROWS if TILE == 128 else OF_PAIRS
+    line: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
+    q_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, CHUNK, TILE], wide)
+    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, CHUNK, TILE], wide)
+    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * GROUPS, CHUNK, HALF], OF_PAIRS)
+    X_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], OF_PAIRS)
+    A_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], OF_PAIRS)
+    rows = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, CHUNK], line)
+    marks = gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], line)
+    S_tiles, d_tiles, made = None, None, None
+    if KEEP:
+        S_tiles = gl.allocate_shared_memory(gl.bfloat16, [1, K, HALF], OF_PAIRS)
+        d_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HALF], OF_PAIRS)
+    if MAKES:
+        made = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    tiles = q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, marks, S_tiles, d_tiles, made
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for at in gl.static_range(STAGES):
+        mbarrier.init(full.index(at), count=4)
+        mbarrier.init(empty.index(at), count=GROUPS)
+        if made is not None:
+            mbarrier.init(made.index(at), count=1)
     begin, own, end = 0, 0, count
     lost, slow = 0.0, False
+    if BESIDE:
+        gdc_wait()
     if reach_ptr is not None:
         own, end = share(piece, pieces, count)
         begin, lost = _remembered(reach_ptr + first, H, own)
@@ -262,37 +339,20 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     total_ptr += first
     rows_ptr += LINES * first * CHUNK
     exact_ptr = rows_ptr + (3 * CHUNK - 1)  # of the last token: where one is exact, it is
-    wide: gl.constexpr = OF_ROWS if TILE == 128 else OF_PAIRS
-    line: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
     group, key_at, X_at, A_at, value_at = h // R, 0, 0, 2 * CHUNK, v0
+    if MAKES:
+        sums_ptr += 2 * first * CHUNK
     if MAPS:
         start += (row * T).to(gl.int32)
         key_at, value_at = (group * K).to(gl.int32), v0 + (h * V).to(gl.int32)
-        X_at = (h * (2 if KEEP else 4) * CHUNK).to(gl.int32)
+        X_at = (h * PRODUCTS * CHUNK).to(gl.int32)
         A_at = X_at if KEEP else X_at + 2 * CHUNK
     else:
         queries += row * q_strides[0] + group * q_strides[2]
         keys += row * k_strides[0] + group * k_strides[2]
         values += row * v_strides[0] + h * v_strides[2]
-        products += 4 * (row * T * H + h) * CHUNK
+        products += PRODUCTS * (row * T * H + h) * CHUNK
         outputs += (row * T * H + h) * V
-    q_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, CHUNK, TILE], wide)
-    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, CHUNK, TILE], wide)
-    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * GROUPS, CHUNK, HALF], OF_PAIRS)
-    X_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], OF_PAIRS)
-    A_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], OF_PAIRS)
-    rows = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, CHUNK], line)
-    marks = gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], line)
-    S_tiles, d_tiles = None, None
-    if KEEP:
-        S_tiles = gl.allocate_shared_memory(gl.bfloat16, [1, K, HALF], OF_PAIRS)
-        d_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HALF], OF_PAIRS)
-    tiles = q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, marks, S_tiles, d_tiles
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for at in gl.static_range(STAGES):
-        mbarrier.init(full.index(at), count=4)
-        mbarrier.init(empty.index(at), count=GROUPS)
     if state_ptr is not None:
         state_ptr += n * state_strides[0] + h * state_strides[1]
     if lost_ptr is not None:
@@ -304,11 +364,24 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     kept = states, errors, v0, value_at, tokens
     of_keys = keys, k_strides[1], stop, key_at, k_tiles
     of_values = values, v_strides[1], outputs, stop, H, V, value_at, v_tiles
-    of_products = products, pairs, exact_ptr, stop, X_at, A_at, H, X_tiles, A_tiles
+    of_products = products, pairs, exact_ptr, stop, X_at, A_at, PRODUCTS * H * CHUNK, H, X_tiles, A_tiles
     of_queries = queries, q_strides[1], rows_ptr, exact_ptr, stop, key_at, H, q_tiles, rows, marks
     flow = full, empty, span, start
     SPARE: gl.constexpr = 40 if K == 64 else 24  # registers of a thread that loads: the others have what is left
-    if GROUPS == 1:
+    if MAKES:
+        gl.warp_specialize(
+            [
+                (_walk, (gl.constexpr(0), tiles, memory, told, kept, flow, CHUNK, STAGES, TILES, KEEP)),
+                (_pairs, (tiles, (sums_ptr, exact_ptr, H), flow, CHUNK, STAGES, TILES)),
+                (load_keys, (of_keys, flow, CHUNK, STAGES, MAPS)),
+                (load_values_and_store, (of_values, flow, CHUNK, STAGES, MAPS)),
+                (load_products, (of_products, flow, CHUNK, STAGES, MAPS, KEEP)),
+                (load_queries, (of_queries, flow, CHUNK, STAGES, MAPS, KEEP)),
+            ],
+            [4, 1, 1, 1, 1],
+            [168, 40, 40, 40, 40],
+        )
+    elif GROUPS == 1:
         gl.warp_specialize(
             [
                 (_walk, (gl.constexpr(0), tiles, memory, told, kept, flow, CHUNK, STAGES, TILES, KEEP)),
@@ -341,7 +414,7 @@ def walk(columns: int) -> Callable[..., None]:
 
 
 def _forward(
-    columns: int, call: Any, parts: Any, made: tuple[Tensor, Tensor, Any], pieces: int, lost: Tensor | None,
+    columns: int, call: Any, parts: Any, made: tuple[Tensor, Tensor | None, Any], pieces: int, lost: Tensor | None,
     out: Tensor, final: Tensor, slow: Tensor | None, first: Tensor | None, maps: None,
 ) -> None:  # fmt: skip
     B, T, G, H, K, V, N = call.sizes
@@ -353,19 +426,20 @@ def _forward(
     def there(x: Tensor, rows: int, tile: tuple[int, Any]) -> Any:
         return map_of(x, x.stride(-3), x.shape[-2] * x.shape[-1], (rows, tile[0]), tile[1]) if by_maps else x
 
-    X, states, errors = there(inverse, CHUNK, half), None, None
-    if parts is not None:
+    X, states, errors, keep = there(inverse, CHUNK, half), None, None, parts is not None
+    pairs = None if products is None else there(products, CHUNK, half) if keep else X
+    if keep:
         states, errors = map_of(parts.states, V, V, (K, half[0]), OF_PAIRS), there(parts.errors, CHUNK, half)
-    stages = _stages(K, columns, parts is not None)
+    stages = _stages(K, columns, keep)
     launch(
         wide_walk_kernel, (N * H * pieces * (V // columns),),
-        there(call.q, CHUNK, key), there(call.k, CHUNK, key), there(call.v, CHUNK, half), X,
-        X if parts is None else there(products, CHUNK, half), gated.rows, gated.total, gated.reach, slow, first,
-        call.state, call.offsets, there(out, CHUNK, half), final, lost, states, errors,
+        there(call.q, CHUNK, key), there(call.k, CHUNK, key), there(call.v, CHUNK, half), X, pairs,
+        gated.sums, gated.rows, gated.total, gated.reach, slow, first, call.state, call.offsets,
+        there(out, CHUNK, half), final, lost, states, errors,
         call.q.stride(), call.k.stride(), call.v.stride(), strides(call.state), call.scale, 0,
         B * T, T, H, H // G, V, pieces,
         config=Config(warps=4, stages=stages), CHUNK=CHUNK, BLOCK_K=K, GROUPS=columns // int(HALF), STAGES=stages,
-        MAPS=by_maps,
+        MAPS=by_maps, **dependent_launch(target_of(call.v.device), True),
     )  # fmt: skip
 
 

@@ -3,8 +3,8 @@
 The equations are those of kernels_triton_tokens.py, letters too; this does both launches of products there as one, so
 that nothing is read twice and no sum waits in memory. A program takes one chunk and key head after the other, and of
 each all heads that read the key. Four warps load: each tile when all have left its place, of which every tile has one,
-so what is needed first of the next chunk comes while the last of this one is multiplied. Three times four share the
-work, for none has registers for all of it:
+or of 64 channels two, so what is needed first of the next chunk comes while the last of this one is multiplied. Three
+times four share the work, for none has registers for all of it:
 
 - pairs: P_A and P_E of a head, handed on as two bfloat16 each, and what beta and gates take of them;
 - queries: scale rise (do S^T) + P_A k = dq; what the state's decay takes, S dS; and what values tell of gates, v dv;
@@ -129,17 +129,32 @@ def _weighted(dP, product, g, beta, rows_ptr, apart, left, OWN: gl.constexpr):  
 
 
 @gluon.jit
-def _brought(there, at, place: gl.constexpr, tiles, bars, turn, count: gl.constexpr):  # type: ignore[no-untyped-def]
+def _brought(  # type: ignore[no-untyped-def]
+    there, at, place: gl.constexpr, tiles, bars, turn, count: gl.constexpr, PLACES: gl.constexpr
+):
     """A tile by TMA, when all have left its place, the first of `count` that its barrier tells of."""
     full, empty = bars
-    tile = tiles[place].index(0)
-    mbarrier.wait(empty.index(place), (turn & 1) ^ 1)
-    mbarrier.expect(full.index(place), count * 2 * tile.shape[0] * tile.shape[1])
-    async_load(there, at, full.index(place), tile)
+    own = turn % PLACES
+    tile, bar = tiles[place].index(own), _of(full, place, own, PLACES)
+    mbarrier.wait(_of(empty, place, own, PLACES), (turn // PLACES & 1) ^ 1)
+    mbarrier.expect(bar, count * 2 * tile.shape[0] * tile.shape[1])
+    async_load(there, at, bar, tile)
 
 
 @gluon.jit
-def _load(there, tiles, bars, offsets_ptr, sizes, tokens, WHOLE: gl.constexpr):  # type: ignore[no-untyped-def]
+def _of(bars, place: gl.constexpr, own, PLACES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The barrier of a tile's place, of which there may be two."""
+    return bars.index(place) if PLACES == 1 else bars.index(PLACES * place + own)
+
+
+@gluon.jit
+def _own(turn, zero, PLACES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Which place it is. Of one: 0, not known before the loop, as what is would be kept in registers."""
+    return turn * zero if PLACES == 1 else turn % PLACES
+
+
+@gluon.jit
+def _load(there, tiles, bars, offsets_ptr, sizes, tokens, WHOLE: gl.constexpr, PLACES: gl.constexpr):  # type: ignore[no-untyped-def]
     """What those who load do, in the order in which it is wanted."""
     q_there, k_there, v_there, do_there, dv_there, low_there, d_there, S_there, dS_there = there
     full, _ = bars
@@ -151,17 +166,19 @@ def _load(there, tiles, bars, offsets_ptr, sizes, tokens, WHOLE: gl.constexpr): 
         for r in range(R):
             h = group * R + r
             c, line = h * WIDTH, (slot * H + h) * WIDTH
-            _brought(S_there, [line, 0], STATE, tiles, bars, turn, 1)
-            _brought(do_there, [t0, c], OUT, tiles, bars, turn, 1)
-            _brought(d_there, [t0, c], ERROR, tiles, bars, turn, 1)
-            _brought(dS_there, [line, 0], END, tiles, bars, turn, 1)
+            _brought(S_there, [line, 0], STATE, tiles, bars, turn, 1, PLACES)
+            _brought(do_there, [t0, c], OUT, tiles, bars, turn, 1, PLACES)
+            _brought(d_there, [t0, c], ERROR, tiles, bars, turn, 1, PLACES)
+            _brought(dS_there, [line, 0], END, tiles, bars, turn, 1, PLACES)
             if r == 0:
-                _brought(q_there, [t0, group * WIDTH], Q, tiles, bars, i, 2)
-                async_load(k_there, [t0, group * WIDTH], full.index(Q), tiles[K].index(0))
-            _brought(d_there, [tokens + t0, c], REST, tiles, bars, turn, 1)
-            _brought(dv_there, [t0, c], VALUE, tiles, bars, turn, 1)
-            _brought(low_there, [t0, c], LOW, tiles, bars, turn, 2)
-            async_load(v_there, [t0, c], full.index(LOW), tiles[V].index(0))
+                _brought(q_there, [t0, group * WIDTH], Q, tiles, bars, i, 2, PLACES)
+                own = i % PLACES
+                async_load(k_there, [t0, group * WIDTH], _of(full, Q, own, PLACES), tiles[K].index(own))
+            _brought(d_there, [tokens + t0, c], REST, tiles, bars, turn, 1, PLACES)
+            _brought(dv_there, [t0, c], VALUE, tiles, bars, turn, 1, PLACES)
+            _brought(low_there, [t0, c], LOW, tiles, bars, turn, 2, PLACES)
+            own = turn % PLACES
+            async_load(v_there, [t0, c], _of(full, LOW, own, PLACES), tiles[V].index(own))
             turn += 1
         i += 1  # noqa: SIM113  what enumerates is Python's
 
@@ -169,7 +186,7 @@ def _load(there, tiles, bars, offsets_ptr, sizes, tokens, WHOLE: gl.constexpr): 
 @gluon.jit
 def _pairs(  # type: ignore[no-untyped-def]
     tiles, bars, handed, g_ptr, g_strides, beta_ptr, beta_strides, rows_ptr, scale, zero, offsets_ptr, sizes,
-    WHOLE: gl.constexpr,
+    WHOLE: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     """What four warps do: P_A and P_E, for both others to multiply."""
     full, empty = bars
@@ -180,25 +197,26 @@ def _pairs(  # type: ignore[no-untyped-def]
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         b, first, _t0, slot, group, left = _place(item, offsets_ptr, sizes, WHOLE)
         for r in range(R):
-            at = turn * zero  # not known before the loop: what is would be kept in registers
+            at, key = _own(turn, zero, PLACES), _own(i, zero, PLACES)
             do, d, dv = tiles[OUT].index(at), tiles[ERROR].index(at), tiles[VALUE].index(at)
             rest, low = tiles[REST].index(at), tiles[LOW].index(at)
-            q, k, A, E = tiles[Q].index(at), tiles[K].index(at), tiles[PAIRS_A].index(at), tiles[PAIRS_E].index(at)
-            h, parity = group * R + r, turn & 1
+            q, k = tiles[Q].index(key), tiles[K].index(key)
+            A, E = tiles[PAIRS_A].index(turn * zero), tiles[PAIRS_E].index(turn * zero)
+            h, parity, again = group * R + r, turn // PLACES & 1, turn & 1
             g, beta = _by_token(g_ptr, g_strides, beta_ptr, beta_strides, b, first, h, left)
             rows = rows_ptr + (slot * H + h).to(gl.int64) * CHUNK
             none = gl.zeros([CHUNK, CHUNK], gl.float32, BY_TOKEN)
-            mbarrier.wait(full.index(OUT), parity)
-            mbarrier.wait(full.index(Q), i & 1)
-            mbarrier.wait(full.index(REST), parity)
+            mbarrier.wait(_of(full, OUT, at, PLACES), parity)
+            mbarrier.wait(_of(full, Q, key, PLACES), i // PLACES & 1)
+            mbarrier.wait(_of(full, REST, at, PLACES), parity)
             product = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
             dP = warpgroup_mma(do, rest.permute((1, 0)), none, use_acc=False, is_async=True)
-            mbarrier.wait(full.index(ERROR), parity)
+            mbarrier.wait(_of(full, ERROR, at, PLACES), parity)
             dP = warpgroup_mma(do, d.permute((1, 0)), dP, is_async=True)
             dP, product = warpgroup_mma_wait(0, deps=[dP, product])
-            mbarrier.arrive(empty.index(OUT), count=1)
+            mbarrier.arrive(_of(empty, OUT, at, PLACES), count=1)
             found = _weighted(dP, product * scale, g, beta, rows, apart, left, True) * scale
-            mbarrier.wait(handed.index(A_GONE), parity ^ 1)
+            mbarrier.wait(handed.index(A_GONE), again ^ 1)
             _handed_on(found, A)
             if not WHOLE:  # noqa: SIM102  a constant and a tensor
                 if left < CHUNK:  # tokens of who comes next, which nothing that is multiplied by 0 may see
@@ -207,27 +225,27 @@ def _pairs(  # type: ignore[no-untyped-def]
                     k.store(gl.where(inside, k.load(by_row).to(gl.float32), 0.0).to(gl.bfloat16))
             fence_async_shared()
             mbarrier.arrive(handed.index(A_THERE), count=1)
-            mbarrier.wait(full.index(VALUE), parity)
-            mbarrier.wait(full.index(LOW), parity)
+            mbarrier.wait(_of(full, VALUE, at, PLACES), parity)
+            mbarrier.wait(_of(full, LOW, at, PLACES), parity)
             product = warpgroup_mma(k, k.permute((1, 0)), none, use_acc=False, is_async=True)
             dP = warpgroup_mma(dv, rest.permute((1, 0)), none, use_acc=False, is_async=True)
             dP = warpgroup_mma(low, d.permute((1, 0)), dP, is_async=True)
             dP = warpgroup_mma(dv, d.permute((1, 0)), dP, is_async=True)
             dP, product = warpgroup_mma_wait(0, deps=[dP, product])
-            mbarrier.arrive(empty.index(REST), count=1)
-            mbarrier.arrive(empty.index(ERROR), count=1)
-            mbarrier.arrive(empty.index(VALUE), count=1)
-            mbarrier.arrive(empty.index(LOW), count=1)
+            mbarrier.arrive(_of(empty, REST, at, PLACES), count=1)
+            mbarrier.arrive(_of(empty, ERROR, at, PLACES), count=1)
+            mbarrier.arrive(_of(empty, VALUE, at, PLACES), count=1)
+            mbarrier.arrive(_of(empty, LOW, at, PLACES), count=1)
             t = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, BY_TOKEN))
             s = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, BY_TOKEN))
             gl.store(rows + 4 * apart + t, gl.sum(gl.where(t[:, None] == s[None, :], dP, 0.0), 1))
             found = -_weighted(dP, -product, g, beta, rows + 2 * apart, apart, left, False)
-            mbarrier.wait(handed.index(E_GONE), parity ^ 1)
+            mbarrier.wait(handed.index(E_GONE), again ^ 1)
             _handed_on(found, E)
             fence_async_shared()
             mbarrier.arrive(handed.index(E_THERE), count=1)
             turn += 1
-        mbarrier.arrive(empty.index(Q), count=1)
+        mbarrier.arrive(_of(empty, Q, _own(i, zero, PLACES), PLACES), count=1)
         i += 1  # noqa: SIM113  what enumerates is Python's
 
 
@@ -242,7 +260,7 @@ def _handed_on(x, tile):  # type: ignore[no-untyped-def]
 @gluon.jit
 def _queries(  # type: ignore[no-untyped-def]
     tiles, bars, handed, out_there, gated_ptr, rows_ptr, totals_ptr, d_q_ptr, scale, zero, offsets_ptr, sizes,
-    WHOLE: gl.constexpr,
+    WHOLE: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     """What four do: dq, and what the state's decay and values tell of gates."""
     full, empty = bars
@@ -261,46 +279,47 @@ def _queries(  # type: ignore[no-untyped-def]
         _b, _first, t0, slot, group, left = _place(item, offsets_ptr, sizes, WHOLE)
         d_q = gl.zeros([CHUNK, WIDTH], gl.float32, by_key)
         for r in range(R):
-            at = turn * zero  # not known before the loop: what is would be kept in registers
+            at, key = _own(turn, zero, PLACES), _own(i, zero, PLACES)
             S, dS, do = tiles[STATE].index(at), tiles[END].index(at), tiles[OUT].index(at)
             dv, low = tiles[VALUE].index(at), tiles[LOW].index(at)
-            q, k, v, A = tiles[Q].index(at), tiles[K].index(at), tiles[V].index(at), tiles[PAIRS_A].index(at)
-            h, parity = group * R + r, turn & 1
+            q, k, v = tiles[Q].index(key), tiles[K].index(key), tiles[V].index(at)
+            A = tiles[PAIRS_A].index(turn * zero)
+            h, parity, again = group * R + r, turn // PLACES & 1, turn & 1
             line = (slot * H + h).to(gl.int64)
             rise = gl.load(gated_ptr + line * 2 * CHUNK + token)
             rows = rows_ptr + line * CHUNK
-            mbarrier.wait(full.index(STATE), parity)
-            mbarrier.wait(full.index(OUT), parity)
+            mbarrier.wait(_of(full, STATE, at, PLACES), parity)
+            mbarrier.wait(_of(full, OUT, at, PLACES), parity)
             none = gl.zeros([CHUNK, WIDTH], gl.float32, by_key)
             read = warpgroup_mma(do, S.permute((1, 0)), none, use_acc=False, is_async=True)
             tma.store_wait(0)
             mbarrier.arrive(handed.index(A_GONE), count=1, pred=turn > 0)
-            mbarrier.wait(full.index(END), parity)
+            mbarrier.wait(_of(full, END, at, PLACES), parity)
             total = gl.zeros([PARTS, WIDTH], gl.float32, by_row)
             for j in gl.static_range(WIDTH // PARTS):
                 one, other = S.slice(j * PARTS, PARTS).load(by_row), dS.slice(j * PARTS, PARTS).load(by_row)
                 total += one.to(gl.float32) * other.to(gl.float32)
             gl.store(totals_ptr + line * PARTS + part, gl.sum(total, 1))
-            mbarrier.wait(full.index(Q), i & 1)
+            mbarrier.wait(_of(full, Q, key, PLACES), i // PLACES & 1)
             read = warpgroup_mma_wait(0, deps=[read]) * scale
-            mbarrier.arrive(empty.index(STATE), count=1)
-            mbarrier.arrive(empty.index(END), count=1)
-            mbarrier.arrive(empty.index(OUT), count=1)
+            mbarrier.arrive(_of(empty, STATE, at, PLACES), count=1)
+            mbarrier.arrive(_of(empty, END, at, PLACES), count=1)
+            mbarrier.arrive(_of(empty, OUT, at, PLACES), count=1)
             gl.store(rows + 7 * apart + token, gl.sum(q.load(by_key).to(gl.float32) * read, 1))
             d_q += read * rise[:, None]
-            mbarrier.wait(full.index(VALUE), parity)
-            mbarrier.wait(full.index(LOW), parity)
+            mbarrier.wait(_of(full, VALUE, at, PLACES), parity)
+            mbarrier.wait(_of(full, LOW, at, PLACES), parity)
             by_value = dv.load(by_row).to(gl.float32) + low.load(by_row).to(gl.float32)
             gl.store(rows + 5 * apart + row, gl.sum(v.load(by_row).to(gl.float32) * by_value, 1))
-            mbarrier.arrive(empty.index(VALUE), count=1)
-            mbarrier.arrive(empty.index(LOW), count=1)
-            mbarrier.wait(handed.index(A_THERE), parity)
+            mbarrier.arrive(_of(empty, VALUE, at, PLACES), count=1)
+            mbarrier.arrive(_of(empty, LOW, at, PLACES), count=1)
+            mbarrier.wait(handed.index(A_THERE), again)
             d_q = warpgroup_mma(A.slice(CHUNK, CHUNK, 1), k, d_q, is_async=True)
             d_q = warpgroup_mma(A.slice(0, CHUNK, 1), k, d_q, is_async=True)
             d_q = warpgroup_mma_wait(0, deps=[d_q])
-            mbarrier.wait(handed.index(A_USED), parity)
+            mbarrier.wait(handed.index(A_USED), again)
             turn += 1
-        mbarrier.arrive(empty.index(Q), count=1)
+        mbarrier.arrive(_of(empty, Q, _own(i, zero, PLACES), PLACES), count=1)
         _stored(d_q, tiles[D_Q].index(turn * zero), out_there, d_q_ptr, t0, group, left, H // R, zero, WHOLE)
         i += 1  # noqa: SIM113  what enumerates is Python's
     tma.store_wait(0)
@@ -326,7 +345,8 @@ def _stored(x, tile, there, ptr, t0, group, left, G, zero, WHOLE: gl.constexpr):
 
 @gluon.jit
 def _keys(  # type: ignore[no-untyped-def]
-    tiles, bars, handed, out_there, gated_ptr, rows_ptr, d_k_ptr, zero, offsets_ptr, sizes, WHOLE: gl.constexpr,
+    tiles, bars, handed, out_there, gated_ptr, rows_ptr, d_k_ptr, zero, offsets_ptr, sizes,
+    WHOLE: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     """What four do: dk."""
     full, empty = bars
@@ -340,38 +360,39 @@ def _keys(  # type: ignore[no-untyped-def]
         _b, _first, t0, slot, group, left = _place(item, offsets_ptr, sizes, WHOLE)
         d_k = gl.zeros([CHUNK, WIDTH], gl.float32, by_key)
         for r in range(R):
-            at = turn * zero  # not known before the loop: what is would be kept in registers
+            at, key = _own(turn, zero, PLACES), _own(i, zero, PLACES)
             S, dS, d, dv = tiles[STATE].index(at), tiles[END].index(at), tiles[ERROR].index(at), tiles[VALUE].index(at)
-            q, k, A, E = tiles[Q].index(at), tiles[K].index(at), tiles[PAIRS_A].index(at), tiles[PAIRS_E].index(at)
-            h, parity = group * R + r, turn & 1
+            q, k = tiles[Q].index(key), tiles[K].index(key)
+            A, E = tiles[PAIRS_A].index(turn * zero), tiles[PAIRS_E].index(turn * zero)
+            h, parity, again = group * R + r, turn // PLACES & 1, turn & 1
             line = (slot * H + h).to(gl.int64)
             gated = gated_ptr + line * 2 * CHUNK + token
             rise, write = gl.load(gated), gl.load(gated + CHUNK)
             rows = rows_ptr + line * CHUNK
             none = gl.zeros([CHUNK, WIDTH], gl.float32, by_key)
-            mbarrier.wait(full.index(ERROR), parity)
-            mbarrier.wait(full.index(END), parity)
+            mbarrier.wait(_of(full, ERROR, at, PLACES), parity)
+            mbarrier.wait(_of(full, END, at, PLACES), parity)
             written = warpgroup_mma(d, dS.permute((1, 0)), none, use_acc=False, is_async=True)
             tma.store_wait(0)
             mbarrier.arrive(handed.index(E_GONE), count=1, pred=turn > 0)
-            mbarrier.wait(full.index(Q), i & 1)
+            mbarrier.wait(_of(full, Q, key, PLACES), i // PLACES & 1)
             written = warpgroup_mma_wait(0, deps=[written])
-            mbarrier.arrive(empty.index(END), count=1)
-            mbarrier.arrive(empty.index(ERROR), count=1)
+            mbarrier.arrive(_of(empty, END, at, PLACES), count=1)
+            mbarrier.arrive(_of(empty, ERROR, at, PLACES), count=1)
             gl.store(rows + 6 * apart + token, gl.sum(k.load(by_key).to(gl.float32) * written, 1))
             d_k += written * write[:, None]
-            mbarrier.wait(full.index(VALUE), parity)
-            mbarrier.wait(full.index(STATE), parity)
+            mbarrier.wait(_of(full, VALUE, at, PLACES), parity)
+            mbarrier.wait(_of(full, STATE, at, PLACES), parity)
             erased = warpgroup_mma(dv, S.permute((1, 0)), none, use_acc=False, is_async=True)
             erased = warpgroup_mma_wait(0, deps=[erased])
-            mbarrier.arrive(empty.index(STATE), count=1)
-            mbarrier.arrive(empty.index(VALUE), count=1)
+            mbarrier.arrive(_of(empty, STATE, at, PLACES), count=1)
+            mbarrier.arrive(_of(empty, VALUE, at, PLACES), count=1)
             gl.store(rows + 8 * apart + token, gl.sum(k.load(by_key).to(gl.float32) * erased, 1))
             d_k -= erased * rise[:, None]
-            mbarrier.wait(handed.index(A_THERE), parity)
+            mbarrier.wait(handed.index(A_THERE), again)
             d_k = warpgroup_mma(A.slice(CHUNK, CHUNK, 1).permute((1, 0)), q, d_k, is_async=True)
             d_k = warpgroup_mma(A.slice(0, CHUNK, 1).permute((1, 0)), q, d_k, is_async=True)
-            mbarrier.wait(handed.index(E_THERE), parity)
+            mbarrier.wait(handed.index(E_THERE), again)
             d_k = warpgroup_mma_wait(0, deps=[d_k])
             mbarrier.arrive(handed.index(A_USED), count=1)
             d_k = warpgroup_mma(E.slice(CHUNK, CHUNK, 1), k, d_k, is_async=True)
@@ -380,7 +401,7 @@ def _keys(  # type: ignore[no-untyped-def]
             d_k = warpgroup_mma(E.slice(0, CHUNK, 1).permute((1, 0)), k, d_k, is_async=True)
             d_k = warpgroup_mma_wait(0, deps=[d_k])
             turn += 1
-        mbarrier.arrive(empty.index(Q), count=1)
+        mbarrier.arrive(_of(empty, Q, _own(i, zero, PLACES), PLACES), count=1)
         _stored(d_k, tiles[D_K].index(turn * zero), out_there, d_k_ptr, t0, group, left, H // R, zero, WHOLE)
         i += 1  # noqa: SIM113  what enumerates is Python's
     tma.store_wait(0)
@@ -399,11 +420,12 @@ def side_and_pairs_kernel(  # type: ignore[no-untyped-def]
     [slots,H,PARTS] what kernels_triton_tokens.py: gates_kernel reads there.
     """
     there = q_there, k_there, v_there, do_there, dv_there, low_there, d_there, S_there, dS_there
+    PLACES: gl.constexpr = 2 if WIDTH == 64 else 1  # of each tile that is brought
     tiles = ()
     for _ in gl.static_range(2):
-        tiles += (gl.allocate_shared_memory(gl.bfloat16, [1, WIDTH, WIDTH], OF_STATES),)  # type: ignore[assignment]
+        tiles += (gl.allocate_shared_memory(gl.bfloat16, [PLACES, WIDTH, WIDTH], OF_STATES),)  # type: ignore[assignment]
     for _ in gl.static_range(8):
-        tiles += (gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),)  # type: ignore[assignment]
+        tiles += (gl.allocate_shared_memory(gl.bfloat16, [PLACES, CHUNK, WIDTH], OF_ROWS),)  # type: ignore[assignment]
     for _ in gl.static_range(2):
         tiles += (gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, 2 * CHUNK], OF_ROWS),)  # type: ignore[assignment]
     for each in gl.static_range(2):  # a gradient leaves by the place of the pairs it was made of, where that is as wide
@@ -411,13 +433,13 @@ def side_and_pairs_kernel(  # type: ignore[no-untyped-def]
             tiles += (tiles[PAIRS_A + each],)  # type: ignore[assignment]
         else:
             tiles += (gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),)  # type: ignore[assignment]
-    places: gl.constexpr = len(USERS)
+    places: gl.constexpr = PLACES * len(USERS)
     full = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
     handed = gl.allocate_shared_memory(gl.int64, [5, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(places):
         mbarrier.init(full.index(place), count=1)
-        mbarrier.init(empty.index(place), count=USERS[place])
+        mbarrier.init(empty.index(place), count=USERS[place // PLACES])
     for place in gl.static_range(5):
         mbarrier.init(handed.index(place), count=1)
     bars, sizes = (full, empty), (T, N, items, H, R, apart)
@@ -425,16 +447,18 @@ def side_and_pairs_kernel(  # type: ignore[no-untyped-def]
     PAIRS: gl.constexpr = 208 if WIDTH == 64 else 176 if ALONE else 160 if WHOLE else 152
     gl.warp_specialize(
         [
-            (_keys, (tiles, bars, handed, d_k_there, gated_ptr, rows_ptr, d_k_ptr, zero, offsets_ptr, sizes, WHOLE)),
+            (_keys, (
+                tiles, bars, handed, d_k_there, gated_ptr, rows_ptr, d_k_ptr, zero, offsets_ptr, sizes, WHOLE, PLACES,
+            )),
             (_queries, (
                 tiles, bars, handed, d_q_there, gated_ptr, rows_ptr, totals_ptr, d_q_ptr, scale, zero, offsets_ptr,
-                sizes, WHOLE,
+                sizes, WHOLE, PLACES,
             )),
             (_pairs, (
                 tiles, bars, handed, g_ptr, g_strides, beta_ptr, beta_strides, rows_ptr, scale, zero, offsets_ptr,
-                sizes, WHOLE,
+                sizes, WHOLE, PLACES,
             )),
-            (_load, (there, tiles, bars, offsets_ptr, sizes, tokens, WHOLE)),
+            (_load, (there, tiles, bars, offsets_ptr, sizes, tokens, WHOLE, PLACES)),
         ],
         [4, 4, 4],
         [QUERIES, PAIRS, 24],

@@ -14,12 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, launch, strides
+from foci.core.tune import Config, Target, dependent_launch, launch, strides, target_of
 from foci.tiles.gates import load_gates
 from foci.tiles.near import LOG2E, UNREAD, bounded
 from foci.tiles.rest import behind, clear_rest
 from foci.tiles.solve import blocks_in_two, inverse_in_two, parts
 from foci.tiles.state import chunk_at, in_two
+from foci.tiles.turns import begin_next
 from foci.tiles.whole import read, write
 
 CHUNK = 64
@@ -46,21 +47,23 @@ def times(x, y):  # type: ignore[no-untyped-def]
 @triton.jit
 def token_chunks_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr,
-    X_ptr, A_ptr, rise_ptr, write_ptr, total_ptr, rows_ptr, reach_ptr,
+    X_ptr, A_ptr, rise_ptr, write_ptr, total_ptr, rows_ptr, reach_ptr, sums_ptr,
     rest_a, rest_b, rest_c, rest_d, rest_e, rest_f, widths,
     q_strides, k_strides, e_strides, beta_strides, g_strides, scale, T, N, H, R, K,
     EXACT: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, KEEP: tl.constexpr, CHUNK: tl.constexpr,
-    TILES: tl.constexpr, BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr, BLOCK_K: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     """One chunk and head. WHOLE, EVEN: what tiles reach beyond (tiles/whole.py). KEEP: gradients are wanted.
 
     Behind its programs are those of `clear_rest`.
+    Without `A_ptr` the walk makes A itself, of sums of gates and beta scale, which go to `sums_ptr`.
     EXACT: X and A lie beside each other, and rows say third of which tokens they are two bfloat16: 1 from the first one
     on in the chunk whose keys are alike, 0 of those before: their rows are one, of which nothing later changes a bit.
     Where none is exact the second part is not written.
     reach: a state's column, of length 1 before the chunk, has 2 to this behind it at most. Infinite where a key, a beta
     or a gate is no number; UNREAD at least where a query is none and KEEP.
     """
+    begin_next(BESIDE)
     if widths is not None:
         rest = behind()
         if rest >= 0:
@@ -82,7 +85,9 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
     qs, ks, es = (), (), ()
     for i in tl.static_range(TILES):
         k0 = i * BLOCK_K
-        qs += (read(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K, WHOLE, EVEN),)  # type: ignore[assignment]
+        if A_ptr is not None:
+            q = read(q_ptr, t0, stop, q_strides[1], k0, K, q_strides[3], CHUNK, BLOCK_K, WHOLE, EVEN)
+            qs += (q,)  # type: ignore[assignment]
         ks += (read(k_ptr, t0, stop, k_strides[1], k0, K, k_strides[3], CHUNK, BLOCK_K, WHOLE, EVEN),)  # type: ignore[assignment]
         if e_ptr is not None:
             es += (read(e_ptr, t0, stop, e_strides[1], k0, K, e_strides[3], CHUNK, BLOCK_K, WHOLE, EVEN),)  # type: ignore[assignment]
@@ -105,6 +110,10 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
     row_ptr = rows_ptr + (slot * H + h).to(tl.int64) * (3 if EXACT else 2) * CHUNK + t
     tl.store(row_ptr, rise)
     tl.store(row_ptr + CHUNK, write_by)
+    if sums_ptr is not None:
+        sums_ptr += (slot * H + h).to(tl.int64) * 2 * CHUNK + t
+        tl.store(sums_ptr, c)
+        tl.store(sums_ptr + CHUNK, beta * scale)
     W = tl.where(t[:, None] >= t[None, :], W, 0.0)
     E = tl.zeros([CHUNK, CHUNK], tl.float32)
     for i in tl.static_range(TILES):
@@ -113,9 +122,8 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
     minus = times(E * W, (beta * -1.0)[None, :])
     if EXACT:
         minus = tl.where(t[:, None] > t[None, :], minus, 0.0)
-    width: tl.constexpr = (4 if EXACT else 2) * CHUNK  # of a token, X's and A's together or each by itself
+    width: tl.constexpr = (4 if EXACT and A_ptr is not None else 2) * CHUNK  # of a token
     X_ptr += (row * T * H + h) * width
-    A_ptr += (row * T * H + h) * width
     exact = None
     if not EXACT:
         blocks = blocks_in_two(minus)
@@ -134,23 +142,27 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
         else:
             above = inverse_in_two(blocks_in_two(minus, None, False), None, False).to(tl.bfloat16)
             write(X_ptr, above, t0, stop, H * width, 0, CHUNK, WHOLE, EVEN)
-    A = tl.zeros([CHUNK, CHUNK], tl.float32)
-    for i in tl.static_range(TILES):
-        A = tl.dot(qs[i], tl.trans(ks[i]), A)
+    if A_ptr is not None:
+        A_ptr += (row * T * H + h) * width
+        A = tl.zeros([CHUNK, CHUNK], tl.float32)
+        for i in tl.static_range(TILES):
+            A = tl.dot(qs[i], tl.trans(ks[i]), A)
     if reach_ptr is not None:
         reach = tl.where(reach < float("inf"), reach, float("inf"))
         if KEEP:  # what is no number in a query is none in gradients before it, and in no later output
             reach = tl.where(tl.sum(tl.sum(A * 0.0, 1), 0) == 0.0, reach, tl.maximum(reach, UNREAD))
         tl.store(reach_ptr + slot * H + h, reach)
-    high, low = parts(times(A * W, (beta * scale)[None, :]), t[:, None], exact, True)
-    write(A_ptr, high, t0, stop, H * width, 0, CHUNK, WHOLE, EVEN)
+    if A_ptr is not None:
+        high, low = parts(times(A * W, (beta * scale)[None, :]), t[:, None], exact, True)
+        write(A_ptr, high, t0, stop, H * width, 0, CHUNK, WHOLE, EVEN)
     if not EXACT:
         write(A_ptr + CHUNK, low, t0, stop, H * width, 0, CHUNK, WHOLE, EVEN)
         above, below = in_two(inverse_in_two(blocks))
         write(X_ptr, above, t0, stop, H * width, 0, CHUNK, WHOLE, EVEN)
         write(X_ptr + CHUNK, below, t0, stop, H * width, 0, CHUNK, WHOLE, EVEN)
-    elif exact < CHUNK:
-        write(A_ptr + CHUNK, low, t0, stop, H * width, 0, CHUNK, WHOLE, EVEN)
+    elif A_ptr is not None:  # noqa: SIM102  a constant and a tensor
+        if exact < CHUNK:
+            write(A_ptr + CHUNK, low, t0, stop, H * width, 0, CHUNK, WHOLE, EVEN)
 
 
 def fits(call: Any, target: Target) -> bool:
@@ -161,10 +173,10 @@ def fits(call: Any, target: Target) -> bool:
 
 
 def chunks(
-    call: Any, inverse: Tensor, products: Tensor, gated: Sequence[Tensor | None], slots: int, config: Config,
+    call: Any, inverse: Tensor, products: Tensor | None, gated: Sequence[Tensor | None], slots: int, config: Config,
     constants: Mapping[str, int], rest: Any,
 ) -> None:  # fmt: skip
-    """Fills X, A, and rise, write, total, rows and reach (`gated`).
+    """Fills X, A if it is asked for, and rise, write, total, rows, reach and sums (`gated`).
 
     And clears the `rest` of the output (ops/kernels_triton_packed.py).
     """
@@ -176,4 +188,5 @@ def chunks(
         call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(call.log_decay),
         call.scale, T, N, H, H // G, K,
         config=config, CHUNK=CHUNK, TILES=-(-K // config["BLOCK_K"]), **constants,
+        **dependent_launch(target_of(call.v.device), False),
     )  # fmt: skip

@@ -252,7 +252,7 @@ def unturned(call: Any) -> tuple[int, tuple[Tensor | None, ...] | None]:
 
 
 def forward(
-    call: Any, parts: Any, made: tuple[Tensor, Tensor, Any], out: Tensor, way: Any, token_walks: Any, joins: Any,
+    call: Any, parts: Any, made: tuple[Tensor, Tensor | None, Any], out: Tensor, way: Any, token_walks: Any, joins: Any,
     channel_walks: Any, wide_walk: Callable[..., None] | None = None,
 ) -> Tensor:  # fmt: skip
     """Fills `out` and gives the final state [call.ends,H,K,V], of what the first launch has `made`.
@@ -296,7 +296,7 @@ def forward(
     return final
 
 
-def _walk(call: Any, made: tuple[Tensor, Tensor, Any], pieces: Any, walk: Config) -> Callable[..., None]:
+def _walk(call: Any, made: tuple[Tensor, Tensor | None, Any], pieces: Any, walk: Config) -> Callable[..., None]:
     """What launches so many programs of `walk_kernel`, which fill (out, final, errors, states) or find maps."""
     B, T, _, H, K, V, N = call.sizes
     v, target, (inverse, products, gated) = call.v, target_of(call.v.device), made

@@ -101,7 +101,7 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
     if out_ptr is None:
         v_there = unless(v_there, behind_V >= 0, H * V)
     lines: tl.constexpr = 3 if EXACT else 2
-    X_there = own_rows(X_ptr, row, h, T, H, stop, (4 if EXACT else 2) * CHUNK, CHUNK, CHUNK, TMA)
+    X_there = own_rows(X_ptr, row, h, T, H, stop, (4 if EXACT and A_ptr is not None else 2) * CHUNK, CHUNK, CHUNK, TMA)
     if out_ptr is not None:
         q_there = rows_of(q_ptr, row, h // R, T, stop, q_strides, K, CHUNK, BLOCK_K, TMA)
         A_there = own_rows(A_ptr, row, h, T, H, stop, 2 * CHUNK, CHUNK, CHUNK, TMA)
@@ -408,6 +408,16 @@ def wide(call: Any, target: Target, keep: bool = False) -> int:
     return 128 if V % 128 == 0 else 0
 
 
+def alone(call: Any, target: Target) -> bool:
+    """Whether the walk by 64 columns makes A itself (kernels_gluon.py), so that the launch before it makes X alone.
+
+    A walk of 64 channels has room for that, and a chunk of it takes a fifth longer; where a quarter of the processors
+    walk, the launch before saves more. With 128 channels a chunk takes a third longer.
+    """
+    *_, H, K, V, N = call.sizes
+    return K == 64 and target.processors <= 4 * N * H * (V // 64)
+
+
 def _forgets(call: Any, target: Target) -> bool:
     """Whether what is left of a state is known, and walked here. No bound is known of what erase keys leave."""
     gates = call.log_decay is not None and call.log_decay.shape[3] == 1 and call.erase is None
@@ -425,8 +435,8 @@ def _config(name: str, K: int, V: int, e: Tensor | None, target: Target) -> Conf
 
 
 def forward(
-    call: Any, parts: Any, made: tuple[Tensor, Tensor, Any], pieces: int, lost: Tensor | None, out: Tensor | None,
-    final: Tensor | None, slow: Tensor | None, ends: Tensor | None, maps: Tensor | None,
+    call: Any, parts: Any, made: tuple[Tensor, Tensor | None, Any], pieces: int, lost: Tensor | None,
+    out: Tensor | None, final: Tensor | None, slow: Tensor | None, ends: Tensor | None, maps: Tensor | None,
 ) -> None:  # fmt: skip
     """`out` and `final`, each sequence in `pieces`, the states and errors that `parts` keeps, and `lost`.
 

@@ -37,6 +37,7 @@ class Gated(NamedTuple):
     rows: Tensor | None  # in bfloat16, but for gates per channel: [slots,H,2,64], rise and write (beta), for TMA;
     # for kernels_gluon.py [slots,H,3,64], third 1 of tokens that have two bfloat16, else 0
     reach: Tensor | None  # where `cut`: [slots,H], what is left of a state (kernels_triton_chunks.py)
+    sums: Tensor | None  # where the walk makes A: [slots,H,2,64], sums of gates, as powers of 2, and beta scale
     far: Tensor | None  # in bfloat16 per channel: [slots,H] int32, not 0 of chunks that the second launch makes again
 
 
@@ -146,11 +147,12 @@ def chunks_rule(dtype: torch.dtype, K: int, per_channel: bool, target: Target) -
 
 
 def first(
-    call: Any, parts: Any, slots: int, cut: bool, at_once: Any, channel_chunks: Any, exact: bool, rest: Any
-) -> tuple[Tensor, Tensor, Gated]:
+    call: Any, parts: Any, slots: int, cut: bool, at_once: Any, channel_chunks: Any, exact: bool, alone: bool, rest: Any
+) -> tuple[Tensor, Tensor | None, Gated]:
     """X, A and what is made of gates; `parts` (gpu.py), if given, is filled; `cut`: reach too.
 
-    One launch, and one more for far rows (`chunks_kernel`). `exact`: for the walk of kernels_gluon.py. In bfloat16,
+    One launch, and one more for far rows (`chunks_kernel`). `exact`: for the walk of kernels_gluon.py. `alone`: which
+    makes A itself. In bfloat16,
     where they may, `at_once` makes it (kernels_triton_chunks.py), which clears the `rest` of the output too, and, with
     gates per channel, `channel_chunks` (kernels_triton_channel_chunks.py), behind the `rest`.
     """
@@ -160,13 +162,13 @@ def first(
     if parts is not None:
         inverse, products = parts.inverse, parts.products
     elif exact:  # beside each other, for one map
-        inverse = torch.empty(B, T, H, 4 * CHUNK, dtype=torch.bfloat16, device=v.device)
-        products = inverse[..., 2 * CHUNK :]
+        inverse = torch.empty(B, T, H, (2 if alone else 4) * CHUNK, dtype=torch.bfloat16, device=v.device)
+        products = None if alone else inverse[..., 2 * CHUNK :]
     else:
         width = 2 * CHUNK if halves else CHUNK
         inverse, products = torch.empty(2, B, T, H, width, dtype=state_dtype(v.dtype), device=v.device).unbind()
     per_channel = g is not None and g.shape[3] > 1
-    gated = _gated(call, parts, slots, cut, exact, per_channel)
+    gated = _gated(call, parts, slots, cut, exact, alone, per_channel)
     rule = partial(chunks_rule, v.dtype, K, per_channel)
     config = configure("delta_chunks", (v.dtype, K, per_channel), rule, target, {"BLOCK_K": (16, 32, 64)})
     by_near = per_channel and v.dtype != torch.float32
@@ -174,7 +176,7 @@ def first(
     whole = even and call.offsets is None and T % CHUNK == 0
     # Three programs a processor, or four that hold less, as each waits for one product after the other: on an H200 195
     # us for 224, with spills, and 245 for 274 where `exact`; on an H100 81 for 90 of 64 channels.
-    registers = 128 if exact or K <= 64 else 168
+    registers = 96 if alone else 128 if exact or K <= 64 else 168
     room = {"maxnreg": registers} if target.arch == 90 and halves and not per_channel else {}
     if halves and per_channel:
         rest.end()  # nothing stands between the last launch and the walk, which may begin beside it
@@ -182,7 +184,7 @@ def first(
         return inverse, products, gated
     if halves and at_once.fits(call, target):
         constants = {"EXACT": exact, "WHOLE": whole, "EVEN": even, "KEEP": parts is not None, **room}
-        at_once.chunks(call, inverse, products, (*gated[:3], *gated[6:8]), slots, config, constants, rest)
+        at_once.chunks(call, inverse, products, (*gated[:3], *gated[6:9]), slots, config, constants, rest)
         return inverse, products, gated
     for again in (False, True)[: 2 if by_near else 1]:
         launch(
@@ -197,10 +199,10 @@ def first(
     return inverse, products, gated
 
 
-def _gated(call: Any, parts: Any, slots: int, cut: bool, exact: bool, per_channel: bool) -> Gated:
+def _gated(call: Any, parts: Any, slots: int, cut: bool, exact: bool, alone: bool, per_channel: bool) -> Gated:
     """Room for what is made of gates; what `parts` has is there already."""
     B, T, _, H, K, *_ = call.sizes
-    v, gated = call.v, Gated(*[None] * 9)
+    v, gated = call.v, Gated(*[None] * 10)
     kind: dict[str, Any] = {"dtype": torch.float32, "device": v.device}
     each: tuple[Tensor | None, ...]
     if per_channel:
@@ -208,7 +210,7 @@ def _gated(call: Any, parts: Any, slots: int, cut: bool, exact: bool, per_channe
         halves = 2 if state_dtype(v.dtype) == torch.bfloat16 else 1
         made = torch.empty(2 + halves, B, T, H, K, dtype=state_dtype(v.dtype), device=v.device)
         far = torch.empty(slots, H, dtype=torch.int32, device=v.device) if halves == 2 else None
-        gated = Gated(None, None, total, made[0], made[1], made[2:], None, None, far)
+        gated = Gated(None, None, total, made[0], made[1], made[2:], None, None, None, far)
     elif call.log_decay is not None:
         if parts is None:
             per_token = (None, None) if exact else torch.empty(2, B, T, H, **kind).unbind()
@@ -219,4 +221,6 @@ def _gated(call: Any, parts: Any, slots: int, cut: bool, exact: bool, per_channe
     if state_dtype(v.dtype) == torch.bfloat16 and not per_channel:
         rows = torch.empty(slots, H, 3 if exact else 2, CHUNK, **kind) if parts is None else parts.rows
         gated = gated._replace(rows=rows)
+    if alone:
+        gated = gated._replace(sums=torch.empty(slots, H, 2, CHUNK, **kind))
     return gated
