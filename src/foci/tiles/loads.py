@@ -116,31 +116,35 @@ def _store(there, i, v0, tiles, span, start, CHUNK: gl.constexpr, STAGES: gl.con
 
 
 @gluon.jit
+def _expect_products(bar, reads, exact, CHUNK: gl.constexpr, ALONE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The bytes of X, if it is not `ALONE` of A where that is read, and of both twice where tokens are exact."""
+    each: gl.constexpr = 2 * CHUNK * CHUNK
+    if ALONE:
+        mbarrier.expect(bar, each, pred=exact == 0)
+        mbarrier.expect(bar, 2 * each, pred=exact)
+    else:
+        mbarrier.expect(bar, each, pred=(reads == 0) & (exact == 0))
+        mbarrier.expect(bar, 2 * each, pred=reads != exact)
+        mbarrier.expect(bar, 4 * each, pred=reads & exact)
+
+
+@gluon.jit
 def load_products(  # type: ignore[no-untyped-def]
     these, flow, CHUNK: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr, KEEP: gl.constexpr
 ):
-    """What the third does: X, A for what is read, and of both what rounding left where some tokens are exact.
-
-    Without `pairs` X alone.
-    """
+    """What the third does: X, A for what is read if there are `pairs`, and what rounding left of exact tokens."""
     products, pairs, exact_ptr, stop, X_at, A_at, step, H, X_tiles, A_tiles = these
     full, empty, span, start = flow
     begin, own, end = span
     exact = has_exact(exact_ptr, begin, H, begin < end, CHUNK, KEEP)
     there = _described(products, step, stop, step // H, X_tiles, MAPS)
     A_there = pairs if MAPS else there
-    each: gl.constexpr = 2 * CHUNK * CHUNK  # bytes
     for i in range(begin, end):
         then = has_exact(exact_ptr, i + 1, H, i + 1 < end, CHUNK, KEEP)
         t0, reads, both = start + i * CHUNK, i >= own, (i >= own) & exact
         at, bar = _free(i - begin, full, empty, STAGES)
-        if pairs is None:
-            mbarrier.expect(bar, each, pred=exact == 0)
-            mbarrier.expect(bar, 2 * each, pred=exact)
-        else:
-            mbarrier.expect(bar, each, pred=(i < own) & (exact == 0))
-            mbarrier.expect(bar, 2 * each, pred=reads != exact)
-            mbarrier.expect(bar, 4 * each, pred=both)
+        _expect_products(bar, reads, exact, CHUNK, pairs is None)
+        if pairs is not None:
             async_load(A_there, [t0, A_at], bar, A_tiles.index(2 * at), pred=reads)
             async_load(A_there, [t0, A_at + CHUNK], bar, A_tiles.index(2 * at + 1), pred=both)
         async_load(there, [t0, X_at], bar, X_tiles.index(2 * at))
@@ -172,3 +176,28 @@ def load_queries(  # type: ignore[no-untyped-def]
         mbarrier.arrive(bar, count=1, pred=i < own)  # before it, in any case, all of the warp have stored factors
         mbarrier.expect(bar, 2 * CHUNK * K, pred=i >= own)
         exact = then
+
+
+@gluon.jit
+def brought(  # type: ignore[no-untyped-def]
+    there, at, place: gl.constexpr, tiles, bars, turn, count: gl.constexpr, PLACES: gl.constexpr
+):
+    """A tile by TMA, when all have left its place, the first of `count` that its barrier tells of."""
+    full, empty = bars
+    own = turn % PLACES
+    tile, bar = tiles[place].index(own), barrier_of(full, place, own, PLACES)
+    mbarrier.wait(barrier_of(empty, place, own, PLACES), (turn // PLACES & 1) ^ 1)
+    mbarrier.expect(bar, count * 2 * tile.shape[0] * tile.shape[1])
+    async_load(there, at, bar, tile)
+
+
+@gluon.jit
+def barrier_of(bars, place: gl.constexpr, own, PLACES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The barrier of a tile's place, of which there may be two."""
+    return bars.index(place) if PLACES == 1 else bars.index(PLACES * place + own)
+
+
+@gluon.jit
+def place_of(turn, zero, PLACES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Which place it is. Of one: 0, not known before the loop, as what is would be kept in registers."""
+    return turn * zero if PLACES == 1 else turn % PLACES

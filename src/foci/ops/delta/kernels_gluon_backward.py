@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from foci.core.tune import Config, by_tma, launch, strides
+from foci.tiles.loads import barrier_of, brought, place_of
 from foci.tiles.maps import in_line, reaches
 from foci.tiles.near import LEAST, LOG2E
 from foci.tiles.state import sequence
@@ -129,31 +130,6 @@ def _weighted(dP, product, g, beta, rows_ptr, apart, left, OWN: gl.constexpr):  
 
 
 @gluon.jit
-def _brought(  # type: ignore[no-untyped-def]
-    there, at, place: gl.constexpr, tiles, bars, turn, count: gl.constexpr, PLACES: gl.constexpr
-):
-    """A tile by TMA, when all have left its place, the first of `count` that its barrier tells of."""
-    full, empty = bars
-    own = turn % PLACES
-    tile, bar = tiles[place].index(own), _of(full, place, own, PLACES)
-    mbarrier.wait(_of(empty, place, own, PLACES), (turn // PLACES & 1) ^ 1)
-    mbarrier.expect(bar, count * 2 * tile.shape[0] * tile.shape[1])
-    async_load(there, at, bar, tile)
-
-
-@gluon.jit
-def _of(bars, place: gl.constexpr, own, PLACES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The barrier of a tile's place, of which there may be two."""
-    return bars.index(place) if PLACES == 1 else bars.index(PLACES * place + own)
-
-
-@gluon.jit
-def _own(turn, zero, PLACES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Which place it is. Of one: 0, not known before the loop, as what is would be kept in registers."""
-    return turn * zero if PLACES == 1 else turn % PLACES
-
-
-@gluon.jit
 def _load(there, tiles, bars, offsets_ptr, sizes, tokens, WHOLE: gl.constexpr, PLACES: gl.constexpr):  # type: ignore[no-untyped-def]
     """What those who load do, in the order in which it is wanted."""
     q_there, k_there, v_there, do_there, dv_there, low_there, d_there, S_there, dS_there = there
@@ -166,19 +142,19 @@ def _load(there, tiles, bars, offsets_ptr, sizes, tokens, WHOLE: gl.constexpr, P
         for r in range(R):
             h = group * R + r
             c, line = h * WIDTH, (slot * H + h) * WIDTH
-            _brought(S_there, [line, 0], STATE, tiles, bars, turn, 1, PLACES)
-            _brought(do_there, [t0, c], OUT, tiles, bars, turn, 1, PLACES)
-            _brought(d_there, [t0, c], ERROR, tiles, bars, turn, 1, PLACES)
-            _brought(dS_there, [line, 0], END, tiles, bars, turn, 1, PLACES)
+            brought(S_there, [line, 0], STATE, tiles, bars, turn, 1, PLACES)
+            brought(do_there, [t0, c], OUT, tiles, bars, turn, 1, PLACES)
+            brought(d_there, [t0, c], ERROR, tiles, bars, turn, 1, PLACES)
+            brought(dS_there, [line, 0], END, tiles, bars, turn, 1, PLACES)
             if r == 0:
-                _brought(q_there, [t0, group * WIDTH], Q, tiles, bars, i, 2, PLACES)
+                brought(q_there, [t0, group * WIDTH], Q, tiles, bars, i, 2, PLACES)
                 own = i % PLACES
-                async_load(k_there, [t0, group * WIDTH], _of(full, Q, own, PLACES), tiles[K].index(own))
-            _brought(d_there, [tokens + t0, c], REST, tiles, bars, turn, 1, PLACES)
-            _brought(dv_there, [t0, c], VALUE, tiles, bars, turn, 1, PLACES)
-            _brought(low_there, [t0, c], LOW, tiles, bars, turn, 2, PLACES)
+                async_load(k_there, [t0, group * WIDTH], barrier_of(full, Q, own, PLACES), tiles[K].index(own))
+            brought(d_there, [tokens + t0, c], REST, tiles, bars, turn, 1, PLACES)
+            brought(dv_there, [t0, c], VALUE, tiles, bars, turn, 1, PLACES)
+            brought(low_there, [t0, c], LOW, tiles, bars, turn, 2, PLACES)
             own = turn % PLACES
-            async_load(v_there, [t0, c], _of(full, LOW, own, PLACES), tiles[V].index(own))
+            async_load(v_there, [t0, c], barrier_of(full, LOW, own, PLACES), tiles[V].index(own))
             turn += 1
         i += 1  # noqa: SIM113  what enumerates is Python's
 
@@ -197,7 +173,7 @@ def _pairs(  # type: ignore[no-untyped-def]
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         b, first, _t0, slot, group, left = _place(item, offsets_ptr, sizes, WHOLE)
         for r in range(R):
-            at, key = _own(turn, zero, PLACES), _own(i, zero, PLACES)
+            at, key = place_of(turn, zero, PLACES), place_of(i, zero, PLACES)
             do, d, dv = tiles[OUT].index(at), tiles[ERROR].index(at), tiles[VALUE].index(at)
             rest, low = tiles[REST].index(at), tiles[LOW].index(at)
             q, k = tiles[Q].index(key), tiles[K].index(key)
@@ -206,15 +182,15 @@ def _pairs(  # type: ignore[no-untyped-def]
             g, beta = _by_token(g_ptr, g_strides, beta_ptr, beta_strides, b, first, h, left)
             rows = rows_ptr + (slot * H + h).to(gl.int64) * CHUNK
             none = gl.zeros([CHUNK, CHUNK], gl.float32, BY_TOKEN)
-            mbarrier.wait(_of(full, OUT, at, PLACES), parity)
-            mbarrier.wait(_of(full, Q, key, PLACES), i // PLACES & 1)
-            mbarrier.wait(_of(full, REST, at, PLACES), parity)
+            mbarrier.wait(barrier_of(full, OUT, at, PLACES), parity)
+            mbarrier.wait(barrier_of(full, Q, key, PLACES), i // PLACES & 1)
+            mbarrier.wait(barrier_of(full, REST, at, PLACES), parity)
             product = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
             dP = warpgroup_mma(do, rest.permute((1, 0)), none, use_acc=False, is_async=True)
-            mbarrier.wait(_of(full, ERROR, at, PLACES), parity)
+            mbarrier.wait(barrier_of(full, ERROR, at, PLACES), parity)
             dP = warpgroup_mma(do, d.permute((1, 0)), dP, is_async=True)
             dP, product = warpgroup_mma_wait(0, deps=[dP, product])
-            mbarrier.arrive(_of(empty, OUT, at, PLACES), count=1)
+            mbarrier.arrive(barrier_of(empty, OUT, at, PLACES), count=1)
             found = _weighted(dP, product * scale, g, beta, rows, apart, left, True) * scale
             mbarrier.wait(handed.index(A_GONE), again ^ 1)
             _handed_on(found, A)
@@ -225,17 +201,17 @@ def _pairs(  # type: ignore[no-untyped-def]
                     k.store(gl.where(inside, k.load(by_row).to(gl.float32), 0.0).to(gl.bfloat16))
             fence_async_shared()
             mbarrier.arrive(handed.index(A_THERE), count=1)
-            mbarrier.wait(_of(full, VALUE, at, PLACES), parity)
-            mbarrier.wait(_of(full, LOW, at, PLACES), parity)
+            mbarrier.wait(barrier_of(full, VALUE, at, PLACES), parity)
+            mbarrier.wait(barrier_of(full, LOW, at, PLACES), parity)
             product = warpgroup_mma(k, k.permute((1, 0)), none, use_acc=False, is_async=True)
             dP = warpgroup_mma(dv, rest.permute((1, 0)), none, use_acc=False, is_async=True)
             dP = warpgroup_mma(low, d.permute((1, 0)), dP, is_async=True)
             dP = warpgroup_mma(dv, d.permute((1, 0)), dP, is_async=True)
             dP, product = warpgroup_mma_wait(0, deps=[dP, product])
-            mbarrier.arrive(_of(empty, REST, at, PLACES), count=1)
-            mbarrier.arrive(_of(empty, ERROR, at, PLACES), count=1)
-            mbarrier.arrive(_of(empty, VALUE, at, PLACES), count=1)
-            mbarrier.arrive(_of(empty, LOW, at, PLACES), count=1)
+            mbarrier.arrive(barrier_of(empty, REST, at, PLACES), count=1)
+            mbarrier.arrive(barrier_of(empty, ERROR, at, PLACES), count=1)
+            mbarrier.arrive(barrier_of(empty, VALUE, at, PLACES), count=1)
+            mbarrier.arrive(barrier_of(empty, LOW, at, PLACES), count=1)
             t = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, BY_TOKEN))
             s = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, BY_TOKEN))
             gl.store(rows + 4 * apart + t, gl.sum(gl.where(t[:, None] == s[None, :], dP, 0.0), 1))
@@ -245,7 +221,7 @@ def _pairs(  # type: ignore[no-untyped-def]
             fence_async_shared()
             mbarrier.arrive(handed.index(E_THERE), count=1)
             turn += 1
-        mbarrier.arrive(_of(empty, Q, _own(i, zero, PLACES), PLACES), count=1)
+        mbarrier.arrive(barrier_of(empty, Q, place_of(i, zero, PLACES), PLACES), count=1)
         i += 1  # noqa: SIM113  what enumerates is Python's
 
 
@@ -279,7 +255,7 @@ def _queries(  # type: ignore[no-untyped-def]
         _b, _first, t0, slot, group, left = _place(item, offsets_ptr, sizes, WHOLE)
         d_q = gl.zeros([CHUNK, WIDTH], gl.float32, by_key)
         for r in range(R):
-            at, key = _own(turn, zero, PLACES), _own(i, zero, PLACES)
+            at, key = place_of(turn, zero, PLACES), place_of(i, zero, PLACES)
             S, dS, do = tiles[STATE].index(at), tiles[END].index(at), tiles[OUT].index(at)
             dv, low = tiles[VALUE].index(at), tiles[LOW].index(at)
             q, k, v = tiles[Q].index(key), tiles[K].index(key), tiles[V].index(at)
@@ -288,38 +264,38 @@ def _queries(  # type: ignore[no-untyped-def]
             line = (slot * H + h).to(gl.int64)
             rise = gl.load(gated_ptr + line * 2 * CHUNK + token)
             rows = rows_ptr + line * CHUNK
-            mbarrier.wait(_of(full, STATE, at, PLACES), parity)
-            mbarrier.wait(_of(full, OUT, at, PLACES), parity)
+            mbarrier.wait(barrier_of(full, STATE, at, PLACES), parity)
+            mbarrier.wait(barrier_of(full, OUT, at, PLACES), parity)
             none = gl.zeros([CHUNK, WIDTH], gl.float32, by_key)
             read = warpgroup_mma(do, S.permute((1, 0)), none, use_acc=False, is_async=True)
             tma.store_wait(0)
             mbarrier.arrive(handed.index(A_GONE), count=1, pred=turn > 0)
-            mbarrier.wait(_of(full, END, at, PLACES), parity)
+            mbarrier.wait(barrier_of(full, END, at, PLACES), parity)
             total = gl.zeros([PARTS, WIDTH], gl.float32, by_row)
             for j in gl.static_range(WIDTH // PARTS):
                 one, other = S.slice(j * PARTS, PARTS).load(by_row), dS.slice(j * PARTS, PARTS).load(by_row)
                 total += one.to(gl.float32) * other.to(gl.float32)
             gl.store(totals_ptr + line * PARTS + part, gl.sum(total, 1))
-            mbarrier.wait(_of(full, Q, key, PLACES), i // PLACES & 1)
+            mbarrier.wait(barrier_of(full, Q, key, PLACES), i // PLACES & 1)
             read = warpgroup_mma_wait(0, deps=[read]) * scale
-            mbarrier.arrive(_of(empty, STATE, at, PLACES), count=1)
-            mbarrier.arrive(_of(empty, END, at, PLACES), count=1)
-            mbarrier.arrive(_of(empty, OUT, at, PLACES), count=1)
+            mbarrier.arrive(barrier_of(empty, STATE, at, PLACES), count=1)
+            mbarrier.arrive(barrier_of(empty, END, at, PLACES), count=1)
+            mbarrier.arrive(barrier_of(empty, OUT, at, PLACES), count=1)
             gl.store(rows + 7 * apart + token, gl.sum(q.load(by_key).to(gl.float32) * read, 1))
             d_q += read * rise[:, None]
-            mbarrier.wait(_of(full, VALUE, at, PLACES), parity)
-            mbarrier.wait(_of(full, LOW, at, PLACES), parity)
+            mbarrier.wait(barrier_of(full, VALUE, at, PLACES), parity)
+            mbarrier.wait(barrier_of(full, LOW, at, PLACES), parity)
             by_value = dv.load(by_row).to(gl.float32) + low.load(by_row).to(gl.float32)
             gl.store(rows + 5 * apart + row, gl.sum(v.load(by_row).to(gl.float32) * by_value, 1))
-            mbarrier.arrive(_of(empty, VALUE, at, PLACES), count=1)
-            mbarrier.arrive(_of(empty, LOW, at, PLACES), count=1)
+            mbarrier.arrive(barrier_of(empty, VALUE, at, PLACES), count=1)
+            mbarrier.arrive(barrier_of(empty, LOW, at, PLACES), count=1)
             mbarrier.wait(handed.index(A_THERE), again)
             d_q = warpgroup_mma(A.slice(CHUNK, CHUNK, 1), k, d_q, is_async=True)
             d_q = warpgroup_mma(A.slice(0, CHUNK, 1), k, d_q, is_async=True)
             d_q = warpgroup_mma_wait(0, deps=[d_q])
             mbarrier.wait(handed.index(A_USED), again)
             turn += 1
-        mbarrier.arrive(_of(empty, Q, _own(i, zero, PLACES), PLACES), count=1)
+        mbarrier.arrive(barrier_of(empty, Q, place_of(i, zero, PLACES), PLACES), count=1)
         _stored(d_q, tiles[D_Q].index(turn * zero), out_there, d_q_ptr, t0, group, left, H // R, zero, WHOLE)
         i += 1  # noqa: SIM113  what enumerates is Python's
     tma.store_wait(0)
@@ -360,7 +336,7 @@ def _keys(  # type: ignore[no-untyped-def]
         _b, _first, t0, slot, group, left = _place(item, offsets_ptr, sizes, WHOLE)
         d_k = gl.zeros([CHUNK, WIDTH], gl.float32, by_key)
         for r in range(R):
-            at, key = _own(turn, zero, PLACES), _own(i, zero, PLACES)
+            at, key = place_of(turn, zero, PLACES), place_of(i, zero, PLACES)
             S, dS, d, dv = tiles[STATE].index(at), tiles[END].index(at), tiles[ERROR].index(at), tiles[VALUE].index(at)
             q, k = tiles[Q].index(key), tiles[K].index(key)
             A, E = tiles[PAIRS_A].index(turn * zero), tiles[PAIRS_E].index(turn * zero)
@@ -370,23 +346,23 @@ def _keys(  # type: ignore[no-untyped-def]
             rise, write = gl.load(gated), gl.load(gated + CHUNK)
             rows = rows_ptr + line * CHUNK
             none = gl.zeros([CHUNK, WIDTH], gl.float32, by_key)
-            mbarrier.wait(_of(full, ERROR, at, PLACES), parity)
-            mbarrier.wait(_of(full, END, at, PLACES), parity)
+            mbarrier.wait(barrier_of(full, ERROR, at, PLACES), parity)
+            mbarrier.wait(barrier_of(full, END, at, PLACES), parity)
             written = warpgroup_mma(d, dS.permute((1, 0)), none, use_acc=False, is_async=True)
             tma.store_wait(0)
             mbarrier.arrive(handed.index(E_GONE), count=1, pred=turn > 0)
-            mbarrier.wait(_of(full, Q, key, PLACES), i // PLACES & 1)
+            mbarrier.wait(barrier_of(full, Q, key, PLACES), i // PLACES & 1)
             written = warpgroup_mma_wait(0, deps=[written])
-            mbarrier.arrive(_of(empty, END, at, PLACES), count=1)
-            mbarrier.arrive(_of(empty, ERROR, at, PLACES), count=1)
+            mbarrier.arrive(barrier_of(empty, END, at, PLACES), count=1)
+            mbarrier.arrive(barrier_of(empty, ERROR, at, PLACES), count=1)
             gl.store(rows + 6 * apart + token, gl.sum(k.load(by_key).to(gl.float32) * written, 1))
             d_k += written * write[:, None]
-            mbarrier.wait(_of(full, VALUE, at, PLACES), parity)
-            mbarrier.wait(_of(full, STATE, at, PLACES), parity)
+            mbarrier.wait(barrier_of(full, VALUE, at, PLACES), parity)
+            mbarrier.wait(barrier_of(full, STATE, at, PLACES), parity)
             erased = warpgroup_mma(dv, S.permute((1, 0)), none, use_acc=False, is_async=True)
             erased = warpgroup_mma_wait(0, deps=[erased])
-            mbarrier.arrive(_of(empty, STATE, at, PLACES), count=1)
-            mbarrier.arrive(_of(empty, VALUE, at, PLACES), count=1)
+            mbarrier.arrive(barrier_of(empty, STATE, at, PLACES), count=1)
+            mbarrier.arrive(barrier_of(empty, VALUE, at, PLACES), count=1)
             gl.store(rows + 8 * apart + token, gl.sum(k.load(by_key).to(gl.float32) * erased, 1))
             d_k -= erased * rise[:, None]
             mbarrier.wait(handed.index(A_THERE), again)
@@ -401,7 +377,7 @@ def _keys(  # type: ignore[no-untyped-def]
             d_k = warpgroup_mma(E.slice(0, CHUNK, 1).permute((1, 0)), k, d_k, is_async=True)
             d_k = warpgroup_mma_wait(0, deps=[d_k])
             turn += 1
-        mbarrier.arrive(_of(empty, Q, _own(i, zero, PLACES), PLACES), count=1)
+        mbarrier.arrive(barrier_of(empty, Q, place_of(i, zero, PLACES), PLACES), count=1)
         _stored(d_k, tiles[D_K].index(turn * zero), out_there, d_k_ptr, t0, group, left, H // R, zero, WHOLE)
         i += 1  # noqa: SIM113  what enumerates is Python's
     tma.store_wait(0)
