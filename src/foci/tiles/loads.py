@@ -1,6 +1,6 @@
-"""What four warps load for those that walk (kernels_gluon.py), each one thing; one of them stores outputs as well.
+"""What warps load for others by TMA: for those that walk (kernels_gluon.py), where one stores outputs, and backwards.
 
-Each describes to TMA what it loads while others do so, and waits until all that walk have left the place of a chunk.
+Each waits until all that use a place have left it; those of a walk describe what they load while the others do so.
 """
 
 from __future__ import annotations

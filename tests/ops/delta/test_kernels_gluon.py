@@ -102,6 +102,30 @@ def test_the_budget_holds(options: dict[str, Any], columns: int, monkeypatch: py
 
 
 @on_hopper
+@pytest.mark.parametrize("alike", ["independent", "identical"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"B": 8, "T": 1024, "H": 8, "K": 64, "V": 64, "state": True},
+        {"B": 4, "T": 2048, "H": 16, "K": 64, "V": 128},
+        {"T": 2048, "H": 16, "G": 8},
+        {"T": 3000, "H": 8, "K": 64, "V": 64, "offsets": (0, 1, 1, 1000, 3000)},
+    ],
+    ids=told,
+)
+def test_the_walk_makes_the_same_bits_of_pairs(
+    options: dict[str, Any], alike: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = problem(**options, alike=alike, beta=2.0 if alike == "identical" else 1.0)
+    monkeypatch.setattr(token_walks, "alone", lambda *_: False)
+    wanted = walked(inputs, 64, monkeypatch)
+    monkeypatch.setattr(token_walks, "alone", lambda *_: True)
+    for _ in range(10):
+        for x, y in zip(walked(inputs, 64, monkeypatch), wanted, strict=True):
+            assert x.equal(y)
+
+
+@on_hopper
 @both
 def test_where_keys_are_alike_it_is_as_exact_as_the_other(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By one bfloat16 of each number out misses the budget (as threads: 6.9e-3)."""

@@ -3,8 +3,8 @@
 What `token_walk_kernel` does (kernels_triton_token_walks.py: equations, letters, pieces). There one program has 64
 columns, and each of its products waits for the one before it; two such programs find no room beside each other. Here
 four warps load, each what it has described to TMA while others do so, and one of them stores. Four others walk 64
-columns; or two times four, 64 columns each (which: `wide` there): they share keys, queries, X and A where these have
-been brought and wait for nothing else, so one half has the tensor cores while the other rounds and scales.
+columns, beside four that make A, of 64 channels (`alone` there); or two times four, 64 columns each (`wide`): they
+share keys, queries, X and A and wait for nothing else, so one half has the tensor cores while the other rounds.
 
 What is not a state is two bfloat16 there, and here where a backward is to come. Else it is one, and 4 products in place
 of 7, but of exact tokens: those from the first one on in their chunk whose keys are alike (kernels_triton_chunks.py). A
@@ -420,7 +420,7 @@ def _forward(
     B, T, G, H, K, V, N = call.sizes
     inverse, products, gated = made
     by_maps = tiles_of(True, True, CHUNK, call.offsets, call.q, call.k, call.v).tma == 2
-    by_maps &= reaches(inverse.numel() * inverse.element_size())  # without gradients A is in it, too
+    by_maps &= reaches(inverse.numel() * inverse.element_size())  # without gradients A may be in it
     key, half = ((K, OF_ROWS) if K == 128 else (int(HALF), OF_PAIRS)), (int(HALF), OF_PAIRS)
 
     def there(x: Tensor, rows: int, tile: tuple[int, Any]) -> Any:

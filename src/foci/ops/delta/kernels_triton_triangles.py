@@ -151,10 +151,10 @@ def first(
 ) -> tuple[Tensor, Tensor | None, Gated]:
     """X, A and what is made of gates; `parts` (gpu.py), if given, is filled; `cut`: reach too.
 
-    One launch, and one more for far rows (`chunks_kernel`). `exact`: for the walk of kernels_gluon.py. `alone`: which
-    makes A itself. In bfloat16,
-    where they may, `at_once` makes it (kernels_triton_chunks.py), which clears the `rest` of the output too, and, with
-    gates per channel, `channel_chunks` (kernels_triton_channel_chunks.py), behind the `rest`.
+    One launch, and one more for far rows (`chunks_kernel`). `exact`: for the walk of kernels_gluon.py; `alone`: X is,
+    as that makes A itself. In bfloat16, where they may, `at_once` makes it (kernels_triton_chunks.py), which clears the
+    `rest` of the output too, and, with gates per channel, `channel_chunks` (kernels_triton_channel_chunks.py), behind
+    the `rest`.
     """
     B, T, G, H, K, _, N = call.sizes
     v, g, target = call.v, call.log_decay, target_of(call.v.device)
@@ -175,7 +175,7 @@ def first(
     even = K % config["BLOCK_K"] == 0 and within(CHUNK, K, call.q, call.k, call.erase, g)
     whole = even and call.offsets is None and T % CHUNK == 0
     # Three programs a processor, or four that hold less, as each waits for one product after the other: on an H200 195
-    # us for 224, with spills, and 245 for 274 where `exact`; on an H100 81 for 90 of 64 channels.
+    # us for 224, with spills, and 245 for 274 where `exact`; on an H100 81 for 90 of 64 channels. X alone by five.
     registers = 96 if alone else 128 if exact or K <= 64 else 168
     room = {"maxnreg": registers} if target.arch == 90 and halves and not per_channel else {}
     if halves and per_channel:
