@@ -39,6 +39,9 @@ def plain(x: Any) -> Any:
 class Value(Tensor):
     """A value, which nothing changes: what is computed of it is another one."""
 
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Any:
+        return self.view(dtype) if bitcast else super().to(dtype)
+
     def __iadd__(self, x: Any) -> Any:
         return self + x
 
@@ -109,6 +112,9 @@ class Shared:
 
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         return Shared(self.memory.narrow(dim, start, length))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[Any], _layout: Any) -> Shared:
+        return Shared(self.memory.view(-1).view(dtype).view([int(plain(n)) for n in shape]))
 
     def load(self, _layout: Any) -> Tensor:
         return value(self.memory.clone())
@@ -290,8 +296,9 @@ class Gluon:
     def init(self, bar: Barrier, count: int) -> None:
         bar.count = bar.missing = count
 
-    def wait(self, bar: Barrier, parity: Any) -> None:
-        bar.wait(int(parity))
+    def wait(self, bar: Barrier, parity: Any, pred: Any = True) -> None:
+        if bool(pred):
+            bar.wait(int(parity))
 
     def expect(self, bar: Barrier, size: int, pred: Any = True) -> None:
         if bool(pred):
@@ -373,7 +380,8 @@ class Gluon:
     def triton(self) -> SimpleNamespace:
         """What is used of Triton's language by device functions of both."""
         return SimpleNamespace(
-            load=load, cdiv=lambda x, y: (x + y - 1) // y, int32=torch.int32, int64=torch.int64,
+            load=load, cdiv=lambda x, y: (x + y - 1) // y, int32=torch.int32, int64=torch.int64, int16=torch.int16,
+            float32=torch.float32, bfloat16=torch.bfloat16,
             minimum=lambda x, y: torch.minimum(value(plain(x)), value(plain(y))),
             maximum=self.gl.maximum, where=self.gl.where, static_range=range,
         )  # fmt: skip

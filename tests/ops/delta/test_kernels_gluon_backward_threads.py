@@ -21,6 +21,7 @@ from tests.ops.in_triton import there
 from tests.ops.recurrences import BUDGET, error, exact
 
 from foci.ops.delta import kernels_gluon_backward as by_warps  # isort: skip  after Triton's presence is known
+from foci.ops.delta import kernels_gluon_walk_back as walk_back  # isort: skip
 
 pytestmark = [
     pytest.mark.usefixtures("halves"),
@@ -51,6 +52,7 @@ def gradients(inputs: dict[str, Any], d_out: Tensor, monkeypatch: pytest.MonkeyP
             patch.setattr(gpu, "with_gluon", lambda: True)
             patch.setattr(by_warps, "launch", launch)
             patch.setattr(by_warps, "takes", lambda *_: True)
+            patch.setattr(walk_back, "takes", lambda *_: False)
         needs = [getattr(call, name) is not None for name in INPUTS]
         found = gpu.backward(call, outputs, (d_out, None), needs)
     assert len(ran) == (programs > 0)

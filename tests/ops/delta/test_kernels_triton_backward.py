@@ -146,7 +146,7 @@ def found(
         back, rest = rooms(moved, moved[: len(wanted)], wanted)
         room = back, rest
         kernels.backward(
-            moved, kept, moved_grads, room, cut, channels, (tokens, None), token_walks, joins, channel_walks
+            moved, kept, moved_grads, room, cut, channels, (tokens, None), (token_walks, None), joins, channel_walks
         )
     for x, name in zip(back, SPEC.differentiable, strict=True):
         assert x is None or (x.dtype == inputs[name].dtype and x.is_contiguous()), name
@@ -261,7 +261,7 @@ def test_launches(decay: str, count: int) -> None:
     kept, grads = left_by_forward(call), draws(call)
     wanted = [getattr(call, n) is not None for n in SPEC.differentiable]
     with tune.record_launches(tune.TARGETS["sm_90"]) as launches:
-        back, walks = rooms(call, call[: len(wanted)], wanted), (token_walks, joins, channel_walks)
+        back, walks = rooms(call, call[: len(wanted)], wanted), ((token_walks, None), joins, channel_walks)
         by = partial(way, call, True, token_walks, joins)
         kernels.backward(call, kept, grads, back, by, channels, (tokens, None), *walks)
     assert len(launches) == count
@@ -288,7 +288,7 @@ def test_few_heads_of_many_tokens_take_one_launch_more() -> None:
     with tune.record_launches(tune.TARGETS["sm_90"]) as launches:
         back, cut = rooms(call, call[:7], [True] * 7), partial(way, call, True, token_walks, joins)
         kernels.backward(
-            call, kept, (call.v, None), back, cut, channels, (tokens, None), token_walks, joins, channel_walks
+            call, kept, (call.v, None), back, cut, channels, (tokens, None), (token_walks, None), joins, channel_walks
         )
     names = [launch.kernel.fn.__name__ for launch in launches]
     assert names == ["walk_kernel", "walk_kernel", "side_kernel", "pairs_kernel", "gates_kernel"]

@@ -96,12 +96,15 @@ def backward(call: Call, outputs: tuple[Tensor, ...], grads: Gradients, needs: l
     from foci.ops.delta import kernels_triton_tokens as tokens
     from foci.ops.kernels_triton_packed import rooms
 
-    call, walks = call._replace(offsets=placed(NAME, call.offsets, call.v)), (token_walks, joins, channel_walks)
+    call = call._replace(offsets=placed(NAME, call.offsets, call.v))
     parts, by = _parts(call, outputs[2]), partial(way, call, True, token_walks, joins)
     arguments = call.q, call.k, call.v, call.beta, call.log_decay, call.erase, call.state
     found, rest = rooms(call, arguments, needs)
-    hopper = target_of(call.v.device).arch == 90
-    by_warps = import_module("foci.ops.delta.kernels_gluon_backward") if hopper and with_gluon() else None
+    by_warps, walk_back = None, None
+    if target_of(call.v.device).arch == 90 and with_gluon():
+        by_warps = import_module("foci.ops.delta.kernels_gluon_backward")
+        walk_back = import_module("foci.ops.delta.kernels_gluon_walk_back")
+    walks = (token_walks, walk_back), joins, channel_walks
     kernels.backward(call, parts, grads, (found, rest), by, channels, (tokens, by_warps), *walks)
     return found
 

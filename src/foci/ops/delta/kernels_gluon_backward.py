@@ -4,7 +4,8 @@ The equations are those of kernels_triton_tokens.py, letters too; this does both
 that nothing is read twice and no sum waits in memory. A program takes one chunk and key head after the other, and of
 each all heads that read the key. Four warps load: each tile when all have left its place, of which every tile has one,
 or of 64 channels two, so what is needed first of the next chunk comes while the last of this one is multiplied. Three
-times four share the work, for none has registers for all of it:
+times four share the work, for none has registers for all of it; of 64 channels, where one head reads a key, four times
+four, P_A and P_E apart:
 
 - pairs: P_A and P_E of a head, handed on as two bfloat16 each, and what beta and gates take of them;
 - queries: scale rise (do S^T) + P_A k = dq; what the state's decay takes, S dS; and what values tell of gates, v dv;
@@ -38,7 +39,8 @@ PARTS: gl.constexpr = gl.constexpr(16)  # of the sum over a state
 # Places in shared memory. Barriers are known by them too, V by that of LOW, K by that of Q.
 STATE, END, OUT, ERROR, VALUE, REST, LOW, Q, K, V, PAIRS_A, PAIRS_E = (gl.constexpr(place) for place in range(12))
 D_Q, D_K = (gl.constexpr(place) for place in (12, 13))  # by which gradients leave
-USERS: gl.constexpr = gl.constexpr((2, 2, 2, 2, 3, 1, 2, 3))  # how many of the three use what a barrier tells of
+USERS: gl.constexpr = gl.constexpr((2, 2, 2, 2, 3, 1, 2, 3))  # how many of three use what a barrier tells of
+USERS_APART: gl.constexpr = gl.constexpr((2, 2, 2, 3, 3, 2, 2, 4))  # of four, P_A and P_E apart
 A_THERE, A_USED, A_GONE, E_THERE, E_GONE = (gl.constexpr(what) for what in range(5))  # barriers of what is handed on
 BY_TOKEN: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of [tokens,tokens]
 BY_KEY: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of sums [tokens,keys]
@@ -161,10 +163,10 @@ def _load(there, tiles, bars, offsets_ptr, sizes, tokens, WHOLE: gl.constexpr, P
 
 @gluon.jit
 def _pairs(  # type: ignore[no-untyped-def]
-    tiles, bars, handed, g_ptr, g_strides, beta_ptr, beta_strides, rows_ptr, scale, zero, offsets_ptr, sizes,
-    WHOLE: gl.constexpr, PLACES: gl.constexpr,
-):  # fmt: skip
-    """What four warps do: P_A and P_E, for both others to multiply."""
+    these, offsets_ptr, sizes, WHOLE: gl.constexpr, PLACES: gl.constexpr, READ: gl.constexpr, ERASED: gl.constexpr
+):
+    """What four warps do: P_A (READ) and P_E (ERASED), for both others to multiply."""
+    tiles, bars, handed, g_ptr, g_strides, beta_ptr, beta_strides, rows_ptr, scale, zero = these
     full, empty = bars
     _T, _N, items, H, R, apart = sizes
     apart = gl.to_tensor(apart).to(gl.int64)
@@ -182,44 +184,48 @@ def _pairs(  # type: ignore[no-untyped-def]
             g, beta = _by_token(g_ptr, g_strides, beta_ptr, beta_strides, b, first, h, left)
             rows = rows_ptr + (slot * H + h).to(gl.int64) * CHUNK
             none = gl.zeros([CHUNK, CHUNK], gl.float32, BY_TOKEN)
-            mbarrier.wait(barrier_of(full, OUT, at, PLACES), parity)
             mbarrier.wait(barrier_of(full, Q, key, PLACES), i // PLACES & 1)
             mbarrier.wait(barrier_of(full, REST, at, PLACES), parity)
-            product = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
-            dP = warpgroup_mma(do, rest.permute((1, 0)), none, use_acc=False, is_async=True)
-            mbarrier.wait(barrier_of(full, ERROR, at, PLACES), parity)
-            dP = warpgroup_mma(do, d.permute((1, 0)), dP, is_async=True)
-            dP, product = warpgroup_mma_wait(0, deps=[dP, product])
-            mbarrier.arrive(barrier_of(empty, OUT, at, PLACES), count=1)
-            found = _weighted(dP, product * scale, g, beta, rows, apart, left, True) * scale
-            mbarrier.wait(handed.index(A_GONE), again ^ 1)
-            _handed_on(found, A)
-            if not WHOLE:  # noqa: SIM102  a constant and a tensor
-                if left < CHUNK:  # tokens of who comes next, which nothing that is multiplied by 0 may see
-                    inside = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, by_row))[:, None] < left
-                    q.store(gl.where(inside, q.load(by_row).to(gl.float32), 0.0).to(gl.bfloat16))
-                    k.store(gl.where(inside, k.load(by_row).to(gl.float32), 0.0).to(gl.bfloat16))
-            fence_async_shared()
-            mbarrier.arrive(handed.index(A_THERE), count=1)
-            mbarrier.wait(barrier_of(full, VALUE, at, PLACES), parity)
-            mbarrier.wait(barrier_of(full, LOW, at, PLACES), parity)
-            product = warpgroup_mma(k, k.permute((1, 0)), none, use_acc=False, is_async=True)
-            dP = warpgroup_mma(dv, rest.permute((1, 0)), none, use_acc=False, is_async=True)
-            dP = warpgroup_mma(low, d.permute((1, 0)), dP, is_async=True)
-            dP = warpgroup_mma(dv, d.permute((1, 0)), dP, is_async=True)
-            dP, product = warpgroup_mma_wait(0, deps=[dP, product])
+            if READ:
+                mbarrier.wait(barrier_of(full, OUT, at, PLACES), parity)
+                product = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
+                dP = warpgroup_mma(do, rest.permute((1, 0)), none, use_acc=False, is_async=True)
+                mbarrier.wait(barrier_of(full, ERROR, at, PLACES), parity)
+                dP = warpgroup_mma(do, d.permute((1, 0)), dP, is_async=True)
+                dP, product = warpgroup_mma_wait(0, deps=[dP, product])
+                mbarrier.arrive(barrier_of(empty, OUT, at, PLACES), count=1)
+                found = _weighted(dP, product * scale, g, beta, rows, apart, left, True) * scale
+                mbarrier.wait(handed.index(A_GONE), again ^ 1)
+                _handed_on(found, A)
+                if not WHOLE:  # noqa: SIM102  a constant and a tensor
+                    if left < CHUNK:  # tokens of who comes next, which nothing that is multiplied by 0 may see
+                        inside = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, by_row))[:, None] < left
+                        q.store(gl.where(inside, q.load(by_row).to(gl.float32), 0.0).to(gl.bfloat16))
+                        k.store(gl.where(inside, k.load(by_row).to(gl.float32), 0.0).to(gl.bfloat16))
+                fence_async_shared()
+                mbarrier.arrive(handed.index(A_THERE), count=1)
+            if ERASED:
+                mbarrier.wait(barrier_of(full, ERROR, at, PLACES), parity)
+                mbarrier.wait(barrier_of(full, VALUE, at, PLACES), parity)
+                mbarrier.wait(barrier_of(full, LOW, at, PLACES), parity)
+                product = warpgroup_mma(k, k.permute((1, 0)), none, use_acc=False, is_async=True)
+                dP = warpgroup_mma(dv, rest.permute((1, 0)), none, use_acc=False, is_async=True)
+                dP = warpgroup_mma(low, d.permute((1, 0)), dP, is_async=True)
+                dP = warpgroup_mma(dv, d.permute((1, 0)), dP, is_async=True)
+                dP, product = warpgroup_mma_wait(0, deps=[dP, product])
+                mbarrier.arrive(barrier_of(empty, VALUE, at, PLACES), count=1)
+                mbarrier.arrive(barrier_of(empty, LOW, at, PLACES), count=1)
             mbarrier.arrive(barrier_of(empty, REST, at, PLACES), count=1)
             mbarrier.arrive(barrier_of(empty, ERROR, at, PLACES), count=1)
-            mbarrier.arrive(barrier_of(empty, VALUE, at, PLACES), count=1)
-            mbarrier.arrive(barrier_of(empty, LOW, at, PLACES), count=1)
-            t = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, BY_TOKEN))
-            s = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, BY_TOKEN))
-            gl.store(rows + 4 * apart + t, gl.sum(gl.where(t[:, None] == s[None, :], dP, 0.0), 1))
-            found = -_weighted(dP, -product, g, beta, rows + 2 * apart, apart, left, False)
-            mbarrier.wait(handed.index(E_GONE), again ^ 1)
-            _handed_on(found, E)
-            fence_async_shared()
-            mbarrier.arrive(handed.index(E_THERE), count=1)
+            if ERASED:
+                t = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, BY_TOKEN))
+                s = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, BY_TOKEN))
+                gl.store(rows + 4 * apart + t, gl.sum(gl.where(t[:, None] == s[None, :], dP, 0.0), 1))
+                found = -_weighted(dP, -product, g, beta, rows + 2 * apart, apart, left, False)
+                mbarrier.wait(handed.index(E_GONE), again ^ 1)
+                _handed_on(found, E)
+                fence_async_shared()
+                mbarrier.arrive(handed.index(E_THERE), count=1)
             turn += 1
         mbarrier.arrive(barrier_of(empty, Q, place_of(i, zero, PLACES), PLACES), count=1)
         i += 1  # noqa: SIM113  what enumerates is Python's
@@ -234,11 +240,9 @@ def _handed_on(x, tile):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _queries(  # type: ignore[no-untyped-def]
-    tiles, bars, handed, out_there, gated_ptr, rows_ptr, totals_ptr, d_q_ptr, scale, zero, offsets_ptr, sizes,
-    WHOLE: gl.constexpr, PLACES: gl.constexpr,
-):  # fmt: skip
+def _queries(these, offsets_ptr, sizes, WHOLE: gl.constexpr, PLACES: gl.constexpr):  # type: ignore[no-untyped-def]
     """What four do: dq, and what the state's decay and values tell of gates."""
+    tiles, bars, handed, out_there, gated_ptr, rows_ptr, totals_ptr, d_q_ptr, scale, zero = these
     full, empty = bars
     _T, _N, items, H, R, apart = sizes
     apart = gl.to_tensor(apart).to(gl.int64)
@@ -320,11 +324,9 @@ def _stored(x, tile, there, ptr, t0, group, left, G, zero, WHOLE: gl.constexpr):
 
 
 @gluon.jit
-def _keys(  # type: ignore[no-untyped-def]
-    tiles, bars, handed, out_there, gated_ptr, rows_ptr, d_k_ptr, zero, offsets_ptr, sizes,
-    WHOLE: gl.constexpr, PLACES: gl.constexpr,
-):  # fmt: skip
+def _keys(these, offsets_ptr, sizes, WHOLE: gl.constexpr, PLACES: gl.constexpr):  # type: ignore[no-untyped-def]
     """What four do: dk."""
+    tiles, bars, handed, out_there, gated_ptr, rows_ptr, d_k_ptr, zero = these
     full, empty = bars
     _T, _N, items, H, R, apart = sizes
     apart = gl.to_tensor(apart).to(gl.int64)
@@ -397,6 +399,7 @@ def side_and_pairs_kernel(  # type: ignore[no-untyped-def]
     """
     there = q_there, k_there, v_there, do_there, dv_there, low_there, d_there, S_there, dS_there
     PLACES: gl.constexpr = 2 if WIDTH == 64 else 1  # of each tile that is brought
+    APART: gl.constexpr = WIDTH == 64 and ALONE
     tiles = ()
     for _ in gl.static_range(2):
         tiles += (gl.allocate_shared_memory(gl.bfloat16, [PLACES, WIDTH, WIDTH], OF_STATES),)  # type: ignore[assignment]
@@ -415,30 +418,38 @@ def side_and_pairs_kernel(  # type: ignore[no-untyped-def]
     handed = gl.allocate_shared_memory(gl.int64, [5, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(places):
         mbarrier.init(full.index(place), count=1)
-        mbarrier.init(empty.index(place), count=USERS[place // PLACES])
+        mbarrier.init(empty.index(place), count=(USERS_APART if APART else USERS)[place // PLACES])
     for place in gl.static_range(5):
         mbarrier.init(handed.index(place), count=1)
     bars, sizes = (full, empty), (T, N, items, H, R, apart)
+    pairs = tiles, bars, handed, g_ptr, g_strides, beta_ptr, beta_strides, rows_ptr, scale, zero
+    queries = tiles, bars, handed, d_q_there, gated_ptr, rows_ptr, totals_ptr, d_q_ptr, scale, zero
+    keys = tiles, bars, handed, d_k_there, gated_ptr, rows_ptr, d_k_ptr, zero
     QUERIES: gl.constexpr = 128 if WIDTH == 64 else 144 if ALONE else 160  # registers; keys have what is left
     PAIRS: gl.constexpr = 208 if WIDTH == 64 else 176 if ALONE else 160 if WHOLE else 152
-    gl.warp_specialize(
-        [
-            (_keys, (
-                tiles, bars, handed, d_k_there, gated_ptr, rows_ptr, d_k_ptr, zero, offsets_ptr, sizes, WHOLE, PLACES,
-            )),
-            (_queries, (
-                tiles, bars, handed, d_q_there, gated_ptr, rows_ptr, totals_ptr, d_q_ptr, scale, zero, offsets_ptr,
-                sizes, WHOLE, PLACES,
-            )),
-            (_pairs, (
-                tiles, bars, handed, g_ptr, g_strides, beta_ptr, beta_strides, rows_ptr, scale, zero, offsets_ptr,
-                sizes, WHOLE, PLACES,
-            )),
-            (_load, (there, tiles, bars, offsets_ptr, sizes, tokens, WHOLE, PLACES)),
-        ],
-        [4, 4, 4],
-        [QUERIES, PAIRS, 24],
-    )  # fmt: skip
+    if APART:
+        gl.warp_specialize(
+            [
+                (_keys, (keys, offsets_ptr, sizes, WHOLE, PLACES)),
+                (_queries, (queries, offsets_ptr, sizes, WHOLE, PLACES)),
+                (_pairs, (pairs, offsets_ptr, sizes, WHOLE, PLACES, gl.constexpr(True), gl.constexpr(False))),
+                (_pairs, (pairs, offsets_ptr, sizes, WHOLE, PLACES, gl.constexpr(False), gl.constexpr(True))),
+                (_load, (there, tiles, bars, offsets_ptr, sizes, tokens, WHOLE, PLACES)),
+            ],
+            [4, 4, 4, 1],
+            [96, 128, 128, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_keys, (keys, offsets_ptr, sizes, WHOLE, PLACES)),
+                (_queries, (queries, offsets_ptr, sizes, WHOLE, PLACES)),
+                (_pairs, (pairs, offsets_ptr, sizes, WHOLE, PLACES, gl.constexpr(True), gl.constexpr(True))),
+                (_load, (there, tiles, bars, offsets_ptr, sizes, tokens, WHOLE, PLACES)),
+            ],
+            [4, 4, 4],
+            [QUERIES, PAIRS, 24],
+        )
 
 
 def takes(problem: Any, d_out: Tensor, dv: Any) -> bool:

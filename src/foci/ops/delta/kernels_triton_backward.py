@@ -279,7 +279,8 @@ def backward(
     ops/delta/pieces.py.
     What does each chunk's part: `channels` for gates per channel (kernels_triton_channels.py), `tokens` for others:
     kernels_triton_tokens.py and kernels_gluon_backward.py, or None.
-    `token_walks`, `channel_walks`: the walk where it can be that of the file of their name; `joins` as the forward's.
+    `token_walks`, `channel_walks`: the walk where it can be that of the file of their name, beside `token_walks` that
+    of kernels_gluon_walk_back.py, or None; `joins` as the forward's.
     """
     found, rest = room
     problem = _Problem(call, found, rest)
@@ -308,11 +309,11 @@ def _room(problem: _Problem, two: bool) -> tuple[Tensor, Tensor | None]:
 
 def _walk(
     problem: _Problem, kept: Sequence[Any], d_out: Tensor, d_final: Tensor | None, way: Callable[..., Any],
-    channels: Any, token_walks: Any, joins: Any, channel_walks: Any,
+    channels: Any, walks: Any, joins: Any, channel_walks: Any,
 ) -> tuple[Any, Tensor]:  # fmt: skip
     """dv [B,T,H,V] and the gradient of the state at each chunk's end, laid out as the states are; as `_room` has dv."""
     call, d_value, H, K, V = problem.call, problem.found[2], problem.H, problem.K, problem.V
-    states, _, inverse, products, rise, write, gone, rows, reach = kept
+    (token_walks, by_warps), (states, _, inverse, products, rise, write, gone, rows, reach) = walks, kept
     q, k, e, write = call.q, call.k, call.erase, call.beta if write is None else write
     if problem.per_channel:
         q, k, e, gone, products = channels.for_walk(problem, kept)
@@ -330,6 +331,10 @@ def _walk(
     full = call.erase is not None and states.dtype == torch.bfloat16 and not (by.turned or by_channel)
     behind = torch.empty_like(states, dtype=torch.float32 if full else None)
     results = dv, beside, behind, problem.found[6]
+    turns = two and token_walks.fits(K, V, problem.target, *operands)
+    if by_warps is not None and turns and by_warps.takes(call, d_out, by):
+        by_warps.backward(call, (rows, gone, products, inverse), d_out, d_final, results)
+        return (dv, beside), behind
     if by.turned:
         left = rows, gone, reach if by.pieces > 1 and not by.maps else None, products, inverse
         make = partial(token_walks.backward, call, left, by.pieces, d_out, d_final, [None] * 4)
