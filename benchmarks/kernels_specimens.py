@@ -205,6 +205,12 @@ _DELTA = (
     Specimen("delta", "DeltaNet", recurrence(beta=True), where="sm_90"),
     Specimen("delta", "Gated DeltaNet", recurrence(beta=True, decay="token", G=16, H=32)),
     Specimen("delta", "Gated DeltaNet, K = 64", recurrence(beta=True, decay="token", K=64, G=32, H=32), where="sm_90"),
+    Specimen(
+        "delta",
+        "Gated DeltaNet, K = 64, few chunks",
+        recurrence(beta=True, decay="token", K=64, G=32, H=32, t=1024),
+        where="sm_90",
+    ),
     Specimen("delta", "Gated DeltaNet, K = 64, in pieces", recurrence(beta=True, decay="token", K=64), where="sm_90"),
     Specimen("delta", "Gated DeltaNet of many heads", recurrence(beta=True, decay="token", G=24, H=48), where="sm_90"),
     Specimen("delta", "Gated DeltaNet, K = 256", recurrence(beta=True, decay="token", K=256)),

@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -241,8 +241,18 @@ def line(name: str, said: str) -> str:
     if ended:
         end = ", then the tool did not end" if WATCHED in said and count is None else ""
     else:
-        end = ", then its time was over" if count is None else ", then it ended"
+        over = "it failed" if "\nTraceback" in f"\n{said}" else "its time was over"
+        end = f", then {over}" if count is None else ", then it ended"
     return f"{name}: {found} faults, {said.count('RAN ')} ran{end}"
+
+
+def hold_parts(parser: argparse.ArgumentParser, parts: Sequence[tuple[str, str]]) -> None:
+    """Refuses parts that an operator does not have, before any process would find it out."""
+    for operator, cases in parts:
+        try:
+            of_cases(SPECS[operator], cases)
+        except ValueError as error:
+            parser.error(f"{operator}: {error}")
 
 
 def run() -> None:
@@ -265,8 +275,9 @@ def run() -> None:
         parser.error(f"--tool: unknown {unknown[0]!r}; expected among {', '.join(HAZARDS)}")
     if not torch.cuda.is_available() or shutil.which("compute-sanitizer") is None:
         raise SystemExit("sanitize.py: it needs a GPU and CUDA's compute-sanitizer, one of which is not here")
-    until = time.monotonic() + chosen.limit
     parts = parts_of(chosen.operators or SPECS)
+    hold_parts(parser, parts)
+    until = time.monotonic() + chosen.limit
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(chosen.out or temporary)
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import re
@@ -58,6 +59,20 @@ def test_a_tool_that_came_to_no_end_has_found_nothing_out(sanitize: Any) -> None
     assert sanitize.line("race", RACES) == "race: 2 faults, 2 ran"
     assert sanitize.line("read", READS) == "read: 1 faults, 0 ran, then it ended"
     assert sanitize.line("cut", cut) == "cut: not counted faults, 2 ran, then its time was over"
+    failed = "RAN a b (1 s)\nTraceback (most recent call last):\nValueError: no\n"
+    assert sanitize.line("failed", failed) == "failed: not counted faults, 1 ran, then it failed"
+
+
+@pytest.mark.parametrize(("part", "known"), [("1/1", True), ("39/39", True), ("1/4000", False), ("3/2", False)])
+def test_parts_that_there_are_not_are_refused(
+    part: str, known: bool, sanitize: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    if known:
+        return sanitize.hold_parts(parser, [("delta", part)])
+    with pytest.raises(SystemExit):
+        sanitize.hold_parts(parser, [("delta", "1/1"), ("delta", part)])
+    assert "delta: --cases must be i/n, every nth from the ith, 1 <= i <= n" in capsys.readouterr().err
 
 
 def test_every_kernel_is_watched_and_none_of_torchs(sanitize: Any) -> None:

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from foci.tiles.tma import async_load, async_store
 
 HALF: gl.constexpr = gl.constexpr(64)  # columns of a state that four warps have: the rows of a product
+RENAMED: gl.constexpr = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # since Triton 3.9
 
 
 @gluon.jit
@@ -201,3 +202,13 @@ def barrier_of(bars, place: gl.constexpr, own, PLACES: gl.constexpr):  # type: i
 def place_of(turn, zero, PLACES: gl.constexpr):  # type: ignore[no-untyped-def]
     """Which place it is. Of one: 0, not known before the loop, as what is would be kept in registers."""
     return turn * zero if PLACES == 1 else turn % PLACES
+
+
+@gluon.jit
+def in_float32(tile, layout: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The place of [2 rows,columns] bfloat16 as that of [rows,columns] float32."""
+    shape: gl.constexpr = [tile.shape[0] // 2, tile.shape[1]]
+    if RENAMED:
+        return tile.reinterpret(gl.float32, shape, layout)
+    else:
+        return tile._reinterpret(gl.float32, shape, layout)

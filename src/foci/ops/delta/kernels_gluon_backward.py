@@ -184,10 +184,11 @@ def _pairs(  # type: ignore[no-untyped-def]
             g, beta = _by_token(g_ptr, g_strides, beta_ptr, beta_strides, b, first, h, left)
             rows = rows_ptr + (slot * H + h).to(gl.int64) * CHUNK
             none = gl.zeros([CHUNK, CHUNK], gl.float32, BY_TOKEN)
+            if READ:
+                mbarrier.wait(barrier_of(full, OUT, at, PLACES), parity)
             mbarrier.wait(barrier_of(full, Q, key, PLACES), i // PLACES & 1)
             mbarrier.wait(barrier_of(full, REST, at, PLACES), parity)
             if READ:
-                mbarrier.wait(barrier_of(full, OUT, at, PLACES), parity)
                 product = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
                 dP = warpgroup_mma(do, rest.permute((1, 0)), none, use_acc=False, is_async=True)
                 mbarrier.wait(barrier_of(full, ERROR, at, PLACES), parity)

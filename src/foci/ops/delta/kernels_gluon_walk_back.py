@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from foci.core.tune import Config, launch, strides
-from foci.tiles.loads import HALF
+from foci.tiles.loads import HALF, in_float32
 from foci.tiles.maps import tiles_of
 from foci.tiles.state import in_two, nearest_in_two
 from foci.tiles.tma import async_load, async_store, map_of
@@ -85,7 +85,7 @@ def _ahead(tiles, bars, scale, count, STAGES: gl.constexpr):  # type: ignore[no-
         by_read = do.load(BY_TOKEN).to(gl.float32) * (rows.index(2 * own).load(BY_TOKEN) * scale)
         dd = warpgroup_mma_wait(0, deps=[dd])
         do.store(by_read.to(gl.bfloat16))
-        A._reinterpret(gl.float32, [HALF, CHUNK], OF_SUMS).store(dd)
+        in_float32(A, OF_SUMS).store(dd)
         fence_async_shared()
         mbarrier.arrive(made.index(own), count=1)
 
@@ -136,7 +136,7 @@ def _walk(results, last, at, tiles, bars, sizes, STAGES: gl.constexpr):  # type:
         tma.store_wait(0)
         S_tiles.index(0).permute((1, 0)).store(rounded)
         rise = rows.index(2 * own).load(BY_TOKEN)
-        dd = A._reinterpret(gl.float32, [HALF, CHUNK], OF_SUMS).load(BY_TOKEN)
+        dd = in_float32(A, OF_SUMS).load(BY_TOKEN)
         read = warpgroup_mma_wait(1, deps=[read])
         high, low = in_two(dd + read * rows.index(2 * own + 1).load(BY_TOKEN))
         high = gl.convert_layout(high, OF_TOKENS)
