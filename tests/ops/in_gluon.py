@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from queue import SimpleQueue
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -99,6 +99,8 @@ def store(ptr: Pointer, x: Any, mask: Any = True) -> None:
 class Shared:
     """Shared memory, or a part of it seen in some way."""
 
+    unfenced: ClassVar[dict[tuple[int, int], int]] = {}  # what threads have stored that products and TMA may not see
+
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self.shape, self.layout = tuple(memory.shape), None
@@ -122,6 +124,18 @@ class Shared:
     def store(self, x: Tensor) -> None:
         assert self.shape == x.shape and self.memory.dtype == x.dtype
         self.memory.copy_(x)
+        self.unfenced[self.place()] = threading.get_ident()
+
+    def place(self) -> tuple[int, int]:
+        """Its first byte, and the first one behind it."""
+        begin = self.memory.data_ptr()
+        last = sum((n - 1) * step for n, step in zip(self.memory.shape, self.memory.stride(), strict=True))
+        return begin, begin + (last + 1) * self.memory.element_size()
+
+    def fenced(self) -> bool:
+        """Whether who has stored here has fenced it since."""
+        begin, end = self.place()
+        return not any(first < end and begin < last for first, last in tuple(self.unfenced))
 
 
 class Layout:
@@ -187,9 +201,10 @@ def given_by_host(x: Any) -> Any:
 
 
 class Engine:
-    """The thread that copies: what is queued, in any order."""
+    """The thread that copies: what is queued, in any order, or the `newest` first."""
 
-    def __init__(self) -> None:
+    def __init__(self, newest: bool = False) -> None:
+        self.newest = newest
         self.queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self.run, daemon=True)
@@ -205,9 +220,13 @@ class Engine:
                 if ended:
                     break
                 held.append(task)
+            if self.newest and not ended:
+                time.sleep(0.001)  # until as much is asked for as will be
+                if not self.queue.empty():
+                    continue
             if held:
                 try:
-                    held.pop(draw.randrange(len(held)))()
+                    held.pop(-1 if self.newest else draw.randrange(len(held)))()
                 except BaseException as error:
                     self.error = error
 
@@ -241,11 +260,14 @@ class Threads(threading.local):
 
 
 class Gluon:
-    """The language, for the programs of one launch."""
+    """The language, for the programs of one launch; `ahead`: the first one first, and what is copied last first.
+
+    `parts`: among how many partitions a program's warps were shared out.
+    """
 
     def __init__(self, real: ModuleType, ahead: bool = False) -> None:
-        self.own, self.engine, self.program, self.programs, self.ahead = Threads(), Engine(), 0, 1, ahead
-        self.draw = random.Random(1)
+        self.own, self.engine, self.program, self.programs, self.ahead = Threads(), Engine(ahead), 0, 1, ahead
+        self.draw, self.parts = random.Random(1), 0
         names = {name: getattr(real, name) for name in vars(real) if not name.startswith("__")}
         self.gl = SimpleNamespace(**(names | self.language()))
         self.mbarrier = SimpleNamespace(
@@ -276,6 +298,7 @@ class Gluon:
 
     def part(self, partitions: Sequence[tuple[Any, tuple[Any, ...]]], _warps: Any, _registers: Any) -> None:
         errors: list[BaseException] = []
+        self.parts = len(partitions)
 
         def go(function: Any, arguments: tuple[Any, ...]) -> None:
             try:
@@ -325,6 +348,7 @@ class Gluon:
             store(Pointer(there.ptr.memory, places[inside]), tile.memory[inside])
             left.set()
 
+        assert tile.fenced(), "what was stored is copied without a fence"
         late = self.draw.random() < 0.5  # when it is waited for, and no sooner
         self.own.stores.append((left, copy if late else None))
         if not late:
@@ -337,7 +361,17 @@ class Gluon:
                 copy()
             assert left.wait(PATIENCE)
 
+    def fence(self) -> None:
+        for place, thread in tuple(Shared.unfenced.items()):
+            if thread == threading.get_ident():
+                Shared.unfenced.pop(place, None)
+
     def product(self, a: Any, b: Shared, sums: Any, use_acc: bool = True, is_async: bool = False) -> Any:
+        for x in (a, b):
+            assert not isinstance(x, Shared) or x.fenced(), "what was stored is multiplied without a fence"
+        assert not (use_acc and isinstance(sums, Product) and sums.value is not None), (
+            "a sum that was waited for before"
+        )
         made = Product(a, b, sums if use_acc else None)
         self.own.products.append(made)
         return made if is_async else self.product_wait(0, [made])
@@ -356,7 +390,7 @@ class Gluon:
     ) -> None:
         """All programs of a launch of the module's kernel, one by one, the last one first unless `ahead`."""
         given = [*map(given_by_host, arguments)]
-        named = {"gl": self.gl, "mbarrier": self.mbarrier, "tma": self.tma, "fence_async_shared": lambda: None}
+        named = {"gl": self.gl, "mbarrier": self.mbarrier, "tma": self.tma, "fence_async_shared": self.fence}
         named |= {"async_load": self.copy_in, "async_store": self.copy_out}
         named |= {"warpgroup_mma": self.product, "warpgroup_mma_wait": self.product_wait}
         with ExitStack() as stack:
@@ -370,6 +404,7 @@ class Gluon:
             self.programs = grid[0]
             programs = range(grid[0]) if self.ahead else reversed(range(grid[0]))
             for self.program in programs:
+                Shared.unfenced.clear()
                 kernel.fn(*given, **meta)
 
     def modules(self, module: ModuleType) -> list[ModuleType]:

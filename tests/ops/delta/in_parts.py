@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from foci.ops.delta import gpu
 from foci.ops.delta.call import Call
+
+
+def drawn(inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the output and, where there is a first state, of the last one, whose channels lie side by side."""
+    draw, v, state = torch.Generator().manual_seed(1), inputs["v"], inputs.get("state")
+    d_out, last = torch.randn(v.shape, generator=draw).bfloat16().to(v.device), None
+    if state is not None:
+        last = torch.randn(state.transpose(2, 3).shape, generator=draw).transpose(2, 3).to(v.device)
+    return d_out, last
 
 
 def kept(call: Call, made: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -37,13 +37,16 @@ def problem(options: dict[str, Any]) -> dict[str, Any]:
     return made.make(torch.bfloat16, torch.device("cpu"), 0)
 
 
-def gradients(inputs: dict[str, Any], d_out: Tensor, monkeypatch: pytest.MonkeyPatch, programs: int) -> Sequence[Any]:
-    """By `programs` of them, or by Triton without any."""
-    ran = []
+def gradients(
+    inputs: dict[str, Any], d_out: Tensor, monkeypatch: pytest.MonkeyPatch, programs: int, ahead: bool = False
+) -> Sequence[Any]:
+    """By `programs` of them, or by Triton without any; `ahead`: what was asked for last comes first."""
+    ran: list[int] = []
 
     def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, config: Any, **meta: Any) -> None:
-        ran.append(kernel)
-        Gluon(by_warps.gl).run(by_warps, kernel, (min(programs, *grid),), arguments, **meta)
+        gluon = Gluon(by_warps.gl, ahead)
+        gluon.run(by_warps, kernel, (min(programs, *grid),), arguments, **meta)
+        ran.append(gluon.parts)
 
     call = bind(**there(inputs))
     with monkeypatch.context() as patch:
@@ -55,17 +58,18 @@ def gradients(inputs: dict[str, Any], d_out: Tensor, monkeypatch: pytest.MonkeyP
             patch.setattr(walk_back, "takes", lambda *_: False)
         needs = [getattr(call, name) is not None for name in INPUTS]
         found = gpu.backward(call, outputs, (d_out, None), needs)
-    assert len(ran) == (programs > 0)
+    apart = call.q.shape[2] == call.v.shape[2] and call.v.shape[3] == 64  # P_A and P_E
+    assert ran == ([5 if apart else 4] if programs else [])
     return [None if x is None else x.cpu() for x in found]
 
 
 @pytest.mark.parametrize("options", [{"T": 70, "B": 2}, {"T": 140, "offsets": (0, 70, 140)}], ids=str)
-@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(("heads", "width"), [(1, 128), (2, 128), (1, 64)])
 def test_no_number_of_one_sequence_is_seen_by_another(
-    options: dict[str, Any], heads: int, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], heads: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though a tile of its last tokens holds the first ones of what lies behind it."""
-    inputs = problem({"H": heads} | options)
+    inputs = problem({"H": heads, "K": width, "V": width} | options)
     d_out = torch.randn(inputs["v"].shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     wanted, own = gradients(inputs, d_out, monkeypatch, 2), (slice(0, 1), slice(0, 70))
     for x in (inputs["q"], inputs["k"], inputs["v"], d_out):
@@ -74,6 +78,16 @@ def test_no_number_of_one_sequence_is_seen_by_another(
         x[own] = kept
     for found, known in zip(gradients(inputs, d_out, monkeypatch, 2), wanted, strict=True):
         assert known is None or found[own].equal(known[own])
+
+
+@pytest.mark.parametrize("options", [{"H": 2, "G": 2, "K": 64, "V": 64}, {"H": 2}], ids=str)
+def test_no_tile_is_read_before_it_is_there(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where what was asked for last comes first."""
+    inputs = problem({"T": 192} | options)
+    d_out = torch.randn(inputs["v"].shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    wanted = gradients(inputs, d_out, monkeypatch, 2)
+    for found, known in zip(gradients(inputs, d_out, monkeypatch, 2, ahead=True), wanted, strict=True):
+        assert known is None or found.equal(known)
 
 
 @pytest.mark.parametrize("alike", ["independent", "correlated", "identical"])
@@ -89,6 +103,8 @@ def test_no_number_of_one_sequence_is_seen_by_another(
         {"B": 2, "T": 192, "K": 64, "V": 64, "state": True},
         {"T": 201, "K": 64, "V": 64, "H": 3, "G": 3},
         {"T": 330, "K": 64, "V": 64, "offsets": (0, 0, 1, 130, 193, 330)},
+        {"B": 2, "T": 192, "K": 64, "V": 64, "G": 2},
+        {"T": 330, "K": 64, "V": 64, "G": 2, "offsets": (0, 0, 1, 130, 193, 330)},
     ],
     ids=str,
 )

@@ -15,6 +15,7 @@ from foci.ops.delta.call import bind
 from foci.ops.delta.cases import Delta
 from foci.ops.delta.pieces import Pieces, Way
 from foci.ops.draw import Draw
+from tests.ops.delta.in_parts import drawn
 from tests.ops.in_gluon import told
 
 from foci.ops.delta import kernels_gluon_walk_back as by_warps  # isort: skip  after Triton's presence is known
@@ -32,6 +33,7 @@ SHAPES: list[dict[str, Any]] = [
     {"B": 8, "T": 512, "H": 8, "K": 64, "V": 64, "alike": "identical", "beta": 2.0},
     {"B": 8, "T": 512, "H": 8, "alike": "correlated", "beta": 2.0, "gates": Draw.extremes},
     {"B": 80, "T": 64, "H": 2, "K": 64, "V": 64, "state": True},
+    {"B": 80, "T": 128, "H": 1, "K": 64, "V": 64},
 ]
 
 
@@ -58,14 +60,6 @@ def gradients(
     return {name: x for name, x in zip(NAMES, found, strict=True) if x is not None}
 
 
-def drawn(inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the output and, where there is a first state, of the last one."""
-    draw, v = torch.Generator().manual_seed(1), inputs["v"]
-    state = inputs.get("state")
-    last = None if state is None else torch.randn(state.shape, generator=draw).to(v.device)
-    return torch.randn(v.shape, generator=draw).bfloat16().to(v.device), last
-
-
 def apart(x: Tensor, y: Tensor) -> float:
     return float((x.double() - y.double()).norm() / y.double().norm())
 
@@ -87,7 +81,7 @@ def test_it_is_as_near_the_truth_as_triton(options: dict[str, Any], monkeypatch:
         x, y = found[name].view(wanted.shape), beside[name].view(wanted.shape)
         assert x.isfinite().all()
         assert apart(x, wanted) <= max(4.5e-3, 1.05 * apart(y, wanted)), name
-        assert apart(x, y) <= 1e-3, name
+        assert apart(x, y) <= 3e-4, name
 
 
 @on_hopper

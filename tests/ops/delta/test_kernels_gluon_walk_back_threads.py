@@ -14,6 +14,7 @@ from foci.ops.delta.api import delta_rule
 from foci.ops.delta.call import bind
 from foci.ops.delta.cases import Delta
 from foci.ops.draw import Draw
+from tests.ops.delta.in_parts import drawn
 from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
 from tests.ops.in_gluon import Gluon, told
 from tests.ops.in_triton import there
@@ -71,14 +72,6 @@ def gradients(
     return {name: x.cpu() for name, x in zip(INPUTS, found, strict=True) if x is not None}
 
 
-def drawn(inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the output and, where there is a first state, of the last one."""
-    draw = torch.Generator().manual_seed(1)
-    state = inputs.get("state")
-    last = None if state is None else torch.randn(state.shape, generator=draw)
-    return torch.randn(inputs["v"].shape, generator=draw).bfloat16(), last
-
-
 @pytest.mark.parametrize("alike", ["independent", "correlated", "identical"])
 @pytest.mark.parametrize("options", OPTIONS, ids=told)
 def test_the_budget_holds(options: dict[str, Any], alike: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +91,7 @@ def test_the_budget_holds(options: dict[str, Any], alike: str, monkeypatch: pyte
     for name, wanted in zip(found, truth, strict=True):
         x, y = (each[name].view(wanted.shape) for each in (found, beside))
         assert error(x, wanted) <= max(BUDGET[torch.bfloat16], 1.1 * error(y, wanted)), name
-        assert error(x, y) <= 3e-3, name
+        assert error(x, y) <= 3e-4, name  # of products without what roundings left it is more
 
 
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=told)
@@ -107,6 +100,18 @@ def test_no_program_writes_where_another_one_does(options: dict[str, Any], monke
     grads = drawn(inputs)
     found, wanted = (gradients(inputs, grads, monkeypatch, ahead=ahead) for ahead in (True, False))
     assert all(x.equal(wanted[name]) for name, x in found.items())
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+def test_a_states_gradient_may_lie_in_any_way(expanded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one number for all, of a sum, or one for each of all, by channels or by values."""
+    inputs = problem(OPTIONS[1])
+    d_out, last = drawn(inputs)
+    assert last is not None and not last.is_contiguous()
+    given = last[:1, :1, :1, :1].expand(last.shape) if expanded else last
+    wanted = gradients(inputs, (d_out, given.contiguous()), monkeypatch)
+    for name, x in gradients(inputs, (d_out, given), monkeypatch).items():
+        assert x.equal(wanted[name]), name
 
 
 @pytest.mark.parametrize("K", [64, 128])  # by three and by two chunks in shared memory

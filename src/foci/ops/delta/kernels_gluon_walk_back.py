@@ -9,8 +9,8 @@ wait for each other, and are left to four warps. One loads, as far ahead as shar
 of those that walk and make what needs no state, in the places of what it is made of: do^T A, and scale rise do.
 
 The four that walk are what a chunk takes, by instructions more than by products. So what is kept of dv is rounded while
-the next chunk's products run, and of a left operand that is two, the part that is cut off is multiplied while the other
-is made.
+the next chunk's products run, and of a left operand that is two, the first, its digits cut off, is multiplied while
+what that leaves is made.
 """
 
 from __future__ import annotations

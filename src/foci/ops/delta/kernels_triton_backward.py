@@ -279,8 +279,8 @@ def backward(
     ops/delta/pieces.py.
     What does each chunk's part: `channels` for gates per channel (kernels_triton_channels.py), `tokens` for others:
     kernels_triton_tokens.py and kernels_gluon_backward.py, or None.
-    `token_walks`, `channel_walks`: the walk where it can be that of the file of their name, beside `token_walks` that
-    of kernels_gluon_walk_back.py, or None; `joins` as the forward's.
+    `token_walks`, `channel_walks`: the walk where it can be that of the file of their name; the first are two, that
+    and kernels_gluon_walk_back.py or None; `joins` as the forward's.
     """
     found, rest = room
     problem = _Problem(call, found, rest)
