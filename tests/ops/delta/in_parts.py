@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foci.ops.delta import gpu
+from foci.ops.delta.api import delta_rule
 from foci.ops.delta.call import Call
 
 
@@ -19,6 +20,26 @@ def drawn(inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     if state is not None:
         last = torch.randn(state.transpose(2, 3).shape, generator=draw).transpose(2, 3).to(v.device)
     return d_out, last
+
+
+def played_again(inputs: dict[str, Any]) -> None:
+    """A backward's bits by the public function, whose third asks nothing of Triton (core/plans.py), and by a graph."""
+    leaves = [inputs[name].requires_grad_() for name in ("q", "k", "v", "beta", "log_decay")]
+    d_out, _ = drawn(inputs)
+
+    def gradients() -> tuple[Tensor, ...]:
+        out, _ = delta_rule(**inputs, return_state=False, backend="triton")
+        return torch.autograd.grad(out, leaves, d_out)
+
+    wanted, graph = gradients(), torch.cuda.CUDAGraph()
+    for _ in range(4):
+        assert all(x.equal(y) for x, y in zip(gradients(), wanted, strict=True))
+    with torch.cuda.graph(graph):
+        captured = gradients()
+    d_out.mul_(2)
+    graph.replay()
+    for x, y in zip(captured, gradients(), strict=True):
+        assert x.equal(y)
 
 
 def kept(call: Call, made: Sequence[Tensor]) -> tuple[Tensor, ...]:

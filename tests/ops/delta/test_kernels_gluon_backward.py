@@ -18,6 +18,7 @@ from foci.ops.delta.api import delta_rule
 from foci.ops.delta.call import bind
 from foci.ops.delta.cases import Delta
 from foci.ops.draw import Draw
+from tests.ops.delta.in_parts import drawn, played_again
 from tests.ops.in_gluon import told
 
 from foci.ops.delta import kernels_gluon_backward as by_warps  # isort: skip  after Triton's presence is known
@@ -73,16 +74,11 @@ def apart(x: Tensor, y: Tensor) -> float:
     return float((x.double() - y.double()).norm() / y.double().norm())
 
 
-def drawn(inputs: dict[str, Any]) -> Tensor:
-    draw = torch.Generator().manual_seed(1)
-    return torch.randn(inputs["v"].shape, generator=draw).bfloat16().to(inputs["v"].device)
-
-
 @on_hopper
 @pytest.mark.parametrize("options", SHAPES, ids=told)
 def test_the_budget_holds(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = problem(**options)
-    d_out = drawn(inputs)
+    d_out, _ = drawn(inputs)
     found, beside = (gradients(inputs, d_out, monkeypatch, warps) for warps in (True, False))
     wide = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in inputs.items()}
     leaves = {name: wide[name].requires_grad_() for name in found}
@@ -99,7 +95,7 @@ def test_the_budget_holds(options: dict[str, Any], monkeypatch: pytest.MonkeyPat
 def test_it_is_the_same_again(K: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile that is read before it is there, or after it has left, would give other bits now and then."""
     inputs = problem(B=2, T=4096, H=32, G=16, K=K, V=K)
-    d_out = drawn(inputs)
+    d_out, _ = drawn(inputs)
     wanted = gradients(inputs, d_out, monkeypatch, True)
     for _ in range(20):
         for name, x in gradients(inputs, d_out, monkeypatch, True).items():
@@ -114,7 +110,7 @@ def test_no_number_of_one_sequence_is_seen_by_another(
 ) -> None:
     """Though a tile of its last tokens holds the first ones of what lies behind it."""
     inputs = problem(H=heads, G=4, **options)
-    d_out = drawn(inputs)
+    d_out, _ = drawn(inputs)
     wanted = gradients(inputs, d_out, monkeypatch, True)
     own = (slice(0, 1), slice(0, 700)) if "B" in options else (slice(0, 1), slice(0, 130))
     spoilt = {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
@@ -129,27 +125,10 @@ def test_no_number_of_one_sequence_is_seen_by_another(
 
 @on_hopper
 def test_it_is_played_again_and_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the public function, whose third backward asks nothing of Triton (core/plans.py)."""
     ran, run = [], by_warps.side_and_pairs
     monkeypatch.setattr(by_warps, "side_and_pairs", lambda *given: ran.append(1) or run(*given))
-    inputs = problem(T=2048, H=16)
-    leaves = {name: inputs[name].requires_grad_() for name in ("q", "k", "v", "beta", "log_decay")}
-    d_out = drawn(inputs)
-
-    def gradients() -> tuple[Tensor, ...]:
-        out, _ = delta_rule(**inputs, return_state=False, backend="triton")
-        return torch.autograd.grad(out, list(leaves.values()), d_out)
-
-    wanted, graph = gradients(), torch.cuda.CUDAGraph()
+    played_again(problem(T=2048, H=16))
     assert ran
-    for _ in range(4):
-        assert all(x.equal(y) for x, y in zip(gradients(), wanted, strict=True))
-    with torch.cuda.graph(graph):
-        captured = gradients()
-    d_out.mul_(2)
-    graph.replay()
-    for x, y in zip(captured, gradients(), strict=True):
-        assert x.equal(y)
 
 
 @pytest.mark.parametrize(
