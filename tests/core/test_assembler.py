@@ -149,17 +149,24 @@ def _nothing(x_ptr) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fails", "says", "asked"), [(2, "PassManager::run failed", 3), (9, "PassManager::run failed", 4), (9, "no", 1)]
+    ("fails", "error", "says", "asked"),
+    [
+        (2, RuntimeError, "PassManager::run failed", 3),
+        (9, RuntimeError, "PassManager::run failed", 4),
+        (2, SystemError, "AST constructor recursion depth mismatch", 3),
+        (9, RuntimeError, "no", 1),
+        (9, SystemError, "no", 1),
+    ],
 )
-def test_passes_that_fail_once_are_run_again(fails: int, says: str, asked: int) -> None:
+def test_passes_that_fail_once_are_run_again(fails: int, error: type[Exception], says: str, asked: int) -> None:
     calls = []
 
     def ask() -> str:
         calls.append(1)
         if len(calls) <= fails:
-            raise RuntimeError(says)
+            raise error(says)
         return "made"
 
-    with pytest.raises(RuntimeError, match=says) if fails == 9 else contextlib.nullcontext():
+    with pytest.raises(error, match=says) if fails == 9 else contextlib.nullcontext():
         assert retry_failed_passes(ask) == "made"
     assert len(calls) == asked

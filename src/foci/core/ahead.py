@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.core.assembler import assembling
+from foci.core.assembler import assembling, retry_failed_passes
 from foci.core.device import cores
 from foci.core.tune import Launch, Target, any_hook_set, record_launches, target_of
 
@@ -118,7 +118,7 @@ def _compile_all(compilations: list[Callable[[], Any]], target: Target) -> str:
 
     def work(place: int) -> None:
         with assembling(target.arch):
-            made = compilations[place]()
+            made = retry_failed_passes(compilations[place])
         launcher = launchers.get(place)
         if launcher is None or launcher.cancel() or launcher.exception() is not None:
             driver.launcher_cls(made.src, made.metadata)

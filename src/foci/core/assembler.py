@@ -61,16 +61,17 @@ def assembling(arch: int) -> Iterator[None]:
 
 
 def retry_failed_passes(ask: Callable[[], Any]) -> Any:
-    """`ask()`, which compiles a kernel, retried up to three times where one of Triton's passes failed.
+    """`ask()`, which compiles a kernel, retried up to three times where one of Triton's passes failed, or Python's.
 
-    For sm_100 its TritonGPUHoistTMEMAlloc depends on the order of addresses in memory, and fails in one compilation of
+    Python 3.11 counts how deep a syntax tree is for all threads at once, and refuses one that others have added to. For
+    sm_100 Triton's TritonGPUHoistTMEMAlloc depends on the order of addresses in memory, and fails in one compilation of
     16 of the delta rule's near_side_kernel of far rows (Triton 3.7.1, 2026-11-26).
     """
     for _ in range(3):
         try:
             return ask()
-        except RuntimeError as error:
-            if "PassManager::run failed" not in str(error):
+        except (RuntimeError, SystemError) as error:
+            if not any(words in str(error) for words in ("PassManager::run failed", "recursion depth mismatch")):
                 raise
     return ask()
 

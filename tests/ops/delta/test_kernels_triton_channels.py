@@ -139,7 +139,7 @@ def test_far_rows_have_a_launch_of_their_own_in_half_precision_alone() -> None:
                 partial(way, call, True, others, None),
                 kernels,
                 None,
-                others,
+                (others, None),
                 None,
                 walks,
             )
