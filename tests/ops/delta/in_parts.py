@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from foci.ops.delta import gpu
 from foci.ops.delta.api import delta_rule
-from foci.ops.delta.call import Call
+from foci.ops.delta.call import Call, bind
+from foci.ops.delta.spec import SPEC
 
 
 def drawn(inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
@@ -20,6 +22,28 @@ def drawn(inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     if state is not None:
         last = torch.randn(state.transpose(2, 3).shape, generator=draw).transpose(2, 3).to(v.device)
     return d_out, last
+
+
+def apart(x: Tensor, y: Tensor) -> float:
+    return float((x.double() - y.double()).norm() / y.double().norm())
+
+
+def by_warps_or_triton(
+    module: Any, inputs: dict[str, Any], grads: tuple[Tensor, Tensor | None], patches: pytest.MonkeyPatch, warps: bool
+) -> dict[str, Tensor]:
+    """Gradients of all inputs on a GPU, where a module that `takes` the call does its part, or Triton does."""
+    call, asked, takes = bind(**inputs), [], module.takes
+
+    def known(*given: Any) -> bool:
+        asked.append(takes(*given))
+        return warps
+
+    with patches.context() as patch:
+        patch.setattr(module, "takes", known)
+        needs = [getattr(call, name) is not None for name in SPEC.differentiable]
+        found = gpu.backward(call, gpu.forward(call, True), grads, needs)
+    assert asked == [True]
+    return {name: x for name, x in zip(SPEC.differentiable, found, strict=True) if x is not None}
 
 
 def played_again(inputs: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from foci.ops.delta.api import delta_rule
 from foci.ops.delta.call import bind
 from foci.ops.delta.cases import Delta, every_other_slow
 from foci.ops.draw import Draw
-from tests.ops.delta.in_parts import held, kept
+from tests.ops.delta.in_parts import apart, held, kept
 from tests.ops.in_gluon import told
 
 from foci.ops.delta import kernels_triton_token_joins as joins  # isort: skip  after Triton's presence is known
@@ -80,10 +80,6 @@ def walked(inputs: dict[str, Any], columns: int, monkeypatch: pytest.MonkeyPatch
         patch.setattr(token_walks, "wide", lambda *_: columns)
         patch.setattr(token_walks, "suits", lambda *_: True)
         return [*gpu.forward(bind(**inputs), keep)]
-
-
-def apart(x: Tensor, y: Tensor) -> float:
-    return float((x.double() - y.double()).norm() / y.double().norm())
 
 
 @on_hopper

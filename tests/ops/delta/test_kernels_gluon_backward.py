@@ -5,6 +5,7 @@ Without a GPU: test_kernels_gluon_backward_threads.py.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,19 +14,17 @@ import triton
 from torch import Tensor
 
 from foci.core import tune
-from foci.ops.delta import gpu
 from foci.ops.delta.api import delta_rule
 from foci.ops.delta.call import bind
 from foci.ops.delta.cases import Delta
 from foci.ops.draw import Draw
-from tests.ops.delta.in_parts import drawn, played_again
+from tests.ops.delta.in_parts import apart, by_warps_or_triton, drawn, played_again
 from tests.ops.in_gluon import told
 
 from foci.ops.delta import kernels_gluon_backward as by_warps  # isort: skip  after Triton's presence is known
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="Gluon has no interpreter, and this kernel is for Hopper")
-NAMES = ("q", "k", "v", "beta", "log_decay", "erase", "state")
 SHAPES: list[dict[str, Any]] = [
     {"B": 2, "T": 2048, "H": 16, "state": True},
     {"T": 1024, "H": 4},
@@ -54,24 +53,7 @@ def problem(device: str = "cuda", /, **options: Any) -> dict[str, Any]:
     return made.make(torch.bfloat16, torch.device(device), 0)
 
 
-def gradients(inputs: dict[str, Any], d_out: Tensor, monkeypatch: pytest.MonkeyPatch, warps: bool) -> dict[str, Tensor]:
-    """Of all inputs, by the kernel under test or by Triton's two."""
-    call, asked, takes = bind(**inputs), [], by_warps.takes
-
-    def known(*problem: Any) -> bool:
-        asked.append(takes(*problem))
-        return warps
-
-    with monkeypatch.context() as patch:
-        patch.setattr(by_warps, "takes", known)
-        needs = [getattr(call, name) is not None for name in NAMES]
-        found = gpu.backward(call, gpu.forward(call, True), (d_out, None), needs)
-    assert asked == [True]
-    return {name: x for name, x in zip(NAMES, found, strict=True) if x is not None}
-
-
-def apart(x: Tensor, y: Tensor) -> float:
-    return float((x.double() - y.double()).norm() / y.double().norm())
+gradients = partial(by_warps_or_triton, by_warps)
 
 
 @on_hopper
@@ -79,7 +61,7 @@ def apart(x: Tensor, y: Tensor) -> float:
 def test_the_budget_holds(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = problem(**options)
     d_out, _ = drawn(inputs)
-    found, beside = (gradients(inputs, d_out, monkeypatch, warps) for warps in (True, False))
+    found, beside = (gradients(inputs, (d_out, None), monkeypatch, warps) for warps in (True, False))
     wide = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in inputs.items()}
     leaves = {name: wide[name].requires_grad_() for name in found}
     out, _ = delta_rule(**wide | leaves, return_state=False, backend="chunked")
@@ -96,9 +78,9 @@ def test_it_is_the_same_again(K: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile that is read before it is there, or after it has left, would give other bits now and then."""
     inputs = problem(B=2, T=4096, H=32, G=16, K=K, V=K)
     d_out, _ = drawn(inputs)
-    wanted = gradients(inputs, d_out, monkeypatch, True)
+    wanted = gradients(inputs, (d_out, None), monkeypatch, True)
     for _ in range(20):
-        for name, x in gradients(inputs, d_out, monkeypatch, True).items():
+        for name, x in gradients(inputs, (d_out, None), monkeypatch, True).items():
             assert x.equal(wanted[name]), name
 
 
@@ -111,7 +93,7 @@ def test_no_number_of_one_sequence_is_seen_by_another(
     """Though a tile of its last tokens holds the first ones of what lies behind it."""
     inputs = problem(H=heads, G=4, **options)
     d_out, _ = drawn(inputs)
-    wanted = gradients(inputs, d_out, monkeypatch, True)
+    wanted = gradients(inputs, (d_out, None), monkeypatch, True)
     own = (slice(0, 1), slice(0, 700)) if "B" in options else (slice(0, 1), slice(0, 130))
     spoilt = {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
     d_out = d_out.clone()
@@ -119,7 +101,7 @@ def test_no_number_of_one_sequence_is_seen_by_another(
         kept = x[own].clone()
         x.fill_(torch.nan)
         x[own] = kept
-    for name, x in gradients(spoilt, d_out, monkeypatch, True).items():
+    for name, x in gradients(spoilt, (d_out, None), monkeypatch, True).items():
         assert x[own].equal(wanted[name][own]), name
 
 

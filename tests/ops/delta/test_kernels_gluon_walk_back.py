@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,14 +16,13 @@ from foci.ops.delta.call import bind
 from foci.ops.delta.cases import Delta
 from foci.ops.delta.pieces import Pieces, Way
 from foci.ops.draw import Draw
-from tests.ops.delta.in_parts import drawn, played_again
+from tests.ops.delta.in_parts import apart, by_warps_or_triton, drawn, played_again
 from tests.ops.in_gluon import told
 
 from foci.ops.delta import kernels_gluon_walk_back as by_warps  # isort: skip  after Triton's presence is known
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="Gluon has no interpreter, and this kernel is for Hopper")
-NAMES = ("q", "k", "v", "beta", "log_decay", "erase", "state")
 SHAPES: list[dict[str, Any]] = [
     {"B": 8, "T": 1024, "H": 8, "K": 64, "V": 64, "state": True},
     {"B": 4, "T": 2048, "H": 16, "K": 64, "V": 64},
@@ -42,26 +42,7 @@ def problem(device: str = "cuda", /, **options: Any) -> dict[str, Any]:
     return made.make(torch.bfloat16, torch.device(device), 0)
 
 
-def gradients(
-    inputs: dict[str, Any], grads: tuple[Tensor, Tensor | None], monkeypatch: pytest.MonkeyPatch, warps: bool
-) -> dict[str, Tensor]:
-    """Of all inputs, whose walk is by warps or by Triton."""
-    call, asked, takes = bind(**inputs), [], by_warps.takes
-
-    def known(*given: Any) -> bool:
-        asked.append(takes(*given))
-        return warps
-
-    with monkeypatch.context() as patch:
-        patch.setattr(by_warps, "takes", known)
-        needs = [getattr(call, name) is not None for name in NAMES]
-        found = gpu.backward(call, gpu.forward(call, True), grads, needs)
-    assert asked == [True]
-    return {name: x for name, x in zip(NAMES, found, strict=True) if x is not None}
-
-
-def apart(x: Tensor, y: Tensor) -> float:
-    return float((x.double() - y.double()).norm() / y.double().norm())
+gradients = partial(by_warps_or_triton, by_warps)
 
 
 @on_hopper
