@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import torch
 
 from foci.cli_tune_ahead import Offline, gpu
 from foci.core import ahead
-from foci.core.assembler import assembling
+from foci.core.assembler import assembling, retry_failed_passes
 from foci.core.device import cores
 from foci.core.tune import TARGETS, record_launches
 from foci.ops import SPECS
@@ -82,12 +83,12 @@ def found_on_disk(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def watching(
     monkeypatch: pytest.MonkeyPatch, launches: list[Any], before: Callable[[], Any], after: Callable[[], Any] = int
 ) -> None:
-    """`before` and `after` go around each kernel's compilation."""
+    """`before` and `after` go around each kernel's compilation, once however often it is asked again."""
     for launch in launches:
 
         def compile(*given: Any, plain: Any = launch.kernel.compile, **named: Any) -> Any:
             before()
-            made = plain(*given, **named)
+            made = retry_failed_passes(lambda: plain(*given, **named))
             after()
             return made
 
@@ -221,6 +222,25 @@ def test_who_is_interrupted_leaves_no_mode_behind_and_to_each_thread_its_assembl
         if thread.name.startswith("ThreadPoolExecutor"):
             thread.join(60)
     assert triton.knobs.nvidia.ptxas.version == before
+
+
+def test_what_python_refuses_a_thread_once_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, found_on_disk: list[bool]
+) -> None:
+    """As 3.11 does where two make syntax trees at once (core/assembler.py)."""
+    kernels_of(call())
+    refused = set[int]()
+
+    def parse(*given: Any, plain: Any = ast.parse, **named: Any) -> Any:
+        thread = threading.get_ident()
+        if thread != threading.main_thread().ident and thread not in refused:
+            refused.add(thread)
+            raise SystemError("AST constructor recursion depth mismatch (before=84, after=66)")
+        return plain(*given, **named)
+
+    monkeypatch.setattr(ast, "parse", parse)
+    assert ahead.compile_ahead(SPEC.backend("triton").load().forward, call(), True) == ""
+    assert refused and found_on_disk == [False, False]
 
 
 def test_a_compilation_that_fails_fails_where_it_is_wanted_and_not_once_it_is_cured(
