@@ -35,6 +35,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from foci.core.tune import Config, dependent_launch, launch, strides, target_of
 from foci.tiles.affine import faded
+from foci.tiles.layouts import BY_KEY, BY_TOKEN, OF_KEYS, OF_LINES, OF_TILES, OF_TOKENS, plus
 from foci.tiles.loads import (
     HALF,
     has_exact,
@@ -51,17 +52,6 @@ from foci.tiles.state import sequence
 from foci.tiles.tma import async_store, map_of
 
 CHUNK = 64
-BY_TOKEN: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of sums [HALF,tokens]
-BY_KEY: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of 128 channels
-OF_TOKENS: gl.constexpr = gl.constexpr(gl.DotOperandLayout(0, BY_TOKEN.value, 2))  # of what multiplies to such sums
-OF_ROWS: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16))  # of what TMA brings
-OF_PAIRS: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16))
-OF_KEYS: gl.constexpr = gl.constexpr(gl.DotOperandLayout(0, BY_KEY.value, 2))
-
-
-@gluon.jit
-def _plus(a, b):  # type: ignore[no-untyped-def]
-    return a + b
 
 
 @gluon.jit
@@ -84,7 +74,7 @@ def _remembered(reach_ptr, step, count):  # type: ignore[no-untyped-def]
     for i in range(0, count, 128):
         at = count - 1 - i - gl.arange(0, 128, layout=layout)
         reach = gl.load(reach_ptr + at.to(gl.int64) * step, mask=at >= 0, other=0.0)
-        sums = reaches + gl.associative_scan(reach, 0, _plus)
+        sums = reaches + gl.associative_scan(reach, 0, plus)
         begin = gl.maximum(begin, gl.max(gl.where(sums <= FORGOTTEN, at, 0), 0))
         reaches, worst = reaches + gl.sum(reach, 0), gl.maximum(worst, gl.max(reach, 0))
     return begin, gl.where(worst > 2 * UNREAD, float("nan"), 0.0)
@@ -301,19 +291,17 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
     row, count = gl.to_tensor(b).to(gl.int64), (stop - start + CHUNK - 1) // CHUNK
     first = gl.to_tensor(slot).to(gl.int64) * H + h
-    wide: gl.constexpr = OF_ROWS if TILE == 128 else OF_PAIRS
-    line: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
-    q_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, CHUNK, TILE], wide)
-    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, CHUNK, TILE], wide)
-    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * GROUPS, CHUNK, HALF], OF_PAIRS)
-    X_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], OF_PAIRS)
-    A_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], OF_PAIRS)
-    rows = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, CHUNK], line)
-    marks = gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], line)
+    q_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, CHUNK, TILE], OF_TILES)
+    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * TILES, CHUNK, TILE], OF_TILES)
+    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES * GROUPS, CHUNK, HALF], OF_TILES)
+    X_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], OF_TILES)
+    A_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], OF_TILES)
+    rows = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, CHUNK], OF_LINES)
+    marks = gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], OF_LINES)
     S_tiles, d_tiles, made = None, None, None
     if KEEP:
-        S_tiles = gl.allocate_shared_memory(gl.bfloat16, [1, K, HALF], OF_PAIRS)
-        d_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HALF], OF_PAIRS)
+        S_tiles = gl.allocate_shared_memory(gl.bfloat16, [1, K, HALF], OF_TILES)
+        d_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HALF], OF_TILES)
     if MAKES:
         made = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     tiles = q_tiles, k_tiles, v_tiles, X_tiles, A_tiles, rows, marks, S_tiles, d_tiles, made
@@ -421,15 +409,16 @@ def _forward(
     inverse, products, gated = made
     by_maps = tiles_of(True, True, CHUNK, call.offsets, call.q, call.k, call.v).tma == 2
     by_maps &= reaches(inverse.numel() * inverse.element_size())  # without gradients A may be in it
-    key, half = ((K, OF_ROWS) if K == 128 else (int(HALF), OF_PAIRS)), (int(HALF), OF_PAIRS)
+    half = int(HALF)
+    key = K if K == 128 else half
 
-    def there(x: Tensor, rows: int, tile: tuple[int, Any]) -> Any:
-        return map_of(x, x.stride(-3), x.shape[-2] * x.shape[-1], (rows, tile[0]), tile[1]) if by_maps else x
+    def there(x: Tensor, rows: int, columns: int) -> Any:
+        return map_of(x, x.stride(-3), x.shape[-2] * x.shape[-1], (rows, columns), OF_TILES) if by_maps else x
 
     X, states, errors, keep = there(inverse, CHUNK, half), None, None, parts is not None
     pairs = None if products is None else there(products, CHUNK, half) if keep else X
     if keep:
-        states, errors = map_of(parts.states, V, V, (K, half[0]), OF_PAIRS), there(parts.errors, CHUNK, half)
+        states, errors = map_of(parts.states, V, V, (K, half), OF_TILES), there(parts.errors, CHUNK, half)
     stages = _stages(K, columns, keep)
     launch(
         wide_walk_kernel, (N * H * pieces * (V // columns),),
@@ -438,7 +427,7 @@ def _forward(
         there(out, CHUNK, half), final, lost, states, errors,
         call.q.stride(), call.k.stride(), call.v.stride(), strides(call.state), call.scale, 0,
         B * T, T, H, H // G, V, pieces,
-        config=Config(warps=4, stages=stages), CHUNK=CHUNK, BLOCK_K=K, GROUPS=columns // int(HALF), STAGES=stages,
+        config=Config(warps=4, stages=stages), CHUNK=CHUNK, BLOCK_K=K, GROUPS=columns // half, STAGES=stages,
         MAPS=by_maps, **dependent_launch(target_of(call.v.device), True),
     )  # fmt: skip
 

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from foci.core.tune import Config, by_tma, launch, strides
+from foci.tiles.layouts import BY_KEY, BY_TOKEN, OF_TILES, plus
 from foci.tiles.loads import barrier_of, brought, place_of
 from foci.tiles.maps import in_line, reaches
 from foci.tiles.near import LEAST, LOG2E
@@ -42,18 +43,9 @@ D_Q, D_K = (gl.constexpr(place) for place in (12, 13))  # by which gradients lea
 USERS: gl.constexpr = gl.constexpr((2, 2, 2, 2, 3, 1, 2, 3))  # how many of three use what a barrier tells of
 USERS_APART: gl.constexpr = gl.constexpr((2, 2, 2, 3, 3, 2, 2, 4))  # of four, P_A and P_E apart
 A_THERE, A_USED, A_GONE, E_THERE, E_GONE = (gl.constexpr(what) for what in range(5))  # barriers of what is handed on
-BY_TOKEN: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of [tokens,tokens]
-BY_KEY: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of sums [tokens,keys]
 LINE: gl.constexpr = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # of one number a token: each warp has all
-OF_ROWS: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16))  # of what TMA brings
-OF_STATES: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout.get_default_for([128, 128], gl.bfloat16))
 ROWS: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # of tiles that nothing multiplies
 HALF_ROWS: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # of 64 columns
-
-
-@gluon.jit
-def _plus(a, b):  # type: ignore[no-untyped-def]
-    return a + b
 
 
 @gluon.jit
@@ -114,7 +106,7 @@ def _weighted(dP, product, g, beta, rows_ptr, apart, left, OWN: gl.constexpr):  
     at = gl.arange(0, CHUNK, layout=by_row)
     t, s = at[:, None], gl.arange(0, CHUNK, layout=by_column)[None, :]
     beta_s = gl.convert_layout(beta, by_column)[None, :]
-    sums = gl.associative_scan(gl.where(g < LEAST, LEAST, g) * LOG2E, 0, _plus)  # late, as it waits for the gates
+    sums = gl.associative_scan(gl.where(g < LEAST, LEAST, g) * LOG2E, 0, plus)  # late, as it waits for the gates
     power = gl.convert_layout(sums, by_row)[:, None] - gl.convert_layout(sums, by_column)[None, :]
     below = (t > s) & (t < left)
     seen = (t >= s) & (t < left) if OWN else below
@@ -403,16 +395,16 @@ def side_and_pairs_kernel(  # type: ignore[no-untyped-def]
     APART: gl.constexpr = WIDTH == 64 and ALONE
     tiles = ()
     for _ in gl.static_range(2):
-        tiles += (gl.allocate_shared_memory(gl.bfloat16, [PLACES, WIDTH, WIDTH], OF_STATES),)  # type: ignore[assignment]
+        tiles += (gl.allocate_shared_memory(gl.bfloat16, [PLACES, WIDTH, WIDTH], OF_TILES),)  # type: ignore[assignment]
     for _ in gl.static_range(8):
-        tiles += (gl.allocate_shared_memory(gl.bfloat16, [PLACES, CHUNK, WIDTH], OF_ROWS),)  # type: ignore[assignment]
+        tiles += (gl.allocate_shared_memory(gl.bfloat16, [PLACES, CHUNK, WIDTH], OF_TILES),)  # type: ignore[assignment]
     for _ in gl.static_range(2):
-        tiles += (gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, 2 * CHUNK], OF_ROWS),)  # type: ignore[assignment]
+        tiles += (gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, 2 * CHUNK], OF_TILES),)  # type: ignore[assignment]
     for each in gl.static_range(2):  # a gradient leaves by the place of the pairs it was made of, where that is as wide
         if WIDTH == 2 * CHUNK:
             tiles += (tiles[PAIRS_A + each],)  # type: ignore[assignment]
         else:
-            tiles += (gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_ROWS),)  # type: ignore[assignment]
+            tiles += (gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, WIDTH], OF_TILES),)  # type: ignore[assignment]
     places: gl.constexpr = PLACES * len(USERS)
     full = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [places, 1], mbarrier.MBarrierLayout())
@@ -483,10 +475,10 @@ def side_and_pairs(
     rows = gated.new_empty(9, *states.shape[:2], int(CHUNK))
     items = len(states) * G
     q, k, v, do, dv_there, low, d, d_q_there, d_k_there = (
-        map_of(x, x.stride(-3), x.shape[-2] * V, (int(CHUNK), V), OF_ROWS)
+        map_of(x, x.stride(-3), x.shape[-2] * V, (int(CHUNK), V), OF_TILES)
         for x in (call.q, call.k, call.v, d_out, *dv, errors, d_q, d_k)
     )
-    S, dS = (map_of(x, V, V, (V, V), OF_STATES) for x in (states, behind))
+    S, dS = (map_of(x, V, V, (V, V), OF_TILES) for x in (states, behind))
     launch(
         side_and_pairs_kernel, (min(items, problem.target.processors),),
         q, k, v, call.beta, problem.g, do, dv_there, low, d, S, dS, gated,

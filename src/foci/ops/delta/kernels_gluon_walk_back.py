@@ -30,20 +30,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from foci.core.tune import Config, launch, strides
+from foci.tiles.layouts import BY_KEY, BY_TOKEN, OF_KEYS, OF_LINES, OF_SUMS, OF_TILES, OF_TOKENS
 from foci.tiles.loads import HALF, in_float32
 from foci.tiles.maps import tiles_of
 from foci.tiles.state import in_two, nearest_in_two
 from foci.tiles.tma import async_load, async_store, map_of
 
 CHUNK: gl.constexpr = gl.constexpr(64)
-BY_TOKEN: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of sums [HALF,tokens]
-BY_KEY: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of 128 channels
-OF_TOKENS: gl.constexpr = gl.constexpr(gl.DotOperandLayout(0, BY_TOKEN.value, 2))  # of what multiplies to such sums
-OF_KEYS: gl.constexpr = gl.constexpr(gl.DotOperandLayout(0, BY_KEY.value, 2))
-OF_ROWS: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16))  # of what TMA brings
-OF_PAIRS: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16))
-OF_SUMS: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 64], gl.float32))
-OF_LINES: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(0, 32, 2))
 
 
 @gluon.jit
@@ -174,16 +167,15 @@ def wide_walk_back_kernel(  # type: ignore[no-untyped-def]
     v0 = gl.program_id(0) % (V // HALF) * HALF
     rest = gl.program_id(0) // (V // HALF)
     h, n, count = rest % H, rest // H, T // CHUNK
-    wide: gl.constexpr = OF_ROWS if K == 128 else OF_PAIRS
     tiles = (
-        gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, K], wide),
-        gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, K], wide),
-        gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, HALF], OF_PAIRS),
-        gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], OF_PAIRS),
-        gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * CHUNK, CHUNK], OF_PAIRS),
+        gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, K], OF_TILES),
+        gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, K], OF_TILES),
+        gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, HALF], OF_TILES),
+        gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, CHUNK], OF_TILES),
+        gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * CHUNK, CHUNK], OF_TILES),
         gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, CHUNK], OF_LINES),
-        gl.allocate_shared_memory(gl.bfloat16, [1, K, HALF], OF_PAIRS),
-        gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HALF], OF_PAIRS),
+        gl.allocate_shared_memory(gl.bfloat16, [1, K, HALF], OF_TILES),
+        gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HALF], OF_TILES),
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -221,13 +213,13 @@ def backward(
     chunk, half = int(CHUNK), int(HALF)
 
     def there(x: Any, width: int) -> Any:
-        return map_of(x, x.stride(-3), x.shape[-2] * x.shape[-1], (chunk, width), OF_ROWS if width == 128 else OF_PAIRS)
+        return map_of(x, x.stride(-3), x.shape[-2] * x.shape[-1], (chunk, width), OF_TILES)
 
     launch(
         wide_walk_back_kernel, (N * H * (V // half),),
         there(call.q, K), there(call.k, K), there(d_out, half), there(inverse, chunk), there(products, chunk),
         map_of(rows, chunk, chunk, (1, chunk), OF_LINES), total, d_final, there(dv, half), there(unsaid, half),
-        map_of(behind, V, V, (K, half), OF_PAIRS), d_state,
+        map_of(behind, V, V, (K, half), OF_TILES), d_state,
         strides(d_final), call.scale, 0, B * T, T, H, H // G, V,
         config=Config(warps=4, stages=1), K=K, STAGES=2 if K == 128 else 3,
     )  # fmt: skip
