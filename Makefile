@@ -16,19 +16,11 @@ environment:
 run: environment
 	@.venv/bin/foci accelerate digits-dit --out $(OUT)
 
-# Kernels run in Triton's interpreter, which is on or off for a whole process: one beside the others, told at the end.
-KERNELS = tests/tiles $(wildcard tests/ops/test_kernels_*.py tests/ops/*/test_kernels_*.py)
-OTHERS = --ignore=tests/tiles --ignore-glob='*/test_kernels_*'
-
 test: environment
-	@said=$$(mktemp); \
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 .venv/bin/python -m pytest -q $(KERNELS) >$$said 2>&1 & beside=$$!; \
-	trap 'kill $$beside 2>/dev/null; rm -f $$said' EXIT; trap 'exit 130' INT TERM; \
-	.venv/bin/python -m pytest -q -m "not slow" $(OTHERS); code=$$?; \
-	wait $$beside || code=1; cat $$said; exit $$code
+	@.ci/tests
 
 slow: environment
-	@.venv/bin/python -m pytest -q -m slow --timeout 900 $(OTHERS)
+	@.ci/tests slow
 
 kernels: environment
 	@.venv/bin/python benchmarks/kernels.py --check
