@@ -24,6 +24,7 @@ from torch import Tensor
 from foci.core.tensor_maps import is_map
 
 PATIENCE = 60.0  # seconds until what is waited for is taken never to come
+LATE = 0.4  # seconds that others are given
 
 
 def told(options: dict[str, Any]) -> str:
@@ -262,10 +263,13 @@ class Threads(threading.local):
 class Gluon:
     """The language, for the programs of one launch; `ahead`: the first one first, and what is copied last first.
 
+    `late`: the one of those that run beside each other which begins when the others have gone as far as they can.
+
     `parts`: among how many partitions a program's warps were shared out.
     """
 
-    def __init__(self, real: ModuleType, ahead: bool = False) -> None:
+    def __init__(self, real: ModuleType, ahead: bool = False, late: int | None = None) -> None:
+        self.late = late
         self.own, self.engine, self.program, self.programs, self.ahead = Threads(), Engine(ahead), 0, 1, ahead
         self.draw, self.parts = random.Random(1), 0
         names = {name: getattr(real, name) for name in vars(real) if not name.startswith("__")}
@@ -300,14 +304,15 @@ class Gluon:
         errors: list[BaseException] = []
         self.parts = len(partitions)
 
-        def go(function: Any, arguments: tuple[Any, ...]) -> None:
+        def go(place: int, function: Any, arguments: tuple[Any, ...]) -> None:
             try:
+                time.sleep(LATE if place == self.late else 0)
                 function(*map(plain, arguments))
                 assert not self.own.products and not self.own.stores, "a product or a store that nobody waits for"
             except BaseException as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=go, args=each, daemon=True) for each in partitions]
+        threads = [threading.Thread(target=go, args=(i, *each), daemon=True) for i, each in enumerate(partitions)]
         for thread in threads:
             thread.start()
         for thread in threads:

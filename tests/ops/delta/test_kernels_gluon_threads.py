@@ -14,6 +14,7 @@ from foci.ops.delta.api import delta_rule
 from foci.ops.delta.call import bind
 from foci.ops.delta.cases import Delta
 from foci.ops.draw import Draw
+from tests.ops import in_gluon
 from tests.ops.delta.in_parts import held, kept
 from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
 from tests.ops.in_gluon import Gluon
@@ -38,17 +39,17 @@ def problem(options: dict[str, Any]) -> dict[str, Any]:
 
 def walked(
     inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, pieces: int = 1, return_state: bool = True,
-    ahead: bool = False, columns: int = 0, keep: bool = False, alone: bool = True,
+    ahead: bool = False, columns: int = 0, keep: bool = False, alone: bool = True, late: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Out and the final state, each sequence in so many `pieces`; `ahead`: the first program before the last.
 
     `columns` a program: as many as there are, of 128 and 64, if none are told. `keep`: and what a backward reads.
-    `alone`: the walk by 64 columns makes A.
+    `alone`: the walk by 64 columns makes A. `late`: of warps beside each other, those that begin last.
     """
     columns = columns or (64 if inputs["v"].shape[3] % 128 else 128)
 
     def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, config: Any, **meta: Any) -> None:
-        Gluon(kernels_gluon.gl, ahead).run(kernels_gluon, kernel, grid, arguments, **meta)
+        Gluon(kernels_gluon.gl, ahead, late).run(kernels_gluon, kernel, grid, arguments, **meta)
 
     with monkeypatch.context() as patch:
         patch.setattr(gpu, "with_gluon", lambda: True)
@@ -131,6 +132,15 @@ def test_of_two_heads_one_has_keys_that_are_alike(monkeypatch: pytest.MonkeyPatc
         heads = 2 if found.dtype == torch.bfloat16 else 1
         for one, right in zip(found.unbind(heads), wanted.unbind(heads), strict=True):
             assert error(one, right) <= BUDGET[torch.bfloat16]
+
+
+def test_those_that_make_products_may_be_late_in_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for a barrier that is two turns further waits for ever."""
+    monkeypatch.setattr(in_gluon, "PATIENCE", 10.0)
+    inputs = problem({"T": 1024, "H": 1, "K": 64, "V": 64, "gates": lambda draw, *shape: torch.full(shape, -0.03)})
+    pairs = 1  # behind those that walk
+    for got, right in zip(walked(inputs, monkeypatch, 2, late=pairs), walked(inputs, monkeypatch, 2), strict=True):
+        assert torch.equal(got, right)
 
 
 @pytest.mark.parametrize("alike", ["independent", "correlated"])

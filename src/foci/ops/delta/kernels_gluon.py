@@ -105,9 +105,8 @@ def _chunk(  # type: ignore[no-untyped-def]
         if READS:
             q = q_tiles.index(TILES * at + i).permute((1, 0))
             o = warpgroup_mma(operand, q, o, use_acc=i > 0, is_async=True)
-    if READS:  # noqa: SIM102  a constant and a tensor
-        if made is not None:  # sooner than A is wanted, as a wait takes its time
-            mbarrier.wait(made.index(at), turn // STAGES & 1)
+    if made is not None:  # sooner than A is wanted, as a wait takes its time; who is two turns behind, waits for ever
+        mbarrier.wait(made.index(at), turn // STAGES & 1)
     if KEEP and READS:
         tma.store_wait(0)
         S_tiles.index(0).permute((1, 0)).store(S[0].to(gl.bfloat16))
