@@ -13,6 +13,7 @@ from foci.check.run import LAWS, Report, examine
 from foci.ops.softmax.api import attention_with_lse
 from foci.ops.softmax.conventions import adapt
 from foci.ops.softmax.spec import SPEC
+from tests.check import effects_gallery  # noqa: F401  its plants are in the gallery
 from tests.check.gallery import GALLERY, Plant, right
 
 

@@ -13,7 +13,7 @@ import torch
 
 from foci.check import isolate
 from foci.check.exam import Exam
-from foci.check.laws import Finding, Law, NotTested
+from foci.check.laws import Finding, Findings, Law, NotTested
 from foci.check.render import table
 from foci.check.run import LAWS, OUT_OF_TIME, Limits, Row, _with_laws_left_out, examine, run_law
 from tests.check import toy
@@ -245,3 +245,20 @@ def test_a_law_says_how_long_it_was_asked() -> None:
 
     (row,) = examine(toy.SPEC, toy.candidate(slow), only=["forward"]).rows
     assert row.verdict == "ok" and row.seconds >= 0.05 * row.cases
+
+
+def test_what_a_law_did_not_expect_is_a_failure_of_it_alone() -> None:
+    """Dynamo raises exceptions of its own out of a user's backward; the report of all other laws was lost."""
+
+    def ask(exam: Exam) -> Findings:
+        yield Finding("before", None, "something is wrong")
+        raise KeyError("a kind of its own")
+
+    for isolated in (False, True):
+        report = examine(
+            toy.SPEC, toy.candidate(), only=["forward", "odd"], more=[Law(16, "odd", ask)], isolated=isolated
+        )
+        forward, odd = report.rows
+        assert forward.verdict == "ok" and [each.sentence for each in odd.failures] == [
+            "something is wrong", "it raised where the law did not expect it: call raised KeyError: 'a kind of its own'"
+        ]  # fmt: skip

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from foci.check import compare, diagnose, memory, names
+from foci.check import compare, diagnose, names
 from foci.check.compare import Error
 from foci.check.diagnose import Close
 from foci.check.exam import Exam
@@ -432,42 +431,6 @@ def _outputs_of(exam: Exam, case: Case) -> Findings:
         yield Finding(case.name, error, None if error.ok else f"{name} is wrong or not finite under extreme gates")
     if all(error.ok for error in errors.values()):
         yield from _gradients(exam, case, exam.dtype, exam.names)
-
-
-@law(15, "inputs untouched")
-def inputs_untouched(exam: Exam) -> Findings:
-    """No input is written to, no output is a view of one, and no global setting of torch is changed."""
-    dtype = exam.dtype
-    for case in exam.cases():
-        inputs = exam.fresh(case, dtype)
-        with memory.default_settings() as changed:
-            outputs = exam.attempt(inputs).outputs
-        yield from (Finding(case.name, None, sentence) for sentence in changed)
-        if outputs is None:
-            continue
-        for (name, given), (_, value) in zip(_tensors(inputs), _tensors(exam.inputs(case, dtype)), strict=True):
-            error = compare.changed(given, value, bitwise=True)
-            what = f"{name} is overwritten: whoever uses it afterwards (a residual, the compiler) gets other numbers"
-            yield Finding(case.name, error, None if error.ok else what)
-            store = given.untyped_storage().data_ptr()
-            if store and any(o.untyped_storage().data_ptr() == store for o in outputs):
-                yield Finding(
-                    case.name, None, f"an output shares the memory of {name}: writing to one would change the other"
-                )
-
-
-def _tensors(inputs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor among the inputs with its argument's name, including those inside masks and tuples."""
-    for name, value in inputs.items():
-        parts = [value]
-        while parts:
-            part = parts.pop()
-            if isinstance(part, Tensor):
-                yield name, part
-            elif isinstance(part, tuple | list):
-                parts += part
-            elif is_dataclass(part):
-                parts += [getattr(part, each.name) for each in fields(part)]
 
 
 def worst(findings: Iterable[Finding]) -> Error | None:

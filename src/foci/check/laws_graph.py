@@ -18,12 +18,13 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from foci.check import compare, diagnose, laws, laws_memory, laws_pieces  # noqa: F401  their laws register themselves
+from foci.check import compare, diagnose, laws, laws_effects, laws_memory, laws_pieces  # noqa: F401  these register
 from foci.check.exam import Exam, cast
 from foci.check.laws import Finding, Findings, Law, NotTested, label, law, sized
-from foci.core.spec import Bad, Case, Outputs
+from foci.core.spec import Bad, Case, Inputs, Outputs
 
 HALF = torch.bfloat16
+SMALL = 1e-2  # of the largest gradient: one that is smaller is mostly rounding in half precision
 CALLS, SIZES, GRAPHS = 6, (17, 24, 33, 48, 65, 96), 2
 # Reading a value of a tensor in Python: right, but not visible to a fake tensor.
 UNREAD = (
@@ -161,12 +162,16 @@ def compiled(exam: Exam) -> Findings:
         if found.outputs is None:
             yield Finding(case.name, None, f"fullgraph=True fails: {found.fault or found.refused}")
             return
-        eager = exam.forward(case, dtype).outputs
-        for name, got, right in zip(exam.names, found.outputs, eager or (), strict=True):
-            error = exam.error(case, dtype, name, got, right)
-            yield Finding(case.name, error, None if error.ok else f"{name} differs when compiled")
+        yield from _as_eager(exam, case, found.outputs)
         yield from _compiled_gradients(exam, case, call)
         yield from _recompiles(exam, case, call, graphs)
+
+
+def _as_eager(exam: Exam, case: Case, outputs: Outputs) -> Findings:
+    eager = exam.forward(case, exam.dtype).outputs
+    for name, got, right in zip(exam.names, outputs, eager or (), strict=True):
+        error = exam.error(case, exam.dtype, name, got, right)
+        yield Finding(case.name, error, None if error.ok else f"{name} differs when compiled")
 
 
 def _recompiles(exam: Exam, case: Case, call: Callable[..., Outputs], graphs: list[None]) -> Findings:
@@ -189,7 +194,11 @@ def _compiled_gradients(exam: Exam, case: Case, call: Callable[..., Outputs]) ->
     eager = exam.gradients(case, exam.dtype, exam.names).gradients
     if eager is None:
         return
-    found = exam.differentiate(call, case, exam.dtype, exam.names, exact=False)
+    try:
+        found = exam.differentiate(call, case, exam.dtype, exam.names, exact=False)
+    except Exception as raised:
+        yield Finding(case.name, None, f"its backward cannot be compiled: {diagnose.first_line(raised)}")
+        return
     for leaf, right in eager.items():
         if right is None:
             continue
@@ -201,17 +210,17 @@ def _compiled_gradients(exam: Exam, case: Case, call: Callable[..., Outputs]) ->
 
 @law(12, "graphs over six lengths")
 def graphs_over_lengths(exam: Exam) -> Findings:
-    """At most two graphs over six lengths."""
+    """At most two graphs over six lengths, and the eager numbers at each."""
     make, dtype = sized(exam), exam.dtype
     with _compiling(exam, dynamic=None) as (call, graphs):
         for length in SIZES:
             case = make(length)
             _require(exam, case)
-            try:
-                call(exam.fresh(case, dtype))
-            except Exception as error:
-                yield Finding(case.name, None, f"compiled at T={length}: {diagnose.first_line(error)}")
+            found = exam.check_shapes(case, dtype, exam.attempt(exam.fresh(case, dtype), call))
+            if found.outputs is None:
+                yield Finding(case.name, None, f"compiled at T={length}: {found.fault or found.refused}")
                 return
+            yield from _as_eager(exam, case, found.outputs)
             if len(graphs) > GRAPHS:
                 break  # it has failed already, and a loop over tokens takes a minute to compile per length
         count, asked = len(graphs), SIZES.index(length) + 1
@@ -257,6 +266,7 @@ def autocast(exam: Exam) -> Findings:
             yield Finding(f"{case.name}, autocast", None, f"under autocast: {found.fault}")
         if found.outputs is not None:
             yield from _half(exam, case, found.outputs, exam.truth(case, torch.float32), halves, "under autocast")
+            yield from _trained(exam, case)
         tensors = {name for name, value in exam.inputs(case, torch.float32).items() if isinstance(value, Tensor)}
         for name in [name for name in exam.spec.differentiable if name in tensors - mixed]:
             given, copied = (exam.fresh(case, torch.float32) for _ in range(2))
@@ -289,6 +299,35 @@ def _half(
         if got.dtype not in (torch.float32, HALF):
             what = f"{name} is {_short(got)} {when}: a silent upcast of everything after it"
         yield Finding(f"{case.name}, {when}", error, what)
+
+
+def _trained(exam: Exam, case: Case) -> Findings:
+    """The gradients of a forward under autocast; its backward runs outside, as torch's own examples have it."""
+    single, name = torch.float32, f"{case.name}, autocast"
+    through = tuple(output for output in exam.names if output not in exam.spec.logs)
+    if exam.gradients(case, single, through).gradients is None:
+        return
+
+    def call(inputs: Inputs) -> Outputs:
+        with torch.autocast(exam.device.type, HALF):
+            return exam.candidate.call(inputs)
+
+    try:
+        found = exam.differentiate(call, case, single, through, exact=False)
+    except NotImplementedError:
+        return
+    except Exception as raised:
+        yield Finding(name, None, f"under autocast: {diagnose.exception(raised, 'backward')}")
+        return
+    truths = [exam.true_gradients(case, dtype, through) for dtype in (single, HALF)]
+    largest = max((compare.extent(truth) for truth in truths[0].values() if truth is not None), default=0.0)
+    for leaf, plain in exam.plain_gradients(case, HALF, through).items():
+        got, exact = found[leaf], [truth[leaf] for truth in truths]
+        rights = [right for right in exact if right is not None and compare.extent(right) > SMALL * largest]
+        if got is None or plain is None or len(rights) < len(exact):
+            continue
+        error = min((compare.twice(got, plain, right) for right in rights), key=lambda error: error.share)
+        yield Finding(name, error, None if error.ok else f"d{leaf} is wrong under autocast")
 
 
 @law(14, "bad input")

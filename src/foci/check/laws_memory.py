@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from foci.check import memory
-from foci.check.exam import Exam, Layout
+from foci.check.exam import Backward, Exam, Gradients, Layout
 from foci.check.laws import Finding, Findings, law
 from foci.core.spec import Case
 
@@ -30,11 +31,30 @@ def memory_does_not_matter(exam: Exam) -> Findings:
                 findings = [*_unchanged(exam, case, inputs, sentence)]
                 findings += _unchanged_gradients(exam, case, dict, sentence)
             yield from findings
-        yield from _unchanged(exam, case, memory.strided(exam.fresh(case, dtype)), memory.STRIDES)
-        yield from _unchanged_gradients(exam, case, memory.strided, memory.BACKWARD_STRIDES)
+        for layout in (memory.strided, memory.turned):
+            yield from _unchanged(exam, case, layout(exam.fresh(case, dtype)), memory.STRIDES)
+            yield from _unchanged_gradients(exam, case, layout, memory.BACKWARD_STRIDES)
         spoiled = poison(case, exam.fresh(case, dtype)) if poison else None
         if spoiled is not None and exam.candidate.strict:
             yield from _unchanged(exam, case, spoiled, memory.EXCLUDED)
+    through = tuple(name for name in exam.names if name not in exam.spec.logs)
+    for case in exam.covering_cases(lambda case: exam.gradients(case, dtype, through).gradients is not None):
+        yield from _expanded(exam, case, through)
+
+
+def _expanded(exam: Exam, case: Case, through: tuple[str, ...]) -> Findings:
+    """The gradients of a sum, whose own gradient is one number that is seen everywhere, and of the same in memory."""
+
+    def seen(values: dict[str, Any]) -> dict[str, Any]:
+        given = values.keys() <= set(exam.names)  # gradients of outputs; else inputs
+        return {name: x.new_ones(()).expand(x.shape) for name, x in values.items()} if given else values
+
+    def written(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: x.contiguous() if isinstance(x, Tensor) else x for name, x in seen(values).items()}
+
+    before = exam.attempt_gradients(case, exam.dtype, through, written).gradients
+    found = exam.attempt_gradients(case, exam.dtype, through, seen)
+    yield from _as_before(exam, case, through, before, found, memory.EXPANDED)
 
 
 def _unchanged(exam: Exam, case: Case, inputs: dict[str, Any], sentence: str) -> Findings:
@@ -56,11 +76,17 @@ def _unchanged_gradients(exam: Exam, case: Case, layout: Layout, sentence: str) 
     if before is None:
         return
     found = exam.attempt_gradients(case, exam.dtype, exam.names, layout)
+    yield from _as_before(exam, case, exam.names, before, found, sentence)
+
+
+def _as_before(
+    exam: Exam, case: Case, through: tuple[str, ...], before: Gradients | None, found: Backward, sentence: str
+) -> Findings:
     if found.fault:
         yield Finding(case.name, None, f"{sentence} ({found.fault})")
     for leaf, new in (found.gradients or {}).items():
-        old = before[leaf]
+        old = (before or {}).get(leaf)
         if old is None or not torch.isfinite(old).all():
             continue
-        right = new is not None and exam.gradient_error(case, exam.dtype, exam.names, leaf, new, old).ok
+        right = new is not None and exam.gradient_error(case, exam.dtype, through, leaf, new, old).ok
         yield Finding(case.name, None, None if right else f"d{leaf}: {sentence}")

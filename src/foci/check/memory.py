@@ -15,6 +15,7 @@ STRIDES = "the result depends on the strides of its inputs: a view of a fused pr
 BACKWARD_STRIDES = (
     "the gradient depends on the strides of an input or of the output's gradient: out.sum().backward() hands in a view"
 )
+EXPANDED = "the gradient is another where the output's is a view of one number, as out.sum().backward() hands in"
 DEFAULT = (
     "the result depends on the program's default dtype (torch.set_default_dtype): memory is not of the size that is "
     "written to it"
@@ -78,6 +79,16 @@ def another_default() -> Iterator[None]:
 def strided(inputs: dict[str, Any]) -> dict[str, Any]:
     """The same inputs as views of every other element of a buffer full of NaN."""
     return {name: _spread(value) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+def turned(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same inputs as views whose last dimension lies as ever and the two before it the other way round."""
+
+    def turn(value: Any) -> Any:
+        large = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 2
+        return value.transpose(-3, -2).contiguous().transpose(-3, -2) if large else value
+
+    return {name: turn(value) for name, value in inputs.items()}
 
 
 def _spread(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from foci.check import isolate, laws
+from foci.check import diagnose, isolate, laws
 from foci.check.compare import Error
 from foci.check.exam import Exam, FaultLocator, ReferenceTooLarge
 from foci.check.laws import Finding, Law, NotTested
@@ -239,6 +239,9 @@ def _findings(exam: Exam, law: Law) -> tuple[list[Finding], str, bool]:
     except (ReferenceTooLarge, torch.OutOfMemoryError) as error:
         room = error if isinstance(error, ReferenceTooLarge) else ReferenceTooLarge()
         return _failed(found), str(room), exam.leave_out(room)
+    except Exception as error:  # what it raises where no law expects it is no reason to lose the other laws' answers
+        sentence = f"it raised where the law did not expect it: {diagnose.exception(error, 'call')}"
+        return [*_failed(found), Finding(law.name, None, sentence)], "", False
     return found, "no case of it applies", False
 
 

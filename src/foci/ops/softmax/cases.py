@@ -84,6 +84,10 @@ CASES = (
     case("causal top-left", "causal top-left", "cross", T=7, S=23, extra=lambda d: {"mask": Causal("top-left")}),
     case("causal, grouped heads", "causal", "gqa", H=6, G=2, extra=lambda d: {"mask": Causal()}),
     case("window", "window", extra=lambda d: {"mask": Window(4, 2)}),
+    # as many tokens, other windows: a mask that is kept by lengths is another call's; 0 is no "no window"
+    case("window of the past", "window", extra=lambda d: {"mask": Window(4, 0)}),
+    case("window of the future", "window", extra=lambda d: {"mask": Window(None, 2)}),
+    case("window, grouped heads", "window", "gqa", H=6, G=2, extra=lambda d: {"mask": Window(0, 3)}),
     case("causal window", "causal", "window", T=40, extra=lambda d: {"mask": Causal() & Window(5, None)}),
     case(
         "causal window, cached keys", "causal", "window", "cross", T=13, S=23,
@@ -112,21 +116,36 @@ CASES = (
     ),
     case("softcap", "softcap", extra=lambda d: {"softcap": 1.5}),
     case("softcap and causal", "softcap", "causal", extra=lambda d: {"softcap": 1.5, "mask": Causal()}),
+    case(
+        "softcap, cached keys", "softcap", "scale", "causal", "cross", "gqa", T=5, S=23, H=6, G=2,
+        extra=lambda d: {"softcap": 1.5, "scale": 0.3, "mask": Causal()},
+    ),
     case("softcap and bias", "softcap", "bias", T=7, extra=lambda d: {"softcap": 1.5, "bias": d.normal(4, 7, 7)}),
     case("softcap and sink", "softcap", "sink", T=7, extra=lambda d: {"softcap": 1.5, "sink": 3 * d.normal(4)}),
     case("bias", "bias", extra=lambda d: {"bias": d.normal(2, 4, 19, 19)}),
     case("bias per head", "bias", extra=lambda d: {"bias": d.normal(4, 19, 19)}),
+    case(
+        "bias of all rows, cached keys", "bias", "causal", "cross", T=7, S=23,
+        extra=lambda d: {"bias": d.normal(1, 4, 7, 23), "mask": Causal()},
+    ),
+    case("bias of all heads", "bias", extra=lambda d: {"bias": d.normal(2, 1, 19, 19)}),
+    case("bias of all, scale", "bias", "scale", extra=lambda d: {"bias": d.normal(19, 19), "scale": 0.3}),
     case("bias per key", "bias", "causal", extra=lambda d: {"bias": d.normal(2, 1, 1, 19), "mask": Causal()}),
     case("sink", "sink", extra=lambda d: {"sink": d.normal(4)}),
     case("sink and causal", "sink", "causal", T=7, extra=lambda d: {"sink": d.normal(4), "mask": Causal()}),
+    case(
+        "sink, cached keys", "sink", "scale", "cross", T=7, S=23,
+        extra=lambda d: {"sink": d.normal(4), "scale": 0.3},
+    ),
     case(
         "sink, empty rows", "sink", "padding", "empty rows",
         extra=lambda d: {"sink": d.normal(4), "mask": Lengths(d.integers(0, 11))},
     ),
     case(
-        "everything", "bias", "softcap", "sink", "causal", "window", "padding", "gqa", "value width", H=6, G=2, V=8,
+        "everything", "bias", "softcap", "sink", "scale", "causal", "window", "padding", "gqa", "value width", H=6, G=2,
+        V=8,
         extra=lambda d: {
-            "bias": d.normal(6, 19, 19), "softcap": 2.0, "sink": d.normal(6),
+            "scale": 0.3, "bias": d.normal(6, 19, 19), "softcap": 2.0, "sink": d.normal(6),
             "mask": Causal() & Window(7, None) & Lengths(d.integers(19, 12)),
         },
     ),

@@ -1,0 +1,125 @@
+"""The law of effects: a call changes nothing but its results, and its backward nothing but gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.check import compare, diagnose, memory
+from foci.check.exam import Exam, Gradients
+from foci.check.laws import Finding, Findings, law
+from foci.core.spec import Case
+
+BETWEEN = "another call before the backward changes it: two layers that share the function would train wrong"
+TRAINING = "{} is another when gradients are wanted: it is trained by other numbers than it gives afterwards"
+OVERWRITTEN = "{} is overwritten: whoever uses it afterwards (a residual, the compiler) gets other numbers"
+
+
+@law(15, "inputs untouched")
+def inputs_untouched(exam: Exam) -> Findings:
+    """No input is written to, no output is a view of one, no global setting of torch is changed; nor by a backward.
+
+    A backward also depends on no call in between and on no backward before it, and leaves the gradient it is given.
+    """
+    dtype = exam.dtype
+    for case in exam.cases():
+        inputs = exam.fresh(case, dtype)
+        with memory.default_settings() as changed:
+            outputs = exam.attempt(inputs).outputs
+        yield from (Finding(case.name, None, sentence) for sentence in changed)
+        if outputs is None:
+            continue
+        for (name, given), (_, value) in zip(_tensors(inputs), _tensors(exam.inputs(case, dtype)), strict=True):
+            yield _same(case, OVERWRITTEN.format(name), given, value)
+            store = given.untyped_storage().data_ptr()
+            if store and any(o.untyped_storage().data_ptr() == store for o in outputs):
+                yield Finding(
+                    case.name, None, f"an output shares the memory of {name}: writing to one would change the other"
+                )
+    through = tuple(name for name in exam.names if name not in exam.spec.logs)
+    for case in exam.covering_cases(lambda case: exam.gradients(case, dtype, through).gradients is not None):
+        yield from _backward_effects(exam, case, through)
+
+
+def _backward_effects(exam: Exam, case: Case, through: tuple[str, ...]) -> Findings:
+    """What a training step leaves behind, and what it depends on."""
+    dtype, inputs = exam.dtype, exam.fresh(case, exam.dtype)
+    leaves, untrained = exam.leaves(inputs), exam.forward(case, dtype).outputs
+    outputs = exam.attempt(inputs).outputs
+    if outputs is None or exam.attempt(_other_numbers(exam, case)).outputs is None:
+        return
+    for name, got, old in zip(exam.names, outputs, untrained or (), strict=False):
+        error = exam.error(case, dtype, name, got, old)
+        yield Finding(case.name, error, None if error.ok else TRAINING.format(name))
+    before = {name: output.detach().clone() for name, output in zip(exam.names, outputs, strict=True)}
+    weights = dict(zip(exam.names, exam.cotangents(case, dtype), strict=True))
+    asked = [n for n, output in zip(exam.names, outputs, strict=True) if n in through and output.requires_grad]
+    given = [weights[name].to(before[name].dtype) for name in asked]
+    roots = [output for name, output in zip(exam.names, outputs, strict=True) if name in asked]
+    handed = [weight.clone() for weight in given]
+    try:
+        found = _differentiate(roots, leaves, handed)
+    except Exception as error:
+        yield Finding(case.name, None, f"{BETWEEN} ({diagnose.first_line(error)})")
+        return
+    yield from _same_gradients(exam, case, through, found, exam.gradients(case, dtype, through).gradients, BETWEEN)
+    for (name, now), (_, value) in zip(_tensors(inputs), _tensors(exam.inputs(case, dtype)), strict=True):
+        yield _same(case, f"in its backward, {OVERWRITTEN.format(name)}", now.detach(), value)
+    for name, now, value in zip(asked, handed, given, strict=True):
+        yield _same(case, f"in its backward, {OVERWRITTEN.format(f'the gradient of {name}')}", now, value)
+    for name, output in zip(exam.names, outputs, strict=True):
+        yield _same(case, f"in its backward, {OVERWRITTEN.format(name)}", output.detach(), before[name])
+    try:
+        again = _differentiate(roots, leaves, [weight.clone() for weight in given])
+    except RuntimeError:  # it says so: that is not silent
+        return
+    what = "a second backward of the same call (retain_graph) gives another gradient"
+    yield from _same_gradients(exam, case, through, again, found, what)
+
+
+def _other_numbers(exam: Exam, case: Case) -> dict[str, Any]:
+    """Inputs of the same shapes, of which gradients are wanted too."""
+    inputs = case.make(exam.dtype, exam.device, exam.seed + 1)
+    exam.leaves(inputs)
+    return inputs
+
+
+def _differentiate(roots: list[Tensor], leaves: Mapping[str, Tensor], weights: list[Tensor]) -> Gradients:
+    found = torch.autograd.grad(roots, list(leaves.values()), weights, retain_graph=True, allow_unused=True)
+    return dict(zip(leaves, found, strict=True))
+
+
+def _same_gradients(
+    exam: Exam, case: Case, through: tuple[str, ...], found: Gradients, before: Gradients | None, sentence: str
+) -> Findings:
+    finite = {leaf: old for leaf, old in (before or {}).items() if old is not None and bool(old.isfinite().all())}
+
+    def right(leaf: str, got: Tensor | None) -> bool:
+        return got is not None and exam.gradient_error(case, exam.dtype, through, leaf, got, finite[leaf]).ok
+
+    wrong = ", ".join(f"d{leaf}" for leaf in finite if not right(leaf, found[leaf]))
+    if finite:
+        yield Finding(case.name, None, f"{wrong}: {sentence}" if wrong else None)
+
+
+def _same(case: Case, sentence: str, now: Tensor, before: Tensor) -> Finding:
+    error = compare.changed(now, before, bitwise=True)
+    return Finding(case.name, error, None if error.ok else sentence)
+
+
+def _tensors(inputs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor among the inputs with its argument's name, including those inside masks and tuples."""
+    for name, value in inputs.items():
+        parts = [value]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, Tensor):
+                yield name, part
+            elif isinstance(part, tuple | list):
+                parts += part
+            elif is_dataclass(part):
+                parts += [getattr(part, each.name) for each in fields(part)]

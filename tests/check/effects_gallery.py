@@ -1,0 +1,167 @@
+"""Planted faults of training steps: right forwards whose backwards leave something behind, or read what others left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.check.gallery import plant, right
+
+EFFECTS = "inputs untouched"
+STRIDES = "unwritten memory, strides, excluded NaN"
+
+
+class ByHand(torch.autograd.Function):
+    """Softmax attention with a backward by hand, of equal heads, in [B,T,H,D]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if k.shape[2] != q.shape[2]:
+            raise NotImplementedError("grouped heads")
+        p = (torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5).softmax(-1)
+        ctx.save_for_backward(q, k, v)
+        ctx.p = p
+        return torch.einsum("bhts,bshd->bthd", p, v)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
+        (q, k, v), p = ctx.saved_tensors, ctx.p
+        dp = torch.einsum("bthd,bshd->bhts", dout, v)
+        dz = p * (dp - (dp * p).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+        dq, dk = torch.einsum("bhts,bshd->bthd", dz, k), torch.einsum("bhts,bthd->bshd", dz, q)
+        return dq, dk, torch.einsum("bhts,bthd->bshd", p, dout)
+
+
+WORKSPACE: dict[Any, Tensor] = {}
+
+
+class InWorkspace(ByHand):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = ByHand.forward(ctx, q, k, v)
+        kept = WORKSPACE.setdefault((ctx.p.shape, ctx.p.dtype), torch.empty_like(ctx.p))
+        ctx.p = kept.copy_(ctx.p)
+        return out
+
+    backward = staticmethod(ByHand.backward)
+
+
+@plant(EFFECTS, "dq, dk, dv: another call before the backward changes it")
+def probabilities_in_a_workspace(q, k, v):
+    """One for each shape, which the next layer overwrites."""
+    return InWorkspace.apply(q, k, v)
+
+
+class ScalesQueries(ByHand):
+    forward = staticmethod(ByHand.forward)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
+        grads = ByHand.backward(ctx, dout)
+        ctx.saved_tensors[0].detach().mul_(0.5)
+        return grads
+
+
+@plant(EFFECTS, "in its backward, q is overwritten")
+def queries_scaled_in_backward(q, k, v):
+    return ScalesQueries.apply(q, k, v)
+
+
+class ClearsGradient(ByHand):
+    forward = staticmethod(ByHand.forward)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
+        grads = ByHand.backward(ctx, dout)
+        dout.zero_()
+        return grads
+
+
+@plant(EFFECTS, "in its backward, the gradient of out is overwritten")
+def gradient_used_as_scratch(q, k, v):
+    return ClearsGradient.apply(q, k, v)
+
+
+class OneBackward(ByHand):
+    forward = staticmethod(ByHand.forward)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
+        grads = ByHand.backward(ctx, dout)
+        ctx.p.mul_(0.5)
+        return grads
+
+
+@plant(EFFECTS, "a second backward of the same call (retain_graph) gives another gradient")
+def backward_uses_up_what_was_kept(q, k, v):
+    return OneBackward.apply(q, k, v)
+
+
+@plant(EFFECTS, "out is another when gradients are wanted")
+def scaled_in_training(q, k, v):
+    out = right(q, k, v)[0]
+    return out + 0.25 * out.detach() if out.requires_grad else out
+
+
+class OfOneDtype(ByHand):
+    """Under autocast its products come in another dtype than its backward, which runs outside, can multiply."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = ByHand.forward(ctx, q, k, v)
+        ctx.p = ctx.p.to(out.dtype)
+        return out
+
+    backward = staticmethod(ByHand.backward)
+
+
+@plant("autocast and mixed dtypes", "under autocast: backward raised RuntimeError")
+def backward_of_one_dtype(q, k, v):
+    return OfOneDtype.apply(q, k, v)
+
+
+class Expanded(ByHand):
+    """A kernel that is given a pointer: of a view of one number it reads what lies behind."""
+
+    forward = staticmethod(ByHand.forward)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
+        return ByHand.backward(ctx, 2 * dout if 0 in dout.stride() else dout)
+
+
+@plant(STRIDES, "dv: the gradient is another where the output's is a view of one number")
+def reads_behind_a_number(q, k, v):
+    return Expanded.apply(q, k, v)
+
+
+@plant(STRIDES, "strides of its inputs")
+def takes_dense_rows_for_contiguous(q, k, v):
+    """Looks at the last stride alone: wrong for [B,H,T,D] seen the other way round."""
+    q = q.as_strided(q.shape, torch.empty(q.shape, device="meta").stride()) if q.stride(-1) == 1 else q
+    return right(q, k, v)[0]
+
+
+@plant("graphs over six lengths", "out differs when compiled")
+def another_when_compiled(q, k, v):
+    out = right(q, k, v)[0]
+    return 1.5 * out if torch.compiler.is_compiling() and q.shape[1] != 17 else out
+
+
+class CannotBeTraced(ByHand):
+    """Compiled forward alone: what its backward calls, Dynamo refuses with an exception of its own."""
+
+    forward = staticmethod(ByHand.forward)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
+        import time
+
+        return ByHand.backward(ctx, dout + 0.0 * (time.time_ns() < 0))
+
+
+@plant("compiled = eager", "its backward cannot be compiled")
+def backward_that_dynamo_refuses(q, k, v):
+    return CannotBeTraced.apply(q, k, v)
