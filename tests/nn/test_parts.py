@@ -184,6 +184,29 @@ def test_what_no_convolution_can_have_is_refused(convolution: ShortConvolution) 
         convolution(x[:1], offsets=torch.tensor([1, 3]))
 
 
+def test_lengths_that_are_not_of_the_rows_are_refused(convolution: ShortConvolution) -> None:
+    """Beside offsets they would be ignored."""
+    x = torch.randn(2, 5, 6, dtype=DOUBLE)
+    with pytest.raises(ValueError, match="history: offsets and lengths are both given; expected one"):
+        convolution(x[:1], offsets=torch.tensor([0, 5]), lengths=torch.tensor([2]))
+    for wrong, told in (
+        (torch.tensor([2.0, 5.0]), r"is torch\.float32; expected torch\.int32 or torch\.int64"),
+        (torch.tensor([True, False]), r"is torch\.bool; expected torch\.int32"),
+        (torch.tensor([2]), r"has shape \[1\]; expected \[B\] = \[2\]"),
+        (torch.tensor([[2], [5]]), r"has shape \[2, 1\]; expected \[B\]"),
+        (torch.tensor([2, 6]), "holds 6; expected 0 to T=5"),
+        (torch.tensor([-1, 5]), "holds -1; expected 0 to T=5"),
+    ):
+        with pytest.raises(ValueError, match=f"history: lengths {told}"):
+            convolution(x, lengths=wrong)
+    with pytest.raises(TypeError, match=r"history: lengths is \[2, 5\]; expected a tensor \[B\]"):
+        convolution(x, lengths=[2, 5])
+    y, tail = convolution(x, lengths=torch.tensor([2, 5], dtype=torch.int32))
+    assert torch.equal(tail[1], x[1, 2:]) and torch.equal(y, convolution(x)[0])
+    step = torch.compile(convolution, backend="eager", fullgraph=True)
+    assert torch.equal(step(x, lengths=torch.tensor([2, 5]))[1], tail)
+
+
 def test_half_precision_is_summed_in_float32() -> None:
     made = ShortConvolution(64, 4)
     x = torch.randn(1, 200, 64).bfloat16()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from foci.core.errors import ShapeError
-from foci.ops.arguments import check_near, check_offsets, number
+from foci.ops.arguments import INTEGERS, check_near, check_offsets, number, plain
 from foci.ops.layer_parts import ACTIVATIONS, Norm, convolve, convolve_step, turn
 
 
@@ -170,8 +170,10 @@ def history(
     """x [B,T,D] and the `width` tokens before it: `tail` [N,width,D], or zeros.
 
     offsets [N+1]: batch 1, documents end to end, each preceded by its own tail. lengths [B]: only the first lengths[b]
-    tokens of row b are real, and only these go to the new tail.
+    tokens of row b are real, and only these go to the new tail. One of the two at most.
     """
+    if lengths is not None:
+        _check_lengths(x, offsets, lengths)
     if tail is not None:
         tail = tail.to(x.dtype)
     if offsets is None:
@@ -196,6 +198,22 @@ def history(
     joined = x.new_zeros(1, T + N * width, D).index_copy(1, own, x)
     joined = joined.index_copy(1, (slots + offsets[:-1, None]).flatten(), tail.reshape(1, -1, D))
     return History(joined, None, None, own, joined[0, slots + offsets[1:, None]] if return_tail else None)
+
+
+def _check_lengths(x: Tensor, offsets: Tensor | None, lengths: object) -> None:
+    """Raise for what cannot be the lengths of x's rows; their values are read on the CPU alone."""
+    if offsets is not None:
+        raise ValueError("history: offsets and lengths are both given; expected one: packed tokens have no padding")
+    if not isinstance(lengths, Tensor):
+        raise TypeError(f"history: lengths is {lengths!r}; expected a tensor [B]")
+    if lengths.dtype not in INTEGERS:
+        raise ValueError(f"history: lengths is {lengths.dtype}; expected torch.int32 or torch.int64")
+    if lengths.shape != x.shape[:1]:
+        raise ShapeError(f"history: lengths has shape {list(lengths.shape)}; expected [B] = {list(x.shape[:1])}")
+    if not plain(lengths) or lengths.device.type != "cpu":
+        return
+    if wrong := [length for length in lengths.tolist() if not 0 <= length <= x.shape[1]]:
+        raise ValueError(f"history: lengths holds {wrong[0]}; expected 0 to T={x.shape[1]}")
 
 
 def _last(x: Tensor, width: int, tail: Tensor | None, lengths: Tensor | None) -> Tensor:
