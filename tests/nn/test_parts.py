@@ -207,6 +207,22 @@ def test_lengths_that_are_not_of_the_rows_are_refused(convolution: ShortConvolut
     assert torch.equal(step(x, lengths=torch.tensor([2, 5]))[1], tail)
 
 
+def test_a_step_takes_one_token_a_row_and_a_floating_tail(convolution: ShortConvolution) -> None:
+    """What it writes into a tail of integers would be cut to them."""
+    x, tail = torch.randn(2, 6, dtype=DOUBLE), torch.zeros(2, 3, 6, dtype=DOUBLE)
+    for wrong in (x[:, None], x[0], x[:, :3], x.long()):
+        with pytest.raises(ShapeError, match=r"ShortConvolution: x is .*expected floating \[B, 6\]"), torch.no_grad():
+            convolution.step(wrong, tail)
+    for wrong in (tail.long(), tail[0], tail[:, :2], tail[:1]):
+        told = r"ShortConvolution: tail is .*expected \[B, taps - 1, D\] = \[2, 3, 6\], floating"
+        with pytest.raises(ShapeError, match=told), torch.no_grad():
+            convolution.step(x, wrong)
+    for given, name in (((x, None), "tail"), ((None, tail), "x")):
+        with pytest.raises(TypeError, match=f"ShortConvolution: {name} is None; expected a tensor"):
+            convolution.step(*given)
+    assert not tail.any()
+
+
 def test_half_precision_is_summed_in_float32() -> None:
     made = ShortConvolution(64, 4)
     x = torch.randn(1, 200, 64).bfloat16()

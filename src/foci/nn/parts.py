@@ -291,7 +291,19 @@ class ShortConvolution(nn.Module):
         return y if own is None else y[:, own], tail
 
     def step(self, x: Tensor, tail: Tensor) -> Tensor:
-        """One token a row: x [B,channels] -> y [B,channels]; tail [B,size-1,channels] is changed in place."""
+        """One token a row: x [B,channels] -> y [B,channels]; tail [B,size-1,channels] is changed in place.
+
+        Raises TypeError or ShapeError for what is not so, before anything is changed.
+        """
+        D = self.weight.shape[0]
+        for name, given in (("x", x), ("tail", tail)):
+            if not isinstance(given, Tensor):
+                raise TypeError(f"ShortConvolution: {name} is {given!r}; expected a tensor")
+        if x.dim() != 2 or x.shape[1] != D or not x.is_floating_point():
+            raise ShapeError(f"ShortConvolution: x is {x.dtype} {list(x.shape)}; expected floating [B, {D}]")
+        if tail.shape != (x.shape[0], self.size - 1, D) or not tail.is_floating_point():
+            expected = f"expected [B, taps - 1, D] = {[x.shape[0], self.size - 1, D]}, floating"
+            raise ShapeError(f"ShortConvolution: tail is {tail.dtype} {list(tail.shape)}; {expected}")
         return convolve_step(x, tail, self.weight, self.bias, self.activation)
 
 
