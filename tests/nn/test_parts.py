@@ -67,6 +67,36 @@ def test_parts_of_a_norm_are_equal(norm: type[RMSNorm]) -> None:
         ShortConvolution(6, 0)
 
 
+@pytest.mark.parametrize("norm", [RMSNorm, GatedRMSNorm])
+def test_a_norm_takes_its_size_alone(norm: type[RMSNorm]) -> None:
+    """One channel would be spread over all of the weight's."""
+    for wrong in (torch.randn(2, 1), torch.randn(2, 5), torch.randn(6, 2), torch.tensor(1.0), torch.ones(2, 6).long()):
+        with pytest.raises(ShapeError, match=rf"^{norm.__name__}: x is .*; expected floating \[\.\.\., 6\]"):
+            norm(6)(*[wrong] * (1 + (norm is GatedRMSNorm)))
+    with pytest.raises(TypeError, match=f"^{norm.__name__}: x is None; expected a tensor"):
+        norm(6)(*[None] * (1 + (norm is GatedRMSNorm)))
+    for eps in (0.0, -1e-6, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"^{norm.__name__}: eps must be a positive finite number, got {eps}"):
+            norm(6, eps)
+    with pytest.raises(TypeError, match=f"^{norm.__name__}: eps must be a number, got '1e-6'"):
+        norm(6, "1e-6")
+    for size in (0, -2, 6.0, True, None):
+        with pytest.raises(ValueError, match=f"^{norm.__name__}: size is {size}; expected an integer of at least 1"):
+            norm(size)
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_a_gate_is_of_the_shape_that_it_gates(gate_first: bool) -> None:
+    norm, x = GatedRMSNorm(6, gate_first=gate_first), torch.randn(2, 6)
+    for wrong in (x[:1], x[:, :1], x[0], x[None], x.long()):
+        with pytest.raises(ShapeError, match=r"GatedRMSNorm: gate is .*; expected floating \[2, 6\], as x"):
+            norm(x, wrong)
+    with pytest.raises(TypeError, match=r"GatedRMSNorm: gate is None; expected a tensor \[2, 6\]"):
+        norm(x, None)
+    compiled = torch.compile(norm, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x, -x), norm(x, -x))
+
+
 @pytest.fixture
 def convolution() -> ShortConvolution:
     made = ShortConvolution(6, 4, bias=True).double()

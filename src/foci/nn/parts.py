@@ -93,10 +93,10 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        sizes(name, {"groups": groups})
+        sizes(name, {"size": size, "groups": groups})
         if size % groups:
             raise ValueError(f"{name}: size is {size}, groups {groups}; expected a multiple of the second")
-        self.eps, self.groups = eps, groups
+        self.eps, self.groups = number(name, "eps", eps, "positive finite number", 1e-30), groups
         self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -105,8 +105,16 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., size] -> the same shape and dtype."""
+        """x [..., size] -> the same shape and dtype. Raises TypeError or ShapeError for what is not so."""
+        self._check(x)
         return Norm(self.groups, self.eps)(x, self.weight)
+
+    def _check(self, x: Tensor) -> None:
+        name, size = type(self).__name__, self.weight.shape
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: x is {x!r}; expected a tensor [..., {size[0]}]")
+        if x.shape[-1:] != size or not x.is_floating_point():
+            raise ShapeError(f"{name}: x is {x.dtype} {list(x.shape)}; expected floating [..., {size[0]}]")
 
 
 class GatedRMSNorm(RMSNorm):
@@ -131,7 +139,14 @@ class GatedRMSNorm(RMSNorm):
         self.activation, self.gate_first = activation, gate_first
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
-        """x, gate [..., size] -> the same shape, x's dtype."""
+        """x, gate [..., size] -> the same shape, x's dtype. Raises TypeError or ShapeError for what is not so."""
+        self._check(x)
+        if not isinstance(gate, Tensor):
+            raise TypeError(f"GatedRMSNorm: gate is {gate!r}; expected a tensor {list(x.shape)}")
+        if gate.shape != x.shape or not gate.is_floating_point():
+            raise ShapeError(
+                f"GatedRMSNorm: gate is {gate.dtype} {list(gate.shape)}; expected floating {list(x.shape)}, as x"
+            )
         return Norm(self.groups, self.eps, True, self.activation, self.gate_first)(x, self.weight, gate)
 
 
