@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from foci import Affine, fold
+from foci import Affine, Partial, fold
 from foci.merge.algebra import scan
 
 K, V = 3, 2
@@ -73,3 +73,15 @@ def test_parts_of_other_shapes_are_refused_not_broadcast() -> None:
     part, other = draw("channel"), Affine(torch.zeros(1, K), torch.zeros(1, K, V))
     with pytest.raises(ValueError, match=r"Affine: a part has offset \[1, 3, 2\]; expected \[2, 3, 2\]"):
         fold([part, other])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_of_another_shape_is_refused_not_broadcast(kind: str) -> None:
+    for wrong in ((K, V), (2, 1, V), (2, K, 1), (5, 2, K, V)):
+        with pytest.raises(ValueError, match=r"Affine: state has shape \[.*\]; expected \[2, 3, 2\], the offset's"):
+            draw(kind).apply(torch.zeros(wrong, dtype=torch.float64))
+
+
+def test_parts_of_another_kind_are_named() -> None:
+    with pytest.raises(TypeError, match=r"Affine: a part is of type Partial; expected a foci\.Affine"):
+        fold([draw("dense"), Partial(torch.zeros(2, K, V), torch.zeros(2, K))])

@@ -47,6 +47,12 @@ def test_fold_of_what_cannot_combine_says_so(parts: list) -> None:
         fold(parts)
 
 
+@pytest.mark.parametrize("parts", [None, 3, Word("a")])
+def test_fold_of_what_is_not_several_parts_says_so(parts: object) -> None:
+    with pytest.raises(TypeError, match=f"fold: parts is of type {type(parts).__name__}; expected several parts"):
+        fold(parts)  # type: ignore[type-var]
+
+
 def test_scan_is_every_fold_of_a_prefix() -> None:
     assert scan(WORDS) == [Word("a"), Word("ab"), Word("abc"), Word("abcd")]
     assert scan(WORDS, inclusive=False) == [Word(""), Word("a"), Word("ab"), Word("abc")]

@@ -125,3 +125,18 @@ def test_parts_of_other_shapes_are_refused_not_broadcast(shapes: tuple[tuple[int
         fold([part, other])
     with pytest.raises(ValueError, match="Partial: a part has out"):
         scan([part, part, other])
+
+
+@pytest.mark.parametrize("shape", [(3,), (5, 1), (1, 3), (2, 5, 3), (5, 3, 4)])
+def test_an_lse_that_is_not_of_the_rows_of_out_is_refused(shape: tuple[int, ...]) -> None:
+    part = Partial(torch.randn(5, 3, 4), torch.zeros(shape))
+    with pytest.raises(ValueError, match=r"Partial: lse has shape .* with out \[5, 3, 4\]; expected \[5, 3\]"):
+        fold([part, part])
+
+
+def test_parts_of_another_kind_are_named() -> None:
+    part = Partial(torch.randn(5, 4), torch.zeros(5))
+    with pytest.raises(TypeError, match=r"Partial: a part is of type Affine; expected a foci\.Partial"):
+        fold([part, foci.Affine(torch.zeros(5), torch.zeros(5, 4))])
+    with pytest.raises(TypeError, match="fold: parts is of type Partial; expected several parts"):
+        fold(part)

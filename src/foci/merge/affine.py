@@ -14,7 +14,7 @@ class Affine(NamedTuple):
     transition: [..., K] or [..., 1], the diagonal of A (linear attention, scan), or [..., K, K], A itself (delta rule);
     its number of dimensions, next to offset [..., K, V], says which. Consecutive runs combine exactly: (A, B) then
     (A', B') is (A' A, A' B + B'). Differentiable; sums are kept in the dtype of the offset. Offsets of different shapes
-    raise ValueError.
+    raise ValueError, as does a state of another shape than the offset; what is no Affine raises TypeError.
     Paper: Martin and Cundy 2018 (arXiv 1709.04057).
     """
 
@@ -27,11 +27,17 @@ class Affine(NamedTuple):
 
     def apply(self, state: Tensor, *, out: Tensor | None = None) -> Tensor:
         """The state after these tokens; written to `out` if given, as in torch's functions."""
+        if state.shape != self.offset.shape:
+            raise ValueError(
+                f"Affine: state has shape {list(state.shape)}; expected {list(self.offset.shape)}, the offset's"
+            )
         if self.dense:
             return torch.add(self.transition @ state, self.offset, out=out)
         return torch.addcmul(self.offset, self.transition[..., None], state, out=out)
 
     def combine(self, later: Affine) -> Affine:
+        if not isinstance(later, Affine):
+            raise TypeError(f"Affine: a part is of type {type(later).__name__}; expected a foci.Affine, as before it")
         if later.offset.shape != self.offset.shape:
             raise ValueError(
                 f"Affine: a part has offset {list(later.offset.shape)}; expected {list(self.offset.shape)}, "

@@ -19,6 +19,8 @@ M = TypeVar("M", bound=Mergeable)
 
 def fold(parts: Iterable[M]) -> M:
     """All parts combined, in order; raises ValueError when there is none, TypeError for one that cannot combine."""
+    if hasattr(parts, "combine") or not isinstance(parts, Iterable):  # a Partial, itself a tuple, would be two tensors
+        raise TypeError(f"fold: parts is of type {type(parts).__name__}; expected several parts, as a list")
     iterator = map(_mergeable, parts)
     total = next(iterator, None)
     if total is None:

@@ -14,13 +14,21 @@ class Partial(NamedTuple):
     Two parts over disjoint keys combine exactly, in any order, differentiably:
     lse = log(exp lse_a + exp lse_b);  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b   (arXiv 2205.14135)
     The sum is computed in lse's dtype, so lse should be float32, and out keeps the first part's: of many parts in half
-    precision make the first one's float32, or each merge rounds once more. Parts of different shapes raise ValueError.
+    precision make the first one's float32, or each merge rounds once more. Parts of different shapes raise ValueError,
+    as does an lse that is not out's shape without V; what is no Partial raises TypeError.
     """
 
     out: Tensor
     lse: Tensor
 
     def combine(self, later: Partial) -> Partial:
+        if not isinstance(later, Partial):
+            raise TypeError(f"Partial: a part is of type {type(later).__name__}; expected a foci.Partial, as before it")
+        if self.lse.shape != self.out.shape[:-1]:  # it would be broadcast, and weigh other rows
+            raise ValueError(
+                f"Partial: lse has shape {list(self.lse.shape)} with out {list(self.out.shape)}; expected "
+                f"{list(self.out.shape[:-1])}"
+            )
         if later.out.shape != self.out.shape or later.lse.shape != self.lse.shape:
             raise ValueError(
                 f"Partial: a part has out {list(later.out.shape)} and lse {list(later.lse.shape)}; expected "
