@@ -100,8 +100,26 @@ def test_explain_agrees_with_the_library(capsys) -> None:
     assert out["returns"] == {"out": {"shape": [2, 8, 4, 32], "dtype": "float32"}}
 
 
+@pytest.mark.parametrize(("words", "mask"), [("256,", foci.Window(256, None)), (",3", foci.Window(None, 3))])
+def test_a_window_without_a_side_is_open_there(words: str, mask: foci.Window) -> None:
+    from foci.cli_commands import _mask
+
+    assert _mask(f"window:{words}", {"B": 1, "T": 8}, torch.device("cpu")) == mask
+
+
 @pytest.mark.parametrize(
-    "mask", ["causal", "causal:top-left", "window:2,0", "packed:0,3,8", "lengths:5", "dense", "causal&lengths:5"]
+    "mask",
+    [
+        "causal",
+        "causal:top-left",
+        "window:2,0",
+        "window:2,",
+        "window:,0",
+        "packed:0,3,8",
+        "lengths:5",
+        "dense",
+        "causal&lengths:5",
+    ],
 )
 def test_explain_understands_every_mask(capsys, mask: str) -> None:
     assert run(capsys, f"explain softmax --shape T8,H4,K16 --mask {mask} --dtype bfloat16")[0] == 0
@@ -163,7 +181,14 @@ def test_explain_knows_the_sizes_of_every_operator(capsys, arguments: str, retur
         ("softmax --shape T4,H6,K8 --mask windy", "--mask: unknown mask 'windy'; expected one of causal, window"),
         ("softmax --shape T4,H6,K8 --mask window:3", "--mask window: expected 2 whole numbers separated by commas"),
         ("softmax --shape T4,H6,K8 --mask packed:0,x", "--mask packed: expected whole numbers separated by commas"),
-        ("softmax --shape T4,H6,K8 --mask causal:left", "align must be 'bottom-right' or 'top-left', got 'left'"),
+        ("softmax --shape T4,H6,K8 --mask causal:left", "--mask causal: Causal: align must be 'bottom-right' or"),
+        ("softmax --shape T4,H6,K8 --mask dense:junk", "--mask dense: expected nothing behind it, got 'junk'"),
+        ("softmax --shape T4,H6,K8 --mask dense:1,2,3", "--mask dense: expected nothing behind it, got '1,2,3'"),
+        ("softmax --shape T4,H6,K8 --mask &", "--mask: a part of '&' is empty; expected masks joined with &"),
+        ("softmax --shape T4,H6,K8 --mask causal&&", "--mask: a part of 'causal&&' is empty"),
+        ("softmax --shape T4,H6,K8 --mask window:,", "--mask window: expected 2 whole numbers separated by commas"),
+        ("softmax --shape T4,H6,K8 --mask window:1,2,", "--mask window: expected 2 whole numbers separated by commas"),
+        ("softmax --shape T4,H6,K8 --mask window:-1,", "one may be left out: an open side; got '-1,'"),
         ("softmax --shape B2,T4,H6,K8 --mask packed:0,4", "Packed needs a batch of 1"),
         (
             "softmax --shape T4,H2,K8 --mask packed:0,9",

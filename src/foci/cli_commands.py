@@ -135,7 +135,11 @@ def explain(
     name: Annotated[str, typer.Argument(metavar="OPERATOR", help=", ".join(SPECS))],
     shape: Annotated[str, typer.Option(help="Sizes by letter: B1,T4096,S4096,H32,G8,K128,V128; the scans have D.")],
     mask: Annotated[
-        str, typer.Option(help="causal, causal:top-left, window:L,R, dense, packed:0,9,20, lengths:7; & joins")
+        str,
+        typer.Option(
+            help="causal, causal:top-left, window:L,R (window:L, or window:,R: one side open), dense, packed:0,9,20, "
+            "lengths:7; & joins"
+        ),
     ] = "",
     softcap: Annotated[float | None, typer.Option(help="Cap of the logits.")] = None,
     give: Annotated[
@@ -240,17 +244,22 @@ def _mask(text: str, sizes: dict[str, int], device: torch.device) -> Mask | None
     """A mask from its words, parts joined with `&`."""
     makers: dict[str, Callable[[str], Mask]] = {
         "causal": lambda words: Causal(words or "bottom-right"),
-        "window": lambda words: Window(*_integers("window", words, count=2)),
-        "packed": lambda words: Packed(torch.tensor(_integers("packed", words), device=device)),
-        "lengths": lambda words: Lengths(torch.tensor(_integers("lengths", words, sizes["B"]), device=device)),
-        "dense": lambda words: Dense(torch.ones((sizes["T"], 1), dtype=torch.bool, device=device)),
+        "window": lambda words: Window(*_reaches(words)),
+        "packed": lambda words: Packed(torch.tensor(_integers(words), device=device)),
+        "lengths": lambda words: Lengths(torch.tensor(_integers(words, sizes["B"]), device=device)),
+        "dense": lambda words: _dense(words, sizes["T"], device),
     }
     made = []
-    for part in filter(None, (part.strip() for part in text.split("&"))):
+    for part in (part.strip() for part in text.split("&") if text.strip()):
         kind, _, words = part.partition(":")
+        if not part:
+            raise ValueError(f"--mask: a part of {text!r} is empty; expected masks joined with &")
         if kind not in makers:
             raise ValueError(f"--mask: unknown mask {kind!r}; expected one of {', '.join(makers)}")
-        made.append(makers[kind](words))
+        try:
+            made.append(makers[kind](words))
+        except ValueError as error:
+            raise ValueError(f"--mask {kind}: {error}") from error
     return reduce(and_, made) if made else None
 
 
@@ -262,9 +271,25 @@ def _hold_values(text: str, mask: Mask, sizes: dict[str, int]) -> None:
         raise ValueError(f"--mask {text}: {error}") from error
 
 
-def _integers(kind: str, text: str, count: int | None = None) -> list[int]:
+def _integers(text: str, count: int | None = None) -> list[int]:
     numbers = [int(word) for word in text.split(",") if re.fullmatch(r"\s*\d+\s*", word)]
     if len(numbers) != len(text.split(",")) or (count is not None and len(numbers) != count):
         expected = f"{count} whole numbers" if count is not None else "whole numbers"
-        raise ValueError(f"--mask {kind}: expected {expected} separated by commas, got {text!r}")
+        raise ValueError(f"expected {expected} separated by commas, got {text!r}")
     return numbers
+
+
+def _reaches(text: str) -> list[int | None]:
+    """Both sides of a window; the one that is left out is open."""
+    sides = text.split(",")
+    if len(sides) != 2 or not text.strip(" ,") or not re.fullmatch(r"\s*\d*\s*,\s*\d*\s*", text):
+        raise ValueError(
+            f"expected 2 whole numbers separated by commas, of which one may be left out: an open side; got {text!r}"
+        )
+    return [int(side) if side.strip() else None for side in sides]
+
+
+def _dense(text: str, T: int, device: torch.device) -> Dense:
+    if text:
+        raise ValueError(f"expected nothing behind it, got {text!r}")
+    return Dense(torch.ones((T, 1), dtype=torch.bool, device=device))
