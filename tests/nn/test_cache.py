@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foci.core.errors import ShapeError
-from foci.nn.cache import BLOCK, Cache, LayerCache
+from foci.nn.cache import BLOCK, Cache, LayerCache, entry
 
 
 def _steps(count: int, batch: int = 2) -> list[torch.Tensor]:
@@ -137,6 +137,15 @@ def test_a_cache_is_its_layers_until_it_is_forked_or_empty():
     copy.deepcopy(layer).draft("Other", 1, None, 0)
     del layer["k"]
     layer.draft("Other", 1, None, 0)
+
+
+def test_a_layers_entry_is_an_integer_or_none():
+    assert (entry("One", None), entry("One", 0), entry("One", 7)) == (None, 0, 7)
+    for wrong in (True, False, -1, 1.0, "1"):
+        with pytest.raises(
+            ValueError, match=f"One: layer_index is {wrong!r}; expected an integer of at least 0, or None"
+        ):
+            entry("One", wrong)
 
 
 def test_names_are_found_listed_and_removed():

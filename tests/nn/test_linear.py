@@ -79,6 +79,8 @@ def test_a_normaliser_that_may_vanish_is_refused() -> None:
         LinearAttention(D, H, feature_map="identity")
     with pytest.raises(ValueError, match="feature_map is 'gelu'; expected one of 'elu'"):
         LinearAttention(D, H, feature_map="gelu")
+    with pytest.raises(ValueError, match=r"LinearAttention: feature_map is \['elu'\]; expected one of 'elu'"):
+        LinearAttention(D, H, feature_map=["elu"])
 
 
 def test_layers_without_slots_or_rank_are_refused() -> None:
@@ -199,6 +201,8 @@ def test_hgrn2_writes_what_it_forgets(x: Tensor, lower_bound: float) -> None:
     torch.testing.assert_close(layer(x), right)
     with pytest.raises(ValueError, match="HGRN2: lower_bound is 1"):
         HGRN2(D, H, lower_bound=1)
+    with pytest.raises(TypeError, match="HGRN2: lower_bound must be a number, got 'x'"):
+        HGRN2(D, H, lower_bound="x")
 
 
 def test_hgrn2_saturated_gates_keep_their_gradient() -> None:

@@ -37,3 +37,9 @@ def test_what_a_token_adds_past_the_state_is_d() -> None:
 def test_a_convolution_of_no_token_is_refused_by_the_layers_name() -> None:
     with pytest.raises(ValueError, match="Mamba2: conv_size is 0; expected an integer of at least 1"):
         Mamba2(24, 3, conv_size=0)
+
+
+@pytest.mark.parametrize("name", ["num_key_heads", "head_dim", "value_dim"])
+def test_a_size_of_none_is_refused_by_its_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"Mamba2: {name} is None; expected an integer of at least 1"):
+        Mamba2(24, 3, **{name: None})

@@ -161,6 +161,12 @@ def test_a_second_layer_left_at_the_default_layer_index_is_refused_and_changes_n
 
 
 @pytest.mark.parametrize("make", LAYERS)
+def test_a_layer_index_that_is_no_entry_is_refused(make) -> None:
+    with pytest.raises(ValueError, match=f"{make.__name__}: layer_index is True; expected an integer of at least 0"):
+        make(16, 2, layer_index=True)
+
+
+@pytest.mark.parametrize("make", LAYERS)
 def test_layers_told_their_index_go_on_for_one_another_where_they_are_of_one_class(make) -> None:
     first, second, cache, hidden = (
         make(16, 2, layer_index=3),

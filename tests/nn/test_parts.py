@@ -55,6 +55,8 @@ def test_gated_rms_norm(activation: str, gate_first: bool) -> None:
 def test_an_unknown_activation_is_named() -> None:
     with pytest.raises(ValueError, match="GatedRMSNorm: activation is 'gelu'; expected one of 'silu', 'sigmoid'"):
         GatedRMSNorm(6, activation="gelu")
+    with pytest.raises(ValueError, match=r"GatedRMSNorm: activation is \['silu'\]; expected one of 'silu', 'sigmoid'"):
+        GatedRMSNorm(6, activation=["silu"])
 
 
 @pytest.mark.parametrize("norm", [RMSNorm, GatedRMSNorm])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, MutableMapping
+from numbers import Integral
 from uuid import uuid4
 
 import torch
@@ -183,6 +184,15 @@ class Cache:
             layer._check_rows(rows)
         for layer in self._layers.values():
             layer._take(rows)
+
+
+def entry(where: str, layer_index: int | None) -> int | None:
+    """A layer's entry in a Cache, checked: True would be entry 1, another layer's."""
+    if layer_index is None:
+        return None
+    if isinstance(layer_index, bool) or not isinstance(layer_index, Integral) or layer_index < 0:
+        raise ValueError(f"{where}: layer_index is {layer_index!r}; expected an integer of at least 0, or None")
+    return int(layer_index)
 
 
 def _room(size: int) -> int:

@@ -12,6 +12,7 @@ from torch.types import Device
 from foci.core.spec import accumulator
 from foci.nn.parts import FEATURE_MAPS, GatedRMSNorm, RMSNorm, choice, rotary, sizes
 from foci.nn.recurrent import Recurrent, Tokens, low_rank
+from foci.ops.arguments import number
 from foci.ops.layer_parts import gate
 
 
@@ -207,6 +208,7 @@ class HGRN2(Recurrent):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, num_heads, None, head_dim, value_dim, layer_index, backend)
+        lower_bound = number("HGRN2", "lower_bound", lower_bound)
         if not 0 <= lower_bound < 1:
             raise ValueError(f"HGRN2: lower_bound is {lower_bound}; expected a number in [0, 1)")
         self.lower_bound = lower_bound

@@ -40,6 +40,8 @@ class Mamba2(Recurrent):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        # None would be the base's default, not the paper's.
+        sizes("Mamba2", {"num_key_heads": num_key_heads, "head_dim": head_dim, "value_dim": value_dim})
         super().__init__(hidden_size, num_heads, num_key_heads, head_dim, value_dim, layer_index, backend)
         sizes("Mamba2", {"conv_size": conv_size})
         values, keys = num_heads * value_dim, num_key_heads * head_dim

@@ -18,7 +18,7 @@ from foci.ops.layer_parts import ACTIVATIONS, Norm, convolve, convolve_step, tur
 
 def choice(where: str, name: str, value: str, options: dict[str, Callable[[Tensor], Tensor]]) -> None:
     """ValueError unless `value` names one of the options."""
-    if value not in options:
+    if not isinstance(value, str) or value not in options:  # a list would have no hash
         raise ValueError(f"{where}: {name} is {value!r}; expected one of {', '.join(map(repr, options))}")
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from foci.core.spec import accumulator
-from foci.nn.cache import NUMBERS, Cache, LayerCache
+from foci.nn.cache import NUMBERS, Cache, LayerCache, entry
 from foci.nn.operators import ALONE, Operators
 from foci.nn.parts import ShortConvolution, check_share, head_sizes, heads, sizes
 from foci.ops.decay.api import linear_attention_step
@@ -181,7 +181,7 @@ class Recurrent(nn.Module):
         self.hidden_size, self.num_heads, self.num_key_heads = hidden_size, num_heads, G
         self.head_dim, self.value_dim = K, K if value_dim is None else value_dim
         sizes(name, {"value_dim": self.value_dim})
-        self.layer_index, self.backend = layer_index, backend
+        self.layer_index, self.backend = entry(name, layer_index), backend
         self._kind, self._number = name, next(NUMBERS)  # kept, as wrappers may change a layer's class
 
     def forward(
