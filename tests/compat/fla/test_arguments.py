@@ -107,16 +107,52 @@ def test_a_state_of_other_sizes_is_told_in_the_layout_that_was_given() -> None:
 @pytest.mark.parametrize(
     ("name", "given", "expected"),
     [
-        ("gk", {"g": -X[..., 0], "gk": -X[..., 0]}, r"\[B, T, H, K\] = \[1, 6, 2, K\]"),  # beta in gk's place
-        ("gk", {"g": -X[..., 0], "gk": -X[:, :1]}, r"\[B, T, H, K\] = \[1, 6, 2, K\]"),
-        ("g", {"g": -X[..., :1, 0], "gk": -X}, r"\[H\] = \[2\] or \[B, T, H\] = \[1, 6, 2\]"),
-        ("log_decay", {"g": -X[:, :1, :, 0], "gv": -X}, r"\[H\] = \[2\] or \[B, T, H\] = \[1, 6, 2\] or"),
-        ("log_decay", {"gk": -X[:, :, :1], "gv": -X}, r".* or \[B, T, H, K\] = \[1, 6, 2, K\]"),
+        ("gk", {"g": -X[..., 0], "gk": -X[..., 0]}, r"4: \[B, T, H, K\]"),  # beta in gk's place
+        ("gk", {"g": -X[..., 0], "gk": -X[:, :1]}, "T=6"),
+        ("g", {"g": -X[..., :1, 0], "gk": -X}, "H=2"),
+        ("g", {"g": -X[:, :1, :, 0], "gv": -X}, "T=6"),
+        ("gk", {"gk": -X[:, :, :1], "gv": -X}, "H=2"),
     ],
 )
 def test_decays_that_are_added_do_not_broadcast(name, given, expected) -> None:
-    with pytest.raises(ShapeError, match=f"{name} has shape .*; expected {expected}"):
+    with pytest.raises(ShapeError, match=f"^fla: {name} has .*(expected|says) {expected}"):
         ours.fused_recurrent_gated_delta_rule(X, X, X, **given)
+
+
+ROW, HEAD = -X, -X[..., 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "rank"),
+    [
+        ("g", lambda: ours.chunk_gla(X, X, X, HEAD), 4),
+        ("g", lambda: ours.fused_chunk_gla(X, X, X, HEAD), 4),
+        ("gk", lambda: ours.fused_recurrent_gla(X, X, X, gk=HEAD), 4),
+        ("gv", lambda: ours.fused_recurrent_gla(X, X, X, gv=HEAD), 4),
+        ("g", lambda: ours.chunk_simple_gla(X, X, X, ROW), 3),
+        ("g", lambda: ours.parallel_simple_gla(X, X, X, ROW), 3),
+        ("g_gamma", lambda: ours.chunk_simple_gla(X, X, X, g_gamma=HEAD), 1),
+        ("w", lambda: ours.chunk_rwkv6(X, X, X, HEAD, X[0, 0]), 4),
+        ("u", lambda: ours.chunk_rwkv6(X, X, X, ROW, X[0, 0, 0]), 2),
+        ("g", lambda: ours.chunk_gated_delta_rule(X, X, X, ROW, X[..., 0]), 3),
+        ("g", lambda: ours.chunk_gated_delta_rule(X, X, X, HEAD[0, 0], X[..., 0]), 3),
+        ("g", lambda: ours.fused_recurrent_gdn(X, X, X, ROW), 3),
+        ("g", lambda: ours.chunk_kda(X, X, X, HEAD, X[..., 0]), 4),
+        ("g", lambda: ours.chunk_kda(X, X, X, HEAD, X[..., 0], use_gate_in_kernel=True, A_log=X[0, 0, :, 0]), 4),
+        ("g", lambda: ours.chunk_gdn2(X, X, X, HEAD, X, X), 4),
+        ("b", lambda: ours.chunk_gdn2(X, X, X, ROW, X[..., 0], X), 4),
+    ],
+)
+def test_a_gate_of_another_variant_s_rank_raises(name, call, rank) -> None:
+    """The operators take a decay of any rank: chunk_gla with a gate per head was chunk_simple_gla."""
+    with pytest.raises(ShapeError, match=f"^fla: {name} has . dimensions, shape .*; expected {rank}: "):
+        call()
+
+
+def test_a_gate_that_fla_needs_is_not_left_out() -> None:
+    for call in (ours.chunk_gla, ours.fused_chunk_gla):
+        with pytest.raises(TypeError, match=r"^fla: g must be a tensor, got None"):
+            call(X, X, X, None)  # type: ignore[arg-type]
 
 
 def test_gates_that_would_have_no_effect_raise() -> None:

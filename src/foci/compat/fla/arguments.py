@@ -152,11 +152,9 @@ class Run:
 def _columns(v: Tensor, log_decay: Tensor | None, value_decay: Tensor, state: Tensor | None) -> tuple[Tensor, ...]:
     """Every column of the state as a head of its own, with values of size 1: they never meet, so each may decay alone.
 
-    v [B,T,H,V] -> [B,T,HV,1]; both decays -> [B,T,HV] or [B,T,HV,K]; state [N,H,K,V] -> [N,HV,K,1].
+    v [B,T,H,V] -> [B,T,HV,1]; both decays -> [B,T,HV] or [B,T,HV,K]; state [N,H,K,V] -> [N,HV,K,1]. Their shapes were
+    held to v's before: a sum of two decays would broadcast.
     """
-    if value_decay.shape != v.shape:
-        raise ShapeError(f"gv has shape {list(value_decay.shape)}; expected v's, {list(v.shape)}")
-    whole("log_decay", log_decay, v, "H", "BTH", "BTHK")
     decay = value_decay
     if log_decay is not None and log_decay.dim() == 4:
         decay = log_decay[:, :, :, None] + value_decay[..., None]
@@ -164,20 +162,6 @@ def _columns(v: Tensor, log_decay: Tensor | None, value_decay: Tensor, state: Te
         decay = log_decay[..., None] + value_decay
     columns = None if state is None else state.transpose(-1, -2).flatten(1, 2)[..., None]
     return v.flatten(2)[..., None], decay.flatten(2, 3), columns  # type: ignore[return-value]
-
-
-def whole(name: str, decay: Tensor | None, v: Tensor, *shapes: str) -> None:
-    """Raise unless a decay that is added to another has one of these shapes, of v's sizes: the sum would broadcast."""
-    if decay is None:
-        return
-    sizes = dict(zip("BTH", v.shape, strict=False))
-    wanted = [[sizes.get(letter, letter) for letter in shape] for shape in shapes]
-    for each in wanted:
-        if decay.dim() == len(each) and all(x in (size, "K") for x, size in zip(each, decay.shape, strict=True)):
-            return
-    pairs = zip(shapes, wanted, strict=True)
-    options = " or ".join(f"[{', '.join(shape)}] = [{', '.join(map(str, each))}]" for shape, each in pairs)
-    raise ShapeError(f"{name} has shape {list(decay.shape)}; expected {options}")
 
 
 def gate(raw: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None) -> Tensor:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from jaxtyping import Float
 from torch import Tensor
 
-from foci.compat.fla.arguments import Pair, Run, gated, ones, refuse, tuning, unit, whole, written
+from foci.compat.fla.arguments import Pair, Run, gated, hold, ones, refuse, tuning, unit, written
+from foci.core.shapes import Signature
+
+Row = Float[Tensor, "B T G K"]
+Value = Float[Tensor, "B T H V"]
+Gate = Float[Tensor, "B T H"]
+Decay = Float[Tensor, "B T H K"]
 
 
 def chunk_delta_rule(
@@ -68,11 +75,11 @@ def fused_recurrent_delta_rule(
 
 
 def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    q: Row,
+    k: Row,
+    v: Value,
+    g: Gate,
+    beta: Gate,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -109,13 +116,13 @@ def chunk_gated_delta_rule(
 
 
 def fused_recurrent_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    gk: Tensor | None = None,
-    gv: Tensor | None = None,
-    beta: Tensor | None = None,
+    q: Row,
+    k: Row,
+    v: Value,
+    g: Gate | None = None,
+    gk: Decay | None = None,
+    gv: Value | None = None,
+    beta: Gate | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -134,12 +141,10 @@ def fused_recurrent_gated_delta_rule(
 
     g [B,T,HV], gk [B,T,HV,K], gv [B,T,HV,V]; without beta it is 1. With gv every column is a head: V times the work.
     """
+    hold(_GATED, {"q": q, "k": k, "v": v, "g": g, "gk": gk, "gv": gv, "beta": beta})
     q, k = unit(use_qk_l2norm_in_kernel, q, k)
     beta = written(v, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     g = gated(g, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias)
-    if g is not None and gk is not None:
-        whole("g", g, v, "H", "BTH")
-        whole("gk", gk, v, "BTHK")
     log_decay = g if gk is None else gk if g is None else g[..., None] + gk
     run = Run(scale, initial_state, output_final_state, cu_seqlens, state_v_first=state_v_first)
     return run.delta(q, k, v, beta, log_decay, value_decay=gv)
@@ -150,11 +155,11 @@ fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 
 
 def chunk_kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    q: Row,
+    k: Row,
+    v: Value,
+    g: Decay,
+    beta: Gate,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -193,6 +198,7 @@ def chunk_kda(
         chunk_size=chunk_size, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, safe_gate=safe_gate,
         disable_recompute=disable_recompute,
     )  # fmt: skip
+    hold(_KDA, {"q": q, "k": k, "v": v, "g": g, "beta": beta})
     q, k = unit(use_qk_l2norm_in_kernel, q, k)
     beta = written(v, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     log_decay = gated(
@@ -204,11 +210,11 @@ def chunk_kda(
 
 
 def fused_recurrent_kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    q: Row,
+    k: Row,
+    v: Value,
+    g: Decay,
+    beta: Gate,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     scale: float | None = None,
@@ -231,12 +237,12 @@ def fused_recurrent_kda(
 
 
 def chunk_gdn2(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    b: Tensor,
-    w: Tensor,
+    q: Row,
+    k: Row,
+    v: Value,
+    g: Decay,
+    b: Decay,
+    w: Value,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -268,6 +274,7 @@ def chunk_gdn2(
         chunk_size=chunk_size, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, safe_gate=safe_gate,
         disable_recompute=disable_recompute,
     )  # fmt: skip
+    hold(_GDN2, {"q": q, "k": k, "v": v, "g": g, "b": b, "w": w})
     q, k = unit(use_qk_l2norm_in_kernel, q, k)
     log_decay = gated(
         g, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
@@ -280,12 +287,12 @@ def chunk_gdn2(
 
 
 def fused_recurrent_gdn2(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    b: Tensor,
-    w: Tensor,
+    q: Row,
+    k: Row,
+    v: Value,
+    g: Decay,
+    b: Decay,
+    w: Value,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     scale: float | None = None,
@@ -302,3 +309,8 @@ def fused_recurrent_gdn2(
         q, k, v, g, b, w, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
         cu_seqlens, lower_bound=lower_bound, state_v_first=state_v_first, A_log=A_log, dt_bias=dt_bias,
     )  # fmt: skip
+
+
+_GATED, _KDA, _GDN2 = (
+    Signature(function, "fla") for function in (fused_recurrent_gated_delta_rule, chunk_kda, chunk_gdn2)
+)

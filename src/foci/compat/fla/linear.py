@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from foci.compat.fla.arguments import Pair, Run, tuning
+from foci.compat.fla.arguments import Pair, Run, hold, tuning
 from foci.core.errors import ShapeError
-from foci.core.shapes import dense
+from foci.core.shapes import Signature, dense
 from foci.core.spec import accumulator
 
 States = Tensor | tuple[Tensor, Tensor]
+Row = Float[Tensor, "B T G K"]
+Value = Float[Tensor, "B T H V"]
+Gate = Float[Tensor, "B T H"]
+Decay = Float[Tensor, "B T H K"]
+Constant = Float[Tensor, "H"]
+Bonus = Float[Tensor, "H K"]
 
 
 def chunk_linear_attn(
@@ -198,11 +205,11 @@ def fused_recurrent_lightning_attn(
 
 
 def chunk_simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
+    q: Row,
+    k: Row,
+    v: Value,
+    g: Gate | None = None,
+    g_gamma: Constant | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -225,11 +232,11 @@ def chunk_simple_gla(
 
 
 def fused_chunk_simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
+    q: Row,
+    k: Row,
+    v: Value,
+    g: Gate | None = None,
+    g_gamma: Constant | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -240,11 +247,11 @@ def fused_chunk_simple_gla(
 
 
 def fused_recurrent_simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
+    q: Row,
+    k: Row,
+    v: Value,
+    g: Gate | None = None,
+    g_gamma: Constant | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -253,6 +260,7 @@ def fused_recurrent_simple_gla(
     cu_seqlens: Tensor | None = None,
 ) -> Pair:
     """`chunk_simple_gla`, in either direction."""
+    hold(_SIMPLE, {"q": q, "k": k, "v": v, "g": g, "g_gamma": g_gamma})
     if g is not None and g_gamma is not None:
         raise ValueError("g and g_gamma were both given; expected one of them")
     run = Run(scale, initial_state, output_final_state, cu_seqlens, reverse, state_v_first)
@@ -260,10 +268,10 @@ def fused_recurrent_simple_gla(
 
 
 def parallel_simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
+    q: Row,
+    k: Row,
+    v: Value,
+    g: Gate | None = None,
     scale: float | None = None,
     output_attentions: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -275,6 +283,7 @@ def parallel_simple_gla(
     (ValueError), as in FLA.
     """
     tuning(cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
+    hold(_PARALLEL, {"q": q, "k": k, "v": v, "g": g})
     run = Run(scale, None, False, cu_seqlens)
     out, _ = run.linear(q, k, v, g)
     if not output_attentions:
@@ -288,10 +297,10 @@ def parallel_simple_gla(
 
 
 def chunk_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
+    q: Row,
+    k: Row,
+    v: Value,
+    g: Decay,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -305,14 +314,15 @@ def chunk_gla(
     -> (o [B,T,H,V], final state or None). HGRN-2 is k = 1 - exp(g). Paper: Yang et al. 2023 (arXiv 2312.06635).
     """
     tuning(cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
+    hold(_GLA, {"q": q, "k": k, "v": v, "g": g})
     return Run(scale, initial_state, output_final_state, cu_seqlens, False, state_v_first).linear(q, k, v, g)
 
 
 def fused_chunk_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
+    q: Row,
+    k: Row,
+    v: Value,
+    g: Decay,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -325,11 +335,11 @@ def fused_chunk_gla(
 
 
 def fused_recurrent_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gk: Tensor | None = None,
-    gv: Tensor | None = None,
+    q: Row,
+    k: Row,
+    v: Value,
+    gk: Decay | None = None,
+    gv: Value | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -343,16 +353,17 @@ def fused_recurrent_gla(
 
     gk [B,T,H,K], gv [B,T,H,V]. With gv every column is a head: V times the work.
     """
+    hold(_ROWS_AND_COLUMNS, {"q": q, "k": k, "v": v, "gk": gk, "gv": gv})
     run = Run(scale, initial_state, output_final_state, cu_seqlens, reverse, state_v_first)
     return run.linear(q, k, v, gk, value_decay=gv)
 
 
 def chunk_rwkv6(
-    r: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    u: Tensor,
+    r: Row,
+    k: Row,
+    v: Value,
+    w: Decay,
+    u: Bonus,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -371,11 +382,11 @@ def chunk_rwkv6(
 
 
 def fused_recurrent_rwkv6(
-    r: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    u: Tensor,
+    r: Row,
+    k: Row,
+    v: Value,
+    w: Decay,
+    u: Bonus,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -383,4 +394,13 @@ def fused_recurrent_rwkv6(
     cu_seqlens: Tensor | None = None,
 ) -> Pair:
     """`chunk_rwkv6`, in either direction."""
+    hold(_RWKV6, {"r": r, "k": k, "v": v, "w": w, "u": u})
     return Run(scale, initial_state, output_final_state, cu_seqlens, reverse).linear(r, k, v, w, bonus=u)
+
+
+_SIMPLE, _PARALLEL, _GLA, _ROWS_AND_COLUMNS, _RWKV6 = (
+    Signature(function, "fla")
+    for function in (
+        fused_recurrent_simple_gla, parallel_simple_gla, chunk_gla, fused_recurrent_gla, fused_recurrent_rwkv6,
+    )
+)  # fmt: skip
