@@ -15,7 +15,7 @@ import foci
 from foci.core.errors import ShapeError
 from foci.core.spec import Backend, Spec
 from foci.ops import SPECS
-from foci.ops.arguments import LARGEST
+from foci.ops.arguments import LARGEST, switch
 from tests.ops.recurrences import CPU, told_of_nothing, unasked
 
 B, T, G, H, K, V = 2, 6, 2, 4, 3, 5
@@ -225,6 +225,13 @@ def test_the_op_gives_as_many_states_as_its_fake_says(wanted: bool) -> None:
 def test_a_number_of_any_library_is_a_number(value: Any) -> None:
     x = torch.randn(1, 3, 2, 4)
     assert torch.equal(foci.attention(x, x, x, scale=value), foci.attention(x, x, x, scale=0.25))
+
+
+def test_a_switch_is_a_bool_or_0_or_1() -> None:
+    assert [switch("f", "x", value) for value in (True, False, 1, 0)] == [True, False, True, False]
+    for wrong in ("False", "", 2, -1, 1.0, None, torch.tensor(True)):
+        with pytest.raises(TypeError, match=r"^f: x must be True or False, got"):
+            switch("f", "x", wrong)
 
 
 @pytest.mark.parametrize(

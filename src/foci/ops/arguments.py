@@ -120,6 +120,13 @@ def number(
     return float(value)
 
 
+def switch(operator: str, name: str, value: object) -> bool:
+    """A flag as a bool, 0 and 1 among them, as peers' callers write it; a word is true, "False" too, so it raises."""
+    if not isinstance(value, bool | torch.SymBool) and not (isinstance(value, int) and value in (0, 1)):
+        raise TypeError(f"{operator}: {name} must be True or False, got {value!r:.200}")
+    return bool(value)
+
+
 def scaling(operator: str, scale: float | None, K: int) -> float:
     """scale, or K**-0.5 where none is given."""
     if scale is not None:

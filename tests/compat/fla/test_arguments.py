@@ -38,6 +38,28 @@ def test_flags_are_booleans() -> None:
         tuning(disable_recompute=1)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda **flag: ours.chunk_gla(X, X, X, -X, **flag), "state_v_first"),
+        (lambda **flag: ours.chunk_gla(X, X, X, -X, **flag), "output_final_state"),
+        (lambda **flag: ours.fused_recurrent_gla(X, X, X, **flag), "reverse"),
+        (lambda **flag: ours.chunk_linear_attn(X, X, X, **flag), "normalize"),
+        (lambda **flag: ours.parallel_simple_gla(X, X, X, **flag), "output_attentions"),
+        (lambda **flag: ours.chunk_delta_rule(X, X, X, X[..., 0], **flag), "use_qk_l2norm_in_kernel"),
+        (lambda **flag: ours.chunk_gdn(X, X, X, -X[..., 0], X[..., 0], **flag), "use_gate_in_kernel"),
+        (lambda **flag: ours.chunk_gdn(X, X, X, -X[..., 0], X[..., 0], **flag), "use_beta_sigmoid_in_kernel"),
+        (lambda **flag: ours.chunk_gdn(X, X, X, -X[..., 0], X[..., 0], **flag), "allow_neg_eigval"),
+        (lambda **flag: ours.chunk_hgrn(X.flatten(2), X.flatten(2), **flag), "output_final_state"),
+    ],
+)
+def test_a_word_is_no_flag(function, name) -> None:
+    """ "False" meant True."""
+    with pytest.raises(TypeError, match=f"^fla: {name} must be True or False, got 'False'"):
+        function(**{name: "False"})
+    function(**{name: 0})
+
+
 STATE = torch.zeros(1, 2, 4, 4)
 FUNCTIONS: dict[str, Callable[..., object]] = {
     "gla": lambda **given: ours.chunk_gla(X, X, X, -X, **given),

@@ -245,6 +245,15 @@ def test_arguments_that_do_not_fit_are_named(change: dict[str, Any], message: st
         flash_attn_func(*problem(4, 4), **change)
 
 
+@pytest.mark.parametrize("name", ["causal", "deterministic", "return_attn_probs"])
+def test_a_word_is_no_flag(name: str) -> None:
+    """ "False" meant True."""
+    given: dict[str, Any] = {name: "False"}
+    with pytest.raises(TypeError, match=f"^flash_attn: {name} must be True or False, got 'False'"):
+        flash_attn_func(*problem(4, 4), **given)
+    assert isinstance(flash_attn_func(*problem(4, 4), **{name: 0}), Tensor)  # type: ignore[arg-type]
+
+
 def test_wrong_packing_is_named() -> None:
     q, k, v, q_offsets, k_offsets = packed([(3, 5), (4, 4)])
     with pytest.raises(ValueError, match="max_seqlen_k is 4, but one of the sequences has 5"):

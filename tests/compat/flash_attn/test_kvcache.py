@@ -334,6 +334,13 @@ def test_a_refused_call_leaves_the_cache_alone(change: dict[str, Any], error: ty
     torch.testing.assert_close((k_cache, v_cache), before, equal_nan=True, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["causal", "rotary_interleaved", "return_softmax_lse"])
+def test_a_word_is_no_flag(name: str) -> None:
+    given: dict[str, Any] = {name: "False"}
+    with pytest.raises(TypeError, match=f"^flash_attn: {name} must be True or False, got 'False'"):
+        flash_attn_with_kvcache(new(1)[0], *caches(), cache_seqlens=torch.tensor(LENGTHS), **given)
+
+
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
 def test_rows_that_share_memory_are_read_but_not_written(name: str) -> None:
     """Of a prefix that all rows have, expanded: each row's new key would be every row's."""

@@ -215,6 +215,12 @@ def test_parts_merge_into_the_whole_and_so_do_their_gradients() -> None:
     torch.testing.assert_close(grouped[:, :, 0], want.float())
 
 
+def test_a_word_is_no_flag() -> None:
+    out, lse = xops.memory_efficient_attention_partial(*problem(4, 4))
+    with pytest.raises(TypeError, match=r"^xformers: write_lse must be True or False, got 'False'"):
+        xops.merge_attentions([out], [lse], write_lse="False")  # type: ignore[arg-type]
+
+
 def test_a_partial_of_half_precision_is_not_rounded() -> None:
     q, k, v = (x.detach().bfloat16() for x in problem(40, 60, H=4, K=32, V=32))
     want, want_lse = attend(q, k, v)

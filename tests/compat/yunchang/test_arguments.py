@@ -50,3 +50,13 @@ def test_in_one_process_all_options_are_those_of_attention() -> None:
     torch.testing.assert_close(out, expected[0])
     torch.testing.assert_close(lse, expected[1].transpose(1, 2))
     assert len(attend(lambda op: op, (q, k, v, None), options, lse=False)) == 1
+
+
+def test_a_word_is_no_flag() -> None:
+    q = torch.randn(1, 5, 2, 4)
+    for name, options in (
+        ("causal", Options(0.0, None, "False", (-1, -1), 0.0, False)),  # type: ignore[arg-type]
+        ("deterministic", Options(0.0, None, False, (-1, -1), 0.0, "False")),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match=f"{name} must be True or False, got 'False'"):
+            attend(lambda op: op, (q, q, q, None), options, lse=False)

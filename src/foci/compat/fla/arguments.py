@@ -14,7 +14,7 @@ from foci.core.shapes import Signature, dense
 from foci.core.spec import accumulator
 from foci.nn.parts import l2norm
 from foci.nn.recurrent import selective_decay
-from foci.ops.arguments import check_documents, check_near, check_rest, number
+from foci.ops.arguments import check_documents, check_near, check_rest, number, switch
 from foci.ops.decay.api import linear_attention
 from foci.ops.delta.api import delta_rule
 
@@ -49,8 +49,8 @@ class Run:
             dense("fla", "cu_seqlens", self.cu_seqlens)
         if self.initial_state is not None and not dense("fla", "initial_state", self.initial_state).dim():
             raise ShapeError("fla: initial_state has shape []; expected [N, ...]")
-        if not isinstance(self.output_final_state, bool):
-            raise TypeError(f"fla: output_final_state must be True or False, got {self.output_final_state!r}")
+        for name in ("output_final_state", "reverse", "state_v_first"):
+            switch("fla", name, getattr(self, name))
 
     def check(self, x: Tensor) -> None:
         """Raise, by FLA's names, for documents or a state that do not fit x [B,T,...]."""
@@ -77,7 +77,7 @@ class Run:
             v, log_decay, state = _columns(v, log_decay, value_decay, state)
         out, final = linear_attention(
             q, k, v, log_decay=log_decay, bonus=bonus, scale=self.scale, state=state, offsets=self.offsets,
-            return_state=self.output_final_state,
+            return_state=bool(self.output_final_state),
         )  # fmt: skip
         return self._back(out, final, value_decay)
 
@@ -102,7 +102,7 @@ class Run:
             v, log_decay, state = _columns(v, log_decay, value_decay, state)
         out, final = delta_rule(
             q, k, v, beta, log_decay=log_decay, erase=erase, scale=self.scale, state=state, offsets=self.offsets,
-            return_state=self.output_final_state,
+            return_state=bool(self.output_final_state),
         )  # fmt: skip
         return self._back(out, final, value_decay)
 
@@ -196,7 +196,7 @@ def gated(
     safe_gate: bool = False,
 ) -> Tensor | None:
     """The log_decay that FLA's gate arguments mean; ValueError for those that would have no effect."""
-    if use_gate_in_kernel:
+    if switch("fla", "use_gate_in_kernel", use_gate_in_kernel):
         if g is None:
             raise ValueError("use_gate_in_kernel=True needs g, the gate before its activation")
         below_zero("lower_bound", lower_bound)
@@ -213,9 +213,10 @@ def gated(
 
 def written(v: Tensor, beta: Tensor | None, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> Tensor:
     """beta, or sigmoid(beta), or 2 sigmoid(beta), as FLA's flags say; 1 for every token and head of v without beta."""
-    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+    sigmoid = switch("fla", "use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel)
+    if switch("fla", "allow_neg_eigval", allow_neg_eigval) and not sigmoid:
         raise ValueError("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True")
-    if not use_beta_sigmoid_in_kernel:
+    if not sigmoid:
         return ones(v) if beta is None else beta
     if beta is None:
         raise ValueError("use_beta_sigmoid_in_kernel=True needs beta")
@@ -236,7 +237,8 @@ def ones(v: Tensor) -> Tensor:
 
 def unit(use_qk_l2norm_in_kernel: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors, of length 1 where FLA's flag asks for it: x / sqrt(sum(x^2) + 1e-6)."""
-    return tuple(l2norm(x) for x in tensors) if use_qk_l2norm_in_kernel else tensors
+    wanted = switch("fla", "use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
+    return tuple(l2norm(x) for x in tensors) if wanted else tensors
 
 
 def below_zero(name: str, value: float | None) -> None:

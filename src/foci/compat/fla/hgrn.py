@@ -37,4 +37,4 @@ def fused_recurrent_hgrn(
         if initial_state is not None and initial_state.shape[1:] != x.shape[2:]:
             expected = f"[N, D] = {[len(initial_state), x.shape[2]]}"
             raise ShapeError(f"fla: initial_state has shape {list(initial_state.shape)}; expected {expected}")
-    return scan(x, g, state=initial_state, offsets=cu_seqlens, return_state=output_final_state)
+    return scan(x, g, state=initial_state, offsets=cu_seqlens, return_state=bool(output_final_state))

@@ -10,6 +10,7 @@ from foci.compat.fla.arguments import Pair, Run, hold, tuning
 from foci.core.errors import ShapeError
 from foci.core.shapes import Signature, dense
 from foci.core.spec import accumulator
+from foci.ops.arguments import switch
 
 States = Tensor | tuple[Tensor, Tensor]
 Row = Float[Tensor, "B T G K"]
@@ -69,7 +70,7 @@ def fused_recurrent_linear_attn(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, States | None]:
     """`chunk_linear_attn`, in either direction (reverse: from the last token), normalize off by default."""
-    if not normalize:
+    if not switch("fla", "normalize", normalize):
         if isinstance(initial_state, tuple | list):
             raise ValueError("initial_state is a pair (S, z); normalize=False expects S alone")
         return Run(scale, initial_state, output_final_state, cu_seqlens, reverse).linear(q, k, v)
@@ -283,10 +284,11 @@ def parallel_simple_gla(
     (ValueError), as in FLA.
     """
     tuning(cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
+    wanted = switch("fla", "output_attentions", output_attentions)
     hold(_PARALLEL, {"q": q, "k": k, "v": v, "g": g})
     run = Run(scale, None, False, cu_seqlens)
     out, _ = run.linear(q, k, v, g)
-    if not output_attentions:
+    if not wanted:
         return out, None
     if cu_seqlens is not None:
         raise ValueError("output_attentions=True and cu_seqlens were both given; expected one of them")

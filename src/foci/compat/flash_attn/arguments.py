@@ -8,13 +8,14 @@ from torch import Tensor
 from foci.core.errors import ShapeError
 from foci.core.shapes import dense
 from foci.core.spec import accumulator
-from foci.ops.arguments import INTEGERS, number, short
+from foci.ops.arguments import INTEGERS, number, short, switch
 from foci.ops.masks import Causal, Mask, Window
 from foci.ops.softmax.call import cap
 
 
 def mask_of(causal: bool, window_size: tuple[int, int]) -> Mask | None:
     """causal and window_size (left, right), measured from the last key; -1 is open, causal closes the right side."""
+    causal = switch("flash_attn", "causal", causal)
     pair = isinstance(window_size, tuple | list) and len(window_size) == 2
     if not pair or any(isinstance(w, bool) or not isinstance(w, int) or w < -1 for w in window_size):
         raise ValueError(

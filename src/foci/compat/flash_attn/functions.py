@@ -20,7 +20,7 @@ from foci.compat.flash_attn.arguments import (
     unpack,
 )
 from foci.core.errors import ShapeError
-from foci.ops.arguments import check_offsets
+from foci.ops.arguments import check_offsets, switch
 from foci.ops.masks import Mask, Packed
 from foci.ops.softmax.api import attention, attention_with_lse
 from foci.ops.softmax.call import probability
@@ -39,11 +39,12 @@ class Options(NamedTuple):
     def keywords(self, q: Tensor) -> dict[str, Any]:
         """The same in foci's words. Some of torch's CUDA kernels add with atomics; `chunked` never does."""
         scale, softcap = logits(self.softmax_scale, self.softcap)
+        repeats = switch("flash_attn", "deterministic", self.deterministic)
         return {
             "scale": scale,
             "softcap": softcap,
             "dropout": probability("flash_attn", "dropout_p", self.dropout_p),
-            "backend": "chunked" if self.deterministic and q.device.type == "cuda" else None,
+            "backend": "chunked" if repeats and q.device.type == "cuda" else None,
         }
 
 
@@ -217,7 +218,7 @@ def flash_attn_varlen_qkvpacked_func(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None, options: Options, probabilities: bool
 ) -> Attended:
-    if not probabilities:
+    if not switch("flash_attn", "return_attn_probs", probabilities):
         return attention(q, k, v, mask=mask, bias=bias, **options.keywords(q))
     if not options.dropout_p:
         out, lse = attention_with_lse(q, k, v, mask=mask, bias=bias, **options.keywords(q))

@@ -8,7 +8,7 @@ from torch import Tensor
 from foci.compat.flash_attn.arguments import alibi, check_inside, check_own, indices, join, logits, mask_of, per_head
 from foci.core.errors import ShapeError, Unsupported
 from foci.core.spec import accumulator
-from foci.ops.arguments import check_apart
+from foci.ops.arguments import check_apart, switch
 from foci.ops.masks import Lengths
 from foci.ops.softmax.api import attention_with_lse
 from foci.ops.softmax.call import bind
@@ -50,7 +50,7 @@ def flash_attn_with_kvcache(
     Raises ShapeError, ValueError or TypeError before the cache is touched (a GPU is waited for); Unsupported for a
     gradient (there is no backward, as in flash-attn) and for num_splits > 1, since foci splits no keys here.
     """
-    _refuse((q, k_cache, v_cache, k, v), num_splits)
+    _refuse((q, k_cache, v_cache, k, v), num_splits, rotary_interleaved, return_softmax_lse)
     mask = mask_of(causal, window_size)
     with torch.no_grad():
         B, T = q.shape[:2]
@@ -174,7 +174,11 @@ def _ends(total: Tensor, T: int, S: int, ordered: bool) -> Lengths | None:
     return Lengths(total, torch.full_like(total, T) if ordered and min(lengths) < T else None)
 
 
-def _refuse(tensors: tuple[Tensor | None, ...], num_splits: int) -> None:
+def _refuse(
+    tensors: tuple[Tensor | None, ...], num_splits: int, rotary_interleaved: bool, return_softmax_lse: bool
+) -> None:
+    switch("flash_attn", "rotary_interleaved", rotary_interleaved)
+    switch("flash_attn", "return_softmax_lse", return_softmax_lse)
     if num_splits not in (0, 1):
         raise Unsupported(
             "flash_attn: flash_attn_with_kvcache cannot honour num_splits",

@@ -13,7 +13,7 @@ from foci.core.errors import ShapeError, Unsupported
 from foci.core.select import choose
 from foci.merge.algebra import fold
 from foci.merge.partial import Partial
-from foci.ops.arguments import DTYPES
+from foci.ops.arguments import DTYPES, switch
 from foci.ops.masks import Mask
 from foci.ops.softmax.api import attention, attention_with_lse
 from foci.ops.softmax.call import bind
@@ -149,6 +149,7 @@ def merge_attentions(
     attn_split: out of each part, [B,M,H,K] or [B,M,G,H,K], as a list or stacked in front; lse_split alike, [B,H,M] or
     [B,G,H,M]. Gives (out, lse), None for lse unless write_lse. A part that saw nothing (lse -inf) adds nothing.
     """
+    write_lse = switch("xformers", "write_lse", write_lse)
     outs, lses = (list(x.unbind(0)) if isinstance(x, Tensor) else list(x) for x in (attn_split, lse_split))
     if len(outs) != len(lses) or not outs:
         raise ShapeError(f"xformers: attn_split has {len(outs)} parts, lse_split has {len(lses)}; expected as many")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foci.compat.flash_attn.arguments import alibi, mask_of, per_head
 from foci.core.errors import Unsupported
+from foci.ops.arguments import switch
 from foci.ops.softmax.api import attention, attention_with_lse
 from foci.parallel.exchange import gather_counts, sum_gradient
 from foci.parallel.operators import operator_of
@@ -80,6 +81,7 @@ def attend(
 ) -> tuple[Tensor, ...]:
     """(out,) or (out, lse [B,H,T]) of q, k, v and ALiBi slopes through a wrapper of foci.attention."""
     q, k, v, slopes = tensors
+    repeats = switch("yunchang", "deterministic", options.deterministic)
     op = wrap(attention_with_lse if lse else attention)
     result = op(
         q,
@@ -91,7 +93,7 @@ def attend(
         scale=options.softmax_scale,
         dropout=options.dropout_p,
         # Some of torch's CUDA kernels add with atomics, in the backward too; `chunked` never does.
-        backend="chunked" if options.deterministic and q.device.type == "cuda" else None,
+        backend="chunked" if repeats and q.device.type == "cuda" else None,
     )
     return (result[0], result[1].transpose(1, 2)) if lse else (result,)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from foci.ops.arguments import switch
+
 _CURRENT: ContextVar[SequenceParallel | None] = ContextVar("foci.compat.yunchang.groups", default=None)
 
 
@@ -49,11 +51,12 @@ def set_seq_parallel_pg(
             f"{dist.get_world_size()}"
         )
     found: dict[str, Any] = {}
-    low, high = (sp_ulysses_degree, sp_ring_degree) if use_ulysses_low else (sp_ring_degree, sp_ulysses_degree)
+    low_first = switch("set_seq_parallel_pg", "use_ulysses_low", use_ulysses_low)
+    low, high = (sp_ulysses_degree, sp_ring_degree) if low_first else (sp_ring_degree, sp_ulysses_degree)
     for start in range(0, world_size, degree):
         runs = [list(range(start + i * low, start + (i + 1) * low)) for i in range(high)]
         strides = [list(range(start + i, start + degree, low)) for i in range(low)]
-        names = ("ulysses", "ring") if use_ulysses_low else ("ring", "ulysses")
+        names = ("ulysses", "ring") if low_first else ("ring", "ulysses")
         for name, members in zip(names, (runs, strides), strict=True):
             for ranks in members:
                 group = dist.new_group(ranks)

@@ -15,6 +15,7 @@ from foci.compat.yunchang.groups import SequenceParallel, current
 from foci.compat.yunchang.orders import ORDERS
 from foci.compat.yunchang.ring import RING_IMPL_DICT, RING_IMPL_QKVPACKED_DICT
 from foci.core.errors import Unsupported
+from foci.ops.arguments import switch
 from foci.parallel.group import Group
 from foci.parallel.ring import ring
 from foci.parallel.ulysses import ulysses
@@ -179,7 +180,7 @@ def _order(name: str) -> Any:
 
 
 def _refuse_probabilities(asked: bool) -> None:
-    if asked:
+    if switch("yunchang", "return_attn_probs", asked):
         raise Unsupported(
             "yunchang: return_attn_probs",
             ["the layer returns out alone; yunchang's drops what it was asked for"],

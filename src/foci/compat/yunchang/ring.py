@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foci.compat.flash_attn.arguments import unpack
 from foci.compat.yunchang.arguments import AttnType, Options, attend, check_kernel
+from foci.ops.arguments import switch
 from foci.parallel.balance import Order
 from foci.parallel.nested_graph import NestedGraph, once_differentiable
 from foci.parallel.ring import ring
@@ -84,6 +85,7 @@ def _forward(ctx: Any, order: Order, values: tuple[Any, ...]) -> Any:
         raise TypeError(f"yunchang: apply takes {_COUNT} arguments, q to attn_processor, got {len(values)}")
     q, k, v, dropout_p, scale, causal, window_size, softcap, slopes, deterministic, softmax, group, kind, own = values
     check_kernel(kind, own)
+    softmax = switch("yunchang", "return_attn_probs", softmax)
     options = Options(dropout_p, scale, causal, window_size, softcap, deterministic)
     given = [q, k, v] if slopes is None else [q, k, v, slopes]
     needs = [ctx.needs_input_grad[place] for place in _DIFFERENTIABLE[: len(given)]]
