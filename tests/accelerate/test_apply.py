@@ -139,7 +139,7 @@ def test_what_foci_would_choose_it_goes_on_choosing_and_what_was_measured_is_nam
 
 def test_a_plan_that_cannot_be_put_in_says_why_and_changes_nothing() -> None:
     model = Two()
-    sites = [planned(model, fixed=True).sites[0], planned(model, backend="").sites[1]]
+    sites = [planned(model, fixed=True).sites[0], planned(model, backend=None).sites[1]]  # type: ignore[arg-type]
     with pytest.raises(Unsupported, match="the plan cannot be put into Two") as told:
         route(model, sites)
     assert told.value.reasons == ["second: left by the plan"] and named(model) == ["reference", None]

@@ -154,6 +154,11 @@ def test_a_plan_for_another_model_is_refused(plan: dict[str, str | None], messag
         install(build("flux").model, plan)
 
 
+def test_what_is_no_plan_is_refused() -> None:
+    with pytest.raises(TypeError, match="plan must map names of sites to backends"):
+        install(build("dit").model, "chunked")  # type: ignore[arg-type]
+
+
 def test_things_without_attention() -> None:
     with pytest.raises(ValueError, match=r"Linear has no attention site"):
         install(nn.Linear(2, 2))

@@ -63,3 +63,15 @@ def test_what_does_not_fit_is_refused():
         install(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="plan names 'third'"):
         install(Pair(), {"third": "chunked"})
+    with pytest.raises(TypeError, match="model is a NoneType"):
+        install(None)
+    for plan, said in (
+        ({"first": "magic"}, r"plan\['first'\] is 'magic'; expected None or one of 'native'"),
+        ({"second": 3}, r"plan\['second'\] is 3; expected None or one of 'aten'"),
+        (["first"], "plan must map names of sites to backends"),
+        ("chunked", "plan must map names of sites to backends"),
+    ):
+        model = Pair()
+        with pytest.raises((TypeError, ValueError), match=said):
+            install(model, plan)
+        assert model.first.backend == model.second.backend == "reference"

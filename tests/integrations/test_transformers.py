@@ -323,8 +323,12 @@ class TestPlan:
         model = decoder("llama")
         with pytest.raises(ValueError, match=r"plan names 'layers\.9'.*model\.layers\.0\.self_attn"):
             install(model, {"layers.9": None})
-        with pytest.raises(ValueError, match="unknown backend 'cudnn9'"):
+        with pytest.raises(ValueError, match=r"plan\['model\.layers\.0\.self_attn'\] is 'cudnn9'"):
             install(model, {"model.layers.0.self_attn": "cudnn9"})
+        with pytest.raises(TypeError, match="plan must map names of sites to backends"):
+            install(model, ["model.layers.0.self_attn"])  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="model is a NoneType"):
+            install(None)  # type: ignore[arg-type]
         with install(model), pytest.raises(ValueError, match="installed in this model already"):
             install(model)
         assert model.config._attn_implementation == "eager"

@@ -20,6 +20,7 @@ from foci.core.errors import require
 from foci.integrations.processors import ProcessorError, call_sites, check, only_forward
 from foci.integrations.reroute import CannotReroute, Rerouter, derive
 from foci.integrations.sdpa import sdpa, sdpa_bthd
+from foci.integrations.site_plan import check_plan
 from foci.integrations.undoable import Undoable
 from foci.ops.softmax.api import attention
 from foci.ops.softmax.spec import SPEC
@@ -67,7 +68,8 @@ def install(model: Any, plan: Mapping[str, str | None] | None = None) -> Handle:
     all checks pass.
 
     Raises ProcessorError for a custom processor that the model could not call, ValueError for a plan that names an
-    unknown site or backend, or a model without attention sites, and MissingExtra without Diffusers.
+    unknown site or backend, or a model without attention sites, TypeError for what is no model or no plan, and
+    MissingExtra without Diffusers.
     """
     require("diffusers", extra="diffusers")
     found = list(attention_sites(model))
@@ -75,7 +77,7 @@ def install(model: Any, plan: Mapping[str, str | None] | None = None) -> Handle:
         raise ValueError(
             f"install: {type(model).__name__} has no attention site: no module in it has an attention processor"
         )
-    _check_plan(plan, [name for name, _, _ in found])
+    check_plan(plan, {name: SPEC for name, _, _ in found})
     if plan is None:
         return route(model, {name: Target() for name, _, _ in found})
     return route(model, {name: None if backend is None else Target(backend) for name, backend in plan.items()})
@@ -297,23 +299,6 @@ def _site_name(prefix: str, name: str) -> str:
     # A compiled model holds the model it was made from as `_orig_mod`; the plan of one is the plan of the other.
     parts = [part for part in (prefix, *name.split(".")) if part and part != "_orig_mod"]
     return ".".join(parts)
-
-
-def _check_plan(plan: Mapping[str, str | None] | None, names: list[str]) -> None:
-    backends = [backend.name for backend in SPEC.backends]
-    for site, backend in (plan or {}).items():
-        if site not in names:
-            raise ValueError(
-                f"install: plan names {site!r}, which is no attention site of the model; it has {_some(names)}"
-            )
-        if backend is not None and backend not in backends:
-            raise ValueError(
-                f"install: plan[{site!r}] is {backend!r}; expected None or one of {', '.join(map(repr, backends))}"
-            )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _without_processor(model: Any, router: _Router) -> Iterator[tuple[str, str]]:

@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from foci.core.errors import Unsupported
+from foci.integrations.site_plan import check_plan, require_module
 from foci.nn.attention import Attention
 from foci.nn.recurrent import Recurrent
+from foci.ops.decay.spec import SPEC as RECURRENT  # delta_rule's backends have the same names
+from foci.ops.softmax.spec import SPEC as SOFTMAX
 
 
 @dataclass
@@ -36,14 +39,13 @@ def install(model: nn.Module, plan: Mapping[str, str | None] | None = None) -> H
     """Run each layer on the backend that `plan` names for it; on foci's choice, call by call, without a plan.
 
     Layers that the plan does not name, or for which it names None, are left. Raises Unsupported for a model without
-    layers of foci, ValueError for a plan that names others.
+    layers of foci, ValueError for a plan that names others or unknown backends, TypeError for what is no model or plan.
     """
+    require_module(model)
     sites = find_sites(model)
     if not sites:
         raise Unsupported(f"foci cannot choose backends in {type(model).__name__}", ["no layer in it is foci's"])
-    for name in plan or {}:
-        if name not in sites:
-            raise ValueError(f"plan names {name!r}, which is no layer of foci; expected some of {list(sites)}")
+    check_plan(plan, {name: SOFTMAX if isinstance(layer, Attention) else RECURRENT for name, layer in sites.items()})
     routed = dict.fromkeys(sites) if plan is None else {name: backend for name, backend in plan.items() if backend}
     before = [(sites[name], sites[name].backend) for name in routed]
     for name, backend in routed.items():

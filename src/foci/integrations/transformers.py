@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from foci.core.errors import ShapeError, Unsupported, require
 from foci.integrations import transformers_linear
+from foci.integrations.site_plan import check_plan, require_module
 from foci.integrations.transformers_keywords import DOCUMENTS, documents, refuse
 from foci.integrations.transformers_keywords import asked as keywords_asked
 from foci.integrations.transformers_linear import MARK, Recurrence, Routes
@@ -83,9 +84,10 @@ def install(model: nn.Module, plan: Mapping[str, str | None] | None = None, *, k
 
     Raises Unsupported for a model without a place to put foci and for one that is asked for attention weights,
     ValueError for a plan that names unknown modules or backends, for a model that has foci already, and for
-    keep_bfloat16 without a recurrence that has the choice.
+    keep_bfloat16 without a recurrence that has the choice; TypeError for what is no model or no plan.
     """
     library = require("transformers", extra="transformers")
+    require_module(model)
     sites, skipped = find_sites(model)
     _check(model, plan, sites, skipped)
     routed = dict.fromkeys(sites) if plan is None else {name: backend for name, backend in plan.items() if backend}
@@ -164,12 +166,7 @@ def _check(
     refusal = f"foci cannot be installed in {type(model).__name__}"
     if not sites:
         raise Unsupported(refusal, [f"{name}: {why}" for name, why in skipped] or ["it has no attention module"])
-    for name, backend in (plan or {}).items():
-        if name not in sites:
-            raise ValueError(f"plan names {name!r}, which foci cannot route; expected some of {list(sites)}")
-        recurrence = sites[name]
-        if backend is not None:
-            (SPEC if recurrence is None else recurrence.family.spec).backend(backend)
+    check_plan(plan, {name: SPEC if site is None else site.family.spec for name, site in sites.items()})
     modules = [model.get_submodule(name) for name in sites]
     methods = [vars(module).get(site.method) for module, site in zip(modules, sites.values(), strict=True) if site]
     if any(hasattr(module, _MARK) for module in modules) or any(hasattr(method, MARK) for method in methods):
