@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from foci.accelerate.degrees import Degrees
+from foci.cli_options import hold_out
 from foci.cli_ranks import Job, Ranks, require_default, teller, told, with_ranks
 from foci.cli_ranks import run as over_ranks
 from foci.core.device import machine, own_version
@@ -71,13 +72,8 @@ def accelerate(
 
 
 def _require_writable(folder: Path) -> None:
-    """Before minutes of work, not after."""
-    place = folder
-    while not place.exists():
-        place = place.parent
-    if not place.is_dir():
-        raise ValueError(f"--out {folder} cannot be written: {place} is not a folder")
-    for path in (folder / name for name in ("report.html", "plan.json") if (folder / name).is_dir()):
-        raise ValueError(f"--out {folder} cannot be written: {path} is a folder")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise ValueError(f"--out {folder} cannot be written: no permission in {place.resolve()}")
+    """Before minutes of work. A folder that is made for it is removed again: a run that fails leaves nothing."""
+    made = [each for each in (folder, *folder.parents) if not os.path.exists(each)]
+    hold_out(folder, "report.html", "plan.json", "digits.png")
+    for each in made:
+        each.rmdir()

@@ -76,6 +76,12 @@ def test_unreadable_plan_is_refused(tmp_path: Path) -> None:
         Plan.load(tmp_path / "half.json")
 
 
+def test_what_is_no_plan_is_named() -> None:
+    for wrong in (None, 3, b"plan.json"):
+        with pytest.raises(TypeError, match=r"^plan must be a Plan, its content or the path of its file, got"):
+            Plan.load(wrong)  # type: ignore[arg-type]
+
+
 def test_foreign_model_is_named(bert: Accelerated) -> None:
     with pytest.raises(ValueError, match=r"another model than this LlamaForCausalLM: its class is BertModel"):
         bert.plan.require_same_model(identify(zoo.load("llama").model))

@@ -55,6 +55,14 @@ def test_record(bert: Accelerated, tmp_path: Path) -> None:
     assert Plan.load(tmp_path / "plan.json") == bert.plan
 
 
+def test_what_is_no_folder_is_named(bert: Accelerated, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"^save: folder .*file cannot be made: File exists"):
+        bert.save(tmp_path / "file")
+    with pytest.raises(TypeError, match=r"^save: folder must be a path, got None"):
+        bert.save(None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 def test_gradients_are_proved_where_the_caller_has_them_off(off: type) -> None:
     subject = zoo.load("bert")
@@ -100,12 +108,18 @@ def test_pipeline_gives_its_denoiser_and_lists_the_rest() -> None:
     ("options", "sentence"),
     [
         ({"compile": "perhaps"}, "compile must be 'auto', 'on' or 'off'"),
-        ({"calls": 0}, "calls must be at least 1, got 0"),
-        ({"calls": float("nan")}, "calls must be at least 1, got nan"),
+        ({"calls": 0}, "calls must be a whole number from 1 up, got 0"),
+        ({"calls": float("nan")}, "calls must be a whole number from 1 up, got nan"),
+        ({"calls": 1.5}, "calls must be a whole number from 1 up, got 1.5"),
+        ({"calls": True}, "calls must be a whole number from 1 up, got True"),
+        ({"calls": "3"}, "calls must be a whole number from 1 up, got '3'"),
+        ({"other_inputs": 3, "compile": "off"}, "other_inputs must be a mapping of keyword arguments, or None, got 3"),
+        ({"name": 3}, "name must be a text, got 3"),
+        ({"note": None}, "note must be a text, got None"),
     ],
 )
 def test_options_are_checked(options: dict, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises((TypeError, ValueError), match=f"^accelerate: {sentence}"):
         accelerate(nn.Linear(2, 2), torch.randn(1, 2), **options)
 
 

@@ -110,8 +110,8 @@ def apply(model: Any, plan: Plan | Mapping[str, Any] | str | Path) -> Applied:
     For a Diffusers pipeline, to its denoiser, as `accelerate` does.
 
     The plan is valid for the model it was made on: class, configuration and attention sites must be the same; weights
-    may differ. Raises ValueError for a plan that cannot be read or that is another model's, with what differs; after an
-    error the model is as it was.
+    may differ. Raises ValueError for a plan that cannot be read or that is another model's, with what differs, and
+    TypeError for what is no plan; after an error the model is as it was.
     """
     _, model = denoiser(model, "apply")
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)

@@ -117,8 +117,13 @@ class Plan:
 
     @classmethod
     def load(cls, source: Mapping[str, Any] | str | Path) -> Plan:
-        """Read a plan from its file or its content; raises ValueError saying what is wrong with it."""
+        """Read a plan from its file or its content; raises ValueError saying what is wrong with it.
+
+        What is neither a path nor a mapping raises TypeError.
+        """
         where, content = "plan", source
+        if not isinstance(source, Mapping | str | os.PathLike):
+            raise TypeError(f"plan must be a Plan, its content or the path of its file, got {source!r:.200}")
         if not isinstance(source, Mapping):
             where = f"plan {source}"
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,8 +71,18 @@ class Accelerated:
         return Report(self.plan, self.before, self.after)
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Write plan.json, report.html and the pictures into a folder, each atomically."""
-        return [*self.report.save(Path(folder)), self.plan.save(Path(folder) / "plan.json")]
+        """Write plan.json, report.html and the pictures into a folder, each atomically; it is made if need be.
+
+        Raises TypeError or ValueError for what cannot be a folder.
+        """
+        if not isinstance(folder, str | os.PathLike):
+            raise TypeError(f"save: folder must be a path, got {folder!r:.200}")
+        place = Path(folder)
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"save: folder {folder} cannot be made: {error.strerror}") from error
+        return [*self.report.save(place), self.plan.save(place / "plan.json")]
 
 
 def accelerate(
@@ -95,13 +106,10 @@ def accelerate(
     progress(phase, text, finished) is called as phases proceed.
 
     The model stays accelerated until `.restore()`. Raises Refused, with the model restored, where an output or a
-    gradient misses its error budget; Unsupported for a model without attention that foci can route; ValueError for
-    arguments that do not fit.
+    gradient misses its error budget; Unsupported for a model without attention that foci can route; ValueError or
+    TypeError for arguments that do not fit.
     """
-    if compile not in ("auto", "on", "off"):
-        raise ValueError(f"accelerate: compile must be 'auto', 'on' or 'off', got {compile!r}")
-    if not calls >= 1:  # NaN is not
-        raise ValueError(f"accelerate: calls must be at least 1, got {calls}")
+    _check_options(compile, calls, other_inputs, {"name": name, "note": note})
     tell = progress or (lambda phase, text, finished: None)
     whole = model
     model, inputs, beside = _denoiser(model, example_inputs)
@@ -130,6 +138,21 @@ def accelerate(
         demo=compare_shown(before, after),
     )
     return Accelerated(whole, plan, before, after, applied)
+
+
+def _check_options(compile: object, calls: object, other_inputs: object, texts: Mapping[str, object]) -> None:
+    """Before minutes of work, and whether or not they will be used."""
+    if compile not in ("auto", "on", "off"):
+        raise ValueError(f"accelerate: compile must be 'auto', 'on' or 'off', got {compile!r}")
+    if not isinstance(calls, int) or isinstance(calls, bool) or calls < 1:
+        raise ValueError(f"accelerate: calls must be a whole number from 1 up, got {calls!r}")
+    if other_inputs is not None and not isinstance(other_inputs, Mapping):
+        raise TypeError(
+            f"accelerate: other_inputs must be a mapping of keyword arguments, or None, got {other_inputs!r:.200}"
+        )
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise TypeError(f"accelerate: {name} must be a text, got {text!r:.200}")
 
 
 def _require_eager(model: nn.Module) -> None:
