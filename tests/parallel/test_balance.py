@@ -61,6 +61,21 @@ def test_wrong_arguments_are_named() -> None:
         pieces("plain", 4, 2, 2)
 
 
+def test_what_counts_tokens_and_dimensions_is_whole(worlds: Callable[[int], World]) -> None:
+    worlds(1).run(counted)
+
+
+def counted() -> None:
+    group = dist.group.WORLD
+    for T in (True, 8.0, "8", -1):
+        with pytest.raises(ValueError, match=f"^positions: T must be a whole number, at least 0, got {T!r}"):
+            balance.positions(T, group)  # type: ignore[arg-type]
+    for function in (shard, unshard):
+        for dim in ("a", 1.0, True, 3):
+            with pytest.raises(ValueError, match=f"{function.__name__}: dim must be one of the 3 .*, got {dim!r}"):
+                function(torch.zeros(1, 4, 2), group, dim=dim)
+
+
 def goes_round(order: balance.Order, T: int, dim: int) -> None:
     group = dist.group.WORLD
     x = torch.randn(2, T, 3, dtype=torch.float64).movedim(1, dim).contiguous().requires_grad_()

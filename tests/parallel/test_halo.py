@@ -144,9 +144,18 @@ def refused(kind: str) -> None:
         halo(x, group.rank, group)
     elif kind == "tail":
         halo(x, 3, group, tail=torch.zeros(1, 2 + (group.rank != 1), 2))
+    elif kind == "x":
+        halo([1], 3, group)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("kind", "error", "words"), [("width", Disagreement, "width"), ("tail", RankError, "rank 1")])
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        ("width", Disagreement, "width"),
+        ("tail", RankError, "rank 1"),
+        ("x", TypeError, r"^halo: x must be a tensor, got \[1\]"),
+    ],
+)
 def test_what_does_not_fit_fails_on_all_ranks(worlds: Worlds, kind: str, error: type, words: str) -> None:
     for each in worlds(2).outcomes(refused, kind):
         with pytest.raises(error, match=words):

@@ -44,7 +44,14 @@ def test_what_does_not_fit_is_named() -> None:
         (lambda: Link(-1, 1), "latency"), (lambda: Link(0, 0), "bandwidth"), (lambda: preset("b300"), "b300"),
         (lambda: Links(NEAR, NEAR, node=8), "far"), (lambda: Links(NEAR, NEAR, overlap=1.5), "overlap"),
         (lambda: Links(NEAR, NEAR, node=0, far=FAR), "node"), (lambda: Links(NEAR, NEAR, agree=-1), "agree"),
+        (lambda: preset("h100", node=1.5), "node must be a whole number, at least 1, got 1.5"),
         (lambda: Compute(0, 1, 1, 1), "rate"), (lambda: Compute(1, 1, 1, 1, call=-1), "call"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=name):
             wrong()
+    for link, name in (
+        (lambda: Links((1, 2), NEAR), "shift"), (lambda: Links(NEAR, None), "swap"),
+        (lambda: Links(NEAR, NEAR, node=2, far=3), "far"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=f"^Links: {name} must be a Link, got"):
+            link()

@@ -59,7 +59,8 @@ def test_the_mesh_is_made_of_it(worlds: Worlds) -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "name"),
-    [({"ulysses": 0}, "ulysses"), ({"order": "spiral"}, "order"), ({"inner": "cfg"}, "inner"),
+    [({"ulysses": 0}, "ulysses"), ({"ulysses": 2.0}, "ulysses must be a whole number, at least 1, got 2.0"),
+     ({"order": "spiral"}, "order"), ({"inner": "cfg"}, "inner"),
      ({"handoff": True, "ring": 2, "order": "zigzag"}, "plain order")],
 )  # fmt: skip
 def test_what_does_not_fit_is_named(wrong: dict[str, object], name: str) -> None:

@@ -105,6 +105,12 @@ def test_without_ranks_nothing_is_sent() -> None:
         assert sent(Shape(9, 2, 4), Split(), backward=backward) == Wire()
 
 
+@pytest.mark.parametrize("rank", [1, (5, 7), (-1, -1), (0,), (0, 1.0), None])
+def test_a_rank_is_a_pair_of_the_split_s(rank: Any) -> None:
+    with pytest.raises(ValueError, match=r"^sent: rank must be a pair, .* of 2 x 4 ranks, got"):
+        sent(Shape(64, 2, 4), Split(2, 4), rank)
+
+
 def test_a_window_keeps_blocks_at_home() -> None:
     far = sent(Shape(64, 2, 4, causal=True), Split(1, 8), (0, 7))
     near = sent(Shape(64, 2, 4, causal=True, window=7), Split(1, 8), (0, 7))

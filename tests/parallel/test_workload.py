@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -43,6 +44,8 @@ def test_only_keeps_what_was_given_and_lets_defaults_follow() -> None:
     ("wrong", "name"),
     [
         ({"T": 0}, "T"), ({"H": 3, "G": 2}, "H"), ({"operator": "softmax"}, "operator"), ({"window": 3}, "window"),
+        ({"T": 8.5}, "T must be a whole number, at least 1, got 8.5"), ({"B": True}, "B must be a whole number"),
+        ({"dtype": "x"}, "dtype is 'x'; expected float64"), ({"window": 1.5, "causal": True}, "window must be a whole"),
         ({"operator": "scan", "causal": True}, "scan"), ({"operator": "delta_rule", "S": 5}, "delta_rule"),
     ],
 )  # fmt: skip
@@ -51,7 +54,13 @@ def test_what_does_not_fit_is_named(wrong: dict[str, object], name: str) -> None
         Shape(**({"T": 8, "H": 2, "K": 4} | wrong))
 
 
-@pytest.mark.parametrize("wrong", [{"layers": 0}, {"steps": 0}, {"weights": -1}, {"seconds": -1.0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"layers": 0}, {"steps": 0}, {"weights": -1}, {"seconds": -1.0}, {"layers": 1.5}, {"flops": math.nan},
+        {"flops": math.inf},
+    ],
+)  # fmt: skip
 def test_the_rest_is_checked(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Rest(**wrong)

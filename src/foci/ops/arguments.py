@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -118,6 +118,13 @@ def number(
     if not least <= value <= most:  # math.isfinite does not take a SymFloat
         raise ValueError(f"{operator}: {name} must be a {kind}, got {value}; expected {least} to {most}")
     return float(value)
+
+
+def whole(operator: str, name: str, value: object, least: int = 1) -> int:
+    """The value as an int, of at least `least`; a bool is none."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{operator}: {name} must be a whole number, at least {least}, got {value!r:.200}")
+    return int(value)
 
 
 def switch(operator: str, name: str, value: object) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from foci.ops.arguments import whole
 from foci.parallel.exchange import Session, all_gather, checked, gather_counts, sum_scatter
 from foci.parallel.group import Group
 
@@ -87,7 +88,7 @@ def held_by(group: Any, order: Order, T: int) -> list[list[Piece]]:
 @torch.compiler.disable
 def positions(T: int, group: Any, order: Order = "zigzag") -> Tensor:
     """The positions in the whole sequence of this rank's tokens, int64 [T of this rank], for rotary embeddings."""
-    held = held_by(group, order, T)[_index(group)]
+    held = held_by(group, order, whole("positions", "T", T, 0))[_index(group)]
     return torch.tensor([position for piece in held for position in piece.positions], dtype=torch.int64, device="cpu")
 
 
@@ -235,8 +236,8 @@ def _index(group: Any) -> int:
 def _dimension(function: str, x: Tensor, dim: int) -> int:
     if not isinstance(x, Tensor):
         raise TypeError(f"{function}: x must be a tensor, got {x!r}")
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"{function}: dim must be one of the {x.dim()} dimensions of x, got {dim}")
+    if not isinstance(dim, int) or isinstance(dim, bool) or not -x.dim() <= dim < x.dim():
+        raise ValueError(f"{function}: dim must be one of the {x.dim()} dimensions of x, got {dim!r}")
     return dim % x.dim()
 
 

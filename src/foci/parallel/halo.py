@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foci.core.errors import ShapeError
+from foci.core.shapes import dense
 from foci.ops import arguments
 from foci.parallel.exchange import Session, all_gather, gather, sum_scatter
 from foci.parallel.group import Group
@@ -126,13 +127,13 @@ def _found(sharding: TokenSharding, rank: int, ends: Sequence[Tensor], first: Te
 
 
 def _check(x: Tensor, width: int, tail: Tensor | None, offsets: Tensor | None) -> None:
-    if x.dim() != 3:
+    if dense(_NAME, "x", x).dim() != 3:
         raise ShapeError(f"{_NAME}: x has shape {list(x.shape)}; expected [B, T, D]")
     if not isinstance(width, int) or isinstance(width, bool) or width < 0:
         raise ValueError(f"{_NAME}: width must be a whole number of tokens, at least 0, got {width!r}")
     arguments.check_documents(_NAME, offsets, None, x.shape[0])
     expected = [arguments.rows(offsets, x.shape[0]), width, x.shape[2]]
-    if tail is not None and list(tail.shape) != expected:
+    if tail is not None and list(dense(_NAME, "tail", tail).shape) != expected:
         raise ShapeError(f"{_NAME}: tail has shape {list(tail.shape)}; expected [N, width, D] = {expected}")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from foci.ops.arguments import whole
+
 
 @dataclass(frozen=True)
 class Link:
@@ -41,8 +43,11 @@ class Links:
     source: str = ""
 
     def __post_init__(self) -> None:
-        if self.node is not None and self.node < 1:
-            raise ValueError(f"Links: node must be at least 1, got {self.node}")
+        for name, link in (("shift", self.shift), ("swap", self.swap), ("far", self.far)):
+            if not isinstance(link, Link) and (link is not None or name != "far"):
+                raise TypeError(f"Links: {name} must be a Link, got {link!r:.200}")
+        if self.node is not None:
+            whole("Links", "node", self.node)
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"Links: overlap must lie in 0 .. 1, got {self.overlap}")
         if not self.agree >= 0:

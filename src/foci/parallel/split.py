@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, get_args
 import torch
 from torch import Tensor
 
+from foci.ops.arguments import whole
 from foci.parallel.balance import Order
 from foci.parallel.workload import Shape
 
@@ -34,8 +35,7 @@ class Split:
 
     def __post_init__(self) -> None:
         for name in ("ulysses", "ring", "cfg"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Split: {name} must be at least 1, got {getattr(self, name)}")
+            whole("Split", name, getattr(self, name))
         if self.order not in get_args(Order):
             raise ValueError(f"Split: order must be one of {', '.join(map(repr, get_args(Order)))}, got {self.order!r}")
         if self.inner not in ("ulysses", "ring"):

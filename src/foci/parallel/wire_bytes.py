@@ -60,7 +60,7 @@ def sent(shape: Shape, split: Split, rank: tuple[int, int] = (0, 0), *, backward
 
     Masks, offsets and a dense bias are never sent. For arguments that a Shape does not have, see the documentation.
     """
-    u, r = rank
+    u, r = _place(split, rank)
     U = split.ulysses
     call = shape.call()
     held = shares(shape.H, 0 if _headless(shape) else shape.heads, U)
@@ -80,6 +80,18 @@ def sent(shape: Shape, split: Split, rank: tuple[int, int] = (0, 0), *, backward
     if shape.recurrent:
         return wire._replace(**_handoff(shape, split, call, held[u], r, backward))
     return wire._replace(**_ring(shape, split, held[u], r, backward))
+
+
+def _place(split: Split, rank: Any) -> tuple[int, int]:
+    """A rank of the split: its (index in Ulysses, index in the ring)."""
+    sizes = (split.ulysses, split.ring)
+    pair = isinstance(rank, tuple | list) and len(rank) == 2
+    if not pair or not all(isinstance(n, int) and 0 <= n < size for n, size in zip(rank, sizes, strict=True)):
+        raise ValueError(
+            f"sent: rank must be a pair, (index in Ulysses, index in the ring) of {sizes[0]} x {sizes[1]} ranks, "
+            f"got {rank!r:.200}"
+        )
+    return rank[0], rank[1]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foci.ops.arguments import DTYPES, number, whole
 from foci.ops.masks import Causal, Mask, Window, lower
 from foci.ops.pairs import pairs
 from foci.parallel.operators import OPERATORS, Operator
@@ -37,11 +38,9 @@ class Rest:
 
     def __post_init__(self) -> None:
         for name in ("layers", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Rest: {name} must be at least 1, got {getattr(self, name)}")
+            whole("Rest", name, getattr(self, name))
         for name in ("flops", "weights", "kept", "seconds"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"Rest: {name} must not be negative, got {getattr(self, name)}")
+            number("Rest", name, getattr(self, name), "finite number that is not negative", least=0)
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,17 @@ class Shape:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, other)
         for name in ("T", "H", "K", "B", "S", "G", "V"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Shape: {name} must be at least 1, got {getattr(self, name)}")
+            whole("Shape", name, getattr(self, name))
+        if self.dtype not in DTYPES:
+            raise ValueError(f"Shape: dtype is {self.dtype!r}; expected float64, float32, bfloat16 or float16")
+        if not isinstance(self.rest, Rest):
+            raise TypeError(f"Shape: rest must be a Rest, got {self.rest!r:.200}")
         if self.H % self.heads:
             raise ValueError(f"Shape: H must be a multiple of G, got H={self.H}, G={self.G}")
-        if self.window is not None and (self.window < 0 or not self.causal):
-            raise ValueError(f"Shape: window needs causal=True and must not be negative, got {self.window}")
+        if self.window is not None:
+            whole("Shape", "window", self.window, 0)
+            if not self.causal:
+                raise ValueError(f"Shape: window needs causal=True, got {self.window}")
         if self.operator != "attention" and (self.keys != self.T or self.causal or self.window is not None):
             raise ValueError(f"Shape: {self.operator} takes neither S nor causal nor window; it is causal by itself")
 
