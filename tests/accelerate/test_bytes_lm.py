@@ -83,12 +83,31 @@ def test_a_mask_of_another_shape_is_refused_even_if_it_hides_nothing(model, shap
         model(_ids(2, 17), attention_mask=torch.ones(shape))
 
 
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        (torch.tensor([[0.0, 0.0, 0.0, -1e9]]), "is float32; expected bool or integers"),  # it was taken inverted
+        (torch.ones(1, 4), "is float32; expected bool or integers"),
+        (torch.tensor([[1, 1, 2, 1]]), "holds 2; expected 1"),
+        (torch.tensor([[1, 1, -1, 1]]), "holds -1; expected 1"),
+    ],
+)
+def test_a_mask_that_is_added_to_logits_is_refused(model, mask, said):
+    with pytest.raises(ValueError, match=f"^bytes-lm: attention_mask {said}"):
+        model(_ids(1, 4), attention_mask=mask)
+    with pytest.raises(TypeError, match=r"^bytes-lm: attention_mask must be a tensor"):
+        model(_ids(1, 4), attention_mask=[1, 1, 1, 1])
+
+
 @torch.no_grad()
 def test_a_mask_behind_a_cache_is_of_all_bytes_or_of_these(model):
     memory = model(_ids(2, 17)).past_key_values
     with pytest.raises(ShapeError, match=r"expected \[2, 20\]"):
         model(_ids(2, 3), attention_mask=torch.ones(2, 19), past_key_values=memory)
-    masks = [model(_ids(2, 3), attention_mask=torch.ones(2, T), past_key_values=copy.deepcopy(memory)) for T in (3, 20)]
+    masks = [
+        model(_ids(2, 3), attention_mask=torch.ones(2, T, dtype=torch.long), past_key_values=copy.deepcopy(memory))
+        for T in (3, 20)
+    ]
     assert masks[0].logits.equal(masks[1].logits)
 
 

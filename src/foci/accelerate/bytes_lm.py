@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from foci.bench.measure import clock
 from foci.core.errors import ShapeError, require
+from foci.core.shapes import dense
 from foci.nn import Attention, Cache, GatedDeltaNet, RMSNorm
 from foci.nn.parts import sizes
-from foci.ops.arguments import number
+from foci.ops.arguments import number, plain, short
 
 ASSETS = Path(__file__).parent / "assets" / "bytes_lm"
 NEWFILE = 0  # the byte before a file's first: what a model without a prompt begins with
@@ -178,14 +179,26 @@ def _classes() -> tuple[Any, Any]:
 def real_tokens(attention_mask: Tensor | None, input_ids: Tensor, seen: int = 0) -> Tensor | None:
     """transformers' mask of all tokens so far, or of these, as the boolean one of these; None where none is padding.
 
-    Raises ShapeError where it is neither: ones of another shape would hide nothing, and say nothing of it.
+    Raises ShapeError where it is neither: ones of another shape would hide nothing, and say nothing of it. ValueError
+    for a floating mask, since those that are added to logits are 0 where a byte is real, and on a CPU for values other
+    than 0 and 1.
     """
     if attention_mask is None:
         return None
+    dense("bytes-lm", "attention_mask", attention_mask)
     rows, T = input_ids.shape[0], input_ids.shape[-1]
     if attention_mask.shape not in ((rows, T), (rows, seen + T)):
         shape = list(attention_mask.shape)
         raise ShapeError(f"bytes-lm: attention_mask has shape {shape}; expected [{rows}, {seen + T}]")
+    if attention_mask.dtype.is_floating_point or attention_mask.dtype.is_complex:
+        raise ValueError(
+            f"bytes-lm: attention_mask is {short(attention_mask.dtype)}; expected bool or integers, 1 where a byte is "
+            "real and 0 where it is padding"
+        )
+    if attention_mask.device.type == "cpu" and plain(attention_mask):
+        wrong = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
+        if wrong.numel():
+            raise ValueError(f"bytes-lm: attention_mask holds {wrong[0].item()}; expected 1 (real) or 0 (padding)")
     mask = attention_mask[:, attention_mask.shape[1] - T :].bool()
     return None if bool(mask.all()) else mask
 
