@@ -15,7 +15,7 @@ import foci
 from foci.core.errors import ShapeError
 from foci.core.spec import Backend, Spec
 from foci.ops import SPECS
-from foci.ops.arguments import LARGEST, switch
+from foci.ops.arguments import LARGEST, switch, whole
 from tests.ops.recurrences import CPU, told_of_nothing, unasked
 
 B, T, G, H, K, V = 2, 6, 2, 4, 3, 5
@@ -225,6 +225,13 @@ def test_the_op_gives_as_many_states_as_its_fake_says(wanted: bool) -> None:
 def test_a_number_of_any_library_is_a_number(value: Any) -> None:
     x = torch.randn(1, 3, 2, 4)
     assert torch.equal(foci.attention(x, x, x, scale=value), foci.attention(x, x, x, scale=0.25))
+
+
+def test_a_whole_number_is_of_any_library_and_no_bool() -> None:
+    assert [whole("f", "x", value) for value in (1, np.int64(3))] == [1, 3] and whole("f", "x", 0, 0) == 0
+    for wrong in (0, -1, 1.0, True, "1", None, torch.tensor(1)):
+        with pytest.raises(ValueError, match=r"^f: x must be a whole number, at least 1, got"):
+            whole("f", "x", wrong)
 
 
 def test_a_switch_is_a_bool_or_0_or_1() -> None:

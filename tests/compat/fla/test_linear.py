@@ -93,6 +93,9 @@ def test_lightning_attn(fla: Any, name: str, dtype: torch.dtype) -> None:
 
     problem = Problem(QKV, ((H, K, V),), options={"layer_idx": 3, "num_layers": 12})
     check(getattr(ours, name), theirs, problem, dtype)
+    for layers, said in ((0, "num_layers must be a whole number, at least 1, got 0"), (None, "num_layers must be")):
+        with pytest.raises(ValueError, match=said):
+            getattr(ours, name)(*(torch.ones(1, 2, H, 4),) * 3, 0, layers)
     with pytest.raises(ValueError, match=r"layer_idx must be in 0\.\.num_layers=12, got 13"):
         getattr(ours, name)(*(torch.ones(1, 2, H, 4),) * 3, 13, 12)
 

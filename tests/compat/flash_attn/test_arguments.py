@@ -39,6 +39,9 @@ def test_longest_takes_ints_and_tensors_and_no_sequences_at_all() -> None:
     longest("max_seqlen_q", torch.tensor(3), torch.tensor([0, 3, 5]))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_seqlen_q is 2"):
         longest("max_seqlen_q", 2, torch.tensor([0, 3, 5]))
+    for wrong in (None, "3", 3.0, True, torch.tensor([3, 3])):
+        with pytest.raises(TypeError, match=r"^flash_attn: max_seqlen_q must be an int, got"):
+            longest("max_seqlen_q", wrong, torch.tensor([0, 3]))  # type: ignore[arg-type]
 
 
 def test_unpack_gives_views() -> None:

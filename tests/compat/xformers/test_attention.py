@@ -215,6 +215,11 @@ def test_parts_merge_into_the_whole_and_so_do_their_gradients() -> None:
     torch.testing.assert_close(grouped[:, :, 0], want.float())
 
 
+def test_there_is_nothing_to_merge_in_no_parts() -> None:
+    with pytest.raises(ValueError, match="has 0 parts, lse_split has 0; expected as many, 1 or more"):
+        xops.merge_attentions([], [])
+
+
 def test_a_word_is_no_flag() -> None:
     out, lse = xops.memory_efficient_attention_partial(*problem(4, 4))
     with pytest.raises(TypeError, match=r"^xformers: write_lse must be True or False, got 'False'"):

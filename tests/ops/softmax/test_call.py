@@ -78,7 +78,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "attention: scale must be a finite number, got -1e+300; expected": {"scale": -1e300, "backend": "chunked"},
     "attention: dropout must be a probability in [0, 1), got 1": {"dropout": 1.0},
     "attention: dropout must be a probability in [0, 1), got -0.1": {"dropout": -0.1},
-    "attention: dropout must be a finite number, got nan": {"dropout": NAN},
+    "attention: dropout must be a probability in [0, 1), got nan": {"dropout": NAN},
     "attention: q, k, v have dtypes float32, float16, float32; expected one of float64, float32, bfloat16, float16": {
         "k": z(2, 7, 2, 8, dtype=HALF)
     },

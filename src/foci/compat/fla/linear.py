@@ -10,7 +10,7 @@ from foci.compat.fla.arguments import Pair, Run, hold, tuning
 from foci.core.errors import ShapeError
 from foci.core.shapes import Signature, dense
 from foci.core.spec import accumulator
-from foci.ops.arguments import switch
+from foci.ops.arguments import switch, whole
 
 States = Tensor | tuple[Tensor, Tensor]
 Row = Float[Tensor, "B T G K"]
@@ -198,7 +198,8 @@ def fused_recurrent_lightning_attn(
     cu_seqlens: Tensor | None = None,
 ) -> Pair:
     """`chunk_lightning_attn`, in either direction."""
-    if not 0 <= layer_idx <= num_layers:
+    whole("fla", "num_layers", num_layers)
+    if not 0 <= whole("fla", "layer_idx", layer_idx, 0) <= num_layers:
         raise ValueError(f"layer_idx must be in 0..num_layers={num_layers}, got {layer_idx}; beyond, states would grow")
     heads = torch.arange(q.shape[2], dtype=accumulator(q.dtype), device=q.device)
     log_decay = -8 / q.shape[2] * (1 - layer_idx / num_layers) * heads

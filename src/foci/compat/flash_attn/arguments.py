@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 from torch import Tensor
 
@@ -66,7 +68,12 @@ def unpack(name: str, packed: Tensor, dim: int, count: int) -> tuple[Tensor, ...
 
 def longest(name: str, declared: int, offsets: Tensor) -> None:
     """Raise when a sequence is longer than declared. The compiler shows no values to look at."""
-    if torch.compiler.is_compiling() or offsets.numel() < 2:
+    if torch.compiler.is_compiling():
+        return
+    count = declared.numel() == 1 if isinstance(declared, Tensor) else isinstance(declared, Integral)
+    if not count or isinstance(declared, bool):
+        raise TypeError(f"flash_attn: {name} must be an int, got {declared!r:.200}")
+    if offsets.numel() < 2:
         return
     if (real := int(offsets.diff().max())) > int(declared):
         raise ValueError(f"flash_attn: {name} is {int(declared)}, but one of the sequences has {real} tokens")

@@ -152,7 +152,9 @@ def merge_attentions(
     write_lse = switch("xformers", "write_lse", write_lse)
     outs, lses = (list(x.unbind(0)) if isinstance(x, Tensor) else list(x) for x in (attn_split, lse_split))
     if len(outs) != len(lses) or not outs:
-        raise ShapeError(f"xformers: attn_split has {len(outs)} parts, lse_split has {len(lses)}; expected as many")
+        raise ShapeError(
+            f"xformers: attn_split has {len(outs)} parts, lse_split has {len(lses)}; expected as many, 1 or more"
+        )
     for place, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         rest = (*out.shape[:1], *out.shape[2:-1], *out.shape[1:2])
         if out.dim() not in (4, 5) or lse.shape != rest or out.shape != outs[0].shape:

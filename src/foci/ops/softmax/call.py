@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -149,10 +150,11 @@ def cap(operator: str, softcap: float | None) -> float | None:
 
 def probability(operator: str, name: str, value: float) -> float:
     """A dropout probability: less than 1, as what is kept is divided by 1 - p."""
-    value = number(operator, name, value)
+    if isinstance(value, bool) or not isinstance(value, Real):  # NaN and infinity are in no other range than this one
+        value = number(operator, name, value)
     if not 0 <= value < 1:
         raise ValueError(f"{operator}: {name} must be a probability in [0, 1), got {value}")
-    return value
+    return float(value)
 
 
 def bound(
