@@ -38,6 +38,7 @@ PROBLEMS = (
     Linear("no whole chunks", B=1, T=131, H=2, K=24, decay="token"),
     Linear("no whole chunks, per channel", B=1, T=150, H=2, K=8, V=12, decay="channel", state=True),
     Linear("grouped heads", H=6, G=2, decay="token"),
+    Linear("grouped heads, per head, state", H=6, G=2, decay="head", state=True, scale=0.3),
     Linear("one key head", G=1, decay="channel"),
     Linear("value width", V=24),
     Linear("odd widths", K=7, V=5, decay="channel"),
@@ -53,6 +54,9 @@ PROBLEMS = (
     Linear("not causal, grouped heads", causal=False, H=4, G=2, V=24, state=True),
     Linear("not causal, packed", B=1, causal=False, offsets=(0, 0, 1, 8, 8, 19)),
     Linear("packed", B=1, offsets=(0, 0, 1, 8, 8, 19), decay="token"),
+    # as many documents and tokens: what is kept by their number is another call's
+    Linear("packed, other offsets", B=1, offsets=(0, 0, 3, 5, 8, 19), decay="token"),
+    Linear("packed, whole chunks", B=1, T=83, H=2, K=8, offsets=(0, 16, 80, 83), decay="token", state=True),
     Linear("packed, per head", B=1, offsets=(0, 6, 7, 19), decay="head"),
     Linear("packed, per channel", B=1, T=83, H=2, K=8, offsets=(0, 1, 1, 70, 83), decay="channel", state=True),
     Linear("packed, bonus", B=1, offsets=(0, 1, 8, 19, 19), decay="channel", state=True, bonus=True),

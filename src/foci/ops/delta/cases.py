@@ -72,6 +72,7 @@ PROBLEMS = (
     Delta("no whole chunks", B=1, T=131, H=2, K=24, decay="token"),
     Delta("no whole chunks, per channel", B=1, T=150, H=2, K=8, V=12, decay="channel", state=True),
     Delta("grouped heads", H=6, G=2, decay="token"),
+    Delta("grouped heads, per head, state", H=6, G=2, decay="head", state=True, scale=0.3),
     Delta("one key head", G=1, decay="channel"),
     Delta("value width", V=24),
     Delta("odd widths", K=7, V=5, decay="channel"),
@@ -93,6 +94,9 @@ PROBLEMS = (
     Delta("correlated keys", B=1, T=131, H=2, alike="correlated"),
     Delta("correlated keys, beta of 2", B=1, T=70, H=2, alike="correlated", beta=2.0, full=True, decay="channel"),
     Delta("packed", B=1, offsets=(0, 0, 1, 8, 8, 19), decay="token"),
+    # as many documents and tokens: what is kept by their number is another call's
+    Delta("packed, other offsets", B=1, H=6, G=2, offsets=(0, 0, 3, 5, 8, 19), decay="token"),
+    Delta("packed, whole chunks", B=1, T=83, H=2, K=8, offsets=(0, 16, 80, 83), state=True),
     Delta("packed, per head", B=1, offsets=(0, 6, 7, 19), decay="head"),
     Delta("packed, per channel", B=1, T=83, H=2, K=8, offsets=(0, 1, 1, 70, 83), decay="channel", state=True),
     Delta("extreme gates per head", H=5, decay="head", gates=Draw.extremes),

@@ -64,6 +64,7 @@ CASES = (
     case("state", state=True),
     case("fused projection", fused=True),
     case("packed", B=1, offsets=(0, 0, 1, 8, 8, 19)),
+    case("packed, other offsets", B=1, offsets=(0, 0, 3, 5, 8, 19), skip=True),
     case("packed, states", B=1, T=83, offsets=(0, 1, 1, 70, 83), state=True, skip=True),
     case("extreme rates", "extreme", T=40, state=True),
     case("extreme rates, packed", "extreme", B=1, T=40, offsets=(0, 20, 20, 40), state=True, skip=True),
