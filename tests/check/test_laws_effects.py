@@ -1,0 +1,58 @@
+"""Effects are told once for all gradients; what says no is no fault (what is wrong: tests/check/effects_gallery.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from foci.ops.softmax.conventions import adapt
+from tests.check.effects_gallery import EFFECTS, ByHand, probabilities_in_a_workspace
+from tests.check.test_laws import ask
+
+
+class Once(ByHand):
+    """Frees what it kept, and says so when it is asked again."""
+
+    forward = staticmethod(ByHand.forward)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
+        if ctx.p is None:
+            raise RuntimeError("its backward runs once")
+        grads = ByHand.backward(ctx, dout)
+        ctx.p = None
+        return grads
+
+
+def test_a_backward_by_hand_passes() -> None:
+    assert ask(EFFECTS, adapt(lambda q, k, v: ByHand.apply(q, k, v))) == []
+
+
+def test_a_second_backward_may_raise() -> None:
+    assert ask(EFFECTS, adapt(lambda q, k, v: Once.apply(q, k, v))) == []
+
+
+def test_a_backward_that_a_call_in_between_breaks_is_told_with_its_error() -> None:
+    current: list[Tensor] = []
+
+    class Latest(ByHand):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = ByHand.forward(ctx, q, k, v)
+            current[:] = [ctx.p]
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
+            if ctx.p is not current[0]:
+                raise KeyError("another call's")
+            return ByHand.backward(ctx, dout)
+
+    [told] = set(ask(EFFECTS, adapt(lambda q, k, v: Latest.apply(q, k, v))))
+    assert "another call before the backward" in told and "another call's" in told
+
+
+def test_one_sentence_names_all_gradients() -> None:
+    (told,) = set(ask(EFFECTS, adapt(probabilities_in_a_workspace)))
+    assert told.startswith("dq, dk, dv: another call before the backward")
