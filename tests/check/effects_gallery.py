@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,49 +55,34 @@ def probabilities_in_a_workspace(q, k, v):
     return InWorkspace.apply(q, k, v)
 
 
-class ScalesQueries(ByHand):
-    forward = staticmethod(ByHand.forward)
+def leaving(spoil: Callable[[Any, Tensor], object]) -> Any:
+    """One whose backward, when it has made its gradients, also does this to what it was given."""
 
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
-        grads = ByHand.backward(ctx, dout)
-        ctx.saved_tensors[0].detach().mul_(0.5)
-        return grads
+    class Leaving(ByHand):
+        forward = staticmethod(ByHand.forward)
+
+        @staticmethod
+        def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
+            grads = ByHand.backward(ctx, dout)
+            spoil(ctx, dout)
+            return grads
+
+    return Leaving
 
 
 @plant(EFFECTS, "in its backward, q is overwritten")
 def queries_scaled_in_backward(q, k, v):
-    return ScalesQueries.apply(q, k, v)
-
-
-class ClearsGradient(ByHand):
-    forward = staticmethod(ByHand.forward)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
-        grads = ByHand.backward(ctx, dout)
-        dout.zero_()
-        return grads
+    return leaving(lambda ctx, dout: ctx.saved_tensors[0].detach().mul_(0.5)).apply(q, k, v)
 
 
 @plant(EFFECTS, "in its backward, the gradient of out is overwritten")
 def gradient_used_as_scratch(q, k, v):
-    return ClearsGradient.apply(q, k, v)
-
-
-class OneBackward(ByHand):
-    forward = staticmethod(ByHand.forward)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
-        grads = ByHand.backward(ctx, dout)
-        ctx.p.mul_(0.5)
-        return grads
+    return leaving(lambda ctx, dout: dout.zero_()).apply(q, k, v)
 
 
 @plant(EFFECTS, "a second backward of the same call (retain_graph) gives another gradient")
 def backward_uses_up_what_was_kept(q, k, v):
-    return OneBackward.apply(q, k, v)
+    return leaving(lambda ctx, dout: ctx.p.mul_(0.5)).apply(q, k, v)
 
 
 @plant(EFFECTS, "out is another when gradients are wanted")
