@@ -91,6 +91,24 @@ def scaled_in_training(q, k, v):
     return out + 0.25 * out.detach() if out.requires_grad else out
 
 
+BUFFERS: dict[Any, Tensor] = {}
+
+
+class InBuffer(ByHand):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = ByHand.forward(ctx, q, k, v)
+        return BUFFERS.setdefault((out.shape, out.dtype), torch.empty_like(out)).copy_(out).view_as(out)
+
+    backward = staticmethod(ByHand.backward)
+
+
+@plant(EFFECTS, "out lies in memory that the next call writes to")
+def output_in_a_buffer(q, k, v):
+    """One for each shape, as a graph's static outputs are."""
+    return InBuffer.apply(q, k, v)
+
+
 class OfOneDtype(ByHand):
     """Under autocast its products come in another dtype than its backward, which runs outside, can multiply."""
 

@@ -16,6 +16,7 @@ from foci.core.spec import Case
 
 BETWEEN = "another call before the backward changes it: two layers that share the function would train wrong"
 TRAINING = "{} is another when gradients are wanted: it is trained by other numbers than it gives afterwards"
+REUSED = "{} lies in memory that the next call writes to: right until then"
 OVERWRITTEN = "{} is overwritten: whoever uses it afterwards (a residual, the compiler) gets other numbers"
 
 
@@ -50,12 +51,14 @@ def _backward_effects(exam: Exam, case: Case, through: tuple[str, ...]) -> Findi
     dtype, inputs = exam.dtype, exam.fresh(case, exam.dtype)
     leaves, untrained = exam.leaves(inputs), exam.forward(case, dtype).outputs
     outputs = exam.attempt(inputs).outputs
+    before = {name: output.detach().clone() for name, output in zip(exam.names, outputs or (), strict=False)}
     if outputs is None or exam.attempt(_other_numbers(exam, case)).outputs is None:
         return
-    for name, got, old in zip(exam.names, outputs, untrained or (), strict=False):
-        error = exam.error(case, dtype, name, got, old)
+    for name, output, old in zip(exam.names, outputs, untrained or (), strict=False):
+        error = exam.error(case, dtype, name, before[name], old)
         yield Finding(case.name, error, None if error.ok else TRAINING.format(name))
-    before = {name: output.detach().clone() for name, output in zip(exam.names, outputs, strict=True)}
+        yield _same(case, REUSED.format(name), output.detach(), before[name])
+    between = {name: output.detach().clone() for name, output in zip(exam.names, outputs, strict=True)}
     weights = dict(zip(exam.names, exam.cotangents(case, dtype), strict=True))
     asked = [n for n, output in zip(exam.names, outputs, strict=True) if n in through and output.requires_grad]
     given = [weights[name].to(before[name].dtype) for name in asked]
@@ -72,7 +75,7 @@ def _backward_effects(exam: Exam, case: Case, through: tuple[str, ...]) -> Findi
     for name, now, value in zip(asked, handed, given, strict=True):
         yield _same(case, f"in its backward, {OVERWRITTEN.format(f'the gradient of {name}')}", now, value)
     for name, output in zip(exam.names, outputs, strict=True):
-        yield _same(case, f"in its backward, {OVERWRITTEN.format(name)}", output.detach(), before[name])
+        yield _same(case, f"in its backward, {OVERWRITTEN.format(name)}", output.detach(), between[name])
     try:
         again = _differentiate(roots, leaves, [weight.clone() for weight in given])
     except RuntimeError:  # it says so: that is not silent
