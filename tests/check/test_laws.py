@@ -16,7 +16,6 @@ from foci.ops.softmax import spec as softmax
 from foci.ops.softmax.api import attention_with_lse
 from foci.ops.softmax.conventions import adapt
 from tests.check import toy
-from tests.check.gallery import right
 from tests.check.recurrences import Times
 
 CPU = torch.device("cpu")
@@ -162,16 +161,3 @@ def test_a_refused_case_is_no_finding_but_is_kept() -> None:
     (forward,) = [law for law in LAWS if law.name == "forward"]
     assert {finding.case for finding in forward.ask(exam)} == {"plain, float32", "extreme, float32"}
     assert exam.refused == {"one row": "it has no wish to"}
-
-
-def test_no_gradient_where_the_true_one_is_zero_is_no_fault() -> None:
-    """Of one key softmax has the value: queries and keys change nothing."""
-
-    def attend(q, k, v):
-        return (
-            v.expand(-1, q.shape[1], -1, -1).clone()
-            if k.shape[1] == 1 and v.shape[2] == q.shape[2]
-            else right(q, k, v)[0]
-        )
-
-    assert ask("gradients", adapt(attend)) == ask("any length", adapt(attend)) == []

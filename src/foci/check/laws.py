@@ -202,10 +202,7 @@ def _gradients(
         if found.fault:
             yield Finding(label(case, dtype), None, found.fault)
         return
-    # None where the true one is 0 everywhere, as A's at one token, is as good
-    missing = [
-        n for n, g in truths.items() if g is not None and g.numel() and (found.gradients[n] is not None or g.any())
-    ]
+    missing = [leaf for leaf, truth in truths.items() if truth is not None and truth.numel()]
     if missing and all(found.gradients[leaf] is None for leaf in missing):
         yield Finding(label(case, dtype), None, diagnose.DETACHED)
         return
