@@ -234,7 +234,7 @@ class TestInstallation:
                 assert ("forward" in vars(model.model.layers[0].linear_attn)) == (linear in handle.sites)
                 got = logits_and_gradients(model, padding("left"))
             assert max(relative(g, e) for g, e in zip(got, expected, strict=True)) < BUDGET
-        with pytest.raises(ValueError, match="linear_attn'. is 'aten'; expected None or one of 'native'"):
+        with pytest.raises(ValueError, match=r"linear_attn'\] is 'aten'; expected None or one of 'native'"):
             install(model, {linear: "aten"})  # a softmax backend
 
     @pytest.mark.usefixtures("on_a_gpu")
