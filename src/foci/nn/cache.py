@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, MutableMapping
-from numbers import Integral
 from uuid import uuid4
 
 import torch
 from torch import Tensor
 
 from foci.core.errors import ShapeError
-from foci.ops.arguments import INTEGERS, plain
+from foci.ops.arguments import INTEGERS, is_whole, plain
 
 BLOCK = 64  # minimum free tokens in the buffer of a growing tensor
 # Unique numbers of layers, across processes that exchange layers; a copy of a layer has the same number.
@@ -190,7 +189,7 @@ def entry(where: str, layer_index: int | None) -> int | None:
     """A layer's entry in a Cache, checked: True would be entry 1, another layer's."""
     if layer_index is None:
         return None
-    if isinstance(layer_index, bool) or not isinstance(layer_index, Integral) or layer_index < 0:
+    if not is_whole(layer_index, 0):
         raise ValueError(f"{where}: layer_index is {layer_index!r}; expected an integer of at least 0, or None")
     return int(layer_index)
 

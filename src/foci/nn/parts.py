@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from foci.core.errors import ShapeError
-from foci.ops.arguments import INTEGERS, check_near, check_offsets, number, plain
+from foci.ops.arguments import INTEGERS, check_near, check_offsets, is_whole, number, plain
 from foci.ops.layer_parts import ACTIVATIONS, Norm, convolve, convolve_step, turn
 
 
@@ -25,7 +24,7 @@ def choice(where: str, name: str, value: str, options: dict[str, Callable[[Tenso
 def sizes(where: str, named: dict[str, int]) -> None:
     """ValueError unless each is an integer of at least 1."""
     for name, value in named.items():
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        if not is_whole(value):
             raise ValueError(f"{where}: {name} is {value!r}; expected an integer of at least 1")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -120,9 +120,14 @@ def number(
     return float(value)
 
 
+def is_whole(value: object, least: int = 1) -> TypeGuard[int]:
+    """Whether it is an integer of at least `least`; a bool is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
 def whole(operator: str, name: str, value: object, least: int = 1) -> int:
-    """The value as an int, of at least `least`; a bool is none."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+    """The value as an int, where it is one of at least `least`."""
+    if not is_whole(value, least):
         raise ValueError(f"{operator}: {name} must be a whole number, at least {least}, got {value!r:.200}")
     return int(value)
 

@@ -14,7 +14,6 @@ from foci.ops.delta.api import delta_rule
 from foci.ops.delta.call import bind
 from foci.ops.delta.cases import Delta
 from foci.ops.draw import Draw
-from tests.ops import in_gluon
 from tests.ops.delta.in_parts import held, kept
 from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
 from tests.ops.in_gluon import Gluon
@@ -136,7 +135,6 @@ def test_of_two_heads_one_has_keys_that_are_alike(monkeypatch: pytest.MonkeyPatc
 
 def test_those_that_make_products_may_be_late_in_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for a barrier that is two turns further waits for ever."""
-    monkeypatch.setattr(in_gluon, "PATIENCE", 10.0)
     inputs = problem({"T": 1024, "H": 1, "K": 64, "V": 64, "gates": lambda draw, *shape: torch.full(shape, -0.03)})
     pairs = 1  # behind those that walk
     for got, right in zip(walked(inputs, monkeypatch, 2, late=pairs), walked(inputs, monkeypatch, 2), strict=True):

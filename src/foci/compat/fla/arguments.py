@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from foci.core.errors import ShapeError, Unsupported
@@ -20,6 +21,10 @@ from foci.ops.delta.api import delta_rule
 
 Maybe = TypeVar("Maybe", Tensor, Tensor | None)
 Pair = tuple[Tensor, Tensor | None]
+Row = Float[Tensor, "B T G K"]
+Value = Float[Tensor, "B T H V"]
+Gate = Float[Tensor, "B T H"]
+Decay = Float[Tensor, "B T H K"]
 
 _REFUSED = {
     "cp_context": "FLA's context-parallel contexts are not read; states are handed on with foci.Affine",

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from jaxtyping import Float
 from torch import Tensor
 
-from foci.compat.fla.arguments import Pair, Run, gated, hold, ones, refuse, tuning, unit, written
+from foci.compat.fla.arguments import (
+    Decay,
+    Gate,
+    Pair,
+    Row,
+    Run,
+    Value,
+    gated,
+    hold,
+    ones,
+    refuse,
+    tuning,
+    unit,
+    written,
+)
 from foci.core.shapes import Signature
-
-Row = Float[Tensor, "B T G K"]
-Value = Float[Tensor, "B T H V"]
-Gate = Float[Tensor, "B T H"]
-Decay = Float[Tensor, "B T H K"]
 
 
 def chunk_delta_rule(

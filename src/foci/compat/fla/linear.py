@@ -6,17 +6,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from foci.compat.fla.arguments import Pair, Run, hold, tuning
+from foci.compat.fla.arguments import Decay, Gate, Pair, Row, Run, Value, hold, tuning
 from foci.core.errors import ShapeError
 from foci.core.shapes import Signature, dense
 from foci.core.spec import accumulator
 from foci.ops.arguments import switch, whole
 
 States = Tensor | tuple[Tensor, Tensor]
-Row = Float[Tensor, "B T G K"]
-Value = Float[Tensor, "B T H V"]
-Gate = Float[Tensor, "B T H"]
-Decay = Float[Tensor, "B T H K"]
 Constant = Float[Tensor, "H"]
 Bonus = Float[Tensor, "H K"]
 
