@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -124,6 +125,32 @@ class OfOneDtype(ByHand):
 @plant("autocast and mixed dtypes", "under autocast: backward raised RuntimeError")
 def backward_of_one_dtype(q, k, v):
     return OfOneDtype.apply(q, k, v)
+
+
+@plant("autocast and mixed dtypes", "dq is None under autocast")
+def queries_detached_under_autocast(q, k, v):
+    return right(q.detach() if torch.is_autocast_enabled("cpu") else q, k, v)[0]
+
+
+IN_FLIGHT: list[Any] = []
+
+
+class OneAtATime(ByHand):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        alive = [held for held in IN_FLIGHT if held() is not None]
+        if alive:
+            raise RuntimeError("its workspace is taken")
+        out = ByHand.forward(ctx, q, k, v)
+        IN_FLIGHT[:] = [weakref.ref(ctx.p)]
+        return out
+
+    backward = staticmethod(ByHand.backward)
+
+
+@plant(EFFECTS, "a second call before the backward of the first: forward raised RuntimeError: its workspace is taken")
+def one_call_in_flight(q, k, v):
+    return OneAtATime.apply(q, k, v)
 
 
 class Expanded(ByHand):

@@ -52,7 +52,10 @@ def _backward_effects(exam: Exam, case: Case, through: tuple[str, ...]) -> Findi
     leaves, untrained = exam.leaves(inputs), exam.forward(case, dtype).outputs
     outputs = exam.attempt(inputs).outputs
     before = {name: output.detach().clone() for name, output in zip(exam.names, outputs or (), strict=False)}
-    if outputs is None or exam.attempt(_other_numbers(exam, case)).outputs is None:
+    other = exam.attempt(_other_numbers(exam, case))
+    if other.fault:
+        yield Finding(case.name, None, f"a second call before the backward of the first: {other.fault}")
+    if outputs is None or other.outputs is None:
         return
     for name, output, old in zip(exam.names, outputs, untrained or (), strict=False):
         error = exam.error(case, dtype, name, before[name], old)

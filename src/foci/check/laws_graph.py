@@ -305,7 +305,8 @@ def _trained(exam: Exam, case: Case) -> Findings:
     """The gradients of a forward under autocast; its backward runs outside, as torch's own examples have it."""
     single, name = torch.float32, f"{case.name}, autocast"
     through = tuple(output for output in exam.names if output not in exam.spec.logs)
-    if exam.gradients(case, single, through).gradients is None:
+    eager = exam.gradients(case, single, through).gradients
+    if eager is None:
         return
 
     def call(inputs: Inputs) -> Outputs:
@@ -314,7 +315,8 @@ def _trained(exam: Exam, case: Case) -> Findings:
 
     try:
         found = exam.differentiate(call, case, single, through, exact=False)
-    except NotImplementedError:
+    except NotImplementedError as refused:
+        exam.refused[f"gradients of {name}"] = diagnose.refusal(refused)
         return
     except Exception as raised:
         yield Finding(name, None, f"under autocast: {diagnose.exception(raised, 'backward')}")
@@ -323,6 +325,8 @@ def _trained(exam: Exam, case: Case) -> Findings:
     largest = max((compare.extent(truth) for truth in truths[0].values() if truth is not None), default=0.0)
     for leaf, plain in exam.plain_gradients(case, HALF, through).items():
         got, exact = found[leaf], [truth[leaf] for truth in truths]
+        if got is None and eager[leaf] is not None:
+            yield Finding(name, None, f"d{leaf} is None under autocast: a trained {leaf} would silently never move")
         rights = [right for right in exact if right is not None and compare.extent(right) > SMALL * largest]
         if got is None or plain is None or len(rights) < len(exact):
             continue
