@@ -211,6 +211,9 @@ _DELTA = (
         recurrence(beta=True, decay="token", K=64, G=32, H=32, t=1024),
         where="sm_90",
     ),
+    Specimen(
+        "delta", "Gated DeltaNet, few chunks", recurrence(beta=True, decay="token", G=32, H=32, t=1024), where="sm_90"
+    ),
     Specimen("delta", "Gated DeltaNet, K = 64, in pieces", recurrence(beta=True, decay="token", K=64), where="sm_90"),
     Specimen("delta", "Gated DeltaNet of many heads", recurrence(beta=True, decay="token", G=24, H=48), where="sm_90"),
     Specimen("delta", "Gated DeltaNet, K = 256", recurrence(beta=True, decay="token", K=256)),

@@ -2,7 +2,7 @@
 
 A piece begins with the state at its first chunk. What was some chunks before has a factor of all that happened to a
 state since then: where that is less than float32 has with all digits, it is taken as 0, and the piece warms up from
-there on, by states alone.
+there on, by states alone. Where that would be most of what is before it, it warms up from the sequence's start on.
 """
 
 from __future__ import annotations
@@ -23,6 +23,16 @@ def share(piece, pieces, chunks, WARMS: tl.constexpr = True):  # type: ignore[no
     more = tl.minimum(chunks // 7, WARM) if WARMS else 0
     first = tl.where(piece == 0, 0, more + (chunks - more) * piece // pieces)
     return first, more + (chunks - more) * (piece + 1) // pieces
+
+
+@triton.jit
+def thirds(piece, chunks):  # type: ignore[no-untyped-def]
+    """(first chunk, end) of two pieces, if both begin with the sequence: what the second does not read costs it less.
+
+    Whatever gates are, and with the bits of one walk.
+    """
+    second = tl.cdiv(2 * chunks, 3)
+    return tl.where(piece == 0, 0, second), tl.where(piece == 0, second, chunks)
 
 
 @triton.jit

@@ -63,6 +63,13 @@ def problem(device: str = "cuda", /, **options: Any) -> dict[str, Any]:
     return made.make(torch.bfloat16, torch.device(device), 0)
 
 
+TWICE: list[dict[str, Any]] = [
+    {"B": 8, "T": 1024, "H": 8, "K": 64, "V": 64, "state": True},
+    {"B": 2, "T": 640, "H": 16, "alike": "correlated"},
+    {"T": 1536, "H": 32, "gates": every_other_slow},
+    {"T": 576, "H": 4, "K": 64, "V": 64, "alike": "identical", "beta": 2.0},
+    {"T": 1990, "H": 8, "K": 64, "V": 64, "offsets": (0, 1, 1, 1000, 1990), "state": True},
+]
 KEPT: list[dict[str, Any]] = [
     {"B": 4, "T": 2048, "H": 16, "state": True},
     {"B": 2, "T": 1024, "H": 80, "G": 40, "alike": "identical", "beta": 2.0},
@@ -74,10 +81,13 @@ KEPT: list[dict[str, Any]] = [
 ]
 
 
-def walked(inputs: dict[str, Any], columns: int, monkeypatch: pytest.MonkeyPatch, keep: bool = False) -> list[Tensor]:
-    """By warps, so many columns a program; of 0 by Triton. `keep`: and what a backward reads."""
+def walked(
+    inputs: dict[str, Any], columns: int, monkeypatch: pytest.MonkeyPatch, keep: bool = False, twice: bool = False
+) -> list[Tensor]:
+    """By warps, so many columns a program; of 0 by Triton. `keep`: and what a backward reads. `twice`: by two programs."""
     with monkeypatch.context() as patch:
         patch.setattr(token_walks, "wide", lambda *_: columns)
+        patch.setattr(joins, "twice", lambda *_: twice)
         patch.setattr(token_walks, "suits", lambda *_: True)
         return [*gpu.forward(bind(**inputs), keep)]
 
@@ -119,6 +129,23 @@ def test_the_walk_makes_the_same_bits_of_pairs(
     for _ in range(10):
         for x, y in zip(walked(inputs, 64, monkeypatch), wanted, strict=True):
             assert x.equal(y)
+
+
+@on_hopper
+@pytest.mark.parametrize("options", TWICE, ids=told)
+def test_two_programs_have_the_bits_of_one(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = problem(**options)
+    call = bind(**inputs)
+    with tune.record_launches(tune.target_of(call.v.device)) as launches:
+        gpu.forward(call)
+    assert launches[-1].meta["TWICE"]
+    for keep in (False, True)[: 1 if "offsets" in options else 2]:
+        once = walked(inputs, 64, monkeypatch, keep)
+        once = [*kept(call, once)] if keep else once
+        for _ in range(10):
+            found = walked(inputs, 64, monkeypatch, keep, True)
+            for x, y in zip(kept(call, found) if keep else found, once, strict=True):
+                assert x.equal(y)
 
 
 @on_hopper

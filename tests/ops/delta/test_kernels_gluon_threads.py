@@ -39,11 +39,13 @@ def problem(options: dict[str, Any]) -> dict[str, Any]:
 def walked(
     inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, pieces: int = 1, return_state: bool = True,
     ahead: bool = False, columns: int = 0, keep: bool = False, alone: bool = True, late: int | None = None,
+    twice: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """Out and the final state, each sequence in so many `pieces`; `ahead`: the first program before the last.
 
     `columns` a program: as many as there are, of 128 and 64, if none are told. `keep`: and what a backward reads.
-    `alone`: the walk by 64 columns makes A. `late`: of warps beside each other, those that begin last.
+    `alone`: the walk by 64 columns makes A. `late`: of warps beside each other, those that begin last. `twice`: two
+    programs walk each sequence by 64 columns.
     """
     columns = columns or (64 if inputs["v"].shape[3] % 128 else 128)
 
@@ -57,6 +59,7 @@ def walked(
         patch.setattr(token_walks, "alone", lambda *_: alone)
         patch.setattr(token_walks, "suits", lambda *_: True)
         patch.setattr(token_walks, "shares", lambda *_: pieces)
+        patch.setattr(joins, "twice", lambda *_: twice)
         return [x.cpu() for x in gpu.forward(bind(**there(inputs), return_state=return_state), keep)]
 
 
@@ -137,8 +140,36 @@ def test_those_that_make_products_may_be_late_in_a_warm_up(monkeypatch: pytest.M
     """Who waits for a barrier that is two turns further waits for ever."""
     inputs = problem({"T": 1024, "H": 1, "K": 64, "V": 64, "gates": lambda draw, *shape: torch.full(shape, -0.03)})
     pairs = 1  # behind those that walk
-    for got, right in zip(walked(inputs, monkeypatch, 2, late=pairs), walked(inputs, monkeypatch, 2), strict=True):
-        assert torch.equal(got, right)
+    for pieces, twice in ((2, False), (1, True)):
+        late, right = (walked(inputs, monkeypatch, pieces, late=each, twice=twice) for each in (pairs, None))
+        assert all(map(torch.equal, late, right))
+
+
+@pytest.mark.parametrize(
+    ("options", "pieces", "keep"),
+    [
+        ({"B": 2, "T": 320, "K": 64, "V": 64, "state": True, "alike": "correlated"}, 1, False),
+        ({"T": 650, "H": 1, "K": 64, "V": 64, "offsets": (0, 0, 1, 130, 201, 650), "state": True}, 1, False),
+        ({"T": 300, "H": 1, "state": True, "gates": Draw.extremes}, 2, False),
+        ({"T": 256, "K": 64, "V": 64, "state": True}, 1, True),
+        ({"T": 320, "H": 1, "state": True, "alike": "identical", "beta": 2.0}, 2, True),
+    ],
+    ids=str,
+)
+def test_two_programs_have_the_bits_of_one(
+    options: dict[str, Any], pieces: int, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no program writes where another one does."""
+    inputs = problem(options)
+    call = bind(**there(inputs))
+    once, found, ahead = (
+        walked(inputs, monkeypatch, each, ahead=ahead, columns=64, keep=keep, twice=twice)
+        for each, ahead, twice in ((1, False, False), (pieces, False, True), (pieces, True, True))
+    )
+    if keep:
+        once, found, ahead = (list(kept(call, each)) for each in (once, found, ahead))
+    for x, y, wanted in zip(found, ahead, once, strict=True):
+        assert x.equal(wanted) and y.equal(wanted)
 
 
 @pytest.mark.parametrize("alike", ["independent", "correlated"])

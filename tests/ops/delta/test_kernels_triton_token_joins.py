@@ -21,9 +21,9 @@ IN_PIECES = {"forward": ["token_walk_kernel", "token_walk_kernel", "lost_kernel"
 IN_PIECES["backward"] = ["token_walk_back_kernel", "token_walk_back_kernel"]
 
 
-def call_of(T: int, H: int, rows: int = 1, documents: int = 0) -> Call:
-    q = torch.empty(rows, T, 1, 128, dtype=torch.bfloat16, device="meta")
-    v, g = q.expand(rows, T, H, 128).contiguous(), torch.empty(rows, T, H, device="meta")
+def call_of(T: int, H: int, rows: int = 1, documents: int = 0, K: int = 128) -> Call:
+    q = torch.empty(rows, T, 1, K, dtype=torch.bfloat16, device="meta")
+    v, g = q.new_empty(rows, T, H, 128), torch.empty(rows, T, H, device="meta")
     offsets = torch.empty(documents + 1, dtype=torch.int64, device="meta") if documents else None
     return bind(q, q, v, g, log_decay=g, offsets=offsets)
 
@@ -72,6 +72,50 @@ def test_few_heads_of_long_sequences_are_joined_by_maps_in_both_directions(
     walks = [name for name in names if "walk" in name or name in ("join_kernel", "lost_kernel")]
     assert by_maps or not documents or walks == ["walk_kernel"] * 4
     assert (walks == [*IN_PIECES["forward"], *IN_PIECES["backward"]]) == by_maps, names
+
+
+@pytest.mark.parametrize(
+    ("T", "H", "rows", "documents", "pieces", "wanted"),
+    [
+        *((1024, H, 1, 0, 1, H <= 33) for H in (1, 33, 34)),
+        *((T, 4, 1, 0, 1, T >= 640) for T in (64, 639, 640)),
+        *((T, 4, 1, 0, 2, T < 2048) for T in (1280, 2047, 2048)),
+        (1536, 4, 1, 0, 3, False),
+        *((1024, 4, 1, documents, 1, documents == 1) for documents in (1, 2)),
+        (1024, 4, 8, 0, 1, True),
+        (1024, 4, 9, 0, 1, False),
+    ],
+)
+def test_two_programs_walk_a_short_sequence_where_there_is_room_for_both(
+    T: int, H: int, rows: int, documents: int, pieces: int, wanted: bool
+) -> None:
+    assert joins.twice(call_of(T, H, rows, documents), HOPPER, pieces, False) == wanted
+
+
+@pytest.mark.parametrize(
+    ("T", "K", "documents", "keep", "wanted"),
+    [
+        *((T, 128, 0, True, T >= 512) for T in (511, 512)),
+        *((T, 64, 0, False, T >= 512) for T in (511, 512)),
+        *((T, 64, 1, False, T >= 640) for T in (639, 640)),
+    ],
+)
+def test_sequences_are_long_enough_that_it_pays(T: int, K: int, documents: int, keep: bool, wanted: bool) -> None:
+    assert joins.twice(call_of(T, 4, documents=documents, K=K), HOPPER, 1, keep) == wanted
+
+
+@pytest.mark.parametrize(("T", "cut"), [(1024, False), (1536, True)])  # cut: in a backward
+def test_two_programs_of_a_sequence_are_told_of_no_piece(T: int, cut: bool) -> None:
+    if not tune.with_gluon():
+        pytest.skip("Gluon has no interpreter, and this Triton may be none that compiles the kernel")
+    for keep in (False, True):
+        with tune.record_launches(HOPPER) as launches:
+            gpu.forward(call_of(T, 30), keep)
+        first, walk = launches
+        reach = first.arguments[first.kernel.arg_names.index("reach_ptr")]
+        assert (reach is not None) == (cut and keep)
+        asked = dict(zip(walk.kernel.arg_names, walk.arguments, strict=False))
+        assert walk.meta["TWICE"] and asked["pieces"] == 2 and asked["reach_ptr"] is asked["lost_ptr"] is None
 
 
 @pytest.mark.usefixtures("halves")

@@ -74,13 +74,17 @@ def forward(call: Call, keep: bool = False) -> tuple[Tensor, ...]:
     target = target_of(call.v.device)
     wide = token_walks.wide(call, target, keep) if with_gluon() else 0
     shares = token_walks.shares(call, target)
-    always = wide > 0 and not keep and not joins.reaches_far(call)
-    by = way(call, False, token_walks, joins, shares, *walks.unturned(call), always)
-    walk = import_module("foci.ops.delta.kernels_gluon").walk(wide) if wide and by.turned and not by.maps else None
+    twice = wide == 64 and joins.twice(call, target, shares, keep)
+    always = twice or (wide > 0 and not keep and not joins.reaches_far(call))
+    by = way(call, False, token_walks, joins, 1 if twice else shares, *walks.unturned(call), always)
+    walk = None
+    if wide and by.turned and not by.maps:
+        walk = import_module("foci.ops.delta.kernels_gluon").walk(wide, twice)
     out, rest = room(call, call.v)
     exact = walk is not None and not keep
     alone = exact and wide == 64 and token_walks.alone(call, target)
-    made = triangles.first(call, parts, _slots(call), shares > 1, at_once, channel_chunks, exact, alone, rest)
+    cut = shares > 1 and (keep or not twice)
+    made = triangles.first(call, parts, _slots(call), cut, at_once, channel_chunks, exact, alone, rest)
     rest.end()
     final = walks.forward(call, parts, made, out, by, token_walks, joins, channel_walks, walk)
     return (out, final) if buffer is None else (out, final, buffer)

@@ -47,7 +47,7 @@ from foci.tiles.loads import (
 from foci.tiles.maps import reaches, tiles_of
 from foci.tiles.memory import present
 from foci.tiles.near import UNREAD
-from foci.tiles.pieces import FORGOTTEN, share
+from foci.tiles.pieces import FORGOTTEN, share, thirds
 from foci.tiles.state import sequence
 from foci.tiles.tma import async_store, map_of
 
@@ -267,10 +267,11 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     offsets_ptr, outputs, final_ptr, lost_ptr, states, errors,
     q_strides, k_strides, v_strides, state_strides, scale, zero, tokens, T, H, R, V, pieces,
     CHUNK: gl.constexpr, BLOCK_K: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr,
-    BESIDE: gl.constexpr,
+    TWICE: gl.constexpr, BESIDE: gl.constexpr,
 ):  # fmt: skip
-    """GROUPS HALF columns of one head's state through one of the `pieces` of a sequence (one, without `reach_ptr`).
+    """GROUPS HALF columns of one head's state through one of the `pieces` of a sequence.
 
+    One, without `reach_ptr`; or, TWICE, two that both begin with the sequence (tiles/pieces.py: thirds).
     MAPS: what TMA reads and writes are maps (tiles/maps.py), of all heads; else pointers. With `states` and `errors`,
     maps, a backward is to come: each state and d are kept, all tokens are exact, X and A are two tensors, GROUPS is 1.
     Without `pairs` A is made here, of gates' `sums_ptr` (kernels_triton_triangles.py), GROUPS is 1. BESIDE: a program
@@ -315,6 +316,8 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     lost, slow = 0.0, False
     if BESIDE:
         gdc_wait()
+    if TWICE:
+        own, end = thirds(piece, count)
     if reach_ptr is not None:
         own, end = share(piece, pieces, count)
         begin, lost = _remembered(reach_ptr + first, H, own)
@@ -395,14 +398,17 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
         )
 
 
-def walk(columns: int) -> Callable[..., None]:
-    """`forward` of kernels_triton_token_walks.py by so many columns a program, as `wide` says there."""
-    return partial(_forward, columns)
+def walk(columns: int, twice: bool) -> Callable[..., None]:
+    """`forward` of kernels_triton_token_walks.py by so many columns a program, as `wide` says there.
+
+    `twice`: as `twice` of kernels_triton_token_joins.py says, each sequence, which is one piece, by two programs.
+    """
+    return partial(_forward, columns, twice)
 
 
 def _forward(
-    columns: int, call: Any, parts: Any, made: tuple[Tensor, Tensor | None, Any], pieces: int, lost: Tensor | None,
-    out: Tensor, final: Tensor, slow: Tensor | None, first: Tensor | None, maps: None,
+    columns: int, twice: bool, call: Any, parts: Any, made: tuple[Tensor, Tensor | None, Any], pieces: int,
+    lost: Tensor | None, out: Tensor, final: Tensor, slow: Tensor | None, first: Tensor | None, maps: None,
 ) -> None:  # fmt: skip
     B, T, G, H, K, V, N = call.sizes
     inverse, products, gated = made
@@ -418,16 +424,17 @@ def _forward(
     pairs = None if products is None else there(products, CHUNK, half) if keep else X
     if keep:
         states, errors = map_of(parts.states, V, V, (K, half), OF_TILES), there(parts.errors, CHUNK, half)
-    stages = _stages(K, columns, keep)
+    reach = gated.reach if pieces > 1 else None
+    pieces, stages = 2 if twice else pieces, _stages(K, columns, keep)
     launch(
         wide_walk_kernel, (N * H * pieces * (V // columns),),
         there(call.q, CHUNK, key), there(call.k, CHUNK, key), there(call.v, CHUNK, half), X, pairs,
-        gated.sums, gated.rows, gated.total, gated.reach, slow, first, call.state, call.offsets,
+        gated.sums, gated.rows, gated.total, reach, slow, first, call.state, call.offsets,
         there(out, CHUNK, half), final, lost, states, errors,
         call.q.stride(), call.k.stride(), call.v.stride(), strides(call.state), call.scale, 0,
         B * T, T, H, H // G, V, pieces,
         config=Config(warps=4, stages=stages), CHUNK=CHUNK, BLOCK_K=K, GROUPS=columns // half, STAGES=stages,
-        MAPS=by_maps, **dependent_launch(target_of(call.v.device), True),
+        MAPS=by_maps, TWICE=twice, **dependent_launch(target_of(call.v.device), True),
     )  # fmt: skip
 
 

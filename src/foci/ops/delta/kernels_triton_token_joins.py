@@ -112,6 +112,18 @@ def reaches_far(call: Any) -> bool:
     return not _long(call) and int(FAR) * CHUNK * N < B * T
 
 
+def twice(call: Any, target: Target, pieces: int, keep: bool) -> bool:
+    """Whether kernels_gluon.py, by 64 columns, walks each sequence by two programs, one of which reads the end alone.
+
+    Where there are processors for both, and chunks that it pays, in place of whole sequences, or of two `pieces` of
+    less than FAR chunks, which warm up over most of what is before them. `keep`: a backward is to come.
+    """
+    B, T, _, H, K, V, N = call.sizes
+    chunks, least = B * T // (N * CHUNK), 8 if keep or (K == 64 and call.offsets is None) else 10
+    room = target.processors >= 2 * N * H * (V // 64) and chunks >= least
+    return room and (pieces == 1 or (pieces == 2 and chunks < int(FAR)))
+
+
 def starts(
     call: Any, pieces: int, make: Callable[..., None], each: bool, at_once: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
@@ -148,7 +160,9 @@ def _join_rule(V: int, target: Target) -> Config:
 def losses(call: Any, gated: Any, pieces: int) -> Tensor | None:
     """Room for the columns of a state that each piece has lost, where there are pieces."""
     *_, H, _, V, N = call.sizes
-    return None if gated.reach is None else torch.empty(N, pieces, H, V, dtype=torch.int32, device=call.v.device)
+    if gated.reach is None or pieces == 1:
+        return None
+    return torch.empty(N, pieces, H, V, dtype=torch.int32, device=call.v.device)
 
 
 def spread(call: Any, parts: Any, pieces: int, lost: Tensor, out: Tensor, final: Tensor) -> None:
