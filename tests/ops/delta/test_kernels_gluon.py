@@ -84,7 +84,7 @@ KEPT: list[dict[str, Any]] = [
 def walked(
     inputs: dict[str, Any], columns: int, monkeypatch: pytest.MonkeyPatch, keep: bool = False, twice: bool = False
 ) -> list[Tensor]:
-    """By warps, so many columns a program; of 0 by Triton. `keep`: and what a backward reads. `twice`: by two programs."""
+    """By warps, so many columns a program; of 0 by Triton. `keep`: and what a backward reads."""
     with monkeypatch.context() as patch:
         patch.setattr(token_walks, "wide", lambda *_: columns)
         patch.setattr(joins, "twice", lambda *_: twice)
