@@ -112,7 +112,7 @@ PROBLEMS = (
 # For GPUs, which run other kernels in the sizes of models (Spec.large).
 LARGE_PROBLEMS = (
     Delta("width 128", T=256, H=16, K=128),
-    Delta("width 128, a key a head", T=256, H=16, K=128, decay="token"),
+    Delta("width 128, a key a head", T=640, H=16, K=128, decay="token"),
     Delta("width 128, per head", T=256, H=16, K=128, decay="head"),
     Delta("width 128, per token", T=256, G=16, H=32, K=128, decay="token"),
     Delta("width 128, many heads", B=3, T=256, G=16, H=32, K=128, decay="token"),
@@ -135,7 +135,7 @@ LARGE_PROBLEMS = (
         gates=every_other_slow,
     ),
     Delta("width 64, in pieces by its gates", B=1, T=3072, G=11, H=33, K=64, V=72, decay="token"),
-    Delta("width 64, some heads", T=256, H=32, K=64, decay="token"),
+    Delta("width 64, some heads", T=512, H=32, K=64, decay="token"),
     Delta("width 64, many heads", B=3, T=256, H=32, K=64, decay="token"),
     Delta("width 64, in pieces by gates or maps", B=1, T=3072, H=16, K=64, decay="token", gates=every_other_slow),
     Delta("width 256", T=256, H=2, K=256),
