@@ -68,7 +68,7 @@ TWICE: list[dict[str, Any]] = [
     {"B": 2, "T": 640, "H": 16, "alike": "correlated"},
     {"T": 1536, "H": 32, "gates": every_other_slow},
     {"T": 576, "H": 4, "K": 64, "V": 64, "alike": "identical", "beta": 2.0},
-    {"T": 1990, "H": 8, "K": 64, "V": 64, "offsets": (0, 1, 1, 1000, 1990), "state": True},
+    {"T": 3000, "H": 8, "K": 64, "V": 64, "offsets": (0, 1, 1, 1500, 3000), "state": True},
 ]
 KEPT: list[dict[str, Any]] = [
     {"B": 4, "T": 2048, "H": 16, "state": True},

@@ -93,15 +93,16 @@ def test_two_programs_walk_a_short_sequence_where_there_is_room_for_both(
 
 
 @pytest.mark.parametrize(
-    ("T", "K", "documents", "keep", "wanted"),
+    ("T", "H", "K", "documents", "keep", "wanted"),
     [
-        *((T, 128, 0, True, T >= 512) for T in (511, 512)),
-        *((T, 64, 0, False, T >= 512) for T in (511, 512)),
-        *((T, 64, 1, False, T >= 640) for T in (639, 640)),
+        *((T, 16, 128, 0, True, T >= 512) for T in (511, 512)),
+        *((T, 1, 64, 0, False, T >= 512) for T in (511, 512)),
+        *((T, 1, 64, 1, False, T >= 640) for T in (639, 640)),
+        *((1024, H, 128, 0, True, H >= 14) for H in (13, 14)),  # else by maps
     ],
 )
-def test_sequences_are_long_enough_that_it_pays(T: int, K: int, documents: int, keep: bool, wanted: bool) -> None:
-    assert joins.twice(call_of(T, 4, documents=documents, K=K), HOPPER, 1, keep) == wanted
+def test_it_pays(T: int, H: int, K: int, documents: int, keep: bool, wanted: bool) -> None:
+    assert joins.twice(call_of(T, H, documents=documents, K=K), HOPPER, 1, keep) == wanted
 
 
 @pytest.mark.parametrize(("T", "cut"), [(1024, False), (1536, True)])  # cut: in a backward

@@ -116,12 +116,15 @@ def twice(call: Any, target: Target, pieces: int, keep: bool) -> bool:
     """Whether kernels_gluon.py, by 64 columns, walks each sequence by two programs, one of which reads the end alone.
 
     Where there are processors for both, and chunks that it pays, in place of whole sequences, or of two `pieces` of
-    less than FAR chunks, which warm up over most of what is before them. `keep`: a backward is to come.
+    less than FAR chunks, which warm up over most of what is before them. `keep`: a backward is to come, and sequences
+    that would be walked by less than a fifth of the processors are cut by maps (ops/delta/pieces.py).
     """
     B, T, _, H, K, V, N = call.sizes
-    chunks, least = B * T // (N * CHUNK), 8 if keep or (K == 64 and call.offsets is None) else 10
-    room = target.processors >= 2 * N * H * (V // 64) and chunks >= least
-    return room and (pieces == 1 or (pieces == 2 and chunks < int(FAR)))
+    programs, chunks, least = N * H * (V // 64), B * T // (N * CHUNK), 10
+    if keep or (K == 64 and call.offsets is None):
+        least = 8
+    room = 2 * programs <= target.processors and not (keep and 5 * programs < target.processors)
+    return room and chunks >= least and (pieces == 1 or (pieces == 2 and chunks < int(FAR)))
 
 
 def starts(
