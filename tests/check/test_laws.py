@@ -62,6 +62,29 @@ def test_causality_of_gradients() -> None:
     assert told and all("leak into dq, dk, dv of the prefix" in sentence for sentence in told)
 
 
+@pytest.mark.parametrize("leak", [0.0, 0.1])
+def test_gradients_that_differ_from_call_to_call_are_no_leak(leak: float) -> None:
+    class Noisy(torch.autograd.Function):
+        """The identity, whose gradient is rounded in another way each time."""
+
+        @staticmethod
+        def forward(ctx, x, other):
+            ctx.save_for_backward(other)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            noise = 1e-5 * torch.rand_like(grad) * (1 + leak * ctx.saved_tensors[0].mean())
+            return grad * (1 + noise + leak * ctx.saved_tensors[0].mean()), None
+
+    def attend(q, k, v, *, is_causal=False):
+        out, _ = attention_with_lse(q, k, v, mask=softmax_causal() if is_causal else None)
+        return Noisy.apply(out, k.detach())
+
+    told = ask("causality", adapt(attend))
+    assert bool(told) == bool(leak) and all("leak into dq, dk, dv of the prefix" in sentence for sentence in told)
+
+
 def softmax_causal() -> Mask:
     from foci.ops.masks import Causal
 

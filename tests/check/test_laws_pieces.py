@@ -16,6 +16,7 @@ from foci.ops.delta.spec import SPEC as DELTA
 from foci.ops.masks import Mask
 from foci.ops.softmax.api import attention_with_lse
 from foci.ops.softmax.conventions import adapt
+from foci.ops.softmax.spec import SPEC as SOFTMAX
 from tests.check.test_laws import ask, ours
 
 FEW = ("state", "no whole chunks", "packed, per channel", "everything")
@@ -41,6 +42,23 @@ def test_packed_is_separate() -> None:
     assert ask("packed = separate", ours()) == []
     told = ask("packed = separate", ours(seen=without_borders))
     assert told and "a packed document differs from itself alone" in told[0]
+
+
+def test_a_row_that_is_wrong_alone_sees_no_others() -> None:
+    def call(q, k, v):
+        return attention_with_lse(q, k, v, scale=None if q.shape[0] > 1 else 1.1 * q.shape[-1] ** -0.5)[0]
+
+    told = ask("batch slot", adapt(call))
+    assert told and all("differs from itself alone: alone it is wrong" in sentence for sentence in told)
+
+
+def test_a_row_whose_digits_depend_on_others_sees_no_others() -> None:
+    def call(q, k, v):
+        out = attention_with_lse(q, k, v)[0]
+        return out * (1 + 1e-7 * (q.shape[0] > 1))
+
+    told = ask("batch slot", adapt(call), replace(SOFTMAX, batch_bitwise=True))
+    assert told and all("its last digits depend on what is beside it" in sentence for sentence in told)
 
 
 def recurrence(change=lambda inputs: inputs, after=lambda inputs, out, state: (out, state)) -> Candidate:

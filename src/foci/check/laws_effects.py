@@ -17,6 +17,7 @@ from foci.core.spec import Case
 BETWEEN = "another call before the backward changes it: two layers that share the function would train wrong"
 TRAINING = "{} is another when gradients are wanted: it is trained by other numbers than it gives afterwards"
 REUSED = "{} lies in memory that the next call writes to: right until then"
+SEEDED = "it seeds the generator of random numbers: whatever the program draws afterwards repeats, in every run"
 OVERWRITTEN = "{} is overwritten: whoever uses it afterwards (a residual, the compiler) gets other numbers"
 
 
@@ -31,7 +32,7 @@ def inputs_untouched(exam: Exam) -> Findings:
         inputs = exam.fresh(case, dtype)
         with memory.default_settings() as changed:
             outputs = exam.attempt(inputs).outputs
-        yield from (Finding(case.name, None, sentence) for sentence in changed)
+        yield from (Finding(case.name, None, sentence) for sentence in (*changed, *[SEEDED] * exam.reseeded))
         if outputs is None:
             continue
         for (name, given), (_, value) in zip(_tensors(inputs), _tensors(exam.inputs(case, dtype)), strict=True):

@@ -72,9 +72,15 @@ def _pieces(exam: Exam, take: Take | None, sentence: str) -> Findings:
             error = exam.error(case, dtype, name, got, alone)
             if exam.spec.batch_bitwise and not torch.equal(got, alone):
                 error = compare.changed(got, alone, bitwise=True)
-            yield Finding(
-                label(case, dtype), error, None if error.ok else f"{name}: {sentence}: tokens of others leak in"
-            )
+            why = None if error.ok else f"{name}: {sentence}: {_whose(exam, case, dtype, name, got, alone)}"
+            yield Finding(label(case, dtype), error, why)
+
+
+def _whose(exam: Exam, case: Case, dtype: torch.dtype, name: str, got: Tensor, alone: Tensor) -> str:
+    """What is wrong where a part is not what it is alone."""
+    if exam.error(case, dtype, name, got, alone).ok:
+        return "its last digits depend on what is beside it"
+    return "alone it is wrong" if exam.error(case, dtype, name, got).ok else "tokens of others leak in"
 
 
 def _parts(exam: Exam, parts: Sequence[Part], dtype: torch.dtype) -> list[Outputs] | None:
