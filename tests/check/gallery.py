@@ -75,6 +75,12 @@ def scale_off(q, k, v, *, mask=None, causal=False):
     return right(q, k, v, mask=mask, causal=causal, scale=1.001 * q.shape[-1] ** -0.5)
 
 
+@plant("forward", "out is wrong, worst by")
+def bias_clamped(q, k, v, *, bias=None):
+    """Against overflow; but a bias of -inf is how many programs mask."""
+    return right(q, k, v, bias=None if bias is None else bias.clamp(min=-8.0))[0]
+
+
 @plant("logarithm", "scale is off by +0.10%")
 def scale_off_in_the_lse(q, k, v):
     return right(q, k, v)[0], right(q, k, v, scale=1.001 * q.shape[-1] ** -0.5)[1]

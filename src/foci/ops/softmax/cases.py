@@ -128,7 +128,7 @@ CASES = (
         "bias of all rows, cached keys", "bias", "causal", "cross", T=7, S=23,
         extra=lambda d: {"bias": d.normal(1, 4, 7, 23), "mask": Causal()},
     ),
-    case("bias of all heads", "bias", extra=lambda d: {"bias": d.normal(2, 1, 19, 19)}),
+    case("bias of all heads, hiding", "bias", extra=lambda d: {"bias": _hiding(d, 2, 1, 19, 19)}),
     case("bias of all, scale", "bias", "scale", extra=lambda d: {"bias": d.normal(19, 19), "scale": 0.3}),
     case("bias per key", "bias", "causal", extra=lambda d: {"bias": d.normal(2, 1, 1, 19), "mask": Causal()}),
     case("sink", "sink", extra=lambda d: {"sink": d.normal(4)}),
@@ -170,6 +170,12 @@ LARGE = (
         extra=lambda d: {"mask": Packed(d.integers(0, 130, 130, 131, 400, 509)) & Causal()},
     ),
 )  # fmt: skip
+
+
+def _hiding(d: Draw, *shape: int) -> Tensor:
+    """A bias that masks, as programs without another way do: -inf, but for each query's own key, so no row is empty."""
+    seen = d.boolean(*shape) | torch.eye(shape[-1], dtype=torch.bool, device=d.device)
+    return d.normal(*shape).masked_fill(~seen, -torch.inf)
 
 
 def _without_row(allowed: Tensor) -> Dense:
